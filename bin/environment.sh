@@ -1,0 +1,23 @@
+# Sourced by the scripts of this folder: sets up the virtual environment that they share, once, and puts it on PATH.
+#
+# DYNMO_VENV   where the environment lies (default: .venv in the project)
+# PYTHON       the interpreter that makes it (default: python3), 3.11 or newer
+
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+venv=${DYNMO_VENV:-$root/.venv}
+python=${PYTHON:-python3}
+
+if ! "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then
+  echo "$0: needs Python 3.11 or newer; set PYTHON to one (found: $("$python" --version 2>&1))" >&2
+  exit 2
+fi
+
+stamp=$venv/.dynmo-installed
+if [ ! -f "$stamp" ] || [ "$root/pyproject.toml" -nt "$stamp" ] || [ "$root/constraints.txt" -nt "$stamp" ]; then
+  echo "setting up the virtual environment in $venv (once; torch is the largest part)"
+  "$python" -m venv "$venv"
+  "$venv/bin/python" -m pip install --quiet --disable-pip-version-check \
+    --constraint "$root/constraints.txt" --editable "$root[all,dev]"
+  touch "$stamp"
+fi
+export PATH="$venv/bin:$PATH"

@@ -1,0 +1,151 @@
+"""What every command says, and how: data on stdout, talk on stderr, one boundary that turns errors into exit codes.
+
+This file is byte-identical in the four packages (``tests/arch`` holds that), and has no knowledge of any of them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from enum import StrEnum
+from types import FrameType
+from typing import Any, NoReturn, Protocol
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from .errors import EXIT_FAILURE, EXIT_INTERRUPTED, EXIT_TERMINATED, DynmoError
+
+LOG_EVERY_S = 5.0
+
+
+class Format(StrEnum):
+    """How a command reports: for a person, or for a program."""
+
+    TEXT = "text"
+    JSON = "json"
+
+
+class Tick(Protocol):
+    """Advances a progress display by ``amount`` units, with a short note on what was just done."""
+
+    def __call__(self, amount: float, note: str = "") -> None:
+        """Count ``amount`` more units as done."""
+
+
+def say(text: str = "") -> None:
+    """Print talk for a person on stderr; plain text, markup is not interpreted."""
+    sys.stderr.write(text + "\n")
+    sys.stderr.flush()
+
+
+def emit(text: str) -> None:
+    """Print data on stdout."""
+    sys.stdout.write(text + "\n")
+    sys.stdout.flush()
+
+
+def emit_json(document: Mapping[str, Any] | Sequence[Any]) -> None:
+    """Print ``document`` as indented JSON on stdout."""
+    emit(json.dumps(document, indent=2, ensure_ascii=False, allow_nan=False))
+
+
+def emit_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """Print a table on stdout: boxed on a terminal, aligned columns in a pipe. Columns after the first align right."""
+    if sys.stdout.isatty():
+        table = Table(title=title, title_justify="left")
+        for index, column in enumerate(columns):
+            table.add_column(column, justify="left" if index == 0 else "right")
+        for row in rows:
+            table.add_row(*row)
+        Console(file=sys.stdout).print(table)
+        return
+    widths = [max(len(row[i]) for row in [columns, *rows]) for i in range(len(columns))]
+    emit(title)
+    for row in [columns, *rows]:
+        cells = [row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))]
+        emit("  " + "  ".join(cells).rstrip())
+
+
+def human_bytes(count: float) -> str:
+    """``count`` bytes with a decimal unit: 1234567 is ``1.2 MB``."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if abs(count) < 1000:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1000
+    return f"{count:.1f} TB"
+
+
+@contextmanager
+def progress(label: str, total: float, unit: str) -> Iterator[Tick]:
+    """Show progress on stderr: a bar on a terminal, a plain line every few seconds elsewhere.
+
+    Args:
+        label: what is being done, in a few words.
+        total: the number of units in all; 0 when it is not known.
+        unit: the name of a unit in the plural, such as ``documents`` or ``MB``.
+    """
+    if sys.stderr.isatty():
+        columns = (
+            TextColumn("{task.description}"),
+            BarColumn(),
+            TextColumn("{task.completed:,.0f}/{task.total:,.0f} {task.fields[unit]}"),
+            TimeRemainingColumn(),
+            TextColumn("{task.fields[note]}"),
+        )
+        with Progress(*columns, console=Console(file=sys.stderr), transient=True) as bar:
+            task: TaskID = bar.add_task(label, total=total or None, unit=unit, note="")
+
+            def tick_bar(amount: float, note: str = "") -> None:
+                bar.update(task, advance=amount, note=note)
+
+            yield tick_bar
+        return
+    started = time.monotonic()
+    state = {"done": 0.0, "told": started}
+
+    def tick_line(amount: float, note: str = "") -> None:
+        state["done"] += amount
+        now = time.monotonic()
+        if now - state["told"] < LOG_EVERY_S:
+            return
+        state["told"] = now
+        rate = state["done"] / (now - started)
+        left = f", {(total - state['done']) / rate:.0f} s left" if total and rate else ""
+        of = f"/{total:,.0f}" if total else ""
+        say(f"{label}: {state['done']:,.0f}{of} {unit} ({rate:,.1f} {unit}/s{left}) {note}".rstrip())
+
+    yield tick_line
+
+
+def _raise_on_sigterm(_signum: int, _frame: FrameType | None) -> NoReturn:
+    raise SystemExit(EXIT_TERMINATED)
+
+
+def run_app(app: typer.Typer, prog: str) -> NoReturn:
+    """Run a command line to its exit: the one place where errors become exit codes and one-line messages.
+
+    Set ``DYNMO_TRACEBACK=1`` to see the traceback of an error that is normally told in one message.
+    """
+    signal.signal(signal.SIGTERM, _raise_on_sigterm)
+    try:
+        app(prog_name=prog)
+    except DynmoError as error:
+        if os.environ.get("DYNMO_TRACEBACK") == "1":
+            raise
+        say(f"{prog}: error: {error}")
+        sys.exit(error.exit_code)
+    except KeyboardInterrupt:
+        say(f"{prog}: interrupted")
+        sys.exit(EXIT_INTERRUPTED)
+    except BrokenPipeError:
+        sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 - lives until the process ends
+        sys.exit(EXIT_FAILURE)
+    sys.exit(0)

@@ -1,0 +1,71 @@
+"""What holds between the four packages: no imports across, shared files equal, light commands stay light."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PACKAGES = ("dynmo_tools", "dynmo_train", "dynmo_balance", "dynmo_ckpt")
+SHARED = ("console.py", "errors.py", "formats/_document.py")
+
+
+def imported_modules(path: Path) -> set[str]:
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            found.update(alias.name.partition(".")[0] for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
+            found.add(node.module.partition(".")[0])
+    return found
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_no_package_imports_another(package):
+    others = set(PACKAGES) - {package}
+    crossing = {
+        str(path.relative_to(ROOT)): sorted(others & imported_modules(path))
+        for path in (ROOT / package).rglob("*.py")
+        if others & imported_modules(path)
+    }
+    assert crossing == {}
+
+
+@pytest.mark.parametrize("name", SHARED)
+def test_shared_files_are_byte_identical(name):
+    assert len({(ROOT / package / name).read_bytes() for package in PACKAGES}) == 1
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_no_module_is_longer_than_600_lines(package):
+    long = {
+        str(path): count
+        for path in (ROOT / package).rglob("*.py")
+        if (count := path.read_text(encoding="utf-8").count("\n")) > 600
+    }
+    assert long == {}
+
+
+@pytest.mark.parametrize(
+    ("package", "forbidden"),
+    [
+        ("dynmo_tools", ("torch", "transformers", "datasketch", "scipy", "ftfy", "langdetect", "tokenizers")),
+        ("dynmo_balance", ("torch", "transformers", "scipy", "matplotlib")),
+        ("dynmo_train", ("torch", "transformers", "scipy")),
+        ("dynmo_ckpt", ("torch", "transformers", "scipy")),
+    ],
+)
+def test_help_loads_no_heavy_module(package, forbidden):
+    program = (
+        "import sys\n"
+        f"import {package}.cli as cli\n"
+        "sys.argv = ['x', '--help']\n"
+        "try:\n    cli.main()\nexcept SystemExit as stop:\n    assert stop.code in (0, None), stop.code\n"
+        f"print([name for name in {forbidden!r} if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=ROOT)
+    assert done.stdout.strip().splitlines()[-1] == "[]"
