@@ -1,0 +1,38 @@
+"""Random numbers that depend on what is computed, never on where.
+
+At each item's entry the device's default generator is saved, seeded with a stable hash of (seed, step, global microbatch
+index, item name), and restored after: ``F.dropout`` and attention take no generator of their own.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+
+def stable_seed(*parts: int | str) -> int:
+    """A 63-bit hash of ``parts`` that is the same in every process, on every machine, in every version."""
+    text = "\x1f".join(str(part) for part in parts)
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
+
+
+def default_generator(device: torch.device) -> torch.Generator:
+    """The generator that ``F.dropout`` draws from on ``device``."""
+    if device.type == "cuda":
+        return torch.cuda.default_generators[device.index or 0]
+    return torch.default_generator
+
+
+@contextmanager
+def seeded(device: torch.device, *parts: int | str) -> Iterator[None]:
+    """Run the body with the default generator of ``device`` seeded by ``parts``, and put its state back after."""
+    generator = default_generator(device)
+    state = generator.get_state()
+    generator.manual_seed(stable_seed(*parts))
+    try:
+        yield
+    finally:
+        generator.set_state(state)

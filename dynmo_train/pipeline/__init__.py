@@ -1,0 +1,1 @@
+"""The pipeline: which items stand where, the stages that run them, torch's schedules over the stages, and their costs."""

@@ -1,0 +1,166 @@
+"""Measures each item of a worker during sampled steps: forward, backward, activation bytes, and the worker's busy time.
+
+Forward times stand around the item's call. Backward times stand between *marks*: identity functions at the item
+boundaries, whose backward runs after all arithmetic of the later item and before that of the earlier one, because the
+autograd engine takes ready nodes in reverse order of creation. Marks stand in every step, sampled or not, so that sampling
+cannot change the graph.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from .clock import Clock
+
+
+class _Mark(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, probe: Probe, position: int) -> torch.Tensor:  # type: ignore[override]
+        ctx.probe, ctx.position = probe, position
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        ctx.probe.gradient_reached(ctx.position)
+        return grads[0], None, None
+
+
+@dataclass
+class _Totals:
+    pairs: dict[str, list[tuple[Any, Any]]] = field(default_factory=lambda: defaultdict(list))
+
+    def mean_ns(self, clock: Clock, name: str, microbatches: int) -> int:
+        return sum(clock.elapsed_ns(begin, end) for begin, end in self.pairs.get(name, ())) // microbatches
+
+
+class Probe:
+    """Collects the costs of one worker's items over a step.
+
+    Not thread-safe: the schedule of a worker runs in one thread, and so does its autograd on CPU; on CUDA the device's
+    autograd thread only records events while the schedule waits for it.
+    """
+
+    def __init__(self, clock: Clock) -> None:
+        self.clock = clock
+        self.sampling = False
+        self._forward, self._backward, self._weight, self._busy = _Totals(), _Totals(), _Totals(), _Totals()
+        self._activation_bytes: dict[str, int] = {}
+        self._names: tuple[str, ...] = ()
+        self._last: tuple[int, Any] | None = None
+
+    def begin_step(self, sampling: bool) -> None:
+        """Forget the last step; ``sampling`` says whether to measure this one."""
+        self.sampling = sampling
+        self._forward, self._backward, self._weight, self._busy = _Totals(), _Totals(), _Totals(), _Totals()
+        self._activation_bytes = {}
+
+    def mark(self, x: torch.Tensor, position: int) -> torch.Tensor:
+        """``x`` itself; its gradient's arrival is the boundary before the item at ``position`` of the stage."""
+        if not (torch.is_grad_enabled() and x.requires_grad):
+            return x
+        marked: torch.Tensor = _Mark.apply(x, self, position)
+        return marked
+
+    @contextmanager
+    def forward(self, name: str) -> Iterator[None]:
+        """Around the forward of one item."""
+        if not self.sampling:
+            yield
+            return
+        begin = self.clock.stamp()
+        yield
+        self._forward.pairs[name].append((begin, self.clock.stamp()))
+
+    @contextmanager
+    def busy(self) -> Iterator[None]:
+        """Around one operation of the schedule on this worker."""
+        if not self.sampling:
+            yield
+            return
+        begin = self.clock.stamp()
+        yield
+        self._busy.pairs[""].append((begin, self.clock.stamp()))
+
+    @contextmanager
+    def backward(self, names: tuple[str, ...]) -> Iterator[None]:
+        """Around the backward of a stage with these items: the marks inside say where one ends and the next begins."""
+        if not self.sampling or not names:
+            yield
+            return
+        self._names, self._last = names, (len(names), self.clock.stamp())
+        yield
+        self._close_interval(0)
+        self._last = None
+
+    def gradient_reached(self, position: int) -> None:
+        """Called in the backward when the gradient of the input of the item at ``position`` is complete."""
+        if self.sampling and self._last is not None:
+            self._close_interval(position)
+
+    def _close_interval(self, position: int) -> None:
+        """Give the time since the last mark to the items between it and ``position``: one, or the front's first few."""
+        if self._last is None:
+            return
+        last_position, begin = self._last
+        if position >= last_position:
+            return
+        now = self.clock.stamp()
+        self._backward.pairs[self._names[last_position - 1]].append((begin, now))
+        self._last = (position, now)
+
+    @contextmanager
+    def weight(self, name: str) -> Iterator[None]:
+        """Around the weight gradients of one item, where the schedule splits the backward."""
+        if not self.sampling:
+            yield
+            return
+        begin = self.clock.stamp()
+        yield
+        self._weight.pairs[name].append((begin, self.clock.stamp()))
+
+    @contextmanager
+    def saved(self, name: str, ignored: set[int]) -> Iterator[None]:
+        """Around one item's forward, once a sampled step: the bytes that it keeps for its backward, each storage once.
+
+        Args:
+            name: of the item.
+            ignored: data pointers of storages that are kept anyway (the parameters).
+        """
+        if not self.sampling or name in self._activation_bytes:
+            yield
+            return
+        sizes: dict[int, int] = {}
+
+        def pack(tensor: torch.Tensor) -> torch.Tensor:
+            storage = tensor.untyped_storage() if tensor.layout == torch.strided else None
+            if storage is not None and storage.data_ptr() not in ignored:
+                sizes[storage.data_ptr()] = storage.nbytes()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            yield
+        self._activation_bytes[name] = sum(sizes.values())
+
+    def activation_is(self, name: str, count: int) -> None:
+        """State the bytes that an item keeps, where they are known (a checkpointed item keeps its input)."""
+        if self.sampling:
+            self._activation_bytes.setdefault(name, count)
+
+    def result(self, names: tuple[str, ...], microbatches: int) -> dict[str, Any]:
+        """Means of a microbatch, in the order of ``names``: the arrays of a profile's ``step`` line, and busy time."""
+        split = bool(self._weight.pairs)
+        backward = [self._backward.mean_ns(self.clock, name, microbatches) for name in names]
+        weight = [self._weight.mean_ns(self.clock, name, microbatches) for name in names]
+        return {
+            "forward_ns": [self._forward.mean_ns(self.clock, name, microbatches) for name in names],
+            "backward_ns": backward,
+            "backward_weight_ns": weight if split else None,
+            "activation_bytes": [self._activation_bytes.get(name, 0) for name in names],
+            "busy_ns": sum(self.clock.elapsed_ns(begin, end) for begin, end in self._busy.pairs[""]),
+        }

@@ -1,0 +1,152 @@
+"""torch's schedules over the stages of one worker, for one partition; rebuilt whenever the partition changes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.distributed.pipelining.schedules import (
+    PipelineScheduleMulti,
+    PipelineScheduleSingle,
+    Schedule1F1B,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+    ScheduleInterleavedZeroBubble,
+)
+
+from ..errors import UsageError
+from ..models.items import BoundaryShape
+from ..parallel.world import World
+from .partition import Partition, frozen_prefix
+from .probe import Probe
+from .stage import ItemStage, StageModule, loss_of_microbatch
+
+SINGLE = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
+LOOPED = {"interleaved-1f1b": ScheduleInterleaved1F1B, "zero-bubble": ScheduleInterleavedZeroBubble}
+
+
+@dataclass(frozen=True, kw_only=True)
+class PipelineShape:
+    """What stays the same for a whole run.
+
+    Attributes:
+        schedule: ``gpipe``, ``1f1b``, ``interleaved-1f1b`` or ``zero-bubble``.
+        microbatches: of a step.
+        boundary: the shape of what crosses a stage boundary.
+        seed: of the run.
+        recompute: whether items run again in the backward instead of keeping their activations.
+    """
+
+    schedule: str
+    microbatches: int
+    boundary: BoundaryShape
+    seed: int
+    recompute: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class Batch:
+    """The samples of one step, as every process reads them.
+
+    Attributes:
+        ids: ``[microbatches * B, T]`` token ids.
+        labels: the same shape, the next tokens.
+        first_microbatch: the global index of the first microbatch: consumed samples before it over the microbatch size.
+        step: of the run; seeds the random numbers.
+    """
+
+    ids: torch.Tensor
+    labels: torch.Tensor
+    first_microbatch: int
+    step: int
+
+
+class Pipeline:
+    """The stages of this worker and the schedule that drives them.
+
+    Args:
+        items: the modules that this worker holds, by name.
+        frozen: names of the frozen front of the whole list.
+    """
+
+    def __init__(
+        self,
+        shape: PipelineShape,
+        partition: Partition,
+        world: World,
+        items: Mapping[str, nn.Module],
+        frozen: Sequence[str],
+        probe: Probe,
+    ) -> None:
+        self.shape, self.world = shape, world
+        prefixes = frozen_prefix(partition.stages, frozen)
+        self.modules: list[StageModule] = []
+        stages: list[ItemStage] = []
+        for number in partition.stages_of_worker(world.rank):
+            module = StageModule(
+                {name: items[name] for name in partition.stages[number]},
+                frozen=prefixes[number],
+                seed=shape.seed,
+                recompute=shape.recompute,
+                probe=probe,
+                boundary=shape.boundary,
+                device=world.device,
+            )
+            before = sum(len(names) for names in partition.stages[:number]) > sum(prefixes[:number])
+            stages.append(
+                ItemStage(
+                    module,
+                    number,
+                    len(partition.stages),
+                    boundary=shape.boundary,
+                    device=world.device,
+                    trains_before=before,
+                )
+            )
+            self.modules.append(module)
+        self.has_first = any(stage.is_first for stage in stages)
+        self.has_last = any(stage.is_last for stage in stages)
+        self._schedule = _schedule(shape, stages)
+
+    def train_step(self, batch: Batch) -> torch.Tensor:
+        """Run forward and backward of one step; gradients accumulate in the parameters.
+
+        Returns:
+            The loss (a float64 scalar on CPU) on the worker that holds the head, zero elsewhere.
+        """
+        return self._run(batch, training=True)
+
+    def evaluate(self, batch: Batch) -> torch.Tensor:
+        """The loss of a batch without gradient or dropout; as ``train_step`` otherwise."""
+        return self._run(batch, training=False)
+
+    def _run(self, batch: Batch, *, training: bool) -> torch.Tensor:
+        for module in self.modules:
+            module.train(training)
+            module.step = batch.step
+        device = self.world.device
+        arguments = (batch.ids.to(device),) if self.has_first else ()
+        first = batch.first_microbatch
+        keywords = {"microbatch": torch.arange(first, first + self.shape.microbatches)}
+        target = None
+        if self.has_last:
+            target = keywords["labels"] = batch.labels.to(device)
+        losses: list[torch.Tensor] = []
+        run = self._schedule.step if training else self._schedule.eval
+        run(*arguments, target=target, losses=losses, return_outputs=False, **keywords)
+        total = torch.zeros((), dtype=torch.float64)
+        if self.has_last:
+            total = torch.stack([loss.detach() for loss in losses]).to("cpu", torch.float64).sum()
+        return total
+
+
+def _schedule(shape: PipelineShape, stages: list[ItemStage]) -> PipelineScheduleSingle | PipelineScheduleMulti:
+    loss = loss_of_microbatch(shape.microbatches)
+    if shape.schedule in SINGLE:
+        return SINGLE[shape.schedule](stages[0], shape.microbatches, loss_fn=loss, scale_grads=False)
+    if shape.schedule in LOOPED:
+        looped = [*stages]
+        return LOOPED[shape.schedule](looped, shape.microbatches, loss_fn=loss, scale_grads=False)
+    raise UsageError(f"schedule {shape.schedule!r} is none of {', '.join([*SINGLE, *LOOPED])}")

@@ -1,0 +1,201 @@
+"""A pipeline stage over some items of the layer list, and the one subclass of torch's ``PipelineStage`` that it needs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining._backward import stage_backward, stage_backward_weight
+from torch.utils.checkpoint import checkpoint
+
+from ..models.items import BoundaryShape
+from ..parallel.seeding import seeded
+from .probe import Probe
+
+
+class StageModule(nn.Module):
+    """Runs items in order: each with its own random numbers, its boundaries marked, its costs measured.
+
+    Args:
+        items: name -> module, in list order; may be empty.
+        frozen: how many of the first items belong to the frozen front of the whole list: they run without gradient.
+        seed: of the run.
+        recompute: whether an item keeps its input alone and runs again in the backward.
+        boundary: the shape of what an empty stage passes on.
+        device: where the items live.
+    """
+
+    def __init__(
+        self,
+        items: Mapping[str, nn.Module],
+        *,
+        frozen: int,
+        seed: int,
+        recompute: bool,
+        probe: Probe,
+        boundary: BoundaryShape,
+        device: torch.device,
+    ) -> None:
+        super().__init__()
+        self.names = tuple(items)
+        self.layers = nn.ModuleList(items.values())
+        self.frozen, self.seed, self.recompute = frozen, seed, recompute
+        self.step = 0
+        self.probe, self.boundary, self.device = probe, boundary, device
+        self._kept_anyway = {parameter.untyped_storage().data_ptr() for parameter in self.parameters()}
+
+    def forward(self, x: torch.Tensor, *, microbatch: torch.Tensor, labels: torch.Tensor | None = None) -> torch.Tensor:
+        """Run one microbatch.
+
+        Args:
+            x: token ids ``[B, T]`` at the first stage, else the boundary tensor ``[B, T, D]``.
+            microbatch: global microbatch index, ``[1]``, on CPU.
+            labels: ``[B, T]``, given to the stage that holds the head.
+
+        Returns:
+            The boundary tensor, or at the head the loss (a scalar).
+        """
+        index = int(microbatch)
+        for position, (name, module) in enumerate(zip(self.names, self.layers, strict=True)):
+            arguments = (labels,) if name == "head" else ()
+            frozen = position < self.frozen
+            with torch.set_grad_enabled(torch.is_grad_enabled() and not frozen), self.probe.forward(name):
+                x = self.probe.mark(x.detach() if frozen and x.is_floating_point() else x, position)
+                x = self._run(name, module, index, x, *arguments)
+        return x
+
+    def _run(self, name: str, module: nn.Module, index: int, *arguments: Any) -> torch.Tensor:
+        def run(*inputs: Any) -> torch.Tensor:
+            with seeded(self.device, self.seed, self.step, index, name):
+                output: torch.Tensor = module(*inputs)
+            return output
+
+        if not torch.is_grad_enabled():
+            return run(*arguments)
+        if self.recompute:
+            x = arguments[0]
+            self.probe.activation_is(name, x.numel() * x.element_size())
+            # The item seeds itself at its entry, so torch need not save and restore the generators.
+            recomputed: torch.Tensor = checkpoint(run, *arguments, use_reentrant=False, preserve_rng_state=False)
+            return recomputed
+        with self.probe.saved(name, self._kept_anyway):
+            return run(*arguments)
+
+
+class ItemStage(PipelineStage):
+    """``PipelineStage`` that knows the frozen front: no gradient crosses a boundary behind which nothing trains.
+
+    torch 2.13's split backward silently drops the weight gradients of a stage none of whose inputs requires grad, but
+    for stage 0; here such a stage runs its full backward at W.
+    """
+
+    def __init__(
+        self,
+        module: StageModule,
+        stage: int,
+        stages: int,
+        *,
+        boundary: BoundaryShape,
+        device: torch.device,
+        trains_before: bool,
+        group: dist.ProcessGroup | None = None,
+    ) -> None:
+        size = (boundary.batch, boundary.tokens)
+        inner = torch.empty(*size, boundary.width, device="meta")
+        trains = trains_before or module.frozen < len(module.names)
+        super().__init__(
+            module,
+            stage,
+            stages,
+            device,
+            input_args=torch.empty(size, dtype=torch.int64, device="meta")
+            if stage == 0
+            else inner.clone().requires_grad_(trains_before),
+            output_args=torch.empty((), device="meta") if stage == stages - 1 else inner.requires_grad_(trains),
+            group=group,
+        )
+        self.module = module
+        self._trains_before, self._trains = trains_before, trains
+        self._last_input: tuple[torch.Tensor, ...] = ()
+
+    @property
+    def trains(self) -> bool:
+        """Whether a gradient enters this stage from behind: something in it or before it trains."""
+        return self._trains
+
+    def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        """No gradient is received where nothing up to here trains."""
+        return super().get_bwd_recv_ops(bwd_chunk_id) if self._trains else []
+
+    def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        """No gradient is sent where nothing before this stage trains."""
+        if not self._trains_before:
+            self.bwd_cache.pop(bwd_chunk_id, None)
+            return []
+        return super().get_bwd_send_ops(bwd_chunk_id)
+
+    def forward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
+        """Forward one microbatch, counted as busy time."""
+        with self.module.probe.busy():
+            return super().forward_one_chunk(*args, **kwargs)
+
+    def backward_one_chunk(
+        self,
+        bwd_chunk_id: int,
+        loss: torch.Tensor | None = None,
+        full_backward: bool = True,
+        last_backward: bool = False,
+    ) -> None:
+        """Backward one microbatch: nothing on a frozen stage, deferred whole to W where no input requires grad."""
+        if not self.has_backward:
+            return
+        with self.module.probe.busy():
+            if not self._trains:
+                self.fwd_cache.pop(bwd_chunk_id)
+                self.bwd_cache[bwd_chunk_id] = (None,)
+            elif not full_backward and not self._trains_before:
+                outputs, inputs = self.fwd_cache.pop(bwd_chunk_id)
+                grads = None if self.is_last else self._retrieve_recv_grads(bwd_chunk_id)
+                self.backward_state[bwd_chunk_id] = (loss if self.is_last else outputs, grads, inputs)
+                self.bwd_cache[bwd_chunk_id] = (None,)
+            else:
+                with self.module.probe.backward(self.module.names):
+                    super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
+
+    def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
+        """The weight gradients that a split backward left over, item by item."""
+        if not self.has_backward or not self._trains:
+            return
+        with self.module.probe.busy():
+            if not self._trains_before:
+                outputs, grads, inputs = self.backward_state.pop(bwd_chunk_id)
+                with self.module.probe.backward(self.module.names):
+                    stage_backward(outputs, grads, inputs)
+                return
+            self.dw_runner.pop(bwd_chunk_id)
+            _, groups, _, _ = self.backward_state.pop(bwd_chunk_id)
+            self._weight_gradients(groups)
+
+    def _weight_gradients(self, groups: Sequence[dict[str, Any]]) -> None:
+        owner: dict[int, int] = {}
+        for position, layer in enumerate(self.module.layers):
+            owner.update(dict.fromkeys(map(id, layer.parameters()), position))
+        for group in groups:
+            positions = {owner[id(node.variable)] for node in group["params"]}
+            position = min(positions)
+            with self.module.probe.weight(self.module.names[position]):
+                parameters = [p for at in sorted(positions) for p in self.module.layers[at].parameters()]
+                stage_backward_weight(iter(parameters), [group])
+
+
+def loss_of_microbatch(microbatches: int) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
+    """The schedule's loss function: the head's own loss over the number of microbatches; the target is not used."""
+
+    def scaled(output: torch.Tensor, _target: torch.Tensor) -> torch.Tensor:
+        return output / microbatches
+
+    return scaled
