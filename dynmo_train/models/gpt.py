@@ -130,8 +130,8 @@ class Gpt:
         items = [ItemSpec(name="embedding", layer="embedding", kind="embedding", cut_before=True)]
         for index in range(self.shape.num_layers):
             layer = f"layers.{index}"
-            for kind in ("attention", "mlp"):
-                items.append(ItemSpec(name=f"{layer}.{kind}", layer=layer, kind=kind, cut_before=True))
+            parts = ("attention", "mlp")
+            items += [ItemSpec(name=f"{layer}.{kind}", layer=layer, kind=kind, cut_before=True) for kind in parts]
         tied_to = "embedding" if self.shape.tied_embeddings else None
         items.append(ItemSpec(name="head", layer="head", kind="head", cut_before=True, tied_to=tied_to))
         return tuple(items)
@@ -151,7 +151,7 @@ class Gpt:
         return module
 
     def _initialise(self, name: str, module: nn.Module) -> None:
-        """Normal with ``init_method_std``; matrices that end a residual branch by 1/sqrt(2 layers) (GPT-2, section 2.3)."""
+        """Normal; matrices that end a residual branch scaled by 1/sqrt(2 layers) (GPT-2, section 2.3)."""
         std = self.shape.init_method_std
         ending_std = std / math.sqrt(2 * self.shape.num_layers)
         for child, parameter in module.named_parameters():

@@ -23,8 +23,8 @@ CSR = "csr"
 def product_form(sparsity: float, threshold: float, device_type: str) -> str:
     """The form in which a product with a weight of this sparsity runs: ``dense`` or ``csr``.
 
-    On CPU a CSR product costs 0.9 of the dense one at sparsity 0.8, half at 0.9 and a quarter at 0.95 (measured, shapes of
-    256x1024 to 384x1536, one thread, MKL). On CUDA unstructured CSR does not pay at these sparsities, so dense stays.
+    On CPU a CSR product costs 0.9 of the dense one at sparsity 0.8, half at 0.9 and a quarter at 0.95 (measured, shapes
+    of 256x1024 to 384x1536, one thread, MKL). On CUDA unstructured CSR does not pay at these sparsities, so dense stays.
     """
     return CSR if device_type == "cpu" and sparsity >= threshold else DENSE
 
@@ -71,7 +71,7 @@ class _CsrLinear(torch.autograd.Function):
     """``y = x W^T`` and both gradients on the nonzeros of W; the gradient of W is zero where it is pruned."""
 
     @staticmethod
-    def forward(  # type: ignore[override]
+    def forward(
         ctx: Any, x_NI: torch.Tensor, weight_OI: torch.Tensor, values: torch.Tensor, pattern: CsrPattern
     ) -> torch.Tensor:
         ctx.pattern, ctx.shape = pattern, weight_OI.shape
@@ -147,5 +147,7 @@ class PrunableLinear(nn.Module):
         if self._values is None:
             self._values = self.weight.detach().view(-1)[self._pattern.flat]
         x_NI = x.reshape(-1, x.shape[-1])
-        y_NO: torch.Tensor = _CsrLinear.apply(x_NI, self.weight, self._values, self._pattern)
+        y_NO: torch.Tensor = _CsrLinear.apply(  # type: ignore[no-untyped-call]
+            x_NI, self.weight, self._values, self._pattern
+        )
         return (y_NO + self.bias).view(*x.shape[:-1], -1)

@@ -1,7 +1,7 @@
 """Random numbers that depend on what is computed, never on where.
 
-At each item's entry the device's default generator is saved, seeded with a stable hash of (seed, step, global microbatch
-index, item name), and restored after: ``F.dropout`` and attention take no generator of their own.
+At each item's entry the device's default generator is saved, seeded with a stable hash of (seed, step, global
+microbatch index, item name), and restored after: ``F.dropout`` and attention take no generator of their own.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""One value that says which processes there are, passed wherever it is needed; and how they agree on small documents."""
+"""One value that says which processes there are, passed wherever it is needed, and how they agree."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +46,7 @@ def join_world(device_name: str, timeout_s: float = 600.0) -> World:
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     timeout = timedelta(seconds=timeout_s)
     if size == 1 and "MASTER_ADDR" not in os.environ:
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+        dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=timeout)
     else:
         dist.init_process_group(backend, rank=rank, world_size=size, timeout=timeout)
     return World(rank=rank, size=size, device=device, host=socket.gethostname())

@@ -1,1 +1,1 @@
-"""The pipeline: which items stand where, the stages that run them, torch's schedules over the stages, and their costs."""
+"""The pipeline: which items stand where, the stages that run them, torch's schedules over them, and their costs."""

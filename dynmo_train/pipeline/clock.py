@@ -1,4 +1,4 @@
-"""Stamps around arithmetic that cost nothing to take: CPU time of the thread, or CUDA events without synchronisation."""
+"""Stamps around arithmetic that cost next to nothing: CPU time of the thread, or CUDA events without a wait."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Clock(Protocol):
 
 
 class CpuClock:
-    """Wall clock, or the thread's own CPU time where one thread does all arithmetic (then preemption does not count)."""
+    """The wall clock, or the thread's own CPU time where one thread does all arithmetic: preemption does not count."""
 
     def __init__(self, threads: int) -> None:
         self._now = time.thread_time_ns if threads == 1 else time.perf_counter_ns

@@ -2,8 +2,8 @@
 
 Forward times stand around the item's call. Backward times stand between *marks*: identity functions at the item
 boundaries, whose backward runs after all arithmetic of the later item and before that of the earlier one, because the
-autograd engine takes ready nodes in reverse order of creation. Marks stand in every step, sampled or not, so that sampling
-cannot change the graph.
+autograd engine takes ready nodes in reverse order of creation. Marks stand in every step, sampled or not, so that
+sampling cannot change the graph.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from .clock import Clock
 
 class _Mark(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, probe: Probe, position: int) -> torch.Tensor:  # type: ignore[override]
+    def forward(ctx: Any, x: torch.Tensor, probe: Probe, position: int) -> torch.Tensor:
         ctx.probe, ctx.position = probe, position
         return x.view_as(x)
 
@@ -64,7 +64,7 @@ class Probe:
         """``x`` itself; its gradient's arrival is the boundary before the item at ``position`` of the stage."""
         if not (torch.is_grad_enabled() and x.requires_grad):
             return x
-        marked: torch.Tensor = _Mark.apply(x, self, position)
+        marked: torch.Tensor = _Mark.apply(x, self, position)  # type: ignore[no-untyped-call]
         return marked
 
     @contextmanager

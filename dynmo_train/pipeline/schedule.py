@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -15,6 +16,7 @@ from torch.distributed.pipelining.schedules import (
     ScheduleInterleaved1F1B,
     ScheduleInterleavedZeroBubble,
 )
+from torch.distributed.pipelining.stage import _PipelineStageBase
 
 from ..errors import UsageError
 from ..models.items import BoundaryShape
@@ -129,7 +131,7 @@ class Pipeline:
         device = self.world.device
         arguments = (batch.ids.to(device),) if self.has_first else ()
         first = batch.first_microbatch
-        keywords = {"microbatch": torch.arange(first, first + self.shape.microbatches)}
+        keywords: dict[str, Any] = {"microbatch": torch.arange(first, first + self.shape.microbatches)}
         target = None
         if self.has_last:
             target = keywords["labels"] = batch.labels.to(device)
@@ -147,6 +149,6 @@ def _schedule(shape: PipelineShape, stages: list[ItemStage]) -> PipelineSchedule
     if shape.schedule in SINGLE:
         return SINGLE[shape.schedule](stages[0], shape.microbatches, loss_fn=loss, scale_grads=False)
     if shape.schedule in LOOPED:
-        looped = [*stages]
+        looped: list[_PipelineStageBase] = [*stages]
         return LOOPED[shape.schedule](looped, shape.microbatches, loss_fn=loss, scale_grads=False)
     raise UsageError(f"schedule {shape.schedule!r} is none of {', '.join([*SINGLE, *LOOPED])}")

@@ -1,4 +1,4 @@
-"""A pipeline stage over some items of the layer list, and the one subclass of torch's ``PipelineStage`` that it needs."""
+"""A pipeline stage over some items of the layer list: one subclass of torch's ``PipelineStage``."""
 
 from __future__ import annotations
 
