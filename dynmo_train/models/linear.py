@@ -23,8 +23,8 @@ CSR = "csr"
 def product_form(sparsity: float, threshold: float, device_type: str) -> str:
     """The form in which a product with a weight of this sparsity runs: ``dense`` or ``csr``.
 
-    On CPU a CSR product costs 0.9 of the dense one at sparsity 0.8, half at 0.9 and a quarter at 0.95 (measured, shapes
-    of 256x1024 to 384x1536, one thread, MKL). On CUDA unstructured CSR does not pay at these sparsities, so dense stays.
+    On CPU a CSR product costs 0.9 of the dense one at sparsity 0.8, half at 0.9, a quarter at 0.95 (measured on shapes
+    from 256x1024 to 384x1536 with one thread and MKL). On CUDA unstructured CSR does not pay at these sparsities.
     """
     return CSR if device_type == "cpu" and sparsity >= threshold else DENSE
 

@@ -1,0 +1,74 @@
+"""Freezing of the front: from given steps on, the embedding's lookup and the first layers run no backward.
+
+The frozen items keep their forward (with dropout). Their optimizer state is dropped: a front never thaws. A weight that
+is tied to the head goes on training through it, unless ``freeze_tied``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from ..models.items import ItemSpec, parameters_of
+from ..optim.items import HeldItems
+from .technique import Event
+
+
+def frozen_items(items: Sequence[ItemSpec], schedule: Sequence[tuple[int, int]], step: int) -> tuple[str, ...]:
+    """Names of the items that are frozen after ``step``: embedding and first layers, in list order.
+
+    Args:
+        schedule: (step, number of frozen layers from then on), in order of step.
+    """
+    count = max((layers for at, layers in schedule if at <= step), default=0)
+    if count == 0:
+        return ()
+    layers = list(dict.fromkeys(item.layer for item in items if item.kind not in ("embedding", "head")))
+    front = set(layers[:count])
+    return tuple(item.name for item in items if item.kind == "embedding" or item.layer in front)
+
+
+class LayerFreezing:
+    """Keeps the frozen front of the held items as the schedule says."""
+
+    def __init__(
+        self,
+        schedule: Sequence[tuple[int, int]],
+        items: Sequence[ItemSpec],
+        held: HeldItems,
+        ties: Mapping[str, str],
+        freeze_tied: bool,
+    ) -> None:
+        self.schedule, self.items, self.held = tuple(schedule), items, held
+        self._still_training = set() if freeze_tied else {*ties, *ties.values()}
+        self._frozen_weights = {*ties, *ties.values()} if freeze_tied else set()
+        self.frozen: tuple[str, ...] = ()
+
+    def after_step(self, step: int) -> Event | None:
+        """Freeze what is due after this step."""
+        due = frozen_items(self.items, self.schedule, step)
+        if due == self.frozen:
+            return None
+        self.resume(step)
+        later = [at for at, _ in self.schedule if at > step]
+        return Event(
+            kind="frozen",
+            step=step,
+            detail={"frozen_items": list(due)},
+            next_expected_step=min(later, default=None),
+            rebuild=True,
+        )
+
+    def resume(self, step: int) -> None:
+        """Freeze what is frozen after ``step``, and drop its optimizer state."""
+        self.frozen = frozen_items(self.items, self.schedule, step)
+        self.held.forget_moments(self.without_updates())
+
+    def without_updates(self) -> set[str]:
+        """Names of the held parameters that train no more."""
+        names = {
+            name
+            for item in self.frozen
+            if item in self.held.modules
+            for name in parameters_of(item, self.held.modules[item])
+        }
+        return (names - self._still_training) | (self._frozen_weights if self.frozen else set())

@@ -1,0 +1,1 @@
+"""Optimizers of single items, the learning rate over time, gradient norms, tied weights."""
