@@ -1,0 +1,19 @@
+"""Saves and loads native checkpoints of the trainer's own state; the rest is ``dynmo-ckpt``'s."""
+
+from .manifest import RunFacts, build_manifest
+from .reader import Checkpoint, CheckpointError, find_checkpoint, open_checkpoint
+from .writer import commit, new_staging, prune, remove_stale_staging, write_shard
+
+__all__ = [
+    "Checkpoint",
+    "CheckpointError",
+    "RunFacts",
+    "build_manifest",
+    "commit",
+    "find_checkpoint",
+    "new_staging",
+    "open_checkpoint",
+    "prune",
+    "remove_stale_staging",
+    "write_shard",
+]

@@ -1,0 +1,164 @@
+"""Finds and reads native checkpoints: only the wanted tensors' bytes, each checked, on any partition."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, BinaryIO
+
+from ..errors import UsageError
+from ..formats._document import DocumentError
+from ..formats.checkpoint import parse_manifest
+from .shards import HEADER_LIMIT_BYTES, TORCH_NAMES, Place, decode_header
+from .writer import STEP_NAME
+
+if TYPE_CHECKING:
+    import torch
+
+
+class CheckpointError(UsageError):
+    """A checkpoint that is missing, incomplete or altered; the message names the file and the tensor."""
+
+
+def _load_manifest(step_dir: Path) -> dict[str, Any]:
+    path = step_dir / "manifest.json"
+    try:
+        return parse_manifest(path.read_bytes(), str(path))
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from error
+
+
+def _fault(step_dir: Path) -> str:
+    """Why ``step_dir`` is not a complete checkpoint; empty when it is: its manifest parses and the sizes match."""
+    try:
+        manifest = _load_manifest(step_dir)
+    except (CheckpointError, DocumentError) as error:
+        return str(error)
+    for name, entry in manifest["files"].items():
+        path = step_dir / name
+        if not path.is_file() or path.stat().st_size != entry["bytes"]:
+            found = f"{path.stat().st_size} bytes" if path.is_file() else "no file"
+            return f"{path}: {found}, where the manifest says {entry['bytes']} bytes"
+    return ""
+
+
+def find_checkpoint(path: Path) -> Path:
+    """The directory of the checkpoint meant by ``path``: a run directory, its ``checkpoints``, or one step's directory.
+
+    Follows ``LATEST``; where that is missing or names an incomplete checkpoint, takes the newest complete one.
+
+    Raises:
+        CheckpointError: there is none; says what was looked at and why each was refused.
+    """
+    if (path / "manifest.json").exists():
+        candidates = [path]
+    else:
+        folder = path / "checkpoints" if (path / "checkpoints").is_dir() else path
+        names = [child.name for child in folder.iterdir()] if folder.is_dir() else []
+        steps = sorted((name for name in names if STEP_NAME.fullmatch(name)), key=lambda name: -int(name[5:]))
+        latest = folder / "LATEST"
+        named = latest.read_text(encoding="utf-8", errors="replace").strip() if latest.is_file() else ""
+        first = [named] if named in steps else []
+        candidates = [folder / name for name in first + [name for name in steps if name not in first]]
+    faults = []
+    for candidate in candidates:
+        fault = _fault(candidate)
+        if not fault:
+            return candidate
+        faults.append(fault)
+    if not faults:
+        raise CheckpointError(
+            f"{path}: no checkpoint here; give a run directory, its checkpoints directory or a step-NNNNNNNN directory"
+        )
+    raise CheckpointError("\n  ".join([f"{path}: no complete checkpoint here", *faults]))
+
+
+def open_checkpoint(step_dir: Path) -> Checkpoint:
+    """Read and check the manifest of one step's directory; raises ``CheckpointError`` or ``DocumentError``."""
+    return Checkpoint(directory=step_dir, manifest=_load_manifest(step_dir))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Checkpoint:
+    """A checkpoint on disk: its manifest, and its tensors by their global names."""
+
+    directory: Path
+    manifest: Mapping[str, Any]
+
+    def stored_name(self, name: str) -> str:
+        """The name under which ``name`` is stored: that of the tensor it is tied to, for optimizer state as well."""
+        ties: Mapping[str, str] = self.manifest["ties"]
+        for tied, target in ties.items():
+            if name == tied or name.startswith(f"{tied}."):
+                return target + name[len(tied) :]
+        return name
+
+    def names(self, *roles: str) -> list[str]:
+        """Names of the stored tensors, in layer order; of these roles where any are given."""
+        return [name for name, entry in self.manifest["tensors"].items() if not roles or entry["role"] in roles]
+
+    def has(self, name: str) -> bool:
+        """Whether ``name``, or what it is tied to, is stored."""
+        return self.stored_name(name) in self.manifest["tensors"]
+
+    def load(self, names: Iterable[str], device: str | torch.device = "cpu") -> dict[str, torch.Tensor]:
+        """Whole tensors by name, put together from their shards; reads no byte of any other tensor.
+
+        Raises:
+            CheckpointError: an unknown name, a file that is missing or not as the manifest says, or bytes whose
+                checksum differs; names the file and the tensor.
+        """
+        places: dict[str, dict[str, Place]] = {}
+        result = {}
+        for name in names:
+            stored = self.stored_name(name)
+            if stored not in self.manifest["tensors"]:
+                raise CheckpointError(f"{self.directory}: holds no tensor {stored}")
+            result[name] = self._load_one(stored, places).to(device)
+        return result
+
+    def _load_one(self, name: str, places: dict[str, dict[str, Place]]) -> torch.Tensor:
+        import torch
+
+        entry = self.manifest["tensors"][name]
+        parts = []
+        for shard in entry["shards"]:
+            path = self.directory / shard["file"]
+            try:
+                with open(path, "rb") as handle:
+                    if shard["file"] not in places:
+                        places[shard["file"]] = _read_places(handle, path)
+                    place = places[shard["file"]].get(shard["key"])
+                    shape = tuple(end - begin for begin, end in shard["index"])
+                    if place is None or (place.dtype, place.shape) != (entry["dtype"], shape):
+                        raise CheckpointError(f"{path}: {name}: {entry['dtype']} {shape} expected, found {place}")
+                    parts.append(_read_tensor(handle, place, shard["crc32"], f"{path}: {name}"))
+            except OSError as error:
+                raise CheckpointError(f"{path}: {name}: cannot be read: {error.strerror}") from error
+        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=entry["split_dim"])
+
+
+def _read_places(handle: BinaryIO, path: Path) -> dict[str, Place]:
+    size = path.stat().st_size
+    length = handle.read(8)
+    text = handle.read(min(int.from_bytes(length, "little"), size, HEADER_LIMIT_BYTES))
+    try:
+        return decode_header(length, text, size)
+    except ValueError as error:
+        raise CheckpointError(f"{path}: not a safetensors file: {error}") from error
+
+
+def _read_tensor(handle: BinaryIO, place: Place, crc32: str, where: str) -> torch.Tensor:
+    import torch
+
+    tensor = torch.empty(place.shape, dtype=getattr(torch, TORCH_NAMES[place.dtype]))
+    view = tensor.reshape(-1).view(torch.uint8).numpy().data
+    handle.seek(place.begin)
+    if handle.readinto(view) != place.end - place.begin:  # type: ignore[attr-defined]
+        raise CheckpointError(f"{where}: the file ends within the tensor")
+    found = f"{zlib.crc32(view):08x}"
+    if found != crc32:
+        raise CheckpointError(f"{where}: CRC-32 is {found}, the manifest says {crc32}: the bytes were altered")
+    return tensor

@@ -1,0 +1,167 @@
+"""Writes a native checkpoint so that it is there whole or not at all.
+
+Every rank writes its files into one staging directory; rank 0 then adds the manifest and renames the directory. A crash
+at any moment leaves the older checkpoints and ``LATEST`` as they were.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+import shutil
+import zlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, BinaryIO
+
+from ..errors import UsageError
+from ..formats._document import DocumentError, write_whole
+from ..formats.checkpoint import manifest_problems, seal
+from .crc32 import combine
+from .shards import DTYPE_BYTES, TORCH_NAMES, decode_header, encode_header
+
+if TYPE_CHECKING:
+    import torch
+
+STEP_NAME = re.compile(r"step-(\d{8,})")
+_CHUNK_BYTES = 1 << 23
+
+
+def step_name(step: int) -> str:
+    """``step-00001000``."""
+    return f"step-{step:08d}"
+
+
+def new_staging(checkpoints_dir: Path, step: int) -> Path:
+    """Make the directory that all ranks write a new checkpoint into; for rank 0, which tells the others its name."""
+    staging = checkpoints_dir / f".{step_name(step)}.tmp-{secrets.token_hex(4)}"
+    staging.mkdir(parents=True)
+    return staging
+
+
+def remove_stale_staging(checkpoints_dir: Path) -> list[str]:
+    """Remove what an interrupted save or prune left behind; for rank 0 at the start of a run. Returns the names."""
+    stale = sorted(checkpoints_dir.glob(".step-*.tmp-*")) + sorted(checkpoints_dir.glob(".step-*.old-*"))
+    for path in stale:
+        shutil.rmtree(path)
+    return [path.name for path in stale]
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """The name of a type in the container: ``torch.float32`` is ``F32``."""
+    names = {f"torch.{torch_name}": name for name, torch_name in TORCH_NAMES.items()}
+    if str(dtype) not in names:
+        raise UsageError(f"a tensor of type {dtype} cannot be stored; types are {', '.join(names)}")
+    return names[str(dtype)]
+
+
+def write_shard(directory: Path, filename: str, tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
+    """Write ``tensors`` to one safetensors file, flushed to disk; one tensor at a time is copied to the host.
+
+    Returns:
+        The CRC-32 of each tensor's raw little-endian bytes, as 8 hexadecimal digits, under the tensor's key.
+    """
+    types = {key: dtype_name(tensor.dtype) for key, tensor in tensors.items()}
+    order = sorted(tensors, key=lambda key: -DTYPE_BYTES[types[key]])
+    checksums = {}
+    with open(directory / filename, "wb") as handle:
+        handle.write(encode_header([(key, types[key], tuple(tensors[key].shape)) for key in order]))
+        for key in order:
+            checksums[key] = f"{_write_tensor(handle, tensors[key]):08x}"
+        handle.flush()
+        os.fsync(handle.fileno())
+    return checksums
+
+
+def _write_tensor(handle: BinaryIO, tensor: torch.Tensor) -> int:
+    import torch
+
+    flat = tensor.detach().to("cpu").contiguous().reshape(-1).view(torch.uint8).numpy()
+    checksum = 0
+    for begin in range(0, flat.size, _CHUNK_BYTES):
+        chunk = flat[begin : begin + _CHUNK_BYTES].data
+        checksum = zlib.crc32(chunk, checksum)
+        handle.write(chunk)
+    return checksum
+
+
+def commit(checkpoints_dir: Path, step: int, staging: Path, manifest: Mapping[str, Any]) -> Path:
+    """Make a staged checkpoint the run's latest one; for rank 0, after every rank has written its files.
+
+    Fills in ``files`` and the manifest's seal, renames the directory to ``step-NNNNNNNN`` and replaces ``LATEST``. A
+    checkpoint of the same step that is there already is replaced. Returns the new directory.
+
+    Raises:
+        DocumentError: the manifest does not describe the staged files; nothing is put in place.
+    """
+    document = {**manifest, "files": _file_entries(staging, manifest)}
+    problems = manifest_problems({**document, "manifest_crc32": "0" * 8})
+    if problems:
+        raise DocumentError(str(staging / "manifest.json"), problems)
+    write_whole(staging / "manifest.json", seal(document))
+    for directory in [path for path in staging.rglob("*") if path.is_dir()] + [staging]:
+        _sync_directory(directory)
+    target = checkpoints_dir / step_name(step)
+    replaced = checkpoints_dir / f".{target.name}.old-{secrets.token_hex(4)}"
+    if target.exists():
+        target.rename(replaced)
+    staging.rename(target)
+    _sync_directory(checkpoints_dir)
+    write_whole(checkpoints_dir / "LATEST", f"{target.name}\n".encode())
+    _sync_directory(checkpoints_dir)
+    if replaced.exists():
+        shutil.rmtree(replaced)
+    return target
+
+
+def _file_entries(staging: Path, manifest: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Size and CRC-32 of every staged file; a shard's is put together from its header's and its tensors'."""
+    checksums: dict[str, dict[str, int]] = {}
+    for entry in manifest["tensors"].values():
+        for shard in entry["shards"]:
+            checksums.setdefault(shard["file"], {})[shard["key"]] = int(shard["crc32"], 16)
+    entries = {}
+    for path in sorted(path for path in staging.rglob("*") if path.is_file()):
+        name = path.relative_to(staging).as_posix()
+        found = _shard_checksum(path, checksums[name]) if name in checksums else zlib.crc32(path.read_bytes())
+        entries[name] = {"bytes": path.stat().st_size, "crc32": f"{found:08x}"}
+    return entries
+
+
+def _shard_checksum(path: Path, checksums: Mapping[str, int]) -> int:
+    size = path.stat().st_size
+    with open(path, "rb") as handle:
+        length = handle.read(8)
+        text = handle.read(int.from_bytes(length, "little"))
+    places = decode_header(length, text, size)
+    if set(places) != set(checksums):
+        unlike = ", ".join(sorted(set(places) ^ set(checksums))[:5])
+        raise UsageError(f"{path}: the file and the manifest do not name the same tensors: {unlike}")
+    total = zlib.crc32(length + text)
+    for key, place in sorted(places.items(), key=lambda item: item[1].begin):
+        total = combine(total, checksums[key], place.end - place.begin)
+    return total
+
+
+def prune(checkpoints_dir: Path, keep: int) -> list[str]:
+    """Remove all but the newest ``keep`` checkpoints, at least one; each is renamed before it is removed."""
+    steps = sorted((p for p in checkpoints_dir.iterdir() if STEP_NAME.fullmatch(p.name)), key=_step_number)
+    doomed = steps[: max(0, len(steps) - max(keep, 1))]
+    for path in doomed:
+        aside = path.with_name(f".{path.name}.old-{secrets.token_hex(4)}")
+        path.rename(aside)
+        shutil.rmtree(aside)
+    return [path.name for path in doomed]
+
+
+def _step_number(path: Path) -> int:
+    return int(path.name.removeprefix("step-"))
+
+
+def _sync_directory(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

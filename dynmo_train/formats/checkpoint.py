@@ -1,0 +1,213 @@
+"""Reader of the checkpoint manifest (``manifest.json``, format ``dynmo.checkpoint``): fields, across-field rules, seal.
+
+The format's owner is ``dynmo_ckpt``; its specification is ``dynmo_ckpt/formats/checkpoint.md``.
+"""
+
+from __future__ import annotations
+
+import re
+import zlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from ._document import (
+    ENVELOPE,
+    Check,
+    DocumentError,
+    Problem,
+    array,
+    boolean,
+    encode_json,
+    envelope_problems,
+    integer,
+    mapping,
+    nullable,
+    number,
+    obj,
+    parse_json,
+    string,
+)
+
+FORMAT = "dynmo.checkpoint"
+VERSION = 1
+OPTIMIZER_SUFFIXES = (".exp_avg", ".exp_avg_sq")
+_SEAL = re.compile(rb'"manifest_crc32"\s*:\s*"([0-9a-f]{8})"')
+
+
+def _crc32(value: Any, path: str, problems: list[Problem]) -> None:
+    if not isinstance(value, str) or not re.fullmatch("[0-9a-f]{8}", value):
+        problems.append(Problem(path, "crc32", f"must be 8 lower-case hexadecimal digits, is {value!r}"))
+
+
+def _span(value: Any, path: str, problems: list[Problem]) -> None:
+    array(integer())(value, path, problems)
+    if isinstance(value, list) and len(value) != 2:
+        problems.append(Problem(path, "length", f"must have 2 elements, has {len(value)}"))
+
+
+_SHARD = obj({"file": string(), "key": string(), "index": array(_span), "crc32": _crc32})
+_FRACTION = number(0, 1)
+FIELDS: Mapping[str, Check] = {
+    **ENVELOPE,
+    "manifest_crc32": _crc32,
+    "run_id": string(),
+    "step": integer(),
+    "consumed_train_samples": integer(),
+    "model": obj(
+        {"family": string("gpt"), "num_layers": integer(), "layernorm_epsilon": number(0)}
+        | dict.fromkeys(("hidden_size", "ffn_hidden_size", "num_attention_heads"), integer(1))
+        | dict.fromkeys(("max_position_embeddings", "vocab_size", "padded_vocab_size"), integer(1))
+        | {"activation": string("gelu_tanh", "gelu"), "tied_embeddings": boolean()}
+    ),
+    "topology": obj(
+        dict.fromkeys(("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"), integer(1))
+        | dict.fromkeys(("virtual_stages_per_worker", "world_size"), integer(1))
+        | {"schedule": string(), "partition": array(array(string()), 1)}
+    ),
+    "dynamic": obj(
+        {
+            "frozen_items": array(string()),
+            "pruning": nullable(obj({"sparsity": _FRACTION, "sparsity_by_item": mapping(_FRACTION)})),
+            "sparse_thresholds": mapping(number()),
+        }
+    ),
+    "tensors": mapping(
+        obj(
+            {
+                "dtype": string("F32", "BF16", "F16", "F64", "I64", "I32", "BOOL", "U8"),
+                "shape": array(integer()),
+                "role": string("parameter", "buffer", "mask", "optimizer"),
+                "split_dim": nullable(integer()),
+                "shards": array(_SHARD, 1),
+            }
+        )
+    ),
+    "ties": mapping(string()),
+    "optimizer": nullable(
+        obj(
+            {
+                "type": string("adamw", "none"),
+                "steps": mapping(integer()),
+                "groups": array(obj({"name": string(), "weight_decay": number(0), "parameters": array(string())})),
+            }
+        )
+    ),
+    "data": nullable(obj({"seed": integer(), "split": string(), "sequence_length": integer(1), "prefix": string()})),
+    "rng": obj({"scheme": string(), "seed": integer()}),
+    "files": mapping(obj({"bytes": integer(), "crc32": _crc32})),
+}
+
+
+def finest_items(items: list[str], num_layers: int) -> list[str]:
+    """``items`` at the finest granularity: ``layers.3`` becomes its attention and its MLP."""
+    whole = {f"layers.{i}" for i in range(num_layers)}
+    return [part for item in items for part in ([f"{item}.attention", f"{item}.mlp"] if item in whole else [item])]
+
+
+def _tensor_problems(name: str, entry: dict[str, Any], manifest: dict[str, Any]) -> Iterator[Problem]:
+    """Shards cover the tensor once; masks and optimizer state match their parameter."""
+    shape, dim, path = entry["shape"], entry["split_dim"], f"tensors.{name}"
+    role, dtype, tensors = entry["role"], entry["dtype"], manifest["tensors"]
+    indices = sorted(shard["index"] for shard in entry["shards"])
+    covered = 0
+    for index in indices:
+        expected = [[0, size] for size in shape]
+        if dim is not None and dim < len(shape) and dim < len(index):
+            expected[dim] = [covered, max(index[dim][1], covered)]
+            covered = expected[dim][1]
+        if index != expected:
+            yield Problem(path, "cover", f"a shard has the index {index}, where {expected} comes next")
+    if dim is None and len(indices) != 1:
+        yield Problem(path, "cover", f"split_dim is null, yet there are {len(indices)} shards")
+    if dim is not None and (dim >= len(shape) or covered != shape[dim]):
+        yield Problem(path, "cover", f"shards cover {covered} along dimension {dim} of the shape {shape}")
+    for shard in entry["shards"]:
+        if shard["file"] not in manifest["files"]:
+            yield Problem(path, "reference", f"its file {shard['file']!r} is not in files")
+    suffixes = {"mask": (".mask",), "optimizer": OPTIMIZER_SUFFIXES}.get(role)
+    if suffixes is None:
+        return
+    base = tensors.get(name.rpartition(".")[0])
+    wanted = "BOOL" if role == "mask" else "F32"
+    if not name.endswith(suffixes) or base is None or base["role"] != "parameter":
+        yield Problem(path, "reference", f"of role {role}, must be a parameter's name and {' or '.join(suffixes)}")
+    elif base["shape"] != shape or dtype != wanted:
+        yield Problem(path, "shape", f"must be {wanted} of its parameter's shape {base['shape']}, is {dtype} {shape}")
+
+
+def _safe(path: str) -> bool:
+    return "\\" not in path and all(part not in ("", ".", "..") for part in path.split("/")) and path != "manifest.json"
+
+
+def _model_problems(manifest: dict[str, Any], order: list[str]) -> Iterator[Problem]:
+    model, dynamic, layers = manifest["model"], manifest["dynamic"], manifest["model"]["num_layers"]
+    if finest_items([item for stage in manifest["topology"]["partition"] for item in stage], layers) != order:
+        yield Problem("topology.partition", "order", "must hold each item once, in layer order")
+    for item in finest_items(dynamic["frozen_items"], layers):
+        if item not in order:
+            yield Problem("dynamic.frozen_items", "reference", f"{item!r} is not an item of the model")
+    if model["hidden_size"] % model["num_attention_heads"] or model["padded_vocab_size"] < model["vocab_size"]:
+        yield Problem("model", "range", "heads must divide hidden_size, and padded_vocab_size be at least vocab_size")
+
+
+def across_problems(manifest: dict[str, Any]) -> Iterator[Problem]:
+    """Faults that only several fields together show; call it on a document whose fields are right."""
+    tensors, optimizer, layers = manifest["tensors"], manifest["optimizer"], manifest["model"]["num_layers"]
+    order = finest_items(["embedding", *(f"layers.{i}" for i in range(layers)), "head"], layers)
+    yield from _model_problems(manifest, order)
+    for name, entry in tensors.items():
+        yield from _tensor_problems(name, entry, manifest)
+        if not name.startswith(tuple(f"{item}." for item in order)):
+            yield Problem(f"tensors.{name}", "reference", "belongs to no item of the partition")
+        if entry["role"] == "optimizer" and optimizer is None:
+            yield Problem(f"tensors.{name}", "reference", "is optimizer state, yet optimizer is null")
+    for name, target in manifest["ties"].items():
+        if name in tensors or tensors.get(target, {}).get("role") != "parameter":
+            yield Problem(f"ties.{name}", "reference", f"must not be stored, and {target!r} must be a stored parameter")
+    named = [*optimizer["steps"], *(n for g in optimizer["groups"] for n in g["parameters"])] if optimizer else []
+    for name in sorted({name for name in named if tensors.get(name, {}).get("role") != "parameter"}):
+        yield Problem("optimizer", "reference", f"{name!r} is not a stored parameter")
+    for path in manifest["files"]:
+        if not _safe(path):
+            yield Problem(f"files.{path}", "path", "must be a plain relative path that stays in the directory")
+
+
+def manifest_problems(value: Any) -> list[Problem]:
+    """Every fault of a manifest, the seal apart."""
+    problems = envelope_problems(value, FORMAT, VERSION)
+    if not problems:
+        obj(FIELDS)(value, "", problems)
+    return problems or list(across_problems(value))
+
+
+def seal(manifest: Mapping[str, Any]) -> bytes:
+    """The bytes of ``manifest.json``, with ``manifest_crc32`` of these very bytes in place."""
+    blank = encode_json({**manifest, "manifest_crc32": "0" * 8})
+    begin = _single_seal(blank, "manifest")
+    return blank[:begin] + f"{zlib.crc32(blank):08x}".encode() + blank[begin + 8 :]
+
+
+def _single_seal(payload: bytes, source: str) -> int:
+    found = list(_SEAL.finditer(payload))
+    if len(found) != 1:
+        raise DocumentError(source, [Problem("manifest_crc32", "crc32", "must stand there once, as 8 hex digits")])
+    return found[0].start(1)
+
+
+def parse_manifest(payload: bytes, source: str) -> dict[str, Any]:
+    """The manifest in ``payload``; raises ``DocumentError`` with every problem, the seal's among them."""
+    begin = _single_seal(payload, source)
+    stored = payload[begin : begin + 8].decode()
+    found = f"{zlib.crc32(payload[:begin] + b'0' * 8 + payload[begin + 8 :]):08x}"
+    if stored != found:
+        message = f"is {stored}, but the bytes give {found}: the file was altered"
+        raise DocumentError(source, [Problem("manifest_crc32", "crc32", message)])
+    try:
+        value = parse_json(payload)
+    except ValueError as error:
+        raise DocumentError(source, [Problem("", "json", str(error))]) from error
+    problems = manifest_problems(value)
+    if problems:
+        raise DocumentError(source, problems)
+    manifest: dict[str, Any] = value
+    return manifest
