@@ -1,0 +1,60 @@
+"""The command line of ``dynmo-train``."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from .config import Facts, check, read_config_file, resolve
+from .config.command import with_options
+from .console import run_app
+from .errors import UsageError
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,  # plain help never cuts the name of an option
+    help="Train models whose layers change cost while they train, with the pipeline kept in balance.",
+)
+pretrain = typer.Typer(no_args_is_help=True, help="Train a model from its first step, or go on with a run.")
+app.add_typer(pretrain, name="pretrain")
+
+ConfigFile = Annotated[
+    Path | None,
+    typer.Option("--config", metavar="FILE.toml", help="Options from a TOML file; the command line goes before it."),
+]
+
+
+def _world_size() -> int:
+    """Processes of this run, as the launcher says; 1 where there is none."""
+    text = os.environ.get("WORLD_SIZE", "1")
+    if not text.isdecimal() or text == "0":
+        raise UsageError(f"WORLD_SIZE must be the number of processes of the run, is {text!r}")
+    return int(text)
+
+
+@pretrain.command("gpt")
+@with_options
+def pretrain_gpt(config: ConfigFile = None, **flags: Any) -> None:
+    """Train a GPT on an indexed data set, in this process or, under `dynmo-train launch`, in several."""
+    from .data.tokenizer import read_vocab_size
+
+    world_size = _world_size()
+    resolved = resolve(
+        flags=flags,
+        file=read_config_file(config) if config else None,
+        command={"family": "gpt"},
+        facts=Facts(world_size=world_size, tokenizer_vocab_size=read_vocab_size),
+    )
+    check(resolved, world_size)
+    from .loop import run_pretrain
+
+    raise typer.Exit(run_pretrain(resolved))
+
+
+def main() -> None:
+    """Entry point of the console script ``dynmo-train``."""
+    run_app(app, "dynmo-train")

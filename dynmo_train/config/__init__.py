@@ -1,0 +1,40 @@
+"""The configuration of a run: options declared once, resolved from flags and a file, checked as a whole."""
+
+from __future__ import annotations
+
+from .options import Facts
+from .resolve import config_document, config_of, option_specs, read_config_file, resolve
+from .schema import (
+    BalanceConfig,
+    Config,
+    DataConfig,
+    FreezingConfig,
+    ModelConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    PruningConfig,
+    RunConfig,
+    TrainingConfig,
+)
+from .validate import check, validate
+
+__all__ = [
+    "BalanceConfig",
+    "Config",
+    "DataConfig",
+    "Facts",
+    "FreezingConfig",
+    "ModelConfig",
+    "OptimizerConfig",
+    "ParallelConfig",
+    "PruningConfig",
+    "RunConfig",
+    "TrainingConfig",
+    "check",
+    "config_document",
+    "config_of",
+    "option_specs",
+    "read_config_file",
+    "resolve",
+    "validate",
+]

@@ -1,0 +1,44 @@
+"""Options whose text has an inner form."""
+
+from __future__ import annotations
+
+import math
+from itertools import pairwise
+
+from ..errors import UsageError
+
+
+def parse_split(text: str) -> tuple[float, float, float]:
+    """``969,30,1`` (also ``8,2`` or ``1``: what is left out is 0) as three fractions that add up to 1.
+
+    Raises:
+        UsageError: not one to three numbers, one is negative, or all are 0.
+    """
+    try:
+        shares = [float(part) for part in text.split(",")]
+    except ValueError:
+        shares = []
+    if not 1 <= len(shares) <= 3 or not all(math.isfinite(share) and share >= 0 for share in shares) or not sum(shares):
+        raise UsageError(f"--split must be one to three numbers of at least 0, such as 969,30,1; is {text!r}")
+    shares += [0.0] * (3 - len(shares))
+    total = sum(shares)
+    return shares[0] / total, shares[1] / total, shares[2] / total
+
+
+def parse_freeze_schedule(text: str) -> tuple[tuple[int, int], ...]:
+    """``100:2,300:4`` as ((100, 2), (300, 4)): after the step, that many blocks are frozen.
+
+    Raises:
+        UsageError: another form, steps that do not grow, or fewer blocks frozen than before.
+    """
+    rule = "--freeze-schedule must be STEP:LAYERS,STEP:LAYERS,... with growing steps and layers"
+    pairs: list[tuple[int, int]] = []
+    for part in text.split(","):
+        step, colon, layers = part.strip().partition(":")
+        if not (colon and step.isdecimal() and layers.isdecimal()):
+            raise UsageError(f"{rule}; {part.strip()!r} in {text!r} is not STEP:LAYERS")
+        pairs.append((int(step), int(layers)))
+    for before, after in pairwise(pairs):
+        if after[0] <= before[0] or after[1] < before[1]:
+            raise UsageError(f"{rule}; {after[0]}:{after[1]} in {text!r} comes after {before[0]}:{before[1]}")
+    return tuple(pairs)

@@ -1,0 +1,158 @@
+"""From what a person gave to a complete ``Config``, remembering where each value came from."""
+
+from __future__ import annotations
+
+import difflib
+import tomllib
+from collections.abc import Mapping
+from dataclasses import MISSING, fields
+from functools import cache
+from pathlib import Path
+from typing import Any, get_type_hints
+
+from ..formats._document import DocumentError, Problem
+from .options import Facts, OptionSpec, Source, concern_specs
+from .schema import Config
+
+
+@cache
+def concern_types() -> dict[str, type]:
+    """The dataclass of each concern, in order."""
+    hints = get_type_hints(Config)
+    return {entry.name: hints[entry.name] for entry in fields(Config) if entry.name != "sources"}
+
+
+@cache
+def option_specs() -> dict[str, OptionSpec]:
+    """Every declared option by its name, in order of declaration."""
+    return {spec.name: spec for concern, kind in concern_types().items() for spec in concern_specs(concern, kind)}
+
+
+def config_document(config: Config) -> dict[str, Any]:
+    """The ``config`` and ``config_sources`` of ``run.json``: per concern, option name to value and to origin."""
+    values: dict[str, Any] = {}
+    sources: dict[str, Any] = {}
+    for spec in option_specs().values():
+        values.setdefault(spec.concern, {})[spec.name] = getattr(getattr(config, spec.concern), spec.name)
+        sources.setdefault(spec.concern, {})[spec.name] = config.sources[spec.name]
+    return {"config": values, "config_sources": sources}
+
+
+def _unknown(name: str, table: str) -> Problem:
+    known = [spec.name for spec in option_specs().values() if spec.is_flag]
+    near = difflib.get_close_matches(name.replace("-", "_"), known, n=1)
+    advice = f"; did you mean {near[0]}?" if near else ""
+    return Problem(f"{table}.{name}" if table else name, "unknown", f"is not an option{advice}")
+
+
+def _take(name: str, value: Any, table: str, taken: dict[str, Any], problems: list[Problem]) -> None:
+    """Add one key of a file to ``taken``, or say why not."""
+    spec = option_specs().get(name)
+    if spec is None or not spec.is_flag:
+        problems.append(_unknown(name, table))
+    elif table and spec.concern != table:
+        problems.append(Problem(f"{table}.{name}", "place", f"belongs to the table [{spec.concern}]"))
+    elif name in taken:
+        problems.append(Problem(f"{table}.{name}" if table else name, "repeated", "is given twice"))
+    else:
+        taken[name] = value
+
+
+def parse_config_file(text: str, source: str) -> dict[str, Any]:
+    """Option values of a TOML file: keys are option names, flat or in one table per concern.
+
+    Raises:
+        DocumentError: not TOML, or keys that are unknown, misplaced or repeated; all of them at once.
+    """
+    try:
+        document = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise DocumentError(source, [Problem("", "toml", str(error))]) from error
+    taken: dict[str, Any] = {}
+    problems: list[Problem] = []
+    for key, value in document.items():
+        if isinstance(value, dict):
+            if key not in concern_types():
+                tables = ", ".join(concern_types())
+                problems.append(Problem(key, "unknown", f"is not a table of this file; the tables are {tables}"))
+                continue
+            for name, element in value.items():
+                _take(name, element, key, taken, problems)
+        else:
+            _take(key, value, "", taken, problems)
+    if problems:
+        raise DocumentError(source, problems)
+    return taken
+
+
+def read_config_file(path: Path) -> dict[str, Any]:
+    """``parse_config_file`` of a file on disk."""
+    try:
+        return parse_config_file(path.read_text(encoding="utf-8"), str(path))
+    except (OSError, UnicodeDecodeError) as error:
+        raise DocumentError(str(path), [Problem("", "read", str(error))]) from error
+
+
+def resolve(
+    *,
+    flags: Mapping[str, Any],
+    file: Mapping[str, Any] | None = None,
+    command: Mapping[str, Any] | None = None,
+    facts: Facts | None = None,
+) -> Config:
+    """Merge what was given, fill in defaults and derived values, check each value by itself.
+
+    Args:
+        flags: option name to value, of the command line; None means not given.
+        file: the same of a ``--config`` file; the command line wins.
+        command: values that the subcommand fixes.
+        facts: the world that derived defaults depend on.
+
+    Raises:
+        DocumentError: missing, mistyped or out-of-range values; all of them at once.
+    """
+    facts = facts or Facts()
+    given: dict[str, tuple[Any, Source]] = {name: (value, "file") for name, value in (file or {}).items()}
+    given |= {name: (value, "flag") for name, value in flags.items() if value is not None}
+    given |= {name: (value, "command") for name, value in (command or {}).items()}
+    values: dict[str, Any] = {}
+    sources: dict[str, Source] = {}
+    specs = option_specs()
+    problems = [_unknown(name, "") for name in sorted(given.keys() - specs.keys())]
+    for spec in specs.values():
+        if spec.name in given:
+            raw, sources[spec.name] = given[spec.name]
+            values[spec.name], problem = spec.convert(raw)
+            problems.extend([problem] if problem else [])
+        elif spec.default is not MISSING:
+            values[spec.name], sources[spec.name] = spec.default, "default"
+        elif spec.required:
+            problems.append(Problem(spec.flag, "missing", f"must be given: {spec.declaration.help}"))
+    if not problems:
+        problems.extend(_derive(values, sources, facts))
+    if problems:
+        raise DocumentError("the configuration", sorted(problems, key=lambda problem: problem.kind != "missing"))
+    concerns = {
+        concern: kind(**{spec.name: values[spec.name] for spec in specs.values() if spec.concern == concern})
+        for concern, kind in concern_types().items()
+    }
+    return Config(**concerns, sources=sources)
+
+
+def _derive(values: dict[str, Any], sources: dict[str, Source], facts: Facts) -> list[Problem]:
+    """Fill in the values that follow from others, in order of declaration; ``values`` holds all the rest."""
+    problems = []
+    for spec in option_specs().values():
+        derive = spec.declaration.derive
+        if spec.name in values or derive is None:
+            continue
+        values[spec.name], sources[spec.name] = derive(values, facts), "derived"
+        if values[spec.name] is None:
+            words = spec.declaration.derive_text
+            problems.append(Problem(spec.flag, "missing", f"must be given, or follow from its default: {words}"))
+    return problems
+
+
+def config_of(facts: Facts | None = None, /, **values: Any) -> Config:
+    """A ``Config`` from option values by name, with defaults for the rest: for programs and tests."""
+    return resolve(flags=values, facts=facts)

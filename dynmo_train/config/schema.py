@@ -1,0 +1,274 @@
+"""Every option of a training run, declared once, one dataclass per concern.
+
+Names are Megatron's wherever Megatron has the flag. From these fields come the command line, the keys of ``--config``
+files, the ``config`` of ``run.json`` and the reference in the package's README. The types are final: a ``Config`` is
+complete, with every derived default filled in.
+"""
+
+# ruff: noqa: RUF009 - option() is dataclasses.field() with a declaration
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from .options import Source, option
+from .parse import parse_freeze_schedule, parse_split
+
+Family = Literal["gpt"]
+Device = Literal["auto", "cpu", "cuda"]
+Recompute = Literal["none", "full"]
+DecayStyle = Literal["cosine", "linear", "constant"]
+Schedule = Literal["gpipe", "1f1b", "interleaved-1f1b", "zero-bubble"]
+BalanceMode = Literal["off", "online", "offline"]
+Granularity = Literal["layer", "sublayer"]
+Planner = Literal["internal", "external"]
+Balancer = Literal["exact", "time", "parameters", "uniform", "deepspeed", "diffusion"]
+TokenizerType = Literal["HuggingFaceTokenizer"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """Shape of the model."""
+
+    family: Family = option("Family of the model, which the subcommand names.", default="gpt", flag=False)
+    num_layers: int = option("Number of transformer blocks.", minimum=1)
+    hidden_size: int = option("Width of the residual stream.", minimum=1)
+    ffn_hidden_size: int = option(
+        "Width inside the MLP.", minimum=1, derive=("4 x --hidden-size", lambda v, _: 4 * v["hidden_size"])
+    )
+    num_attention_heads: int = option("Number of attention heads.", minimum=1)
+    seq_length: int = option("Length of a training sample in tokens.", minimum=1)
+    max_position_embeddings: int = option(
+        "Number of learned positions, in tokens.", minimum=1, derive=("--seq-length", lambda v, _: v["seq_length"])
+    )
+    make_vocab_size_divisible_by: int = option("Pad the vocabulary to a multiple of this.", default=128, minimum=1)
+    vocab_size: int = option(
+        "Number of token ids before padding.",
+        minimum=1,
+        derive=(
+            "that of --tokenizer-model",
+            lambda v, facts: (
+                facts.tokenizer_vocab_size(v["tokenizer_model"])
+                if v["tokenizer_model"] is not None and facts.tokenizer_vocab_size is not None
+                else None
+            ),
+        ),
+    )
+    attention_dropout: float = option("Dropout probability of attention weights.", default=0.1, minimum=0, below=1)
+    hidden_dropout: float = option("Dropout probability of the residual stream.", default=0.1, minimum=0, below=1)
+    layernorm_epsilon: float = option("Epsilon of the layer norms.", default=1e-5, above=0)
+    init_method_std: float = option("Standard deviation of the initial weights.", default=0.02, above=0)
+    untie_embeddings_and_output_weights: bool = option(
+        "Give the head a weight of its own, apart from the embedding's.", default=False
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelConfig:
+    """How the work is spread over workers."""
+
+    tensor_model_parallel_size: int = option("Ranks that share each matrix product.", default=1, minimum=1)
+    pipeline_model_parallel_size: int = option(
+        "Pipeline positions.",
+        minimum=1,
+        derive=(
+            "world size / --tensor-model-parallel-size",
+            lambda v, facts: max(1, facts.world_size // v["tensor_model_parallel_size"]),
+        ),
+    )
+    data_parallel_size: int = option(
+        "Replicas of the model.",
+        minimum=1,
+        flag=False,
+        derive=(
+            "world size / (tensor x pipeline)",
+            lambda v, facts: max(
+                1, facts.world_size // (v["tensor_model_parallel_size"] * v["pipeline_model_parallel_size"])
+            ),
+        ),
+    )
+    schedule: Schedule = option("Order of microbatches in the pipeline.", default="1f1b")
+    virtual_stages_per_worker: int = option(
+        "Stages on each worker.",
+        minimum=1,
+        derive=("2 if interleaved-1f1b, else 1", lambda v, _: 2 if v["schedule"] == "interleaved-1f1b" else 1),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingConfig:
+    """How long and how to train."""
+
+    micro_batch_size: int = option("Samples in a microbatch.", minimum=1)
+    global_batch_size: int = option(
+        "Samples in an optimizer step.",
+        minimum=1,
+        derive=("--micro-batch-size x replicas", lambda v, _: v["micro_batch_size"] * v["data_parallel_size"]),
+    )
+    train_iters: int = option("Optimizer steps to train for.", minimum=1)
+    seed: int = option("Seed of weights, dropout and the order of samples.", default=1234, minimum=0)
+    recompute_granularity: Recompute = option(
+        "Activation checkpointing: full computes each layer's activations again in its backward pass.", default="none"
+    )
+    eval_interval: int = option("Steps between evaluations on the validation split.", default=1000, minimum=1)
+    eval_iters: int = option("Batches of an evaluation; 0 evaluates never.", default=100, minimum=0)
+    log_interval: int = option("Steps between log lines.", default=100, minimum=1)
+    exit_interval: int | None = option(
+        "Leave the run, saved, after a step that is a multiple of this.", default=None, minimum=1
+    )
+    num_threads: int = option("Threads of arithmetic in each process on CPU.", default=1, minimum=1)
+    device: Device = option("Where to compute; auto is cuda where it is present, else cpu.", default="auto")
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerConfig:
+    """AdamW, its learning rate over time, clipping."""
+
+    lr: float = option("Highest learning rate.", above=0)
+    min_lr: float = option("Lowest learning rate after the decay.", default=0.0, minimum=0)
+    lr_decay_style: DecayStyle = option("Course of the learning rate after the warm-up.", default="linear")
+    lr_decay_iters: int = option(
+        "Steps over which the learning rate decays, warm-up included.",
+        minimum=1,
+        derive=("--train-iters", lambda v, _: v["train_iters"]),
+    )
+    lr_warmup_iters: int = option("Steps of linear warm-up.", default=0, minimum=0)
+    lr_warmup_fraction: float | None = option(
+        "Linear warm-up as a fraction of --lr-decay-iters.", default=None, minimum=0, maximum=1
+    )
+    weight_decay: float = option("Decoupled weight decay of matrices.", default=0.01, minimum=0)
+    adam_beta1: float = option("Decay of Adam's first moment.", default=0.9, minimum=0, below=1)
+    adam_beta2: float = option("Decay of Adam's second moment.", default=0.999, minimum=0, below=1)
+    adam_eps: float = option("Epsilon of Adam.", default=1e-8, above=0)
+    clip_grad: float = option("Clip the global gradient norm to this; 0 clips never.", default=1.0, minimum=0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig:
+    """What to train on."""
+
+    data_path: str = option("Indexed data set: the path of PREFIX.bin and PREFIX.idx without the ending.")
+    split: str = option("Shares of documents for training, validation and test: three numbers.", default="969,30,1")
+    tokenizer_model: str | None = option("Path of the tokenizer.json that made the data set.", default=None)
+    tokenizer_type: TokenizerType = option("Kind of --tokenizer-model.", default="HuggingFaceTokenizer")
+
+    @property
+    def split_shares(self) -> tuple[float, float, float]:
+        """``split`` as three fractions that add up to 1."""
+        return parse_split(self.split)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PruningConfig:
+    """Gradual pruning by global magnitude, on the cubic curve of Zhu and Gupta (arXiv:1710.01878)."""
+
+    sparsify: bool = option("Prune while training.", default=False)
+    pruning_start_iter: int = option("Step of the first pruning.", default=0, minimum=0)
+    pruning_end_iter: int = option(
+        "Step at which --final-sparsity is reached.",
+        minimum=0,
+        derive=("--train-iters", lambda v, _: v["train_iters"]),
+    )
+    pruning_freq: int = option("Steps between prunings.", default=100, minimum=1)
+    initial_sparsity: float = option("Fraction of pruned weights at the start.", default=0.0, minimum=0, below=1)
+    final_sparsity: float = option("Fraction of pruned weights at the end.", default=0.9, minimum=0, below=1)
+    sparse_threshold: float = option(
+        "Fraction of zeros from which a matrix is multiplied in sparse form.", default=0.85, minimum=0, maximum=1
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class FreezingConfig:
+    """Freezing of the front of the model."""
+
+    freeze_schedule: str | None = option(
+        "STEP:LAYERS,STEP:LAYERS,...: freeze the embedding and the first LAYERS blocks after STEP.", default=None
+    )
+    freeze_tied: bool = option("Freeze the weight that embedding and head share as well.", default=False)
+
+    @property
+    def freeze_steps(self) -> tuple[tuple[int, int], ...]:
+        """``freeze_schedule`` as (step, blocks frozen from then on), in order of step."""
+        return parse_freeze_schedule(self.freeze_schedule) if self.freeze_schedule else ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class BalanceConfig:
+    """How layers are placed, and moved while training goes on."""
+
+    balance: BalanceMode = option(
+        "Move layers between workers: off, online (a planner reads the profile), or offline (--plan and no moves).",
+        default="off",
+    )
+    plan: str | None = option("Partition plan to start with.", default=None)
+    rebalance_interval: int = option("Steps between boundaries at which layers may move.", default=10, minimum=1)
+    granularity: Granularity = option("Where a stage may begin: before a block, or inside it as well.", default="layer")
+    balancer: Balancer = option("Algorithm of the planner.", default="exact")
+    balance_policy: str = option("Rule by which the planner decides that a move pays.", default="regret")
+    balance_min_gain: float = option(
+        "Smallest predicted gain that is worth a move, as a fraction of the step time.",
+        default=0.01,
+        minimum=0,
+        below=1,
+    )
+    balance_lockstep: bool = option("Wait at each boundary for the planner's answer.", default=False)
+    planner: Planner = option("Start dynmo-plan watch (internal), or leave it to somebody else.", default="internal")
+    planner_timeout_s: float = option("Seconds to wait for the planner in lockstep.", default=30.0, above=0)
+    profile_interval: int = option("Steps between lines of the profile.", default=1, minimum=1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    """Where the run lies, and what it keeps."""
+
+    run_dir: str | None = option("Run directory; by default --save, else runs/UTC-model.", default=None)
+    save: str | None = option("Run directory, under Megatron's name.", default=None)
+    load: str | None = option("Run, step or checkpoint to go on from; missing or empty starts afresh.", default=None)
+    save_interval: int | None = option(
+        "Steps between checkpoints; none saves at the end only.", default=None, minimum=1
+    )
+    keep_checkpoints: int | None = option("Number of checkpoints to keep; none keeps all.", default=None, minimum=1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """A complete training run: every option has its value. Derived defaults are filled in, in this order.
+
+    ``sources`` says of each option, by name, where its value came from; two equal runs may differ in it.
+    """
+
+    model: ModelConfig
+    parallel: ParallelConfig
+    training: TrainingConfig
+    optimizer: OptimizerConfig
+    data: DataConfig
+    pruning: PruningConfig
+    freezing: FreezingConfig
+    balance: BalanceConfig
+    run: RunConfig
+    sources: Mapping[str, Source] = field(default_factory=dict, compare=False)
+
+    @property
+    def microbatches(self) -> int:
+        """Microbatches of a step, for each data-parallel replica."""
+        return self.training.global_batch_size // (self.training.micro_batch_size * self.parallel.data_parallel_size)
+
+    @property
+    def num_stages(self) -> int:
+        """Pipeline stages over all workers."""
+        return self.parallel.pipeline_model_parallel_size * self.parallel.virtual_stages_per_worker
+
+    @property
+    def padded_vocab_size(self) -> int:
+        """Rows of the embedding: the vocabulary up to the next multiple, for each tensor-parallel rank."""
+        multiple = self.model.make_vocab_size_divisible_by * self.parallel.tensor_model_parallel_size
+        return -(-self.model.vocab_size // multiple) * multiple
+
+    @property
+    def warmup_iters(self) -> int:
+        """Steps of linear warm-up."""
+        if self.optimizer.lr_warmup_fraction is None:
+            return self.optimizer.lr_warmup_iters
+        return int(self.optimizer.lr_warmup_fraction * self.optimizer.lr_decay_iters)

@@ -1,0 +1,206 @@
+"""What contradicts what: rules over several options, each a small pure function; all problems are told at once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from ..errors import UsageError
+from ..formats._document import DocumentError, Problem
+from .schema import Config
+
+Rule = Callable[[Config, int], Iterator[Problem]]
+
+
+def _conflict(flag: str, message: str) -> Problem:
+    return Problem(flag, "conflict", message)
+
+
+def _later(flag: str, message: str) -> Problem:
+    return Problem(flag, "unsupported", message)
+
+
+def _shape(config: Config, _world_size: int) -> Iterator[Problem]:
+    model = config.model
+    if model.hidden_size % model.num_attention_heads:
+        yield _conflict(
+            "--hidden-size",
+            f"{model.hidden_size} is not a multiple of --num-attention-heads {model.num_attention_heads}",
+        )
+    if model.seq_length > model.max_position_embeddings:
+        yield _conflict(
+            "--seq-length",
+            f"{model.seq_length} is longer than --max-position-embeddings {model.max_position_embeddings}",
+        )
+
+
+def _batch(config: Config, _world_size: int) -> Iterator[Problem]:
+    training, replicas = config.training, config.parallel.data_parallel_size
+    if training.global_batch_size % (training.micro_batch_size * replicas):
+        yield _conflict(
+            "--global-batch-size",
+            f"{training.global_batch_size} is not a multiple of --micro-batch-size {training.micro_batch_size}"
+            f" x {replicas} data-parallel replicas",
+        )
+
+
+def _workers(config: Config, world_size: int) -> Iterator[Problem]:
+    parallel = config.parallel
+    tensor, pipeline = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
+    if tensor != 1:
+        yield _later(
+            "--tensor-model-parallel-size",
+            f"{tensor}: this version has no tensor parallelism; write 1 and use more pipeline stages",
+        )
+    if world_size % (tensor * pipeline):
+        yield _conflict(
+            "--pipeline-model-parallel-size",
+            f"{pipeline} x --tensor-model-parallel-size {tensor} does not divide the {world_size} processes of this"
+            f" run; start with --nproc {tensor * pipeline}",
+        )
+    elif parallel.data_parallel_size != 1:
+        yield _later(
+            "--pipeline-model-parallel-size",
+            f"{pipeline} on {world_size} processes means {parallel.data_parallel_size} data-parallel replicas: this"
+            f" version has no data parallelism; write {world_size // tensor} or start with --nproc {tensor * pipeline}",
+        )
+
+
+def _stages(config: Config, _world_size: int) -> Iterator[Problem]:
+    parallel, layers = config.parallel, config.model.num_layers
+    sublayer = config.balance.granularity == "sublayer"
+    items = layers * (2 if sublayer else 1) + 2
+    if config.num_stages > items:
+        parts = "blocks and MLPs apart" if sublayer else "blocks"
+        yield _conflict(
+            "--pipeline-model-parallel-size",
+            f"{config.num_stages} stages are more than the {items} items of the model: embedding, {items - 2} {parts},"
+            " head",
+        )
+    virtual = parallel.virtual_stages_per_worker
+    if parallel.schedule == "interleaved-1f1b" and virtual < 2:
+        yield _conflict(
+            "--virtual-stages-per-worker", f"{virtual}: interleaved-1f1b needs 2 or more; or use --schedule 1f1b"
+        )
+    if parallel.schedule in ("gpipe", "1f1b") and virtual > 1:
+        yield _conflict(
+            "--virtual-stages-per-worker",
+            f"{virtual}: {parallel.schedule} runs one stage a worker; use --schedule interleaved-1f1b or zero-bubble",
+        )
+
+
+def _microbatches(config: Config, _world_size: int) -> Iterator[Problem]:
+    """The conditions of torch.distributed.pipelining's schedules."""
+    parallel, microbatches = config.parallel, config.microbatches
+    workers = parallel.pipeline_model_parallel_size
+    if parallel.schedule == "1f1b" and microbatches < workers:
+        yield _conflict(
+            "--global-batch-size",
+            f"{config.training.global_batch_size} makes {microbatches} microbatches; 1f1b on {workers} stages needs at"
+            f" least {workers}, or use --schedule gpipe",
+        )
+    if parallel.schedule in ("interleaved-1f1b", "zero-bubble") and microbatches:
+        rounds = max(1, microbatches // workers)
+        if microbatches % rounds:
+            yield _conflict(
+                "--global-batch-size",
+                f"{config.training.global_batch_size} makes {microbatches} microbatches; {parallel.schedule} on"
+                f" {workers} workers needs a multiple of the {rounds} rounds, such as {workers * rounds}",
+            )
+
+
+def _learning_rate(config: Config, _world_size: int) -> Iterator[Problem]:
+    optimizer = config.optimizer
+    if optimizer.min_lr > optimizer.lr:
+        yield _conflict("--min-lr", f"{optimizer.min_lr} is above --lr {optimizer.lr}")
+    if optimizer.lr_warmup_fraction is not None and optimizer.lr_warmup_iters:
+        yield _conflict("--lr-warmup-fraction", "cannot be combined with --lr-warmup-iters; give one of them")
+    elif config.warmup_iters > optimizer.lr_decay_iters:
+        yield _conflict(
+            "--lr-warmup-iters", f"{config.warmup_iters} is above --lr-decay-iters {optimizer.lr_decay_iters}"
+        )
+
+
+def _pruning(config: Config, _world_size: int) -> Iterator[Problem]:
+    pruning = config.pruning
+    if not pruning.sparsify:
+        return
+    if pruning.pruning_end_iter < pruning.pruning_start_iter:
+        yield _conflict(
+            "--pruning-end-iter",
+            f"{pruning.pruning_end_iter} is before --pruning-start-iter {pruning.pruning_start_iter}",
+        )
+    if pruning.final_sparsity < pruning.initial_sparsity:
+        yield _conflict(
+            "--final-sparsity", f"{pruning.final_sparsity} is below --initial-sparsity {pruning.initial_sparsity}"
+        )
+
+
+def _freezing(config: Config, _world_size: int) -> Iterator[Problem]:
+    try:
+        steps = config.freezing.freeze_steps
+    except UsageError as error:
+        yield Problem("--freeze-schedule", "form", str(error))
+        return
+    for step, layers in steps:
+        if layers > config.model.num_layers:
+            yield _conflict(
+                "--freeze-schedule",
+                f"{step}:{layers} freezes {layers} blocks; the model has --num-layers {config.model.num_layers}",
+            )
+    if config.freezing.freeze_tied and not steps:
+        yield _conflict("--freeze-tied", "has no effect without --freeze-schedule")
+    if config.freezing.freeze_tied and config.model.untie_embeddings_and_output_weights:
+        yield _conflict("--freeze-tied", "has no effect with --untie-embeddings-and-output-weights")
+
+
+def _split(config: Config, _world_size: int) -> Iterator[Problem]:
+    try:
+        shares = config.data.split_shares
+    except UsageError as error:
+        yield Problem("--split", "form", str(error))
+        return
+    if not shares[0]:
+        yield _conflict("--split", f"{config.data.split!r} leaves nothing to train on")
+
+
+def _balance(config: Config, _world_size: int) -> Iterator[Problem]:
+    balance = config.balance
+    if balance.balance == "offline" and balance.plan is None:
+        yield _conflict("--balance", "offline needs --plan FILE")
+    if balance.balance_lockstep and balance.balance != "online":
+        yield _conflict("--balance-lockstep", f"needs --balance online, is {balance.balance}")
+    if balance.balance == "online" and config.parallel.pipeline_model_parallel_size < 2:
+        yield _conflict("--balance", "online needs two or more pipeline positions to move layers between")
+
+
+def _run(config: Config, _world_size: int) -> Iterator[Problem]:
+    run = config.run
+    if run.run_dir is not None and run.save is not None and run.run_dir != run.save:
+        yield _conflict("--save", f"{run.save!r} and --run-dir {run.run_dir!r} both name the run directory; give one")
+
+
+RULES: tuple[Rule, ...] = (
+    _shape,
+    _batch,
+    _workers,
+    _stages,
+    _microbatches,
+    _learning_rate,
+    _pruning,
+    _freezing,
+    _split,
+    _balance,
+    _run,
+)
+
+
+def validate(config: Config, world_size: int) -> list[Problem]:
+    """Every contradiction between options, for a run of ``world_size`` processes."""
+    return [problem for rule in RULES for problem in rule(config, world_size)]
+
+
+def check(config: Config, world_size: int) -> None:
+    """Raise ``DocumentError``, exit code 2, with every contradiction if there is any."""
+    problems = validate(config, world_size)
+    if problems:
+        raise DocumentError("the configuration", problems)

@@ -1,0 +1,223 @@
+"""One declaration, four faces: flag, TOML key, ``run.json`` and help say the same."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from dynmo_train.config import Facts, config_document, config_of, option_specs, resolve
+from dynmo_train.config.command import with_options
+from dynmo_train.config.parse import parse_freeze_schedule, parse_split
+from dynmo_train.config.resolve import parse_config_file, read_config_file
+from dynmo_train.errors import UsageError
+from dynmo_train.formats._document import DocumentError
+
+SMALL = {
+    "num_layers": 4,
+    "hidden_size": 64,
+    "num_attention_heads": 4,
+    "seq_length": 32,
+    "vocab_size": 1000,
+    "micro_batch_size": 2,
+    "train_iters": 50,
+    "lr": 0.001,
+    "data_path": "corpus",
+}
+FLAGS = {name: spec for name, spec in option_specs().items() if spec.is_flag}
+
+
+def other_value(spec):
+    """A value of the option that is not its default."""
+    if spec.kind is bool:
+        return not spec.default
+    if spec.choices:
+        return next((choice for choice in spec.choices if choice != spec.default), spec.choices[0])
+    if spec.kind is str:
+        return {"split": "8,1,1", "freeze_schedule": "10:1,20:2"}.get(spec.name, f"some-{spec.name}")
+    return 7 if spec.kind is int else 0.5
+
+
+def flags_seen(arguments):
+    """What the command function receives for these arguments."""
+    seen = {}
+    app = typer.Typer()
+
+    @app.command()
+    @with_options
+    def probe(**flags):
+        seen.update(flags)
+
+    outcome = CliRunner().invoke(app, arguments, catch_exceptions=False)
+    assert outcome.exit_code == 0, outcome.output
+    return seen
+
+
+def toml_value(value):
+    return str(value).lower() if isinstance(value, bool) else json.dumps(value)
+
+
+@pytest.mark.parametrize("name", FLAGS)
+def test_flag_file_and_run_json_agree(name):
+    spec = FLAGS[name]
+    value = other_value(spec)
+    words = [spec.flag if value else f"--no-{spec.flag[2:]}"] if spec.kind is bool else [spec.flag, str(value)]
+    by_flag = resolve(flags=SMALL | {key: got for key, got in flags_seen(words).items() if got is not None})
+    text = f"[{spec.concern}]\n{name} = {toml_value(value)}\n"
+    rest = {key: given for key, given in SMALL.items() if key != name}
+    by_file = resolve(flags=rest, file=parse_config_file(text, "c.toml"))
+    assert by_flag == by_file
+    assert getattr(getattr(by_file, spec.concern), name) == value
+    assert by_flag.sources[name] == "flag"
+    assert by_file.sources[name] == "file"
+    document = json.loads(json.dumps(config_document(by_file), allow_nan=False))
+    assert document["config"][spec.concern][name] == value
+    assert document["config_sources"][spec.concern][name] == "file"
+
+
+def test_run_json_resolves_to_the_same_configuration():
+    config = config_of(**SMALL, sparsify=True, freeze_schedule="3:1")
+    tables = json.loads(json.dumps(config_document(config)))["config"]
+    flat = {name: value for table in tables.values() for name, value in table.items() if name in FLAGS}
+    assert resolve(flags=flat) == config
+
+
+def test_every_option_is_a_megatron_style_flag_with_a_sentence():
+    specs = option_specs()
+    assert specs["num_layers"].flag == "--num-layers"
+    assert [spec.name for spec in specs.values() if not spec.declaration.help.endswith(".")] == []
+    assert [spec.name for spec in specs.values() if not spec.is_flag] == ["family", "data_parallel_size"]
+
+
+def test_nothing_given_is_nothing_received():
+    assert set(flags_seen([]).values()) == {None}
+
+
+def test_the_command_line_goes_before_the_file():
+    config = resolve(flags=SMALL | {"seed": 2}, file={"seed": 3, "clip_grad": 0.5})
+    assert (config.training.seed, config.optimizer.clip_grad) == (2, 0.5)
+    assert (config.sources["seed"], config.sources["clip_grad"]) == ("flag", "file")
+
+
+def test_derived_defaults_follow_other_values():
+    config = config_of(Facts(world_size=2), **SMALL, schedule="interleaved-1f1b")
+    assert config.model.ffn_hidden_size == 256
+    assert config.model.max_position_embeddings == 32
+    assert config.training.global_batch_size == 2
+    assert config.optimizer.lr_decay_iters == config.pruning.pruning_end_iter == 50
+    assert config.parallel.pipeline_model_parallel_size == 2
+    assert config.num_stages == 4
+    assert config.padded_vocab_size == 1024
+    assert config.sources["ffn_hidden_size"] == "derived"
+    assert config.sources["weight_decay"] == "default"
+
+
+def test_data_parallel_size_is_what_the_processes_leave():
+    config = config_of(Facts(world_size=4), **SMALL, pipeline_model_parallel_size=2)
+    assert config.parallel.data_parallel_size == 2
+    assert config.training.global_batch_size == 4
+    assert config.microbatches == 1
+
+
+def test_vocabulary_size_comes_from_the_tokenizer():
+    facts = Facts(tokenizer_vocab_size={"t.json": 300}.__getitem__)
+    without = {name: value for name, value in SMALL.items() if name != "vocab_size"}
+    assert config_of(facts, **without, tokenizer_model="t.json").model.vocab_size == 300
+    with pytest.raises(DocumentError, match="--vocab-size: must be given"):
+        config_of(facts, **without)
+
+
+def test_warm_up_is_steps_or_a_fraction_of_the_decay():
+    assert config_of(**SMALL, lr_warmup_iters=5).warmup_iters == 5
+    assert config_of(**SMALL, lr_warmup_fraction=0.1, lr_decay_iters=40).warmup_iters == 4
+
+
+def test_every_bad_value_is_told_at_once():
+    bad = SMALL | {"num_layers": 0, "lr": float("nan"), "schedule": "2f2b", "seed": 1.5, "nonsense": 1}
+    del bad["data_path"]
+    with pytest.raises(DocumentError) as caught:
+        config_of(**bad)
+    assert {(problem.path, problem.kind) for problem in caught.value.problems} == {
+        ("--data-path", "missing"),
+        ("--num-layers", "range"),
+        ("--lr", "range"),
+        ("--schedule", "choice"),
+        ("--seed", "type"),
+        ("nonsense", "unknown"),
+    }
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "words"),
+    [
+        ("hidden_dropout", 1.0, "below 1"),
+        ("final_sparsity", -0.1, "at least 0"),
+        ("lr", 0, "above 0"),
+        ("lr_warmup_fraction", 1.5, "at most 1"),
+        ("adam_eps", float("inf"), "finite"),
+        ("run_dir", "", "empty"),
+    ],
+)
+def test_each_bound_is_held(name, value, words):
+    with pytest.raises(DocumentError, match=words):
+        config_of(**SMALL | {name: value})
+
+
+def test_a_whole_number_is_a_number_but_true_is_not():
+    assert config_of(**SMALL | {"clip_grad": 2}).optimizer.clip_grad == 2.0
+    with pytest.raises(DocumentError, match="must be an integer, is True"):
+        config_of(**SMALL | {"seed": True})
+
+
+@pytest.mark.parametrize(
+    ("text", "path", "kind"),
+    [
+        ("num_layer = 3", "num_layer", "unknown"),
+        ("[model]\nlr = 0.1", "model.lr", "place"),
+        ("[models]\nnum_layers = 1", "models", "unknown"),
+        ("family = 'gpt'", "family", "unknown"),
+        ("num_layers = 1\n[model]\nnum_layers = 2", "model.num_layers", "repeated"),
+        ("num_layers = ", "", "toml"),
+    ],
+)
+def test_a_bad_file_is_refused_with_its_place(text, path, kind):
+    with pytest.raises(DocumentError) as caught:
+        parse_config_file(text, "c.toml")
+    assert [(problem.path, problem.kind) for problem in caught.value.problems] == [(path, kind)]
+
+
+def test_a_misspelt_key_gets_a_suggestion(tmp_path):
+    file = tmp_path / "c.toml"
+    file.write_text("num-layer = 3\n")
+    with pytest.raises(DocumentError, match="did you mean num_layers"):
+        read_config_file(file)
+
+
+def test_a_missing_file_is_an_error_of_ours(tmp_path):
+    with pytest.raises(DocumentError, match=r"no\.toml"):
+        read_config_file(tmp_path / "no.toml")
+
+
+def test_split_is_normalised():
+    assert parse_split("969,30,1") == (0.969, 0.03, 0.001)
+    assert parse_split("8, 2") == (0.8, 0.2, 0.0)
+    assert parse_split("1") == (1.0, 0.0, 0.0)
+
+
+@pytest.mark.parametrize("text", ["", "a,b", "1,2,3,4", "-1,2", "0,0,0", "nan,1"])
+def test_a_bad_split_is_refused(text):
+    with pytest.raises(UsageError, match="--split"):
+        parse_split(text)
+
+
+def test_freeze_schedule_is_parsed():
+    assert parse_freeze_schedule("100:2, 300:4") == ((100, 2), (300, 4))
+    assert config_of(**SMALL).freezing.freeze_steps == ()
+
+
+@pytest.mark.parametrize("text", ["100", "a:1", "1:-1", "5:1,5:2", "5:2,6:1", "5:1,"])
+def test_a_bad_freeze_schedule_is_refused(text):
+    with pytest.raises(UsageError, match="--freeze-schedule"):
+        parse_freeze_schedule(text)

@@ -1,0 +1,103 @@
+"""Each rule between options has a case that trips it, and a neighbour that does not."""
+
+from __future__ import annotations
+
+import pytest
+
+from dynmo_train.config import Facts, check, config_of, validate
+from dynmo_train.config.validate import RULES
+from dynmo_train.formats._document import DocumentError
+
+SMALL = {
+    "num_layers": 4,
+    "hidden_size": 64,
+    "num_attention_heads": 4,
+    "seq_length": 32,
+    "vocab_size": 1000,
+    "micro_batch_size": 2,
+    "train_iters": 50,
+    "lr": 0.001,
+    "data_path": "corpus",
+}
+
+
+def problems(world_size=1, **values):
+    config = config_of(Facts(world_size=world_size), **SMALL | values)
+    return validate(config, world_size)
+
+
+CASES = {
+    "heads": ({"num_attention_heads": 5}, "--hidden-size"),
+    "positions": ({"max_position_embeddings": 31}, "--seq-length"),
+    "batch": ({"global_batch_size": 3}, "--global-batch-size"),
+    "tensor": ({"tensor_model_parallel_size": 2, "world_size": 2}, "--tensor-model-parallel-size"),
+    "processes": ({"pipeline_model_parallel_size": 2, "global_batch_size": 4}, "--pipeline-model-parallel-size"),
+    "data": (
+        {"pipeline_model_parallel_size": 1, "world_size": 2, "global_batch_size": 8},
+        "--pipeline-model-parallel-size",
+    ),
+    "stages": ({"world_size": 7, "global_batch_size": 14}, "--pipeline-model-parallel-size"),
+    "interleaved": (
+        {"schedule": "interleaved-1f1b", "virtual_stages_per_worker": 1},
+        "--virtual-stages-per-worker",
+    ),
+    "plain": ({"virtual_stages_per_worker": 2}, "--virtual-stages-per-worker"),
+    "1f1b": ({"world_size": 2, "global_batch_size": 2}, "--global-batch-size"),
+    "rounds": ({"world_size": 2, "global_batch_size": 10, "schedule": "zero-bubble"}, "--global-batch-size"),
+    "min_lr": ({"min_lr": 0.1}, "--min-lr"),
+    "two warm-ups": ({"lr_warmup_fraction": 0.1, "lr_warmup_iters": 2}, "--lr-warmup-fraction"),
+    "long warm-up": ({"lr_warmup_iters": 51}, "--lr-warmup-iters"),
+    "pruning order": ({"sparsify": True, "pruning_start_iter": 51}, "--pruning-end-iter"),
+    "sparsity order": ({"sparsify": True, "initial_sparsity": 0.95}, "--final-sparsity"),
+    "freeze form": ({"freeze_schedule": "x"}, "--freeze-schedule"),
+    "freeze more": ({"freeze_schedule": "10:5"}, "--freeze-schedule"),
+    "freeze nothing": ({"freeze_tied": True}, "--freeze-tied"),
+    "freeze untied": (
+        {"freeze_tied": True, "freeze_schedule": "1:1", "untie_embeddings_and_output_weights": True},
+        "--freeze-tied",
+    ),
+    "split form": ({"split": "x"}, "--split"),
+    "split empty": ({"split": "0,1,0"}, "--split"),
+    "offline": ({"balance": "offline"}, "--balance"),
+    "lockstep": ({"balance_lockstep": True}, "--balance-lockstep"),
+    "alone": ({"balance": "online"}, "--balance"),
+    "two names": ({"run_dir": "a", "save": "b"}, "--save"),
+}
+
+
+def test_the_base_case_has_no_problem():
+    assert problems() == []
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_contradiction_is_told_once(case):
+    values, flag = CASES[case]
+    assert [problem.path for problem in problems(**values)] == [flag]
+
+
+def test_every_rule_is_tripped_by_some_case():
+    tripped = set()
+    for values, _flag in CASES.values():
+        world_size = values.get("world_size", 1)
+        rest = {name: value for name, value in values.items() if name != "world_size"}
+        config = config_of(Facts(world_size=world_size), **SMALL | rest)
+        tripped |= {rule for rule in RULES if any(rule(config, world_size))}
+    assert tripped == set(RULES)
+
+
+def test_fitting_neighbours_pass():
+    assert problems(world_size=6, global_batch_size=12) == []
+    assert problems(world_size=10, global_batch_size=20, granularity="sublayer") == []
+    assert problems(world_size=2, global_batch_size=2, schedule="gpipe") == []
+    assert problems(world_size=2, global_batch_size=8, schedule="interleaved-1f1b") == []
+    assert problems(pruning_start_iter=51) == []
+    assert problems(run_dir="a", save="a") == []
+
+
+def test_all_contradictions_come_in_one_error():
+    config = config_of(**SMALL | {"num_attention_heads": 5, "global_batch_size": 3, "min_lr": 1.0})
+    with pytest.raises(DocumentError) as caught:
+        check(config, 1)
+    assert [problem.path for problem in caught.value.problems] == ["--hidden-size", "--global-batch-size", "--min-lr"]
+    assert caught.value.exit_code == 2
+    check(config_of(**SMALL), 1)
