@@ -108,7 +108,7 @@ class TrainingConfig:
         derive=("--micro-batch-size x replicas", lambda v, _: v["micro_batch_size"] * v["data_parallel_size"]),
     )
     train_iters: int = option("Optimizer steps to train for.", minimum=1)
-    seed: int = option("Seed of weights, dropout and the order of samples.", default=1234, minimum=0)
+    seed: int = option("Seed of weights, dropout and the order of samples.", default=1234, minimum=0, maximum=2**32 - 1)
     recompute_granularity: Recompute = option(
         "Activation checkpointing: full computes each layer's activations again in its backward pass.", default="none"
     )

@@ -1,0 +1,183 @@
+"""Samples of a causal language model, against a slow walk over Python lists."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from dynmo_train.data.gpt import build_gpt_dataset, sequences_of, shuffled, split_bounds
+from dynmo_train.errors import UsageError
+from dynmo_train.formats.indexed import IndexedDataset
+
+ALL = (1.0, 0.0, 0.0)
+
+
+def indexed(documents, *, gap=0):
+    """A data set in memory; ``documents`` are lists of sequences, ``gap`` unused ids lie before each sequence."""
+    tokens, lengths, starts, boundaries = [], [], [], [0]
+    for document in documents:
+        for sequence in document:
+            tokens += [0] * gap
+            starts.append(len(tokens))
+            lengths.append(len(sequence))
+            tokens += sequence
+        boundaries.append(len(lengths))
+    return IndexedDataset(
+        prefix="memory",
+        tokens=np.array(tokens, np.uint16),
+        lengths=np.array(lengths, np.int32),
+        starts=np.array(starts, np.int64),
+        documents=np.array(boundaries, np.int64),
+    )
+
+
+def corpus(count=13, *, seed=0, gap=0):
+    """Documents of one to three sequences of 0 to 9 tokens, each token unlike all others."""
+    random = np.random.RandomState(seed)
+    ids = iter(range(1, 10_000))
+    shape = [[random.randint(0, 10) for _ in range(random.randint(1, 4))] for _ in range(count)]
+    return indexed([[[next(ids) for _ in range(length)] for length in document] for document in shape], gap=gap)
+
+
+def build(source, **changes):
+    wanted = {
+        "part": "train",
+        "shares": ALL,
+        "seq_length": 5,
+        "seed": 3,
+        "num_samples": 50,
+        "batch_size": 4,
+        "vocab_size": 10_000,
+    }
+    return build_gpt_dataset(source, **wanted | changes)
+
+
+def slow_samples(source, *, seq_length, seed, num_samples, low, high, number):
+    """The same samples from plain lists."""
+    bodies = [
+        [
+            int(token)
+            for sequence in range(source.documents[document], source.documents[document + 1])
+            for token in source.tokens[source.starts[sequence] :][: source.lengths[sequence]]
+        ]
+        for document in range(low, high)
+    ]
+    epoch_tokens = sum(map(len, bodies))
+    stream = []
+    epochs = num_samples * seq_length // epoch_tokens + 3
+    for epoch in range(epochs):
+        for document in shuffled(len(bodies), seed, number, epoch, 0):
+            stream += bodies[document]
+    starts_by_epoch = [[] for _ in range(epochs)]
+    for start in range(0, len(stream), seq_length):
+        starts_by_epoch[start // epoch_tokens].append(start)
+    samples = []
+    for epoch, starts in enumerate(starts_by_epoch):
+        places = shuffled(len(starts), seed, number, epoch, 1)
+        samples += [stream[starts[place] : starts[place] + seq_length + 1] for place in places]
+    return samples[:num_samples]
+
+
+@pytest.mark.parametrize("gap", [0, 3])
+@pytest.mark.parametrize("seq_length", [1, 5, 11])
+@pytest.mark.parametrize("part", ["train", "valid"])
+def test_samples_equal_the_slow_walk(gap, seq_length, part):
+    source = corpus(30, gap=gap)
+    shares = (0.5, 0.5, 0.0)
+    low, high = (0, 15) if part == "train" else (15, 30)
+    data = build(source, part=part, shares=shares, seq_length=seq_length, num_samples=150)
+    slow = slow_samples(
+        source, seq_length=seq_length, seed=3, num_samples=150, low=low, high=high, number=int(part == "valid")
+    )
+    assert data.batch(range(150)).tolist() == slow
+    assert [data.sample(index).tolist() for index in range(150)] == slow
+
+
+def test_more_samples_leave_the_first_ones_as_they_are():
+    source = corpus()
+    few, many = build(source, num_samples=7), build(source, num_samples=300)
+    assert (len(few), len(many)) == (7, 300)
+    assert few.batch(range(7)).tolist() == many.batch(range(7)).tolist()
+
+
+def test_one_epoch_covers_every_token_once():
+    source = corpus()
+    total = int(source.lengths.sum())
+    data = build(source, seq_length=1, num_samples=total)
+    assert sorted(data.batch(range(total))[:, 0].tolist()) == list(range(1, total + 1))
+
+
+def test_the_seed_changes_the_order():
+    source = corpus()
+    assert build(source, seed=3).batch(range(9)).tolist() != build(source, seed=4).batch(range(9)).tolist()
+
+
+def test_epochs_are_shuffled_apart():
+    source = corpus()
+    total = int(source.lengths.sum())
+    data = build(source, seq_length=1, num_samples=2 * total)
+    first = data.batch(range(total))[:, 0].tolist()
+    second = data.batch(range(total, 2 * total))[:, 0].tolist()
+    assert sorted(first) == sorted(second)
+    assert first != second
+
+
+def test_parts_do_not_share_documents():
+    source = corpus(40)
+    seen = []
+    for part in ("train", "valid", "test"):
+        data = build(source, part=part, shares=(0.5, 0.25, 0.25), seq_length=2, num_samples=400)
+        seen.append(set(data.batch(range(400)).ravel().tolist()))
+    assert not seen[0] & seen[1]
+    assert not seen[0] & seen[2]
+    assert not seen[1] & seen[2]
+
+
+@pytest.mark.parametrize(
+    ("count", "shares", "bounds"),
+    [
+        (1000, (0.969, 0.03, 0.001), (0, 969, 999, 1000)),
+        (10, (0.8, 0.2, 0.0), (0, 8, 10, 10)),
+        (3, (0.5, 0.5, 0.0), (0, 1, 3, 3)),
+        (1, (1.0, 0.0, 0.0), (0, 1, 1, 1)),
+        (0, (1.0, 0.0, 0.0), (0, 0, 0, 0)),
+    ],
+)
+def test_split_bounds(count, shares, bounds):
+    assert split_bounds(count, shares) == bounds
+
+
+@pytest.mark.parametrize("count", range(12))
+@pytest.mark.parametrize("shares", [(0.969, 0.03, 0.001), (1 / 3, 1 / 3, 1 / 3), (0.1, 0.1, 0.8), (0.0, 0.5, 0.5)])
+def test_split_bounds_are_in_order_and_complete(count, shares):
+    bounds = split_bounds(count, shares)
+    assert list(bounds) == sorted(bounds)
+    assert (bounds[0], bounds[3]) == (0, count)
+
+
+def test_the_shuffle_is_frozen():
+    assert shuffled(8, 1234, 0, 0, 0).tolist() == [1, 7, 0, 5, 2, 3, 6, 4]
+
+
+def test_sequences_of_documents_keep_their_order():
+    documents = np.array([0, 2, 2, 3, 6])
+    assert sequences_of(documents, np.array([3, 0, 1])).tolist() == [3, 4, 5, 0, 1]
+
+
+def test_too_little_text_is_one_clear_error():
+    with pytest.raises(
+        UsageError, match=r"train part of memory is too small: 2 documents with 10 tokens make 1 samples"
+    ):
+        build(indexed([[[1] * 5], [[2] * 5]]), batch_size=2)
+    with pytest.raises(UsageError, match="--eval-iters 0"):
+        build(corpus(), part="test", shares=(0.9, 0.1, 0.0))
+
+
+def test_exactly_enough_text_is_enough():
+    assert len(build(indexed([[list(range(11))]]), batch_size=2, num_samples=2)) == 2
+
+
+def test_an_id_beyond_the_vocabulary_is_told():
+    data = build(indexed([[[1, 2, 3, 4, 5, 99, 7, 8, 9, 10, 11]]]), vocab_size=99, batch_size=1, num_samples=20)
+    with pytest.raises(UsageError, match="holds the token id 99; the vocabulary has the ids 0 to 98"):
+        data.batch(range(20))
