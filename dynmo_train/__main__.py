@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
-from .cli import main
+import os
 
+from .cli import main
+from .launch.worker import watch_launcher
+
+watch_launcher(os.environ)
 main()

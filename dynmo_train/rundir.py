@@ -20,6 +20,7 @@ from .errors import UsageError
 from .formats._document import (
     ENVELOPE,
     DocumentError,
+    Problem,
     anything,
     append_line,
     array,
@@ -191,6 +192,24 @@ def _run_document(
         "engine": dict(engine),
         **config_document(config),
     }
+
+
+def take_grow_request(path: Path) -> int | None:
+    """The number of workers that somebody asks for in ``requests/grow.json``, which is then put aside as taken.
+
+    Raises:
+        DocumentError: the request is not ``{"workers": N}``.
+    """
+    request = path / "requests" / "grow.json"
+    if not request.exists():
+        return None
+    document = read_json(request)
+    problems: list[Problem] = []
+    obj({"workers": integer(1)})(document, "", problems)
+    if problems:
+        raise DocumentError(str(request), problems)
+    request.replace(request.with_suffix(".taken.json"))
+    return int(document["workers"])
 
 
 def versions() -> dict[str, str]:

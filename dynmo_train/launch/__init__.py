@@ -1,0 +1,1 @@
+"""Starting a run's processes, and ending them together."""

@@ -1,0 +1,116 @@
+"""The command line of ``dynmo-train``: help, options, errors and their exit codes."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from dynmo_train.config import option_specs
+
+SMALL = {
+    "--num-layers": "2",
+    "--hidden-size": "8",
+    "--num-attention-heads": "2",
+    "--seq-length": "4",
+    "--vocab-size": "10",
+    "--micro-batch-size": "1",
+    "--train-iters": "3",
+    "--lr": "0.1",
+    "--data-path": "corpus",
+}
+
+
+def words(*, without="", **changes):
+    given = SMALL | {f"--{name.replace('_', '-')}": value for name, value in changes.items()}
+    return [word for name, value in given.items() if name != without for word in (name, value)]
+
+
+def train(*arguments, cwd=None, **environment):
+    done = subprocess.run(
+        [sys.executable, "-m", "dynmo_train", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        cwd=cwd,
+        env=os.environ | environment,
+    )
+    return done.returncode, done.stdout, done.stderr
+
+
+def test_help_names_every_option():
+    code, out, err = train("pretrain", "gpt", "--help")
+    assert (code, err) == (0, "")
+    seen = set(out.split())
+    assert [spec.flag for spec in option_specs().values() if spec.is_flag and spec.flag not in seen] == []
+    assert "--family" not in seen
+
+
+@pytest.mark.parametrize("command", [[], ["pretrain"], ["launch"]])
+def test_a_group_without_a_command_shows_its_help(command):
+    _, out, err = train(*command)
+    assert "Usage: dynmo-train" in out + err
+
+
+def test_everything_missing_is_told_at_once():
+    code, out, err = train("pretrain", "gpt", "--num-layers", "2")
+    assert (code, out) == (2, "")
+    assert err.splitlines()[0] == "dynmo-train: error: the configuration: 7 problems"
+    assert "--hidden-size: must be given: Width of the residual stream. [missing]" in err
+
+
+def test_contradictions_are_told_at_once():
+    code, _, err = train("pretrain", "gpt", *words(num_attention_heads="3", min_lr="1"))
+    assert code == 2
+    assert [line.split(":")[0].strip() for line in err.splitlines()[1:]] == ["--hidden-size", "--min-lr"]
+
+
+def test_a_file_gives_what_the_command_line_does_not(tmp_path):
+    (tmp_path / "c.toml").write_text("[model]\nnum_attention_heads = 3\n[optimizer]\nmin_lr = 1\n")
+    rest = words(without="--num-attention-heads", min_lr="0.01", config="c.toml")
+    code, _, err = train("pretrain", "gpt", *rest, cwd=tmp_path)
+    assert code == 2
+    assert "8 is not a multiple of --num-attention-heads 3" in err
+    assert "--min-lr" not in err
+
+
+def test_an_unknown_key_of_a_file_is_told(tmp_path):
+    (tmp_path / "c.toml").write_text("num_layer = 3\n")
+    code, _, err = train("pretrain", "gpt", "--config", "c.toml", cwd=tmp_path)
+    assert code == 2
+    assert "did you mean num_layers?" in err
+
+
+def test_a_word_where_a_number_belongs_is_a_usage_error():
+    code, _, err = train("pretrain", "gpt", "--num-layers", "two")
+    assert code == 2
+    assert "--num-layers" in err
+
+
+def test_a_missing_tokenizer_is_told(tmp_path):
+    rest = words(without="--vocab-size", tokenizer_model=str(tmp_path / "t.json"))
+    code, _, err = train("pretrain", "gpt", *rest)
+    assert code == 2
+    assert "no tokenizer at" in err
+
+
+def test_a_broken_world_size_is_told():
+    code, _, err = train("pretrain", "gpt", *words(), WORLD_SIZE="two")
+    assert code == 2
+    assert "WORLD_SIZE" in err
+
+
+def test_a_launcher_does_not_start_a_launcher():
+    code, _, err = train("launch", "local", "--nproc", "2", "--", "launch", "local")
+    assert code == 2
+    assert "launch cannot start another launch" in err
+
+
+@pytest.mark.dist
+def test_a_usage_error_of_all_processes_is_told_once(tmp_path):
+    code, out, err = train("launch", "local", "--nproc", "2", "--log-dir", str(tmp_path), "--", "pretrain", "gpt")
+    assert (code, out) == (2, "")
+    assert err.count("the configuration: 8 problems") == 1
+    assert "rank 0 ended with exit code 2" in err or "rank 1 ended with exit code 2" in err

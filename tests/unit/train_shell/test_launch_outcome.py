@@ -1,0 +1,79 @@
+"""What the ends of several processes mean."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+
+import pytest
+
+from dynmo_train.launch.local import LocalLaunch, again, worker_environment
+from dynmo_train.launch.outcome import Failure, causes, end_text, failure_message, last_lines, shell_code
+
+
+def failures(*codes):
+    """Failures of ranks 0, 1, ...; a code of 0 is none."""
+    return [Failure(rank=rank, code=code, log=f"log-{rank}") for rank, code in enumerate(codes) if code]
+
+
+@pytest.mark.parametrize(
+    ("codes", "ranks"),
+    [
+        ((1, 0), [0]),
+        ((0, 2), [1]),
+        ((143, 2), [1]),
+        ((-15, 1), [1]),
+        ((1, -9, 143), [1]),
+        ((1, 75, 143), [1]),
+        ((1, 2, 1), [1]),
+        ((2, 2, 143), [0, 1]),
+        ((-15, 143), [0, 1]),
+    ],
+)
+def test_the_cause_goes_before_what_followed_from_it(codes, ranks):
+    assert [failure.rank for failure in causes(failures(*codes))] == ranks
+
+
+def test_signals_are_told_as_a_shell_does():
+    assert [shell_code(code) for code in (0, 2, 75, -9, -15)] == [0, 2, 75, 137, 143]
+    assert end_text(-9) == "was killed by SIGKILL"
+    assert end_text(-signal.SIGRTMIN - 1).startswith("was killed by signal")
+    assert end_text(3) == "ended with exit code 3"
+
+
+def test_the_last_lines_are_those_that_hold_something():
+    assert last_lines("a\n\nb  \n\n", 2) == ["a", "b"]
+    assert last_lines("\n".join(map(str, range(50))), 3) == ["47", "48", "49"]
+    assert last_lines("") == []
+
+
+def test_one_message_tells_all():
+    text = failure_message(failures(143, 3, 3, 0, 1), {1: ["one"], 2: ["one"], 4: ["four"]})
+    assert text.splitlines() == [
+        "rank 1 ended with exit code 3; its log is log-1",
+        "  | one",
+        "rank 2 ended with exit code 3; its log is log-2",
+        "rank 4 ended with exit code 1; its log is log-4",
+        "  | four",
+        "with it ended rank 0",
+    ]
+
+
+def test_workers_get_one_thread_and_what_a_person_set_stays():
+    fresh = worker_environment({}, launcher=7, launch_file=Path("f"), grace_s=2.0)
+    assert fresh["OMP_NUM_THREADS"] == "1"
+    assert fresh["GLOO_SOCKET_IFNAME"].startswith("lo")
+    assert (fresh["DYNMO_LAUNCHER_PID"], fresh["DYNMO_GRACE_S"], fresh["DYNMO_LAUNCH_FILE"]) == ("7", "2.0", "f")
+    set_by_hand = {"OMP_NUM_THREADS": "4", "GLOO_SOCKET_IFNAME": "eth0"}
+    kept = worker_environment(set_by_hand, launcher=7, launch_file=Path("f"), grace_s=2.0)
+    assert not kept.keys() & set_by_hand.keys()
+
+
+def test_starting_again_goes_on_with_the_run():
+    launch = LocalLaunch(nproc=2, arguments=("pretrain", "gpt"), log_dir=Path("logs"))
+    same = again(launch, Path("/r"), None)
+    assert same.nproc == 2
+    assert same.arguments == ("pretrain", "gpt", "--run-dir", "/r", "--save", "/r", "--load", "/r")
+    grown = again(launch, Path("/r"), 3)
+    assert grown.nproc == 3
+    assert grown.arguments[-2:] == ("--pipeline-model-parallel-size", "3")
