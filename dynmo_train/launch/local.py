@@ -173,7 +173,7 @@ def run_once(launch: LocalLaunch, start: int) -> list[Failure]:
 
 def _tell(failures: Sequence[Failure]) -> None:
     """Say what failed. Rank 0's log has been shown already, and so has what others say in the same words."""
-    tails = {f.rank: last_lines(Path(f.log).read_text(encoding="utf-8", errors="replace")) for f in causes(failures)}
+    tails = {f.rank: last_lines(Path(f.log).read_text(encoding="utf-8", errors="replace")) for f in failures}
     shown = tails.get(0)
     tails = {rank: tail for rank, tail in tails.items() if tail != shown}
     say(f"dynmo-train: error: {failure_message(failures, tails)}")
