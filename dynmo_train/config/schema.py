@@ -25,6 +25,7 @@ BalanceMode = Literal["off", "online", "offline"]
 Granularity = Literal["layer", "sublayer"]
 Planner = Literal["internal", "external"]
 Balancer = Literal["exact", "time", "parameters", "uniform", "deepspeed", "diffusion"]
+BalancePolicy = Literal["never", "always", "threshold"]
 TokenizerType = Literal["HuggingFaceTokenizer"]
 
 
@@ -206,10 +207,10 @@ class BalanceConfig:
     rebalance_interval: int = option("Steps between boundaries at which layers may move.", default=10, minimum=1)
     granularity: Granularity = option("Where a stage may begin: before a block, or inside it as well.", default="layer")
     balancer: Balancer = option("Algorithm of the planner.", default="exact")
-    balance_policy: str = option("Rule by which the planner decides that a move pays.", default="regret")
+    balance_policy: BalancePolicy = option("Rule by which the planner decides that a move pays.", default="threshold")
     balance_min_gain: float = option(
         "Smallest predicted gain that is worth a move, as a fraction of the step time.",
-        default=0.01,
+        default=0.02,
         minimum=0,
         below=1,
     )

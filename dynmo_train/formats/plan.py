@@ -1,0 +1,206 @@
+"""Partition plans: reads them, checks them against the run, and writes the one that a run starts with.
+
+The format's owner is ``dynmo_balance``; its specification is ``dynmo_balance/formats/plan.md``.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from .. import __version__
+from ._document import (
+    ENVELOPE,
+    DocumentError,
+    Problem,
+    array,
+    boolean,
+    encode_json,
+    envelope,
+    envelope_problems,
+    integer,
+    nullable,
+    number,
+    obj,
+    read_json,
+    string,
+    write_whole,
+)
+
+FORMAT = "dynmo.plan"
+VERSION = 1
+PLAN_NAME = re.compile(r"plan-(\d{6,})\.json")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """A partition plan. ``stages`` are the items of each stage, ``stage_workers`` the worker of each."""
+
+    plan_id: int
+    run_id: str
+    base_plan_id: int | None
+    read_to_step: int
+    action: str
+    apply_at_step: int | None
+    balancer: str
+    schedule: str
+    virtual_stages_per_worker: int
+    stages: tuple[tuple[str, ...], ...]
+    stage_workers: tuple[int, ...]
+    released_workers: tuple[int, ...]
+    predicted: Mapping[str, Any] | None
+    migration: Mapping[str, Any]
+    reason: str
+
+    @property
+    def workers(self) -> tuple[int, ...]:
+        """The workers that hold stages, in the order of their first stage."""
+        return tuple(dict.fromkeys(self.stage_workers))
+
+
+_PREDICTED = obj(
+    {
+        "bottleneck_ns": integer(),
+        "step_ns": integer(),
+        "bubble_fraction": number(0, 1),
+        "gain_fraction": nullable(number()),
+        "busy_ns": array(integer()),
+        "peak_memory_bytes": array(integer()),
+    }
+)
+_OPTIMALITY = obj({"lower_bound_ns": integer(), "optimal": boolean(), "blocking_items": array(string())})
+_MOVE = obj({"item": string(), "from_worker": integer(), "to_worker": integer(), "bytes": integer()})
+_DOCUMENT = obj(
+    {
+        **ENVELOPE,
+        "plan_id": integer(),
+        "run_id": string(),
+        "base_plan_id": nullable(integer()),
+        "read_to_step": integer(),
+        "action": string("move", "keep"),
+        "apply_at_step": nullable(integer()),
+        "balancer": string("initial", "exact", "time", "parameters", "uniform", "deepspeed", "diffusion", "manual"),
+        "schedule": string("gpipe", "1f1b", "interleaved-1f1b", "zero-bubble"),
+        "virtual_stages_per_worker": integer(1),
+        "stages": array(obj({"stage": integer(), "worker": integer(), "items": array(string())}), 1),
+        "released_workers": array(integer()),
+        "predicted": nullable(_PREDICTED),
+        "optimality": nullable(_OPTIMALITY),
+        "migration": obj(
+            {"moves": array(_MOVE), "bytes": integer(), "max_link_bytes": integer(), "pause_ns": nullable(integer())}
+        ),
+        "reason": string(),
+    }
+)
+
+
+def _across(plan: Plan, numbers: Sequence[int]) -> list[Problem]:
+    """The rules over several fields; ``numbers`` are the stages' own."""
+    problems = [
+        Problem(f"stages[{at}].stage", "order", f"must be {at}, is {number_}")
+        for at, number_ in enumerate(numbers)
+        if number_ != at
+    ]
+    count = Counter(item for items in plan.stages for item in items)
+    problems += [Problem("stages", "duplicate", f"{item!r} stands in {n} places") for item, n in count.items() if n > 1]
+    for worker in sorted(set(plan.released_workers) & set(plan.stage_workers)):
+        problems.append(Problem("released_workers", "reference", f"worker {worker} is released but holds a stage"))
+    positions, rest = divmod(len(plan.stages), plan.virtual_stages_per_worker)
+    rotation = plan.stage_workers[:positions]
+    if rest:
+        words = f"{len(plan.stages)} stages cannot be {plan.virtual_stages_per_worker} on each worker"
+        problems.append(Problem("stages", "length", words))
+    elif len(set(rotation)) < positions or plan.stage_workers != rotation * plan.virtual_stages_per_worker:
+        words = f"stage s must be on worker s mod {positions} of {positions} workers; are {list(plan.stage_workers)}"
+        problems.append(Problem("stages", "order", words))
+    if plan.action == "keep" and plan.migration["moves"]:
+        problems.append(Problem("migration.moves", "length", "a plan that keeps the partition moves nothing"))
+    if plan.balancer == "initial" and plan.base_plan_id is not None:
+        problems.append(Problem("base_plan_id", "range", "must be null for the initial partition"))
+    return problems
+
+
+def parse_plan(document: Any, source: str) -> Plan:
+    """The plan in a JSON document; raises ``DocumentError`` with every problem."""
+    problems = envelope_problems(document, FORMAT, VERSION)
+    if not problems:
+        _DOCUMENT(document, "", problems)
+    if problems:
+        raise DocumentError(source, problems)
+    stages = document["stages"]
+    same = "plan_id run_id base_plan_id read_to_step action apply_at_step balancer schedule virtual_stages_per_worker"
+    plan = Plan(
+        **{name: document[name] for name in (*same.split(), "predicted", "migration", "reason")},
+        stages=tuple(tuple(stage["items"]) for stage in stages),
+        stage_workers=tuple(stage["worker"] for stage in stages),
+        released_workers=tuple(document["released_workers"]),
+    )
+    if problems := _across(plan, [stage["stage"] for stage in stages]):
+        raise DocumentError(source, problems)
+    return plan
+
+
+def read_plan(path: Path) -> Plan:
+    """Read a plan; raises ``DocumentError`` where it cannot be read or breaks a rule, its number's included."""
+    plan = parse_plan(read_json(path), str(path))
+    match = PLAN_NAME.fullmatch(path.name)
+    if match and int(match[1]) != plan.plan_id:
+        words = f"is {plan.plan_id}; the name of the file says {int(match[1])}"
+        raise DocumentError(str(path), [Problem("plan_id", "name", words)])
+    return plan
+
+
+def plan_path(plans: Path, plan_id: int) -> Path:
+    """Where the plan of that number lies."""
+    return plans / f"plan-{plan_id:06d}.json"
+
+
+def plan_ids(plans: Path) -> list[int]:
+    """The numbers of the plans present, ascending, whatever is in the files."""
+    return sorted(int(match[1]) for path in plans.iterdir() if (match := PLAN_NAME.fullmatch(path.name)))
+
+
+def initial_plan(
+    *,
+    run_id: str,
+    stages: Sequence[Sequence[str]],
+    workers: Sequence[int],
+    schedule: str,
+    virtual_stages_per_worker: int,
+    plan_id: int = 0,
+    read_to_step: int = 0,
+    reason: str = "the partition that the run started with",
+) -> dict[str, Any]:
+    """The document of the partition that a run starts with; stage ``s`` is on ``workers[s mod len(workers)]``."""
+    return {
+        **envelope(FORMAT, VERSION, f"dynmo-train {__version__}"),
+        "plan_id": plan_id,
+        "run_id": run_id,
+        "base_plan_id": None,
+        "read_to_step": read_to_step,
+        "action": "move",
+        "apply_at_step": None,
+        "balancer": "initial",
+        "schedule": schedule,
+        "virtual_stages_per_worker": virtual_stages_per_worker,
+        "stages": [
+            {"stage": at, "worker": workers[at % len(workers)], "items": list(items)} for at, items in enumerate(stages)
+        ],
+        "released_workers": [],
+        "predicted": None,
+        "optimality": None,
+        "migration": {"moves": [], "bytes": 0, "max_link_bytes": 0, "pause_ns": 0},
+        "reason": reason,
+    }
+
+
+def write_plan(plans: Path, document: Mapping[str, Any]) -> Path:
+    """Put a plan in place under its number; raises ``FileExistsError`` where that number is taken."""
+    plans.mkdir(parents=True, exist_ok=True)
+    path = plan_path(plans, document["plan_id"])
+    write_whole(path, encode_json(document), exclusive=True)
+    return path

@@ -1,0 +1,200 @@
+"""Writer of the profile, ``profile.jsonl``: one function for each kind of line. The specification is ``profile.md``.
+
+Times are integer nanoseconds and sizes integer bytes. In per-item and per-worker lists None is "not sampled" and 0 is
+"did not run".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from .. import __version__
+from ._document import append_line, complete_lines, envelope, parse_json
+
+FORMAT = "dynmo.profile"
+VERSION = 1
+WRITTEN_BY = f"dynmo-train {__version__}"
+
+EventKind = Literal["pruned", "frozen", "evaluated", "checkpoint"]
+PlanOutcome = Literal["taken", "kept", "refused", "superseded", "rolled_back"]
+Samples = Sequence[int | None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelInfo:
+    """What is trained."""
+
+    family: str
+    num_layers: int
+    hidden_size: int
+    sequence_length: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinkInfo:
+    """The link between neighbouring workers, as measured."""
+
+    bandwidth_bytes_per_s: int
+    latency_ns: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerInfo:
+    """One pipeline position with all its tensor- and data-parallel ranks.
+
+    ``worker`` is its id for life; ``memory_bytes`` is None where unknown; ``relative_speed`` 1 is normal;
+    ``releasable`` is False for the worker whose host holds the rendezvous store.
+    """
+
+    worker: int
+    ranks: Sequence[int]
+    hosts: Sequence[str]
+    device: Literal["cpu", "cuda"]
+    memory_bytes: int | None
+    relative_speed: float = 1.0
+    releasable: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class ItemInfo:
+    """One item of the layer list at the finest granularity; ``boundary_bytes`` leave it, a microbatch."""
+
+    name: str
+    layer: str
+    kind: Literal["embedding", "attention", "cross_attention", "mlp", "head", "layer"]
+    param_count: int
+    param_bytes: int
+    gradient_bytes: int
+    optimizer_bytes: int
+    boundary_bytes: int
+    cut_before: bool
+    tied_to: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """How a segment of the run is spread out."""
+
+    schedule: str
+    virtual_stages_per_worker: int
+    granularity: str
+    microbatches: int
+    micro_batch_size: int
+    tensor_parallel_size: int = 1
+    data_parallel_size: int = 1
+    expert_parallel_size: int = 1
+
+
+def _plain(info: Any) -> dict[str, Any]:
+    return {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(info).items()}
+
+
+def header_record(
+    *,
+    run_id: str,
+    segment: int,
+    model: ModelInfo,
+    layout: Layout,
+    link: LinkInfo | None,
+    workers: Sequence[WorkerInfo],
+    items: Sequence[ItemInfo],
+) -> dict[str, Any]:
+    """The first line of a segment; ``items`` are in layer order and fix the order of all per-item lists."""
+    return {
+        **envelope(FORMAT, VERSION, WRITTEN_BY),
+        "record": "header",
+        "run_id": run_id,
+        "segment": segment,
+        "model": _plain(model),
+        **_plain(layout),
+        "link": None if link is None else _plain(link),
+        "workers": [_plain(worker) for worker in workers],
+        "items": [_plain(item) for item in items],
+    }
+
+
+def step_record(
+    *,
+    step: int,
+    plan_id: int,
+    step_ns: int,
+    forward_ns: Samples,
+    activation_bytes: Samples,
+    busy_ns: Samples,
+    peak_memory_bytes: Samples,
+    backward_ns: Samples | None = None,
+    backward_input_ns: Samples | None = None,
+    backward_weight_ns: Samples | None = None,
+) -> dict[str, Any]:
+    """The costs of one optimizer step: per item (mean of a microbatch) and per worker.
+
+    Raises:
+        ValueError: neither the whole backward alone nor both its parts alone are given.
+    """
+    given = (backward_ns is not None, backward_input_ns is not None, backward_weight_ns is not None)
+    if given not in ((True, False, False), (False, True, True)):
+        raise ValueError("give backward_ns, or both backward_input_ns and backward_weight_ns")
+    lists = {
+        "forward_ns": forward_ns,
+        "backward_ns": backward_ns,
+        "backward_input_ns": backward_input_ns,
+        "backward_weight_ns": backward_weight_ns,
+        "activation_bytes": activation_bytes,
+        "busy_ns": busy_ns,
+        "peak_memory_bytes": peak_memory_bytes,
+    }
+    record = {"record": "step", "step": step, "plan_id": plan_id, "step_ns": step_ns}
+    return record | {name: list(values) for name, values in lists.items() if values is not None}
+
+
+def event_record(
+    *, step: int, kind: EventKind, detail: Mapping[str, Any], next_expected_step: int | None
+) -> dict[str, Any]:
+    """Something that changed costs after ``step``, and when the next of its kind is due."""
+    return {
+        "record": "event",
+        "step": step,
+        "kind": kind,
+        "detail": dict(detail),
+        "next_expected_step": next_expected_step,
+    }
+
+
+def ask_record(step: int) -> dict[str, Any]:
+    """The trainer waits at the boundary after ``step`` for a plan that has read up to it."""
+    return {"record": "ask", "step": step}
+
+
+def plan_result_record(
+    *, plan_id: int, step: int, result: PlanOutcome, pause_ns: int, num_bytes: int, reason: str
+) -> dict[str, Any]:
+    """What became of a plan at the boundary after ``step``; ``num_bytes`` moved between workers."""
+    return {
+        "record": "plan_result",
+        "plan_id": plan_id,
+        "step": step,
+        "result": result,
+        "pause_ns": pause_ns,
+        "bytes": num_bytes,
+        "reason": reason,
+    }
+
+
+def append_record(path: Path, record: Mapping[str, Any]) -> None:
+    """Append one line to the profile."""
+    append_line(path, record)
+
+
+def next_segment(path: Path) -> int:
+    """The segment that the next header must carry: one above the last complete header's, 0 in a new profile."""
+    if not path.exists():
+        return 0
+    segments = [
+        record["segment"]
+        for line in complete_lines(path.read_bytes())
+        if b'"header"' in line and (record := parse_json(line)).get("record") == "header"
+    ]
+    return segments[-1] + 1 if segments else 0

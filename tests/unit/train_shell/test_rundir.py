@@ -1,0 +1,112 @@
+"""Beginning a run, going on with one, and its logs."""
+
+from __future__ import annotations
+
+import json
+from datetime import UTC, datetime
+from pathlib import Path
+
+import pytest
+
+from dynmo_train.config import config_document, config_of
+from dynmo_train.errors import UsageError
+from dynmo_train.formats._document import DocumentError
+from dynmo_train.rundir import LAUNCH_FILE_VARIABLE, begin_run, choose_path, read_run
+
+SMALL = {
+    "num_layers": 2,
+    "hidden_size": 8,
+    "num_attention_heads": 2,
+    "seq_length": 4,
+    "vocab_size": 10,
+    "micro_batch_size": 1,
+    "train_iters": 3,
+    "lr": 0.1,
+    "data_path": "corpus",
+}
+NOON = datetime(2026, 1, 31, 12, tzinfo=UTC)
+
+
+def begin(**changes):
+    return begin_run(config_of(**SMALL | changes), world_size=2, hosts=["a"], engine={"device": "cpu"})
+
+
+def test_a_new_run_has_its_directories_and_configuration(tmp_path):
+    run = begin(run_dir=str(tmp_path / "r"))
+    assert sorted(entry.name for entry in run.path.iterdir()) == ["checkpoints", "plans", "requests", "run.json"]
+    document = read_run(run.path)
+    assert document["run_id"] == run.run_id
+    assert (document["segment"], document["world_size"], document["hosts"]) == (0, 2, ["a"])
+    assert document["engine"] == {"device": "cpu"}
+    assert document["config"]["model"]["num_layers"] == 2
+    assert (
+        document["config_sources"]["model"] | {"num_layers": "flag", "ffn_hidden_size": "derived"}
+        == (document["config_sources"]["model"])
+    )
+    config = config_of(**SMALL | {"run_dir": str(tmp_path / "r")})
+    assert {name: document[name] for name in ("config", "config_sources")} == config_document(config)
+    assert {"python", "dynmo", "torch", "numpy"} <= document["versions"].keys()
+
+
+def test_going_on_keeps_the_id_and_counts_the_start(tmp_path):
+    place = str(tmp_path / "r")
+    first = begin(save=place)
+    second = begin(save=place, load=place)
+    third = begin(save=place, load=f"{place}/checkpoints/step-00000002")
+    assert [run.segment for run in (first, second, third)] == [0, 1, 2]
+    assert first.run_id == second.run_id == third.run_id
+    assert read_run(third.path)["segment"] == 2
+
+
+def test_another_run_is_never_written_over(tmp_path):
+    place = str(tmp_path / "r")
+    begin(run_dir=place)
+    with pytest.raises(UsageError, match="holds a run already"):
+        begin(run_dir=place)
+    with pytest.raises(UsageError, match="holds a run already"):
+        begin(run_dir=place, load=str(tmp_path / "elsewhere"))
+
+
+def test_two_runs_have_two_ids(tmp_path):
+    assert begin(run_dir=str(tmp_path / "a")).run_id != begin(run_dir=str(tmp_path / "b")).run_id
+
+
+def test_the_name_is_given_or_free():
+    assert choose_path(config_of(**SMALL, run_dir="x"), NOON, Path.exists) == Path("x")
+    assert choose_path(config_of(**SMALL, save="y"), NOON, Path.exists) == Path("y")
+    taken = {Path("runs/20260131T120000Z-gpt"), Path("runs/20260131T120000Z-gpt-2")}
+    assert choose_path(config_of(**SMALL), NOON, taken.__contains__) == Path("runs/20260131T120000Z-gpt-3")
+
+
+def test_a_place_that_cannot_be_made_is_told(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UsageError, match="cannot write the run directory"):
+        begin(run_dir=str(tmp_path / "file" / "r"))
+
+
+def test_logs_are_lines(tmp_path):
+    run = begin(run_dir=str(tmp_path / "r"))
+    run.log_metrics({"step": 1, "loss": 2.5})
+    run.log_metrics({"step": 2, "loss": float("nan")})
+    assert [json.loads(line) for line in run.metrics.read_text().splitlines()] == [
+        {"step": 1, "loss": 2.5},
+        {"step": 2, "loss": None},
+    ]
+    run.log_event("plan_taken", "plan 1 moved 2 items", step=10, pause_ns=5)
+    event = json.loads(run.events.read_text())
+    assert event.pop("time_utc").endswith("Z")
+    assert event == {"step": 10, "kind": "plan_taken", "message": "plan 1 moved 2 items", "pause_ns": 5}
+
+
+def test_the_launcher_hears_of_the_place(tmp_path, monkeypatch):
+    monkeypatch.setenv(LAUNCH_FILE_VARIABLE, str(tmp_path / "told"))
+    run = begin(run_dir=str(tmp_path / "r"))
+    assert (tmp_path / "told").read_text() == str(run.path.resolve())
+
+
+@pytest.mark.parametrize("change", [{"segment": -1}, {"run_id": ""}, {"format": "dynmo.plan"}, {"more": 1}])
+def test_a_broken_run_json_is_refused(tmp_path, change):
+    run = begin(run_dir=str(tmp_path / "r"))
+    run.run_json.write_text(json.dumps(json.loads(run.run_json.read_text()) | change))
+    with pytest.raises(DocumentError, match=next(iter(change))):
+        read_run(run.path)
