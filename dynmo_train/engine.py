@@ -70,7 +70,10 @@ class StepResult:
 
 
 class Engine:
-    """Holds this worker's items under a partition, and trains, evaluates, moves and exports them."""
+    """Holds this worker's items under a partition, and trains, evaluates, moves and exports them.
+
+    ``is_warm`` says whether a step has run since the stages were last built: the first one is no measure of costs.
+    """
 
     def __init__(self, family: ModelFamily, settings: EngineSettings, partition: Partition, world: World) -> None:
         self.family, self.settings, self.world = family, settings, world
@@ -83,6 +86,7 @@ class Engine:
             self.pruning = GradualPruning(settings.pruning, self.held, lambda: self.freezing.frozen)
         self._item_names = tuple(item.name for item in family.items)
         self._pipeline: Pipeline | None = None
+        self.is_warm = False
 
     @property
     def local_names(self) -> tuple[str, ...]:
@@ -106,6 +110,7 @@ class Engine:
     def pipeline(self) -> Pipeline:
         """The stages and the schedule for the partition in force; built when first asked for after a change."""
         if self._pipeline is None:
+            self.is_warm = False
             self._pipeline = Pipeline(
                 self.settings.pipeline,
                 self.partition,
@@ -127,6 +132,7 @@ class Engine:
         self.held.update(rate)
         total = float(sum_over_world(loss))
         step_ns = time.perf_counter_ns() - started
+        self.is_warm = True
         costs = gather_documents(self.world, self._costs()) if sampled else None
         return StepResult(loss=total, grad_norm=norm, rate=rate, step_ns=step_ns, costs=costs)
 
