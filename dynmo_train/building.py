@@ -1,4 +1,4 @@
-"""From a resolved configuration to what the engine is made of: model, settings, first partition. Values in, value out."""
+"""From a resolved configuration to what the engine is made of: model, settings, first partition. Values only."""
 
 from __future__ import annotations
 

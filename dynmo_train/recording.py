@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import statistics
 import time
@@ -177,18 +176,14 @@ class Recorder:
                 next_expected_step=event.next_expected_step,
             )
             append_record(self.run.profile, record)
-            self.run.append_event(event.kind, step=event.step, **event.detail)
+            self.run.log_event(event.kind, event.message, step=event.step, **event.detail)
 
-    def event(self, kind: str, **fields: Any) -> None:
-        """A line in ``events.jsonl``, for people."""
+    def event(self, kind: str, message: str, *, step: int, **detail: Any) -> None:
+        """A line in ``events.jsonl``; ``message`` is a sentence for a person."""
         if self._writes:
-            self.run.append_event(kind, **fields)
+            self.run.log_event(kind, message, step=step, **detail)
 
     def metrics(self, **fields: Any) -> None:
-        """A line in ``metrics.jsonl``; figures that are not finite are written as null."""
+        """A line in ``metrics.jsonl``."""
         if self._writes:
-            finite = {
-                name: None if isinstance(value, float) and not math.isfinite(value) else value
-                for name, value in fields.items()
-            }
-            self.run.append_metrics(finite)
+            self.run.log_metrics(fields)

@@ -151,7 +151,8 @@ class Controller:
                 return
             time.sleep(POLL_S)
             self._look_after_planner(step)
-        self._tell("planner_late", step=step, timeout_s=self.settings.timeout_s)
+        words = f"no answer from the planner within {self.settings.timeout_s:g} s; training goes on"
+        self._tell("planner_late", words, step=step)
 
     def _answers(self, plan_id: int, step: int) -> bool:
         try:
@@ -162,7 +163,7 @@ class Controller:
     def _look_after_planner(self, step: int) -> None:
         happened = self._planner.check() if self._planner is not None else None
         if happened:
-            self._tell("planner", step=step, message=happened)
+            self._tell("planner", happened, step=step)
 
     def _result(
         self, plan_id: int, step: int, result: str, pause_ns: int, num_bytes: int, reason: str, **extra: Any
@@ -178,5 +179,5 @@ class Controller:
             reason=reason,
         )
         append_record(self.profile, record)
-        fields = {"plan_id": plan_id, "step": step, "pause_ns": pause_ns, "bytes": num_bytes, "reason": reason}
-        self._tell(f"plan_{result}", **fields, **extra)
+        figures = {"plan_id": plan_id, "pause_ns": pause_ns, "bytes": num_bytes, **extra}
+        self._tell(f"plan_{result}", f"plan {plan_id} {result.replace('_', ' ')}: {reason}", step=step, **figures)
