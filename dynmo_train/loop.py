@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import time
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,8 @@ from .traininglog import TrainingLog, evaluation_line
 def run_pretrain(config: Config) -> int:
     """Train as ``config`` says, in this process and those that the launcher started beside it; the exit code."""
     torch.set_num_threads(config.training.num_threads)
+    # Said once by torch for every process; what it may change is covered by the tests of linear layers.
+    warnings.filterwarnings("ignore", message="Sparse CSR tensor support is in beta state")
     world = join_world(config.training.device)
     try:
         run = _begin(config, world)
