@@ -53,6 +53,7 @@ class LayerFreezing:
         return Event(
             kind="frozen",
             step=step,
+            message=f"frozen: {due[0]} to {due[-1]}",
             detail={"frozen_items": list(due)},
             next_expected_step=min(later, default=None),
             rebuild=True,

@@ -121,6 +121,7 @@ class GradualPruning:
         return Event(
             kind="pruned",
             step=step,
+            message=f"pruned to sparsity {self.sparsity:.3f} of {count:,} weights",
             detail={"target_sparsity": target, "sparsity": self.sparsity, "weights": count},
             next_expected_step=self.schedule.next_after(step),
         )

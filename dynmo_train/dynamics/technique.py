@@ -13,13 +13,15 @@ class Event:
     Attributes:
         kind: ``pruned`` or ``frozen``.
         step: the optimizer step after which it happened.
-        detail: free, for people.
+        message: a sentence for people.
+        detail: free, for people and programs.
         next_expected_step: when the next event of this kind is due; None when there will be none.
         rebuild: whether the pipeline's stages have to be built anew (the gradients that cross boundaries changed).
     """
 
     kind: str
     step: int
+    message: str
     detail: dict[str, Any] = field(default_factory=dict)
     next_expected_step: int | None = None
     rebuild: bool = False

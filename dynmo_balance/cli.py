@@ -1,0 +1,36 @@
+"""The command line of ``dynmo-plan``: one file in ``commands`` for each command, and this list.
+
+A command imports what it needs when it runs, so that help is instant.
+"""
+
+from __future__ import annotations
+
+import typer
+
+from .commands.compare import compare
+from .commands.explain import explain
+from .commands.partition import partition
+from .commands.simulate import simulate
+from .commands.verify import verify
+from .commands.watch import watch
+from .commands.what_if import what_if
+from .console import run_app
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    help="Plan pipeline partitions: balance, simulate, ask what if, and watch a run.",
+)
+app.command()(partition)
+app.command()(compare)
+app.command()(simulate)
+app.command("what-if")(what_if)
+app.command()(explain)
+app.command()(verify)
+app.command()(watch)
+
+
+def main() -> None:
+    """The console script."""
+    run_app(app, "dynmo-plan")

@@ -1,0 +1,50 @@
+"""``dynmo-plan explain``: what limits a plan and what would help."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ..console import Format, emit, emit_json
+from ..options import AtStepOption, FormatOption, ProblemOptions, SourceArgument, StagesOption, WindowOption
+
+
+def explain(
+    source: SourceArgument,
+    plan: Annotated[
+        Path | None, typer.Option(help="The plan to explain. Default: the plan in force of a run, else the exact one.")
+    ] = None,
+    stages: StagesOption = None,
+    window: WindowOption = 20,
+    at_step: AtStepOption = None,
+    output_format: FormatOption = Format.TEXT,
+) -> None:
+    """Say in words what limits a plan and what would help next; each remedy is tried in simulation first."""
+    from dataclasses import replace
+
+    from ..explain import sentences
+    from ..formats.plan import header_problems, read_plan
+    from ..partition import certified, solve
+    from ..question import make_problem
+    from ..simulate import predict
+    from ..source import load
+    from ._documents import refuse
+
+    loaded = load(source, window=window, at_step=at_step)
+    if plan is not None:
+        loaded = replace(loaded, plan=read_plan(plan))
+        if loaded.plan is not None:
+            refuse(str(plan), header_problems(loaded.plan, loaded.header))
+    problem = make_problem(loaded, ProblemOptions(stages=stages))
+    solution = solve(problem)
+    if loaded.plan is not None and stages is None:
+        solution = certified(problem, loaded.plan.boundaries, solution)
+    timeline = predict(problem, solution.boundaries)
+    said = sentences(loaded.header, problem, solution, timeline)
+    if output_format is Format.JSON:
+        emit_json({"sentences": said})
+        return
+    for sentence in said:
+        emit(sentence)

@@ -1,0 +1,74 @@
+"""``dynmo-plan watch``: the online planner."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ..options import (
+    Balancer,
+    BalancerOption,
+    GranularityOption,
+    MemoryOption,
+    MinLayersOption,
+    Objective,
+    ObjectiveOption,
+    Policy,
+)
+
+
+def watch(
+    run: Annotated[Path, typer.Argument(help="The run directory; it may be empty yet.")],
+    policy: Annotated[
+        Policy,
+        typer.Option(help="never; always: whatever the balancer says; threshold: where the gain outweighs the pause."),
+    ] = Policy.THRESHOLD,
+    balancer: BalancerOption = Balancer.EXACT,
+    objective: ObjectiveOption = Objective.AUTO,
+    granularity: GranularityOption = None,
+    memory: MemoryOption = None,
+    min_layers: MinLayersOption = 1,
+    min_gain: Annotated[float, typer.Option(min=0.0, max=1.0, help="Least gain, as a share of the step time.")] = 0.02,
+    window: Annotated[int, typer.Option(min=1, help="Step records that the costs are the median of.")] = 8,
+    min_records: Annotated[
+        int, typer.Option(min=1, help="Step records since the last change of costs before anything is decided.")
+    ] = 3,
+    every: Annotated[int, typer.Option(min=1, help="Steps between decisions.")] = 5,
+    horizon: Annotated[
+        int, typer.Option(min=1, help="Steps that a plan is expected to hold; less where the profile says so.")
+    ] = 200,
+    lockstep: Annotated[bool, typer.Option("--lockstep", help="Decide only when the trainer asks.")] = False,
+    once: Annotated[bool, typer.Option("--once", help="Read what is there, decide, and end.")] = False,
+    poll_ms: Annotated[
+        float | None, typer.Option(min=0.1, help="Milliseconds between looks. Default: 20, in lockstep 2.")
+    ] = None,
+    parent_pid: Annotated[int | None, typer.Option(help="End when this process is gone.")] = None,
+) -> None:
+    """Follow a run's profile and write a plan when it pays.
+
+    Reads RUN/profile.jsonl and RUN/plans, writes only RUN/plans. Each plan is based on the plan in force; every ask is
+    answered, if need be with a plan that keeps the partition; no second plan is written while one has no result yet.
+    Each decision is one line on stderr. Killed and started again, it goes on from the two places.
+    """
+    from ..question import parse_bytes
+    from ..watch import WatchOptions
+    from ..watch import watch as follow
+
+    options = WatchOptions(
+        balancer=balancer.value,
+        policy=policy.value,
+        granularity=None if granularity is None else granularity.value,
+        objective=objective.value,
+        min_gain=min_gain,
+        window=window,
+        min_records=min_records,
+        every=every,
+        horizon=horizon,
+        min_layers=min_layers,
+        memory_bytes=None if memory is None else parse_bytes(memory),
+        lockstep=lockstep,
+    )
+    default_ms = 2.0 if lockstep else 20.0
+    follow(run, options, once=once, poll_s=(poll_ms or default_ms) / 1000, parent_pid=parent_pid)

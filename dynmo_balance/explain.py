@@ -1,0 +1,91 @@
+"""In words: what limits a partition, and what would help next."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+
+from .formats.profile import Header
+from .partition import Solution
+from .partition.exact import solve
+from .planning import chain_of
+from .problem import InfeasibleError, Problem
+from .simulate import Timeline, predict
+
+
+def _names(names: tuple[str, ...]) -> str:
+    return names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}"
+
+
+def sentences(header: Header, problem: Problem, solution: Solution, timeline: Timeline) -> list[str]:
+    """What to say of a solution, most important first."""
+    return [
+        _bottleneck(problem, solution),
+        _certificate(problem, solution),
+        _bubble(problem, solution, timeline),
+        *_remedies(header, problem, solution, timeline),
+    ]
+
+
+def _bottleneck(problem: Problem, solution: Solution) -> str:
+    work = problem.chain.work_ns
+    times = [problem.place(s).time_ns(sum(work[a:b])) for s, (a, b) in enumerate(pairwise(solution.boundaries))]
+    slowest = times.index(max(times))
+    begin, end = solution.boundaries[slowest], solution.boundaries[slowest + 1]
+    mean = sum(times) / len(times)
+    return (
+        f"Stage {slowest} ({_names(problem.chain.names[begin:end])}) is the slowest: {times[slowest] / 1e6:.3f} ms a"
+        f" microbatch, {times[slowest] / mean:.2f} x the mean of the stages."
+    )
+
+
+def _certificate(problem: Problem, solution: Solution) -> str:
+    if not solution.optimal:
+        gap = solution.bottleneck_ns / solution.lower_bound_ns - 1 if solution.lower_bound_ns else 0.0
+        return f"A bottleneck of {solution.lower_bound_ns / 1e6:.3f} ms is the bound; this plan is {gap:.1%} above it."
+    begin, end = solution.blocking
+    run = problem.chain.names[begin:end]
+    if not run:
+        return "No contiguous partition has a lower bottleneck."
+    alone = " It is one item: only cutting it finer, or running it faster, can help." if len(run) == 1 else ""
+    return f"No contiguous partition has a lower bottleneck: one stage would have to hold {_names(run)} in less.{alone}"
+
+
+def _bubble(problem: Problem, solution: Solution, timeline: Timeline) -> str:
+    stages, microbatches = len(problem.places), problem.microbatches
+    ideal = (stages - 1) / (microbatches + stages - 1)
+    return (
+        f"Workers idle {timeline.bubble_fraction:.1%} of a step of {timeline.step_ns / 1e6:.2f} ms; with perfectly even"
+        f" stages GPipe and 1F1B idle {ideal:.1%} at {stages} stages and {microbatches} microbatches."
+    )
+
+
+def _remedies(header: Header, problem: Problem, solution: Solution, timeline: Timeline) -> list[str]:
+    """Each remedy is tried and its effect on the simulated step stated; those that do not help are left out."""
+    tried: list[tuple[str, Problem]] = []
+    finer = chain_of(header, problem.chain.costs, "sublayer")
+    if finer.cuts != problem.chain.cuts:
+        tried.append(("Cutting inside layers (--granularity sublayer)", replace(problem, chain=finer, current=None)))
+    tried.extend(
+        (f"The schedule {schedule}", replace(problem, schedule=schedule, current=None))
+        for schedule in ("1f1b", "zero-bubble")
+        if schedule != problem.schedule and (schedule != "zero-bubble" or problem.chain.costs.split)
+    )
+    doubled = replace(problem, microbatches=2 * problem.microbatches, current=None)
+    found = []
+    for label, other in tried:
+        time = _step_ns(other)
+        if time is not None and time < 0.99 * timeline.step_ns:
+            found.append(f"{label} would make the step {time / 1e6:.2f} ms ({1 - time / timeline.step_ns:.1%} less).")
+    time = _step_ns(doubled)
+    if time is not None and time < 0.99 * 2 * timeline.step_ns:
+        share = 1 - time / (2 * timeline.step_ns)
+        found.append(f"Twice the microbatches would give {1 / (1 - share) - 1:.1%} more throughput.")
+    return found or ["Neither finer cuts, nor another schedule, nor more microbatches would gain 1 %."]
+
+
+def _step_ns(problem: Problem) -> int | None:
+    try:
+        return predict(problem, solve(problem).boundaries).step_ns
+    except InfeasibleError:
+        return None

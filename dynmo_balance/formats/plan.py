@@ -1,0 +1,291 @@
+"""Partition plans: read, check, write. The specification is ``plan.md`` beside this file."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from .. import __version__
+from ._document import (
+    ENVELOPE,
+    DocumentError,
+    Problem,
+    array,
+    boolean,
+    encode_json,
+    envelope,
+    envelope_problems,
+    integer,
+    nullable,
+    number,
+    obj,
+    read_json,
+    string,
+    write_whole,
+)
+from .profile import SCHEDULES, Header
+
+FORMAT = "dynmo.plan"
+VERSION = 1
+BALANCERS = ("initial", "exact", "time", "parameters", "uniform", "deepspeed", "diffusion", "manual")
+_FILE_NAME = re.compile(r"plan-(\d{6,})\.json")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stage:
+    """One stage: its number, its worker, and its items in order; items may be empty."""
+
+    stage: int
+    worker: int
+    items: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Predicted:
+    """What the planner expects; times in ns, per worker in order of the stages."""
+
+    bottleneck_ns: int
+    step_ns: int
+    bubble_fraction: float
+    gain_fraction: float | None
+    busy_ns: tuple[int, ...]
+    peak_memory_bytes: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Optimality:
+    """The certificate: no partition has a bottleneck below the bound; the run of items that forbids a lower one."""
+
+    lower_bound_ns: int
+    optimal: bool
+    blocking_items: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Move:
+    """One item that changes its worker."""
+
+    item: str
+    from_worker: int
+    to_worker: int
+    bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Migration:
+    """All moves from the base plan; ``max_link_bytes`` is the largest sum over one directed pair of workers."""
+
+    moves: tuple[Move, ...] = ()
+    bytes: int = 0
+    max_link_bytes: int = 0
+    pause_ns: int | None = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """One partition plan; the fields are those of ``plan.md``."""
+
+    plan_id: int
+    run_id: str
+    base_plan_id: int | None
+    read_to_step: int
+    action: str
+    apply_at_step: int | None
+    balancer: str
+    schedule: str
+    virtual_stages_per_worker: int
+    stages: tuple[Stage, ...]
+    released_workers: tuple[int, ...]
+    predicted: Predicted | None
+    optimality: Optimality | None
+    migration: Migration
+    reason: str
+    extra: Mapping[str, Any] | None = None
+
+    @property
+    def boundaries(self) -> tuple[int, ...]:
+        """The first item of each stage, and the number of items: ``len(stages) + 1`` positions in the list."""
+        result = [0]
+        for stage in self.stages:
+            result.append(result[-1] + len(stage.items))
+        return tuple(result)
+
+    @property
+    def workers(self) -> tuple[int, ...]:
+        """The ids of the workers that hold stages, in the order of their first stage."""
+        return tuple(dict.fromkeys(stage.worker for stage in self.stages))
+
+    @property
+    def owner(self) -> dict[str, int]:
+        """The worker of each item."""
+        return {item: stage.worker for stage in self.stages for item in stage.items}
+
+
+_STAGE = obj({"stage": integer(), "worker": integer(), "items": array(string())})
+_PREDICTED = obj(
+    {
+        "bottleneck_ns": integer(),
+        "step_ns": integer(),
+        "bubble_fraction": number(0, 1),
+        "gain_fraction": nullable(number()),
+        "busy_ns": array(integer()),
+        "peak_memory_bytes": array(integer()),
+    }
+)
+_OPTIMALITY = obj({"lower_bound_ns": integer(), "optimal": boolean(), "blocking_items": array(string())})
+_MOVE = obj({"item": string(), "from_worker": integer(), "to_worker": integer(), "bytes": integer()})
+_MIGRATION = obj(
+    {"moves": array(_MOVE), "bytes": integer(), "max_link_bytes": integer(), "pause_ns": nullable(integer())}
+)
+_PLAN = obj(
+    {
+        **ENVELOPE,
+        "plan_id": integer(),
+        "run_id": string(),
+        "base_plan_id": nullable(integer()),
+        "read_to_step": integer(),
+        "action": string("move", "keep"),
+        "apply_at_step": nullable(integer()),
+        "balancer": string(*BALANCERS),
+        "schedule": string(*SCHEDULES),
+        "virtual_stages_per_worker": integer(1),
+        "stages": array(_STAGE, 1),
+        "released_workers": array(integer()),
+        "predicted": nullable(_PREDICTED),
+        "optimality": nullable(_OPTIMALITY),
+        "migration": _MIGRATION,
+        "reason": string(),
+    }
+)
+
+
+def _tuples(value: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: tuple(v) if isinstance(v, list) else v for key, v in value.items() if not key.startswith("x_")}
+
+
+def _build(value: Mapping[str, Any]) -> Plan:
+    plain = {key: v for key, v in _tuples(value).items() if key not in ENVELOPE}
+    predicted, optimality, migration = value["predicted"], value["optimality"], value["migration"]
+    plain["stages"] = tuple(Stage(**_tuples(stage)) for stage in value["stages"])
+    plain["predicted"] = None if predicted is None else Predicted(**_tuples(predicted))
+    plain["optimality"] = None if optimality is None else Optimality(**_tuples(optimality))
+    moves = tuple(Move(**_tuples(move)) for move in migration["moves"])
+    plain["migration"] = Migration(**{**_tuples(migration), "moves": moves})
+    extra = {key: v for key, v in value.items() if key.startswith("x_")}
+    return Plan(**plain, extra=extra or None)
+
+
+def _across(plan: Plan) -> list[Problem]:
+    problems = []
+    seen: set[str] = set()
+    for index, stage in enumerate(plan.stages):
+        if stage.stage != index:
+            problems.append(Problem(f"stages[{index}].stage", "order", f"must be {index}, is {stage.stage}"))
+        for item in stage.items:
+            if item in seen:
+                problems.append(Problem(f"stages[{index}].items", "duplicate", f"{item!r} stands in two places"))
+            seen.add(item)
+        if stage.worker in plan.released_workers:
+            message = f"worker {stage.worker} is released but holds stage {index}"
+            problems.append(Problem(f"stages[{index}].worker", "reference", message))
+    virtual = plan.virtual_stages_per_worker
+    count, rest = divmod(len(plan.stages), virtual)
+    if rest:
+        message = f"{len(plan.stages)} stages cannot be {virtual} on each worker"
+        return [*problems, Problem("stages", "length", message)]
+    first = [stage.worker for stage in plan.stages[:count]]
+    if len(set(first)) < count:
+        problems.append(Problem("stages", "order", f"the first {count} stages must be on different workers: {first}"))
+    for index, stage in enumerate(plan.stages[count:], start=count):
+        if stage.worker != first[index % count]:
+            message = f"must be {first[index % count]}, the worker of stage {index % count}; is {stage.worker}"
+            problems.append(Problem(f"stages[{index}].worker", "order", message))
+    if plan.action == "keep" and plan.migration.moves:
+        problems.append(Problem("migration.moves", "length", "a plan that keeps the partition moves nothing"))
+    if plan.balancer == "initial" and plan.base_plan_id is not None:
+        problems.append(Problem("base_plan_id", "range", "must be null for the initial partition"))
+    return problems
+
+
+def parse_plan(document: Any, source: str) -> Plan:
+    """The plan of a JSON document; raises ``DocumentError`` with every problem."""
+    problems = envelope_problems(document, FORMAT, VERSION)
+    if not problems:
+        _PLAN(document, "", problems)
+    if problems:
+        raise DocumentError(source, problems)
+    plan = _build(document)
+    if problems := _across(plan):
+        raise DocumentError(source, problems)
+    return plan
+
+
+def read_plan(path: Path) -> Plan:
+    """Read a plan; raises ``DocumentError`` where it cannot be read or breaks a rule."""
+    return parse_plan(read_json(path), str(path))
+
+
+def to_document(plan: Plan) -> dict[str, Any]:
+    """The JSON document of a plan, dated now."""
+    content = asdict(plan)
+    extra = content.pop("extra") or {}
+    return {**envelope(FORMAT, VERSION, f"dynmo-plan {__version__}"), **content, **extra}
+
+
+def header_problems(plan: Plan, header: Header) -> list[Problem]:
+    """Where a plan does not fit the profile's header: another run, items missing or out of order, unknown workers."""
+    problems = []
+    if plan.run_id != header.run_id:
+        problems.append(Problem("run_id", "reference", f"is {plan.run_id!r}, the profile's is {header.run_id!r}"))
+    planned = [item for stage in plan.stages for item in stage.items]
+    listed = [item.name for item in header.items]
+    if planned != listed:
+        at = next((i for i, pair in enumerate(zip(planned, listed, strict=False)) if pair[0] != pair[1]), None)
+        where = f"they part at item {at}" if at is not None else f"{len(planned)} items against {len(listed)}"
+        problems.append(Problem("stages", "reference", f"must hold the profile's items in its order; {where}"))
+    known = {worker.worker for worker in header.workers}
+    problems.extend(
+        Problem(f"stages[{stage.stage}].worker", "reference", f"the profile has no worker {stage.worker}")
+        for stage in plan.stages
+        if stage.worker not in known
+    )
+    return problems
+
+
+def plan_numbers(folder: Path) -> list[int]:
+    """The numbers of the plans that are present, ascending, whatever is in the files."""
+    if not folder.is_dir():
+        return []
+    return sorted(int(match[1]) for entry in folder.iterdir() if (match := _FILE_NAME.fullmatch(entry.name)))
+
+
+def plan_path(folder: Path, plan_id: int) -> Path:
+    """Where the plan of this number lies."""
+    return folder / f"plan-{plan_id:06d}.json"
+
+
+def publish(folder: Path, plan: Plan) -> Plan:
+    """Put a plan in place under the number one above the highest present; returns it with its number.
+
+    The file appears whole or not at all and never replaces another: if somebody takes the number first, the next is
+    tried.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    while True:
+        numbered = replace(plan, plan_id=max(plan_numbers(folder), default=-1) + 1)
+        try:
+            write_whole(plan_path(folder, numbered.plan_id), encode_json(to_document(numbered)), exclusive=True)
+        except FileExistsError:
+            continue
+        return numbered
+
+
+def stages_of(items: Sequence[str], boundaries: Sequence[int], workers: Sequence[int]) -> tuple[Stage, ...]:
+    """The stages of a partition: stage ``s`` holds ``items[boundaries[s]:boundaries[s+1]]``, workers in rotation."""
+    return tuple(
+        Stage(stage=s, worker=workers[s % len(workers)], items=tuple(items[boundaries[s] : boundaries[s + 1]]))
+        for s in range(len(boundaries) - 1)
+    )

@@ -1,0 +1,420 @@
+"""The profile that a trainer appends to: typed records, the rules of each line, and the rules across lines.
+
+The specification is ``profile.md`` of the format's owner. A line is turned into one frozen record; every problem of
+every line is reported, each with its place (``line 7.forward_ns[3]``) and its kind.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from ._document import (
+    ENVELOPE,
+    Check,
+    DocumentError,
+    Problem,
+    anything,
+    array,
+    boolean,
+    complete_lines,
+    envelope_problems,
+    integer,
+    mapping,
+    nullable,
+    number,
+    obj,
+    parse_json,
+    string,
+)
+
+FORMAT = "dynmo.profile"
+VERSION = 1
+SCHEDULES = ("gpipe", "1f1b", "interleaved-1f1b", "zero-bubble")
+KINDS = ("embedding", "attention", "cross_attention", "mlp", "head", "layer")
+RESULTS = ("taken", "kept", "refused", "superseded", "rolled_back")
+
+Samples = tuple[int | None, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Model:
+    """What the run trains."""
+
+    family: str
+    num_layers: int
+    hidden_size: int
+    sequence_length: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Link:
+    """The link between neighbouring workers, as measured."""
+
+    bandwidth_bytes_per_s: int
+    latency_ns: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Worker:
+    """One pipeline position with all its tensor- and data-parallel ranks."""
+
+    worker: int
+    ranks: tuple[int, ...]
+    hosts: tuple[str, ...]
+    device: str
+    memory_bytes: int | None
+    relative_speed: float
+    releasable: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class Item:
+    """One item of the layer list, at the finest granularity."""
+
+    name: str
+    layer: str
+    kind: str
+    param_count: int
+    param_bytes: int
+    gradient_bytes: int
+    optimizer_bytes: int
+    boundary_bytes: int
+    cut_before: bool
+    tied_to: str | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Header:
+    """The first line of a segment."""
+
+    run_id: str
+    segment: int
+    model: Model
+    schedule: str
+    virtual_stages_per_worker: int
+    granularity: str
+    microbatches: int
+    micro_batch_size: int
+    tensor_parallel_size: int
+    data_parallel_size: int
+    expert_parallel_size: int
+    link: Link | None
+    workers: tuple[Worker, ...]
+    items: tuple[Item, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """The costs of one step; per item in the header's order, the mean of a microbatch. None is "not sampled"."""
+
+    step: int
+    plan_id: int
+    step_ns: int
+    forward_ns: Samples
+    backward_ns: Samples | None = None
+    backward_input_ns: Samples | None = None
+    backward_weight_ns: Samples | None = None
+    activation_bytes: Samples
+    busy_ns: Samples
+    peak_memory_bytes: Samples
+
+
+@dataclass(frozen=True, kw_only=True)
+class Event:
+    """Something that changed the model or the run."""
+
+    step: int
+    kind: str
+    detail: Mapping[str, Any]
+    next_expected_step: int | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ask:
+    """The trainer waits at the boundary after this step."""
+
+    step: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanResult:
+    """What became of a plan."""
+
+    plan_id: int
+    step: int
+    result: str
+    pause_ns: int
+    bytes: int
+    reason: str
+
+
+Record = Header | Step | Event | Ask | PlanResult
+
+
+def _samples() -> Check:
+    slow = array(nullable(integer()))
+
+    def check(value: Any, path: str, problems: list[Problem]) -> None:
+        # The hot path of a long profile: nothing but plain integers and null, none of them negative.
+        plain = isinstance(value, list) and set(map(type, value)) <= {int, type(None)}
+        if not plain or any(element is not None and element < 0 for element in value):
+            slow(value, path, problems)
+
+    return check
+
+
+_WORKER = obj(
+    {
+        "worker": integer(),
+        "ranks": array(integer(), 1),
+        "hosts": array(string(), 1),
+        "device": string("cpu", "cuda"),
+        "memory_bytes": nullable(integer(1)),
+        "relative_speed": number(1e-6),
+        "releasable": boolean(),
+    }
+)
+_ITEM = obj(
+    {
+        "name": string(),
+        "layer": string(),
+        "kind": string(*KINDS),
+        "param_count": integer(),
+        "param_bytes": integer(),
+        "gradient_bytes": integer(),
+        "optimizer_bytes": integer(),
+        "boundary_bytes": integer(),
+        "cut_before": boolean(),
+        "tied_to": nullable(string()),
+    }
+)
+_STEP = {
+    "record": anything(),
+    "step": integer(1),
+    "plan_id": integer(),
+    "step_ns": integer(),
+    "forward_ns": _samples(),
+    "activation_bytes": _samples(),
+    "busy_ns": _samples(),
+    "peak_memory_bytes": _samples(),
+}
+_LINE: Mapping[str, Check] = {
+    "header": obj(
+        {
+            **ENVELOPE,
+            "record": anything(),
+            "run_id": string(),
+            "segment": integer(),
+            "model": obj(
+                {
+                    "family": string(),
+                    "num_layers": integer(),
+                    "hidden_size": integer(1),
+                    "sequence_length": integer(1),
+                }
+            ),
+            "schedule": string(*SCHEDULES),
+            "virtual_stages_per_worker": integer(1),
+            "granularity": string("layer", "sublayer"),
+            "microbatches": integer(1),
+            "micro_batch_size": integer(1),
+            "tensor_parallel_size": integer(1),
+            "data_parallel_size": integer(1),
+            "expert_parallel_size": integer(1),
+            "link": nullable(obj({"bandwidth_bytes_per_s": integer(1), "latency_ns": integer()})),
+            "workers": array(_WORKER, 1),
+            "items": array(_ITEM, 1),
+        }
+    ),
+    "step": obj({**_STEP, "backward_ns": _samples()}),
+    "split step": obj({**_STEP, "backward_input_ns": _samples(), "backward_weight_ns": _samples()}),
+    "event": obj(
+        {
+            "record": anything(),
+            "step": integer(),
+            "kind": string("pruned", "frozen", "evaluated", "checkpoint"),
+            "detail": mapping(anything()),
+            "next_expected_step": nullable(integer()),
+        }
+    ),
+    "ask": obj({"record": anything(), "step": integer()}),
+    "plan_result": obj(
+        {
+            "record": anything(),
+            "plan_id": integer(1),
+            "step": integer(),
+            "result": string(*RESULTS),
+            "pause_ns": integer(),
+            "bytes": integer(),
+            "reason": string(),
+        }
+    ),
+}
+
+
+def _known(kind: type, value: Mapping[str, Any], **replaced: Any) -> dict[str, Any]:
+    names = {field.name for field in fields(kind)}
+    plain = {key: tuple(v) if isinstance(v, list) else v for key, v in value.items() if key in names}
+    return {**plain, **replaced}
+
+
+def _build(value: Mapping[str, Any]) -> Record:
+    match value["record"]:
+        case "header":
+            link = value["link"]
+            return Header(
+                **_known(
+                    Header,
+                    value,
+                    model=Model(**_known(Model, value["model"])),
+                    link=None if link is None else Link(**_known(Link, link)),
+                    workers=tuple(Worker(**_known(Worker, worker)) for worker in value["workers"]),
+                    items=tuple(Item(**_known(Item, item)) for item in value["items"]),
+                )
+            )
+        case "step":
+            return Step(**_known(Step, value))
+        case "event":
+            return Event(**_known(Event, value))
+        case "ask":
+            return Ask(**_known(Ask, value))
+        case _:
+            return PlanResult(**_known(PlanResult, value))
+
+
+def line_problems(value: Any) -> list[Problem]:
+    """Every problem of one line by itself."""
+    problems: list[Problem] = []
+    if not isinstance(value, dict):
+        obj({})(value, "", problems)
+        return problems
+    kind = value.get("record")
+    if kind == "header" and (refusal := envelope_problems(value, FORMAT, VERSION)):
+        return refusal
+    if kind not in ("header", "step", "event", "ask", "plan_result"):
+        return [Problem("record", "choice", f"must be header, step, event, ask or plan_result; is {kind!r}")]
+    if kind == "step" and ("backward_input_ns" in value or "backward_weight_ns" in value):
+        kind = "split step"
+    _LINE[kind](value, "", problems)
+    return problems
+
+
+def _header_problems(header: Header, before: Header | None) -> list[Problem]:
+    problems = []
+    names: set[str] = set()
+    layers: set[str] = set()
+    for index, item in enumerate(header.items):
+        if item.name in names:
+            problems.append(Problem(f"items[{index}].name", "duplicate", f"{item.name!r} stands twice"))
+        names.add(item.name)
+        if (index == 0 or item.layer != header.items[index - 1].layer) and item.layer in layers:
+            problems.append(Problem(f"items[{index}].layer", "order", f"the items of {item.layer!r} stand apart"))
+        layers.add(item.layer)
+    for index, item in enumerate(header.items):
+        if item.tied_to is not None and (item.tied_to not in names or item.tied_to == item.name):
+            problems.append(
+                Problem(f"items[{index}].tied_to", "reference", f"{item.tied_to!r} is not another item of the list")
+            )
+    ids = [worker.worker for worker in header.workers]
+    if len(set(ids)) < len(ids):
+        problems.append(Problem("workers", "duplicate", f"worker ids must differ, are {ids}"))
+    if before is not None and header.segment != before.segment + 1:
+        problems.append(Problem("segment", "order", f"must be {before.segment + 1}, is {header.segment}"))
+    if before is not None and header.run_id != before.run_id:
+        problems.append(Problem("run_id", "reference", f"must be {before.run_id!r}, is {header.run_id!r}"))
+    return problems
+
+
+def _step_problems(step: Step, header: Header, last_step: int) -> list[Problem]:
+    problems = []
+    lengths = {"busy_ns": len(header.workers), "peak_memory_bytes": len(header.workers)}
+    for name in ("forward_ns", "backward_ns", "backward_input_ns", "backward_weight_ns", "activation_bytes"):
+        lengths[name] = len(header.items)
+    for name, expected in lengths.items():
+        samples = getattr(step, name)
+        if samples is not None and len(samples) != expected:
+            problems.append(Problem(name, "length", f"must have {expected} elements, has {len(samples)}"))
+    if step.step <= last_step:
+        problems.append(Problem("step", "order", f"must be above {last_step}, is {step.step}"))
+    return problems
+
+
+class LineParser:
+    """Turns lines into records, one after the other, and holds what the rules across lines need."""
+
+    def __init__(self) -> None:
+        self.header: Header | None = None
+        self.lines = 0
+        self._last_step = 0
+
+    def parse(self, line: bytes) -> tuple[Record | None, list[Problem]]:
+        """The record of the next line and its problems; no record where there is a problem."""
+        self.lines += 1
+        try:
+            value = parse_json(line)
+        except ValueError as error:
+            return None, [Problem(f"line {self.lines}", "json", str(error))]
+        problems = line_problems(value)
+        record = None
+        if not problems:
+            record = _build(value)
+            problems = self._across(record)
+        where = f"line {self.lines}"
+        located = [Problem(f"{where}.{p.path}" if p.path else where, p.kind, p.message) for p in problems]
+        return (None if located else record), located
+
+    def _across(self, record: Record) -> list[Problem]:
+        if isinstance(record, Header):
+            problems = _header_problems(record, self.header)
+            self.header, self._last_step = record, 0
+            return problems
+        if self.header is None:
+            return [Problem("record", "order", "stands before the first valid header")]
+        if isinstance(record, Step):
+            problems = _step_problems(record, self.header, self._last_step)
+            self._last_step = max(self._last_step, record.step)
+            return problems
+        return []
+
+
+@dataclass(frozen=True, kw_only=True)
+class Segment:
+    """One start of the run: its header and what followed, in order."""
+
+    header: Header
+    records: tuple[Record, ...]
+
+    @property
+    def steps(self) -> tuple[Step, ...]:
+        """The step records, in order."""
+        return tuple(record for record in self.records if isinstance(record, Step))
+
+
+def parse_profile(lines: Iterable[bytes], source: str) -> tuple[Segment, ...]:
+    """The segments of a profile; raises ``DocumentError`` with every problem of every line."""
+    parser, problems = LineParser(), []
+    segments: list[tuple[Header, list[Record]]] = []
+    for line in lines:
+        record, found = parser.parse(line)
+        problems.extend(found)
+        if isinstance(record, Header):
+            segments.append((record, []))
+        elif record is not None and segments:
+            segments[-1][1].append(record)
+    if not parser.lines:
+        problems.append(Problem("", "length", "is empty: the first line must be a header"))
+    if problems:
+        raise DocumentError(source, problems)
+    return tuple(Segment(header=header, records=tuple(records)) for header, records in segments)
+
+
+def read_profile(path: Path) -> tuple[Segment, ...]:
+    """Read a whole profile; raises ``DocumentError`` where it cannot be read or breaks a rule."""
+    try:
+        payload = path.read_bytes()
+    except OSError as error:
+        raise DocumentError(str(path), [Problem("", "json", str(error))]) from error
+    return parse_profile(complete_lines(payload), str(path))

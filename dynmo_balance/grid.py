@@ -1,0 +1,48 @@
+"""``--vary NAME=VALUES``: the values of one axis of a what-if grid."""
+
+from __future__ import annotations
+
+from decimal import Decimal, InvalidOperation
+
+from .errors import UsageError
+
+MAX_VALUES = 10_000
+
+
+def parse_axis(text: str, integers: bool) -> tuple[float, ...]:
+    """The values of ``a:b`` (step 1), ``a:b:step`` (both ends included), or ``a,b,c``.
+
+    Raises:
+        UsageError: not one of these forms, too many values, or fractions where whole numbers are wanted.
+    """
+    try:
+        if ":" in text:
+            parts = [Decimal(part) for part in text.split(":")]
+            if len(parts) not in (2, 3):
+                raise UsageError(f"{text!r} has {len(parts)} parts; write first:last or first:last:step")
+            first, last = parts[0], parts[1]
+            step = parts[2] if len(parts) == 3 else Decimal(1)
+            if step <= 0 or last < first:
+                raise UsageError(
+                    f"{text!r} goes nowhere; the step must be above 0 and the last value not below the first"
+                )
+            count = int((last - first) / step) + 1
+            if count > MAX_VALUES:
+                raise UsageError(f"{text!r} has {count} values; at most {MAX_VALUES}")
+            values = [first + step * index for index in range(count)]
+        else:
+            values = [Decimal(part) for part in text.split(",")]
+    except InvalidOperation as error:
+        raise UsageError(f"{text!r} is not a list of numbers; write a,b,c or first:last:step") from error
+    if integers and any(value != int(value) for value in values):
+        raise UsageError(f"{text!r} must hold whole numbers")
+    return tuple(float(value) for value in values)
+
+
+def parse_vary(entry: str, known: dict[str, bool]) -> tuple[str, tuple[float, ...]]:
+    """The name and values of one ``--vary`` entry; ``known`` tells which names there are and which want integers."""
+    name, equals, text = entry.partition("=")
+    name = name.strip().replace("_", "-")
+    if not equals or name not in known:
+        raise UsageError(f"--vary {entry!r}: write NAME=VALUES with NAME one of {', '.join(known)}")
+    return name, parse_axis(text.strip(), known[name])

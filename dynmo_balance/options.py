@@ -1,0 +1,115 @@
+"""The options that several commands share, each declared once with its unit."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from .console import Format
+
+
+class Balancer(StrEnum):
+    """The balancers; ``partition.BALANCERS`` has one function for each, which a test holds."""
+
+    EXACT = "exact"
+    TIME = "time"
+    PARAMETERS = "parameters"
+    UNIFORM = "uniform"
+
+
+class Schedule(StrEnum):
+    """The schedules."""
+
+    GPIPE = "gpipe"
+    ONE_F_ONE_B = "1f1b"
+    INTERLEAVED = "interleaved-1f1b"
+    ZERO_BUBBLE = "zero-bubble"
+
+
+class Granularity(StrEnum):
+    """Where a plan may cut."""
+
+    LAYER = "layer"
+    SUBLAYER = "sublayer"
+
+
+class Objective(StrEnum):
+    """What the exact balancer minimises."""
+
+    AUTO = "auto"
+    BOTTLENECK = "bottleneck"
+    SIMULATED = "simulated"
+
+
+class Policy(StrEnum):
+    """When to move."""
+
+    NEVER = "never"
+    ALWAYS = "always"
+    THRESHOLD = "threshold"
+
+
+SourceArgument = Annotated[Path, typer.Argument(help="A profile.jsonl, or the run directory that holds one.")]
+FormatOption = Annotated[Format, typer.Option("--format", help="Report for a person or for a program.")]
+StagesOption = Annotated[
+    int | None,
+    typer.Option("--stages", min=1, help="Pipeline workers. Default: as in the plan in force or the profile."),
+]
+MicrobatchesOption = Annotated[
+    int | None, typer.Option("--microbatches", min=1, help="Microbatches a step. Default: as in the profile.")
+]
+ScheduleOption = Annotated[Schedule | None, typer.Option("--schedule", help="Default: as in the profile.")]
+VirtualOption = Annotated[
+    int | None, typer.Option("--virtual-stages", min=1, help="Stages on each worker. Default: as in the profile.")
+]
+BalancerOption = Annotated[
+    Balancer,
+    typer.Option(
+        "--balancer",
+        help="exact: provably least bottleneck under all constraints; time and parameters: the same solver on measured"
+        " time or parameter counts, without memory and speeds; uniform: Megatron's static split.",
+    ),
+]
+ObjectiveOption = Annotated[
+    Objective,
+    typer.Option(
+        "--objective",
+        help="bottleneck: proven; simulated: go on to the least simulated step time; auto: simulated below 8"
+        " microbatches a worker and for gpipe.",
+    ),
+]
+GranularityOption = Annotated[
+    Granularity | None, typer.Option("--granularity", help="Where to cut. Default: as in the profile.")
+]
+MemoryOption = Annotated[
+    str | None,
+    typer.Option("--memory", help="Memory of every worker, in bytes or as 80GB or 80GiB. Default: as in the profile."),
+]
+MinLayersOption = Annotated[
+    int, typer.Option("--min-layers", min=0, help="Units (layers, or parts of layers) on each stage at least.")
+]
+PinOption = Annotated[
+    list[str] | None, typer.Option("--pin", help="ITEM:STAGE, keep an item on a stage; may be given several times.")
+]
+WindowOption = Annotated[int, typer.Option("--window", min=1, help="Step records that the costs are the median of.")]
+AtStepOption = Annotated[
+    int | None, typer.Option("--at-step", min=1, help="Take the costs as they were at this step. Default: the last.")
+]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProblemOptions:
+    """The options that turn a profile into a problem; None is "as in the profile"."""
+
+    stages: int | None = None
+    microbatches: int | None = None
+    schedule: str | None = None
+    virtual_stages: int | None = None
+    granularity: str | None = None
+    memory: str | None = None
+    min_layers: int = 1
+    pins: tuple[str, ...] = ()

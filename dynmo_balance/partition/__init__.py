@@ -1,0 +1,52 @@
+"""The balancers: one file each, from a problem to boundaries, and this registry.
+
+To add one, write a function from ``Problem`` to boundaries in its own file and name it in ``BALANCERS``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from itertools import pairwise
+
+from ..errors import UsageError
+from ..problem import Problem
+from . import by_weight, uniform
+from .exact import Solution, solve
+
+__all__ = ["BALANCERS", "Solution", "balance", "bottleneck_ns", "certified", "solve"]
+
+BALANCERS: Mapping[str, Callable[[Problem], tuple[int, ...]]] = {
+    "exact": lambda problem: solve(problem).boundaries,
+    "time": by_weight.by_time,
+    "parameters": by_weight.by_parameters,
+    "uniform": uniform.boundaries,
+}
+
+
+def bottleneck_ns(problem: Problem, boundaries: tuple[int, ...]) -> int:
+    """The time of the slowest stage in a microbatch."""
+    work = problem.chain.work_ns
+    return max(problem.place(s).time_ns(sum(work[a:b])) for s, (a, b) in enumerate(pairwise(boundaries)))
+
+
+def balance(problem: Problem, balancer: str) -> Solution:
+    """The partition of a balancer, with the certificate of the exact solver.
+
+    Raises:
+        UsageError: there is no such balancer, or more stages than units.
+        InfeasibleError: no partition at all obeys the constraints.
+    """
+    if balancer not in BALANCERS:
+        raise UsageError(f"unknown balancer {balancer!r}; there are {', '.join(BALANCERS)}")
+    best = solve(problem)
+    if balancer == "exact":
+        return best
+    return certified(problem, BALANCERS[balancer](problem), best)
+
+
+def certified(problem: Problem, boundaries: tuple[int, ...], best: Solution) -> Solution:
+    """Any partition of the problem, measured against the best one."""
+    bottleneck = bottleneck_ns(problem, boundaries)
+    met = bottleneck <= best.lower_bound_ns
+    return replace(best, boundaries=boundaries, bottleneck_ns=bottleneck, optimal=met)

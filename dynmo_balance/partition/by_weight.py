@@ -1,0 +1,33 @@
+"""Balance by something else than the constrained work: by measured time alone, or by the number of parameters.
+
+Both use the exact solver on their own weights and look neither at memory nor at worker speeds; that is what sets them
+apart from ``exact``, and what makes them comparable with the balancers of other frameworks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from ..costs import SPEED_UNIT
+from ..problem import Problem
+from .exact import solve
+
+
+def _free(problem: Problem) -> Problem:
+    places = tuple(replace(place, speed_ppm=SPEED_UNIT, memory_bytes=None) for place in problem.places)
+    return replace(problem, places=places)
+
+
+def _boundaries(problem: Problem, weights: Sequence[int] | None) -> tuple[int, ...]:
+    return solve(_free(problem), weights).boundaries
+
+
+def by_time(problem: Problem) -> tuple[int, ...]:
+    """The boundaries that balance forward plus backward time."""
+    return _boundaries(problem, None)
+
+
+def by_parameters(problem: Problem) -> tuple[int, ...]:
+    """The boundaries that balance parameter counts."""
+    return _boundaries(problem, [item.param_count for item in problem.chain.items])

@@ -1,0 +1,273 @@
+"""The provably optimal contiguous partition: the least bottleneck, in whole nanoseconds.
+
+A probe asks whether a bottleneck can be met. A greedy probe takes each stage as far as it goes; on success it returns
+the bottleneck that it achieved, on failure the least one that would have changed one of its choices. Bisection over
+these values ends after a handful of probes with equality, not with an epsilon. Where greedy is not exact (stages that
+must not be empty, under unequal memory or speed), the reachable sets of ``reach`` decide.
+
+Source of the probe: Han, Narahari and Choi, "Mapping a chain task to chained processors" (1992); of the tie-break:
+the dynamic programme below, over cut positions.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from ..problem import InfeasibleError, Problem, check_size
+from .limits import Limits, make_limits
+from .reach import reachable, succeeds, walk_back
+
+
+@dataclass(frozen=True, kw_only=True)
+class Solution:
+    """A partition with its certificate, as item positions.
+
+    Attributes:
+        boundaries: the first item of each stage, then the number of items.
+        bottleneck_ns: the time of the slowest stage in a microbatch.
+        lower_bound_ns: no partition that obeys the constraints is below this.
+        optimal: whether the two are equal.
+        blocking: the run of items that forbids a lower bottleneck, as ``(begin, end)``; empty when not proven.
+    """
+
+    boundaries: tuple[int, ...]
+    bottleneck_ns: int
+    lower_bound_ns: int
+    optimal: bool
+    blocking: tuple[int, int]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Probe:
+    cuts: tuple[int, ...] | None
+    value: int | None
+    """Success: the bottleneck achieved. Failure: the next that could succeed, None if no bottleneck ever can."""
+
+
+def bottleneck_of(limits: Limits, cuts: Sequence[int]) -> int:
+    """The time of the slowest stage of a partition."""
+    return max(limits.time_ns(stage, a, b) for stage, (a, b) in enumerate(pairwise(cuts)))
+
+
+def greedy(limits: Limits, bottleneck: int) -> _Probe:
+    """Take each stage as far as it goes."""
+    cuts, following = [0], None
+    for stage in range(limits.stages):
+        begin, high = cuts[-1], limits.highest[stage + 1]
+        end = min(limits.furthest(stage, begin, limits.places[stage].work_ns(bottleneck)), high)
+        if end < high:
+            longer = limits.time_ns(stage, begin, end + 1)
+            if longer > bottleneck and (following is None or longer < following):
+                following = longer
+        if end < max(begin + limits.min_units, limits.lowest[stage + 1]):
+            return _Probe(cuts=None, value=following)
+        cuts.append(end)
+    if cuts[-1] < limits.units:
+        return _Probe(cuts=None, value=following)
+    return _Probe(cuts=tuple(cuts), value=bottleneck_of(limits, cuts))
+
+
+def greedy_is_exact(limits: Limits) -> bool:
+    """Whether a failed greedy probe proves that the bottleneck cannot be met."""
+    if limits.min_units == 0:
+        return True
+    alike = all(p.speed_ppm == limits.places[0].speed_ppm and p.memory_bytes is None for p in limits.places)
+    free = all(
+        low == min(limits.units, p * limits.min_units) or p == limits.stages for p, low in enumerate(limits.lowest)
+    ) and all(
+        high == limits.units - (limits.stages - p) * limits.min_units or p == 0 for p, high in enumerate(limits.highest)
+    )
+    return limits.min_units == 1 and alike and free
+
+
+def _start(limits: Limits) -> int:
+    """A bottleneck that no partition can be below: all work over all speed, and the heaviest unit on the fastest."""
+    total = limits.load[-1]
+    speed = sum(place.speed_ppm for place in limits.places)
+    fastest = max(limits.places, key=lambda place: place.speed_ppm)
+    heaviest = max(b - a for a, b in pairwise(limits.load))
+    return max(-(-total * 1_000_000 // speed), fastest.time_ns(heaviest))
+
+
+def _ceiling(limits: Limits) -> int:
+    return max(place.time_ns(limits.load[-1]) for place in limits.places)
+
+
+def _probe(limits: Limits, bottleneck: int, exact: bool) -> _Probe:
+    probe = greedy(limits, bottleneck)
+    if probe.cuts is not None or exact:
+        return probe
+    sets = reachable(limits, bottleneck)
+    if not succeeds(limits, sets):
+        return _Probe(cuts=None, value=bottleneck + 1)
+    cuts = walk_back(limits, sets, bottleneck)
+    return _Probe(cuts=cuts, value=bottleneck_of(limits, cuts))
+
+
+def least_bottleneck(limits: Limits) -> tuple[int, tuple[int, ...]]:
+    """The least bottleneck and a partition that has it; raises ``InfeasibleError`` where there is none."""
+    exact = greedy_is_exact(limits)
+    ceiling = _ceiling(limits)
+    low, high = _start(limits), ceiling
+    best: tuple[int, ...] | None = None
+    trial = low  # often already the answer
+    while True:
+        probe = _probe(limits, trial, exact)
+        if probe.cuts is not None and probe.value is not None:
+            best, high = probe.cuts, probe.value
+        elif probe.value is None or probe.value > ceiling:
+            raise InfeasibleError(why_infeasible(limits))
+        else:
+            low = probe.value
+        if best is not None and low >= high:
+            return high, best
+        trial = (low + high) // 2
+
+
+def why_infeasible(limits: Limits) -> str:
+    """Which limit cannot be met, in words."""
+    if any(low > high for low, high in zip(limits.lowest, limits.highest, strict=True)):
+        return "no partition obeys the pins together with the least number of layers of each stage; loosen one of them"
+    for unit in range(limits.units):
+        if not any(limits.fits(stage, unit, unit + 1) for stage in range(limits.stages)):
+            need = min(limits.memory_bytes(stage, unit, unit + 1) for stage in range(limits.stages))
+            most = max(place.memory_bytes or 0 for place in limits.places)
+            return (
+                f"unit {unit} needs {need:,} bytes with its activations in flight, the largest worker has {most:,};"
+                " give more memory, fewer microbatches in flight or --granularity sublayer"
+            )
+    total = limits.static[-1] - limits.static[0]
+    caps = [place.memory_bytes for place in limits.places if place.memory_bytes is not None]
+    return (
+        f"no contiguous partition on {limits.stages} stages keeps within the memory limits: the model's state alone is"
+        f" {total:,} bytes, the workers have {sum(caps):,}; use more workers, more memory"
+        " or fewer microbatches in flight"
+    )
+
+
+def blocking_run(limits: Limits, bottleneck: int) -> tuple[int, int]:
+    """The shortest run of units that one stage would have to hold, and cannot, below the bottleneck.
+
+    Below it the stages before can end at ``left[p]`` at best and those after can begin at ``right[p + 1]`` at best,
+    so stage ``p`` would have to hold the units between, which take at least the bottleneck or do not fit.
+    """
+    left, right = [0], [limits.units]
+    for stage in range(limits.stages):
+        work = limits.places[stage].work_ns(bottleneck - 1)
+        left.append(min(limits.furthest(stage, left[-1], work), limits.highest[stage + 1]))
+    for stage in range(limits.stages - 1, -1, -1):
+        work = limits.places[stage].work_ns(bottleneck - 1)
+        right.append(max(limits.earliest(stage, right[-1], work), limits.lowest[stage]))
+    right.reverse()
+    runs = [(left[p], right[p + 1]) for p in range(limits.stages) if left[p] < right[p + 1]]
+    return min(runs, key=lambda run: (run[1] - run[0], run[0]), default=(0, 0))
+
+
+def least_migration(
+    limits: Limits, bottleneck: int, kept: Sequence[int], current: Sequence[tuple[int, int]]
+) -> tuple[int, ...]:
+    """Of all partitions within the bottleneck, the one that keeps most bytes in place.
+
+    A stage that holds ``[b, e)`` and now holds ``[x, y)`` keeps ``G(e) - G(b)`` bytes, where ``G`` is the prefix sum
+    ``kept`` at the cut clamped to ``[x, y]``. So the best partition up to a cut is one sliding-window maximum a stage.
+
+    Args:
+        limits: the problem.
+        bottleneck: in ns; some partition must meet it.
+        kept: prefix sums at the cuts of the bytes that a move would carry.
+        current: for each stage the units that its worker holds now, as cut indices ``(x, y)``.
+    """
+    floors = _floors(limits, bottleneck)
+    worst = -1 - kept[-1] * limits.stages
+    best = [0]
+    offset = 0
+    choices: list[tuple[int, list[int]]] = []
+    for stage in range(limits.stages):
+        work = limits.places[stage].work_ns(bottleneck)
+        x, y = current[stage]
+        last = len(best) - 1 + offset
+        low = max(floors[stage + 1], limits.lowest[stage + 1])
+        high = limits.highest[stage + 1]
+        scores, chosen = [], []
+        window: deque[tuple[int, int]] = deque()
+        following = offset
+        for end in range(low, high + 1):
+            begin_last = min(end - limits.min_units, last)
+            while following <= begin_last:
+                value = best[following - offset] - kept[min(max(following, x), y)]
+                while window and window[-1][0] <= value:
+                    window.pop()
+                window.append((value, following))
+                following += 1
+            first = limits.earliest(stage, end, work)
+            while window and window[0][1] < first:
+                window.popleft()
+            if window and window[0][0] > worst:
+                scores.append(window[0][0] + kept[min(max(end, x), y)])
+                chosen.append(window[0][1])
+            else:
+                scores.append(worst)
+                chosen.append(-1)
+            if first > last:
+                break
+        choices.append((low, chosen))
+        best, offset = scores, low
+    cuts = [limits.units]
+    for low, chosen in reversed(choices):
+        cuts.append(chosen[cuts[-1] - low])
+    return tuple(reversed(cuts))
+
+
+def _floors(limits: Limits, bottleneck: int) -> list[int]:
+    """For each position the least cut from which the stages after it can, greedily, still finish."""
+    floors = [limits.units]
+    for stage in range(limits.stages - 1, 0, -1):
+        floors.append(limits.earliest(stage, floors[-1], limits.places[stage].work_ns(bottleneck)))
+    return [0, *reversed(floors)]
+
+
+def solve(problem: Problem, weights: Sequence[int] | None = None) -> Solution:
+    """The partition with the least bottleneck; of equal ones, that which moves least from ``problem.current``.
+
+    Args:
+        problem: the chain, the workers and the constraints.
+        weights: per item, what to balance instead of the work; the certificate then speaks of these.
+
+    Raises:
+        InfeasibleError: no partition obeys the constraints.
+        UsageError: more stages than units.
+    """
+    check_size(problem)
+    limits = make_limits(problem, weights)
+    bottleneck, cuts = least_bottleneck(limits)
+    positions = problem.chain.cuts
+    if problem.current is not None:
+        cuts = least_migration(limits, bottleneck, *_holdings(problem))
+    begin, end = blocking_run(limits, bottleneck)
+    # Interleaved, a worker's load is the sum of its stages: the chain's bound is not that of the workers.
+    bound = bottleneck if problem.virtual_stages == 1 else _start(limits)
+    return Solution(
+        boundaries=tuple(positions[cut] for cut in cuts),
+        bottleneck_ns=bottleneck,
+        lower_bound_ns=bound,
+        optimal=bound == bottleneck,
+        blocking=(positions[begin], positions[end]) if bound == bottleneck else (0, 0),
+    )
+
+
+def _holdings(problem: Problem) -> tuple[list[int], list[tuple[int, int]]]:
+    """The bytes of moves at the cuts, and what each stage's worker holds now in cut indices.
+
+    A byte is added for every item, so that items without parameters stay where they are as well.
+    """
+    chain = problem.chain
+    index = {cut: at for at, cut in enumerate(chain.cuts)}
+    held = []
+    for begin, end in problem.current or ():
+        x = index.get(begin, next((at for at, cut in enumerate(chain.cuts) if cut >= begin), 0))
+        y = index.get(end, max((at for at, cut in enumerate(chain.cuts) if cut <= end), default=0))
+        held.append((x, max(x, y)))
+    return chain.at_cuts([size + 1 for size in chain.move_bytes]), held

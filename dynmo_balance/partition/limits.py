@@ -1,0 +1,110 @@
+"""How far a stage may reach: loads, speeds, memory and pins of a partitioning problem, in units and integers."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ..errors import UsageError
+from ..problem import Place, Problem
+from ..schedules import in_flight
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """A problem made ready for the solvers. All lists but ``places`` are prefix sums at the permitted cuts.
+
+    A partition is a list of cut indices ``0 = c[0] <= c[1] <= ... <= c[stages] = units``. ``lowest[p] <= c[p] <=
+    highest[p]`` holds what pins and minimum layers ask of single cuts.
+    """
+
+    load: Sequence[int]
+    static: Sequence[int]
+    activation: Sequence[int]
+    places: tuple[Place, ...]
+    in_flight: tuple[int, ...]
+    min_units: int
+    lowest: tuple[int, ...]
+    highest: tuple[int, ...]
+
+    @property
+    def units(self) -> int:
+        """How many units there are."""
+        return len(self.load) - 1
+
+    @property
+    def stages(self) -> int:
+        """How many stages there are."""
+        return len(self.places)
+
+    def time_ns(self, stage: int, begin: int, end: int) -> int:
+        """How long the stage works on these units in a microbatch."""
+        return self.places[stage].time_ns(self.load[end] - self.load[begin])
+
+    def memory_bytes(self, stage: int, begin: int, end: int) -> int:
+        """Static memory and the activations of the microbatches in flight."""
+        held = self.activation[end] - self.activation[begin]
+        return self.static[end] - self.static[begin] + self.in_flight[stage] * held
+
+    def fits(self, stage: int, begin: int, end: int) -> bool:
+        """Whether the worker's memory holds these units."""
+        cap = self.places[stage].memory_bytes
+        return cap is None or self.memory_bytes(stage, begin, end) <= cap
+
+    def furthest(self, stage: int, begin: int, work_ns: int) -> int:
+        """The last cut at which the stage may end if it begins at ``begin`` and does at most ``work_ns``."""
+        end = bisect_right(self.load, self.load[begin] + work_ns, begin) - 1
+        if self.fits(stage, begin, end):
+            return end
+        below, above = begin, end  # fits at below, not at above
+        while above - below > 1:
+            middle = (below + above) // 2
+            if self.fits(stage, begin, middle):
+                below = middle
+            else:
+                above = middle
+        return below
+
+    def earliest(self, stage: int, end: int, work_ns: int) -> int:
+        """The first cut at which the stage may begin if it ends at ``end`` and does at most ``work_ns``."""
+        begin = bisect_left(self.load, self.load[end] - work_ns, 0, end)
+        if self.fits(stage, begin, end):
+            return begin
+        below, above = begin, end  # fits at above, not at below
+        while above - below > 1:
+            middle = (below + above) // 2
+            if self.fits(stage, middle, end):
+                above = middle
+            else:
+                below = middle
+        return above
+
+
+def make_limits(problem: Problem, weights: Sequence[int] | None = None) -> Limits:
+    """The limits of a problem; ``weights`` per item stand in for the work where a balancer goes by something else."""
+    chain = problem.chain
+    stages, units = problem.num_stages, len(chain.cuts) - 1
+    lowest = [min(units, p * problem.min_units) for p in range(stages + 1)]
+    highest = [max(0, units - (stages - p) * problem.min_units) for p in range(stages + 1)]
+    lowest[stages], highest[0] = units, 0
+    for item, stage in problem.pins:
+        if not 0 <= stage < stages:
+            raise UsageError(
+                f"item {chain.names[item]!r} is pinned to stage {stage}; there are stages 0 to {stages - 1}"
+            )
+        unit = bisect_right(chain.cuts, item) - 1
+        for p in range(stage + 1):
+            highest[p] = min(highest[p], unit)
+        for p in range(stage + 1, stages + 1):
+            lowest[p] = max(lowest[p], unit + 1)
+    return Limits(
+        load=chain.at_cuts(weights if weights is not None else chain.work_ns),
+        static=chain.at_cuts(chain.static_bytes),
+        activation=chain.at_cuts(chain.costs.activation_bytes),
+        places=tuple(problem.place(stage) for stage in range(stages)),
+        in_flight=in_flight(problem.schedule, len(problem.places), problem.virtual_stages, problem.microbatches),
+        min_units=problem.min_units,
+        lowest=tuple(lowest),
+        highest=tuple(highest),
+    )

@@ -1,0 +1,30 @@
+"""Megatron's static split: the layers evenly over the stages, the embedding with the first, the head with the last.
+
+Where the layers do not divide by the stages, the later stages get one more: stage ``p`` holds layers
+``floor(p L / P)`` to ``floor((p + 1) L / P)``.
+"""
+
+from __future__ import annotations
+
+from ..formats.profile import Item
+from ..problem import Problem
+
+
+def layer_starts(items: tuple[Item, ...]) -> list[int]:
+    """The positions where blocks begin: the first item of every layer that is neither embedding nor head."""
+    return [
+        index
+        for index, item in enumerate(items)
+        if item.kind not in ("embedding", "head") and (index == 0 or item.layer != items[index - 1].layer)
+    ]
+
+
+def boundaries(problem: Problem) -> tuple[int, ...]:
+    """The first item of each stage, then the number of items; no constraint is looked at."""
+    items, stages = problem.chain.items, problem.num_stages
+    starts = layer_starts(items) or list(range(len(items)))
+    inner = []
+    for stage in range(1, stages):
+        first = stage * len(starts) // stages
+        inner.append(starts[first] if first > 0 else 0)
+    return (0, *inner, len(items))

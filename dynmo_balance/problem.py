@@ -1,0 +1,167 @@
+"""What is to be partitioned: a chain of items with integer costs, the workers, the schedule and the constraints."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import accumulate
+
+from .costs import SPEED_UNIT, ItemCosts, speed_ppm
+from .errors import DynmoError, UsageError
+from .formats.profile import Header, Item
+
+EXIT_INFEASIBLE = 3
+
+
+class InfeasibleError(DynmoError):
+    """No partition obeys the constraints; the message names the one that cannot be met."""
+
+    exit_code = EXIT_INFEASIBLE
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """A worker as the planner sees it."""
+
+    worker: int
+    speed_ppm: int = SPEED_UNIT
+    memory_bytes: int | None = None
+    releasable: bool = True
+
+    def time_ns(self, work_ns: int) -> int:
+        """How long the work of a normal worker takes here, rounded up."""
+        return -(-work_ns * SPEED_UNIT // self.speed_ppm)
+
+    def work_ns(self, time_ns: int) -> int:
+        """The most work that fits into the time.
+
+        ``time_ns(work) <= time`` holds if and only if ``work <= work_ns(time)``.
+        """
+        return time_ns * self.speed_ppm // SPEED_UNIT
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chain:
+    """The items in order, with their costs. Times in ns and activations in bytes are of one microbatch.
+
+    ``cuts`` are the positions where a stage may begin or end, with 0 and the number of items; what lies between two
+    neighbouring cuts is a *unit*.
+    """
+
+    items: tuple[Item, ...]
+    costs: ItemCosts
+    cuts: tuple[int, ...]
+
+    @cached_property
+    def names(self) -> tuple[str, ...]:
+        """The names of the items."""
+        return tuple(item.name for item in self.items)
+
+    @cached_property
+    def work_ns(self) -> tuple[int, ...]:
+        """Forward and backward of each item."""
+        return self.costs.total_ns
+
+    @cached_property
+    def static_bytes(self) -> tuple[int, ...]:
+        """Parameters, gradients and optimizer state of each item."""
+        return tuple(item.param_bytes + item.gradient_bytes + item.optimizer_bytes for item in self.items)
+
+    @cached_property
+    def move_bytes(self) -> tuple[int, ...]:
+        """What a move of each item carries: parameters and optimizer state; gradients are gone at a boundary."""
+        return tuple(item.param_bytes + item.optimizer_bytes for item in self.items)
+
+    @cached_property
+    def frozen_items(self) -> int:
+        """How many items at the front have no backward at all: they send no gradient."""
+        backward = zip(self.costs.backward_input_ns, self.costs.backward_weight_ns, strict=True)
+        count = 0
+        for first, second in backward:
+            if first or second:
+                break
+            count += 1
+        return count if count < len(self.items) else 0
+
+    def at_cuts(self, values: Sequence[int]) -> list[int]:
+        """Prefix sums of ``values`` at the positions of ``cuts``."""
+        prefix = [0, *accumulate(values)]
+        return [prefix[cut] for cut in self.cuts]
+
+
+def permitted_cuts(items: Sequence[Item], granularity: str) -> tuple[int, ...]:
+    """Where a stage may begin: where the model lets it, at layer granularity only at the first item of a layer."""
+    inner = (
+        index
+        for index in range(1, len(items))
+        if items[index].cut_before and (granularity == "sublayer" or items[index].layer != items[index - 1].layer)
+    )
+    return (0, *inner, len(items))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Problem:
+    """A chain, the workers in the order of their stages, and what a partition must obey.
+
+    Attributes:
+        min_units: how many units each stage holds at least; 0 lets stages be empty.
+        pins: the stage that an item must be in, by the item's index.
+        current: the item ranges that each stage's worker holds now (``(begin, end)`` per stage), for least migration.
+    """
+
+    chain: Chain
+    places: tuple[Place, ...]
+    schedule: str
+    microbatches: int
+    virtual_stages: int = 1
+    link_bandwidth: int | None = None
+    link_latency_ns: int = 0
+    min_units: int = 1
+    pins: tuple[tuple[int, int], ...] = ()
+    current: tuple[tuple[int, int], ...] | None = field(default=None)
+
+    @property
+    def num_stages(self) -> int:
+        """Stages on all workers together."""
+        return len(self.places) * self.virtual_stages
+
+    def place(self, stage: int) -> Place:
+        """The worker of a stage; stages go round the workers."""
+        return self.places[stage % len(self.places)]
+
+    def transfer_ns(self, size_bytes: int) -> int:
+        """How long a tensor takes between two workers, rounded up."""
+        if not self.link_bandwidth:
+            return self.link_latency_ns
+        return self.link_latency_ns - (-size_bytes * 1_000_000_000 // self.link_bandwidth)
+
+
+def check_size(problem: Problem) -> None:
+    """Refuse more stages than units, unless stages may be empty."""
+    units = len(problem.chain.cuts) - 1
+    if problem.num_stages * problem.min_units > units:
+        raise UsageError(
+            f"{problem.num_stages} stages of at least {problem.min_units} units need"
+            f" {problem.num_stages * problem.min_units} units, the model has {units};"
+            " use fewer stages, --granularity sublayer or --min-layers 0"
+        )
+
+
+def places_of(header: Header, count: int | None = None, memory_bytes: int | None = None) -> tuple[Place, ...]:
+    """The first ``count`` workers of a profile; where there are fewer, further ones like the first are made up."""
+    places = [
+        Place(
+            worker=worker.worker,
+            speed_ppm=speed_ppm(worker.relative_speed),
+            memory_bytes=memory_bytes if memory_bytes is not None else worker.memory_bytes,
+            releasable=worker.releasable,
+        )
+        for worker in header.workers
+    ]
+    wanted = len(places) if count is None else count
+    number = max(place.worker for place in places)
+    while len(places) < wanted:
+        number += 1
+        places.append(Place(worker=number, memory_bytes=places[0].memory_bytes))
+    return tuple(places[:wanted])

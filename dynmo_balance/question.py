@@ -1,0 +1,77 @@
+"""From a loaded profile and the options of a command to the problem that it is about."""
+
+from __future__ import annotations
+
+import re
+
+from .errors import UsageError
+from .formats.plan import Plan
+from .options import ProblemOptions
+from .planning import chain_of, holdings
+from .problem import Place, Problem, places_of
+from .source import Source
+
+_UNITS = {
+    "": 1,
+    "B": 1,
+    "KB": 10**3,
+    "MB": 10**6,
+    "GB": 10**9,
+    "TB": 10**12,
+    "KIB": 2**10,
+    "MIB": 2**20,
+    "GIB": 2**30,
+    "TIB": 2**40,
+}
+
+
+def parse_bytes(text: str) -> int:
+    """A size such as ``8000000``, ``80GB`` or ``79.5 GiB`` in bytes; raises ``UsageError`` for anything else."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
+    if match is None or match[2].upper() not in _UNITS:
+        raise UsageError(
+            f"{text!r} is not a size; write bytes, or a number with one of kB, MB, GB, TB, KiB, MiB, GiB, TiB"
+        )
+    return int(float(match[1]) * _UNITS[match[2].upper()])
+
+
+def _parse_pins(source: Source, pins: tuple[str, ...]) -> tuple[tuple[int, int], ...]:
+    index = {item.name: at for at, item in enumerate(source.header.items)}
+    result = []
+    for pin in pins:
+        item, _, stage = pin.rpartition(":")
+        if item not in index or not stage.isdigit():
+            raise UsageError(f"--pin {pin!r}: write ITEM:STAGE with an item of the profile, such as head:1")
+        result.append((index[item], int(stage)))
+    return tuple(result)
+
+
+def _places(source: Source, options: ProblemOptions) -> tuple[Place, ...]:
+    memory = None if options.memory is None else parse_bytes(options.memory)
+    if options.stages is None and source.plan is not None:
+        by_id = {place.worker: place for place in places_of(source.header, None, memory)}
+        return tuple(by_id[worker] for worker in source.plan.workers)
+    return places_of(source.header, options.stages, memory)
+
+
+def make_problem(source: Source, options: ProblemOptions, current: Plan | None = None) -> Problem:
+    """The problem that a command is about; ties go to what moves least from ``current``.
+
+    Raises:
+        UsageError: an option does not fit the profile.
+    """
+    header = source.header
+    places = _places(source, options)
+    virtual = options.virtual_stages or header.virtual_stages_per_worker
+    return Problem(
+        chain=chain_of(header, source.costs, options.granularity),
+        places=places,
+        schedule=options.schedule or header.schedule,
+        microbatches=options.microbatches or header.microbatches,
+        virtual_stages=virtual,
+        link_bandwidth=header.link.bandwidth_bytes_per_s if header.link else None,
+        link_latency_ns=header.link.latency_ns if header.link else 0,
+        min_units=options.min_layers,
+        pins=_parse_pins(source, options.pins),
+        current=None if current is None else holdings(current, places, virtual),
+    )

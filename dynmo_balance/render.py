@@ -1,0 +1,117 @@
+"""How results look: tables for a person, documents for a program."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from itertools import pairwise
+from typing import Any
+
+from .console import emit, emit_table, human_bytes
+from .planning import Proposal
+from .problem import Problem
+from .simulate import Timeline
+from .whatif import Row
+
+
+def milliseconds(ns: int | float | None, digits: int = 3) -> str:
+    """Nanoseconds as milliseconds; a dash for None."""
+    return "-" if ns is None else f"{ns / 1e6:,.{digits}f}"
+
+
+def span_name(names: Sequence[str]) -> str:
+    """A run of items in short."""
+    if not names:
+        return "(empty)"
+    return names[0] if len(names) == 1 else f"{names[0]} .. {names[-1]} ({len(names)})"
+
+
+def show_stages(problem: Problem, boundaries: Sequence[int], timeline: Timeline) -> None:
+    """One line a stage: items, time of a microbatch, and its worker's load and memory."""
+    work = problem.chain.work_ns
+    rows = []
+    for stage, (begin, end) in enumerate(pairwise(boundaries)):
+        place = problem.place(stage)
+        at = stage % len(problem.places)
+        cap = "-" if place.memory_bytes is None else human_bytes(place.memory_bytes)
+        rows.append(
+            [
+                str(stage),
+                str(place.worker),
+                span_name(problem.chain.names[begin:end]),
+                milliseconds(place.time_ns(sum(work[begin:end]))),
+                f"{timeline.busy_ns[at] / timeline.step_ns:.1%}" if timeline.step_ns else "-",
+                human_bytes(timeline.peak_memory_bytes[at]),
+                cap,
+            ]
+        )
+    columns = ["stage", "worker", "items", "ms/microbatch", "busy", "memory", "limit"]
+    emit_table(f"{problem.schedule}, {problem.microbatches} microbatches", columns, rows)
+
+
+def show_proposal(proposal: Proposal, static_step_ns: int) -> None:
+    """A partition with its certificate and predictions."""
+    problem, solution, timeline = proposal.problem, proposal.solution, proposal.timeline
+    show_stages(problem, solution.boundaries, timeline)
+    begin, end = solution.blocking
+    run = f"; blocking run {span_name(problem.chain.names[begin:end])}" if end > begin else ""
+    proof = "optimal: yes" if solution.optimal else "optimal: no"
+    emit(
+        f"bottleneck {milliseconds(solution.bottleneck_ns)} ms, lower bound {milliseconds(solution.lower_bound_ns)} ms,"
+        f" {proof}{run}"
+    )
+    emit(
+        f"predicted step {milliseconds(timeline.step_ns, 2)} ms, bubble {timeline.bubble_fraction:.1%}; uniform"
+        f" {milliseconds(static_step_ns, 2)} ms: {static_step_ns / max(1, timeline.step_ns):.2f} x"
+    )
+    if proposal.migration.moves:
+        moved = proposal.migration
+        emit(
+            f"{len(moved.moves)} items move, {human_bytes(moved.bytes)}, at most {human_bytes(moved.max_link_bytes)}"
+            f" on a link, pause about {milliseconds(moved.pause_ns, 0)} ms"
+        )
+
+
+def show_rows(rows: Sequence[Row], keep: float) -> None:
+    """The what-if table."""
+    columns = ["stages", "microbatches", "sparsity", "frozen", "step ms", "uniform ms", "bubble", "samples/s"]
+    columns += ["release (balanced)", "release (uniform)"]
+    cells = []
+    for row in rows:
+        place = [str(row.stages), str(row.microbatches), f"{row.sparsity:.2f}", f"{row.freeze:.0%}"]
+        if row.step_ns is None or row.bubble_fraction is None:
+            cells.append([*place, "infeasible", *["-"] * 5])
+            continue
+        cells.append(
+            [
+                *place,
+                milliseconds(row.step_ns, 2),
+                milliseconds(row.static_step_ns, 2),
+                f"{row.bubble_fraction:.1%}",
+                "-" if row.samples_per_s is None else f"{row.samples_per_s:,.1f}",
+                "-" if row.from_balanced is None else str(row.stages - row.from_balanced.workers),
+                "-" if row.from_static is None else str(row.stages - row.from_static.workers),
+            ]
+        )
+    emit_table(f"what if (release: workers to give back while keeping {keep:.0%} of the throughput)", columns, cells)
+
+
+def row_document(row: Row) -> dict[str, Any]:
+    """A what-if cell for a program."""
+    document = asdict(row)
+    for name in ("from_static", "from_balanced"):
+        packing = document.pop(name)
+        document[f"release_{name}"] = None if packing is None else row.stages - packing["workers"]
+        document[f"kept_{name}"] = None if packing is None else packing["kept"]
+    return document
+
+
+def timeline_document(timeline: Timeline) -> dict[str, Any]:
+    """A simulated step for a program; spans as ``[stage, kind, microbatch, start_ns, end_ns]``."""
+    return {
+        "step_ns": timeline.step_ns,
+        "bubble_fraction": timeline.bubble_fraction,
+        "busy_ns": list(timeline.busy_ns),
+        "peak_memory_bytes": list(timeline.peak_memory_bytes),
+        "spans": [[[s, k.value, m, a, b] for s, k, m, a, b in row] for row in timeline.spans],
+    }

@@ -1,0 +1,59 @@
+"""The schedules: one file each that gives the order of operations of every worker, and this registry."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import lru_cache
+
+from ..errors import UsageError
+from . import gpipe, interleaved, one_f_one_b, zero_bubble
+from .operations import Kind, Operation, Order
+
+__all__ = ["SCHEDULES", "Kind", "Operation", "Order", "in_flight", "order_of"]
+
+SCHEDULES: Mapping[str, Callable[[int, int, int], Order]] = {
+    "gpipe": gpipe.order,
+    "1f1b": one_f_one_b.order,
+    "interleaved-1f1b": interleaved.order,
+    "zero-bubble": zero_bubble.order,
+}
+
+
+@lru_cache(maxsize=8)
+def order_of(schedule: str, workers: int, virtual_stages: int, microbatches: int) -> Order:
+    """The order of operations of a schedule by name."""
+    if schedule not in SCHEDULES:
+        raise UsageError(f"unknown schedule {schedule!r}; there are {', '.join(SCHEDULES)}")
+    return SCHEDULES[schedule](workers, virtual_stages, microbatches)
+
+
+@lru_cache(maxsize=256)
+def in_flight(schedule: str, workers: int, virtual_stages: int, microbatches: int) -> tuple[int, ...]:
+    """The most microbatches whose activations each stage holds at once.
+
+    With one stage a worker there are closed forms: all of them for GPipe, ``min(M, P - p)`` for 1F1B and
+    ``min(M, P)`` on every stage for ZB-H1, which keeps activations until the weight gradient. Otherwise the order of
+    operations is counted.
+    """
+    if virtual_stages == 1 and schedule == "gpipe":
+        return (microbatches,) * workers
+    if virtual_stages == 1 and schedule in ("1f1b", "interleaved-1f1b"):
+        factor = 1 if schedule == "1f1b" else 2
+        return tuple(min(microbatches, factor * (workers - 1 - p) + 1) for p in range(workers))
+    if virtual_stages == 1 and schedule == "zero-bubble":
+        return (min(microbatches, workers),) * workers
+    return counted_in_flight(order_of(schedule, workers, virtual_stages, microbatches))
+
+
+def counted_in_flight(order: Order) -> tuple[int, ...]:
+    """The same by counting: +1 at a forward, -1 at a whole backward or a weight gradient."""
+    stages = 1 + max(operation.stage for operations in order for operation in operations)
+    now, peak = [0] * stages, [0] * stages
+    for operations in order:
+        for stage, kind, _ in operations:
+            if kind is Kind.FORWARD:
+                now[stage] += 1
+                peak[stage] = max(peak[stage], now[stage])
+            elif kind is not Kind.BACKWARD_INPUT:
+                now[stage] -= 1
+    return tuple(peak)

@@ -1,0 +1,16 @@
+"""GPipe: all forwards, then all backwards (Huang et al. 2019, arXiv 1811.06965, section 2.3)."""
+
+from __future__ import annotations
+
+from .operations import Kind, Operation, Order
+
+
+def order(workers: int, virtual_stages: int, microbatches: int) -> Order:
+    """The order of operations; with several stages on a worker it goes through them breadth first."""
+    result = []
+    for worker in range(workers):
+        stages = [worker + lap * workers for lap in range(virtual_stages)]
+        forward = [Operation(s, Kind.FORWARD, m) for s in stages for m in range(microbatches)]
+        backward = [Operation(s, Kind.BACKWARD, m) for s in reversed(stages) for m in range(microbatches)]
+        result.append((*forward, *backward))
+    return tuple(result)

@@ -1,0 +1,17 @@
+"""1F1B: after a warm-up one forward, one backward (Narayanan et al. 2019, PipeDream; 2021, arXiv 2104.04473)."""
+
+from __future__ import annotations
+
+from .interleaved import rounds_order
+from .operations import Order
+
+
+def order(workers: int, virtual_stages: int, microbatches: int) -> Order:
+    """The order of operations; worker ``p`` of ``P`` runs ``P - p`` forwards before its first backward.
+
+    It is the interleaved order with one stage a worker and rounds of any length; several stages on a worker are
+    interleaved.
+    """
+    if virtual_stages > 1:
+        return rounds_order(workers, virtual_stages, microbatches, warm_up_factor=2, split=False)
+    return rounds_order(workers, 1, microbatches, warm_up_factor=1, split=False)

@@ -1,0 +1,91 @@
+"""What the offline commands work on: a profile or a run directory, and the window of it that counts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from .costs import CostWindow, ItemCosts, speeds_of_items
+from .errors import DynmoError, UsageError
+from .formats.plan import Plan, header_problems, plan_numbers, plan_path, read_plan
+from .formats.profile import Event, Header, Segment, Step, read_profile
+
+CHANGES = ("pruned", "frozen")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Source:
+    """The newest segment of a profile, its costs, and the partition in force where the run's plans are at hand."""
+
+    path: Path
+    header: Header
+    costs: ItemCosts
+    plan: Plan | None
+    last_step: int
+
+
+def profile_path(path: Path) -> Path:
+    """The profile of a run directory, or the file itself."""
+    return path / "profile.jsonl" if path.is_dir() else path
+
+
+def _plan_in_force(path: Path, header: Header, step: Step) -> Plan | None:
+    folder = path / "plans"
+    if not path.is_dir() or step.plan_id not in plan_numbers(folder):
+        return None
+    try:
+        plan = read_plan(plan_path(folder, step.plan_id))
+    except DynmoError:
+        return None
+    return None if header_problems(plan, header) else plan
+
+
+def _records(segment: Segment, at_step: int | None, before_changes: bool) -> list[Step | Event]:
+    """The steps and cost-changing events that count, up to ``at_step`` or before the first change."""
+    chosen: list[Step | Event] = []
+    for record in segment.records:
+        if isinstance(record, Event) and record.kind in CHANGES:
+            if before_changes and any(isinstance(r, Step) for r in chosen):
+                break
+            chosen.append(record)
+        elif isinstance(record, Step):
+            if at_step is not None and record.step > at_step:
+                break
+            chosen.append(record)
+    return chosen
+
+
+def load(path: Path, *, window: int = 20, at_step: int | None = None, before_changes: bool = False) -> Source:
+    """Read a profile or run directory.
+
+    Args:
+        path: ``profile.jsonl`` or the directory that holds it.
+        window: the most step records that the costs are the median of.
+        at_step: the last step that counts; the end of the profile where not given.
+        before_changes: use what was measured before the first pruning or freezing of the segment.
+
+    Raises:
+        DocumentError: the profile breaks a rule.
+        UsageError: it holds no usable costs.
+    """
+    segments = read_profile(profile_path(path))
+    segment = next((s for s in reversed(segments) if s.steps), segments[-1])
+    header = segment.header
+    costs_window = CostWindow(len(header.items), window)
+    last: Step | None = None
+    for record in _records(segment, at_step, before_changes):
+        if isinstance(record, Event):
+            costs_window.expire()
+        else:
+            costs_window.add(record)
+            last = record
+    if last is None:
+        raise UsageError(f"{profile_path(path)}: no step records to take costs from")
+    plan = _plan_in_force(path, header, last)
+    costs = costs_window.costs(None if plan is None else speeds_of_items(header, plan.owner))
+    if costs is None:
+        raise UsageError(
+            f"{profile_path(path)}: {costs_window.unsampled()} of {len(header.items)} items have no sample"
+            " since the last change of costs; choose an earlier --at-step"
+        )
+    return Source(path=path, header=header, costs=costs, plan=plan, last_step=last.step)

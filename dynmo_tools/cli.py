@@ -1,0 +1,213 @@
+"""The command line of ``dynmo-prep``."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from .console import Format, emit, emit_json, human_bytes, run_app, say
+from .errors import UsageError
+from .options import build, command, parameters
+from .settings import RunSettings, Utf8
+from .steps import STEPS, Step, default_work
+
+EXIT_SOME_REJECTED = 3
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    help="From raw text to a clean, deduplicated, tokenized and binarized data set.",
+)
+
+FormatOption = Annotated[Format, typer.Option("--format", help="Report as text for a person or as JSON on stdout.")]
+WorkOption = Annotated[
+    Path | None,
+    typer.Option("--work-dir", help="Folder for the plan, unfinished parts and rejects [default: OUTPUT.work]"),
+]
+
+
+def _keyword(name: str, annotation: Any, default: Any = inspect.Parameter.empty) -> inspect.Parameter:
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, annotation=annotation, default=default)
+
+
+def _step_parameters(step: Step) -> list[inspect.Parameter]:
+    inputs = typer.Argument(help="Input files or patterns: JSON lines (.jsonl, .json), also .gz, .xz, .bz2, .zst.")
+    more = typer.Option("--input", help="An input file or pattern, as INPUTS are. Repeat for several.")
+    output = typer.Option("--output", "-o", *step.output_names, help=step.output_help)
+    return [
+        _keyword("inputs", Annotated[list[str] | None, inputs], None),
+        _keyword("input_", Annotated[list[str] | None, more], None),
+        _keyword("output", Annotated[Path, output]),
+        *parameters(step.settings),
+        *parameters(RunSettings),
+        _keyword("work_dir", WorkOption, None),
+        _keyword("format_", FormatOption, Format.TEXT),
+    ]
+
+
+def _step_body(step: Step) -> Callable[..., None]:
+    def body(**values: Any) -> None:
+        from .jobs import run_job
+        from .plan import Job, expand_inputs
+        from .reporting import describe
+
+        run = build(RunSettings, values)
+        patterns = [*(values["inputs"] or []), *(values["input_"] or [])]
+        if not patterns:
+            raise UsageError(f"{step.name}: name at least one input file or pattern")
+        output: Path = values["output"]
+        job = Job(
+            step=step.name,
+            inputs=expand_inputs(patterns),
+            output=output,
+            work=values["work_dir"] or default_work(output),
+            settings=build(step.settings, values),
+            limits=_limits(run),
+        )
+        summary = run_job(job, step.phases_of(), _execution(run))
+        if values["format_"] is Format.JSON:
+            emit_json(summary.as_json())
+        else:
+            emit(describe(summary))
+        if summary.tally.num_rejected:
+            say(f"{step.name}: the rejected lines are in {job.work / 'rejects'}")
+            raise typer.Exit(EXIT_SOME_REJECTED)
+
+    return body
+
+
+def _limits(run: RunSettings) -> Any:
+    from .plan import Limits
+
+    return Limits(task_bytes=run.task_bytes, max_line_bytes=run.max_line_bytes, repair_utf8=run.utf8 is Utf8.REPLACE)
+
+
+def _execution(run: RunSettings, *, redo_changed: bool = False) -> Any:
+    from .jobs import Execution
+
+    return Execution(
+        workers=run.workers, overwrite=run.overwrite, max_rejects=run.max_rejects, redo_changed=redo_changed
+    )
+
+
+for _step in STEPS.values():
+    _help = inspect.cleandoc(_step.settings.__doc__ or "")
+    app.command(_step.name)(command(_step.name, _help, _step_parameters(_step), _step_body(_step)))
+
+
+@app.command("sample-corpus")
+def sample_corpus(
+    output: Annotated[
+        Path, typer.Option("--output", "-o", help="The JSON lines to write (also .gz, .xz, .bz2, .zst).")
+    ],
+    max_bytes: Annotated[int, typer.Option(help="Stop before this many bytes of text; 0 takes all there is.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of the documents' order.")] = 0,
+    format_: FormatOption = Format.TEXT,
+) -> None:
+    """Write real text that every machine has: the documentation of the installed Python."""
+    from .corpus import stdlib_folder, write_sample
+
+    report = write_sample(stdlib_folder(), output, max_bytes=max_bytes, seed=seed)
+    if format_ is Format.JSON:
+        emit_json(report)
+    else:
+        emit(
+            f"sample-corpus: {report['documents']:,} documents, {human_bytes(report['bytes'])}, "
+            f"from {report['source']}: {output}; {report['seconds']:.1f} s"
+        )
+
+
+def _pipeline_body(
+    *, recipe: str, set_: list[str] | None, work_dir: Path, input_: list[str] | None, format_: Format, **values: Any
+) -> None:
+    from .pipeline import parse_recipe, recipe_text, run_pipeline
+    from .reporting import describe
+
+    run = build(RunSettings, values)
+    text, source = recipe_text(recipe)
+    tell = say if format_ is Format.JSON else emit
+    document = run_pipeline(
+        parse_recipe(text, source, set_ or []),
+        input_ or [],
+        work_dir,
+        _limits(run),
+        _execution(run, redo_changed=True),
+        lambda summary: tell(describe(summary)),
+    )
+    if format_ is Format.JSON:
+        emit_json(document)
+    else:
+        tokens = f"{document['tokens']:,} tokens" if document["tokens"] is not None else "no data set"
+        emit(
+            f"pipeline: {document['documents_in']:,} documents in, {document['documents_kept']:,} kept, "
+            f"{tokens}; {document['seconds']:.1f} s; {work_dir / 'pipeline-summary.json'}"
+        )
+    if document["documents_rejected"]:
+        raise typer.Exit(EXIT_SOME_REJECTED)
+
+
+app.command("pipeline")(
+    command(
+        "pipeline",
+        "Run a recipe: a chain of steps, each taken up where an earlier run stopped.",
+        [
+            _keyword("recipe", Annotated[str, typer.Argument(help="A recipe file (.toml), or quickstart.")]),
+            _keyword(
+                "set_",
+                Annotated[list[str] | None, typer.Option("--set", help="Change a value: step.key=value. Repeat.")],
+                None,
+            ),
+            _keyword("work_dir", Annotated[Path, typer.Option(help="Folder for everything that is written.")], Path()),
+            _keyword(
+                "input_",
+                Annotated[list[str] | None, typer.Option("--input", help="Inputs in place of the recipe's. Repeat.")],
+                None,
+            ),
+            *parameters(RunSettings),
+            _keyword("format_", FormatOption, Format.TEXT),
+        ],
+        _pipeline_body,
+    )
+)
+
+
+@app.command("inspect")
+def inspect_dataset(
+    prefix: Annotated[Path, typer.Argument(help="PREFIX of PREFIX.bin and PREFIX.idx.")],
+    format_: FormatOption = Format.TEXT,
+) -> None:
+    """Tell what an indexed data set holds."""
+    from .formats.indexed import describe
+
+    view = describe(prefix)
+    if format_ is Format.JSON:
+        emit_json(view)
+        return
+    for name, value in view.items():
+        emit(f"{name.replace('_', ' ')}: {value:,}" if type(value) is int else f"{name.replace('_', ' ')}: {value}")
+
+
+@app.command("verify")
+def verify_dataset(
+    prefix: Annotated[Path, typer.Argument(help="PREFIX of PREFIX.bin and PREFIX.idx.")],
+    tokenizer: Annotated[
+        Path | None, typer.Option(help="A tokenizer.json: every token must be one of its ids.")
+    ] = None,
+) -> None:
+    """Check every byte of an indexed data set's structure; exit 2 with all problems where it is not sound."""
+    from .formats.indexed import verify
+    from .tokenizers import load_tokenizer
+
+    view = verify(prefix, None if tokenizer is None else load_tokenizer(tokenizer).num_ids)
+    emit(
+        f"{prefix}: sound: {view['documents']:,} documents, {view['sequences']:,} sequences, {view['tokens']:,} tokens"
+    )
+
+
+def main() -> None:
+    """Run the command line."""
+    run_app(app, "dynmo-prep")

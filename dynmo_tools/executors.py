@@ -1,0 +1,132 @@
+"""Where tasks run: in this process, or in spawned processes of this machine.
+
+An executor yields (index, marker) of each task as it ends, in any order; what a task computes does not depend on it.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import signal
+import traceback
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+from .errors import DynmoError
+from .plan import Job
+from .tasks import Phase, Report, run_task
+
+
+class WorkerDiedError(DynmoError):
+    """A worker process ended without an answer."""
+
+
+def run_inline(job: Job, phase: Phase, indices: Sequence[int], report: Report) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Run the tasks one after the other in this process."""
+    for index in indices:
+        yield index, run_task(job, phase, index, report)
+
+
+def _serve(connection: Connection, job: Job, phase: Phase) -> None:
+    """The life of a worker: take an index, run its task, answer; None ends it."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides, and ends its workers with SIGTERM
+    signal.signal(signal.SIGTERM, _stop)
+
+    def report(documents: int, size: int) -> None:
+        connection.send(("progress", documents, size))
+
+    while (index := connection.recv()) is not None:
+        try:
+            connection.send(("done", index, run_task(job, phase, index, report)))
+        except DynmoError as error:
+            connection.send(("error", str(error), error.exit_code))
+        except Exception:  # noqa: BLE001 - whatever it is, the parent must hear of it
+            connection.send(("crash", traceback.format_exc(), 1))
+
+
+def _stop(_signum: int, _frame: object) -> None:
+    raise SystemExit(143)
+
+
+@dataclass
+class _Worker:
+    process: multiprocessing.process.BaseProcess
+    connection: Connection
+    index: int | None = None
+
+
+class _Failure(DynmoError):
+    """An error of a task, told again in the parent with its exit code."""
+
+    def __init__(self, message: str, exit_code: int) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code
+
+
+def run_local(
+    job: Job, phase: Phase, indices: Sequence[int], report: Report, workers: int
+) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Run the tasks in ``workers`` spawned processes; a dead worker ends the run, naming its task.
+
+    Spawned, not forked: the parent may run threads (progress bars, tokenizers).
+    """
+    context = multiprocessing.get_context("spawn")
+    queue = list(reversed(indices))
+    crew: list[_Worker] = []
+    try:
+        for _ in range(min(workers, len(queue))):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(theirs, job, phase), daemon=True)
+            process.start()
+            theirs.close()
+            crew.append(_Worker(process, ours))
+        for worker in crew:
+            _next(worker, queue)
+        while any(worker.index is not None for worker in crew):
+            busy = {worker.connection: worker for worker in crew if worker.index is not None}
+            for ready in wait(list(busy)):
+                worker = busy[ready]  # type: ignore[index]
+                ended = _hear(worker, phase, report)
+                if ended is not None:
+                    yield ended
+                    _next(worker, queue)
+    finally:
+        _dismiss(crew)
+
+
+def _next(worker: _Worker, queue: list[int]) -> None:
+    worker.index = queue.pop() if queue else None
+    worker.connection.send(worker.index)
+
+
+def _hear(worker: _Worker, phase: Phase, report: Report) -> tuple[int, dict[str, Any]] | None:
+    try:
+        message = worker.connection.recv()
+    except (EOFError, ConnectionError) as error:
+        worker.process.join(timeout=5)
+        code = worker.process.exitcode
+        raise WorkerDiedError(
+            f"the worker of task {phase.name}-{worker.index:05d} died (exit code {code}); finished tasks are kept: "
+            "run the same command again, with fewer workers if memory was short"
+        ) from error
+    if message[0] == "progress":
+        report(message[1], message[2])
+        return None
+    if message[0] == "done":
+        return message[1], message[2]
+    if message[0] == "error":
+        raise _Failure(message[1], message[2])
+    raise _Failure(f"task {phase.name}-{worker.index:05d} failed:\n{message[1]}", message[2])
+
+
+def _dismiss(crew: Sequence[_Worker]) -> None:
+    for worker in crew:
+        if worker.index is not None:
+            worker.process.terminate()
+    for worker in crew:
+        worker.process.join(timeout=5)
+        if worker.process.is_alive():
+            worker.process.kill()
+            worker.process.join()
+        worker.connection.close()

@@ -1,0 +1,254 @@
+"""Runs a job: plan, phases, resume, accounting. Decides nothing about documents."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from . import __version__
+from .console import say
+from .errors import DynmoError, UsageError
+from .executors import run_inline, run_local
+from .formats._document import encode_json, envelope, write_whole
+from .plan import Job, Plan, check_output, load_plan, make_plan, store_plan
+from .progress import meter
+from .records import Tally
+from .tasks import Phase, Report, finished, marker_path
+
+SUMMARY_FORMAT = "dynmo.prep-summary"
+SUMMARY_VERSION = 1
+EXIT_SOME_REJECTED = 3
+EXIT_TOO_MANY_REJECTED = 4
+
+
+class TooManyRejectedError(DynmoError):
+    """More lines than ``--max-rejects`` were no usable documents."""
+
+    exit_code = EXIT_TOO_MANY_REJECTED
+
+
+@dataclass(frozen=True, kw_only=True)
+class Execution:
+    """How a job is run; nothing here changes the bytes of its output."""
+
+    workers: int = 1
+    executor: str = "local"
+    overwrite: bool = False
+    redo_changed: bool = False
+    max_rejects: float = 0.01
+    quiet: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Summary:
+    """What a finished job did."""
+
+    step: str
+    inputs: tuple[Path, ...]
+    output: Path
+    tally: Tally
+    seconds: float
+    facts: dict[str, Any] = field(default_factory=dict)
+    reused: bool = False
+
+    def as_json(self) -> dict[str, Any]:
+        """The summary as a document."""
+        rate = self.tally.bytes_in / 1e6 / self.seconds if self.seconds else 0.0
+        return {
+            "step": self.step,
+            "inputs": [str(path) for path in self.inputs],
+            "output": str(self.output),
+            **self.tally.as_json(),
+            "seconds": round(self.seconds, 3),
+            "megabytes_per_second": round(rate, 3),
+            "facts": self.facts,
+        }
+
+
+@contextlib.contextmanager
+def locked(work: Path) -> Iterator[None]:
+    """Hold the work folder alone; ``UsageError`` where another run holds it."""
+    descriptor = os.open(work / "lock", os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise UsageError(f"{work}: another run works here; wait for it, or choose another --work-dir") from error
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def open_work(job: Job, execution: Execution) -> Plan:
+    """The plan to follow: the stored one where it is of this job, else a new one.
+
+    Raises:
+        UsageError: the folder belongs to a run with other settings or inputs, and nothing allows to redo it.
+    """
+    check_output(job.inputs, [job.output])
+    job.output.parent.mkdir(parents=True, exist_ok=True)
+    job.work.mkdir(parents=True, exist_ok=True)
+    plan = make_plan(job)
+    if (job.work / "plan.json").exists() and not execution.overwrite:
+        stored = load_plan(job.work)
+        if stored.digest == plan.digest:
+            return stored
+        if not execution.redo_changed:
+            raise UsageError(
+                f"{job.work}: holds a run of this step with other settings or inputs; "
+                "use --overwrite to begin anew, or another --work-dir"
+            )
+        say(f"{job.step}: settings or inputs changed since the last run: begins anew")
+    for name in ("parts", "done", "rejects"):
+        shutil.rmtree(job.work / name, ignore_errors=True)
+    for name in ("plan.json", "summary.json"):
+        (job.work / name).unlink(missing_ok=True)
+    store_plan(job, plan)
+    return plan
+
+
+def sweep(job: Job) -> None:
+    """Remove what killed runs left under temporary names."""
+    for folder, name in ((job.work / "parts", ""), (job.output.parent, job.output.name)):
+        for path in folder.glob(f".{name}*.tmp-*"):
+            path.unlink(missing_ok=True)
+
+
+def run_job(job: Job, phases_of: Callable[[Plan], Sequence[Phase]], execution: Execution) -> Summary:
+    """Run a job to its end, or finish a run of it that was stopped.
+
+    Args:
+        job: what to do.
+        phases_of: makes its phases, in order, from the plan.
+        execution: how to run them.
+    """
+    job.work.mkdir(parents=True, exist_ok=True)
+    with locked(job.work):
+        plan = open_work(job, execution)
+        chosen = phases_of(plan)
+        (job.work / "parts").mkdir(exist_ok=True)
+        (job.work / "done").mkdir(exist_ok=True)
+        sweep(job)
+        began = time.monotonic()
+        markers, ran = _run_phases(job, plan, chosen, execution)
+        summary = _summarize(job, plan, markers, time.monotonic() - began, reused=not ran)
+        if ran:
+            _finish(job, plan, chosen, summary)
+        return summary if ran else _stored_seconds(job, summary)
+
+
+def _run_phases(
+    job: Job, plan: Plan, phases: Sequence[Phase], execution: Execution
+) -> tuple[dict[str, list[dict[str, Any]]], int]:
+    known = _known_markers(job, plan, phases)
+    total = plan.input_bytes
+    ran = 0
+    rejects = Tally()
+    with meter(job.step, total, quiet=execution.quiet) as gauge:
+        for phase in phases:
+            done = known[phase.name]
+            pending = [index for index in range(phase.tasks) if index not in done]
+            gauge.resume(phase, len(done))
+            for index, marker in _execute(job, phase, pending, execution, gauge.report if phase.reads else _ignore):
+                done[index] = marker
+                ran += 1
+                if phase.reads:
+                    _check_rejects(job, rejects, done.values(), execution.max_rejects, partial=True)
+            if phase.reads:
+                _check_rejects(job, rejects, done.values(), execution.max_rejects, partial=False)
+    return {phase.name: [known[phase.name][i] for i in range(phase.tasks)] for phase in phases}, ran
+
+
+def _ignore(_documents: int, _size: int) -> None:
+    return
+
+
+def _execute(
+    job: Job, phase: Phase, pending: list[int], execution: Execution, report: Report
+) -> Iterator[tuple[int, dict[str, Any]]]:
+    if min(execution.workers, len(pending)) <= 1:
+        return run_inline(job, phase, pending, report)
+    return run_local(job, phase, pending, report, execution.workers)
+
+
+def _known_markers(job: Job, plan: Plan, phases: Sequence[Phase]) -> dict[str, dict[int, dict[str, Any]]]:
+    known: dict[str, dict[int, dict[str, Any]]] = {}
+    used_up = False
+    for phase in reversed(phases):
+        found = {
+            index: marker
+            for index in range(phase.tasks)
+            if (marker := finished(job, phase, index, plan.digest, outputs_used_up=used_up)) is not None
+        }
+        known[phase.name] = found
+        used_up = used_up or (len(found) == phase.tasks and phase is phases[-1])
+    return known
+
+
+def _check_rejects(job: Job, total: Tally, markers: Any, limit: float, *, partial: bool) -> None:
+    documents = sum(marker["tally"]["documents_in"] for marker in markers)
+    rejected = sum(sum(marker["tally"]["rejected"].values()) for marker in markers)
+    if rejected <= limit * documents or (partial and documents < 10_000):
+        return
+    raise TooManyRejectedError(
+        f"{job.step}: {rejected} of {documents} lines are no usable documents, "
+        f"more than --max-rejects {limit:g} allows; "
+        f"see {job.work / 'parts'}/*-rejects.jsonl"
+    )
+
+
+def _summarize(
+    job: Job, plan: Plan, markers: dict[str, list[dict[str, Any]]], seconds: float, *, reused: bool
+) -> Summary:
+    tally = Tally()
+    facts: dict[str, Any] = {}
+    for phase_markers in markers.values():
+        for marker in phase_markers:
+            tally.add(Tally(**marker["tally"]))
+            facts.update(marker["facts"])
+    return Summary(
+        step=job.step, inputs=job.inputs, output=job.output, tally=tally, seconds=seconds, facts=facts, reused=reused
+    )
+
+
+def _stored_seconds(job: Job, summary: Summary) -> Summary:
+    try:
+        stored = json.loads((job.work / "summary.json").read_bytes())
+    except (OSError, ValueError):
+        return summary
+    return Summary(**{**vars(summary), "seconds": stored["seconds"]})
+
+
+def _finish(job: Job, plan: Plan, phases: Sequence[Phase], summary: Summary) -> None:
+    _gather_rejects(job, plan, phases)
+    document = {**envelope(SUMMARY_FORMAT, SUMMARY_VERSION, f"dynmo-prep {__version__}"), **summary.as_json()}
+    write_whole(job.work / "summary.json", encode_json(document))
+    shutil.rmtree(job.work / "parts", ignore_errors=True)
+
+
+def _gather_rejects(job: Job, plan: Plan, phases: Sequence[Phase]) -> None:
+    """Move rejected records to ``rejects/``, their line numbers counted from the start of the file."""
+    before: dict[Path, int] = {}
+    reading = next((phase for phase in phases if phase.reads), None)
+    if reading is None:
+        return
+    for index, part in enumerate(plan.tasks):
+        marker = json.loads(marker_path(job.work, reading.name, index).read_bytes())
+        source = job.work / "parts" / f"{index:05d}-rejects.jsonl"
+        if source.exists():
+            rows = [json.loads(line) for line in source.read_bytes().splitlines()]
+            for row in rows:
+                row["line"] += before.get(part.path, 0)
+            payload = b"".join(json.dumps(row, ensure_ascii=False).encode() + b"\n" for row in rows)
+            target = job.work / "rejects" / f"part-{index:05d}.jsonl"
+            target.parent.mkdir(exist_ok=True)
+            write_whole(target, payload)
+        before[part.path] = before.get(part.path, 0) + marker["tally"]["lines"]

@@ -1,0 +1,127 @@
+"""Pairs of near-duplicates: documents that share a band of their signatures, and truly share their shingles."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from .shingles import U64, jaccard, share, shingle_ids
+from .unionfind import UnionFind
+
+CACHE_BYTES = 256 << 20
+
+
+class ShingleCache:
+    """The shingles of the texts asked for last, up to a number of bytes."""
+
+    def __init__(self, text_of: Callable[[int], str], length: int, limit_bytes: int = CACHE_BYTES) -> None:
+        self._text_of, self._length, self._limit = text_of, length, limit_bytes
+        self._kept: OrderedDict[int, U64 | None] = OrderedDict()
+        self._bytes = 0
+
+    def _ids(self, index: int) -> U64 | None:
+        if index in self._kept:
+            self._kept.move_to_end(index)
+            return self._kept[index]
+        ids = shingle_ids(self._text_of(index), self._length)
+        self._kept[index] = ids
+        self._bytes += ids.nbytes if ids is not None else 0
+        while self._bytes > self._limit and len(self._kept) > 1:
+            _, old = self._kept.popitem(last=False)
+            self._bytes -= old.nbytes if old is not None else 0
+        return ids
+
+    def jaccard(self, first: int, second: int, divisor: str) -> float:
+        """The true Jaccard index of two documents."""
+        mine, theirs = self._ids(first), self._ids(second)
+        if mine is None or theirs is None:
+            return jaccard(self._text_of(first), self._text_of(second), self._length, divisor)
+        both = np.concatenate([mine, theirs])
+        both.sort()
+        common = int(np.count_nonzero(both[1:] == both[:-1]))
+        return share(common, len(mine), len(theirs), divisor)
+
+
+def buckets(keys: U64) -> Iterator[npt.NDArray[np.int64]]:
+    """The documents that share a key with another one, bucket by bucket, each in ascending order."""
+    order = np.argsort(keys, kind="stable")
+    ordered = keys[order]
+    ends = np.flatnonzero(ordered[1:] != ordered[:-1]) + 1
+    starts = np.concatenate([[0], ends])
+    ends = np.concatenate([ends, [len(keys)]])
+    for begin, end in zip(*(bound[ends - starts > 1] for bound in (starts, ends)), strict=True):
+        yield order[begin:end]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pair:
+    """Two documents, the earlier one first, and the Jaccard index of their shingles."""
+
+    main: int
+    other: int
+    jaccard: float
+
+
+def stars(
+    bucket: list[int],
+    similarity: Callable[[int, int], float],
+    threshold: float,
+    rounds: int,
+    known: Callable[[int, int], bool],
+) -> Iterator[Pair]:
+    """Compare the first document of a bucket with all others, leave out those found similar, and begin again.
+
+    Args:
+        bucket: documents in ascending order.
+        similarity: of two documents, 0 to 1.
+        threshold: from which a pair is given.
+        rounds: how many documents become the first one; -1 is until the bucket is empty.
+        known: whether a pair needs no comparison because it is known to belong together.
+    """
+    waiting = bucket
+    while len(waiting) > 1 and rounds != 0:
+        rounds -= 1
+        main, *others = waiting
+        waiting = []
+        for other in others:
+            if known(main, other):
+                continue
+            index = similarity(main, other)
+            if index >= threshold:
+                yield Pair(main=main, other=other, jaccard=index)
+            else:
+                waiting.append(other)
+
+
+def match(
+    band_keys: Callable[[int], U64],
+    num_bands: int,
+    similarity: Callable[[int, int], float],
+    sets: UnionFind,
+    *,
+    threshold: float,
+    rounds: int = -1,
+) -> Iterator[Pair]:
+    """Every verified pair that a band brings together and that no earlier pair joined already.
+
+    Args:
+        band_keys: the keys ``[documents]`` of a band.
+        num_bands: how many bands there are.
+        similarity: the true Jaccard index of two documents.
+        sets: disjoint sets, which the pairs are joined in.
+        threshold: of the Jaccard index.
+        rounds: see ``stars``.
+    """
+
+    def known(first: int, second: int) -> bool:
+        return sets.find(first) == sets.find(second)
+
+    for band in range(num_bands):
+        for members in buckets(band_keys(band)):
+            for pair in stars(members.tolist(), similarity, threshold, rounds, known):
+                sets.join(pair.main, pair.other)
+                yield pair

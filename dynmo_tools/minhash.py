@@ -1,0 +1,114 @@
+"""MinHash signatures of many documents at once, the same bits as datasketch's ``affine32`` scheme.
+
+datasketch owns the permutations, the scheme and the seed; numpy applies them to blocks of shingles of many documents.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from .errors import MissingExtraError, UsageError
+from .shingles import U32, U64, code_points, hash_whole, hash_windows
+
+SCHEME = "affine32"
+BLOCK_SHINGLES = 1 << 15
+EMPTY = np.uint32(0xFFFFFFFF)
+
+Permutations = tuple[U32, U32]
+
+
+@functools.lru_cache(maxsize=4)
+def permutations(num_seeds: int, seed: int) -> Permutations:
+    """The multipliers and addends, ``[num_seeds]`` each, that datasketch draws for this seed."""
+    try:
+        from datasketch import MinHash
+    except ImportError as error:
+        raise MissingExtraError("datasketch", "prep") from error
+    a, b = MinHash(num_perm=num_seeds, seed=seed, scheme=SCHEME).permutations
+    return np.ascontiguousarray(a, dtype=np.uint32), np.ascontiguousarray(b, dtype=np.uint32)
+
+
+def premix(hashes: U32) -> U32:
+    """MurmurHash3's 32-bit finish, which the scheme applies to each hash before it permutes."""
+    mixed = hashes ^ (hashes >> np.uint32(16))
+    mixed *= np.uint32(0x85EBCA6B)
+    mixed ^= mixed >> np.uint32(13)
+    mixed *= np.uint32(0xC2B2AE35)
+    mixed ^= mixed >> np.uint32(16)
+    return mixed
+
+
+def shingle_hashes(text: str, length: int) -> U32:
+    """The 32-bit hashes of a text's shingles; of the whole text where it is shorter than one, none if it is empty."""
+    points = code_points(text)
+    if len(points) >= length:
+        return hash_windows(points, length)
+    return np.asarray([hash_whole(points)] if len(points) else [], dtype=np.uint32)
+
+
+def sign_hashes(hashes: Sequence[U32], perms: Permutations) -> U32:
+    """The signatures ``[documents, num_seeds]`` of documents given by their shingles' hashes."""
+    a, b = perms
+    signatures = np.full((len(hashes), len(a)), EMPTY, dtype=np.uint32)
+    filled = [index for index, values in enumerate(hashes) if len(values)]
+    if not filled:
+        return signatures
+    joined = premix(np.concatenate([hashes[index] for index in filled]))
+    starts = np.cumsum([0, *(len(hashes[index]) for index in filled[:-1])])
+    rows = np.asarray(filled)
+    permuted = np.empty_like(joined)
+    for column, (factor, addend) in enumerate(zip(a, b, strict=True)):
+        np.multiply(joined, factor, out=permuted)
+        permuted += addend
+        signatures[rows, column] = np.minimum.reduceat(permuted, starts)
+    return signatures
+
+
+def sign(texts: Sequence[str], length: int, perms: Permutations) -> U32:
+    """The signatures ``[documents, num_seeds]`` of texts, in blocks that stay in the processor's cache."""
+    blocks: list[U32] = []
+    waiting: list[U32] = []
+    size = 0
+    for text in texts:
+        waiting.append(shingle_hashes(text, length))
+        size += len(waiting[-1])
+        if size >= BLOCK_SHINGLES:
+            blocks.append(sign_hashes(waiting, perms))
+            waiting, size = [], 0
+    blocks.append(sign_hashes(waiting, perms))
+    return np.concatenate(blocks)
+
+
+def band_keys(signatures: U32, band: int, num_bands: int) -> U64:
+    """A 64-bit key ``[documents]`` of each document's values in one band; equal values have equal keys.
+
+    Raises:
+        UsageError: the permutations do not divide into bands.
+    """
+    num_seeds = signatures.shape[1]
+    if num_bands < 1 or num_seeds % num_bands:
+        raise UsageError(f"{num_seeds} permutations do not divide into {num_bands} bands; choose a divisor")
+    rows = num_seeds // num_bands
+    keys: U64 = np.zeros(len(signatures), dtype=np.uint64)
+    for column in range(band * rows, (band + 1) * rows):
+        keys *= np.uint64(0x9E3779B97F4A7C15)
+        keys ^= keys >> np.uint64(29)
+        keys += signatures[:, column]
+    return keys
+
+
+def agreement(signatures: U32, first: int, second: int) -> float:
+    """The share of equal values of two signatures: an estimate of the Jaccard index."""
+    return float(np.mean(signatures[first] == signatures[second]))
+
+
+def candidate_probability(jaccard: npt.ArrayLike, num_bands: int, rows: int) -> npt.NDArray[np.float64]:
+    """The chance that documents of this Jaccard index share a band: ``1 - (1 - J**rows)**num_bands``.
+
+    Worked: J = 0.9 with 10 bands of 10 gives 0.986 (Leskovec, Rajaraman, Ullman, Mining of Massive Datasets, 3.4).
+    """
+    return 1.0 - (1.0 - np.asarray(jaccard, dtype=np.float64) ** rows) ** num_bands

@@ -1,0 +1,202 @@
+"""A chain of steps from a recipe: each step's output is the next one's input, and finished steps are not run again."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from . import __version__
+from .errors import UsageError
+from .formats._document import encode_json, envelope, write_whole
+from .jobs import Execution, Summary, run_job
+from .options import from_mapping, parse_assignment
+from .plan import Job, Limits, expand_inputs
+from .steps import STEPS, Makes, Step, default_work
+
+SUMMARY_NAME = "pipeline-summary.json"
+PIPELINE_FORMAT = "dynmo.prep-pipeline"
+PIPELINE_VERSION = 1
+RECORDS_ENDING = ".jsonl.zst"
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecipeStep:
+    """One step of a recipe: its own name in the recipe, the step that it runs, and its settings as written."""
+
+    name: str
+    step: Step
+    values: Mapping[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """A chain of steps as a recipe file states it."""
+
+    source: str
+    inputs: tuple[str, ...]
+    prefix: str
+    steps: tuple[RecipeStep, ...]
+
+
+def recipe_text(name: str) -> tuple[str, str]:
+    """The text of a recipe and where it came from: a file, or the name of one that comes with the program.
+
+    Raises:
+        UsageError: there is neither.
+    """
+    path = Path(name)
+    if path.suffix == ".toml" or path.exists():
+        try:
+            return path.read_text(encoding="utf-8"), str(path)
+        except (OSError, UnicodeDecodeError) as error:
+            raise UsageError(f"{path}: cannot be read: {error}") from error
+    folder = resources.files(__package__) / "recipes"
+    known = sorted(entry.name.removesuffix(".toml") for entry in folder.iterdir() if entry.name.endswith(".toml"))
+    if name not in known:
+        raise UsageError(f"{name}: is neither a recipe file (.toml) nor one of the recipes {', '.join(known)}")
+    return (folder / f"{name}.toml").read_text(encoding="utf-8"), name
+
+
+def parse_recipe(text: str, source: str, assignments: Sequence[str] = ()) -> Recipe:
+    """Read a recipe, changed by ``step.key=value`` assignments.
+
+    Raises:
+        UsageError: with the place and the rule that is broken.
+    """
+    try:
+        document = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise UsageError(f"{source}: is no TOML: {error}") from error
+    unknown = sorted(set(document) - {"pipeline", "step"})
+    if unknown:
+        raise UsageError(f"{source}: unknown {', '.join(unknown)}; a recipe has [pipeline] and [[step]] tables")
+    header = document.get("pipeline", {})
+    if strange := sorted(set(header) - {"input", "prefix"}):
+        raise UsageError(f"{source}: [pipeline] has unknown keys {', '.join(strange)}; known are input, prefix")
+    tables: dict[str, dict[str, Any]] = {}
+    runs: dict[str, str] = {}
+    for number, table in enumerate(document.get("step", []), 1):
+        run = table.pop("run", None)
+        if run not in STEPS:
+            raise UsageError(f"{source}: step {number} runs {run!r}; known steps are {', '.join(STEPS)}")
+        name = table.pop("name", run)
+        if name in tables:
+            raise UsageError(f"{source}: two steps are named {name!r}; give one of them another name")
+        tables[name], runs[name] = table, run
+    if not tables:
+        raise UsageError(f"{source}: has no [[step]]")
+    for text_ in assignments:
+        name, key, value = parse_assignment(text_)
+        if name not in tables:
+            raise UsageError(f"--set {text_}: the recipe has no step {name!r}, only {', '.join(tables)}")
+        tables[name].pop(key.replace("-", "_"), None)
+        tables[name][key.replace("_", "-")] = value
+    inputs = header.get("input", [])
+    return Recipe(
+        source=source,
+        inputs=tuple([inputs] if isinstance(inputs, str) else inputs),
+        prefix=header.get("prefix", "data"),
+        steps=tuple(RecipeStep(name=n, step=STEPS[runs[n]], values=v) for n, v in tables.items()),
+    )
+
+
+def _output(recipe: Recipe, number: int, chosen: RecipeStep, folder: Path) -> Path:
+    if chosen.step.makes is Makes.TOKENIZER:
+        return folder / "tokenizer.json"
+    if chosen.step.makes is Makes.DATASET:
+        return folder / recipe.prefix
+    return folder / f"{number:02d}-{chosen.name}{RECORDS_ENDING}"
+
+
+def jobs_of(recipe: Recipe, inputs: Sequence[Path], folder: Path, limits: Limits) -> list[tuple[RecipeStep, Job]]:
+    """The jobs of a recipe, wired: records go from step to step, a trained tokenizer to the steps behind it.
+
+    Raises:
+        UsageError: a setting that its step does not know or that is missing.
+    """
+    jobs: list[tuple[RecipeStep, Job]] = []
+    records, tokenizer = tuple(inputs), None
+    for number, chosen in enumerate(recipe.steps, 1):
+        values = dict(chosen.values)
+        if tokenizer is not None and chosen.step.makes is Makes.DATASET:
+            values.setdefault("tokenizer", str(tokenizer))
+        settings = from_mapping(chosen.step.settings, values, f"{recipe.source}: step {chosen.name}")
+        output = _output(recipe, number, chosen, folder)
+        job = Job(
+            step=chosen.step.name,
+            inputs=records,
+            output=output,
+            work=default_work(output),
+            settings=settings,
+            limits=limits,
+        )
+        jobs.append((chosen, job))
+        if chosen.step.makes is Makes.RECORDS:
+            records = (output,)
+        elif chosen.step.makes is Makes.TOKENIZER:
+            tokenizer = output
+    return jobs
+
+
+def run_pipeline(
+    recipe: Recipe,
+    inputs: Sequence[str | Path],
+    folder: Path,
+    limits: Limits,
+    execution: Execution,
+    tell: Callable[[Summary], None],
+) -> dict[str, Any]:
+    """Run all steps and write ``pipeline-summary.json``, which is returned.
+
+    Args:
+        recipe: what to do.
+        inputs: files and patterns in place of the recipe's.
+        folder: where everything is written.
+        limits: of the reading.
+        execution: how to run.
+        tell: called with each finished step.
+    """
+    patterns = list(inputs) or [folder / name for name in recipe.inputs]
+    if not patterns:
+        raise UsageError(f"{recipe.source}: names no input; give it with --input")
+    folder.mkdir(parents=True, exist_ok=True)
+    jobs = jobs_of(recipe, expand_inputs(patterns), folder, limits)
+    summaries = []
+    for chosen, job in jobs:
+        summary = run_job(job, chosen.step.phases_of(), execution)
+        tell(summary)
+        summaries.append((chosen.name, summary))
+    document = {
+        **envelope(PIPELINE_FORMAT, PIPELINE_VERSION, f"dynmo-prep {__version__}"),
+        "recipe": recipe.source,
+        **_totals(summaries, jobs),
+        "steps": [{"name": name, **summary.as_json(), "reused": summary.reused} for name, summary in summaries],
+    }
+    write_whole(folder / SUMMARY_NAME, encode_json(document))
+    return document
+
+
+def _totals(summaries: Sequence[tuple[str, Summary]], jobs: Sequence[tuple[RecipeStep, Job]]) -> dict[str, Any]:
+    last = next(
+        (
+            s
+            for (_, s), (c, _) in reversed(list(zip(summaries, jobs, strict=True)))
+            if c.step.makes is not Makes.TOKENIZER
+        ),
+        summaries[-1][1],
+    )
+    tokenizer = next((job.output for chosen, job in reversed(jobs) if chosen.step.makes is Makes.TOKENIZER), None)
+    return {
+        "documents_in": summaries[0][1].tally.documents_in,
+        "bytes_in": summaries[0][1].tally.bytes_in,
+        "documents_kept": last.tally.documents_kept,
+        "documents_rejected": sum(summary.tally.num_rejected for _, summary in summaries),
+        "tokens": last.facts.get("tokens"),
+        "data_prefix": last.facts.get("data_prefix"),
+        "tokenizer": None if tokenizer is None else str(tokenizer),
+        "seconds": round(sum(summary.seconds for _, summary in summaries), 3),
+    }

@@ -1,0 +1,191 @@
+"""The plan of a run: inputs cut once into tasks, frozen in ``plan.json``, and never cut again by a resumed run."""
+
+from __future__ import annotations
+
+import glob
+import hashlib
+import itertools
+import json
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from . import __version__
+from .compression import PIECE_BYTES, is_compressed
+from .errors import UsageError
+from .formats._document import encode_json, envelope, read_json, write_whole
+from .options import files_of, jsonable
+from .records import Slice
+
+PLAN_FORMAT = "dynmo.prep-plan"
+PLAN_VERSION = 1
+DEFAULT_TASK_BYTES = 64 << 20
+DEFAULT_LINE_BYTES = 64 << 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """What shapes the cutting and reading of inputs, and so belongs to the plan."""
+
+    task_bytes: int = DEFAULT_TASK_BYTES
+    max_line_bytes: int = DEFAULT_LINE_BYTES
+    repair_utf8: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Source:
+    """An input file as it was when the plan was made."""
+
+    path: Path
+    size_bytes: int
+    mtime_ns: int
+
+    @classmethod
+    def of(cls, path: Path) -> Source:
+        """The file as it is now; ``UsageError`` where there is none."""
+        try:
+            status = os.stat(path)
+        except OSError as error:
+            raise UsageError(f"{path}: cannot be read: {error.strerror}") from error
+        return cls(path=path, size_bytes=status.st_size, mtime_ns=status.st_mtime_ns)
+
+    def as_json(self) -> dict[str, Any]:
+        """The file's place in the plan."""
+        return {"path": str(self.path), "size_bytes": self.size_bytes, "mtime_ns": self.mtime_ns}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """One run of one step: what goes in, what comes out, by which settings."""
+
+    step: str
+    inputs: tuple[Path, ...]
+    output: Path
+    work: Path
+    settings: Any
+    limits: Limits = Limits()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """The frozen work of a job."""
+
+    digest: str
+    sources: tuple[Source, ...]
+    tasks: tuple[Slice, ...]
+
+    @property
+    def input_bytes(self) -> int:
+        """Bytes of all inputs as they lie on disk."""
+        return sum(source.size_bytes for source in self.sources)
+
+
+def expand_inputs(patterns: Iterable[str | Path]) -> tuple[Path, ...]:
+    """Files and globs as a list of files: globs sorted, the order of the patterns kept, no file twice.
+
+    Raises:
+        UsageError: a pattern that names no file.
+    """
+    found: dict[Path, None] = {}
+    for pattern in map(str, patterns):
+        paths = [pattern] if os.path.exists(pattern) else sorted(glob.glob(pattern, recursive=True))
+        if not paths:
+            raise UsageError(f"{pattern}: no such file, and as a pattern it matches none")
+        for name in paths:
+            path = Path(name)
+            if path.is_dir():
+                raise UsageError(f"{path}: is a folder; name its files, as in '{path}/*.jsonl.zst'")
+            found[path] = None
+    return tuple(found)
+
+
+def check_output(inputs: Sequence[Path], outputs: Sequence[Path]) -> None:
+    """Refuse an output that is one of the inputs, or two outputs that are one file."""
+    real = {path.resolve(): path for path in inputs}
+    seen: set[Path] = set()
+    for output in outputs:
+        if output.resolve() in real:
+            raise UsageError(f"{output}: is both input and output; choose another output")
+        if output.resolve() in seen:
+            raise UsageError(f"{output}: is named as output twice")
+        seen.add(output.resolve())
+
+
+def _next_line_start(path: Path, offset: int) -> int:
+    """The first offset at or behind ``offset`` that starts a line, or the file's size."""
+    with open(path, "rb") as handle:
+        handle.seek(offset - 1)
+        at = offset - 1
+        while piece := handle.read(PIECE_BYTES):
+            found = piece.find(b"\n")
+            if found >= 0:
+                return at + found + 1
+            at += len(piece)
+    return at
+
+
+def cut(source: Source, task_bytes: int) -> list[Slice]:
+    """Cut a plain file near every ``task_bytes`` at the start of a line; any other file stays whole."""
+    if is_compressed(source.path) or source.path.suffix == ".parquet" or source.size_bytes <= task_bytes:
+        return [Slice(path=source.path)]
+    bounds = [0]
+    while bounds[-1] + task_bytes < source.size_bytes:
+        bounds.append(_next_line_start(source.path, bounds[-1] + task_bytes))
+    if bounds[-1] < source.size_bytes:
+        bounds.append(source.size_bytes)
+    return [Slice(path=source.path, begin=a, end=b) for a, b in itertools.pairwise(bounds)]
+
+
+def digest_of(job: Job, sources: Sequence[Source]) -> str:
+    """What a resumed run must have in common with the run that it resumes."""
+    files = [Source.of(path).as_json() for path in files_of(job.settings)]
+    content = {
+        "step": job.step,
+        "settings": jsonable(job.settings, data_only=True),
+        "limits": vars(job.limits),
+        "sources": [source.as_json() for source in sources],
+        "files": files,
+        "output": str(job.output),
+        "program": __version__,
+    }
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def make_plan(job: Job) -> Plan:
+    """Look at the inputs as they are now and cut them into tasks."""
+    sources = tuple(Source.of(path) for path in job.inputs)
+    tasks = tuple(part for source in sources for part in cut(source, job.limits.task_bytes))
+    return Plan(digest=digest_of(job, sources), sources=sources, tasks=tasks)
+
+
+def store_plan(job: Job, plan: Plan) -> None:
+    """Write ``plan.json`` into the work folder."""
+    document = {
+        **envelope(PLAN_FORMAT, PLAN_VERSION, f"dynmo-prep {__version__}"),
+        "step": job.step,
+        "digest": plan.digest,
+        "output": str(job.output),
+        "settings": jsonable(job.settings),
+        "limits": vars(job.limits),
+        "sources": [source.as_json() for source in plan.sources],
+        "tasks": [{"path": str(part.path), "begin": part.begin, "end": part.end} for part in plan.tasks],
+    }
+    write_whole(job.work / "plan.json", encode_json(document))
+
+
+def load_plan(work: Path) -> Plan:
+    """Read ``plan.json`` of a work folder."""
+    path = work / "plan.json"
+    document = read_json(path)
+    if not isinstance(document, dict) or document.get("format") != PLAN_FORMAT:
+        raise UsageError(f"{path}: is not the plan of a run of dynmo-prep")
+    if document["version"] > PLAN_VERSION:
+        raise UsageError(f"{path}: has version {document['version']}; this program reads up to {PLAN_VERSION}")
+    sources = (
+        Source(path=Path(item["path"]), size_bytes=item["size_bytes"], mtime_ns=item["mtime_ns"])
+        for item in document["sources"]
+    )
+    tasks = (Slice(path=Path(item["path"]), begin=item["begin"], end=item["end"]) for item in document["tasks"])
+    return Plan(digest=document["digest"], sources=tuple(sources), tasks=tuple(tasks))

@@ -1,0 +1,102 @@
+"""How far a run is: a bar on a terminal; elsewhere the log lines that Megatron's own tools print."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Protocol
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+from .console import say
+from .tasks import Phase
+
+LINE_EVERY_S = 2.0
+LINE_EVERY_DOCUMENTS = 1000
+
+
+class Meter(Protocol):
+    """Takes reports of documents read, and shows them."""
+
+    def report(self, documents: int, size: int) -> None:
+        """Count ``documents`` more documents and ``size`` more bytes."""
+
+    def resume(self, phase: Phase, done: int) -> None:
+        """A phase begins of which ``done`` tasks were finished by an earlier run."""
+
+
+class _Quiet:
+    def report(self, documents: int, size: int) -> None:
+        """Show nothing."""
+
+    def resume(self, phase: Phase, done: int) -> None:
+        """Show nothing."""
+
+
+class _Lines:
+    """``Processed 3000 documents (1234.5 docs/s, 6.7 MB/s).``, at whole thousands, at most every two seconds."""
+
+    def __init__(self, label: str, total_bytes: int) -> None:
+        self._label, self._total = label, total_bytes
+        self._documents = self._bytes = 0
+        self._began = self._told = time.monotonic()
+        self._told_documents = 0
+
+    def resume(self, phase: Phase, done: int) -> None:
+        if done and done < phase.tasks:
+            say(f"{self._label}: goes on: {done} of {phase.tasks} tasks of {phase.name} are done")
+
+    def report(self, documents: int, size: int) -> None:
+        self._documents += documents
+        self._bytes += size
+        now = time.monotonic()
+        if now - self._told < LINE_EVERY_S:
+            return
+        shown = self._documents - self._documents % LINE_EVERY_DOCUMENTS
+        if shown > self._told_documents:
+            self._told, self._told_documents = now, shown
+            elapsed = now - self._began
+            rate = self._bytes / elapsed
+            left = f" {max(self._total - self._bytes, 0) / rate:.0f} s left" if rate and self._total else ""
+            say(f"Processed {shown} documents ({self._documents / elapsed:.1f} docs/s, {rate / 1e6:.2f} MB/s).{left}")
+
+
+class _Bar:
+    def __init__(self, bar: Progress, label: str, total_bytes: int) -> None:
+        self._bar = bar
+        self._task = bar.add_task(label, total=total_bytes or None, note="")
+        self._documents = self._bytes = 0
+        self._began = time.monotonic()
+
+    def resume(self, phase: Phase, done: int) -> None:
+        note = f"{phase.name}: {done}/{phase.tasks} done before" if done else phase.name
+        self._bar.update(self._task, note=note)
+
+    def report(self, documents: int, size: int) -> None:
+        self._documents += documents
+        self._bytes += size
+        elapsed = max(time.monotonic() - self._began, 1e-9)
+        note = f"{self._documents / elapsed:,.0f} docs/s, {self._bytes / 1e6 / elapsed:.1f} MB/s"
+        self._bar.update(self._task, advance=size, note=note)
+
+
+@contextmanager
+def meter(label: str, total_bytes: int, *, quiet: bool = False) -> Iterator[Meter]:
+    """Show how far a run over ``total_bytes`` bytes of input is."""
+    if quiet:
+        yield _Quiet()
+    elif sys.stderr.isatty():
+        columns = (
+            TextColumn("{task.description}"),
+            BarColumn(),
+            TextColumn("{task.percentage:>3.0f}%"),
+            TimeRemainingColumn(),
+            TextColumn("{task.fields[note]}"),
+        )
+        with Progress(*columns, console=Console(file=sys.stderr), transient=True) as bar:
+            yield _Bar(bar, label, total_bytes)
+    else:
+        yield _Lines(label, total_bytes)

@@ -1,0 +1,266 @@
+"""Lines of JSON, one document each: read in pieces from slices of files, every bad line told apart by its reason."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Any, NamedTuple
+
+from .compression import PIECE_BYTES, TruncatedError, is_compressed, open_read
+from .errors import DynmoError, MissingExtraError
+
+BOM = b"\xef\xbb\xbf"
+EXCERPT_CHARACTERS = 200
+PARQUET_BATCH_ROWS = 1024
+
+
+@dataclass(frozen=True, kw_only=True)
+class Slice:
+    """A piece of an input file: the lines that start within ``[begin, end)`` bytes; ``end`` None is to the end."""
+
+    path: Path
+    begin: int = 0
+    end: int | None = None
+
+
+class Line(NamedTuple):
+    """One line of an input: its number within the slice (from 1), its offset in the decompressed file, its bytes.
+
+    ``raw`` is None for a line above the limit, of which only ``head`` was kept.
+    """
+
+    number: int
+    offset: int
+    raw: bytes | None
+    head: bytes = b""
+
+
+class Row(NamedTuple):
+    """One document: the line that it came from and its JSON object."""
+
+    line: int
+    offset: int
+    raw: bytes
+    value: dict[str, Any]
+
+
+class BadLineError(Exception):
+    """A line that is no document; ``reason`` is one word of the table in the README."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(reason)
+        self.reason = reason
+
+
+@dataclass
+class Tally:
+    """What happened to the documents of a task or of a whole run."""
+
+    documents_in: int = 0
+    bytes_in: int = 0
+    documents_kept: int = 0
+    bytes_out: int = 0
+    blank_lines: int = 0
+    lines: int = 0
+    changed: int = 0
+    dropped: dict[str, int] = field(default_factory=dict)
+    rejected: dict[str, int] = field(default_factory=dict)
+
+    def drop(self, reason: str) -> None:
+        """Count one good document that the step leaves out."""
+        self.dropped[reason] = self.dropped.get(reason, 0) + 1
+
+    def reject(self, reason: str) -> None:
+        """Count one line that is no usable document."""
+        self.rejected[reason] = self.rejected.get(reason, 0) + 1
+
+    @property
+    def num_rejected(self) -> int:
+        """All rejected lines."""
+        return sum(self.rejected.values())
+
+    def add(self, other: Tally) -> None:
+        """Add the counts of ``other``."""
+        for name in ("documents_in", "bytes_in", "documents_kept", "bytes_out", "blank_lines", "lines", "changed"):
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+        for mine, theirs in ((self.dropped, other.dropped), (self.rejected, other.rejected)):
+            for reason, count in theirs.items():
+                mine[reason] = mine.get(reason, 0) + count
+
+    def as_json(self) -> dict[str, Any]:
+        """The counts as a JSON object, reasons in alphabetical order."""
+        return {
+            "documents_in": self.documents_in,
+            "bytes_in": self.bytes_in,
+            "documents_kept": self.documents_kept,
+            "bytes_out": self.bytes_out,
+            "blank_lines": self.blank_lines,
+            "lines": self.lines,
+            "changed": self.changed,
+            "dropped": dict(sorted(self.dropped.items())),
+            "rejected": dict(sorted(self.rejected.items())),
+        }
+
+
+def _orjson() -> Any:
+    try:
+        import orjson
+    except ImportError as error:
+        raise MissingExtraError("orjson", "prep") from error
+    return orjson
+
+
+def split_lines(handle: IO[bytes], offset: int, limit_bytes: int) -> Iterator[Line]:
+    """Cut a stream at newlines, holding at most one line of ``limit_bytes`` and one piece in memory.
+
+    Args:
+        handle: the stream, standing at the start of a line.
+        offset: the offset of that place in the file.
+        limit_bytes: a longer line is passed over, and yielded without its bytes.
+    """
+    number, held, skipped, head = 0, b"", 0, b""
+    while piece := handle.read(PIECE_BYTES):
+        lines = piece.split(b"\n")
+        last = lines.pop()
+        for part in lines:
+            raw = held + part if held else part
+            number += 1
+            if skipped or len(raw) > limit_bytes:
+                yield Line(number, offset, None, head or raw[:EXCERPT_CHARACTERS])
+            else:
+                yield Line(number, offset, raw)
+            offset += skipped + len(raw) + 1
+            held, skipped, head = b"", 0, b""
+        held += last
+        if skipped or len(held) > limit_bytes:
+            head = head or held[:EXCERPT_CHARACTERS]
+            skipped, held = skipped + len(held), b""
+    if held or skipped:
+        yield Line(number + 1, offset, None if skipped else held, head)
+
+
+def read_lines(part: Slice, limit_bytes: int) -> Iterator[Line]:
+    """The lines of a slice.
+
+    Raises:
+        TruncatedError: a compressed file ends before its stream does.
+        DynmoError: the bytes are not of the compression that the name says, or cannot be read.
+    """
+    done = part.begin
+    try:
+        with open_read(part.path) as handle:
+            if part.begin:
+                handle.seek(part.begin)
+            for line in split_lines(handle, part.begin, limit_bytes):
+                if part.end is not None and line.offset >= part.end:
+                    return
+                done = line.offset
+                if line.offset == 0 and line.raw is not None and line.raw.startswith(BOM):
+                    line = line._replace(raw=line.raw[len(BOM) :])
+                yield line
+    except EOFError as error:
+        raise TruncatedError(
+            f"{part.path}: the compressed stream ends too early, behind byte {done} of its text ({error}); "
+            "fetch the file again, nothing of it was kept"
+        ) from error
+    except OSError as error:
+        raise DynmoError(f"{part.path}: cannot read behind byte {done}: {error}") from error
+    except Exception as error:
+        if is_compressed(part.path) and type(error).__name__ in ("ZstdError", "LZMAError", "error", "IsalError"):
+            raise DynmoError(f"{part.path}: is damaged behind byte {done} of its text: {error}") from error
+        raise
+
+
+def parse_line(raw: bytes, *, repair_utf8: bool = False) -> dict[str, Any]:
+    """The JSON object of a line; ``BadLineError`` with ``utf8`` or ``json`` where there is none.
+
+    NaN, infinities and lone surrogates, which the fast parser refuses, pass as Python's own parser takes them.
+    """
+    orjson = _orjson()
+    try:
+        value = orjson.loads(raw)
+    except orjson.JSONDecodeError:
+        try:
+            text = raw.decode("utf-8", "replace" if repair_utf8 else "strict")
+        except UnicodeDecodeError as error:
+            raise BadLineError("utf8") from error
+        try:
+            value = json.loads(text)
+        except (ValueError, RecursionError) as error:
+            raise BadLineError("json") from error
+    if not isinstance(value, dict):
+        raise BadLineError("json")
+    return value
+
+
+def has_surrogates(text: str) -> bool:
+    """Whether ``text`` holds lone surrogates, which UTF-8 cannot carry."""
+    if text.isascii():
+        return False
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return True
+    return False
+
+
+def text_of(value: dict[str, Any], key: str, *, allow_surrogates: bool = False) -> str:
+    """The text under ``key`` (dots go into nested objects).
+
+    Raises:
+        BadLineError: with ``key``, ``type`` or ``surrogate``.
+    """
+    found: Any = value.get(key)
+    if found is None and key not in value:
+        found = value
+        for step in key.split("."):
+            if not isinstance(found, dict) or step not in found:
+                raise BadLineError("key")
+            found = found[step]
+    if not isinstance(found, str):
+        raise BadLineError("type")
+    if not allow_surrogates and has_surrogates(found):
+        raise BadLineError("surrogate")
+    return found
+
+
+def encode_row(value: dict[str, Any]) -> bytes:
+    """The bytes of a document, without the newline."""
+    orjson = _orjson()
+    try:
+        encoded: bytes = orjson.dumps(value)
+    except (orjson.JSONEncodeError, TypeError):
+        return json.dumps(value, ensure_ascii=True, separators=(",", ":")).encode()
+    if b"null" in encoded and not _same_nulls(value):
+        return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode()
+    return encoded
+
+
+def _same_nulls(value: Any) -> bool:
+    """Whether no float of ``value`` is NaN or infinite, which the fast encoder would silently write as null."""
+    if isinstance(value, dict):
+        return all(_same_nulls(element) for element in value.values())
+    if isinstance(value, list):
+        return all(_same_nulls(element) for element in value)
+    return not isinstance(value, float) or value - value == 0
+
+
+def excerpt(raw: bytes) -> str:
+    """The first characters of a line, for the rejects file."""
+    return raw[: 4 * EXCERPT_CHARACTERS].decode("utf-8", "replace")[:EXCERPT_CHARACTERS]
+
+
+def read_parquet(part: Slice) -> Iterator[Row]:
+    """The rows of a parquet file as documents; the line is the row's number, the offset 0."""
+    try:
+        import pyarrow.parquet
+    except ImportError as error:
+        raise MissingExtraError("pyarrow", "parquet") from error
+    number = 0
+    with pyarrow.parquet.ParquetFile(part.path) as table:
+        for batch in table.iter_batches(batch_size=PARQUET_BATCH_ROWS):
+            for value in batch.to_pylist():
+                number += 1
+                yield Row(number, 0, json.dumps(value, ensure_ascii=False, default=str).encode(), value)

@@ -1,0 +1,122 @@
+"""The settings of every step, each flag declared once. Light: the commands' help needs nothing else."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+
+from .options import setting
+
+
+class Jaccard(StrEnum):
+    """Which set the number of common shingles is divided by."""
+
+    UNION = "union"
+    MIN = "min"
+    MAX = "max"
+
+
+class IndexForm(StrEnum):
+    """The three forms of Megatron's index."""
+
+    MMAP = "mmap"
+    CACHED = "cached"
+    LAZY = "lazy"
+
+
+@dataclass(frozen=True, kw_only=True)
+class CleanSettings:
+    """Repair the text, drop other languages and short documents."""
+
+    json_key: str = setting("text", help="Key of the text in each document; dots go into nested objects.")
+    language: str = setting(
+        "en", help="Keep documents that langdetect judges to be of this language (ISO 639-1 code); '' keeps all."
+    )
+    min_tokens: int = setting(
+        128, help="Drop documents of fewer tokens; texts of 8 characters a token and more pass uncounted."
+    )
+    tokenizer: Path | None = setting(
+        None,
+        file=True,
+        help="A tokenizer.json that counts tokens; without it the pieces of GPT-2's splitting rule are counted.",
+    )
+    seed: int = setting(0, help="Seed of langdetect's random sampling.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DedupSettings:
+    """Remove near-duplicates: MinHash bands find candidates, their true Jaccard index decides."""
+
+    json_key: str = setting("text", help="Key of the text in each document; dots go into nested objects.")
+    threshold: float = setting(
+        0.9, help="Documents are duplicates from this Jaccard index of their character shingles on (0 to 1)."
+    )
+    jaccard: Jaccard = setting(
+        Jaccard.UNION, help="Divide the common shingles by the union, or by the smaller or larger set."
+    )
+    num_seeds: int = setting(100, help="Number of MinHash permutations a document.")
+    num_bands: int = setting(
+        10, help="Bands that the permutations are cut into; documents that agree in a whole band are compared."
+    )
+    shingle_characters: int = setting(5, help="Length of a shingle in characters.")
+    seed: int = setting(1234, help="Seed of the permutations.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainTokenizerSettings:
+    """Train a byte-level BPE tokenizer on the documents."""
+
+    json_key: str = setting("text", help="Key of the text in each document; dots go into nested objects.")
+    vocab_size: int = setting(8192, help="Entries of the vocabulary, special tokens and the 256 bytes included.")
+    min_frequency: int = setting(2, help="A pair must occur this often to be merged.")
+    special_tokens: tuple[str, ...] = setting(
+        ("<|endoftext|>",), help="Special tokens; they take the first ids. Repeat for several."
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShuffleSettings:
+    """Put the documents in a random order that the seed fixes."""
+
+    seed: int = setting(1234, help="Seed of the order.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class BinarizeSettings:
+    """Tokenize documents into an indexed data set."""
+
+    json_key: str = setting("text", help="Key of the text in each document; dots go into nested objects.")
+    tokenizer: Path = setting(file=True, help="The tokenizer.json to tokenize with.")
+    append_eod: bool = setting(False, help="Append the end-of-document token to each document.")
+    eod_token: str = setting("<|endoftext|>", help="The end-of-document token.")
+    keep_empty: bool = setting(
+        False, help="Write empty documents as documents of no tokens instead of leaving them out."
+    )
+
+
+class Utf8(StrEnum):
+    """What to do with bytes that are no UTF-8."""
+
+    REJECT = "reject"
+    REPLACE = "replace"
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunSettings:
+    """How any step is run."""
+
+    workers: int = setting(
+        1, help="Processes that work side by side; the output's bytes do not depend on it.", data=False
+    )
+    overwrite: bool = setting(
+        False, help="Begin anew where the work folder holds a run with other settings or inputs.", data=False
+    )
+    max_rejects: float = setting(
+        0.01,
+        help="Stop with exit code 4 when more than this share of the lines (0 to 1) are no usable documents.",
+        data=False,
+    )
+    task_bytes: int = setting(64 << 20, help="Cut uncompressed inputs into tasks of about this many bytes.")
+    max_line_bytes: int = setting(64 << 20, help="Put longer lines (bytes) aside unread.")
+    utf8: Utf8 = setting(Utf8.REJECT, help="Put lines that are no UTF-8 aside, or replace their bad bytes by U+FFFD.")

@@ -1,0 +1,77 @@
+"""The steps that commands and recipes are made of. Light: a step's code is imported when it runs."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+from .settings import BinarizeSettings, CleanSettings, DedupSettings, ShuffleSettings, TrainTokenizerSettings
+
+
+class Makes(StrEnum):
+    """What a step's output is."""
+
+    RECORDS = "records"
+    TOKENIZER = "tokenizer"
+    DATASET = "dataset"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """One step: its name on the command line and in recipes, its settings, where its phases are made.
+
+    Attributes:
+        name: of the command.
+        settings: the dataclass of its settings; its docstring is the command's help.
+        phases: ``module:function`` that makes the phases from a plan.
+        makes: what comes out.
+        output_help: what ``--output`` names.
+        output_names: further names of ``--output``.
+    """
+
+    name: str
+    settings: type
+    phases: str
+    makes: Makes = Makes.RECORDS
+    output_help: str = "The output: JSON lines, compressed by the name's ending (.gz, .xz, .bz2, .zst)."
+    output_names: tuple[str, ...] = ()
+
+    def phases_of(self) -> Callable[[Any], Sequence[Any]]:
+        """The function from a plan to the step's phases."""
+        module, _, function = self.phases.partition(":")
+        found: Callable[[Any], Sequence[Any]] = getattr(importlib.import_module(f".{module}", __package__), function)
+        return found
+
+
+STEPS: Mapping[str, Step] = {
+    step.name: step
+    for step in (
+        Step(name="clean", settings=CleanSettings, phases="cleaning:clean_phases"),
+        Step(name="dedup", settings=DedupSettings, phases="duplicates:dedup_phases"),
+        Step(name="shuffle", settings=ShuffleSettings, phases="shuffle:shuffle_phases"),
+        Step(
+            name="train-tokenizer",
+            settings=TrainTokenizerSettings,
+            phases="training:train_phases",
+            makes=Makes.TOKENIZER,
+            output_help="The tokenizer.json to write.",
+        ),
+        Step(
+            name="binarize",
+            settings=BinarizeSettings,
+            phases="binarize:binarize_phases",
+            makes=Makes.DATASET,
+            output_names=("--output-prefix",),
+            output_help="PREFIX of the data set: PREFIX_KEY_document.bin and .idx are written.",
+        ),
+    )
+}
+
+
+def default_work(output: Path) -> Path:
+    """The folder that a run keeps its plan, parts and rejects in: beside its output."""
+    return output.with_name(output.name + ".work")

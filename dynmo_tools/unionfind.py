@@ -1,0 +1,42 @@
+"""Disjoint sets of documents, the earliest document standing for its set."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import numpy.typing as npt
+
+
+class UnionFind:
+    """Disjoint sets over ``0 .. count-1``; 8 bytes a document, 4 below two thousand million of them."""
+
+    def __init__(self, count: int) -> None:
+        kind = np.int32 if count < 1 << 31 else np.int64
+        self.parents: npt.NDArray[np.signedinteger] = np.arange(count, dtype=kind)
+
+    def find(self, index: int) -> int:
+        """The document that stands for the set of ``index``."""
+        parents = self.parents
+        root = index
+        while (above := int(parents[root])) != root:
+            root = above
+        while (above := int(parents[index])) != root:
+            parents[index], index = root, above
+        return root
+
+    def join(self, first: int, second: int) -> None:
+        """Make the sets of both documents one; its earliest document stands for it."""
+        a, b = self.find(first), self.find(second)
+        if a != b:
+            self.parents[max(a, b)] = min(a, b)
+
+    def groups(self) -> Iterator[list[int]]:
+        """The sets of two documents and more, ordered by their first document, each in ascending order."""
+        moved = np.flatnonzero(self.parents != np.arange(len(self.parents)))
+        members: dict[int, list[int]] = {}
+        for index in map(int, moved):
+            root = self.find(index)
+            members.setdefault(root, [root]).append(index)
+        for root in sorted(members):
+            yield members[root]

@@ -1,0 +1,182 @@
+"""The training engine of one worker: its items, its part of the pipeline, and what one optimizer step does.
+
+It knows nothing of files, logs or planners; ``loop.py`` drives it.
+"""
+
+from __future__ import annotations
+
+import resource
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from .dynamics.freezing import LayerFreezing
+from .dynamics.pruning import CubicSchedule, GradualPruning
+from .dynamics.technique import Event
+from .models.items import ModelFamily
+from .optim.gradients import add_tied_gradients, clip_gradients, gradient_norm, zero_pruned_gradients
+from .optim.items import AdamWSettings, HeldItems, ItemState
+from .optim.schedule import LearningRate
+from .parallel.world import World, gather_documents, sum_over_world
+from .pipeline.clock import clock_for
+from .pipeline.partition import Partition
+from .pipeline.probe import Probe
+from .pipeline.schedule import Batch, Pipeline, PipelineShape
+from .rebalance.transfer import Fault, MoveReport, move_items
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineSettings:
+    """What fixes the mathematics of a run, beside the model.
+
+    Attributes:
+        clip: limit of the global gradient norm; 0 clips never.
+        freeze_steps: (step, layers frozen from then on).
+        pruning: None where the run does not prune.
+        sparse_threshold: sparsity from which products run on the nonzeros.
+    """
+
+    pipeline: PipelineShape
+    adamw: AdamWSettings
+    rate: LearningRate
+    clip: float
+    freeze_steps: tuple[tuple[int, int], ...]
+    freeze_tied: bool
+    pruning: CubicSchedule | None
+    sparse_threshold: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepResult:
+    """What one optimizer step gave, the same on every worker but for ``costs``.
+
+    Attributes:
+        loss: mean over the step's tokens.
+        grad_norm: before clipping.
+        rate: the learning rate used.
+        step_ns: wall time of this worker.
+        costs: one object a worker (``items``, arrays as in the profile, ``busy_ns``, ``peak_memory_bytes``), in order
+            of worker, where the step was sampled.
+    """
+
+    loss: float
+    grad_norm: float
+    rate: float
+    step_ns: int
+    costs: list[dict[str, Any]] | None
+
+
+class Engine:
+    """Holds this worker's items under a partition, and trains, evaluates, moves and exports them.
+
+    ``is_warm`` says whether a step has run since the stages were last built: the first one is no measure of costs.
+    """
+
+    def __init__(self, family: ModelFamily, settings: EngineSettings, partition: Partition, world: World) -> None:
+        self.family, self.settings, self.world = family, settings, world
+        self.partition = partition
+        self.held = HeldItems(family, settings.adamw, world.device, settings.sparse_threshold)
+        self.probe = Probe(clock_for(world.device))
+        self.freezing = LayerFreezing(settings.freeze_steps, family.items, self.held, family.ties, settings.freeze_tied)
+        self.pruning = None
+        if settings.pruning is not None:
+            self.pruning = GradualPruning(settings.pruning, self.held, lambda: self.freezing.frozen)
+        self._item_names = tuple(item.name for item in family.items)
+        self._pipeline: Pipeline | None = None
+        self.is_warm = False
+
+    @property
+    def local_names(self) -> tuple[str, ...]:
+        """Names of the items that the partition gives this worker, in list order."""
+        stages = self.partition.stages_of_worker(self.world.rank)
+        return tuple(name for stage in stages for name in self.partition.stages[stage])
+
+    def build(self) -> None:
+        """Start with fresh weights."""
+        for name in self.local_names:
+            self.held.build(name)
+
+    def restore(self, read: Callable[[str], ItemState], step: int) -> None:
+        """Start with the state that ``read`` gives for each item, as it was after ``step``."""
+        for name in self.local_names:
+            self.held.adopt(name, read(name))
+        self.freezing.resume(step)
+        if self.pruning is not None:
+            self.pruning.resume(step)
+
+    def pipeline(self) -> Pipeline:
+        """The stages and the schedule for the partition in force; built when first asked for after a change."""
+        if self._pipeline is None:
+            self.is_warm = False
+            self._pipeline = Pipeline(
+                self.settings.pipeline,
+                self.partition,
+                self.world,
+                self.held.modules,
+                self.freezing.frozen,
+                self.probe,
+            )
+        return self._pipeline
+
+    def train_step(self, batch: Batch, *, sampled: bool) -> StepResult:
+        """One optimizer step; ``batch.step`` counts from 1."""
+        started = time.perf_counter_ns()
+        self.probe.begin_step(sampled)
+        loss = self.pipeline().train_step(batch)
+        norm = self._prepare_gradients()
+        rate = self.settings.rate.at(batch.step)
+        clip_gradients(self.held, norm, self.settings.clip)
+        self.held.update(rate)
+        total = float(sum_over_world(loss))
+        step_ns = time.perf_counter_ns() - started
+        self.is_warm = True
+        costs = gather_documents(self.world, self._costs()) if sampled else None
+        return StepResult(loss=total, grad_norm=norm, rate=rate, step_ns=step_ns, costs=costs)
+
+    def _prepare_gradients(self) -> float:
+        ties = self.family.ties
+        add_tied_gradients(self.held, ties, self.partition.owners(), self.world)
+        stopped = self.freezing.without_updates()
+        if stopped:
+            for _, name, parameter in self.held.parameters():
+                if name in stopped:
+                    parameter.grad = None
+        zero_pruned_gradients(self.held.modules)
+        return gradient_norm(self.held, self._item_names, ties)
+
+    def _costs(self) -> dict[str, Any]:
+        if self.world.device.type == "cuda":
+            torch.cuda.synchronize(self.world.device)
+            peak = int(torch.cuda.max_memory_allocated(self.world.device))
+        else:
+            peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        names = self.local_names
+        microbatches = self.settings.pipeline.microbatches
+        return {"items": names, "peak_memory_bytes": peak, **self.probe.result(names, microbatches)}
+
+    def evaluate(self, batches: Iterable[Batch]) -> float:
+        """The mean loss over some batches, without gradient or dropout."""
+        self.probe.begin_step(False)
+        losses = [float(sum_over_world(self.pipeline().evaluate(batch))) for batch in batches]
+        return sum(losses) / len(losses)
+
+    def after_step(self, step: int) -> Sequence[Event]:
+        """Let the dynamic techniques act at the boundary after ``step``; every worker calls this."""
+        events: list[Event] = []
+        if (pruned := self.pruning.after_step(step) if self.pruning is not None else None) is not None:
+            events.append(pruned)
+        if (frozen := self.freezing.after_step(step)) is not None:
+            events.append(frozen)
+        if any(event.rebuild for event in events):
+            self._pipeline = None
+        return events
+
+    def repartition(self, after: Partition, fault: Fault | None = None) -> MoveReport:
+        """Move items so that ``after`` is in force; raises ``MoveError`` with the old partition still in place."""
+        report = move_items(self.held, self.partition, after, self.world, fault)
+        self.partition = after
+        self._pipeline = None
+        return report

@@ -1,0 +1,183 @@
+"""The trainer's side of the handshake with the planner: at boundaries, find a plan, check it, agree, move, tell.
+
+Worker 0 alone reads plans and writes results; what it decided is broadcast, and all workers move, or none does.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..engine import Engine
+from ..formats._document import DocumentError
+from ..formats.plan import Plan, plan_ids, plan_path, read_plan
+from ..formats.profile import append_record, ask_record, plan_result_record
+from ..parallel.world import broadcast_document
+from ..pipeline.partition import Partition
+from .planner import PlannerProcess
+from .transfer import Fault, MoveError
+
+POLL_S = 0.002
+
+
+@dataclass(frozen=True, kw_only=True)
+class TakenPlan:
+    """A plan that came into force at a boundary.
+
+    Attributes:
+        moves: (item, source, target, bytes) of each item that changed worker.
+        pause_ns: how long training stood still for it.
+    """
+
+    plan_id: int
+    moves: list[tuple[str, int, int, int]]
+    pause_ns: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class ControllerSettings:
+    """How worker 0 deals with the planner.
+
+    Attributes:
+        interval: steps between boundaries at which plans are looked for.
+        lockstep: whether to ask at each boundary and wait for the answer.
+        timeout_s: how long to wait for an answer.
+    """
+
+    interval: int
+    lockstep: bool
+    timeout_s: float
+
+
+class Controller:
+    """Looks for plans at boundaries and puts them into force.
+
+    Args:
+        problems_of: why a plan cannot be taken by the run, given the number in force; empty where it can.
+        in_force: number of the plan that the run starts with; plans up to it are not looked at.
+        tell: writes a line in ``events.jsonl``.
+        planner: the planner's process, where this trainer started it.
+        fault: for tests: alters what a move received.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        settings: ControllerSettings,
+        *,
+        plans: Path,
+        profile: Path,
+        problems_of: Callable[[Plan, int, Sequence[Sequence[str]]], list[str]],
+        in_force: int,
+        tell: Callable[..., None],
+        planner: PlannerProcess | None = None,
+        fault: Fault | None = None,
+    ) -> None:
+        self.engine, self.settings = engine, settings
+        self.plans, self.profile, self._problems_of, self._tell = plans, profile, problems_of, tell
+        self.in_force = self._seen = in_force
+        self._planner, self._fault = planner, fault
+
+    def boundary(self, step: int) -> TakenPlan | None:
+        """Act at the boundary after ``step``; every worker calls this after every step."""
+        if step % self.settings.interval:
+            return None
+        world = self.engine.world
+        started = time.perf_counter_ns()
+        chosen = broadcast_document(world, self._choose(step) if world.is_first else None)
+        if chosen is None:
+            return None
+        stages = tuple(tuple(stage) for stage in chosen["stages"])
+        try:
+            report = self.engine.repartition(Partition(stages=stages, workers=world.size), self._fault)
+        except MoveError as error:
+            self._result(chosen["plan_id"], step, "rolled_back", time.perf_counter_ns() - started, 0, str(error))
+            return None
+        self.engine.pipeline()
+        pause = time.perf_counter_ns() - started
+        self.in_force = chosen["plan_id"]
+        moves = [(m.item, m.source, m.target, report.bytes_by_item[m.item]) for m in report.moves]
+        moved = [{"item": item, "from": source, "to": to, "bytes": size} for item, source, to, size in moves]
+        self._result(self.in_force, step, "taken", pause, report.total_bytes, chosen["reason"], moves=moved)
+        return TakenPlan(plan_id=self.in_force, moves=moves, pause_ns=pause)
+
+    def _choose(self, step: int) -> dict[str, Any] | None:
+        """On worker 0: the highest valid plan that wants to move; the others are answered on the way."""
+        self._look_after_planner(step)
+        if self.settings.lockstep:
+            append_record(self.profile, ask_record(step))
+            self._wait(step)
+        chosen: Plan | None = None
+        for plan_id in sorted((i for i in plan_ids(self.plans) if i > self._seen), reverse=True):
+            plan = self._read(plan_id, step)
+            if plan is None:
+                continue
+            if chosen is None and plan.apply_at_step is not None and plan.apply_at_step > step:
+                return None  # the newest plan is for a later boundary: it is looked at again there
+            if chosen is not None:
+                self._result(plan_id, step, "superseded", 0, 0, f"plan {chosen.plan_id} is newer")
+                continue
+            problems = self._problems_of(plan, self.in_force, self.engine.partition.stages)
+            if problems:
+                self._result(plan_id, step, "refused", 0, 0, "; ".join(problems))
+            else:
+                chosen = plan
+        self._seen = max([self._seen, *plan_ids(self.plans)])
+        if chosen is None:
+            return None
+        if chosen.action == "keep":
+            self._result(chosen.plan_id, step, "kept", 0, 0, chosen.reason)
+            return None
+        return {"plan_id": chosen.plan_id, "stages": chosen.stages, "reason": chosen.reason}
+
+    def _read(self, plan_id: int, step: int) -> Plan | None:
+        try:
+            return read_plan(plan_path(self.plans, plan_id))
+        except DocumentError as error:
+            self._result(plan_id, step, "refused", 0, 0, str(error))
+            return None
+
+    def _wait(self, step: int) -> None:
+        """Until a new plan has read up to ``step``, the time is out, or the planner is gone for good."""
+        deadline = time.monotonic() + self.settings.timeout_s
+        while time.monotonic() < deadline:
+            for plan_id in plan_ids(self.plans):
+                if plan_id > self._seen and self._answers(plan_id, step):
+                    return
+            if self._planner is not None and self._planner.pid is None:
+                return
+            time.sleep(POLL_S)
+            self._look_after_planner(step)
+        words = f"no answer from the planner within {self.settings.timeout_s:g} s; training goes on"
+        self._tell("planner_late", words, step=step)
+
+    def _answers(self, plan_id: int, step: int) -> bool:
+        try:
+            return read_plan(plan_path(self.plans, plan_id)).read_to_step >= step
+        except DocumentError:
+            return False
+
+    def _look_after_planner(self, step: int) -> None:
+        happened = self._planner.check() if self._planner is not None else None
+        if happened:
+            self._tell("planner", happened, step=step)
+
+    def _result(
+        self, plan_id: int, step: int, result: str, pause_ns: int, num_bytes: int, reason: str, **extra: Any
+    ) -> None:
+        if not self.engine.world.is_first:
+            return
+        record = plan_result_record(
+            plan_id=plan_id,
+            step=step,
+            result=result,  # type: ignore[arg-type] # one of the outcomes, all written in this file
+            pause_ns=pause_ns,
+            num_bytes=num_bytes,
+            reason=reason,
+        )
+        append_record(self.profile, record)
+        figures = {"plan_id": plan_id, "pause_ns": pause_ns, "bytes": num_bytes, **extra}
+        self._tell(f"plan_{result}", f"plan {plan_id} {result.replace('_', ' ')}: {reason}", step=step, **figures)

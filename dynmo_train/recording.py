@@ -1,0 +1,189 @@
+"""Writes what a run measures: the profile for the planner, metrics and events for people. On worker 0 alone."""
+
+from __future__ import annotations
+
+import os
+import statistics
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from .dynamics.technique import Event
+from .formats.profile import (
+    ItemInfo,
+    Layout,
+    LinkInfo,
+    ModelInfo,
+    WorkerInfo,
+    append_record,
+    event_record,
+    header_record,
+    next_segment,
+    step_record,
+)
+from .models.items import BoundaryShape, ModelFamily
+from .parallel.world import World, gather_documents
+from .rundir import RunDirectory
+
+FLOAT_BYTES = 4
+MOMENTS_BYTES = 8
+
+
+def describe_items(family: ModelFamily, boundary: BoundaryShape) -> list[ItemInfo]:
+    """The items of a profile's header; sizes of float32 training with AdamW, from modules on the meta device."""
+    leaving = boundary.batch * boundary.tokens * boundary.width * FLOAT_BYTES
+    infos: list[ItemInfo] = []
+    for item in family.items:
+        module = family.build(item.name, torch.device("meta"))
+        count = sum(parameter.numel() for parameter in module.parameters())
+        infos.append(
+            ItemInfo(
+                name=item.name,
+                layer=item.layer,
+                kind=item.kind,  # type: ignore[arg-type] # kinds of items are those of the format
+                param_count=count,
+                param_bytes=count * FLOAT_BYTES,
+                gradient_bytes=count * FLOAT_BYTES,
+                optimizer_bytes=count * MOMENTS_BYTES,
+                boundary_bytes=FLOAT_BYTES if item.kind == "head" else leaving,
+                cut_before=item.cut_before,
+                tied_to=item.tied_to,
+            )
+        )
+    return infos
+
+
+def describe_workers(world: World) -> list[WorkerInfo]:
+    """The workers of a profile's header, one a rank; every worker calls this."""
+    if world.device.type == "cuda":
+        memory = torch.cuda.get_device_properties(world.device).total_memory
+    else:
+        local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // local
+    told = gather_documents(world, {"host": world.host, "memory_bytes": memory})
+    return [
+        WorkerInfo(
+            worker=rank,
+            ranks=[rank],
+            hosts=[one["host"]],
+            device="cuda" if world.device.type == "cuda" else "cpu",
+            memory_bytes=one["memory_bytes"],
+        )
+        for rank, one in enumerate(told)
+    ]
+
+
+def measure_link(world: World, payload_bytes: int = 1 << 22, repeats: int = 5) -> LinkInfo | None:
+    """Latency and bandwidth between workers 0 and 1, by ping-pong; None on one worker. Every worker calls this."""
+    if world.size == 1:
+        return None
+    medians: list[float] = []
+    for size in (1, payload_bytes):
+        block = torch.zeros(size, dtype=torch.uint8, device=world.device)
+        times: list[float] = []
+        for _ in range(repeats + 1):
+            dist.barrier()
+            begin = time.perf_counter_ns()
+            if world.rank == 0:
+                dist.send(block, 1)
+                dist.recv(block, 1)
+            elif world.rank == 1:
+                dist.recv(block, 0)
+                dist.send(block, 0)
+            if world.device.type == "cuda":
+                torch.cuda.synchronize(world.device)
+            times.append((time.perf_counter_ns() - begin) / 2)
+        medians.append(statistics.median(times[1:]))
+    latency, large = medians
+    return LinkInfo(
+        bandwidth_bytes_per_s=max(1, int(payload_bytes / max(1.0, large - latency) * 1e9)), latency_ns=int(latency)
+    )
+
+
+class Recorder:
+    """Appends to the run directory; on other workers than 0 every call does nothing."""
+
+    def __init__(self, run: RunDirectory, world: World) -> None:
+        self.run, self._writes = run, world.is_first
+        self._names: list[str] = []
+
+    def header(
+        self,
+        run_id: str,
+        model: ModelInfo,
+        layout: Layout,
+        link: LinkInfo | None,
+        workers: Sequence[WorkerInfo],
+        items: Sequence[ItemInfo],
+    ) -> None:
+        """Begin a segment of the profile."""
+        self._names = [item.name for item in items]
+        if self._writes:
+            record = header_record(
+                run_id=run_id,
+                segment=next_segment(self.run.profile),
+                model=model,
+                layout=layout,
+                link=link,
+                workers=workers,
+                items=items,
+            )
+            append_record(self.run.profile, record)
+
+    def costs(self, step: int, plan_id: int, step_ns: int, costs: Sequence[dict[str, Any]]) -> None:
+        """A ``step`` line from what each worker measured."""
+        if not self._writes:
+            return
+
+        def by_item(field: str) -> list[int | None]:
+            merged = {
+                name: value
+                for one in costs
+                if one[field] is not None
+                for name, value in zip(one["items"], one[field], strict=True)
+            }
+            return [merged.get(name, 0) for name in self._names]
+
+        split = any(one["backward_weight_ns"] is not None for one in costs)
+        backward: dict[str, Any] = {"backward_ns": by_item("backward_ns")}
+        if split:
+            backward = {
+                "backward_input_ns": by_item("backward_ns"),
+                "backward_weight_ns": by_item("backward_weight_ns"),
+            }
+        record = step_record(
+            step=step,
+            plan_id=plan_id,
+            step_ns=step_ns,
+            forward_ns=by_item("forward_ns"),
+            activation_bytes=by_item("activation_bytes"),
+            busy_ns=[one["busy_ns"] for one in costs],
+            peak_memory_bytes=[one["peak_memory_bytes"] for one in costs],
+            **backward,
+        )
+        append_record(self.run.profile, record)
+
+    def technique(self, event: Event) -> None:
+        """Something changed what layers cost."""
+        if self._writes:
+            record = event_record(
+                step=event.step,
+                kind=event.kind,  # type: ignore[arg-type] # techniques name kinds of the format
+                detail=event.detail,
+                next_expected_step=event.next_expected_step,
+            )
+            append_record(self.run.profile, record)
+            self.run.log_event(event.kind, event.message, step=event.step, **event.detail)
+
+    def event(self, kind: str, message: str, *, step: int, **detail: Any) -> None:
+        """A line in ``events.jsonl``; ``message`` is a sentence for a person."""
+        if self._writes:
+            self.run.log_event(kind, message, step=step, **detail)
+
+    def metrics(self, **fields: Any) -> None:
+        """A line in ``metrics.jsonl``."""
+        if self._writes:
+            self.run.log_metrics(fields)

@@ -1,0 +1,209 @@
+"""A run's checkpoints: what the engine holds, to the native format and back, on any partition."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from . import __version__
+from .checkpoint import (
+    Checkpoint,
+    CheckpointError,
+    RunFacts,
+    build_manifest,
+    commit,
+    new_staging,
+    prune,
+    write_shard,
+)
+from .checkpoint.manifest import whole_index
+from .checkpoint.writer import dtype_name
+from .engine import Engine
+from .errors import DynmoError
+from .models.items import ModelFamily, masks_of, parameters_of
+from .optim.items import MOMENTS, ItemState, role_of
+from .parallel.world import all_agree, broadcast_document, gather_documents
+
+
+@dataclass(frozen=True, kw_only=True)
+class SavedRun:
+    """The facts of a run that a checkpoint states beside the engine's own.
+
+    Attributes:
+        data: what fixes the order of the samples, as in the manifest.
+        tokenizer: path of the tokenizer.json to copy along, or None.
+        keep: how many checkpoints to keep; None keeps all.
+    """
+
+    run_id: str
+    step: int
+    consumed_train_samples: int
+    data: Mapping[str, Any]
+    tokenizer: Path | None
+    keep: int | None
+
+
+def save(engine: Engine, checkpoints_dir: Path, run: SavedRun) -> Path:
+    """Write a checkpoint of the state after ``run.step``; every worker calls this, and gets its directory.
+
+    Raises:
+        DynmoError: on every worker, where one of them could not write its part; the last checkpoint stays in place.
+    """
+    world = engine.world
+    staging = Path(broadcast_document(world, str(new_staging(checkpoints_dir, run.step)) if world.is_first else None))
+    states = {item: engine.held.export(item) for item in engine.local_names}
+    problem: str | None = None
+    report: list[dict[str, Any]] = []
+    try:
+        report = _write_part(engine, staging, states)
+        if world.is_first and run.tokenizer is not None:
+            (staging / "tokenizer").mkdir()
+            shutil.copyfile(run.tokenizer, staging / "tokenizer" / "tokenizer.json")
+    except (OSError, DynmoError) as error:
+        problem = f"worker {world.rank}: {error}"
+    told = gather_documents(world, {"problem": problem, "report": report, "facts": _facts_of_part(engine, states)})
+    if world.is_first:
+        problem = "; ".join(one["problem"] for one in told if one["problem"]) or None
+        problem = problem or _commit(engine, checkpoints_dir, staging, run, told)
+    if not all_agree(problem is None):
+        problem = broadcast_document(world, problem)
+        raise DynmoError(f"the checkpoint of step {run.step} was not written: {problem}")
+    return checkpoints_dir / f"step-{run.step:08d}"
+
+
+def _write_part(engine: Engine, staging: Path, states: Mapping[str, ItemState]) -> list[dict[str, Any]]:
+    report: list[dict[str, Any]] = []
+    tied = engine.family.ties
+    for kind, roles in (("model", {"parameter", "mask"}), ("optimizer", {"optimizer"})):
+        tensors = {
+            name: tensor
+            for state in states.values()
+            for name, tensor in state.tensors.items()
+            if role_of(name) in roles and not any(name == copy or name.startswith(f"{copy}.") for copy in tied)
+        }
+        if not tensors:
+            continue
+        file = f"{kind}-p{engine.world.rank:03d}-t00.safetensors"
+        checksums = write_shard(staging, file, tensors)
+        report += [
+            {
+                "name": name,
+                "dtype": dtype_name(tensor.dtype),
+                "shape": list(tensor.shape),
+                "role": role_of(name),
+                "file": file,
+                "key": name,
+                "index": whole_index(tensor.shape),
+                "crc32": checksums[name],
+            }
+            for name, tensor in tensors.items()
+        ]
+    return report
+
+
+def _facts_of_part(engine: Engine, states: Mapping[str, ItemState]) -> dict[str, Any]:
+    """What rank 0 cannot see of this worker: optimizer steps, which parameters decay, sparsity of its items."""
+    tied = engine.family.ties
+    steps = {name: step for state in states.values() for name, step in state.steps.items() if name not in tied}
+    parameters = [(name, p.dim() >= 2) for _, name, p in engine.held.parameters() if name not in tied]
+    sparsity = {}
+    for item in engine.local_names:
+        layers = masks_of(item, engine.held.modules[item]).values()
+        masked = [layer for layer in layers if layer.mask is not None]
+        if masked:
+            zeros = sum(layer.sparsity * layer.weight.numel() for layer in masked)
+            sparsity[item] = zeros / sum(layer.weight.numel() for layer in masked)
+    return {
+        "steps": steps,
+        "decay": [name for name, decays in parameters if decays],
+        "no_decay": [name for name, decays in parameters if not decays],
+        "sparsity": sparsity,
+    }
+
+
+def _commit(
+    engine: Engine, checkpoints_dir: Path, staging: Path, run: SavedRun, told: list[dict[str, Any]]
+) -> str | None:
+    """Put the checkpoint in place; returns what went wrong, if anything."""
+    facts = [one["facts"] for one in told]
+    settings = engine.settings
+    partition = engine.partition
+    sparsity = {item: value for fact in facts for item, value in fact["sparsity"].items()}
+    pruning = {"sparsity": engine.pruning.sparsity, "sparsity_by_item": sparsity} if engine.pruning else None
+    members = {name: [each for fact in facts for each in fact[name]] for name in ("decay", "no_decay")}
+    rates = {"decay": settings.adamw.weight_decay, "no_decay": 0.0}
+    groups = [{"name": name, "weight_decay": rates[name], "parameters": members[name]} for name in members]
+    document = RunFacts(
+        run_id=run.run_id,
+        step=run.step,
+        consumed_train_samples=run.consumed_train_samples,
+        model=engine.family.manifest(),
+        topology={
+            "tensor_parallel_size": 1,
+            "pipeline_parallel_size": partition.workers,
+            "data_parallel_size": 1,
+            "virtual_stages_per_worker": partition.virtual_stages,
+            "schedule": settings.pipeline.schedule,
+            "world_size": engine.world.size,
+            "partition": partition.lists(),
+        },
+        dynamic={
+            "frozen_items": list(engine.freezing.frozen),
+            "pruning": pruning,
+            "sparse_thresholds": {"csr": settings.sparse_threshold},
+        },
+        ties=engine.family.ties,
+        optimizer={
+            "type": "adamw",
+            "steps": {name: step for fact in facts for name, step in fact["steps"].items()},
+            "groups": groups,
+        },
+        data=run.data,
+        rng={"scheme": "hash(seed,step,microbatch,item)", "seed": settings.pipeline.seed},
+    )
+    try:
+        expected = [name for names in members.values() for name in names]
+        manifest = build_manifest(
+            document,
+            [one["report"] for one in told],
+            written_by=f"dynmo-train {__version__}",
+            expected=expected,
+        )
+        commit(checkpoints_dir, run.step, staging, manifest)
+        if run.keep is not None:
+            prune(checkpoints_dir, run.keep)
+    except (OSError, DynmoError) as error:
+        return str(error)
+    return None
+
+
+def check_same_model(checkpoint: Checkpoint, family: ModelFamily) -> None:
+    """Raise ``CheckpointError`` where the checkpoint is of another model; names every difference."""
+    stored, wanted = checkpoint.manifest["model"], family.manifest()
+    differences = [
+        f"{key} is {stored.get(key)!r} there and {value!r} here"
+        for key, value in wanted.items()
+        if stored.get(key) != value
+    ]
+    if differences:
+        raise CheckpointError(f"{checkpoint.directory} holds another model: {'; '.join(differences)}")
+
+
+def state_reader(checkpoint: Checkpoint, family: ModelFamily, device: torch.device) -> Callable[[str], ItemState]:
+    """Reads the state of one item, and of nothing else, from a checkpoint."""
+    steps: Mapping[str, int] = (checkpoint.manifest["optimizer"] or {"steps": {}})["steps"]
+
+    def read(item: str) -> ItemState:
+        module = family.build(item, torch.device("meta"))
+        names = list(parameters_of(item, module))
+        wanted = [*names, *(f"{name}.mask" for name in masks_of(item, module) if checkpoint.has(f"{name}.mask"))]
+        trained = {name: steps[owner] for name in names if (owner := checkpoint.stored_name(name)) in steps}
+        wanted += [f"{name}.{key}" for name in trained for key in MOMENTS]
+        return ItemState(tensors=checkpoint.load(wanted, device), steps=trained)
+
+    return read

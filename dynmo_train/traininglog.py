@@ -1,0 +1,124 @@
+"""The training log that worker 0 prints: pure lines (the iteration line is Megatron's) and when they come."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+
+from .config import Config
+from .console import emit
+from .engine import StepResult
+from .parallel.world import World
+from .pipeline.partition import Partition
+from .rebalance.controller import TakenPlan
+
+AFTER_MOVE_STEPS = 5
+
+
+@dataclass(frozen=True, kw_only=True)
+class IterationFigures:
+    """What the iteration line says; ``elapsed_ms`` is the mean of a step since the last line."""
+
+    iteration: int
+    train_iters: int
+    consumed_samples: int
+    elapsed_ms: float
+    learning_rate: float
+    global_batch_size: int
+    lm_loss: float
+    grad_norm: float
+
+
+def iteration_line(figures: IterationFigures) -> str:
+    """Megatron's ``training_log`` line."""
+    parts = [
+        f"iteration {figures.iteration:8d}/{figures.train_iters:8d}",
+        f"consumed samples: {figures.consumed_samples:12d}",
+        f"elapsed time per iteration (ms): {figures.elapsed_ms:.1f}",
+        f"learning rate: {figures.learning_rate:.6E}",
+        f"global batch size: {figures.global_batch_size:5d}",
+        f"lm loss: {figures.lm_loss:.6E}",
+        "loss scale: 1.0",
+        f"grad norm: {figures.grad_norm:.3f}",
+        "number of skipped iterations:   0",
+        "number of nan iterations:   0",
+    ]
+    return " " + " | ".join(parts) + " |"
+
+
+def evaluation_line(step: int, loss: float, perplexity: float) -> str:
+    """Megatron's line of a validation."""
+    return f" validation loss at iteration {step} | lm loss value: {loss:.6E} | lm loss PPL: {perplexity:.6E} |"
+
+
+def move_lines(plan_id: int, step: int, moves: list[tuple[str, int, int, int]], pause_ns: int) -> list[str]:
+    """A committed move: a line in all, and one for each item (name, source, target, bytes)."""
+    total = sum(size for _, _, _, size in moves)
+    lines = [
+        f" plan {plan_id} taken after iteration {step}: {len(moves)} items, {total:,} bytes moved"
+        f" in {pause_ns / 1e6:.1f} ms"
+    ]
+    lines += [f"   {item}: worker {source} -> {target}, {size:,} bytes" for item, source, target, size in moves]
+    return lines
+
+
+def after_move_line(plan_id: int, before_ms: float, after_ms: float, steps: int) -> str:
+    """What a move did to the step time."""
+    return (
+        f" plan {plan_id}: step time {before_ms:.1f} ms -> {after_ms:.1f} ms"
+        f" (ratio {before_ms / after_ms:.2f}, means of {steps} steps)"
+    )
+
+
+class TrainingLog:
+    """The lines that worker 0 prints, and the step times that it needs for them."""
+
+    def __init__(self, config: Config, world: World) -> None:
+        self.config, self._speaks = config, world.is_first
+        self._window: list[int] = []
+        self._recent: deque[int] = deque(maxlen=10)
+        self._move: tuple[TakenPlan, float] | None = None
+
+    def line(self, text: str) -> None:
+        """One line."""
+        if self._speaks:
+            emit(text)
+
+    def start(self, partition: Partition, first: int) -> None:
+        """What is about to run, from iteration ``first`` on."""
+        sizes = " | ".join(f"{stage[0]} .. {stage[-1]}" if stage else "(empty)" for stage in partition.stages)
+        self.line(f" {len(partition.stages)} stages on {partition.workers} workers: {sizes}")
+        last, data = self.config.training.train_iters, self.config.data.data_path
+        self.line(f" training from iteration {first} to {last} on {data}")
+
+    def step(self, step: int, consumed: int, result: StepResult) -> None:
+        """After a step: a line every ``--log-interval``, and what the last move did once a few steps are measured."""
+        self._window.append(result.step_ns)
+        self._recent.append(result.step_ns)
+        if self._move is not None and len(self._recent) >= AFTER_MOVE_STEPS + 1:
+            taken, before = self._move
+            after = list(self._recent)[-AFTER_MOVE_STEPS:]
+            self._move = None
+            self.line(after_move_line(taken.plan_id, before, sum(after) / len(after) / 1e6, AFTER_MOVE_STEPS))
+        if step % self.config.training.log_interval:
+            return
+        figures = IterationFigures(
+            iteration=step,
+            train_iters=self.config.training.train_iters,
+            consumed_samples=consumed,
+            elapsed_ms=sum(self._window) / len(self._window) / 1e6,
+            learning_rate=result.rate,
+            global_batch_size=self.config.training.global_batch_size,
+            lm_loss=result.loss,
+            grad_norm=result.grad_norm,
+        )
+        self._window.clear()
+        self.line(iteration_line(figures))
+
+    def moved(self, taken: TakenPlan, step: int) -> None:
+        """After a move; the step time before it is the mean of the last steps."""
+        before = list(self._recent)[-AFTER_MOVE_STEPS:]
+        self._recent.clear()
+        self._move = (taken, sum(before) / len(before) / 1e6)
+        for text in move_lines(taken.plan_id, step, taken.moves, taken.pause_ns):
+            self.line(text)

@@ -1,0 +1,263 @@
+"""dynmo-prep: the main job, its summary, resume, and the exit codes."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from dynmo_tools import cli
+from dynmo_tools.formats.indexed import IndexedReader
+
+SENTENCES = [
+    "The river runs past the old mill and under the bridge of stone.",
+    "Nobody in the village remembers who planted the trees along the road.",
+    "When the rain stops, the children come out to look for snails.",
+    "A letter arrived in the morning, and it changed what they had planned.",
+    "She reads every evening by the window until the light is gone.",
+    "There are more questions in this book than anybody could answer.",
+]
+
+
+@pytest.fixture
+def prep(monkeypatch, capsys):
+    """Run the command in this process: (exit code, stdout, stderr)."""
+
+    def run(*arguments):
+        monkeypatch.setattr(sys, "argv", ["dynmo-prep", *map(str, arguments)])
+        with pytest.raises(SystemExit) as stop:
+            cli.main()
+        captured = capsys.readouterr()
+        return stop.value.code or 0, captured.out, captured.err
+
+    return run
+
+
+def documents(count, seed=0):
+    rng = random.Random(seed)
+    return [
+        {
+            "id": n,
+            "text": " ".join(f"{rng.choice(SENTENCES)} ({rng.randrange(10**6)})" for _ in range(rng.randrange(10, 30))),
+        }
+        for n in range(count)
+    ]
+
+
+def write(path, rows):
+    path.write_bytes(b"".join(json.dumps(row).encode() + b"\n" for row in rows))
+    return path
+
+
+def corpus(path, count=60):
+    rows = documents(count)
+    rows += [
+        {"id": "copy", "text": rows[0]["text"] + " Indeed."},
+        {"id": "short", "text": "Too short."},
+        {"id": "german", "text": "Der Fluss fließt an der alten Mühle vorbei und unter der Brücke hindurch. " * 20},
+        {"id": "broken", "text": "It&#39;s schÃ¶n. " + documents(1, seed=9)[0]["text"]},
+    ]
+    return write(path, rows)
+
+
+def digests(folder):
+    return {
+        path.name: hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in sorted(folder.iterdir())
+        if (path.is_file() and path.suffix not in (".json", ".jsonl")) or path.name == "tokenizer.json"
+    }
+
+
+QUICK = ("--set", "train-tokenizer.vocab-size=400", "--set", "dedup.threshold=0.8")
+
+
+def test_the_quickstart_recipe_makes_a_data_set(prep, tmp_path):
+    corpus(tmp_path / "corpus.jsonl")
+    code, out, err = prep("pipeline", "quickstart", "--work-dir", tmp_path, *QUICK)
+    assert (code, err) == (0, "")
+    summary = json.loads((tmp_path / "pipeline-summary.json").read_text())
+    clean, dedup = summary["steps"][:2]
+    assert clean["dropped"] == {"language": 1, "short": 1}
+    assert clean["changed"] == 1
+    assert dedup["dropped"] == {"duplicate": 1}
+    assert (summary["documents_in"], summary["documents_kept"]) == (64, 61)
+    assert [step["name"] for step in summary["steps"]] == ["clean", "dedup", "train-tokenizer", "shuffle", "binarize"]
+    reader = IndexedReader(tmp_path / "corpus_text_document")
+    assert reader.index.num_documents == 61
+    assert summary["tokens"] == reader.index.num_tokens
+    assert summary["data_prefix"] == str(tmp_path / "corpus_text_document")
+    assert all(int(reader[n][-1]) == 0 for n in range(len(reader)))  # <|endoftext|>
+    assert "clean: 64 documents in" in out
+    assert "2 dropped (1 language, 1 short)" in out
+
+
+def test_tokens_decode_to_the_documents(prep, tmp_path):
+    from tokenizers import Tokenizer
+
+    rows = documents(60)
+    write(tmp_path / "corpus.jsonl", rows)
+    assert prep("pipeline", "quickstart", "--work-dir", tmp_path, *QUICK)[0] == 0
+    tokenizer = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    reader = IndexedReader(tmp_path / "corpus_text_document")
+    decoded = {tokenizer.decode(reader[n][:-1].tolist()) for n in range(len(reader))}
+    assert decoded == {row["text"] for row in rows}
+
+
+def test_a_second_run_does_nothing_and_a_changed_step_is_redone_with_those_behind_it(prep, tmp_path):
+    corpus(tmp_path / "corpus.jsonl")
+    prep("pipeline", "quickstart", "--work-dir", tmp_path, *QUICK)
+    before = digests(tmp_path)
+    code, out, _ = prep("pipeline", "quickstart", "--work-dir", tmp_path, *QUICK)
+    assert code == 0
+    assert out.count("done before") == 5
+    assert digests(tmp_path) == before
+    code, out, err = prep("pipeline", "quickstart", "--work-dir", tmp_path, *QUICK, "--set", "shuffle.seed=5")
+    assert code == 0
+    assert out.count("done before") == 3
+    assert "shuffle: settings or inputs changed" in err
+    assert digests(tmp_path)["corpus_text_document.bin"] != before["corpus_text_document.bin"]
+
+
+@pytest.mark.parametrize("workers", [2, 3])
+def test_any_number_of_workers_gives_the_same_bytes(prep, tmp_path, workers):
+    made = []
+    for folder, count in ((tmp_path / "one", 1), (tmp_path / "many", workers)):
+        folder.mkdir()
+        corpus(folder / "corpus.jsonl")
+        code, _, _ = prep(
+            "pipeline", "quickstart", "--work-dir", folder, *QUICK, "--task-bytes", 20_000, "--workers", count
+        )
+        assert code == 0
+        assert len(json.loads((folder / "01-clean.jsonl.zst.work" / "plan.json").read_text())["tasks"]) > 3
+        made.append(digests(folder))
+    assert made[0] == made[1]
+
+
+def test_rejects_are_told_with_file_line_offset_and_reason(prep, tmp_path):
+    rows = documents(500)
+    source = write(tmp_path / "in.jsonl", rows)
+    lines = source.read_bytes().splitlines(keepends=True)
+    lines[300:300] = [b"not json\n", b"\n", b'{"other": 1}\n', b'{"text": null}\n', b'{"text": "\xff"}\n']
+    source.write_bytes(b"".join(lines))
+    code, out, err = prep("shuffle", source, "-o", tmp_path / "all.jsonl", "--task-bytes", 10_000)
+    assert code == 3
+    assert "2 rejected (1 json, 1 utf8)" in out
+    code, out, err = prep(
+        "clean", source, "-o", tmp_path / "out.jsonl", "--language", "", "--task-bytes", 10_000, "--workers", 2
+    )
+    assert code == 3
+    assert "4 rejected (1 json, 1 key, 1 type, 1 utf8); 1 blank lines" in out
+    rejects = [
+        json.loads(line)
+        for path in sorted((tmp_path / "out.jsonl.work" / "rejects").iterdir())
+        for line in path.read_text().splitlines()
+    ]
+    assert [(row["line"], row["reason"]) for row in rejects] == [
+        (301, "json"),
+        (303, "key"),
+        (304, "type"),
+        (305, "utf8"),
+    ]
+    raw = source.read_bytes()
+    assert all(raw[row["offset"] :].split(b"\n")[0].decode("utf-8", "replace") == row["excerpt"] for row in rejects)
+    assert str(tmp_path / "out.jsonl.work" / "rejects") in err
+
+
+def test_too_many_rejects_stop_with_4(prep, tmp_path):
+    source = tmp_path / "in.jsonl"
+    source.write_text('{"text": "a"}\nbad\n')
+    code, _, err = prep("shuffle", source, "-o", tmp_path / "out.jsonl")
+    assert code == 4
+    assert "1 of 2 lines are no usable documents" in err
+    assert not (tmp_path / "out.jsonl").exists()
+    assert prep("shuffle", source, "-o", tmp_path / "out.jsonl", "--max-rejects", 0.5)[0] == 3
+
+
+def test_other_settings_are_refused_without_overwrite(prep, tmp_path):
+    source = write(tmp_path / "in.jsonl", documents(5))
+    assert prep("shuffle", source, "-o", tmp_path / "out.jsonl")[0] == 0
+    code, _, err = prep("shuffle", source, "-o", tmp_path / "out.jsonl", "--seed", 5)
+    assert code == 2
+    assert "--overwrite" in err
+    assert prep("shuffle", source, "-o", tmp_path / "out.jsonl", "--seed", 5, "--overwrite")[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("shuffle", "none.jsonl", "-o", "out.jsonl"), "none.jsonl: no such file"),
+        (("shuffle", "*.none", "-o", "out.jsonl"), "matches none"),
+        (("shuffle", "-o", "out.jsonl"), "name at least one input"),
+        (("shuffle", "in.jsonl", "-o", "in.jsonl"), "is both input and output"),
+        (("shuffle", ".", "-o", "out.jsonl"), "is a folder"),
+        (("pipeline", "no-such"), "is neither a recipe file"),
+        (("pipeline", "quickstart", "--set", "a.b=1"), "has no step 'a'"),
+        (("pipeline", "quickstart", "--set", "clean.nonsense=1"), "unknown key 'nonsense'"),
+        (("pipeline", "quickstart", "--set", "clean.min-tokens=x"), "must be of type int"),
+        (("pipeline", "quickstart", "--set", "clean"), "must have the form step.key=value"),
+        (("inspect", "none"), "cannot be read"),
+        (("binarize", "in.jsonl", "-o", "out", "--tokenizer", "none.json"), "none.json: cannot be read"),
+        (("dedup", "in.jsonl", "-o", "out.jsonl", "--num-bands", "7"), "do not divide into 7 bands"),
+    ],
+)
+def test_wrong_use_exits_2_and_says_what_to_do(prep, tmp_path, monkeypatch, arguments, message):
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path / "in.jsonl", documents(3))
+    write(tmp_path / "corpus.jsonl", documents(3))
+    code, out, err = prep(*arguments)
+    assert (code, out) == (2, "")
+    assert message in err
+
+
+def test_inspect_and_verify(prep, tmp_path):
+    corpus(tmp_path / "corpus.jsonl")
+    prep("pipeline", "quickstart", "--work-dir", tmp_path, *QUICK)
+    prefix = tmp_path / "corpus_text_document"
+    code, out, _ = prep("inspect", prefix, "--format", "json")
+    view = json.loads(out)
+    assert (code, view["documents"], view["dtype"], view["form"]) == (0, 61, "uint16", "mmap")
+    code, out, _ = prep("verify", prefix, "--tokenizer", tmp_path / "tokenizer.json")
+    assert (code, "61 documents" in out) == (0, True)
+    bin_file = Path(f"{prefix}.bin")
+    bin_file.write_bytes(b"\xff\xff" + bin_file.read_bytes()[2:])
+    code, _, err = prep("verify", prefix, "--tokenizer", tmp_path / "tokenizer.json")
+    assert code == 2
+    assert "bin.tokens[0]: is 65535; must be within 0 and 399" in err
+    bin_file.write_bytes(bin_file.read_bytes()[:-2])
+    assert prep("inspect", prefix)[0] == 2
+
+
+def test_sample_corpus_reports_what_it_wrote(prep, tmp_path):
+    code, out, _ = prep(
+        "sample-corpus", "--output", tmp_path / "c.jsonl.zst", "--max-bytes", 200_000, "--format", "json"
+    )
+    report = json.loads(out)
+    assert code == 0
+    assert report["documents"] > 20
+    assert 100_000 < report["bytes"] <= 200_000
+
+
+@pytest.mark.parametrize("step", ["", *cli.STEPS, "pipeline", "sample-corpus", "inspect", "verify"])
+def test_help_of_every_command_is_quick_and_loads_nothing_heavy(step):
+    program = (
+        "import sys, dynmo_tools.cli as cli\n"
+        f"sys.argv = ['dynmo-prep', {step!r}, '--help'] if {step!r} else ['dynmo-prep', '--help']\n"
+        "try:\n    cli.main()\nexcept SystemExit as stop:\n    assert not stop.code\n"
+        "heavy = {'numpy', 'datasketch', 'ftfy', 'langdetect', 'tokenizers', 'orjson', 'pyarrow', 'gigatoken'}\n"
+        "sys.exit(','.join(sorted(heavy & set(sys.modules))) or 0)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "COLUMNS": "120"},
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "Usage: dynmo-prep" in done.stdout

@@ -1,0 +1,83 @@
+"""The indexed data set: every parser reads the same fixtures, and refuses the same.
+
+``fixtures/indexed/fixtures.json`` states what each valid file holds (sequences of tokens, document boundaries) and
+which kinds of problem each invalid one has. A parser is a function from a prefix to the list of its sequences, each a
+list of integers, that raises a ``UsageError`` of its package for a file that breaks the format.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import jsonschema
+import pytest
+
+from dynmo_tools.errors import UsageError as ToolsUsageError
+from dynmo_tools.formats import indexed
+
+HERE = Path(__file__).parent / "fixtures" / "indexed"
+LISTING = json.loads((HERE / "fixtures.json").read_text(encoding="utf-8"))
+SCHEMA = json.loads((Path(indexed.__file__).parent / "indexed.schema.json").read_text(encoding="utf-8"))
+
+
+def parse_with_tools(prefix):
+    reader = indexed.IndexedReader(prefix)
+    return [reader[sequence].tolist() for sequence in range(len(reader))]
+
+
+PARSERS = [
+    pytest.param(parse_with_tools, ToolsUsageError, id="dynmo_tools"),
+]
+
+
+def test_the_listing_names_every_fixture():
+    for kind in ("valid", "invalid"):
+        assert sorted(LISTING[kind]) == sorted(path.stem for path in (HERE / kind).glob("*.idx"))
+
+
+@pytest.mark.parametrize(("parse", "refusal"), PARSERS)
+@pytest.mark.parametrize("name", sorted(LISTING["valid"]))
+def test_valid_fixtures_are_read(parse, refusal, name):
+    assert parse(HERE / "valid" / name) == LISTING["valid"][name]["sequences"]
+
+
+@pytest.mark.parametrize(("parse", "refusal"), PARSERS)
+@pytest.mark.parametrize("name", sorted(LISTING["invalid"]))
+def test_invalid_fixtures_are_refused(parse, refusal, name):
+    with pytest.raises(refusal):
+        parse(HERE / "invalid" / name)
+
+
+@pytest.mark.parametrize("name", sorted(LISTING["valid"]))
+def test_the_owner_reads_document_boundaries(name):
+    assert indexed.read_index(HERE / "valid" / name).documents.tolist() == LISTING["valid"][name]["documents"]
+
+
+@pytest.mark.parametrize("name", sorted(set(LISTING["invalid"]) - {"no-bin"}))
+def test_the_owner_names_every_problem(name):
+    with pytest.raises(indexed.IndexedError) as caught:
+        indexed.read_index(HERE / "invalid" / name)
+    assert {problem.kind for problem in caught.value.problems} == set(LISTING["invalid"][name])
+
+
+@pytest.mark.parametrize("name", sorted(LISTING["valid"]))
+def test_the_json_view_follows_its_schema(name):
+    jsonschema.validate(indexed.describe(HERE / "valid" / name), SCHEMA)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"form": "flat"}, {"tokens": -1}, {"documents": 1.5}, {"more": 1}, {"dtype": "float32"}, {"multimodal": None}],
+    ids=str,
+)
+def test_the_schema_refuses_other_views(change):
+    view = {**indexed.describe(HERE / "valid" / "mmap-u16"), **change}
+    with pytest.raises(jsonschema.ValidationError):
+        jsonschema.validate(view, SCHEMA)
+
+
+@pytest.mark.parametrize("name", sorted(LISTING["valid"]))
+def test_what_is_written_again_is_the_same_bytes(name):
+    prefix = HERE / "valid" / name
+    assert b"".join(indexed.encode_index(indexed.read_index(prefix))) == indexed.idx_path(prefix).read_bytes()

@@ -1,0 +1,80 @@
+"""The plan format: every parser and the owner's JSON Schema accept and refuse the same fixtures.
+
+A parser takes the path of a plan and raises ``DocumentError`` (of its own package) where it breaks a rule. To add a
+parser, add it to ``PARSERS``. What a writer writes must pass the same schema.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import jsonschema
+import pytest
+
+import dynmo_balance.formats.plan as balance_plan
+from dynmo_balance.errors import UsageError
+
+HERE = Path(__file__).parent
+FIXTURES = HERE / "fixtures" / "plan"
+SCHEMA = json.loads((HERE.parents[1] / "dynmo_balance/formats/plan.schema.json").read_text())
+VALIDATOR = jsonschema.Draft202012Validator(SCHEMA)
+PARSERS = {"dynmo_balance": (balance_plan.read_plan, UsageError)}
+
+
+def fixtures(folder: str) -> list[Path]:
+    found = sorted((FIXTURES / folder).glob("*.json"))
+    assert found
+    return found
+
+
+def schema_accepts(path: Path) -> bool:
+    try:
+        document = json.loads(path.read_text())
+    except ValueError:
+        return False
+    return VALIDATOR.is_valid(document)
+
+
+def name(value) -> str:
+    return value.stem if isinstance(value, Path) else str(value)
+
+
+@pytest.mark.parametrize("path", fixtures("valid"), ids=name)
+def test_schema_accepts_valid(path):
+    assert schema_accepts(path)
+
+
+@pytest.mark.parametrize("path", fixtures("invalid"), ids=name)
+def test_schema_refuses_invalid(path):
+    assert not schema_accepts(path)
+
+
+@pytest.mark.parametrize("path", fixtures("invalid-across"), ids=name)
+def test_schema_cannot_see_faults_across_fields(path):
+    assert schema_accepts(path)
+
+
+@pytest.mark.parametrize("path", fixtures("valid"), ids=name)
+@pytest.mark.parametrize("parser", PARSERS)
+def test_parser_accepts_valid(parser, path):
+    read, _ = PARSERS[parser]
+    assert read(path)
+
+
+@pytest.mark.parametrize("path", fixtures("invalid") + fixtures("invalid-across"), ids=name)
+@pytest.mark.parametrize("parser", PARSERS)
+def test_parser_refuses_invalid(parser, path):
+    read, error = PARSERS[parser]
+    with pytest.raises(error):
+        read(path)
+
+
+@pytest.mark.parametrize("path", fixtures("valid"), ids=name)
+def test_what_is_written_is_what_was_read(path, tmp_path):
+    plan = balance_plan.read_plan(path)
+    written = balance_plan.publish(tmp_path, replace(plan))
+    assert written == replace(plan, plan_id=0)
+    assert schema_accepts(tmp_path / "plan-000000.json")
+    assert balance_plan.read_plan(tmp_path / "plan-000000.json") == written

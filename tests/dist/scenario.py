@@ -1,0 +1,132 @@
+"""One small training scenario that has everything that could depend on placement, run on any partition."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from dynmo_train.dynamics.pruning import CubicSchedule
+from dynmo_train.engine import Engine, EngineSettings
+from dynmo_train.models.gpt import Gpt, GptShape
+from dynmo_train.models.items import BoundaryShape
+from dynmo_train.optim.items import AdamWSettings
+from dynmo_train.optim.schedule import LearningRate
+from dynmo_train.parallel.world import World
+from dynmo_train.pipeline.partition import Partition, uniform_partition
+from dynmo_train.pipeline.schedule import Batch, PipelineShape
+
+SHAPE = GptShape(
+    num_layers=4,
+    hidden_size=32,
+    ffn_hidden_size=64,
+    num_attention_heads=4,
+    max_position_embeddings=16,
+    vocab_size=50,
+    padded_vocab_size=64,
+    hidden_dropout=0.1,
+    attention_dropout=0.1,
+    seed=11,
+)
+MICROBATCHES, MICRO_BATCH, TOKENS = 8, 2, 16
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scenario:
+    """A run; everything but ``schedule``, ``virtual``, ``recompute`` and ``moves`` fixes the mathematics."""
+
+    steps: int = 20
+    schedule: str = "1f1b"
+    virtual: int = 1
+    recompute: bool = False
+    moves: tuple[tuple[int, Partition], ...] = ()
+    start: Partition | None = None
+    prune: bool = True
+    freeze: tuple[tuple[int, int], ...] = ((8, 1), (14, 3))
+    freeze_tied: bool = False
+    clip: float = 0.2
+    tied: bool = True
+
+    def family(self) -> Gpt:
+        return Gpt(replace(SHAPE, tied_embeddings=self.tied))
+
+    def settings(self) -> EngineSettings:
+        boundary = BoundaryShape(batch=MICRO_BATCH, tokens=TOKENS, width=SHAPE.hidden_size)
+        return EngineSettings(
+            pipeline=PipelineShape(
+                schedule=self.schedule,
+                microbatches=MICROBATCHES,
+                boundary=boundary,
+                seed=SHAPE.seed,
+                recompute=self.recompute,
+            ),
+            adamw=AdamWSettings(beta1=0.9, beta2=0.99, eps=1e-8, weight_decay=0.1),
+            rate=LearningRate(peak=3e-3, floor=0.0, style="cosine", warmup_steps=3, decay_steps=20),
+            clip=self.clip,
+            freeze_steps=self.freeze,
+            freeze_tied=self.freeze_tied,
+            pruning=CubicSchedule(start=4, end=12, every=4, initial=0.0, final=0.9) if self.prune else None,
+            sparse_threshold=0.85,
+        )
+
+
+def batch_of(step: int) -> Batch:
+    generator = torch.Generator().manual_seed(1000 + step)
+    ids = torch.randint(0, SHAPE.vocab_size, (MICROBATCHES * MICRO_BATCH, TOKENS + 1), generator=generator)
+    return Batch(
+        ids=ids[:, :-1].contiguous(),
+        labels=ids[:, 1:].contiguous(),
+        first_microbatch=(step - 1) * MICROBATCHES,
+        step=step,
+    )
+
+
+def engine_of(scenario: Scenario, world: World) -> Engine:
+    family = scenario.family()
+    start = scenario.start or uniform_partition(family.items, world.size, scenario.virtual)
+    engine = Engine(family, scenario.settings(), start, world)
+    engine.build()
+    return engine
+
+
+def digest(tensor: torch.Tensor) -> str:
+    return hashlib.sha256(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()).hexdigest()
+
+
+def fingerprint(engine: Engine) -> dict[str, str]:
+    """Tensor name -> digest, over parameters, masks and moments of the items held here."""
+    return {
+        name: digest(tensor)
+        for item in engine.local_names
+        for name, tensor in engine.held.export(item).tensors.items()
+    }
+
+
+def play(world: World, scenario: Scenario) -> dict[str, Any]:
+    """Train; returns losses, gradient norms, a held-out loss and the fingerprint of what this worker holds."""
+    engine = engine_of(scenario, world)
+    moves = dict(scenario.moves)
+    losses, norms = [], []
+    for step in range(1, scenario.steps + 1):
+        result = engine.train_step(batch_of(step), sampled=step % 5 == 0)
+        losses.append(result.loss)
+        norms.append(result.grad_norm)
+        engine.after_step(step)
+        if step in moves:
+            engine.repartition(moves[step])
+    held_out = engine.evaluate([batch_of(9999)])
+    return {"losses": losses, "norms": norms, "held_out": held_out, "weights": fingerprint(engine)}
+
+
+def merged(results: list[dict[str, Any]]) -> dict[str, Any]:
+    """The workers' results as one: their figures must be equal, their weights are put together."""
+    weights: dict[str, str] = {}
+    for result in results:
+        assert {k: v for k, v in result.items() if k != "weights"} == {
+            k: v for k, v in results[0].items() if k != "weights"
+        }
+        assert not set(weights) & set(result["weights"]), "an item is held twice"
+        weights.update(result["weights"])
+    return {**results[0], "weights": weights}

@@ -1,0 +1,87 @@
+from __future__ import annotations
+
+import ftfy
+import pytest
+
+from dynmo_tools.cleaning import count_pieces, is_short, judge, repair, replace_text
+from dynmo_tools.language import LanguageJudge
+from dynmo_tools.settings import CleanSettings
+
+ENGLISH = "The quick brown fox jumps over the lazy dog, and then it sleeps in the shade of an old tree. " * 12
+GERMAN = "Der schnelle braune Fuchs springt über den faulen Hund und schläft dann im Schatten des Baumes. " * 12
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "plain",
+        "a &amp; b",
+        "schÃ¶n",
+        "“quotes”",
+        "tab\tline\n",
+        "a\r\nb",
+        "\x1b[31mred",
+        "ﬁne",
+        "caf\u0065\u0301",
+        "\ud800",
+    ],
+)
+def test_the_fast_path_gives_what_ftfy_gives(text):
+    assert repair(text) == ftfy.fix_text(text)
+
+
+def test_every_ascii_character_is_repaired_as_ftfy_does():
+    for code in range(128):
+        text = f"word {chr(code)} word"
+        assert repair(text) == ftfy.fix_text(text)
+
+
+def test_pieces_are_those_of_gpt2s_rule():
+    assert count_pieces("I'm 42 years_old,  ok\n") == len(
+        ["I", "'m", " 42", " years", "_", "old", ",", " ", " ok", "\n"]
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "short"),
+    [
+        ("a " * 127, False),  # 127 tokens of text and the end of the document make 128
+        ("a " * 126, True),
+        ("x" * 1024, False),  # long texts pass uncounted
+        ("x" * 1023, True),
+        ("x" * 126, True),
+    ],
+)
+def test_short_documents(text, short):
+    assert is_short(text.strip(), 128, count_pieces) is short
+
+
+def test_a_verdict_for_each_reason():
+    settings = CleanSettings()
+    languages = LanguageJudge(0)
+
+    def drop(text):
+        return judge(text, settings, count_pieces, languages).drop
+
+    assert drop(ENGLISH) is None
+    assert drop(GERMAN) == "language"
+    assert drop("Too short.") == "short"
+    assert drop(" \n ") == "empty"
+    assert drop("12345 67890 " * 100) == "no-features"
+
+
+def test_repaired_text_is_kept():
+    assert judge("schÃ¶n &amp; gut", CleanSettings(min_tokens=1), count_pieces, None).text == "schön & gut"
+
+
+def test_a_verdict_does_not_depend_on_the_texts_before():
+    mixed = "Bonjour hello guten Tag " * 50
+    fresh = LanguageJudge(0).detect(mixed)
+    used = LanguageJudge(0)
+    assert {used.detect(text) for text in (ENGLISH, GERMAN, mixed, mixed)} == {"en", "de", fresh}
+    assert used.detect(mixed) == fresh
+
+
+def test_the_text_is_replaced_where_it_was():
+    assert list(replace_text({"a": 1, "text": "x", "b": 2}, "text", "y").items()) == [("a", 1), ("text", "y"), ("b", 2)]
+    assert replace_text({"a": {"b": "x", "c": 1}}, "a.b", "y") == {"a": {"b": "y", "c": 1}}

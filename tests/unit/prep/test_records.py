@@ -1,0 +1,152 @@
+from __future__ import annotations
+
+import bz2
+import gzip
+import io
+import json
+import lzma
+
+import pytest
+import zstandard
+
+from dynmo_tools.compression import TruncatedError, wrap_write
+from dynmo_tools.errors import DynmoError
+from dynmo_tools.records import (
+    BadLineError,
+    Line,
+    Slice,
+    encode_row,
+    parse_line,
+    read_lines,
+    split_lines,
+    text_of,
+)
+
+LINES = [b'{"text": "one"}', b'{"text": "two \xc3\xa9"}', b"", b'{"text": "three"}']
+PAYLOAD = b"\n".join(LINES) + b"\n"
+COMPRESS = {
+    "": bytes,
+    ".gz": gzip.compress,
+    ".xz": lzma.compress,
+    ".bz2": bz2.compress,
+    ".zst": zstandard.ZstdCompressor().compress,
+}
+
+
+@pytest.mark.parametrize("ending", COMPRESS)
+def test_lines_of_every_compression(tmp_path, ending):
+    path = tmp_path / f"a.jsonl{ending}"
+    path.write_bytes(COMPRESS[ending](PAYLOAD))
+    lines = list(read_lines(Slice(path=path), 1 << 20))
+    assert [line.raw for line in lines] == LINES
+    assert [line.offset for line in lines] == [0, 16, 35, 36]
+    assert [line.number for line in lines] == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("ending", [".gz", ".xz", ".bz2", ".zst"])
+def test_two_streams_one_behind_the_other_are_one(tmp_path, ending):
+    path = tmp_path / f"a.jsonl{ending}"
+    path.write_bytes(COMPRESS[ending](PAYLOAD) + COMPRESS[ending](PAYLOAD))
+    assert [line.raw for line in read_lines(Slice(path=path), 1 << 20)] == LINES * 2
+
+
+@pytest.mark.parametrize("ending", [".gz", ".xz", ".bz2", ".zst"])
+def test_a_truncated_stream_is_an_error_not_an_end(tmp_path, ending):
+    path = tmp_path / f"a.jsonl{ending}"
+    whole = COMPRESS[ending](PAYLOAD * 100)
+    path.write_bytes(whole[: len(whole) - 12])
+    with pytest.raises(TruncatedError, match="ends too early"):
+        list(read_lines(Slice(path=path), 1 << 20))
+
+
+@pytest.mark.parametrize("ending", [".gz", ".xz", ".bz2", ".zst"])
+def test_bytes_of_another_kind_are_an_error(tmp_path, ending):
+    path = tmp_path / f"a.jsonl{ending}"
+    path.write_bytes(PAYLOAD * 10)
+    with pytest.raises(DynmoError, match=r"a\.jsonl"):
+        list(read_lines(Slice(path=path), 1 << 20))
+
+
+@pytest.mark.parametrize("ending", [".gz", ".xz", ".bz2", ".zst"])
+def test_what_is_written_is_read_again(tmp_path, ending):
+    target = io.BytesIO()
+    writer = wrap_write(target, ending)
+    writer.write(PAYLOAD)
+    writer.close()
+    path = tmp_path / f"a.jsonl{ending}"
+    path.write_bytes(target.getvalue())
+    assert [line.raw for line in read_lines(Slice(path=path), 1 << 20)] == LINES
+
+
+def test_a_long_line_is_passed_over_without_holding_it():
+    long = b"x" * (5 << 20)
+    lines = list(split_lines(io.BytesIO(b"a\n" + long + b"\nb\n" + long), 0, 1000))
+    assert lines[0] == Line(1, 0, b"a")
+    assert (lines[1].raw, lines[1].offset, len(lines[1].head)) == (None, 2, 200)
+    assert lines[2] == Line(3, 2 + len(long) + 1, b"b")
+    assert lines[3].raw is None
+
+
+@pytest.mark.parametrize("length", [999, 1000])
+def test_the_limit_itself_is_allowed(length):
+    assert next(split_lines(io.BytesIO(b"x" * length + b"\n"), 0, 1000)).raw == b"x" * length
+    assert next(split_lines(io.BytesIO(b"x" * 1001 + b"\n"), 0, 1000)).raw is None
+
+
+def test_a_byte_order_mark_is_no_part_of_the_first_line(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b"\xef\xbb\xbf" + PAYLOAD)
+    assert next(iter(read_lines(Slice(path=path), 1 << 20))).raw == LINES[0]
+
+
+@pytest.mark.parametrize(
+    ("raw", "reason"),
+    [
+        (b'{"text": "a"', "json"),
+        (b"[1, 2]", "json"),
+        (b'"text"', "json"),
+        (b"not json", "json"),
+        (b'{"text": "\xff"}', "utf8"),
+    ],
+)
+def test_lines_that_are_no_documents(raw, reason):
+    with pytest.raises(BadLineError) as caught:
+        parse_line(raw)
+    assert caught.value.reason == reason
+
+
+def test_invalid_utf8_can_be_repaired():
+    assert parse_line(b'{"text": "a\xffb"}', repair_utf8=True) == {"text": "a\ufffdb"}
+
+
+def test_numbers_beyond_json_pass_through():
+    value = parse_line(b'{"text": "a", "score": NaN}')
+    assert json.loads(encode_row(value))["score"] != 0
+    assert b"NaN" in encode_row(value)
+
+
+@pytest.mark.parametrize(
+    ("value", "reason"),
+    [
+        ({"other": "a"}, "key"),
+        ({"text": None}, "type"),
+        ({"text": 3}, "type"),
+        ({"text": ["a"]}, "type"),
+        ({"text": "a\ud800"}, "surrogate"),
+    ],
+)
+def test_documents_without_a_usable_text(value, reason):
+    with pytest.raises(BadLineError) as caught:
+        text_of(value, "text")
+    assert caught.value.reason == reason
+
+
+def test_dots_go_into_nested_objects_and_a_key_with_a_dot_wins():
+    assert text_of({"a": {"b": "deep"}}, "a.b") == "deep"
+    assert text_of({"a.b": "flat", "a": {"b": "deep"}}, "a.b") == "flat"
+
+
+def test_unknown_keys_stay_in_order():
+    value = {"z": 1, "text": "é", "a": {"y": [None, True]}}
+    assert list(json.loads(encode_row(value))) == ["z", "text", "a"]
+    assert json.loads(encode_row(value)) == value
