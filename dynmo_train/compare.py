@@ -13,7 +13,7 @@ from .formats._document import complete_lines, parse_json
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """What two runs have in common; a ratio is the first run's step time over the second's; times are milliseconds.
+    """What two runs have in common; a ratio is the first's step time over the second's; times are milliseconds.
 
     Attributes:
         steps: steps that both runs logged.
