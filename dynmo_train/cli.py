@@ -14,7 +14,7 @@ import typer
 
 from .config import Facts, check, read_config_file, resolve
 from .config.command import with_options
-from .console import Format, emit, emit_json, run_app
+from .console import Format, emit, emit_json, emit_table, run_app
 from .errors import UsageError
 
 app = typer.Typer(
@@ -174,6 +174,29 @@ def _prompts(given: list[str] | None, file: Path | None) -> list[str]:
     if not any(line.strip() for line in lines):
         raise UsageError("no prompt: the input holds no line with text")
     return [line for line in lines if line.strip()]
+
+
+@app.command()
+def compare(
+    first: Annotated[Path, typer.Argument(help="Run directory that the ratio's upper part comes from.")],
+    second: Annotated[Path, typer.Argument(help="Run directory of the same mathematics, placed otherwise.")],
+    form: Annotated[Format, typer.Option("--format", help="How to report.")] = Format.TEXT,
+) -> None:
+    """Compare two runs step by step: are the losses the same bits, and what did a step cost?
+
+    Ends with exit code 1 where any loss or gradient norm of a common step differs.
+    """
+    from .compare import compare_runs, comparison_rows
+
+    result = compare_runs(first, second)
+    if form is Format.JSON:
+        emit_json(result.document())
+    else:
+        emit_table(f"{result.steps} common steps", ("", first.name, second.name), comparison_rows(result))
+        emit(f"step time ratio {result.ratio:.2f}; after the last move {result.ratio_settled:.2f}")
+        where = "" if result.identical else f" (first at step {result.first_difference})"
+        emit(f"losses {'identical, bit for bit' if result.identical else 'differ'}{where}")
+    raise typer.Exit(0 if result.identical else 1)
 
 
 def main() -> None:

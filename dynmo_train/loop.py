@@ -274,4 +274,6 @@ def _planner_arguments(config: Config) -> list[str]:
         *("--min-gain", str(balance.balance_min_gain)),
         *("--granularity", balance.granularity),
     ]
-    return [*arguments, "--lockstep"] if balance.balance_lockstep else arguments
+    if balance.balance_lockstep:
+        return [*arguments, "--lockstep", "--min-records", "1"]
+    return [*arguments, "--every", str(balance.rebalance_interval)]

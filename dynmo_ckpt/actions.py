@@ -1,0 +1,186 @@
+"""Writes what was planned: checks first, writes into a staging directory, reads back, puts in place, reports."""
+
+from __future__ import annotations
+
+import time
+import zlib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from . import __version__
+from .console import Format, emit, emit_json, emit_table, human_bytes, progress, say
+from .convert import ExportPlan
+from .copyplan import OutputFile
+from .execute import TRANSPOSE_PANEL_BYTES, Written, execute
+from .faults import StorageError
+from .formats._document import encode_json, envelope
+from .formats.checkpoint import seal
+from .io.directory import check_target, new_directory, write_synced
+from .reshard import NativePlan, finished_manifest
+from .verify import full_findings, written_findings
+
+BASE_MEMORY_BYTES = 45_000_000
+ASSUMED_BYTES_PER_S = 1e9
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """How to write: threads, whether to read back, whether to replace, whether only to show the plan."""
+
+    jobs: int
+    verify: bool
+    overwrite: bool
+    plan_only: bool
+    format: Format
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result:
+    """What was done; ``peak_rss_bytes`` is the largest resident memory of the process."""
+
+    source: str
+    target: str
+    tensors: int
+    bytes: int
+    seconds: float
+    peak_rss_bytes: int
+    verified: bool
+    decisions: Mapping[str, Any]
+
+
+def write_native(
+    source: Path,
+    target: Path,
+    plan: NativePlan,
+    extra: Mapping[str, bytes],
+    decisions: Mapping[str, Any],
+    how: Settings,
+) -> None:
+    """Write a native checkpoint directory and report.
+
+    Args:
+        source: the input, for the record and so that it is not replaced.
+        target: the new directory.
+        plan: what to write.
+        extra: small files by path inside the directory, such as the tokenizer's.
+        decisions: what is to be recorded in ``conversion.json``.
+        how: settings.
+    """
+    extra = {**extra, "conversion.json": _record(source, decisions)}
+    if _refused_or_shown(source, target, plan.files, extra, how):
+        return
+    begun = time.monotonic()
+    with new_directory(target) as staging:
+        written = _write(staging, plan.files, how.jobs)
+        for name, payload in extra.items():
+            write_synced(staging / name, payload)
+        sums = {name: (len(payload), zlib.crc32(payload)) for name, payload in extra.items()}
+        write_synced(staging / "manifest.json", seal(finished_manifest(plan, written, sums)))
+        if how.verify:
+            with progress("verify", sum(file.num_bytes for file in plan.files) / 1e6, "MB") as tick:
+                _refuse_findings(full_findings(staging, tick))
+    _report(source, target, plan.files, begun, decisions, how)
+
+
+def write_export(source: Path, target: Path, plan: ExportPlan, how: Settings) -> None:
+    """Write a Hugging Face directory and report; parameters as those of :func:`write_native`."""
+    small = {**plan.small_files, "conversion.json": _record(source, plan.decisions)}
+    if _refused_or_shown(source, target, plan.files, small, how):
+        return
+    begun = time.monotonic()
+    with new_directory(target) as staging:
+        written = _write(staging, plan.files, how.jobs)
+        for name, payload in small.items():
+            write_synced(staging / name, payload)
+        if how.verify:
+            with progress("verify", sum(file.num_bytes for file in plan.files) / 1e6, "MB") as tick:
+                _refuse_findings(written_findings(staging, written, tick))
+    _report(source, target, plan.files, begun, plan.decisions, how)
+
+
+def _record(source: Path, decisions: Mapping[str, Any]) -> bytes:
+    document = envelope("dynmo.conversion", 1, f"dynmo-ckpt {__version__}")
+    return encode_json({**document, "source": str(source), "decisions": dict(decisions)})
+
+
+def _refused_or_shown(
+    source: Path, target: Path, files: Sequence[OutputFile], small: Mapping[str, bytes], how: Settings
+) -> bool:
+    """Raise what forbids to begin; with ``--plan`` show what would be written and say so."""
+    total = sum(file.num_bytes for file in files) + sum(map(len, small.values()))
+    if not how.plan_only:
+        check_target(target, source, overwrite=how.overwrite, need_bytes=total)
+        return False
+    sizes = {file.name: file.num_bytes for file in files} | {name: len(payload) for name, payload in small.items()}
+    memory = BASE_MEMORY_BYTES + 2 * how.jobs * TRANSPOSE_PANEL_BYTES
+    seconds = total / ASSUMED_BYTES_PER_S
+    if how.format is Format.JSON:
+        emit_json(
+            {
+                "source": str(source),
+                "target": str(target),
+                "files": sizes,
+                "bytes": total,
+                "memory_bytes_at_most": memory,
+                "seconds_at_1_gb_per_s": round(seconds, 3),
+            }
+        )
+        return True
+    emit_table(f"would write {target}", ("file", "bytes"), [(name, f"{size:,}") for name, size in sizes.items()])
+    emit(
+        f"{len(sizes)} files, {human_bytes(total)}, at most {human_bytes(memory)} of memory, "
+        f"about {seconds:.1f} s at 1 GB/s; nothing was written"
+    )
+    return True
+
+
+def _write(staging: Path, files: Sequence[OutputFile], jobs: int) -> dict[str, Written]:
+    with progress("write", sum(file.num_bytes for file in files) / 1e6, "MB") as tick:
+        return execute(staging, files, jobs=jobs, tick=tick)
+
+
+def _refuse_findings(findings: Iterable[str]) -> None:
+    found = list(findings)
+    if found:
+        raise StorageError("\n  ".join(["read back otherwise than written; nothing was put in place", *found]))
+
+
+def _report(
+    source: Path,
+    target: Path,
+    files: Sequence[OutputFile],
+    begun: float,
+    decisions: Mapping[str, Any],
+    how: Settings,
+) -> None:
+    seconds = time.monotonic() - begun
+    result = Result(
+        source=str(source),
+        target=str(target),
+        tensors=sum(len(file.tensors) for file in files),
+        bytes=sum(file.num_bytes for file in files),
+        seconds=round(seconds, 3),
+        peak_rss_bytes=peak_rss_bytes(),
+        verified=how.verify,
+        decisions=decisions,
+    )
+    if how.format is Format.JSON:
+        emit_json(asdict(result))
+        return
+    checked = "read back and compared" if how.verify else "not read back"
+    emit(
+        f"{target}: {result.tensors} tensors, {human_bytes(result.bytes)} in {seconds:.2f} s "
+        f"({result.bytes / 1e9 / max(seconds, 1e-9):.2f} GB/s, {human_bytes(result.peak_rss_bytes)} of memory), "
+        f"{checked}"
+    )
+    for name, value in decisions.items():
+        say(f"  {name}: {value}")
+
+
+def peak_rss_bytes() -> int:
+    """Largest resident memory of this process so far; 0 where the system does not tell."""
+    status = Path("/proc/self/status")
+    lines = status.read_text(encoding="ascii").splitlines() if status.exists() else []
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:")), 0)

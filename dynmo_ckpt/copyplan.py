@@ -1,0 +1,104 @@
+"""The table of what will be written: files, tensors, their bytes' places. Pure; ``execute`` carries it out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from .io.crc32 import combine
+from .io.safetensors import DTYPE_BYTES, StoredArray, encode_header
+from .views import Tensor, View, row_major
+
+
+@dataclass(frozen=True, kw_only=True)
+class OutputTensor:
+    """One tensor to write: ``content`` in row-major order is what ``shape`` holds. Zero where ``mask`` is false."""
+
+    key: str
+    shape: tuple[int, ...]
+    content: Tensor
+    mask: Tensor | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class OutputFile:
+    """One safetensors file to write, its tensors in the order of their bytes."""
+
+    name: str
+    tensors: tuple[OutputTensor, ...]
+    metadata: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def header(self) -> bytes:
+        """The bytes before the first tensor."""
+        return encode_header([(t.key, t.content.dtype, t.shape) for t in self.tensors], self.metadata)
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of the whole file."""
+        return len(self.header) + sum(tensor.content.num_bytes for tensor in self.tensors)
+
+
+def output_file(name: str, tensors: Iterable[OutputTensor], metadata: Mapping[str, str] | None = None) -> OutputFile:
+    """A file with ``tensors`` put in an order that keeps each aligned: wide types before narrow ones."""
+    ordered = sorted(tensors, key=lambda tensor: -DTYPE_BYTES[tensor.content.dtype])
+    return OutputFile(name=name, tensors=tuple(ordered), metadata=metadata or {})
+
+
+def shard_by_size(tensors: Sequence[OutputTensor], limit_bytes: int) -> list[list[OutputTensor]]:
+    """Cut ``tensors`` into files of at most ``limit_bytes``; a larger tensor has a file of its own."""
+    groups: list[list[OutputTensor]] = []
+    filled = 0
+    for tensor in tensors:
+        size = tensor.content.num_bytes
+        if not groups or filled + size > limit_bytes:
+            groups.append([])
+            filled = 0
+        groups[-1].append(tensor)
+        filled += size
+    return groups
+
+
+def sources(files: Iterable[OutputFile]) -> list[StoredArray]:
+    """The stored arrays that a plan reads, each once."""
+    tensors = [tensor for file in files for tensor in file.tensors]
+    contents = [content for tensor in tensors for content in (tensor.content, tensor.mask) if content is not None]
+    return list({piece.view.array: None for content in contents for piece in content.pieces})
+
+
+def expected_crc32(tensor: OutputTensor) -> int | None:
+    """The checksum that the written bytes must have, where whole stored arrays are put one behind the other.
+
+    None where bytes are regrouped, cut or masked, or the source has no checksum: then the source itself is checked.
+    """
+    content = tensor.content
+    if tensor.mask is not None or not content.is_covered:
+        return None
+    strides = row_major(content.shape)
+    pieces = sorted(
+        (sum(b * s for b, s in zip(piece.begin, strides, strict=True)), index)
+        for index, piece in enumerate(content.pieces)
+    )
+    total, at = 0, 0
+    for begin, index in pieces:
+        view = content.pieces[index].view
+        if begin != at or view.array.crc32 is None or not _is_whole(view) or not _fits(view, strides):
+            return None
+        total = combine(total, view.array.crc32, view.array.num_bytes)
+        at += view.array.num_bytes // DTYPE_BYTES[content.dtype]
+    return total
+
+
+def _is_whole(view: View) -> bool:
+    elements = view.array.num_bytes // DTYPE_BYTES[view.array.dtype]
+    count = 1
+    for size in view.shape:
+        count *= size
+    return view.start == 0 and count == elements
+
+
+def _fits(view: View, strides: tuple[int, ...]) -> bool:
+    """Whether the view's bytes lie in the output as they lie in the file."""
+    return all(
+        size == 1 or mine == theirs for size, mine, theirs in zip(view.shape, view.strides, strides, strict=True)
+    )

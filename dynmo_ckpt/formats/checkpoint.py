@@ -1,0 +1,151 @@
+"""The manifest of a checkpoint (``manifest.json``, format ``dynmo.checkpoint``): its fields, seal and parser.
+
+Specification: ``checkpoint.md``; machine-readable form: ``checkpoint.schema.json``; rules across fields:
+``checkpoint_rules.py``.
+"""
+
+from __future__ import annotations
+
+import re
+import zlib
+from collections.abc import Mapping
+from typing import Any
+
+from ._document import (
+    ENVELOPE,
+    Check,
+    DocumentError,
+    Problem,
+    array,
+    boolean,
+    encode_json,
+    envelope_problems,
+    integer,
+    mapping,
+    nullable,
+    number,
+    obj,
+    parse_json,
+    string,
+)
+from .checkpoint_rules import across_problems
+
+FORMAT = "dynmo.checkpoint"
+VERSION = 1
+BLANK_SEAL = "0" * 8
+DTYPES = ("F32", "BF16", "F16", "F64", "I64", "I32", "BOOL", "U8")
+ROLES = ("parameter", "buffer", "mask", "optimizer")
+_SEAL_FIELD = re.compile(rb'"manifest_crc32"\s*:\s*"([0-9a-f]{8})"')
+
+
+def _is_crc32(value: Any, path: str, problems: list[Problem]) -> None:
+    if not isinstance(value, str) or re.fullmatch("[0-9a-f]{8}", value) is None:
+        problems.append(Problem(path, "crc32", f"must be 8 lower-case hexadecimal digits, is {value!r}"))
+
+
+def _is_span(value: Any, path: str, problems: list[Problem]) -> None:
+    if not isinstance(value, list) or len(value) != 2:
+        problems.append(Problem(path, "length", f"must be [begin, end], is {value!r}"))
+    else:
+        array(integer())(value, path, problems)
+
+
+_MODEL = {
+    "family": string("gpt"),
+    "num_layers": integer(),
+    "hidden_size": integer(1),
+    "ffn_hidden_size": integer(1),
+    "num_attention_heads": integer(1),
+    "max_position_embeddings": integer(1),
+    "vocab_size": integer(1),
+    "padded_vocab_size": integer(1),
+    "layernorm_epsilon": number(0),
+    "activation": string("gelu_tanh", "gelu"),
+    "tied_embeddings": boolean(),
+}
+_TOPOLOGY = {
+    "tensor_parallel_size": integer(1),
+    "pipeline_parallel_size": integer(1),
+    "data_parallel_size": integer(1),
+    "virtual_stages_per_worker": integer(1),
+    "schedule": string(),
+    "world_size": integer(1),
+    "partition": array(array(string()), 1),
+}
+_PRUNING = {"sparsity": number(0, 1), "sparsity_by_item": mapping(number(0, 1))}
+_SHARD = {"file": string(), "key": string(), "index": array(_is_span), "crc32": _is_crc32}
+_TENSOR = {
+    "dtype": string(*DTYPES),
+    "shape": array(integer()),
+    "role": string(*ROLES),
+    "split_dim": nullable(integer()),
+    "shards": array(obj(_SHARD), 1),
+}
+_GROUP = {"name": string(), "weight_decay": number(0), "parameters": array(string())}
+FIELDS: Mapping[str, Check] = {
+    **ENVELOPE,
+    "manifest_crc32": _is_crc32,
+    "run_id": string(),
+    "step": integer(),
+    "consumed_train_samples": integer(),
+    "model": obj(_MODEL),
+    "topology": obj(_TOPOLOGY),
+    "dynamic": obj(
+        {
+            "frozen_items": array(string()),
+            "pruning": nullable(obj(_PRUNING)),
+            "sparse_thresholds": mapping(number()),
+        }
+    ),
+    "tensors": mapping(obj(_TENSOR)),
+    "ties": mapping(string()),
+    "optimizer": nullable(
+        obj({"type": string("adamw", "none"), "steps": mapping(integer()), "groups": array(obj(_GROUP))})
+    ),
+    "data": nullable(obj({"seed": integer(), "split": string(), "sequence_length": integer(1), "prefix": string()})),
+    "rng": obj({"scheme": string(), "seed": integer()}),
+    "files": mapping(obj({"bytes": integer(), "crc32": _is_crc32})),
+}
+
+
+def manifest_problems(value: Any) -> list[Problem]:
+    """Every fault of a manifest, the seal apart; rules across fields are looked at once the fields are right."""
+    problems = envelope_problems(value, FORMAT, VERSION)
+    if not problems:
+        obj(FIELDS)(value, "", problems)
+    return problems or across_problems(value)
+
+
+def seal(manifest: Mapping[str, Any]) -> bytes:
+    """The bytes of ``manifest.json``; ``manifest_crc32`` is filled in."""
+    blank = encode_json({**manifest, "manifest_crc32": BLANK_SEAL})
+    at = _seal_offset(blank, "manifest")
+    return blank[:at] + f"{zlib.crc32(blank):08x}".encode() + blank[at + 8 :]
+
+
+def parse_manifest(payload: bytes, source: str) -> dict[str, Any]:
+    """The manifest in ``payload``; raises ``DocumentError`` with every problem, that of the seal among them."""
+    at = _seal_offset(payload, source)
+    said = payload[at : at + 8].decode()
+    found = f"{zlib.crc32(payload[:at] + BLANK_SEAL.encode() + payload[at + 8 :]):08x}"
+    if said != found:
+        message = f"is {said}, the bytes give {found}: the file was altered"
+        raise DocumentError(source, [Problem("manifest_crc32", "crc32", message)])
+    try:
+        value = parse_json(payload)
+    except (ValueError, RecursionError) as error:
+        raise DocumentError(source, [Problem("", "json", str(error))]) from error
+    problems = manifest_problems(value)
+    if problems:
+        raise DocumentError(source, problems)
+    manifest: dict[str, Any] = value
+    return manifest
+
+
+def _seal_offset(payload: bytes, source: str) -> int:
+    """Where the eight digits begin; they must stand there exactly once."""
+    found = [match.start(1) for match in _SEAL_FIELD.finditer(payload)]
+    if len(found) != 1:
+        message = f"must stand there once, as 8 lower-case hexadecimal digits; found {len(found)} times"
+        raise DocumentError(source, [Problem("manifest_crc32", "crc32", message)])
+    return found[0]

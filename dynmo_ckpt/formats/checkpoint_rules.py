@@ -1,0 +1,132 @@
+"""The rules of a manifest that hold across its fields (section "Across fields" of ``checkpoint.md``)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from ._document import Problem
+
+Document = dict[str, Any]
+STATE_SUFFIXES = {"mask": ("mask",), "optimizer": ("exp_avg", "exp_avg_sq")}
+STATE_DTYPES = {"mask": "BOOL", "optimizer": "F32"}
+
+
+def model_items(num_layers: int) -> list[str]:
+    """Names of a GPT's items at the finest granularity, in layer order."""
+    blocks = [f"layers.{i}.{part}" for i in range(num_layers) for part in ("attention", "mlp")]
+    return ["embedding", *blocks, "head"]
+
+
+def item_parts(item: str, num_layers: int) -> list[str]:
+    """The finest items that ``item`` stands for: two where it is a whole block, else itself."""
+    prefix, _, number = item.rpartition(".")
+    is_block = prefix == "layers" and number.isdecimal() and str(int(number)) == number and int(number) < num_layers
+    return [f"{item}.attention", f"{item}.mlp"] if is_block else [item]
+
+
+def across_problems(manifest: Document) -> list[Problem]:
+    """Every broken rule of a manifest whose fields are right one by one."""
+    return [
+        *_sizes(manifest),
+        *_partition(manifest),
+        *_coverage(manifest),
+        *_roles(manifest),
+        *_references(manifest),
+        *_paths(manifest),
+    ]
+
+
+def _sizes(manifest: Document) -> Iterator[Problem]:
+    model = manifest["model"]
+    hidden, heads = model["hidden_size"], model["num_attention_heads"]
+    if hidden % heads:
+        yield Problem("model.num_attention_heads", "range", f"{heads} heads do not divide hidden_size {hidden}")
+    if model["padded_vocab_size"] < model["vocab_size"]:
+        yield Problem("model.padded_vocab_size", "range", f"must be at least vocab_size {model['vocab_size']}")
+
+
+def _partition(manifest: Document) -> Iterator[Problem]:
+    layers = manifest["model"]["num_layers"]
+    items = model_items(layers)
+    placed = [p for stage in manifest["topology"]["partition"] for item in stage for p in item_parts(item, layers)]
+    if placed != items:
+        yield Problem("topology.partition", "order", "must hold each item once, in layer order")
+    frozen = [part for item in manifest["dynamic"]["frozen_items"] for part in item_parts(item, layers)]
+    for item in frozen:
+        if item not in items:
+            yield Problem("dynamic.frozen_items", "reference", f"{item!r} is not an item of the model")
+    owners = tuple(f"{item}." for item in items)
+    for name in manifest["tensors"]:
+        if not name.startswith(owners):
+            yield Problem(f"tensors.{name}", "reference", "belongs to no item of the partition")
+
+
+def _coverage(manifest: Document) -> Iterator[Problem]:
+    """Each tensor is covered once: whole, or by slices along ``split_dim`` that follow one another."""
+    for name, entry in manifest["tensors"].items():
+        shape, dim = entry["shape"], entry["split_dim"]
+        path = f"tensors.{name}"
+        if dim is not None and dim >= len(shape):
+            yield Problem(path, "cover", f"split_dim is {dim}, the shape is {shape}")
+            continue
+        boxes = [shard["index"] for shard in entry["shards"]]
+        if any(len(box) != len(shape) for box in boxes):
+            yield Problem(path, "cover", f"each index needs {len(shape)} ranges")
+            continue
+        whole = [[0, size] for size in shape]
+        if dim is None:
+            covered = boxes == [whole]
+        else:
+            spans = sorted(box[dim] for box in boxes)
+            ends = [0, *(end for _, end in spans)]
+            covered = all(begin == at and end >= begin for (begin, end), at in zip(spans, ends, strict=False))
+            covered = covered and ends[-1] == shape[dim]
+            covered = covered and all(box[:dim] + box[dim + 1 :] == whole[:dim] + whole[dim + 1 :] for box in boxes)
+        if not covered:
+            yield Problem(path, "cover", f"its shards do not cover the shape {shape} exactly once: {boxes}")
+
+
+def _roles(manifest: Document) -> Iterator[Problem]:
+    """Masks and optimizer state extend the name of a parameter and have its shape."""
+    tensors = manifest["tensors"]
+    for name, entry in tensors.items():
+        role, path = entry["role"], f"tensors.{name}"
+        if role == "optimizer" and manifest["optimizer"] is None:
+            yield Problem(path, "reference", "is optimizer state, yet optimizer is null")
+        if role not in STATE_SUFFIXES:
+            continue
+        base, _, suffix = name.rpartition(".")
+        parameter = tensors.get(base, {})
+        if suffix not in STATE_SUFFIXES[role] or parameter.get("role") != "parameter":
+            allowed = " or ".join(f".{suffix}" for suffix in STATE_SUFFIXES[role])
+            yield Problem(path, "reference", f"of role {role}, must be the name of a parameter and {allowed}")
+        elif entry["dtype"] != STATE_DTYPES[role] or entry["shape"] != parameter["shape"]:
+            yield Problem(path, "shape", f"must be {STATE_DTYPES[role]} of the shape {parameter['shape']}")
+
+
+def _references(manifest: Document) -> Iterator[Problem]:
+    tensors, optimizer = manifest["tensors"], manifest["optimizer"] or {"steps": {}, "groups": []}
+    parameters = {name for name, entry in tensors.items() if entry["role"] == "parameter"}
+    for name, target in manifest["ties"].items():
+        if name in tensors:
+            yield Problem(f"ties.{name}", "reference", "is stored as well; a tied tensor is stored once")
+        if target not in parameters:
+            yield Problem(f"ties.{name}", "reference", f"{target!r} is not a stored parameter")
+    for name in optimizer["steps"]:
+        if name not in parameters:
+            yield Problem(f"optimizer.steps.{name}", "reference", "is not a stored parameter")
+    for index, group in enumerate(optimizer["groups"]):
+        for name in group["parameters"]:
+            if name not in parameters:
+                yield Problem(f"optimizer.groups[{index}]", "reference", f"{name!r} is not a stored parameter")
+    for name, entry in tensors.items():
+        for shard in entry["shards"]:
+            if shard["file"] not in manifest["files"]:
+                yield Problem(f"tensors.{name}", "reference", f"its file {shard['file']!r} is not in files")
+
+
+def _paths(manifest: Document) -> Iterator[Problem]:
+    for path in manifest["files"]:
+        if path == "manifest.json" or "\\" in path or any(part in ("", ".", "..") for part in path.split("/")):
+            yield Problem(f"files.{path}", "path", "must be a plain relative path that stays in the directory")

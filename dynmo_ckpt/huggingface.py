@@ -1,0 +1,175 @@
+"""What stands beside the weights in a Hugging Face directory: configuration, generation settings, tokenizer, index."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from .copyplan import OutputFile, OutputTensor, output_file, shard_by_size
+from .errors import UsageError
+from .faults import CorruptError, UnsupportedError
+from .formats._document import encode_json, parse_json
+from .io.safetensors import StoredArray, read_index
+from .names import Mapped
+from .views import Tensor, whole
+
+ACTIVATIONS = {"gelu_tanh": "gelu_new", "gelu": "gelu"}
+SAME_AS_TANH = ("gelu_new", "gelu_fast", "gelu_pytorch_tanh")
+END_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eod>", "<eos>")
+DTYPE_NAMES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+
+
+def gpt2_config(model: Mapping[str, Any], dtype: str, end_token_id: int | None) -> dict[str, Any]:
+    """``config.json`` of a GPT-2; ``dtype`` as in safetensors."""
+    return {
+        "architectures": ["GPT2LMHeadModel"],
+        "model_type": "gpt2",
+        "activation_function": ACTIVATIONS[model["activation"]],
+        "n_embd": model["hidden_size"],
+        "n_head": model["num_attention_heads"],
+        "n_inner": model["ffn_hidden_size"],
+        "n_layer": model["num_layers"],
+        "n_positions": model["max_position_embeddings"],
+        "n_ctx": model["max_position_embeddings"],
+        "layer_norm_epsilon": model["layernorm_epsilon"],
+        "vocab_size": model["vocab_size"],
+        "tie_word_embeddings": model["tied_embeddings"],
+        "bos_token_id": end_token_id,
+        "eos_token_id": end_token_id,
+        "torch_dtype": DTYPE_NAMES[dtype],
+    }
+
+
+def gpt2_model(config: Mapping[str, Any], make_vocab_size_divisible_by: int) -> dict[str, Any]:
+    """The ``model`` of a manifest from a GPT-2's ``config.json``; defaults are those of ``GPT2Config``.
+
+    Raises:
+        UnsupportedError: another architecture, or a variant that our model does not compute.
+    """
+    if config.get("model_type") != "gpt2":
+        raise UnsupportedError(f"model_type {config.get('model_type')!r}: only 'gpt2' can be read")
+    for field, needed in (("scale_attn_weights", True), ("scale_attn_by_inverse_layer_idx", False)):
+        if config.get(field, needed) != needed:
+            raise UnsupportedError(f"{field} = {config[field]}: our attention computes {field} = {needed} only")
+    activation = config.get("activation_function", "gelu_new")
+    if activation not in (*SAME_AS_TANH, "gelu"):
+        raise UnsupportedError(f"activation_function {activation!r}: known are gelu and {', '.join(SAME_AS_TANH)}")
+    hidden, vocab = config.get("n_embd", 768), config.get("vocab_size", 50257)
+    return {
+        "family": "gpt",
+        "num_layers": config.get("n_layer", 12),
+        "hidden_size": hidden,
+        "ffn_hidden_size": config.get("n_inner") or 4 * hidden,
+        "num_attention_heads": config.get("n_head", 12),
+        "max_position_embeddings": config.get("n_positions", 1024),
+        "vocab_size": vocab,
+        "padded_vocab_size": -(-vocab // make_vocab_size_divisible_by) * make_vocab_size_divisible_by,
+        "layernorm_epsilon": config.get("layer_norm_epsilon", 1e-5),
+        "activation": "gelu" if activation == "gelu" else "gelu_tanh",
+        "tied_embeddings": config.get("tie_word_embeddings", True),
+    }
+
+
+def read_config(directory: Path) -> dict[str, Any]:
+    """``config.json``; remote code that it may name is not looked at."""
+    path = directory / "config.json"
+    try:
+        config = parse_json(path.read_bytes())
+    except OSError as error:
+        raise CorruptError(f"{path}: cannot be read: {error.strerror}") from error
+    except ValueError as error:
+        raise CorruptError(f"{path}: {error}") from error
+    if not isinstance(config, dict):
+        raise CorruptError(f"{path}: is not an object")
+    return config
+
+
+def read_tensors(directory: Path) -> dict[str, Tensor]:
+    """The tensors of ``model.safetensors``, or of the files that ``model.safetensors.index.json`` names."""
+    index_path = directory / "model.safetensors.index.json"
+    if not index_path.exists():
+        return {key: whole(array) for key, array in read_index(directory / "model.safetensors").arrays.items()}
+    try:
+        weight_map = parse_json(index_path.read_bytes())["weight_map"]
+        names = sorted(set(weight_map.values()))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CorruptError(f"{index_path}: has no readable weight_map: {error}") from error
+    if any(not isinstance(name, str) or "/" in name or name.startswith(".") for name in names):
+        raise CorruptError(f"{index_path}: names files outside of its directory")
+    arrays: dict[str, StoredArray] = {}
+    for name in names:
+        arrays |= read_index(directory / name).arrays
+    if set(arrays) != set(weight_map):
+        unlike = ", ".join(sorted(set(arrays) ^ set(weight_map))[:5])
+        raise CorruptError(f"{index_path}: the index and the files do not name the same tensors: {unlike}")
+    return {key: whole(array) for key, array in arrays.items()}
+
+
+def plan_files(mapped: Sequence[Mapped], masks: Mapping[str, Tensor], shard_bytes: int) -> list[OutputFile]:
+    """The weight files: one ``model.safetensors``, or numbered ones of at most ``shard_bytes`` each.
+
+    Args:
+        mapped: the tensors under their foreign names.
+        masks: masks in the layout of the content, by foreign name; pruned weights become zero.
+        shard_bytes: the largest file.
+    """
+    tensors = [OutputTensor(key=m.name, shape=m.shape, content=m.content, mask=masks.get(m.name)) for m in mapped]
+    groups = shard_by_size(tensors, shard_bytes)
+    names = [f"model-{i + 1:05d}-of-{len(groups):05d}.safetensors" for i in range(len(groups))]
+    if len(groups) == 1:
+        names = ["model.safetensors"]
+    return [output_file(name, group, {"format": "pt"}) for name, group in zip(names, groups, strict=True)]
+
+
+def weight_index(files: Sequence[OutputFile]) -> bytes | None:
+    """``model.safetensors.index.json`` of several files; None for one."""
+    if len(files) == 1:
+        return None
+    total = sum(tensor.content.num_bytes for file in files for tensor in file.tensors)
+    weight_map = {tensor.key: file.name for file in files for tensor in file.tensors}
+    return encode_json({"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))})
+
+
+def tokenizer_files(directory: Path | None, vocab_size: int, max_length: int) -> tuple[dict[str, bytes], int | None]:
+    """Byte copies of a tokenizer's files, with a configuration that AutoTokenizer opens, and the end token's id.
+
+    Args:
+        directory: where the files lie; None: there is no tokenizer.
+        vocab_size: the model's true vocabulary size.
+        max_length: the model's number of positions.
+
+    Raises:
+        UsageError: the tokenizer has more tokens than the model's vocabulary.
+    """
+    if directory is None:
+        return {}, None
+    files = {path.name: path.read_bytes() for path in sorted(directory.iterdir()) if path.is_file()}
+    if "tokenizer.json" not in files:
+        return files, _end_token_of_vocabulary(files.get("vocab.json"))
+    ids = _token_ids(directory / "tokenizer.json", files["tokenizer.json"])
+    if max(ids.values(), default=-1) >= vocab_size:
+        raise UsageError(f"{directory}: has token {max(ids.values())}, the model's vocabulary ends at {vocab_size - 1}")
+    end = next((token for token in END_TOKENS if token in ids), None)
+    if "tokenizer_config.json" not in files:
+        special = {} if end is None else {"bos_token": end, "eos_token": end, "unk_token": end}
+        config = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": max_length, **special}
+        files["tokenizer_config.json"] = encode_json(config)
+    return files, None if end is None else ids[end]
+
+
+def _token_ids(path: Path, payload: bytes) -> dict[str, int]:
+    """Ids of all tokens of a ``tokenizer.json``, the added ones among them."""
+    try:
+        document = json.loads(payload)
+        vocabulary = document["model"]["vocab"]
+        named = dict(vocabulary) if isinstance(vocabulary, dict) else {row[0]: i for i, row in enumerate(vocabulary)}
+        return named | {token["content"]: token["id"] for token in document.get("added_tokens", [])}
+    except (ValueError, KeyError, TypeError, IndexError) as error:
+        raise CorruptError(f"{path}: not a tokenizer's file: {error}") from error
+
+
+def _end_token_of_vocabulary(payload: bytes | None) -> int | None:
+    vocabulary = json.loads(payload) if payload else {}
+    return next((int(vocabulary[token]) for token in END_TOKENS if token in vocabulary), None)

@@ -1,0 +1,120 @@
+"""The safetensors container, without torch: an index of a file, and the header of a new one.
+
+Sizes and offsets are checked against the size of the file before anything is allocated.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..faults import CorruptError
+from ..formats._document import parse_json
+
+DTYPE_BYTES = {"F64": 8, "I64": 8, "F32": 4, "I32": 4, "BF16": 2, "F16": 2, "BOOL": 1, "U8": 1}
+HEADER_LIMIT_BYTES = 100_000_000
+_PAGE_BYTES = 4096
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoredArray:
+    """A contiguous row-major array in a file; ``offset`` in bytes from the file's start."""
+
+    path: Path
+    key: str
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+    crc32: int | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of the stored bytes."""
+        return math.prod(self.shape) * DTYPE_BYTES[self.dtype]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Index:
+    """What a safetensors file holds: arrays by key, in the order of their bytes, and the free metadata."""
+
+    arrays: Mapping[str, StoredArray]
+    metadata: Mapping[str, str]
+    header: bytes
+    file_bytes: int
+
+
+def read_index(path: Path) -> Index:
+    """Index a safetensors file.
+
+    Raises:
+        CorruptError: it is not there, or breaks the format; says where.
+    """
+    try:
+        size = path.stat().st_size
+        with open(path, "rb") as handle:
+            length = handle.read(8)
+            text_bytes = int.from_bytes(length, "little")
+            if len(length) < 8 or 8 + text_bytes > size or text_bytes > HEADER_LIMIT_BYTES:
+                raise CorruptError(f"{path}: a header of {text_bytes} bytes does not fit in a file of {size} bytes")
+            text = handle.read(text_bytes)
+    except OSError as error:
+        raise CorruptError(f"{path}: cannot be read: {error.strerror}") from error
+    try:
+        header = parse_json(text)
+        if not isinstance(header, dict):
+            raise ValueError("the header is not an object")
+        metadata = header.pop("__metadata__", {})
+        if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+            raise ValueError("__metadata__ must hold strings only")
+        arrays = {key: _array(path, key, value, 8 + text_bytes) for key, value in header.items()}
+        ordered = _without_gaps(arrays, 8 + text_bytes, size)
+    except (ValueError, RecursionError) as error:
+        raise CorruptError(f"{path}: not a safetensors file: {error}") from error
+    return Index(arrays=ordered, metadata=metadata, header=length + text, file_bytes=size)
+
+
+def _array(path: Path, key: str, value: object, data_begin: int) -> StoredArray:
+    if not isinstance(value, dict) or set(value) != {"dtype", "shape", "data_offsets"}:
+        raise ValueError(f"{key} needs dtype, shape and data_offsets, nothing else")
+    dtype, shape, span = value["dtype"], value["shape"], value["data_offsets"]
+    if dtype not in DTYPE_BYTES:
+        raise ValueError(f"{key} has the type {dtype!r}; known are {', '.join(DTYPE_BYTES)}")
+    for numbers in (shape, span):
+        if not isinstance(numbers, list) or any(type(number) is not int or number < 0 for number in numbers):
+            raise ValueError(f"{key} has {numbers!r} where non-negative integers belong")
+    array = StoredArray(path=path, key=key, dtype=dtype, shape=tuple(shape), offset=data_begin + span[0])
+    if len(span) != 2 or span[1] - span[0] != array.num_bytes:
+        raise ValueError(f"{key} has the offsets {span}, but {dtype} {shape} takes {array.num_bytes} bytes")
+    return array
+
+
+def _without_gaps(arrays: Mapping[str, StoredArray], begin: int, end: int) -> dict[str, StoredArray]:
+    ordered = dict(sorted(arrays.items(), key=lambda item: (item[1].offset, item[1].num_bytes)))
+    for key, array in ordered.items():
+        if array.offset != begin:
+            raise ValueError(f"{key} begins at byte {array.offset}, not at {begin}: a gap or an overlap")
+        begin += array.num_bytes
+    if begin != end:
+        raise ValueError(f"the arrays end at byte {begin}, the file at {end}")
+    return ordered
+
+
+def encode_header(
+    arrays: Sequence[tuple[str, str, tuple[int, ...]]], metadata: Mapping[str, str] | None = None
+) -> bytes:
+    """The first bytes of a file that will hold ``arrays``, each ``(key, dtype, shape)``, in this order without gaps.
+
+    Padded with spaces to a page. To keep every array aligned, the order must go from wide types to narrow ones.
+    """
+    header: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
+    begin = 0
+    for key, dtype, shape in arrays:
+        end = begin + math.prod(shape) * DTYPE_BYTES[dtype]
+        header[key] = {"dtype": dtype, "shape": list(shape), "data_offsets": [begin, end]}
+        begin = end
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-(8 + len(text)) % _PAGE_BYTES)
+    return len(text).to_bytes(8, "little") + text

@@ -1,0 +1,1 @@
+"""Name maps as data: one JSON table a foreign format, read in both directions."""

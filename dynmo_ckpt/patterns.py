@@ -1,0 +1,76 @@
+"""Layouts as named axes: ``(n t d) h`` is a matrix whose rows are heads, then query/key/value, then head dimension.
+
+One pattern for each side of a map says all that a conversion does, and says it for both directions. Pure.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+from .faults import UnsupportedError
+from .views import Tensor
+
+Axes = tuple[tuple[str, ...], ...]
+
+
+def parse_axes(pattern: str) -> Axes:
+    """``(n t d) h`` gives ``(("n", "t", "d"), ("h",))``: for each stored dimension, the axes that it is made of."""
+    axes: list[tuple[str, ...]] = []
+    group: list[str] | None = None
+    for token in pattern.replace("(", " ( ").replace(")", " ) ").split():
+        if token == "(":
+            group = []
+        elif token == ")":
+            axes.append(tuple(group or ()))
+            group = None
+        elif group is not None:
+            group.append(token)
+        else:
+            axes.append((token,))
+    return tuple(axes)
+
+
+def stored_shape(axes: Axes, sizes: Mapping[str, int]) -> tuple[int, ...]:
+    """The shape of an array with these axes."""
+    return tuple(math.prod(sizes[axis] for axis in group) for group in axes)
+
+
+def expand(tensor: Tensor, axes: Axes, sizes: Mapping[str, int], name: str) -> Tensor:
+    """``tensor`` with one dimension an axis.
+
+    Raises:
+        UnsupportedError: its shape is not what the axes and sizes say.
+    """
+    expected = stored_shape(axes, sizes)
+    if tensor.shape != expected:
+        raise UnsupportedError(f"{name}: the shape is {list(tensor.shape)}, the model's sizes ask for {list(expected)}")
+    for dim in reversed(range(len(axes))):
+        if len(axes[dim]) > 1:
+            tensor = tensor.unflatten(dim, [sizes[axis] for axis in axes[dim]])
+    return tensor
+
+
+def rearrange(
+    tensor: Tensor, source: Axes, target: Axes, sizes: Mapping[str, int], target_sizes: Mapping[str, int], name: str
+) -> tuple[Tensor, tuple[int, ...]]:
+    """Bring ``tensor`` from one layout to another.
+
+    An axis may have another size on the target's side (a padded vocabulary): the rest is cut off or filled with zeros.
+
+    Returns:
+        The content with one dimension an axis of the target, and the shape under which it is stored.
+    """
+    expanded = expand(tensor, source, sizes, name)
+    flat_source = [axis for group in source for axis in group]
+    flat_target = [axis for group in target for axis in group]
+    if sorted(flat_source) != sorted(flat_target):
+        raise UnsupportedError(f"{name}: the axes {flat_source} and {flat_target} are not the same")
+    result = expanded.permute([flat_source.index(axis) for axis in flat_target])
+    for dim, axis in enumerate(flat_target):
+        size = target_sizes[axis]
+        if size < result.shape[dim]:
+            result = result.narrow(dim, 0, size)
+        elif size > result.shape[dim]:
+            result = result.padded(dim, size)
+    return result, stored_shape(target, target_sizes)

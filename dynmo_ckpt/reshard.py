@@ -1,0 +1,157 @@
+"""Plans a native checkpoint on other workers: merge, split and reshard are one function. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from . import __version__
+from .copyplan import OutputFile, OutputTensor, output_file
+from .execute import Written
+from .faults import UnsupportedError
+from .formats._document import envelope
+from .formats.checkpoint import BLANK_SEAL, FORMAT, VERSION
+from .formats.checkpoint_rules import item_parts, model_items
+from .views import Tensor
+
+SPLIT_DIMS = {
+    "attention.qkv.weight": 0,
+    "attention.qkv.bias": 0,
+    "attention.dense.weight": 1,
+    "mlp.fc1.weight": 0,
+    "mlp.fc1.bias": 0,
+    "mlp.fc2.weight": 1,
+    "embedding.word.weight": 0,
+    "head.weight": 0,
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class NativePlan:
+    """Files to write, and the manifest that describes them, its checksums and ``files`` still to come."""
+
+    files: tuple[OutputFile, ...]
+    manifest: Mapping[str, Any]
+
+
+def whole_partition(manifest: Mapping[str, Any]) -> list[list[str]]:
+    """The items of all stages on one stage."""
+    return [[item for stage in manifest["topology"]["partition"] for item in stage]]
+
+
+def even_partition(num_layers: int, layers_per_stage: Sequence[int]) -> list[list[str]]:
+    """A partition with these numbers of whole blocks a stage; the embedding in the first, the head in the last.
+
+    Raises:
+        UnsupportedError: the numbers do not add up to ``num_layers``.
+    """
+    if sum(layers_per_stage) != num_layers or min(layers_per_stage) < 0:
+        raise UnsupportedError(f"--partition {list(layers_per_stage)} must add up to the model's {num_layers} layers")
+    stages, at = [], 0
+    for count in layers_per_stage:
+        stages.append([f"layers.{i}" for i in range(at, at + count)])
+        at += count
+    stages[0].insert(0, "embedding")
+    stages[-1].append("head")
+    return stages
+
+
+def plan_native(
+    manifest: Mapping[str, Any],
+    tensors: Mapping[str, Tensor],
+    *,
+    partition: Sequence[Sequence[str]],
+    tensor_parallel_size: int = 1,
+    virtual_stages_per_worker: int = 1,
+    with_optimizer: bool = True,
+) -> NativePlan:
+    """Plan the files of ``tensors`` on a partition and tensor-parallel size.
+
+    Args:
+        manifest: what describes ``tensors``; the run's facts are taken over from it.
+        tensors: the stored tensors by global name.
+        partition: the items of each stage, in layer order.
+        tensor_parallel_size: tensor ranks; weights are cut along the dimension that tensor parallelism cuts.
+        virtual_stages_per_worker: stages that each worker holds; stage ``i`` goes to worker ``i % workers``.
+        with_optimizer: take the optimizer's state along.
+
+    Raises:
+        UnsupportedError: the heads, the inner size or the padded vocabulary cannot be cut into that many ranks.
+    """
+    _check_divisible(manifest["model"], tensor_parallel_size)
+    layers = manifest["model"]["num_layers"]
+    workers = len(partition) // virtual_stages_per_worker
+    stage_of = {p: s for s, items in enumerate(partition) for item in items for p in item_parts(item, layers)}
+    owner = {item: stage_of[item] % workers for item in model_items(layers)}
+    kept = {n: e for n, e in manifest["tensors"].items() if with_optimizer or e["role"] != "optimizer"}
+    contents: dict[str, list[OutputTensor]] = {}
+    entries: dict[str, Any] = {}
+    for name, entry in kept.items():
+        worker = owner[next(item for item in owner if name.startswith(f"{item}."))]
+        kind = "optimizer" if entry["role"] == "optimizer" else "model"
+        dim = _split_dim(name, entry["role"]) if tensor_parallel_size > 1 else None
+        shards = []
+        for rank, part in enumerate(_cut(tensors[name], dim, tensor_parallel_size)):
+            file = f"{kind}-p{worker:03d}-t{rank:02d}.safetensors"
+            contents.setdefault(file, []).append(OutputTensor(key=name, shape=part.shape, content=part))
+            index = [[0, size] for size in entry["shape"]]
+            if dim is not None:
+                index[dim] = [rank * part.shape[dim], (rank + 1) * part.shape[dim]]
+            shards.append({"file": file, "key": name, "index": index})
+        entries[name] = {**entry, "split_dim": dim, "shards": shards}
+    topology = {
+        **manifest["topology"],
+        "tensor_parallel_size": tensor_parallel_size,
+        "pipeline_parallel_size": workers,
+        "data_parallel_size": 1,
+        "virtual_stages_per_worker": virtual_stages_per_worker,
+        "world_size": workers * tensor_parallel_size,
+        "partition": [list(stage) for stage in partition],
+    }
+    document = {
+        **manifest,
+        **envelope(FORMAT, VERSION, f"dynmo-ckpt {__version__}"),
+        "topology": topology,
+        "tensors": entries,
+        "optimizer": manifest["optimizer"] if with_optimizer else None,
+    }
+    return NativePlan(files=tuple(output_file(f, contents[f]) for f in sorted(contents)), manifest=document)
+
+
+def _check_divisible(model: Mapping[str, Any], ranks: int) -> None:
+    for field in ("num_attention_heads", "ffn_hidden_size", "padded_vocab_size"):
+        if model[field] % ranks:
+            raise UnsupportedError(
+                f"{field} {model[field]} cannot be cut into {ranks} tensor ranks; choose a divisor of it"
+            )
+
+
+def _split_dim(name: str, role: str) -> int | None:
+    base = name.rpartition(".")[0] if role in ("mask", "optimizer") else name
+    return next((dim for suffix, dim in SPLIT_DIMS.items() if base.endswith(suffix)), None)
+
+
+def _cut(tensor: Tensor, dim: int | None, ranks: int) -> list[Tensor]:
+    if dim is None:
+        return [tensor]
+    step = tensor.shape[dim] // ranks
+    return [tensor.narrow(dim, rank * step, (rank + 1) * step) for rank in range(ranks)]
+
+
+def finished_manifest(
+    plan: NativePlan, written: Mapping[str, Written], extra: Mapping[str, tuple[int, int]]
+) -> dict[str, Any]:
+    """The plan's manifest with the checksums of what was written; ``extra`` is size and CRC-32 of other files."""
+    tensors = {
+        name: {
+            **entry,
+            "shards": [
+                {**shard, "crc32": f"{written[shard['file']].tensors[shard['key']]:08x}"} for shard in entry["shards"]
+            ],
+        }
+        for name, entry in plan.manifest["tensors"].items()
+    }
+    sizes = {name: (file.num_bytes, file.crc32) for name, file in written.items()} | dict(extra)
+    files = {name: {"bytes": size, "crc32": f"{crc:08x}"} for name, (size, crc) in sorted(sizes.items())}
+    return {**plan.manifest, "manifest_crc32": BLANK_SEAL, "tensors": tensors, "files": files}

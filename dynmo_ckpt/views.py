@@ -1,0 +1,139 @@
+"""Tensors as strided windows on stored bytes: slicing, regrouping and transposing without touching a byte.
+
+A :class:`View` is a window on one stored array, a :class:`Tensor` is put together from views. Every layout that a
+checkpoint can have (tensor-parallel slices, grouped query-key-value rows, transposed weights) is described by these,
+and one executor copies them. Pure: values in, values out. Strides count elements.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from .faults import UnsupportedError
+from .io.safetensors import DTYPE_BYTES, StoredArray
+
+
+@dataclass(frozen=True)
+class View:
+    """A strided window on ``array``; its first element lies ``start`` elements into it."""
+
+    array: StoredArray
+    start: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A part of a tensor: where its box begins in each dimension, and the bytes; the extents are the view's shape."""
+
+    begin: tuple[int, ...]
+    view: View
+
+
+def row_major(shape: Sequence[int]) -> tuple[int, ...]:
+    """Strides of a contiguous array: ``(2, 3, 4)`` gives ``(12, 4, 1)``."""
+    return tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """A tensor put together from pieces that do not overlap; where no piece lies it is zero."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    pieces: tuple[Piece, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of the whole tensor."""
+        return math.prod(self.shape) * DTYPE_BYTES[self.dtype]
+
+    @property
+    def is_covered(self) -> bool:
+        """Whether the pieces leave no part zero."""
+        return sum(math.prod(piece.view.shape) for piece in self.pieces) == math.prod(self.shape)
+
+    def unflatten(self, dim: int, sizes: Sequence[int]) -> Tensor:
+        """Replace dimension ``dim`` by dimensions of ``sizes``, the last varying fastest.
+
+        Raises:
+            UnsupportedError: a piece ends within a group, so that it is no longer a box.
+        """
+        inner = math.prod(sizes[1:])
+        if math.prod(sizes) != self.shape[dim]:
+            raise UnsupportedError(f"a dimension of {self.shape[dim]} cannot be seen as {' x '.join(map(str, sizes))}")
+        pieces = []
+        for piece in self.pieces:
+            begin, extent, stride = piece.begin[dim], piece.view.shape[dim], piece.view.strides[dim]
+            if inner == 0 or begin % inner or extent % inner:
+                raise UnsupportedError(f"a part [{begin}, {begin + extent}) cuts through a group of {inner} rows")
+            view = replace(
+                piece.view,
+                shape=_splice(piece.view.shape, dim, (extent // inner, *sizes[1:])),
+                strides=_splice(piece.view.strides, dim, [stride * step for step in row_major(sizes)]),
+            )
+            pieces.append(Piece(_splice(piece.begin, dim, (begin // inner, *[0] * (len(sizes) - 1))), view))
+        return replace(self, shape=_splice(self.shape, dim, sizes), pieces=tuple(pieces))
+
+    def permute(self, order: Sequence[int]) -> Tensor:
+        """Reorder the dimensions: new dimension ``i`` is the old ``order[i]``."""
+
+        def pick(values: tuple[int, ...]) -> tuple[int, ...]:
+            return tuple(values[dim] for dim in order)
+
+        pieces = tuple(
+            Piece(pick(p.begin), replace(p.view, shape=pick(p.view.shape), strides=pick(p.view.strides)))
+            for p in self.pieces
+        )
+        return replace(self, shape=pick(self.shape), pieces=pieces)
+
+    def narrow(self, dim: int, begin: int, end: int) -> Tensor:
+        """The part ``[begin, end)`` along ``dim``."""
+        pieces = []
+        for piece in self.pieces:
+            low = max(begin, piece.begin[dim])
+            high = min(end, piece.begin[dim] + piece.view.shape[dim])
+            if low < high:
+                view = replace(
+                    piece.view,
+                    start=piece.view.start + (low - piece.begin[dim]) * piece.view.strides[dim],
+                    shape=_splice(piece.view.shape, dim, [high - low]),
+                )
+                pieces.append(Piece(_splice(piece.begin, dim, [low - begin]), view))
+        return replace(self, shape=_splice(self.shape, dim, [end - begin]), pieces=tuple(pieces))
+
+    def padded(self, dim: int, size: int) -> Tensor:
+        """Extended by zeros to ``size`` along ``dim``."""
+        return replace(self, shape=_splice(self.shape, dim, [size]))
+
+
+def whole(array: StoredArray) -> Tensor:
+    """The tensor that one stored array is."""
+    view = View(array, 0, array.shape, row_major(array.shape))
+    return Tensor(array.dtype, array.shape, (Piece((0,) * len(array.shape), view),))
+
+
+def concatenate(tensors: Sequence[Tensor], dim: int) -> Tensor:
+    """Tensors of one type, joined along ``dim``.
+
+    Raises:
+        UnsupportedError: the types or the other dimensions differ.
+    """
+    first = tensors[0]
+    pieces: list[Piece] = []
+    at = 0
+    for tensor in tensors:
+        if tensor.dtype != first.dtype or _splice(tensor.shape, dim, []) != _splice(first.shape, dim, []):
+            raise UnsupportedError(
+                f"{tensor.dtype} {list(tensor.shape)} does not join {first.dtype} {list(first.shape)} along {dim}"
+            )
+        pieces.extend(Piece(_splice(piece.begin, dim, [piece.begin[dim] + at]), piece.view) for piece in tensor.pieces)
+        at += tensor.shape[dim]
+    return Tensor(first.dtype, _splice(first.shape, dim, [at]), tuple(pieces))
+
+
+def _splice(values: Sequence[int], dim: int, new: Sequence[int]) -> tuple[int, ...]:
+    return (*values[:dim], *new, *values[dim + 1 :])

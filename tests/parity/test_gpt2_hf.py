@@ -1,0 +1,143 @@
+"""A native checkpoint and its Hugging Face export compute the same logits."""
+
+import json
+import runpy
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch.nn import functional as F
+from typer.testing import CliRunner
+
+build = runpy.run_path(str(Path(__file__).parents[1] / "unit" / "ckpt" / "build.py"))
+
+
+def layer_norm(x, p, name, eps):
+    return F.layer_norm(x, x.shape[-1:], p[f"{name}.weight"], p[f"{name}.bias"], eps)
+
+
+def linear(x, p, name):
+    return x @ p[f"{name}.weight"].T + p[f"{name}.bias"]
+
+
+def attention(x_BTD, p, name, heads):
+    batch, length, width = x_BTD.shape
+    qkv = linear(x_BTD, p, f"{name}.qkv").reshape(batch, length, heads, 3, width // heads)
+    q, k, v = (qkv[:, :, :, i].transpose(1, 2) for i in range(3))
+    scores = q @ k.transpose(-1, -2) / (width // heads) ** 0.5
+    future = torch.triu(torch.ones(length, length, dtype=torch.bool), 1)
+    mixed = scores.masked_fill(future, -torch.inf).softmax(-1) @ v
+    return linear(mixed.transpose(1, 2).reshape(batch, length, width), p, f"{name}.dense")
+
+
+def forward(p, m, tokens_BT):
+    """Logits over the true vocabulary, from the definition of the model."""
+    approximate = "tanh" if m["activation"] == "gelu_tanh" else "none"
+    eps = m["layernorm_epsilon"]
+    x = p["embedding.word.weight"][tokens_BT] + p["embedding.position.weight"][: tokens_BT.shape[1]]
+    for i in range(m["num_layers"]):
+        a, b = f"layers.{i}.attention", f"layers.{i}.mlp"
+        x = x + attention(layer_norm(x, p, f"{a}.norm", eps), p, a, m["num_attention_heads"])
+        inner = F.gelu(linear(layer_norm(x, p, f"{b}.norm", eps), p, f"{b}.fc1"), approximate=approximate)
+        x = x + linear(inner, p, f"{b}.fc2")
+    head = p["embedding.word.weight"] if m["tied_embeddings"] else p["head.weight"]
+    return (layer_norm(x, p, "head.norm", eps) @ head.T)[..., : m["vocab_size"]]
+
+
+def export(source, target, *options):
+    from dynmo_ckpt.cli import app
+
+    done = CliRunner().invoke(app, ["convert", str(source), str(target), "--to", "hf", "--format", "json", *options])
+    assert done.exit_code == 0, done.output
+    return json.loads(done.stdout)
+
+
+def difference(directory, p, m):
+    from transformers import AutoModelForCausalLM, GPT2LMHeadModel
+
+    loaded, report = AutoModelForCausalLM.from_pretrained(directory, output_loading_info=True)
+    assert isinstance(loaded, GPT2LMHeadModel)
+    assert not report["missing_keys"]
+    assert not report["unexpected_keys"]
+    tokens = torch.randint(
+        m["vocab_size"], (2, m["max_position_embeddings"]), generator=torch.Generator().manual_seed(3)
+    )
+    with torch.no_grad():
+        theirs = loaded.eval()(tokens).logits
+    assert theirs.shape[-1] == m["vocab_size"]
+    ours = forward({name: torch.from_numpy(value) for name, value in p.items()}, m, tokens)
+    assert ours.std() > 0.1
+    return (theirs - ours).abs().max().item()
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("activation", ["gelu_tanh", "gelu"])
+@pytest.mark.parametrize(("stages", "tp"), [(1, 1), (2, 2), (4, 4)])
+def test_logits_are_those_of_transformers(tmp_path, tied, activation, stages, tp):
+    m = build["model"](tied_embeddings=tied, activation=activation)
+    p = build["parameters"](m)
+    tensors = p | build["optimizer_state"](p)
+    build["save"](tmp_path / "in", tensors, m, partition=build["even_stages"](m, stages), tp=tp)
+    export(tmp_path / "in", tmp_path / "out")
+    assert difference(tmp_path / "out", p, m) < 5e-6
+
+
+def test_pruned_weights_are_zero_in_the_export(tmp_path):
+    m = build["model"]()
+    p = build["parameters"](m)
+    masks = build["masks"](p)
+    build["save"](tmp_path / "in", p | masks, m, tp=2)
+    export(tmp_path / "in", tmp_path / "out")
+    pruned = {name: np.where(masks[f"{name}.mask"], v, 0) if f"{name}.mask" in masks else v for name, v in p.items()}
+    assert difference(tmp_path / "out", pruned, m) < 5e-6
+
+
+def test_an_export_in_several_files_opens(tmp_path):
+    m = build["model"]()
+    p = build["parameters"](m)
+    build["save"](tmp_path / "in", p, m)
+    export(tmp_path / "in", tmp_path / "out", "--max-shard-size", "8kb")
+    assert len(list((tmp_path / "out").glob("model-*.safetensors"))) > 2
+    assert difference(tmp_path / "out", p, m) < 5e-6
+
+
+def test_the_tokenizer_travels_along(tmp_path):
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import AutoTokenizer
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=280, special_tokens=["<|endoftext|>"], initial_alphabet=alphabet, show_progress=False
+    )
+    tokenizer.train_from_iterator(["the cat sat on the mat and the dog sat on the log"] * 3, trainer)
+    size = tokenizer.get_vocab_size()
+    m = build["model"](vocab_size=size, padded_vocab_size=size + 3)
+    p = build["parameters"](m)
+    files = {"tokenizer/tokenizer.json": tokenizer.to_str().encode()}
+    build["save"](tmp_path / "in", p, m, files=files)
+    export(tmp_path / "in", tmp_path / "out")
+    loaded = AutoTokenizer.from_pretrained(tmp_path / "out")
+    text = "the dog sat, größer"
+    assert loaded(text)["input_ids"] == tokenizer.encode(text).ids
+    assert loaded.decode(tokenizer.encode(text).ids) == text
+    assert loaded.eos_token == "<|endoftext|>"
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config["eos_token_id"] == tokenizer.token_to_id("<|endoftext|>") == loaded.eos_token_id
+    assert (tmp_path / "out" / "tokenizer.json").read_bytes() == files["tokenizer/tokenizer.json"]
+
+
+def test_names_and_shapes_are_those_of_transformers(tmp_path):
+    from safetensors.numpy import load_file
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    m = build["model"]()
+    build["save"](tmp_path / "in", build["parameters"](m), m)
+    export(tmp_path / "in", tmp_path / "out")
+    config = GPT2Config(n_embd=16, n_head=4, n_layer=3, n_inner=40, n_positions=12, vocab_size=29)
+    expected = {name: tuple(value.shape) for name, value in GPT2LMHeadModel(config).named_parameters()}
+    written = load_file(tmp_path / "out" / "model.safetensors")
+    assert {name: value.shape for name, value in written.items()} == expected

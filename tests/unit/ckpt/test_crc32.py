@@ -1,0 +1,16 @@
+import zlib
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dynmo_ckpt.io.crc32 import combine
+
+
+@given(st.binary(max_size=300), st.binary(max_size=300))
+def test_combined_equals_that_of_the_joined_bytes(first, second):
+    assert combine(zlib.crc32(first), zlib.crc32(second), len(second)) == zlib.crc32(first + second)
+
+
+def test_long_second_part():
+    first, second = b"header", bytes(3_000_001)
+    assert combine(zlib.crc32(first), zlib.crc32(second), len(second)) == zlib.crc32(first + second)

@@ -1,0 +1,159 @@
+"""Views against numpy: the same operations on real arrays give the same elements."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dynmo_ckpt.console import progress
+from dynmo_ckpt.copyplan import OutputTensor, expected_crc32, output_file
+from dynmo_ckpt.execute import execute, transposed_copy
+from dynmo_ckpt.faults import UnsupportedError
+from dynmo_ckpt.io.safetensors import read_index
+from dynmo_ckpt.patterns import parse_axes, rearrange
+from dynmo_ckpt.views import concatenate, whole
+
+
+def stored(tmp_path, array, key="x"):
+    from safetensors.numpy import save_file
+
+    path = tmp_path / f"{key}.safetensors"
+    save_file({key: np.asarray(array, order="C")}, path)
+    return whole(read_index(path).arrays[key])
+
+
+def written(tmp_path, tensor, shape=None, mask=None):
+    from safetensors.numpy import load_file
+
+    output = OutputTensor(key="y", shape=tensor.shape if shape is None else shape, content=tensor, mask=mask)
+    plan = output_file("out.safetensors", [output])
+    with progress("test", 0, "MB") as tick:
+        execute(tmp_path, [plan], jobs=1, tick=tick)
+    return load_file(tmp_path / "out.safetensors")["y"]
+
+
+@pytest.mark.parametrize("dtype", [np.float64, np.float32, np.float16, np.uint8, np.bool_])
+def test_operations_are_those_of_numpy(tmp_path, dtype):
+    array = np.random.default_rng(0).integers(0, 2 if dtype is np.bool_ else 200, (12, 10)).astype(dtype)
+    tensor = stored(tmp_path, array)
+    assert np.array_equal(written(tmp_path, tensor), array)
+    assert np.array_equal(written(tmp_path, tensor.permute([1, 0])), array.T)
+    assert np.array_equal(written(tmp_path, tensor.narrow(0, 3, 9).narrow(1, 2, 3)), array[3:9, 2:3])
+    assert np.array_equal(
+        written(tmp_path, tensor.unflatten(0, [3, 4]).permute([1, 2, 0])), array.reshape(3, 4, 10).transpose(1, 2, 0)
+    )
+    assert np.array_equal(written(tmp_path, tensor.padded(0, 15)), np.pad(array, ((0, 3), (0, 0))))
+
+
+@given(data=st.data())
+def test_random_chains_of_operations(tmp_path_factory, data):
+    tmp_path = tmp_path_factory.mktemp("chain")
+    shape = data.draw(st.lists(st.sampled_from([1, 2, 4, 6]), min_size=1, max_size=3))
+    array = np.arange(np.prod(shape), dtype=np.float32).reshape(shape)
+    tensor = stored(tmp_path, array)
+    for _ in range(data.draw(st.integers(0, 4))):
+        step = data.draw(st.sampled_from(["permute", "narrow", "concatenate", "pad", "unflatten"]))
+        dim = data.draw(st.integers(0, array.ndim - 1))
+        if step == "permute":
+            order = data.draw(st.permutations(range(array.ndim)))
+            array, tensor = array.transpose(order), tensor.permute(order)
+        elif step == "narrow":
+            end = data.draw(st.integers(1, array.shape[dim]))
+            begin = data.draw(st.integers(0, end - 1))
+            array, tensor = array.take(range(begin, end), dim), tensor.narrow(dim, begin, end)
+        elif step == "concatenate":
+            array, tensor = np.concatenate([array, array], dim), concatenate([tensor, tensor], dim)
+        elif step == "pad":
+            widths = [(0, 2 if d == dim else 0) for d in range(array.ndim)]
+            array, tensor = np.pad(array, widths), tensor.padded(dim, array.shape[dim] + 2)
+        elif array.ndim < 5:
+            inner = 2 if array.shape[dim] % 2 == 0 else 1
+            sizes = [array.shape[dim] // inner, inner]
+            try:
+                tensor = tensor.unflatten(dim, sizes)
+            except UnsupportedError:
+                continue
+            array = array.reshape(*array.shape[:dim], *sizes, *array.shape[dim + 1 :])
+    assert tensor.shape == array.shape
+    assert np.array_equal(written(tmp_path, tensor), array)
+
+
+def test_small_panels_give_the_same_bytes(tmp_path, monkeypatch):
+    array = np.random.default_rng(0).normal(size=(40, 36)).astype(np.float32)
+    mask = array > 0
+    tensor, kept = stored(tmp_path, array), stored(tmp_path, mask, "m")
+    for limit in (4, 64, 100, 1000):
+        monkeypatch.setattr("dynmo_ckpt.execute.PANEL_BYTES", limit)
+        monkeypatch.setattr("dynmo_ckpt.execute.TRANSPOSE_PANEL_BYTES", limit)
+        assert np.array_equal(written(tmp_path, tensor), array)
+        turned, turned_mask = (
+            tensor.unflatten(0, [4, 10]).permute([2, 1, 0]),
+            kept.unflatten(0, [4, 10]).permute([2, 1, 0]),
+        )
+        expected = np.where(mask, array, 0).reshape(4, 10, 36).transpose(2, 1, 0)
+        assert np.array_equal(written(tmp_path, turned, mask=turned_mask), expected)
+
+
+def test_scalars_and_empty_tensors(tmp_path):
+    for array in (np.array(3.0, np.float32), np.zeros((0, 4), np.float32), np.zeros((4, 0), np.float32)):
+        assert np.array_equal(written(tmp_path, stored(tmp_path, array)), array)
+
+
+def test_a_part_that_cuts_through_a_group_is_refused(tmp_path):
+    halves = [stored(tmp_path, np.zeros((3, 2), np.float32), key) for key in "ab"]
+    with pytest.raises(UnsupportedError, match="cuts through a group of 2 rows"):
+        concatenate(halves, 0).unflatten(0, [3, 2])
+    with pytest.raises(UnsupportedError, match="cannot be seen as 4 x 2"):
+        halves[0].unflatten(0, [4, 2])
+
+
+def test_unlike_tensors_do_not_join(tmp_path):
+    one, other = stored(tmp_path, np.zeros((3, 2), np.float32)), stored(tmp_path, np.zeros((3, 3), np.float32), "b")
+    with pytest.raises(UnsupportedError, match="does not join"):
+        concatenate([one, other], 0)
+
+
+def test_patterns_say_both_directions(tmp_path):
+    sizes = {"n": 3, "t": 3, "d": 2, "h": 5, "v": 7}
+    array = np.random.default_rng(0).normal(size=(18, 5)).astype(np.float32)
+    ours, theirs = parse_axes("(n t d) h"), parse_axes("h (t n d)")
+    there, shape = rearrange(stored(tmp_path, array), ours, theirs, sizes, sizes, "x")
+    result = written(tmp_path, there, shape)
+    assert np.array_equal(result, array.reshape(3, 3, 2, 5).transpose(3, 1, 0, 2).reshape(5, 18))
+    back, shape = rearrange(stored(tmp_path, result, "z"), theirs, ours, sizes, sizes, "x")
+    assert np.array_equal(written(tmp_path, back, shape), array)
+
+
+def test_a_shape_that_the_sizes_do_not_give_is_refused(tmp_path):
+    axes = parse_axes("v h")
+    with pytest.raises(UnsupportedError, match=r"word: the shape is \[3, 2\], the model's sizes ask for \[3, 4\]"):
+        rearrange(
+            stored(tmp_path, np.zeros((3, 2), np.float32)), axes, axes, {"v": 3, "h": 4}, {"v": 3, "h": 4}, "word"
+        )
+
+
+@pytest.mark.parametrize("dtype", [np.uint8, np.uint16, np.uint32])
+def test_transposed_copy(dtype):
+    source = np.random.default_rng(0).integers(0, 255, (130, 3, 200)).astype(dtype)
+    for order in ((0, 1, 2), (2, 1, 0), (2, 0, 1), (1, 2, 0)):
+        target = np.zeros([source.shape[d] for d in order], dtype)
+        transposed_copy(target, source.transpose(order))
+        assert np.array_equal(target, source.transpose(order))
+
+
+def test_the_checksum_of_joined_parts_is_known_before(tmp_path):
+    import zlib
+    from dataclasses import replace
+
+    array = np.arange(24, dtype=np.float32).reshape(6, 4)
+    parts = []
+    for key, part in zip("ab", np.split(array, 2), strict=True):
+        tensor = stored(tmp_path, part, key)
+        view = tensor.pieces[0].view
+        summed = replace(view.array, crc32=zlib.crc32(part.tobytes()))
+        parts.append(replace(tensor, pieces=(replace(tensor.pieces[0], view=replace(view, array=summed)),)))
+    joined = concatenate(parts, 0)
+    assert expected_crc32(OutputTensor(key="y", shape=(6, 4), content=joined)) == zlib.crc32(array.tobytes())
+    side_by_side = concatenate(parts, 1)
+    assert expected_crc32(OutputTensor(key="y", shape=(3, 8), content=side_by_side)) is None
+    assert expected_crc32(OutputTensor(key="y", shape=(3, 4), content=joined.narrow(0, 0, 3).permute([1, 0]))) is None
