@@ -1,0 +1,158 @@
+"""A tiny run from its command line to its text: pretrain, then generate."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import struct
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from dynmo_train.cli import app
+from dynmo_train.errors import DynmoError
+
+WORDS = ["<|endoftext|>", *(f"w{number}" for number in range(15))]
+
+
+def train(*arguments, cwd):
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "dynmo_train", *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=cwd, env=environment)
+    return done.returncode, done.stdout, done.stderr
+
+
+def generate(*arguments, text=None):
+    """Exit code, standard output and error message of the command, in this process: it loads torch once."""
+    outcome = CliRunner().invoke(app, ["generate", *map(str, arguments)], input=text)
+    if isinstance(outcome.exception, DynmoError):
+        return outcome.exception.exit_code, outcome.stdout, str(outcome.exception)
+    return outcome.exit_code, outcome.stdout, outcome.stderr
+
+
+def write_data(folder):
+    """Documents that count: w0 w1 ... w14 w0 ..., 20 tokens and an end each."""
+    documents = [[1 + (begin + at) % 15 for at in range(20)] + [0] for begin in range(40)]
+    lengths = np.array([len(document) for document in documents], "<i4")
+    offsets = (np.cumsum(lengths, dtype="<i8") - lengths) * 2
+    count = len(documents)
+    header = b"MMIDIDX\x00\x00" + struct.pack("<QBQQ", 1, 8, count, count + 1)
+    boundaries = np.arange(count + 1, dtype="<i8")
+    (folder / "x.bin").write_bytes(np.concatenate(documents).astype("<u2").tobytes())
+    (folder / "x.idx").write_bytes(header + lengths.tobytes() + offsets.tobytes() + boundaries.tobytes())
+
+
+def write_tokenizer(folder):
+    import tokenizers
+
+    model = tokenizers.models.WordLevel({word: number for number, word in enumerate(WORDS)}, unk_token="w0")
+    inner = tokenizers.Tokenizer(model)
+    inner.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    inner.add_special_tokens(["<|endoftext|>"])
+    inner.save(str(folder / "tokenizer.json"))
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("run")
+    write_data(folder)
+    write_tokenizer(folder)
+    options = {
+        "--num-layers": 1,
+        "--hidden-size": 32,
+        "--num-attention-heads": 2,
+        "--seq-length": 16,
+        "--micro-batch-size": 8,
+        "--train-iters": 60,
+        "--lr": 0.02,
+        "--data-path": "x",
+        "--tokenizer-model": "tokenizer.json",
+        "--split": "1",
+        "--eval-iters": 0,
+        "--run-dir": "run",
+        "--hidden-dropout": 0,
+        "--attention-dropout": 0,
+    }
+    code, _, err = train("pretrain", "gpt", *(word for pair in options.items() for word in pair), cwd=folder)
+    assert code == 0, err
+    return folder
+
+
+@pytest.fixture
+def place(trained, monkeypatch):
+    monkeypatch.chdir(trained)
+    return trained
+
+
+def test_the_run_states_its_configuration(place):
+    document = json.loads((place / "run" / "run.json").read_text())
+    assert document["config"]["model"]["hidden_size"] == 32
+    assert document["config_sources"]["model"]["hidden_size"] == "flag"
+    assert document["config_sources"]["model"]["vocab_size"] == "derived"
+    assert document["config"]["model"]["vocab_size"] == 16
+
+
+def test_the_model_has_learned_to_count(place):
+    code, out, _ = generate("--load", "run", "--prompt", "w3 w4 w5", "--max-new-tokens", 4)
+    assert (code, out) == (0, "w3 w4 w5 w6 w7 w8 w9\n")
+
+
+def test_prompts_come_from_a_file_or_standard_input(place):
+    (place / "prompts.txt").write_text("w1 w2\n\nw7 w8\n")
+    common = ("--load", "run/checkpoints", "--max-new-tokens", 2)
+    code, out, _ = generate(*common, "--prompts", "prompts.txt")
+    assert (code, out) == (0, "w1 w2 w3 w4\n---\nw7 w8 w9 w10\n")
+    assert generate(*common, text="w1 w2\nw7 w8\n")[1] == out
+
+
+def test_json_tells_every_sample(place):
+    options = ("--temperature", 3, "--num-samples", 3, "--max-new-tokens", 5, "--format", "json")
+    code, out, _ = generate("--load", "run", "--prompt", "w1", *options)
+    assert code == 0
+    samples = json.loads(out)
+    assert len({sample["completion"] for sample in samples}) > 1
+    assert all(sample["prompt"] == "w1" and sample["prompt_tokens"] == 1 for sample in samples)
+    assert all(sample["finish_reason"] == "end" or sample["completion_tokens"] == 5 for sample in samples)
+    fewer = generate("--load", "run", "--prompt", "w1", *options, "--num-samples", 1)[1]
+    assert json.loads(fewer) == samples[:1]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--load", "nowhere", "--prompt", "w1"), "no checkpoint here"),
+        (("--load", "run", "--prompt", " ".join(["w1"] * 17)), "17 tokens; the model has 16 positions"),
+        (("--load", "run", "--prompt", "w1", "--num-samples", "2"), "--num-samples above 1"),
+        (("--load", "run", "--prompt", "w1", "--top-p", "0"), "--top-p must be above 0"),
+        (("--load", "run", "--prompt", "w1", "--prompts", "prompts.txt"), "not both"),
+        (("--load", "run", "--prompts", "no.txt"), "cannot read the prompts"),
+        (("--load", "run"), "no prompt"),
+        (("--load", "run", "--prompt", "w1", "--tokenizer-model", "no.json"), "no tokenizer at"),
+        (("--load", "hf", "--prompt", "w1"), "is a Hugging Face directory"),
+    ],
+)
+def test_bad_input_is_one_line(place, arguments, words):
+    (place / "hf").mkdir(exist_ok=True)
+    (place / "hf" / "config.json").write_text("{}")
+    code, out, err = generate(*arguments)
+    assert (code, out) == (2, "")
+    assert words in err
+    assert len(err.splitlines()) == 1
+
+
+def test_a_checkpoint_without_tokenizer_wants_one(place):
+    bare = place / "bare"
+    step = next((place / "run" / "checkpoints").glob("step-*"))
+    shutil.copytree(step, bare / step.name, ignore=shutil.ignore_patterns("tokenizer"), dirs_exist_ok=True)
+    code, _, err = generate("--load", "bare", "--prompt", "w1")
+    assert code == 2
+    assert "tokenizer" in err
+
+
+def test_the_command_runs_by_itself(place):
+    code, out, err = train("generate", "--load", "run", "--prompt", "w1 w2", "--max-new-tokens", 2, cwd=place)
+    assert (code, out, err) == (0, "w1 w2 w3 w4\n", "")
