@@ -21,7 +21,7 @@ def free_port() -> int:
 
 
 def _enter(
-    function: Callable[..., Any], rank: int, size: int, port: int, threads: int, arguments: tuple[Any, ...], pipe: Any
+    function: Callable[..., Any], rank: int, size: int, port: int, joins: bool, arguments: tuple[Any, ...], pipe: Any
 ) -> None:
     faulthandler.dump_traceback_later(TIMEOUT_S - 10, exit=True)
     warnings.simplefilter("ignore")
@@ -38,8 +38,11 @@ def _enter(
 
     from dynmo_train.parallel.world import join_world, leave_world
 
-    torch.set_num_threads(threads)
+    torch.set_num_threads(1)
     try:
+        if not joins:
+            pipe.send((None, function(*arguments)))
+            return
         world = join_world("cpu", timeout_s=60)
         try:
             pipe.send((None, function(world, *arguments)))
@@ -51,14 +54,17 @@ def _enter(
         pipe.close()
 
 
-def run_workers(function: Callable[..., Any], size: int, *arguments: Any, threads: int = 1) -> list[Any]:
-    """What ``function(world, *arguments)`` returns in each of ``size`` processes, in order of rank."""
+def run_workers(function: Callable[..., Any], size: int, *arguments: Any, joins: bool = True) -> list[Any]:
+    """What ``function(world, *arguments)`` returns in each of ``size`` processes, in order of rank.
+
+    With ``joins`` false the function gets no world: it joins by itself, from the environment that is set for it.
+    """
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "torch.distributed.pipelining", "dynmo_train.engine"])
+    context.set_forkserver_preload(["torch", "torch.distributed.pipelining", "dynmo_train.loop"])
     port = free_port()
     ends = [context.Pipe(duplex=False) for _ in range(size)]
     processes = [
-        context.Process(target=_enter, args=(function, rank, size, port, threads, arguments, ends[rank][1]))
+        context.Process(target=_enter, args=(function, rank, size, port, joins, arguments, ends[rank][1]))
         for rank in range(size)
     ]
     for process, (_, sender) in zip(processes, ends, strict=True):

@@ -1,0 +1,76 @@
+"""Stop at any step, go on, also on another number of stages: the bits of the run that never stopped."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from runs import arguments, figures, lines, run_command, tensors, train, write_data
+from workers import run_workers
+
+pytestmark = [pytest.mark.dist, pytest.mark.timeout(300)]
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """Data, and a run of 24 steps on two stages that was never stopped."""
+    folder = tmp_path_factory.mktemp("resume")
+    data = write_data(folder / "data")
+    train(data, folder / "whole", 2)
+    return folder, data, figures(folder / "whole"), tensors(folder / "whole", 24)
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "stop", "options"),
+    [
+        (2, 1, 5, {}),
+        (1, 2, 11, {}),
+        (2, 2, 13, {"schedule": "gpipe"}),
+        (2, 3, 8, {"recompute_granularity": "full"}),
+    ],
+)
+def test_going_on_gives_the_same_bits(whole, first, second, stop, options):
+    folder, data, expected, weights = whole
+    run = folder / f"stopped-{first}-{second}-{stop}"
+    train(data, run, first, exit_interval=str(stop))
+    assert max(figures(run)) == stop
+    train(data, run, second, load=str(run), **options)
+    assert figures(run) == expected
+    assert tensors(run, 24) == weights
+    segments = [line["segment"] for line in lines(run / "profile.jsonl") if line["record"] == "header"]
+    assert segments == [0, 1]
+    plans = sorted(path.name for path in (run / "plans").glob("plan-*.json"))
+    assert plans == ["plan-000000.json", "plan-000001.json"]
+    assert json.loads((run / "plans" / plans[1]).read_text())["balancer"] == "initial"
+
+
+def test_a_new_run_can_start_from_a_step_of_another(whole):
+    folder, data, expected, weights = whole
+    train(data, folder / "parent", 2, save_interval="9", train_iters="18", lr_decay_iters="24")
+    parent = folder / "parent" / "checkpoints" / "step-00000009"
+    train(data, folder / "child", 1, load=str(parent))
+    assert figures(folder / "child") == {step: value for step, value in expected.items() if step > 9}
+    assert tensors(folder / "child", 24) == weights
+
+
+def test_nothing_to_load_warns_and_starts_fresh(whole, tmp_path):
+    _, data, expected, _ = whole
+    done = train(data, tmp_path / "fresh", 1, load=str(tmp_path / "missing"), train_iters="3", lr_decay_iters="24")
+    assert "warning: no checkpoint in" in done
+    assert figures(tmp_path / "fresh") == {step: expected[step] for step in (1, 2, 3)}
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"hidden_size": "64"}, "holds another model"),
+        ({"global_batch_size": "8"}, "--global-batch-size"),
+    ],
+)
+def test_a_checkpoint_that_does_not_fit_is_refused(whole, tmp_path, options, told):
+    folder, data, _, _ = whole
+    line = arguments(data, tmp_path / "other", load=str(folder / "whole"), **options)
+    [(code, talk)] = run_workers(run_command, 1, line, joins=False)
+    assert code == 2
+    assert told in talk
+    assert "Traceback" not in talk
