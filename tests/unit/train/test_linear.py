@@ -1,0 +1,84 @@
+"""The prunable linear layer against the plain dense one."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from dynmo_train.models.linear import CSR, DENSE, PrunableLinear, csr_pattern, product_form
+
+CPU = torch.device("cpu")
+
+
+def layer_with(sparsity: float, threshold: float, outputs: int = 48, inputs: int = 40) -> PrunableLinear:
+    generator = torch.Generator().manual_seed(3)
+    layer = PrunableLinear(inputs, outputs, CPU)
+    with torch.no_grad():
+        layer.weight.copy_(torch.randn(outputs, inputs, generator=generator))
+        layer.bias.copy_(torch.randn(outputs, generator=generator))
+    layer.set_mask(torch.rand(outputs, inputs, generator=generator) >= sparsity, threshold)
+    return layer
+
+
+@pytest.mark.parametrize("sparsity", [0.0, 0.5, 0.9, 1.0])
+@pytest.mark.parametrize("threshold", [0.0, 2.0], ids=["csr", "dense"])
+def test_both_forms_equal_the_dense_product_and_its_gradients(sparsity, threshold):
+    layer = layer_with(sparsity, threshold)
+    assert layer.form == (CSR if threshold == 0.0 else DENSE)
+    x = torch.randn(3, 5, 40, requires_grad=True)
+    weight, bias = (p.detach().clone().requires_grad_() for p in (layer.weight, layer.bias))
+    plain_x = x.detach().clone().requires_grad_()
+    grad = torch.randn(3, 5, 48)
+    y, expected = layer(x), F.linear(plain_x, weight, bias)
+    y.backward(grad)
+    expected.backward(grad)
+    assert y.is_contiguous()
+    torch.testing.assert_close(y, expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(x.grad, plain_x.grad, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(layer.weight.grad * layer.mask, weight.grad * layer.mask, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(layer.bias.grad, bias.grad)
+    if threshold == 0.0:
+        assert not layer.weight.grad[~layer.mask].any()
+
+
+def test_pruned_weights_are_zero_and_the_sparsity_is_theirs():
+    layer = layer_with(0.75, 0.85)
+    assert not layer.weight[~layer.mask].any()
+    assert layer.sparsity == pytest.approx(0.75, abs=0.05)
+    assert layer.form == DENSE
+
+
+def test_a_written_weight_reaches_the_sparse_product():
+    layer = layer_with(0.9, 0.85)
+    x = torch.randn(4, 40)
+    before = layer(x)
+    with torch.no_grad():
+        layer.weight.mul_(2)
+    layer.weights_changed()
+    torch.testing.assert_close(layer(x) - layer.bias, 2 * (before - layer.bias))
+
+
+def test_the_pattern_is_the_masks():
+    mask = torch.tensor([[True, False, True], [False, False, False], [False, True, True]])
+    pattern = csr_pattern(mask)
+    assert pattern.rows.tolist() == [0, 2, 2, 4]
+    assert pattern.columns.tolist() == [0, 2, 1, 2]
+    assert pattern.rows_t.tolist() == [0, 1, 2, 4]
+    assert pattern.columns_t.tolist() == [0, 2, 0, 2]
+    values = torch.arange(9.0).view(-1)[pattern.flat]
+    assert values[pattern.order_t].tolist() == [0.0, 7.0, 2.0, 8.0]
+
+
+@pytest.mark.parametrize(
+    ("sparsity", "device", "form"), [(0.84, "cpu", DENSE), (0.85, "cpu", CSR), (0.99, "cuda", DENSE)]
+)
+def test_the_form_is_a_function_of_sparsity_threshold_and_device(sparsity, device, form):
+    assert product_form(sparsity, 0.85, device) == form
+
+
+def test_sparse_products_cost_less():
+    """Operations counted: the CSR product multiplies the kept weights alone."""
+    layer = layer_with(0.9, 0.85, outputs=64, inputs=64)
+    assert layer._pattern is not None
+    assert len(layer._pattern.flat) == int(layer.mask.sum()) < 0.15 * layer.weight.numel()
