@@ -1,4 +1,4 @@
-"""Whether NVIDIA's apex is here: the package index has another project of that name, so its optimizers are looked for."""
+"""Whether NVIDIA's apex is here: the package index has another project of that name, so its optimizers decide."""
 
 from __future__ import annotations
 
