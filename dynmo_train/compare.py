@@ -13,13 +13,13 @@ from .formats._document import complete_lines, parse_json
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """What two runs have in common; a ratio is the first's step time over the second's; times are milliseconds.
+    """What two runs have in common; a ratio is the first's step time over the second's, times are in ms.
 
     Attributes:
         steps: steps that both runs logged.
         identical: whether loss and gradient norm of every common step, and every validation loss, are the same bits.
         first_difference: the first step at which they are not; None where they are.
-        loss_first, loss_last, validation_first, validation_last: of the second run; validation None where not evaluated.
+        loss_first, loss_last, validation_first, validation_last: of the second run; None where not evaluated.
         step_ms: mean step time of each run over the common steps, the first one left out: it warms up.
         settled_from: the step after which neither run moved a layer; the ``settled`` figures count from there.
         settled_ms: median step time of each run from there on.

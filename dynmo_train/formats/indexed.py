@@ -75,14 +75,15 @@ def _array_problems(
     if len(lengths):
         if lengths.min() < 0:
             problems.append(Problem("lengths", "range", f"sequence {int(lengths.argmin())} has a negative length"))
-        ends = pointers + lengths.astype(np.int64) * item_bytes
-        outside = (pointers < 0) | (ends > bin_bytes)
-        if outside.any():
-            at = int(outside.argmax())
-            words = f"sequence {at} lies at bytes {pointers[at]} to {ends[at]}; the .bin has {bin_bytes}"
-            problems.append(Problem("pointers", "range", words))
-        if (pointers % item_bytes).any():
-            problems.append(Problem("pointers", "range", f"an offset is not a multiple of {item_bytes} bytes"))
+        ends = lengths.cumsum(dtype=np.int64) * item_bytes
+        begins = ends - lengths.astype(np.int64) * item_bytes
+        if (pointers != begins).any():
+            at = int((pointers != begins).argmax())
+            words = f"sequence {at} is said to begin at byte {pointers[at]}; the lengths before it end at {begins[at]}"
+            problems.append(Problem("pointers", "order", words))
+    needed = int(lengths.sum(dtype=np.int64)) * item_bytes
+    if needed != bin_bytes:
+        problems.append(Problem("lengths", "length", f"add up to {needed} bytes; the .bin has {bin_bytes}"))
     if not len(documents) or documents[0] != 0 or documents[-1] != len(lengths) or (np.diff(documents) < 0).any():
         rule = f"must start at 0, never fall and end at the number of sequences, {len(lengths)}"
         problems.append(Problem("documents", "order", rule))

@@ -14,13 +14,18 @@ import jsonschema
 import pytest
 
 import dynmo_balance.formats.plan as balance_plan
+import dynmo_train.formats.plan as train_plan
 from dynmo_balance.errors import UsageError
+from dynmo_train.errors import UsageError as TrainUsageError
 
 HERE = Path(__file__).parent
 FIXTURES = HERE / "fixtures" / "plan"
 SCHEMA = json.loads((HERE.parents[1] / "dynmo_balance/formats/plan.schema.json").read_text())
 VALIDATOR = jsonschema.Draft202012Validator(SCHEMA)
-PARSERS = {"dynmo_balance": (balance_plan.read_plan, UsageError)}
+PARSERS = {
+    "dynmo_balance": (balance_plan.read_plan, UsageError),
+    "dynmo_train": (train_plan.read_plan, TrainUsageError),
+}
 
 
 def fixtures(folder: str) -> list[Path]:

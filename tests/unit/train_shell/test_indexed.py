@@ -41,9 +41,9 @@ def test_a_data_set_is_read(tmp_path):
 def test_every_integer_type_is_read(tmp_path, code, dtype):
     size = np.dtype(dtype).itemsize
     data = open_indexed(
-        write(tmp_path, index_bytes([2], [size], [0, 1], code=code), np.array([1, 2, 3], dtype).tobytes())
+        write(tmp_path, index_bytes([1, 2], [0, size], [0, 2], code=code), np.array([1, 2, 3], dtype).tobytes())
     )
-    assert data.tokens[data.starts[0] :].tolist() == [2, 3]
+    assert data.tokens[data.starts[1] :].tolist() == [2, 3]
 
 
 def test_modes_of_multimodal_data_are_passed_over(tmp_path):
@@ -65,9 +65,10 @@ def test_an_empty_data_set_is_read(tmp_path):
         (index_bytes([3], [0], [0, 1], version=2), PAYLOAD, "version", "version"),
         (index_bytes([3], [0], [0, 1], code=6), PAYLOAD, "dtype", "choice"),
         (struct.pack("<9sQBQQ", b"MMIDIDX\x00\x00", 1, 8, 2**60, 1), PAYLOAD, "", "truncated"),
-        (GOOD, PAYLOAD[:-2], "pointers", "range"),
-        (index_bytes([3], [-2], [0, 1]), PAYLOAD, "pointers", "range"),
-        (index_bytes([2], [1], [0, 1]), PAYLOAD, "pointers", "range"),
+        (GOOD, PAYLOAD[:-2], "lengths", "length"),
+        (GOOD, PAYLOAD + b"\x00\x00", "lengths", "length"),
+        (index_bytes([3], [-2], [0, 1]), PAYLOAD, "pointers", "order"),
+        (index_bytes([2], [1], [0, 1]), PAYLOAD, "pointers", "order"),
         (index_bytes([-1], [0], [0, 1]), PAYLOAD, "lengths", "range"),
         (index_bytes([3], [0], []), PAYLOAD, "documents", "order"),
         (index_bytes([3], [0], [1, 1]), PAYLOAD, "documents", "order"),
@@ -78,7 +79,7 @@ def test_an_empty_data_set_is_read(tmp_path):
 def test_a_broken_data_set_is_refused_with_the_place(tmp_path, index, payload, where, kind):
     with pytest.raises(DocumentError) as caught:
         open_indexed(write(tmp_path, index, payload))
-    assert [(problem.path, problem.kind) for problem in caught.value.problems] == [(where, kind)]
+    assert (where, kind) in [(problem.path, problem.kind) for problem in caught.value.problems]
     assert "x.idx" in str(caught.value)
 
 
