@@ -172,10 +172,16 @@ def run_once(launch: LocalLaunch, start: int) -> list[Failure]:
 
 
 def _tell(failures: Sequence[Failure]) -> None:
-    """Say what failed. Rank 0's log has been shown already, and so has what others say in the same words."""
+    """Say what failed. Rank 0's log has been shown already, and so has what others say in the same words.
+
+    A usage error that rank 0 has told in full needs no more words.
+    """
     tails = {f.rank: last_lines(Path(f.log).read_text(encoding="utf-8", errors="replace")) for f in failures}
     shown = tails.get(0)
     tails = {rank: tail for rank, tail in tails.items() if tail != shown}
+    roots = causes(failures)
+    if roots[0].code == EXIT_USAGE and not any(failure.rank in tails for failure in roots):
+        return
     say(f"dynmo-train: error: {failure_message(failures, tails)}")
 
 
