@@ -136,14 +136,18 @@ def test_a_request_to_be_started_again_grows_the_run(tmp_path):
         "if start == 'start-0':\n"
         "    Path('run/requests/grow.json').write_text('{\"workers\": 3}')\n"
         "    sys.exit(75)\n"
+        "sys.exit(4 if start == 'start-1' else 0)\n"
     )
-    code, _, err = run(tmp_path, program)
+    code, _, err = run(tmp_path, program, restarts=1)
     assert code == 0, err
     place = str((tmp_path / "run").resolve())
     more = ["--run-dir", place, "--save", place, "--load", place, "--pipeline-model-parallel-size", "3"]
-    second = [json.loads(path.read_text()) for path in sorted(tmp_path.glob("seen-start-1-*"))]
-    assert second == [["3", "first", *more]] * 3
-    assert "starting again with 3 processes" in err
+    grown, after_failure = (
+        [json.loads(path.read_text()) for path in sorted(tmp_path.glob(f"seen-start-{start}-*"))] for start in (1, 2)
+    )
+    assert grown[0] == ["3", "first", *more]
+    assert after_failure == [["3", "first", *more]] * 3
+    assert err.count("starting again with 3 processes") == 2
     assert [path.name for path in (tmp_path / "run" / "requests").iterdir()] == ["grow.taken.json"]
 
 
