@@ -2,8 +2,12 @@
 #
 # DYNMO_VENV   where the environment lies (default: .venv in the project)
 # PYTHON       the interpreter that makes it (default: python3), 3.11 or newer
+# DYNMO_SETUP  "no" takes the environment that is active instead, as it is
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+if [ "${DYNMO_SETUP:-yes}" = no ]; then
+  return 0
+fi
 venv=${DYNMO_VENV:-$root/.venv}
 python=${PYTHON:-python3}
 

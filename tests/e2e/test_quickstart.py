@@ -1,0 +1,113 @@
+"""The main job as a stranger runs it: bin/quickstart itself, with a smaller model so that it takes half a minute."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SMALL = [
+    "--num-layers",
+    "4",
+    "--hidden-size",
+    "64",
+    "--num-attention-heads",
+    "4",
+    "--seq-length",
+    "64",
+    "--global-batch-size",
+    "8",
+    "--train-iters",
+    "30",
+    "--pruning-start-iter",
+    "5",
+    "--pruning-end-iter",
+    "15",
+    "--pruning-freq",
+    "5",
+    "--freeze-schedule",
+    "8:2",
+    "--lr-warmup-iters",
+    "4",
+    "--eval-interval",
+    "10",
+    "--log-interval",
+    "5",
+    "--rebalance-interval",
+    "3",
+]
+
+
+@pytest.fixture(scope="module")
+def quickstart(tmp_path_factory):
+    work = tmp_path_factory.mktemp("quickstart") / "work"
+    environment = {**os.environ, "DYNMO_SETUP": "no", "DYNMO_QUICKSTART_DIR": str(work)}
+    done = subprocess.run(
+        ["bash", str(ROOT / "bin" / "quickstart"), *SMALL],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    return work, done.stdout, done.stderr
+
+
+@pytest.mark.dist
+@pytest.mark.timeout(300)
+def test_the_whole_main_job(quickstart):
+    _, out, talk = quickstart
+    summary = out[out.index("== Summary") :]
+    assert "losses, static and balanced   identical, bit for bit" in summary
+    difference = re.search(r"logits against transformers\s+(\S+) at most", summary)
+    assert float(difference[1]) < 1e-4
+    first, last = re.search(r"training loss, first / last\s+(\S+) / (\S+)", summary).groups()
+    assert float(last) < float(first)
+    assert re.search(r"documents in / kept\s+[\d,]+ / [\d,]+ \([\d,]+ tokens\)", summary)
+    assert re.search(r"layers moved\s+[1-9]\d* parts of layers", summary)
+    assert "plan 1 taken after iteration" in out
+    assert re.search(r"plan \d+: step time \S+ ms -> \S+ ms \(ratio", out)
+    assert re.search(r"clean: .* documents in .* kept; .* dropped", out + talk)
+    assert re.search(r"dedup: .* documents in .* kept; .* dropped", out + talk)
+
+
+@pytest.mark.dist
+@pytest.mark.timeout(300)
+def test_the_run_directory_is_as_designed(quickstart):
+    work, _, _ = quickstart
+    run = work / "balanced"
+    for name in ("run.json", "metrics.jsonl", "profile.jsonl", "events.jsonl", "plans/plan-000000.json", "requests"):
+        assert (run / name).exists(), name
+    kinds = [json.loads(line)["kind"] for line in (run / "events.jsonl").read_text().splitlines()]
+    assert {"pruned", "frozen", "plan_taken", "checkpoint"} <= set(kinds)
+    moved = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines() if "plan_taken" in line]
+    assert all(event["bytes"] > 0 and event["pause_ns"] > 0 and event["moves"] for event in moved)
+    static = [json.loads(line)["kind"] for line in (work / "static" / "events.jsonl").read_text().splitlines()]
+    assert "plan_taken" not in static
+
+
+@pytest.mark.dist
+@pytest.mark.timeout(300)
+def test_a_folder_of_somebody_else_is_not_deleted(tmp_path):
+    (tmp_path / "precious").write_text("x")
+    environment = {**os.environ, "DYNMO_SETUP": "no", "DYNMO_QUICKSTART_DIR": str(tmp_path)}
+    done = subprocess.run(
+        ["bash", str(ROOT / "bin" / "quickstart")], env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 2
+    assert (tmp_path / "precious").exists()
+
+
+@pytest.mark.dist
+@pytest.mark.timeout(300)
+def test_checkpoints_of_the_run_verify(quickstart):
+    work, _, _ = quickstart
+    for path in (work / "static", work / "balanced", work / "merged"):
+        done = subprocess.run(["dynmo-ckpt", "verify", str(path), "--level", "full"], check=False, capture_output=True)
+        assert done.returncode == 0, done.stderr
