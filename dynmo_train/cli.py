@@ -14,7 +14,7 @@ import typer
 
 from .config import Facts, check, read_config_file, resolve
 from .config.command import with_options
-from .console import Format, emit, emit_json, emit_table, run_app
+from .console import Format, emit, emit_json, emit_table, run_app, say
 from .errors import UsageError
 
 app = typer.Typer(
@@ -100,7 +100,10 @@ def pretrain_gpt(config: ConfigFile = None, **flags: Any) -> None:
     )
     check(resolved, world_size)
     from .loop import run_pretrain
+    from .optim.apex import find_apex
 
+    if os.environ.get("RANK", "0") == "0":
+        say(find_apex().line(used=False))
     raise typer.Exit(run_pretrain(resolved))
 
 

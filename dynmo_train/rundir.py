@@ -17,43 +17,12 @@ from typing import Any
 from . import __version__
 from .config import Config, config_document
 from .errors import UsageError
-from .formats._document import (
-    ENVELOPE,
-    DocumentError,
-    Problem,
-    anything,
-    append_line,
-    array,
-    encode_json,
-    envelope,
-    envelope_problems,
-    integer,
-    mapping,
-    obj,
-    read_json,
-    string,
-    write_whole,
-)
+from .formats._document import append_line, encode_json, envelope, write_whole
+from .formats.run import FORMAT, VERSION, read_grow_request, read_run
 
-FORMAT = "dynmo.run"
-VERSION = 1
 RUNS = Path("runs")
 # Where a launcher waits to hear of the run directory; it starts workers again on what lies there.
 LAUNCH_FILE_VARIABLE = "DYNMO_LAUNCH_FILE"
-_RUN = obj(
-    {
-        **ENVELOPE,
-        "run_id": string(),
-        "segment": integer(),
-        "world_size": integer(1),
-        "hosts": array(string(), 1),
-        "command_line": array(string()),
-        "versions": mapping(string()),
-        "engine": mapping(anything()),
-        "config": mapping(mapping(anything())),
-        "config_sources": mapping(mapping(string())),
-    }
-)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,18 +100,6 @@ def choose_path(config: Config, now: datetime, exists: Callable[[Path], bool]) -
     return path
 
 
-def read_run(path: Path) -> dict[str, Any]:
-    """The ``run.json`` of a run directory; raises ``DocumentError`` where there is none or it breaks a rule."""
-    source = path / "run.json"
-    document = read_json(source)
-    problems = envelope_problems(document, FORMAT, VERSION)
-    if not problems:
-        _RUN(document, "", problems)
-    if problems:
-        raise DocumentError(str(source), problems)
-    return dict(document)
-
-
 def _goes_on(path: Path, load: str | None) -> bool:
     """Whether ``--load`` names this run, or something in it."""
     return load is not None and Path(load).resolve().is_relative_to(path.resolve())
@@ -165,7 +122,7 @@ def begin_run(config: Config, *, world_size: int, hosts: Sequence[str], engine: 
     if run.run_json.exists():
         if not _goes_on(path, config.run.load):
             raise UsageError(f"{path} holds a run already; go on with --load {path}, or give another --run-dir")
-        before = read_run(path)
+        before = read_run(run.run_json)
         run = RunDirectory(path=path, run_id=before["run_id"], segment=before["segment"] + 1)
     try:
         for folder in (run.plans, run.requests, run.checkpoints):
@@ -203,13 +160,9 @@ def take_grow_request(path: Path) -> int | None:
     request = path / "requests" / "grow.json"
     if not request.exists():
         return None
-    document = read_json(request)
-    problems: list[Problem] = []
-    obj({"workers": integer(1)})(document, "", problems)
-    if problems:
-        raise DocumentError(str(request), problems)
+    workers = read_grow_request(request)
     request.replace(request.with_suffix(".taken.json"))
-    return int(document["workers"])
+    return workers
 
 
 def versions() -> dict[str, str]:

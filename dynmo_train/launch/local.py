@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
 from ..console import say
-from ..errors import EXIT_FAILURE, EXIT_RELAUNCH, EXIT_USAGE, UsageError
+from ..errors import EXIT_RELAUNCH, EXIT_USAGE, UsageError
 from ..rundir import LAUNCH_FILE_VARIABLE, take_grow_request
 from .outcome import Failure, causes, failure_message, last_lines, shell_code
 from .worker import GRACE_VARIABLE, LAUNCHER_PID_VARIABLE
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 WORKER = (sys.executable, "-m", "dynmo_train")
 MONITOR_INTERVAL_S = 0.1
 EXIT_BARRIER_S = 5.0
-MAX_RELAUNCHES = 1000
 # The signals that the agent takes over while its workers run.
 _HANDLED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 
@@ -172,10 +171,16 @@ def run_once(launch: LocalLaunch, start: int) -> list[Failure]:
 
 
 def _tell(failures: Sequence[Failure]) -> None:
-    """Say what failed. Rank 0's log has been shown already, and so has what others say in the same words."""
+    """Say what failed. Rank 0's log has been shown already, and so has what others say in the same words.
+
+    A usage error that rank 0 has told in full needs no more words.
+    """
     tails = {f.rank: last_lines(Path(f.log).read_text(encoding="utf-8", errors="replace")) for f in failures}
     shown = tails.get(0)
     tails = {rank: tail for rank, tail in tails.items() if tail != shown}
+    roots = causes(failures)
+    if roots[0].code == EXIT_USAGE and not any(failure.rank in tails for failure in roots):
+        return
     say(f"dynmo-train: error: {failure_message(failures, tails)}")
 
 
@@ -206,11 +211,9 @@ def launch_local(launch: LocalLaunch, *, max_restarts: int) -> int:
     os.environ.update(
         worker_environment(os.environ, launcher=os.getpid(), launch_file=launch_file, grace_s=launch.grace_s)
     )
-    current, restarts = launch, 0
-    for start in range(MAX_RELAUNCHES):
-        failures = run_once(current, start)
-        if not failures:
-            return 0
+    current, start, restarts = launch, 0, 0
+    workers: int | None = None
+    while failures := run_once(current, start):
         code = causes(failures)[0].code
         run_dir = Path(launch_file.read_text(encoding="utf-8")) if launch_file.exists() else None
         if code != EXIT_RELAUNCH:
@@ -221,7 +224,8 @@ def launch_local(launch: LocalLaunch, *, max_restarts: int) -> int:
         if run_dir is None:
             say("dynmo-train: error: a worker asks to be started again, but had not begun a run")
             return EXIT_RELAUNCH
-        current = again(launch, run_dir, take_grow_request(run_dir))
+        start += 1
+        workers = take_grow_request(run_dir) or workers
+        current = again(launch, run_dir, workers)
         say(f"dynmo-train: starting again with {current.nproc} processes from {run_dir}")
-    say(f"dynmo-train: error: started {MAX_RELAUNCHES} times without coming to an end")
-    return EXIT_FAILURE
+    return 0

@@ -79,6 +79,7 @@ def trained(tmp_path_factory):
     }
     code, _, err = train("pretrain", "gpt", *(word for pair in options.items() for word in pair), cwd=folder)
     assert code == 0, err
+    (folder / "talk").write_text(err)
     return folder
 
 
@@ -94,6 +95,10 @@ def test_the_run_states_its_configuration(place):
     assert document["config_sources"]["model"]["hidden_size"] == "flag"
     assert document["config_sources"]["model"]["vocab_size"] == "derived"
     assert document["config"]["model"]["vocab_size"] == 16
+
+
+def test_the_log_begins_with_what_became_of_apex(place):
+    assert (place / "talk").read_text().startswith("apex: ")
 
 
 def test_the_model_has_learned_to_count(place):

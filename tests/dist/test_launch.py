@@ -136,14 +136,18 @@ def test_a_request_to_be_started_again_grows_the_run(tmp_path):
         "if start == 'start-0':\n"
         "    Path('run/requests/grow.json').write_text('{\"workers\": 3}')\n"
         "    sys.exit(75)\n"
+        "sys.exit(4 if start == 'start-1' else 0)\n"
     )
-    code, _, err = run(tmp_path, program)
+    code, _, err = run(tmp_path, program, restarts=1)
     assert code == 0, err
     place = str((tmp_path / "run").resolve())
     more = ["--run-dir", place, "--save", place, "--load", place, "--pipeline-model-parallel-size", "3"]
-    second = [json.loads(path.read_text()) for path in sorted(tmp_path.glob("seen-start-1-*"))]
-    assert second == [["3", "first", *more]] * 3
-    assert "starting again with 3 processes" in err
+    grown, after_failure = (
+        [json.loads(path.read_text()) for path in sorted(tmp_path.glob(f"seen-start-{start}-*"))] for start in (1, 2)
+    )
+    assert grown[0] == ["3", "first", *more]
+    assert after_failure == [["3", "first", *more]] * 3
+    assert err.count("starting again with 3 processes") == 2
     assert [path.name for path in (tmp_path / "run" / "requests").iterdir()] == ["grow.taken.json"]
 
 
@@ -156,9 +160,13 @@ def test_a_failure_is_tried_again_as_often_as_allowed(tmp_path):
     assert code == 4
 
 
-@pytest.mark.parametrize(("code", "words"), [(75, "had not begun a run"), (2, "rank 0 ended with exit code 2")])
-def test_without_a_run_nothing_is_started_again(tmp_path, code, words):
+@pytest.mark.parametrize(
+    ("code", "told"),
+    [(75, "a worker asks to be started again, but had not begun a run"), (3, "rank 0 ended with exit code 3"), (2, "")],
+)
+def test_without_a_run_nothing_is_started_again(tmp_path, code, told):
     returned, _, err = run(tmp_path, f"import sys; sys.exit({code})", nproc=1, restarts=3)
     assert returned == code
-    assert words in err
+    assert err.startswith(f"dynmo-train: error: {told}" if told else "")
+    assert bool(err) == bool(told)
     assert "starting again" not in err

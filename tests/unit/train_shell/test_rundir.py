@@ -11,7 +11,8 @@ import pytest
 from dynmo_train.config import config_document, config_of
 from dynmo_train.errors import UsageError
 from dynmo_train.formats._document import DocumentError
-from dynmo_train.rundir import LAUNCH_FILE_VARIABLE, begin_run, choose_path, read_run
+from dynmo_train.formats.run import read_run
+from dynmo_train.rundir import LAUNCH_FILE_VARIABLE, begin_run, choose_path, take_grow_request
 
 SMALL = {
     "num_layers": 2,
@@ -34,7 +35,7 @@ def begin(**changes):
 def test_a_new_run_has_its_directories_and_configuration(tmp_path):
     run = begin(run_dir=str(tmp_path / "r"))
     assert sorted(entry.name for entry in run.path.iterdir()) == ["checkpoints", "plans", "requests", "run.json"]
-    document = read_run(run.path)
+    document = read_run(run.run_json)
     assert document["run_id"] == run.run_id
     assert (document["segment"], document["world_size"], document["hosts"]) == (0, 2, ["a"])
     assert document["engine"] == {"device": "cpu"}
@@ -55,7 +56,7 @@ def test_going_on_keeps_the_id_and_counts_the_start(tmp_path):
     third = begin(save=place, load=f"{place}/checkpoints/step-00000002")
     assert [run.segment for run in (first, second, third)] == [0, 1, 2]
     assert first.run_id == second.run_id == third.run_id
-    assert read_run(third.path)["segment"] == 2
+    assert read_run(third.run_json)["segment"] == 2
 
 
 def test_another_run_is_never_written_over(tmp_path):
@@ -104,9 +105,17 @@ def test_the_launcher_hears_of_the_place(tmp_path, monkeypatch):
     assert (tmp_path / "told").read_text() == str(run.path.resolve())
 
 
-@pytest.mark.parametrize("change", [{"segment": -1}, {"run_id": ""}, {"format": "dynmo.plan"}, {"more": 1}])
-def test_a_broken_run_json_is_refused(tmp_path, change):
+def test_a_request_to_grow_is_taken_once(tmp_path):
     run = begin(run_dir=str(tmp_path / "r"))
-    run.run_json.write_text(json.dumps(json.loads(run.run_json.read_text()) | change))
-    with pytest.raises(DocumentError, match=next(iter(change))):
-        read_run(run.path)
+    assert take_grow_request(run.path) is None
+    (run.requests / "grow.json").write_text('{"workers": 4}')
+    assert take_grow_request(run.path) == 4
+    assert take_grow_request(run.path) is None
+
+
+@pytest.mark.parametrize("text", ["", "4", '{"workers": 0}', '{"workers": 1.5}', "{}", '{"workers": 2, "more": 1}'])
+def test_a_request_that_makes_no_sense_is_refused(tmp_path, text):
+    run = begin(run_dir=str(tmp_path / "r"))
+    (run.requests / "grow.json").write_text(text)
+    with pytest.raises(DocumentError, match=r"grow\.json"):
+        take_grow_request(run.path)

@@ -1,0 +1,33 @@
+"""The reference of all options as Markdown, for the package's README: ``python -m dynmo_train.config.reference``."""
+
+from __future__ import annotations
+
+from ..console import emit
+from .options import OptionSpec
+from .resolve import concern_types, option_specs
+
+
+def _row(spec: OptionSpec) -> str:
+    flags = f"`{spec.flag}`"
+    if spec.kind is bool:
+        flags += f", `--no-{spec.flag.removeprefix('--')}`"
+    value = spec.value_text.replace("|", ", ") or "-"
+    return f"| {flags} | {value} | {spec.default_text} | {spec.declaration.help.replace('|', ', ')} |"
+
+
+def options_markdown() -> str:
+    """One table per concern: flag, value, default, meaning. The concern's name is the table's name in a file."""
+    parts = []
+    for concern, kind in concern_types().items():
+        rows = [_row(spec) for spec in option_specs().values() if spec.concern == concern and spec.is_flag]
+        about = (kind.__doc__ or "").splitlines()[0]
+        parts.append(
+            "\n".join(
+                [f"### `[{concern}]`: {about}", "", "| flag | value | default | meaning |", "|---|---|---|---|", *rows]
+            )
+        )
+    return "\n\n".join(parts) + "\n"
+
+
+if __name__ == "__main__":
+    emit(options_markdown().rstrip())
