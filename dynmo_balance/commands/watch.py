@@ -42,7 +42,7 @@ def watch(
     lockstep: Annotated[bool, typer.Option("--lockstep", help="Decide only when the trainer asks.")] = False,
     once: Annotated[bool, typer.Option("--once", help="Read what is there, decide, and end.")] = False,
     poll_ms: Annotated[
-        float | None, typer.Option(min=0.1, help="Milliseconds between looks. Default: 20, in lockstep 2.")
+        float | None, typer.Option(min=0.1, help="Milliseconds between looks. Default: 50, in lockstep 4.")
     ] = None,
     parent_pid: Annotated[int | None, typer.Option(help="End when this process is gone.")] = None,
 ) -> None:
@@ -70,5 +70,5 @@ def watch(
         memory_bytes=None if memory is None else parse_bytes(memory),
         lockstep=lockstep,
     )
-    default_ms = 2.0 if lockstep else 20.0
+    default_ms = 4.0 if lockstep else 50.0
     follow(run, options, once=once, poll_s=(poll_ms or default_ms) / 1000, parent_pid=parent_pid)

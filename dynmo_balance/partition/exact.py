@@ -154,6 +154,8 @@ def blocking_run(limits: Limits, bottleneck: int) -> tuple[int, int]:
     Below it the stages before can end at ``left[p]`` at best and those after can begin at ``right[p + 1]`` at best,
     so stage ``p`` would have to hold the units between, which take at least the bottleneck or do not fit.
     """
+    if bottleneck == 0:
+        return 0, 0
     left, right = [0], [limits.units]
     for stage in range(limits.stages):
         work = limits.places[stage].work_ns(bottleneck - 1)
