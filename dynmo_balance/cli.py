@@ -10,6 +10,7 @@ import typer
 from .commands.compare import compare
 from .commands.explain import explain
 from .commands.partition import partition
+from .commands.profile import app as profile
 from .commands.simulate import simulate
 from .commands.verify import verify
 from .commands.watch import watch
@@ -22,6 +23,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="Plan pipeline partitions: balance, simulate, ask what if, and watch a run.",
 )
+app.add_typer(profile, name="profile")
 app.command()(partition)
 app.command()(compare)
 app.command()(simulate)
