@@ -11,6 +11,7 @@ from .commands.compare import compare
 from .commands.explain import explain
 from .commands.partition import partition
 from .commands.profile import app as profile
+from .commands.replay import replay
 from .commands.simulate import simulate
 from .commands.verify import verify
 from .commands.watch import watch
@@ -28,6 +29,7 @@ app.command()(partition)
 app.command()(compare)
 app.command()(simulate)
 app.command("what-if")(what_if)
+app.command()(replay)
 app.command()(explain)
 app.command()(verify)
 app.command()(watch)

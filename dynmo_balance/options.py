@@ -51,6 +51,7 @@ class Policy(StrEnum):
     NEVER = "never"
     ALWAYS = "always"
     THRESHOLD = "threshold"
+    REGRET = "regret"
 
 
 class Recompute(StrEnum):

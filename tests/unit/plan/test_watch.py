@@ -12,9 +12,10 @@ from pathlib import Path
 
 import pytest
 
+from dynmo_balance.decision import WatchOptions
 from dynmo_balance.formats._document import append_line
 from dynmo_balance.formats.plan import plan_numbers, plan_path, read_plan
-from dynmo_balance.watch import Watcher, WatchOptions, watch
+from dynmo_balance.watch import Watcher, watch
 
 CONTRACTS = Path(__file__).parents[2] / "contracts" / "fixtures"
 LOCKSTEP = WatchOptions(lockstep=True, min_records=1)
