@@ -10,6 +10,8 @@ import typer
 from .commands.compare import compare
 from .commands.explain import explain
 from .commands.partition import partition
+from .commands.profile import app as profile
+from .commands.replay import replay
 from .commands.simulate import simulate
 from .commands.verify import verify
 from .commands.watch import watch
@@ -22,10 +24,12 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="Plan pipeline partitions: balance, simulate, ask what if, and watch a run.",
 )
+app.add_typer(profile, name="profile")
 app.command()(partition)
 app.command()(compare)
 app.command()(simulate)
 app.command("what-if")(what_if)
+app.command()(replay)
 app.command()(explain)
 app.command()(verify)
 app.command()(watch)

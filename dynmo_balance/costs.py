@@ -103,6 +103,25 @@ class CostWindow:
         lists = [self._known.get("forward_ns", [None] * self._items), *(self._known[name] for name in names)]
         return sum(any(column[i] is None for column in lists) for i in range(self._items))
 
+    def works(self, speeds_ppm: Sequence[int]) -> list[tuple[int, ...]]:
+        """Forward and backward of each item in each record of the window; gaps are the last known sample."""
+        known: list[int] | None = None
+        result = []
+        for record in self._records:
+            if record.backward_ns is not None:
+                backward: tuple[Samples, ...] = (record.backward_ns,)
+            else:
+                backward = (record.backward_input_ns or (), record.backward_weight_ns or ())
+            work = [_total(*parts) for parts in zip(record.forward_ns, *backward, strict=True)]
+            if known is None:
+                names = ("forward_ns", "backward_ns", "backward_input_ns", "backward_weight_ns")
+                columns = [self._known[name] for name in names if name in self._known]
+                known = [sum(value or 0 for value in values) for values in zip(*columns, strict=True)]
+            known = [last if value is None else value for value, last in zip(work, known, strict=True)]
+            pairs = zip(known, speeds_ppm, strict=True)
+            result.append(tuple(value * speed // SPEED_UNIT for value, speed in pairs))
+        return result
+
     def costs(self, speeds_ppm: Sequence[int] | None = None, parity: int | None = None) -> ItemCosts | None:
         """The costs, or None while some item has no sample.
 
@@ -132,6 +151,11 @@ class CostWindow:
             from_step=records[0].step,
             to_step=records[-1].step,
         )
+
+
+def _total(forward: int | None, *backward: int | None) -> int | None:
+    parts = [value for value in backward if value is not None]
+    return None if forward is None or len(parts) < len(backward) else forward + sum(parts)
 
 
 def _certain(samples: Samples) -> tuple[int, ...]:

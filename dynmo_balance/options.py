@@ -51,6 +51,27 @@ class Policy(StrEnum):
     NEVER = "never"
     ALWAYS = "always"
     THRESHOLD = "threshold"
+    REGRET = "regret"
+
+
+class Recompute(StrEnum):
+    """Activation recomputation."""
+
+    NONE = "none"
+    SELECTIVE = "selective"
+    FULL = "full"
+
+
+class Technique(StrEnum):
+    """Scripted trajectories."""
+
+    STATIC = "static"
+    PRUNING = "pruning"
+    FREEZING = "freezing"
+    MOE = "moe"
+    MOD = "mod"
+    EARLY_EXIT = "early-exit"
+    SPARSE_ATTENTION = "sparse-attention"
 
 
 SourceArgument = Annotated[Path, typer.Argument(help="A profile.jsonl, or the run directory that holds one.")]
@@ -95,6 +116,14 @@ MinLayersOption = Annotated[
 PinOption = Annotated[
     list[str] | None, typer.Option("--pin", help="ITEM:STAGE, keep an item on a stage; may be given several times.")
 ]
+DeviceOption = Annotated[
+    str | None,
+    typer.Option(
+        "--device",
+        help="Compute the costs of a profile without step records for h200, h100, a100, cpu or a TOML file.",
+    ),
+]
+DtypeOption = Annotated[str, typer.Option("--dtype", help="Of computed costs: float32, bfloat16 or float16.")]
 WindowOption = Annotated[int, typer.Option("--window", min=1, help="Step records that the costs are the median of.")]
 AtStepOption = Annotated[
     int | None, typer.Option("--at-step", min=1, help="Take the costs as they were at this step. Default: the last.")

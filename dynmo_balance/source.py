@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from .analytic import costs_of_header
 from .costs import CostWindow, ItemCosts, speeds_of_items
+from .devices import Device
 from .errors import DynmoError, UsageError
 from .formats.plan import Plan, header_problems, plan_numbers, plan_path, read_plan
 from .formats.profile import Event, Header, Segment, Step, read_profile
@@ -40,6 +42,18 @@ def _plan_in_force(path: Path, header: Header, step: Step) -> Plan | None:
     return None if header_problems(plan, header) else plan
 
 
+def initial_plan(path: Path, header: Header) -> Plan | None:
+    """The newest initial partition of a run directory that fits the header."""
+    for number in reversed(plan_numbers(path / "plans") if path.is_dir() else []):
+        try:
+            plan = read_plan(plan_path(path / "plans", number))
+        except DynmoError:
+            continue
+        if plan.balancer == "initial" and not header_problems(plan, header):
+            return plan
+    return None
+
+
 def _records(segment: Segment, at_step: int | None, before_changes: bool) -> list[Step | Event]:
     """The steps and cost-changing events that count, up to ``at_step`` or before the first change."""
     chosen: list[Step | Event] = []
@@ -55,13 +69,23 @@ def _records(segment: Segment, at_step: int | None, before_changes: bool) -> lis
     return chosen
 
 
-def load(path: Path, *, window: int = 20, at_step: int | None = None, before_changes: bool = False) -> Source:
+def load(
+    path: Path,
+    *,
+    window: int = 20,
+    at_step: int | None = None,
+    before_changes: bool = False,
+    device: Device | None = None,
+    dtype: str = "float32",
+) -> Source:
     """Read a profile or run directory.
 
     Args:
         path: ``profile.jsonl`` or the directory that holds it.
         window: the most step records that the costs are the median of.
         at_step: the last step that counts; the end of the profile where not given.
+        device: what to compute costs for where nothing has been measured yet, with the cost model of ``analytic``.
+        dtype: of the computed costs.
         before_changes: use what was measured before the first pruning or freezing of the segment.
 
     Raises:
@@ -79,8 +103,13 @@ def load(path: Path, *, window: int = 20, at_step: int | None = None, before_cha
         else:
             costs_window.add(record)
             last = record
+    if last is None and device is not None:
+        computed = costs_of_header(header, device, dtype)
+        return Source(path=path, header=header, costs=computed, plan=initial_plan(path, header), last_step=0)
     if last is None:
-        raise UsageError(f"{profile_path(path)}: no step records to take costs from")
+        raise UsageError(
+            f"{profile_path(path)}: no step records to take costs from; name a --device to compute them instead"
+        )
     plan = _plan_in_force(path, header, last)
     costs = costs_window.costs(None if plan is None else speeds_of_items(header, plan.owner))
     if costs is None:

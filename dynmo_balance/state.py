@@ -5,12 +5,22 @@ Feeding the same records always gives the same state, so a planner that was kill
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from .costs import CostWindow
 from .formats.profile import Ask, Event, Header, PlanResult, Record, Step
 
 LEARNING_RATE = 0.5
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepTimes:
+    """Measured steps in short: their mean and its standard error."""
+
+    mean_ns: float
+    error_ns: float
 
 
 @dataclass(kw_only=True)
@@ -22,6 +32,8 @@ class RunState:
         in_force: the plan in force as last told by a step or a result; None until then.
         asked: the step of an ask that nothing after it has settled.
         answered: the plans that have a result.
+        before_move: the steps before the move to the plan in force; None where the model has changed since.
+        after_move: the steps since.
         refusals: how many plans in a row were refused or rolled back.
         base_pause_ns: measured pause of moves beyond their transfer time, smoothed; None until there was one.
         next_event_step: when the costs are next expected to change; None where nobody said.
@@ -37,6 +49,8 @@ class RunState:
     answered: dict[int, PlanResult] = field(default_factory=dict)
     refusals: int = 0
     base_pause_ns: int | None = None
+    before_move: StepTimes | None = None
+    after_move: deque[int] = field(default_factory=deque)
     expected: dict[str, int | None] = field(default_factory=dict)
 
     @property
@@ -56,6 +70,8 @@ class RunState:
                 if record.kind in ("pruned", "frozen"):
                     self.expected[record.kind] = record.next_expected_step
                     self.window.expire()
+                    self.before_move = None
+                    self.after_move.clear()
             case Ask():
                 self.asked = record.step
             case PlanResult():
@@ -65,6 +81,7 @@ class RunState:
         self.header = header
         self.window = CostWindow(len(header.items), self.window_size)
         self.last_step, self.in_force, self.previous, self.asked = 0, None, None, None
+        self.before_move, self.after_move = None, deque(maxlen=self.window_size)
         self.expected = {}
         self.refusals = 0
 
@@ -74,11 +91,14 @@ class RunState:
             self.asked = None
         self._enter(step.plan_id)
         self.window.add(step)
+        self.after_move.append(step.step_ns)
 
     def _enter(self, plan_id: int) -> None:
         if self.in_force != plan_id:
             if self.in_force is not None:
                 self.window.renew()
+                self.before_move = _in_short(self.after_move)
+                self.after_move.clear()
             self.previous, self.in_force = self.in_force, plan_id
 
     def _result(self, result: PlanResult) -> None:
@@ -102,3 +122,10 @@ class RunState:
             self.base_pause_ns = measured
         else:
             self.base_pause_ns = round((1 - LEARNING_RATE) * self.base_pause_ns + LEARNING_RATE * measured)
+
+
+def _in_short(times: Sequence[int]) -> StepTimes | None:
+    if len(times) < 2:
+        return None
+    mean = sum(times) / len(times)
+    return StepTimes(mean_ns=mean, error_ns=(sum((t - mean) ** 2 for t in times) / len(times) / len(times)) ** 0.5)

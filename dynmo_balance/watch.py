@@ -8,128 +8,21 @@ from __future__ import annotations
 
 import os
 import time
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 from .console import say
-from .costs import speeds_of_items
+from .decision import WatchOptions, decide
 from .errors import DynmoError
 from .formats.plan import Plan, header_problems, plan_numbers, plan_path, publish, read_plan
 from .formats.profile import Header
 from .formats.tail import ProfileTail
-from .planning import Proposal, chain_of, holdings, keep_plan, propose, to_plan
-from .policies import POLICIES, Evidence, Verdict
-from .problem import Place, Problem, places_of
-from .simulate import predict
+from .policies import Memory
 from .state import RunState
 
 SEGMENT_KEY = "x_segment"
 MAX_DOUBLINGS = 10
 """After each refused plan the planner waits twice as long, up to a thousandfold."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class WatchOptions:
-    """How to watch; the command's help says what each option means."""
-
-    balancer: str = "exact"
-    policy: str = "threshold"
-    granularity: str | None = None
-    objective: str = "auto"
-    min_gain: float = 0.02
-    window: int = 8
-    min_records: int = 3
-    every: int = 5
-    horizon: int = 200
-    min_layers: int = 1
-    memory_bytes: int | None = None
-    lockstep: bool = False
-
-
-@dataclass(frozen=True, kw_only=True)
-class Decision:
-    """What to do now: a plan to write, or none, and the line for the log."""
-
-    plan: Plan | None
-    line: str
-
-
-def problem_of(header: Header, state: RunState, base: Plan, options: WatchOptions) -> Problem | None:
-    """What to partition now, on the workers that are left; None while items are not sampled."""
-    costs = state.window.costs(speeds_of_items(header, base.owner))
-    if costs is None:
-        return None
-    by_id = {place.worker: place for place in places_of(header, memory_bytes=options.memory_bytes)}
-    places: tuple[Place, ...] = tuple(by_id[worker] for worker in base.workers)
-    return Problem(
-        chain=chain_of(header, costs, options.granularity),
-        places=places,
-        schedule=base.schedule,
-        microbatches=header.microbatches,
-        virtual_stages=base.virtual_stages_per_worker,
-        link_bandwidth=header.link.bandwidth_bytes_per_s if header.link else None,
-        link_latency_ns=header.link.latency_ns if header.link else 0,
-        min_units=options.min_layers,
-        current=holdings(base, places, base.virtual_stages_per_worker),
-    )
-
-
-def weigh(problem: Problem, base: Plan, state: RunState, options: WatchOptions) -> tuple[Proposal, Evidence, Verdict]:
-    """The balancer's proposal, the numbers for and against it, and the policy's verdict."""
-    proposal = propose(
-        problem,
-        options.balancer,
-        objective=options.objective,
-        owner=base.owner,
-        base_pause_ns=state.base_pause_ns,
-    )
-    due = state.next_event_step
-    horizon = options.horizon if due is None else min(options.horizon, due - state.last_step)
-    evidence = Evidence(
-        current_step_ns=predict(problem, base.boundaries).step_ns,
-        proposed_step_ns=proposal.timeline.step_ns,
-        pause_ns=proposal.migration.pause_ns or 0,
-        horizon_steps=horizon,
-        moves=len(proposal.migration.moves),
-    )
-    return proposal, evidence, POLICIES[options.policy](evidence, options.min_gain)
-
-
-def decide(state: RunState, base: Plan, options: WatchOptions) -> Decision:
-    """Weigh a move now; an ask is always answered with a plan, if need be to keep the partition."""
-    header = state.header
-    asked = state.asked
-    read_to = max(state.last_step, asked or 0)
-    run_id = header.run_id if header is not None else base.run_id
-
-    def keep(reason: str) -> Decision:
-        line = f"step {read_to}: keep plan {base.plan_id}: {reason}"
-        if asked is None:
-            return Decision(plan=None, line=line)
-        plan = keep_plan(base, run_id=run_id, read_to_step=read_to, balancer=options.balancer, reason=reason)
-        return Decision(plan=plan, line=line)
-
-    if header is None or len(state.window) < options.min_records:
-        return keep(f"{len(state.window)} of {options.min_records} step records since the last change of costs")
-    problem = problem_of(header, state, base, options)
-    if problem is None:
-        return keep(f"{state.window.unsampled()} items are not sampled yet")
-    try:
-        proposal, evidence, verdict = weigh(problem, base, state, options)
-    except DynmoError as error:
-        return keep(f"no partition: {error}")
-    if not verdict.move:
-        return keep(verdict.reason)
-    plan = to_plan(
-        proposal,
-        run_id=run_id,
-        balancer=options.balancer,
-        base=base,
-        read_to_step=read_to,
-        base_step_ns=evidence.current_step_ns,
-        reason=verdict.reason,
-    )
-    return Decision(plan=plan, line=f"step {read_to}: move from plan {base.plan_id}: {verdict.reason}")
 
 
 class Watcher:
@@ -144,6 +37,7 @@ class Watcher:
         self._base: Plan | None = None
         self._decided_at = -1
         self._complaint = ""
+        self._memory = Memory()
 
     def poll(self) -> bool:
         """Read what is new and decide if it is time; whether there was anything new."""
@@ -154,10 +48,15 @@ class Watcher:
             self._base, self._decided_at = None, -1
         for problem in news.problems:
             say(f"{self._profile}: skipped {problem}")
-        for record in news.records:
+        for left, record in zip(range(len(news.records) - 1, -1, -1), news.records, strict=True):
             if isinstance(record, Header):
-                self._base, self._decided_at = None, -1
+                self._base, self._decided_at, self._memory = None, -1, Memory()
+            in_force = self._state.in_force
             self._state.feed(record)
+            if self._state.in_force != in_force:
+                self._memory = Memory()
+            if left and self._remembers and self._due():
+                self._decide(publishing=False)
         if (news.records or self._waiting_for_base()) and self._due():
             self._decide()
         return bool(news.records or news.problems)
@@ -176,12 +75,19 @@ class Watcher:
             return False
         return len(state.window) >= self._options.min_records
 
-    def _decide(self) -> None:
+    @property
+    def _remembers(self) -> bool:
+        """Whether the policy adds up over decisions, so that those of the past are made again after a restart."""
+        return self._options.policy == "regret"
+
+    def _decide(self, publishing: bool = True) -> None:
         base = self._find_base()
-        if base is None or self._unanswered(base):
+        if base is None or (publishing and self._unanswered(base)):
             return
-        decision = decide(self._state, base, self._options)
-        self._decided_at = self._state.last_step
+        decision = decide(self._state, base, self._options, self._memory, self._previous())
+        self._decided_at, self._memory = self._state.last_step, decision.memory
+        if not publishing:
+            return
         written = ""
         if decision.plan is not None:
             segment = self._state.header.segment if self._state.header is not None else 0
@@ -211,6 +117,16 @@ class Watcher:
             return plan
         self._complain(f"no plan in force in {self._plans} yet")
         return None
+
+    def _previous(self) -> Plan | None:
+        """The plan that was in force before this one, where it can be read."""
+        number = self._state.previous
+        if number is None:
+            return None
+        try:
+            return read_plan(plan_path(self._plans, number))
+        except DynmoError:
+            return None
 
     def _unanswered(self, base: Plan) -> bool:
         """Whether a plan of this segment, based on the plan in force, still waits for its result."""

@@ -151,14 +151,13 @@ def rows(grid: Grid, header: Header, axes: Mapping[str, Sequence[float]], keep: 
     return [grid.row(int(s), int(m), sparsity, freeze, keep) for s, m, sparsity, freeze in cells]
 
 
-def headline(found: Sequence[Row], header: Header, keep: float) -> str:
+def headline(found: Sequence[Row]) -> str:
     """The answer in one sentence, for the most workers and the last values of the other axes."""
     usable = [row for row in found if row.step_ns is not None and row.from_balanced and row.from_static]
     if not usable:
         return "no cell of the grid has a feasible partition"
-    own = [row for row in usable if row.stages == len(header.workers)] or usable
-    most = max(row.stages for row in own)
-    row = [row for row in own if row.stages == most][-1]
+    most = max(row.stages for row in usable)
+    row = [row for row in usable if row.stages == most][-1]
     where = f"{row.stages} stages, {row.microbatches} microbatches, sparsity {row.sparsity:g}, frozen {row.freeze:.0%}"
     return (
         f"{where}: {_give_back(row.stages, row.from_balanced, 'the balanced')};"

@@ -12,6 +12,8 @@ from ..options import (
     AtStepOption,
     Balancer,
     BalancerOption,
+    DeviceOption,
+    DtypeOption,
     FormatOption,
     GranularityOption,
     MemoryOption,
@@ -46,6 +48,8 @@ def partition(
         typer.Option(help="A plan to move least from. Default: the plan in force of a run directory."),
     ] = None,
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Write the plan to this file.")] = None,
+    device: DeviceOption = None,
+    dtype: DtypeOption = "float32",
     window: WindowOption = 20,
     at_step: AtStepOption = None,
     output_format: FormatOption = Format.TEXT,
@@ -54,6 +58,7 @@ def partition(
 
     Exits 3 when no partition obeys the constraints, and says which limit cannot be met.
     """
+    from ..devices import load_device
     from ..formats._document import encode_json, write_whole
     from ..formats.plan import header_problems, read_plan, to_document
     from ..partition import uniform
@@ -64,7 +69,13 @@ def partition(
     from ..source import load
     from ._documents import refuse
 
-    loaded = load(source, window=window, at_step=at_step)
+    loaded = load(
+        source,
+        window=window,
+        at_step=at_step,
+        device=None if device is None else load_device(device),
+        dtype=dtype,
+    )
     base = read_plan(current) if current is not None else loaded.plan
     if base is not None:
         refuse(str(current), header_problems(base, loaded.header))

@@ -12,6 +12,8 @@ from ..options import (
     AtStepOption,
     Balancer,
     BalancerOption,
+    DeviceOption,
+    DtypeOption,
     FormatOption,
     GranularityOption,
     MicrobatchesOption,
@@ -37,6 +39,8 @@ def simulate(
     balancer: BalancerOption = Balancer.EXACT,
     overhead_us: Annotated[float, typer.Option(min=0, help="Microseconds added to every operation.")] = 0.0,
     width: Annotated[int, typer.Option(min=20, help="Characters of the timeline.")] = 100,
+    device: DeviceOption = None,
+    dtype: DtypeOption = "float32",
     window: WindowOption = 20,
     at_step: AtStepOption = None,
     output_format: FormatOption = Format.TEXT,
@@ -44,6 +48,7 @@ def simulate(
     """Simulate one step: time, bubble, memory, and the timeline as text (F forward, B backward, . idle)."""
     from dataclasses import replace
 
+    from ..devices import load_device
     from ..formats.plan import header_problems, read_plan
     from ..partition import balance
     from ..question import make_problem
@@ -53,7 +58,13 @@ def simulate(
     from ..timeline import as_text
     from ._documents import refuse
 
-    loaded = load(source, window=window, at_step=at_step)
+    loaded = load(
+        source,
+        window=window,
+        at_step=at_step,
+        device=None if device is None else load_device(device),
+        dtype=dtype,
+    )
     if plan is not None:
         loaded = replace(loaded, plan=read_plan(plan))
         if loaded.plan is not None:

@@ -23,7 +23,10 @@ def watch(
     run: Annotated[Path, typer.Argument(help="The run directory; it may be empty yet.")],
     policy: Annotated[
         Policy,
-        typer.Option(help="never; always: whatever the balancer says; threshold: where the gain outweighs the pause."),
+        typer.Option(
+            help="never; always: whatever the balancer says; threshold: where the gain over the horizon outweighs the"
+            " pause; regret: when the gain missed so far, measured out of sample, outweighs the pause."
+        ),
     ] = Policy.THRESHOLD,
     balancer: BalancerOption = Balancer.EXACT,
     objective: ObjectiveOption = Objective.AUTO,
@@ -31,6 +34,10 @@ def watch(
     memory: MemoryOption = None,
     min_layers: MinLayersOption = 1,
     min_gain: Annotated[float, typer.Option(min=0.0, max=1.0, help="Least gain, as a share of the step time.")] = 0.02,
+    dead_band: Annotated[
+        float, typer.Option(min=0.0, max=1.0, help="regret: certain gains below this share of a step do not count.")
+    ] = 0.005,
+    margin: Annotated[float, typer.Option(min=0.0, help="regret: move at this share of the pause.")] = 0.5,
     window: Annotated[int, typer.Option(min=1, help="Step records that the costs are the median of.")] = 8,
     min_records: Annotated[
         int, typer.Option(min=1, help="Step records since the last change of costs before anything is decided.")
@@ -42,7 +49,7 @@ def watch(
     lockstep: Annotated[bool, typer.Option("--lockstep", help="Decide only when the trainer asks.")] = False,
     once: Annotated[bool, typer.Option("--once", help="Read what is there, decide, and end.")] = False,
     poll_ms: Annotated[
-        float | None, typer.Option(min=0.1, help="Milliseconds between looks. Default: 20, in lockstep 2.")
+        float | None, typer.Option(min=0.1, help="Milliseconds between looks. Default: 50, in lockstep 4.")
     ] = None,
     parent_pid: Annotated[int | None, typer.Option(help="End when this process is gone.")] = None,
 ) -> None:
@@ -52,8 +59,9 @@ def watch(
     answered, if need be with a plan that keeps the partition; no second plan is written while one has no result yet.
     Each decision is one line on stderr. Killed and started again, it goes on from the two places.
     """
+    from ..decision import WatchOptions
+    from ..policies import Settings
     from ..question import parse_bytes
-    from ..watch import WatchOptions
     from ..watch import watch as follow
 
     options = WatchOptions(
@@ -61,7 +69,7 @@ def watch(
         policy=policy.value,
         granularity=None if granularity is None else granularity.value,
         objective=objective.value,
-        min_gain=min_gain,
+        settings=Settings(min_gain=min_gain, dead_band=dead_band, margin=margin),
         window=window,
         min_records=min_records,
         every=every,
@@ -70,5 +78,5 @@ def watch(
         memory_bytes=None if memory is None else parse_bytes(memory),
         lockstep=lockstep,
     )
-    default_ms = 2.0 if lockstep else 20.0
+    default_ms = 4.0 if lockstep else 50.0
     follow(run, options, once=once, poll_s=(poll_ms or default_ms) / 1000, parent_pid=parent_pid)

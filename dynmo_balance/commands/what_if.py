@@ -74,7 +74,7 @@ def what_if(
         min_units=min_layers,
     )
     found = rows(grid, loaded.header, axes, keep)
-    answer = headline(found, loaded.header, keep)
+    answer = headline(found)
     if output_format is Format.JSON:
         emit_json({"answer": answer, "keep": keep, "rows": [row_document(row) for row in found]})
         return

@@ -11,14 +11,16 @@ the dynamic programme below, over cut positions.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
+from ..costs import SPEED_UNIT
 from ..problem import InfeasibleError, Problem, check_size
 from .limits import Limits, make_limits
-from .reach import reachable, succeeds, walk_back
+from .reach import Oversize, reachable, succeeds, walk_back
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,48 +76,73 @@ def greedy_is_exact(limits: Limits) -> bool:
     """Whether a failed greedy probe proves that the bottleneck cannot be met."""
     if limits.min_units == 0:
         return True
-    alike = all(p.speed_ppm == limits.places[0].speed_ppm and p.memory_bytes is None for p in limits.places)
-    free = all(
-        low == min(limits.units, p * limits.min_units) or p == limits.stages for p, low in enumerate(limits.lowest)
-    ) and all(
-        high == limits.units - (limits.stages - p) * limits.min_units or p == 0 for p, high in enumerate(limits.highest)
-    )
-    return limits.min_units == 1 and alike and free
+    return limits.min_units == 1 and limits.equal_speeds and not limits.static and limits.free
 
 
 def _start(limits: Limits) -> int:
     """A bottleneck that no partition can be below: all work over all speed, and the heaviest unit on the fastest."""
-    total = limits.load[-1]
     speed = sum(place.speed_ppm for place in limits.places)
     fastest = max(limits.places, key=lambda place: place.speed_ppm)
-    heaviest = max(b - a for a, b in pairwise(limits.load))
-    return max(-(-total * 1_000_000 // speed), fastest.time_ns(heaviest))
+    return max(-(-limits.load[-1] * SPEED_UNIT // speed), fastest.time_ns(limits.heaviest))
 
 
 def _ceiling(limits: Limits) -> int:
+    """A bottleneck that some partition meets if any does; tight where only the work counts."""
+    if greedy_is_exact(limits) and limits.equal_speeds and not limits.static and limits.free:
+        return limits.places[0].time_ns(-(-limits.load[-1] // limits.stages) + limits.heaviest)
     return max(place.time_ns(limits.load[-1]) for place in limits.places)
 
 
-def _probe(limits: Limits, bottleneck: int, exact: bool) -> _Probe:
+def _probe(limits: Limits, bottleneck: int, exact: bool, oversize: Oversize) -> _Probe:
+    if exact and not limits.static and limits.equal_speeds:
+        return _plain_greedy(limits, bottleneck)
     probe = greedy(limits, bottleneck)
     if probe.cuts is not None or exact:
         return probe
-    sets = reachable(limits, bottleneck)
+    sets, following = reachable(limits, bottleneck, oversize)
     if not succeeds(limits, sets):
-        return _Probe(cuts=None, value=bottleneck + 1)
+        # With more than one unit a stage, what blocks a start is not followed up: try the next nanosecond.
+        return _Probe(cuts=None, value=following if limits.min_units < 2 else bottleneck + 1)
     cuts = walk_back(limits, sets, bottleneck)
     return _Probe(cuts=cuts, value=bottleneck_of(limits, cuts))
+
+
+def _plain_greedy(limits: Limits, bottleneck: int) -> _Probe:
+    """``greedy`` without memory and at equal speeds, which is most of all cases, without a call in its loop."""
+    load, place = limits.load, limits.places[0]
+    lowest, highest, least = limits.lowest, limits.highest, limits.min_units
+    work = place.work_ns(bottleneck)
+    begin, cuts, heaviest, following = 0, [0], 0, load[-1] + 1
+    for position in range(1, limits.stages + 1):
+        reach = load[begin] + work
+        end = bisect_right(load, reach, begin) - 1
+        high = highest[position]
+        if end >= high:
+            end = high
+        elif load[end + 1] - load[begin] < following:
+            following = load[end + 1] - load[begin]
+        if end < begin + least or end < lowest[position]:
+            end = -1
+            break
+        if load[end] - load[begin] > heaviest:
+            heaviest = load[end] - load[begin]
+        cuts.append(end)
+        begin = end
+    if end < limits.units:
+        return _Probe(cuts=None, value=None if following > load[-1] else place.time_ns(following))
+    return _Probe(cuts=tuple(cuts), value=place.time_ns(heaviest))
 
 
 def least_bottleneck(limits: Limits) -> tuple[int, tuple[int, ...]]:
     """The least bottleneck and a partition that has it; raises ``InfeasibleError`` where there is none."""
     exact = greedy_is_exact(limits)
+    oversize = Oversize(limits)
     ceiling = _ceiling(limits)
     low, high = _start(limits), ceiling
     best: tuple[int, ...] | None = None
     trial = low  # often already the answer
     while True:
-        probe = _probe(limits, trial, exact)
+        probe = _probe(limits, trial, exact, oversize)
         if probe.cuts is not None and probe.value is not None:
             best, high = probe.cuts, probe.value
         elif probe.value is None or probe.value > ceiling:
@@ -154,6 +181,8 @@ def blocking_run(limits: Limits, bottleneck: int) -> tuple[int, int]:
     Below it the stages before can end at ``left[p]`` at best and those after can begin at ``right[p + 1]`` at best,
     so stage ``p`` would have to hold the units between, which take at least the bottleneck or do not fit.
     """
+    if bottleneck == 0:
+        return 0, 0
     left, right = [0], [limits.units]
     for stage in range(limits.stages):
         work = limits.places[stage].work_ns(bottleneck - 1)
@@ -181,44 +210,57 @@ def least_migration(
         current: for each stage the units that its worker holds now, as cut indices ``(x, y)``.
     """
     floors = _floors(limits, bottleneck)
-    worst = -1 - kept[-1] * limits.stages
-    best = [0]
-    offset = 0
+    nothing = -1 - kept[-1] * (limits.stages + 1)
+    best, offset = [0], 0
     choices: list[tuple[int, list[int]]] = []
     for stage in range(limits.stages):
-        work = limits.places[stage].work_ns(bottleneck)
         x, y = current[stage]
-        last = len(best) - 1 + offset
-        low = max(floors[stage + 1], limits.lowest[stage + 1])
-        high = limits.highest[stage + 1]
-        scores, chosen = [], []
-        window: deque[tuple[int, int]] = deque()
-        following = offset
-        for end in range(low, high + 1):
-            begin_last = min(end - limits.min_units, last)
-            while following <= begin_last:
-                value = best[following - offset] - kept[min(max(following, x), y)]
-                while window and window[-1][0] <= value:
-                    window.pop()
-                window.append((value, following))
-                following += 1
-            first = limits.earliest(stage, end, work)
-            while window and window[0][1] < first:
-                window.popleft()
-            if window and window[0][0] > worst:
-                scores.append(window[0][0] + kept[min(max(end, x), y)])
-                chosen.append(window[0][1])
-            else:
-                scores.append(worst)
-                chosen.append(-1)
-            if first > last:
-                break
-        choices.append((low, chosen))
-        best, offset = scores, low
+        ends = range(max(floors[stage + 1], limits.lowest[stage + 1]), limits.highest[stage + 1] + 1)
+        values = [score - kept[x if begin < x else min(begin, y)] for begin, score in enumerate(best, start=offset)]
+        chosen = _window_maxima(limits, stage, limits.places[stage].work_ns(bottleneck), values, offset, ends, nothing)
+        best = [
+            nothing if at < 0 else values[at - offset] + kept[x if end < x else min(end, y)]
+            for end, at in zip(ends, chosen, strict=False)
+        ]
+        offset = ends.start
+        choices.append((offset, chosen))
     cuts = [limits.units]
     for low, chosen in reversed(choices):
         cuts.append(chosen[cuts[-1] - low])
     return tuple(reversed(cuts))
+
+
+def _window_maxima(
+    limits: Limits, stage: int, work: int, values: Sequence[int], offset: int, ends: range, nothing: int
+) -> list[int]:
+    """For each end the best feasible beginning, -1 where there is none; stops where no later end can have one.
+
+    ``values[i]`` is the worth of beginning at ``offset + i``; those at most ``nothing`` cannot be reached.
+    """
+    load, least, limited = limits.load, limits.min_units, bool(limits.static)
+    last = offset + len(values) - 1
+    window: deque[int] = deque()
+    following = first = offset
+    chosen = []
+    for end in ends:
+        while first < end and load[end] - load[first] > work:
+            first += 1
+        while limited and first < end and not limits.fits(stage, first, end):
+            first += 1
+        if first > last:
+            break
+        newest = min(end - least, last)
+        while following <= newest:
+            value = values[following - offset]
+            if value > nothing:
+                while window and values[window[-1] - offset] <= value:
+                    window.pop()
+                window.append(following)
+            following += 1
+        while window and window[0] < first:
+            window.popleft()
+        chosen.append(window[0] if window else -1)
+    return chosen
 
 
 def _floors(limits: Limits, bottleneck: int) -> list[int]:

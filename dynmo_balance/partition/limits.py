@@ -5,6 +5,8 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
 
 from ..errors import UsageError
 from ..problem import Place, Problem
@@ -13,7 +15,10 @@ from ..schedules import in_flight
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """A problem made ready for the solvers. All lists but ``places`` are prefix sums at the permitted cuts.
+    """A problem made ready for the solvers.
+
+    ``load``, ``static`` and ``activation`` are prefix sums at the permitted cuts; the last two are empty where no
+    worker has a memory limit.
 
     A partition is a list of cut indices ``0 = c[0] <= c[1] <= ... <= c[stages] = units``. ``lowest[p] <= c[p] <=
     highest[p]`` holds what pins and minimum layers ask of single cuts.
@@ -27,6 +32,25 @@ class Limits:
     min_units: int
     lowest: tuple[int, ...]
     highest: tuple[int, ...]
+
+    @cached_property
+    def equal_speeds(self) -> bool:
+        """Whether all workers are alike in speed."""
+        return all(place.speed_ppm == self.places[0].speed_ppm for place in self.places)
+
+    @cached_property
+    def free(self) -> bool:
+        """Whether nothing but the least number of units limits single cuts: there are no pins."""
+        return all(
+            low == (self.units if p == self.stages else min(self.units, p * self.min_units))
+            and high == (0 if p == 0 else max(0, self.units - (self.stages - p) * self.min_units))
+            for p, (low, high) in enumerate(zip(self.lowest, self.highest, strict=True))
+        )
+
+    @cached_property
+    def heaviest(self) -> int:
+        """The work of the heaviest unit."""
+        return max(b - a for a, b in pairwise(self.load))
 
     @property
     def units(self) -> int:
@@ -55,7 +79,7 @@ class Limits:
     def furthest(self, stage: int, begin: int, work_ns: int) -> int:
         """The last cut at which the stage may end if it begins at ``begin`` and does at most ``work_ns``."""
         end = bisect_right(self.load, self.load[begin] + work_ns, begin) - 1
-        if self.fits(stage, begin, end):
+        if not self.static or self.fits(stage, begin, end):
             return end
         below, above = begin, end  # fits at below, not at above
         while above - below > 1:
@@ -69,7 +93,7 @@ class Limits:
     def earliest(self, stage: int, end: int, work_ns: int) -> int:
         """The first cut at which the stage may begin if it ends at ``end`` and does at most ``work_ns``."""
         begin = bisect_left(self.load, self.load[end] - work_ns, 0, end)
-        if self.fits(stage, begin, end):
+        if not self.static or self.fits(stage, begin, end):
             return begin
         below, above = begin, end  # fits at above, not at below
         while above - below > 1:
@@ -98,10 +122,11 @@ def make_limits(problem: Problem, weights: Sequence[int] | None = None) -> Limit
             highest[p] = min(highest[p], unit)
         for p in range(stage + 1, stages + 1):
             lowest[p] = max(lowest[p], unit + 1)
+    limited = any(place.memory_bytes is not None for place in problem.places)
     return Limits(
         load=chain.at_cuts(weights if weights is not None else chain.work_ns),
-        static=chain.at_cuts(chain.static_bytes),
-        activation=chain.at_cuts(chain.costs.activation_bytes),
+        static=chain.at_cuts(chain.static_bytes) if limited else (),
+        activation=chain.at_cuts(chain.costs.activation_bytes) if limited else (),
         places=tuple(problem.place(stage) for stage in range(stages)),
         in_flight=in_flight(problem.schedule, len(problem.places), problem.virtual_stages, problem.microbatches),
         min_units=problem.min_units,

@@ -1,0 +1,5 @@
+"""``python -m dynmo_balance`` is ``dynmo-plan``."""
+
+from .cli import main
+
+main()

@@ -1,0 +1,161 @@
+"""``dynmo-plan profile``: build, check, show and compare profiles."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ..console import Format, emit, emit_json, emit_table, progress, say
+from ..options import FormatOption, Granularity, Recompute, Schedule, SourceArgument, Technique, WindowOption
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, help="Build, check, show and compare profiles.")
+
+
+@app.command()
+def build(
+    model: Annotated[Path, typer.Argument(help="A config.json (ours or Hugging Face's) or the directory of one.")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="The profile.jsonl to write; must not exist.")],
+    device: Annotated[str, typer.Option(help="h200, h100, a100, cpu, or a TOML file with a device's fields.")] = "h100",
+    workers: Annotated[int, typer.Option(min=1, help="Pipeline workers.")] = 8,
+    microbatches: Annotated[int, typer.Option(min=1, help="Microbatches a step.")] = 32,
+    micro_batch_size: Annotated[int, typer.Option(min=1, help="Samples a microbatch.")] = 1,
+    sequence_length: Annotated[int | None, typer.Option(min=1, help="Tokens. Default: the model's own.")] = None,
+    schedule: Annotated[Schedule, typer.Option(help="The schedule of the run.")] = Schedule.ONE_F_ONE_B,
+    granularity: Annotated[Granularity, typer.Option(help="Where plans may cut.")] = Granularity.LAYER,
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "bfloat16",
+    tensor_parallel: Annotated[int, typer.Option(min=1, help="Ranks that share each layer.")] = 1,
+    data_parallel: Annotated[int, typer.Option(min=1, help="Replicas.")] = 1,
+    recompute: Annotated[Recompute, typer.Option(help="Activation recomputation.")] = Recompute.NONE,
+    technique: Annotated[Technique, typer.Option(help="The scripted trajectory.")] = Technique.STATIC,
+    strength: Annotated[
+        float | None,
+        typer.Option(min=0, max=0.99, help="Final sparsity, frozen share or skew. Default: the technique's own."),
+    ] = None,
+    steps: Annotated[int, typer.Option(min=1, help="Steps of the trajectory.")] = 1,
+    noise: Annotated[float, typer.Option(min=0, help="Relative standard deviation of each time.")] = 0.0,
+    seed: Annotated[int, typer.Option(help="Of the noise and the trajectory.")] = 0,
+) -> None:
+    """Write an analytic profile: what each item would cost on a device, static or over a scripted run."""
+    import json
+
+    from ..build import BuildOptions, build_costs, build_header, build_lines, header_of
+    from ..devices import load_device
+    from ..errors import UsageError
+    from ..formats._document import write_whole
+    from ..modelspec import load_spec
+    from ..trajectories import DEFAULT_STRENGTH, Script, moments
+
+    if output.exists():
+        raise UsageError(f"{output} exists; profiles are only appended to, so choose another name")
+    spec, hardware = load_spec(model), load_device(device)
+    options = BuildOptions(
+        workers=workers,
+        microbatches=microbatches,
+        micro_batch_size=micro_batch_size,
+        sequence=sequence_length,
+        schedule=schedule.value,
+        dtype=dtype,
+        tensor_parallel=tensor_parallel,
+        data_parallel=data_parallel,
+        recompute=recompute.value,
+        granularity=granularity.value,
+    )
+    if dtype not in hardware.flops_per_s:
+        raise UsageError(f"--dtype {dtype!r}: {hardware.name} has {', '.join(hardware.flops_per_s)}")
+    document = build_header(spec, hardware, options, output.stem)
+    header = header_of(document)
+    dense = build_costs(spec, header, hardware, options)
+    script = Script(
+        steps=steps,
+        strength=DEFAULT_STRENGTH[technique.value] if strength is None else strength,
+        noise=noise,
+        seed=seed,
+    )
+    lines = []
+    with progress("building", steps, "steps") as tick:
+        for line in build_lines(document, header, moments(technique.value, header, dense, script)):
+            lines.append(json.dumps(line, allow_nan=False) + "\n")
+            if line["record"] == "step":
+                tick(1)
+    write_whole(output, "".join(lines).encode())
+    say(f"wrote {output}: {len(header.items)} items, {steps} steps")
+
+
+@app.command()
+def check(
+    profile: SourceArgument,
+    strict: Annotated[bool, typer.Option("--strict", help="Exit 2 for warnings as well.")] = False,
+    output_format: FormatOption = Format.TEXT,
+) -> None:
+    """Check a profile: every broken rule, and warnings for numbers that look like another unit."""
+    from ..formats.profile import read_profile
+    from ..inspect import warnings_of
+    from ..source import profile_path
+    from ._documents import refuse
+
+    path = profile_path(profile)
+    segments = read_profile(path)
+    warnings = warnings_of(segments)
+    if strict:
+        refuse(str(path), warnings)
+    if output_format is Format.JSON:
+        emit_json(
+            {
+                "segments": len(segments),
+                "steps": sum(len(segment.steps) for segment in segments),
+                "warnings": [str(warning) for warning in warnings],
+            }
+        )
+        return
+    for warning in warnings:
+        emit(f"warning: {warning}")
+    steps = sum(len(segment.steps) for segment in segments)
+    emit(f"{path}: {len(segments)} segments, {steps} steps, {len(warnings)} warnings")
+
+
+@app.command()
+def show(
+    profile: SourceArgument,
+    width: Annotated[int, typer.Option(min=10, help="Columns of the map.")] = 60,
+    output_format: FormatOption = Format.TEXT,
+) -> None:
+    """A heat map: one line an item, one column a stretch of steps, darker is dearer."""
+    from ..formats.profile import read_profile
+    from ..inspect import heat_map, heat_values
+    from ..source import profile_path
+
+    segment = next((s for s in reversed(read_profile(profile_path(profile))) if s.steps), None)
+    names, values = heat_values(segment, width)
+    if output_format is Format.JSON:
+        emit_json({"items": names, "ns": values})
+        return
+    for line in heat_map(names, values):
+        emit(line)
+
+
+@app.command()
+def diff(
+    before: Annotated[Path, typer.Argument(help="A profile or run directory.")],
+    after: Annotated[Path, typer.Argument(help="Another with the same items.")],
+    window: WindowOption = 20,
+    output_format: FormatOption = Format.TEXT,
+) -> None:
+    """The costs of two profiles side by side, from the last window of each."""
+    from ..errors import UsageError
+    from ..render import milliseconds
+    from ..source import load
+
+    one, two = load(before, window=window), load(after, window=window)
+    names = [item.name for item in one.header.items]
+    if names != [item.name for item in two.header.items]:
+        raise UsageError(f"{before} and {after} do not have the same items")
+    rows = list(zip(names, one.costs.total_ns, two.costs.total_ns, strict=True))
+    if output_format is Format.JSON:
+        emit_json([{"item": name, "before_ns": a, "after_ns": b} for name, a, b in rows])
+        return
+    cells = [[name, milliseconds(a), milliseconds(b), f"{b / a - 1:+.1%}" if a else "-"] for name, a, b in rows]
+    total = [sum(costs) for costs in (one.costs.total_ns, two.costs.total_ns)]
+    cells.append(["all", milliseconds(total[0]), milliseconds(total[1]), f"{total[1] / total[0] - 1:+.1%}"])
+    emit_table("ms a microbatch", ["item", "before", "after", "change"], cells)

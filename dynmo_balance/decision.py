@@ -1,0 +1,158 @@
+"""One decision of the online planner: from the state of a run to a plan or none. No clock, no files."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from .costs import speeds_of_items
+from .crossfit import cross_fitted_gain
+from .errors import DynmoError
+from .feedback import Feedback, feedback_of
+from .formats.plan import Plan
+from .formats.profile import Header
+from .partition import certified, solve
+from .planning import Proposal, chain_of, holdings, keep_plan, present, propose, to_plan
+from .policies import POLICIES, Evidence, Memory, Settings, Verdict
+from .problem import Place, Problem, places_of
+from .simulate import predict
+from .state import RunState
+
+
+@dataclass(frozen=True, kw_only=True)
+class WatchOptions:
+    """How to decide; the command's help says what each option means."""
+
+    balancer: str = "exact"
+    policy: str = "threshold"
+    granularity: str | None = None
+    objective: str = "auto"
+    settings: Settings = field(default_factory=Settings)
+    window: int = 8
+    min_records: int = 3
+    every: int = 5
+    horizon: int = 200
+    min_layers: int = 1
+    memory_bytes: int | None = None
+    lockstep: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Decision:
+    """What to do now: a plan to write, or none; the line for the log; and what the policy remembers."""
+
+    plan: Plan | None
+    line: str
+    memory: Memory
+
+
+def problem_of(header: Header, state: RunState, base: Plan, options: WatchOptions) -> Problem | None:
+    """What to partition now, on the workers that are left; None while items are not sampled."""
+    costs = state.window.costs(speeds_of_items(header, base.owner))
+    if costs is None:
+        return None
+    by_id = {place.worker: place for place in places_of(header, memory_bytes=options.memory_bytes)}
+    places: tuple[Place, ...] = tuple(by_id[worker] for worker in base.workers)
+    return Problem(
+        chain=chain_of(header, costs, options.granularity),
+        places=places,
+        schedule=base.schedule,
+        microbatches=header.microbatches,
+        virtual_stages=base.virtual_stages_per_worker,
+        link_bandwidth=header.link.bandwidth_bytes_per_s if header.link else None,
+        link_latency_ns=header.link.latency_ns if header.link else 0,
+        min_units=options.min_layers,
+        current=holdings(base, places, base.virtual_stages_per_worker),
+    )
+
+
+def weigh(
+    problem: Problem, base: Plan, state: RunState, options: WatchOptions, feedback: Feedback
+) -> tuple[Proposal, Evidence]:
+    """The balancer's proposal, and the numbers for and against it."""
+    proposal = propose(
+        problem,
+        options.balancer,
+        objective=options.objective,
+        owner=base.owner,
+        base_pause_ns=state.base_pause_ns,
+    )
+    due = state.next_event_step
+    certain = None
+    if options.policy == "regret" and state.header is not None and proposal.migration.moves:
+        works = state.window.works(speeds_of_items(state.header, base.owner))
+        certain = cross_fitted_gain(problem, base.boundaries, works).lower_ns(2.0)
+    evidence = Evidence(
+        step=state.last_step,
+        current_step_ns=predict(problem, base.boundaries).step_ns,
+        proposed_step_ns=proposal.timeline.step_ns,
+        certain_gain_ns=certain,
+        pause_ns=round((proposal.migration.pause_ns or 0) * feedback.penalty),
+        horizon_steps=options.horizon if due is None else min(options.horizon, due - state.last_step),
+        next_event_known=due is not None,
+        moves=len(proposal.migration.moves),
+    )
+    return proposal, evidence
+
+
+def decide(
+    state: RunState, base: Plan, options: WatchOptions, memory: Memory | None = None, previous: Plan | None = None
+) -> Decision:
+    """Weigh a move now; an ask is always answered with a plan, if need be to keep the partition.
+
+    Args:
+        state: of the run.
+        base: the plan in force.
+        options: how to decide.
+        memory: of the policy, from the decision before.
+        previous: the plan that was in force before ``base``, to go back to if the last move disappointed.
+    """
+    header = state.header
+    asked = state.asked
+    read_to = max(state.last_step, asked or 0)
+    run_id = header.run_id if header is not None else base.run_id
+    memory = memory or Memory()
+
+    def keep(reason: str, memory: Memory = memory) -> Decision:
+        line = f"step {read_to}: keep plan {base.plan_id}: {reason}"
+        if asked is None:
+            return Decision(plan=None, line=line, memory=memory)
+        plan = keep_plan(base, run_id=run_id, read_to_step=read_to, balancer=options.balancer, reason=reason)
+        return Decision(plan=plan, line=line, memory=memory)
+
+    def move(proposal: Proposal, balancer: str, base_step_ns: int, reason: str, memory: Memory) -> Decision:
+        plan = to_plan(
+            proposal,
+            run_id=run_id,
+            balancer=balancer,
+            base=base,
+            read_to_step=read_to,
+            base_step_ns=base_step_ns,
+            reason=reason,
+        )
+        return Decision(plan=plan, line=f"step {read_to}: move from plan {base.plan_id}: {reason}", memory=memory)
+
+    if header is None or len(state.window) < options.min_records:
+        return keep(f"{len(state.window)} of {options.min_records} step records since the last change of costs")
+    problem = problem_of(header, state, base, options)
+    if problem is None:
+        return keep(f"{state.window.unsampled()} items are not sampled yet")
+    feedback = feedback_of(state, base)
+    try:
+        proposal, evidence = weigh(problem, base, state, options, feedback)
+        if feedback.roll_back and previous is not None and options.policy != "always":
+            back = certified(problem, previous.boundaries, solve(problem))
+            returned = present(problem, back, owner=base.owner, base_pause_ns=state.base_pause_ns)
+            return move(returned, "manual", evidence.current_step_ns, feedback.reason, Memory())
+    except DynmoError as error:
+        return keep(f"no partition: {error}")
+    if feedback.wait_until is not None and state.last_step < feedback.wait_until and options.policy != "always":
+        return keep(f"rolled back, waiting until step {feedback.wait_until}")
+    verdict, memory = verdict_of(evidence, options, memory)
+    if not verdict.move:
+        return keep(verdict.reason, memory)
+    return move(proposal, options.balancer, evidence.current_step_ns, verdict.reason, memory)
+
+
+def verdict_of(evidence: Evidence, options: WatchOptions, memory: Memory) -> tuple[Verdict, Memory]:
+    """The policy's verdict."""
+    return POLICIES[options.policy](evidence, options.settings, memory)

@@ -1,0 +1,177 @@
+"""Scripted trajectories: how the costs of a model change over a run under each dynamic technique.
+
+Each is a stated model, not a measurement; all take the dense costs, the number of steps and a seed.
+
+* ``pruning``: gradual pruning to a final sparsity by the cubic schedule of Zhu and Gupta (2017, arXiv 1710.01878);
+  global magnitude pruning makes layers unequal, modelled by a spread of the sparsity that grows with depth.
+* ``freezing``: the frozen front grows in equal steps to a final share of the layers.
+* ``moe``: the busiest expert of each layer sets its MLP's time; the skew drifts from layer to layer and step to step.
+* ``mod``: every other block computes only a share of the tokens, which moves between 12.5 % and 50 %.
+* ``early-exit``: the share of tokens that is left falls exponentially with depth, more so as training goes on.
+* ``sparse-attention``: each layer's attention keeps a share of its blocks that drifts between 10 % and 100 %.
+* ``static``: nothing changes.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from .costs import ItemCosts, scaled
+from .formats.profile import Header
+from .freezing import frozen_costs
+from .sparsity import PRUNED_KINDS, SparsityModel
+
+
+@dataclass(frozen=True, kw_only=True)
+class Moment:
+    """The costs at a step, and the event that stands before it, if any."""
+
+    step: int
+    costs: ItemCosts
+    event: Mapping[str, Any] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Script:
+    """How long, how strong and how noisy a trajectory is.
+
+    Attributes:
+        steps: of the run.
+        strength: the final sparsity, frozen share or expert skew, as the technique has it; within [0, 1).
+        noise: relative standard deviation of each measured time.
+    """
+
+    steps: int
+    strength: float
+    noise: float = 0.0
+    seed: int = 0
+
+
+Factors = Callable[[Header, Script, random.Random], Iterator[tuple[list[float], Mapping[str, Any] | None]]]
+
+
+def _depths(header: Header) -> list[float]:
+    """The depth of each item as a share of the model, by layer."""
+    order = list(dict.fromkeys(item.layer for item in header.items))
+    return [order.index(item.layer) / max(1, len(order) - 1) for item in header.items]
+
+
+def _event(kind: str, following: int | None, **detail: Any) -> dict[str, Any]:
+    return {"kind": kind, "detail": detail, "next_expected_step": following}
+
+
+def _pruning(header: Header, script: Script, rng: random.Random) -> Iterator[tuple[list[float], Any]]:
+    model = SparsityModel()
+    depths = _depths(header)
+    rounds = 4
+    begin, every = script.steps * 3 // 10, max(1, script.steps // 10)
+    factors = [1.0] * len(depths)
+    for step in range(1, script.steps + 1):
+        done, rest = divmod(step - begin, every)
+        event = None
+        if rest == 0 and 0 <= done < rounds:
+            progress = (done + 1) / rounds
+            mean = script.strength * (1 - (1 - progress) ** 3)
+            sparsity = [min(0.99, max(0.0, mean + (d - 0.5) * 0.5 * mean)) for d in depths]
+            pairs = zip(header.items, sparsity, strict=True)
+            factors = [model.factor(s) if item.kind in PRUNED_KINDS else 1.0 for item, s in pairs]
+            event = _event("pruned", begin + (done + 1) * every if done + 1 < rounds else None, sparsity=round(mean, 4))
+        yield factors, event
+
+
+def _moe(header: Header, script: Script, rng: random.Random) -> Iterator[tuple[list[float], Any]]:
+    skew = {item.layer: abs(rng.gauss(0, script.strength)) for item in header.items if item.kind in ("mlp", "layer")}
+    for _ in range(script.steps):
+        for layer in skew:
+            skew[layer] = abs(0.995 * skew[layer] + 0.1 * script.strength * rng.gauss(0, 1))
+        yield [1 + skew[i.layer] if i.kind in ("mlp", "layer") else 1.0 for i in header.items], None
+
+
+def _mod(header: Header, script: Script, rng: random.Random) -> Iterator[tuple[list[float], Any]]:
+    routed = {item.layer: index for index, item in enumerate(header.items) if item.kind in PRUNED_KINDS}
+    chosen = set(list(routed)[1::2])
+    for step in range(1, script.steps + 1):
+        capacity = 0.125 + 0.375 * (0.5 + 0.5 * math.cos(2 * math.pi * step / script.steps))
+        share = 1 - script.strength * (1 - capacity)
+        yield [share if item.layer in chosen else 1.0 for item in header.items], None
+
+
+def _early_exit(header: Header, script: Script, rng: random.Random) -> Iterator[tuple[list[float], Any]]:
+    depths = _depths(header)
+    for step in range(1, script.steps + 1):
+        rate = 2.5 * script.strength * step / script.steps
+        pairs = zip(header.items, depths, strict=True)
+        yield [math.exp(-rate * d) if item.kind in PRUNED_KINDS else 1.0 for item, d in pairs], None
+
+
+def _sparse_attention(header: Header, script: Script, rng: random.Random) -> Iterator[tuple[list[float], Any]]:
+    density = {item.layer: 1.0 for item in header.items if item.kind in ("attention", "layer")}
+    floor = max(0.1, 1 - script.strength)
+    for step in range(1, script.steps + 1):
+        for layer in density:
+            target = floor + (1 - floor) * (hash_unit(layer) + step / script.steps) % 1.0
+            density[layer] = 0.99 * density[layer] + 0.01 * target
+        yield [density.get(i.layer, 1.0) if i.kind in ("attention", "layer") else 1.0 for i in header.items], None
+
+
+def _static(header: Header, script: Script, rng: random.Random) -> Iterator[tuple[list[float], Any]]:
+    for _ in range(script.steps):
+        yield [1.0] * len(header.items), None
+
+
+def hash_unit(text: str) -> float:
+    """A number within [0, 1) that depends on the text alone."""
+    return random.Random(text).random()
+
+
+_FACTORS: Mapping[str, tuple[Factors, float]] = {
+    "static": (_static, 0.0),
+    "pruning": (_pruning, 0.9),
+    "moe": (_moe, 0.5),
+    "mod": (_mod, 0.9),
+    "early-exit": (_early_exit, 0.9),
+    "sparse-attention": (_sparse_attention, 0.9),
+}
+TECHNIQUES = (*_FACTORS, "freezing")
+DEFAULT_STRENGTH = {**{name: strength for name, (_, strength) in _FACTORS.items()}, "freezing": 0.6}
+
+
+def _noisy(costs: ItemCosts, script: Script, rng: random.Random) -> ItemCosts:
+    if not script.noise:
+        return costs
+
+    def noise() -> list[float]:
+        return [max(0.1, 1 + script.noise * rng.gauss(0, 1)) for _ in costs.forward_ns]
+
+    return scaled(scaled(costs, noise(), ("forward",)), noise(), ("backward",))
+
+
+def _freezing(header: Header, dense: ItemCosts, script: Script) -> Iterator[tuple[ItemCosts, Any]]:
+    rounds = 6
+    every = max(1, script.steps // (rounds + 1))
+    costs = dense
+    for step in range(1, script.steps + 1):
+        done, rest = divmod(step - 1, every)
+        event = None
+        if rest == 0 and 1 <= done <= rounds:
+            share = script.strength * done / rounds
+            costs = frozen_costs(header, dense, share)
+            event = _event("frozen", step - 1 + every if done < rounds else None, share=round(share, 4))
+        yield costs, event
+
+
+def moments(technique: str, header: Header, dense: ItemCosts, script: Script) -> Iterator[Moment]:
+    """The costs of every step of a technique."""
+    rng = random.Random(script.seed)
+    if technique == "freezing":
+        changing = _freezing(header, dense, script)
+    else:
+        factors = _FACTORS[technique][0](header, script, rng)
+        changing = ((scaled(dense, factor), event) for factor, event in factors)
+    for step, (costs, event) in enumerate(changing, start=1):
+        noisy = replace(_noisy(costs, script, rng), from_step=step, to_step=step, records=1)
+        yield Moment(step=step, costs=noisy, event=event)

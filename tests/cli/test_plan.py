@@ -1,0 +1,309 @@
+"""The commands of ``dynmo-plan``: whole output, exit codes, every kind of bad input."""
+
+from __future__ import annotations
+
+import json
+import resource
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from dynmo_balance import cli
+from dynmo_balance.options import Balancer, Policy, Schedule
+from dynmo_balance.partition import BALANCERS
+from dynmo_balance.policies import POLICIES
+from dynmo_balance.schedules import SCHEDULES
+
+CONTRACTS = Path(__file__).parents[1] / "contracts" / "fixtures"
+EVENTS = CONTRACTS / "profile/valid/events.jsonl"
+
+
+@pytest.fixture
+def plan(monkeypatch, capfd):
+    """Runs a command in this process: exit code, stdout, stderr."""
+
+    def run(*arguments):
+        monkeypatch.setattr(sys, "argv", ["dynmo-plan", *map(str, arguments)])
+        with pytest.raises(SystemExit) as stop:
+            cli.main()
+        captured = capfd.readouterr()
+        return stop.value.code, captured.out, captured.err
+
+    return run
+
+
+@pytest.fixture
+def run_dir(tmp_path):
+    (tmp_path / "plans").mkdir()
+    shutil.copy(EVENTS, tmp_path / "profile.jsonl")
+    shutil.copy(CONTRACTS / "plan/valid/initial.json", tmp_path / "plans/plan-000000.json")
+    return tmp_path
+
+
+def test_help_is_instant():
+    spent = []
+    for _ in range(3):
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        subprocess.run([sys.executable, "-m", "dynmo_balance", "--help"], check=True, stdout=subprocess.DEVNULL)
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        spent.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
+    assert min(spent) < 0.3  # processor time: the wall clock of a busy machine says nothing
+
+
+def test_choices_match_the_registries():
+    assert {balancer.value for balancer in Balancer} == set(BALANCERS)
+    assert {policy.value for policy in Policy} == set(POLICIES)
+    assert {schedule.value for schedule in Schedule} == set(SCHEDULES)
+
+
+def test_partition(plan):
+    code, out, err = plan("partition", EVENTS, "--granularity", "sublayer")
+    assert (code, err) == (0, "")
+    assert out == (
+        "1f1b, 8 microbatches\n"
+        "  stage  worker                                items  ms/microbatch   busy  memory  limit\n"
+        "  0           0  embedding .. layers.3.attention (8)          4.700  89.0%  9.0 MB      -\n"
+        "  1           1             layers.3.mlp .. head (2)          4.500  85.2%  1.4 MB      -\n"
+        "bottleneck 4.700 ms, lower bound 4.700 ms, optimal: yes; blocking run layers.3.attention .. head (3)\n"
+        "predicted step 42.24 ms, bubble 12.9%; uniform 55.49 ms: 1.31 x\n"
+    )
+
+
+def test_partition_writes_a_plan_that_verifies(plan, run_dir):
+    output = run_dir / "plan.json"
+    code, out, err = plan("partition", run_dir / "profile.jsonl", "-o", output, "--format", "json")
+    assert code == 0
+    assert json.loads(out) == json.loads(output.read_text())
+    assert err == f"wrote {output}\n"
+    assert plan("verify", output, "--profile", run_dir) == (0, f"{output}: every number holds\n", "")
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        (("predicted", "step_ns"), 1),
+        (("predicted", "bottleneck_ns"), 1),
+        (("predicted", "busy_ns"), [1, 1]),
+        (("predicted", "bubble_fraction"), 0.9),
+        (("optimality", "lower_bound_ns"), 10**9),
+        (("optimality", "optimal"), False),
+    ],
+)
+def test_verify_finds_a_wrong_number(plan, tmp_path, path, value):
+    output = tmp_path / "plan.json"
+    plan("partition", EVENTS, "-o", output)
+    document = json.loads(output.read_text())
+    document[path[0]][path[1]] = value
+    output.write_text(json.dumps(document))
+    code, _, err = plan("verify", output, "--profile", EVENTS)
+    assert code == 1
+    assert ".".join(path) in err
+
+
+def test_verify_checks_the_migration(plan, tmp_path):
+    output, initial = tmp_path / "plan.json", CONTRACTS / "plan/valid/initial.json"
+    assert plan("partition", EVENTS, "--current", initial, "-o", output)[0] == 0
+    assert plan("verify", output, "--profile", EVENTS, "--base", initial)[0] == 0
+    document = json.loads(output.read_text())
+    document["migration"]["bytes"] += 1
+    output.write_text(json.dumps(document))
+    code, _, err = plan("verify", output, "--profile", EVENTS, "--base", initial)
+    assert code == 1
+    assert "migration.bytes: is 1440001, recomputed 1440000 [value]" in err
+
+
+def test_ties_go_to_the_given_plan(plan):
+    code, out, _ = plan(
+        "partition",
+        EVENTS,
+        "--current",
+        CONTRACTS / "plan/valid/move.json",
+        "--format",
+        "json",
+        "--objective",
+        "bottleneck",
+    )
+    assert code == 0
+    assert json.loads(out)["migration"]["moves"] == []
+    assert json.loads(out)["base_plan_id"] == 1
+
+
+def test_compare(plan):
+    code, out, _ = plan("compare", EVENTS)
+    assert code == 0
+    assert [line.split()[0] for line in out.splitlines()[2:]] == list(BALANCERS)
+    code, out, _ = plan("compare", EVENTS, "--format", "json")
+    rows = json.loads(out)
+    assert min(row["gap"] for row in rows) == 0
+    assert rows[0]["boundaries"] == [0, 7, 10]
+
+
+def test_simulate(plan):
+    code, out, _ = plan("simulate", EVENTS, "--width", "40")
+    assert code == 0
+    assert out.splitlines()[-2:] == [
+        "   0 |FFFFFF.BFFF.BFFFBFFF.BFFF.FFF.BFFF.....B|",
+        "   1 |...FBBBFFBBBFBBBFFBBBFBBBFFBBBFBBBBFBBB.|",
+    ]
+    code, out, _ = plan("simulate", EVENTS, "--format", "json", "--plan", CONTRACTS / "plan/valid/initial.json")
+    document = json.loads(out)
+    assert document["step_ns"] == max(span[4] for row in document["spans"] for span in row)
+    assert [len(row) for row in document["spans"]] == [8, 16]  # worker 0 is frozen
+
+
+def test_what_if_table(plan):
+    code, out, err = plan(
+        "what-if", EVENTS, "--vary", "stages=1:2", "--vary", "sparsity=0:0.9:0.9", "--vary", "microbatches=8"
+    )
+    assert code == 0
+    assert err == "costs: median of 4 records, steps 1 to 4\n"
+    lines = out.splitlines()
+    assert [line.split()[:3] for line in lines[2:6]] == [
+        ["1", "8", "0.00"],
+        ["1", "8", "0.90"],
+        ["2", "8", "0.00"],
+        ["2", "8", "0.90"],
+    ]
+    assert lines[-1].startswith("2 stages, 8 microbatches, sparsity 0.9, frozen 0%: no worker can be given back")
+
+
+def test_what_if_says_how_many_workers_to_give_back(plan):
+    code, out, _ = plan("what-if", EVENTS, "--vary", "stages=4", "--format", "json")
+    document = json.loads(out)
+    assert code == 0
+    assert document["rows"][0]["release_from_balanced"] == 1
+    assert "give back 1 of 4 workers and gain 0.5%" in document["answer"]
+    steps = document["rows"][0]
+    assert steps["kept_from_balanced"] >= 0.95
+
+
+def test_what_if_marks_infeasible_cells(plan):
+    code, out, _ = plan("what-if", EVENTS, "--vary", "stages=1,2", "--memory", "9MB")
+    assert code == 0
+    assert "infeasible" in out.splitlines()[2]
+    assert "infeasible" not in out.splitlines()[3]
+
+
+@pytest.mark.parametrize(
+    ("vary", "message"),
+    [
+        ("layers=1:3", "NAME one of stages"),
+        ("stages=1:3:0", "goes nowhere"),
+        ("stages=5:3", "goes nowhere"),
+        ("stages=1.5", "whole numbers"),
+        ("stages=a", "not a list of numbers"),
+        ("stages=1:2:3:4", "4 parts"),
+        ("stages=0", "at least 1"),
+        ("sparsity=1", "within [0, 1)"),
+        ("freeze=-0.5", "within [0, 1)"),
+        ("stages=1:100000", "at most 10000"),
+    ],
+)
+def test_what_if_refuses(plan, vary, message):
+    code, out, err = plan("what-if", EVENTS, "--vary", vary)
+    assert (code, out) == (2, "")
+    assert message in err
+
+
+def test_explain(plan):
+    code, out, _ = plan("explain", EVENTS)
+    assert code == 0
+    assert out.splitlines()[0] == (
+        "Stage 1 (layers.3.attention to head) is the slowest: 5.100 ms a microbatch, 1.11 x the mean of the stages."
+    )
+    assert "Cutting inside layers (--granularity sublayer) would make the step 42.24 ms (6.3% less)." in out
+
+
+def test_watch_once(plan, run_dir):
+    code, out, err = plan("watch", run_dir, "--once", "--min-records", "1")
+    assert (code, out) == (0, "")
+    assert "watching" in err
+
+
+@pytest.mark.parametrize("command", ["partition", "compare", "simulate", "what-if", "explain"])
+@pytest.mark.parametrize("fixture", ["newer-version", "negative-time", "no-items"])
+def test_a_broken_profile_is_refused_with_its_problems(plan, command, fixture):
+    code, out, err = plan(command, CONTRACTS / f"profile/invalid/{fixture}.jsonl")
+    assert (code, out) == (2, "")
+    assert "line 1" in err or "line 2" in err
+    assert "Traceback" not in err
+
+
+@pytest.mark.parametrize("command", ["partition", "compare", "simulate", "what-if", "explain"])
+def test_a_profile_without_steps(plan, command):
+    code, _, err = plan(command, CONTRACTS / "profile/valid/header-only.jsonl")
+    assert code == 2
+    assert "no step records to take costs from" in err
+
+
+def test_an_empty_or_missing_profile(plan, tmp_path):
+    (tmp_path / "profile.jsonl").write_text("")
+    assert "is empty" in plan("partition", tmp_path)[2]
+    code, _, err = plan("partition", tmp_path / "nowhere.jsonl")
+    assert code == 2
+    assert "No such file" in err
+
+
+def test_every_problem_at_once(plan, tmp_path):
+    lines = EVENTS.read_text().splitlines()
+    first, second = json.loads(lines[1]), json.loads(lines[2])
+    first["forward_ns"][0], second["busy_ns"] = -1, [0]
+    (tmp_path / "profile.jsonl").write_text("\n".join([lines[0], json.dumps(first), json.dumps(second)]) + "\n")
+    code, _, err = plan("partition", tmp_path)
+    assert code == 2
+    assert "2 problems" in err
+    assert "line 2.forward_ns[0]: must be at least 0, is -1 [range]" in err
+    assert "line 3.busy_ns: must have 2 elements, has 1 [length]" in err
+
+
+def test_more_stages_than_layers(plan):
+    code, _, err = plan("partition", EVENTS, "--stages", "9")
+    assert code == 2
+    assert "use fewer stages, --granularity sublayer or --min-layers 0" in err
+
+
+def test_infeasible_memory_exits_3_and_names_the_limit(plan):
+    code, _, err = plan("partition", EVENTS, "--memory", "1MB")
+    assert code == 3
+    assert "needs" in err
+    assert "1,000,000" in err
+
+
+def test_a_plan_for_another_model(plan, tmp_path):
+    document = json.loads((CONTRACTS / "plan/valid/initial.json").read_text())
+    document["stages"][1]["items"].pop()
+    document["run_id"] = "another"
+    (tmp_path / "plan.json").write_text(json.dumps(document))
+    code, _, err = plan("simulate", EVENTS, "--plan", tmp_path / "plan.json")
+    assert code == 2
+    assert "run_id: is 'another', the profile's is 'gpt-small' [reference]" in err
+    assert "9 items against 10" in err
+
+
+@pytest.mark.parametrize("size", ["lots", "12XB", "-5", ""])
+def test_sizes_that_are_none(plan, size):
+    code, _, err = plan("partition", EVENTS, f"--memory={size}")
+    assert code == 2
+    assert "is not a size" in err
+
+
+@pytest.mark.parametrize("pin", ["head", "head:x", "nothing:1"])
+def test_pins_that_are_none(plan, pin):
+    code, _, err = plan("partition", EVENTS, "--pin", pin)
+    assert code == 2
+    assert "write ITEM:STAGE" in err
+
+
+def test_a_pin_is_kept(plan):
+    code, out, _ = plan("partition", EVENTS, "--pin", "layers.2.mlp:1", "--format", "json")
+    assert code == 0
+    assert "layers.2.mlp" in json.loads(out)["stages"][1]["items"]
+
+
+def test_a_pin_to_no_stage(plan):
+    code, _, err = plan("partition", EVENTS, "--pin", "head:7")
+    assert code == 2
+    assert "there are stages 0 to 1" in err

@@ -1,0 +1,163 @@
+"""The exact balancer against brute force over all partitions, under every kind of constraint."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import combinations_with_replacement, pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dynmo_balance.errors import UsageError
+from dynmo_balance.partition import bottleneck_ns
+from dynmo_balance.partition.exact import bottleneck_of, greedy_is_exact, solve
+from dynmo_balance.partition.limits import make_limits
+from dynmo_balance.problem import InfeasibleError
+
+
+def partitions(limits):
+    """All partitions that obey the constraints other than time."""
+    for inner in combinations_with_replacement(range(limits.units + 1), limits.stages - 1):
+        cuts = (0, *inner, limits.units)
+        if all(limits.lowest[p] <= cut <= limits.highest[p] for p, cut in enumerate(cuts)) and all(
+            b - a >= limits.min_units and limits.fits(p, a, b) for p, (a, b) in enumerate(pairwise(cuts))
+        ):
+            yield cuts
+
+
+def brute_force(problem):
+    limits = make_limits(problem)
+    return min((bottleneck_of(limits, cuts) for cuts in partitions(limits)), default=None)
+
+
+def random_problem(rng, chain_factory, problem_factory):
+    n = rng.randint(1, 8)
+    stages = rng.randint(1, 5)
+    heavy = rng.choice([3, 10, 1000])
+    zero = rng.random() < 0.3
+    forward = [0 if zero and rng.random() < 0.4 else rng.randint(1, heavy) for _ in range(n)]
+    options = {"min_units": rng.choice([0, 0, 1, 1, 2]), "schedule": rng.choice(["1f1b", "gpipe", "zero-bubble"])}
+    options["microbatches"] = rng.randint(1, 6)
+    if rng.random() < 0.5:
+        options["speeds"] = [rng.choice([250_000, 500_000, 1_000_000, 1_500_000]) for _ in range(stages)]
+    if rng.random() < 0.5:
+        options["memory"] = [rng.choice([None, rng.randint(1, 60)]) for _ in range(stages)]
+    if rng.random() < 0.3:
+        options["pins"] = ((rng.randrange(n), rng.randrange(stages)),)
+    chain = chain_factory(
+        forward,
+        backward=[rng.randint(0, heavy) for _ in range(n)],
+        activation=[rng.randint(0, 5) for _ in range(n)],
+        sizes=[rng.randint(0, 12) for _ in range(n)],
+    )
+    return problem_factory(chain, stages, **options)
+
+
+def check_against_brute_force(problem):
+    """Whether the problem had a solution; asserts that the solver found the best one and can prove it."""
+    limits = make_limits(problem)
+    expected = brute_force(problem)
+    if limits.stages * limits.min_units > limits.units:
+        with pytest.raises(UsageError):
+            solve(problem)
+        return False
+    if expected is None:
+        with pytest.raises(InfeasibleError):
+            solve(problem)
+        return False
+    solution = solve(problem)
+    assert solution.bottleneck_ns == expected
+    assert solution.optimal
+    assert solution.lower_bound_ns == expected
+    assert bottleneck_ns(problem, solution.boundaries) == expected
+    assert solution.boundaries in set(partitions(limits))
+    return True
+
+
+def test_equals_brute_force(rng, chain_factory, problem_factory):
+    solved = sum(check_against_brute_force(random_problem(rng, chain_factory, problem_factory)) for _ in range(3000))
+    assert 1000 < solved < 2900  # both feasible and infeasible problems came up
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    work=st.lists(st.integers(0, 50), min_size=1, max_size=9),
+    stages=st.integers(1, 5),
+    min_units=st.integers(0, 2),
+    caps=st.lists(st.one_of(st.none(), st.integers(0, 30)), min_size=5, max_size=5),
+)
+def test_equals_brute_force_on_adversarial_cases(work, stages, min_units, caps, chain_factory, problem_factory):
+    chain = chain_factory(work, sizes=work)
+    check_against_brute_force(problem_factory(chain, stages, min_units=min_units, memory=caps[:stages]))
+
+
+def kept_bytes(problem, boundaries):
+    sizes = [size + 1 for size in problem.chain.move_bytes]
+    return sum(
+        sum(sizes[max(a, x) : max(max(a, x), min(b, y))])
+        for (a, b), (x, y) in zip(pairwise(boundaries), problem.current, strict=True)
+    )
+
+
+def test_ties_go_to_the_least_migration(rng, chain_factory, problem_factory):
+    for _ in range(1500):
+        problem = random_problem(rng, chain_factory, problem_factory)
+        limits = make_limits(problem)
+        if brute_force(problem) is None or limits.stages * limits.min_units > limits.units:
+            continue
+        inner = sorted(rng.randint(0, limits.units) for _ in range(limits.stages - 1))
+        current = tuple(pairwise((0, *inner, limits.units)))
+        problem = replace(problem, current=current)
+        solution = solve(problem)
+        best = max(
+            kept_bytes(problem, cuts)
+            for cuts in partitions(limits)
+            if bottleneck_of(limits, cuts) == solution.bottleneck_ns
+        )
+        assert kept_bytes(problem, solution.boundaries) == best
+
+
+def test_minimum_layers_need_more_than_greedy(chain_factory, problem_factory):
+    # Stage 1 cannot hold layer 2; greedy would give it that one alone.
+    chain = chain_factory([1, 1, 1, 1], sizes=[1, 1, 9, 1])
+    problem = problem_factory(chain, 3, memory=[None, 5, None])
+    assert not greedy_is_exact(make_limits(problem))
+    assert solve(problem).bottleneck_ns == brute_force(problem) == 2
+
+
+def test_blocking_run_cannot_fit_in_less(rng, chain_factory, problem_factory):
+    for _ in range(500):
+        n, stages = rng.randint(2, 12), rng.randint(1, 5)
+        problem = problem_factory(chain_factory([rng.randint(1, 30) for _ in range(n)]), stages, min_units=0)
+        solution = solve(problem)
+        begin, end = solution.blocking
+        assert sum(problem.chain.work_ns[begin:end]) >= solution.bottleneck_ns
+
+
+def test_a_heavy_first_item_is_no_trap(chain_factory, problem_factory):
+    # A probe that wraps around on a heavy first item answers 13 here.
+    assert solve(problem_factory(chain_factory([10, 1, 1, 1]), 3)).bottleneck_ns == 10
+
+
+def test_where_a_max_min_partition_is_far_off(chain_factory, problem_factory):
+    problem = problem_factory(chain_factory([15, 5, 4, 7, 2, 13, 20, 2, 7]), 4)
+    assert solve(problem).bottleneck_ns == 24
+
+
+def test_cuts_only_where_they_are_permitted(chain_factory, problem_factory):
+    problem = problem_factory(chain_factory([1, 1, 1, 1, 1, 1], cuts=[0, 2, 4, 6]), 2)
+    assert solve(problem).boundaries in {(0, 2, 6), (0, 4, 6)}
+
+
+def test_infeasible_memory_names_the_unit(chain_factory, problem_factory):
+    problem = problem_factory(chain_factory([1, 1], sizes=[5, 50]), 2, memory=[10, 10])
+    with pytest.raises(InfeasibleError, match="unit 1 needs 50 bytes") as caught:
+        solve(problem)
+    assert caught.value.exit_code == 3
+
+
+def test_more_stages_than_units(chain_factory, problem_factory):
+    with pytest.raises(UsageError, match="use fewer stages"):
+        solve(problem_factory(chain_factory([1, 2]), 3))
+    assert solve(problem_factory(chain_factory([1, 2]), 3, min_units=0)).bottleneck_ns == 2

@@ -1,0 +1,76 @@
+"""The schedules: every operation once, memory in flight, and torch's own tables operation for operation."""
+
+from __future__ import annotations
+
+import pytest
+
+from dynmo_balance.errors import UsageError
+from dynmo_balance.schedules import SCHEDULES, Kind, counted_in_flight, in_flight, order_of
+
+SIZES = [(p, v, m) for p in (1, 2, 3, 4, 8) for v in (1, 2, 3) for m in (p, 2 * p, 4 * p)]
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize(("workers", "virtual", "microbatches"), SIZES)
+def test_every_operation_once(schedule, workers, virtual, microbatches):
+    order = order_of(schedule, workers, virtual, microbatches)
+    split = schedule == "zero-bubble"
+    kinds = [Kind.FORWARD, *([Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT] if split else [Kind.BACKWARD])]
+    for worker, operations in enumerate(order):
+        stages = [worker + lap * workers for lap in range(virtual)]
+        expected = {(s, kind, m) for s in stages for kind in kinds for m in range(microbatches)}
+        assert set(operations) == expected
+        assert len(operations) == len(expected)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize(("workers", "virtual", "microbatches"), SIZES)
+def test_closed_forms_of_microbatches_in_flight(schedule, workers, virtual, microbatches):
+    counted = counted_in_flight(order_of(schedule, workers, virtual, microbatches))
+    assert in_flight(schedule, workers, virtual, microbatches) == counted
+
+
+def test_unknown_schedule():
+    with pytest.raises(UsageError, match="unknown schedule"):
+        order_of("2f2b", 2, 1, 4)
+
+
+def test_rounds_must_come_out_even():
+    with pytest.raises(UsageError, match="use a multiple of 4"):
+        order_of("interleaved-1f1b", 4, 2, 9)
+
+
+class Stage:
+    """What torch's multi-stage schedules look at when they make their tables."""
+
+    def __init__(self, index, workers, rank, virtual):
+        self.stage_index, self.group_size, self.group_rank = index, workers, rank
+        self.num_stages, self.is_first, self.is_last = workers * virtual, index == 0, index == workers * virtual - 1
+        self.has_backward = True
+        self.device = "cpu"
+        self.submod = None
+        self.stage_index_to_group_rank = {s: s % workers for s in range(workers * virtual)}
+        self.group = None
+
+
+@pytest.mark.parametrize("name", ["interleaved-1f1b", "zero-bubble"])
+@pytest.mark.parametrize(("workers", "virtual", "microbatches"), [(p, v, m) for p, v, m in SIZES if p > 1 and v > 1])
+def test_equal_to_torch(name, workers, virtual, microbatches):
+    schedules = pytest.importorskip("torch.distributed.pipelining.schedules")
+    kind = {"interleaved-1f1b": "ScheduleInterleaved1F1B", "zero-bubble": "ScheduleInterleavedZeroBubble"}[name]
+    stages = [Stage(lap * workers, workers, 0, virtual) for lap in range(virtual)]
+    table = getattr(schedules, kind)(stages, microbatches, loss_fn=lambda *_: None).pipeline_order
+    for worker, operations in enumerate(order_of(name, workers, virtual, microbatches)):
+        theirs = [str(action) for action in table[worker] if action is not None]
+        assert [str(operation) for operation in operations] == theirs
+
+
+@pytest.mark.parametrize(("workers", "microbatches"), [(p, m) for p in (2, 4, 8) for m in (1, p, 4 * p)])
+def test_gpipe_equals_torch(workers, microbatches):
+    schedules = pytest.importorskip("torch.distributed.pipelining.schedules")
+    theirs = schedules.ScheduleGPipe._get_pipeline_order(
+        type("Schedule", (), {"_n_microbatches": microbatches, "_num_stages": workers})()
+    )
+    for worker, operations in enumerate(order_of("gpipe", workers, 1, microbatches)):
+        expected = [str(action) for action in theirs[worker] if action and action.microbatch_index is not None]
+        assert [str(operation) for operation in operations] == expected

@@ -1,0 +1,95 @@
+"""The simulator: closed forms, the rules of dependencies, a frozen front, memory."""
+
+from __future__ import annotations
+
+import pytest
+
+from dynmo_balance.errors import UsageError
+from dynmo_balance.schedules import Kind, Operation, order_of
+from dynmo_balance.simulate import StageCosts, predict, run
+
+F, B, W = 7, 9, 5
+SIZES = [(p, m) for p in (1, 2, 3, 4, 8) for m in (1, 2, 4, 8, 16, 32)]
+
+
+def uniform(stages, forward=F, backward=B, weight=0, send=0):
+    costs = StageCosts(forward_ns=forward, backward_input_ns=backward, backward_weight_ns=weight, send_ns=send)
+    return [costs] * stages
+
+
+@pytest.mark.parametrize(("workers", "microbatches"), SIZES)
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_even_stages(schedule, workers, microbatches):
+    timeline = run(order_of(schedule, workers, 1, microbatches), uniform(workers))
+    assert timeline.step_ns == (microbatches + workers - 1) * (F + B)
+    assert timeline.bubble_fraction == pytest.approx((workers - 1) / (microbatches + workers - 1))
+
+
+@pytest.mark.parametrize(("workers", "microbatches"), SIZES)
+def test_uneven_gpipe(workers, microbatches, rng):
+    stages = [
+        StageCosts(forward_ns=rng.randint(1, 50), backward_input_ns=rng.randint(1, 50), backward_weight_ns=0)
+        for _ in range(workers)
+    ]
+    forward = [stage.forward_ns for stage in stages]
+    backward = [stage.backward_input_ns for stage in stages]
+    expected = sum(forward) + sum(backward) + (microbatches - 1) * (max(forward) + max(backward))
+    assert run(order_of("gpipe", workers, 1, microbatches), stages).step_ns == expected
+
+
+@pytest.mark.parametrize("virtual", [1, 2, 3])
+@pytest.mark.parametrize(("workers", "microbatches"), [(p, m) for p in (2, 4, 8) for m in (p, 2 * p, 4 * p)])
+def test_interleaved(workers, microbatches, virtual):
+    timeline = run(order_of("interleaved-1f1b", workers, virtual, microbatches), uniform(workers * virtual))
+    assert timeline.step_ns == (microbatches * virtual + workers - 1) * (F + B)
+
+
+@pytest.mark.parametrize(("workers", "microbatches"), [(p, m) for p in (1, 2, 4, 8) for m in (p, 2 * p, 32)])
+def test_zero_bubble_with_even_thirds(workers, microbatches):
+    timeline = run(order_of("zero-bubble", workers, 1, microbatches), uniform(workers, 6, 6, 6))
+    assert timeline.step_ns == microbatches * 18 + (workers - 1) * (6 + 6 - 6)
+
+
+def test_communication_is_waited_for_once_a_stage():
+    timeline = run(order_of("gpipe", 3, 1, 1), uniform(3, send=100))
+    assert timeline.step_ns == 3 * (F + B) + 4 * 100
+
+
+def test_overhead_counts_for_every_operation():
+    assert run(order_of("1f1b", 1, 1, 4), uniform(1), overhead_ns=3).step_ns == 4 * (F + B + 6)
+
+
+def test_frozen_stages_have_no_backward_and_get_no_gradient(chain_factory, problem_factory):
+    chain = chain_factory([10] * 4, backward=[0, 0, 20, 20], boundary=1000)
+    problem = problem_factory(chain, 4, microbatches=1, link_bandwidth=10**9, link_latency_ns=0)
+    timeline = predict(problem, (0, 1, 2, 3, 4))
+    kinds = [{span.kind for span in row} for row in timeline.spans]
+    assert kinds[0] == kinds[1] == {Kind.FORWARD}
+    assert kinds[2] == kinds[3] == {Kind.FORWARD, Kind.BACKWARD}
+    # three transfers forward, one gradient back
+    assert timeline.step_ns == 4 * 10 + 3 * 1000 + 20 + 1000 + 20
+
+
+def test_frozen_item_behind_a_trained_one_still_passes_the_gradient(chain_factory, problem_factory):
+    chain = chain_factory([1, 1, 1], backward=[5, 0, 5])
+    timeline = predict(problem_factory(chain, 3, microbatches=1), (0, 1, 2, 3))
+    assert [len(row) for row in timeline.spans] == [2, 2, 2]
+
+
+def test_memory_counts_microbatches_in_flight(chain_factory, problem_factory):
+    chain = chain_factory([1] * 4, backward=[2] * 4, activation=[10, 20, 30, 40], sizes=[100, 200, 300, 400])
+    problem = problem_factory(chain, 4, microbatches=8)
+    assert predict(problem, (0, 1, 2, 3, 4)).peak_memory_bytes == (140, 260, 360, 440)
+    problem = problem_factory(chain, 4, "gpipe", microbatches=8)
+    assert predict(problem, (0, 1, 2, 3, 4)).peak_memory_bytes == (180, 360, 540, 720)
+
+
+def test_an_order_that_waits_for_itself_is_refused():
+    order = ((Operation(0, Kind.BACKWARD, 0), Operation(0, Kind.FORWARD, 0)),)
+    with pytest.raises(UsageError, match="waits for itself: worker 0 never gets to 0B0"):
+        run(order, uniform(1))
+
+
+def test_slow_workers_take_longer(chain_factory, problem_factory):
+    problem = problem_factory(chain_factory([10, 10]), 2, "gpipe", microbatches=1, speeds=[1_000_000, 300_000])
+    assert predict(problem, (0, 1, 2)).step_ns == 10 + 34
