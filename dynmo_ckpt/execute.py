@@ -11,7 +11,7 @@ import os
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
@@ -42,18 +42,27 @@ class Written:
 
 
 @dataclass(frozen=True)
-class _Files:
+class SourceFiles:
     """Open descriptors by path."""
 
     descriptors: Mapping[Path, int]
 
     def read(self, array: StoredArray, offset: int, buffer: memoryview) -> None:
+        """Fill ``buffer`` from byte ``offset`` of the array's file; raises ``CorruptError`` where that ends early."""
         done = 0
         while done < len(buffer):
             got = os.preadv(self.descriptors[array.path], [buffer[done:]], offset + done)
             if got == 0:
                 raise CorruptError(f"{array.path}: {array.key}: the file ends within the tensor")
             done += got
+
+
+@contextmanager
+def open_sources(arrays: Sequence[StoredArray]) -> Iterator[SourceFiles]:
+    """Hold open the files of ``arrays``."""
+    with ExitStack() as stack:
+        opened = {path: stack.enter_context(open(path, "rb")) for path in dict.fromkeys(a.path for a in arrays)}
+        yield SourceFiles({path: handle.fileno() for path, handle in opened.items()})
 
 
 def execute(directory: Path, files: Sequence[OutputFile], *, jobs: int, tick: Tick) -> dict[str, Written]:
@@ -82,9 +91,7 @@ def _write_file(directory: Path, file: OutputFile, jobs: int, tick: Tick) -> Wri
         offsets.append(at)
         at += tensor.content.num_bytes
     with ExitStack() as stack:
-        arrays = sources([file])
-        opened = {path: stack.enter_context(open(path, "rb")) for path in dict.fromkeys(a.path for a in arrays)}
-        inputs = _Files({path: handle.fileno() for path, handle in opened.items()})
+        inputs = stack.enter_context(open_sources(sources(file.tensors)))
         output = stack.enter_context(open(directory / file.name, "wb")).fileno()
         os.posix_fallocate(output, 0, at)
         _write_all(output, header, 0)
@@ -104,7 +111,7 @@ def _write_file(directory: Path, file: OutputFile, jobs: int, tick: Tick) -> Wri
     return Written(num_bytes=at, crc32=total, tensors=named)
 
 
-def _write_tensor(output: int, offset: int, tensor: OutputTensor, inputs: _Files) -> int:
+def _write_tensor(output: int, offset: int, tensor: OutputTensor, inputs: SourceFiles) -> int:
     """Write one tensor at ``offset``; returns its checksum."""
     expected = expected_crc32(tensor)
     if expected is None:
@@ -125,7 +132,7 @@ def _altered(where: str, found: int, recorded: int) -> str:
     return f"{where}: CRC-32 is {found:08x}, {recorded:08x} was recorded: the bytes were altered"
 
 
-def _check_sources(tensor: OutputTensor, inputs: _Files) -> None:
+def _check_sources(tensor: OutputTensor, inputs: SourceFiles) -> None:
     """Compare the stored arrays of a tensor whose output bytes are in another order with their recorded checksums."""
     contents = [content for content in (tensor.content, tensor.mask) if content is not None]
     for array in {piece.view.array: None for content in contents for piece in content.pieces}:
@@ -147,7 +154,7 @@ def _write_all(descriptor: int, payload: bytes | memoryview, offset: int) -> Non
         view, offset = view[done:], offset + done
 
 
-def panels(tensor: OutputTensor, inputs: _Files) -> Iterator[Words]:
+def panels(tensor: OutputTensor, inputs: SourceFiles) -> Iterator[Words]:
     """The content of ``tensor`` in row-major order, a panel at a time; each panel is valid until the next."""
     content = tensor.content
     itemsize = DTYPE_BYTES[content.dtype]
@@ -188,7 +195,7 @@ def _boxes(shape: Sequence[int], limit: int) -> Iterator[list[tuple[int, int]]]:
             yield [*((i, i + 1) for i in outer), (begin, min(begin + step, shape[dim])), *rest]
 
 
-def _fill(panel: NDArray[np.unsignedinteger], content: Tensor, box: list[tuple[int, int]], inputs: _Files) -> None:
+def _fill(panel: NDArray[np.unsignedinteger], content: Tensor, box: list[tuple[int, int]], inputs: SourceFiles) -> None:
     part = content
     if content.shape:
         for dim, (begin, end) in enumerate(box):
@@ -201,7 +208,7 @@ def _fill(panel: NDArray[np.unsignedinteger], content: Tensor, box: list[tuple[i
         _gather(panel[spans] if spans else panel.reshape(()), piece.view, inputs)
 
 
-def _gather(target: NDArray[np.unsignedinteger], view: View, inputs: _Files) -> None:
+def _gather(target: NDArray[np.unsignedinteger], view: View, inputs: SourceFiles) -> None:
     """Read the elements of ``view`` into ``target``, which has its shape."""
     itemsize = target.dtype.itemsize
     span = sum((size - 1) * stride for size, stride in zip(view.shape, view.strides, strict=True)) + 1
@@ -230,7 +237,7 @@ def _is_row_major(view: View) -> bool:
     return True
 
 
-def _read_runs(packed: Words, strides: list[int], array: StoredArray, offset: int, inputs: _Files) -> None:
+def _read_runs(packed: Words, strides: list[int], array: StoredArray, offset: int, inputs: SourceFiles) -> None:
     """Read into a packed array whose dimensions go from wide to narrow strides: one read for each contiguous run."""
     dims, run = packed.ndim, 1
     while dims and (strides[dims - 1] == run or packed.shape[dims - 1] == 1):
