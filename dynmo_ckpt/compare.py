@@ -12,8 +12,9 @@ from numpy.typing import NDArray
 
 from .console import Tick
 from .copyplan import OutputTensor, sources
-from .execute import SourceFiles, Words, open_sources, panels
+from .io.reading import Reader, Words, open_sources
 from .native import NativeCheckpoint
+from .panels import panels
 
 Numbers = NDArray[Any]
 
@@ -71,7 +72,7 @@ def _compare(name: str, left: OutputTensor, right: OutputTensor, atol: float) ->
         yield Difference(name=name, kind="dtype", message=f"{dtypes[0]} on the left, {dtypes[1]} on the right")
     count, largest = 0, 0.0
     with open_sources(sources([left, right])) as files:
-        for one, other in _aligned(_values(left, files), _values(right, files)):
+        for one, other in _aligned(_values(left, Reader(files)), _values(right, Reader(files))):
             if np.array_equal(one, other):
                 continue
             with np.errstate(invalid="ignore"):
@@ -87,9 +88,9 @@ def _compare(name: str, left: OutputTensor, right: OutputTensor, atol: float) ->
         yield Difference(name=name, kind="values", message=message, elements=count, max_abs=largest)
 
 
-def _values(tensor: OutputTensor, files: SourceFiles) -> Iterator[Numbers]:
+def _values(tensor: OutputTensor, reader: Reader) -> Iterator[Numbers]:
     """The panels of a tensor as flat arrays of numbers."""
-    for panel in panels(tensor, files):
+    for panel in panels(tensor, reader):
         yield as_numbers(panel.reshape(-1), tensor.content.dtype)
 
 

@@ -27,7 +27,7 @@ def test_equal_on_another_topology(tmp_path):
 
 
 def test_counts_and_largest_difference(tmp_path, monkeypatch):
-    monkeypatch.setattr("dynmo_ckpt.execute.PANEL_BYTES", 100)
+    monkeypatch.setattr("dynmo_ckpt.panels.PANEL_BYTES", 100)
     p = build["parameters"](build["model"]())
     q = {name: value.copy() for name, value in p.items()}
     q["layers.2.mlp.fc2.weight"][3, 5] += 0.5
