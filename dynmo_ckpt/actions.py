@@ -13,11 +13,12 @@ from . import __version__
 from .console import Format, emit, emit_json, emit_table, human_bytes, progress, say
 from .convert import ExportPlan
 from .copyplan import OutputFile
-from .execute import TRANSPOSE_PANEL_BYTES, Written, execute
+from .execute import Written, execute
 from .faults import StorageError
 from .formats._document import encode_json, envelope
 from .formats.checkpoint import seal
 from .io.directory import check_target, new_directory, write_synced
+from .panels import TRANSPOSE_PANEL_BYTES
 from .reshard import NativePlan, finished_manifest
 from .verify import full_findings, written_findings
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
-from enum import StrEnum
+from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from . import options
 from .console import Format, emit, emit_json, emit_table, progress, run_app, say
 from .errors import UsageError
 
@@ -18,46 +18,18 @@ if TYPE_CHECKING:
 app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
-    help="Inspect, verify, merge and convert checkpoints. No pickle is ever executed.",
+    help="Inspect, verify, compare, merge, split and convert checkpoints. No pickle is ever executed.",
 )
-
-
-class Level(StrEnum):
-    """How closely ``verify`` looks."""
-
-    HEADER = "header"
-    FULL = "full"
-
-
-class Kind(StrEnum):
-    """What ``convert`` can write."""
-
-    HF = "hf"
-
-
-Input = Annotated[
-    Path, typer.Argument(metavar="IN", help="A run directory, its checkpoints directory, or one step's directory.")
-]
-Output = Annotated[Path, typer.Argument(metavar="OUT", help="The directory to write; appears whole or not at all.")]
-Step = Annotated[
-    int | None, typer.Option("--step", "--iteration", help="Step of a run directory; default: what LATEST names.")
-]
-Report = Annotated[Format, typer.Option("--format", help="text for people, json for programs.")]
-Jobs = Annotated[int, typer.Option(min=1, help="Threads that copy; each needs up to 64 MiB of memory.")]
-Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace OUT if it exists.")]
-PlanOnly = Annotated[bool, typer.Option("--plan", help="Only show files, bytes, memory and time; write nothing.")]
-Verify = Annotated[bool, typer.Option("--verify/--no-verify", help="Read everything back before it is put in place.")]
-DEFAULT_JOBS = min(2, os.cpu_count() or 1)
 
 
 @app.command()
 def info(
-    path: Input,
-    step: Step = None,
+    path: options.Input,
+    step: options.Step = None,
     tensors: Annotated[
         str | None, typer.Option(help="List the tensors whose name fits this shell pattern, such as 'layers.0.*'.")
     ] = None,
-    report: Report = Format.TEXT,
+    report: options.Report = Format.TEXT,
 ) -> None:
     """Show what a checkpoint holds: run, model, partition, pruning, tensors and files. Reads the manifest only."""
     from .info import summarize, summary_rows, tensor_rows
@@ -79,25 +51,34 @@ def info(
 
 @app.command()
 def verify(
-    path: Input,
-    step: Step = None,
+    path: options.Input,
+    step: options.Step = None,
     level: Annotated[
-        Level, typer.Option(help="header: manifest, files, sizes and headers; full: every byte's checksum as well.")
-    ] = Level.FULL,
-    report: Report = Format.TEXT,
+        options.Level,
+        typer.Option(help="header: manifest, files, sizes and headers; full: every byte's checksum as well."),
+    ] = options.Level.FULL,
+    against: Annotated[
+        Path | None, typer.Option(help="Also compare every tensor with this checkpoint, of any format or topology.")
+    ] = None,
+    atol: options.Atol = 0.0,
+    report: options.Report = Format.TEXT,
 ) -> None:
     """Check a checkpoint. Exit code 0: nothing is wrong; 1: something is, and every finding is told."""
     from .faults import EXIT_DIFFERENCE
     from .native import checkpoints_dir, latest_faults
-    from .verify import full_findings, header_findings
+    from .verify import directory_to_verify, full_findings, header_findings
 
-    directory = _step_to_verify(path, step)
+    directory = directory_to_verify(path, step)
     findings = [] if directory == path or step is not None else latest_faults(checkpoints_dir(path))
-    if level is Level.HEADER:
+    if level is options.Level.HEADER:
         findings += header_findings(directory)
     else:
-        with progress("verify", _directory_bytes(directory) / 1e6, "MB") as tick:
+        sizes = [file.stat().st_size for file in directory.rglob("*") if file.is_file()]
+        with progress("verify", sum(sizes) / 1e6, "MB") as tick:
             findings += full_findings(directory, tick)
+    if against is not None and not findings:
+        differing = _differences(directory, against, ("parameter", "buffer", "mask"), atol)
+        findings += [f"{each['name']}: {each['message']}" for each in differing]
     if report is Format.JSON:
         emit_json({"path": str(directory), "level": level.value, "ok": not findings, "findings": findings})
     else:
@@ -108,111 +89,190 @@ def verify(
         raise typer.Exit(EXIT_DIFFERENCE)
 
 
-def _step_to_verify(path: Path, step: int | None) -> Path:
-    """The directory to look at, even if it is not complete: that is what ``verify`` is to find."""
-    from .native import STEP_NAME, checkpoints_dir, find_checkpoint, read_latest
+@app.command()
+def diff(
+    left: options.Input,
+    right: Annotated[Path, typer.Argument(metavar="OTHER", help="The checkpoint to compare with, of any format.")],
+    atol: options.Atol = 0.0,
+    with_optimizer: options.WithOptimizer = False,
+    report: options.Report = Format.TEXT,
+) -> None:
+    """Compare two checkpoints tensor by tensor, on any topologies and in any formats. Exit code 1: they differ.
 
-    if STEP_NAME.fullmatch(path.name) and path.is_dir():
-        return path
-    if step is None and not (path / "manifest.json").exists() and path.is_dir():
-        folder = checkpoints_dir(path)
-        named = read_latest(folder)
-        if STEP_NAME.fullmatch(named) and (folder / named).is_dir():
-            return folder / named
-    return find_checkpoint(path, step)[0]
+    Rows that pad the vocabulary are left out. Where only one side has pruning masks, they are applied before comparing.
+    """
+    from .faults import EXIT_DIFFERENCE
+
+    roles = ("parameter", "buffer", "mask", *(("optimizer",) if with_optimizer else ()))
+    found = _differences(left, right, roles, atol)
+    if report is Format.JSON:
+        emit_json({"left": str(left), "right": str(right), "atol": atol, "equal": not found, "differences": found})
+    else:
+        for each in found:
+            emit(f"{each['name']}: {each['message']}")
+        emit(f"{len(found)} tensors differ" if found else "no tensor differs")
+    if found:
+        raise typer.Exit(EXIT_DIFFERENCE)
 
 
-def _directory_bytes(directory: Path) -> int:
-    return sum(path.stat().st_size for path in directory.rglob("*") if path.is_file())
+def _differences(left: Path, right: Path, roles: tuple[str, ...], atol: float) -> list[dict[str, Any]]:
+    from .compare import differences
+
+    sides = [_open(path, options.SourceKind.AUTO, None) for path in (left, right)]
+    total = sum(content.num_bytes for content in sides[0].tensors.values())
+    with progress("compare", total / 1e6, "MB") as tick:
+        return [asdict(each) for each in differences(sides[0], sides[1], roles, atol, tick)]
 
 
 @app.command()
 def merge(
-    source: Input,
-    target: Output,
-    step: Step = None,
-    with_optimizer: Annotated[
-        bool, typer.Option("--with-optimizer/--no-optimizer", help="Take the optimizer's state along.")
-    ] = True,
-    jobs: Jobs = DEFAULT_JOBS,
-    verify: Verify = True,
-    overwrite: Overwrite = False,
-    plan: PlanOnly = False,
-    report: Report = Format.TEXT,
+    source: options.Input,
+    target: options.Output,
+    step: options.Step = None,
+    with_optimizer: options.WithOptimizer = True,
+    jobs: options.Jobs = options.DEFAULT_JOBS,
+    verify: options.Verify = True,
+    overwrite: options.Overwrite = False,
+    plan: options.PlanOnly = False,
+    report: options.Report = Format.TEXT,
 ) -> None:
     """Put the files of all workers together into those of one; tensors, masks and optimizer state stay as they are."""
-    from .actions import Settings, write_native
-    from .reshard import plan_native, whole_partition
+    from .actions import Settings
+    from .reshard import whole_partition
 
-    checkpoint = _open(source, step)
-    native = plan_native(
-        checkpoint.manifest,
-        checkpoint.tensors,
-        partition=whole_partition(checkpoint.manifest),
+    checkpoint = _open(source, options.SourceKind.NATIVE, step)
+    how = Settings(jobs=jobs, verify=verify, overwrite=overwrite, plan_only=plan, format=report)
+    _write_native(
+        checkpoint, target, how, partition=whole_partition(checkpoint.manifest), with_optimizer=with_optimizer
+    )
+
+
+@app.command()
+def split(
+    source: options.Input,
+    target: options.Output,
+    tp: options.TensorSize = 1,
+    pp: options.PipelineSize = 1,
+    vpp: options.VirtualSize = 1,
+    partition: options.Counts = None,
+    step: options.Step = None,
+    with_optimizer: options.WithOptimizer = True,
+    jobs: options.Jobs = options.DEFAULT_JOBS,
+    verify: options.Verify = True,
+    overwrite: options.Overwrite = False,
+    plan: options.PlanOnly = False,
+    report: options.Report = Format.TEXT,
+) -> None:
+    """Divide a checkpoint among tensor ranks and pipeline workers; the same as reshard with one replica."""
+    reshard(source, target, tp, pp, 1, vpp, partition, step, with_optimizer, jobs, verify, overwrite, plan, report)
+
+
+@app.command()
+def reshard(
+    source: options.Input,
+    target: options.Output,
+    tp: options.TensorSize = 1,
+    pp: options.PipelineSize = 1,
+    dp: options.DataSize = 1,
+    vpp: options.VirtualSize = 1,
+    partition: options.Counts = None,
+    step: options.Step = None,
+    with_optimizer: options.WithOptimizer = True,
+    jobs: options.Jobs = options.DEFAULT_JOBS,
+    verify: options.Verify = True,
+    overwrite: options.Overwrite = False,
+    plan: options.PlanOnly = False,
+    report: options.Report = Format.TEXT,
+) -> None:
+    """Write a checkpoint of any topology for another one, in one pass, with masks and optimizer state."""
+    from .actions import Settings
+    from .reshard import counted_partition, even_counts
+
+    checkpoint = _open(source, options.SourceKind.NATIVE, step)
+    layers, stages = checkpoint.manifest["model"]["num_layers"], pp * vpp
+    counts = even_counts(layers, stages) if partition is None else options.parse_counts(partition, stages)
+    how = Settings(jobs=jobs, verify=verify, overwrite=overwrite, plan_only=plan, format=report)
+    _write_native(
+        checkpoint,
+        target,
+        how,
+        partition=counted_partition(layers, counts),
+        tensor_parallel_size=tp,
+        data_parallel_size=dp,
+        virtual_stages_per_worker=vpp,
         with_optimizer=with_optimizer,
     )
-    topology = checkpoint.manifest["topology"]
-    decisions = {
-        "merged_workers": topology["pipeline_parallel_size"] * topology["tensor_parallel_size"],
-        "with_optimizer": with_optimizer and checkpoint.manifest["optimizer"] is not None,
-        "masks": len(checkpoint.names("mask")),
-    }
-    how = Settings(jobs=jobs, verify=verify, overwrite=overwrite, plan_only=plan, format=report)
-    write_native(checkpoint.directory, target, native, _other_files(checkpoint), decisions, how)
 
 
 @app.command()
 def convert(
-    source: Input,
-    target: Output,
-    to: Annotated[Kind, typer.Option("--to", help="hf: a Hugging Face directory, opened as GPT2LMHeadModel.")],
-    step: Step = None,
+    source: options.Input,
+    target: options.Output,
+    to: Annotated[
+        options.TargetKind,
+        typer.Option("--to", help="hf: a Hugging Face directory (GPT2LMHeadModel); native: ours, on one worker."),
+    ],
+    kind: options.Source = options.SourceKind.AUTO,
+    step: options.Step = None,
     tokenizer: Annotated[
-        Path | None, typer.Option(help="Directory with the tokenizer's files; default: those of the checkpoint.")
+        Path | None, typer.Option(help="Directory with the tokenizer's files; default: those of the input.")
     ] = None,
     max_shard_size: Annotated[str, typer.Option(help="Largest weight file, such as 500MB or 5GB.")] = "5GB",
-    jobs: Jobs = DEFAULT_JOBS,
-    verify: Verify = True,
-    overwrite: Overwrite = False,
-    plan: PlanOnly = False,
-    report: Report = Format.TEXT,
+    make_vocab_size_divisible_by: options.VocabDivisor = 128,
+    jobs: options.Jobs = options.DEFAULT_JOBS,
+    verify: options.Verify = True,
+    overwrite: options.Overwrite = False,
+    plan: options.PlanOnly = False,
+    report: options.Report = Format.TEXT,
 ) -> None:
-    """Convert a checkpoint to another format; pruned weights become zeros in place, optimizer state stays behind."""
+    """Convert a checkpoint to another format.
+
+    To Hugging Face, pruned weights become zeros in place, the vocabulary's padding is cut off and the optimizer's state
+    stays behind.
+    """
     from .actions import Settings, write_export
     from .convert import plan_hf_export
 
-    checkpoint = _open(source, step)
+    checkpoint = _open(source, kind, step, make_vocab_size_divisible_by)
     if tokenizer is not None and not tokenizer.is_dir():
         raise UsageError(f"--tokenizer {tokenizer}: is not a directory")
-    export = plan_hf_export(checkpoint, tokenizer=tokenizer, shard_bytes=_parse_bytes(max_shard_size))
     how = Settings(jobs=jobs, verify=verify, overwrite=overwrite, plan_only=plan, format=report)
+    if to is options.TargetKind.NATIVE:
+        partition = checkpoint.manifest["topology"]["partition"]
+        _write_native(checkpoint, target, how, partition=partition, tokenizer=tokenizer)
+        return
+    export = plan_hf_export(checkpoint, tokenizer=tokenizer, shard_bytes=options.parse_bytes(max_shard_size))
     write_export(checkpoint.directory, target, export, how)
 
 
-def _open(source: Path, step: int | None) -> NativeCheckpoint:
-    from .native import find_checkpoint, open_native
+def _open(
+    source: Path, kind: options.SourceKind, step: int | None, make_vocab_size_divisible_by: int = 128
+) -> NativeCheckpoint:
+    from .sources import open_any
 
-    directory, remarks = find_checkpoint(source, step)
+    checkpoint, remarks = open_any(source, kind, step, make_vocab_size_divisible_by)
     for remark in remarks:
         say(remark)
-    return open_native(directory)
+    return checkpoint
 
 
-def _other_files(checkpoint: NativeCheckpoint) -> dict[str, bytes]:
-    """The small files beside the shards, such as the tokenizer's; an older record of a conversion is left out."""
-    shards = {shard["file"] for entry in checkpoint.manifest["tensors"].values() for shard in entry["shards"]}
-    names = set(checkpoint.manifest["files"]) - shards - {"conversion.json"}
-    return {name: (checkpoint.directory / name).read_bytes() for name in sorted(names)}
+def _write_native(
+    checkpoint: NativeCheckpoint, target: Path, how: Any, *, tokenizer: Path | None = None, **topology: Any
+) -> None:
+    """Plan and write a native checkpoint; ``topology`` goes to ``plan_native``."""
+    from .actions import write_native
+    from .reshard import plan_native
+    from .sources import small_files
 
-
-def _parse_bytes(text: str) -> int:
-    units = {"KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12, "B": 1}
-    upper = text.strip().upper()
-    unit = next((unit for unit in units if upper.endswith(unit)), "")
-    number = upper.removesuffix(unit).strip()
-    if not number.replace(".", "", 1).isdecimal():
-        raise UsageError(f"{text!r} is not a size; write a number and B, KB, MB or GB, such as 5GB")
-    return max(1, int(float(number) * units.get(unit, 1)))
+    native = plan_native(checkpoint.manifest, checkpoint.tensors, **topology)
+    before, after = checkpoint.manifest["topology"], native.manifest["topology"]
+    decisions = {
+        "workers_before": before["pipeline_parallel_size"] * before["tensor_parallel_size"],
+        "workers_after": after["pipeline_parallel_size"] * after["tensor_parallel_size"],
+        "with_optimizer": native.manifest["optimizer"] is not None,
+        "masks": len(checkpoint.names("mask")),
+    }
+    write_native(checkpoint.directory, target, native, small_files(checkpoint, tokenizer), decisions, how)
 
 
 def main() -> None:

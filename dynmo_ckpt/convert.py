@@ -46,10 +46,9 @@ def plan_hf_export(checkpoint: NativeCheckpoint, *, tokenizer: Path | None, shar
     dtypes = sorted({item.content.dtype for item in mapped})
     if len(dtypes) != 1:
         raise UnsupportedError(f"weights of the types {', '.join(dtypes)} in one model; one type is expected")
-    source = tokenizer or (checkpoint.directory / "tokenizer")
-    copied, end = tokenizer_files(
-        source if source.is_dir() else None, model["vocab_size"], model["max_position_embeddings"]
-    )
+    inside = checkpoint.directory / "tokenizer"
+    source = tokenizer or (inside if inside.is_dir() else checkpoint.directory)
+    copied, end = tokenizer_files(source, model["vocab_size"], model["max_position_embeddings"])
     files = tuple(plan_files(mapped, masks, shard_bytes))
     generation = {"bos_token_id": end, "eos_token_id": end, "pad_token_id": end}
     small = {

@@ -59,9 +59,8 @@ def shard_by_size(tensors: Sequence[OutputTensor], limit_bytes: int) -> list[lis
     return groups
 
 
-def sources(files: Iterable[OutputFile]) -> list[StoredArray]:
-    """The stored arrays that a plan reads, each once."""
-    tensors = [tensor for file in files for tensor in file.tensors]
+def sources(tensors: Iterable[OutputTensor]) -> list[StoredArray]:
+    """The stored arrays that tensors are read from, each once."""
     contents = [content for tensor in tensors for content in (tensor.content, tensor.mask) if content is not None]
     return list({piece.view.array: None for content in contents for piece in content.pieces})
 

@@ -18,6 +18,17 @@ from .views import Tensor, whole
 ACTIVATIONS = {"gelu_tanh": "gelu_new", "gelu": "gelu"}
 SAME_AS_TANH = ("gelu_new", "gelu_fast", "gelu_pytorch_tanh")
 END_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eod>", "<eos>")
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+    "vocab.json",
+    "merges.txt",
+    "vocab.txt",
+    "tokenizer.model",
+)
 DTYPE_NAMES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 
@@ -46,6 +57,7 @@ def gpt2_model(config: Mapping[str, Any], make_vocab_size_divisible_by: int) -> 
     """The ``model`` of a manifest from a GPT-2's ``config.json``; defaults are those of ``GPT2Config``.
 
     Raises:
+        CorruptError: a size that is none.
         UnsupportedError: another architecture, or a variant that our model does not compute.
     """
     if config.get("model_type") != "gpt2":
@@ -56,14 +68,19 @@ def gpt2_model(config: Mapping[str, Any], make_vocab_size_divisible_by: int) -> 
     activation = config.get("activation_function", "gelu_new")
     if activation not in (*SAME_AS_TANH, "gelu"):
         raise UnsupportedError(f"activation_function {activation!r}: known are gelu and {', '.join(SAME_AS_TANH)}")
-    hidden, vocab = config.get("n_embd", 768), config.get("vocab_size", 50257)
+    defaults = {"n_layer": 12, "n_embd": 768, "n_head": 12, "n_positions": 1024, "vocab_size": 50257}
+    sizes = {field: config.get(field, default) for field, default in defaults.items()}
+    for field, size in sizes.items():
+        if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+            raise CorruptError(f"config.json: {field} must be an integer of at least 1, is {size!r}")
+    vocab = sizes["vocab_size"]
     return {
         "family": "gpt",
-        "num_layers": config.get("n_layer", 12),
-        "hidden_size": hidden,
-        "ffn_hidden_size": config.get("n_inner") or 4 * hidden,
-        "num_attention_heads": config.get("n_head", 12),
-        "max_position_embeddings": config.get("n_positions", 1024),
+        "num_layers": sizes["n_layer"],
+        "hidden_size": sizes["n_embd"],
+        "ffn_hidden_size": config.get("n_inner") or 4 * sizes["n_embd"],
+        "num_attention_heads": sizes["n_head"],
+        "max_position_embeddings": sizes["n_positions"],
         "vocab_size": vocab,
         "padded_vocab_size": -(-vocab // make_vocab_size_divisible_by) * make_vocab_size_divisible_by,
         "layernorm_epsilon": config.get("layer_norm_epsilon", 1e-5),
@@ -132,20 +149,23 @@ def weight_index(files: Sequence[OutputFile]) -> bytes | None:
     return encode_json({"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))})
 
 
-def tokenizer_files(directory: Path | None, vocab_size: int, max_length: int) -> tuple[dict[str, bytes], int | None]:
+def tokenizer_names(directory: Path) -> list[str]:
+    """Which of a tokenizer's files lie in ``directory``."""
+    return [name for name in TOKENIZER_FILES if (directory / name).is_file()]
+
+
+def tokenizer_files(directory: Path, vocab_size: int, max_length: int) -> tuple[dict[str, bytes], int | None]:
     """Byte copies of a tokenizer's files, with a configuration that AutoTokenizer opens, and the end token's id.
 
     Args:
-        directory: where the files lie; None: there is no tokenizer.
+        directory: where the files lie; without any there is no tokenizer.
         vocab_size: the model's true vocabulary size.
         max_length: the model's number of positions.
 
     Raises:
         UsageError: the tokenizer has more tokens than the model's vocabulary.
     """
-    if directory is None:
-        return {}, None
-    files = {path.name: path.read_bytes() for path in sorted(directory.iterdir()) if path.is_file()}
+    files = {name: (directory / name).read_bytes() for name in tokenizer_names(directory)}
     if "tokenizer.json" not in files:
         return files, _end_token_of_vocabulary(files.get("vocab.json"))
     ids = _token_ids(directory / "tokenizer.json", files["tokenizer.json"])

@@ -37,12 +37,14 @@ def stored_shape(axes: Axes, sizes: Mapping[str, int]) -> tuple[int, ...]:
 
 
 def expand(tensor: Tensor, axes: Axes, sizes: Mapping[str, int], name: str) -> Tensor:
-    """``tensor`` with one dimension an axis.
+    """``tensor`` with one dimension an axis; it may have that form already.
 
     Raises:
         UnsupportedError: its shape is not what the axes and sizes say.
     """
     expected = stored_shape(axes, sizes)
+    if tensor.shape == tuple(sizes[axis] for group in axes for axis in group):
+        return tensor
     if tensor.shape != expected:
         raise UnsupportedError(f"{name}: the shape is {list(tensor.shape)}, the model's sizes ask for {list(expected)}")
     for dim in reversed(range(len(axes))):

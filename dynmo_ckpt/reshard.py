@@ -40,13 +40,18 @@ def whole_partition(manifest: Mapping[str, Any]) -> list[list[str]]:
     return [[item for stage in manifest["topology"]["partition"] for item in stage]]
 
 
-def even_partition(num_layers: int, layers_per_stage: Sequence[int]) -> list[list[str]]:
+def even_counts(num_layers: int, num_stages: int) -> list[int]:
+    """Blocks a stage, as even as can be; the first stages have one more where it does not come out even."""
+    return [num_layers // num_stages + (stage < num_layers % num_stages) for stage in range(num_stages)]
+
+
+def counted_partition(num_layers: int, layers_per_stage: Sequence[int]) -> list[list[str]]:
     """A partition with these numbers of whole blocks a stage; the embedding in the first, the head in the last.
 
     Raises:
         UnsupportedError: the numbers do not add up to ``num_layers``.
     """
-    if sum(layers_per_stage) != num_layers or min(layers_per_stage) < 0:
+    if sum(layers_per_stage) != num_layers:
         raise UnsupportedError(f"--partition {list(layers_per_stage)} must add up to the model's {num_layers} layers")
     stages, at = [], 0
     for count in layers_per_stage:
@@ -63,6 +68,7 @@ def plan_native(
     *,
     partition: Sequence[Sequence[str]],
     tensor_parallel_size: int = 1,
+    data_parallel_size: int = 1,
     virtual_stages_per_worker: int = 1,
     with_optimizer: bool = True,
 ) -> NativePlan:
@@ -73,6 +79,7 @@ def plan_native(
         tensors: the stored tensors by global name.
         partition: the items of each stage, in layer order.
         tensor_parallel_size: tensor ranks; weights are cut along the dimension that tensor parallelism cuts.
+        data_parallel_size: replicas; a record only, each tensor is stored once.
         virtual_stages_per_worker: stages that each worker holds; stage ``i`` goes to worker ``i % workers``.
         with_optimizer: take the optimizer's state along.
 
@@ -94,7 +101,8 @@ def plan_native(
         shards = []
         for rank, part in enumerate(_cut(tensors[name], dim, tensor_parallel_size)):
             file = f"{kind}-p{worker:03d}-t{rank:02d}.safetensors"
-            contents.setdefault(file, []).append(OutputTensor(key=name, shape=part.shape, content=part))
+            shape = part.shape if dim is not None else tuple(entry["shape"])
+            contents.setdefault(file, []).append(OutputTensor(key=name, shape=shape, content=part))
             index = [[0, size] for size in entry["shape"]]
             if dim is not None:
                 index[dim] = [rank * part.shape[dim], (rank + 1) * part.shape[dim]]
@@ -104,9 +112,9 @@ def plan_native(
         **manifest["topology"],
         "tensor_parallel_size": tensor_parallel_size,
         "pipeline_parallel_size": workers,
-        "data_parallel_size": 1,
+        "data_parallel_size": data_parallel_size,
         "virtual_stages_per_worker": virtual_stages_per_worker,
-        "world_size": workers * tensor_parallel_size,
+        "world_size": workers * tensor_parallel_size * data_parallel_size,
         "partition": [list(stage) for stage in partition],
     }
     document = {

@@ -13,7 +13,15 @@ from .execute import Written
 from .faults import CorruptError
 from .io.crc32 import combine
 from .io.safetensors import Index, read_index
-from .native import NativeCheckpoint, open_native, unclaimed_keys
+from .native import (
+    STEP_NAME,
+    NativeCheckpoint,
+    checkpoints_dir,
+    find_checkpoint,
+    open_native,
+    read_latest,
+    unclaimed_keys,
+)
 
 _CHUNK_BYTES = 4 << 20
 
@@ -24,6 +32,18 @@ class FileSums:
 
     crc32: int
     arrays: Mapping[str, int]
+
+
+def directory_to_verify(path: Path, step: int | None) -> Path:
+    """The directory that ``path`` means even if it is not complete, for that is what is to be found."""
+    if STEP_NAME.fullmatch(path.name) and path.is_dir():
+        return path
+    if step is None and not (path / "manifest.json").exists() and path.is_dir():
+        folder = checkpoints_dir(path)
+        named = read_latest(folder)
+        if STEP_NAME.fullmatch(named) and (folder / named).is_dir():
+            return folder / named
+    return find_checkpoint(path, step)[0]
 
 
 def header_findings(directory: Path) -> Iterator[str]:

@@ -50,7 +50,7 @@ def _is_span(value: Any, path: str, problems: list[Problem]) -> None:
         array(integer())(value, path, problems)
 
 
-_MODEL = {
+MODEL_FIELDS: Mapping[str, Check] = {
     "family": string("gpt"),
     "num_layers": integer(),
     "hidden_size": integer(1),
@@ -88,7 +88,7 @@ FIELDS: Mapping[str, Check] = {
     "run_id": string(),
     "step": integer(),
     "consumed_train_samples": integer(),
-    "model": obj(_MODEL),
+    "model": obj(MODEL_FIELDS),
     "topology": obj(_TOPOLOGY),
     "dynamic": obj(
         {

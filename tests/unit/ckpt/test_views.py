@@ -7,9 +7,10 @@ from hypothesis import strategies as st
 
 from dynmo_ckpt.console import progress
 from dynmo_ckpt.copyplan import OutputTensor, expected_crc32, output_file
-from dynmo_ckpt.execute import execute, transposed_copy
+from dynmo_ckpt.execute import execute
 from dynmo_ckpt.faults import UnsupportedError
 from dynmo_ckpt.io.safetensors import read_index
+from dynmo_ckpt.panels import transposed_copy
 from dynmo_ckpt.patterns import parse_axes, rearrange
 from dynmo_ckpt.views import concatenate, whole
 
@@ -83,8 +84,8 @@ def test_small_panels_give_the_same_bytes(tmp_path, monkeypatch):
     mask = array > 0
     tensor, kept = stored(tmp_path, array), stored(tmp_path, mask, "m")
     for limit in (4, 64, 100, 1000):
-        monkeypatch.setattr("dynmo_ckpt.execute.PANEL_BYTES", limit)
-        monkeypatch.setattr("dynmo_ckpt.execute.TRANSPOSE_PANEL_BYTES", limit)
+        monkeypatch.setattr("dynmo_ckpt.panels.PANEL_BYTES", limit)
+        monkeypatch.setattr("dynmo_ckpt.panels.TRANSPOSE_PANEL_BYTES", limit)
         assert np.array_equal(written(tmp_path, tensor), array)
         turned, turned_mask = (
             tensor.unflatten(0, [4, 10]).permute([2, 1, 0]),

@@ -1,0 +1,97 @@
+"""Options that several commands share, each declared once."""
+
+from __future__ import annotations
+
+import os
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from .console import Format
+from .errors import UsageError
+
+DEFAULT_JOBS = min(2, os.cpu_count() or 1)
+
+
+class Level(StrEnum):
+    """How closely ``verify`` looks."""
+
+    HEADER = "header"
+    FULL = "full"
+
+
+class SourceKind(StrEnum):
+    """What an input can be."""
+
+    AUTO = "auto"
+    NATIVE = "native"
+    HF = "hf"
+
+
+class TargetKind(StrEnum):
+    """What ``convert`` can write."""
+
+    HF = "hf"
+    NATIVE = "native"
+
+
+Input = Annotated[
+    Path,
+    typer.Argument(
+        metavar="IN",
+        help="A run directory, its checkpoints directory, or one step's directory; for convert and diff also a "
+        "Hugging Face directory.",
+    ),
+]
+Output = Annotated[Path, typer.Argument(metavar="OUT", help="The directory to write; appears whole or not at all.")]
+Step = Annotated[
+    int | None, typer.Option("--step", "--iteration", help="Step of a run directory; default: what LATEST names.")
+]
+Source = Annotated[
+    SourceKind, typer.Option("--from", help="Format of IN; auto looks at the files (manifest.json, config.json).")
+]
+Report = Annotated[Format, typer.Option("--format", help="text for people, json for programs.")]
+Jobs = Annotated[int, typer.Option(min=1, help="Threads that copy; each needs up to 64 MiB of memory.")]
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace OUT if it exists.")]
+PlanOnly = Annotated[bool, typer.Option("--plan", help="Only show files, bytes, memory and time; write nothing.")]
+Verify = Annotated[bool, typer.Option("--verify/--no-verify", help="Read everything back before it is put in place.")]
+WithOptimizer = Annotated[
+    bool, typer.Option("--with-optimizer/--no-optimizer", help="Take the optimizer's state along.")
+]
+TensorSize = Annotated[
+    int, typer.Option("--tp", "--target-tensor-parallel-size", min=1, help="Tensor-parallel ranks of OUT.")
+]
+PipelineSize = Annotated[
+    int, typer.Option("--pp", "--target-pipeline-parallel-size", min=1, help="Pipeline workers of OUT.")
+]
+DataSize = Annotated[int, typer.Option("--dp", min=1, help="Data-parallel replicas of OUT; recorded, nothing more.")]
+VirtualSize = Annotated[int, typer.Option("--vpp", min=1, help="Stages that each pipeline worker holds.")]
+Counts = Annotated[
+    str | None,
+    typer.Option("--partition", help="Layers of each stage, such as 7,5,8,4; default: as even as can be."),
+]
+Atol = Annotated[float, typer.Option("--atol", min=0, help="Largest absolute difference that counts as equal.")]
+VocabDivisor = Annotated[
+    int, typer.Option(min=1, help="Pad the vocabulary of an imported model to a multiple of this many rows.")
+]
+
+
+def parse_bytes(text: str) -> int:
+    """``5GB`` is 5,000,000,000; raises ``UsageError`` for what is not a size."""
+    units = {"KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12, "B": 1}
+    upper = text.strip().upper()
+    unit = next((unit for unit in units if upper.endswith(unit)), "")
+    number = upper.removesuffix(unit).strip()
+    if not number.replace(".", "", 1).isdecimal():
+        raise UsageError(f"{text!r} is not a size; write a number and B, KB, MB or GB, such as 5GB")
+    return max(1, int(float(number) * units.get(unit, 1)))
+
+
+def parse_counts(text: str, num_stages: int) -> list[int]:
+    """``7,5,8,4`` for four stages; raises ``UsageError`` for what is not that."""
+    words = [word.strip() for word in text.split(",")]
+    if not all(word.isdecimal() for word in words) or len(words) != num_stages:
+        raise UsageError(f"--partition {text!r}: must be {num_stages} numbers of layers with commas between")
+    return [int(word) for word in words]

@@ -1,0 +1,127 @@
+"""Produces the content of a planned tensor in row-major order, a panel of bounded size at a time."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from itertools import product
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .copyplan import OutputTensor
+from .io.reading import Reader, Words
+from .io.safetensors import DTYPE_BYTES, StoredArray
+from .views import Tensor, View
+
+PANEL_BYTES = 2 << 20
+TRANSPOSE_PANEL_BYTES = 32 << 20
+_BLOCK = 64
+
+
+def panels(tensor: OutputTensor, reader: Reader) -> Iterator[Words]:
+    """The content of ``tensor`` in row-major order, a panel at a time; each panel is valid until the next."""
+    content = tensor.content
+    itemsize = DTYPE_BYTES[content.dtype]
+    shape = content.shape or (1,)
+    limit = PANEL_BYTES if _reads_in_order(content) else TRANSPOSE_PANEL_BYTES
+    for box in _boxes(shape, max(1, limit // itemsize)):
+        extents = [end - begin for begin, end in box]
+        panel = reader.buffer("panel", math.prod(extents), itemsize).reshape(extents)
+        _fill(panel, content, box, reader)
+        if tensor.mask is not None:
+            kept = reader.buffer("mask", math.prod(extents), 1).reshape(extents)
+            _fill(kept, tensor.mask, box, reader)
+            panel[kept == 0] = 0
+        yield panel
+
+
+def _reads_in_order(content: Tensor) -> bool:
+    """Whether the fastest dimension of the output is the fastest of every source."""
+    return all(
+        next((s for n, s in zip(piece.view.shape[::-1], piece.view.strides[::-1], strict=True) if n > 1), 1) == 1
+        for piece in content.pieces
+    )
+
+
+def _boxes(shape: Sequence[int], limit: int) -> Iterator[list[tuple[int, int]]]:
+    """Cut a row-major array into boxes of at most ``limit`` elements that follow one another in memory."""
+    if 0 in shape:
+        return
+    dim = next((d for d in range(len(shape)) if math.prod(shape[d + 1 :]) <= limit), len(shape) - 1)
+    step = max(1, limit // math.prod(shape[dim + 1 :]))
+    rest = [(0, size) for size in shape[dim + 1 :]]
+    for outer in product(*(range(size) for size in shape[:dim])):
+        for begin in range(0, shape[dim], step):
+            yield [*((i, i + 1) for i in outer), (begin, min(begin + step, shape[dim])), *rest]
+
+
+def _fill(panel: NDArray[np.unsignedinteger], content: Tensor, box: list[tuple[int, int]], reader: Reader) -> None:
+    part = content
+    if content.shape:
+        for dim, (begin, end) in enumerate(box):
+            if (begin, end) != (0, content.shape[dim]):
+                part = part.narrow(dim, begin, end)
+    if not part.is_covered:
+        panel[...] = 0
+    for piece in part.pieces:
+        spans = tuple(slice(b, b + n) for b, n in zip(piece.begin, piece.view.shape, strict=True))
+        _gather(panel[spans] if spans else panel.reshape(()), piece.view, reader)
+
+
+def _gather(target: NDArray[np.unsignedinteger], view: View, reader: Reader) -> None:
+    """Read the elements of ``view`` into ``target``, which has its shape."""
+    itemsize = target.dtype.itemsize
+    span = sum((size - 1) * stride for size, stride in zip(view.shape, view.strides, strict=True)) + 1
+    begin = view.start * itemsize
+    if span == target.size and target.flags.c_contiguous and _is_row_major(view):
+        reader.read(view.array, begin, target)
+        return
+    if span <= 2 * target.size:
+        scratch = reader.buffer("scratch", span, itemsize)
+        reader.read(view.array, begin, scratch)
+        strides = [stride * itemsize for stride in view.strides]
+        transposed_copy(target, np.lib.stride_tricks.as_strided(scratch, view.shape, strides, writeable=False))
+        return
+    order = sorted(range(len(view.shape)), key=lambda dim: -view.strides[dim])
+    packed = reader.buffer("scratch", target.size, itemsize).reshape([view.shape[dim] for dim in order])
+    _read_runs(packed, [view.strides[dim] for dim in order], view.array, begin, reader)
+    transposed_copy(target, packed.transpose(np.argsort(order)))
+
+
+def _is_row_major(view: View) -> bool:
+    expected = 1
+    for size, stride in zip(reversed(view.shape), reversed(view.strides), strict=True):
+        if size > 1 and stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+def _read_runs(packed: Words, strides: list[int], array: StoredArray, begin: int, reader: Reader) -> None:
+    """Read into a packed array whose dimensions go from wide to narrow strides: one read for each contiguous run."""
+    dims, run = packed.ndim, 1
+    while dims and (strides[dims - 1] == run or packed.shape[dims - 1] == 1):
+        dims -= 1
+        run *= packed.shape[dims]
+    rows = packed.reshape(-1, run)
+    itemsize = packed.dtype.itemsize
+    for row, at in enumerate(product(*(range(size) for size in packed.shape[:dims]))):
+        start = begin + sum(i * stride for i, stride in zip(at, strides, strict=False)) * itemsize
+        reader.read(array, start, rows[row])
+
+
+def transposed_copy(target: Words, source: Words) -> None:
+    """``target[...] = source``, in blocks that stay in the cache where their fastest dimensions differ."""
+    if target.ndim < 2 or source.strides[-1] == source.itemsize:
+        target[...] = source
+        return
+    fast = min(range(source.ndim), key=lambda dim: source.strides[dim] if source.shape[dim] > 1 else math.inf)
+    if fast == source.ndim - 1:
+        target[...] = source
+        return
+    rows, columns = np.moveaxis(target, fast, 0), np.moveaxis(source, fast, 0)
+    for begin in range(0, rows.shape[0], _BLOCK):
+        for column in range(0, rows.shape[-1], _BLOCK):
+            span = (slice(begin, begin + _BLOCK), ..., slice(column, column + _BLOCK))
+            rows[span] = columns[span]

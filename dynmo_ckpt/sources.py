@@ -1,0 +1,128 @@
+"""Opens an input of any known format as if it were a native checkpoint: a manifest, and tensors under our names."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from . import __version__
+from .errors import UsageError
+from .faults import CorruptError
+from .formats._document import Problem, envelope, obj
+from .formats.checkpoint import BLANK_SEAL, FORMAT, MODEL_FIELDS, VERSION
+from .huggingface import gpt2_model, read_config, read_tensors, tokenizer_names
+from .names import Mapped, load_map, to_ours
+from .native import NativeCheckpoint, find_checkpoint, is_native, open_native
+from .options import SourceKind
+
+RNG = {"scheme": "hash(seed,step,microbatch,item)", "seed": 0}
+
+
+def detect(path: Path) -> SourceKind:
+    """The format of ``path``; raises ``CorruptError`` where it is none that is known."""
+    if is_native(path):
+        return SourceKind.NATIVE
+    if (path / "config.json").is_file():
+        return SourceKind.HF
+    raise CorruptError(
+        f"{path}: no checkpoint here; known are native ones (manifest.json, step-NNNNNNNN) and Hugging Face "
+        "directories (config.json)"
+    )
+
+
+def open_any(
+    path: Path, kind: SourceKind, step: int | None, make_vocab_size_divisible_by: int = 128
+) -> tuple[NativeCheckpoint, list[str]]:
+    """Open ``path``; returns the checkpoint and remarks for a person.
+
+    Args:
+        path: the input.
+        kind: its format, or ``auto``.
+        step: which step of a run directory; None: the latest.
+        make_vocab_size_divisible_by: what the vocabulary of an imported model is padded to a multiple of.
+    """
+    kind = detect(path) if kind is SourceKind.AUTO else kind
+    if kind is SourceKind.NATIVE:
+        directory, remarks = find_checkpoint(path, step)
+        return open_native(directory), remarks
+    if step is not None:
+        raise UsageError(f"{path}: --step chooses among the steps of a run directory; this is a {kind} directory")
+    return open_hf(path, make_vocab_size_divisible_by), []
+
+
+def open_hf(directory: Path, make_vocab_size_divisible_by: int) -> NativeCheckpoint:
+    """A Hugging Face GPT-2 directory as a checkpoint at step 0 without optimizer state.
+
+    Raises:
+        CorruptError: a file is missing or broken, or the configuration holds impossible sizes.
+        UnsupportedError: another architecture, or tensors that do not fit the map.
+    """
+    config = read_config(directory)
+    model = gpt2_model(config, make_vocab_size_divisible_by)
+    problems: list[Problem] = []
+    obj(MODEL_FIELDS)(model, "", problems)
+    if problems:
+        raise CorruptError("\n  ".join([f"{directory / 'config.json'}: impossible sizes", *map(str, problems)]))
+    ties = {"head.weight": "embedding.word.weight"} if model["tied_embeddings"] else {}
+    mapped = to_ours(load_map("gpt2"), model, read_tensors(directory), ties)
+    return NativeCheckpoint(
+        directory=directory,
+        manifest=new_manifest(model, mapped, ties, run_id=f"from-{directory.resolve().name}"),
+        tensors={item.name: item.content for item in mapped},
+    )
+
+
+def new_manifest(
+    model: Mapping[str, Any], mapped: list[Mapped], ties: Mapping[str, str], *, run_id: str, step: int = 0
+) -> dict[str, Any]:
+    """The manifest of an imported model on one worker, its shards and files still to come."""
+    entries = {
+        item.name: {
+            "dtype": item.content.dtype,
+            "shape": list(item.shape),
+            "role": "parameter",
+            "split_dim": None,
+            "shards": [],
+        }
+        for item in mapped
+    }
+    return {
+        **envelope(FORMAT, VERSION, f"dynmo-ckpt {__version__}"),
+        "manifest_crc32": BLANK_SEAL,
+        "run_id": run_id,
+        "step": step,
+        "consumed_train_samples": 0,
+        "model": dict(model),
+        "topology": {
+            "tensor_parallel_size": 1,
+            "pipeline_parallel_size": 1,
+            "data_parallel_size": 1,
+            "virtual_stages_per_worker": 1,
+            "schedule": "none",
+            "world_size": 1,
+            "partition": [["embedding", *(f"layers.{i}" for i in range(model["num_layers"])), "head"]],
+        },
+        "dynamic": {"frozen_items": [], "pruning": None, "sparse_thresholds": {}},
+        "tensors": entries,
+        "ties": dict(ties),
+        "optimizer": None,
+        "data": None,
+        "rng": dict(RNG),
+        "files": {},
+    }
+
+
+def small_files(checkpoint: NativeCheckpoint, tokenizer: Path | None) -> dict[str, bytes]:
+    """What lies beside the shards and goes along, by path: a native checkpoint's other files, a model's tokenizer.
+
+    An older record of a conversion is left out. ``tokenizer`` is another directory to take the tokenizer's files from.
+    """
+    directory, listed = checkpoint.directory, checkpoint.manifest["files"]
+    shards = {shard["file"] for entry in checkpoint.manifest["tensors"].values() for shard in entry["shards"]}
+    kept = {name: directory / name for name in sorted(set(listed) - shards - {"conversion.json"})}
+    if tokenizer is not None or not listed:
+        kept = {name: path for name, path in kept.items() if not name.startswith("tokenizer/")}
+        names = tokenizer_names(tokenizer or directory)
+        kept |= {f"tokenizer/{name}": (tokenizer or directory) / name for name in names}
+    return {name: path.read_bytes() for name, path in kept.items()}

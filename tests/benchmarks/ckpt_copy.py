@@ -1,0 +1,94 @@
+"""Times merge, reshard and export against ``cp -r`` and ``sync`` of the same bytes, in turn, and peak memory.
+
+Run: ``python tests/benchmarks/ckpt_copy.py DIRECTORY --gigabytes 1.5 --repeats 7``. DIRECTORY is made, needs three
+times that room, and is removed. Results are kept as dated rows in ``ckpt_copy.md``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import runpy
+import shutil
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+
+build = runpy.run_path(str(Path(__file__).parents[1] / "unit" / "ckpt" / "build.py"))
+CKPT = [sys.executable, "-c", "from dynmo_ckpt.cli import main; main()"]
+
+
+def make(directory, gigabytes):
+    """A float16 GPT of 24 layers on two stages and two tensor ranks, its width chosen for the size."""
+    layers, vocab = 24, 50304
+    hidden = 128
+    while 2 * (12 * layers * hidden**2 + vocab * hidden) < gigabytes * 1e9:
+        hidden += 128
+    m = build["model"](
+        num_layers=layers, hidden_size=hidden, ffn_hidden_size=4 * hidden, num_attention_heads=hidden // 64
+    )
+    m |= {"max_position_embeddings": 1024, "vocab_size": 50257, "padded_vocab_size": vocab}
+    shapes = {name: value.shape for name, value in build["parameters"](m | {"num_layers": 1}).items()}
+    rng = np.random.default_rng(0)
+    tensors = {}
+    for i in range(layers):
+        for name, shape in shapes.items():
+            if i == 0 or name.startswith("layers.0."):
+                words = rng.integers(0, 30000, shape, dtype=np.uint16)
+                tensors[name.replace("layers.0.", f"layers.{i}.")] = words.view(np.float16)
+    build["save"](directory, tensors, m, tp=2)
+    return hidden
+
+
+def timed(command):
+    begun = time.perf_counter()
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    return time.perf_counter() - begun, done.stdout
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("directory", type=Path)
+    parser.add_argument("--gigabytes", type=float, default=1.5)
+    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--options", nargs="*", default=[], help="further options for every command of dynmo-ckpt")
+    arguments = parser.parse_args()
+    arguments.directory.mkdir(parents=True)
+    source, target = arguments.directory / "in", arguments.directory / "out"
+    commands = {
+        "cp -r && sync": ["sh", "-c", f"cp -r {source} {target} && sync {target}/* && sync {target}"],
+        "merge": [*CKPT, "merge", source, target],
+        "reshard --tp 4 --pp 3": [*CKPT, "reshard", source, target, "--tp", "4", "--pp", "3"],
+        "convert --to hf": [*CKPT, "convert", source, target, "--to", "hf"],
+    }
+    try:
+        hidden = make(source, arguments.gigabytes)
+        seconds = {name: [] for name in commands}
+        memory = dict.fromkeys(commands, 0)
+        for _ in range(arguments.repeats):
+            for name, command in commands.items():
+                ours = [] if name.startswith("cp") else ["--format", "json", *arguments.options]
+                took, output = timed([*map(str, command), *ours])
+                seconds[name].append(took)
+                if ours:
+                    memory[name] = max(memory[name], json.loads(output)["peak_rss_bytes"])
+                shutil.rmtree(target)
+        size = sum(path.stat().st_size for path in source.iterdir())
+        sys.stdout.write(f"{size / 1e9:.2f} GB, hidden {hidden}, {arguments.repeats} repeats, {os.cpu_count()} cores\n")
+        sys.stdout.write("| command | median s | min s | of cp | peak MB |\n|---|---|---|---|---|\n")
+        base = statistics.median(seconds["cp -r && sync"])
+        for name, values in seconds.items():
+            median = statistics.median(values)
+            row = [name, f"{median:.2f}", f"{min(values):.2f}", f"{median / base:.2f}", f"{memory[name] / 1e6:.0f}"]
+            sys.stdout.write(f"| {' | '.join(row)} |\n")
+    finally:
+        shutil.rmtree(arguments.directory)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,154 @@
+"""dynmo-ckpt between formats, split, reshard and diff, from the outside."""
+
+import json
+import runpy
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from dynmo_ckpt.cli import main
+
+build = runpy.run_path(str(Path(__file__).parents[1] / "unit" / "ckpt" / "build.py"))
+
+
+@pytest.fixture
+def run(monkeypatch, capsys):
+    """Runs the command line in this process as the console script does; checks its exit code."""
+
+    def call(*args, code=0):
+        monkeypatch.setattr(sys, "argv", ["dynmo-ckpt", *map(str, args)])
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as stop:
+            main()
+        done = capsys.readouterr()
+        assert (stop.value.code or 0) == code, done.out + done.err
+        return SimpleNamespace(stdout=done.out, stderr=done.err)
+
+    return call
+
+
+@pytest.fixture
+def native(tmp_path):
+    """A native checkpoint on two stages and two tensor ranks; its directory, model and parameters."""
+    m = build["model"]()
+    p = build["parameters"](m)
+    build["save"](tmp_path / "native", p | build["optimizer_state"](p), m, tp=2)
+    return tmp_path / "native", m, p
+
+
+def test_to_hf_and_back(run, native, tmp_path):
+    directory, m, p = native
+    run("convert", directory, tmp_path / "hf", "--to", "hf", "--max-shard-size", "10KB")
+    run("convert", tmp_path / "hf", tmp_path / "back", "--to", "native", "--make-vocab-size-divisible-by", 16)
+    manifest = json.loads((tmp_path / "back" / "manifest.json").read_text())
+    assert manifest["model"] == m
+    back = load_file(tmp_path / "back" / "model-p000-t00.safetensors")
+    padded = p["embedding.word.weight"].copy()
+    padded[m["vocab_size"] :] = 0
+    expected = p | {"embedding.word.weight": padded}
+    assert back.keys() == expected.keys()
+    assert all(np.array_equal(back[name], value) for name, value in expected.items())
+    run("convert", tmp_path / "back", tmp_path / "hf2", "--to", "hf", "--max-shard-size", "10KB")
+    first = {path.name: path.read_bytes() for path in (tmp_path / "hf").iterdir() if path.name != "conversion.json"}
+    assert first == {path.name: path.read_bytes() for path in (tmp_path / "hf2").iterdir() if path.name in first}
+    assert "no tensor differs" in run("diff", directory, tmp_path / "hf").stdout
+    assert "ok" in run("verify", tmp_path / "back", "--against", directory).stdout
+
+
+def test_hf_to_hf(run, native, tmp_path):
+    directory, _, _ = native
+    run("convert", directory, tmp_path / "a", "--to", "hf")
+    run("convert", tmp_path / "a", tmp_path / "b", "--to", "hf", "--from", "hf")
+    assert (tmp_path / "a" / "model.safetensors").read_bytes() == (tmp_path / "b" / "model.safetensors").read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("change", "code", "message"),
+    [
+        ({"model_type": "llama"}, 5, "only 'gpt2' can be read"),
+        ({"scale_attn_by_inverse_layer_idx": True}, 5, "scale_attn_by_inverse_layer_idx"),
+        ({"activation_function": "relu"}, 5, "'relu'"),
+        ({"n_head": 0}, 4, "n_head must be an integer"),
+        ({"n_layer": 4}, 5, "the input lacks 12 tensors"),
+        ({"n_embd": 32}, 5, "the shape is"),
+        ({"vocab_size": "many"}, 4, "vocab_size must be an integer"),
+        ({"n_inner": -1}, 4, "impossible sizes"),
+    ],
+)
+def test_a_configuration_that_does_not_fit_is_refused(run, native, tmp_path, change, code, message):
+    directory, _, _ = native
+    run("convert", directory, tmp_path / "hf", "--to", "hf")
+    path = tmp_path / "hf" / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    assert message in run("convert", tmp_path / "hf", tmp_path / "out", "--to", "native", code=code).stderr
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_index_that_leads_outside_is_refused(run, native, tmp_path):
+    directory, _, _ = native
+    run("convert", directory, tmp_path / "hf", "--to", "hf")
+    index = {"weight_map": {"x": "../native/model-p000-t00.safetensors"}}
+    (tmp_path / "hf" / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert "outside" in run("convert", tmp_path / "hf", tmp_path / "out", "--to", "native", code=4).stderr
+
+
+def test_split_and_reshard(run, native, tmp_path):
+    directory, _, p = native
+    run("split", directory, tmp_path / "s", "--tp", 4, "--pp", 3, "--partition", "0,2,1")
+    manifest = json.loads((tmp_path / "s" / "manifest.json").read_text())
+    assert manifest["topology"]["partition"] == [["embedding"], ["layers.0", "layers.1"], ["layers.2", "head"]]
+    assert manifest["topology"]["world_size"] == 12
+    assert "ok" in run("verify", tmp_path / "s").stdout
+    assert "no tensor differs" in run("diff", directory, tmp_path / "s", "--with-optimizer").stdout
+    run("reshard", tmp_path / "s", tmp_path / "r", "--pp", 2, "--dp", 2, "--no-optimizer")
+    manifest = json.loads((tmp_path / "r" / "manifest.json").read_text())
+    assert manifest["topology"]["data_parallel_size"] == 2
+    assert not list((tmp_path / "r").glob("optimizer*"))
+    found = json.loads(run("diff", directory, tmp_path / "r", "--with-optimizer", "--format", "json", code=1).stdout)
+    assert {each["kind"] for each in found["differences"]} == {"only-left"}
+    assert len(found["differences"]) == 2 * len(p)
+
+
+def test_megatrons_names_of_the_sizes(run, native, tmp_path):
+    directory, _, _ = native
+    run("split", directory, tmp_path / "s", "--target-tensor-parallel-size", 2, "--target-pipeline-parallel-size", 2)
+    assert len(list((tmp_path / "s").glob("model-*"))) == 4
+
+
+@pytest.mark.parametrize(
+    ("options", "code", "message"),
+    [
+        (["--tp", 3], 5, "num_attention_heads 4 cannot be cut into 3"),
+        (["--pp", 2, "--partition", "1,1"], 5, "must add up to the model's 3 layers"),
+        (["--pp", 2, "--partition", "3"], 2, "must be 2 numbers"),
+        (["--pp", 2, "--partition", "4,-1"], 2, "must be 2 numbers"),
+        (["--tp", 0], 2, ""),
+    ],
+)
+def test_topologies_that_cannot_be(run, native, tmp_path, options, code, message):
+    assert message in run("reshard", native[0], tmp_path / "out", *options, code=code).stderr
+    assert not (tmp_path / "out").exists()
+
+
+def test_diff_and_verify_against_tell_what_differs(run, native, tmp_path):
+    directory, m, p = native
+    q = {name: value.copy() for name, value in p.items()}
+    q["layers.1.attention.qkv.bias"][4] += 0.25
+    build["save"](tmp_path / "other", q, m)
+    text = run("diff", directory, tmp_path / "other", code=1).stdout
+    assert "layers.1.attention.qkv.bias: 1 of 48 elements differ by more than 0, at most by 0.25" in text
+    assert "1 tensors differ" in text
+    assert "qkv.bias" in run("verify", directory, "--against", tmp_path / "other", code=1).stdout
+    assert "no tensor differs" in run("diff", directory, tmp_path / "other", "--atol", 0.3).stdout
+
+
+def test_an_input_of_no_known_format(run, tmp_path):
+    assert "no checkpoint here" in run("convert", tmp_path, tmp_path / "o", "--to", "native", code=4).stderr
+    assert (
+        "--step"
+        in run("convert", tmp_path, tmp_path / "o", "--to", "native", "--from", "hf", "--step", 1, code=2).stderr
+    )
