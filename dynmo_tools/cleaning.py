@@ -70,10 +70,10 @@ def _judge(seed: int) -> LanguageJudge:
 def _counter(tokenizer: Path | None) -> Callable[[str], int]:
     if tokenizer is None:
         return count_pieces
-    from .tokenizers import load_tokenizer
+    from .tokenizers import TokenizerFiles, load_tokenizer
 
-    loaded = load_tokenizer(tokenizer)
-    return lambda text: len(loaded.encode_batch([text])[0])
+    loaded = load_tokenizer(TokenizerFiles(model=tokenizer))
+    return lambda text: int(loaded.encode_batch([text]).lengths[0])
 
 
 def judge(text: str, settings: CleanSettings, count: Callable[[str], int], languages: LanguageJudge | None) -> Verdict:

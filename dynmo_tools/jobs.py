@@ -44,7 +44,7 @@ class Execution:
     overwrite: bool = False
     redo_changed: bool = False
     max_rejects: float = 0.01
-    quiet: bool = False
+    log_interval: int = 1000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,7 +152,7 @@ def _run_phases(
     total = plan.input_bytes
     ran = 0
     rejects = Tally()
-    with meter(job.step, total, quiet=execution.quiet) as gauge:
+    with meter(job.step, total, log_interval=execution.log_interval) as gauge:
         for phase in phases:
             done = known[phase.name]
             pending = [index for index in range(phase.tasks) if index not in done]

@@ -63,15 +63,27 @@ class DedupSettings:
     seed: int = setting(1234, help="Seed of the permutations.")
 
 
+class Model(StrEnum):
+    """The tokenizers that can be trained."""
+
+    BPE = "bpe"
+    WORDPIECE = "wordpiece"
+    WORDPIECE_LOWER = "wordpiece-lower"
+
+
 @dataclass(frozen=True, kw_only=True)
 class TrainTokenizerSettings:
-    """Train a byte-level BPE tokenizer on the documents."""
+    """Train a tokenizer on the documents: byte-level BPE, or WordPiece."""
+
+    model: Model = setting(Model.BPE, help="Byte-level BPE (as GPT-2), or WordPiece (as BERT), cased or lower-cased.")
 
     json_key: str = setting("text", help="Key of the text in each document; dots go into nested objects.")
     vocab_size: int = setting(8192, help="Entries of the vocabulary, special tokens and the 256 bytes included.")
     min_frequency: int = setting(2, help="A pair must occur this often to be merged.")
     special_tokens: tuple[str, ...] = setting(
-        ("<|endoftext|>",), help="Special tokens; they take the first ids. Repeat for several."
+        (),
+        help="Special tokens, which take the first ids; repeat for several "
+        "[default: <|endoftext|> for bpe; [PAD] [UNK] [CLS] [SEP] [MASK] for wordpiece]",
     )
 
 
@@ -82,16 +94,72 @@ class ShuffleSettings:
     seed: int = setting(1234, help="Seed of the order.")
 
 
+class TokenDtype(StrEnum):
+    """The types of tokens that are written."""
+
+    UINT16 = "uint16"
+    INT32 = "int32"
+    INT64 = "int64"
+
+
+class TokenizerType(StrEnum):
+    """The tokenizers that binarize knows, by Megatron's names."""
+
+    HUGGING_FACE = "HuggingFaceTokenizer"
+    GPT2 = "GPT2BPETokenizer"
+    BERT_LOWER = "BertWordPieceLowerCase"
+    BERT_CASE = "BertWordPieceCase"
+    SENTENCE_PIECE = "SentencePieceTokenizer"
+    LLAMA = "Llama2Tokenizer"
+    WHITESPACE = "WhitespaceVocab"
+
+
+class Engine(StrEnum):
+    """Which library runs a BPE tokenizer; their ids are the same."""
+
+    AUTO = "auto"
+    GIGATOKEN = "gigatoken"
+    TOKENIZERS = "tokenizers"
+
+
 @dataclass(frozen=True, kw_only=True)
 class BinarizeSettings:
     """Tokenize documents into an indexed data set."""
 
-    json_key: str = setting("text", help="Key of the text in each document; dots go into nested objects.")
-    tokenizer: Path = setting(file=True, help="The tokenizer.json to tokenize with.")
+    json_keys: tuple[str, ...] = setting(
+        ("text",),
+        names=("--json-key",),
+        help="Key of the text in each document; repeat for several, each becomes a data set of its own.",
+    )
+    tokenizer_type: TokenizerType = setting(
+        TokenizerType.HUGGING_FACE, help="What the tokenizer's files are, by Megatron's names."
+    )
+    tokenizer: Path | None = setting(
+        None,
+        file=True,
+        names=("--tokenizer-model",),
+        help="The tokenizer.json, or the SentencePiece model for SentencePieceTokenizer and Llama2Tokenizer.",
+    )
+    vocab_file: Path | None = setting(
+        None,
+        file=True,
+        names=("--vocab",),
+        help="The vocabulary of the GPT2, Bert and WhitespaceVocab tokenizers (JSON; for Bert one token a line).",
+    )
+    merge_file: Path | None = setting(None, file=True, help="The merges of GPT2BPETokenizer.")
     append_eod: bool = setting(False, help="Append the end-of-document token to each document.")
-    eod_token: str = setting("<|endoftext|>", help="The end-of-document token.")
+    eod_token: str | None = setting(
+        None,
+        help="The end-of-document token [default: <|endoftext|>; [SEP] for Bert; the model's own for SentencePiece]",
+    )
+    split_sentences: bool = setting(False, help="Make each sentence a sequence, as BERT and T5 want it.")
+    keep_newlines: bool = setting(False, help="Leave the white space behind a sentence on it when splitting.")
     keep_empty: bool = setting(
         False, help="Write empty documents as documents of no tokens instead of leaving them out."
+    )
+    dataset_impl: IndexForm = setting(IndexForm.MMAP, help="Form of the index; cached and lazy have the same bytes.")
+    engine: Engine = setting(
+        Engine.AUTO, data=False, help="Library that runs BPE: gigatoken where it can, else tokenizers; same ids."
     )
 
 
@@ -105,6 +173,10 @@ class Utf8(StrEnum):
 @dataclass(frozen=True, kw_only=True)
 class RunSettings:
     """How any step is run."""
+
+    log_interval: int = setting(
+        1000, data=False, help="Documents between two lines of progress, where stderr is no terminal."
+    )
 
     workers: int = setting(
         1, help="Processes that work side by side; the output's bytes do not depend on it.", data=False
