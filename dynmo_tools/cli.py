@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from .argv import spread_lists
-from .console import Format, emit, emit_json, human_bytes, run_app, say
+from .console import Format, emit, emit_json, human_bytes, progress, run_app, say
 from .errors import UsageError
 from .options import build, command, parameters
 from .settings import IndexForm, RunSettings, TokenDtype, Utf8
@@ -212,6 +212,71 @@ def verify_dataset(
     emit(
         f"{prefix}: sound: {view['documents']:,} documents, {view['sequences']:,} sequences, {view['tokens']:,} tokens"
     )
+
+
+@app.command("group-duplicates")
+def group_duplicates(
+    pairs: Annotated[Path, typer.Argument(help="The pairs that find-duplicates wrote.")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="The groups to write, survivors first.")],
+    threshold: Annotated[float, typer.Option(help="Jaccard index from which a pair connects (0 to 1).")] = 0.9,
+    format_: FormatOption = Format.TEXT,
+) -> None:
+    """Connect pairs of near-duplicates to groups."""
+    from .groups import write_groups
+
+    groups = write_groups(pairs, output, threshold)
+    report = {
+        "groups": len(groups),
+        "largest_group": max(map(len, groups), default=0),
+        "documents": sum(map(len, groups)),
+        "output": str(output),
+    }
+    if format_ is Format.JSON:
+        emit_json(report)
+    else:
+        emit(
+            f"group-duplicates: {report['groups']:,} groups of {report['documents']:,} documents, "
+            f"the largest of {report['largest_group']:,}; {output}"
+        )
+
+
+@app.command("blacklist-urls")
+def blacklist_urls(
+    output: Annotated[Path, typer.Option("--output", "-o", help="The URLs that are kept, one a line.")],
+    inputs: Annotated[
+        list[str] | None, typer.Argument(help="Files of URLs, one a line, patterns, or folders of .txt files.")
+    ] = None,
+    domains: Annotated[
+        Path | None, typer.Option(help="Registered domains to leave out, one a line [default: Megatron's list]")
+    ] = None,
+    endings: Annotated[
+        Path | None, typer.Option(help="Endings to leave out, one a line [default: Megatron's list]")
+    ] = None,
+    save_dropped: Annotated[Path | None, typer.Option(help="Write dropped URLs here, behind their reasons.")] = None,
+    format_: FormatOption = Format.TEXT,
+) -> None:
+    """Leave out URLs of blocked domains, files, malformed and repeated ones."""
+    from .plan import check_output, expand_inputs
+    from .urls import built_in_list, expand_folder, read_list, write_urls
+
+    if not inputs:
+        raise UsageError("blacklist-urls: name at least one file, pattern or folder")
+    paths = expand_inputs(expand_folder(inputs))
+    check_output(paths, [output, *([save_dropped] if save_dropped else [])])
+    with progress("blacklist-urls", sum(path.stat().st_size for path in paths), "bytes") as tick:
+        counts = write_urls(
+            paths,
+            output,
+            domains=read_list(domains) if domains else built_in_list("blocked_domains"),
+            endings=read_list(endings) if endings else built_in_list("blocked_endings"),
+            tick=tick,
+            dropped=save_dropped,
+        )
+    if format_ is Format.JSON:
+        emit_json({"urls_in": counts.urls_in, "kept": counts.kept, "dropped": counts.dropped, "output": str(output)})
+        return
+    dropped = ", ".join(f"{count:,} {reason}" for reason, count in counts.dropped.items())
+    emit(f"blacklist-urls: {counts.urls_in:,} URLs in; {counts.kept:,} kept; dropped: {dropped}; {output}")
 
 
 PrefixesArgument = Annotated[

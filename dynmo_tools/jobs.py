@@ -213,7 +213,8 @@ def _summarize(
     for phase_markers in markers.values():
         for marker in phase_markers:
             tally.add(Tally(**marker["tally"]))
-            facts.update(marker["facts"])
+            for name, fact in marker["facts"].items():
+                facts[name] = facts[name] + fact if name in facts and isinstance(fact, int) else fact
     return Summary(
         step=job.step, inputs=job.inputs, output=job.output, tally=tally, seconds=seconds, facts=facts, reused=reused
     )

@@ -9,6 +9,20 @@ from pathlib import Path
 from .options import setting
 
 
+@dataclass(frozen=True, kw_only=True)
+class MergeSettings:
+    """Put files of documents one behind the other, their lines as they are."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AddIdSettings:
+    """Give each document a number, counted from 1 over all inputs in their order."""
+
+    id_prefix: str = setting(help="What stands before the number: PREFIX-0000000001.")
+    id_key: str = setting("adlr_id", help="Key of the new entry.")
+    rewrite: bool = setting(False, help="Replace an entry that is there already.")
+
+
 class Jaccard(StrEnum):
     """Which set the number of common shingles is divided by."""
 
@@ -41,17 +55,54 @@ class CleanSettings:
         file=True,
         help="A tokenizer.json that counts tokens; without it the pieces of GPT-2's splitting rule are counted.",
     )
+    punctuation: bool = setting(
+        False, help="Replace typographic quotes, dashes, dots and full-width signs by the plain ones of ASCII."
+    )
     seed: int = setting(0, help="Seed of langdetect's random sampling.")
+    save_dropped: Path | None = setting(None, help="Write the documents that are dropped to this file.")
+
+
+class FixTask(StrEnum):
+    """The repairs and filters of ``fix``, in the order in which they run."""
+
+    REMOVE_512 = "remove_512"
+    REMOVE_256_JAVASCRIPT = "remove_256_javascript"
+    REMOVE_512_NON_ENGLISH = "remove_512_non_english"
+    FTFY = "ftfy_fix_text"
+    GENERAL = "general_cleaning"
+    GUTENBERG = "gutenberg"
+    REALNEWS = "realnews"
+    STORIES = "stories"
 
 
 @dataclass(frozen=True, kw_only=True)
-class DedupSettings:
-    """Remove near-duplicates: MinHash bands find candidates, their true Jaccard index decides."""
+class FixSettings:
+    """Run the chosen filters and repairs, all of them, in a fixed order."""
 
     json_key: str = setting("text", help="Key of the text in each document; dots go into nested objects.")
-    threshold: float = setting(
-        0.9, help="Documents are duplicates from this Jaccard index of their character shingles on (0 to 1)."
+    tasks: tuple[FixTask, ...] = setting(
+        help="What to run; repeat for several. Filters: remove_512 (shorter than 512 characters), remove_256_javascript "
+        "(shorter than 256 and about javascript), remove_512_non_english (shorter than 512 and not English). Repairs: "
+        "ftfy_fix_text, general_cleaning (runs of spaces; lines joined behind a word), gutenberg (runs of newlines "
+        "become one blank line), realnews (each newline becomes a blank line), stories (spaces before signs)."
     )
+    seed: int = setting(0, help="Seed of langdetect's random sampling.")
+    save_dropped: Path | None = setting(
+        None, names=("--filtered",), help="Write the documents that are dropped to this file."
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class MatchSettings:
+    """What finding near-duplicates needs to know."""
+
+    json_key: str = setting("text", help="Key of the text in each document; dots go into nested objects.")
+    id_key: tuple[str, ...] = setting(
+        ("url",),
+        help="Key of a document's name; of several (repeat) the first that it has. Documents without one, and those "
+        "whose name is not their own, are named FILE@OFFSET.",
+    )
+    threshold: float = setting(0.5, help="Pairs count from this Jaccard index of their shingles on (0 to 1).")
     jaccard: Jaccard = setting(
         Jaccard.UNION, help="Divide the common shingles by the union, or by the smaller or larger set."
     )
@@ -59,8 +110,44 @@ class DedupSettings:
     num_bands: int = setting(
         10, help="Bands that the permutations are cut into; documents that agree in a whole band are compared."
     )
+    heuristic_iter: int = setting(
+        -1,
+        help="Documents of a bucket that are compared with all others of it, one after the other; -1 is all of them.",
+    )
     shingle_characters: int = setting(5, help="Length of a shingle in characters.")
     seed: int = setting(1234, help="Seed of the permutations.")
+    load_fingerprints: tuple[Path, ...] = setting(
+        (),
+        file=True,
+        help="Folder of fingerprints of earlier documents, which count as the first ones. Repeat for several.",
+    )
+    save_fingerprints: Path | None = setting(
+        None, help="Folder to keep the fingerprints of all documents in, loaded ones included."
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class FindDuplicatesSettings(MatchSettings):
+    """List pairs of near-duplicates: MinHash bands find candidates, their true Jaccard index decides."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DedupSettings(MatchSettings):
+    """Remove near-duplicates, all but the first of each group: find, group and remove in one."""
+
+    threshold: float = setting(
+        0.9, help="Documents are duplicates from this Jaccard index of their character shingles on (0 to 1)."
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class RemoveDuplicatesSettings:
+    """Remove all documents but the first of each group that group-duplicates wrote."""
+
+    groups: Path = setting(file=True, help="The groups to remove: the output of group-duplicates.")
+    id_key: tuple[str, ...] = setting(
+        ("url",), help="Key of a document's name; of several (repeat) the first that it has, as in find-duplicates."
+    )
 
 
 class Model(StrEnum):
