@@ -81,7 +81,7 @@ class FixSettings:
 
     json_key: str = setting("text", help="Key of the text in each document; dots go into nested objects.")
     tasks: tuple[FixTask, ...] = setting(
-        help="What to run; repeat for several. Filters: remove_512 (shorter than 512 characters), remove_256_javascript "
+        help="What to run; repeat for several. Filters: remove_512 (below 512 characters), remove_256_javascript "
         "(shorter than 256 and about javascript), remove_512_non_english (shorter than 512 and not English). Repairs: "
         "ftfy_fix_text, general_cleaning (runs of spaces; lines joined behind a word), gutenberg (runs of newlines "
         "become one blank line), realnews (each newline becomes a blank line), stories (spaces before signs)."

@@ -38,7 +38,7 @@ def read(path):
 def family(seed, copies, changes):
     """A text and near copies of it."""
     rng = random.Random(seed)
-    base = rng.choices(WORDS, k=250)
+    base = [f"{rng.choice(WORDS)}{rng.randrange(10_000)}" for _ in range(250)]
     made = [" ".join(base)]
     for _ in range(copies):
         copy = list(base)
