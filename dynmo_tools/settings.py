@@ -175,6 +175,30 @@ class TrainTokenizerSettings:
 
 
 @dataclass(frozen=True, kw_only=True)
+class DecontaminateSettings:
+    """Cut text that downstream tasks ask for out of the documents, by word n-grams."""
+
+    json_key: str = setting("text", help="Key of the text in each document; dots go into nested objects.")
+    task: tuple[str, ...] = setting(
+        (),
+        names=("--tasks",),
+        help="NAME=FILE or NAME=FILE:KEY of a task (JSON or JSON lines); repeat for several. The key is known for "
+        "lambada, squad, trivia_qa, web_questions, race, drop, natural_questions, coqa, piqa.",
+    )
+    name: tuple[str, ...] = setting((), help="Names in split_id instead of those of the tasks. Repeat for several.")
+    load_dictionary: Path | None = setting(None, file=True, help="Use a saved dictionary; nothing is counted.")
+    save_dictionary: Path | None = setting(None, help="Save the dictionary, without the common n-grams.")
+    max_ngram_size: int = setting(13, help="Words of an n-gram.")
+    min_ngram_size: int = setting(
+        8, help="Task texts of fewer words are not looked for; up to the maximum, as a whole."
+    )
+    key_threshold: int = setting(10, help="N-grams in this many documents and more are common, and stay.")
+    remove_char_each_side: int = setting(200, help="Characters to cut on each side, up to the end of a sentence.")
+    filter_text_char_len: int = setting(200, help="Pieces of at most this many characters are dropped.")
+    splits_count: int = setting(10, help="Documents of more pieces are dropped.")
+
+
+@dataclass(frozen=True, kw_only=True)
 class ShuffleSettings:
     """Put the documents in a random order that the seed fixes."""
 

@@ -13,6 +13,7 @@ from .settings import (
     AddIdSettings,
     BinarizeSettings,
     CleanSettings,
+    DecontaminateSettings,
     DedupSettings,
     FindDuplicatesSettings,
     FixSettings,
@@ -75,6 +76,7 @@ STEPS: Mapping[str, Step] = {
         ),
         Step(name="remove-duplicates", settings=RemoveDuplicatesSettings, phases="duplicates:remove_phases"),
         Step(name="dedup", settings=DedupSettings, phases="duplicates:dedup_phases"),
+        Step(name="decontaminate", settings=DecontaminateSettings, phases="decontamination:decontaminate_phases"),
         Step(name="shuffle", settings=ShuffleSettings, phases="shuffle:shuffle_phases"),
         Step(
             name="train-tokenizer",

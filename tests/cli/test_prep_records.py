@@ -157,3 +157,34 @@ def test_blacklist_urls_takes_a_folder(prep, tmp_path):
     report = json.loads(out)
     assert (code, report["urls_in"], report["kept"]) == (0, 4, 1)
     assert report["dropped"] == {"domain": 1, "ending": 1, "short": 0, "malformed": 0, "duplicate": 1}
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_decontaminate_cuts_around_task_questions(prep, tmp_path, workers):
+    question = "who was the first person to walk along the river and past the old mill"
+    fill = "A sentence of filling text that says nothing and goes on for a while. " * 12
+    rows = [{"text": fill + f"Now, {question}? " + fill, "id": n} for n in range(3)]
+    rows += [{"text": fill, "id": 3}, {"text": question, "id": 4}]
+    source = write(tmp_path / "in.jsonl", rows)
+    write(tmp_path / "task.jsonl", [{"question": question + "?"}])
+    code, out, _ = prep(
+        "decontaminate", source, "-o", tmp_path / "out.jsonl", "--task", f"squad={tmp_path / 'task.jsonl'}",
+        "--save-dictionary", tmp_path / "dictionary", "--workers", workers, "--task-bytes", 2000,
+    )  # fmt: skip
+    assert (code, "3 changed; 1 dropped (1 contaminated)" in out) == (0, True)
+    made = read(tmp_path / "out.jsonl")
+    assert [row["split_id"] for row in made] == [
+        "squad-0000000001-0000", "squad-0000000001-0001", "squad-0000000002-0000", "squad-0000000002-0001",
+        "squad-0000000003-0000", "squad-0000000003-0001", "squad-0000000004-0000",
+    ]  # fmt: skip
+    assert all(len(row["text"]) > 200 and "walk along" not in row["text"] for row in made)
+    code, out, _ = prep(
+        "decontaminate", source, "-o", tmp_path / "again.jsonl", "--load-dictionary", tmp_path / "dictionary",
+        "--name", "squad",
+    )  # fmt: skip
+    assert (tmp_path / "again.jsonl").read_bytes() == (tmp_path / "out.jsonl").read_bytes()
+    code, out, _ = prep(
+        "decontaminate", source, "-o", tmp_path / "kept.jsonl", "--task", f"squad={tmp_path / 'task.jsonl'}",
+        "--key-threshold", 3,
+    )  # fmt: skip
+    assert "common ngrams 1" in out
