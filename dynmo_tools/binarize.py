@@ -1,4 +1,4 @@
-"""Binarize: documents to tokens, tokens to an indexed data set that Megatron reads.
+"""Binarize: documents to tokens, tokens to indexed data sets that Megatron reads.
 
 Each slice is tokenized into raw tokens and sequence lengths; the parts are then joined by copying, and the index is
 computed from the lengths. The index takes its name last: a data set without ``.idx`` is not there.
@@ -18,12 +18,13 @@ from .errors import UsageError
 from .formats.indexed import Index, best_dtype, bin_path, encode_index, idx_path
 from .joining import copy_into
 from .plan import Plan
-from .settings import BinarizeSettings
+from .records import BadLineError, text_of
+from .sentences import split_sentences
+from .settings import BinarizeSettings, IndexForm
 from .tasks import Phase, Task, marker_of
-from .tokenizers import Tokenizer, load_tokenizer
+from .tokenizers import Encoded, Tokenizer, TokenizerFiles, load_tokenizer
 
 BATCH_CHARACTERS = 1 << 20
-TOKENS, LENGTHS = "tokens.bin", "lengths.i32"
 
 
 def binarize_phases(plan: Plan) -> list[Phase]:
@@ -34,99 +35,181 @@ def binarize_phases(plan: Plan) -> list[Phase]:
     ]
 
 
-def data_prefix(output: Path, key: str) -> Path:
-    """``PREFIX_text_document``: the data set's name, as the classic tools make it."""
-    return output.with_name(f"{output.name}_{key}_document")
+def data_prefix(output: Path, key: str, settings: BinarizeSettings) -> Path:
+    """``PREFIX_text_document`` or ``PREFIX_text_sentence``: the data set's name, as the classic tools make it."""
+    return output.with_name(f"{output.name}_{key}_{'sentence' if settings.split_sentences else 'document'}")
 
 
 @functools.lru_cache(maxsize=2)
-def _tokenizer(path: Path) -> Tokenizer:
-    return load_tokenizer(path)
+def _tokenizer(files: TokenizerFiles) -> Tokenizer:
+    return load_tokenizer(files)
 
 
-def _eod(tokenizer: Tokenizer, settings: BinarizeSettings) -> int | None:
+def tokenizer_of(settings: BinarizeSettings) -> Tokenizer:
+    """The tokenizer that the settings name."""
+    return _tokenizer(
+        TokenizerFiles(
+            kind=settings.tokenizer_type,
+            model=settings.tokenizer,
+            vocab=settings.vocab_file,
+            merges=settings.merge_file,
+            engine=settings.engine,
+        )
+    )
+
+
+def eod_of(tokenizer: Tokenizer, settings: BinarizeSettings) -> int | None:
+    """The id to end documents with, or None; ``UsageError`` where one is wanted and the tokenizer has none."""
     if not settings.append_eod:
         return None
     found = tokenizer.token_id(settings.eod_token)
     if found is None:
-        raise UsageError(
-            f"{settings.tokenizer}: has no token {settings.eod_token!r} to end documents with; name it by --eod-token"
-        )
+        wanted = "end-of-document token" if settings.eod_token is None else f"token {settings.eod_token!r}"
+        raise UsageError(f"the tokenizer has no {wanted}; name one of its tokens by --eod-token")
     return found
 
 
+def token_dtype(num_ids: int, form: IndexForm) -> np.dtype[Any]:
+    """The type of a token: by the vocabulary in ``mmap``, always int32 in ``cached`` and ``lazy``."""
+    return best_dtype(num_ids) if form is IndexForm.MMAP else np.dtype(np.int32)
+
+
+def with_eod(encoded: Encoded, ends: npt.NDArray[np.bool_], eod: int) -> Encoded:
+    """The batch with ``eod`` behind every sequence that ``ends`` ``[sequences]`` marks."""
+    lengths = encoded.lengths + ends
+    ids = np.full(int(lengths.sum()), eod, dtype=np.int64)
+    keep = np.ones(len(ids), dtype=np.bool_)
+    keep[np.cumsum(lengths)[ends] - 1] = False
+    ids[keep] = encoded.ids
+    return Encoded(ids=ids, lengths=lengths)
+
+
+def pack(encoded: Encoded, counts: npt.NDArray[np.int64], eod: int | None, *, keep_empty: bool) -> tuple[Encoded, Any]:
+    """Leave out empty sequences and documents, and end documents.
+
+    Args:
+        encoded: the sequences of some documents.
+        counts: the number of sequences of each document, ``[documents]``.
+        eod: the id to end documents with.
+        keep_empty: keep a document of no tokens.
+
+    Returns:
+        The sequences that are left, and the number of them in each document that is left.
+    """
+    owner = np.repeat(np.arange(len(counts)), counts)
+    filled = encoded.lengths > 0
+    kept = Encoded(ids=encoded.ids, lengths=encoded.lengths[filled])
+    owner = owner[filled]
+    left = np.bincount(owner, minlength=len(counts))
+    if eod is not None and len(owner):
+        last = np.ones(len(owner), dtype=np.bool_)
+        last[:-1] = owner[1:] != owner[:-1]
+        kept = with_eod(kept, last, eod)
+    return kept, left if keep_empty else left[left > 0]
+
+
 class SequenceWriter:
-    """Appends batches of sequences to a file of tokens and a file of lengths."""
+    """Appends batches of sequences to three files: tokens, sequence lengths, sequences of each document."""
 
-    def __init__(self, tokens: IO[bytes], lengths: IO[bytes], dtype: np.dtype[Any], eod: int | None) -> None:
-        self._tokens, self._lengths, self._dtype, self._eod = tokens, lengths, dtype, eod
-        self.num_sequences = self.num_tokens = self.num_empty = 0
+    def __init__(self, task: Task, key: int, dtype: np.dtype[Any]) -> None:
+        self._files: list[IO[bytes]] = [task.create(task.part(name)) for name in part_names(key)]
+        self._dtype = dtype
+        self.num_documents = self.num_sequences = self.num_tokens = 0
 
-    def write(self, encoded: Sequence[Sequence[int]], *, keep_empty: bool) -> None:
-        """Append one sequence for each document that has tokens, or for every one if ``keep_empty``."""
-        kept = [ids for ids in encoded if len(ids) or keep_empty]
-        self.num_empty += len(encoded) - len(kept)
-        lengths = np.fromiter(map(len, kept), dtype=np.int64, count=len(kept))
-        extra = 0 if self._eod is None else 1
-        flat: npt.NDArray[Any] = np.empty(int(lengths.sum()) + extra * len(kept), dtype=np.int64)
-        at = 0
-        for ids in kept:
-            flat[at : at + len(ids)] = ids
-            at += len(ids)
-            if self._eod is not None:
-                flat[at] = self._eod
-                at += 1
-        self._tokens.write(self._checked(flat).tobytes())
-        self._lengths.write((lengths + extra).astype("<i4").tobytes())
-        self.num_sequences += len(kept)
-        self.num_tokens += len(flat)
+    def write(self, encoded: Encoded, counts: npt.NDArray[Any]) -> None:
+        """Append sequences and the number of them in each document.
 
-    def _checked(self, flat: npt.NDArray[Any]) -> npt.NDArray[Any]:
-        largest = int(flat.max(initial=0))
+        Raises:
+            UsageError: an id that the type of a token cannot hold.
+        """
+        largest = int(encoded.ids.max(initial=0))
         if largest > np.iinfo(self._dtype).max:
             raise UsageError(f"the tokenizer gave the id {largest}, which {self._dtype.name} cannot hold")
-        return flat.astype(self._dtype)
+        self._files[0].write(encoded.ids.astype(self._dtype.newbyteorder("<")).tobytes())
+        self._files[1].write(encoded.lengths.astype("<i4").tobytes())
+        self._files[2].write(counts.astype("<i4").tobytes())
+        self.num_documents += len(counts)
+        self.num_sequences += len(encoded.lengths)
+        self.num_tokens += len(encoded.ids)
+
+
+def part_names(key: int) -> tuple[str, str, str]:
+    """The names of a slice's parts for the data set of this key."""
+    return f"tokens-{key}.bin", f"lengths-{key}.i32", f"documents-{key}.i32"
 
 
 def tokenize_slice(task: Task) -> None:
-    """Task function: the tokens and lengths of one slice."""
+    """Task function: the tokens, lengths and document boundaries of one slice, for each key."""
     settings: BinarizeSettings = task.job.settings
-    tokenizer = _tokenizer(settings.tokenizer)
-    dtype = best_dtype(tokenizer.num_ids).newbyteorder("<")
-    writer = SequenceWriter(
-        task.create(task.part(TOKENS)), task.create(task.part(LENGTHS)), dtype, _eod(tokenizer, settings)
-    )
-    waiting: list[str] = []
-    size = 0
-    for _, text in task.documents(settings.json_key):
-        waiting.append(text)
-        size += len(text)
+    tokenizer = tokenizer_of(settings)
+    eod = eod_of(tokenizer, settings)
+    dtype = token_dtype(tokenizer.num_ids, settings.dataset_impl)
+    writers = [SequenceWriter(task, key, dtype) for key in range(len(settings.json_keys))]
+    waiting: list[list[str]] = [[] for _ in writers]
+    size = num_documents = 0
+
+    def flush() -> None:
+        for texts, writer in zip(waiting, writers, strict=True):
+            sequences, counts = _cut(texts, settings)
+            encoded = tokenizer.encode_batch(sequences)
+            writer.write(*pack(encoded, counts, eod, keep_empty=settings.keep_empty))
+            texts.clear()
+
+    for row in task.rows():
+        try:
+            found = [text_of(row.value, key) for key in settings.json_keys]
+        except BadLineError as error:
+            task.reject(row.line, row.offset, error.reason, row.raw)
+            continue
+        num_documents += 1
+        for texts, text in zip(waiting, found, strict=True):
+            texts.append(text)
+            size += len(text)
         if size >= BATCH_CHARACTERS:
-            writer.write(tokenizer.encode_batch(waiting), keep_empty=settings.keep_empty)
-            waiting, size = [], 0
-    writer.write(tokenizer.encode_batch(waiting), keep_empty=settings.keep_empty)
-    task.tally.documents_kept += writer.num_sequences
-    task.tally.bytes_out += writer.num_tokens * dtype.itemsize
-    if writer.num_empty:
-        task.tally.dropped["empty"] = writer.num_empty
-    task.result.update(tokens=writer.num_tokens, num_ids=tokenizer.num_ids)
+            flush()
+            size = 0
+    flush()
+    first = writers[0]
+    task.tally.documents_kept += first.num_documents
+    task.tally.bytes_out += sum(writer.num_tokens for writer in writers) * dtype.itemsize
+    if num_documents > first.num_documents:
+        task.tally.dropped["empty"] = num_documents - first.num_documents
+    task.result.update(num_ids=tokenizer.num_ids)
+
+
+def _cut(texts: Sequence[str], settings: BinarizeSettings) -> tuple[list[str], npt.NDArray[np.int64]]:
+    if not settings.split_sentences:
+        return list(texts), np.ones(len(texts), dtype=np.int64)
+    cut = [split_sentences(text, keep_newlines=settings.keep_newlines) for text in texts]
+    counts = np.fromiter(map(len, cut), dtype=np.int64, count=len(cut))
+    return [sentence for sentences in cut for sentence in sentences], counts
 
 
 def join(task: Task) -> None:
-    """Task function: the data set of all slices."""
+    """Task function: the data sets of all slices, one for each key."""
     settings: BinarizeSettings = task.job.settings
-    prefix = data_prefix(task.job.output, settings.json_key)
     slices = range(len(task.plan.tasks))
-    num_ids = max((marker_of(task, "tokenize", i)["result"]["num_ids"] for i in slices), default=0)
-    copy_into(task.create(bin_path(prefix), plain=True), [task.part(TOKENS, i) for i in slices])
-    lengths = np.concatenate([np.fromfile(task.part(LENGTHS, i), dtype="<i4") for i in slices]).astype(np.int64)
-    index = Index(
-        form="mmap",
-        dtype=best_dtype(num_ids),
-        lengths=lengths,
-        documents=np.arange(len(lengths) + 1, dtype=np.int64),
-    )
-    writer = task.create(idx_path(prefix))
-    for piece in encode_index(index):
-        writer.write(piece)
-    task.facts.update(tokens=index.num_tokens, sequences=len(lengths), data_prefix=str(prefix), num_ids=num_ids)
+    num_ids = max((marker_of(task, "tokenize", index)["result"]["num_ids"] for index in slices), default=0)
+    dtype = token_dtype(num_ids, settings.dataset_impl)
+    for number, key in enumerate(settings.json_keys):
+        prefix = data_prefix(task.job.output, key, settings)
+        tokens, lengths, documents = part_names(number)
+        copy_into(task.create(bin_path(prefix), plain=True), [task.part(tokens, i) for i in slices])
+        index = Index(
+            form="mmap" if settings.dataset_impl is IndexForm.MMAP else "tnt",
+            dtype=dtype,
+            lengths=_numbers(task, lengths),
+            documents=np.cumsum(np.concatenate([[0], _numbers(task, documents)]), dtype=np.int64),
+        )
+        writer = task.create(idx_path(prefix))
+        for piece in encode_index(index):
+            writer.write(piece)
+        if number == 0:
+            task.facts.update(
+                tokens=index.num_tokens, sequences=len(index.lengths), data_prefix=str(prefix), num_ids=num_ids
+            )
+
+
+def _numbers(task: Task, kind: str) -> npt.NDArray[np.int64]:
+    parts = [np.fromfile(task.part(kind, index), dtype="<i4") for index in range(len(task.plan.tasks))]
+    return np.concatenate(parts).astype(np.int64)

@@ -7,13 +7,11 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from .errors import MissingExtraError
-from .joining import map_phases, records_kind
+from .joining import MapWriter, map_phases
 from .language import LanguageJudge
 from .plan import Plan
-from .records import encode_row, has_surrogates
 from .settings import CleanSettings
 from .tasks import Phase, Task
 
@@ -21,6 +19,25 @@ CHARACTERS_PER_TOKEN = 8
 NEEDS_FTFY = re.compile(r"[^\t\n\x20-\x7e]|&")
 # GPT-2's splitting rule: contractions, words, numbers and signs with the space before them, and other white space.
 GPT2_PIECE = re.compile(r"'(?:s|t|re|ve|m|ll|d)| ?[^\W\d_]+| ?\d+| ?(?:[^\s\w]|_)+|\s+(?!\S)|\s+")
+
+
+PLAIN = str.maketrans(
+    {
+        **dict.fromkeys("\u2018\u2019\u201a\u201b\u2032\u2035\u02bc\u00b4", "'"),
+        **dict.fromkeys("\u201c\u201d\u201e\u201f\u2033\u2036\u00ab\u00bb", '"'),
+        **dict.fromkeys("\u2010\u2011\u2012\u2013\u2043\u2212\ufe63\uff0d", "-"),
+        **dict.fromkeys("\u2014\u2015\u2e3a\ufe58", " - "),
+        **{chr(0xFF01 + at): chr(0x21 + at) for at in range(15)},
+        **dict.fromkeys("\uff1a\ufe55", ":"),
+        **dict.fromkeys("\uff1b\ufe54", ";"),
+        **dict.fromkeys("\uff1f\ufe56", "?"),
+        "\u2026": "...",
+        "\u3001": ",",
+        "\u3002": ".",
+        "\u00a0": " ",
+        "\u3000": " ",
+    }
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,6 +60,11 @@ def repair(text: str) -> str:
     return fixed
 
 
+def plain_punctuation(text: str) -> str:
+    """``text`` with the signs of ``PLAIN`` in place of their typographic and full-width forms."""
+    return text if text.isascii() else text.translate(PLAIN)
+
+
 def count_pieces(text: str) -> int:
     """The number of pieces that GPT-2's rule splits ``text`` into: a lower bound of its number of GPT-2 tokens."""
     return sum(1 for _ in GPT2_PIECE.finditer(text))
@@ -62,7 +84,8 @@ def is_short(text: str, min_tokens: int, count: Callable[[str], int]) -> bool:
 
 
 @functools.lru_cache(maxsize=4)
-def _judge(seed: int) -> LanguageJudge:
+def language_judge(seed: int) -> LanguageJudge:
+    """The judge for this seed, made once a process."""
     return LanguageJudge(seed)
 
 
@@ -70,15 +93,17 @@ def _judge(seed: int) -> LanguageJudge:
 def _counter(tokenizer: Path | None) -> Callable[[str], int]:
     if tokenizer is None:
         return count_pieces
-    from .tokenizers import load_tokenizer
+    from .tokenizers import TokenizerFiles, load_tokenizer
 
-    loaded = load_tokenizer(tokenizer)
-    return lambda text: len(loaded.encode_batch([text])[0])
+    loaded = load_tokenizer(TokenizerFiles(model=tokenizer))
+    return lambda text: int(loaded.encode_batch([text]).lengths[0])
 
 
 def judge(text: str, settings: CleanSettings, count: Callable[[str], int], languages: LanguageJudge | None) -> Verdict:
     """Decide on one document: the cheap tests first, the kept documents are the same in any order."""
     fixed = repair(text)
+    if settings.punctuation:
+        fixed = plain_punctuation(fixed)
     if not fixed.strip():
         return Verdict(text=fixed, drop="empty")
     if is_short(fixed, settings.min_tokens, count):
@@ -92,14 +117,6 @@ def judge(text: str, settings: CleanSettings, count: Callable[[str], int], langu
     return Verdict(text=fixed)
 
 
-def replace_text(value: dict[str, Any], key: str, text: str) -> dict[str, Any]:
-    """The document with ``text`` under ``key``, all other keys as and where they were."""
-    if key in value or "." not in key:
-        return {**value, key: text}
-    first, _, rest = key.partition(".")
-    return {**value, first: replace_text(value[first], rest, text)}
-
-
 def clean_phases(plan: Plan) -> list[Phase]:
     """The phases of ``clean``."""
     return map_phases(plan, "cleaning:clean")
@@ -108,17 +125,12 @@ def clean_phases(plan: Plan) -> list[Phase]:
 def clean(task: Task) -> None:
     """Task function: one slice of documents, cleaned."""
     settings: CleanSettings = task.job.settings
-    languages = _judge(settings.seed) if settings.language else None
+    languages = language_judge(settings.seed) if settings.language else None
     count = _counter(settings.tokenizer)
-    writer = task.create(task.part(records_kind(task)))
+    writer = MapWriter(task)
     for row, text in task.documents(settings.json_key, allow_surrogates=True):
         verdict = judge(text, settings, count, languages)
         if verdict.drop is not None:
-            task.tally.drop(verdict.drop)
-        elif has_surrogates(verdict.text):
-            task.reject(row.line, row.offset, "surrogate", row.raw)
-        elif verdict.text == text:
-            task.keep(writer, row.raw)
+            writer.drop(row, verdict.drop)
         else:
-            task.tally.changed += 1
-            task.keep(writer, encode_row(replace_text(row.value, settings.json_key, verdict.text)))
+            writer.keep(row, settings.json_key, text, verdict.text)

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from .console import Format, emit, emit_json, human_bytes, run_app, say
+from .argv import spread_lists
+from .console import Format, emit, emit_json, human_bytes, progress, run_app, say
 from .errors import UsageError
 from .options import build, command, parameters
-from .settings import RunSettings, Utf8
+from .settings import IndexForm, RunSettings, TokenDtype, Utf8
 from .steps import STEPS, Step, default_work
 
 EXIT_SOME_REJECTED = 3
@@ -36,7 +38,7 @@ def _keyword(name: str, annotation: Any, default: Any = inspect.Parameter.empty)
 
 def _step_parameters(step: Step) -> list[inspect.Parameter]:
     inputs = typer.Argument(help="Input files or patterns: JSON lines (.jsonl, .json), also .gz, .xz, .bz2, .zst.")
-    more = typer.Option("--input", help="An input file or pattern, as INPUTS are. Repeat for several.")
+    more = typer.Option("--input", "--input-files", help="An input file or pattern, as INPUTS are. Repeat.")
     output = typer.Option("--output", "-o", *step.output_names, help=step.output_help)
     return [
         _keyword("inputs", Annotated[list[str] | None, inputs], None),
@@ -90,7 +92,11 @@ def _execution(run: RunSettings, *, redo_changed: bool = False) -> Any:
     from .jobs import Execution
 
     return Execution(
-        workers=run.workers, overwrite=run.overwrite, max_rejects=run.max_rejects, redo_changed=redo_changed
+        workers=run.workers,
+        overwrite=run.overwrite,
+        max_rejects=run.max_rejects,
+        redo_changed=redo_changed,
+        log_interval=run.log_interval,
     )
 
 
@@ -200,14 +206,128 @@ def verify_dataset(
 ) -> None:
     """Check every byte of an indexed data set's structure; exit 2 with all problems where it is not sound."""
     from .formats.indexed import verify
-    from .tokenizers import load_tokenizer
+    from .tokenizers import TokenizerFiles, load_tokenizer
 
-    view = verify(prefix, None if tokenizer is None else load_tokenizer(tokenizer).num_ids)
+    view = verify(prefix, None if tokenizer is None else load_tokenizer(TokenizerFiles(model=tokenizer)).num_ids)
     emit(
         f"{prefix}: sound: {view['documents']:,} documents, {view['sequences']:,} sequences, {view['tokens']:,} tokens"
     )
 
 
+@app.command("group-duplicates")
+def group_duplicates(
+    pairs: Annotated[Path, typer.Argument(help="The pairs that find-duplicates wrote.")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="The groups to write, survivors first.")],
+    threshold: Annotated[float, typer.Option(help="Jaccard index from which a pair connects (0 to 1).")] = 0.9,
+    format_: FormatOption = Format.TEXT,
+) -> None:
+    """Connect pairs of near-duplicates to groups."""
+    from .groups import write_groups
+
+    groups = write_groups(pairs, output, threshold)
+    report = {
+        "groups": len(groups),
+        "largest_group": max(map(len, groups), default=0),
+        "documents": sum(map(len, groups)),
+        "output": str(output),
+    }
+    if format_ is Format.JSON:
+        emit_json(report)
+    else:
+        emit(
+            f"group-duplicates: {report['groups']:,} groups of {report['documents']:,} documents, "
+            f"the largest of {report['largest_group']:,}; {output}"
+        )
+
+
+@app.command("blacklist-urls")
+def blacklist_urls(
+    output: Annotated[Path, typer.Option("--output", "-o", help="The URLs that are kept, one a line.")],
+    inputs: Annotated[
+        list[str] | None, typer.Argument(help="Files of URLs, one a line, patterns, or folders of .txt files.")
+    ] = None,
+    domains: Annotated[
+        Path | None, typer.Option(help="Registered domains to leave out, one a line [default: Megatron's list]")
+    ] = None,
+    endings: Annotated[
+        Path | None, typer.Option(help="Endings to leave out, one a line [default: Megatron's list]")
+    ] = None,
+    save_dropped: Annotated[Path | None, typer.Option(help="Write dropped URLs here, behind their reasons.")] = None,
+    format_: FormatOption = Format.TEXT,
+) -> None:
+    """Leave out URLs of blocked domains, files, malformed and repeated ones."""
+    from .plan import check_output, expand_inputs
+    from .urls import built_in_list, expand_folder, read_list, write_urls
+
+    if not inputs:
+        raise UsageError("blacklist-urls: name at least one file, pattern or folder")
+    paths = expand_inputs(expand_folder(inputs))
+    check_output(paths, [output, *([save_dropped] if save_dropped else [])])
+    with progress("blacklist-urls", sum(path.stat().st_size for path in paths), "bytes") as tick:
+        counts = write_urls(
+            paths,
+            output,
+            domains=read_list(domains) if domains else built_in_list("blocked_domains"),
+            endings=read_list(endings) if endings else built_in_list("blocked_endings"),
+            tick=tick,
+            dropped=save_dropped,
+        )
+    if format_ is Format.JSON:
+        emit_json({"urls_in": counts.urls_in, "kept": counts.kept, "dropped": counts.dropped, "output": str(output)})
+        return
+    dropped = ", ".join(f"{count:,} {reason}" for reason, count in counts.dropped.items())
+    emit(f"blacklist-urls: {counts.urls_in:,} URLs in; {counts.kept:,} kept; dropped: {dropped}; {output}")
+
+
+PrefixesArgument = Annotated[
+    list[str] | None, typer.Argument(help="PREFIX of PREFIX.bin and PREFIX.idx, a pattern, or a folder of data sets.")
+]
+
+
+@app.command("merge-indexed")
+def merge_indexed(
+    output: Annotated[Path, typer.Option("--output", "-o", "--output-prefix", help="PREFIX of the new data set.")],
+    prefixes: PrefixesArgument = None,
+    input_: Annotated[
+        list[str] | None, typer.Option("--input", help="A prefix, pattern or folder, as PREFIXES are. Repeat.")
+    ] = None,
+    widen: Annotated[bool, typer.Option(help="Write tokens of different types in the wider one.")] = False,
+) -> None:
+    """Put indexed data sets one behind the other, without reading their tokens."""
+    from .datasets import expand_prefixes, merge_datasets
+
+    found = expand_prefixes([*(prefixes or []), *(input_ or [])])
+    if not found:
+        raise UsageError("merge-indexed: name at least one data set")
+    index = merge_datasets(found, output, widen=widen)
+    emit(
+        f"merge-indexed: {len(found):,} data sets; {index.num_documents:,} documents, "
+        f"{len(index.lengths):,} sequences, {index.num_tokens:,} tokens; {output}"
+    )
+
+
+@app.command("convert-indexed")
+def convert_indexed(
+    prefix: Annotated[Path, typer.Argument(help="PREFIX of PREFIX.bin and PREFIX.idx.")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="PREFIX of the new data set.")],
+    to: Annotated[IndexForm, typer.Option("--to", "--dataset-impl", help="Form of the new index.")] = IndexForm.MMAP,
+    dtype: Annotated[
+        TokenDtype | None, typer.Option(help="Type of the new tokens [default: as they are; int32 for cached and lazy]")
+    ] = None,
+) -> None:
+    """Write an indexed data set in another form, or with tokens of another type."""
+    import numpy as np
+
+    from .datasets import convert_dataset
+
+    index = convert_dataset(prefix, output, to, None if dtype is None else np.dtype(dtype.value))
+    emit(
+        f"convert-indexed: {index.num_documents:,} documents, {index.num_tokens:,} {index.dtype.name} tokens, "
+        f"{to.value}; {output}"
+    )
+
+
 def main() -> None:
     """Run the command line."""
+    sys.argv[1:] = spread_lists(sys.argv[1:])
     run_app(app, "dynmo-prep")

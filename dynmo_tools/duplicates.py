@@ -1,24 +1,45 @@
-"""Deduplication: sign every document, match the signatures, leave the later duplicates out."""
+"""Near-duplicates: sign every document, match the signatures; then list the pairs, or leave the later ones out."""
 
 from __future__ import annotations
 
-import mmap
-from collections.abc import Sequence
+import json
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from .joining import records_kind
-from .matching import ShingleCache, match
-from .minhash import BLOCK_SHINGLES, band_keys, permutations, sign
+from .errors import UsageError
+from .fingerprints import (
+    NAMES,
+    OFFSETS,
+    SIGNATURES,
+    TEXTS,
+    SignedDocuments,
+    SignedPart,
+    load_part,
+    save_parts,
+    write_name,
+)
+from .joining import map_phases, records_kind
+from .matching import Pair, Seen, ShingleCache, match
+from .minhash import BLOCK_SHINGLES, permutations, sign
 from .plan import Plan
-from .settings import DedupSettings
-from .shingles import U32, U64
+from .records import Row
+from .settings import MatchSettings, RemoveDuplicatesSettings
 from .tasks import Phase, Task, marker_of
 from .unionfind import UnionFind
 
-SIGNATURES, TEXTS, OFFSETS, REMOVED = "signatures.u32", "texts.bin", "offsets.i64", "removed.u8"
+REMOVED = "removed.u8"
+
+
+def find_phases(plan: Plan) -> list[Phase]:
+    """The phases of ``find-duplicates``."""
+    return [
+        Phase(name="sign", run="duplicates:sign_slice", tasks=len(plan.tasks), reads=True),
+        Phase(name="match", run="duplicates:list_pairs", tasks=1),
+    ]
 
 
 def dedup_phases(plan: Plan) -> list[Phase]:
@@ -26,23 +47,52 @@ def dedup_phases(plan: Plan) -> list[Phase]:
     count = len(plan.tasks)
     return [
         Phase(name="sign", run="duplicates:sign_slice", tasks=count, reads=True),
-        Phase(name="match", run="duplicates:match_all", tasks=1),
-        Phase(name="remove", run="duplicates:remove_slice", tasks=count),
+        Phase(name="match", run="duplicates:mark_later_ones", tasks=1),
+        Phase(name="remove", run="duplicates:remove_marked", tasks=count),
         Phase(name="join", run="joining:join_records", tasks=1),
     ]
 
 
+def remove_phases(plan: Plan) -> list[Phase]:
+    """The phases of ``remove-duplicates``."""
+    return map_phases(plan, "duplicates:remove_named")
+
+
+def name_of(value: Mapping[str, Any], keys: Sequence[str]) -> str | None:
+    """A document's name: the first of ``keys`` that it has, as text."""
+    for key in keys:
+        found = value.get(key)
+        if isinstance(found, str | int) and not isinstance(found, bool):
+            return str(found)
+    return None
+
+
+def place_of(path: Path, row: Row) -> str:
+    """Where a document stands: ``FILE@OFFSET`` in bytes of its decompressed text, or ``FILE@ROW`` in parquet."""
+    return f"{path}@{row.line if path.suffix == '.parquet' else row.offset}"
+
+
+def check_bands(settings: MatchSettings) -> None:
+    """``UsageError`` where the permutations do not divide into the bands."""
+    if settings.num_bands < 1 or settings.num_seeds % settings.num_bands:
+        raise UsageError(
+            f"{settings.num_seeds} permutations do not divide into {settings.num_bands} bands; choose a divisor"
+        )
+
+
 def sign_slice(task: Task) -> None:
-    """Task function: the signatures, texts and text offsets of one slice."""
-    settings: DedupSettings = task.job.settings
+    """Task function: the signatures, texts, text offsets and names of one slice."""
+    settings: MatchSettings = task.job.settings
+    check_bands(settings)
     perms = permutations(settings.num_seeds, settings.seed)
-    signatures, texts = task.create(task.part(SIGNATURES)), task.create(task.part(TEXTS))
+    signatures, texts, names = (task.create(task.part(kind)) for kind in (SIGNATURES, TEXTS, NAMES))
     ends = [0]
     waiting: list[str] = []
     size = 0
-    for _, text in task.documents(settings.json_key):
+    for row, text in task.documents(settings.json_key):
         encoded = text.encode()
         texts.write(encoded)
+        write_name(names, name_of(row.value, settings.id_key), place_of(task.slice.path, row))
         ends.append(ends[-1] + len(encoded))
         waiting.append(text)
         size += len(text)
@@ -55,82 +105,108 @@ def sign_slice(task: Task) -> None:
     task.result["documents"] = len(ends) - 1
 
 
-class SignedDocuments:
-    """The signatures and texts of all slices, read from disk as they are asked for."""
-
-    def __init__(self, folder: Path, counts: Sequence[int], num_seeds: int) -> None:
-        self.first = np.cumsum([0, *counts])
-        self._signatures: list[U32] = []
-        self._offsets: list[Any] = []
-        self._texts: list[mmap.mmap | bytes] = []
-        for index, count in enumerate(counts):
-            path = folder / f"{index:05d}-"
-            self._signatures.append(
-                np.memmap(f"{path}{SIGNATURES}", dtype=np.uint32, mode="r", shape=(count, num_seeds))
-                if count
-                else np.zeros((0, num_seeds), dtype=np.uint32)
-            )
-            self._offsets.append(np.fromfile(f"{path}{OFFSETS}", dtype=np.int64))
-            with open(f"{path}{TEXTS}", "rb") as handle:
-                filled = handle.seek(0, 2) > 0
-                self._texts.append(mmap.mmap(handle.fileno(), 0, access=mmap.ACCESS_READ) if filled else b"")
-
-    @property
-    def count(self) -> int:
-        """The number of documents."""
-        return int(self.first[-1])
-
-    def text(self, index: int) -> str:
-        """The text of a document."""
-        part = int(np.searchsorted(self.first, index, side="right")) - 1
-        at = index - int(self.first[part])
-        begin, end = self._offsets[part][at : at + 2]
-        return self._texts[part][begin:end].decode()
-
-    def band_keys(self, band: int, num_bands: int) -> U64:
-        """The keys of all documents in one band."""
-        return np.concatenate([band_keys(signatures, band, num_bands) for signatures in self._signatures])
+def _parts(task: Task) -> tuple[list[SignedPart], int]:
+    """Loaded fingerprints, then this run's slices; and the number of loaded documents."""
+    settings: MatchSettings = task.job.settings
+    loaded = [load_part(folder, settings) for folder in settings.load_fingerprints]
+    folder = task.job.work / "parts"
+    own = [
+        SignedPart(folder=folder, stem=f"{index:05d}-", count=_count(task, index))
+        for index in range(len(task.plan.tasks))
+    ]
+    return [*loaded, *own], sum(part.count for part in loaded)
 
 
-def slice_counts(task: Task, phase: str) -> list[int]:
-    """The number of documents that each slice's task of an earlier phase found."""
-    return [marker_of(task, phase, index)["result"]["documents"] for index in range(len(task.plan.tasks))]
+def _count(task: Task, index: int) -> int:
+    count: int = marker_of(task, "sign", index)["result"]["documents"]
+    return count
 
 
-def match_all(task: Task) -> None:
-    """Task function: which documents of the whole input are later duplicates, one byte each."""
-    settings: DedupSettings = task.job.settings
-    documents = SignedDocuments(task.job.work / "parts", slice_counts(task, "sign"), settings.num_seeds)
-    sets = UnionFind(documents.count)
+def _pairs(documents: SignedDocuments, settings: MatchSettings, known: Callable[[int, int], bool]) -> Iterator[Pair]:
     cache = ShingleCache(documents.text, settings.shingle_characters)
-    pairs = sum(
-        1
-        for _ in match(
-            lambda band: documents.band_keys(band, settings.num_bands),
-            settings.num_bands,
-            lambda first, second: cache.jaccard(first, second, settings.jaccard.value),
-            sets,
-            threshold=settings.threshold,
-        )
+    return match(
+        lambda band: documents.band_keys(band, settings.num_bands),
+        settings.num_bands,
+        lambda first, second: cache.jaccard(first, second, settings.jaccard.value),
+        known,
+        threshold=settings.threshold,
+        rounds=settings.heuristic_iter,
     )
-    removed = np.zeros(documents.count, dtype=np.uint8)
+
+
+def mark_later_ones(task: Task) -> None:
+    """Task function: which documents of this run are later duplicates, one byte each."""
+    settings: MatchSettings = task.job.settings
+    parts, before = _parts(task)
+    documents = SignedDocuments(parts, settings.num_seeds)
+    sets = UnionFind(documents.count)
+    for pair in _pairs(documents, settings, sets.together):
+        sets.join(pair.main, pair.other)
     groups = list(sets.groups())
+    removed = np.zeros(documents.count, dtype=np.uint8)
     for group in groups:
         removed[group[1:]] = 1
-    task.create(task.part(REMOVED)).write(removed.tobytes())
-    largest = max(groups, key=len, default=[])
-    task.facts.update(pairs=pairs, groups=len(groups), largest_group=len(largest))
+    task.create(task.part(REMOVED)).write(removed[before:].tobytes())
+    if settings.save_fingerprints is not None:
+        save_parts(parts, settings.save_fingerprints, settings)
+    task.facts.update(groups=len(groups), largest_group=max(map(len, groups), default=0))
+    if before:
+        task.facts["earlier_documents"] = before
 
 
-def remove_slice(task: Task) -> None:
+def remove_marked(task: Task) -> None:
     """Task function: one slice without its later duplicates."""
-    settings: DedupSettings = task.job.settings
-    counts = slice_counts(task, "sign")
-    begin = sum(counts[: task.index])
-    removed = np.fromfile(task.part(REMOVED, 0), dtype=np.uint8, offset=begin, count=counts[task.index])
+    settings: MatchSettings = task.job.settings
+    begin = sum(_count(task, index) for index in range(task.index))
+    count = _count(task, task.index)
+    removed = np.fromfile(task.part(REMOVED, 0), dtype=np.uint8, offset=begin, count=count)
     writer = task.create(task.part(records_kind(task)))
     for drop, (row, _) in zip(removed, task.documents(settings.json_key), strict=True):
         if drop:
             task.tally.drop("duplicate")
         else:
             task.keep(writer, row.raw)
+
+
+def unique_names(documents: SignedDocuments) -> tuple[list[str], int]:
+    """A name for each document that is its own, and the number of names that several had."""
+    names = documents.names()
+    counts = Counter(name for name, _ in names if name is not None)
+    repeated = sum(1 for count in counts.values() if count > 1)
+    return [name if name is not None and counts[name] == 1 else place for name, place in names], repeated
+
+
+def list_pairs(task: Task) -> None:
+    """Task function: ``{main: [{other: J}, ...]}`` for each document that has later near-duplicates."""
+    settings: MatchSettings = task.job.settings
+    parts, _ = _parts(task)
+    documents = SignedDocuments(parts, settings.num_seeds)
+    found: dict[int, dict[int, float]] = {}
+    for pair in _pairs(documents, settings, Seen(documents.count)):
+        found.setdefault(pair.main, {})[pair.other] = pair.jaccard
+    names, repeated = unique_names(documents)
+    writer = task.create(task.job.output)
+    for main, others in sorted(found.items()):
+        listed = [{names[other]: round(others[other], 6)} for other in sorted(others)]
+        writer.write(json.dumps({names[main]: listed}, ensure_ascii=False).encode() + b"\n")
+    if settings.save_fingerprints is not None:
+        save_parts(parts, settings.save_fingerprints, settings)
+    task.facts.update(pairs=sum(map(len, found.values())), repeated_names=repeated)
+
+
+def remove_named(task: Task) -> None:
+    """Task function: one slice without the documents that a group names behind its first one."""
+    from .groups import read_removals
+
+    settings: RemoveDuplicatesSettings = task.job.settings
+    removals = read_removals(settings.groups)
+    writer = task.create(task.part(records_kind(task)))
+    unnamed = 0
+    for row in task.rows():
+        name = name_of(row.value, settings.id_key)
+        unnamed += name is None
+        if name in removals or place_of(task.slice.path, row) in removals:
+            task.tally.drop("duplicate")
+        else:
+            task.keep(writer, row.raw)
+    task.facts["without_name"] = unnamed

@@ -44,7 +44,7 @@ class Execution:
     overwrite: bool = False
     redo_changed: bool = False
     max_rejects: float = 0.01
-    quiet: bool = False
+    log_interval: int = 1000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,7 +152,7 @@ def _run_phases(
     total = plan.input_bytes
     ran = 0
     rejects = Tally()
-    with meter(job.step, total, quiet=execution.quiet) as gauge:
+    with meter(job.step, total, log_interval=execution.log_interval) as gauge:
         for phase in phases:
             done = known[phase.name]
             pending = [index for index in range(phase.tasks) if index not in done]
@@ -213,7 +213,8 @@ def _summarize(
     for phase_markers in markers.values():
         for marker in phase_markers:
             tally.add(Tally(**marker["tally"]))
-            facts.update(marker["facts"])
+            for name, fact in marker["facts"].items():
+                facts[name] = facts[name] + fact if name in facts and isinstance(fact, int) else fact
     return Summary(
         step=job.step, inputs=job.inputs, output=job.output, tally=tally, seconds=seconds, facts=facts, reused=reused
     )

@@ -6,10 +6,11 @@ import os
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 from .compression import is_compressed
 from .plan import Plan
+from .records import Row, encode_row, has_surrogates
 from .tasks import Phase, Task
 
 COPY_BYTES = 1 << 24
@@ -47,9 +48,51 @@ def records_kind(task: Task) -> str:
     return "records" + records_ending(task.job.output)
 
 
+def dropped_kind(output: Path) -> str:
+    """The name of a slice's part of the dropped documents."""
+    return "dropped" + records_ending(output)
+
+
 def join_records(task: Task) -> None:
-    """Task function: the output of a step that maps documents to documents."""
+    """Task function: the output of a step that maps documents to documents, and what it dropped where that is kept."""
     join_parts(task, records_kind(task), task.job.output)
+    dropped: Path | None = getattr(task.job.settings, "save_dropped", None)
+    if dropped is not None:
+        join_parts(task, dropped_kind(dropped), dropped)
+
+
+class MapWriter:
+    """Where a step that maps documents to documents puts each one of its slice."""
+
+    def __init__(self, task: Task) -> None:
+        self._task = task
+        self._kept = task.create(task.part(records_kind(task)))
+        dropped: Path | None = getattr(task.job.settings, "save_dropped", None)
+        self._dropped = None if dropped is None else task.create(task.part(dropped_kind(dropped)))
+
+    def drop(self, row: Row, reason: str) -> None:
+        """Leave a document out."""
+        self._task.tally.drop(reason)
+        if self._dropped is not None:
+            self._dropped.write(row.raw + b"\n")
+
+    def keep(self, row: Row, key: str, before: str, after: str) -> None:
+        """Write a document whose text may have changed; one that cannot be written as UTF-8 is rejected."""
+        if has_surrogates(after):
+            self._task.reject(row.line, row.offset, "surrogate", row.raw)
+        elif before == after:
+            self._task.keep(self._kept, row.raw)
+        else:
+            self._task.tally.changed += 1
+            self._task.keep(self._kept, encode_row(replace_text(row.value, key, after)))
+
+
+def replace_text(value: dict[str, Any], key: str, text: str) -> dict[str, Any]:
+    """The document with ``text`` under ``key``, all other keys as and where they were."""
+    if key in value or "." not in key:
+        return {**value, key: text}
+    first, _, rest = key.partition(".")
+    return {**value, first: replace_text(value[first], rest, text)}
 
 
 def map_phases(plan: Plan, run: str) -> list[Phase]:

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
 from .shingles import U64, jaccard, share, shingle_ids
-from .unionfind import UnionFind
 
 CACHE_BYTES = 256 << 20
+ALL_PAIRS = 64
 
 
 class ShingleCache:
@@ -67,22 +68,30 @@ class Pair:
 
 
 def stars(
-    bucket: list[int],
+    bucket: Sequence[int],
     similarity: Callable[[int, int], float],
     threshold: float,
     rounds: int,
     known: Callable[[int, int], bool],
 ) -> Iterator[Pair]:
-    """Compare the first document of a bucket with all others, leave out those found similar, and begin again.
+    """The similar pairs of a bucket.
+
+    A small bucket is compared pair by pair. In a large one the first document is compared with all others, those found
+    similar leave, and the next one becomes the first.
 
     Args:
         bucket: documents in ascending order.
         similarity: of two documents, 0 to 1.
         threshold: from which a pair is given.
         rounds: how many documents become the first one; -1 is until the bucket is empty.
-        known: whether a pair needs no comparison because it is known to belong together.
+        known: whether a pair needs no comparison, because it was compared before or is known to belong together.
     """
-    waiting = bucket
+    if rounds < 0 and len(bucket) <= ALL_PAIRS:
+        for main, other in itertools.combinations(bucket, 2):
+            if not known(main, other) and (index := similarity(main, other)) >= threshold:
+                yield Pair(main=main, other=other, jaccard=index)
+        return
+    waiting = list(bucket)
     while len(waiting) > 1 and rounds != 0:
         rounds -= 1
         main, *others = waiting
@@ -97,31 +106,41 @@ def stars(
                 waiting.append(other)
 
 
+class Seen:
+    """Pairs that were compared: the second and later time they are known."""
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+        self._pairs: set[int] = set()
+
+    def __call__(self, first: int, second: int) -> bool:
+        """Whether the pair was asked for before."""
+        number = first * self._count + second
+        if number in self._pairs:
+            return True
+        self._pairs.add(number)
+        return False
+
+
 def match(
     band_keys: Callable[[int], U64],
     num_bands: int,
     similarity: Callable[[int, int], float],
-    sets: UnionFind,
+    known: Callable[[int, int], bool],
     *,
     threshold: float,
     rounds: int = -1,
 ) -> Iterator[Pair]:
-    """Every verified pair that a band brings together and that no earlier pair joined already.
+    """Every verified pair that a band brings together and that is not ``known``.
 
     Args:
         band_keys: the keys ``[documents]`` of a band.
         num_bands: how many bands there are.
         similarity: the true Jaccard index of two documents.
-        sets: disjoint sets, which the pairs are joined in.
+        known: see ``stars``; asked again for each pair, so that it may follow what was found.
         threshold: of the Jaccard index.
         rounds: see ``stars``.
     """
-
-    def known(first: int, second: int) -> bool:
-        return sets.find(first) == sets.find(second)
-
     for band in range(num_bands):
         for members in buckets(band_keys(band)):
-            for pair in stars(members.tolist(), similarity, threshold, rounds, known):
-                sets.join(pair.main, pair.other)
-                yield pair
+            yield from stars(members.tolist(), similarity, threshold, rounds, known)

@@ -109,6 +109,8 @@ def _output(recipe: Recipe, number: int, chosen: RecipeStep, folder: Path) -> Pa
         return folder / "tokenizer.json"
     if chosen.step.makes is Makes.DATASET:
         return folder / recipe.prefix
+    if chosen.step.makes is Makes.PAIRS:
+        return folder / f"{number:02d}-{chosen.name}.jsonl"
     return folder / f"{number:02d}-{chosen.name}{RECORDS_ENDING}"
 
 

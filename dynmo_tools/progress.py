@@ -14,8 +14,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from .console import say
 from .tasks import Phase
 
-LINE_EVERY_S = 2.0
-LINE_EVERY_DOCUMENTS = 1000
+LINE_EVERY_S = 0.5
 
 
 class Meter(Protocol):
@@ -28,19 +27,11 @@ class Meter(Protocol):
         """A phase begins of which ``done`` tasks were finished by an earlier run."""
 
 
-class _Quiet:
-    def report(self, documents: int, size: int) -> None:
-        """Show nothing."""
-
-    def resume(self, phase: Phase, done: int) -> None:
-        """Show nothing."""
-
-
 class _Lines:
-    """``Processed 3000 documents (1234.5 docs/s, 6.7 MB/s).``, at whole thousands, at most every two seconds."""
+    """``Processed 3000 documents (1234.5 docs/s, 6.7 MB/s).``, at multiples of the interval, at most twice a second."""
 
-    def __init__(self, label: str, total_bytes: int) -> None:
-        self._label, self._total = label, total_bytes
+    def __init__(self, label: str, total_bytes: int, interval: int) -> None:
+        self._label, self._total, self._interval = label, total_bytes, max(interval, 1)
         self._documents = self._bytes = 0
         self._began = self._told = time.monotonic()
         self._told_documents = 0
@@ -55,7 +46,7 @@ class _Lines:
         now = time.monotonic()
         if now - self._told < LINE_EVERY_S:
             return
-        shown = self._documents - self._documents % LINE_EVERY_DOCUMENTS
+        shown = self._documents - self._documents % self._interval
         if shown > self._told_documents:
             self._told, self._told_documents = now, shown
             elapsed = now - self._began
@@ -84,11 +75,9 @@ class _Bar:
 
 
 @contextmanager
-def meter(label: str, total_bytes: int, *, quiet: bool = False) -> Iterator[Meter]:
+def meter(label: str, total_bytes: int, *, log_interval: int = 1000) -> Iterator[Meter]:
     """Show how far a run over ``total_bytes`` bytes of input is."""
-    if quiet:
-        yield _Quiet()
-    elif sys.stderr.isatty():
+    if sys.stderr.isatty():
         columns = (
             TextColumn("{task.description}"),
             BarColumn(),
@@ -99,4 +88,4 @@ def meter(label: str, total_bytes: int, *, quiet: bool = False) -> Iterator[Mete
         with Progress(*columns, console=Console(file=sys.stderr), transient=True) as bar:
             yield _Bar(bar, label, total_bytes)
     else:
-        yield _Lines(label, total_bytes)
+        yield _Lines(label, total_bytes, log_interval)

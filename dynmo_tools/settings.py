@@ -9,6 +9,20 @@ from pathlib import Path
 from .options import setting
 
 
+@dataclass(frozen=True, kw_only=True)
+class MergeSettings:
+    """Put files of documents one behind the other, their lines as they are."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AddIdSettings:
+    """Give each document a number, counted from 1 over all inputs in their order."""
+
+    id_prefix: str = setting(help="What stands before the number: PREFIX-0000000001.")
+    id_key: str = setting("adlr_id", help="Key of the new entry.")
+    rewrite: bool = setting(False, help="Replace an entry that is there already.")
+
+
 class Jaccard(StrEnum):
     """Which set the number of common shingles is divided by."""
 
@@ -41,17 +55,54 @@ class CleanSettings:
         file=True,
         help="A tokenizer.json that counts tokens; without it the pieces of GPT-2's splitting rule are counted.",
     )
+    punctuation: bool = setting(
+        False, help="Replace typographic quotes, dashes, dots and full-width signs by the plain ones of ASCII."
+    )
     seed: int = setting(0, help="Seed of langdetect's random sampling.")
+    save_dropped: Path | None = setting(None, help="Write the documents that are dropped to this file.")
+
+
+class FixTask(StrEnum):
+    """The repairs and filters of ``fix``, in the order in which they run."""
+
+    REMOVE_512 = "remove_512"
+    REMOVE_256_JAVASCRIPT = "remove_256_javascript"
+    REMOVE_512_NON_ENGLISH = "remove_512_non_english"
+    FTFY = "ftfy_fix_text"
+    GENERAL = "general_cleaning"
+    GUTENBERG = "gutenberg"
+    REALNEWS = "realnews"
+    STORIES = "stories"
 
 
 @dataclass(frozen=True, kw_only=True)
-class DedupSettings:
-    """Remove near-duplicates: MinHash bands find candidates, their true Jaccard index decides."""
+class FixSettings:
+    """Run the chosen filters and repairs, all of them, in a fixed order."""
 
     json_key: str = setting("text", help="Key of the text in each document; dots go into nested objects.")
-    threshold: float = setting(
-        0.9, help="Documents are duplicates from this Jaccard index of their character shingles on (0 to 1)."
+    tasks: tuple[FixTask, ...] = setting(
+        help="What to run; repeat for several. Filters: remove_512 (below 512 characters), remove_256_javascript "
+        "(shorter than 256 and about javascript), remove_512_non_english (shorter than 512 and not English). Repairs: "
+        "ftfy_fix_text, general_cleaning (runs of spaces; lines joined behind a word), gutenberg (runs of newlines "
+        "become one blank line), realnews (each newline becomes a blank line), stories (spaces before signs)."
     )
+    seed: int = setting(0, help="Seed of langdetect's random sampling.")
+    save_dropped: Path | None = setting(
+        None, names=("--filtered",), help="Write the documents that are dropped to this file."
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class MatchSettings:
+    """What finding near-duplicates needs to know."""
+
+    json_key: str = setting("text", help="Key of the text in each document; dots go into nested objects.")
+    id_key: tuple[str, ...] = setting(
+        ("url",),
+        help="Key of a document's name; of several (repeat) the first that it has. Documents without one, and those "
+        "whose name is not their own, are named FILE@OFFSET.",
+    )
+    threshold: float = setting(0.5, help="Pairs count from this Jaccard index of their shingles on (0 to 1).")
     jaccard: Jaccard = setting(
         Jaccard.UNION, help="Divide the common shingles by the union, or by the smaller or larger set."
     )
@@ -59,20 +110,92 @@ class DedupSettings:
     num_bands: int = setting(
         10, help="Bands that the permutations are cut into; documents that agree in a whole band are compared."
     )
+    heuristic_iter: int = setting(
+        -1,
+        help="Documents of a bucket that are compared with all others of it, one after the other; -1 is all of them.",
+    )
     shingle_characters: int = setting(5, help="Length of a shingle in characters.")
     seed: int = setting(1234, help="Seed of the permutations.")
+    load_fingerprints: tuple[Path, ...] = setting(
+        (),
+        file=True,
+        help="Folder of fingerprints of earlier documents, which count as the first ones. Repeat for several.",
+    )
+    save_fingerprints: Path | None = setting(
+        None, help="Folder to keep the fingerprints of all documents in, loaded ones included."
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class FindDuplicatesSettings(MatchSettings):
+    """List pairs of near-duplicates: MinHash bands find candidates, their true Jaccard index decides."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DedupSettings(MatchSettings):
+    """Remove near-duplicates, all but the first of each group: find, group and remove in one."""
+
+    threshold: float = setting(
+        0.9, help="Documents are duplicates from this Jaccard index of their character shingles on (0 to 1)."
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class RemoveDuplicatesSettings:
+    """Remove all documents but the first of each group that group-duplicates wrote."""
+
+    groups: Path = setting(file=True, help="The groups to remove: the output of group-duplicates.")
+    id_key: tuple[str, ...] = setting(
+        ("url",), help="Key of a document's name; of several (repeat) the first that it has, as in find-duplicates."
+    )
+
+
+class Model(StrEnum):
+    """The tokenizers that can be trained."""
+
+    BPE = "bpe"
+    WORDPIECE = "wordpiece"
+    WORDPIECE_LOWER = "wordpiece-lower"
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainTokenizerSettings:
-    """Train a byte-level BPE tokenizer on the documents."""
+    """Train a tokenizer on the documents: byte-level BPE, or WordPiece."""
+
+    model: Model = setting(Model.BPE, help="Byte-level BPE (as GPT-2), or WordPiece (as BERT), cased or lower-cased.")
 
     json_key: str = setting("text", help="Key of the text in each document; dots go into nested objects.")
     vocab_size: int = setting(8192, help="Entries of the vocabulary, special tokens and the 256 bytes included.")
     min_frequency: int = setting(2, help="A pair must occur this often to be merged.")
     special_tokens: tuple[str, ...] = setting(
-        ("<|endoftext|>",), help="Special tokens; they take the first ids. Repeat for several."
+        (),
+        help="Special tokens, which take the first ids; repeat for several "
+        "[default: <|endoftext|> for bpe; [PAD] [UNK] [CLS] [SEP] [MASK] for wordpiece]",
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecontaminateSettings:
+    """Cut text that downstream tasks ask for out of the documents, by word n-grams."""
+
+    json_key: str = setting("text", help="Key of the text in each document; dots go into nested objects.")
+    task: tuple[str, ...] = setting(
+        (),
+        names=("--tasks",),
+        help="NAME=FILE or NAME=FILE:KEY of a task (JSON or JSON lines); repeat for several. The key is known for "
+        "lambada, squad, trivia_qa, web_questions, race, drop, natural_questions, coqa, piqa.",
+    )
+    name: tuple[str, ...] = setting((), help="Names in split_id instead of those of the tasks. Repeat for several.")
+    load_dictionary: Path | None = setting(None, file=True, help="Use a saved dictionary; nothing is counted.")
+    save_dictionary: Path | None = setting(None, help="Save the dictionary, without the common n-grams.")
+    max_ngram_size: int = setting(13, help="Words of an n-gram.")
+    min_ngram_size: int = setting(
+        8, help="Task texts of fewer words are not looked for; up to the maximum, as a whole."
+    )
+    key_threshold: int = setting(10, help="N-grams in this many documents and more are common, and stay.")
+    remove_char_each_side: int = setting(200, help="Characters to cut on each side, up to the end of a sentence.")
+    filter_text_char_len: int = setting(200, help="Pieces of at most this many characters are dropped.")
+    splits_count: int = setting(10, help="Documents of more pieces are dropped.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,16 +205,72 @@ class ShuffleSettings:
     seed: int = setting(1234, help="Seed of the order.")
 
 
+class TokenDtype(StrEnum):
+    """The types of tokens that are written."""
+
+    UINT16 = "uint16"
+    INT32 = "int32"
+    INT64 = "int64"
+
+
+class TokenizerType(StrEnum):
+    """The tokenizers that binarize knows, by Megatron's names."""
+
+    HUGGING_FACE = "HuggingFaceTokenizer"
+    GPT2 = "GPT2BPETokenizer"
+    BERT_LOWER = "BertWordPieceLowerCase"
+    BERT_CASE = "BertWordPieceCase"
+    SENTENCE_PIECE = "SentencePieceTokenizer"
+    LLAMA = "Llama2Tokenizer"
+    WHITESPACE = "WhitespaceVocab"
+
+
+class Engine(StrEnum):
+    """Which library runs a BPE tokenizer; their ids are the same."""
+
+    AUTO = "auto"
+    GIGATOKEN = "gigatoken"
+    TOKENIZERS = "tokenizers"
+
+
 @dataclass(frozen=True, kw_only=True)
 class BinarizeSettings:
     """Tokenize documents into an indexed data set."""
 
-    json_key: str = setting("text", help="Key of the text in each document; dots go into nested objects.")
-    tokenizer: Path = setting(file=True, help="The tokenizer.json to tokenize with.")
+    json_keys: tuple[str, ...] = setting(
+        ("text",),
+        names=("--json-key",),
+        help="Key of the text in each document; repeat for several, each becomes a data set of its own.",
+    )
+    tokenizer_type: TokenizerType = setting(
+        TokenizerType.HUGGING_FACE, help="What the tokenizer's files are, by Megatron's names."
+    )
+    tokenizer: Path | None = setting(
+        None,
+        file=True,
+        names=("--tokenizer-model",),
+        help="The tokenizer.json, or the SentencePiece model for SentencePieceTokenizer and Llama2Tokenizer.",
+    )
+    vocab_file: Path | None = setting(
+        None,
+        file=True,
+        names=("--vocab",),
+        help="The vocabulary of the GPT2, Bert and WhitespaceVocab tokenizers (JSON; for Bert one token a line).",
+    )
+    merge_file: Path | None = setting(None, file=True, help="The merges of GPT2BPETokenizer.")
     append_eod: bool = setting(False, help="Append the end-of-document token to each document.")
-    eod_token: str = setting("<|endoftext|>", help="The end-of-document token.")
+    eod_token: str | None = setting(
+        None,
+        help="The end-of-document token [default: <|endoftext|>; [SEP] for Bert; the model's own for SentencePiece]",
+    )
+    split_sentences: bool = setting(False, help="Make each sentence a sequence, as BERT and T5 want it.")
+    keep_newlines: bool = setting(False, help="Leave the white space behind a sentence on it when splitting.")
     keep_empty: bool = setting(
         False, help="Write empty documents as documents of no tokens instead of leaving them out."
+    )
+    dataset_impl: IndexForm = setting(IndexForm.MMAP, help="Form of the index; cached and lazy have the same bytes.")
+    engine: Engine = setting(
+        Engine.AUTO, data=False, help="Library that runs BPE: gigatoken where it can, else tokenizers; same ids."
     )
 
 
@@ -105,6 +284,10 @@ class Utf8(StrEnum):
 @dataclass(frozen=True, kw_only=True)
 class RunSettings:
     """How any step is run."""
+
+    log_interval: int = setting(
+        1000, data=False, help="Documents between two lines of progress, where stderr is no terminal."
+    )
 
     workers: int = setting(
         1, help="Processes that work side by side; the output's bytes do not depend on it.", data=False

@@ -9,7 +9,19 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from .settings import BinarizeSettings, CleanSettings, DedupSettings, ShuffleSettings, TrainTokenizerSettings
+from .settings import (
+    AddIdSettings,
+    BinarizeSettings,
+    CleanSettings,
+    DecontaminateSettings,
+    DedupSettings,
+    FindDuplicatesSettings,
+    FixSettings,
+    MergeSettings,
+    RemoveDuplicatesSettings,
+    ShuffleSettings,
+    TrainTokenizerSettings,
+)
 
 
 class Makes(StrEnum):
@@ -18,6 +30,7 @@ class Makes(StrEnum):
     RECORDS = "records"
     TOKENIZER = "tokenizer"
     DATASET = "dataset"
+    PAIRS = "pairs"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,8 +63,20 @@ class Step:
 STEPS: Mapping[str, Step] = {
     step.name: step
     for step in (
+        Step(name="merge", settings=MergeSettings, phases="merging:merge_phases", output_names=("--output_file",)),
+        Step(name="add-id", settings=AddIdSettings, phases="merging:add_id_phases"),
         Step(name="clean", settings=CleanSettings, phases="cleaning:clean_phases"),
+        Step(name="fix", settings=FixSettings, phases="fixing:fix_phases", output_names=("--output-path",)),
+        Step(
+            name="find-duplicates",
+            settings=FindDuplicatesSettings,
+            phases="duplicates:find_phases",
+            makes=Makes.PAIRS,
+            output_help="The pairs to write: {name: [{name of a later one: Jaccard index}, ...]}, a line for each.",
+        ),
+        Step(name="remove-duplicates", settings=RemoveDuplicatesSettings, phases="duplicates:remove_phases"),
         Step(name="dedup", settings=DedupSettings, phases="duplicates:dedup_phases"),
+        Step(name="decontaminate", settings=DecontaminateSettings, phases="decontamination:decontaminate_phases"),
         Step(name="shuffle", settings=ShuffleSettings, phases="shuffle:shuffle_phases"),
         Step(
             name="train-tokenizer",

@@ -31,6 +31,10 @@ class UnionFind:
         if a != b:
             self.parents[max(a, b)] = min(a, b)
 
+    def together(self, first: int, second: int) -> bool:
+        """Whether both documents are in one set."""
+        return self.find(first) == self.find(second)
+
     def groups(self) -> Iterator[list[int]]:
         """The sets of two documents and more, ordered by their first document, each in ascending order."""
         moved = np.flatnonzero(self.parents != np.arange(len(self.parents)))

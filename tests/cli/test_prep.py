@@ -243,7 +243,10 @@ def test_sample_corpus_reports_what_it_wrote(prep, tmp_path):
     assert 100_000 < report["bytes"] <= 200_000
 
 
-@pytest.mark.parametrize("step", ["", *cli.STEPS, "pipeline", "sample-corpus", "inspect", "verify"])
+COMMANDS = ["", *(command.name for command in cli.app.registered_commands)]
+
+
+@pytest.mark.parametrize("step", COMMANDS)
 def test_help_of_every_command_is_quick_and_loads_nothing_heavy(step):
     program = (
         "import sys, dynmo_tools.cli as cli\n"
@@ -261,3 +264,45 @@ def test_help_of_every_command_is_quick_and_loads_nothing_heavy(step):
     )
     assert (done.returncode, done.stderr) == (0, "")
     assert "Usage: dynmo-prep" in done.stdout
+
+
+def test_binarize_as_the_classic_tool_is_called(prep, tmp_path):
+    """Several keys behind one flag, sentences, the cached form, and two workers."""
+    (tmp_path / "vocab.json").write_text(json.dumps({"<unk>": 0, "<|endoftext|>": 1, "The": 2, "river": 3, "runs.": 4}))
+    write(
+        tmp_path / "in.json",
+        [{"text": "The river runs. The river runs.", "title": "The river"}, {"text": "", "title": "Other"}] * 50,
+    )
+    common = ("binarize", "--input", tmp_path / "in.json", "--tokenizer-type", "WhitespaceVocab", "--vocab-file")
+    code, out, _ = prep(
+        *common, tmp_path / "vocab.json", "--json-keys", "text", "title", "--append-eod", "--split-sentences",
+        "--dataset-impl", "cached", "--output-prefix", tmp_path / "data", "--workers", 2, "--task-bytes", 1000,
+    )  # fmt: skip
+    assert code == 0
+    assert "100 documents in" in out
+    assert "50 dropped (50 empty)" in out
+    text, title = IndexedReader(tmp_path / "data_text_sentence"), IndexedReader(tmp_path / "data_title_sentence")
+    assert text.index.form == "tnt"
+    assert [text[n].tolist() for n in range(4)] == [[2, 3, 4], [2, 3, 4, 1]] * 2
+    assert text.index.documents.tolist() == list(range(0, 101, 2))
+    assert [title[n].tolist() for n in range(2)] == [[2, 3, 1], [0, 1]]
+    code, out, _ = prep(
+        "merge-indexed", tmp_path / "data_text_sentence", tmp_path / "data_title_sentence", "-o", tmp_path / "m"
+    )
+    assert (code, "2 data sets; 150 documents" in out) == (0, True)
+    code, out, _ = prep(
+        "convert-indexed", tmp_path / "m", "-o", tmp_path / "small", "--to", "mmap", "--dtype", "uint16"
+    )
+    assert (code, IndexedReader(tmp_path / "small").index.dtype.name) == (0, "uint16")
+
+
+def test_an_eod_token_that_is_none_is_refused(prep, tmp_path):
+    (tmp_path / "vocab.json").write_text(json.dumps({"<unk>": 0}))
+    write(tmp_path / "in.json", documents(2))
+    code, _, err = prep(
+        "binarize", tmp_path / "in.json", "-o", tmp_path / "d", "--tokenizer-type", "WhitespaceVocab",
+        "--vocab", tmp_path / "vocab.json", "--append-eod",
+    )  # fmt: skip
+    assert code == 2
+    assert "name one of its tokens by --eod-token" in err
+    assert not (tmp_path / "d_text_document.bin").exists()

@@ -3,7 +3,8 @@ from __future__ import annotations
 import ftfy
 import pytest
 
-from dynmo_tools.cleaning import count_pieces, is_short, judge, repair, replace_text
+from dynmo_tools.cleaning import count_pieces, is_short, judge, plain_punctuation, repair
+from dynmo_tools.joining import replace_text
 from dynmo_tools.language import LanguageJudge
 from dynmo_tools.settings import CleanSettings
 
@@ -85,3 +86,61 @@ def test_a_verdict_does_not_depend_on_the_texts_before():
 def test_the_text_is_replaced_where_it_was():
     assert list(replace_text({"a": 1, "text": "x", "b": 2}, "text", "y").items()) == [("a", 1), ("text", "y"), ("b", 2)]
     assert replace_text({"a": {"b": "x", "c": 1}}, "a.b", "y") == {"a": {"b": "y", "c": 1}}
+
+
+def test_typographic_signs_become_plain():
+    typographic = "\u201cIt\u2019s\u201d \u2026 a\u2013b\u2014c\uff01\uff08ok\uff09\uff1aé"
+    assert plain_punctuation(typographic) == '"It\'s" ... a-b - c!(ok):é'
+
+
+def slow_detector():
+    """langdetect's own detector, with its profiles in the order that ours has."""
+    from pathlib import Path
+
+    from langdetect import detector_factory
+    from langdetect.lang_detect_exception import LangDetectException
+
+    factory = detector_factory.DetectorFactory()
+    profiles = sorted(Path(detector_factory.PROFILES_DIRECTORY).iterdir())
+    factory.load_json_profile([path.read_text(encoding="utf-8") for path in profiles])
+    factory.set_seed(0)
+
+    def detect(text):
+        detector = factory.create()
+        detector.append(text)
+        try:
+            return detector.detect()
+        except LangDetectException:
+            return None
+
+    return detect
+
+
+def test_verdicts_are_langdetect_s_on_odd_texts(varied_texts):
+    slow, fast = slow_detector(), LanguageJudge(0)
+    odd = [
+        *varied_texts,
+        ENGLISH,
+        GERMAN,
+        ENGLISH[:300] + GERMAN[:300],
+        "HELLO World OF CAPS " * 30,
+        "see http://a.b/c or me@x.yz",
+        "Привет мир, как дела? Latin words",
+        "こんにちは世界 hello",
+        "中文 漢字 テスト",
+        "Tiếng Việt có dấu a\u0300 e\u0301 " * 9,
+        "ﬀ ș ț ی",
+    ]
+    assert [fast.detect(text) for text in odd] == [slow(text) for text in odd]
+
+
+@pytest.mark.data
+def test_verdicts_are_langdetect_s_in_three_hundred_languages(shared_data):
+    import zipfile
+
+    slow, fast = slow_detector(), LanguageJudge(0)
+    with zipfile.ZipFile(shared_data / "lid" / "udhr2.zip") as archive:
+        names = sorted(name for name in archive.namelist() if name.endswith(".txt"))
+        texts = [archive.read(name).decode("utf-8", "replace")[500:1500] for name in names]
+    assert len(texts) > 300
+    assert [fast.detect(text) for text in texts] == [slow(text) for text in texts]

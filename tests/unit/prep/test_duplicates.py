@@ -8,7 +8,7 @@ import pytest
 from datasketch import MinHash
 
 from dynmo_tools.errors import UsageError
-from dynmo_tools.matching import ShingleCache, buckets, match, stars
+from dynmo_tools.matching import Seen, ShingleCache, buckets, match, stars
 from dynmo_tools.minhash import band_keys, candidate_probability, permutations, shingle_hashes, sign
 from dynmo_tools.shingles import jaccard
 from dynmo_tools.unionfind import UnionFind
@@ -91,10 +91,12 @@ def matched(made, threshold):
             lambda band: band_keys(signatures, band, 10),
             10,
             lambda a, b: cache.jaccard(a, b, "union"),
-            sets,
+            sets.together,
             threshold=threshold,
         )
     )
+    for pair in pairs:
+        sets.join(pair.main, pair.other)
     return pairs, sets
 
 
@@ -139,6 +141,7 @@ def test_one_round_compares_with_the_first_document_only():
         return [(p.main, p.other) for p in stars([0, 1, 2, 3], similarity, 0.5, rounds, lambda a, b: False)]
 
     assert pairs(1) == [(0, 1)]
+    assert pairs(2) == [(0, 1), (2, 3)]
     assert pairs(-1) == [(0, 1), (2, 3)]
 
 
@@ -157,3 +160,20 @@ def test_equal_bands_have_equal_keys_and_others_differ():
 
 def test_the_classic_bands_find_98_6_percent_at_0_9():
     assert candidate_probability(0.9, 10, 10) == pytest.approx(0.986, abs=5e-4)
+
+
+def test_large_buckets_find_what_pair_by_pair_finds_when_similarity_is_transitive():
+    kinds = [n % 7 for n in range(200)]
+
+    def same(a, b):
+        return float(kinds[a] == kinds[b])
+
+    sets = UnionFind(200)
+    for pair in stars(range(200), same, 0.5, -1, sets.together):
+        sets.join(pair.main, pair.other)
+    assert [len(group) for group in sets.groups()] == [29] * 4 + [28] * 3
+
+
+def test_a_pair_is_compared_once():
+    seen = Seen(10)
+    assert [seen(1, 2), seen(1, 2), seen(2, 1)] == [False, True, False]

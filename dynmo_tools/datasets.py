@@ -1,0 +1,167 @@
+"""Whole indexed data sets: merged without touching their tokens, and converted between forms."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+
+from .errors import UsageError
+from .formats.indexed import CODES, Index, bin_path, encode_index, idx_path, read_index
+from .joining import copy_into
+from .settings import IndexForm
+
+BLOCK_TOKENS = 1 << 22
+
+
+def expand_prefixes(names: Sequence[str]) -> list[Path]:
+    """Prefixes from prefixes, ``.idx`` or ``.bin`` names, patterns of these, and folders, whose data sets are sorted.
+
+    Raises:
+        UsageError: a name that gives no data set.
+    """
+    import glob
+
+    found: dict[Path, None] = {}
+    for name in names:
+        if os.path.isdir(name):
+            paths = sorted(map(str, Path(name).glob("*.idx")))
+        elif idx_path(Path(name)).exists():
+            paths = [name]
+        else:
+            paths = sorted(path for path in glob.glob(name) if path.endswith((".idx", ".bin")))
+        if not paths:
+            raise UsageError(
+                f"{name}: names no indexed data set; give a PREFIX of PREFIX.bin and PREFIX.idx, or a folder"
+            )
+        for path in paths:
+            found[Path(path.removesuffix(".idx").removesuffix(".bin"))] = None
+    return list(found)
+
+
+@contextlib.contextmanager
+def _new_dataset(prefix: Path) -> Iterator[tuple[IO[bytes], IO[bytes]]]:
+    """The ``.bin`` and ``.idx`` to write: in place, flushed, the index last, or gone if the block fails."""
+    prefix.parent.mkdir(parents=True, exist_ok=True)
+    targets = (bin_path(prefix), idx_path(prefix))
+    temporary = [path.with_name(f".{path.name}.tmp-{os.getpid()}") for path in targets]
+    try:
+        with open(temporary[0], "wb") as tokens, open(temporary[1], "wb") as index:
+            yield tokens, index
+            for handle in (tokens, index):
+                handle.flush()
+                os.fsync(handle.fileno())
+        targets[1].unlink(missing_ok=True)  # an old index must never stand beside new tokens
+        for source, target in zip(temporary, targets, strict=True):
+            os.replace(source, target)
+    finally:
+        for path in temporary:
+            path.unlink(missing_ok=True)
+
+
+def _refuse_overlap(inputs: Sequence[Path], output: Path) -> None:
+    if output.resolve() in {path.resolve() for path in inputs}:
+        raise UsageError(f"{output}: is both input and output; choose another output")
+
+
+def merged_index(indices: Sequence[Index], names: Sequence[Path], *, widen: bool) -> Index:
+    """The index of the data sets one behind the other.
+
+    Raises:
+        UsageError: their forms differ, or their types do and ``widen`` is not given.
+    """
+    forms = {index.form for index in indices}
+    if len(forms) > 1:
+        raise UsageError("the data sets have different forms; bring them to one with convert-indexed first")
+    dtype = indices[0].dtype
+    for index, name in zip(indices, names, strict=True):
+        if index.dtype == dtype:
+            continue
+        if not widen:
+            raise UsageError(
+                f"{name}: has tokens of type {index.dtype.name}, {names[0]} of {dtype.name}; "
+                "--widen writes all in the wider type"
+            )
+        dtype = np.promote_types(dtype, index.dtype)
+        if {dtype, index.dtype} == {np.dtype(np.uint16), np.dtype(np.int32)}:
+            dtype = np.dtype(np.int32)
+    if dtype not in CODES:
+        raise UsageError(f"the format has no type {dtype.name}")
+    if any((index.modes is None) != (indices[0].modes is None) for index in indices):
+        raise UsageError("some of the data sets are multimodal and some are not")
+    before = np.cumsum([0, *(len(index.lengths) for index in indices)])
+    documents = [index.documents[1:] + first for index, first in zip(indices, before, strict=False)]
+    modes = [index.modes for index in indices if index.modes is not None]
+    return Index(
+        form=indices[0].form,
+        dtype=dtype,
+        lengths=np.concatenate([index.lengths for index in indices]),
+        documents=np.concatenate([np.zeros(1, dtype=np.int64), *documents]),
+        modes=np.concatenate(modes) if modes else None,
+    )
+
+
+def _copy_tokens(prefix: Path, index: Index, target: IO[bytes], dtype: np.dtype[Any]) -> None:
+    if index.dtype == dtype:
+        copy_into(target, [bin_path(prefix)])
+        return
+    with open(bin_path(prefix), "rb") as source:
+        while payload := source.read(BLOCK_TOKENS * index.dtype.itemsize):
+            block = np.frombuffer(payload, dtype=index.dtype.newbyteorder("<"))
+            if index.dtype.kind != "f" and len(block):
+                limits = np.iinfo(dtype)
+                if int(block.max()) > limits.max or int(block.min()) < limits.min:
+                    raise UsageError(f"{prefix}: holds the id {block.max()}, which {dtype.name} cannot hold")
+            target.write(block.astype(dtype.newbyteorder("<")).tobytes())
+
+
+def merge_datasets(prefixes: Sequence[Path], output: Path, *, widen: bool = False) -> Index:
+    """Write the data sets one behind the other; the new index.
+
+    Raises:
+        UsageError: see ``merged_index``; or an input is not sound.
+    """
+    _refuse_overlap(prefixes, output)
+    indices = [read_index(prefix) for prefix in prefixes]
+    merged = merged_index(indices, prefixes, widen=widen)
+    with _new_dataset(output) as (tokens, idx):
+        for prefix, index in zip(prefixes, indices, strict=True):
+            _copy_tokens(prefix, index, tokens, merged.dtype)
+        for piece in encode_index(merged):
+            idx.write(piece)
+    return merged
+
+
+def convert_dataset(prefix: Path, output: Path, form: IndexForm, dtype: np.dtype[Any] | None) -> Index:
+    """Write a data set in another form or type; the new index.
+
+    Args:
+        prefix: of the data set.
+        output: of the new one.
+        form: of the new index; ``cached`` and ``lazy`` take int32 tokens unless ``dtype`` says otherwise.
+        dtype: of the new tokens; None keeps what the form allows.
+
+    Raises:
+        UsageError: an id that the new type cannot hold; modes, which only ``mmap`` carries.
+    """
+    _refuse_overlap([prefix], output)
+    index = read_index(prefix)
+    if form is not IndexForm.MMAP and index.modes is not None:
+        raise UsageError(f"{prefix}: is multimodal, which only mmap carries")
+    wide = np.dtype(np.int32) if form is not IndexForm.MMAP and index.dtype == np.dtype(np.uint16) else index.dtype
+    converted = Index(
+        form="mmap" if form is IndexForm.MMAP else "tnt",
+        dtype=dtype or wide,
+        lengths=index.lengths,
+        documents=index.documents,
+        modes=index.modes,
+    )
+    with _new_dataset(output) as (tokens, idx):
+        _copy_tokens(prefix, index, tokens, converted.dtype)
+        for piece in encode_index(converted):
+            idx.write(piece)
+    return converted

@@ -1,0 +1,140 @@
+"""Word n-grams of texts, and finding those of a dictionary in a text fast.
+
+Words are numbered as the dictionary meets them. The numbers of a text enter one polynomial in 64 bits for each length;
+a bit map of the dictionary's values tells where a hit may be, and the words themselves decide.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+WORD = re.compile(r"\w+")
+MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)
+LEAST_BITS, SPARE_BITS = 12, 6
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sizes:
+    """Lengths of n-grams in words."""
+
+    least: int = 8
+    most: int = 13
+
+
+def words_of(text: str) -> list[str]:
+    """The lower-cased words of ``text``."""
+    return WORD.findall(text.lower())
+
+
+def word_starts(text: str) -> list[int]:
+    """Where each word of ``words_of`` begins in ``text``, in characters.
+
+    A few characters become two when lower-cased; their words' places are brought back to the text.
+    """
+    lower = text.lower()
+    starts = [match.start() for match in WORD.finditer(lower)]
+    if len(lower) == len(text):
+        return starts
+    origin = [at for at, character in enumerate(text) for _ in character.lower()]
+    return [origin[start] for start in starts]
+
+
+def ngrams_of(text: str, sizes: Sizes) -> Iterator[str]:
+    """The n-grams that a task's text gives: all of the largest size, or the whole of a text between the sizes."""
+    words = words_of(text)
+    if len(words) < sizes.least:
+        return
+    if len(words) < sizes.most:
+        yield " ".join(words)
+    for at in range(len(words) - sizes.most + 1):
+        yield " ".join(words[at : at + sizes.most])
+
+
+class Hit(NamedTuple):
+    """An n-gram of the dictionary in a text: the number of its first word, and its words joined by spaces."""
+
+    word: int
+    ngram: str
+
+
+class Finder:
+    """A dictionary of n-grams, made ready for searching."""
+
+    def __init__(self, ngrams: Iterable[str], most: int) -> None:
+        self._known = frozenset(ngrams)
+        self._most = most
+        listed = list(self._known)
+        words = " ".join(listed).split(" ") if listed else []
+        self._numbers = {word: number for number, word in enumerate(dict.fromkeys(words), 1)}
+        numbers = np.fromiter(map(self._numbers.__getitem__, words), dtype=np.uint64, count=len(words))
+        lengths = np.asarray([ngram.count(" ") + 1 for ngram in listed], dtype=np.int64)
+        starts = np.cumsum(lengths) - lengths
+        self._shift = np.uint64(64 - max(LEAST_BITS, len(listed).bit_length() + SPARE_BITS))
+        self._lengths: list[int] = np.unique(lengths).tolist()
+        self._maps: dict[int, npt.NDArray[np.bool_]] = {}
+        for length in self._lengths:
+            columns = numbers[starts[lengths == length] + np.arange(length)[:, None]]
+            self._maps[length] = np.zeros(1 << (64 - int(self._shift)), dtype=np.bool_)
+            self._maps[length][self._values(columns)] = True
+
+    def _values(self, columns: npt.NDArray[np.uint64]) -> npt.NDArray[np.int64]:
+        """The place in the bit map of each n-gram, given its words ``[length, ngrams]``."""
+        mixed = np.zeros(columns.shape[1], dtype=np.uint64)
+        for column in columns:
+            mixed = (mixed + column) * MULTIPLIER
+            mixed ^= mixed >> np.uint64(32)
+        return (mixed >> self._shift).astype(np.int64)
+
+    def _candidates(self, words: Sequence[str]) -> dict[int, npt.NDArray[np.bool_]]:
+        """For each length of the dictionary, at which words such an n-gram may begin."""
+        found_numbers = map(self._numbers.get, words, itertools.repeat(0))
+        numbers = np.fromiter(found_numbers, dtype=np.uint64, count=len(words))
+        found = {}
+        longest = min(self._lengths[-1], len(words)) if self._lengths else 0
+        mixed = np.zeros(len(words), dtype=np.uint64)
+        for length in range(1, longest + 1):
+            mixed = (mixed[: len(words) - length + 1] + numbers[length - 1 :]) * MULTIPLIER
+            mixed ^= mixed >> np.uint64(32)
+            if length in self._maps:
+                found[length] = self._maps[length][(mixed >> self._shift).astype(np.int64)]
+        return found
+
+    def first(self, words: Sequence[str]) -> Hit | None:
+        """The first n-gram in ``words``, by the order of the classic tool; None where there is none.
+
+        Word by word, as far as a whole window of the largest size fits: that size first, then shorter ones by length.
+        Behind that, in the last window, shorter ones by length and then by place. A text that is shorter than the
+        largest size is not looked at.
+        """
+        windows = len(words) - self._most + 1
+        if windows < 1 or not self._lengths:
+            return None
+        candidates = self._candidates(words)
+        order = sorted(candidates, key=lambda length: (length != self._most, length))
+        either = np.zeros(windows, dtype=np.bool_)
+        for length in order:
+            either |= candidates[length][:windows]
+        for at in map(int, np.flatnonzero(either)):
+            for length in order:
+                if candidates[length][at] and (ngram := " ".join(words[at : at + length])) in self._known:
+                    return Hit(at, ngram)
+        if windows > 1:
+            return self._in_last_window(words, candidates, windows - 1)
+        return None
+
+    def _in_last_window(
+        self, words: Sequence[str], candidates: dict[int, npt.NDArray[np.bool_]], begin: int
+    ) -> Hit | None:
+        for length in sorted(set(candidates) - {self._most}):
+            for at in map(int, np.flatnonzero(candidates[length][begin:])):
+                ngram = " ".join(words[begin + at : begin + at + length])
+                if ngram in self._known:
+                    return Hit(begin + at, ngram)
+        return None

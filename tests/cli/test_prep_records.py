@@ -1,0 +1,190 @@
+"""dynmo-prep: merge, add-id, fix, the three parts of deduplication and dedup, through the command line."""
+
+from __future__ import annotations
+
+import json
+import random
+
+import pytest
+
+from dynmo_tools import cli
+
+WORDS = [f"{a}{b}" for a in ("ba", "ke", "li", "mo", "nu") for b in ("rt", "n", "ss", "x")]
+
+
+@pytest.fixture
+def prep(monkeypatch, capsys):
+    """Run the command in this process: (exit code, stdout, stderr)."""
+
+    def run(*arguments):
+        monkeypatch.setattr("sys.argv", ["dynmo-prep", *map(str, arguments)])
+        with pytest.raises(SystemExit) as stop:
+            cli.main()
+        captured = capsys.readouterr()
+        return stop.value.code or 0, captured.out, captured.err
+
+    return run
+
+
+def write(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def read(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def family(seed, copies, changes):
+    """A text and near copies of it."""
+    rng = random.Random(seed)
+    base = [f"{rng.choice(WORDS)}{rng.randrange(10_000)}" for _ in range(250)]
+    made = [" ".join(base)]
+    for _ in range(copies):
+        copy = list(base)
+        for _ in range(changes):
+            copy[rng.randrange(len(copy))] = "other"
+        made.append(" ".join(copy))
+    return made
+
+
+def corpus():
+    texts = [*family(1, 2, 1), *family(2, 0, 0), *family(3, 1, 2), "short", "short"]
+    return [{"url": f"u{n}", "text": text, "n": n} for n, text in enumerate(texts)]
+
+
+def test_merge_ends_each_line_and_takes_files_in_order(prep, tmp_path):
+    (tmp_path / "b.json").write_text('{"a": 1}\n{"a":  2}')
+    (tmp_path / "a.json").write_text('{"a": 3}\n\n')
+    code, out, _ = prep("merge", tmp_path / "b.json", tmp_path / "*.json", "--output_file", tmp_path / "all.jsonl")
+    assert code == 0
+    assert (tmp_path / "all.jsonl").read_text() == '{"a": 1}\n{"a":  2}\n{"a": 3}\n'
+    assert "3 documents in" in out
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_add_id_numbers_over_all_tasks(prep, tmp_path, workers):
+    source = write(tmp_path / "in.jsonl", [{"text": f"é {n}", "k": None} for n in range(300)])
+    common = ("add-id", source, "-o", tmp_path / "out.jsonl", "--id-prefix", "web", "--task-bytes", 2000)
+    assert prep(*common, "--workers", workers)[0] == 0
+    rows = read(tmp_path / "out.jsonl")
+    assert [row["adlr_id"] for row in rows] == [f"web-{n:010d}" for n in range(1, 301)]
+    assert [list(row) for row in rows[:1]] == [["text", "k", "adlr_id"]]
+
+
+def test_add_id_does_not_overwrite_unasked(prep, tmp_path):
+    source = write(tmp_path / "in.jsonl", [{"text": "a"}, {"text": "b", "adlr_id": "x"}])
+    code, _, err = prep("add-id", source, "-o", tmp_path / "out.jsonl", "--id-prefix", "p")
+    assert (code, "--rewrite" in err) == (2, True)
+    assert prep("add-id", source, "-o", tmp_path / "out.jsonl", "--id-prefix", "p", "--rewrite", "--overwrite")[0] == 0
+    assert read(tmp_path / "out.jsonl")[1] == {"text": "b", "adlr_id": "p-0000000002"}
+
+
+def test_fix_runs_all_its_tasks_and_keeps_what_it_drops(prep, tmp_path):
+    source = write(tmp_path / "in.jsonl", [{"text": "x" * 600 + "  schÃ¶n"}, {"text": "short"}])
+    code, out, _ = prep(
+        "fix", source, "--output-path", tmp_path / "out.jsonl", "--tasks", "remove_512", "ftfy_fix_text",
+        "general_cleaning", "--filtered", tmp_path / "dropped.jsonl.gz",
+    )  # fmt: skip
+    assert (code, "1 dropped (1 remove_512)" in out) == (0, True)
+    assert read(tmp_path / "out.jsonl") == [{"text": "x" * 600 + " schön"}]
+    import gzip
+
+    assert json.loads(gzip.decompress((tmp_path / "dropped.jsonl.gz").read_bytes())) == {"text": "short"}
+
+
+def test_find_group_and_remove_give_what_dedup_gives(prep, tmp_path):
+    source = write(tmp_path / "in.jsonl", corpus())
+    pairs, groups, left, at_once = (tmp_path / name for name in ("pairs", "groups", "left.jsonl", "once.jsonl"))
+    code, out, _ = prep("find-duplicates", source, "-o", pairs)
+    assert (code, "pairs 5" in out) == (0, True)
+    assert [list(row) for row in read(pairs)] == [["u0"], ["u1"], ["u4"], ["u6"]]
+    assert [list(other) for other in read(pairs)[0]["u0"]] == [["u1"], ["u2"]]
+    assert all(
+        0.9 < index <= 1 for row in read(pairs) for others in row.values() for o in others for index in o.values()
+    )
+    code, out, _ = prep("group-duplicates", pairs, "-o", groups, "--format", "json")
+    assert json.loads(out)["largest_group"] == 3
+    assert read(groups) == [{"0": ["u0", "u1", "u2"]}, {"1": ["u4", "u5"]}, {"2": ["u6", "u7"]}]
+    code, out, _ = prep("remove-duplicates", source, "-o", left, "--groups", groups)
+    assert (code, [row["n"] for row in read(left)]) == (0, [0, 3, 4, 6])
+    assert prep("dedup", source, "-o", at_once, "--task-bytes", 2000, "--workers", 2)[0] == 0
+    assert at_once.read_bytes() == left.read_bytes()
+
+
+def test_documents_without_names_or_with_a_shared_one_are_never_lost(prep, tmp_path):
+    rows = corpus()
+    for row in rows:
+        row["url"] = "same"
+    del rows[3]["url"], rows[2]["url"]
+    source = write(tmp_path / "in.jsonl", rows)
+    prep("find-duplicates", source, "-o", tmp_path / "pairs")
+    prep("group-duplicates", tmp_path / "pairs", "-o", tmp_path / "groups")
+    assert read(tmp_path / "groups")[0]["0"][0] == f"{source}@0"
+    _, out, _ = prep("remove-duplicates", source, "-o", tmp_path / "left.jsonl", "--groups", tmp_path / "groups")
+    assert [row["n"] for row in read(tmp_path / "left.jsonl")] == [0, 3, 4, 6]
+    assert "without name 2" in out
+
+
+def test_the_threshold_of_the_groups_decides(prep, tmp_path):
+    write(tmp_path / "pairs", [{"a": [{"b": 0.95}, {"c": 0.6}]}, {"c": [{"d": 0.9}]}, {"b": [{"e": 0.91}]}])
+    prep("group-duplicates", tmp_path / "pairs", "-o", tmp_path / "groups")
+    assert read(tmp_path / "groups") == [{"0": ["a", "b", "e"]}, {"1": ["c", "d"]}]
+    prep("group-duplicates", tmp_path / "pairs", "-o", tmp_path / "groups", "--threshold", "0.5")
+    assert read(tmp_path / "groups") == [{"0": ["a", "b", "c", "d", "e"]}]
+
+
+def test_fingerprints_carry_deduplication_from_run_to_run(prep, tmp_path):
+    rows = corpus()
+    first, second = write(tmp_path / "1.jsonl", rows[:4]), write(tmp_path / "2.jsonl", rows[1:])
+    prints, both = tmp_path / "prints", tmp_path / "both"
+    assert prep("dedup", first, "-o", tmp_path / "a.jsonl", "--save-fingerprints", prints)[0] == 0
+    code, out, _ = prep(
+        "dedup", second, "-o", tmp_path / "b.jsonl", "--load-fingerprints", prints, "--save-fingerprints", both
+    )
+    assert (code, "earlier documents 4" in out) == (0, True)
+    assert [row["n"] for row in read(tmp_path / "b.jsonl")] == [4, 6]
+    assert json.loads((both / "header.json").read_text())["documents"] == 4 + len(rows) - 1
+    code, _, err = prep("dedup", second, "-o", tmp_path / "c.jsonl", "--load-fingerprints", both, "--seed", 7)
+    assert (code, "was made with seed 1234, this run has 7" in err) == (2, True)
+
+
+def test_blacklist_urls_takes_a_folder(prep, tmp_path):
+    (tmp_path / "urls").mkdir()
+    (tmp_path / "urls" / "1.txt").write_text("http://good.org/a\nhttp://youtube.com/b\n")
+    (tmp_path / "urls" / "2.txt").write_text("http://good.org/a\nhttp://good.org/c.mp3\n")
+    code, out, _ = prep("blacklist-urls", tmp_path / "urls", "-o", tmp_path / "kept.txt", "--format", "json")
+    report = json.loads(out)
+    assert (code, report["urls_in"], report["kept"]) == (0, 4, 1)
+    assert report["dropped"] == {"domain": 1, "ending": 1, "short": 0, "malformed": 0, "duplicate": 1}
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_decontaminate_cuts_around_task_questions(prep, tmp_path, workers):
+    question = "who was the first person to walk along the river and past the old mill"
+    fill = "A sentence of filling text that says nothing and goes on for a while. " * 12
+    rows = [{"text": fill + f"Now, {question}? " + fill, "id": n} for n in range(3)]
+    rows += [{"text": fill, "id": 3}, {"text": question, "id": 4}]
+    source = write(tmp_path / "in.jsonl", rows)
+    write(tmp_path / "task.jsonl", [{"question": question + "?"}])
+    code, out, _ = prep(
+        "decontaminate", source, "-o", tmp_path / "out.jsonl", "--task", f"squad={tmp_path / 'task.jsonl'}",
+        "--save-dictionary", tmp_path / "dictionary", "--workers", workers, "--task-bytes", 2000,
+    )  # fmt: skip
+    assert (code, "3 changed; 1 dropped (1 contaminated)" in out) == (0, True)
+    made = read(tmp_path / "out.jsonl")
+    assert [row["split_id"] for row in made] == [
+        "squad-0000000001-0000", "squad-0000000001-0001", "squad-0000000002-0000", "squad-0000000002-0001",
+        "squad-0000000003-0000", "squad-0000000003-0001", "squad-0000000004-0000",
+    ]  # fmt: skip
+    assert all(len(row["text"]) > 200 and "walk along" not in row["text"] for row in made)
+    code, out, _ = prep(
+        "decontaminate", source, "-o", tmp_path / "again.jsonl", "--load-dictionary", tmp_path / "dictionary",
+        "--name", "squad",
+    )  # fmt: skip
+    assert (tmp_path / "again.jsonl").read_bytes() == (tmp_path / "out.jsonl").read_bytes()
+    code, out, _ = prep(
+        "decontaminate", source, "-o", tmp_path / "kept.jsonl", "--task", f"squad={tmp_path / 'task.jsonl'}",
+        "--key-threshold", 3,
+    )  # fmt: skip
+    assert "common ngrams 1" in out

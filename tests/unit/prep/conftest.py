@@ -1,0 +1,37 @@
+"""Shared by the tests of dynmo_tools: text that needs no files, and the data beside the project where it is there."""
+
+from __future__ import annotations
+
+import os
+import random
+from pathlib import Path
+
+import pytest
+
+VARIED = [
+    "It's 2024, and they'll see:  12,345.67 things.\n\n\n  Indented. ",
+    "Grüße aus der naïve café — “quotes” … 日本語のテキスト 한국어 עברית العربية",
+    "def f(x):\n    return x**2  # CamelCase snake_case UPPER\r\n",
+    "😀👩‍👩‍👧 e\u0301 \u00a0\u2003\ufeff ½ ² <|endoftext|> <s></s> [CLS] [MASK]",
+    "",
+    " ",
+    "word " * 50,
+    "a" * 300 + " b",
+]
+
+
+@pytest.fixture(scope="session")
+def shared_data():
+    """The folder of real data beside the project; the test is skipped where it is absent."""
+    root = Path(os.environ.get("DYNMO_SHARED_DATA", Path(__file__).parents[3] / ".." / "shared" / "data"))
+    if not root.is_dir():
+        pytest.skip(f"{root}: the shared data is not beside the project (set DYNMO_SHARED_DATA)")
+    return root
+
+
+@pytest.fixture(scope="session")
+def varied_texts():
+    """Texts of many scripts and shapes, and some at random."""
+    rng = random.Random(3)
+    alphabet = "abc ABC 012 .,!?'\n\té日\u0301😀"
+    return VARIED + ["".join(rng.choices(alphabet, k=rng.randrange(200))) for _ in range(100)]

@@ -1,0 +1,78 @@
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+
+from dynmo_tools.binarize import pack
+from dynmo_tools.sentences import split_sentences
+from dynmo_tools.tokenizers import from_lists
+
+
+def packed(documents, eod, *, keep_empty=False):
+    encoded = from_lists([sentence for document in documents for sentence in document])
+    counts = np.asarray([len(document) for document in documents], dtype=np.int64)
+    kept, left = pack(encoded, counts, eod, keep_empty=keep_empty)
+    sequences = iter(np.split(kept.ids, np.cumsum(kept.lengths)[:-1]) if len(kept.lengths) else [])
+    return [[next(sequences).tolist() for _ in range(count)] for count in left]
+
+
+def classic(documents, eod):
+    """The rule of the classic tool, in loops."""
+    made = []
+    for document in documents:
+        filled = [list(sentence) for sentence in document if sentence]
+        if filled:
+            if eod is not None:
+                filled[-1].append(eod)
+            made.append(filled)
+    return made
+
+
+@pytest.mark.parametrize("eod", [None, 9])
+def test_documents_are_packed_as_the_classic_tool_does(eod):
+    rng = random.Random(1)
+    for _ in range(200):
+        documents = [
+            [[rng.randrange(9) for _ in range(rng.randrange(3))] for _ in range(rng.randrange(4))]
+            for _ in range(rng.randrange(6))
+        ]
+        assert packed(documents, eod) == classic(documents, eod)
+
+
+def test_empty_documents_can_be_kept_without_tokens():
+    assert packed([[[1]], [[]], []], 9, keep_empty=True) == [[[1, 9]], [], []]
+
+
+@pytest.mark.parametrize(
+    ("text", "sentences"),
+    [
+        ("One. Two! Three?", ["One.", "Two!", "Three?"]),
+        ("Dr. Smith met Mr. Jones. They left.", ["Dr. Smith met Mr. Jones.", "They left."]),
+        ("It costs 3.5 dollars. Cheap.", ["It costs 3.5 dollars.", "Cheap."]),
+        ('He said "Go." Then he went.', ['He said "Go."', "Then he went."]),
+        ("J. S. Bach wrote it. Yes.", ["J. S. Bach wrote it.", "Yes."]),
+        ("See p. 5 of vol. 2. Done.", ["See p. 5 of vol. 2.", "Done."]),
+        ("The U.S. economy grew. It did.", ["The U.S. economy grew.", "It did."]),
+        ("Wait... what? no. yes.", ["Wait... what? no. yes."]),
+        ("1. First item\n2. Second item", ["1. First item\n2. Second item"]),
+        ("  padded.  Next. ", ["padded.", "Next."]),
+        ("", []),
+        (" \n ", []),
+    ],
+)
+def test_sentences(text, sentences):
+    assert split_sentences(text) == sentences
+
+
+def test_white_space_behind_sentences_can_be_kept():
+    assert split_sentences("One.\n\nTwo.  Three.\n", keep_newlines=True) == ["One.\n\n", "Two.  ", "Three.\n"]
+
+
+def test_nothing_but_white_space_is_lost():
+    rng = random.Random(2)
+    for _ in range(300):
+        text = "".join(rng.choices("aB .!?\n\"')1", k=rng.randrange(80)))
+        assert "".join("".join(split_sentences(text)).split()) == "".join(text.split())
+        assert "".join(split_sentences(text, keep_newlines=True)) == text.lstrip()

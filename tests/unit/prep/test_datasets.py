@@ -1,0 +1,104 @@
+from __future__ import annotations
+
+import itertools
+import os
+
+import numpy as np
+import pytest
+
+from dynmo_tools.datasets import convert_dataset, expand_prefixes, merge_datasets
+from dynmo_tools.errors import UsageError
+from dynmo_tools.formats.indexed import Index, IndexedReader, bin_path, encode_index, idx_path, read_index
+from dynmo_tools.settings import IndexForm
+
+
+def make(prefix, documents, dtype=np.uint16, form="mmap"):
+    sequences = [sequence for document in documents for sequence in document]
+    index = Index(
+        form=form,
+        dtype=np.dtype(dtype),
+        lengths=np.asarray([len(s) for s in sequences], dtype=np.int64),
+        documents=np.cumsum([0, *(len(document) for document in documents)]),
+    )
+    bin_path(prefix).write_bytes(np.asarray([t for s in sequences for t in s], dtype=dtype).tobytes())
+    idx_path(prefix).write_bytes(b"".join(encode_index(index)))
+    return prefix
+
+
+def documents_of(prefix):
+    reader = IndexedReader(prefix)
+    bounds = reader.index.documents
+    return [[reader[s].tolist() for s in range(a, b)] for a, b in itertools.pairwise(bounds)]
+
+
+A = [[[1, 2], [3]], [[4]]]
+B = [[[5]], [], [[6, 7, 8]]]
+
+
+@pytest.mark.parametrize("form", ["mmap", "tnt"])
+def test_merged_is_one_behind_the_other(tmp_path, form):
+    dtype = np.uint16 if form == "mmap" else np.int32
+    made = [make(tmp_path / name, docs, dtype, form) for name, docs in (("a", A), ("b", B), ("c", []))]
+    merge_datasets(made, tmp_path / "all")
+    assert documents_of(tmp_path / "all") == A + B
+
+
+def test_types_are_widened_only_when_asked(tmp_path):
+    made = [make(tmp_path / "a", A), make(tmp_path / "b", [[[70_000]]], np.int32)]
+    with pytest.raises(UsageError, match="--widen"):
+        merge_datasets(made, tmp_path / "all")
+    assert not idx_path(tmp_path / "all").exists()
+    for order in (made, made[::-1]):
+        index = merge_datasets(order, tmp_path / "all", widen=True)
+        assert index.dtype == np.dtype(np.int32)
+    assert documents_of(tmp_path / "all") == [[[70_000]], *A]
+
+
+def test_merging_beyond_two_gib_keeps_pointers_right(tmp_path):
+    for name in ("a", "b", "c"):
+        lengths = np.full(2, 1 << 28, dtype=np.int64)
+        index = Index(form="mmap", dtype=np.dtype(np.int32), lengths=lengths, documents=np.arange(3, dtype=np.int64))
+        idx_path(tmp_path / name).write_bytes(b"".join(encode_index(index)))
+        with open(bin_path(tmp_path / name), "wb") as handle:
+            handle.truncate(2 << 30)
+    from dynmo_tools.datasets import merged_index
+
+    indices = [read_index(tmp_path / name) for name in ("a", "b", "c")]
+    merged = merged_index(indices, [tmp_path / "a"] * 3, widen=False)
+    payload = b"".join(encode_index(merged))
+    pointers = np.frombuffer(payload, dtype="<i8", count=6, offset=34 + 24)
+    assert pointers.tolist() == [n << 30 for n in range(6)]
+
+
+@pytest.mark.parametrize("form", list(IndexForm))
+def test_converted_and_back_is_the_same_bytes(tmp_path, form):
+    source = make(tmp_path / "a", A + B)
+    convert_dataset(source, tmp_path / "other", form, None)
+    assert documents_of(tmp_path / "other") == A + B
+    convert_dataset(tmp_path / "other", tmp_path / "back", IndexForm.MMAP, np.dtype(np.uint16))
+    assert bin_path(tmp_path / "back").read_bytes() == bin_path(source).read_bytes()
+    assert idx_path(tmp_path / "back").read_bytes() == idx_path(source).read_bytes()
+
+
+def test_an_id_that_does_not_fit_is_told_and_nothing_is_left(tmp_path):
+    make(tmp_path / "a", [[[70_000]]], np.int32)
+    with pytest.raises(UsageError, match="holds the id 70000"):
+        convert_dataset(tmp_path / "a", tmp_path / "small", IndexForm.MMAP, np.dtype(np.uint16))
+    assert sorted(os.listdir(tmp_path)) == ["a.bin", "a.idx"]
+
+
+def test_output_must_not_be_an_input(tmp_path):
+    source = make(tmp_path / "a", A)
+    with pytest.raises(UsageError, match="both input and output"):
+        merge_datasets([source], source)
+
+
+def test_prefixes_from_folders_patterns_and_names(tmp_path):
+    for name in ("b", "a"):
+        make(tmp_path / name, A)
+    both = [tmp_path / "a", tmp_path / "b"]
+    assert expand_prefixes([str(tmp_path)]) == both
+    assert expand_prefixes([str(tmp_path / "?.idx")]) == both
+    assert expand_prefixes([str(tmp_path / "b"), str(tmp_path)]) == both[::-1]
+    with pytest.raises(UsageError, match="names no indexed data set"):
+        expand_prefixes([str(tmp_path / "none")])

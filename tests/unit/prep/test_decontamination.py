@@ -1,0 +1,126 @@
+from __future__ import annotations
+
+import random
+import re
+
+import pytest
+
+from dynmo_tools.decontamination import clean_pieces, hits, parse_task, split_around, texts_under
+from dynmo_tools.errors import UsageError
+from dynmo_tools.ngrams import Finder, Sizes, ngrams_of, word_starts, words_of
+
+VOCABULARY = ["the", "a", "É", "b", "c", "d", "e"]
+
+
+def slow_first(words, known, most):
+    """The classic tool's loops."""
+    lengths = sorted({len(ngram.split()) for ngram in known})
+    free = len(words) - most + 1
+    for i in range(free):
+        for length in [most, *lengths]:
+            if " ".join(words[i : i + length]) in known:
+                return i, " ".join(words[i : i + length])
+    if len(words) - most > 0:
+        last = words[len(words) - most :]
+        for length in lengths:
+            if length == most:
+                continue
+            for i in range(len(last) - length + 1):
+                if " ".join(last[i : i + length]) in known:
+                    return len(words) - most + i, " ".join(last[i : i + length])
+    return None
+
+
+@pytest.mark.parametrize("sizes", [Sizes(least=2, most=4), Sizes(least=3, most=5), Sizes(least=4, most=4)])
+def test_the_first_hit_is_the_classic_tool_s(sizes):
+    rng = random.Random(4)
+    found = 0
+    for _ in range(400):
+        tasks = [" ".join(rng.choices(VOCABULARY[:3], k=rng.randrange(1, 8))) for _ in range(rng.randrange(1, 6))]
+        known = {ngram for text in tasks for ngram in ngrams_of(text, sizes)}
+        finder = Finder(known, sizes.most)
+        words = words_of(" ".join(rng.choices([*VOCABULARY[:3] * 6, "unknown"], k=rng.randrange(30))))
+        expected = slow_first(words, known, sizes.most)
+        assert finder.first(words) == expected
+        found += expected is not None
+    assert found > 50
+
+
+def test_ngrams_of_a_task():
+    sizes = Sizes(least=2, most=3)
+    assert list(ngrams_of("One", sizes)) == []
+    assert list(ngrams_of("One, two!", sizes)) == ["one two"]
+    assert list(ngrams_of("One, two-three four", sizes)) == ["one two three", "two three four"]
+
+
+def test_word_starts_are_those_of_the_text_even_where_lower_case_is_longer():
+    text = "İstanbul and İzmir are cities"
+    assert len(text.lower()) > len(text)
+    starts = word_starts(text)
+    assert word_starts("One  two") == [0, 5]
+    tail = words_of(text).index("cities")
+    assert text[starts[tail] :] == "cities"
+
+
+def test_what_is_left_ends_and_begins_at_sentences():
+    text = "First one. Second one. HERE IT IS now. Third one. Fourth one."
+    start = text.index("HERE")
+    assert split_around(text, start, 7, 1) == ("First one. Second one.", " Third one. Fourth one.")
+    assert split_around(text, start, 7, 14) == ("First one.", " Fourth one.")
+    assert split_around(text, start, 7, 1000) == ("", "")
+
+
+def classic_pieces(text, known, most, margin, least):
+    """The rule of the classic tool, written down again in its own order."""
+    buffer, free = [text], []
+    while buffer:
+        text = buffer.pop(0)
+        matches = list(re.finditer(r"\w+", text.lower()))
+        hit = slow_first([m.group() for m in matches], known, most)
+        if hit is None:
+            free.append(text)
+            continue
+        left, right = split_around(text, matches[hit[0]].start(), len(hit[1]), margin)
+        if len(left) > least:
+            free.append(left)
+        if len(right) > least:
+            buffer.append(right)
+    return free
+
+
+def test_pieces_are_the_classic_tool_s():
+    rng = random.Random(6)
+    cut = 0
+    for _ in range(300):
+        tasks = [" ".join(rng.choices(VOCABULARY[:7], k=5)) for _ in range(2)]
+        known = {ngram for text in tasks for ngram in ngrams_of(text, Sizes(least=2, most=3))}
+        text = "".join(rng.choice(VOCABULARY[:7]) + rng.choice([" ", ". ", "  ", "! "]) for _ in range(80))
+        finder = Finder(known, 3)
+        pieces = clean_pieces(text, finder, 5, 4)
+        assert pieces == classic_pieces(text, known, 3, 5, 4)
+        cut += len(pieces) > 1
+    assert cut > 50
+
+
+def test_hits_are_counted_once_a_document_and_behind_each_other():
+    finder = Finder({"a b c", "x y z"}, 3)
+    assert hits("a b c, a b c and x y z.", finder) == {"a b c", "x y z"}
+    assert hits("nothing here at all", finder) == set()
+
+
+def test_questions_are_found_at_any_depth():
+    squad = {"data": [{"paragraphs": [{"context": "c", "qas": [{"question": "q1"}, {"question": "q2"}]}]}]}
+    assert list(texts_under(squad, ("question",))) == ["q1", "q2"]
+    assert list(texts_under({"question": {"text": "q"}}, ("question",))) == ["q"]
+    assert list(texts_under({"questions": [{"input_text": "q"}, "r"]}, ("questions",))) == ["q", "r"]
+
+
+def test_tasks_are_named_by_file_and_key(tmp_path):
+    odd = tmp_path / "a:b.json"
+    odd.touch()
+    assert parse_task("squad=x/y.json")[2] == ("question",)
+    assert parse_task("mine=x.json:prompt")[1:] == (odd.parent.__class__("x.json"), ("prompt",))
+    assert parse_task(f"squad={odd}")[1] == odd
+    for wrong in ("squad", "=x", "mine=x.json"):
+        with pytest.raises(UsageError):
+            parse_task(wrong)

@@ -1,0 +1,59 @@
+from __future__ import annotations
+
+import pytest
+
+from dynmo_tools.urls import built_in_list, domain_label, judge, write_urls
+
+DOMAINS, ENDINGS = built_in_list("blocked_domains"), tuple(sorted(built_in_list("blocked_endings")))
+
+
+@pytest.mark.parametrize(
+    ("url", "reason"),
+    [
+        ("https://www.amazon.co.uk/thing", "domain"),
+        ("https://notamazon.com/thing", None),
+        ("http://user.github.io/page", "domain"),
+        ("http://site.org/a.PNG?x=1", "ending"),
+        ("http://site.org/a.png#part", "ending"),
+        ("http://site.org/a.7z", "ending"),
+        ("http://site.org/a.ai", "ending"),
+        ("http://a.b", "malformed"),
+        ("http://a.bc", None),
+        ("htp://ab", "short"),
+        ("ftp://site.org/page", "malformed"),
+        ("http://site.org/a b", "malformed"),
+        ("http://127.0.0.1:80/x", None),
+        ("http://[::1", "malformed"),
+        ("https://site.org", None),
+    ],
+)
+def test_the_first_rule_that_fires_counts(url, reason):
+    assert judge(url, DOMAINS, ENDINGS) == reason
+
+
+@pytest.mark.parametrize(
+    ("host", "label"),
+    [
+        ("www.amazon.co.uk", "amazon"),
+        ("a.github.io", "github"),
+        ("1.2.3.4", "1.2.3.4"),
+        ("localhost", "localhost"),
+        ("", ""),
+    ],
+)
+def test_the_registered_label(host, label):
+    assert domain_label(host) == label
+
+
+def test_urls_keep_their_order_and_each_is_kept_once(tmp_path):
+    source, output, dropped = (tmp_path / name for name in ("in.txt", "out.txt", "dropped.txt.gz"))
+    source.write_text("http://b.org/1\n\n http://a.org/2 \nhttp://b.org/1\nhttp://a.org/x.jpg\n")
+    counts = write_urls(
+        [source], output, domains=DOMAINS, endings=frozenset(ENDINGS), tick=lambda size: None, dropped=dropped
+    )
+    assert output.read_text() == "http://b.org/1\nhttp://a.org/2\n"
+    assert (counts.urls_in, counts.kept) == (4, 2)
+    assert {reason: n for reason, n in counts.dropped.items() if n} == {"duplicate": 1, "ending": 1}
+    import gzip
+
+    assert gzip.decompress(dropped.read_bytes()) == b"duplicate\thttp://b.org/1\nending\thttp://a.org/x.jpg\n"
