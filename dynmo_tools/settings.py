@@ -281,6 +281,14 @@ class Utf8(StrEnum):
     REPLACE = "replace"
 
 
+class ExecutorName(StrEnum):
+    """Where tasks run."""
+
+    LOCAL = "local"
+    RAY = "ray"
+    SLURM = "slurm"
+
+
 @dataclass(frozen=True, kw_only=True)
 class RunSettings:
     """How any step is run."""
@@ -291,6 +299,24 @@ class RunSettings:
 
     workers: int = setting(
         1, help="Processes that work side by side; the output's bytes do not depend on it.", data=False
+    )
+    executor: ExecutorName = setting(
+        ExecutorName.LOCAL,
+        data=False,
+        help="Run tasks in processes of this machine, on a Ray cluster (RAY_ADDRESS, else one of this machine), or as "
+        "Slurm arrays of which each job runs a part.",
+    )
+    emit_sbatch: Path | None = setting(
+        None, data=False, help="Write the script that submits the Slurm arrays to this file; submit nothing."
+    )
+    task_index: int | None = setting(
+        None, data=False, help="Run only the tasks I, I+N, I+2N, ... of one phase: this is I, counted from 0."
+    )
+    task_count: int | None = setting(
+        None, data=False, help="This is N of --task-index; with Slurm the jobs of an array [default: 64]."
+    )
+    phase: str | None = setting(
+        None, data=False, help="The phase of --task-index [default: the first that is not complete]."
     )
     overwrite: bool = setting(
         False, help="Begin anew where the work folder holds a run with other settings or inputs.", data=False
