@@ -38,7 +38,7 @@ def _keyword(name: str, annotation: Any, default: Any = inspect.Parameter.empty)
 
 
 def _step_parameters(step: Step) -> list[inspect.Parameter]:
-    inputs = typer.Argument(help="Input files or patterns: JSON lines (.jsonl, .json), also .gz, .xz, .bz2, .zst.")
+    inputs = typer.Argument(help=step.input_help)
     more = typer.Option("--input", "--input-files", help="An input file or pattern, as INPUTS are. Repeat.")
     output = typer.Option("--output", "-o", *step.output_names, help=step.output_help)
     return [
@@ -339,6 +339,51 @@ def blacklist_urls(
         return
     dropped = ", ".join(f"{count:,} {reason}" for reason, count in counts.dropped.items())
     emit(f"blacklist-urls: {counts.urls_in:,} URLs in; {counts.kept:,} kept; dropped: {dropped}; {output}")
+
+
+@app.command("fetch-urls")
+def fetch_urls(
+    inputs: Annotated[list[str], typer.Argument(help="Files of URLs, one a line, patterns, or folders of .txt files.")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="The pages: JSON lines of url, title, text.")],
+    connections: Annotated[int, typer.Option(help="Requests side by side, to different hosts.")] = 8,
+    delay_s: Annotated[float, typer.Option(help="Seconds between two requests to one host.")] = 1.0,
+    timeout_s: Annotated[float, typer.Option(help="Seconds that a server may be silent.")] = 20.0,
+    max_bytes: Annotated[int, typer.Option(help="Leave out answers of more bytes.")] = 8 << 20,
+    robots: Annotated[bool, typer.Option(help="Obey robots.txt.")] = True,
+    user_agent: Annotated[str, typer.Option(help="What servers are told: name a page or address of yours.")] = "",
+    overwrite: Annotated[bool, typer.Option(help="Begin anew where the journal is of other URLs or rules.")] = False,
+    format_: FormatOption = Format.TEXT,
+) -> None:
+    """Download the text of pages: politely, within bounds, going on where a run stopped."""
+    from .fetching import FetchRules, digest_rules, fetch_all, write_pages
+    from .plan import check_output, expand_inputs
+    from .urls import expand_folder, read_urls
+
+    paths = expand_inputs(expand_folder(inputs))
+    check_output(paths, [output])
+    urls = read_urls(paths)
+    rules = FetchRules(
+        connections=connections, delay_s=delay_s, timeout_s=timeout_s, max_bytes=max_bytes, robots=robots,
+        **({"user_agent": user_agent} if user_agent else {}),
+    )  # fmt: skip
+    journal = default_work(output) / "journal.jsonl"
+    journal.parent.mkdir(parents=True, exist_ok=True)
+    if overwrite:
+        journal.unlink(missing_ok=True)
+    with _told_faults(), progress("fetch-urls", len(urls), "URLs") as tick:
+        fetch_all(urls, rules, journal, tick, digest=digest_rules(urls, rules))
+        failures = write_pages(urls, journal, output)
+    report = {
+        "urls_in": len(urls),
+        "pages": len(urls) - sum(failures.values()),
+        "failed": failures,
+        "output": str(output),
+    }
+    if format_ is Format.JSON:
+        emit_json(report)
+    else:
+        failed = ", ".join(f"{count:,} {reason}" for reason, count in failures.items()) or "none"
+        emit(f"fetch-urls: {report['urls_in']:,} URLs; {report['pages']:,} pages; failed: {failed}; {output}")
 
 
 PrefixesArgument = Annotated[

@@ -10,6 +10,15 @@ from .options import setting
 
 
 @dataclass(frozen=True, kw_only=True)
+class ExtractWikiSettings:
+    """Extract the articles of MediaWiki XML dumps: {"id", "revid", "url", "title", "text"}."""
+
+    namespaces: tuple[str, ...] = setting(("0",), help="Numbers of the namespaces to extract. Repeat for several.")
+    lists: bool = setting(False, help="Keep the items of lists, each as a line that begins with '- '.")
+    url_base: str = setting("", help="What stands before ?curid=ID in the URLs [default: as the dump says]")
+
+
+@dataclass(frozen=True, kw_only=True)
 class MergeSettings:
     """Put files of documents one behind the other, their lines as they are."""
 

@@ -15,6 +15,7 @@ from .settings import (
     CleanSettings,
     DecontaminateSettings,
     DedupSettings,
+    ExtractWikiSettings,
     FindDuplicatesSettings,
     FixSettings,
     MergeSettings,
@@ -44,6 +45,7 @@ class Step:
         makes: what comes out.
         output_help: what ``--output`` names.
         output_names: further names of ``--output``.
+        input_help: what the inputs are.
     """
 
     name: str
@@ -52,6 +54,7 @@ class Step:
     makes: Makes = Makes.RECORDS
     output_help: str = "The output: JSON lines, compressed by the name's ending (.gz, .xz, .bz2, .zst)."
     output_names: tuple[str, ...] = ()
+    input_help: str = "Input files or patterns: JSON lines (.jsonl, .json), also .gz, .xz, .bz2, .zst, and .parquet."
 
     def phases_of(self) -> Callable[[Any], Sequence[Any]]:
         """The function from a plan to the step's phases."""
@@ -63,6 +66,12 @@ class Step:
 STEPS: Mapping[str, Step] = {
     step.name: step
     for step in (
+        Step(
+            name="extract-wiki",
+            settings=ExtractWikiSettings,
+            phases="wikipedia:extract_phases",
+            input_help="MediaWiki XML dumps (.xml, also .bz2, .gz, .xz, .zst), or patterns.",
+        ),
         Step(name="merge", settings=MergeSettings, phases="merging:merge_phases", output_names=("--output_file",)),
         Step(name="add-id", settings=AddIdSettings, phases="merging:add_id_phases"),
         Step(name="clean", settings=CleanSettings, phases="cleaning:clean_phases"),

@@ -151,6 +151,12 @@ class Task:
                     self._count(documents=1, size=len(raw) + 1)
                     self.reject(number, offset, error.reason, raw)
 
+    def count(self, text: str) -> None:
+        """Count and report one document that is no line of JSON."""
+        size = len(text.encode("utf-8", "surrogatepass"))
+        self._count(documents=1, size=size)
+        self.report(1, size)
+
     def _count(self, *, documents: int = 0, size: int = 0, lines: int = 0, blank_lines: int = 0) -> None:
         if self.phase.reads:
             self.tally.documents_in += documents
