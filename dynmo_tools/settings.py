@@ -214,6 +214,13 @@ class ShuffleSettings:
     seed: int = setting(1234, help="Seed of the order.")
 
 
+@dataclass(frozen=True, kw_only=True)
+class SplitSentencesSettings:
+    """Put each sentence of a document on a line of its own."""
+
+    json_key: str = setting("text", help="Key of the text in each document; dots go into nested objects.")
+
+
 class TokenDtype(StrEnum):
     """The types of tokens that are written."""
 

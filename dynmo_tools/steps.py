@@ -21,6 +21,7 @@ from .settings import (
     MergeSettings,
     RemoveDuplicatesSettings,
     ShuffleSettings,
+    SplitSentencesSettings,
     TrainTokenizerSettings,
 )
 
@@ -87,6 +88,7 @@ STEPS: Mapping[str, Step] = {
         Step(name="dedup", settings=DedupSettings, phases="duplicates:dedup_phases"),
         Step(name="decontaminate", settings=DecontaminateSettings, phases="decontamination:decontaminate_phases"),
         Step(name="shuffle", settings=ShuffleSettings, phases="shuffle:shuffle_phases"),
+        Step(name="split-sentences", settings=SplitSentencesSettings, phases="sentences:split_phases"),
         Step(
             name="train-tokenizer",
             settings=TrainTokenizerSettings,
