@@ -26,3 +26,17 @@ def spread_lists(arguments: Sequence[str]) -> list[str]:
             spread.append(argument)
             fresh = False
     return spread
+
+
+def without_flags(arguments: Sequence[str], flags: Sequence[str]) -> list[str]:
+    """The arguments without these flags, each of which has one value."""
+    kept: list[str] = []
+    skip = False
+    for argument in arguments:
+        if skip:
+            skip = False
+        elif argument in flags:
+            skip = True
+        elif argument.partition("=")[0] not in flags:
+            kept.append(argument)
+    return kept

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from .argv import spread_lists
+from .argv import spread_lists, without_flags
 from .console import Format, emit, emit_json, human_bytes, progress, run_app, say
-from .errors import UsageError
+from .errors import DynmoError, UsageError
 from .options import build, command, parameters
-from .settings import IndexForm, RunSettings, TokenDtype, Utf8
+from .settings import ExecutorName, IndexForm, RunSettings, TokenDtype, Utf8
 from .steps import STEPS, Step, default_work
 
 EXIT_SOME_REJECTED = 3
@@ -37,7 +38,7 @@ def _keyword(name: str, annotation: Any, default: Any = inspect.Parameter.empty)
 
 
 def _step_parameters(step: Step) -> list[inspect.Parameter]:
-    inputs = typer.Argument(help="Input files or patterns: JSON lines (.jsonl, .json), also .gz, .xz, .bz2, .zst.")
+    inputs = typer.Argument(help=step.input_help)
     more = typer.Option("--input", "--input-files", help="An input file or pattern, as INPUTS are. Repeat.")
     output = typer.Option("--output", "-o", *step.output_names, help=step.output_help)
     return [
@@ -70,7 +71,10 @@ def _step_body(step: Step) -> Callable[..., None]:
             settings=build(step.settings, values),
             limits=_limits(run),
         )
-        summary = run_job(job, step.phases_of(), _execution(run))
+        with _told_faults():
+            if _elsewhere(job, step, run):
+                return
+            summary = run_job(job, step.phases_of(), _execution(run))
         if values["format_"] is Format.JSON:
             emit_json(summary.as_json())
         else:
@@ -80,6 +84,41 @@ def _step_body(step: Step) -> Callable[..., None]:
             raise typer.Exit(EXIT_SOME_REJECTED)
 
     return body
+
+
+@contextlib.contextmanager
+def _told_faults() -> Iterator[None]:
+    """Tell a fault of the disk in one line."""
+    try:
+        yield
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        raise DynmoError(f"{error.filename or 'disk'}: {error.strerror or error}") from error
+
+
+def _elsewhere(job: Any, step: Step, run: RunSettings) -> bool:
+    """Hand the job to Slurm, or run one part of it; whether that was wanted."""
+    from .jobs import Part, prepare, run_part
+    from .slurm import DEFAULT_JOBS, script, submit
+
+    if run.task_index is not None:
+        if run.task_count is None:
+            raise UsageError("--task-index needs --task-count")
+        part = Part(index=run.task_index, count=run.task_count, phase=run.phase)
+        say(run_part(job, step.phases_of(), _execution(run), part))
+        return True
+    if run.executor is not ExecutorName.SLURM and run.emit_sbatch is None:
+        return False
+    phases = prepare(job, step.phases_of(), _execution(run))
+    line = ["dynmo-prep", *without_flags(sys.argv[1:], ("--executor", "--emit-sbatch", "--task-count"))]
+    path = run.emit_sbatch or job.work / "submit.sh"
+    path.write_text(script(line, phases, run.task_count or DEFAULT_JOBS, job.work / "logs"), encoding="utf-8")
+    if run.emit_sbatch is None:
+        emit(f"{step.name}: submitted; job {submit(path)} ends last")
+    else:
+        emit(f"{step.name}: wrote {path}: run it where Slurm is")
+    return True
 
 
 def _limits(run: RunSettings) -> Any:
@@ -93,6 +132,7 @@ def _execution(run: RunSettings, *, redo_changed: bool = False) -> Any:
 
     return Execution(
         workers=run.workers,
+        executor=run.executor,
         overwrite=run.overwrite,
         max_rejects=run.max_rejects,
         redo_changed=redo_changed,
@@ -134,16 +174,18 @@ def _pipeline_body(
     from .reporting import describe
 
     run = build(RunSettings, values)
+    if run.executor is ExecutorName.SLURM or run.emit_sbatch or run.task_index is not None:
+        raise UsageError(
+            "pipeline: Slurm arrays are of one step; submit the steps one by one, or the pipeline as a job"
+        )
     text, source = recipe_text(recipe)
     tell = say if format_ is Format.JSON else emit
-    document = run_pipeline(
-        parse_recipe(text, source, set_ or []),
-        input_ or [],
-        work_dir,
-        _limits(run),
-        _execution(run, redo_changed=True),
-        lambda summary: tell(describe(summary)),
-    )
+    recipe_ = parse_recipe(text, source, set_ or [])
+    execution = _execution(run, redo_changed=True)
+    with _told_faults():
+        document = run_pipeline(
+            recipe_, input_ or [], work_dir, _limits(run), execution, lambda summary: tell(describe(summary))
+        )
     if format_ is Format.JSON:
         emit_json(document)
     else:
@@ -179,6 +221,26 @@ app.command("pipeline")(
         _pipeline_body,
     )
 )
+
+
+@app.command("status")
+def status(
+    folder: Annotated[Path, typer.Argument(help="A work folder, or a folder with some, as --work-dir of a pipeline.")],
+    format_: FormatOption = Format.TEXT,
+) -> None:
+    """Tell how far the runs in a folder are."""
+    from .status import status_of
+
+    found = status_of(folder)
+    if format_ is Format.JSON:
+        emit_json(found)
+        return
+    for run in found:
+        phases = ", ".join(f"{phase['name']} {phase['done']}/{phase['tasks']}" for phase in run["phases"])
+        emit(
+            f"{run['step']}: {'done' if run['complete'] else phases}; {run['documents_in']:,} documents in, "
+            f"{run['rejected']:,} rejected; {run['output']}"
+        )
 
 
 @app.command("inspect")
@@ -277,6 +339,51 @@ def blacklist_urls(
         return
     dropped = ", ".join(f"{count:,} {reason}" for reason, count in counts.dropped.items())
     emit(f"blacklist-urls: {counts.urls_in:,} URLs in; {counts.kept:,} kept; dropped: {dropped}; {output}")
+
+
+@app.command("fetch-urls")
+def fetch_urls(
+    inputs: Annotated[list[str], typer.Argument(help="Files of URLs, one a line, patterns, or folders of .txt files.")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="The pages: JSON lines of url, title, text.")],
+    connections: Annotated[int, typer.Option(help="Requests side by side, to different hosts.")] = 8,
+    delay_s: Annotated[float, typer.Option(help="Seconds between two requests to one host.")] = 1.0,
+    timeout_s: Annotated[float, typer.Option(help="Seconds that a server may be silent.")] = 20.0,
+    max_bytes: Annotated[int, typer.Option(help="Leave out answers of more bytes.")] = 8 << 20,
+    robots: Annotated[bool, typer.Option(help="Obey robots.txt.")] = True,
+    user_agent: Annotated[str, typer.Option(help="What servers are told: name a page or address of yours.")] = "",
+    overwrite: Annotated[bool, typer.Option(help="Begin anew where the journal is of other URLs or rules.")] = False,
+    format_: FormatOption = Format.TEXT,
+) -> None:
+    """Download the text of pages: politely, within bounds, going on where a run stopped."""
+    from .fetching import FetchRules, digest_rules, fetch_all, write_pages
+    from .plan import check_output, expand_inputs
+    from .urls import expand_folder, read_urls
+
+    paths = expand_inputs(expand_folder(inputs))
+    check_output(paths, [output])
+    urls = read_urls(paths)
+    rules = FetchRules(
+        connections=connections, delay_s=delay_s, timeout_s=timeout_s, max_bytes=max_bytes, robots=robots,
+        **({"user_agent": user_agent} if user_agent else {}),
+    )  # fmt: skip
+    journal = default_work(output) / "journal.jsonl"
+    journal.parent.mkdir(parents=True, exist_ok=True)
+    if overwrite:
+        journal.unlink(missing_ok=True)
+    with _told_faults(), progress("fetch-urls", len(urls), "URLs") as tick:
+        fetch_all(urls, rules, journal, tick, digest=digest_rules(urls, rules))
+        failures = write_pages(urls, journal, output)
+    report = {
+        "urls_in": len(urls),
+        "pages": len(urls) - sum(failures.values()),
+        "failed": failures,
+        "output": str(output),
+    }
+    if format_ is Format.JSON:
+        emit_json(report)
+    else:
+        failed = ", ".join(f"{count:,} {reason}" for reason, count in failures.items()) or "none"
+        emit(f"fetch-urls: {report['urls_in']:,} URLs; {report['pages']:,} pages; failed: {failed}; {output}")
 
 
 PrefixesArgument = Annotated[

@@ -5,6 +5,7 @@ An executor yields (index, marker) of each task as it ends, in any order; what a
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import signal
 import traceback
@@ -15,11 +16,7 @@ from typing import Any
 
 from .errors import DynmoError
 from .plan import Job
-from .tasks import Phase, Report, run_task
-
-
-class WorkerDiedError(DynmoError):
-    """A worker process ended without an answer."""
+from .tasks import Phase, Report, TaskFailedError, WorkerDiedError, run_task
 
 
 def run_inline(job: Job, phase: Phase, indices: Sequence[int], report: Report) -> Iterator[tuple[int, dict[str, Any]]]:
@@ -56,14 +53,6 @@ class _Worker:
     index: int | None = None
 
 
-class _Failure(DynmoError):
-    """An error of a task, told again in the parent with its exit code."""
-
-    def __init__(self, message: str, exit_code: int) -> None:
-        super().__init__(message)
-        self.exit_code = exit_code
-
-
 def run_local(
     job: Job, phase: Phase, indices: Sequence[int], report: Report, workers: int
 ) -> Iterator[tuple[int, dict[str, Any]]]:
@@ -97,7 +86,8 @@ def run_local(
 
 def _next(worker: _Worker, queue: list[int]) -> None:
     worker.index = queue.pop() if queue else None
-    worker.connection.send(worker.index)
+    with contextlib.suppress(ConnectionError):  # a dead worker is noticed when it is heard
+        worker.connection.send(worker.index)
 
 
 def _hear(worker: _Worker, phase: Phase, report: Report) -> tuple[int, dict[str, Any]] | None:
@@ -105,19 +95,15 @@ def _hear(worker: _Worker, phase: Phase, report: Report) -> tuple[int, dict[str,
         message = worker.connection.recv()
     except (EOFError, ConnectionError) as error:
         worker.process.join(timeout=5)
-        code = worker.process.exitcode
-        raise WorkerDiedError(
-            f"the worker of task {phase.name}-{worker.index:05d} died (exit code {code}); finished tasks are kept: "
-            "run the same command again, with fewer workers if memory was short"
-        ) from error
+        raise WorkerDiedError.of(phase, worker.index, f"exit code {worker.process.exitcode}") from error
     if message[0] == "progress":
         report(message[1], message[2])
         return None
     if message[0] == "done":
         return message[1], message[2]
     if message[0] == "error":
-        raise _Failure(message[1], message[2])
-    raise _Failure(f"task {phase.name}-{worker.index:05d} failed:\n{message[1]}", message[2])
+        raise TaskFailedError(message[1], message[2])
+    raise TaskFailedError(f"task {phase.name}-{worker.index:05d} failed:\n{message[1]}", message[2])
 
 
 def _dismiss(crew: Sequence[_Worker]) -> None:

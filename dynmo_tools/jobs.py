@@ -21,6 +21,7 @@ from .formats._document import encode_json, envelope, write_whole
 from .plan import Job, Plan, check_output, load_plan, make_plan, store_plan
 from .progress import meter
 from .records import Tally
+from .settings import ExecutorName
 from .tasks import Phase, Report, finished, marker_path
 
 SUMMARY_FORMAT = "dynmo.prep-summary"
@@ -36,11 +37,21 @@ class TooManyRejectedError(DynmoError):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Part:
+    """The tasks ``index``, ``index + count``, ... of one phase, by default of the first that is not complete."""
+
+    index: int
+    count: int
+    phase: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
 class Execution:
     """How a job is run; nothing here changes the bytes of its output."""
 
     workers: int = 1
-    executor: str = "local"
+    executor: ExecutorName = ExecutorName.LOCAL
+    part: Part | None = None
     overwrite: bool = False
     redo_changed: bool = False
     max_rejects: float = 0.01
@@ -74,15 +85,18 @@ class Summary:
 
 
 @contextlib.contextmanager
-def locked(work: Path) -> Iterator[None]:
-    """Hold the work folder alone; ``UsageError`` where another run holds it."""
+def locked(work: Path, *, shared: bool = False) -> Iterator[Callable[[], None]]:
+    """Hold the work folder alone; ``UsageError`` where another run holds it.
+
+    With ``shared``, wait for it, and share it with other parts of the same run once the function given is called.
+    """
     descriptor = os.open(work / "lock", os.O_RDWR | os.O_CREAT, 0o644)
     try:
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(descriptor, fcntl.LOCK_EX if shared else fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             raise UsageError(f"{work}: another run works here; wait for it, or choose another --work-dir") from error
-        yield
+        yield lambda: fcntl.flock(descriptor, fcntl.LOCK_SH)
     finally:
         os.close(descriptor)
 
@@ -117,7 +131,8 @@ def open_work(job: Job, execution: Execution) -> Plan:
 
 def sweep(job: Job) -> None:
     """Remove what killed runs left under temporary names."""
-    for folder, name in ((job.work / "parts", ""), (job.output.parent, job.output.name)):
+    own = ((folder, "") for folder in (job.work, job.work / "parts", job.work / "done", job.work / "rejects"))
+    for folder, name in (*own, (job.output.parent, job.output.name)):
         for path in folder.glob(f".{name}*.tmp-*"):
             path.unlink(missing_ok=True)
 
@@ -138,11 +153,17 @@ def run_job(job: Job, phases_of: Callable[[Plan], Sequence[Phase]], execution: E
         (job.work / "done").mkdir(exist_ok=True)
         sweep(job)
         began = time.monotonic()
-        markers, ran = _run_phases(job, plan, chosen, execution)
-        summary = _summarize(job, plan, markers, time.monotonic() - began, reused=not ran)
-        if ran:
-            _finish(job, plan, chosen, summary)
-        return summary if ran else _stored_seconds(job, summary)
+        try:
+            markers, ran = _run_phases(job, plan, chosen, execution)
+        except (KeyboardInterrupt, SystemExit):
+            say(f"{job.step}: stopped; finished tasks are kept: run the same command again to go on")
+            raise
+        finished_before = not ran and (job.work / "summary.json").exists()
+        summary = _summarize(job, plan, markers, time.monotonic() - began, reused=finished_before)
+        if finished_before:
+            return _stored_seconds(job, summary)
+        _finish(job, plan, chosen, summary)
+        return summary
 
 
 def _run_phases(
@@ -167,6 +188,46 @@ def _run_phases(
     return {phase.name: [known[phase.name][i] for i in range(phase.tasks)] for phase in phases}, ran
 
 
+def prepare(job: Job, phases_of: Callable[[Plan], Sequence[Phase]], execution: Execution) -> Sequence[Phase]:
+    """Freeze the plan of a job that others will run; its phases."""
+    job.work.mkdir(parents=True, exist_ok=True)
+    with locked(job.work):
+        return phases_of(open_work(job, execution))
+
+
+def run_part(job: Job, phases_of: Callable[[Plan], Sequence[Phase]], execution: Execution, part: Part) -> str:
+    """Run one part of one phase beside other parts; a line that tells what was done.
+
+    Raises:
+        UsageError: the part or its phase does not exist, or the phases before are not complete.
+    """
+    if not 0 <= part.index < part.count:
+        raise UsageError(f"--task-index is {part.index}; it must be between 0 and --task-count - 1 = {part.count - 1}")
+    job.work.mkdir(parents=True, exist_ok=True)
+    with locked(job.work, shared=True) as share:
+        plan = open_work(job, execution)
+        for name in ("parts", "done"):
+            (job.work / name).mkdir(exist_ok=True)
+        share()
+        phases = phases_of(plan)
+        known = _known_markers(job, plan, phases)
+        waiting = [phase for phase in phases if len(known[phase.name]) < phase.tasks]
+        chosen = next((p for p in phases if p.name == part.phase), None) if part.phase else next(iter(waiting), None)
+        if part.phase and chosen is None:
+            raise UsageError(f"--phase {part.phase}: {job.step} has the phases {', '.join(p.name for p in phases)}")
+        if chosen is None:
+            return f"{job.step}: everything is done"
+        if chosen in waiting and chosen is not waiting[0]:
+            raise UsageError(f"phase {chosen.name} needs {waiting[0].name}, of which tasks are left to do")
+        mine = [i for i in range(part.index, chosen.tasks, part.count) if i not in known[chosen.name]]
+        with meter(job.step, plan.input_bytes, log_interval=execution.log_interval) as gauge:
+            done = sum(1 for _ in _execute(job, chosen, mine, execution, gauge.report if chosen.reads else _ignore))
+        left = chosen.tasks - len(known[chosen.name]) - done
+        return (
+            f"{job.step}: {chosen.name}: part {part.index} of {part.count} did {done} tasks; {left} are left to others"
+        )
+
+
 def _ignore(_documents: int, _size: int) -> None:
     return
 
@@ -174,6 +235,10 @@ def _ignore(_documents: int, _size: int) -> None:
 def _execute(
     job: Job, phase: Phase, pending: list[int], execution: Execution, report: Report
 ) -> Iterator[tuple[int, dict[str, Any]]]:
+    if execution.executor is ExecutorName.RAY and pending:
+        from .ray_executor import run_ray
+
+        return run_ray(job, phase, pending, execution.workers)
     if min(execution.workers, len(pending)) <= 1:
         return run_inline(job, phase, pending, report)
     return run_local(job, phase, pending, report, execution.workers)

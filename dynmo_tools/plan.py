@@ -21,6 +21,7 @@ from .records import Slice
 
 PLAN_FORMAT = "dynmo.prep-plan"
 PLAN_VERSION = 1
+UNCUT = (".parquet", ".xml")  # files whose pieces cannot be read on their own
 DEFAULT_TASK_BYTES = 64 << 20
 DEFAULT_LINE_BYTES = 64 << 20
 
@@ -128,7 +129,8 @@ def _next_line_start(path: Path, offset: int) -> int:
 
 def cut(source: Source, task_bytes: int) -> list[Slice]:
     """Cut a plain file near every ``task_bytes`` at the start of a line; any other file stays whole."""
-    if is_compressed(source.path) or source.path.suffix == ".parquet" or source.size_bytes <= task_bytes:
+    whole = is_compressed(source.path) or source.path.suffix in UNCUT
+    if whole or source.size_bytes <= task_bytes:
         return [Slice(path=source.path)]
     bounds = [0]
     while bounds[-1] + task_bytes < source.size_bytes:

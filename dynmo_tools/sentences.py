@@ -8,6 +8,11 @@ from __future__ import annotations
 
 import re
 
+from .joining import MapWriter, map_phases
+from .plan import Plan
+from .settings import SplitSentencesSettings
+from .tasks import Phase, Task
+
 END = re.compile(r"[.!?\u3002\uff01\uff1f]+[\"'\u2019\u201d)\]]*\s+")
 LAST_WORD = re.compile(r"([^\s(\[\"'\u2018\u201c]+)$")
 # fmt: off
@@ -65,3 +70,17 @@ def spans(text: str) -> list[tuple[int, int, int]]:
 def split_sentences(text: str, *, keep_newlines: bool = False) -> list[str]:
     """The sentences of ``text``; with ``keep_newlines`` each keeps the white space behind it."""
     return [text[begin : (wide if keep_newlines else end)] for begin, end, wide in spans(text)]
+
+
+def split_phases(plan: Plan) -> list[Phase]:
+    """The phases of ``split-sentences``."""
+    return map_phases(plan, "sentences:split_slice")
+
+
+def split_slice(task: Task) -> None:
+    """Task function: the documents of one slice, each sentence on a line of its own."""
+    settings: SplitSentencesSettings = task.job.settings
+    writer = MapWriter(task)
+    for row, text in task.documents(settings.json_key):
+        lines = (" ".join(sentence.split()) for sentence in split_sentences(text))
+        writer.keep(row, settings.json_key, text, "\n".join(lines))

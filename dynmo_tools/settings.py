@@ -10,6 +10,15 @@ from .options import setting
 
 
 @dataclass(frozen=True, kw_only=True)
+class ExtractWikiSettings:
+    """Extract the articles of MediaWiki XML dumps: {"id", "revid", "url", "title", "text"}."""
+
+    namespaces: tuple[str, ...] = setting(("0",), help="Numbers of the namespaces to extract. Repeat for several.")
+    lists: bool = setting(False, help="Keep the items of lists, each as a line that begins with '- '.")
+    url_base: str = setting("", help="What stands before ?curid=ID in the URLs [default: as the dump says]")
+
+
+@dataclass(frozen=True, kw_only=True)
 class MergeSettings:
     """Put files of documents one behind the other, their lines as they are."""
 
@@ -205,6 +214,13 @@ class ShuffleSettings:
     seed: int = setting(1234, help="Seed of the order.")
 
 
+@dataclass(frozen=True, kw_only=True)
+class SplitSentencesSettings:
+    """Put each sentence of a document on a line of its own."""
+
+    json_key: str = setting("text", help="Key of the text in each document; dots go into nested objects.")
+
+
 class TokenDtype(StrEnum):
     """The types of tokens that are written."""
 
@@ -281,6 +297,14 @@ class Utf8(StrEnum):
     REPLACE = "replace"
 
 
+class ExecutorName(StrEnum):
+    """Where tasks run."""
+
+    LOCAL = "local"
+    RAY = "ray"
+    SLURM = "slurm"
+
+
 @dataclass(frozen=True, kw_only=True)
 class RunSettings:
     """How any step is run."""
@@ -291,6 +315,24 @@ class RunSettings:
 
     workers: int = setting(
         1, help="Processes that work side by side; the output's bytes do not depend on it.", data=False
+    )
+    executor: ExecutorName = setting(
+        ExecutorName.LOCAL,
+        data=False,
+        help="Run tasks in processes of this machine, on a Ray cluster (RAY_ADDRESS, else one of this machine), or as "
+        "Slurm arrays of which each job runs a part.",
+    )
+    emit_sbatch: Path | None = setting(
+        None, data=False, help="Write the script that submits the Slurm arrays to this file; submit nothing."
+    )
+    task_index: int | None = setting(
+        None, data=False, help="Run only the tasks I, I+N, I+2N, ... of one phase: this is I, counted from 0."
+    )
+    task_count: int | None = setting(
+        None, data=False, help="This is N of --task-index; with Slurm the jobs of an array [default: 64]."
+    )
+    phase: str | None = setting(
+        None, data=False, help="The phase of --task-index [default: the first that is not complete]."
     )
     overwrite: bool = setting(
         False, help="Begin anew where the work folder holds a run with other settings or inputs.", data=False

@@ -15,11 +15,13 @@ from .settings import (
     CleanSettings,
     DecontaminateSettings,
     DedupSettings,
+    ExtractWikiSettings,
     FindDuplicatesSettings,
     FixSettings,
     MergeSettings,
     RemoveDuplicatesSettings,
     ShuffleSettings,
+    SplitSentencesSettings,
     TrainTokenizerSettings,
 )
 
@@ -44,6 +46,7 @@ class Step:
         makes: what comes out.
         output_help: what ``--output`` names.
         output_names: further names of ``--output``.
+        input_help: what the inputs are.
     """
 
     name: str
@@ -52,6 +55,7 @@ class Step:
     makes: Makes = Makes.RECORDS
     output_help: str = "The output: JSON lines, compressed by the name's ending (.gz, .xz, .bz2, .zst)."
     output_names: tuple[str, ...] = ()
+    input_help: str = "Input files or patterns: JSON lines (.jsonl, .json), also .gz, .xz, .bz2, .zst, and .parquet."
 
     def phases_of(self) -> Callable[[Any], Sequence[Any]]:
         """The function from a plan to the step's phases."""
@@ -63,6 +67,12 @@ class Step:
 STEPS: Mapping[str, Step] = {
     step.name: step
     for step in (
+        Step(
+            name="extract-wiki",
+            settings=ExtractWikiSettings,
+            phases="wikipedia:extract_phases",
+            input_help="MediaWiki XML dumps (.xml, also .bz2, .gz, .xz, .zst), or patterns.",
+        ),
         Step(name="merge", settings=MergeSettings, phases="merging:merge_phases", output_names=("--output_file",)),
         Step(name="add-id", settings=AddIdSettings, phases="merging:add_id_phases"),
         Step(name="clean", settings=CleanSettings, phases="cleaning:clean_phases"),
@@ -78,6 +88,7 @@ STEPS: Mapping[str, Step] = {
         Step(name="dedup", settings=DedupSettings, phases="duplicates:dedup_phases"),
         Step(name="decontaminate", settings=DecontaminateSettings, phases="decontamination:decontaminate_phases"),
         Step(name="shuffle", settings=ShuffleSettings, phases="shuffle:shuffle_phases"),
+        Step(name="split-sentences", settings=SplitSentencesSettings, phases="sentences:split_phases"),
         Step(
             name="train-tokenizer",
             settings=TrainTokenizerSettings,

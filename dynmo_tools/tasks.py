@@ -47,6 +47,26 @@ class Phase:
     reads: bool = False
 
 
+class WorkerDiedError(DynmoError):
+    """A worker process ended without an answer."""
+
+    @classmethod
+    def of(cls, phase: Phase, index: int | None, how: str) -> WorkerDiedError:
+        """The error that names the task."""
+        return cls(
+            f"the worker of task {phase.name}-{index or 0:05d} died ({how}); finished tasks are kept: "
+            "run the same command again, with fewer workers if memory was short"
+        )
+
+
+class TaskFailedError(DynmoError):
+    """An error of a task in another process, told again here with its exit code."""
+
+    def __init__(self, message: str, exit_code: int) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code
+
+
 def marker_path(work: Path, phase: str, index: int) -> Path:
     """Where the marker of a finished task lies."""
     return work / "done" / f"{phase}-{index:05d}.json"
@@ -130,6 +150,12 @@ class Task:
                 except BadLineError as error:
                     self._count(documents=1, size=len(raw) + 1)
                     self.reject(number, offset, error.reason, raw)
+
+    def count(self, text: str) -> None:
+        """Count and report one document that is no line of JSON."""
+        size = len(text.encode("utf-8", "surrogatepass"))
+        self._count(documents=1, size=size)
+        self.report(1, size)
 
     def _count(self, *, documents: int = 0, size: int = 0, lines: int = 0, blank_lines: int = 0) -> None:
         if self.phase.reads:

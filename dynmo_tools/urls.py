@@ -97,6 +97,15 @@ def expand_folder(names: Sequence[str]) -> list[str]:
     return [f"{name}/*.txt" if Path(name).is_dir() else name for name in names]
 
 
+def read_urls(paths: Sequence[Path]) -> list[str]:
+    """The URLs of some files, one a line, each once, in order."""
+    found: dict[str, None] = {}
+    for path in paths:
+        with open_read(path) as handle:
+            found.update(dict.fromkeys(url for line in handle if (url := line.decode("utf-8", "replace").strip())))
+    return list(found)
+
+
 def filter_urls(
     paths: Sequence[Path], domains: frozenset[str], endings: frozenset[str], tick: Callable[[float], None]
 ) -> Iterator[tuple[str, str | None]]:

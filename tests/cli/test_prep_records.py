@@ -149,6 +149,12 @@ def test_fingerprints_carry_deduplication_from_run_to_run(prep, tmp_path):
     assert (code, "was made with seed 1234, this run has 7" in err) == (2, True)
 
 
+def test_split_sentences_puts_each_on_a_line(prep, tmp_path):
+    source = write(tmp_path / "in.jsonl", [{"text": "One  two. Dr. X\ncame! ", "k": 1}])
+    assert prep("split-sentences", source, "-o", tmp_path / "out.jsonl")[0] == 0
+    assert read(tmp_path / "out.jsonl") == [{"text": "One two.\nDr. X came!", "k": 1}]
+
+
 def test_blacklist_urls_takes_a_folder(prep, tmp_path):
     (tmp_path / "urls").mkdir()
     (tmp_path / "urls" / "1.txt").write_text("http://good.org/a\nhttp://youtube.com/b\n")

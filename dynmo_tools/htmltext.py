@@ -1,0 +1,57 @@
+"""The readable text of an HTML page, by the standard library's parser."""
+
+from __future__ import annotations
+
+import re
+from html.parser import HTMLParser
+
+SILENT = frozenset(
+    {"script", "style", "noscript", "template", "svg", "head", "nav", "form", "button", "iframe", "select"}
+)
+BREAKING = frozenset(
+    {"p", "div", "br", "li", "ul", "ol", "table", "tr", "h1", "h2", "h3", "h4", "h5", "h6", "section", "article"}
+    | {"header", "footer", "main", "aside", "blockquote", "pre", "dl", "dt", "dd", "hr", "figure", "figcaption", "body"}
+)
+SPACES = re.compile(r"\s+")
+
+
+class _Reader(HTMLParser):
+    def __init__(self) -> None:
+        super().__init__(convert_charrefs=True)
+        self.lines: list[list[str]] = [[]]
+        self.title: list[str] = []
+        self._silent: list[str] = []
+        self._in_title = False
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        if tag == "title":
+            self._in_title = True
+        if tag == "body":
+            self._silent.clear()  # a head that was never closed
+        if tag in SILENT:
+            self._silent.append(tag)
+        elif tag in BREAKING:
+            self.lines.append([])
+
+    def handle_endtag(self, tag: str) -> None:
+        if tag == "title":
+            self._in_title = False
+        if tag in self._silent:
+            del self._silent[self._silent.index(tag) :]
+        elif tag in BREAKING:
+            self.lines.append([])
+
+    def handle_data(self, data: str) -> None:
+        if self._in_title:
+            self.title.append(data)
+        elif not self._silent:
+            self.lines[-1].append(data)
+
+
+def readable(html: str) -> tuple[str, str]:
+    """The title and the text of a page, a line for each block of it."""
+    reader = _Reader()
+    reader.feed(html)
+    reader.close()
+    lines = (SPACES.sub(" ", "".join(line)).strip() for line in reader.lines)
+    return SPACES.sub(" ", "".join(reader.title)).strip(), "\n".join(line for line in lines if line)

@@ -1,0 +1,312 @@
+"""dynmo-prep: killed runs go on, dead workers are named, parts and executors give the same bytes."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from dynmo_tools import cli
+from dynmo_tools.argv import without_flags
+from dynmo_tools.plan import Job, make_plan, store_plan
+from dynmo_tools.settings import MergeSettings
+from dynmo_tools.tasks import Phase, WorkerDiedError
+
+WORDS = ["The", "river", "runs", "past", "old", "mills", "under", "bridges", "of", "stone", "where", "nobody", "waits"]
+
+
+def documents(path, count=300):
+    rng = random.Random(8)
+    rows = [{"id": n, "text": " ".join(rng.choices(WORDS, k=rng.randrange(130, 200))) + "."} for n in range(count)]
+    rows += [{"id": "copy", "text": rows[count // 2]["text"]}, {"id": "short", "text": "Short."}]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+@pytest.fixture
+def prep(monkeypatch, capsys):
+    """Run the command in this process: (exit code, stdout, stderr)."""
+
+    def run(*arguments):
+        monkeypatch.setattr("sys.argv", ["dynmo-prep", *map(str, arguments)])
+        with pytest.raises(SystemExit) as stop:
+            cli.main()
+        captured = capsys.readouterr()
+        return stop.value.code or 0, captured.out, captured.err
+
+    return run
+
+
+RECIPE = """
+[pipeline]
+input = "in.jsonl"
+[[step]]
+run = "clean"
+language = ""
+[[step]]
+run = "dedup"
+[[step]]
+run = "shuffle"
+[[step]]
+run = "train-tokenizer"
+vocab-size = 280
+[[step]]
+run = "binarize"
+append-eod = true
+"""
+
+KILLED = """
+import os, signal, sys
+from dynmo_tools import cli
+left = int(sys.argv.pop(1))
+real = os.replace
+def replace(*names):
+    global left
+    left -= 1
+    if left < 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+    real(*names)
+os.replace = replace
+sys.argv[0] = "dynmo-prep"
+cli.main()
+"""
+
+
+def finals(folder):
+    names = ("03-shuffle.jsonl.zst", "tokenizer.json", "data_text_document.bin", "data_text_document.idx")
+    return {name: (folder / name).read_bytes() for name in names}
+
+
+def pipeline(folder):
+    folder.mkdir()
+    documents(folder / "in.jsonl")
+    (folder / "recipe.toml").write_text(RECIPE)
+    return ["pipeline", str(folder / "recipe.toml"), "--work-dir", str(folder), "--task-bytes", "60000"]
+
+
+def test_a_run_killed_again_and_again_ends_with_the_same_bytes(prep, tmp_path):
+    whole = pipeline(tmp_path / "whole")
+    assert prep(*whole)[0] == 0
+    broken = pipeline(tmp_path / "broken")
+    rng = random.Random(20)
+    kills = 0
+    for _ in range(60):
+        done = subprocess.run(
+            [sys.executable, "-c", KILLED, str(rng.randrange(1, 7)), *broken], capture_output=True, check=False
+        )
+        if done.returncode == 0:
+            break
+        assert done.returncode == -signal.SIGKILL, done.stderr
+        kills += 1
+    assert done.returncode == 0
+    assert kills >= 15
+    assert finals(tmp_path / "broken") == finals(tmp_path / "whole")
+    assert not [path for path in (tmp_path / "broken").rglob("*.tmp-*")]
+
+
+def test_ctrl_c_leaves_nothing_half_written_and_the_run_goes_on(tmp_path, prep):
+    source = documents(tmp_path / "in.jsonl", 900)
+    arguments = ["clean", str(source), "-o", str(tmp_path / "out.jsonl"), "--workers", "2", "--task-bytes", "50000"]
+    process = subprocess.Popen(
+        [sys.executable, "-c", "from dynmo_tools.cli import main; main()", *arguments],
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    done = tmp_path / "out.jsonl.work" / "done"
+    deadline = time.monotonic() + 60
+    while not (done.exists() and any(done.iterdir())) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert "run the same command again to go on" in err
+    assert "Traceback" not in err
+    assert not (tmp_path / "out.jsonl").exists()
+    assert not [path for path in tmp_path.rglob("*.tmp-*")]
+    code, _, err = prep(*arguments)
+    assert (code, "goes on:" in err) == (0, True)
+    assert prep("clean", source, "-o", tmp_path / "plain.jsonl", "--task-bytes", 50_000)[0] == 0
+    assert (tmp_path / "out.jsonl").read_bytes() == (tmp_path / "plain.jsonl").read_bytes()
+
+
+def test_a_dead_worker_ends_the_run_and_names_its_task(tmp_path, monkeypatch):
+    from dynmo_tools.executors import run_local
+
+    job = Job(
+        step="merge",
+        inputs=(documents(tmp_path / "in.jsonl"),),
+        output=tmp_path / "o",
+        work=tmp_path,
+        settings=MergeSettings(),
+    )
+    store_plan(job, make_plan(job))
+    phase = Phase(name="odd", run="tests_only:die", tasks=3)
+    monkeypatch.setattr("dynmo_tools.executors._serve", die)
+    with pytest.raises(WorkerDiedError, match=r"worker of task odd-0000\d died \(exit code 7\)"):
+        list(run_local(job, phase, range(3), lambda documents, size: None, 2))
+
+
+def die(connection, job, phase):
+    connection.recv()
+    os._exit(7)
+
+
+def test_another_run_in_the_same_folder_is_refused(prep, tmp_path):
+    import fcntl
+
+    source = documents(tmp_path / "in.jsonl", 5)
+    (tmp_path / "out.jsonl.work").mkdir()
+    with open(tmp_path / "out.jsonl.work" / "lock", "w") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        code, _, err = prep("merge", source, "-o", tmp_path / "out.jsonl")
+    assert (code, "another run works here" in err) == (2, True)
+
+
+def test_parts_of_each_phase_make_the_same_bytes(prep, tmp_path):
+    source = documents(tmp_path / "in.jsonl")
+    common = ("dedup", source, "--task-bytes", 30_000, "-o")
+    assert prep(*common, tmp_path / "whole.jsonl")[0] == 0
+    parts = (*common, tmp_path / "parts.jsonl")
+    code, _, err = prep(*parts, "--task-index", 0, "--task-count", 2, "--phase", "remove")
+    assert (code, "phase remove needs sign" in err) == (2, True)
+    for phase in ("sign", "match", "remove", "join"):
+        for index in (1, 0):
+            code, _, err = prep(*parts, "--task-index", index, "--task-count", 2, "--phase", phase)
+            assert (code, f"dedup: {phase}: part {index} of 2 did" in err) == (0, True)
+    code, out, _ = prep("status", tmp_path, "--format", "json")
+    assert [run["complete"] for run in json.loads(out)] == [True, False]
+    assert prep(*parts)[0] == 0
+    assert (tmp_path / "parts.jsonl").read_bytes() == (tmp_path / "whole.jsonl").read_bytes()
+    code, out, _ = prep("status", tmp_path)
+    assert out.count("dedup: done; 302 documents in") == 2
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (("--task-index", 2, "--task-count", 2), "must be between 0 and"),
+        (("--task-index", 0), "needs --task-count"),
+        (("--task-index", 0, "--task-count", 1, "--phase", "none"), "has the phases map, join"),
+        (("--executor", "slurm"), "sbatch is not on PATH"),
+        (("--executor", "slurm", "--task-count", 5000), "between 1 and 1000"),
+    ],
+)
+def test_parts_that_do_not_exist(prep, tmp_path, monkeypatch, more, message):
+    monkeypatch.setenv("PATH", "/usr/bin:/bin")
+    code, _, err = prep("merge", documents(tmp_path / "in.jsonl", 5), "-o", tmp_path / "out.jsonl", *more)
+    assert (code, message in err) == (2, True)
+
+
+SBATCH = """#!/bin/bash
+# A Slurm that runs every job at once, and refuses one whose dependency it never gave out.
+folder=$(dirname "$0"); count=$(ls "$folder"/job-* 2>/dev/null | wc -l); number=$((count + 100))
+while [ $# -gt 0 ]; do case "$1" in
+  --array) array=$2; shift;; --wrap) wrap=$2; shift;; --dependency=*) after=${1##*:};; esac; shift; done
+if [ -n "$after" ] && [ ! -e "$folder/job-$after" ]; then echo "no job $after" >&2; exit 1; fi
+echo "$wrap" > "$folder/job-$number"
+if [ -n "$array" ]; then
+  for index in $(seq 0 ${array#0-}); do SLURM_ARRAY_TASK_ID=$index bash -c "$wrap" >> "$folder/log" 2>&1 || exit 1; done
+else bash -c "$wrap" >> "$folder/log" 2>&1 || exit 1; fi
+echo "$number;cluster"
+"""
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("emit", [False, True])
+def test_slurm_arrays_make_the_same_bytes(prep, tmp_path, monkeypatch, emit):
+    fake = tmp_path / "bin"
+    fake.mkdir()
+    (fake / "sbatch").write_text(SBATCH)
+    (fake / "dynmo-prep").write_text(
+        f"#!/bin/bash\nexec {sys.executable} -c 'from dynmo_tools.cli import main; main()' \"$@\"\n"
+    )
+    for path in fake.iterdir():
+        path.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{fake}:/usr/bin:/bin")
+    source = documents(tmp_path / "in.jsonl")
+    common = ("shuffle", source, "--task-bytes", 80_000, "-o")
+    assert prep(*common, tmp_path / "whole.jsonl")[0] == 0
+    target = (*common, tmp_path / "slurm.jsonl", "--task-count", 2)
+    if emit:
+        code, out, _ = prep(*target, "--emit-sbatch", tmp_path / "submit.sh")
+        assert (code, "run it where Slurm is" in out, (fake / "log").exists()) == (0, True, False)
+        assert subprocess.run(["bash", tmp_path / "submit.sh"], check=True, capture_output=True).stdout
+    else:
+        code, out, err = prep(*target, "--executor", "slurm")
+        assert (code, "submitted; job 103;cluster ends last" in out) == (0, True), err
+    assert (tmp_path / "slurm.jsonl").read_bytes() == (tmp_path / "whole.jsonl").read_bytes()
+
+
+@pytest.mark.dist
+def test_ray_makes_the_same_bytes(tmp_path):
+    """In a process of its own: Ray starts threads and children that outlive a test."""
+    pytest.importorskip("ray", reason="the extra 'ray' is not installed")
+    source = documents(tmp_path / "in.jsonl")
+    outputs = []
+    for executor in ("local", "ray"):
+        output = tmp_path / f"{executor}.jsonl"
+        done = subprocess.run(
+            [
+                sys.executable, "-c", "from dynmo_tools.cli import main; main()", "merge", source, "-o", output,
+                "--task-bytes", "50000", "--executor", executor,
+            ],
+            capture_output=True, text=True, check=False, timeout=170,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        outputs.append(output.read_bytes())
+    assert outputs[0] == outputs[1]
+
+
+def test_flags_are_taken_out_with_their_values():
+    given = ["clean", "a", "--executor", "slurm", "--seed", "1", "--emit-sbatch=x"]
+    assert without_flags(given, ("--executor", "--emit-sbatch")) == ["clean", "a", "--seed", "1"]
+
+
+@pytest.mark.parametrize("ending", [".gz", ".zst"])
+def test_a_truncated_input_fails_its_task_and_keeps_nothing(prep, tmp_path, ending):
+    import gzip
+
+    import zstandard
+
+    payload = documents(tmp_path / "in.jsonl").read_bytes()
+    packed = gzip.compress(payload) if ending == ".gz" else zstandard.ZstdCompressor().compress(payload)
+    source = tmp_path / f"cut.jsonl{ending}"
+    source.write_bytes(packed[:-100])
+    code, _, err = prep("merge", source, "-o", tmp_path / "out.jsonl")
+    assert (code, "ends too early" in err) == (1, True)
+    assert not (tmp_path / "out.jsonl").exists()
+    source.write_bytes(packed)
+    assert prep("merge", source, "-o", tmp_path / "out.jsonl", "--overwrite")[0] == 0
+    assert (tmp_path / "out.jsonl").read_bytes() == payload
+
+
+def test_parquet_is_read(prep, tmp_path):
+    pyarrow = pytest.importorskip("pyarrow", reason="the extra 'parquet' is not installed")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    rows = [{"text": f"é {n}", "n": n} for n in range(2500)]
+    parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "in.parquet")
+    assert prep("merge", tmp_path / "in.parquet", "-o", tmp_path / "out.jsonl")[0] == 0
+    assert [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()] == rows
+
+
+def test_a_full_disk_is_told_and_leaves_no_output(prep, tmp_path, monkeypatch):
+    import errno
+
+    from dynmo_tools import tasks
+
+    def full(descriptor):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    source = documents(tmp_path / "in.jsonl", 20)
+    monkeypatch.setattr(tasks.os, "fsync", full)
+    code, _, err = prep("shuffle", source, "-o", tmp_path / "out.jsonl")
+    monkeypatch.undo()
+    assert code == 1
+    assert "No space left on device" in err
+    assert not (tmp_path / "out.jsonl").exists()

@@ -1,0 +1,162 @@
+"""dynmo-prep: extract-wiki and fetch-urls, the latter from servers on the loopback."""
+
+from __future__ import annotations
+
+import bz2
+import http.server
+import itertools
+import json
+import threading
+import time
+
+import pytest
+
+from dynmo_tools import cli
+from dynmo_tools.htmltext import readable
+
+PAGE = (
+    "<html><head><title> A  page </title><script>no()</script></head><body><p>One &amp; two</p><div>three</div></body>"
+)
+DUMP = """<mediawiki><siteinfo><base>http://w.org/wiki/Main</base></siteinfo>
+<page><title>Cats</title><ns>0</ns><id>5</id><revision><id>6</id><text>'''Cats''' purr.</text></revision></page>
+<page><title>Talk:Cats</title><ns>1</ns><id>7</id><revision><id>8</id><text>Talk.</text></revision></page>
+<page><title>Cat</title><ns>0</ns><id>9</id><redirect title="Cats"/>\n<revision><id>1</id><text>#REDIRECT</text></revision></page>
+<page><title>Void</title><ns>0</ns><id>10</id><revision><id>2</id><text>{{stub}}</text></revision></page>
+</mediawiki>"""
+
+
+@pytest.fixture
+def prep(monkeypatch, capsys):
+    """Run the command in this process: (exit code, stdout, stderr)."""
+
+    def run(*arguments):
+        monkeypatch.setattr("sys.argv", ["dynmo-prep", *map(str, arguments)])
+        with pytest.raises(SystemExit) as stop:
+            cli.main()
+        captured = capsys.readouterr()
+        return stop.value.code or 0, captured.out, captured.err
+
+    return run
+
+
+class Site(http.server.BaseHTTPRequestHandler):
+    """A small site that notes what it was asked."""
+
+    robots = "User-agent: *\nDisallow: /private"
+
+    def do_GET(self):
+        self.server.asked.append((self.path, time.monotonic(), self.headers["User-Agent"]))
+        kind, body, status = "text/html; charset=utf-8", PAGE, 200
+        if self.path == "/robots.txt":
+            kind, body = "text/plain", self.robots
+        elif self.path == "/missing":
+            status = 404
+        elif self.path == "/image":
+            kind = "image/png"
+        elif self.path == "/long":
+            body = "x" * 100_000
+        elif self.path == "/moved":
+            self.send_response(302)
+            self.send_header("Location", "/page1")
+            self.end_headers()
+            return
+        payload = body.encode()
+        self.send_response(status)
+        self.send_header("Content-Type", kind)
+        self.send_header("Content-Length", str(len(payload)))
+        self.end_headers()
+        self.wfile.write(payload)
+
+    def log_message(self, *arguments):
+        pass
+
+
+@pytest.fixture
+def site():
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Site)
+    server.asked = []
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    yield server, f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+def test_pages_are_fetched_by_the_rules(prep, site, tmp_path):
+    server, base = site
+    paths = ["/page1", "/missing", "/image", "/long", "/private/x", "/moved", "/page1"]
+    (tmp_path / "urls.txt").write_text(
+        "".join(f"{base}{path}\n" for path in paths) + "ftp://a.b/c\nhttp://127.0.0.1:1/\n"
+    )
+    code, out, _ = prep(
+        "fetch-urls", tmp_path / "urls.txt", "-o", tmp_path / "pages.jsonl", "--delay-s", 0.05, "--max-bytes", 50_000,
+        "--user-agent", "tester", "--format", "json",
+    )  # fmt: skip
+    report = json.loads(out)
+    assert code == 0
+    assert report["failed"] == {"404": 1, "long": 1, "robots": 2, "scheme": 1, "type image/png": 1}
+    rows = [json.loads(line) for line in (tmp_path / "pages.jsonl").read_text().splitlines()]
+    assert [row["url"] for row in rows] == [f"{base}/page1", f"{base}/moved"]
+    assert rows[0] == {"url": f"{base}/page1", "title": "A page", "text": "One & two\nthree"}
+    asked = [path for path, _, _ in server.asked]
+    assert asked[0] == "/robots.txt"
+    assert "/private/x" not in asked
+    assert {agent for _, _, agent in server.asked} == {"tester"}
+    own = [when for path, when, _ in server.asked if path != "/page1"]
+    assert all(later - earlier >= 0.04 for earlier, later in itertools.pairwise(own))
+
+
+def test_a_stopped_fetch_goes_on_behind_its_journal(prep, site, tmp_path):
+    server, base = site
+    (tmp_path / "urls.txt").write_text("".join(f"{base}/page{n}\n" for n in range(6)))
+    target = ("fetch-urls", tmp_path / "urls.txt", "-o", tmp_path / "pages.jsonl", "--delay-s", 0)
+    assert prep(*target)[0] == 0
+    whole = (tmp_path / "pages.jsonl").read_bytes()
+    journal = tmp_path / "pages.jsonl.work" / "journal.jsonl"
+    lines = journal.read_bytes().splitlines(keepends=True)
+    journal.write_bytes(b"".join(lines[:4]) + lines[4][:20])
+    server.asked.clear()
+    assert prep(*target)[0] == 0
+    assert len([path for path, _, _ in server.asked if path != "/robots.txt"]) == 3
+    assert (tmp_path / "pages.jsonl").read_bytes() == whole
+    (tmp_path / "urls.txt").write_text(f"{base}/other\n")
+    code, _, err = prep(*target)
+    assert (code, "--overwrite" in err) == (2, True)
+
+
+def test_a_server_without_robots_allows_all_and_a_broken_one_nothing(prep, site, tmp_path, monkeypatch):
+    _, base = site
+    (tmp_path / "urls.txt").write_text(f"{base}/private/x\n")
+    code, out, _ = prep("fetch-urls", tmp_path / "urls.txt", "-o", tmp_path / "p", "--delay-s", 0, "--no-robots")
+    assert "1 pages" in out
+    monkeypatch.setattr(Site, "robots", "")
+    code, out, _ = prep("fetch-urls", tmp_path / "urls.txt", "-o", tmp_path / "q", "--delay-s", 0)
+    assert (code, "1 pages" in out) == (0, True)
+
+
+@pytest.mark.parametrize(
+    ("html", "title", "text"),
+    [
+        ("plain", "", "plain"),
+        ("<title>T</title><body>a<br>b <i>c</i>", "T", "a\nb c"),
+        ("<body><nav>menu</nav><p>x<script>y</script>z", "", "xz"),
+        ("<p>&lt;tag&gt; &eacute;</p>", "", "<tag> é"),
+    ],
+)
+def test_readable_text(html, title, text):
+    assert readable(html) == (title, text)
+
+
+def test_a_dump_becomes_documents(prep, tmp_path):
+    (tmp_path / "dump.xml.bz2").write_bytes(bz2.compress(DUMP.encode()))
+    code, out, _ = prep("extract-wiki", tmp_path / "dump.xml.bz2", "-o", tmp_path / "wiki.jsonl")
+    assert code == 0
+    assert "4 documents in" in out
+    assert "3 dropped (1 empty, 1 namespace, 1 redirect)" in out
+    assert json.loads((tmp_path / "wiki.jsonl").read_text()) == {
+        "id": "5", "revid": "6", "url": "http://w.org/wiki?curid=5", "title": "Cats", "text": "Cats purr.",
+    }  # fmt: skip
+    (tmp_path / "cut.xml.bz2").write_bytes(bz2.compress(DUMP.encode())[:-20])
+    code, _, err = prep("extract-wiki", tmp_path / "cut.xml.bz2", "-o", tmp_path / "cut.jsonl")
+    assert (code, "is cut off or no MediaWiki XML" in err) == (1, True)
