@@ -9,8 +9,10 @@ import typer
 
 from .commands.compare import compare
 from .commands.explain import explain
+from .commands.export import export
 from .commands.partition import partition
 from .commands.profile import app as profile
+from .commands.repack import repack
 from .commands.replay import replay
 from .commands.simulate import simulate
 from .commands.verify import verify
@@ -29,6 +31,8 @@ app.command()(partition)
 app.command()(compare)
 app.command()(simulate)
 app.command("what-if")(what_if)
+app.command()(export)
+app.command()(repack)
 app.command()(replay)
 app.command()(explain)
 app.command()(verify)

@@ -19,6 +19,8 @@ class Balancer(StrEnum):
     TIME = "time"
     PARAMETERS = "parameters"
     UNIFORM = "uniform"
+    DEEPSPEED = "deepspeed"
+    DIFFUSION = "diffusion"
 
 
 class Schedule(StrEnum):
@@ -74,6 +76,24 @@ class Technique(StrEnum):
     SPARSE_ATTENTION = "sparse-attention"
 
 
+class Target(StrEnum):
+    """Frameworks that a plan can be exported to."""
+
+    MEGATRON = "megatron"
+    TORCHTITAN = "torchtitan"
+    DEEPSPEED = "deepspeed"
+    TORCH_CSV = "torch-csv"
+    VLLM = "vllm"
+
+
+class Transfers(StrEnum):
+    """What a transfer keeps busy."""
+
+    OVERLAPPED = "overlapped"
+    SERIAL = "serial"
+    BLOCKING = "blocking"
+
+
 SourceArgument = Annotated[Path, typer.Argument(help="A profile.jsonl, or the run directory that holds one.")]
 FormatOption = Annotated[Format, typer.Option("--format", help="Report for a person or for a program.")]
 StagesOption = Annotated[
@@ -92,7 +112,8 @@ BalancerOption = Annotated[
     typer.Option(
         "--balancer",
         help="exact: provably least bottleneck under all constraints; time and parameters: the same solver on measured"
-        " time or parameter counts, without memory and speeds; uniform: Megatron's static split.",
+        " time or parameter counts, without memory and speeds; uniform: Megatron's static split; deepspeed: what"
+        " DeepSpeed would do; diffusion: neighbours even out in turn, to a local equilibrium.",
     ),
 ]
 ObjectiveOption = Annotated[

@@ -11,7 +11,7 @@ from itertools import pairwise
 
 from ..errors import UsageError
 from ..problem import Problem
-from . import by_weight, uniform
+from . import by_weight, deepspeed, diffusion, uniform
 from .exact import Solution, solve
 
 __all__ = ["BALANCERS", "Solution", "balance", "bottleneck_ns", "certified", "solve"]
@@ -21,6 +21,8 @@ BALANCERS: Mapping[str, Callable[[Problem], tuple[int, ...]]] = {
     "time": by_weight.by_time,
     "parameters": by_weight.by_parameters,
     "uniform": uniform.boundaries,
+    "deepspeed": deepspeed.boundaries,
+    "diffusion": diffusion.boundaries,
 }
 
 

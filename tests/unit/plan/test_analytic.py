@@ -86,8 +86,12 @@ def test_encoder_and_decoder_of_t5():
 
 @pytest.mark.parametrize(
     ("hidden", "heads", "layers", "pipeline", "interleave", "batch", "gib"),
-    [(6144, 64, 48, 1, 1, 4, 59.3), (12288, 96, 96, 8, 3, 1, 66.8), (20480, 128, 105, 35, 3, 1, 114.0)]
-    + [(25600, 160, 128, 64, 1, 1, 131.3)],
+    [
+        (6144, 64, 48, 1, 1, 4, 59.3),
+        (12288, 96, 96, 8, 3, 1, 66.8),
+        (20480, 128, 105, 35, 3, 1, 114.0),
+        (25600, 160, 128, 64, 1, 1, 131.3),
+    ],
 )
 def test_activations_of_published_models(hidden, heads, layers, pipeline, interleave, batch, gib):
     # Korthikanti et al. 2022 (arXiv 2205.05198), table 3 and figure 1: activations of the first worker of 1F1B without
