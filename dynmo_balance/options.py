@@ -39,6 +39,24 @@ class Granularity(StrEnum):
     SUBLAYER = "sublayer"
 
 
+class ScheduleOrAuto(StrEnum):
+    """The schedules, or a search over them."""
+
+    GPIPE = "gpipe"
+    ONE_F_ONE_B = "1f1b"
+    INTERLEAVED = "interleaved-1f1b"
+    ZERO_BUBBLE = "zero-bubble"
+    AUTO = "auto"
+
+
+class GranularityOrAuto(StrEnum):
+    """Where a plan may cut, or a search over both."""
+
+    LAYER = "layer"
+    SUBLAYER = "sublayer"
+    AUTO = "auto"
+
+
 class Objective(StrEnum):
     """What the exact balancer minimises."""
 

@@ -353,3 +353,22 @@ def test_slower_communication_takes_longer(plan):
     free = step()["step_ns"]
     assert step("--transfers", "blocking")["step_ns"] > free
     assert step("--optimizer-gbps", "1")["step_with_tail_ns"] > free
+
+
+def test_partition_searches_schedule_and_granularity(plan, tmp_path):
+    output = tmp_path / "plan.json"
+    code, _, err = plan("partition", EVENTS, "--schedule", "auto", "--granularity", "auto", "-o", output)
+    assert code == 0
+    assert "x the bound" in err
+    assert "half of it is taken for the weight gradient" in err
+    auto = json.loads(output.read_text())["predicted"]["step_ns"]
+    alone = json.loads(plan("partition", EVENTS, "--format", "json")[1])["predicted"]["step_ns"]
+    assert auto < alone
+
+
+def test_interleaved_plans_verify(plan, tmp_path):
+    output = tmp_path / "plan.json"
+    options = ("--schedule", "interleaved-1f1b", "--virtual-stages", "2", "--objective", "bottleneck")
+    assert plan("partition", EVENTS, *options, "-o", output)[0] == 0
+    assert len(json.loads(output.read_text())["stages"]) == 4
+    assert plan("verify", output, "--profile", EVENTS)[0] == 0
