@@ -14,6 +14,7 @@ from .commands.partition import partition
 from .commands.profile import app as profile
 from .commands.repack import repack
 from .commands.replay import replay
+from .commands.report import report
 from .commands.simulate import simulate
 from .commands.verify import verify
 from .commands.watch import watch
@@ -34,6 +35,7 @@ app.command("what-if")(what_if)
 app.command()(export)
 app.command()(repack)
 app.command()(replay)
+app.command()(report)
 app.command()(explain)
 app.command()(verify)
 app.command()(watch)

@@ -2,8 +2,8 @@
 
 With ``v`` stages a worker the loads are sums of ``v`` runs of the chain, so the chain's exact solver does not apply. It
 starts from the exact partition into ``P v`` stages and shifts single cuts and pairs of cuts, by one to three units, as
-long as the slowest worker, or then the sum of squares, falls. A heuristic: the certificate is against work over workers and the
-heaviest unit.
+long as the slowest worker, or then the sum of squares, falls. A heuristic: the certificate is against work over workers
+and the heaviest unit.
 """
 
 from __future__ import annotations
