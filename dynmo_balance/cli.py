@@ -9,9 +9,12 @@ import typer
 
 from .commands.compare import compare
 from .commands.explain import explain
+from .commands.export import export
 from .commands.partition import partition
 from .commands.profile import app as profile
+from .commands.repack import repack
 from .commands.replay import replay
+from .commands.report import report
 from .commands.simulate import simulate
 from .commands.verify import verify
 from .commands.watch import watch
@@ -29,7 +32,10 @@ app.command()(partition)
 app.command()(compare)
 app.command()(simulate)
 app.command("what-if")(what_if)
+app.command()(export)
+app.command()(repack)
 app.command()(replay)
+app.command()(report)
 app.command()(explain)
 app.command()(verify)
 app.command()(watch)

@@ -19,6 +19,8 @@ class Balancer(StrEnum):
     TIME = "time"
     PARAMETERS = "parameters"
     UNIFORM = "uniform"
+    DEEPSPEED = "deepspeed"
+    DIFFUSION = "diffusion"
 
 
 class Schedule(StrEnum):
@@ -35,6 +37,24 @@ class Granularity(StrEnum):
 
     LAYER = "layer"
     SUBLAYER = "sublayer"
+
+
+class ScheduleOrAuto(StrEnum):
+    """The schedules, or a search over them."""
+
+    GPIPE = "gpipe"
+    ONE_F_ONE_B = "1f1b"
+    INTERLEAVED = "interleaved-1f1b"
+    ZERO_BUBBLE = "zero-bubble"
+    AUTO = "auto"
+
+
+class GranularityOrAuto(StrEnum):
+    """Where a plan may cut, or a search over both."""
+
+    LAYER = "layer"
+    SUBLAYER = "sublayer"
+    AUTO = "auto"
 
 
 class Objective(StrEnum):
@@ -74,6 +94,24 @@ class Technique(StrEnum):
     SPARSE_ATTENTION = "sparse-attention"
 
 
+class Target(StrEnum):
+    """Frameworks that a plan can be exported to."""
+
+    MEGATRON = "megatron"
+    TORCHTITAN = "torchtitan"
+    DEEPSPEED = "deepspeed"
+    TORCH_CSV = "torch-csv"
+    VLLM = "vllm"
+
+
+class Transfers(StrEnum):
+    """What a transfer keeps busy."""
+
+    OVERLAPPED = "overlapped"
+    SERIAL = "serial"
+    BLOCKING = "blocking"
+
+
 SourceArgument = Annotated[Path, typer.Argument(help="A profile.jsonl, or the run directory that holds one.")]
 FormatOption = Annotated[Format, typer.Option("--format", help="Report for a person or for a program.")]
 StagesOption = Annotated[
@@ -92,7 +130,8 @@ BalancerOption = Annotated[
     typer.Option(
         "--balancer",
         help="exact: provably least bottleneck under all constraints; time and parameters: the same solver on measured"
-        " time or parameter counts, without memory and speeds; uniform: Megatron's static split.",
+        " time or parameter counts, without memory and speeds; uniform: Megatron's static split; deepspeed: what"
+        " DeepSpeed would do; diffusion: neighbours even out in turn, to a local equilibrium.",
     ),
 ]
 ObjectiveOption = Annotated[

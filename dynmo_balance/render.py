@@ -7,7 +7,8 @@ from dataclasses import asdict
 from itertools import pairwise
 from typing import Any
 
-from .console import emit, emit_table, human_bytes
+from .auto import Search
+from .console import emit, emit_table, human_bytes, say
 from .planning import Proposal
 from .problem import Problem
 from .simulate import Timeline
@@ -70,6 +71,22 @@ def show_proposal(proposal: Proposal, static_step_ns: int) -> None:
             f"{len(moved.moves)} items move, {human_bytes(moved.bytes)}, at most {human_bytes(moved.max_link_bytes)}"
             f" on a link, pause about {milliseconds(moved.pause_ns, 0)} ms"
         )
+
+
+def say_search(found: Search, shown: int = 8) -> None:
+    """The best of a search on stderr, and how far it is from what nothing can beat."""
+    bounds = found.bounds
+    for candidate in (found.best, *found.others[: shown - 1]):
+        say(
+            f"{candidate.label}: step {milliseconds(candidate.timeline.step_ns, 2)} ms,"
+            f" {candidate.timeline.step_ns / bounds.step_ns:.3f} x the bound"
+        )
+    say(
+        f"bound {milliseconds(bounds.step_ns, 2)} ms: work over workers {milliseconds(bounds.work_ns, 2)}, heaviest"
+        f" unit {milliseconds(bounds.unit_ns, 2)}, path {milliseconds(bounds.path_ns, 2)}"
+    )
+    if found.assumed_split:
+        say("the profile does not split the backward: half of it is taken for the weight gradient")
 
 
 def show_rows(rows: Sequence[Row], keep: float) -> None:

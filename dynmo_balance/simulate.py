@@ -4,7 +4,9 @@ Each worker does its operations in the order of the schedule; an operation start
 needs has arrived:
 
 * ``F(s, m)`` needs ``F(s-1, m)``; ``B(s, m)`` needs ``F(s, m)`` and ``B(s+1, m)``; ``W(s, m)`` needs ``I(s, m)``;
-* between two workers a tensor takes latency plus bytes over bandwidth, during which both workers go on;
+* between two workers a tensor takes latency plus bytes over bandwidth. ``overlapped``: both workers go on meanwhile;
+  ``serial``: so they do, but a link carries one tensor at a time in each direction; ``blocking``: the sender waits
+  until it is sent, and the receiver does nothing else while it comes in;
 * stages wholly in the frozen front have no backward and are sent no gradient.
 
 All times are integer nanoseconds, so that closed forms hold exactly.
@@ -14,12 +16,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 from itertools import pairwise
 from typing import NamedTuple
 
 from .errors import UsageError
 from .problem import Problem
-from .schedules import Kind, Order, order_of
+from .schedules import Kind, Operation, Order, order_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,20 +101,95 @@ def stage_costs(problem: Problem, boundaries: Sequence[int]) -> tuple[StageCosts
     return tuple(result)
 
 
-def run(order: Order, stages: Sequence[StageCosts], overhead_ns: int = 0) -> Timeline:
+class Communication(StrEnum):
+    """What a transfer keeps busy: nothing, its link, or both workers."""
+
+    OVERLAPPED = "overlapped"
+    SERIAL = "serial"
+    BLOCKING = "blocking"
+
+
+class _Arrivals:
+    """When the outputs of operations are there for those that need them; negative while they are not known."""
+
+    def __init__(
+        self, stages: Sequence[StageCosts], microbatches: int, workers: int, communication: Communication
+    ) -> None:
+        self._stages = stages
+        self._serial = communication is Communication.SERIAL
+        self.wait = communication is Communication.BLOCKING
+        self._forward = [[-1] * microbatches for _ in range(len(stages) + 1)]
+        self._gradient = [[-1] * microbatches for _ in range(len(stages) + 1)]
+        self._own = [[-1] * microbatches for _ in stages]
+        self._input_done = [[-1] * microbatches for _ in stages]
+        self._workers = workers
+        self._link_free = {1: [0] * workers, -1: [0] * workers}
+        self._forward[0] = [0] * microbatches
+
+    def ready(self, stage: int, kind: Kind, microbatch: int) -> int:
+        """When the operation has what it needs."""
+        if kind is Kind.FORWARD:
+            return self._forward[stage][microbatch]
+        if kind is Kind.BACKWARD_WEIGHT:
+            return self._input_done[stage][microbatch]
+        if stage == len(self._stages) - 1:
+            return self._own[stage][microbatch]
+        gradient, own = self._gradient[stage][microbatch], self._own[stage][microbatch]
+        return -1 if gradient < 0 or own < 0 else max(gradient, own)
+
+    def receive_ns(self, stage: int, kind: Kind) -> int:
+        """How long the worker is kept busy by what comes in for the operation."""
+        if not self.wait or kind is Kind.BACKWARD_WEIGHT:
+            return 0
+        if kind is Kind.FORWARD:
+            return self._stages[stage - 1].send_ns if stage else 0
+        return self._stages[stage].send_ns
+
+    def finish(self, stage: int, kind: Kind, microbatch: int, end: int) -> int:
+        """Note that the operation ended, send what it made, and return when its worker is free again."""
+        if kind is Kind.BACKWARD_WEIGHT:
+            return end
+        if kind is Kind.FORWARD:
+            self._own[stage][microbatch] = end
+            if stage == len(self._stages) - 1:
+                return end
+            self._forward[stage + 1][microbatch], free = self._send(stage, 1, self._stages[stage].send_ns, end)
+            return free
+        self._input_done[stage][microbatch] = end
+        if stage == 0 or not self._stages[stage - 1].has_backward:
+            return end
+        self._gradient[stage - 1][microbatch], free = self._send(stage, -1, self._stages[stage - 1].send_ns, end)
+        return free
+
+    def _send(self, stage: int, direction: int, send_ns: int, end: int) -> tuple[int, int]:
+        """When the tensor is there (blocking: when it is offered), and when the sender is free."""
+        if self.wait:
+            return end, end + send_ns
+        links, at = self._link_free[direction], stage % self._workers
+        start = max(end, links[at]) if self._serial and send_ns else end
+        links[at] = start + send_ns
+        return start + send_ns, end
+
+
+def run(
+    order: Order,
+    stages: Sequence[StageCosts],
+    overhead_ns: int = 0,
+    communication: Communication = Communication.OVERLAPPED,
+) -> Timeline:
     """Simulate one step.
 
     Args:
         order: the operations of each worker.
         stages: the costs of each stage.
         overhead_ns: added to every operation.
+        communication: what transfers keep busy.
 
     Raises:
         UsageError: the order waits for itself.
     """
     microbatches = 1 + max((op.microbatch for operations in order for op in operations), default=0)
-    forward = [[-1] * microbatches for _ in stages]
-    backward = [[-1] * microbatches for _ in stages]
+    arrivals = _Arrivals(stages, microbatches, len(order), communication)
     worker_of = {op.stage: worker for worker, operations in enumerate(order) for op in operations}
     done = [0] * len(order)
     clock = [0] * len(order)
@@ -126,22 +204,15 @@ def run(order: Order, stages: Sequence[StageCosts], overhead_ns: int = 0) -> Tim
             if kind is not Kind.FORWARD and not cost.has_backward:
                 done[worker] += 1
                 continue
-            ready = _ready(stages, forward, backward, stage, kind, microbatch)
+            ready = arrivals.ready(stage, kind, microbatch)
             if ready < 0:
                 break
-            start = max(clock[worker], ready)
+            start = max(clock[worker], ready) + arrivals.receive_ns(stage, kind)
             end = start + overhead_ns + _duration(cost, kind)
-            clock[worker] = end
+            clock[worker] = arrivals.finish(stage, kind, microbatch, end)
             done[worker] += 1
             spans[worker].append(Span(stage, kind, microbatch, start, end))
-            if kind is Kind.FORWARD:
-                forward[stage][microbatch] = end
-                neighbour = stage + 1
-            else:
-                if kind is not Kind.BACKWARD_WEIGHT:
-                    backward[stage][microbatch] = end
-                neighbour = stage - 1
-            other = worker_of.get(neighbour, worker)
+            other = worker_of.get(stage + 1 if kind is Kind.FORWARD else stage - 1, worker)
             if other != worker:
                 waiting.append(other)
     stuck = [worker for worker, operations in enumerate(order) if done[worker] < len(operations)]
@@ -149,35 +220,11 @@ def run(order: Order, stages: Sequence[StageCosts], overhead_ns: int = 0) -> Tim
         operation = order[stuck[0]][done[stuck[0]]]
         raise UsageError(f"the order of operations waits for itself: worker {stuck[0]} never gets to {operation}")
     return Timeline(
-        step_ns=max(clock, default=0),
+        step_ns=max((row[-1].end_ns for row in spans if row), default=0),
         busy_ns=tuple(sum(span.end_ns - span.start_ns for span in row) for row in spans),
-        peak_memory_bytes=_peak_memory(order, stages),
+        peak_memory_bytes=tuple(max((held for _, held in curve), default=0) for curve in memory_curves(order, stages)),
         spans=tuple(tuple(row) for row in spans),
     )
-
-
-def _ready(
-    stages: Sequence[StageCosts],
-    forward: Sequence[Sequence[int]],
-    backward: Sequence[Sequence[int]],
-    stage: int,
-    kind: Kind,
-    microbatch: int,
-) -> int:
-    """When what the operation needs has arrived; negative while it is not known."""
-    if kind is Kind.FORWARD:
-        if stage == 0:
-            return 0
-        sent = forward[stage - 1][microbatch]
-        return sent + stages[stage - 1].send_ns if sent >= 0 else -1
-    if kind is Kind.BACKWARD_WEIGHT:
-        return backward[stage][microbatch]
-    if stage == len(stages) - 1:
-        return forward[stage][microbatch]
-    sent = backward[stage + 1][microbatch]
-    if sent < 0 or forward[stage][microbatch] < 0:
-        return -1
-    return max(sent + stages[stage].send_ns, forward[stage][microbatch])
 
 
 def _duration(cost: StageCosts, kind: Kind) -> int:
@@ -190,23 +237,34 @@ def _duration(cost: StageCosts, kind: Kind) -> int:
     return cost.backward_input_ns + cost.backward_weight_ns
 
 
-def _peak_memory(order: Order, stages: Sequence[StageCosts]) -> tuple[int, ...]:
-    """Static memory plus the most activations held at once, from the order of operations."""
+def memory_curves(order: Order, stages: Sequence[StageCosts]) -> tuple[tuple[tuple[Operation, int], ...], ...]:
+    """For each worker the memory held during each of its operations, from the order of operations alone.
+
+    Static memory plus the activations between their forward and their last backward; a stage without a backward keeps
+    none.
+    """
     result = []
     for operations in order:
         held = sum(stages[stage].static_bytes for stage in {op.stage for op in operations})
-        peak = held
-        for stage, kind, _ in operations:
+        curve = []
+        for operation in operations:
+            stage, kind, _ = operation
+            kept = stages[stage].activation_bytes if stages[stage].has_backward else 0
             if kind is Kind.FORWARD:
-                held += stages[stage].activation_bytes
-                peak = max(peak, held)
-            elif kind is not Kind.BACKWARD_INPUT:
-                held -= stages[stage].activation_bytes
-        result.append(peak)
+                held += kept
+            curve.append((operation, held))
+            if kind in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT):
+                held -= kept
+        result.append(tuple(curve))
     return tuple(result)
 
 
-def predict(problem: Problem, boundaries: Sequence[int], overhead_ns: int = 0) -> Timeline:
+def predict(
+    problem: Problem,
+    boundaries: Sequence[int],
+    overhead_ns: int = 0,
+    communication: Communication = Communication.OVERLAPPED,
+) -> Timeline:
     """Simulate one step of a partition under the problem's schedule."""
     order = order_of(problem.schedule, len(problem.places), problem.virtual_stages, problem.microbatches)
-    return run(order, stage_costs(problem, boundaries), overhead_ns)
+    return run(order, stage_costs(problem, boundaries), overhead_ns, communication)

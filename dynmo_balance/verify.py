@@ -74,10 +74,13 @@ def _predicted_faults(plan: Plan, problem: Problem) -> list[Fault]:
         return []
     timeline = predict(problem, plan.boundaries)
     costs = stage_costs(problem, plan.boundaries)
-    bottleneck = max(c.forward_ns + c.backward_input_ns + c.backward_weight_ns for c in costs)
-    # Forward and backward are rounded apart on workers that are not of normal speed: two nanoseconds at most.
+    workers = [0] * len(problem.places)
+    for stage, cost in enumerate(costs):
+        workers[stage % len(workers)] += cost.forward_ns + cost.backward_input_ns + cost.backward_weight_ns
+    bottleneck = max(workers)
+    # Forward and backward are rounded apart on workers that are not of normal speed: two nanoseconds a stage.
     checks = [
-        ("bottleneck_ns", predicted.bottleneck_ns, bottleneck, 2),
+        ("bottleneck_ns", predicted.bottleneck_ns, bottleneck, 2 * problem.virtual_stages),
         ("step_ns", predicted.step_ns, timeline.step_ns, 0),
         ("busy_ns", predicted.busy_ns, timeline.busy_ns, 0),
         ("peak_memory_bytes", predicted.peak_memory_bytes, timeline.peak_memory_bytes, 0),

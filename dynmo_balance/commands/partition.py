@@ -15,7 +15,7 @@ from ..options import (
     DeviceOption,
     DtypeOption,
     FormatOption,
-    GranularityOption,
+    GranularityOrAuto,
     MemoryOption,
     MicrobatchesOption,
     MinLayersOption,
@@ -23,7 +23,7 @@ from ..options import (
     ObjectiveOption,
     PinOption,
     ProblemOptions,
-    ScheduleOption,
+    ScheduleOrAuto,
     SourceArgument,
     StagesOption,
     VirtualOption,
@@ -35,11 +35,17 @@ def partition(
     source: SourceArgument,
     stages: StagesOption = None,
     microbatches: MicrobatchesOption = None,
-    schedule: ScheduleOption = None,
+    schedule: Annotated[
+        ScheduleOrAuto | None,
+        typer.Option(help="auto: search schedules and virtual stages too. Default: as in the profile."),
+    ] = None,
     virtual_stages: VirtualOption = None,
     balancer: BalancerOption = Balancer.EXACT,
     objective: ObjectiveOption = Objective.AUTO,
-    granularity: GranularityOption = None,
+    granularity: Annotated[
+        GranularityOrAuto | None,
+        typer.Option(help="Where to cut; auto: search both. Default: as in the profile."),
+    ] = None,
     memory: MemoryOption = None,
     min_layers: MinLayersOption = 1,
     pin: PinOption = None,
@@ -58,13 +64,15 @@ def partition(
 
     Exits 3 when no partition obeys the constraints, and says which limit cannot be met.
     """
+    from ..auto import search
     from ..devices import load_device
     from ..formats._document import encode_json, write_whole
     from ..formats.plan import header_problems, read_plan, to_document
     from ..partition import uniform
-    from ..planning import propose, to_plan
+    from ..planning import present, propose, to_plan
     from ..question import make_problem
-    from ..render import show_proposal
+    from ..render import say_search, show_proposal
+    from ..schedules import SCHEDULES
     from ..simulate import predict
     from ..source import load
     from ._documents import refuse
@@ -82,16 +90,29 @@ def partition(
     options = ProblemOptions(
         stages=stages,
         microbatches=microbatches,
-        schedule=schedule,
+        schedule=None if schedule is ScheduleOrAuto.AUTO else schedule,
         virtual_stages=virtual_stages,
-        granularity=granularity,
+        granularity=None if granularity is GranularityOrAuto.AUTO else granularity,
         memory=memory,
         min_layers=min_layers,
         pins=tuple(pin or ()),
     )
     problem = make_problem(loaded, options, base)
     owner = None if base is None else base.owner
-    proposal = propose(problem, balancer, objective=objective, owner=owner)
+    if schedule is ScheduleOrAuto.AUTO or granularity is GranularityOrAuto.AUTO:
+        found = search(
+            loaded.header,
+            problem,
+            tuple(SCHEDULES) if schedule is ScheduleOrAuto.AUTO else (problem.schedule,),
+            ("layer", "sublayer")
+            if granularity is GranularityOrAuto.AUTO
+            else (granularity or loaded.header.granularity,),
+        )
+        say_search(found)
+        problem = found.best.problem
+        proposal = present(problem, found.best.solution, owner=owner)
+    else:
+        proposal = propose(problem, balancer, objective=objective, owner=owner)
     same_workers = base is not None and len(base.stages) == problem.num_stages
     base_step = predict(problem, base.boundaries).step_ns if base is not None and same_workers else None
     static = predict(problem, uniform.boundaries(problem)).step_ns

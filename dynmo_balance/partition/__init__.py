@@ -11,7 +11,7 @@ from itertools import pairwise
 
 from ..errors import UsageError
 from ..problem import Problem
-from . import by_weight, uniform
+from . import by_weight, deepspeed, diffusion, interleaved, uniform
 from .exact import Solution, solve
 
 __all__ = ["BALANCERS", "Solution", "balance", "bottleneck_ns", "certified", "solve"]
@@ -21,13 +21,18 @@ BALANCERS: Mapping[str, Callable[[Problem], tuple[int, ...]]] = {
     "time": by_weight.by_time,
     "parameters": by_weight.by_parameters,
     "uniform": uniform.boundaries,
+    "deepspeed": deepspeed.boundaries,
+    "diffusion": diffusion.boundaries,
 }
 
 
 def bottleneck_ns(problem: Problem, boundaries: tuple[int, ...]) -> int:
-    """The time of the slowest stage in a microbatch."""
+    """The time of the slowest worker in a microbatch, over all its stages."""
     work = problem.chain.work_ns
-    return max(problem.place(s).time_ns(sum(work[a:b])) for s, (a, b) in enumerate(pairwise(boundaries)))
+    times = [0] * len(problem.places)
+    for stage, (begin, end) in enumerate(pairwise(boundaries)):
+        times[stage % len(times)] += problem.place(stage).time_ns(sum(work[begin:end]))
+    return max(times)
 
 
 def balance(problem: Problem, balancer: str) -> Solution:
@@ -40,8 +45,10 @@ def balance(problem: Problem, balancer: str) -> Solution:
     if balancer not in BALANCERS:
         raise UsageError(f"unknown balancer {balancer!r}; there are {', '.join(BALANCERS)}")
     best = solve(problem)
-    if balancer == "exact":
+    if balancer == "exact" and problem.virtual_stages == 1:
         return best
+    if balancer == "exact":
+        return certified(problem, interleaved.improve(problem, best.boundaries), best)
     return certified(problem, BALANCERS[balancer](problem), best)
 
 

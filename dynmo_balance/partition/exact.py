@@ -14,7 +14,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from ..costs import SPEED_UNIT
@@ -290,13 +290,13 @@ def solve(problem: Problem, weights: Sequence[int] | None = None) -> Solution:
         cuts = least_migration(limits, bottleneck, *_holdings(problem))
     begin, end = blocking_run(limits, bottleneck)
     # Interleaved, a worker's load is the sum of its stages: the chain's bound is not that of the workers.
-    bound = bottleneck if problem.virtual_stages == 1 else _start(limits)
+    bound = bottleneck if problem.virtual_stages == 1 else _start(replace(limits, places=problem.places))
     return Solution(
         boundaries=tuple(positions[cut] for cut in cuts),
         bottleneck_ns=bottleneck,
         lower_bound_ns=bound,
         optimal=bound == bottleneck,
-        blocking=(positions[begin], positions[end]) if bound == bottleneck else (0, 0),
+        blocking=(positions[begin], positions[end]) if problem.virtual_stages == 1 else (0, 0),
     )
 
 

@@ -11,7 +11,8 @@ from dataclasses import replace
 
 from ..problem import Problem
 from ..simulate import predict
-from .exact import Solution, bottleneck_of
+from .exact import Solution
+from .interleaved import worker_times
 from .limits import Limits, make_limits
 
 MAX_ROUNDS = 200
@@ -44,7 +45,7 @@ def polish(problem: Problem, solution: Solution) -> Solution:
         if found[0] >= best:
             break
         best, cuts = found
-    bottleneck = bottleneck_of(limits, cuts)
+    bottleneck = max(worker_times(limits, cuts, len(problem.places)))
     return replace(
         solution,
         boundaries=tuple(positions[cut] for cut in cuts),

@@ -307,3 +307,68 @@ def test_a_pin_to_no_stage(plan):
     code, _, err = plan("partition", EVENTS, "--pin", "head:7")
     assert code == 2
     assert "there are stages 0 to 1" in err
+
+
+def test_repack_names_the_workers_to_release(plan, tmp_path):
+    output = tmp_path / "plan.json"
+    code, out, _ = plan("repack", EVENTS, "--stages", "4", "--reference", "static", "-o", output)
+    assert code == 0
+    document = json.loads(output.read_text())
+    assert document["released_workers"] == [2, 3]
+    assert "release workers 2, 3" in out
+    assert [stage["worker"] for stage in document["stages"]] == [0, 1]
+
+
+def test_repack_without_a_worker_to_spare_exits_4(plan):
+    code, out, err = plan("repack", EVENTS, "--keep", "1.0")
+    assert (code, out) == (4, "")
+    assert "all 2 workers are needed to keep 100% of the throughput" in err
+    assert plan("repack", EVENTS, "--reference", "mine")[0] == 2
+
+
+def test_replay_compares_policies_with_hindsight(plan):
+    code, out, _ = plan("replay", CONTRACTS / "profile/valid/steps.jsonl", "--format", "json", "--every", "1")
+    rows = {row["policy"]: row for row in json.loads(out)}
+    assert code == 0
+    assert set(rows) == {*POLICIES, "offline optimum"}
+    assert rows["never"]["moves"] == 0
+    assert rows["offline optimum"]["ratio"] == 1
+    assert plan("replay", CONTRACTS / "profile/valid/header-only.jsonl")[0] == 2
+
+
+def test_export_and_pictures(plan, tmp_path):
+    move = CONTRACTS / "plan/valid/move.json"
+    assert plan("export", move, "--profile", EVENTS, "--to", "vllm") == (0, "VLLM_PP_LAYER_PARTITION=3,1\n", "")
+    code, out, _ = plan("simulate", EVENTS, "--svg", tmp_path / "a.svg", "--trace", tmp_path / "a.json")
+    assert code == 0
+    assert (tmp_path / "a.svg").read_text().startswith("<svg")
+    assert json.loads((tmp_path / "a.json").read_text())["traceEvents"]
+    assert "with reductions and the optimizer" in out
+
+
+def test_slower_communication_takes_longer(plan):
+    def step(*options):
+        return json.loads(plan("simulate", EVENTS, "--format", "json", *options)[1])
+
+    free = step()["step_ns"]
+    assert step("--transfers", "blocking")["step_ns"] > free
+    assert step("--optimizer-gbps", "1")["step_with_tail_ns"] > free
+
+
+def test_partition_searches_schedule_and_granularity(plan, tmp_path):
+    output = tmp_path / "plan.json"
+    code, _, err = plan("partition", EVENTS, "--schedule", "auto", "--granularity", "auto", "-o", output)
+    assert code == 0
+    assert "x the bound" in err
+    assert "half of it is taken for the weight gradient" in err
+    auto = json.loads(output.read_text())["predicted"]["step_ns"]
+    alone = json.loads(plan("partition", EVENTS, "--format", "json")[1])["predicted"]["step_ns"]
+    assert auto < alone
+
+
+def test_interleaved_plans_verify(plan, tmp_path):
+    output = tmp_path / "plan.json"
+    options = ("--schedule", "interleaved-1f1b", "--virtual-stages", "2", "--objective", "bottleneck")
+    assert plan("partition", EVENTS, *options, "-o", output)[0] == 0
+    assert len(json.loads(output.read_text())["stages"]) == 4
+    assert plan("verify", output, "--profile", EVENTS)[0] == 0

@@ -76,8 +76,8 @@ def check_against_brute_force(problem):
 
 
 def test_equals_brute_force(rng, chain_factory, problem_factory):
-    solved = sum(check_against_brute_force(random_problem(rng, chain_factory, problem_factory)) for _ in range(3000))
-    assert 1000 < solved < 2900  # both feasible and infeasible problems came up
+    solved = sum(check_against_brute_force(random_problem(rng, chain_factory, problem_factory)) for _ in range(1000))
+    assert 300 < solved < 950  # both feasible and infeasible problems came up
 
 
 @settings(max_examples=200, deadline=None)
@@ -101,7 +101,7 @@ def kept_bytes(problem, boundaries):
 
 
 def test_ties_go_to_the_least_migration(rng, chain_factory, problem_factory):
-    for _ in range(1500):
+    for _ in range(500):
         problem = random_problem(rng, chain_factory, problem_factory)
         limits = make_limits(problem)
         if brute_force(problem) is None or limits.stages * limits.min_units > limits.units:

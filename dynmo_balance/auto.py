@@ -1,0 +1,123 @@
+"""Schedule, virtual stages, granularity and partition searched together for the least simulated step.
+
+Every schedule is tried with one to four stages a worker, at layer and at sub-layer granularity, with the exact (or,
+with several stages a worker, the interleaved) partition; what does not fit the memory is left out. The best few
+are then polished against the simulation. The answer is measured against ``bounds``, which hold for any schedule.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from .bounds import Bounds, bounds_of
+from .costs import ItemCosts
+from .errors import DynmoError
+from .formats.profile import Header
+from .partition import Solution, balance
+from .partition.polish import polish
+from .planning import chain_of
+from .problem import InfeasibleError, Problem
+from .simulate import Timeline, predict
+
+VIRTUAL_STAGES = (1, 2, 3, 4)
+POLISHED = 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class Candidate:
+    """One way to run the step."""
+
+    granularity: str
+    problem: Problem
+    solution: Solution
+    timeline: Timeline
+
+    @property
+    def label(self) -> str:
+        """In short."""
+        return f"{self.problem.schedule}, {self.problem.virtual_stages} stages a worker, {self.granularity}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Search:
+    """The best candidate, all others from best to worst, and the bounds at the finest granularity searched."""
+
+    best: Candidate
+    others: tuple[Candidate, ...]
+    bounds: Bounds
+    assumed_split: bool
+
+
+def split_in_half(costs: ItemCosts) -> ItemCosts:
+    """Costs whose backward was measured whole, with half of it taken for the weight gradient."""
+    halves = [backward // 2 for backward in costs.backward_input_ns]
+    rest = tuple(b - h for b, h in zip(costs.backward_input_ns, halves, strict=True))
+    return replace(costs, backward_input_ns=rest, backward_weight_ns=tuple(halves), split=True)
+
+
+def _virtual_stages(schedule: str) -> tuple[int, ...]:
+    if schedule in ("gpipe", "1f1b"):
+        return (1,)
+    return VIRTUAL_STAGES if schedule == "zero-bubble" else VIRTUAL_STAGES[1:]
+
+
+def _problems(
+    header: Header, problem: Problem, schedules: tuple[str, ...], granularities: tuple[str, ...]
+) -> list[tuple[str, Problem]]:
+    found: list[tuple[str, Problem]] = []
+    seen: set[tuple[int, ...]] = set()
+    for granularity in granularities:
+        chain = chain_of(header, problem.chain.costs, granularity)
+        if chain.cuts in seen:
+            continue
+        seen.add(chain.cuts)
+        found.extend(
+            (granularity, replace(problem, chain=chain, schedule=schedule, virtual_stages=virtual, current=None))
+            for schedule in schedules
+            for virtual in VIRTUAL_STAGES
+            if virtual in _virtual_stages(schedule)
+        )
+    return found
+
+
+def _fits(problem: Problem, timeline: Timeline) -> bool:
+    return all(
+        place.memory_bytes is None or peak <= place.memory_bytes
+        for place, peak in zip(problem.places, timeline.peak_memory_bytes, strict=True)
+    )
+
+
+def search(header: Header, problem: Problem, schedules: tuple[str, ...], granularities: tuple[str, ...]) -> Search:
+    """The least simulated step; raises ``InfeasibleError`` where nothing fits."""
+    assumed = not problem.chain.costs.split and "zero-bubble" in schedules
+    if assumed:
+        problem = replace(problem, chain=replace(problem.chain, costs=split_in_half(problem.chain.costs)))
+    found = []
+    reasons = []
+    for granularity, trial in _problems(header, problem, schedules, granularities):
+        try:
+            solution = balance(trial, "exact")
+            timeline = predict(trial, solution.boundaries)
+        except DynmoError as error:
+            reasons.append(str(error))
+            continue
+        if _fits(trial, timeline):
+            found.append(Candidate(granularity=granularity, problem=trial, solution=solution, timeline=timeline))
+        else:
+            reasons.append(f"{trial.schedule} needs more memory than a worker has")
+    if not found:
+        raise InfeasibleError(f"no schedule has a feasible partition; the first reason: {reasons[0]}")
+    found.sort(key=lambda candidate: candidate.timeline.step_ns)
+    for at, candidate in enumerate(found[:POLISHED]):
+        better = polish(candidate.problem, candidate.solution)
+        timeline = predict(candidate.problem, better.boundaries)
+        if _fits(candidate.problem, timeline):
+            found[at] = replace(candidate, solution=better, timeline=timeline)
+    found.sort(key=lambda candidate: candidate.timeline.step_ns)
+    finest = chain_of(header, problem.chain.costs, granularities[-1])
+    return Search(
+        best=found[0],
+        others=tuple(found[1:]),
+        bounds=bounds_of(replace(problem, chain=finest)),
+        assumed_split=assumed,
+    )

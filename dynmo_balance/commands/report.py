@@ -1,0 +1,35 @@
+"""``dynmo-plan report``: a run as one HTML file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ..console import say
+from ..options import ProblemOptions
+
+
+def report(
+    run: Annotated[Path, typer.Argument(help="The run directory.")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="The HTML file to write.")] = Path("report.html"),
+    window: Annotated[int, typer.Option(min=1, help="Steps before and after a move to compare.")] = 8,
+) -> None:
+    """One self-contained HTML file: steps, stage loads, every plan and move, timelines, predicted against measured."""
+    from ..errors import UsageError
+    from ..formats._document import write_whole
+    from ..history import history_of
+    from ..question import make_problem
+    from ..report import html
+    from ..source import load
+
+    history = history_of(run, window)
+    try:
+        loaded = load(run, window=window)
+        problem = make_problem(loaded, ProblemOptions())
+    except UsageError as error:
+        say(f"without timelines: {error}")
+        problem = None
+    write_whole(output, html(history, problem).encode())
+    say(f"wrote {output}: {len(history.steps)} steps, {len(history.stories)} plans, {len(history.moves)} moves")

@@ -1,0 +1,78 @@
+"""The exact balancer: against brute force on many random cases, and its time on large ones.
+
+python tests/benchmarks/plan_exact.py [--cases 100000]
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import random
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from types import ModuleType
+
+from dynmo_balance.console import emit
+from dynmo_balance.partition.exact import solve
+from dynmo_balance.problem import Problem
+
+UNIT = Path(__file__).parents[1] / "unit" / "plan"
+
+
+def module(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, UNIT / f"{name}.py")
+    if spec is None or spec.loader is None:
+        raise FileNotFoundError(name)
+    found = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(found)
+    return found
+
+
+def best_ms(call: Callable[[], object], repetitions: int) -> float:
+    times = []
+    for _ in range(repetitions):
+        started = time.perf_counter()
+        call()
+        times.append(time.perf_counter() - started)
+    return 1e3 * min(times)
+
+
+def large(layers: int, stages: int, make: ModuleType) -> None:
+    rng = random.Random(layers)
+    work = [rng.randint(10**6, 5 * 10**6) for _ in range(layers)]
+    sizes = [rng.randint(10**6, 2 * 10**6) for _ in range(layers)]
+    chain = make.make_chain(work, sizes=sizes, activation=[1000] * layers)
+    plain = make.make_problem(chain, stages)
+    speeds = [rng.choice([900_000, 1_000_000, 1_100_000]) for _ in range(stages)]
+    memory = [2 * 10**6 * layers // stages + 10**6] * stages
+    limited = make.make_problem(chain, stages, speeds=speeds, memory=memory)
+    solution = solve(plain)
+    drifted = make.make_chain([round(w * rng.uniform(0.95, 1.05)) for w in work], sizes=sizes)
+    moving: Problem = replace(make.make_problem(drifted, stages), current=tuple(pairwise(solution.boundaries)))
+    rows = [("plain", plain), ("memory and speeds", limited), ("least migration", moving)]
+    for label, problem in rows:
+        emit(f"| {layers} | {stages} | {label} | {best_ms(lambda p=problem: solve(p), 5):.2f} |")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cases", type=int, default=100_000)
+    options = parser.parse_args()
+    make, tests = module("conftest"), module("test_exact")
+    emit("| layers | stages | constraints | ms, best of 5, whole solve with certificate |")
+    emit("|---|---|---|---|")
+    for layers, stages in ((1000, 128), (100_000, 4096)):
+        large(layers, stages, make)
+    rng = random.Random(1)
+    solved = 0
+    for _ in range(options.cases):
+        problem = tests.random_problem(rng, make.make_chain, make.make_problem)
+        solved += tests.check_against_brute_force(problem)
+    emit(f"{options.cases} random cases equal brute force, {solved} of them feasible")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,90 @@
+"""The balancers that are not exact, and re-packing."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+
+from dynmo_balance.errors import UsageError
+from dynmo_balance.partition import BALANCERS, balance, bottleneck_ns, deepspeed, diffusion, uniform
+from dynmo_balance.partition.exact import solve
+from dynmo_balance.problem import Place
+from dynmo_balance.repack import on_fewer, packings
+from dynmo_balance.simulate import predict
+
+
+def with_ends(chain):
+    items = list(chain.items)
+    items[0], items[-1] = replace(items[0], kind="embedding"), replace(items[-1], kind="head")
+    return replace(chain, items=tuple(items))
+
+
+def test_uniform_is_megatrons_split(chain_factory, problem_factory):
+    chain = with_ends(chain_factory([1] * 10))
+    assert uniform.boundaries(problem_factory(chain, 4)) == (0, 3, 5, 7, 10)
+    assert uniform.boundaries(problem_factory(chain, 3)) == (0, 3, 6, 10)
+
+
+def test_deepspeeds_objective_misses_the_bottleneck(chain_factory, problem_factory):
+    problem = problem_factory(chain_factory([15, 5, 4, 7, 2, 13, 20, 2, 7]), 4)
+    assert bottleneck_ns(problem, deepspeed.boundaries(problem)) == 29
+    assert solve(problem).bottleneck_ns == 24
+
+
+def test_no_balancer_beats_exact_and_all_keep_the_order(rng, chain_factory, problem_factory):
+    for _ in range(200):
+        n, stages = rng.randint(4, 14), rng.randint(1, 4)
+        chain = with_ends(chain_factory([rng.randint(1, 50) for _ in range(n)], sizes=[rng.randint(1, 9)] * n))
+        problem = problem_factory(chain, stages)
+        best = solve(problem).bottleneck_ns
+        for name in BALANCERS:
+            solution = balance(problem, name)
+            assert solution.boundaries[0] == 0
+            assert solution.boundaries[-1] == n
+            assert all(a <= b for a, b in pairwise(solution.boundaries))
+            assert solution.bottleneck_ns >= best
+            assert solution.optimal == (solution.bottleneck_ns == best)
+
+
+def test_diffusion_ends_where_no_pair_can_improve(rng, chain_factory, problem_factory):
+    for _ in range(100):
+        problem = problem_factory(chain_factory([rng.randint(1, 50) for _ in range(20)]), 5)
+        boundaries, rounds = diffusion.rounds(problem)
+        work = problem.chain.work_ns
+        assert rounds < 50
+        for left in range(4):
+            begin, middle, end = boundaries[left : left + 3]
+            best = min(max(sum(work[begin:at]), sum(work[at:end])) for at in range(begin + 1, end))
+            assert max(sum(work[begin:middle]), sum(work[middle:end])) == best
+
+
+def test_diffusion_may_stop_short_of_the_optimum(chain_factory, problem_factory):
+    problem = problem_factory(chain_factory([4, 1, 4, 1, 4, 1, 1, 4]), 4, min_units=1)
+    assert bottleneck_ns(problem, diffusion.boundaries(problem)) >= solve(problem).bottleneck_ns
+
+
+def test_fewest_workers_by_trying_all(rng, chain_factory, problem_factory):
+    for _ in range(30):
+        chain = with_ends(chain_factory([rng.randint(1, 9) * 100 for _ in range(12)]))
+        problem = problem_factory(chain, 6, microbatches=12)
+        found = packings(problem, 0.9)
+        times = {}
+        for count in range(1, 7):
+            smaller = replace(problem, places=problem.places[:count])
+            times[count] = predict(smaller, solve(smaller).boundaries).step_ns
+        for packing, reference in ((found.balanced, found.balanced_step_ns), (found.static, found.static_step_ns)):
+            enough = [count for count in times if times[count] * 0.9 <= reference]
+            assert packing.workers == min(enough)
+            assert packing.kept >= 0.9
+
+
+def test_workers_that_cannot_be_released_stay(chain_factory, problem_factory):
+    problem = problem_factory(chain_factory([1] * 6), 3)
+    places = (Place(worker=0), Place(worker=1), Place(worker=2, releasable=False))
+    smaller = on_fewer(replace(problem, places=places), 1)
+    assert [place.worker for place in smaller.places] == [2]
+    held = tuple(replace(place, releasable=False) for place in places)
+    with pytest.raises(UsageError, match="3 workers cannot be released"):
+        on_fewer(replace(problem, places=held), 2)
