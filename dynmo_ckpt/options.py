@@ -28,6 +28,7 @@ class SourceKind(StrEnum):
     AUTO = "auto"
     NATIVE = "native"
     HF = "hf"
+    LEGACY = "legacy"
 
 
 class TargetKind(StrEnum):
@@ -42,7 +43,7 @@ Input = Annotated[
     typer.Argument(
         metavar="IN",
         help="A run directory, its checkpoints directory, or one step's directory; for convert and diff also a "
-        "Hugging Face directory.",
+        "Hugging Face or legacy Megatron directory.",
     ),
 ]
 Output = Annotated[Path, typer.Argument(metavar="OUT", help="The directory to write; appears whole or not at all.")]
@@ -50,7 +51,10 @@ Step = Annotated[
     int | None, typer.Option("--step", "--iteration", help="Step of a run directory; default: what LATEST names.")
 ]
 Source = Annotated[
-    SourceKind, typer.Option("--from", help="Format of IN; auto looks at the files (manifest.json, config.json).")
+    SourceKind,
+    typer.Option(
+        "--from", help="Format of IN; auto looks at the files. legacy: Megatron's mp_rank_*/model_optim_rng.pt."
+    ),
 ]
 Report = Annotated[Format, typer.Option("--format", help="text for people, json for programs.")]
 Jobs = Annotated[int, typer.Option(min=1, help="Threads that copy; each needs up to 64 MiB of memory.")]
@@ -73,6 +77,12 @@ Counts = Annotated[
     typer.Option("--partition", help="Layers of each stage, such as 7,5,8,4; default: as even as can be."),
 ]
 Atol = Annotated[float, typer.Option("--atol", min=0, help="Largest absolute difference that counts as equal.")]
+VocabSize = Annotated[
+    int | None, typer.Option(min=1, help="True vocabulary size of a legacy checkpoint that does not tell it.")
+]
+NumHeads = Annotated[
+    int | None, typer.Option("--num-attention-heads", min=1, help="Heads, only for a legacy checkpoint without args.")
+]
 VocabDivisor = Annotated[
     int, typer.Option(min=1, help="Pad the vocabulary of an imported model to a multiple of this many rows.")
 ]

@@ -4,7 +4,7 @@ import json
 import runpy
 import sys
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 
 import numpy as np
 import pytest
@@ -152,3 +152,69 @@ def test_an_input_of_no_known_format(run, tmp_path):
         "--step"
         in run("convert", tmp_path, tmp_path / "o", "--to", "native", "--from", "hf", "--step", 1, code=2).stderr
     )
+
+
+@pytest.fixture
+def legacy_save(monkeypatch):
+    """The writer of legacy checkpoints, with a module under Megatron's name for the enumeration that it pickles."""
+    legacy = runpy.run_path(str(Path(__file__).parents[1] / "unit" / "ckpt" / "legacy_build.py"))
+    for name in ("megatron", "megatron.core", "megatron.core.enums"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    sys.modules["megatron.core.enums"].ModelType = legacy["ModelType"]
+    return legacy["save"]
+
+
+def test_legacy_versions_give_the_bytes_of_the_native_export(run, native, legacy_save, tmp_path):
+    directory, m, p = native
+    run("convert", directory, tmp_path / "expected", "--to", "hf")
+    expected = (tmp_path / "expected" / "model.safetensors").read_bytes()
+    for version in (0, 1.0, 2.0, 3.0):
+        for tp, stages in ((1, None), (2, [1, 2]), (4, [2, 0, 1])):
+            name = f"v{version}-{tp}"
+            legacy_save(tmp_path / name, p, m, version=version, tp=tp, stages=stages)
+            run("convert", tmp_path / name, tmp_path / f"{name}-hf", "--to", "hf")
+            assert (tmp_path / f"{name}-hf" / "model.safetensors").read_bytes() == expected
+            assert "no tensor differs" in run("diff", tmp_path / name, directory).stdout
+
+
+def test_legacy_to_native(run, native, legacy_save, tmp_path):
+    directory, m, p = native
+    legacy_save(tmp_path / "legacy", p, m, version=0, tp=2, stages=[1, 2])
+    assert "300" in run("info", tmp_path / "legacy").stdout
+    run("convert", tmp_path / "legacy", tmp_path / "out", "--to", "native")
+    assert "ok" in run("verify", tmp_path / "out", "--against", directory).stdout
+    back = load_file(tmp_path / "out" / "model-p000-t00.safetensors")
+    assert all(np.array_equal(back[name], value) for name, value in p.items())
+    assert json.loads((tmp_path / "out" / "manifest.json").read_text())["step"] == 300
+
+
+def test_a_legacy_file_that_would_run_something_is_refused(run, native, legacy_save, tmp_path):
+    import os
+
+    import torch
+
+    class Evil:
+        def __reduce__(self):
+            return os.system, (f"touch {tmp_path / 'marker'}",)
+
+    _, m, p = native
+    iteration = legacy_save(tmp_path / "legacy", p, m)
+    torch.save({"model": {}, "args": Evil()}, iteration / "mp_rank_00" / "model_optim_rng.pt")
+    done = run("convert", tmp_path / "legacy", tmp_path / "out", "--to", "hf", code=3)
+    assert "system" in done.stderr
+    assert "model_optim_rng.pt" in done.stderr
+    assert not (tmp_path / "marker").exists()
+
+
+def test_a_legacy_file_altered_in_a_tensor_is_refused(run, native, legacy_save, tmp_path):
+    _, m, p = native
+    iteration = legacy_save(tmp_path / "legacy", p, m)
+    path = iteration / "mp_rank_00" / "model_optim_rng.pt"
+    payload = bytearray(path.read_bytes())
+    at = payload.index(p["layers.1.mlp.fc2.weight"].tobytes())
+    payload[at + 5] ^= 1
+    path.write_bytes(payload)
+    assert (
+        "the bytes were altered" in run("convert", tmp_path / "legacy", tmp_path / "out", "--to", "hf", code=4).stderr
+    )
+    assert not (tmp_path / "out").exists()
