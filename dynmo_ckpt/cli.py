@@ -213,17 +213,17 @@ def reshard(
 ) -> None:
     """Write a checkpoint of any topology for another one, in one pass, with masks and optimizer state."""
     from .actions import Settings
-    from .reshard import counted_partition, even_counts
+    from .reshard import counted_partition
 
     checkpoint = _open(source, options.SourceKind.NATIVE, step)
     layers, stages = checkpoint.manifest["model"]["num_layers"], pp * vpp
-    counts = even_counts(layers, stages) if partition is None else options.parse_counts(partition, stages)
+    counts = options.layer_counts(layers, stages, partition)
     how = Settings(jobs=jobs, verify=verify, overwrite=overwrite, plan_only=plan, format=report)
     _write_native(
         checkpoint,
         target,
         how,
-        partition=counted_partition(layers, counts),
+        partition=counted_partition(counts),
         tensor_parallel_size=tp,
         data_parallel_size=dp,
         virtual_stages_per_worker=vpp,
@@ -237,7 +237,11 @@ def convert(
     target: options.Output,
     to: Annotated[
         options.TargetKind,
-        typer.Option("--to", help="hf: a Hugging Face directory (GPT2LMHeadModel); native: ours, on one worker."),
+        typer.Option(
+            "--to",
+            help="hf: a Hugging Face directory (GPT2LMHeadModel); native: ours, on one worker; legacy: Megatron's, on "
+            "the topology of --tp, --pp, --vpp and --partition.",
+        ),
     ],
     kind: options.Source = options.SourceKind.AUTO,
     step: options.Step = None,
@@ -248,6 +252,11 @@ def convert(
     make_vocab_size_divisible_by: options.VocabDivisor = 128,
     vocab_size: options.VocabSize = None,
     num_attention_heads: options.NumHeads = None,
+    tp: options.TensorSize = 1,
+    pp: options.PipelineSize = 1,
+    vpp: options.VirtualSize = 1,
+    partition: options.Counts = None,
+    checkpoint_version: options.Version = 3.0,
     jobs: options.Jobs = options.DEFAULT_JOBS,
     verify: options.Verify = True,
     overwrite: options.Overwrite = False,
@@ -260,7 +269,7 @@ def convert(
     stays behind.
     """
     from .actions import Settings, write_export
-    from .convert import plan_hf_export
+    from .convert import plan_hf_export, plan_legacy_export
     from .legacy import LegacyOptions
 
     legacy = LegacyOptions(vocab_size=vocab_size, num_attention_heads=num_attention_heads)
@@ -268,11 +277,22 @@ def convert(
     if tokenizer is not None and not tokenizer.is_dir():
         raise UsageError(f"--tokenizer {tokenizer}: is not a directory")
     how = Settings(jobs=jobs, verify=verify, overwrite=overwrite, plan_only=plan, format=report)
+    if to is not options.TargetKind.LEGACY and (tp, pp, vpp, partition) != (1, 1, 1, None):
+        raise UsageError("--tp, --pp, --vpp and --partition go with --to legacy; for --to native run split after it")
     if to is options.TargetKind.NATIVE:
-        partition = checkpoint.manifest["topology"]["partition"]
-        _write_native(checkpoint, target, how, partition=partition, tokenizer=tokenizer)
+        stages = checkpoint.manifest["topology"]["partition"]
+        _write_native(checkpoint, target, how, partition=stages, tokenizer=tokenizer)
         return
-    export = plan_hf_export(checkpoint, tokenizer=tokenizer, shard_bytes=options.parse_bytes(max_shard_size))
+    if to is options.TargetKind.LEGACY:
+        export = plan_legacy_export(
+            checkpoint,
+            counts=options.layer_counts(checkpoint.manifest["model"]["num_layers"], pp * vpp, partition),
+            tensor_parallel_size=tp,
+            virtual_stages_per_worker=vpp,
+            version=options.legacy_version(checkpoint_version),
+        )
+    else:
+        export = plan_hf_export(checkpoint, tokenizer=tokenizer, shard_bytes=options.parse_bytes(max_shard_size))
     write_export(checkpoint.directory, target, export, how)
 
 

@@ -36,6 +36,7 @@ class TargetKind(StrEnum):
 
     HF = "hf"
     NATIVE = "native"
+    LEGACY = "legacy"
 
 
 Input = Annotated[
@@ -83,6 +84,9 @@ VocabSize = Annotated[
 NumHeads = Annotated[
     int | None, typer.Option("--num-attention-heads", min=1, help="Heads, only for a legacy checkpoint without args.")
 ]
+Version = Annotated[
+    float, typer.Option("--checkpoint-version", help="Version of a legacy checkpoint to write: 0, 1.0, 2.0 or 3.0.")
+]
 VocabDivisor = Annotated[
     int, typer.Option(min=1, help="Pad the vocabulary of an imported model to a multiple of this many rows.")
 ]
@@ -99,9 +103,24 @@ def parse_bytes(text: str) -> int:
     return max(1, int(float(number) * units.get(unit, 1)))
 
 
-def parse_counts(text: str, num_stages: int) -> list[int]:
-    """``7,5,8,4`` for four stages; raises ``UsageError`` for what is not that."""
+def layer_counts(num_layers: int, num_stages: int, text: str | None) -> list[int]:
+    """Layers of each stage: what ``text`` says, such as ``7,5,8,4``, else as even as can be, the first ones larger.
+
+    Raises:
+        UsageError: ``text`` is not one number for each stage, or they do not add up to the model's layers.
+    """
+    if text is None:
+        return [num_layers // num_stages + (stage < num_layers % num_stages) for stage in range(num_stages)]
     words = [word.strip() for word in text.split(",")]
     if not all(word.isdecimal() for word in words) or len(words) != num_stages:
         raise UsageError(f"--partition {text!r}: must be {num_stages} numbers of layers with commas between")
+    if sum(map(int, words)) != num_layers:
+        raise UsageError(f"--partition {text!r}: must add up to the model's {num_layers} layers")
     return [int(word) for word in words]
+
+
+def legacy_version(value: float) -> float:
+    """A checkpoint version of Megatron that can be written; raises ``UsageError`` for another."""
+    if value not in (0, 1, 2, 3):
+        raise UsageError(f"--checkpoint-version {value:g}: must be 0, 1.0, 2.0 or 3.0")
+    return float(value)

@@ -64,6 +64,22 @@ class TorchFile:
         view = View(array, ref.start, ref.shape, ref.strides)
         return Tensor(array.dtype, ref.shape, (Piece((0,) * len(ref.shape), view),))
 
+    def storages(self) -> list[StoredArray]:
+        """Every storage of the archive as bytes, with the checksum that the archive gives it."""
+        prefix = f"{self._root}data/"
+        return [
+            StoredArray(
+                path=self.path,
+                key=name,
+                dtype="U8",
+                shape=(info.file_size,),
+                offset=self._offsets[name],
+                crc32=info.CRC,
+            )
+            for name, info in self._entries.items()
+            if name.startswith(prefix)
+        ]
+
     def _storage(self, ref: StorageRef) -> StoredArray:
         if ref.key not in self._storages:
             entry = self._entries.get(f"{self._root}data/{ref.key}")
