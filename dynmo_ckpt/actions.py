@@ -12,7 +12,7 @@ from typing import Any
 from . import __version__
 from .console import Format, emit, emit_json, emit_table, human_bytes, progress, say
 from .convert import ExportPlan
-from .copyplan import OutputFile
+from .copyplan import Writable
 from .execute import Written, execute
 from .faults import StorageError
 from .formats._document import encode_json, envelope
@@ -107,7 +107,7 @@ def _record(source: Path, decisions: Mapping[str, Any]) -> bytes:
 
 
 def _refused_or_shown(
-    source: Path, target: Path, files: Sequence[OutputFile], small: Mapping[str, bytes], how: Settings
+    source: Path, target: Path, files: Sequence[Writable], small: Mapping[str, bytes], how: Settings
 ) -> bool:
     """Raise what forbids to begin; with ``--plan`` show what would be written and say so."""
     total = sum(file.num_bytes for file in files) + sum(map(len, small.values()))
@@ -137,7 +137,7 @@ def _refused_or_shown(
     return True
 
 
-def _write(staging: Path, files: Sequence[OutputFile], jobs: int) -> dict[str, Written]:
+def _write(staging: Path, files: Sequence[Writable], jobs: int) -> dict[str, Written]:
     with progress("write", sum(file.num_bytes for file in files) / 1e6, "MB") as tick:
         return execute(staging, files, jobs=jobs, tick=tick)
 
@@ -151,7 +151,7 @@ def _refuse_findings(findings: Iterable[str]) -> None:
 def _report(
     source: Path,
     target: Path,
-    files: Sequence[OutputFile],
+    files: Sequence[Writable],
     begun: float,
     decisions: Mapping[str, Any],
     how: Settings,

@@ -31,14 +31,21 @@ def info(
     ] = None,
     report: options.Report = Format.TEXT,
 ) -> None:
-    """Show what a checkpoint holds: run, model, partition, pruning, tensors and files. Reads the manifest only."""
+    """Show what a checkpoint holds: run, model, partition, pruning, tensors and files. Reads no tensor's bytes.
+
+    A Hugging Face or legacy Megatron directory is shown under the names that it would be converted to.
+    """
     from .info import summarize, summary_rows, tensor_rows
     from .native import find_checkpoint, load_manifest
+    from .sources import detect
 
-    directory, remarks = find_checkpoint(path, step)
-    for remark in remarks:
-        say(remark)
-    manifest = load_manifest(directory)
+    if detect(path) is options.SourceKind.NATIVE:
+        directory, remarks = find_checkpoint(path, step)
+        manifest = load_manifest(directory)
+        for remark in remarks:
+            say(remark)
+    else:
+        directory, manifest = path, dict(_open(path, options.SourceKind.AUTO, step).manifest)
     summary = summarize(str(directory), manifest)
     if report is Format.JSON:
         chosen = {name: manifest["tensors"][name] for name, *_ in tensor_rows(manifest, tensors)} if tensors else None
@@ -61,6 +68,11 @@ def verify(
         Path | None, typer.Option(help="Also compare every tensor with this checkpoint, of any format or topology.")
     ] = None,
     atol: options.Atol = 0.0,
+    hf_logits: Annotated[
+        Path | None,
+        typer.Option(help="Also compare the logits with those of transformers on this Hugging Face directory."),
+    ] = None,
+    logits_atol: Annotated[float, typer.Option(min=0, help="Largest difference of a logit that passes.")] = 1e-4,
     report: options.Report = Format.TEXT,
 ) -> None:
     """Check a checkpoint. Exit code 0: nothing is wrong; 1: something is, and every finding is told."""
@@ -79,14 +91,29 @@ def verify(
     if against is not None and not findings:
         differing = _differences(directory, against, ("parameter", "buffer", "mask"), atol)
         findings += [f"{each['name']}: {each['message']}" for each in differing]
+    logits = None
+    if hf_logits is not None and not findings:
+        logits = _logits(directory, hf_logits)
+        if not logits["max_abs"] <= logits_atol:
+            findings.append(f"logits differ by {logits['max_abs']:.3g}, at most {logits_atol:.3g} passes")
     if report is Format.JSON:
-        emit_json({"path": str(directory), "level": level.value, "ok": not findings, "findings": findings})
+        result = {"path": str(directory), "level": level.value, "ok": not findings, "findings": findings}
+        emit_json(result if logits is None else {**result, "logits": logits})
     else:
         for finding in findings:
             emit(finding)
         emit(f"{directory}: {'ok' if not findings else f'{len(findings)} findings'} ({level.value})")
     if findings:
         raise typer.Exit(EXIT_DIFFERENCE)
+
+
+def _logits(directory: Path, hf_directory: Path) -> dict[str, Any]:
+    from .logits import hf_difference
+    from .native import open_native
+
+    found = hf_difference(open_native(directory), hf_directory)
+    say(f"logits of {found['tokens']} tokens differ by {found['max_abs']:.3g} at most")
+    return found
 
 
 @app.command()
@@ -186,17 +213,17 @@ def reshard(
 ) -> None:
     """Write a checkpoint of any topology for another one, in one pass, with masks and optimizer state."""
     from .actions import Settings
-    from .reshard import counted_partition, even_counts
+    from .reshard import counted_partition
 
     checkpoint = _open(source, options.SourceKind.NATIVE, step)
     layers, stages = checkpoint.manifest["model"]["num_layers"], pp * vpp
-    counts = even_counts(layers, stages) if partition is None else options.parse_counts(partition, stages)
+    counts = options.layer_counts(layers, stages, partition)
     how = Settings(jobs=jobs, verify=verify, overwrite=overwrite, plan_only=plan, format=report)
     _write_native(
         checkpoint,
         target,
         how,
-        partition=counted_partition(layers, counts),
+        partition=counted_partition(counts),
         tensor_parallel_size=tp,
         data_parallel_size=dp,
         virtual_stages_per_worker=vpp,
@@ -210,7 +237,11 @@ def convert(
     target: options.Output,
     to: Annotated[
         options.TargetKind,
-        typer.Option("--to", help="hf: a Hugging Face directory (GPT2LMHeadModel); native: ours, on one worker."),
+        typer.Option(
+            "--to",
+            help="hf: a Hugging Face directory (GPT2LMHeadModel); native: ours, on one worker; legacy: Megatron's, on "
+            "the topology of --tp, --pp, --vpp and --partition.",
+        ),
     ],
     kind: options.Source = options.SourceKind.AUTO,
     step: options.Step = None,
@@ -219,6 +250,13 @@ def convert(
     ] = None,
     max_shard_size: Annotated[str, typer.Option(help="Largest weight file, such as 500MB or 5GB.")] = "5GB",
     make_vocab_size_divisible_by: options.VocabDivisor = 128,
+    vocab_size: options.VocabSize = None,
+    num_attention_heads: options.NumHeads = None,
+    tp: options.TensorSize = 1,
+    pp: options.PipelineSize = 1,
+    vpp: options.VirtualSize = 1,
+    partition: options.Counts = None,
+    checkpoint_version: options.Version = 3.0,
     jobs: options.Jobs = options.DEFAULT_JOBS,
     verify: options.Verify = True,
     overwrite: options.Overwrite = False,
@@ -231,26 +269,37 @@ def convert(
     stays behind.
     """
     from .actions import Settings, write_export
-    from .convert import plan_hf_export
+    from .convert import plan_hf_export, plan_legacy_export
+    from .legacy import LegacyOptions
 
-    checkpoint = _open(source, kind, step, make_vocab_size_divisible_by)
+    legacy = LegacyOptions(vocab_size=vocab_size, num_attention_heads=num_attention_heads)
+    checkpoint = _open(source, kind, step, make_vocab_size_divisible_by=make_vocab_size_divisible_by, legacy=legacy)
     if tokenizer is not None and not tokenizer.is_dir():
         raise UsageError(f"--tokenizer {tokenizer}: is not a directory")
     how = Settings(jobs=jobs, verify=verify, overwrite=overwrite, plan_only=plan, format=report)
+    if to is not options.TargetKind.LEGACY and (tp, pp, vpp, partition) != (1, 1, 1, None):
+        raise UsageError("--tp, --pp, --vpp and --partition go with --to legacy; for --to native run split after it")
     if to is options.TargetKind.NATIVE:
-        partition = checkpoint.manifest["topology"]["partition"]
-        _write_native(checkpoint, target, how, partition=partition, tokenizer=tokenizer)
+        stages = checkpoint.manifest["topology"]["partition"]
+        _write_native(checkpoint, target, how, partition=stages, tokenizer=tokenizer)
         return
-    export = plan_hf_export(checkpoint, tokenizer=tokenizer, shard_bytes=options.parse_bytes(max_shard_size))
+    if to is options.TargetKind.LEGACY:
+        export = plan_legacy_export(
+            checkpoint,
+            counts=options.layer_counts(checkpoint.manifest["model"]["num_layers"], pp * vpp, partition),
+            tensor_parallel_size=tp,
+            virtual_stages_per_worker=vpp,
+            version=options.legacy_version(checkpoint_version),
+        )
+    else:
+        export = plan_hf_export(checkpoint, tokenizer=tokenizer, shard_bytes=options.parse_bytes(max_shard_size))
     write_export(checkpoint.directory, target, export, how)
 
 
-def _open(
-    source: Path, kind: options.SourceKind, step: int | None, make_vocab_size_divisible_by: int = 128
-) -> NativeCheckpoint:
+def _open(source: Path, kind: options.SourceKind, step: int | None, **imported: Any) -> NativeCheckpoint:
     from .sources import open_any
 
-    checkpoint, remarks = open_any(source, kind, step, make_vocab_size_divisible_by)
+    checkpoint, remarks = open_any(source, kind, step, **imported)
     for remark in remarks:
         say(remark)
     return checkpoint

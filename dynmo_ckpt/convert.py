@@ -7,19 +7,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .copyplan import OutputFile
+from .copyplan import Writable
 from .faults import UnsupportedError
 from .formats._document import encode_json
 from .huggingface import gpt2_config, plan_files, tokenizer_files, weight_index
+from .legacy_write import plan_legacy
 from .names import Mapped, load_map, to_theirs
 from .native import NativeCheckpoint
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExportPlan:
-    """A Hugging Face directory to write: weights, small files by name, and what was decided on the way."""
+    """A foreign directory to write: weights, small files by name, and what was decided on the way."""
 
-    files: tuple[OutputFile, ...]
+    files: tuple[Writable, ...]
     small_files: Mapping[str, bytes]
     decisions: Mapping[str, Any]
 
@@ -82,3 +83,29 @@ def _masks(checkpoint: NativeCheckpoint, mapped: list[Mapped]) -> dict[str, Any]
     layouts = {item.source_name: checkpoint.tensors[item.source_name] for item in mapped} | masked
     moved = to_theirs(load_map("gpt2"), model, layouts, ties)
     return {item.name: item.content for item in moved if item.source_name in masked}
+
+
+def plan_legacy_export(
+    checkpoint: NativeCheckpoint,
+    *,
+    counts: list[int],
+    tensor_parallel_size: int,
+    virtual_stages_per_worker: int,
+    version: float,
+) -> ExportPlan:
+    """Plan ``convert --to legacy``: a Megatron directory on the topology asked for; parameters as ``plan_legacy``."""
+    files, small = plan_legacy(
+        checkpoint,
+        counts=counts,
+        tensor_parallel_size=tensor_parallel_size,
+        virtual_stages_per_worker=virtual_stages_per_worker,
+        version=version,
+    )
+    decisions = {
+        "checkpoint_version": version,
+        "layers_per_stage": list(counts),
+        "tensor_parallel_size": tensor_parallel_size,
+        "masks_applied": len(checkpoint.names("mask")),
+        "left_behind": len(checkpoint.names("optimizer")),
+    }
+    return ExportPlan(files=tuple(files), small_files=small, decisions=decisions)

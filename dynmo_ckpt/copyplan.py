@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
+from typing import Protocol
 
 from .io.crc32 import combine
 from .io.safetensors import DTYPE_BYTES, StoredArray, encode_header
@@ -20,6 +22,29 @@ class OutputTensor:
     mask: Tensor | None = None
 
 
+class Writable(Protocol):
+    """A file to write: tensors at places known beforehand, and other bytes that may depend on their checksums."""
+
+    @property
+    def name(self) -> str:
+        """Path inside the new directory."""
+
+    @property
+    def tensors(self) -> tuple[OutputTensor, ...]:
+        """What is copied, in the order of the bytes."""
+
+    @property
+    def offsets(self) -> list[int]:
+        """Where each tensor's bytes begin."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of the whole file."""
+
+    def other_bytes(self, checksums: Sequence[int]) -> list[tuple[int, bytes]]:
+        """Everything but the tensors' bytes, by offset; with them it leaves no gap."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class OutputFile:
     """One safetensors file to write, its tensors in the order of their bytes."""
@@ -34,9 +59,19 @@ class OutputFile:
         return encode_header([(t.key, t.content.dtype, t.shape) for t in self.tensors], self.metadata)
 
     @property
+    def offsets(self) -> list[int]:
+        """Where each tensor's bytes begin."""
+        sizes = [tensor.content.num_bytes for tensor in self.tensors]
+        return list(accumulate(sizes[:-1], initial=len(self.header))) if sizes else []
+
+    @property
     def num_bytes(self) -> int:
         """Size of the whole file."""
         return len(self.header) + sum(tensor.content.num_bytes for tensor in self.tensors)
+
+    def other_bytes(self, checksums: Sequence[int]) -> list[tuple[int, bytes]]:
+        """Everything but the tensors' bytes, by offset; here independent of the tensors' checksums."""
+        return [(0, self.header)]
 
 
 def output_file(name: str, tensors: Iterable[OutputTensor], metadata: Mapping[str, str] | None = None) -> OutputFile:

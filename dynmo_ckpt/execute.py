@@ -18,7 +18,7 @@ from queue import SimpleQueue
 import numpy as np
 
 from .console import Tick
-from .copyplan import OutputFile, OutputTensor, expected_crc32, sources
+from .copyplan import OutputTensor, Writable, expected_crc32, sources
 from .faults import CorruptError, StorageError
 from .io.crc32 import combine
 from .io.reading import Reader, altered, open_sources
@@ -43,7 +43,7 @@ class _Job:
     offset: int
 
 
-def execute(directory: Path, files: Sequence[OutputFile], *, jobs: int, tick: Tick) -> dict[str, Written]:
+def execute(directory: Path, files: Sequence[Writable], *, jobs: int, tick: Tick) -> dict[str, Written]:
     """Write ``files`` into ``directory``, flushed to disk.
 
     Args:
@@ -59,6 +59,8 @@ def execute(directory: Path, files: Sequence[OutputFile], *, jobs: int, tick: Ti
     try:
         with ExitStack() as stack:
             inputs = stack.enter_context(open_sources(sources(t for file in files for t in file.tensors)))
+            for file in files:
+                (directory / file.name).parent.mkdir(parents=True, exist_ok=True)
             outputs = [stack.enter_context(open(directory / file.name, "wb")).fileno() for file in files]
             pool = stack.enter_context(ThreadPoolExecutor(max_workers=jobs))
             queue = [job for file, output in zip(files, outputs, strict=True) for job in _jobs(file, output)]
@@ -74,29 +76,32 @@ def execute(directory: Path, files: Sequence[OutputFile], *, jobs: int, tick: Ti
                     readers.put(reader)
                     tick(job.tensor.content.num_bytes / 1e6, job.tensor.key)
 
-            checksums = iter(list(pool.map(run, queue)))
-            list(pool.map(os.fsync, outputs))
-            return {file.name: _written(file, [next(checksums) for _ in file.tensors]) for file in files}
+            left = iter(list(pool.map(run, queue)))
+            checksums = [[next(left) for _ in file.tensors] for file in files]
+            return dict(zip((file.name for file in files), pool.map(_finish, files, outputs, checksums), strict=True))
     except OSError as error:
         raise StorageError(f"{directory}: {error.strerror or error}; nothing was put in place") from error
 
 
-def _jobs(file: OutputFile, descriptor: int) -> list[_Job]:
-    """Preallocate a file, write its header, and list its tensors with their places."""
-    header = file.header
+def _jobs(file: Writable, descriptor: int) -> list[_Job]:
+    """Preallocate a file, and list its tensors with their places."""
     os.posix_fallocate(descriptor, 0, file.num_bytes)
-    _write_all(descriptor, header, 0)
-    jobs, at = [], len(header)
-    for tensor in file.tensors:
-        jobs.append(_Job(tensor=tensor, descriptor=descriptor, offset=at))
-        at += tensor.content.num_bytes
-    return jobs
+    pairs = zip(file.tensors, file.offsets, strict=True)
+    return [_Job(tensor=tensor, descriptor=descriptor, offset=offset) for tensor, offset in pairs]
 
 
-def _written(file: OutputFile, checksums: Sequence[int]) -> Written:
-    total = zlib.crc32(file.header)
-    for tensor, checksum in zip(file.tensors, checksums, strict=True):
-        total = combine(total, checksum, tensor.content.num_bytes)
+def _finish(file: Writable, descriptor: int, checksums: Sequence[int]) -> Written:
+    """Write what stands around the tensors, flush, and put the file's checksum together."""
+    parts = []
+    for offset, payload in file.other_bytes(checksums):
+        _write_all(descriptor, payload, offset)
+        parts.append((offset, len(payload), zlib.crc32(payload)))
+    os.fsync(descriptor)
+    for tensor, offset, checksum in zip(file.tensors, file.offsets, checksums, strict=True):
+        parts.append((offset, tensor.content.num_bytes, checksum))
+    total = 0
+    for _, size, checksum in sorted(parts):
+        total = combine(total, checksum, size)
     named = {tensor.key: checksum for tensor, checksum in zip(file.tensors, checksums, strict=True)}
     return Written(num_bytes=file.num_bytes, crc32=total, tensors=named)
 

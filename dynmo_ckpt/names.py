@@ -30,6 +30,13 @@ class NameMap:
     rules: tuple[Rule, ...]
     prefix: str
     ignored: tuple[str, ...]
+    aliases: tuple[tuple[str, str], ...] = ()
+
+    def canonical(self, name: str) -> str:
+        """A foreign name of another release as the table writes it."""
+        for old, new in self.aliases:
+            name = name.replace(old, new)
+        return name
 
     def for_layers(self, num_layers: int) -> list[Rule]:
         """The rules of a model of ``num_layers`` layers, in layer order."""
@@ -58,20 +65,26 @@ class NameMap:
         return {name.replace("{i}", str(i)) for name in self.ignored for i in range(num_layers)}
 
 
-def load_map(name: str) -> NameMap:
-    """The table ``maps/NAME.json``."""
+def load_map(name: str, variant: str = "") -> NameMap:
+    """The table ``maps/NAME.json``; ``variant`` chooses among layouts that the table names by a word."""
     document = parse_json(resources.files(__package__).joinpath("maps", f"{name}.json").read_bytes())
     prefix = document["prefix"]
+    words = document["variants"][variant] if variant else {}
     rules = tuple(
         Rule(
             ours=row["ours"],
             theirs=(prefix if row.get("prefixed", True) else "") + row["theirs"],
             our_axes=parse_axes(row["our_axes"]),
-            their_axes=parse_axes(row["their_axes"]),
+            their_axes=parse_axes(words.get(row["their_axes"], row["their_axes"])),
         )
         for row in document["tensors"]
     )
-    return NameMap(rules=rules, prefix=prefix, ignored=tuple(prefix + name for name in document["ignored"]))
+    return NameMap(
+        rules=rules,
+        prefix=prefix,
+        ignored=tuple(prefix + name for name in document["ignored"]),
+        aliases=tuple((old, new) for old, new in document.get("aliases", ())),
+    )
 
 
 def axis_sizes(model: Mapping[str, Any], vocab_size: int) -> dict[str, int]:

@@ -28,6 +28,7 @@ class SourceKind(StrEnum):
     AUTO = "auto"
     NATIVE = "native"
     HF = "hf"
+    LEGACY = "legacy"
 
 
 class TargetKind(StrEnum):
@@ -35,6 +36,7 @@ class TargetKind(StrEnum):
 
     HF = "hf"
     NATIVE = "native"
+    LEGACY = "legacy"
 
 
 Input = Annotated[
@@ -42,7 +44,7 @@ Input = Annotated[
     typer.Argument(
         metavar="IN",
         help="A run directory, its checkpoints directory, or one step's directory; for convert and diff also a "
-        "Hugging Face directory.",
+        "Hugging Face or legacy Megatron directory.",
     ),
 ]
 Output = Annotated[Path, typer.Argument(metavar="OUT", help="The directory to write; appears whole or not at all.")]
@@ -50,7 +52,10 @@ Step = Annotated[
     int | None, typer.Option("--step", "--iteration", help="Step of a run directory; default: what LATEST names.")
 ]
 Source = Annotated[
-    SourceKind, typer.Option("--from", help="Format of IN; auto looks at the files (manifest.json, config.json).")
+    SourceKind,
+    typer.Option(
+        "--from", help="Format of IN; auto looks at the files. legacy: Megatron's mp_rank_*/model_optim_rng.pt."
+    ),
 ]
 Report = Annotated[Format, typer.Option("--format", help="text for people, json for programs.")]
 Jobs = Annotated[int, typer.Option(min=1, help="Threads that copy; each needs up to 64 MiB of memory.")]
@@ -73,6 +78,15 @@ Counts = Annotated[
     typer.Option("--partition", help="Layers of each stage, such as 7,5,8,4; default: as even as can be."),
 ]
 Atol = Annotated[float, typer.Option("--atol", min=0, help="Largest absolute difference that counts as equal.")]
+VocabSize = Annotated[
+    int | None, typer.Option(min=1, help="True vocabulary size of a legacy checkpoint that does not tell it.")
+]
+NumHeads = Annotated[
+    int | None, typer.Option("--num-attention-heads", min=1, help="Heads, only for a legacy checkpoint without args.")
+]
+Version = Annotated[
+    float, typer.Option("--checkpoint-version", help="Version of a legacy checkpoint to write: 0, 1.0, 2.0 or 3.0.")
+]
 VocabDivisor = Annotated[
     int, typer.Option(min=1, help="Pad the vocabulary of an imported model to a multiple of this many rows.")
 ]
@@ -89,9 +103,24 @@ def parse_bytes(text: str) -> int:
     return max(1, int(float(number) * units.get(unit, 1)))
 
 
-def parse_counts(text: str, num_stages: int) -> list[int]:
-    """``7,5,8,4`` for four stages; raises ``UsageError`` for what is not that."""
+def layer_counts(num_layers: int, num_stages: int, text: str | None) -> list[int]:
+    """Layers of each stage: what ``text`` says, such as ``7,5,8,4``, else as even as can be, the first ones larger.
+
+    Raises:
+        UsageError: ``text`` is not one number for each stage, or they do not add up to the model's layers.
+    """
+    if text is None:
+        return [num_layers // num_stages + (stage < num_layers % num_stages) for stage in range(num_stages)]
     words = [word.strip() for word in text.split(",")]
     if not all(word.isdecimal() for word in words) or len(words) != num_stages:
         raise UsageError(f"--partition {text!r}: must be {num_stages} numbers of layers with commas between")
+    if sum(map(int, words)) != num_layers:
+        raise UsageError(f"--partition {text!r}: must add up to the model's {num_layers} layers")
     return [int(word) for word in words]
+
+
+def legacy_version(value: float) -> float:
+    """A checkpoint version of Megatron that can be written; raises ``UsageError`` for another."""
+    if value not in (0, 1, 2, 3):
+        raise UsageError(f"--checkpoint-version {value:g}: must be 0, 1.0, 2.0 or 3.0")
+    return float(value)

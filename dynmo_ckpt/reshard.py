@@ -40,19 +40,8 @@ def whole_partition(manifest: Mapping[str, Any]) -> list[list[str]]:
     return [[item for stage in manifest["topology"]["partition"] for item in stage]]
 
 
-def even_counts(num_layers: int, num_stages: int) -> list[int]:
-    """Blocks a stage, as even as can be; the first stages have one more where it does not come out even."""
-    return [num_layers // num_stages + (stage < num_layers % num_stages) for stage in range(num_stages)]
-
-
-def counted_partition(num_layers: int, layers_per_stage: Sequence[int]) -> list[list[str]]:
-    """A partition with these numbers of whole blocks a stage; the embedding in the first, the head in the last.
-
-    Raises:
-        UnsupportedError: the numbers do not add up to ``num_layers``.
-    """
-    if sum(layers_per_stage) != num_layers:
-        raise UnsupportedError(f"--partition {list(layers_per_stage)} must add up to the model's {num_layers} layers")
+def counted_partition(layers_per_stage: Sequence[int]) -> list[list[str]]:
+    """A partition with these numbers of whole blocks a stage; the embedding in the first, the head in the last."""
     stages, at = [], 0
     for count in layers_per_stage:
         stages.append([f"layers.{i}" for i in range(at, at + count)])
@@ -86,7 +75,7 @@ def plan_native(
     Raises:
         UnsupportedError: the heads, the inner size or the padded vocabulary cannot be cut into that many ranks.
     """
-    _check_divisible(manifest["model"], tensor_parallel_size)
+    check_divisible(manifest["model"], tensor_parallel_size)
     layers = manifest["model"]["num_layers"]
     workers = len(partition) // virtual_stages_per_worker
     stage_of = {p: s for s, items in enumerate(partition) for item in items for p in item_parts(item, layers)}
@@ -127,7 +116,8 @@ def plan_native(
     return NativePlan(files=tuple(output_file(f, contents[f]) for f in sorted(contents)), manifest=document)
 
 
-def _check_divisible(model: Mapping[str, Any], ranks: int) -> None:
+def check_divisible(model: Mapping[str, Any], ranks: int) -> None:
+    """Raise ``UnsupportedError`` where a size cannot be cut into ``ranks`` tensor ranks."""
     for field in ("num_attention_heads", "ffn_hidden_size", "padded_vocab_size"):
         if model[field] % ranks:
             raise UnsupportedError(

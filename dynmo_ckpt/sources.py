@@ -12,10 +12,12 @@ from .faults import CorruptError
 from .formats._document import Problem, envelope, obj
 from .formats.checkpoint import BLANK_SEAL, FORMAT, MODEL_FIELDS, VERSION
 from .huggingface import gpt2_model, read_config, read_tensors, tokenizer_names
+from .legacy import LegacyOptions, is_legacy, open_legacy
 from .names import Mapped, load_map, to_ours
 from .native import NativeCheckpoint, find_checkpoint, is_native, open_native
 from .options import SourceKind
 
+NOTHING_ADDED = LegacyOptions()
 RNG = {"scheme": "hash(seed,step,microbatch,item)", "seed": 0}
 
 
@@ -25,14 +27,20 @@ def detect(path: Path) -> SourceKind:
         return SourceKind.NATIVE
     if (path / "config.json").is_file():
         return SourceKind.HF
+    if is_legacy(path):
+        return SourceKind.LEGACY
     raise CorruptError(
-        f"{path}: no checkpoint here; known are native ones (manifest.json, step-NNNNNNNN) and Hugging Face "
-        "directories (config.json)"
+        f"{path}: no checkpoint here; known are native ones (manifest.json, step-NNNNNNNN), Hugging Face directories "
+        "(config.json) and legacy Megatron ones (latest_checkpointed_iteration.txt, mp_rank_*)"
     )
 
 
 def open_any(
-    path: Path, kind: SourceKind, step: int | None, make_vocab_size_divisible_by: int = 128
+    path: Path,
+    kind: SourceKind,
+    step: int | None,
+    make_vocab_size_divisible_by: int = 128,
+    legacy: LegacyOptions = NOTHING_ADDED,
 ) -> tuple[NativeCheckpoint, list[str]]:
     """Open ``path``; returns the checkpoint and remarks for a person.
 
@@ -40,12 +48,15 @@ def open_any(
         path: the input.
         kind: its format, or ``auto``.
         step: which step of a run directory; None: the latest.
-        make_vocab_size_divisible_by: what the vocabulary of an imported model is padded to a multiple of.
+        make_vocab_size_divisible_by: what the vocabulary of a Hugging Face model is padded to a multiple of.
+        legacy: what a person adds for a legacy checkpoint.
     """
     kind = detect(path) if kind is SourceKind.AUTO else kind
     if kind is SourceKind.NATIVE:
         directory, remarks = find_checkpoint(path, step)
         return open_native(directory), remarks
+    if kind is SourceKind.LEGACY:
+        return from_legacy(path, step, legacy)
     if step is not None:
         raise UsageError(f"{path}: --step chooses among the steps of a run directory; this is a {kind} directory")
     return open_hf(path, make_vocab_size_divisible_by), []
@@ -71,6 +82,18 @@ def open_hf(directory: Path, make_vocab_size_divisible_by: int) -> NativeCheckpo
         manifest=new_manifest(model, mapped, ties, run_id=f"from-{directory.resolve().name}"),
         tensors={item.name: item.content for item in mapped},
     )
+
+
+def from_legacy(path: Path, step: int | None, options: LegacyOptions) -> tuple[NativeCheckpoint, list[str]]:
+    """A legacy Megatron GPT directory as a checkpoint without optimizer state, and remarks for a person."""
+    found = open_legacy(path, step, options)
+    run_id = f"from-{path.resolve().name}"
+    checkpoint = NativeCheckpoint(
+        directory=path,
+        manifest=new_manifest(found.model, found.tensors, found.ties, run_id=run_id, step=found.step),
+        tensors={item.name: item.content for item in found.tensors},
+    )
+    return checkpoint, found.remarks
 
 
 def new_manifest(

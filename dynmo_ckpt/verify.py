@@ -13,6 +13,7 @@ from .execute import Written
 from .faults import CorruptError
 from .io.crc32 import combine
 from .io.safetensors import Index, read_index
+from .io.torchfile import TorchFile
 from .native import (
     STEP_NAME,
     NativeCheckpoint,
@@ -134,7 +135,14 @@ def written_findings(directory: Path, written: Mapping[str, Written], tick: Tick
     """Read back what was just written, through the index of each file, and compare with what was meant."""
     for name, meant in written.items():
         path = directory / name
-        sums = stream_sums(path, read_index(path))
+        if path.suffix == ".pt":
+            arrays = {array.key: array for array in TorchFile(path).storages()}
+            sums = FileSums(
+                crc32=stream_crc32(path),
+                arrays={key: stream_crc32(path, array.offset, array.num_bytes) for key, array in arrays.items()},
+            )
+        else:
+            sums = stream_sums(path, read_index(path))
         if dict(sums.arrays) != dict(meant.tensors):
             unlike = sorted(k for k in {*sums.arrays, *meant.tensors} if sums.arrays.get(k) != meant.tensors.get(k))
             yield f"{path}: read back otherwise than written: {', '.join(unlike[:5])}"

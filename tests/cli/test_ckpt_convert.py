@@ -3,8 +3,9 @@
 import json
 import runpy
 import sys
+import zipfile
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 
 import numpy as np
 import pytest
@@ -123,7 +124,7 @@ def test_megatrons_names_of_the_sizes(run, native, tmp_path):
     ("options", "code", "message"),
     [
         (["--tp", 3], 5, "num_attention_heads 4 cannot be cut into 3"),
-        (["--pp", 2, "--partition", "1,1"], 5, "must add up to the model's 3 layers"),
+        (["--pp", 2, "--partition", "1,1"], 2, "must add up to the model's 3 layers"),
         (["--pp", 2, "--partition", "3"], 2, "must be 2 numbers"),
         (["--pp", 2, "--partition", "4,-1"], 2, "must be 2 numbers"),
         (["--tp", 0], 2, ""),
@@ -152,3 +153,156 @@ def test_an_input_of_no_known_format(run, tmp_path):
         "--step"
         in run("convert", tmp_path, tmp_path / "o", "--to", "native", "--from", "hf", "--step", 1, code=2).stderr
     )
+
+
+@pytest.fixture
+def legacy_save(monkeypatch):
+    """The writer of legacy checkpoints, with a module under Megatron's name for the enumeration that it pickles."""
+    legacy = runpy.run_path(str(Path(__file__).parents[1] / "unit" / "ckpt" / "legacy_build.py"))
+    for name in ("megatron", "megatron.core", "megatron.core.enums"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    sys.modules["megatron.core.enums"].ModelType = legacy["ModelType"]
+    return legacy["save"]
+
+
+def test_legacy_versions_give_the_bytes_of_the_native_export(run, native, legacy_save, tmp_path):
+    directory, m, p = native
+    run("convert", directory, tmp_path / "expected", "--to", "hf")
+    expected = (tmp_path / "expected" / "model.safetensors").read_bytes()
+    for version in (0, 1.0, 2.0, 3.0):
+        for tp, stages in ((1, None), (2, [1, 2]), (4, [2, 0, 1])):
+            name = f"v{version}-{tp}"
+            legacy_save(tmp_path / name, p, m, version=version, tp=tp, stages=stages)
+            run("convert", tmp_path / name, tmp_path / f"{name}-hf", "--to", "hf")
+            assert (tmp_path / f"{name}-hf" / "model.safetensors").read_bytes() == expected
+            assert "no tensor differs" in run("diff", tmp_path / name, directory).stdout
+
+
+def test_legacy_to_native(run, native, legacy_save, tmp_path):
+    directory, m, p = native
+    legacy_save(tmp_path / "legacy", p, m, version=0, tp=2, stages=[1, 2])
+    assert "300" in run("info", tmp_path / "legacy").stdout
+    run("convert", tmp_path / "legacy", tmp_path / "out", "--to", "native")
+    assert "ok" in run("verify", tmp_path / "out", "--against", directory).stdout
+    back = load_file(tmp_path / "out" / "model-p000-t00.safetensors")
+    assert all(np.array_equal(back[name], value) for name, value in p.items())
+    assert json.loads((tmp_path / "out" / "manifest.json").read_text())["step"] == 300
+
+
+def test_a_legacy_file_that_would_run_something_is_refused(run, native, legacy_save, tmp_path):
+    import os
+
+    import torch
+
+    class Evil:
+        def __reduce__(self):
+            return os.system, (f"touch {tmp_path / 'marker'}",)
+
+    _, m, p = native
+    iteration = legacy_save(tmp_path / "legacy", p, m)
+    torch.save({"model": {}, "args": Evil()}, iteration / "mp_rank_00" / "model_optim_rng.pt")
+    done = run("convert", tmp_path / "legacy", tmp_path / "out", "--to", "hf", code=3)
+    assert "system" in done.stderr
+    assert "model_optim_rng.pt" in done.stderr
+    assert not (tmp_path / "marker").exists()
+
+
+def test_a_legacy_file_altered_in_a_tensor_is_refused(run, native, legacy_save, tmp_path):
+    _, m, p = native
+    iteration = legacy_save(tmp_path / "legacy", p, m)
+    path = iteration / "mp_rank_00" / "model_optim_rng.pt"
+    payload = bytearray(path.read_bytes())
+    at = payload.index(p["layers.1.mlp.fc2.weight"].tobytes())
+    payload[at + 5] ^= 1
+    path.write_bytes(payload)
+    assert (
+        "the bytes were altered" in run("convert", tmp_path / "legacy", tmp_path / "out", "--to", "hf", code=4).stderr
+    )
+    assert not (tmp_path / "out").exists()
+
+
+def torch_tree(path):
+    import argparse
+
+    import torch
+
+    with torch.serialization.safe_globals([argparse.Namespace]):
+        return torch.load(path, weights_only=True)
+
+
+def flat(value, prefix=""):
+    if not isinstance(value, dict):
+        return {prefix: value}
+    return {name: inner for key, part in value.items() for name, inner in flat(part, f"{prefix}/{key}").items()}
+
+
+@pytest.mark.parametrize("version", [0, 1.0, 2.0, 3.0])
+@pytest.mark.parametrize(("tp", "stages", "virtual"), [(1, [3], 1), (2, [1, 2], 1), (4, [1, 0, 1, 1], 2)])
+def test_to_legacy_is_what_megatron_would_have_written(
+    run, native, legacy_save, tmp_path, version, tp, stages, virtual
+):
+    """Against the writer of the tests, which follows Megatron's definition and torch.save."""
+    directory, m, p = native
+    expected = legacy_save(tmp_path / "expected", p, m, version=version, tp=tp, stages=stages, virtual=virtual)
+    sizes = ("--tp", tp, "--pp", len(stages) // virtual, "--vpp", virtual, "--partition", ",".join(map(str, stages)))
+    run("convert", directory, tmp_path / "out", "--to", "legacy", "--checkpoint-version", version, *sizes)
+    written = tmp_path / "out" / "iter_0000008"
+    assert sorted(path.name for path in written.iterdir()) == sorted(path.name for path in expected.iterdir())
+    for path in written.iterdir():
+        ours = torch_tree(path / "model_optim_rng.pt")
+        theirs = torch_tree_of_megatron(expected / path.name / "model_optim_rng.pt")
+        for key in theirs:
+            if key.startswith("model"):
+                if version < 3:
+                    theirs[key] = renamed_attention(theirs[key])
+                left, right = flat(ours[key]), flat(theirs[key])
+                assert left.keys() == right.keys()
+                assert all(np.array_equal(left[name].numpy(), right[name].numpy()) for name in left)
+        assert ours["args"].num_attention_heads == 4
+        assert ours["checkpoint_version"] == version
+        with zipfile.ZipFile(path / "model_optim_rng.pt") as archive:
+            assert archive.testzip() is None
+    assert "no tensor differs" in run("diff", tmp_path / "out", directory).stdout
+
+
+def torch_tree_of_megatron(path):
+    import torch
+
+    return torch.load(path, weights_only=False)
+
+
+def renamed_attention(state):
+    if not isinstance(state, dict):
+        return state
+    return {key.replace(".self_attention.", ".attention."): renamed_attention(value) for key, value in state.items()}
+
+
+def test_hf_native_legacy_hf_is_byte_identical(run, native, tmp_path):
+    directory, _, _ = native
+    run("convert", directory, tmp_path / "hf", "--to", "hf")
+    run("convert", tmp_path / "hf", tmp_path / "n", "--to", "native", "--make-vocab-size-divisible-by", 8)
+    run("convert", tmp_path / "n", tmp_path / "l", "--to", "legacy", "--tp", 2, "--pp", 3, "--checkpoint-version", 1)
+    run("convert", tmp_path / "l", tmp_path / "hf2", "--to", "hf")
+    for name in ("model.safetensors", "config.json"):
+        assert (tmp_path / "hf" / name).read_bytes() == (tmp_path / "hf2" / name).read_bytes()
+
+
+def test_pruned_weights_are_zero_in_a_legacy_checkpoint(run, tmp_path):
+    m = build["model"]()
+    p = build["parameters"](m)
+    build["save"](tmp_path / "in", p | build["masks"](p), m)
+    run("convert", tmp_path / "in", tmp_path / "out", "--to", "legacy", "--tp", 4, "--checkpoint-version", 0)
+    assert "no tensor differs" in run("diff", tmp_path / "out", tmp_path / "in").stdout
+
+
+@pytest.mark.parametrize(
+    ("options", "code", "message"),
+    [
+        (["--to", "legacy", "--checkpoint-version", 4], 2, "must be 0, 1.0, 2.0 or 3.0"),
+        (["--to", "legacy", "--tp", 3], 5, "cannot be cut into 3"),
+        (["--to", "native", "--tp", 2], 2, "run split after it"),
+        (["--to", "legacy", "--pp", 2, "--partition", "4"], 2, "must be 2 numbers"),
+    ],
+)
+def test_legacy_targets_that_cannot_be(run, native, tmp_path, options, code, message):
+    assert message in run("convert", native[0], tmp_path / "out", *options, code=code).stderr

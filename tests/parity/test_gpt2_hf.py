@@ -141,3 +141,25 @@ def test_names_and_shapes_are_those_of_transformers(tmp_path):
     expected = {name: tuple(value.shape) for name, value in GPT2LMHeadModel(config).named_parameters()}
     written = load_file(tmp_path / "out" / "model.safetensors")
     assert {name: value.shape for name, value in written.items()} == expected
+
+
+@pytest.mark.parametrize("changes", [{}, {"activation": "gelu"}, {"tied_embeddings": False}])
+def test_verify_compares_logits_itself(tmp_path, changes):
+    from dynmo_ckpt.cli import app
+
+    m = build["model"](**changes)
+    p = build["parameters"](m)
+    build["save"](tmp_path / "in", p | build["masks"](p), m, tp=2)
+    export(tmp_path / "in", tmp_path / "out")
+    command = ["verify", str(tmp_path / "in"), "--hf-logits", str(tmp_path / "out"), "--format", "json"]
+    done = CliRunner().invoke(app, command)
+    assert done.exit_code == 0, done.output
+    logits = json.loads(done.stdout)["logits"]
+    assert logits["max_abs"] < 5e-6
+    assert logits["same_best_tokens"]
+    p["layers.0.attention.qkv.bias"][0] += 1
+    build["save"](tmp_path / "other", p | build["masks"](p), m)
+    command[1] = str(tmp_path / "other")
+    done = CliRunner().invoke(app, command)
+    assert done.exit_code == 1
+    assert "logits differ by" in json.loads(done.stdout)["findings"][0]

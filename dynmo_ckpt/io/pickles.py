@@ -1,0 +1,256 @@
+"""Reads pickles as data: a stack machine that knows plain values and torch's tensors, and imports nothing.
+
+A name that a pickle refers to is looked up in the lists below, never in a module. What is on neither list is refused,
+which is the whole of the safety: there is no code path that could run what a file asks for.
+"""
+
+from __future__ import annotations
+
+import pickletools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..faults import CorruptError, UnsafePickleError
+
+STORAGE_DTYPES = {
+    "DoubleStorage": "F64",
+    "FloatStorage": "F32",
+    "HalfStorage": "F16",
+    "BFloat16Storage": "BF16",
+    "LongStorage": "I64",
+    "IntStorage": "I32",
+    "BoolStorage": "BOOL",
+    "ByteStorage": "U8",
+}
+OPAQUE_PACKAGES = ("megatron", "deepspeed", "apex", "numpy", "enum", "torch", "transformer_engine")
+LIMIT_BYTES = 256_000_000
+
+
+@dataclass(frozen=True)
+class Name:
+    """A global that the pickle refers to; inert."""
+
+    module: str
+    name: str
+
+    def __str__(self) -> str:
+        """``module.name``."""
+        return f"{self.module}.{self.name}"
+
+
+@dataclass
+class Inert:
+    """An object that is not rebuilt: its type, what it was called with, and its attributes."""
+
+    type: Name
+    arguments: tuple[Any, ...] = ()
+    attributes: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class StorageRef:
+    """A storage of a torch file: its key, type and number of elements."""
+
+    key: str
+    dtype: str
+    num_elements: int
+
+
+@dataclass(frozen=True)
+class TensorRef:
+    """A tensor of a torch file: a strided window on a storage, counted in elements."""
+
+    storage: StorageRef
+    start: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+
+
+_MARK = object()
+_TENSOR_BUILDERS = ("_rebuild_tensor_v2", "_rebuild_tensor")
+_PLAIN = {
+    ("collections", "OrderedDict"): dict,
+    ("builtins", "dict"): dict,
+    ("builtins", "list"): list,
+    ("builtins", "tuple"): tuple,
+    ("builtins", "set"): set,
+    ("builtins", "frozenset"): frozenset,
+    ("__builtin__", "set"): set,
+    ("__builtin__", "frozenset"): frozenset,
+    ("torch", "Size"): tuple,
+}
+
+
+def load_pickle(payload: bytes, source: str) -> Any:
+    """The value in ``payload``.
+
+    Raises:
+        UnsafePickleError: it refers to a name that is on no list; the message has ``source`` and the name.
+        CorruptError: it is not a pickle, or breaks the machine's rules.
+    """
+    if len(payload) > LIMIT_BYTES:
+        raise CorruptError(f"{source}: a pickle of {len(payload)} bytes; at most {LIMIT_BYTES} are read")
+    machine = _Machine(source)
+    try:
+        for opcode, argument, _ in pickletools.genops(payload):
+            if opcode.name == "STOP":
+                return machine.stack.pop()
+            machine.step(opcode.name, argument)
+    except (UnsafePickleError, CorruptError):
+        raise
+    except (ValueError, IndexError, KeyError, TypeError, AttributeError, RecursionError, OverflowError) as error:
+        raise CorruptError(f"{source}: not a readable pickle: {error}") from error
+    raise CorruptError(f"{source}: the pickle does not end")
+
+
+class _Machine:
+    """The stack, the memo, and one method for each kind of operation."""
+
+    def __init__(self, source: str) -> None:
+        self.source = source
+        self.stack: list[Any] = []
+        self.memo: dict[int, Any] = {}
+
+    def step(self, name: str, argument: Any) -> None:
+        """Do one operation."""
+        if name in _IGNORED:
+            return
+        if name in _CONSTANTS:
+            self.stack.append(_CONSTANTS[name]())
+        elif name in _VALUES:
+            self.stack.append(argument)
+        elif name in ("PUT", "BINPUT", "LONG_BINPUT", "MEMOIZE"):
+            self.memo[len(self.memo) if argument is None else int(argument)] = self.stack[-1]
+        elif name in ("GET", "BINGET", "LONG_BINGET"):
+            self.stack.append(self.memo[int(argument)])
+        elif name in _OPERATIONS:
+            _OPERATIONS[name](self, argument)
+        else:
+            raise CorruptError(f"{self.source}: the pickle uses {name}, which a checkpoint has no use for")
+
+    def to_mark(self) -> list[Any]:
+        """Take everything above the last mark, and the mark."""
+        at = next((i for i in reversed(range(len(self.stack))) if self.stack[i] is _MARK), None)
+        if at is None:
+            raise CorruptError(f"{self.source}: the pickle closes a group that it did not open")
+        items = self.stack[at + 1 :]
+        del self.stack[at:]
+        return items
+
+    def global_name(self, name: Name) -> Name:
+        """A name that may be referred to, unchanged."""
+        package = name.module.partition(".")[0]
+        known = (name.module, name.name) in _PLAIN or package in OPAQUE_PACKAGES
+        if not known and name not in (Name("argparse", "Namespace"), Name("_codecs", "encode")):
+            raise UnsafePickleError(f"{self.source}: refers to {name}, which is not plain data; nothing was executed")
+        return name
+
+    def call(self, function: Any, arguments: tuple[Any, ...]) -> Any:
+        """What stands for the result of a call; nothing is called but the plain containers of ``_PLAIN``."""
+        if not isinstance(function, Name):
+            raise CorruptError(f"{self.source}: the pickle calls {type(function).__name__}, which is no name")
+        if function == Name("_codecs", "encode"):
+            return str(arguments[0]).encode("latin1")
+        if (function.module, function.name) in _PLAIN:
+            return _PLAIN[function.module, function.name](*arguments)
+        if function.module == "torch._utils" and function.name in _TENSOR_BUILDERS:
+            storage, start, shape, strides = arguments[:4]
+            return TensorRef(storage, int(start), tuple(map(int, shape)), tuple(map(int, strides)))
+        if function == Name("torch._utils", "_rebuild_parameter"):
+            return arguments[0]
+        return Inert(function, arguments)
+
+    def persistent(self, identifier: Any) -> StorageRef:
+        """The storage that a persistent identifier of torch names."""
+        kind, storage_type, key, _, count = identifier[:5]
+        name = storage_type.name if isinstance(storage_type, Name) else ""
+        if kind != "storage" or name not in STORAGE_DTYPES:
+            raise CorruptError(f"{self.source}: a storage of the unknown type {storage_type}")
+        return StorageRef(str(key), STORAGE_DTYPES[name], int(count))
+
+
+def _pairs(items: list[Any]) -> Iterator[tuple[Any, Any]]:
+    return zip(items[::2], items[1::2], strict=True)
+
+
+def _reduce(machine: _Machine, _: Any) -> None:
+    arguments, function = machine.stack.pop(), machine.stack.pop()
+    machine.stack.append(machine.call(function, tuple(arguments)))
+
+
+def _build(machine: _Machine, _: Any) -> None:
+    state, target = machine.stack.pop(), machine.stack[-1]
+    if isinstance(target, Inert):
+        target.attributes.update(state if isinstance(state, dict) else {"state": state})
+
+
+def _global(machine: _Machine, argument: str) -> None:
+    module, _, name = argument.partition(" ")
+    machine.stack.append(machine.global_name(Name(module, name)))
+
+
+def _stack_global(machine: _Machine, _: Any) -> None:
+    name, module = machine.stack.pop(), machine.stack.pop()
+    machine.stack.append(machine.global_name(Name(str(module), str(name))))
+
+
+def _set_items(machine: _Machine, items: list[Any]) -> None:
+    target = machine.stack[-1]
+    if isinstance(target, dict):
+        target.update(_pairs(items))
+
+
+def _append_items(machine: _Machine, items: list[Any]) -> None:
+    target = machine.stack[-1]
+    if isinstance(target, list):
+        target.extend(items)
+    elif isinstance(target, set):
+        target.update(items)
+
+
+def _pop(machine: _Machine, count: int) -> list[Any]:
+    items = machine.stack[len(machine.stack) - count :]
+    if len(items) < count:
+        raise CorruptError(f"{machine.source}: the pickle takes more from its stack than there is")
+    del machine.stack[len(machine.stack) - count :]
+    return items
+
+
+_IGNORED = {"PROTO", "FRAME"}
+_CONSTANTS: dict[str, Callable[[], Any]] = {
+    "NONE": lambda: None,
+    "NEWTRUE": lambda: True,
+    "NEWFALSE": lambda: False,
+    "EMPTY_LIST": list,
+    "EMPTY_TUPLE": tuple,
+    "EMPTY_DICT": dict,
+    "EMPTY_SET": set,
+    "MARK": lambda: _MARK,
+}
+_VALUES = {"INT", "BININT", "BININT1", "BININT2", "LONG", "LONG1", "LONG4", "FLOAT", "BINFLOAT"}
+_VALUES |= {"UNICODE", "BINUNICODE", "SHORT_BINUNICODE", "BINUNICODE8", "STRING", "BINSTRING", "SHORT_BINSTRING"}
+_VALUES |= {"BINBYTES", "SHORT_BINBYTES", "BINBYTES8", "BYTEARRAY8"}
+_OPERATIONS: dict[str, Callable[[_Machine, Any], None]] = {
+    "POP": lambda m, _: m.stack.pop(),
+    "POP_MARK": lambda m, _: m.to_mark().clear(),
+    "DUP": lambda m, _: m.stack.append(m.stack[-1]),
+    "TUPLE": lambda m, _: m.stack.append(tuple(m.to_mark())),
+    "TUPLE1": lambda m, _: m.stack.append(tuple(_pop(m, 1))),
+    "TUPLE2": lambda m, _: m.stack.append(tuple(_pop(m, 2))),
+    "TUPLE3": lambda m, _: m.stack.append(tuple(_pop(m, 3))),
+    "LIST": lambda m, _: m.stack.append(m.to_mark()),
+    "DICT": lambda m, _: m.stack.append(dict(_pairs(m.to_mark()))),
+    "FROZENSET": lambda m, _: m.stack.append(frozenset(m.to_mark())),
+    "APPEND": lambda m, _: _append_items(m, _pop(m, 1)),
+    "APPENDS": lambda m, _: _append_items(m, m.to_mark()),
+    "ADDITEMS": lambda m, _: _append_items(m, m.to_mark()),
+    "SETITEM": lambda m, _: _set_items(m, _pop(m, 2)),
+    "SETITEMS": lambda m, _: _set_items(m, m.to_mark()),
+    "GLOBAL": _global,
+    "STACK_GLOBAL": _stack_global,
+    "REDUCE": _reduce,
+    "NEWOBJ": _reduce,
+    "BUILD": _build,
+    "BINPERSID": lambda m, _: m.stack.append(m.persistent(m.stack.pop())),
+}

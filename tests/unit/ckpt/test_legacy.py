@@ -1,0 +1,186 @@
+"""Legacy Megatron GPT checkpoints of every version and topology read as what they were made from."""
+
+import runpy
+import sys
+import types
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from dynmo_ckpt.copyplan import OutputTensor, sources
+from dynmo_ckpt.errors import UsageError
+from dynmo_ckpt.faults import CorruptError, UnsupportedError
+from dynmo_ckpt.io.reading import Reader, open_sources
+from dynmo_ckpt.legacy import LegacyOptions, open_legacy
+from dynmo_ckpt.panels import panels
+
+HERE = Path(__file__).parent
+build = runpy.run_path(str(HERE / "build.py"))
+legacy = runpy.run_path(str(HERE / "legacy_build.py"))
+
+
+@pytest.fixture(autouse=True)
+def megatron_for_writing(monkeypatch):
+    """A module under Megatron's name while files are written, as pickle asks for; reading must do without."""
+    for name in ("megatron", "megatron.core", "megatron.core.enums"):
+        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+    sys.modules["megatron.core.enums"].ModelType = legacy["ModelType"]
+
+
+def numbers(tensor):
+    output = OutputTensor(key="x", shape=tensor.shape, content=tensor.content)
+    with open_sources(sources([output])) as files:
+        parts = [panel.reshape(-1).copy() for panel in panels(output, Reader(files))]
+    return np.concatenate(parts).view(np.float32).reshape(tensor.shape)
+
+
+def read(path, **options):
+    return open_legacy(path, None, LegacyOptions(**options))
+
+
+def check(found, m, p):
+    assert dict(found.model) == m
+    assert {item.name for item in found.tensors} == set(p)
+    assert all(np.array_equal(numbers(item), p[item.name]) for item in found.tensors)
+
+
+@pytest.mark.parametrize("version", [0, 1.0, 2.0, 3.0])
+@pytest.mark.parametrize("tp", [1, 2, 4])
+def test_versions_and_tensor_ranks(tmp_path, version, tp):
+    m = build["model"]()
+    p = build["parameters"](m)
+    legacy["save"](tmp_path, p, m, tp=tp, version=version)
+    found = read(tmp_path)
+    check(found, m, p)
+    assert found.step == 300
+    assert found.remarks == []
+
+
+@pytest.mark.parametrize(
+    ("layers", "stages", "virtual"),
+    [(3, [1, 2], 1), (3, [0, 3], 1), (4, [1, 1, 1, 1], 2), (6, [1, 2, 0, 3], 1), (6, [1, 2, 1, 2], 2)],
+)
+def test_stages_even_uneven_and_virtual(tmp_path, layers, stages, virtual):
+    m = build["model"](num_layers=layers)
+    p = build["parameters"](m)
+    legacy["save"](tmp_path, p, m, tp=2, stages=stages, virtual=virtual)
+    check(read(tmp_path / "iter_0000300"), m, p)
+
+
+def test_untied_head_and_exact_gelu(tmp_path):
+    m = build["model"](tied_embeddings=False, activation="gelu")
+    p = build["parameters"](m)
+    legacy["save"](tmp_path, p, m, tp=2, stages=[2, 1])
+    found = read(tmp_path)
+    check(found, m, p)
+    assert found.ties == {}
+
+
+def renamed(document):
+    def walk(value, key=""):
+        if not isinstance(value, dict):
+            return value
+        pairs = [("input_layernorm", "input_norm"), ("post_attention_layernorm", "post_attention_norm")]
+        pairs += [("final_layernorm", "final_norm"), ("self_attention", "attention")]
+        pairs += [("dense_h_to_4h", "to_4h"), ("dense_4h_to_h", "to_h")]
+        result = {}
+        for name, inner in value.items():
+            for old, new in pairs:
+                name = name.replace(old, new) if isinstance(name, str) else name
+            result[name] = walk(inner)
+        return result
+
+    return walk(document)
+
+
+def test_names_of_other_releases_and_forks(tmp_path):
+    m = build["model"]()
+    p = build["parameters"](m)
+    legacy["save"](tmp_path, p, m, tp=2, rename=renamed)
+    check(read(tmp_path), m, p)
+
+
+def test_without_arguments_the_person_tells(tmp_path):
+    m = build["model"]()
+    p = build["parameters"](m)
+    legacy["save"](tmp_path, p, m, args=False)
+    with pytest.raises(UsageError, match="give --num-attention-heads"):
+        read(tmp_path)
+    check(read(tmp_path, num_attention_heads=4, vocab_size=29), m, p)
+    found = read(tmp_path, num_attention_heads=4)
+    assert found.model["vocab_size"] == 32
+    assert "--vocab-size" in found.remarks[0]
+    with pytest.raises(UsageError, match="within 1 and the padded size 32"):
+        read(tmp_path, num_attention_heads=4, vocab_size=33)
+
+
+def altered(path, change):
+    import torch
+
+    document = torch.load(path, weights_only=False)
+    change(document)
+    torch.save(document, path)
+
+
+def test_replicas_that_differ_are_refused(tmp_path):
+    m = build["model"]()
+    iteration = legacy["save"](tmp_path, build["parameters"](m), m, tp=2, stages=[2, 1])
+
+    def change(document):
+        document["model"]["language_model"]["encoder"]["layers.0.input_layernorm.bias"][3] += 1
+
+    altered(iteration / "mp_rank_01_000" / "model_optim_rng.pt", change)
+    with pytest.raises(CorruptError, match=r"layers\.0\.input_layernorm\.bias of tensor ranks 0 and 1 differ"):
+        read(tmp_path)
+
+
+def test_a_head_that_is_not_the_embedding_is_refused(tmp_path):
+    m = build["model"]()
+    iteration = legacy["save"](tmp_path, build["parameters"](m), m, stages=[2, 1])
+
+    def change(document):
+        document["model"]["word_embeddings_for_head"]["weight"][0, 0] += 1
+
+    altered(iteration / "mp_rank_00_001" / "model_optim_rng.pt", change)
+    with pytest.raises(CorruptError, match="word_embeddings_for_head"):
+        read(tmp_path)
+
+
+@pytest.mark.parametrize("field", ["swiglu", "apply_layernorm_1p", "group_query_attention"])
+def test_variants_that_are_not_mapped_are_refused(tmp_path, field):
+    m = build["model"]()
+    legacy["save"](tmp_path, build["parameters"](m), m, **{field: True})
+    with pytest.raises(UnsupportedError, match=field):
+        read(tmp_path)
+
+
+def test_missing_ranks_are_listed(tmp_path):
+    import shutil
+
+    m = build["model"]()
+    iteration = legacy["save"](tmp_path, build["parameters"](m), m, tp=2, stages=[2, 1])
+    shutil.rmtree(iteration / "mp_rank_01_001")
+    with pytest.raises(CorruptError, match=r"1 of 4 ranks are missing: \['mp_rank_01_001'\]"):
+        read(tmp_path)
+
+
+def test_a_tensor_that_no_rule_takes_is_refused(tmp_path):
+    import torch
+
+    m = build["model"]()
+    iteration = legacy["save"](tmp_path, build["parameters"](m), m)
+
+    def change(document):
+        document["model"]["lm_head"] = {"bias": torch.zeros(32)}
+
+    altered(iteration / "mp_rank_00" / "model_optim_rng.pt", change)
+    with pytest.raises(UnsupportedError, match=r"no rule of the map takes 1 tensors: lm_head\.bias"):
+        read(tmp_path)
+
+
+@pytest.mark.parametrize("text", ["", "x", "-1"])
+def test_a_tracker_that_says_nothing_is_refused(tmp_path, text):
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text(text)
+    with pytest.raises(CorruptError, match="a number or 'release' is expected"):
+        read(tmp_path)

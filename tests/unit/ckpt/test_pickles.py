@@ -1,0 +1,174 @@
+"""Pickles are read as data: the same values as pickle gives, nothing executed, and no mutation does harm."""
+
+import argparse
+import collections
+import os
+import pickle
+import random
+import zipfile
+
+import pytest
+import torch
+
+from dynmo_ckpt.errors import DynmoError
+from dynmo_ckpt.faults import CorruptError, UnsafePickleError
+from dynmo_ckpt.io.pickles import Inert, TensorRef, load_pickle
+from dynmo_ckpt.io.torchfile import TorchFile
+
+VALUES = [
+    None,
+    True,
+    [1, -1, 70000, 2**40, -(2**70), 0.5, float("inf")],
+    {"a": (1,), "b": (1, 2), "c": (1, 2, 3), "d": (), "e": (1, 2, 3, 4)},
+    "größer",
+    "x" * 70000,
+    b"bytes" * 100,
+    {1, 2, 3},
+    frozenset({1, 2}),
+    collections.OrderedDict(a=1, b=[2]),
+    [[]] * 3,
+]
+
+
+@pytest.mark.parametrize("protocol", range(2, 6))
+@pytest.mark.parametrize("value", VALUES, ids=lambda value: type(value).__name__)
+def test_values_are_those_of_pickle(value, protocol):
+    assert load_pickle(pickle.dumps(value, protocol), "x") == value
+
+
+def test_shared_and_recursive_values():
+    inner = [1]
+    value = {"a": inner, "b": inner}
+    value["self"] = value
+    found = load_pickle(pickle.dumps(value), "x")
+    assert found["a"] is found["b"]
+    assert found["self"] is found
+
+
+def test_a_namespace_stays_inert():
+    found = load_pickle(pickle.dumps(argparse.Namespace(a=1, dtype=torch.float16)), "x")
+    assert isinstance(found, Inert)
+    assert found.attributes["a"] == 1
+
+
+class Evil:
+    def __init__(self, function, *arguments):
+        self.call = function, arguments
+
+    def __reduce__(self):
+        return self.call
+
+
+@pytest.mark.parametrize("protocol", [2, 4])
+@pytest.mark.parametrize(
+    ("function", "arguments"),
+    [
+        (os.system, ("touch {}",)),
+        (eval, ("open({!r}, 'w')",)),
+        (exec, ("open({!r}, 'w')",)),
+        (getattr, (1, "real")),
+        (__import__, ("os",)),
+    ],
+)
+def test_nothing_is_executed(tmp_path, protocol, function, arguments):
+    marker = tmp_path / "marker"
+    arguments = [a.format(str(marker)) if isinstance(a, str) else a for a in arguments]
+    payload = pickle.dumps({"args": Evil(function, *arguments)}, protocol)
+    with pytest.raises(UnsafePickleError, match="refers to") as refused:
+        load_pickle(payload, "file.pt")
+    assert "file.pt" in str(refused.value)
+    assert refused.value.exit_code == 3
+    assert not marker.exists()
+
+
+def test_a_call_of_an_allowed_package_stays_inert():
+    payload = b"cnumpy\nload\n(S'x'\ntR."
+    found = load_pickle(payload, "x")
+    assert isinstance(found, Inert)
+    assert str(found.type) == "numpy.load"
+
+
+@pytest.mark.parametrize(
+    "payload",
+    [
+        b"",
+        b".",
+        b"\x80\x02",
+        b"t.",
+        b"R.",
+        b"h\x05.",
+        b"]\x94a.",
+        b"(lp0\nc",
+        b"u.",
+        b"\x80\x02]q\x00(e",
+        b"N(ios\nsystem\n.",
+    ],
+)
+def test_broken_pickles_are_refused(payload):
+    with pytest.raises((CorruptError, UnsafePickleError)):
+        load_pickle(payload, "x")
+
+
+def saved(tmp_path):
+    path = tmp_path / "a.pt"
+    base = torch.arange(24.0)
+    tree = {"w": base.reshape(4, 6), "t": base.reshape(4, 6).T, "part": base[3:9], "half": torch.ones(3).half()}
+    tree |= {"n": torch.nn.Parameter(torch.ones(2, 2)), "empty": torch.zeros(0, 3), "args": argparse.Namespace(a=1)}
+    torch.save(tree, path)
+    return path
+
+
+def test_tensors_lie_where_torch_put_them(tmp_path):
+    path = saved(tmp_path)
+    file = TorchFile(path)
+    payload = path.read_bytes()
+    expected = torch.load(path, weights_only=False)
+    for name in ("w", "t", "part", "half", "n"):
+        tensor = file.tensor(file.tree[name], name)
+        view = tensor.pieces[0].view
+        stored = bytearray(payload[view.array.offset :][: view.array.num_bytes])
+        words = torch.frombuffer(stored, dtype=expected[name].dtype)
+        rebuilt = words.as_strided(view.shape, view.strides, view.start)
+        assert torch.equal(rebuilt, expected[name].detach())
+
+
+def test_a_tensor_that_leaves_its_storage_is_refused(tmp_path):
+    file = TorchFile(saved(tmp_path))
+    good = file.tree["w"]
+    for bad in (
+        TensorRef(good.storage, 1, (4, 6), (6, 1)),
+        TensorRef(good.storage, 0, (4, 6), (7, 1)),
+        TensorRef(good.storage, 0, (4,), (-1,)),
+        TensorRef(good.storage, 0, (4, 6), (6,)),
+    ):
+        with pytest.raises(CorruptError):
+            file.tensor(bad, "w")
+
+
+def test_compressed_entries_are_refused(tmp_path):
+    source = saved(tmp_path)
+    target = tmp_path / "b.pt"
+    with zipfile.ZipFile(source) as old, zipfile.ZipFile(target, "w", zipfile.ZIP_DEFLATED) as new:
+        for name in old.namelist():
+            new.writestr(name, old.read(name))
+    with pytest.raises(CorruptError, match="compressed"):
+        TorchFile(target)
+
+
+def test_mutated_files_end_in_one_of_our_errors_or_are_read(tmp_path):
+    payload = saved(tmp_path).read_bytes()
+    rng = random.Random(0)
+    path = tmp_path / "mutated.pt"
+    for _ in range(2000):
+        mutated = bytearray(payload[: rng.choice([len(payload), rng.randrange(len(payload))])])
+        for _ in range(rng.randrange(1, 6)):
+            if mutated:
+                mutated[rng.randrange(len(mutated))] = rng.randrange(256)
+        path.write_bytes(mutated)
+        try:
+            file = TorchFile(path)
+            for name, value in file.tree.items() if isinstance(file.tree, dict) else ():
+                if isinstance(value, TensorRef):
+                    file.tensor(value, str(name))
+        except DynmoError:
+            continue

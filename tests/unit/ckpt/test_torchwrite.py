@@ -1,0 +1,26 @@
+import pickle
+
+import pytest
+
+from dynmo_ckpt.io.pickles import Name, load_pickle
+from dynmo_ckpt.io.torchwrite import NewObject, dump_pickle
+
+NUMBERS = [0, -1, 255, 256, -129, 2**31, -(2**40), 0.1]
+VALUES = [None, True, False, *NUMBERS, "größer", [1, [2]], (1, "a"), {"a": {"b": (1.5,)}}, (), [], {}]
+
+
+@pytest.mark.parametrize("value", VALUES, ids=repr)
+def test_pickle_reads_what_is_written(value):
+    payload = dump_pickle(value)
+    assert pickle.loads(payload) == value  # noqa: S301 - our own bytes
+    assert load_pickle(payload, "x") == value
+
+
+def test_a_namespace():
+    value = NewObject(Name("argparse", "Namespace"), {"a": 1})
+    assert vars(pickle.loads(dump_pickle(value))) == {"a": 1}  # noqa: S301 - our own bytes
+
+
+def test_what_cannot_be_written_is_a_bug():
+    with pytest.raises(TypeError, match="complex"):
+        dump_pickle(1j)
