@@ -25,6 +25,7 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
+    rich_markup_mode=None,  # plain help never cuts the name of an option, and needs no rich
     help="Plan pipeline partitions: balance, simulate, ask what if, and watch a run.",
 )
 app.add_typer(profile, name="profile")

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
+    rich_markup_mode=None,  # plain help never cuts the name of an option, and needs no rich
     help="Inspect, verify, compare, merge, split and convert checkpoints. No pickle is ever executed.",
 )
 

@@ -23,6 +23,7 @@ EXIT_SOME_REJECTED = 3
 app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
+    rich_markup_mode=None,  # plain help never cuts the name of an option, and needs no rich
     help="From raw text to a clean, deduplicated, tokenized and binarized data set.",
 )
 

@@ -7,6 +7,7 @@ import shutil
 import sys
 import tempfile
 from enum import StrEnum
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -15,7 +16,7 @@ import typer
 from .config import Facts, check, read_config_file, resolve
 from .config.command import with_options
 from .console import Format, emit, emit_json, emit_table, run_app, say
-from .errors import UsageError
+from .errors import MissingExtraError, UsageError
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -41,6 +42,12 @@ ConfigFile = Annotated[
     Path | None,
     typer.Option("--config", metavar="FILE.toml", help="Options from a TOML file; the command line goes before it."),
 ]
+
+
+def _need_torch() -> None:
+    """Raise ``MissingExtraError`` where torch is not installed; loads nothing."""
+    if find_spec("torch") is None:
+        raise MissingExtraError("torch", "train")
 
 
 def _world_size() -> int:
@@ -74,6 +81,7 @@ def launch_local(
     """
     if arguments[0] == "launch":
         raise UsageError("launch cannot start another launch; give it pretrain or another command that computes")
+    _need_torch()
     from .launch.local import LocalLaunch
     from .launch.local import launch_local as run
 
@@ -89,6 +97,7 @@ def launch_local(
 @with_options
 def pretrain_gpt(config: ConfigFile = None, **flags: Any) -> None:
     """Train a GPT on an indexed data set, in this process or, under `dynmo-train launch`, in several."""
+    _need_torch()
     from .data.tokenizer import read_vocab_size
 
     world_size = _world_size()
@@ -137,6 +146,7 @@ def generate_text(
     report: Annotated[Format, typer.Option("--format", help="How to report.")] = Format.TEXT,
 ) -> None:
     """Continue prompts with the model of a checkpoint."""
+    _need_torch()
     texts = _prompts(prompt, prompts)
     import torch
 

@@ -1,0 +1,166 @@
+"""The wheel as a stranger installs it, without any extra, where neither torch nor any other optional module exists."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import runpy
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+
+ROOT = Path(__file__).parents[2]
+PACKAGES = ("dynmo_tools", "dynmo_train", "dynmo_balance", "dynmo_ckpt")
+BASE = ("numpy", "typer", "rich")
+OPTIONAL = ("torch", "tokenizers", "safetensors", "ftfy", "langdetect", "datasketch", "orjson", "transformers")
+FIXTURES = ROOT / "tests" / "contracts" / "fixtures"
+
+pytestmark = [pytest.mark.dist, pytest.mark.timeout(300)]
+
+
+def run(*command, cwd, check=True):
+    environment = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME")}
+    words = [str(word) for word in command]
+    done = subprocess.run(
+        words, capture_output=True, text=True, timeout=120, cwd=cwd, env=environment, stdin=subprocess.DEVNULL
+    )
+    assert not check or done.returncode == 0, done.stdout + done.stderr
+    return done
+
+
+def needed(names):
+    """These distributions and all that they need, in the environment that runs the tests."""
+    found, left = {}, list(names)
+    while left:
+        distribution = importlib.metadata.distribution(left.pop())
+        if distribution.name in found:
+            continue
+        found[distribution.name] = distribution
+        requirements = map(Requirement, distribution.requires or ())
+        left += [each.name for each in requirements if each.marker is None or each.marker.evaluate({"extra": ""})]
+    return list(found.values())
+
+
+def link(distribution, site_packages):
+    """Make the files of an installed distribution, and nothing beside them, importable from another environment."""
+    for name in {file.parts[0] for file in distribution.files or ()} - {"..", "__pycache__"}:
+        (site_packages / name).symlink_to(distribution.locate_file(name))
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory):
+    found = [each.version for each in importlib.metadata.distributions(name="setuptools")][:1]
+    if not found or int(found[0].partition(".")[0]) < 77:
+        pytest.skip(f"the wheel is built by this environment's setuptools, 77 or newer; found {found or 'none'}")
+    folder = tmp_path_factory.mktemp("wheel")
+    source = folder / "source"
+    source.mkdir()
+    for name in PACKAGES:
+        shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, source)
+    pip = (sys.executable, "-m", "pip", "--disable-pip-version-check")
+    run(*pip, "wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", folder, source, cwd=folder)
+    return next(folder.glob("dynmo-*.whl"))
+
+
+@pytest.fixture(scope="module")
+def programs(wheel, tmp_path_factory):
+    """The ``bin`` of an environment that holds the wheel and what it requires: pip finds nothing missing."""
+    home = tmp_path_factory.mktemp("installed")
+    run(sys.executable, "-m", "venv", "--without-pip", home / "venv", cwd=home)
+    site_packages = next((home / "venv" / "lib").glob("python*/site-packages"))
+    for distribution in needed(BASE):
+        link(distribution, site_packages)
+    python = home / "venv" / "bin" / "python"
+    pip = (sys.executable, "-m", "pip", "--disable-pip-version-check", "--python", python)
+    run(*pip, "install", "--no-index", wheel, cwd=home)
+    return python.parent
+
+
+def test_the_wheel_holds_every_file_of_the_packages(wheel):
+    with zipfile.ZipFile(wheel) as archive:
+        packed = {name for name in archive.namelist() if name.startswith(PACKAGES)}
+    there = {path.relative_to(ROOT) for name in PACKAGES for path in (ROOT / name).rglob("*") if path.is_file()}
+    assert packed == {path.as_posix() for path in there if "__pycache__" not in path.parts}
+
+
+def test_optional_modules_are_absent(programs, tmp_path):
+    text = f"import importlib.util as u; print([name for name in {OPTIONAL!r} if u.find_spec(name)])"
+    assert run(programs / "python", "-c", text, cwd=tmp_path).stdout == "[]\n"
+    where = run(programs / "python", "-c", "import dynmo_balance; print(dynmo_balance.__file__)", cwd=tmp_path).stdout
+    assert where.startswith(str(programs.parent))
+
+
+@pytest.mark.parametrize("program", ["dynmo-prep", "dynmo-train", "dynmo-plan", "dynmo-ckpt"])
+def test_every_program_has_help(programs, tmp_path, program):
+    done = run(programs / program, "--help", cwd=tmp_path)
+    assert f"Usage: {program}" in done.stdout
+    assert done.stderr == ""
+
+
+def test_the_planner_works(programs, tmp_path):
+    profile = FIXTURES / "profile" / "valid" / "events.jsonl"
+    plan = (programs / "dynmo-plan",)
+    steps = json.loads(run(*plan, "what-if", profile, "--format", "json", cwd=tmp_path).stdout)
+    assert len(steps["rows"]) > 2
+    run(*plan, "partition", profile, "--stages", 2, "-o", tmp_path / "plan.json", cwd=tmp_path)
+    stages = json.loads((tmp_path / "plan.json").read_text())["stages"]
+    assert [stage["worker"] for stage in stages] == [0, 1]
+    assert "exact" in run(*plan, "compare", profile, cwd=tmp_path).stdout
+    # Every command of the planner, not only these, is free of the extras.
+    text = (
+        "import pkgutil, dynmo_balance as package\n"
+        "for module in pkgutil.walk_packages(package.__path__, 'dynmo_balance.'):\n"
+        "    if module.name != 'dynmo_balance.__main__':\n"
+        "        __import__(module.name)\n"
+    )
+    run(programs / "python", "-c", text, cwd=tmp_path)
+
+
+def test_checkpoints_are_inspected_verified_and_exported(programs, tmp_path):
+    """What dynmo-ckpt does with native and Hugging Face checkpoints needs nothing but the base."""
+    build = runpy.run_path(str(ROOT / "tests" / "unit" / "ckpt" / "build.py"))
+    model = build["model"]()
+    build["save"](tmp_path / "in", build["parameters"](model), model)
+    ckpt = (programs / "dynmo-ckpt",)
+    assert str(model["num_layers"]) in run(*ckpt, "info", "in", cwd=tmp_path).stdout
+    assert "ok" in run(*ckpt, "verify", "in", cwd=tmp_path).stdout
+    run(*ckpt, "convert", "in", "out", "--to", "hf", cwd=tmp_path)
+    run(*ckpt, "convert", "out", "back", "--to", "native", cwd=tmp_path)
+    assert run(*ckpt, "diff", "in", "back", cwd=tmp_path).stdout == "no tensor differs\n"
+
+
+TRAIN = "--num-layers 1 --hidden-size 8 --num-attention-heads 1 --seq-length 4 --vocab-size 9 --train-iters 1 --lr 1"
+
+
+@pytest.mark.parametrize(
+    ("command", "extra"),
+    [
+        ("dynmo-prep clean in.jsonl -o out.jsonl", "prep"),
+        ("dynmo-prep dedup in.jsonl -o out.jsonl", "prep"),
+        ("dynmo-prep shuffle in.jsonl -o out.jsonl", "prep"),
+        ("dynmo-prep train-tokenizer in.jsonl -o out.json", "prep"),
+        ("dynmo-prep binarize in.jsonl -o out --tokenizer-model t.json", "prep"),
+        ("dynmo-prep pipeline quickstart --input in.jsonl", "prep"),
+        ("dynmo-prep blacklist-urls in.txt -o out.txt", "prep"),
+        (f"dynmo-train pretrain gpt {TRAIN} --micro-batch-size 1 --data-path in", "train"),
+        ("dynmo-train generate --load nowhere --prompt x", "train"),
+        ("dynmo-train launch local --nproc 1 -- pretrain gpt", "train"),
+    ],
+)
+def test_a_command_without_its_extra_names_it(programs, tmp_path, command, extra):
+    (tmp_path / "in.jsonl").write_text('{"text": "a document"}\n')
+    (tmp_path / "in.txt").write_text("https://example.org/a\n")
+    (tmp_path / "t.json").write_text('{"model": {"type": "WordLevel", "vocab": {"<|endoftext|>": 0}}}')
+    program, *words = command.split()
+    done = run(programs / program, *words, cwd=tmp_path, check=False)
+    assert done.returncode == 2, done.stderr
+    assert f"is not installed; run: pip install 'dynmo[{extra}]'" in done.stderr
+    assert "Traceback" not in done.stderr
