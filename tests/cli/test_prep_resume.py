@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
 import json
-import os
 import random
 import signal
 import subprocess
@@ -147,14 +147,12 @@ def test_a_dead_worker_ends_the_run_and_names_its_task(tmp_path, monkeypatch):
     )
     store_plan(job, make_plan(job))
     phase = Phase(name="odd", run="tests_only:die", tasks=3)
-    monkeypatch.setattr("dynmo_tools.executors._serve", die)
+    # A spawned process imports what it runs: from a module of its own, wherever pytest was started.
+    (tmp_path / "dying.py").write_text("import os\ndef die(connection, *_):\n    connection.recv()\n    os._exit(7)\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr("dynmo_tools.executors._serve", importlib.import_module("dying").die)
     with pytest.raises(WorkerDiedError, match=r"worker of task odd-0000\d died \(exit code 7\)"):
         list(run_local(job, phase, range(3), lambda documents, size: None, 2))
-
-
-def die(connection, job, phase):
-    connection.recv()
-    os._exit(7)
 
 
 def test_another_run_in_the_same_folder_is_refused(prep, tmp_path):
