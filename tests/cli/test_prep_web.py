@@ -20,7 +20,8 @@ PAGE = (
 DUMP = """<mediawiki><siteinfo><base>http://w.org/wiki/Main</base></siteinfo>
 <page><title>Cats</title><ns>0</ns><id>5</id><revision><id>6</id><text>'''Cats''' purr.</text></revision></page>
 <page><title>Talk:Cats</title><ns>1</ns><id>7</id><revision><id>8</id><text>Talk.</text></revision></page>
-<page><title>Cat</title><ns>0</ns><id>9</id><redirect title="Cats"/>\n<revision><id>1</id><text>#REDIRECT</text></revision></page>
+<page><title>Cat</title><ns>0</ns><id>9</id><redirect title="Cats"/>
+<revision><id>1</id><text>#REDIRECT</text></revision></page>
 <page><title>Void</title><ns>0</ns><id>10</id><revision><id>2</id><text>{{stub}}</text></revision></page>
 </mediawiki>"""
 
