@@ -126,9 +126,8 @@ def bench_binarize(options: argparse.Namespace, folder: Path) -> None:
 
     one = best(ours)
     size = Path(text).stat().st_size / 1e6
-    say(
-        f"| (ours, one process: {size / one.wall_s:.1f} MB/s of {size:.0f} MB, {one.rss_mb:.0f} MB of memory) | | | | | |"
-    )
+    figures = f"{size / one.wall_s:.1f} MB/s of {size:.0f} MB, {one.rss_mb:.0f} MB of memory"
+    say(f"| (ours, one process: {figures}) | | | | | |")
     two = best(lambda: ours(2))
     row("ours, 2 workers, as the faster", two, one, "the other way round: wall is the speed-up of two workers")
 
@@ -259,9 +258,10 @@ def bench_decontaminate(options: argparse.Namespace, folder: Path) -> None:
 
     took = best(ours)
     if (classic := peer("PEER_CLASSIC")) is not None:
+        script = str(classic / "tools/openwebtext/filter_ngrams.py")
         command = [
-            sys.executable, str(classic / "tools/openwebtext/filter_ngrams.py"), "--tasks", "lambada", "--lambada-path", task,
-            "--dedup-dataset", source, "text", "--output", "classic.jsonl", "--num-threads", "1",
+            sys.executable, script, "--tasks", "lambada", "--lambada-path", task, "--dedup-dataset", source, "text",
+            "--output", "classic.jsonl", "--num-threads", "1",
         ]  # fmt: skip
         slow = best(lambda: run(command, folder, python_path=str(classic)))
         row("filter_ngrams.py, 1 thread", took, slow, same(folder / "ours.jsonl", folder / "classic.jsonl"))
