@@ -13,7 +13,8 @@ from .plan import Plan
 from .records import Row, encode_row, has_surrogates
 from .tasks import Phase, Task
 
-COPY_BYTES = 1 << 24
+COPY_BYTES = 1 << 28
+BUFFER_BYTES = 1 << 24
 
 
 def copy_into(target: IO[bytes], parts: Sequence[Path]) -> None:
@@ -22,10 +23,10 @@ def copy_into(target: IO[bytes], parts: Sequence[Path]) -> None:
     for part in parts:
         with open(part, "rb") as source:
             try:
-                while os.sendfile(target.fileno(), source.fileno(), None, COPY_BYTES):
+                while os.copy_file_range(source.fileno(), target.fileno(), COPY_BYTES):
                     pass
-            except OSError:
-                shutil.copyfileobj(source, target, COPY_BYTES)
+            except (OSError, AttributeError):  # not on this system, or not between these file systems
+                shutil.copyfileobj(source, target, BUFFER_BYTES)
                 target.flush()
 
 

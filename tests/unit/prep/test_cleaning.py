@@ -135,12 +135,12 @@ def test_verdicts_are_langdetect_s_on_odd_texts(varied_texts):
 
 
 @pytest.mark.data
-def test_verdicts_are_langdetect_s_in_three_hundred_languages(shared_data):
+def test_verdicts_are_langdetect_s_in_a_hundred_languages(shared_data):
     import zipfile
 
     slow, fast = slow_detector(), LanguageJudge(0)
     with zipfile.ZipFile(shared_data / "lid" / "udhr2.zip") as archive:
         names = sorted(name for name in archive.namelist() if name.endswith(".txt"))
-        texts = [archive.read(name).decode("utf-8", "replace")[500:1500] for name in names]
-    assert len(texts) > 300
+        texts = [archive.read(name).decode("utf-8", "replace")[500:1500] for name in names[::3]]
+    assert len(texts) > 100
     assert [fast.detect(text) for text in texts] == [slow(text) for text in texts]

@@ -64,5 +64,5 @@ def test_a_real_dump_has_no_markup_left(shared_data):
     texts = [text_of(page.markup) for page in pages]
     assert len(texts) == 12
     for text in texts:
-        assert len(text) > 1000
+        assert len(text) > 500
         assert text.count("{{") + text.count("[[") + text.count("<ref") + text.count("'''") < 3
