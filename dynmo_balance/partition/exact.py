@@ -11,7 +11,7 @@ the dynamic programme below, over cut positions.
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -306,10 +306,8 @@ def _holdings(problem: Problem) -> tuple[list[int], list[tuple[int, int]]]:
     A byte is added for every item, so that items without parameters stay where they are as well.
     """
     chain = problem.chain
-    index = {cut: at for at, cut in enumerate(chain.cuts)}
     held = []
     for begin, end in problem.current or ():
-        x = index.get(begin, next((at for at, cut in enumerate(chain.cuts) if cut >= begin), 0))
-        y = index.get(end, max((at for at, cut in enumerate(chain.cuts) if cut <= end), default=0))
-        held.append((x, max(x, y)))
+        x = min(bisect_left(chain.cuts, begin), len(chain.cuts) - 1)
+        held.append((x, max(x, bisect_right(chain.cuts, end) - 1)))
     return chain.at_cuts([size + 1 for size in chain.move_bytes]), held

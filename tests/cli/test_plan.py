@@ -372,3 +372,12 @@ def test_interleaved_plans_verify(plan, tmp_path):
     assert plan("partition", EVENTS, *options, "-o", output)[0] == 0
     assert len(json.loads(output.read_text())["stages"]) == 4
     assert plan("verify", output, "--profile", EVENTS)[0] == 0
+
+
+def test_report_is_written(plan, run_dir):
+    shutil.copy(CONTRACTS / "plan/valid/move.json", run_dir / "plans/plan-000001.json")
+    output = run_dir / "report.html"
+    code, out, err = plan("report", run_dir, "-o", output)
+    assert (code, out) == (0, "")
+    assert err == f"wrote {output}: 9 steps, 1 plans, 1 moves\n"
+    assert output.read_text().startswith("<!doctype html>")
