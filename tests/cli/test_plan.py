@@ -381,3 +381,16 @@ def test_report_is_written(plan, run_dir):
     assert (code, out) == (0, "")
     assert err == f"wrote {output}: 9 steps, 1 plans, 1 moves\n"
     assert output.read_text().startswith("<!doctype html>")
+
+
+def test_calibrate_and_import(plan, run_dir):
+    code, out, _ = plan("calibrate", run_dir, "--format", "json")
+    document = json.loads(out)
+    assert code == 0
+    assert document["samples"] == 2
+    assert document["error_after"] <= document["error_before"]
+    (run_dir / "log").write_text("time (ms) | fwd_microstep: 5.00 | bwd_microstep: 9.00\n")
+    options = ("--header", run_dir, "--kind", "deepspeed-log", "-o", run_dir / "new.jsonl")
+    assert plan("profile", "import", run_dir / "log", *options)[0] == 0
+    assert plan("partition", run_dir / "new.jsonl")[0] == 0
+    assert plan("profile", "import", run_dir / "log", *options)[0] == 2
