@@ -2,7 +2,8 @@
 
 The simulated step is close to linear in each of them, so least squares over the records finds the overhead of an
 operation; latency and bandwidth are found apart only where partitions with different boundaries were measured. The
-search goes over one constant after the other (golden section on the sum of squared relative errors) until none improves.
+search goes over one constant after the other (golden section on the sum of squared relative errors) until
+none improves.
 """
 
 from __future__ import annotations

@@ -2,13 +2,14 @@
 
     python tests/benchmarks/plan_recipes.py [--layers 24,32,40,48] [--granularity layer]
 
-Assumptions: GPT, hidden size 1024, 16 heads, 2048 tokens, vocabulary 50257, microbatch 2, bfloat16, selective recomputation,
-32 microbatches, 8 workers, 1F1B, by the analytic model of an H100; each technique at the end of its trajectory as
-``dynmo_balance/trajectories.py`` states it, at its own strength. The static pipeline is Megatron's uniform split.
+Assumptions: GPT, hidden size 1024, 16 heads, 2048 tokens, vocabulary 50257, microbatch 2, bfloat16, selective
+recomputation, 32 microbatches, 8 workers, 1F1B, by the analytic model of an H100; each technique at the end of its
+trajectory as ``dynmo_balance/trajectories.py`` states it, at its own strength. The static pipeline is Megatron's uniform split.
 
 * balancing only: the technique on the static pipeline against the technique on the exact partition;
 * technique and balancing: the dense model on the static pipeline against the technique on the exact partition;
-* searched: the same as the last with schedule, granularity and virtual stages searched, and its distance from the bound.
+* searched: the same as the last with schedule, granularity and virtual stages searched, and how far it is from the
+  bound.
 """
 
 from __future__ import annotations
