@@ -54,8 +54,8 @@ def what_if(
 
     Where the dynamics (sparsity, freeze, skew, exit) are varied, the costs are those from before the first pruning or
     freezing of the run, unless --at-step says otherwise. The sparsity model: an item costs its dense time below the
-    threshold; from there on overhead + (1 - overhead) x (1 - sparsity) / (1 - threshold) of it. Worker speeds, links and
-    memory are those of the profile; workers beyond its own are like its first.
+    threshold; from there on overhead + (1 - overhead) x (1 - sparsity) / (1 - threshold) of it. Worker speeds, links
+    and memory are those of the profile; workers beyond its own are like its first.
     """
     from ..grid import parse_vary
     from ..question import parse_bytes

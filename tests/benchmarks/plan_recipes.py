@@ -4,7 +4,8 @@
 
 Assumptions: GPT, hidden size 1024, 16 heads, 2048 tokens, vocabulary 50257, microbatch 2, bfloat16, selective
 recomputation, 32 microbatches, 8 workers, 1F1B, by the analytic model of an H100; each technique at the end of its
-trajectory as ``dynmo_balance/trajectories.py`` states it, at its own strength. The static pipeline is Megatron's uniform split.
+trajectory as ``dynmo_balance/trajectories.py`` states it, at its own strength. The static pipeline is Megatron's
+uniform split.
 
 * balancing only: the technique on the static pipeline against the technique on the exact partition;
 * technique and balancing: the dense model on the static pipeline against the technique on the exact partition;
