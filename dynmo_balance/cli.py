@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import typer
 
+from .commands.calibrate import calibrate
 from .commands.compare import compare
 from .commands.explain import explain
 from .commands.export import export
@@ -33,6 +34,7 @@ app.command()(partition)
 app.command()(compare)
 app.command()(simulate)
 app.command("what-if")(what_if)
+app.command()(calibrate)
 app.command()(export)
 app.command()(repack)
 app.command()(replay)

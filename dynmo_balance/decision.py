@@ -14,6 +14,7 @@ from .partition import certified, solve
 from .planning import Proposal, chain_of, holdings, keep_plan, present, propose, to_plan
 from .policies import POLICIES, Evidence, Memory, Settings, Verdict
 from .problem import Place, Problem, places_of
+from .repack import Packing, packings, released_plan
 from .simulate import predict
 from .state import RunState
 
@@ -34,6 +35,8 @@ class WatchOptions:
     min_layers: int = 1
     memory_bytes: int | None = None
     lockstep: bool = False
+    pack_to: int | None = None
+    pack_keep: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,6 +97,19 @@ def weigh(
     return proposal, evidence
 
 
+def packing_of(problem: Problem, options: WatchOptions) -> Packing | None:
+    """The release of workers that the options ask for and the costs allow now; None where there is none."""
+    if problem.virtual_stages > 1 or (options.pack_to is None and options.pack_keep is None):
+        return None
+    keep = options.pack_keep if options.pack_keep is not None else 1e-9
+    found = packings(problem, keep)
+    count = max(found.balanced.workers, options.pack_to or 1)
+    chosen = next((row for row in found.rows[count - 1 :] if row.step_ns is not None), None)
+    if chosen is None or chosen.step_ns is None or chosen.workers >= len(problem.places):
+        return None
+    return Packing(workers=chosen.workers, kept=found.balanced_step_ns / chosen.step_ns)
+
+
 def decide(
     state: RunState, base: Plan, options: WatchOptions, memory: Memory | None = None, previous: Plan | None = None
 ) -> Decision:
@@ -138,6 +154,15 @@ def decide(
         return keep(f"{state.window.unsampled()} items are not sampled yet")
     feedback = feedback_of(state, base)
     try:
+        packing = packing_of(problem, options)
+        if packing is not None:
+            reference = "balanced"
+            _, plan = released_plan(header, problem, base, packing, read_to, reference, state.base_pause_ns)
+            return Decision(
+                plan=plan,
+                line=f"step {read_to}: release workers {list(plan.released_workers)}: {plan.reason}",
+                memory=Memory(),
+            )
         proposal, evidence = weigh(problem, base, state, options, feedback)
         if feedback.roll_back and previous is not None and options.policy != "always":
             back = certified(problem, previous.boundaries, solve(problem))

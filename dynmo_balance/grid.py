@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
 from decimal import Decimal, InvalidOperation
 
 from .errors import UsageError
@@ -39,10 +41,24 @@ def parse_axis(text: str, integers: bool) -> tuple[float, ...]:
     return tuple(float(value) for value in values)
 
 
-def parse_vary(entry: str, known: dict[str, bool]) -> tuple[str, tuple[float, ...]]:
-    """The name and values of one ``--vary`` entry; ``known`` tells which names there are and which want integers."""
+@dataclass(frozen=True, kw_only=True)
+class Axis:
+    """What an axis takes: numbers, whole numbers only, or some of these words."""
+
+    integers: bool = False
+    choices: tuple[str, ...] = ()
+
+
+def parse_vary(entry: str, known: Mapping[str, Axis]) -> tuple[str, tuple[float | str, ...]]:
+    """The name and values of one ``--vary`` entry."""
     name, equals, text = entry.partition("=")
     name = name.strip().replace("_", "-")
     if not equals or name not in known:
         raise UsageError(f"--vary {entry!r}: write NAME=VALUES with NAME one of {', '.join(known)}")
-    return name, parse_axis(text.strip(), known[name])
+    axis = known[name]
+    if not axis.choices:
+        return name, parse_axis(text.strip(), axis.integers)
+    words = tuple(word.strip() for word in text.split(","))
+    if wrong := [word for word in words if word not in axis.choices]:
+        raise UsageError(f"--vary {name}: {', '.join(wrong)} is none of {', '.join(axis.choices)}")
+    return name, words

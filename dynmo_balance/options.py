@@ -104,6 +104,14 @@ class Target(StrEnum):
     VLLM = "vllm"
 
 
+class Importable(StrEnum):
+    """What ``profile import`` reads."""
+
+    CHROME_TRACE = "chrome-trace"
+    DEEPSPEED_LOG = "deepspeed-log"
+    MEGATRON_LOG = "megatron-log"
+
+
 class Transfers(StrEnum):
     """What a transfer keeps busy."""
 

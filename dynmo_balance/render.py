@@ -12,7 +12,7 @@ from .console import emit, emit_table, human_bytes, say
 from .planning import Proposal
 from .problem import Problem
 from .simulate import Timeline
-from .whatif import Row
+from .whatif import DYNAMIC, Row
 
 
 def milliseconds(ns: int | float | None, digits: int = 3) -> str:
@@ -90,35 +90,43 @@ def say_search(found: Search, shown: int = 8) -> None:
 
 
 def show_rows(rows: Sequence[Row], keep: float) -> None:
-    """The what-if table."""
-    columns = ["stages", "microbatches", "sparsity", "frozen", "step ms", "uniform ms", "bubble", "samples/s"]
+    """The what-if table; columns of dynamics that are nowhere varied are left out."""
+    varied = [name for name in DYNAMIC if any(getattr(row.cell, name) for row in rows)]
+    schedules = len({row.cell.schedule for row in rows}) > 1
+    columns = ["stages", "microbatches", *(["schedule"] if schedules else []), *varied]
+    columns += ["step ms", "uniform ms", "bubble", "samples/s", "memory", "front"]
     columns += ["release (balanced)", "release (uniform)"]
     cells = []
     for row in rows:
-        place = [str(row.stages), str(row.microbatches), f"{row.sparsity:.2f}", f"{row.freeze:.0%}"]
-        if row.step_ns is None or row.bubble_fraction is None:
-            cells.append([*place, "infeasible", *["-"] * 5])
-            continue
-        cells.append(
-            [
-                *place,
-                milliseconds(row.step_ns, 2),
-                milliseconds(row.static_step_ns, 2),
-                f"{row.bubble_fraction:.1%}",
-                "-" if row.samples_per_s is None else f"{row.samples_per_s:,.1f}",
-                "-" if row.from_balanced is None else str(row.stages - row.from_balanced.workers),
-                "-" if row.from_static is None else str(row.stages - row.from_static.workers),
-            ]
-        )
+        cell = row.cell
+        place = [str(cell.stages), str(cell.microbatches), *([cell.schedule] if schedules else [])]
+        place += [f"{getattr(cell, name):.2f}" for name in varied]
+        cells.append([*place, *_numbers(row)])
     emit_table(f"what if (release: workers to give back while keeping {keep:.0%} of the throughput)", columns, cells)
+
+
+def _numbers(row: Row) -> list[str]:
+    if row.step_ns is None or row.bubble_fraction is None or row.peak_memory_bytes is None:
+        return ["infeasible", *["-"] * 7]
+    return [
+        milliseconds(row.step_ns, 2),
+        milliseconds(row.static_step_ns, 2),
+        f"{row.bubble_fraction:.1%}",
+        "-" if row.samples_per_s is None else f"{row.samples_per_s:,.1f}",
+        human_bytes(row.peak_memory_bytes),
+        "*" if row.pareto else "",
+        "-" if row.from_balanced is None else str(row.cell.stages - row.from_balanced.workers),
+        "-" if row.from_static is None else str(row.cell.stages - row.from_static.workers),
+    ]
 
 
 def row_document(row: Row) -> dict[str, Any]:
     """A what-if cell for a program."""
     document = asdict(row)
+    document = {**document.pop("cell"), **document}
     for name in ("from_static", "from_balanced"):
         packing = document.pop(name)
-        document[f"release_{name}"] = None if packing is None else row.stages - packing["workers"]
+        document[f"release_{name}"] = None if packing is None else row.cell.stages - packing["workers"]
         document[f"kept_{name}"] = None if packing is None else packing["kept"]
     return document
 

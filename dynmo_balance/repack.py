@@ -111,13 +111,19 @@ def packings(problem: Problem, keep: float) -> Packings:
 
 
 def released_plan(
-    header: Header, problem: Problem, base: Plan | None, packing: Packing, read_to_step: int, reference: str
+    header: Header,
+    problem: Problem,
+    base: Plan | None,
+    packing: Packing,
+    read_to_step: int,
+    reference: str,
+    base_pause_ns: int | None = None,
 ) -> tuple[Proposal, Plan]:
     """The plan that puts all items on the workers that stay, and releases the others."""
     smaller = on_fewer(problem, packing.workers)
     if base is not None:
         smaller = replace(smaller, current=holdings(base, smaller.places, 1))
-    proposal = present(smaller, solve(smaller), owner=None if base is None else base.owner)
+    proposal = present(smaller, solve(smaller), owner=None if base is None else base.owner, base_pause_ns=base_pause_ns)
     staying = {place.worker for place in smaller.places}
     released = [place.worker for place in problem.places if place.worker not in staying]
     plan = to_plan(

@@ -54,7 +54,7 @@ class Script:
 Factors = Callable[[Header, Script, random.Random], Iterator[tuple[list[float], Mapping[str, Any] | None]]]
 
 
-def _depths(header: Header) -> list[float]:
+def depths_of(header: Header) -> list[float]:
     """The depth of each item as a share of the model, by layer."""
     order = list(dict.fromkeys(item.layer for item in header.items))
     return [order.index(item.layer) / max(1, len(order) - 1) for item in header.items]
@@ -66,7 +66,7 @@ def _event(kind: str, following: int | None, **detail: Any) -> dict[str, Any]:
 
 def _pruning(header: Header, script: Script, rng: random.Random) -> Iterator[tuple[list[float], Any]]:
     model = SparsityModel()
-    depths = _depths(header)
+    depths = depths_of(header)
     rounds = 4
     begin, every = script.steps * 3 // 10, max(1, script.steps // 10)
     factors = [1.0] * len(depths)
@@ -101,7 +101,7 @@ def _mod(header: Header, script: Script, rng: random.Random) -> Iterator[tuple[l
 
 
 def _early_exit(header: Header, script: Script, rng: random.Random) -> Iterator[tuple[list[float], Any]]:
-    depths = _depths(header)
+    depths = depths_of(header)
     for step in range(1, script.steps + 1):
         rate = 2.5 * script.strength * step / script.steps
         pairs = zip(header.items, depths, strict=True)

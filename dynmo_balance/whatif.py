@@ -1,52 +1,101 @@
-"""What if: predicted steps over a grid of stages, microbatches, schedules, sparsity and freezing."""
+"""What if: predicted steps over a grid of stages, microbatches, schedules and the dynamics of the model."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import product
 
-from .costs import ItemCosts
+from .costs import ItemCosts, scaled
 from .errors import UsageError
 from .formats.profile import Header
 from .freezing import frozen_costs
-from .partition import uniform
-from .partition.exact import solve
+from .grid import Axis
+from .partition import balance, uniform
 from .planning import chain_of
 from .problem import InfeasibleError, Problem, places_of
 from .repack import Packing, fewest
+from .schedules import SCHEDULES
 from .simulate import Timeline, predict
-from .sparsity import SparsityModel, pruned_costs
+from .sparsity import PRUNED_KINDS, SparsityModel, pruned_costs
+from .trajectories import depths_of, hash_unit
 
-AXES = {"stages": True, "microbatches": True, "sparsity": False, "freeze": False}
-"""What can be varied, and whether it takes whole numbers only."""
+AXES: Mapping[str, Axis] = {
+    "stages": Axis(integers=True),
+    "microbatches": Axis(integers=True),
+    "schedule": Axis(choices=tuple(SCHEDULES)),
+    "sparsity": Axis(),
+    "freeze": Axis(),
+    "skew": Axis(),
+    "exit": Axis(),
+}
+"""What can be varied."""
+DYNAMIC = ("sparsity", "freeze", "skew", "exit")
 MAX_CELLS = 20_000
 
 
 @dataclass(frozen=True, kw_only=True)
+class Cell:
+    """Where in the grid.
+
+    Attributes:
+        sparsity: share of the blocks' weights that are zero.
+        freeze: share of the layers frozen, from the front.
+        skew: how much longer than the mean the busiest experts take; each layer's share of it is fixed by its name.
+        exit: the share of tokens left falls as ``exp(-exit * depth)``, depth from 0 to 1.
+    """
+
+    stages: int
+    microbatches: int
+    schedule: str
+    sparsity: float = 0.0
+    freeze: float = 0.0
+    skew: float = 0.0
+    exit: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
 class Row:
-    """One cell of the grid.
+    """What is predicted for one cell.
 
     Attributes:
         step_ns: of the exact partition; None where there is none, and ``reason`` says why.
         static_step_ns: of the uniform partition, whether or not it fits the memory.
         samples_per_s: of one data-parallel replica.
+        peak_memory_bytes: of the fullest worker.
         from_static, from_balanced: the fewest workers that keep the stated share of that throughput.
+        pareto: whether no other cell of the same dynamics is as good in throughput, workers and memory at once.
     """
 
-    stages: int
-    microbatches: int
-    sparsity: float
-    freeze: float
-    step_ns: int | None
-    static_step_ns: int | None
-    bottleneck_ns: int | None
-    bubble_fraction: float | None
-    samples_per_s: float | None
-    from_static: Packing | None
-    from_balanced: Packing | None
+    cell: Cell
+    step_ns: int | None = None
+    static_step_ns: int | None = None
+    bottleneck_ns: int | None = None
+    bubble_fraction: float | None = None
+    samples_per_s: float | None = None
+    peak_memory_bytes: int | None = None
+    from_static: Packing | None = None
+    from_balanced: Packing | None = None
+    pareto: bool = False
     reason: str = ""
+
+
+def cell_costs(header: Header, dense: ItemCosts, cell: Cell, model: SparsityModel) -> ItemCosts:
+    """The costs under the cell's dynamics; ``dense`` are those without any."""
+    if cell.skew < 0 or cell.exit < 0:
+        raise UsageError(f"skew and exit must not be negative, are {cell.skew} and {cell.exit}")
+    depths = depths_of(header)
+    factors = []
+    for item, depth in zip(header.items, depths, strict=True):
+        factor = math.exp(-cell.exit * depth) if item.kind in PRUNED_KINDS else 1.0
+        if item.kind in ("mlp", "layer"):
+            factor *= 1 + cell.skew * hash_unit(item.layer)
+        factors.append(factor)
+    costs = scaled(dense, factors) if cell.skew or cell.exit else dense
+    costs = pruned_costs(header, costs, cell.sparsity, model)
+    return frozen_costs(header, costs, cell.freeze)
 
 
 class Grid:
@@ -66,89 +115,116 @@ class Grid:
         self._header = header
         self._dense = dense
         self._model = model
-        self._schedule = schedule or header.schedule
+        self.schedule = schedule or header.schedule
         self._granularity = granularity
         self._memory_bytes = memory_bytes
         self._min_units = min_units
         self._costs = lru_cache(maxsize=None)(self._make_costs)
         self._balanced = lru_cache(maxsize=None)(self._solve)
 
-    def _make_costs(self, sparsity: float, freeze: float) -> ItemCosts:
-        costs = pruned_costs(self._header, self._dense, sparsity, self._model)
-        return frozen_costs(self._header, costs, freeze)
+    def _make_costs(self, cell: Cell) -> ItemCosts:
+        return cell_costs(self._header, self._dense, cell, self._model)
 
-    def _problem(self, stages: int, microbatches: int, sparsity: float, freeze: float) -> Problem:
+    def _problem(self, cell: Cell) -> Problem:
         header = self._header
+        dynamics = replace(cell, stages=1, microbatches=1, schedule="")
         return Problem(
-            chain=chain_of(header, self._costs(sparsity, freeze), self._granularity),
-            places=places_of(header, stages, self._memory_bytes),
-            schedule=self._schedule,
-            microbatches=microbatches,
+            chain=chain_of(header, self._costs(dynamics), self._granularity),
+            places=places_of(header, cell.stages, self._memory_bytes),
+            schedule=cell.schedule,
+            microbatches=cell.microbatches,
+            virtual_stages=header.virtual_stages_per_worker if cell.schedule == "interleaved-1f1b" else 1,
             link_bandwidth=header.link.bandwidth_bytes_per_s if header.link else None,
             link_latency_ns=header.link.latency_ns if header.link else 0,
             min_units=self._min_units,
         )
 
-    def _solve(self, stages: int, microbatches: int, sparsity: float, freeze: float) -> tuple[Timeline, int] | str:
-        problem = self._problem(stages, microbatches, sparsity, freeze)
+    def _solve(self, cell: Cell) -> tuple[Timeline, int] | str:
+        problem = self._problem(cell)
         try:
-            solution = solve(problem)
+            solution = balance(problem, "exact")
         except (InfeasibleError, UsageError) as error:
             return str(error)
         return predict(problem, solution.boundaries), solution.bottleneck_ns
 
-    def row(self, stages: int, microbatches: int, sparsity: float, freeze: float, keep: float) -> Row:
-        """The cell at these values; ``keep`` is the share of the throughput that fewer workers must keep."""
-        where = {"stages": stages, "microbatches": microbatches, "sparsity": sparsity, "freeze": freeze}
+    def row(self, cell: Cell, keep: float) -> Row:
+        """What is predicted for the cell; ``keep`` is the share of the throughput that fewer workers must keep."""
 
         def step_ns(count: int) -> int | None:
-            found = self._balanced(count, microbatches, sparsity, freeze)
+            found = self._balanced(replace(cell, stages=count))
             return None if isinstance(found, str) else found[0].step_ns
 
-        found = self._balanced(stages, microbatches, sparsity, freeze)
+        found = self._balanced(cell)
         if isinstance(found, str):
-            return Row(
-                **where,  # type: ignore[arg-type]
-                step_ns=None,
-                static_step_ns=None,
-                bottleneck_ns=None,
-                bubble_fraction=None,
-                samples_per_s=None,
-                from_static=None,
-                from_balanced=None,
-                reason=found,
-            )
+            return Row(cell=cell, reason=found)
         timeline, bottleneck = found
-        problem = self._problem(stages, microbatches, sparsity, freeze)
+        problem = self._problem(cell)
         static = predict(problem, uniform.boundaries(problem)).step_ns
-        samples = microbatches * self._header.micro_batch_size
+        samples = cell.microbatches * self._header.micro_batch_size
         return Row(
-            **where,  # type: ignore[arg-type]
+            cell=cell,
             step_ns=timeline.step_ns,
             static_step_ns=static,
             bottleneck_ns=bottleneck,
             bubble_fraction=timeline.bubble_fraction,
             samples_per_s=samples * 1e9 / timeline.step_ns if timeline.step_ns else None,
-            from_static=fewest(stages, static, keep, step_ns),
-            from_balanced=fewest(stages, timeline.step_ns, keep, step_ns),
+            peak_memory_bytes=max(timeline.peak_memory_bytes),
+            from_static=fewest(cell.stages, static, keep, step_ns),
+            from_balanced=fewest(cell.stages, timeline.step_ns, keep, step_ns),
         )
 
 
-def rows(grid: Grid, header: Header, axes: Mapping[str, Sequence[float]], keep: float) -> list[Row]:
+def _measures(row: Row) -> tuple[float, int, int]:
+    return -(row.samples_per_s or 0.0), row.cell.stages, row.peak_memory_bytes or 0
+
+
+def _dominated(row: Row, others: Sequence[Row]) -> bool:
+    mine = _measures(row)
+    return any(
+        all(theirs <= own for theirs, own in zip(_measures(other), mine, strict=True)) and _measures(other) != mine
+        for other in others
+    )
+
+
+def with_pareto(found: Sequence[Row]) -> list[Row]:
+    """The rows with their place on the front of throughput, workers and memory, among cells of the same dynamics."""
+    groups: dict[tuple[float, ...], list[Row]] = {}
+    for row in found:
+        if row.step_ns is not None:
+            groups.setdefault(tuple(getattr(row.cell, name) for name in DYNAMIC), []).append(row)
+    return [
+        row
+        if row.step_ns is None
+        else replace(row, pareto=not _dominated(row, groups[tuple(getattr(row.cell, name) for name in DYNAMIC)]))
+        for row in found
+    ]
+
+
+def rows(grid: Grid, header: Header, axes: Mapping[str, Sequence[float | str]], keep: float) -> list[Row]:
     """All cells of the grid; axes that are not varied stay as in the profile."""
-    values = {
-        "stages": [float(len(header.workers))],
-        "microbatches": [float(header.microbatches)],
-        "sparsity": [0.0],
-        "freeze": [0.0],
+    values: dict[str, Sequence[float | str]] = {
+        "stages": [len(header.workers)],
+        "microbatches": [header.microbatches],
+        "schedule": [grid.schedule],
+        **{name: [0.0] for name in DYNAMIC},
         **axes,
     }
-    cells = list(product(*(values[name] for name in AXES)))
-    if len(cells) > MAX_CELLS:
-        raise UsageError(f"the grid has {len(cells):,} cells; at most {MAX_CELLS:,}")
-    if any(cell[0] < 1 or cell[1] < 1 for cell in cells):
+    found = list(product(*(values[name] for name in AXES)))
+    if len(found) > MAX_CELLS:
+        raise UsageError(f"the grid has {len(found):,} cells; at most {MAX_CELLS:,}")
+    cells = [_cell(dict(zip(AXES, cell, strict=True))) for cell in found]
+    if any(cell.stages < 1 or cell.microbatches < 1 for cell in cells):
         raise UsageError("stages and microbatches must be at least 1")
-    return [grid.row(int(s), int(m), sparsity, freeze, keep) for s, m, sparsity, freeze in cells]
+    return with_pareto([grid.row(cell, keep) for cell in cells])
+
+
+def _cell(values: Mapping[str, float | str]) -> Cell:
+    return Cell(
+        stages=int(values["stages"]),
+        microbatches=int(values["microbatches"]),
+        schedule=str(values["schedule"]),
+        **{name: float(values[name]) for name in DYNAMIC},
+    )
 
 
 def headline(found: Sequence[Row]) -> str:
@@ -156,12 +232,14 @@ def headline(found: Sequence[Row]) -> str:
     usable = [row for row in found if row.step_ns is not None and row.from_balanced and row.from_static]
     if not usable:
         return "no cell of the grid has a feasible partition"
-    most = max(row.stages for row in usable)
-    row = [row for row in usable if row.stages == most][-1]
-    where = f"{row.stages} stages, {row.microbatches} microbatches, sparsity {row.sparsity:g}, frozen {row.freeze:.0%}"
+    most = max(row.cell.stages for row in usable)
+    row = [row for row in usable if row.cell.stages == most][-1]
+    cell = row.cell
+    dynamics = "".join(f", {name} {getattr(cell, name):g}" for name in DYNAMIC if getattr(cell, name))
     return (
-        f"{where}: {_give_back(row.stages, row.from_balanced, 'the balanced')};"
-        f" {_give_back(row.stages, row.from_static, 'the static uniform')}"
+        f"{cell.stages} stages, {cell.microbatches} microbatches, {cell.schedule}{dynamics}:"
+        f" {_give_back(cell.stages, row.from_balanced, 'the balanced')};"
+        f" {_give_back(cell.stages, row.from_static, 'the static uniform')}"
     )
 
 

@@ -8,7 +8,16 @@ from typing import Annotated
 import typer
 
 from ..console import Format, emit, emit_json, emit_table, progress, say
-from ..options import FormatOption, Granularity, Recompute, Schedule, SourceArgument, Technique, WindowOption
+from ..options import (
+    FormatOption,
+    Granularity,
+    Importable,
+    Recompute,
+    Schedule,
+    SourceArgument,
+    Technique,
+    WindowOption,
+)
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help="Build, check, show and compare profiles.")
 
@@ -159,3 +168,33 @@ def diff(
     total = [sum(costs) for costs in (one.costs.total_ns, two.costs.total_ns)]
     cells.append(["all", milliseconds(total[0]), milliseconds(total[1]), f"{total[1] / total[0] - 1:+.1%}"])
     emit_table("ms a microbatch", ["item", "before", "after", "change"], cells)
+
+
+@app.command("import")
+def import_(
+    measured: Annotated[Path, typer.Argument(help="What another program measured.")],
+    header: Annotated[Path, typer.Option(help="A profile whose header describes the model and the run.")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="The profile.jsonl to write; must not exist.")],
+    kind: Annotated[Importable, typer.Option(help="What kind of file it is.")] = Importable.CHROME_TRACE,
+    device: Annotated[str, typer.Option(help="Shares a stage's time among its items, for logs of stages.")] = "h100",
+) -> None:
+    """Put measured times onto a profile's items: a Chrome trace with an event per item, or a log of stage times.
+
+    Logs hold only whole stages; their times are shared among the items as the analytic model has them.
+    """
+    from ..analytic import costs_of_header
+    from ..devices import load_device
+    from ..errors import UsageError
+    from ..formats._document import complete_lines, write_whole
+    from ..formats.profile import read_profile
+    from ..importing import import_lines
+    from ..source import profile_path
+
+    if output.exists():
+        raise UsageError(f"{output} exists; profiles are only appended to, so choose another name")
+    path = profile_path(header)
+    described = read_profile(path)[0].header
+    line = next(complete_lines(path.read_bytes()))
+    model = costs_of_header(described, load_device(device), "float32")
+    write_whole(output, import_lines(kind.value, measured, line, described, model))
+    say(f"wrote {output}: {len(read_profile(output)[0].steps)} steps")

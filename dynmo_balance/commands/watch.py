@@ -46,6 +46,13 @@ def watch(
     horizon: Annotated[
         int, typer.Option(min=1, help="Steps that a plan is expected to hold; less where the profile says so.")
     ] = 200,
+    pack_to: Annotated[
+        int | None, typer.Option(min=1, help="Release workers until so many are left, as soon as memory allows.")
+    ] = None,
+    min_throughput_fraction: Annotated[
+        float | None,
+        typer.Option(min=0.01, max=1.0, help="Release workers as long as this share of the throughput is kept."),
+    ] = None,
     lockstep: Annotated[bool, typer.Option("--lockstep", help="Decide only when the trainer asks.")] = False,
     once: Annotated[bool, typer.Option("--once", help="Read what is there, decide, and end.")] = False,
     poll_ms: Annotated[
@@ -77,6 +84,8 @@ def watch(
         min_layers=min_layers,
         memory_bytes=None if memory is None else parse_bytes(memory),
         lockstep=lockstep,
+        pack_to=pack_to,
+        pack_keep=min_throughput_fraction,
     )
     default_ms = 4.0 if lockstep else 50.0
     follow(run, options, once=once, poll_s=(poll_ms or default_ms) / 1000, parent_pid=parent_pid)

@@ -24,8 +24,9 @@ def what_if(
     vary: Annotated[
         list[str] | None,
         typer.Option(
-            help="NAME=VALUES, may be given several times. NAME: stages, microbatches, sparsity (share of the blocks'"
-            " weights that are zero), freeze (share of the layers frozen from the front). VALUES: first:last,"
+            help="NAME=VALUES, may be given several times. NAME: stages, microbatches, schedule, sparsity (share of the"
+            " blocks' weights that are zero), freeze (share of the layers frozen from the front), skew (how much longer"
+            " the busiest experts take), exit (tokens left fall as exp(-exit depth)). VALUES: first:last,"
             " first:last:step, or a,b,c."
         ),
     ] = None,
@@ -38,6 +39,9 @@ def what_if(
     sparse_overhead: Annotated[
         float, typer.Option(min=0.0, max=1.0, help="Share of the dense cost that stays at sparsity 1.")
     ] = 0.15,
+    front: Annotated[
+        bool, typer.Option("--front", help="Only cells that no other beats in throughput, workers and memory.")
+    ] = False,
     schedule: ScheduleOption = None,
     granularity: GranularityOption = None,
     memory: MemoryOption = None,
@@ -48,20 +52,20 @@ def what_if(
 ) -> None:
     """Predict the step over a grid: time, bubble, throughput, and how many workers could be given back.
 
-    Where sparsity or freezing is varied, the costs are those from before the first pruning or freezing of the run,
-    unless --at-step says otherwise. The sparsity model: an item costs its dense time below the threshold; from there
-    on overhead + (1 - overhead) x (1 - sparsity) / (1 - threshold) of it. Worker speeds, links and memory are those of
-    the profile; workers beyond its own are like its first.
+    Where the dynamics (sparsity, freeze, skew, exit) are varied, the costs are those from before the first pruning or
+    freezing of the run, unless --at-step says otherwise. The sparsity model: an item costs its dense time below the
+    threshold; from there on overhead + (1 - overhead) x (1 - sparsity) / (1 - threshold) of it. Worker speeds, links
+    and memory are those of the profile; workers beyond its own are like its first.
     """
     from ..grid import parse_vary
     from ..question import parse_bytes
     from ..render import row_document, show_rows
     from ..source import load
     from ..sparsity import SparsityModel
-    from ..whatif import AXES, Grid, headline, rows
+    from ..whatif import AXES, DYNAMIC, Grid, headline, rows
 
     axes = dict(parse_vary(entry, AXES) for entry in vary or ["stages=1:8"])
-    dense = at_step is None and bool({"sparsity", "freeze"} & axes.keys())
+    dense = at_step is None and bool(set(DYNAMIC) & axes.keys())
     loaded = load(source, window=window, at_step=at_step, before_changes=dense)
     say(f"costs: median of {loaded.costs.records} records, steps {loaded.costs.from_step} to {loaded.costs.to_step}")
     grid = Grid(
@@ -75,6 +79,8 @@ def what_if(
     )
     found = rows(grid, loaded.header, axes, keep)
     answer = headline(found)
+    if front:
+        found = [row for row in found if row.pareto]
     if output_format is Format.JSON:
         emit_json({"answer": answer, "keep": keep, "rows": [row_document(row) for row in found]})
         return

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -228,9 +228,18 @@ def read_plan(path: Path) -> Plan:
     return parse_plan(read_json(path), str(path))
 
 
+def _plain(value: Any) -> Any:
+    """Dataclasses as objects and tuples as arrays, without the copies of ``dataclasses.asdict``."""
+    if isinstance(value, tuple):
+        return [_plain(element) for element in value]
+    if is_dataclass(value):
+        return {name: _plain(element) for name, element in vars(value).items()}
+    return value
+
+
 def to_document(plan: Plan) -> dict[str, Any]:
     """The JSON document of a plan, dated now."""
-    content = asdict(plan)
+    content = {name: _plain(value) for name, value in vars(plan).items()}
     extra = content.pop("extra") or {}
     return {**envelope(FORMAT, VERSION, f"dynmo-plan {__version__}"), **content, **extra}
 

@@ -11,7 +11,7 @@ the dynamic programme below, over cut positions.
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -55,7 +55,7 @@ def bottleneck_of(limits: Limits, cuts: Sequence[int]) -> int:
 
 
 def greedy(limits: Limits, bottleneck: int) -> _Probe:
-    """Take each stage as far as it goes."""
+    """Take each stage as far as it goes, be it nowhere; a failure proves that the bottleneck cannot be met."""
     cuts, following = [0], None
     for stage in range(limits.stages):
         begin, high = cuts[-1], limits.highest[stage + 1]
@@ -64,7 +64,7 @@ def greedy(limits: Limits, bottleneck: int) -> _Probe:
             longer = limits.time_ns(stage, begin, end + 1)
             if longer > bottleneck and (following is None or longer < following):
                 following = longer
-        if end < max(begin + limits.min_units, limits.lowest[stage + 1]):
+        if end < limits.lowest[stage + 1]:
             return _Probe(cuts=None, value=following)
         cuts.append(end)
     if cuts[-1] < limits.units:
@@ -72,11 +72,9 @@ def greedy(limits: Limits, bottleneck: int) -> _Probe:
     return _Probe(cuts=tuple(cuts), value=bottleneck_of(limits, cuts))
 
 
-def greedy_is_exact(limits: Limits) -> bool:
-    """Whether a failed greedy probe proves that the bottleneck cannot be met."""
-    if limits.min_units == 0:
-        return True
-    return limits.min_units == 1 and limits.equal_speeds and not limits.static and limits.free
+def only_work_counts(limits: Limits) -> bool:
+    """Whether only the work limits a stage: then a greedy probe that keeps a unit for each later stage is exact."""
+    return limits.min_units <= 1 and limits.equal_speeds and not limits.static and limits.free
 
 
 def _start(limits: Limits) -> int:
@@ -88,16 +86,16 @@ def _start(limits: Limits) -> int:
 
 def _ceiling(limits: Limits) -> int:
     """A bottleneck that some partition meets if any does; tight where only the work counts."""
-    if greedy_is_exact(limits) and limits.equal_speeds and not limits.static and limits.free:
+    if only_work_counts(limits):
         return limits.places[0].time_ns(-(-limits.load[-1] // limits.stages) + limits.heaviest)
     return max(place.time_ns(limits.load[-1]) for place in limits.places)
 
 
-def _probe(limits: Limits, bottleneck: int, exact: bool, oversize: Oversize) -> _Probe:
-    if exact and not limits.static and limits.equal_speeds:
+def _probe(limits: Limits, bottleneck: int, plain: bool, oversize: Oversize) -> _Probe:
+    if plain:
         return _plain_greedy(limits, bottleneck)
     probe = greedy(limits, bottleneck)
-    if probe.cuts is not None or exact:
+    if probe.cuts is None or all(b - a >= limits.min_units for a, b in pairwise(probe.cuts)):
         return probe
     sets, following = reachable(limits, bottleneck, oversize)
     if not succeeds(limits, sets):
@@ -135,14 +133,14 @@ def _plain_greedy(limits: Limits, bottleneck: int) -> _Probe:
 
 def least_bottleneck(limits: Limits) -> tuple[int, tuple[int, ...]]:
     """The least bottleneck and a partition that has it; raises ``InfeasibleError`` where there is none."""
-    exact = greedy_is_exact(limits)
+    plain = only_work_counts(limits)
     oversize = Oversize(limits)
     ceiling = _ceiling(limits)
     low, high = _start(limits), ceiling
     best: tuple[int, ...] | None = None
     trial = low  # often already the answer
     while True:
-        probe = _probe(limits, trial, exact, oversize)
+        probe = _probe(limits, trial, plain, oversize)
         if probe.cuts is not None and probe.value is not None:
             best, high = probe.cuts, probe.value
         elif probe.value is None or probe.value > ceiling:
@@ -306,10 +304,8 @@ def _holdings(problem: Problem) -> tuple[list[int], list[tuple[int, int]]]:
     A byte is added for every item, so that items without parameters stay where they are as well.
     """
     chain = problem.chain
-    index = {cut: at for at, cut in enumerate(chain.cuts)}
     held = []
     for begin, end in problem.current or ():
-        x = index.get(begin, next((at for at, cut in enumerate(chain.cuts) if cut >= begin), 0))
-        y = index.get(end, max((at for at, cut in enumerate(chain.cuts) if cut <= end), default=0))
-        held.append((x, max(x, y)))
+        x = min(bisect_left(chain.cuts, begin), len(chain.cuts) - 1)
+        held.append((x, max(x, bisect_right(chain.cuts, end) - 1)))
     return chain.at_cuts([size + 1 for size in chain.move_bytes]), held

@@ -167,7 +167,7 @@ def test_what_if_table(plan):
         ["2", "8", "0.00"],
         ["2", "8", "0.90"],
     ]
-    assert lines[-1].startswith("2 stages, 8 microbatches, sparsity 0.9, frozen 0%: no worker can be given back")
+    assert lines[-1].startswith("2 stages, 8 microbatches, 1f1b, sparsity 0.9: no worker can be given back")
 
 
 def test_what_if_says_how_many_workers_to_give_back(plan):
@@ -200,6 +200,8 @@ def test_what_if_marks_infeasible_cells(plan):
         ("sparsity=1", "within [0, 1)"),
         ("freeze=-0.5", "within [0, 1)"),
         ("stages=1:100000", "at most 10000"),
+        ("schedule=1f1b,2f2b", "2f2b is none of gpipe"),
+        ("skew=-1", "must not be negative"),
     ],
 )
 def test_what_if_refuses(plan, vary, message):
@@ -372,3 +374,49 @@ def test_interleaved_plans_verify(plan, tmp_path):
     assert plan("partition", EVENTS, *options, "-o", output)[0] == 0
     assert len(json.loads(output.read_text())["stages"]) == 4
     assert plan("verify", output, "--profile", EVENTS)[0] == 0
+
+
+def test_report_is_written(plan, run_dir):
+    shutil.copy(CONTRACTS / "plan/valid/move.json", run_dir / "plans/plan-000001.json")
+    output = run_dir / "report.html"
+    code, out, err = plan("report", run_dir, "-o", output)
+    assert (code, out) == (0, "")
+    assert err == f"wrote {output}: 9 steps, 1 plans, 1 moves\n"
+    assert output.read_text().startswith("<!doctype html>")
+
+
+def test_calibrate_and_import(plan, run_dir):
+    code, out, _ = plan("calibrate", run_dir, "--format", "json")
+    document = json.loads(out)
+    assert code == 0
+    assert document["samples"] == 2
+    assert document["error_after"] <= document["error_before"]
+    (run_dir / "log").write_text("time (ms) | fwd_microstep: 5.00 | bwd_microstep: 9.00\n")
+    options = ("--header", run_dir, "--kind", "deepspeed-log", "-o", run_dir / "new.jsonl")
+    assert plan("profile", "import", run_dir / "log", *options)[0] == 0
+    assert plan("partition", run_dir / "new.jsonl")[0] == 0
+    assert plan("profile", "import", run_dir / "log", *options)[0] == 2
+
+
+def test_what_if_varies_schedules_and_dynamics(plan):
+    vary = ("--vary", "schedule=gpipe,1f1b", "--vary", "skew=0,2", "--vary", "exit=0,3", "--vary", "freeze=0,0.5")
+    code, out, _ = plan("what-if", EVENTS, *vary, "--format", "json")
+    rows = {tuple(row[name] for name in ("schedule", "skew", "exit", "freeze")): row for row in json.loads(out)["rows"]}
+    assert code == 0
+    assert len(rows) == 16
+    plain = rows["1f1b", 0.0, 0.0, 0.0]["step_ns"]
+    assert rows["1f1b", 2.0, 0.0, 0.0]["step_ns"] > plain
+    assert rows["1f1b", 0.0, 3.0, 0.0]["step_ns"] < plain
+    assert rows["1f1b", 0.0, 0.0, 0.5]["step_ns"] < plain
+    assert rows["gpipe", 0.0, 0.0, 0.0]["peak_memory_bytes"] >= rows["1f1b", 0.0, 0.0, 0.0]["peak_memory_bytes"]
+
+
+def test_the_front_has_what_nothing_beats(plan):
+    options = ("--vary", "stages=1:4", "--vary", "microbatches=2,8", "--format", "json")
+    every = json.loads(plan("what-if", EVENTS, *options)[1])["rows"]
+    front = json.loads(plan("what-if", EVENTS, *options, "--front")[1])["rows"]
+    assert 0 < len(front) < len(every)
+    measures = [(-row["samples_per_s"], row["stages"], row["peak_memory_bytes"]) for row in every]
+    for row, mine in zip(every, measures, strict=True):
+        beaten = any(all(a <= b for a, b in zip(other, mine, strict=True)) and other != mine for other in measures)
+        assert row["pareto"] != beaten

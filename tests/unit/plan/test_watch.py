@@ -347,3 +347,61 @@ def test_once_reads_and_ends(run):
     tell(run, *(step(n, back=2) for n in range(1, 4)))
     watch(run, WatchOptions(), once=True, poll_s=1, parent_pid=None)
     assert plan_numbers(run / "plans") == [0, 1]
+
+
+def test_packing_releases_what_is_not_needed(run):
+    header = json.loads((run / "profile.jsonl").read_text())
+    header["workers"].append({**header["workers"][1], "worker": 2, "ranks": [2]})
+    (run / "profile.jsonl").write_text(json.dumps(header) + "\n")
+    initial = json.loads((run / "plans/plan-000000.json").read_text())
+    names = [name for stage in initial["stages"] for name in stage["items"]]
+    spans = [(0, 3), (3, 7), (7, 10)]
+    initial["stages"] = [{"stage": s, "worker": s, "items": names[a:b]} for s, (a, b) in enumerate(spans)]
+    (run / "plans/plan-000000.json").write_text(json.dumps(initial))
+    tell(run, *(step(n, busy_ns=[1] * 3, peak_memory_bytes=[1] * 3) for n in range(1, 4)))
+    Watcher(run, WatchOptions(pack_keep=0.99)).poll()
+    assert newest(run).released_workers == ()
+    tell(run, *(step(n, busy_ns=[1] * 3, peak_memory_bytes=[1] * 3) for n in range(4, 10)))
+    Watcher(run, WatchOptions(pack_to=2)).poll()
+    plan = newest(run)
+    assert plan.released_workers == (2,)
+    assert [stage.worker for stage in plan.stages] == [0, 1]
+    assert {move.from_worker for move in plan.migration.moves} >= {2}
+    tell(
+        run,
+        result(plan.plan_id, 9),
+        *(step(n, plan=plan.plan_id, busy_ns=[1] * 3, peak_memory_bytes=[1] * 3) for n in (10, 11, 12)),
+    )
+    watcher = Watcher(run, WatchOptions(pack_to=2))
+    watcher.poll()
+    assert newest(run).released_workers in ((), (2,))
+    assert [stage.worker for stage in newest(run).stages] == [0, 1]
+
+
+def test_a_move_that_made_things_worse_is_taken_back(run):
+    watcher = Watcher(run, WatchOptions(every=1, window=8))
+    tell(run, *(step(n, back=2) for n in range(1, 4)))
+    watcher.poll()
+    tell(run, result(1, 3))
+    for number in range(4, 16):
+        tell(run, step(number, plan=1, back=2, step_ns=2 * 10**8))
+        watcher.poll()
+    plan = newest(run)
+    assert (plan.base_plan_id, plan.balancer, plan.action) == (1, "manual", "move")
+    assert plan.boundaries == read_plan(plan_path(run / "plans", 0)).boundaries
+    assert plan.reason.startswith("rolling back plan 1")
+    tell(run, result(plan.plan_id, 15))
+    for number in range(16, 40):
+        tell(run, step(number, plan=plan.plan_id, back=2))
+        watcher.poll()
+    assert newest(run).plan_id == plan.plan_id  # it waits before it tries again
+
+
+def test_regret_is_the_same_after_a_restart(run):
+    options = WatchOptions(policy="regret", every=2, window=6)
+    tell(run, *(step(n, back=2) for n in range(1, 30)))
+    watcher = Watcher(run, WatchOptions(policy="regret", every=2, window=6, min_records=100))
+    watcher.poll()
+    assert plan_numbers(run / "plans") == [0]
+    Watcher(run, options).poll()
+    assert newest(run).reason.startswith("regret")
