@@ -15,7 +15,7 @@ from .execute import Written
 from .faults import CorruptError
 from .io.crc32 import combine
 from .io.safetensors import Index, StoredArray, read_index
-from .io.torchfile import TorchFile
+from .io.torchfile import open_torch
 from .native import (
     STEP_NAME,
     NativeCheckpoint,
@@ -146,7 +146,7 @@ def written_findings(directory: Path, written: Mapping[str, Written], tick: Tick
     for name, meant in written.items():
         path = directory / name
         if path.suffix == ".pt":
-            sums = FileSums(crc32=stream_crc32(path), arrays=array_sums(path, TorchFile(path).storages()))
+            sums = FileSums(crc32=stream_crc32(path), arrays=array_sums(path, open_torch(path).storages.values()))
         else:
             sums = stream_sums(path, read_index(path))
         if dict(sums.arrays) != dict(meant.tensors):
