@@ -22,7 +22,7 @@ import runpy, sys
 from pathlib import Path
 from dynmo_train.checkpoint import prune
 build = runpy.run_path(sys.argv[1])
-for step in range(1, 10_000):
+for step in range(int(sys.argv[3]), 10_000):
     build["save"](Path(sys.argv[2]), step)
     prune(Path(sys.argv[2]), 2)
     print(step, flush=True)
@@ -42,8 +42,9 @@ def is_whole(directory):
 
 def test_the_latest_save_can_always_be_loaded(tmp_path):
     rng = random.Random(0)
+    step = 1
     for _ in range(max(2, KILLS // 3)):
-        process = start(SAVES, UNIT / "train_checkpoint" / "build.py", tmp_path)
+        process = start(SAVES, UNIT / "train_checkpoint" / "build.py", tmp_path, step)
         process.stdout.readline()
         time.sleep(rng.random() * 0.2)
         process.kill()
@@ -52,6 +53,7 @@ def test_the_latest_save_can_always_be_loaded(tmp_path):
         assert is_whole(found)
         named = tmp_path / (tmp_path / "LATEST").read_text().strip()
         assert found == named
+        step = int(named.name.removeprefix("step-")) + 1
         remove_stale_staging(tmp_path)
         assert all(is_whole(child) for child in tmp_path.iterdir() if child.is_dir())
 
