@@ -17,7 +17,7 @@ from .errors import UsageError
 from .faults import CorruptError, UnsupportedError
 from .io.pickles import Inert, Name, TensorRef
 from .io.reading import Reader, open_sources
-from .io.torchfile import TorchFile
+from .io.torchfile import open_torch
 from .names import Mapped, NameMap, Rule, axis_sizes, load_map
 from .panels import panels
 from .patterns import expand, rearrange
@@ -150,7 +150,7 @@ def _read_rank(directory: Path, name_map: NameMap) -> _Rank:
     names = [name for name in ("model_optim_rng.pt", "model_rng.pt") if (directory / name).is_file()]
     if not names:
         raise CorruptError(f"{directory}: has no model_optim_rng.pt")
-    file = TorchFile(directory / names[0])
+    file = open_torch(directory / names[0])
     tree = file.tree
     if not isinstance(tree, dict):
         raise CorruptError(f"{file.path}: holds no dictionary")

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,8 +14,8 @@ from .console import Tick
 from .execute import Written
 from .faults import CorruptError
 from .io.crc32 import combine
-from .io.safetensors import Index, read_index
-from .io.torchfile import TorchFile
+from .io.safetensors import Index, StoredArray, read_index
+from .io.torchfile import open_torch
 from .native import (
     STEP_NAME,
     NativeCheckpoint,
@@ -24,7 +26,8 @@ from .native import (
     unclaimed_keys,
 )
 
-_CHUNK_BYTES = 4 << 20
+_CHUNK_BYTES = 1 << 20
+_JOBS = min(2, os.cpu_count() or 1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,12 +126,19 @@ def stream_crc32(path: Path, begin: int = 0, num_bytes: int | None = None) -> in
 
 def stream_sums(path: Path, index: Index) -> FileSums:
     """Checksums of every array of a safetensors file and of the file, in one pass."""
+    arrays = array_sums(path, index.arrays.values())
     total = zlib.crc32(index.header)
-    arrays = {}
     for key, array in index.arrays.items():
-        arrays[key] = stream_crc32(path, array.offset, array.num_bytes)
         total = combine(total, arrays[key], array.num_bytes)
     return FileSums(crc32=total, arrays=arrays)
+
+
+def array_sums(path: Path, arrays: Iterable[StoredArray]) -> dict[str, int]:
+    """Checksums of the arrays of a file by key; a few threads share them, for reading and summing go side by side."""
+    listed = list(arrays)
+    with ThreadPoolExecutor(max_workers=_JOBS) as pool:
+        sums = pool.map(lambda array: stream_crc32(path, array.offset, array.num_bytes), listed)
+        return {array.key: crc32 for array, crc32 in zip(listed, sums, strict=True)}
 
 
 def written_findings(directory: Path, written: Mapping[str, Written], tick: Tick) -> Iterator[str]:
@@ -136,11 +146,7 @@ def written_findings(directory: Path, written: Mapping[str, Written], tick: Tick
     for name, meant in written.items():
         path = directory / name
         if path.suffix == ".pt":
-            arrays = {array.key: array for array in TorchFile(path).storages()}
-            sums = FileSums(
-                crc32=stream_crc32(path),
-                arrays={key: stream_crc32(path, array.offset, array.num_bytes) for key, array in arrays.items()},
-            )
+            sums = FileSums(crc32=stream_crc32(path), arrays=array_sums(path, open_torch(path).storages.values()))
         else:
             sums = stream_sums(path, read_index(path))
         if dict(sums.arrays) != dict(meant.tensors):

@@ -6,10 +6,11 @@ which is the whole of the safety: there is no code path that could run what a fi
 
 from __future__ import annotations
 
+import io
 import pickletools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, BinaryIO
 
 from ..faults import CorruptError, UnsafePickleError
 
@@ -91,17 +92,46 @@ def load_pickle(payload: bytes, source: str) -> Any:
     """
     if len(payload) > LIMIT_BYTES:
         raise CorruptError(f"{source}: a pickle of {len(payload)} bytes; at most {LIMIT_BYTES} are read")
+    return load_stream(io.BytesIO(payload), source)[0]
+
+
+def load_stream(handle: BinaryIO, source: str) -> tuple[Any, dict[str, StorageRef]]:
+    """The next value in a file, and the storages that it refers to by key; the file stands behind the value after it.
+
+    Raises:
+        UnsafePickleError, CorruptError: as :func:`load_pickle`.
+    """
     machine = _Machine(source)
+    bounded: Any = _Bounded(handle)
     try:
-        for opcode, argument, _ in pickletools.genops(payload):
+        for opcode, argument, _ in pickletools.genops(bounded):
             if opcode.name == "STOP":
-                return machine.stack.pop()
+                return machine.stack.pop(), machine.storages
             machine.step(opcode.name, argument)
     except (UnsafePickleError, CorruptError):
         raise
     except (ValueError, IndexError, KeyError, TypeError, AttributeError, RecursionError, OverflowError) as error:
         raise CorruptError(f"{source}: not a readable pickle: {error}") from error
     raise CorruptError(f"{source}: the pickle does not end")
+
+
+class _Bounded:
+    """A file that never reads beyond its end, so that a length that lies does not allocate memory."""
+
+    def __init__(self, handle: BinaryIO) -> None:
+        at = handle.tell()
+        self.end = handle.seek(0, io.SEEK_END)
+        self.handle = handle
+        handle.seek(at)
+
+    def tell(self) -> int:
+        return self.handle.tell()
+
+    def read(self, size: int) -> bytes:
+        return self.handle.read(min(size, self.end - self.handle.tell(), LIMIT_BYTES))
+
+    def readline(self) -> bytes:
+        return self.handle.readline(LIMIT_BYTES)
 
 
 class _Machine:
@@ -111,6 +141,7 @@ class _Machine:
         self.source = source
         self.stack: list[Any] = []
         self.memo: dict[int, Any] = {}
+        self.storages: dict[str, StorageRef] = {}
 
     def step(self, name: str, argument: Any) -> None:
         """Do one operation."""
@@ -167,7 +198,9 @@ class _Machine:
         name = storage_type.name if isinstance(storage_type, Name) else ""
         if kind != "storage" or name not in STORAGE_DTYPES:
             raise CorruptError(f"{self.source}: a storage of the unknown type {storage_type}")
-        return StorageRef(str(key), STORAGE_DTYPES[name], int(count))
+        if len(identifier) > 5 and identifier[5] is not None:
+            raise CorruptError(f"{self.source}: the storage {key} is a view of another, as before torch 0.4")
+        return self.storages.setdefault(str(key), StorageRef(str(key), STORAGE_DTYPES[name], int(count)))
 
 
 def _pairs(items: list[Any]) -> Iterator[tuple[Any, Any]]:

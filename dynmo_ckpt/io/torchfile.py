@@ -1,61 +1,36 @@
-"""Reads the files of ``torch.save`` (since torch 1.6) without torch: the pickled tree, and where each tensor lies."""
+"""Reads the files of ``torch.save`` without torch: the pickled tree, and where each tensor lies.
+
+Two containers: the zip archive of torch 1.6 and later, and the older stream of pickles with the storages behind them.
+"""
 
 from __future__ import annotations
 
 import zipfile
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from ..faults import CorruptError
 from ..views import Piece, Tensor, View
-from .pickles import LIMIT_BYTES, StorageRef, TensorRef, load_pickle
+from .pickles import LIMIT_BYTES, StorageRef, TensorRef, load_pickle, load_stream
 from .safetensors import DTYPE_BYTES, StoredArray
 
+STREAM_MAGIC = 0x1950A86A20F9469CFC6C
+STREAM_PROTOCOL = 1001
 
+
+@dataclass(frozen=True, kw_only=True)
 class TorchFile:
-    """A torch file: ``tree`` is what was saved, with a :class:`TensorRef` for every tensor."""
+    """A torch file: ``tree`` is what was saved, with a :class:`TensorRef` for every tensor; ``storages`` are bytes."""
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self._storages: dict[str, StoredArray] = {}
-        try:
-            with zipfile.ZipFile(path) as archive, open(path, "rb") as handle:
-                entries = {info.filename: info for info in archive.infolist()}
-                pickled = [name for name in entries if name.endswith("/data.pkl") and name.count("/") == 1]
-                if len(pickled) != 1:
-                    raise CorruptError(f"{path}: has {len(pickled)} entries data.pkl, one is expected")
-                self._root = pickled[0].removesuffix("data.pkl")
-                self._check_entries(entries)
-                if entries[pickled[0]].file_size > LIMIT_BYTES:
-                    raise CorruptError(f"{path}: data.pkl has {entries[pickled[0]].file_size} bytes")
-                payload = archive.read(pickled[0])
-                self._offsets = {n: self._data_offset(handle, info) for n, info in entries.items()}
-                self._entries = entries
-        except FileNotFoundError as error:
-            raise CorruptError(f"{path}: is missing") from error
-        except (zipfile.BadZipFile, NotImplementedError, EOFError, OSError, ValueError) as error:
-            raise CorruptError(f"{path}: not a file of torch.save (since torch 1.6): {error}") from error
-        self.tree: Any = load_pickle(payload, str(path))
-
-    def _check_entries(self, entries: dict[str, zipfile.ZipInfo]) -> None:
-        for name, info in entries.items():
-            if info.compress_type != zipfile.ZIP_STORED or info.flag_bits & 1:
-                raise CorruptError(f"{self.path}: the entry {name} is compressed or encrypted; torch stores plainly")
-
-    def _data_offset(self, handle: Any, info: zipfile.ZipInfo) -> int:
-        handle.seek(info.header_offset)
-        header = handle.read(30)
-        if len(header) < 30 or header[:4] != b"PK\3\4":
-            raise CorruptError(f"{self.path}: no header of the entry {info.filename} at byte {info.header_offset}")
-        begin = info.header_offset + 30 + int.from_bytes(header[26:28], "little")
-        begin += int.from_bytes(header[28:30], "little")
-        if begin + info.file_size > self.path.stat().st_size:
-            raise CorruptError(f"{self.path}: the entry {info.filename} ends beyond the file")
-        return begin
+    path: Path
+    tree: Any
+    storages: Mapping[str, StoredArray]
 
     def tensor(self, ref: TensorRef, name: str) -> Tensor:
         """A tensor of the tree as a window on the file's bytes; raises ``CorruptError`` where it leaves its storage."""
-        array = self._storage(ref.storage)
+        array = self._typed(ref.storage)
         if len(ref.shape) != len(ref.strides) or min((*ref.shape, *ref.strides, ref.start), default=0) < 0:
             raise CorruptError(f"{self.path}: {name}: shape {ref.shape} with strides {ref.strides}")
         last = ref.start + sum((n - 1) * s for n, s in zip(ref.shape, ref.strides, strict=True))
@@ -64,36 +39,102 @@ class TorchFile:
         view = View(array, ref.start, ref.shape, ref.strides)
         return Tensor(array.dtype, ref.shape, (Piece((0,) * len(ref.shape), view),))
 
-    def storages(self) -> list[StoredArray]:
-        """Every storage of the archive as bytes, with the checksum that the archive gives it."""
-        prefix = f"{self._root}data/"
-        return [
-            StoredArray(
-                path=self.path,
-                key=name,
-                dtype="U8",
-                shape=(info.file_size,),
-                offset=self._offsets[name],
-                crc32=info.CRC,
-            )
-            for name, info in self._entries.items()
-            if name.startswith(prefix)
-        ]
+    def _typed(self, ref: StorageRef) -> StoredArray:
+        stored = self.storages.get(ref.key)
+        size = ref.num_elements * DTYPE_BYTES[ref.dtype]
+        if stored is None or stored.num_bytes < size:
+            found = "nothing" if stored is None else f"{stored.num_bytes} bytes"
+            raise CorruptError(f"{self.path}: the storage {ref.key} needs {size} bytes, found {found}")
+        return StoredArray(
+            path=self.path,
+            key=stored.key,
+            dtype=ref.dtype,
+            shape=(ref.num_elements,),
+            offset=stored.offset,
+            crc32=stored.crc32 if stored.num_bytes == size else None,
+        )
 
-    def _storage(self, ref: StorageRef) -> StoredArray:
-        if ref.key not in self._storages:
-            entry = self._entries.get(f"{self._root}data/{ref.key}")
-            size = ref.num_elements * DTYPE_BYTES[ref.dtype]
-            if entry is None or entry.file_size < size:
-                found = "nothing" if entry is None else f"{entry.file_size} bytes"
-                raise CorruptError(f"{self.path}: the storage {ref.key} needs {size} bytes, found {found}")
-            crc32 = entry.CRC if entry.file_size == size else None
-            self._storages[ref.key] = StoredArray(
-                path=self.path,
-                key=entry.filename,
-                dtype=ref.dtype,
-                shape=(ref.num_elements,),
-                offset=self._offsets[entry.filename],
-                crc32=crc32,
-            )
-        return self._storages[ref.key]
+
+def open_torch(path: Path) -> TorchFile:
+    """Read the tree of a torch file and index its storages.
+
+    Raises:
+        UnsafePickleError: the file asks for more than plain data.
+        CorruptError: it is missing, broken, or no torch file.
+    """
+    try:
+        with open(path, "rb") as handle:
+            is_zip = handle.read(4) == b"PK\3\4"
+            handle.seek(0)
+            tree, storages = _read_zip(path, handle) if is_zip else _read_stream(path, handle)
+    except FileNotFoundError as error:
+        raise CorruptError(f"{path}: is missing") from error
+    except (zipfile.BadZipFile, NotImplementedError, EOFError, OSError, ValueError, TypeError) as error:
+        raise CorruptError(f"{path}: not a file of torch.save: {error}") from error
+    return TorchFile(path=path, tree=tree, storages=storages)
+
+
+def _read_zip(path: Path, handle: BinaryIO) -> tuple[Any, dict[str, StoredArray]]:
+    with zipfile.ZipFile(handle) as archive:
+        entries = {info.filename: info for info in archive.infolist()}
+        pickled = [name for name in entries if name.endswith("/data.pkl") and name.count("/") == 1]
+        if len(pickled) != 1:
+            raise CorruptError(f"{path}: has {len(pickled)} entries data.pkl, one is expected")
+        for name, info in entries.items():
+            if info.compress_type != zipfile.ZIP_STORED or info.flag_bits & 1:
+                raise CorruptError(f"{path}: the entry {name} is compressed or encrypted; torch stores plainly")
+        if entries[pickled[0]].file_size > LIMIT_BYTES:
+            raise CorruptError(f"{path}: data.pkl has {entries[pickled[0]].file_size} bytes")
+        payload = archive.read(pickled[0])
+    prefix = pickled[0].removesuffix("data.pkl") + "data/"
+    storages = {
+        name.removeprefix(prefix): StoredArray(
+            path=path,
+            key=name,
+            dtype="U8",
+            shape=(info.file_size,),
+            offset=_data_offset(path, handle, info),
+            crc32=info.CRC,
+        )
+        for name, info in entries.items()
+        if name.startswith(prefix)
+    }
+    return load_pickle(payload, str(path)), storages
+
+
+def _data_offset(path: Path, handle: BinaryIO, info: zipfile.ZipInfo) -> int:
+    handle.seek(info.header_offset)
+    header = handle.read(30)
+    if len(header) < 30 or header[:4] != b"PK\3\4":
+        raise CorruptError(f"{path}: no header of the entry {info.filename} at byte {info.header_offset}")
+    begin = info.header_offset + 30 + int.from_bytes(header[26:28], "little")
+    begin += int.from_bytes(header[28:30], "little")
+    if begin + info.file_size > path.stat().st_size:
+        raise CorruptError(f"{path}: the entry {info.filename} ends beyond the file")
+    return begin
+
+
+def _read_stream(path: Path, handle: BinaryIO) -> tuple[Any, dict[str, StoredArray]]:
+    """The container before torch 1.6: magic, protocol, system, tree, keys; then each storage's count and bytes."""
+    source = str(path)
+    magic, protocol, system = (load_stream(handle, source)[0] for _ in range(3))
+    if magic != STREAM_MAGIC or protocol != STREAM_PROTOCOL or not isinstance(system, dict):
+        raise CorruptError(f"{path}: neither a zip archive nor torch's older container")
+    if system.get("little_endian") is not True:
+        raise CorruptError(f"{path}: written on a big-endian machine")
+    tree, referred = load_stream(handle, source)
+    keys = load_stream(handle, source)[0]
+    at, size = handle.tell(), path.stat().st_size
+    storages = {}
+    for key in keys:
+        ref = referred.get(str(key))
+        if ref is None:
+            raise CorruptError(f"{path}: the storage {key} belongs to no tensor")
+        handle.seek(at)
+        count = int.from_bytes(handle.read(8), "little", signed=True)
+        num_bytes = ref.num_elements * DTYPE_BYTES[ref.dtype]
+        if count != ref.num_elements or at + 8 + num_bytes > size:
+            raise CorruptError(f"{path}: the storage {key} has {count} elements, {ref.num_elements} are expected")
+        storages[ref.key] = StoredArray(path=path, key=ref.key, dtype="U8", shape=(num_bytes,), offset=at + 8)
+        at += 8 + num_bytes
+    return tree, storages

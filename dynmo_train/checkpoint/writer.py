@@ -145,9 +145,14 @@ def _shard_checksum(path: Path, checksums: Mapping[str, int]) -> int:
 
 
 def prune(checkpoints_dir: Path, keep: int) -> list[str]:
-    """Remove all but the newest ``keep`` checkpoints, at least one; each is renamed before it is removed."""
+    """Remove all but the newest ``keep`` checkpoints, at least one; each is renamed before it is removed.
+
+    The one that ``LATEST`` names stays even if its step is lower, as after going on from an older checkpoint.
+    """
+    latest = checkpoints_dir / "LATEST"
+    named = latest.read_text(encoding="utf-8").strip() if latest.is_file() else ""
     steps = sorted((p for p in checkpoints_dir.iterdir() if STEP_NAME.fullmatch(p.name)), key=_step_number)
-    doomed = steps[: max(0, len(steps) - max(keep, 1))]
+    doomed = [path for path in steps[: max(0, len(steps) - max(keep, 1))] if path.name != named]
     for path in doomed:
         aside = path.with_name(f".{path.name}.old-{secrets.token_hex(4)}")
         path.rename(aside)

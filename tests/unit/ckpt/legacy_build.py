@@ -76,7 +76,7 @@ def chunk_state(p, m, layers, first, last, rank, tp, version, container, pipelin
     return state
 
 
-def save(directory, p, m, *, tp=1, stages=None, virtual=1, version=3.0, args=True, rename=None, **extra):
+def save(directory, p, m, *, tp=1, stages=None, virtual=1, version=3.0, args=True, rename=None, is_zip=True, **extra):
     """Write an iteration; ``stages``: layers of each chunk in layer order, workers x virtual of them."""
     stages = stages or [m["num_layers"]]
     workers = len(stages) // virtual
@@ -111,6 +111,6 @@ def save(directory, p, m, *, tp=1, stages=None, virtual=1, version=3.0, args=Tru
                 document = rename(document)
             folder = iteration / (f"mp_rank_{rank:02d}" if workers == 1 else f"mp_rank_{rank:02d}_{stage:03d}")
             folder.mkdir(parents=True)
-            torch.save(document, folder / "model_optim_rng.pt")
+            torch.save(document, folder / "model_optim_rng.pt", _use_new_zipfile_serialization=is_zip)
     (directory / "latest_checkpointed_iteration.txt").write_text("300")
     return iteration

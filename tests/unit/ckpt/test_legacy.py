@@ -115,6 +115,13 @@ def test_without_arguments_the_person_tells(tmp_path):
         read(tmp_path, num_attention_heads=4, vocab_size=33)
 
 
+def test_files_of_torch_before_1_6(tmp_path):
+    m = build["model"]()
+    p = build["parameters"](m)
+    legacy["save"](tmp_path, p, m, version=0, tp=2, stages=[1, 2], is_zip=False)
+    check(read(tmp_path), m, p)
+
+
 def altered(path, change):
     import torch
 

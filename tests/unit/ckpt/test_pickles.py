@@ -13,7 +13,7 @@ import torch
 from dynmo_ckpt.errors import DynmoError
 from dynmo_ckpt.faults import CorruptError, UnsafePickleError
 from dynmo_ckpt.io.pickles import Inert, TensorRef, load_pickle
-from dynmo_ckpt.io.torchfile import TorchFile
+from dynmo_ckpt.io.torchfile import open_torch
 
 VALUES = [
     None,
@@ -109,18 +109,19 @@ def test_broken_pickles_are_refused(payload):
         load_pickle(payload, "x")
 
 
-def saved(tmp_path):
+def saved(tmp_path, is_zip=True):
     path = tmp_path / "a.pt"
     base = torch.arange(24.0)
     tree = {"w": base.reshape(4, 6), "t": base.reshape(4, 6).T, "part": base[3:9], "half": torch.ones(3).half()}
     tree |= {"n": torch.nn.Parameter(torch.ones(2, 2)), "empty": torch.zeros(0, 3), "args": argparse.Namespace(a=1)}
-    torch.save(tree, path)
+    torch.save(tree, path, _use_new_zipfile_serialization=is_zip)
     return path
 
 
-def test_tensors_lie_where_torch_put_them(tmp_path):
-    path = saved(tmp_path)
-    file = TorchFile(path)
+@pytest.mark.parametrize("is_zip", [True, False])
+def test_tensors_lie_where_torch_put_them(tmp_path, is_zip):
+    path = saved(tmp_path, is_zip)
+    file = open_torch(path)
     payload = path.read_bytes()
     expected = torch.load(path, weights_only=False)
     for name in ("w", "t", "part", "half", "n"):
@@ -133,7 +134,7 @@ def test_tensors_lie_where_torch_put_them(tmp_path):
 
 
 def test_a_tensor_that_leaves_its_storage_is_refused(tmp_path):
-    file = TorchFile(saved(tmp_path))
+    file = open_torch(saved(tmp_path))
     good = file.tree["w"]
     for bad in (
         TensorRef(good.storage, 1, (4, 6), (6, 1)),
@@ -152,21 +153,22 @@ def test_compressed_entries_are_refused(tmp_path):
         for name in old.namelist():
             new.writestr(name, old.read(name))
     with pytest.raises(CorruptError, match="compressed"):
-        TorchFile(target)
+        open_torch(target)
 
 
-def test_mutated_files_end_in_one_of_our_errors_or_are_read(tmp_path):
-    payload = saved(tmp_path).read_bytes()
+@pytest.mark.parametrize("is_zip", [True, False])
+def test_mutated_files_end_in_one_of_our_errors_or_are_read(tmp_path, is_zip):
+    payload = saved(tmp_path, is_zip).read_bytes()
     rng = random.Random(0)
     path = tmp_path / "mutated.pt"
-    for _ in range(2000):
+    for _ in range(1500):
         mutated = bytearray(payload[: rng.choice([len(payload), rng.randrange(len(payload))])])
         for _ in range(rng.randrange(1, 6)):
             if mutated:
                 mutated[rng.randrange(len(mutated))] = rng.randrange(256)
         path.write_bytes(mutated)
         try:
-            file = TorchFile(path)
+            file = open_torch(path)
             for name, value in file.tree.items() if isinstance(file.tree, dict) else ():
                 if isinstance(value, TensorRef):
                     file.tensor(value, str(name))

@@ -185,6 +185,13 @@ def test_prune_keeps_the_newest(tmp_path, build):
     assert find_checkpoint(tmp_path).name == "step-00000010"
 
 
+def test_prune_keeps_what_latest_names(tmp_path, build):
+    for step in (8, 9, 3):
+        build.save(tmp_path, step)
+    assert prune(tmp_path, 1) == ["step-00000008"]
+    assert find_checkpoint(tmp_path).name == "step-00000003"
+
+
 def test_an_unknown_tensor_and_an_unknown_type_are_refused(tmp_path, build):
     checkpoint = open_checkpoint(build.save(tmp_path, 1))
     with pytest.raises(CheckpointError, match="holds no tensor nothing"):
