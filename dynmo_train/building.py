@@ -14,7 +14,7 @@ from .formats.plan import Plan, read_plan
 from .formats.plan_check import validate_plan
 from .models.gpt import Gpt, GptShape
 from .models.items import BoundaryShape, ItemSpec, ModelFamily
-from .optim.items import AdamWSettings
+from .optim.adamw import AdamWSettings
 from .optim.schedule import LearningRate
 from .pipeline.partition import Partition, uniform_partition
 from .pipeline.schedule import PipelineShape

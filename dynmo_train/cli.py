@@ -15,7 +15,7 @@ import typer
 
 from .config import Facts, check, read_config_file, resolve
 from .config.command import with_options
-from .console import Format, emit, emit_json, emit_table, run_app, say
+from .console import Format, emit, emit_json, emit_table, run_app
 from .errors import MissingExtraError, UsageError
 
 app = typer.Typer(
@@ -109,16 +109,16 @@ def pretrain_gpt(config: ConfigFile = None, **flags: Any) -> None:
     )
     check(resolved, world_size)
     from .loop import run_pretrain
-    from .optim.apex import find_apex
 
-    if os.environ.get("RANK", "0") == "0":
-        say(find_apex().line(used=False))
     raise typer.Exit(run_pretrain(resolved))
 
 
 @app.command("generate")
 def generate_text(
-    load: Annotated[Path, typer.Option("--load", help="Run directory, its checkpoints, or one checkpoint.")],
+    load: Annotated[
+        Path,
+        typer.Option("--load", help="Run directory, its checkpoints, one checkpoint, or a Hugging Face directory."),
+    ],
     prompt: Annotated[
         list[str] | None, typer.Option("--prompt", help="Text to continue; may be given several times.")
     ] = None,
@@ -139,6 +139,13 @@ def generate_text(
     num_samples: Annotated[int, typer.Option("--num-samples", min=1, help="Continuations of each prompt.")] = 1,
     tokenizer_model: Annotated[
         Path | None, typer.Option("--tokenizer-model", help="Path of a tokenizer.json [default: the checkpoint's].")
+    ] = None,
+    cache_dir: Annotated[
+        Path | None,
+        typer.Option(
+            "--cache-dir",
+            help="Folder for Hugging Face input in native form [default: $XDG_CACHE_HOME/dynmo or ~/.cache/dynmo].",
+        ),
     ] = None,
     device: Annotated[
         DeviceName, typer.Option("--device", help="Where to compute; auto is cuda where present.")
@@ -161,6 +168,7 @@ def generate_text(
         seed=seed,
         num_samples=num_samples,
         tokenizer_model=tokenizer_model,
+        cache_dir=cache_dir,
     )
     if device is DeviceName.AUTO:
         device = DeviceName.CUDA if torch.cuda.is_available() else DeviceName.CPU

@@ -17,8 +17,9 @@ from .dynamics.freezing import LayerFreezing
 from .dynamics.pruning import CubicSchedule, GradualPruning
 from .dynamics.technique import Event
 from .models.items import ModelFamily
+from .optim.adamw import AdamWSettings
 from .optim.gradients import add_tied_gradients, clip_gradients, gradient_norm, zero_pruned_gradients
-from .optim.items import AdamWSettings, HeldItems, ItemState
+from .optim.items import HeldItems, ItemState
 from .optim.schedule import LearningRate
 from .parallel.world import World, gather_documents, sum_over_world
 from .pipeline.clock import clock_for
@@ -37,6 +38,7 @@ class EngineSettings:
         freeze_steps: (step, layers frozen from then on).
         pruning: None where the run does not prune.
         sparse_threshold: sparsity from which products run on the nonzeros.
+        fused_adam: NVIDIA's ``FusedAdam`` where it updates the weights; None where torch's AdamW does.
     """
 
     pipeline: PipelineShape
@@ -47,6 +49,7 @@ class EngineSettings:
     freeze_tied: bool
     pruning: CubicSchedule | None
     sparse_threshold: float
+    fused_adam: type[Any] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,7 +81,7 @@ class Engine:
     def __init__(self, family: ModelFamily, settings: EngineSettings, partition: Partition, world: World) -> None:
         self.family, self.settings, self.world = family, settings, world
         self.partition = partition
-        self.held = HeldItems(family, settings.adamw, world.device, settings.sparse_threshold)
+        self.held = HeldItems(family, settings.adamw, world.device, settings.sparse_threshold, settings.fused_adam)
         self.probe = Probe(clock_for(world.device))
         self.freezing = LayerFreezing(settings.freeze_steps, family.items, self.held, family.ties, settings.freeze_tied)
         self.pruning = None

@@ -9,19 +9,22 @@ import math
 import time
 import warnings
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from .building import family_of, first_partition, plan_problems, settings_of
-from .checkpoint import Checkpoint, CheckpointError, find_checkpoint, open_checkpoint, remove_stale_staging
+from .checkpoint import Checkpoint, CheckpointError, remove_stale_staging
 from .config import Config
 from .console import say
 from .data.batches import Samples, open_samples
 from .engine import Engine, StepResult
 from .formats.plan import initial_plan, plan_ids, write_plan
 from .formats.profile import Layout, ModelInfo
+from .loading import checkpoint_to_load
+from .optim.apex import find_apex
 from .parallel.world import World, broadcast_document, join_world, leave_world
 from .pipeline.schedule import Batch
 from .rebalance.controller import Controller, ControllerSettings
@@ -49,27 +52,15 @@ def run_pretrain(config: Config) -> int:
     return 0
 
 
-def _checkpoint_to_load(config: Config) -> Checkpoint | None:
-    """The checkpoint that ``--load`` means; None, with a warning, where there is none yet, as Megatron does."""
-    if config.run.load is None:
-        return None
-    path = Path(config.run.load)
-    if not path.exists() or not _holds_steps(path):
-        say(f"warning: no checkpoint in {path}; training starts from the first step")
-        return None
-    return open_checkpoint(find_checkpoint(path))
-
-
-def _holds_steps(path: Path) -> bool:
-    folder = path / "checkpoints" if (path / "checkpoints").is_dir() else path
-    return (path / "manifest.json").exists() or any(folder.glob("step-*"))
-
-
 def _begin(config: Config, world: World) -> _Run:
     """Open data and checkpoint, build the engine, make the run directory, write the header and the first plan."""
     samples = open_samples(config)
-    family, settings = family_of(config), settings_of(config)
-    checkpoint = _checkpoint_to_load(config)
+    apex = find_apex()
+    fused_adam = apex.fused_adam if world.device.type == "cuda" else None
+    if world.is_first:
+        say(apex.line(used=fused_adam is not None))
+    family, settings = family_of(config), replace(settings_of(config), fused_adam=fused_adam)
+    checkpoint = checkpoint_to_load(config, world)
     if checkpoint is not None:
         check_same_model(checkpoint, family)
     topology = checkpoint.manifest["topology"] if checkpoint is not None else None
@@ -80,7 +71,11 @@ def _begin(config: Config, world: World) -> _Run:
         engine.restore(state_reader(checkpoint, family, world.device), checkpoint.manifest["step"])
 
     workers = describe_workers(world)
-    facts: dict[str, Any] = {"sparse_thresholds": {"csr": settings.sparse_threshold}, "device": world.device.type}
+    facts: dict[str, Any] = {
+        "sparse_thresholds": {"csr": settings.sparse_threshold},
+        "device": world.device.type,
+        "optimizer": "torch AdamW" if fused_adam is None else "apex FusedAdam",
+    }
     hosts = list(dict.fromkeys(host for worker in workers for host in worker.hosts))
     begun = begin_run(config, world_size=world.size, hosts=hosts, engine=facts) if world.is_first else None
     told = broadcast_document(world, [str(begun.path), begun.run_id, begun.segment] if begun else None)

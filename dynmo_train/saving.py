@@ -26,7 +26,8 @@ from .checkpoint.writer import dtype_name
 from .engine import Engine
 from .errors import DynmoError
 from .models.items import ModelFamily, masks_of, parameters_of
-from .optim.items import MOMENTS, ItemState, role_of
+from .optim.adamw import MOMENTS
+from .optim.items import ItemState, role_of
 from .parallel.world import all_agree, broadcast_document, gather_documents
 
 

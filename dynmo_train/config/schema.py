@@ -226,7 +226,13 @@ class RunConfig:
 
     run_dir: str | None = option("Run directory; by default --save, else runs/UTC-model.", default=None)
     save: str | None = option("Run directory, under Megatron's name.", default=None)
-    load: str | None = option("Run, step or checkpoint to go on from; missing or empty starts afresh.", default=None)
+    load: str | None = option(
+        "Run, step or checkpoint to go on from, or a Hugging Face directory; missing or empty starts afresh.",
+        default=None,
+    )
+    cache_dir: str | None = option(
+        "Folder for Hugging Face input in native form; none is $XDG_CACHE_HOME/dynmo or ~/.cache/dynmo.", default=None
+    )
     save_interval: int | None = option(
         "Steps between checkpoints; none saves at the end only.", default=None, minimum=1
     )

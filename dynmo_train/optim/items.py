@@ -4,23 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
 
 from ..models.items import ModelFamily, masks_of, parameters_of
-
-MOMENTS = ("exp_avg", "exp_avg_sq")
-
-
-@dataclass(frozen=True, kw_only=True)
-class AdamWSettings:
-    """AdamW with decoupled weight decay on matrices, none on vectors (Loshchilov and Hutter, arXiv 1711.05101)."""
-
-    beta1: float
-    beta2: float
-    eps: float
-    weight_decay: float
+from .adamw import MOMENTS, AdamWSettings, ItemOptimizer, item_optimizer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,15 +33,24 @@ def role_of(tensor_name: str) -> str:
 
 
 class HeldItems:
-    """The items of one worker: modules and optimizers, built, exported, imported and dropped one by one."""
+    """The items of one worker: modules and optimizers, built, exported, imported and dropped one by one.
+
+    Args:
+        fused_adam: NVIDIA's ``FusedAdam``, to update with it; None updates with torch's AdamW.
+    """
 
     def __init__(
-        self, family: ModelFamily, settings: AdamWSettings, device: torch.device, sparse_threshold: float
+        self,
+        family: ModelFamily,
+        settings: AdamWSettings,
+        device: torch.device,
+        sparse_threshold: float,
+        fused_adam: type[Any] | None = None,
     ) -> None:
         self.family, self.settings, self.device = family, settings, device
-        self.sparse_threshold = sparse_threshold
+        self.sparse_threshold, self.fused_adam = sparse_threshold, fused_adam
         self.modules: dict[str, nn.Module] = {}
-        self._optimizers: dict[str, torch.optim.Optimizer] = {}
+        self._optimizers: dict[str, ItemOptimizer] = {}
 
     def build(self, name: str) -> None:
         """Hold an item with its initial weights and no optimizer state."""
@@ -59,20 +58,8 @@ class HeldItems:
 
     def hold(self, name: str, module: nn.Module) -> None:
         """Hold ``module`` as the item ``name``."""
-        settings = self.settings
-        parameters = list(module.parameters())
-        groups = [
-            {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": settings.weight_decay},
-            {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
-        ]
         self.modules[name] = module
-        self._optimizers[name] = torch.optim.AdamW(
-            [group for group in groups if group["params"]],
-            lr=0.0,
-            betas=(settings.beta1, settings.beta2),
-            eps=settings.eps,
-            fused=True,
-        )
+        self._optimizers[name] = item_optimizer(list(module.parameters()), self.settings, self.fused_adam)
 
     def drop(self, name: str) -> None:
         """Hold the item no longer."""
@@ -87,10 +74,7 @@ class HeldItems:
     def update(self, rate: float) -> None:
         """One optimizer step on every parameter that has a gradient; the gradients are dropped."""
         for item, optimizer in self._optimizers.items():
-            for group in optimizer.param_groups:
-                group["lr"] = rate
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
+            optimizer.update(rate)
             for layer in masks_of(item, self.modules[item]).values():
                 layer.weights_changed()
 
@@ -98,12 +82,11 @@ class HeldItems:
         """Drop the optimizer state of parameters that will train no more."""
         for item, name, parameter in self.parameters():
             if name in parameter_names:
-                self._optimizers[item].state.pop(parameter, None)
+                self._optimizers[item].forget(parameter)
 
     def moments(self, item: str, parameter: nn.Parameter) -> dict[str, torch.Tensor]:
         """The moments of a parameter, empty before its first update."""
-        state = self._optimizers[item].state.get(parameter, {})
-        return {key: state[key] for key in MOMENTS if key in state}
+        return self._optimizers[item].moments(parameter)
 
     def export(self, item: str) -> ItemState:
         """The whole state of an item; the tensors are the live ones, not copies."""
@@ -118,7 +101,7 @@ class HeldItems:
             moments = self.moments(item, parameter)
             tensors.update({f"{name}.{key}": value for key, value in moments.items()})
             if moments:
-                steps[name] = int(self._optimizers[item].state[parameter]["step"])
+                steps[name] = self._optimizers[item].steps(parameter)
         return ItemState(tensors=tensors, steps=steps)
 
     def adopt(self, item: str, state: ItemState) -> None:
@@ -135,8 +118,7 @@ class HeldItems:
         for name, parameter in parameters_of(item, module).items():
             if name in state.steps:
                 moments = {key: state.tensors[f"{name}.{key}"].to(self.device).clone() for key in MOMENTS}
-                step = torch.tensor(float(state.steps[name]), dtype=torch.float32, device=self.device)
-                optimizer.state[parameter] = {"step": step, **moments}
+                optimizer.adopt(parameter, state.steps[name], moments)
 
     def reorder(self, names: tuple[str, ...]) -> None:
         """Hold the items in this order; ``names`` are exactly the held ones."""

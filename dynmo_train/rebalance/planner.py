@@ -3,20 +3,14 @@
 from __future__ import annotations
 
 import os
-import shutil
 import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import IO
 
+from ..programs import program_path
+
 RESTARTS = 3
-
-
-def planner_command() -> str | None:
-    """The path of ``dynmo-plan``: beside this interpreter, else on PATH; None where it is not installed."""
-    beside = Path(sys.executable).parent / "dynmo-plan"
-    return str(beside) if beside.exists() else shutil.which("dynmo-plan")
 
 
 class PlannerProcess:
@@ -34,7 +28,7 @@ class PlannerProcess:
 
     def start(self) -> str | None:
         """Start it; returns what went wrong, if anything."""
-        command = planner_command()
+        command = program_path("dynmo-plan")
         if command is None:
             return "dynmo-plan is not installed beside dynmo-train: no plans will come"
         self._log = self._log or open(self.run_dir / "planner.log", "ab")  # noqa: SIM115 - the child writes it

@@ -21,7 +21,8 @@ import torch.distributed as dist
 
 from ..errors import DynmoError
 from ..models.items import masks_of, parameters_of
-from ..optim.items import MOMENTS, HeldItems, ItemState
+from ..optim.adamw import MOMENTS
+from ..optim.items import HeldItems, ItemState
 from ..parallel.world import World, all_agree, gather_documents
 from ..pipeline.partition import Move, Partition, moves_between
 

@@ -12,6 +12,7 @@ import torch
 from ..checkpoint import Checkpoint, find_checkpoint, open_checkpoint
 from ..data.tokenizer import Tokenizer, load_tokenizer
 from ..errors import UsageError
+from ..loading import default_cache, is_hugging_face, native_copy
 from ..models.gpt import Gpt, GptShape
 from ..models.gpt_decoding import Cache, GptDecoder
 from ..models.items import parameters_of
@@ -96,7 +97,10 @@ def _prompt_ids(text: str, tokenizer: Tokenizer, max_tokens: int) -> list[int]:
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """What to generate: ``num_samples`` continuations of each prompt, of at most ``max_new_tokens`` tokens."""
+    """What to generate: ``num_samples`` continuations of each prompt, of at most ``max_new_tokens`` tokens.
+
+    ``cache_dir`` is where a Hugging Face directory is kept in native form; None: the folder that is usual.
+    """
 
     load: Path
     prompts: tuple[str, ...]
@@ -105,11 +109,13 @@ class Request:
     seed: int
     num_samples: int
     tokenizer_model: Path | None
+    cache_dir: Path | None = None
 
 
-def _open(path: Path) -> Checkpoint:
-    if (path / "config.json").is_file() and not (path / "manifest.json").exists():
-        raise UsageError(f"{path} is a Hugging Face directory; generate reads a run or a native checkpoint of it")
+def _open(request: Request) -> Checkpoint:
+    path = request.load
+    if is_hugging_face(path):
+        path = native_copy(path, request.cache_dir or default_cache())
     return open_checkpoint(find_checkpoint(path))
 
 
@@ -122,7 +128,7 @@ def generate(request: Request, device: torch.device) -> list[Completion]:
     request.sampling.check()
     if request.num_samples > 1 and request.sampling.temperature == 0.0:
         raise UsageError("--num-samples above 1 gives the same text again without --temperature above 0")
-    checkpoint = _open(request.load)
+    checkpoint = _open(request)
     tokenizer = open_tokenizer(checkpoint, request.tokenizer_model)
     decoder = load_decoder(checkpoint, device)
     prompts = [_prompt_ids(text, tokenizer, decoder.max_tokens) for text in request.prompts]

@@ -137,7 +137,11 @@ def test_json_tells_every_sample(place):
         (("--load", "run", "--prompts", "no.txt"), "cannot read the prompts"),
         (("--load", "run"), "no prompt"),
         (("--load", "run", "--prompt", "w1", "--tokenizer-model", "no.json"), "no tokenizer at"),
-        (("--load", "hf", "--prompt", "w1"), "is a Hugging Face directory"),
+        (
+            ("--load", "hf", "--prompt", "w1", "--cache-dir", "cache"),
+            "hf: dynmo-ckpt cannot convert it: model_type None",
+        ),
+        (("--load", "hf", "--prompt", "w1", "--cache-dir", "x.bin/y"), "cannot make the folder of conversions"),
     ],
 )
 def test_bad_input_is_one_line(place, arguments, words):

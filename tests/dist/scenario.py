@@ -12,7 +12,7 @@ from dynmo_train.dynamics.pruning import CubicSchedule
 from dynmo_train.engine import Engine, EngineSettings
 from dynmo_train.models.gpt import Gpt, GptShape
 from dynmo_train.models.items import BoundaryShape
-from dynmo_train.optim.items import AdamWSettings
+from dynmo_train.optim.adamw import AdamWSettings
 from dynmo_train.optim.schedule import LearningRate
 from dynmo_train.parallel.world import World
 from dynmo_train.pipeline.partition import Partition, uniform_partition

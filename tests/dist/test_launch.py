@@ -42,7 +42,10 @@ from pathlib import Path
 rank, start = os.environ["RANK"], os.environ["TORCHELASTIC_RUN_ID"]
 Path(f"seen-{start}-{rank}").write_text(json.dumps([os.environ["WORLD_SIZE"], *sys.argv[1:]]))
 Path("run/requests").mkdir(parents=True, exist_ok=True)
-Path(os.environ["DYNMO_LAUNCH_FILE"]).write_text(os.path.abspath("run"))
+def put(path, text):  # whole: a rank may be ended while it writes
+    Path(f"part-{rank}").write_text(text)
+    os.replace(f"part-{rank}", path)
+put(os.environ["DYNMO_LAUNCH_FILE"], os.path.abspath("run"))
 """
 
 
@@ -134,7 +137,7 @@ def test_workers_do_not_outlive_a_launcher_that_was_killed(tmp_path):
 def test_a_request_to_be_started_again_grows_the_run(tmp_path):
     program = BEGIN_RUN + (
         "if start == 'start-0':\n"
-        "    Path('run/requests/grow.json').write_text('{\"workers\": 3}')\n"
+        "    put('run/requests/grow.json', '{\"workers\": 3}')\n"
         "    sys.exit(75)\n"
         "sys.exit(4 if start == 'start-1' else 0)\n"
     )

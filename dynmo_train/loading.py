@@ -1,0 +1,121 @@
+"""What ``--load`` means: a run, a native checkpoint, or a Hugging Face directory, converted first by ``dynmo-ckpt``."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import subprocess
+from pathlib import Path
+
+from .checkpoint import Checkpoint, CheckpointError, find_checkpoint, open_checkpoint
+from .config import Config
+from .console import say
+from .errors import UsageError
+from .parallel.world import World, broadcast_document
+from .programs import program_path
+
+VOCABULARY_MULTIPLE = 128
+
+
+def holds_steps(path: Path) -> bool:
+    """Whether a native checkpoint, complete or not, lies at ``path`` or in the run directory that it is."""
+    folder = path / "checkpoints" if (path / "checkpoints").is_dir() else path
+    return (path / "manifest.json").exists() or any(folder.glob("step-*"))
+
+
+def is_hugging_face(path: Path) -> bool:
+    """Whether ``path`` is a Hugging Face directory: it has a ``config.json``, and nothing native."""
+    return (path / "config.json").is_file() and not holds_steps(path)
+
+
+def default_cache() -> Path:
+    """``$XDG_CACHE_HOME/dynmo``, by default ``~/.cache/dynmo``."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dynmo"
+
+
+def cached_name(source: Path, vocabulary_multiple: int) -> str:
+    """A name for the conversion of ``source``: another one once a file is replaced, changes its size or is touched."""
+    files = sorted(path for path in source.iterdir() if path.is_file())
+    facts = [[path.name, path.stat().st_size, path.stat().st_mtime_ns] for path in files]
+    text = json.dumps([str(source.resolve()), vocabulary_multiple, facts])
+    return f"{source.resolve().name}-{hashlib.sha256(text.encode()).hexdigest()[:16]}"
+
+
+def _is_complete(checkpoint: Path) -> bool:
+    try:
+        return (checkpoint / "manifest.json").exists() and find_checkpoint(checkpoint) == checkpoint
+    except CheckpointError:
+        return False
+
+
+def native_copy(source: Path, cache: Path, vocabulary_multiple: int = VOCABULARY_MULTIPLE) -> Path:
+    """The native form of a Hugging Face directory, out of the cache, or converted into it by ``dynmo-ckpt``.
+
+    Args:
+        source: the Hugging Face directory.
+        cache: folder of conversions; made where it is missing.
+        vocabulary_multiple: the vocabulary is padded to a multiple of this.
+
+    Raises:
+        UsageError: ``dynmo-ckpt`` is not installed, or it cannot convert ``source``; says what it said.
+    """
+    target = cache / cached_name(source, vocabulary_multiple)
+    if _is_complete(target):
+        return target
+    program = program_path("dynmo-ckpt")
+    if program is None:
+        raise UsageError(
+            f"{source} is a Hugging Face directory; dynmo-ckpt, which converts it, is not installed beside dynmo-train"
+            " nor on PATH; run: pip install 'dynmo[ckpt]'"
+        )
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"cannot make the folder of conversions {cache}: {error}; give another --cache-dir") from error
+    padding = ["--make-vocab-size-divisible-by", str(vocabulary_multiple)]
+    again = ["--overwrite"] if target.exists() else []
+    command = [program, "convert", str(source), str(target), "--from", "hf", "--to", "native", *padding, *again]
+    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
+    if done.returncode and not _is_complete(target):  # another process may have been first
+        said = done.stderr.strip().removeprefix("dynmo-ckpt: error: ") or f"exit code {done.returncode}"
+        raise UsageError(f"{source}: dynmo-ckpt cannot convert it: {said}")
+    say(f"{source} is a Hugging Face directory; dynmo-ckpt converted it into {target}")
+    return target
+
+
+def _find(config: Config) -> str | None:
+    """The directory of the checkpoint that ``--load`` names; None, with a warning, where there is none yet."""
+    if config.run.load is None:
+        return None
+    path = Path(config.run.load)
+    if is_hugging_face(path):
+        cache = Path(config.run.cache_dir) if config.run.cache_dir else default_cache()
+        multiple = config.model.make_vocab_size_divisible_by * config.parallel.tensor_model_parallel_size
+        found = native_copy(path, cache, multiple)
+        say(f"--load {path}: the weights only; training starts from the first step, without optimizer state")
+        return str(found)
+    if not path.exists() or not holds_steps(path):
+        say(f"warning: no checkpoint in {path}; training starts from the first step")
+        return None
+    return str(find_checkpoint(path))
+
+
+def checkpoint_to_load(config: Config, world: World) -> Checkpoint | None:
+    """The checkpoint that ``--load`` means, the same at every process: rank 0 looks, and converts where it must.
+
+    As in Megatron, a place without a checkpoint is no error.
+
+    Raises:
+        UsageError: an incomplete checkpoint, or a directory that cannot be converted; at every process.
+    """
+    found, problem = None, None
+    if world.is_first:
+        try:
+            found = _find(config)
+        except UsageError as error:
+            problem = str(error)
+    found, problem = broadcast_document(world, [found, problem])
+    if problem is not None:
+        raise CheckpointError(problem)
+    return None if found is None else open_checkpoint(Path(found))

@@ -1,0 +1,153 @@
+"""AdamW on the parameters of one item, by torch or by NVIDIA's apex, with one way to read and to set its state.
+
+Both keep the moments ``exp_avg`` and ``exp_avg_sq`` of every parameter in float32. torch counts updates for each
+parameter; apex for each parameter group, whether or not its members had gradients, so the count is kept here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdamWSettings:
+    """AdamW with decoupled weight decay on matrices, none on vectors (Loshchilov and Hutter, arXiv 1711.05101)."""
+
+    beta1: float
+    beta2: float
+    eps: float
+    weight_decay: float
+
+    def decay_of(self, parameter: torch.Tensor) -> float:
+        """The weight decay of a parameter: of a matrix that of the settings, of a vector 0."""
+        return self.weight_decay if parameter.dim() >= 2 else 0.0
+
+
+class ItemOptimizer(Protocol):
+    """The optimizer of one item. A parameter has state from its first update on; ``parameter`` is a live one."""
+
+    def update(self, rate: float) -> None:
+        """Update every parameter that has a gradient, and drop the gradients."""
+
+    def moments(self, parameter: nn.Parameter) -> dict[str, torch.Tensor]:
+        """The live moments by their names; empty without state."""
+
+    def steps(self, parameter: nn.Parameter) -> int:
+        """Updates done; 0 without state."""
+
+    def adopt(self, parameter: nn.Parameter, steps: int, moments: Mapping[str, torch.Tensor]) -> None:
+        """Go on from this state; takes the tensors as its own."""
+
+    def forget(self, parameter: nn.Parameter) -> None:
+        """Drop the state of a parameter that will train no more."""
+
+
+class TorchAdamW:
+    """torch's AdamW in its fused form."""
+
+    def __init__(self, parameters: Sequence[nn.Parameter], settings: AdamWSettings) -> None:
+        by_decay: dict[float, list[nn.Parameter]] = {}
+        for parameter in parameters:
+            by_decay.setdefault(settings.decay_of(parameter), []).append(parameter)
+        self._optimizer = torch.optim.AdamW(
+            [{"params": group, "weight_decay": decay} for decay, group in by_decay.items()],
+            lr=0.0,
+            betas=(settings.beta1, settings.beta2),
+            eps=settings.eps,
+            fused=True,
+        )
+
+    def update(self, rate: float) -> None:
+        """See ``ItemOptimizer``."""
+        for group in self._optimizer.param_groups:
+            group["lr"] = rate
+        self._optimizer.step()
+        self._optimizer.zero_grad(set_to_none=True)
+
+    def moments(self, parameter: nn.Parameter) -> dict[str, torch.Tensor]:
+        """See ``ItemOptimizer``."""
+        state = self._optimizer.state.get(parameter, {})
+        return {key: state[key] for key in MOMENTS if key in state}
+
+    def steps(self, parameter: nn.Parameter) -> int:
+        """See ``ItemOptimizer``."""
+        return int(self._optimizer.state.get(parameter, {}).get("step", 0))
+
+    def adopt(self, parameter: nn.Parameter, steps: int, moments: Mapping[str, torch.Tensor]) -> None:
+        """See ``ItemOptimizer``."""
+        count = torch.tensor(float(steps), dtype=torch.float32, device=parameter.device)
+        self._optimizer.state[parameter] = {"step": count, **moments}
+
+    def forget(self, parameter: nn.Parameter) -> None:
+        """See ``ItemOptimizer``."""
+        self._optimizer.state.pop(parameter, None)
+
+
+class FusedAdamW:
+    """apex's FusedAdam in its AdamW mode, given groups of equal decay and equal count of updates at each step.
+
+    So one kernel still updates all parameters of a group, and a parameter that had no gradient is not counted.
+
+    Args:
+        fused_adam: ``apex.optimizers.FusedAdam``, or a class that behaves as it does.
+    """
+
+    def __init__(self, parameters: Sequence[nn.Parameter], settings: AdamWSettings, fused_adam: type[Any]) -> None:
+        self._parameters, self._settings = tuple(parameters), settings
+        self._optimizer = fused_adam(
+            list(parameters),
+            lr=0.0,
+            betas=(settings.beta1, settings.beta2),
+            eps=settings.eps,
+            weight_decay=settings.weight_decay,
+            adam_w_mode=True,
+        )
+        self._steps: dict[nn.Parameter, int] = {}
+
+    def update(self, rate: float) -> None:
+        """See ``ItemOptimizer``."""
+        trained = [parameter for parameter in self._parameters if parameter.grad is not None]
+        groups: dict[tuple[float, int], list[nn.Parameter]] = {}
+        for parameter in trained:
+            groups.setdefault((self._settings.decay_of(parameter), self.steps(parameter)), []).append(parameter)
+        self._optimizer.param_groups = [
+            {**self._optimizer.defaults, "params": group, "lr": rate, "weight_decay": decay, "step": done}
+            for (decay, done), group in groups.items()
+        ]
+        self._optimizer.step()
+        for parameter in trained:
+            self._steps[parameter] = self.steps(parameter) + 1
+            parameter.grad = None
+
+    def moments(self, parameter: nn.Parameter) -> dict[str, torch.Tensor]:
+        """See ``ItemOptimizer``."""
+        state = self._optimizer.state.get(parameter, {})
+        return {key: state[key] for key in MOMENTS if key in state}
+
+    def steps(self, parameter: nn.Parameter) -> int:
+        """See ``ItemOptimizer``."""
+        return self._steps.get(parameter, 0)
+
+    def adopt(self, parameter: nn.Parameter, steps: int, moments: Mapping[str, torch.Tensor]) -> None:
+        """See ``ItemOptimizer``."""
+        self._optimizer.state[parameter] = dict(moments)
+        self._steps[parameter] = steps
+
+    def forget(self, parameter: nn.Parameter) -> None:
+        """See ``ItemOptimizer``."""
+        self._optimizer.state.pop(parameter, None)
+        self._steps.pop(parameter, None)
+
+
+def item_optimizer(
+    parameters: Sequence[nn.Parameter], settings: AdamWSettings, fused_adam: type[Any] | None
+) -> ItemOptimizer:
+    """The optimizer of an item: by ``fused_adam`` where it is given, else by torch."""
+    return TorchAdamW(parameters, settings) if fused_adam is None else FusedAdamW(parameters, settings, fused_adam)

@@ -1,0 +1,61 @@
+"""``--load`` of a Hugging Face directory: its weights, from the first step, the same on any number of workers."""
+
+from __future__ import annotations
+
+import shutil
+
+import pytest
+from runs import arguments, figures, lines, run_command, train, write_data
+from typer.testing import CliRunner
+from workers import run_workers
+
+pytestmark = pytest.mark.dist
+
+
+@pytest.fixture(scope="module")
+def before(tmp_path_factory):
+    """A folder with a run and its last checkpoint as a Hugging Face directory."""
+    from dynmo_ckpt.cli import app
+
+    folder = tmp_path_factory.mktemp("hf")
+    data = write_data(folder / "x")
+    train(data, folder / "run", 1, lr="1e-2", clip_grad="1")
+    done = CliRunner().invoke(app, ["convert", str(folder / "run"), str(folder / "hf"), "--to", "hf"])
+    assert done.exit_code == 0, done.output
+    return folder, data
+
+
+def test_training_starts_from_its_weights(before):
+    folder, data = before
+    load = ("--load", str(folder / "hf"), "--cache-dir", str(folder / "cache"))
+    talk = train(data, folder / "one", 1, *load, train_iters="3")
+    assert "the weights only; training starts from the first step" in talk
+    assert talk.count("dynmo-ckpt converted it into") == 1
+    talk = train(data, folder / "two", 2, *load, train_iters="3")
+    assert "dynmo-ckpt converted it into" not in talk  # it lies in the cache
+    assert figures(folder / "one") == figures(folder / "two")
+    assert sorted(figures(folder / "one")) == [1, 2, 3]
+    fresh, trained = figures(folder / "run")[1][0], figures(folder / "run")[24][0]
+    assert fresh - trained > 0.4
+    assert abs(figures(folder / "one")[1][0] - trained) < (fresh - trained) / 4
+    assert lines(folder / "one" / "profile.jsonl")[0]["segment"] == 0
+
+
+@pytest.mark.parametrize(
+    ("spoil", "options", "words"),
+    [
+        ("nothing", {"hidden-size": "48"}, "holds another model: hidden_size is 32 there and 48 here"),
+        ("config.json", {}, "dynmo-ckpt cannot convert it: model_type 'bert'"),
+    ],
+)
+def test_what_does_not_fit_is_one_error_of_every_worker(before, tmp_path, spoil, options, words):
+    folder, data = before
+    source = shutil.copytree(folder / "hf", tmp_path / "hf")
+    if spoil == "config.json":
+        (source / spoil).write_text('{"model_type": "bert"}')
+    told = arguments(data, tmp_path / "run", "--load", str(source), "--cache-dir", str(tmp_path / "cache"), **options)
+    for code, talk in run_workers(run_command, 2, told, joins=False):
+        assert code == 2, talk
+        assert words in talk
+        assert "Traceback" not in talk
+    assert not (tmp_path / "run").exists()

@@ -1,0 +1,126 @@
+"""Greedy text of ``dynmo-train generate`` is that of transformers, from native checkpoints and from Hugging Face's."""
+
+from __future__ import annotations
+
+import json
+import os
+import runpy
+from pathlib import Path
+
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from typer.testing import CliRunner
+
+from dynmo_train import loading
+from dynmo_train.cli import app
+from dynmo_train.errors import DynmoError
+
+build = runpy.run_path(str(Path(__file__).parents[1] / "unit" / "ckpt" / "build.py"))
+PROMPTS = ("the cat sat", "größer than", "the dog and the log on the mat")
+NEW_TOKENS = 24
+
+
+def train_tokenizer():
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=280,
+        special_tokens=["<|endoftext|>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(["the cat sat on the mat and the dog sat on the log"] * 3, trainer)
+    return tokenizer
+
+
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory):
+    """A folder with a model of random weights as ``native`` on two stages and as ``hf``, and its tokenizer."""
+    from dynmo_ckpt.cli import app as ckpt
+
+    folder = tmp_path_factory.mktemp("models")
+    tokenizer = train_tokenizer()
+    size = tokenizer.get_vocab_size()
+    m = build["model"](vocab_size=size, padded_vocab_size=size + 4, max_position_embeddings=64)
+    p = build["parameters"](m, seed=2)
+    # Weights of a size with which greedy text wanders, instead of repeating a token, and is nowhere close to another.
+    for name, value in p.items():
+        if name.endswith(("qkv.weight", "dense.weight", "fc2.weight")):
+            value *= 2
+    p["embedding.word.weight"] *= 4
+    p["embedding.position.weight"] *= 6
+    files = {"tokenizer/tokenizer.json": tokenizer.to_str().encode()}
+    build["save"](folder / "native", p, m, partition=build["even_stages"](m, 2), files=files)
+    done = CliRunner().invoke(ckpt, ["convert", str(folder / "native"), str(folder / "hf"), "--to", "hf"])
+    assert done.exit_code == 0, done.output
+    return folder, tokenizer
+
+
+def generate(*arguments):
+    words = [word for prompt in PROMPTS for word in ("--prompt", prompt)]
+    options = ["--max-new-tokens", str(NEW_TOKENS), "--device", "cpu", "--format", "json", *map(str, arguments)]
+    return CliRunner().invoke(app, ["generate", *words, *options])
+
+
+@pytest.fixture(scope="module")
+def expected(exported):
+    """What transformers appends to each prompt."""
+    from transformers import GPT2LMHeadModel
+
+    folder, tokenizer = exported
+    model = GPT2LMHeadModel.from_pretrained(folder / "hf").eval()
+    end = tokenizer.token_to_id("<|endoftext|>")
+    texts = []
+    for prompt in PROMPTS:
+        ids = torch.tensor([tokenizer.encode(prompt).ids])
+        out = model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            do_sample=False,
+            max_new_tokens=NEW_TOKENS,
+            eos_token_id=end,
+            pad_token_id=end,
+        )
+        new = out[0, ids.shape[1] :].tolist()
+        assert len(set(new)) > 4, "a text of one token again and again shows little"
+        texts.append(tokenizer.decode(out[0].tolist())[len(prompt) :])
+    return texts
+
+
+def test_text_from_a_native_checkpoint(exported, expected):
+    done = generate("--load", exported[0] / "native")
+    assert done.exit_code == 0, done.output
+    assert [each["completion"] for each in json.loads(done.stdout)] == expected
+
+
+def test_text_from_a_hugging_face_directory(exported, expected, tmp_path):
+    options = ("--load", exported[0] / "hf", "--cache-dir", tmp_path / "cache")
+    done = generate(*options)
+    assert done.exit_code == 0, done.output
+    assert [each["completion"] for each in json.loads(done.stdout)] == expected
+    assert "dynmo-ckpt converted it into" in done.stderr
+    again = generate(*options)
+    assert (again.stdout, again.stderr) == (done.stdout, "")
+    weights = exported[0] / "hf" / "model.safetensors"
+    os.utime(weights, (1, 1))
+    assert generate(*options).stdout == done.stdout
+    assert len(list((tmp_path / "cache").iterdir())) == 2
+
+
+def test_a_damaged_conversion_is_made_again(exported, tmp_path):
+    kept = loading.native_copy(exported[0] / "hf", tmp_path)
+    shard = next(kept.rglob("*.safetensors"))
+    whole = shard.read_bytes()
+    shard.write_bytes(whole[:-1])
+    assert loading.native_copy(exported[0] / "hf", tmp_path) == kept
+    assert shard.read_bytes() == whole
+
+
+def test_without_dynmo_ckpt_a_hugging_face_directory_is_refused(exported, tmp_path, monkeypatch):
+    monkeypatch.setattr(loading, "program_path", lambda name: None)
+    done = generate("--load", exported[0] / "hf", "--cache-dir", tmp_path)
+    assert isinstance(done.exception, DynmoError)
+    assert done.exception.exit_code == 2
+    assert "pip install 'dynmo[ckpt]'" in str(done.exception)

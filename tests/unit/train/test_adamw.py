@@ -1,0 +1,182 @@
+"""Items updated by apex's FusedAdam and by torch's AdamW: the same weights, moments and counts, moves included."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from dynmo_train.models.gpt import Gpt, GptShape
+from dynmo_train.models.items import parameters_of
+from dynmo_train.optim.adamw import MOMENTS, AdamWSettings
+from dynmo_train.optim.items import HeldItems, ItemState
+
+ITEMS = ("embedding", "layers.0.attention", "layers.0.mlp")
+SETTINGS = AdamWSettings(beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1)
+FAMILY = Gpt(
+    GptShape(
+        num_layers=1,
+        hidden_size=8,
+        ffn_hidden_size=16,
+        num_attention_heads=2,
+        max_position_embeddings=4,
+        vocab_size=10,
+        padded_vocab_size=12,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        seed=5,
+    )
+)
+
+
+class FusedAdam(torch.optim.Optimizer):
+    """What apex's class of this name does, in plain torch: its signature, its state, its count of a whole group."""
+
+    def __init__(
+        self,
+        params,
+        lr=1e-3,
+        bias_correction=True,
+        betas=(0.9, 0.999),
+        eps=1e-8,
+        adam_w_mode=True,
+        weight_decay=0.0,
+        amsgrad=False,
+        set_grad_none=True,
+    ):
+        assert adam_w_mode
+        assert not amsgrad
+        defaults = {
+            "lr": lr,
+            "bias_correction": bias_correction,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+        }
+        super().__init__(params, defaults)
+
+    def zero_grad(self):
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.grad = None
+
+    def step(self, closure=None):
+        with torch.no_grad():
+            for group in self.param_groups:
+                if group["params"]:
+                    self._update(group)
+
+    def _update(self, group):
+        group["step"] = group.get("step", 0) + 1
+        beta1, beta2 = group["betas"]
+        correction1 = 1 - beta1 ** group["step"] if group["bias_correction"] else 1.0
+        correction2 = 1 - beta2 ** group["step"] if group["bias_correction"] else 1.0
+        for p in group["params"]:
+            if p.grad is None:
+                continue
+            state = self.state[p]
+            if len(state) == 0:
+                state["exp_avg"] = torch.zeros_like(p, dtype=torch.float)
+                state["exp_avg_sq"] = torch.zeros_like(p, dtype=torch.float)
+            m = state["exp_avg"].mul_(beta1).add_(p.grad, alpha=1 - beta1)
+            v = state["exp_avg_sq"].mul_(beta2).addcmul_(p.grad, p.grad, value=1 - beta2)
+            update = (m / correction1) / ((v / correction2).sqrt() + group["eps"]) + group["weight_decay"] * p
+            p.sub_(group["lr"] * update)
+
+
+def hold(fused_adam):
+    held = HeldItems(FAMILY, SETTINGS, torch.device("cpu"), 0.85, fused_adam)
+    for name in ITEMS:
+        held.build(name)
+    return held
+
+
+def take_steps(held, steps):
+    """Gradients that depend on step and name only; from the fourth step on every third one leaves vectors out."""
+    for step in steps:
+        for _, name, parameter in held.parameters():
+            if step > 3 and step % 3 == 0 and parameter.dim() == 1:
+                continue
+            generator = torch.Generator().manual_seed(sum(name.encode()) * 100 + step)
+            parameter.grad = torch.randn(parameter.shape, generator=generator) * 0.1
+        held.update(rate=1e-2)
+        assert all(parameter.grad is None for _, _, parameter in held.parameters())
+
+
+def moved(held, fused_adam):
+    """The items in the hands of another worker, which gets copies of what this one exports."""
+    other = HeldItems(FAMILY, SETTINGS, torch.device("cpu"), 0.85, fused_adam)
+    for name in ITEMS:
+        state = held.export(name)
+        tensors = {key: value.clone() for key, value in state.tensors.items()}
+        other.adopt(name, ItemState(tensors=tensors, steps=dict(state.steps)))
+    return other
+
+
+def all_states(held):
+    states = [held.export(name) for name in ITEMS]
+    return {k: v for state in states for k, v in state.tensors.items()}, {
+        k: v for state in states for k, v in state.steps.items()
+    }
+
+
+def assert_close(held, reference):
+    tensors, steps = all_states(held)
+    expected, expected_steps = all_states(reference)
+    assert steps == expected_steps
+    assert list(tensors) == list(expected)
+    for name, value in expected.items():
+        torch.testing.assert_close(tensors[name], value, rtol=2e-6, atol=2e-7, msg=lambda text, n=name: f"{n}: {text}")
+
+
+@pytest.mark.parametrize("after_move", [FusedAdam, None])
+@pytest.mark.parametrize("before_move", [FusedAdam, None])
+def test_ten_steps_with_a_move_are_those_of_torch(before_move, after_move):
+    """Also where a checkpoint goes on on a machine with the other optimizer."""
+    reference = hold(None)
+    take_steps(reference, range(1, 11))
+    held = hold(before_move)
+    take_steps(held, range(1, 6))
+    held = moved(held, after_move)
+    take_steps(held, range(6, 11))
+    assert_close(held, reference)
+    counts = set(all_states(held)[1].values())
+    assert counts == {8, 10}  # vectors had no gradient in two steps
+
+
+def test_a_move_without_a_step_changes_no_bit():
+    held = hold(FusedAdam)
+    take_steps(held, range(1, 4))
+    tensors, steps = all_states(held)
+    assert {f"layers.0.mlp.fc1.weight.{key}" for key in MOMENTS} <= set(tensors)
+    other, other_steps = all_states(moved(held, FusedAdam))
+    assert steps == other_steps
+    assert all(torch.equal(tensors[name], other[name]) for name in tensors)
+
+
+@pytest.mark.parametrize("fused_adam", [FusedAdam, None])
+def test_forgotten_moments_are_gone_and_begin_anew(fused_adam):
+    held = hold(fused_adam)
+    take_steps(held, [1, 2])
+    name = "layers.0.mlp.fc1.weight"
+    held.forget_moments({name})
+    state = held.export("layers.0.mlp")
+    assert name not in state.steps
+    assert f"{name}.exp_avg" not in state.tensors
+    assert state.steps["layers.0.mlp.fc2.weight"] == 2
+    take_steps(held, [3])
+    assert held.export("layers.0.mlp").steps[name] == 1
+
+
+def test_parameters_of_equal_count_and_decay_share_a_kernel():
+    calls = []
+
+    class Counting(FusedAdam):
+        def _update(self, group):
+            calls.append(len(group["params"]))
+            super()._update(group)
+
+    held = HeldItems(FAMILY, SETTINGS, torch.device("cpu"), 0.85, Counting)
+    held.build("layers.0.mlp")
+    take_steps(held, [1, 2])
+    count = len(list(parameters_of("layers.0.mlp", held.modules["layers.0.mlp"])))
+    assert calls == [2, count - 2] * 2 or calls == [count - 2, 2] * 2
