@@ -16,7 +16,7 @@ from .settings import CleanSettings
 from .tasks import Phase, Task
 
 CHARACTERS_PER_TOKEN = 8
-NEEDS_FTFY = re.compile(r"[^\t\n\x20-\x7e]|&")
+FTFY_LINE_CHARACTERS = 1_000_000  # it cuts longer lines
 # GPT-2's splitting rule: contractions, words, numbers and signs with the space before them, and other white space.
 GPT2_PIECE = re.compile(r"'(?:s|t|re|ve|m|ll|d)| ?[^\W\d_]+| ?\d+| ?(?:[^\s\w]|_)+|\s+(?!\S)|\s+")
 
@@ -48,16 +48,46 @@ class Verdict:
     drop: str | None = None
 
 
-def repair(text: str) -> str:
-    """``ftfy.fix_text``, skipped where it could change nothing: printable ASCII without an ampersand."""
-    if text.isascii() and not NEEDS_FTFY.search(text):
-        return text
+def is_plain(text: str) -> bool:
+    """Whether ftfy can change nothing: printable ASCII, tabs and newlines, without an ampersand."""
+    if not text.isascii() or "&" in text:
+        return False
+    return text.isprintable() or text.replace("\n", " ").replace("\t", " ").isprintable()
+
+
+@functools.lru_cache(maxsize=1)
+def _fixers() -> tuple[Callable[[str], str], Callable[[str], str]]:
+    """Two fixers: ftfy as it is, and ftfy that leaves HTML entities as they are."""
     try:
         import ftfy
     except ImportError as error:
         raise MissingExtraError("ftfy", "prep") from error
-    fixed: str = ftfy.fix_text(text)
-    return fixed
+    plain = ftfy.TextFixerConfig(explain=False)
+    marked = plain._replace(unescape_html=False)
+    return lambda text: str(ftfy.fix_text(text, plain)), lambda text: str(ftfy.fix_text(text, marked))
+
+
+def repair(text: str) -> str:
+    """``ftfy.fix_text``, which works line by line, on the lines that it could change.
+
+    It resolves entities only as far as no ``<`` was met, which makes a text HTML.
+    """
+    if is_plain(text):
+        return text
+    fix, fix_marked = _fixers()
+    lines = text.split("\n")
+    if max(map(len, lines)) >= FTFY_LINE_CHARACTERS:
+        return fix(text)
+    html = False
+    last = len(lines) - 1
+    for at, line in enumerate(lines):
+        html = html or "<" in line
+        if not is_plain(line):
+            segment = line if at == last else line + "\n"
+            lines[at] = (fix_marked if html else fix)(segment)
+        elif at != last:
+            lines[at] = line + "\n"
+    return "".join(lines)
 
 
 def plain_punctuation(text: str) -> str:

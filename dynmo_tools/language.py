@@ -39,6 +39,18 @@ class _Separators(dict[int, str]):
         return self[code]
 
 
+class _Normal(dict[str, str]):
+    """langdetect's normal form of each character met."""
+
+    def __init__(self, normalize: Callable[[str], str]) -> None:
+        super().__init__()
+        self._normalize = normalize
+
+    def __missing__(self, character: str) -> str:
+        self[character] = self._normalize(character)
+        return self[character]
+
+
 class _Words(dict[str, tuple[int, ...]]):
     """The n-grams of each word met, forgotten all at once when they are too many."""
 
@@ -72,7 +84,8 @@ class LanguageJudge:
         self._ngram: Any = NGram
         self._block: Callable[[str], str] = unicode_block
         self._languages: list[str] = factory.langlist
-        self._rows = {gram: row for row, gram in enumerate(factory.word_lang_prob_map)}
+        self._rows = {gram: row for row, gram in enumerate(factory.word_lang_prob_map) if gram != " "}
+        self._normal = _Normal(NGram.normalize)
         self._table: Floats = np.asarray(list(factory.word_lang_prob_map.values()))
         self._separators = _Separators(NGram.normalize)
         self._words = _Words(self._grams_of_word)
@@ -118,16 +131,22 @@ class LanguageJudge:
         return found
 
     def _grams_of_word(self, word: str) -> tuple[int, ...]:
-        state = self._ngram()
-        found = []
-        for character in word:
-            state.add_char(character)
-            if state.capitalword:
-                continue
-            for length in range(1, min(len(state.grams), self._ngram.N_GRAM) + 1):
-                gram = state.grams[-length:]
-                if gram != " " and gram in self._rows:
-                    found.append(self._rows[gram])
+        """The rows of a word's n-grams, by the rules of langdetect's ``NGram``: none of words in capitals."""
+        normal, rows, longest = self._normal, self._rows, self._ngram.N_GRAM
+        window, in_capitals, found = " ", False, []
+        for each in word:
+            character, last = normal[each], window[-1]
+            if last == " ":
+                window, in_capitals = " ", False
+                if character == " ":
+                    continue
+            window = (window + character)[-longest:]
+            in_capitals = character.isupper() and (in_capitals or last.isupper())
+            if not in_capitals:
+                for begin in range(len(window) - 1, -1, -1):
+                    row = rows.get(window[begin:])
+                    if row is not None:
+                        found.append(row)
         return tuple(found)
 
     def _decide(self, grams: Sequence[int]) -> str | None:

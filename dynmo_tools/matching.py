@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from .shingles import U64, jaccard, share, shingle_ids
+from .shingles import U64, Alphabet, jaccard, num_common, share
 
 CACHE_BYTES = 256 << 20
 ALL_PAIRS = 64
@@ -23,12 +23,13 @@ class ShingleCache:
         self._text_of, self._length, self._limit = text_of, length, limit_bytes
         self._kept: OrderedDict[int, U64 | None] = OrderedDict()
         self._bytes = 0
+        self._alphabet = Alphabet()
 
     def _ids(self, index: int) -> U64 | None:
         if index in self._kept:
             self._kept.move_to_end(index)
             return self._kept[index]
-        ids = shingle_ids(self._text_of(index), self._length)
+        ids = self._alphabet.shingles(self._text_of(index), self._length)
         self._kept[index] = ids
         self._bytes += ids.nbytes if ids is not None else 0
         while self._bytes > self._limit and len(self._kept) > 1:
@@ -41,10 +42,7 @@ class ShingleCache:
         mine, theirs = self._ids(first), self._ids(second)
         if mine is None or theirs is None:
             return jaccard(self._text_of(first), self._text_of(second), self._length, divisor)
-        both = np.concatenate([mine, theirs])
-        both.sort()
-        common = int(np.count_nonzero(both[1:] == both[:-1]))
-        return share(common, len(mine), len(theirs), divisor)
+        return share(num_common(mine, theirs), len(mine), len(theirs), divisor)
 
 
 def buckets(keys: U64) -> Iterator[npt.NDArray[np.int64]]:

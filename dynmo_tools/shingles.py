@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import numpy.typing as npt
 
@@ -43,16 +45,36 @@ def hash_whole(points: U32) -> int:
     return int(hash_windows(np.concatenate([np.asarray([len(points)], dtype=np.uint32), points]), len(points) + 1)[0])
 
 
-def shingle_ids(text: str, length: int) -> U64 | None:
-    """The distinct shingles of ``text``, sorted, as numbers that no two share; None beyond 12-bit characters."""
-    points = code_points(text)
-    if len(points) < length or length * PACKED_BITS > 64 or points.max(initial=0) >= 1 << PACKED_BITS:
-        return None
-    packed: U64 = np.zeros(len(points) - length + 1, dtype=np.uint64)
+def pack(numbers: npt.NDArray[np.integer[Any]], length: int) -> U64:
+    """The distinct windows of ``length`` numbers below 4096, sorted, as numbers that no two windows share."""
+    packed: U64 = np.zeros(len(numbers) - length + 1, dtype=np.uint64)
     for at in range(length):
         packed <<= np.uint64(PACKED_BITS)
-        packed |= points[at : at + len(packed)]
-    return np.unique(packed)
+        packed |= numbers[at : at + len(packed)].astype(np.uint64)
+    packed.sort()
+    first = np.ones(len(packed), dtype=np.bool_)
+    np.not_equal(packed[1:], packed[:-1], out=first[1:])
+    return packed[first]
+
+
+class Alphabet:
+    """Numbers of 12 bits for characters as they are met, so that shingles of many texts can be compared as numbers."""
+
+    def __init__(self) -> None:
+        self._numbers = np.zeros(0x110000, dtype=np.uint16)
+        self._count = 0
+
+    def shingles(self, text: str, length: int) -> U64 | None:
+        """The distinct shingles of ``text``, sorted; None where it is shorter than one or the numbers are used up."""
+        points = code_points(text)
+        if len(points) < length or length * PACKED_BITS > 64:
+            return None
+        new = np.unique(points[self._numbers[points] == 0])
+        if self._count + len(new) >= 1 << PACKED_BITS:
+            return None
+        self._numbers[new] = np.arange(self._count + 1, self._count + 1 + len(new))
+        self._count += len(new)
+        return pack(self._numbers[points], length)
 
 
 def shingle_set(text: str, length: int) -> frozenset[str]:
@@ -73,13 +95,20 @@ def share(common: int, first: int, second: int, divisor: str) -> float:
     return common / size if size else 0.0
 
 
+def num_common(first: U64, second: U64) -> int:
+    """How many numbers two sorted arrays of distinct numbers have in common."""
+    both = np.concatenate([first, second])
+    both.sort(kind="stable")  # merges the two runs
+    return int(np.count_nonzero(both[1:] == both[:-1]))
+
+
 def jaccard(first: str, second: str, length: int, divisor: str = "union") -> float:
     """The true Jaccard index of the shingles of two texts; one shorter than a shingle has only equals."""
     if len(first) < length or len(second) < length:
         return 1.0 if first == second else 0.0
-    mine, theirs = shingle_ids(first, length), shingle_ids(second, length)
-    if mine is not None and theirs is not None:
-        common = len(np.intersect1d(mine, theirs, assume_unique=True))
-        return share(common, len(mine), len(theirs), divisor)
+    alphabet, numbers = np.unique(np.concatenate([code_points(first), code_points(second)]), return_inverse=True)
+    if len(alphabet) < 1 << PACKED_BITS and length * PACKED_BITS <= 64:
+        mine, theirs = pack(numbers[: len(first)], length), pack(numbers[len(first) :], length)
+        return share(num_common(mine, theirs), len(mine), len(theirs), divisor)
     a, b = shingle_set(first, length), shingle_set(second, length)
     return share(len(a & b), len(a), len(b), divisor)

@@ -111,7 +111,7 @@ def test_a_run_killed_again_and_again_ends_with_the_same_bytes(prep, tmp_path):
 
 
 def test_ctrl_c_leaves_nothing_half_written_and_the_run_goes_on(tmp_path, prep):
-    source = documents(tmp_path / "in.jsonl", 900)
+    source = documents(tmp_path / "in.jsonl", 3000)
     arguments = ["clean", str(source), "-o", str(tmp_path / "out.jsonl"), "--workers", "2", "--task-bytes", "50000"]
     process = subprocess.Popen(
         [sys.executable, "-c", "from dynmo_tools.cli import main; main()", *arguments],

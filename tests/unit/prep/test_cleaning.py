@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import random
+
 import ftfy
 import pytest
 
@@ -29,6 +31,28 @@ GERMAN = "Der schnelle braune Fuchs springt über den faulen Hund und schläft d
 )
 def test_the_fast_path_gives_what_ftfy_gives(text):
     assert repair(text) == ftfy.fix_text(text)
+
+
+def test_texts_of_several_lines_are_repaired_as_ftfy_does(varied_texts):
+    rng = random.Random(5)
+    pieces = [
+        "plain",
+        "a &amp; b",
+        "schÃ¶n",
+        "<b>",
+        "“quotes”",
+        "",
+        "x\r",
+        "\x1b[31mred",
+        "tab\t",
+        "\ud83d\ude00",
+        "&lt;",
+    ]
+    for _ in range(400):
+        text = "\n".join(rng.choices(pieces, k=rng.randrange(1, 7)))
+        assert repair(text) == ftfy.fix_text(text)
+    for text in varied_texts:
+        assert repair(text) == ftfy.fix_text(text)
 
 
 def test_every_ascii_character_is_repaired_as_ftfy_does():
