@@ -15,7 +15,8 @@ from .partition.polish import polish
 from .problem import Chain, Place, Problem, permitted_cuts
 from .simulate import Timeline, predict
 
-OBJECTIVES = ("auto", "bottleneck", "simulated")
+RECORDS_KEY = "x_cost_records"
+"""In a plan: the number of step records, up to ``read_to_step``, that its costs are the median of."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,6 +142,7 @@ def to_plan(
         ),
         migration=proposal.migration,
         reason=reason,
+        extra={RECORDS_KEY: problem.chain.costs.records},
     )
 
 

@@ -59,7 +59,8 @@ def _records(segment: Segment, at_step: int | None, before_changes: bool) -> lis
     chosen: list[Step | Event] = []
     for record in segment.records:
         if isinstance(record, Event) and record.kind in CHANGES:
-            if before_changes and any(isinstance(r, Step) for r in chosen):
+            steps = [r.step for r in chosen if isinstance(r, Step)]
+            if steps and (before_changes or steps[-1] == at_step):
                 break
             chosen.append(record)
         elif isinstance(record, Step):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -29,6 +29,12 @@ from ..options import (
     VirtualOption,
     WindowOption,
 )
+
+if TYPE_CHECKING:
+    from ..formats.plan import Plan
+    from ..planning import Proposal
+    from ..problem import Problem
+    from ..source import Source
 
 
 def partition(
@@ -64,15 +70,12 @@ def partition(
 
     Exits 3 when no partition obeys the constraints, and says which limit cannot be met.
     """
-    from ..auto import search
     from ..devices import load_device
     from ..formats._document import encode_json, write_whole
     from ..formats.plan import header_problems, read_plan, to_document
     from ..partition import uniform
-    from ..planning import present, propose, to_plan
     from ..question import make_problem
-    from ..render import say_search, show_proposal
-    from ..schedules import SCHEDULES
+    from ..render import show_proposal
     from ..simulate import predict
     from ..source import load
     from ._documents import refuse
@@ -98,37 +101,56 @@ def partition(
         pins=tuple(pin or ()),
     )
     problem = make_problem(loaded, options, base)
-    owner = None if base is None else base.owner
-    if schedule is ScheduleOrAuto.AUTO or granularity is GranularityOrAuto.AUTO:
-        found = search(
-            loaded.header,
-            problem,
-            tuple(SCHEDULES) if schedule is ScheduleOrAuto.AUTO else (problem.schedule,),
-            ("layer", "sublayer")
-            if granularity is GranularityOrAuto.AUTO
-            else (granularity or loaded.header.granularity,),
-        )
-        say_search(found)
-        problem = found.best.problem
-        proposal = present(problem, found.best.solution, owner=owner)
-    else:
-        proposal = propose(problem, balancer, objective=objective, owner=owner)
-    same_workers = base is not None and len(base.stages) == problem.num_stages
-    base_step = predict(problem, base.boundaries).step_ns if base is not None and same_workers else None
-    static = predict(problem, uniform.boundaries(problem)).step_ns
-    plan = to_plan(
-        proposal,
-        run_id=loaded.header.run_id,
-        balancer=balancer.value,
-        base=base,
-        read_to_step=loaded.last_step,
-        base_step_ns=base_step,
-        reason=f"made by dynmo-plan partition with balancer {balancer.value} from step {loaded.last_step}",
-    )
+    proposal = _proposal(loaded, problem, base, schedule, granularity, balancer, objective)
+    plan = _plan(loaded, proposal, base, balancer)
     if output is not None:
         write_whole(output, encode_json(to_document(plan)))
         say(f"wrote {output}")
     if output_format is Format.JSON:
         emit_json(to_document(plan))
     else:
-        show_proposal(proposal, static)
+        show_proposal(proposal, predict(proposal.problem, uniform.boundaries(proposal.problem)).step_ns)
+
+
+def _proposal(
+    loaded: Source,
+    problem: Problem,
+    base: Plan | None,
+    schedule: ScheduleOrAuto | None,
+    granularity: GranularityOrAuto | None,
+    balancer: Balancer,
+    objective: Objective,
+) -> Proposal:
+    """The balancer's proposal, or the best of a search."""
+    from ..auto import search
+    from ..planning import present, propose
+    from ..render import say_search
+    from ..schedules import SCHEDULES
+
+    owner = None if base is None else base.owner
+    if schedule is not ScheduleOrAuto.AUTO and granularity is not GranularityOrAuto.AUTO:
+        return propose(problem, balancer, objective=objective, owner=owner)
+    schedules = tuple(SCHEDULES) if schedule is ScheduleOrAuto.AUTO else (problem.schedule,)
+    searched = granularity is GranularityOrAuto.AUTO
+    granularities = ("layer", "sublayer") if searched else (granularity or loaded.header.granularity,)
+    found = search(loaded.header, problem, schedules, granularities)
+    say_search(found)
+    return present(found.best.problem, found.best.solution, owner=owner)
+
+
+def _plan(loaded: Source, proposal: Proposal, base: Plan | None, balancer: Balancer) -> Plan:
+    """The plan document, with its gain where the base has as many stages."""
+    from ..planning import to_plan
+    from ..simulate import predict
+
+    problem = proposal.problem
+    comparable = base is not None and len(base.stages) == problem.num_stages
+    return to_plan(
+        proposal,
+        run_id=loaded.header.run_id,
+        balancer=balancer.value,
+        base=base,
+        read_to_step=loaded.last_step,
+        base_step_ns=predict(problem, base.boundaries).step_ns if base is not None and comparable else None,
+        reason=f"made by dynmo-plan partition with balancer {balancer.value} from step {loaded.last_step}",
+    )

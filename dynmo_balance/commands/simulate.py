@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -25,6 +25,10 @@ from ..options import (
     VirtualOption,
     WindowOption,
 )
+
+if TYPE_CHECKING:
+    from ..problem import Problem
+    from ..simulate import Timeline
 
 
 def simulate(
@@ -65,8 +69,6 @@ def simulate(
     from dataclasses import replace
 
     from ..devices import load_device
-    from ..drawing import as_svg, as_trace
-    from ..formats._document import encode_json, write_whole
     from ..formats.plan import header_problems, read_plan
     from ..partition import balance
     from ..question import make_problem
@@ -101,12 +103,7 @@ def simulate(
     else:
         boundaries = balance(problem, balancer).boundaries
     timeline = predict(problem, boundaries, round(overhead_us * 1000), Communication(transfers))
-    workers = [place.worker for place in problem.places]
-    if svg is not None:
-        title = f"{problem.schedule}, {problem.microbatches} microbatches"
-        write_whole(svg, as_svg(timeline, workers, title).encode())
-    if trace is not None:
-        write_whole(trace, encode_json(as_trace(timeline, workers)))
+    _pictures(problem, timeline, svg, trace)
     tail = tail_of(
         problem,
         boundaries,
@@ -127,3 +124,16 @@ def simulate(
     )
     for at, line in enumerate(as_text(timeline, width)):
         emit(f"{problem.places[at].worker:>4} |{line}|")
+
+
+def _pictures(problem: Problem, timeline: Timeline, svg: Path | None, trace: Path | None) -> None:
+    """Write the files that were asked for."""
+    from ..drawing import as_svg, as_trace
+    from ..formats._document import encode_json, write_whole
+
+    workers = [place.worker for place in problem.places]
+    if svg is not None:
+        title = f"{problem.schedule}, {problem.microbatches} microbatches"
+        write_whole(svg, as_svg(timeline, workers, title).encode())
+    if trace is not None:
+        write_whole(trace, encode_json(as_trace(timeline, workers)))

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from ..console import Format, emit, emit_json
-from ..options import FormatOption, GranularityOption, MinLayersOption, ProblemOptions, WindowOption
+from ..options import FormatOption, GranularityOption, MinLayersOption, ProblemOptions
 
 
 def verify(
@@ -20,18 +20,23 @@ def verify(
     granularity: GranularityOption = None,
     microbatches: Annotated[int | None, typer.Option(min=1, help="As when the plan was made.")] = None,
     min_layers: MinLayersOption = 1,
-    window: WindowOption = 20,
+    window: Annotated[
+        int | None, typer.Option(min=1, help="Step records of the costs. Default: as the plan says, else 20.")
+    ] = None,
     output_format: FormatOption = Format.TEXT,
 ) -> None:
     """Recompute every number of a plan from the profile, without the solvers. Exits 1 when one does not hold."""
     from ..formats.plan import plan_path, read_plan
+    from ..planning import RECORDS_KEY
     from ..question import make_problem
     from ..source import load
     from ..verify import verify as find_faults
     from ._faults import FaultsError
 
     read = read_plan(plan)
-    loaded = load(profile, window=window, at_step=read.read_to_step or None)
+    records = (read.extra or {}).get(RECORDS_KEY)
+    counted = window or (records if isinstance(records, int) and records > 0 else 20)
+    loaded = load(profile, window=counted, at_step=read.read_to_step or None)
     if base is None and profile.is_dir() and read.base_plan_id is not None:
         candidate = plan_path(profile / "plans", read.base_plan_id)
         base = candidate if candidate.is_file() else None

@@ -29,129 +29,32 @@ from ._document import (
     parse_json,
     string,
 )
+from .profile_records import Ask, Event, Header, Item, Link, Model, PlanResult, Record, Samples, Step, Worker
+
+__all__ = [
+    "Ask",
+    "Event",
+    "Header",
+    "Item",
+    "LineParser",
+    "Link",
+    "Model",
+    "PlanResult",
+    "Record",
+    "Samples",
+    "Segment",
+    "Step",
+    "Worker",
+    "line_problems",
+    "parse_profile",
+    "read_profile",
+]
 
 FORMAT = "dynmo.profile"
 VERSION = 1
 SCHEDULES = ("gpipe", "1f1b", "interleaved-1f1b", "zero-bubble")
 KINDS = ("embedding", "attention", "cross_attention", "mlp", "head", "layer")
 RESULTS = ("taken", "kept", "refused", "superseded", "rolled_back")
-
-Samples = tuple[int | None, ...]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Model:
-    """What the run trains."""
-
-    family: str
-    num_layers: int
-    hidden_size: int
-    sequence_length: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class Link:
-    """The link between neighbouring workers, as measured."""
-
-    bandwidth_bytes_per_s: int
-    latency_ns: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class Worker:
-    """One pipeline position with all its tensor- and data-parallel ranks."""
-
-    worker: int
-    ranks: tuple[int, ...]
-    hosts: tuple[str, ...]
-    device: str
-    memory_bytes: int | None
-    relative_speed: float
-    releasable: bool
-
-
-@dataclass(frozen=True, kw_only=True)
-class Item:
-    """One item of the layer list, at the finest granularity."""
-
-    name: str
-    layer: str
-    kind: str
-    param_count: int
-    param_bytes: int
-    gradient_bytes: int
-    optimizer_bytes: int
-    boundary_bytes: int
-    cut_before: bool
-    tied_to: str | None
-
-
-@dataclass(frozen=True, kw_only=True)
-class Header:
-    """The first line of a segment."""
-
-    run_id: str
-    segment: int
-    model: Model
-    schedule: str
-    virtual_stages_per_worker: int
-    granularity: str
-    microbatches: int
-    micro_batch_size: int
-    tensor_parallel_size: int
-    data_parallel_size: int
-    expert_parallel_size: int
-    link: Link | None
-    workers: tuple[Worker, ...]
-    items: tuple[Item, ...]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Step:
-    """The costs of one step; per item in the header's order, the mean of a microbatch. None is "not sampled"."""
-
-    step: int
-    plan_id: int
-    step_ns: int
-    forward_ns: Samples
-    backward_ns: Samples | None = None
-    backward_input_ns: Samples | None = None
-    backward_weight_ns: Samples | None = None
-    activation_bytes: Samples
-    busy_ns: Samples
-    peak_memory_bytes: Samples
-
-
-@dataclass(frozen=True, kw_only=True)
-class Event:
-    """Something that changed the model or the run."""
-
-    step: int
-    kind: str
-    detail: Mapping[str, Any]
-    next_expected_step: int | None
-
-
-@dataclass(frozen=True, kw_only=True)
-class Ask:
-    """The trainer waits at the boundary after this step."""
-
-    step: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class PlanResult:
-    """What became of a plan."""
-
-    plan_id: int
-    step: int
-    result: str
-    pause_ns: int
-    bytes: int
-    reason: str
-
-
-Record = Header | Step | Event | Ask | PlanResult
 
 
 def _samples() -> Check:

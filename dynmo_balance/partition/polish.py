@@ -16,6 +16,7 @@ from .interleaved import worker_times
 from .limits import Limits, make_limits
 
 MAX_ROUNDS = 200
+BATCH_FROM = 3000
 
 
 def _neighbours(limits: Limits, cuts: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
@@ -29,6 +30,16 @@ def _neighbours(limits: Limits, cuts: tuple[int, ...]) -> Iterator[tuple[int, ..
                 yield (*cuts[:at], shifted, *cuts[at + 1 :])
 
 
+def _step_times(problem: Problem, candidates: list[list[int]]) -> list[int]:
+    """The steps of the candidates, all at once where that is worth loading arrays for."""
+    operations = 2 * problem.num_stages * problem.microbatches
+    if operations * len(candidates) < BATCH_FROM:
+        return [predict(problem, candidate).step_ns for candidate in candidates]
+    from ..batch import step_times
+
+    return step_times(problem, candidates)
+
+
 def polish(problem: Problem, solution: Solution) -> Solution:
     """A partition whose simulated step time no single shifted cut improves."""
     limits = make_limits(problem)
@@ -36,12 +47,11 @@ def polish(problem: Problem, solution: Solution) -> Solution:
     index = {position: at for at, position in enumerate(positions)}
     cuts = tuple(index[position] for position in solution.boundaries)
 
-    def step_ns(cuts: tuple[int, ...]) -> int:
-        return predict(problem, [positions[cut] for cut in cuts]).step_ns
-
-    best = step_ns(cuts)
+    best = predict(problem, solution.boundaries).step_ns
     for _ in range(MAX_ROUNDS):
-        found = min(((step_ns(other), other) for other in _neighbours(limits, cuts)), default=(best, cuts))
+        others = list(_neighbours(limits, cuts))
+        times = _step_times(problem, [[positions[cut] for cut in other] for other in others])
+        found = min(zip(times, others, strict=True), default=(best, cuts))
         if found[0] >= best:
             break
         best, cuts = found

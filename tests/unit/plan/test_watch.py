@@ -217,7 +217,7 @@ def test_a_new_segment_starts_from_its_own_initial_plan(run):
     tell(run, {**header, "segment": 1}, *(step(n, plan=2) for n in range(4, 8)))
     Watcher(run, WatchOptions()).poll()
     assert newest(run).base_plan_id == 2
-    assert newest(run).extra == {"x_segment": 1}
+    assert newest(run).extra == {"x_segment": 1, "x_cost_records": 4}
 
 
 def test_plans_on_top_of_foreign_garbage(run):
@@ -405,3 +405,27 @@ def test_regret_is_the_same_after_a_restart(run):
     assert plan_numbers(run / "plans") == [0]
     Watcher(run, options).poll()
     assert newest(run).reason.startswith("regret")
+
+
+def test_every_number_of_a_written_plan_can_be_verified(run):
+    from dynmo_balance.options import ProblemOptions
+    from dynmo_balance.question import make_problem
+    from dynmo_balance.source import load
+    from dynmo_balance.verify import verify
+
+    watcher = Watcher(run, WatchOptions(every=1, window=4))
+    drift = [1, 2, 2, 2, 2, 3, 1, 1, 1, 4, 4, 4, 4]
+    in_force = 0
+    for number, back in enumerate(drift, start=1):
+        tell(run, step(number, plan=in_force, front=1 + number % 2 if number < 10 else 9, back=back))
+        if number == 9:
+            tell(run, event(9))
+        watcher.poll()
+        plan = newest(run)
+        if plan.plan_id > in_force:
+            costs = load(run, window=plan.extra["x_cost_records"], at_step=plan.read_to_step)
+            base = read_plan(plan_path(run / "plans", plan.base_plan_id))
+            assert verify(plan, costs.header, make_problem(costs, ProblemOptions()), base) == []
+            tell(run, result(plan.plan_id, number))
+            in_force = plan.plan_id
+    assert in_force > 1

@@ -1,0 +1,49 @@
+"""The batched simulator equals the event loop, to the nanosecond."""
+
+from __future__ import annotations
+
+import pytest
+
+from dynmo_balance.batch import step_times
+from dynmo_balance.partition.exact import solve
+from dynmo_balance.partition.polish import BATCH_FROM, polish
+from dynmo_balance.schedules import SCHEDULES
+from dynmo_balance.simulate import predict
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("virtual", [1, 2])
+def test_equals_the_event_loop(schedule, virtual, rng, chain_factory, problem_factory):
+    for _ in range(15):
+        workers = rng.randint(1, 4)
+        n = workers * virtual + rng.randint(0, 6)
+        frozen = rng.randint(0, n - 1) if rng.random() < 0.5 else 0
+        times = [[rng.randint(1, 90) for _ in range(n)] for _ in range(3)]
+        for column in times[1:]:
+            column[:frozen] = [0] * frozen
+        chain = chain_factory(times[0], backward=times[1], weight=times[2], boundary=rng.randint(0, 50))
+        options = {"virtual_stages": virtual, "link_bandwidth": 10**9, "link_latency_ns": rng.randint(0, 20)}
+        speeds = [rng.choice([500_000, 1_000_000]) for _ in range(workers)]
+        microbatches = workers * rng.randint(1, 4)
+        problem = problem_factory(chain, workers, schedule, microbatches, speeds=speeds, **options)
+        candidates = [
+            (0, *sorted(rng.randint(0, n) for _ in range(workers * virtual - 1)), n) for _ in range(rng.randint(1, 5))
+        ]
+        overhead = rng.choice([0, 7])
+        expected = [predict(problem, candidate, overhead).step_ns for candidate in candidates]
+        assert step_times(problem, candidates, overhead) == expected
+
+
+def test_polish_never_makes_the_step_longer(rng, chain_factory, problem_factory):
+    shorter = 0
+    for microbatches in (2, 4, 64):
+        for _ in range(20):
+            times = [[rng.randint(10, 90) for _ in range(24)] for _ in range(2)]
+            problem = problem_factory(chain_factory(times[0], backward=times[1]), 6, microbatches=microbatches)
+            solution = solve(problem)
+            better = polish(problem, solution)
+            before, after = (predict(problem, s.boundaries).step_ns for s in (solution, better))
+            assert after <= before
+            shorter += after < before
+    assert shorter > 10
+    assert 2 * 6 * 64 * 10 > BATCH_FROM > 2 * 6 * 2 * 10  # both ways were taken
