@@ -14,7 +14,7 @@ from .io.reading import Reader, Words
 from .io.safetensors import DTYPE_BYTES, StoredArray
 from .views import Tensor, View
 
-PANEL_BYTES = 2 << 20
+PANEL_BYTES = 1 << 20
 TRANSPOSE_PANEL_BYTES = 32 << 20
 _BLOCK = 64
 

@@ -26,9 +26,9 @@ CKPT = [sys.executable, "-c", "from dynmo_ckpt.cli import main; main()"]
 def make(directory, gigabytes):
     """A float16 GPT of 24 layers on two stages and two tensor ranks, its width chosen for the size."""
     layers, vocab = 24, 50304
-    hidden = 128
+    hidden = 256
     while 2 * (12 * layers * hidden**2 + vocab * hidden) < gigabytes * 1e9:
-        hidden += 128
+        hidden += 256
     m = build["model"](
         num_layers=layers, hidden_size=hidden, ffn_hidden_size=4 * hidden, num_attention_heads=hidden // 64
     )
