@@ -175,9 +175,9 @@ def _tell(failures: Sequence[Failure]) -> None:
 
     A usage error that rank 0 has told in full needs no more words.
     """
-    tails = {f.rank: last_lines(Path(f.log).read_text(encoding="utf-8", errors="replace")) for f in failures}
-    shown = tails.get(0)
-    tails = {rank: tail for rank, tail in tails.items() if tail != shown}
+    logs = {f.rank: Path(f.log).read_text(encoding="utf-8", errors="replace") for f in failures}
+    shown = set(last_lines(logs.get(0, "")))
+    tails = {rank: tail for rank, log in logs.items() if not shown.issuperset(tail := last_lines(log))}
     roots = causes(failures)
     if roots[0].code == EXIT_USAGE and not any(failure.rank in tails for failure in roots):
         return
