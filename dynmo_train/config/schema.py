@@ -25,7 +25,7 @@ BalanceMode = Literal["off", "online", "offline"]
 Granularity = Literal["layer", "sublayer"]
 Planner = Literal["internal", "external"]
 Balancer = Literal["exact", "time", "parameters", "uniform", "deepspeed", "diffusion"]
-BalancePolicy = Literal["never", "always", "threshold"]
+BalancePolicy = Literal["never", "always", "threshold", "regret"]
 TokenizerType = Literal["HuggingFaceTokenizer"]
 
 

@@ -1,0 +1,45 @@
+"""What the profile's header says of links and items."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from dynmo_train.models.gpt import Gpt, GptShape
+from dynmo_train.models.items import BoundaryShape
+from dynmo_train.recording import describe_items, link_from
+
+
+@pytest.mark.parametrize(
+    ("latency", "payload", "bandwidth"),
+    [
+        (50_000, 1_050_000, 4_194_304_000),  # 4 MiB in 1 ms beyond the latency
+        (900_000, 1_000_000, 8_388_608_000),  # the latency takes nearly all: half of the time is the transfer
+        (2_000_000, 1_000_000, 8_388_608_000),
+    ],
+)
+def test_link(latency, payload, bandwidth):
+    link = link_from(1 << 22, latency, payload)
+    assert link.bandwidth_bytes_per_s == bandwidth
+    assert link.latency_ns == latency
+
+
+def test_items_count_their_parameters():
+    shape = GptShape(
+        num_layers=2,
+        hidden_size=8,
+        ffn_hidden_size=32,
+        num_attention_heads=2,
+        max_position_embeddings=4,
+        vocab_size=11,
+        padded_vocab_size=16,
+    )
+    family = Gpt(shape)
+    infos = {info.name: info for info in describe_items(family, BoundaryShape(batch=3, tokens=4, width=8))}
+    for name, info in infos.items():
+        real = sum(p.numel() for p in family.build(name, torch.device("cpu")).parameters())
+        assert info.param_count == real
+        assert (info.param_bytes, info.gradient_bytes, info.optimizer_bytes) == (4 * real, 4 * real, 8 * real)
+    assert infos["layers.0.mlp"].boundary_bytes == 3 * 4 * 8 * 4
+    assert infos["head"].boundary_bytes == 4
+    assert infos["head"].tied_to == "embedding"
