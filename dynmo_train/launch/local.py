@@ -44,8 +44,8 @@ class LocalLaunch:
     command: tuple[str, ...] = WORKER
 
 
-# glibc gives large freed blocks back to the kernel, which zeroes each page again at its next first touch. Measured on two
-# stages, hidden size 256 and a vocabulary of 8,192: 8 to 12 % of the busier stage's processor time.
+# glibc gives large freed blocks back to the kernel, which zeroes each page again when it is next touched. Measured on
+# two stages, hidden size 256 and a vocabulary of 8,192: 8 to 12 % of the busier stage's processor time.
 KEEP_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(32 << 20), "MALLOC_TRIM_THRESHOLD_": str(8 << 30)}
 
 
