@@ -9,6 +9,7 @@ from __future__ import annotations
 import http.server
 import json
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -77,7 +78,22 @@ for number in range(int(kills)):
 print(json.dumps(codes))
 """
 
-WORDS = "The river runs past old mills under bridges of stone where nobody waits for the boats that came".split()
+WORDS = [
+    "The",
+    "river",
+    "runs",
+    "past",
+    "old",
+    "mills",
+    "under",
+    "bridges",
+    "of",
+    "stone",
+    "where",
+    "nobody",
+    "waits",
+    "long",
+]
 SENTENCES = [" ".join(WORDS[at % 7 :] + WORDS[: at % 11]) + f" {at}." for at in range(60)]
 DUMP = "".join(
     f"<page><title>P{n}</title><ns>0</ns><id>{n}</id><revision><id>{n}</id><text>'''P{n}''' is [[a]] page.</text>"
@@ -157,9 +173,9 @@ def inputs(tmp_path_factory):
 
 
 def outputs(folder):
-    """The bytes of each file that a run left, without the folder of its plan and markers."""
+    """The bytes of each file that a run left, without the folder of its plan and markers, and the time of writing."""
     return {
-        str(path.relative_to(folder)): path.read_bytes()
+        str(path.relative_to(folder)): re.sub(rb'"created_utc": ?"[^"]*"', b"", path.read_bytes())
         for path in folder.rglob("*")
         if path.is_file() and not any(part.endswith(".work") for part in path.relative_to(folder).parts)
     }
