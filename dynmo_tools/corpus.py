@@ -22,6 +22,7 @@ from .compression import wrap_write
 from .errors import UsageError
 from .formats._document import write_whole
 from .records import encode_row
+from .wholefile import sweep_temporaries
 
 SKIPPED_FOLDERS = frozenset(
     {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test", "lib2to3", "turtledemo"}
@@ -164,6 +165,7 @@ def write_sample(root: Path, output: Path, *, max_bytes: int, seed: int) -> dict
     if writer is not payload:
         writer.close()
     output.parent.mkdir(parents=True, exist_ok=True)
+    sweep_temporaries(output)
     write_whole(output, payload.getvalue())
     return {
         "documents": len(documents),

@@ -14,6 +14,7 @@ from .errors import UsageError
 from .formats.indexed import CODES, Index, bin_path, encode_index, idx_path, read_index
 from .joining import copy_into
 from .settings import IndexForm
+from .wholefile import sweep_temporaries
 
 BLOCK_TOKENS = 1 << 22
 
@@ -48,6 +49,8 @@ def _new_dataset(prefix: Path) -> Iterator[tuple[IO[bytes], IO[bytes]]]:
     """The ``.bin`` and ``.idx`` to write: in place, flushed, the index last, or gone if the block fails."""
     prefix.parent.mkdir(parents=True, exist_ok=True)
     targets = (bin_path(prefix), idx_path(prefix))
+    for path in targets:
+        sweep_temporaries(path)
     temporary = [path.with_name(f".{path.name}.tmp-{os.getpid()}") for path in targets]
     try:
         with open(temporary[0], "wb") as tokens, open(temporary[1], "wb") as index:

@@ -151,7 +151,10 @@ def read_journal(path: Path, digest: str) -> dict[int, str | None]:
     if not payload.endswith(b"\n"):  # a run was killed while it wrote; what follows must begin a line
         os.truncate(path, payload.rfind(b"\n") + 1)
     lines = list(complete_lines(payload))
-    if not lines or json.loads(lines[0]).get("digest") != digest:
+    if not lines:  # killed before it wrote the first line
+        append_line(path, {"digest": digest})
+        return {}
+    if json.loads(lines[0]).get("digest") != digest:
         raise UsageError(f"{path}: belongs to other URLs or rules; use --overwrite to begin anew")
     return {(row := json.loads(line))["number"]: row.get("failed") for line in lines[1:]}
 

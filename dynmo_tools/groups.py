@@ -12,6 +12,7 @@ from .compression import open_read, wrap_write
 from .errors import UsageError
 from .formats._document import write_whole
 from .unionfind import UnionFind
+from .wholefile import sweep_temporaries
 
 
 def read_objects(path: Path) -> Iterator[dict[str, Any]]:
@@ -71,6 +72,7 @@ def write_groups(pairs: Path, output: Path, threshold: float) -> list[list[str]]
         writer.write(json.dumps({str(number): members}, ensure_ascii=False).encode() + b"\n")
     if writer is not payload:
         writer.close()
+    sweep_temporaries(output)
     write_whole(output, payload.getvalue())
     return groups
 

@@ -13,7 +13,7 @@ from .plan import Plan
 from .records import Row, encode_row, has_surrogates
 from .tasks import Phase, Task
 
-COPY_BYTES = 1 << 28
+COPY_BYTES = 1 << 30
 BUFFER_BYTES = 1 << 24
 
 

@@ -169,9 +169,9 @@ class LanguageJudge:
         shares: Floats = np.full(count, 1.0 / count)
         step, draws = 0, 1
         while True:
-            block = np.empty((draws + 1, count))
-            block[0] = shares
-            np.add(self._table[[draw.choice(grams) for _ in range(draws)]], weight, out=block[1:])
+            block = self._table.take(_choices(draw, grams, draws), axis=0)
+            block += weight
+            block[0] *= shares
             shares = np.multiply.reduce(block, axis=0)
             step += draws
             listed = shares.tolist()
@@ -180,3 +180,18 @@ class LanguageJudge:
             if max(listed) / whole > rules.CONV_THRESHOLD or step > rules.ITERATION_LIMIT:
                 return shares
             draws = DRAWS_BETWEEN_CHECKS
+
+
+def _choices(draw: random.Random, items: Sequence[int], count: int) -> list[int]:
+    """``[draw.choice(items) for _ in range(count)]``, the same draws in a third of the time.
+
+    ``choice`` asks for as many bits as the length has until they make a number below it.
+    """
+    found: list[int] = []
+    length = len(items)
+    bits, bits_of = length.bit_length(), draw.getrandbits
+    while len(found) < count:
+        at = bits_of(bits)
+        if at < length:
+            found.append(items[at])
+    return found

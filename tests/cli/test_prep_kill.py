@@ -1,0 +1,199 @@
+"""dynmo-prep: every step killed at random points, and run again, gives the bytes of a run that nobody killed.
+
+A run counts the calls that Python makes, and those of the file system apart; half of the points are among the latter.
+``DYNMO_KILLS`` is the number of points a step: 2 by default, 20 for the whole check.
+"""
+
+from __future__ import annotations
+
+import http.server
+import json
+import os
+import re
+import subprocess
+import sys
+import threading
+
+import pytest
+
+from dynmo_tools import cli
+
+KILLS = int(os.environ.get("DYNMO_KILLS", "2"))
+
+# Forked, so that what is imported once serves every run; nothing here has started a thread before.
+DRIVER = """
+import importlib, json, os, pkgutil, random, signal, sys
+import dynmo_tools
+from dynmo_tools import cli, cleaning, minhash
+for module in pkgutil.iter_modules(dynmo_tools.__path__):
+    if module.name != "ray_executor":
+        importlib.import_module("dynmo_tools." + module.name)
+import ftfy, mwparserfromhell, orjson, tokenizers, zstandard
+folder, kills, *arguments = sys.argv[1:]
+if arguments[0] in ("clean", "fix"):
+    cleaning.language_judge(0)
+if "dup" in arguments[0]:
+    minhash.permutations(100, 1234)
+
+def touches_files(function):
+    return function.__module__ == "posix" or type(function.__self__).__module__ == "_io"
+
+def run(name, kind, kill_at):
+    child = os.fork()
+    if child:
+        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    os.makedirs(name, exist_ok=True)
+    os.chdir(name)
+    log = os.open("../log.txt", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    calls = {"any": 0, "files": 0}
+    def count(frame, event, function):
+        calls["any"] += 1
+        if event == "c_call" and touches_files(function):
+            calls["files"] += 1
+        if calls[kind] == kill_at:
+            os.kill(os.getpid(), signal.SIGKILL)
+    sys.argv = ["dynmo-prep", *arguments]
+    code = 1
+    sys.setprofile(count)
+    try:
+        cli.main()
+    except SystemExit as stop:
+        code = stop.code or 0
+    finally:
+        sys.setprofile(None)
+        with open("../calls.json", "w") as handle:
+            json.dump(calls, handle)
+        os._exit(code)
+
+os.chdir(folder)
+codes = [["whole", run("whole", "any", 0)]]
+totals = json.load(open("calls.json"))
+draw = random.Random(arguments[0])
+for number in range(int(kills)):
+    kind = ("files", "any")[number % 2]
+    point = draw.randrange(1, max(2, totals[kind] * 9 // 10))
+    codes.append([f"{kind} {point}", run(f"killed-{number}", kind, point), run(f"killed-{number}", "any", 0)])
+print(json.dumps(codes))
+"""
+
+WORDS = [
+    "The",
+    "river",
+    "runs",
+    "past",
+    "old",
+    "mills",
+    "under",
+    "bridges",
+    "of",
+    "stone",
+    "where",
+    "nobody",
+    "waits",
+    "long",
+]
+SENTENCES = [" ".join(WORDS[at % 7 :] + WORDS[: at % 11]) + f" {at}." for at in range(60)]
+DUMP = "".join(
+    f"<page><title>P{n}</title><ns>0</ns><id>{n}</id><revision><id>{n}</id><text>'''P{n}''' is [[a]] page.</text>"
+    "</revision></page>"
+    for n in range(1, 20)
+)
+
+STEPS = {
+    "merge": ("{in}/in.jsonl", "-o", "out.jsonl.zst"),
+    "add-id": ("{in}/in.jsonl", "-o", "out.jsonl", "--id-prefix", "x"),
+    "clean": ("{in}/in.jsonl", "-o", "out.jsonl", "--save-dropped", "dropped.jsonl"),
+    "fix": ("{in}/in.jsonl", "-o", "out.jsonl", "--tasks", "ftfy_fix_text", "--tasks", "general_cleaning"),
+    "find-duplicates": ("{in}/in.jsonl", "-o", "pairs.jsonl", "--save-fingerprints", "prints"),
+    "group-duplicates": ("{in}/pairs.jsonl", "-o", "groups.jsonl"),
+    "remove-duplicates": ("{in}/in.jsonl", "-o", "out.jsonl", "--groups", "{in}/groups.jsonl"),
+    "dedup": ("{in}/in.jsonl", "-o", "out.jsonl"),
+    "decontaminate": (
+        "{in}/in.jsonl", "-o", "out.jsonl", "--task", "lambada={in}/task.jsonl", "--save-dictionary", "grams.jsonl",
+    ),
+    "shuffle": ("{in}/in.jsonl", "-o", "out.jsonl"),
+    "split-sentences": ("{in}/in.jsonl", "-o", "out.jsonl"),
+    "train-tokenizer": ("{in}/in.jsonl", "-o", "tokenizer.json", "--vocab-size", "280"),
+    "binarize": ("{in}/in.jsonl", "-o", "data", "--tokenizer", "{in}/tokenizer.json", "--append-eod"),
+    "extract-wiki": ("{in}/dump.xml", "-o", "out.jsonl"),
+    "blacklist-urls": ("{in}/urls.txt", "-o", "kept.txt", "--save-dropped", "dropped.txt"),
+    "fetch-urls": ("{in}/pages.txt", "-o", "pages.jsonl", "--delay-s", "0"),
+    "merge-indexed": ("{in}/data_text_document", "{in}/lazy", "-o", "both"),
+    "convert-indexed": ("{in}/data_text_document", "-o", "lazy", "--to", "lazy"),
+    "sample-corpus": ("-o", "corpus.jsonl", "--max-bytes", "20000"),
+}  # fmt: skip
+
+
+def call(*arguments):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("sys.argv", ["dynmo-prep", *map(str, arguments)])
+        with pytest.raises(SystemExit) as stop:
+            cli.main()
+    assert not stop.value.code, arguments
+
+
+class Page(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        payload = f"<html><head><title>{self.path}</title></head><body>Page {self.path}</body></html>".encode()
+        self.send_response(200)
+        self.send_header("Content-Type", "text/html")
+        self.send_header("Content-Length", str(len(payload)))
+        self.end_headers()
+        self.wfile.write(payload)
+
+    def log_message(self, *arguments):
+        pass
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory):
+    """A folder with an input for every step, and a server of the pages to fetch."""
+    folder = tmp_path_factory.mktemp("inputs")
+    texts = [" ".join(SENTENCES[at : at + 12]) for at in range(40)]
+    rows = [{"url": f"u{n}", "text": text} for n, text in enumerate([*texts, texts[3], texts[7] + " ", "Short."])]
+    (folder / "in.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "task.jsonl").write_text(json.dumps({"text": " ".join(texts[5].split()[20:40])}) + "\n")
+    (folder / "dump.xml").write_text(f"<mediawiki><siteinfo><base>http://w.org/w</base></siteinfo>{DUMP}</mediawiki>")
+    (folder / "urls.txt").write_text("".join(f"http://site{n % 30}.org/{n}\n" for n in range(60)) + "http://a/b.jpg\n")
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Page)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    (folder / "pages.txt").write_text("".join(f"http://127.0.0.1:{server.server_port}/{n}\n" for n in range(6)))
+    call("find-duplicates", folder / "in.jsonl", "-o", folder / "pairs.jsonl")
+    call("group-duplicates", folder / "pairs.jsonl", "-o", folder / "groups.jsonl")
+    call("train-tokenizer", folder / "in.jsonl", "-o", folder / "tokenizer.json", "--vocab-size", 270)
+    call("binarize", folder / "in.jsonl", "-o", folder / "data", "--tokenizer", folder / "tokenizer.json")
+    call("convert-indexed", folder / "data_text_document", "-o", folder / "lazy", "--dtype", "uint16")
+    yield folder
+    server.shutdown()
+    server.server_close()
+    thread.join()
+
+
+def outputs(folder):
+    """The bytes of each file that a run left, without the folder of its plan and markers, and the time of writing."""
+    return {
+        str(path.relative_to(folder)): re.sub(rb'"created_utc": ?"[^"]*"', b"", path.read_bytes())
+        for path in folder.rglob("*")
+        if path.is_file() and not any(part.endswith(".work") for part in path.relative_to(folder).parts)
+    }
+
+
+@pytest.mark.parametrize("step", STEPS)
+def test_killed_at_random_points(inputs, tmp_path, step):
+    arguments = [word.replace("{in}", str(inputs)) for word in STEPS[step]]
+    done = subprocess.run(
+        [sys.executable, "-c", DRIVER, tmp_path, str(KILLS), step, *arguments],
+        capture_output=True, text=True, check=False, timeout=600,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    (_, code), *kills = json.loads(done.stdout)
+    log = (tmp_path / "log.txt").read_text()
+    assert code == 0, log
+    whole = outputs(tmp_path / "whole")
+    assert whole
+    for number, (point, first, second) in enumerate(kills):
+        assert (first, second) == (-9, 0), (point, log)
+        assert outputs(tmp_path / f"killed-{number}") == whole, point
