@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
-from runs import command, events, figures, lines, tensors, train, write_data
+from whole_runs import command, events, figures, lines, tensors, train, write_data
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(300)]
 

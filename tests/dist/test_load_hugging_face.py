@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 
 import pytest
-from runs import arguments, figures, lines, run_command, train, write_data
+from whole_runs import arguments, figures, lines, run_command, train, write_data
 from typer.testing import CliRunner
 from workers import run_workers
 

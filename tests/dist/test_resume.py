@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from runs import arguments, figures, lines, run_command, tensors, train, write_data
+from whole_runs import arguments, figures, lines, run_command, tensors, train, write_data
 from workers import run_workers
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(300)]

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from runs import arguments, command, figures, run_command, write_data
+from whole_runs import arguments, command, figures, run_command, write_data
 from workers import run_workers
 
 pytestmark = pytest.mark.dist
