@@ -9,7 +9,7 @@ from typing import Any
 from .config import Config
 from .dynamics.pruning import CubicSchedule
 from .engine import EngineSettings
-from .formats._document import DocumentError
+from .formats._document import DocumentError, Problem
 from .formats.plan import Plan, read_plan
 from .formats.plan_check import validate_plan
 from .models.gpt import Gpt, GptShape
@@ -96,9 +96,9 @@ def allowed_cuts(items: Sequence[ItemSpec], granularity: str) -> set[str]:
 
 def plan_problems(
     plan: Plan, config: Config, family: ModelFamily, *, run_id: str, in_force: int, stages: Sequence[Sequence[str]]
-) -> list[str]:
-    """Why a plan cannot be taken by this run now; empty where it can."""
-    problems = validate_plan(
+) -> list[Problem]:
+    """Why a plan cannot be taken by this run now, given the number and the stages in force; empty where it can."""
+    return validate_plan(
         plan,
         run_id=run_id,
         item_names=[item.name for item in family.items],
@@ -109,7 +109,6 @@ def plan_problems(
         schedule=config.parallel.schedule,
         virtual_stages_per_worker=config.parallel.virtual_stages_per_worker,
     )
-    return [str(problem) for problem in problems]
 
 
 def first_partition(config: Config, family: ModelFamily, checkpoint_topology: Mapping[str, Any] | None) -> Partition:
@@ -122,18 +121,8 @@ def first_partition(config: Config, family: ModelFamily, checkpoint_topology: Ma
     virtual = config.parallel.virtual_stages_per_worker
     if config.balance.plan is not None:
         plan = read_plan(Path(config.balance.plan))
-        base = plan.base_plan_id if plan.base_plan_id is not None else 0
-        problems = validate_plan(
-            plan,
-            run_id=plan.run_id,
-            item_names=[item.name for item in family.items],
-            cut_allowed=allowed_cuts(family.items, config.balance.granularity),
-            workers=range(workers),
-            plan_in_force=base,
-            stage_items_in_force=plan.stages,
-            schedule=config.parallel.schedule,
-            virtual_stages_per_worker=virtual,
-        )
+        # A first plan may come from another run, and has nothing in force to be based on.
+        problems = plan_problems(plan, config, family, run_id=plan.run_id, in_force=0, stages=plan.stages)
         problems = [problem for problem in problems if problem.kind != "stale"]
         if problems:
             raise DocumentError(config.balance.plan, problems)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ..engine import Engine
-from ..formats._document import DocumentError
+from ..formats._document import DocumentError, Problem
 from ..formats.plan import Plan, plan_ids, plan_path, read_plan
 from ..formats.profile import append_record, ask_record, plan_result_record
 from ..parallel.world import broadcast_document
@@ -70,7 +70,7 @@ class Controller:
         *,
         plans: Path,
         profile: Path,
-        problems_of: Callable[[Plan, int, Sequence[Sequence[str]]], list[str]],
+        problems_of: Callable[[Plan, int, Sequence[Sequence[str]]], list[Problem]],
         in_force: int,
         tell: Callable[..., None],
         planner: PlannerProcess | None = None,
@@ -122,7 +122,7 @@ class Controller:
                 continue
             problems = self._problems_of(plan, self.in_force, self.engine.partition.stages)
             if problems:
-                self._result(plan_id, step, "refused", 0, 0, "; ".join(problems))
+                self._result(plan_id, step, "refused", 0, 0, "; ".join(map(str, problems)))
             else:
                 chosen = plan
         self._seen = max([self._seen, *plan_ids(self.plans)])
