@@ -156,6 +156,7 @@ def run_job(job: Job, phases_of: Callable[[Plan], Sequence[Phase]], execution: E
         try:
             markers, ran = _run_phases(job, plan, chosen, execution)
         except (KeyboardInterrupt, SystemExit):
+            sweep(job)  # a worker that was ended between making a file and noting it leaves it behind
             say(f"{job.step}: stopped; finished tasks are kept: run the same command again to go on")
             raise
         finished_before = not ran and (job.work / "summary.json").exists()
