@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import resource
 import time
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -61,6 +61,8 @@ class StepResult:
         grad_norm: before clipping.
         rate: the learning rate used.
         step_ns: wall time of this worker.
+        figures: what items report (auxiliary losses, routing): item -> figure -> one or more values, means over the
+            microbatches, in list order.
         costs: one object a worker (``items``, arrays as in the profile, ``busy_ns``, ``peak_memory_bytes``), in order
             of worker, where the step was sampled.
     """
@@ -70,6 +72,7 @@ class StepResult:
     rate: float
     step_ns: int
     costs: list[dict[str, Any]] | None
+    figures: Mapping[str, Mapping[str, list[float]]] = field(default_factory=dict)
 
 
 class Engine:
@@ -118,6 +121,7 @@ class Engine:
                 self.settings.pipeline,
                 self.partition,
                 self.world,
+                self.family.items,
                 self.held.modules,
                 self.freezing.frozen,
                 self.probe,
@@ -134,10 +138,11 @@ class Engine:
         clip_gradients(self.held, norm, self.settings.clip)
         self.held.update(rate)
         total = float(sum_over_world(loss))
+        figures = self._figures()
         step_ns = time.perf_counter_ns() - started
         self.is_warm = True
         costs = gather_documents(self.world, self._costs()) if sampled else None
-        return StepResult(loss=total, grad_norm=norm, rate=rate, step_ns=step_ns, costs=costs)
+        return StepResult(loss=total, grad_norm=norm, rate=rate, step_ns=step_ns, costs=costs, figures=figures)
 
     def _prepare_gradients(self) -> float:
         ties = self.family.ties
@@ -149,6 +154,22 @@ class Engine:
                     parameter.grad = None
         zero_pruned_gradients(self.held.modules)
         return gradient_norm(self.held, self._item_names, ties)
+
+    def _figures(self) -> dict[str, dict[str, list[float]]]:
+        """What the items of all workers reported in the last step."""
+        declared = [(item.name, name, length) for item in self.family.items for name, length in item.figures]
+        if not declared:
+            return {}
+        here = self.pipeline().reported()
+        parts = [
+            here[item][name].reshape(length) if name in here.get(item, {}) else torch.zeros(length, dtype=torch.float64)
+            for item, name, length in declared
+        ]
+        whole = sum_over_world(torch.cat(parts)).split([length for _, _, length in declared])
+        figures: dict[str, dict[str, list[float]]] = {}
+        for (item, name, _), values in zip(declared, whole, strict=True):
+            figures.setdefault(item, {})[name] = values.tolist()
+        return figures
 
     def _costs(self) -> dict[str, Any]:
         if self.world.device.type == "cuda":

@@ -23,7 +23,7 @@ from .formats.profile import (
     next_segment,
     step_record,
 )
-from .models.items import BoundaryShape, ModelFamily
+from .models.items import BoundaryShape, ModelFamily, live_before
 from .parallel.world import World, gather_documents
 from .rundir import RunDirectory
 
@@ -33,9 +33,8 @@ MOMENTS_BYTES = 8
 
 def describe_items(family: ModelFamily, boundary: BoundaryShape) -> list[ItemInfo]:
     """The items of a profile's header; sizes of float32 training with AdamW, from modules on the meta device."""
-    leaving = boundary.batch * boundary.tokens * boundary.width * FLOAT_BYTES
     infos: list[ItemInfo] = []
-    for item in family.items:
+    for index, item in enumerate(family.items):
         module = family.build(item.name, torch.device("meta"))
         count = sum(parameter.numel() for parameter in module.parameters())
         infos.append(
@@ -47,7 +46,7 @@ def describe_items(family: ModelFamily, boundary: BoundaryShape) -> list[ItemInf
                 param_bytes=count * FLOAT_BYTES,
                 gradient_bytes=count * FLOAT_BYTES,
                 optimizer_bytes=count * MOMENTS_BYTES,
-                boundary_bytes=FLOAT_BYTES if item.kind == "head" else leaving,
+                boundary_bytes=boundary.elements(live_before(family.items, index + 1)) * FLOAT_BYTES,
                 cut_before=item.cut_before,
                 tied_to=item.tied_to,
             )

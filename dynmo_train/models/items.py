@@ -5,26 +5,39 @@ Shapes in names: B samples of a microbatch, T tokens, D model width, O and I row
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import nn
 
 from .linear import PrunableLinear
 
+HIDDEN = "hidden"
+LOSS = "loss"
+ENDS = ("embedding", "head")
+SUBLAYERS = ("attention", "cross_attention", "mlp")
+
 
 @dataclass(frozen=True, kw_only=True)
 class ItemSpec:
     """One item of the layer list, at the finest granularity.
 
+    An item's module is called with the values that it reads and then with its inputs, in this order, and returns the
+    value that it writes, or that and figures as ``Reported``.
+
     Attributes:
         name: for life; parameters extend it (``layers.7.mlp`` owns ``layers.7.mlp.fc1.weight``).
         layer: the layer that it is a part of (``layers.7``).
-        kind: ``embedding``, ``attention``, ``mlp`` or ``head``.
+        kind: ``embedding``, ``attention``, ``cross_attention``, ``mlp``, ``head``, or ``layer`` for anything else.
         cut_before: whether the model lets a stage begin here.
         tied_to: the item that owns a weight that this one shares, or None.
+        reads: names of the values of earlier items that it works on; the first one is what it transforms.
+        writes: name of its value; a later item that writes the same name takes its place.
+        inputs: names of the batch's tensors that it needs.
+        figures: names and lengths of the figures that it reports for each microbatch.
     """
 
     name: str
@@ -32,15 +45,59 @@ class ItemSpec:
     kind: str
     cut_before: bool
     tied_to: str | None = None
+    reads: tuple[str, ...] = (HIDDEN,)
+    writes: str = HIDDEN
+    inputs: tuple[str, ...] = ()
+    figures: tuple[tuple[str, int], ...] = ()
+
+
+class Reported(NamedTuple):
+    """What an item returns that has something to tell: its value, and figures by name (scalars or vectors)."""
+
+    output: torch.Tensor
+    figures: Mapping[str, torch.Tensor]
+
+
+def output_of(result: torch.Tensor | Reported) -> torch.Tensor:
+    """An item's value, without the figures."""
+    return result.output if isinstance(result, Reported) else result
 
 
 @dataclass(frozen=True, kw_only=True)
 class BoundaryShape:
-    """The one static shape of every tensor that crosses a stage boundary: ``[B, T, D]``."""
+    """The static shape of every value that may cross a stage boundary, such as ``hidden: (B, T, D)``."""
 
-    batch: int
-    tokens: int
-    width: int
+    shapes: Mapping[str, tuple[int, ...]]
+
+    @classmethod
+    def hidden(cls, *, batch: int, tokens: int, width: int) -> BoundaryShape:
+        """Of a model with one stream: ``[B, T, D]``."""
+        return cls(shapes={HIDDEN: (batch, tokens, width), LOSS: ()})
+
+    def elements(self, names: Iterable[str]) -> int:
+        """Elements of the named values together."""
+        return sum(math.prod(self.shapes[name]) for name in names)
+
+
+def live_before(items: Sequence[ItemSpec], index: int) -> tuple[str, ...]:
+    """The values that cross a boundary before item ``index``: written before it and read from it on, in list order.
+
+    Behind the last item that is what the last one writes.
+    """
+    if index == len(items):
+        return (items[-1].writes,)
+    written = dict.fromkeys(item.writes for item in items[:index])
+    overwritten: set[str] = set()
+    wanted: set[str] = set()
+    for item in items[index:]:
+        wanted.update(name for name in item.reads if name not in overwritten)
+        overwritten.add(item.writes)
+    return tuple(name for name in written if name in wanted)
+
+
+def train_before(items: Sequence[ItemSpec], index: int, frozen: int) -> dict[str, bool]:
+    """Value written before item ``index`` -> whether its gradient matters, the first ``frozen`` items being frozen."""
+    return {item.writes: position >= frozen for position, item in enumerate(items[:index])}
 
 
 class ModelFamily(Protocol):

@@ -53,7 +53,7 @@ class Scenario:
         return Gpt(replace(SHAPE, tied_embeddings=self.tied))
 
     def settings(self) -> EngineSettings:
-        boundary = BoundaryShape(batch=MICRO_BATCH, tokens=TOKENS, width=SHAPE.hidden_size)
+        boundary = BoundaryShape.hidden(batch=MICRO_BATCH, tokens=TOKENS, width=SHAPE.hidden_size)
         return EngineSettings(
             pipeline=PipelineShape(
                 schedule=self.schedule,
@@ -76,8 +76,7 @@ def batch_of(step: int) -> Batch:
     generator = torch.Generator().manual_seed(1000 + step)
     ids = torch.randint(0, SHAPE.vocab_size, (MICROBATCHES * MICRO_BATCH, TOKENS + 1), generator=generator)
     return Batch(
-        ids=ids[:, :-1].contiguous(),
-        labels=ids[:, 1:].contiguous(),
+        inputs={"ids": ids[:, :-1].contiguous(), "labels": ids[:, 1:].contiguous()},
         first_microbatch=(step - 1) * MICROBATCHES,
         step=step,
     )
