@@ -30,7 +30,7 @@ def rotary_frequencies(
     factor, original = scaling["factor"], scaling["original_max_position_embeddings"]
     low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
     waves = 2 * math.pi / frequencies
-    share = ((original / waves - low) / (high - low)).clamp(0.0, 1.0)
+    share: torch.Tensor = ((original / waves - low) / (high - low)).clamp(0.0, 1.0)
     return (1 - share) * frequencies / factor + share * frequencies
 
 
