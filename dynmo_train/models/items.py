@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import NamedTuple, Protocol
 
 import torch
@@ -38,6 +39,7 @@ class ItemSpec:
         writes: name of its value; a later item that writes the same name takes its place.
         inputs: names of the batch's tensors that it needs.
         figures: names and lengths of the figures that it reports for each microbatch.
+        side: names of values without gradient that it writes beside its own, as ``Reported.side``.
     """
 
     name: str
@@ -49,13 +51,24 @@ class ItemSpec:
     writes: str = HIDDEN
     inputs: tuple[str, ...] = ()
     figures: tuple[tuple[str, int], ...] = ()
+    side: tuple[str, ...] = ()
 
 
 class Reported(NamedTuple):
-    """What an item returns that has something to tell: its value, and figures by name (scalars or vectors)."""
+    """What an item returns that has more to tell than its value.
+
+    Attributes:
+        output: its value.
+        figures: by name, scalars or vectors.
+        losses: scalars that are added to the loss of the microbatch, weighted already; their gradient enters at the
+            item's output, so the item itself knows neither microbatches nor loss scale.
+        side: values without gradient that it writes beside its own.
+    """
 
     output: torch.Tensor
-    figures: Mapping[str, torch.Tensor]
+    figures: Mapping[str, torch.Tensor] = MappingProxyType({})
+    losses: Mapping[str, torch.Tensor] = MappingProxyType({})
+    side: Mapping[str, torch.Tensor] = MappingProxyType({})
 
 
 def output_of(result: torch.Tensor | Reported) -> torch.Tensor:
@@ -86,18 +99,19 @@ def live_before(items: Sequence[ItemSpec], index: int) -> tuple[str, ...]:
     """
     if index == len(items):
         return (items[-1].writes,)
-    written = dict.fromkeys(item.writes for item in items[:index])
+    written = dict.fromkeys(name for item in items[:index] for name in (item.writes, *item.side))
     overwritten: set[str] = set()
     wanted: set[str] = set()
     for item in items[index:]:
         wanted.update(name for name in item.reads if name not in overwritten)
-        overwritten.add(item.writes)
+        overwritten.update((item.writes, *item.side))
     return tuple(name for name in written if name in wanted)
 
 
 def train_before(items: Sequence[ItemSpec], index: int, frozen: int) -> dict[str, bool]:
     """Value written before item ``index`` -> whether its gradient matters, the first ``frozen`` items being frozen."""
-    return {item.writes: position >= frozen for position, item in enumerate(items[:index])}
+    trains = {item.writes: position >= frozen for position, item in enumerate(items[:index])}
+    return trains | dict.fromkeys((name for item in items[:index] for name in item.side), False)
 
 
 class ModelFamily(Protocol):

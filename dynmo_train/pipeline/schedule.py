@@ -133,7 +133,7 @@ class Pipeline:
     def _run(self, batch: Batch, *, training: bool) -> torch.Tensor:
         for module in self.modules:
             module.train(training)
-            module.step = batch.step
+            module.step, module.loss_scale = batch.step, 1.0 / self.shape.microbatches
             module.reported.clear()
         device = self.world.device
         first = batch.first_microbatch

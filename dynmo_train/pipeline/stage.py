@@ -12,6 +12,7 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining._backward import stage_backward, stage_backward_weight
 from torch.utils.checkpoint import checkpoint
 
+from ..models.inner_loss import with_losses
 from ..models.items import BoundaryShape, ItemSpec, Reported, output_of
 from ..parallel.seeding import seeded
 from .probe import Probe
@@ -29,6 +30,8 @@ class StageModule(nn.Module):
         seed: of the run.
         recompute: whether an item keeps its input alone and runs again in the backward.
         device: where the items live.
+
+    ``step`` and ``loss_scale``, what the loss of a microbatch is multiplied with before its backward, are set each step.
     """
 
     def __init__(
@@ -50,7 +53,7 @@ class StageModule(nn.Module):
         self.enters, self.leaves = enters, leaves
         self.inputs = tuple(dict.fromkeys(name for spec in specs for name in spec.inputs))
         self.frozen, self.seed, self.recompute = frozen, seed, recompute
-        self.step = 0
+        self.step, self.loss_scale = 0, 1.0
         self.probe, self.device = probe, device
         self.reported: dict[str, dict[str, list[torch.Tensor]]] = {}
         self._kept_anyway = {parameter.untyped_storage().data_ptr() for parameter in self.parameters()}
@@ -76,6 +79,8 @@ class StageModule(nn.Module):
                 result = self._run(spec.name, module, index, *read, *(batch[name] for name in spec.inputs))
             values[spec.writes] = output_of(result)
             if isinstance(result, Reported):
+                values[spec.writes] = with_losses(result.output, result.losses.values(), self.loss_scale)
+                values.update(result.side)
                 self._keep(spec.name, result.figures)
         leaving = tuple(values[name] for name in self.leaves)
         return leaving[0] if len(leaving) == 1 else leaving
