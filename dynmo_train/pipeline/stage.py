@@ -31,7 +31,7 @@ class StageModule(nn.Module):
         recompute: whether an item keeps its input alone and runs again in the backward.
         device: where the items live.
 
-    ``step`` and ``loss_scale``, what the loss of a microbatch is multiplied with before its backward, are set each step.
+    ``step`` and ``loss_scale`` (what a microbatch's loss is multiplied with before its backward) are set each step.
     """
 
     def __init__(
