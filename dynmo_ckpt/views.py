@@ -62,6 +62,8 @@ class Tensor:
         Raises:
             UnsupportedError: a piece ends within a group, so that it is no longer a box.
         """
+        if 1 in sizes and len(sizes) > 1 and math.prod(sizes) == self.shape[dim]:
+            return self._with_single(dim, sizes)
         inner = math.prod(sizes[1:])
         if math.prod(sizes) != self.shape[dim]:
             raise UnsupportedError(f"a dimension of {self.shape[dim]} cannot be seen as {' x '.join(map(str, sizes))}")
@@ -77,6 +79,26 @@ class Tensor:
             )
             pieces.append(Piece(_splice(piece.begin, dim, (begin // inner, *[0] * (len(sizes) - 1))), view))
         return replace(self, shape=_splice(self.shape, dim, sizes), pieces=tuple(pieces))
+
+    def _with_single(self, dim: int, sizes: Sequence[int]) -> Tensor:
+        """:meth:`unflatten` where a size is 1: a cut through the others does not touch it."""
+        wide = [size for size in sizes if size != 1]
+        base = self.unflatten(dim, wide) if len(wide) > 1 else self
+        taken = iter(range(dim, dim + max(1, len(wide))))
+        sources = [None if size == 1 and wide else next(taken, None) for size in sizes]
+
+        def spread(values: Sequence[int], single: int) -> tuple[int, ...]:
+            middle = [single if at is None else values[at] for at in sources]
+            return (*values[:dim], *middle, *values[dim + max(1, len(wide)) :])
+
+        pieces = tuple(
+            Piece(
+                spread(p.begin, 0),
+                replace(p.view, shape=spread(p.view.shape, 1), strides=spread(p.view.strides, 1)),
+            )
+            for p in base.pieces
+        )
+        return replace(base, shape=spread(base.shape, 1), pieces=pieces)
 
     def permute(self, order: Sequence[int]) -> Tensor:
         """Reorder the dimensions: new dimension ``i`` is the old ``order[i]``."""
