@@ -143,7 +143,7 @@ class PrunableLinear(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Apply to the last dimension of ``x``: ``[..., I]`` to ``[..., O]``."""
-        if self._pattern is None:
+        if self._pattern is None or not x.numel():
             return F.linear(x, self.weight, self.bias)
         if self._values is None:
             self._values = self.weight.detach().view(-1)[self._pattern.flat]
