@@ -141,14 +141,15 @@ def resolve(
 
 def _derive(values: dict[str, Any], sources: dict[str, Source], facts: Facts) -> list[Problem]:
     """Fill in the values that follow from others, in order of declaration; ``values`` holds all the rest."""
-    problems = []
+    problems: list[Problem] = []
     for spec in option_specs().values():
         derive = spec.declaration.derive
         if spec.name in values or derive is None:
             continue
         values[spec.name], sources[spec.name] = derive(values, facts), "derived"
-        if values[spec.name] is None:
-            words = spec.declaration.derive_text
+        words = spec.declaration.derive_text
+        # What follows from an option that is missing itself is not told again.
+        if values[spec.name] is None and not any(problem.path in words for problem in problems):
             problems.append(Problem(spec.flag, "missing", f"must be given, or follow from its default: {words}"))
     return problems
 
