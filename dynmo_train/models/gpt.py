@@ -20,6 +20,16 @@ from .linear import PrunableLinear
 
 WORD = "embedding.word.weight"
 HEAD = "head.weight"
+SPLIT_DIMS = {
+    "word.weight": 0,
+    "qkv.weight": 0,
+    "qkv.bias": 0,
+    "dense.weight": 1,
+    "fc1.weight": 0,
+    "fc1.bias": 0,
+    "fc2.weight": 1,
+    "head.weight": 0,
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -164,6 +174,10 @@ class Gpt:
             drawn = torch.randn(parameter.shape, generator=generator) * (ending_std if ends_branch else std)
             with torch.no_grad():
                 parameter.copy_(drawn)
+
+    def split_dim(self, parameter: str) -> int | None:
+        """Heads, MLP width and vocabulary are cut; norms, positions and the biases of a branch's end are not."""
+        return SPLIT_DIMS.get(".".join(parameter.split(".")[-2:]))
 
     def manifest(self) -> dict[str, object]:
         """The ``model`` object of a checkpoint's manifest."""

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ..models.items import masks_of
-from ..parallel.world import World, sum_over_world
+from ..parallel.world import World, sum_over_pipeline
 from .items import HeldItems
 
 
@@ -33,16 +33,16 @@ def add_tied_gradients(held: HeldItems, ties: Mapping[str, str], owners: Mapping
     here = {name: parameter for _, name, parameter in held.parameters()}
     for copy_name, owner_name in ties.items():
         places = {name: owners[item_of(name, list(owners))] for name in (owner_name, copy_name)}
-        if world.rank not in places.values():
+        if world.worker not in places.values():
             continue
         if places[owner_name] == places[copy_name]:
             total = _sum(here[owner_name].grad, here[copy_name].grad)
             for name in (owner_name, copy_name):
                 here[name].grad = None if total is None else total.clone()
             continue
-        mine, other = (owner_name, copy_name) if world.rank == places[owner_name] else (copy_name, owner_name)
+        mine, other = (owner_name, copy_name) if world.worker == places[owner_name] else (copy_name, owner_name)
         own = here[mine].grad
-        received = _swap(own, here[mine], places[other], world)
+        received = _swap(own, here[mine], world.peer(places[other]), world)
         first, second = (own, received) if mine == owner_name else (received, own)
         here[mine].grad = _sum(first, second)
 
@@ -79,7 +79,7 @@ def zero_pruned_gradients(modules: Mapping[str, nn.Module]) -> None:
                 layer.weight.grad.mul_(layer.mask)
 
 
-def gradient_norm(held: HeldItems, item_names: Sequence[str], ties: Mapping[str, str]) -> float:
+def gradient_norm(held: HeldItems, item_names: Sequence[str], ties: Mapping[str, str], world: World) -> float:
     """The global L2 norm of all gradients, a tied weight counted once; the same bits on any partition."""
     place = {name: index for index, name in enumerate(item_names)}
     squares = torch.zeros(len(item_names), dtype=torch.float64)
@@ -94,7 +94,7 @@ def gradient_norm(held: HeldItems, item_names: Sequence[str], ties: Mapping[str,
         for index, square in zip(indices, stacked.tolist(), strict=True):
             squares[index] += square
     total = 0.0
-    for square in sum_over_world(squares).tolist():
+    for square in sum_over_pipeline(world, squares).tolist():
         total += square
     return math.sqrt(total)
 

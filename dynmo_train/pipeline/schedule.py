@@ -86,7 +86,7 @@ class Pipeline:
         prefixes = frozen_prefix(partition.stages, frozen)
         self.modules: list[StageModule] = []
         stages: list[ItemStage] = []
-        for number in partition.stages_of_worker(world.rank):
+        for number in partition.stages_of_worker(world.worker):
             module = StageModule(
                 {name: items[name] for name in partition.stages[number]},
                 frozen=prefixes[number],
@@ -105,6 +105,7 @@ class Pipeline:
                     boundary=shape.boundary,
                     device=world.device,
                     trains_before=before,
+                    group=world.groups.pipeline,
                 )
             )
             self.modules.append(module)
