@@ -120,8 +120,6 @@ def build_gpt_dataset(
     tokens = epoch_tokens(source, low, high)
     if max(0, tokens - 1) // seq_length < max(1, batch_size):
         raise _too_few(source, part, tokens, high - low, seq_length, max(1, batch_size))
-    wanted = Wanted(
-        low=low, high=high, part=number, seq_length=seq_length, seed=seed, samples=num_samples, order=order
-    )
+    wanted = Wanted(low=low, high=high, part=number, seq_length=seq_length, seed=seed, samples=num_samples, order=order)
     index = build_index(source, wanted, cache)
     return GptDataset(source=source, seq_length=seq_length, vocab_size=vocab_size, index=index)

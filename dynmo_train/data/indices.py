@@ -32,8 +32,10 @@ Int64Array = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class SampleIndex:
-    """``pieces`` are sequence numbers, strung together over the epochs; ``ends[k]`` is the number of tokens up to and with
-    piece ``k``; ``order[i]`` is the place of sample ``i`` in the stream, in units of the sample length.
+    """The documents strung together, and the places of the samples in them.
+
+    ``pieces`` are sequence numbers, over all epochs; ``ends[k]`` is the number of tokens up to and with piece ``k``;
+    ``order[i]`` is the place of sample ``i`` in the stream, in units of the sample length.
     """
 
     pieces: IntArray
@@ -96,14 +98,24 @@ def stable_index(source: IndexedDataset, wanted: Wanted) -> SampleIndex:
         order.append(placed + shuffled(beyond - placed, wanted.seed, wanted.part, epochs, _SAMPLES))
         placed, epochs = beyond, epochs + 1
     count = wanted.high - wanted.low
-    # One epoch more: the last sample may run over the end. Of that one, its first tokens are enough.
-    pieces = [
-        sequences_of(source.documents, wanted.low + shuffled(count, wanted.seed, wanted.part, epoch, _DOCUMENTS))
-        for epoch in range(epochs + 1)
-    ]
-    reach = np.cumsum(source.lengths[pieces[-1]], dtype=np.int64)
-    pieces[-1] = pieces[-1][: int(np.searchsorted(reach, wanted.seq_length)) + 1]
+
+    def documents(epoch: int) -> IntArray:
+        return wanted.low + shuffled(count, wanted.seed, wanted.part, epoch, _DOCUMENTS)
+
+    pieces = [sequences_of(source.documents, documents(epoch)) for epoch in range(epochs)]
+    # The last sample may run over the end: into the first documents of one epoch more.
+    pieces.append(_first_tokens(source, documents(epochs), wanted.seq_length))
     return _index(source, np.concatenate(pieces), np.concatenate(order)[: wanted.samples])
+
+
+def _first_tokens(source: IndexedDataset, documents: IntArray, tokens: int) -> IntArray:
+    """The sequences of so many of the first documents that they hold ``tokens``, or all of them."""
+    count = 64
+    while True:
+        sequences = sequences_of(source.documents, documents[:count])
+        if count >= len(documents) or int(source.lengths[sequences].sum(dtype=np.int64)) >= tokens:
+            return sequences
+        count *= 4
 
 
 def megatron_index(source: IndexedDataset, wanted: Wanted) -> SampleIndex:
@@ -119,9 +131,9 @@ def megatron_index(source: IndexedDataset, wanted: Wanted) -> SampleIndex:
     before_last = ((epochs - 1) * tokens - 1) // length if epochs > 1 else 0
     apart = epochs > 1 and wanted.samples - before_last < int(0.8 * ((tokens - 1) // length))
     random = np.random.RandomState(wanted.seed)
-    documents = [_tiled(wanted, epochs - 1, random), _tiled(wanted, 1, random)] if apart else [
-        _tiled(wanted, epochs, random)
-    ]
+    documents = (
+        [_tiled(wanted, epochs - 1, random), _tiled(wanted, 1, random)] if apart else [_tiled(wanted, epochs, random)]
+    )
     total = (epochs * tokens - 1) // length
     first = before_last if apart else total
     order = [np.arange(0, first, dtype=np.int64), np.arange(first, total, dtype=np.int64)]
@@ -150,7 +162,7 @@ BUILDERS: Mapping[str, Callable[[IndexedDataset, Wanted], SampleIndex]] = {
 
 
 def build_index(source: IndexedDataset, wanted: Wanted, cache: Path | None) -> SampleIndex:
-    """The index, out of the cache where it lies there, else built and put there; large ones are read as they are touched.
+    """The index, out of the cache where it lies there, else built and put there; it is then read as it is touched.
 
     An index of less than a mebibyte is built in less time than it is read, and never put into a cache. A cache that
     cannot be written is no fault: the index is then held in memory.
