@@ -15,13 +15,14 @@ from typing import Any
 
 import torch
 
-from .building import family_of, first_partition, plan_problems, settings_of
+from .building import first_partition, plan_problems, settings_of
 from .checkpoint import Checkpoint, CheckpointError, remove_stale_staging
 from .config import Config
 from .console import say
 from .data.batches import Samples, open_samples
 from .data.tokenizer import TokenizerFiles
 from .engine import Engine, StepResult
+from .families import family_of
 from .formats.plan import initial_plan, plan_ids, write_plan
 from .formats.profile import Layout, ModelInfo
 from .loading import checkpoint_to_load

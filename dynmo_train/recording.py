@@ -23,7 +23,7 @@ from .formats.profile import (
     next_segment,
     step_record,
 )
-from .models.items import BoundaryShape, ModelFamily
+from .models.items import BoundaryShape, ModelFamily, live_before
 from .parallel.world import World, gather_documents
 from .rundir import RunDirectory
 
@@ -36,10 +36,9 @@ def describe_items(family: ModelFamily, boundary: BoundaryShape) -> list[ItemInf
 
     Parameters and gradients are float32; lower precision holds a copy of the parameters in its own type beside them.
     """
-    leaving = boundary.batch * boundary.tokens * boundary.width * boundary.dtype.itemsize
     parameter_bytes = FLOAT_BYTES + (boundary.dtype.itemsize if boundary.dtype != torch.float32 else 0)
     infos: list[ItemInfo] = []
-    for item in family.items:
+    for index, item in enumerate(family.items):
         module = family.build(item.name, torch.device("meta"))
         count = sum(parameter.numel() for parameter in module.parameters())
         infos.append(
@@ -51,7 +50,7 @@ def describe_items(family: ModelFamily, boundary: BoundaryShape) -> list[ItemInf
                 param_bytes=count * parameter_bytes,
                 gradient_bytes=count * FLOAT_BYTES,
                 optimizer_bytes=count * MOMENTS_BYTES,
-                boundary_bytes=FLOAT_BYTES if item.kind == "head" else leaving,
+                boundary_bytes=boundary.num_bytes(live_before(family.items, index + 1)),
                 cut_before=item.cut_before,
                 tied_to=item.tied_to,
             )

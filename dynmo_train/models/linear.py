@@ -110,11 +110,12 @@ class PrunableLinear(nn.Module):
     """``y = x W^T + b`` with W ``[O, I]``; once pruned, zeros stay zeros and the product may run in CSR form."""
 
     mask: torch.Tensor | None
+    bias: nn.Parameter | None
 
-    def __init__(self, inputs: int, outputs: int, device: torch.device) -> None:
+    def __init__(self, inputs: int, outputs: int, device: torch.device, *, bias: bool = True) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(outputs, inputs, device=device))
-        self.bias = nn.Parameter(torch.zeros(outputs, device=device))
+        self.bias = nn.Parameter(torch.zeros(outputs, device=device)) if bias else None
         self.register_buffer("mask", None, persistent=False)
         self.form = DENSE
         self._pattern: CsrPattern | None = None
@@ -151,4 +152,4 @@ class PrunableLinear(nn.Module):
         y_NO: torch.Tensor = _CsrLinear.apply(  # type: ignore[no-untyped-call]
             x_NI, self.weight.float(), self._values, self._pattern
         )
-        return (y_NO + self.bias).view(*x.shape[:-1], -1).to(x.dtype)
+        return (y_NO if self.bias is None else y_NO + self.bias).view(*x.shape[:-1], -1).to(x.dtype)

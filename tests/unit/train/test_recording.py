@@ -35,7 +35,7 @@ def test_items_count_their_parameters():
         padded_vocab_size=16,
     )
     family = Gpt(shape)
-    infos = {info.name: info for info in describe_items(family, BoundaryShape(batch=3, tokens=4, width=8))}
+    infos = {info.name: info for info in describe_items(family, BoundaryShape.hidden(batch=3, tokens=4, width=8))}
     for name, info in infos.items():
         real = sum(p.numel() for p in family.build(name, torch.device("cpu")).parameters())
         assert info.param_count == real
