@@ -14,6 +14,9 @@ from ..formats._document import DocumentError, Problem
 from .options import Facts, OptionSpec, Source, concern_specs
 from .schema import Config
 
+# What Megatron calls an option in the scripts of one family.
+OTHER_NAMES = {"encoder_num_layers": "num_layers", "encoder_seq_length": "seq_length"}
+
 
 @cache
 def concern_types() -> dict[str, type]:
@@ -115,6 +118,7 @@ def resolve(
     given: dict[str, tuple[Any, Source]] = {name: (value, "file") for name, value in (file or {}).items()}
     given |= {name: (value, "flag") for name, value in flags.items() if value is not None}
     given |= {name: (value, "command") for name, value in (command or {}).items()}
+    given |= {name: given[other] for other, name in OTHER_NAMES.items() if other in given and name not in given}
     values: dict[str, Any] = {}
     sources: dict[str, Source] = {}
     specs = option_specs()
@@ -141,15 +145,14 @@ def resolve(
 
 def _derive(values: dict[str, Any], sources: dict[str, Source], facts: Facts) -> list[Problem]:
     """Fill in the values that follow from others, in order of declaration; ``values`` holds all the rest."""
-    problems: list[Problem] = []
+    problems = []
     for spec in option_specs().values():
         derive = spec.declaration.derive
         if spec.name in values or derive is None:
             continue
         values[spec.name], sources[spec.name] = derive(values, facts), "derived"
-        words = spec.declaration.derive_text
-        # What follows from an option that is missing itself is not told again.
-        if values[spec.name] is None and not any(problem.path in words for problem in problems):
+        if values[spec.name] is None:
+            words = spec.declaration.derive_text
             problems.append(Problem(spec.flag, "missing", f"must be given, or follow from its default: {words}"))
     return problems
 

@@ -40,11 +40,7 @@ class ModelConfig:
     """Shape of the model."""
 
     family: Family = option("Family of the model, which the subcommand names.", default="gpt", flag=False)
-    num_layers: int = option(
-        "Number of transformer blocks; of a T5 those of the encoder.",
-        minimum=1,
-        derive=("--encoder-num-layers", lambda v, _: v["encoder_num_layers"]),
-    )
+    num_layers: int = option("Number of transformer blocks; of a T5 those of the encoder.", minimum=1)
     encoder_num_layers: int | None = option("--num-layers under the name of T5.", default=None, minimum=1)
     decoder_num_layers: int = option(
         "Blocks of a T5's decoder.", minimum=1, derive=("--num-layers", lambda v, _: v["num_layers"])
@@ -72,16 +68,12 @@ class ModelConfig:
             lambda v, _: max(1, v["hidden_size"] // v["num_attention_heads"]),
         ),
     )
-    seq_length: int = option(
-        "Length of a training sample in tokens; of a T5 what its encoder reads.",
-        minimum=1,
-        derive=("--encoder-seq-length", lambda v, _: v["encoder_seq_length"]),
-    )
+    seq_length: int = option("Length of a training sample in tokens; of a T5 what its encoder reads.", minimum=1)
     encoder_seq_length: int | None = option("--seq-length under the name of T5.", default=None, minimum=1)
     decoder_seq_length: int = option(
         "Tokens that a T5's decoder writes.",
         minimum=1,
-        derive=("a quarter of --seq-length", lambda v, _: v["seq_length"] and max(1, v["seq_length"] // 4)),
+        derive=("a quarter of --seq-length", lambda v, _: max(1, v["seq_length"] // 4)),
     )
     position_embedding_type: Positions = option(
         "How tokens know their places: learned (a table), rotary (llama) or relative (t5).",
@@ -92,11 +84,7 @@ class ModelConfig:
         minimum=1,
         derive=(
             "--seq-length (of a T5 the longer side)",
-            lambda v, _: (
-                max(v["seq_length"], v["decoder_seq_length"])
-                if v["seq_length"] and v["family"] == "t5"
-                else v["seq_length"]
-            ),
+            lambda v, _: max(v["seq_length"], v["decoder_seq_length"] if v["family"] == "t5" else 1),
         ),
     )
     rotary_base: float = option("Base of the rotary frequencies (llama).", default=10000.0, above=0)

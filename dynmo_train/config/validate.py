@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 
 from ..errors import UsageError
 from ..formats._document import DocumentError, Problem
+from .resolve import OTHER_NAMES
 from .schema import Config
 
 Rule = Callable[[Config, int], Iterator[Problem]]
@@ -87,6 +88,11 @@ def _family(config: Config, _world_size: int) -> Iterator[Problem]:
         yield _conflict(
             "--moe-router-topk", f"{model.moe_router_topk} is more than the {model.num_experts} of --num-experts"
         )
+    for other, name in OTHER_NAMES.items():
+        value, taken = getattr(model, other), getattr(model, name)
+        if value is not None and value != taken:
+            flags = ["--" + each.replace("_", "-") for each in (other, name)]
+            yield _conflict(flags[0], f"{value} and {flags[1]} {taken} mean the same; give one")
     if model.family == "t5" and model.decoder_seq_length > model.max_position_embeddings:
         yield _conflict(
             "--decoder-seq-length",
