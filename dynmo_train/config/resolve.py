@@ -16,6 +16,8 @@ from .schema import Config
 
 # What Megatron calls an option in the scripts of one family.
 OTHER_NAMES = {"encoder_num_layers": "num_layers", "encoder_seq_length": "seq_length"}
+# Options of which one must be given; the first is the usual one.
+ALTERNATIVES = (("data_path", "train_data_path"),)
 
 
 @cache
@@ -132,6 +134,13 @@ def resolve(
             values[spec.name], sources[spec.name] = spec.default, "default"
         elif spec.required:
             problems.append(Problem(spec.flag, "missing", f"must be given: {spec.declaration.help}"))
+    problems += [
+        Problem(
+            specs[first].flag, "missing", f"must be given, or {specs[second].flag}: {specs[first].declaration.help}"
+        )
+        for first, second in ALTERNATIVES
+        if not values.get(first) and not values.get(second)
+    ]
     if not problems:
         problems.extend(_derive(values, sources, facts))
     if problems:

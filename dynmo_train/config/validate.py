@@ -247,9 +247,7 @@ def _data(config: Config, _world_size: int) -> Iterator[Problem]:
     except UsageError as error:
         yield Problem(str(error).split(" ", 1)[0], "form", str(error))
         return
-    if not blend and not own[0]:
-        yield Problem("--data-path", "missing", "must be given, or --train-data-path with --valid-data-path")
-    elif blend and any(own):
+    if blend and any(own):
         yield _conflict(
             "--data-path", "cannot be combined with --train-data-path and its kin; they make --split needless"
         )

@@ -76,7 +76,6 @@ CASES = {
     "split form": ({"split": "x"}, "--split"),
     "split empty": ({"split": "0,1,0"}, "--split"),
     "blend form": ({"data_path": "0.3 a b"}, "--data-path"),
-    "no data": ({"data_path": None}, "--data-path"),
     "two kinds of data": ({"train_data_path": "a"}, "--data-path"),
     "null with files": (
         {"tokenizer_type": "NullTokenizer", "tokenizer_model": "t.json"},
