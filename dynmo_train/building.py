@@ -81,6 +81,7 @@ def settings_of(config: Config) -> EngineSettings:
         if pruning.sparsify
         else None,
         sparse_threshold=pruning.sparse_threshold,
+        overlap_reduction=config.parallel.DDP_impl == "torch",
     )
 
 

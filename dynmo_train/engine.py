@@ -21,7 +21,8 @@ from .optim.adamw import AdamWSettings
 from .optim.gradients import add_tied_gradients, clip_gradients, gradient_norm, zero_pruned_gradients
 from .optim.items import HeldItems, ItemState
 from .optim.schedule import LearningRate
-from .parallel.world import World, gather_documents, mean_over_replicas, sum_over_pipeline
+from .parallel.replicas import GradientReducer
+from .parallel.world import World, gather_documents, sum_over_pipeline, sum_over_replicas
 from .pipeline.clock import clock_for
 from .pipeline.costs import costs_of_workers
 from .pipeline.partition import Partition
@@ -40,6 +41,7 @@ class EngineSettings:
         pruning: None where the run does not prune.
         sparse_threshold: sparsity from which products run on the nonzeros.
         fused_adam: NVIDIA's ``FusedAdam`` where it updates the weights; None where torch's AdamW does.
+        overlap_reduction: whether the replicas' gradients are added while others are still being computed.
     """
 
     pipeline: PipelineShape
@@ -51,6 +53,7 @@ class EngineSettings:
     pruning: CubicSchedule | None
     sparse_threshold: float
     fused_adam: type[Any] | None = None
+    overlap_reduction: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,6 +92,7 @@ class Engine:
         if settings.pruning is not None:
             self.pruning = GradualPruning(settings.pruning, self.held, lambda: self.freezing.frozen, world)
         self._item_names = tuple(item.name for item in family.items)
+        self._reducer = GradientReducer(world, overlap=settings.overlap_reduction)
         self._pipeline: Pipeline | None = None
         self.is_warm = False
 
@@ -122,6 +126,7 @@ class Engine:
                 self.held.modules,
                 self.freezing.frozen,
                 self.probe,
+                self._item_is_final if self._reducer.overlaps else None,
             )
         return self._pipeline
 
@@ -129,7 +134,7 @@ class Engine:
         """One optimizer step; ``batch.step`` counts from 1."""
         started = time.perf_counter_ns()
         self.probe.begin_step(sampled)
-        loss = self.pipeline().train_step(batch)
+        loss = self.pipeline().train_step(self._own_part(batch))
         norm = self._prepare_gradients()
         rate = self.settings.rate.at(batch.step)
         clip_gradients(self.held, norm, self.settings.clip)
@@ -142,8 +147,15 @@ class Engine:
             costs = costs_of_workers(self.world.dims, gather_documents(self.world, self._costs()))
         return StepResult(loss=total, grad_norm=norm, rate=rate, step_ns=step_ns, costs=costs)
 
+    def _own_part(self, batch: Batch) -> Batch:
+        return batch.of_replica(self.world.replica, self.world.dims.data, self.settings.pipeline.microbatches)
+
+    def _item_is_final(self, name: str) -> None:
+        self._reducer.item_is_final(name, list(self.held.modules[name].parameters()))
+
     def _prepare_gradients(self) -> float:
         ties = self.family.ties
+        self._reducer.finish([(name, list(module.parameters())) for name, module in self.held.modules.items()])
         add_tied_gradients(self.held, ties, self.partition.owners(), self.world)
         stopped = self.freezing.without_updates()
         if stopped:
@@ -154,8 +166,8 @@ class Engine:
         return gradient_norm(self.held, self._item_names, ties, self.world)
 
     def _mean_loss(self, loss: torch.Tensor) -> float:
-        """The loss that one worker of each replica knows, at every process: the mean over the replicas."""
-        return float(mean_over_replicas(self.world, sum_over_pipeline(self.world, loss)))
+        """The step's loss at every process, from the parts that one worker of each replica knows."""
+        return float(sum_over_replicas(self.world, sum_over_pipeline(self.world, loss)))
 
     def _costs(self) -> dict[str, Any]:
         if self.world.device.type == "cuda":
@@ -170,7 +182,7 @@ class Engine:
     def evaluate(self, batches: Iterable[Batch]) -> float:
         """The mean loss over some batches, without gradient or dropout."""
         self.probe.begin_step(False)
-        losses = [self._mean_loss(self.pipeline().evaluate(batch)) for batch in batches]
+        losses = [self._mean_loss(self.pipeline().evaluate(self._own_part(batch))) for batch in batches]
         return sum(losses) / len(losses)
 
     def after_step(self, step: int) -> Sequence[Event]:

@@ -77,7 +77,7 @@ def _begin(config: Config, world: World) -> _Run:
     else:
         engine.restore(state_reader(checkpoint, family, world.device), checkpoint.manifest["step"])
 
-    workers = describe_workers(world)
+    workers, dims = describe_workers(world), world.dims
     facts: dict[str, Any] = {
         "sparse_thresholds": {"csr": settings.sparse_threshold},
         "device": world.device.type,
@@ -102,6 +102,8 @@ def _begin(config: Config, world: World) -> _Run:
             granularity=config.balance.granularity,
             microbatches=config.microbatches,
             micro_batch_size=config.training.micro_batch_size,
+            tensor_parallel_size=dims.tensor,
+            data_parallel_size=dims.data,
         ),
         measure_link(world),
         workers,

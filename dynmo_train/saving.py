@@ -61,13 +61,16 @@ def save(engine: Engine, checkpoints_dir: Path, run: SavedRun) -> Path:
     problem: str | None = None
     report: list[dict[str, Any]] = []
     try:
-        report = _write_part(engine, staging, states)
+        # Replicas hold the same: the first one writes.
+        if world.replica == 0:
+            report = _write_part(engine, staging, states)
         if world.is_first and run.tokenizer is not None:
             (staging / "tokenizer").mkdir()
             shutil.copyfile(run.tokenizer, staging / "tokenizer" / "tokenizer.json")
     except (OSError, DynmoError) as error:
         problem = f"rank {world.rank}: {error}"
-    told = gather_documents(world, {"problem": problem, "report": report, "facts": _facts_of_part(engine, states)})
+    facts = _facts_of_part(engine, states) if world.replica == 0 and world.shard == 0 else None
+    told = gather_documents(world, {"problem": problem, "report": report, "facts": facts})
     if world.is_first:
         problem = "; ".join(one["problem"] for one in told if one["problem"]) or None
         problem = problem or _commit(engine, checkpoints_dir, staging, run, told)
@@ -131,9 +134,9 @@ def _commit(
     engine: Engine, checkpoints_dir: Path, staging: Path, run: SavedRun, told: list[dict[str, Any]]
 ) -> str | None:
     """Put the checkpoint in place; returns what went wrong, if anything."""
-    facts = [one["facts"] for one in told]
+    facts = [one["facts"] for one in told if one["facts"] is not None]
     settings = engine.settings
-    partition = engine.partition
+    partition, dims = engine.partition, engine.world.dims
     sparsity = {item: value for fact in facts for item, value in fact["sparsity"].items()}
     pruning = {"sparsity": engine.pruning.sparsity, "sparsity_by_item": sparsity} if engine.pruning else None
     members = {name: [each for fact in facts for each in fact[name]] for name in ("decay", "no_decay")}
@@ -145,9 +148,9 @@ def _commit(
         consumed_train_samples=run.consumed_train_samples,
         model=engine.family.manifest(),
         topology={
-            "tensor_parallel_size": 1,
-            "pipeline_parallel_size": partition.workers,
-            "data_parallel_size": 1,
+            "tensor_parallel_size": dims.tensor,
+            "pipeline_parallel_size": dims.pipeline,
+            "data_parallel_size": dims.data,
             "virtual_stages_per_worker": partition.virtual_stages,
             "schedule": settings.pipeline.schedule,
             "world_size": engine.world.size,

@@ -20,6 +20,7 @@ Family = Literal["gpt"]
 Device = Literal["auto", "cpu", "cuda"]
 Recompute = Literal["none", "full"]
 DecayStyle = Literal["cosine", "linear", "constant"]
+DdpImpl = Literal["local", "torch"]
 Schedule = Literal["gpipe", "1f1b", "interleaved-1f1b", "zero-bubble"]
 BalanceMode = Literal["off", "online", "offline"]
 Granularity = Literal["layer", "sublayer"]
@@ -89,6 +90,10 @@ class ParallelConfig:
                 1, facts.world_size // (v["tensor_model_parallel_size"] * v["pipeline_model_parallel_size"])
             ),
         ),
+    )
+    DDP_impl: DdpImpl = option(
+        "When replicas add their gradients: at the end of a step (local), or each layer's when it is final (torch).",
+        default="local",
     )
     schedule: Schedule = option("Order of microbatches in the pipeline.", default="1f1b")
     virtual_stages_per_worker: int = option(

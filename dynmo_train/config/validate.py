@@ -57,12 +57,6 @@ def _workers(config: Config, world_size: int) -> Iterator[Problem]:
             f"{pipeline} x --tensor-model-parallel-size {tensor} does not divide the {world_size} processes of this"
             f" run; start with --nproc {tensor * pipeline}",
         )
-    elif parallel.data_parallel_size != 1:
-        yield _later(
-            "--pipeline-model-parallel-size",
-            f"{pipeline} on {world_size} processes means {parallel.data_parallel_size} data-parallel replicas: this"
-            f" version has no data parallelism; write {world_size // tensor} or start with --nproc {tensor * pipeline}",
-        )
 
 
 def _stages(config: Config, _world_size: int) -> Iterator[Problem]:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -64,6 +64,17 @@ class Batch:
     first_microbatch: int
     step: int
 
+    def of_replica(self, replica: int, replicas: int, microbatches: int) -> Batch:
+        """The samples of one of ``replicas``: a contiguous block of the step's, ``microbatches`` of them."""
+        rows = len(self.ids) // replicas
+        block = slice(replica * rows, (replica + 1) * rows)
+        return replace(
+            self,
+            ids=self.ids[block],
+            labels=self.labels[block],
+            first_microbatch=self.first_microbatch + replica * microbatches,
+        )
+
 
 class Pipeline:
     """The stages of this worker and the schedule that drives them.
@@ -71,6 +82,7 @@ class Pipeline:
     Args:
         items: the modules that this worker holds, by name.
         frozen: names of the frozen front of the whole list.
+        final: told the name of each item whose gradients no backward of a step touches any more.
     """
 
     def __init__(
@@ -81,6 +93,7 @@ class Pipeline:
         items: Mapping[str, nn.Module],
         frozen: Sequence[str],
         probe: Probe,
+        final: Callable[[str], None] | None = None,
     ) -> None:
         self.shape, self.world = shape, world
         prefixes = frozen_prefix(partition.stages, frozen)
@@ -106,18 +119,20 @@ class Pipeline:
                     device=world.device,
                     trains_before=before,
                     group=world.groups.pipeline,
+                    final=final,
                 )
             )
             self.modules.append(module)
         self.has_first = any(stage.is_first for stage in stages)
         self.has_last = any(stage.is_last for stage in stages)
-        self._schedule = _schedule(shape, stages)
+        self._schedule = _schedule(shape, stages, world.dims.data)
 
     def train_step(self, batch: Batch) -> torch.Tensor:
         """Run forward and backward of one step; gradients accumulate in the parameters.
 
         Returns:
-            The loss (a float64 scalar on CPU) on the worker that holds the head, zero elsewhere.
+            The replica's part of the step's loss (a float64 scalar on CPU) on the worker that holds the head, zero
+            elsewhere.
         """
         return self._run(batch, training=True)
 
@@ -145,8 +160,10 @@ class Pipeline:
         return total
 
 
-def _schedule(shape: PipelineShape, stages: list[ItemStage]) -> PipelineScheduleSingle | PipelineScheduleMulti:
-    loss = loss_of_microbatch(shape.microbatches)
+def _schedule(
+    shape: PipelineShape, stages: list[ItemStage], replicas: int
+) -> PipelineScheduleSingle | PipelineScheduleMulti:
+    loss = loss_of_microbatch(shape.microbatches * replicas)
     if shape.schedule in SINGLE:
         return SINGLE[shape.schedule](stages[0], shape.microbatches, loss_fn=loss, scale_grads=False)
     if shape.schedule in LOOPED:

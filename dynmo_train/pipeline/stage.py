@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -91,6 +92,11 @@ class ItemStage(PipelineStage):
 
     torch 2.13's split backward silently drops the weight gradients of a stage none of whose inputs requires grad, but
     for stage 0; here such a stage runs its full backward at W.
+
+    Args:
+        trains_before: whether something before this stage trains.
+        group: the processes of the pipeline.
+        final: told the name of each item whose gradients no backward of this step touches any more.
     """
 
     def __init__(
@@ -103,6 +109,7 @@ class ItemStage(PipelineStage):
         device: torch.device,
         trains_before: bool,
         group: dist.ProcessGroup | None = None,
+        final: Callable[[str], None] | None = None,
     ) -> None:
         size = (boundary.batch, boundary.tokens)
         inner = torch.empty(*size, boundary.width, device="meta")
@@ -120,6 +127,7 @@ class ItemStage(PipelineStage):
         )
         self.module = module
         self._trains_before, self._trains = trains_before, trains
+        self._final = final
         self._last_input: tuple[torch.Tensor, ...] = ()
 
     @property
@@ -163,8 +171,23 @@ class ItemStage(PipelineStage):
                 self.backward_state[bwd_chunk_id] = (loss if self.is_last else outputs, grads, inputs)
                 self.bwd_cache[bwd_chunk_id] = (None,)
             else:
-                with self.module.probe.backward(self.module.names):
+                with self._announcing(last_backward), self.module.probe.backward(self.module.names):
                     super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
+
+    @contextmanager
+    def _announcing(self, last_backward: bool) -> Iterator[None]:
+        """Around a backward that completes gradients: where it is the step's last one, tell what is final meanwhile."""
+        if not last_backward or self._final is None:
+            yield
+            return
+        with self.module.probe.telling(self._announce_from):
+            yield
+        self._announce_from(0)
+
+    def _announce_from(self, position: int) -> None:
+        if self._final is not None:
+            for name in reversed(self.module.names[position:]):
+                self._final(name)
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
         """The weight gradients that a split backward left over, item by item."""
@@ -173,12 +196,14 @@ class ItemStage(PipelineStage):
         with self.module.probe.busy():
             if not self._trains_before:
                 outputs, grads, inputs = self.backward_state.pop(bwd_chunk_id)
-                with self.module.probe.backward(self.module.names):
+                with self._announcing(last_backward), self.module.probe.backward(self.module.names):
                     stage_backward(outputs, grads, inputs)
                 return
             self.dw_runner.pop(bwd_chunk_id)
             _, groups, _, _ = self.backward_state.pop(bwd_chunk_id)
             self._weight_gradients(groups)
+            if last_backward:
+                self._announce_from(0)
 
     def _weight_gradients(self, groups: Sequence[dict[str, Any]]) -> None:
         owner: dict[int, int] = {}

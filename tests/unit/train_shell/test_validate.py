@@ -32,9 +32,9 @@ CASES = {
     "batch": ({"global_batch_size": 3}, "--global-batch-size"),
     "tensor": ({"tensor_model_parallel_size": 2, "world_size": 2}, "--tensor-model-parallel-size"),
     "processes": ({"pipeline_model_parallel_size": 2, "global_batch_size": 4}, "--pipeline-model-parallel-size"),
-    "data": (
-        {"pipeline_model_parallel_size": 1, "world_size": 2, "global_batch_size": 8},
-        "--pipeline-model-parallel-size",
+    "replicas": (
+        {"pipeline_model_parallel_size": 1, "world_size": 2, "micro_batch_size": 2, "global_batch_size": 6},
+        "--global-batch-size",
     ),
     "stages": ({"world_size": 7, "global_batch_size": 14}, "--pipeline-model-parallel-size"),
     "interleaved": (
