@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from .config import Config
 from .dynamics.pruning import CubicSchedule
 from .engine import EngineSettings
@@ -15,6 +17,7 @@ from .formats.plan_check import validate_plan
 from .models.gpt import Gpt, GptShape
 from .models.items import BoundaryShape, ItemSpec, ModelFamily
 from .optim.adamw import AdamWSettings
+from .optim.precision import LossScaling, Precision
 from .optim.schedule import LearningRate
 from .pipeline.partition import Partition, uniform_partition
 from .pipeline.schedule import PipelineShape
@@ -42,15 +45,36 @@ def family_of(config: Config) -> Gpt:
     )
 
 
+def precision_of(config: Config) -> Precision:
+    """The types of a run's arithmetic."""
+    given = config.precision
+    if given.bf16:
+        return Precision(compute=torch.bfloat16)
+    if not given.fp16:
+        return Precision()
+    constant = given.loss_scale
+    scaling = LossScaling(
+        initial=given.initial_loss_scale if constant is None else constant,
+        minimum=given.min_loss_scale,
+        window=given.loss_scale_window if constant is None else 0,
+        hysteresis=given.hysteresis,
+    )
+    return Precision(compute=torch.float16, scaling=scaling)
+
+
 def settings_of(config: Config) -> EngineSettings:
     """What fixes the mathematics of a run."""
     training, optimizer, pruning = config.training, config.optimizer, config.pruning
+    precision = precision_of(config)
     return EngineSettings(
         pipeline=PipelineShape(
             schedule=config.parallel.schedule,
             microbatches=config.microbatches,
             boundary=BoundaryShape(
-                batch=training.micro_batch_size, tokens=config.model.seq_length, width=config.model.hidden_size
+                batch=training.micro_batch_size,
+                tokens=config.model.seq_length,
+                width=config.model.hidden_size,
+                dtype=precision.compute,
             ),
             seed=training.seed,
             recompute=training.recompute_granularity == "full",
@@ -82,6 +106,7 @@ def settings_of(config: Config) -> EngineSettings:
         else None,
         sparse_threshold=pruning.sparse_threshold,
         overlap_reduction=config.parallel.DDP_impl == "torch",
+        precision=precision,
     )
 
 

@@ -32,8 +32,12 @@ MOMENTS_BYTES = 8
 
 
 def describe_items(family: ModelFamily, boundary: BoundaryShape) -> list[ItemInfo]:
-    """The items of a profile's header; sizes of float32 training with AdamW, from modules on the meta device."""
-    leaving = boundary.batch * boundary.tokens * boundary.width * FLOAT_BYTES
+    """The items of a profile's header; sizes of training with AdamW, from modules on the meta device.
+
+    Parameters and gradients are float32; lower precision holds a copy of the parameters in its own type beside them.
+    """
+    leaving = boundary.batch * boundary.tokens * boundary.width * boundary.dtype.itemsize
+    parameter_bytes = FLOAT_BYTES + (boundary.dtype.itemsize if boundary.dtype != torch.float32 else 0)
     infos: list[ItemInfo] = []
     for item in family.items:
         module = family.build(item.name, torch.device("meta"))
@@ -44,7 +48,7 @@ def describe_items(family: ModelFamily, boundary: BoundaryShape) -> list[ItemInf
                 layer=item.layer,
                 kind=item.kind,  # type: ignore[arg-type] # kinds of items are those of the format
                 param_count=count,
-                param_bytes=count * FLOAT_BYTES,
+                param_bytes=count * parameter_bytes,
                 gradient_bytes=count * FLOAT_BYTES,
                 optimizer_bytes=count * MOMENTS_BYTES,
                 boundary_bytes=FLOAT_BYTES if item.kind == "head" else leaving,

@@ -124,7 +124,7 @@ class Head(nn.Module):
 
     def forward(self, x_BTD: torch.Tensor, labels_BT: torch.Tensor) -> torch.Tensor:
         """The mean cross-entropy of the microbatch, a scalar."""
-        logits = self.logits(x_BTD)
+        logits = self.logits(x_BTD).float()
         return F.cross_entropy(logits.view(-1, logits.shape[-1]), labels_BT.reshape(-1))
 
 

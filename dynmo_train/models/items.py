@@ -36,11 +36,12 @@ class ItemSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class BoundaryShape:
-    """The one static shape of every tensor that crosses a stage boundary: ``[B, T, D]``."""
+    """The one static shape of every tensor that crosses a stage boundary, ``[B, T, D]``, and its type."""
 
     batch: int
     tokens: int
     width: int
+    dtype: torch.dtype = torch.float32
 
 
 class ModelFamily(Protocol):

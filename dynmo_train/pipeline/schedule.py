@@ -77,7 +77,7 @@ class Batch:
 
 
 class Pipeline:
-    """The stages of this worker and the schedule that drives them.
+    """The stages of this worker and the schedule that drives them. ``loss_scale`` multiplies what is differentiated.
 
     Args:
         items: the modules that this worker holds, by name.
@@ -125,7 +125,8 @@ class Pipeline:
             self.modules.append(module)
         self.has_first = any(stage.is_first for stage in stages)
         self.has_last = any(stage.is_last for stage in stages)
-        self._schedule = _schedule(shape, stages, world.dims.data)
+        self.loss_scale = 1.0
+        self._schedule = _schedule(shape, stages, world.dims.data, lambda: self.loss_scale)
 
     def train_step(self, batch: Batch) -> torch.Tensor:
         """Run forward and backward of one step; gradients accumulate in the parameters.
@@ -142,8 +143,7 @@ class Pipeline:
 
     def _run(self, batch: Batch, *, training: bool) -> torch.Tensor:
         for module in self.modules:
-            module.train(training)
-            module.step = batch.step
+            module.begin(batch.step, training=training)
         device = self.world.device
         arguments = (batch.ids.to(device),) if self.has_first else ()
         first = batch.first_microbatch
@@ -156,14 +156,14 @@ class Pipeline:
         run(*arguments, target=target, losses=losses, return_outputs=False, **keywords)
         total = torch.zeros((), dtype=torch.float64)
         if self.has_last:
-            total = torch.stack([loss.detach() for loss in losses]).to("cpu", torch.float64).sum()
+            total = torch.stack([loss.detach() for loss in losses]).to("cpu", torch.float64).sum() / self.loss_scale
         return total
 
 
 def _schedule(
-    shape: PipelineShape, stages: list[ItemStage], replicas: int
+    shape: PipelineShape, stages: list[ItemStage], replicas: int, scale: Callable[[], float]
 ) -> PipelineScheduleSingle | PipelineScheduleMulti:
-    loss = loss_of_microbatch(shape.microbatches * replicas)
+    loss = loss_of_microbatch(shape.microbatches * replicas, scale)
     if shape.schedule in SINGLE:
         return SINGLE[shape.schedule](stages[0], shape.microbatches, loss_fn=loss, scale_grads=False)
     if shape.schedule in LOOPED:

@@ -14,6 +14,7 @@ from torch.distributed.pipelining._backward import stage_backward, stage_backwar
 from torch.utils.checkpoint import checkpoint
 
 from ..models.items import BoundaryShape
+from ..optim.precision import ComputeCopies
 from ..parallel.seeding import seeded
 from .probe import Probe
 
@@ -26,7 +27,7 @@ class StageModule(nn.Module):
         frozen: how many of the first items belong to the frozen front of the whole list: they run without gradient.
         seed: of the run.
         recompute: whether an item keeps its input alone and runs again in the backward.
-        boundary: the shape of what an empty stage passes on.
+        boundary: the shape of what an empty stage passes on; its type is that of the arithmetic.
         device: where the items live.
     """
 
@@ -47,7 +48,17 @@ class StageModule(nn.Module):
         self.frozen, self.seed, self.recompute = frozen, seed, recompute
         self.step = 0
         self.probe, self.boundary, self.device = probe, boundary, device
+        self._copies = (
+            [ComputeCopies(layer, boundary.dtype) for layer in self.layers] if boundary.dtype != torch.float32 else []
+        )
         self._kept_anyway = {parameter.untyped_storage().data_ptr() for parameter in self.parameters()}
+
+    def begin(self, step: int, *, training: bool) -> None:
+        """Before the first microbatch of a step."""
+        self.train(training)
+        self.step = step
+        for copies in self._copies:
+            copies.refresh()
 
     def forward(self, x: torch.Tensor, *, microbatch: torch.Tensor, labels: torch.Tensor | None = None) -> torch.Tensor:
         """Run one microbatch.
@@ -61,7 +72,8 @@ class StageModule(nn.Module):
             The boundary tensor, or at the head the loss (a scalar).
         """
         index = int(microbatch)
-        for position, (name, module) in enumerate(zip(self.names, self.layers, strict=True)):
+        items: Sequence[Callable[..., Any]] = self._copies or list(self.layers)
+        for position, (name, module) in enumerate(zip(self.names, items, strict=True)):
             arguments = (labels,) if name == "head" else ()
             frozen = position < self.frozen
             with torch.set_grad_enabled(torch.is_grad_enabled() and not frozen), self.probe.forward(name):
@@ -69,11 +81,10 @@ class StageModule(nn.Module):
                 x = self._run(name, module, index, x, *arguments)
         return x
 
-    def _run(self, name: str, module: nn.Module, index: int, *arguments: Any) -> torch.Tensor:
+    def _run(self, name: str, module: Callable[..., torch.Tensor], index: int, *arguments: Any) -> torch.Tensor:
         def run(*inputs: Any) -> torch.Tensor:
             with seeded(self.device, self.seed, self.step, index, name):
-                output: torch.Tensor = module(*inputs)
-            return output
+                return module(*inputs)
 
         if not torch.is_grad_enabled():
             return run(*arguments)
@@ -112,7 +123,7 @@ class ItemStage(PipelineStage):
         final: Callable[[str], None] | None = None,
     ) -> None:
         size = (boundary.batch, boundary.tokens)
-        inner = torch.empty(*size, boundary.width, device="meta")
+        inner = torch.empty(*size, boundary.width, device="meta", dtype=boundary.dtype)
         trains = trains_before or module.frozen < len(module.names)
         super().__init__(
             module,
@@ -217,10 +228,17 @@ class ItemStage(PipelineStage):
                 stage_backward_weight(iter(parameters), [group])
 
 
-def loss_of_microbatch(microbatches: int) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
-    """The schedule's loss function: the head's own loss over the number of microbatches; the target is not used."""
+def loss_of_microbatch(
+    microbatches: int, scale: Callable[[], float]
+) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
+    """The schedule's loss function: the head's own loss over the number of microbatches; the target is not used.
+
+    Args:
+        scale: the loss scale in force.
+    """
 
     def scaled(output: torch.Tensor, _target: torch.Tensor) -> torch.Tensor:
-        return output / microbatches
+        factor = scale()
+        return output / microbatches if factor == 1.0 else output / microbatches * factor
 
     return scaled

@@ -47,6 +47,13 @@ CASES = {
     "min_lr": ({"min_lr": 0.1}, "--min-lr"),
     "two warm-ups": ({"lr_warmup_fraction": 0.1, "lr_warmup_iters": 2}, "--lr-warmup-fraction"),
     "long warm-up": ({"lr_warmup_iters": 51}, "--lr-warmup-iters"),
+    "two types": ({"fp16": True, "bf16": True}, "--fp16"),
+    "scale of nothing": ({"bf16": True, "loss_scale": 4.0}, "--loss-scale"),
+    "scales": ({"fp16": True, "min_loss_scale": 8.0, "initial_loss_scale": 4.0}, "--min-loss-scale"),
+    "low gradients": (
+        {"accumulate_allreduce_grads_in_fp32": False},
+        "--no-accumulate-allreduce-grads-in-fp32",
+    ),
     "pruning order": ({"sparsify": True, "pruning_start_iter": 51}, "--pruning-end-iter"),
     "sparsity order": ({"sparsify": True, "initial_sparsity": 0.95}, "--final-sparsity"),
     "freeze form": ({"freeze_schedule": "x"}, "--freeze-schedule"),
