@@ -72,7 +72,8 @@ def settings_of(config: Config) -> EngineSettings:
             microbatches=config.microbatches,
             boundary=BoundaryShape(
                 batch=training.micro_batch_size,
-                tokens=config.model.seq_length,
+                tokens=config.model.seq_length
+                // (config.parallel.tensor_model_parallel_size if config.parallel.sequence_parallel else 1),
                 width=config.model.hidden_size,
                 dtype=precision.compute,
             ),
@@ -105,6 +106,7 @@ def settings_of(config: Config) -> EngineSettings:
         if pruning.sparsify
         else None,
         sparse_threshold=pruning.sparse_threshold,
+        sequence_parallel=config.parallel.sequence_parallel,
         overlap_reduction=config.parallel.DDP_impl == "torch",
         precision=precision,
     )

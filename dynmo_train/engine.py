@@ -19,11 +19,18 @@ from .dynamics.pruning import CubicSchedule, GradualPruning
 from .dynamics.technique import Event
 from .models.items import ModelFamily
 from .optim.adamw import AdamWSettings
-from .optim.gradients import add_tied_gradients, clip_gradients, gradient_norm, zero_pruned_gradients
+from .optim.gradients import (
+    add_tied_gradients,
+    add_token_gradients,
+    clip_gradients,
+    gradient_norm,
+    zero_pruned_gradients,
+)
 from .optim.items import HeldItems, ItemState
 from .optim.precision import FLOAT32, LossScaler, Precision, unscale
 from .optim.schedule import LearningRate
 from .parallel.replicas import GradientReducer
+from .parallel.tensor import region_of
 from .parallel.world import World, gather_documents, sum_over_pipeline, sum_over_replicas
 from .pipeline.clock import clock_for
 from .pipeline.costs import costs_of_workers
@@ -45,6 +52,8 @@ class EngineSettings:
         precision: types of the arithmetic; the boundary's type is its ``compute``.
         fused_adam: NVIDIA's ``FusedAdam`` where it updates the weights; None where torch's AdamW does.
         overlap_reduction: whether the replicas' gradients are added while others are still being computed.
+        sequence_parallel: whether the stream between tensor-parallel regions is cut along the tokens; the boundary's
+            shape is then that of a part.
     """
 
     pipeline: PipelineShape
@@ -58,6 +67,7 @@ class EngineSettings:
     precision: Precision = FLOAT32
     fused_adam: type[Any] | None = None
     overlap_reduction: bool = False
+    sequence_parallel: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,7 +104,10 @@ class Engine:
     def __init__(self, family: ModelFamily, settings: EngineSettings, partition: Partition, world: World) -> None:
         self.family, self.settings, self.world = family, settings, world
         self.partition = partition
-        self.held = HeldItems(family, settings.adamw, world.device, settings.sparse_threshold, settings.fused_adam)
+        region = region_of(world, sequence=settings.sequence_parallel)
+        self.held = HeldItems(
+            family, settings.adamw, world.device, settings.sparse_threshold, settings.fused_adam, region
+        )
         self.scaler = LossScaler(settings.precision.scaling)
         self.advanced = 0
         self.probe = Probe(clock_for(world.device))
@@ -203,6 +216,7 @@ class Engine:
     def _prepare_gradients(self) -> float:
         ties = self.family.ties
         self._reducer.finish([(name, list(module.parameters())) for name, module in self.held.modules.items()])
+        add_token_gradients(self.held)
         add_tied_gradients(self.held, ties, self.partition.owners(), self.world)
         stopped = self.freezing.without_updates()
         if stopped:

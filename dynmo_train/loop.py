@@ -76,7 +76,7 @@ def _begin(config: Config, world: World) -> _Run:
         engine.build()
     else:
         progress = checkpoint.manifest.get("x_progress", {})
-        reader = state_reader(checkpoint, family, world.device)
+        reader = state_reader(checkpoint, engine.held, world.device)
         engine.restore(reader, checkpoint.manifest["step"], **progress)
 
     workers, dims = describe_workers(world), world.dims

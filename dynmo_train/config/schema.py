@@ -73,6 +73,7 @@ class ParallelConfig:
     """How the work is spread over workers."""
 
     tensor_model_parallel_size: int = option("Ranks that share each matrix product.", default=1, minimum=1)
+    sequence_parallel: bool = option("Cut the stream between tensor-parallel products along the tokens.", default=False)
     pipeline_model_parallel_size: int = option(
         "Pipeline positions.",
         minimum=1,

@@ -46,17 +46,28 @@ def _batch(config: Config, _world_size: int) -> Iterator[Problem]:
 def _workers(config: Config, world_size: int) -> Iterator[Problem]:
     parallel = config.parallel
     tensor, pipeline = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
-    if tensor != 1:
-        yield _later(
-            "--tensor-model-parallel-size",
-            f"{tensor}: this version has no tensor parallelism; write 1 and use more pipeline stages",
-        )
     if world_size % (tensor * pipeline):
         yield _conflict(
             "--pipeline-model-parallel-size",
             f"{pipeline} x --tensor-model-parallel-size {tensor} does not divide the {world_size} processes of this"
             f" run; start with --nproc {tensor * pipeline}",
         )
+
+
+def _tensor(config: Config, _world_size: int) -> Iterator[Problem]:
+    """What tensor parallelism cuts must divide."""
+    parallel, model = config.parallel, config.model
+    size = parallel.tensor_model_parallel_size
+    if parallel.sequence_parallel and size == 1:
+        yield _conflict("--sequence-parallel", "needs --tensor-model-parallel-size 2 or more")
+    cut = [
+        ("--num-attention-heads", model.num_attention_heads),
+        ("--ffn-hidden-size", model.ffn_hidden_size),
+    ]
+    cut += [("--seq-length", model.seq_length)] if parallel.sequence_parallel else []
+    for flag, value in cut:
+        if value % size:
+            yield _conflict(flag, f"{value} is not a multiple of --tensor-model-parallel-size {size}, which cuts it")
 
 
 def _stages(config: Config, _world_size: int) -> Iterator[Problem]:
@@ -194,6 +205,7 @@ RULES: tuple[Rule, ...] = (
     _shape,
     _batch,
     _workers,
+    _tensor,
     _stages,
     _microbatches,
     _learning_rate,

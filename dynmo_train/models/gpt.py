@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from ..parallel.seeding import stable_seed
+from ..parallel.tensor import TensorRegion, token_losses
 from .items import ItemSpec
 from .linear import PrunableLinear
 
@@ -72,7 +73,7 @@ class Attention(nn.Module):
     def __init__(self, shape: GptShape, device: torch.device) -> None:
         super().__init__()
         width = shape.hidden_size
-        self.heads = shape.num_attention_heads
+        self.heads, self.head_width = shape.num_attention_heads, width // shape.num_attention_heads
         self.norm = nn.LayerNorm(width, eps=shape.layernorm_epsilon, device=device)
         self.qkv = PrunableLinear(width, 3 * width, device)
         self.dense = PrunableLinear(width, width, device)
@@ -80,12 +81,12 @@ class Attention(nn.Module):
 
     def forward(self, x_BTD: torch.Tensor) -> torch.Tensor:
         """Apply the sublayer with its residual."""
-        B, T, D = x_BTD.shape
-        qkv = self.qkv(self.norm(x_BTD)).view(B, T, self.heads, 3, D // self.heads)
+        qkv_BTE = self.qkv(self.norm(x_BTD))
+        qkv = qkv_BTE.view(*qkv_BTE.shape[:2], -1, 3, self.head_width)
         q_BHTK, k_BHTK, v_BHTK = (part.transpose(1, 2) for part in qkv.unbind(3))
         dropout = self.attention_dropout if self.training else 0.0
         y_BHTK = F.scaled_dot_product_attention(q_BHTK, k_BHTK, v_BHTK, dropout_p=dropout, is_causal=True)
-        y_BTD = self.dense(y_BHTK.transpose(1, 2).reshape(B, T, D))
+        y_BTD = self.dense(y_BHTK.transpose(1, 2).flatten(2))
         return x_BTD + F.dropout(y_BTD, self.dropout, self.training)
 
 
@@ -116,6 +117,7 @@ class Head(nn.Module):
         super().__init__()
         self.norm = nn.LayerNorm(shape.hidden_size, eps=shape.layernorm_epsilon, device=device)
         self.weight = nn.Parameter(torch.empty(shape.padded_vocab_size, shape.hidden_size, device=device))
+        self.region: TensorRegion | None = None
         self.vocab_size = shape.vocab_size
 
     def logits(self, x_BTD: torch.Tensor) -> torch.Tensor:
@@ -124,6 +126,9 @@ class Head(nn.Module):
 
     def forward(self, x_BTD: torch.Tensor, labels_BT: torch.Tensor) -> torch.Tensor:
         """The mean cross-entropy of the microbatch, a scalar."""
+        if self.region is not None:
+            losses = token_losses(self.norm(x_BTD), self.weight, None, labels_BT, self.vocab_size, self.region)
+            return losses.mean()
         logits = self.logits(x_BTD).float()
         return F.cross_entropy(logits.view(-1, logits.shape[-1]), labels_BT.reshape(-1))
 

@@ -57,10 +57,15 @@ class Scenario:
     freeze_tied: bool = False
     clip: float = 0.2
     tied: bool = True
+    dropout: float = 0.1
     precision: str = "fp32"
 
     def family(self) -> Gpt:
-        return Gpt(replace(SHAPE, tied_embeddings=self.tied))
+        return Gpt(
+            replace(
+                SHAPE, tied_embeddings=self.tied, hidden_dropout=self.dropout, attention_dropout=self.dropout
+            )
+        )
 
     def settings(self) -> EngineSettings:
         precision = PRECISIONS[self.precision]

@@ -84,3 +84,29 @@ def verify(run):
         command = [program_path("dynmo-ckpt"), "verify", str(path), "--level", "full"]
         done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
         assert done.returncode == 0, done.stderr
+
+
+T2, TP, TD = ParallelDims(tensor=2), ParallelDims(tensor=2, pipeline=2), ParallelDims(tensor=2, data=2)
+CUT = {"sequence_parallel": True}
+
+
+def test_cut_products_give_one_process_s_figures():
+    """Without dropout, whose draws differ by rank, the losses are those of one process; pruned and frozen on the way."""
+    plain = Scenario(dropout=0.0)
+    alone = one_process(plain)
+    for got in played(2, [Layout(dims=T2, scenario=plain), Layout(dims=T2, scenario=plain, settings=CUT)]):
+        close(got["losses"], alone["losses"])
+        close(got["norms"], alone["norms"], 1e-4)
+        close([got["held_out"]], [alone["held_out"]])
+
+
+def test_cut_products_give_the_same_bits_on_any_partition():
+    for settings in ({}, CUT):
+        two = played(2, [Layout(dims=T2, settings=settings)])[0]
+        scenarios = [
+            Scenario(moves=WANDER),
+            Scenario(schedule="gpipe", recompute=True),
+            Scenario(schedule="zero-bubble", moves=WANDER),
+        ]
+        for got in played(4, [Layout(dims=TP, scenario=each, settings=settings) for each in scenarios]):
+            assert got == two

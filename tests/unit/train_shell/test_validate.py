@@ -30,7 +30,9 @@ CASES = {
     "heads": ({"num_attention_heads": 5}, "--hidden-size"),
     "positions": ({"max_position_embeddings": 31}, "--seq-length"),
     "batch": ({"global_batch_size": 3}, "--global-batch-size"),
-    "tensor": ({"tensor_model_parallel_size": 2, "world_size": 2}, "--tensor-model-parallel-size"),
+    "cut heads": ({"tensor_model_parallel_size": 3, "world_size": 3, "ffn_hidden_size": 96}, "--num-attention-heads"),
+    "cut width": ({"tensor_model_parallel_size": 2, "world_size": 2, "ffn_hidden_size": 97}, "--ffn-hidden-size"),
+    "sequence alone": ({"sequence_parallel": True}, "--sequence-parallel"),
     "processes": ({"pipeline_model_parallel_size": 2, "global_batch_size": 4}, "--pipeline-model-parallel-size"),
     "replicas": (
         {"pipeline_model_parallel_size": 1, "world_size": 2, "micro_batch_size": 2, "global_batch_size": 6},
