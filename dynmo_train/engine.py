@@ -9,7 +9,7 @@ import math
 import resource
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -81,6 +81,8 @@ class StepResult:
         loss_scale: the scale that the next step will use.
         updated: False where a gradient was not finite; the weights and the schedule then stayed as they were.
         step_ns: wall time of this worker.
+        figures: what items report (auxiliary losses, routing): item -> figure -> one or more values, means over the
+            microbatches, in list order.
         costs: one object a worker (``items``, arrays as in the profile, ``busy_ns``, ``peak_memory_bytes``), in order
             of worker, where the step was sampled.
     """
@@ -92,6 +94,7 @@ class StepResult:
     updated: bool
     step_ns: int
     costs: list[dict[str, Any]] | None
+    figures: Mapping[str, Mapping[str, list[float]]] = field(default_factory=dict)
 
 
 class Engine:
@@ -161,6 +164,7 @@ class Engine:
                 self.settings.pipeline,
                 self.partition,
                 self.world,
+                self.family.items,
                 self.held.modules,
                 self.freezing.frozen,
                 self.probe,
@@ -192,6 +196,7 @@ class Engine:
             self.held.drop_gradients()
         self.scaler.update(finite=updated)
         total = self._mean_loss(loss)
+        figures = self._figures()
         step_ns = time.perf_counter_ns() - started
         self.is_warm = True
         costs = None
@@ -205,6 +210,7 @@ class Engine:
             updated=updated,
             step_ns=step_ns,
             costs=costs,
+            figures=figures,
         )
 
     def _own_part(self, batch: Batch) -> Batch:
@@ -231,6 +237,23 @@ class Engine:
     def _mean_loss(self, loss: torch.Tensor) -> float:
         """The step's loss at every process, from the parts that one worker of each replica knows."""
         return float(sum_over_replicas(self.world, sum_over_pipeline(self.world, loss)))
+
+    def _figures(self) -> dict[str, dict[str, list[float]]]:
+        """What the items of all workers reported in the last step."""
+        declared = [(item.name, name, length) for item in self.family.items for name, length in item.figures]
+        if not declared:
+            return {}
+        here = self.pipeline().reported()
+        parts = [
+            here[item][name].reshape(length) if name in here.get(item, {}) else torch.zeros(length, dtype=torch.float64)
+            for item, name, length in declared
+        ]
+        means = sum_over_replicas(self.world, sum_over_pipeline(self.world, torch.cat(parts))) / self.world.dims.data
+        whole = means.split([length for _, _, length in declared])
+        figures: dict[str, dict[str, list[float]]] = {}
+        for (item, name, _), values in zip(declared, whole, strict=True):
+            figures.setdefault(item, {})[name] = values.tolist()
+        return figures
 
     def _costs(self) -> dict[str, Any]:
         if self.world.device.type == "cuda":

@@ -15,12 +15,13 @@ from typing import Any
 
 import torch
 
-from .building import family_of, first_partition, plan_problems, settings_of
+from .building import first_partition, plan_problems, settings_of
 from .checkpoint import Checkpoint, CheckpointError, remove_stale_staging
 from .config import Config
 from .console import say
 from .data.batches import Samples, open_samples
 from .engine import Engine, StepResult
+from .families import family_of
 from .formats.plan import initial_plan, plan_ids, write_plan
 from .formats.profile import Layout, ModelInfo
 from .loading import checkpoint_to_load
@@ -109,7 +110,7 @@ def _begin(config: Config, world: World) -> _Run:
         ),
         measure_link(world),
         workers,
-        describe_items(family, settings.pipeline.boundary),
+        describe_items(family, settings.pipeline.boundary, engine.held.blueprint),
     )
     first_plan = _write_first_plan(config, engine, directory, checkpoint)
     return _Run(config, engine, samples, directory, recorder, checkpoint, first_plan)

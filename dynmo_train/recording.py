@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from .dynamics.technique import Event
 from .formats.profile import (
@@ -23,7 +24,7 @@ from .formats.profile import (
     next_segment,
     step_record,
 )
-from .models.items import BoundaryShape, ModelFamily
+from .models.items import BoundaryShape, ModelFamily, live_before
 from .parallel.world import World, gather_documents
 from .rundir import RunDirectory
 
@@ -31,16 +32,18 @@ FLOAT_BYTES = 4
 MOMENTS_BYTES = 8
 
 
-def describe_items(family: ModelFamily, boundary: BoundaryShape) -> list[ItemInfo]:
+def describe_items(family: ModelFamily, boundary: BoundaryShape, build: Callable[[str], nn.Module]) -> list[ItemInfo]:
     """The items of a profile's header; sizes of training with AdamW, from modules on the meta device.
+
+    Args:
+        build: an item as one process holds it, without memory for its weights.
 
     Parameters and gradients are float32; lower precision holds a copy of the parameters in its own type beside them.
     """
-    leaving = boundary.batch * boundary.tokens * boundary.width * boundary.dtype.itemsize
     parameter_bytes = FLOAT_BYTES + (boundary.dtype.itemsize if boundary.dtype != torch.float32 else 0)
     infos: list[ItemInfo] = []
-    for item in family.items:
-        module = family.build(item.name, torch.device("meta"))
+    for index, item in enumerate(family.items):
+        module = build(item.name)
         count = sum(parameter.numel() for parameter in module.parameters())
         infos.append(
             ItemInfo(
@@ -51,7 +54,7 @@ def describe_items(family: ModelFamily, boundary: BoundaryShape) -> list[ItemInf
                 param_bytes=count * parameter_bytes,
                 gradient_bytes=count * FLOAT_BYTES,
                 optimizer_bytes=count * MOMENTS_BYTES,
-                boundary_bytes=FLOAT_BYTES if item.kind == "head" else leaving,
+                boundary_bytes=boundary.num_bytes(live_before(family.items, index + 1)),
                 cut_before=item.cut_before,
                 tied_to=item.tied_to,
             )

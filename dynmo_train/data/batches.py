@@ -26,8 +26,7 @@ class Samples:
         """The batch after ``consumed`` samples."""
         tokens = torch.from_numpy(part.batch(range(consumed, consumed + self.global_batch)))
         return Batch(
-            ids=tokens[:, :-1].contiguous(),
-            labels=tokens[:, 1:].contiguous(),
+            inputs={"ids": tokens[:, :-1].contiguous(), "labels": tokens[:, 1:].contiguous()},
             first_microbatch=consumed // self.micro_batch,
             step=step,
         )

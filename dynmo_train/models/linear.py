@@ -116,11 +116,12 @@ class PrunableLinear(nn.Module):
     """
 
     mask: torch.Tensor | None
+    bias: nn.Parameter | None
 
-    def __init__(self, inputs: int, outputs: int, device: torch.device) -> None:
+    def __init__(self, inputs: int, outputs: int, device: torch.device, *, bias: bool = True) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(outputs, inputs, device=device))
-        self.bias = nn.Parameter(torch.zeros(outputs, device=device))
+        self.bias = nn.Parameter(torch.zeros(outputs, device=device)) if bias else None
         self.register_buffer("mask", None, persistent=False)
         self.form = DENSE
         self.enter: StreamEnd | None = None

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from ..parallel.tensor import TensorRegion
-from .gpt import Head
+from .blocks import Head
 from .linear import PrunableLinear
 
 SplitDim = Callable[[str], int | None]

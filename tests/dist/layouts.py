@@ -27,7 +27,7 @@ def engine_on(world: World, layout: Layout) -> Engine:
     family, settings = scenario.family(), scenario.settings()
     boundary = settings.pipeline.boundary
     if layout.settings.get("sequence_parallel"):
-        boundary = replace(boundary, tokens=boundary.tokens // world.dims.tensor)
+        boundary = boundary.cut_along_tokens(world.dims.tensor)
     pipeline = replace(settings.pipeline, microbatches=MICROBATCHES // world.dims.data, boundary=boundary)
     start = scenario.start or uniform_partition(family.items, world.dims.pipeline, scenario.virtual)
     engine = Engine(family, replace(settings, pipeline=pipeline, **layout.settings), start, world)

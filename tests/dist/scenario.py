@@ -69,7 +69,7 @@ class Scenario:
 
     def settings(self) -> EngineSettings:
         precision = PRECISIONS[self.precision]
-        boundary = BoundaryShape(
+        boundary = BoundaryShape.hidden(
             batch=MICRO_BATCH, tokens=TOKENS, width=SHAPE.hidden_size, dtype=precision.compute
         )
         return EngineSettings(
@@ -95,8 +95,7 @@ def batch_of(step: int) -> Batch:
     generator = torch.Generator().manual_seed(1000 + step)
     ids = torch.randint(0, SHAPE.vocab_size, (MICROBATCHES * MICRO_BATCH, TOKENS + 1), generator=generator)
     return Batch(
-        ids=ids[:, :-1].contiguous(),
-        labels=ids[:, 1:].contiguous(),
+        inputs={"ids": ids[:, :-1].contiguous(), "labels": ids[:, 1:].contiguous()},
         first_microbatch=(step - 1) * MICROBATCHES,
         step=step,
     )
