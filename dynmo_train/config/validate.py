@@ -175,14 +175,22 @@ def _freezing(config: Config, _world_size: int) -> Iterator[Problem]:
         yield _conflict("--freeze-tied", "has no effect with --untie-embeddings-and-output-weights")
 
 
-def _split(config: Config, _world_size: int) -> Iterator[Problem]:
+def _data(config: Config, _world_size: int) -> Iterator[Problem]:
+    data = config.data
     try:
-        shares = config.data.split_shares
+        shares, own = data.split_shares, data.part_blends
+        blend = data.blend
     except UsageError as error:
-        yield Problem("--split", "form", str(error))
+        yield Problem(str(error).split(" ", 1)[0], "form", str(error))
         return
-    if not shares[0]:
-        yield _conflict("--split", f"{config.data.split!r} leaves nothing to train on")
+    if blend and any(own):
+        yield _conflict(
+            "--data-path", "cannot be combined with --train-data-path and its kin; they make --split needless"
+        )
+    elif blend and not shares[0]:
+        yield _conflict("--split", f"{data.split!r} leaves nothing to train on")
+    if data.tokenizer_type == "NullTokenizer" and (data.tokenizer_model or data.vocab_file or data.merge_file):
+        yield _conflict("--tokenizer-type", "NullTokenizer reads no file; leave the files out, or give their type")
 
 
 def _balance(config: Config, _world_size: int) -> Iterator[Problem]:
@@ -212,7 +220,7 @@ RULES: tuple[Rule, ...] = (
     _precision,
     _pruning,
     _freezing,
-    _split,
+    _data,
     _balance,
     _run,
 )

@@ -67,6 +67,12 @@ CASES = {
     ),
     "split form": ({"split": "x"}, "--split"),
     "split empty": ({"split": "0,1,0"}, "--split"),
+    "blend form": ({"data_path": "0.3 a b"}, "--data-path"),
+    "two kinds of data": ({"train_data_path": "a"}, "--data-path"),
+    "null with files": (
+        {"tokenizer_type": "NullTokenizer", "tokenizer_model": "t.json"},
+        "--tokenizer-type",
+    ),
     "offline": ({"balance": "offline"}, "--balance"),
     "lockstep": ({"balance_lockstep": True}, "--balance-lockstep"),
     "alone": ({"balance": "online"}, "--balance"),
