@@ -12,6 +12,7 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining._backward import stage_backward, stage_backward_weight
 from torch.utils.checkpoint import checkpoint
 
+from ..models.early_exit import call_item
 from ..models.inner_loss import with_losses
 from ..models.items import BoundaryShape, ItemSpec, Reported, output_of
 from ..parallel.seeding import seeded
@@ -31,7 +32,7 @@ class StageModule(nn.Module):
         recompute: whether an item keeps its input alone and runs again in the backward.
         device: where the items live.
 
-    ``step`` and ``loss_scale``, what the loss of a microbatch is multiplied with before its backward, are set each step.
+    ``step`` and ``loss_scale`` (what a microbatch's loss is multiplied with before its backward) are set each step.
     """
 
     def __init__(
@@ -76,7 +77,7 @@ class StageModule(nn.Module):
             with torch.set_grad_enabled(torch.is_grad_enabled() and not frozen), self.probe.forward(spec.name):
                 read = [values[name].detach() if frozen else values[name] for name in spec.reads]
                 read[:1] = [self.probe.mark(each, position) for each in read[:1]]
-                result = self._run(spec.name, module, index, *read, *(batch[name] for name in spec.inputs))
+                result = self._run(spec, module, index, *read, *(batch[name] for name in spec.inputs))
             values[spec.writes] = output_of(result)
             if isinstance(result, Reported):
                 values[spec.writes] = with_losses(result.output, result.losses.values(), self.loss_scale)
@@ -90,11 +91,12 @@ class StageModule(nn.Module):
         for name, value in figures.items():
             kept.setdefault(name, []).append(value.detach())
 
-    def _run(self, name: str, module: nn.Module, index: int, *arguments: torch.Tensor) -> torch.Tensor | Reported:
+    def _run(self, spec: ItemSpec, module: nn.Module, index: int, *arguments: torch.Tensor) -> torch.Tensor | Reported:
+        name = spec.name
+
         def run(*inputs: Any) -> torch.Tensor | Reported:
             with seeded(self.device, self.seed, self.step, index, name):
-                output: torch.Tensor | Reported = module(*inputs)
-            return output
+                return call_item(spec, module, *inputs)
 
         if not torch.is_grad_enabled():
             return run(*arguments)
