@@ -21,8 +21,9 @@ from .optim.adamw import AdamWSettings
 from .optim.gradients import add_tied_gradients, clip_gradients, gradient_norm, zero_pruned_gradients
 from .optim.items import HeldItems, ItemState
 from .optim.schedule import LearningRate
-from .parallel.world import World, gather_documents, sum_over_world
+from .parallel.world import World, gather_documents, mean_over_replicas, sum_over_pipeline
 from .pipeline.clock import clock_for
+from .pipeline.costs import costs_of_workers
 from .pipeline.partition import Partition
 from .pipeline.probe import Probe
 from .pipeline.schedule import Batch, Pipeline, PipelineShape
@@ -89,7 +90,7 @@ class Engine:
         self.freezing = LayerFreezing(settings.freeze_steps, family.items, self.held, family.ties, settings.freeze_tied)
         self.pruning = None
         if settings.pruning is not None:
-            self.pruning = GradualPruning(settings.pruning, self.held, lambda: self.freezing.frozen)
+            self.pruning = GradualPruning(settings.pruning, self.held, lambda: self.freezing.frozen, world)
         self._item_names = tuple(item.name for item in family.items)
         self._pipeline: Pipeline | None = None
         self.is_warm = False
@@ -97,7 +98,7 @@ class Engine:
     @property
     def local_names(self) -> tuple[str, ...]:
         """Names of the items that the partition gives this worker, in list order."""
-        stages = self.partition.stages_of_worker(self.world.rank)
+        stages = self.partition.stages_of_worker(self.world.worker)
         return tuple(name for stage in stages for name in self.partition.stages[stage])
 
     def build(self) -> None:
@@ -137,11 +138,13 @@ class Engine:
         rate = self.settings.rate.at(batch.step)
         clip_gradients(self.held, norm, self.settings.clip)
         self.held.update(rate)
-        total = float(sum_over_world(loss))
+        total = self._mean_loss(loss)
         figures = self._figures()
         step_ns = time.perf_counter_ns() - started
         self.is_warm = True
-        costs = gather_documents(self.world, self._costs()) if sampled else None
+        costs = None
+        if sampled:
+            costs = costs_of_workers(self.world.dims, gather_documents(self.world, self._costs()))
         return StepResult(loss=total, grad_norm=norm, rate=rate, step_ns=step_ns, costs=costs, figures=figures)
 
     def _prepare_gradients(self) -> float:
@@ -153,7 +156,11 @@ class Engine:
                 if name in stopped:
                     parameter.grad = None
         zero_pruned_gradients(self.held.modules)
-        return gradient_norm(self.held, self._item_names, ties)
+        return gradient_norm(self.held, self._item_names, ties, self.world)
+
+    def _mean_loss(self, loss: torch.Tensor) -> float:
+        """The loss that one worker of each replica knows, at every process: the mean over the replicas."""
+        return float(mean_over_replicas(self.world, sum_over_pipeline(self.world, loss)))
 
     def _figures(self) -> dict[str, dict[str, list[float]]]:
         """What the items of all workers reported in the last step."""
@@ -165,7 +172,8 @@ class Engine:
             here[item][name].reshape(length) if name in here.get(item, {}) else torch.zeros(length, dtype=torch.float64)
             for item, name, length in declared
         ]
-        whole = sum_over_world(torch.cat(parts)).split([length for _, _, length in declared])
+        means = mean_over_replicas(self.world, sum_over_pipeline(self.world, torch.cat(parts)))
+        whole = means.split([length for _, _, length in declared])
         figures: dict[str, dict[str, list[float]]] = {}
         for (item, name, _), values in zip(declared, whole, strict=True):
             figures.setdefault(item, {})[name] = values.tolist()
@@ -184,7 +192,7 @@ class Engine:
     def evaluate(self, batches: Iterable[Batch]) -> float:
         """The mean loss over some batches, without gradient or dropout."""
         self.probe.begin_step(False)
-        losses = [float(sum_over_world(self.pipeline().evaluate(batch))) for batch in batches]
+        losses = [self._mean_loss(self.pipeline().evaluate(batch)) for batch in batches]
         return sum(losses) / len(losses)
 
     def after_step(self, step: int) -> Sequence[Event]:

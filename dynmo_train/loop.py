@@ -26,6 +26,7 @@ from .formats.plan import initial_plan, plan_ids, write_plan
 from .formats.profile import Layout, ModelInfo
 from .loading import checkpoint_to_load
 from .optim.apex import find_apex
+from .parallel.dims import ParallelDims
 from .parallel.world import World, broadcast_document, join_world, leave_world
 from .pipeline.schedule import Batch
 from .rebalance.controller import Controller, ControllerSettings
@@ -41,7 +42,13 @@ def run_pretrain(config: Config) -> int:
     torch.set_num_threads(config.training.num_threads)
     # Said once by torch for every process; what it may change is covered by the tests of linear layers.
     warnings.filterwarnings("ignore", message="Sparse CSR tensor support is in beta state")
-    world = join_world(config.training.device)
+    parallel = config.parallel
+    dims = ParallelDims(
+        pipeline=parallel.pipeline_model_parallel_size,
+        tensor=parallel.tensor_model_parallel_size,
+        data=parallel.data_parallel_size,
+    )
+    world = join_world(config.training.device, dims=dims)
     try:
         run = _begin(config, world)
         try:

@@ -55,23 +55,26 @@ def describe_items(family: ModelFamily, boundary: BoundaryShape) -> list[ItemInf
 
 
 def describe_workers(world: World) -> list[WorkerInfo]:
-    """The workers of a profile's header, one a rank; every worker calls this."""
+    """The workers of a profile's header, each with all its ranks; every process calls this."""
     if world.device.type == "cuda":
         memory = torch.cuda.get_device_properties(world.device).total_memory
     else:
         local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // local
     told = gather_documents(world, {"host": world.host, "memory_bytes": memory})
-    return [
-        WorkerInfo(
-            worker=rank,
-            ranks=[rank],
-            hosts=[one["host"]],
-            device="cuda" if world.device.type == "cuda" else "cpu",
-            memory_bytes=one["memory_bytes"],
+    workers: list[WorkerInfo] = []
+    for worker in range(world.dims.pipeline):
+        ranks = world.dims.ranks(pipeline=worker)
+        workers.append(
+            WorkerInfo(
+                worker=worker,
+                ranks=ranks,
+                hosts=list(dict.fromkeys(told[rank]["host"] for rank in ranks)),
+                device="cuda" if world.device.type == "cuda" else "cpu",
+                memory_bytes=min(told[rank]["memory_bytes"] for rank in ranks),
+            )
         )
-        for rank, one in enumerate(told)
-    ]
+    return workers
 
 
 def link_from(payload_bytes: int, latency_ns: float, payload_ns: float) -> LinkInfo:
@@ -85,9 +88,10 @@ def link_from(payload_bytes: int, latency_ns: float, payload_ns: float) -> LinkI
 
 
 def measure_link(world: World, payload_bytes: int = 1 << 22, repeats: int = 5) -> LinkInfo | None:
-    """Latency and bandwidth between workers 0 and 1, by ping-pong; None on one worker. Every worker calls this."""
-    if world.size == 1:
+    """Latency and bandwidth between workers 0 and 1, by ping-pong; None on one worker. Every process calls this."""
+    if world.dims.pipeline == 1:
         return None
+    here, there = world.dims.rank_of(pipeline=0, data=0, tensor=0), world.dims.rank_of(pipeline=1, data=0, tensor=0)
     fastest: list[float] = []
     for size in (1, payload_bytes):
         block = torch.zeros(size, dtype=torch.uint8, device=world.device)
@@ -95,12 +99,12 @@ def measure_link(world: World, payload_bytes: int = 1 << 22, repeats: int = 5) -
         for _ in range(repeats + 1):
             dist.barrier()
             begin = time.perf_counter_ns()
-            if world.rank == 0:
-                dist.send(block, 1)
-                dist.recv(block, 1)
-            elif world.rank == 1:
-                dist.recv(block, 0)
-                dist.send(block, 0)
+            if world.rank == here:
+                dist.send(block, there)
+                dist.recv(block, there)
+            elif world.rank == there:
+                dist.recv(block, here)
+                dist.send(block, here)
             if world.device.type == "cuda":
                 torch.cuda.synchronize(world.device)
             times.append((time.perf_counter_ns() - begin) / 2)

@@ -66,7 +66,7 @@ def save(engine: Engine, checkpoints_dir: Path, run: SavedRun) -> Path:
             (staging / "tokenizer").mkdir()
             shutil.copyfile(run.tokenizer, staging / "tokenizer" / "tokenizer.json")
     except (OSError, DynmoError) as error:
-        problem = f"worker {world.rank}: {error}"
+        problem = f"rank {world.rank}: {error}"
     told = gather_documents(world, {"problem": problem, "report": report, "facts": _facts_of_part(engine, states)})
     if world.is_first:
         problem = "; ".join(one["problem"] for one in told if one["problem"]) or None
@@ -89,7 +89,7 @@ def _write_part(engine: Engine, staging: Path, states: Mapping[str, ItemState]) 
         }
         if not tensors:
             continue
-        file = f"{kind}-p{engine.world.rank:03d}-t00.safetensors"
+        file = f"{kind}-p{engine.world.worker:03d}-t{engine.world.shard:02d}.safetensors"
         checksums = write_shard(staging, file, tensors)
         report += [
             {

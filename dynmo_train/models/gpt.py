@@ -16,6 +16,16 @@ from .items import LOSS, ItemSpec
 
 WORD = "embedding.word.weight"
 HEAD = "head.weight"
+SPLIT_DIMS = {
+    "word.weight": 0,
+    "qkv.weight": 0,
+    "qkv.bias": 0,
+    "dense.weight": 1,
+    "fc1.weight": 0,
+    "fc1.bias": 0,
+    "fc2.weight": 1,
+    "head.weight": 0,
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,6 +137,10 @@ class Gpt:
             norm=self._norm(device),
             device=device,
         )
+
+    def split_dim(self, parameter: str) -> int | None:
+        """Heads, MLP width and vocabulary are cut; norms, positions and the biases of a branch's end are not."""
+        return SPLIT_DIMS.get(".".join(parameter.split(".")[-2:]))
 
     def manifest(self) -> dict[str, object]:
         """The ``model`` object of a checkpoint's manifest."""

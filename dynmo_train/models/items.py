@@ -128,6 +128,12 @@ class ModelFamily(Protocol):
     def build(self, name: str, device: torch.device) -> nn.Module:
         """Build one item with its initial weights, which depend on the seed and the name alone."""
 
+    def split_dim(self, parameter: str) -> int | None:
+        """The dimension that tensor parallelism cuts of a parameter, by its global name; None where each rank has all.
+
+        A module whose weight is cut along 0 gives out a part of its outputs, along 1 it takes a part of its inputs.
+        """
+
     def manifest(self) -> dict[str, object]:
         """The ``model`` object of a checkpoint's manifest."""
 

@@ -31,7 +31,8 @@ def rotary_frequencies(
     low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
     waves = 2 * math.pi / frequencies
     share: torch.Tensor = ((original / waves - low) / (high - low)).clamp(0.0, 1.0)
-    return (1 - share) * frequencies / factor + share * frequencies
+    scaled: torch.Tensor = (1 - share) * frequencies / factor + share * frequencies
+    return scaled
 
 
 class Rotary(nn.Module):

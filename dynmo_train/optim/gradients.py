@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ..models.items import masks_of
-from ..parallel.world import World, sum_over_world
+from ..parallel.world import World, sum_over_pipeline
 from .items import HeldItems
 
 
@@ -41,7 +41,7 @@ def add_tied_gradients(held: HeldItems, ties: Mapping[str, str], owners: Mapping
     here = {name: parameter for _, name, parameter in held.parameters()}
     for members in tied_groups(ties).values():
         places = {name: owners[item_of(name, list(owners))] for name in members}
-        mine = [name for name in members if places[name] == world.rank]
+        mine = [name for name in members if places[name] == world.worker]
         if not mine:
             continue
         gradients = {name: here[name].grad for name in mine}
@@ -63,17 +63,18 @@ def _swap(
     own: Mapping[str, torch.Tensor | None], like: torch.Tensor, places: Mapping[str, int], world: World
 ) -> dict[str, torch.Tensor | None]:
     """Exchange gradients that may be absent with the other holders: first whether there is one, then itself."""
-    others = {name: place for name, place in places.items() if place != world.rank}
-    peers = sorted(set(others.values()))
+    others = {name: place for name, place in places.items() if place != world.worker}
+    ranks = {name: world.peer(place) for name, place in others.items()}
+    peers = sorted(set(ranks.values()))
     flags = {
         name: torch.tensor([0 if gradient is None else 1], dtype=torch.int64, device=world.device)
         for name, gradient in own.items()
     }
     theirs = {name: torch.zeros(1, dtype=torch.int64, device=world.device) for name in others}
-    _exchange([(peer, flag) for peer in peers for flag in flags.values()], [(others[n], t) for n, t in theirs.items()])
+    _exchange([(peer, flag) for peer in peers for flag in flags.values()], [(ranks[n], t) for n, t in theirs.items()])
     received = {name: torch.empty_like(like) if int(theirs[name]) else None for name in others}
     sent = [(peer, gradient) for peer in peers for gradient in own.values() if gradient is not None]
-    _exchange(sent, [(others[name], tensor) for name, tensor in received.items() if tensor is not None])
+    _exchange(sent, [(ranks[name], tensor) for name, tensor in received.items() if tensor is not None])
     return received
 
 
@@ -93,7 +94,7 @@ def zero_pruned_gradients(modules: Mapping[str, nn.Module]) -> None:
                 layer.weight.grad.mul_(layer.mask)
 
 
-def gradient_norm(held: HeldItems, item_names: Sequence[str], ties: Mapping[str, str]) -> float:
+def gradient_norm(held: HeldItems, item_names: Sequence[str], ties: Mapping[str, str], world: World) -> float:
     """The global L2 norm of all gradients, a tied weight counted once; the same bits on any partition."""
     place = {name: index for index, name in enumerate(item_names)}
     squares = torch.zeros(len(item_names), dtype=torch.float64)
@@ -108,7 +109,7 @@ def gradient_norm(held: HeldItems, item_names: Sequence[str], ties: Mapping[str,
         for index, square in zip(indices, stacked.tolist(), strict=True):
             squares[index] += square
     total = 0.0
-    for square in sum_over_world(squares).tolist():
+    for square in sum_over_pipeline(world, squares).tolist():
         total += square
     return math.sqrt(total)
 

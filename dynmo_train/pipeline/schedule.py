@@ -87,7 +87,7 @@ class Pipeline:
         by_name = {spec.name: spec for spec in specs}
         self.modules: list[StageModule] = []
         stages: list[ItemStage] = []
-        for number in partition.stages_of_worker(world.rank):
+        for number in partition.stages_of_worker(world.worker):
             names = partition.stages[number]
             begin = sum(len(before) for before in partition.stages[:number])
             end = begin + len(names)
@@ -111,6 +111,7 @@ class Pipeline:
                     device=world.device,
                     trains_before=train_before(specs, begin, sum(prefixes)),
                     trains_after=train_before(specs, end, sum(prefixes)),
+                    group=world.groups.pipeline,
                 )
             )
             self.modules.append(module)
