@@ -10,8 +10,10 @@ import torch
 
 from dynmo_train.dynamics.pruning import CubicSchedule
 from dynmo_train.engine import Engine, EngineSettings
+from dynmo_train.models.dynamic import DynamicFamily, DynamicSettings
+from dynmo_train.models.early_exit import LEFT
 from dynmo_train.models.gpt import Gpt, GptShape
-from dynmo_train.models.items import BoundaryShape
+from dynmo_train.models.items import BoundaryShape, ModelFamily
 from dynmo_train.optim.adamw import AdamWSettings
 from dynmo_train.optim.schedule import LearningRate
 from dynmo_train.parallel.world import World
@@ -48,12 +50,18 @@ class Scenario:
     freeze_tied: bool = False
     clip: float = 0.2
     tied: bool = True
+    dynamic: DynamicSettings | None = None
 
-    def family(self) -> Gpt:
-        return Gpt(replace(SHAPE, tied_embeddings=self.tied))
+    def family(self) -> ModelFamily:
+        plain = Gpt(replace(SHAPE, tied_embeddings=self.tied))
+        if self.dynamic is None:
+            return plain
+        return DynamicFamily(plain, self.dynamic, seed=SHAPE.seed, width=SHAPE.hidden_size, std=0.02)
 
     def settings(self) -> EngineSettings:
         boundary = BoundaryShape.hidden(batch=MICRO_BATCH, tokens=TOKENS, width=SHAPE.hidden_size)
+        if self.dynamic is not None and self.dynamic.exits is not None:
+            boundary = replace(boundary, shapes={**boundary.shapes, LEFT: (MICRO_BATCH, TOKENS)})
         return EngineSettings(
             pipeline=PipelineShape(
                 schedule=self.schedule,
@@ -107,16 +115,23 @@ def play(world: World, scenario: Scenario) -> dict[str, Any]:
     """Train; returns losses, gradient norms, a held-out loss and the fingerprint of what this worker holds."""
     engine = engine_of(scenario, world)
     moves = dict(scenario.moves)
-    losses, norms = [], []
+    losses, norms, figures = [], [], []
     for step in range(1, scenario.steps + 1):
         result = engine.train_step(batch_of(step), sampled=step % 5 == 0)
         losses.append(result.loss)
         norms.append(result.grad_norm)
+        figures.append(result.figures)
         engine.after_step(step)
         if step in moves:
             engine.repartition(moves[step])
     held_out = engine.evaluate([batch_of(9999)])
-    return {"losses": losses, "norms": norms, "held_out": held_out, "weights": fingerprint(engine)}
+    return {
+        "losses": losses,
+        "norms": norms,
+        "figures": figures,
+        "held_out": held_out,
+        "weights": fingerprint(engine),
+    }
 
 
 def merged(results: list[dict[str, Any]]) -> dict[str, Any]:
