@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.dist, pytest.mark.timeout(300)]
 
 TECHNIQUES = {
     "depths": DynamicSettings(depths=DepthSettings(capacity=0.5, every=2, aux_weight=0.01)),
-    "exits": DynamicSettings(exits=ExitSettings(layers=(0, 2), loss_weight=0.3, threshold=0.03, measure="softmax")),
+    "exits": DynamicSettings(exits=ExitSettings(layers=(0, 2), loss_weight=0.3, threshold=0.003, measure="softmax")),
     "saturation": DynamicSettings(
         exits=ExitSettings(layers=(1,), loss_weight=0.3, threshold=0.98, measure="saturation")
     ),
