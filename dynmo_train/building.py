@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from .config import Config
 from .dynamics.pruning import CubicSchedule
@@ -15,19 +18,38 @@ from .formats.plan import Plan, read_plan
 from .formats.plan_check import validate_plan
 from .models.items import ItemSpec, ModelFamily
 from .optim.adamw import AdamWSettings
+from .optim.precision import LossScaling, Precision
 from .optim.schedule import LearningRate
 from .pipeline.partition import Partition, uniform_partition
 from .pipeline.schedule import PipelineShape
 
 
+def precision_of(config: Config) -> Precision:
+    """The types of a run's arithmetic."""
+    given = config.precision
+    if given.bf16:
+        return Precision(compute=torch.bfloat16)
+    if not given.fp16:
+        return Precision()
+    constant = given.loss_scale
+    scaling = LossScaling(
+        initial=given.initial_loss_scale if constant is None else constant,
+        minimum=given.min_loss_scale,
+        window=given.loss_scale_window if constant is None else 0,
+        hysteresis=given.hysteresis,
+    )
+    return Precision(compute=torch.float16, scaling=scaling)
+
+
 def settings_of(config: Config) -> EngineSettings:
     """What fixes the mathematics of a run."""
     training, optimizer, pruning = config.training, config.optimizer, config.pruning
+    precision = precision_of(config)
     return EngineSettings(
         pipeline=PipelineShape(
             schedule=config.parallel.schedule,
             microbatches=config.microbatches,
-            boundary=boundary_of(config),
+            boundary=replace(boundary_of(config), dtype=precision.compute),
             seed=training.seed,
             recompute=training.recompute_granularity == "full",
         ),
@@ -57,6 +79,7 @@ def settings_of(config: Config) -> EngineSettings:
         if pruning.sparsify
         else None,
         sparse_threshold=pruning.sparse_threshold,
+        precision=precision,
     )
 
 

@@ -5,6 +5,7 @@ It knows nothing of files, logs or planners; ``loop.py`` drives it.
 
 from __future__ import annotations
 
+import math
 import resource
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -20,6 +21,7 @@ from .models.items import ModelFamily
 from .optim.adamw import AdamWSettings
 from .optim.gradients import add_tied_gradients, clip_gradients, gradient_norm, zero_pruned_gradients
 from .optim.items import HeldItems, ItemState
+from .optim.precision import FLOAT32, LossScaler, Precision, unscale
 from .optim.schedule import LearningRate
 from .parallel.world import World, gather_documents, mean_over_replicas, sum_over_pipeline
 from .pipeline.clock import clock_for
@@ -39,6 +41,7 @@ class EngineSettings:
         freeze_steps: (step, layers frozen from then on).
         pruning: None where the run does not prune.
         sparse_threshold: sparsity from which products run on the nonzeros.
+        precision: types of the arithmetic; the boundary's type is its ``compute``.
         fused_adam: NVIDIA's ``FusedAdam`` where it updates the weights; None where torch's AdamW does.
     """
 
@@ -50,6 +53,7 @@ class EngineSettings:
     freeze_tied: bool
     pruning: CubicSchedule | None
     sparse_threshold: float
+    precision: Precision = FLOAT32
     fused_adam: type[Any] | None = None
 
 
@@ -60,7 +64,9 @@ class StepResult:
     Attributes:
         loss: mean over the step's tokens.
         grad_norm: before clipping.
-        rate: the learning rate used.
+        rate: the learning rate up to which the schedule has come: that of the update, if there was one.
+        loss_scale: the scale that the next step will use.
+        updated: False where a gradient was not finite; the weights and the schedule then stayed as they were.
         step_ns: wall time of this worker.
         figures: what items report (auxiliary losses, routing): item -> figure -> one or more values, means over the
             microbatches, in list order.
@@ -71,6 +77,8 @@ class StepResult:
     loss: float
     grad_norm: float
     rate: float
+    loss_scale: float
+    updated: bool
     step_ns: int
     costs: list[dict[str, Any]] | None
     figures: Mapping[str, Mapping[str, list[float]]] = field(default_factory=dict)
@@ -80,12 +88,15 @@ class Engine:
     """Holds this worker's items under a partition, and trains, evaluates, moves and exports them.
 
     ``is_warm`` says whether a step has run since the stages were last built: the first one is no measure of costs.
+    ``advanced`` is how far the learning rate's schedule has come; steps without an update do not count.
     """
 
     def __init__(self, family: ModelFamily, settings: EngineSettings, partition: Partition, world: World) -> None:
         self.family, self.settings, self.world = family, settings, world
         self.partition = partition
         self.held = HeldItems(family, settings.adamw, world.device, settings.sparse_threshold, settings.fused_adam)
+        self.scaler = LossScaler(settings.precision.scaling)
+        self.advanced = 0
         self.probe = Probe(clock_for(world.device))
         self.freezing = LayerFreezing(settings.freeze_steps, family.items, self.held, family.ties, settings.freeze_tied)
         self.pruning = None
@@ -106,8 +117,22 @@ class Engine:
         for name in self.local_names:
             self.held.build(name)
 
-    def restore(self, read: Callable[[str], ItemState], step: int) -> None:
-        """Start with the state that ``read`` gives for each item, as it was after ``step``."""
+    def restore(
+        self,
+        read: Callable[[str], ItemState],
+        step: int,
+        *,
+        advanced: int | None = None,
+        loss_scale: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Start with the state that ``read`` gives for each item, as it was after ``step``.
+
+        Args:
+            advanced: how far the learning rate's schedule had come; ``step`` where it is not given.
+            loss_scale: the state of the loss scale.
+        """
+        self.advanced = step if advanced is None else advanced
+        self.scaler.adopt(loss_scale)
         for name in self.local_names:
             self.held.adopt(name, read(name))
         self.freezing.resume(step)
@@ -129,15 +154,29 @@ class Engine:
             )
         return self._pipeline
 
-    def train_step(self, batch: Batch, *, sampled: bool) -> StepResult:
-        """One optimizer step; ``batch.step`` counts from 1."""
+    def train_step(self, batch: Batch, *, sampled: bool, advance: int = 1) -> StepResult:
+        """One optimizer step; ``batch.step`` counts from 1.
+
+        Args:
+            sampled: whether costs are measured.
+            advance: by how much the learning rate's schedule goes on: a step, or the samples of the batch.
+        """
         started = time.perf_counter_ns()
         self.probe.begin_step(sampled)
-        loss = self.pipeline().train_step(batch)
+        pipeline = self.pipeline()
+        pipeline.loss_scale = self.scaler.scale
+        loss = pipeline.train_step(batch)
         norm = self._prepare_gradients()
-        rate = self.settings.rate.at(batch.step)
-        clip_gradients(self.held, norm, self.settings.clip)
-        self.held.update(rate)
+        updated = math.isfinite(norm)
+        if updated:
+            self.advanced += advance
+        rate = self.settings.rate.at(self.advanced)
+        if updated:
+            clip_gradients(self.held, norm, self.settings.clip)
+            self.held.update(rate)
+        else:
+            self.held.drop_gradients()
+        self.scaler.update(finite=updated)
         total = self._mean_loss(loss)
         figures = self._figures()
         step_ns = time.perf_counter_ns() - started
@@ -145,7 +184,16 @@ class Engine:
         costs = None
         if sampled:
             costs = costs_of_workers(self.world.dims, gather_documents(self.world, self._costs()))
-        return StepResult(loss=total, grad_norm=norm, rate=rate, step_ns=step_ns, costs=costs, figures=figures)
+        return StepResult(
+            loss=total,
+            grad_norm=norm,
+            rate=rate,
+            loss_scale=self.scaler.scale,
+            updated=updated,
+            step_ns=step_ns,
+            costs=costs,
+            figures=figures,
+        )
 
     def _prepare_gradients(self) -> float:
         ties = self.family.ties
@@ -156,6 +204,8 @@ class Engine:
                 if name in stopped:
                     parameter.grad = None
         zero_pruned_gradients(self.held.modules)
+        gradients = [p.grad for _, _, p in self.held.parameters() if p.grad is not None]
+        unscale(gradients, self.scaler.scale)
         return gradient_norm(self.held, self._item_names, ties, self.world)
 
     def _mean_loss(self, loss: torch.Tensor) -> float:

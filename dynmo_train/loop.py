@@ -76,7 +76,9 @@ def _begin(config: Config, world: World) -> _Run:
     if checkpoint is None:
         engine.build()
     else:
-        engine.restore(state_reader(checkpoint, family, world.device), checkpoint.manifest["step"])
+        progress = checkpoint.manifest.get("x_progress", {})
+        reader = state_reader(checkpoint, family, world.device)
+        engine.restore(reader, checkpoint.manifest["step"], **progress)
 
     workers = describe_workers(world)
     facts: dict[str, Any] = {
@@ -222,6 +224,8 @@ class _Run:
             lm_loss=result.loss,
             grad_norm=result.grad_norm,
             learning_rate=result.rate,
+            loss_scale=result.loss_scale,
+            updated=result.updated,
             step_ns=result.step_ns,
             tokens=self.config.training.global_batch_size * self.config.model.seq_length,
             plan_id=plan_id,

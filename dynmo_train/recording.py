@@ -32,7 +32,11 @@ MOMENTS_BYTES = 8
 
 
 def describe_items(family: ModelFamily, boundary: BoundaryShape) -> list[ItemInfo]:
-    """The items of a profile's header; sizes of float32 training with AdamW, from modules on the meta device."""
+    """The items of a profile's header; sizes of training with AdamW, from modules on the meta device.
+
+    Parameters and gradients are float32; lower precision holds a copy of the parameters in its own type beside them.
+    """
+    parameter_bytes = FLOAT_BYTES + (boundary.dtype.itemsize if boundary.dtype != torch.float32 else 0)
     infos: list[ItemInfo] = []
     for index, item in enumerate(family.items):
         module = family.build(item.name, torch.device("meta"))
@@ -43,10 +47,10 @@ def describe_items(family: ModelFamily, boundary: BoundaryShape) -> list[ItemInf
                 layer=item.layer,
                 kind=item.kind,  # type: ignore[arg-type] # kinds of items are those of the format
                 param_count=count,
-                param_bytes=count * FLOAT_BYTES,
+                param_bytes=count * parameter_bytes,
                 gradient_bytes=count * FLOAT_BYTES,
                 optimizer_bytes=count * MOMENTS_BYTES,
-                boundary_bytes=boundary.elements(live_before(family.items, index + 1)) * FLOAT_BYTES,
+                boundary_bytes=boundary.num_bytes(live_before(family.items, index + 1)),
                 cut_before=item.cut_before,
                 tied_to=item.tied_to,
             )

@@ -166,6 +166,7 @@ def _commit(
         },
         data=run.data,
         rng={"scheme": "hash(seed,step,microbatch,item)", "seed": settings.pipeline.seed},
+        extra={"x_progress": {"advanced": engine.advanced, "loss_scale": engine.scaler.state()}},
     )
     try:
         expected = [name for names in members.values() for name in names]

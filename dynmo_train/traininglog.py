@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from dataclasses import dataclass
 
@@ -17,7 +18,11 @@ AFTER_MOVE_STEPS = 5
 
 @dataclass(frozen=True, kw_only=True)
 class IterationFigures:
-    """What the iteration line says; ``elapsed_ms`` is the mean of a step since the last line."""
+    """What the iteration line says; ``elapsed_ms`` and ``lm_loss`` are means of the steps since the last line.
+
+    ``lm_loss`` is None where none of them updated the weights, ``grad_norm`` where the last did not; ``tflops`` is None
+    where nobody asked.
+    """
 
     iteration: int
     train_iters: int
@@ -25,8 +30,12 @@ class IterationFigures:
     elapsed_ms: float
     learning_rate: float
     global_batch_size: int
-    lm_loss: float
-    grad_norm: float
+    lm_loss: float | None
+    loss_scale: float
+    grad_norm: float | None
+    skipped: int
+    nan: int
+    tflops: float | None = None
 
 
 def iteration_line(figures: IterationFigures) -> str:
@@ -35,13 +44,18 @@ def iteration_line(figures: IterationFigures) -> str:
         f"iteration {figures.iteration:8d}/{figures.train_iters:8d}",
         f"consumed samples: {figures.consumed_samples:12d}",
         f"elapsed time per iteration (ms): {figures.elapsed_ms:.1f}",
-        f"learning rate: {figures.learning_rate:.6E}",
-        f"global batch size: {figures.global_batch_size:5d}",
-        f"lm loss: {figures.lm_loss:.6E}",
-        "loss scale: 1.0",
-        f"grad norm: {figures.grad_norm:.3f}",
-        "number of skipped iterations:   0",
-        "number of nan iterations:   0",
+    ]
+    if figures.tflops is not None:
+        parts.append(f"throughput per GPU (TFLOP/s/GPU): {figures.tflops:.1f}")
+    parts += [f"learning rate: {figures.learning_rate:.3E}", f"global batch size: {figures.global_batch_size:5d}"]
+    if figures.lm_loss is not None:
+        parts.append(f"lm loss: {figures.lm_loss:.6E}")
+    parts.append(f"loss scale: {figures.loss_scale:.1f}")
+    if figures.grad_norm is not None:
+        parts.append(f"grad norm: {figures.grad_norm:.3f}")
+    parts += [
+        f"number of skipped iterations: {figures.skipped:3d}",
+        f"number of nan iterations: {figures.nan:3d}",
     ]
     return " " + " | ".join(parts) + " |"
 
@@ -75,7 +89,7 @@ class TrainingLog:
 
     def __init__(self, config: Config, world: World) -> None:
         self.config, self._speaks = config, world.is_first
-        self._window: list[int] = []
+        self._window: list[StepResult] = []
         self._recent: deque[int] = deque(maxlen=10)
         self._move: tuple[TakenPlan, float] | None = None
 
@@ -93,7 +107,7 @@ class TrainingLog:
 
     def step(self, step: int, consumed: int, result: StepResult) -> None:
         """After a step: a line every ``--log-interval``, and what the last move did once a few steps are measured."""
-        self._window.append(result.step_ns)
+        self._window.append(result)
         self._recent.append(result.step_ns)
         if self._move is not None and len(self._recent) >= AFTER_MOVE_STEPS + 1:
             taken, before = self._move
@@ -102,15 +116,19 @@ class TrainingLog:
             self.line(after_move_line(taken.plan_id, before, sum(after) / len(after) / 1e6, AFTER_MOVE_STEPS))
         if step % self.config.training.log_interval:
             return
+        updates = [each for each in self._window if each.updated]
         figures = IterationFigures(
             iteration=step,
             train_iters=self.config.training.train_iters,
             consumed_samples=consumed,
-            elapsed_ms=sum(self._window) / len(self._window) / 1e6,
+            elapsed_ms=sum(each.step_ns for each in self._window) / len(self._window) / 1e6,
             learning_rate=result.rate,
             global_batch_size=self.config.training.global_batch_size,
-            lm_loss=result.loss,
-            grad_norm=result.grad_norm,
+            lm_loss=sum(each.loss for each in updates) / len(updates) if updates else None,
+            loss_scale=result.loss_scale,
+            grad_norm=result.grad_norm if result.updated else None,
+            skipped=len(self._window) - len(updates),
+            nan=sum(not math.isfinite(each.loss) for each in self._window),
         )
         self._window.clear()
         self.line(iteration_line(figures))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from .options import Facts
+from .precision import PrecisionConfig
 from .resolve import config_document, config_of, option_specs, read_config_file, resolve
 from .schema import (
     BalanceConfig,
@@ -32,6 +33,7 @@ __all__ = [
     "ModelConfig",
     "OptimizerConfig",
     "ParallelConfig",
+    "PrecisionConfig",
     "PruningConfig",
     "RunConfig",
     "SparseAttentionConfig",

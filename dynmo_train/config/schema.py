@@ -15,6 +15,7 @@ from typing import Literal
 
 from .options import Source, option
 from .parse import parse_freeze_schedule, parse_layers, parse_split
+from .precision import PrecisionConfig
 
 Family = Literal["gpt"]
 Device = Literal["auto", "cpu", "cuda"]
@@ -296,6 +297,7 @@ class Config:
     model: ModelConfig
     parallel: ParallelConfig
     training: TrainingConfig
+    precision: PrecisionConfig
     optimizer: OptimizerConfig
     data: DataConfig
     pruning: PruningConfig

@@ -121,6 +121,23 @@ def _learning_rate(config: Config, _world_size: int) -> Iterator[Problem]:
         )
 
 
+def _precision(config: Config, _world_size: int) -> Iterator[Problem]:
+    precision = config.precision
+    if precision.fp16 and precision.bf16:
+        yield _conflict("--fp16", "cannot be combined with --bf16; give one of them")
+    if precision.loss_scale is not None and not precision.fp16:
+        yield _conflict("--loss-scale", f"{precision.loss_scale}: only --fp16 scales the loss")
+    if precision.min_loss_scale > precision.initial_loss_scale:
+        yield _conflict(
+            "--min-loss-scale",
+            f"{precision.min_loss_scale} is above --initial-loss-scale {precision.initial_loss_scale}",
+        )
+    if not precision.accumulate_allreduce_grads_in_fp32:
+        yield _later(
+            "--no-accumulate-allreduce-grads-in-fp32", "gradients are always accumulated in float32; leave it out"
+        )
+
+
 def _pruning(config: Config, _world_size: int) -> Iterator[Problem]:
     pruning = config.pruning
     if not pruning.sparsify:
@@ -224,6 +241,7 @@ RULES: tuple[Rule, ...] = (
     _stages,
     _microbatches,
     _learning_rate,
+    _precision,
     _pruning,
     _freezing,
     _changed_model,

@@ -316,7 +316,7 @@ def mean_cross_entropy(
     logits_BTV: torch.Tensor, labels_BT: torch.Tensor, counts_BT: torch.Tensor | None
 ) -> torch.Tensor:
     """Mean of ``-log p(label)`` over the tokens whose count is 1 (default: all); 0 where none is."""
-    flat = logits_BTV.view(-1, logits_BTV.shape[-1])
+    flat = logits_BTV.float().view(-1, logits_BTV.shape[-1])
     if counts_BT is None:
         return F.cross_entropy(flat, labels_BT.reshape(-1))
     losses = F.cross_entropy(flat, labels_BT.reshape(-1), reduction="none")

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from .blocks import Embedding, Head, SelfAttention
-from .early_exit import LEFT, Exit, live_tokens
+from .early_exit import LEFT, Exit, LiveTokens, live_tokens
 from .items import ItemSpec, ModelFamily, output_of
 from .mixture_of_depths import RoutedBlock
 
@@ -83,8 +83,10 @@ class Decoder:
 def _extend(module: nn.Module, x_BTD: torch.Tensor, kept: Any, positions_BT: torch.Tensor) -> tuple[torch.Tensor, Any]:
     """An item on new tokens, and what it keeps of all."""
     if isinstance(module, SelfAttention | RoutedBlock):
-        return module.extend(x_BTD, kept, positions_BT)
-    y_BTD: torch.Tensor = output_of(module(x_BTD))
+        extended: tuple[torch.Tensor, Any] = module.extend(x_BTD, kept, positions_BT)
+        return extended
+    run = module.plain if isinstance(module, LiveTokens) else module
+    y_BTD: torch.Tensor = output_of(run(x_BTD))
     return y_BTD, None
 
 
@@ -95,5 +97,5 @@ def _after_exit(
     exit_ = module._modules.get("exit")
     if not isinstance(exit_, Exit):
         return left_BT
-    leaves_BT, _ = exit_(before_BTD, after_BTD, None, left_BT == 0)
+    leaves_BT: torch.Tensor = exit_(before_BTD, after_BTD, None, left_BT == 0)[0]
     return left_BT + leaves_BT.to(left_BT.dtype)

@@ -17,7 +17,7 @@ from torch import nn
 from ..parallel.seeding import stable_seed
 from . import early_exit, mixture_of_depths
 from .blocks import SelfAttention
-from .early_exit import LEFT, Exit, ExitSettings
+from .early_exit import LEFT, Exit, ExitSettings, make_live
 from .hashed_attention import HashedAttention
 from .items import ItemSpec, ModelFamily
 from .mixture_of_depths import DepthSettings, RoutedBlock
@@ -142,6 +142,8 @@ class DynamicFamily:
         exits = self.settings.exits
         if exits is not None and LEFT in item.side:
             module.add_module("exit", Exit(self.base.build("head", device), exits))
+        if LEFT in (*item.reads, *item.side):
+            make_live(module, item)
         return module
 
     def _make_sparse(self, name: str, module: nn.Module) -> None:

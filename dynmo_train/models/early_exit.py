@@ -85,55 +85,63 @@ def live_tokens(left_BT: torch.Tensor) -> Chosen:
     return choose(left_BT == 0)
 
 
-def call_item(spec: ItemSpec, module: nn.Module, *arguments: Any) -> torch.Tensor | Reported:
-    """Run an item: on all tokens, or, behind an exit, on those that are left; an exit that it holds runs behind it.
+class LiveTokens(nn.Module):
+    """Mixed into an item's module: it runs on the tokens that are left, and its child ``exit``, if any, behind it.
 
-    Args:
-        arguments: the values that it reads, then its inputs, as ``spec`` names them.
+    Attributes:
+        reads_left: whether an exit stands before it; without one no token has left.
+        live_inputs: names of the batch's tensors that it is called with; ``labels`` goes to the exit.
     """
-    if LEFT not in (*spec.reads, *spec.side):
-        result: torch.Tensor | Reported = module(*arguments)
+
+    reads_left: bool
+    live_inputs: tuple[str, ...]
+
+    def plain(self, x_BTD: torch.Tensor, *given: torch.Tensor) -> torch.Tensor | Reported:
+        """The item's own forward, on the tokens that it is given."""
+        result: torch.Tensor | Reported = super().forward(x_BTD, *given)
         return result
-    read = dict(zip(spec.reads, arguments, strict=False))
-    return _run_live(
-        module, read[spec.reads[0]], read.get(LEFT), dict(zip(spec.inputs, arguments[len(read) :], strict=True))
-    )
+
+    def forward(self, x_BTD: torch.Tensor, *arguments: torch.Tensor) -> Reported:
+        """Apply to the stream, then, with ``reads_left``, 1 where a token has left (``[B, T]``), then the inputs."""
+        left_BT = arguments[0] if self.reads_left else None
+        given = dict(zip(self.live_inputs, arguments[int(self.reads_left) :], strict=True))
+        chosen = None if left_BT is None else live_tokens(left_BT)
+        x_BCD = x_BTD
+        extra: dict[str, Any] = {}
+        if chosen is not None:
+            x_BCD = chosen.take(x_BTD)
+            given = {name: chosen.take(value) for name, value in given.items()}
+        labels_BC = given.pop("labels", None)
+        if chosen is not None and hasattr(self, "qkv"):
+            # An attention's inputs say which tokens may be attended to.
+            given = {name: value.bool() & chosen.real_BC for name, value in given.items()}
+            extra["positions"] = chosen.index_BC
+        result = super().forward(x_BCD, *given.values(), **extra)
+        y_BCD = output_of(result)
+        output = y_BCD if chosen is None else chosen.put(x_BTD, y_BCD)
+        told = result if isinstance(result, Reported) else Reported(y_BCD)
+        exit_ = self._modules.get("exit")
+        if not isinstance(exit_, Exit):
+            return Reported(output, figures=told.figures, losses=told.losses)
+        if left_BT is None or chosen is None:
+            left_BT = x_BTD.new_zeros(x_BTD.shape[:2])
+            chosen = choose(left_BT == 0)
+        leaves_BC, loss = exit_(x_BCD, y_BCD, labels_BC, chosen.real_BC)
+        left_BT = left_BT.scatter_add(1, chosen.index_BC, leaves_BC.to(left_BT.dtype))
+        return Reported(
+            output,
+            figures={**told.figures, "exit_share": left_BT.float().mean(), "exit_loss": loss.detach()},
+            losses={**told.losses, "exit": loss * exit_.settings.weight_of_each},
+            side={LEFT: left_BT},
+        )
 
 
-def _run_live(module: nn.Module, x_BTD: torch.Tensor, left_BT: torch.Tensor | None, given: dict[str, Any]) -> Reported:
-    """Run a module on the tokens that are left.
+def make_live(module: nn.Module, spec: ItemSpec) -> None:
+    """Mix ``LiveTokens`` into the module of an item that reads or writes which tokens have left.
 
-    Args:
-        module: its child ``exit``, where it has one, runs behind it.
-        left_BT: 1 where a token has left, else 0; None before the first exit.
-        given: the batch's tensors ``[B, T]``; ``labels`` goes to the exit, the others to the module.
+    Its parameters keep their names and its class its kind, which a module around it would change.
     """
-    chosen = None if left_BT is None else live_tokens(left_BT)
-    x_BCD = x_BTD
-    extra: dict[str, Any] = {}
-    if chosen is not None:
-        x_BCD = chosen.take(x_BTD)
-        given = {name: chosen.take(value) for name, value in given.items()}
-    labels_BC = given.pop("labels", None)
-    if chosen is not None and hasattr(module, "qkv"):
-        # An attention's inputs say which tokens may be attended to.
-        given = {name: value.bool() & chosen.real_BC for name, value in given.items()}
-        extra["positions"] = chosen.index_BC
-    result = module(x_BCD, *given.values(), **extra)
-    y_BCD = output_of(result)
-    output = y_BCD if chosen is None else chosen.put(x_BTD, y_BCD)
-    told = result if isinstance(result, Reported) else Reported(y_BCD)
-    exit_ = module._modules.get("exit")
-    if not isinstance(exit_, Exit):
-        return Reported(output, figures=told.figures, losses=told.losses)
-    if left_BT is None or chosen is None:
-        left_BT = x_BTD.new_zeros(x_BTD.shape[:2])
-        chosen = choose(left_BT == 0)
-    leaves_BC, loss = exit_(x_BCD, y_BCD, labels_BC, chosen.real_BC)
-    left_BT = left_BT.scatter_add(1, chosen.index_BC, leaves_BC.to(left_BT.dtype))
-    return Reported(
-        output,
-        figures={**told.figures, "exit_share": left_BT.float().mean(), "exit_loss": loss.detach()},
-        losses={**told.losses, "exit": loss * exit_.settings.weight_of_each},
-        side={LEFT: left_BT},
-    )
+    kind = type(module)
+    module.__class__ = type(f"Live{kind.__name__}", (LiveTokens, kind), {})
+    module.reads_left = LEFT in spec.reads  # type: ignore[assignment]
+    module.live_inputs = spec.inputs  # type: ignore[assignment]

@@ -5,7 +5,6 @@ Shapes in names: B samples of a microbatch, T tokens, D model width, O and I row
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -78,18 +77,28 @@ def output_of(result: torch.Tensor | Reported) -> torch.Tensor:
 
 @dataclass(frozen=True, kw_only=True)
 class BoundaryShape:
-    """The static shape of every value that may cross a stage boundary, such as ``hidden: (B, T, D)``."""
+    """The static shape of every value that may cross a stage boundary, such as ``hidden: (B, T, D)``.
+
+    ``dtype`` is the type of the arithmetic; a loss, the value without dimensions, is float32 whatever that is.
+    """
 
     shapes: Mapping[str, tuple[int, ...]]
+    dtype: torch.dtype = torch.float32
 
     @classmethod
-    def hidden(cls, *, batch: int, tokens: int, width: int) -> BoundaryShape:
+    def hidden(cls, *, batch: int, tokens: int, width: int, dtype: torch.dtype = torch.float32) -> BoundaryShape:
         """Of a model with one stream: ``[B, T, D]``."""
-        return cls(shapes={HIDDEN: (batch, tokens, width), LOSS: ()})
+        return cls(shapes={HIDDEN: (batch, tokens, width), LOSS: ()}, dtype=dtype)
 
-    def elements(self, names: Iterable[str]) -> int:
-        """Elements of the named values together."""
-        return sum(math.prod(self.shapes[name]) for name in names)
+    def empty(self, name: str) -> torch.Tensor:
+        """The named value on the meta device."""
+        shape = self.shapes[name]
+        return torch.empty(shape, device="meta", dtype=self.dtype if shape else torch.float32)
+
+    def num_bytes(self, names: Iterable[str]) -> int:
+        """Bytes of the named values together."""
+        values = [self.empty(name) for name in names]
+        return sum(value.numel() * value.element_size() for value in values)
 
 
 def live_before(items: Sequence[ItemSpec], index: int) -> tuple[str, ...]:

@@ -146,9 +146,10 @@ class PrunableLinear(nn.Module):
         if self._pattern is None:
             return F.linear(x, self.weight, self.bias)
         if self._values is None:
-            self._values = self.weight.detach().view(-1)[self._pattern.flat]
-        x_NI = x.reshape(-1, x.shape[-1])
+            self._values = self.weight.detach().view(-1)[self._pattern.flat].float()
+        # Sparse products exist in float32 only; the casts do nothing there.
+        x_NI = x.reshape(-1, x.shape[-1]).float()
         y_NO: torch.Tensor = _CsrLinear.apply(  # type: ignore[no-untyped-call]
-            x_NI, self.weight, self._values, self._pattern
+            x_NI, self.weight.float(), self._values, self._pattern
         )
-        return (y_NO if self.bias is None else y_NO + self.bias).view(*x.shape[:-1], -1)
+        return (y_NO if self.bias is None else y_NO + self.bias).view(*x.shape[:-1], -1).to(x.dtype)

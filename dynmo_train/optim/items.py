@@ -78,6 +78,11 @@ class HeldItems:
             for layer in masks_of(item, self.modules[item]).values():
                 layer.weights_changed()
 
+    def drop_gradients(self) -> None:
+        """Leave out an update: the gradients are dropped, nothing else changes."""
+        for _, _, parameter in self.parameters():
+            parameter.grad = None
+
     def forget_moments(self, parameter_names: set[str]) -> None:
         """Drop the optimizer state of parameters that will train no more."""
         for item, name, parameter in self.parameters():

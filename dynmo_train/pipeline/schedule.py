@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -64,7 +64,7 @@ class Batch:
 
 
 class Pipeline:
-    """The stages of this worker and the schedule that drives them.
+    """The stages of this worker and the schedule that drives them. ``loss_scale`` multiplies what is differentiated.
 
     Args:
         specs: the whole layer list.
@@ -101,6 +101,7 @@ class Pipeline:
                 recompute=shape.recompute,
                 probe=probe,
                 device=world.device,
+                dtype=shape.boundary.dtype,
             )
             stages.append(
                 ItemStage(
@@ -117,7 +118,8 @@ class Pipeline:
             self.modules.append(module)
         self._inputs = tuple(dict.fromkeys(name for module in self.modules for name in module.inputs))
         self.has_last = any(stage.is_last for stage in stages)
-        self._schedule = _schedule(shape, stages)
+        self.loss_scale = 1.0
+        self._schedule = _schedule(shape, stages, lambda: self.loss_scale)
 
     def train_step(self, batch: Batch) -> torch.Tensor:
         """Run forward and backward of one step; gradients accumulate in the parameters.
@@ -133,9 +135,7 @@ class Pipeline:
 
     def _run(self, batch: Batch, *, training: bool) -> torch.Tensor:
         for module in self.modules:
-            module.train(training)
-            module.step, module.loss_scale = batch.step, 1.0 / self.shape.microbatches
-            module.reported.clear()
+            module.begin(batch.step, self.loss_scale / self.shape.microbatches, training=training)
         device = self.world.device
         first = batch.first_microbatch
         keywords: dict[str, Any] = {name: batch.inputs[name].to(device) for name in self._inputs}
@@ -147,7 +147,7 @@ class Pipeline:
         run(target=target, losses=losses, return_outputs=False, **keywords)
         total = torch.zeros((), dtype=torch.float64)
         if self.has_last:
-            total = torch.stack([loss.detach() for loss in losses]).to("cpu", torch.float64).sum()
+            total = torch.stack([loss.detach() for loss in losses]).to("cpu", torch.float64).sum() / self.loss_scale
         return total
 
     def reported(self) -> dict[str, dict[str, torch.Tensor]]:
@@ -159,8 +159,10 @@ class Pipeline:
         }
 
 
-def _schedule(shape: PipelineShape, stages: list[ItemStage]) -> PipelineScheduleSingle | PipelineScheduleMulti:
-    loss = loss_of_microbatch(shape.microbatches)
+def _schedule(
+    shape: PipelineShape, stages: list[ItemStage], scale: Callable[[], float]
+) -> PipelineScheduleSingle | PipelineScheduleMulti:
+    loss = loss_of_microbatch(shape.microbatches, scale)
     if shape.schedule in SINGLE:
         return SINGLE[shape.schedule](stages[0], shape.microbatches, loss_fn=loss, scale_grads=False)
     if shape.schedule in LOOPED:

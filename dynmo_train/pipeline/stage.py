@@ -12,9 +12,9 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining._backward import stage_backward, stage_backward_weight
 from torch.utils.checkpoint import checkpoint
 
-from ..models.early_exit import call_item
 from ..models.inner_loss import with_losses
 from ..models.items import BoundaryShape, ItemSpec, Reported, output_of
+from ..optim.precision import ComputeCopies
 from ..parallel.seeding import seeded
 from .probe import Probe
 
@@ -30,9 +30,8 @@ class StageModule(nn.Module):
         frozen: how many of the first items belong to the frozen front of the whole list: they run without gradient.
         seed: of the run.
         recompute: whether an item keeps its input alone and runs again in the backward.
+        dtype: the type of the arithmetic.
         device: where the items live.
-
-    ``step`` and ``loss_scale`` (what a microbatch's loss is multiplied with before its backward) are set each step.
     """
 
     def __init__(
@@ -47,6 +46,7 @@ class StageModule(nn.Module):
         recompute: bool,
         probe: Probe,
         device: torch.device,
+        dtype: torch.dtype,
     ) -> None:
         super().__init__()
         self.names, self.specs = tuple(items), tuple(specs)
@@ -57,7 +57,16 @@ class StageModule(nn.Module):
         self.step, self.loss_scale = 0, 1.0
         self.probe, self.device = probe, device
         self.reported: dict[str, dict[str, list[torch.Tensor]]] = {}
+        self._copies = [ComputeCopies(layer, dtype) for layer in self.layers] if dtype != torch.float32 else []
         self._kept_anyway = {parameter.untyped_storage().data_ptr() for parameter in self.parameters()}
+
+    def begin(self, step: int, loss_scale: float, *, training: bool) -> None:
+        """Before the first microbatch of a step; ``loss_scale`` is what a microbatch's loss is multiplied with."""
+        self.train(training)
+        self.step, self.loss_scale = step, loss_scale
+        self.reported.clear()
+        for copies in self._copies:
+            copies.refresh()
 
     def forward(self, *entering: torch.Tensor, microbatch: torch.Tensor, **batch: torch.Tensor) -> Any:
         """Run one microbatch.
@@ -72,12 +81,13 @@ class StageModule(nn.Module):
         """
         index = int(microbatch)
         values = dict(zip(self.enters, entering, strict=True))
-        for position, (spec, module) in enumerate(zip(self.specs, self.layers, strict=True)):
+        items: Sequence[Callable[..., Any]] = self._copies or list(self.layers)
+        for position, (spec, module) in enumerate(zip(self.specs, items, strict=True)):
             frozen = position < self.frozen
             with torch.set_grad_enabled(torch.is_grad_enabled() and not frozen), self.probe.forward(spec.name):
                 read = [values[name].detach() if frozen else values[name] for name in spec.reads]
                 read[:1] = [self.probe.mark(each, position) for each in read[:1]]
-                result = self._run(spec, module, index, *read, *(batch[name] for name in spec.inputs))
+                result = self._run(spec.name, module, index, *read, *(batch[name] for name in spec.inputs))
             values[spec.writes] = output_of(result)
             if isinstance(result, Reported):
                 values[spec.writes] = with_losses(result.output, result.losses.values(), self.loss_scale)
@@ -91,12 +101,13 @@ class StageModule(nn.Module):
         for name, value in figures.items():
             kept.setdefault(name, []).append(value.detach())
 
-    def _run(self, spec: ItemSpec, module: nn.Module, index: int, *arguments: torch.Tensor) -> torch.Tensor | Reported:
-        name = spec.name
-
+    def _run(
+        self, name: str, module: Callable[..., Any], index: int, *arguments: torch.Tensor
+    ) -> torch.Tensor | Reported:
         def run(*inputs: Any) -> torch.Tensor | Reported:
             with seeded(self.device, self.seed, self.step, index, name):
-                return call_item(spec, module, *inputs)
+                output: torch.Tensor | Reported = module(*inputs)
+            return output
 
         if not torch.is_grad_enabled():
             return run(*arguments)
@@ -136,9 +147,7 @@ class ItemStage(PipelineStage):
         group: dist.ProcessGroup | None = None,
     ) -> None:
         def crossing(names: Sequence[str], trains: Mapping[str, bool]) -> tuple[torch.Tensor, ...]:
-            return tuple(
-                torch.empty(boundary.shapes[name], device="meta").requires_grad_(trains[name]) for name in names
-            )
+            return tuple(boundary.empty(name).requires_grad_(trains[name]) for name in names)
 
         super().__init__(
             module,
@@ -224,10 +233,17 @@ class ItemStage(PipelineStage):
                 stage_backward_weight(iter(parameters), [group])
 
 
-def loss_of_microbatch(microbatches: int) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
-    """The schedule's loss function: the head's own loss over the number of microbatches; the target is not used."""
+def loss_of_microbatch(
+    microbatches: int, scale: Callable[[], float]
+) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
+    """The schedule's loss function: the head's own loss over the number of microbatches; the target is not used.
+
+    Args:
+        scale: the loss scale in force.
+    """
 
     def scaled(output: torch.Tensor, _target: torch.Tensor) -> torch.Tensor:
-        return output / microbatches
+        factor = scale()
+        return output / microbatches if factor == 1.0 else output / microbatches * factor
 
     return scaled

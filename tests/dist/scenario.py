@@ -15,6 +15,7 @@ from dynmo_train.models.early_exit import LEFT
 from dynmo_train.models.gpt import Gpt, GptShape
 from dynmo_train.models.items import BoundaryShape, ModelFamily
 from dynmo_train.optim.adamw import AdamWSettings
+from dynmo_train.optim.precision import FLOAT32, LossScaling, Precision
 from dynmo_train.optim.schedule import LearningRate
 from dynmo_train.parallel.world import World
 from dynmo_train.pipeline.partition import Partition, uniform_partition
@@ -33,6 +34,14 @@ SHAPE = GptShape(
     seed=11,
 )
 MICROBATCHES, MICRO_BATCH, TOKENS = 8, 2, 16
+PRECISIONS = {
+    "fp32": FLOAT32,
+    "bf16": Precision(compute=torch.bfloat16),
+    # It overflows in the first steps, and doubles again later on
+    "fp16": Precision(
+        compute=torch.float16, scaling=LossScaling(initial=2.0**24, minimum=1.0, window=6, hysteresis=1)
+    ),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,6 +59,7 @@ class Scenario:
     freeze_tied: bool = False
     clip: float = 0.2
     tied: bool = True
+    precision: str = "fp32"
     dynamic: DynamicSettings | None = None
 
     def family(self) -> ModelFamily:
@@ -59,7 +69,10 @@ class Scenario:
         return DynamicFamily(plain, self.dynamic, seed=SHAPE.seed, width=SHAPE.hidden_size, std=0.02)
 
     def settings(self) -> EngineSettings:
-        boundary = BoundaryShape.hidden(batch=MICRO_BATCH, tokens=TOKENS, width=SHAPE.hidden_size)
+        precision = PRECISIONS[self.precision]
+        boundary = BoundaryShape.hidden(
+            batch=MICRO_BATCH, tokens=TOKENS, width=SHAPE.hidden_size, dtype=precision.compute
+        )
         if self.dynamic is not None and self.dynamic.exits is not None:
             boundary = replace(boundary, shapes={**boundary.shapes, LEFT: (MICRO_BATCH, TOKENS)})
         return EngineSettings(
@@ -77,6 +90,7 @@ class Scenario:
             freeze_tied=self.freeze_tied,
             pruning=CubicSchedule(start=4, end=12, every=4, initial=0.0, final=0.9) if self.prune else None,
             sparse_threshold=0.85,
+            precision=precision,
         )
 
 
@@ -115,12 +129,13 @@ def play(world: World, scenario: Scenario) -> dict[str, Any]:
     """Train; returns losses, gradient norms, a held-out loss and the fingerprint of what this worker holds."""
     engine = engine_of(scenario, world)
     moves = dict(scenario.moves)
-    losses, norms, figures = [], [], []
+    losses, norms, figures, scales = [], [], [], []
     for step in range(1, scenario.steps + 1):
         result = engine.train_step(batch_of(step), sampled=step % 5 == 0)
         losses.append(result.loss)
-        norms.append(result.grad_norm)
+        norms.append(result.grad_norm if result.updated else None)
         figures.append(result.figures)
+        scales.append(result.loss_scale)
         engine.after_step(step)
         if step in moves:
             engine.repartition(moves[step])
@@ -129,6 +144,7 @@ def play(world: World, scenario: Scenario) -> dict[str, Any]:
         "losses": losses,
         "norms": norms,
         "figures": figures,
+        "scales": scales,
         "held_out": held_out,
         "weights": fingerprint(engine),
     }

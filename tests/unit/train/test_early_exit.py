@@ -11,7 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from dynmo_train.models.decoding import Cache, Decoder
 from dynmo_train.models.dynamic import DynamicFamily, DynamicSettings
-from dynmo_train.models.early_exit import LEFT, ExitSettings, call_item
+from dynmo_train.models.early_exit import LEFT, ExitSettings
 from dynmo_train.models.gpt import Gpt, GptShape
 from dynmo_train.models.items import output_of
 
@@ -48,7 +48,7 @@ def run(model, modules, ids, labels):
         module = modules[item.name]
         if item.name == "head":
             return module.logits(values["hidden"]), told
-        result = call_item(item, module, *(values[n] for n in item.reads), *(inputs[n] for n in item.inputs))
+        result = module(*(values[n] for n in item.reads), *(inputs[n] for n in item.inputs))
         values[item.writes] = output_of(result)
         if item.side:
             values.update(result.side)
@@ -69,7 +69,7 @@ def dense(modules, ids, labels, exits=EXITS):
         visible = visible | torch.eye(T, dtype=torch.bool)
         scores = (q @ k.transpose(-1, -2) / q.shape[-1] ** 0.5).masked_fill(~visible, float("-inf"))
         inner = x + attention.dense((scores.softmax(-1) @ v).transpose(1, 2).flatten(2))
-        outer = mlp(inner)
+        outer = inner + mlp.transform(mlp.norm(inner))
         x = torch.where(left[..., None], x, outer)
         if layer in exits.layers:
             logits = modules["head"].logits(x)
