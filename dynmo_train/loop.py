@@ -78,10 +78,10 @@ def _begin(config: Config, world: World) -> _Run:
         engine.build()
     else:
         progress = checkpoint.manifest.get("x_progress", {})
-        reader = state_reader(checkpoint, family, world.device)
+        reader = state_reader(checkpoint, engine.held, world.device)
         engine.restore(reader, checkpoint.manifest["step"], **progress)
 
-    workers = describe_workers(world)
+    workers, dims = describe_workers(world), world.dims
     facts: dict[str, Any] = {
         "sparse_thresholds": {"csr": settings.sparse_threshold},
         "device": world.device.type,
@@ -106,10 +106,12 @@ def _begin(config: Config, world: World) -> _Run:
             granularity=config.balance.granularity,
             microbatches=config.microbatches,
             micro_batch_size=config.training.micro_batch_size,
+            tensor_parallel_size=dims.tensor,
+            data_parallel_size=dims.data,
         ),
         measure_link(world),
         workers,
-        describe_items(family, settings.pipeline.boundary),
+        describe_items(family, settings.pipeline.boundary, engine.held.blueprint),
     )
     first_plan = _write_first_plan(config, engine, directory, checkpoint)
     return _Run(config, engine, samples, directory, recorder, checkpoint, first_plan)
