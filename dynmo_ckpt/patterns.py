@@ -43,8 +43,11 @@ def expand(tensor: Tensor, axes: Axes, sizes: Mapping[str, int], name: str) -> T
         UnsupportedError: its shape is not what the axes and sizes say.
     """
     expected = stored_shape(axes, sizes)
-    if tensor.shape == tuple(sizes[axis] for group in axes for axis in group):
+    flat = tuple(sizes[axis] for group in axes for axis in group)
+    if tensor.shape == flat:
         return tensor
+    if tensor.shape != expected and [n for n in tensor.shape if n != 1] == [n for n in flat if n != 1]:
+        return tensor.with_ones(flat)
     if tensor.shape != expected:
         raise UnsupportedError(f"{name}: the shape is {list(tensor.shape)}, the model's sizes ask for {list(expected)}")
     for dim in reversed(range(len(axes))):

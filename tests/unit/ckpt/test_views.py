@@ -160,3 +160,13 @@ def test_the_checksum_of_joined_parts_is_known_before(tmp_path):
     side_by_side = concatenate(parts, 1)
     assert expected_crc32(OutputTensor(key="y", shape=(3, 8), content=side_by_side)) is None
     assert expected_crc32(OutputTensor(key="y", shape=(3, 4), content=joined.narrow(0, 0, 3).permute([1, 0]))) is None
+
+
+def test_dimensions_of_one_come_and_go(tmp_path):
+    array = np.arange(24, dtype=np.float32).reshape(6, 4)
+    halves = concatenate([stored(tmp_path, array[:2], "a"), stored(tmp_path, array[2:], "b")], 0)
+    grown = halves.unflatten(0, [1, 6, 1])
+    assert grown.shape == (1, 6, 1, 4)
+    assert np.array_equal(written(tmp_path, grown, (6, 4)), array)
+    assert grown.with_ones((6, 1, 4)).narrow(0, 1, 4).shape == (3, 1, 4)
+    assert np.array_equal(written(tmp_path, grown.with_ones((6, 4)).narrow(0, 1, 4)), array[1:4])
