@@ -20,6 +20,7 @@ from .checkpoint import Checkpoint, CheckpointError, remove_stale_staging
 from .config import Config
 from .console import say
 from .data.batches import Samples, open_samples
+from .data.tokenizer import TokenizerFiles
 from .engine import Engine, StepResult
 from .families import family_of
 from .formats.plan import initial_plan, plan_ids, write_plan
@@ -185,6 +186,7 @@ class _Run:
             )
         self._first_plan = first_plan
         self._log = TrainingLog(config, engine.world)
+        self._tokenizer = TokenizerFiles.of(vars(config.data))
 
     def train(self) -> None:
         """All steps that are left, with an evaluation and a checkpoint at the end."""
@@ -260,9 +262,9 @@ class _Run:
                 "seed": config.training.seed,
                 "split": config.data.split,
                 "sequence_length": config.model.seq_length,
-                "prefix": config.data.data_path,
+                "prefix": config.data.name,
             },
-            tokenizer=Path(config.data.tokenizer_model) if config.data.tokenizer_model else None,
+            tokenizer=self._tokenizer.files if self._tokenizer is not None else {},
             keep=config.run.keep_checkpoints,
         )
         started = time.perf_counter()

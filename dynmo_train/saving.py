@@ -37,7 +37,7 @@ class SavedRun:
 
     Attributes:
         data: what fixes the order of the samples, as in the manifest.
-        tokenizer: path of the tokenizer.json to copy along, or None.
+        tokenizer: the tokenizer's files to copy along, by their names in the checkpoint.
         keep: how many checkpoints to keep; None keeps all.
     """
 
@@ -45,7 +45,7 @@ class SavedRun:
     step: int
     consumed_train_samples: int
     data: Mapping[str, Any]
-    tokenizer: Path | None
+    tokenizer: Mapping[str, Path]
     keep: int | None
 
 
@@ -64,9 +64,10 @@ def save(engine: Engine, checkpoints_dir: Path, run: SavedRun) -> Path:
         # Replicas hold the same: the first one writes.
         if world.replica == 0:
             report = _write_part(engine, staging, states)
-        if world.is_first and run.tokenizer is not None:
+        if world.is_first and run.tokenizer:
             (staging / "tokenizer").mkdir()
-            shutil.copyfile(run.tokenizer, staging / "tokenizer" / "tokenizer.json")
+            for name, path in run.tokenizer.items():
+                shutil.copyfile(path, staging / "tokenizer" / name)
     except (OSError, DynmoError) as error:
         problem = f"rank {world.rank}: {error}"
     facts = _facts_of_part(engine, states) if world.replica == 0 else None

@@ -13,8 +13,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
+from .data import DataConfig
 from .options import Source, option
-from .parse import parse_freeze_schedule, parse_split
+from .parse import parse_freeze_schedule, parse_layers
 from .precision import PrecisionConfig
 
 Family = Literal["gpt"]
@@ -28,7 +29,7 @@ Granularity = Literal["layer", "sublayer"]
 Planner = Literal["internal", "external"]
 Balancer = Literal["exact", "time", "parameters", "uniform", "deepspeed", "diffusion"]
 BalancePolicy = Literal["never", "always", "threshold", "regret"]
-TokenizerType = Literal["HuggingFaceTokenizer"]
+ExitMeasure = Literal["softmax", "saturation"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,12 +52,8 @@ class ModelConfig:
         "Number of token ids before padding.",
         minimum=1,
         derive=(
-            "that of --tokenizer-model",
-            lambda v, facts: (
-                facts.tokenizer_vocab_size(v["tokenizer_model"])
-                if v["tokenizer_model"] is not None and facts.tokenizer_vocab_size is not None
-                else None
-            ),
+            "that of the tokenizer",
+            lambda v, facts: None if facts.tokenizer_vocab_size is None else facts.tokenizer_vocab_size(v),
         ),
     )
     attention_dropout: float = option("Dropout probability of attention weights.", default=0.1, minimum=0, below=1)
@@ -160,21 +157,6 @@ class OptimizerConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DataConfig:
-    """What to train on."""
-
-    data_path: str = option("Indexed data set: the path of PREFIX.bin and PREFIX.idx without the ending.")
-    split: str = option("Shares of documents for training, validation and test: three numbers.", default="969,30,1")
-    tokenizer_model: str | None = option("Path of the tokenizer.json that made the data set.", default=None)
-    tokenizer_type: TokenizerType = option("Kind of --tokenizer-model.", default="HuggingFaceTokenizer")
-
-    @property
-    def split_shares(self) -> tuple[float, float, float]:
-        """``split`` as three fractions that add up to 1."""
-        return parse_split(self.split)
-
-
-@dataclass(frozen=True, kw_only=True)
 class PruningConfig:
     """Gradual pruning by global magnitude, on the cubic curve of Zhu and Gupta (arXiv:1710.01878)."""
 
@@ -206,6 +188,52 @@ class FreezingConfig:
     def freeze_steps(self) -> tuple[tuple[int, int], ...]:
         """``freeze_schedule`` as (step, blocks frozen from then on), in order of step."""
         return parse_freeze_schedule(self.freeze_schedule) if self.freeze_schedule else ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class DepthConfig:
+    """Mixture of depths (arXiv:2404.02258): a share of the tokens goes through a block, the others pass it by."""
+
+    mod_capacity: float | None = option(
+        "Share of a sample's tokens that go through a routed block; none routes no block.",
+        default=None,
+        above=0,
+        maximum=1,
+    )
+    mod_every: int = option("Every how many blocks one is routed: with 2 blocks 1, 3, 5, ...", default=2, minimum=1)
+    mod_router_loss_weight: float = option(
+        "Weight of the loss that teaches routers to decide without looking ahead.", default=0.01, minimum=0
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExitConfig:
+    """Early exit (arXiv:2207.07061): a token leaves behind a block when the model is sure of it."""
+
+    early_exit_layers: str | None = option(
+        "N,N,...: blocks (from 0) behind which tokens may leave; later blocks compute the others only.", default=None
+    )
+    early_exit_loss_weight: float = option("Weight of the exits' losses together.", default=0.3, minimum=0)
+    early_exit_threshold: float = option("Confidence from which a token leaves.", default=0.9, minimum=0, maximum=1)
+    early_exit_measure: ExitMeasure = option(
+        "Confidence: softmax (difference of the two highest probabilities), or saturation (cosine between the stream"
+        " before and behind the block's MLP).",
+        default="softmax",
+    )
+
+    @property
+    def exit_layers(self) -> tuple[int, ...]:
+        """``early_exit_layers`` as numbers, ascending."""
+        return parse_layers("--early-exit-layers", self.early_exit_layers) if self.early_exit_layers else ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class SparseAttentionConfig:
+    """Dynamic sparse attention: queries attend to the keys of their hash bucket, in blocks."""
+
+    sparse_attention: bool = option("Attend within hash buckets, drawn anew in each step and layer.", default=False)
+    sparse_attention_buckets: int = option("Hash buckets, an even number.", default=16, minimum=2)
+    sparse_attention_block: int = option("Queries and keys of a block of scores, in tokens.", default=32, minimum=1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -267,6 +295,9 @@ class Config:
     data: DataConfig
     pruning: PruningConfig
     freezing: FreezingConfig
+    depth: DepthConfig
+    exits: ExitConfig
+    attention: SparseAttentionConfig
     balance: BalanceConfig
     run: RunConfig
     sources: Mapping[str, Source] = field(default_factory=dict, compare=False)

@@ -9,6 +9,7 @@ from ..formats._document import DocumentError, Problem
 from .schema import Config
 
 SPLIT_BACKWARD = ("zero-bubble",)
+ONE_STREAM = ("gpt", "bert", "llama")
 Rule = Callable[[Config, int], Iterator[Problem]]
 
 
@@ -186,14 +187,59 @@ def _freezing(config: Config, _world_size: int) -> Iterator[Problem]:
         yield _conflict("--freeze-tied", "has no effect with --untie-embeddings-and-output-weights")
 
 
-def _split(config: Config, _world_size: int) -> Iterator[Problem]:
+def _changed_model(config: Config, _world_size: int) -> Iterator[Problem]:
+    """Mixture of depths, early exit and sparse attention change the model's items."""
+    depth, exits, attention = config.depth, config.exits, config.attention
+    asked = {
+        "--mod-capacity": depth.mod_capacity is not None,
+        "--early-exit-layers": exits.early_exit_layers is not None,
+        "--sparse-attention": attention.sparse_attention,
+    }
+    for flag in (flag for flag, on in asked.items() if on and config.model.family not in ONE_STREAM):
+        yield _later(flag, f"works with {', '.join(ONE_STREAM)}; the model is {config.model.family}")
+    if depth.mod_capacity is not None and depth.mod_every > config.model.num_layers:
+        yield _conflict(
+            "--mod-every", f"{depth.mod_every} routes none of --num-layers {config.model.num_layers} blocks"
+        )
     try:
-        shares = config.data.split_shares
+        layers = exits.exit_layers
     except UsageError as error:
-        yield Problem("--split", "form", str(error))
+        yield Problem("--early-exit-layers", "form", str(error))
         return
-    if not shares[0]:
-        yield _conflict("--split", f"{config.data.split!r} leaves nothing to train on")
+    if layers and layers[-1] >= config.model.num_layers - 1:
+        yield _conflict(
+            "--early-exit-layers",
+            f"{layers[-1]}: behind the last of --num-layers {config.model.num_layers} blocks (numbered from 0) nothing"
+            " is left to skip",
+        )
+    if layers and depth.mod_capacity is not None:
+        yield _conflict("--early-exit-layers", "cannot be combined with --mod-capacity; give one of them")
+    if layers and config.parallel.tensor_model_parallel_size > 1:
+        yield _later(
+            "--early-exit-layers",
+            f"its heads are not cut by --tensor-model-parallel-size {config.parallel.tensor_model_parallel_size};"
+            " write 1",
+        )
+    if attention.sparse_attention and attention.sparse_attention_buckets % 2:
+        yield _conflict("--sparse-attention-buckets", f"{attention.sparse_attention_buckets} is not an even number")
+
+
+def _data(config: Config, _world_size: int) -> Iterator[Problem]:
+    data = config.data
+    try:
+        shares, own = data.split_shares, data.part_blends
+        blend = data.blend
+    except UsageError as error:
+        yield Problem(str(error).split(" ", 1)[0], "form", str(error))
+        return
+    if blend and any(own):
+        yield _conflict(
+            "--data-path", "cannot be combined with --train-data-path and its kin; they make --split needless"
+        )
+    elif blend and not shares[0]:
+        yield _conflict("--split", f"{data.split!r} leaves nothing to train on")
+    if data.tokenizer_type == "NullTokenizer" and (data.tokenizer_model or data.vocab_file or data.merge_file):
+        yield _conflict("--tokenizer-type", "NullTokenizer reads no file; leave the files out, or give their type")
 
 
 def _balance(config: Config, _world_size: int) -> Iterator[Problem]:
@@ -224,7 +270,8 @@ RULES: tuple[Rule, ...] = (
     _precision,
     _pruning,
     _freezing,
-    _split,
+    _changed_model,
+    _data,
     _balance,
     _run,
 )

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from ..parallel.tensor import TensorRegion, token_losses
+from .hashed_attention import HashedAttention
 from .linear import PrunableLinear
 from .positions import RelativeBias, Rotary
 
@@ -104,9 +105,15 @@ class SelfAttention(nn.Module):
         self.rotary, self.causal = rotary, causal
         self.scale = None if relative is None else 1.0
         self.dropout, self.attention_dropout = dropout, attention_dropout
+        self.sparse: HashedAttention | None = None
 
-    def project(self, x_BTD: torch.Tensor, past: int = 0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Queries ``[B, H, T, K]``, keys and values ``[B, G, T, K]`` of tokens at positions from ``past`` on."""
+    def project(
+        self, x_BTD: torch.Tensor, past: int | torch.Tensor = 0
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Queries ``[B, H, T, K]``, keys and values ``[B, G, T, K]`` of tokens at positions from ``past`` on.
+
+        Tokens that do not follow one another have their positions as a tensor ``[B, T]`` in place of ``past``.
+        """
         per, K = self.queries_per_group, self.head_width
         rows_BTR = self.qkv(self.norm(x_BTD))
         B, T, _ = rows_BTR.shape  # of all tokens, where the stream is cut along them
@@ -125,9 +132,7 @@ class SelfAttention(nn.Module):
         self, q_BHTK: torch.Tensor, k_BGSK: torch.Tensor, v_BGSK: torch.Tensor, mask: torch.Tensor | None, causal: bool
     ) -> torch.Tensor:
         """The sublayer's output ``[B, T, D]`` before residual and dropout; ``mask`` is true where a key is seen."""
-        if self.queries_per_group > 1:
-            k_BGSK = k_BGSK.repeat_interleave(self.queries_per_group, dim=1)
-            v_BGSK = v_BGSK.repeat_interleave(self.queries_per_group, dim=1)
+        k_BGSK, v_BGSK = self._for_each_head(k_BGSK), self._for_each_head(v_BGSK)
         dropout = self.attention_dropout if self.training else 0.0
         y_BHTK = F.scaled_dot_product_attention(
             q_BHTK, k_BGSK, v_BGSK, attn_mask=mask, dropout_p=dropout, is_causal=causal, scale=self.scale
@@ -135,19 +140,39 @@ class SelfAttention(nn.Module):
         y_BTD: torch.Tensor = self.dense(y_BHTK.transpose(1, 2).flatten(2))
         return y_BTD
 
-    def forward(self, x_BTD: torch.Tensor, seen_BS: torch.Tensor | None = None) -> torch.Tensor:
-        """Apply the sublayer with its residual; ``seen_BS`` is true for tokens that may be attended to; None: all."""
-        q, k, v = self.project(x_BTD)
+    def _for_each_head(self, x_BGSK: torch.Tensor) -> torch.Tensor:
+        return x_BGSK if self.queries_per_group == 1 else x_BGSK.repeat_interleave(self.queries_per_group, dim=1)
+
+    def forward(
+        self, x_BTD: torch.Tensor, seen_BS: torch.Tensor | None = None, *, positions: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Apply the sublayer with its residual.
+
+        Args:
+            seen_BS: true for tokens that may be attended to; None: all.
+            positions: ``[B, T]``, where the tokens are some of a longer sequence; None: 0, 1, 2, ...
+        """
+        q, k, v = self.project(x_BTD, 0 if positions is None else positions)
+        if self.sparse is not None:
+            dropout = self.attention_dropout if self.training else 0.0
+            k, v = self._for_each_head(k), self._for_each_head(v)
+            y_BHTK = self.sparse.attend(q, k, v, seen_BS, causal=self.causal, dropout=dropout, training=self.training)
+            return x_BTD + F.dropout(self.dense(y_BHTK.transpose(1, 2).flatten(2)), self.dropout, self.training)
         mask = None if seen_BS is None else seen_BS[:, None, None, :]
         causal = self.causal
         if self.relative is not None:
             mask, causal = self.relative.scores(q.shape[2], k.shape[2], mask, causal=causal), False
         return x_BTD + F.dropout(self.attend(q, k, v, mask, causal), self.dropout, self.training)
 
-    def extend(self, x_BTD: torch.Tensor, past: KeysValues | None) -> tuple[torch.Tensor, KeysValues]:
-        """New tokens behind those whose keys and values are ``past``: the output, and keys and values of all."""
+    def extend(
+        self, x_BTD: torch.Tensor, past: KeysValues | None, positions: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, KeysValues]:
+        """New tokens behind those whose keys and values are ``past``: the output, and keys and values of all.
+
+        ``positions`` ``[B, T]`` are given where not every token of the sequence comes here.
+        """
         before = 0 if past is None else past[0].shape[2]
-        q, k, v = self.project(x_BTD, before)
+        q, k, v = self.project(x_BTD, before if positions is None else positions)
         if past is not None:
             k, v = torch.cat([past[0], k], dim=2), torch.cat([past[1], v], dim=2)
         tokens = q.shape[2]

@@ -1,8 +1,8 @@
 """ZeRO over the replicas by FSDP2: each holds a part of every parameter's rows, its gradient and its moments.
 
 An item is sharded by itself (``fully_shard`` of its module alone), so that it moves as any other. A replica's gradients
-accumulate whole over the microbatches and are reduced once a step, as plain replicas add them: plain, DDP and ZeRO agree
-bit for bit on two replicas. What optimizer, norms and moves see are plain tensors, the replica's rows.
+accumulate whole over the microbatches and are reduced once a step, as plain replicas add them: plain, DDP and ZeRO give
+the same bits on two replicas. What optimizer, norms and moves see are plain tensors, the replica's rows.
 """
 
 from __future__ import annotations
