@@ -64,7 +64,7 @@ def problem_of(header: Header, state: RunState, base: Plan, options: WatchOption
         link_bandwidth=header.link.bandwidth_bytes_per_s if header.link else None,
         link_latency_ns=header.link.latency_ns if header.link else 0,
         min_units=options.min_layers,
-        current=holdings(base, places, base.virtual_stages_per_worker),
+        current=holdings(base, places, base.virtual_stages_per_worker, base.schedule),
     )
 
 

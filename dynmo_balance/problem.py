@@ -9,6 +9,7 @@ from itertools import accumulate
 
 from .costs import SPEED_UNIT, ItemCosts, speed_ppm
 from .errors import DynmoError, UsageError
+from .formats.plan import position_of
 from .formats.profile import Header, Item
 
 EXIT_INFEASIBLE = 3
@@ -126,9 +127,14 @@ class Problem:
         """Stages on all workers together."""
         return len(self.places) * self.virtual_stages
 
+    @cached_property
+    def positions(self) -> tuple[int, ...]:
+        """Of each stage, the index of its worker in ``places``: in rotation, or in a V."""
+        return tuple(position_of(self.schedule, stage, len(self.places)) for stage in range(self.num_stages))
+
     def place(self, stage: int) -> Place:
-        """The worker of a stage; stages go round the workers."""
-        return self.places[stage % len(self.places)]
+        """The worker of a stage."""
+        return self.places[self.positions[stage]]
 
     def transfer_ns(self, size_bytes: int) -> int:
         """How long a tensor takes between two workers, rounded up."""

@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 
 from .errors import UsageError
-from .formats.plan import Plan
+from .formats.plan import V_SCHEDULES, Plan
+from .formats.profile import Header
 from .options import ProblemOptions
 from .planning import chain_of, holdings
 from .problem import Place, Problem, places_of
@@ -54,6 +55,13 @@ def _places(source: Source, options: ProblemOptions) -> tuple[Place, ...]:
     return places_of(source.header, options.stages, memory)
 
 
+def usual_virtual_stages(header: Header, schedule: str) -> int:
+    """The stages a worker where nobody names them: as in the profile, or what another schedule needs at least."""
+    if schedule == header.schedule:
+        return header.virtual_stages_per_worker
+    return 2 if schedule in V_SCHEDULES or schedule == "interleaved-1f1b" else 1
+
+
 def make_problem(source: Source, options: ProblemOptions, current: Plan | None = None) -> Problem:
     """The problem that a command is about; ties go to what moves least from ``current``.
 
@@ -62,16 +70,17 @@ def make_problem(source: Source, options: ProblemOptions, current: Plan | None =
     """
     header = source.header
     places = _places(source, options)
-    virtual = options.virtual_stages or header.virtual_stages_per_worker
+    schedule = options.schedule or header.schedule
+    virtual = options.virtual_stages or usual_virtual_stages(header, schedule)
     return Problem(
         chain=chain_of(header, source.costs, options.granularity),
         places=places,
-        schedule=options.schedule or header.schedule,
+        schedule=schedule,
         microbatches=options.microbatches or header.microbatches,
         virtual_stages=virtual,
         link_bandwidth=header.link.bandwidth_bytes_per_s if header.link else None,
         link_latency_ns=header.link.latency_ns if header.link else 0,
         min_units=options.min_layers,
         pins=_parse_pins(source, options.pins),
-        current=None if current is None else holdings(current, places, virtual),
+        current=None if current is None else holdings(current, places, virtual, schedule),
     )

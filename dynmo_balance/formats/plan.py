@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, is_dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,18 @@ from .profile import SCHEDULES, Header
 FORMAT = "dynmo.plan"
 VERSION = 1
 BALANCERS = ("initial", "exact", "time", "parameters", "uniform", "deepspeed", "diffusion", "manual")
+V_SCHEDULES = ("zb-v",)
+"""The schedules with two stages a worker whose stages go down the workers and back up."""
 _FILE_NAME = re.compile(r"plan-(\d{6,})\.json")
+
+
+def position_of(schedule: str, stage: int, workers: int) -> int:
+    """Which of the workers, in the order of their first stages, runs a stage.
+
+    Looped: ``stage mod workers``. In a V: worker ``p`` of ``P`` runs stages ``p`` and ``2 P - 1 - p``.
+    """
+    lap, at = divmod(stage, workers)
+    return workers - 1 - at if lap % 2 and schedule in V_SCHEDULES else at
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -191,22 +203,33 @@ def _across(plan: Plan) -> list[Problem]:
         if stage.worker in plan.released_workers:
             message = f"worker {stage.worker} is released but holds stage {index}"
             problems.append(Problem(f"stages[{index}].worker", "reference", message))
-    virtual = plan.virtual_stages_per_worker
-    count, rest = divmod(len(plan.stages), virtual)
-    if rest:
-        message = f"{len(plan.stages)} stages cannot be {virtual} on each worker"
-        return [*problems, Problem("stages", "length", message)]
-    first = [stage.worker for stage in plan.stages[:count]]
-    if len(set(first)) < count:
-        problems.append(Problem("stages", "order", f"the first {count} stages must be on different workers: {first}"))
-    for index, stage in enumerate(plan.stages[count:], start=count):
-        if stage.worker != first[index % count]:
-            message = f"must be {first[index % count]}, the worker of stage {index % count}; is {stage.worker}"
-            problems.append(Problem(f"stages[{index}].worker", "order", message))
+    problems += _place_problems(plan)
     if plan.action == "keep" and plan.migration.moves:
         problems.append(Problem("migration.moves", "length", "a plan that keeps the partition moves nothing"))
     if plan.balancer == "initial" and plan.base_plan_id is not None:
         problems.append(Problem("base_plan_id", "range", "must be null for the initial partition"))
+    return problems
+
+
+def _place_problems(plan: Plan) -> list[Problem]:
+    """Stages that are not on the workers that the schedule puts them on."""
+    problems = []
+    virtual = plan.virtual_stages_per_worker
+    count, rest = divmod(len(plan.stages), virtual)
+    if rest:
+        message = f"{len(plan.stages)} stages cannot be {virtual} on each worker"
+        return [Problem("stages", "length", message)]
+    first = [stage.worker for stage in plan.stages[:count]]
+    if len(set(first)) < count:
+        problems.append(Problem("stages", "order", f"the first {count} stages must be on different workers: {first}"))
+    if plan.schedule in V_SCHEDULES and virtual != 2:
+        message = f"{plan.schedule} has 2 stages on each worker, the plan says {virtual}"
+        problems.append(Problem("virtual_stages_per_worker", "range", message))
+    for index, stage in enumerate(plan.stages[count:], start=count):
+        at = position_of(plan.schedule, index, count)
+        if stage.worker != first[at]:
+            message = f"must be {first[at]}, the worker of stage {at}; is {stage.worker}"
+            problems.append(Problem(f"stages[{index}].worker", "order", message))
     return problems
 
 
@@ -292,9 +315,11 @@ def publish(folder: Path, plan: Plan) -> Plan:
         return numbered
 
 
-def stages_of(items: Sequence[str], boundaries: Sequence[int], workers: Sequence[int]) -> tuple[Stage, ...]:
-    """The stages of a partition: stage ``s`` holds ``items[boundaries[s]:boundaries[s+1]]``, workers in rotation."""
+def stages_of(
+    items: Sequence[str], boundaries: Sequence[int], workers: Sequence[int], schedule: str = "1f1b"
+) -> tuple[Stage, ...]:
+    """The stages of a partition: stage ``s`` holds ``items[boundaries[s]:boundaries[s+1]]``, placed by the schedule."""
     return tuple(
-        Stage(stage=s, worker=workers[s % len(workers)], items=tuple(items[boundaries[s] : boundaries[s + 1]]))
-        for s in range(len(boundaries) - 1)
+        Stage(stage=s, worker=workers[position_of(schedule, s, len(workers))], items=tuple(items[begin:end]))
+        for s, (begin, end) in enumerate(pairwise(boundaries))
     )

@@ -31,7 +31,7 @@ def bottleneck_ns(problem: Problem, boundaries: tuple[int, ...]) -> int:
     work = problem.chain.work_ns
     times = [0] * len(problem.places)
     for stage, (begin, end) in enumerate(pairwise(boundaries)):
-        times[stage % len(times)] += problem.place(stage).time_ns(sum(work[begin:end]))
+        times[problem.positions[stage]] += problem.place(stage).time_ns(sum(work[begin:end]))
     return max(times)
 
 

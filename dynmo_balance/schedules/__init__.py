@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from functools import lru_cache
 
 from ..errors import UsageError
-from . import gpipe, interleaved, one_f_one_b, zero_bubble
+from . import gpipe, interleaved, one_f_one_b, zero_bubble, zero_bubble_v
 from .operations import Kind, Operation, Order
 
 __all__ = ["SCHEDULES", "Kind", "Operation", "Order", "in_flight", "order_of"]
@@ -16,6 +16,7 @@ SCHEDULES: Mapping[str, Callable[[int, int, int], Order]] = {
     "1f1b": one_f_one_b.order,
     "interleaved-1f1b": interleaved.order,
     "zero-bubble": zero_bubble.order,
+    "zb-v": zero_bubble_v.order,
 }
 
 

@@ -84,7 +84,7 @@ _DOCUMENT = obj(
         "action": string("move", "keep"),
         "apply_at_step": nullable(integer()),
         "balancer": string("initial", "exact", "time", "parameters", "uniform", "deepspeed", "diffusion", "manual"),
-        "schedule": string("gpipe", "1f1b", "interleaved-1f1b", "zero-bubble"),
+        "schedule": string("gpipe", "1f1b", "interleaved-1f1b", "zero-bubble", "zb-v"),
         "virtual_stages_per_worker": integer(1),
         "stages": array(obj({"stage": integer(), "worker": integer(), "items": array(string())}), 1),
         "released_workers": array(integer()),
@@ -96,6 +96,12 @@ _DOCUMENT = obj(
         "reason": string(),
     }
 )
+
+
+def _placed(schedule: str, workers: Sequence[int], stages: int) -> tuple[int, ...]:
+    """The worker of each stage: in rotation, or with ``zb-v`` down the workers and back up."""
+    turn = (*workers, *reversed(workers)) if schedule == "zb-v" else tuple(workers)
+    return turn * (stages // max(1, len(turn)))
 
 
 def _across(plan: Plan, numbers: Sequence[int]) -> list[Problem]:
@@ -114,8 +120,12 @@ def _across(plan: Plan, numbers: Sequence[int]) -> list[Problem]:
     if rest:
         words = f"{len(plan.stages)} stages cannot be {plan.virtual_stages_per_worker} on each worker"
         problems.append(Problem("stages", "length", words))
-    elif len(set(rotation)) < positions or plan.stage_workers != rotation * plan.virtual_stages_per_worker:
-        words = f"stage s must be on worker s mod {positions} of {positions} workers; are {list(plan.stage_workers)}"
+    elif plan.schedule == "zb-v" and plan.virtual_stages_per_worker != 2:
+        words = f"zb-v has 2 stages on each worker, the plan says {plan.virtual_stages_per_worker}"
+        problems.append(Problem("virtual_stages_per_worker", "range", words))
+    elif len(set(rotation)) < positions or plan.stage_workers != _placed(plan.schedule, rotation, len(plan.stages)):
+        way = "down and back up the" if plan.schedule == "zb-v" else f"s mod {positions} of"
+        words = f"stage s must be on worker {way} {positions} workers; are {list(plan.stage_workers)}"
         problems.append(Problem("stages", "order", words))
     if plan.action == "keep" and plan.migration["moves"]:
         problems.append(Problem("migration.moves", "length", "a plan that keeps the partition moves nothing"))
@@ -175,7 +185,8 @@ def initial_plan(
     read_to_step: int = 0,
     reason: str = "the partition that the run started with",
 ) -> dict[str, Any]:
-    """The document of the partition that a run starts with; stage ``s`` is on ``workers[s mod len(workers)]``."""
+    """The document of the partition that a run starts with; ``workers`` in the order of their first stages."""
+    placed = _placed(schedule, workers, len(stages))
     return {
         **envelope(FORMAT, VERSION, f"dynmo-train {__version__}"),
         "plan_id": plan_id,
@@ -187,9 +198,7 @@ def initial_plan(
         "balancer": "initial",
         "schedule": schedule,
         "virtual_stages_per_worker": virtual_stages_per_worker,
-        "stages": [
-            {"stage": at, "worker": workers[at % len(workers)], "items": list(items)} for at, items in enumerate(stages)
-        ],
+        "stages": [{"stage": at, "worker": placed[at], "items": list(items)} for at, items in enumerate(stages)],
         "released_workers": [],
         "predicted": None,
         "optimality": None,
