@@ -161,7 +161,7 @@ class Costs:
     activation_bytes: Array
 
 
-def costs_of(problem: Problem, candidates: Sequence[Sequence[int]]) -> Costs:
+def costs_of(problem: Problem, candidates: Sequence[Sequence[int]] | Array) -> Costs:
     """The costs of each candidate's stages."""
     chain = problem.chain
     cuts = np.array(candidates, dtype=np.int64).T
@@ -193,7 +193,7 @@ def costs_of(problem: Problem, candidates: Sequence[Sequence[int]]) -> Costs:
     )
 
 
-def step_times(problem: Problem, candidates: Sequence[Sequence[int]], overhead_ns: int = 0) -> list[int]:
+def step_times(problem: Problem, candidates: Sequence[Sequence[int]] | Array, overhead_ns: int = 0) -> list[int]:
     """The simulated step of each candidate's boundaries, in ns."""
     found = steps_of(problem, costs_of(problem, candidates), overhead_ns)
     return [int(value) for value in found]

@@ -6,8 +6,7 @@ from dataclasses import replace
 from itertools import pairwise
 
 from .formats.profile import Header
-from .partition import Solution
-from .partition.exact import solve
+from .partition import Solution, best_of
 from .planning import chain_of
 from .problem import InfeasibleError, Problem
 from .simulate import Timeline, predict
@@ -86,6 +85,6 @@ def _remedies(header: Header, problem: Problem, solution: Solution, timeline: Ti
 
 def _step_ns(problem: Problem) -> int | None:
     try:
-        return predict(problem, solve(problem).boundaries).step_ns
+        return predict(problem, best_of(problem).boundaries).step_ns
     except InfeasibleError:
         return None

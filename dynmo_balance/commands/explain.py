@@ -26,7 +26,7 @@ def explain(
 
     from ..explain import sentences
     from ..formats.plan import header_problems, read_plan
-    from ..partition import certified, solve
+    from ..partition import best_of, certified
     from ..question import make_problem
     from ..simulate import predict
     from ..source import load
@@ -38,7 +38,7 @@ def explain(
         if loaded.plan is not None:
             refuse(str(plan), header_problems(loaded.plan, loaded.header))
     problem = make_problem(loaded, ProblemOptions(stages=stages))
-    solution = solve(problem)
+    solution = best_of(problem)
     if loaded.plan is not None and stages is None:
         solution = certified(problem, loaded.plan.boundaries, solution)
     timeline = predict(problem, solution.boundaries)
