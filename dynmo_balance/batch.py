@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from .costs import SPEED_UNIT
 from .problem import Problem
-from .schedules import Kind, order_of
+from .schedules import Kind, Order, order_of
 
 KINDS = (Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
 Array = npt.NDArray[np.int64]
@@ -71,12 +71,14 @@ class _Row(NamedTuple):
     stage: int
 
 
-def _rows(schedule: str, workers: int, virtual_stages: int, microbatches: int) -> list[list[_Row]]:
+def _rows(order: Order) -> list[list[_Row]]:
     """The operations of each level, numbered from 1 in the order of the workers."""
-    order = order_of(schedule, workers, virtual_stages, microbatches)
-    stages = workers * virtual_stages
+    workers = len(order)
+    stages = 1 + max(op.stage for operations in order for op in operations)
+    worker_of = {op.stage: worker for worker, operations in enumerate(order) for op in operations}
     number = {op: at for at, op in enumerate((op for operations in order for op in operations), start=1)}
-    back = Kind.BACKWARD_INPUT if any(op.kind is Kind.BACKWARD_INPUT for op in order[0]) else Kind.BACKWARD
+    split = any(op.kind is Kind.BACKWARD_INPUT for operations in order for op in operations)
+    back = Kind.BACKWARD_INPUT if split else Kind.BACKWARD
     level: dict[int, int] = {0: -1}
     rows: list[list[_Row]] = []
     done = [0] * workers
@@ -89,7 +91,7 @@ def _rows(schedule: str, workers: int, virtual_stages: int, microbatches: int) -
             if op.kind is Kind.FORWARD and op.stage:
                 needs, link = number[op._replace(stage=op.stage - 1)], op.stage - 1
             elif op.kind is back and op.stage < stages - 1:
-                needs, link = number[op._replace(stage=op.stage + 1)], op.stage
+                needs, link = number.get(op._replace(stage=op.stage + 1), 0), op.stage
             if needs not in level:
                 break
             before = number[order[worker][done[worker] - 1]] if done[worker] else 0
@@ -99,7 +101,9 @@ def _rows(schedule: str, workers: int, virtual_stages: int, microbatches: int) -
                 rows.append([])
             rows[level[own]].append(_Row(own, before, needs, link, KINDS.index(op.kind), op.stage))
             done[worker] += 1
-            waiting.extend(other for other in ((worker + 1) % workers, (worker - 1) % workers) if other != worker)
+            beside = worker_of.get(op.stage + (1 if op.kind is Kind.FORWARD else -1), worker)
+            if beside != worker:
+                waiting.append(beside)
     return [sorted(row) for row in rows]
 
 
@@ -122,8 +126,14 @@ def _index(places: list[int]) -> Index:
 
 @lru_cache(maxsize=32)
 def compiled(schedule: str, workers: int, virtual_stages: int, microbatches: int) -> Compiled:
-    """The levels of a schedule."""
-    rows = _rows(schedule, workers, virtual_stages, microbatches)
+    """The levels of a schedule by name."""
+    return compile_order(order_of(schedule, workers, virtual_stages, microbatches))
+
+
+@lru_cache(maxsize=8)
+def compile_order(order: Order) -> Compiled:
+    """The levels of an order of operations."""
+    rows = _rows(order)
     count = sum(map(len, rows))
     last_use = _last_uses(rows, count)
     kept = max(last_use[o.own] - at for at, row in enumerate(rows) for o in row)
@@ -201,7 +211,14 @@ def step_times(problem: Problem, candidates: Sequence[Sequence[int]] | Array, ov
 
 def steps_of(problem: Problem, costs: Costs, overhead_ns: int = 0) -> Array:
     """The simulated step of each candidate, from the costs of its stages."""
+    if problem.order is not None:
+        return run_compiled(compile_order(problem.order), costs, overhead_ns)
     plan = compiled(problem.schedule, len(problem.places), problem.virtual_stages, problem.microbatches)
+    return run_compiled(plan, costs, overhead_ns)
+
+
+def run_compiled(plan: Compiled, costs: Costs, overhead_ns: int = 0) -> Array:
+    """The step of each candidate under a compiled order of operations."""
     count = costs.forward_ns.shape[1]
     first, second = costs.backward_input_ns, costs.backward_weight_ns
     durations = np.stack([costs.forward_ns, first + second, first, second]) + overhead_ns

@@ -123,7 +123,9 @@ def released_plan(
     smaller = on_fewer(problem, packing.workers)
     if base is not None:
         smaller = replace(smaller, current=holdings(base, smaller.places, 1, smaller.schedule))
-    proposal = present(smaller, best_of(smaller), owner=None if base is None else base.owner, base_pause_ns=base_pause_ns)
+    proposal = present(
+        smaller, best_of(smaller), owner=None if base is None else base.owner, base_pause_ns=base_pause_ns
+    )
     staying = {place.worker for place in smaller.places}
     released = [place.worker for place in problem.places if place.worker not in staying]
     plan = to_plan(

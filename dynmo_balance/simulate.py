@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 from .errors import UsageError
 from .problem import Problem
-from .schedules import Kind, Operation, Order, order_of
+from .schedules import Kind, Operation, Order
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -272,5 +272,4 @@ def predict(
     communication: Communication = Communication.OVERLAPPED,
 ) -> Timeline:
     """Simulate one step of a partition under the problem's schedule."""
-    order = order_of(problem.schedule, len(problem.places), problem.virtual_stages, problem.microbatches)
-    return run(order, stage_costs(problem, boundaries), overhead_ns, communication)
+    return run(problem.operations, stage_costs(problem, boundaries), overhead_ns, communication)

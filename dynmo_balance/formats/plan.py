@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, is_dataclass, replace
 from itertools import pairwise
@@ -33,7 +34,10 @@ FORMAT = "dynmo.plan"
 VERSION = 1
 BALANCERS = ("initial", "exact", "time", "parameters", "uniform", "deepspeed", "diffusion", "manual")
 V_SCHEDULES = ("zb-v",)
+CUSTOM = "custom"
+"""The schedule of a plan that brings its own order of operations."""
 """The schedules with two stages a worker whose stages go down the workers and back up."""
+_OPERATION = re.compile(r"(\d+)([FBIW])(\d+)")
 _FILE_NAME = re.compile(r"plan-(\d{6,})\.json")
 
 
@@ -115,6 +119,7 @@ class Plan:
     optimality: Optimality | None
     migration: Migration
     reason: str
+    operations: tuple[str, ...] | None = None
     extra: Mapping[str, Any] | None = None
 
     @property
@@ -162,7 +167,7 @@ _PLAN = obj(
         "action": string("move", "keep"),
         "apply_at_step": nullable(integer()),
         "balancer": string(*BALANCERS),
-        "schedule": string(*SCHEDULES),
+        "schedule": string(*SCHEDULES, CUSTOM),
         "virtual_stages_per_worker": integer(1),
         "stages": array(_STAGE, 1),
         "released_workers": array(integer()),
@@ -170,7 +175,8 @@ _PLAN = obj(
         "optimality": nullable(_OPTIMALITY),
         "migration": _MIGRATION,
         "reason": string(),
-    }
+    },
+    {"operations": array(string())},
 )
 
 
@@ -203,7 +209,8 @@ def _across(plan: Plan) -> list[Problem]:
         if stage.worker in plan.released_workers:
             message = f"worker {stage.worker} is released but holds stage {index}"
             problems.append(Problem(f"stages[{index}].worker", "reference", message))
-    problems += _place_problems(plan)
+    problems += _place_problems(plan) if plan.schedule != CUSTOM else _custom_place_problems(plan)
+    problems += _operation_problems(plan)
     if plan.action == "keep" and plan.migration.moves:
         problems.append(Problem("migration.moves", "length", "a plan that keeps the partition moves nothing"))
     if plan.balancer == "initial" and plan.base_plan_id is not None:
@@ -230,6 +237,42 @@ def _place_problems(plan: Plan) -> list[Problem]:
         if stage.worker != first[at]:
             message = f"must be {first[at]}, the worker of stage {at}; is {stage.worker}"
             problems.append(Problem(f"stages[{index}].worker", "order", message))
+    return problems
+
+
+def _custom_place_problems(plan: Plan) -> list[Problem]:
+    """A custom schedule puts stages where it likes, as many on each worker."""
+    count = Counter(stage.worker for stage in plan.stages)
+    virtual = plan.virtual_stages_per_worker
+    return [
+        Problem("stages", "length", f"worker {worker} has {number} stages, must have {virtual}")
+        for worker, number in count.items()
+        if number != virtual
+    ]
+
+
+def _operation_problems(plan: Plan) -> list[Problem]:
+    """A custom schedule says every operation once, each on the worker of its stage; another says none."""
+    if (plan.schedule == CUSTOM) != (plan.operations is not None):
+        return [Problem("operations", "reference", "must be there with the schedule custom, and with no other")]
+    problems = []
+    done: dict[int, Counter[str]] = {stage.stage: Counter() for stage in plan.stages}
+    workers = plan.workers
+    if plan.operations is not None and len(plan.operations) != len(workers):
+        return [Problem("operations", "length", f"must be of {len(workers)} workers, are of {len(plan.operations)}")]
+    for at, line in enumerate(plan.operations or ()):
+        for word in line.split():
+            match = _OPERATION.fullmatch(word)
+            stage = int(match[1]) if match else -1
+            if match is None or stage >= len(plan.stages) or plan.stages[stage].worker != workers[at]:
+                message = f"{word!r} is no operation of a stage of worker {workers[at]}"
+                problems.append(Problem(f"operations[{at}]", "reference", message))
+            else:
+                done[stage][f"{match[2]}{match[3]}"] += 1
+    if plan.operations is not None and not problems and len({frozenset(c.items()) for c in done.values()}) > 1:
+        problems.append(Problem("operations", "length", "must be the same for every stage"))
+    if any(number > 1 for counter in done.values() for number in counter.values()):
+        problems.append(Problem("operations", "duplicate", "an operation stands twice"))
     return problems
 
 
@@ -264,6 +307,8 @@ def to_document(plan: Plan) -> dict[str, Any]:
     """The JSON document of a plan, dated now."""
     content = {name: _plain(value) for name, value in vars(plan).items()}
     extra = content.pop("extra") or {}
+    if plan.operations is None:
+        del content["operations"]
     return {**envelope(FORMAT, VERSION, f"dynmo-plan {__version__}"), **content, **extra}
 
 

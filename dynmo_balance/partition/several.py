@@ -23,7 +23,6 @@ import numpy.typing as npt
 from ..costs import SPEED_UNIT
 from ..formats.plan import V_SCHEDULES
 from ..problem import InfeasibleError, Problem, check_size
-from ..schedules import held_together
 from .exact import Solution, least_bottleneck, start_of, why_infeasible
 from .limits import Limits, make_limits
 
@@ -40,11 +39,13 @@ class Loads:
     Attributes:
         positions: of each stage, the index of its worker.
         held: of each worker the numbers of microbatches in flight, per lap, that it can hold at the same time.
+        handicaps: what each worker has less than others for work, in ns a microbatch.
     """
 
     limits: Limits
     positions: tuple[int, ...]
     held: tuple[tuple[tuple[int, ...], ...], ...]
+    handicaps: tuple[int, ...] = ()
 
     @property
     def workers(self) -> int:
@@ -58,7 +59,7 @@ class Loads:
         speeds = np.array([place.speed_ppm for place in self.limits.places], dtype=np.int64)
         if not (speeds == SPEED_UNIT).all():
             work = -(-work * SPEED_UNIT // speeds)
-        return self._summed(work)
+        return self._summed(work) + np.array(self.handicaps or [0] * self.workers, dtype=np.int64)
 
     def excess(self, cuts: Array) -> Array:
         """The bytes by which the workers' memory is exceeded, summed: ``[candidates]``."""
@@ -87,12 +88,12 @@ def make_loads(problem: Problem) -> Loads:
     return Loads(
         limits=make_limits(problem),
         positions=problem.positions,
-        held=held_together(problem.schedule, len(problem.places), problem.virtual_stages, problem.microbatches),
+        held=problem.held_together,
     )
 
 
 def neighbours(limits: Limits, cuts: Sequence[int], *, runs: bool = True, reach: int = 3) -> Array:
-    """All permitted partitions with one cut shifted by up to ``reach``, or (``runs``) a run of neighbouring cuts by one.
+    """All permitted partitions with a cut shifted by up to ``reach``, or (``runs``) a run of neighbouring cuts by one.
 
     ``[candidates, stages + 1]``; memory is not looked at.
     """
@@ -160,7 +161,7 @@ def solve_several(problem: Problem) -> Solution:
     if over := int(loads.excess(np.array([cuts]))[0]):
         raise InfeasibleError(
             f"no partition with {problem.virtual_stages} stages a worker was found within the memory limits; the best"
-            f" is {over:,} bytes over; give more memory, more workers, fewer microbatches in flight or one stage a worker"
+            f" is {over:,} bytes over; give more memory, more workers, fewer microbatches or one stage a worker"
         )
     if problem.current is not None:
         cuts = _nearer(problem, loads, cuts)
@@ -276,7 +277,8 @@ def _furthest_back(loads: Loads, worker: int, bottleneck: int, min_units: int, f
     other = 2 * loads.workers - 1 - worker
     place = limits.places[worker]
     spent = -(-(load[front] - load[first]) * SPEED_UNIT // place.speed_ppm)
-    rest = (bottleneck - spent) * place.speed_ppm // SPEED_UNIT
+    handicap = loads.handicaps[worker] if loads.handicaps else 0
+    rest = (bottleneck - handicap - spent) * place.speed_ppm // SPEED_UNIT
     allowed = (front >= first + min_units) & (rest >= 0)
     allowed &= (front >= limits.lowest[worker + 1]) & (front <= limits.highest[worker + 1])
     down = np.maximum(np.searchsorted(load, load[until] - np.maximum(rest, 0)), front)

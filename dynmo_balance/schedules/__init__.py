@@ -9,8 +9,20 @@ from ..errors import UsageError
 from . import gpipe, interleaved, one_f_one_b, zero_bubble, zero_bubble_v
 from .operations import Kind, Operation, Order
 
-__all__ = ["SCHEDULES", "Kind", "Operation", "Order", "held_together", "in_flight", "order_of"]
+__all__ = [
+    "SCHEDULES",
+    "HeldTogether",
+    "Kind",
+    "Operation",
+    "Order",
+    "counted_in_flight",
+    "held_in",
+    "held_together",
+    "in_flight",
+    "order_of",
+]
 
+HeldTogether = tuple[tuple[tuple[int, ...], ...], ...]
 SCHEDULES: Mapping[str, Callable[[int, int, int], Order]] = {
     "gpipe": gpipe.order,
     "1f1b": one_f_one_b.order,
@@ -47,15 +59,18 @@ def in_flight(schedule: str, workers: int, virtual_stages: int, microbatches: in
 
 
 @lru_cache(maxsize=32)
-def held_together(
-    schedule: str, workers: int, virtual_stages: int, microbatches: int
-) -> tuple[tuple[tuple[int, ...], ...], ...]:
+def held_together(schedule: str, workers: int, virtual_stages: int, microbatches: int) -> HeldTogether:
     """Of each worker, the numbers of microbatches in flight on its stages that occur at the same time.
 
     One tuple of numbers, in the order of the stages, for each moment that no other moment exceeds in every stage.
     """
+    return held_in(order_of(schedule, workers, virtual_stages, microbatches))
+
+
+def held_in(order: Order) -> HeldTogether:
+    """The same of an order of operations."""
     result = []
-    for operations in order_of(schedule, workers, virtual_stages, microbatches):
+    for operations in order:
         stages = sorted({operation.stage for operation in operations})
         now = dict.fromkeys(stages, 0)
         moments = set()

@@ -12,7 +12,7 @@ from dynmo_balance.auto import search, split_in_half
 from dynmo_balance.bounds import bounds_of
 from dynmo_balance.formats.profile import read_profile
 from dynmo_balance.options import ProblemOptions
-from dynmo_balance.partition import balance, best_of, bottleneck_ns, solve
+from dynmo_balance.partition import balance, bottleneck_ns, solve
 from dynmo_balance.problem import InfeasibleError
 from dynmo_balance.question import make_problem
 from dynmo_balance.schedules import SCHEDULES

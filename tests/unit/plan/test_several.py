@@ -23,8 +23,8 @@ def partitions(problem):
             continue
         if not all(limits.lowest[p] <= cut <= limits.highest[p] for p, cut in enumerate(cuts)):
             continue
-        peaks = predict(problem, cuts).peak_memory_bytes
-        if all(place.memory_bytes is None or peak <= place.memory_bytes for place, peak in zip(problem.places, peaks, strict=True)):
+        peaks = zip(problem.places, predict(problem, cuts).peak_memory_bytes, strict=True)
+        if all(place.memory_bytes is None or peak <= place.memory_bytes for place, peak in peaks):
             yield cuts
 
 
