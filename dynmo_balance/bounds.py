@@ -44,7 +44,8 @@ def bounds_of(problem: Problem) -> Bounds:
     back = chain.at_cuts(inputs)
     weights = chain.at_cuts(chain.costs.backward_weight_ns)
     units = max(
-        forward[at] + microbatches * (work[at + 1] - work[at])
+        forward[at]
+        + microbatches * (work[at + 1] - work[at])
         + max(0, back[at] - microbatches * (weights[at + 1] - weights[at]))
         for at in range(len(work) - 1)
     )

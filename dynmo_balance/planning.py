@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from .costs import ItemCosts
-from .formats.plan import Migration, Optimality, Plan, Predicted, Stage, position_of, stages_of
+from .formats.plan import Migration, Optimality, Plan, Predicted, Stage, position_of
 from .formats.profile import Header
 from .moves import BASE_PAUSE_NS, migration
 from .partition import Solution, balance
@@ -89,8 +89,11 @@ def present(
     problem: Problem, solution: Solution, *, owner: Mapping[str, int] | None = None, base_pause_ns: int | None = None
 ) -> Proposal:
     """A solution with its simulation, stages and migration."""
-    workers = [place.worker for place in problem.places]
-    stages = stages_of(problem.chain.names, solution.boundaries, workers, problem.schedule)
+    names = problem.chain.names
+    stages = tuple(
+        Stage(stage=stage, worker=problem.place(stage).worker, items=names[begin:end])
+        for stage, (begin, end) in enumerate(pairwise(solution.boundaries))
+    )
     pause = BASE_PAUSE_NS if base_pause_ns is None else base_pause_ns
     return Proposal(
         problem=problem,
@@ -144,6 +147,7 @@ def to_plan(
         ),
         migration=proposal.migration,
         reason=reason,
+        operations=None if problem.order is None else tuple(" ".join(map(str, row)) for row in problem.order),
         extra={RECORDS_KEY: problem.chain.costs.records},
     )
 

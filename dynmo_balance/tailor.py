@@ -1,7 +1,7 @@
 """A partition and an order of operations made for each other: the schedule ``custom``.
 
-Two steps take turns. For a partition, list schedules by several rules give an order (``schedules.listed``). For an order,
-thousands of partitions near the present one are simulated at once (``batch``), and the best few get orders of their own.
+Two steps take turns. For a partition, list schedules by several rules give an order (``schedules.listed``). For an
+order, hundreds of partitions near the present one are simulated at once (``batch``), and a few get orders of their own.
 A heuristic with a fixed number of rounds and a fixed seed: the same problem gives the same answer.
 """
 
@@ -11,13 +11,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
-import numpy.typing as npt
 
 from .batch import compile_order, costs_of, run_compiled
 from .errors import DynmoError
-from .formats.plan import CUSTOM, position_of
-from .partition import balance
-from .partition.several import Array, Loads, make_loads, permitted
+from .formats.plan import CUSTOM
+from .partition import Solution, balance
+from .partition.polish import with_cuts
+from .partition.several import Loads, make_loads, near
 from .problem import Problem
 from .schedules import Order
 from .schedules.listed import RULES, Lengths, list_order
@@ -25,25 +25,28 @@ from .simulate import stage_costs
 
 PLACEMENTS = (("1f1b", 1), ("interleaved-1f1b", 2), ("zb-v", 2), ("interleaved-1f1b", 3))
 """Where stages go, as a schedule by name does it, and how many a worker has."""
-POOL = 600
 TRIED = 6
-SHIFTS = (-1, 1, -1, 1, -1, 1, -2, 2, -3, 3)
+WORSE = 0.02
 LARGEST = 8_000
 """A step of more operations than this is not tailored: a round would take seconds."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Tailored:
-    """A problem with its own order, the cuts that it was made for, and the step in ns."""
+    """A problem with its own order, the cuts that it was made for, and the step in ns.
 
+    ``start`` is the partition that the search began with, with the bound that holds for its placement.
+    """
+
+    start: Solution
     problem: Problem
     cuts: tuple[int, ...]
     step_ns: int
 
     @property
-    def boundaries(self) -> tuple[int, ...]:
-        """The cuts as item positions."""
-        return tuple(self.problem.chain.cuts[cut] for cut in self.cuts)
+    def solution(self) -> Solution:
+        """The partition with what its certificate says."""
+        return with_cuts(self.problem, self.start, self.cuts)
 
 
 def lengths_of(problem: Problem, boundaries: Sequence[int]) -> Lengths:
@@ -62,8 +65,8 @@ def lengths_of(problem: Problem, boundaries: Sequence[int]) -> Lengths:
 class _Tailor:
     """The search over one placement."""
 
-    def __init__(self, problem: Problem) -> None:
-        layout = problem.positions
+    def __init__(self, problem: Problem, start: Solution) -> None:
+        layout, self.start = problem.positions, start
         self.problem = replace(problem, schedule=CUSTOM, layout=layout, current=None)
         self.positions = np.array(problem.chain.cuts, dtype=np.int64)
         self.loads: Loads = make_loads(problem)
@@ -84,7 +87,7 @@ class _Tailor:
             if fitting:
                 step, at = min(fitting)
                 problem = replace(self.problem, order=made[at][0])
-                return Tailored(problem=problem, cuts=tuple(int(cut) for cut in cuts), step_ns=step)
+                return Tailored(start=self.start, problem=problem, cuts=tuple(int(cut) for cut in cuts), step_ns=step)
         return None
 
     def _fits(self, order: Order, cuts: Sequence[int]) -> bool:
@@ -94,41 +97,46 @@ class _Tailor:
         return int(loads.excess(np.array([cuts], dtype=np.int64))[0]) == 0
 
     def focus(self, cuts: Sequence[int]) -> None:
-        """Keep the three rules that do best here."""
+        """Keep the two rules that do best here."""
         lengths = lengths_of(self.problem, [self.problem.chain.cuts[cut] for cut in cuts])
         microbatches = self.problem.microbatches
         steps = {rule: list_order(lengths, microbatches, self.caps[0], rule)[1] for rule in RULES}
-        self.rules = tuple(sorted(steps, key=lambda rule: steps[rule])[:3])
-
-    def pool(self, cuts: Sequence[int]) -> Array:
-        """Partitions near these: up to three runs of neighbouring cuts shifted."""
-        stages = len(cuts) - 1
-        found = np.repeat(np.array([cuts], dtype=np.int64), POOL, axis=0)
-        index = np.arange(stages + 1)[None, :]
-        for _ in range(3):
-            one, other = self.random.integers(1, max(2, stages), (2, POOL))
-            other = np.where(self.random.random(POOL) < 0.6, one, other)
-            inside: npt.NDArray[np.bool_] = index >= np.minimum(one, other)[:, None]
-            inside &= index <= np.maximum(one, other)[:, None]
-            found += (inside & (self.random.random(POOL) < 0.6)[:, None]) * self.random.choice(SHIFTS, POOL)[:, None]
-        return np.unique(found[permitted(self.loads.limits, found)], axis=0)
+        self.rules = tuple(sorted(steps, key=lambda rule: steps[rule])[:2])
 
     def round(self, now: Tailored) -> Tailored:
-        """The best of the partitions near the present one, with its order or a new one."""
-        pool = self.pool(now.cuts)
+        """The best of the partitions near the present one, with its order or a new one; it may be worse than that."""
+        pool = near(self.random, self.loads.limits, now.cuts)
         order = now.problem.order
         if not len(pool) or order is None:
             return now
         steps = run_compiled(compile_order(order), costs_of(self.problem, self.positions[pool]))
-        best = now
+        found = []
         loads = make_loads(now.problem)
-        for at in np.argsort(steps, kind="stable")[:TRIED]:
+        ranked = np.argsort(steps, kind="stable")
+        drawn = self.random.integers(TRIED // 2, max(TRIED, len(ranked) // 10), TRIED // 2)
+        for at in (*ranked[: TRIED // 2], *(ranked[min(d, len(ranked) - 1)] for d in drawn)):
             same = pool[at : at + 1]
-            if steps[at] < best.step_ns and not loads.excess(same)[0]:
-                best = replace(now, cuts=tuple(int(cut) for cut in pool[at]), step_ns=int(steps[at]))
+            if tuple(pool[at]) == now.cuts:
+                continue
+            if steps[at] < now.step_ns and not loads.excess(same)[0]:
+                found.append(replace(now, cuts=tuple(int(cut) for cut in pool[at]), step_ns=int(steps[at])))
             other = self.order(pool[at])
-            if other is not None and other.step_ns < best.step_ns:
-                best = other
+            if other is not None:
+                found.append(other)
+        return min(found, key=lambda one: one.step_ns, default=now)
+
+    def follow(self, first: Tailored, rounds: int) -> Tailored:
+        """Round after round; a little worse is accepted, ever less of it, and the best is returned to now and then."""
+        best = now = first
+        for number in range(rounds):
+            left = 1 - number / rounds
+            other = self.round(now)
+            if other.step_ns <= now.step_ns * (1 + WORSE * left * self.random.random()):
+                now = other
+            if now.step_ns < best.step_ns:
+                best = now
+            elif number % 10 == 9:
+                now = best
         return best
 
 
@@ -144,13 +152,12 @@ def tailor(problem: Problem, rounds: int) -> list[Tailored]:
         if 3 * len(problem.places) * virtual * problem.microbatches > LARGEST:
             continue
         placed = replace(problem, schedule=schedule, virtual_stages=virtual, order=None, layout=None, current=None)
-        layout = tuple(position_of(schedule, stage, len(problem.places)) for stage in range(placed.num_stages))
         try:
-            start = balance(replace(placed, layout=None), "exact").boundaries
+            start = balance(placed, "exact")
         except DynmoError:
             continue
-        search = _Tailor(replace(placed, layout=layout))
-        cuts = [int(cut) for cut in np.searchsorted(search.positions, np.array(start))]
+        search = _Tailor(placed, start)
+        cuts = [int(cut) for cut in np.searchsorted(search.positions, np.array(start.boundaries))]
         first = search.order(cuts)
         if first is not None:
             search.focus(cuts)
@@ -158,8 +165,5 @@ def tailor(problem: Problem, rounds: int) -> list[Tailored]:
     begun.sort(key=lambda one: one[0].step_ns)
     found = []
     for first, search in begun[:2]:
-        now = first
-        for _ in range(rounds):
-            now = search.round(now)
-        found.append(now)
+        found.append(search.follow(first, rounds))
     return sorted([*found, *(first for first, _ in begun[2:])], key=lambda one: one.step_ns)

@@ -28,6 +28,9 @@ from .limits import Limits, make_limits
 
 Array = npt.NDArray[np.int64]
 MAX_ROUNDS = 300
+SHAKES = 150
+POOL = 600
+SHIFTS = (-1, 1, -1, 1, -1, 1, -2, 2, -3, 3)
 TABLE_LIMIT = 4_000_000
 """The exact table of a V is made up to so many cells; it has ``workers x units^2``."""
 
@@ -138,6 +141,46 @@ def descend(loads: Loads, cuts: Sequence[int]) -> tuple[int, ...]:
     return tuple(int(cut) for cut in now[0])
 
 
+def near(random: np.random.Generator, limits: Limits, cuts: Sequence[int]) -> Array:
+    """Permitted partitions near these, drawn at random: up to three runs of neighbouring cuts shifted."""
+    stages = len(cuts) - 1
+    found = np.repeat(np.array([cuts], dtype=np.int64), POOL, axis=0)
+    index = np.arange(stages + 1)[None, :]
+    for _ in range(3):
+        one, other = random.integers(1, max(2, stages), (2, POOL))
+        other = np.where(random.random(POOL) < 0.6, one, other)
+        inside: npt.NDArray[np.bool_] = index >= np.minimum(one, other)[:, None]
+        inside &= index <= np.maximum(one, other)[:, None]
+        found += (inside & (random.random(POOL) < 0.6)[:, None]) * random.choice(SHIFTS, POOL)[:, None]
+    return np.unique(found[permitted(limits, found)], axis=0)
+
+
+def _shaken(loads: Loads, cuts: tuple[int, ...], bound: int) -> tuple[int, ...]:
+    """Cuts with a faster slowest worker, by random shifts of which a few that make it slower are taken on the way."""
+    random = np.random.default_rng(0)
+
+    def worth(candidates: Array) -> Array:
+        return np.asarray(loads.times(candidates).max(axis=1) + (loads.excess(candidates) > 0) * (1 << 60))
+
+    now = best = np.array(cuts, dtype=np.int64)
+    value = least = int(worth(now[None, :])[0])
+    for number in range(SHAKES):
+        if least <= bound:
+            break
+        pool = near(random, loads.limits, [int(cut) for cut in now])
+        if not len(pool):
+            break
+        values = worth(pool)
+        at = int(values.argmin())
+        if values[at] <= value * (1 + 0.1 * (1 - number / SHAKES) * random.random()):
+            now, value = pool[at], int(values[at])
+        if value < least:
+            best, least = now, value
+        elif number % 15 == 14:
+            now, value = best, least
+    return tuple(int(cut) for cut in best)
+
+
 def solve_several(problem: Problem) -> Solution:
     """A partition for several stages a worker, with the bound that holds for it.
 
@@ -163,6 +206,7 @@ def solve_several(problem: Problem) -> Solution:
             f"no partition with {problem.virtual_stages} stages a worker was found within the memory limits; the best"
             f" is {over:,} bytes over; give more memory, more workers, fewer microbatches or one stage a worker"
         )
+    cuts = _shaken(loads, cuts, bound)
     if problem.current is not None:
         cuts = _nearer(problem, loads, cuts)
     bottleneck = int(loads.times(np.array([cuts])).max())
