@@ -71,7 +71,7 @@ def simulate(
     from ..devices import load_device
     from ..formats.plan import header_problems, read_plan
     from ..partition import balance
-    from ..question import make_problem
+    from ..question import make_problem, of_plan, with_order
     from ..render import milliseconds, show_stages, timeline_document
     from ..simulate import Communication, predict
     from ..source import load
@@ -97,7 +97,10 @@ def simulate(
         virtual_stages=virtual_stages,
         granularity=granularity,
     )
-    problem = make_problem(loaded, options)
+    if loaded.plan is not None and stages is None:
+        problem = with_order(make_problem(loaded, of_plan(options, loaded.plan)), loaded.plan)
+    else:
+        problem = make_problem(loaded, options)
     if loaded.plan is not None and len(loaded.plan.stages) == problem.num_stages:
         boundaries = loaded.plan.boundaries
     else:
