@@ -122,7 +122,7 @@ def first_partition(config: Config, family: ModelFamily, checkpoint_topology: Ma
         DocumentError: the plan is not one for this model on this many workers.
     """
     workers = config.parallel.pipeline_model_parallel_size
-    virtual = config.parallel.virtual_stages_per_worker
+    virtual, vee = config.parallel.virtual_stages_per_worker, config.parallel.schedule == "zb-v"
     if config.balance.plan is not None:
         plan = read_plan(Path(config.balance.plan))
         # A first plan may come from another run, and has nothing in force to be based on.
@@ -130,10 +130,10 @@ def first_partition(config: Config, family: ModelFamily, checkpoint_topology: Ma
         problems = [problem for problem in problems if problem.kind != "stale"]
         if problems:
             raise DocumentError(config.balance.plan, problems)
-        return Partition(stages=plan.stages, workers=workers)
+        return Partition(stages=plan.stages, workers=workers, vee=vee)
     if checkpoint_topology is not None and (saved := _fitting(config, family, checkpoint_topology)) is not None:
         return saved
-    return uniform_partition(family.items, workers, virtual)
+    return uniform_partition(family.items, workers, virtual, vee=vee)
 
 
 def _fitting(config: Config, family: ModelFamily, topology: Mapping[str, Any]) -> Partition | None:
@@ -146,4 +146,4 @@ def _fitting(config: Config, family: ModelFamily, topology: Mapping[str, Any]) -
     begins = {stage[0] for stage in stages if stage}
     if not begins <= allowed_cuts(family.items, config.balance.granularity):
         return None
-    return Partition(stages=stages, workers=workers)
+    return Partition(stages=stages, workers=workers, vee=config.parallel.schedule == "zb-v")

@@ -23,8 +23,9 @@ Positions = Literal["learned", "rotary", "relative"]
 Device = Literal["auto", "cpu", "cuda"]
 Recompute = Literal["none", "full"]
 DecayStyle = Literal["cosine", "linear", "constant"]
+TWO_STAGES = ("interleaved-1f1b", "zb-v")
 DdpImpl = Literal["local", "torch"]
-Schedule = Literal["gpipe", "1f1b", "interleaved-1f1b", "zero-bubble"]
+Schedule = Literal["gpipe", "1f1b", "interleaved-1f1b", "zero-bubble", "zb-v"]
 BalanceMode = Literal["off", "online", "offline"]
 Granularity = Literal["layer", "sublayer"]
 Planner = Literal["internal", "external"]
@@ -172,7 +173,7 @@ class ParallelConfig:
     virtual_stages_per_worker: int = option(
         "Stages on each worker.",
         minimum=1,
-        derive=("2 if interleaved-1f1b, else 1", lambda v, _: 2 if v["schedule"] == "interleaved-1f1b" else 1),
+        derive=("2 if interleaved-1f1b or zb-v, else 1", lambda v, _: 2 if v["schedule"] in TWO_STAGES else 1),
     )
 
 

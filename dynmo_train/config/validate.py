@@ -9,7 +9,7 @@ from ..formats._document import DocumentError, Problem
 from .resolve import OTHER_NAMES
 from .schema import Config
 
-SPLIT_BACKWARD = ("zero-bubble",)
+SPLIT_BACKWARD = ("zero-bubble", "zb-v")
 ONE_STREAM = ("gpt", "bert", "llama")
 Rule = Callable[[Config, int], Iterator[Problem]]
 EXPERTS = ("gpt", "llama")
@@ -166,6 +166,10 @@ def _stages(config: Config, _world_size: int) -> Iterator[Problem]:
     if parallel.schedule == "interleaved-1f1b" and virtual < 2:
         yield _conflict(
             "--virtual-stages-per-worker", f"{virtual}: interleaved-1f1b needs 2 or more; or use --schedule 1f1b"
+        )
+    if parallel.schedule == "zb-v" and virtual != 2:
+        yield _conflict(
+            "--virtual-stages-per-worker", f"{virtual}: zb-v runs 2 stages a worker; write 2 or leave it out"
         )
     if parallel.schedule in ("gpipe", "1f1b") and virtual > 1:
         yield _conflict(

@@ -15,6 +15,7 @@ from torch.distributed.pipelining.schedules import (
     ScheduleGPipe,
     ScheduleInterleaved1F1B,
     ScheduleInterleavedZeroBubble,
+    ScheduleZBVZeroBubble,
 )
 from torch.distributed.pipelining.stage import _PipelineStageBase
 
@@ -26,7 +27,11 @@ from .probe import Probe
 from .stage import ItemStage, StageModule, loss_of_microbatch
 
 SINGLE = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
-LOOPED = {"interleaved-1f1b": ScheduleInterleaved1F1B, "zero-bubble": ScheduleInterleavedZeroBubble}
+LOOPED = {
+    "interleaved-1f1b": ScheduleInterleaved1F1B,
+    "zero-bubble": ScheduleInterleavedZeroBubble,
+    "zb-v": ScheduleZBVZeroBubble,
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +39,7 @@ class PipelineShape:
     """What stays the same for a whole run.
 
     Attributes:
-        schedule: ``gpipe``, ``1f1b``, ``interleaved-1f1b`` or ``zero-bubble``.
+        schedule: ``gpipe``, ``1f1b``, ``interleaved-1f1b``, ``zero-bubble`` or ``zb-v``.
         microbatches: of a step.
         boundary: the shapes of what crosses a stage boundary.
         seed: of the run.
