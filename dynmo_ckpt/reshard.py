@@ -12,7 +12,7 @@ from .execute import Written
 from .faults import UnsupportedError
 from .formats._document import envelope
 from .formats.checkpoint import BLANK_SEAL, FORMAT, VERSION
-from .formats.checkpoint_rules import item_parts, model_items
+from .formats.checkpoint_rules import finest_items, model_items
 from .views import Tensor
 
 SPLIT_DIMS = {
@@ -76,10 +76,10 @@ def plan_native(
         UnsupportedError: the heads, the inner size or the padded vocabulary cannot be cut into that many ranks.
     """
     check_divisible(manifest["model"], tensor_parallel_size)
-    layers = manifest["model"]["num_layers"]
+    model = manifest["model"]
     workers = len(partition) // virtual_stages_per_worker
-    stage_of = {p: s for s, items in enumerate(partition) for item in items for p in item_parts(item, layers)}
-    owner = {item: stage_of[item] % workers for item in model_items(layers)}
+    stage_of = {p: s for s, items in enumerate(partition) for p in finest_items(items, model)}
+    owner = {item: stage_of[item] % workers for item in model_items(model)}
     kept = {n: e for n, e in manifest["tensors"].items() if with_optimizer or e["role"] != "optimizer"}
     contents: dict[str, list[OutputTensor]] = {}
     entries: dict[str, Any] = {}

@@ -9,8 +9,8 @@ from typing import Any
 from . import __version__
 from .errors import UsageError
 from .faults import CorruptError
-from .formats._document import Problem, envelope, obj
-from .formats.checkpoint import BLANK_SEAL, FORMAT, MODEL_FIELDS, VERSION
+from .formats._document import Problem, envelope
+from .formats.checkpoint import BLANK_SEAL, FORMAT, VERSION, model_check
 from .huggingface import gpt2_model, read_config, read_tensors, tokenizer_names
 from .legacy import LegacyOptions, is_legacy, open_legacy
 from .names import Mapped, load_map, to_ours
@@ -72,7 +72,7 @@ def open_hf(directory: Path, make_vocab_size_divisible_by: int) -> NativeCheckpo
     config = read_config(directory)
     model = gpt2_model(config, make_vocab_size_divisible_by)
     problems: list[Problem] = []
-    obj(MODEL_FIELDS)(model, "", problems)
+    model_check(model, "", problems)
     if problems:
         raise CorruptError("\n  ".join([f"{directory / 'config.json'}: impossible sizes", *map(str, problems)]))
     ties = {"head.weight": "embedding.word.weight"} if model["tied_embeddings"] else {}

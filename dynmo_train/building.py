@@ -3,55 +3,55 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from .config import Config
 from .dynamics.pruning import CubicSchedule
 from .engine import EngineSettings
+from .families import boundary_of
 from .formats._document import DocumentError, Problem
 from .formats.plan import Plan, read_plan
 from .formats.plan_check import validate_plan
-from .models.gpt import Gpt, GptShape
-from .models.items import BoundaryShape, ItemSpec, ModelFamily
+from .models.items import ItemSpec, ModelFamily
 from .optim.adamw import AdamWSettings
+from .optim.precision import LossScaling, Precision
 from .optim.schedule import LearningRate
 from .pipeline.partition import Partition, uniform_partition
 from .pipeline.schedule import PipelineShape
 
 
-def family_of(config: Config) -> Gpt:
-    """The model of a run."""
-    model = config.model
-    return Gpt(
-        GptShape(
-            num_layers=model.num_layers,
-            hidden_size=model.hidden_size,
-            ffn_hidden_size=model.ffn_hidden_size,
-            num_attention_heads=model.num_attention_heads,
-            max_position_embeddings=model.max_position_embeddings,
-            vocab_size=model.vocab_size,
-            padded_vocab_size=config.padded_vocab_size,
-            layernorm_epsilon=model.layernorm_epsilon,
-            hidden_dropout=model.hidden_dropout,
-            attention_dropout=model.attention_dropout,
-            init_method_std=model.init_method_std,
-            tied_embeddings=not model.untie_embeddings_and_output_weights,
-            seed=config.training.seed,
-        )
+def precision_of(config: Config) -> Precision:
+    """The types of a run's arithmetic."""
+    given = config.precision
+    if given.bf16:
+        return Precision(compute=torch.bfloat16)
+    if not given.fp16:
+        return Precision()
+    constant = given.loss_scale
+    scaling = LossScaling(
+        initial=given.initial_loss_scale if constant is None else constant,
+        minimum=given.min_loss_scale,
+        window=given.loss_scale_window if constant is None else 0,
+        hysteresis=given.hysteresis,
     )
+    return Precision(compute=torch.float16, scaling=scaling)
 
 
 def settings_of(config: Config) -> EngineSettings:
     """What fixes the mathematics of a run."""
+    boundary, parallel = boundary_of(config), config.parallel
+    parts = parallel.tensor_model_parallel_size if parallel.sequence_parallel else 1
     training, optimizer, pruning = config.training, config.optimizer, config.pruning
+    precision = precision_of(config)
     return EngineSettings(
         pipeline=PipelineShape(
             schedule=config.parallel.schedule,
             microbatches=config.microbatches,
-            boundary=BoundaryShape(
-                batch=training.micro_batch_size, tokens=config.model.seq_length, width=config.model.hidden_size
-            ),
+            boundary=replace(boundary.cut_along_tokens(parts), dtype=precision.compute),
             seed=training.seed,
             recompute=training.recompute_granularity == "full",
         ),
@@ -81,6 +81,9 @@ def settings_of(config: Config) -> EngineSettings:
         if pruning.sparsify
         else None,
         sparse_threshold=pruning.sparse_threshold,
+        sequence_parallel=parallel.sequence_parallel,
+        overlap_reduction=parallel.DDP_impl == "torch",
+        precision=precision,
     )
 
 

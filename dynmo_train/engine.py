@@ -5,10 +5,11 @@ It knows nothing of files, logs or planners; ``loop.py`` drives it.
 
 from __future__ import annotations
 
+import math
 import resource
 import time
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -18,11 +19,21 @@ from .dynamics.pruning import CubicSchedule, GradualPruning
 from .dynamics.technique import Event
 from .models.items import ModelFamily
 from .optim.adamw import AdamWSettings
-from .optim.gradients import add_tied_gradients, clip_gradients, gradient_norm, zero_pruned_gradients
+from .optim.gradients import (
+    add_tied_gradients,
+    add_token_gradients,
+    clip_gradients,
+    gradient_norm,
+    zero_pruned_gradients,
+)
 from .optim.items import HeldItems, ItemState
+from .optim.precision import FLOAT32, LossScaler, Precision, unscale
 from .optim.schedule import LearningRate
-from .parallel.world import World, gather_documents, sum_over_world
+from .parallel.replicas import GradientReducer
+from .parallel.tensor import region_of
+from .parallel.world import World, gather_documents, sum_over_pipeline, sum_over_replicas
 from .pipeline.clock import clock_for
+from .pipeline.costs import costs_of_workers
 from .pipeline.partition import Partition
 from .pipeline.probe import Probe
 from .pipeline.schedule import Batch, Pipeline, PipelineShape
@@ -38,7 +49,11 @@ class EngineSettings:
         freeze_steps: (step, layers frozen from then on).
         pruning: None where the run does not prune.
         sparse_threshold: sparsity from which products run on the nonzeros.
+        precision: types of the arithmetic; the boundary's type is its ``compute``.
         fused_adam: NVIDIA's ``FusedAdam`` where it updates the weights; None where torch's AdamW does.
+        overlap_reduction: whether the replicas' gradients are added while others are still being computed.
+        sequence_parallel: whether the stream between tensor-parallel regions is cut along the tokens; the boundary's
+            shape is then that of a part.
     """
 
     pipeline: PipelineShape
@@ -49,7 +64,10 @@ class EngineSettings:
     freeze_tied: bool
     pruning: CubicSchedule | None
     sparse_threshold: float
+    precision: Precision = FLOAT32
     fused_adam: type[Any] | None = None
+    overlap_reduction: bool = False
+    sequence_parallel: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,8 +77,12 @@ class StepResult:
     Attributes:
         loss: mean over the step's tokens.
         grad_norm: before clipping.
-        rate: the learning rate used.
+        rate: the learning rate up to which the schedule has come: that of the update, if there was one.
+        loss_scale: the scale that the next step will use.
+        updated: False where a gradient was not finite; the weights and the schedule then stayed as they were.
         step_ns: wall time of this worker.
+        figures: what items report (auxiliary losses, routing): item -> figure -> one or more values, means over the
+            microbatches, in list order.
         costs: one object a worker (``items``, arrays as in the profile, ``busy_ns``, ``peak_memory_bytes``), in order
             of worker, where the step was sampled.
     """
@@ -68,33 +90,64 @@ class StepResult:
     loss: float
     grad_norm: float
     rate: float
+    loss_scale: float
+    updated: bool
     step_ns: int
     costs: list[dict[str, Any]] | None
+    figures: Mapping[str, Mapping[str, list[float]]] = field(default_factory=dict)
+
+    @property
+    def losses(self) -> dict[str, float]:
+        """``lm_loss`` first, then whatever scalars the items report, each the mean over its items, in list order."""
+        scalars: dict[str, list[float]] = {}
+        for figures in self.figures.values():
+            for name, values in figures.items():
+                if len(values) == 1:
+                    scalars.setdefault(name, []).append(values[0])
+        means = {name: sum(values) / len(values) for name, values in scalars.items()}
+        return {"lm_loss": self.loss} | means
+
+    @property
+    def counts(self) -> dict[str, dict[str, list[float]]]:
+        """What the items count, such as tokens by expert: figure -> item -> values, in list order."""
+        counts: dict[str, dict[str, list[float]]] = {}
+        for item, figures in self.figures.items():
+            for name, values in figures.items():
+                if len(values) > 1:
+                    counts.setdefault(name, {})[item] = values
+        return counts
 
 
 class Engine:
     """Holds this worker's items under a partition, and trains, evaluates, moves and exports them.
 
     ``is_warm`` says whether a step has run since the stages were last built: the first one is no measure of costs.
+    ``advanced`` is how far the learning rate's schedule has come; steps without an update do not count.
     """
 
     def __init__(self, family: ModelFamily, settings: EngineSettings, partition: Partition, world: World) -> None:
         self.family, self.settings, self.world = family, settings, world
         self.partition = partition
-        self.held = HeldItems(family, settings.adamw, world.device, settings.sparse_threshold, settings.fused_adam)
+        region = region_of(world, sequence=settings.sequence_parallel)
+        self.held = HeldItems(
+            family, settings.adamw, world.device, settings.sparse_threshold, settings.fused_adam, region
+        )
+        self.scaler = LossScaler(settings.precision.scaling)
+        self.advanced = 0
         self.probe = Probe(clock_for(world.device))
         self.freezing = LayerFreezing(settings.freeze_steps, family.items, self.held, family.ties, settings.freeze_tied)
         self.pruning = None
         if settings.pruning is not None:
-            self.pruning = GradualPruning(settings.pruning, self.held, lambda: self.freezing.frozen)
+            self.pruning = GradualPruning(settings.pruning, self.held, lambda: self.freezing.frozen, world)
         self._item_names = tuple(item.name for item in family.items)
+        self._reducer = GradientReducer(world, overlap=settings.overlap_reduction)
         self._pipeline: Pipeline | None = None
         self.is_warm = False
 
     @property
     def local_names(self) -> tuple[str, ...]:
         """Names of the items that the partition gives this worker, in list order."""
-        stages = self.partition.stages_of_worker(self.world.rank)
+        stages = self.partition.stages_of_worker(self.world.worker)
         return tuple(name for stage in stages for name in self.partition.stages[stage])
 
     def build(self) -> None:
@@ -102,8 +155,22 @@ class Engine:
         for name in self.local_names:
             self.held.build(name)
 
-    def restore(self, read: Callable[[str], ItemState], step: int) -> None:
-        """Start with the state that ``read`` gives for each item, as it was after ``step``."""
+    def restore(
+        self,
+        read: Callable[[str], ItemState],
+        step: int,
+        *,
+        advanced: int | None = None,
+        loss_scale: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Start with the state that ``read`` gives for each item, as it was after ``step``.
+
+        Args:
+            advanced: how far the learning rate's schedule had come; ``step`` where it is not given.
+            loss_scale: the state of the loss scale.
+        """
+        self.advanced = step if advanced is None else advanced
+        self.scaler.adopt(loss_scale)
         for name in self.local_names:
             self.held.adopt(name, read(name))
         self.freezing.resume(step)
@@ -118,29 +185,65 @@ class Engine:
                 self.settings.pipeline,
                 self.partition,
                 self.world,
+                self.family.items,
                 self.held.modules,
                 self.freezing.frozen,
                 self.probe,
+                self._item_is_final if self._reducer.overlaps else None,
             )
         return self._pipeline
 
-    def train_step(self, batch: Batch, *, sampled: bool) -> StepResult:
-        """One optimizer step; ``batch.step`` counts from 1."""
+    def train_step(self, batch: Batch, *, sampled: bool, advance: int = 1) -> StepResult:
+        """One optimizer step; ``batch.step`` counts from 1.
+
+        Args:
+            sampled: whether costs are measured.
+            advance: by how much the learning rate's schedule goes on: a step, or the samples of the batch.
+        """
         started = time.perf_counter_ns()
         self.probe.begin_step(sampled)
-        loss = self.pipeline().train_step(batch)
+        pipeline = self.pipeline()
+        pipeline.loss_scale = self.scaler.scale
+        loss = pipeline.train_step(self._own_part(batch))
         norm = self._prepare_gradients()
-        rate = self.settings.rate.at(batch.step)
-        clip_gradients(self.held, norm, self.settings.clip)
-        self.held.update(rate)
-        total = float(sum_over_world(loss))
+        updated = math.isfinite(norm)
+        if updated:
+            self.advanced += advance
+        rate = self.settings.rate.at(self.advanced)
+        if updated:
+            clip_gradients(self.held, norm, self.settings.clip)
+            self.held.update(rate)
+        else:
+            self.held.drop_gradients()
+        self.scaler.update(finite=updated)
+        total = self._mean_loss(loss)
+        figures = self._figures()
         step_ns = time.perf_counter_ns() - started
         self.is_warm = True
-        costs = gather_documents(self.world, self._costs()) if sampled else None
-        return StepResult(loss=total, grad_norm=norm, rate=rate, step_ns=step_ns, costs=costs)
+        costs = None
+        if sampled:
+            costs = costs_of_workers(self.world.dims, gather_documents(self.world, self._costs()))
+        return StepResult(
+            loss=total,
+            grad_norm=norm,
+            rate=rate,
+            loss_scale=self.scaler.scale,
+            updated=updated,
+            step_ns=step_ns,
+            costs=costs,
+            figures=figures,
+        )
+
+    def _own_part(self, batch: Batch) -> Batch:
+        return batch.of_replica(self.world.replica, self.world.dims.data, self.settings.pipeline.microbatches)
+
+    def _item_is_final(self, name: str) -> None:
+        self._reducer.item_is_final(name, list(self.held.modules[name].parameters()))
 
     def _prepare_gradients(self) -> float:
         ties = self.family.ties
+        self._reducer.finish([(name, list(module.parameters())) for name, module in self.held.modules.items()])
+        add_token_gradients(self.held)
         add_tied_gradients(self.held, ties, self.partition.owners(), self.world)
         stopped = self.freezing.without_updates()
         if stopped:
@@ -148,7 +251,30 @@ class Engine:
                 if name in stopped:
                     parameter.grad = None
         zero_pruned_gradients(self.held.modules)
-        return gradient_norm(self.held, self._item_names, ties)
+        gradients = [p.grad for _, _, p in self.held.parameters() if p.grad is not None]
+        unscale(gradients, self.scaler.scale)
+        return gradient_norm(self.held, self._item_names, ties, self.world)
+
+    def _mean_loss(self, loss: torch.Tensor) -> float:
+        """The step's loss at every process, from the parts that one worker of each replica knows."""
+        return float(sum_over_replicas(self.world, sum_over_pipeline(self.world, loss)))
+
+    def _figures(self) -> dict[str, dict[str, list[float]]]:
+        """What the items of all workers reported in the last step."""
+        declared = [(item.name, name, length) for item in self.family.items for name, length in item.figures]
+        if not declared:
+            return {}
+        here = self.pipeline().reported()
+        parts = [
+            here[item][name].reshape(length) if name in here.get(item, {}) else torch.zeros(length, dtype=torch.float64)
+            for item, name, length in declared
+        ]
+        means = sum_over_replicas(self.world, sum_over_pipeline(self.world, torch.cat(parts))) / self.world.dims.data
+        whole = means.split([length for _, _, length in declared])
+        figures: dict[str, dict[str, list[float]]] = {}
+        for (item, name, _), values in zip(declared, whole, strict=True):
+            figures.setdefault(item, {})[name] = values.tolist()
+        return figures
 
     def _costs(self) -> dict[str, Any]:
         if self.world.device.type == "cuda":
@@ -163,7 +289,7 @@ class Engine:
     def evaluate(self, batches: Iterable[Batch]) -> float:
         """The mean loss over some batches, without gradient or dropout."""
         self.probe.begin_step(False)
-        losses = [float(sum_over_world(self.pipeline().evaluate(batch))) for batch in batches]
+        losses = [self._mean_loss(self.pipeline().evaluate(self._own_part(batch))) for batch in batches]
         return sum(losses) / len(losses)
 
     def after_step(self, step: int) -> Sequence[Event]:

@@ -15,16 +15,19 @@ from typing import Any
 
 import torch
 
-from .building import family_of, first_partition, plan_problems, settings_of
+from .building import first_partition, plan_problems, settings_of
 from .checkpoint import Checkpoint, CheckpointError, remove_stale_staging
 from .config import Config
 from .console import say
 from .data.batches import Samples, open_samples
+from .data.tokenizer import TokenizerFiles
 from .engine import Engine, StepResult
+from .families import family_of
 from .formats.plan import initial_plan, plan_ids, write_plan
 from .formats.profile import Layout, ModelInfo
 from .loading import checkpoint_to_load
 from .optim.apex import find_apex
+from .parallel.dims import ParallelDims
 from .parallel.world import World, broadcast_document, join_world, leave_world
 from .pipeline.schedule import Batch
 from .rebalance.controller import Controller, ControllerSettings
@@ -40,7 +43,13 @@ def run_pretrain(config: Config) -> int:
     torch.set_num_threads(config.training.num_threads)
     # Said once by torch for every process; what it may change is covered by the tests of linear layers.
     warnings.filterwarnings("ignore", message="Sparse CSR tensor support is in beta state")
-    world = join_world(config.training.device)
+    parallel = config.parallel
+    dims = ParallelDims(
+        pipeline=parallel.pipeline_model_parallel_size,
+        tensor=parallel.tensor_model_parallel_size,
+        data=parallel.data_parallel_size,
+    )
+    world = join_world(config.training.device, dims=dims)
     try:
         run = _begin(config, world)
         try:
@@ -68,9 +77,11 @@ def _begin(config: Config, world: World) -> _Run:
     if checkpoint is None:
         engine.build()
     else:
-        engine.restore(state_reader(checkpoint, family, world.device), checkpoint.manifest["step"])
+        progress = checkpoint.manifest.get("x_progress", {})
+        reader = state_reader(checkpoint, engine.held, world.device)
+        engine.restore(reader, checkpoint.manifest["step"], **progress)
 
-    workers = describe_workers(world)
+    workers, dims = describe_workers(world), world.dims
     facts: dict[str, Any] = {
         "sparse_thresholds": {"csr": settings.sparse_threshold},
         "device": world.device.type,
@@ -95,10 +106,12 @@ def _begin(config: Config, world: World) -> _Run:
             granularity=config.balance.granularity,
             microbatches=config.microbatches,
             micro_batch_size=config.training.micro_batch_size,
+            tensor_parallel_size=dims.tensor,
+            data_parallel_size=dims.data,
         ),
         measure_link(world),
         workers,
-        describe_items(family, settings.pipeline.boundary),
+        describe_items(family, settings.pipeline.boundary, engine.held.blueprint),
     )
     first_plan = _write_first_plan(config, engine, directory, checkpoint)
     return _Run(config, engine, samples, directory, recorder, checkpoint, first_plan)
@@ -171,6 +184,7 @@ class _Run:
             )
         self._first_plan = first_plan
         self._log = TrainingLog(config, engine.world)
+        self._tokenizer = TokenizerFiles.of(vars(config.data))
 
     def train(self) -> None:
         """All steps that are left, with an evaluation and a checkpoint at the end."""
@@ -211,9 +225,12 @@ class _Run:
         self.recorder.metrics(
             step=self.step,
             consumed_train_samples=self.consumed,
-            lm_loss=result.loss,
+            **result.losses,
+            **result.counts,
             grad_norm=result.grad_norm,
             learning_rate=result.rate,
+            loss_scale=result.loss_scale,
+            updated=result.updated,
             step_ns=result.step_ns,
             tokens=self.config.training.global_batch_size * self.config.model.seq_length,
             plan_id=plan_id,
@@ -244,9 +261,9 @@ class _Run:
                 "seed": config.training.seed,
                 "split": config.data.split,
                 "sequence_length": config.model.seq_length,
-                "prefix": config.data.data_path,
+                "prefix": config.data.name,
             },
-            tokenizer=Path(config.data.tokenizer_model) if config.data.tokenizer_model else None,
+            tokenizer=self._tokenizer.files if self._tokenizer is not None else {},
             keep=config.run.keep_checkpoints,
         )
         started = time.perf_counter()

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from .dynamics.technique import Event
 from .formats.profile import (
@@ -23,7 +24,7 @@ from .formats.profile import (
     next_segment,
     step_record,
 )
-from .models.items import BoundaryShape, ModelFamily
+from .models.items import BoundaryShape, ModelFamily, live_before
 from .parallel.world import World, gather_documents
 from .rundir import RunDirectory
 
@@ -31,12 +32,18 @@ FLOAT_BYTES = 4
 MOMENTS_BYTES = 8
 
 
-def describe_items(family: ModelFamily, boundary: BoundaryShape) -> list[ItemInfo]:
-    """The items of a profile's header; sizes of float32 training with AdamW, from modules on the meta device."""
-    leaving = boundary.batch * boundary.tokens * boundary.width * FLOAT_BYTES
+def describe_items(family: ModelFamily, boundary: BoundaryShape, build: Callable[[str], nn.Module]) -> list[ItemInfo]:
+    """The items of a profile's header; sizes of training with AdamW, from modules on the meta device.
+
+    Args:
+        build: an item as one process holds it, without memory for its weights.
+
+    Parameters and gradients are float32; lower precision holds a copy of the parameters in its own type beside them.
+    """
+    parameter_bytes = FLOAT_BYTES + (boundary.dtype.itemsize if boundary.dtype != torch.float32 else 0)
     infos: list[ItemInfo] = []
-    for item in family.items:
-        module = family.build(item.name, torch.device("meta"))
+    for index, item in enumerate(family.items):
+        module = build(item.name)
         count = sum(parameter.numel() for parameter in module.parameters())
         infos.append(
             ItemInfo(
@@ -44,10 +51,10 @@ def describe_items(family: ModelFamily, boundary: BoundaryShape) -> list[ItemInf
                 layer=item.layer,
                 kind=item.kind,  # type: ignore[arg-type] # kinds of items are those of the format
                 param_count=count,
-                param_bytes=count * FLOAT_BYTES,
+                param_bytes=count * parameter_bytes,
                 gradient_bytes=count * FLOAT_BYTES,
                 optimizer_bytes=count * MOMENTS_BYTES,
-                boundary_bytes=FLOAT_BYTES if item.kind == "head" else leaving,
+                boundary_bytes=boundary.num_bytes(live_before(family.items, index + 1)),
                 cut_before=item.cut_before,
                 tied_to=item.tied_to,
             )
@@ -56,23 +63,26 @@ def describe_items(family: ModelFamily, boundary: BoundaryShape) -> list[ItemInf
 
 
 def describe_workers(world: World) -> list[WorkerInfo]:
-    """The workers of a profile's header, one a rank; every worker calls this."""
+    """The workers of a profile's header, each with all its ranks; every process calls this."""
     if world.device.type == "cuda":
         memory = torch.cuda.get_device_properties(world.device).total_memory
     else:
         local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // local
     told = gather_documents(world, {"host": world.host, "memory_bytes": memory})
-    return [
-        WorkerInfo(
-            worker=rank,
-            ranks=[rank],
-            hosts=[one["host"]],
-            device="cuda" if world.device.type == "cuda" else "cpu",
-            memory_bytes=one["memory_bytes"],
+    workers: list[WorkerInfo] = []
+    for worker in range(world.dims.pipeline):
+        ranks = world.dims.ranks(pipeline=worker)
+        workers.append(
+            WorkerInfo(
+                worker=worker,
+                ranks=ranks,
+                hosts=list(dict.fromkeys(told[rank]["host"] for rank in ranks)),
+                device="cuda" if world.device.type == "cuda" else "cpu",
+                memory_bytes=min(told[rank]["memory_bytes"] for rank in ranks),
+            )
         )
-        for rank, one in enumerate(told)
-    ]
+    return workers
 
 
 def link_from(payload_bytes: int, latency_ns: float, payload_ns: float) -> LinkInfo:
@@ -86,9 +96,10 @@ def link_from(payload_bytes: int, latency_ns: float, payload_ns: float) -> LinkI
 
 
 def measure_link(world: World, payload_bytes: int = 1 << 22, repeats: int = 5) -> LinkInfo | None:
-    """Latency and bandwidth between workers 0 and 1, by ping-pong; None on one worker. Every worker calls this."""
-    if world.size == 1:
+    """Latency and bandwidth between workers 0 and 1, by ping-pong; None on one worker. Every process calls this."""
+    if world.dims.pipeline == 1:
         return None
+    here, there = world.dims.rank_of(pipeline=0, data=0, tensor=0), world.dims.rank_of(pipeline=1, data=0, tensor=0)
     fastest: list[float] = []
     for size in (1, payload_bytes):
         block = torch.zeros(size, dtype=torch.uint8, device=world.device)
@@ -96,12 +107,12 @@ def measure_link(world: World, payload_bytes: int = 1 << 22, repeats: int = 5) -
         for _ in range(repeats + 1):
             dist.barrier()
             begin = time.perf_counter_ns()
-            if world.rank == 0:
-                dist.send(block, 1)
-                dist.recv(block, 1)
-            elif world.rank == 1:
-                dist.recv(block, 0)
-                dist.send(block, 0)
+            if world.rank == here:
+                dist.send(block, there)
+                dist.recv(block, there)
+            elif world.rank == there:
+                dist.recv(block, here)
+                dist.send(block, here)
             if world.device.type == "cuda":
                 torch.cuda.synchronize(world.device)
             times.append((time.perf_counter_ns() - begin) / 2)

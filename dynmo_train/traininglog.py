@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from .config import Config
 from .console import emit
@@ -17,7 +19,11 @@ AFTER_MOVE_STEPS = 5
 
 @dataclass(frozen=True, kw_only=True)
 class IterationFigures:
-    """What the iteration line says; ``elapsed_ms`` is the mean of a step since the last line."""
+    """What the iteration line says; ``elapsed_ms`` and ``lm_loss`` are means of the steps since the last line.
+
+    ``lm_loss`` is None where none of them updated the weights, ``grad_norm`` where the last did not; ``tflops`` is None
+    where nobody asked. ``others`` are further losses by name, printed behind ``lm_loss``.
+    """
 
     iteration: int
     train_iters: int
@@ -25,8 +31,13 @@ class IterationFigures:
     elapsed_ms: float
     learning_rate: float
     global_batch_size: int
-    lm_loss: float
-    grad_norm: float
+    lm_loss: float | None
+    loss_scale: float
+    grad_norm: float | None
+    skipped: int
+    nan: int
+    tflops: float | None = None
+    others: Mapping[str, float] = field(default_factory=dict)
 
 
 def iteration_line(figures: IterationFigures) -> str:
@@ -35,13 +46,19 @@ def iteration_line(figures: IterationFigures) -> str:
         f"iteration {figures.iteration:8d}/{figures.train_iters:8d}",
         f"consumed samples: {figures.consumed_samples:12d}",
         f"elapsed time per iteration (ms): {figures.elapsed_ms:.1f}",
-        f"learning rate: {figures.learning_rate:.6E}",
-        f"global batch size: {figures.global_batch_size:5d}",
-        f"lm loss: {figures.lm_loss:.6E}",
-        "loss scale: 1.0",
-        f"grad norm: {figures.grad_norm:.3f}",
-        "number of skipped iterations:   0",
-        "number of nan iterations:   0",
+    ]
+    if figures.tflops is not None:
+        parts.append(f"throughput per GPU (TFLOP/s/GPU): {figures.tflops:.1f}")
+    parts += [f"learning rate: {figures.learning_rate:.3E}", f"global batch size: {figures.global_batch_size:5d}"]
+    if figures.lm_loss is not None:
+        parts.append(f"lm loss: {figures.lm_loss:.6E}")
+    parts += [f"{name.replace('_', ' ')}: {value:.6E}" for name, value in figures.others.items()]
+    parts.append(f"loss scale: {figures.loss_scale:.1f}")
+    if figures.grad_norm is not None:
+        parts.append(f"grad norm: {figures.grad_norm:.3f}")
+    parts += [
+        f"number of skipped iterations: {figures.skipped:3d}",
+        f"number of nan iterations: {figures.nan:3d}",
     ]
     return " " + " | ".join(parts) + " |"
 
@@ -75,7 +92,7 @@ class TrainingLog:
 
     def __init__(self, config: Config, world: World) -> None:
         self.config, self._speaks = config, world.is_first
-        self._window: list[int] = []
+        self._window: list[StepResult] = []
         self._recent: deque[int] = deque(maxlen=10)
         self._move: tuple[TakenPlan, float] | None = None
 
@@ -88,12 +105,12 @@ class TrainingLog:
         """What is about to run, from iteration ``first`` on."""
         sizes = " | ".join(f"{stage[0]} .. {stage[-1]}" if stage else "(empty)" for stage in partition.stages)
         self.line(f" {len(partition.stages)} stages on {partition.workers} workers: {sizes}")
-        last, data = self.config.training.train_iters, self.config.data.data_path
+        last, data = self.config.training.train_iters, self.config.data.name
         self.line(f" training from iteration {first} to {last} on {data}")
 
     def step(self, step: int, consumed: int, result: StepResult) -> None:
         """After a step: a line every ``--log-interval``, and what the last move did once a few steps are measured."""
-        self._window.append(result.step_ns)
+        self._window.append(result)
         self._recent.append(result.step_ns)
         if self._move is not None and len(self._recent) >= AFTER_MOVE_STEPS + 1:
             taken, before = self._move
@@ -102,15 +119,22 @@ class TrainingLog:
             self.line(after_move_line(taken.plan_id, before, sum(after) / len(after) / 1e6, AFTER_MOVE_STEPS))
         if step % self.config.training.log_interval:
             return
+        updates = [each for each in self._window if each.updated]
+        names = updates[0].losses if updates else {}
+        means = {name: sum(each.losses[name] for each in updates) / len(updates) for name in names}
         figures = IterationFigures(
             iteration=step,
             train_iters=self.config.training.train_iters,
             consumed_samples=consumed,
-            elapsed_ms=sum(self._window) / len(self._window) / 1e6,
+            elapsed_ms=sum(each.step_ns for each in self._window) / len(self._window) / 1e6,
             learning_rate=result.rate,
             global_batch_size=self.config.training.global_batch_size,
-            lm_loss=result.loss,
-            grad_norm=result.grad_norm,
+            lm_loss=means.pop("lm_loss", None),
+            others=means,
+            loss_scale=result.loss_scale,
+            grad_norm=result.grad_norm if result.updated else None,
+            skipped=len(self._window) - len(updates),
+            nan=sum(not math.isfinite(each.loss) for each in self._window),
         )
         self._window.clear()
         self.line(iteration_line(figures))

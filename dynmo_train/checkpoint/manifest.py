@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from ..errors import UsageError
@@ -13,7 +13,10 @@ from ..formats.checkpoint import FORMAT, VERSION
 
 @dataclass(frozen=True, kw_only=True)
 class RunFacts:
-    """What the manifest says about the run; each field is the manifest's field of the same name."""
+    """What the manifest says about the run; each field is the manifest's field of the same name.
+
+    ``extra`` are free fields, whose names start with ``x_``.
+    """
 
     run_id: str
     step: int
@@ -25,6 +28,7 @@ class RunFacts:
     optimizer: Mapping[str, Any] | None
     data: Mapping[str, Any] | None
     rng: Mapping[str, Any]
+    extra: Mapping[str, Any] = field(default_factory=dict)
 
 
 def whole_index(shape: Sequence[int]) -> list[list[int]]:
@@ -48,11 +52,9 @@ def tensor_entries(reports: Iterable[Sequence[Mapping[str, Any]]]) -> dict[str, 
         shape, index = list(report["shape"]), [list(span) for span in report["index"]]
         fresh = {"dtype": report["dtype"], "shape": shape, "role": report["role"], "split_dim": None, "shards": []}
         entry = entries.setdefault(report["name"], fresh)
-        for field in ("dtype", "shape", "role"):
-            if entry[field] != fresh[field]:
-                raise UsageError(
-                    f"{report['name']}: one rank reports the {field} {entry[field]}, another {fresh[field]}"
-                )
+        for fact in ("dtype", "shape", "role"):
+            if entry[fact] != fresh[fact]:
+                raise UsageError(f"{report['name']}: one rank reports the {fact} {entry[fact]}, another {fresh[fact]}")
         if any(shard["index"] == index for shard in entry["shards"]):
             raise UsageError(f"{report['name']}: the part {index} is reported twice; a replica is written once")
         shard = {"file": report["file"], "key": report["key"], "index": index, "crc32": report["crc32"]}
@@ -112,4 +114,5 @@ def build_manifest(
         "optimizer": None if facts.optimizer is None else dict(facts.optimizer),
         "data": None if facts.data is None else dict(facts.data),
         "rng": dict(facts.rng),
+        **facts.extra,
     }

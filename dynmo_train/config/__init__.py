@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+from .data import DataConfig
 from .options import Facts
+from .precision import PrecisionConfig
 from .resolve import config_document, config_of, option_specs, read_config_file, resolve
 from .schema import (
     BalanceConfig,
     Config,
-    DataConfig,
+    DepthConfig,
+    ExitConfig,
     FreezingConfig,
     ModelConfig,
     OptimizerConfig,
     ParallelConfig,
     PruningConfig,
     RunConfig,
+    SparseAttentionConfig,
     TrainingConfig,
 )
 from .validate import check, validate
@@ -22,13 +26,17 @@ __all__ = [
     "BalanceConfig",
     "Config",
     "DataConfig",
+    "DepthConfig",
+    "ExitConfig",
     "Facts",
     "FreezingConfig",
     "ModelConfig",
     "OptimizerConfig",
     "ParallelConfig",
+    "PrecisionConfig",
     "PruningConfig",
     "RunConfig",
+    "SparseAttentionConfig",
     "TrainingConfig",
     "check",
     "config_document",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shlex
 from itertools import pairwise
 
 from ..errors import UsageError
@@ -25,6 +26,29 @@ def parse_split(text: str) -> tuple[float, float, float]:
     return shares[0] / total, shares[1] / total, shares[2] / total
 
 
+def parse_blend(flag: str, text: str) -> tuple[tuple[float, str], ...]:
+    """``A`` as ((1.0, A),), ``0.3 A 0.7 B`` as ((0.3, A), (0.7, B)); words may be quoted as in a shell.
+
+    Raises:
+        UsageError: several words that are not weights above 0, each before a path.
+    """
+    try:
+        words = shlex.split(text)
+    except ValueError:
+        words = []
+    if len(words) == 1:
+        return ((1.0, words[0]),)
+    pairs: list[tuple[float, str]] = []
+    for weight, path in zip(words[::2], words[1::2], strict=False):
+        try:
+            pairs.append((float(weight), path))
+        except ValueError:
+            pairs.append((0.0, path))
+    if not pairs or len(words) % 2 or not all(math.isfinite(weight) and weight > 0 for weight, _ in pairs):
+        raise UsageError(f"{flag} must be a path, or weights above 0 each before its path (0.3 A 0.7 B); is {text!r}")
+    return tuple(pairs)
+
+
 def parse_freeze_schedule(text: str) -> tuple[tuple[int, int], ...]:
     """``100:2,300:4`` as ((100, 2), (300, 4)): after the step, that many blocks are frozen.
 
@@ -42,3 +66,16 @@ def parse_freeze_schedule(text: str) -> tuple[tuple[int, int], ...]:
         if after[0] <= before[0] or after[1] < before[1]:
             raise UsageError(f"{rule}; {after[0]}:{after[1]} in {text!r} comes after {before[0]}:{before[1]}")
     return tuple(pairs)
+
+
+def parse_layers(flag: str, text: str) -> tuple[int, ...]:
+    """``3,7`` as (3, 7): numbers of blocks.
+
+    Raises:
+        UsageError: another form, or numbers that do not ascend.
+    """
+    parts = [part.strip() for part in text.split(",")]
+    numbers = [int(part) for part in parts if part.isdecimal()]
+    if len(numbers) < len(parts) or any(after <= before for before, after in pairwise(numbers)):
+        raise UsageError(f"{flag} must be numbers of blocks, from 0, ascending, such as 3,7; is {text!r}")
+    return tuple(numbers)

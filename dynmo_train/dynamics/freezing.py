@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from ..models.items import ItemSpec, parameters_of
+from ..models.items import SUBLAYERS, ItemSpec, parameters_of
 from ..optim.items import HeldItems
 from .technique import Event
 
@@ -22,9 +22,10 @@ def frozen_items(items: Sequence[ItemSpec], schedule: Sequence[tuple[int, int]],
     count = max((layers for at, layers in schedule if at <= step), default=0)
     if count == 0:
         return ()
-    layers = list(dict.fromkeys(item.layer for item in items if item.kind not in ("embedding", "head")))
+    layers = list(dict.fromkeys(item.layer for item in items if item.kind in SUBLAYERS))
     front = set(layers[:count])
-    return tuple(item.name for item in items if item.kind == "embedding" or item.layer in front)
+    last = max(index for index, item in enumerate(items) if item.layer in front)
+    return tuple(item.name for item in items[: last + 1])
 
 
 class LayerFreezing:

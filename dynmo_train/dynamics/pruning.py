@@ -13,7 +13,7 @@ import torch
 from ..models.items import masks_of
 from ..models.linear import PrunableLinear
 from ..optim.items import HeldItems
-from ..parallel.world import sum_over_world
+from ..parallel.world import World, sum_over_model
 from .technique import Event
 
 # A float32 magnitude has 31 bits; ordering floats >= 0 is ordering their bits. Three digits of 11, 10 and 10 bits.
@@ -57,7 +57,7 @@ class CubicSchedule:
 
 
 def kth_magnitude_bits(
-    weights: Sequence[torch.Tensor], rank: int, total: Callable[[torch.Tensor], torch.Tensor] = sum_over_world
+    weights: Sequence[torch.Tensor], rank: int, total: Callable[[torch.Tensor], torch.Tensor]
 ) -> int:
     """The bits of the ``rank``-th smallest magnitude (from 1) over all workers' float32 ``weights``.
 
@@ -88,8 +88,10 @@ def kth_magnitude_bits(
 class GradualPruning:
     """Prunes the held weights after the steps of the schedule; frozen items are left alone."""
 
-    def __init__(self, schedule: CubicSchedule, held: HeldItems, frozen: Callable[[], Sequence[str]]) -> None:
-        self.schedule, self.held, self._frozen = schedule, held, frozen
+    def __init__(
+        self, schedule: CubicSchedule, held: HeldItems, frozen: Callable[[], Sequence[str]], world: World
+    ) -> None:
+        self.schedule, self.held, self._frozen, self._world = schedule, held, frozen, world
         self.sparsity = schedule.initial
 
     def _layers(self) -> dict[str, PrunableLinear]:
@@ -101,23 +103,27 @@ class GradualPruning:
             for name, layer in masks_of(item, module).items()
         }
 
+    def _total(self, counts: torch.Tensor) -> torch.Tensor:
+        return sum_over_model(self._world, counts)
+
     def after_step(self, step: int) -> Event | None:
         """Prune to the schedule's sparsity where it is due."""
         if not self.schedule.is_due(step):
             return None
         target = self.schedule.at(step)
         layers = self._layers()
-        weights = [layer.weight for layer in layers.values()]
-        count = int(sum_over_world(torch.tensor([sum(w.numel() for w in weights)], dtype=torch.int64)))
+        counted = {name: layer for name, layer in layers.items() if self.held.counts(name)}
+        weights = [layer.weight for layer in counted.values()]
+        count = int(self._total(torch.tensor([sum(w.numel() for w in weights)], dtype=torch.int64)))
         rank = round(target * count)
         pruned = torch.zeros(1, dtype=torch.int64)
         if rank > 0:
-            threshold = kth_magnitude_bits(weights, rank)
-            for layer in layers.values():
+            threshold = kth_magnitude_bits(weights, rank, self._total)
+            for name, layer in layers.items():
                 bits = layer.weight.detach().view(torch.int32) & 0x7FFFFFFF
                 self._prune(layer, bits > threshold)
-                pruned += int((bits <= threshold).sum())
-        self.sparsity = int(sum_over_world(pruned)) / count if count else 0.0
+                pruned += int((bits <= threshold).sum()) if name in counted else 0
+        self.sparsity = int(self._total(pruned)) / count if count else 0.0
         return Event(
             kind="pruned",
             step=step,

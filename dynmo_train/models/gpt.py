@@ -1,7 +1,4 @@
-"""GPT-2/3: learned positions, pre-normalisation, tanh GELU, tied embeddings (Radford et al. 2019, section 2.3).
-
-Shapes in names: B samples, T tokens, D model width, H heads, K head width, V vocabulary.
-"""
+"""GPT-2/3: learned positions, pre-normalisation, tanh GELU, tied embeddings (Radford et al. 2019, section 2.3)."""
 
 from __future__ import annotations
 
@@ -9,17 +6,16 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
-from ..parallel.seeding import stable_seed
+from .blocks import Embedding, Head, Mlp, SelfAttention
+from .chain import HEAD, WORD, build_item, chain_items
+from .experts import MoeMlp, MoeShape
 from .items import ItemSpec
-from .linear import PrunableLinear
-
-WORD = "embedding.word.weight"
-HEAD = "head.weight"
+from .items import split_dim as split_dim_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,85 +33,10 @@ class GptShape:
     hidden_dropout: float = 0.1
     attention_dropout: float = 0.1
     init_method_std: float = 0.02
+    activation: str = "gelu_tanh"
     tied_embeddings: bool = True
+    moe: MoeShape | None = None
     seed: int = 1234
-
-
-class Embedding(nn.Module):
-    """Token and position tables: ids ``[B, T]`` to ``[B, T, D]``."""
-
-    def __init__(self, shape: GptShape, device: torch.device) -> None:
-        super().__init__()
-        self.word = nn.Embedding(shape.padded_vocab_size, shape.hidden_size, device=device)
-        self.position = nn.Embedding(shape.max_position_embeddings, shape.hidden_size, device=device)
-        self.dropout = shape.hidden_dropout
-
-    def forward(self, ids_BT: torch.Tensor) -> torch.Tensor:
-        """Look up and add; positions count from 0."""
-        positions_T = torch.arange(ids_BT.shape[1], device=ids_BT.device)
-        return F.dropout(self.word(ids_BT) + self.position(positions_T), self.dropout, self.training)
-
-
-class Attention(nn.Module):
-    """``x + dense(causal attention(norm(x)))``; the rows of ``qkv`` are grouped by head, ``[H, 3, K]``."""
-
-    def __init__(self, shape: GptShape, device: torch.device) -> None:
-        super().__init__()
-        width = shape.hidden_size
-        self.heads = shape.num_attention_heads
-        self.norm = nn.LayerNorm(width, eps=shape.layernorm_epsilon, device=device)
-        self.qkv = PrunableLinear(width, 3 * width, device)
-        self.dense = PrunableLinear(width, width, device)
-        self.dropout, self.attention_dropout = shape.hidden_dropout, shape.attention_dropout
-
-    def forward(self, x_BTD: torch.Tensor) -> torch.Tensor:
-        """Apply the sublayer with its residual."""
-        B, T, D = x_BTD.shape
-        qkv = self.qkv(self.norm(x_BTD)).view(B, T, self.heads, 3, D // self.heads)
-        q_BHTK, k_BHTK, v_BHTK = (part.transpose(1, 2) for part in qkv.unbind(3))
-        dropout = self.attention_dropout if self.training else 0.0
-        y_BHTK = F.scaled_dot_product_attention(q_BHTK, k_BHTK, v_BHTK, dropout_p=dropout, is_causal=True)
-        y_BTD = self.dense(y_BHTK.transpose(1, 2).reshape(B, T, D))
-        return x_BTD + F.dropout(y_BTD, self.dropout, self.training)
-
-
-class Mlp(nn.Module):
-    """``x + fc2(gelu(fc1(norm(x))))``."""
-
-    def __init__(self, shape: GptShape, device: torch.device) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(shape.hidden_size, eps=shape.layernorm_epsilon, device=device)
-        self.fc1 = PrunableLinear(shape.hidden_size, shape.ffn_hidden_size, device)
-        self.fc2 = PrunableLinear(shape.ffn_hidden_size, shape.hidden_size, device)
-        self.dropout = shape.hidden_dropout
-
-    def forward(self, x_BTD: torch.Tensor) -> torch.Tensor:
-        """Apply the sublayer with its residual."""
-        y_BTD = self.fc2(F.gelu(self.fc1(self.norm(x_BTD)), approximate="tanh"))
-        return x_BTD + F.dropout(y_BTD, self.dropout, self.training)
-
-
-class Head(nn.Module):
-    """Final normalisation and projection on the vocabulary; the loss is computed here, so that its cost is the head's.
-
-    The weight is this item's own copy of the word table where embeddings are tied: their gradients are added once a
-    step, wherever the two items live. Rows that only pad the vocabulary never enter the product.
-    """
-
-    def __init__(self, shape: GptShape, device: torch.device) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(shape.hidden_size, eps=shape.layernorm_epsilon, device=device)
-        self.weight = nn.Parameter(torch.empty(shape.padded_vocab_size, shape.hidden_size, device=device))
-        self.vocab_size = shape.vocab_size
-
-    def logits(self, x_BTD: torch.Tensor) -> torch.Tensor:
-        """``[B, T, D]`` to ``[B, T, V]`` with V the true vocabulary."""
-        return F.linear(self.norm(x_BTD), self.weight[: self.vocab_size])
-
-    def forward(self, x_BTD: torch.Tensor, labels_BT: torch.Tensor) -> torch.Tensor:
-        """The mean cross-entropy of the microbatch, a scalar."""
-        logits = self.logits(x_BTD)
-        return F.cross_entropy(logits.view(-1, logits.shape[-1]), labels_BT.reshape(-1))
 
 
 class Gpt:
@@ -126,15 +47,10 @@ class Gpt:
 
     @cached_property
     def items(self) -> tuple[ItemSpec, ...]:
-        """``embedding``, two items a layer, ``head``; every item may begin a stage but those that hold the ends."""
-        items = [ItemSpec(name="embedding", layer="embedding", kind="embedding", cut_before=True)]
-        for index in range(self.shape.num_layers):
-            layer = f"layers.{index}"
-            parts = ("attention", "mlp")
-            items += [ItemSpec(name=f"{layer}.{kind}", layer=layer, kind=kind, cut_before=True) for kind in parts]
-        tied_to = "embedding" if self.shape.tied_embeddings else None
-        items.append(ItemSpec(name="head", layer="head", kind="head", cut_before=True, tied_to=tied_to))
-        return tuple(items)
+        """``embedding``, two items a layer, ``head``; every item may begin a stage."""
+        moe = self.shape.moe
+        tied = self.shape.tied_embeddings
+        return chain_items(self.shape.num_layers, tied=tied, mlp_figures=moe.figures if moe else ())
 
     @property
     def ties(self) -> Mapping[str, str]:
@@ -143,27 +59,67 @@ class Gpt:
 
     def build(self, name: str, device: torch.device) -> nn.Module:
         """Build one item; its initial weights depend on the seed and the name alone, never on placement."""
-        kind = name.rpartition(".")[2]
-        builders = {"embedding": Embedding, "attention": Attention, "mlp": Mlp, "head": Head}
-        module: nn.Module = builders[kind](self.shape, device)
-        if device.type != "meta":
-            self._initialise(name, module)
-        return module
+        shape = self.shape
+        return build_item(
+            name,
+            device,
+            {"embedding": self._embedding, "attention": self._attention, "mlp": self._mlp, "head": self._head},
+            seed=shape.seed,
+            std=shape.init_method_std,
+            # Matrices that end a residual branch are scaled by 1/sqrt(2 layers) (GPT-2, section 2.3).
+            ending_std=shape.init_method_std / math.sqrt(2 * shape.num_layers),
+            ties=self.ties,
+        )
 
-    def _initialise(self, name: str, module: nn.Module) -> None:
-        """Normal; matrices that end a residual branch scaled by 1/sqrt(2 layers) (GPT-2, section 2.3)."""
-        std = self.shape.init_method_std
-        ending_std = std / math.sqrt(2 * self.shape.num_layers)
-        for child, parameter in module.named_parameters():
-            if parameter.dim() < 2:
-                continue
-            full = f"{name}.{child}"
-            owner = self.ties.get(full, full)
-            generator = torch.Generator().manual_seed(stable_seed(self.shape.seed, "initial", owner))
-            ends_branch = child in ("dense.weight", "fc2.weight")
-            drawn = torch.randn(parameter.shape, generator=generator) * (ending_std if ends_branch else std)
-            with torch.no_grad():
-                parameter.copy_(drawn)
+    def _norm(self, device: torch.device) -> nn.Module:
+        return nn.LayerNorm(self.shape.hidden_size, eps=self.shape.layernorm_epsilon, device=device)
+
+    def _embedding(self, device: torch.device) -> nn.Module:
+        shape = self.shape
+        return Embedding(
+            vocabulary=shape.padded_vocab_size,
+            width=shape.hidden_size,
+            positions=shape.max_position_embeddings,
+            dropout=shape.hidden_dropout,
+            device=device,
+        )
+
+    def _attention(self, device: torch.device) -> nn.Module:
+        shape = self.shape
+        return SelfAttention(
+            width=shape.hidden_size,
+            heads=shape.num_attention_heads,
+            norm=self._norm(device),
+            dropout=shape.hidden_dropout,
+            attention_dropout=shape.attention_dropout,
+            device=device,
+        )
+
+    def _mlp(self, device: torch.device) -> nn.Module:
+        shape = self.shape
+        common: dict[str, Any] = {
+            "width": shape.hidden_size,
+            "inner": shape.ffn_hidden_size,
+            "activation": shape.activation,
+            "norm": self._norm(device),
+            "dropout": shape.hidden_dropout,
+            "device": device,
+        }
+        return Mlp(**common) if shape.moe is None else MoeMlp(moe=shape.moe, **common)
+
+    def _head(self, device: torch.device) -> nn.Module:
+        shape = self.shape
+        return Head(
+            width=shape.hidden_size,
+            rows=shape.padded_vocab_size,
+            vocabulary=shape.vocab_size,
+            norm=self._norm(device),
+            device=device,
+        )
+
+    def split_dim(self, parameter: str) -> int | None:
+        """Heads, MLP width and vocabulary are cut; norms, positions and the biases of a branch's end are not."""
+        return split_dim_of(parameter)
 
     def manifest(self) -> dict[str, object]:
         """The ``model`` object of a checkpoint's manifest."""
@@ -178,6 +134,7 @@ class Gpt:
             "vocab_size": shape.vocab_size,
             "padded_vocab_size": shape.padded_vocab_size,
             "layernorm_epsilon": shape.layernorm_epsilon,
-            "activation": "gelu_tanh",
+            "activation": shape.activation,
             "tied_embeddings": shape.tied_embeddings,
+            **(shape.moe.manifest() if shape.moe else {}),
         }

@@ -5,26 +5,40 @@ Shapes in names: B samples of a microbatch, T tokens, D model width, O and I row
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import nn
 
 from .linear import PrunableLinear
 
+HIDDEN = "hidden"
+LOSS = "loss"
+ENDS = ("embedding", "head")
+SUBLAYERS = ("attention", "cross_attention", "mlp")
+
 
 @dataclass(frozen=True, kw_only=True)
 class ItemSpec:
     """One item of the layer list, at the finest granularity.
 
+    An item's module is called with the values that it reads and then with its inputs, in this order, and returns the
+    value that it writes, or that and figures as ``Reported``.
+
     Attributes:
         name: for life; parameters extend it (``layers.7.mlp`` owns ``layers.7.mlp.fc1.weight``).
         layer: the layer that it is a part of (``layers.7``).
-        kind: ``embedding``, ``attention``, ``mlp`` or ``head``.
+        kind: ``embedding``, ``attention``, ``cross_attention``, ``mlp``, ``head``, or ``layer`` for anything else.
         cut_before: whether the model lets a stage begin here.
         tied_to: the item that owns a weight that this one shares, or None.
+        reads: names of the values of earlier items that it works on; the first one is what it transforms.
+        writes: name of its value; a later item that writes the same name takes its place.
+        inputs: names of the batch's tensors that it needs.
+        figures: names and lengths of the figures that it reports for each microbatch.
+        side: names of values without gradient that it writes beside its own, as ``Reported.side``.
     """
 
     name: str
@@ -32,15 +46,103 @@ class ItemSpec:
     kind: str
     cut_before: bool
     tied_to: str | None = None
+    reads: tuple[str, ...] = (HIDDEN,)
+    writes: str = HIDDEN
+    inputs: tuple[str, ...] = ()
+    figures: tuple[tuple[str, int], ...] = ()
+    side: tuple[str, ...] = ()
+
+
+class Reported(NamedTuple):
+    """What an item returns that has more to tell than its value.
+
+    Attributes:
+        output: its value.
+        figures: by name, scalars or vectors.
+        losses: scalars that are added to the loss of the microbatch, weighted already; their gradient enters at the
+            item's output, so the item itself knows neither microbatches nor loss scale.
+        side: values without gradient that it writes beside its own.
+    """
+
+    output: torch.Tensor
+    figures: Mapping[str, torch.Tensor] = MappingProxyType({})
+    losses: Mapping[str, torch.Tensor] = MappingProxyType({})
+    side: Mapping[str, torch.Tensor] = MappingProxyType({})
+
+
+def output_of(result: torch.Tensor | Reported) -> torch.Tensor:
+    """An item's value, without the figures."""
+    return result.output if isinstance(result, Reported) else result
 
 
 @dataclass(frozen=True, kw_only=True)
 class BoundaryShape:
-    """The one static shape of every tensor that crosses a stage boundary: ``[B, T, D]``."""
+    """The static shape of every value that may cross a stage boundary, such as ``hidden: (B, T, D)``.
 
-    batch: int
-    tokens: int
-    width: int
+    ``dtype`` is the type of the arithmetic; a loss, the value without dimensions, is float32 whatever that is.
+    """
+
+    shapes: Mapping[str, tuple[int, ...]]
+    dtype: torch.dtype = torch.float32
+
+    @classmethod
+    def hidden(cls, *, batch: int, tokens: int, width: int, dtype: torch.dtype = torch.float32) -> BoundaryShape:
+        """Of a model with one stream: ``[B, T, D]``."""
+        return cls(shapes={HIDDEN: (batch, tokens, width), LOSS: ()}, dtype=dtype)
+
+    def cut_along_tokens(self, parts: int) -> BoundaryShape:
+        """Of streams ``[B, T, D]`` that ``parts`` ranks hold a part each of."""
+        cut = {name: (s[0], s[1] // parts, *s[2:]) if len(s) == 3 else s for name, s in self.shapes.items()}
+        return replace(self, shapes=cut)
+
+    def empty(self, name: str) -> torch.Tensor:
+        """The named value on the meta device."""
+        shape = self.shapes[name]
+        return torch.empty(shape, device="meta", dtype=self.dtype if shape else torch.float32)
+
+    def num_bytes(self, names: Iterable[str]) -> int:
+        """Bytes of the named values together."""
+        values = [self.empty(name) for name in names]
+        return sum(value.numel() * value.element_size() for value in values)
+
+
+def live_before(items: Sequence[ItemSpec], index: int) -> tuple[str, ...]:
+    """The values that cross a boundary before item ``index``: written before it and read from it on, in list order.
+
+    Behind the last item that is what the last one writes.
+    """
+    if index == len(items):
+        return (items[-1].writes,)
+    written = dict.fromkeys(name for item in items[:index] for name in (item.writes, *item.side))
+    overwritten: set[str] = set()
+    wanted: set[str] = set()
+    for item in items[index:]:
+        wanted.update(name for name in item.reads if name not in overwritten)
+        overwritten.update((item.writes, *item.side))
+    return tuple(name for name in written if name in wanted)
+
+
+def train_before(items: Sequence[ItemSpec], index: int, frozen: int) -> dict[str, bool]:
+    """Value written before item ``index`` -> whether its gradient matters, the first ``frozen`` items being frozen."""
+    trains = {item.writes: position >= frozen for position, item in enumerate(items[:index])}
+    return trains | dict.fromkeys((name for item in items[:index] for name in item.side), False)
+
+
+CUT_FIRST = ("qkv", "query", "key_value", "fc1", "gate", "up")
+CUT_LAST = ("dense.weight", "fc2.weight", "relative.weight")
+CUT_ROWS = ("word.weight", "head.weight", "head.bias")
+
+
+def split_dim(parameter: str) -> int | None:
+    """The dimension along which tensor parallelism cuts a parameter, by its name; None: every rank has it whole.
+
+    Heads, MLP width and vocabulary are cut; norms, positions, routers and the biases of a branch's end are not, nor is
+    what stands in a head before its last product.
+    """
+    owner, _, kind = parameter.rpartition(".")
+    if parameter.endswith(CUT_ROWS) or (owner.endswith(CUT_FIRST) and kind in ("weight", "bias")):
+        return 0
+    return 1 if parameter.endswith(CUT_LAST) and not parameter.startswith("head.") else None
 
 
 class ModelFamily(Protocol):
@@ -56,6 +158,12 @@ class ModelFamily(Protocol):
 
     def build(self, name: str, device: torch.device) -> nn.Module:
         """Build one item with its initial weights, which depend on the seed and the name alone."""
+
+    def split_dim(self, parameter: str) -> int | None:
+        """The dimension that tensor parallelism cuts of a parameter, by its global name; None where each rank has all.
+
+        A module whose weight is cut along 0 gives out a part of its outputs, along 1 it takes a part of its inputs.
+        """
 
     def manifest(self) -> dict[str, object]:
         """The ``model`` object of a checkpoint's manifest."""

@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ..models.items import masks_of
-from ..parallel.world import World, sum_over_world
+from ..models.items import masks_of, parameters_of
+from ..parallel.world import World, sum_over, sum_over_pipeline
 from .items import HeldItems
 
 
@@ -23,28 +23,34 @@ def item_of(parameter_name: str, item_names: Sequence[str]) -> str:
     return max((name for name in item_names if parameter_name.startswith(name + ".")), key=len)
 
 
+def tied_groups(ties: Mapping[str, str]) -> dict[str, list[str]]:
+    """The parameters that share a value, by their owner: the owner first, then its copies, in list order."""
+    groups: dict[str, list[str]] = {}
+    for copy_name, owner_name in ties.items():
+        groups.setdefault(owner_name, [owner_name]).append(copy_name)
+    return groups
+
+
 def add_tied_gradients(held: HeldItems, ties: Mapping[str, str], owners: Mapping[str, int], world: World) -> None:
-    """Give both copies of each tied weight the sum of their gradients, owner's first; a frozen copy adds nothing.
+    """Give all copies of each tied weight the sum of their gradients, in list order; a frozen copy adds nothing.
 
     Args:
         ties: parameter that is a copy -> parameter that owns the value.
         owners: item -> the worker that holds it.
     """
     here = {name: parameter for _, name, parameter in held.parameters()}
-    for copy_name, owner_name in ties.items():
-        places = {name: owners[item_of(name, list(owners))] for name in (owner_name, copy_name)}
-        if world.rank not in places.values():
+    for members in tied_groups(ties).values():
+        places = {name: owners[item_of(name, list(owners))] for name in members}
+        mine = [name for name in members if places[name] == world.worker]
+        if not mine:
             continue
-        if places[owner_name] == places[copy_name]:
-            total = _sum(here[owner_name].grad, here[copy_name].grad)
-            for name in (owner_name, copy_name):
-                here[name].grad = None if total is None else total.clone()
-            continue
-        mine, other = (owner_name, copy_name) if world.rank == places[owner_name] else (copy_name, owner_name)
-        own = here[mine].grad
-        received = _swap(own, here[mine], places[other], world)
-        first, second = (own, received) if mine == owner_name else (received, own)
-        here[mine].grad = _sum(first, second)
+        gradients = {name: here[name].grad for name in mine}
+        gradients |= _swap(gradients, here[mine[0]], places, world)
+        total: torch.Tensor | None = None
+        for name in members:
+            total = _sum(total, gradients[name])
+        for name in mine:
+            here[name].grad = None if total is None else total.clone()
 
 
 def _sum(first: torch.Tensor | None, second: torch.Tensor | None) -> torch.Tensor | None:
@@ -53,22 +59,48 @@ def _sum(first: torch.Tensor | None, second: torch.Tensor | None) -> torch.Tenso
     return first + second
 
 
-def _swap(own: torch.Tensor | None, like: torch.Tensor, peer: int, world: World) -> torch.Tensor | None:
-    """Exchange a gradient that may be absent with ``peer``: first whether there is one, then itself."""
-    flags = torch.tensor([0 if own is None else 1, 0], dtype=torch.int64, device=world.device)
-    theirs = torch.zeros(1, dtype=torch.int64, device=world.device)
-    _exchange([flags[:1]], [theirs], peer)
-    received = torch.empty_like(like) if int(theirs) else None
-    _exchange([] if own is None else [own], [] if received is None else [received], peer)
+def _swap(
+    own: Mapping[str, torch.Tensor | None], like: torch.Tensor, places: Mapping[str, int], world: World
+) -> dict[str, torch.Tensor | None]:
+    """Exchange gradients that may be absent with the other holders: first whether there is one, then itself."""
+    others = {name: place for name, place in places.items() if place != world.worker}
+    ranks = {name: world.peer(place) for name, place in others.items()}
+    peers = sorted(set(ranks.values()))
+    flags = {
+        name: torch.tensor([0 if gradient is None else 1], dtype=torch.int64, device=world.device)
+        for name, gradient in own.items()
+    }
+    theirs = {name: torch.zeros(1, dtype=torch.int64, device=world.device) for name in others}
+    _exchange([(peer, flag) for peer in peers for flag in flags.values()], [(ranks[n], t) for n, t in theirs.items()])
+    received = {name: torch.empty_like(like) if int(theirs[name]) else None for name in others}
+    sent = [(peer, gradient) for peer in peers for gradient in own.values() if gradient is not None]
+    _exchange(sent, [(ranks[name], tensor) for name, tensor in received.items() if tensor is not None])
     return received
 
 
-def _exchange(sent: Sequence[torch.Tensor], received: Sequence[torch.Tensor], peer: int) -> None:
-    operations = [dist.P2POp(dist.isend, tensor.contiguous(), peer) for tensor in sent]
-    operations += [dist.P2POp(dist.irecv, tensor, peer) for tensor in received]
+def _exchange(sent: Sequence[tuple[int, torch.Tensor]], received: Sequence[tuple[int, torch.Tensor]]) -> None:
+    operations = [dist.P2POp(dist.isend, tensor.contiguous(), peer) for peer, tensor in sent]
+    operations += [dist.P2POp(dist.irecv, tensor, peer) for peer, tensor in received]
     if operations:
         for work in dist.batch_isend_irecv(operations):
             work.wait()
+
+
+def add_token_gradients(held: HeldItems) -> None:
+    """Where the stream is cut along the tokens: add up the gradients of what all ranks of a region hold whole.
+
+    One bucket an item: placement cannot change the sum.
+    """
+    region = held.region
+    if region is None or not region.sequence:
+        return
+    for item, module in held.modules.items():
+        whole = [p for name, p in parameters_of(item, module).items() if held.split_dim(name) is None]
+        gradients = [p.grad for p in whole if p.grad is not None]
+        if gradients:
+            flat = region.total(torch.cat([gradient.reshape(-1) for gradient in gradients]))
+            for gradient, part in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
+                gradient.copy_(part.view_as(gradient))
 
 
 def zero_pruned_gradients(modules: Mapping[str, nn.Module]) -> None:
@@ -79,14 +111,14 @@ def zero_pruned_gradients(modules: Mapping[str, nn.Module]) -> None:
                 layer.weight.grad.mul_(layer.mask)
 
 
-def gradient_norm(held: HeldItems, item_names: Sequence[str], ties: Mapping[str, str]) -> float:
+def gradient_norm(held: HeldItems, item_names: Sequence[str], ties: Mapping[str, str], world: World) -> float:
     """The global L2 norm of all gradients, a tied weight counted once; the same bits on any partition."""
     place = {name: index for index, name in enumerate(item_names)}
     squares = torch.zeros(len(item_names), dtype=torch.float64)
     norms: list[torch.Tensor] = []
     indices: list[int] = []
     for item, name, parameter in held.parameters():
-        if parameter.grad is not None and name not in ties:
+        if parameter.grad is not None and name not in ties and held.counts(name):
             norms.append(torch.linalg.vector_norm(parameter.grad))
             indices.append(place[item])
     if norms:
@@ -94,7 +126,9 @@ def gradient_norm(held: HeldItems, item_names: Sequence[str], ties: Mapping[str,
         for index, square in zip(indices, stacked.tolist(), strict=True):
             squares[index] += square
     total = 0.0
-    for square in sum_over_world(squares).tolist():
+    # Over the ranks of a region first: the order of its sum must not depend on the pipeline's size.
+    squares = sum_over_pipeline(world, sum_over(world.groups.tensor, squares))
+    for square in squares.tolist():
         total += square
     return math.sqrt(total)
 

@@ -21,6 +21,8 @@ class LearningRate:
 
         Worked: peak 1, floor 0, linear, 10 warm-up of 110 steps: 0.5 at step 5, 1.0 at 10, 0.5 at 60, 0 from 110 on.
         """
+        if step <= 0:
+            return 0.0 if self.warmup_steps else self.peak
         if self.warmup_steps > 0 and step <= self.warmup_steps:
             return self.peak * step / self.warmup_steps
         if self.style == "constant":

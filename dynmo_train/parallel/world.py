@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import os
 import socket
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
 
@@ -13,28 +14,88 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
+from ..errors import UsageError
+from .dims import Coordinates, ParallelDims
+
+
+@dataclass(frozen=True, kw_only=True)
+class Groups:
+    """The process groups that one process is in, one an axis; None where the axis has one place.
+
+    torch's stages want a group even of one process: ``pipeline`` is None only where no world was joined.
+
+    Attributes:
+        pipeline, tensor, data: the ranks that differ from this one along that axis alone.
+        model: the ranks that hold one replica together (pipeline and tensor).
+        expert: the ranks that share the experts of a layer.
+        expert_data: the ranks that hold the same experts as this one.
+    """
+
+    pipeline: dist.ProcessGroup | None = None
+    tensor: dist.ProcessGroup | None = None
+    data: dist.ProcessGroup | None = None
+    model: dist.ProcessGroup | None = None
+    expert: dist.ProcessGroup | None = None
+    expert_data: dist.ProcessGroup | None = None
+
 
 @dataclass(frozen=True, kw_only=True)
 class World:
-    """The processes of a pipeline, as one of them sees it. Worker ``w`` of the pipeline is rank ``w``."""
+    """The processes of a run, as one of them sees it.
+
+    Attributes:
+        rank, size: among all processes.
+        dims: how they are laid out.
+        groups: the process groups of this one.
+    """
 
     rank: int
     size: int
     device: torch.device
     host: str
+    dims: ParallelDims
+    groups: Groups = Groups()
 
     @property
     def is_first(self) -> bool:
         """Whether this process writes the run directory and starts the planner."""
         return self.rank == 0
 
+    @property
+    def place(self) -> Coordinates:
+        """Where this process stands."""
+        return self.dims.coordinates(self.rank)
 
-def join_world(device_name: str, timeout_s: float = 600.0) -> World:
+    @property
+    def worker(self) -> int:
+        """The pipeline position of this process."""
+        return self.place.pipeline
+
+    @property
+    def replica(self) -> int:
+        """The data-parallel replica that this process belongs to."""
+        return self.place.data
+
+    @property
+    def shard(self) -> int:
+        """The place of this process among those that share each matrix product."""
+        return self.place.tensor
+
+    def peer(self, worker: int) -> int:
+        """The rank at pipeline position ``worker`` with this process's replica and shard."""
+        return self.dims.rank_of(pipeline=worker, data=self.replica, tensor=self.shard)
+
+
+def join_world(device_name: str, timeout_s: float = 600.0, dims: ParallelDims | None = None) -> World:
     """Join the processes that a launcher started (its environment says how many), or be the only one.
 
     Args:
         device_name: ``cpu``, ``cuda`` or ``auto`` (CUDA where there is a device for each local process).
         timeout_s: how long a collective may wait for a process before the run fails.
+        dims: how the processes are laid out; None is one pipeline of all.
+
+    Raises:
+        UsageError: ``dims`` are not those of so many processes.
     """
     rank, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     local_rank, local_size = int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
@@ -49,7 +110,49 @@ def join_world(device_name: str, timeout_s: float = 600.0) -> World:
         dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=timeout)
     else:
         dist.init_process_group(backend, rank=rank, world_size=size, timeout=timeout)
-    return World(rank=rank, size=size, device=device, host=socket.gethostname())
+    world = World(rank=rank, size=size, device=device, host=socket.gethostname(), dims=ParallelDims(pipeline=size))
+    return lay_out(world, dims or world.dims, timeout_s)
+
+
+def lay_out(world: World, dims: ParallelDims, timeout_s: float = 600.0) -> World:
+    """The same processes along other axes, with groups of their own; every process calls this.
+
+    Raises:
+        UsageError: ``dims`` are not those of so many processes.
+    """
+    if dims.size != world.size:
+        raise UsageError(f"{dims} lays out {dims.size} processes; there are {world.size}")
+    return replace(world, dims=dims, groups=_make_groups(dims, world.rank, timedelta(seconds=timeout_s)))
+
+
+def _make_groups(dims: ParallelDims, rank: int, timeout: timedelta) -> Groups:
+    """The groups of ``rank``. Every process makes its own, axis after axis."""
+    own = dims.coordinates(rank)
+    made: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
+
+    def group(ranks: Sequence[int], *, alone: bool = False) -> dist.ProcessGroup | None:
+        members = tuple(ranks)
+        if len(members) == 1 and not alone:
+            return None
+        if members not in made:
+            whole = len(members) == dims.size
+            made[members] = (
+                dist.group.WORLD
+                if whole
+                else dist.new_group(list(members), timeout=timeout, use_local_synchronization=True)
+            )
+        return made[members]
+
+    experts = dims.expert_ranks(rank)
+    same_experts = dims.ranks(pipeline=own.pipeline, tensor=own.tensor)[own.data % dims.expert :: dims.expert]
+    return Groups(
+        pipeline=group(dims.ranks(data=own.data, tensor=own.tensor), alone=True),
+        tensor=group(dims.ranks(pipeline=own.pipeline, data=own.data)),
+        data=group(dims.ranks(pipeline=own.pipeline, tensor=own.tensor)),
+        model=group(dims.ranks(data=own.data)),
+        expert=group(experts),
+        expert_data=group(same_experts),
+    )
 
 
 def leave_world() -> None:
@@ -84,10 +187,33 @@ def broadcast_document(world: World, document: Any) -> Any:
     return json.loads(buffer.numpy().tobytes())
 
 
-def sum_over_world(values: torch.Tensor) -> torch.Tensor:
-    """The sum over all processes of a CPU tensor, in place; exact where all but one contribute zero."""
-    dist.all_reduce(values, op=dist.ReduceOp.SUM)
+def sum_over(group: dist.ProcessGroup | None, values: torch.Tensor) -> torch.Tensor:
+    """The sum over a group of a tensor, in place; None is a group of this process alone."""
+    if group is not None:
+        dist.all_reduce(values, op=dist.ReduceOp.SUM, group=group)
     return values
+
+
+def sum_over_pipeline(world: World, values: torch.Tensor) -> torch.Tensor:
+    """The sum over the pipeline of a CPU tensor, in place; exact where all but one position contribute zero."""
+    return sum_over(world.groups.pipeline, values)
+
+
+def sum_over_model(world: World, counts: torch.Tensor) -> torch.Tensor:
+    """The sum of integers over the processes that hold one replica, in place."""
+    return sum_over(world.groups.model, counts)
+
+
+def sum_over_replicas(world: World, value: torch.Tensor) -> torch.Tensor:
+    """The sum of a CPU tensor over the replicas, added in their order: the same bits wherever a layer stands."""
+    if world.groups.data is None:
+        return value
+    parts = [torch.empty_like(value) for _ in range(world.dims.data)]
+    dist.all_gather(parts, value, group=world.groups.data)
+    total = torch.zeros_like(value)
+    for part in parts:
+        total += part
+    return total
 
 
 def all_agree(ok: bool) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ..models.items import ItemSpec
+from ..models.items import SUBLAYERS, ItemSpec
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +48,7 @@ def uniform_partition(items: Sequence[ItemSpec], workers: int, virtual_stages: i
     Where layers do not divide, the first stages take one more. All items of a layer stay together.
     """
     stages = workers * virtual_stages
-    layers = list(dict.fromkeys(item.layer for item in items if item.kind not in ("embedding", "head")))
+    layers = list(dict.fromkeys(item.layer for item in items if item.kind in SUBLAYERS))
     base, extra = divmod(len(layers), stages)
     owner: dict[str, int] = {}
     begin = 0
@@ -56,8 +56,11 @@ def uniform_partition(items: Sequence[ItemSpec], workers: int, virtual_stages: i
         count = base + (stage < extra)
         owner.update(dict.fromkeys(layers[begin : begin + count], stage))
         begin += count
-    ends = {"embedding": 0, "head": stages - 1}
-    place = [ends.get(item.kind, owner.get(item.layer, 0)) for item in items]
+    place = [0] * len(items)
+    for index, item in enumerate(items):
+        # What is no layer (a norm, the second embedding of an encoder-decoder) stays with what comes before it.
+        place[index] = owner.get(item.layer, place[index - 1] if index else 0)
+    place[-1] = stages - 1
     split = tuple(tuple(item.name for item, at in zip(items, place, strict=True) if at == s) for s in range(stages))
     return Partition(stages=split, workers=workers)
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from torch.distributed.pipelining.schedules import (
 from torch.distributed.pipelining.stage import _PipelineStageBase
 
 from ..errors import UsageError
-from ..models.items import BoundaryShape
+from ..models.items import BoundaryShape, ItemSpec, live_before, train_before
 from ..parallel.world import World
 from .partition import Partition, frozen_prefix
 from .probe import Probe
@@ -36,7 +36,7 @@ class PipelineShape:
     Attributes:
         schedule: ``gpipe``, ``1f1b``, ``interleaved-1f1b`` or ``zero-bubble``.
         microbatches: of a step.
-        boundary: the shape of what crosses a stage boundary.
+        boundary: the shapes of what crosses a stage boundary.
         seed: of the run.
         recompute: whether items run again in the backward instead of keeping their activations.
     """
@@ -53,24 +53,32 @@ class Batch:
     """The samples of one step, as every process reads them.
 
     Attributes:
-        ids: ``[microbatches * B, T]`` token ids.
-        labels: the same shape, the next tokens.
+        inputs: tensors by the names that the items give, each ``[microbatches * B, ...]``.
         first_microbatch: the global index of the first microbatch: consumed samples before it over the microbatch size.
         step: of the run; seeds the random numbers.
     """
 
-    ids: torch.Tensor
-    labels: torch.Tensor
+    inputs: Mapping[str, torch.Tensor]
     first_microbatch: int
     step: int
 
+    def of_replica(self, replica: int, replicas: int, microbatches: int) -> Batch:
+        """The samples of one of ``replicas``: a contiguous block of the step's, ``microbatches`` of them."""
+        return replace(
+            self,
+            inputs={name: tensor.chunk(replicas)[replica] for name, tensor in self.inputs.items()},
+            first_microbatch=self.first_microbatch + replica * microbatches,
+        )
+
 
 class Pipeline:
-    """The stages of this worker and the schedule that drives them.
+    """The stages of this worker and the schedule that drives them. ``loss_scale`` multiplies what is differentiated.
 
     Args:
+        specs: the whole layer list.
         items: the modules that this worker holds, by name.
         frozen: names of the frozen front of the whole list.
+        final: told the name of each item whose gradients no backward of a step touches any more.
     """
 
     def __init__(
@@ -78,25 +86,33 @@ class Pipeline:
         shape: PipelineShape,
         partition: Partition,
         world: World,
+        specs: Sequence[ItemSpec],
         items: Mapping[str, nn.Module],
         frozen: Sequence[str],
         probe: Probe,
+        final: Callable[[str], None] | None = None,
     ) -> None:
         self.shape, self.world = shape, world
         prefixes = frozen_prefix(partition.stages, frozen)
+        by_name = {spec.name: spec for spec in specs}
         self.modules: list[StageModule] = []
         stages: list[ItemStage] = []
-        for number in partition.stages_of_worker(world.rank):
+        for number in partition.stages_of_worker(world.worker):
+            names = partition.stages[number]
+            begin = sum(len(before) for before in partition.stages[:number])
+            end = begin + len(names)
             module = StageModule(
-                {name: items[name] for name in partition.stages[number]},
+                {name: items[name] for name in names},
+                [by_name[name] for name in names],
+                enters=live_before(specs, begin) if number else (),
+                leaves=live_before(specs, end),
                 frozen=prefixes[number],
                 seed=shape.seed,
                 recompute=shape.recompute,
                 probe=probe,
-                boundary=shape.boundary,
                 device=world.device,
+                dtype=shape.boundary.dtype,
             )
-            before = sum(len(names) for names in partition.stages[:number]) > sum(prefixes[:number])
             stages.append(
                 ItemStage(
                     module,
@@ -104,19 +120,25 @@ class Pipeline:
                     len(partition.stages),
                     boundary=shape.boundary,
                     device=world.device,
-                    trains_before=before,
+                    trains_before=train_before(specs, begin, sum(prefixes)),
+                    trains_after=train_before(specs, end, sum(prefixes)),
+                    group=world.groups.pipeline,
+                    final=final,
                 )
             )
             self.modules.append(module)
-        self.has_first = any(stage.is_first for stage in stages)
+        self._inputs = tuple(dict.fromkeys(name for module in self.modules for name in module.inputs))
         self.has_last = any(stage.is_last for stage in stages)
-        self._schedule = _schedule(shape, stages)
+        self.loss_scale = 1.0
+        self._microbatches_of_all = shape.microbatches * world.dims.data
+        self._schedule = _schedule(shape, stages, self._microbatches_of_all, lambda: self.loss_scale)
 
     def train_step(self, batch: Batch) -> torch.Tensor:
         """Run forward and backward of one step; gradients accumulate in the parameters.
 
         Returns:
-            The loss (a float64 scalar on CPU) on the worker that holds the head, zero elsewhere.
+            The replica's part of the step's loss (a float64 scalar on CPU) on the worker that holds the head, zero
+            elsewhere.
         """
         return self._run(batch, training=True)
 
@@ -126,26 +148,34 @@ class Pipeline:
 
     def _run(self, batch: Batch, *, training: bool) -> torch.Tensor:
         for module in self.modules:
-            module.train(training)
-            module.step = batch.step
+            module.begin(batch.step, self.loss_scale / self._microbatches_of_all, training=training)
         device = self.world.device
-        arguments = (batch.ids.to(device),) if self.has_first else ()
         first = batch.first_microbatch
-        keywords: dict[str, Any] = {"microbatch": torch.arange(first, first + self.shape.microbatches)}
-        target = None
-        if self.has_last:
-            target = keywords["labels"] = batch.labels.to(device)
+        keywords: dict[str, Any] = {name: batch.inputs[name].to(device) for name in self._inputs}
+        keywords["microbatch"] = torch.arange(first, first + self.shape.microbatches)
+        # The head computes the loss from its inputs; torch asks for a target where there is a loss function.
+        target = keywords["microbatch"] if self.has_last else None
         losses: list[torch.Tensor] = []
         run = self._schedule.step if training else self._schedule.eval
-        run(*arguments, target=target, losses=losses, return_outputs=False, **keywords)
+        run(target=target, losses=losses, return_outputs=False, **keywords)
         total = torch.zeros((), dtype=torch.float64)
         if self.has_last:
-            total = torch.stack([loss.detach() for loss in losses]).to("cpu", torch.float64).sum()
+            total = torch.stack([loss.detach() for loss in losses]).to("cpu", torch.float64).sum() / self.loss_scale
         return total
 
+    def reported(self) -> dict[str, dict[str, torch.Tensor]]:
+        """Item -> figure -> its mean over the microbatches of the last step, float64 on CPU, of the items held here."""
+        return {
+            item: {name: torch.stack(values).to("cpu", torch.float64).mean(0) for name, values in figures.items()}
+            for module in self.modules
+            for item, figures in module.reported.items()
+        }
 
-def _schedule(shape: PipelineShape, stages: list[ItemStage]) -> PipelineScheduleSingle | PipelineScheduleMulti:
-    loss = loss_of_microbatch(shape.microbatches)
+
+def _schedule(
+    shape: PipelineShape, stages: list[ItemStage], microbatches_of_all: int, scale: Callable[[], float]
+) -> PipelineScheduleSingle | PipelineScheduleMulti:
+    loss = loss_of_microbatch(microbatches_of_all, scale)
     if shape.schedule in SINGLE:
         return SINGLE[shape.schedule](stages[0], shape.microbatches, loss_fn=loss, scale_grads=False)
     if shape.schedule in LOOPED:

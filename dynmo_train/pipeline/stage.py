@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -12,7 +13,9 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining._backward import stage_backward, stage_backward_weight
 from torch.utils.checkpoint import checkpoint
 
-from ..models.items import BoundaryShape
+from ..models.inner_loss import with_losses
+from ..models.items import BoundaryShape, ItemSpec, Reported, output_of
+from ..optim.precision import ComputeCopies
 from ..parallel.seeding import seeded
 from .probe import Probe
 
@@ -22,65 +25,99 @@ class StageModule(nn.Module):
 
     Args:
         items: name -> module, in list order; may be empty.
+        specs: what each of them reads, writes and needs of the batch, in the same order.
+        enters: names of the values that come from the stage before; none at the first.
+        leaves: names of the values that this stage passes on; at the last the loss.
         frozen: how many of the first items belong to the frozen front of the whole list: they run without gradient.
         seed: of the run.
         recompute: whether an item keeps its input alone and runs again in the backward.
-        boundary: the shape of what an empty stage passes on.
+        dtype: the type of the arithmetic.
         device: where the items live.
     """
 
     def __init__(
         self,
         items: Mapping[str, nn.Module],
+        specs: Sequence[ItemSpec],
         *,
+        enters: tuple[str, ...],
+        leaves: tuple[str, ...],
         frozen: int,
         seed: int,
         recompute: bool,
         probe: Probe,
-        boundary: BoundaryShape,
         device: torch.device,
+        dtype: torch.dtype,
     ) -> None:
         super().__init__()
-        self.names = tuple(items)
+        self.names, self.specs = tuple(items), tuple(specs)
         self.layers = nn.ModuleList(items.values())
+        self.enters, self.leaves = enters, leaves
+        self.inputs = tuple(dict.fromkeys(name for spec in specs for name in spec.inputs))
         self.frozen, self.seed, self.recompute = frozen, seed, recompute
-        self.step = 0
-        self.probe, self.boundary, self.device = probe, boundary, device
+        self.step, self.loss_scale = 0, 1.0
+        self.probe, self.device = probe, device
+        self.reported: dict[str, dict[str, list[torch.Tensor]]] = {}
+        self._copies = [ComputeCopies(layer, dtype) for layer in self.layers] if dtype != torch.float32 else []
         self._kept_anyway = {parameter.untyped_storage().data_ptr() for parameter in self.parameters()}
 
-    def forward(self, x: torch.Tensor, *, microbatch: torch.Tensor, labels: torch.Tensor | None = None) -> torch.Tensor:
+    def begin(self, step: int, loss_scale: float, *, training: bool) -> None:
+        """Before the first microbatch of a step; ``loss_scale`` is what a microbatch's loss is multiplied with."""
+        self.train(training)
+        self.step, self.loss_scale = step, loss_scale
+        self.reported.clear()
+        for copies in self._copies:
+            copies.refresh()
+
+    def forward(self, *entering: torch.Tensor, microbatch: torch.Tensor, **batch: torch.Tensor) -> Any:
         """Run one microbatch.
 
         Args:
-            x: token ids ``[B, T]`` at the first stage, else the boundary tensor ``[B, T, D]``.
+            entering: the values of ``enters``.
             microbatch: global microbatch index, ``[1]``, on CPU.
-            labels: ``[B, T]``, given to the stage that holds the head.
+            batch: the microbatch's part of the batch's tensors: at least those that the items need.
 
         Returns:
-            The boundary tensor, or at the head the loss (a scalar).
+            The value of ``leaves``, or a tuple where there are several; at the head the loss (a scalar).
         """
         index = int(microbatch)
-        for position, (name, module) in enumerate(zip(self.names, self.layers, strict=True)):
-            arguments = (labels,) if name == "head" else ()
+        values = dict(zip(self.enters, entering, strict=True))
+        items: Sequence[Callable[..., Any]] = self._copies or list(self.layers)
+        for position, (spec, module) in enumerate(zip(self.specs, items, strict=True)):
             frozen = position < self.frozen
-            with torch.set_grad_enabled(torch.is_grad_enabled() and not frozen), self.probe.forward(name):
-                x = self.probe.mark(x.detach() if frozen and x.is_floating_point() else x, position)
-                x = self._run(name, module, index, x, *arguments)
-        return x
+            with torch.set_grad_enabled(torch.is_grad_enabled() and not frozen), self.probe.forward(spec.name):
+                read = [values[name].detach() if frozen else values[name] for name in spec.reads]
+                read[:1] = [self.probe.mark(each, position) for each in read[:1]]
+                result = self._run(spec.name, module, index, *read, *(batch[name] for name in spec.inputs))
+            values[spec.writes] = output_of(result)
+            if isinstance(result, Reported):
+                values[spec.writes] = with_losses(result.output, result.losses.values(), self.loss_scale)
+                values.update(result.side)
+                self._keep(spec.name, result.figures)
+        leaving = tuple(values[name] for name in self.leaves)
+        return leaving[0] if len(leaving) == 1 else leaving
 
-    def _run(self, name: str, module: nn.Module, index: int, *arguments: Any) -> torch.Tensor:
-        def run(*inputs: Any) -> torch.Tensor:
+    def _keep(self, item: str, figures: Mapping[str, torch.Tensor]) -> None:
+        kept = self.reported.setdefault(item, {})
+        for name, value in figures.items():
+            kept.setdefault(name, []).append(value.detach())
+
+    def _run(
+        self, name: str, module: Callable[..., Any], index: int, *arguments: torch.Tensor
+    ) -> torch.Tensor | Reported:
+        def run(*inputs: Any) -> torch.Tensor | Reported:
             with seeded(self.device, self.seed, self.step, index, name):
-                output: torch.Tensor = module(*inputs)
+                output: torch.Tensor | Reported = module(*inputs)
             return output
 
         if not torch.is_grad_enabled():
             return run(*arguments)
         if self.recompute:
-            x = arguments[0]
-            self.probe.activation_is(name, x.numel() * x.element_size())
+            self.probe.activation_is(name, sum(each.numel() * each.element_size() for each in arguments))
             # The item seeds itself at its entry, so torch need not save and restore the generators.
-            recomputed: torch.Tensor = checkpoint(run, *arguments, use_reentrant=False, preserve_rng_state=False)
+            recomputed: torch.Tensor | Reported = checkpoint(
+                run, *arguments, use_reentrant=False, preserve_rng_state=False
+            )
             return recomputed
         with self.probe.saved(name, self._kept_anyway):
             return run(*arguments)
@@ -90,7 +127,15 @@ class ItemStage(PipelineStage):
     """``PipelineStage`` that knows the frozen front: no gradient crosses a boundary behind which nothing trains.
 
     torch 2.13's split backward silently drops the weight gradients of a stage none of whose inputs requires grad, but
-    for stage 0; here such a stage runs its full backward at W.
+    for stage 0; here such a stage runs its full backward at W. A stage through which several values run (of an
+    encoder-decoder) runs its full backward at once, and nothing at W.
+
+    Args:
+        boundary: the shapes of all values.
+        trains_before: for each value written before this stage, whether its gradient matters.
+        trains_after: the same behind it.
+        group: the processes of the pipeline.
+        final: told the name of each item whose gradients no backward of this step touches any more.
     """
 
     def __init__(
@@ -101,26 +146,31 @@ class ItemStage(PipelineStage):
         *,
         boundary: BoundaryShape,
         device: torch.device,
-        trains_before: bool,
+        trains_before: Mapping[str, bool],
+        trains_after: Mapping[str, bool],
         group: dist.ProcessGroup | None = None,
+        final: Callable[[str], None] | None = None,
     ) -> None:
-        size = (boundary.batch, boundary.tokens)
-        inner = torch.empty(*size, boundary.width, device="meta")
-        trains = trains_before or module.frozen < len(module.names)
+        def crossing(names: Sequence[str], trains: Mapping[str, bool]) -> tuple[torch.Tensor, ...]:
+            return tuple(boundary.empty(name).requires_grad_(trains[name]) for name in names)
+
         super().__init__(
             module,
             stage,
             stages,
             device,
-            input_args=torch.empty(size, dtype=torch.int64, device="meta")
-            if stage == 0
-            else inner.clone().requires_grad_(trains_before),
-            output_args=torch.empty((), device="meta") if stage == stages - 1 else inner.requires_grad_(trains),
+            input_args=crossing(module.enters, trains_before),
+            output_args=crossing(module.leaves, trains_after),
             group=group,
         )
         self.module = module
-        self._trains_before, self._trains = trains_before, trains
-        self._last_input: tuple[torch.Tensor, ...] = ()
+        self._trains_before = any(trains_before[name] for name in module.enters)
+        self._trains = any(trains_after[name] for name in module.leaves)
+        # Weights that no path from the one input reaches cannot be left to W: they share their graph with others.
+        moving = tuple(name for name in module.enters if trains_before[name])
+        self._splits = len(moving) == 1 and all(spec.reads[:1] == moving for spec in module.specs)
+        self._no_gradients = (None,) * len(module.enters)
+        self._final = final
 
     @property
     def trains(self) -> bool:
@@ -156,15 +206,31 @@ class ItemStage(PipelineStage):
         with self.module.probe.busy():
             if not self._trains:
                 self.fwd_cache.pop(bwd_chunk_id)
-                self.bwd_cache[bwd_chunk_id] = (None,)
+                self.bwd_cache[bwd_chunk_id] = self._no_gradients
             elif not full_backward and not self._trains_before:
                 outputs, inputs = self.fwd_cache.pop(bwd_chunk_id)
                 grads = None if self.is_last else self._retrieve_recv_grads(bwd_chunk_id)
                 self.backward_state[bwd_chunk_id] = (loss if self.is_last else outputs, grads, inputs)
-                self.bwd_cache[bwd_chunk_id] = (None,)
+                self.bwd_cache[bwd_chunk_id] = self._no_gradients
             else:
-                with self.module.probe.backward(self.module.names):
-                    super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
+                whole = full_backward or not self._splits
+                with self._announcing(last_backward), self.module.probe.backward(self.module.names):
+                    super().backward_one_chunk(bwd_chunk_id, loss, whole, last_backward)
+
+    @contextmanager
+    def _announcing(self, last_backward: bool) -> Iterator[None]:
+        """Around a backward that completes gradients: where it is the step's last one, tell what is final meanwhile."""
+        if not last_backward or self._final is None:
+            yield
+            return
+        with self.module.probe.telling(self._announce_from):
+            yield
+        self._announce_from(0)
+
+    def _announce_from(self, position: int) -> None:
+        if self._final is not None:
+            for name in reversed(self.module.names[position:]):
+                self._final(name)
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
         """The weight gradients that a split backward left over, item by item."""
@@ -173,12 +239,17 @@ class ItemStage(PipelineStage):
         with self.module.probe.busy():
             if not self._trains_before:
                 outputs, grads, inputs = self.backward_state.pop(bwd_chunk_id)
-                with self.module.probe.backward(self.module.names):
+                with self._announcing(last_backward), self.module.probe.backward(self.module.names):
                     stage_backward(outputs, grads, inputs)
                 return
+            if not self._splits:
+                with self._announcing(last_backward):
+                    return
             self.dw_runner.pop(bwd_chunk_id)
             _, groups, _, _ = self.backward_state.pop(bwd_chunk_id)
             self._weight_gradients(groups)
+            if last_backward:
+                self._announce_from(0)
 
     def _weight_gradients(self, groups: Sequence[dict[str, Any]]) -> None:
         owner: dict[int, int] = {}
@@ -192,10 +263,17 @@ class ItemStage(PipelineStage):
                 stage_backward_weight(iter(parameters), [group])
 
 
-def loss_of_microbatch(microbatches: int) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
-    """The schedule's loss function: the head's own loss over the number of microbatches; the target is not used."""
+def loss_of_microbatch(
+    microbatches: int, scale: Callable[[], float]
+) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
+    """The schedule's loss function: the head's own loss over the number of microbatches; the target is not used.
+
+    Args:
+        scale: the loss scale in force.
+    """
 
     def scaled(output: torch.Tensor, _target: torch.Tensor) -> torch.Tensor:
-        return output / microbatches
+        factor = scale()
+        return output / microbatches if factor == 1.0 else output / microbatches * factor
 
     return scaled

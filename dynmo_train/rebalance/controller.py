@@ -92,7 +92,7 @@ class Controller:
             return None
         stages = tuple(tuple(stage) for stage in chosen["stages"])
         try:
-            report = self.engine.repartition(Partition(stages=stages, workers=world.size), self._fault)
+            report = self.engine.repartition(Partition(stages=stages, workers=world.dims.pipeline), self._fault)
         except MoveError as error:
             self._result(chosen["plan_id"], step, "rolled_back", time.perf_counter_ns() - started, 0, str(error))
             return None

@@ -83,7 +83,7 @@ def _announcement_problem(announcement: dict[str, Any], held: HeldItems) -> str 
     names = [entry["name"] for entry in announcement["tensors"]]
     if len(set(names)) < len(names):
         return f"{item}: a tensor is announced twice"
-    module = held.family.build(item, torch.device("meta"))
+    module = held.blueprint(item)
     wanted = {name: list(parameter.shape) for name, parameter in parameters_of(item, module).items()}
     announced = {entry["name"]: entry["shape"] for entry in announcement["tensors"]}
     for name, shape in wanted.items():
@@ -115,13 +115,14 @@ def move_items(
     blocks: dict[str, torch.Tensor] = {}
     offered: list[dict[str, Any]] = []
     for move in moves:
-        if move.source == world.rank:
+        if move.source == world.worker:
             state = held.export(move.item)
             header, blocks[move.item] = _block_of(state)
             crc = zlib.crc32(blocks[move.item].numpy().data)
             offered.append({"item": move.item, "tensors": header, "steps": dict(state.steps), "crc32": crc})
 
-    everyone = gather_documents(world, offered)
+    told = gather_documents(world, offered)
+    everyone = [told[world.peer(worker)] for worker in range(world.dims.pipeline)]
     announced = {one["item"]: one for offers in everyone for one in offers}
     _check_announcements(moves, everyone, announced, held, world)
     received = _send(moves, announced, blocks, world)
@@ -129,11 +130,11 @@ def move_items(
     _check_outcome(held, after, staged, problem, world)
 
     for move in moves:
-        if move.source == world.rank:
+        if move.source == world.worker:
             held.drop(move.item)
     for item, state in staged.items():
         held.adopt(item, state)
-    held.reorder(tuple(name for stage in after.stages_of_worker(world.rank) for name in after.stages[stage]))
+    held.reorder(tuple(name for stage in after.stages_of_worker(world.worker) for name in after.stages[stage]))
     sizes = {item: sum(entry["bytes"] for entry in one["tensors"]) for item, one in announced.items()}
     return MoveReport(moves=tuple(moves), bytes_by_item=sizes, duration_ns=time.perf_counter_ns() - started)
 
@@ -148,10 +149,10 @@ def _check_announcements(
     """Phase one: every moved item is announced once, by the worker that holds it, as the model has it."""
     problem: str | None = None
     for move in moves:
-        sources = [rank for rank, offers in enumerate(everyone) for one in offers if one["item"] == move.item]
+        sources = [worker for worker, offers in enumerate(everyone) for one in offers if one["item"] == move.item]
         if sources != [move.source]:
             problem = f"{move.item}: announced by workers {sources}, held by {move.source}"
-        elif move.target == world.rank:
+        elif move.target == world.worker:
             problem = problem or _announcement_problem(announced[move.item], held)
     _raise_if_any(problem, world, "announcement")
 
@@ -162,12 +163,12 @@ def _send(
     received: dict[str, torch.Tensor] = {}
     operations: list[dist.P2POp] = []
     for move in moves:
-        if move.source == world.rank:
-            operations.append(dist.P2POp(dist.isend, blocks[move.item].to(world.device), move.target))
-        elif move.target == world.rank:
+        if move.source == world.worker:
+            operations.append(dist.P2POp(dist.isend, blocks[move.item].to(world.device), world.peer(move.target)))
+        elif move.target == world.worker:
             size = sum(entry["bytes"] for entry in announced[move.item]["tensors"])
             received[move.item] = torch.empty(size, dtype=torch.uint8, device=world.device)
-            operations.append(dist.P2POp(dist.irecv, received[move.item], move.source))
+            operations.append(dist.P2POp(dist.irecv, received[move.item], world.peer(move.source)))
     if operations:
         for work in dist.batch_isend_irecv(operations):
             work.wait()
@@ -192,10 +193,10 @@ def _check_outcome(
     held: HeldItems, after: Partition, staged: dict[str, ItemState], problem: str | None, world: World
 ) -> None:
     """Phase two: what each worker would hold is exactly what the new partition gives it, and nobody has a complaint."""
-    wanted = {name for stage in after.stages_of_worker(world.rank) for name in after.stages[stage]}
+    wanted = {name for stage in after.stages_of_worker(world.worker) for name in after.stages[stage]}
     missing = wanted - set(held.modules) - set(staged)
     if problem is None and missing:
-        problem = f"worker {world.rank} would lack {', '.join(sorted(missing))}"
+        problem = f"worker {world.worker} would lack {', '.join(sorted(missing))}"
     _raise_if_any(problem, world, "verification")
 
 

@@ -12,9 +12,9 @@ import torch
 from ..checkpoint import Checkpoint, find_checkpoint, open_checkpoint
 from ..data.tokenizer import Tokenizer, load_tokenizer
 from ..errors import UsageError
+from ..families import CAUSAL, family_of_manifest
 from ..loading import default_cache, is_hugging_face, native_copy
-from ..models.gpt import Gpt, GptShape
-from ..models.gpt_decoding import Cache, GptDecoder
+from ..models.decoding import Cache, Decoder
 from ..models.items import parameters_of
 from ..parallel.seeding import stable_seed
 from .sampling import Sampling, next_token
@@ -35,12 +35,18 @@ class Completion:
         return asdict(self)
 
 
-def load_decoder(checkpoint: Checkpoint, device: torch.device) -> GptDecoder:
+def load_decoder(checkpoint: Checkpoint, device: torch.device) -> Decoder:
     """The model of a checkpoint with its weights, dropout off; reads no optimizer state."""
-    model = dict(checkpoint.manifest["model"])
-    if model.pop("activation") != "gelu_tanh" or model.pop("family") != "gpt":
-        raise UsageError(f"{checkpoint.directory}: this version generates from GPT models with tanh GELU only")
-    family = Gpt(GptShape(**model))
+    model = checkpoint.manifest["model"]
+    if model["family"] not in CAUSAL:
+        raise UsageError(
+            f"{checkpoint.directory} holds a {model['family']} model, which does not continue text; models of the"
+            f" families {', '.join(CAUSAL)} do"
+        )
+    try:
+        family = family_of_manifest(model)
+    except (TypeError, KeyError) as error:
+        raise UsageError(f"{checkpoint.directory}: the manifest's model cannot be built: {error}") from error
     modules = {}
     for item in family.items:
         module = family.build(item.name, torch.device("meta"))
@@ -48,13 +54,13 @@ def load_decoder(checkpoint: Checkpoint, device: torch.device) -> GptDecoder:
         prefix = len(item.name) + 1
         module.load_state_dict({name[prefix:]: tensor.float() for name, tensor in weights.items()}, assign=True)
         modules[item.name] = module
-    return GptDecoder(family, modules)
+    return Decoder(family, modules, model["max_position_embeddings"])
 
 
 def open_tokenizer(checkpoint: Checkpoint, given: Path | None) -> Tokenizer:
     """The tokenizer that was asked for, else the one in the checkpoint; it must fit the vocabulary."""
-    path = given or checkpoint.directory / "tokenizer" / "tokenizer.json"
-    if given is None and not path.is_file():
+    path = given or checkpoint.directory / "tokenizer"
+    if given is None and not path.is_dir():
         raise UsageError(f"{checkpoint.directory} holds no tokenizer; give --tokenizer-model")
     tokenizer = load_tokenizer(path)
     vocab_size = checkpoint.manifest["model"]["vocab_size"]
@@ -64,12 +70,12 @@ def open_tokenizer(checkpoint: Checkpoint, given: Path | None) -> Tokenizer:
 
 
 def complete(
-    decoder: GptDecoder, prompt: Sequence[int], *, max_new_tokens: int, eod: int | None, sampling: Sampling, seed: int
+    decoder: Decoder, prompt: Sequence[int], *, max_new_tokens: int, eod: int | None, sampling: Sampling, seed: int
 ) -> tuple[list[int], str]:
     """Continue one prompt of token ids: the new ids, without the end of document, and why they end."""
     generator = torch.Generator().manual_seed(seed)
     device = next(decoder.modules["embedding"].parameters()).device
-    cache: Cache = {}
+    cache = Cache()
     new: list[int] = []
     ids = list(prompt)
     while len(new) < max_new_tokens:

@@ -65,12 +65,12 @@ def untied_gradients(world: World, scenario: Scenario):
 
 def norm_by_worker(world: World, scenario: Scenario):
     """The norm is summed in float32 over each worker's gradients first, and over workers after."""
-    from dynmo_train.parallel.world import sum_over_world
+    from dynmo_train.parallel.world import sum_over_pipeline
 
-    def naive(held, item_names, ties):
+    def naive(held, item_names, ties, world):
         gradients = [p.grad.flatten() for _, name, p in held.parameters() if p.grad is not None and name not in ties]
         square = torch.linalg.vector_norm(torch.cat(gradients)).square().reshape(1)
-        return float(sum_over_world(square).sqrt())
+        return float(sum_over_pipeline(world, square).sqrt())
 
     engine_module.gradient_norm = naive
     return play(world, scenario)
@@ -155,9 +155,9 @@ def sampled_play(world: World, scenario: Scenario, every: int):
 def slow_worker_play(world: World, scenario: Scenario):
     proper = stage_module.StageModule.forward
 
-    def forward(self, x, **kwargs):
+    def forward(self, *entering, **kwargs):
         time.sleep(0.002 * world.rank)
-        return proper(self, x, **kwargs)
+        return proper(self, *entering, **kwargs)
 
     stage_module.StageModule.forward = forward
     return play(world, scenario)

@@ -53,6 +53,13 @@ CASES = {
     "4 workers, 1f1b, moving, an empty stage, recompute": (4, Scenario(moves=WANDER_4, recompute=True)),
     "4 workers, zero-bubble, moving": (4, Scenario(schedule="zero-bubble", moves=WANDER_4)),
     "2 workers, tied weights frozen": (2, Scenario(freeze_tied=True, moves=WANDER)),
+    "2 workers, bf16, moving": (2, Scenario(precision="bf16", moves=WANDER)),
+    "2 workers, bf16, zero-bubble, recompute": (
+        2,
+        Scenario(precision="bf16", schedule="zero-bubble", recompute=True),
+    ),
+    "4 workers, bf16, moving": (4, Scenario(precision="bf16", moves=WANDER_4)),
+    "2 workers, fp16, moving": (2, Scenario(precision="fp16", moves=WANDER)),
     "2 workers, untied": (2, Scenario(tied=False, moves=WANDER)),
 }
 
@@ -60,10 +67,12 @@ CASES = {
 @pytest.mark.parametrize("name", CASES)
 def test_same_bits_as_one_worker(name):
     workers, scenario = CASES[name]
-    expected = reference(scenario if scenario.freeze_tied or not scenario.tied else Scenario())
+    same = Scenario(freeze_tied=scenario.freeze_tied, tied=scenario.tied, precision=scenario.precision)
+    expected = reference(same)
     got = merged(run_workers(play, workers, scenario))
     assert got["losses"] == expected["losses"]
     assert got["norms"] == expected["norms"]
+    assert got["scales"] == expected["scales"]
     assert got["held_out"] == expected["held_out"]
     assert got["weights"] == expected["weights"]
 
@@ -77,6 +86,20 @@ def test_the_scenario_exercises_what_it_claims():
     assert not [name for name in base["weights"] for item in frozen if name.startswith(item) and "exp_avg" in name]
     for other in (Scenario(prune=False), Scenario(freeze=()), Scenario(clip=0.0), Scenario(freeze_tied=True)):
         assert reference(other)["losses"] != base["losses"]
+
+
+def test_lower_precision_stays_near_float32_and_float16_overflows():
+    base = reference(Scenario())
+    for name in ("bf16", "fp16"):
+        other = reference(Scenario(precision=name))
+        assert other["losses"] != base["losses"]
+        assert other["losses"][0] == pytest.approx(base["losses"][0], rel=1e-2)
+        assert other["held_out"] == pytest.approx(base["held_out"], rel=5e-2)
+    half = reference(Scenario(precision="fp16"))
+    assert None in half["norms"], "no step overflowed"
+    scales = half["scales"]
+    assert any(after < before for before, after in zip(scales, scales[1:], strict=False))
+    assert any(after > before for before, after in zip(scales, scales[1:], strict=False))
 
 
 def test_uniform_partition_is_megatrons():

@@ -44,6 +44,19 @@ def test_going_on_gives_the_same_bits(whole, first, second, stop, options):
     assert json.loads((run / "plans" / plans[1]).read_text())["balancer"] == "initial"
 
 
+def test_a_float16_run_goes_on_with_its_loss_scale(whole):
+    folder, data, _, _ = whole
+    half = {"initial_loss_scale": str(2**24), "hysteresis": "1", "loss_scale_window": "5", "train_iters": "16"}
+    train(data, folder / "half", 2, "--fp16", **half)
+    train(data, folder / "half-stopped", 1, "--fp16", exit_interval="7", **half)
+    train(data, folder / "half-stopped", 2, "--fp16", load=str(folder / "half-stopped"), **half)
+    scales = [line["loss_scale"] for line in lines(folder / "half" / "metrics.jsonl") if "loss_scale" in line]
+    assert len(set(scales)) > 2
+    assert scales == [x["loss_scale"] for x in lines(folder / "half-stopped" / "metrics.jsonl") if "loss_scale" in x]
+    assert figures(folder / "half") == figures(folder / "half-stopped")
+    assert tensors(folder / "half", 16) == tensors(folder / "half-stopped", 16)
+
+
 def test_a_new_run_can_start_from_a_step_of_another(whole):
     folder, data, expected, weights = whole
     train(data, folder / "parent", 2, save_interval="9", train_iters="18", lr_decay_iters="24")

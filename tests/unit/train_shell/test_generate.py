@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from dynmo_train.errors import UsageError
+from dynmo_train.models.decoding import Cache, Decoder
 from dynmo_train.models.gpt import Gpt, GptShape
-from dynmo_train.models.gpt_decoding import GptDecoder
 from dynmo_train.tasks.generate import complete
 from dynmo_train.tasks.sampling import Sampling, next_token
 
@@ -40,11 +40,11 @@ def whole(modules, ids_BT):
 @pytest.mark.parametrize("pieces", [[9], [1] * 9, [4, 1, 3, 1], [2, 7]])
 def test_reading_in_pieces_equals_reading_at_once(pieces):
     family, modules = build()
-    decoder = GptDecoder(family, modules)
+    decoder = Decoder(family, modules, SHAPE.max_position_embeddings)
     ids = torch.randint(23, (3, 9), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
         expected = whole(modules, ids)
-    cache, read = {}, 0
+    cache, read = Cache(), 0
     for piece in pieces:
         logits = decoder.read(ids[:, read : read + piece], cache)
         read += piece
@@ -53,7 +53,7 @@ def test_reading_in_pieces_equals_reading_at_once(pieces):
 
 def test_greedy_text_is_that_of_reading_again_each_time():
     family, modules = build()
-    decoder = GptDecoder(family, modules)
+    decoder = Decoder(family, modules, SHAPE.max_position_embeddings)
     new, reason = complete(decoder, [3, 1], max_new_tokens=6, eod=None, sampling=Sampling(), seed=0)
     slow = [3, 1]
     with torch.no_grad():
@@ -64,7 +64,7 @@ def test_greedy_text_is_that_of_reading_again_each_time():
 
 def test_text_ends_at_the_last_position_and_at_the_end_of_document():
     family, modules = build()
-    decoder = GptDecoder(family, modules)
+    decoder = Decoder(family, modules, SHAPE.max_position_embeddings)
     new, reason = complete(decoder, [3, 1], max_new_tokens=99, eod=None, sampling=Sampling(), seed=0)
     assert (len(new), reason) == (11, "positions")
     eod = new[4]
@@ -74,7 +74,7 @@ def test_text_ends_at_the_last_position_and_at_the_end_of_document():
 
 def test_the_seed_fixes_the_draws():
     family, modules = build()
-    decoder = GptDecoder(family, modules)
+    decoder = Decoder(family, modules, SHAPE.max_position_embeddings)
 
     def drawn(seed):
         return complete(decoder, [3], max_new_tokens=8, eod=None, sampling=Sampling(temperature=2.0), seed=seed)[0]

@@ -1,0 +1,336 @@
+"""The parts that all model families are made of: embeddings, attention, MLPs, heads; each is the module of one item.
+
+No module knows how many heads, MLP columns or vocabulary rows it holds: it reads them off its weights, so that a slice
+of an item is an item.
+
+Shapes in names: B samples, T tokens, S tokens that are attended to, D model width, H heads, G key-value groups, K head
+width, F width inside the MLP, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from ..parallel.tensor import TensorRegion, token_losses
+from .hashed_attention import HashedAttention
+from .linear import PrunableLinear
+from .positions import RelativeBias, Rotary
+
+KeysValues = tuple[torch.Tensor, torch.Tensor]
+ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "gelu_tanh": partial(F.gelu, approximate="tanh"),
+    "gelu": F.gelu,
+    "relu": F.relu,
+    "swiglu": F.silu,
+    "geglu": partial(F.gelu, approximate="tanh"),
+}
+GATED = ("swiglu", "geglu")
+
+
+class Embedding(nn.Module):
+    """Tables of tokens and, where a model has them, positions and token types: ids ``[B, T]`` to ``[B, T, D]``."""
+
+    def __init__(
+        self,
+        *,
+        vocabulary: int,
+        width: int,
+        device: torch.device,
+        positions: int = 0,
+        tokentypes: int = 0,
+        dropout: float = 0.0,
+    ) -> None:
+        super().__init__()
+        self.word = nn.Embedding(vocabulary, width, device=device)
+        self.position = nn.Embedding(positions, width, device=device) if positions else None
+        self.tokentype = nn.Embedding(tokentypes, width, device=device) if tokentypes else None
+        self.dropout = dropout
+
+    def embed(self, ids_BT: torch.Tensor, types_BT: torch.Tensor | None = None, past: int = 0) -> torch.Tensor:
+        """Look up and add; positions count from ``past``."""
+        x_BTD: torch.Tensor = self.word(ids_BT)
+        if self.position is not None:
+            x_BTD = x_BTD + self.position(torch.arange(past, past + ids_BT.shape[1], device=ids_BT.device))
+        if self.tokentype is not None and types_BT is not None:
+            x_BTD = x_BTD + self.tokentype(types_BT)
+        return x_BTD
+
+    def forward(self, ids_BT: torch.Tensor, types_BT: torch.Tensor | None = None) -> torch.Tensor:
+        """``embed`` from position 0, with dropout."""
+        return F.dropout(self.embed(ids_BT, types_BT), self.dropout, self.training)
+
+
+class SelfAttention(nn.Module):
+    """``x + dense(attention(norm(x)))``.
+
+    The rows of ``qkv`` are grouped by key-value group, ``[G, H/G + 2, K]``: the group's queries, its key, its value;
+    with as many groups as heads that is ``[H, 3, K]``.
+
+    Args:
+        norm: the normalisation before the sublayer.
+        groups: key-value groups; as many as heads where every head has its own.
+        rotary: rotates queries and keys by their position.
+        relative: adds to the scores by distance; scores are not scaled then (Raffel et al. 2020, section 2.1).
+    """
+
+    def __init__(
+        self,
+        *,
+        width: int,
+        heads: int,
+        norm: nn.Module,
+        device: torch.device,
+        groups: int | None = None,
+        head_width: int | None = None,
+        bias: bool = True,
+        causal: bool = True,
+        dropout: float = 0.0,
+        attention_dropout: float = 0.0,
+        rotary: Rotary | None = None,
+        relative: RelativeBias | None = None,
+    ) -> None:
+        super().__init__()
+        self.head_width = head_width or width // heads
+        groups = groups or heads
+        self.queries_per_group = heads // groups
+        self.norm = norm
+        self.qkv = PrunableLinear(width, (heads + 2 * groups) * self.head_width, device, bias=bias)
+        self.dense = PrunableLinear(heads * self.head_width, width, device, bias=bias)
+        self.relative = relative
+        self.rotary, self.causal = rotary, causal
+        self.scale = None if relative is None else 1.0
+        self.dropout, self.attention_dropout = dropout, attention_dropout
+        self.sparse: HashedAttention | None = None
+
+    def project(
+        self, x_BTD: torch.Tensor, past: int | torch.Tensor = 0
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Queries ``[B, H, T, K]``, keys and values ``[B, G, T, K]`` of tokens at positions from ``past`` on.
+
+        Tokens that do not follow one another have their positions as a tensor ``[B, T]`` in place of ``past``.
+        """
+        per, K = self.queries_per_group, self.head_width
+        rows_BTR = self.qkv(self.norm(x_BTD))
+        B, T, _ = rows_BTR.shape  # of all tokens, where the stream is cut along them
+        grouped = rows_BTR.view(B, T, -1, per + 2, K)
+        if per == 1:
+            q, k, v = (part.transpose(1, 2) for part in grouped.unbind(3))
+        else:
+            q_BTGPK, k_BTGK, v_BTGK = grouped.split((per, 1, 1), dim=3)
+            q = q_BTGPK.reshape(B, T, -1, K).transpose(1, 2)
+            k, v = k_BTGK.squeeze(3).transpose(1, 2), v_BTGK.squeeze(3).transpose(1, 2)
+        if self.rotary is not None:
+            q, k = self.rotary(q, k, past)
+        return q, k, v
+
+    def attend(
+        self, q_BHTK: torch.Tensor, k_BGSK: torch.Tensor, v_BGSK: torch.Tensor, mask: torch.Tensor | None, causal: bool
+    ) -> torch.Tensor:
+        """The sublayer's output ``[B, T, D]`` before residual and dropout; ``mask`` is true where a key is seen."""
+        k_BGSK, v_BGSK = self._for_each_head(k_BGSK), self._for_each_head(v_BGSK)
+        dropout = self.attention_dropout if self.training else 0.0
+        y_BHTK = F.scaled_dot_product_attention(
+            q_BHTK, k_BGSK, v_BGSK, attn_mask=mask, dropout_p=dropout, is_causal=causal, scale=self.scale
+        )
+        y_BTD: torch.Tensor = self.dense(y_BHTK.transpose(1, 2).flatten(2))
+        return y_BTD
+
+    def _for_each_head(self, x_BGSK: torch.Tensor) -> torch.Tensor:
+        return x_BGSK if self.queries_per_group == 1 else x_BGSK.repeat_interleave(self.queries_per_group, dim=1)
+
+    def forward(
+        self, x_BTD: torch.Tensor, seen_BS: torch.Tensor | None = None, *, positions: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Apply the sublayer with its residual.
+
+        Args:
+            seen_BS: true for tokens that may be attended to; None: all.
+            positions: ``[B, T]``, where the tokens are some of a longer sequence; None: 0, 1, 2, ...
+        """
+        q, k, v = self.project(x_BTD, 0 if positions is None else positions)
+        if self.sparse is not None:
+            dropout = self.attention_dropout if self.training else 0.0
+            k, v = self._for_each_head(k), self._for_each_head(v)
+            y_BHTK = self.sparse.attend(q, k, v, seen_BS, causal=self.causal, dropout=dropout, training=self.training)
+            return x_BTD + F.dropout(self.dense(y_BHTK.transpose(1, 2).flatten(2)), self.dropout, self.training)
+        mask = None if seen_BS is None else seen_BS[:, None, None, :]
+        causal = self.causal
+        if self.relative is not None:
+            mask, causal = self.relative.scores(q.shape[2], k.shape[2], mask, causal=causal), False
+        return x_BTD + F.dropout(self.attend(q, k, v, mask, causal), self.dropout, self.training)
+
+    def extend(
+        self, x_BTD: torch.Tensor, past: KeysValues | None, positions: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, KeysValues]:
+        """New tokens behind those whose keys and values are ``past``: the output, and keys and values of all.
+
+        ``positions`` ``[B, T]`` are given where not every token of the sequence comes here.
+        """
+        before = 0 if past is None else past[0].shape[2]
+        q, k, v = self.project(x_BTD, before if positions is None else positions)
+        if past is not None:
+            k, v = torch.cat([past[0], k], dim=2), torch.cat([past[1], v], dim=2)
+        tokens = q.shape[2]
+        mask_TS = torch.ones(tokens, before + tokens, dtype=torch.bool, device=x_BTD.device).tril(before)
+        return x_BTD + self.attend(q, k, v, mask_TS, False), (k, v)
+
+
+class CrossAttention(nn.Module):
+    """``x + dense(attention(query(norm(x)), key_value(memory)))``; the rows of ``key_value`` are ``[H, 2, K]``."""
+
+    def __init__(
+        self,
+        *,
+        width: int,
+        heads: int,
+        norm: nn.Module,
+        device: torch.device,
+        head_width: int | None = None,
+        bias: bool = True,
+        scaled: bool = True,
+        dropout: float = 0.0,
+        attention_dropout: float = 0.0,
+    ) -> None:
+        super().__init__()
+        self.head_width = head_width or width // heads
+        inner = heads * self.head_width
+        self.norm = norm
+        self.query = PrunableLinear(width, inner, device, bias=bias)
+        self.key_value = PrunableLinear(width, 2 * inner, device, bias=bias)
+        self.dense = PrunableLinear(inner, width, device, bias=bias)
+        self.scale = None if scaled else 1.0
+        self.dropout, self.attention_dropout = dropout, attention_dropout
+
+    def forward(self, x_BTD: torch.Tensor, memory_BSD: torch.Tensor, seen_BS: torch.Tensor) -> torch.Tensor:
+        """Apply the sublayer with its residual; ``seen_BS`` is true for memory tokens that may be attended to."""
+        q_BHTK = self.query(self.norm(x_BTD)).unflatten(2, (-1, self.head_width)).transpose(1, 2)
+        keys_values = self.key_value(memory_BSD).unflatten(2, (-1, 2, self.head_width))
+        k_BHSK, v_BHSK = (part.transpose(1, 2) for part in keys_values.unbind(3))
+        dropout = self.attention_dropout if self.training else 0.0
+        y_BHTK = F.scaled_dot_product_attention(
+            q_BHTK, k_BHSK, v_BHSK, attn_mask=seen_BS[:, None, None, :], dropout_p=dropout, scale=self.scale
+        )
+        y_BTD = self.dense(y_BHTK.transpose(1, 2).flatten(2))
+        return x_BTD + F.dropout(y_BTD, self.dropout, self.training)
+
+
+class FeedForward(nn.Module):
+    """``fc2(activation(fc1(x)))``, or with a gated activation ``fc2(activation(gate(x)) * up(x))`` (Shazeer 2020)."""
+
+    def __init__(self, *, width: int, inner: int, activation: str, device: torch.device, bias: bool = True) -> None:
+        super().__init__()
+        self._activation, self.gated = ACTIVATIONS[activation], activation in GATED
+        if self.gated:
+            self.gate = PrunableLinear(width, inner, device, bias=bias)
+            self.up = PrunableLinear(width, inner, device, bias=bias)
+        else:
+            self.fc1 = PrunableLinear(width, inner, device, bias=bias)
+        self.fc2 = PrunableLinear(inner, width, device, bias=bias)
+
+    def transform(self, x: torch.Tensor) -> torch.Tensor:
+        """Apply to the last dimension, without norm and residual."""
+        inner = self._activation(self.gate(x)) * self.up(x) if self.gated else self._activation(self.fc1(x))
+        y: torch.Tensor = self.fc2(inner)
+        return y
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """``transform``."""
+        return self.transform(x)
+
+
+class Mlp(FeedForward):
+    """``x + transform(norm(x))``."""
+
+    def __init__(
+        self,
+        *,
+        width: int,
+        inner: int,
+        activation: str,
+        norm: nn.Module,
+        device: torch.device,
+        bias: bool = True,
+        dropout: float = 0.0,
+    ) -> None:
+        super().__init__(width=width, inner=inner, activation=activation, device=device, bias=bias)
+        self.norm, self.dropout = norm, dropout
+
+    def forward(self, x_BTD: torch.Tensor) -> torch.Tensor:
+        """Apply the sublayer with its residual."""
+        return x_BTD + F.dropout(self.transform(self.norm(x_BTD)), self.dropout, self.training)
+
+
+class Head(nn.Module):
+    """Final normalisation, projection on the vocabulary and the loss, so that the loss's cost is the head's.
+
+    The weight is this item's own copy of the word table where embeddings are tied: their gradients are added once a
+    step, wherever the two items live. Rows that only pad the vocabulary never enter the product.
+
+    Args:
+        rows: of the weight, padding included.
+        vocabulary: ids that are real.
+        scale: factor on the normalised input (T5 scales by ``D^-0.5`` where embeddings are tied).
+    """
+
+    bias: nn.Parameter | None
+
+    def __init__(
+        self,
+        *,
+        width: int,
+        rows: int,
+        vocabulary: int,
+        norm: nn.Module,
+        device: torch.device,
+        bias: bool = False,
+        scale: float = 1.0,
+    ) -> None:
+        super().__init__()
+        self.norm = norm
+        self.weight = nn.Parameter(torch.empty(rows, width, device=device))
+        self.bias = nn.Parameter(torch.zeros(rows, device=device)) if bias else None
+        self.vocabulary, self.scale = vocabulary, scale
+        self.region: TensorRegion | None = None
+
+    def features(self, x_BTD: torch.Tensor) -> torch.Tensor:
+        """What is multiplied with the weight, ``[B, T, D]``."""
+        x_BTD = self.norm(x_BTD)
+        return x_BTD if self.scale == 1.0 else x_BTD * self.scale
+
+    def logits(self, x_BTD: torch.Tensor) -> torch.Tensor:
+        """``[B, T, D]`` to ``[B, T, V]`` with V the true vocabulary."""
+        bias = None if self.bias is None else self.bias[: self.vocabulary]
+        return F.linear(self.features(x_BTD), self.weight[: self.vocabulary], bias)
+
+    def forward(
+        self, x_BTD: torch.Tensor, labels_BT: torch.Tensor, counts_BT: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """The mean cross-entropy of the microbatch, a scalar, over the tokens that count (default: all)."""
+        if self.region is not None:
+            features_BTD = self.features(x_BTD)
+            losses = token_losses(features_BTD, self.weight, self.bias, labels_BT, self.vocabulary, self.region)
+            return mean_where_counted(losses, counts_BT)
+        return mean_cross_entropy(self.logits(x_BTD), labels_BT, counts_BT)
+
+
+def mean_cross_entropy(
+    logits_BTV: torch.Tensor, labels_BT: torch.Tensor, counts_BT: torch.Tensor | None
+) -> torch.Tensor:
+    """Mean of ``-log p(label)`` over the tokens whose count is 1 (default: all); 0 where none is."""
+    flat = logits_BTV.float().view(-1, logits_BTV.shape[-1])
+    if counts_BT is None:
+        return F.cross_entropy(flat, labels_BT.reshape(-1))
+    return mean_where_counted(F.cross_entropy(flat, labels_BT.reshape(-1), reduction="none"), counts_BT)
+
+
+def mean_where_counted(losses: torch.Tensor, counts_BT: torch.Tensor | None) -> torch.Tensor:
+    """Mean of the losses of tokens whose count is 1 (default: all); 0 where none is."""
+    if counts_BT is None:
+        return losses.mean()
+    counts = counts_BT.reshape(-1).to(losses.dtype)
+    return (losses * counts).sum() / counts.sum().clamp(min=1.0)

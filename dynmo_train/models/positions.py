@@ -1,0 +1,103 @@
+"""How attention knows where tokens stand: rotation of queries and keys, or scores by distance.
+
+Shapes in names: B samples, T queries, S keys, H heads, K head width.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+
+def rotary_frequencies(
+    head_width: int, base: float, scaling: Mapping[str, Any] | None, device: torch.device
+) -> torch.Tensor:
+    """Radians per position of each of the ``head_width / 2`` planes (Su et al. 2021, arXiv:2104.09864, section 3.2.2).
+
+    Args:
+        scaling: None, or Llama 3's (``factor``, ``low_freq_factor``, ``high_freq_factor``,
+            ``original_max_position_embeddings``): long waves are slowed by the factor, short ones kept, those between
+            blended (Grattafiori et al. 2024, arXiv:2407.21783, and Hugging Face's ``rope_type`` ``llama3``).
+    """
+    exponents = torch.arange(0, head_width, 2, dtype=torch.float32, device=device) / head_width
+    frequencies: torch.Tensor = 1.0 / base**exponents
+    if scaling is None:
+        return frequencies
+    factor, original = scaling["factor"], scaling["original_max_position_embeddings"]
+    low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
+    waves = 2 * math.pi / frequencies
+    share: torch.Tensor = ((original / waves - low) / (high - low)).clamp(0.0, 1.0)
+    scaled: torch.Tensor = (1 - share) * frequencies / factor + share * frequencies
+    return scaled
+
+
+class Rotary(nn.Module):
+    """Turns queries and keys by their positions; the halves of a head are the planes' coordinates. No parameters."""
+
+    def __init__(self, head_width: int, base: float, scaling: Mapping[str, Any] | None = None) -> None:
+        super().__init__()
+        self.head_width, self.base, self.scaling = head_width, base, scaling
+
+    def forward(
+        self, q_BHTK: torch.Tensor, k_BGTK: torch.Tensor, past: int | torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Rotate tokens at positions from ``past`` on, or at those of a tensor ``past``, ``[B, T]``."""
+        device, tokens = q_BHTK.device, q_BHTK.shape[2]
+        frequencies = rotary_frequencies(self.head_width, self.base, self.scaling, device)
+        if isinstance(past, torch.Tensor):
+            positions = past[:, None].to(torch.float32)
+        else:
+            positions = torch.arange(past, past + tokens, device=device, dtype=torch.float32)
+        angles = positions[..., None] * frequencies
+        angles = torch.cat([angles, angles], dim=-1)
+        cosine, sine = angles.cos().to(q_BHTK.dtype), angles.sin().to(q_BHTK.dtype)
+
+        def turned(x: torch.Tensor) -> torch.Tensor:
+            first, second = x.chunk(2, dim=-1)
+            return x * cosine + torch.cat([-second, first], dim=-1) * sine
+
+        return turned(q_BHTK), turned(k_BGTK)
+
+
+def relative_buckets(tokens: int, keys: int, buckets: int, max_distance: int, *, causal: bool) -> torch.Tensor:
+    """The bucket of each distance, ``[T, S]`` (Raffel et al. 2020, arXiv:1910.10683, section 2.1).
+
+    Half of a direction's buckets are single distances; the others grow logarithmically up to ``max_distance``. Without
+    ``causal`` half of the buckets are for keys ahead.
+    """
+    distance = torch.arange(keys)[None, :] - torch.arange(tokens)[:, None]
+    offset = torch.zeros_like(distance)
+    if causal:
+        distance = (-distance).clamp(min=0)
+    else:
+        buckets //= 2
+        offset = (distance > 0).long() * buckets
+        distance = distance.abs()
+    exact = buckets // 2
+    ratio = torch.log(distance.clamp(min=1).float() / exact) / math.log(max_distance / exact)
+    far = (exact + (ratio * (buckets - exact)).long()).clamp(max=buckets - 1)
+    return offset + torch.where(distance < exact, distance, far)
+
+
+class RelativeBias(nn.Module):
+    """A learned score for each bucket of distances and head, ``weight [buckets, H]``."""
+
+    def __init__(self, buckets: int, heads: int, max_distance: int, device: torch.device) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(buckets, heads, device=device))
+        self.max_distance = max_distance
+
+    def scores(self, tokens: int, keys: int, seen: torch.Tensor | None, *, causal: bool) -> torch.Tensor:
+        """What is added to the scores, ``[1 or B, H, T, S]``: minus infinity where a key is not seen."""
+        buckets_TS = relative_buckets(tokens, keys, self.weight.shape[0], self.max_distance, causal=causal)
+        bias = self.weight[buckets_TS.to(self.weight.device)].permute(2, 0, 1)[None]
+        if causal:
+            ahead = torch.ones(tokens, keys, dtype=torch.bool, device=bias.device).triu(1)
+            bias = bias.masked_fill(ahead, float("-inf"))
+        if seen is not None:
+            bias = bias.masked_fill(~seen, float("-inf"))
+        return bias

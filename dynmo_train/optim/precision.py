@@ -1,0 +1,152 @@
+"""The types that a run computes in: float32 parameters, copies of them for the arithmetic, and float16's loss scale.
+
+Parameters, gradients and moments are float32 whatever the arithmetic is done in, so that a checkpoint, a move and an
+update know nothing of it. An item runs on copies of its parameters, cast once a step; its gradients come back through
+the cast and accumulate in float32 over the microbatches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.func import functional_call
+
+from ..errors import UsageError
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossScaling:
+    """How the loss is scaled (Micikevicius et al., arXiv 1710.03740, section 3.2), with Megatron's rule of change.
+
+    Attributes:
+        initial: the scale at the start.
+        minimum: it never falls below this.
+        window: updates in a row without overflow after which it doubles; 0 keeps the scale constant.
+        hysteresis: overflows until it is halved; a doubling starts the count anew.
+    """
+
+    initial: float
+    minimum: float
+    window: int
+    hysteresis: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Precision:
+    """``compute`` is the type of the arithmetic; ``scaling`` is None where the loss is not scaled."""
+
+    compute: torch.dtype = torch.float32
+    scaling: LossScaling | None = None
+
+    @property
+    def casts(self) -> bool:
+        """Whether items run on copies of their parameters."""
+        return self.compute != torch.float32
+
+    @property
+    def compute_bytes(self) -> int:
+        """Bytes of an element of activations and boundary tensors."""
+        return self.compute.itemsize
+
+
+FLOAT32 = Precision()
+
+
+class LossScaler:
+    """The loss scale over the steps; a pure function of which steps overflowed. ``scale`` is 1 without scaling."""
+
+    def __init__(self, settings: LossScaling | None) -> None:
+        self.settings = settings
+        self.scale = 1.0 if settings is None else settings.initial
+        self._clean = 0
+        self._overflows_left = 0 if settings is None else settings.hysteresis
+
+    def update(self, *, finite: bool) -> None:
+        """After a step: whether all its gradients were finite."""
+        settings = self.settings
+        if settings is None or not settings.window:
+            return
+        if not finite:
+            self._clean = 0
+            self._overflows_left -= 1
+            if self._overflows_left <= 0:
+                self.scale = max(self.scale / 2, settings.minimum)
+            return
+        self._clean += 1
+        if self._clean == settings.window:
+            self._clean, self._overflows_left = 0, settings.hysteresis
+            self.scale *= 2
+
+    def state(self) -> dict[str, Any] | None:
+        """For a checkpoint; None without scaling."""
+        if self.settings is None:
+            return None
+        return {"scale": self.scale, "clean_steps": self._clean, "overflows_left": self._overflows_left}
+
+    def adopt(self, state: Mapping[str, Any] | None) -> None:
+        """Go on from ``state``; a constant scale stays as it is set.
+
+        Raises:
+            UsageError: the state is not one that :meth:`state` gives.
+        """
+        if state is None or self.settings is None or not self.settings.window:
+            return
+        try:
+            scale, clean = float(state["scale"]), int(state["clean_steps"])
+            left = int(state["overflows_left"])
+        except (KeyError, TypeError, ValueError) as error:
+            raise UsageError(
+                f"the checkpoint's loss scale is {state!r}; scale and its two counts belong there"
+            ) from error
+        self.scale, self._clean, self._overflows_left = scale, clean, left
+
+
+class _ThroughCast(torch.autograd.Function):
+    """Gives a copy in place of its master; the gradient goes to the master, in the master's type."""
+
+    @staticmethod
+    def forward(ctx: Any, master: torch.Tensor, copy: torch.Tensor) -> torch.Tensor:
+        ctx.dtype = master.dtype
+        return copy.view_as(copy)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return grads[0].to(ctx.dtype), None
+
+
+class ComputeCopies:
+    """The parameters of one item in the type of the arithmetic, cast when first used after a change.
+
+    Args:
+        module: the item; its parameters are the masters.
+        dtype: the type of the copies.
+    """
+
+    def __init__(self, module: nn.Module, dtype: torch.dtype) -> None:
+        self.module, self.dtype = module, dtype
+        self._copies: dict[str, torch.Tensor] = {}
+
+    def refresh(self) -> None:
+        """Forget the copies: the masters may have changed."""
+        self._copies.clear()
+
+    def __call__(self, *arguments: Any, **keywords: Any) -> Any:
+        """Run the item on its copies."""
+        used: dict[str, torch.Tensor] = {}
+        for name, master in self.module.named_parameters():
+            copy = self._copies.get(name)
+            if copy is None:
+                copy = self._copies[name] = master.detach().to(self.dtype)
+            used[name] = _ThroughCast.apply(master, copy)  # type: ignore[no-untyped-call]
+        return functional_call(self.module, used, arguments, keywords)
+
+
+def unscale(gradients: Sequence[torch.Tensor], scale: float) -> None:
+    """Divide gradients by the loss scale, in place; exact where it is a power of two."""
+    if scale != 1.0:
+        for gradient in gradients:
+            gradient.mul_(1.0 / scale)

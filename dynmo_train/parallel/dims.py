@@ -1,0 +1,71 @@
+"""How the processes of a run are laid out over pipeline, tensor, data and expert parallelism. Pure values."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class Coordinates:
+    """Where a process stands along each axis of a run."""
+
+    pipeline: int
+    data: int
+    tensor: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelDims:
+    """The sizes of a run's axes. Ranks count along the tensor axis first, then data, then pipeline, as in Megatron.
+
+    Attributes:
+        pipeline: pipeline positions (workers).
+        tensor: ranks that share each matrix product.
+        data: replicas of the model.
+        expert: ranks of the data axis that share the experts of a layer; divides ``data``.
+    """
+
+    pipeline: int = 1
+    tensor: int = 1
+    data: int = 1
+    expert: int = 1
+
+    @property
+    def size(self) -> int:
+        """The number of processes."""
+        return self.pipeline * self.tensor * self.data
+
+    def coordinates(self, rank: int) -> Coordinates:
+        """Where ``rank`` stands. Of 2 x 2 x 2: rank 5 is tensor 1, replica 0, worker 1."""
+        return Coordinates(
+            pipeline=rank // (self.tensor * self.data),
+            data=rank // self.tensor % self.data,
+            tensor=rank % self.tensor,
+        )
+
+    def rank_of(self, *, pipeline: int, data: int, tensor: int) -> int:
+        """The rank that stands there."""
+        return (pipeline * self.data + data) * self.tensor + tensor
+
+    def ranks(
+        self, *, pipeline: int | None = None, data: int | None = None, tensor: int | None = None
+    ) -> tuple[int, ...]:
+        """The ranks at these coordinates, in order; None is every place along the axis."""
+        return tuple(
+            self.rank_of(pipeline=p, data=d, tensor=t)
+            for p in _along(self.pipeline, pipeline)
+            for d in _along(self.data, data)
+            for t in _along(self.tensor, tensor)
+        )
+
+    def expert_ranks(self, rank: int) -> tuple[int, ...]:
+        """The ranks that share the experts of ``rank``'s layers: ``expert`` neighbours on its data axis."""
+        own = self.coordinates(rank)
+        first = own.data // self.expert * self.expert
+        places = range(first, first + self.expert)
+        return tuple(self.rank_of(pipeline=own.pipeline, data=d, tensor=own.tensor) for d in places)
+
+
+def _along(size: int, chosen: int | None) -> Iterator[int]:
+    return iter(range(size) if chosen is None else (chosen,))

@@ -1,0 +1,45 @@
+"""Where ranks stand: Megatron's order, groups along each axis."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import pytest
+
+from dynmo_train.parallel.dims import ParallelDims
+from dynmo_train.pipeline.costs import costs_of_workers
+
+SIZES = [ParallelDims(pipeline=p, data=d, tensor=t) for p, d, t in product((1, 2, 3), (1, 2, 4), (1, 2))]
+
+
+@pytest.mark.parametrize("dims", SIZES, ids=str)
+def test_coordinates_and_ranks_are_inverse(dims):
+    for rank in range(dims.size):
+        at = dims.coordinates(rank)
+        assert dims.rank_of(pipeline=at.pipeline, data=at.data, tensor=at.tensor) == rank
+        assert rank in dims.ranks(pipeline=at.pipeline)
+    assert dims.ranks() == tuple(range(dims.size))
+
+
+def test_megatrons_order():
+    """The example of Megatron's initialize_model_parallel: 16 ranks, tensor 2, pipeline 4, so 2 replicas."""
+    dims = ParallelDims(tensor=2, pipeline=4, data=2)
+    assert dims.ranks(pipeline=0, data=0) == (0, 1)
+    assert dims.ranks(pipeline=0, tensor=0) == (0, 2)
+    assert dims.ranks(data=0, tensor=0) == (0, 4, 8, 12)
+
+
+def test_experts_are_shared_by_neighbouring_replicas():
+    dims = ParallelDims(tensor=2, data=4, expert=2)
+    assert dims.expert_ranks(0) == dims.expert_ranks(2) == (0, 2)
+    assert dims.expert_ranks(5) == (5, 7)
+
+
+def test_a_worker_costs_what_its_dearest_rank_costs():
+    def told(busy, forward, weight):
+        return {"items": ["a", "b"], "busy_ns": busy, "forward_ns": forward, "backward_weight_ns": weight}
+
+    costs = [told(5, [1, 9], None), told(7, [3, 2], None), told(1, [4, 4], [1, 2]), told(2, [5, 3], [2, 1])]
+    first, second = costs_of_workers(ParallelDims(pipeline=2, data=2), costs)
+    assert first == told(7, [3, 9], None)
+    assert second == told(2, [5, 4], [2, 2])

@@ -1,0 +1,93 @@
+"""The loss scale's rule, and items that run on cast copies of float32 parameters."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from dynmo_train.errors import UsageError
+from dynmo_train.optim.precision import ComputeCopies, LossScaler, LossScaling, unscale
+
+DYNAMIC = LossScaling(initial=16.0, minimum=2.0, window=3, hysteresis=2)
+
+
+def scales(scaler, outcomes):
+    seen = []
+    for finite in outcomes:
+        scaler.update(finite=finite)
+        seen.append(scaler.scale)
+    return seen
+
+
+def test_the_scale_halves_after_the_hysteresis_and_doubles_after_the_window():
+    # By hand: the first overflow is forgiven, each one after it halves; three clean steps double and forgive anew.
+    outcomes = [False, False, False, True, True, True, False, False]
+    assert scales(LossScaler(DYNAMIC), outcomes) == [16, 8, 4, 4, 4, 8, 8, 4]
+
+
+def test_the_scale_never_falls_below_its_minimum():
+    assert scales(LossScaler(DYNAMIC), [False] * 8)[-1] == 2
+
+
+def test_a_constant_scale_and_none_never_change():
+    constant = LossScaling(initial=128.0, minimum=1.0, window=0, hysteresis=1)
+    assert scales(LossScaler(constant), [False, True] * 3) == [128.0] * 6
+    assert scales(LossScaler(None), [False, True]) == [1.0, 1.0]
+    assert LossScaler(None).state() is None
+
+
+@pytest.mark.parametrize("at", range(8))
+def test_going_on_from_a_state_changes_nothing(at):
+    outcomes = [False, False, True, True, True, False, True, False]
+    whole = LossScaler(DYNAMIC)
+    expected = scales(whole, outcomes)
+    first, second = LossScaler(DYNAMIC), LossScaler(DYNAMIC)
+    before = scales(first, outcomes[:at])
+    second.adopt(first.state())
+    assert before + scales(second, outcomes[at:]) == expected
+
+
+@pytest.mark.parametrize("state", [{}, {"scale": "x", "clean_steps": 0, "overflows_left": 1}])
+def test_a_state_of_another_form_is_refused(state):
+    with pytest.raises(UsageError, match="loss scale"):
+        LossScaler(DYNAMIC).adopt(state)
+
+
+def test_gradients_come_back_in_float32_and_accumulate_there():
+    torch.manual_seed(0)
+    master = nn.Linear(6, 4)
+    copies = ComputeCopies(master, torch.bfloat16)
+    plain = nn.Linear(6, 4).to(torch.bfloat16)
+    plain.load_state_dict(master.state_dict())
+    total = torch.zeros(4, 6)
+    for seed in range(5):
+        x = torch.randn(3, 6, generator=torch.Generator().manual_seed(seed)).to(torch.bfloat16)
+        plain.zero_grad()
+        plain(x).square().sum().backward()
+        total += plain.weight.grad.float()
+        output = copies(x)
+        assert output.dtype == torch.bfloat16
+        output.square().sum().backward()
+    assert master.weight.grad.dtype == torch.float32
+    assert torch.equal(master.weight.grad, total)
+    assert master.weight.dtype == torch.float32
+
+
+def test_copies_follow_their_masters_once_refreshed():
+    master = nn.Linear(2, 2)
+    copies = ComputeCopies(master, torch.float16)
+    x = torch.ones(1, 2, dtype=torch.float16)
+    before = copies(x)
+    with torch.no_grad():
+        master.weight.add_(1.0)
+    assert torch.equal(copies(x), before)
+    copies.refresh()
+    assert not torch.equal(copies(x), before)
+
+
+def test_unscaling_by_a_power_of_two_is_exact():
+    gradient = torch.randn(100, generator=torch.Generator().manual_seed(1))
+    scaled = gradient * 2.0**20
+    unscale([scaled], 2.0**20)
+    assert torch.equal(scaled, gradient)
