@@ -30,6 +30,7 @@ class Schedule(StrEnum):
     ONE_F_ONE_B = "1f1b"
     INTERLEAVED = "interleaved-1f1b"
     ZERO_BUBBLE = "zero-bubble"
+    ZB_V = "zb-v"
 
 
 class Granularity(StrEnum):
@@ -46,6 +47,7 @@ class ScheduleOrAuto(StrEnum):
     ONE_F_ONE_B = "1f1b"
     INTERLEAVED = "interleaved-1f1b"
     ZERO_BUBBLE = "zero-bubble"
+    ZB_V = "zb-v"
     AUTO = "auto"
 
 

@@ -86,7 +86,7 @@ def simulate(
     from ..foresight import foresee, rates_of
     from ..formats.plan import header_problems, read_plan
     from ..partition import balance
-    from ..question import make_problem
+    from ..question import make_problem, of_plan, with_order
     from ..simulate import Communication, predict
     from ..source import load
     from ._documents import refuse
@@ -113,7 +113,10 @@ def simulate(
         granularity=granularity,
         memory=memory,
     )
-    problem = make_problem(loaded, options)
+    if loaded.plan is not None and stages is None:
+        problem = with_order(make_problem(loaded, of_plan(options, loaded.plan)), loaded.plan)
+    else:
+        problem = make_problem(loaded, options)
     if loaded.plan is not None and len(loaded.plan.stages) == problem.num_stages:
         boundaries = loaded.plan.boundaries
     else:

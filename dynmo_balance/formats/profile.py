@@ -53,7 +53,7 @@ __all__ = [
 
 FORMAT = "dynmo.profile"
 VERSION = 1
-SCHEDULES = ("gpipe", "1f1b", "interleaved-1f1b", "zero-bubble")
+SCHEDULES = ("gpipe", "1f1b", "interleaved-1f1b", "zero-bubble", "zb-v")
 KINDS = ("embedding", "attention", "cross_attention", "mlp", "head", "layer")
 RESULTS = ("taken", "kept", "refused", "superseded", "rolled_back")
 

@@ -214,7 +214,7 @@ def test_explain(plan):
     code, out, _ = plan("explain", EVENTS)
     assert code == 0
     assert out.splitlines()[0] == (
-        "Stage 1 (layers.3.attention to head) is the slowest: 5.100 ms a microbatch, 1.11 x the mean of the stages."
+        "Worker 1 (layers.3.attention to head) is the slowest: 5.100 ms a microbatch, 1.11 x the mean of the workers."
     )
     assert "Cutting inside layers (--granularity sublayer) would make the step 42.24 ms (6.3% less)." in out
 

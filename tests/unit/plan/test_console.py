@@ -1,4 +1,4 @@
-"""What the shared console prints: tables with numbers to the right and words to the left, in a pipe and on a terminal."""
+"""What the shared console prints: tables, with numbers to the right and words to the left."""
 
 from __future__ import annotations
 
