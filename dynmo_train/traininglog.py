@@ -105,7 +105,7 @@ class TrainingLog:
         last, data = self.config.training.train_iters, self.config.data.name
         self.line(f" training from iteration {first} to {last} on {data}")
 
-    def step(self, step: int, consumed: int, result: StepResult) -> None:
+    def step(self, step: int, consumed: int, global_batch_size: int, result: StepResult) -> None:
         """After a step: a line every ``--log-interval``, and what the last move did once a few steps are measured."""
         self._window.append(result)
         self._recent.append(result.step_ns)
@@ -123,7 +123,7 @@ class TrainingLog:
             consumed_samples=consumed,
             elapsed_ms=sum(each.step_ns for each in self._window) / len(self._window) / 1e6,
             learning_rate=result.rate,
-            global_batch_size=self.config.training.global_batch_size,
+            global_batch_size=global_batch_size,
             lm_loss=sum(each.loss for each in updates) / len(updates) if updates else None,
             loss_scale=result.loss_scale,
             grad_norm=result.grad_norm if result.updated else None,

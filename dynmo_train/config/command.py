@@ -14,7 +14,7 @@ from .resolve import option_specs
 
 
 def _parameter(spec: OptionSpec) -> inspect.Parameter:
-    names = f"{spec.flag}/--no-{spec.flag.removeprefix('--')}" if spec.kind is bool else spec.flag
+    names = f"{spec.flag}/{spec.negative}" if spec.negative else spec.flag
     ending = "" if spec.default is None else " [required]" if spec.required else f" [default: {spec.default_text}]"
     declared = typer.Option(
         names,

@@ -15,7 +15,7 @@ from .options import Facts, OptionSpec, Source, concern_specs
 from .schema import Config
 
 # Options of which one must be given; the first is the usual one.
-ALTERNATIVES = (("data_path", "train_data_path"),)
+ALTERNATIVES = (("train_iters", "train_samples"), ("data_path", "train_data_path"))
 
 
 @cache

@@ -12,6 +12,7 @@ from ..config import Config
 from ..config.data import Blend
 from ..errors import UsageError
 from ..formats.indexed import FORMS, MAGIC, IndexedDataset, open_indexed
+from ..pacing import BatchSizes, Curriculum
 from ..pipeline.schedule import Batch
 from .blend import BlendedDataset, Dataset, samples_needed
 from .gpt import PARTS, Part, build_gpt_dataset
@@ -21,20 +22,39 @@ WHOLE = (1.0, 0.0, 0.0)
 
 @dataclass(frozen=True, kw_only=True)
 class Samples:
-    """Training and validation batches as pure functions of the consumed samples."""
+    """Training and validation batches as pure functions of the consumed samples and the step.
+
+    ``micro_batch`` is the samples of a microbatch, ``replicas`` the number of those who share a batch.
+    """
 
     train: Dataset
     valid: Dataset | None
-    global_batch: int
+    sizes: BatchSizes
+    curriculum: Curriculum | None
     micro_batch: int
+    replicas: int
 
-    def batch(self, part: Dataset, consumed: int, step: int) -> Batch:
-        """The batch after ``consumed`` samples."""
-        tokens = torch.from_numpy(part.batch(range(consumed, consumed + self.global_batch)))
+    def training(self, consumed: int, step: int) -> Batch:
+        """The batch of a training step, after ``consumed`` samples."""
+        tokens = self.curriculum.at(step) if self.curriculum is not None else None
+        return self._batch(self.train, consumed, self.sizes.at(consumed), step, tokens)
+
+    def validation(self, number: int, step: int) -> Batch:
+        """A batch of the evaluation after a step, counted from 0: full size, whole samples."""
+        if self.valid is None:
+            raise UsageError("there are no data for the validation; write --eval-iters 0")
+        return self._batch(self.valid, number * self.sizes.final, self.sizes.final, step, None)
+
+    def _batch(self, part: Dataset, begin: int, size: int, step: int, tokens: int | None) -> Batch:
+        ids = torch.from_numpy(part.batch(range(begin, begin + size)))
+        if tokens is not None:
+            ids = ids[:, : tokens + 1]
         return Batch(
-            inputs={"ids": tokens[:, :-1].contiguous(), "labels": tokens[:, 1:].contiguous()},
-            first_microbatch=consumed // self.micro_batch,
+            inputs={"ids": ids[:, :-1].contiguous(), "labels": ids[:, 1:].contiguous()},
+            first_microbatch=begin // self.micro_batch,
             step=step,
+            microbatches=size // (self.micro_batch * self.replicas),
+            tokens=tokens,
         )
 
 
@@ -110,8 +130,10 @@ def open_samples(config: Config) -> Samples:
     batch = training.global_batch_size
     valid = open_part(config, "valid", training.eval_iters * batch, open_one) if training.eval_iters else None
     return Samples(
-        train=open_part(config, "train", training.train_iters * batch, open_one),
+        train=open_part(config, "train", config.batch_sizes.consumed_after(training.train_iters), open_one),
         valid=valid,
-        global_batch=batch,
+        sizes=config.batch_sizes,
+        curriculum=config.curriculum,
         micro_batch=training.micro_batch_size,
+        replicas=config.parallel.data_parallel_size,
     )

@@ -6,7 +6,7 @@ Shapes in names: B samples of a microbatch, T tokens, D model width, O and I row
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import NamedTuple, Protocol
 
@@ -89,6 +89,16 @@ class BoundaryShape:
     def hidden(cls, *, batch: int, tokens: int, width: int, dtype: torch.dtype = torch.float32) -> BoundaryShape:
         """Of a model with one stream: ``[B, T, D]``."""
         return cls(shapes={HIDDEN: (batch, tokens, width), LOSS: ()}, dtype=dtype)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a sample, of a model with one stream."""
+        return self.shapes[HIDDEN][1]
+
+    def with_tokens(self, tokens: int) -> BoundaryShape:
+        """The same for samples of another length, of a model with one stream."""
+        batch, _, *rest = self.shapes[HIDDEN]
+        return replace(self, shapes={**self.shapes, HIDDEN: (batch, tokens, *rest)})
 
     def empty(self, name: str) -> torch.Tensor:
         """The named value on the meta device."""

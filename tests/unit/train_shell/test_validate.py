@@ -30,6 +30,15 @@ CASES = {
     "heads": ({"num_attention_heads": 5}, "--hidden-size"),
     "positions": ({"max_position_embeddings": 31}, "--seq-length"),
     "batch": ({"global_batch_size": 3}, "--global-batch-size"),
+    "ramp form": ({"train_iters": None, "train_samples": 99, "rampup_batch_size": "1 2"}, "--rampup-batch-size"),
+    "ramp of odd sizes": (
+        {"train_iters": None, "train_samples": 99, "global_batch_size": 4, "rampup_batch_size": "1 1 9"},
+        "--rampup-batch-size",
+    ),
+    "ramp by steps": ({"global_batch_size": 4, "rampup_batch_size": "2 2 9"}, "--rampup-batch-size"),
+    "both lengths": ({"train_samples": 99}, "--train-iters"),
+    "decay in samples": ({"lr_decay_samples": 9}, "--lr-decay-samples"),
+    "long curriculum": ({"curriculum_shortest": 33}, "--curriculum-shortest"),
     "tensor": ({"tensor_model_parallel_size": 2, "world_size": 2}, "--tensor-model-parallel-size"),
     "processes": ({"pipeline_model_parallel_size": 2, "global_batch_size": 4}, "--pipeline-model-parallel-size"),
     "data": (
