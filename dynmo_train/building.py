@@ -43,13 +43,15 @@ def precision_of(config: Config) -> Precision:
 
 def settings_of(config: Config) -> EngineSettings:
     """What fixes the mathematics of a run."""
+    boundary, parallel = boundary_of(config), config.parallel
+    parts = parallel.tensor_model_parallel_size if parallel.sequence_parallel else 1
     training, optimizer, pruning = config.training, config.optimizer, config.pruning
     precision = precision_of(config)
     return EngineSettings(
         pipeline=PipelineShape(
             schedule=config.parallel.schedule,
             microbatches=config.microbatches,
-            boundary=replace(boundary_of(config), dtype=precision.compute),
+            boundary=replace(boundary.cut_along_tokens(parts), dtype=precision.compute),
             seed=training.seed,
             recompute=training.recompute_granularity == "full",
         ),
@@ -79,6 +81,8 @@ def settings_of(config: Config) -> EngineSettings:
         if pruning.sparsify
         else None,
         sparse_threshold=pruning.sparse_threshold,
+        sequence_parallel=parallel.sequence_parallel,
+        overlap_reduction=parallel.DDP_impl == "torch",
         precision=precision,
     )
 

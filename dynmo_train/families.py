@@ -6,12 +6,15 @@ Adding a family is one file in ``models/`` and one entry here.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from .config import Config
+from .models.dynamic import DynamicFamily, DynamicSettings, SparseAttentionSettings
+from .models.early_exit import LEFT, ExitSettings
 from .models.gpt import Gpt, GptShape
-from .models.items import BoundaryShape, ModelFamily
+from .models.items import HIDDEN, BoundaryShape, ModelFamily
+from .models.mixture_of_depths import DepthSettings
 
 CAUSAL = ("gpt",)
 
@@ -32,18 +35,55 @@ class FamilyEntry:
 
 
 def family_of(config: Config) -> ModelFamily:
-    """The model of a run."""
-    return FAMILIES[config.model.family].of_config(config)
+    """The model of a run, with the techniques that it asks for."""
+    base = FAMILIES[config.model.family].of_config(config)
+    model = config.model
+    settings = dynamic_settings(config)
+    if settings == DynamicSettings():
+        return base
+    return DynamicFamily(base, settings, seed=config.training.seed, width=model.hidden_size, std=model.init_method_std)
+
+
+def dynamic_settings(config: Config) -> DynamicSettings:
+    """The techniques that change the model of a run."""
+    depth, exits, attention = config.depth, config.exits, config.attention
+    return DynamicSettings(
+        depths=None
+        if depth.mod_capacity is None
+        else DepthSettings(capacity=depth.mod_capacity, every=depth.mod_every, aux_weight=depth.mod_router_loss_weight),
+        exits=ExitSettings(
+            layers=exits.exit_layers,
+            loss_weight=exits.early_exit_loss_weight,
+            threshold=exits.early_exit_threshold,
+            measure=exits.early_exit_measure,
+        )
+        if exits.exit_layers
+        else None,
+        sparse_attention=SparseAttentionSettings(
+            buckets=attention.sparse_attention_buckets, block=attention.sparse_attention_block
+        )
+        if attention.sparse_attention
+        else None,
+    )
 
 
 def family_of_manifest(model: Mapping[str, Any]) -> ModelFamily:
     """The model that a manifest describes; raises ``TypeError`` or ``KeyError`` where it is not complete."""
-    return FAMILIES[model["family"]].of_manifest(model)
+    plain = {name: value for name, value in model.items() if name != "x_dynamic"}
+    base = FAMILIES[model["family"]].of_manifest(plain)
+    if "x_dynamic" not in model:
+        return base
+    # The seed and the spread of initial weights do not matter to a model that is read.
+    settings = DynamicSettings.of_document(model["x_dynamic"])
+    return DynamicFamily(base, settings, seed=0, width=model["hidden_size"], std=0.0)
 
 
 def boundary_of(config: Config) -> BoundaryShape:
     """What crosses the stage boundaries of a run."""
-    return FAMILIES[config.model.family].boundary(config)
+    boundary = FAMILIES[config.model.family].boundary(config)
+    if not config.exits.exit_layers:
+        return boundary
+    return replace(boundary, shapes={**boundary.shapes, LEFT: boundary.shapes[HIDDEN][:2]})
 
 
 def _hidden(config: Config) -> BoundaryShape:

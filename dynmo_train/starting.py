@@ -60,7 +60,7 @@ def begin(config: Config, world: World) -> Beginning:
     step, consumed = agreed(world, lambda: _progress(config, checkpoint, samples))
     engine = agreed(world, lambda: _engine(config, world, family, settings, checkpoint))
 
-    workers = describe_workers(world)
+    workers, dims = describe_workers(world), world.dims
     facts: dict[str, Any] = {
         "sparse_thresholds": {"csr": settings.sparse_threshold},
         "device": world.device.type,
@@ -88,10 +88,12 @@ def begin(config: Config, world: World) -> Beginning:
             granularity=config.balance.granularity,
             microbatches=config.microbatches,
             micro_batch_size=config.training.micro_batch_size,
+            tensor_parallel_size=dims.tensor,
+            data_parallel_size=dims.data,
         ),
         measure_link(world),
         workers,
-        describe_items(family, settings.pipeline.boundary),
+        describe_items(family, settings.pipeline.boundary, engine.held.blueprint),
     )
     first_plan = _write_first_plan(config, engine, directory, step)
     return Beginning(
@@ -131,7 +133,7 @@ def _engine(
         engine.build()
         return engine
     fresh = config.run.finetune
-    reader = state_reader(checkpoint, family, world.device, moments=not (fresh or config.run.no_load_optim))
+    reader = state_reader(checkpoint, engine.held, world.device, moments=not (fresh or config.run.no_load_optim))
     progress = {} if fresh else checkpoint.manifest.get("x_progress", {})
     engine.restore(reader, 0 if fresh else checkpoint.manifest["step"], **progress)
     return engine

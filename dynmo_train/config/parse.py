@@ -98,3 +98,16 @@ def parse_freeze_schedule(text: str) -> tuple[tuple[int, int], ...]:
         if after[0] <= before[0] or after[1] < before[1]:
             raise UsageError(f"{rule}; {after[0]}:{after[1]} in {text!r} comes after {before[0]}:{before[1]}")
     return tuple(pairs)
+
+
+def parse_layers(flag: str, text: str) -> tuple[int, ...]:
+    """``3,7`` as (3, 7): numbers of blocks.
+
+    Raises:
+        UsageError: another form, or numbers that do not ascend.
+    """
+    parts = [part.strip() for part in text.split(",")]
+    numbers = [int(part) for part in parts if part.isdecimal()]
+    if len(numbers) < len(parts) or any(after <= before for before, after in pairwise(numbers)):
+        raise UsageError(f"{flag} must be numbers of blocks, from 0, ascending, such as 3,7; is {text!r}")
+    return tuple(numbers)

@@ -16,7 +16,7 @@ from typing import Literal
 from ..pacing import BatchSizes, Curriculum
 from .data import DataConfig
 from .options import Source, option
-from .parse import batch_sizes_of, iters_of_samples, parse_freeze_schedule
+from .parse import batch_sizes_of, iters_of_samples, parse_freeze_schedule, parse_layers
 from .precision import PrecisionConfig
 
 Family = Literal["gpt"]
@@ -24,12 +24,14 @@ Device = Literal["auto", "cpu", "cuda"]
 Recompute = Literal["none", "full"]
 DecayStyle = Literal["cosine", "linear", "constant", "inverse-square-root"]
 CurriculumSchedule = Literal["fixed_linear", "fixed_root"]
+DdpImpl = Literal["local", "torch"]
 Schedule = Literal["gpipe", "1f1b", "interleaved-1f1b", "zero-bubble"]
 BalanceMode = Literal["off", "online", "offline"]
 Granularity = Literal["layer", "sublayer"]
 Planner = Literal["internal", "external"]
 Balancer = Literal["exact", "time", "parameters", "uniform", "deepspeed", "diffusion"]
 BalancePolicy = Literal["never", "always", "threshold", "regret"]
+ExitMeasure = Literal["softmax", "saturation"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,6 +72,7 @@ class ParallelConfig:
     """How the work is spread over workers."""
 
     tensor_model_parallel_size: int = option("Ranks that share each matrix product.", default=1, minimum=1)
+    sequence_parallel: bool = option("Cut the stream between tensor-parallel products along the tokens.", default=False)
     pipeline_model_parallel_size: int = option(
         "Pipeline positions.",
         minimum=1,
@@ -88,6 +91,10 @@ class ParallelConfig:
                 1, facts.world_size // (v["tensor_model_parallel_size"] * v["pipeline_model_parallel_size"])
             ),
         ),
+    )
+    DDP_impl: DdpImpl = option(
+        "When replicas add their gradients: at the end of a step (local), or each layer's when it is final (torch).",
+        default="local",
     )
     schedule: Schedule = option("Order of microbatches in the pipeline.", default="1f1b")
     virtual_stages_per_worker: int = option(
@@ -212,6 +219,52 @@ class FreezingConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class DepthConfig:
+    """Mixture of depths (arXiv:2404.02258): a share of the tokens goes through a block, the others pass it by."""
+
+    mod_capacity: float | None = option(
+        "Share of a sample's tokens that go through a routed block; none routes no block.",
+        default=None,
+        above=0,
+        maximum=1,
+    )
+    mod_every: int = option("Every how many blocks one is routed: with 2 blocks 1, 3, 5, ...", default=2, minimum=1)
+    mod_router_loss_weight: float = option(
+        "Weight of the loss that teaches routers to decide without looking ahead.", default=0.01, minimum=0
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExitConfig:
+    """Early exit (arXiv:2207.07061): a token leaves behind a block when the model is sure of it."""
+
+    early_exit_layers: str | None = option(
+        "N,N,...: blocks (from 0) behind which tokens may leave; later blocks compute the others only.", default=None
+    )
+    early_exit_loss_weight: float = option("Weight of the exits' losses together.", default=0.3, minimum=0)
+    early_exit_threshold: float = option("Confidence from which a token leaves.", default=0.9, minimum=0, maximum=1)
+    early_exit_measure: ExitMeasure = option(
+        "Confidence: softmax (difference of the two highest probabilities), or saturation (cosine between the stream"
+        " before and behind the block's MLP).",
+        default="softmax",
+    )
+
+    @property
+    def exit_layers(self) -> tuple[int, ...]:
+        """``early_exit_layers`` as numbers, ascending."""
+        return parse_layers("--early-exit-layers", self.early_exit_layers) if self.early_exit_layers else ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class SparseAttentionConfig:
+    """Dynamic sparse attention: queries attend to the keys of their hash bucket, in blocks."""
+
+    sparse_attention: bool = option("Attend within hash buckets, drawn anew in each step and layer.", default=False)
+    sparse_attention_buckets: int = option("Hash buckets, an even number.", default=16, minimum=2)
+    sparse_attention_block: int = option("Queries and keys of a block of scores, in tokens.", default=32, minimum=1)
+
+
+@dataclass(frozen=True, kw_only=True)
 class BalanceConfig:
     """How layers are placed, and moved while training goes on."""
 
@@ -280,6 +333,9 @@ class Config:
     data: DataConfig
     pruning: PruningConfig
     freezing: FreezingConfig
+    depth: DepthConfig
+    exits: ExitConfig
+    attention: SparseAttentionConfig
     balance: BalanceConfig
     run: RunConfig
     sources: Mapping[str, Source] = field(default_factory=dict, compare=False)

@@ -8,6 +8,7 @@ from ..errors import UsageError
 from ..formats._document import DocumentError, Problem
 from .schema import Config
 
+ONE_STREAM = ("gpt", "bert", "llama")
 Rule = Callable[[Config, int], Iterator[Problem]]
 
 
@@ -78,6 +79,8 @@ def _length(config: Config, _world_size: int) -> Iterator[Problem]:
     shortest = training.curriculum_shortest
     if shortest is not None and shortest > config.model.seq_length:
         yield _conflict("--curriculum-shortest", f"{shortest} is longer than --seq-length {config.model.seq_length}")
+    if shortest is not None and config.parallel.sequence_parallel:
+        yield _conflict("--curriculum-shortest", "cannot be combined with --sequence-parallel; give one of them")
     if shortest is not None and config.model.family not in ("gpt", "llama"):
         yield _later(
             "--curriculum-shortest", f"shortens the samples of gpt and llama; the model is {config.model.family}"
@@ -87,23 +90,28 @@ def _length(config: Config, _world_size: int) -> Iterator[Problem]:
 def _workers(config: Config, world_size: int) -> Iterator[Problem]:
     parallel = config.parallel
     tensor, pipeline = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
-    if tensor != 1:
-        yield _later(
-            "--tensor-model-parallel-size",
-            f"{tensor}: this version has no tensor parallelism; write 1 and use more pipeline stages",
-        )
     if world_size % (tensor * pipeline):
         yield _conflict(
             "--pipeline-model-parallel-size",
             f"{pipeline} x --tensor-model-parallel-size {tensor} does not divide the {world_size} processes of this"
             f" run; start with --nproc {tensor * pipeline}",
         )
-    elif parallel.data_parallel_size != 1:
-        yield _later(
-            "--pipeline-model-parallel-size",
-            f"{pipeline} on {world_size} processes means {parallel.data_parallel_size} data-parallel replicas: this"
-            f" version has no data parallelism; write {world_size // tensor} or start with --nproc {tensor * pipeline}",
-        )
+
+
+def _tensor(config: Config, _world_size: int) -> Iterator[Problem]:
+    """What tensor parallelism cuts must divide."""
+    parallel, model = config.parallel, config.model
+    size = parallel.tensor_model_parallel_size
+    if parallel.sequence_parallel and size == 1:
+        yield _conflict("--sequence-parallel", "needs --tensor-model-parallel-size 2 or more")
+    cut = [
+        ("--num-attention-heads", model.num_attention_heads),
+        ("--ffn-hidden-size", model.ffn_hidden_size),
+    ]
+    cut += [("--seq-length", model.seq_length)] if parallel.sequence_parallel else []
+    for flag, value in cut:
+        if value % size:
+            yield _conflict(flag, f"{value} is not a multiple of --tensor-model-parallel-size {size}, which cuts it")
 
 
 def _stages(config: Config, _world_size: int) -> Iterator[Problem]:
@@ -221,6 +229,43 @@ def _freezing(config: Config, _world_size: int) -> Iterator[Problem]:
         yield _conflict("--freeze-tied", "has no effect with --untie-embeddings-and-output-weights")
 
 
+def _changed_model(config: Config, _world_size: int) -> Iterator[Problem]:
+    """Mixture of depths, early exit and sparse attention change the model's items."""
+    depth, exits, attention = config.depth, config.exits, config.attention
+    asked = {
+        "--mod-capacity": depth.mod_capacity is not None,
+        "--early-exit-layers": exits.early_exit_layers is not None,
+        "--sparse-attention": attention.sparse_attention,
+    }
+    for flag in (flag for flag, on in asked.items() if on and config.model.family not in ONE_STREAM):
+        yield _later(flag, f"works with {', '.join(ONE_STREAM)}; the model is {config.model.family}")
+    if depth.mod_capacity is not None and depth.mod_every > config.model.num_layers:
+        yield _conflict(
+            "--mod-every", f"{depth.mod_every} routes none of --num-layers {config.model.num_layers} blocks"
+        )
+    try:
+        layers = exits.exit_layers
+    except UsageError as error:
+        yield Problem("--early-exit-layers", "form", str(error))
+        return
+    if layers and layers[-1] >= config.model.num_layers - 1:
+        yield _conflict(
+            "--early-exit-layers",
+            f"{layers[-1]}: behind the last of --num-layers {config.model.num_layers} blocks (numbered from 0) nothing"
+            " is left to skip",
+        )
+    if layers and depth.mod_capacity is not None:
+        yield _conflict("--early-exit-layers", "cannot be combined with --mod-capacity; give one of them")
+    if layers and config.parallel.tensor_model_parallel_size > 1:
+        yield _later(
+            "--early-exit-layers",
+            f"its heads are not cut by --tensor-model-parallel-size {config.parallel.tensor_model_parallel_size};"
+            " write 1",
+        )
+    if attention.sparse_attention and attention.sparse_attention_buckets % 2:
+        yield _conflict("--sparse-attention-buckets", f"{attention.sparse_attention_buckets} is not an even number")
+
+
 def _data(config: Config, _world_size: int) -> Iterator[Problem]:
     data = config.data
     try:
@@ -260,12 +305,14 @@ RULES: tuple[Rule, ...] = (
     _batch,
     _length,
     _workers,
+    _tensor,
     _stages,
     _microbatches,
     _learning_rate,
     _precision,
     _pruning,
     _freezing,
+    _changed_model,
     _data,
     _balance,
     _run,

@@ -112,16 +112,17 @@ class GradualPruning:
             return None
         target = self.schedule.at(step)
         layers = self._layers()
-        weights = [layer.weight for layer in layers.values()]
+        counted = {name: layer for name, layer in layers.items() if self.held.counts(name)}
+        weights = [layer.weight for layer in counted.values()]
         count = int(self._total(torch.tensor([sum(w.numel() for w in weights)], dtype=torch.int64)))
         rank = round(target * count)
         pruned = torch.zeros(1, dtype=torch.int64)
         if rank > 0:
             threshold = kth_magnitude_bits(weights, rank, self._total)
-            for layer in layers.values():
+            for name, layer in layers.items():
                 bits = layer.weight.detach().view(torch.int32) & 0x7FFFFFFF
                 self._prune(layer, bits > threshold)
-                pruned += int((bits <= threshold).sum())
+                pruned += int((bits <= threshold).sum()) if name in counted else 0
         self.sparsity = int(self._total(pruned)) / count if count else 0.0
         return Event(
             kind="pruned",

@@ -100,6 +100,11 @@ class BoundaryShape:
         batch, _, *rest = self.shapes[HIDDEN]
         return replace(self, shapes={**self.shapes, HIDDEN: (batch, tokens, *rest)})
 
+    def cut_along_tokens(self, parts: int) -> BoundaryShape:
+        """Of streams ``[B, T, D]`` that ``parts`` ranks hold a part each of."""
+        cut = {name: (s[0], s[1] // parts, *s[2:]) if len(s) == 3 else s for name, s in self.shapes.items()}
+        return replace(self, shapes=cut)
+
     def empty(self, name: str) -> torch.Tensor:
         """The named value on the meta device."""
         shape = self.shapes[name]

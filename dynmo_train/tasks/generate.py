@@ -75,7 +75,7 @@ def complete(
     """Continue one prompt of token ids: the new ids, without the end of document, and why they end."""
     generator = torch.Generator().manual_seed(seed)
     device = next(decoder.modules["embedding"].parameters()).device
-    cache: Cache = {}
+    cache = Cache()
     new: list[int] = []
     ids = list(prompt)
     while len(new) < max_new_tokens:
