@@ -96,6 +96,27 @@ class StepResult:
     costs: list[dict[str, Any]] | None
     figures: Mapping[str, Mapping[str, list[float]]] = field(default_factory=dict)
 
+    @property
+    def losses(self) -> dict[str, float]:
+        """``lm_loss`` first, then whatever scalars the items report, each the mean over its items, in list order."""
+        scalars: dict[str, list[float]] = {}
+        for figures in self.figures.values():
+            for name, values in figures.items():
+                if len(values) == 1:
+                    scalars.setdefault(name, []).append(values[0])
+        means = {name: sum(values) / len(values) for name, values in scalars.items()}
+        return {"lm_loss": self.loss} | means
+
+    @property
+    def counts(self) -> dict[str, dict[str, list[float]]]:
+        """What the items count, such as tokens by expert: figure -> item -> values, in list order."""
+        counts: dict[str, dict[str, list[float]]] = {}
+        for item, figures in self.figures.items():
+            for name, values in figures.items():
+                if len(values) > 1:
+                    counts.setdefault(name, {})[item] = values
+        return counts
+
 
 class Engine:
     """Holds this worker's items under a partition, and trains, evaluates, moves and exports them.

@@ -139,7 +139,8 @@ class _Run:
         self.recorder.metrics(
             step=self.step,
             consumed_train_samples=self.consumed,
-            lm_loss=result.loss,
+            **result.losses,
+            **result.counts,
             grad_norm=result.grad_norm,
             learning_rate=result.rate,
             loss_scale=result.loss_scale,

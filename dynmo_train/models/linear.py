@@ -159,7 +159,7 @@ class PrunableLinear(nn.Module):
         return y if self.bias is None else y + self.bias
 
     def _product(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        if self._pattern is None:
+        if self._pattern is None or not x.numel():
             return F.linear(x, self.weight, bias)
         if self._values is None:
             self._values = self.weight.detach().view(-1)[self._pattern.flat].float()

@@ -127,7 +127,8 @@ class ItemStage(PipelineStage):
     """``PipelineStage`` that knows the frozen front: no gradient crosses a boundary behind which nothing trains.
 
     torch 2.13's split backward silently drops the weight gradients of a stage none of whose inputs requires grad, but
-    for stage 0; here such a stage runs its full backward at W.
+    for stage 0; here such a stage runs its full backward at W. A stage through which several values run (of an
+    encoder-decoder) runs its full backward at once, and nothing at W.
 
     Args:
         boundary: the shapes of all values.
@@ -165,6 +166,9 @@ class ItemStage(PipelineStage):
         self.module = module
         self._trains_before = any(trains_before[name] for name in module.enters)
         self._trains = any(trains_after[name] for name in module.leaves)
+        # Weights that no path from the one input reaches cannot be left to W: they share their graph with others.
+        moving = tuple(name for name in module.enters if trains_before[name])
+        self._splits = len(moving) == 1 and all(spec.reads[:1] == moving for spec in module.specs)
         self._no_gradients = (None,) * len(module.enters)
         self._final = final
 
@@ -209,8 +213,9 @@ class ItemStage(PipelineStage):
                 self.backward_state[bwd_chunk_id] = (loss if self.is_last else outputs, grads, inputs)
                 self.bwd_cache[bwd_chunk_id] = self._no_gradients
             else:
+                whole = full_backward or not self._splits
                 with self._announcing(last_backward), self.module.probe.backward(self.module.names):
-                    super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
+                    super().backward_one_chunk(bwd_chunk_id, loss, whole, last_backward)
 
     @contextmanager
     def _announcing(self, last_backward: bool) -> Iterator[None]:
@@ -237,6 +242,9 @@ class ItemStage(PipelineStage):
                 with self._announcing(last_backward), self.module.probe.backward(self.module.names):
                     stage_backward(outputs, grads, inputs)
                 return
+            if not self._splits:
+                with self._announcing(last_backward):
+                    return
             self.dw_runner.pop(bwd_chunk_id)
             _, groups, _, _ = self.backward_state.pop(bwd_chunk_id)
             self._weight_gradients(groups)

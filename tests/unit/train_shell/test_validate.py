@@ -29,6 +29,16 @@ def problems(world_size=1, **values):
 CASES = {
     "heads": ({"num_attention_heads": 5}, "--hidden-size"),
     "positions": ({"max_position_embeddings": 31}, "--seq-length"),
+    "another family's": ({"num_query_groups": 2}, "--num-query-groups"),
+    "groups": ({"family": "llama", "num_query_groups": 3}, "--num-query-groups"),
+    "odd heads": ({"family": "llama", "kv_channels": 9}, "--kv-channels"),
+    "rotary": ({"position_embedding_type": "rotary"}, "--position-embedding-type"),
+    "too few experts": ({"num_experts": 2, "moe_router_topk": 3}, "--moe-router-topk"),
+    "distances": (
+        {"family": "t5", "position_embedding_type": "relative", "relative_attention_max_distance": 16},
+        "--relative-attention-max-distance",
+    ),
+    "decoder": ({"family": "t5", "decoder_seq_length": 40, "max_position_embeddings": 32}, "--decoder-seq-length"),
     "batch": ({"global_batch_size": 3}, "--global-batch-size"),
     "ramp form": ({"train_iters": None, "train_samples": 99, "rampup_batch_size": "1 2"}, "--rampup-batch-size"),
     "ramp of odd sizes": (
