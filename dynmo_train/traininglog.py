@@ -128,14 +128,9 @@ class TrainingLog:
             consumed_samples=consumed,
             elapsed_ms=sum(each.step_ns for each in self._window) / len(self._window) / 1e6,
             learning_rate=result.rate,
-<<<<<<< HEAD
             global_batch_size=global_batch_size,
-            lm_loss=sum(each.loss for each in updates) / len(updates) if updates else None,
-=======
-            global_batch_size=self.config.training.global_batch_size,
             lm_loss=means.pop("lm_loss", None),
             others=means,
->>>>>>> main
             loss_scale=result.loss_scale,
             grad_norm=result.grad_norm if result.updated else None,
             skipped=len(self._window) - len(updates),
