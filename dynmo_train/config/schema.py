@@ -180,7 +180,13 @@ class TrainingConfig:
     global_batch_size: int = option(
         "Samples in an optimizer step.",
         minimum=1,
-        derive=("--micro-batch-size x replicas", lambda v, _: v["micro_batch_size"] * v["data_parallel_size"]),
+        derive=(
+            "--micro-batch-size x replicas x --gradient-accumulation-steps",
+            lambda v, _: v["micro_batch_size"] * v["data_parallel_size"] * (v["gradient_accumulation_steps"] or 1),
+        ),
+    )
+    gradient_accumulation_steps: int | None = option(
+        "Microbatches of a step, for each replica; none follows from --global-batch-size.", default=None, minimum=1
     )
     rampup_batch_size: str | None = option(
         "START INCREMENT SAMPLES: begin with START samples a step, and grow by INCREMENT to --global-batch-size over"
@@ -361,6 +367,9 @@ class BalanceConfig:
 class RunConfig:
     """Where the run lies, and what it keeps."""
 
+    deepspeed_config: str | None = option(
+        "DeepSpeed JSON file, read for batch, precision, ZeRO, optimizer, clipping and curriculum.", default=None
+    )
     run_dir: str | None = option("Run directory; by default --save, else runs/UTC-model.", default=None)
     save: str | None = option("Run directory, under Megatron's name.", default=None)
     load: str | None = option(

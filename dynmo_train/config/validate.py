@@ -110,6 +110,13 @@ def _batch(config: Config, _world_size: int) -> Iterator[Problem]:
             f"{training.global_batch_size} is not a multiple of --micro-batch-size {training.micro_batch_size}"
             f" x {replicas} data-parallel replicas",
         )
+    accumulated = training.gradient_accumulation_steps
+    if accumulated is not None and training.global_batch_size != multiple * accumulated:
+        yield _conflict(
+            "--gradient-accumulation-steps",
+            f"{accumulated} x --micro-batch-size {training.micro_batch_size} x {replicas} replicas is not"
+            f" --global-batch-size {training.global_batch_size}; leave one of them out",
+        )
     if training.rampup_batch_size is None:
         return
     try:
