@@ -5,14 +5,13 @@ What happens between steps (techniques, plans, checkpoints, logs) are objects ca
 
 from __future__ import annotations
 
-import math
 import time
 import warnings
 from dataclasses import replace
 
 import torch
 
-from .building import plan_problems
+from .building import flops_counter, parameter_counts, plan_problems
 from .config import Config
 from .console import say
 from .data.gpt import TokenError
@@ -26,7 +25,7 @@ from .rebalance.controller import Controller, ControllerSettings
 from .rebalance.planner import PlannerProcess
 from .saving import SavedRun, save
 from .starting import Beginning, begin
-from .traininglog import TrainingLog, evaluation_line
+from .traininglog import TrainingLog
 
 
 def run_pretrain(config: Config) -> int:
@@ -88,13 +87,13 @@ class _Run:
                 planner=planner,
             )
         self._first_plan = start.first_plan
-        self._log = TrainingLog(config, engine.world)
+        self._log = TrainingLog(config, engine.world, flops_counter(config, engine.family))
         self._tokenizer = TokenizerFiles.of(vars(config.data))
 
     def train(self) -> int:
         """All steps that are left, with an evaluation and a checkpoint at the end; the exit code."""
         training = self.config.training
-        self._log.start(self.engine.partition, self.step + 1)
+        self._log.start(self.engine.partition, self.step + 1, parameter_counts(self.engine))
         if self._planner is not None and (problem := self._planner.start()) is not None:
             self.recorder.event("planner", problem, step=self.step)
         minutes = training.exit_duration_in_mins
@@ -150,7 +149,7 @@ class _Run:
             global_batch_size=size,
             plan_id=plan_id,
         )
-        self._log.step(self.step, self.consumed, size, result)
+        self._log.step(self.step, self.consumed, size, length, result)
 
     def _evaluate(self) -> None:
         if self.samples.valid is None:
@@ -158,7 +157,7 @@ class _Run:
         batches = (self.samples.validation(index, self.step) for index in range(self.config.training.eval_iters))
         loss = self.engine.evaluate(batches)
         self.recorder.metrics(step=self.step, validation_loss=loss)
-        self._log.line(evaluation_line(self.step, loss, math.exp(min(20.0, loss))))
+        self._log.evaluated(self.step, loss)
 
     def _save(self) -> None:
         config = self.config
@@ -184,6 +183,7 @@ class _Run:
 
     def close(self) -> None:
         """End what runs beside the training."""
+        self._log.close()
         if self._planner is not None:
             self._planner.stop()
 

@@ -1,8 +1,8 @@
 """Command lines of Megatron-LM, Megatron-DeepSpeed and their kin: every flag is taken with its meaning, or refused.
 
 A flag that this package declares under its own name needs no entry here. The table below says of every other one what
-it becomes, why it needs nothing, or what to write instead. Values: how many words follow the flag; ``None`` is as many as
-come before the next flag.
+it becomes, why it needs nothing, or what to write instead. Of its values: ``None`` are as many as come before the next
+flag, -1 is one that is dropped.
 """
 
 from __future__ import annotations

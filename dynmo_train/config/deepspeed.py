@@ -1,4 +1,4 @@
-"""A DeepSpeed JSON configuration, read for what it says about batch, precision, ZeRO, optimizer, clipping, curriculum."""
+"""A DeepSpeed JSON file, read for what it says about batch, precision, ZeRO, optimizer, clipping and curriculum."""
 
 from __future__ import annotations
 

@@ -206,6 +206,7 @@ class TrainingConfig:
     eval_interval: int = option("Steps between evaluations on the validation split.", default=1000, minimum=1)
     eval_iters: int = option("Batches of an evaluation; 0 evaluates never.", default=100, minimum=0)
     log_interval: int = option("Steps between log lines.", default=100, minimum=1)
+    log_throughput: bool = option("Log model FLOPs per second and device as well.", default=False)
     exit_interval: int | None = option(
         "Leave the run, saved, after a step that is a multiple of this.", default=None, minimum=1
     )
@@ -379,6 +380,7 @@ class RunConfig:
     cache_dir: str | None = option(
         "Folder for Hugging Face input in native form; none is $XDG_CACHE_HOME/dynmo or ~/.cache/dynmo.", default=None
     )
+    tensorboard_dir: str | None = option("Folder for TensorBoard's event files; none writes none.", default=None)
     finetune: bool = option(
         "Take the weights of --load alone, and begin at step 0 with fresh moments; leave it out to go on later.",
         default=False,
