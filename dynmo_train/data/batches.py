@@ -6,8 +6,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
 from ..config import Config
 from ..config.data import Blend
 from ..errors import UsageError
@@ -15,7 +13,8 @@ from ..formats.indexed import FORMS, MAGIC, IndexedDataset, open_indexed
 from ..pacing import BatchSizes, Curriculum
 from ..pipeline.schedule import Batch
 from .blend import BlendedDataset, Dataset, samples_needed
-from .gpt import PARTS, Part, build_gpt_dataset
+from .gpt import PARTS, Part
+from .kinds import BuildPart, PartWanted, Tensors, part_builder, tensors_of
 
 WHOLE = (1.0, 0.0, 0.0)
 
@@ -24,11 +23,13 @@ WHOLE = (1.0, 0.0, 0.0)
 class Samples:
     """Training and validation batches as pure functions of the consumed samples and the step.
 
-    ``micro_batch`` is the samples of a microbatch, ``replicas`` the number of those who share a batch.
+    ``tensors`` makes the tensors that the model reads of a batch's rows, ``micro_batch`` is the samples of a
+    microbatch, ``replicas`` the number of those who share a batch.
     """
 
     train: Dataset
     valid: Dataset | None
+    tensors: Tensors
     sizes: BatchSizes
     curriculum: Curriculum | None
     micro_batch: int
@@ -46,11 +47,9 @@ class Samples:
         return self._batch(self.valid, number * self.sizes.final, self.sizes.final, step, None)
 
     def _batch(self, part: Dataset, begin: int, size: int, step: int, tokens: int | None) -> Batch:
-        ids = torch.from_numpy(part.batch(range(begin, begin + size)))
-        if tokens is not None:
-            ids = ids[:, : tokens + 1]
+        rows = part.batch(range(begin, begin + size))
         return Batch(
-            inputs={"ids": ids[:, :-1].contiguous(), "labels": ids[:, 1:].contiguous()},
+            inputs=self.tensors(rows if tokens is None else rows[:, : tokens + 1]),
             first_microbatch=begin // self.micro_batch,
             step=step,
             microbatches=size // (self.micro_batch * self.replicas),
@@ -86,8 +85,10 @@ def blend_of_part(config: Config, part: Part) -> tuple[Blend, tuple[float, float
     return config.data.blend, config.data.split_shares, part
 
 
-def open_part(config: Config, part: Part, num_samples: int, open_one: Callable[[str], IndexedDataset]) -> Dataset:
-    """The first ``num_samples`` samples of a part of the run's data.
+def open_part(
+    config: Config, part: Part, num_samples: int, open_one: Callable[[str], IndexedDataset], build: BuildPart
+) -> Dataset:
+    """The first ``num_samples`` samples of a part of the run's data, each data set's made by ``build``.
 
     Raises:
         UsageError: there are no data for it, or fewer samples than a batch.
@@ -99,18 +100,16 @@ def open_part(config: Config, part: Part, num_samples: int, open_one: Callable[[
     counts = samples_needed(weights, num_samples) if len(blend) > 1 else [num_samples]
     batch = config.training.global_batch_size
     parts = [
-        build_gpt_dataset(
-            open_one(prefix),
-            part=inner,
-            shares=shares,
-            seq_length=config.model.seq_length,
-            seed=config.training.seed,
-            num_samples=count,
-            # Of several data sets, each must hold a sample; a batch may come from all of them.
-            batch_size=batch if len(blend) == 1 else 1,
-            vocab_size=config.model.vocab_size,
-            order=config.data.sample_order,
-            cache=cache_folder(config),
+        build(
+            PartWanted(
+                source=open_one(prefix),
+                part=inner,
+                shares=shares,
+                num_samples=count,
+                # Of several data sets, each must hold a sample; a batch may come from all of them.
+                batch_size=batch if len(blend) == 1 else 1,
+                cache=cache_folder(config),
+            )
         )
         for (_, prefix), count in zip(blend, counts, strict=True)
     ]
@@ -127,11 +126,12 @@ def open_samples(config: Config) -> Samples:
             opened[prefix] = open_source(config, prefix)
         return opened[prefix]
 
-    batch = training.global_batch_size
-    valid = open_part(config, "valid", training.eval_iters * batch, open_one) if training.eval_iters else None
+    batch, build = training.global_batch_size, part_builder(config)
+    valid = open_part(config, "valid", training.eval_iters * batch, open_one, build) if training.eval_iters else None
     return Samples(
-        train=open_part(config, "train", config.batch_sizes.consumed_after(training.train_iters), open_one),
+        train=open_part(config, "train", config.batch_sizes.consumed_after(training.train_iters), open_one, build),
         valid=valid,
+        tensors=tensors_of(config),
         sizes=config.batch_sizes,
         curriculum=config.curriculum,
         micro_batch=training.micro_batch_size,
