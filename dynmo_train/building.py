@@ -11,12 +11,15 @@ import torch
 
 from .config import Config
 from .dynamics.pruning import CubicSchedule
+from .dynamics.pruning_units import PruningRule
+from .dynamics.tuning import read_sparse_table
 from .engine import EngineSettings
 from .families import boundary_of
 from .formats._document import DocumentError, Problem
 from .formats.plan import Plan, read_plan
 from .formats.plan_check import validate_plan
 from .models.items import ItemSpec, ModelFamily
+from .models.sparse_forms import BUILT_IN, CSR, SparseTable
 from .optim.adamw import AdamWSettings
 from .optim.precision import LossScaling, Precision
 from .optim.schedule import LearningRate
@@ -41,8 +44,23 @@ def precision_of(config: Config) -> Precision:
     return Precision(compute=torch.float16, scaling=scaling)
 
 
-def settings_of(config: Config) -> EngineSettings:
-    """What fixes the mathematics of a run."""
+def sparse_table(config: Config, stored: Mapping[str, float] | None) -> SparseTable:
+    """The thresholds of sparse products: those that were asked for, else those of the checkpoint, else the built-in.
+
+    Raises:
+        UsageError: ``--sparse-table`` cannot be read.
+    """
+    pruning = config.pruning
+    structured = pruning.pruning_mode == "structured"
+    if pruning.sparse_table is not None:
+        return SparseTable(thresholds=read_sparse_table(Path(pruning.sparse_table)), structured=structured)
+    if stored is not None and config.sources["sparse_threshold"] == "default":
+        return SparseTable(thresholds=stored, structured=structured)
+    return SparseTable(thresholds={**BUILT_IN, CSR: pruning.sparse_threshold}, structured=structured)
+
+
+def settings_of(config: Config, stored: Mapping[str, float] | None = None) -> EngineSettings:
+    """What fixes the mathematics of a run; ``stored`` are the sparse thresholds of the checkpoint that it goes on."""
     training, optimizer, pruning = config.training, config.optimizer, config.pruning
     precision = precision_of(config)
     return EngineSettings(
@@ -78,7 +96,8 @@ def settings_of(config: Config) -> EngineSettings:
         )
         if pruning.sparsify
         else None,
-        sparse_threshold=pruning.sparse_threshold,
+        sparse=sparse_table(config, stored),
+        pruning_rule=PruningRule(mode=pruning.pruning_mode, scope=pruning.pruning_scope),
         precision=precision,
     )
 

@@ -16,8 +16,10 @@ import torch
 
 from .dynamics.freezing import LayerFreezing
 from .dynamics.pruning import CubicSchedule, GradualPruning
+from .dynamics.pruning_units import SINGLE_WEIGHTS, PruningRule
 from .dynamics.technique import Event
 from .models.items import ModelFamily
+from .models.sparse_forms import SparseTable
 from .optim.adamw import AdamWSettings
 from .optim.gradients import add_tied_gradients, clip_gradients, gradient_norm, zero_pruned_gradients
 from .optim.items import HeldItems, ItemState
@@ -40,7 +42,8 @@ class EngineSettings:
         clip: limit of the global gradient norm; 0 clips never.
         freeze_steps: (step, layers frozen from then on).
         pruning: None where the run does not prune.
-        sparse_threshold: sparsity from which products run on the nonzeros.
+        sparse: in which form products with pruned weights run.
+        pruning_rule: what is pruned; used where ``pruning`` is given.
         precision: types of the arithmetic; the boundary's type is its ``compute``.
         fused_adam: NVIDIA's ``FusedAdam`` where it updates the weights; None where torch's AdamW does.
     """
@@ -52,7 +55,8 @@ class EngineSettings:
     freeze_steps: tuple[tuple[int, int], ...]
     freeze_tied: bool
     pruning: CubicSchedule | None
-    sparse_threshold: float
+    sparse: SparseTable
+    pruning_rule: PruningRule = SINGLE_WEIGHTS
     precision: Precision = FLOAT32
     fused_adam: type[Any] | None = None
 
@@ -94,14 +98,16 @@ class Engine:
     def __init__(self, family: ModelFamily, settings: EngineSettings, partition: Partition, world: World) -> None:
         self.family, self.settings, self.world = family, settings, world
         self.partition = partition
-        self.held = HeldItems(family, settings.adamw, world.device, settings.sparse_threshold, settings.fused_adam)
+        self.held = HeldItems(family, settings.adamw, world.device, settings.sparse, settings.fused_adam)
         self.scaler = LossScaler(settings.precision.scaling)
         self.advanced = 0
         self.probe = Probe(clock_for(world.device))
         self.freezing = LayerFreezing(settings.freeze_steps, family.items, self.held, family.ties, settings.freeze_tied)
         self.pruning = None
         if settings.pruning is not None:
-            self.pruning = GradualPruning(settings.pruning, self.held, lambda: self.freezing.frozen, world)
+            self.pruning = GradualPruning(
+                settings.pruning, self.held, lambda: self.freezing.frozen, world, settings.pruning_rule
+            )
         self._item_names = tuple(item.name for item in family.items)
         self._pipeline: Pipeline | None = None
         self.is_warm = False

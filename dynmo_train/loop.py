@@ -67,10 +67,12 @@ def _begin(config: Config, world: World) -> _Run:
     fused_adam = apex.fused_adam if world.device.type == "cuda" else None
     if world.is_first:
         say(apex.line(used=fused_adam is not None))
-    family, settings = family_of(config), replace(settings_of(config), fused_adam=fused_adam)
+    family = family_of(config)
     checkpoint = checkpoint_to_load(config, world)
     if checkpoint is not None:
         check_same_model(checkpoint, family)
+    stored = checkpoint.manifest["dynamic"]["sparse_thresholds"] if checkpoint is not None else None
+    settings = replace(settings_of(config, stored or None), fused_adam=fused_adam)
     topology = checkpoint.manifest["topology"] if checkpoint is not None else None
     engine = Engine(family, settings, first_partition(config, family, topology), world)
     if checkpoint is None:
@@ -82,7 +84,7 @@ def _begin(config: Config, world: World) -> _Run:
 
     workers = describe_workers(world)
     facts: dict[str, Any] = {
-        "sparse_thresholds": {"csr": settings.sparse_threshold},
+        "sparse_thresholds": dict(settings.sparse.thresholds),
         "device": world.device.type,
         "optimizer": "torch AdamW" if fused_adam is None else "apex FusedAdam",
     }

@@ -156,7 +156,7 @@ def _commit(
         dynamic={
             "frozen_items": list(engine.freezing.frozen),
             "pruning": pruning,
-            "sparse_thresholds": {"csr": settings.sparse_threshold},
+            "sparse_thresholds": dict(settings.sparse.thresholds),
         },
         ties=engine.family.ties,
         optimizer={

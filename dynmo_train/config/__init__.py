@@ -9,17 +9,13 @@ from .schema import (
     BalanceConfig,
     Config,
     DataConfig,
-    DepthConfig,
-    ExitConfig,
-    FreezingConfig,
     ModelConfig,
     OptimizerConfig,
     ParallelConfig,
-    PruningConfig,
     RunConfig,
-    SparseAttentionConfig,
     TrainingConfig,
 )
+from .techniques import DepthConfig, ExitConfig, FreezingConfig, PruningConfig, SparseAttentionConfig
 from .validate import check, validate
 
 __all__ = [

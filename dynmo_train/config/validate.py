@@ -151,6 +151,8 @@ def _pruning(config: Config, _world_size: int) -> Iterator[Problem]:
         yield _conflict(
             "--final-sparsity", f"{pruning.final_sparsity} is below --initial-sparsity {pruning.initial_sparsity}"
         )
+    if pruning.pruning_mode == "2:4" and pruning.final_sparsity > 0.5:
+        yield _conflict("--final-sparsity", f"{pruning.final_sparsity}: --pruning-mode 2:4 prunes 0.5 at most")
 
 
 def _freezing(config: Config, _world_size: int) -> Iterator[Problem]:

@@ -1,6 +1,7 @@
-"""Gradual pruning by global magnitude: the exact k-th magnitude over all workers, without gathering a weight.
+"""Gradual pruning of the weakest, over the whole model or layer by layer.
 
-Schedule: Zhu and Gupta, arXiv 1710.01878, equation 1. Pruned are the matrices of attention and MLP items that train.
+Over the model that is the exact k-th magnitude over all workers, without gathering a weight. Schedule: Zhu and Gupta,
+arXiv 1710.01878, equation 1. Pruned are the matrices of attention and MLP items that train.
 """
 
 from __future__ import annotations
@@ -10,11 +11,13 @@ from dataclasses import dataclass
 
 import torch
 
-from ..models.items import masks_of
 from ..models.linear import PrunableLinear
 from ..optim.items import HeldItems
 from ..parallel.world import World, sum_over_model
+from .pruning_units import PruningRule, Units, units_of
 from .technique import Event
+
+KINDS = {"unstructured": ("weights",), "2:4": ("weights",), "block": ("weights",), "structured": ("heads", "columns")}
 
 # A float32 magnitude has 31 bits; ordering floats >= 0 is ordering their bits. Three digits of 11, 10 and 10 bits.
 DIGITS = ((20, 2048), (10, 1024), (0, 1024))
@@ -46,6 +49,12 @@ class CubicSchedule:
             return self.final
         left = 1.0 - max(0, step - self.start) / (self.end - self.start)
         return self.final + (self.initial - self.final) * left**3
+
+    def last_until(self, step: int) -> int | None:
+        """The last step up to ``step`` after which weights were pruned, None where there was none."""
+        if step < self.start:
+            return None
+        return self.end if step >= self.end else step - (step - self.start) % self.every
 
     def next_after(self, step: int) -> int | None:
         """The next step at which weights are pruned, None when there is none."""
@@ -89,19 +98,24 @@ class GradualPruning:
     """Prunes the held weights after the steps of the schedule; frozen items are left alone."""
 
     def __init__(
-        self, schedule: CubicSchedule, held: HeldItems, frozen: Callable[[], Sequence[str]], world: World
+        self,
+        schedule: CubicSchedule,
+        held: HeldItems,
+        frozen: Callable[[], Sequence[str]],
+        world: World,
+        rule: PruningRule,
     ) -> None:
-        self.schedule, self.held, self._frozen, self._world = schedule, held, frozen, world
+        self.schedule, self.held, self._frozen, self._world, self.rule = schedule, held, frozen, world, rule
         self.sparsity = schedule.initial
 
-    def _layers(self) -> dict[str, PrunableLinear]:
+    def _units(self) -> list[Units]:
         left_alone = set(self._frozen())
-        return {
-            name: layer
+        return [
+            units
             for item, module in self.held.modules.items()
             if item not in left_alone
-            for name, layer in masks_of(item, module).items()
-        }
+            for units in units_of(module, self.rule)
+        ]
 
     def _total(self, counts: torch.Tensor) -> torch.Tensor:
         return sum_over_model(self._world, counts)
@@ -111,28 +125,46 @@ class GradualPruning:
         if not self.schedule.is_due(step):
             return None
         target = self.schedule.at(step)
-        layers = self._layers()
-        weights = [layer.weight for layer in layers.values()]
-        count = int(self._total(torch.tensor([sum(w.numel() for w in weights)], dtype=torch.int64)))
-        rank = round(target * count)
-        pruned = torch.zeros(1, dtype=torch.int64)
-        if rank > 0:
-            threshold = kth_magnitude_bits(weights, rank, self._total)
-            for layer in layers.values():
-                bits = layer.weight.detach().view(torch.int32) & 0x7FFFFFFF
-                self._prune(layer, bits > threshold)
-                pruned += int((bits <= threshold).sum())
-        self.sparsity = int(self._total(pruned)) / count if count else 0.0
+        units = self._units()
+        thresholds = self._thresholds(units, self.rule.share(target))
+        counts = torch.zeros(2, dtype=torch.int64)
+        for each, threshold in zip(units, thresholds, strict=True):
+            keep = each.scores.view(torch.int32) > threshold
+            if each.last_stays and not bool(keep.any()):
+                keep[each.scores.argmax()] = True
+            for layer, mask in each.prune(keep):
+                counts += torch.tensor([mask.numel() - int(mask.sum()), mask.numel()])
+                if target > 0:
+                    self._prune(layer, mask)
+        pruned, count = self._total(counts).tolist()
+        self.sparsity = pruned / count if count and target > 0 else 0.0
         return Event(
             kind="pruned",
             step=step,
             message=f"pruned to sparsity {self.sparsity:.3f} of {count:,} weights",
-            detail={"target_sparsity": target, "sparsity": self.sparsity, "weights": count},
+            detail={"target_sparsity": target, "sparsity": self.sparsity, "weights": count, "mode": self.rule.mode},
             next_expected_step=self.schedule.next_after(step),
         )
 
+    def _thresholds(self, units: Sequence[Units], share: float) -> list[int]:
+        """For each of ``units`` the bits of the highest score that is pruned, -1 where none is."""
+        if self.rule.scope == "layer":
+            ranks = [round(share * each.scores.numel()) for each in units]
+            return [
+                kth_magnitude_bits([each.scores], rank, lambda counts: counts) if rank else -1
+                for each, rank in zip(units, ranks, strict=True)
+            ]
+        # Every worker goes through the same kinds: it may hold none of one.
+        found: dict[str, int] = {}
+        for kind in KINDS[self.rule.mode]:
+            scores = [each.scores for each in units if each.kind == kind]
+            count = int(self._total(torch.tensor([sum(each.numel() for each in scores)], dtype=torch.int64)))
+            rank = round(share * count)
+            found[kind] = kth_magnitude_bits(scores, rank, self._total) if rank else -1
+        return [found[each.kind] for each in units]
+
     def _prune(self, layer: PrunableLinear, mask: torch.Tensor) -> None:
-        layer.set_mask(mask, self.held.sparse_threshold)
+        layer.set_mask(mask, self.held.sparse)
         for item, _, parameter in self.held.parameters():
             if parameter is layer.weight:
                 for moment in self.held.moments(item, parameter).values():
@@ -140,5 +172,5 @@ class GradualPruning:
 
     def resume(self, step: int) -> None:
         """Masks come with the items; only the figure for the log is taken up."""
-        if step >= self.schedule.start:
-            self.sparsity = self.schedule.at(step)
+        if (last := self.schedule.last_until(step)) is not None:
+            self.sparsity = self.schedule.at(last)

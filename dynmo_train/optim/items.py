@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from ..models.items import ModelFamily, masks_of, parameters_of
+from ..models.sparse_forms import SparseTable
 from .adamw import MOMENTS, AdamWSettings, ItemOptimizer, item_optimizer
 
 
@@ -44,11 +45,11 @@ class HeldItems:
         family: ModelFamily,
         settings: AdamWSettings,
         device: torch.device,
-        sparse_threshold: float,
+        sparse: SparseTable,
         fused_adam: type[Any] | None = None,
     ) -> None:
         self.family, self.settings, self.device = family, settings, device
-        self.sparse_threshold, self.fused_adam = sparse_threshold, fused_adam
+        self.sparse, self.fused_adam = sparse, fused_adam
         self.modules: dict[str, nn.Module] = {}
         self._optimizers: dict[str, ItemOptimizer] = {}
 
@@ -117,7 +118,7 @@ class HeldItems:
                 parameter.copy_(state.tensors[name])
         for name, layer in masks_of(item, module).items():
             if f"{name}.mask" in state.tensors:
-                layer.set_mask(state.tensors[f"{name}.mask"].to(self.device), self.sparse_threshold)
+                layer.set_mask(state.tensors[f"{name}.mask"].to(self.device), self.sparse)
         self.hold(item, module)
         optimizer = self._optimizers[item]
         for name, parameter in parameters_of(item, module).items():

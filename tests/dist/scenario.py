@@ -9,11 +9,13 @@ from typing import Any
 import torch
 
 from dynmo_train.dynamics.pruning import CubicSchedule
+from dynmo_train.dynamics.pruning_units import PruningRule
 from dynmo_train.engine import Engine, EngineSettings
 from dynmo_train.models.dynamic import DynamicFamily, DynamicSettings
 from dynmo_train.models.early_exit import LEFT
 from dynmo_train.models.gpt import Gpt, GptShape
 from dynmo_train.models.items import BoundaryShape, ModelFamily
+from dynmo_train.models.sparse_forms import SparseTable
 from dynmo_train.optim.adamw import AdamWSettings
 from dynmo_train.optim.precision import FLOAT32, LossScaling, Precision
 from dynmo_train.optim.schedule import LearningRate
@@ -61,6 +63,7 @@ class Scenario:
     tied: bool = True
     precision: str = "fp32"
     dynamic: DynamicSettings | None = None
+    rule: PruningRule = PruningRule()
 
     def family(self) -> ModelFamily:
         plain = Gpt(replace(SHAPE, tied_embeddings=self.tied))
@@ -89,7 +92,8 @@ class Scenario:
             freeze_steps=self.freeze,
             freeze_tied=self.freeze_tied,
             pruning=CubicSchedule(start=4, end=12, every=4, initial=0.0, final=0.9) if self.prune else None,
-            sparse_threshold=0.85,
+            sparse=SparseTable(structured=self.rule.mode == "structured"),
+            pruning_rule=self.rule,
             precision=precision,
         )
 

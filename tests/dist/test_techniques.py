@@ -9,6 +9,7 @@ import pytest
 from scenario import Scenario, merged, play
 from workers import run_workers
 
+from dynmo_train.dynamics.pruning_units import PruningRule
 from dynmo_train.models.dynamic import DynamicSettings, SparseAttentionSettings
 from dynmo_train.models.early_exit import ExitSettings
 from dynmo_train.models.mixture_of_depths import DepthSettings
@@ -22,12 +23,18 @@ TECHNIQUES = {
     "saturation": DynamicSettings(
         exits=ExitSettings(layers=(1,), loss_weight=0.3, threshold=0.98, measure="saturation")
     ),
+    "structured": PruningRule(mode="structured", scope="global"),
+    "layer by layer": PruningRule(mode="structured", scope="layer"),
+    "2:4": PruningRule(mode="2:4"),
     "sparse": DynamicSettings(sparse_attention=SparseAttentionSettings(buckets=4, block=4)),
 }
 
 
 def scenario(technique: str, **options) -> Scenario:
-    return Scenario(steps=12, dynamic=TECHNIQUES[technique], **options)
+    asked = TECHNIQUES[technique]
+    if isinstance(asked, PruningRule):
+        return Scenario(steps=12, rule=asked, **options)
+    return Scenario(steps=12, dynamic=asked, **options)
 
 
 def cut(technique: str, *boundaries: int) -> Partition:
@@ -49,6 +56,9 @@ CASES = {
     "exits, zero-bubble": (2, "exits", {"schedule": "zero-bubble"}),
     "exits, interleaved": (2, "exits", {"schedule": "interleaved-1f1b", "virtual": 2}),
     "saturation, moving": (2, "saturation", {"moves": True}),
+    "structured, moving": (2, "structured", {"moves": True, "recompute": True}),
+    "layer by layer": (2, "layer by layer", {"moves": True}),
+    "2:4": (2, "2:4", {}),
     "sparse, moving": (2, "sparse", {"moves": True, "recompute": True}),
 }
 
@@ -68,7 +78,7 @@ def test_same_bits_as_one_worker(name):
 @pytest.mark.parametrize("technique", TECHNIQUES)
 def test_the_scenario_exercises_the_technique(technique):
     told = reference(technique)
-    plain = run_workers(play, 1, replace(scenario(technique, schedule="gpipe"), dynamic=None))[0]
+    plain = run_workers(play, 1, replace(scenario(technique, schedule="gpipe"), dynamic=None, rule=PruningRule()))[0]
     assert told["losses"] != plain["losses"]
     figures = told["figures"][-1]
     if technique == "depths":

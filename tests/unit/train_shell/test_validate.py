@@ -56,6 +56,7 @@ CASES = {
     ),
     "pruning order": ({"sparsify": True, "pruning_start_iter": 51}, "--pruning-end-iter"),
     "sparsity order": ({"sparsify": True, "initial_sparsity": 0.95}, "--final-sparsity"),
+    "too sparse": ({"sparsify": True, "pruning_mode": "2:4", "final_sparsity": 0.6}, "--final-sparsity"),
     "freeze form": ({"freeze_schedule": "x"}, "--freeze-schedule"),
     "freeze more": ({"freeze_schedule": "10:5"}, "--freeze-schedule"),
     "freeze nothing": ({"freeze_tied": True}, "--freeze-tied"),
