@@ -61,13 +61,15 @@ def sparse_table(config: Config, stored: Mapping[str, float] | None) -> SparseTa
 
 def settings_of(config: Config, stored: Mapping[str, float] | None = None) -> EngineSettings:
     """What fixes the mathematics of a run; ``stored`` are the sparse thresholds of the checkpoint that it goes on."""
+    boundary, parallel = boundary_of(config), config.parallel
+    parts = parallel.tensor_model_parallel_size if parallel.sequence_parallel else 1
     training, optimizer, pruning = config.training, config.optimizer, config.pruning
     precision = precision_of(config)
     return EngineSettings(
         pipeline=PipelineShape(
             schedule=config.parallel.schedule,
             microbatches=config.microbatches,
-            boundary=replace(boundary_of(config), dtype=precision.compute),
+            boundary=replace(boundary.cut_along_tokens(parts), dtype=precision.compute),
             seed=training.seed,
             recompute=training.recompute_granularity == "full",
         ),
@@ -98,6 +100,8 @@ def settings_of(config: Config, stored: Mapping[str, float] | None = None) -> En
         else None,
         sparse=sparse_table(config, stored),
         pruning_rule=PruningRule(mode=pruning.pruning_mode, scope=pruning.pruning_scope),
+        sequence_parallel=parallel.sequence_parallel,
+        overlap_reduction=parallel.DDP_impl == "torch",
         precision=precision,
     )
 

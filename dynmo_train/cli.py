@@ -224,7 +224,7 @@ def tune_sparse(
     from .dynamics.tuning import NEVER, model_shapes, tune, write_sparse_table
 
     torch.set_num_threads(num_threads)
-    warnings.filterwarnings("ignore", message="Sparse CSR tensor support is in beta state")
+    warnings.filterwarnings("ignore", message="Sparse (CSR|BSR) tensor support is in beta state")
     if device is DeviceName.AUTO:
         device = DeviceName.CUDA if torch.cuda.is_available() else DeviceName.CPU
     shapes = model_shapes(hidden_size, ffn_hidden_size or 4 * hidden_size)

@@ -21,11 +21,19 @@ from .dynamics.technique import Event
 from .models.items import ModelFamily
 from .models.sparse_forms import SparseTable
 from .optim.adamw import AdamWSettings
-from .optim.gradients import add_tied_gradients, clip_gradients, gradient_norm, zero_pruned_gradients
+from .optim.gradients import (
+    add_tied_gradients,
+    add_token_gradients,
+    clip_gradients,
+    gradient_norm,
+    zero_pruned_gradients,
+)
 from .optim.items import HeldItems, ItemState
 from .optim.precision import FLOAT32, LossScaler, Precision, unscale
 from .optim.schedule import LearningRate
-from .parallel.world import World, gather_documents, mean_over_replicas, sum_over_pipeline
+from .parallel.replicas import GradientReducer
+from .parallel.tensor import region_of
+from .parallel.world import World, gather_documents, sum_over_pipeline, sum_over_replicas
 from .pipeline.clock import clock_for
 from .pipeline.costs import costs_of_workers
 from .pipeline.partition import Partition
@@ -46,6 +54,9 @@ class EngineSettings:
         pruning_rule: what is pruned; used where ``pruning`` is given.
         precision: types of the arithmetic; the boundary's type is its ``compute``.
         fused_adam: NVIDIA's ``FusedAdam`` where it updates the weights; None where torch's AdamW does.
+        overlap_reduction: whether the replicas' gradients are added while others are still being computed.
+        sequence_parallel: whether the stream between tensor-parallel regions is cut along the tokens; the boundary's
+            shape is then that of a part.
     """
 
     pipeline: PipelineShape
@@ -59,6 +70,8 @@ class EngineSettings:
     pruning_rule: PruningRule = SINGLE_WEIGHTS
     precision: Precision = FLOAT32
     fused_adam: type[Any] | None = None
+    overlap_reduction: bool = False
+    sequence_parallel: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,7 +111,8 @@ class Engine:
     def __init__(self, family: ModelFamily, settings: EngineSettings, partition: Partition, world: World) -> None:
         self.family, self.settings, self.world = family, settings, world
         self.partition = partition
-        self.held = HeldItems(family, settings.adamw, world.device, settings.sparse, settings.fused_adam)
+        region = region_of(world, sequence=settings.sequence_parallel)
+        self.held = HeldItems(family, settings.adamw, world.device, settings.sparse, settings.fused_adam, region)
         self.scaler = LossScaler(settings.precision.scaling)
         self.advanced = 0
         self.probe = Probe(clock_for(world.device))
@@ -109,6 +123,7 @@ class Engine:
                 settings.pruning, self.held, lambda: self.freezing.frozen, world, settings.pruning_rule
             )
         self._item_names = tuple(item.name for item in family.items)
+        self._reducer = GradientReducer(world, overlap=settings.overlap_reduction)
         self._pipeline: Pipeline | None = None
         self.is_warm = False
 
@@ -157,6 +172,7 @@ class Engine:
                 self.held.modules,
                 self.freezing.frozen,
                 self.probe,
+                self._item_is_final if self._reducer.overlaps else None,
             )
         return self._pipeline
 
@@ -171,7 +187,7 @@ class Engine:
         self.probe.begin_step(sampled)
         pipeline = self.pipeline()
         pipeline.loss_scale = self.scaler.scale
-        loss = pipeline.train_step(batch)
+        loss = pipeline.train_step(self._own_part(batch))
         norm = self._prepare_gradients()
         updated = math.isfinite(norm)
         if updated:
@@ -201,8 +217,16 @@ class Engine:
             figures=figures,
         )
 
+    def _own_part(self, batch: Batch) -> Batch:
+        return batch.of_replica(self.world.replica, self.world.dims.data, self.settings.pipeline.microbatches)
+
+    def _item_is_final(self, name: str) -> None:
+        self._reducer.item_is_final(name, list(self.held.modules[name].parameters()))
+
     def _prepare_gradients(self) -> float:
         ties = self.family.ties
+        self._reducer.finish([(name, list(module.parameters())) for name, module in self.held.modules.items()])
+        add_token_gradients(self.held)
         add_tied_gradients(self.held, ties, self.partition.owners(), self.world)
         stopped = self.freezing.without_updates()
         if stopped:
@@ -215,8 +239,8 @@ class Engine:
         return gradient_norm(self.held, self._item_names, ties, self.world)
 
     def _mean_loss(self, loss: torch.Tensor) -> float:
-        """The loss that one worker of each replica knows, at every process: the mean over the replicas."""
-        return float(mean_over_replicas(self.world, sum_over_pipeline(self.world, loss)))
+        """The step's loss at every process, from the parts that one worker of each replica knows."""
+        return float(sum_over_replicas(self.world, sum_over_pipeline(self.world, loss)))
 
     def _figures(self) -> dict[str, dict[str, list[float]]]:
         """What the items of all workers reported in the last step."""
@@ -228,7 +252,7 @@ class Engine:
             here[item][name].reshape(length) if name in here.get(item, {}) else torch.zeros(length, dtype=torch.float64)
             for item, name, length in declared
         ]
-        means = mean_over_replicas(self.world, sum_over_pipeline(self.world, torch.cat(parts)))
+        means = sum_over_replicas(self.world, sum_over_pipeline(self.world, torch.cat(parts))) / self.world.dims.data
         whole = means.split([length for _, _, length in declared])
         figures: dict[str, dict[str, list[float]]] = {}
         for (item, name, _), values in zip(declared, whole, strict=True):
@@ -248,7 +272,7 @@ class Engine:
     def evaluate(self, batches: Iterable[Batch]) -> float:
         """The mean loss over some batches, without gradient or dropout."""
         self.probe.begin_step(False)
-        losses = [self._mean_loss(self.pipeline().evaluate(batch)) for batch in batches]
+        losses = [self._mean_loss(self.pipeline().evaluate(self._own_part(batch))) for batch in batches]
         return sum(losses) / len(losses)
 
     def after_step(self, step: int) -> Sequence[Event]:

@@ -20,6 +20,7 @@ from .checkpoint import Checkpoint, CheckpointError, remove_stale_staging
 from .config import Config
 from .console import say
 from .data.batches import Samples, open_samples
+from .data.tokenizer import TokenizerFiles
 from .engine import Engine, StepResult
 from .families import family_of
 from .formats.plan import initial_plan, plan_ids, write_plan
@@ -41,7 +42,7 @@ def run_pretrain(config: Config) -> int:
     """Train as ``config`` says, in this process and those that the launcher started beside it; the exit code."""
     torch.set_num_threads(config.training.num_threads)
     # Said once by torch for every process; what it may change is covered by the tests of linear layers.
-    warnings.filterwarnings("ignore", message="Sparse CSR tensor support is in beta state")
+    warnings.filterwarnings("ignore", message="Sparse (CSR|BSR) tensor support is in beta state")
     parallel = config.parallel
     dims = ParallelDims(
         pipeline=parallel.pipeline_model_parallel_size,
@@ -79,10 +80,10 @@ def _begin(config: Config, world: World) -> _Run:
         engine.build()
     else:
         progress = checkpoint.manifest.get("x_progress", {})
-        reader = state_reader(checkpoint, family, world.device)
+        reader = state_reader(checkpoint, engine.held, world.device)
         engine.restore(reader, checkpoint.manifest["step"], **progress)
 
-    workers = describe_workers(world)
+    workers, dims = describe_workers(world), world.dims
     facts: dict[str, Any] = {
         "sparse_thresholds": dict(settings.sparse.thresholds),
         "device": world.device.type,
@@ -107,10 +108,12 @@ def _begin(config: Config, world: World) -> _Run:
             granularity=config.balance.granularity,
             microbatches=config.microbatches,
             micro_batch_size=config.training.micro_batch_size,
+            tensor_parallel_size=dims.tensor,
+            data_parallel_size=dims.data,
         ),
         measure_link(world),
         workers,
-        describe_items(family, settings.pipeline.boundary),
+        describe_items(family, settings.pipeline.boundary, engine.held.blueprint),
     )
     first_plan = _write_first_plan(config, engine, directory, checkpoint)
     return _Run(config, engine, samples, directory, recorder, checkpoint, first_plan)
@@ -183,6 +186,7 @@ class _Run:
             )
         self._first_plan = first_plan
         self._log = TrainingLog(config, engine.world)
+        self._tokenizer = TokenizerFiles.of(vars(config.data))
 
     def train(self) -> None:
         """All steps that are left, with an evaluation and a checkpoint at the end."""
@@ -258,9 +262,9 @@ class _Run:
                 "seed": config.training.seed,
                 "split": config.data.split,
                 "sequence_length": config.model.seq_length,
-                "prefix": config.data.data_path,
+                "prefix": config.data.name,
             },
-            tokenizer=Path(config.data.tokenizer_model) if config.data.tokenizer_model else None,
+            tokenizer=self._tokenizer.files if self._tokenizer is not None else {},
             keep=config.run.keep_checkpoints,
         )
         started = time.perf_counter()

@@ -21,13 +21,13 @@ from .checkpoint import (
     prune,
     write_shard,
 )
-from .checkpoint.manifest import whole_index
 from .checkpoint.writer import dtype_name
 from .engine import Engine
 from .errors import DynmoError
 from .models.items import ModelFamily, masks_of, parameters_of
+from .models.sharding import whole_shape
 from .optim.adamw import MOMENTS
-from .optim.items import ItemState, role_of
+from .optim.items import HeldItems, ItemState, parameter_of, role_of
 from .parallel.world import all_agree, broadcast_document, gather_documents
 
 
@@ -37,7 +37,7 @@ class SavedRun:
 
     Attributes:
         data: what fixes the order of the samples, as in the manifest.
-        tokenizer: path of the tokenizer.json to copy along, or None.
+        tokenizer: the tokenizer's files to copy along, by their names in the checkpoint.
         keep: how many checkpoints to keep; None keeps all.
     """
 
@@ -45,7 +45,7 @@ class SavedRun:
     step: int
     consumed_train_samples: int
     data: Mapping[str, Any]
-    tokenizer: Path | None
+    tokenizer: Mapping[str, Path]
     keep: int | None
 
 
@@ -61,13 +61,17 @@ def save(engine: Engine, checkpoints_dir: Path, run: SavedRun) -> Path:
     problem: str | None = None
     report: list[dict[str, Any]] = []
     try:
-        report = _write_part(engine, staging, states)
-        if world.is_first and run.tokenizer is not None:
+        # Replicas hold the same: the first one writes.
+        if world.replica == 0:
+            report = _write_part(engine, staging, states)
+        if world.is_first and run.tokenizer:
             (staging / "tokenizer").mkdir()
-            shutil.copyfile(run.tokenizer, staging / "tokenizer" / "tokenizer.json")
+            for name, path in run.tokenizer.items():
+                shutil.copyfile(path, staging / "tokenizer" / name)
     except (OSError, DynmoError) as error:
         problem = f"rank {world.rank}: {error}"
-    told = gather_documents(world, {"problem": problem, "report": report, "facts": _facts_of_part(engine, states)})
+    facts = _facts_of_part(engine, states) if world.replica == 0 else None
+    told = gather_documents(world, {"problem": problem, "report": report, "facts": facts})
     if world.is_first:
         problem = "; ".join(one["problem"] for one in told if one["problem"]) or None
         problem = problem or _commit(engine, checkpoints_dir, staging, run, told)
@@ -79,51 +83,53 @@ def save(engine: Engine, checkpoints_dir: Path, run: SavedRun) -> Path:
 
 def _write_part(engine: Engine, staging: Path, states: Mapping[str, ItemState]) -> list[dict[str, Any]]:
     report: list[dict[str, Any]] = []
-    tied = engine.family.ties
+    tied, held = engine.family.ties, engine.held
     for kind, roles in (("model", {"parameter", "mask"}), ("optimizer", {"optimizer"})):
         tensors = {
             name: tensor
             for state in states.values()
             for name, tensor in state.tensors.items()
-            if role_of(name) in roles and not any(name == copy or name.startswith(f"{copy}.") for copy in tied)
+            if role_of(name) in roles and held.counts(name) and parameter_of(name) not in tied
         }
         if not tensors:
             continue
         file = f"{kind}-p{engine.world.worker:03d}-t{engine.world.shard:02d}.safetensors"
         checksums = write_shard(staging, file, tensors)
-        report += [
-            {
-                "name": name,
-                "dtype": dtype_name(tensor.dtype),
-                "shape": list(tensor.shape),
-                "role": role_of(name),
-                "file": file,
-                "key": name,
-                "index": whole_index(tensor.shape),
-                "crc32": checksums[name],
-            }
-            for name, tensor in tensors.items()
-        ]
+        for name, tensor in tensors.items():
+            shape, index = whole_shape(tensor.shape, held.split_dim(name), held.region)
+            report.append(
+                {
+                    "name": name,
+                    "dtype": dtype_name(tensor.dtype),
+                    "shape": shape,
+                    "role": role_of(name),
+                    "file": file,
+                    "key": name,
+                    "index": index,
+                    "crc32": checksums[name],
+                }
+            )
     return report
 
 
 def _facts_of_part(engine: Engine, states: Mapping[str, ItemState]) -> dict[str, Any]:
-    """What rank 0 cannot see of this worker: optimizer steps, which parameters decay, sparsity of its items."""
+    """What rank 0 cannot see of this process: optimizer steps, which parameters decay, pruned weights of its items."""
     tied = engine.family.ties
-    steps = {name: step for state in states.values() for name, step in state.steps.items() if name not in tied}
-    parameters = [(name, p.dim() >= 2) for _, name, p in engine.held.parameters() if name not in tied]
-    sparsity = {}
+    pruned: dict[str, list[int]] = {}
     for item in engine.local_names:
-        layers = masks_of(item, engine.held.modules[item]).values()
-        masked = [layer for layer in layers if layer.mask is not None]
-        if masked:
-            zeros = sum(layer.sparsity * layer.weight.numel() for layer in masked)
-            sparsity[item] = zeros / sum(layer.weight.numel() for layer in masked)
+        for name, layer in masks_of(item, engine.held.modules[item]).items():
+            if layer.mask is not None and engine.held.counts(name):
+                counts = pruned.setdefault(item, [0, 0])
+                counts[0] += layer.mask.numel() - int(layer.mask.sum())
+                counts[1] += layer.mask.numel()
+    if engine.world.shard != 0:
+        return {"steps": {}, "decay": [], "no_decay": [], "pruned": pruned}
+    parameters = [(name, p.dim() >= 2) for _, name, p in engine.held.parameters() if name not in tied]
     return {
-        "steps": steps,
+        "steps": {name: step for state in states.values() for name, step in state.steps.items() if name not in tied},
         "decay": [name for name, decays in parameters if decays],
         "no_decay": [name for name, decays in parameters if not decays],
-        "sparsity": sparsity,
+        "pruned": pruned,
     }
 
 
@@ -131,10 +137,14 @@ def _commit(
     engine: Engine, checkpoints_dir: Path, staging: Path, run: SavedRun, told: list[dict[str, Any]]
 ) -> str | None:
     """Put the checkpoint in place; returns what went wrong, if anything."""
-    facts = [one["facts"] for one in told]
+    facts = [one["facts"] for one in told if one["facts"] is not None]
     settings = engine.settings
-    partition = engine.partition
-    sparsity = {item: value for fact in facts for item, value in fact["sparsity"].items()}
+    partition, dims = engine.partition, engine.world.dims
+    sparsity = {}
+    for item in (item.name for item in engine.family.items):
+        counts = [fact["pruned"][item] for fact in facts if item in fact["pruned"]]
+        if counts:
+            sparsity[item] = sum(zeros for zeros, _ in counts) / sum(weights for _, weights in counts)
     pruning = {"sparsity": engine.pruning.sparsity, "sparsity_by_item": sparsity} if engine.pruning else None
     members = {name: [each for fact in facts for each in fact[name]] for name in ("decay", "no_decay")}
     rates = {"decay": settings.adamw.weight_decay, "no_decay": 0.0}
@@ -145,9 +155,9 @@ def _commit(
         consumed_train_samples=run.consumed_train_samples,
         model=engine.family.manifest(),
         topology={
-            "tensor_parallel_size": 1,
-            "pipeline_parallel_size": partition.workers,
-            "data_parallel_size": 1,
+            "tensor_parallel_size": dims.tensor,
+            "pipeline_parallel_size": dims.pipeline,
+            "data_parallel_size": dims.data,
             "virtual_stages_per_worker": partition.virtual_stages,
             "schedule": settings.pipeline.schedule,
             "world_size": engine.world.size,
@@ -196,16 +206,17 @@ def check_same_model(checkpoint: Checkpoint, family: ModelFamily) -> None:
         raise CheckpointError(f"{checkpoint.directory} holds another model: {'; '.join(differences)}")
 
 
-def state_reader(checkpoint: Checkpoint, family: ModelFamily, device: torch.device) -> Callable[[str], ItemState]:
-    """Reads the state of one item, and of nothing else, from a checkpoint."""
+def state_reader(checkpoint: Checkpoint, held: HeldItems, device: torch.device) -> Callable[[str], ItemState]:
+    """Reads what this process holds of one item, and of nothing else, from a checkpoint of any layout."""
     steps: Mapping[str, int] = (checkpoint.manifest["optimizer"] or {"steps": {}})["steps"]
 
     def read(item: str) -> ItemState:
-        module = family.build(item, torch.device("meta"))
+        module = held.blueprint(item)
         names = list(parameters_of(item, module))
         wanted = [*names, *(f"{name}.mask" for name in masks_of(item, module) if checkpoint.has(f"{name}.mask"))]
         trained = {name: steps[owner] for name in names if (owner := checkpoint.stored_name(name)) in steps}
         wanted += [f"{name}.{key}" for name in trained for key in MOMENTS]
-        return ItemState(tensors=checkpoint.load(wanted, device), steps=trained)
+        tensors = {name: held.own_slice(name, checkpoint.load([name])[name]).to(device) for name in wanted}
+        return ItemState(tensors=tensors, steps=trained)
 
     return read

@@ -102,7 +102,7 @@ class TrainingLog:
         """What is about to run, from iteration ``first`` on."""
         sizes = " | ".join(f"{stage[0]} .. {stage[-1]}" if stage else "(empty)" for stage in partition.stages)
         self.line(f" {len(partition.stages)} stages on {partition.workers} workers: {sizes}")
-        last, data = self.config.training.train_iters, self.config.data.data_path
+        last, data = self.config.training.train_iters, self.config.data.name
         self.line(f" training from iteration {first} to {last} on {data}")
 
     def step(self, step: int, consumed: int, result: StepResult) -> None:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from .data import DataConfig
 from .options import Facts
 from .precision import PrecisionConfig
 from .resolve import config_document, config_of, option_specs, read_config_file, resolve
 from .schema import (
     BalanceConfig,
     Config,
-    DataConfig,
     ModelConfig,
     OptimizerConfig,
     ParallelConfig,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shlex
 from itertools import pairwise
 
 from ..errors import UsageError
@@ -23,6 +24,29 @@ def parse_split(text: str) -> tuple[float, float, float]:
     shares += [0.0] * (3 - len(shares))
     total = sum(shares)
     return shares[0] / total, shares[1] / total, shares[2] / total
+
+
+def parse_blend(flag: str, text: str) -> tuple[tuple[float, str], ...]:
+    """``A`` as ((1.0, A),), ``0.3 A 0.7 B`` as ((0.3, A), (0.7, B)); words may be quoted as in a shell.
+
+    Raises:
+        UsageError: several words that are not weights above 0, each before a path.
+    """
+    try:
+        words = shlex.split(text)
+    except ValueError:
+        words = []
+    if len(words) == 1:
+        return ((1.0, words[0]),)
+    pairs: list[tuple[float, str]] = []
+    for weight, path in zip(words[::2], words[1::2], strict=False):
+        try:
+            pairs.append((float(weight), path))
+        except ValueError:
+            pairs.append((0.0, path))
+    if not pairs or len(words) % 2 or not all(math.isfinite(weight) and weight > 0 for weight, _ in pairs):
+        raise UsageError(f"{flag} must be a path, or weights above 0 each before its path (0.3 A 0.7 B); is {text!r}")
+    return tuple(pairs)
 
 
 def parse_freeze_schedule(text: str) -> tuple[tuple[int, int], ...]:

@@ -14,6 +14,9 @@ from ..formats._document import DocumentError, Problem
 from .options import Facts, OptionSpec, Source, concern_specs
 from .schema import Config
 
+# Options of which one must be given; the first is the usual one.
+ALTERNATIVES = (("data_path", "train_data_path"),)
+
 
 @cache
 def concern_types() -> dict[str, type]:
@@ -128,6 +131,13 @@ def resolve(
             values[spec.name], sources[spec.name] = spec.default, "default"
         elif spec.required:
             problems.append(Problem(spec.flag, "missing", f"must be given: {spec.declaration.help}"))
+    problems += [
+        Problem(
+            specs[first].flag, "missing", f"must be given, or {specs[second].flag}: {specs[first].declaration.help}"
+        )
+        for first, second in ALTERNATIVES
+        if not values.get(first) and not values.get(second)
+    ]
     if not problems:
         problems.extend(_derive(values, sources, facts))
     if problems:

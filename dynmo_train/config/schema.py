@@ -13,8 +13,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
+from .data import DataConfig
 from .options import Source, option
-from .parse import parse_split
 from .precision import PrecisionConfig
 from .techniques import DepthConfig, ExitConfig, FreezingConfig, PruningConfig, SparseAttentionConfig
 
@@ -22,13 +22,13 @@ Family = Literal["gpt"]
 Device = Literal["auto", "cpu", "cuda"]
 Recompute = Literal["none", "full"]
 DecayStyle = Literal["cosine", "linear", "constant"]
+DdpImpl = Literal["local", "torch"]
 Schedule = Literal["gpipe", "1f1b", "interleaved-1f1b", "zero-bubble"]
 BalanceMode = Literal["off", "online", "offline"]
 Granularity = Literal["layer", "sublayer"]
 Planner = Literal["internal", "external"]
 Balancer = Literal["exact", "time", "parameters", "uniform", "deepspeed", "diffusion"]
 BalancePolicy = Literal["never", "always", "threshold", "regret"]
-TokenizerType = Literal["HuggingFaceTokenizer"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,12 +51,8 @@ class ModelConfig:
         "Number of token ids before padding.",
         minimum=1,
         derive=(
-            "that of --tokenizer-model",
-            lambda v, facts: (
-                facts.tokenizer_vocab_size(v["tokenizer_model"])
-                if v["tokenizer_model"] is not None and facts.tokenizer_vocab_size is not None
-                else None
-            ),
+            "that of the tokenizer",
+            lambda v, facts: None if facts.tokenizer_vocab_size is None else facts.tokenizer_vocab_size(v),
         ),
     )
     attention_dropout: float = option("Dropout probability of attention weights.", default=0.1, minimum=0, below=1)
@@ -73,6 +69,7 @@ class ParallelConfig:
     """How the work is spread over workers."""
 
     tensor_model_parallel_size: int = option("Ranks that share each matrix product.", default=1, minimum=1)
+    sequence_parallel: bool = option("Cut the stream between tensor-parallel products along the tokens.", default=False)
     pipeline_model_parallel_size: int = option(
         "Pipeline positions.",
         minimum=1,
@@ -91,6 +88,10 @@ class ParallelConfig:
                 1, facts.world_size // (v["tensor_model_parallel_size"] * v["pipeline_model_parallel_size"])
             ),
         ),
+    )
+    DDP_impl: DdpImpl = option(
+        "When replicas add their gradients: at the end of a step (local), or each layer's when it is final (torch).",
+        default="local",
     )
     schedule: Schedule = option("Order of microbatches in the pipeline.", default="1f1b")
     virtual_stages_per_worker: int = option(
@@ -146,21 +147,6 @@ class OptimizerConfig:
     adam_beta2: float = option("Decay of Adam's second moment.", default=0.999, minimum=0, below=1)
     adam_eps: float = option("Epsilon of Adam.", default=1e-8, above=0)
     clip_grad: float = option("Clip the global gradient norm to this; 0 clips never.", default=1.0, minimum=0)
-
-
-@dataclass(frozen=True, kw_only=True)
-class DataConfig:
-    """What to train on."""
-
-    data_path: str = option("Indexed data set: the path of PREFIX.bin and PREFIX.idx without the ending.")
-    split: str = option("Shares of documents for training, validation and test: three numbers.", default="969,30,1")
-    tokenizer_model: str | None = option("Path of the tokenizer.json that made the data set.", default=None)
-    tokenizer_type: TokenizerType = option("Kind of --tokenizer-model.", default="HuggingFaceTokenizer")
-
-    @property
-    def split_shares(self) -> tuple[float, float, float]:
-        """``split`` as three fractions that add up to 1."""
-        return parse_split(self.split)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -47,23 +47,28 @@ def _batch(config: Config, _world_size: int) -> Iterator[Problem]:
 def _workers(config: Config, world_size: int) -> Iterator[Problem]:
     parallel = config.parallel
     tensor, pipeline = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
-    if tensor != 1:
-        yield _later(
-            "--tensor-model-parallel-size",
-            f"{tensor}: this version has no tensor parallelism; write 1 and use more pipeline stages",
-        )
     if world_size % (tensor * pipeline):
         yield _conflict(
             "--pipeline-model-parallel-size",
             f"{pipeline} x --tensor-model-parallel-size {tensor} does not divide the {world_size} processes of this"
             f" run; start with --nproc {tensor * pipeline}",
         )
-    elif parallel.data_parallel_size != 1:
-        yield _later(
-            "--pipeline-model-parallel-size",
-            f"{pipeline} on {world_size} processes means {parallel.data_parallel_size} data-parallel replicas: this"
-            f" version has no data parallelism; write {world_size // tensor} or start with --nproc {tensor * pipeline}",
-        )
+
+
+def _tensor(config: Config, _world_size: int) -> Iterator[Problem]:
+    """What tensor parallelism cuts must divide."""
+    parallel, model = config.parallel, config.model
+    size = parallel.tensor_model_parallel_size
+    if parallel.sequence_parallel and size == 1:
+        yield _conflict("--sequence-parallel", "needs --tensor-model-parallel-size 2 or more")
+    cut = [
+        ("--num-attention-heads", model.num_attention_heads),
+        ("--ffn-hidden-size", model.ffn_hidden_size),
+    ]
+    cut += [("--seq-length", model.seq_length)] if parallel.sequence_parallel else []
+    for flag, value in cut:
+        if value % size:
+            yield _conflict(flag, f"{value} is not a multiple of --tensor-model-parallel-size {size}, which cuts it")
 
 
 def _stages(config: Config, _world_size: int) -> Iterator[Problem]:
@@ -210,14 +215,22 @@ def _changed_model(config: Config, _world_size: int) -> Iterator[Problem]:
         yield _conflict("--sparse-attention-buckets", f"{attention.sparse_attention_buckets} is not an even number")
 
 
-def _split(config: Config, _world_size: int) -> Iterator[Problem]:
+def _data(config: Config, _world_size: int) -> Iterator[Problem]:
+    data = config.data
     try:
-        shares = config.data.split_shares
+        shares, own = data.split_shares, data.part_blends
+        blend = data.blend
     except UsageError as error:
-        yield Problem("--split", "form", str(error))
+        yield Problem(str(error).split(" ", 1)[0], "form", str(error))
         return
-    if not shares[0]:
-        yield _conflict("--split", f"{config.data.split!r} leaves nothing to train on")
+    if blend and any(own):
+        yield _conflict(
+            "--data-path", "cannot be combined with --train-data-path and its kin; they make --split needless"
+        )
+    elif blend and not shares[0]:
+        yield _conflict("--split", f"{data.split!r} leaves nothing to train on")
+    if data.tokenizer_type == "NullTokenizer" and (data.tokenizer_model or data.vocab_file or data.merge_file):
+        yield _conflict("--tokenizer-type", "NullTokenizer reads no file; leave the files out, or give their type")
 
 
 def _balance(config: Config, _world_size: int) -> Iterator[Problem]:
@@ -240,6 +253,7 @@ RULES: tuple[Rule, ...] = (
     _shape,
     _batch,
     _workers,
+    _tensor,
     _stages,
     _microbatches,
     _learning_rate,
@@ -247,7 +261,7 @@ RULES: tuple[Rule, ...] = (
     _pruning,
     _freezing,
     _changed_model,
-    _split,
+    _data,
     _balance,
     _run,
 )

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
+from ..models.items import masks_of
 from ..models.linear import PrunableLinear
 from ..optim.items import HeldItems
 from ..parallel.world import World, sum_over_model
@@ -108,14 +109,16 @@ class GradualPruning:
         self.schedule, self.held, self._frozen, self._world, self.rule = schedule, held, frozen, world, rule
         self.sparsity = schedule.initial
 
-    def _units(self) -> list[Units]:
+    def _units(self) -> list[tuple[Units, bool]]:
+        """The units of this process, and whether it speaks for them: some are held whole by several."""
         left_alone = set(self._frozen())
-        return [
-            units
-            for item, module in self.held.modules.items()
-            if item not in left_alone
-            for units in units_of(module, self.rule)
-        ]
+        found: list[tuple[Units, bool]] = []
+        for item, module in self.held.modules.items():
+            if item not in left_alone:
+                names = {layer: name for name, layer in masks_of(item, module).items()}
+                of_item = units_of(module, self.rule)
+                found += [(units, self.held.counts(names[units.layers[0]])) for units in of_item]
+        return found
 
     def _total(self, counts: torch.Tensor) -> torch.Tensor:
         return sum_over_model(self._world, counts)
@@ -128,12 +131,13 @@ class GradualPruning:
         units = self._units()
         thresholds = self._thresholds(units, self.rule.share(target))
         counts = torch.zeros(2, dtype=torch.int64)
-        for each, threshold in zip(units, thresholds, strict=True):
+        for (each, counted), threshold in zip(units, thresholds, strict=True):
             keep = each.scores.view(torch.int32) > threshold
             if each.last_stays and not bool(keep.any()):
                 keep[each.scores.argmax()] = True
             for layer, mask in each.prune(keep):
-                counts += torch.tensor([mask.numel() - int(mask.sum()), mask.numel()])
+                if counted:
+                    counts += torch.tensor([mask.numel() - int(mask.sum()), mask.numel()])
                 if target > 0:
                     self._prune(layer, mask)
         pruned, count = self._total(counts).tolist()
@@ -146,22 +150,22 @@ class GradualPruning:
             next_expected_step=self.schedule.next_after(step),
         )
 
-    def _thresholds(self, units: Sequence[Units], share: float) -> list[int]:
+    def _thresholds(self, units: Sequence[tuple[Units, bool]], share: float) -> list[int]:
         """For each of ``units`` the bits of the highest score that is pruned, -1 where none is."""
         if self.rule.scope == "layer":
-            ranks = [round(share * each.scores.numel()) for each in units]
+            ranks = [round(share * each.scores.numel()) for each, _ in units]
             return [
                 kth_magnitude_bits([each.scores], rank, lambda counts: counts) if rank else -1
-                for each, rank in zip(units, ranks, strict=True)
+                for (each, _), rank in zip(units, ranks, strict=True)
             ]
         # Every worker goes through the same kinds: it may hold none of one.
         found: dict[str, int] = {}
         for kind in KINDS[self.rule.mode]:
-            scores = [each.scores for each in units if each.kind == kind]
+            scores = [each.scores for each, counted in units if counted and each.kind == kind]
             count = int(self._total(torch.tensor([sum(each.numel() for each in scores)], dtype=torch.int64)))
             rank = round(share * count)
             found[kind] = kth_magnitude_bits(scores, rank, self._total) if rank else -1
-        return [found[each.kind] for each in units]
+        return [found[each.kind] for each, _ in units]
 
     def _prune(self, layer: PrunableLinear, mask: torch.Tensor) -> None:
         layer.set_mask(mask, self.held.sparse)

@@ -47,12 +47,14 @@ class Units:
     """The units of one weight, or of the weights of one sublayer.
 
     Attributes:
+        layers: whose weights they are made of.
         kind: units compete with units of their kind: ``weights``, ``heads`` or ``columns``.
         scores: float32, at least 0, one a unit.
         prune: given a boolean for each unit, true = kept, the masks of the layers that they are made of.
         last_stays: whether the strongest one is never pruned.
     """
 
+    layers: tuple[PrunableLinear, ...]
     kind: str
     scores: torch.Tensor
     prune: Callable[[torch.Tensor], list[tuple[PrunableLinear, torch.Tensor]]]
@@ -75,7 +77,12 @@ def units_of(module: nn.Module, rule: PruningRule) -> Iterator[Units]:
 
 def _weights(layer: PrunableLinear) -> Units:
     weight = layer.weight.detach()
-    return Units(kind="weights", scores=weight.abs().view(-1), prune=lambda keep: [(layer, keep.view_as(weight))])
+    return Units(
+        layers=(layer,),
+        kind="weights",
+        scores=weight.abs().view(-1),
+        prune=lambda keep: [(layer, keep.view_as(weight))],
+    )
 
 
 def _fours(layer: PrunableLinear) -> Units:
@@ -92,7 +99,7 @@ def _fours(layer: PrunableLinear) -> Units:
         kept[:, :whole] = mask.view(outputs, whole)
         return [(layer, kept)]
 
-    return Units(kind="weights", scores=groups.gather(1, order[:, :2]).sum(1), prune=prune)
+    return Units(layers=(layer,), kind="weights", scores=groups.gather(1, order[:, :2]).sum(1), prune=prune)
 
 
 def _blocks(layer: PrunableLinear) -> Units:
@@ -106,7 +113,7 @@ def _blocks(layer: PrunableLinear) -> Units:
     count = -(-outputs // BLOCK_SIZE) * across
     sums = torch.zeros(count, device=weight.device).index_add(0, number_OI.view(-1), weight.abs().view(-1))
     sizes = torch.bincount(number_OI.view(-1), minlength=count)
-    return Units(kind="weights", scores=sums / sizes, prune=lambda keep: [(layer, keep[number_OI])])
+    return Units(layers=(layer,), kind="weights", scores=sums / sizes, prune=lambda keep: [(layer, keep[number_OI])])
 
 
 def _root_mean_square(squares: torch.Tensor, count: int) -> torch.Tensor:
@@ -127,7 +134,7 @@ def _heads(attention: SelfAttention) -> Units:
         return [(attention.qkv, kept_rows.clone()), (attention.dense, kept_columns.clone())]
 
     scores = _root_mean_square(squares, rows * qkv.shape[1] + columns * dense.shape[0])
-    return Units(kind="heads", scores=scores, prune=prune, last_stays=True)
+    return Units(layers=(attention.qkv, attention.dense), kind="heads", scores=scores, prune=prune, last_stays=True)
 
 
 def _columns(mlp: FeedForward) -> Units:
@@ -141,4 +148,6 @@ def _columns(mlp: FeedForward) -> Units:
         return [*masks, (mlp.fc2, keep[None, :].expand_as(last).clone())]
 
     count = sum(layer.weight.shape[1] for layer in first) + last.shape[0]
-    return Units(kind="columns", scores=_root_mean_square(squares, count), prune=prune, last_stays=True)
+    return Units(
+        layers=(*first, mlp.fc2), kind="columns", scores=_root_mean_square(squares, count), prune=prune, last_stays=True
+    )

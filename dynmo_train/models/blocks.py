@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from ..parallel.tensor import TensorRegion, token_losses
 from .hashed_attention import HashedAttention
 from .linear import PrunableLinear
 from .positions import RelativeBias, Rotary
@@ -113,9 +114,10 @@ class SelfAttention(nn.Module):
 
         Tokens that do not follow one another have their positions as a tensor ``[B, T]`` in place of ``past``.
         """
-        B, T, _ = x_BTD.shape
         per, K = self.queries_per_group, self.head_width
-        grouped = self.qkv(self.norm(x_BTD)).view(B, T, -1, per + 2, K)
+        rows_BTR = self.qkv(self.norm(x_BTD))
+        B, T, _ = rows_BTR.shape  # of all tokens, where the stream is cut along them
+        grouped = rows_BTR.view(B, T, -1, per + 2, K)
         if per == 1:
             q, k, v = (part.transpose(1, 2) for part in grouped.unbind(3))
         else:
@@ -206,9 +208,8 @@ class CrossAttention(nn.Module):
 
     def forward(self, x_BTD: torch.Tensor, memory_BSD: torch.Tensor, seen_BS: torch.Tensor) -> torch.Tensor:
         """Apply the sublayer with its residual; ``seen_BS`` is true for memory tokens that may be attended to."""
-        B, T, _ = x_BTD.shape
-        q_BHTK = self.query(self.norm(x_BTD)).view(B, T, -1, self.head_width).transpose(1, 2)
-        keys_values = self.key_value(memory_BSD).view(B, memory_BSD.shape[1], -1, 2, self.head_width)
+        q_BHTK = self.query(self.norm(x_BTD)).unflatten(2, (-1, self.head_width)).transpose(1, 2)
+        keys_values = self.key_value(memory_BSD).unflatten(2, (-1, 2, self.head_width))
         k_BHSK, v_BHSK = (part.transpose(1, 2) for part in keys_values.unbind(3))
         dropout = self.attention_dropout if self.training else 0.0
         y_BHTK = F.scaled_dot_product_attention(
@@ -294,6 +295,7 @@ class Head(nn.Module):
         self.weight = nn.Parameter(torch.empty(rows, width, device=device))
         self.bias = nn.Parameter(torch.zeros(rows, device=device)) if bias else None
         self.vocabulary, self.scale = vocabulary, scale
+        self.region: TensorRegion | None = None
 
     def features(self, x_BTD: torch.Tensor) -> torch.Tensor:
         """What is multiplied with the weight, ``[B, T, D]``."""
@@ -309,6 +311,10 @@ class Head(nn.Module):
         self, x_BTD: torch.Tensor, labels_BT: torch.Tensor, counts_BT: torch.Tensor | None = None
     ) -> torch.Tensor:
         """The mean cross-entropy of the microbatch, a scalar, over the tokens that count (default: all)."""
+        if self.region is not None:
+            features_BTD = self.features(x_BTD)
+            losses = token_losses(features_BTD, self.weight, self.bias, labels_BT, self.vocabulary, self.region)
+            return mean_where_counted(losses, counts_BT)
         return mean_cross_entropy(self.logits(x_BTD), labels_BT, counts_BT)
 
 
@@ -319,6 +325,12 @@ def mean_cross_entropy(
     flat = logits_BTV.float().view(-1, logits_BTV.shape[-1])
     if counts_BT is None:
         return F.cross_entropy(flat, labels_BT.reshape(-1))
-    losses = F.cross_entropy(flat, labels_BT.reshape(-1), reduction="none")
+    return mean_where_counted(F.cross_entropy(flat, labels_BT.reshape(-1), reduction="none"), counts_BT)
+
+
+def mean_where_counted(losses: torch.Tensor, counts_BT: torch.Tensor | None) -> torch.Tensor:
+    """Mean of the losses of tokens whose count is 1 (default: all); 0 where none is."""
+    if counts_BT is None:
+        return losses.mean()
     counts = counts_BT.reshape(-1).to(losses.dtype)
     return (losses * counts).sum() / counts.sum().clamp(min=1.0)

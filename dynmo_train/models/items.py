@@ -6,7 +6,7 @@ Shapes in names: B samples of a microbatch, T tokens, D model width, O and I row
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import NamedTuple, Protocol
 
@@ -89,6 +89,11 @@ class BoundaryShape:
     def hidden(cls, *, batch: int, tokens: int, width: int, dtype: torch.dtype = torch.float32) -> BoundaryShape:
         """Of a model with one stream: ``[B, T, D]``."""
         return cls(shapes={HIDDEN: (batch, tokens, width), LOSS: ()}, dtype=dtype)
+
+    def cut_along_tokens(self, parts: int) -> BoundaryShape:
+        """Of streams ``[B, T, D]`` that ``parts`` ranks hold a part each of."""
+        cut = {name: (s[0], s[1] // parts, *s[2:]) if len(s) == 3 else s for name, s in self.shapes.items()}
+        return replace(self, shapes=cut)
 
     def empty(self, name: str) -> torch.Tensor:
         """The named value on the meta device."""

@@ -8,6 +8,7 @@ Shapes: N = B*T rows, O outputs, I inputs.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +18,8 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 
 from .sparse_forms import BLOCK, BLOCK_SIZE, CSR, DENSE, SEMI_STRUCTURED, SparseTable, kept_lines
+
+StreamEnd = Callable[[torch.Tensor], torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -129,6 +132,9 @@ class PrunableLinear(nn.Module):
     """``y = x W^T + b`` with W ``[O, I]``; once pruned, zeros stay zeros and the product may run in a sparse form.
 
     Where whole rows and columns are pruned it is the narrower layer: it takes and gives what is kept alone.
+
+    Under tensor parallelism W is one rank's slice: ``enter`` makes the input whole where the outputs are cut, ``leave``
+    adds the ranks' products, before the bias, where the inputs are. Both are None elsewhere.
     """
 
     mask: torch.Tensor | None
@@ -142,6 +148,8 @@ class PrunableLinear(nn.Module):
         self.form = DENSE
         self.rows: torch.Tensor | None = None
         self.columns: torch.Tensor | None = None
+        self.enter: StreamEnd | None = None
+        self.leave: StreamEnd | None = None
         self._pattern: CsrPattern | None = None
         self._values: torch.Tensor | None = None
         self._sparse: torch.Tensor | None = None
@@ -171,8 +179,16 @@ class PrunableLinear(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Apply to the last dimension of ``x``: ``[..., I]`` to ``[..., O]``."""
+        if self.enter is not None:
+            x = self.enter(x)
+        if self.leave is None:
+            return self._product(x, self.bias)
+        y = self.leave(self._product(x, None))
+        return y if self.bias is None else y + self.bias
+
+    def _product(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         if self.rows is not None or self.columns is not None:
-            return self._narrow(x)
+            return self._narrow(x, bias)
         if self._pattern is not None:
             y_NO = self._csr(x.reshape(-1, x.shape[-1]), self._pattern)
         elif self.form in (BLOCK, SEMI_STRUCTURED) and self.mask is not None:
@@ -181,12 +197,11 @@ class PrunableLinear(nn.Module):
             x_NI = x.reshape(-1, x.shape[-1])
             y_NO = _MaskedLinear.apply(x_NI, self.weight, self._sparse, self.mask)  # type: ignore[no-untyped-call]
         else:
-            return F.linear(x, self.weight, self.bias)
-        return (y_NO if self.bias is None else y_NO + self.bias).view(*x.shape[:-1], -1).to(x.dtype)
+            return F.linear(x, self.weight, bias)
+        return (y_NO if bias is None else y_NO + bias).view(*x.shape[:-1], -1).to(x.dtype)
 
-    def _narrow(self, x: torch.Tensor) -> torch.Tensor:
+    def _narrow(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         weight: torch.Tensor = self.weight
-        bias: torch.Tensor | None = self.bias
         if self.rows is not None:
             weight, bias = weight[self.rows], None if bias is None else bias[self.rows]
         if self.columns is not None:

@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ..models.items import masks_of
-from ..parallel.world import World, sum_over_pipeline
+from ..models.items import masks_of, parameters_of
+from ..parallel.world import World, sum_over, sum_over_pipeline
 from .items import HeldItems
 
 
@@ -86,6 +86,23 @@ def _exchange(sent: Sequence[tuple[int, torch.Tensor]], received: Sequence[tuple
             work.wait()
 
 
+def add_token_gradients(held: HeldItems) -> None:
+    """Where the stream is cut along the tokens: add up the gradients of what all ranks of a region hold whole.
+
+    One bucket an item: placement cannot change the sum.
+    """
+    region = held.region
+    if region is None or not region.sequence:
+        return
+    for item, module in held.modules.items():
+        whole = [p for name, p in parameters_of(item, module).items() if held.split_dim(name) is None]
+        gradients = [p.grad for p in whole if p.grad is not None]
+        if gradients:
+            flat = region.total(torch.cat([gradient.reshape(-1) for gradient in gradients]))
+            for gradient, part in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
+                gradient.copy_(part.view_as(gradient))
+
+
 def zero_pruned_gradients(modules: Mapping[str, nn.Module]) -> None:
     """Zero the gradients of pruned weights, so that neither norm nor moments see them."""
     for item, module in modules.items():
@@ -101,7 +118,7 @@ def gradient_norm(held: HeldItems, item_names: Sequence[str], ties: Mapping[str,
     norms: list[torch.Tensor] = []
     indices: list[int] = []
     for item, name, parameter in held.parameters():
-        if parameter.grad is not None and name not in ties:
+        if parameter.grad is not None and name not in ties and held.counts(name):
             norms.append(torch.linalg.vector_norm(parameter.grad))
             indices.append(place[item])
     if norms:
@@ -109,7 +126,9 @@ def gradient_norm(held: HeldItems, item_names: Sequence[str], ties: Mapping[str,
         for index, square in zip(indices, stacked.tolist(), strict=True):
             squares[index] += square
     total = 0.0
-    for square in sum_over_pipeline(world, squares).tolist():
+    # Over the ranks of a region first: the order of its sum must not depend on the pipeline's size.
+    squares = sum_over_pipeline(world, sum_over(world.groups.tensor, squares))
+    for square in squares.tolist():
         total += square
     return math.sqrt(total)
 

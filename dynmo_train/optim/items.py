@@ -10,7 +10,9 @@ import torch
 from torch import nn
 
 from ..models.items import ModelFamily, masks_of, parameters_of
+from ..models.sharding import cut_item, cut_tensor
 from ..models.sparse_forms import SparseTable
+from ..parallel.tensor import TensorRegion
 from .adamw import MOMENTS, AdamWSettings, ItemOptimizer, item_optimizer
 
 
@@ -27,6 +29,11 @@ class ItemState:
     steps: Mapping[str, int]
 
 
+def parameter_of(tensor_name: str) -> str:
+    """The parameter that a tensor of an ``ItemState`` is or belongs to."""
+    return tensor_name if role_of(tensor_name) == "parameter" else tensor_name.rpartition(".")[0]
+
+
 def role_of(tensor_name: str) -> str:
     """``parameter``, ``mask`` or ``optimizer``: what a tensor of an ``ItemState`` is, by its name."""
     ending = tensor_name.rpartition(".")[2]
@@ -38,6 +45,7 @@ class HeldItems:
 
     Args:
         fused_adam: NVIDIA's ``FusedAdam``, to update with it; None updates with torch's AdamW.
+        region: the ranks that share each matrix product; None where each product is whole.
     """
 
     def __init__(
@@ -47,15 +55,35 @@ class HeldItems:
         device: torch.device,
         sparse: SparseTable,
         fused_adam: type[Any] | None = None,
+        region: TensorRegion | None = None,
     ) -> None:
         self.family, self.settings, self.device = family, settings, device
-        self.sparse, self.fused_adam = sparse, fused_adam
+        self.sparse, self.fused_adam, self.region = sparse, fused_adam, region
         self.modules: dict[str, nn.Module] = {}
         self._optimizers: dict[str, ItemOptimizer] = {}
 
     def build(self, name: str) -> None:
         """Hold an item with its initial weights and no optimizer state."""
-        self.hold(name, self.family.build(name, self.device))
+        self.hold(name, self._assemble(name, self.device))
+
+    def _assemble(self, name: str, device: torch.device) -> nn.Module:
+        return cut_item(name, self.family.build(name, device), self.family.split_dim, self.region)
+
+    def blueprint(self, name: str) -> nn.Module:
+        """An item as this process would hold it, without memory for its weights."""
+        return self._assemble(name, torch.device("meta"))
+
+    def split_dim(self, tensor_name: str) -> int | None:
+        """The dimension along which this process holds a slice of a parameter, mask or moment; None where the whole."""
+        return None if self.region is None else self.family.split_dim(parameter_of(tensor_name))
+
+    def own_slice(self, tensor_name: str, whole: torch.Tensor) -> torch.Tensor:
+        """What this process holds of a whole tensor; a view."""
+        return cut_tensor(whole, self.split_dim(tensor_name), self.region)
+
+    def counts(self, tensor_name: str) -> bool:
+        """Whether this process speaks for a tensor: of what all ranks of a region hold whole, the first one does."""
+        return self.region is None or self.region.rank == 0 or self.split_dim(tensor_name) is not None
 
     def hold(self, name: str, module: nn.Module) -> None:
         """Hold ``module`` as the item ``name``."""
@@ -112,7 +140,7 @@ class HeldItems:
 
     def adopt(self, item: str, state: ItemState) -> None:
         """Hold an item with exactly this state; raises ``KeyError`` where a parameter is missing."""
-        module = self.family.build(item, torch.device("meta")).to_empty(device=self.device)
+        module = self.blueprint(item).to_empty(device=self.device)
         with torch.no_grad():
             for name, parameter in parameters_of(item, module).items():
                 parameter.copy_(state.tensors[name])

@@ -9,7 +9,7 @@ sampling cannot change the graph.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -53,6 +53,7 @@ class Probe:
         self._activation_bytes: dict[str, int] = {}
         self._names: tuple[str, ...] = ()
         self._last: tuple[int, Any] | None = None
+        self._listener: Callable[[int], None] | None = None
 
     def begin_step(self, sampling: bool) -> None:
         """Forget the last step; ``sampling`` says whether to measure this one."""
@@ -98,8 +99,17 @@ class Probe:
         self._close_interval(0)
         self._last = None
 
+    @contextmanager
+    def telling(self, listener: Callable[[int], None]) -> Iterator[None]:
+        """Around a backward: ``listener`` is told each position from which on all gradients are complete."""
+        self._listener = listener
+        yield
+        self._listener = None
+
     def gradient_reached(self, position: int) -> None:
         """Called in the backward when the gradient of the input of the item at ``position`` is complete."""
+        if self._listener is not None:
+            self._listener(position)
         if self.sampling and self._last is not None:
             self._close_interval(position)
 

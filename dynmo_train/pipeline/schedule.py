@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -62,6 +62,14 @@ class Batch:
     first_microbatch: int
     step: int
 
+    def of_replica(self, replica: int, replicas: int, microbatches: int) -> Batch:
+        """The samples of one of ``replicas``: a contiguous block of the step's, ``microbatches`` of them."""
+        return replace(
+            self,
+            inputs={name: tensor.chunk(replicas)[replica] for name, tensor in self.inputs.items()},
+            first_microbatch=self.first_microbatch + replica * microbatches,
+        )
+
 
 class Pipeline:
     """The stages of this worker and the schedule that drives them. ``loss_scale`` multiplies what is differentiated.
@@ -70,6 +78,7 @@ class Pipeline:
         specs: the whole layer list.
         items: the modules that this worker holds, by name.
         frozen: names of the frozen front of the whole list.
+        final: told the name of each item whose gradients no backward of a step touches any more.
     """
 
     def __init__(
@@ -81,6 +90,7 @@ class Pipeline:
         items: Mapping[str, nn.Module],
         frozen: Sequence[str],
         probe: Probe,
+        final: Callable[[str], None] | None = None,
     ) -> None:
         self.shape, self.world = shape, world
         prefixes = frozen_prefix(partition.stages, frozen)
@@ -113,19 +123,22 @@ class Pipeline:
                     trains_before=train_before(specs, begin, sum(prefixes)),
                     trains_after=train_before(specs, end, sum(prefixes)),
                     group=world.groups.pipeline,
+                    final=final,
                 )
             )
             self.modules.append(module)
         self._inputs = tuple(dict.fromkeys(name for module in self.modules for name in module.inputs))
         self.has_last = any(stage.is_last for stage in stages)
         self.loss_scale = 1.0
-        self._schedule = _schedule(shape, stages, lambda: self.loss_scale)
+        self._microbatches_of_all = shape.microbatches * world.dims.data
+        self._schedule = _schedule(shape, stages, self._microbatches_of_all, lambda: self.loss_scale)
 
     def train_step(self, batch: Batch) -> torch.Tensor:
         """Run forward and backward of one step; gradients accumulate in the parameters.
 
         Returns:
-            The loss (a float64 scalar on CPU) on the worker that holds the head, zero elsewhere.
+            The replica's part of the step's loss (a float64 scalar on CPU) on the worker that holds the head, zero
+            elsewhere.
         """
         return self._run(batch, training=True)
 
@@ -135,7 +148,7 @@ class Pipeline:
 
     def _run(self, batch: Batch, *, training: bool) -> torch.Tensor:
         for module in self.modules:
-            module.begin(batch.step, self.loss_scale / self.shape.microbatches, training=training)
+            module.begin(batch.step, self.loss_scale / self._microbatches_of_all, training=training)
         device = self.world.device
         first = batch.first_microbatch
         keywords: dict[str, Any] = {name: batch.inputs[name].to(device) for name in self._inputs}
@@ -160,9 +173,9 @@ class Pipeline:
 
 
 def _schedule(
-    shape: PipelineShape, stages: list[ItemStage], scale: Callable[[], float]
+    shape: PipelineShape, stages: list[ItemStage], microbatches_of_all: int, scale: Callable[[], float]
 ) -> PipelineScheduleSingle | PipelineScheduleMulti:
-    loss = loss_of_microbatch(shape.microbatches, scale)
+    loss = loss_of_microbatch(microbatches_of_all, scale)
     if shape.schedule in SINGLE:
         return SINGLE[shape.schedule](stages[0], shape.microbatches, loss_fn=loss, scale_grads=False)
     if shape.schedule in LOOPED:

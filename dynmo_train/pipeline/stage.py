@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -132,6 +133,8 @@ class ItemStage(PipelineStage):
         boundary: the shapes of all values.
         trains_before: for each value written before this stage, whether its gradient matters.
         trains_after: the same behind it.
+        group: the processes of the pipeline.
+        final: told the name of each item whose gradients no backward of this step touches any more.
     """
 
     def __init__(
@@ -145,6 +148,7 @@ class ItemStage(PipelineStage):
         trains_before: Mapping[str, bool],
         trains_after: Mapping[str, bool],
         group: dist.ProcessGroup | None = None,
+        final: Callable[[str], None] | None = None,
     ) -> None:
         def crossing(names: Sequence[str], trains: Mapping[str, bool]) -> tuple[torch.Tensor, ...]:
             return tuple(boundary.empty(name).requires_grad_(trains[name]) for name in names)
@@ -162,6 +166,7 @@ class ItemStage(PipelineStage):
         self._trains_before = any(trains_before[name] for name in module.enters)
         self._trains = any(trains_after[name] for name in module.leaves)
         self._no_gradients = (None,) * len(module.enters)
+        self._final = final
 
     @property
     def trains(self) -> bool:
@@ -204,8 +209,23 @@ class ItemStage(PipelineStage):
                 self.backward_state[bwd_chunk_id] = (loss if self.is_last else outputs, grads, inputs)
                 self.bwd_cache[bwd_chunk_id] = self._no_gradients
             else:
-                with self.module.probe.backward(self.module.names):
+                with self._announcing(last_backward), self.module.probe.backward(self.module.names):
                     super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
+
+    @contextmanager
+    def _announcing(self, last_backward: bool) -> Iterator[None]:
+        """Around a backward that completes gradients: where it is the step's last one, tell what is final meanwhile."""
+        if not last_backward or self._final is None:
+            yield
+            return
+        with self.module.probe.telling(self._announce_from):
+            yield
+        self._announce_from(0)
+
+    def _announce_from(self, position: int) -> None:
+        if self._final is not None:
+            for name in reversed(self.module.names[position:]):
+                self._final(name)
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
         """The weight gradients that a split backward left over, item by item."""
@@ -214,12 +234,14 @@ class ItemStage(PipelineStage):
         with self.module.probe.busy():
             if not self._trains_before:
                 outputs, grads, inputs = self.backward_state.pop(bwd_chunk_id)
-                with self.module.probe.backward(self.module.names):
+                with self._announcing(last_backward), self.module.probe.backward(self.module.names):
                     stage_backward(outputs, grads, inputs)
                 return
             self.dw_runner.pop(bwd_chunk_id)
             _, groups, _, _ = self.backward_state.pop(bwd_chunk_id)
             self._weight_gradients(groups)
+            if last_backward:
+                self._announce_from(0)
 
     def _weight_gradients(self, groups: Sequence[dict[str, Any]]) -> None:
         owner: dict[int, int] = {}

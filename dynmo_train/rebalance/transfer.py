@@ -83,7 +83,7 @@ def _announcement_problem(announcement: dict[str, Any], held: HeldItems) -> str 
     names = [entry["name"] for entry in announcement["tensors"]]
     if len(set(names)) < len(names):
         return f"{item}: a tensor is announced twice"
-    module = held.family.build(item, torch.device("meta"))
+    module = held.blueprint(item)
     wanted = {name: list(parameter.shape) for name, parameter in parameters_of(item, module).items()}
     announced = {entry["name"]: entry["shape"] for entry in announcement["tensors"]}
     for name, shape in wanted.items():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -120,9 +121,11 @@ def test_tune_sparse_writes_a_table_that_can_be_read(tmp_path):
     from dynmo_train.dynamics.tuning import read_sparse_table
 
     path = tmp_path / "table.json"
-    done = run("tune-sparse", "--hidden-size", "32", "--rows", "16", "--output", str(path), "--format", "json")
-    assert done.returncode == 0, done.stderr
-    table = json.loads(done.stdout)["thresholds"]
+    code, out, err = train(
+        "tune-sparse", "--hidden-size", "32", "--rows", "16", "--output", str(path), "--format", "json"
+    )
+    assert code == 0, err
+    table = json.loads(out)["thresholds"]
     assert table == read_sparse_table(path)
     assert set(table) == {"csr", "csr 96x32", "csr 32x32", "csr 128x32", "csr 32x128"}
     assert table["csr"] == max(value for rule, value in table.items() if rule != "csr")

@@ -61,12 +61,16 @@ class Scenario:
     freeze_tied: bool = False
     clip: float = 0.2
     tied: bool = True
+    dropout: float = 0.1
     precision: str = "fp32"
     dynamic: DynamicSettings | None = None
     rule: PruningRule = PruningRule()
 
     def family(self) -> ModelFamily:
-        plain = Gpt(replace(SHAPE, tied_embeddings=self.tied))
+        shape = replace(
+            SHAPE, tied_embeddings=self.tied, hidden_dropout=self.dropout, attention_dropout=self.dropout
+        )
+        plain = Gpt(shape)
         if self.dynamic is None:
             return plain
         return DynamicFamily(plain, self.dynamic, seed=SHAPE.seed, width=SHAPE.hidden_size, std=0.02)

@@ -104,6 +104,7 @@ def test_a_threshold_of_the_shape_goes_before_the_general_one():
     assert table.form(mask_of(0.9, "spread")[:64], "cpu") == CSR
 
 
+@pytest.mark.filterwarnings("ignore:Sparse BSR tensor support is in beta state")
 def test_the_block_form_equals_the_dense_product_and_its_gradients():
     layer = PrunableLinear(128, 128, CPU)
     with torch.no_grad():

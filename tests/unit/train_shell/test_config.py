@@ -122,7 +122,7 @@ def test_data_parallel_size_is_what_the_processes_leave():
 
 
 def test_vocabulary_size_comes_from_the_tokenizer():
-    facts = Facts(tokenizer_vocab_size={"t.json": 300}.__getitem__)
+    facts = Facts(tokenizer_vocab_size=lambda values: {"t.json": 300}.get(values["tokenizer_model"]))
     without = {name: value for name, value in SMALL.items() if name != "vocab_size"}
     assert config_of(facts, **without, tokenizer_model="t.json").model.vocab_size == 300
     with pytest.raises(DocumentError, match="--vocab-size: must be given"):
@@ -136,11 +136,11 @@ def test_warm_up_is_steps_or_a_fraction_of_the_decay():
 
 def test_every_bad_value_is_told_at_once():
     bad = SMALL | {"num_layers": 0, "lr": float("nan"), "schedule": "2f2b", "seed": 1.5, "nonsense": 1}
-    del bad["data_path"]
+    del bad["hidden_size"]
     with pytest.raises(DocumentError) as caught:
         config_of(**bad)
     assert {(problem.path, problem.kind) for problem in caught.value.problems} == {
-        ("--data-path", "missing"),
+        ("--hidden-size", "missing"),
         ("--num-layers", "range"),
         ("--lr", "range"),
         ("--schedule", "choice"),

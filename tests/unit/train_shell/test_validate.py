@@ -30,11 +30,13 @@ CASES = {
     "heads": ({"num_attention_heads": 5}, "--hidden-size"),
     "positions": ({"max_position_embeddings": 31}, "--seq-length"),
     "batch": ({"global_batch_size": 3}, "--global-batch-size"),
-    "tensor": ({"tensor_model_parallel_size": 2, "world_size": 2}, "--tensor-model-parallel-size"),
+    "cut heads": ({"tensor_model_parallel_size": 3, "world_size": 3, "ffn_hidden_size": 96}, "--num-attention-heads"),
+    "cut width": ({"tensor_model_parallel_size": 2, "world_size": 2, "ffn_hidden_size": 97}, "--ffn-hidden-size"),
+    "sequence alone": ({"sequence_parallel": True}, "--sequence-parallel"),
     "processes": ({"pipeline_model_parallel_size": 2, "global_batch_size": 4}, "--pipeline-model-parallel-size"),
-    "data": (
-        {"pipeline_model_parallel_size": 1, "world_size": 2, "global_batch_size": 8},
-        "--pipeline-model-parallel-size",
+    "replicas": (
+        {"pipeline_model_parallel_size": 1, "world_size": 2, "micro_batch_size": 2, "global_batch_size": 6},
+        "--global-batch-size",
     ),
     "stages": ({"world_size": 7, "global_batch_size": 14}, "--pipeline-model-parallel-size"),
     "interleaved": (
@@ -71,6 +73,12 @@ CASES = {
     "odd buckets": ({"sparse_attention": True, "sparse_attention_buckets": 5}, "--sparse-attention-buckets"),
     "split form": ({"split": "x"}, "--split"),
     "split empty": ({"split": "0,1,0"}, "--split"),
+    "blend form": ({"data_path": "0.3 a b"}, "--data-path"),
+    "two kinds of data": ({"train_data_path": "a"}, "--data-path"),
+    "null with files": (
+        {"tokenizer_type": "NullTokenizer", "tokenizer_model": "t.json"},
+        "--tokenizer-type",
+    ),
     "offline": ({"balance": "offline"}, "--balance"),
     "lockstep": ({"balance_lockstep": True}, "--balance-lockstep"),
     "alone": ({"balance": "online"}, "--balance"),
