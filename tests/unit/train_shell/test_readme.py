@@ -36,5 +36,5 @@ def test_every_command_is_in_the_table():
         for name, command in root.commands.items()
         for inner in getattr(command, "commands", {"": None})
     ]
-    assert sorted(names) == sorted(["pretrain gpt", "launch local", "generate", "compare"])
+    assert sorted(names) == sorted(["pretrain gpt", "launch local", "generate", "compare", "tune-sparse"])
     assert [name for name in names if f"\n| `{name}` |" not in README] == []
