@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from .config import Config
+from .dynamics.plasticity import PlasticityRule
 from .dynamics.pruning import CubicSchedule
 from .dynamics.pruning_units import PruningRule
 from .dynamics.tuning import read_sparse_table
@@ -59,12 +60,27 @@ def sparse_table(config: Config, stored: Mapping[str, float] | None) -> SparseTa
     return SparseTable(thresholds={**BUILT_IN, CSR: pruning.sparse_threshold}, structured=structured)
 
 
+def plasticity_rule(config: Config) -> PlasticityRule | None:
+    """How the front is frozen by plasticity; None where it is not. The last block is never frozen."""
+    freezing = config.freezing
+    if not freezing.freeze_adaptive:
+        return None
+    return PlasticityRule(
+        interval=freezing.freeze_interval,
+        window=freezing.freeze_window,
+        tolerance=freezing.freeze_tolerance,
+        patience=freezing.freeze_patience,
+        most=config.model.num_layers - 1,
+    )
+
+
 def settings_of(config: Config, stored: Mapping[str, float] | None = None) -> EngineSettings:
     """What fixes the mathematics of a run; ``stored`` are the sparse thresholds of the checkpoint that it goes on."""
     boundary, parallel = boundary_of(config), config.parallel
     parts = parallel.tensor_model_parallel_size if parallel.sequence_parallel else 1
     training, optimizer, pruning = config.training, config.optimizer, config.pruning
     precision = precision_of(config)
+    cache = config.freezing.freeze_cache_activations
     return EngineSettings(
         pipeline=PipelineShape(
             schedule=config.parallel.schedule,
@@ -72,6 +88,7 @@ def settings_of(config: Config, stored: Mapping[str, float] | None = None) -> En
             boundary=replace(boundary.cut_along_tokens(parts), dtype=precision.compute),
             seed=training.seed,
             recompute=training.recompute_granularity == "full",
+            front_cache_bytes=None if cache is None else cache << 20,
         ),
         adamw=AdamWSettings(
             beta1=optimizer.adam_beta1,
@@ -89,6 +106,7 @@ def settings_of(config: Config, stored: Mapping[str, float] | None = None) -> En
         clip=optimizer.clip_grad,
         freeze_steps=config.freezing.freeze_steps,
         freeze_tied=config.freezing.freeze_tied,
+        adaptive_freezing=plasticity_rule(config),
         pruning=CubicSchedule(
             start=pruning.pruning_start_iter,
             end=pruning.pruning_end_iter,

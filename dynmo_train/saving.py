@@ -27,7 +27,7 @@ from .errors import DynmoError
 from .models.items import ModelFamily, masks_of, parameters_of
 from .models.sharding import whole_shape
 from .optim.adamw import MOMENTS
-from .optim.items import HeldItems, ItemState, parameter_of, role_of
+from .optim.items import REFERENCE, HeldItems, ItemState, parameter_of, role_of
 from .parallel.world import all_agree, broadcast_document, gather_documents
 
 
@@ -84,7 +84,7 @@ def save(engine: Engine, checkpoints_dir: Path, run: SavedRun) -> Path:
 def _write_part(engine: Engine, staging: Path, states: Mapping[str, ItemState]) -> list[dict[str, Any]]:
     report: list[dict[str, Any]] = []
     tied, held = engine.family.ties, engine.held
-    for kind, roles in (("model", {"parameter", "mask"}), ("optimizer", {"optimizer"})):
+    for kind, roles in (("model", {"parameter", "mask", "buffer"}), ("optimizer", {"optimizer"})):
         tensors = {
             name: tensor
             for state in states.values()
@@ -176,7 +176,13 @@ def _commit(
         },
         data=run.data,
         rng={"scheme": "hash(seed,step,microbatch,item)", "seed": settings.pipeline.seed},
-        extra={"x_progress": {"advanced": engine.advanced, "loss_scale": engine.scaler.state()}},
+        extra={
+            "x_progress": {
+                "advanced": engine.advanced,
+                "loss_scale": engine.scaler.state(),
+                "freezing": engine.freezing.state(),
+            }
+        },
     )
     try:
         expected = [name for names in members.values() for name in names]
@@ -214,6 +220,7 @@ def state_reader(checkpoint: Checkpoint, held: HeldItems, device: torch.device) 
         module = held.blueprint(item)
         names = list(parameters_of(item, module))
         wanted = [*names, *(f"{name}.mask" for name in masks_of(item, module) if checkpoint.has(f"{name}.mask"))]
+        wanted += [f"{name}.{REFERENCE}" for name in names if checkpoint.has(f"{name}.{REFERENCE}")]
         trained = {name: steps[owner] for name in names if (owner := checkpoint.stored_name(name)) in steps}
         wanted += [f"{name}.{key}" for name in trained for key in MOMENTS]
         tensors = {name: held.own_slice(name, checkpoint.load([name])[name]).to(device) for name in wanted}

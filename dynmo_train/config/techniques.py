@@ -54,6 +54,20 @@ class FreezingConfig:
         "STEP:LAYERS,STEP:LAYERS,...: freeze the embedding and the first LAYERS blocks after STEP.", default=None
     )
     freeze_tied: bool = option("Freeze the weight that embedding and head share as well.", default=False)
+    freeze_adaptive: bool = option(
+        "Freeze the foremost training block when its plasticity has settled (arXiv:2201.06227).", default=False
+    )
+    freeze_interval: int = option("Steps between measurements of plasticity.", default=50, minimum=1)
+    freeze_window: int = option("Measurements that the slope of plasticity is fitted to.", default=10, minimum=2)
+    freeze_tolerance: float = option(
+        "Share of its steepest slope below which a block's plasticity is settled.", default=0.2, above=0, below=1
+    )
+    freeze_patience: int = option("Settled measurements in a row that freeze a block.", default=3, minimum=1)
+    freeze_cache_activations: int | None = option(
+        "MiB on each worker for the frozen front's outputs, by sample; it runs without dropout then.",
+        default=None,
+        minimum=1,
+    )
 
     @property
     def freeze_steps(self) -> tuple[tuple[int, int], ...]:

@@ -172,8 +172,19 @@ def _freezing(config: Config, _world_size: int) -> Iterator[Problem]:
                 "--freeze-schedule",
                 f"{step}:{layers} freezes {layers} blocks; the model has --num-layers {config.model.num_layers}",
             )
-    if config.freezing.freeze_tied and not steps:
-        yield _conflict("--freeze-tied", "has no effect without --freeze-schedule")
+    adaptive = config.freezing.freeze_adaptive
+    if adaptive and steps:
+        yield _conflict("--freeze-adaptive", "cannot be combined with --freeze-schedule; give one of them")
+    if config.freezing.freeze_tied and not steps and not adaptive:
+        yield _conflict("--freeze-tied", "has no effect without --freeze-schedule or --freeze-adaptive")
+    cached = config.freezing.freeze_cache_activations is not None
+    if cached and not steps and not adaptive:
+        yield _conflict("--freeze-cache-activations", "has no effect without --freeze-schedule or --freeze-adaptive")
+    if cached and (config.depth.mod_capacity is not None or config.exits.early_exit_layers is not None):
+        yield _conflict(
+            "--freeze-cache-activations",
+            "cannot be combined with --mod-capacity or --early-exit-layers, where a sample's microbatch matters",
+        )
     if config.freezing.freeze_tied and config.model.untie_embeddings_and_output_weights:
         yield _conflict("--freeze-tied", "has no effect with --untie-embeddings-and-output-weights")
 

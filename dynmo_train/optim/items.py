@@ -15,13 +15,17 @@ from ..models.sparse_forms import SparseTable
 from ..parallel.tensor import TensorRegion
 from .adamw import MOMENTS, AdamWSettings, ItemOptimizer, item_optimizer
 
+REFERENCE = "reference"
+ROLES = {"mask": "mask", REFERENCE: "buffer", "exp_avg": "optimizer", "exp_avg_sq": "optimizer"}
+
 
 @dataclass(frozen=True, kw_only=True)
 class ItemState:
     """All that an item is, by global names: what a move carries and a checkpoint stores.
 
     Attributes:
-        tensors: parameters, ``NAME.mask`` (bool) and ``NAME.exp_avg``, ``NAME.exp_avg_sq``, in a fixed order.
+        tensors: parameters, ``NAME.mask`` (bool), ``NAME.exp_avg``, ``NAME.exp_avg_sq``, and ``NAME.reference`` where
+            adaptive freezing watches the item, in a fixed order.
         steps: parameter name -> optimizer updates done, for parameters that have optimizer state.
     """
 
@@ -35,9 +39,8 @@ def parameter_of(tensor_name: str) -> str:
 
 
 def role_of(tensor_name: str) -> str:
-    """``parameter``, ``mask`` or ``optimizer``: what a tensor of an ``ItemState`` is, by its name."""
-    ending = tensor_name.rpartition(".")[2]
-    return {"mask": "mask", "exp_avg": "optimizer", "exp_avg_sq": "optimizer"}.get(ending, "parameter")
+    """``parameter``, ``mask``, ``buffer`` or ``optimizer``: what a tensor of an ``ItemState`` is, by its name."""
+    return ROLES.get(tensor_name.rpartition(".")[2], "parameter")
 
 
 class HeldItems:
@@ -60,6 +63,8 @@ class HeldItems:
         self.family, self.settings, self.device = family, settings, device
         self.sparse, self.fused_adam, self.region = sparse, fused_adam, region
         self.modules: dict[str, nn.Module] = {}
+        # What a technique keeps of an item: item -> full tensor name -> tensor. It goes where the item goes.
+        self.extras: dict[str, dict[str, torch.Tensor]] = {}
         self._optimizers: dict[str, ItemOptimizer] = {}
 
     def build(self, name: str) -> None:
@@ -93,6 +98,7 @@ class HeldItems:
     def drop(self, name: str) -> None:
         """Hold the item no longer."""
         del self.modules[name], self._optimizers[name]
+        self.extras.pop(name, None)
 
     def parameters(self) -> Iterator[tuple[str, str, nn.Parameter]]:
         """Every parameter: (item, global parameter name, parameter), in the order in which the items are held."""
@@ -136,6 +142,7 @@ class HeldItems:
             tensors.update({f"{name}.{key}": value for key, value in moments.items()})
             if moments:
                 steps[name] = self._optimizers[item].steps(parameter)
+        tensors.update(self.extras.get(item, {}))
         return ItemState(tensors=tensors, steps=steps)
 
     def adopt(self, item: str, state: ItemState) -> None:
@@ -148,6 +155,9 @@ class HeldItems:
             if f"{name}.mask" in state.tensors:
                 layer.set_mask(state.tensors[f"{name}.mask"].to(self.device), self.sparse)
         self.hold(item, module)
+        kept = {name: each.to(self.device) for name, each in state.tensors.items() if name.endswith(f".{REFERENCE}")}
+        if kept:
+            self.extras[item] = kept
         optimizer = self._optimizers[item]
         for name, parameter in parameters_of(item, module).items():
             if name in state.steps:

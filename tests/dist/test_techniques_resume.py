@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from whole_runs import arguments, figures, run_command, tensors, train, write_data
+from whole_runs import OPTIONS, arguments, figures, run_command, tensors, train, write_data
 from workers import run_workers
 
 from dynmo_ckpt.cli import main as ckpt_main
@@ -15,6 +15,9 @@ TECHNIQUES = {
     "depths": {"mod_capacity": "0.5"},
     "exits": {"early_exit_layers": "0,2", "early_exit_threshold": "0.003"},
     "structured pruning": {"pruning_mode": "structured", "final_sparsity": "0.5", "sparse_table": "table.json"},
+    "adaptive freezing": {
+        "freeze_interval": "1", "freeze_window": "2", "freeze_tolerance": "0.9", "freeze_patience": "1",
+    },
     "sparse": {"sparse_attention_buckets": "4", "sparse_attention_block": "8"},
 }
 
@@ -28,10 +31,13 @@ def data(tmp_path_factory):
 @pytest.mark.parametrize("technique", TECHNIQUES)
 def test_going_on_on_other_workers_gives_the_same_bits(data, tmp_path, technique, monkeypatch, capsys):
     options = SHORT | TECHNIQUES[technique]
+    if technique == "adaptive freezing":
+        monkeypatch.delitem(OPTIONS, "freeze-schedule")
     if "sparse_table" in options:
         options["sparse_table"] = str(tmp_path / "table.json")
         (tmp_path / "table.json").write_text('{"thresholds": {"csr": 0.8, "csr 128x32": 0.4}}')
-    extra = ("--sparse-attention",) if technique == "sparse" else ()
+    flags = {"sparse": ("--sparse-attention",), "adaptive freezing": ("--freeze-adaptive",)}
+    extra = flags.get(technique, ())
     train(data, tmp_path / "whole", 1, *extra, **options)
     train(data, tmp_path / "part", 2, *extra, **options, exit_interval="5")
     options.pop("sparse_table", None)  # the checkpoint has it

@@ -59,6 +59,12 @@ CASES = {
     "pruning order": ({"sparsify": True, "pruning_start_iter": 51}, "--pruning-end-iter"),
     "sparsity order": ({"sparsify": True, "initial_sparsity": 0.95}, "--final-sparsity"),
     "too sparse": ({"sparsify": True, "pruning_mode": "2:4", "final_sparsity": 0.6}, "--final-sparsity"),
+    "two ways to freeze": ({"freeze_adaptive": True, "freeze_schedule": "1:1"}, "--freeze-adaptive"),
+    "cache of nothing": ({"freeze_cache_activations": 8}, "--freeze-cache-activations"),
+    "cache and depths": (
+        {"freeze_cache_activations": 8, "freeze_adaptive": True, "mod_capacity": 0.5},
+        "--freeze-cache-activations",
+    ),
     "freeze form": ({"freeze_schedule": "x"}, "--freeze-schedule"),
     "freeze more": ({"freeze_schedule": "10:5"}, "--freeze-schedule"),
     "freeze nothing": ({"freeze_tied": True}, "--freeze-tied"),
