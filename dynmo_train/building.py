@@ -118,6 +118,7 @@ def settings_of(config: Config, stored: Mapping[str, float] | None = None) -> En
         else None,
         sparse=sparse_table(config, stored),
         pruning_rule=PruningRule(mode=pruning.pruning_mode, scope=pruning.pruning_scope),
+        zero_stage=parallel.zero_stage,
         sequence_parallel=parallel.sequence_parallel,
         overlap_reduction=parallel.DDP_impl == "torch",
         precision=precision,

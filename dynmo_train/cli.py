@@ -94,10 +94,8 @@ def launch_local(
     raise typer.Exit(code)
 
 
-@pretrain.command("gpt")
-@with_options
-def pretrain_gpt(config: ConfigFile = None, **flags: Any) -> None:
-    """Train a GPT on an indexed data set, in this process or, under `dynmo-train launch`, in several."""
+def _pretrain(family: str, config: Path | None, flags: dict[str, Any]) -> None:
+    """Resolve and check the configuration, and train."""
     _need_torch()
     from .data.tokenizer import read_vocab_size
 
@@ -105,13 +103,41 @@ def pretrain_gpt(config: ConfigFile = None, **flags: Any) -> None:
     resolved = resolve(
         flags=flags,
         file=read_config_file(config) if config else None,
-        command={"family": "gpt"},
+        command={"family": family},
         facts=Facts(world_size=world_size, tokenizer_vocab_size=read_vocab_size),
     )
     check(resolved, world_size)
     from .loop import run_pretrain
 
     raise typer.Exit(run_pretrain(resolved))
+
+
+@pretrain.command("gpt")
+@with_options
+def pretrain_gpt(config: ConfigFile = None, **flags: Any) -> None:
+    """Train a GPT on an indexed data set, in this process or, under `dynmo-train launch`, in several."""
+    _pretrain("gpt", config, flags)
+
+
+@pretrain.command("llama")
+@with_options
+def pretrain_llama(config: ConfigFile = None, **flags: Any) -> None:
+    """Train a Llama, or with --num-experts a Mixtral, on an indexed data set, in one process or several."""
+    _pretrain("llama", config, flags)
+
+
+@pretrain.command("bert")
+@with_options
+def pretrain_bert(config: ConfigFile = None, **flags: Any) -> None:
+    """Train a BERT on an indexed data set of sentences (dynmo-prep binarize --split-sentences)."""
+    _pretrain("bert", config, flags)
+
+
+@pretrain.command("t5")
+@with_options
+def pretrain_t5(config: ConfigFile = None, **flags: Any) -> None:
+    """Train a T5 on an indexed data set of sentences (dynmo-prep binarize --split-sentences)."""
+    _pretrain("t5", config, flags)
 
 
 @app.command("generate")

@@ -68,6 +68,8 @@ def _begin(config: Config, world: World) -> _Run:
     fused_adam = apex.fused_adam if world.device.type == "cuda" else None
     if world.is_first:
         say(apex.line(used=fused_adam is not None))
+        if config.parallel.zero_stage == 1:
+            say("--zero-stage 1 behaves as 2: gradients are shared between steps as well")
     family = family_of(config)
     checkpoint = checkpoint_to_load(config, world)
     if checkpoint is not None:
@@ -227,7 +229,8 @@ class _Run:
         self.recorder.metrics(
             step=self.step,
             consumed_train_samples=self.consumed,
-            lm_loss=result.loss,
+            **result.losses,
+            **result.counts,
             grad_norm=result.grad_norm,
             learning_rate=result.rate,
             loss_scale=result.loss_scale,

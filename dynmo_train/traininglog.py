@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from .config import Config
 from .console import emit
@@ -21,7 +22,7 @@ class IterationFigures:
     """What the iteration line says; ``elapsed_ms`` and ``lm_loss`` are means of the steps since the last line.
 
     ``lm_loss`` is None where none of them updated the weights, ``grad_norm`` where the last did not; ``tflops`` is None
-    where nobody asked.
+    where nobody asked. ``others`` are further losses by name, printed behind ``lm_loss``.
     """
 
     iteration: int
@@ -36,6 +37,7 @@ class IterationFigures:
     skipped: int
     nan: int
     tflops: float | None = None
+    others: Mapping[str, float] = field(default_factory=dict)
 
 
 def iteration_line(figures: IterationFigures) -> str:
@@ -50,6 +52,7 @@ def iteration_line(figures: IterationFigures) -> str:
     parts += [f"learning rate: {figures.learning_rate:.3E}", f"global batch size: {figures.global_batch_size:5d}"]
     if figures.lm_loss is not None:
         parts.append(f"lm loss: {figures.lm_loss:.6E}")
+    parts += [f"{name.replace('_', ' ')}: {value:.6E}" for name, value in figures.others.items()]
     parts.append(f"loss scale: {figures.loss_scale:.1f}")
     if figures.grad_norm is not None:
         parts.append(f"grad norm: {figures.grad_norm:.3f}")
@@ -117,6 +120,8 @@ class TrainingLog:
         if step % self.config.training.log_interval:
             return
         updates = [each for each in self._window if each.updated]
+        names = updates[0].losses if updates else {}
+        means = {name: sum(each.losses[name] for each in updates) / len(updates) for name in names}
         figures = IterationFigures(
             iteration=step,
             train_iters=self.config.training.train_iters,
@@ -124,7 +129,8 @@ class TrainingLog:
             elapsed_ms=sum(each.step_ns for each in self._window) / len(self._window) / 1e6,
             learning_rate=result.rate,
             global_batch_size=self.config.training.global_batch_size,
-            lm_loss=sum(each.loss for each in updates) / len(updates) if updates else None,
+            lm_loss=means.pop("lm_loss", None),
+            others=means,
             loss_scale=result.loss_scale,
             grad_norm=result.grad_norm if result.updated else None,
             skipped=len(self._window) - len(updates),

@@ -14,6 +14,8 @@ from ..formats._document import DocumentError, Problem
 from .options import Facts, OptionSpec, Source, concern_specs
 from .schema import Config
 
+# What Megatron calls an option in the scripts of one family.
+OTHER_NAMES = {"encoder_num_layers": "num_layers", "encoder_seq_length": "seq_length"}
 # Options of which one must be given; the first is the usual one.
 ALTERNATIVES = (("data_path", "train_data_path"),)
 
@@ -118,6 +120,7 @@ def resolve(
     given: dict[str, tuple[Any, Source]] = {name: (value, "file") for name, value in (file or {}).items()}
     given |= {name: (value, "flag") for name, value in flags.items() if value is not None}
     given |= {name: (value, "command") for name, value in (command or {}).items()}
+    given |= {name: given[other] for other, name in OTHER_NAMES.items() if other in given and name not in given}
     values: dict[str, Any] = {}
     sources: dict[str, Source] = {}
     specs = option_specs()

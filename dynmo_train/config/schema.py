@@ -11,14 +11,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from .data import DataConfig
 from .options import Source, option
 from .precision import PrecisionConfig
 from .techniques import DepthConfig, ExitConfig, FreezingConfig, PruningConfig, SparseAttentionConfig
 
-Family = Literal["gpt"]
+Family = Literal["gpt", "bert", "t5", "llama"]
+Positions = Literal["learned", "rotary", "relative"]
 Device = Literal["auto", "cpu", "cuda"]
 Recompute = Literal["none", "full"]
 DecayStyle = Literal["cosine", "linear", "constant"]
@@ -31,20 +32,76 @@ Balancer = Literal["exact", "time", "parameters", "uniform", "deepspeed", "diffu
 BalancePolicy = Literal["never", "always", "threshold", "regret"]
 
 
+def _is_llama(values: Mapping[str, Any]) -> bool:
+    return bool(values["family"] == "llama")
+
+
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
     """Shape of the model."""
 
     family: Family = option("Family of the model, which the subcommand names.", default="gpt", flag=False)
-    num_layers: int = option("Number of transformer blocks.", minimum=1)
+    num_layers: int = option("Number of transformer blocks; of a T5 those of the encoder.", minimum=1)
+    encoder_num_layers: int | None = option("--num-layers under the name of T5.", default=None, minimum=1)
+    decoder_num_layers: int = option(
+        "Blocks of a T5's decoder.", minimum=1, derive=("--num-layers", lambda v, _: v["num_layers"])
+    )
     hidden_size: int = option("Width of the residual stream.", minimum=1)
     ffn_hidden_size: int = option(
-        "Width inside the MLP.", minimum=1, derive=("4 x --hidden-size", lambda v, _: 4 * v["hidden_size"])
+        "Width inside the MLP.",
+        minimum=1,
+        derive=(
+            "4 x --hidden-size; of a Llama 2/3 of that, in multiples of 64",
+            lambda v, _: max(64, 8 * v["hidden_size"] // 3 // 64 * 64) if _is_llama(v) else 4 * v["hidden_size"],
+        ),
     )
     num_attention_heads: int = option("Number of attention heads.", minimum=1)
-    seq_length: int = option("Length of a training sample in tokens.", minimum=1)
+    num_query_groups: int = option(
+        "Groups of attention heads that share keys and values (llama).",
+        minimum=1,
+        derive=("--num-attention-heads", lambda v, _: v["num_attention_heads"]),
+    )
+    kv_channels: int = option(
+        "Width of an attention head (llama, t5).",
+        minimum=1,
+        derive=(
+            "--hidden-size / --num-attention-heads",
+            lambda v, _: max(1, v["hidden_size"] // v["num_attention_heads"]),
+        ),
+    )
+    seq_length: int = option("Length of a training sample in tokens; of a T5 what its encoder reads.", minimum=1)
+    encoder_seq_length: int | None = option("--seq-length under the name of T5.", default=None, minimum=1)
+    decoder_seq_length: int = option(
+        "Tokens that a T5's decoder writes.",
+        minimum=1,
+        derive=("a quarter of --seq-length", lambda v, _: max(1, v["seq_length"] // 4)),
+    )
+    position_embedding_type: Positions = option(
+        "How tokens know their places: learned (a table), rotary (llama) or relative (t5).",
+        derive=("rotary for llama, else learned", lambda v, _: "rotary" if _is_llama(v) else "learned"),
+    )
     max_position_embeddings: int = option(
-        "Number of learned positions, in tokens.", minimum=1, derive=("--seq-length", lambda v, _: v["seq_length"])
+        "Number of learned positions, in tokens.",
+        minimum=1,
+        derive=(
+            "--seq-length (of a T5 the longer side)",
+            lambda v, _: max(v["seq_length"], v["decoder_seq_length"] if v["family"] == "t5" else 1),
+        ),
+    )
+    rotary_base: float = option("Base of the rotary frequencies (llama).", default=10000.0, above=0)
+    use_rope_scaling: bool = option("Slow the long waves of rotary positions as Llama 3.1 does.", default=False)
+    rope_scaling_factor: float = option("Factor of --use-rope-scaling.", default=8.0, above=0)
+    relative_attention_num_buckets: int = option("Buckets of distances (t5, relative).", default=32, minimum=4)
+    relative_attention_max_distance: int = option("Distance of the last bucket (t5, relative).", default=128, minimum=4)
+    bert_no_binary_head: bool = option("Train BERT on masked words alone, without token types.", default=False)
+    num_experts: int | None = option("Experts in place of each MLP (gpt, llama).", default=None, minimum=2)
+    moe_router_topk: int = option("Experts of a token.", default=2, minimum=1)
+    moe_aux_loss_coeff: float = option("Weight of the experts' load-balancing loss.", default=0.0, minimum=0)
+    moe_z_loss_coeff: float = option("Weight of the router's z-loss.", default=0.0, minimum=0)
+    moe_expert_capacity_factor: float | None = option(
+        "Times its even share that an expert takes at most, the likeliest tokens first; none drops no token.",
+        default=None,
+        above=0,
     )
     make_vocab_size_divisible_by: int = option("Pad the vocabulary to a multiple of this.", default=128, minimum=1)
     vocab_size: int = option(
@@ -55,12 +112,23 @@ class ModelConfig:
             lambda v, facts: None if facts.tokenizer_vocab_size is None else facts.tokenizer_vocab_size(v),
         ),
     )
-    attention_dropout: float = option("Dropout probability of attention weights.", default=0.1, minimum=0, below=1)
-    hidden_dropout: float = option("Dropout probability of the residual stream.", default=0.1, minimum=0, below=1)
+    attention_dropout: float = option(
+        "Dropout probability of attention weights.",
+        minimum=0,
+        below=1,
+        derive=("0.1; 0 for llama", lambda v, _: 0.0 if _is_llama(v) else 0.1),
+    )
+    hidden_dropout: float = option(
+        "Dropout probability of the residual stream.",
+        minimum=0,
+        below=1,
+        derive=("0.1; 0 for llama", lambda v, _: 0.0 if _is_llama(v) else 0.1),
+    )
     layernorm_epsilon: float = option("Epsilon of the layer norms.", default=1e-5, above=0)
     init_method_std: float = option("Standard deviation of the initial weights.", default=0.02, above=0)
     untie_embeddings_and_output_weights: bool = option(
-        "Give the head a weight of its own, apart from the embedding's.", default=False
+        "Give the head a weight of its own, apart from the embedding's.",
+        derive=("true for llama", lambda v, _: _is_llama(v)),
     )
 
 
@@ -92,6 +160,12 @@ class ParallelConfig:
     DDP_impl: DdpImpl = option(
         "When replicas add their gradients: at the end of a step (local), or each layer's when it is final (torch).",
         default="local",
+    )
+    zero_stage: int = option(
+        "ZeRO: what replicas share of each layer between steps (1, 2: parameters, gradients, moments) or always (3).",
+        default=0,
+        minimum=0,
+        maximum=3,
     )
     schedule: Schedule = option("Order of microbatches in the pipeline.", default="1f1b")
     virtual_stages_per_worker: int = option(

@@ -6,10 +6,34 @@ from collections.abc import Callable, Iterator
 
 from ..errors import UsageError
 from ..formats._document import DocumentError, Problem
+from .resolve import OTHER_NAMES
 from .schema import Config
 
+SPLIT_BACKWARD = ("zero-bubble",)
 ONE_STREAM = ("gpt", "bert", "llama")
 Rule = Callable[[Config, int], Iterator[Problem]]
+EXPERTS = ("gpt", "llama")
+OF_FAMILIES: dict[str, tuple[str, ...]] = {
+    "encoder_num_layers": ("t5",),
+    "decoder_num_layers": ("t5",),
+    "encoder_seq_length": ("t5",),
+    "decoder_seq_length": ("t5",),
+    "relative_attention_num_buckets": ("t5",),
+    "relative_attention_max_distance": ("t5",),
+    "num_query_groups": ("llama",),
+    "kv_channels": ("llama", "t5"),
+    "rotary_base": ("llama",),
+    "use_rope_scaling": ("llama",),
+    "rope_scaling_factor": ("llama",),
+    "bert_no_binary_head": ("bert",),
+    "untie_embeddings_and_output_weights": ("gpt", "llama"),
+    "num_experts": EXPERTS,
+    "moe_router_topk": EXPERTS,
+    "moe_aux_loss_coeff": EXPERTS,
+    "moe_z_loss_coeff": EXPERTS,
+    "moe_expert_capacity_factor": EXPERTS,
+}
+POSITIONS_OF = {"gpt": ("learned",), "bert": ("learned",), "llama": ("rotary",), "t5": ("learned", "relative")}
 
 
 def _conflict(flag: str, message: str) -> Problem:
@@ -22,7 +46,7 @@ def _later(flag: str, message: str) -> Problem:
 
 def _shape(config: Config, _world_size: int) -> Iterator[Problem]:
     model = config.model
-    if model.hidden_size % model.num_attention_heads:
+    if model.hidden_size % model.num_attention_heads and config.sources.get("kv_channels") == "derived":
         yield _conflict(
             "--hidden-size",
             f"{model.hidden_size} is not a multiple of --num-attention-heads {model.num_attention_heads}",
@@ -31,6 +55,50 @@ def _shape(config: Config, _world_size: int) -> Iterator[Problem]:
         yield _conflict(
             "--seq-length",
             f"{model.seq_length} is longer than --max-position-embeddings {model.max_position_embeddings}",
+        )
+
+
+def _family(config: Config, _world_size: int) -> Iterator[Problem]:
+    """Options that belong to other families than the run's."""
+    model = config.model
+    for name, families in OF_FAMILIES.items():
+        if model.family not in families and config.sources.get(name) in ("flag", "file"):
+            flag = "--" + name.replace("_", "-")
+            yield _conflict(flag, f"belongs to {' and '.join(families)}; this is pretrain {model.family}")
+    positions = POSITIONS_OF[model.family]
+    if model.position_embedding_type not in positions:
+        yield _conflict(
+            "--position-embedding-type",
+            f"{model.position_embedding_type}: {model.family} has {' or '.join(positions)} positions",
+        )
+    if model.num_attention_heads % model.num_query_groups:
+        yield _conflict(
+            "--num-query-groups",
+            f"{model.num_query_groups} does not divide --num-attention-heads {model.num_attention_heads}",
+        )
+    if model.family == "llama" and model.kv_channels % 2:
+        yield _conflict("--kv-channels", f"{model.kv_channels} is odd; rotary positions turn pairs: give an even width")
+    if model.position_embedding_type == "relative":
+        exact = model.relative_attention_num_buckets // 4
+        if model.relative_attention_max_distance <= 2 * exact:
+            yield _conflict(
+                "--relative-attention-max-distance",
+                f"{model.relative_attention_max_distance} is not above half of"
+                f" --relative-attention-num-buckets {model.relative_attention_num_buckets}",
+            )
+    if model.num_experts is not None and model.moe_router_topk > model.num_experts:
+        yield _conflict(
+            "--moe-router-topk", f"{model.moe_router_topk} is more than the {model.num_experts} of --num-experts"
+        )
+    for other, name in OTHER_NAMES.items():
+        value, taken = getattr(model, other), getattr(model, name)
+        if value is not None and value != taken:
+            flags = ["--" + each.replace("_", "-") for each in (other, name)]
+            yield _conflict(flags[0], f"{value} and {flags[1]} {taken} mean the same; give one")
+    if model.family == "t5" and model.decoder_seq_length > model.max_position_embeddings:
+        yield _conflict(
+            "--decoder-seq-length",
+            f"{model.decoder_seq_length} is longer than --max-position-embeddings {model.max_position_embeddings}",
         )
 
 
@@ -55,6 +123,16 @@ def _workers(config: Config, world_size: int) -> Iterator[Problem]:
         )
 
 
+def _zero(config: Config, _world_size: int) -> Iterator[Problem]:
+    parallel = config.parallel
+    if parallel.zero_stage and parallel.schedule in SPLIT_BACKWARD:
+        yield _conflict(
+            "--zero-stage",
+            f"{parallel.zero_stage} does not go with --schedule {parallel.schedule}, whose split backward loses the"
+            " gradients of sharded layers; use 1f1b or interleaved-1f1b, or --zero-stage 0",
+        )
+
+
 def _tensor(config: Config, _world_size: int) -> Iterator[Problem]:
     """What tensor parallelism cuts must divide."""
     parallel, model = config.parallel, config.model
@@ -75,6 +153,8 @@ def _stages(config: Config, _world_size: int) -> Iterator[Problem]:
     parallel, layers = config.parallel, config.model.num_layers
     sublayer = config.balance.granularity == "sublayer"
     items = layers * (2 if sublayer else 1) + 2
+    if config.model.family == "t5":
+        items += config.model.decoder_num_layers * (3 if sublayer else 1) + (2 if sublayer else 1)
     if config.num_stages > items:
         parts = "blocks and MLPs apart" if sublayer else "blocks"
         yield _conflict(
@@ -156,6 +236,13 @@ def _pruning(config: Config, _world_size: int) -> Iterator[Problem]:
         yield _conflict(
             "--final-sparsity", f"{pruning.final_sparsity} is below --initial-sparsity {pruning.initial_sparsity}"
         )
+    whole = pruning.pruning_mode != "unstructured" or pruning.pruning_scope != "global"
+    if whole and config.parallel.zero_stage:
+        yield _later(
+            "--pruning-mode",
+            f"{pruning.pruning_mode} by --pruning-scope {pruning.pruning_scope} needs whole matrices; with --zero-stage"
+            f" {config.parallel.zero_stage} use unstructured and global",
+        )
     if pruning.pruning_mode == "2:4" and pruning.final_sparsity > 0.5:
         yield _conflict("--final-sparsity", f"{pruning.final_sparsity}: --pruning-mode 2:4 prunes 0.5 at most")
 
@@ -180,6 +267,17 @@ def _freezing(config: Config, _world_size: int) -> Iterator[Problem]:
     cached = config.freezing.freeze_cache_activations is not None
     if cached and not steps and not adaptive:
         yield _conflict("--freeze-cache-activations", "has no effect without --freeze-schedule or --freeze-adaptive")
+    untied = config.model.untie_embeddings_and_output_weights
+    if cached and not untied and not config.freezing.freeze_tied:
+        yield _conflict(
+            "--freeze-cache-activations",
+            "needs --freeze-tied or --untie-embeddings-and-output-weights: else the frozen embedding's weight goes on"
+            " training through the head",
+        )
+    if adaptive and config.parallel.zero_stage:
+        yield _later(
+            "--freeze-adaptive", f"cannot compare layers under --zero-stage {config.parallel.zero_stage}; write 0"
+        )
     if cached and (config.depth.mod_capacity is not None or config.exits.early_exit_layers is not None):
         yield _conflict(
             "--freeze-cache-activations",
@@ -262,9 +360,11 @@ def _run(config: Config, _world_size: int) -> Iterator[Problem]:
 
 RULES: tuple[Rule, ...] = (
     _shape,
+    _family,
     _batch,
     _workers,
     _tensor,
+    _zero,
     _stages,
     _microbatches,
     _learning_rate,

@@ -6,33 +6,35 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
 from ..config import Config
 from ..config.data import Blend
 from ..errors import UsageError
 from ..formats.indexed import FORMS, MAGIC, IndexedDataset, open_indexed
 from ..pipeline.schedule import Batch
 from .blend import BlendedDataset, Dataset, samples_needed
-from .gpt import PARTS, Part, build_gpt_dataset
+from .gpt import PARTS, Part
+from .kinds import BuildPart, PartWanted, Tensors, part_builder, tensors_of
 
 WHOLE = (1.0, 0.0, 0.0)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Samples:
-    """Training and validation batches as pure functions of the consumed samples."""
+    """Training and validation batches as pure functions of the consumed samples.
+
+    ``tensors`` makes the tensors that the model reads of a batch's rows.
+    """
 
     train: Dataset
     valid: Dataset | None
+    tensors: Tensors
     global_batch: int
     micro_batch: int
 
     def batch(self, part: Dataset, consumed: int, step: int) -> Batch:
         """The batch after ``consumed`` samples."""
-        tokens = torch.from_numpy(part.batch(range(consumed, consumed + self.global_batch)))
         return Batch(
-            inputs={"ids": tokens[:, :-1].contiguous(), "labels": tokens[:, 1:].contiguous()},
+            inputs=self.tensors(part.batch(range(consumed, consumed + self.global_batch))),
             first_microbatch=consumed // self.micro_batch,
             step=step,
         )
@@ -66,8 +68,10 @@ def blend_of_part(config: Config, part: Part) -> tuple[Blend, tuple[float, float
     return config.data.blend, config.data.split_shares, part
 
 
-def open_part(config: Config, part: Part, num_samples: int, open_one: Callable[[str], IndexedDataset]) -> Dataset:
-    """The first ``num_samples`` samples of a part of the run's data.
+def open_part(
+    config: Config, part: Part, num_samples: int, open_one: Callable[[str], IndexedDataset], build: BuildPart
+) -> Dataset:
+    """The first ``num_samples`` samples of a part of the run's data, each data set's made by ``build``.
 
     Raises:
         UsageError: there are no data for it, or fewer samples than a batch.
@@ -79,18 +83,16 @@ def open_part(config: Config, part: Part, num_samples: int, open_one: Callable[[
     counts = samples_needed(weights, num_samples) if len(blend) > 1 else [num_samples]
     batch = config.training.global_batch_size
     parts = [
-        build_gpt_dataset(
-            open_one(prefix),
-            part=inner,
-            shares=shares,
-            seq_length=config.model.seq_length,
-            seed=config.training.seed,
-            num_samples=count,
-            # Of several data sets, each must hold a sample; a batch may come from all of them.
-            batch_size=batch if len(blend) == 1 else 1,
-            vocab_size=config.model.vocab_size,
-            order=config.data.sample_order,
-            cache=cache_folder(config),
+        build(
+            PartWanted(
+                source=open_one(prefix),
+                part=inner,
+                shares=shares,
+                num_samples=count,
+                # Of several data sets, each must hold a sample; a batch may come from all of them.
+                batch_size=batch if len(blend) == 1 else 1,
+                cache=cache_folder(config),
+            )
         )
         for (_, prefix), count in zip(blend, counts, strict=True)
     ]
@@ -107,11 +109,12 @@ def open_samples(config: Config) -> Samples:
             opened[prefix] = open_source(config, prefix)
         return opened[prefix]
 
-    batch = training.global_batch_size
-    valid = open_part(config, "valid", training.eval_iters * batch, open_one) if training.eval_iters else None
+    batch, build = training.global_batch_size, part_builder(config)
+    valid = open_part(config, "valid", training.eval_iters * batch, open_one, build) if training.eval_iters else None
     return Samples(
-        train=open_part(config, "train", training.train_iters * batch, open_one),
+        train=open_part(config, "train", training.train_iters * batch, open_one, build),
         valid=valid,
+        tensors=tensors_of(config),
         global_batch=batch,
         micro_batch=training.micro_batch_size,
     )

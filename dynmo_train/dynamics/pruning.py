@@ -6,16 +6,17 @@ arXiv 1710.01878, equation 1. Pruned are the matrices of attention and MLP items
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
 from ..models.items import masks_of
 from ..models.linear import PrunableLinear
 from ..optim.items import HeldItems
-from ..parallel.world import World, sum_over_model
-from .pruning_units import PruningRule, Units, units_of
+from ..parallel.world import World, sum_over, sum_over_model
+from .pruning_units import PruningRule, Units, single_weights, units_of
 from .technique import Event
 
 KINDS = {"unstructured": ("weights",), "2:4": ("weights",), "block": ("weights",), "structured": ("heads", "columns")}
@@ -95,6 +96,15 @@ def kth_magnitude_bits(
     return prefix
 
 
+class OwnUnits(NamedTuple):
+    """Units of an item that this process holds; ``counted`` where it speaks for them (some are held by several)."""
+
+    item: str
+    names: Mapping[PrunableLinear, str]
+    units: Units
+    counted: bool
+
+
 class GradualPruning:
     """Prunes the held weights after the steps of the schedule; frozen items are left alone."""
 
@@ -109,19 +119,25 @@ class GradualPruning:
         self.schedule, self.held, self._frozen, self._world, self.rule = schedule, held, frozen, world, rule
         self.sparsity = schedule.initial
 
-    def _units(self) -> list[tuple[Units, bool]]:
-        """The units of this process, and whether it speaks for them: some are held whole by several."""
+    def _units(self) -> list[OwnUnits]:
+        """The units of this process."""
         left_alone = set(self._frozen())
-        found: list[tuple[Units, bool]] = []
+        found: list[OwnUnits] = []
         for item, module in self.held.modules.items():
-            if item not in left_alone:
-                names = {layer: name for name, layer in masks_of(item, module).items()}
-                of_item = units_of(module, self.rule)
-                found += [(units, self.held.counts(names[units.layers[0]])) for units in of_item]
+            if item in left_alone:
+                continue
+            names = {layer: name for name, layer in masks_of(item, module).items()}
+            if self.held.shards is not None:
+                own = self.held.own_parameters(item)
+                of_item = [single_weights(layer, own[name]) for layer, name in names.items()]
+            else:
+                of_item = list(units_of(module, self.rule))
+            found += [OwnUnits(item, names, units, self.held.counts(names[units.layers[0]])) for units in of_item]
         return found
 
     def _total(self, counts: torch.Tensor) -> torch.Tensor:
-        return sum_over_model(self._world, counts)
+        summed = sum_over_model(self._world, counts)
+        return summed if self.held.shards is None else sum_over(self._world.groups.data, summed)
 
     def after_step(self, step: int) -> Event | None:
         """Prune to the schedule's sparsity where it is due."""
@@ -131,15 +147,17 @@ class GradualPruning:
         units = self._units()
         thresholds = self._thresholds(units, self.rule.share(target))
         counts = torch.zeros(2, dtype=torch.int64)
-        for (each, counted), threshold in zip(units, thresholds, strict=True):
-            keep = each.scores.view(torch.int32) > threshold
-            if each.last_stays and not bool(keep.any()):
-                keep[each.scores.argmax()] = True
-            for layer, mask in each.prune(keep):
-                if counted:
+        for each, threshold in zip(units, thresholds, strict=True):
+            scores = each.units.scores
+            keep = scores.view(torch.int32) > threshold
+            if each.units.last_stays and not bool(keep.any()):
+                keep[scores.argmax()] = True
+            for layer, mask in each.units.prune(keep):
+                if each.counted:
                     counts += torch.tensor([mask.numel() - int(mask.sum()), mask.numel()])
                 if target > 0:
-                    self._prune(layer, mask)
+                    whole = mask if self.held.shards is None else self.held.shards.whole(mask, layer.outputs)
+                    self.held.prune(each.item, each.names[layer], layer, whole)
         pruned, count = self._total(counts).tolist()
         self.sparsity = pruned / count if count and target > 0 else 0.0
         return Event(
@@ -150,29 +168,22 @@ class GradualPruning:
             next_expected_step=self.schedule.next_after(step),
         )
 
-    def _thresholds(self, units: Sequence[tuple[Units, bool]], share: float) -> list[int]:
+    def _thresholds(self, units: Sequence[OwnUnits], share: float) -> list[int]:
         """For each of ``units`` the bits of the highest score that is pruned, -1 where none is."""
         if self.rule.scope == "layer":
-            ranks = [round(share * each.scores.numel()) for each, _ in units]
+            ranks = [round(share * each.units.scores.numel()) for each in units]
             return [
-                kth_magnitude_bits([each.scores], rank, lambda counts: counts) if rank else -1
-                for (each, _), rank in zip(units, ranks, strict=True)
+                kth_magnitude_bits([each.units.scores], rank, lambda counts: counts) if rank else -1
+                for each, rank in zip(units, ranks, strict=True)
             ]
         # Every worker goes through the same kinds: it may hold none of one.
         found: dict[str, int] = {}
         for kind in KINDS[self.rule.mode]:
-            scores = [each.scores for each, counted in units if counted and each.kind == kind]
+            scores = [each.units.scores for each in units if each.counted and each.units.kind == kind]
             count = int(self._total(torch.tensor([sum(each.numel() for each in scores)], dtype=torch.int64)))
             rank = round(share * count)
             found[kind] = kth_magnitude_bits(scores, rank, self._total) if rank else -1
-        return [found[each.kind] for each, _ in units]
-
-    def _prune(self, layer: PrunableLinear, mask: torch.Tensor) -> None:
-        layer.set_mask(mask, self.held.sparse)
-        for item, _, parameter in self.held.parameters():
-            if parameter is layer.weight:
-                for moment in self.held.moments(item, parameter).values():
-                    moment.mul_(mask)
+        return [found[each.units.kind] for each in units]
 
     def resume(self, step: int) -> None:
         """Masks come with the items; only the figure for the log is taken up."""

@@ -75,14 +75,19 @@ def units_of(module: nn.Module, rule: PruningRule) -> Iterator[Units]:
             yield {"unstructured": _weights, "2:4": _fours, "block": _blocks}[rule.mode](part)
 
 
-def _weights(layer: PrunableLinear) -> Units:
-    weight = layer.weight.detach()
+def single_weights(layer: PrunableLinear, own: torch.Tensor) -> Units:
+    """Every weight of ``own``: the layer's weight, or the rows of it that this process holds."""
+    weight = own.detach()
     return Units(
         layers=(layer,),
         kind="weights",
         scores=weight.abs().view(-1),
         prune=lambda keep: [(layer, keep.view_as(weight))],
     )
+
+
+def _weights(layer: PrunableLinear) -> Units:
+    return single_weights(layer, layer.weight)
 
 
 def _fours(layer: PrunableLinear) -> Units:

@@ -128,6 +128,23 @@ def train_before(items: Sequence[ItemSpec], index: int, frozen: int) -> dict[str
     return trains | dict.fromkeys((name for item in items[:index] for name in item.side), False)
 
 
+CUT_FIRST = ("qkv", "query", "key_value", "fc1", "gate", "up")
+CUT_LAST = ("dense.weight", "fc2.weight", "relative.weight")
+CUT_ROWS = ("word.weight", "head.weight", "head.bias")
+
+
+def split_dim(parameter: str) -> int | None:
+    """The dimension along which tensor parallelism cuts a parameter, by its name; None: every rank has it whole.
+
+    Heads, MLP width and vocabulary are cut; norms, positions, routers and the biases of a branch's end are not, nor is
+    what stands in a head before its last product.
+    """
+    owner, _, kind = parameter.rpartition(".")
+    if parameter.endswith(CUT_ROWS) or (owner.endswith(CUT_FIRST) and kind in ("weight", "bias")):
+        return 0
+    return 1 if parameter.endswith(CUT_LAST) and not parameter.startswith("head.") else None
+
+
 class ModelFamily(Protocol):
     """What the engine asks of a model family: a pure description and a builder of single items."""
 

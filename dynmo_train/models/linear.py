@@ -144,6 +144,7 @@ class PrunableLinear(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(outputs, inputs, device=device))
         self.bias = nn.Parameter(torch.zeros(outputs, device=device)) if bias else None
+        self.outputs = outputs
         self.register_buffer("mask", None, persistent=False)
         self.form = DENSE
         self.rows: torch.Tensor | None = None
@@ -162,10 +163,11 @@ class PrunableLinear(nn.Module):
         return 1.0 - int(self.mask.sum()) / self.mask.numel()
 
     def set_mask(self, mask_OI: torch.Tensor, table: SparseTable) -> None:
-        """Prune to ``mask_OI`` (boolean, true = kept): zero the others and choose the form of the product."""
+        """Take ``mask_OI`` (boolean, true = kept) and choose the form of the product.
+
+        The weight is zero elsewhere already: its owner zeroes it, who may hold it in parts.
+        """
         self.mask = mask_OI
-        with torch.no_grad():
-            self.weight.mul_(mask_OI)
         self.weights_changed()
         if table.structured:
             self.rows, self.columns = kept_lines(mask_OI)
@@ -189,6 +191,8 @@ class PrunableLinear(nn.Module):
     def _product(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         if self.rows is not None or self.columns is not None:
             return self._narrow(x, bias)
+        if not x.numel():
+            return F.linear(x, self.weight, bias)
         if self._pattern is not None:
             y_NO = self._csr(x.reshape(-1, x.shape[-1]), self._pattern)
         elif self.form in (BLOCK, SEMI_STRUCTURED) and self.mask is not None:

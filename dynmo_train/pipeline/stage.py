@@ -9,8 +9,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining._backward import stage_backward, stage_backward_weight
+from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from ..models.inner_loss import with_losses
@@ -66,8 +68,9 @@ class StageModule(nn.Module):
         self.step, self.loss_scale = 0, 1.0
         self.probe, self.device = probe, device
         self.reported: dict[str, dict[str, list[torch.Tensor]]] = {}
-        self._copies = [ComputeCopies(layer, dtype) for layer in self.layers] if dtype != torch.float32 else []
-        self._kept_anyway = {parameter.untyped_storage().data_ptr() for parameter in self.parameters()}
+        # Sharded items (ZeRO) cast by themselves.
+        copied = dtype != torch.float32 and not any(isinstance(layer, FSDPModule) for layer in self.layers)
+        self._copies = [ComputeCopies(layer, dtype) for layer in self.layers] if copied else []
 
     def begin(self, step: int, loss_scale: float, *, training: bool) -> None:
         """Before the first microbatch of a step; ``loss_scale`` is what a microbatch's loss is multiplied with."""
@@ -123,6 +126,10 @@ class StageModule(nn.Module):
         if self.front is not None and written:
             self.front.put(self.number, keys, {name: values[name].detach() for name in written})
 
+    def _kept_anyway(self) -> set[int]:
+        """Where the bytes of the parameters are, as far as they are whole now."""
+        return {p.untyped_storage().data_ptr() for p in self.parameters() if not isinstance(p, DTensor)}
+
     def _keep(self, item: str, figures: Mapping[str, torch.Tensor]) -> None:
         kept = self.reported.setdefault(item, {})
         for name, value in figures.items():
@@ -153,7 +160,8 @@ class ItemStage(PipelineStage):
     """``PipelineStage`` that knows the frozen front: no gradient crosses a boundary behind which nothing trains.
 
     torch 2.13's split backward silently drops the weight gradients of a stage none of whose inputs requires grad, but
-    for stage 0; here such a stage runs its full backward at W.
+    for stage 0; here such a stage runs its full backward at W. A stage through which several values run (of an
+    encoder-decoder) runs its full backward at once, and nothing at W.
 
     Args:
         boundary: the shapes of all values.
@@ -191,6 +199,9 @@ class ItemStage(PipelineStage):
         self.module = module
         self._trains_before = any(trains_before[name] for name in module.enters)
         self._trains = any(trains_after[name] for name in module.leaves)
+        # Weights that no path from the one input reaches cannot be left to W: they share their graph with others.
+        moving = tuple(name for name in module.enters if trains_before[name])
+        self._splits = len(moving) == 1 and all(spec.reads[:1] == moving for spec in module.specs)
         self._no_gradients = (None,) * len(module.enters)
         self._final = final
 
@@ -235,8 +246,9 @@ class ItemStage(PipelineStage):
                 self.backward_state[bwd_chunk_id] = (loss if self.is_last else outputs, grads, inputs)
                 self.bwd_cache[bwd_chunk_id] = self._no_gradients
             else:
+                whole = full_backward or not self._splits
                 with self._announcing(last_backward), self.module.probe.backward(self.module.names):
-                    super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
+                    super().backward_one_chunk(bwd_chunk_id, loss, whole, last_backward)
 
     @contextmanager
     def _announcing(self, last_backward: bool) -> Iterator[None]:
@@ -263,6 +275,9 @@ class ItemStage(PipelineStage):
                 with self._announcing(last_backward), self.module.probe.backward(self.module.names):
                     stage_backward(outputs, grads, inputs)
                 return
+            if not self._splits:
+                with self._announcing(last_backward):
+                    return
             self.dw_runner.pop(bwd_chunk_id)
             _, groups, _, _ = self.backward_state.pop(bwd_chunk_id)
             self._weight_gradients(groups)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from families import SAMPLES
 
 from dynmo_train.dynamics.plasticity import PlasticityRule
 from dynmo_train.dynamics.pruning import CubicSchedule
@@ -15,7 +16,7 @@ from dynmo_train.engine import Engine, EngineSettings
 from dynmo_train.models.dynamic import DynamicFamily, DynamicSettings
 from dynmo_train.models.early_exit import LEFT
 from dynmo_train.models.gpt import Gpt, GptShape
-from dynmo_train.models.items import BoundaryShape, ModelFamily
+from dynmo_train.models.items import HIDDEN, LOSS, BoundaryShape, ModelFamily
 from dynmo_train.models.sparse_forms import SparseTable
 from dynmo_train.optim.adamw import AdamWSettings
 from dynmo_train.optim.precision import FLOAT32, LossScaling, Precision
@@ -65,6 +66,7 @@ class Scenario:
     dropout: float = 0.1
     precision: str = "fp32"
     dynamic: DynamicSettings | None = None
+    model: str = "gpt"
     rule: PruningRule = PruningRule()
     plasticity: PlasticityRule | None = None
     cache_bytes: int | None = None
@@ -73,13 +75,15 @@ class Scenario:
     def batch(self, step: int) -> Batch:
         """The step's samples; in each epoch the same ones in another order."""
         if self.epoch is None:
-            return batch_of(step)
+            return batch_of(step, self.model)
         rounds, place = divmod(step - 1, self.epoch)
-        again = batch_of(place + 1)
+        again = batch_of(place + 1, self.model)
         inputs = {name: tensor.roll(3 * rounds, 0) for name, tensor in again.inputs.items()}
         return replace(again, inputs=inputs, first_microbatch=(step - 1) * MICROBATCHES, step=step)
 
     def family(self) -> ModelFamily:
+        if self.model != "gpt":
+            return SAMPLES[self.model].family
         shape = replace(
             SHAPE, tied_embeddings=self.tied, hidden_dropout=self.dropout, attention_dropout=self.dropout
         )
@@ -90,9 +94,11 @@ class Scenario:
 
     def settings(self) -> EngineSettings:
         precision = PRECISIONS[self.precision]
-        boundary = BoundaryShape.hidden(
-            batch=MICRO_BATCH, tokens=TOKENS, width=SHAPE.hidden_size, dtype=precision.compute
-        )
+        if self.model == "gpt":
+            shapes = {HIDDEN: (MICRO_BATCH, TOKENS, SHAPE.hidden_size), LOSS: ()}
+        else:
+            shapes = SAMPLES[self.model].shapes(MICRO_BATCH)
+        boundary = BoundaryShape(shapes=shapes, dtype=precision.compute)
         if self.dynamic is not None and self.dynamic.exits is not None:
             boundary = replace(boundary, shapes={**boundary.shapes, LEFT: (MICRO_BATCH, TOKENS)})
         return EngineSettings(
@@ -117,8 +123,11 @@ class Scenario:
         )
 
 
-def batch_of(step: int) -> Batch:
+def batch_of(step: int, model: str = "gpt") -> Batch:
     generator = torch.Generator().manual_seed(1000 + step)
+    if model != "gpt":
+        inputs = SAMPLES[model].inputs(MICROBATCHES * MICRO_BATCH, generator)
+        return Batch(inputs=inputs, first_microbatch=(step - 1) * MICROBATCHES, step=step)
     ids = torch.randint(0, SHAPE.vocab_size, (MICROBATCHES * MICRO_BATCH, TOKENS + 1), generator=generator)
     return Batch(
         inputs={"ids": ids[:, :-1].contiguous(), "labels": ids[:, 1:].contiguous()},
@@ -162,7 +171,7 @@ def play(world: World, scenario: Scenario) -> dict[str, Any]:
         engine.after_step(step)
         if step in moves:
             engine.repartition(moves[step])
-    held_out = engine.evaluate([batch_of(9999)])
+    held_out = engine.evaluate([batch_of(9999, scenario.model)])
     return {
         "losses": losses,
         "norms": norms,

@@ -103,7 +103,7 @@ def test_the_scenario_exercises_the_technique(technique):
 
 def test_the_cached_front_is_not_run_again_and_gives_the_same_bits():
     """Frozen after step 2, samples again from step 5 on: with room for all of them the front runs no more."""
-    plain = Scenario(steps=8, freeze=((2, 1),), prune=False, epoch=4)
+    plain = Scenario(steps=8, freeze=((2, 1),), prune=False, epoch=4, freeze_tied=True)
     [(losses, calls)] = run_workers(calls_of_front, 1, replace(plain, cache_bytes=1 << 24))
     [(again, every)] = run_workers(calls_of_front, 1, replace(plain, cache_bytes=1))
     assert losses == again

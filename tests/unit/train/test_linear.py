@@ -18,7 +18,8 @@ def layer_with(sparsity: float, threshold: float, outputs: int = 48, inputs: int
     with torch.no_grad():
         layer.weight.copy_(torch.randn(outputs, inputs, generator=generator))
         layer.bias.copy_(torch.randn(outputs, generator=generator))
-    mask = torch.rand(outputs, inputs, generator=generator) >= sparsity
+        mask = torch.rand(outputs, inputs, generator=generator) >= sparsity
+        layer.weight.mul_(mask)
     layer.set_mask(mask, SparseTable(thresholds={CSR: threshold}))
     return layer
 
@@ -109,6 +110,7 @@ def test_the_block_form_equals_the_dense_product_and_its_gradients():
     layer = PrunableLinear(128, 128, CPU)
     with torch.no_grad():
         layer.weight.copy_(torch.randn(128, 128, generator=torch.Generator().manual_seed(1)))
+        layer.weight.mul_(mask_of(0.75, "blocks"))
     layer.set_mask(mask_of(0.75, "blocks"), SparseTable(thresholds={}))
     layer.form = BLOCK  # CUDA's choice; the arithmetic is the same here
     x = torch.randn(5, 128, requires_grad=True)

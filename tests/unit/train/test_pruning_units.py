@@ -66,6 +66,8 @@ def test_blocks_and_their_edges():
 
 def apply(masks, structured):
     for layer, mask in masks:
+        with torch.no_grad():
+            layer.weight.mul_(mask)
         layer.set_mask(mask, SparseTable(structured=structured))
 
 

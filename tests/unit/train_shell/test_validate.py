@@ -29,9 +29,20 @@ def problems(world_size=1, **values):
 CASES = {
     "heads": ({"num_attention_heads": 5}, "--hidden-size"),
     "positions": ({"max_position_embeddings": 31}, "--seq-length"),
+    "another family's": ({"num_query_groups": 2}, "--num-query-groups"),
+    "groups": ({"family": "llama", "num_query_groups": 3}, "--num-query-groups"),
+    "odd heads": ({"family": "llama", "kv_channels": 9}, "--kv-channels"),
+    "rotary": ({"position_embedding_type": "rotary"}, "--position-embedding-type"),
+    "too few experts": ({"num_experts": 2, "moe_router_topk": 3}, "--moe-router-topk"),
+    "distances": (
+        {"family": "t5", "position_embedding_type": "relative", "relative_attention_max_distance": 16},
+        "--relative-attention-max-distance",
+    ),
+    "decoder": ({"family": "t5", "decoder_seq_length": 40, "max_position_embeddings": 32}, "--decoder-seq-length"),
     "batch": ({"global_batch_size": 3}, "--global-batch-size"),
     "cut heads": ({"tensor_model_parallel_size": 3, "world_size": 3, "ffn_hidden_size": 96}, "--num-attention-heads"),
     "cut width": ({"tensor_model_parallel_size": 2, "world_size": 2, "ffn_hidden_size": 97}, "--ffn-hidden-size"),
+    "zero and split": ({"zero_stage": 1, "schedule": "zero-bubble"}, "--zero-stage"),
     "sequence alone": ({"sequence_parallel": True}, "--sequence-parallel"),
     "processes": ({"pipeline_model_parallel_size": 2, "global_batch_size": 4}, "--pipeline-model-parallel-size"),
     "replicas": (
@@ -61,8 +72,9 @@ CASES = {
     "too sparse": ({"sparsify": True, "pruning_mode": "2:4", "final_sparsity": 0.6}, "--final-sparsity"),
     "two ways to freeze": ({"freeze_adaptive": True, "freeze_schedule": "1:1"}, "--freeze-adaptive"),
     "cache of nothing": ({"freeze_cache_activations": 8}, "--freeze-cache-activations"),
+    "cache of what trains": ({"freeze_cache_activations": 8, "freeze_adaptive": True}, "--freeze-cache-activations"),
     "cache and depths": (
-        {"freeze_cache_activations": 8, "freeze_adaptive": True, "mod_capacity": 0.5},
+        {"freeze_cache_activations": 8, "freeze_adaptive": True, "freeze_tied": True, "mod_capacity": 0.5},
         "--freeze-cache-activations",
     ),
     "freeze form": ({"freeze_schedule": "x"}, "--freeze-schedule"),
