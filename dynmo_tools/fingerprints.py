@@ -16,9 +16,9 @@ import numpy as np
 import numpy.typing as npt
 
 from . import __version__
+from .copying import copy_into
 from .errors import UsageError
 from .formats._document import encode_json, envelope, read_json, write_whole
-from .joining import copy_into
 from .minhash import SCHEME, band_keys
 from .settings import MatchSettings
 from .shingles import U32, U64
