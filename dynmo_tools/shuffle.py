@@ -10,6 +10,7 @@ import numpy as np
 
 from .compression import is_compressed
 from .copying import copy_into
+from .joining import records_ending
 from .plan import Plan
 from .settings import ShuffleSettings
 from .tasks import Phase, Task, marker_of
