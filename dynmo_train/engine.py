@@ -19,11 +19,20 @@ from .dynamics.pruning import CubicSchedule, GradualPruning
 from .dynamics.technique import Event
 from .models.items import ModelFamily
 from .optim.adamw import AdamWSettings
-from .optim.gradients import add_tied_gradients, clip_gradients, gradient_norm, zero_pruned_gradients
+from .optim.gradients import (
+    add_tied_gradients,
+    add_token_gradients,
+    clip_gradients,
+    gradient_norm,
+    zero_pruned_gradients,
+)
 from .optim.items import HeldItems, ItemState
 from .optim.precision import FLOAT32, LossScaler, Precision, unscale
+from .optim.replicas import GradientReducer
 from .optim.schedule import LearningRate
-from .parallel.world import World, gather_documents, mean_over_replicas, sum_over_pipeline
+from .parallel.tensor import region_of
+from .parallel.world import World, gather_documents, sum_over_pipeline, sum_over_replicas
+from .parallel.zero import Shards
 from .pipeline.clock import clock_for
 from .pipeline.costs import costs_of_workers
 from .pipeline.partition import Partition
@@ -43,6 +52,10 @@ class EngineSettings:
         sparse_threshold: sparsity from which products run on the nonzeros.
         precision: types of the arithmetic; the boundary's type is its ``compute``.
         fused_adam: NVIDIA's ``FusedAdam`` where it updates the weights; None where torch's AdamW does.
+        overlap_reduction: whether the replicas' gradients are added while others are still being computed.
+        sequence_parallel: whether the stream between tensor-parallel regions is cut along the tokens; the boundary's
+            shape is then that of a part.
+        zero_stage: 0: every replica holds whole parameters and moments; 1 and 2: its rows between steps; 3: always.
     """
 
     pipeline: PipelineShape
@@ -55,6 +68,9 @@ class EngineSettings:
     sparse_threshold: float
     precision: Precision = FLOAT32
     fused_adam: type[Any] | None = None
+    overlap_reduction: bool = False
+    sequence_parallel: bool = False
+    zero_stage: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,18 +99,46 @@ class StepResult:
     costs: list[dict[str, Any]] | None
     figures: Mapping[str, Mapping[str, list[float]]] = field(default_factory=dict)
 
+    @property
+    def losses(self) -> dict[str, float]:
+        """``lm_loss`` first, then whatever scalars the items report, each the mean over its items, in list order."""
+        scalars: dict[str, list[float]] = {}
+        for figures in self.figures.values():
+            for name, values in figures.items():
+                if len(values) == 1:
+                    scalars.setdefault(name, []).append(values[0])
+        means = {name: sum(values) / len(values) for name, values in scalars.items()}
+        return {"lm_loss": self.loss} | means
+
+    @property
+    def counts(self) -> dict[str, dict[str, list[float]]]:
+        """What the items count, such as tokens by expert: figure -> item -> values, in list order."""
+        counts: dict[str, dict[str, list[float]]] = {}
+        for item, figures in self.figures.items():
+            for name, values in figures.items():
+                if len(values) > 1:
+                    counts.setdefault(name, {})[item] = values
+        return counts
+
 
 class Engine:
     """Holds this worker's items under a partition, and trains, evaluates, moves and exports them.
 
     ``is_warm`` says whether a step has run since the stages were last built: the first one is no measure of costs.
-    ``advanced`` is how far the learning rate's schedule has come; steps without an update do not count.
+    ``shape`` is what the pipeline is built for; it follows the batches. ``advanced`` is how far the learning rate's
+    schedule has come; steps without an update do not count.
     """
 
     def __init__(self, family: ModelFamily, settings: EngineSettings, partition: Partition, world: World) -> None:
         self.family, self.settings, self.world = family, settings, world
         self.partition = partition
-        self.held = HeldItems(family, settings.adamw, world.device, settings.sparse_threshold, settings.fused_adam)
+        region = region_of(world, sequence=settings.sequence_parallel)
+        shards = None
+        if settings.zero_stage and world.dims.data > 1:
+            shards = Shards(world, reshard=settings.zero_stage == 3, compute=settings.precision.compute)
+        self.held = HeldItems(
+            family, settings.adamw, world.device, settings.sparse_threshold, settings.fused_adam, region, shards
+        )
         self.scaler = LossScaler(settings.precision.scaling)
         self.advanced = 0
         self.probe = Probe(clock_for(world.device))
@@ -103,6 +147,8 @@ class Engine:
         if settings.pruning is not None:
             self.pruning = GradualPruning(settings.pruning, self.held, lambda: self.freezing.frozen, world)
         self._item_names = tuple(item.name for item in family.items)
+        self.shape = settings.pipeline
+        self._reducer = GradientReducer(self.held, world, overlap=settings.overlap_reduction)
         self._pipeline: Pipeline | None = None
         self.is_warm = False
 
@@ -139,18 +185,26 @@ class Engine:
         if self.pruning is not None:
             self.pruning.resume(step)
 
+    def _fit(self, batch: Batch) -> None:
+        """Have a pipeline for as many microbatches, and samples as long, as those of ``batch``."""
+        needed = self.settings.pipeline.for_batch(batch)
+        if needed != self.shape:
+            self.shape = needed
+            self._pipeline = None
+
     def pipeline(self) -> Pipeline:
         """The stages and the schedule for the partition in force; built when first asked for after a change."""
         if self._pipeline is None:
             self.is_warm = False
             self._pipeline = Pipeline(
-                self.settings.pipeline,
+                self.shape,
                 self.partition,
                 self.world,
                 self.family.items,
                 self.held.modules,
                 self.freezing.frozen,
                 self.probe,
+                self._reducer.item_is_final if self._reducer.overlaps else None,
             )
         return self._pipeline
 
@@ -163,9 +217,10 @@ class Engine:
         """
         started = time.perf_counter_ns()
         self.probe.begin_step(sampled)
+        self._fit(batch)
         pipeline = self.pipeline()
         pipeline.loss_scale = self.scaler.scale
-        loss = pipeline.train_step(batch)
+        loss = pipeline.train_step(self._own_part(batch))
         norm = self._prepare_gradients()
         updated = math.isfinite(norm)
         if updated:
@@ -195,22 +250,27 @@ class Engine:
             figures=figures,
         )
 
+    def _own_part(self, batch: Batch) -> Batch:
+        return batch.of_replica(self.world.replica, self.world.dims.data, self.shape.microbatches)
+
     def _prepare_gradients(self) -> float:
         ties = self.family.ties
+        self._reducer.finish()
+        add_token_gradients(self.held)
         add_tied_gradients(self.held, ties, self.partition.owners(), self.world)
         stopped = self.freezing.without_updates()
         if stopped:
             for _, name, parameter in self.held.parameters():
                 if name in stopped:
                     parameter.grad = None
-        zero_pruned_gradients(self.held.modules)
+        zero_pruned_gradients(self.held)
         gradients = [p.grad for _, _, p in self.held.parameters() if p.grad is not None]
         unscale(gradients, self.scaler.scale)
         return gradient_norm(self.held, self._item_names, ties, self.world)
 
     def _mean_loss(self, loss: torch.Tensor) -> float:
-        """The loss that one worker of each replica knows, at every process: the mean over the replicas."""
-        return float(mean_over_replicas(self.world, sum_over_pipeline(self.world, loss)))
+        """The step's loss at every process, from the parts that one worker of each replica knows."""
+        return float(sum_over_replicas(self.world, sum_over_pipeline(self.world, loss)))
 
     def _figures(self) -> dict[str, dict[str, list[float]]]:
         """What the items of all workers reported in the last step."""
@@ -222,7 +282,7 @@ class Engine:
             here[item][name].reshape(length) if name in here.get(item, {}) else torch.zeros(length, dtype=torch.float64)
             for item, name, length in declared
         ]
-        means = mean_over_replicas(self.world, sum_over_pipeline(self.world, torch.cat(parts)))
+        means = sum_over_replicas(self.world, sum_over_pipeline(self.world, torch.cat(parts))) / self.world.dims.data
         whole = means.split([length for _, _, length in declared])
         figures: dict[str, dict[str, list[float]]] = {}
         for (item, name, _), values in zip(declared, whole, strict=True):
@@ -236,13 +296,17 @@ class Engine:
         else:
             peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         names = self.local_names
-        microbatches = self.settings.pipeline.microbatches
+        microbatches = self.shape.microbatches
         return {"items": names, "peak_memory_bytes": peak, **self.probe.result(names, microbatches)}
 
     def evaluate(self, batches: Iterable[Batch]) -> float:
         """The mean loss over some batches, without gradient or dropout."""
         self.probe.begin_step(False)
-        losses = [self._mean_loss(self.pipeline().evaluate(batch)) for batch in batches]
+        losses = []
+        for batch in batches:
+            self._fit(batch)
+            losses.append(self._mean_loss(self.pipeline().evaluate(self._own_part(batch))))
+        self.held.release()
         return sum(losses) / len(losses)
 
     def after_step(self, step: int) -> Sequence[Event]:

@@ -6,14 +6,21 @@ Adding a family is one file in ``models/`` and one entry here.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from .config import Config
+from .models.bert import Bert, BertShape
+from .models.dynamic import DynamicFamily, DynamicSettings, SparseAttentionSettings
+from .models.early_exit import LEFT, ExitSettings
+from .models.experts import MoeShape
 from .models.gpt import Gpt, GptShape
-from .models.items import BoundaryShape, ModelFamily
+from .models.items import HIDDEN, LOSS, BoundaryShape, ModelFamily
+from .models.llama import Llama, LlamaShape
+from .models.mixture_of_depths import DepthSettings
+from .models.t5 import DECODER, ENCODER, T5, T5Shape
 
-CAUSAL = ("gpt",)
+CAUSAL = ("gpt", "llama")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,18 +39,55 @@ class FamilyEntry:
 
 
 def family_of(config: Config) -> ModelFamily:
-    """The model of a run."""
-    return FAMILIES[config.model.family].of_config(config)
+    """The model of a run, with the techniques that it asks for."""
+    base = FAMILIES[config.model.family].of_config(config)
+    model = config.model
+    settings = dynamic_settings(config)
+    if settings == DynamicSettings():
+        return base
+    return DynamicFamily(base, settings, seed=config.training.seed, width=model.hidden_size, std=model.init_method_std)
+
+
+def dynamic_settings(config: Config) -> DynamicSettings:
+    """The techniques that change the model of a run."""
+    depth, exits, attention = config.depth, config.exits, config.attention
+    return DynamicSettings(
+        depths=None
+        if depth.mod_capacity is None
+        else DepthSettings(capacity=depth.mod_capacity, every=depth.mod_every, aux_weight=depth.mod_router_loss_weight),
+        exits=ExitSettings(
+            layers=exits.exit_layers,
+            loss_weight=exits.early_exit_loss_weight,
+            threshold=exits.early_exit_threshold,
+            measure=exits.early_exit_measure,
+        )
+        if exits.exit_layers
+        else None,
+        sparse_attention=SparseAttentionSettings(
+            buckets=attention.sparse_attention_buckets, block=attention.sparse_attention_block
+        )
+        if attention.sparse_attention
+        else None,
+    )
 
 
 def family_of_manifest(model: Mapping[str, Any]) -> ModelFamily:
     """The model that a manifest describes; raises ``TypeError`` or ``KeyError`` where it is not complete."""
-    return FAMILIES[model["family"]].of_manifest(model)
+    plain = {name: value for name, value in model.items() if name != "x_dynamic"}
+    base = FAMILIES[model["family"]].of_manifest(plain)
+    if "x_dynamic" not in model:
+        return base
+    # The seed and the spread of initial weights do not matter to a model that is read.
+    settings = DynamicSettings.of_document(model["x_dynamic"])
+    return DynamicFamily(base, settings, seed=0, width=model["hidden_size"], std=0.0)
 
 
 def boundary_of(config: Config) -> BoundaryShape:
     """What crosses the stage boundaries of a run."""
-    return FAMILIES[config.model.family].boundary(config)
+    boundary = FAMILIES[config.model.family].boundary(config)
+    if not config.exits.exit_layers:
+        return boundary
+    return replace(boundary, shapes={**boundary.shapes, LEFT: boundary.shapes[HIDDEN][:2]})
 
 
 def _hidden(config: Config) -> BoundaryShape:
@@ -72,14 +116,101 @@ def _common(config: Config) -> dict[str, Any]:
     }
 
 
+def _moe(config: Config) -> MoeShape | None:
+    model = config.model
+    if model.num_experts is None:
+        return None
+    return MoeShape(
+        num_experts=model.num_experts,
+        top_k=model.moe_router_topk,
+        aux_loss_coeff=model.moe_aux_loss_coeff,
+        z_loss_coeff=model.moe_z_loss_coeff,
+        capacity_factor=model.moe_expert_capacity_factor,
+    )
+
+
 def _gpt(config: Config) -> ModelFamily:
-    return Gpt(GptShape(**_common(config), tied_embeddings=not config.model.untie_embeddings_and_output_weights))
+    tied = not config.model.untie_embeddings_and_output_weights
+    return Gpt(GptShape(**_common(config), tied_embeddings=tied, moe=_moe(config)))
 
 
-def _gpt_of_manifest(model: Mapping[str, Any]) -> ModelFamily:
-    return Gpt(GptShape(**{name: value for name, value in model.items() if name != "family"}))
+def _llama(config: Config) -> ModelFamily:
+    model = config.model
+    scaling = None
+    if model.use_rope_scaling:
+        # Llama 3.1's own values; only the factor differs between its sizes.
+        scaling = {
+            "rope_type": "llama3",
+            "factor": model.rope_scaling_factor,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 8192,
+        }
+    return Llama(
+        LlamaShape(
+            **_common(config),
+            num_key_value_heads=model.num_query_groups,
+            head_dim=model.kv_channels,
+            rotary_base=model.rotary_base,
+            rotary_scaling=scaling,
+            tied_embeddings=not model.untie_embeddings_and_output_weights,
+            moe=_moe(config),
+        )
+    )
+
+
+def _bert(config: Config) -> ModelFamily:
+    binary = not config.model.bert_no_binary_head
+    return Bert(BertShape(**_common(config), binary_head=binary, num_tokentypes=2 if binary else 0))
+
+
+def _t5(config: Config) -> ModelFamily:
+    model = config.model
+    common = _common(config)
+    relative = model.position_embedding_type == "relative"
+    return T5(
+        T5Shape(
+            **{name: value for name, value in common.items() if name != "num_layers"},
+            num_encoder_layers=model.num_layers,
+            num_decoder_layers=model.decoder_num_layers,
+            head_dim=model.kv_channels,
+            position_embedding="relative" if relative else "learned",
+            relative_buckets=model.relative_attention_num_buckets,
+            relative_max_distance=model.relative_attention_max_distance,
+            activation="relu" if relative else "gelu",
+        )
+    )
+
+
+def _t5_boundary(config: Config) -> BoundaryShape:
+    model, batch = config.model, config.training.micro_batch_size
+    return BoundaryShape(
+        shapes={
+            ENCODER: (batch, model.seq_length, model.hidden_size),
+            DECODER: (batch, model.decoder_seq_length, model.hidden_size),
+            LOSS: (),
+        }
+    )
+
+
+def _shape_of_manifest(shape: type, model: Mapping[str, Any]) -> Any:
+    """The fields of ``shape`` that the manifest's ``model`` object states."""
+    names = {field.name for field in fields(shape)}
+    given = {name: value for name, value in model.items() if name in names}
+    return shape(**given, **({"moe": MoeShape.of_manifest(model)} if "moe" in names else {}))
 
 
 FAMILIES: dict[str, FamilyEntry] = {
-    "gpt": FamilyEntry(of_config=_gpt, of_manifest=_gpt_of_manifest, boundary=_hidden),
+    "gpt": FamilyEntry(
+        of_config=_gpt, of_manifest=lambda model: Gpt(_shape_of_manifest(GptShape, model)), boundary=_hidden
+    ),
+    "llama": FamilyEntry(
+        of_config=_llama, of_manifest=lambda model: Llama(_shape_of_manifest(LlamaShape, model)), boundary=_hidden
+    ),
+    "bert": FamilyEntry(
+        of_config=_bert, of_manifest=lambda model: Bert(_shape_of_manifest(BertShape, model)), boundary=_hidden
+    ),
+    "t5": FamilyEntry(
+        of_config=_t5, of_manifest=lambda model: T5(_shape_of_manifest(T5Shape, model)), boundary=_t5_boundary
+    ),
 }

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from .dynamics.technique import Event
 from .formats.profile import (
@@ -31,15 +32,18 @@ FLOAT_BYTES = 4
 MOMENTS_BYTES = 8
 
 
-def describe_items(family: ModelFamily, boundary: BoundaryShape) -> list[ItemInfo]:
+def describe_items(family: ModelFamily, boundary: BoundaryShape, build: Callable[[str], nn.Module]) -> list[ItemInfo]:
     """The items of a profile's header; sizes of training with AdamW, from modules on the meta device.
+
+    Args:
+        build: an item as one process holds it, without memory for its weights.
 
     Parameters and gradients are float32; lower precision holds a copy of the parameters in its own type beside them.
     """
     parameter_bytes = FLOAT_BYTES + (boundary.dtype.itemsize if boundary.dtype != torch.float32 else 0)
     infos: list[ItemInfo] = []
     for index, item in enumerate(family.items):
-        module = family.build(item.name, torch.device("meta"))
+        module = build(item.name)
         count = sum(parameter.numel() for parameter in module.parameters())
         infos.append(
             ItemInfo(

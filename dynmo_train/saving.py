@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Mapping
+import threading
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,13 +22,13 @@ from .checkpoint import (
     prune,
     write_shard,
 )
-from .checkpoint.manifest import whole_index
 from .checkpoint.writer import dtype_name
 from .engine import Engine
 from .errors import DynmoError
 from .models.items import ModelFamily, masks_of, parameters_of
+from .models.sharding import whole_shape
 from .optim.adamw import MOMENTS
-from .optim.items import ItemState, role_of
+from .optim.items import HeldItems, ItemState, parameter_of, role_of
 from .parallel.world import all_agree, broadcast_document, gather_documents
 
 
@@ -37,7 +38,8 @@ class SavedRun:
 
     Attributes:
         data: what fixes the order of the samples, as in the manifest.
-        tokenizer: path of the tokenizer.json to copy along, or None.
+        tokenizer: the tokenizer's files to copy along, by their names in the checkpoint.
+        moments: whether the optimizer state is stored.
         keep: how many checkpoints to keep; None keeps all.
     """
 
@@ -45,8 +47,98 @@ class SavedRun:
     step: int
     consumed_train_samples: int
     data: Mapping[str, Any]
-    tokenizer: Path | None
+    tokenizer: Mapping[str, Path]
     keep: int | None
+    moments: bool = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class _File:
+    """One shard file of this process: its tensors, and what the manifest says of each, but for the checksum."""
+
+    name: str
+    tensors: Mapping[str, torch.Tensor]
+    entries: Sequence[Mapping[str, Any]]
+
+
+class PendingSave:
+    """A checkpoint on its way: begun at a step boundary, written (in a thread, if that is wished), then committed.
+
+    Every process makes one at the same boundary, and calls ``finish`` at the same later one.
+
+    Args:
+        copies: whether the state is copied first, so that training can go on while it is written.
+    """
+
+    def __init__(self, engine: Engine, checkpoints_dir: Path, run: SavedRun, *, copies: bool = False) -> None:
+        self.run, self._world, self._checkpoints = run, engine.world, checkpoints_dir
+        world = engine.world
+        named = str(new_staging(checkpoints_dir, run.step)) if world.is_first else None
+        self._staging = Path(broadcast_document(world, named))
+        states = {item: engine.held.export_whole(item) for item in engine.local_names}
+        # Replicas hold the same: the first one writes.
+        mine = world.replica == 0
+        self._files = _files_of(engine, states, moments=run.moments, copies=copies) if mine else []
+        told = gather_documents(world, _facts_of_part(engine, states) if mine else None)
+        facts = [one for one in told if one is not None]
+        self._document = _document(engine, run, facts) if world.is_first else None
+        self._members = [name for one in facts for group in ("decay", "no_decay") for name in one[group]]
+        self._report: list[dict[str, Any]] = []
+        self._problem: str | None = None
+        self._thread: threading.Thread | None = None
+
+    def write(self) -> None:
+        """Write this process's part."""
+        try:
+            for file in self._files:
+                checksums = write_shard(self._staging, file.name, file.tensors)
+                self._report += [{**entry, "crc32": checksums[entry["key"]]} for entry in file.entries]
+            if self._world.is_first and self.run.tokenizer:
+                (self._staging / "tokenizer").mkdir()
+                for name, path in self.run.tokenizer.items():
+                    shutil.copyfile(path, self._staging / "tokenizer" / name)
+        except (OSError, DynmoError) as error:
+            self._problem = f"rank {self._world.rank}: {error}"
+        self._files = []
+
+    def write_aside(self) -> None:
+        """Write while training goes on."""
+        self._thread = threading.Thread(target=self.write, name="checkpoint")
+        self._thread.start()
+
+    def is_written_everywhere(self) -> bool:
+        """Whether all processes have written their parts; every process asks at the same boundary."""
+        return all_agree(self._thread is None or not self._thread.is_alive())
+
+    def finish(self) -> Path:
+        """Wait for what is still being written, and put the checkpoint in place.
+
+        Raises:
+            DynmoError: on every worker, where one of them could not write its part; the last checkpoint stays in place.
+        """
+        if self._thread is not None:
+            self._thread.join()
+        told = gather_documents(self._world, {"problem": self._problem, "report": self._report})
+        problem: str | None = None
+        if self._document is not None:
+            problem = "; ".join(one["problem"] for one in told if one["problem"]) or None
+            problem = problem or self._commit(self._document, [one["report"] for one in told])
+        if not all_agree(problem is None):
+            problem = broadcast_document(self._world, problem)
+            raise DynmoError(f"the checkpoint of step {self.run.step} was not written: {problem}")
+        return self._checkpoints / f"step-{self.run.step:08d}"
+
+    def _commit(self, document: RunFacts, reports: Sequence[Sequence[Mapping[str, Any]]]) -> str | None:
+        """Put the checkpoint in place; returns what went wrong, if anything."""
+        try:
+            written_by = f"dynmo-train {__version__}"
+            manifest = build_manifest(document, reports, written_by=written_by, expected=self._members)
+            commit(self._checkpoints, self.run.step, self._staging, manifest)
+            if self.run.keep is not None:
+                prune(self._checkpoints, self.run.keep)
+        except (OSError, DynmoError) as error:
+            return str(error)
+        return None
 
 
 def save(engine: Engine, checkpoints_dir: Path, run: SavedRun) -> Path:
@@ -55,99 +147,79 @@ def save(engine: Engine, checkpoints_dir: Path, run: SavedRun) -> Path:
     Raises:
         DynmoError: on every worker, where one of them could not write its part; the last checkpoint stays in place.
     """
-    world = engine.world
-    staging = Path(broadcast_document(world, str(new_staging(checkpoints_dir, run.step)) if world.is_first else None))
-    states = {item: engine.held.export(item) for item in engine.local_names}
-    problem: str | None = None
-    report: list[dict[str, Any]] = []
-    try:
-        report = _write_part(engine, staging, states)
-        if world.is_first and run.tokenizer is not None:
-            (staging / "tokenizer").mkdir()
-            shutil.copyfile(run.tokenizer, staging / "tokenizer" / "tokenizer.json")
-    except (OSError, DynmoError) as error:
-        problem = f"rank {world.rank}: {error}"
-    told = gather_documents(world, {"problem": problem, "report": report, "facts": _facts_of_part(engine, states)})
-    if world.is_first:
-        problem = "; ".join(one["problem"] for one in told if one["problem"]) or None
-        problem = problem or _commit(engine, checkpoints_dir, staging, run, told)
-    if not all_agree(problem is None):
-        problem = broadcast_document(world, problem)
-        raise DynmoError(f"the checkpoint of step {run.step} was not written: {problem}")
-    return checkpoints_dir / f"step-{run.step:08d}"
+    pending = PendingSave(engine, checkpoints_dir, run)
+    pending.write()
+    return pending.finish()
 
 
-def _write_part(engine: Engine, staging: Path, states: Mapping[str, ItemState]) -> list[dict[str, Any]]:
-    report: list[dict[str, Any]] = []
-    tied = engine.family.ties
+def _files_of(engine: Engine, states: Mapping[str, ItemState], *, moments: bool, copies: bool) -> list[_File]:
+    """The shard files that this process writes."""
+    tied, held = engine.family.ties, engine.held
+    files = []
     for kind, roles in (("model", {"parameter", "mask"}), ("optimizer", {"optimizer"})):
         tensors = {
             name: tensor
             for state in states.values()
             for name, tensor in state.tensors.items()
-            if role_of(name) in roles and not any(name == copy or name.startswith(f"{copy}.") for copy in tied)
+            if role_of(name) in roles and held.counts(name) and parameter_of(name) not in tied
         }
-        if not tensors:
+        if not tensors or (kind == "optimizer" and not moments):
             continue
         file = f"{kind}-p{engine.world.worker:03d}-t{engine.world.shard:02d}.safetensors"
-        checksums = write_shard(staging, file, tensors)
-        report += [
-            {
-                "name": name,
-                "dtype": dtype_name(tensor.dtype),
-                "shape": list(tensor.shape),
-                "role": role_of(name),
-                "file": file,
-                "key": name,
-                "index": whole_index(tensor.shape),
-                "crc32": checksums[name],
-            }
-            for name, tensor in tensors.items()
-        ]
-    return report
+        entries = []
+        for name, tensor in tensors.items():
+            shape, index = whole_shape(tensor.shape, held.split_dim(name), held.region)
+            about = {"name": name, "dtype": dtype_name(tensor.dtype), "shape": shape, "role": role_of(name)}
+            entries.append({**about, "file": file, "key": name, "index": index})
+        if copies:
+            tensors = {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()}
+        files.append(_File(name=file, tensors=tensors, entries=entries))
+    return files
 
 
 def _facts_of_part(engine: Engine, states: Mapping[str, ItemState]) -> dict[str, Any]:
-    """What rank 0 cannot see of this worker: optimizer steps, which parameters decay, sparsity of its items."""
+    """What rank 0 cannot see of this process: optimizer steps, which parameters decay, pruned weights of its items."""
     tied = engine.family.ties
-    steps = {name: step for state in states.values() for name, step in state.steps.items() if name not in tied}
-    parameters = [(name, p.dim() >= 2) for _, name, p in engine.held.parameters() if name not in tied]
-    sparsity = {}
+    pruned: dict[str, list[int]] = {}
     for item in engine.local_names:
-        layers = masks_of(item, engine.held.modules[item]).values()
-        masked = [layer for layer in layers if layer.mask is not None]
-        if masked:
-            zeros = sum(layer.sparsity * layer.weight.numel() for layer in masked)
-            sparsity[item] = zeros / sum(layer.weight.numel() for layer in masked)
+        for name, layer in masks_of(item, engine.held.modules[item]).items():
+            if layer.mask is not None and engine.held.counts(name):
+                counts = pruned.setdefault(item, [0, 0])
+                counts[0] += layer.mask.numel() - int(layer.mask.sum())
+                counts[1] += layer.mask.numel()
+    if engine.world.shard != 0:
+        return {"steps": {}, "decay": [], "no_decay": [], "pruned": pruned}
+    parameters = [(name, p.dim() >= 2) for _, name, p in engine.held.parameters() if name not in tied]
     return {
-        "steps": steps,
+        "steps": {name: step for state in states.values() for name, step in state.steps.items() if name not in tied},
         "decay": [name for name, decays in parameters if decays],
         "no_decay": [name for name, decays in parameters if not decays],
-        "sparsity": sparsity,
+        "pruned": pruned,
     }
 
 
-def _commit(
-    engine: Engine, checkpoints_dir: Path, staging: Path, run: SavedRun, told: list[dict[str, Any]]
-) -> str | None:
-    """Put the checkpoint in place; returns what went wrong, if anything."""
-    facts = [one["facts"] for one in told]
+def _document(engine: Engine, run: SavedRun, facts: Sequence[Mapping[str, Any]]) -> RunFacts:
+    """What the manifest says of the run as it is now."""
     settings = engine.settings
-    partition = engine.partition
-    sparsity = {item: value for fact in facts for item, value in fact["sparsity"].items()}
+    partition, dims = engine.partition, engine.world.dims
+    sparsity = {}
+    for item in (item.name for item in engine.family.items):
+        counts = [fact["pruned"][item] for fact in facts if item in fact["pruned"]]
+        if counts:
+            sparsity[item] = sum(zeros for zeros, _ in counts) / sum(weights for _, weights in counts)
     pruning = {"sparsity": engine.pruning.sparsity, "sparsity_by_item": sparsity} if engine.pruning else None
     members = {name: [each for fact in facts for each in fact[name]] for name in ("decay", "no_decay")}
     rates = {"decay": settings.adamw.weight_decay, "no_decay": 0.0}
     groups = [{"name": name, "weight_decay": rates[name], "parameters": members[name]} for name in members]
-    document = RunFacts(
+    return RunFacts(
         run_id=run.run_id,
         step=run.step,
         consumed_train_samples=run.consumed_train_samples,
         model=engine.family.manifest(),
         topology={
-            "tensor_parallel_size": 1,
-            "pipeline_parallel_size": partition.workers,
-            "data_parallel_size": 1,
+            "tensor_parallel_size": dims.tensor,
+            "pipeline_parallel_size": dims.pipeline,
+            "data_parallel_size": dims.data,
             "virtual_stages_per_worker": partition.virtual_stages,
             "schedule": settings.pipeline.schedule,
             "world_size": engine.world.size,
@@ -163,25 +235,13 @@ def _commit(
             "type": "adamw",
             "steps": {name: step for fact in facts for name, step in fact["steps"].items()},
             "groups": groups,
-        },
+        }
+        if run.moments
+        else None,
         data=run.data,
         rng={"scheme": "hash(seed,step,microbatch,item)", "seed": settings.pipeline.seed},
         extra={"x_progress": {"advanced": engine.advanced, "loss_scale": engine.scaler.state()}},
     )
-    try:
-        expected = [name for names in members.values() for name in names]
-        manifest = build_manifest(
-            document,
-            [one["report"] for one in told],
-            written_by=f"dynmo-train {__version__}",
-            expected=expected,
-        )
-        commit(checkpoints_dir, run.step, staging, manifest)
-        if run.keep is not None:
-            prune(checkpoints_dir, run.keep)
-    except (OSError, DynmoError) as error:
-        return str(error)
-    return None
 
 
 def check_same_model(checkpoint: Checkpoint, family: ModelFamily) -> None:
@@ -196,16 +256,24 @@ def check_same_model(checkpoint: Checkpoint, family: ModelFamily) -> None:
         raise CheckpointError(f"{checkpoint.directory} holds another model: {'; '.join(differences)}")
 
 
-def state_reader(checkpoint: Checkpoint, family: ModelFamily, device: torch.device) -> Callable[[str], ItemState]:
-    """Reads the state of one item, and of nothing else, from a checkpoint."""
-    steps: Mapping[str, int] = (checkpoint.manifest["optimizer"] or {"steps": {}})["steps"]
+def state_reader(
+    checkpoint: Checkpoint, held: HeldItems, device: torch.device, *, moments: bool = True
+) -> Callable[[str], ItemState]:
+    """Reads what this process holds of one item, and of nothing else, from a checkpoint of any layout.
+
+    Args:
+        moments: whether the optimizer state is read.
+    """
+    optimizer = checkpoint.manifest["optimizer"] if moments else None
+    steps: Mapping[str, int] = (optimizer or {"steps": {}})["steps"]
 
     def read(item: str) -> ItemState:
-        module = family.build(item, torch.device("meta"))
+        module = held.blueprint(item)
         names = list(parameters_of(item, module))
         wanted = [*names, *(f"{name}.mask" for name in masks_of(item, module) if checkpoint.has(f"{name}.mask"))]
         trained = {name: steps[owner] for name in names if (owner := checkpoint.stored_name(name)) in steps}
         wanted += [f"{name}.{key}" for name in trained for key in MOMENTS]
-        return ItemState(tensors=checkpoint.load(wanted, device), steps=trained)
+        tensors = {name: held.own_slice(name, checkpoint.load([name])[name]).to(device) for name in wanted}
+        return ItemState(tensors=tensors, steps=trained)
 
     return read

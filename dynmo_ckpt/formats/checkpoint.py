@@ -50,8 +50,15 @@ def _is_span(value: Any, path: str, problems: list[Problem]) -> None:
         array(integer())(value, path, problems)
 
 
-MODEL_FIELDS: Mapping[str, Check] = {
-    "family": string("gpt"),
+def _is_scalar(value: Any, path: str, problems: list[Problem]) -> None:
+    if isinstance(value, dict | list):
+        problems.append(Problem(path, "type", f"must be a single value, is {value!r}"))
+
+
+FAMILIES = ("gpt", "bert", "t5", "llama")
+ACTIVATIONS = ("gelu_tanh", "gelu", "relu", "swiglu", "geglu")
+_MODEL = {
+    "family": string(*FAMILIES),
     "num_layers": integer(),
     "hidden_size": integer(1),
     "ffn_hidden_size": integer(1),
@@ -60,9 +67,34 @@ MODEL_FIELDS: Mapping[str, Check] = {
     "vocab_size": integer(1),
     "padded_vocab_size": integer(1),
     "layernorm_epsilon": number(0),
-    "activation": string("gelu_tanh", "gelu"),
+    "activation": string(*ACTIVATIONS),
     "tied_embeddings": boolean(),
 }
+_MODEL_OPTIONAL = {
+    "num_key_value_heads": integer(1),
+    "head_dim": integer(1),
+    "normalization": string("layernorm", "rmsnorm"),
+    "position_embedding": string("learned", "rotary", "relative"),
+    "rotary_base": number(1),
+    "rotary_scaling": nullable(mapping(_is_scalar)),
+    "relative_buckets": integer(1),
+    "relative_max_distance": integer(1),
+    "num_tokentypes": integer(),
+    "binary_head": boolean(),
+    "num_encoder_layers": integer(),
+    "num_decoder_layers": integer(),
+    "num_experts": integer(1),
+    "moe_top_k": integer(1),
+}
+
+
+def model_check(value: Any, path: str, problems: list[Problem]) -> None:
+    """Check the ``model`` of a manifest; further fields ``moe_*`` are the run's own, each a single value."""
+    names = value if isinstance(value, dict) else ()
+    own = {name: _is_scalar for name in names if name.startswith("moe_") and name not in _MODEL_OPTIONAL}
+    obj(_MODEL, {**_MODEL_OPTIONAL, **own})(value, path, problems)
+
+
 _TOPOLOGY = {
     "tensor_parallel_size": integer(1),
     "pipeline_parallel_size": integer(1),
@@ -72,6 +104,7 @@ _TOPOLOGY = {
     "world_size": integer(1),
     "partition": array(array(string()), 1),
 }
+_TOPOLOGY_OPTIONAL = {"expert_parallel_size": integer(1)}
 _PRUNING = {"sparsity": number(0, 1), "sparsity_by_item": mapping(number(0, 1))}
 _SHARD = {"file": string(), "key": string(), "index": array(_is_span), "crc32": _is_crc32}
 _TENSOR = {
@@ -88,8 +121,8 @@ FIELDS: Mapping[str, Check] = {
     "run_id": string(),
     "step": integer(),
     "consumed_train_samples": integer(),
-    "model": obj(MODEL_FIELDS),
-    "topology": obj(_TOPOLOGY),
+    "model": model_check,
+    "topology": obj(_TOPOLOGY, _TOPOLOGY_OPTIONAL),
     "dynamic": obj(
         {
             "frozen_items": array(string()),

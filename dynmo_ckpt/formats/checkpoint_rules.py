@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from ._document import Problem
@@ -12,17 +12,33 @@ STATE_SUFFIXES = {"mask": ("mask",), "optimizer": ("exp_avg", "exp_avg_sq")}
 STATE_DTYPES = {"mask": "BOOL", "optimizer": "F32"}
 
 
-def model_items(num_layers: int) -> list[str]:
-    """Names of a GPT's items at the finest granularity, in layer order."""
-    blocks = [f"layers.{i}.{part}" for i in range(num_layers) for part in ("attention", "mlp")]
-    return ["embedding", *blocks, "head"]
+def model_blocks(model: Document) -> dict[str, tuple[str, ...]]:
+    """The blocks of a model in layer order, each with its parts: ``layers.3`` has ``attention`` and ``mlp``."""
+    if model["family"] != "t5":
+        return {f"layers.{i}": ("attention", "mlp") for i in range(model["num_layers"])}
+    encoder = {f"encoder.layers.{i}": ("attention", "mlp") for i in range(model["num_layers"])}
+    decoder = range(model.get("num_decoder_layers", 0))
+    return encoder | {f"decoder.layers.{i}": ("attention", "cross_attention", "mlp") for i in decoder}
 
 
-def item_parts(item: str, num_layers: int) -> list[str]:
-    """The finest items that ``item`` stands for: two where it is a whole block, else itself."""
-    prefix, _, number = item.rpartition(".")
-    is_block = prefix == "layers" and number.isdecimal() and str(int(number)) == number and int(number) < num_layers
-    return [f"{item}.attention", f"{item}.mlp"] if is_block else [item]
+def block_items(model: Document) -> list[str]:
+    """Names of a model's items with blocks whole, in layer order."""
+    blocks = list(model_blocks(model))
+    if model["family"] != "t5":
+        return ["embedding", *blocks, "head"]
+    layers = model["num_layers"]
+    return ["encoder.embedding", *blocks[:layers], "encoder.norm", "decoder.embedding", *blocks[layers:], "head"]
+
+
+def model_items(model: Document) -> list[str]:
+    """Names of a model's items at the finest granularity, in layer order."""
+    return finest_items(block_items(model), model)
+
+
+def finest_items(items: Iterable[str], model: Document) -> list[str]:
+    """``items`` at the finest granularity: a whole block is replaced by its parts."""
+    blocks = model_blocks(model)
+    return [name for item in items for name in ([f"{item}.{part}" for part in blocks.get(item, ())] or [item])]
 
 
 def across_problems(manifest: Document) -> list[Problem]:
@@ -40,20 +56,27 @@ def across_problems(manifest: Document) -> list[Problem]:
 def _sizes(manifest: Document) -> Iterator[Problem]:
     model = manifest["model"]
     hidden, heads = model["hidden_size"], model["num_attention_heads"]
-    if hidden % heads:
+    if "head_dim" not in model and hidden % heads:
         yield Problem("model.num_attention_heads", "range", f"{heads} heads do not divide hidden_size {hidden}")
+    if heads % model.get("num_key_value_heads", heads):
+        yield Problem("model.num_key_value_heads", "range", f"must divide num_attention_heads {heads}")
     if model["padded_vocab_size"] < model["vocab_size"]:
         yield Problem("model.padded_vocab_size", "range", f"must be at least vocab_size {model['vocab_size']}")
+    if model.get("moe_top_k", 0) > model.get("num_experts", 0):
+        yield Problem("model.moe_top_k", "range", f"must be at most num_experts {model.get('num_experts', 0)}")
+    for field in ("num_encoder_layers", "num_decoder_layers"):
+        if (model["family"] == "t5") != (field in model):
+            yield Problem(f"model.{field}", "family", "belongs to the family t5, and to it alone")
+    if model.get("num_encoder_layers", model["num_layers"]) != model["num_layers"]:
+        yield Problem("model.num_encoder_layers", "range", f"must be num_layers {model['num_layers']}")
 
 
 def _partition(manifest: Document) -> Iterator[Problem]:
-    layers = manifest["model"]["num_layers"]
-    items = model_items(layers)
-    placed = [p for stage in manifest["topology"]["partition"] for item in stage for p in item_parts(item, layers)]
-    if placed != items:
+    model = manifest["model"]
+    items = model_items(model)
+    if finest_items([item for stage in manifest["topology"]["partition"] for item in stage], model) != items:
         yield Problem("topology.partition", "order", "must hold each item once, in layer order")
-    frozen = [part for item in manifest["dynamic"]["frozen_items"] for part in item_parts(item, layers)]
-    for item in frozen:
+    for item in finest_items(manifest["dynamic"]["frozen_items"], model):
         if item not in items:
             yield Problem("dynamic.frozen_items", "reference", f"{item!r} is not an item of the model")
     owners = tuple(f"{item}." for item in items)

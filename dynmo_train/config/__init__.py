@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+from .data import DataConfig
 from .options import Facts
 from .precision import PrecisionConfig
-from .resolve import config_document, config_of, option_specs, read_config_file, resolve
+from .resolve import config_document, config_of, option_specs, read_config_file, resolve, with_deepspeed
 from .schema import (
     BalanceConfig,
     Config,
-    DataConfig,
+    DepthConfig,
+    ExitConfig,
     FreezingConfig,
     ModelConfig,
     OptimizerConfig,
     ParallelConfig,
     PruningConfig,
     RunConfig,
+    SparseAttentionConfig,
     TrainingConfig,
 )
 from .validate import check, validate
@@ -23,6 +26,8 @@ __all__ = [
     "BalanceConfig",
     "Config",
     "DataConfig",
+    "DepthConfig",
+    "ExitConfig",
     "Facts",
     "FreezingConfig",
     "ModelConfig",
@@ -31,6 +36,7 @@ __all__ = [
     "PrecisionConfig",
     "PruningConfig",
     "RunConfig",
+    "SparseAttentionConfig",
     "TrainingConfig",
     "check",
     "config_document",
@@ -39,4 +45,5 @@ __all__ = [
     "read_config_file",
     "resolve",
     "validate",
+    "with_deepspeed",
 ]

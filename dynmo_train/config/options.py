@@ -21,11 +21,12 @@ _KIND_NAMES = {int: "an integer", float: "a number", bool: "true or false", str:
 class Facts:
     """What a derived default may depend on beside the other values.
 
-    ``tokenizer_vocab_size`` maps the path of a ``tokenizer.json`` to its number of ids; None where no file may be read.
+    ``tokenizer_vocab_size`` maps the option values to the number of ids of the tokenizer that they name, None where
+    they name none; it is None where no file may be read.
     """
 
     world_size: int = 1
-    tokenizer_vocab_size: Callable[[str], int] | None = None
+    tokenizer_vocab_size: Callable[[Mapping[str, Any]], int | None] | None = None
 
 
 Derive = Callable[[Mapping[str, Any], Facts], Any]
@@ -107,6 +108,13 @@ class OptionSpec:
     def flag(self) -> str:
         """The command-line option: ``--num-layers`` for ``num_layers``."""
         return "--" + self.name.replace("_", "-")
+
+    @property
+    def negative(self) -> str | None:
+        """The flag that says no: ``--no-sparsify``; None where there is none, as of ``--no-load-optim``."""
+        if self.kind is not bool or self.name.startswith("no_"):
+            return None
+        return f"--no-{self.flag.removeprefix('--')}"
 
     @property
     def is_flag(self) -> bool:

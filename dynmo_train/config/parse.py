@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import math
+import shlex
+from collections.abc import Mapping
 from itertools import pairwise
+from typing import Any
 
 from ..errors import UsageError
+from ..pacing import BatchSizes
 
 
 def parse_split(text: str) -> tuple[float, float, float]:
@@ -25,6 +29,58 @@ def parse_split(text: str) -> tuple[float, float, float]:
     return shares[0] / total, shares[1] / total, shares[2] / total
 
 
+def parse_blend(flag: str, text: str) -> tuple[tuple[float, str], ...]:
+    """``A`` as ((1.0, A),), ``0.3 A 0.7 B`` as ((0.3, A), (0.7, B)); words may be quoted as in a shell.
+
+    Raises:
+        UsageError: several words that are not weights above 0, each before a path.
+    """
+    try:
+        words = shlex.split(text)
+    except ValueError:
+        words = []
+    if len(words) == 1:
+        return ((1.0, words[0]),)
+    pairs: list[tuple[float, str]] = []
+    for weight, path in zip(words[::2], words[1::2], strict=False):
+        try:
+            pairs.append((float(weight), path))
+        except ValueError:
+            pairs.append((0.0, path))
+    if not pairs or len(words) % 2 or not all(math.isfinite(weight) and weight > 0 for weight, _ in pairs):
+        raise UsageError(f"{flag} must be a path, or weights above 0 each before its path (0.3 A 0.7 B); is {text!r}")
+    return tuple(pairs)
+
+
+def batch_sizes_of(rampup: str | None, final: int) -> BatchSizes:
+    """``16 16 5859375`` and 1536 as sizes that grow by 16 from 16 to 1536 over that many samples; None never grows.
+
+    Raises:
+        UsageError: not three whole numbers, or a growth that does not end at ``final``.
+    """
+    if rampup is None:
+        return BatchSizes.constant(final)
+    words = rampup.replace(",", " ").split()
+    rule = "--rampup-batch-size must be START INCREMENT SAMPLES, such as 16 16 5859375"
+    if len(words) != 3 or not all(word.isdecimal() for word in words):
+        raise UsageError(f"{rule}; is {rampup!r}")
+    start, increment, samples = map(int, words)
+    if not 0 < start <= final or not increment or (final - start) % increment:
+        raise UsageError(f"{rule}; {start} by {increment} does not come to --global-batch-size {final} in whole steps")
+    return BatchSizes(start=start, increment=increment, ramp_samples=samples, final=final)
+
+
+def iters_of_samples(values: Mapping[str, Any]) -> int | None:
+    """The steps that ``train_samples`` make, for the option values; None without it."""
+    if values["train_samples"] is None:
+        return None
+    try:
+        sizes = batch_sizes_of(values["rampup_batch_size"], values["global_batch_size"])
+    except UsageError:
+        return 1  # told with all else by the rules
+    return sizes.steps_for(values["train_samples"])
+
+
 def parse_freeze_schedule(text: str) -> tuple[tuple[int, int], ...]:
     """``100:2,300:4`` as ((100, 2), (300, 4)): after the step, that many blocks are frozen.
 
@@ -42,3 +98,16 @@ def parse_freeze_schedule(text: str) -> tuple[tuple[int, int], ...]:
         if after[0] <= before[0] or after[1] < before[1]:
             raise UsageError(f"{rule}; {after[0]}:{after[1]} in {text!r} comes after {before[0]}:{before[1]}")
     return tuple(pairs)
+
+
+def parse_layers(flag: str, text: str) -> tuple[int, ...]:
+    """``3,7`` as (3, 7): numbers of blocks.
+
+    Raises:
+        UsageError: another form, or numbers that do not ascend.
+    """
+    parts = [part.strip() for part in text.split(",")]
+    numbers = [int(part) for part in parts if part.isdecimal()]
+    if len(numbers) < len(parts) or any(after <= before for before, after in pairwise(numbers)):
+        raise UsageError(f"{flag} must be numbers of blocks, from 0, ascending, such as 3,7; is {text!r}")
+    return tuple(numbers)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import os
 import tomllib
 from collections.abc import Mapping
 from dataclasses import MISSING, fields
@@ -10,9 +11,16 @@ from functools import cache
 from pathlib import Path
 from typing import Any, get_type_hints
 
+from ..console import say
 from ..formats._document import DocumentError, Problem
+from .deepspeed import read_deepspeed
 from .options import Facts, OptionSpec, Source, concern_specs
 from .schema import Config
+
+# What Megatron calls an option in the scripts of one family.
+OTHER_NAMES = {"encoder_num_layers": "num_layers", "encoder_seq_length": "seq_length"}
+# Options of which one must be given; the first is the usual one.
+ALTERNATIVES = (("train_iters", "train_samples"), ("data_path", "train_data_path"))
 
 
 @cache
@@ -93,6 +101,34 @@ def read_config_file(path: Path) -> dict[str, Any]:
         raise DocumentError(str(path), [Problem("", "read", str(error))]) from error
 
 
+def with_deepspeed(flags: Mapping[str, Any], file: Mapping[str, Any]) -> dict[str, Any]:
+    """The option values of a ``--config`` file, and those of the DeepSpeed configuration that the options name.
+
+    Raises:
+        DocumentError: the DeepSpeed configuration contradicts a flag or the file; every contradiction at once.
+    """
+    path = flags.get("deepspeed_config") or file.get("deepspeed_config")
+    if path is None:
+        return dict(file)
+    found, specs = read_deepspeed(Path(path)), option_specs()
+    given = dict(file) | {name: value for name, value in flags.items() if value is not None}
+    values = {
+        name: float(value) if specs[name].kind is float and type(value) is int else value
+        for name, value in found.values.items()
+    }
+    problems = [
+        Problem(specs[name].flag, "conflict", f"is {given[name]}, and {value} in {path}; give one of them")
+        for name, value in values.items()
+        if name in given and given[name] != value
+    ]
+    if problems:
+        raise DocumentError("the configuration", problems)
+    if found.unread and os.environ.get("RANK", "0") == "0":
+        read = "batch, precision, ZeRO, optimizer, clipping and curriculum"
+        say(f"{path}: read for {read}; not for {', '.join(found.unread)}")
+    return dict(file) | values
+
+
 def resolve(
     *,
     flags: Mapping[str, Any],
@@ -115,6 +151,7 @@ def resolve(
     given: dict[str, tuple[Any, Source]] = {name: (value, "file") for name, value in (file or {}).items()}
     given |= {name: (value, "flag") for name, value in flags.items() if value is not None}
     given |= {name: (value, "command") for name, value in (command or {}).items()}
+    given |= {name: given[other] for other, name in OTHER_NAMES.items() if other in given and name not in given}
     values: dict[str, Any] = {}
     sources: dict[str, Source] = {}
     specs = option_specs()
@@ -128,6 +165,13 @@ def resolve(
             values[spec.name], sources[spec.name] = spec.default, "default"
         elif spec.required:
             problems.append(Problem(spec.flag, "missing", f"must be given: {spec.declaration.help}"))
+    problems += [
+        Problem(
+            specs[first].flag, "missing", f"must be given, or {specs[second].flag}: {specs[first].declaration.help}"
+        )
+        for first, second in ALTERNATIVES
+        if not values.get(first) and not values.get(second)
+    ]
     if not problems:
         problems.extend(_derive(values, sources, facts))
     if problems:

@@ -11,23 +11,33 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
+from ..pacing import BatchSizes, Curriculum
+from .data import DataConfig
 from .options import Source, option
-from .parse import parse_freeze_schedule, parse_split
+from .parse import batch_sizes_of, iters_of_samples, parse_freeze_schedule, parse_layers
 from .precision import PrecisionConfig
 
-Family = Literal["gpt"]
+Family = Literal["gpt", "bert", "t5", "llama"]
+Positions = Literal["learned", "rotary", "relative"]
 Device = Literal["auto", "cpu", "cuda"]
 Recompute = Literal["none", "full"]
-DecayStyle = Literal["cosine", "linear", "constant"]
-Schedule = Literal["gpipe", "1f1b", "interleaved-1f1b", "zero-bubble"]
+TWO_STAGES = ("interleaved-1f1b", "zb-v")
+DecayStyle = Literal["cosine", "linear", "constant", "inverse-square-root"]
+CurriculumSchedule = Literal["fixed_linear", "fixed_root"]
+DdpImpl = Literal["local", "torch"]
+Schedule = Literal["gpipe", "1f1b", "interleaved-1f1b", "zero-bubble", "zb-v"]
 BalanceMode = Literal["off", "online", "offline"]
 Granularity = Literal["layer", "sublayer"]
 Planner = Literal["internal", "external"]
 Balancer = Literal["exact", "time", "parameters", "uniform", "deepspeed", "diffusion"]
 BalancePolicy = Literal["never", "always", "threshold", "regret"]
-TokenizerType = Literal["HuggingFaceTokenizer"]
+ExitMeasure = Literal["softmax", "saturation"]
+
+
+def _is_llama(values: Mapping[str, Any]) -> bool:
+    return bool(values["family"] == "llama")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,35 +45,94 @@ class ModelConfig:
     """Shape of the model."""
 
     family: Family = option("Family of the model, which the subcommand names.", default="gpt", flag=False)
-    num_layers: int = option("Number of transformer blocks.", minimum=1)
+    num_layers: int = option("Number of transformer blocks; of a T5 those of the encoder.", minimum=1)
+    encoder_num_layers: int | None = option("--num-layers under the name of T5.", default=None, minimum=1)
+    decoder_num_layers: int = option(
+        "Blocks of a T5's decoder.", minimum=1, derive=("--num-layers", lambda v, _: v["num_layers"])
+    )
     hidden_size: int = option("Width of the residual stream.", minimum=1)
     ffn_hidden_size: int = option(
-        "Width inside the MLP.", minimum=1, derive=("4 x --hidden-size", lambda v, _: 4 * v["hidden_size"])
+        "Width inside the MLP.",
+        minimum=1,
+        derive=(
+            "4 x --hidden-size; of a Llama 2/3 of that, in multiples of 64",
+            lambda v, _: max(64, 8 * v["hidden_size"] // 3 // 64 * 64) if _is_llama(v) else 4 * v["hidden_size"],
+        ),
     )
     num_attention_heads: int = option("Number of attention heads.", minimum=1)
-    seq_length: int = option("Length of a training sample in tokens.", minimum=1)
+    num_query_groups: int = option(
+        "Groups of attention heads that share keys and values (llama).",
+        minimum=1,
+        derive=("--num-attention-heads", lambda v, _: v["num_attention_heads"]),
+    )
+    kv_channels: int = option(
+        "Width of an attention head (llama, t5).",
+        minimum=1,
+        derive=(
+            "--hidden-size / --num-attention-heads",
+            lambda v, _: max(1, v["hidden_size"] // v["num_attention_heads"]),
+        ),
+    )
+    seq_length: int = option("Length of a training sample in tokens; of a T5 what its encoder reads.", minimum=1)
+    encoder_seq_length: int | None = option("--seq-length under the name of T5.", default=None, minimum=1)
+    decoder_seq_length: int = option(
+        "Tokens that a T5's decoder writes.",
+        minimum=1,
+        derive=("a quarter of --seq-length", lambda v, _: max(1, v["seq_length"] // 4)),
+    )
+    position_embedding_type: Positions = option(
+        "How tokens know their places: learned (a table), rotary (llama) or relative (t5).",
+        derive=("rotary for llama, else learned", lambda v, _: "rotary" if _is_llama(v) else "learned"),
+    )
     max_position_embeddings: int = option(
-        "Number of learned positions, in tokens.", minimum=1, derive=("--seq-length", lambda v, _: v["seq_length"])
+        "Number of learned positions, in tokens.",
+        minimum=1,
+        derive=(
+            "--seq-length (of a T5 the longer side)",
+            lambda v, _: max(v["seq_length"], v["decoder_seq_length"] if v["family"] == "t5" else 1),
+        ),
+    )
+    rotary_base: float = option("Base of the rotary frequencies (llama).", default=10000.0, above=0)
+    use_rope_scaling: bool = option("Slow the long waves of rotary positions as Llama 3.1 does.", default=False)
+    rope_scaling_factor: float = option("Factor of --use-rope-scaling.", default=8.0, above=0)
+    relative_attention_num_buckets: int = option("Buckets of distances (t5, relative).", default=32, minimum=4)
+    relative_attention_max_distance: int = option("Distance of the last bucket (t5, relative).", default=128, minimum=4)
+    bert_no_binary_head: bool = option("Train BERT on masked words alone, without token types.", default=False)
+    num_experts: int | None = option("Experts in place of each MLP (gpt, llama).", default=None, minimum=2)
+    moe_router_topk: int = option("Experts of a token.", default=2, minimum=1)
+    moe_aux_loss_coeff: float = option("Weight of the experts' load-balancing loss.", default=0.0, minimum=0)
+    moe_z_loss_coeff: float = option("Weight of the router's z-loss.", default=0.0, minimum=0)
+    moe_expert_capacity_factor: float | None = option(
+        "Times its even share that an expert takes at most, the likeliest tokens first; none drops no token.",
+        default=None,
+        above=0,
     )
     make_vocab_size_divisible_by: int = option("Pad the vocabulary to a multiple of this.", default=128, minimum=1)
     vocab_size: int = option(
         "Number of token ids before padding.",
         minimum=1,
         derive=(
-            "that of --tokenizer-model",
-            lambda v, facts: (
-                facts.tokenizer_vocab_size(v["tokenizer_model"])
-                if v["tokenizer_model"] is not None and facts.tokenizer_vocab_size is not None
-                else None
-            ),
+            "that of the tokenizer",
+            lambda v, facts: None if facts.tokenizer_vocab_size is None else facts.tokenizer_vocab_size(v),
         ),
     )
-    attention_dropout: float = option("Dropout probability of attention weights.", default=0.1, minimum=0, below=1)
-    hidden_dropout: float = option("Dropout probability of the residual stream.", default=0.1, minimum=0, below=1)
+    attention_dropout: float = option(
+        "Dropout probability of attention weights.",
+        minimum=0,
+        below=1,
+        derive=("0.1; 0 for llama", lambda v, _: 0.0 if _is_llama(v) else 0.1),
+    )
+    hidden_dropout: float = option(
+        "Dropout probability of the residual stream.",
+        minimum=0,
+        below=1,
+        derive=("0.1; 0 for llama", lambda v, _: 0.0 if _is_llama(v) else 0.1),
+    )
     layernorm_epsilon: float = option("Epsilon of the layer norms.", default=1e-5, above=0)
     init_method_std: float = option("Standard deviation of the initial weights.", default=0.02, above=0)
     untie_embeddings_and_output_weights: bool = option(
-        "Give the head a weight of its own, apart from the embedding's.", default=False
+        "Give the head a weight of its own, apart from the embedding's.",
+        derive=("true for llama", lambda v, _: _is_llama(v)),
     )
 
 
@@ -72,6 +141,7 @@ class ParallelConfig:
     """How the work is spread over workers."""
 
     tensor_model_parallel_size: int = option("Ranks that share each matrix product.", default=1, minimum=1)
+    sequence_parallel: bool = option("Cut the stream between tensor-parallel products along the tokens.", default=False)
     pipeline_model_parallel_size: int = option(
         "Pipeline positions.",
         minimum=1,
@@ -91,11 +161,21 @@ class ParallelConfig:
             ),
         ),
     )
+    DDP_impl: DdpImpl = option(
+        "When replicas add their gradients: at the end of a step (local), or each layer's when it is final (torch).",
+        default="local",
+    )
+    zero_stage: int = option(
+        "ZeRO: what replicas share of each layer between steps (1, 2: parameters, gradients, moments) or always (3).",
+        default=0,
+        minimum=0,
+        maximum=3,
+    )
     schedule: Schedule = option("Order of microbatches in the pipeline.", default="1f1b")
     virtual_stages_per_worker: int = option(
         "Stages on each worker.",
         minimum=1,
-        derive=("2 if interleaved-1f1b, else 1", lambda v, _: 2 if v["schedule"] == "interleaved-1f1b" else 1),
+        derive=("2 if interleaved-1f1b or zb-v, else 1", lambda v, _: 2 if v["schedule"] in TWO_STAGES else 1),
     )
 
 
@@ -107,9 +187,25 @@ class TrainingConfig:
     global_batch_size: int = option(
         "Samples in an optimizer step.",
         minimum=1,
-        derive=("--micro-batch-size x replicas", lambda v, _: v["micro_batch_size"] * v["data_parallel_size"]),
+        derive=(
+            "--micro-batch-size x replicas x --gradient-accumulation-steps",
+            lambda v, _: v["micro_batch_size"] * v["data_parallel_size"] * (v["gradient_accumulation_steps"] or 1),
+        ),
     )
-    train_iters: int = option("Optimizer steps to train for.", minimum=1)
+    gradient_accumulation_steps: int | None = option(
+        "Microbatches of a step, for each replica; none follows from --global-batch-size.", default=None, minimum=1
+    )
+    rampup_batch_size: str | None = option(
+        "START INCREMENT SAMPLES: begin with START samples a step, and grow by INCREMENT to --global-batch-size over"
+        " SAMPLES; needs --train-samples.",
+        default=None,
+    )
+    train_samples: int | None = option("Samples to train for, in place of --train-iters.", default=None, minimum=1)
+    train_iters: int = option(
+        "Optimizer steps to train for.",
+        minimum=1,
+        derive=("those that --train-samples make", lambda v, _: iters_of_samples(v)),
+    )
     seed: int = option("Seed of weights, dropout and the order of samples.", default=1234, minimum=0, maximum=2**32 - 1)
     recompute_granularity: Recompute = option(
         "Activation checkpointing: full computes each layer's activations again in its backward pass.", default="none"
@@ -117,9 +213,28 @@ class TrainingConfig:
     eval_interval: int = option("Steps between evaluations on the validation split.", default=1000, minimum=1)
     eval_iters: int = option("Batches of an evaluation; 0 evaluates never.", default=100, minimum=0)
     log_interval: int = option("Steps between log lines.", default=100, minimum=1)
+    log_throughput: bool = option("Log model FLOPs per second and device as well.", default=False)
     exit_interval: int | None = option(
         "Leave the run, saved, after a step that is a multiple of this.", default=None, minimum=1
     )
+    exit_duration_in_mins: float | None = option(
+        "Leave the run, saved, after the first step that ends so many minutes after its start.", default=None, above=0
+    )
+    curriculum_shortest: int | None = option(
+        "Curriculum: tokens of a sample at the first step, growing to --seq-length; none trains on whole samples.",
+        default=None,
+        minimum=1,
+    )
+    curriculum_steps: int = option(
+        "Curriculum: steps until samples are whole.",
+        minimum=1,
+        derive=("--train-iters", lambda v, _: v["train_iters"]),
+    )
+    curriculum_multiple: int = option("Curriculum: lengths are multiples of this.", default=8, minimum=1)
+    curriculum_schedule: CurriculumSchedule = option(
+        "Curriculum: lengths grow with the steps, or with a root of them.", default="fixed_linear"
+    )
+    curriculum_root_degree: float = option("Curriculum: the root of fixed_root.", default=2.0, above=0)
     num_threads: int = option("Threads of arithmetic in each process on CPU.", default=1, minimum=1)
     device: Device = option("Where to compute; auto is cuda where it is present, else cpu.", default="auto")
 
@@ -136,30 +251,19 @@ class OptimizerConfig:
         minimum=1,
         derive=("--train-iters", lambda v, _: v["train_iters"]),
     )
+    lr_decay_samples: int | None = option(
+        "Samples over which it decays, with --train-samples; none is --train-samples.", default=None, minimum=1
+    )
     lr_warmup_iters: int = option("Steps of linear warm-up.", default=0, minimum=0)
+    lr_warmup_samples: int = option("Samples of linear warm-up, with --train-samples.", default=0, minimum=0)
     lr_warmup_fraction: float | None = option(
-        "Linear warm-up as a fraction of --lr-decay-iters.", default=None, minimum=0, maximum=1
+        "Linear warm-up as a fraction of --lr-decay-iters or --lr-decay-samples.", default=None, minimum=0, maximum=1
     )
     weight_decay: float = option("Decoupled weight decay of matrices.", default=0.01, minimum=0)
     adam_beta1: float = option("Decay of Adam's first moment.", default=0.9, minimum=0, below=1)
     adam_beta2: float = option("Decay of Adam's second moment.", default=0.999, minimum=0, below=1)
     adam_eps: float = option("Epsilon of Adam.", default=1e-8, above=0)
     clip_grad: float = option("Clip the global gradient norm to this; 0 clips never.", default=1.0, minimum=0)
-
-
-@dataclass(frozen=True, kw_only=True)
-class DataConfig:
-    """What to train on."""
-
-    data_path: str = option("Indexed data set: the path of PREFIX.bin and PREFIX.idx without the ending.")
-    split: str = option("Shares of documents for training, validation and test: three numbers.", default="969,30,1")
-    tokenizer_model: str | None = option("Path of the tokenizer.json that made the data set.", default=None)
-    tokenizer_type: TokenizerType = option("Kind of --tokenizer-model.", default="HuggingFaceTokenizer")
-
-    @property
-    def split_shares(self) -> tuple[float, float, float]:
-        """``split`` as three fractions that add up to 1."""
-        return parse_split(self.split)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -197,6 +301,52 @@ class FreezingConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class DepthConfig:
+    """Mixture of depths (arXiv:2404.02258): a share of the tokens goes through a block, the others pass it by."""
+
+    mod_capacity: float | None = option(
+        "Share of a sample's tokens that go through a routed block; none routes no block.",
+        default=None,
+        above=0,
+        maximum=1,
+    )
+    mod_every: int = option("Every how many blocks one is routed: with 2 blocks 1, 3, 5, ...", default=2, minimum=1)
+    mod_router_loss_weight: float = option(
+        "Weight of the loss that teaches routers to decide without looking ahead.", default=0.01, minimum=0
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExitConfig:
+    """Early exit (arXiv:2207.07061): a token leaves behind a block when the model is sure of it."""
+
+    early_exit_layers: str | None = option(
+        "N,N,...: blocks (from 0) behind which tokens may leave; later blocks compute the others only.", default=None
+    )
+    early_exit_loss_weight: float = option("Weight of the exits' losses together.", default=0.3, minimum=0)
+    early_exit_threshold: float = option("Confidence from which a token leaves.", default=0.9, minimum=0, maximum=1)
+    early_exit_measure: ExitMeasure = option(
+        "Confidence: softmax (difference of the two highest probabilities), or saturation (cosine between the stream"
+        " before and behind the block's MLP).",
+        default="softmax",
+    )
+
+    @property
+    def exit_layers(self) -> tuple[int, ...]:
+        """``early_exit_layers`` as numbers, ascending."""
+        return parse_layers("--early-exit-layers", self.early_exit_layers) if self.early_exit_layers else ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class SparseAttentionConfig:
+    """Dynamic sparse attention: queries attend to the keys of their hash bucket, in blocks."""
+
+    sparse_attention: bool = option("Attend within hash buckets, drawn anew in each step and layer.", default=False)
+    sparse_attention_buckets: int = option("Hash buckets, an even number.", default=16, minimum=2)
+    sparse_attention_block: int = option("Queries and keys of a block of scores, in tokens.", default=32, minimum=1)
+
+
+@dataclass(frozen=True, kw_only=True)
 class BalanceConfig:
     """How layers are placed, and moved while training goes on."""
 
@@ -225,6 +375,9 @@ class BalanceConfig:
 class RunConfig:
     """Where the run lies, and what it keeps."""
 
+    deepspeed_config: str | None = option(
+        "DeepSpeed JSON file, read for batch, precision, ZeRO, optimizer, clipping and curriculum.", default=None
+    )
     run_dir: str | None = option("Run directory; by default --save, else runs/UTC-model.", default=None)
     save: str | None = option("Run directory, under Megatron's name.", default=None)
     load: str | None = option(
@@ -233,6 +386,20 @@ class RunConfig:
     )
     cache_dir: str | None = option(
         "Folder for Hugging Face input in native form; none is $XDG_CACHE_HOME/dynmo or ~/.cache/dynmo.", default=None
+    )
+    tensorboard_dir: str | None = option("Folder for TensorBoard's event files; none writes none.", default=None)
+    finetune: bool = option(
+        "Take the weights of --load alone, and begin at step 0 with fresh moments; leave it out to go on later.",
+        default=False,
+    )
+    no_load_optim: bool = option("Take no optimizer state from --load.", default=False)
+    no_load_rng: bool = option(
+        "Nothing to do: random numbers follow from --seed and the step, and are in no checkpoint.", default=False
+    )
+    no_save_optim: bool = option("Leave the optimizer state out of checkpoints.", default=False)
+    no_save_rng: bool = option("Nothing to do, as --no-load-rng.", default=False)
+    async_save: bool = option(
+        "Write checkpoints while training goes on, from a copy of the state in host memory.", default=False
     )
     save_interval: int | None = option(
         "Steps between checkpoints; none saves at the end only.", default=None, minimum=1
@@ -255,6 +422,9 @@ class Config:
     data: DataConfig
     pruning: PruningConfig
     freezing: FreezingConfig
+    depth: DepthConfig
+    exits: ExitConfig
+    attention: SparseAttentionConfig
     balance: BalanceConfig
     run: RunConfig
     sources: Mapping[str, Source] = field(default_factory=dict, compare=False)
@@ -276,8 +446,41 @@ class Config:
         return -(-self.model.vocab_size // multiple) * multiple
 
     @property
-    def warmup_iters(self) -> int:
-        """Steps of linear warm-up."""
-        if self.optimizer.lr_warmup_fraction is None:
-            return self.optimizer.lr_warmup_iters
-        return int(self.optimizer.lr_warmup_fraction * self.optimizer.lr_decay_iters)
+    def counts_samples(self) -> bool:
+        """Whether the learning rate follows the consumed samples, and not the steps."""
+        return self.training.train_samples is not None
+
+    @property
+    def batch_sizes(self) -> BatchSizes:
+        """The global batch size over the consumed samples."""
+        training = self.training
+        return batch_sizes_of(training.rampup_batch_size, training.global_batch_size)
+
+    @property
+    def curriculum(self) -> Curriculum | None:
+        """The tokens of a sample over the steps; None where samples are whole throughout."""
+        training = self.training
+        if training.curriculum_shortest is None:
+            return None
+        return Curriculum(
+            shortest=training.curriculum_shortest,
+            longest=self.model.seq_length,
+            steps=training.curriculum_steps,
+            multiple=training.curriculum_multiple,
+            root=1.0 if training.curriculum_schedule == "fixed_linear" else training.curriculum_root_degree,
+        )
+
+    @property
+    def decay_units(self) -> int:
+        """Steps, or samples where :attr:`counts_samples`, over which the learning rate decays."""
+        if self.training.train_samples is None:
+            return self.optimizer.lr_decay_iters
+        return self.optimizer.lr_decay_samples or self.training.train_samples
+
+    @property
+    def warmup_units(self) -> int:
+        """Steps, or samples, of linear warm-up."""
+        optimizer = self.optimizer
+        if optimizer.lr_warmup_fraction is not None:
+            return int(optimizer.lr_warmup_fraction * self.decay_units)
+        return optimizer.lr_warmup_samples if self.counts_samples else optimizer.lr_warmup_iters

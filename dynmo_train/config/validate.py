@@ -6,9 +6,34 @@ from collections.abc import Callable, Iterator
 
 from ..errors import UsageError
 from ..formats._document import DocumentError, Problem
+from .resolve import OTHER_NAMES
 from .schema import Config
 
+SPLIT_BACKWARD = ("zero-bubble", "zb-v")
+ONE_STREAM = ("gpt", "bert", "llama")
 Rule = Callable[[Config, int], Iterator[Problem]]
+EXPERTS = ("gpt", "llama")
+OF_FAMILIES: dict[str, tuple[str, ...]] = {
+    "encoder_num_layers": ("t5",),
+    "decoder_num_layers": ("t5",),
+    "encoder_seq_length": ("t5",),
+    "decoder_seq_length": ("t5",),
+    "relative_attention_num_buckets": ("t5",),
+    "relative_attention_max_distance": ("t5",),
+    "num_query_groups": ("llama",),
+    "kv_channels": ("llama", "t5"),
+    "rotary_base": ("llama",),
+    "use_rope_scaling": ("llama",),
+    "rope_scaling_factor": ("llama",),
+    "bert_no_binary_head": ("bert",),
+    "untie_embeddings_and_output_weights": ("gpt", "llama"),
+    "num_experts": EXPERTS,
+    "moe_router_topk": EXPERTS,
+    "moe_aux_loss_coeff": EXPERTS,
+    "moe_z_loss_coeff": EXPERTS,
+    "moe_expert_capacity_factor": EXPERTS,
+}
+POSITIONS_OF = {"gpt": ("learned",), "bert": ("learned",), "llama": ("rotary",), "t5": ("learned", "relative")}
 
 
 def _conflict(flag: str, message: str) -> Problem:
@@ -21,7 +46,7 @@ def _later(flag: str, message: str) -> Problem:
 
 def _shape(config: Config, _world_size: int) -> Iterator[Problem]:
     model = config.model
-    if model.hidden_size % model.num_attention_heads:
+    if model.hidden_size % model.num_attention_heads and config.sources.get("kv_channels") == "derived":
         yield _conflict(
             "--hidden-size",
             f"{model.hidden_size} is not a multiple of --num-attention-heads {model.num_attention_heads}",
@@ -33,42 +58,153 @@ def _shape(config: Config, _world_size: int) -> Iterator[Problem]:
         )
 
 
+def _family(config: Config, _world_size: int) -> Iterator[Problem]:
+    """Options that belong to other families than the run's."""
+    model = config.model
+    for name, families in OF_FAMILIES.items():
+        if model.family not in families and config.sources.get(name) in ("flag", "file"):
+            flag = "--" + name.replace("_", "-")
+            yield _conflict(flag, f"belongs to {' and '.join(families)}; this is pretrain {model.family}")
+    positions = POSITIONS_OF[model.family]
+    if model.position_embedding_type not in positions:
+        yield _conflict(
+            "--position-embedding-type",
+            f"{model.position_embedding_type}: {model.family} has {' or '.join(positions)} positions",
+        )
+    if model.num_attention_heads % model.num_query_groups:
+        yield _conflict(
+            "--num-query-groups",
+            f"{model.num_query_groups} does not divide --num-attention-heads {model.num_attention_heads}",
+        )
+    if model.family == "llama" and model.kv_channels % 2:
+        yield _conflict("--kv-channels", f"{model.kv_channels} is odd; rotary positions turn pairs: give an even width")
+    if model.position_embedding_type == "relative":
+        exact = model.relative_attention_num_buckets // 4
+        if model.relative_attention_max_distance <= 2 * exact:
+            yield _conflict(
+                "--relative-attention-max-distance",
+                f"{model.relative_attention_max_distance} is not above half of"
+                f" --relative-attention-num-buckets {model.relative_attention_num_buckets}",
+            )
+    if model.num_experts is not None and model.moe_router_topk > model.num_experts:
+        yield _conflict(
+            "--moe-router-topk", f"{model.moe_router_topk} is more than the {model.num_experts} of --num-experts"
+        )
+    for other, name in OTHER_NAMES.items():
+        value, taken = getattr(model, other), getattr(model, name)
+        if value is not None and value != taken:
+            flags = ["--" + each.replace("_", "-") for each in (other, name)]
+            yield _conflict(flags[0], f"{value} and {flags[1]} {taken} mean the same; give one")
+    if model.family == "t5" and model.decoder_seq_length > model.max_position_embeddings:
+        yield _conflict(
+            "--decoder-seq-length",
+            f"{model.decoder_seq_length} is longer than --max-position-embeddings {model.max_position_embeddings}",
+        )
+
+
 def _batch(config: Config, _world_size: int) -> Iterator[Problem]:
     training, replicas = config.training, config.parallel.data_parallel_size
-    if training.global_batch_size % (training.micro_batch_size * replicas):
+    multiple = training.micro_batch_size * replicas
+    if training.global_batch_size % multiple:
         yield _conflict(
             "--global-batch-size",
             f"{training.global_batch_size} is not a multiple of --micro-batch-size {training.micro_batch_size}"
             f" x {replicas} data-parallel replicas",
+        )
+    accumulated = training.gradient_accumulation_steps
+    if accumulated is not None and training.global_batch_size != multiple * accumulated:
+        yield _conflict(
+            "--gradient-accumulation-steps",
+            f"{accumulated} x --micro-batch-size {training.micro_batch_size} x {replicas} replicas is not"
+            f" --global-batch-size {training.global_batch_size}; leave one of them out",
+        )
+    if training.rampup_batch_size is None:
+        return
+    try:
+        sizes = config.batch_sizes
+    except UsageError as error:
+        yield Problem("--rampup-batch-size", "form", str(error))
+        return
+    if sizes.start % multiple or sizes.increment % multiple:
+        yield _conflict(
+            "--rampup-batch-size",
+            f"{training.rampup_batch_size}: start and increment must be multiples of --micro-batch-size"
+            f" {training.micro_batch_size} x {replicas} data-parallel replicas",
+        )
+    if training.train_samples is None:
+        yield _conflict("--rampup-batch-size", "needs --train-samples in place of --train-iters")
+
+
+def _length(config: Config, _world_size: int) -> Iterator[Problem]:
+    training, optimizer = config.training, config.optimizer
+    by_steps = {
+        "--train-iters": config.sources.get("train_iters") not in (None, "derived"),
+        "--lr-decay-iters": config.sources.get("lr_decay_iters") not in (None, "derived"),
+        "--lr-warmup-iters": optimizer.lr_warmup_iters > 0,
+    }
+    by_samples = {
+        "--lr-decay-samples": optimizer.lr_decay_samples is not None,
+        "--lr-warmup-samples": optimizer.lr_warmup_samples > 0,
+    }
+    wrong = by_steps if config.counts_samples else by_samples
+    other = "counts samples: write" if config.counts_samples else "counts steps: write"
+    for flag in (flag for flag, given in wrong.items() if given):
+        ending = "-samples" if config.counts_samples else "-iters"
+        yield _conflict(flag, f"a run with --train{ending} {other} {flag.rsplit('-', 1)[0]}{ending}")
+    shortest = training.curriculum_shortest
+    if shortest is not None and shortest > config.model.seq_length:
+        yield _conflict("--curriculum-shortest", f"{shortest} is longer than --seq-length {config.model.seq_length}")
+    if shortest is not None and config.parallel.sequence_parallel:
+        yield _conflict("--curriculum-shortest", "cannot be combined with --sequence-parallel; give one of them")
+    if shortest is not None and config.model.family not in ("gpt", "llama"):
+        yield _later(
+            "--curriculum-shortest", f"shortens the samples of gpt and llama; the model is {config.model.family}"
         )
 
 
 def _workers(config: Config, world_size: int) -> Iterator[Problem]:
     parallel = config.parallel
     tensor, pipeline = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
-    if tensor != 1:
-        yield _later(
-            "--tensor-model-parallel-size",
-            f"{tensor}: this version has no tensor parallelism; write 1 and use more pipeline stages",
-        )
     if world_size % (tensor * pipeline):
         yield _conflict(
             "--pipeline-model-parallel-size",
             f"{pipeline} x --tensor-model-parallel-size {tensor} does not divide the {world_size} processes of this"
             f" run; start with --nproc {tensor * pipeline}",
         )
-    elif parallel.data_parallel_size != 1:
-        yield _later(
-            "--pipeline-model-parallel-size",
-            f"{pipeline} on {world_size} processes means {parallel.data_parallel_size} data-parallel replicas: this"
-            f" version has no data parallelism; write {world_size // tensor} or start with --nproc {tensor * pipeline}",
+
+
+def _zero(config: Config, _world_size: int) -> Iterator[Problem]:
+    parallel = config.parallel
+    if parallel.zero_stage and parallel.schedule in SPLIT_BACKWARD:
+        yield _conflict(
+            "--zero-stage",
+            f"{parallel.zero_stage} does not go with --schedule {parallel.schedule}, whose split backward loses the"
+            " gradients of sharded layers; use 1f1b or interleaved-1f1b, or --zero-stage 0",
         )
+
+
+def _tensor(config: Config, _world_size: int) -> Iterator[Problem]:
+    """What tensor parallelism cuts must divide."""
+    parallel, model = config.parallel, config.model
+    size = parallel.tensor_model_parallel_size
+    if parallel.sequence_parallel and size == 1:
+        yield _conflict("--sequence-parallel", "needs --tensor-model-parallel-size 2 or more")
+    cut = [
+        ("--num-attention-heads", model.num_attention_heads),
+        ("--ffn-hidden-size", model.ffn_hidden_size),
+    ]
+    cut += [("--seq-length", model.seq_length)] if parallel.sequence_parallel else []
+    for flag, value in cut:
+        if value % size:
+            yield _conflict(flag, f"{value} is not a multiple of --tensor-model-parallel-size {size}, which cuts it")
 
 
 def _stages(config: Config, _world_size: int) -> Iterator[Problem]:
     parallel, layers = config.parallel, config.model.num_layers
     sublayer = config.balance.granularity == "sublayer"
     items = layers * (2 if sublayer else 1) + 2
+    if config.model.family == "t5":
+        items += config.model.decoder_num_layers * (3 if sublayer else 1) + (2 if sublayer else 1)
     if config.num_stages > items:
         parts = "blocks and MLPs apart" if sublayer else "blocks"
         yield _conflict(
@@ -81,6 +217,10 @@ def _stages(config: Config, _world_size: int) -> Iterator[Problem]:
         yield _conflict(
             "--virtual-stages-per-worker", f"{virtual}: interleaved-1f1b needs 2 or more; or use --schedule 1f1b"
         )
+    if parallel.schedule == "zb-v" and virtual != 2:
+        yield _conflict(
+            "--virtual-stages-per-worker", f"{virtual}: zb-v runs 2 stages a worker; write 2 or leave it out"
+        )
     if parallel.schedule in ("gpipe", "1f1b") and virtual > 1:
         yield _conflict(
             "--virtual-stages-per-worker",
@@ -89,34 +229,44 @@ def _stages(config: Config, _world_size: int) -> Iterator[Problem]:
 
 
 def _microbatches(config: Config, _world_size: int) -> Iterator[Problem]:
-    """The conditions of torch.distributed.pipelining's schedules."""
-    parallel, microbatches = config.parallel, config.microbatches
-    workers = parallel.pipeline_model_parallel_size
-    if parallel.schedule == "1f1b" and microbatches < workers:
-        yield _conflict(
-            "--global-batch-size",
-            f"{config.training.global_batch_size} makes {microbatches} microbatches; 1f1b on {workers} stages needs at"
-            f" least {workers}, or use --schedule gpipe",
-        )
-    if parallel.schedule in ("interleaved-1f1b", "zero-bubble") and microbatches:
-        rounds = max(1, microbatches // workers)
-        if microbatches % rounds:
+    """The conditions of torch.distributed.pipelining's schedules, of the first batch size that breaks one."""
+    parallel, workers = config.parallel, config.parallel.pipeline_model_parallel_size
+    try:
+        sizes = config.batch_sizes.sizes()
+    except UsageError:
+        return
+    flag = "--global-batch-size" if len(sizes) == 1 else "--rampup-batch-size"
+    for size in sizes:
+        microbatches = size // (config.training.micro_batch_size * parallel.data_parallel_size)
+        if not microbatches:
+            return  # told by another rule
+        if parallel.schedule == "1f1b" and microbatches < workers:
             yield _conflict(
-                "--global-batch-size",
-                f"{config.training.global_batch_size} makes {microbatches} microbatches; {parallel.schedule} on"
-                f" {workers} workers needs a multiple of the {rounds} rounds, such as {workers * rounds}",
+                flag,
+                f"{size} makes {microbatches} microbatches; 1f1b on {workers} stages needs at least {workers}, or use"
+                " --schedule gpipe",
             )
+            return
+        rounds = max(1, microbatches // workers)
+        if parallel.schedule in ("interleaved-1f1b", "zero-bubble") and microbatches % rounds:
+            yield _conflict(
+                flag,
+                f"{size} makes {microbatches} microbatches; {parallel.schedule} on {workers} workers needs a multiple"
+                f" of the {rounds} rounds, such as {workers * rounds}",
+            )
+            return
 
 
 def _learning_rate(config: Config, _world_size: int) -> Iterator[Problem]:
     optimizer = config.optimizer
+    ending = "samples" if config.counts_samples else "iters"
     if optimizer.min_lr > optimizer.lr:
         yield _conflict("--min-lr", f"{optimizer.min_lr} is above --lr {optimizer.lr}")
-    if optimizer.lr_warmup_fraction is not None and optimizer.lr_warmup_iters:
-        yield _conflict("--lr-warmup-fraction", "cannot be combined with --lr-warmup-iters; give one of them")
-    elif config.warmup_iters > optimizer.lr_decay_iters:
+    if optimizer.lr_warmup_fraction is not None and (optimizer.lr_warmup_iters or optimizer.lr_warmup_samples):
+        yield _conflict("--lr-warmup-fraction", f"cannot be combined with --lr-warmup-{ending}; give one of them")
+    elif config.warmup_units > config.decay_units:
         yield _conflict(
-            "--lr-warmup-iters", f"{config.warmup_iters} is above --lr-decay-iters {optimizer.lr_decay_iters}"
+            f"--lr-warmup-{ending}", f"{config.warmup_units} is above --lr-decay-{ending} {config.decay_units}"
         )
 
 
@@ -170,14 +320,59 @@ def _freezing(config: Config, _world_size: int) -> Iterator[Problem]:
         yield _conflict("--freeze-tied", "has no effect with --untie-embeddings-and-output-weights")
 
 
-def _split(config: Config, _world_size: int) -> Iterator[Problem]:
+def _changed_model(config: Config, _world_size: int) -> Iterator[Problem]:
+    """Mixture of depths, early exit and sparse attention change the model's items."""
+    depth, exits, attention = config.depth, config.exits, config.attention
+    asked = {
+        "--mod-capacity": depth.mod_capacity is not None,
+        "--early-exit-layers": exits.early_exit_layers is not None,
+        "--sparse-attention": attention.sparse_attention,
+    }
+    for flag in (flag for flag, on in asked.items() if on and config.model.family not in ONE_STREAM):
+        yield _later(flag, f"works with {', '.join(ONE_STREAM)}; the model is {config.model.family}")
+    if depth.mod_capacity is not None and depth.mod_every > config.model.num_layers:
+        yield _conflict(
+            "--mod-every", f"{depth.mod_every} routes none of --num-layers {config.model.num_layers} blocks"
+        )
     try:
-        shares = config.data.split_shares
+        layers = exits.exit_layers
     except UsageError as error:
-        yield Problem("--split", "form", str(error))
+        yield Problem("--early-exit-layers", "form", str(error))
         return
-    if not shares[0]:
-        yield _conflict("--split", f"{config.data.split!r} leaves nothing to train on")
+    if layers and layers[-1] >= config.model.num_layers - 1:
+        yield _conflict(
+            "--early-exit-layers",
+            f"{layers[-1]}: behind the last of --num-layers {config.model.num_layers} blocks (numbered from 0) nothing"
+            " is left to skip",
+        )
+    if layers and depth.mod_capacity is not None:
+        yield _conflict("--early-exit-layers", "cannot be combined with --mod-capacity; give one of them")
+    if layers and config.parallel.tensor_model_parallel_size > 1:
+        yield _later(
+            "--early-exit-layers",
+            f"its heads are not cut by --tensor-model-parallel-size {config.parallel.tensor_model_parallel_size};"
+            " write 1",
+        )
+    if attention.sparse_attention and attention.sparse_attention_buckets % 2:
+        yield _conflict("--sparse-attention-buckets", f"{attention.sparse_attention_buckets} is not an even number")
+
+
+def _data(config: Config, _world_size: int) -> Iterator[Problem]:
+    data = config.data
+    try:
+        shares, own = data.split_shares, data.part_blends
+        blend = data.blend
+    except UsageError as error:
+        yield Problem(str(error).split(" ", 1)[0], "form", str(error))
+        return
+    if blend and any(own):
+        yield _conflict(
+            "--data-path", "cannot be combined with --train-data-path and its kin; they make --split needless"
+        )
+    elif blend and not shares[0]:
+        yield _conflict("--split", f"{data.split!r} leaves nothing to train on")
+    if data.tokenizer_type == "NullTokenizer" and (data.tokenizer_model or data.vocab_file or data.merge_file):
+        yield _conflict("--tokenizer-type", "NullTokenizer reads no file; leave the files out, or give their type")
 
 
 def _balance(config: Config, _world_size: int) -> Iterator[Problem]:
@@ -198,15 +393,20 @@ def _run(config: Config, _world_size: int) -> Iterator[Problem]:
 
 RULES: tuple[Rule, ...] = (
     _shape,
+    _family,
     _batch,
+    _length,
     _workers,
+    _tensor,
+    _zero,
     _stages,
     _microbatches,
     _learning_rate,
     _precision,
     _pruning,
     _freezing,
-    _split,
+    _changed_model,
+    _data,
     _balance,
     _run,
 )

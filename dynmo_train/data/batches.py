@@ -2,56 +2,138 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
-
-import torch
+from pathlib import Path
 
 from ..config import Config
-from ..formats.indexed import IndexedDataset, open_indexed
+from ..config.data import Blend
+from ..errors import UsageError
+from ..formats.indexed import FORMS, MAGIC, IndexedDataset, open_indexed
+from ..pacing import BatchSizes, Curriculum
 from ..pipeline.schedule import Batch
-from .gpt import GptDataset, build_gpt_dataset
+from .blend import BlendedDataset, Dataset, samples_needed
+from .gpt import PARTS, Part
+from .kinds import BuildPart, PartWanted, Tensors, part_builder, tensors_of
+
+WHOLE = (1.0, 0.0, 0.0)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Samples:
-    """Training and validation batches as pure functions of the consumed samples."""
+    """Training and validation batches as pure functions of the consumed samples and the step.
 
-    train: GptDataset
-    valid: GptDataset | None
-    global_batch: int
+    ``tensors`` makes the tensors that the model reads of a batch's rows, ``micro_batch`` is the samples of a
+    microbatch, ``replicas`` the number of those who share a batch.
+    """
+
+    train: Dataset
+    valid: Dataset | None
+    tensors: Tensors
+    sizes: BatchSizes
+    curriculum: Curriculum | None
     micro_batch: int
+    replicas: int
 
-    def batch(self, part: GptDataset, consumed: int, step: int) -> Batch:
-        """The batch after ``consumed`` samples."""
-        tokens = torch.from_numpy(part.batch(range(consumed, consumed + self.global_batch)))
+    def training(self, consumed: int, step: int) -> Batch:
+        """The batch of a training step, after ``consumed`` samples."""
+        tokens = self.curriculum.at(step) if self.curriculum is not None else None
+        return self._batch(self.train, consumed, self.sizes.at(consumed), step, tokens)
+
+    def validation(self, number: int, step: int) -> Batch:
+        """A batch of the evaluation after a step, counted from 0: full size, whole samples."""
+        if self.valid is None:
+            raise UsageError("there are no data for the validation; write --eval-iters 0")
+        return self._batch(self.valid, number * self.sizes.final, self.sizes.final, step, None)
+
+    def _batch(self, part: Dataset, begin: int, size: int, step: int, tokens: int | None) -> Batch:
+        rows = part.batch(range(begin, begin + size))
         return Batch(
-            inputs={"ids": tokens[:, :-1].contiguous(), "labels": tokens[:, 1:].contiguous()},
-            first_microbatch=consumed // self.micro_batch,
+            inputs=self.tensors(rows if tokens is None else rows[:, : tokens + 1]),
+            first_microbatch=begin // self.micro_batch,
             step=step,
+            microbatches=size // (self.micro_batch * self.replicas),
+            tokens=tokens,
         )
+
+
+def open_source(config: Config, prefix: str) -> IndexedDataset:
+    """Open one data set; raises ``UsageError`` where it is none, or not of the form that ``--data-impl`` says."""
+    source, wanted = open_indexed(prefix), config.data.data_impl
+    if wanted != "infer":
+        with open(f"{prefix}.idx", "rb") as handle:
+            head = handle.read(len(MAGIC))
+        if not head.startswith(FORMS[wanted]):
+            other = "cached or lazy" if wanted == "mmap" else "mmap"
+            raise UsageError(f"{prefix}.idx is of the {other} form; leave --data-impl {wanted} out, the file says it")
+    return source
+
+
+def cache_folder(config: Config) -> Path:
+    """Where the sample indices of large data sets lie: ``--data-cache-path``, else beside the first data set."""
+    if config.data.data_cache_path is not None:
+        return Path(config.data.data_cache_path)
+    first = next(blend[0][1] for blend in (config.data.blend, *config.data.part_blends) if blend)
+    return Path(first).parent / "cache"
+
+
+def blend_of_part(config: Config, part: Part) -> tuple[Blend, tuple[float, float, float], Part]:
+    """The data sets of a part, the split that they are under, and the part of that split."""
+    own = config.data.part_blends[PARTS.index(part)]
+    if own or not config.data.blend:
+        return own, WHOLE, "train"
+    return config.data.blend, config.data.split_shares, part
+
+
+def open_part(
+    config: Config, part: Part, num_samples: int, open_one: Callable[[str], IndexedDataset], build: BuildPart
+) -> Dataset:
+    """The first ``num_samples`` samples of a part of the run's data, each data set's made by ``build``.
+
+    Raises:
+        UsageError: there are no data for it, or fewer samples than a batch.
+    """
+    blend, shares, inner = blend_of_part(config, part)
+    if not blend:
+        raise UsageError(f"there are no data for the {part} part: give --{part}-data-path, or write --eval-iters 0")
+    weights = [weight for weight, _ in blend]
+    counts = samples_needed(weights, num_samples) if len(blend) > 1 else [num_samples]
+    batch = config.training.global_batch_size
+    parts = [
+        build(
+            PartWanted(
+                source=open_one(prefix),
+                part=inner,
+                shares=shares,
+                num_samples=count,
+                # Of several data sets, each must hold a sample; a batch may come from all of them.
+                batch_size=batch if len(blend) == 1 else 1,
+                cache=cache_folder(config),
+            )
+        )
+        for (_, prefix), count in zip(blend, counts, strict=True)
+    ]
+    return parts[0] if len(parts) == 1 else BlendedDataset(parts=parts, weights=weights, length=num_samples)
 
 
 def open_samples(config: Config) -> Samples:
-    """Open the data set of a run; raises ``UsageError`` where it is not one, or holds too few samples."""
-    source: IndexedDataset = open_indexed(config.data.data_path)
+    """Open the data of a run; raises ``UsageError`` where it is not a data set, or holds too few samples."""
     training = config.training
+    opened: dict[str, IndexedDataset] = {}
 
-    def part(name: Any, batches: int) -> GptDataset:
-        return build_gpt_dataset(
-            source,
-            part=name,
-            shares=config.data.split_shares,
-            seq_length=config.model.seq_length,
-            seed=training.seed,
-            num_samples=batches * training.global_batch_size,
-            batch_size=training.global_batch_size,
-            vocab_size=config.model.vocab_size,
-        )
+    def open_one(prefix: str) -> IndexedDataset:
+        if prefix not in opened:
+            opened[prefix] = open_source(config, prefix)
+        return opened[prefix]
 
+    batch, build = training.global_batch_size, part_builder(config)
+    valid = open_part(config, "valid", training.eval_iters * batch, open_one, build) if training.eval_iters else None
     return Samples(
-        train=part("train", training.train_iters),
-        valid=part("valid", training.eval_iters) if training.eval_iters else None,
-        global_batch=training.global_batch_size,
+        train=open_part(config, "train", config.batch_sizes.consumed_after(training.train_iters), open_one, build),
+        valid=valid,
+        tensors=tensors_of(config),
+        sizes=config.batch_sizes,
+        curriculum=config.curriculum,
         micro_batch=training.micro_batch_size,
+        replicas=config.parallel.data_parallel_size,
     )

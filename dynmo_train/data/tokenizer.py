@@ -1,17 +1,63 @@
-"""Tokenizers: a ``tokenizer.json`` as the ``tokenizers`` library writes it."""
+"""Tokenizers of the field from their own files: how many ids they have, and text to ids and back."""
 
 from __future__ import annotations
 
+import json
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ..config.data import default_tokenizer_type
 from ..errors import MissingExtraError, UsageError
 
 # Names under which tokenizers of the field know the token that ends a document.
 END_OF_DOCUMENT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eod>", "[SEP]")
+UNKNOWN_WORD = "<unk>"
+# Names in a checkpoint's folder ``tokenizer``, by which a folder of files is known again.
+FOLDER_NAMES = {
+    "HuggingFaceTokenizer": {"tokenizer.json": "--tokenizer-model"},
+    "GPT2BPETokenizer": {"vocab.json": "--vocab-file", "merges.txt": "--merge-file"},
+    "BertWordPieceLowerCase": {"vocab-lower.txt": "--vocab-file"},
+    "BertWordPieceCase": {"vocab.txt": "--vocab-file"},
+    "SentencePieceTokenizer": {"tokenizer.model": "--tokenizer-model"},
+    "Llama2Tokenizer": {"tokenizer.model": "--tokenizer-model"},
+    "WhitespaceVocab": {"words.json": "--vocab-file"},
+    "NullTokenizer": {},
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenizerFiles:
+    """The kind of a tokenizer, and its files by the names that a checkpoint gives them."""
+
+    kind: str
+    files: Mapping[str, Path]
+
+    @staticmethod
+    def of(values: Mapping[str, Any]) -> TokenizerFiles | None:
+        """What the options (``tokenizer_type``, ``tokenizer_model``, ...) name; None where they name no file.
+
+        Raises:
+            UsageError: the type needs a file that is not named.
+        """
+        kind = values.get("tokenizer_type") or default_tokenizer_type(values)
+        named = {name: values[flag[2:].replace("-", "_")] for name, flag in FOLDER_NAMES[kind].items()}
+        if not any(named.values()):
+            return None
+        for name, flag in FOLDER_NAMES[kind].items():
+            if not named[name]:
+                raise UsageError(f"--tokenizer-type {kind} needs {flag} FILE")
+        return TokenizerFiles(kind=kind, files={name: Path(path) for name, path in named.items()})
+
+    @staticmethod
+    def of_folder(folder: Path) -> TokenizerFiles:
+        """What lies in a folder, such as a checkpoint's; raises ``UsageError`` where there is no tokenizer."""
+        for kind, names in FOLDER_NAMES.items():
+            if names and all((folder / name).is_file() for name in names):
+                return TokenizerFiles(kind=kind, files={name: folder / name for name in names})
+        raise UsageError(f"no tokenizer in {folder}; --tokenizer-model takes the path of a tokenizer.json")
 
 
 @dataclass(frozen=True)
@@ -19,48 +65,191 @@ class Tokenizer:
     """Text to token ids and back.
 
     ``vocab_size`` is one above the highest id, added tokens included; ``eod`` is the id that ends a document, None
-    where the tokenizer has none of the usual tokens for it.
+    where the tokenizer has none of the usual tokens for it. ``vocabulary`` gives the ids of all tokens.
     """
 
-    inner: Any
+    to_ids: Callable[[str], list[int]]
+    to_text: Callable[[list[int]], str]
     vocab_size: int
     eod: int | None
+    vocabulary: Callable[[], Mapping[str, int]]
 
     def encode(self, text: str) -> list[int]:
         """Token ids of ``text``, without special tokens around it."""
-        return list(self.inner.encode(text, add_special_tokens=False).ids)
+        return self.to_ids(text)
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of ``ids``, special tokens left out."""
-        return str(self.inner.decode(list(ids), skip_special_tokens=True))
+        return self.to_text(list(ids))
 
 
 def load_tokenizer(path: str | os.PathLike[str]) -> Tokenizer:
-    """Read a ``tokenizer.json``, or the one in a directory.
+    """Read a ``tokenizer.json``, a SentencePiece ``*.model``, or the files in a directory.
 
     Raises:
         UsageError: no such file, or not a tokenizer.
-        MissingExtraError: the ``tokenizers`` library is not installed.
+        MissingExtraError: a library that the tokenizer needs is not installed.
     """
+    place = Path(path)
+    if place.is_dir():
+        return open_tokenizer(TokenizerFiles.of_folder(place))
+    if place.suffix == ".model":
+        return open_tokenizer(TokenizerFiles(kind="SentencePieceTokenizer", files={"tokenizer.model": place}))
+    return open_tokenizer(TokenizerFiles(kind="HuggingFaceTokenizer", files={"tokenizer.json": place}))
+
+
+def open_tokenizer(named: TokenizerFiles) -> Tokenizer:
+    """The tokenizer of these files; raises as ``load_tokenizer``."""
+    for path in named.files.values():
+        if not path.is_file():
+            raise UsageError(f"no tokenizer at {path}; {named.kind} reads {', '.join(FOLDER_NAMES[named.kind])}")
+    if named.kind in ("SentencePieceTokenizer", "Llama2Tokenizer"):
+        return _sentence_piece(named.files["tokenizer.model"])
+    if named.kind == "WhitespaceVocab":
+        return _whitespace(named.files["words.json"])
+    return _hugging_face(named)
+
+
+def _library() -> Any:
     try:
         import tokenizers
     except ImportError as error:
         raise MissingExtraError("tokenizers", "train") from error
-    file = Path(path)
-    if file.is_dir():
-        file = file / "tokenizer.json"
-    if not file.is_file():
-        raise UsageError(f"no tokenizer at {file}; --tokenizer-model takes the path of a tokenizer.json")
+    return tokenizers
+
+
+def _hugging_face(named: TokenizerFiles) -> Tokenizer:
+    library, files = _library(), [str(path) for path in named.files.values()]
     try:
-        inner = tokenizers.Tokenizer.from_file(str(file))
+        if named.kind == "HuggingFaceTokenizer":
+            inner = library.Tokenizer.from_file(files[0])
+        elif named.kind == "GPT2BPETokenizer":
+            inner = library.Tokenizer(library.models.BPE.from_file(*files))
+            inner.pre_tokenizer = library.pre_tokenizers.ByteLevel(add_prefix_space=False)
+            inner.decoder = library.decoders.ByteLevel()
+        else:
+            lower = named.kind == "BertWordPieceLowerCase"
+            inner = library.Tokenizer(library.models.WordPiece.from_file(files[0], unk_token="[UNK]"))
+            inner.normalizer = library.normalizers.BertNormalizer(lowercase=lower, strip_accents=lower)
+            inner.pre_tokenizer = library.pre_tokenizers.BertPreTokenizer()
+            inner.decoder = library.decoders.WordPiece()
     except Exception as error:  # the library raises bare Exception
-        raise UsageError(f"{file} is not a tokenizer.json: {error}") from error
+        kind = "tokenizer.json" if named.kind == "HuggingFaceTokenizer" else named.kind
+        raise UsageError(f"{' and '.join(files)} is not a {kind}: {error}") from error
     highest = max(inner.get_vocab(with_added_tokens=True).values(), default=-1)
     found = (inner.token_to_id(token) for token in END_OF_DOCUMENT)
-    eod = next((token_id for token_id in found if token_id is not None), None)
-    return Tokenizer(inner=inner, vocab_size=highest + 1, eod=eod)
+    return Tokenizer(
+        to_ids=lambda text: list(inner.encode(text, add_special_tokens=False).ids),
+        to_text=lambda ids: str(inner.decode(ids, skip_special_tokens=True)),
+        vocab_size=highest + 1,
+        eod=next((token_id for token_id in found if token_id is not None), None),
+        vocabulary=lambda: dict(inner.get_vocab(with_added_tokens=True)),
+    )
 
 
-def read_vocab_size(path: str) -> int:
-    """Number of token ids of the tokenizer at ``path``."""
-    return load_tokenizer(path).vocab_size
+def _sentence_piece(path: Path) -> Tokenizer:
+    try:
+        import sentencepiece
+    except ImportError as error:
+        raise MissingExtraError("sentencepiece", "prep") from error
+    try:
+        model = sentencepiece.SentencePieceProcessor(model_file=str(path))
+    except (RuntimeError, OSError) as error:
+        raise UsageError(f"{path} is not a SentencePiece model: {error}") from error
+    end = model.eos_id()
+    return Tokenizer(
+        to_ids=lambda text: list(model.encode(text, out_type=int)),
+        to_text=lambda ids: str(model.decode(ids)),
+        vocab_size=model.vocab_size(),
+        eod=end if end >= 0 else None,
+        vocabulary=lambda: {model.id_to_piece(number): number for number in range(model.vocab_size())},
+    )
+
+
+def _words(path: Path) -> dict[str, int]:
+    try:
+        words = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UsageError(f"{path} is not a JSON vocabulary: {error}") from error
+    if (
+        not isinstance(words, dict)
+        or not words
+        or not all(type(value) is int and value >= 0 for value in words.values())
+    ):
+        raise UsageError(f"{path} is not a JSON vocabulary: it must be an object of words and their ids")
+    return words
+
+
+def _whitespace(path: Path) -> Tokenizer:
+    """Words between white space, looked up in a JSON vocabulary; ``<unk>`` for others."""
+    ids = _words(path)
+    if UNKNOWN_WORD not in ids:
+        raise UsageError(f"{path}: has no {UNKNOWN_WORD}, which stands for unknown words")
+    words = {number: word for word, number in ids.items()}
+    return Tokenizer(
+        to_ids=lambda text: [ids.get(word, ids[UNKNOWN_WORD]) for word in text.split()],
+        to_text=lambda numbers: " ".join(
+            words.get(number, UNKNOWN_WORD) for number in numbers if words.get(number) not in END_OF_DOCUMENT
+        ),
+        vocab_size=max(ids.values()) + 1,
+        eod=next((ids[token] for token in END_OF_DOCUMENT if token in ids), None),
+        vocabulary=lambda: ids,
+    )
+
+
+def count_pieces(model: bytes) -> int:
+    """The number of pieces of a SentencePiece model, without its library: the entries of field 1 of its protobuf.
+
+    Raises:
+        ValueError: not such a message.
+    """
+
+    def varint(at: int) -> tuple[int, int]:
+        value = shift = 0
+        while True:
+            byte = model[at]
+            value |= (byte & 0x7F) << shift
+            at, shift = at + 1, shift + 7
+            if byte < 0x80:
+                return value, at
+
+    at = pieces = 0
+    try:
+        while at < len(model):
+            key, at = varint(at)
+            if key & 7 != 2:
+                raise ValueError(f"a field of the wire type {key & 7} stands at byte {at}")
+            length, at = varint(at)
+            at += length
+            pieces += key >> 3 == 1
+    except IndexError as error:
+        raise ValueError("it ends within a field") from error
+    if at != len(model) or not pieces:
+        raise ValueError("it holds no pieces, or ends within one")
+    return pieces
+
+
+def read_vocab_size(values: Mapping[str, Any]) -> int | None:
+    """Number of token ids of the tokenizer that the options name, with those that ``--vocab-extra-ids`` puts behind it.
+
+    None where the options name no tokenizer. Raises ``UsageError``.
+    """
+    named = TokenizerFiles.of(values)
+    if named is None:
+        return None
+    extra = values.get("vocab_extra_ids") or 0
+    if extra and "<extra_id_0>" in open_tokenizer(named).vocabulary():
+        extra = 0
+    return _size(named) + extra
+
+
+def _size(named: TokenizerFiles) -> int:
+    if named.kind in ("SentencePieceTokenizer", "Llama2Tokenizer"):
+        path = named.files["tokenizer.model"]
+        try:
+            return count_pieces(path.read_bytes())
+        except (OSError, ValueError) as error:
+            raise UsageError(f"{path} is not a SentencePiece model: {error}") from error
+    if named.kind == "GPT2BPETokenizer":
+        return max(_words(named.files["vocab.json"]).values()) + 1
+    return open_tokenizer(named).vocab_size

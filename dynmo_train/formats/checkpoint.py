@@ -45,6 +45,29 @@ def _span(value: Any, path: str, problems: list[Problem]) -> None:
         problems.append(Problem(path, "length", f"must have 2 elements, has {len(value)}"))
 
 
+def _scalar(value: Any, path: str, problems: list[Problem]) -> None:
+    if isinstance(value, dict | list):
+        problems.append(Problem(path, "type", f"must be a single value, is {value!r}"))
+
+
+def _model(value: Any, path: str, problems: list[Problem]) -> None:
+    own = {name: _scalar for name in value if name.startswith("moe_")} if isinstance(value, dict) else {}
+    obj(_MODEL, own | _MODEL_OPTIONAL)(value, path, problems)
+
+
+_MODEL: Mapping[str, Check] = (
+    {"family": string("gpt", "bert", "t5", "llama"), "num_layers": integer(), "layernorm_epsilon": number(0)}
+    | dict.fromkeys(("hidden_size", "ffn_hidden_size", "num_attention_heads"), integer(1))
+    | dict.fromkeys(("max_position_embeddings", "vocab_size", "padded_vocab_size"), integer(1))
+    | {"activation": string("gelu_tanh", "gelu", "relu", "swiglu", "geglu"), "tied_embeddings": boolean()}
+)
+_MODEL_OPTIONAL: dict[str, Check] = (
+    dict.fromkeys(("num_tokentypes", "num_encoder_layers", "num_decoder_layers"), integer())
+    | dict.fromkeys(("num_key_value_heads", "head_dim", "num_experts", "moe_top_k"), integer(1))
+    | dict.fromkeys(("relative_buckets", "relative_max_distance"), integer(1))
+    | {"normalization": string("layernorm", "rmsnorm"), "position_embedding": string("learned", "rotary", "relative")}
+    | {"rotary_base": number(1), "rotary_scaling": nullable(mapping(_scalar)), "binary_head": boolean()}
+)
 _SHARD = obj({"file": string(), "key": string(), "index": array(_span), "crc32": _crc32})
 _FRACTION = number(0, 1)
 FIELDS: Mapping[str, Check] = {
@@ -53,16 +76,12 @@ FIELDS: Mapping[str, Check] = {
     "run_id": string(),
     "step": integer(),
     "consumed_train_samples": integer(),
-    "model": obj(
-        {"family": string("gpt"), "num_layers": integer(), "layernorm_epsilon": number(0)}
-        | dict.fromkeys(("hidden_size", "ffn_hidden_size", "num_attention_heads"), integer(1))
-        | dict.fromkeys(("max_position_embeddings", "vocab_size", "padded_vocab_size"), integer(1))
-        | {"activation": string("gelu_tanh", "gelu"), "tied_embeddings": boolean()}
-    ),
+    "model": _model,
     "topology": obj(
         dict.fromkeys(("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"), integer(1))
         | dict.fromkeys(("virtual_stages_per_worker", "world_size"), integer(1))
-        | {"schedule": string(), "partition": array(array(string()), 1)}
+        | {"schedule": string(), "partition": array(array(string()), 1)},
+        {"expert_parallel_size": integer(1)},
     ),
     "dynamic": obj(
         {
@@ -98,10 +117,32 @@ FIELDS: Mapping[str, Check] = {
 }
 
 
-def finest_items(items: list[str], num_layers: int) -> list[str]:
+def _blocks(model: Mapping[str, Any]) -> dict[str, list[str]]:
+    """Each block of the model, and its parts."""
+    if model["family"] != "t5":
+        return {f"layers.{i}": [f"layers.{i}.attention", f"layers.{i}.mlp"] for i in range(model["num_layers"])}
+    stacks = {"encoder": ("attention", "mlp"), "decoder": ("attention", "cross_attention", "mlp")}
+    return {
+        f"{stack}.layers.{i}": [f"{stack}.layers.{i}.{part}" for part in parts]
+        for stack, parts in stacks.items()
+        for i in range(model.get(f"num_{stack}_layers", 0))
+    }
+
+
+def finest_items(items: list[str], model: Mapping[str, Any]) -> list[str]:
     """``items`` at the finest granularity: ``layers.3`` becomes its attention and its MLP."""
-    whole = {f"layers.{i}" for i in range(num_layers)}
-    return [part for item in items for part in ([f"{item}.attention", f"{item}.mlp"] if item in whole else [item])]
+    blocks = _blocks(model)
+    return [part for item in items for part in blocks.get(item, [item])]
+
+
+def model_items(model: Mapping[str, Any]) -> list[str]:
+    """All items of a model at the finest granularity, in layer order."""
+    blocks = list(_blocks(model))
+    if model["family"] != "t5":
+        return finest_items(["embedding", *blocks, "head"], model)
+    encoder = [block for block in blocks if block.startswith("encoder.")]
+    ends = ["encoder.norm", "decoder.embedding"]
+    return finest_items(["encoder.embedding", *encoder, *ends, *blocks[len(encoder) :], "head"], model)
 
 
 def _tensor_problems(name: str, entry: dict[str, Any], manifest: dict[str, Any]) -> Iterator[Problem]:
@@ -140,20 +181,30 @@ def _safe(path: str) -> bool:
 
 
 def _model_problems(manifest: dict[str, Any], order: list[str]) -> Iterator[Problem]:
-    model, dynamic, layers = manifest["model"], manifest["dynamic"], manifest["model"]["num_layers"]
-    if finest_items([item for stage in manifest["topology"]["partition"] for item in stage], layers) != order:
+    model, dynamic = manifest["model"], manifest["dynamic"]
+    if finest_items([item for stage in manifest["topology"]["partition"] for item in stage], model) != order:
         yield Problem("topology.partition", "order", "must hold each item once, in layer order")
-    for item in finest_items(dynamic["frozen_items"], layers):
+    for item in finest_items(dynamic["frozen_items"], model):
         if item not in order:
             yield Problem("dynamic.frozen_items", "reference", f"{item!r} is not an item of the model")
-    if model["hidden_size"] % model["num_attention_heads"] or model["padded_vocab_size"] < model["vocab_size"]:
-        yield Problem("model", "range", "heads must divide hidden_size, and padded_vocab_size be at least vocab_size")
+    heads, layers = model["num_attention_heads"], model["num_layers"]
+    for wrong, rule in (
+        ("head_dim" not in model and model["hidden_size"] % heads, "heads must divide hidden_size"),
+        (heads % model.get("num_key_value_heads", heads), "num_key_value_heads must divide num_attention_heads"),
+        (model["padded_vocab_size"] < model["vocab_size"], "padded_vocab_size must be at least vocab_size"),
+        (model.get("moe_top_k", 0) > model.get("num_experts", 0), "moe_top_k must be at most num_experts"),
+        (model.get("num_encoder_layers", layers) != layers, "num_encoder_layers must be num_layers"),
+    ):
+        if wrong:
+            yield Problem("model", "range", rule)
+    for field in ("num_encoder_layers", "num_decoder_layers"):
+        if (model["family"] == "t5") != (field in model):
+            yield Problem(f"model.{field}", "family", "belongs to the family t5, and to it alone")
 
 
 def across_problems(manifest: dict[str, Any]) -> Iterator[Problem]:
     """Faults that only several fields together show; call it on a document whose fields are right."""
-    tensors, optimizer, layers = manifest["tensors"], manifest["optimizer"], manifest["model"]["num_layers"]
-    order = finest_items(["embedding", *(f"layers.{i}" for i in range(layers)), "head"], layers)
+    tensors, optimizer, order = manifest["tensors"], manifest["optimizer"], model_items(manifest["model"])
     yield from _model_problems(manifest, order)
     for name, entry in tensors.items():
         yield from _tensor_problems(name, entry, manifest)

@@ -1,8 +1,13 @@
-r"""Reader of indexed data sets: Megatron's ``mmap`` form, ``PREFIX.bin`` and ``PREFIX.idx``.
+r"""Reader of indexed data sets: Megatron's ``mmap``, ``cached`` and ``lazy`` forms, ``PREFIX.bin`` and ``PREFIX.idx``.
 
-Layout of the index, little-endian: magic ``MMIDIDX\0\0``, version as u64 (1), data type as u8, number of sequences n
-as u64, length d of the document index as u64, n lengths in tokens as i32, n byte offsets into ``.bin`` as i64, d
-document boundaries (counts of sequences, from 0) as i64, and for multimodal data n modes as i8. ``.bin`` is bare ids.
+``.bin`` is bare ids. Layout of the index in the ``mmap`` form, little-endian: magic ``MMIDIDX\0\0``, version as u64
+(1), data type as u8, number of sequences n as u64, length d of the document index as u64, n lengths in tokens as i32, n
+byte offsets into ``.bin`` as i64, d document boundaries (counts of sequences, from 0) as i64, and for multimodal data n
+modes as i8.
+
+``cached`` and ``lazy`` have the same bytes: magic ``TNTIDX\0\0``, then as u64 version (1), data type, bytes of a token,
+n, number of sizes (n), d; then as i64 n + 1 dimension offsets, n + 1 offsets into ``.bin`` in tokens, n lengths, d
+document boundaries. They too are read as they are touched.
 """
 
 from __future__ import annotations
@@ -20,6 +25,8 @@ from ._document import DocumentError, Problem
 MAGIC = b"MMIDIDX\x00\x00"
 OTHER_MAGIC = b"TNTIDX\x00\x00"
 HEADER = struct.Struct("<9sQBQQ")
+OTHER_HEADER = struct.Struct("<8sQQQQQQ")
+FORMS = {"mmap": MAGIC, "cached": OTHER_MAGIC, "lazy": OTHER_MAGIC}
 INTEGER_TYPES = {1: "<u1", 2: "<i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
 
 
@@ -46,8 +53,6 @@ class IndexedDataset:
 def _header_problems(index: bytes | npt.NDArray[np.uint8], header: tuple[Any, ...]) -> list[Problem]:
     """Faults of the fixed part, and of the size that it promises."""
     magic, version, code, sequences, boundaries = header
-    if magic[: len(OTHER_MAGIC)] == OTHER_MAGIC:
-        return [Problem("magic", "magic", "is of the cached or lazy form (TNTIDX); binarize the data in the mmap form")]
     if magic != MAGIC:
         return [Problem("magic", "magic", f"must be {MAGIC!r}, is {magic!r}: not an index of an indexed data set")]
     if version != 1:
@@ -55,12 +60,32 @@ def _header_problems(index: bytes | npt.NDArray[np.uint8], header: tuple[Any, ..
     if code not in INTEGER_TYPES:
         return [Problem("dtype", "choice", f"must be a code of an integer type, is {code}; token ids are integers")]
     size = HEADER.size + 12 * sequences + 8 * boundaries
-    if len(index) not in (size, size + sequences):
-        words = (
-            f"{sequences} sequences and {boundaries} document boundaries take {size} bytes; the file has {len(index)}"
-        )
-        return [Problem("", "truncated" if len(index) < size else "size", words)]
-    return []
+    return _size_problems(len(index), (size, size + sequences), sequences, boundaries)
+
+
+def _size_problems(found: int, sizes: tuple[int, ...], sequences: int, boundaries: int) -> list[Problem]:
+    if found in sizes:
+        return []
+    words = f"{sequences} sequences and {boundaries} document boundaries take {sizes[0]} bytes; the file has {found}"
+    return [Problem("", "truncated" if found < sizes[0] else "size", words)]
+
+
+def _other_header_problems(index: npt.NDArray[np.uint8], header: tuple[Any, ...]) -> list[Problem]:
+    """The same of a ``cached`` or ``lazy`` index."""
+    _magic, version, code, token_bytes, sequences, sizes, boundaries = header
+    if version != 1:
+        return [Problem("version", "version", f"is {version}; this program reads version 1")]
+    if code not in INTEGER_TYPES:
+        return [Problem("dtype", "choice", f"must be a code of an integer type, is {code}; token ids are integers")]
+    problems = []
+    if token_bytes != np.dtype(INTEGER_TYPES[code]).itemsize:
+        problems.append(Problem("element_bytes", "range", f"is {token_bytes}; the type {code} has another size"))
+    if sizes != sequences:
+        problems.append(Problem("sizes", "length", f"{sizes} sizes for {sequences} sequences; a sequence has one"))
+    if problems:
+        return problems
+    size = OTHER_HEADER.size + 8 * (3 * sequences + 2 + boundaries)
+    return _size_problems(len(index), (size,), sequences, boundaries)
 
 
 def _array_problems(
@@ -73,7 +98,7 @@ def _array_problems(
     """Faults of the three arrays against each other and against the size of ``.bin``."""
     problems = []
     if len(lengths):
-        if lengths.min() < 0:
+        if int(lengths.min()) < 0:
             problems.append(Problem("lengths", "range", f"sequence {int(lengths.argmin())} has a negative length"))
         ends = lengths.cumsum(dtype=np.int64) * item_bytes
         begins = ends - lengths.astype(np.int64) * item_bytes
@@ -88,6 +113,42 @@ def _array_problems(
         rule = f"must start at 0, never fall and end at the number of sequences, {len(lengths)}"
         problems.append(Problem("documents", "order", rule))
     return problems
+
+
+Arrays = tuple[np.dtype[Any], npt.NDArray[np.int32], npt.NDArray[np.int64], npt.NDArray[np.int64]]
+
+
+def _read_mmap(index: npt.NDArray[np.uint8]) -> tuple[Arrays | None, list[Problem]]:
+    """Type, lengths, byte offsets and document boundaries of an ``mmap`` index, or what is wrong with its header."""
+    header = HEADER.unpack(index[: HEADER.size].tobytes())
+    if problems := _header_problems(index, header):
+        return None, problems
+    _magic, _version, code, sequences, boundaries = header
+    parts = np.split(index, HEADER.size + np.array([0, 4, 12]) * sequences)
+    documents = parts[3][: 8 * boundaries].view("<i8")
+    return (np.dtype(INTEGER_TYPES[code]), parts[1].view("<i4"), parts[2].view("<i8"), documents), []
+
+
+def _read_other(index: npt.NDArray[np.uint8]) -> tuple[Arrays | None, list[Problem]]:
+    """The same of a ``cached`` or ``lazy`` index."""
+    if len(index) < OTHER_HEADER.size:
+        return None, [Problem("", "truncated", f"has {len(index)} bytes, fewer than a header")]
+    header = OTHER_HEADER.unpack(index[: OTHER_HEADER.size].tobytes())
+    if problems := _other_header_problems(index, header):
+        return None, problems
+    _magic, _version, code, token_bytes, sequences, _sizes, _boundaries = header
+    numbers = index[OTHER_HEADER.size :].view("<i8")
+    dimensions, offsets, lengths, documents = np.split(numbers, np.cumsum([sequences + 1, sequences + 1, sequences]))
+    problems = []
+    if (dimensions != np.arange(sequences + 1)).any():
+        problems.append(Problem("dimensions", "order", "must be 0, 1, ... n: a sequence has one dimension"))
+    if sequences and (int(lengths.max()) > np.iinfo(np.int32).max or int(lengths.min()) < np.iinfo(np.int32).min):
+        problems.append(Problem("lengths", "range", "a sequence has more than 2,147,483,647 tokens"))
+    if not problems and int(offsets[-1]) != int(lengths.sum()):
+        problems.append(Problem("pointers", "order", f"end at token {offsets[-1]}; the lengths at {lengths.sum()}"))
+    if problems:
+        return None, problems
+    return (np.dtype(INTEGER_TYPES[code]), lengths.astype(np.int32), offsets[:-1] * token_bytes, documents), []
 
 
 def open_indexed(prefix: str) -> IndexedDataset:
@@ -106,15 +167,13 @@ def open_indexed(prefix: str) -> IndexedDataset:
     if len(head) < HEADER.size:
         raise DocumentError(str(index_path), [Problem("", "truncated", f"has {len(head)} bytes, fewer than a header")])
     index = np.memmap(index_path, dtype=np.uint8, mode="r")
-    header = HEADER.unpack(head)
-    if problems := _header_problems(index, header):
-        raise DocumentError(str(index_path), problems)
-    _magic, _version, code, sequences, boundaries = header
-    parts = np.split(index, HEADER.size + np.array([0, 4, 12]) * sequences)
-    lengths, pointers = parts[1].view("<i4"), parts[2].view("<i8")
-    documents = parts[3][: 8 * boundaries].view("<i8")
-    dtype, bin_bytes = np.dtype(INTEGER_TYPES[code]), bin_path.stat().st_size
-    if problems := _array_problems(lengths, pointers, documents, dtype.itemsize, bin_bytes):
+    read = _read_other if head[: len(OTHER_MAGIC)] == OTHER_MAGIC else _read_mmap
+    arrays, problems = read(index)
+    bin_bytes = bin_path.stat().st_size
+    if arrays is not None:
+        dtype, lengths, pointers, documents = arrays
+        problems = _array_problems(lengths, pointers, documents, dtype.itemsize, bin_bytes)
+    if arrays is None or problems:
         raise DocumentError(str(index_path), problems)
     whole = bin_bytes // dtype.itemsize
     tokens = np.memmap(bin_path, dtype=dtype, mode="r", shape=(whole,)) if whole else np.zeros(0, dtype)

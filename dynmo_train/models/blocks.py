@@ -16,6 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from ..parallel.tensor import TensorRegion, token_losses
+from .hashed_attention import HashedAttention
 from .linear import PrunableLinear
 from .positions import RelativeBias, Rotary
 
@@ -103,12 +105,19 @@ class SelfAttention(nn.Module):
         self.rotary, self.causal = rotary, causal
         self.scale = None if relative is None else 1.0
         self.dropout, self.attention_dropout = dropout, attention_dropout
+        self.sparse: HashedAttention | None = None
 
-    def project(self, x_BTD: torch.Tensor, past: int = 0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Queries ``[B, H, T, K]``, keys and values ``[B, G, T, K]`` of tokens at positions from ``past`` on."""
-        B, T, _ = x_BTD.shape
+    def project(
+        self, x_BTD: torch.Tensor, past: int | torch.Tensor = 0
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Queries ``[B, H, T, K]``, keys and values ``[B, G, T, K]`` of tokens at positions from ``past`` on.
+
+        Tokens that do not follow one another have their positions as a tensor ``[B, T]`` in place of ``past``.
+        """
         per, K = self.queries_per_group, self.head_width
-        grouped = self.qkv(self.norm(x_BTD)).view(B, T, -1, per + 2, K)
+        rows_BTR = self.qkv(self.norm(x_BTD))
+        B, T, _ = rows_BTR.shape  # of all tokens, where the stream is cut along them
+        grouped = rows_BTR.view(B, T, -1, per + 2, K)
         if per == 1:
             q, k, v = (part.transpose(1, 2) for part in grouped.unbind(3))
         else:
@@ -123,9 +132,7 @@ class SelfAttention(nn.Module):
         self, q_BHTK: torch.Tensor, k_BGSK: torch.Tensor, v_BGSK: torch.Tensor, mask: torch.Tensor | None, causal: bool
     ) -> torch.Tensor:
         """The sublayer's output ``[B, T, D]`` before residual and dropout; ``mask`` is true where a key is seen."""
-        if self.queries_per_group > 1:
-            k_BGSK = k_BGSK.repeat_interleave(self.queries_per_group, dim=1)
-            v_BGSK = v_BGSK.repeat_interleave(self.queries_per_group, dim=1)
+        k_BGSK, v_BGSK = self._for_each_head(k_BGSK), self._for_each_head(v_BGSK)
         dropout = self.attention_dropout if self.training else 0.0
         y_BHTK = F.scaled_dot_product_attention(
             q_BHTK, k_BGSK, v_BGSK, attn_mask=mask, dropout_p=dropout, is_causal=causal, scale=self.scale
@@ -133,19 +140,39 @@ class SelfAttention(nn.Module):
         y_BTD: torch.Tensor = self.dense(y_BHTK.transpose(1, 2).flatten(2))
         return y_BTD
 
-    def forward(self, x_BTD: torch.Tensor, seen_BS: torch.Tensor | None = None) -> torch.Tensor:
-        """Apply the sublayer with its residual; ``seen_BS`` is true for tokens that may be attended to; None: all."""
-        q, k, v = self.project(x_BTD)
+    def _for_each_head(self, x_BGSK: torch.Tensor) -> torch.Tensor:
+        return x_BGSK if self.queries_per_group == 1 else x_BGSK.repeat_interleave(self.queries_per_group, dim=1)
+
+    def forward(
+        self, x_BTD: torch.Tensor, seen_BS: torch.Tensor | None = None, *, positions: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Apply the sublayer with its residual.
+
+        Args:
+            seen_BS: true for tokens that may be attended to; None: all.
+            positions: ``[B, T]``, where the tokens are some of a longer sequence; None: 0, 1, 2, ...
+        """
+        q, k, v = self.project(x_BTD, 0 if positions is None else positions)
+        if self.sparse is not None:
+            dropout = self.attention_dropout if self.training else 0.0
+            k, v = self._for_each_head(k), self._for_each_head(v)
+            y_BHTK = self.sparse.attend(q, k, v, seen_BS, causal=self.causal, dropout=dropout, training=self.training)
+            return x_BTD + F.dropout(self.dense(y_BHTK.transpose(1, 2).flatten(2)), self.dropout, self.training)
         mask = None if seen_BS is None else seen_BS[:, None, None, :]
         causal = self.causal
         if self.relative is not None:
             mask, causal = self.relative.scores(q.shape[2], k.shape[2], mask, causal=causal), False
         return x_BTD + F.dropout(self.attend(q, k, v, mask, causal), self.dropout, self.training)
 
-    def extend(self, x_BTD: torch.Tensor, past: KeysValues | None) -> tuple[torch.Tensor, KeysValues]:
-        """New tokens behind those whose keys and values are ``past``: the output, and keys and values of all."""
+    def extend(
+        self, x_BTD: torch.Tensor, past: KeysValues | None, positions: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, KeysValues]:
+        """New tokens behind those whose keys and values are ``past``: the output, and keys and values of all.
+
+        ``positions`` ``[B, T]`` are given where not every token of the sequence comes here.
+        """
         before = 0 if past is None else past[0].shape[2]
-        q, k, v = self.project(x_BTD, before)
+        q, k, v = self.project(x_BTD, before if positions is None else positions)
         if past is not None:
             k, v = torch.cat([past[0], k], dim=2), torch.cat([past[1], v], dim=2)
         tokens = q.shape[2]
@@ -181,9 +208,8 @@ class CrossAttention(nn.Module):
 
     def forward(self, x_BTD: torch.Tensor, memory_BSD: torch.Tensor, seen_BS: torch.Tensor) -> torch.Tensor:
         """Apply the sublayer with its residual; ``seen_BS`` is true for memory tokens that may be attended to."""
-        B, T, _ = x_BTD.shape
-        q_BHTK = self.query(self.norm(x_BTD)).view(B, T, -1, self.head_width).transpose(1, 2)
-        keys_values = self.key_value(memory_BSD).view(B, memory_BSD.shape[1], -1, 2, self.head_width)
+        q_BHTK = self.query(self.norm(x_BTD)).unflatten(2, (-1, self.head_width)).transpose(1, 2)
+        keys_values = self.key_value(memory_BSD).unflatten(2, (-1, 2, self.head_width))
         k_BHSK, v_BHSK = (part.transpose(1, 2) for part in keys_values.unbind(3))
         dropout = self.attention_dropout if self.training else 0.0
         y_BHTK = F.scaled_dot_product_attention(
@@ -269,6 +295,7 @@ class Head(nn.Module):
         self.weight = nn.Parameter(torch.empty(rows, width, device=device))
         self.bias = nn.Parameter(torch.zeros(rows, device=device)) if bias else None
         self.vocabulary, self.scale = vocabulary, scale
+        self.region: TensorRegion | None = None
 
     def features(self, x_BTD: torch.Tensor) -> torch.Tensor:
         """What is multiplied with the weight, ``[B, T, D]``."""
@@ -284,6 +311,10 @@ class Head(nn.Module):
         self, x_BTD: torch.Tensor, labels_BT: torch.Tensor, counts_BT: torch.Tensor | None = None
     ) -> torch.Tensor:
         """The mean cross-entropy of the microbatch, a scalar, over the tokens that count (default: all)."""
+        if self.region is not None:
+            features_BTD = self.features(x_BTD)
+            losses = token_losses(features_BTD, self.weight, self.bias, labels_BT, self.vocabulary, self.region)
+            return mean_where_counted(losses, counts_BT)
         return mean_cross_entropy(self.logits(x_BTD), labels_BT, counts_BT)
 
 
@@ -294,6 +325,12 @@ def mean_cross_entropy(
     flat = logits_BTV.float().view(-1, logits_BTV.shape[-1])
     if counts_BT is None:
         return F.cross_entropy(flat, labels_BT.reshape(-1))
-    losses = F.cross_entropy(flat, labels_BT.reshape(-1), reduction="none")
+    return mean_where_counted(F.cross_entropy(flat, labels_BT.reshape(-1), reduction="none"), counts_BT)
+
+
+def mean_where_counted(losses: torch.Tensor, counts_BT: torch.Tensor | None) -> torch.Tensor:
+    """Mean of the losses of tokens whose count is 1 (default: all); 0 where none is."""
+    if counts_BT is None:
+        return losses.mean()
     counts = counts_BT.reshape(-1).to(losses.dtype)
     return (losses * counts).sum() / counts.sum().clamp(min=1.0)

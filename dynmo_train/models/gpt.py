@@ -6,26 +6,16 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import nn
 
 from .blocks import Embedding, Head, Mlp, SelfAttention
-from .initial import initialise
-from .items import LOSS, ItemSpec
-
-WORD = "embedding.word.weight"
-HEAD = "head.weight"
-SPLIT_DIMS = {
-    "word.weight": 0,
-    "qkv.weight": 0,
-    "qkv.bias": 0,
-    "dense.weight": 1,
-    "fc1.weight": 0,
-    "fc1.bias": 0,
-    "fc2.weight": 1,
-    "head.weight": 0,
-}
+from .chain import HEAD, WORD, build_item, chain_items
+from .experts import MoeMlp, MoeShape
+from .items import ItemSpec
+from .items import split_dim as split_dim_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,6 +35,7 @@ class GptShape:
     init_method_std: float = 0.02
     activation: str = "gelu_tanh"
     tied_embeddings: bool = True
+    moe: MoeShape | None = None
     seed: int = 1234
 
 
@@ -56,27 +47,10 @@ class Gpt:
 
     @cached_property
     def items(self) -> tuple[ItemSpec, ...]:
-        """``embedding``, two items a layer, ``head``; every item may begin a stage but those that hold the ends."""
-        items = [
-            ItemSpec(name="embedding", layer="embedding", kind="embedding", cut_before=True, reads=(), inputs=("ids",))
-        ]
-        for index in range(self.shape.num_layers):
-            layer = f"layers.{index}"
-            parts = ("attention", "mlp")
-            items += [ItemSpec(name=f"{layer}.{kind}", layer=layer, kind=kind, cut_before=True) for kind in parts]
-        tied_to = "embedding" if self.shape.tied_embeddings else None
-        items.append(
-            ItemSpec(
-                name="head",
-                layer="head",
-                kind="head",
-                cut_before=True,
-                tied_to=tied_to,
-                writes=LOSS,
-                inputs=("labels",),
-            )
-        )
-        return tuple(items)
+        """``embedding``, two items a layer, ``head``; every item may begin a stage."""
+        moe = self.shape.moe
+        tied = self.shape.tied_embeddings
+        return chain_items(self.shape.num_layers, tied=tied, mlp_figures=moe.figures if moe else ())
 
     @property
     def ties(self) -> Mapping[str, str]:
@@ -86,12 +60,16 @@ class Gpt:
     def build(self, name: str, device: torch.device) -> nn.Module:
         """Build one item; its initial weights depend on the seed and the name alone, never on placement."""
         shape = self.shape
-        builders = {"embedding": self._embedding, "attention": self._attention, "mlp": self._mlp, "head": self._head}
-        module = builders[name.rpartition(".")[2]](device)
-        # Matrices that end a residual branch are scaled by 1/sqrt(2 layers) (GPT-2, section 2.3).
-        ending_std = shape.init_method_std / math.sqrt(2 * shape.num_layers)
-        initialise(name, module, seed=shape.seed, std=shape.init_method_std, ending_std=ending_std, ties=self.ties)
-        return module
+        return build_item(
+            name,
+            device,
+            {"embedding": self._embedding, "attention": self._attention, "mlp": self._mlp, "head": self._head},
+            seed=shape.seed,
+            std=shape.init_method_std,
+            # Matrices that end a residual branch are scaled by 1/sqrt(2 layers) (GPT-2, section 2.3).
+            ending_std=shape.init_method_std / math.sqrt(2 * shape.num_layers),
+            ties=self.ties,
+        )
 
     def _norm(self, device: torch.device) -> nn.Module:
         return nn.LayerNorm(self.shape.hidden_size, eps=self.shape.layernorm_epsilon, device=device)
@@ -119,14 +97,15 @@ class Gpt:
 
     def _mlp(self, device: torch.device) -> nn.Module:
         shape = self.shape
-        return Mlp(
-            width=shape.hidden_size,
-            inner=shape.ffn_hidden_size,
-            activation=shape.activation,
-            norm=self._norm(device),
-            dropout=shape.hidden_dropout,
-            device=device,
-        )
+        common: dict[str, Any] = {
+            "width": shape.hidden_size,
+            "inner": shape.ffn_hidden_size,
+            "activation": shape.activation,
+            "norm": self._norm(device),
+            "dropout": shape.hidden_dropout,
+            "device": device,
+        }
+        return Mlp(**common) if shape.moe is None else MoeMlp(moe=shape.moe, **common)
 
     def _head(self, device: torch.device) -> nn.Module:
         shape = self.shape
@@ -140,7 +119,7 @@ class Gpt:
 
     def split_dim(self, parameter: str) -> int | None:
         """Heads, MLP width and vocabulary are cut; norms, positions and the biases of a branch's end are not."""
-        return SPLIT_DIMS.get(".".join(parameter.split(".")[-2:]))
+        return split_dim_of(parameter)
 
     def manifest(self) -> dict[str, object]:
         """The ``model`` object of a checkpoint's manifest."""
@@ -157,4 +136,5 @@ class Gpt:
             "layernorm_epsilon": shape.layernorm_epsilon,
             "activation": shape.activation,
             "tied_embeddings": shape.tied_embeddings,
+            **(shape.moe.manifest() if shape.moe else {}),
         }

@@ -6,7 +6,7 @@ Shapes in names: B samples of a microbatch, T tokens, D model width, O and I row
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import NamedTuple, Protocol
 
@@ -90,6 +90,21 @@ class BoundaryShape:
         """Of a model with one stream: ``[B, T, D]``."""
         return cls(shapes={HIDDEN: (batch, tokens, width), LOSS: ()}, dtype=dtype)
 
+    @property
+    def tokens(self) -> int:
+        """Tokens of a sample, of a model with one stream."""
+        return self.shapes[HIDDEN][1]
+
+    def with_tokens(self, tokens: int) -> BoundaryShape:
+        """The same for samples of another length, of a model with one stream."""
+        batch, _, *rest = self.shapes[HIDDEN]
+        return replace(self, shapes={**self.shapes, HIDDEN: (batch, tokens, *rest)})
+
+    def cut_along_tokens(self, parts: int) -> BoundaryShape:
+        """Of streams ``[B, T, D]`` that ``parts`` ranks hold a part each of."""
+        cut = {name: (s[0], s[1] // parts, *s[2:]) if len(s) == 3 else s for name, s in self.shapes.items()}
+        return replace(self, shapes=cut)
+
     def empty(self, name: str) -> torch.Tensor:
         """The named value on the meta device."""
         shape = self.shapes[name]
@@ -121,6 +136,23 @@ def train_before(items: Sequence[ItemSpec], index: int, frozen: int) -> dict[str
     """Value written before item ``index`` -> whether its gradient matters, the first ``frozen`` items being frozen."""
     trains = {item.writes: position >= frozen for position, item in enumerate(items[:index])}
     return trains | dict.fromkeys((name for item in items[:index] for name in item.side), False)
+
+
+CUT_FIRST = ("qkv", "query", "key_value", "fc1", "gate", "up")
+CUT_LAST = ("dense.weight", "fc2.weight", "relative.weight")
+CUT_ROWS = ("word.weight", "head.weight", "head.bias")
+
+
+def split_dim(parameter: str) -> int | None:
+    """The dimension along which tensor parallelism cuts a parameter, by its name; None: every rank has it whole.
+
+    Heads, MLP width and vocabulary are cut; norms, positions, routers and the biases of a branch's end are not, nor is
+    what stands in a head before its last product.
+    """
+    owner, _, kind = parameter.rpartition(".")
+    if parameter.endswith(CUT_ROWS) or (owner.endswith(CUT_FIRST) and kind in ("weight", "bias")):
+        return 0
+    return 1 if parameter.endswith(CUT_LAST) and not parameter.startswith("head.") else None
 
 
 class ModelFamily(Protocol):

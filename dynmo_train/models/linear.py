@@ -8,6 +8,7 @@ Shapes: N = B*T rows, O outputs, I inputs.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +17,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.autograd.function import once_differentiable
 
+StreamEnd = Callable[[torch.Tensor], torch.Tensor]
 DENSE = "dense"
 CSR = "csr"
 
@@ -107,7 +109,11 @@ class _CsrLinear(torch.autograd.Function):
 
 
 class PrunableLinear(nn.Module):
-    """``y = x W^T + b`` with W ``[O, I]``; once pruned, zeros stay zeros and the product may run in CSR form."""
+    """``y = x W^T + b`` with W ``[O, I]``; once pruned, zeros stay zeros and the product may run in CSR form.
+
+    Under tensor parallelism W is one rank's slice: ``enter`` makes the input whole where the outputs are cut, ``leave``
+    adds the ranks' products, before the bias, where the inputs are. Both are None elsewhere.
+    """
 
     mask: torch.Tensor | None
     bias: nn.Parameter | None
@@ -116,8 +122,11 @@ class PrunableLinear(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(outputs, inputs, device=device))
         self.bias = nn.Parameter(torch.zeros(outputs, device=device)) if bias else None
+        self.outputs = outputs
         self.register_buffer("mask", None, persistent=False)
         self.form = DENSE
+        self.enter: StreamEnd | None = None
+        self.leave: StreamEnd | None = None
         self._pattern: CsrPattern | None = None
         self._values: torch.Tensor | None = None
 
@@ -129,10 +138,11 @@ class PrunableLinear(nn.Module):
         return 1.0 - int(self.mask.sum()) / self.mask.numel()
 
     def set_mask(self, mask_OI: torch.Tensor, threshold: float) -> None:
-        """Prune to ``mask_OI`` (boolean, true = kept): zero the others and choose the form of the product."""
+        """Take ``mask_OI`` (boolean, true = kept) and choose the form of the product.
+
+        The weight is zero elsewhere already: its owner zeroes it, who may hold it in parts.
+        """
         self.mask = mask_OI
-        with torch.no_grad():
-            self.weight.mul_(mask_OI)
         self.form = product_form(self.sparsity, threshold, self.weight.device.type)
         self._pattern = csr_pattern(mask_OI) if self.form == CSR else None
         self._values = None
@@ -143,8 +153,16 @@ class PrunableLinear(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Apply to the last dimension of ``x``: ``[..., I]`` to ``[..., O]``."""
-        if self._pattern is None:
-            return F.linear(x, self.weight, self.bias)
+        if self.enter is not None:
+            x = self.enter(x)
+        if self.leave is None:
+            return self._product(x, self.bias)
+        y = self.leave(self._product(x, None))
+        return y if self.bias is None else y + self.bias
+
+    def _product(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        if self._pattern is None or not x.numel():
+            return F.linear(x, self.weight, bias)
         if self._values is None:
             self._values = self.weight.detach().view(-1)[self._pattern.flat].float()
         # Sparse products exist in float32 only; the casts do nothing there.
@@ -152,4 +170,4 @@ class PrunableLinear(nn.Module):
         y_NO: torch.Tensor = _CsrLinear.apply(  # type: ignore[no-untyped-call]
             x_NI, self.weight.float(), self._values, self._pattern
         )
-        return (y_NO if self.bias is None else y_NO + self.bias).view(*x.shape[:-1], -1).to(x.dtype)
+        return (y_NO if bias is None else y_NO + bias).view(*x.shape[:-1], -1).to(x.dtype)

@@ -42,14 +42,19 @@ class Rotary(nn.Module):
         super().__init__()
         self.head_width, self.base, self.scaling = head_width, base, scaling
 
-    def forward(self, q_BHTK: torch.Tensor, k_BGTK: torch.Tensor, past: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Rotate tokens at positions from ``past`` on."""
+    def forward(
+        self, q_BHTK: torch.Tensor, k_BGTK: torch.Tensor, past: int | torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Rotate tokens at positions from ``past`` on, or at those of a tensor ``past``, ``[B, T]``."""
         device, tokens = q_BHTK.device, q_BHTK.shape[2]
         frequencies = rotary_frequencies(self.head_width, self.base, self.scaling, device)
-        positions = torch.arange(past, past + tokens, device=device, dtype=torch.float32)
-        angles = torch.outer(positions, frequencies)
-        angles_TK = torch.cat([angles, angles], dim=-1)
-        cosine, sine = angles_TK.cos().to(q_BHTK.dtype), angles_TK.sin().to(q_BHTK.dtype)
+        if isinstance(past, torch.Tensor):
+            positions = past[:, None].to(torch.float32)
+        else:
+            positions = torch.arange(past, past + tokens, device=device, dtype=torch.float32)
+        angles = positions[..., None] * frequencies
+        angles = torch.cat([angles, angles], dim=-1)
+        cosine, sine = angles.cos().to(q_BHTK.dtype), angles.sin().to(q_BHTK.dtype)
 
         def turned(x: torch.Tensor) -> torch.Tensor:
             first, second = x.chunk(2, dim=-1)

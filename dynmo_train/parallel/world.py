@@ -6,7 +6,7 @@ import json
 import os
 import socket
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
 
@@ -21,6 +21,8 @@ from .dims import Coordinates, ParallelDims
 @dataclass(frozen=True, kw_only=True)
 class Groups:
     """The process groups that one process is in, one an axis; None where the axis has one place.
+
+    torch's stages want a group even of one process: ``pipeline`` is None only where no world was joined.
 
     Attributes:
         pipeline, tensor, data: the ranks that differ from this one along that axis alone.
@@ -97,9 +99,6 @@ def join_world(device_name: str, timeout_s: float = 600.0, dims: ParallelDims | 
     """
     rank, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     local_rank, local_size = int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    dims = dims or ParallelDims(pipeline=size)
-    if dims.size != size:
-        raise UsageError(f"{dims} lays out {dims.size} processes; there are {size}")
     if device_name == "auto":
         device_name = "cuda" if torch.cuda.is_available() and torch.cuda.device_count() >= local_size else "cpu"
     device = torch.device("cuda", local_rank) if device_name == "cuda" else torch.device("cpu")
@@ -111,8 +110,19 @@ def join_world(device_name: str, timeout_s: float = 600.0, dims: ParallelDims | 
         dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=timeout)
     else:
         dist.init_process_group(backend, rank=rank, world_size=size, timeout=timeout)
-    groups = _make_groups(dims, rank, timeout)
-    return World(rank=rank, size=size, device=device, host=socket.gethostname(), dims=dims, groups=groups)
+    world = World(rank=rank, size=size, device=device, host=socket.gethostname(), dims=ParallelDims(pipeline=size))
+    return lay_out(world, dims or world.dims, timeout_s)
+
+
+def lay_out(world: World, dims: ParallelDims, timeout_s: float = 600.0) -> World:
+    """The same processes along other axes, with groups of their own; every process calls this.
+
+    Raises:
+        UsageError: ``dims`` are not those of so many processes.
+    """
+    if dims.size != world.size:
+        raise UsageError(f"{dims} lays out {dims.size} processes; there are {world.size}")
+    return replace(world, dims=dims, groups=_make_groups(dims, world.rank, timedelta(seconds=timeout_s)))
 
 
 def _make_groups(dims: ParallelDims, rank: int, timeout: timedelta) -> Groups:
@@ -120,9 +130,9 @@ def _make_groups(dims: ParallelDims, rank: int, timeout: timedelta) -> Groups:
     own = dims.coordinates(rank)
     made: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
 
-    def group(ranks: Sequence[int]) -> dist.ProcessGroup | None:
+    def group(ranks: Sequence[int], *, alone: bool = False) -> dist.ProcessGroup | None:
         members = tuple(ranks)
-        if len(members) == 1:
+        if len(members) == 1 and not alone:
             return None
         if members not in made:
             whole = len(members) == dims.size
@@ -136,7 +146,7 @@ def _make_groups(dims: ParallelDims, rank: int, timeout: timedelta) -> Groups:
     experts = dims.expert_ranks(rank)
     same_experts = dims.ranks(pipeline=own.pipeline, tensor=own.tensor)[own.data % dims.expert :: dims.expert]
     return Groups(
-        pipeline=group(dims.ranks(data=own.data, tensor=own.tensor)),
+        pipeline=group(dims.ranks(data=own.data, tensor=own.tensor), alone=True),
         tensor=group(dims.ranks(pipeline=own.pipeline, data=own.data)),
         data=group(dims.ranks(pipeline=own.pipeline, tensor=own.tensor)),
         model=group(dims.ranks(data=own.data)),
@@ -194,8 +204,8 @@ def sum_over_model(world: World, counts: torch.Tensor) -> torch.Tensor:
     return sum_over(world.groups.model, counts)
 
 
-def mean_over_replicas(world: World, value: torch.Tensor) -> torch.Tensor:
-    """The mean of a CPU tensor over the replicas, added in their order: the same bits wherever a layer stands."""
+def sum_over_replicas(world: World, value: torch.Tensor) -> torch.Tensor:
+    """The sum of a CPU tensor over the replicas, added in their order: the same bits wherever a layer stands."""
     if world.groups.data is None:
         return value
     parts = [torch.empty_like(value) for _ in range(world.dims.data)]
@@ -203,7 +213,7 @@ def mean_over_replicas(world: World, value: torch.Tensor) -> torch.Tensor:
     total = torch.zeros_like(value)
     for part in parts:
         total += part
-    return total / world.dims.data
+    return total
 
 
 def all_agree(ok: bool) -> bool:

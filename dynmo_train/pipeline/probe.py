@@ -9,7 +9,7 @@ sampling cannot change the graph.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -53,6 +53,7 @@ class Probe:
         self._activation_bytes: dict[str, int] = {}
         self._names: tuple[str, ...] = ()
         self._last: tuple[int, Any] | None = None
+        self._listener: Callable[[int], None] | None = None
 
     def begin_step(self, sampling: bool) -> None:
         """Forget the last step; ``sampling`` says whether to measure this one."""
@@ -98,8 +99,17 @@ class Probe:
         self._close_interval(0)
         self._last = None
 
+    @contextmanager
+    def telling(self, listener: Callable[[int], None]) -> Iterator[None]:
+        """Around a backward: ``listener`` is told each position from which on all gradients are complete."""
+        self._listener = listener
+        yield
+        self._listener = None
+
     def gradient_reached(self, position: int) -> None:
         """Called in the backward when the gradient of the input of the item at ``position`` is complete."""
+        if self._listener is not None:
+            self._listener(position)
         if self.sampling and self._last is not None:
             self._close_interval(position)
 
@@ -125,21 +135,23 @@ class Probe:
         self._weight.pairs[name].append((begin, self.clock.stamp()))
 
     @contextmanager
-    def saved(self, name: str, ignored: set[int]) -> Iterator[None]:
+    def saved(self, name: str, ignored: Callable[[], set[int]]) -> Iterator[None]:
         """Around one item's forward, once a sampled step: the bytes that it keeps for its backward, each storage once.
 
         Args:
             name: of the item.
-            ignored: data pointers of storages that are kept anyway (the parameters).
+            ignored: data pointers of storages that are kept anyway (the parameters), asked for within the forward.
         """
         if not self.sampling or name in self._activation_bytes:
             yield
             return
         sizes: dict[int, int] = {}
+        kept: set[int] = set()
 
         def pack(tensor: torch.Tensor) -> torch.Tensor:
             storage = tensor.untyped_storage() if tensor.layout == torch.strided else None
-            if storage is not None and storage.data_ptr() not in ignored:
+            kept.update(() if kept else ignored())
+            if storage is not None and storage.data_ptr() not in kept:
                 sizes[storage.data_ptr()] = storage.nbytes()
             return tensor
 

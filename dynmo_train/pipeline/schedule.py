@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from torch.distributed.pipelining.schedules import (
     ScheduleGPipe,
     ScheduleInterleaved1F1B,
     ScheduleInterleavedZeroBubble,
+    ScheduleZBVZeroBubble,
 )
 from torch.distributed.pipelining.stage import _PipelineStageBase
 
@@ -26,15 +27,19 @@ from .probe import Probe
 from .stage import ItemStage, StageModule, loss_of_microbatch
 
 SINGLE = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
-LOOPED = {"interleaved-1f1b": ScheduleInterleaved1F1B, "zero-bubble": ScheduleInterleavedZeroBubble}
+LOOPED = {
+    "interleaved-1f1b": ScheduleInterleaved1F1B,
+    "zero-bubble": ScheduleInterleavedZeroBubble,
+    "zb-v": ScheduleZBVZeroBubble,
+}
 
 
 @dataclass(frozen=True, kw_only=True)
 class PipelineShape:
-    """What stays the same for a whole run.
+    """What a pipeline is built for; the microbatches and the tokens of a sample follow those of the batch.
 
     Attributes:
-        schedule: ``gpipe``, ``1f1b``, ``interleaved-1f1b`` or ``zero-bubble``.
+        schedule: ``gpipe``, ``1f1b``, ``interleaved-1f1b``, ``zero-bubble`` or ``zb-v``.
         microbatches: of a step.
         boundary: the shapes of what crosses a stage boundary.
         seed: of the run.
@@ -47,6 +52,15 @@ class PipelineShape:
     seed: int
     recompute: bool
 
+    def for_batch(self, batch: Batch) -> PipelineShape:
+        """The shape that a batch needs: itself where nothing differs."""
+        boundary = self.boundary
+        if batch.tokens is not None and batch.tokens != boundary.tokens:
+            boundary = boundary.with_tokens(batch.tokens)
+        if (batch.microbatches or self.microbatches) == self.microbatches and boundary is self.boundary:
+            return self
+        return replace(self, microbatches=batch.microbatches or self.microbatches, boundary=boundary)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Batch:
@@ -56,11 +70,23 @@ class Batch:
         inputs: tensors by the names that the items give, each ``[microbatches * B, ...]``.
         first_microbatch: the global index of the first microbatch: consumed samples before it over the microbatch size.
         step: of the run; seeds the random numbers.
+        microbatches: of this batch; None is as many as the run has throughout.
+        tokens: of a sample, where the run's samples grow; None is as many as the run has throughout.
     """
 
     inputs: Mapping[str, torch.Tensor]
     first_microbatch: int
     step: int
+    microbatches: int | None = None
+    tokens: int | None = None
+
+    def of_replica(self, replica: int, replicas: int, microbatches: int) -> Batch:
+        """The samples of one of ``replicas``: a contiguous block of the step's, ``microbatches`` of them."""
+        return replace(
+            self,
+            inputs={name: tensor.chunk(replicas)[replica] for name, tensor in self.inputs.items()},
+            first_microbatch=self.first_microbatch + replica * microbatches,
+        )
 
 
 class Pipeline:
@@ -70,6 +96,7 @@ class Pipeline:
         specs: the whole layer list.
         items: the modules that this worker holds, by name.
         frozen: names of the frozen front of the whole list.
+        final: told the name of each item whose gradients no backward of a step touches any more.
     """
 
     def __init__(
@@ -81,6 +108,7 @@ class Pipeline:
         items: Mapping[str, nn.Module],
         frozen: Sequence[str],
         probe: Probe,
+        final: Callable[[str], None] | None = None,
     ) -> None:
         self.shape, self.world = shape, world
         prefixes = frozen_prefix(partition.stages, frozen)
@@ -113,19 +141,22 @@ class Pipeline:
                     trains_before=train_before(specs, begin, sum(prefixes)),
                     trains_after=train_before(specs, end, sum(prefixes)),
                     group=world.groups.pipeline,
+                    final=final,
                 )
             )
             self.modules.append(module)
         self._inputs = tuple(dict.fromkeys(name for module in self.modules for name in module.inputs))
         self.has_last = any(stage.is_last for stage in stages)
         self.loss_scale = 1.0
-        self._schedule = _schedule(shape, stages, lambda: self.loss_scale)
+        self._microbatches_of_all = shape.microbatches * world.dims.data
+        self._schedule = _schedule(shape, stages, self._microbatches_of_all, lambda: self.loss_scale)
 
     def train_step(self, batch: Batch) -> torch.Tensor:
         """Run forward and backward of one step; gradients accumulate in the parameters.
 
         Returns:
-            The loss (a float64 scalar on CPU) on the worker that holds the head, zero elsewhere.
+            The replica's part of the step's loss (a float64 scalar on CPU) on the worker that holds the head, zero
+            elsewhere.
         """
         return self._run(batch, training=True)
 
@@ -135,7 +166,7 @@ class Pipeline:
 
     def _run(self, batch: Batch, *, training: bool) -> torch.Tensor:
         for module in self.modules:
-            module.begin(batch.step, self.loss_scale / self.shape.microbatches, training=training)
+            module.begin(batch.step, self.loss_scale / self._microbatches_of_all, training=training)
         device = self.world.device
         first = batch.first_microbatch
         keywords: dict[str, Any] = {name: batch.inputs[name].to(device) for name in self._inputs}
@@ -160,9 +191,9 @@ class Pipeline:
 
 
 def _schedule(
-    shape: PipelineShape, stages: list[ItemStage], scale: Callable[[], float]
+    shape: PipelineShape, stages: list[ItemStage], microbatches_of_all: int, scale: Callable[[], float]
 ) -> PipelineScheduleSingle | PipelineScheduleMulti:
-    loss = loss_of_microbatch(shape.microbatches, scale)
+    loss = loss_of_microbatch(microbatches_of_all, scale)
     if shape.schedule in SINGLE:
         return SINGLE[shape.schedule](stages[0], shape.microbatches, loss_fn=loss, scale_grads=False)
     if shape.schedule in LOOPED:

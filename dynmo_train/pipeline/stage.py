@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining._backward import stage_backward, stage_backward_weight
+from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from ..models.inner_loss import with_losses
@@ -57,8 +60,9 @@ class StageModule(nn.Module):
         self.step, self.loss_scale = 0, 1.0
         self.probe, self.device = probe, device
         self.reported: dict[str, dict[str, list[torch.Tensor]]] = {}
-        self._copies = [ComputeCopies(layer, dtype) for layer in self.layers] if dtype != torch.float32 else []
-        self._kept_anyway = {parameter.untyped_storage().data_ptr() for parameter in self.parameters()}
+        # Sharded items (ZeRO) cast by themselves.
+        copied = dtype != torch.float32 and not any(isinstance(layer, FSDPModule) for layer in self.layers)
+        self._copies = [ComputeCopies(layer, dtype) for layer in self.layers] if copied else []
 
     def begin(self, step: int, loss_scale: float, *, training: bool) -> None:
         """Before the first microbatch of a step; ``loss_scale`` is what a microbatch's loss is multiplied with."""
@@ -96,6 +100,10 @@ class StageModule(nn.Module):
         leaving = tuple(values[name] for name in self.leaves)
         return leaving[0] if len(leaving) == 1 else leaving
 
+    def _kept_anyway(self) -> set[int]:
+        """Where the bytes of the parameters are, as far as they are whole now."""
+        return {p.untyped_storage().data_ptr() for p in self.parameters() if not isinstance(p, DTensor)}
+
     def _keep(self, item: str, figures: Mapping[str, torch.Tensor]) -> None:
         kept = self.reported.setdefault(item, {})
         for name, value in figures.items():
@@ -126,12 +134,15 @@ class ItemStage(PipelineStage):
     """``PipelineStage`` that knows the frozen front: no gradient crosses a boundary behind which nothing trains.
 
     torch 2.13's split backward silently drops the weight gradients of a stage none of whose inputs requires grad, but
-    for stage 0; here such a stage runs its full backward at W.
+    for stage 0; here such a stage runs its full backward at W. A stage through which several values run (of an
+    encoder-decoder) runs its full backward at once, and nothing at W.
 
     Args:
         boundary: the shapes of all values.
         trains_before: for each value written before this stage, whether its gradient matters.
         trains_after: the same behind it.
+        group: the processes of the pipeline.
+        final: told the name of each item whose gradients no backward of this step touches any more.
     """
 
     def __init__(
@@ -145,6 +156,7 @@ class ItemStage(PipelineStage):
         trains_before: Mapping[str, bool],
         trains_after: Mapping[str, bool],
         group: dist.ProcessGroup | None = None,
+        final: Callable[[str], None] | None = None,
     ) -> None:
         def crossing(names: Sequence[str], trains: Mapping[str, bool]) -> tuple[torch.Tensor, ...]:
             return tuple(boundary.empty(name).requires_grad_(trains[name]) for name in names)
@@ -161,7 +173,11 @@ class ItemStage(PipelineStage):
         self.module = module
         self._trains_before = any(trains_before[name] for name in module.enters)
         self._trains = any(trains_after[name] for name in module.leaves)
+        # Weights that no path from the one input reaches cannot be left to W: they share their graph with others.
+        moving = tuple(name for name in module.enters if trains_before[name])
+        self._splits = len(moving) == 1 and all(spec.reads[:1] == moving for spec in module.specs)
         self._no_gradients = (None,) * len(module.enters)
+        self._final = final
 
     @property
     def trains(self) -> bool:
@@ -178,6 +194,15 @@ class ItemStage(PipelineStage):
             self.bwd_cache.pop(bwd_chunk_id, None)
             return []
         return super().get_bwd_send_ops(bwd_chunk_id)
+
+    def get_local_bwd_output(self, mb_index: int) -> Any:
+        """What the stage before, on the same worker, gets as gradient; nothing in an evaluation, as torch forgets."""
+        return super().get_local_bwd_output(mb_index) if self.has_backward else ()  # type: ignore[no-untyped-call]
+
+    def set_local_bwd_input(self, next_stage_bwd_outputs: tuple[torch.Tensor | None, ...], mb_index: int) -> None:
+        """The gradient from the stage behind, on the same worker; none in an evaluation."""
+        if self.has_backward:
+            super().set_local_bwd_input(next_stage_bwd_outputs, mb_index)
 
     def forward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
         """Forward one microbatch, counted as busy time."""
@@ -204,8 +229,24 @@ class ItemStage(PipelineStage):
                 self.backward_state[bwd_chunk_id] = (loss if self.is_last else outputs, grads, inputs)
                 self.bwd_cache[bwd_chunk_id] = self._no_gradients
             else:
-                with self.module.probe.backward(self.module.names):
-                    super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
+                whole = full_backward or not self._splits
+                with self._announcing(last_backward), self.module.probe.backward(self.module.names):
+                    super().backward_one_chunk(bwd_chunk_id, loss, whole, last_backward)
+
+    @contextmanager
+    def _announcing(self, last_backward: bool) -> Iterator[None]:
+        """Around a backward that completes gradients: where it is the step's last one, tell what is final meanwhile."""
+        if not last_backward or self._final is None:
+            yield
+            return
+        with self.module.probe.telling(self._announce_from):
+            yield
+        self._announce_from(0)
+
+    def _announce_from(self, position: int) -> None:
+        if self._final is not None:
+            for name in reversed(self.module.names[position:]):
+                self._final(name)
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
         """The weight gradients that a split backward left over, item by item."""
@@ -214,12 +255,17 @@ class ItemStage(PipelineStage):
         with self.module.probe.busy():
             if not self._trains_before:
                 outputs, grads, inputs = self.backward_state.pop(bwd_chunk_id)
-                with self.module.probe.backward(self.module.names):
+                with self._announcing(last_backward), self.module.probe.backward(self.module.names):
                     stage_backward(outputs, grads, inputs)
                 return
+            if not self._splits:
+                with self._announcing(last_backward):
+                    return
             self.dw_runner.pop(bwd_chunk_id)
             _, groups, _, _ = self.backward_state.pop(bwd_chunk_id)
             self._weight_gradients(groups)
+            if last_backward:
+                self._announce_from(0)
 
     def _weight_gradients(self, groups: Sequence[dict[str, Any]]) -> None:
         owner: dict[int, int] = {}

@@ -83,8 +83,9 @@ def _announcement_problem(announcement: dict[str, Any], held: HeldItems) -> str 
     names = [entry["name"] for entry in announcement["tensors"]]
     if len(set(names)) < len(names):
         return f"{item}: a tensor is announced twice"
-    module = held.family.build(item, torch.device("meta"))
-    wanted = {name: list(parameter.shape) for name, parameter in parameters_of(item, module).items()}
+    module = held.blueprint(item)
+    whole = parameters_of(item, module)
+    wanted = {name: list(held.own_rows(parameter.detach()).shape) for name, parameter in whole.items()}
     announced = {entry["name"]: entry["shape"] for entry in announcement["tensors"]}
     for name, shape in wanted.items():
         if announced.get(name) != shape:

@@ -59,8 +59,8 @@ def load_decoder(checkpoint: Checkpoint, device: torch.device) -> Decoder:
 
 def open_tokenizer(checkpoint: Checkpoint, given: Path | None) -> Tokenizer:
     """The tokenizer that was asked for, else the one in the checkpoint; it must fit the vocabulary."""
-    path = given or checkpoint.directory / "tokenizer" / "tokenizer.json"
-    if given is None and not path.is_file():
+    path = given or checkpoint.directory / "tokenizer"
+    if given is None and not path.is_dir():
         raise UsageError(f"{checkpoint.directory} holds no tokenizer; give --tokenizer-model")
     tokenizer = load_tokenizer(path)
     vocab_size = checkpoint.manifest["model"]["vocab_size"]
@@ -75,7 +75,7 @@ def complete(
     """Continue one prompt of token ids: the new ids, without the end of document, and why they end."""
     generator = torch.Generator().manual_seed(seed)
     device = next(decoder.modules["embedding"].parameters()).device
-    cache: Cache = {}
+    cache = Cache()
     new: list[int] = []
     ids = list(prompt)
     while len(new) < max_new_tokens:

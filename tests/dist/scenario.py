@@ -7,11 +7,14 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from families import SAMPLES
 
 from dynmo_train.dynamics.pruning import CubicSchedule
 from dynmo_train.engine import Engine, EngineSettings
+from dynmo_train.models.dynamic import DynamicFamily, DynamicSettings
+from dynmo_train.models.early_exit import LEFT
 from dynmo_train.models.gpt import Gpt, GptShape
-from dynmo_train.models.items import BoundaryShape
+from dynmo_train.models.items import HIDDEN, LOSS, BoundaryShape, ModelFamily
 from dynmo_train.optim.adamw import AdamWSettings
 from dynmo_train.optim.precision import FLOAT32, LossScaling, Precision
 from dynmo_train.optim.schedule import LearningRate
@@ -57,16 +60,31 @@ class Scenario:
     freeze_tied: bool = False
     clip: float = 0.2
     tied: bool = True
+    dropout: float = 0.1
     precision: str = "fp32"
+    dynamic: DynamicSettings | None = None
+    model: str = "gpt"
 
-    def family(self) -> Gpt:
-        return Gpt(replace(SHAPE, tied_embeddings=self.tied))
+    def family(self) -> ModelFamily:
+        if self.model != "gpt":
+            return SAMPLES[self.model].family
+        shape = replace(
+            SHAPE, tied_embeddings=self.tied, hidden_dropout=self.dropout, attention_dropout=self.dropout
+        )
+        plain = Gpt(shape)
+        if self.dynamic is None:
+            return plain
+        return DynamicFamily(plain, self.dynamic, seed=SHAPE.seed, width=SHAPE.hidden_size, std=0.02)
 
     def settings(self) -> EngineSettings:
         precision = PRECISIONS[self.precision]
-        boundary = BoundaryShape.hidden(
-            batch=MICRO_BATCH, tokens=TOKENS, width=SHAPE.hidden_size, dtype=precision.compute
-        )
+        if self.model == "gpt":
+            shapes = {HIDDEN: (MICRO_BATCH, TOKENS, SHAPE.hidden_size), LOSS: ()}
+        else:
+            shapes = SAMPLES[self.model].shapes(MICRO_BATCH)
+        boundary = BoundaryShape(shapes=shapes, dtype=precision.compute)
+        if self.dynamic is not None and self.dynamic.exits is not None:
+            boundary = replace(boundary, shapes={**boundary.shapes, LEFT: (MICRO_BATCH, TOKENS)})
         return EngineSettings(
             pipeline=PipelineShape(
                 schedule=self.schedule,
@@ -86,8 +104,11 @@ class Scenario:
         )
 
 
-def batch_of(step: int) -> Batch:
+def batch_of(step: int, model: str = "gpt") -> Batch:
     generator = torch.Generator().manual_seed(1000 + step)
+    if model != "gpt":
+        inputs = SAMPLES[model].inputs(MICROBATCHES * MICRO_BATCH, generator)
+        return Batch(inputs=inputs, first_microbatch=(step - 1) * MICROBATCHES, step=step)
     ids = torch.randint(0, SHAPE.vocab_size, (MICROBATCHES * MICRO_BATCH, TOKENS + 1), generator=generator)
     return Batch(
         inputs={"ids": ids[:, :-1].contiguous(), "labels": ids[:, 1:].contiguous()},
@@ -98,7 +119,7 @@ def batch_of(step: int) -> Batch:
 
 def engine_of(scenario: Scenario, world: World) -> Engine:
     family = scenario.family()
-    start = scenario.start or uniform_partition(family.items, world.size, scenario.virtual)
+    start = scenario.start or uniform_partition(family.items, world.size, scenario.virtual, vee=scenario.schedule == "zb-v")
     engine = Engine(family, scenario.settings(), start, world)
     engine.build()
     return engine
@@ -121,17 +142,25 @@ def play(world: World, scenario: Scenario) -> dict[str, Any]:
     """Train; returns losses, gradient norms, a held-out loss and the fingerprint of what this worker holds."""
     engine = engine_of(scenario, world)
     moves = dict(scenario.moves)
-    losses, norms, scales = [], [], []
+    losses, norms, figures, scales = [], [], [], []
     for step in range(1, scenario.steps + 1):
-        result = engine.train_step(batch_of(step), sampled=step % 5 == 0)
+        result = engine.train_step(batch_of(step, scenario.model), sampled=step % 5 == 0)
         losses.append(result.loss)
         norms.append(result.grad_norm if result.updated else None)
+        figures.append(result.figures)
         scales.append(result.loss_scale)
         engine.after_step(step)
         if step in moves:
             engine.repartition(moves[step])
-    held_out = engine.evaluate([batch_of(9999)])
-    return {"losses": losses, "norms": norms, "scales": scales, "held_out": held_out, "weights": fingerprint(engine)}
+    held_out = engine.evaluate([batch_of(9999, scenario.model)])
+    return {
+        "losses": losses,
+        "norms": norms,
+        "figures": figures,
+        "scales": scales,
+        "held_out": held_out,
+        "weights": fingerprint(engine),
+    }
 
 
 def merged(results: list[dict[str, Any]]) -> dict[str, Any]:

@@ -155,9 +155,9 @@ def sampled_play(world: World, scenario: Scenario, every: int):
 def slow_worker_play(world: World, scenario: Scenario):
     proper = stage_module.StageModule.forward
 
-    def forward(self, x, **kwargs):
+    def forward(self, *entering, **kwargs):
         time.sleep(0.002 * world.rank)
-        return proper(self, x, **kwargs)
+        return proper(self, *entering, **kwargs)
 
     stage_module.StageModule.forward = forward
     return play(world, scenario)

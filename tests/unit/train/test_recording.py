@@ -35,7 +35,9 @@ def test_items_count_their_parameters():
         padded_vocab_size=16,
     )
     family = Gpt(shape)
-    infos = {info.name: info for info in describe_items(family, BoundaryShape.hidden(batch=3, tokens=4, width=8))}
+    boundary = BoundaryShape.hidden(batch=3, tokens=4, width=8)
+    described = describe_items(family, boundary, lambda name: family.build(name, torch.device("meta")))
+    infos = {info.name: info for info in described}
     for name, info in infos.items():
         real = sum(p.numel() for p in family.build(name, torch.device("cpu")).parameters())
         assert info.param_count == real

@@ -37,7 +37,9 @@ def other_value(spec):
         return next((choice for choice in spec.choices if choice != spec.default), spec.choices[0])
     if spec.kind is str:
         return {"split": "8,1,1", "freeze_schedule": "10:1,20:2"}.get(spec.name, f"some-{spec.name}")
-    return 7 if spec.kind is int else 0.5
+    if spec.kind is int:
+        return min(7, spec.declaration.maximum or 7)
+    return 0.5
 
 
 def flags_seen(arguments):
@@ -122,7 +124,7 @@ def test_data_parallel_size_is_what_the_processes_leave():
 
 
 def test_vocabulary_size_comes_from_the_tokenizer():
-    facts = Facts(tokenizer_vocab_size={"t.json": 300}.__getitem__)
+    facts = Facts(tokenizer_vocab_size=lambda values: {"t.json": 300}.get(values["tokenizer_model"]))
     without = {name: value for name, value in SMALL.items() if name != "vocab_size"}
     assert config_of(facts, **without, tokenizer_model="t.json").model.vocab_size == 300
     with pytest.raises(DocumentError, match="--vocab-size: must be given"):
@@ -130,17 +132,17 @@ def test_vocabulary_size_comes_from_the_tokenizer():
 
 
 def test_warm_up_is_steps_or_a_fraction_of_the_decay():
-    assert config_of(**SMALL, lr_warmup_iters=5).warmup_iters == 5
-    assert config_of(**SMALL, lr_warmup_fraction=0.1, lr_decay_iters=40).warmup_iters == 4
+    assert config_of(**SMALL, lr_warmup_iters=5).warmup_units == 5
+    assert config_of(**SMALL, lr_warmup_fraction=0.1, lr_decay_iters=40).warmup_units == 4
 
 
 def test_every_bad_value_is_told_at_once():
     bad = SMALL | {"num_layers": 0, "lr": float("nan"), "schedule": "2f2b", "seed": 1.5, "nonsense": 1}
-    del bad["data_path"]
+    del bad["hidden_size"]
     with pytest.raises(DocumentError) as caught:
         config_of(**bad)
     assert {(problem.path, problem.kind) for problem in caught.value.problems} == {
-        ("--data-path", "missing"),
+        ("--hidden-size", "missing"),
         ("--num-layers", "range"),
         ("--lr", "range"),
         ("--schedule", "choice"),

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from dynmo_train.errors import UsageError
-from dynmo_train.models.decoding import Decoder
+from dynmo_train.models.decoding import Cache, Decoder
 from dynmo_train.models.gpt import Gpt, GptShape
 from dynmo_train.tasks.generate import complete
 from dynmo_train.tasks.sampling import Sampling, next_token
@@ -44,7 +44,7 @@ def test_reading_in_pieces_equals_reading_at_once(pieces):
     ids = torch.randint(23, (3, 9), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
         expected = whole(modules, ids)
-    cache, read = {}, 0
+    cache, read = Cache(), 0
     for piece in pieces:
         logits = decoder.read(ids[:, read : read + piece], cache)
         read += piece

@@ -61,7 +61,7 @@ def test_an_empty_data_set_is_read(tmp_path):
         (GOOD[:-1], PAYLOAD, "", "truncated"),
         (GOOD + b"\x00", PAYLOAD, "", "size"),
         (b"not an index, only text that is long enough for it", PAYLOAD, "magic", "magic"),
-        (b"TNTIDX\x00\x00" + GOOD[8:], PAYLOAD, "magic", "magic"),
+        (b"TNTIDX\x00\x00" + GOOD[8:], PAYLOAD, "version", "version"),
         (index_bytes([3], [0], [0, 1], version=2), PAYLOAD, "version", "version"),
         (index_bytes([3], [0], [0, 1], code=6), PAYLOAD, "dtype", "choice"),
         (struct.pack("<9sQBQQ", b"MMIDIDX\x00\x00", 1, 8, 2**60, 1), PAYLOAD, "", "truncated"),

@@ -1,0 +1,147 @@
+"""Early exit: a token leaves behind a block when the model is sure of it; later blocks compute only what is left.
+
+Confident adaptive language modelling (Schuster et al. 2022, arXiv:2207.07061, section 3.5): by the *softmax response*,
+the difference of the two highest probabilities of the exit, or by *hidden-state saturation*, the cosine between the
+stream before and behind a sublayer. Every exit is the model's own head: all its parameters are ties of ``head``. The
+exits are trained by their own losses (section 3.2 there; Elbayad et al. 2020, arXiv:1910.10073).
+
+Shapes in names: B samples, T tokens, C tokens that are left, D model width, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from .compact import Chosen, choose
+from .items import ItemSpec, Reported, output_of
+
+LEFT = "left"
+Measure = Literal["softmax", "saturation"]
+FIGURES = (("exit_share", 1), ("exit_loss", 1))
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExitSettings:
+    """Early exit.
+
+    Attributes:
+        layers: blocks (from 0) behind which tokens may leave, ascending.
+        loss_weight: weight of the losses of all exits together, in equal parts.
+        threshold: confidence, 0 to 1, from which a token leaves.
+        measure: ``softmax`` response or hidden-state ``saturation``.
+    """
+
+    layers: tuple[int, ...]
+    loss_weight: float
+    threshold: float
+    measure: Measure
+
+    @property
+    def weight_of_each(self) -> float:
+        """Weight of one exit's loss."""
+        return self.loss_weight / len(self.layers)
+
+
+class Exit(nn.Module):
+    """An exit behind an item: the head's loss on the tokens that came so far, and which of them leave.
+
+    Args:
+        head: a copy of the model's head, of ties alone.
+    """
+
+    def __init__(self, head: nn.Module, settings: ExitSettings) -> None:
+        super().__init__()
+        self.head, self.settings = head, settings
+
+    def forward(
+        self, before_BCD: torch.Tensor, after_BCD: torch.Tensor, labels_BC: torch.Tensor | None, real_BC: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(which tokens leave, boolean ``[B, C]``; the exit's mean loss over the real tokens, not weighted).
+
+        The loss is 0 without labels. The stream leaves in what the head would say of it: no other weights take part.
+        """
+        wants_loss = labels_BC is not None and self.training
+        loss = after_BCD.new_zeros((), dtype=torch.float32)
+        confidence_BC = F.cosine_similarity(before_BCD.detach().float(), after_BCD.detach().float(), dim=-1)
+        if wants_loss or self.settings.measure == "softmax":
+            logits_BCV = self.head.logits(after_BCD).float()  # type: ignore[operator]
+            if self.settings.measure == "softmax":
+                top_BC2 = logits_BCV.detach().softmax(-1).topk(2, dim=-1).values
+                confidence_BC = top_BC2[..., 0] - top_BC2[..., 1]
+            if wants_loss and labels_BC is not None:
+                losses = F.cross_entropy(logits_BCV.flatten(0, 1), labels_BC.reshape(-1), reduction="none")
+                real = real_BC.reshape(-1).to(losses.dtype)
+                loss = (losses * real).sum() / real.sum().clamp(min=1.0)
+        return (confidence_BC >= self.settings.threshold) & real_BC, loss
+
+
+def live_tokens(left_BT: torch.Tensor) -> Chosen:
+    """The tokens that have not left."""
+    return choose(left_BT == 0)
+
+
+class LiveTokens(nn.Module):
+    """Mixed into an item's module: it runs on the tokens that are left, and its child ``exit``, if any, behind it.
+
+    Attributes:
+        reads_left: whether an exit stands before it; without one no token has left.
+        live_inputs: names of the batch's tensors that it is called with; ``labels`` goes to the exit.
+    """
+
+    reads_left: bool
+    live_inputs: tuple[str, ...]
+
+    def plain(self, x_BTD: torch.Tensor, *given: torch.Tensor) -> torch.Tensor | Reported:
+        """The item's own forward, on the tokens that it is given."""
+        result: torch.Tensor | Reported = super().forward(x_BTD, *given)
+        return result
+
+    def forward(self, x_BTD: torch.Tensor, *arguments: torch.Tensor) -> Reported:
+        """Apply to the stream, then, with ``reads_left``, 1 where a token has left (``[B, T]``), then the inputs."""
+        left_BT = arguments[0] if self.reads_left else None
+        given = dict(zip(self.live_inputs, arguments[int(self.reads_left) :], strict=True))
+        chosen = None if left_BT is None else live_tokens(left_BT)
+        x_BCD = x_BTD
+        extra: dict[str, Any] = {}
+        if chosen is not None:
+            x_BCD = chosen.take(x_BTD)
+            given = {name: chosen.take(value) for name, value in given.items()}
+        labels_BC = given.pop("labels", None)
+        if chosen is not None and hasattr(self, "qkv"):
+            # An attention's inputs say which tokens may be attended to.
+            given = {name: value.bool() & chosen.real_BC for name, value in given.items()}
+            extra["positions"] = chosen.index_BC
+        result = super().forward(x_BCD, *given.values(), **extra)
+        y_BCD = output_of(result)
+        output = y_BCD if chosen is None else chosen.put(x_BTD, y_BCD)
+        told = result if isinstance(result, Reported) else Reported(y_BCD)
+        exit_ = self._modules.get("exit")
+        if not isinstance(exit_, Exit):
+            return Reported(output, figures=told.figures, losses=told.losses)
+        if left_BT is None or chosen is None:
+            left_BT = x_BTD.new_zeros(x_BTD.shape[:2])
+            chosen = choose(left_BT == 0)
+        leaves_BC, loss = exit_(x_BCD, y_BCD, labels_BC, chosen.real_BC)
+        left_BT = left_BT.scatter_add(1, chosen.index_BC, leaves_BC.to(left_BT.dtype))
+        return Reported(
+            output,
+            figures={**told.figures, "exit_share": left_BT.float().mean(), "exit_loss": loss.detach()},
+            losses={**told.losses, "exit": loss * exit_.settings.weight_of_each},
+            side={LEFT: left_BT},
+        )
+
+
+def make_live(module: nn.Module, spec: ItemSpec) -> None:
+    """Mix ``LiveTokens`` into the module of an item that reads or writes which tokens have left.
+
+    Its parameters keep their names and its class its kind, which a module around it would change.
+    """
+    kind = type(module)
+    module.__class__ = type(f"Live{kind.__name__}", (LiveTokens, kind), {})
+    module.reads_left = LEFT in spec.reads  # type: ignore[assignment]
+    module.live_inputs = spec.inputs  # type: ignore[assignment]

@@ -1,0 +1,239 @@
+"""Dynamic sparse attention: a query attends to the keys of its hash bucket, in blocks, by a mask made anew each time.
+
+Queries and keys are hashed by their direction (angular LSH: Andoni et al. 2015, arXiv:1509.02897; Kitaev et al. 2020,
+arXiv:2001.04451, section 2), sorted by bucket, and only the blocks of the sorted scores where buckets meet are computed
+(Pagliardini et al. 2023, arXiv:2306.01160, section 3.2). One mask object drives both ways to do so: a gather of blocks
+with scaled-dot-product attention, and FlexAttention on CUDA.
+
+Shapes in names: B samples, H heads, T queries, S keys (T = S here), K head width, Q and J blocks of queries and keys,
+P = B*H, G block rows that have as many blocks, L rows of a block.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from ..parallel.seeding import stable_seed
+
+
+def hash_directions(x_BHTK: torch.Tensor, rotation_HKR: torch.Tensor) -> torch.Tensor:
+    """The bucket of each vector, ``[B, H, T]`` of 0 to 2R - 1: the nearest of R random axes and their opposites."""
+    along_BHTR = torch.einsum("bhtk,hkr->bhtr", x_BHTK.detach().float(), rotation_HKR)
+    return torch.cat([along_BHTR, -along_BHTR], dim=-1).argmax(-1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class HashMask:
+    """Which key each query attends to, and which blocks of the sorted scores that needs.
+
+    Rows are padded to whole blocks; padding stands behind all tokens, in the bucket ``buckets``, which no token has.
+
+    Attributes:
+        block: rows and columns of a block.
+        causal: whether a key ahead of its query is never seen.
+        q_order_PT, k_order_PT: position of each sorted query and key.
+        q_bucket_PT, k_bucket_PT: their buckets, ascending.
+        seen_PT: false for sorted keys that nobody may attend to.
+        blocks_PQJ: whether a block is computed.
+    """
+
+    block: int
+    causal: bool
+    q_order_PT: torch.Tensor
+    k_order_PT: torch.Tensor
+    q_bucket_PT: torch.Tensor
+    k_bucket_PT: torch.Tensor
+    seen_PT: torch.Tensor
+    blocks_PQJ: torch.Tensor
+
+    @property
+    def computed_scores(self) -> int:
+        """Scores that are computed, over all samples and heads; dense attention computes ``B H T^2``."""
+        return int(self.blocks_PQJ.sum()) * self.block**2
+
+    def allowed(self, p: Any, query: Any, key: Any) -> torch.Tensor:
+        """Whether sorted query and key may meet; arguments are index tensors that broadcast."""
+        same = self.q_bucket_PT[p, query] == self.k_bucket_PT[p, key]
+        if self.causal:
+            same = same & (self.q_order_PT[p, query] >= self.k_order_PT[p, key])
+        return same & self.seen_PT[p, key]
+
+    def flex_mask(self, batch: int, heads: int) -> Any:
+        """The same mask for ``torch.nn.attention.flex_attention``."""
+        from torch.nn.attention.flex_attention import BlockMask
+
+        counts = self.blocks_PQJ.sum(-1, dtype=torch.int32).view(batch, heads, -1)
+        first = torch.argsort(self.blocks_PQJ.logical_not().to(torch.uint8), dim=-1, stable=True).to(torch.int32)
+
+        def mask_mod(b: Any, h: Any, query: Any, key: Any) -> torch.Tensor:
+            return self.allowed(b * heads + h, query, key)
+
+        indices = first.view(batch, heads, *first.shape[1:])
+        return BlockMask.from_kv_blocks(counts, indices, BLOCK_SIZE=self.block, mask_mod=mask_mod)
+
+
+def hash_mask(
+    q_bucket_PT: torch.Tensor, k_bucket_PT: torch.Tensor, seen_PT: torch.Tensor, *, block: int, causal: bool
+) -> HashMask:
+    """Sort by bucket and position, and find the blocks in which a query meets a key of its bucket.
+
+    Args:
+        q_bucket_PT, k_bucket_PT: buckets by position, T a multiple of ``block``.
+        seen_PT: false for keys that nobody may attend to, by position.
+    """
+    P = len(q_bucket_PT)
+    # A stable sort by bucket keeps positions ascending within a bucket.
+    q_sorted, q_order = q_bucket_PT.sort(dim=1, stable=True)
+    k_sorted, k_order = k_bucket_PT.sort(dim=1, stable=True)
+    q_blocks, k_blocks = q_sorted.view(P, -1, block), k_sorted.view(P, -1, block)
+    meets = (q_blocks[:, :, None, 0] <= k_blocks[:, None, :, -1]) & (
+        k_blocks[:, None, :, 0] <= q_blocks[:, :, None, -1]
+    )
+    if causal:
+        latest_PQ = q_order.view(P, -1, block).amax(-1)
+        earliest_PJ = k_order.view(P, -1, block).amin(-1)
+        meets = meets & (earliest_PJ[:, None, :] <= latest_PQ[:, :, None])
+    return HashMask(
+        block=block,
+        causal=causal,
+        q_order_PT=q_order,
+        k_order_PT=k_order,
+        q_bucket_PT=q_sorted,
+        k_bucket_PT=k_sorted,
+        seen_PT=seen_PT.gather(1, k_order),
+        blocks_PQJ=meets,
+    )
+
+
+def attend_by_gather(
+    q_PTK: torch.Tensor, k_PTK: torch.Tensor, v_PTK: torch.Tensor, mask: HashMask, *, dropout: float
+) -> torch.Tensor:
+    """Attention over sorted rows, ``[P, T, K]``; a query that may see nothing gets 0.
+
+    Block rows that need as many blocks are computed together, so that no block is computed that is not needed.
+    """
+    P, T, K = q_PTK.shape
+    L = mask.block
+    Q = T // L
+    counts = mask.blocks_PQJ.sum(-1).view(-1)
+    q_rows, k_rows, v_rows = (x.reshape(P * Q, L, K) for x in (q_PTK, k_PTK, v_PTK))
+    inner = torch.arange(L, device=q_PTK.device)
+    done: list[torch.Tensor] = []
+    where: list[torch.Tensor] = []
+    for count in counts.unique().tolist():
+        rows_G = (counts == count).nonzero()[:, 0]
+        where.append(rows_G)
+        if count == 0:
+            done.append(torch.zeros(len(rows_G), L, K, dtype=q_PTK.dtype, device=q_PTK.device))
+            continue
+        p_G = rows_G // Q
+        j_GC = mask.blocks_PQJ.view(P * Q, -1)[rows_G].nonzero()[:, 1].view(-1, count)
+        blocks_GC = p_G[:, None] * Q + j_GC
+        query_GL = (rows_G % Q)[:, None] * L + inner
+        key_GM = (j_GC[..., None] * L + inner).flatten(1)
+        seen_GLM = mask.allowed(p_G[:, None, None], query_GL[:, :, None], key_GM[:, None, :])
+        any_GL1 = seen_GLM.any(-1, keepdim=True)
+        y_GLK = F.scaled_dot_product_attention(
+            q_rows[rows_G][:, None],
+            k_rows[blocks_GC].flatten(1, 2)[:, None],
+            v_rows[blocks_GC].flatten(1, 2)[:, None],
+            # A row without a key would be a softmax of nothing: it sees all, and is zeroed.
+            attn_mask=(seen_GLM | ~any_GL1)[:, None],
+            dropout_p=dropout,
+        )[:, 0]
+        done.append(y_GLK * any_GL1)
+    back = torch.argsort(torch.cat(where))
+    return torch.cat(done)[back].view(P, T, K)
+
+
+@dataclass(frozen=True, kw_only=True)
+class HashedAttention:
+    """Hash-bucketed block-sparse attention.
+
+    Attributes:
+        buckets: hash buckets, even.
+        block: queries and keys of a block.
+        seed: of the axes in evaluation; in training they are drawn anew in each forward, from the item's own numbers.
+        name: of the item, for evaluation.
+    """
+
+    buckets: int
+    block: int
+    seed: int
+    name: str
+
+    def _rotation(self, heads: int, width: int, device: torch.device, training: bool) -> torch.Tensor:
+        shape = (heads, width, self.buckets // 2)
+        if training:
+            return torch.randn(shape, device=device)
+        generator = torch.Generator().manual_seed(stable_seed(self.seed, "buckets", self.name))
+        return torch.randn(shape, generator=generator).to(device)
+
+    def mask(
+        self, q_BHTK: torch.Tensor, k_BHTK: torch.Tensor, seen_BT: torch.Tensor | None, *, causal: bool, training: bool
+    ) -> HashMask:
+        """The mask of these queries and keys; draws the axes."""
+        B, H, T, K = q_BHTK.shape
+        rotation_HKR = self._rotation(H, K, q_BHTK.device, training)
+        extra = -T % self.block
+        q_bucket, k_bucket = (
+            F.pad(hash_directions(x, rotation_HKR), (0, extra), value=self.buckets).flatten(0, 1)
+            for x in (q_BHTK, k_BHTK)
+        )
+        seen = torch.ones(B, T, dtype=torch.bool, device=q_BHTK.device) if seen_BT is None else seen_BT.bool()
+        seen_PT = F.pad(seen, (0, extra)).repeat_interleave(H, dim=0)
+        return hash_mask(q_bucket, k_bucket, seen_PT, block=self.block, causal=causal)
+
+    def attend(
+        self,
+        q_BHTK: torch.Tensor,
+        k_BHTK: torch.Tensor,
+        v_BHTK: torch.Tensor,
+        seen_BT: torch.Tensor | None,
+        *,
+        causal: bool,
+        dropout: float,
+        training: bool,
+    ) -> torch.Tensor:
+        """Attention of each query to the keys of its bucket, ``[B, H, T, K]``; 0 where there is none.
+
+        FlexAttention runs on CUDA where no attention weight is dropped (it has no dropout, and no backward on CPU).
+        """
+        B, H, T, K = q_BHTK.shape
+        mask = self.mask(q_BHTK, k_BHTK, seen_BT, causal=causal, training=training)
+        extra = -T % self.block
+
+        def sorted_rows(x_BHTK: torch.Tensor, order_PT: torch.Tensor) -> torch.Tensor:
+            padded = F.pad(x_BHTK, (0, 0, 0, extra)).flatten(0, 1)
+            return padded.gather(1, order_PT[..., None].expand(-1, -1, K))
+
+        q, k, v = (
+            sorted_rows(x, order)
+            for x, order in (
+                (q_BHTK, mask.q_order_PT),
+                (k_BHTK, mask.k_order_PT),
+                (v_BHTK, mask.k_order_PT),
+            )
+        )
+        if q.device.type == "cuda" and dropout == 0.0:
+            y = _attend_by_flex(q, k, v, mask, B, H)
+        else:
+            y = attend_by_gather(q, k, v, mask, dropout=dropout)
+        back_PT = torch.argsort(mask.q_order_PT, dim=1)[:, :T]
+        return y.gather(1, back_PT[..., None].expand(-1, -1, K)).view(B, H, T, K)
+
+
+def _attend_by_flex(
+    q_PTK: torch.Tensor, k_PTK: torch.Tensor, v_PTK: torch.Tensor, mask: HashMask, batch: int, heads: int
+) -> torch.Tensor:
+    """``attend_by_gather`` by a compiled FlexAttention, for CUDA."""
+    from torch.nn.attention.flex_attention import flex_attention
+
+    q, k, v = (x.unflatten(0, (batch, heads)) for x in (q_PTK, k_PTK, v_PTK))
+    y: Any = torch.compile(flex_attention)(q, k, v, block_mask=mask.flex_mask(batch, heads))
+    # A query that sees nothing: FlexAttention gives 0 there as well.
+    return torch.as_tensor(y).flatten(0, 1)

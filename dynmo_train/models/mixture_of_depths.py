@@ -1,0 +1,123 @@
+"""Mixture of depths: a router lets a fixed share of the tokens through a block; the others pass it by, at no cost.
+
+Raposo et al. 2024, arXiv:2404.02258: in training the tokens of the highest router scores of each sample (section 3.3,
+expert choice). That looks ahead in the sequence, so the scores are trained to say by themselves whether a token is
+among the highest (section 3.5: a binary cross-entropy), and evaluation and generation go by their sign alone.
+
+Shapes in names: B samples, T tokens, C tokens that go through the block, D model width.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from .compact import Chosen, choose, choose_top
+from .items import Reported, output_of
+
+FIGURES = (("depth_share", 1), ("depth_agreement", 1))
+
+
+@dataclass(frozen=True, kw_only=True)
+class DepthSettings:
+    """Mixture of depths.
+
+    Attributes:
+        capacity: share of a sample's tokens that go through a routed block, above 0 and at most 1.
+        every: every how many blocks one is routed: with 2 the blocks 1, 3, 5, ...
+        aux_weight: weight of the loss that teaches the router to decide without looking ahead.
+    """
+
+    capacity: float
+    every: int
+    aux_weight: float
+
+    def routed(self, layer: int) -> bool:
+        """Whether block ``layer`` (from 0) is routed."""
+        return layer % self.every == self.every - 1
+
+    def tokens(self, count: int) -> int:
+        """How many of ``count`` tokens go through a routed block in training."""
+        return max(1, math.ceil(self.capacity * count))
+
+
+class RoutedBlock(nn.Module):
+    """A block behind a router: ``x + sigmoid(score) (block(x) - x)`` for the chosen tokens, ``x`` for the others.
+
+    Chosen tokens attend to chosen tokens only.
+
+    Args:
+        attention: the block's first sublayer; the router becomes its child, so that parameters keep their names.
+        mlp: its second sublayer.
+        width: of the model.
+    """
+
+    def __init__(
+        self, attention: nn.Module, mlp: nn.Module, settings: DepthSettings, width: int, device: torch.device
+    ) -> None:
+        super().__init__()
+        self.attention, self.mlp, self.settings = attention, mlp, settings
+        attention.add_module("router", nn.Linear(width, 1, bias=False, device=device))
+
+    def _scores(self, x_BTD: torch.Tensor) -> torch.Tensor:
+        router = self.attention.get_submodule("router")
+        scores_BT1: torch.Tensor = router(x_BTD)
+        return scores_BT1[..., 0].float()
+
+    def _through(self, chosen: Chosen, x_BTD: torch.Tensor, scores_BT: torch.Tensor, y: Any) -> torch.Tensor:
+        """The stream with the block's update of the chosen tokens, weighted by their scores."""
+        x_BCD = chosen.take(x_BTD)
+        weight_BC1 = chosen.take(scores_BT).sigmoid()[..., None].to(x_BTD.dtype)
+        return chosen.put(x_BTD, x_BCD + weight_BC1 * (y - x_BCD))
+
+    def forward(self, x_BTD: torch.Tensor, seen_BT: torch.Tensor | None = None) -> Reported:
+        """Apply the block; ``seen_BT`` is true for tokens that may be attended to (default: all)."""
+        scores_BT = self._scores(x_BTD)
+        keep_BT = scores_BT.detach() > 0
+        capacity = self.settings.tokens(x_BTD.shape[1])
+        chosen = choose_top(scores_BT.detach(), capacity) if self.training else choose(keep_BT)
+        x_BCD = chosen.take(x_BTD)
+        seen_BC = None if seen_BT is None else chosen.take(seen_BT).bool() & chosen.real_BC
+        inner = self.attention(x_BCD, seen_BC, positions=chosen.index_BC)
+        result = self.mlp(output_of(inner))
+        output = self._through(chosen, x_BTD, scores_BT, output_of(result))
+        among_BT = torch.zeros_like(keep_BT).scatter(1, chosen.index_BC, chosen.real_BC)
+        figures = {"depth_share": among_BT.float().mean(), "depth_agreement": (among_BT == keep_BT).float().mean()}
+        losses: dict[str, torch.Tensor] = {}
+        if self.training and torch.is_grad_enabled():
+            # The stream is no place for this loss: it trains the router alone.
+            told_BT = self._scores(x_BTD.detach())
+            aux = F.binary_cross_entropy_with_logits(told_BT, among_BT.to(told_BT.dtype))
+            losses = {"router": self.settings.aux_weight * aux}
+        if isinstance(result, Reported):
+            figures, losses = {**result.figures, **figures}, {**result.losses, **losses}
+        return Reported(output, figures=figures, losses=losses)
+
+    def extend(
+        self, x_BTD: torch.Tensor, past: Sequence[Any] | None, positions_BT: torch.Tensor
+    ) -> tuple[torch.Tensor, list[Any]]:
+        """New tokens behind others: those of positive score go through, behind those before that did.
+
+        Args:
+            past: what this gave for the tokens before, sample by sample, or None.
+            positions_BT: of the new tokens.
+        """
+        rows, caches = [], []
+        for sample, x_1TD in enumerate(x_BTD.split(1)):
+            before = None if past is None else past[sample]
+            scores_1T = self._scores(x_1TD)
+            keep_1T = scores_1T > 0
+            if bool(keep_1T.any()):
+                chosen = choose(keep_1T)
+                places = chosen.take(positions_BT[sample : sample + 1])
+                inner, before = self.attention.extend(chosen.take(x_1TD), before, places)  # type: ignore[operator]
+                x_1TD = self._through(chosen, x_1TD, scores_1T, output_of(self.mlp(inner)))
+            rows.append(x_1TD)
+            caches.append(before)
+        return torch.cat(rows), caches

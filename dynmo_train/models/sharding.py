@@ -1,0 +1,103 @@
+"""An item's tensor-parallel form: parameters cut by the family's table, modules told where regions begin and end.
+
+The table (``ModelFamily.split_dim``) is the whole plan. A linear layer whose weight is cut along its outputs enters a
+region, one cut along its inputs leaves it; an embedding cut along its rows looks up what it has and leaves; a head cut
+along the vocabulary computes its loss over all ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from ..parallel.tensor import TensorRegion
+from .blocks import Head
+from .linear import PrunableLinear
+
+SplitDim = Callable[[str], int | None]
+
+
+class CutEmbedding(nn.Module):
+    """This rank's rows of a table; ids of other ranks' rows give zero, and the sum over the ranks is the lookup."""
+
+    def __init__(self, weight_VD: nn.Parameter, region: TensorRegion) -> None:
+        super().__init__()
+        self.weight, self._region = weight_VD, region
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        """Look up ids ``[...]``: ``[..., D]``."""
+        rows = self.weight.shape[0]
+        local = ids - self._region.rank * rows
+        elsewhere = (local < 0) | (local >= rows)
+        found = F.embedding(local.masked_fill(elsewhere, 0), self.weight)
+        return self._region.leave(found.masked_fill(elsewhere[..., None], 0.0))
+
+
+def cut_tensor(tensor: torch.Tensor, dim: int | None, region: TensorRegion | None) -> torch.Tensor:
+    """This rank's slice of a whole tensor along ``dim``; the whole where nothing is cut. A view."""
+    if region is None or dim is None:
+        return tensor
+    part = tensor.shape[dim] // region.size
+    return tensor.narrow(dim, region.rank * part, part)
+
+
+def whole_shape(shape: torch.Size, dim: int | None, region: TensorRegion | None) -> tuple[list[int], list[list[int]]]:
+    """The shape of the tensor that a slice was cut from, and the slice's ``[begin, end]`` in each dimension."""
+    whole = list(shape)
+    index = [[0, size] for size in shape]
+    if region is not None and dim is not None:
+        whole[dim] *= region.size
+        index[dim] = [region.rank * shape[dim], (region.rank + 1) * shape[dim]]
+    return whole, index
+
+
+def cut_item(item: str, module: nn.Module, split_dim: SplitDim, region: TensorRegion | None) -> nn.Module:
+    """Turn a whole item into this rank's part of it, in place; returns it.
+
+    Args:
+        item: its name.
+        split_dim: which dimension of a parameter is cut, by its global name.
+    """
+    if region is None:
+        return module
+    for path, child in list(module.named_modules()):
+        prefix = f"{item}.{path}" if path else item
+        dims = {name: split_dim(f"{prefix}.{name}") for name, _ in child.named_parameters(recurse=False)}
+        for name, dim in dims.items():
+            if dim is not None:
+                whole = getattr(child, name)
+                setattr(
+                    child,
+                    name,
+                    nn.Parameter(cut_tensor(whole.detach(), dim, region).clone(memory_format=torch.contiguous_format)),
+                )
+        _connect(module, path, child, dims.get("weight"), region)
+    return module
+
+
+def _connect(module: nn.Module, path: str, child: nn.Module, dim: int | None, region: TensorRegion) -> None:
+    if isinstance(child, PrunableLinear):
+        if dim == 0:
+            child.enter = region.enter
+            child.outputs //= region.size
+        elif dim == 1:
+            child.leave = region.leave
+    elif isinstance(child, nn.Embedding):
+        if dim == 0:
+            parent, _, name = path.rpartition(".")
+            setattr(module.get_submodule(parent), name, CutEmbedding(nn.Parameter(child.weight.detach()), region))
+        else:
+            child.register_forward_hook(_own_tokens(region))
+    elif isinstance(child, Head) and dim == 0:
+        child.region = region
+
+
+def _own_tokens(region: TensorRegion) -> Callable[[nn.Module, Any, torch.Tensor], torch.Tensor]:
+    def hook(_module: nn.Module, _arguments: Any, output: torch.Tensor) -> torch.Tensor:
+        return region.own_tokens(output)
+
+    return hook

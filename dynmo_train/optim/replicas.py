@@ -1,0 +1,79 @@
+"""Data parallelism: the gradients of the replicas are added, one bucket an item.
+
+Buckets follow the layer list, never the stages, and a bucket is added in one collective whichever way it is started: so
+neither the partition nor ``--DDP-impl`` changes a bit.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ..parallel.world import World
+from .items import HeldItems
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Bucket:
+    parameters: list[nn.Parameter]
+    flat: torch.Tensor
+    work: dist.Work | None
+
+
+class GradientReducer:
+    """Adds the gradients of items over the replicas: each as soon as it is final, or all at the end of a step.
+
+    Args:
+        overlap: start an item's bucket when its gradients are final, while others are still being computed
+            (``--DDP-impl torch``); else at the end of the step (``local``).
+    """
+
+    def __init__(self, held: HeldItems, world: World, *, overlap: bool) -> None:
+        self._held, self._group = held, world.groups.data
+        self._overlap = overlap
+        self._started: dict[str, _Bucket | None] = {}
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether anybody has to tell when an item is final."""
+        return self._overlap and self._group is not None
+
+    def item_is_final(self, item: str) -> None:
+        """Start adding the gradients of ``item``: no backward of this step will touch them any more."""
+        if item not in self._started:
+            self._started[item] = self._start(item)
+
+    def finish(self) -> None:
+        """Add what is not being added yet, and wait for all; every replica calls this with the same items held."""
+        if self._group is None:
+            return
+        for item in self._held.modules:
+            self.item_is_final(item)
+        for bucket in self._started.values():
+            if bucket is not None:
+                _finish(bucket)
+        self._started.clear()
+
+    def _start(self, item: str) -> _Bucket | None:
+        if self._held.shards is not None:
+            self._held.reduce(item)
+            return None
+        parameters = [p for p in self._held.own_parameters(item).values() if p.grad is not None]
+        if not parameters:
+            return None
+        flat = torch.cat([p.grad.reshape(-1) for p in parameters if p.grad is not None])
+        work = dist.all_reduce(flat, group=self._group, async_op=True)
+        return _Bucket(parameters=parameters, flat=flat, work=work)
+
+
+def _finish(bucket: _Bucket) -> None:
+    if bucket.work is not None:
+        bucket.work.wait()
+    begin = 0
+    for parameter in bucket.parameters:
+        end = begin + parameter.numel()
+        parameter.grad = bucket.flat[begin:end].view_as(parameter)
+        begin = end

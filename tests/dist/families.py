@@ -1,0 +1,100 @@
+"""Small models of every family beside GPT, with the batches that they read, for the scenario of placement."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from dynmo_train.models.bert import Bert, BertShape
+from dynmo_train.models.experts import MoeShape
+from dynmo_train.models.items import HIDDEN, LOSS, ModelFamily
+from dynmo_train.models.llama import Llama, LlamaShape
+from dynmo_train.models.t5 import DECODER, ENCODER, T5, T5Shape
+
+VOCABULARY, WIDTH, TOKENS, ANSWERS = 50, 32, 16, 10
+COMMON = {
+    "hidden_size": WIDTH,
+    "ffn_hidden_size": 48,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 16,
+    "vocab_size": VOCABULARY,
+    "padded_vocab_size": 64,
+    "hidden_dropout": 0.1,
+    "attention_dropout": 0.1,
+    "seed": 11,
+}
+EXPERTS = MoeShape(num_experts=4, top_k=2, aux_loss_coeff=0.1, z_loss_coeff=0.01, capacity_factor=1.1)
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A family, the shapes of its values for a microbatch of ``B``, and its tensors for ``N`` samples."""
+
+    family: ModelFamily
+    shapes: Callable[[int], dict[str, tuple[int, ...]]]
+    inputs: Callable[[int, torch.Generator], dict[str, torch.Tensor]]
+
+
+def _hidden(batch: int) -> dict[str, tuple[int, ...]]:
+    return {HIDDEN: (batch, TOKENS, WIDTH), LOSS: ()}
+
+
+def _both(batch: int) -> dict[str, tuple[int, ...]]:
+    return {ENCODER: (batch, TOKENS, WIDTH), DECODER: (batch, ANSWERS, WIDTH), LOSS: ()}
+
+
+def _ids(rows: int, columns: int, generator: torch.Generator) -> torch.Tensor:
+    return torch.randint(0, VOCABULARY, (rows, columns), generator=generator)
+
+
+def _seen(rows: int, columns: int, generator: torch.Generator) -> torch.Tensor:
+    lengths = torch.randint(columns // 2, columns + 1, (rows, 1), generator=generator)
+    return torch.arange(columns) < lengths
+
+
+def _causal(rows: int, generator: torch.Generator) -> dict[str, torch.Tensor]:
+    tokens = _ids(rows, TOKENS + 1, generator)
+    return {"ids": tokens[:, :-1].contiguous(), "labels": tokens[:, 1:].contiguous()}
+
+
+def _masked(rows: int, generator: torch.Generator) -> dict[str, torch.Tensor]:
+    seen = _seen(rows, TOKENS, generator)
+    return {
+        "ids": _ids(rows, TOKENS, generator),
+        "types": torch.randint(0, 2, (rows, TOKENS), generator=generator),
+        "seen": seen,
+        "labels": _ids(rows, TOKENS, generator),
+        "counts": ((torch.rand(rows, TOKENS, generator=generator) < 0.2) & seen).long(),
+        "order": torch.randint(0, 2, (rows,), generator=generator),
+    }
+
+
+def _spans(rows: int, generator: torch.Generator) -> dict[str, torch.Tensor]:
+    answers = _ids(rows, ANSWERS + 1, generator)
+    return {
+        "encoder_ids": _ids(rows, TOKENS, generator),
+        "encoder_seen": _seen(rows, TOKENS, generator),
+        "decoder_ids": answers[:, :-1].contiguous(),
+        "labels": answers[:, 1:].contiguous(),
+        "counts": _seen(rows, ANSWERS, generator).long(),
+    }
+
+
+def _llama(moe: MoeShape | None) -> Llama:
+    return Llama(LlamaShape(**COMMON, num_layers=4, num_key_value_heads=2, head_dim=8, moe=moe))
+
+
+def _t5(positions: str) -> T5:
+    sizes = {"num_encoder_layers": 2, "num_decoder_layers": 2, "head_dim": 8}
+    return T5(T5Shape(**COMMON, **sizes, position_embedding=positions, relative_buckets=8))
+
+
+SAMPLES = {
+    "llama": Sample(_llama(None), _hidden, _causal),
+    "mixtral": Sample(_llama(EXPERTS), _hidden, _causal),
+    "bert": Sample(Bert(BertShape(**COMMON, num_layers=4)), _hidden, _masked),
+    "t5": Sample(_t5("learned"), _both, _spans),
+    "t5-relative": Sample(_t5("relative"), _both, _spans),
+}

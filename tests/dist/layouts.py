@@ -1,0 +1,70 @@
+"""The scenario on any layout of processes; many layouts share one set of processes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import pytest
+from scenario import MICROBATCHES, Scenario, batch_of, digest
+
+from dynmo_train.engine import Engine
+from dynmo_train.parallel.dims import ParallelDims
+from dynmo_train.parallel.world import World, gather_documents, lay_out
+from dynmo_train.pipeline.partition import uniform_partition
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """A scenario, the axes of its processes, and settings of the engine that go over the scenario's."""
+
+    dims: ParallelDims
+    scenario: Scenario = field(default_factory=Scenario)
+    settings: dict[str, Any] = field(default_factory=dict)
+
+
+def engine_on(world: World, layout: Layout) -> Engine:
+    scenario = layout.scenario
+    family, settings = scenario.family(), scenario.settings()
+    boundary = settings.pipeline.boundary
+    if layout.settings.get("sequence_parallel"):
+        boundary = boundary.cut_along_tokens(world.dims.tensor)
+    pipeline = replace(settings.pipeline, microbatches=MICROBATCHES // world.dims.data, boundary=boundary)
+    start = scenario.start or uniform_partition(family.items, world.dims.pipeline, scenario.virtual)
+    engine = Engine(family, replace(settings, pipeline=pipeline, **layout.settings), start, world)
+    engine.build()
+    return engine
+
+
+def play_layouts(world: World, layouts: list[Layout]) -> list[dict[str, Any]]:
+    """Train each scenario; figures as all processes have them, and each tensor's digest by (name, shard)."""
+    return [_play(lay_out(world, layout.dims, 60), layout) for layout in layouts]
+
+
+def _play(world: World, layout: Layout) -> dict[str, Any]:
+    scenario = layout.scenario
+    engine = engine_on(world, layout)
+    moves = dict(scenario.moves)
+    if layout.settings.get("zero_stage"):
+        held = sum(parameter.numel() for _, _, parameter in engine.held.parameters())
+        whole = sum(p.numel() for name in engine.local_names for p in engine.held.blueprint(name).parameters())
+        assert held * world.dims.data == pytest.approx(whole, rel=0.1), "each replica holds its part of the rows"
+    losses, norms = [], []
+    for step in range(1, scenario.steps + 1):
+        result = engine.train_step(batch_of(step), sampled=step % 5 == 0)
+        losses.append(result.loss)
+        norms.append(result.grad_norm)
+        engine.after_step(step)
+        if step in moves:
+            engine.repartition(moves[step])
+    held_out = engine.evaluate([batch_of(9999)])
+    own = {
+        f"{name}@{world.shard}": digest(tensor)
+        for item in engine.local_names
+        for name, tensor in engine.held.export_whole(item).tensors.items()
+    }
+    weights: dict[str, str] = {}
+    for told in gather_documents(world, own):
+        for name, value in told.items():
+            assert weights.setdefault(name, value) == value, f"replicas differ in {name}"
+    return {"losses": losses, "norms": norms, "held_out": held_out, "weights": weights}

@@ -1,0 +1,189 @@
+"""Replicas and cut products: the same bits on any pipeline at fixed sizes, and nearly one process's figures.
+
+All layouts of as many processes are played by one set of processes, one after the other.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+
+import pytest
+from layouts import Layout, play_layouts
+from scenario import Scenario
+from test_placement import WANDER, cut
+from whole_runs import figures, lines, tensors, train, write_data
+from workers import run_workers
+
+from dynmo_train.parallel.dims import ParallelDims
+from dynmo_train.programs import program_path
+
+pytestmark = [pytest.mark.dist, pytest.mark.timeout(300)]
+
+D2, T2 = ParallelDims(data=2), ParallelDims(tensor=2)
+PD, PT, TD = ParallelDims(pipeline=2, data=2), ParallelDims(pipeline=2, tensor=2), ParallelDims(tensor=2, data=2)
+ZERO, ZERO_3 = {"zero_stage": 2}, {"zero_stage": 3}
+OVERLAP, CUT = {"overlap_reduction": True}, {"sequence_parallel": True}
+BASE = Scenario(steps=15)
+PLAIN = Scenario(steps=15, dropout=0.0)
+MOVING = Scenario(steps=15, moves=WANDER[:3])
+SPLIT = Scenario(steps=15, moves=WANDER[:3], schedule="zero-bubble")
+AGAIN = Scenario(steps=15, schedule="gpipe", recompute=True)
+LOOPED = Scenario(
+    steps=15, schedule="interleaved-1f1b", virtual=2, moves=((6, cut(2, 1, 5, 8)), (11, cut(2, 3, 4, 7)))
+)
+
+ONE = {"dropping": Layout(dims=ParallelDims(), scenario=BASE), "plain": Layout(dims=ParallelDims(), scenario=PLAIN)}
+TWO = {
+    "replicas": Layout(dims=D2, scenario=BASE),
+    "replicas, overlapped": Layout(dims=D2, scenario=BASE, settings=OVERLAP),
+    "shared between steps": Layout(dims=D2, scenario=BASE, settings=ZERO),
+    "shared always": Layout(dims=D2, scenario=BASE, settings=ZERO_3 | OVERLAP),
+    "cut": Layout(dims=T2, scenario=BASE),
+    "cut along tokens": Layout(dims=T2, scenario=BASE, settings=CUT),
+    "plain, cut": Layout(dims=T2, scenario=PLAIN),
+    "plain, cut along tokens": Layout(dims=T2, scenario=PLAIN, settings=CUT),
+}
+FOUR = {
+    "replicas": [
+        Layout(dims=PD, scenario=MOVING),
+        Layout(dims=PD, scenario=AGAIN, settings=OVERLAP),
+        Layout(dims=PD, scenario=SPLIT, settings=OVERLAP),
+        Layout(dims=PD, scenario=LOOPED, settings=OVERLAP),
+    ],
+    "shared": [
+        Layout(dims=PD, scenario=MOVING, settings=ZERO | OVERLAP),
+        Layout(dims=PD, scenario=AGAIN, settings=ZERO_3),
+        Layout(dims=PD, scenario=LOOPED, settings=ZERO_3 | OVERLAP),
+    ],
+    "cut": [Layout(dims=PT, scenario=MOVING), Layout(dims=PT, scenario=AGAIN)],
+    "cut along tokens": [Layout(dims=PT, scenario=SPLIT, settings=CUT)],
+    "plain, both": [Layout(dims=TD, scenario=PLAIN, settings=OVERLAP | CUT)],
+}
+
+
+def played(size: int, layouts: list[Layout]) -> list[dict]:
+    """What each layout gave, the same in every process."""
+    results = run_workers(play_layouts, size, layouts)
+    for other in results[1:]:
+        assert other == results[0]
+    return results[0]
+
+
+@pytest.fixture(scope="module")
+def one():
+    return dict(zip(ONE, played(1, list(ONE.values())), strict=True))
+
+
+@pytest.fixture(scope="module")
+def two():
+    return dict(zip(TWO, played(2, list(TWO.values())), strict=True))
+
+
+@pytest.fixture(scope="module")
+def four():
+    results = iter(played(4, [layout for layouts in FOUR.values() for layout in layouts]))
+    return {name: [next(results) for _ in layouts] for name, layouts in FOUR.items()}
+
+
+def close(got: dict, expected: dict) -> None:
+    assert got["losses"] == pytest.approx(expected["losses"], rel=1e-5)
+    assert got["held_out"] == pytest.approx(expected["held_out"], rel=1e-5)
+    assert got["norms"] == pytest.approx(expected["norms"], rel=1e-4)
+
+
+def test_replicas_give_nearly_the_figures_of_one_process(one, two):
+    close(two["replicas"], one["dropping"])
+
+
+@pytest.mark.parametrize("name", ["shared between steps", "shared always"])
+def test_sharing_parameters_changes_no_bit(name, two):
+    assert two[name] == two["replicas"]
+
+
+def test_sharing_parameters_changes_no_bit_on_a_pipeline(two, four):
+    for got in four["shared"]:
+        assert got == two["replicas"]
+
+
+def test_overlapping_the_reduction_changes_no_bit(two):
+    assert two["replicas, overlapped"] == two["replicas"]
+
+
+def test_cut_products_give_nearly_the_figures_of_one_process(one, two, four):
+    """Without dropout, whose draws differ by rank; pruned and frozen on the way."""
+    for got in (two["plain, cut"], two["plain, cut along tokens"], four["plain, both"][0]):
+        close(got, one["plain"])
+
+
+def test_dropout_differs_between_cut_and_whole_products(one, two):
+    assert two["cut"]["losses"] != pytest.approx(one["dropping"]["losses"], rel=1e-5)
+    assert two["cut"]["losses"] != two["cut along tokens"]["losses"]
+
+
+@pytest.mark.parametrize("name", ["replicas", "cut", "cut along tokens"])
+def test_same_bits_on_any_pipeline(name, two, four):
+    for got in four[name]:
+        assert got == two[name]
+
+
+def close_losses(run: Path, whole: Path) -> None:
+    expected = figures(whole)
+    for step, (loss, _) in figures(run).items():
+        assert loss == pytest.approx(expected[step][0], rel=1e-5)
+
+
+def verify(run: Path) -> None:
+    """Every checkpoint passes the owner's full check."""
+    for path in sorted((run / "checkpoints").glob("step-*")):
+        command = [program_path("dynmo-ckpt"), "verify", str(path), "--level", "full"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+        assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    return write_data(tmp_path_factory.mktemp("parallel") / "data")
+
+
+def test_a_run_of_replicas_saves_goes_on_and_is_profiled(data, tmp_path):
+    """From the command line: whole; stopped and gone on with a pipeline and ZeRO; gone on with one process."""
+    whole, stopped, child = (tmp_path / name for name in ("whole", "stopped", "child"))
+    train(data, whole, 2, pipeline_model_parallel_size="1")
+    train(data, stopped, 2, pipeline_model_parallel_size="1", exit_interval="11", DDP_impl="torch")
+    train(data, stopped, 4, pipeline_model_parallel_size="2", load=str(stopped), zero_stage="3")
+    assert figures(stopped) == figures(whole)
+    assert tensors(stopped, 24) == tensors(whole, 24)
+    train(data, child, 1, load=str(stopped / "checkpoints" / "step-00000011"))
+    close_losses(child, whole)
+    header = [line for line in lines(stopped / "profile.jsonl") if line["record"] == "header"][-1]
+    assert header["data_parallel_size"] == 2
+    assert [worker["ranks"] for worker in header["workers"]] == [[0, 1], [2, 3]]
+    step = [line for line in lines(stopped / "profile.jsonl") if line["record"] == "step"][-1]
+    assert len(step["busy_ns"]) == 2
+    assert min(step["forward_ns"]) > 0
+    verify(stopped)
+
+
+def test_a_run_with_cut_products_saves_and_goes_on_on_any_layout(data, tmp_path):
+    """Slices in the checkpoint, the whole in any process that asks for it; and back."""
+    whole, run = tmp_path / "whole", tmp_path / "run"
+    plain = {"attention_dropout": "0", "hidden_dropout": "0", "make_vocab_size_divisible_by": "64"}
+    train(data, whole, 1, make_vocab_size_divisible_by="128", **{k: v for k, v in plain.items() if "dropout" in k})
+    parts = {"tensor_model_parallel_size": "2", **plain}
+    train(data, run, 2, "--sequence-parallel", exit_interval="9", **parts)
+    train(data, run, 1, load=str(run), exit_interval="14", **plain | {"make_vocab_size_divisible_by": "128"})
+    train(data, run, 4, load=str(run), **parts)
+    assert len(figures(run)) == 24
+    close_losses(run, whole)
+    manifest = lines_of_manifest(run, 9)
+    assert manifest["topology"]["tensor_parallel_size"] == 2
+    assert manifest["tensors"]["layers.0.mlp.fc2.weight"]["split_dim"] == 1
+    assert manifest["tensors"]["embedding.word.weight"]["split_dim"] == 0
+    assert manifest["tensors"]["layers.0.mlp.norm.weight"]["split_dim"] is None
+    verify(run)
+
+
+def lines_of_manifest(run: Path, step: int) -> dict:
+    return json.loads((run / "checkpoints" / f"step-{step:08d}" / "manifest.json").read_text())

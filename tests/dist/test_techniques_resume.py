@@ -1,0 +1,48 @@
+"""Each technique that changes the model, from the command line: stop, go on elsewhere, verify."""
+
+from __future__ import annotations
+
+import pytest
+from whole_runs import arguments, figures, run_command, tensors, train, write_data
+from workers import run_workers
+
+from dynmo_ckpt.cli import main as ckpt_main
+
+pytestmark = [pytest.mark.dist, pytest.mark.timeout(300)]
+
+SHORT = {"train_iters": "12", "eval_interval": "12"}
+TECHNIQUES = {
+    "depths": {"mod_capacity": "0.5"},
+    "exits": {"early_exit_layers": "0,2", "early_exit_threshold": "0.003"},
+    "sparse": {"sparse_attention_buckets": "4", "sparse_attention_block": "8"},
+}
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("techniques")
+    return write_data(folder / "data")
+
+
+@pytest.mark.parametrize("technique", TECHNIQUES)
+def test_going_on_on_other_workers_gives_the_same_bits(data, tmp_path, technique, monkeypatch, capsys):
+    options = SHORT | TECHNIQUES[technique]
+    extra = ("--sparse-attention",) if technique == "sparse" else ()
+    train(data, tmp_path / "whole", 1, *extra, **options)
+    train(data, tmp_path / "part", 2, *extra, **options, exit_interval="5")
+    train(data, tmp_path / "part", 1, *extra, **options, load=str(tmp_path / "part"))
+    assert figures(tmp_path / "part") == figures(tmp_path / "whole")
+    assert tensors(tmp_path / "part", 12) == tensors(tmp_path / "whole", 12)
+    step = tmp_path / "part" / "checkpoints" / "step-00000012"
+    monkeypatch.setattr("sys.argv", ["dynmo-ckpt", "verify", str(step), "--level", "full"])
+    with pytest.raises(SystemExit) as stop:
+        ckpt_main()
+    assert stop.value.code == 0, capsys.readouterr()
+
+
+def test_another_technique_than_the_checkpoints_is_refused(data, tmp_path):
+    train(data, tmp_path / "run", 1, **SHORT, mod_capacity="0.5", exit_interval="2")
+    line = arguments(data, tmp_path / "other", **SHORT, mod_capacity="0.25", load=str(tmp_path / "run"))
+    [(code, talk)] = run_workers(run_command, 1, line, joins=False)
+    assert code == 2
+    assert "x_dynamic" in talk

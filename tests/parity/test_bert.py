@@ -1,0 +1,137 @@
+"""Our BERT against transformers' MegatronBertForPreTraining: logits, losses and gradients from the same weights."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from item_stream import TOLERANCE, assert_same_gradients, build_all, copy_into, gradients, parameters, run
+from transformers import MegatronBertConfig, MegatronBertForPreTraining
+
+from dynmo_train.models.bert import Bert, BertShape
+from dynmo_train.models.items import Reported
+
+SHAPE = BertShape(
+    num_layers=3,
+    hidden_size=48,
+    ffn_hidden_size=96,
+    num_attention_heads=4,
+    max_position_embeddings=32,
+    vocab_size=101,
+    padded_vocab_size=128,
+    hidden_dropout=0.0,
+    attention_dropout=0.0,
+    init_method_std=0.15,
+    layernorm_epsilon=1e-12,
+)
+
+
+def hugging_face() -> MegatronBertForPreTraining:
+    return MegatronBertForPreTraining(
+        MegatronBertConfig(
+            vocab_size=SHAPE.vocab_size,
+            hidden_size=SHAPE.hidden_size,
+            num_hidden_layers=SHAPE.num_layers,
+            num_attention_heads=SHAPE.num_attention_heads,
+            intermediate_size=SHAPE.ffn_hidden_size,
+            hidden_act="gelu",
+            max_position_embeddings=SHAPE.max_position_embeddings,
+            type_vocab_size=2,
+            layer_norm_eps=SHAPE.layernorm_epsilon,
+        )
+    ).eval()
+
+
+def renamed(values: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    heads, V = SHAPE.num_attention_heads, SHAPE.vocab_size
+    out = {
+        "bert.embeddings.word_embeddings.weight": values["embedding.word.weight"][:V],
+        "bert.embeddings.position_embeddings.weight": values["embedding.position.weight"],
+        "bert.embeddings.token_type_embeddings.weight": values["embedding.tokentype.weight"],
+        "cls.predictions.bias": values["head.bias"][:V],
+    }
+    pairs = {
+        "bert.encoder.ln": "head.norm",
+        "bert.pooler.dense": "head.pooler",
+        "cls.predictions.transform.dense": "head.dense",
+        "cls.predictions.transform.LayerNorm": "head.dense_norm",
+        "cls.seq_relationship": "head.binary",
+    }
+    for n in range(SHAPE.num_layers):
+        theirs, ours = f"bert.encoder.layer.{n}", f"layers.{n}"
+        pairs |= {
+            f"{theirs}.attention.ln": f"{ours}.attention.norm",
+            f"{theirs}.attention.output.dense": f"{ours}.attention.dense",
+            f"{theirs}.ln": f"{ours}.mlp.norm",
+            f"{theirs}.intermediate.dense": f"{ours}.mlp.fc1",
+            f"{theirs}.output.dense": f"{ours}.mlp.fc2",
+        }
+        for kind in ("weight", "bias"):
+            qkv = values[f"{ours}.attention.qkv.{kind}"].unflatten(0, (heads, 3, -1))
+            for place, part in enumerate(("query", "key", "value")):
+                out[f"{theirs}.attention.self.{part}.{kind}"] = qkv[:, place].flatten(0, 1)
+    return out | {f"{t}.{kind}": values[f"{o}.{kind}"] for t, o in pairs.items() for kind in ("weight", "bias")}
+
+
+def batch() -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(0, SHAPE.vocab_size, (3, 20), generator=generator)
+    seen = torch.ones(3, 20, dtype=torch.bool)
+    seen[1, 13:] = False
+    return {
+        "ids": ids,
+        "types": (torch.arange(20) > 8).long().expand(3, 20).contiguous(),
+        "seen": seen,
+        "labels": torch.randint(0, SHAPE.vocab_size, (3, 20), generator=generator),
+        "counts": (torch.rand(3, 20, generator=generator) < 0.3).long() * seen,
+        "order": torch.tensor([0, 1, 1]),
+    }
+
+
+def test_logits_losses_and_gradients():
+    family = Bert(SHAPE)
+    modules = build_all(family)
+    theirs = hugging_face()
+    copy_into(theirs, renamed(parameters(modules)))
+    inputs = batch()
+    values = run(family, modules, inputs)
+    words, order = modules["head"].logits(values["before.hidden"])
+    labels = inputs["labels"].masked_fill(inputs["counts"] == 0, -100)
+    expected = theirs(
+        inputs["ids"],
+        attention_mask=inputs["seen"].long(),
+        token_type_ids=inputs["types"],
+        labels=labels,
+        next_sentence_label=inputs["order"],
+    )
+    assert expected.prediction_logits.std() > 0.3
+    torch.testing.assert_close(words[inputs["seen"]], expected.prediction_logits[inputs["seen"]], **TOLERANCE)
+    torch.testing.assert_close(order, expected.seq_relationship_logits, **TOLERANCE)
+    torch.testing.assert_close(values["loss"], expected.loss, rtol=0, atol=1e-5)
+    values["loss"].backward()
+    expected.loss.backward()
+    assert_same_gradients(theirs, renamed(gradients(family, modules)))
+
+
+def test_without_the_second_head_the_loss_is_the_words():
+    family = Bert(replace(SHAPE, binary_head=False, num_tokentypes=0))
+    modules = build_all(family)
+    assert not [name for name in parameters(modules) if "pooler" in name or "binary" in name or "tokentype" in name]
+    inputs = batch()
+    values = run(family, modules, inputs)
+    told = modules["head"](values["before.hidden"], inputs["labels"], inputs["counts"])
+    assert isinstance(told, Reported)
+    assert set(told.figures) == {"lm_loss"}
+    assert told.output == told.figures["lm_loss"]
+
+
+def test_a_padded_token_changes_nothing():
+    """What stands behind the padding mask is neither attended to nor counted."""
+    family = Bert(SHAPE)
+    modules = build_all(family)
+    inputs = batch()
+    first = run(family, modules, inputs)["loss"]
+    inputs["ids"] = inputs["ids"].clone()
+    inputs["ids"][1, 13:] = 7
+    assert run(family, modules, inputs)["loss"].item() == pytest.approx(first.item(), abs=1e-6)

@@ -1,0 +1,162 @@
+"""Early exit against a dense reference in which tokens that have left are masked."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.utils.flop_counter import FlopCounterMode
+
+from dynmo_train.models.decoding import Cache, Decoder
+from dynmo_train.models.dynamic import DynamicFamily, DynamicSettings
+from dynmo_train.models.early_exit import LEFT, ExitSettings
+from dynmo_train.models.gpt import Gpt, GptShape
+from dynmo_train.models.items import output_of
+
+CPU = torch.device("cpu")
+SHAPE = GptShape(
+    num_layers=3,
+    hidden_size=16,
+    ffn_hidden_size=32,
+    num_attention_heads=2,
+    max_position_embeddings=24,
+    vocab_size=20,
+    padded_vocab_size=32,
+    hidden_dropout=0.0,
+    attention_dropout=0.0,
+    init_method_std=0.4,
+)
+EXITS = ExitSettings(layers=(0, 1), loss_weight=0.3, threshold=0.4, measure="softmax")
+
+
+def family(**changes) -> DynamicFamily:
+    settings = DynamicSettings(exits=replace(EXITS, **changes))
+    return DynamicFamily(Gpt(SHAPE), settings, seed=5, width=16, std=1.0)
+
+
+def built(model):
+    return {item.name: model.build(item.name, CPU) for item in model.items}
+
+
+def run(model, modules, ids, labels):
+    """The logits, and what each item reported."""
+    values, told = {}, {}
+    inputs = {"ids": ids, "labels": labels}
+    for item in model.items:
+        module = modules[item.name]
+        if item.name == "head":
+            return module.logits(values["hidden"]), told
+        result = module(*(values[n] for n in item.reads), *(inputs[n] for n in item.inputs))
+        values[item.writes] = output_of(result)
+        if item.side:
+            values.update(result.side)
+            told[item.name] = result
+    raise AssertionError
+
+
+def dense(modules, ids, labels, exits=EXITS):
+    """Every block on all tokens: keys that have left hidden, tokens that have left not updated."""
+    x = modules["embedding"](ids)
+    left = torch.zeros(ids.shape, dtype=torch.bool)
+    losses, shares = [], []
+    T = ids.shape[1]
+    for layer in range(3):
+        attention, mlp = modules[f"layers.{layer}.attention"], modules[f"layers.{layer}.mlp"]
+        q, k, v = attention.project(x)
+        visible = torch.ones(T, T, dtype=torch.bool).tril() & ~left[:, None, None, :]
+        visible = visible | torch.eye(T, dtype=torch.bool)
+        scores = (q @ k.transpose(-1, -2) / q.shape[-1] ** 0.5).masked_fill(~visible, float("-inf"))
+        inner = x + attention.dense((scores.softmax(-1) @ v).transpose(1, 2).flatten(2))
+        outer = inner + mlp.transform(mlp.norm(inner))
+        x = torch.where(left[..., None], x, outer)
+        if layer in exits.layers:
+            logits = modules["head"].logits(x)
+            each = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none").view(ids.shape)
+            losses.append((each * ~left).sum() / (~left).sum())
+            if exits.measure == "softmax":
+                top = logits.softmax(-1).topk(2, dim=-1).values
+                sure = top[..., 0] - top[..., 1] >= exits.threshold
+            else:
+                sure = F.cosine_similarity(inner, outer, dim=-1) >= exits.threshold
+            left = left | sure
+            shares.append(float(left.float().mean()))
+    return modules["head"].logits(x), losses, shares
+
+
+@pytest.mark.parametrize(("measure", "threshold"), [("softmax", 0.4), ("saturation", 0.8)])
+def test_equals_the_dense_model_with_masks_and_so_do_the_gradients(measure, threshold):
+    model = family(measure=measure, threshold=threshold)
+    modules = built(model)
+    ids = torch.randint(0, 20, (3, 16), generator=torch.Generator().manual_seed(1))
+    labels = ids.roll(-1, 1)
+    logits, told = run(model, modules, ids, labels)
+    expected, losses, shares = dense(modules, ids, labels, model.settings.exits)
+    assert 0 < shares[0] < shares[1] < 1, "some tokens leave at each exit, and some stay"
+    torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
+    got = [told[f"layers.{n}.mlp"] for n in (0, 1)]
+    assert [float(each.figures["exit_share"]) for each in got] == pytest.approx(shares)
+    weighted = [each.losses["exit"] for each in got]
+    torch.testing.assert_close(weighted, [0.15 * loss for loss in losses], rtol=1e-4, atol=1e-5)
+
+    def gradients(total):
+        for module in modules.values():
+            module.zero_grad()
+        total.backward()
+        own = {
+            f"{item}.{n}": p.grad for item, m in modules.items() for n, p in m.named_parameters() if p.grad is not None
+        }
+        for copy, owner in model.ties.items():
+            if ".exit." in copy and copy in own:
+                own[owner] = own.get(owner, 0) + own.pop(copy)
+        # The word table and the head are one weight.
+        own["embedding.word.weight"] = own["embedding.word.weight"] + own.pop("head.weight")
+        return {name: grad.clone() for name, grad in own.items()}
+
+    grad = torch.randn(logits.shape, generator=torch.Generator().manual_seed(2))
+    ours = gradients((logits * grad).sum() + sum(weighted))
+    theirs = gradients((expected * grad).sum() + 0.15 * sum(losses))
+    for name in theirs:
+        torch.testing.assert_close(ours[name], theirs[name], rtol=1e-3, atol=1e-3, msg=name)
+
+
+def test_tokens_that_left_cost_nothing():
+    ids = torch.randint(0, 20, (2, 16), generator=torch.Generator().manual_seed(3))
+    counted = {}
+    for threshold in (0.0, 1.0):
+        model = family(layers=(0,), threshold=threshold)
+        modules = built(model)
+        with FlopCounterMode(display=False) as counter:
+            run(model, modules, ids, ids)
+        counted[threshold] = counter.get_total_flops()
+    # With threshold 0 all tokens leave at block 0; one entry a sample remains to keep the weights' gradients alive.
+    blocks = 2 * (2 * 32 * 16 * (48 + 16 + 32 + 32))
+    assert counted[1.0] - counted[0.0] > 0.9 * blocks
+
+
+def test_all_parameters_of_exits_are_ties_of_the_head():
+    model = family()
+    modules = built(model)
+    exits = {f"{i}.{n}" for i, m in modules.items() for n, _ in m.named_parameters() if ".exit." in f"{i}.{n}"}
+    assert exits == {copy for copy in model.ties if ".exit." in copy}
+    values = {f"{i}.{n}": p for i, m in modules.items() for n, p in m.named_parameters()}
+    for copy, owner in model.ties.items():
+        assert torch.equal(values[copy], values[owner]), copy
+
+
+@pytest.mark.parametrize(("measure", "threshold"), [("softmax", 0.4), ("saturation", 0.8)])
+def test_token_by_token_gives_what_the_whole_sequence_gives(measure, threshold):
+    model = family(measure=measure, threshold=threshold)
+    modules = built(model)
+    for module in modules.values():
+        module.eval()
+    ids = torch.randint(0, 20, (2, 20), generator=torch.Generator().manual_seed(4))
+    decoder = Decoder(model, modules, 24)
+    cache = Cache()
+    logits = [decoder.read(ids[:, :6], cache)]
+    logits += [decoder.read(ids[:, at : at + 1], cache) for at in range(6, 20)]
+    with torch.no_grad():
+        whole, told = run(model, modules, ids, ids)
+    assert 0 < float(told["layers.1.mlp"].side[LEFT].mean()) < 1
+    torch.testing.assert_close(torch.stack(logits, 1), whole[:, 5:], rtol=1e-4, atol=1e-4)

@@ -1,0 +1,96 @@
+"""Tokenizers by their own files: how many ids, and text there and back."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from dynmo_train.data.tokenizer import TokenizerFiles, count_pieces, load_tokenizer, open_tokenizer, read_vocab_size
+from dynmo_train.errors import UsageError
+
+WORDS = {"<unk>": 0, "<|endoftext|>": 1, "the": 2, "house": 3}
+
+
+def values(**given):
+    return {"tokenizer_model": None, "vocab_file": None, "merge_file": None} | given
+
+
+@pytest.fixture
+def gpt2(tmp_path):
+    letters = ["Ġ", *"abcdefgh"]
+    vocabulary = {letter: number for number, letter in enumerate([*letters, "ab", "Ġab", "<|endoftext|>"])}
+    (tmp_path / "vocab.json").write_text(json.dumps(vocabulary))
+    (tmp_path / "merges.txt").write_text("#version: 0.2\na b\nĠ ab\n")
+    return {"vocab_file": str(tmp_path / "vocab.json"), "merge_file": str(tmp_path / "merges.txt")}
+
+
+def test_gpt2s_two_files_need_no_type(gpt2, tmp_path):
+    assert read_vocab_size(values(**gpt2)) == 12
+    tokenizer = open_tokenizer(TokenizerFiles.of(values(**gpt2)))
+    assert tokenizer.encode("ab abc") == [9, 10, 3]
+    assert tokenizer.decode([9, 10, 3]) == "ab abc"
+    assert (tokenizer.vocab_size, tokenizer.eod) == (12, 11)
+    assert load_tokenizer(tmp_path).encode("ab") == [9]
+
+
+@pytest.mark.parametrize(("kind", "ids"), [("BertWordPieceLowerCase", [3, 4]), ("BertWordPieceCase", [0, 4])])
+def test_word_pieces(tmp_path, kind, ids):
+    (tmp_path / "v.txt").write_text("[UNK]\n[SEP]\n[CLS]\nhello\nworld\n##s\n")
+    given = values(vocab_file=str(tmp_path / "v.txt"), tokenizer_type=kind)
+    assert read_vocab_size(given) == 6
+    tokenizer = open_tokenizer(TokenizerFiles.of(given))
+    assert tokenizer.encode("Hello world") == ids
+    assert tokenizer.eod == 1
+
+
+def test_words_between_white_space(tmp_path):
+    (tmp_path / "words.json").write_text(json.dumps(WORDS))
+    given = values(vocab_file=str(tmp_path / "words.json"), tokenizer_type="WhitespaceVocab")
+    assert read_vocab_size(given) == 4
+    tokenizer = load_tokenizer(tmp_path)
+    assert tokenizer.encode("the  blue house") == [2, 0, 3]
+    assert tokenizer.decode([2, 3, 1]) == "the house"
+    assert tokenizer.eod == 1
+
+
+def piece(text):
+    inner = b"\x0a" + bytes([len(text)]) + text
+    return b"\x0a" + bytes([len(inner)]) + inner
+
+
+def test_pieces_of_a_sentence_piece_model_are_counted_without_its_library(tmp_path):
+    model = piece(b"<unk>") + piece(b"<s>") + piece(b"a") + b"\x12\x02ab"
+    assert count_pieces(model) == 3
+    (tmp_path / "m.model").write_bytes(model)
+    for kind in ("SentencePieceTokenizer", "Llama2Tokenizer"):
+        assert read_vocab_size(values(tokenizer_model=str(tmp_path / "m.model"), tokenizer_type=kind)) == 3
+    for broken in (model[:-1], b"", b"\x08\x01", b"text that is no protobuf"):
+        with pytest.raises(ValueError, match=r"ends|holds no pieces|wire type"):
+            count_pieces(broken)
+
+
+def test_no_file_names_no_tokenizer():
+    assert read_vocab_size(values()) is None
+    assert read_vocab_size(values(tokenizer_type="NullTokenizer")) is None
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ({"vocab_file": "v", "tokenizer_type": "GPT2BPETokenizer"}, "needs --merge-file"),
+        ({"vocab_file": "missing", "merge_file": "m"}, "is not a JSON vocabulary"),
+        ({"tokenizer_model": "missing.json"}, "no tokenizer at missing.json"),
+        ({"tokenizer_model": "missing", "tokenizer_type": "Llama2Tokenizer"}, "is not a SentencePiece model"),
+    ],
+)
+def test_files_that_are_not_there_are_named(given, told):
+    with pytest.raises(UsageError, match=told):
+        read_vocab_size(values(**given))
+
+
+@pytest.mark.parametrize("text", ["[1]", "{}", '{"a": "b"}', "nonsense"])
+def test_a_vocabulary_of_another_form_is_refused(tmp_path, text):
+    (tmp_path / "w.json").write_text(text)
+    with pytest.raises(UsageError, match="is not a JSON vocabulary"):
+        read_vocab_size(values(vocab_file=str(tmp_path / "w.json"), tokenizer_type="WhitespaceVocab"))
