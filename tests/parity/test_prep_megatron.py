@@ -1,4 +1,4 @@
-"""What binarize and merge-indexed write, read by Megatron-core's own ``IndexedDataset``: the same tokens and documents."""
+"""What binarize and merge-indexed write, read by Megatron-core's own ``IndexedDataset``: the same tokens."""
 
 from __future__ import annotations
 
@@ -25,15 +25,16 @@ def call(*arguments):
 
 @pytest.mark.parametrize("words", [300, 70_000])
 def test_megatron_reads_what_we_write(tmp_path, words):
-    vocabulary = {f"w{number}": number for number in range(words)}
+    vocabulary = {f"w{number}": number for number in range(words)} | {"<unk>": words}
     (tmp_path / "vocab.json").write_text(json.dumps(vocabulary))
     rng = np.random.default_rng(2)
     texts = [[f"w{n}" for n in rng.integers(0, words, size)] for size in (5, 1, 700, 33)]
     (tmp_path / "in.jsonl").write_text("".join(json.dumps({"text": " ".join(text)}) + "\n" for text in texts))
     files = ("--tokenizer-type", "WhitespaceVocab", "--vocab-file", tmp_path / "vocab.json")
-    call("binarize", "--input", tmp_path / "in.jsonl", "--output-prefix", tmp_path / "one", *files)
-    one = tmp_path / "one_text_document"
-    call("merge-indexed", one, one, "-o", tmp_path / "both")
+    for name in ("one", "two"):
+        call("binarize", "--input", tmp_path / "in.jsonl", "--output-prefix", tmp_path / name, *files)
+    one, two = tmp_path / "one_text_document", tmp_path / "two_text_document"
+    call("merge-indexed", one, two, "-o", tmp_path / "both")
     for prefix, repeats in ((one, 1), (tmp_path / "both", 2)):
         read, own = theirs.IndexedDataset(str(prefix)), IndexedReader(prefix)
         expected = [[vocabulary[word] for word in text] for text in texts] * repeats
