@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,9 @@ from .dynamics.plasticity import PlasticityRule
 from .dynamics.pruning import CubicSchedule
 from .dynamics.pruning_units import PruningRule
 from .dynamics.tuning import read_sparse_table
-from .engine import EngineSettings
+from .engine import Engine, EngineSettings
 from .families import boundary_of
+from .flops import step_flops
 from .formats._document import DocumentError, Problem
 from .formats.plan import Plan, read_plan
 from .formats.plan_check import validate_plan
@@ -24,6 +26,7 @@ from .models.sparse_forms import BUILT_IN, CSR, SparseTable
 from .optim.adamw import AdamWSettings
 from .optim.precision import LossScaling, Precision
 from .optim.schedule import LearningRate
+from .parallel.world import gather_documents
 from .pipeline.partition import Partition, uniform_partition
 from .pipeline.schedule import PipelineShape
 
@@ -100,8 +103,8 @@ def settings_of(config: Config, stored: Mapping[str, float] | None = None) -> En
             peak=optimizer.lr,
             floor=optimizer.min_lr,
             style=optimizer.lr_decay_style,
-            warmup_steps=config.warmup_iters,
-            decay_steps=optimizer.lr_decay_iters,
+            warmup_steps=config.warmup_units,
+            decay_steps=config.decay_units,
         ),
         clip=optimizer.clip_grad,
         freeze_steps=config.freezing.freeze_steps,
@@ -159,7 +162,7 @@ def first_partition(config: Config, family: ModelFamily, checkpoint_topology: Ma
         DocumentError: the plan is not one for this model on this many workers.
     """
     workers = config.parallel.pipeline_model_parallel_size
-    virtual = config.parallel.virtual_stages_per_worker
+    virtual, vee = config.parallel.virtual_stages_per_worker, config.parallel.schedule == "zb-v"
     if config.balance.plan is not None:
         plan = read_plan(Path(config.balance.plan))
         # A first plan may come from another run, and has nothing in force to be based on.
@@ -167,10 +170,10 @@ def first_partition(config: Config, family: ModelFamily, checkpoint_topology: Ma
         problems = [problem for problem in problems if problem.kind != "stale"]
         if problems:
             raise DocumentError(config.balance.plan, problems)
-        return Partition(stages=plan.stages, workers=workers)
+        return Partition(stages=plan.stages, workers=workers, vee=vee)
     if checkpoint_topology is not None and (saved := _fitting(config, family, checkpoint_topology)) is not None:
         return saved
-    return uniform_partition(family.items, workers, virtual)
+    return uniform_partition(family.items, workers, virtual, vee=vee)
 
 
 def _fitting(config: Config, family: ModelFamily, topology: Mapping[str, Any]) -> Partition | None:
@@ -183,4 +186,31 @@ def _fitting(config: Config, family: ModelFamily, topology: Mapping[str, Any]) -
     begins = {stage[0] for stage in stages if stage}
     if not begins <= allowed_cuts(family.items, config.balance.granularity):
         return None
-    return Partition(stages=stages, workers=workers)
+    return Partition(stages=stages, workers=workers, vee=config.parallel.schedule == "zb-v")
+
+
+def flops_counter(config: Config, family: ModelFamily) -> Callable[[int, int], int]:
+    """Floating-point operations of a step with so many samples of so many tokens."""
+    model = config.model
+
+    @cache
+    def count(samples: int, tokens: int) -> int:
+        return step_flops(
+            family,
+            width=model.hidden_size,
+            samples=samples,
+            tokens=tokens,
+            experts=model.num_experts or 1,
+            active=model.moe_router_topk if model.num_experts else 1,
+        )
+
+    return count
+
+
+def parameter_counts(engine: Engine) -> dict[tuple[int, int], int]:
+    """Parameters by (tensor, pipeline) rank, a tied weight counted wherever it is held; every process calls this."""
+    world = engine.world
+    held = sum(parameter.numel() for _, _, parameter in engine.held.parameters())
+    told = gather_documents(world, held)
+    places = ((rank, world.dims.coordinates(rank)) for rank in range(world.size))
+    return {(at.tensor, at.pipeline): told[rank] for rank, at in places if at.data == 0}

@@ -14,10 +14,11 @@ from typing import Annotated, Any
 
 import typer
 
-from .config import Facts, check, read_config_file, resolve
-from .config.command import with_options
+from .config import Facts, check, read_config_file, resolve, with_deepspeed
+from .config.command import MegatronCommand, with_options
 from .console import Format, emit, emit_json, emit_table, run_app
-from .errors import MissingExtraError, UsageError
+from .errors import EXIT_USAGE, MissingExtraError, UsageError
+from .formats._document import DocumentError
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -100,40 +101,46 @@ def _pretrain(family: str, config: Path | None, flags: dict[str, Any]) -> None:
     from .data.tokenizer import read_vocab_size
 
     world_size = _world_size()
-    resolved = resolve(
-        flags=flags,
-        file=read_config_file(config) if config else None,
-        command={"family": family},
-        facts=Facts(world_size=world_size, tokenizer_vocab_size=read_vocab_size),
-    )
-    check(resolved, world_size)
+    try:
+        resolved = resolve(
+            flags=flags,
+            file=with_deepspeed(flags, read_config_file(config) if config else {}),
+            command={"family": family},
+            facts=Facts(world_size=world_size, tokenizer_vocab_size=read_vocab_size),
+        )
+        check(resolved, world_size)
+    except DocumentError:
+        # Every process of a run has the same command line: the first one tells what is wrong with it.
+        if os.environ.get("RANK", "0") != "0":
+            raise typer.Exit(EXIT_USAGE) from None
+        raise
     from .loop import run_pretrain
 
     raise typer.Exit(run_pretrain(resolved))
 
 
-@pretrain.command("gpt")
+@pretrain.command("gpt", cls=MegatronCommand)
 @with_options
 def pretrain_gpt(config: ConfigFile = None, **flags: Any) -> None:
     """Train a GPT on an indexed data set, in this process or, under `dynmo-train launch`, in several."""
     _pretrain("gpt", config, flags)
 
 
-@pretrain.command("llama")
+@pretrain.command("llama", cls=MegatronCommand)
 @with_options
 def pretrain_llama(config: ConfigFile = None, **flags: Any) -> None:
     """Train a Llama, or with --num-experts a Mixtral, on an indexed data set, in one process or several."""
     _pretrain("llama", config, flags)
 
 
-@pretrain.command("bert")
+@pretrain.command("bert", cls=MegatronCommand)
 @with_options
 def pretrain_bert(config: ConfigFile = None, **flags: Any) -> None:
     """Train a BERT on an indexed data set of sentences (dynmo-prep binarize --split-sentences)."""
     _pretrain("bert", config, flags)
 
 
-@pretrain.command("t5")
+@pretrain.command("t5", cls=MegatronCommand)
 @with_options
 def pretrain_t5(config: ConfigFile = None, **flags: Any) -> None:
     """Train a T5 on an indexed data set of sentences (dynmo-prep binarize --split-sentences)."""

@@ -132,7 +132,8 @@ class Engine:
     """Holds this worker's items under a partition, and trains, evaluates, moves and exports them.
 
     ``is_warm`` says whether a step has run since the stages were last built: the first one is no measure of costs.
-    ``advanced`` is how far the learning rate's schedule has come; steps without an update do not count.
+    ``shape`` is what the pipeline is built for; it follows the batches. ``advanced`` is how far the learning rate's
+    schedule has come; steps without an update do not count.
     """
 
     def __init__(self, family: ModelFamily, settings: EngineSettings, partition: Partition, world: World) -> None:
@@ -155,6 +156,7 @@ class Engine:
                 settings.pruning, self.held, lambda: self.freezing.frozen, world, settings.pruning_rule
             )
         self._item_names = tuple(item.name for item in family.items)
+        self.shape = settings.pipeline
         self._reducer = GradientReducer(self.held, world, overlap=settings.overlap_reduction)
         self._pipeline: Pipeline | None = None
         self.is_warm = False
@@ -202,12 +204,19 @@ class Engine:
         if self.pruning is not None:
             self.pruning.resume(step)
 
+    def _fit(self, batch: Batch) -> None:
+        """Have a pipeline for as many microbatches, and samples as long, as those of ``batch``."""
+        needed = self.settings.pipeline.for_batch(batch)
+        if needed != self.shape:
+            self.shape = needed
+            self._pipeline = None
+
     def pipeline(self) -> Pipeline:
         """The stages and the schedule for the partition in force; built when first asked for after a change."""
         if self._pipeline is None:
             self.is_warm = False
             self._pipeline = Pipeline(
-                self.settings.pipeline,
+                self.shape,
                 self.partition,
                 self.world,
                 self.family.items,
@@ -228,6 +237,7 @@ class Engine:
         started = time.perf_counter_ns()
         self.probe.begin_step(sampled)
         self.freezing.before_step(batch.step)
+        self._fit(batch)
         pipeline = self.pipeline()
         pipeline.loss_scale = self.scaler.scale
         loss = pipeline.train_step(self._own_part(batch))
@@ -261,7 +271,7 @@ class Engine:
         )
 
     def _own_part(self, batch: Batch) -> Batch:
-        return batch.of_replica(self.world.replica, self.world.dims.data, self.settings.pipeline.microbatches)
+        return batch.of_replica(self.world.replica, self.world.dims.data, self.shape.microbatches)
 
     def _prepare_gradients(self) -> float:
         ties = self.family.ties
@@ -306,13 +316,16 @@ class Engine:
         else:
             peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         names = self.local_names
-        microbatches = self.settings.pipeline.microbatches
+        microbatches = self.shape.microbatches
         return {"items": names, "peak_memory_bytes": peak, **self.probe.result(names, microbatches)}
 
     def evaluate(self, batches: Iterable[Batch]) -> float:
         """The mean loss over some batches, without gradient or dropout."""
         self.probe.begin_step(False)
-        losses = [self._mean_loss(self.pipeline().evaluate(self._own_part(batch))) for batch in batches]
+        losses = []
+        for batch in batches:
+            self._fit(batch)
+            losses.append(self._mean_loss(self.pipeline().evaluate(self._own_part(batch))))
         self.held.release()
         return sum(losses) / len(losses)
 

@@ -38,6 +38,7 @@ class SavedRun:
     Attributes:
         data: what fixes the order of the samples, as in the manifest.
         tokenizer: the tokenizer's files to copy along, by their names in the checkpoint.
+        moments: whether the optimizer state is stored.
         keep: how many checkpoints to keep; None keeps all.
     """
 
@@ -47,6 +48,7 @@ class SavedRun:
     data: Mapping[str, Any]
     tokenizer: Mapping[str, Path]
     keep: int | None
+    moments: bool = True
 
 
 def save(engine: Engine, checkpoints_dir: Path, run: SavedRun) -> Path:
@@ -63,7 +65,7 @@ def save(engine: Engine, checkpoints_dir: Path, run: SavedRun) -> Path:
     try:
         # Replicas hold the same: the first one writes.
         if world.replica == 0:
-            report = _write_part(engine, staging, states)
+            report = _write_part(engine, staging, states, moments=run.moments)
         if world.is_first and run.tokenizer:
             (staging / "tokenizer").mkdir()
             for name, path in run.tokenizer.items():
@@ -81,7 +83,9 @@ def save(engine: Engine, checkpoints_dir: Path, run: SavedRun) -> Path:
     return checkpoints_dir / f"step-{run.step:08d}"
 
 
-def _write_part(engine: Engine, staging: Path, states: Mapping[str, ItemState]) -> list[dict[str, Any]]:
+def _write_part(
+    engine: Engine, staging: Path, states: Mapping[str, ItemState], *, moments: bool
+) -> list[dict[str, Any]]:
     report: list[dict[str, Any]] = []
     tied, held = engine.family.ties, engine.held
     for kind, roles in (("model", {"parameter", "mask", "buffer"}), ("optimizer", {"optimizer"})):
@@ -91,7 +95,7 @@ def _write_part(engine: Engine, staging: Path, states: Mapping[str, ItemState]) 
             for name, tensor in state.tensors.items()
             if role_of(name) in roles and held.counts(name) and parameter_of(name) not in tied
         }
-        if not tensors:
+        if not tensors or (kind == "optimizer" and not moments):
             continue
         file = f"{kind}-p{engine.world.worker:03d}-t{engine.world.shard:02d}.safetensors"
         checksums = write_shard(staging, file, tensors)
@@ -173,7 +177,9 @@ def _commit(
             "type": "adamw",
             "steps": {name: step for fact in facts for name, step in fact["steps"].items()},
             "groups": groups,
-        },
+        }
+        if run.moments
+        else None,
         data=run.data,
         rng={"scheme": "hash(seed,step,microbatch,item)", "seed": settings.pipeline.seed},
         extra={
@@ -212,9 +218,16 @@ def check_same_model(checkpoint: Checkpoint, family: ModelFamily) -> None:
         raise CheckpointError(f"{checkpoint.directory} holds another model: {'; '.join(differences)}")
 
 
-def state_reader(checkpoint: Checkpoint, held: HeldItems, device: torch.device) -> Callable[[str], ItemState]:
-    """Reads what this process holds of one item, and of nothing else, from a checkpoint of any layout."""
-    steps: Mapping[str, int] = (checkpoint.manifest["optimizer"] or {"steps": {}})["steps"]
+def state_reader(
+    checkpoint: Checkpoint, held: HeldItems, device: torch.device, *, moments: bool = True
+) -> Callable[[str], ItemState]:
+    """Reads what this process holds of one item, and of nothing else, from a checkpoint of any layout.
+
+    Args:
+        moments: whether the optimizer state is read.
+    """
+    optimizer = checkpoint.manifest["optimizer"] if moments else None
+    steps: Mapping[str, int] = (optimizer or {"steps": {}})["steps"]
 
     def read(item: str) -> ItemState:
         module = held.blueprint(item)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from .data import DataConfig
 from .options import Facts
 from .precision import PrecisionConfig
-from .resolve import config_document, config_of, option_specs, read_config_file, resolve
+from .resolve import config_document, config_of, option_specs, read_config_file, resolve, with_deepspeed
 from .schema import (
     BalanceConfig,
     Config,
@@ -41,4 +41,5 @@ __all__ = [
     "read_config_file",
     "resolve",
     "validate",
+    "with_deepspeed",
 ]

@@ -15,6 +15,7 @@ from torch.distributed.pipelining.schedules import (
     ScheduleGPipe,
     ScheduleInterleaved1F1B,
     ScheduleInterleavedZeroBubble,
+    ScheduleZBVZeroBubble,
 )
 from torch.distributed.pipelining.stage import _PipelineStageBase
 
@@ -27,15 +28,19 @@ from .probe import Probe
 from .stage import SAMPLES, ItemStage, StageModule, loss_of_microbatch
 
 SINGLE = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
-LOOPED = {"interleaved-1f1b": ScheduleInterleaved1F1B, "zero-bubble": ScheduleInterleavedZeroBubble}
+LOOPED = {
+    "interleaved-1f1b": ScheduleInterleaved1F1B,
+    "zero-bubble": ScheduleInterleavedZeroBubble,
+    "zb-v": ScheduleZBVZeroBubble,
+}
 
 
 @dataclass(frozen=True, kw_only=True)
 class PipelineShape:
-    """What stays the same for a whole run.
+    """What a pipeline is built for; the microbatches and the tokens of a sample follow those of the batch.
 
     Attributes:
-        schedule: ``gpipe``, ``1f1b``, ``interleaved-1f1b`` or ``zero-bubble``.
+        schedule: ``gpipe``, ``1f1b``, ``interleaved-1f1b``, ``zero-bubble`` or ``zb-v``.
         microbatches: of a step.
         boundary: the shapes of what crosses a stage boundary.
         seed: of the run.
@@ -50,6 +55,15 @@ class PipelineShape:
     recompute: bool
     front_cache_bytes: int | None = None
 
+    def for_batch(self, batch: Batch) -> PipelineShape:
+        """The shape that a batch needs: itself where nothing differs."""
+        boundary = self.boundary
+        if batch.tokens is not None and batch.tokens != boundary.tokens:
+            boundary = boundary.with_tokens(batch.tokens)
+        if (batch.microbatches or self.microbatches) == self.microbatches and boundary is self.boundary:
+            return self
+        return replace(self, microbatches=batch.microbatches or self.microbatches, boundary=boundary)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Batch:
@@ -59,11 +73,15 @@ class Batch:
         inputs: tensors by the names that the items give, each ``[microbatches * B, ...]``.
         first_microbatch: the global index of the first microbatch: consumed samples before it over the microbatch size.
         step: of the run; seeds the random numbers.
+        microbatches: of this batch; None is as many as the run has throughout.
+        tokens: of a sample, where the run's samples grow; None is as many as the run has throughout.
     """
 
     inputs: Mapping[str, torch.Tensor]
     first_microbatch: int
     step: int
+    microbatches: int | None = None
+    tokens: int | None = None
 
     def of_replica(self, replica: int, replicas: int, microbatches: int) -> Batch:
         """The samples of one of ``replicas``: a contiguous block of the step's, ``microbatches`` of them."""

@@ -221,6 +221,15 @@ class ItemStage(PipelineStage):
             return []
         return super().get_bwd_send_ops(bwd_chunk_id)
 
+    def get_local_bwd_output(self, mb_index: int) -> Any:
+        """What the stage before, on the same worker, gets as gradient; nothing in an evaluation, as torch forgets."""
+        return super().get_local_bwd_output(mb_index) if self.has_backward else ()  # type: ignore[no-untyped-call]
+
+    def set_local_bwd_input(self, next_stage_bwd_outputs: tuple[torch.Tensor | None, ...], mb_index: int) -> None:
+        """The gradient from the stage behind, on the same worker; none in an evaluation."""
+        if self.has_backward:
+            super().set_local_bwd_input(next_stage_bwd_outputs, mb_index)
+
     def forward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
         """Forward one microbatch, counted as busy time."""
         with self.module.probe.busy():
