@@ -94,6 +94,11 @@ CASES = {
         {"freeze_tied": True, "freeze_schedule": "1:1", "untie_embeddings_and_output_weights": True},
         "--freeze-tied",
     ),
+    "balanced pairs": ({"num_experts": 4, "moe_routing": "balanced"}, "--moe-router-topk"),
+    "no overflow": (
+        {"num_experts": 4, "moe_routing": "expert-choice", "moe_expert_capacity_factor": 1.0},
+        "--moe-expert-capacity-factor",
+    ),
     "routed blocks": ({"mod_capacity": 0.5, "mod_every": 5}, "--mod-every"),
     "exit form": ({"early_exit_layers": "2,1"}, "--early-exit-layers"),
     "exit behind all": ({"early_exit_layers": "1,3"}, "--early-exit-layers"),
