@@ -236,8 +236,8 @@ class Engine:
         """
         started = time.perf_counter_ns()
         self.probe.begin_step(sampled)
-        self.freezing.before_step(batch.step)
         self._fit(batch)
+        self.freezing.before_step(batch.step)
         pipeline = self.pipeline()
         pipeline.loss_scale = self.scaler.scale
         loss = pipeline.train_step(self._own_part(batch))

@@ -324,6 +324,9 @@ class RunConfig:
     )
     no_save_optim: bool = option("Leave the optimizer state out of checkpoints.", default=False)
     no_save_rng: bool = option("Nothing to do, as --no-load-rng.", default=False)
+    async_save: bool = option(
+        "Write checkpoints while training goes on, from a copy of the state in host memory.", default=False
+    )
     save_interval: int | None = option(
         "Steps between checkpoints; none saves at the end only.", default=None, minimum=1
     )

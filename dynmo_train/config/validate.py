@@ -196,6 +196,11 @@ def _zero(config: Config, _world_size: int) -> Iterator[Problem]:
         )
 
 
+def _cuts_answers(config: Config) -> bool:
+    """Whether a decoder's stream is cut along its tokens."""
+    return config.parallel.sequence_parallel and config.model.family == "t5"
+
+
 def _tensor(config: Config, _world_size: int) -> Iterator[Problem]:
     """What tensor parallelism cuts must divide."""
     parallel, model = config.parallel, config.model
@@ -206,10 +211,27 @@ def _tensor(config: Config, _world_size: int) -> Iterator[Problem]:
         ("--num-attention-heads", model.num_attention_heads),
         ("--ffn-hidden-size", model.ffn_hidden_size),
     ]
+    cut += [("--num-query-groups", model.num_query_groups)] if model.family == "llama" else []
     cut += [("--seq-length", model.seq_length)] if parallel.sequence_parallel else []
+    cut += [("--decoder-seq-length", model.decoder_seq_length)] if _cuts_answers(config) else []
     for flag, value in cut:
         if value % size:
             yield _conflict(flag, f"{value} is not a multiple of --tensor-model-parallel-size {size}, which cuts it")
+
+
+def _sequence(config: Config, _world_size: int) -> Iterator[Problem]:
+    """What looks at all tokens outside of the tensor-parallel products cannot see a stream that is cut along them."""
+    model = config.model
+    whole = {
+        "--num-experts": model.num_experts is not None,
+        "--mod-capacity": config.depth.mod_capacity is not None,
+        "--early-exit-layers": config.exits.early_exit_layers is not None,
+        "--sparse-attention": config.attention.sparse_attention,
+        "bert without --bert-no-binary-head": model.family == "bert" and not model.bert_no_binary_head,
+    }
+    if config.parallel.sequence_parallel:
+        for flag in (flag for flag, on in whole.items() if on):
+            yield _later("--sequence-parallel", f"does not go with {flag}; leave one of them out")
 
 
 def _stages(config: Config, _world_size: int) -> Iterator[Problem]:
@@ -443,6 +465,7 @@ RULES: tuple[Rule, ...] = (
     _length,
     _workers,
     _tensor,
+    _sequence,
     _zero,
     _stages,
     _microbatches,

@@ -85,7 +85,9 @@ class Scenario:
 
     def family(self) -> ModelFamily:
         if self.model != "gpt":
-            return SAMPLES[self.model].family
+            family = SAMPLES[self.model].family
+            shape = replace(family.shape, hidden_dropout=self.dropout, attention_dropout=self.dropout)
+            return type(family)(shape)
         shape = replace(
             SHAPE, moe=self.moe, tied_embeddings=self.tied, hidden_dropout=self.dropout, attention_dropout=self.dropout
         )
