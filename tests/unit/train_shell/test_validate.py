@@ -107,6 +107,31 @@ CASES = {
     "exit form": ({"early_exit_layers": "2,1"}, "--early-exit-layers"),
     "exit behind all": ({"early_exit_layers": "1,3"}, "--early-exit-layers"),
     "exit and depths": ({"early_exit_layers": "1", "mod_capacity": 0.5}, "--early-exit-layers"),
+    "exit and tensor": (
+        {"early_exit_layers": "1", "tensor_model_parallel_size": 2, "world_size": 2},
+        "--early-exit-layers",
+    ),
+    "frozen by parts": (
+        {
+            "freeze_adaptive": True,
+            "zero_stage": 2,
+            "world_size": 2,
+            "pipeline_model_parallel_size": 1,
+            "global_batch_size": 4,
+        },
+        "--freeze-adaptive",
+    ),
+    "pruned by parts": (
+        {
+            "sparsify": True,
+            "pruning_scope": "layer",
+            "zero_stage": 2,
+            "world_size": 2,
+            "pipeline_model_parallel_size": 1,
+            "global_batch_size": 4,
+        },
+        "--pruning-mode",
+    ),
     "odd buckets": ({"sparse_attention": True, "sparse_attention_buckets": 5}, "--sparse-attention-buckets"),
     "split form": ({"split": "x"}, "--split"),
     "split empty": ({"split": "0,1,0"}, "--split"),
