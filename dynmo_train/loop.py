@@ -48,6 +48,7 @@ def run_pretrain(config: Config) -> int:
         pipeline=parallel.pipeline_model_parallel_size,
         tensor=parallel.tensor_model_parallel_size,
         data=parallel.data_parallel_size,
+        expert=parallel.expert_model_parallel_size,
     )
     world = join_world(config.training.device, dims=dims)
     try:
@@ -110,6 +111,7 @@ def _begin(config: Config, world: World) -> _Run:
             micro_batch_size=config.training.micro_batch_size,
             tensor_parallel_size=dims.tensor,
             data_parallel_size=dims.data,
+            expert_parallel_size=dims.expert,
         ),
         measure_link(world),
         workers,

@@ -61,8 +61,8 @@ def save(engine: Engine, checkpoints_dir: Path, run: SavedRun) -> Path:
     problem: str | None = None
     report: list[dict[str, Any]] = []
     try:
-        # Replicas hold the same: the first one writes.
-        if world.replica == 0:
+        # Replicas hold the same, but for experts that they share: the first ones write.
+        if world.replica < world.dims.expert:
             report = _write_part(engine, staging, states)
         if world.is_first and run.tokenizer:
             (staging / "tokenizer").mkdir()
@@ -70,7 +70,7 @@ def save(engine: Engine, checkpoints_dir: Path, run: SavedRun) -> Path:
                 shutil.copyfile(path, staging / "tokenizer" / name)
     except (OSError, DynmoError) as error:
         problem = f"rank {world.rank}: {error}"
-    facts = _facts_of_part(engine, states) if world.replica == 0 else None
+    facts = _facts_of_part(engine, states) if world.replica < world.dims.expert else None
     told = gather_documents(world, {"problem": problem, "report": report, "facts": facts})
     if world.is_first:
         problem = "; ".join(one["problem"] for one in told if one["problem"]) or None
@@ -93,7 +93,10 @@ def _write_part(engine: Engine, staging: Path, states: Mapping[str, ItemState]) 
         }
         if not tensors:
             continue
-        file = f"{kind}-p{engine.world.worker:03d}-t{engine.world.shard:02d}.safetensors"
+        place = f"p{engine.world.worker:03d}-t{engine.world.shard:02d}"
+        if held.exchange is not None:
+            place += f"-e{held.exchange.rank:02d}"
+        file = f"{kind}-{place}.safetensors"
         checksums = write_shard(staging, file, tensors)
         for name, tensor in tensors.items():
             shape, index = whole_shape(tensor.shape, held.split_dim(name), held.region)
@@ -124,9 +127,11 @@ def _facts_of_part(engine: Engine, states: Mapping[str, ItemState]) -> dict[str,
                 counts[1] += layer.mask.numel()
     if engine.world.shard != 0:
         return {"steps": {}, "decay": [], "no_decay": [], "pruned": pruned}
-    parameters = [(name, p.dim() >= 2) for _, name, p in engine.held.parameters() if name not in tied]
+    told = [(name, p) for _, name, p in engine.held.parameters() if name not in tied and engine.held.counts(name)]
+    parameters = [(name, p.dim() >= 2) for name, p in told]
+    steps = {name: step for state in states.values() for name, step in state.steps.items()}
     return {
-        "steps": {name: step for state in states.values() for name, step in state.steps.items() if name not in tied},
+        "steps": {name: steps[name] for name, _ in told if name in steps},
         "decay": [name for name, decays in parameters if decays],
         "no_decay": [name for name, decays in parameters if not decays],
         "pruned": pruned,
@@ -158,6 +163,7 @@ def _commit(
             "tensor_parallel_size": dims.tensor,
             "pipeline_parallel_size": dims.pipeline,
             "data_parallel_size": dims.data,
+            "expert_parallel_size": dims.expert,
             "virtual_stages_per_worker": partition.virtual_stages,
             "schedule": settings.pipeline.schedule,
             "world_size": engine.world.size,
