@@ -38,7 +38,7 @@ LOOPED = replace(
 VEE = replace(LOOPED, schedule="zb-v", moves=((3, vee(cut(2, 1, 5, 8))), (5, vee(cut(2, 3, 4, 7)))))
 
 FAMILIES = {
-    model: Scenario(model=model, steps=5, dropout=0.0, freeze=((3, 1),))
+    model: Scenario(model=model, steps=5, dropout=0.0, prune=False, freeze=((3, 1),))
     for model in ("llama", "mixtral", "bert", "t5", "t5-relative")
 }
 
