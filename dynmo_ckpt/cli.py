@@ -253,6 +253,7 @@ def convert(
     make_vocab_size_divisible_by: options.VocabDivisor = 128,
     vocab_size: options.VocabSize = None,
     num_attention_heads: options.NumHeads = None,
+    sparse: options.Sparse = False,
     tp: options.TensorSize = 1,
     pp: options.PipelineSize = 1,
     vpp: options.VirtualSize = 1,
@@ -274,7 +275,7 @@ def convert(
     from .legacy import LegacyOptions
     from .reshard import counted_partition
 
-    legacy = LegacyOptions(vocab_size=vocab_size, num_attention_heads=num_attention_heads)
+    legacy = LegacyOptions(vocab_size=vocab_size, num_attention_heads=num_attention_heads, sparse=sparse)
     checkpoint = _open(source, kind, step, make_vocab_size_divisible_by=make_vocab_size_divisible_by, legacy=legacy)
     if tokenizer is not None and not tokenizer.is_dir():
         raise UsageError(f"--tokenizer {tokenizer}: is not a directory")

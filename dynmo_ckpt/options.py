@@ -30,6 +30,8 @@ class SourceKind(StrEnum):
     NATIVE = "native"
     HF = "hf"
     LEGACY = "legacy"
+    DEEPSPEED = "deepspeed"
+    LLAMA2C = "llama2c"
 
 
 class TargetKind(StrEnum):
@@ -84,6 +86,9 @@ VocabSize = Annotated[
 ]
 NumHeads = Annotated[
     int | None, typer.Option("--num-attention-heads", min=1, help="Heads, only for a legacy checkpoint without args.")
+]
+Sparse = Annotated[
+    bool, typer.Option("--sparse", help="Keep the masks of weights that a legacy checkpoint stores as sparse rows.")
 ]
 Version = Annotated[
     float, typer.Option("--checkpoint-version", help="Version of a legacy checkpoint to write: 0, 1.0, 2.0 or 3.0.")
