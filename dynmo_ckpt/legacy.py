@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from .views import Tensor
 RANK_NAME = re.compile(r"mp_rank_(\d+)(?:_(\d+))?")
 LAYER_NAME = re.compile(r"language_model\.(encoder|decoder)\.layers\.(\d+)\.")
 HEAD_COPY = "word_embeddings_for_head.weight"
+OUTPUT_LAYER = "language_model.output_layer.weight"
 WORD_TABLE = "language_model.embedding.word_embeddings.weight"
 
 
@@ -35,6 +37,9 @@ class LegacyOptions:
     vocab_size: int | None = None
     num_attention_heads: int | None = None
     sparse: bool = False
+    first_replica: bool = False
+    untie: bool = False
+    drop: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,8 +133,14 @@ def assemble(
     """
     merged: dict[str, list[Tensor]] = {}
     copies: list[tuple[str, Tensor, Tensor]] = []
+    dropped: dict[str, None] = {}
+    if options.untie:
+        stages = [{OUTPUT_LAYER if name == HEAD_COPY else name: ranks for name, ranks in s.items()} for s in stages]
     for stage in stages:
         for name, ranks in stage.items():
+            if any(fnmatchcase(name, pattern) for pattern in options.drop):
+                dropped[name] = None
+                continue
             original = merged.get(WORD_TABLE if name == HEAD_COPY else name)
             if original is not None:
                 copies += [(f"{name} of two stages, tensor rank {r}", *two) for r, two in _pairs(original, ranks)]
@@ -142,7 +153,7 @@ def assemble(
     merged = dense.tensors
     family = family_of(merged)
     refuse_variants(str(facts.path), family, facts.args, merged)
-    remarks = list(dense.remarks)
+    remarks = [*dense.remarks, *(f"{name}: left out, as --drop asks" for name in dropped)]
     given = {"vocab_size": options.vocab_size, "num_attention_heads": options.num_attention_heads}
     model = model_of(str(facts.path), family, facts.args, merged, layers, num_ranks, given, remarks)
     if family == "llama":
@@ -151,7 +162,7 @@ def assemble(
     variant = {0.0: "0", 1.0: "1"}.get(facts.version, "2")
     layout = layout_of(load_map(f"legacy_{family}", variant), model, padded=True)
     tensors, equal = to_ours(layout, merged, ties)
-    _compare_replicas(layout, merged, [*copies, *equal])
+    remarks += _compare_replicas(layout, merged, [*copies, *equal], options)
     return LegacyCheckpoint(
         model=model,
         tensors=tensors,
@@ -263,13 +274,19 @@ def _numbered_stages(grid: list[list[_Rank]]) -> tuple[list[dict[str, list[Tenso
 
 
 def _compare_replicas(
-    layout: Layout, merged: Mapping[str, list[Tensor]], copies: list[tuple[str, Tensor, Tensor]]
-) -> None:
+    layout: Layout, merged: Mapping[str, list[Tensor]], copies: list[tuple[str, Tensor, Tensor]], options: LegacyOptions
+) -> Iterator[str]:
     """What several ranks hold alike must be equal: replicated tensors, and copies of the embedding."""
     for name in {link.theirs: None for link in layout.links if not link.split and link.theirs in merged}:
         for rank, part in enumerate(merged[name][1:], 1):
             copies.append((f"{name} of tensor ranks 0 and {rank}", merged[name][0], part))
     for what, one, other in copies:
         if not same_bytes(one, other):
+            if options.first_replica:
+                yield f"{what} differ; the first is taken"
+                continue
             path = other.pieces[0].view.array.path
-            raise CorruptError(f"{path}: {what} differ, where they must be equal; the checkpoint contradicts itself")
+            raise CorruptError(
+                f"{path}: {what} differ, where they must be equal; "
+                "the checkpoint contradicts itself, and --replicas first takes the first of them"
+            )

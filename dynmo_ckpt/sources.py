@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +65,8 @@ def open_any(
     """
     kind = detect(path) if kind is SourceKind.AUTO else kind
     if kind is SourceKind.NATIVE:
+        if legacy.sparse or legacy.untie or legacy.first_replica or legacy.drop:
+            raise UsageError("--sparse, --untie, --replicas and --drop go with input that is not a native checkpoint")
         directory, remarks = find_checkpoint(path, step)
         return open_native(directory), remarks
     if kind is SourceKind.LEGACY:
@@ -74,7 +77,7 @@ def open_any(
         raise UsageError(f"{path}: --step chooses among the steps of a run directory; this is a {kind} directory")
     if kind is SourceKind.LLAMA2C:
         return open_llama2c(path, make_vocab_size_divisible_by), []
-    return open_hf(path, make_vocab_size_divisible_by), []
+    return open_hf(path, make_vocab_size_divisible_by, legacy.drop)
 
 
 def open_llama2c(path: Path, make_vocab_size_divisible_by: int) -> NativeCheckpoint:
@@ -89,8 +92,12 @@ def open_llama2c(path: Path, make_vocab_size_divisible_by: int) -> NativeCheckpo
     )
 
 
-def open_hf(directory: Path, make_vocab_size_divisible_by: int) -> NativeCheckpoint:
-    """A Hugging Face directory as a checkpoint at step 0 without optimizer state.
+def open_hf(
+    directory: Path, make_vocab_size_divisible_by: int, drop: Sequence[str] = ()
+) -> tuple[NativeCheckpoint, list[str]]:
+    """A Hugging Face directory as a checkpoint at step 0 without optimizer state, and remarks for a person.
+
+    Tensors whose name fits a pattern of ``drop`` are left out.
 
     Raises:
         CorruptError: a file is missing or broken, the configuration holds impossible sizes, or copies differ.
@@ -103,7 +110,9 @@ def open_hf(directory: Path, make_vocab_size_divisible_by: int) -> NativeCheckpo
     if problems:
         raise CorruptError("\n  ".join([f"{directory / 'config.json'}: impossible sizes", *map(str, problems)]))
     layout = layout_of(load_map(ARCHITECTURES[config["model_type"]].map), model)
-    tensors = {name: [tensor] for name, tensor in read_tensors(directory).items()}
+    found = read_tensors(directory)
+    dropped = [name for name in found if any(fnmatchcase(name, pattern) for pattern in drop)]
+    tensors = {name: [tensor] for name, tensor in found.items() if name not in dropped}
     ties = model_ties(model)
     apart = {link.ours for link in layout.links if link.shared and link.ours in ties}
     mapped, pairs = to_ours(layout, tensors, ties)
@@ -114,11 +123,12 @@ def open_hf(directory: Path, make_vocab_size_divisible_by: int) -> NativeCheckpo
             ties = {name: target for name, target in ties.items() if name not in apart}
     if len(ties) != len(model_ties(model)):
         mapped, _ = to_ours(layout, tensors, ties)
-    return NativeCheckpoint(
+    checkpoint = NativeCheckpoint(
         directory=directory,
         manifest=new_manifest(model, mapped, ties, run_id=f"from-{directory.resolve().name}"),
         tensors={item.name: item.content for item in mapped},
     )
+    return checkpoint, [f"{name}: left out, as --drop asks" for name in dropped]
 
 
 def from_legacy(found: LegacyCheckpoint, path: Path) -> tuple[NativeCheckpoint, list[str]]:
