@@ -5,13 +5,13 @@ What happens between steps (techniques, plans, checkpoints, logs) are objects ca
 
 from __future__ import annotations
 
-import time
 import warnings
 from dataclasses import replace
 
 import torch
 
 from .building import flops_counter, parameter_counts, plan_problems
+from .checkpointing import Checkpointing, Saved
 from .config import Config
 from .console import say
 from .data.gpt import TokenError
@@ -23,7 +23,7 @@ from .parallel.dims import ParallelDims
 from .parallel.world import join_world, leave_world
 from .rebalance.controller import Controller, ControllerSettings
 from .rebalance.planner import PlannerProcess
-from .saving import SavedRun, save
+from .saving import SavedRun
 from .starting import Beginning, begin
 from .traininglog import TrainingLog
 
@@ -32,7 +32,7 @@ def run_pretrain(config: Config) -> int:
     """Train as ``config`` says, in this process and those that the launcher started beside it; the exit code."""
     torch.set_num_threads(config.training.num_threads)
     # Said once by torch for every process; what it may change is covered by the tests of linear layers.
-    warnings.filterwarnings("ignore", message="Sparse CSR tensor support is in beta state")
+    warnings.filterwarnings("ignore", message="Sparse (CSR|BSR) tensor support is in beta state")
     parallel = config.parallel
     dims = ParallelDims(
         pipeline=parallel.pipeline_model_parallel_size,
@@ -88,6 +88,7 @@ class _Run:
             )
         self._first_plan = start.first_plan
         self._log = TrainingLog(config, engine.world, flops_counter(config, engine.family))
+        self._checkpoints = Checkpointing(engine, directory.checkpoints, aside=config.run.async_save, tell=self._saved)
         self._tokenizer = TokenizerFiles.of(vars(config.data))
 
     def train(self) -> int:
@@ -107,6 +108,7 @@ class _Run:
                 taken = self._controller.boundary(self.step) if self._controller is not None and not last else None
                 if taken is not None:
                     self._log.moved(taken, self.step)
+                self._checkpoints.at_boundary()
                 wishes = interrupts.at_boundary(self.engine.world)
                 if training.exit_interval is not None and self.step % training.exit_interval == 0:
                     wishes = replace(wishes, leave=True)
@@ -115,6 +117,7 @@ class _Run:
                     self._save()
                 if wishes.leave and not last:
                     self._log.line(f" exiting program at iteration {self.step}")
+        self._checkpoints.wait()
         if self.engine.world.is_first:
             say(f"run directory: {self.directory.path}")
         return EXIT_TERMINATED if wishes.told else EXIT_OK
@@ -175,11 +178,12 @@ class _Run:
             keep=config.run.keep_checkpoints,
             moments=not config.run.no_save_optim,
         )
-        started = time.perf_counter()
-        path = save(self.engine, self.directory.checkpoints, run)
-        seconds = time.perf_counter() - started
-        self.recorder.event("checkpoint", f"saved {path.name} in {seconds:.2f} s", step=self.step)
-        self._log.line(f" saved checkpoint {path} in {seconds:.2f} s")
+        self._checkpoints.save(run)
+
+    def _saved(self, saved: Saved) -> None:
+        message = f"saved {saved.path.name} in {saved.seconds:.2f} s, training stood still for {saved.stalled_s:.2f} s"
+        self.recorder.event("checkpoint", message, step=saved.step, stalled_s=saved.stalled_s)
+        self._log.line(f" saved checkpoint {saved.path} in {saved.seconds:.2f} s")
 
     def close(self) -> None:
         """End what runs beside the training."""

@@ -9,17 +9,13 @@ from .resolve import config_document, config_of, option_specs, read_config_file,
 from .schema import (
     BalanceConfig,
     Config,
-    DepthConfig,
-    ExitConfig,
-    FreezingConfig,
     ModelConfig,
     OptimizerConfig,
     ParallelConfig,
-    PruningConfig,
     RunConfig,
-    SparseAttentionConfig,
     TrainingConfig,
 )
+from .techniques import DepthConfig, ExitConfig, FreezingConfig, PruningConfig, SparseAttentionConfig
 from .validate import check, validate
 
 __all__ = [

@@ -66,6 +66,22 @@ def test_a_new_run_can_start_from_a_step_of_another(whole):
     assert tensors(folder / "child", 24) == weights
 
 
+def test_checkpoints_written_aside_are_those_of_their_step(whole):
+    folder, data, expected, weights = whole
+    options = {"save_interval": "7", "keep_checkpoints": "3"}
+    train(data, folder / "plain", 2, **options)
+    train(data, folder / "aside", 2, "--async-save", **options)
+    assert figures(folder / "aside") == expected
+    names = sorted(path.name for path in (folder / "aside" / "checkpoints").iterdir())
+    assert names == ["LATEST", "step-00000014", "step-00000021", "step-00000024"]
+    for step in (14, 21, 24):
+        assert tensors(folder / "aside", step) == tensors(folder / "plain", step)
+    assert tensors(folder / "aside", 24) == weights
+    told = [event for event in lines(folder / "aside" / "events.jsonl") if event["kind"] == "checkpoint"]
+    assert [event["step"] for event in told] == [7, 14, 21, 24]
+    assert all(event["stalled_s"] > 0 for event in told)
+
+
 GROWING = {
     "train_samples": "300",
     "rampup_batch_size": "8 4 100",
