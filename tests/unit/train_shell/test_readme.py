@@ -37,6 +37,12 @@ def test_every_command_is_in_the_table():
         for inner in getattr(command, "commands", {"": None})
     ]
     assert sorted(names) == sorted(
-        [*(f"pretrain {name}" for name in ("gpt", "llama", "bert", "t5")), "launch local", "generate", "compare"]
+        [
+            *(f"pretrain {name}" for name in ("gpt", "llama", "bert", "t5")),
+            "launch local",
+            "generate",
+            "compare",
+            "monitor",
+        ]
     )
     assert [name for name in names if f"\n| `{name}` |" not in README] == []
