@@ -11,7 +11,10 @@ from typing import Any
 import torch
 
 from .config import Config
+from .dynamics.plasticity import PlasticityRule
 from .dynamics.pruning import CubicSchedule
+from .dynamics.pruning_units import PruningRule
+from .dynamics.tuning import read_sparse_table
 from .engine import Engine, EngineSettings
 from .families import boundary_of
 from .flops import step_flops
@@ -19,6 +22,7 @@ from .formats._document import DocumentError, Problem
 from .formats.plan import Plan, read_plan
 from .formats.plan_check import validate_plan
 from .models.items import ItemSpec, ModelFamily
+from .models.sparse_forms import BUILT_IN, CSR, SparseTable
 from .optim.adamw import AdamWSettings
 from .optim.precision import LossScaling, Precision
 from .optim.schedule import LearningRate
@@ -44,12 +48,42 @@ def precision_of(config: Config) -> Precision:
     return Precision(compute=torch.float16, scaling=scaling)
 
 
-def settings_of(config: Config) -> EngineSettings:
-    """What fixes the mathematics of a run."""
+def sparse_table(config: Config, stored: Mapping[str, float] | None) -> SparseTable:
+    """The thresholds of sparse products: those that were asked for, else those of the checkpoint, else the built-in.
+
+    Raises:
+        UsageError: ``--sparse-table`` cannot be read.
+    """
+    pruning = config.pruning
+    structured = pruning.pruning_mode == "structured"
+    if pruning.sparse_table is not None:
+        return SparseTable(thresholds=read_sparse_table(Path(pruning.sparse_table)), structured=structured)
+    if stored is not None and config.sources["sparse_threshold"] == "default":
+        return SparseTable(thresholds=stored, structured=structured)
+    return SparseTable(thresholds={**BUILT_IN, CSR: pruning.sparse_threshold}, structured=structured)
+
+
+def plasticity_rule(config: Config) -> PlasticityRule | None:
+    """How the front is frozen by plasticity; None where it is not. The last block is never frozen."""
+    freezing = config.freezing
+    if not freezing.freeze_adaptive:
+        return None
+    return PlasticityRule(
+        interval=freezing.freeze_interval,
+        window=freezing.freeze_window,
+        tolerance=freezing.freeze_tolerance,
+        patience=freezing.freeze_patience,
+        most=config.model.num_layers - 1,
+    )
+
+
+def settings_of(config: Config, stored: Mapping[str, float] | None = None) -> EngineSettings:
+    """What fixes the mathematics of a run; ``stored`` are the sparse thresholds of the checkpoint that it goes on."""
     boundary, parallel = boundary_of(config), config.parallel
     parts = parallel.tensor_model_parallel_size if parallel.sequence_parallel else 1
     training, optimizer, pruning = config.training, config.optimizer, config.pruning
     precision = precision_of(config)
+    cache = config.freezing.freeze_cache_activations
     return EngineSettings(
         pipeline=PipelineShape(
             schedule=config.parallel.schedule,
@@ -57,6 +91,7 @@ def settings_of(config: Config) -> EngineSettings:
             boundary=replace(boundary.cut_along_tokens(parts), dtype=precision.compute),
             seed=training.seed,
             recompute=training.recompute_granularity == "full",
+            front_cache_bytes=None if cache is None else cache << 20,
         ),
         adamw=AdamWSettings(
             beta1=optimizer.adam_beta1,
@@ -74,6 +109,7 @@ def settings_of(config: Config) -> EngineSettings:
         clip=optimizer.clip_grad,
         freeze_steps=config.freezing.freeze_steps,
         freeze_tied=config.freezing.freeze_tied,
+        adaptive_freezing=plasticity_rule(config),
         pruning=CubicSchedule(
             start=pruning.pruning_start_iter,
             end=pruning.pruning_end_iter,
@@ -83,7 +119,8 @@ def settings_of(config: Config) -> EngineSettings:
         )
         if pruning.sparsify
         else None,
-        sparse_threshold=pruning.sparse_threshold,
+        sparse=sparse_table(config, stored),
+        pruning_rule=PruningRule(mode=pruning.pruning_mode, scope=pruning.pruning_scope),
         zero_stage=parallel.zero_stage,
         sequence_parallel=parallel.sequence_parallel,
         overlap_reduction=parallel.DDP_impl == "torch",

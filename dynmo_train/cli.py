@@ -6,6 +6,7 @@ import os
 import shutil
 import sys
 import tempfile
+import warnings
 from enum import StrEnum
 from importlib.util import find_spec
 from pathlib import Path
@@ -235,6 +236,46 @@ def _prompts(given: list[str] | None, file: Path | None) -> list[str]:
     if not any(line.strip() for line in lines):
         raise UsageError("no prompt: the input holds no line with text")
     return [line for line in lines if line.strip()]
+
+
+@app.command("tune-sparse")
+def tune_sparse(
+    hidden_size: Annotated[int, typer.Option("--hidden-size", min=1, help="Width of the residual stream.")],
+    ffn_hidden_size: Annotated[
+        int | None, typer.Option("--ffn-hidden-size", min=1, help="Width inside the MLP [default: 4 x --hidden-size].")
+    ] = None,
+    rows: Annotated[
+        int, typer.Option("--rows", min=1, help="Tokens of a microbatch: --micro-batch-size x --seq-length.")
+    ] = 512,
+    output: Annotated[Path | None, typer.Option("--output", help="File to write the table to.")] = None,
+    num_threads: Annotated[int, typer.Option("--num-threads", min=1, help="Threads of arithmetic on CPU.")] = 1,
+    device: Annotated[
+        DeviceName, typer.Option("--device", help="Where to compute; auto is cuda where present.")
+    ] = DeviceName.AUTO,
+    report: Annotated[Format, typer.Option("--format", help="How to report.")] = Format.TEXT,
+) -> None:
+    """Measure from which sparsity on sparse products pay, for each matrix of a model.
+
+    The file is for --sparse-table of pretrain.
+    """
+    _need_torch()
+    import torch
+
+    from .dynamics.tuning import NEVER, model_shapes, tune, write_sparse_table
+
+    torch.set_num_threads(num_threads)
+    warnings.filterwarnings("ignore", message="Sparse (CSR|BSR) tensor support is in beta state")
+    if device is DeviceName.AUTO:
+        device = DeviceName.CUDA if torch.cuda.is_available() else DeviceName.CPU
+    shapes = model_shapes(hidden_size, ffn_hidden_size or 4 * hidden_size)
+    table = tune(shapes, rows, torch.device(device))
+    if output is not None:
+        write_sparse_table(output, table)
+    if report is Format.JSON:
+        emit_json({"thresholds": table})
+        return
+    cells = [(rule, "never" if value >= NEVER else f"{value:g}") for rule, value in table.items()]
+    emit_table(f"Sparse products, {rows} rows, {device}", ("rule", "pays from sparsity"), cells)
 
 
 @app.command()

@@ -32,7 +32,7 @@ def run_pretrain(config: Config) -> int:
     """Train as ``config`` says, in this process and those that the launcher started beside it; the exit code."""
     torch.set_num_threads(config.training.num_threads)
     # Said once by torch for every process; what it may change is covered by the tests of linear layers.
-    warnings.filterwarnings("ignore", message="Sparse CSR tensor support is in beta state")
+    warnings.filterwarnings("ignore", message="Sparse (CSR|BSR) tensor support is in beta state")
     parallel = config.parallel
     dims = ParallelDims(
         pipeline=parallel.pipeline_model_parallel_size,

@@ -28,7 +28,7 @@ from .errors import DynmoError
 from .models.items import ModelFamily, masks_of, parameters_of
 from .models.sharding import whole_shape
 from .optim.adamw import MOMENTS
-from .optim.items import HeldItems, ItemState, parameter_of, role_of
+from .optim.items import REFERENCE, HeldItems, ItemState, parameter_of, role_of
 from .parallel.world import all_agree, broadcast_document, gather_documents
 
 
@@ -156,7 +156,7 @@ def _files_of(engine: Engine, states: Mapping[str, ItemState], *, moments: bool,
     """The shard files that this process writes."""
     tied, held = engine.family.ties, engine.held
     files = []
-    for kind, roles in (("model", {"parameter", "mask"}), ("optimizer", {"optimizer"})):
+    for kind, roles in (("model", {"parameter", "mask", "buffer"}), ("optimizer", {"optimizer"})):
         tensors = {
             name: tensor
             for state in states.values()
@@ -228,7 +228,7 @@ def _document(engine: Engine, run: SavedRun, facts: Sequence[Mapping[str, Any]])
         dynamic={
             "frozen_items": list(engine.freezing.frozen),
             "pruning": pruning,
-            "sparse_thresholds": {"csr": settings.sparse_threshold},
+            "sparse_thresholds": dict(settings.sparse.thresholds),
         },
         ties=engine.family.ties,
         optimizer={
@@ -240,7 +240,13 @@ def _document(engine: Engine, run: SavedRun, facts: Sequence[Mapping[str, Any]])
         else None,
         data=run.data,
         rng={"scheme": "hash(seed,step,microbatch,item)", "seed": settings.pipeline.seed},
-        extra={"x_progress": {"advanced": engine.advanced, "loss_scale": engine.scaler.state()}},
+        extra={
+            "x_progress": {
+                "advanced": engine.advanced,
+                "loss_scale": engine.scaler.state(),
+                "freezing": engine.freezing.state(),
+            }
+        },
     )
 
 
@@ -271,6 +277,7 @@ def state_reader(
         module = held.blueprint(item)
         names = list(parameters_of(item, module))
         wanted = [*names, *(f"{name}.mask" for name in masks_of(item, module) if checkpoint.has(f"{name}.mask"))]
+        wanted += [f"{name}.{REFERENCE}" for name in names if checkpoint.has(f"{name}.{REFERENCE}")]
         trained = {name: steps[owner] for name in names if (owner := checkpoint.stored_name(name)) in steps}
         wanted += [f"{name}.{key}" for name in trained for key in MOMENTS]
         tensors = {name: held.own_slice(name, checkpoint.load([name])[name]).to(device) for name in wanted}

@@ -57,14 +57,16 @@ def begin(config: Config, world: World) -> Beginning:
         say(apex.line(used=fused_adam is not None))
         if config.parallel.zero_stage == 1:
             say("--zero-stage 1 behaves as 2: gradients are shared between steps as well")
-    family, settings = family_of(config), replace(settings_of(config), fused_adam=fused_adam)
+    family = family_of(config)
     checkpoint = agreed(world, lambda: checkpoint_to_load(config, world))
+    stored = checkpoint.manifest["dynamic"]["sparse_thresholds"] if checkpoint is not None else None
+    settings = replace(settings_of(config, stored or None), fused_adam=fused_adam)
     step, consumed = agreed(world, lambda: _progress(config, checkpoint, samples))
     engine = agreed(world, lambda: _engine(config, world, family, settings, checkpoint))
 
     workers, dims = describe_workers(world), world.dims
     facts: dict[str, Any] = {
-        "sparse_thresholds": {"csr": settings.sparse_threshold},
+        "sparse_thresholds": dict(settings.sparse.thresholds),
         "device": world.device.type,
         "optimizer": "torch AdamW" if fused_adam is None else "apex FusedAdam",
     }

@@ -18,17 +18,13 @@ from .resolve import (
 from .schema import (
     BalanceConfig,
     Config,
-    DepthConfig,
-    ExitConfig,
-    FreezingConfig,
     ModelConfig,
     OptimizerConfig,
     ParallelConfig,
-    PruningConfig,
     RunConfig,
-    SparseAttentionConfig,
     TrainingConfig,
 )
+from .techniques import DepthConfig, ExitConfig, FreezingConfig, PruningConfig, SparseAttentionConfig
 from .validate import check, validate
 
 __all__ = [

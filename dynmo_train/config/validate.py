@@ -183,6 +183,11 @@ def _zero(config: Config, _world_size: int) -> Iterator[Problem]:
         )
 
 
+def _cuts_answers(config: Config) -> bool:
+    """Whether a decoder's stream is cut along its tokens."""
+    return config.parallel.sequence_parallel and config.model.family == "t5"
+
+
 def _tensor(config: Config, _world_size: int) -> Iterator[Problem]:
     """What tensor parallelism cuts must divide."""
     parallel, model = config.parallel, config.model
@@ -193,10 +198,27 @@ def _tensor(config: Config, _world_size: int) -> Iterator[Problem]:
         ("--num-attention-heads", model.num_attention_heads),
         ("--ffn-hidden-size", model.ffn_hidden_size),
     ]
+    cut += [("--num-query-groups", model.num_query_groups)] if model.family == "llama" else []
     cut += [("--seq-length", model.seq_length)] if parallel.sequence_parallel else []
+    cut += [("--decoder-seq-length", model.decoder_seq_length)] if _cuts_answers(config) else []
     for flag, value in cut:
         if value % size:
             yield _conflict(flag, f"{value} is not a multiple of --tensor-model-parallel-size {size}, which cuts it")
+
+
+def _sequence(config: Config, _world_size: int) -> Iterator[Problem]:
+    """What looks at all tokens outside of the tensor-parallel products cannot see a stream that is cut along them."""
+    model = config.model
+    whole = {
+        "--num-experts": model.num_experts is not None,
+        "--mod-capacity": config.depth.mod_capacity is not None,
+        "--early-exit-layers": config.exits.early_exit_layers is not None,
+        "--sparse-attention": config.attention.sparse_attention,
+        "bert without --bert-no-binary-head": model.family == "bert" and not model.bert_no_binary_head,
+    }
+    if config.parallel.sequence_parallel:
+        for flag in (flag for flag, on in whole.items() if on):
+            yield _later("--sequence-parallel", f"does not go with {flag}; leave one of them out")
 
 
 def _stages(config: Config, _world_size: int) -> Iterator[Problem]:
@@ -300,6 +322,15 @@ def _pruning(config: Config, _world_size: int) -> Iterator[Problem]:
         yield _conflict(
             "--final-sparsity", f"{pruning.final_sparsity} is below --initial-sparsity {pruning.initial_sparsity}"
         )
+    whole = pruning.pruning_mode != "unstructured" or pruning.pruning_scope != "global"
+    if whole and config.parallel.zero_stage:
+        yield _later(
+            "--pruning-mode",
+            f"{pruning.pruning_mode} by --pruning-scope {pruning.pruning_scope} needs whole matrices; with --zero-stage"
+            f" {config.parallel.zero_stage} use unstructured and global",
+        )
+    if pruning.pruning_mode == "2:4" and pruning.final_sparsity > 0.5:
+        yield _conflict("--final-sparsity", f"{pruning.final_sparsity}: --pruning-mode 2:4 prunes 0.5 at most")
 
 
 def _freezing(config: Config, _world_size: int) -> Iterator[Problem]:
@@ -314,8 +345,30 @@ def _freezing(config: Config, _world_size: int) -> Iterator[Problem]:
                 "--freeze-schedule",
                 f"{step}:{layers} freezes {layers} blocks; the model has --num-layers {config.model.num_layers}",
             )
-    if config.freezing.freeze_tied and not steps:
-        yield _conflict("--freeze-tied", "has no effect without --freeze-schedule")
+    adaptive = config.freezing.freeze_adaptive
+    if adaptive and steps:
+        yield _conflict("--freeze-adaptive", "cannot be combined with --freeze-schedule; give one of them")
+    if config.freezing.freeze_tied and not steps and not adaptive:
+        yield _conflict("--freeze-tied", "has no effect without --freeze-schedule or --freeze-adaptive")
+    cached = config.freezing.freeze_cache_activations is not None
+    if cached and not steps and not adaptive:
+        yield _conflict("--freeze-cache-activations", "has no effect without --freeze-schedule or --freeze-adaptive")
+    untied = config.model.untie_embeddings_and_output_weights
+    if cached and not untied and not config.freezing.freeze_tied:
+        yield _conflict(
+            "--freeze-cache-activations",
+            "needs --freeze-tied or --untie-embeddings-and-output-weights: else the frozen embedding's weight goes on"
+            " training through the head",
+        )
+    if adaptive and config.parallel.zero_stage:
+        yield _later(
+            "--freeze-adaptive", f"cannot compare layers under --zero-stage {config.parallel.zero_stage}; write 0"
+        )
+    if cached and (config.depth.mod_capacity is not None or config.exits.early_exit_layers is not None):
+        yield _conflict(
+            "--freeze-cache-activations",
+            "cannot be combined with --mod-capacity or --early-exit-layers, where a sample's microbatch matters",
+        )
     if config.freezing.freeze_tied and config.model.untie_embeddings_and_output_weights:
         yield _conflict("--freeze-tied", "has no effect with --untie-embeddings-and-output-weights")
 
@@ -398,6 +451,7 @@ RULES: tuple[Rule, ...] = (
     _length,
     _workers,
     _tensor,
+    _sequence,
     _zero,
     _stages,
     _microbatches,

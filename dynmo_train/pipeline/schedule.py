@@ -22,9 +22,10 @@ from torch.distributed.pipelining.stage import _PipelineStageBase
 from ..errors import UsageError
 from ..models.items import BoundaryShape, ItemSpec, live_before, train_before
 from ..parallel.world import World
+from .front_cache import FrontCache, sample_keys
 from .partition import Partition, frozen_prefix
 from .probe import Probe
-from .stage import ItemStage, StageModule, loss_of_microbatch
+from .stage import SAMPLES, ItemStage, StageModule, loss_of_microbatch
 
 SINGLE = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
 LOOPED = {
@@ -44,6 +45,7 @@ class PipelineShape:
         boundary: the shapes of what crosses a stage boundary.
         seed: of the run.
         recompute: whether items run again in the backward instead of keeping their activations.
+        front_cache_bytes: for what the frozen front gave for samples seen before; None keeps nothing.
     """
 
     schedule: str
@@ -51,6 +53,7 @@ class PipelineShape:
     boundary: BoundaryShape
     seed: int
     recompute: bool
+    front_cache_bytes: int | None = None
 
     def for_batch(self, batch: Batch) -> PipelineShape:
         """The shape that a batch needs: itself where nothing differs."""
@@ -114,6 +117,7 @@ class Pipeline:
         prefixes = frozen_prefix(partition.stages, frozen)
         by_name = {spec.name: spec for spec in specs}
         self.modules: list[StageModule] = []
+        self._front = None if shape.front_cache_bytes is None else FrontCache(shape.front_cache_bytes)
         stages: list[ItemStage] = []
         for number in partition.stages_of_worker(world.worker):
             names = partition.stages[number]
@@ -130,6 +134,8 @@ class Pipeline:
                 probe=probe,
                 device=world.device,
                 dtype=shape.boundary.dtype,
+                number=number,
+                front=self._front,
             )
             stages.append(
                 ItemStage(
@@ -171,6 +177,8 @@ class Pipeline:
         first = batch.first_microbatch
         keywords: dict[str, Any] = {name: batch.inputs[name].to(device) for name in self._inputs}
         keywords["microbatch"] = torch.arange(first, first + self.shape.microbatches)
+        if training and any(module.front is not None for module in self.modules):
+            keywords[SAMPLES] = sample_keys(batch.inputs)
         # The head computes the loss from its inputs; torch asks for a target where there is a loss function.
         target = keywords["microbatch"] if self.has_last else None
         losses: list[torch.Tensor] = []
