@@ -22,12 +22,15 @@ BLOCK_TOKENS = 1 << 22
 def expand_prefixes(names: Sequence[str]) -> list[Path]:
     """Prefixes from prefixes, ``.idx`` or ``.bin`` names, patterns of these, and folders, whose data sets are sorted.
 
+    A data set that is named twice is given twice, as Megatron's merge takes it; one pattern gives each data set once,
+    though it may match both of its files.
+
     Raises:
         UsageError: a name that gives no data set.
     """
     import glob
 
-    found: dict[Path, None] = {}
+    found: list[Path] = []
     for name in names:
         if os.path.isdir(name):
             paths = sorted(map(str, Path(name).glob("*.idx")))
@@ -39,9 +42,8 @@ def expand_prefixes(names: Sequence[str]) -> list[Path]:
             raise UsageError(
                 f"{name}: names no indexed data set; give a PREFIX of PREFIX.bin and PREFIX.idx, or a folder"
             )
-        for path in paths:
-            found[Path(path.removesuffix(".idx").removesuffix(".bin"))] = None
-    return list(found)
+        found += dict.fromkeys(Path(path.removesuffix(".idx").removesuffix(".bin")) for path in paths)
+    return found
 
 
 @contextlib.contextmanager

@@ -27,15 +27,16 @@ def run_inline(job: Job, phase: Phase, indices: Sequence[int], report: Report) -
         yield index, run_task(job, phase, index, report)
 
 
-def _serve(connection: Connection, job: Job, phase: Phase) -> None:
-    """The life of a worker: take an index, run its task, answer; None ends it."""
+def _serve(connection: Connection, job: Job) -> None:
+    """The life of a worker: take a task, run it, answer; None ends it."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides, and ends its workers with SIGTERM
     signal.signal(signal.SIGTERM, _stop)
 
     def report(documents: int, size: int) -> None:
         connection.send(("progress", documents, size))
 
-    while (index := connection.recv()) is not None:
+    while (task := connection.recv()) is not None:
+        phase, index = task
         try:
             connection.send(("done", index, run_task(job, phase, index, report)))
         except DynmoError as error:
@@ -55,36 +56,50 @@ class _Worker:
     index: int | None = None
 
 
-def run_local(
-    job: Job, phase: Phase, indices: Sequence[int], report: Report, workers: int
-) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Run the tasks in ``workers`` spawned processes; a dead worker ends the run, naming its task.
+class Crew(contextlib.AbstractContextManager["Crew"]):
+    """Spawned processes that run the tasks of a job's phases, and live from one phase to the next.
 
-    Spawned, not forked: the parent may run threads (progress bars, tokenizers).
+    Spawned, not forked: the parent may run threads (progress bars, tokenizers). They start when there is work for them.
+
+    Args:
+        job: whose tasks they run.
+        size: the number of processes at most.
     """
-    context = multiprocessing.get_context("spawn")
-    queue = list(reversed(indices))
-    crew: list[_Worker] = []
-    try:
-        for _ in range(min(workers, len(queue))):
-            ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(theirs, job, phase), daemon=True)
-            with _bare_main():
-                process.start()
-            theirs.close()
-            crew.append(_Worker(process, ours))
-        for worker in crew:
-            _next(worker, queue)
-        while any(worker.index is not None for worker in crew):
-            busy = {worker.connection: worker for worker in crew if worker.index is not None}
+
+    def __init__(self, job: Job, size: int) -> None:
+        self.job, self._size = job, size
+        self._workers: list[_Worker] = []
+
+    def __exit__(self, *_: object) -> None:
+        """End the processes, at once where they are at work."""
+        _dismiss(self._workers)
+        self._workers = []
+
+    def run(self, phase: Phase, indices: Sequence[int], report: Report) -> Iterator[tuple[int, dict[str, Any]]]:
+        """Run the tasks of a phase; a dead worker ends the run, naming its task."""
+        queue = list(reversed(indices))
+        while len(self._workers) < min(self._size, len(queue)):
+            self._workers.append(_start(self.job))
+        for worker in self._workers:
+            _next(worker, phase, queue)
+        while any(worker.index is not None for worker in self._workers):
+            busy = {worker.connection: worker for worker in self._workers if worker.index is not None}
             for ready in wait(list(busy)):
                 worker = busy[ready]  # type: ignore[index]
                 ended = _hear(worker, phase, report)
                 if ended is not None:
                     yield ended
-                    _next(worker, queue)
-    finally:
-        _dismiss(crew)
+                    _next(worker, phase, queue)
+
+
+def _start(job: Job) -> _Worker:
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=_serve, args=(theirs, job), daemon=True)
+    with _bare_main():
+        process.start()
+    theirs.close()
+    return _Worker(process, ours)
 
 
 @contextlib.contextmanager
@@ -98,10 +113,11 @@ def _bare_main() -> Iterator[None]:
         sys.modules["__main__"] = main
 
 
-def _next(worker: _Worker, queue: list[int]) -> None:
+def _next(worker: _Worker, phase: Phase, queue: list[int]) -> None:
     worker.index = queue.pop() if queue else None
-    with contextlib.suppress(ConnectionError):  # a dead worker is noticed when it is heard
-        worker.connection.send(worker.index)
+    if worker.index is not None:
+        with contextlib.suppress(ConnectionError):  # a dead worker is noticed when it is heard
+            worker.connection.send((phase, worker.index))
 
 
 def _hear(worker: _Worker, phase: Phase, report: Report) -> tuple[int, dict[str, Any]] | None:
@@ -124,6 +140,9 @@ def _dismiss(crew: Sequence[_Worker]) -> None:
     for worker in crew:
         if worker.index is not None:
             worker.process.terminate()
+        else:
+            with contextlib.suppress(ConnectionError):
+                worker.connection.send(None)
     for worker in crew:
         worker.process.join(timeout=5)
         if worker.process.is_alive():

@@ -17,7 +17,7 @@ from typing import Any
 from . import __version__
 from .console import say
 from .errors import DynmoError, UsageError
-from .executors import run_inline, run_local
+from .executors import Crew, run_inline
 from .formats._document import encode_json, envelope, write_whole
 from .plan import Job, Plan, check_output, load_plan, make_plan, store_plan
 from .progress import meter
@@ -175,12 +175,15 @@ def _run_phases(
     total = plan.input_bytes
     ran = 0
     rejects = Tally()
-    with meter(job.step, total, log_interval=execution.log_interval) as gauge:
+    with (
+        meter(job.step, total, log_interval=execution.log_interval) as gauge,
+        Crew(job, execution.workers) as crew,
+    ):
         for phase in phases:
             done = known[phase.name]
             pending = [index for index in range(phase.tasks) if index not in done]
             gauge.resume(phase, len(done))
-            for index, marker in _execute(job, phase, pending, execution, gauge.report if phase.reads else _ignore):
+            for index, marker in _execute(crew, phase, pending, execution, gauge.report if phase.reads else _ignore):
                 done[index] = marker
                 ran += 1
                 if phase.reads:
@@ -222,8 +225,11 @@ def run_part(job: Job, phases_of: Callable[[Plan], Sequence[Phase]], execution: 
         if chosen in waiting and chosen is not waiting[0]:
             raise UsageError(f"phase {chosen.name} needs {waiting[0].name}, of which tasks are left to do")
         mine = [i for i in range(part.index, chosen.tasks, part.count) if i not in known[chosen.name]]
-        with meter(job.step, plan.input_bytes, log_interval=execution.log_interval) as gauge:
-            done = sum(1 for _ in _execute(job, chosen, mine, execution, gauge.report if chosen.reads else _ignore))
+        with (
+            meter(job.step, plan.input_bytes, log_interval=execution.log_interval) as gauge,
+            Crew(job, execution.workers) as crew,
+        ):
+            done = sum(1 for _ in _execute(crew, chosen, mine, execution, gauge.report if chosen.reads else _ignore))
         left = chosen.tasks - len(known[chosen.name]) - done
         return (
             f"{job.step}: {chosen.name}: part {part.index} of {part.count} did {done} tasks; {left} are left to others"
@@ -235,15 +241,15 @@ def _ignore(_documents: int, _size: int) -> None:
 
 
 def _execute(
-    job: Job, phase: Phase, pending: list[int], execution: Execution, report: Report
+    crew: Crew, phase: Phase, pending: list[int], execution: Execution, report: Report
 ) -> Iterator[tuple[int, dict[str, Any]]]:
     if execution.executor is ExecutorName.RAY and pending:
         from .ray_executor import run_ray
 
-        return run_ray(job, phase, pending, execution.workers)
+        return run_ray(crew.job, phase, pending, execution.workers)
     if min(execution.workers, len(pending)) <= 1:
-        return run_inline(job, phase, pending, report)
-    return run_local(job, phase, pending, report, execution.workers)
+        return run_inline(crew.job, phase, pending, report)
+    return crew.run(phase, pending, report)
 
 
 def _known_markers(job: Job, plan: Plan, phases: Sequence[Phase]) -> dict[str, dict[int, dict[str, Any]]]:

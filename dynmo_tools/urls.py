@@ -6,9 +6,12 @@ an ending. The kept URLs keep the order of the input.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
+import os
 import re
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from importlib import resources
@@ -28,6 +31,9 @@ PAGE = re.compile(
 )
 IPV4 = re.compile(r"\d{1,3}(?:\.\d{1,3}){3}")
 REASONS = ("domain", "ending", "short", "malformed", "duplicate")
+VERDICTS = (None, *REASONS)
+BUCKETS = 256
+BLOCK_CODES = 1 << 20
 
 
 def read_list(path: Path) -> frozenset[str]:
@@ -99,36 +105,98 @@ def expand_folder(names: Sequence[str]) -> list[str]:
 
 def read_urls(paths: Sequence[Path]) -> list[str]:
     """The URLs of some files, one a line, each once, in order."""
-    found: dict[str, None] = {}
-    for path in paths:
-        with open_read(path) as handle:
-            found.update(dict.fromkeys(url for line in handle if (url := line.decode("utf-8", "replace").strip())))
-    return list(found)
+    return list(dict.fromkeys(each_url(paths)))
 
 
-def filter_urls(
-    paths: Sequence[Path], domains: frozenset[str], endings: frozenset[str], tick: Callable[[float], None]
-) -> Iterator[tuple[str, str | None]]:
-    """Each URL of the files with the reason to leave it out, or None.
+class SeenOnce(contextlib.AbstractContextManager["SeenOnce"]):
+    """What befalls each URL, with the repeated ones found on disk: 25 bytes of it a URL, and of memory 0.3.
 
-    A URL counts as seen by a 128-bit digest, 16 bytes of content each, so its length does not matter to memory.
+    The digests of the URLs lie in ``BUCKETS`` files by their first byte, and one of these at a time is sorted. Two URLs
+    count as the same where 128 bits of their digests agree.
+
+    Args:
+        folder: where files without names hold the digests and verdicts.
     """
-    seen: set[bytes] = set()
-    ends = tuple(sorted(endings))
+
+    def __init__(self, folder: Path) -> None:
+        self._open = contextlib.ExitStack()
+        folder.mkdir(parents=True, exist_ok=True)
+        self._codes, *self._buckets = (
+            self._open.enter_context(tempfile.TemporaryFile(dir=folder))  # noqa: SIM115 - closed by __exit__
+            for _ in range(BUCKETS + 1)
+        )
+        self._count = 0
+
+    def __exit__(self, *_: object) -> None:
+        """Give the disk back."""
+        self._open.close()
+
+    def add(self, url: str, reason: str | None) -> None:
+        """Note the next URL with the reason to leave it out, or None."""
+        if reason is None:
+            digest = hashlib.blake2b(url.encode("utf-8", "replace"), digest_size=16).digest()
+            self._buckets[digest[0] % BUCKETS].write(digest + self._count.to_bytes(8, "little"))
+        self._codes.write(bytes([VERDICTS.index(reason)]))
+        self._count += 1
+
+    def mark_repeated(self) -> None:
+        """Give every URL that came before the reason ``duplicate``."""
+        import numpy as np
+
+        self._codes.flush()
+        digest = np.dtype([("high", "<u8"), ("low", "<u8"), ("number", "<u8")])
+        duplicate = bytes([VERDICTS.index("duplicate")])
+        for bucket in self._buckets:
+            bucket.seek(0)
+            rows = np.frombuffer(bucket.read(), dtype=digest)
+            rows = rows[np.lexsort((rows["number"], rows["low"], rows["high"]))]
+            again = (rows["high"][1:] == rows["high"][:-1]) & (rows["low"][1:] == rows["low"][:-1])
+            for number in rows["number"][1:][again].tolist():
+                os.pwrite(self._codes.fileno(), duplicate, number)
+
+    def __iter__(self) -> Iterator[str | None]:
+        """The reason to leave out each URL, or None, in their order."""
+        self._codes.seek(0)
+        while block := self._codes.read(BLOCK_CODES):
+            for code in block:
+                yield VERDICTS[code]
+
+
+def each_url(paths: Sequence[Path], tick: Callable[[float], None] | None = None) -> Iterator[str]:
+    """The URLs of some files, one a line; ``tick`` hears of the bytes of each line."""
     for path in paths:
         with open_read(path) as handle:
             for line in handle:
-                tick(len(line))
-                url = line.decode("utf-8", "replace").strip()
-                if not url:
-                    continue
-                reason = judge(url, domains, ends)
-                if reason is None:
-                    digest = hashlib.blake2b(url.encode(), digest_size=16).digest()
-                    if digest in seen:
-                        reason = "duplicate"
-                    seen.add(digest)
-                yield url, reason
+                if tick is not None:
+                    tick(len(line))
+                if url := line.decode("utf-8", "replace").strip():
+                    yield url
+
+
+def filter_urls(
+    paths: Sequence[Path],
+    domains: frozenset[str],
+    endings: frozenset[str],
+    tick: Callable[[float], None],
+    folder: Path,
+) -> Iterator[tuple[str, str | None]]:
+    """Each URL of the files with the reason to leave it out, or None; the files are read twice.
+
+    Raises:
+        UsageError: a file has another number of URLs when it is read again.
+    """
+    ends = tuple(sorted(endings))
+    with SeenOnce(folder) as seen:
+        for url in each_url(paths, tick):
+            seen.add(url, judge(url, domains, ends))
+        seen.mark_repeated()
+        try:
+            yield from zip(each_url(paths), seen, strict=True)
+        except ValueError as error:
+            raise UsageError(
+                "blacklist-urls reads its inputs twice, and they changed meanwhile (or one is a pipe); "
+                "give files that nobody writes"
+            ) from error
 
 
 def write_urls(
@@ -146,7 +214,7 @@ def write_urls(
     counts = UrlCounts()
     with whole_file(output) as kept_file, whole_file(dropped) as dropped_file:
         kept, left = wrap_write(kept_file, output.suffix), wrap_write(dropped_file, dropped.suffix if dropped else "")
-        for url, reason in filter_urls(paths, domains, endings, tick):
+        for url, reason in filter_urls(paths, domains, endings, tick, output.parent):
             counts.urls_in += 1
             if reason is None:
                 counts.kept += 1

@@ -120,7 +120,7 @@ def test_ctrl_c_leaves_nothing_half_written_and_the_run_goes_on(tmp_path, prep):
     )
     done = tmp_path / "out.jsonl.work" / "done"
     deadline = time.monotonic() + 60
-    while not (done.exists() and any(done.iterdir())) and time.monotonic() < deadline:
+    while not any(done.glob("*.json")) and time.monotonic() < deadline:
         time.sleep(0.02)
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=60)
@@ -136,7 +136,7 @@ def test_ctrl_c_leaves_nothing_half_written_and_the_run_goes_on(tmp_path, prep):
 
 
 def test_a_dead_worker_ends_the_run_and_names_its_task(tmp_path, monkeypatch):
-    from dynmo_tools.executors import run_local
+    from dynmo_tools.executors import Crew
 
     job = Job(
         step="merge",
@@ -151,8 +151,29 @@ def test_a_dead_worker_ends_the_run_and_names_its_task(tmp_path, monkeypatch):
     (tmp_path / "dying.py").write_text("import os\ndef die(connection, *_):\n    connection.recv()\n    os._exit(7)\n")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr("dynmo_tools.executors._serve", importlib.import_module("dying").die)
-    with pytest.raises(WorkerDiedError, match=r"worker of task odd-0000\d died \(exit code 7\)"):
-        list(run_local(job, phase, range(3), lambda documents, size: None, 2))
+    with Crew(job, 2) as crew, pytest.raises(WorkerDiedError, match=r"task odd-0000\d died \(exit code 7\)"):
+        list(crew.run(phase, range(3), lambda documents, size: None))
+
+
+def test_workers_live_from_one_phase_to_the_next(tmp_path, monkeypatch):
+    from dynmo_tools.executors import Crew
+
+    job = Job(step="merge", inputs=(), output=tmp_path / "o", work=tmp_path, settings=MergeSettings())
+    (tmp_path / "telling.py").write_text(
+        "import os\n"
+        "def tell(connection, *_):\n"
+        "    while (task := connection.recv()) is not None:\n"
+        "        connection.send(('done', task[1], (os.getpid(), task[0].name)))\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr("dynmo_tools.executors._serve", importlib.import_module("telling").tell)
+    answers = []
+    with Crew(job, 2) as crew:
+        for name in ("one", "two"):
+            phase = Phase(name=name, run="tests_only:tell", tasks=4)
+            answers += [marker for _, marker in crew.run(phase, range(4), lambda documents, size: None)]
+    assert sorted(phase for _, phase in answers) == ["one"] * 4 + ["two"] * 4
+    assert len({process for process, _ in answers}) == 2
 
 
 def test_another_run_in_the_same_folder_is_refused(prep, tmp_path):

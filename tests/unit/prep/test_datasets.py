@@ -87,6 +87,12 @@ def test_an_id_that_does_not_fit_is_told_and_nothing_is_left(tmp_path):
     assert sorted(os.listdir(tmp_path)) == ["a.bin", "a.idx"]
 
 
+def test_a_data_set_named_twice_is_merged_twice(tmp_path):
+    source = make(tmp_path / "a", A)
+    merge_datasets(expand_prefixes([str(source), str(source)]), tmp_path / "twice")
+    assert documents_of(tmp_path / "twice") == A + A
+
+
 def test_output_must_not_be_an_input(tmp_path):
     source = make(tmp_path / "a", A)
     with pytest.raises(UsageError, match="both input and output"):
@@ -99,6 +105,7 @@ def test_prefixes_from_folders_patterns_and_names(tmp_path):
     both = [tmp_path / "a", tmp_path / "b"]
     assert expand_prefixes([str(tmp_path)]) == both
     assert expand_prefixes([str(tmp_path / "?.idx")]) == both
-    assert expand_prefixes([str(tmp_path / "b"), str(tmp_path)]) == both[::-1]
+    assert expand_prefixes([str(tmp_path / "b"), str(tmp_path)]) == [tmp_path / "b", *both]
+    assert expand_prefixes([str(tmp_path / "a.*")]) == [tmp_path / "a"]
     with pytest.raises(UsageError, match="names no indexed data set"):
         expand_prefixes([str(tmp_path / "none")])

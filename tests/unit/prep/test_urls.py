@@ -2,7 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from dynmo_tools.urls import built_in_list, domain_label, judge, write_urls
+from dynmo_tools.errors import UsageError
+from dynmo_tools.urls import SeenOnce, built_in_list, domain_label, filter_urls, judge, write_urls
 
 DOMAINS, ENDINGS = built_in_list("blocked_domains"), tuple(sorted(built_in_list("blocked_endings")))
 
@@ -57,3 +58,29 @@ def test_urls_keep_their_order_and_each_is_kept_once(tmp_path):
     import gzip
 
     assert gzip.decompress(dropped.read_bytes()) == b"duplicate\thttp://b.org/1\nending\thttp://a.org/x.jpg\n"
+
+
+def test_repeated_urls_are_found_across_all_buckets(tmp_path):
+    urls = [f"http://site.org/{n * 7919 % 3000}" for n in range(9000)]
+    with SeenOnce(tmp_path) as seen:
+        for number, url in enumerate(urls):
+            seen.add(url, "short" if number % 11 == 0 else None)
+        seen.mark_repeated()
+        found = list(seen)
+    known = set()
+    for number, (url, reason) in enumerate(zip(urls, found, strict=True)):
+        assert reason == ("short" if number % 11 == 0 else "duplicate" if url in known else None)
+        if number % 11:
+            known.add(url)
+    assert not list(tmp_path.iterdir())
+
+
+def test_inputs_that_change_between_the_readings_are_refused(tmp_path):
+    source = tmp_path / "in.txt"
+
+    def shorten(size):
+        source.write_text("")
+
+    source.write_text("http://b.org/1\n" * 5)
+    with pytest.raises(UsageError, match="changed meanwhile"):
+        list(filter_urls([source], DOMAINS, frozenset(ENDINGS), shorten, tmp_path))
