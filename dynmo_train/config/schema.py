@@ -21,6 +21,7 @@ from .precision import PrecisionConfig
 from .techniques import DepthConfig, ExitConfig, FreezingConfig, PruningConfig, SparseAttentionConfig
 
 Family = Literal["gpt", "bert", "t5", "llama"]
+MoeRouting = Literal["topk", "expert-choice", "balanced"]
 Positions = Literal["learned", "rotary", "relative"]
 Device = Literal["auto", "cpu", "cuda"]
 Recompute = Literal["none", "selective", "full"]
@@ -101,6 +102,11 @@ class ModelConfig:
     bert_no_binary_head: bool = option("Train BERT on masked words alone, without token types.", default=False)
     num_experts: int | None = option("Experts in place of each MLP (gpt, llama).", default=None, minimum=2)
     moe_router_topk: int = option("Experts of a token.", default=2, minimum=1)
+    moe_routing: MoeRouting = option(
+        "In training each token takes its likeliest experts (topk), each expert its likeliest tokens (expert-choice),"
+        " or each token one expert and all experts as many tokens (balanced).",
+        default="topk",
+    )
     moe_aux_loss_coeff: float = option("Weight of the experts' load-balancing loss.", default=0.0, minimum=0)
     moe_z_loss_coeff: float = option("Weight of the router's z-loss.", default=0.0, minimum=0)
     moe_expert_capacity_factor: float | None = option(
@@ -162,6 +168,7 @@ class ParallelConfig:
             ),
         ),
     )
+    expert_model_parallel_size: int = option("Replicas that share the experts of each layer.", default=1, minimum=1)
     DDP_impl: DdpImpl = option(
         "When replicas add their gradients: at the end of a step (local), or each layer's when it is final (torch).",
         default="local",
