@@ -88,7 +88,9 @@ class Chain:
 
     def at_cuts(self, values: Sequence[int]) -> list[int]:
         """Prefix sums of ``values`` at the positions of ``cuts``."""
-        prefix = [0, *accumulate(values)]
+        prefix = list(accumulate(values, initial=0))
+        if len(self.cuts) == len(prefix):
+            return prefix
         return [prefix[cut] for cut in self.cuts]
 
 
