@@ -12,6 +12,9 @@ from dataclasses import dataclass, field, replace
 
 from .foresight import Foresight
 
+FEWEST = 8
+"""No gain decides before it was seen in so many steps."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Evidence:
@@ -110,7 +113,8 @@ def threshold(evidence: Evidence, settings: Settings, memory: Memory) -> tuple[V
 def regret(evidence: Evidence, settings: Settings, memory: Memory) -> tuple[Verdict, Memory]:
     """Move when what staying has certainly missed outweighs the pause.
 
-    Where the profile says when the costs change next, what would be missed until then decides at once.
+    Where the profile says when the costs change next, what would be missed until then decides at once; where nobody
+    says, a gain so large that it pays three times within the horizon does.
     """
     text = _gain_text(evidence)
     if evidence.moves == 0:
@@ -119,6 +123,12 @@ def regret(evidence: Evidence, settings: Settings, memory: Memory) -> tuple[Verd
     until_event = missed / max(1, evidence.missed_steps) * evidence.horizon_steps
     if evidence.next_event_known and until_event > 2 * evidence.pause_ns:
         reason = f"pays twice before the next event in {evidence.horizon_steps} steps: {text}"
+        return Verdict(move=True, reason=reason), memory.after_move()
+    if (
+        evidence.missed_steps >= FEWEST
+        and missed / evidence.missed_steps * evidence.horizon_steps > 3 * evidence.pause_ns
+    ):
+        reason = f"pays three times within {evidence.horizon_steps} steps: {text}"
         return Verdict(move=True, reason=reason), memory.after_move()
     told = f"regret {max(0.0, missed) / 1e6:.0f} ms of {evidence.missed_steps} steps"
     if missed <= needed:
