@@ -7,9 +7,9 @@ from dataclasses import dataclass, field, replace
 from .costs import speeds_of_items
 from .errors import DynmoError
 from .feedback import Feedback, feedback_of
-from .foresight import look
 from .formats.plan import Plan
 from .formats.profile import Header
+from .missed import look
 from .moves import BASE_PAUSE_NS
 from .partition import best_of, certified
 from .planning import Proposal, chain_of, holdings, keep_plan, present, propose, to_plan
@@ -76,10 +76,8 @@ def weigh(
     pause_ns = BASE_PAUSE_NS if state.base_pause_ns is None else state.base_pause_ns
     if options.policy == "regret" and state.header is not None:
         works = state.trace.works(speeds_of_items(state.header, base.owner))
-        foresight, boundaries = look(
-            memory.foresight, problem, base.boundaries, state.trace, works, pause_ns, options.balancer
-        )
-        memory = replace(memory, foresight=foresight)
+        seen, boundaries = look(memory.missed, problem, base.boundaries, state.trace, works, pause_ns, options.balancer)
+        memory = replace(memory, missed=seen)
         solution = certified(problem, boundaries, best_of(problem))
         proposal = present(problem, solution, owner=base.owner, base_pause_ns=state.base_pause_ns)
     else:
@@ -96,8 +94,8 @@ def weigh(
         step=state.last_step,
         current_step_ns=predict(problem, base.boundaries).step_ns,
         proposed_step_ns=proposal.timeline.step_ns,
-        missed_ns=memory.foresight.certain_ns,
-        missed_steps=memory.foresight.steps,
+        missed_ns=memory.missed.certain_ns,
+        missed_steps=memory.missed.steps,
         pause_ns=round((proposal.migration.pause_ns or 0) * penalty),
         horizon_steps=options.horizon if due is None else min(options.horizon, due - state.last_step),
         next_event_known=due is not None,

@@ -84,6 +84,14 @@ class Recompute(StrEnum):
     FULL = "full"
 
 
+class Dtype(StrEnum):
+    """Numbers that products are computed in."""
+
+    FLOAT32 = "float32"
+    BFLOAT16 = "bfloat16"
+    FLOAT16 = "float16"
+
+
 class Technique(StrEnum):
     """Scripted trajectories."""
 
@@ -178,7 +186,16 @@ DeviceOption = Annotated[
         help="Compute the costs of a profile without step records for h200, h100, a100, cpu or a TOML file.",
     ),
 ]
-DtypeOption = Annotated[str, typer.Option("--dtype", help="Of computed costs: float32, bfloat16 or float16.")]
+DtypeOption = Annotated[Dtype, typer.Option("--dtype", help="Of computed costs.")]
+RecomputeOption = Annotated[
+    Recompute, typer.Option("--recompute", help="Activation recomputation that computed costs assume.")
+]
+FusedOption = Annotated[
+    bool,
+    typer.Option(
+        "--fused-attention/--unfused-attention", help="Whether attention scores go to memory, where costs are computed."
+    ),
+]
 WindowOption = Annotated[int, typer.Option("--window", min=1, help="Step records that the costs are the median of.")]
 AtStepOption = Annotated[
     int | None, typer.Option("--at-step", min=1, help="Take the costs as they were at this step. Default: the last.")

@@ -2,7 +2,7 @@
 
 ``regret`` is the ski-rental rule: what staying has cost so far is added up, and the move is made when that outweighs
 what the move costs. So no change of the model costs much more than twice what hindsight would have paid for it. What it
-adds up is measured out of sample (``foresight``) and counts less its standard error.
+adds up is measured out of sample (``missed``) and counts less its standard error.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
-from .foresight import Foresight
+from .missed import Missed
 
 FEWEST = 8
 """No gain decides before it was seen in so many steps."""
@@ -63,11 +63,11 @@ class Settings:
 class Memory:
     """What a policy carries from one decision to the next."""
 
-    foresight: Foresight = field(default_factory=Foresight)
+    missed: Missed = field(default_factory=Missed)
 
     def after_move(self) -> Memory:
         """The same at the beginning of another partition."""
-        return replace(self, foresight=self.foresight.after_move())
+        return replace(self, missed=self.missed.after_move())
 
 
 @dataclass(frozen=True, kw_only=True)

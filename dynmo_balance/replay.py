@@ -1,6 +1,6 @@
 """A recorded profile run again under a policy, and the best that hindsight could have done.
 
-The clock is virtual: a step takes what ``foresight.step_times`` says of the costs recorded for it under the partition
+The clock is virtual: a step takes what ``missed.step_times`` says of the costs recorded for it under the partition
 then in force, a move takes its predicted pause. The offline optimum is a dynamic programme over blocks of steps and the
 exact partitions of every block, which pays the same pauses.
 """

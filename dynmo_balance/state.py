@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from .costs import CostWindow
-from .foresight import WorkTrace
 from .formats.profile import Ask, Event, Header, PlanResult, Record, Step
+from .missed import WorkTrace
 
 LEARNING_RATE = 0.5
 

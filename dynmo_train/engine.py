@@ -15,9 +15,12 @@ from typing import Any
 import torch
 
 from .dynamics.freezing import LayerFreezing
+from .dynamics.plasticity import AdaptiveFreezing, PlasticityRule
 from .dynamics.pruning import CubicSchedule, GradualPruning
+from .dynamics.pruning_units import SINGLE_WEIGHTS, PruningRule
 from .dynamics.technique import Event
 from .models.items import ModelFamily
+from .models.sparse_forms import SparseTable
 from .optim.adamw import AdamWSettings
 from .optim.gradients import (
     add_tied_gradients,
@@ -28,10 +31,11 @@ from .optim.gradients import (
 )
 from .optim.items import HeldItems, ItemState
 from .optim.precision import FLOAT32, LossScaler, Precision, unscale
+from .optim.replicas import GradientReducer
 from .optim.schedule import LearningRate
-from .parallel.replicas import GradientReducer
 from .parallel.tensor import region_of
 from .parallel.world import World, gather_documents, sum_over_pipeline, sum_over_replicas
+from .parallel.zero import Shards
 from .pipeline.clock import clock_for
 from .pipeline.costs import costs_of_workers
 from .pipeline.partition import Partition
@@ -47,13 +51,16 @@ class EngineSettings:
     Attributes:
         clip: limit of the global gradient norm; 0 clips never.
         freeze_steps: (step, layers frozen from then on).
+        adaptive_freezing: freezes by plasticity, in place of ``freeze_steps``.
         pruning: None where the run does not prune.
-        sparse_threshold: sparsity from which products run on the nonzeros.
+        sparse: in which form products with pruned weights run.
+        pruning_rule: what is pruned; used where ``pruning`` is given.
         precision: types of the arithmetic; the boundary's type is its ``compute``.
         fused_adam: NVIDIA's ``FusedAdam`` where it updates the weights; None where torch's AdamW does.
         overlap_reduction: whether the replicas' gradients are added while others are still being computed.
         sequence_parallel: whether the stream between tensor-parallel regions is cut along the tokens; the boundary's
             shape is then that of a part.
+        zero_stage: 0: every replica holds whole parameters and moments; 1 and 2: its rows between steps; 3: always.
     """
 
     pipeline: PipelineShape
@@ -63,11 +70,14 @@ class EngineSettings:
     freeze_steps: tuple[tuple[int, int], ...]
     freeze_tied: bool
     pruning: CubicSchedule | None
-    sparse_threshold: float
+    sparse: SparseTable
+    pruning_rule: PruningRule = SINGLE_WEIGHTS
+    adaptive_freezing: PlasticityRule | None = None
     precision: Precision = FLOAT32
     fused_adam: type[Any] | None = None
     overlap_reduction: bool = False
     sequence_parallel: bool = False
+    zero_stage: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,27 +132,41 @@ class Engine:
     """Holds this worker's items under a partition, and trains, evaluates, moves and exports them.
 
     ``is_warm`` says whether a step has run since the stages were last built: the first one is no measure of costs.
-    ``advanced`` is how far the learning rate's schedule has come; steps without an update do not count.
+    ``shape`` is what the pipeline is built for; it follows the batches. ``advanced`` is how far the learning rate's
+    schedule has come; steps without an update do not count.
     """
 
     def __init__(self, family: ModelFamily, settings: EngineSettings, partition: Partition, world: World) -> None:
         self.family, self.settings, self.world = family, settings, world
         self.partition = partition
         region = region_of(world, sequence=settings.sequence_parallel)
+        shards = None
+        if settings.zero_stage and world.dims.data > 1:
+            shards = Shards(world, reshard=settings.zero_stage == 3, compute=settings.precision.compute)
         self.held = HeldItems(
-            family, settings.adamw, world.device, settings.sparse_threshold, settings.fused_adam, region
+            family, settings.adamw, world.device, settings.sparse, settings.fused_adam, region, shards
         )
         self.scaler = LossScaler(settings.precision.scaling)
         self.advanced = 0
         self.probe = Probe(clock_for(world.device))
-        self.freezing = LayerFreezing(settings.freeze_steps, family.items, self.held, family.ties, settings.freeze_tied)
+        self.freezing = self._freezing()
         self.pruning = None
         if settings.pruning is not None:
-            self.pruning = GradualPruning(settings.pruning, self.held, lambda: self.freezing.frozen, world)
+            self.pruning = GradualPruning(
+                settings.pruning, self.held, lambda: self.freezing.frozen, world, settings.pruning_rule
+            )
         self._item_names = tuple(item.name for item in family.items)
-        self._reducer = GradientReducer(world, overlap=settings.overlap_reduction)
+        self.shape = settings.pipeline
+        self._reducer = GradientReducer(self.held, world, overlap=settings.overlap_reduction)
         self._pipeline: Pipeline | None = None
         self.is_warm = False
+
+    def _freezing(self) -> LayerFreezing:
+        family, settings = self.family, self.settings
+        rule = settings.adaptive_freezing
+        if rule is not None:
+            return AdaptiveFreezing(rule, family.items, self.held, family.ties, settings.freeze_tied, self.world)
+        return LayerFreezing(settings.freeze_steps, family.items, self.held, family.ties, settings.freeze_tied)
 
     @property
     def local_names(self) -> tuple[str, ...]:
@@ -162,34 +186,44 @@ class Engine:
         *,
         advanced: int | None = None,
         loss_scale: Mapping[str, Any] | None = None,
+        freezing: Mapping[str, Any] | None = None,
     ) -> None:
         """Start with the state that ``read`` gives for each item, as it was after ``step``.
 
         Args:
             advanced: how far the learning rate's schedule had come; ``step`` where it is not given.
             loss_scale: the state of the loss scale.
+            freezing: the state of adaptive freezing.
         """
         self.advanced = step if advanced is None else advanced
         self.scaler.adopt(loss_scale)
         for name in self.local_names:
             self.held.adopt(name, read(name))
+        self.freezing.adopt(freezing)
         self.freezing.resume(step)
         if self.pruning is not None:
             self.pruning.resume(step)
+
+    def _fit(self, batch: Batch) -> None:
+        """Have a pipeline for as many microbatches, and samples as long, as those of ``batch``."""
+        needed = self.settings.pipeline.for_batch(batch)
+        if needed != self.shape:
+            self.shape = needed
+            self._pipeline = None
 
     def pipeline(self) -> Pipeline:
         """The stages and the schedule for the partition in force; built when first asked for after a change."""
         if self._pipeline is None:
             self.is_warm = False
             self._pipeline = Pipeline(
-                self.settings.pipeline,
+                self.shape,
                 self.partition,
                 self.world,
                 self.family.items,
                 self.held.modules,
                 self.freezing.frozen,
                 self.probe,
-                self._item_is_final if self._reducer.overlaps else None,
+                self._reducer.item_is_final if self._reducer.overlaps else None,
             )
         return self._pipeline
 
@@ -202,6 +236,8 @@ class Engine:
         """
         started = time.perf_counter_ns()
         self.probe.begin_step(sampled)
+        self._fit(batch)
+        self.freezing.before_step(batch.step)
         pipeline = self.pipeline()
         pipeline.loss_scale = self.scaler.scale
         loss = pipeline.train_step(self._own_part(batch))
@@ -235,14 +271,11 @@ class Engine:
         )
 
     def _own_part(self, batch: Batch) -> Batch:
-        return batch.of_replica(self.world.replica, self.world.dims.data, self.settings.pipeline.microbatches)
-
-    def _item_is_final(self, name: str) -> None:
-        self._reducer.item_is_final(name, list(self.held.modules[name].parameters()))
+        return batch.of_replica(self.world.replica, self.world.dims.data, self.shape.microbatches)
 
     def _prepare_gradients(self) -> float:
         ties = self.family.ties
-        self._reducer.finish([(name, list(module.parameters())) for name, module in self.held.modules.items()])
+        self._reducer.finish()
         add_token_gradients(self.held)
         add_tied_gradients(self.held, ties, self.partition.owners(), self.world)
         stopped = self.freezing.without_updates()
@@ -250,7 +283,7 @@ class Engine:
             for _, name, parameter in self.held.parameters():
                 if name in stopped:
                     parameter.grad = None
-        zero_pruned_gradients(self.held.modules)
+        zero_pruned_gradients(self.held)
         gradients = [p.grad for _, _, p in self.held.parameters() if p.grad is not None]
         unscale(gradients, self.scaler.scale)
         return gradient_norm(self.held, self._item_names, ties, self.world)
@@ -283,13 +316,17 @@ class Engine:
         else:
             peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         names = self.local_names
-        microbatches = self.settings.pipeline.microbatches
+        microbatches = self.shape.microbatches
         return {"items": names, "peak_memory_bytes": peak, **self.probe.result(names, microbatches)}
 
     def evaluate(self, batches: Iterable[Batch]) -> float:
         """The mean loss over some batches, without gradient or dropout."""
         self.probe.begin_step(False)
-        losses = [self._mean_loss(self.pipeline().evaluate(self._own_part(batch))) for batch in batches]
+        losses = []
+        for batch in batches:
+            self._fit(batch)
+            losses.append(self._mean_loss(self.pipeline().evaluate(self._own_part(batch))))
+        self.held.release()
         return sum(losses) / len(losses)
 
     def after_step(self, step: int) -> Sequence[Event]:

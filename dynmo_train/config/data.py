@@ -66,6 +66,15 @@ class DataConfig:
         ),
     )
 
+    vocab_extra_ids: int = option(
+        "Tokens behind the tokenizer's own that stand for a T5's hidden spans.", default=0, minimum=0
+    )
+    mask_prob: float = option("Share of tokens that BERT and T5 hide.", default=0.15, above=0, below=1)
+    short_seq_prob: float = option(
+        "Share of BERT's and T5's samples that are cut short, evenly from 2 tokens on.", default=0.1, minimum=0, below=1
+    )
+    whole_word_masking: bool = option("Hide all pieces of a word together (bert, t5).", default=True)
+
     @property
     def split_shares(self) -> tuple[float, float, float]:
         """``split`` as three fractions that add up to 1."""

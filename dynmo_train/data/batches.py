@@ -6,35 +6,54 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
 from ..config import Config
 from ..config.data import Blend
 from ..errors import UsageError
 from ..formats.indexed import FORMS, MAGIC, IndexedDataset, open_indexed
+from ..pacing import BatchSizes, Curriculum
 from ..pipeline.schedule import Batch
 from .blend import BlendedDataset, Dataset, samples_needed
-from .gpt import PARTS, Part, build_gpt_dataset
+from .gpt import PARTS, Part
+from .kinds import BuildPart, PartWanted, Tensors, part_builder, tensors_of
 
 WHOLE = (1.0, 0.0, 0.0)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Samples:
-    """Training and validation batches as pure functions of the consumed samples."""
+    """Training and validation batches as pure functions of the consumed samples and the step.
+
+    ``tensors`` makes the tensors that the model reads of a batch's rows, ``micro_batch`` is the samples of a
+    microbatch, ``replicas`` the number of those who share a batch.
+    """
 
     train: Dataset
     valid: Dataset | None
-    global_batch: int
+    tensors: Tensors
+    sizes: BatchSizes
+    curriculum: Curriculum | None
     micro_batch: int
+    replicas: int
 
-    def batch(self, part: Dataset, consumed: int, step: int) -> Batch:
-        """The batch after ``consumed`` samples."""
-        tokens = torch.from_numpy(part.batch(range(consumed, consumed + self.global_batch)))
+    def training(self, consumed: int, step: int) -> Batch:
+        """The batch of a training step, after ``consumed`` samples."""
+        tokens = self.curriculum.at(step) if self.curriculum is not None else None
+        return self._batch(self.train, consumed, self.sizes.at(consumed), step, tokens)
+
+    def validation(self, number: int, step: int) -> Batch:
+        """A batch of the evaluation after a step, counted from 0: full size, whole samples."""
+        if self.valid is None:
+            raise UsageError("there are no data for the validation; write --eval-iters 0")
+        return self._batch(self.valid, number * self.sizes.final, self.sizes.final, step, None)
+
+    def _batch(self, part: Dataset, begin: int, size: int, step: int, tokens: int | None) -> Batch:
+        rows = part.batch(range(begin, begin + size))
         return Batch(
-            inputs={"ids": tokens[:, :-1].contiguous(), "labels": tokens[:, 1:].contiguous()},
-            first_microbatch=consumed // self.micro_batch,
+            inputs=self.tensors(rows if tokens is None else rows[:, : tokens + 1]),
+            first_microbatch=begin // self.micro_batch,
             step=step,
+            microbatches=size // (self.micro_batch * self.replicas),
+            tokens=tokens,
         )
 
 
@@ -66,8 +85,10 @@ def blend_of_part(config: Config, part: Part) -> tuple[Blend, tuple[float, float
     return config.data.blend, config.data.split_shares, part
 
 
-def open_part(config: Config, part: Part, num_samples: int, open_one: Callable[[str], IndexedDataset]) -> Dataset:
-    """The first ``num_samples`` samples of a part of the run's data.
+def open_part(
+    config: Config, part: Part, num_samples: int, open_one: Callable[[str], IndexedDataset], build: BuildPart
+) -> Dataset:
+    """The first ``num_samples`` samples of a part of the run's data, each data set's made by ``build``.
 
     Raises:
         UsageError: there are no data for it, or fewer samples than a batch.
@@ -79,18 +100,16 @@ def open_part(config: Config, part: Part, num_samples: int, open_one: Callable[[
     counts = samples_needed(weights, num_samples) if len(blend) > 1 else [num_samples]
     batch = config.training.global_batch_size
     parts = [
-        build_gpt_dataset(
-            open_one(prefix),
-            part=inner,
-            shares=shares,
-            seq_length=config.model.seq_length,
-            seed=config.training.seed,
-            num_samples=count,
-            # Of several data sets, each must hold a sample; a batch may come from all of them.
-            batch_size=batch if len(blend) == 1 else 1,
-            vocab_size=config.model.vocab_size,
-            order=config.data.sample_order,
-            cache=cache_folder(config),
+        build(
+            PartWanted(
+                source=open_one(prefix),
+                part=inner,
+                shares=shares,
+                num_samples=count,
+                # Of several data sets, each must hold a sample; a batch may come from all of them.
+                batch_size=batch if len(blend) == 1 else 1,
+                cache=cache_folder(config),
+            )
         )
         for (_, prefix), count in zip(blend, counts, strict=True)
     ]
@@ -107,11 +126,14 @@ def open_samples(config: Config) -> Samples:
             opened[prefix] = open_source(config, prefix)
         return opened[prefix]
 
-    batch = training.global_batch_size
-    valid = open_part(config, "valid", training.eval_iters * batch, open_one) if training.eval_iters else None
+    batch, build = training.global_batch_size, part_builder(config)
+    valid = open_part(config, "valid", training.eval_iters * batch, open_one, build) if training.eval_iters else None
     return Samples(
-        train=open_part(config, "train", training.train_iters * batch, open_one),
+        train=open_part(config, "train", config.batch_sizes.consumed_after(training.train_iters), open_one, build),
         valid=valid,
-        global_batch=batch,
+        tensors=tensors_of(config),
+        sizes=config.batch_sizes,
+        curriculum=config.curriculum,
         micro_batch=training.micro_batch_size,
+        replicas=config.parallel.data_parallel_size,
     )

@@ -7,10 +7,6 @@ last one are shuffled together, so that the order changes with the number of sam
 
 from __future__ import annotations
 
-import hashlib
-import json
-import os
-import secrets
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,11 +16,10 @@ import numpy as np
 import numpy.typing as npt
 
 from ..formats.indexed import IndexedDataset
+from .array_cache import cached_arrays, file_facts
 
 VERSION = 1
 _DOCUMENTS, _SAMPLES = 0, 1
-_ARRAYS = ("pieces", "ends", "order")
-SMALL_BYTES = 1 << 20
 
 IntArray = npt.NDArray[np.integer[Any]]
 Int64Array = npt.NDArray[np.int64]
@@ -162,58 +157,10 @@ BUILDERS: Mapping[str, Callable[[IndexedDataset, Wanted], SampleIndex]] = {
 
 
 def build_index(source: IndexedDataset, wanted: Wanted, cache: Path | None) -> SampleIndex:
-    """The index, out of the cache where it lies there, else built and put there; it is then read as it is touched.
-
-    An index of less than a mebibyte is built in less time than it is read, and never put into a cache. A cache that
-    cannot be written is no fault: the index is then held in memory.
+    """The index, out of the cache where it lies there, else built and put there; see ``cached_arrays``.
 
     Args:
         cache: folder of indices; None keeps them in memory.
     """
-    if cache is None:
-        return BUILDERS[wanted.order](source, wanted)
-    facts = _facts(source, wanted)
-    stem = cache / hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:32]
-    if (found := _read(stem)) is not None:
-        return found
-    built = BUILDERS[wanted.order](source, wanted)
-    if built.nbytes < SMALL_BYTES:
-        return built
-    try:
-        _write(stem, built, facts)
-    except OSError:
-        return built
-    return _read(stem) or built
-
-
-def _facts(source: IndexedDataset, wanted: Wanted) -> dict[str, Any]:
-    """What an index depends on; the data set is known by its path, its size and its index's bytes and time."""
-    stat = os.stat(f"{source.prefix}.idx") if os.path.exists(f"{source.prefix}.idx") else None
-    return {
-        "version": VERSION,
-        "prefix": os.path.abspath(source.prefix),
-        "index_file": [stat.st_size, stat.st_mtime_ns] if stat else None,
-        "sequences": len(source.lengths),
-        **vars(wanted),
-    }
-
-
-def _read(stem: Path) -> SampleIndex | None:
-    try:
-        arrays = {name: np.load(f"{stem}-{name}.npy", mmap_mode="r", allow_pickle=False) for name in _ARRAYS}
-    except (OSError, ValueError):
-        return None
-    return SampleIndex(**arrays)
-
-
-def _write(stem: Path, index: SampleIndex, facts: Mapping[str, Any]) -> None:
-    """Each file under a free name first, then put in place whole: several processes may do this at once."""
-    stem.parent.mkdir(parents=True, exist_ok=True)
-    ending = f".tmp-{secrets.token_hex(4)}"
-    for name in _ARRAYS:
-        with open(f"{stem}-{name}{ending}", "wb") as handle:
-            np.save(handle, getattr(index, name), allow_pickle=False)
-        os.replace(f"{stem}-{name}{ending}", f"{stem}-{name}.npy")
-    with open(f"{stem}{ending}", "w", encoding="utf-8") as handle:
-        json.dump(facts, handle, indent=2)
-    os.replace(f"{stem}{ending}", f"{stem}.json")
+    facts = {"version": VERSION, **file_facts(source.prefix), "sequences": len(source.lengths), **vars(wanted)}
+    return SampleIndex(**cached_arrays(cache, facts, lambda: vars(BUILDERS[wanted.order](source, wanted))))

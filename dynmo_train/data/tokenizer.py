@@ -65,13 +65,14 @@ class Tokenizer:
     """Text to token ids and back.
 
     ``vocab_size`` is one above the highest id, added tokens included; ``eod`` is the id that ends a document, None
-    where the tokenizer has none of the usual tokens for it.
+    where the tokenizer has none of the usual tokens for it. ``vocabulary`` gives the ids of all tokens.
     """
 
     to_ids: Callable[[str], list[int]]
     to_text: Callable[[list[int]], str]
     vocab_size: int
     eod: int | None
+    vocabulary: Callable[[], Mapping[str, int]]
 
     def encode(self, text: str) -> list[int]:
         """Token ids of ``text``, without special tokens around it."""
@@ -142,6 +143,7 @@ def _hugging_face(named: TokenizerFiles) -> Tokenizer:
         to_text=lambda ids: str(inner.decode(ids, skip_special_tokens=True)),
         vocab_size=highest + 1,
         eod=next((token_id for token_id in found if token_id is not None), None),
+        vocabulary=lambda: dict(inner.get_vocab(with_added_tokens=True)),
     )
 
 
@@ -160,6 +162,7 @@ def _sentence_piece(path: Path) -> Tokenizer:
         to_text=lambda ids: str(model.decode(ids)),
         vocab_size=model.vocab_size(),
         eod=end if end >= 0 else None,
+        vocabulary=lambda: {model.id_to_piece(number): number for number in range(model.vocab_size())},
     )
 
 
@@ -190,6 +193,7 @@ def _whitespace(path: Path) -> Tokenizer:
         ),
         vocab_size=max(ids.values()) + 1,
         eod=next((ids[token] for token in END_OF_DOCUMENT if token in ids), None),
+        vocabulary=lambda: ids,
     )
 
 
@@ -226,10 +230,20 @@ def count_pieces(model: bytes) -> int:
 
 
 def read_vocab_size(values: Mapping[str, Any]) -> int | None:
-    """Number of token ids of the tokenizer that the options name; None where they name none. Raises ``UsageError``."""
+    """Number of token ids of the tokenizer that the options name, with those that ``--vocab-extra-ids`` puts behind it.
+
+    None where the options name no tokenizer. Raises ``UsageError``.
+    """
     named = TokenizerFiles.of(values)
     if named is None:
         return None
+    extra = values.get("vocab_extra_ids") or 0
+    if extra and "<extra_id_0>" in open_tokenizer(named).vocabulary():
+        extra = 0
+    return _size(named) + extra
+
+
+def _size(named: TokenizerFiles) -> int:
     if named.kind in ("SentencePieceTokenizer", "Llama2Tokenizer"):
         path = named.files["tokenizer.model"]
         try:

@@ -15,7 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from .blocks import Embedding, Mlp, SelfAttention, mean_cross_entropy
+from ..parallel.tensor import TensorRegion, token_losses
+from .blocks import Embedding, Mlp, SelfAttention, mean_cross_entropy, mean_where_counted
 from .chain import HEAD, WORD, build_item, chain_items
 from .items import ItemSpec, Reported
 from .items import split_dim as split_dim_of
@@ -60,15 +61,25 @@ class BertHead(nn.Module):
         self.pooler = PrunableLinear(width, width, device) if shape.binary_head else None
         self.binary = PrunableLinear(width, 2, device) if shape.binary_head else None
         self.vocabulary = shape.vocab_size
+        self.region: TensorRegion | None = None
+
+    def features(self, x_BTD: torch.Tensor) -> torch.Tensor:
+        """What is multiplied with the weight of the words, from the normalised stream: ``[B, T, D]``."""
+        words_BTD: torch.Tensor = self.dense_norm(F.gelu(self.dense(x_BTD)))
+        return words_BTD
+
+    def order_logits(self, x_BTD: torch.Tensor) -> torch.Tensor | None:
+        """Logits of the order, from the normalised stream: ``[B, 2]`` or None."""
+        if self.pooler is None or self.binary is None:
+            return None
+        order_B2: torch.Tensor = self.binary(torch.tanh(self.pooler(x_BTD[:, 0])))
+        return order_B2
 
     def logits(self, x_BTD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Logits of the words, ``[B, T, V]``, and of the order, ``[B, 2]`` or None."""
         x_BTD = self.norm(x_BTD)
-        words_BTD = self.dense_norm(F.gelu(self.dense(x_BTD)))
-        words_BTV = F.linear(words_BTD, self.weight[: self.vocabulary], self.bias[: self.vocabulary])
-        if self.pooler is None or self.binary is None:
-            return words_BTV, None
-        return words_BTV, self.binary(torch.tanh(self.pooler(x_BTD[:, 0])))
+        weight_VD, bias_V = self.weight[: self.vocabulary], self.bias[: self.vocabulary]
+        return F.linear(self.features(x_BTD), weight_VD, bias_V), self.order_logits(x_BTD)
 
     def forward(
         self,
@@ -85,8 +96,15 @@ class BertHead(nn.Module):
             counts_BT: 1 where a word was masked.
             order_B: 1 where the second segment came before the first.
         """
-        words_BTV, order_B2 = self.logits(x_BTD)
-        words = mean_cross_entropy(words_BTV, labels_BT, counts_BT)
+        if self.region is None:
+            words_BTV, order_B2 = self.logits(x_BTD)
+            words = mean_cross_entropy(words_BTV, labels_BT, counts_BT)
+        else:
+            x_BTD = self.norm(x_BTD)
+            order_B2 = self.order_logits(x_BTD)
+            words_BTD = self.features(x_BTD)
+            losses = token_losses(words_BTD, self.weight, self.bias, labels_BT, self.vocabulary, self.region)
+            words = mean_where_counted(losses, counts_BT)
         if order_B2 is None or order_B is None:
             return Reported(output=words, figures={"lm_loss": words})
         order = F.cross_entropy(order_B2.float(), order_B)

@@ -8,9 +8,9 @@ import pytest
 from dynmo_balance.build import BuildOptions, build_costs, build_header, build_lines, header_of
 from dynmo_balance.decision import WatchOptions
 from dynmo_balance.devices import PRESETS
-from dynmo_balance.foresight import Foresight, WorkTrace, foreseen, look, step_times
 from dynmo_balance.formats._document import append_line
 from dynmo_balance.formats.profile import Step, read_profile
+from dynmo_balance.missed import Missed, WorkTrace, foreseen, look, step_times
 from dynmo_balance.modelspec import from_config
 from dynmo_balance.policies import Evidence, Memory, Settings, regret
 from dynmo_balance.replay import Tape, offline_optimum, run_policy
@@ -34,10 +34,14 @@ def evidence(step, gain=2, pause=100, **changes):
 
 
 def test_regret_moves_when_what_was_missed_outweighs_the_pause():
-    assert not regret(evidence(30, missed_ns=49 * MS, missed_steps=30), Settings(margin=0.5), Memory())[0].move
-    verdict, memory = regret(evidence(30, missed_ns=51 * MS, missed_steps=30), Settings(margin=0.5), Memory())
+    assert not regret(
+        evidence(30, missed_ns=49 * MS, missed_steps=30, horizon_steps=100), Settings(margin=0.5), Memory()
+    )[0].move
+    verdict, memory = regret(
+        evidence(30, missed_ns=51 * MS, missed_steps=30, horizon_steps=100), Settings(margin=0.5), Memory()
+    )
     assert verdict.move
-    assert memory.foresight.missed_ns == 0
+    assert memory.missed.missed_ns == 0
     assert not regret(evidence(30, missed_ns=51 * MS, moves=0), Settings(margin=0.5), Memory())[0].move
 
 
@@ -50,7 +54,7 @@ def test_a_known_horizon_decides_at_once():
 
 def followed(problem, works, current, every=10):
     """What a policy that stays has missed after all records."""
-    trace, foresight, named = WorkTrace(), Foresight(), current
+    trace, missed, named = WorkTrace(), Missed(), current
     for at, work in enumerate(works, start=1):
         trace.add(
             Step(
@@ -66,22 +70,22 @@ def followed(problem, works, current, every=10):
         )
         if at % every == 0:
             seen = trace.works([1_000_000] * len(work))
-            foresight, named = look(foresight, problem, current, trace, seen, 10**6)
-    return foresight, named
+            missed, named = look(missed, problem, current, trace, seen, 10**6)
+    return missed, named
 
 
 def test_noise_is_not_missed(rng, chain_factory, problem_factory):
     works = [[rng.randint(9000, 11000) for _ in range(24)] for _ in range(300)]
     even = (0, 6, 12, 18, 24)
-    foresight, _ = followed(problem_factory(chain_factory([100] * 24), 4), works, even)
-    assert foresight.certain_ns <= 0
+    missed, _ = followed(problem_factory(chain_factory([100] * 24), 4), works, even)
+    assert missed.certain_ns <= 0
 
 
 def test_a_real_gain_is_missed_and_a_trend_foreseen(rng, chain_factory, problem_factory):
     problem = problem_factory(chain_factory([100] * 24), 4)
     works = [[rng.randint(19000, 21000) if i < 6 else rng.randint(9000, 11000) for i in range(24)] for _ in range(60)]
-    foresight, named = followed(problem, works, (0, 6, 12, 18, 24))
-    assert foresight.certain_ns > 40 * 1000
+    missed, named = followed(problem, works, (0, 6, 12, 18, 24))
+    assert missed.certain_ns > 40 * 1000
     assert named[1] < 6
     rising = np.array([[1000.0 + 10 * at if item == 0 else 1000.0 for item in range(3)] for at in range(40)])
     assert foreseen(rising, 20) == [1000 + 10 * 59, 1000, 1000]
@@ -118,9 +122,9 @@ def test_the_step_bound_is_near_the_simulation(rng, chain_factory, problem_facto
 
 @pytest.fixture(scope="module")
 def tape_of(tmp_path_factory):
-    def make(technique, steps=300):
+    def make(technique, steps=300, granularity="layer"):
         spec, device = from_config(GPT, "config.json"), PRESETS["h100"]
-        options = BuildOptions(workers=4, microbatches=16, micro_batch_size=8)
+        options = BuildOptions(workers=4, microbatches=16, micro_batch_size=8, granularity=granularity)
         document = build_header(spec, device, options, technique)
         header = header_of(document)
         script = Script(steps=steps, strength=DEFAULT_STRENGTH[technique], noise=0.03, seed=1)
@@ -146,7 +150,7 @@ def test_regret_is_near_hindsight_and_better_than_staying(tape_of, technique):
 
 
 def test_noise_is_not_chased(tape_of):
-    tape = tape_of("static", steps=600)
+    tape = tape_of("static", steps=600, granularity="sublayer")
     outcome = run_policy(tape, WatchOptions(policy="regret", every=10, window=20, objective="bottleneck"))
     restless = run_policy(tape, WatchOptions(policy="always", every=10, window=20, objective="bottleneck"))
     assert outcome.moves <= 2

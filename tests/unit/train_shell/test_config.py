@@ -37,7 +37,9 @@ def other_value(spec):
         return next((choice for choice in spec.choices if choice != spec.default), spec.choices[0])
     if spec.kind is str:
         return {"split": "8,1,1", "freeze_schedule": "10:1,20:2"}.get(spec.name, f"some-{spec.name}")
-    return 7 if spec.kind is int else 0.5
+    if spec.kind is int:
+        return min(7, spec.declaration.maximum or 7)
+    return 0.5
 
 
 def flags_seen(arguments):
@@ -130,8 +132,8 @@ def test_vocabulary_size_comes_from_the_tokenizer():
 
 
 def test_warm_up_is_steps_or_a_fraction_of_the_decay():
-    assert config_of(**SMALL, lr_warmup_iters=5).warmup_iters == 5
-    assert config_of(**SMALL, lr_warmup_fraction=0.1, lr_decay_iters=40).warmup_iters == 4
+    assert config_of(**SMALL, lr_warmup_iters=5).warmup_units == 5
+    assert config_of(**SMALL, lr_warmup_fraction=0.1, lr_decay_iters=40).warmup_units == 4
 
 
 def test_every_bad_value_is_told_at_once():

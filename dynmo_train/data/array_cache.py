@@ -1,0 +1,69 @@
+"""Arrays that take long to build, kept in a folder and read from there as they are touched."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import secrets
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+Arrays = Mapping[str, npt.NDArray[Any]]
+SMALL_BYTES = 1 << 20
+
+
+def file_facts(prefix: str) -> dict[str, Any]:
+    """How a data set is known again: its path, and its index's bytes and time."""
+    stat = os.stat(f"{prefix}.idx") if os.path.exists(f"{prefix}.idx") else None
+    return {"prefix": os.path.abspath(prefix), "index_file": [stat.st_size, stat.st_mtime_ns] if stat else None}
+
+
+def cached_arrays(cache: Path | None, facts: Mapping[str, Any], build: Callable[[], Arrays]) -> Arrays:
+    """What ``build`` gives, out of the cache where it lies there for the same facts, else built and put there.
+
+    Less than a mebibyte is built in less time than it is read, and never put into a cache. A cache that cannot be
+    written is no fault: the arrays are then held in memory.
+
+    Args:
+        cache: folder; None keeps them in memory.
+        facts: all that the arrays depend on; can be written as JSON.
+    """
+    if cache is None:
+        return build()
+    stem = cache / hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:32]
+    if (found := _read(stem)) is not None:
+        return found
+    built = build()
+    if sum(array.nbytes for array in built.values()) < SMALL_BYTES:
+        return built
+    try:
+        _write(stem, built, facts)
+    except OSError:
+        return built
+    return _read(stem) or built
+
+
+def _read(stem: Path) -> Arrays | None:
+    try:
+        names = json.loads(Path(f"{stem}.json").read_text(encoding="utf-8"))["arrays"]
+        return {name: np.load(f"{stem}-{name}.npy", mmap_mode="r", allow_pickle=False) for name in names}
+    except (OSError, ValueError, KeyError):
+        return None
+
+
+def _write(stem: Path, arrays: Arrays, facts: Mapping[str, Any]) -> None:
+    """Each file under a free name first, then put in place whole: several processes may do this at once."""
+    stem.parent.mkdir(parents=True, exist_ok=True)
+    ending = f".tmp-{secrets.token_hex(4)}"
+    for name, array in arrays.items():
+        with open(f"{stem}-{name}{ending}", "wb") as handle:
+            np.save(handle, array, allow_pickle=False)
+        os.replace(f"{stem}-{name}{ending}", f"{stem}-{name}.npy")
+    with open(f"{stem}{ending}", "w", encoding="utf-8") as handle:
+        json.dump({**facts, "arrays": list(arrays)}, handle, indent=2)
+    os.replace(f"{stem}{ending}", f"{stem}.json")
