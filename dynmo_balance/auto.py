@@ -1,8 +1,9 @@
 """Schedule, virtual stages, granularity and partition searched together for the least simulated step.
 
 Every schedule is tried with one to four stages a worker, at layer and at sub-layer granularity, with the exact (or,
-with several stages a worker, the interleaved) partition; what does not fit the memory is left out. The best few
-are then polished against the simulation. The answer is measured against ``bounds``, which hold for any schedule.
+with several stages a worker, the best found) partition; what does not fit the memory is left out. The best few are then
+polished against the simulation. Orders of operations made for these costs (``tailor``) compete with the schedules by
+name. The answer is measured against ``bounds``, which hold for any schedule.
 """
 
 from __future__ import annotations
@@ -12,15 +13,19 @@ from dataclasses import dataclass, replace
 from .bounds import Bounds, bounds_of
 from .costs import ItemCosts
 from .errors import DynmoError
+from .formats.plan import CUSTOM, V_SCHEDULES
 from .formats.profile import Header
 from .partition import Solution, balance
 from .partition.polish import polish
 from .planning import chain_of
 from .problem import InfeasibleError, Problem
 from .simulate import Timeline, predict
+from .tailor import tailor
 
 VIRTUAL_STAGES = (1, 2, 3, 4)
-POLISHED = 3
+POLISHED = 6
+ROUNDS = 25
+"""How long orders are tailored: some seconds at 8 workers and 32 microbatches."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,6 +63,8 @@ def split_in_half(costs: ItemCosts) -> ItemCosts:
 def _virtual_stages(schedule: str) -> tuple[int, ...]:
     if schedule in ("gpipe", "1f1b"):
         return (1,)
+    if schedule in V_SCHEDULES:
+        return (2,)
     return VIRTUAL_STAGES if schedule == "zero-bubble" else VIRTUAL_STAGES[1:]
 
 
@@ -74,6 +81,7 @@ def _problems(
         found.extend(
             (granularity, replace(problem, chain=chain, schedule=schedule, virtual_stages=virtual, current=None))
             for schedule in schedules
+            if schedule != CUSTOM
             for virtual in VIRTUAL_STAGES
             if virtual in _virtual_stages(schedule)
         )
@@ -87,9 +95,19 @@ def _fits(problem: Problem, timeline: Timeline) -> bool:
     )
 
 
-def search(header: Header, problem: Problem, schedules: tuple[str, ...], granularities: tuple[str, ...]) -> Search:
-    """The least simulated step; raises ``InfeasibleError`` where nothing fits."""
-    assumed = not problem.chain.costs.split and "zero-bubble" in schedules
+def search(
+    header: Header, problem: Problem, schedules: tuple[str, ...], granularities: tuple[str, ...], rounds: int = ROUNDS
+) -> Search:
+    """The least simulated step; raises ``InfeasibleError`` where nothing fits.
+
+    Args:
+        header: of the profile.
+        problem: its costs, workers and constraints; schedule and granularity are those below.
+        schedules: by name, and ``custom`` for orders made for these costs.
+        granularities: where to cut; the last is the finest.
+        rounds: how long to tailor orders.
+    """
+    assumed = not problem.chain.costs.split and bool({"zero-bubble", "zb-v", CUSTOM} & set(schedules))
     if assumed:
         problem = replace(problem, chain=replace(problem.chain, costs=split_in_half(problem.chain.costs)))
     found = []
@@ -105,19 +123,29 @@ def search(header: Header, problem: Problem, schedules: tuple[str, ...], granula
             found.append(Candidate(granularity=granularity, problem=trial, solution=solution, timeline=timeline))
         else:
             reasons.append(f"{trial.schedule} needs more memory than a worker has")
+    found.sort(key=lambda candidate: candidate.timeline.step_ns)
+    finest = replace(problem, chain=chain_of(header, problem.chain.costs, granularities[-1]))
+    if CUSTOM in schedules:
+        found += [
+            Candidate(
+                granularity=granularities[-1],
+                problem=one.problem,
+                solution=one.solution,
+                timeline=predict(one.problem, one.solution.boundaries),
+            )
+            for one in tailor(finest, rounds)
+        ]
     if not found:
         raise InfeasibleError(f"no schedule has a feasible partition; the first reason: {reasons[0]}")
-    found.sort(key=lambda candidate: candidate.timeline.step_ns)
     for at, candidate in enumerate(found[:POLISHED]):
         better = polish(candidate.problem, candidate.solution)
         timeline = predict(candidate.problem, better.boundaries)
         if _fits(candidate.problem, timeline):
             found[at] = replace(candidate, solution=better, timeline=timeline)
     found.sort(key=lambda candidate: candidate.timeline.step_ns)
-    finest = chain_of(header, problem.chain.costs, granularities[-1])
     return Search(
         best=found[0],
         others=tuple(found[1:]),
-        bounds=bounds_of(replace(problem, chain=finest)),
+        bounds=bounds_of(finest),
         assumed_split=assumed,
     )

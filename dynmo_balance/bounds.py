@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import pairwise
 
 from .costs import SPEED_UNIT
 from .problem import Problem
@@ -15,7 +14,8 @@ class Bounds:
 
     Attributes:
         work_ns: all microbatches' work over all workers' speed.
-        unit_ns: the first microbatch must get to a unit, and then one worker does that unit for all of them.
+        unit_ns: the first microbatch must get to a unit, then one worker does that unit for all of them; after its
+            last input gradient the units before it still have theirs to do.
         path_ns: one microbatch goes forward through everything and its input gradients come back.
     """
 
@@ -40,13 +40,17 @@ def bounds_of(problem: Problem) -> Bounds:
 
     work = chain.at_cuts(chain.work_ns)
     forward = chain.at_cuts(chain.costs.forward_ns)
-    back = sum(chain.costs.backward_input_ns[chain.frozen_items :])
+    inputs = [0] * chain.frozen_items + list(chain.costs.backward_input_ns[chain.frozen_items :])
+    back = chain.at_cuts(inputs)
+    weights = chain.at_cuts(chain.costs.backward_weight_ns)
     units = max(
-        before + microbatches * (after - begin)
-        for before, (begin, after) in zip(forward[:-1], pairwise(work), strict=True)
+        forward[at]
+        + microbatches * (work[at + 1] - work[at])
+        + max(0, back[at] - microbatches * (weights[at + 1] - weights[at]))
+        for at in range(len(work) - 1)
     )
     return Bounds(
         work_ns=at_least(microbatches * work[-1], speed),
         unit_ns=at_least(units, fastest),
-        path_ns=at_least(forward[-1] + back, fastest),
+        path_ns=at_least(forward[-1] + back[-1], fastest),
     )

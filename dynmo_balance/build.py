@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from . import __version__
-from .analytic import Shape, costs_of, work_of_item
+from .analytic import Shape, Work, costs_of, work_of_item
 from .costs import ItemCosts
 from .devices import BYTES_PER_NUMBER, Device
 from .errors import UsageError
@@ -31,62 +31,88 @@ class BuildOptions:
     micro_batch_size: int = 1
     sequence: int | None = None
     schedule: str = "1f1b"
+    virtual_stages: int = 1
     dtype: str = "bfloat16"
     tensor_parallel: int = 1
+    sequence_parallel: bool = False
     data_parallel: int = 1
     recompute: str = "none"
+    fused_attention: bool = False
     granularity: str = "layer"
-    optimizer_bytes_per_param: int = 12
+    gradient_bytes_per_param: int = 4
+    optimizer_bytes_per_param: int | None = None
+
+    @property
+    def state_bytes_per_param(self) -> int:
+        """Adam's two moments in four bytes each, and a copy of the weights where they are kept in half precision."""
+        if self.optimizer_bytes_per_param is not None:
+            return self.optimizer_bytes_per_param
+        return 8 if BYTES_PER_NUMBER[self.dtype] == 4 else 12
 
 
-def _item(name: str, layer: str, kind: str, params: int, boundary: int, options: BuildOptions, tied: str | None) -> Any:
+def _item(name: str, layer: str, kind: str, params: int, boundary: int, options: BuildOptions) -> dict[str, Any]:
     number = BYTES_PER_NUMBER[options.dtype]
-    own = 0 if tied else params
     return {
         "name": name,
         "layer": layer,
         "kind": kind,
         "param_count": params,
         "param_bytes": params * number,
-        "gradient_bytes": params * number,
-        "optimizer_bytes": own * options.optimizer_bytes_per_param,
+        "gradient_bytes": params * options.gradient_bytes_per_param,
+        "optimizer_bytes": params * options.state_bytes_per_param,
         "boundary_bytes": boundary,
         "cut_before": True,
-        "tied_to": tied,
+        "tied_to": None,
+    }
+
+
+def _tied(spec: ModelSpec, row: dict[str, Any], to: str, options: BuildOptions) -> dict[str, Any]:
+    """The item with the word table of another item: it holds a copy and its gradient, but no optimizer state of it."""
+    table = spec.table_params // options.tensor_parallel
+    number = BYTES_PER_NUMBER[options.dtype]
+    return {
+        **row,
+        "param_count": row["param_count"] + table,
+        "param_bytes": row["param_bytes"] + table * number,
+        "gradient_bytes": row["gradient_bytes"] + table * options.gradient_bytes_per_param,
+        "tied_to": to,
     }
 
 
 def _items(spec: ModelSpec, options: BuildOptions, boundary: int) -> list[dict[str, Any]]:
-    t, h = options.tensor_parallel, spec.hidden
-    norms = 2 * h
+    t = options.tensor_parallel
 
-    def block(prefix: str, cross: bool) -> list[dict[str, Any]]:
-        attention = spec.attention_params // t + norms
-        mlp = spec.experts * spec.expert_params // t + norms + (spec.experts * h if spec.experts > 1 else 0)
-        rows = [("attention", attention), ("cross_attention", attention), ("mlp", mlp)]
+    def item(name: str, layer: str, kind: str, params: int) -> dict[str, Any]:
+        return _item(name, layer, kind, params, boundary, options)
+
+    def block(prefix: str, cross: bool, relative: int) -> list[dict[str, Any]]:
+        attention = spec.attention_params(t)
+        rows = [("attention", attention + relative), ("cross_attention", attention), ("mlp", spec.mlp_params(t))]
         return [
-            _item(f"{prefix}.{kind}", prefix, kind, params, boundary, options, None)
+            item(f"{prefix}.{kind}", prefix, kind, params)
             for kind, params in rows
             if cross or kind != "cross_attention"
         ]
 
-    embedding = spec.embedding_params // t
-    items = []
-    first = "embedding"
+    def stack(prefix: str, count: int, cross: bool) -> list[dict[str, Any]]:
+        relative = spec.relative_params(t)
+        return [row for i in range(count) for row in block(f"{prefix}layers.{i}", cross, 0 if i else relative)]
+
+    embedding, extra = spec.embedding_params(t), spec.head_extra_params(t)
     if spec.encoder_layers:
         first = "encoder.embedding"
-        items.append(_item(first, first, "embedding", embedding, boundary, options, None))
-        for index in range(spec.encoder_layers):
-            items += block(f"encoder.layers.{index}", cross=False)
-        items.append(_item("decoder.embedding", "decoder.embedding", "embedding", embedding, boundary, options, first))
-        for index in range(spec.layers):
-            items += block(f"decoder.layers.{index}", cross=True)
+        items = [
+            item(first, first, "embedding", embedding),
+            *stack("encoder.", spec.encoder_layers, cross=False),
+            _tied(spec, item("decoder.embedding", "decoder.embedding", "embedding", spec.norm_params), first, options),
+            *stack("decoder.", spec.layers, cross=True),
+        ]
     else:
-        items.append(_item(first, first, "embedding", embedding, boundary, options, None))
-        for index in range(spec.layers):
-            items += block(f"layers.{index}", cross=False)
-    items.append(_item("head", "head", "head", embedding, boundary, options, first if spec.tied else None))
-    return items
+        first = "embedding"
+        items = [item(first, first, "embedding", embedding), *stack("", spec.layers, cross=False)]
+    if spec.tied:
+        return [*items, _tied(spec, item("head", "head", "head", extra), first, options)]
+    return [*items, item("head", "head", "head", extra + spec.table_params // t)]
 
 
 def build_header(spec: ModelSpec, device: Device, options: BuildOptions, run_id: str) -> dict[str, Any]:
@@ -96,6 +122,7 @@ def build_header(spec: ModelSpec, device: Device, options: BuildOptions, run_id:
     sequence = options.sequence or spec.sequence
     boundary = options.micro_batch_size * sequence * spec.hidden * BYTES_PER_NUMBER[options.dtype]
     ranks = options.tensor_parallel * options.data_parallel
+    bandwidth, latency = device.stage_link(options.workers * options.tensor_parallel, options.tensor_parallel)
     return {
         **envelope("dynmo.profile", 1, f"dynmo-plan {__version__}"),
         "record": "header",
@@ -106,16 +133,17 @@ def build_header(spec: ModelSpec, device: Device, options: BuildOptions, run_id:
             "num_layers": spec.layers + spec.encoder_layers,
             "hidden_size": spec.hidden,
             "sequence_length": sequence,
+            "x_num_attention_heads": spec.heads,
         },
         "schedule": options.schedule,
-        "virtual_stages_per_worker": 1,
+        "virtual_stages_per_worker": options.virtual_stages,
         "granularity": options.granularity,
         "microbatches": options.microbatches,
         "micro_batch_size": options.micro_batch_size,
         "tensor_parallel_size": options.tensor_parallel,
         "data_parallel_size": options.data_parallel,
         "expert_parallel_size": 1,
-        "link": {"bandwidth_bytes_per_s": device.link_bandwidth_bytes_per_s, "latency_ns": device.link_latency_ns},
+        "link": {"bandwidth_bytes_per_s": bandwidth, "latency_ns": latency},
         "workers": [
             {
                 "worker": worker,
@@ -134,27 +162,38 @@ def build_header(spec: ModelSpec, device: Device, options: BuildOptions, run_id:
 
 def build_costs(spec: ModelSpec, header: Header, device: Device, options: BuildOptions) -> ItemCosts:
     """The static costs of the items; of a mixture of experts each token pays for the experts that it meets."""
-    shape = Shape(
+    shape = shape_of(spec, header, options)
+    return costs_of(works_of(spec, header, shape), shape, device)
+
+
+def shape_of(spec: ModelSpec, header: Header, options: BuildOptions) -> Shape:
+    """The microbatch of a header, run as the options say."""
+    return Shape(
         tokens=header.micro_batch_size * header.model.sequence_length,
         sequence=header.model.sequence_length,
         hidden=spec.hidden,
         dtype=options.dtype,
         tensor_parallel=options.tensor_parallel,
+        sequence_parallel=options.sequence_parallel,
         recompute=options.recompute,
+        fused_attention=options.fused_attention,
     )
-    t = options.tensor_parallel
-    matrices = 3 if spec.gated else 2
+
+
+def works_of(spec: ModelSpec, header: Header, shape: Shape) -> list[Work]:
+    """The work of each item; of a mixture of experts each token meets its own experts only."""
+    t = shape.tensor_parallel
 
     def weights(item: Item) -> tuple[int, ...]:
         if item.kind == "mlp":
-            return (spec.hidden * spec.ffn * spec.experts_per_token // t,) * matrices
+            return tuple(matrix * spec.experts_per_token // t for matrix in spec.expert_matrices)
         if item.kind in ("attention", "cross_attention"):
-            each = spec.hidden * spec.head_size // t
-            return (each * (spec.heads + 2 * spec.kv_heads), each * spec.heads)
-        return (spec.embedding_params // t,)
+            return tuple(matrix // t for matrix in spec.attention_matrices)
+        transform = (spec.hidden * spec.hidden,) if spec.head_transform else ()
+        return (*transform, spec.table_params // t)
 
-    works = [work_of_item(item, shape, spec.heads, weights(item)) for item in header.items]
-    return costs_of(works, shape, device)
+    attention = spec.heads * spec.head_size
+    return [work_of_item(item, shape, spec.heads, weights(item), attention=attention) for item in header.items]
 
 
 def step_record(header: Header, costs: ItemCosts, step: int) -> dict[str, Any]:
@@ -164,6 +203,7 @@ def step_record(header: Header, costs: ItemCosts, step: int) -> dict[str, Any]:
         places=places_of(header),
         schedule=header.schedule,
         microbatches=header.microbatches,
+        virtual_stages=header.virtual_stages_per_worker,
         link_bandwidth=header.link.bandwidth_bytes_per_s if header.link else None,
         link_latency_ns=header.link.latency_ns if header.link else 0,
     )

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from .formats.plan import Plan
-from .partition import BALANCERS, certified, solve
+from .partition import BALANCERS, best_of, certified
 from .planning import present
 from .problem import Problem
 
@@ -32,7 +32,7 @@ class Row:
 
 def compare(problem: Problem, base: Plan | None) -> list[Row]:
     """The balancers in the order of their registry; raises what the exact solver raises."""
-    best = solve(problem)
+    best = best_of(problem)
     rows = []
     for name, balancer in BALANCERS.items():
         solution = best if name == "exact" else certified(problem, balancer(problem), best)

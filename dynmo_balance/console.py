@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import sys
 import time
@@ -54,24 +55,35 @@ def emit_json(document: Mapping[str, Any] | Sequence[Any]) -> None:
     emit(json.dumps(document, indent=2, ensure_ascii=False, allow_nan=False))
 
 
+_NUMBER = re.compile(r"[-+~<]?\d[\d,.]*(e[-+]?\d+)?(/\d[\d,.]*)? ?[A-Za-z%]*")
+
+
+def _right_aligned(cells: Sequence[str]) -> bool:
+    """Whether a column holds numbers, with or without a unit, beside empty cells and dashes."""
+    told = [cell for cell in cells if cell not in ("", "-")]
+    return any(cells) and all(_NUMBER.fullmatch(cell) for cell in told)
+
+
 def emit_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Print a table on stdout: boxed on a terminal, aligned columns in a pipe. Columns after the first align right."""
+    """Print a table on stdout: boxed on a terminal, aligned columns in a pipe. Numbers align right, words left."""
+    right = [_right_aligned([row[i] for row in rows]) for i in range(len(columns))]
     if sys.stdout.isatty():
         from rich.console import Console
         from rich.table import Table
+        from rich.text import Text
 
         table = Table(title=title, title_justify="left")
-        for index, column in enumerate(columns):
-            table.add_column(column, justify="left" if index == 0 else "right")
+        for column, numeric in zip(columns, right, strict=True):
+            table.add_column(column, justify="right" if numeric else "left")
         for row in rows:
-            table.add_row(*row)
+            table.add_row(*map(Text, row))  # plain text: a cell in brackets is no markup
         Console(file=sys.stdout).print(table)
         return
     widths = [max(len(row[i]) for row in [columns, *rows]) for i in range(len(columns))]
     emit(title)
     for row in [columns, *rows]:
-        cells = [row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))]
-        emit("  " + "  ".join(cells).rstrip())
+        cells = zip(row, widths, right, strict=True)
+        emit("  " + "  ".join(c.rjust(width) if numeric else c.ljust(width) for c, width, numeric in cells).rstrip())
 
 
 def human_bytes(count: float) -> str:

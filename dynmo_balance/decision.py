@@ -10,7 +10,7 @@ from .errors import DynmoError
 from .feedback import Feedback, feedback_of
 from .formats.plan import Plan
 from .formats.profile import Header
-from .partition import certified, solve
+from .partition import best_of, certified
 from .planning import Proposal, chain_of, holdings, keep_plan, present, propose, to_plan
 from .policies import POLICIES, Evidence, Memory, Settings, Verdict
 from .problem import Place, Problem, places_of
@@ -64,7 +64,7 @@ def problem_of(header: Header, state: RunState, base: Plan, options: WatchOption
         link_bandwidth=header.link.bandwidth_bytes_per_s if header.link else None,
         link_latency_ns=header.link.latency_ns if header.link else 0,
         min_units=options.min_layers,
-        current=holdings(base, places, base.virtual_stages_per_worker),
+        current=holdings(base, places, base.virtual_stages_per_worker, base.schedule),
     )
 
 
@@ -165,7 +165,7 @@ def decide(
             )
         proposal, evidence = weigh(problem, base, state, options, feedback)
         if feedback.roll_back and previous is not None and options.policy != "always":
-            back = certified(problem, previous.boundaries, solve(problem))
+            back = certified(problem, previous.boundaries, best_of(problem))
             returned = present(problem, back, owner=base.owner, base_pause_ns=state.base_pause_ns)
             return move(returned, "manual", evidence.current_step_ns, feedback.reason, Memory())
     except DynmoError as error:

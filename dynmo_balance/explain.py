@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 from itertools import pairwise
 
+from .errors import DynmoError
 from .formats.profile import Header
-from .partition import Solution
-from .partition.exact import solve
+from .partition import Solution, best_of
 from .planning import chain_of
-from .problem import InfeasibleError, Problem
+from .problem import Problem
 from .simulate import Timeline, predict
 
 
@@ -29,13 +29,18 @@ def sentences(header: Header, problem: Problem, solution: Solution, timeline: Ti
 
 def _bottleneck(problem: Problem, solution: Solution) -> str:
     work = problem.chain.work_ns
-    times = [problem.place(s).time_ns(sum(work[a:b])) for s, (a, b) in enumerate(pairwise(solution.boundaries))]
+    times = [0] * len(problem.places)
+    held: list[list[str]] = [[] for _ in times]
+    for stage, (begin, end) in enumerate(pairwise(solution.boundaries)):
+        at = problem.positions[stage]
+        times[at] += problem.place(stage).time_ns(sum(work[begin:end]))
+        if end > begin:
+            held[at].append(_names(problem.chain.names[begin:end]))
     slowest = times.index(max(times))
-    begin, end = solution.boundaries[slowest], solution.boundaries[slowest + 1]
     mean = sum(times) / len(times)
     return (
-        f"Stage {slowest} ({_names(problem.chain.names[begin:end])}) is the slowest: {times[slowest] / 1e6:.3f} ms a"
-        f" microbatch, {times[slowest] / mean:.2f} x the mean of the stages."
+        f"Worker {problem.places[slowest].worker} ({' and '.join(held[slowest])}) is the slowest:"
+        f" {times[slowest] / 1e6:.3f} ms a microbatch, {times[slowest] / mean:.2f} x the mean of the workers."
     )
 
 
@@ -64,20 +69,21 @@ def _remedies(header: Header, problem: Problem, solution: Solution, timeline: Ti
     """Each remedy is tried and its effect on the simulated step stated; those that do not help are left out."""
     tried: list[tuple[str, Problem]] = []
     finer = chain_of(header, problem.chain.costs, "sublayer")
-    if finer.cuts != problem.chain.cuts:
+    named = replace(problem, current=None, order=None, layout=None)
+    if finer.cuts != problem.chain.cuts and problem.order is None:
         tried.append(("Cutting inside layers (--granularity sublayer)", replace(problem, chain=finer, current=None)))
     tried.extend(
-        (f"The schedule {schedule}", replace(problem, schedule=schedule, current=None))
+        (f"The schedule {schedule}", replace(named, schedule=schedule, virtual_stages=1))
         for schedule in ("1f1b", "zero-bubble")
         if schedule != problem.schedule and (schedule != "zero-bubble" or problem.chain.costs.split)
     )
-    doubled = replace(problem, microbatches=2 * problem.microbatches, current=None)
     found = []
     for label, other in tried:
         time = _step_ns(other)
         if time is not None and time < 0.99 * timeline.step_ns:
             found.append(f"{label} would make the step {time / 1e6:.2f} ms ({1 - time / timeline.step_ns:.1%} less).")
-    time = _step_ns(doubled)
+    doubled = replace(named, microbatches=2 * problem.microbatches)
+    time = None if problem.order is not None else _step_ns(doubled)
     if time is not None and time < 0.99 * 2 * timeline.step_ns:
         share = 1 - time / (2 * timeline.step_ns)
         found.append(f"Twice the microbatches would give {1 / (1 - share) - 1:.1%} more throughput.")
@@ -86,6 +92,6 @@ def _remedies(header: Header, problem: Problem, solution: Solution, timeline: Ti
 
 def _step_ns(problem: Problem) -> int | None:
     try:
-        return predict(problem, solve(problem).boundaries).step_ns
-    except InfeasibleError:
+        return predict(problem, best_of(problem).boundaries).step_ns
+    except DynmoError:
         return None

@@ -110,6 +110,8 @@ def deepspeed(plan: Plan, header: Header, microbatches: int) -> str:
 
 def torch_csv(plan: Plan, header: Header, microbatches: int) -> str:
     """A row for each rank; load with ``_load_csv(..., format="compute_only")``."""
+    if plan.operations is not None:
+        return "\n".join(",".join(line.split()) for line in plan.operations)
     order = order_of(plan.schedule, len(plan.workers), plan.virtual_stages_per_worker, microbatches)
     return "\n".join(",".join(map(str, operations)) for operations in order)
 

@@ -30,6 +30,7 @@ class Schedule(StrEnum):
     ONE_F_ONE_B = "1f1b"
     INTERLEAVED = "interleaved-1f1b"
     ZERO_BUBBLE = "zero-bubble"
+    ZB_V = "zb-v"
 
 
 class Granularity(StrEnum):
@@ -46,6 +47,7 @@ class ScheduleOrAuto(StrEnum):
     ONE_F_ONE_B = "1f1b"
     INTERLEAVED = "interleaved-1f1b"
     ZERO_BUBBLE = "zero-bubble"
+    ZB_V = "zb-v"
     AUTO = "auto"
 
 
@@ -80,6 +82,14 @@ class Recompute(StrEnum):
     NONE = "none"
     SELECTIVE = "selective"
     FULL = "full"
+
+
+class Dtype(StrEnum):
+    """Numbers that products are computed in."""
+
+    FLOAT32 = "float32"
+    BFLOAT16 = "bfloat16"
+    FLOAT16 = "float16"
 
 
 class Technique(StrEnum):
@@ -170,7 +180,13 @@ DeviceOption = Annotated[
         help="Compute the costs of a profile without step records for h200, h100, a100, cpu or a TOML file.",
     ),
 ]
-DtypeOption = Annotated[str, typer.Option("--dtype", help="Of computed costs: float32, bfloat16 or float16.")]
+DtypeOption = Annotated[Dtype, typer.Option("--dtype", help="Of computed costs.")]
+RecomputeOption = Annotated[
+    Recompute, typer.Option("--recompute", help="Activation recomputation that computed costs assume.")
+]
+FusedOption = Annotated[
+    bool, typer.Option("--fused-attention", help="Computed costs assume that attention scores never go to memory.")
+]
 WindowOption = Annotated[int, typer.Option("--window", min=1, help="Step records that the costs are the median of.")]
 AtStepOption = Annotated[
     int | None, typer.Option("--at-step", min=1, help="Take the costs as they were at this step. Default: the last.")

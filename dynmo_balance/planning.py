@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from .costs import ItemCosts
-from .formats.plan import Migration, Optimality, Plan, Predicted, Stage, stages_of
+from .formats.plan import Migration, Optimality, Plan, Predicted, Stage, position_of
 from .formats.profile import Header
 from .moves import BASE_PAUSE_NS, migration
 from .partition import Solution, balance
@@ -36,7 +36,9 @@ def chain_of(header: Header, costs: ItemCosts, granularity: str | None = None) -
     return Chain(items=header.items, costs=costs, cuts=cuts)
 
 
-def holdings(plan: Plan, places: Sequence[Place], virtual_stages: int) -> tuple[tuple[int, int], ...] | None:
+def holdings(
+    plan: Plan, places: Sequence[Place], virtual_stages: int, schedule: str
+) -> tuple[tuple[int, int], ...] | None:
     """The item range that each stage's worker holds in a plan; None where the numbers of stages a worker differ."""
     if plan.virtual_stages_per_worker != virtual_stages:
         return None
@@ -44,7 +46,7 @@ def holdings(plan: Plan, places: Sequence[Place], virtual_stages: int) -> tuple[
     for stage, span in zip(plan.stages, pairwise(plan.boundaries), strict=True):
         held[stage.worker, stage.stage // len(plan.workers)] = span
     return tuple(
-        held.get((places[stage % len(places)].worker, stage // len(places)), (0, 0))
+        held.get((places[position_of(schedule, stage, len(places))].worker, stage // len(places)), (0, 0))
         for stage in range(len(places) * virtual_stages)
     )
 
@@ -87,8 +89,11 @@ def present(
     problem: Problem, solution: Solution, *, owner: Mapping[str, int] | None = None, base_pause_ns: int | None = None
 ) -> Proposal:
     """A solution with its simulation, stages and migration."""
-    workers = [place.worker for place in problem.places]
-    stages = stages_of(problem.chain.names, solution.boundaries, workers)
+    names = problem.chain.names
+    stages = tuple(
+        Stage(stage=stage, worker=problem.place(stage).worker, items=names[begin:end])
+        for stage, (begin, end) in enumerate(pairwise(solution.boundaries))
+    )
     pause = BASE_PAUSE_NS if base_pause_ns is None else base_pause_ns
     return Proposal(
         problem=problem,
@@ -142,6 +147,7 @@ def to_plan(
         ),
         migration=proposal.migration,
         reason=reason,
+        operations=None if problem.order is None else tuple(" ".join(map(str, row)) for row in problem.order),
         extra={RECORDS_KEY: problem.chain.costs.records},
     )
 

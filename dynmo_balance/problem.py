@@ -9,7 +9,9 @@ from itertools import accumulate
 
 from .costs import SPEED_UNIT, ItemCosts, speed_ppm
 from .errors import DynmoError, UsageError
+from .formats.plan import position_of
 from .formats.profile import Header, Item
+from .schedules import HeldTogether, Order, counted_in_flight, held_in, held_together, in_flight, order_of
 
 EXIT_INFEASIBLE = 3
 
@@ -108,6 +110,8 @@ class Problem:
         min_units: how many units each stage holds at least; 0 lets stages be empty.
         pins: the stage that an item must be in, by the item's index.
         current: the item ranges that each stage's worker holds now (``(begin, end)`` per stage), for least migration.
+        order, layout: with the schedule ``custom`` the operations of each worker, and of each stage the index of its
+            worker in ``places``.
     """
 
     chain: Chain
@@ -120,15 +124,45 @@ class Problem:
     min_units: int = 1
     pins: tuple[tuple[int, int], ...] = ()
     current: tuple[tuple[int, int], ...] | None = field(default=None)
+    order: Order | None = None
+    layout: tuple[int, ...] | None = None
 
     @property
     def num_stages(self) -> int:
         """Stages on all workers together."""
         return len(self.places) * self.virtual_stages
 
+    @cached_property
+    def positions(self) -> tuple[int, ...]:
+        """Of each stage, the index of its worker in ``places``: in rotation, in a V, or as laid out."""
+        if self.layout is not None:
+            return self.layout
+        return tuple(position_of(self.schedule, stage, len(self.places)) for stage in range(self.num_stages))
+
+    @property
+    def operations(self) -> Order:
+        """What each worker does, one operation after the other."""
+        if self.order is not None:
+            return self.order
+        return order_of(self.schedule, len(self.places), self.virtual_stages, self.microbatches)
+
+    @property
+    def in_flight(self) -> tuple[int, ...]:
+        """The most microbatches whose activations each stage holds at once."""
+        if self.order is not None:
+            return counted_in_flight(self.order)
+        return in_flight(self.schedule, len(self.places), self.virtual_stages, self.microbatches)
+
+    @property
+    def held_together(self) -> HeldTogether:
+        """Of each worker, the microbatches in flight on its stages at the same time; see ``schedules``."""
+        if self.order is not None:
+            return held_in(self.order)
+        return held_together(self.schedule, len(self.places), self.virtual_stages, self.microbatches)
+
     def place(self, stage: int) -> Place:
-        """The worker of a stage; stages go round the workers."""
-        return self.places[stage % len(self.places)]
+        """The worker of a stage."""
+        return self.places[self.positions[stage]]
 
     def transfer_ns(self, size_bytes: int) -> int:
         """How long a tensor takes between two workers, rounded up."""

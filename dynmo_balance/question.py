@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 from .errors import UsageError
-from .formats.plan import Plan
+from .formats.plan import CUSTOM, V_SCHEDULES, Plan
+from .formats.profile import Header
 from .options import ProblemOptions
 from .planning import chain_of, holdings
 from .problem import Place, Problem, places_of
+from .schedules import Kind, Operation, Order
 from .source import Source
 
 _UNITS = {
@@ -54,6 +57,54 @@ def _places(source: Source, options: ProblemOptions) -> tuple[Place, ...]:
     return places_of(source.header, options.stages, memory)
 
 
+def usual_virtual_stages(header: Header, schedule: str) -> int:
+    """The stages a worker where nobody names them: as in the profile, or what another schedule needs at least."""
+    if schedule == header.schedule:
+        return header.virtual_stages_per_worker
+    return 2 if schedule in V_SCHEDULES or schedule == "interleaved-1f1b" else 1
+
+
+def of_plan(options: ProblemOptions, plan: Plan) -> ProblemOptions:
+    """The options, with schedule and stages as in the plan where they are not given."""
+    schedule = options.schedule or plan.schedule
+    same = schedule == plan.schedule
+    return replace(
+        options,
+        schedule=schedule,
+        virtual_stages=options.virtual_stages or (plan.virtual_stages_per_worker if same else None),
+    )
+
+
+def order_of_plan(plan: Plan) -> Order | None:
+    """The plan's own order of operations, where it brings one."""
+    if plan.operations is None:
+        return None
+    words = re.compile(r"(\d+)([FBIW])(\d+)")
+    return tuple(
+        tuple(Operation(int(stage), Kind(kind), int(microbatch)) for stage, kind, microbatch in words.findall(line))
+        for line in plan.operations
+    )
+
+
+def with_order(problem: Problem, plan: Plan) -> Problem:
+    """The problem with the plan's own order of operations, where it brings one.
+
+    Raises:
+        UsageError: the order is for another number of microbatches.
+    """
+    order = order_of_plan(plan)
+    if order is None or problem.schedule != CUSTOM:
+        return problem
+    microbatches = 1 + max(operation.microbatch for row in order for operation in row)
+    if microbatches != problem.microbatches:
+        raise UsageError(
+            f"the plan's operations are of {microbatches} microbatches, {problem.microbatches} are asked for;"
+            f" use --microbatches {microbatches} or name a --schedule"
+        )
+    at = {worker: index for index, worker in enumerate(plan.workers)}
+    return replace(problem, order=order, layout=tuple(at[stage.worker] for stage in plan.stages))
+
+
 def make_problem(source: Source, options: ProblemOptions, current: Plan | None = None) -> Problem:
     """The problem that a command is about; ties go to what moves least from ``current``.
 
@@ -62,16 +113,17 @@ def make_problem(source: Source, options: ProblemOptions, current: Plan | None =
     """
     header = source.header
     places = _places(source, options)
-    virtual = options.virtual_stages or header.virtual_stages_per_worker
+    schedule = options.schedule or header.schedule
+    virtual = options.virtual_stages or usual_virtual_stages(header, schedule)
     return Problem(
         chain=chain_of(header, source.costs, options.granularity),
         places=places,
-        schedule=options.schedule or header.schedule,
+        schedule=schedule,
         microbatches=options.microbatches or header.microbatches,
         virtual_stages=virtual,
         link_bandwidth=header.link.bandwidth_bytes_per_s if header.link else None,
         link_latency_ns=header.link.latency_ns if header.link else 0,
         min_units=options.min_layers,
         pins=_parse_pins(source, options.pins),
-        current=None if current is None else holdings(current, places, virtual),
+        current=None if current is None else holdings(current, places, virtual, schedule),
     )

@@ -33,7 +33,7 @@ def show_stages(problem: Problem, boundaries: Sequence[int], timeline: Timeline)
     rows = []
     for stage, (begin, end) in enumerate(pairwise(boundaries)):
         place = problem.place(stage)
-        at = stage % len(problem.places)
+        at = problem.positions[stage]
         cap = "-" if place.memory_bytes is None else human_bytes(place.memory_bytes)
         rows.append(
             [

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from .errors import DynmoError, UsageError
 from .formats.plan import Plan
 from .formats.profile import Header
-from .partition import solve, uniform
+from .partition import best_of, uniform
 from .planning import Proposal, holdings, present, to_plan
 from .problem import InfeasibleError, Problem
 from .simulate import predict
@@ -93,13 +93,13 @@ def packings(problem: Problem, keep: float) -> Packings:
     def step_ns(count: int) -> int | None:
         try:
             smaller = on_fewer(problem, count)
-            return predict(smaller, solve(smaller).boundaries).step_ns
+            return predict(smaller, best_of(smaller).boundaries).step_ns
         except (InfeasibleError, UsageError):
             return None
 
     rows = tuple(Size(workers=count, step_ns=step_ns(count)) for count in range(1, total + 1))
     times = {row.workers: row.step_ns for row in rows}
-    balanced = predict(problem, solve(problem).boundaries).step_ns
+    balanced = predict(problem, best_of(problem).boundaries).step_ns
     static = predict(problem, uniform.boundaries(problem)).step_ns
     return Packings(
         rows=rows,
@@ -122,8 +122,10 @@ def released_plan(
     """The plan that puts all items on the workers that stay, and releases the others."""
     smaller = on_fewer(problem, packing.workers)
     if base is not None:
-        smaller = replace(smaller, current=holdings(base, smaller.places, 1))
-    proposal = present(smaller, solve(smaller), owner=None if base is None else base.owner, base_pause_ns=base_pause_ns)
+        smaller = replace(smaller, current=holdings(base, smaller.places, 1, smaller.schedule))
+    proposal = present(
+        smaller, best_of(smaller), owner=None if base is None else base.owner, base_pause_ns=base_pause_ns
+    )
     staying = {place.worker for place in smaller.places}
     released = [place.worker for place in problem.places if place.worker not in staying]
     plan = to_plan(

@@ -14,7 +14,7 @@ All times are integer nanoseconds, so that closed forms hold exactly.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from itertools import pairwise
@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 from .errors import UsageError
 from .problem import Problem
-from .schedules import Kind, Operation, Order, order_of
+from .schedules import Kind, Operation, Order
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,7 +113,11 @@ class _Arrivals:
     """When the outputs of operations are there for those that need them; negative while they are not known."""
 
     def __init__(
-        self, stages: Sequence[StageCosts], microbatches: int, workers: int, communication: Communication
+        self,
+        stages: Sequence[StageCosts],
+        microbatches: int,
+        worker_of: Mapping[int, int],
+        communication: Communication,
     ) -> None:
         self._stages = stages
         self._serial = communication is Communication.SERIAL
@@ -122,8 +126,8 @@ class _Arrivals:
         self._gradient = [[-1] * microbatches for _ in range(len(stages) + 1)]
         self._own = [[-1] * microbatches for _ in stages]
         self._input_done = [[-1] * microbatches for _ in stages]
-        self._workers = workers
-        self._link_free = {1: [0] * workers, -1: [0] * workers}
+        self._worker_of = worker_of
+        self._link_free: dict[tuple[int, int], int] = {}
         self._forward[0] = [0] * microbatches
 
     def ready(self, stage: int, kind: Kind, microbatch: int) -> int:
@@ -165,10 +169,12 @@ class _Arrivals:
         """When the tensor is there (blocking: when it is offered), and when the sender is free."""
         if self.wait:
             return end, end + send_ns
-        links, at = self._link_free[direction], stage % self._workers
-        start = max(end, links[at]) if self._serial and send_ns else end
-        links[at] = start + send_ns
-        return start + send_ns, end
+        if not self._serial or not send_ns:
+            return end + send_ns, end
+        link = self._worker_of[stage], self._worker_of[stage + direction]
+        arrival = max(end, self._link_free.get(link, 0)) + send_ns
+        self._link_free[link] = arrival
+        return arrival, end
 
 
 def run(
@@ -189,8 +195,8 @@ def run(
         UsageError: the order waits for itself.
     """
     microbatches = 1 + max((op.microbatch for operations in order for op in operations), default=0)
-    arrivals = _Arrivals(stages, microbatches, len(order), communication)
     worker_of = {op.stage: worker for worker, operations in enumerate(order) for op in operations}
+    arrivals = _Arrivals(stages, microbatches, worker_of, communication)
     done = [0] * len(order)
     clock = [0] * len(order)
     spans: list[list[Span]] = [[] for _ in order]
@@ -266,5 +272,4 @@ def predict(
     communication: Communication = Communication.OVERLAPPED,
 ) -> Timeline:
     """Simulate one step of a partition under the problem's schedule."""
-    order = order_of(problem.schedule, len(problem.places), problem.virtual_stages, problem.microbatches)
-    return run(order, stage_costs(problem, boundaries), overhead_ns, communication)
+    return run(problem.operations, stage_costs(problem, boundaries), overhead_ns, communication)

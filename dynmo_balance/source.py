@@ -78,6 +78,8 @@ def load(
     before_changes: bool = False,
     device: Device | None = None,
     dtype: str = "float32",
+    recompute: str = "none",
+    fused_attention: bool = False,
 ) -> Source:
     """Read a profile or run directory.
 
@@ -86,7 +88,7 @@ def load(
         window: the most step records that the costs are the median of.
         at_step: the last step that counts; the end of the profile where not given.
         device: what to compute costs for where nothing has been measured yet, with the cost model of ``analytic``.
-        dtype: of the computed costs.
+        dtype, recompute, fused_attention: of the computed costs.
         before_changes: use what was measured before the first pruning or freezing of the segment.
 
     Raises:
@@ -105,7 +107,7 @@ def load(
             costs_window.add(record)
             last = record
     if last is None and device is not None:
-        computed = costs_of_header(header, device, dtype)
+        computed = costs_of_header(header, device, dtype, recompute, fused_attention=fused_attention)
         return Source(path=path, header=header, costs=computed, plan=initial_plan(path, header), last_step=0)
     if last is None:
         raise UsageError(

@@ -44,9 +44,9 @@ def tail_of(problem: Problem, boundaries: Sequence[int], timeline: Timeline, opt
     worker_of: dict[str, int] = {}
     for stage, (begin, end) in enumerate(pairwise(boundaries)):
         for item in items[begin:end]:
-            worker_of[item.name] = stage % count
-            gradient[stage % count] += item.gradient_bytes
-            touched[stage % count] += item.param_bytes + item.gradient_bytes + item.optimizer_bytes
+            worker_of[item.name] = problem.positions[stage]
+            gradient[problem.positions[stage]] += item.gradient_bytes
+            touched[problem.positions[stage]] += item.param_bytes + item.gradient_bytes + item.optimizer_bytes
     ends = [row[-1].end_ns if row else 0 for row in timeline.spans]
     replicas = options.data_parallel
     if replicas > 1 and options.data_parallel_bandwidth:

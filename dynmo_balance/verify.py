@@ -76,7 +76,7 @@ def _predicted_faults(plan: Plan, problem: Problem) -> list[Fault]:
     costs = stage_costs(problem, plan.boundaries)
     workers = [0] * len(problem.places)
     for stage, cost in enumerate(costs):
-        workers[stage % len(workers)] += cost.forward_ns + cost.backward_input_ns + cost.backward_weight_ns
+        workers[problem.positions[stage]] += cost.forward_ns + cost.backward_input_ns + cost.backward_weight_ns
     bottleneck = max(workers)
     # Forward and backward are rounded apart on workers that are not of normal speed: two nanoseconds a stage.
     checks = [

@@ -16,6 +16,7 @@ from .grid import Axis
 from .partition import balance, uniform
 from .planning import chain_of
 from .problem import InfeasibleError, Problem, places_of
+from .question import usual_virtual_stages
 from .repack import Packing, fewest
 from .schedules import SCHEDULES
 from .simulate import Timeline, predict
@@ -133,7 +134,7 @@ class Grid:
             places=places_of(header, cell.stages, self._memory_bytes),
             schedule=cell.schedule,
             microbatches=cell.microbatches,
-            virtual_stages=header.virtual_stages_per_worker if cell.schedule == "interleaved-1f1b" else 1,
+            virtual_stages=usual_virtual_stages(header, cell.schedule),
             link_bandwidth=header.link.bandwidth_bytes_per_s if header.link else None,
             link_latency_ns=header.link.latency_ns if header.link else 0,
             min_units=self._min_units,

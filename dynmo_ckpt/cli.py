@@ -168,7 +168,7 @@ def merge(
     from .actions import Settings
     from .reshard import whole_partition
 
-    checkpoint = _open(source, options.SourceKind.NATIVE, step)
+    checkpoint = _open(source, options.SourceKind.AUTO, step)
     how = Settings(jobs=jobs, verify=verify, overwrite=overwrite, plan_only=plan, format=report)
     _write_native(
         checkpoint, target, how, partition=whole_partition(checkpoint.manifest), with_optimizer=with_optimizer
@@ -216,15 +216,15 @@ def reshard(
     from .actions import Settings
     from .reshard import counted_partition
 
-    checkpoint = _open(source, options.SourceKind.NATIVE, step)
-    layers, stages = checkpoint.manifest["model"]["num_layers"], pp * vpp
-    counts = options.layer_counts(layers, stages, partition)
+    checkpoint = _open(source, options.SourceKind.AUTO, step)
+    model = checkpoint.manifest["model"]
+    counts = options.layer_counts(options.num_blocks(model), pp * vpp, partition)
     how = Settings(jobs=jobs, verify=verify, overwrite=overwrite, plan_only=plan, format=report)
     _write_native(
         checkpoint,
         target,
         how,
-        partition=counted_partition(counts),
+        partition=counted_partition(counts, model),
         tensor_parallel_size=tp,
         data_parallel_size=dp,
         virtual_stages_per_worker=vpp,
@@ -240,8 +240,8 @@ def convert(
         options.TargetKind,
         typer.Option(
             "--to",
-            help="hf: a Hugging Face directory (GPT2LMHeadModel); native: ours, on one worker; legacy: Megatron's, on "
-            "the topology of --tp, --pp, --vpp and --partition.",
+            help="hf: a Hugging Face directory (GPT-2, MegatronBert, Blenderbot, Llama, Mixtral); native: ours; "
+            "legacy: Megatron's; the last two on the topology of --tp, --pp, --vpp and --partition.",
         ),
     ],
     kind: options.Source = options.SourceKind.AUTO,
@@ -272,22 +272,26 @@ def convert(
     from .actions import Settings, write_export
     from .convert import plan_hf_export, plan_legacy_export
     from .legacy import LegacyOptions
+    from .reshard import counted_partition
 
     legacy = LegacyOptions(vocab_size=vocab_size, num_attention_heads=num_attention_heads)
     checkpoint = _open(source, kind, step, make_vocab_size_divisible_by=make_vocab_size_divisible_by, legacy=legacy)
     if tokenizer is not None and not tokenizer.is_dir():
         raise UsageError(f"--tokenizer {tokenizer}: is not a directory")
     how = Settings(jobs=jobs, verify=verify, overwrite=overwrite, plan_only=plan, format=report)
-    if to is not options.TargetKind.LEGACY and (tp, pp, vpp, partition) != (1, 1, 1, None):
-        raise UsageError("--tp, --pp, --vpp and --partition go with --to legacy; for --to native run split after it")
+    if to is options.TargetKind.HF and (tp, pp, vpp, partition) != (1, 1, 1, None):
+        raise UsageError("--tp, --pp, --vpp and --partition go with --to native and --to legacy; hf has one topology")
     if to is options.TargetKind.NATIVE:
-        stages = checkpoint.manifest["topology"]["partition"]
-        _write_native(checkpoint, target, how, partition=stages, tokenizer=tokenizer)
+        model = checkpoint.manifest["model"]
+        counts = options.layer_counts(options.num_blocks(model), pp * vpp, partition)
+        stages = counted_partition(counts, model) if pp * vpp > 1 else checkpoint.manifest["topology"]["partition"]
+        topology = {"tensor_parallel_size": tp, "virtual_stages_per_worker": vpp}
+        _write_native(checkpoint, target, how, partition=stages, tokenizer=tokenizer, **topology)
         return
     if to is options.TargetKind.LEGACY:
         export = plan_legacy_export(
             checkpoint,
-            counts=options.layer_counts(checkpoint.manifest["model"]["num_layers"], pp * vpp, partition),
+            counts=options.legacy_counts(checkpoint.manifest["model"], pp * vpp, partition),
             tensor_parallel_size=tp,
             virtual_stages_per_worker=vpp,
             version=options.legacy_version(checkpoint_version),

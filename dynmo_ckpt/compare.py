@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -15,8 +16,12 @@ from .copyplan import OutputTensor, sources
 from .io.reading import Reader, Words, open_sources
 from .native import NativeCheckpoint
 from .panels import panels
+from .views import Tensor
 
 Numbers = NDArray[Any]
+VOCABULARY_ROWS = (
+    r"((encoder\.|decoder\.)?embedding\.word\.weight|head\.(weight|bias))(\.(mask|exp_avg|exp_avg_sq|master))?"
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,11 +57,21 @@ def differences(
             tick(pair[0].content.num_bytes / 1e6, name)
 
 
+def same_bytes(left: Tensor, right: Tensor) -> bool:
+    """Whether two tensors hold the same bytes in row-major order."""
+    if left.shape != right.shape or left.dtype != right.dtype:
+        return False
+    outputs = [OutputTensor(key="", shape=side.shape, content=side) for side in (left, right)]
+    with open_sources(sources(outputs)) as files:
+        pair = [panels(output, Reader(files)) for output in outputs]
+        return all(bytes(one) == bytes(other) for one, other in zip(*pair, strict=True))
+
+
 def _without_padding(checkpoint: NativeCheckpoint, name: str, masked: bool) -> OutputTensor:
     model, entry = checkpoint.manifest["model"], checkpoint.manifest["tensors"][name]
     content, mask = checkpoint.tensors[name], checkpoint.tensors.get(f"{name}.mask") if masked else None
     shape = tuple(entry["shape"])
-    if name.startswith(("embedding.word.weight", "head.weight")):
+    if re.fullmatch(VOCABULARY_ROWS, name):
         shape = (model["vocab_size"], *shape[1:])
         content = content.narrow(0, 0, shape[0])
         mask = None if mask is None else mask.narrow(0, 0, shape[0])

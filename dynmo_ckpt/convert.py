@@ -10,9 +10,10 @@ from typing import Any
 from .copyplan import Writable
 from .faults import UnsupportedError
 from .formats._document import encode_json
-from .huggingface import gpt2_config, plan_files, tokenizer_files, weight_index
+from .hf_models import architecture_of_model, hf_config
+from .huggingface import DTYPE_NAMES, plan_files, tokenizer_files, weight_index
 from .legacy_write import plan_legacy
-from .names import Mapped, load_map, to_theirs
+from .names import layout_of, load_map, to_theirs
 from .native import NativeCheckpoint
 
 
@@ -26,7 +27,7 @@ class ExportPlan:
 
 
 def plan_hf_export(checkpoint: NativeCheckpoint, *, tokenizer: Path | None, shard_bytes: int) -> ExportPlan:
-    """Plan ``convert --to hf`` of a native GPT checkpoint as a ``GPT2LMHeadModel``.
+    """Plan ``convert --to hf`` of a native checkpoint as the architecture of transformers that computes it.
 
     Args:
         checkpoint: the input; its masks become zeros in the weights, its optimizer state stays behind.
@@ -40,20 +41,24 @@ def plan_hf_export(checkpoint: NativeCheckpoint, *, tokenizer: Path | None, shar
     model, ties = manifest["model"], manifest["ties"]
     if model["tied_embeddings"] != ("head.weight" in ties):
         raise UnsupportedError("model.tied_embeddings and ties do not say the same about head.weight")
-    name_map = load_map("gpt2")
+    name, architecture = architecture_of_model(model)
+    layout = layout_of(load_map(architecture.map), model)
     stored = {name: checkpoint.tensors[name] for name in checkpoint.names("parameter", "buffer")}
-    mapped = to_theirs(name_map, model, stored, ties)
-    masks = _masks(checkpoint, mapped)
+    masks = {name.removesuffix(".mask"): checkpoint.tensors[name] for name in checkpoint.names("mask")}
+    mapped = to_theirs(layout, stored, ties, masks)
     dtypes = sorted({item.content.dtype for item in mapped})
     if len(dtypes) != 1:
         raise UnsupportedError(f"weights of the types {', '.join(dtypes)} in one model; one type is expected")
     inside = checkpoint.directory / "tokenizer"
     source = tokenizer or (inside if inside.is_dir() else checkpoint.directory)
     copied, end = tokenizer_files(source, model["vocab_size"], model["max_position_embeddings"])
-    files = tuple(plan_files(mapped, masks, shard_bytes))
+    files = tuple(plan_files(mapped, shard_bytes))
+    config = hf_config(model, DTYPE_NAMES[dtypes[0]], end)
     generation = {"bos_token_id": end, "eos_token_id": end, "pad_token_id": end}
+    if model["family"] == "t5":
+        generation["decoder_start_token_id"] = end
     small = {
-        "config.json": encode_json(gpt2_config(model, dtypes[0], end)),
+        "config.json": encode_json(config),
         "generation_config.json": encode_json({key: value for key, value in generation.items() if value is not None}),
         **copied,
     }
@@ -61,28 +66,24 @@ def plan_hf_export(checkpoint: NativeCheckpoint, *, tokenizer: Path | None, shar
     if index is not None:
         small["model.safetensors.index.json"] = index
     decisions = {
-        "architecture": "GPT2LMHeadModel",
-        "map": "gpt2",
-        "activation_function": gpt2_config(model, dtypes[0], end)["activation_function"],
+        "architecture": config["architectures"][0],
+        "map": architecture.map,
+        "activation_function": config.get("activation_function", config.get("hidden_act")),
         "vocabulary_rows_cut_off": model["padded_vocab_size"] - model["vocab_size"],
         "tied_left_out": sorted(ties),
         "masks_applied": len(masks),
+        **_remarks(model, name),
         "eos_token_id": end,
         "left_behind": len(checkpoint.names("optimizer")),
     }
     return ExportPlan(files=files, small_files=small, decisions=decisions)
 
 
-def _masks(checkpoint: NativeCheckpoint, mapped: list[Mapped]) -> dict[str, Any]:
-    """The masks in the layouts of the foreign names."""
-    model, ties = checkpoint.manifest["model"], checkpoint.manifest["ties"]
-    names = checkpoint.names("mask")
-    if not names:
-        return {}
-    masked = {name.removesuffix(".mask"): checkpoint.tensors[name] for name in names}
-    layouts = {item.source_name: checkpoint.tensors[item.source_name] for item in mapped} | masked
-    moved = to_theirs(load_map("gpt2"), model, layouts, ties)
-    return {item.name: item.content for item in moved if item.source_name in masked}
+def _remarks(model: Mapping[str, Any], name: str) -> dict[str, str]:
+    """What the other side does not compute as we do."""
+    if name == "megatron-bert" and model["activation"] != "gelu":
+        return {"differs": "transformers uses the MLP's activation in the head as well, where ours is the exact GELU"}
+    return {}
 
 
 def plan_legacy_export(

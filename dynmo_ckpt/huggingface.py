@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from .copyplan import OutputFile, OutputTensor, output_file, shard_by_size
 from .errors import UsageError
-from .faults import CorruptError, UnsupportedError
+from .faults import CorruptError
 from .formats._document import encode_json, parse_json
 from .io.safetensors import StoredArray, read_index
 from .names import Mapped
 from .views import Tensor, whole
 
-ACTIVATIONS = {"gelu_tanh": "gelu_new", "gelu": "gelu"}
-SAME_AS_TANH = ("gelu_new", "gelu_fast", "gelu_pytorch_tanh")
 END_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eod>", "<eos>")
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -30,63 +28,6 @@ TOKENIZER_FILES = (
     "tokenizer.model",
 )
 DTYPE_NAMES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
-
-
-def gpt2_config(model: Mapping[str, Any], dtype: str, end_token_id: int | None) -> dict[str, Any]:
-    """``config.json`` of a GPT-2; ``dtype`` as in safetensors."""
-    return {
-        "architectures": ["GPT2LMHeadModel"],
-        "model_type": "gpt2",
-        "activation_function": ACTIVATIONS[model["activation"]],
-        "n_embd": model["hidden_size"],
-        "n_head": model["num_attention_heads"],
-        "n_inner": model["ffn_hidden_size"],
-        "n_layer": model["num_layers"],
-        "n_positions": model["max_position_embeddings"],
-        "n_ctx": model["max_position_embeddings"],
-        "layer_norm_epsilon": model["layernorm_epsilon"],
-        "vocab_size": model["vocab_size"],
-        "tie_word_embeddings": model["tied_embeddings"],
-        "bos_token_id": end_token_id,
-        "eos_token_id": end_token_id,
-        "torch_dtype": DTYPE_NAMES[dtype],
-    }
-
-
-def gpt2_model(config: Mapping[str, Any], make_vocab_size_divisible_by: int) -> dict[str, Any]:
-    """The ``model`` of a manifest from a GPT-2's ``config.json``; defaults are those of ``GPT2Config``.
-
-    Raises:
-        CorruptError: a size that is none.
-        UnsupportedError: another architecture, or a variant that our model does not compute.
-    """
-    if config.get("model_type") != "gpt2":
-        raise UnsupportedError(f"model_type {config.get('model_type')!r}: only 'gpt2' can be read")
-    for field, needed in (("scale_attn_weights", True), ("scale_attn_by_inverse_layer_idx", False)):
-        if config.get(field, needed) != needed:
-            raise UnsupportedError(f"{field} = {config[field]}: our attention computes {field} = {needed} only")
-    activation = config.get("activation_function", "gelu_new")
-    if activation not in (*SAME_AS_TANH, "gelu"):
-        raise UnsupportedError(f"activation_function {activation!r}: known are gelu and {', '.join(SAME_AS_TANH)}")
-    defaults = {"n_layer": 12, "n_embd": 768, "n_head": 12, "n_positions": 1024, "vocab_size": 50257}
-    sizes = {field: config.get(field, default) for field, default in defaults.items()}
-    for field, size in sizes.items():
-        if not isinstance(size, int) or isinstance(size, bool) or size < 1:
-            raise CorruptError(f"config.json: {field} must be an integer of at least 1, is {size!r}")
-    vocab = sizes["vocab_size"]
-    return {
-        "family": "gpt",
-        "num_layers": sizes["n_layer"],
-        "hidden_size": sizes["n_embd"],
-        "ffn_hidden_size": config.get("n_inner") or 4 * sizes["n_embd"],
-        "num_attention_heads": sizes["n_head"],
-        "max_position_embeddings": sizes["n_positions"],
-        "vocab_size": vocab,
-        "padded_vocab_size": -(-vocab // make_vocab_size_divisible_by) * make_vocab_size_divisible_by,
-        "layernorm_epsilon": config.get("layer_norm_epsilon", 1e-5),
-        "activation": "gelu" if activation == "gelu" else "gelu_tanh",
-        "tied_embeddings": config.get("tie_word_embeddings", True),
-    }
 
 
 def read_config(directory: Path) -> dict[str, Any]:
@@ -124,15 +65,14 @@ def read_tensors(directory: Path) -> dict[str, Tensor]:
     return {key: whole(array) for key, array in arrays.items()}
 
 
-def plan_files(mapped: Sequence[Mapped], masks: Mapping[str, Tensor], shard_bytes: int) -> list[OutputFile]:
+def plan_files(mapped: Sequence[Mapped], shard_bytes: int) -> list[OutputFile]:
     """The weight files: one ``model.safetensors``, or numbered ones of at most ``shard_bytes`` each.
 
     Args:
-        mapped: the tensors under their foreign names.
-        masks: masks in the layout of the content, by foreign name; pruned weights become zero.
+        mapped: the tensors under their foreign names; what a mask prunes becomes zero.
         shard_bytes: the largest file.
     """
-    tensors = [OutputTensor(key=m.name, shape=m.shape, content=m.content, mask=masks.get(m.name)) for m in mapped]
+    tensors = [OutputTensor(key=m.name, shape=m.shape, content=m.content, mask=m.mask) for m in mapped]
     groups = shard_by_size(tensors, shard_bytes)
     names = [f"model-{i + 1:05d}-of-{len(groups):05d}.safetensors" for i in range(len(groups))]
     if len(groups) == 1:

@@ -1,7 +1,7 @@
-"""Reads legacy Megatron GPT checkpoints (``iter_NNNNNNN/mp_rank_XX[_YYY]/model_optim_rng.pt``, versions 0 to 3.0).
+"""Reads legacy Megatron checkpoints (``iter_NNNNNNN/mp_rank_XX[_YYY]/model_optim_rng.pt``, versions 0 to 3.0).
 
-What differs by version is the order of the rows of the query-key-value matrix; it and the names are data, in
-``maps/megatron_gpt.json``. Layers are counted stage by stage, so that uneven stages come out right.
+GPT, BERT, T5 and Llama. What differs by version is the order of the rows of the query-key-value matrix; it and the
+names are data, in ``maps/legacy_*.json``. Layers are counted stage by stage, so that uneven stages come out right.
 """
 
 from __future__ import annotations
@@ -12,29 +12,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .copyplan import OutputTensor, sources
+from .compare import same_bytes
 from .errors import UsageError
 from .faults import CorruptError, UnsupportedError
 from .io.pickles import Inert, Name, TensorRef
-from .io.reading import Reader, open_sources
 from .io.torchfile import open_torch
-from .names import Mapped, NameMap, Rule, axis_sizes, load_map
-from .panels import panels
-from .patterns import expand, rearrange
-from .reshard import SPLIT_DIMS
-from .views import Tensor, concatenate
+from .legacy_models import family_of, model_of, refuse_variants
+from .names import Layout, Mapped, NameMap, layout_of, load_map, model_ties, to_ours
+from .views import Tensor
 
 RANK_NAME = re.compile(r"mp_rank_(\d+)(?:_(\d+))?")
-LAYER_NAME = re.compile(r"language_model\.encoder\.layers\.(\d+)\.")
-NOT_OURS = {
-    "swiglu": False,
-    "apply_layernorm_1p": False,
-    "use_rotary_position_embeddings": False,
-    "group_query_attention": False,
-    "normalization": "LayerNorm",
-    "num_experts": None,
-}
+LAYER_NAME = re.compile(r"language_model\.(encoder|decoder)\.layers\.(\d+)\.")
 HEAD_COPY = "word_embeddings_for_head.weight"
+WORD_TABLE = "language_model.embedding.word_embeddings.weight"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,23 +96,38 @@ def open_legacy(path: Path, step: int | None, options: LegacyOptions) -> LegacyC
     directory = find_iteration(path, step)
     grid = _read_ranks(directory)
     first = grid[0][0]
-    variant = {0.0: "0", 1.0: "1"}.get(first.version, "2")
-    name_map = load_map("megatron_gpt", variant)
-    _refuse_variants(first)
-    stages = _numbered_stages(grid)
-    layers = 1 + max(
-        (int(match[1]) for stage in stages for name in stage if (match := LAYER_NAME.match(name))), default=-1
-    )
-    merged = {name: ranks for stage in stages for name, ranks in stage.items() if name != HEAD_COPY}
+    stages, layers = _numbered_stages(grid)
+    merged: dict[str, list[Tensor]] = {}
+    copies: list[tuple[str, Tensor, Tensor]] = []
+    for stage in stages:
+        for name, ranks in stage.items():
+            original = merged.get(WORD_TABLE if name == HEAD_COPY else name)
+            if original is not None:
+                copies += [(f"{name} of two stages, tensor rank {r}", *two) for r, two in _pairs(original, ranks)]
+            elif name == HEAD_COPY:
+                raise CorruptError(f"{directory}: has {HEAD_COPY}, and no embedding in an earlier stage")
+            else:
+                merged[name] = ranks
+    family = family_of(merged)
+    refuse_variants(str(first.path), family, first.args, merged)
+    csr = next((name for name in merged if name.endswith("row_offsets")), None)
+    if csr is not None:
+        raise UnsupportedError(f"{first.path}: {csr}: weights stored as sparse rows are not mapped")
     remarks: list[str] = []
-    model = _model(first, merged, layers, len(grid), options, remarks)
-    ties = {} if "language_model.output_layer.weight" in merged else {"head.weight": "embedding.word.weight"}
-    model["tied_embeddings"] = bool(ties)
-    rules = [rule for rule in name_map.for_layers(layers) if rule.ours not in ties]
-    _refuse_unmatched(rules, merged, directory)
-    tensors = [_joined(rule, merged[rule.theirs], model, len(grid)) for rule in rules]
-    _compare_replicas(rules, merged, stages)
+    given = {"vocab_size": options.vocab_size, "num_attention_heads": options.num_attention_heads}
+    model = model_of(str(first.path), family, first.args, merged, layers, len(grid), given, remarks)
+    if family == "llama":
+        model["tied_embeddings"] = "language_model.output_layer.weight" not in merged
+    ties = model_ties(model)
+    variant = {0.0: "0", 1.0: "1"}.get(first.version, "2")
+    layout = layout_of(load_map(f"legacy_{family}", variant), model, padded=True)
+    tensors, equal = to_ours(layout, merged, ties)
+    _compare_replicas(layout, merged, [*copies, *equal])
     return LegacyCheckpoint(model=model, tensors=tensors, ties=ties, step=first.step, remarks=remarks)
+
+
+def _pairs(left: Sequence[Tensor], right: Sequence[Tensor]) -> Iterator[tuple[int, tuple[Tensor, Tensor]]]:
+    return enumerate(zip(left, right, strict=True))
 
 
 def _read_ranks(directory: Path) -> list[list[_Rank]]:
@@ -138,7 +143,7 @@ def _read_ranks(directory: Path) -> list[list[_Rank]]:
     missing = [f"mp_rank_{t:02d}_{p:03d}" for t in range(tensor_ranks) for p in range(stages) if (t, p) not in found]
     if missing:
         raise CorruptError(f"{directory}: {len(missing)} of {tensor_ranks * stages} ranks are missing: {missing}")
-    name_map = load_map("megatron_gpt", "2")
+    name_map = load_map("legacy_gpt", "2")
     grid = [[_read_rank(found[t, p], name_map) for p in range(stages)] for t in range(tensor_ranks)]
     for rank in (rank for row in grid for rank in row):
         if (rank.version, len(rank.chunks), rank.step) != (grid[0][0].version, len(grid[0][0].chunks), grid[0][0].step):
@@ -183,131 +188,42 @@ def _flatten(value: Any, prefix: str) -> Iterator[tuple[str, TensorRef]]:
                 yield from _flatten(inner, f"{prefix}.{key}" if prefix else str(key))
 
 
-def _numbered_stages(grid: list[list[_Rank]]) -> list[dict[str, list[Tensor]]]:
-    """For each chunk of each stage, in layer order: tensors of all tensor ranks by name, layers numbered globally."""
+def _numbered_stages(grid: list[list[_Rank]]) -> tuple[list[dict[str, list[Tensor]]], dict[str, int]]:
+    """For each chunk of each stage, in layer order: tensors of all tensor ranks by name, layers numbered globally.
+
+    Also the number of layers of ``encoder`` and ``decoder``.
+    """
     chunks, stages = len(grid[0][0].chunks), len(grid[0])
     result = []
-    offset = 0
+    counts = {"encoder": 0, "decoder": 0}
     for chunk in range(chunks):
         for stage in range(stages):
             ranks = [row[stage].chunks[chunk] for row in grid]
             if any(rank.keys() != ranks[0].keys() for rank in ranks):
                 raise CorruptError(f"{grid[0][stage].path}: its tensor ranks do not hold the same tensors")
-            numbers = {int(match[1]) for name in ranks[0] if (match := LAYER_NAME.match(name))}
-            if numbers != set(range(len(numbers))):
-                raise CorruptError(f"{grid[0][stage].path}: its layers are {sorted(numbers)}, not 0 and on")
+            begins = dict(counts)
+            for stack in counts:
+                found = [match for name in ranks[0] if (match := LAYER_NAME.match(name)) and match[1] == stack]
+                numbers = {int(match[2]) for match in found}
+                if numbers != set(range(len(numbers))):
+                    raise CorruptError(f"{grid[0][stage].path}: its layers are {sorted(numbers)}, not 0 and on")
+                counts[stack] += len(numbers)
 
-            def numbered(match: re.Match[str], begin: int = offset) -> str:
-                return f"language_model.encoder.layers.{int(match[1]) + begin}."
+            def numbered(match: re.Match[str], begins: Mapping[str, int] = begins) -> str:
+                return f"language_model.{match[1]}.layers.{int(match[2]) + begins[match[1]]}."
 
             result.append({LAYER_NAME.sub(numbered, name): [rank[name] for rank in ranks] for name in ranks[0]})
-            offset += len(numbers)
-    return result
-
-
-def _refuse_variants(rank: _Rank) -> None:
-    for field, ours in NOT_OURS.items():
-        if rank.args.get(field, ours) != ours:
-            raise UnsupportedError(f"{rank.path}: trained with {field} = {rank.args[field]!r}; only {ours!r} is mapped")
-    csr = next((name for chunk in rank.chunks for name in chunk if name.endswith("row_offsets")), None)
-    if csr is not None:
-        raise UnsupportedError(f"{rank.path}: {csr}: weights stored as sparse rows are not mapped")
-
-
-def _model(
-    rank: _Rank,
-    merged: Mapping[str, list[Tensor]],
-    layers: int,
-    tensor_ranks: int,
-    options: LegacyOptions,
-    remarks: list[str],
-) -> dict[str, Any]:
-    """The sizes of the model from its shapes, and what shapes cannot tell from the arguments or the person."""
-    shapes = {}
-    for name in ("embedding.word_embeddings", "embedding.position_embeddings", "encoder.layers.0.mlp.dense_h_to_4h"):
-        ranks = merged.get(f"language_model.{name}.weight")
-        if ranks is None or len(ranks[0].shape) != 2:
-            raise UnsupportedError(f"{rank.path}: not a GPT: no matrix language_model.{name}.weight")
-        shapes[name.rpartition(".")[2]] = ranks[0].shape
-    padded, hidden = shapes["word_embeddings"][0] * tensor_ranks, shapes["word_embeddings"][1]
-    heads = options.num_attention_heads or rank.args.get("num_attention_heads")
-    if not isinstance(heads, int) or heads < 1 or hidden % heads:
-        raise UsageError(
-            f"{rank.path}: the number of heads is {heads!r}; give --num-attention-heads, a divisor of {hidden}"
-        )
-    vocab = options.vocab_size or rank.args.get("orig_vocab_size") or rank.args.get("vocab_size")
-    if not isinstance(vocab, int):
-        vocab = padded
-        remarks.append(
-            f"the true vocabulary size is not told; {padded} rows are kept, --vocab-size cuts the padding off"
-        )
-    if not 1 <= vocab <= padded:
-        raise UsageError(f"--vocab-size {vocab}: must be within 1 and the padded size {padded}")
-    is_tanh = bool(rank.args.get("bias_gelu_fusion", True) or rank.args.get("openai_gelu", False))
-    epsilon = rank.args.get("layernorm_epsilon", 1e-5)
-    return {
-        "family": "gpt",
-        "num_layers": layers,
-        "hidden_size": hidden,
-        "ffn_hidden_size": shapes["dense_h_to_4h"][0] * tensor_ranks,
-        "num_attention_heads": heads,
-        "max_position_embeddings": shapes["position_embeddings"][0],
-        "vocab_size": vocab,
-        "padded_vocab_size": padded,
-        "layernorm_epsilon": float(epsilon) if isinstance(epsilon, int | float) else 1e-5,
-        "activation": "gelu_tanh" if is_tanh else "gelu",
-    }
-
-
-def _refuse_unmatched(rules: list[Rule], merged: Mapping[str, list[Tensor]], directory: Path) -> None:
-    wanted = {rule.theirs for rule in rules}
-    for names, what in ((merged.keys() - wanted, "no rule of the map takes"), (wanted - merged.keys(), "missing are")):
-        if names:
-            raise UnsupportedError(f"{directory}: {what} {len(names)} tensors: {', '.join(sorted(names)[:5])}")
-
-
-def _joined(rule: Rule, ranks: list[Tensor], model: Mapping[str, Any], tensor_ranks: int) -> Mapped:
-    """The parts of all tensor ranks as one tensor in our layout, rows put in order rank by rank."""
-    sizes = axis_sizes(model, model["padded_vocab_size"])
-    dim = next((dim for suffix, dim in SPLIT_DIMS.items() if rule.ours.endswith(suffix)), None)
-    shape = tuple(_product(sizes, group) for group in rule.our_axes)
-    if dim is None or tensor_ranks == 1:
-        content, _ = rearrange(ranks[0], rule.their_axes, rule.our_axes, sizes, sizes, rule.theirs)
-        return Mapped(name=rule.ours, source_name=rule.theirs, content=content, shape=shape)
-    axis = rule.our_axes[dim][0]
-    local = {**sizes, axis: sizes[axis] // tensor_ranks}
-    parts = [rearrange(part, rule.their_axes, rule.our_axes, local, local, rule.theirs)[0] for part in ranks]
-    at = sum(len(group) for group in rule.our_axes[:dim])
-    joined = expand(concatenate(parts, at), rule.our_axes, sizes, rule.theirs)
-    return Mapped(name=rule.ours, source_name=rule.theirs, content=joined, shape=shape)
-
-
-def _product(sizes: Mapping[str, int], axes: Sequence[str]) -> int:
-    result = 1
-    for axis in axes:
-        result *= sizes[axis]
-    return result
+    return result, counts
 
 
 def _compare_replicas(
-    rules: list[Rule], merged: Mapping[str, list[Tensor]], stages: list[dict[str, list[Tensor]]]
+    layout: Layout, merged: Mapping[str, list[Tensor]], copies: list[tuple[str, Tensor, Tensor]]
 ) -> None:
-    """What several ranks hold alike must be equal: replicated tensors, and the head's copy of the embedding."""
-    for rule in rules:
-        if not rule.ours.endswith(tuple(SPLIT_DIMS)):
-            for rank, part in enumerate(merged[rule.theirs][1:], 1):
-                _refuse_unequal(merged[rule.theirs][0], part, f"{rule.theirs} of tensor ranks 0 and {rank}")
-    embedding = merged["language_model.embedding.word_embeddings.weight"]
-    for stage in stages:
-        for rank, part in enumerate(stage.get(HEAD_COPY, [])):
-            _refuse_unequal(embedding[rank], part, f"{HEAD_COPY} and the embedding of tensor rank {rank}")
-
-
-def _refuse_unequal(left: Tensor, right: Tensor, what: str) -> None:
-    outputs = [OutputTensor(key=what, shape=side.shape, content=side) for side in (left, right)]
-    with open_sources(sources(outputs)) as files:
-        pair = [panels(output, Reader(files)) for output in outputs]
-        same = left.shape == right.shape and all(bytes(a) == bytes(b) for a, b in zip(*pair, strict=True))
-    if not same:
-        path = right.pieces[0].view.array.path
-        raise CorruptError(f"{path}: {what} differ, where they must be equal; the checkpoint contradicts itself")
+    """What several ranks hold alike must be equal: replicated tensors, and copies of the embedding."""
+    for name in {link.theirs: None for link in layout.links if not link.split and link.theirs in merged}:
+        for rank, part in enumerate(merged[name][1:], 1):
+            copies.append((f"{name} of tensor ranks 0 and {rank}", merged[name][0], part))
+    for what, one, other in copies:
+        if not same_bytes(one, other):
+            path = other.pieces[0].view.array.path
+            raise CorruptError(f"{path}: {what} differ, where they must be equal; the checkpoint contradicts itself")

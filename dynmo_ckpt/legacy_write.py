@@ -1,21 +1,25 @@
-"""Plans a legacy Megatron GPT checkpoint on any topology, in the row order of any checkpoint version. Pure."""
+"""Plans a legacy Megatron checkpoint on any topology, in the row order of any checkpoint version. Pure."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from .copyplan import OutputTensor
+from .errors import UsageError
 from .faults import UnsupportedError
+from .formats.checkpoint_rules import finest_items
 from .io.pickles import Name
 from .io.torchwrite import NewObject, NewTensor, TorchOutputFile
-from .names import Rule, axis_sizes, load_map
+from .legacy_models import legacy_args
+from .names import Mapped, layout_of, load_map, to_theirs
 from .native import NativeCheckpoint
-from .patterns import expand, rearrange
-from .reshard import SPLIT_DIMS, check_divisible
-from .views import Tensor
+from .reshard import check_divisible, counted_partition
 
 OLDER_NAMES = (("language_model.encoder.", "language_model.transformer."), (".self_attention.", ".attention."))
+LAYER_NAME = re.compile(r"language_model\.(encoder|decoder)\.layers\.(\d+)\.")
+WORD = "language_model.embedding.word_embeddings.weight"
 
 
 def plan_legacy(
@@ -30,34 +34,40 @@ def plan_legacy(
 
     Args:
         checkpoint: the input; pruned weights become zeros in place, optimizer state stays behind.
-        counts: layers of each stage, in layer order.
+        counts: layers of each stage, in layer order, a T5's encoder before its decoder.
         tensor_parallel_size: tensor ranks.
         virtual_stages_per_worker: chunks of each worker; its files then hold ``model0``, ``model1``, ...
         version: 0, 1.0, 2.0 or 3.0, the order of the query-key-value rows and the names of the time.
 
     Raises:
         UnsupportedError: sizes that do not divide, or a tensor that the map does not take.
+        UsageError: a stage with layers of a T5's encoder and of its decoder.
     """
     model, ties = checkpoint.manifest["model"], checkpoint.manifest["ties"]
+    _refuse_unmapped(model, version)
     check_divisible(model, tensor_parallel_size)
-    name_map = load_map("megatron_gpt", {0.0: "0", 1.0: "1"}.get(version, "2"))
-    rules = {rule.ours: rule for rule in name_map.for_layers(model["num_layers"]) if rule.ours not in ties}
-    unmapped = set(checkpoint.names("parameter", "buffer")) ^ set(rules)
-    if unmapped:
-        raise UnsupportedError(f"tensors that the map and the input do not share: {', '.join(sorted(unmapped)[:5])}")
     workers = len(counts) // virtual_stages_per_worker
+    split_rank = split_stage(model, counts)
+    stages = [finest_items(items, dict(model)) for items in counted_partition(counts, model)]
+    layout = layout_of(
+        load_map(f"legacy_{model['family']}", {0.0: "0", 1.0: "1"}.get(version, "2")), model, padded=True
+    )
+    stored = {name: checkpoint.tensors[name] for name in checkpoint.names("parameter", "buffer")}
+    masks = {name.removesuffix(".mask"): checkpoint.tensors[name] for name in checkpoint.names("mask")}
     iteration = f"iter_{checkpoint.manifest['step']:07d}"
+    args = legacy_args(model, tensor_parallel_size, workers, version, split_rank)
     files = []
     for rank in range(tensor_parallel_size):
+        mapped = to_theirs(layout, stored, ties, masks, rank=rank, ranks=tensor_parallel_size)
         for worker in range(workers):
             tensors: list[OutputTensor] = []
             chunks = [
-                _chunk(checkpoint, rules, counts, v * workers + worker, rank, tensor_parallel_size, version, tensors)
+                _chunk(mapped, stages, v * workers + worker, version, "head.weight" in ties, tensors)
                 for v in range(virtual_stages_per_worker)
             ]
             models = {"model": chunks[0]} if len(chunks) == 1 else {f"model{v}": c for v, c in enumerate(chunks)}
             tree = {
-                "args": NewObject(Name("argparse", "Namespace"), _args(model, tensor_parallel_size, workers, version)),
+                "args": NewObject(Name("argparse", "Namespace"), args),
                 "checkpoint_version": version,
                 "iteration": checkpoint.manifest["step"],
                 **models,
@@ -68,89 +78,89 @@ def plan_legacy(
     return files, {"latest_checkpointed_iteration.txt": str(checkpoint.manifest["step"]).encode()}
 
 
+def _refuse_unmapped(model: Mapping[str, Any], version: float) -> None:
+    needed = {"position_embedding": "rotary" if model["family"] == "llama" else "learned"}
+    needed["activation"] = model["activation"]
+    if model["family"] == "llama":
+        needed["activation"] = "swiglu"
+    elif model["activation"] not in ("gelu", "gelu_tanh"):
+        needed["activation"] = "gelu"
+    for field, value in needed.items():
+        if model.get(field, value) != value:
+            raise UnsupportedError(f"legacy Megatron: {field} {model[field]!r} is not mapped, only {value!r} is")
+    if model.get("num_experts"):
+        raise UnsupportedError("legacy Megatron: experts are not mapped")
+    if model.get("num_key_value_heads", model["num_attention_heads"]) != model["num_attention_heads"] and version < 2:
+        raise UnsupportedError(f"checkpoint version {version:g} is older than grouped queries; 2.0 and 3.0 hold them")
+    if model["family"] == "bert" and not model["tied_embeddings"]:
+        raise UnsupportedError("legacy Megatron: a BERT's head is tied to its embedding")
+
+
+def split_stage(model: Mapping[str, Any], counts: Sequence[int]) -> int | None:
+    """The first stage of a T5's decoder, where it has several stages; raises ``UsageError`` where a stage has both."""
+    if model["family"] != "t5" or len(counts) == 1:
+        return None
+    done = 0
+    for stage, count in enumerate(counts):
+        if done == model["num_layers"]:
+            return stage
+        done += count
+        if done > model["num_layers"]:
+            break
+    raise UsageError(
+        f"layers {list(counts)} of the stages: one would hold layers of the encoder, which has {model['num_layers']}, "
+        "and of the decoder; give --partition with a cut between them"
+    )
+
+
 def _chunk(
-    checkpoint: NativeCheckpoint,
-    rules: Mapping[str, Rule],
-    counts: Sequence[int],
+    mapped: Sequence[Mapped],
+    stages: Sequence[Sequence[str]],
     stage: int,
-    rank: int,
-    ranks: int,
     version: float,
+    tied: bool,
     tensors: list[OutputTensor],
 ) -> dict[str, Any]:
     """The ``model`` of one chunk; its tensors are appended to ``tensors``."""
-    begin = sum(counts[:stage])
-    first, last = stage == 0, stage == len(counts) - 1
-    wanted = {f"layers.{begin + i}.": f"layers.{i}." for i in range(counts[stage])}
+    here = tuple(f"{item}." for item in stages[stage])
+    starts_decoder = "decoder.embedding" in stages[stage] and "encoder.embedding" not in stages[stage]
+    if starts_decoder:
+        here = (*here, "encoder.embedding.")
+    first_layer: dict[str, int] = {}
     state: dict[str, Any] = {"language_model": {}}
-    for ours, rule in rules.items():
-        prefix = next((prefix for prefix in wanted if ours.startswith(prefix)), None)
-        is_here = prefix is not None or (ours.startswith("embedding.") and first) or (ours.startswith("head.") and last)
-        if not is_here:
-            continue
-        name = rule.theirs if prefix is None else rule.theirs.replace(prefix, wanted[prefix], 1)
-        if version < 3:
-            for new, old in OLDER_NAMES:
+
+    def local(match: re.Match[str]) -> str:
+        begin = first_layer.setdefault(match[1], int(match[2]))
+        return f"language_model.{match[1]}.layers.{int(match[2]) - begin}."
+
+    for each in mapped:
+        if each.source_name.startswith(here):
+            name = LAYER_NAME.sub(local, each.name)
+            for new, old in OLDER_NAMES if version < 3 else ():
                 name = name.replace(new, old)
-        _place(state, name, _tensor(checkpoint, rule, rank, ranks, tensors))
-    if last and not first and "head.weight" in checkpoint.manifest["ties"]:
-        copy = _tensor(checkpoint, rules["embedding.word.weight"], rank, ranks, tensors)
-        state["word_embeddings_for_head"] = {"weight": copy}
+            _place(state, name, _stored(each, tensors))
+    is_last, has_words = stage == len(stages) - 1, "embedding" in state["language_model"]
+    if is_last and tied and not has_words:
+        word = next(each for each in mapped if each.name == WORD)
+        state["word_embeddings_for_head"] = {"weight": _stored(word, tensors)}
     return state
 
 
 def _place(state: dict[str, Any], name: str, tensor: NewTensor) -> None:
-    """Put a tensor where Megatron has it: nested dictionaries down to the block list, whose keys are dotted."""
-    _, part, rest = name.split(".", 2)
-    inner = state["language_model"].setdefault(part, {})
-    if part == "embedding":
-        table, _, rest = rest.partition(".")
-        inner = inner.setdefault(table, {})
+    """Put a tensor where Megatron has it: nested dictionaries down to a module's own, whose keys are dotted."""
+    part, _, rest = name.partition(".")
+    inner = state.setdefault(part, {})
+    for nested in ("language_model", "embedding"):
+        if part == nested:
+            part, _, rest = rest.partition(".")
+            inner = inner.setdefault(part, {})
     inner[rest] = tensor
 
 
-def _tensor(checkpoint: NativeCheckpoint, rule: Rule, rank: int, ranks: int, tensors: list[OutputTensor]) -> NewTensor:
-    """One rank's part of a tensor in the version's row order, with the storage it gets."""
-    model = checkpoint.manifest["model"]
-    sizes = axis_sizes(model, model["padded_vocab_size"])
-    dim = next((dim for suffix, dim in SPLIT_DIMS.items() if rule.ours.endswith(suffix)), None)
-    local = dict(sizes)
-    if dim is not None:
-        local[rule.our_axes[dim][0]] //= ranks
-    at = 0 if dim is None else sum(len(group) for group in rule.our_axes[:dim])
-    step = 0 if dim is None else local[rule.our_axes[dim][0]]
-
-    def part(tensor: Tensor) -> tuple[Tensor, tuple[int, ...]]:
-        whole = expand(tensor, rule.our_axes, sizes, rule.ours)
-        mine = whole if dim is None else whole.narrow(at, rank * step, (rank + 1) * step)
-        return rearrange(mine, rule.our_axes, rule.their_axes, local, local, rule.ours)
-
-    content, shape = part(checkpoint.tensors[rule.ours])
-    stored_mask = checkpoint.tensors.get(f"{rule.ours}.mask")
-    mask = None if stored_mask is None else part(stored_mask)[0]
+def _stored(mapped: Mapped, tensors: list[OutputTensor]) -> NewTensor:
+    """A tensor of the tree, with the storage it gets."""
     number = len(tensors)
-    tensors.append(OutputTensor(key=f"model_optim_rng/data/{number}", shape=shape, content=content, mask=mask))
-    return NewTensor(number, content.dtype, shape)
-
-
-def _args(model: Mapping[str, Any], ranks: int, workers: int, version: float) -> dict[str, Any]:
-    """The arguments that Megatron's loaders compare or build the model from."""
-    size = "tensor_model_parallel_size" if version >= 3 else "model_parallel_size"
-    return {
-        "num_layers": model["num_layers"],
-        "hidden_size": model["hidden_size"],
-        "ffn_hidden_size": model["ffn_hidden_size"],
-        "num_attention_heads": model["num_attention_heads"],
-        "kv_channels": model["hidden_size"] // model["num_attention_heads"],
-        "seq_length": model["max_position_embeddings"],
-        "max_position_embeddings": model["max_position_embeddings"],
-        "padded_vocab_size": model["padded_vocab_size"],
-        "orig_vocab_size": model["vocab_size"],
-        "layernorm_epsilon": model["layernorm_epsilon"],
-        "bias_gelu_fusion": model["activation"] == "gelu_tanh",
-        "openai_gelu": False,
-        "untie_embeddings_and_output_weights": not model["tied_embeddings"],
-        "add_position_embedding": True,
-        size: ranks,
-        "pipeline_model_parallel_size": workers,
-    }
+    tensors.append(
+        OutputTensor(key=f"model_optim_rng/data/{number}", shape=mapped.shape, content=mapped.content, mask=mapped.mask)
+    )
+    return NewTensor(number, mapped.content.dtype, mapped.shape)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -117,6 +118,20 @@ def layer_counts(num_layers: int, num_stages: int, text: str | None) -> list[int
     if sum(map(int, words)) != num_layers:
         raise UsageError(f"--partition {text!r}: must add up to the model's {num_layers} layers")
     return [int(word) for word in words]
+
+
+def num_blocks(model: Mapping[str, Any]) -> int:
+    """Blocks of a model that a partition counts; those of a T5's encoder come before those of its decoder."""
+    return int(model["num_layers"] + model.get("num_decoder_layers", 0))
+
+
+def legacy_counts(model: Mapping[str, Any], num_stages: int, text: str | None) -> list[int]:
+    """Layers of each stage of a legacy checkpoint; by default a T5's stages are cut between encoder and decoder."""
+    if text is not None or model["family"] != "t5" or num_stages == 1:
+        return layer_counts(num_blocks(model), num_stages, text)
+    encoder = min(max(1, round(num_stages * model["num_layers"] / max(1, num_blocks(model)))), num_stages - 1)
+    sides = ((model["num_layers"], encoder), (model["num_decoder_layers"], num_stages - encoder))
+    return [count for layers, stages in sides for count in layer_counts(layers, stages, None)]
 
 
 def legacy_version(value: float) -> float:

@@ -43,36 +43,14 @@ def expand(tensor: Tensor, axes: Axes, sizes: Mapping[str, int], name: str) -> T
         UnsupportedError: its shape is not what the axes and sizes say.
     """
     expected = stored_shape(axes, sizes)
-    if tensor.shape == tuple(sizes[axis] for group in axes for axis in group):
+    flat = tuple(sizes[axis] for group in axes for axis in group)
+    if tensor.shape == flat:
         return tensor
+    if tensor.shape != expected and [n for n in tensor.shape if n != 1] == [n for n in flat if n != 1]:
+        return tensor.with_ones(flat)
     if tensor.shape != expected:
         raise UnsupportedError(f"{name}: the shape is {list(tensor.shape)}, the model's sizes ask for {list(expected)}")
     for dim in reversed(range(len(axes))):
         if len(axes[dim]) > 1:
             tensor = tensor.unflatten(dim, [sizes[axis] for axis in axes[dim]])
     return tensor
-
-
-def rearrange(
-    tensor: Tensor, source: Axes, target: Axes, sizes: Mapping[str, int], target_sizes: Mapping[str, int], name: str
-) -> tuple[Tensor, tuple[int, ...]]:
-    """Bring ``tensor`` from one layout to another.
-
-    An axis may have another size on the target's side (a padded vocabulary): the rest is cut off or filled with zeros.
-
-    Returns:
-        The content with one dimension an axis of the target, and the shape under which it is stored.
-    """
-    expanded = expand(tensor, source, sizes, name)
-    flat_source = [axis for group in source for axis in group]
-    flat_target = [axis for group in target for axis in group]
-    if sorted(flat_source) != sorted(flat_target):
-        raise UnsupportedError(f"{name}: the axes {flat_source} and {flat_target} are not the same")
-    result = expanded.permute([flat_source.index(axis) for axis in flat_target])
-    for dim, axis in enumerate(flat_target):
-        size = target_sizes[axis]
-        if size < result.shape[dim]:
-            result = result.narrow(dim, 0, size)
-        elif size > result.shape[dim]:
-            result = result.padded(dim, size)
-    return result, stored_shape(target, target_sizes)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,18 +13,26 @@ from .execute import Written
 from .faults import UnsupportedError
 from .formats._document import envelope
 from .formats.checkpoint import BLANK_SEAL, FORMAT, VERSION
-from .formats.checkpoint_rules import finest_items, model_items
+from .formats.checkpoint_rules import block_items, finest_items, model_blocks, model_items
 from .views import Tensor
 
 SPLIT_DIMS = {
     "attention.qkv.weight": 0,
     "attention.qkv.bias": 0,
+    "attention.query.weight": 0,
+    "attention.query.bias": 0,
+    "attention.key_value.weight": 0,
+    "attention.key_value.bias": 0,
     "attention.dense.weight": 1,
-    "mlp.fc1.weight": 0,
-    "mlp.fc1.bias": 0,
-    "mlp.fc2.weight": 1,
+    "attention.relative.weight": 1,
+    ".fc1.weight": 0,
+    ".fc1.bias": 0,
+    ".gate.weight": 0,
+    ".up.weight": 0,
+    ".fc2.weight": 1,
     "embedding.word.weight": 0,
     "head.weight": 0,
+    "head.bias": 0,
 }
 
 
@@ -40,14 +49,27 @@ def whole_partition(manifest: Mapping[str, Any]) -> list[list[str]]:
     return [[item for stage in manifest["topology"]["partition"] for item in stage]]
 
 
-def counted_partition(layers_per_stage: Sequence[int]) -> list[list[str]]:
-    """A partition with these numbers of whole blocks a stage; the embedding in the first, the head in the last."""
-    stages, at = [], 0
-    for count in layers_per_stage:
-        stages.append([f"layers.{i}" for i in range(at, at + count)])
-        at += count
-    stages[0].insert(0, "embedding")
-    stages[-1].append("head")
+def counted_partition(layers_per_stage: Sequence[int], model: Mapping[str, Any]) -> list[list[str]]:
+    """A partition with these numbers of whole blocks a stage; what is no block stands with the block after it.
+
+    What comes first is in the first stage and the head in the last.
+    """
+    blocks = list(model_blocks(dict(model)))
+    stages: list[list[str]] = [[] for _ in layers_per_stage]
+    stage_of_block = [stage for stage, count in enumerate(layers_per_stage) for _ in range(count)]
+    done = 0
+    for item in block_items(dict(model)):
+        if item in blocks:
+            stages[stage_of_block[done]].append(item)
+            done += 1
+        elif done == 0:
+            stages[0].append(item)
+        elif item == "head":
+            stages[-1].append(item)
+        elif item == "encoder.norm":
+            stages[stage_of_block[done - 1]].append(item)
+        else:
+            stages[stage_of_block[done] if done < len(blocks) else -1].append(item)
     return stages
 
 
@@ -88,17 +110,18 @@ def plan_native(
         kind = "optimizer" if entry["role"] == "optimizer" else "model"
         dim = _split_dim(name, entry["role"]) if tensor_parallel_size > 1 else None
         shards = []
-        for rank, part in enumerate(_cut(tensors[name], dim, tensor_parallel_size)):
+        for rank, part in enumerate(_cut(tensors[name], entry["shape"], dim, tensor_parallel_size)):
             file = f"{kind}-p{worker:03d}-t{rank:02d}.safetensors"
-            shape = part.shape if dim is not None else tuple(entry["shape"])
-            contents.setdefault(file, []).append(OutputTensor(key=name, shape=shape, content=part))
             index = [[0, size] for size in entry["shape"]]
             if dim is not None:
-                index[dim] = [rank * part.shape[dim], (rank + 1) * part.shape[dim]]
+                step = entry["shape"][dim] // tensor_parallel_size
+                index[dim] = [rank * step, (rank + 1) * step]
+            shape = tuple(end - begin for begin, end in index)
+            contents.setdefault(file, []).append(OutputTensor(key=name, shape=shape, content=part))
             shards.append({"file": file, "key": name, "index": index})
         entries[name] = {**entry, "split_dim": dim, "shards": shards}
     topology = {
-        **manifest["topology"],
+        **{key: value for key, value in manifest["topology"].items() if key != "expert_parallel_size"},
         "tensor_parallel_size": tensor_parallel_size,
         "pipeline_parallel_size": workers,
         "data_parallel_size": data_parallel_size,
@@ -118,8 +141,8 @@ def plan_native(
 
 def check_divisible(model: Mapping[str, Any], ranks: int) -> None:
     """Raise ``UnsupportedError`` where a size cannot be cut into ``ranks`` tensor ranks."""
-    for field in ("num_attention_heads", "ffn_hidden_size", "padded_vocab_size"):
-        if model[field] % ranks:
+    for field in ("num_attention_heads", "num_key_value_heads", "ffn_hidden_size", "padded_vocab_size"):
+        if model.get(field, 0) % ranks:
             raise UnsupportedError(
                 f"{field} {model[field]} cannot be cut into {ranks} tensor ranks; choose a divisor of it"
             )
@@ -130,11 +153,17 @@ def _split_dim(name: str, role: str) -> int | None:
     return next((dim for suffix, dim in SPLIT_DIMS.items() if base.endswith(suffix)), None)
 
 
-def _cut(tensor: Tensor, dim: int | None, ranks: int) -> list[Tensor]:
+def _cut(tensor: Tensor, shape: Sequence[int], dim: int | None, ranks: int) -> list[Tensor]:
+    """Cut a tensor, stored under ``shape``, along ``dim``; its content may have one dimension an axis."""
     if dim is None:
         return [tensor]
-    step = tensor.shape[dim] // ranks
-    return [tensor.narrow(dim, rank * step, (rank + 1) * step) for rank in range(ranks)]
+    at, outer = 0, math.prod(shape[:dim])
+    while math.prod(tensor.shape[:at]) < outer or tensor.shape[at] == 1:
+        at += 1
+    if tensor.shape[at] % ranks:
+        raise UnsupportedError(f"groups of {tensor.shape[at]} rows cannot be cut into {ranks} tensor ranks")
+    step = tensor.shape[at] // ranks
+    return [tensor.narrow(at, rank * step, (rank + 1) * step) for rank in range(ranks)]
 
 
 def finished_manifest(

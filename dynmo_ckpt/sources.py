@@ -7,13 +7,16 @@ from pathlib import Path
 from typing import Any
 
 from . import __version__
+from .compare import same_bytes
 from .errors import UsageError
 from .faults import CorruptError
 from .formats._document import Problem, envelope
 from .formats.checkpoint import BLANK_SEAL, FORMAT, VERSION, model_check
-from .huggingface import gpt2_model, read_config, read_tensors, tokenizer_names
+from .formats.checkpoint_rules import block_items
+from .hf_models import ARCHITECTURES, hf_model
+from .huggingface import read_config, read_tensors, tokenizer_names
 from .legacy import LegacyOptions, is_legacy, open_legacy
-from .names import Mapped, load_map, to_ours
+from .names import Mapped, layout_of, load_map, model_ties, to_ours
 from .native import NativeCheckpoint, find_checkpoint, is_native, open_native
 from .options import SourceKind
 
@@ -63,20 +66,30 @@ def open_any(
 
 
 def open_hf(directory: Path, make_vocab_size_divisible_by: int) -> NativeCheckpoint:
-    """A Hugging Face GPT-2 directory as a checkpoint at step 0 without optimizer state.
+    """A Hugging Face directory as a checkpoint at step 0 without optimizer state.
 
     Raises:
-        CorruptError: a file is missing or broken, or the configuration holds impossible sizes.
+        CorruptError: a file is missing or broken, the configuration holds impossible sizes, or copies differ.
         UnsupportedError: another architecture, or tensors that do not fit the map.
     """
     config = read_config(directory)
-    model = gpt2_model(config, make_vocab_size_divisible_by)
+    model = hf_model(config, make_vocab_size_divisible_by)
     problems: list[Problem] = []
     model_check(model, "", problems)
     if problems:
         raise CorruptError("\n  ".join([f"{directory / 'config.json'}: impossible sizes", *map(str, problems)]))
-    ties = {"head.weight": "embedding.word.weight"} if model["tied_embeddings"] else {}
-    mapped = to_ours(load_map("gpt2"), model, read_tensors(directory), ties)
+    layout = layout_of(load_map(ARCHITECTURES[config["model_type"]].map), model)
+    tensors = {name: [tensor] for name, tensor in read_tensors(directory).items()}
+    ties = model_ties(model)
+    apart = {link.ours for link in layout.links if link.shared and link.ours in ties}
+    mapped, pairs = to_ours(layout, tensors, ties)
+    for what, one, other in pairs:
+        if not same_bytes(one, other):
+            if not apart:
+                raise CorruptError(f"{directory}: {what} differ, where they must be equal")
+            ties = {name: target for name, target in ties.items() if name not in apart}
+    if len(ties) != len(model_ties(model)):
+        mapped, _ = to_ours(layout, tensors, ties)
     return NativeCheckpoint(
         directory=directory,
         manifest=new_manifest(model, mapped, ties, run_id=f"from-{directory.resolve().name}"),
@@ -124,7 +137,7 @@ def new_manifest(
             "virtual_stages_per_worker": 1,
             "schedule": "none",
             "world_size": 1,
-            "partition": [["embedding", *(f"layers.{i}" for i in range(model["num_layers"])), "head"]],
+            "partition": [block_items(dict(model))],
         },
         "dynamic": {"frozen_items": [], "pruning": None, "sparse_thresholds": {}},
         "tensors": entries,

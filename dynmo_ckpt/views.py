@@ -62,6 +62,10 @@ class Tensor:
         Raises:
             UnsupportedError: a piece ends within a group, so that it is no longer a box.
         """
+        if 1 in sizes and len(sizes) > 1 and math.prod(sizes) == self.shape[dim]:
+            wide = [size for size in sizes if size != 1]
+            base = self.unflatten(dim, wide) if len(wide) > 1 else self
+            return base.with_ones(_splice(self.shape, dim, sizes))
         inner = math.prod(sizes[1:])
         if math.prod(sizes) != self.shape[dim]:
             raise UnsupportedError(f"a dimension of {self.shape[dim]} cannot be seen as {' x '.join(map(str, sizes))}")
@@ -77,6 +81,20 @@ class Tensor:
             )
             pieces.append(Piece(_splice(piece.begin, dim, (begin // inner, *[0] * (len(sizes) - 1))), view))
         return replace(self, shape=_splice(self.shape, dim, sizes), pieces=tuple(pieces))
+
+    def with_ones(self, shape: Sequence[int]) -> Tensor:
+        """The same elements under ``shape``, which differs in dimensions of size 1 alone."""
+        left = iter([dim for dim, size in enumerate(self.shape) if size != 1])
+        sources = [next(left) if size != 1 else None for size in shape]
+
+        def pick(values: Sequence[int], single: int) -> tuple[int, ...]:
+            return tuple(single if at is None else values[at] for at in sources)
+
+        pieces = tuple(
+            Piece(pick(p.begin, 0), replace(p.view, shape=pick(p.view.shape, 1), strides=pick(p.view.strides, 1)))
+            for p in self.pieces
+        )
+        return replace(self, shape=tuple(shape), pieces=pieces)
 
     def permute(self, order: Sequence[int]) -> Tensor:
         """Reorder the dimensions: new dimension ``i`` is the old ``order[i]``."""

@@ -28,10 +28,11 @@ from .optim.gradients import (
 )
 from .optim.items import HeldItems, ItemState
 from .optim.precision import FLOAT32, LossScaler, Precision, unscale
+from .optim.replicas import GradientReducer
 from .optim.schedule import LearningRate
-from .parallel.replicas import GradientReducer
 from .parallel.tensor import region_of
 from .parallel.world import World, gather_documents, sum_over_pipeline, sum_over_replicas
+from .parallel.zero import Shards
 from .pipeline.clock import clock_for
 from .pipeline.costs import costs_of_workers
 from .pipeline.partition import Partition
@@ -54,6 +55,7 @@ class EngineSettings:
         overlap_reduction: whether the replicas' gradients are added while others are still being computed.
         sequence_parallel: whether the stream between tensor-parallel regions is cut along the tokens; the boundary's
             shape is then that of a part.
+        zero_stage: 0: every replica holds whole parameters and moments; 1 and 2: its rows between steps; 3: always.
     """
 
     pipeline: PipelineShape
@@ -68,6 +70,7 @@ class EngineSettings:
     fused_adam: type[Any] | None = None
     overlap_reduction: bool = False
     sequence_parallel: bool = False
+    zero_stage: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,8 +132,11 @@ class Engine:
         self.family, self.settings, self.world = family, settings, world
         self.partition = partition
         region = region_of(world, sequence=settings.sequence_parallel)
+        shards = None
+        if settings.zero_stage and world.dims.data > 1:
+            shards = Shards(world, reshard=settings.zero_stage == 3, compute=settings.precision.compute)
         self.held = HeldItems(
-            family, settings.adamw, world.device, settings.sparse_threshold, settings.fused_adam, region
+            family, settings.adamw, world.device, settings.sparse_threshold, settings.fused_adam, region, shards
         )
         self.scaler = LossScaler(settings.precision.scaling)
         self.advanced = 0
@@ -140,7 +146,7 @@ class Engine:
         if settings.pruning is not None:
             self.pruning = GradualPruning(settings.pruning, self.held, lambda: self.freezing.frozen, world)
         self._item_names = tuple(item.name for item in family.items)
-        self._reducer = GradientReducer(world, overlap=settings.overlap_reduction)
+        self._reducer = GradientReducer(self.held, world, overlap=settings.overlap_reduction)
         self._pipeline: Pipeline | None = None
         self.is_warm = False
 
@@ -189,7 +195,7 @@ class Engine:
                 self.held.modules,
                 self.freezing.frozen,
                 self.probe,
-                self._item_is_final if self._reducer.overlaps else None,
+                self._reducer.item_is_final if self._reducer.overlaps else None,
             )
         return self._pipeline
 
@@ -237,12 +243,9 @@ class Engine:
     def _own_part(self, batch: Batch) -> Batch:
         return batch.of_replica(self.world.replica, self.world.dims.data, self.settings.pipeline.microbatches)
 
-    def _item_is_final(self, name: str) -> None:
-        self._reducer.item_is_final(name, list(self.held.modules[name].parameters()))
-
     def _prepare_gradients(self) -> float:
         ties = self.family.ties
-        self._reducer.finish([(name, list(module.parameters())) for name, module in self.held.modules.items()])
+        self._reducer.finish()
         add_token_gradients(self.held)
         add_tied_gradients(self.held, ties, self.partition.owners(), self.world)
         stopped = self.freezing.without_updates()
@@ -250,7 +253,7 @@ class Engine:
             for _, name, parameter in self.held.parameters():
                 if name in stopped:
                     parameter.grad = None
-        zero_pruned_gradients(self.held.modules)
+        zero_pruned_gradients(self.held)
         gradients = [p.grad for _, _, p in self.held.parameters() if p.grad is not None]
         unscale(gradients, self.scaler.scale)
         return gradient_norm(self.held, self._item_names, ties, self.world)
@@ -290,6 +293,7 @@ class Engine:
         """The mean loss over some batches, without gradient or dropout."""
         self.probe.begin_step(False)
         losses = [self._mean_loss(self.pipeline().evaluate(self._own_part(batch))) for batch in batches]
+        self.held.release()
         return sum(losses) / len(losses)
 
     def after_step(self, step: int) -> Sequence[Event]:

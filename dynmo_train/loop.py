@@ -68,6 +68,8 @@ def _begin(config: Config, world: World) -> _Run:
     fused_adam = apex.fused_adam if world.device.type == "cuda" else None
     if world.is_first:
         say(apex.line(used=fused_adam is not None))
+        if config.parallel.zero_stage == 1:
+            say("--zero-stage 1 behaves as 2: gradients are shared between steps as well")
     family, settings = family_of(config), replace(settings_of(config), fused_adam=fused_adam)
     checkpoint = checkpoint_to_load(config, world)
     if checkpoint is not None:

@@ -57,7 +57,7 @@ def save(engine: Engine, checkpoints_dir: Path, run: SavedRun) -> Path:
     """
     world = engine.world
     staging = Path(broadcast_document(world, str(new_staging(checkpoints_dir, run.step)) if world.is_first else None))
-    states = {item: engine.held.export(item) for item in engine.local_names}
+    states = {item: engine.held.export_whole(item) for item in engine.local_names}
     problem: str | None = None
     report: list[dict[str, Any]] = []
     try:

@@ -26,8 +26,8 @@ def explain(
 
     from ..explain import sentences
     from ..formats.plan import header_problems, read_plan
-    from ..partition import certified, solve
-    from ..question import make_problem
+    from ..partition import best_of, certified
+    from ..question import make_problem, of_plan, with_order
     from ..simulate import predict
     from ..source import load
     from ._documents import refuse
@@ -37,8 +37,11 @@ def explain(
         loaded = replace(loaded, plan=read_plan(plan))
         if loaded.plan is not None:
             refuse(str(plan), header_problems(loaded.plan, loaded.header))
-    problem = make_problem(loaded, ProblemOptions(stages=stages))
-    solution = solve(problem)
+    options = ProblemOptions(stages=stages)
+    problem = make_problem(loaded, options)
+    if loaded.plan is not None and stages is None:
+        problem = with_order(make_problem(loaded, of_plan(options, loaded.plan)), loaded.plan)
+    solution = best_of(problem)
     if loaded.plan is not None and stages is None:
         solution = certified(problem, loaded.plan.boundaries, solution)
     timeline = predict(problem, solution.boundaries)

@@ -13,6 +13,7 @@ from ..options import (
     Balancer,
     BalancerOption,
     DeviceOption,
+    Dtype,
     DtypeOption,
     FormatOption,
     GranularityOrAuto,
@@ -43,7 +44,10 @@ def partition(
     microbatches: MicrobatchesOption = None,
     schedule: Annotated[
         ScheduleOrAuto | None,
-        typer.Option(help="auto: search schedules and virtual stages too. Default: as in the profile."),
+        typer.Option(
+            help="auto: search schedules and virtual stages too, and orders of operations made for these costs."
+            " Default: as in the profile."
+        ),
     ] = None,
     virtual_stages: VirtualOption = None,
     balancer: BalancerOption = Balancer.EXACT,
@@ -61,7 +65,7 @@ def partition(
     ] = None,
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Write the plan to this file.")] = None,
     device: DeviceOption = None,
-    dtype: DtypeOption = "float32",
+    dtype: DtypeOption = Dtype.FLOAT32,
     window: WindowOption = 20,
     at_step: AtStepOption = None,
     output_format: FormatOption = Format.TEXT,
@@ -123,6 +127,7 @@ def _proposal(
 ) -> Proposal:
     """The balancer's proposal, or the best of a search."""
     from ..auto import search
+    from ..formats.plan import CUSTOM
     from ..planning import present, propose
     from ..render import say_search
     from ..schedules import SCHEDULES
@@ -130,7 +135,7 @@ def _proposal(
     owner = None if base is None else base.owner
     if schedule is not ScheduleOrAuto.AUTO and granularity is not GranularityOrAuto.AUTO:
         return propose(problem, balancer, objective=objective, owner=owner)
-    schedules = tuple(SCHEDULES) if schedule is ScheduleOrAuto.AUTO else (problem.schedule,)
+    schedules = (*SCHEDULES, CUSTOM) if schedule is ScheduleOrAuto.AUTO else (problem.schedule,)
     searched = granularity is GranularityOrAuto.AUTO
     granularities = ("layer", "sublayer") if searched else (granularity or loaded.header.granularity,)
     found = search(loaded.header, problem, schedules, granularities)

@@ -9,7 +9,10 @@ import typer
 
 from ..console import Format, emit, emit_json, emit_table, progress, say
 from ..options import (
+    Dtype,
+    DtypeOption,
     FormatOption,
+    FusedOption,
     Granularity,
     Importable,
     Recompute,
@@ -32,11 +35,16 @@ def build(
     micro_batch_size: Annotated[int, typer.Option(min=1, help="Samples a microbatch.")] = 1,
     sequence_length: Annotated[int | None, typer.Option(min=1, help="Tokens. Default: the model's own.")] = None,
     schedule: Annotated[Schedule, typer.Option(help="The schedule of the run.")] = Schedule.ONE_F_ONE_B,
+    virtual_stages: Annotated[int, typer.Option(min=1, help="Stages on each worker.")] = 1,
     granularity: Annotated[Granularity, typer.Option(help="Where plans may cut.")] = Granularity.LAYER,
-    dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "bfloat16",
+    dtype: DtypeOption = Dtype.BFLOAT16,
     tensor_parallel: Annotated[int, typer.Option(min=1, help="Ranks that share each layer.")] = 1,
+    sequence_parallel: Annotated[
+        bool, typer.Option("--sequence-parallel", help="Norms and dropouts are shared by the tensor-parallel ranks.")
+    ] = False,
     data_parallel: Annotated[int, typer.Option(min=1, help="Replicas.")] = 1,
     recompute: Annotated[Recompute, typer.Option(help="Activation recomputation.")] = Recompute.NONE,
+    fused_attention: FusedOption = False,
     technique: Annotated[Technique, typer.Option(help="The scripted trajectory.")] = Technique.STATIC,
     strength: Annotated[
         float | None,
@@ -65,14 +73,15 @@ def build(
         micro_batch_size=micro_batch_size,
         sequence=sequence_length,
         schedule=schedule.value,
-        dtype=dtype,
+        virtual_stages=virtual_stages,
+        sequence_parallel=sequence_parallel,
+        fused_attention=fused_attention,
+        dtype=dtype.value,
         tensor_parallel=tensor_parallel,
         data_parallel=data_parallel,
         recompute=recompute.value,
         granularity=granularity.value,
     )
-    if dtype not in hardware.flops_per_s:
-        raise UsageError(f"--dtype {dtype!r}: {hardware.name} has {', '.join(hardware.flops_per_s)}")
     document = build_header(spec, hardware, options, output.stem)
     header = header_of(document)
     dense = build_costs(spec, header, hardware, options)

@@ -7,17 +7,22 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ..console import Format, emit, emit_json
+from ..console import Format, emit, emit_json, human_bytes
 from ..options import (
     AtStepOption,
     Balancer,
     BalancerOption,
     DeviceOption,
+    Dtype,
     DtypeOption,
     FormatOption,
+    FusedOption,
     GranularityOption,
+    MemoryOption,
     MicrobatchesOption,
     ProblemOptions,
+    Recompute,
+    RecomputeOption,
     ScheduleOption,
     SourceArgument,
     StagesOption,
@@ -27,6 +32,7 @@ from ..options import (
 )
 
 if TYPE_CHECKING:
+    from ..foresight import Foresight
     from ..problem import Problem
     from ..simulate import Timeline
 
@@ -49,42 +55,51 @@ def simulate(
     ] = Transfers.OVERLAPPED,
     data_parallel_gbps: Annotated[
         float | None,
-        typer.Option(min=0.001, help="GB/s of the gradient all-reduce between replicas. Default: not counted."),
+        typer.Option(min=0.001, help="GB/s of the gradient all-reduce between replicas. Default: the --device's."),
     ] = None,
     optimizer_gbps: Annotated[
-        float | None, typer.Option(min=0.001, help="GB/s at which the optimizer touches memory. Default: not counted.")
+        float | None,
+        typer.Option(min=0.001, help="GB/s at which the optimizer touches memory. Default: half the --device's."),
     ] = None,
     svg: Annotated[Path | None, typer.Option(help="Write the timeline as a picture to this file.")] = None,
     trace: Annotated[
         Path | None, typer.Option(help="Write a Chrome trace, which Perfetto opens, to this file.")
     ] = None,
     width: Annotated[int, typer.Option(min=20, help="Characters of the timeline.")] = 100,
+    memory: MemoryOption = None,
     device: DeviceOption = None,
-    dtype: DtypeOption = "float32",
+    dtype: DtypeOption = Dtype.FLOAT32,
+    recompute: RecomputeOption = Recompute.NONE,
+    fused_attention: FusedOption = False,
     window: WindowOption = 20,
     at_step: AtStepOption = None,
     output_format: FormatOption = Format.TEXT,
 ) -> None:
-    """Simulate one step: time, bubble, memory, and the timeline as text (F forward, B backward, . idle)."""
+    """Simulate one step: time, bubble, memory, and the timeline as text (F forward, B backward, . idle).
+
+    A profile that holds only its header is enough with --device: its costs are computed then. Memory beyond the limit
+    is said, not refused.
+    """
     from dataclasses import replace
 
     from ..devices import load_device
+    from ..foresight import foresee, rates_of
     from ..formats.plan import header_problems, read_plan
     from ..partition import balance
-    from ..question import make_problem
-    from ..render import milliseconds, show_stages, timeline_document
+    from ..question import make_problem, of_plan, with_order
     from ..simulate import Communication, predict
     from ..source import load
-    from ..tail import TailOptions, tail_of
-    from ..timeline import as_text
     from ._documents import refuse
 
+    hardware = None if device is None else load_device(device)
     loaded = load(
         source,
         window=window,
         at_step=at_step,
-        device=None if device is None else load_device(device),
+        device=hardware,
         dtype=dtype,
+        recompute=recompute.value,
+        fused_attention=fused_attention,
     )
     if plan is not None:
         loaded = replace(loaded, plan=read_plan(plan))
@@ -96,32 +111,49 @@ def simulate(
         schedule=schedule,
         virtual_stages=virtual_stages,
         granularity=granularity,
+        memory=memory,
     )
-    problem = make_problem(loaded, options)
+    if loaded.plan is not None and stages is None:
+        problem = with_order(make_problem(loaded, of_plan(options, loaded.plan)), loaded.plan)
+    else:
+        problem = make_problem(loaded, options)
     if loaded.plan is not None and len(loaded.plan.stages) == problem.num_stages:
         boundaries = loaded.plan.boundaries
     else:
-        boundaries = balance(problem, balancer).boundaries
+        # The limit is told, not obeyed: what does not fit must be seen here rather than refused
+        free = tuple(replace(place, memory_bytes=None) for place in problem.places)
+        boundaries = balance(replace(problem, places=free), balancer).boundaries
     timeline = predict(problem, boundaries, round(overhead_us * 1000), Communication(transfers))
     _pictures(problem, timeline, svg, trace)
-    tail = tail_of(
-        problem,
-        boundaries,
-        timeline,
-        TailOptions(
-            data_parallel=loaded.header.data_parallel_size,
-            data_parallel_bandwidth=None if data_parallel_gbps is None else round(data_parallel_gbps * 1e9),
-            memory_bandwidth=None if optimizer_gbps is None else round(optimizer_gbps * 1e9),
-        ),
-    )
+    rates = rates_of(loaded.header, hardware, data_parallel_gbps, optimizer_gbps)
+    found = foresee(loaded.header, problem, boundaries, timeline, rates, hardware, dtype)
+    _tell(problem, boundaries, timeline, found, width, output_format)
+
+
+def _tell(
+    problem: Problem,
+    boundaries: tuple[int, ...],
+    timeline: Timeline,
+    found: Foresight,
+    width: int,
+    output_format: Format,
+) -> None:
+    from ..foresight import document_of
+    from ..render import milliseconds, show_stages, timeline_document
+    from ..timeline import as_text
+
     if output_format is Format.JSON:
-        emit_json({**timeline_document(timeline), "step_with_tail_ns": tail.step_ns})
+        emit_json({**timeline_document(timeline), **document_of(problem, boundaries, found)})
         return
     show_stages(problem, boundaries, timeline)
     emit(
         f"step {milliseconds(timeline.step_ns, 2)} ms, bubble {timeline.bubble_fraction:.1%}; with reductions and the"
-        f" optimizer {milliseconds(tail.step_ns, 2)} ms"
+        f" optimizer {milliseconds(found.step_ns, 2)} ms"
     )
+    of_peak = "" if found.flops_fraction is None else f", {found.flops_fraction:.1%} of the device's peak"
+    emit(f"{found.samples_per_s:,.1f} samples/s, {found.tokens_per_s:,.0f} tokens/s{of_peak}")
+    for worker, peak, limit in found.over_memory:
+        emit(f"worker {worker} needs {human_bytes(peak)}, has {human_bytes(limit)}")
     for at, line in enumerate(as_text(timeline, width)):
         emit(f"{problem.places[at].worker:>4} |{line}|")
 

@@ -28,7 +28,7 @@ def verify(
     """Recompute every number of a plan from the profile, without the solvers. Exits 1 when one does not hold."""
     from ..formats.plan import plan_path, read_plan
     from ..planning import RECORDS_KEY
-    from ..question import make_problem
+    from ..question import make_problem, with_order
     from ..source import load
     from ..verify import verify as find_faults
     from ._faults import FaultsError
@@ -48,7 +48,7 @@ def verify(
         microbatches=microbatches,
         min_layers=min_layers,
     )
-    problem = make_problem(loaded, options)
+    problem = with_order(make_problem(loaded, options), read)
     faults = find_faults(read, loaded.header, problem, None if base is None else read_plan(base))
     if output_format is Format.JSON:
         emit_json({"faults": [{"path": f.path, "kind": f.kind, "message": f.message} for f in faults]})

@@ -41,6 +41,23 @@ class DocumentError(UsageError):
         super().__init__("\n  ".join([f"{source}: {len(problems)} {noun}", *map(str, problems)]))
 
 
+class UnreadableError(DocumentError):
+    """A document that is not there, or that the system does not let us read."""
+
+    def __init__(self, path: Path, error: OSError) -> None:
+        reason = (error.strerror or str(error)).lower()
+        super().__init__(str(path), [Problem("", "file", reason)])
+        self.args = (f"{path}: {reason}",)
+
+
+def read_bytes(path: Path) -> bytes:
+    """The content of a file; raises ``UnreadableError`` where there is none."""
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise UnreadableError(path, error) from error
+
+
 Check = Callable[[Any, str, list[Problem]], None]
 
 
@@ -205,8 +222,8 @@ def parse_json(text: str | bytes) -> Any:
 def read_json(path: Path) -> Any:
     """Read one JSON document; raises ``DocumentError`` where it cannot be read or is not JSON."""
     try:
-        return parse_json(path.read_bytes())
-    except (OSError, ValueError) as error:
+        return parse_json(read_bytes(path))
+    except ValueError as error:
         raise DocumentError(str(path), [Problem("", "json", str(error))]) from error
 
 

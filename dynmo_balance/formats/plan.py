@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, is_dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +33,21 @@ from .profile import SCHEDULES, Header
 FORMAT = "dynmo.plan"
 VERSION = 1
 BALANCERS = ("initial", "exact", "time", "parameters", "uniform", "deepspeed", "diffusion", "manual")
+V_SCHEDULES = ("zb-v",)
+CUSTOM = "custom"
+"""The schedule of a plan that brings its own order of operations."""
+"""The schedules with two stages a worker whose stages go down the workers and back up."""
+_OPERATION = re.compile(r"(\d+)([FBIW])(\d+)")
 _FILE_NAME = re.compile(r"plan-(\d{6,})\.json")
+
+
+def position_of(schedule: str, stage: int, workers: int) -> int:
+    """Which of the workers, in the order of their first stages, runs a stage.
+
+    Looped: ``stage mod workers``. In a V: worker ``p`` of ``P`` runs stages ``p`` and ``2 P - 1 - p``.
+    """
+    lap, at = divmod(stage, workers)
+    return workers - 1 - at if lap % 2 and schedule in V_SCHEDULES else at
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,6 +119,7 @@ class Plan:
     optimality: Optimality | None
     migration: Migration
     reason: str
+    operations: tuple[str, ...] | None = None
     extra: Mapping[str, Any] | None = None
 
     @property
@@ -150,7 +167,7 @@ _PLAN = obj(
         "action": string("move", "keep"),
         "apply_at_step": nullable(integer()),
         "balancer": string(*BALANCERS),
-        "schedule": string(*SCHEDULES),
+        "schedule": string(*SCHEDULES, CUSTOM),
         "virtual_stages_per_worker": integer(1),
         "stages": array(_STAGE, 1),
         "released_workers": array(integer()),
@@ -158,7 +175,8 @@ _PLAN = obj(
         "optimality": nullable(_OPTIMALITY),
         "migration": _MIGRATION,
         "reason": string(),
-    }
+    },
+    {"operations": array(string())},
 )
 
 
@@ -191,22 +209,70 @@ def _across(plan: Plan) -> list[Problem]:
         if stage.worker in plan.released_workers:
             message = f"worker {stage.worker} is released but holds stage {index}"
             problems.append(Problem(f"stages[{index}].worker", "reference", message))
-    virtual = plan.virtual_stages_per_worker
-    count, rest = divmod(len(plan.stages), virtual)
-    if rest:
-        message = f"{len(plan.stages)} stages cannot be {virtual} on each worker"
-        return [*problems, Problem("stages", "length", message)]
-    first = [stage.worker for stage in plan.stages[:count]]
-    if len(set(first)) < count:
-        problems.append(Problem("stages", "order", f"the first {count} stages must be on different workers: {first}"))
-    for index, stage in enumerate(plan.stages[count:], start=count):
-        if stage.worker != first[index % count]:
-            message = f"must be {first[index % count]}, the worker of stage {index % count}; is {stage.worker}"
-            problems.append(Problem(f"stages[{index}].worker", "order", message))
+    problems += _place_problems(plan) if plan.schedule != CUSTOM else _custom_place_problems(plan)
+    problems += _operation_problems(plan)
     if plan.action == "keep" and plan.migration.moves:
         problems.append(Problem("migration.moves", "length", "a plan that keeps the partition moves nothing"))
     if plan.balancer == "initial" and plan.base_plan_id is not None:
         problems.append(Problem("base_plan_id", "range", "must be null for the initial partition"))
+    return problems
+
+
+def _place_problems(plan: Plan) -> list[Problem]:
+    """Stages that are not on the workers that the schedule puts them on."""
+    problems = []
+    virtual = plan.virtual_stages_per_worker
+    count, rest = divmod(len(plan.stages), virtual)
+    if rest:
+        message = f"{len(plan.stages)} stages cannot be {virtual} on each worker"
+        return [Problem("stages", "length", message)]
+    first = [stage.worker for stage in plan.stages[:count]]
+    if len(set(first)) < count:
+        problems.append(Problem("stages", "order", f"the first {count} stages must be on different workers: {first}"))
+    if plan.schedule in V_SCHEDULES and virtual != 2:
+        message = f"{plan.schedule} has 2 stages on each worker, the plan says {virtual}"
+        problems.append(Problem("virtual_stages_per_worker", "range", message))
+    for index, stage in enumerate(plan.stages[count:], start=count):
+        at = position_of(plan.schedule, index, count)
+        if stage.worker != first[at]:
+            message = f"must be {first[at]}, the worker of stage {at}; is {stage.worker}"
+            problems.append(Problem(f"stages[{index}].worker", "order", message))
+    return problems
+
+
+def _custom_place_problems(plan: Plan) -> list[Problem]:
+    """A custom schedule puts stages where it likes, as many on each worker."""
+    count = Counter(stage.worker for stage in plan.stages)
+    virtual = plan.virtual_stages_per_worker
+    return [
+        Problem("stages", "length", f"worker {worker} has {number} stages, must have {virtual}")
+        for worker, number in count.items()
+        if number != virtual
+    ]
+
+
+def _operation_problems(plan: Plan) -> list[Problem]:
+    """A custom schedule says every operation once, each on the worker of its stage; another says none."""
+    if (plan.schedule == CUSTOM) != (plan.operations is not None):
+        return [Problem("operations", "reference", "must be there with the schedule custom, and with no other")]
+    problems = []
+    done: dict[int, Counter[str]] = {stage.stage: Counter() for stage in plan.stages}
+    workers = plan.workers
+    if plan.operations is not None and len(plan.operations) != len(workers):
+        return [Problem("operations", "length", f"must be of {len(workers)} workers, are of {len(plan.operations)}")]
+    for at, line in enumerate(plan.operations or ()):
+        for word in line.split():
+            match = _OPERATION.fullmatch(word)
+            stage = int(match[1]) if match else -1
+            if match is None or stage >= len(plan.stages) or plan.stages[stage].worker != workers[at]:
+                message = f"{word!r} is no operation of a stage of worker {workers[at]}"
+                problems.append(Problem(f"operations[{at}]", "reference", message))
+            else:
+                done[stage][f"{match[2]}{match[3]}"] += 1
+    if plan.operations is not None and not problems and len({frozenset(c.items()) for c in done.values()}) > 1:
+        problems.append(Problem("operations", "length", "must be the same for every stage"))
+    if any(number > 1 for counter in done.values() for number in counter.values()):
+        problems.append(Problem("operations", "duplicate", "an operation stands twice"))
     return problems
 
 
@@ -241,6 +307,8 @@ def to_document(plan: Plan) -> dict[str, Any]:
     """The JSON document of a plan, dated now."""
     content = {name: _plain(value) for name, value in vars(plan).items()}
     extra = content.pop("extra") or {}
+    if plan.operations is None:
+        del content["operations"]
     return {**envelope(FORMAT, VERSION, f"dynmo-plan {__version__}"), **content, **extra}
 
 
@@ -292,9 +360,11 @@ def publish(folder: Path, plan: Plan) -> Plan:
         return numbered
 
 
-def stages_of(items: Sequence[str], boundaries: Sequence[int], workers: Sequence[int]) -> tuple[Stage, ...]:
-    """The stages of a partition: stage ``s`` holds ``items[boundaries[s]:boundaries[s+1]]``, workers in rotation."""
+def stages_of(
+    items: Sequence[str], boundaries: Sequence[int], workers: Sequence[int], schedule: str = "1f1b"
+) -> tuple[Stage, ...]:
+    """The stages of a partition: stage ``s`` holds ``items[boundaries[s]:boundaries[s+1]]``, placed by the schedule."""
     return tuple(
-        Stage(stage=s, worker=workers[s % len(workers)], items=tuple(items[boundaries[s] : boundaries[s + 1]]))
-        for s in range(len(boundaries) - 1)
+        Stage(stage=s, worker=workers[position_of(schedule, s, len(workers))], items=tuple(items[begin:end]))
+        for s, (begin, end) in enumerate(pairwise(boundaries))
     )

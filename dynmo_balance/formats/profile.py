@@ -27,6 +27,7 @@ from ._document import (
     number,
     obj,
     parse_json,
+    read_bytes,
     string,
 )
 from .profile_records import Ask, Event, Header, Item, Link, Model, PlanResult, Record, Samples, Step, Worker
@@ -52,7 +53,7 @@ __all__ = [
 
 FORMAT = "dynmo.profile"
 VERSION = 1
-SCHEDULES = ("gpipe", "1f1b", "interleaved-1f1b", "zero-bubble")
+SCHEDULES = ("gpipe", "1f1b", "interleaved-1f1b", "zero-bubble", "zb-v")
 KINDS = ("embedding", "attention", "cross_attention", "mlp", "head", "layer")
 RESULTS = ("taken", "kept", "refused", "superseded", "rolled_back")
 
@@ -316,8 +317,4 @@ def parse_profile(lines: Iterable[bytes], source: str) -> tuple[Segment, ...]:
 
 def read_profile(path: Path) -> tuple[Segment, ...]:
     """Read a whole profile; raises ``DocumentError`` where it cannot be read or breaks a rule."""
-    try:
-        payload = path.read_bytes()
-    except OSError as error:
-        raise DocumentError(str(path), [Problem("", "json", str(error))]) from error
-    return parse_profile(complete_lines(payload), str(path))
+    return parse_profile(complete_lines(read_bytes(path)), str(path))

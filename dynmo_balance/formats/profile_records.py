@@ -11,12 +11,13 @@ Samples = tuple[int | None, ...]
 
 @dataclass(frozen=True, kw_only=True)
 class Model:
-    """What the run trains."""
+    """What the run trains; ``x_num_attention_heads`` is the number of heads where the writer says it."""
 
     family: str
     num_layers: int
     hidden_size: int
     sequence_length: int
+    x_num_attention_heads: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +43,11 @@ class Worker:
 
 @dataclass(frozen=True, kw_only=True)
 class Item:
-    """One item of the layer list, at the finest granularity."""
+    """One item of the layer list, at the finest granularity.
+
+    A writer may say more for predictions: ``x_active_param_count``, the weights of matrices that one token meets, and
+    ``x_activation_bytes``, what a microbatch keeps from forward to backward.
+    """
 
     name: str
     layer: str
@@ -54,6 +59,8 @@ class Item:
     boundary_bytes: int
     cut_before: bool
     tied_to: str | None
+    x_active_param_count: int | None = None
+    x_activation_bytes: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

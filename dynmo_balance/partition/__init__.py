@@ -11,13 +11,13 @@ from itertools import pairwise
 
 from ..errors import UsageError
 from ..problem import Problem
-from . import by_weight, deepspeed, diffusion, interleaved, uniform
+from . import by_weight, deepspeed, diffusion, uniform
 from .exact import Solution, solve
 
-__all__ = ["BALANCERS", "Solution", "balance", "bottleneck_ns", "certified", "solve"]
+__all__ = ["BALANCERS", "Solution", "balance", "best_of", "bottleneck_ns", "certified", "solve"]
 
 BALANCERS: Mapping[str, Callable[[Problem], tuple[int, ...]]] = {
-    "exact": lambda problem: solve(problem).boundaries,
+    "exact": lambda problem: best_of(problem).boundaries,
     "time": by_weight.by_time,
     "parameters": by_weight.by_parameters,
     "uniform": uniform.boundaries,
@@ -31,8 +31,17 @@ def bottleneck_ns(problem: Problem, boundaries: tuple[int, ...]) -> int:
     work = problem.chain.work_ns
     times = [0] * len(problem.places)
     for stage, (begin, end) in enumerate(pairwise(boundaries)):
-        times[stage % len(times)] += problem.place(stage).time_ns(sum(work[begin:end]))
+        times[problem.positions[stage]] += problem.place(stage).time_ns(sum(work[begin:end]))
     return max(times)
+
+
+def best_of(problem: Problem) -> Solution:
+    """What ``exact`` answers: proven with one stage a worker and in a V, else the best found with its bound."""
+    if problem.virtual_stages == 1:
+        return solve(problem)
+    from .several import solve_several  # arrays are loaded only where they are needed
+
+    return solve_several(problem)
 
 
 def balance(problem: Problem, balancer: str) -> Solution:
@@ -44,11 +53,9 @@ def balance(problem: Problem, balancer: str) -> Solution:
     """
     if balancer not in BALANCERS:
         raise UsageError(f"unknown balancer {balancer!r}; there are {', '.join(BALANCERS)}")
-    best = solve(problem)
-    if balancer == "exact" and problem.virtual_stages == 1:
-        return best
+    best = best_of(problem)
     if balancer == "exact":
-        return certified(problem, interleaved.improve(problem, best.boundaries), best)
+        return best
     return certified(problem, BALANCERS[balancer](problem), best)
 
 

@@ -77,7 +77,7 @@ def only_work_counts(limits: Limits) -> bool:
     return limits.min_units <= 1 and limits.equal_speeds and not limits.static and limits.free
 
 
-def _start(limits: Limits) -> int:
+def start_of(limits: Limits) -> int:
     """A bottleneck that no partition can be below: all work over all speed, and the heaviest unit on the fastest."""
     speed = sum(place.speed_ppm for place in limits.places)
     fastest = max(limits.places, key=lambda place: place.speed_ppm)
@@ -136,7 +136,7 @@ def least_bottleneck(limits: Limits) -> tuple[int, tuple[int, ...]]:
     plain = only_work_counts(limits)
     oversize = Oversize(limits)
     ceiling = _ceiling(limits)
-    low, high = _start(limits), ceiling
+    low, high = start_of(limits), ceiling
     best: tuple[int, ...] | None = None
     trial = low  # often already the answer
     while True:
@@ -287,8 +287,8 @@ def solve(problem: Problem, weights: Sequence[int] | None = None) -> Solution:
     if problem.current is not None:
         cuts = least_migration(limits, bottleneck, *_holdings(problem))
     begin, end = blocking_run(limits, bottleneck)
-    # Interleaved, a worker's load is the sum of its stages: the chain's bound is not that of the workers.
-    bound = bottleneck if problem.virtual_stages == 1 else _start(replace(limits, places=problem.places))
+    # With several stages a worker's load is their sum: the chain's bound is not that of the workers.
+    bound = bottleneck if problem.virtual_stages == 1 else start_of(replace(limits, places=problem.places))
     return Solution(
         boundaries=tuple(positions[cut] for cut in cuts),
         bottleneck_ns=bottleneck,

@@ -10,7 +10,6 @@ from itertools import pairwise
 
 from ..errors import UsageError
 from ..problem import Place, Problem
-from ..schedules import in_flight
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,7 +127,7 @@ def make_limits(problem: Problem, weights: Sequence[int] | None = None) -> Limit
         static=chain.at_cuts(chain.static_bytes) if limited else (),
         activation=chain.at_cuts(chain.costs.activation_bytes) if limited else (),
         places=tuple(problem.place(stage) for stage in range(stages)),
-        in_flight=in_flight(problem.schedule, len(problem.places), problem.virtual_stages, problem.microbatches),
+        in_flight=problem.in_flight,
         min_units=problem.min_units,
         lowest=tuple(lowest),
         highest=tuple(highest),

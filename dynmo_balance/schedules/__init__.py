@@ -6,16 +6,29 @@ from collections.abc import Callable, Mapping
 from functools import lru_cache
 
 from ..errors import UsageError
-from . import gpipe, interleaved, one_f_one_b, zero_bubble
+from . import gpipe, interleaved, one_f_one_b, zero_bubble, zero_bubble_v
 from .operations import Kind, Operation, Order
 
-__all__ = ["SCHEDULES", "Kind", "Operation", "Order", "in_flight", "order_of"]
+__all__ = [
+    "SCHEDULES",
+    "HeldTogether",
+    "Kind",
+    "Operation",
+    "Order",
+    "counted_in_flight",
+    "held_in",
+    "held_together",
+    "in_flight",
+    "order_of",
+]
 
+HeldTogether = tuple[tuple[tuple[int, ...], ...], ...]
 SCHEDULES: Mapping[str, Callable[[int, int, int], Order]] = {
     "gpipe": gpipe.order,
     "1f1b": one_f_one_b.order,
     "interleaved-1f1b": interleaved.order,
     "zero-bubble": zero_bubble.order,
+    "zb-v": zero_bubble_v.order,
 }
 
 
@@ -43,6 +56,36 @@ def in_flight(schedule: str, workers: int, virtual_stages: int, microbatches: in
     if virtual_stages == 1 and schedule == "zero-bubble":
         return (min(microbatches, workers),) * workers
     return counted_in_flight(order_of(schedule, workers, virtual_stages, microbatches))
+
+
+@lru_cache(maxsize=32)
+def held_together(schedule: str, workers: int, virtual_stages: int, microbatches: int) -> HeldTogether:
+    """Of each worker, the numbers of microbatches in flight on its stages that occur at the same time.
+
+    One tuple of numbers, in the order of the stages, for each moment that no other moment exceeds in every stage.
+    """
+    return held_in(order_of(schedule, workers, virtual_stages, microbatches))
+
+
+def held_in(order: Order) -> HeldTogether:
+    """The same of an order of operations."""
+    result = []
+    for operations in order:
+        stages = sorted({operation.stage for operation in operations})
+        now = dict.fromkeys(stages, 0)
+        moments = set()
+        for stage, kind, _ in operations:
+            if kind is Kind.FORWARD:
+                now[stage] += 1
+                moments.add(tuple(now[at] for at in stages))
+            elif kind is not Kind.BACKWARD_INPUT:
+                now[stage] -= 1
+        result.append(tuple(sorted(one for one in moments if not _exceeded(one, moments))))
+    return tuple(result)
+
+
+def _exceeded(one: tuple[int, ...], moments: set[tuple[int, ...]]) -> bool:
+    return any(other != one and all(a <= b for a, b in zip(one, other, strict=True)) for other in moments)
 
 
 def counted_in_flight(order: Order) -> tuple[int, ...]:

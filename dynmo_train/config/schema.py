@@ -162,6 +162,12 @@ class ParallelConfig:
         "When replicas add their gradients: at the end of a step (local), or each layer's when it is final (torch).",
         default="local",
     )
+    zero_stage: int = option(
+        "ZeRO: what replicas share of each layer between steps (1, 2: parameters, gradients, moments) or always (3).",
+        default=0,
+        minimum=0,
+        maximum=3,
+    )
     schedule: Schedule = option("Order of microbatches in the pipeline.", default="1f1b")
     virtual_stages_per_worker: int = option(
         "Stages on each worker.",

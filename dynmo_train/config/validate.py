@@ -9,6 +9,7 @@ from ..formats._document import DocumentError, Problem
 from .resolve import OTHER_NAMES
 from .schema import Config
 
+SPLIT_BACKWARD = ("zero-bubble",)
 ONE_STREAM = ("gpt", "bert", "llama")
 Rule = Callable[[Config, int], Iterator[Problem]]
 EXPERTS = ("gpt", "llama")
@@ -119,6 +120,16 @@ def _workers(config: Config, world_size: int) -> Iterator[Problem]:
             "--pipeline-model-parallel-size",
             f"{pipeline} x --tensor-model-parallel-size {tensor} does not divide the {world_size} processes of this"
             f" run; start with --nproc {tensor * pipeline}",
+        )
+
+
+def _zero(config: Config, _world_size: int) -> Iterator[Problem]:
+    parallel = config.parallel
+    if parallel.zero_stage and parallel.schedule in SPLIT_BACKWARD:
+        yield _conflict(
+            "--zero-stage",
+            f"{parallel.zero_stage} does not go with --schedule {parallel.schedule}, whose split backward loses the"
+            " gradients of sharded layers; use 1f1b or interleaved-1f1b, or --zero-stage 0",
         )
 
 
@@ -322,6 +333,7 @@ RULES: tuple[Rule, ...] = (
     _batch,
     _workers,
     _tensor,
+    _zero,
     _stages,
     _microbatches,
     _learning_rate,

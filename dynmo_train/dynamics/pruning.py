@@ -13,7 +13,7 @@ import torch
 from ..models.items import masks_of
 from ..models.linear import PrunableLinear
 from ..optim.items import HeldItems
-from ..parallel.world import World, sum_over_model
+from ..parallel.world import World, sum_over, sum_over_model
 from .technique import Event
 
 # A float32 magnitude has 31 bits; ordering floats >= 0 is ordering their bits. Three digits of 11, 10 and 10 bits.
@@ -94,17 +94,19 @@ class GradualPruning:
         self.schedule, self.held, self._frozen, self._world = schedule, held, frozen, world
         self.sparsity = schedule.initial
 
-    def _layers(self) -> dict[str, PrunableLinear]:
+    def _layers(self) -> dict[str, tuple[str, PrunableLinear]]:
+        """Name of a weight -> its item and its layer."""
         left_alone = set(self._frozen())
         return {
-            name: layer
+            name: (item, layer)
             for item, module in self.held.modules.items()
             if item not in left_alone
             for name, layer in masks_of(item, module).items()
         }
 
     def _total(self, counts: torch.Tensor) -> torch.Tensor:
-        return sum_over_model(self._world, counts)
+        summed = sum_over_model(self._world, counts)
+        return summed if self.held.shards is None else sum_over(self._world.groups.data, summed)
 
     def after_step(self, step: int) -> Event | None:
         """Prune to the schedule's sparsity where it is due."""
@@ -112,17 +114,19 @@ class GradualPruning:
             return None
         target = self.schedule.at(step)
         layers = self._layers()
-        counted = {name: layer for name, layer in layers.items() if self.held.counts(name)}
-        weights = [layer.weight for layer in counted.values()]
+        weights = [self.held.own_parameters(item)[name] for name, (item, _) in layers.items() if self.held.counts(name)]
         count = int(self._total(torch.tensor([sum(w.numel() for w in weights)], dtype=torch.int64)))
         rank = round(target * count)
         pruned = torch.zeros(1, dtype=torch.int64)
         if rank > 0:
             threshold = kth_magnitude_bits(weights, rank, self._total)
-            for name, layer in layers.items():
-                bits = layer.weight.detach().view(torch.int32) & 0x7FFFFFFF
-                self._prune(layer, bits > threshold)
-                pruned += int((bits <= threshold).sum()) if name in counted else 0
+            for name, (item, layer) in layers.items():
+                bits = self.held.own_parameters(item)[name].detach().view(torch.int32) & 0x7FFFFFFF
+                kept = bits > threshold
+                pruned += int(kept.numel() - kept.sum()) if self.held.counts(name) else 0
+                if self.held.shards is not None:
+                    kept = self.held.shards.whole(kept, layer.outputs)
+                self.held.prune(item, name, layer, kept)
         self.sparsity = int(self._total(pruned)) / count if count else 0.0
         return Event(
             kind="pruned",
@@ -131,13 +135,6 @@ class GradualPruning:
             detail={"target_sparsity": target, "sparsity": self.sparsity, "weights": count},
             next_expected_step=self.schedule.next_after(step),
         )
-
-    def _prune(self, layer: PrunableLinear, mask: torch.Tensor) -> None:
-        layer.set_mask(mask, self.held.sparse_threshold)
-        for item, _, parameter in self.held.parameters():
-            if parameter is layer.weight:
-                for moment in self.held.moments(item, parameter).values():
-                    moment.mul_(mask)
 
     def resume(self, step: int) -> None:
         """Masks come with the items; only the figure for the log is taken up."""

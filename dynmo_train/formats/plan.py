@@ -55,6 +55,7 @@ class Plan:
     predicted: Mapping[str, Any] | None
     migration: Mapping[str, Any]
     reason: str
+    operations: tuple[str, ...] | None = None
 
     @property
     def workers(self) -> tuple[int, ...]:
@@ -84,7 +85,7 @@ _DOCUMENT = obj(
         "action": string("move", "keep"),
         "apply_at_step": nullable(integer()),
         "balancer": string("initial", "exact", "time", "parameters", "uniform", "deepspeed", "diffusion", "manual"),
-        "schedule": string("gpipe", "1f1b", "interleaved-1f1b", "zero-bubble"),
+        "schedule": string("gpipe", "1f1b", "interleaved-1f1b", "zero-bubble", "zb-v", "custom"),
         "virtual_stages_per_worker": integer(1),
         "stages": array(obj({"stage": integer(), "worker": integer(), "items": array(string())}), 1),
         "released_workers": array(integer()),
@@ -94,8 +95,38 @@ _DOCUMENT = obj(
             {"moves": array(_MOVE), "bytes": integer(), "max_link_bytes": integer(), "pause_ns": nullable(integer())}
         ),
         "reason": string(),
-    }
+    },
+    {"operations": array(string())},
 )
+
+
+def _placed(schedule: str, workers: Sequence[int], stages: int) -> tuple[int, ...]:
+    """The worker of each stage: in rotation, or with ``zb-v`` down the workers and back up."""
+    turn = (*workers, *reversed(workers)) if schedule == "zb-v" else tuple(workers)
+    return turn * (stages // max(1, len(turn)))
+
+
+def _custom(plan: Plan) -> list[Problem]:
+    """A schedule with its own operations: as many stages on each worker, each operation once, where its stage is."""
+    problems = []
+    if set(Counter(plan.stage_workers).values()) != {plan.virtual_stages_per_worker}:
+        message = f"each worker must have {plan.virtual_stages_per_worker} stages; are {list(plan.stage_workers)}"
+        problems.append(Problem("stages", "length", message))
+    words_of = [line.split() for line in plan.operations or ()]
+    if len(words_of) != len(plan.workers):
+        problems.append(Problem("operations", "length", f"must be of {len(plan.workers)} workers"))
+    kinds: dict[str, list[str]] = {str(stage): [] for stage in range(len(plan.stages))}
+    for worker, words in zip(plan.workers, words_of, strict=False):
+        for word in words:
+            match = re.fullmatch(r"(\d+)([FBIW]\d+)", word)
+            if match is None or match[1] not in kinds or plan.stage_workers[int(match[1])] != worker:
+                message = f"{word!r} is no operation of a stage of worker {worker}"
+                problems.append(Problem("operations", "reference", message))
+            else:
+                kinds[match[1]].append(match[2])
+    if not problems and any(sorted(one) != sorted(kinds["0"]) or len(set(one)) < len(one) for one in kinds.values()):
+        problems.append(Problem("operations", "duplicate", "must be the same for every stage, each once"))
+    return problems
 
 
 def _across(plan: Plan, numbers: Sequence[int]) -> list[Problem]:
@@ -114,11 +145,20 @@ def _across(plan: Plan, numbers: Sequence[int]) -> list[Problem]:
     if rest:
         words = f"{len(plan.stages)} stages cannot be {plan.virtual_stages_per_worker} on each worker"
         problems.append(Problem("stages", "length", words))
-    elif len(set(rotation)) < positions or plan.stage_workers != rotation * plan.virtual_stages_per_worker:
-        words = f"stage s must be on worker s mod {positions} of {positions} workers; are {list(plan.stage_workers)}"
+    elif plan.schedule == "custom":
+        problems += _custom(plan)
+    elif plan.schedule == "zb-v" and plan.virtual_stages_per_worker != 2:
+        words = f"zb-v has 2 stages on each worker, the plan says {plan.virtual_stages_per_worker}"
+        problems.append(Problem("virtual_stages_per_worker", "range", words))
+    elif len(set(rotation)) < positions or plan.stage_workers != _placed(plan.schedule, rotation, len(plan.stages)):
+        way = "down and back up the" if plan.schedule == "zb-v" else f"s mod {positions} of"
+        words = f"stage s must be on worker {way} {positions} workers; are {list(plan.stage_workers)}"
         problems.append(Problem("stages", "order", words))
     if plan.action == "keep" and plan.migration["moves"]:
         problems.append(Problem("migration.moves", "length", "a plan that keeps the partition moves nothing"))
+    if (plan.schedule == "custom") != (plan.operations is not None):
+        words = "must be there with the schedule custom, and with no other"
+        problems.append(Problem("operations", "reference", words))
     if plan.balancer == "initial" and plan.base_plan_id is not None:
         problems.append(Problem("base_plan_id", "range", "must be null for the initial partition"))
     return problems
@@ -138,6 +178,7 @@ def parse_plan(document: Any, source: str) -> Plan:
         stages=tuple(tuple(stage["items"]) for stage in stages),
         stage_workers=tuple(stage["worker"] for stage in stages),
         released_workers=tuple(document["released_workers"]),
+        operations=tuple(document["operations"]) if "operations" in document else None,
     )
     if problems := _across(plan, [stage["stage"] for stage in stages]):
         raise DocumentError(source, problems)
@@ -175,7 +216,8 @@ def initial_plan(
     read_to_step: int = 0,
     reason: str = "the partition that the run started with",
 ) -> dict[str, Any]:
-    """The document of the partition that a run starts with; stage ``s`` is on ``workers[s mod len(workers)]``."""
+    """The document of the partition that a run starts with; ``workers`` in the order of their first stages."""
+    placed = _placed(schedule, workers, len(stages))
     return {
         **envelope(FORMAT, VERSION, f"dynmo-train {__version__}"),
         "plan_id": plan_id,
@@ -187,9 +229,7 @@ def initial_plan(
         "balancer": "initial",
         "schedule": schedule,
         "virtual_stages_per_worker": virtual_stages_per_worker,
-        "stages": [
-            {"stage": at, "worker": workers[at % len(workers)], "items": list(items)} for at, items in enumerate(stages)
-        ],
+        "stages": [{"stage": at, "worker": placed[at], "items": list(items)} for at, items in enumerate(stages)],
         "released_workers": [],
         "predicted": None,
         "optimality": None,

@@ -122,6 +122,7 @@ class PrunableLinear(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(outputs, inputs, device=device))
         self.bias = nn.Parameter(torch.zeros(outputs, device=device)) if bias else None
+        self.outputs = outputs
         self.register_buffer("mask", None, persistent=False)
         self.form = DENSE
         self.enter: StreamEnd | None = None
@@ -137,10 +138,11 @@ class PrunableLinear(nn.Module):
         return 1.0 - int(self.mask.sum()) / self.mask.numel()
 
     def set_mask(self, mask_OI: torch.Tensor, threshold: float) -> None:
-        """Prune to ``mask_OI`` (boolean, true = kept): zero the others and choose the form of the product."""
+        """Take ``mask_OI`` (boolean, true = kept) and choose the form of the product.
+
+        The weight is zero elsewhere already: its owner zeroes it, who may hold it in parts.
+        """
         self.mask = mask_OI
-        with torch.no_grad():
-            self.weight.mul_(mask_OI)
         self.form = product_form(self.sparsity, threshold, self.weight.device.type)
         self._pattern = csr_pattern(mask_OI) if self.form == CSR else None
         self._values = None

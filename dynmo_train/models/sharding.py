@@ -83,6 +83,7 @@ def _connect(module: nn.Module, path: str, child: nn.Module, dim: int | None, re
     if isinstance(child, PrunableLinear):
         if dim == 0:
             child.enter = region.enter
+            child.outputs //= region.size
         elif dim == 1:
             child.leave = region.leave
     elif isinstance(child, nn.Embedding):

@@ -11,10 +11,10 @@ from collections.abc import Mapping, Sequence
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
-from ..models.items import masks_of, parameters_of
+from ..models.items import masks_of
 from ..parallel.world import World, sum_over, sum_over_pipeline
+from ..parallel.zero import row_parts
 from .items import HeldItems
 
 
@@ -94,8 +94,8 @@ def add_token_gradients(held: HeldItems) -> None:
     region = held.region
     if region is None or not region.sequence:
         return
-    for item, module in held.modules.items():
-        whole = [p for name, p in parameters_of(item, module).items() if held.split_dim(name) is None]
+    for item in held.modules:
+        whole = [p for name, p in held.own_parameters(item).items() if held.split_dim(name) is None]
         gradients = [p.grad for p in whole if p.grad is not None]
         if gradients:
             flat = region.total(torch.cat([gradient.reshape(-1) for gradient in gradients]))
@@ -103,33 +103,42 @@ def add_token_gradients(held: HeldItems) -> None:
                 gradient.copy_(part.view_as(gradient))
 
 
-def zero_pruned_gradients(modules: Mapping[str, nn.Module]) -> None:
+def zero_pruned_gradients(held: HeldItems) -> None:
     """Zero the gradients of pruned weights, so that neither norm nor moments see them."""
-    for item, module in modules.items():
-        for layer in masks_of(item, module).values():
-            if layer.mask is not None and layer.weight.grad is not None:
-                layer.weight.grad.mul_(layer.mask)
+    for item, module in held.modules.items():
+        own = held.own_parameters(item)
+        for name, layer in masks_of(item, module).items():
+            if layer.mask is not None and (gradient := own[name].grad) is not None:
+                gradient.mul_(held.own_rows(layer.mask))
 
 
 def gradient_norm(held: HeldItems, item_names: Sequence[str], ties: Mapping[str, str], world: World) -> float:
-    """The global L2 norm of all gradients, a tied weight counted once; the same bits on any partition."""
+    """The global L2 norm of all gradients, a tied weight counted once; the same bits on any partition.
+
+    The rows of each replica are squared apart, whether or not it holds them alone: ZeRO gives plain replicas' bits.
+    """
     place = {name: index for index, name in enumerate(item_names)}
-    squares = torch.zeros(len(item_names), dtype=torch.float64)
+    replicas = world.dims.data
+    squares = torch.zeros(len(item_names), replicas, dtype=torch.float64)
     norms: list[torch.Tensor] = []
-    indices: list[int] = []
+    places: list[tuple[int, int]] = []
     for item, name, parameter in held.parameters():
         if parameter.grad is not None and name not in ties and held.counts(name):
-            norms.append(torch.linalg.vector_norm(parameter.grad))
-            indices.append(place[item])
+            sharded = held.shards is not None
+            parts = {world.replica: parameter.grad} if sharded else dict(enumerate(row_parts(parameter.grad, replicas)))
+            norms += [torch.linalg.vector_norm(part) for part in parts.values()]
+            places += [(place[item], replica) for replica in parts]
     if norms:
         stacked = torch.stack(norms).to("cpu", torch.float64).square()
-        for index, square in zip(indices, stacked.tolist(), strict=True):
-            squares[index] += square
-    total = 0.0
+        for (index, replica), square in zip(places, stacked.tolist(), strict=True):
+            squares[index, replica] += square
     # Over the ranks of a region first: the order of its sum must not depend on the pipeline's size.
     squares = sum_over_pipeline(world, sum_over(world.groups.tensor, squares))
-    for square in squares.tolist():
-        total += square
+    if held.shards is not None:
+        squares = sum_over(world.groups.data, squares)
+    total = 0.0
+    for of_replicas in squares.tolist():
+        total += sum(of_replicas)
     return math.sqrt(total)
 
 

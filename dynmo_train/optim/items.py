@@ -10,8 +10,10 @@ import torch
 from torch import nn
 
 from ..models.items import ModelFamily, masks_of, parameters_of
+from ..models.linear import PrunableLinear
 from ..models.sharding import cut_item, cut_tensor
 from ..parallel.tensor import TensorRegion
+from ..parallel.zero import Shards
 from .adamw import MOMENTS, AdamWSettings, ItemOptimizer, item_optimizer
 
 
@@ -45,6 +47,7 @@ class HeldItems:
     Args:
         fused_adam: NVIDIA's ``FusedAdam``, to update with it; None updates with torch's AdamW.
         region: the ranks that share each matrix product; None where each product is whole.
+        shards: the replicas that share each parameter's rows (ZeRO); None where each holds all.
     """
 
     def __init__(
@@ -55,10 +58,13 @@ class HeldItems:
         sparse_threshold: float,
         fused_adam: type[Any] | None = None,
         region: TensorRegion | None = None,
+        shards: Shards | None = None,
     ) -> None:
         self.family, self.settings, self.device = family, settings, device
         self.sparse_threshold, self.fused_adam, self.region = sparse_threshold, fused_adam, region
+        self.shards = shards
         self.modules: dict[str, nn.Module] = {}
+        self._own: dict[str, dict[str, nn.Parameter]] = {}
         self._optimizers: dict[str, ItemOptimizer] = {}
 
     def build(self, name: str) -> None:
@@ -77,8 +83,13 @@ class HeldItems:
         return None if self.region is None else self.family.split_dim(parameter_of(tensor_name))
 
     def own_slice(self, tensor_name: str, whole: torch.Tensor) -> torch.Tensor:
-        """What this process holds of a whole tensor; a view."""
-        return cut_tensor(whole, self.split_dim(tensor_name), self.region)
+        """What this process holds of a whole tensor; a view. Masks are cut with the products, never by rows."""
+        cut = cut_tensor(whole, self.split_dim(tensor_name), self.region)
+        return cut if role_of(tensor_name) == "mask" else self.own_rows(cut)
+
+    def own_rows(self, tensor: torch.Tensor) -> torch.Tensor:
+        """What this process holds of a tensor that its replica holds; a view."""
+        return tensor if self.shards is None else self.shards.rows(tensor)
 
     def counts(self, tensor_name: str) -> bool:
         """Whether this process speaks for a tensor: of what all ranks of a region hold whole, the first one does."""
@@ -86,18 +97,40 @@ class HeldItems:
 
     def hold(self, name: str, module: nn.Module) -> None:
         """Hold ``module`` as the item ``name``."""
+        own = dict(module.named_parameters()) if self.shards is None else self.shards.wrap(module)
         self.modules[name] = module
-        self._optimizers[name] = item_optimizer(list(module.parameters()), self.settings, self.fused_adam)
+        self._own[name] = {f"{name}.{child}": parameter for child, parameter in own.items()}
+        self._optimizers[name] = item_optimizer(list(own.values()), self.settings, self.fused_adam)
 
     def drop(self, name: str) -> None:
         """Hold the item no longer."""
-        del self.modules[name], self._optimizers[name]
+        del self.modules[name], self._own[name], self._optimizers[name]
 
     def parameters(self) -> Iterator[tuple[str, str, nn.Parameter]]:
-        """Every parameter: (item, global parameter name, parameter), in the order in which the items are held."""
-        for item, module in self.modules.items():
-            for name, parameter in parameters_of(item, module).items():
+        """Every parameter: (item, global parameter name, parameter), in the order in which the items are held.
+
+        With ``shards`` these are this replica's rows, which the modules' own parameters are made of.
+        """
+        for item, own in self._own.items():
+            for name, parameter in own.items():
                 yield item, name, parameter
+
+    def own_parameters(self, item: str) -> Mapping[str, nn.Parameter]:
+        """The parameters of one item by global name, as :meth:`parameters` gives them."""
+        return self._own[item]
+
+    def reduce(self, item: str) -> None:
+        """With ``shards``: add the replicas' gradients of an item, and keep this replica's rows of the sum."""
+        if self.shards is not None:
+            begin = len(item) + 1
+            own = {name[begin:]: parameter for name, parameter in self._own[item].items()}
+            self.shards.reduce(self.modules[item], own)
+
+    def release(self) -> None:
+        """With ``shards``: free what a forward without backward has made whole."""
+        if self.shards is not None:
+            for module in self.modules.values():
+                self.shards.release(module)
 
     def update(self, rate: float) -> None:
         """One optimizer step on every parameter that has a gradient; the gradients are dropped."""
@@ -127,7 +160,7 @@ class HeldItems:
         steps: dict[str, int] = {}
         module = self.modules[item]
         masks = masks_of(item, module)
-        for name, parameter in parameters_of(item, module).items():
+        for name, parameter in self._own[item].items():
             tensors[name] = parameter.detach()
             if name in masks and (mask := masks[name].mask) is not None:
                 tensors[f"{name}.mask"] = mask
@@ -137,23 +170,46 @@ class HeldItems:
                 steps[name] = self._optimizers[item].steps(parameter)
         return ItemState(tensors=tensors, steps=steps)
 
+    def export_whole(self, item: str) -> ItemState:
+        """As :meth:`export`, with all rows; with ``shards`` every replica calls this for the same items."""
+        state = self.export(item)
+        if self.shards is None:
+            return state
+        rows = {name: parameter.shape[0] for name, parameter in parameters_of(item, self.blueprint(item)).items()}
+        tensors = {
+            name: tensor if role_of(name) == "mask" else self.shards.whole(tensor, rows[parameter_of(name)])
+            for name, tensor in state.tensors.items()
+        }
+        return ItemState(tensors=tensors, steps=state.steps)
+
     def adopt(self, item: str, state: ItemState) -> None:
         """Hold an item with exactly this state; raises ``KeyError`` where a parameter is missing."""
         module = self.blueprint(item).to_empty(device=self.device)
+        self.hold(item, module)
         with torch.no_grad():
-            for name, parameter in parameters_of(item, module).items():
+            for name, parameter in self._own[item].items():
                 parameter.copy_(state.tensors[name])
         for name, layer in masks_of(item, module).items():
             if f"{name}.mask" in state.tensors:
-                layer.set_mask(state.tensors[f"{name}.mask"].to(self.device), self.sparse_threshold)
-        self.hold(item, module)
+                self.prune(item, name, layer, state.tensors[f"{name}.mask"].to(self.device))
         optimizer = self._optimizers[item]
-        for name, parameter in parameters_of(item, module).items():
+        for name, parameter in self._own[item].items():
             if name in state.steps:
                 moments = {key: state.tensors[f"{name}.{key}"].to(self.device).clone() for key in MOMENTS}
                 optimizer.adopt(parameter, state.steps[name], moments)
 
+    def prune(self, item: str, name: str, layer: PrunableLinear, mask: torch.Tensor) -> None:
+        """Prune the weight ``name`` of a held item to a whole ``mask``: weight and moments become zero elsewhere."""
+        own = self._own[item][name]
+        rows = self.own_rows(mask)
+        with torch.no_grad():
+            own.mul_(rows)
+        for moment in self.moments(item, own).values():
+            moment.mul_(rows)
+        layer.set_mask(mask, self.sparse_threshold)
+
     def reorder(self, names: tuple[str, ...]) -> None:
         """Hold the items in this order; ``names`` are exactly the held ones."""
         self.modules = {name: self.modules[name] for name in names}
+        self._own = {name: self._own[name] for name in names}
         self._optimizers = {name: self._optimizers[name] for name in names}

@@ -135,21 +135,23 @@ class Probe:
         self._weight.pairs[name].append((begin, self.clock.stamp()))
 
     @contextmanager
-    def saved(self, name: str, ignored: set[int]) -> Iterator[None]:
+    def saved(self, name: str, ignored: Callable[[], set[int]]) -> Iterator[None]:
         """Around one item's forward, once a sampled step: the bytes that it keeps for its backward, each storage once.
 
         Args:
             name: of the item.
-            ignored: data pointers of storages that are kept anyway (the parameters).
+            ignored: data pointers of storages that are kept anyway (the parameters), asked for within the forward.
         """
         if not self.sampling or name in self._activation_bytes:
             yield
             return
         sizes: dict[int, int] = {}
+        kept: set[int] = set()
 
         def pack(tensor: torch.Tensor) -> torch.Tensor:
             storage = tensor.untyped_storage() if tensor.layout == torch.strided else None
-            if storage is not None and storage.data_ptr() not in ignored:
+            kept.update(() if kept else ignored())
+            if storage is not None and storage.data_ptr() not in kept:
                 sizes[storage.data_ptr()] = storage.nbytes()
             return tensor
 

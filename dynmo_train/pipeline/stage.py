@@ -9,8 +9,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining._backward import stage_backward, stage_backward_weight
+from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from ..models.inner_loss import with_losses
@@ -58,8 +60,9 @@ class StageModule(nn.Module):
         self.step, self.loss_scale = 0, 1.0
         self.probe, self.device = probe, device
         self.reported: dict[str, dict[str, list[torch.Tensor]]] = {}
-        self._copies = [ComputeCopies(layer, dtype) for layer in self.layers] if dtype != torch.float32 else []
-        self._kept_anyway = {parameter.untyped_storage().data_ptr() for parameter in self.parameters()}
+        # Sharded items (ZeRO) cast by themselves.
+        copied = dtype != torch.float32 and not any(isinstance(layer, FSDPModule) for layer in self.layers)
+        self._copies = [ComputeCopies(layer, dtype) for layer in self.layers] if copied else []
 
     def begin(self, step: int, loss_scale: float, *, training: bool) -> None:
         """Before the first microbatch of a step; ``loss_scale`` is what a microbatch's loss is multiplied with."""
@@ -96,6 +99,10 @@ class StageModule(nn.Module):
                 self._keep(spec.name, result.figures)
         leaving = tuple(values[name] for name in self.leaves)
         return leaving[0] if len(leaving) == 1 else leaving
+
+    def _kept_anyway(self) -> set[int]:
+        """Where the bytes of the parameters are, as far as they are whole now."""
+        return {p.untyped_storage().data_ptr() for p in self.parameters() if not isinstance(p, DTensor)}
 
     def _keep(self, item: str, figures: Mapping[str, torch.Tensor]) -> None:
         kept = self.reported.setdefault(item, {})

@@ -84,7 +84,8 @@ def _announcement_problem(announcement: dict[str, Any], held: HeldItems) -> str 
     if len(set(names)) < len(names):
         return f"{item}: a tensor is announced twice"
     module = held.blueprint(item)
-    wanted = {name: list(parameter.shape) for name, parameter in parameters_of(item, module).items()}
+    whole = parameters_of(item, module)
+    wanted = {name: list(held.own_rows(parameter.detach()).shape) for name, parameter in whole.items()}
     announced = {entry["name"]: entry["shape"] for entry in announcement["tensors"]}
     for name, shape in wanted.items():
         if announced.get(name) != shape:

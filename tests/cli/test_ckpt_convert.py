@@ -70,9 +70,9 @@ def test_hf_to_hf(run, native, tmp_path):
 @pytest.mark.parametrize(
     ("change", "code", "message"),
     [
-        ({"model_type": "llama"}, 5, "only 'gpt2' can be read"),
+        ({"model_type": "qwen2"}, 5, "model_type 'qwen2': known are gpt2"),
         ({"scale_attn_by_inverse_layer_idx": True}, 5, "scale_attn_by_inverse_layer_idx"),
-        ({"activation_function": "relu"}, 5, "'relu'"),
+        ({"activation_function": "swish"}, 5, "'swish'"),
         ({"n_head": 0}, 4, "n_head must be an integer"),
         ({"n_layer": 4}, 5, "the input lacks 12 tensors"),
         ({"n_embd": 32}, 5, "the shape is"),
@@ -300,7 +300,7 @@ def test_pruned_weights_are_zero_in_a_legacy_checkpoint(run, tmp_path):
     [
         (["--to", "legacy", "--checkpoint-version", 4], 2, "must be 0, 1.0, 2.0 or 3.0"),
         (["--to", "legacy", "--tp", 3], 5, "cannot be cut into 3"),
-        (["--to", "native", "--tp", 2], 2, "run split after it"),
+        (["--to", "hf", "--tp", 2], 2, "hf has one topology"),
         (["--to", "legacy", "--pp", 2, "--partition", "4"], 2, "must be 2 numbers"),
     ],
 )

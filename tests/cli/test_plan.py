@@ -64,9 +64,9 @@ def test_partition(plan):
     assert (code, err) == (0, "")
     assert out == (
         "1f1b, 8 microbatches\n"
-        "  stage  worker                                items  ms/microbatch   busy  memory  limit\n"
-        "  0           0  embedding .. layers.3.attention (8)          4.700  89.0%  9.0 MB      -\n"
-        "  1           1             layers.3.mlp .. head (2)          4.500  85.2%  1.4 MB      -\n"
+        "  stage  worker  items                                ms/microbatch   busy  memory  limit\n"
+        "      0       0  embedding .. layers.3.attention (8)          4.700  89.0%  9.0 MB      -\n"
+        "      1       1  layers.3.mlp .. head (2)                     4.500  85.2%  1.4 MB      -\n"
         "bottleneck 4.700 ms, lower bound 4.700 ms, optimal: yes; blocking run layers.3.attention .. head (3)\n"
         "predicted step 42.24 ms, bubble 12.9%; uniform 55.49 ms: 1.31 x\n"
     )
@@ -214,7 +214,7 @@ def test_explain(plan):
     code, out, _ = plan("explain", EVENTS)
     assert code == 0
     assert out.splitlines()[0] == (
-        "Stage 1 (layers.3.attention to head) is the slowest: 5.100 ms a microbatch, 1.11 x the mean of the stages."
+        "Worker 1 (layers.3.attention to head) is the slowest: 5.100 ms a microbatch, 1.11 x the mean of the workers."
     )
     assert "Cutting inside layers (--granularity sublayer) would make the step 42.24 ms (6.3% less)." in out
 
@@ -246,7 +246,7 @@ def test_an_empty_or_missing_profile(plan, tmp_path):
     assert "is empty" in plan("partition", tmp_path)[2]
     code, _, err = plan("partition", tmp_path / "nowhere.jsonl")
     assert code == 2
-    assert "No such file" in err
+    assert err == f"dynmo-plan: error: {tmp_path / 'nowhere.jsonl'}: no such file or directory\n"
 
 
 def test_every_problem_at_once(plan, tmp_path):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import pytest
 from scenario import MICROBATCHES, Scenario, batch_of, digest
 
 from dynmo_train.engine import Engine
@@ -44,6 +45,10 @@ def _play(world: World, layout: Layout) -> dict[str, Any]:
     scenario = layout.scenario
     engine = engine_on(world, layout)
     moves = dict(scenario.moves)
+    if layout.settings.get("zero_stage"):
+        held = sum(parameter.numel() for _, _, parameter in engine.held.parameters())
+        whole = sum(p.numel() for name in engine.local_names for p in engine.held.blueprint(name).parameters())
+        assert held * world.dims.data == pytest.approx(whole, rel=0.1), "each replica holds its part of the rows"
     losses, norms = [], []
     for step in range(1, scenario.steps + 1):
         result = engine.train_step(batch_of(step), sampled=step % 5 == 0)
@@ -56,7 +61,7 @@ def _play(world: World, layout: Layout) -> dict[str, Any]:
     own = {
         f"{name}@{world.shard}": digest(tensor)
         for item in engine.local_names
-        for name, tensor in engine.held.export(item).tensors.items()
+        for name, tensor in engine.held.export_whole(item).tensors.items()
     }
     weights: dict[str, str] = {}
     for told in gather_documents(world, own):

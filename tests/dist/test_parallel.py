@@ -23,6 +23,7 @@ pytestmark = [pytest.mark.dist, pytest.mark.timeout(300)]
 
 D2, T2 = ParallelDims(data=2), ParallelDims(tensor=2)
 PD, PT, TD = ParallelDims(pipeline=2, data=2), ParallelDims(pipeline=2, tensor=2), ParallelDims(tensor=2, data=2)
+ZERO, ZERO_3 = {"zero_stage": 2}, {"zero_stage": 3}
 OVERLAP, CUT = {"overlap_reduction": True}, {"sequence_parallel": True}
 BASE = Scenario(steps=15)
 PLAIN = Scenario(steps=15, dropout=0.0)
@@ -37,6 +38,8 @@ ONE = {"dropping": Layout(dims=ParallelDims(), scenario=BASE), "plain": Layout(d
 TWO = {
     "replicas": Layout(dims=D2, scenario=BASE),
     "replicas, overlapped": Layout(dims=D2, scenario=BASE, settings=OVERLAP),
+    "shared between steps": Layout(dims=D2, scenario=BASE, settings=ZERO),
+    "shared always": Layout(dims=D2, scenario=BASE, settings=ZERO_3 | OVERLAP),
     "cut": Layout(dims=T2, scenario=BASE),
     "cut along tokens": Layout(dims=T2, scenario=BASE, settings=CUT),
     "plain, cut": Layout(dims=T2, scenario=PLAIN),
@@ -48,6 +51,11 @@ FOUR = {
         Layout(dims=PD, scenario=AGAIN, settings=OVERLAP),
         Layout(dims=PD, scenario=SPLIT, settings=OVERLAP),
         Layout(dims=PD, scenario=LOOPED, settings=OVERLAP),
+    ],
+    "shared": [
+        Layout(dims=PD, scenario=MOVING, settings=ZERO | OVERLAP),
+        Layout(dims=PD, scenario=AGAIN, settings=ZERO_3),
+        Layout(dims=PD, scenario=LOOPED, settings=ZERO_3 | OVERLAP),
     ],
     "cut": [Layout(dims=PT, scenario=MOVING), Layout(dims=PT, scenario=AGAIN)],
     "cut along tokens": [Layout(dims=PT, scenario=SPLIT, settings=CUT)],
@@ -87,6 +95,16 @@ def close(got: dict, expected: dict) -> None:
 
 def test_replicas_give_nearly_the_figures_of_one_process(one, two):
     close(two["replicas"], one["dropping"])
+
+
+@pytest.mark.parametrize("name", ["shared between steps", "shared always"])
+def test_sharing_parameters_changes_no_bit(name, two):
+    assert two[name] == two["replicas"]
+
+
+def test_sharing_parameters_changes_no_bit_on_a_pipeline(two, four):
+    for got in four["shared"]:
+        assert got == two["replicas"]
 
 
 def test_overlapping_the_reduction_changes_no_bit(two):
@@ -130,11 +148,11 @@ def data(tmp_path_factory):
 
 
 def test_a_run_of_replicas_saves_goes_on_and_is_profiled(data, tmp_path):
-    """From the command line: whole, stopped and gone on with a pipeline, and gone on with one process."""
+    """From the command line: whole; stopped and gone on with a pipeline and ZeRO; gone on with one process."""
     whole, stopped, child = (tmp_path / name for name in ("whole", "stopped", "child"))
     train(data, whole, 2, pipeline_model_parallel_size="1")
     train(data, stopped, 2, pipeline_model_parallel_size="1", exit_interval="11", DDP_impl="torch")
-    train(data, stopped, 4, pipeline_model_parallel_size="2", load=str(stopped))
+    train(data, stopped, 4, pipeline_model_parallel_size="2", load=str(stopped), zero_stage="3")
     assert figures(stopped) == figures(whole)
     assert tensors(stopped, 24) == tensors(whole, 24)
     train(data, child, 1, load=str(stopped / "checkpoints" / "step-00000011"))

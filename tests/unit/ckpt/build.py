@@ -143,7 +143,7 @@ def manifest(m, entries, partition, tp, step, **changes):
             "partition": partition,
         },
         "dynamic": {
-            "frozen_items": ["embedding"],
+            "frozen_items": ["embedding"] if m["family"] != "t5" else [],
             "pruning": {"sparsity": 0.5, "sparsity_by_item": {}} if pruned else None,
             "sparse_thresholds": {},
         },

@@ -5,7 +5,7 @@ import pytest
 
 from dynmo_ckpt.faults import UnsupportedError
 from dynmo_ckpt.io.safetensors import StoredArray
-from dynmo_ckpt.names import load_map, to_ours, to_theirs
+from dynmo_ckpt.names import layout_of, load_map, to_ours, to_theirs
 from dynmo_ckpt.views import whole
 
 build = runpy.run_path(str(Path(__file__).with_name("build.py")))
@@ -23,15 +23,23 @@ def ours(m):
     return tensors({name: value.shape for name, value in build["parameters"](m).items()})
 
 
+def layout(m):
+    return layout_of(load_map("gpt2"), m)
+
+
+def back(m, foreign):
+    return to_ours(layout(m), {name: [tensor] for name, tensor in foreign.items()}, TIED)[0]
+
+
 def theirs(m):
-    return tensors({item.name: item.shape for item in to_theirs(load_map("gpt2"), m, ours(m), TIED)})
+    return tensors({item.name: item.shape for item in to_theirs(layout(m), ours(m), TIED)})
 
 
 def test_every_tensor_is_named_once_on_either_side():
     m = build["model"]()
-    mapped = to_theirs(load_map("gpt2"), m, ours(m), TIED)
+    mapped = to_theirs(layout(m), ours(m), TIED)
     assert len({item.name for item in mapped}) == len(mapped) == 12 * m["num_layers"] + 4
-    assert {item.name: item.shape for item in to_ours(load_map("gpt2"), m, theirs(m), TIED)} == {
+    assert {item.name: item.shape for item in back(m, theirs(m))} == {
         name: tensor.shape for name, tensor in ours(m).items()
     }
 
@@ -40,15 +48,15 @@ def test_names_without_the_prefix_and_ignored_buffers_are_read():
     m = build["model"]()
     bare = {name.removeprefix("transformer."): tensor for name, tensor in theirs(m).items()}
     bare |= tensors({"h.0.attn.bias": (1, 1, 12, 12), "h.2.attn.masked_bias": (), "lm_head.weight": (29, 16)})
-    assert len(to_ours(load_map("gpt2"), m, bare, TIED)) == len(ours(m))
+    assert len(back(m, bare)) == len(ours(m))
 
 
 def test_a_tensor_that_no_rule_takes_is_refused():
     m = build["model"]()
     with pytest.raises(UnsupportedError, match=r"no rule of the map takes 1 tensors: layers\.0\.mlp\.gate"):
-        to_theirs(load_map("gpt2"), m, ours(m) | tensors({"layers.0.mlp.gate": (1,)}), TIED)
+        to_theirs(layout(m), ours(m) | tensors({"layers.0.mlp.gate": (1,)}), TIED)
     with pytest.raises(UnsupportedError, match=r"takes 1 tensors: transformer\.h\.3\.ln_1\.bias"):
-        to_ours(load_map("gpt2"), m, theirs(m) | tensors({"h.3.ln_1.bias": (1,)}), TIED)
+        back(m, theirs(m) | tensors({"h.3.ln_1.bias": (1,)}))
 
 
 def test_a_missing_tensor_is_refused():
@@ -56,4 +64,4 @@ def test_a_missing_tensor_is_refused():
     incomplete = ours(m)
     del incomplete["head.norm.bias"]
     with pytest.raises(UnsupportedError, match=r"the input lacks 1 tensors: head\.norm\.bias"):
-        to_theirs(load_map("gpt2"), m, incomplete, TIED)
+        to_theirs(layout(m), incomplete, TIED)

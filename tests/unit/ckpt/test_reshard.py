@@ -33,7 +33,7 @@ def random_topology(rng, m):
     cuts = np.sort(rng.integers(0, m["num_layers"] + 1, workers * virtual - 1))
     counts = np.diff([0, *cuts, m["num_layers"]]).tolist()
     return {
-        "partition": counted_partition(counts),
+        "partition": counted_partition(counts, m),
         "tensor_parallel_size": int(rng.choice([1, 2, 4])),
         "virtual_stages_per_worker": virtual,
     }
@@ -55,14 +55,14 @@ def test_random_topologies_there_and_back(memory_path, seed, capsys):
     p = build["parameters"](m)
     tensors = p | build["masks"](p) | (build["optimizer_state"](p) if seed == 0 else {})
     build["save"](memory_path / "in", tensors, m, tp=2)
-    start = write(memory_path / "in", memory_path / "0", partition=counted_partition([2]))
+    start = write(memory_path / "in", memory_path / "0", partition=counted_partition([2], m))
     for i in range(25):
         topology = random_topology(rng, m)
         manifest = write(memory_path / str(i), memory_path / str(i + 1), **topology)
         assert manifest["topology"]["partition"] == topology["partition"]
     loaded = open_checkpoint(memory_path / "25").load(tensors)
     assert all(np.array_equal(loaded[name].numpy(), value) for name, value in tensors.items())
-    end = write(memory_path / "25", memory_path / "end", partition=counted_partition([2]))
+    end = write(memory_path / "25", memory_path / "end", partition=counted_partition([2], m))
     shards = {name: entry for name, entry in start["files"].items() if name.endswith(".safetensors")}
     assert shards == {name: entry for name, entry in end["files"].items() if name.endswith(".safetensors")}
     capsys.readouterr()
@@ -71,7 +71,7 @@ def test_random_topologies_there_and_back(memory_path, seed, capsys):
 def test_layers_go_where_the_partition_says(tmp_path, capsys):
     m = build["model"]()
     build["save"](tmp_path / "in", build["parameters"](m), m)
-    partition = counted_partition([1, 0, 1, 1])
+    partition = counted_partition([1, 0, 1, 1], m)
     manifest = write(
         tmp_path / "in", tmp_path / "out", partition=partition, virtual_stages_per_worker=2, tensor_parallel_size=2
     )
@@ -89,10 +89,11 @@ def test_layers_go_where_the_partition_says(tmp_path, capsys):
 
 
 def test_counts():
+    m = build["model"]()
     assert layer_counts(7, 3, None) == [3, 2, 2]
     assert layer_counts(1, 3, None) == [1, 0, 0]
     assert layer_counts(3, 3, "0, 2,1") == [0, 2, 1]
-    assert counted_partition([2, 1]) == [["embedding", "layers.0", "layers.1"], ["layers.2", "head"]]
+    assert counted_partition([2, 1], m) == [["embedding", "layers.0", "layers.1"], ["layers.2", "head"]]
 
 
 @pytest.mark.parametrize(("ranks", "field"), [(3, "num_attention_heads 4"), (8, "num_attention_heads 4")])
@@ -100,5 +101,5 @@ def test_ranks_that_do_not_divide_are_refused(tmp_path, ranks, field):
     m = build["model"]()
     build["save"](tmp_path / "in", build["parameters"](m), m)
     with pytest.raises(UnsupportedError, match=field):
-        write(tmp_path / "in", tmp_path / "out", partition=counted_partition([3]), tensor_parallel_size=ranks)
+        write(tmp_path / "in", tmp_path / "out", partition=counted_partition([3], m), tensor_parallel_size=ranks)
     assert not (tmp_path / "out").exists()

@@ -11,7 +11,7 @@ from dynmo_ckpt.execute import execute
 from dynmo_ckpt.faults import UnsupportedError
 from dynmo_ckpt.io.safetensors import read_index
 from dynmo_ckpt.panels import transposed_copy
-from dynmo_ckpt.patterns import parse_axes, rearrange
+from dynmo_ckpt.patterns import expand, parse_axes, stored_shape
 from dynmo_ckpt.views import concatenate, whole
 
 
@@ -118,19 +118,21 @@ def test_patterns_say_both_directions(tmp_path):
     sizes = {"n": 3, "t": 3, "d": 2, "h": 5, "v": 7}
     array = np.random.default_rng(0).normal(size=(18, 5)).astype(np.float32)
     ours, theirs = parse_axes("(n t d) h"), parse_axes("h (t n d)")
-    there, shape = rearrange(stored(tmp_path, array), ours, theirs, sizes, sizes, "x")
-    result = written(tmp_path, there, shape)
+
+    def moved(tensor, source, target):
+        axes = [[axis for group in side for axis in group] for side in (source, target)]
+        return expand(tensor, source, sizes, "x").permute([axes[0].index(axis) for axis in axes[1]])
+
+    result = written(tmp_path, moved(stored(tmp_path, array), ours, theirs), stored_shape(theirs, sizes))
     assert np.array_equal(result, array.reshape(3, 3, 2, 5).transpose(3, 1, 0, 2).reshape(5, 18))
-    back, shape = rearrange(stored(tmp_path, result, "z"), theirs, ours, sizes, sizes, "x")
-    assert np.array_equal(written(tmp_path, back, shape), array)
+    back = moved(stored(tmp_path, result, "z"), theirs, ours)
+    assert np.array_equal(written(tmp_path, back, stored_shape(ours, sizes)), array)
 
 
 def test_a_shape_that_the_sizes_do_not_give_is_refused(tmp_path):
     axes = parse_axes("v h")
     with pytest.raises(UnsupportedError, match=r"word: the shape is \[3, 2\], the model's sizes ask for \[3, 4\]"):
-        rearrange(
-            stored(tmp_path, np.zeros((3, 2), np.float32)), axes, axes, {"v": 3, "h": 4}, {"v": 3, "h": 4}, "word"
-        )
+        expand(stored(tmp_path, np.zeros((3, 2), np.float32)), axes, {"v": 3, "h": 4}, "word")
 
 
 @pytest.mark.parametrize("dtype", [np.uint8, np.uint16, np.uint32])
@@ -158,3 +160,13 @@ def test_the_checksum_of_joined_parts_is_known_before(tmp_path):
     side_by_side = concatenate(parts, 1)
     assert expected_crc32(OutputTensor(key="y", shape=(3, 8), content=side_by_side)) is None
     assert expected_crc32(OutputTensor(key="y", shape=(3, 4), content=joined.narrow(0, 0, 3).permute([1, 0]))) is None
+
+
+def test_dimensions_of_one_come_and_go(tmp_path):
+    array = np.arange(24, dtype=np.float32).reshape(6, 4)
+    halves = concatenate([stored(tmp_path, array[:2], "a"), stored(tmp_path, array[2:], "b")], 0)
+    grown = halves.unflatten(0, [1, 6, 1])
+    assert grown.shape == (1, 6, 1, 4)
+    assert np.array_equal(written(tmp_path, grown, (6, 4)), array)
+    assert grown.with_ones((6, 1, 4)).narrow(0, 1, 4).shape == (3, 1, 4)
+    assert np.array_equal(written(tmp_path, grown.with_ones((6, 4)).narrow(0, 1, 4)), array[1:4])

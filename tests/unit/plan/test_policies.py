@@ -83,9 +83,9 @@ def test_the_step_bound_is_near_the_simulation(rng, chain_factory, problem_facto
 
 @pytest.fixture(scope="module")
 def tape_of(tmp_path_factory):
-    def make(technique, steps=300):
+    def make(technique, steps=300, granularity="layer"):
         spec, device = from_config(GPT, "config.json"), PRESETS["h100"]
-        options = BuildOptions(workers=4, microbatches=16, micro_batch_size=8)
+        options = BuildOptions(workers=4, microbatches=16, micro_batch_size=8, granularity=granularity)
         document = build_header(spec, device, options, technique)
         header = header_of(document)
         script = Script(steps=steps, strength=DEFAULT_STRENGTH[technique], noise=0.03, seed=1)
@@ -111,7 +111,7 @@ def test_regret_is_near_hindsight_and_better_than_staying(tape_of, technique):
 
 
 def test_noise_is_not_chased(tape_of):
-    tape = tape_of("static", steps=600)
+    tape = tape_of("static", steps=600, granularity="sublayer")
     outcome = run_policy(tape, WatchOptions(policy="regret", every=10, window=20, objective="bottleneck"))
     restless = run_policy(tape, WatchOptions(policy="always", every=10, window=20, objective="bottleneck"))
     assert outcome.moves <= 2

@@ -17,7 +17,9 @@ def layer_with(sparsity: float, threshold: float, outputs: int = 48, inputs: int
     with torch.no_grad():
         layer.weight.copy_(torch.randn(outputs, inputs, generator=generator))
         layer.bias.copy_(torch.randn(outputs, generator=generator))
-    layer.set_mask(torch.rand(outputs, inputs, generator=generator) >= sparsity, threshold)
+        mask = torch.rand(outputs, inputs, generator=generator) >= sparsity
+        layer.weight.mul_(mask)
+    layer.set_mask(mask, threshold)
     return layer
 
 

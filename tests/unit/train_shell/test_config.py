@@ -37,7 +37,9 @@ def other_value(spec):
         return next((choice for choice in spec.choices if choice != spec.default), spec.choices[0])
     if spec.kind is str:
         return {"split": "8,1,1", "freeze_schedule": "10:1,20:2"}.get(spec.name, f"some-{spec.name}")
-    return 7 if spec.kind is int else 0.5
+    if spec.kind is int:
+        return min(7, spec.declaration.maximum or 7)
+    return 0.5
 
 
 def flags_seen(arguments):

@@ -6,14 +6,14 @@ neither the partition nor ``--DDP-impl`` changes a bit.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from .world import World
+from ..parallel.world import World
+from .items import HeldItems
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,43 +31,42 @@ class GradientReducer:
             (``--DDP-impl torch``); else at the end of the step (``local``).
     """
 
-    def __init__(self, world: World, *, overlap: bool) -> None:
-        self._group, self._overlap = world.groups.data, overlap
-        self._started: dict[str, list[_Bucket]] = {}
+    def __init__(self, held: HeldItems, world: World, *, overlap: bool) -> None:
+        self._held, self._group = held, world.groups.data
+        self._overlap = overlap
+        self._started: dict[str, _Bucket | None] = {}
 
     @property
     def overlaps(self) -> bool:
         """Whether anybody has to tell when an item is final."""
         return self._overlap and self._group is not None
 
-    def item_is_final(self, item: str, parameters: Sequence[nn.Parameter]) -> None:
+    def item_is_final(self, item: str) -> None:
         """Start adding the gradients of ``item``: no backward of this step will touch them any more."""
-        if self.overlaps and item not in self._started:
-            self._start(item, parameters)
+        if item not in self._started:
+            self._started[item] = self._start(item)
 
-    def finish(self, items: Sequence[tuple[str, Sequence[nn.Parameter]]]) -> None:
-        """Add what is not being added yet, and wait for all; every replica calls this with the same items.
-
-        Args:
-            items: names and parameters of all held items, in list order.
-        """
+    def finish(self) -> None:
+        """Add what is not being added yet, and wait for all; every replica calls this with the same items held."""
         if self._group is None:
             return
-        for item, parameters in items:
-            if item not in self._started:
-                self._start(item, parameters)
-        for buckets in self._started.values():
-            for bucket in buckets:
+        for item in self._held.modules:
+            self.item_is_final(item)
+        for bucket in self._started.values():
+            if bucket is not None:
                 _finish(bucket)
         self._started.clear()
 
-    def _start(self, item: str, parameters: Sequence[nn.Parameter]) -> None:
-        with_gradient = [parameter for parameter in parameters if parameter.grad is not None]
-        self._started[item] = []
-        if with_gradient:
-            flat = torch.cat([p.grad.reshape(-1) for p in with_gradient if p.grad is not None])
-            work = dist.all_reduce(flat, group=self._group, async_op=True)
-            self._started[item].append(_Bucket(parameters=with_gradient, flat=flat, work=work))
+    def _start(self, item: str) -> _Bucket | None:
+        if self._held.shards is not None:
+            self._held.reduce(item)
+            return None
+        parameters = [p for p in self._held.own_parameters(item).values() if p.grad is not None]
+        if not parameters:
+            return None
+        flat = torch.cat([p.grad.reshape(-1) for p in parameters if p.grad is not None])
+        work = dist.all_reduce(flat, group=self._group, async_op=True)
+        return _Bucket(parameters=parameters, flat=flat, work=work)
 
 
 def _finish(bucket: _Bucket) -> None:

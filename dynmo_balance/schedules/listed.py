@@ -1,0 +1,184 @@
+"""An order of operations made for given costs: a free worker does the most urgent operation that is ready.
+
+The schedules by name are laid down for even stages. Where stages are uneven, or the three parts of an operation are not
+of one length, a list schedule leaves far less idle: input gradients and forwards by urgency, weight gradients in what
+is left. How urgent an operation is, a rule says; ``RULES`` has those that have proven best on some profile.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+from .operations import Kind, Operation, Order
+
+FORWARD, INPUT, WEIGHT = 0, 1, 2
+KINDS = (Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
+Urgency = Callable[[int, int, int], tuple[float, ...]]
+"""From kind (0 forward, 1 input gradient, 2 weight gradient), stage and microbatch to what comes first."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lengths:
+    """What a list schedule is made for; times in ns, one element a stage.
+
+    Attributes:
+        forward, first, second: of the forward, the input gradient and the weight gradient.
+        send: how long an output takes to the next stage.
+        trained: false for a stage without backward.
+        positions: the worker of each stage.
+    """
+
+    forward: Sequence[int]
+    first: Sequence[int]
+    second: Sequence[int]
+    send: Sequence[int]
+    trained: Sequence[bool]
+    positions: Sequence[int]
+
+    @property
+    def workers(self) -> int:
+        """How many there are."""
+        return 1 + max(self.positions)
+
+
+def _backward_first(lengths: Lengths) -> Urgency:
+    """Input gradients before forwards, older microbatches first, forwards of later stages first."""
+    return lambda kind, stage, m: ((1, -stage, m), (0, m, 0), (2, m, stage))[kind]
+
+
+def _later_stage_first(lengths: Lengths) -> Urgency:
+    """Whatever belongs to a later stage first."""
+    return lambda kind, stage, m: ((0, -stage, 1, m), (0, -stage, 0, m), (1, m, stage, 0))[kind]
+
+
+def _due(stretch: float, *, weights: bool = False) -> Callable[[Lengths], Urgency]:
+    """By when each operation would start if microbatches entered evenly and none waited, stretched."""
+
+    def rule(lengths: Lengths) -> Urgency:
+        period = max(1, sum((*lengths.forward, *lengths.first, *lengths.second))) / lengths.workers / stretch
+        whole = sum(lengths.forward)
+        down = [before / period for before in accumulate(lengths.forward, initial=0)]
+        up = [(whole + after) / period for after in accumulate(reversed(lengths.first), initial=0)]
+        last = (whole + sum(lengths.first)) / period + lengths.workers
+        stages = len(lengths.forward)
+
+        def urgency(kind: int, stage: int, m: int) -> tuple[float, ...]:
+            if kind == WEIGHT:
+                return (0, m + last) if weights else (1, m, stage)
+            return (0, m + (down[stage] if kind == FORWARD else up[stages - 1 - stage]))
+
+        return urgency
+
+    return rule
+
+
+RULES: Mapping[str, Callable[[Lengths], Urgency]] = {
+    "backward first": _backward_first,
+    "later stage first": _later_stage_first,
+    "due": _due(1.0),
+    "due, 1.5": _due(1.5),
+    "due, 2": _due(2.0),
+    "due, 3": _due(3.0),
+    "due with weights": _due(1.0, weights=True),
+}
+
+
+class _Run:
+    """One list schedule in the making."""
+
+    def __init__(self, lengths: Lengths, microbatches: int, most_in_flight: int, urgency: Urgency) -> None:
+        self.lengths, self.urgency, self.most = lengths, urgency, most_in_flight
+        self.durations = (lengths.forward, lengths.first, lengths.second)
+        self.ready: list[list[tuple[tuple[float, ...], int, int, int]]] = [[] for _ in range(lengths.workers)]
+        self.busy = [False] * lengths.workers
+        self.held = [0] * len(lengths.forward)
+        self.order: list[list[Operation]] = [[] for _ in range(lengths.workers)]
+        self.events: list[tuple[int, int, bool, int, int, int]] = []
+        self.number = 0
+        for m in range(microbatches):
+            self.enter(FORWARD, 0, m)
+
+    def enter(self, kind: int, stage: int, m: int) -> None:
+        entry = (self.urgency(kind, stage, m), kind, stage, m)
+        heapq.heappush(self.ready[self.lengths.positions[stage]], entry)
+
+    def later(self, time: int, ends: bool, kind: int, stage: int, m: int) -> None:
+        self.number += 1
+        heapq.heappush(self.events, (time, self.number, ends, kind, stage, m))
+
+    def dispatch(self, worker: int, time: int) -> None:
+        """Give a free worker the most urgent operation that memory lets it do."""
+        ready, waiting, found = self.ready[worker], [], None
+        while ready:
+            entry = heapq.heappop(ready)
+            if entry[1] == FORWARD and self.held[entry[2]] >= self.most:
+                waiting.append(entry)
+                continue
+            found = entry
+            break
+        for entry in waiting:
+            heapq.heappush(ready, entry)
+        if found is None:
+            return
+        _, kind, stage, m = found
+        self.held[stage] += kind == FORWARD
+        self.busy[worker] = True
+        self.order[worker].append(Operation(stage, KINDS[kind], m))
+        self.later(time + self.durations[kind][stage], True, kind, stage, m)
+
+    def ended(self, time: int, kind: int, stage: int, m: int) -> None:
+        """Free the worker and let what waited for the operation enter, at once or when it has arrived."""
+        lengths = self.lengths
+        self.busy[lengths.positions[stage]] = False
+        following = stage
+        if kind == FORWARD and stage < len(lengths.forward) - 1:
+            following, lag = stage + 1, lengths.send[stage]
+        elif kind == INPUT and stage > 0 and lengths.trained[stage - 1]:
+            following, lag = stage - 1, lengths.send[stage - 1]
+        elif kind == FORWARD and lengths.trained[stage]:
+            self.enter(INPUT, stage, m)
+        if kind == INPUT:
+            self.enter(WEIGHT, stage, m)
+        if kind == WEIGHT or not lengths.trained[stage]:
+            self.held[stage] -= 1
+        if following != stage:
+            self.later(time + lag, False, kind, following, m)
+
+
+def list_order(lengths: Lengths, microbatches: int, most_in_flight: int, rule: str) -> tuple[Order, int]:
+    """The order of operations and the time of the step in ns.
+
+    The backward of stages that are not trained, which takes no time, stands at the end, so that every stage has the
+    same operations.
+
+    Args:
+        lengths: what the operations take.
+        microbatches: of the step.
+        most_in_flight: how many microbatches a stage holds at most.
+        rule: a name of ``RULES``.
+    """
+    run = _Run(lengths, microbatches, most_in_flight, RULES[rule](lengths))
+    run.dispatch(lengths.positions[0], 0)
+    time = 0
+    while run.events:
+        time = run.events[0][0]
+        touched = set()
+        while run.events and run.events[0][0] == time:
+            _, _, ends, kind, stage, m = heapq.heappop(run.events)
+            if ends:
+                run.ended(time, kind, stage, m)
+            else:
+                run.enter(kind, stage, m)
+            touched.add(lengths.positions[stage])
+        for worker in sorted(touched):
+            if not run.busy[worker]:
+                run.dispatch(worker, time)
+    for stage in reversed(range(len(lengths.forward))):
+        if not lengths.trained[stage]:
+            kinds = (Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
+            idle = [Operation(stage, kind, m) for m in range(microbatches) for kind in kinds]
+            run.order[lengths.positions[stage]].extend(idle)
+    return tuple(tuple(operations) for operations in run.order), time

@@ -1,0 +1,204 @@
+"""What a checkpoint computes, from the definitions, in numpy; one tensor is held at a time.
+
+Shapes: T tokens, S tokens attended to, D model width, V true vocabulary, N heads, G key-value heads, H head dimension,
+F inner width, E experts. Sources: GPT-2 (Radford et al. 2019), Megatron's BERT and T5 (Shoeybi et al. 2019,
+arXiv:1909.08053), Llama (Touvron et al. 2023, arXiv:2302.13971), Mixtral (Jiang et al. 2024, arXiv:2401.04088);
+``gelu_tanh`` is the approximation of section 2 of Hendrycks and Gimpel 2016.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .compare import as_numbers
+from .copyplan import OutputTensor, sources
+from .faults import UnsupportedError
+from .io.reading import Reader, open_sources
+from .native import NativeCheckpoint
+from .panels import panels
+
+Array = NDArray[np.float32]
+Ids = NDArray[np.int64]
+
+
+def load_array(checkpoint: NativeCheckpoint, name: str) -> Array:
+    """One tensor as float32 in its stored shape, pruned weights zero; a tied name gives what it is tied to."""
+    name = checkpoint.manifest["ties"].get(name, name)
+    content = checkpoint.tensors[name]
+    shape = tuple(checkpoint.manifest["tensors"][name]["shape"])
+    output = OutputTensor(key=name, shape=shape, content=content, mask=checkpoint.tensors.get(f"{name}.mask"))
+    with open_sources(sources([output])) as files:
+        parts = [
+            as_numbers(panel.reshape(-1), content.dtype).astype(np.float32) for panel in panels(output, Reader(files))
+        ]
+    return np.concatenate(parts).reshape(shape)
+
+
+def model_logits(checkpoint: NativeCheckpoint, tokens: Ids) -> tuple[Array, Array | None]:
+    """Logits ``[T, V]`` of one sequence, and those of a BERT's binary head ``[2]``.
+
+    Args:
+        checkpoint: any family of ours, its attention causal as the family has it.
+        tokens: ``[2, T]``; the second row is what a T5's decoder reads. Token types alternate.
+    """
+    return _Model(checkpoint).logits(tokens)
+
+
+class _Model:
+    def __init__(self, checkpoint: NativeCheckpoint) -> None:
+        self.checkpoint = checkpoint
+        self.model: Mapping[str, Any] = checkpoint.manifest["model"]
+        self.family: str = self.model["family"]
+        if self.model.get("position_embedding") == "relative":
+            raise UnsupportedError("logits of a model with relative positions are not computed here")
+
+    def load(self, name: str) -> Array:
+        return load_array(self.checkpoint, name)
+
+    def has(self, name: str) -> bool:
+        return name in self.checkpoint.tensors
+
+    def logits(self, tokens: Ids) -> tuple[Array, Array | None]:
+        vocabulary = self.model["vocab_size"]
+        if self.family == "t5":
+            x_TD = self.embed("encoder.embedding", tokens[0])
+            for i in range(self.model["num_layers"]):
+                x_TD = self.block(f"encoder.layers.{i}", x_TD, causal=False)
+            memory_SD = self.norm("encoder.norm", x_TD)
+            x_TD = self.embed("decoder.embedding", tokens[1])
+            for i in range(self.model["num_decoder_layers"]):
+                x_TD = self.block(f"decoder.layers.{i}", x_TD, causal=True, memory_SD=memory_SD)
+        else:
+            x_TD = self.embed("embedding", tokens[0])
+            for i in range(self.model["num_layers"]):
+                x_TD = self.block(f"layers.{i}", x_TD, causal=self.family != "bert")
+        x_TD = self.norm("head.norm", x_TD)
+        binary = None
+        if self.model.get("binary_head"):
+            binary = self.linear("head.binary", np.tanh(self.linear("head.pooler", x_TD[:1])))[0]
+        if self.family == "bert":
+            x_TD = self.norm("head.dense_norm", self.activate(self.linear("head.dense", x_TD)))
+        result = x_TD @ self.load("head.weight")[:vocabulary].T
+        if self.has("head.bias"):
+            result = result + self.load("head.bias")[:vocabulary]
+        return result, binary
+
+    def embed(self, name: str, tokens_T: Ids) -> Array:
+        x_TD: Array = self.load(f"{name}.word.weight")[tokens_T]
+        if self.family != "llama":
+            x_TD = x_TD + self.load(f"{name}.position.weight")[: len(tokens_T)]
+        types = self.model.get("num_tokentypes", 0)
+        if types:
+            x_TD = x_TD + self.load(f"{name}.tokentype.weight")[np.arange(len(tokens_T)) % types]
+        return x_TD
+
+    def block(self, name: str, x_TD: Array, *, causal: bool, memory_SD: Array | None = None) -> Array:
+        x_TD = x_TD + self.attention(f"{name}.attention", x_TD, causal=causal)
+        if memory_SD is not None:
+            x_TD = x_TD + self.cross_attention(f"{name}.cross_attention", x_TD, memory_SD)
+        inner_TD = self.norm(f"{name}.mlp.norm", x_TD)
+        experts = self.has(f"{name}.mlp.router.weight")
+        return x_TD + (self.experts if experts else self.mlp)(f"{name}.mlp", inner_TD)
+
+    def norm(self, name: str, x_TD: Array) -> Array:
+        epsilon = np.float32(self.model["layernorm_epsilon"])
+        if self.family == "llama":
+            scaled: Array = x_TD / np.sqrt((x_TD**2).mean(-1, keepdims=True) + epsilon)
+            return scaled * self.load(f"{name}.weight")
+        centred = x_TD - x_TD.mean(-1, keepdims=True)
+        scale = self.load(f"{name}.weight") / np.sqrt((centred**2).mean(-1, keepdims=True) + epsilon)
+        result: Array = centred * scale + self.load(f"{name}.bias")
+        return result
+
+    def linear(self, name: str, x: Array) -> Array:
+        result: Array = x @ self.load(f"{name}.weight").T
+        return result + self.load(f"{name}.bias") if self.has(f"{name}.bias") else result
+
+    def attention(self, name: str, x_TD: Array, *, causal: bool) -> Array:
+        heads = self.model["num_attention_heads"]
+        groups = self.model.get("num_key_value_heads", heads)
+        shape = (len(x_TD), groups, heads // groups + 2, -1)
+        qkv_TGRH = self.linear(f"{name}.qkv", self.norm(f"{name}.norm", x_TD)).reshape(shape)
+        q_TGQH, k_TGH, v_TGH = qkv_TGRH[:, :, :-2], qkv_TGRH[:, :, -2], qkv_TGRH[:, :, -1]
+        if self.family == "llama":
+            q_TGQH, k_TGH = self.rotated(q_TGQH), self.rotated(k_TGH)
+        repeat = heads // groups
+        q_NTH = q_TGQH.reshape(len(x_TD), heads, -1).transpose(1, 0, 2)
+        k_NTH, v_NTH = (np.repeat(x, repeat, axis=1).transpose(1, 0, 2) for x in (k_TGH, v_TGH))
+        return self.linear(f"{name}.dense", _attend(q_NTH, k_NTH, v_NTH, causal=causal))
+
+    def cross_attention(self, name: str, x_TD: Array, memory_SD: Array) -> Array:
+        heads = self.model["num_attention_heads"]
+        q_TNH = self.linear(f"{name}.query", self.norm(f"{name}.norm", x_TD)).reshape(len(x_TD), heads, -1)
+        kv_SN2H = self.linear(f"{name}.key_value", memory_SD).reshape(len(memory_SD), heads, 2, -1)
+        q_NTH, k_NSH, v_NSH = (x.transpose(1, 0, 2) for x in (q_TNH, kv_SN2H[:, :, 0], kv_SN2H[:, :, 1]))
+        return self.linear(f"{name}.dense", _attend(q_NTH, k_NSH, v_NSH, causal=False))
+
+    def rotated(self, x: Array) -> Array:
+        """``x`` of ``[T, ..., H]``, each head's halves turned against each other (Su et al. 2021, section 3.4.2)."""
+        width = x.shape[-1]
+        inverse = 1.0 / float(self.model.get("rotary_base", 10000.0)) ** (np.arange(0, width, 2) / width)
+        scaling = self.model.get("rotary_scaling")
+        if scaling is not None:
+            inverse = _scaled(inverse, scaling)
+        angles = np.outer(np.arange(len(x)), inverse).astype(np.float32)
+        angles = np.concatenate([angles, angles], -1).reshape(len(x), *[1] * (x.ndim - 2), width)
+        low, high = x[..., : width // 2], x[..., width // 2 :]
+        result: Array = x * np.cos(angles) + np.concatenate([-high, low], -1) * np.sin(angles)
+        return result
+
+    def mlp(self, name: str, x_TD: Array) -> Array:
+        if self.family == "llama":
+            gate_TF = self.linear(f"{name}.gate", x_TD)
+            inner_TF: Array = gate_TF / (1 + np.exp(-gate_TF)) * self.linear(f"{name}.up", x_TD)
+            return self.linear(f"{name}.fc2", inner_TF)
+        return self.linear(f"{name}.fc2", self.activate(self.linear(f"{name}.fc1", x_TD)))
+
+    def activate(self, x: Array) -> Array:
+        if self.model["activation"] == "relu":
+            return np.maximum(x, np.float32(0))
+        if self.model["activation"] == "gelu_tanh":
+            gate = np.tanh(np.float32(math.sqrt(2 / math.pi)) * (x + np.float32(0.044715) * x**3))
+        else:
+            gate = np.vectorize(math.erf, otypes=[np.float32])(x / np.float32(math.sqrt(2)))
+        result: Array = np.float32(0.5) * x * (1 + gate)
+        return result
+
+    def experts(self, name: str, x_TD: Array) -> Array:
+        """The likeliest experts of each token, weighed by their probabilities made to add up to 1."""
+        scores_TE = self.linear(f"{name}.router", x_TD)
+        weights_TE = np.exp(scores_TE - scores_TE.max(-1, keepdims=True))
+        order_TE = np.argsort(-weights_TE, axis=-1, kind="stable")
+        np.put_along_axis(weights_TE, order_TE[:, self.model["moe_top_k"] :], 0, axis=-1)
+        weights_TE /= weights_TE.sum(-1, keepdims=True)
+        result = np.zeros_like(x_TD)
+        for expert in range(self.model["num_experts"]):
+            rows = np.flatnonzero(weights_TE[:, expert])
+            if rows.size:
+                part = self.mlp(f"{name}.experts.{expert}", x_TD[rows])
+                result[rows] += weights_TE[rows, expert, None] * part
+        return result
+
+
+def _attend(q_NTH: Array, k_NSH: Array, v_NSH: Array, *, causal: bool) -> Array:
+    scores_NTS = q_NTH @ k_NSH.transpose(0, 2, 1) / np.float32(math.sqrt(q_NTH.shape[-1]))
+    if causal:
+        scores_NTS = np.where(np.tri(q_NTH.shape[1], dtype=bool), scores_NTS, -np.inf)
+    weights_NTS = np.exp(scores_NTS - scores_NTS.max(-1, keepdims=True))
+    weights_NTS /= weights_NTS.sum(-1, keepdims=True)
+    mixed: Array = (weights_NTS @ v_NSH).transpose(1, 0, 2).reshape(q_NTH.shape[1], -1)
+    return mixed
+
+
+def _scaled(inverse: NDArray[np.float64], scaling: Mapping[str, Any]) -> NDArray[np.float64]:
+    """Llama 3's frequencies: long waves slowed by ``factor``, short ones kept, blended between (arXiv:2407.21783)."""
+    waves = 2 * math.pi / inverse
+    low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
+    share = np.clip((scaling["original_max_position_embeddings"] / waves - low) / (high - low), 0, 1)
+    result: NDArray[np.float64] = (1 - share) * inverse / scaling["factor"] + share * inverse
+    return result

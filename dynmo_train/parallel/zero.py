@@ -1,0 +1,105 @@
+"""ZeRO over the replicas by FSDP2: each holds a part of every parameter's rows, its gradient and its moments.
+
+An item is sharded by itself (``fully_shard`` of its module alone), so that it moves as any other. A replica's gradients
+accumulate whole over the microbatches and are reduced once a step, as plain replicas add them: plain, DDP and ZeRO give
+the same bits on two replicas. What optimizer, norms and moves see are plain tensors, the replica's rows.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+
+from .world import World
+
+
+class Shards:
+    """How a process shares parameters with the other replicas.
+
+    Args:
+        reshard: free the whole parameters behind each forward and backward (stage 3), or at the end of a step (1, 2).
+        compute: the type of the arithmetic; reductions are in float32.
+    """
+
+    def __init__(self, world: World, *, reshard: bool, compute: torch.dtype) -> None:
+        if world.groups.data is None:
+            raise ValueError("one replica has nobody to share parameters with")
+        self._group, self.rank, self.size = world.groups.data, world.replica, world.dims.data
+        self._mesh = DeviceMesh.from_group(self._group, world.device.type)
+        self._reshard = reshard
+        casts = compute != torch.float32
+        self._policy = MixedPrecisionPolicy(
+            param_dtype=compute if casts else None,
+            reduce_dtype=torch.float32 if casts else None,
+            cast_forward_inputs=casts,
+        )
+
+    def wrap(self, module: nn.Module) -> dict[str, nn.Parameter]:
+        """Shard a module in place; the replica's rows of its parameters, by name, as plain parameters of their own."""
+        if any(True for _ in module.parameters()):
+            fully_shard(module, mesh=self._mesh, reshard_after_forward=self._reshard, mp_policy=self._policy)
+            fsdp = _fsdp(module)
+            fsdp.set_gradient_divide_factor(1.0)
+            fsdp.set_force_sum_reduction_for_comms(True)
+            self._between_reductions(fsdp)
+        return {name: nn.Parameter(_rows_of(parameter).detach()) for name, parameter in module.named_parameters()}
+
+    def _between_reductions(self, module: FSDPModule) -> None:
+        module.set_requires_gradient_sync(False)
+        module.set_is_last_backward(False)
+        module.set_reshard_after_backward(self._reshard)
+
+    def reduce(self, module: nn.Module, own: dict[str, nn.Parameter]) -> None:
+        """Add the replicas' gradients, and give each of ``own`` its rows of the sum."""
+        if not isinstance(module, FSDPModule):
+            return
+        module.set_is_last_backward(True)
+        module.set_reshard_after_backward(True)
+        module.set_requires_gradient_sync(True)
+        # What torch's own pipeline stage does for a sharded module at the end of a step.
+        state = fully_shard.state(module)  # type: ignore[attr-defined]
+        for group in state._fsdp_param_groups:
+            group.post_backward()
+        state._root_post_backward_final_callback()
+        self._between_reductions(module)
+        for name, parameter in module.named_parameters():
+            own[name].grad = None if parameter.grad is None else _rows_of(parameter.grad)
+            parameter.grad = None
+
+    def release(self, module: nn.Module) -> None:
+        """Free the whole parameters that a forward without backward has left."""
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+    def rows(self, whole: torch.Tensor) -> torch.Tensor:
+        """This replica's rows of a whole tensor; a view."""
+        return row_parts(whole, self.size)[self.rank]
+
+    def whole(self, rows: torch.Tensor, num_rows: int) -> torch.Tensor:
+        """The whole tensor of ``num_rows`` rows from every replica's; all replicas call this."""
+        part = -(-num_rows // self.size)
+        padded = rows.new_zeros((part, *rows.shape[1:]))
+        padded[: rows.shape[0]] = rows
+        gathered = rows.new_empty((part * self.size, *rows.shape[1:]))
+        dist.all_gather_into_tensor(gathered, padded, group=self._group)
+        return gathered[:num_rows]
+
+
+def row_parts(whole: torch.Tensor, parts: int) -> list[torch.Tensor]:
+    """A tensor's rows dealt out as FSDP2 deals them: equal blocks, the last ones shorter or empty."""
+    chunks = list(torch.chunk(whole, parts, dim=0))
+    return chunks + [whole[:0]] * (parts - len(chunks))
+
+
+def _fsdp(module: nn.Module) -> FSDPModule:
+    if not isinstance(module, FSDPModule):
+        raise TypeError(f"{type(module).__name__} has not been sharded")
+    return module
+
+
+def _rows_of(parameter: torch.Tensor) -> torch.Tensor:
+    rows: torch.Tensor = parameter.to_local()  # type: ignore[attr-defined] # a DTensor
+    return rows

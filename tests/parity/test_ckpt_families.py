@@ -1,0 +1,189 @@
+"""Llama, Mixtral, BERT and T5 between our format, transformers' and legacy Megatron's: bytes and logits."""
+
+import json
+import runpy
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from safetensors.numpy import load_file
+
+from dynmo_ckpt.cli import main
+
+UNIT = Path(__file__).parents[1] / "unit" / "ckpt"
+build = runpy.run_path(str(UNIT / "build.py"))
+families = runpy.run_path(str(UNIT / "families.py"))
+legacy = runpy.run_path(str(UNIT / "legacy_families.py"))
+ATOL = {"llama": 1e-4, "mixtral": 1e-4, "bert": 5e-6, "masked": 5e-6, "t5": 5e-6}
+
+
+@pytest.fixture
+def run(monkeypatch, capsys):
+    """Runs the command line in this process as the console script does; checks its exit code."""
+
+    def call(*args, code=0):
+        monkeypatch.setattr(sys, "argv", ["dynmo-ckpt", *map(str, args)])
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as stop:
+            main()
+        done = capsys.readouterr()
+        assert (stop.value.code or 0) == code, done.out + done.err
+        return SimpleNamespace(stdout=done.out, stderr=done.err)
+
+    return call
+
+
+def theirs(kind):
+    """A small random model of transformers."""
+    import transformers as tf
+
+    common = {"vocab_size": 61, "max_position_embeddings": 64}
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, **common}
+    rope = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    rope |= {"original_max_position_embeddings": 32, "rope_theta": 500.0}
+    if kind == "llama":
+        made = tf.LlamaForCausalLM(tf.LlamaConfig(**sizes, num_key_value_heads=2, rope_parameters=rope))
+    elif kind == "mixtral":
+        made = tf.MixtralForCausalLM(tf.MixtralConfig(**sizes, num_key_value_heads=2, num_local_experts=4))
+    elif kind in ("bert", "masked"):
+        name = {"bert": "MegatronBertForPreTraining", "masked": "MegatronBertForMaskedLM"}[kind]
+        made = getattr(tf, name)(tf.MegatronBertConfig(**sizes, layer_norm_eps=1e-5))
+    else:
+        both = {
+            f"{side}_{f}": n for side in ("encoder", "decoder") for f, n in (("ffn_dim", 48), ("attention_heads", 4))
+        }
+        config = tf.BlenderbotConfig(d_model=32, encoder_layers=2, decoder_layers=3, **both, **common)
+        made = tf.BlenderbotForConditionalGeneration(config)
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for parameter in made.parameters():
+            parameter.normal_(0, 0.2)
+        if kind == "t5":
+            made.model.decoder.embed_positions.weight.copy_(made.model.encoder.embed_positions.weight)
+            made.final_logits_bias.normal_(0, 0.2)
+    return made
+
+
+def logits(run, native, hf, kind):
+    report = run("verify", native, "--hf-logits", hf, "--logits-atol", ATOL[kind], "--format", "json")
+    found = json.loads(report.stdout)["logits"]
+    assert found["same_best_tokens"]
+    assert found["max_abs"] <= ATOL[kind]
+
+
+def weights(directory):
+    files = [load_file(path) for path in sorted(directory.glob("*.safetensors"))]
+    return {name: value for file in files for name, value in file.items()}
+
+
+@pytest.mark.parametrize("kind", list(ATOL))
+def test_what_transformers_saved_there_and_back(run, tmp_path, kind):
+    """Sharded files in; native on tensor ranks and stages; the same tensors out, and the same logits on each side."""
+    theirs(kind).save_pretrained(tmp_path / "hf", max_shard_size="40KB")
+    assert len(list((tmp_path / "hf").glob("*.safetensors"))) > 1
+    config = json.loads((tmp_path / "hf" / "config.json").read_text())
+    (tmp_path / "hf" / "config.json").write_text(json.dumps(config | {"auto_map": {"AutoModel": "evil--evil.Evil"}}))
+    run("convert", tmp_path / "hf", tmp_path / "native", "--to", "native", "--tp", 2, "--pp", 2)
+    run("convert", tmp_path / "native", tmp_path / "back", "--to", "hf", "--max-shard-size", "30KB")
+    before, after = weights(tmp_path / "hf"), weights(tmp_path / "back")
+    assert before.keys() == after.keys()
+    assert all(np.array_equal(before[name], after[name]) for name in before)
+    logits(run, tmp_path / "native", tmp_path / "back", kind)
+    assert "no tensor differs" in run("diff", tmp_path / "hf", tmp_path / "native").stdout
+    if kind != "mixtral":
+        run("convert", tmp_path / "native", tmp_path / "legacy", "--to", "legacy", "--tp", 2, "--pp", 2)
+        run("convert", tmp_path / "legacy", tmp_path / "again", "--to", "hf", "--max-shard-size", "30KB")
+        for path in (tmp_path / "back").glob("*.safetensors"):
+            assert path.read_bytes() == (tmp_path / "again" / path.name).read_bytes()
+
+
+def native(directory, m, masked=False):
+    p = families["parameters"](m)
+    masks = build["masks"](p) if masked else {}
+    items = {"t5": ["encoder.embedding", "encoder.layers.0", "encoder.layers.1", "encoder.norm", "decoder.embedding"]}
+    stages = items.get(m["family"], ["embedding", *(f"layers.{i}" for i in range(m["num_layers"]))])
+    stages = [*stages, *(f"decoder.layers.{i}" for i in range(m.get("num_decoder_layers", 0))), "head"]
+    build["save"](directory, p | masks, m, partition=[stages], ties=families["ties"](m))
+    return p
+
+
+def flat(value, prefix=""):
+    if not isinstance(value, dict):
+        return {prefix: value}
+    return {name: inner for key, part in value.items() for name, inner in flat(part, f"{prefix}/{key}").items()}
+
+
+@pytest.mark.parametrize("family", ["llama", "bert", "t5"])
+def test_legacy_files_are_what_megatron_would_have_written(run, tmp_path, family):
+    m = families[family]()
+    p = native(tmp_path / "in", m)
+    nothing = range(0)
+    stages = [(range(1), nothing), (range(1, 3), nothing)]
+    counts = "1,2"
+    if family == "t5":
+        stages, counts = [(range(2), nothing), (nothing, range(1)), (nothing, range(1, 3))], "2,1,2"
+    run(
+        "convert",
+        tmp_path / "in",
+        tmp_path / "out",
+        "--to",
+        "legacy",
+        "--tp",
+        2,
+        "--pp",
+        len(stages),
+        "--partition",
+        counts,
+    )
+    for rank in range(2):
+        for stage in range(len(stages)):
+            path = tmp_path / "out" / "iter_0000008" / f"mp_rank_{rank:02d}_{stage:03d}" / "model_optim_rng.pt"
+            ours = flat(torch.load(path, weights_only=False)["model"])
+            expected = flat(legacy["chunk"](p, m, stages, stage, rank, 2, 3.0))
+            expected = {name.replace("_norm.", "_layernorm."): value for name, value in expected.items()}
+            assert ours.keys() == expected.keys()
+            assert all(np.array_equal(ours[name].numpy(), expected[name]) for name in ours)
+
+
+@pytest.mark.parametrize(("family", "kind"), [("llama", "llama"), ("bert", "bert"), ("t5", "t5")])
+def test_pruned_weights_are_zero_on_either_side(run, tmp_path, family, kind):
+    m = families[family](tied_embeddings=True)
+    native(tmp_path / "in", m, masked=True)
+    run("convert", tmp_path / "in", tmp_path / "hf", "--to", "hf")
+    logits(run, tmp_path / "in", tmp_path / "hf", kind)
+    assert "no tensor differs" in run("diff", tmp_path / "hf", tmp_path / "in").stdout
+    run("convert", tmp_path / "in", tmp_path / "legacy", "--to", "legacy", "--tp", 2)
+    assert "no tensor differs" in run("diff", tmp_path / "legacy", tmp_path / "in").stdout
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"attention_bias": True}, "attention_bias = True"),
+        ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0}}, "'yarn'"),
+        ({"hidden_act": "gelu"}, "hidden_act = gelu"),
+        ({"model_type": "qwen2"}, "model_type 'qwen2'"),
+        ({"sliding_window": 8}, "sliding_window = 8"),
+        ({"num_hidden_layers": 1}, "no rule of the map takes 9 tensors"),
+        ({"num_hidden_layers": 3}, "the input lacks 9 tensors"),
+        ({"intermediate_size": 24}, r"the shape is [48, 32], the model's sizes ask for [24, 32]"),
+    ],
+)
+def test_llamas_that_ours_is_not_are_refused(run, tmp_path, changes, message):
+    theirs("llama").save_pretrained(tmp_path / "hf")
+    config = json.loads((tmp_path / "hf" / "config.json").read_text())
+    (tmp_path / "hf" / "config.json").write_text(json.dumps(config | changes))
+    assert message in run("convert", tmp_path / "hf", tmp_path / "out", "--to", "native", code=5).stderr
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_model_that_no_architecture_is_cannot_be_exported(run, tmp_path):
+    m = families["bert"](position_embedding="relative")
+    native(tmp_path / "in", m)
+    assert (
+        "position_embedding = learned only"
+        in run("convert", tmp_path / "in", tmp_path / "o", "--to", "hf", code=5).stderr
+    )

@@ -1,0 +1,96 @@
+"""Several stages on a worker: the sums of the workers, their memory, and the exact table of a V."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import combinations_with_replacement, pairwise
+
+import pytest
+
+from dynmo_balance.partition import balance, bottleneck_ns
+from dynmo_balance.partition.limits import make_limits
+from dynmo_balance.problem import InfeasibleError
+from dynmo_balance.simulate import predict
+
+
+def partitions(problem):
+    """All partitions that obey pins, least units and, by the order of operations, memory."""
+    limits = make_limits(problem)
+    units = limits.units
+    for inner in combinations_with_replacement(range(units + 1), problem.num_stages - 1):
+        cuts = (0, *inner, units)
+        if any(b - a < problem.min_units for a, b in pairwise(cuts)):
+            continue
+        if not all(limits.lowest[p] <= cut <= limits.highest[p] for p, cut in enumerate(cuts)):
+            continue
+        peaks = zip(problem.places, predict(problem, cuts).peak_memory_bytes, strict=True)
+        if all(place.memory_bytes is None or peak <= place.memory_bytes for place, peak in peaks):
+            yield cuts
+
+
+def random_problem(rng, chain_factory, problem_factory, schedule):
+    workers, n = rng.randint(1, 3), 6
+    chain = chain_factory(
+        [rng.randint(1, 30) for _ in range(n)],
+        backward=[rng.randint(1, 30) for _ in range(n)],
+        activation=[rng.randint(0, 4) for _ in range(n)],
+        sizes=[rng.randint(0, 9) for _ in range(n)],
+    )
+    options = {"min_units": rng.choice([0, 1]), "microbatches": workers * rng.randint(1, 3), "virtual_stages": 2}
+    if rng.random() < 0.5:
+        options["speeds"] = [rng.choice([500_000, 1_000_000]) for _ in range(workers)]
+    if rng.random() < 0.6:
+        options["memory"] = [rng.choice([None, rng.randint(20, 120)]) for _ in range(workers)]
+    if rng.random() < 0.3:
+        options["pins"] = ((rng.randrange(n), rng.randrange(2 * workers)),)
+    return problem_factory(chain, workers, schedule, **options)
+
+
+@pytest.mark.parametrize("schedule", ["zb-v", "interleaved-1f1b"])
+def test_against_brute_force(schedule, rng, chain_factory, problem_factory):
+    met = tight = feasible = 0
+    for _ in range(50):
+        problem = random_problem(rng, chain_factory, problem_factory, schedule)
+        best = min((bottleneck_ns(problem, cuts) for cuts in partitions(problem)), default=None)
+        if best is None:
+            with pytest.raises(InfeasibleError):
+                balance(problem, "exact")
+            continue
+        feasible += 1
+        try:
+            solution = balance(problem, "exact")
+        except InfeasibleError:
+            assert problem.min_units or schedule != "zb-v"  # the search is a heuristic there
+            continue
+        assert solution.boundaries in set(partitions(problem))
+        assert solution.lower_bound_ns <= best <= solution.bottleneck_ns == bottleneck_ns(problem, solution.boundaries)
+        assert solution.optimal == (solution.bottleneck_ns == solution.lower_bound_ns)
+        if schedule == "zb-v" and problem.min_units == 0:
+            assert solution.optimal
+        met += solution.optimal
+        tight += solution.bottleneck_ns == best
+    assert feasible > 25
+    assert tight > (0.95 if schedule == "zb-v" else 0.7) * feasible
+    assert met > (0.8 if schedule == "zb-v" else 0.02) * feasible
+
+
+@pytest.mark.parametrize("schedule", ["zb-v", "interleaved-1f1b"])
+def test_ties_go_to_what_moves_less(schedule, rng, chain_factory, problem_factory):
+    nearer = 0
+    for _ in range(40):
+        chain = chain_factory([rng.randint(1, 2) for _ in range(12)], sizes=[1] * 12)
+        problem = problem_factory(chain, 2, schedule, 4, virtual_stages=2)
+        free = balance(problem, "exact")
+        drawn = sorted(rng.sample(range(1, 12), 3))
+        tied = balance(replace(problem, current=tuple(pairwise((0, *drawn, 12)))), "exact")
+        assert tied.bottleneck_ns <= free.bottleneck_ns
+
+        def moved(boundaries, problem=problem, drawn=drawn):
+            def owner(cuts):
+                return [problem.positions[s] for s, (a, b) in enumerate(pairwise(cuts)) for _ in range(b - a)]
+
+            return sum(a != b for a, b in zip(owner(boundaries), owner((0, *drawn, 12)), strict=True))
+
+        assert moved(tied.boundaries) <= moved(free.boundaries)
+        nearer += moved(tied.boundaries) < moved(free.boundaries)
+    assert nearer > 3
