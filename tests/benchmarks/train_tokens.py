@@ -1,7 +1,7 @@
-"""Tokens per second and peak memory of training a small GPT in one CPU process, beside nanoGPT and transformers' GPT-2.
+"""Tokens per second and peak memory of training a small GPT in one CPU process, beside nanoGPT and transformers.
 
-Each program trains the same model (learned positions, tied embeddings, no dropout, float32, AdamW, clipping) on the same
-batches in a process of its own; they take turns, round after round. Peak memory is the process's largest resident set.
+Each program trains the same model (learned positions, tied embeddings, no dropout, float32, AdamW, clipping) on the
+same batches in a process of its own; they take turns. Peak memory is the process's largest resident set.
 
     python tests/benchmarks/train_tokens.py --nanogpt DIRECTORY [--shape 30M-256] [--repeats 3] [--threads 2]
 
@@ -100,7 +100,9 @@ def ours(shape: Shape) -> Callable[[int], float]:
 
     def step(number: int) -> float:
         ids, labels = batch(shape, number)
-        told = Batch(inputs={"ids": ids, "labels": labels}, first_microbatch=number * shape.microbatches, step=number + 1)
+        told = Batch(
+            inputs={"ids": ids, "labels": labels}, first_microbatch=number * shape.microbatches, step=number + 1
+        )
         return engine.train_step(told, sampled=False).loss
 
     return step
@@ -177,7 +179,9 @@ def run_one(program: str, shape: Shape, threads: int, steps: int, directory: str
         loss = step(number)
         times.append(time.perf_counter() - begin)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-    print(json.dumps({"tokens_per_s": shape.step_tokens / statistics.median(times), "peak_mb": peak, "loss": loss}))
+    sys.stdout.write(
+        json.dumps({"tokens_per_s": shape.step_tokens / statistics.median(times), "peak_mb": peak, "loss": loss}) + "\n"
+    )
 
 
 def main() -> None:
@@ -197,7 +201,7 @@ def main() -> None:
     if (Path(asked.nanogpt) / "model.py").is_file():
         programs.insert(1, "nanogpt")
     else:
-        print("nanoGPT is left out: --nanogpt names no directory with its model.py", file=sys.stderr)
+        sys.stderr.write("nanoGPT is left out: --nanogpt names no directory with its model.py\n")
     results: dict[str, list[dict]] = {program: [] for program in programs}
     for _ in range(asked.repeats):
         for program in programs:
@@ -207,12 +211,13 @@ def main() -> None:
             if told.returncode:
                 raise SystemExit(told.stderr)
             results[program].append(json.loads(told.stdout.splitlines()[-1]))
-    print(f"| {asked.shape}, {asked.threads} threads | tokens/s | peak MB | loss after {asked.steps + 1} steps |")
-    print("|---|---|---|---|")
+    lines = [f"| {asked.shape}, {asked.threads} threads | tokens/s | peak MB | loss after {asked.steps + 1} steps |"]
+    lines.append("|---|---|---|---|")
     for program, rows in results.items():
         rates = ", ".join(f"{row['tokens_per_s']:.0f}" for row in rows)
         peaks = ", ".join(f"{row['peak_mb']:.0f}" for row in rows)
-        print(f"| {program} | {rates} | {peaks} | {rows[0]['loss']:.3f} |")
+        lines.append(f"| {program} | {rates} | {peaks} | {rows[0]['loss']:.3f} |")
+    sys.stdout.write("\n".join(lines) + "\n")
 
 
 if __name__ == "__main__":
