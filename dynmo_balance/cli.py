@@ -13,6 +13,7 @@ from .commands.explain import explain
 from .commands.export import export
 from .commands.partition import partition
 from .commands.profile import app as profile
+from .commands.recipe import recipe
 from .commands.repack import repack
 from .commands.replay import replay
 from .commands.report import report
@@ -36,6 +37,7 @@ app.command()(simulate)
 app.command("what-if")(what_if)
 app.command()(calibrate)
 app.command()(export)
+app.command()(recipe)
 app.command()(repack)
 app.command()(replay)
 app.command()(report)

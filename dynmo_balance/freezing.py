@@ -21,8 +21,8 @@ def frozen_front(header: Header, share: float) -> int:
     return starts[count] if count < len(starts) else len(header.items)
 
 
-def frozen_costs(header: Header, costs: ItemCosts, share: float) -> ItemCosts:
-    """The costs with this share of the layers frozen, from the front."""
+def frozen_costs(header: Header, costs: ItemCosts, share: float, *, cached_forward: bool = False) -> ItemCosts:
+    """The costs with this share of the layers frozen, from the front; a cached forward costs nothing either."""
     front = frozen_front(header, share)
 
     def zero(values: tuple[int, ...]) -> tuple[int, ...]:
@@ -30,6 +30,7 @@ def frozen_costs(header: Header, costs: ItemCosts, share: float) -> ItemCosts:
 
     return replace(
         costs,
+        forward_ns=zero(costs.forward_ns) if cached_forward else costs.forward_ns,
         backward_input_ns=zero(costs.backward_input_ns),
         backward_weight_ns=zero(costs.backward_weight_ns),
         activation_bytes=zero(costs.activation_bytes),

@@ -185,7 +185,10 @@ RecomputeOption = Annotated[
     Recompute, typer.Option("--recompute", help="Activation recomputation that computed costs assume.")
 ]
 FusedOption = Annotated[
-    bool, typer.Option("--fused-attention", help="Computed costs assume that attention scores never go to memory.")
+    bool,
+    typer.Option(
+        "--fused-attention/--unfused-attention", help="Whether attention scores go to memory, where costs are computed."
+    ),
 ]
 WindowOption = Annotated[int, typer.Option("--window", min=1, help="Step records that the costs are the median of.")]
 AtStepOption = Annotated[

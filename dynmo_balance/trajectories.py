@@ -8,7 +8,9 @@ Each is a stated model, not a measurement; all take the dense costs, the number 
 * ``moe``: the busiest expert of each layer sets its MLP's time; the skew drifts from layer to layer and step to step.
 * ``mod``: every other block computes only a share of the tokens, which moves between 12.5 % and 50 %.
 * ``early-exit``: the share of tokens that is left falls exponentially with depth, more so as training goes on.
-* ``sparse-attention``: each layer's attention keeps a share of its blocks that drifts between 10 % and 100 %.
+* ``sparse-attention``: each layer's attention keeps a share of its blocks that drifts between 10 % and 100 % of the
+  densest; the projections around it stay dense, so only the scores' share of the item's operations,
+  ``s / (s + 2 h)``, shrinks.
 * ``static``: nothing changes.
 """
 
@@ -17,7 +19,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from .costs import ItemCosts, scaled
@@ -43,12 +45,20 @@ class Script:
         steps: of the run.
         strength: the final sparsity, frozen share or expert skew, as the technique has it; within [0, 1).
         noise: relative standard deviation of each measured time.
+        sparsity: what pruning does to the cost of an item.
+        exit_rate: of ``early-exit``: at the end the share ``exp(-exit_rate * strength * depth)`` of the tokens is left.
+        densest: of ``sparse-attention``: the largest share of its blocks that a layer keeps.
+        cached_forward: of ``freezing``: what the frozen front puts out is read from a cache instead of computed.
     """
 
     steps: int
     strength: float
     noise: float = 0.0
     seed: int = 0
+    sparsity: SparsityModel = field(default_factory=SparsityModel)
+    exit_rate: float = 2.5
+    densest: float = 1.0
+    cached_forward: bool = False
 
 
 Factors = Callable[[Header, Script, random.Random], Iterator[tuple[list[float], Mapping[str, Any] | None]]]
@@ -65,7 +75,7 @@ def _event(kind: str, following: int | None, **detail: Any) -> dict[str, Any]:
 
 
 def _pruning(header: Header, script: Script, rng: random.Random) -> Iterator[tuple[list[float], Any]]:
-    model = SparsityModel()
+    model = script.sparsity
     depths = depths_of(header)
     rounds = 4
     begin, every = script.steps * 3 // 10, max(1, script.steps // 10)
@@ -103,19 +113,22 @@ def _mod(header: Header, script: Script, rng: random.Random) -> Iterator[tuple[l
 def _early_exit(header: Header, script: Script, rng: random.Random) -> Iterator[tuple[list[float], Any]]:
     depths = depths_of(header)
     for step in range(1, script.steps + 1):
-        rate = 2.5 * script.strength * step / script.steps
+        rate = script.exit_rate * script.strength * step / script.steps
         pairs = zip(header.items, depths, strict=True)
         yield [math.exp(-rate * d) if item.kind in PRUNED_KINDS else 1.0 for item, d in pairs], None
 
 
 def _sparse_attention(header: Header, script: Script, rng: random.Random) -> Iterator[tuple[list[float], Any]]:
     density = {item.layer: 1.0 for item in header.items if item.kind in ("attention", "layer")}
-    floor = max(0.1, 1 - script.strength)
+    floor = min(script.densest, max(0.1 * script.densest, 1 - script.strength))
+    tokens, hidden = header.model.sequence_length, header.model.hidden_size
+    # Scores 4 s^2 h, projections 8 s h^2; a whole layer has 16 s h^2 more in its MLP
+    shares = {"attention": tokens / (tokens + 2 * hidden), "layer": tokens / (tokens + 6 * hidden)}
     for step in range(1, script.steps + 1):
         for layer in density:
-            target = floor + (1 - floor) * (hash_unit(layer) + step / script.steps) % 1.0
+            target = floor + (script.densest - floor) * ((hash_unit(layer) + step / script.steps) % 1.0)
             density[layer] = 0.99 * density[layer] + 0.01 * target
-        yield [density.get(i.layer, 1.0) if i.kind in ("attention", "layer") else 1.0 for i in header.items], None
+        yield [1 - shares.get(i.kind, 0.0) * (1 - density.get(i.layer, 1.0)) for i in header.items], None
 
 
 def _static(header: Header, script: Script, rng: random.Random) -> Iterator[tuple[list[float], Any]]:
@@ -159,7 +172,7 @@ def _freezing(header: Header, dense: ItemCosts, script: Script) -> Iterator[tupl
         event = None
         if rest == 0 and 1 <= done <= rounds:
             share = script.strength * done / rounds
-            costs = frozen_costs(header, dense, share)
+            costs = frozen_costs(header, dense, share, cached_forward=script.cached_forward)
             event = _event("frozen", step - 1 + every if done < rounds else None, share=round(share, 4))
         yield costs, event
 

@@ -20,7 +20,7 @@ from .formats.checkpoint import seal
 from .io.directory import check_target, new_directory, write_synced
 from .panels import TRANSPOSE_PANEL_BYTES
 from .reshard import NativePlan, finished_manifest
-from .verify import full_findings, written_findings
+from .verify import header_findings, small_findings, written_findings
 
 BASE_MEMORY_BYTES = 45_000_000
 ASSUMED_BYTES_PER_S = 1e9
@@ -74,14 +74,14 @@ def write_native(
         return
     begun = time.monotonic()
     with new_directory(target) as staging:
-        written = _write(staging, plan.files, how.jobs)
+        written = _write(staging, plan.files, how)
         for name, payload in extra.items():
             write_synced(staging / name, payload)
         sums = {name: (len(payload), zlib.crc32(payload)) for name, payload in extra.items()}
         write_synced(staging / "manifest.json", seal(finished_manifest(plan, written, sums)))
         if how.verify:
-            with progress("verify", sum(file.num_bytes for file in plan.files) / 1e6, "MB") as tick:
-                _refuse_findings(full_findings(staging, tick))
+            _refuse_findings([*written_findings(staging, plan.files, written), *small_findings(staging, extra)])
+            _refuse_findings(header_findings(staging))
     _report(source, target, plan.files, begun, decisions, how)
 
 
@@ -92,12 +92,11 @@ def write_export(source: Path, target: Path, plan: ExportPlan, how: Settings) ->
         return
     begun = time.monotonic()
     with new_directory(target) as staging:
-        written = _write(staging, plan.files, how.jobs)
+        written = _write(staging, plan.files, how)
         for name, payload in small.items():
             write_synced(staging / name, payload)
         if how.verify:
-            with progress("verify", sum(file.num_bytes for file in plan.files) / 1e6, "MB") as tick:
-                _refuse_findings(written_findings(staging, written, tick))
+            _refuse_findings([*written_findings(staging, plan.files, written), *small_findings(staging, small)])
     _report(source, target, plan.files, begun, plan.decisions, how)
 
 
@@ -137,9 +136,9 @@ def _refused_or_shown(
     return True
 
 
-def _write(staging: Path, files: Sequence[Writable], jobs: int) -> dict[str, Written]:
+def _write(staging: Path, files: Sequence[Writable], how: Settings) -> dict[str, Written]:
     with progress("write", sum(file.num_bytes for file in files) / 1e6, "MB") as tick:
-        return execute(staging, files, jobs=jobs, tick=tick)
+        return execute(staging, files, jobs=how.jobs, tick=tick, verify=how.verify)
 
 
 def _refuse_findings(findings: Iterable[str]) -> None:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from .console import Tick
+from .copyplan import Writable
 from .execute import Written
 from .faults import CorruptError
 from .io.crc32 import combine
@@ -141,17 +142,33 @@ def array_sums(path: Path, arrays: Iterable[StoredArray]) -> dict[str, int]:
         return {array.key: crc32 for array, crc32 in zip(listed, sums, strict=True)}
 
 
-def written_findings(directory: Path, written: Mapping[str, Written], tick: Tick) -> Iterator[str]:
-    """Read back what was just written, through the index of each file, and compare with what was meant."""
-    for name, meant in written.items():
-        path = directory / name
-        if path.suffix == ".pt":
-            sums = FileSums(crc32=stream_crc32(path), arrays=array_sums(path, open_torch(path).storages.values()))
-        else:
-            sums = stream_sums(path, read_index(path))
-        if dict(sums.arrays) != dict(meant.tensors):
-            unlike = sorted(k for k in {*sums.arrays, *meant.tensors} if sums.arrays.get(k) != meant.tensors.get(k))
-            yield f"{path}: read back otherwise than written: {', '.join(unlike[:5])}"
-        elif sums.crc32 != meant.crc32:
-            yield f"{path}: read back otherwise than written"
-        tick(meant.num_bytes / 1e6, name)
+def written_findings(directory: Path, files: Sequence[Writable], written: Mapping[str, Written]) -> Iterator[str]:
+    """Look at what was just written through the index of each file, as any reader would.
+
+    The tensors' bytes were read back while they were written; here every tensor must lie where they were, and every
+    other byte must be the one that was meant.
+    """
+    for file in files:
+        path, meant = directory / file.name, written[file.name]
+        is_torch = path.suffix == ".pt"
+        arrays = list((open_torch(path).storages if is_torch else read_index(path).arrays).values())
+        found = {array.key: (array.offset, array.num_bytes) for array in arrays}
+        sizes = [tensor.content.num_bytes for tensor in file.tensors]
+        planned = dict(zip((t.key for t in file.tensors), zip(file.offsets, sizes, strict=True), strict=True))
+        if found != planned:
+            unlike = sorted(key for key in {*found, *planned} if found.get(key) != planned.get(key))
+            yield f"{path}: its index says other places than were written: {', '.join(unlike[:5])}"
+        with open(path, "rb") as handle:
+            for offset, payload in file.other_bytes([meant.tensors[tensor.key] for tensor in file.tensors]):
+                handle.seek(offset)
+                if handle.read(len(payload)) != payload:
+                    yield f"{path}: {len(payload)} bytes at {offset} were read back otherwise than written"
+        if path.stat().st_size != file.num_bytes:
+            yield f"{path}: has {path.stat().st_size} bytes, {file.num_bytes} were meant"
+
+
+def small_findings(directory: Path, payloads: Mapping[str, bytes]) -> Iterator[str]:
+    """Read small files back."""
+    for name, payload in payloads.items():
+        if (directory / name).read_bytes() != payload:
+            yield f"{directory / name}: read back otherwise than written"

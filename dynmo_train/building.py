@@ -2,24 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from .config import Config
+from .dynamics.plasticity import PlasticityRule
 from .dynamics.pruning import CubicSchedule
-from .engine import EngineSettings
+from .dynamics.pruning_units import PruningRule
+from .dynamics.tuning import read_sparse_table
+from .engine import Engine, EngineSettings
 from .families import boundary_of
+from .flops import step_flops
 from .formats._document import DocumentError, Problem
 from .formats.plan import Plan, read_plan
 from .formats.plan_check import validate_plan
 from .models.items import ItemSpec, ModelFamily
+from .models.sparse_forms import BUILT_IN, CSR, SparseTable
 from .optim.adamw import AdamWSettings
 from .optim.precision import LossScaling, Precision
 from .optim.schedule import LearningRate
+from .parallel.world import gather_documents
 from .pipeline.partition import Partition, uniform_partition
 from .pipeline.schedule import PipelineShape
 
@@ -41,12 +48,42 @@ def precision_of(config: Config) -> Precision:
     return Precision(compute=torch.float16, scaling=scaling)
 
 
-def settings_of(config: Config) -> EngineSettings:
-    """What fixes the mathematics of a run."""
+def sparse_table(config: Config, stored: Mapping[str, float] | None) -> SparseTable:
+    """The thresholds of sparse products: those that were asked for, else those of the checkpoint, else the built-in.
+
+    Raises:
+        UsageError: ``--sparse-table`` cannot be read.
+    """
+    pruning = config.pruning
+    structured = pruning.pruning_mode == "structured"
+    if pruning.sparse_table is not None:
+        return SparseTable(thresholds=read_sparse_table(Path(pruning.sparse_table)), structured=structured)
+    if stored is not None and config.sources["sparse_threshold"] == "default":
+        return SparseTable(thresholds=stored, structured=structured)
+    return SparseTable(thresholds={**BUILT_IN, CSR: pruning.sparse_threshold}, structured=structured)
+
+
+def plasticity_rule(config: Config) -> PlasticityRule | None:
+    """How the front is frozen by plasticity; None where it is not. The last block is never frozen."""
+    freezing = config.freezing
+    if not freezing.freeze_adaptive:
+        return None
+    return PlasticityRule(
+        interval=freezing.freeze_interval,
+        window=freezing.freeze_window,
+        tolerance=freezing.freeze_tolerance,
+        patience=freezing.freeze_patience,
+        most=config.model.num_layers - 1,
+    )
+
+
+def settings_of(config: Config, stored: Mapping[str, float] | None = None) -> EngineSettings:
+    """What fixes the mathematics of a run; ``stored`` are the sparse thresholds of the checkpoint that it goes on."""
     boundary, parallel = boundary_of(config), config.parallel
     parts = parallel.tensor_model_parallel_size if parallel.sequence_parallel else 1
     training, optimizer, pruning = config.training, config.optimizer, config.pruning
     precision = precision_of(config)
+    cache = config.freezing.freeze_cache_activations
     return EngineSettings(
         pipeline=PipelineShape(
             schedule=config.parallel.schedule,
@@ -54,6 +91,7 @@ def settings_of(config: Config) -> EngineSettings:
             boundary=replace(boundary.cut_along_tokens(parts), dtype=precision.compute),
             seed=training.seed,
             recompute=training.recompute_granularity == "full",
+            front_cache_bytes=None if cache is None else cache << 20,
         ),
         adamw=AdamWSettings(
             beta1=optimizer.adam_beta1,
@@ -65,12 +103,13 @@ def settings_of(config: Config) -> EngineSettings:
             peak=optimizer.lr,
             floor=optimizer.min_lr,
             style=optimizer.lr_decay_style,
-            warmup_steps=config.warmup_iters,
-            decay_steps=optimizer.lr_decay_iters,
+            warmup_steps=config.warmup_units,
+            decay_steps=config.decay_units,
         ),
         clip=optimizer.clip_grad,
         freeze_steps=config.freezing.freeze_steps,
         freeze_tied=config.freezing.freeze_tied,
+        adaptive_freezing=plasticity_rule(config),
         pruning=CubicSchedule(
             start=pruning.pruning_start_iter,
             end=pruning.pruning_end_iter,
@@ -80,7 +119,8 @@ def settings_of(config: Config) -> EngineSettings:
         )
         if pruning.sparsify
         else None,
-        sparse_threshold=pruning.sparse_threshold,
+        sparse=sparse_table(config, stored),
+        pruning_rule=PruningRule(mode=pruning.pruning_mode, scope=pruning.pruning_scope),
         zero_stage=parallel.zero_stage,
         sequence_parallel=parallel.sequence_parallel,
         overlap_reduction=parallel.DDP_impl == "torch",
@@ -122,7 +162,7 @@ def first_partition(config: Config, family: ModelFamily, checkpoint_topology: Ma
         DocumentError: the plan is not one for this model on this many workers.
     """
     workers = config.parallel.pipeline_model_parallel_size
-    virtual = config.parallel.virtual_stages_per_worker
+    virtual, vee = config.parallel.virtual_stages_per_worker, config.parallel.schedule == "zb-v"
     if config.balance.plan is not None:
         plan = read_plan(Path(config.balance.plan))
         # A first plan may come from another run, and has nothing in force to be based on.
@@ -130,10 +170,10 @@ def first_partition(config: Config, family: ModelFamily, checkpoint_topology: Ma
         problems = [problem for problem in problems if problem.kind != "stale"]
         if problems:
             raise DocumentError(config.balance.plan, problems)
-        return Partition(stages=plan.stages, workers=workers)
+        return Partition(stages=plan.stages, workers=workers, vee=vee)
     if checkpoint_topology is not None and (saved := _fitting(config, family, checkpoint_topology)) is not None:
         return saved
-    return uniform_partition(family.items, workers, virtual)
+    return uniform_partition(family.items, workers, virtual, vee=vee)
 
 
 def _fitting(config: Config, family: ModelFamily, topology: Mapping[str, Any]) -> Partition | None:
@@ -146,4 +186,31 @@ def _fitting(config: Config, family: ModelFamily, topology: Mapping[str, Any]) -
     begins = {stage[0] for stage in stages if stage}
     if not begins <= allowed_cuts(family.items, config.balance.granularity):
         return None
-    return Partition(stages=stages, workers=workers)
+    return Partition(stages=stages, workers=workers, vee=config.parallel.schedule == "zb-v")
+
+
+def flops_counter(config: Config, family: ModelFamily) -> Callable[[int, int], int]:
+    """Floating-point operations of a step with so many samples of so many tokens."""
+    model = config.model
+
+    @cache
+    def count(samples: int, tokens: int) -> int:
+        return step_flops(
+            family,
+            width=model.hidden_size,
+            samples=samples,
+            tokens=tokens,
+            experts=model.num_experts or 1,
+            active=model.moe_router_topk if model.num_experts else 1,
+        )
+
+    return count
+
+
+def parameter_counts(engine: Engine) -> dict[tuple[int, int], int]:
+    """Parameters by (tensor, pipeline) rank, a tied weight counted wherever it is held; every process calls this."""
+    world = engine.world
+    held = sum(parameter.numel() for _, _, parameter in engine.held.parameters())
+    told = gather_documents(world, held)
+    places = ((rank, world.dims.coordinates(rank)) for rank in range(world.size))
+    return {(at.tensor, at.pipeline): told[rank] for rank, at in places if at.data == 0}

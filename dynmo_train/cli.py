@@ -6,6 +6,7 @@ import os
 import shutil
 import sys
 import tempfile
+import warnings
 from enum import StrEnum
 from importlib.util import find_spec
 from pathlib import Path
@@ -13,10 +14,11 @@ from typing import Annotated, Any
 
 import typer
 
-from .config import Facts, check, read_config_file, resolve
-from .config.command import with_options
+from .config import Facts, check, read_config_file, resolve, with_deepspeed
+from .config.command import MegatronCommand, with_options
 from .console import Format, emit, emit_json, emit_table, run_app
-from .errors import MissingExtraError, UsageError
+from .errors import EXIT_USAGE, MissingExtraError, UsageError
+from .formats._document import DocumentError
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -93,50 +95,65 @@ def launch_local(
     raise typer.Exit(code)
 
 
-def _pretrain(family: str, config: Path | None, flags: dict[str, Any]) -> None:
+RecipeName = Annotated[
+    str | None,
+    typer.Option("--recipe", metavar="NAME", help="Named sizes, such as gpt-345m or llama-2-7b; --config goes before."),
+]
+
+
+def _pretrain(family: str, config: Path | None, recipe: str | None, flags: dict[str, Any]) -> None:
     """Resolve and check the configuration, and train."""
     _need_torch()
+    from .config.recipes import read_recipe
     from .data.tokenizer import read_vocab_size
 
     world_size = _world_size()
-    resolved = resolve(
-        flags=flags,
-        file=read_config_file(config) if config else None,
-        command={"family": family},
-        facts=Facts(world_size=world_size, tokenizer_vocab_size=read_vocab_size),
-    )
-    check(resolved, world_size)
+    try:
+        values = read_recipe(recipe, family) if recipe else {}
+        values |= read_config_file(config) if config else {}
+        resolved = resolve(
+            flags=flags,
+            file=with_deepspeed(flags, values),
+            command={"family": family},
+            facts=Facts(world_size=world_size, tokenizer_vocab_size=read_vocab_size),
+        )
+        check(resolved, world_size)
+    except DocumentError:
+        # Every process of a run has the same command line: the first one tells what is wrong with it.
+        if os.environ.get("RANK", "0") != "0":
+            raise typer.Exit(EXIT_USAGE) from None
+        raise
     from .loop import run_pretrain
 
     raise typer.Exit(run_pretrain(resolved))
 
 
-@pretrain.command("gpt")
+@pretrain.command("gpt", cls=MegatronCommand)
 @with_options
-def pretrain_gpt(config: ConfigFile = None, **flags: Any) -> None:
+def pretrain_gpt(config: ConfigFile = None, recipe: RecipeName = None, **flags: Any) -> None:
     """Train a GPT on an indexed data set, in this process or, under `dynmo-train launch`, in several."""
-    _pretrain("gpt", config, flags)
+    _pretrain("gpt", config, recipe, flags)
 
 
-@pretrain.command("llama")
+@pretrain.command("llama", cls=MegatronCommand)
 @with_options
-def pretrain_llama(config: ConfigFile = None, **flags: Any) -> None:
+def pretrain_llama(config: ConfigFile = None, recipe: RecipeName = None, **flags: Any) -> None:
     """Train a Llama, or with --num-experts a Mixtral, on an indexed data set, in one process or several."""
-    _pretrain("llama", config, flags)
+    _pretrain("llama", config, recipe, flags)
 
 
-@pretrain.command("bert")
+@pretrain.command("bert", cls=MegatronCommand)
 @with_options
-def pretrain_bert(config: ConfigFile = None, **flags: Any) -> None:
+def pretrain_bert(config: ConfigFile = None, recipe: RecipeName = None, **flags: Any) -> None:
     """Train a BERT on an indexed data set of sentences (dynmo-prep binarize --split-sentences)."""
-    _pretrain("bert", config, flags)
+    _pretrain("bert", config, recipe, flags)
 
 
-@pretrain.command("t5")
+@pretrain.command("t5", cls=MegatronCommand)
 @with_options
-def pretrain_t5(config: ConfigFile = None, **flags: Any) -> None:
+def pretrain_t5(config: ConfigFile = None, recipe: RecipeName = None, **flags: Any) -> None:
     """Train a T5 on an indexed data set of sentences (dynmo-prep binarize --split-sentences)."""
-    _pretrain("t5", config, flags)
+    _pretrain("t5", config, recipe, flags)
 
 
 @app.command("generate")
@@ -221,6 +238,46 @@ def _prompts(given: list[str] | None, file: Path | None) -> list[str]:
     if not any(line.strip() for line in lines):
         raise UsageError("no prompt: the input holds no line with text")
     return [line for line in lines if line.strip()]
+
+
+@app.command("tune-sparse")
+def tune_sparse(
+    hidden_size: Annotated[int, typer.Option("--hidden-size", min=1, help="Width of the residual stream.")],
+    ffn_hidden_size: Annotated[
+        int | None, typer.Option("--ffn-hidden-size", min=1, help="Width inside the MLP [default: 4 x --hidden-size].")
+    ] = None,
+    rows: Annotated[
+        int, typer.Option("--rows", min=1, help="Tokens of a microbatch: --micro-batch-size x --seq-length.")
+    ] = 512,
+    output: Annotated[Path | None, typer.Option("--output", help="File to write the table to.")] = None,
+    num_threads: Annotated[int, typer.Option("--num-threads", min=1, help="Threads of arithmetic on CPU.")] = 1,
+    device: Annotated[
+        DeviceName, typer.Option("--device", help="Where to compute; auto is cuda where present.")
+    ] = DeviceName.AUTO,
+    report: Annotated[Format, typer.Option("--format", help="How to report.")] = Format.TEXT,
+) -> None:
+    """Measure from which sparsity on sparse products pay, for each matrix of a model.
+
+    The file is for --sparse-table of pretrain.
+    """
+    _need_torch()
+    import torch
+
+    from .dynamics.tuning import NEVER, model_shapes, tune, write_sparse_table
+
+    torch.set_num_threads(num_threads)
+    warnings.filterwarnings("ignore", message="Sparse (CSR|BSR) tensor support is in beta state")
+    if device is DeviceName.AUTO:
+        device = DeviceName.CUDA if torch.cuda.is_available() else DeviceName.CPU
+    shapes = model_shapes(hidden_size, ffn_hidden_size or 4 * hidden_size)
+    table = tune(shapes, rows, torch.device(device))
+    if output is not None:
+        write_sparse_table(output, table)
+    if report is Format.JSON:
+        emit_json({"thresholds": table})
+        return
+    cells = [(rule, "never" if value >= NEVER else f"{value:g}") for rule, value in table.items()]
+    emit_table(f"Sparse products, {rows} rows, {device}", ("rule", "pays from sparsity"), cells)
 
 
 @app.command()

@@ -15,9 +15,12 @@ from typing import Any
 import torch
 
 from .dynamics.freezing import LayerFreezing
+from .dynamics.plasticity import AdaptiveFreezing, PlasticityRule
 from .dynamics.pruning import CubicSchedule, GradualPruning
+from .dynamics.pruning_units import SINGLE_WEIGHTS, PruningRule
 from .dynamics.technique import Event
 from .models.items import ModelFamily
+from .models.sparse_forms import SparseTable
 from .optim.adamw import AdamWSettings
 from .optim.gradients import (
     add_tied_gradients,
@@ -48,8 +51,10 @@ class EngineSettings:
     Attributes:
         clip: limit of the global gradient norm; 0 clips never.
         freeze_steps: (step, layers frozen from then on).
+        adaptive_freezing: freezes by plasticity, in place of ``freeze_steps``.
         pruning: None where the run does not prune.
-        sparse_threshold: sparsity from which products run on the nonzeros.
+        sparse: in which form products with pruned weights run.
+        pruning_rule: what is pruned; used where ``pruning`` is given.
         precision: types of the arithmetic; the boundary's type is its ``compute``.
         fused_adam: NVIDIA's ``FusedAdam`` where it updates the weights; None where torch's AdamW does.
         overlap_reduction: whether the replicas' gradients are added while others are still being computed.
@@ -65,7 +70,9 @@ class EngineSettings:
     freeze_steps: tuple[tuple[int, int], ...]
     freeze_tied: bool
     pruning: CubicSchedule | None
-    sparse_threshold: float
+    sparse: SparseTable
+    pruning_rule: PruningRule = SINGLE_WEIGHTS
+    adaptive_freezing: PlasticityRule | None = None
     precision: Precision = FLOAT32
     fused_adam: type[Any] | None = None
     overlap_reduction: bool = False
@@ -125,7 +132,8 @@ class Engine:
     """Holds this worker's items under a partition, and trains, evaluates, moves and exports them.
 
     ``is_warm`` says whether a step has run since the stages were last built: the first one is no measure of costs.
-    ``advanced`` is how far the learning rate's schedule has come; steps without an update do not count.
+    ``shape`` is what the pipeline is built for; it follows the batches. ``advanced`` is how far the learning rate's
+    schedule has come; steps without an update do not count.
     """
 
     def __init__(self, family: ModelFamily, settings: EngineSettings, partition: Partition, world: World) -> None:
@@ -136,19 +144,29 @@ class Engine:
         if settings.zero_stage and world.dims.data > 1:
             shards = Shards(world, reshard=settings.zero_stage == 3, compute=settings.precision.compute)
         self.held = HeldItems(
-            family, settings.adamw, world.device, settings.sparse_threshold, settings.fused_adam, region, shards
+            family, settings.adamw, world.device, settings.sparse, settings.fused_adam, region, shards
         )
         self.scaler = LossScaler(settings.precision.scaling)
         self.advanced = 0
         self.probe = Probe(clock_for(world.device))
-        self.freezing = LayerFreezing(settings.freeze_steps, family.items, self.held, family.ties, settings.freeze_tied)
+        self.freezing = self._freezing()
         self.pruning = None
         if settings.pruning is not None:
-            self.pruning = GradualPruning(settings.pruning, self.held, lambda: self.freezing.frozen, world)
+            self.pruning = GradualPruning(
+                settings.pruning, self.held, lambda: self.freezing.frozen, world, settings.pruning_rule
+            )
         self._item_names = tuple(item.name for item in family.items)
+        self.shape = settings.pipeline
         self._reducer = GradientReducer(self.held, world, overlap=settings.overlap_reduction)
         self._pipeline: Pipeline | None = None
         self.is_warm = False
+
+    def _freezing(self) -> LayerFreezing:
+        family, settings = self.family, self.settings
+        rule = settings.adaptive_freezing
+        if rule is not None:
+            return AdaptiveFreezing(rule, family.items, self.held, family.ties, settings.freeze_tied, self.world)
+        return LayerFreezing(settings.freeze_steps, family.items, self.held, family.ties, settings.freeze_tied)
 
     @property
     def local_names(self) -> tuple[str, ...]:
@@ -168,27 +186,37 @@ class Engine:
         *,
         advanced: int | None = None,
         loss_scale: Mapping[str, Any] | None = None,
+        freezing: Mapping[str, Any] | None = None,
     ) -> None:
         """Start with the state that ``read`` gives for each item, as it was after ``step``.
 
         Args:
             advanced: how far the learning rate's schedule had come; ``step`` where it is not given.
             loss_scale: the state of the loss scale.
+            freezing: the state of adaptive freezing.
         """
         self.advanced = step if advanced is None else advanced
         self.scaler.adopt(loss_scale)
         for name in self.local_names:
             self.held.adopt(name, read(name))
+        self.freezing.adopt(freezing)
         self.freezing.resume(step)
         if self.pruning is not None:
             self.pruning.resume(step)
+
+    def _fit(self, batch: Batch) -> None:
+        """Have a pipeline for as many microbatches, and samples as long, as those of ``batch``."""
+        needed = self.settings.pipeline.for_batch(batch)
+        if needed != self.shape:
+            self.shape = needed
+            self._pipeline = None
 
     def pipeline(self) -> Pipeline:
         """The stages and the schedule for the partition in force; built when first asked for after a change."""
         if self._pipeline is None:
             self.is_warm = False
             self._pipeline = Pipeline(
-                self.settings.pipeline,
+                self.shape,
                 self.partition,
                 self.world,
                 self.family.items,
@@ -208,6 +236,8 @@ class Engine:
         """
         started = time.perf_counter_ns()
         self.probe.begin_step(sampled)
+        self._fit(batch)
+        self.freezing.before_step(batch.step)
         pipeline = self.pipeline()
         pipeline.loss_scale = self.scaler.scale
         loss = pipeline.train_step(self._own_part(batch))
@@ -241,7 +271,7 @@ class Engine:
         )
 
     def _own_part(self, batch: Batch) -> Batch:
-        return batch.of_replica(self.world.replica, self.world.dims.data, self.settings.pipeline.microbatches)
+        return batch.of_replica(self.world.replica, self.world.dims.data, self.shape.microbatches)
 
     def _prepare_gradients(self) -> float:
         ties = self.family.ties
@@ -286,13 +316,16 @@ class Engine:
         else:
             peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         names = self.local_names
-        microbatches = self.settings.pipeline.microbatches
+        microbatches = self.shape.microbatches
         return {"items": names, "peak_memory_bytes": peak, **self.probe.result(names, microbatches)}
 
     def evaluate(self, batches: Iterable[Batch]) -> float:
         """The mean loss over some batches, without gradient or dropout."""
         self.probe.begin_step(False)
-        losses = [self._mean_loss(self.pipeline().evaluate(self._own_part(batch))) for batch in batches]
+        losses = []
+        for batch in batches:
+            self._fit(batch)
+            losses.append(self._mean_loss(self.pipeline().evaluate(self._own_part(batch))))
         self.held.release()
         return sum(losses) / len(losses)
 

@@ -5,44 +5,34 @@ What happens between steps (techniques, plans, checkpoints, logs) are objects ca
 
 from __future__ import annotations
 
-import math
-import time
 import warnings
-from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import torch
 
-from .building import first_partition, plan_problems, settings_of
-from .checkpoint import Checkpoint, CheckpointError, remove_stale_staging
+from .building import flops_counter, parameter_counts, plan_problems
+from .checkpointing import Checkpointing, Saved
 from .config import Config
 from .console import say
-from .data.batches import Samples, open_samples
+from .data.gpt import TokenError
 from .data.tokenizer import TokenizerFiles
-from .engine import Engine, StepResult
-from .families import family_of
-from .formats.plan import initial_plan, plan_ids, write_plan
-from .formats.profile import Layout, ModelInfo
-from .loading import checkpoint_to_load
-from .optim.apex import find_apex
+from .engine import StepResult
+from .errors import EXIT_OK, EXIT_TERMINATED, EXIT_USAGE
+from .interrupts import Interrupts, Wishes
 from .parallel.dims import ParallelDims
-from .parallel.world import World, broadcast_document, join_world, leave_world
-from .pipeline.schedule import Batch
+from .parallel.world import join_world, leave_world
 from .rebalance.controller import Controller, ControllerSettings
 from .rebalance.planner import PlannerProcess
-from .recording import Recorder, describe_items, describe_workers, measure_link
-from .rundir import RunDirectory, begin_run
-from .saving import SavedRun, check_same_model, save, state_reader
-from .traininglog import TrainingLog, evaluation_line
+from .saving import SavedRun
+from .starting import Beginning, begin
+from .traininglog import TrainingLog
 
 
 def run_pretrain(config: Config) -> int:
     """Train as ``config`` says, in this process and those that the launcher started beside it; the exit code."""
     torch.set_num_threads(config.training.num_threads)
     # Said once by torch for every process; what it may change is covered by the tests of linear layers.
-    warnings.filterwarnings("ignore", message="Sparse CSR tensor support is in beta state")
+    warnings.filterwarnings("ignore", message="Sparse (CSR|BSR) tensor support is in beta state")
     parallel = config.parallel
     dims = ParallelDims(
         pipeline=parallel.pipeline_model_parallel_size,
@@ -51,115 +41,27 @@ def run_pretrain(config: Config) -> int:
     )
     world = join_world(config.training.device, dims=dims)
     try:
-        run = _begin(config, world)
+        run = _Run(config, begin(config, world))
         try:
-            run.train()
+            return run.train()
         finally:
             run.close()
+    except TokenError:
+        if world.is_first:
+            raise
+        return EXIT_USAGE
     finally:
         leave_world()
-    return 0
-
-
-def _begin(config: Config, world: World) -> _Run:
-    """Open data and checkpoint, build the engine, make the run directory, write the header and the first plan."""
-    samples = open_samples(config)
-    apex = find_apex()
-    fused_adam = apex.fused_adam if world.device.type == "cuda" else None
-    if world.is_first:
-        say(apex.line(used=fused_adam is not None))
-        if config.parallel.zero_stage == 1:
-            say("--zero-stage 1 behaves as 2: gradients are shared between steps as well")
-    family, settings = family_of(config), replace(settings_of(config), fused_adam=fused_adam)
-    checkpoint = checkpoint_to_load(config, world)
-    if checkpoint is not None:
-        check_same_model(checkpoint, family)
-    topology = checkpoint.manifest["topology"] if checkpoint is not None else None
-    engine = Engine(family, settings, first_partition(config, family, topology), world)
-    if checkpoint is None:
-        engine.build()
-    else:
-        progress = checkpoint.manifest.get("x_progress", {})
-        reader = state_reader(checkpoint, engine.held, world.device)
-        engine.restore(reader, checkpoint.manifest["step"], **progress)
-
-    workers, dims = describe_workers(world), world.dims
-    facts: dict[str, Any] = {
-        "sparse_thresholds": {"csr": settings.sparse_threshold},
-        "device": world.device.type,
-        "optimizer": "torch AdamW" if fused_adam is None else "apex FusedAdam",
-    }
-    hosts = list(dict.fromkeys(host for worker in workers for host in worker.hosts))
-    begun = begin_run(config, world_size=world.size, hosts=hosts, engine=facts) if world.is_first else None
-    told = broadcast_document(world, [str(begun.path), begun.run_id, begun.segment] if begun else None)
-    directory = RunDirectory(path=Path(told[0]), run_id=told[1], segment=told[2])
-    recorder = Recorder(directory, world)
-    recorder.header(
-        directory.run_id,
-        ModelInfo(
-            family=config.model.family,
-            num_layers=config.model.num_layers,
-            hidden_size=config.model.hidden_size,
-            sequence_length=config.model.seq_length,
-        ),
-        Layout(
-            schedule=config.parallel.schedule,
-            virtual_stages_per_worker=config.parallel.virtual_stages_per_worker,
-            granularity=config.balance.granularity,
-            microbatches=config.microbatches,
-            micro_batch_size=config.training.micro_batch_size,
-            tensor_parallel_size=dims.tensor,
-            data_parallel_size=dims.data,
-        ),
-        measure_link(world),
-        workers,
-        describe_items(family, settings.pipeline.boundary, engine.held.blueprint),
-    )
-    first_plan = _write_first_plan(config, engine, directory, checkpoint)
-    return _Run(config, engine, samples, directory, recorder, checkpoint, first_plan)
-
-
-def _write_first_plan(config: Config, engine: Engine, directory: RunDirectory, checkpoint: Checkpoint | None) -> int:
-    """Write the partition in force as the next plan (number 0 in a new run) and give its number to every worker."""
-    number: int | None = None
-    if engine.world.is_first:
-        remove_stale_staging(directory.checkpoints)
-        number = max(plan_ids(directory.plans), default=-1) + 1
-        document = initial_plan(
-            run_id=directory.run_id,
-            stages=engine.partition.stages,
-            workers=range(engine.partition.workers),
-            schedule=config.parallel.schedule,
-            virtual_stages_per_worker=config.parallel.virtual_stages_per_worker,
-            plan_id=number,
-            read_to_step=checkpoint.manifest["step"] if checkpoint is not None else 0,
-        )
-        write_plan(directory.plans, document)
-    return int(broadcast_document(engine.world, number))
 
 
 class _Run:
     """A run in progress."""
 
-    def __init__(
-        self,
-        config: Config,
-        engine: Engine,
-        samples: Samples,
-        directory: RunDirectory,
-        recorder: Recorder,
-        checkpoint: Checkpoint | None,
-        first_plan: int,
-    ) -> None:
-        self.config, self.engine, self.samples = config, engine, samples
-        self.directory, self.recorder = directory, recorder
-        self.step = checkpoint.manifest["step"] if checkpoint is not None else 0
-        self.consumed = checkpoint.manifest["consumed_train_samples"] if checkpoint is not None else 0
-        if self.consumed != self.step * config.training.global_batch_size:
-            raise CheckpointError(
-                f"the checkpoint consumed {self.consumed} samples in {self.step} steps; --global-batch-size"
-                f" {config.training.global_batch_size} would go on with other batches: give the size that it had"
-            )
+    def __init__(self, config: Config, start: Beginning) -> None:
+        self.config, self.engine, self.samples = config, start.engine, start.samples
+        self.directory, self.recorder = start.directory, start.recorder
+        self.step, self.consumed = start.step, start.consumed
+        engine, directory, recorder = start.engine, start.directory, start.recorder
         balance = config.balance
         online = balance.balance == "online"
         planner = None
@@ -180,47 +82,59 @@ class _Run:
                 problems_of=lambda plan, in_force, stages: plan_problems(
                     plan, config, engine.family, run_id=directory.run_id, in_force=in_force, stages=stages
                 ),
-                in_force=first_plan,
+                in_force=start.first_plan,
                 tell=recorder.event,
                 planner=planner,
             )
-        self._first_plan = first_plan
-        self._log = TrainingLog(config, engine.world)
+        self._first_plan = start.first_plan
+        self._log = TrainingLog(config, engine.world, flops_counter(config, engine.family))
+        self._checkpoints = Checkpointing(engine, directory.checkpoints, aside=config.run.async_save, tell=self._saved)
         self._tokenizer = TokenizerFiles.of(vars(config.data))
 
-    def train(self) -> None:
-        """All steps that are left, with an evaluation and a checkpoint at the end."""
-        training, world = self.config.training, self.engine.world
-        self._log.start(self.engine.partition, self.step + 1)
+    def train(self) -> int:
+        """All steps that are left, with an evaluation and a checkpoint at the end; the exit code."""
+        training = self.config.training
+        self._log.start(self.engine.partition, self.step + 1, parameter_counts(self.engine))
         if self._planner is not None and (problem := self._planner.start()) is not None:
             self.recorder.event("planner", problem, step=self.step)
-        while self.step < training.train_iters:
-            self.step += 1
-            batch = self.samples.batch(self.samples.train, self.consumed, self.step)
-            sampled = self.engine.is_warm and self.step % self.config.balance.profile_interval == 0
-            result = self.engine.train_step(batch, sampled=sampled)
-            self.consumed += training.global_batch_size
-            self._record(result)
-            for event in self.engine.after_step(self.step):
-                self.recorder.technique(event)
-                self._log.line(f" {event.message} after iteration {event.step}")
-            last = self.step == training.train_iters
-            if training.eval_iters and (last or self.step % training.eval_interval == 0):
-                self._evaluate()
-            taken = self._controller.boundary(self.step) if self._controller is not None and not last else None
-            if taken is not None:
-                self._log.moved(taken, self.step)
-            leaving = training.exit_interval is not None and self.step % training.exit_interval == 0
-            every = self.config.run.save_interval
-            if last or leaving or (every is not None and self.step % every == 0):
-                self._save()
-            if leaving and not last:
-                self._log.line(f" exiting program at iteration {self.step}")
-                break
-        if world.is_first:
+        minutes = training.exit_duration_in_mins
+        wishes = Wishes()
+        with Interrupts(minutes * 60 if minutes is not None else None) as interrupts:
+            while self.step < training.train_iters and not wishes.leave:
+                self._train_step()
+                last = self.step == training.train_iters
+                if training.eval_iters and (last or self.step % training.eval_interval == 0):
+                    self._evaluate()
+                taken = self._controller.boundary(self.step) if self._controller is not None and not last else None
+                if taken is not None:
+                    self._log.moved(taken, self.step)
+                self._checkpoints.at_boundary()
+                wishes = interrupts.at_boundary(self.engine.world)
+                if training.exit_interval is not None and self.step % training.exit_interval == 0:
+                    wishes = replace(wishes, leave=True)
+                every = self.config.run.save_interval
+                if last or wishes.leave or wishes.save or (every is not None and self.step % every == 0):
+                    self._save()
+                if wishes.leave and not last:
+                    self._log.line(f" exiting program at iteration {self.step}")
+        self._checkpoints.wait()
+        if self.engine.world.is_first:
             say(f"run directory: {self.directory.path}")
+        return EXIT_TERMINATED if wishes.told else EXIT_OK
 
-    def _record(self, result: StepResult) -> None:
+    def _train_step(self) -> None:
+        self.step += 1
+        batch = self.samples.training(self.consumed, self.step)
+        size = self.samples.sizes.at(self.consumed)
+        sampled = self.engine.is_warm and self.step % self.config.balance.profile_interval == 0
+        result = self.engine.train_step(batch, sampled=sampled, advance=size if self.config.counts_samples else 1)
+        self.consumed += size
+        self._record(result, size, batch.tokens or self.config.model.seq_length)
+        for event in self.engine.after_step(self.step):
+            self.recorder.technique(event)
+            self._log.line(f" {event.message} after iteration {event.step}")
+
+    def _record(self, result: StepResult, size: int, length: int) -> None:
         plan_id = self._controller.in_force if self._controller is not None else self._first_plan
         if result.costs is not None:
             self.recorder.costs(self.step, plan_id, result.step_ns, result.costs)
@@ -234,24 +148,19 @@ class _Run:
             loss_scale=result.loss_scale,
             updated=result.updated,
             step_ns=result.step_ns,
-            tokens=self.config.training.global_batch_size * self.config.model.seq_length,
+            tokens=size * length,
+            global_batch_size=size,
             plan_id=plan_id,
         )
-        self._log.step(self.step, self.consumed, result)
+        self._log.step(self.step, self.consumed, size, length, result)
 
     def _evaluate(self) -> None:
-        part = self.samples.valid
-        if part is None:
+        if self.samples.valid is None:
             return
-        size = self.config.training.global_batch_size
-
-        def batches() -> Iterator[Batch]:
-            for index in range(self.config.training.eval_iters):
-                yield self.samples.batch(part, index * size, self.step)
-
-        loss = self.engine.evaluate(batches())
+        batches = (self.samples.validation(index, self.step) for index in range(self.config.training.eval_iters))
+        loss = self.engine.evaluate(batches)
         self.recorder.metrics(step=self.step, validation_loss=loss)
-        self._log.line(evaluation_line(self.step, loss, math.exp(min(20.0, loss))))
+        self._log.evaluated(self.step, loss)
 
     def _save(self) -> None:
         config = self.config
@@ -267,15 +176,18 @@ class _Run:
             },
             tokenizer=self._tokenizer.files if self._tokenizer is not None else {},
             keep=config.run.keep_checkpoints,
+            moments=not config.run.no_save_optim,
         )
-        started = time.perf_counter()
-        path = save(self.engine, self.directory.checkpoints, run)
-        seconds = time.perf_counter() - started
-        self.recorder.event("checkpoint", f"saved {path.name} in {seconds:.2f} s", step=self.step)
-        self._log.line(f" saved checkpoint {path} in {seconds:.2f} s")
+        self._checkpoints.save(run)
+
+    def _saved(self, saved: Saved) -> None:
+        message = f"saved {saved.path.name} in {saved.seconds:.2f} s, training stood still for {saved.stalled_s:.2f} s"
+        self.recorder.event("checkpoint", message, step=saved.step, stalled_s=saved.stalled_s)
+        self._log.line(f" saved checkpoint {saved.path} in {saved.seconds:.2f} s")
 
     def close(self) -> None:
         """End what runs beside the training."""
+        self._log.close()
         if self._planner is not None:
             self._planner.stop()
 

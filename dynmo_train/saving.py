@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Mapping
+import threading
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,7 @@ from .errors import DynmoError
 from .models.items import ModelFamily, masks_of, parameters_of
 from .models.sharding import whole_shape
 from .optim.adamw import MOMENTS
-from .optim.items import HeldItems, ItemState, parameter_of, role_of
+from .optim.items import REFERENCE, HeldItems, ItemState, parameter_of, role_of
 from .parallel.world import all_agree, broadcast_document, gather_documents
 
 
@@ -38,6 +39,7 @@ class SavedRun:
     Attributes:
         data: what fixes the order of the samples, as in the manifest.
         tokenizer: the tokenizer's files to copy along, by their names in the checkpoint.
+        moments: whether the optimizer state is stored.
         keep: how many checkpoints to keep; None keeps all.
     """
 
@@ -47,6 +49,96 @@ class SavedRun:
     data: Mapping[str, Any]
     tokenizer: Mapping[str, Path]
     keep: int | None
+    moments: bool = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class _File:
+    """One shard file of this process: its tensors, and what the manifest says of each, but for the checksum."""
+
+    name: str
+    tensors: Mapping[str, torch.Tensor]
+    entries: Sequence[Mapping[str, Any]]
+
+
+class PendingSave:
+    """A checkpoint on its way: begun at a step boundary, written (in a thread, if that is wished), then committed.
+
+    Every process makes one at the same boundary, and calls ``finish`` at the same later one.
+
+    Args:
+        copies: whether the state is copied first, so that training can go on while it is written.
+    """
+
+    def __init__(self, engine: Engine, checkpoints_dir: Path, run: SavedRun, *, copies: bool = False) -> None:
+        self.run, self._world, self._checkpoints = run, engine.world, checkpoints_dir
+        world = engine.world
+        named = str(new_staging(checkpoints_dir, run.step)) if world.is_first else None
+        self._staging = Path(broadcast_document(world, named))
+        states = {item: engine.held.export_whole(item) for item in engine.local_names}
+        # Replicas hold the same: the first one writes.
+        mine = world.replica == 0
+        self._files = _files_of(engine, states, moments=run.moments, copies=copies) if mine else []
+        told = gather_documents(world, _facts_of_part(engine, states) if mine else None)
+        facts = [one for one in told if one is not None]
+        self._document = _document(engine, run, facts) if world.is_first else None
+        self._members = [name for one in facts for group in ("decay", "no_decay") for name in one[group]]
+        self._report: list[dict[str, Any]] = []
+        self._problem: str | None = None
+        self._thread: threading.Thread | None = None
+
+    def write(self) -> None:
+        """Write this process's part."""
+        try:
+            for file in self._files:
+                checksums = write_shard(self._staging, file.name, file.tensors)
+                self._report += [{**entry, "crc32": checksums[entry["key"]]} for entry in file.entries]
+            if self._world.is_first and self.run.tokenizer:
+                (self._staging / "tokenizer").mkdir()
+                for name, path in self.run.tokenizer.items():
+                    shutil.copyfile(path, self._staging / "tokenizer" / name)
+        except (OSError, DynmoError) as error:
+            self._problem = f"rank {self._world.rank}: {error}"
+        self._files = []
+
+    def write_aside(self) -> None:
+        """Write while training goes on."""
+        self._thread = threading.Thread(target=self.write, name="checkpoint")
+        self._thread.start()
+
+    def is_written_everywhere(self) -> bool:
+        """Whether all processes have written their parts; every process asks at the same boundary."""
+        return all_agree(self._thread is None or not self._thread.is_alive())
+
+    def finish(self) -> Path:
+        """Wait for what is still being written, and put the checkpoint in place.
+
+        Raises:
+            DynmoError: on every worker, where one of them could not write its part; the last checkpoint stays in place.
+        """
+        if self._thread is not None:
+            self._thread.join()
+        told = gather_documents(self._world, {"problem": self._problem, "report": self._report})
+        problem: str | None = None
+        if self._document is not None:
+            problem = "; ".join(one["problem"] for one in told if one["problem"]) or None
+            problem = problem or self._commit(self._document, [one["report"] for one in told])
+        if not all_agree(problem is None):
+            problem = broadcast_document(self._world, problem)
+            raise DynmoError(f"the checkpoint of step {self.run.step} was not written: {problem}")
+        return self._checkpoints / f"step-{self.run.step:08d}"
+
+    def _commit(self, document: RunFacts, reports: Sequence[Sequence[Mapping[str, Any]]]) -> str | None:
+        """Put the checkpoint in place; returns what went wrong, if anything."""
+        try:
+            written_by = f"dynmo-train {__version__}"
+            manifest = build_manifest(document, reports, written_by=written_by, expected=self._members)
+            commit(self._checkpoints, self.run.step, self._staging, manifest)
+            if self.run.keep is not None:
+                prune(self._checkpoints, self.run.keep)
+        except (OSError, DynmoError) as error:
+            return str(error)
+        return None
 
 
 def save(engine: Engine, checkpoints_dir: Path, run: SavedRun) -> Path:
@@ -55,61 +147,34 @@ def save(engine: Engine, checkpoints_dir: Path, run: SavedRun) -> Path:
     Raises:
         DynmoError: on every worker, where one of them could not write its part; the last checkpoint stays in place.
     """
-    world = engine.world
-    staging = Path(broadcast_document(world, str(new_staging(checkpoints_dir, run.step)) if world.is_first else None))
-    states = {item: engine.held.export_whole(item) for item in engine.local_names}
-    problem: str | None = None
-    report: list[dict[str, Any]] = []
-    try:
-        # Replicas hold the same: the first one writes.
-        if world.replica == 0:
-            report = _write_part(engine, staging, states)
-        if world.is_first and run.tokenizer:
-            (staging / "tokenizer").mkdir()
-            for name, path in run.tokenizer.items():
-                shutil.copyfile(path, staging / "tokenizer" / name)
-    except (OSError, DynmoError) as error:
-        problem = f"rank {world.rank}: {error}"
-    facts = _facts_of_part(engine, states) if world.replica == 0 else None
-    told = gather_documents(world, {"problem": problem, "report": report, "facts": facts})
-    if world.is_first:
-        problem = "; ".join(one["problem"] for one in told if one["problem"]) or None
-        problem = problem or _commit(engine, checkpoints_dir, staging, run, told)
-    if not all_agree(problem is None):
-        problem = broadcast_document(world, problem)
-        raise DynmoError(f"the checkpoint of step {run.step} was not written: {problem}")
-    return checkpoints_dir / f"step-{run.step:08d}"
+    pending = PendingSave(engine, checkpoints_dir, run)
+    pending.write()
+    return pending.finish()
 
 
-def _write_part(engine: Engine, staging: Path, states: Mapping[str, ItemState]) -> list[dict[str, Any]]:
-    report: list[dict[str, Any]] = []
+def _files_of(engine: Engine, states: Mapping[str, ItemState], *, moments: bool, copies: bool) -> list[_File]:
+    """The shard files that this process writes."""
     tied, held = engine.family.ties, engine.held
-    for kind, roles in (("model", {"parameter", "mask"}), ("optimizer", {"optimizer"})):
+    files = []
+    for kind, roles in (("model", {"parameter", "mask", "buffer"}), ("optimizer", {"optimizer"})):
         tensors = {
             name: tensor
             for state in states.values()
             for name, tensor in state.tensors.items()
             if role_of(name) in roles and held.counts(name) and parameter_of(name) not in tied
         }
-        if not tensors:
+        if not tensors or (kind == "optimizer" and not moments):
             continue
         file = f"{kind}-p{engine.world.worker:03d}-t{engine.world.shard:02d}.safetensors"
-        checksums = write_shard(staging, file, tensors)
+        entries = []
         for name, tensor in tensors.items():
             shape, index = whole_shape(tensor.shape, held.split_dim(name), held.region)
-            report.append(
-                {
-                    "name": name,
-                    "dtype": dtype_name(tensor.dtype),
-                    "shape": shape,
-                    "role": role_of(name),
-                    "file": file,
-                    "key": name,
-                    "index": index,
-                    "crc32": checksums[name],
-                }
-            )
-    return report
+            about = {"name": name, "dtype": dtype_name(tensor.dtype), "shape": shape, "role": role_of(name)}
+            entries.append({**about, "file": file, "key": name, "index": index})
+        if copies:
+            tensors = {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()}
+        files.append(_File(name=file, tensors=tensors, entries=entries))
+    return files
 
 
 def _facts_of_part(engine: Engine, states: Mapping[str, ItemState]) -> dict[str, Any]:
@@ -133,11 +198,8 @@ def _facts_of_part(engine: Engine, states: Mapping[str, ItemState]) -> dict[str,
     }
 
 
-def _commit(
-    engine: Engine, checkpoints_dir: Path, staging: Path, run: SavedRun, told: list[dict[str, Any]]
-) -> str | None:
-    """Put the checkpoint in place; returns what went wrong, if anything."""
-    facts = [one["facts"] for one in told if one["facts"] is not None]
+def _document(engine: Engine, run: SavedRun, facts: Sequence[Mapping[str, Any]]) -> RunFacts:
+    """What the manifest says of the run as it is now."""
     settings = engine.settings
     partition, dims = engine.partition, engine.world.dims
     sparsity = {}
@@ -149,7 +211,7 @@ def _commit(
     members = {name: [each for fact in facts for each in fact[name]] for name in ("decay", "no_decay")}
     rates = {"decay": settings.adamw.weight_decay, "no_decay": 0.0}
     groups = [{"name": name, "weight_decay": rates[name], "parameters": members[name]} for name in members]
-    document = RunFacts(
+    return RunFacts(
         run_id=run.run_id,
         step=run.step,
         consumed_train_samples=run.consumed_train_samples,
@@ -166,32 +228,26 @@ def _commit(
         dynamic={
             "frozen_items": list(engine.freezing.frozen),
             "pruning": pruning,
-            "sparse_thresholds": {"csr": settings.sparse_threshold},
+            "sparse_thresholds": dict(settings.sparse.thresholds),
         },
         ties=engine.family.ties,
         optimizer={
             "type": "adamw",
             "steps": {name: step for fact in facts for name, step in fact["steps"].items()},
             "groups": groups,
-        },
+        }
+        if run.moments
+        else None,
         data=run.data,
         rng={"scheme": "hash(seed,step,microbatch,item)", "seed": settings.pipeline.seed},
-        extra={"x_progress": {"advanced": engine.advanced, "loss_scale": engine.scaler.state()}},
+        extra={
+            "x_progress": {
+                "advanced": engine.advanced,
+                "loss_scale": engine.scaler.state(),
+                "freezing": engine.freezing.state(),
+            }
+        },
     )
-    try:
-        expected = [name for names in members.values() for name in names]
-        manifest = build_manifest(
-            document,
-            [one["report"] for one in told],
-            written_by=f"dynmo-train {__version__}",
-            expected=expected,
-        )
-        commit(checkpoints_dir, run.step, staging, manifest)
-        if run.keep is not None:
-            prune(checkpoints_dir, run.keep)
-    except (OSError, DynmoError) as error:
-        return str(error)
-    return None
 
 
 def check_same_model(checkpoint: Checkpoint, family: ModelFamily) -> None:
@@ -206,14 +262,22 @@ def check_same_model(checkpoint: Checkpoint, family: ModelFamily) -> None:
         raise CheckpointError(f"{checkpoint.directory} holds another model: {'; '.join(differences)}")
 
 
-def state_reader(checkpoint: Checkpoint, held: HeldItems, device: torch.device) -> Callable[[str], ItemState]:
-    """Reads what this process holds of one item, and of nothing else, from a checkpoint of any layout."""
-    steps: Mapping[str, int] = (checkpoint.manifest["optimizer"] or {"steps": {}})["steps"]
+def state_reader(
+    checkpoint: Checkpoint, held: HeldItems, device: torch.device, *, moments: bool = True
+) -> Callable[[str], ItemState]:
+    """Reads what this process holds of one item, and of nothing else, from a checkpoint of any layout.
+
+    Args:
+        moments: whether the optimizer state is read.
+    """
+    optimizer = checkpoint.manifest["optimizer"] if moments else None
+    steps: Mapping[str, int] = (optimizer or {"steps": {}})["steps"]
 
     def read(item: str) -> ItemState:
         module = held.blueprint(item)
         names = list(parameters_of(item, module))
         wanted = [*names, *(f"{name}.mask" for name in masks_of(item, module) if checkpoint.has(f"{name}.mask"))]
+        wanted += [f"{name}.{REFERENCE}" for name in names if checkpoint.has(f"{name}.{REFERENCE}")]
         trained = {name: steps[owner] for name in names if (owner := checkpoint.stored_name(name)) in steps}
         wanted += [f"{name}.{key}" for name in trained for key in MOMENTS]
         tensors = {name: held.own_slice(name, checkpoint.load([name])[name]).to(device) for name in wanted}

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from .config import Config
 from .console import emit
@@ -13,6 +14,8 @@ from .engine import StepResult
 from .parallel.world import World
 from .pipeline.partition import Partition
 from .rebalance.controller import TakenPlan
+from .startup import startup_lines
+from .tensorboard import EventWriter
 
 AFTER_MOVE_STEPS = 5
 
@@ -63,6 +66,21 @@ def iteration_line(figures: IterationFigures) -> str:
     return " " + " | ".join(parts) + " |"
 
 
+def scalars_of(figures: IterationFigures) -> dict[str, float]:
+    """The same for TensorBoard, under Megatron's names."""
+    given = {
+        "learning-rate": figures.learning_rate,
+        "batch-size": figures.global_batch_size,
+        "lm loss": figures.lm_loss,
+        "loss-scale": figures.loss_scale,
+        "grad-norm": figures.grad_norm,
+        "iteration-time": figures.elapsed_ms / 1e3,
+        "throughput": figures.tflops,
+        **{name.replace("_", " "): value for name, value in figures.others.items()},
+    }
+    return {name: float(value) for name, value in given.items() if value is not None}
+
+
 def evaluation_line(step: int, loss: float, perplexity: float) -> str:
     """Megatron's line of a validation."""
     return f" validation loss at iteration {step} | lm loss value: {loss:.6E} | lm loss PPL: {perplexity:.6E} |"
@@ -88,11 +106,19 @@ def after_move_line(plan_id: int, before_ms: float, after_ms: float, steps: int)
 
 
 class TrainingLog:
-    """The lines that worker 0 prints, and the step times that it needs for them."""
+    """The lines that worker 0 prints, the step times that it needs for them, and the scalars of TensorBoard.
 
-    def __init__(self, config: Config, world: World) -> None:
+    Args:
+        flops: of a step with so many samples of so many tokens.
+    """
+
+    def __init__(self, config: Config, world: World, flops: Callable[[int, int], int]) -> None:
         self.config, self._speaks = config, world.is_first
+        self._flops, self._devices = flops, world.size
+        folder = config.run.tensorboard_dir
+        self._board = EventWriter(Path(folder)) if folder is not None and world.is_first else None
         self._window: list[StepResult] = []
+        self._window_flops = 0
         self._recent: deque[int] = deque(maxlen=10)
         self._move: tuple[TakenPlan, float] | None = None
 
@@ -101,16 +127,23 @@ class TrainingLog:
         if self._speaks:
             emit(text)
 
-    def start(self, partition: Partition, first: int) -> None:
-        """What is about to run, from iteration ``first`` on."""
+    def start(self, partition: Partition, first: int, parameters: Mapping[tuple[int, int], int]) -> None:
+        """What is about to run, from iteration ``first`` on; ``parameters`` are counts by (tensor, pipeline) rank."""
+        for text in startup_lines(self.config, parameters):
+            self.line(text)
         sizes = " | ".join(f"{stage[0]} .. {stage[-1]}" if stage else "(empty)" for stage in partition.stages)
         self.line(f" {len(partition.stages)} stages on {partition.workers} workers: {sizes}")
         last, data = self.config.training.train_iters, self.config.data.name
         self.line(f" training from iteration {first} to {last} on {data}")
 
-    def step(self, step: int, consumed: int, result: StepResult) -> None:
-        """After a step: a line every ``--log-interval``, and what the last move did once a few steps are measured."""
+    def step(self, step: int, consumed: int, global_batch_size: int, length: int, result: StepResult) -> None:
+        """After a step: a line every ``--log-interval``, and what the last move did once a few steps are measured.
+
+        Args:
+            length: tokens of a sample.
+        """
         self._window.append(result)
+        self._window_flops += self._flops(global_batch_size, length) if self.config.training.log_throughput else 0
         self._recent.append(result.step_ns)
         if self._move is not None and len(self._recent) >= AFTER_MOVE_STEPS + 1:
             taken, before = self._move
@@ -120,24 +153,41 @@ class TrainingLog:
         if step % self.config.training.log_interval:
             return
         updates = [each for each in self._window if each.updated]
+        window_s = sum(each.step_ns for each in self._window) / 1e9
         names = updates[0].losses if updates else {}
         means = {name: sum(each.losses[name] for each in updates) / len(updates) for name in names}
         figures = IterationFigures(
             iteration=step,
             train_iters=self.config.training.train_iters,
             consumed_samples=consumed,
-            elapsed_ms=sum(each.step_ns for each in self._window) / len(self._window) / 1e6,
+            elapsed_ms=window_s / len(self._window) * 1e3,
             learning_rate=result.rate,
-            global_batch_size=self.config.training.global_batch_size,
+            global_batch_size=global_batch_size,
             lm_loss=means.pop("lm_loss", None),
             others=means,
             loss_scale=result.loss_scale,
             grad_norm=result.grad_norm if result.updated else None,
             skipped=len(self._window) - len(updates),
             nan=sum(not math.isfinite(each.loss) for each in self._window),
+            tflops=self._window_flops / window_s / self._devices / 1e12 if self._window_flops else None,
         )
         self._window.clear()
+        self._window_flops = 0
         self.line(iteration_line(figures))
+        if self._board is not None:
+            self._board.scalars(step, scalars_of(figures))
+
+    def evaluated(self, step: int, loss: float) -> None:
+        """After an evaluation."""
+        perplexity = math.exp(min(20.0, loss))
+        self.line(evaluation_line(step, loss, perplexity))
+        if self._board is not None:
+            self._board.scalars(step, {"lm loss validation": loss, "lm loss validation ppl": perplexity})
+
+    def close(self) -> None:
+        """Close what is open."""
+        if self._board is not None:
+            self._board.close()
 
     def moved(self, taken: TakenPlan, step: int) -> None:
         """After a move; the step time before it is the mean of the last steps."""

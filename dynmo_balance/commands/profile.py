@@ -44,7 +44,7 @@ def build(
     ] = False,
     data_parallel: Annotated[int, typer.Option(min=1, help="Replicas.")] = 1,
     recompute: Annotated[Recompute, typer.Option(help="Activation recomputation.")] = Recompute.NONE,
-    fused_attention: FusedOption = False,
+    fused_attention: FusedOption = True,
     technique: Annotated[Technique, typer.Option(help="The scripted trajectory.")] = Technique.STATIC,
     strength: Annotated[
         float | None,

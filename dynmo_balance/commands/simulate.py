@@ -70,7 +70,7 @@ def simulate(
     device: DeviceOption = None,
     dtype: DtypeOption = Dtype.FLOAT32,
     recompute: RecomputeOption = Recompute.NONE,
-    fused_attention: FusedOption = False,
+    fused_attention: FusedOption = True,
     window: WindowOption = 20,
     at_step: AtStepOption = None,
     output_format: FormatOption = Format.TEXT,

@@ -5,21 +5,17 @@ from __future__ import annotations
 from .data import DataConfig
 from .options import Facts
 from .precision import PrecisionConfig
-from .resolve import config_document, config_of, option_specs, read_config_file, resolve
+from .resolve import config_document, config_of, option_specs, read_config_file, resolve, with_deepspeed
 from .schema import (
     BalanceConfig,
     Config,
-    DepthConfig,
-    ExitConfig,
-    FreezingConfig,
     ModelConfig,
     OptimizerConfig,
     ParallelConfig,
-    PruningConfig,
     RunConfig,
-    SparseAttentionConfig,
     TrainingConfig,
 )
+from .techniques import DepthConfig, ExitConfig, FreezingConfig, PruningConfig, SparseAttentionConfig
 from .validate import check, validate
 
 __all__ = [
@@ -45,4 +41,5 @@ __all__ = [
     "read_config_file",
     "resolve",
     "validate",
+    "with_deepspeed",
 ]

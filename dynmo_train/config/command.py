@@ -1,20 +1,25 @@
-"""The command-line options of the declared fields: the signature that typer reads."""
+"""The command-line options of the declared fields: the signature that typer reads, and the flags of other programs."""
 
 from __future__ import annotations
 
 import inspect
+import os
 from collections.abc import Callable
 from functools import wraps
 from typing import Annotated, Any
 
 import typer
+from typer.core import TyperCommand
 
+from ..console import say
+from ..formats._document import DocumentError
+from .compat import translate
 from .options import OptionSpec
 from .resolve import option_specs
 
 
 def _parameter(spec: OptionSpec) -> inspect.Parameter:
-    names = f"{spec.flag}/--no-{spec.flag.removeprefix('--')}" if spec.kind is bool else spec.flag
+    names = f"{spec.flag}/{spec.negative}" if spec.negative else spec.flag
     ending = "" if spec.default is None else " [required]" if spec.required else f" [default: {spec.default_text}]"
     declared = typer.Option(
         names,
@@ -44,3 +49,26 @@ def with_options(function: Callable[..., None]) -> Callable[..., None]:
     command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     return command
+
+
+class MegatronCommand(TyperCommand):
+    """A command that takes the flags of Megatron's scripts as well; its name is the model's family."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Parse the words in this package's own terms.
+
+        Raises:
+            DocumentError: flags that cannot be taken; all of them at once.
+        """
+        declared = {
+            name: 0 if getattr(option, "is_flag", False) else option.nargs
+            for option in self.params
+            for name in (*option.opts, *option.secondary_opts)
+        }
+        made = translate(args, self.name or "", declared | {"--help": 0})
+        first = os.environ.get("RANK", "0") == "0"
+        if made.problems:
+            raise DocumentError("the command line", list(made.problems))
+        if made.notes and first:
+            say(f"taken without effect: {'; '.join(made.notes)}")
+        return super().parse_args(ctx, list(made.arguments))

@@ -110,6 +110,13 @@ class OptionSpec:
         return "--" + self.name.replace("_", "-")
 
     @property
+    def negative(self) -> str | None:
+        """The flag that says no: ``--no-sparsify``; None where there is none, as of ``--no-load-optim``."""
+        if self.kind is not bool or self.name.startswith("no_"):
+            return None
+        return f"--no-{self.flag.removeprefix('--')}"
+
+    @property
     def is_flag(self) -> bool:
         """Whether a person may set it, by option or in a file."""
         return self.declaration.flag

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import math
 import shlex
+from collections.abc import Mapping
 from itertools import pairwise
+from typing import Any
 
 from ..errors import UsageError
+from ..pacing import BatchSizes
 
 
 def parse_split(text: str) -> tuple[float, float, float]:
@@ -47,6 +50,35 @@ def parse_blend(flag: str, text: str) -> tuple[tuple[float, str], ...]:
     if not pairs or len(words) % 2 or not all(math.isfinite(weight) and weight > 0 for weight, _ in pairs):
         raise UsageError(f"{flag} must be a path, or weights above 0 each before its path (0.3 A 0.7 B); is {text!r}")
     return tuple(pairs)
+
+
+def batch_sizes_of(rampup: str | None, final: int) -> BatchSizes:
+    """``16 16 5859375`` and 1536 as sizes that grow by 16 from 16 to 1536 over that many samples; None never grows.
+
+    Raises:
+        UsageError: not three whole numbers, or a growth that does not end at ``final``.
+    """
+    if rampup is None:
+        return BatchSizes.constant(final)
+    words = rampup.replace(",", " ").split()
+    rule = "--rampup-batch-size must be START INCREMENT SAMPLES, such as 16 16 5859375"
+    if len(words) != 3 or not all(word.isdecimal() for word in words):
+        raise UsageError(f"{rule}; is {rampup!r}")
+    start, increment, samples = map(int, words)
+    if not 0 < start <= final or not increment or (final - start) % increment:
+        raise UsageError(f"{rule}; {start} by {increment} does not come to --global-batch-size {final} in whole steps")
+    return BatchSizes(start=start, increment=increment, ramp_samples=samples, final=final)
+
+
+def iters_of_samples(values: Mapping[str, Any]) -> int | None:
+    """The steps that ``train_samples`` make, for the option values; None without it."""
+    if values["train_samples"] is None:
+        return None
+    try:
+        sizes = batch_sizes_of(values["rampup_batch_size"], values["global_batch_size"])
+    except UsageError:
+        return 1  # told with all else by the rules
+    return sizes.steps_for(values["train_samples"])
 
 
 def parse_freeze_schedule(text: str) -> tuple[tuple[int, int], ...]:

@@ -9,8 +9,8 @@ from .resolve import concern_types, option_specs
 
 def _row(spec: OptionSpec) -> str:
     flags = f"`{spec.flag}`"
-    if spec.kind is bool:
-        flags += f", `--no-{spec.flag.removeprefix('--')}`"
+    if spec.negative:
+        flags += f", `{spec.negative}`"
     value = spec.value_text.replace("|", ", ") or "-"
     return f"| {flags} | {value} | {spec.default_text} | {spec.declaration.help.replace('|', ', ')} |"
 

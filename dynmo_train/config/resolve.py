@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import os
 import tomllib
 from collections.abc import Mapping
 from dataclasses import MISSING, fields
@@ -10,14 +11,16 @@ from functools import cache
 from pathlib import Path
 from typing import Any, get_type_hints
 
+from ..console import say
 from ..formats._document import DocumentError, Problem
+from .deepspeed import read_deepspeed
 from .options import Facts, OptionSpec, Source, concern_specs
 from .schema import Config
 
 # What Megatron calls an option in the scripts of one family.
 OTHER_NAMES = {"encoder_num_layers": "num_layers", "encoder_seq_length": "seq_length"}
 # Options of which one must be given; the first is the usual one.
-ALTERNATIVES = (("data_path", "train_data_path"),)
+ALTERNATIVES = (("train_iters", "train_samples"), ("data_path", "train_data_path"))
 
 
 @cache
@@ -96,6 +99,34 @@ def read_config_file(path: Path) -> dict[str, Any]:
         return parse_config_file(path.read_text(encoding="utf-8"), str(path))
     except (OSError, UnicodeDecodeError) as error:
         raise DocumentError(str(path), [Problem("", "read", str(error))]) from error
+
+
+def with_deepspeed(flags: Mapping[str, Any], file: Mapping[str, Any]) -> dict[str, Any]:
+    """The option values of a ``--config`` file, and those of the DeepSpeed configuration that the options name.
+
+    Raises:
+        DocumentError: the DeepSpeed configuration contradicts a flag or the file; every contradiction at once.
+    """
+    path = flags.get("deepspeed_config") or file.get("deepspeed_config")
+    if path is None:
+        return dict(file)
+    found, specs = read_deepspeed(Path(path)), option_specs()
+    given = dict(file) | {name: value for name, value in flags.items() if value is not None}
+    values = {
+        name: float(value) if specs[name].kind is float and type(value) is int else value
+        for name, value in found.values.items()
+    }
+    problems = [
+        Problem(specs[name].flag, "conflict", f"is {given[name]}, and {value} in {path}; give one of them")
+        for name, value in values.items()
+        if name in given and given[name] != value
+    ]
+    if problems:
+        raise DocumentError("the configuration", problems)
+    if found.unread and os.environ.get("RANK", "0") == "0":
+        read = "batch, precision, ZeRO, optimizer, clipping and curriculum"
+        say(f"{path}: read for {read}; not for {', '.join(found.unread)}")
+    return dict(file) | values
 
 
 def resolve(

@@ -13,24 +13,27 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from ..pacing import BatchSizes, Curriculum
 from .data import DataConfig
 from .options import Source, option
-from .parse import parse_freeze_schedule, parse_layers
+from .parse import batch_sizes_of, iters_of_samples
 from .precision import PrecisionConfig
+from .techniques import DepthConfig, ExitConfig, FreezingConfig, PruningConfig, SparseAttentionConfig
 
 Family = Literal["gpt", "bert", "t5", "llama"]
 Positions = Literal["learned", "rotary", "relative"]
 Device = Literal["auto", "cpu", "cuda"]
 Recompute = Literal["none", "full"]
-DecayStyle = Literal["cosine", "linear", "constant"]
+TWO_STAGES = ("interleaved-1f1b", "zb-v")
+DecayStyle = Literal["cosine", "linear", "constant", "inverse-square-root"]
+CurriculumSchedule = Literal["fixed_linear", "fixed_root"]
 DdpImpl = Literal["local", "torch"]
-Schedule = Literal["gpipe", "1f1b", "interleaved-1f1b", "zero-bubble"]
+Schedule = Literal["gpipe", "1f1b", "interleaved-1f1b", "zero-bubble", "zb-v"]
 BalanceMode = Literal["off", "online", "offline"]
 Granularity = Literal["layer", "sublayer"]
 Planner = Literal["internal", "external"]
 Balancer = Literal["exact", "time", "parameters", "uniform", "deepspeed", "diffusion"]
 BalancePolicy = Literal["never", "always", "threshold", "regret"]
-ExitMeasure = Literal["softmax", "saturation"]
 
 
 def _is_llama(values: Mapping[str, Any]) -> bool:
@@ -172,7 +175,7 @@ class ParallelConfig:
     virtual_stages_per_worker: int = option(
         "Stages on each worker.",
         minimum=1,
-        derive=("2 if interleaved-1f1b, else 1", lambda v, _: 2 if v["schedule"] == "interleaved-1f1b" else 1),
+        derive=("2 if interleaved-1f1b or zb-v, else 1", lambda v, _: 2 if v["schedule"] in TWO_STAGES else 1),
     )
 
 
@@ -184,9 +187,25 @@ class TrainingConfig:
     global_batch_size: int = option(
         "Samples in an optimizer step.",
         minimum=1,
-        derive=("--micro-batch-size x replicas", lambda v, _: v["micro_batch_size"] * v["data_parallel_size"]),
+        derive=(
+            "--micro-batch-size x replicas x --gradient-accumulation-steps",
+            lambda v, _: v["micro_batch_size"] * v["data_parallel_size"] * (v["gradient_accumulation_steps"] or 1),
+        ),
     )
-    train_iters: int = option("Optimizer steps to train for.", minimum=1)
+    gradient_accumulation_steps: int | None = option(
+        "Microbatches of a step, for each replica; none follows from --global-batch-size.", default=None, minimum=1
+    )
+    rampup_batch_size: str | None = option(
+        "START INCREMENT SAMPLES: begin with START samples a step, and grow by INCREMENT to --global-batch-size over"
+        " SAMPLES; needs --train-samples.",
+        default=None,
+    )
+    train_samples: int | None = option("Samples to train for, in place of --train-iters.", default=None, minimum=1)
+    train_iters: int = option(
+        "Optimizer steps to train for.",
+        minimum=1,
+        derive=("those that --train-samples make", lambda v, _: iters_of_samples(v)),
+    )
     seed: int = option("Seed of weights, dropout and the order of samples.", default=1234, minimum=0, maximum=2**32 - 1)
     recompute_granularity: Recompute = option(
         "Activation checkpointing: full computes each layer's activations again in its backward pass.", default="none"
@@ -194,9 +213,28 @@ class TrainingConfig:
     eval_interval: int = option("Steps between evaluations on the validation split.", default=1000, minimum=1)
     eval_iters: int = option("Batches of an evaluation; 0 evaluates never.", default=100, minimum=0)
     log_interval: int = option("Steps between log lines.", default=100, minimum=1)
+    log_throughput: bool = option("Log model FLOPs per second and device as well.", default=False)
     exit_interval: int | None = option(
         "Leave the run, saved, after a step that is a multiple of this.", default=None, minimum=1
     )
+    exit_duration_in_mins: float | None = option(
+        "Leave the run, saved, after the first step that ends so many minutes after its start.", default=None, above=0
+    )
+    curriculum_shortest: int | None = option(
+        "Curriculum: tokens of a sample at the first step, growing to --seq-length; none trains on whole samples.",
+        default=None,
+        minimum=1,
+    )
+    curriculum_steps: int = option(
+        "Curriculum: steps until samples are whole.",
+        minimum=1,
+        derive=("--train-iters", lambda v, _: v["train_iters"]),
+    )
+    curriculum_multiple: int = option("Curriculum: lengths are multiples of this.", default=8, minimum=1)
+    curriculum_schedule: CurriculumSchedule = option(
+        "Curriculum: lengths grow with the steps, or with a root of them.", default="fixed_linear"
+    )
+    curriculum_root_degree: float = option("Curriculum: the root of fixed_root.", default=2.0, above=0)
     num_threads: int = option("Threads of arithmetic in each process on CPU.", default=1, minimum=1)
     device: Device = option("Where to compute; auto is cuda where it is present, else cpu.", default="auto")
 
@@ -213,95 +251,19 @@ class OptimizerConfig:
         minimum=1,
         derive=("--train-iters", lambda v, _: v["train_iters"]),
     )
+    lr_decay_samples: int | None = option(
+        "Samples over which it decays, with --train-samples; none is --train-samples.", default=None, minimum=1
+    )
     lr_warmup_iters: int = option("Steps of linear warm-up.", default=0, minimum=0)
+    lr_warmup_samples: int = option("Samples of linear warm-up, with --train-samples.", default=0, minimum=0)
     lr_warmup_fraction: float | None = option(
-        "Linear warm-up as a fraction of --lr-decay-iters.", default=None, minimum=0, maximum=1
+        "Linear warm-up as a fraction of --lr-decay-iters or --lr-decay-samples.", default=None, minimum=0, maximum=1
     )
     weight_decay: float = option("Decoupled weight decay of matrices.", default=0.01, minimum=0)
     adam_beta1: float = option("Decay of Adam's first moment.", default=0.9, minimum=0, below=1)
     adam_beta2: float = option("Decay of Adam's second moment.", default=0.999, minimum=0, below=1)
     adam_eps: float = option("Epsilon of Adam.", default=1e-8, above=0)
     clip_grad: float = option("Clip the global gradient norm to this; 0 clips never.", default=1.0, minimum=0)
-
-
-@dataclass(frozen=True, kw_only=True)
-class PruningConfig:
-    """Gradual pruning by global magnitude, on the cubic curve of Zhu and Gupta (arXiv:1710.01878)."""
-
-    sparsify: bool = option("Prune while training.", default=False)
-    pruning_start_iter: int = option("Step of the first pruning.", default=0, minimum=0)
-    pruning_end_iter: int = option(
-        "Step at which --final-sparsity is reached.",
-        minimum=0,
-        derive=("--train-iters", lambda v, _: v["train_iters"]),
-    )
-    pruning_freq: int = option("Steps between prunings.", default=100, minimum=1)
-    initial_sparsity: float = option("Fraction of pruned weights at the start.", default=0.0, minimum=0, below=1)
-    final_sparsity: float = option("Fraction of pruned weights at the end.", default=0.9, minimum=0, below=1)
-    sparse_threshold: float = option(
-        "Fraction of zeros from which a matrix is multiplied in sparse form.", default=0.85, minimum=0, maximum=1
-    )
-
-
-@dataclass(frozen=True, kw_only=True)
-class FreezingConfig:
-    """Freezing of the front of the model."""
-
-    freeze_schedule: str | None = option(
-        "STEP:LAYERS,STEP:LAYERS,...: freeze the embedding and the first LAYERS blocks after STEP.", default=None
-    )
-    freeze_tied: bool = option("Freeze the weight that embedding and head share as well.", default=False)
-
-    @property
-    def freeze_steps(self) -> tuple[tuple[int, int], ...]:
-        """``freeze_schedule`` as (step, blocks frozen from then on), in order of step."""
-        return parse_freeze_schedule(self.freeze_schedule) if self.freeze_schedule else ()
-
-
-@dataclass(frozen=True, kw_only=True)
-class DepthConfig:
-    """Mixture of depths (arXiv:2404.02258): a share of the tokens goes through a block, the others pass it by."""
-
-    mod_capacity: float | None = option(
-        "Share of a sample's tokens that go through a routed block; none routes no block.",
-        default=None,
-        above=0,
-        maximum=1,
-    )
-    mod_every: int = option("Every how many blocks one is routed: with 2 blocks 1, 3, 5, ...", default=2, minimum=1)
-    mod_router_loss_weight: float = option(
-        "Weight of the loss that teaches routers to decide without looking ahead.", default=0.01, minimum=0
-    )
-
-
-@dataclass(frozen=True, kw_only=True)
-class ExitConfig:
-    """Early exit (arXiv:2207.07061): a token leaves behind a block when the model is sure of it."""
-
-    early_exit_layers: str | None = option(
-        "N,N,...: blocks (from 0) behind which tokens may leave; later blocks compute the others only.", default=None
-    )
-    early_exit_loss_weight: float = option("Weight of the exits' losses together.", default=0.3, minimum=0)
-    early_exit_threshold: float = option("Confidence from which a token leaves.", default=0.9, minimum=0, maximum=1)
-    early_exit_measure: ExitMeasure = option(
-        "Confidence: softmax (difference of the two highest probabilities), or saturation (cosine between the stream"
-        " before and behind the block's MLP).",
-        default="softmax",
-    )
-
-    @property
-    def exit_layers(self) -> tuple[int, ...]:
-        """``early_exit_layers`` as numbers, ascending."""
-        return parse_layers("--early-exit-layers", self.early_exit_layers) if self.early_exit_layers else ()
-
-
-@dataclass(frozen=True, kw_only=True)
-class SparseAttentionConfig:
-    """Dynamic sparse attention: queries attend to the keys of their hash bucket, in blocks."""
-
-    sparse_attention: bool = option("Attend within hash buckets, drawn anew in each step and layer.", default=False)
-    sparse_attention_buckets: int = option("Hash buckets, an even number.", default=16, minimum=2)
-    sparse_attention_block: int = option("Queries and keys of a block of scores, in tokens.", default=32, minimum=1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -333,6 +295,9 @@ class BalanceConfig:
 class RunConfig:
     """Where the run lies, and what it keeps."""
 
+    deepspeed_config: str | None = option(
+        "DeepSpeed JSON file, read for batch, precision, ZeRO, optimizer, clipping and curriculum.", default=None
+    )
     run_dir: str | None = option("Run directory; by default --save, else runs/UTC-model.", default=None)
     save: str | None = option("Run directory, under Megatron's name.", default=None)
     load: str | None = option(
@@ -341,6 +306,20 @@ class RunConfig:
     )
     cache_dir: str | None = option(
         "Folder for Hugging Face input in native form; none is $XDG_CACHE_HOME/dynmo or ~/.cache/dynmo.", default=None
+    )
+    tensorboard_dir: str | None = option("Folder for TensorBoard's event files; none writes none.", default=None)
+    finetune: bool = option(
+        "Take the weights of --load alone, and begin at step 0 with fresh moments; leave it out to go on later.",
+        default=False,
+    )
+    no_load_optim: bool = option("Take no optimizer state from --load.", default=False)
+    no_load_rng: bool = option(
+        "Nothing to do: random numbers follow from --seed and the step, and are in no checkpoint.", default=False
+    )
+    no_save_optim: bool = option("Leave the optimizer state out of checkpoints.", default=False)
+    no_save_rng: bool = option("Nothing to do, as --no-load-rng.", default=False)
+    async_save: bool = option(
+        "Write checkpoints while training goes on, from a copy of the state in host memory.", default=False
     )
     save_interval: int | None = option(
         "Steps between checkpoints; none saves at the end only.", default=None, minimum=1
@@ -387,8 +366,41 @@ class Config:
         return -(-self.model.vocab_size // multiple) * multiple
 
     @property
-    def warmup_iters(self) -> int:
-        """Steps of linear warm-up."""
-        if self.optimizer.lr_warmup_fraction is None:
-            return self.optimizer.lr_warmup_iters
-        return int(self.optimizer.lr_warmup_fraction * self.optimizer.lr_decay_iters)
+    def counts_samples(self) -> bool:
+        """Whether the learning rate follows the consumed samples, and not the steps."""
+        return self.training.train_samples is not None
+
+    @property
+    def batch_sizes(self) -> BatchSizes:
+        """The global batch size over the consumed samples."""
+        training = self.training
+        return batch_sizes_of(training.rampup_batch_size, training.global_batch_size)
+
+    @property
+    def curriculum(self) -> Curriculum | None:
+        """The tokens of a sample over the steps; None where samples are whole throughout."""
+        training = self.training
+        if training.curriculum_shortest is None:
+            return None
+        return Curriculum(
+            shortest=training.curriculum_shortest,
+            longest=self.model.seq_length,
+            steps=training.curriculum_steps,
+            multiple=training.curriculum_multiple,
+            root=1.0 if training.curriculum_schedule == "fixed_linear" else training.curriculum_root_degree,
+        )
+
+    @property
+    def decay_units(self) -> int:
+        """Steps, or samples where :attr:`counts_samples`, over which the learning rate decays."""
+        if self.training.train_samples is None:
+            return self.optimizer.lr_decay_iters
+        return self.optimizer.lr_decay_samples or self.training.train_samples
+
+    @property
+    def warmup_units(self) -> int:
+        """Steps, or samples, of linear warm-up."""
+        optimizer = self.optimizer
+        if optimizer.lr_warmup_fraction is not None:
+            return int(optimizer.lr_warmup_fraction * self.decay_units)
+        return optimizer.lr_warmup_samples if self.counts_samples else optimizer.lr_warmup_iters

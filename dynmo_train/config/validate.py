@@ -9,7 +9,7 @@ from ..formats._document import DocumentError, Problem
 from .resolve import OTHER_NAMES
 from .schema import Config
 
-SPLIT_BACKWARD = ("zero-bubble",)
+SPLIT_BACKWARD = ("zero-bubble", "zb-v")
 ONE_STREAM = ("gpt", "bert", "llama")
 Rule = Callable[[Config, int], Iterator[Problem]]
 EXPERTS = ("gpt", "llama")
@@ -104,11 +104,61 @@ def _family(config: Config, _world_size: int) -> Iterator[Problem]:
 
 def _batch(config: Config, _world_size: int) -> Iterator[Problem]:
     training, replicas = config.training, config.parallel.data_parallel_size
-    if training.global_batch_size % (training.micro_batch_size * replicas):
+    multiple = training.micro_batch_size * replicas
+    if training.global_batch_size % multiple:
         yield _conflict(
             "--global-batch-size",
             f"{training.global_batch_size} is not a multiple of --micro-batch-size {training.micro_batch_size}"
             f" x {replicas} data-parallel replicas",
+        )
+    accumulated = training.gradient_accumulation_steps
+    if accumulated is not None and training.global_batch_size != multiple * accumulated:
+        yield _conflict(
+            "--gradient-accumulation-steps",
+            f"{accumulated} x --micro-batch-size {training.micro_batch_size} x {replicas} replicas is not"
+            f" --global-batch-size {training.global_batch_size}; leave one of them out",
+        )
+    if training.rampup_batch_size is None:
+        return
+    try:
+        sizes = config.batch_sizes
+    except UsageError as error:
+        yield Problem("--rampup-batch-size", "form", str(error))
+        return
+    if sizes.start % multiple or sizes.increment % multiple:
+        yield _conflict(
+            "--rampup-batch-size",
+            f"{training.rampup_batch_size}: start and increment must be multiples of --micro-batch-size"
+            f" {training.micro_batch_size} x {replicas} data-parallel replicas",
+        )
+    if training.train_samples is None:
+        yield _conflict("--rampup-batch-size", "needs --train-samples in place of --train-iters")
+
+
+def _length(config: Config, _world_size: int) -> Iterator[Problem]:
+    training, optimizer = config.training, config.optimizer
+    by_steps = {
+        "--train-iters": config.sources.get("train_iters") not in (None, "derived"),
+        "--lr-decay-iters": config.sources.get("lr_decay_iters") not in (None, "derived"),
+        "--lr-warmup-iters": optimizer.lr_warmup_iters > 0,
+    }
+    by_samples = {
+        "--lr-decay-samples": optimizer.lr_decay_samples is not None,
+        "--lr-warmup-samples": optimizer.lr_warmup_samples > 0,
+    }
+    wrong = by_steps if config.counts_samples else by_samples
+    other = "counts samples: write" if config.counts_samples else "counts steps: write"
+    for flag in (flag for flag, given in wrong.items() if given):
+        ending = "-samples" if config.counts_samples else "-iters"
+        yield _conflict(flag, f"a run with --train{ending} {other} {flag.rsplit('-', 1)[0]}{ending}")
+    shortest = training.curriculum_shortest
+    if shortest is not None and shortest > config.model.seq_length:
+        yield _conflict("--curriculum-shortest", f"{shortest} is longer than --seq-length {config.model.seq_length}")
+    if shortest is not None and config.parallel.sequence_parallel:
+        yield _conflict("--curriculum-shortest", "cannot be combined with --sequence-parallel; give one of them")
+    if shortest is not None and config.model.family not in ("gpt", "llama"):
+        yield _later(
+            "--curriculum-shortest", f"shortens the samples of gpt and llama; the model is {config.model.family}"
         )
 
 
@@ -133,6 +183,11 @@ def _zero(config: Config, _world_size: int) -> Iterator[Problem]:
         )
 
 
+def _cuts_answers(config: Config) -> bool:
+    """Whether a decoder's stream is cut along its tokens."""
+    return config.parallel.sequence_parallel and config.model.family == "t5"
+
+
 def _tensor(config: Config, _world_size: int) -> Iterator[Problem]:
     """What tensor parallelism cuts must divide."""
     parallel, model = config.parallel, config.model
@@ -143,10 +198,27 @@ def _tensor(config: Config, _world_size: int) -> Iterator[Problem]:
         ("--num-attention-heads", model.num_attention_heads),
         ("--ffn-hidden-size", model.ffn_hidden_size),
     ]
+    cut += [("--num-query-groups", model.num_query_groups)] if model.family == "llama" else []
     cut += [("--seq-length", model.seq_length)] if parallel.sequence_parallel else []
+    cut += [("--decoder-seq-length", model.decoder_seq_length)] if _cuts_answers(config) else []
     for flag, value in cut:
         if value % size:
             yield _conflict(flag, f"{value} is not a multiple of --tensor-model-parallel-size {size}, which cuts it")
+
+
+def _sequence(config: Config, _world_size: int) -> Iterator[Problem]:
+    """What looks at all tokens outside of the tensor-parallel products cannot see a stream that is cut along them."""
+    model = config.model
+    whole = {
+        "--num-experts": model.num_experts is not None,
+        "--mod-capacity": config.depth.mod_capacity is not None,
+        "--early-exit-layers": config.exits.early_exit_layers is not None,
+        "--sparse-attention": config.attention.sparse_attention,
+        "bert without --bert-no-binary-head": model.family == "bert" and not model.bert_no_binary_head,
+    }
+    if config.parallel.sequence_parallel:
+        for flag in (flag for flag, on in whole.items() if on):
+            yield _later("--sequence-parallel", f"does not go with {flag}; leave one of them out")
 
 
 def _stages(config: Config, _world_size: int) -> Iterator[Problem]:
@@ -167,6 +239,10 @@ def _stages(config: Config, _world_size: int) -> Iterator[Problem]:
         yield _conflict(
             "--virtual-stages-per-worker", f"{virtual}: interleaved-1f1b needs 2 or more; or use --schedule 1f1b"
         )
+    if parallel.schedule == "zb-v" and virtual != 2:
+        yield _conflict(
+            "--virtual-stages-per-worker", f"{virtual}: zb-v runs 2 stages a worker; write 2 or leave it out"
+        )
     if parallel.schedule in ("gpipe", "1f1b") and virtual > 1:
         yield _conflict(
             "--virtual-stages-per-worker",
@@ -175,34 +251,44 @@ def _stages(config: Config, _world_size: int) -> Iterator[Problem]:
 
 
 def _microbatches(config: Config, _world_size: int) -> Iterator[Problem]:
-    """The conditions of torch.distributed.pipelining's schedules."""
-    parallel, microbatches = config.parallel, config.microbatches
-    workers = parallel.pipeline_model_parallel_size
-    if parallel.schedule == "1f1b" and microbatches < workers:
-        yield _conflict(
-            "--global-batch-size",
-            f"{config.training.global_batch_size} makes {microbatches} microbatches; 1f1b on {workers} stages needs at"
-            f" least {workers}, or use --schedule gpipe",
-        )
-    if parallel.schedule in ("interleaved-1f1b", "zero-bubble") and microbatches:
-        rounds = max(1, microbatches // workers)
-        if microbatches % rounds:
+    """The conditions of torch.distributed.pipelining's schedules, of the first batch size that breaks one."""
+    parallel, workers = config.parallel, config.parallel.pipeline_model_parallel_size
+    try:
+        sizes = config.batch_sizes.sizes()
+    except UsageError:
+        return
+    flag = "--global-batch-size" if len(sizes) == 1 else "--rampup-batch-size"
+    for size in sizes:
+        microbatches = size // (config.training.micro_batch_size * parallel.data_parallel_size)
+        if not microbatches:
+            return  # told by another rule
+        if parallel.schedule == "1f1b" and microbatches < workers:
             yield _conflict(
-                "--global-batch-size",
-                f"{config.training.global_batch_size} makes {microbatches} microbatches; {parallel.schedule} on"
-                f" {workers} workers needs a multiple of the {rounds} rounds, such as {workers * rounds}",
+                flag,
+                f"{size} makes {microbatches} microbatches; 1f1b on {workers} stages needs at least {workers}, or use"
+                " --schedule gpipe",
             )
+            return
+        rounds = max(1, microbatches // workers)
+        if parallel.schedule in ("interleaved-1f1b", "zero-bubble") and microbatches % rounds:
+            yield _conflict(
+                flag,
+                f"{size} makes {microbatches} microbatches; {parallel.schedule} on {workers} workers needs a multiple"
+                f" of the {rounds} rounds, such as {workers * rounds}",
+            )
+            return
 
 
 def _learning_rate(config: Config, _world_size: int) -> Iterator[Problem]:
     optimizer = config.optimizer
+    ending = "samples" if config.counts_samples else "iters"
     if optimizer.min_lr > optimizer.lr:
         yield _conflict("--min-lr", f"{optimizer.min_lr} is above --lr {optimizer.lr}")
-    if optimizer.lr_warmup_fraction is not None and optimizer.lr_warmup_iters:
-        yield _conflict("--lr-warmup-fraction", "cannot be combined with --lr-warmup-iters; give one of them")
-    elif config.warmup_iters > optimizer.lr_decay_iters:
+    if optimizer.lr_warmup_fraction is not None and (optimizer.lr_warmup_iters or optimizer.lr_warmup_samples):
+        yield _conflict("--lr-warmup-fraction", f"cannot be combined with --lr-warmup-{ending}; give one of them")
+    elif config.warmup_units > config.decay_units:
         yield _conflict(
-            "--lr-warmup-iters", f"{config.warmup_iters} is above --lr-decay-iters {optimizer.lr_decay_iters}"
+            f"--lr-warmup-{ending}", f"{config.warmup_units} is above --lr-decay-{ending} {config.decay_units}"
         )
 
 
@@ -236,6 +322,15 @@ def _pruning(config: Config, _world_size: int) -> Iterator[Problem]:
         yield _conflict(
             "--final-sparsity", f"{pruning.final_sparsity} is below --initial-sparsity {pruning.initial_sparsity}"
         )
+    whole = pruning.pruning_mode != "unstructured" or pruning.pruning_scope != "global"
+    if whole and config.parallel.zero_stage:
+        yield _later(
+            "--pruning-mode",
+            f"{pruning.pruning_mode} by --pruning-scope {pruning.pruning_scope} needs whole matrices; with --zero-stage"
+            f" {config.parallel.zero_stage} use unstructured and global",
+        )
+    if pruning.pruning_mode == "2:4" and pruning.final_sparsity > 0.5:
+        yield _conflict("--final-sparsity", f"{pruning.final_sparsity}: --pruning-mode 2:4 prunes 0.5 at most")
 
 
 def _freezing(config: Config, _world_size: int) -> Iterator[Problem]:
@@ -250,8 +345,30 @@ def _freezing(config: Config, _world_size: int) -> Iterator[Problem]:
                 "--freeze-schedule",
                 f"{step}:{layers} freezes {layers} blocks; the model has --num-layers {config.model.num_layers}",
             )
-    if config.freezing.freeze_tied and not steps:
-        yield _conflict("--freeze-tied", "has no effect without --freeze-schedule")
+    adaptive = config.freezing.freeze_adaptive
+    if adaptive and steps:
+        yield _conflict("--freeze-adaptive", "cannot be combined with --freeze-schedule; give one of them")
+    if config.freezing.freeze_tied and not steps and not adaptive:
+        yield _conflict("--freeze-tied", "has no effect without --freeze-schedule or --freeze-adaptive")
+    cached = config.freezing.freeze_cache_activations is not None
+    if cached and not steps and not adaptive:
+        yield _conflict("--freeze-cache-activations", "has no effect without --freeze-schedule or --freeze-adaptive")
+    untied = config.model.untie_embeddings_and_output_weights
+    if cached and not untied and not config.freezing.freeze_tied:
+        yield _conflict(
+            "--freeze-cache-activations",
+            "needs --freeze-tied or --untie-embeddings-and-output-weights: else the frozen embedding's weight goes on"
+            " training through the head",
+        )
+    if adaptive and config.parallel.zero_stage:
+        yield _later(
+            "--freeze-adaptive", f"cannot compare layers under --zero-stage {config.parallel.zero_stage}; write 0"
+        )
+    if cached and (config.depth.mod_capacity is not None or config.exits.early_exit_layers is not None):
+        yield _conflict(
+            "--freeze-cache-activations",
+            "cannot be combined with --mod-capacity or --early-exit-layers, where a sample's microbatch matters",
+        )
     if config.freezing.freeze_tied and config.model.untie_embeddings_and_output_weights:
         yield _conflict("--freeze-tied", "has no effect with --untie-embeddings-and-output-weights")
 
@@ -331,8 +448,10 @@ RULES: tuple[Rule, ...] = (
     _shape,
     _family,
     _batch,
+    _length,
     _workers,
     _tensor,
+    _sequence,
     _zero,
     _stages,
     _microbatches,

@@ -10,6 +10,7 @@ from ..config import Config
 from ..config.data import Blend
 from ..errors import UsageError
 from ..formats.indexed import FORMS, MAGIC, IndexedDataset, open_indexed
+from ..pacing import BatchSizes, Curriculum
 from ..pipeline.schedule import Batch
 from .blend import BlendedDataset, Dataset, samples_needed
 from .gpt import PARTS, Part
@@ -20,23 +21,39 @@ WHOLE = (1.0, 0.0, 0.0)
 
 @dataclass(frozen=True, kw_only=True)
 class Samples:
-    """Training and validation batches as pure functions of the consumed samples.
+    """Training and validation batches as pure functions of the consumed samples and the step.
 
-    ``tensors`` makes the tensors that the model reads of a batch's rows.
+    ``tensors`` makes the tensors that the model reads of a batch's rows, ``micro_batch`` is the samples of a
+    microbatch, ``replicas`` the number of those who share a batch.
     """
 
     train: Dataset
     valid: Dataset | None
     tensors: Tensors
-    global_batch: int
+    sizes: BatchSizes
+    curriculum: Curriculum | None
     micro_batch: int
+    replicas: int
 
-    def batch(self, part: Dataset, consumed: int, step: int) -> Batch:
-        """The batch after ``consumed`` samples."""
+    def training(self, consumed: int, step: int) -> Batch:
+        """The batch of a training step, after ``consumed`` samples."""
+        tokens = self.curriculum.at(step) if self.curriculum is not None else None
+        return self._batch(self.train, consumed, self.sizes.at(consumed), step, tokens)
+
+    def validation(self, number: int, step: int) -> Batch:
+        """A batch of the evaluation after a step, counted from 0: full size, whole samples."""
+        if self.valid is None:
+            raise UsageError("there are no data for the validation; write --eval-iters 0")
+        return self._batch(self.valid, number * self.sizes.final, self.sizes.final, step, None)
+
+    def _batch(self, part: Dataset, begin: int, size: int, step: int, tokens: int | None) -> Batch:
+        rows = part.batch(range(begin, begin + size))
         return Batch(
-            inputs=self.tensors(part.batch(range(consumed, consumed + self.global_batch))),
-            first_microbatch=consumed // self.micro_batch,
+            inputs=self.tensors(rows if tokens is None else rows[:, : tokens + 1]),
+            first_microbatch=begin // self.micro_batch,
             step=step,
+            microbatches=size // (self.micro_batch * self.replicas),
+            tokens=tokens,
         )
 
 
@@ -112,9 +129,11 @@ def open_samples(config: Config) -> Samples:
     batch, build = training.global_batch_size, part_builder(config)
     valid = open_part(config, "valid", training.eval_iters * batch, open_one, build) if training.eval_iters else None
     return Samples(
-        train=open_part(config, "train", training.train_iters * batch, open_one, build),
+        train=open_part(config, "train", config.batch_sizes.consumed_after(training.train_iters), open_one, build),
         valid=valid,
         tensors=tensors_of(config),
-        global_batch=batch,
+        sizes=config.batch_sizes,
+        curriculum=config.curriculum,
         micro_batch=training.micro_batch_size,
+        replicas=config.parallel.data_parallel_size,
     )

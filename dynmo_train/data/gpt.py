@@ -21,6 +21,10 @@ Part = Literal["train", "valid", "test"]
 PARTS: tuple[Part, ...] = ("train", "valid", "test")
 
 
+class TokenError(UsageError):
+    """A token id outside the vocabulary; every process reads every batch, so all meet it at once."""
+
+
 def split_bounds(num_documents: int, shares: tuple[float, float, float]) -> tuple[int, int, int, int]:
     """Boundaries of the three parts over the documents: part ``p`` is ``[bounds[p], bounds[p + 1])``.
 
@@ -55,7 +59,7 @@ class GptDataset:
         """Token ids of several samples: [samples, seq_length + 1].
 
         Raises:
-            UsageError: an id of the data set is not in the vocabulary.
+            TokenError: an id of the data set is not in the vocabulary.
         """
         wanted = np.asarray(indices, dtype=np.int64)
         index, source = self.index, self.source
@@ -66,7 +70,7 @@ class GptDataset:
         tokens_BT: Int64Array = source.tokens[after_BT - (index.ends[piece_BT] - places_BT)].astype(np.int64)
         if tokens_BT.size and not (tokens_BT.min() >= 0 and tokens_BT.max() < self.vocab_size):
             bad = tokens_BT.max() if tokens_BT.max() >= self.vocab_size else tokens_BT.min()
-            raise UsageError(
+            raise TokenError(
                 f"{source.prefix}.bin holds the token id {bad}; the vocabulary has the ids 0 to"
                 f" {self.vocab_size - 1}: give the --tokenizer-model or --vocab-size that the data was made with"
             )

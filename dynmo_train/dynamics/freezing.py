@@ -7,10 +7,17 @@ is tied to the head goes on training through it, unless ``freeze_tied``.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from ..models.items import SUBLAYERS, ItemSpec, parameters_of
 from ..optim.items import HeldItems
 from .technique import Event
+
+
+def layers_of(items: Sequence[ItemSpec]) -> list[str]:
+    """Names of the blocks, in list order; a block may be one item."""
+    blocks = (item for item in items if item.kind in SUBLAYERS or (item.kind == "layer" and item.name[-1].isdecimal()))
+    return list(dict.fromkeys(item.layer for item in blocks))
 
 
 def frozen_items(items: Sequence[ItemSpec], schedule: Sequence[tuple[int, int]], step: int) -> tuple[str, ...]:
@@ -22,8 +29,7 @@ def frozen_items(items: Sequence[ItemSpec], schedule: Sequence[tuple[int, int]],
     count = max((layers for at, layers in schedule if at <= step), default=0)
     if count == 0:
         return ()
-    layers = list(dict.fromkeys(item.layer for item in items if item.kind in SUBLAYERS))
-    front = set(layers[:count])
+    front = set(layers_of(items)[:count])
     last = max(index for index, item in enumerate(items) if item.layer in front)
     return tuple(item.name for item in items[: last + 1])
 
@@ -43,6 +49,16 @@ class LayerFreezing:
         self._still_training = set() if freeze_tied else {*ties, *ties.values()}
         self._frozen_weights = {*ties, *ties.values()} if freeze_tied else set()
         self.frozen: tuple[str, ...] = ()
+
+    def before_step(self, step: int) -> None:
+        """Called before each step; a schedule needs nothing of it."""
+
+    def state(self) -> dict[str, Any] | None:
+        """What a checkpoint keeps beside the frozen items; None for a schedule."""
+        return None
+
+    def adopt(self, state: Mapping[str, Any] | None) -> None:
+        """Go on from what ``state`` gave, before ``resume``."""
 
     def after_step(self, step: int) -> Event | None:
         """Freeze what is due after this step."""

@@ -1,12 +1,14 @@
-"""Gradual pruning by global magnitude: the exact k-th magnitude over all workers, without gathering a weight.
+"""Gradual pruning of the weakest, over the whole model or layer by layer.
 
-Schedule: Zhu and Gupta, arXiv 1710.01878, equation 1. Pruned are the matrices of attention and MLP items that train.
+Over the model that is the exact k-th magnitude over all workers, without gathering a weight. Schedule: Zhu and Gupta,
+arXiv 1710.01878, equation 1. Pruned are the matrices of attention and MLP items that train.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -14,7 +16,10 @@ from ..models.items import masks_of
 from ..models.linear import PrunableLinear
 from ..optim.items import HeldItems
 from ..parallel.world import World, sum_over, sum_over_model
+from .pruning_units import PruningRule, Units, single_weights, units_of
 from .technique import Event
+
+KINDS = {"unstructured": ("weights",), "2:4": ("weights",), "block": ("weights",), "structured": ("heads", "columns")}
 
 # A float32 magnitude has 31 bits; ordering floats >= 0 is ordering their bits. Three digits of 11, 10 and 10 bits.
 DIGITS = ((20, 2048), (10, 1024), (0, 1024))
@@ -46,6 +51,12 @@ class CubicSchedule:
             return self.final
         left = 1.0 - max(0, step - self.start) / (self.end - self.start)
         return self.final + (self.initial - self.final) * left**3
+
+    def last_until(self, step: int) -> int | None:
+        """The last step up to ``step`` after which weights were pruned, None where there was none."""
+        if step < self.start:
+            return None
+        return self.end if step >= self.end else step - (step - self.start) % self.every
 
     def next_after(self, step: int) -> int | None:
         """The next step at which weights are pruned, None when there is none."""
@@ -85,24 +96,44 @@ def kth_magnitude_bits(
     return prefix
 
 
+class OwnUnits(NamedTuple):
+    """Units of an item that this process holds; ``counted`` where it speaks for them (some are held by several)."""
+
+    item: str
+    names: Mapping[PrunableLinear, str]
+    units: Units
+    counted: bool
+
+
 class GradualPruning:
     """Prunes the held weights after the steps of the schedule; frozen items are left alone."""
 
     def __init__(
-        self, schedule: CubicSchedule, held: HeldItems, frozen: Callable[[], Sequence[str]], world: World
+        self,
+        schedule: CubicSchedule,
+        held: HeldItems,
+        frozen: Callable[[], Sequence[str]],
+        world: World,
+        rule: PruningRule,
     ) -> None:
-        self.schedule, self.held, self._frozen, self._world = schedule, held, frozen, world
+        self.schedule, self.held, self._frozen, self._world, self.rule = schedule, held, frozen, world, rule
         self.sparsity = schedule.initial
 
-    def _layers(self) -> dict[str, tuple[str, PrunableLinear]]:
-        """Name of a weight -> its item and its layer."""
+    def _units(self) -> list[OwnUnits]:
+        """The units of this process."""
         left_alone = set(self._frozen())
-        return {
-            name: (item, layer)
-            for item, module in self.held.modules.items()
-            if item not in left_alone
-            for name, layer in masks_of(item, module).items()
-        }
+        found: list[OwnUnits] = []
+        for item, module in self.held.modules.items():
+            if item in left_alone:
+                continue
+            names = {layer: name for name, layer in masks_of(item, module).items()}
+            if self.held.shards is not None:
+                own = self.held.own_parameters(item)
+                of_item = [single_weights(layer, own[name]) for layer, name in names.items()]
+            else:
+                of_item = list(units_of(module, self.rule))
+            found += [OwnUnits(item, names, units, self.held.counts(names[units.layers[0]])) for units in of_item]
+        return found
 
     def _total(self, counts: torch.Tensor) -> torch.Tensor:
         summed = sum_over_model(self._world, counts)
@@ -113,30 +144,48 @@ class GradualPruning:
         if not self.schedule.is_due(step):
             return None
         target = self.schedule.at(step)
-        layers = self._layers()
-        weights = [self.held.own_parameters(item)[name] for name, (item, _) in layers.items() if self.held.counts(name)]
-        count = int(self._total(torch.tensor([sum(w.numel() for w in weights)], dtype=torch.int64)))
-        rank = round(target * count)
-        pruned = torch.zeros(1, dtype=torch.int64)
-        if rank > 0:
-            threshold = kth_magnitude_bits(weights, rank, self._total)
-            for name, (item, layer) in layers.items():
-                bits = self.held.own_parameters(item)[name].detach().view(torch.int32) & 0x7FFFFFFF
-                kept = bits > threshold
-                pruned += int(kept.numel() - kept.sum()) if self.held.counts(name) else 0
-                if self.held.shards is not None:
-                    kept = self.held.shards.whole(kept, layer.outputs)
-                self.held.prune(item, name, layer, kept)
-        self.sparsity = int(self._total(pruned)) / count if count else 0.0
+        units = self._units()
+        thresholds = self._thresholds(units, self.rule.share(target))
+        counts = torch.zeros(2, dtype=torch.int64)
+        for each, threshold in zip(units, thresholds, strict=True):
+            scores = each.units.scores
+            keep = scores.view(torch.int32) > threshold
+            if each.units.last_stays and not bool(keep.any()):
+                keep[scores.argmax()] = True
+            for layer, mask in each.units.prune(keep):
+                if each.counted:
+                    counts += torch.tensor([mask.numel() - int(mask.sum()), mask.numel()])
+                if target > 0:
+                    whole = mask if self.held.shards is None else self.held.shards.whole(mask, layer.outputs)
+                    self.held.prune(each.item, each.names[layer], layer, whole)
+        pruned, count = self._total(counts).tolist()
+        self.sparsity = pruned / count if count and target > 0 else 0.0
         return Event(
             kind="pruned",
             step=step,
             message=f"pruned to sparsity {self.sparsity:.3f} of {count:,} weights",
-            detail={"target_sparsity": target, "sparsity": self.sparsity, "weights": count},
+            detail={"target_sparsity": target, "sparsity": self.sparsity, "weights": count, "mode": self.rule.mode},
             next_expected_step=self.schedule.next_after(step),
         )
 
+    def _thresholds(self, units: Sequence[OwnUnits], share: float) -> list[int]:
+        """For each of ``units`` the bits of the highest score that is pruned, -1 where none is."""
+        if self.rule.scope == "layer":
+            ranks = [round(share * each.units.scores.numel()) for each in units]
+            return [
+                kth_magnitude_bits([each.units.scores], rank, lambda counts: counts) if rank else -1
+                for each, rank in zip(units, ranks, strict=True)
+            ]
+        # Every worker goes through the same kinds: it may hold none of one.
+        found: dict[str, int] = {}
+        for kind in KINDS[self.rule.mode]:
+            scores = [each.units.scores for each in units if each.counted and each.units.kind == kind]
+            count = int(self._total(torch.tensor([sum(each.numel() for each in scores)], dtype=torch.int64)))
+            rank = round(share * count)
+            found[kind] = kth_magnitude_bits(scores, rank, self._total) if rank else -1
+        return [found[each.units.kind] for each in units]
+
     def resume(self, step: int) -> None:
         """Masks come with the items; only the figure for the log is taken up."""
-        if step >= self.schedule.start:
-            self.sparsity = self.schedule.at(step)
+        if (last := self.schedule.last_until(step)) is not None:
+            self.sparsity = self.schedule.at(last)

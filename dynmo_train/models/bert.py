@@ -70,10 +70,10 @@ class BertHead(Head):
         return words_BTD
 
     def order_logits(self, x_BTD: torch.Tensor) -> torch.Tensor | None:
-        """Logits of the segments' order from the first token, ``[B, 2]``; None where the model has no such head."""
+        """Logits of the order from the first token of the normalised stream, ``[B, 2]``; None without such a head."""
         if self.pooler is None or self.binary is None:
             return None
-        logits_B2: torch.Tensor = self.binary(torch.tanh(self.pooler(self.norm(x_BTD[:, 0]))))
+        logits_B2: torch.Tensor = self.binary(torch.tanh(self.pooler(x_BTD[:, 0])))
         return logits_B2
 
     def forward(  # type: ignore[override] # two losses
@@ -91,8 +91,12 @@ class BertHead(Head):
             counts_BT: 1 where a word was masked.
             order_B: 1 where the second segment came before the first.
         """
-        words = super().forward(*self._counted(x_BTD, labels_BT, counts_BT))
-        order_B2 = self.order_logits(x_BTD)
+        if self.region is None:
+            words = super().forward(*self._counted(x_BTD, labels_BT, counts_BT))
+            order_B2 = self.order_logits(self.norm(x_BTD[:, :1]))
+        else:
+            words = super().forward(x_BTD, labels_BT, counts_BT)
+            order_B2 = self.order_logits(self.norm(x_BTD))
         if order_B2 is None or order_B is None:
             return Reported(output=words, figures={"lm_loss": words})
         order = F.cross_entropy(order_B2.float(), order_B)

@@ -90,6 +90,16 @@ class BoundaryShape:
         """Of a model with one stream: ``[B, T, D]``."""
         return cls(shapes={HIDDEN: (batch, tokens, width), LOSS: ()}, dtype=dtype)
 
+    @property
+    def tokens(self) -> int:
+        """Tokens of a sample, of a model with one stream."""
+        return self.shapes[HIDDEN][1]
+
+    def with_tokens(self, tokens: int) -> BoundaryShape:
+        """The same for samples of another length, of a model with one stream."""
+        batch, _, *rest = self.shapes[HIDDEN]
+        return replace(self, shapes={**self.shapes, HIDDEN: (batch, tokens, *rest)})
+
     def cut_along_tokens(self, parts: int) -> BoundaryShape:
         """Of streams ``[B, T, D]`` that ``parts`` ranks hold a part each of."""
         cut = {name: (s[0], s[1] // parts, *s[2:]) if len(s) == 3 else s for name, s in self.shapes.items()}

@@ -1,7 +1,7 @@
 """A linear layer whose weight can be pruned, and whose product then runs on the nonzeros alone.
 
-The dense weight and its mask are the truth: checkpoints, moves and the optimizer know nothing else. The CSR form is
-derived from them. Which form runs is a pure function of sparsity and threshold, so placement cannot change a bit.
+The dense weight and its mask are the truth: checkpoints, moves and the optimizer know nothing else. The other forms are
+derived from them. Which form runs is a pure function of mask and table, so placement cannot change a bit.
 
 Shapes: N = B*T rows, O outputs, I inputs.
 """
@@ -17,18 +17,9 @@ import torch.nn.functional as F
 from torch import nn
 from torch.autograd.function import once_differentiable
 
+from .sparse_forms import BLOCK, BLOCK_SIZE, CSR, DENSE, SEMI_STRUCTURED, SparseTable, kept_lines
+
 StreamEnd = Callable[[torch.Tensor], torch.Tensor]
-DENSE = "dense"
-CSR = "csr"
-
-
-def product_form(sparsity: float, threshold: float, device_type: str) -> str:
-    """The form in which a product with a weight of this sparsity runs: ``dense`` or ``csr``.
-
-    On CPU a CSR product costs 0.9 of the dense one at sparsity 0.8, half at 0.9, a quarter at 0.95 (measured on shapes
-    from 256x1024 to 384x1536 with one thread and MKL). On CUDA unstructured CSR does not pay at these sparsities.
-    """
-    return CSR if device_type == "cpu" and sparsity >= threshold else DENSE
 
 
 @dataclass(frozen=True)
@@ -108,8 +99,39 @@ class _CsrLinear(torch.autograd.Function):
         return grad_x, grad_weight, None, None
 
 
+class _MaskedLinear(torch.autograd.Function):
+    """``y = x W^T`` by a sparse form of W, and both gradients by dense products; W's is zero where it is pruned."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x_NI: torch.Tensor, weight_OI: torch.Tensor, sparse_OI: torch.Tensor, mask_OI: torch.Tensor
+    ) -> torch.Tensor:
+        ctx.save_for_backward(x_NI, weight_OI, mask_OI)
+        return (sparse_OI @ x_NI.t()).t().contiguous()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_NO: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        x_NI, weight_OI, mask_OI = ctx.saved_tensors
+        grad_x = grad_NO @ weight_OI if ctx.needs_input_grad[0] else None
+        grad_weight = (grad_NO.t() @ x_NI) * mask_OI if ctx.needs_input_grad[1] else None
+        return grad_x, grad_weight, None, None
+
+
+def sparse_copy(weight_OI: torch.Tensor, form: str) -> torch.Tensor:
+    """The weight in the form ``block`` (BSR) or ``2:4`` (CUDA, 16-bit types)."""
+    if form == BLOCK:
+        return weight_OI.to_sparse_bsr((BLOCK_SIZE, BLOCK_SIZE))
+    from torch.sparse import to_sparse_semi_structured
+
+    semi: torch.Tensor = to_sparse_semi_structured(weight_OI)
+    return semi
+
+
 class PrunableLinear(nn.Module):
-    """``y = x W^T + b`` with W ``[O, I]``; once pruned, zeros stay zeros and the product may run in CSR form.
+    """``y = x W^T + b`` with W ``[O, I]``; once pruned, zeros stay zeros and the product may run in a sparse form.
+
+    Where whole rows and columns are pruned it is the narrower layer: it takes and gives what is kept alone.
 
     Under tensor parallelism W is one rank's slice: ``enter`` makes the input whole where the outputs are cut, ``leave``
     adds the ranks' products, before the bias, where the inputs are. Both are None elsewhere.
@@ -125,10 +147,13 @@ class PrunableLinear(nn.Module):
         self.outputs = outputs
         self.register_buffer("mask", None, persistent=False)
         self.form = DENSE
+        self.rows: torch.Tensor | None = None
+        self.columns: torch.Tensor | None = None
         self.enter: StreamEnd | None = None
         self.leave: StreamEnd | None = None
         self._pattern: CsrPattern | None = None
         self._values: torch.Tensor | None = None
+        self._sparse: torch.Tensor | None = None
 
     @property
     def sparsity(self) -> float:
@@ -137,19 +162,22 @@ class PrunableLinear(nn.Module):
             return 0.0
         return 1.0 - int(self.mask.sum()) / self.mask.numel()
 
-    def set_mask(self, mask_OI: torch.Tensor, threshold: float) -> None:
+    def set_mask(self, mask_OI: torch.Tensor, table: SparseTable) -> None:
         """Take ``mask_OI`` (boolean, true = kept) and choose the form of the product.
 
         The weight is zero elsewhere already: its owner zeroes it, who may hold it in parts.
         """
         self.mask = mask_OI
-        self.form = product_form(self.sparsity, threshold, self.weight.device.type)
+        self.weights_changed()
+        if table.structured:
+            self.rows, self.columns = kept_lines(mask_OI)
+            return
+        self.form = table.form(mask_OI, self.weight.device.type)
         self._pattern = csr_pattern(mask_OI) if self.form == CSR else None
-        self._values = None
 
     def weights_changed(self) -> None:
         """Tell that the weight was written: values gathered from it are out of date."""
-        self._values = None
+        self._values = self._sparse = None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Apply to the last dimension of ``x``: ``[..., I]`` to ``[..., O]``."""
@@ -161,13 +189,34 @@ class PrunableLinear(nn.Module):
         return y if self.bias is None else y + self.bias
 
     def _product(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        if self._pattern is None or not x.numel():
+        if self.rows is not None or self.columns is not None:
+            return self._narrow(x, bias)
+        if not x.numel():
             return F.linear(x, self.weight, bias)
-        if self._values is None:
-            self._values = self.weight.detach().view(-1)[self._pattern.flat].float()
-        # Sparse products exist in float32 only; the casts do nothing there.
-        x_NI = x.reshape(-1, x.shape[-1]).float()
-        y_NO: torch.Tensor = _CsrLinear.apply(  # type: ignore[no-untyped-call]
-            x_NI, self.weight.float(), self._values, self._pattern
-        )
+        if self._pattern is not None:
+            y_NO = self._csr(x.reshape(-1, x.shape[-1]), self._pattern)
+        elif self.form in (BLOCK, SEMI_STRUCTURED) and self.mask is not None:
+            if self._sparse is None:
+                self._sparse = sparse_copy(self.weight.detach(), self.form)
+            x_NI = x.reshape(-1, x.shape[-1])
+            y_NO = _MaskedLinear.apply(x_NI, self.weight, self._sparse, self.mask)  # type: ignore[no-untyped-call]
+        else:
+            return F.linear(x, self.weight, bias)
         return (y_NO if bias is None else y_NO + bias).view(*x.shape[:-1], -1).to(x.dtype)
+
+    def _narrow(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        weight: torch.Tensor = self.weight
+        if self.rows is not None:
+            weight, bias = weight[self.rows], None if bias is None else bias[self.rows]
+        if self.columns is not None:
+            weight = weight[:, self.columns]
+        return F.linear(x, weight, bias)
+
+    def _csr(self, x_NI: torch.Tensor, pattern: CsrPattern) -> torch.Tensor:
+        if self._values is None:
+            self._values = self.weight.detach().view(-1)[pattern.flat].float()
+        # CSR products exist in float32 only; the casts do nothing there.
+        y_NO: torch.Tensor = _CsrLinear.apply(  # type: ignore[no-untyped-call]
+            x_NI.float(), self.weight.float(), self._values, pattern
+        )
+        return y_NO

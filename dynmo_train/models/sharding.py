@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from ..parallel.tensor import TensorRegion
+from .bert import BertHead
 from .blocks import Head
 from .linear import PrunableLinear
 
@@ -92,8 +93,10 @@ def _connect(module: nn.Module, path: str, child: nn.Module, dim: int | None, re
             setattr(module.get_submodule(parent), name, CutEmbedding(nn.Parameter(child.weight.detach()), region))
         else:
             child.register_forward_hook(_own_tokens(region))
-    elif isinstance(child, Head) and dim == 0:
+    elif isinstance(child, (Head, BertHead)) and dim == 0:
         child.region = region
+    elif dim == 0:
+        raise TypeError(f"{type(child).__name__} has no tensor-parallel form; its weight is cut along its outputs")
 
 
 def _own_tokens(region: TensorRegion) -> Callable[[nn.Module, Any, torch.Tensor], torch.Tensor]:

@@ -12,9 +12,13 @@ from torch import nn
 from ..models.items import ModelFamily, masks_of, parameters_of
 from ..models.linear import PrunableLinear
 from ..models.sharding import cut_item, cut_tensor
+from ..models.sparse_forms import SparseTable
 from ..parallel.tensor import TensorRegion
 from ..parallel.zero import Shards
 from .adamw import MOMENTS, AdamWSettings, ItemOptimizer, item_optimizer
+
+REFERENCE = "reference"
+ROLES = {"mask": "mask", REFERENCE: "buffer", "exp_avg": "optimizer", "exp_avg_sq": "optimizer"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,7 +26,8 @@ class ItemState:
     """All that an item is, by global names: what a move carries and a checkpoint stores.
 
     Attributes:
-        tensors: parameters, ``NAME.mask`` (bool) and ``NAME.exp_avg``, ``NAME.exp_avg_sq``, in a fixed order.
+        tensors: parameters, ``NAME.mask`` (bool), ``NAME.exp_avg``, ``NAME.exp_avg_sq``, and ``NAME.reference`` where
+            adaptive freezing watches the item, in a fixed order.
         steps: parameter name -> optimizer updates done, for parameters that have optimizer state.
     """
 
@@ -36,9 +41,8 @@ def parameter_of(tensor_name: str) -> str:
 
 
 def role_of(tensor_name: str) -> str:
-    """``parameter``, ``mask`` or ``optimizer``: what a tensor of an ``ItemState`` is, by its name."""
-    ending = tensor_name.rpartition(".")[2]
-    return {"mask": "mask", "exp_avg": "optimizer", "exp_avg_sq": "optimizer"}.get(ending, "parameter")
+    """``parameter``, ``mask``, ``buffer`` or ``optimizer``: what a tensor of an ``ItemState`` is, by its name."""
+    return ROLES.get(tensor_name.rpartition(".")[2], "parameter")
 
 
 class HeldItems:
@@ -55,15 +59,17 @@ class HeldItems:
         family: ModelFamily,
         settings: AdamWSettings,
         device: torch.device,
-        sparse_threshold: float,
+        sparse: SparseTable,
         fused_adam: type[Any] | None = None,
         region: TensorRegion | None = None,
         shards: Shards | None = None,
     ) -> None:
         self.family, self.settings, self.device = family, settings, device
-        self.sparse_threshold, self.fused_adam, self.region = sparse_threshold, fused_adam, region
+        self.sparse, self.fused_adam, self.region = sparse, fused_adam, region
         self.shards = shards
         self.modules: dict[str, nn.Module] = {}
+        # What a technique keeps of an item: item -> full tensor name -> tensor. It goes where the item goes.
+        self.extras: dict[str, dict[str, torch.Tensor]] = {}
         self._own: dict[str, dict[str, nn.Parameter]] = {}
         self._optimizers: dict[str, ItemOptimizer] = {}
         self._shared: dict[str, tuple[str, str]] = {}
@@ -141,6 +147,7 @@ class HeldItems:
         """Hold the item no longer."""
         self._part(name)
         del self.modules[name], self._own[name], self._optimizers[name]
+        self.extras.pop(name, None)
 
     def parameters(self) -> Iterator[tuple[str, str, nn.Parameter]]:
         """Every parameter: (item, global parameter name, parameter), in the order in which the items are held.
@@ -219,6 +226,7 @@ class HeldItems:
             tensors.update({f"{name}.{key}": value for key, value in moments.items()})
             if moments:
                 steps[name] = self._steps(item, parameter)
+        tensors.update(self.extras.get(item, {}))
         return ItemState(tensors=tensors, steps=steps)
 
     def export_whole(self, item: str) -> ItemState:
@@ -243,6 +251,9 @@ class HeldItems:
         for name, layer in masks_of(item, module).items():
             if f"{name}.mask" in state.tensors:
                 self.prune(item, name, layer, state.tensors[f"{name}.mask"].to(self.device))
+        kept = {name: each.to(self.device) for name, each in state.tensors.items() if name.endswith(f".{REFERENCE}")}
+        if kept:
+            self.extras[item] = kept
         optimizer = self._optimizers[item]
         for name, parameter in self._own[item].items():
             if name in state.steps:
@@ -258,7 +269,7 @@ class HeldItems:
             own.mul_(rows)
         for moment in self.moments(item, own).values():
             moment.mul_(rows)
-        layer.set_mask(mask, self.sparse_threshold)
+        layer.set_mask(mask, self.sparse)
 
     def reorder(self, names: tuple[str, ...]) -> None:
         """Hold the items in this order; ``names`` are exactly the held ones."""

@@ -8,7 +8,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class LearningRate:
-    """Linear warm-up to ``peak``, then decay to ``floor`` at step ``decay_steps``, which includes the warm-up."""
+    """Linear warm-up to ``peak``, then decay to ``floor`` at step ``decay_steps``, which includes the warm-up.
+
+    A step is whatever the run counts: optimizer steps, or samples.
+    """
 
     peak: float
     floor: float
@@ -27,6 +30,8 @@ class LearningRate:
             return self.peak * step / self.warmup_steps
         if self.style == "constant":
             return self.peak
+        if self.style == "inverse-square-root":
+            return max(self.floor, self.peak * math.sqrt(max(1, self.warmup_steps) / step))
         if step > self.decay_steps:
             return self.floor
         done = (step - self.warmup_steps) / max(1, self.decay_steps - self.warmup_steps)

@@ -10,15 +10,18 @@ from ..models.items import SUBLAYERS, ItemSpec
 
 @dataclass(frozen=True, kw_only=True)
 class Partition:
-    """Stages of items, in order; stage ``s`` is on worker ``s mod workers`` (looped placement).
+    """Stages of items, in order, on workers: in rotation, or down the workers and back up.
 
     Attributes:
         stages: names of the items of each stage, at the finest granularity; a stage may be empty.
         workers: the number of pipeline workers.
+        vee: whether stages ``p`` and ``2 workers - 1 - p`` are on worker ``p`` (ZB-V); else stage ``s`` is on worker
+            ``s mod workers``.
     """
 
     stages: tuple[tuple[str, ...], ...]
     workers: int
+    vee: bool = False
 
     @property
     def virtual_stages(self) -> int:
@@ -27,11 +30,12 @@ class Partition:
 
     def worker_of_stage(self, stage: int) -> int:
         """The worker that runs a stage."""
-        return stage % self.workers
+        turn, place = divmod(stage, self.workers)
+        return self.workers - 1 - place if self.vee and turn % 2 else place
 
     def stages_of_worker(self, worker: int) -> list[int]:
         """The stages of a worker, in order."""
-        return list(range(worker, len(self.stages), self.workers))
+        return [stage for stage in range(len(self.stages)) if self.worker_of_stage(stage) == worker]
 
     def owners(self) -> dict[str, int]:
         """Item name -> worker that holds it."""
@@ -42,7 +46,9 @@ class Partition:
         return [list(stage) for stage in self.stages]
 
 
-def uniform_partition(items: Sequence[ItemSpec], workers: int, virtual_stages: int = 1) -> Partition:
+def uniform_partition(
+    items: Sequence[ItemSpec], workers: int, virtual_stages: int = 1, *, vee: bool = False
+) -> Partition:
     """Megatron's static split: layers evenly over the stages, embedding with the first, head with the last.
 
     Where layers do not divide, the first stages take one more. All items of a layer stay together.
@@ -62,7 +68,7 @@ def uniform_partition(items: Sequence[ItemSpec], workers: int, virtual_stages: i
         place[index] = owner.get(item.layer, place[index - 1] if index else 0)
     place[-1] = stages - 1
     split = tuple(tuple(item.name for item, at in zip(items, place, strict=True) if at == s) for s in range(stages))
-    return Partition(stages=split, workers=workers)
+    return Partition(stages=split, workers=workers, vee=vee)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,30 +15,37 @@ from torch.distributed.pipelining.schedules import (
     ScheduleGPipe,
     ScheduleInterleaved1F1B,
     ScheduleInterleavedZeroBubble,
+    ScheduleZBVZeroBubble,
 )
 from torch.distributed.pipelining.stage import _PipelineStageBase
 
 from ..errors import UsageError
 from ..models.items import BoundaryShape, ItemSpec, live_before, train_before
 from ..parallel.world import World
+from .front_cache import FrontCache, sample_keys
 from .partition import Partition, frozen_prefix
 from .probe import Probe
-from .stage import ItemStage, StageModule, loss_of_microbatch
+from .stage import SAMPLES, ItemStage, StageModule, loss_of_microbatch
 
 SINGLE = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
-LOOPED = {"interleaved-1f1b": ScheduleInterleaved1F1B, "zero-bubble": ScheduleInterleavedZeroBubble}
+LOOPED = {
+    "interleaved-1f1b": ScheduleInterleaved1F1B,
+    "zero-bubble": ScheduleInterleavedZeroBubble,
+    "zb-v": ScheduleZBVZeroBubble,
+}
 
 
 @dataclass(frozen=True, kw_only=True)
 class PipelineShape:
-    """What stays the same for a whole run.
+    """What a pipeline is built for; the microbatches and the tokens of a sample follow those of the batch.
 
     Attributes:
-        schedule: ``gpipe``, ``1f1b``, ``interleaved-1f1b`` or ``zero-bubble``.
+        schedule: ``gpipe``, ``1f1b``, ``interleaved-1f1b``, ``zero-bubble`` or ``zb-v``.
         microbatches: of a step.
         boundary: the shapes of what crosses a stage boundary.
         seed: of the run.
         recompute: whether items run again in the backward instead of keeping their activations.
+        front_cache_bytes: for what the frozen front gave for samples seen before; None keeps nothing.
     """
 
     schedule: str
@@ -46,6 +53,16 @@ class PipelineShape:
     boundary: BoundaryShape
     seed: int
     recompute: bool
+    front_cache_bytes: int | None = None
+
+    def for_batch(self, batch: Batch) -> PipelineShape:
+        """The shape that a batch needs: itself where nothing differs."""
+        boundary = self.boundary
+        if batch.tokens is not None and batch.tokens != boundary.tokens:
+            boundary = boundary.with_tokens(batch.tokens)
+        if (batch.microbatches or self.microbatches) == self.microbatches and boundary is self.boundary:
+            return self
+        return replace(self, microbatches=batch.microbatches or self.microbatches, boundary=boundary)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,11 +73,15 @@ class Batch:
         inputs: tensors by the names that the items give, each ``[microbatches * B, ...]``.
         first_microbatch: the global index of the first microbatch: consumed samples before it over the microbatch size.
         step: of the run; seeds the random numbers.
+        microbatches: of this batch; None is as many as the run has throughout.
+        tokens: of a sample, where the run's samples grow; None is as many as the run has throughout.
     """
 
     inputs: Mapping[str, torch.Tensor]
     first_microbatch: int
     step: int
+    microbatches: int | None = None
+    tokens: int | None = None
 
     def of_replica(self, replica: int, replicas: int, microbatches: int) -> Batch:
         """The samples of one of ``replicas``: a contiguous block of the step's, ``microbatches`` of them."""
@@ -96,6 +117,7 @@ class Pipeline:
         prefixes = frozen_prefix(partition.stages, frozen)
         by_name = {spec.name: spec for spec in specs}
         self.modules: list[StageModule] = []
+        self._front = None if shape.front_cache_bytes is None else FrontCache(shape.front_cache_bytes)
         stages: list[ItemStage] = []
         for number in partition.stages_of_worker(world.worker):
             names = partition.stages[number]
@@ -112,6 +134,8 @@ class Pipeline:
                 probe=probe,
                 device=world.device,
                 dtype=shape.boundary.dtype,
+                number=number,
+                front=self._front,
             )
             stages.append(
                 ItemStage(
@@ -153,6 +177,8 @@ class Pipeline:
         first = batch.first_microbatch
         keywords: dict[str, Any] = {name: batch.inputs[name].to(device) for name in self._inputs}
         keywords["microbatch"] = torch.arange(first, first + self.shape.microbatches)
+        if training and any(module.front is not None for module in self.modules):
+            keywords[SAMPLES] = sample_keys(batch.inputs)
         # The head computes the loss from its inputs; torch asks for a target where there is a loss function.
         target = keywords["microbatch"] if self.has_last else None
         losses: list[torch.Tensor] = []

@@ -19,7 +19,10 @@ from ..models.inner_loss import with_losses
 from ..models.items import BoundaryShape, ItemSpec, Reported, output_of
 from ..optim.precision import ComputeCopies
 from ..parallel.seeding import seeded
+from .front_cache import FrontCache
 from .probe import Probe
+
+SAMPLES = "samples"
 
 
 class StageModule(nn.Module):
@@ -34,6 +37,8 @@ class StageModule(nn.Module):
         seed: of the run.
         recompute: whether an item keeps its input alone and runs again in the backward.
         dtype: the type of the arithmetic.
+        number: of the stage.
+        front: keeps what the frozen items gave; they run without dropout then.
         device: where the items live.
     """
 
@@ -50,8 +55,11 @@ class StageModule(nn.Module):
         probe: Probe,
         device: torch.device,
         dtype: torch.dtype,
+        number: int = 0,
+        front: FrontCache | None = None,
     ) -> None:
         super().__init__()
+        self.number, self.front = number, front if frozen else None
         self.names, self.specs = tuple(items), tuple(specs)
         self.layers = nn.ModuleList(items.values())
         self.enters, self.leaves = enters, leaves
@@ -67,6 +75,9 @@ class StageModule(nn.Module):
     def begin(self, step: int, loss_scale: float, *, training: bool) -> None:
         """Before the first microbatch of a step; ``loss_scale`` is what a microbatch's loss is multiplied with."""
         self.train(training)
+        if self.front is not None:
+            for layer in self.layers[: self.frozen]:
+                layer.eval()
         self.step, self.loss_scale = step, loss_scale
         self.reported.clear()
         for copies in self._copies:
@@ -86,7 +97,14 @@ class StageModule(nn.Module):
         index = int(microbatch)
         values = dict(zip(self.enters, entering, strict=True))
         items: Sequence[Callable[..., Any]] = self._copies or list(self.layers)
+        keys = batch.pop(SAMPLES, None)
+        known = self.front.get(self.number, keys) if self.front is not None and keys is not None else None
         for position, (spec, module) in enumerate(zip(self.specs, items, strict=True)):
+            if position == self.frozen and known is None and self.front is not None and keys is not None:
+                self._remember(keys, values)
+            if position < self.frozen and known is not None:
+                values.update(known)
+                continue
             frozen = position < self.frozen
             with torch.set_grad_enabled(torch.is_grad_enabled() and not frozen), self.probe.forward(spec.name):
                 read = [values[name].detach() if frozen else values[name] for name in spec.reads]
@@ -97,8 +115,16 @@ class StageModule(nn.Module):
                 values[spec.writes] = with_losses(result.output, result.losses.values(), self.loss_scale)
                 values.update(result.side)
                 self._keep(spec.name, result.figures)
+        if self.frozen == len(self.specs) and known is None and self.front is not None and keys is not None:
+            self._remember(keys, values)
         leaving = tuple(values[name] for name in self.leaves)
         return leaving[0] if len(leaving) == 1 else leaving
+
+    def _remember(self, keys: torch.Tensor, values: Mapping[str, torch.Tensor]) -> None:
+        """Keep what the frozen items of this stage have written."""
+        written = dict.fromkeys(spec.writes for spec in self.specs[: self.frozen])
+        if self.front is not None and written:
+            self.front.put(self.number, keys, {name: values[name].detach() for name in written})
 
     def _kept_anyway(self) -> set[int]:
         """Where the bytes of the parameters are, as far as they are whole now."""
@@ -194,6 +220,15 @@ class ItemStage(PipelineStage):
             self.bwd_cache.pop(bwd_chunk_id, None)
             return []
         return super().get_bwd_send_ops(bwd_chunk_id)
+
+    def get_local_bwd_output(self, mb_index: int) -> Any:
+        """What the stage before, on the same worker, gets as gradient; nothing in an evaluation, as torch forgets."""
+        return super().get_local_bwd_output(mb_index) if self.has_backward else ()  # type: ignore[no-untyped-call]
+
+    def set_local_bwd_input(self, next_stage_bwd_outputs: tuple[torch.Tensor | None, ...], mb_index: int) -> None:
+        """The gradient from the stage behind, on the same worker; none in an evaluation."""
+        if self.has_backward:
+            super().set_local_bwd_input(next_stage_bwd_outputs, mb_index)
 
     def forward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
         """Forward one microbatch, counted as busy time."""

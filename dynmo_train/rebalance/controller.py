@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,6 @@ from ..formats._document import DocumentError, Problem
 from ..formats.plan import Plan, plan_ids, plan_path, read_plan
 from ..formats.profile import append_record, ask_record, plan_result_record
 from ..parallel.world import broadcast_document
-from ..pipeline.partition import Partition
 from .planner import PlannerProcess
 from .transfer import Fault, MoveError
 
@@ -92,7 +91,7 @@ class Controller:
             return None
         stages = tuple(tuple(stage) for stage in chosen["stages"])
         try:
-            report = self.engine.repartition(Partition(stages=stages, workers=world.dims.pipeline), self._fault)
+            report = self.engine.repartition(replace(self.engine.partition, stages=stages), self._fault)
         except MoveError as error:
             self._result(chosen["plan_id"], step, "rolled_back", time.perf_counter_ns() - started, 0, str(error))
             return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -114,3 +115,17 @@ def test_a_usage_error_of_all_processes_is_told_once(tmp_path):
     assert (code, out) == (2, "")
     assert err.count("the configuration: 8 problems") == 1
     assert err.startswith("dynmo-train: error: ")
+
+
+def test_tune_sparse_writes_a_table_that_can_be_read(tmp_path):
+    from dynmo_train.dynamics.tuning import read_sparse_table
+
+    path = tmp_path / "table.json"
+    code, out, err = train(
+        "tune-sparse", "--hidden-size", "32", "--rows", "16", "--output", str(path), "--format", "json"
+    )
+    assert code == 0, err
+    table = json.loads(out)["thresholds"]
+    assert table == read_sparse_table(path)
+    assert set(table) == {"csr", "csr 96x32", "csr 32x32", "csr 128x32", "csr 32x128"}
+    assert table["csr"] == max(value for rule, value in table.items() if rule != "csr")

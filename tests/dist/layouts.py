@@ -51,13 +51,13 @@ def _play(world: World, layout: Layout) -> dict[str, Any]:
         assert held * world.dims.data == pytest.approx(whole, rel=0.1), "each replica holds its part of the rows"
     losses, norms = [], []
     for step in range(1, scenario.steps + 1):
-        result = engine.train_step(batch_of(step), sampled=step % 5 == 0)
+        result = engine.train_step(batch_of(step, scenario.model), sampled=step % 5 == 0)
         losses.append(result.loss)
         norms.append(result.grad_norm)
         engine.after_step(step)
         if step in moves:
             engine.repartition(moves[step])
-    held_out = engine.evaluate([batch_of(9999)])
+    held_out = engine.evaluate([batch_of(9999, scenario.model)])
     own = {
         f"{name}@{world.shard}": digest(tensor)
         for item in engine.local_names

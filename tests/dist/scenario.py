@@ -9,12 +9,15 @@ from typing import Any
 import torch
 from families import SAMPLES
 
+from dynmo_train.dynamics.plasticity import PlasticityRule
 from dynmo_train.dynamics.pruning import CubicSchedule
+from dynmo_train.dynamics.pruning_units import PruningRule
 from dynmo_train.engine import Engine, EngineSettings
 from dynmo_train.models.dynamic import DynamicFamily, DynamicSettings
 from dynmo_train.models.early_exit import LEFT
 from dynmo_train.models.gpt import Gpt, GptShape
 from dynmo_train.models.items import HIDDEN, LOSS, BoundaryShape, ModelFamily
+from dynmo_train.models.sparse_forms import SparseTable
 from dynmo_train.optim.adamw import AdamWSettings
 from dynmo_train.optim.precision import FLOAT32, LossScaling, Precision
 from dynmo_train.optim.schedule import LearningRate
@@ -64,10 +67,25 @@ class Scenario:
     precision: str = "fp32"
     dynamic: DynamicSettings | None = None
     model: str = "gpt"
+    rule: PruningRule = PruningRule()
+    plasticity: PlasticityRule | None = None
+    cache_bytes: int | None = None
+    epoch: int | None = None  # steps after which the samples come again
+
+    def batch(self, step: int) -> Batch:
+        """The step's samples; in each epoch the same ones in another order."""
+        if self.epoch is None:
+            return batch_of(step, self.model)
+        rounds, place = divmod(step - 1, self.epoch)
+        again = batch_of(place + 1, self.model)
+        inputs = {name: tensor.roll(3 * rounds, 0) for name, tensor in again.inputs.items()}
+        return replace(again, inputs=inputs, first_microbatch=(step - 1) * MICROBATCHES, step=step)
 
     def family(self) -> ModelFamily:
         if self.model != "gpt":
-            return SAMPLES[self.model].family
+            family = SAMPLES[self.model].family
+            shape = replace(family.shape, hidden_dropout=self.dropout, attention_dropout=self.dropout)
+            return type(family)(shape)
         shape = replace(
             SHAPE, tied_embeddings=self.tied, hidden_dropout=self.dropout, attention_dropout=self.dropout
         )
@@ -92,6 +110,7 @@ class Scenario:
                 boundary=boundary,
                 seed=SHAPE.seed,
                 recompute=self.recompute,
+                front_cache_bytes=self.cache_bytes,
             ),
             adamw=AdamWSettings(beta1=0.9, beta2=0.99, eps=1e-8, weight_decay=0.1),
             rate=LearningRate(peak=3e-3, floor=0.0, style="cosine", warmup_steps=3, decay_steps=20),
@@ -99,7 +118,9 @@ class Scenario:
             freeze_steps=self.freeze,
             freeze_tied=self.freeze_tied,
             pruning=CubicSchedule(start=4, end=12, every=4, initial=0.0, final=0.9) if self.prune else None,
-            sparse_threshold=0.85,
+            sparse=SparseTable(structured=self.rule.mode == "structured"),
+            pruning_rule=self.rule,
+            adaptive_freezing=self.plasticity,
             precision=precision,
         )
 
@@ -119,7 +140,7 @@ def batch_of(step: int, model: str = "gpt") -> Batch:
 
 def engine_of(scenario: Scenario, world: World) -> Engine:
     family = scenario.family()
-    start = scenario.start or uniform_partition(family.items, world.size, scenario.virtual)
+    start = scenario.start or uniform_partition(family.items, world.size, scenario.virtual, vee=scenario.schedule == "zb-v")
     engine = Engine(family, scenario.settings(), start, world)
     engine.build()
     return engine
@@ -144,7 +165,7 @@ def play(world: World, scenario: Scenario) -> dict[str, Any]:
     moves = dict(scenario.moves)
     losses, norms, figures, scales = [], [], [], []
     for step in range(1, scenario.steps + 1):
-        result = engine.train_step(batch_of(step, scenario.model), sampled=step % 5 == 0)
+        result = engine.train_step(scenario.batch(step), sampled=step % 5 == 0)
         losses.append(result.loss)
         norms.append(result.grad_norm if result.updated else None)
         figures.append(result.figures)
@@ -173,3 +194,18 @@ def merged(results: list[dict[str, Any]]) -> dict[str, Any]:
         assert not set(weights) & set(result["weights"]), "an item is held twice"
         weights.update(result["weights"])
     return {**results[0], "weights": weights}
+
+
+def calls_of_front(world: World, scenario: Scenario) -> tuple[list[float], list[int]]:
+    """The losses, and the step of each call of the first layer, where it is here."""
+    engine = engine_of(scenario, world)
+    calls: list[int] = []
+    losses: list[float] = []
+    now = [0]
+    if "layers.0.attention" in engine.held.modules:
+        engine.held.modules["layers.0.attention"].register_forward_hook(lambda *_: calls.append(now[0]))
+    for step in range(1, scenario.steps + 1):
+        now[0] = step
+        losses.append(engine.train_step(scenario.batch(step), sampled=False).loss)
+        engine.after_step(step)
+    return losses, calls

@@ -24,6 +24,11 @@ def cut(workers: int, *boundaries: int) -> Partition:
     )
 
 
+def vee(partition: Partition) -> Partition:
+    """The same stages down the workers and back up."""
+    return replace(partition, vee=True)
+
+
 @cache
 def reference(scenario: Scenario) -> dict:
     """The scenario on one worker, GPipe, nothing recomputed."""
@@ -48,6 +53,13 @@ CASES = {
     "2 workers, interleaved, moving": (
         2,
         Scenario(schedule="interleaved-1f1b", virtual=2, moves=((6, cut(2, 1, 5, 8)), (11, cut(2, 3, 4, 7)))),
+    ),
+    "2 workers, zb-v": (2, Scenario(schedule="zb-v", virtual=2)),
+    "2 workers, zb-v, moving, recompute": (
+        2,
+        Scenario(
+            schedule="zb-v", virtual=2, recompute=True, moves=((6, vee(cut(2, 1, 5, 8))), (11, vee(cut(2, 3, 4, 7))))
+        ),
     ),
     "4 workers, 1f1b": (4, Scenario()),
     "4 workers, 1f1b, moving, an empty stage, recompute": (4, Scenario(moves=WANDER_4, recompute=True)),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from whole_runs import arguments, figures, lines, run_command, tensors, train, write_data
+from whole_runs import arguments, figures, interrupted_command, lines, run_command, tensors, train, write_data
 from workers import run_workers
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(300)]
@@ -64,6 +64,78 @@ def test_a_new_run_can_start_from_a_step_of_another(whole):
     train(data, folder / "child", 1, load=str(parent))
     assert figures(folder / "child") == {step: value for step, value in expected.items() if step > 9}
     assert tensors(folder / "child", 24) == weights
+
+
+def test_checkpoints_written_aside_are_those_of_their_step(whole):
+    folder, data, expected, weights = whole
+    options = {"save_interval": "7", "keep_checkpoints": "3"}
+    train(data, folder / "plain", 2, **options)
+    train(data, folder / "aside", 2, "--async-save", **options)
+    assert figures(folder / "aside") == expected
+    names = sorted(path.name for path in (folder / "aside" / "checkpoints").iterdir())
+    assert names == ["LATEST", "step-00000014", "step-00000021", "step-00000024"]
+    for step in (14, 21, 24):
+        assert tensors(folder / "aside", step) == tensors(folder / "plain", step)
+    assert tensors(folder / "aside", 24) == weights
+    told = [event for event in lines(folder / "aside" / "events.jsonl") if event["kind"] == "checkpoint"]
+    assert [event["step"] for event in told] == [7, 14, 21, 24]
+    assert all(event["stalled_s"] > 0 for event in told)
+
+
+GROWING = {
+    "train_samples": "300",
+    "rampup_batch_size": "8 4 100",
+    "lr_warmup_samples": "40",
+    "curriculum_shortest": "8",
+    "curriculum_steps": "20",
+    "eval_interval": "7",
+}
+
+
+def test_growing_batches_and_samples_are_the_same_bits_on_any_stages_and_after_a_stop(whole):
+    folder, data, _, _ = whole
+    train(data, folder / "growing", 1, train_iters=None, **GROWING)
+    records = [line for line in lines(folder / "growing" / "metrics.jsonl") if "lm_loss" in line]
+    assert [line["global_batch_size"] for line in records[:7]] == [8] * 7
+    assert {line["global_batch_size"] for line in records} == {8, 12, 16}
+    assert records[-1]["consumed_train_samples"] <= 300 < records[-1]["consumed_train_samples"] + 16
+    lengths = [line["tokens"] // line["global_batch_size"] for line in records]
+    assert (lengths[0], lengths[-1]) == (8, 32)
+    assert lengths == sorted(lengths)
+    assert len(set(lengths)) == 4
+    assert records[4]["learning_rate"] == pytest.approx(2e-3)
+    train(data, folder / "growing-2", 2, train_iters=None, exit_interval="9", **GROWING)
+    train(data, folder / "growing-2", 2, train_iters=None, load=str(folder / "growing-2"), **GROWING)
+    assert figures(folder / "growing-2") == figures(folder / "growing")
+    step = records[-1]["step"]
+    assert tensors(folder / "growing-2", step) == tensors(folder / "growing", step)
+
+
+def test_what_load_may_leave_out(whole):
+    folder, data, expected, weights = whole
+    train(data, folder / "tuned", 1, "--finetune", "--no-save-optim", load=str(folder / "whole"), train_iters="2")
+    tuned = figures(folder / "tuned")
+    assert sorted(tuned) == [1, 2]
+    assert tuned[1][0] < expected[1][0]
+    assert not [name for name in tensors(folder / "tuned", 2) if "exp_avg" in name]
+    parent = folder / "whole"
+    train(data, folder / "bare", 1, "--no-load-optim", "--no-load-rng", load=str(parent), train_iters="26")
+    assert sorted(figures(folder / "bare")) == [25, 26]
+    state = json.loads((folder / "bare" / "checkpoints" / "step-00000026" / "manifest.json").read_text())
+    assert set(state["optimizer"]["steps"].values()) == {2}
+
+
+def test_sigusr1_saves_and_goes_on_and_sigterm_saves_and_leaves(whole):
+    folder, data, expected, _ = whole
+    run = folder / "interrupted"
+    told = run_workers(
+        interrupted_command, 2, arguments(data, run, train_iters="300", lr_decay_iters="24"), str(run), joins=False
+    )
+    assert [code for code, _ in told] == [143, 143], told
+    saved = sorted(int(path.name[5:]) for path in (run / "checkpoints").glob("step-*"))
+    assert len(saved) == 2
+    assert saved[1] == max(figures(run)) < 300
+    assert all(figures(run)[step] == expected[step] for step in range(1, min(24, saved[1]) + 1))
 
 
 def test_nothing_to_load_warns_and_starts_fresh(whole, tmp_path):

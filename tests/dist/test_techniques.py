@@ -6,9 +6,11 @@ from dataclasses import replace
 from functools import cache
 
 import pytest
-from scenario import Scenario, merged, play
+from scenario import Scenario, calls_of_front, merged, play
 from workers import run_workers
 
+from dynmo_train.dynamics.plasticity import PlasticityRule
+from dynmo_train.dynamics.pruning_units import PruningRule
 from dynmo_train.models.dynamic import DynamicSettings, SparseAttentionSettings
 from dynmo_train.models.early_exit import ExitSettings
 from dynmo_train.models.mixture_of_depths import DepthSettings
@@ -16,18 +18,29 @@ from dynmo_train.pipeline.partition import Partition
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(300)]
 
+PLASTICITY = PlasticityRule(interval=1, window=2, tolerance=0.9, patience=1, most=2)
+
 TECHNIQUES = {
     "depths": DynamicSettings(depths=DepthSettings(capacity=0.5, every=2, aux_weight=0.01)),
     "exits": DynamicSettings(exits=ExitSettings(layers=(0, 2), loss_weight=0.3, threshold=0.003, measure="softmax")),
     "saturation": DynamicSettings(
         exits=ExitSettings(layers=(1,), loss_weight=0.3, threshold=0.98, measure="saturation")
     ),
+    "structured": PruningRule(mode="structured", scope="global"),
+    "layer by layer": PruningRule(mode="structured", scope="layer"),
+    "adaptive": PLASTICITY,
+    "2:4": PruningRule(mode="2:4"),
     "sparse": DynamicSettings(sparse_attention=SparseAttentionSettings(buckets=4, block=4)),
 }
 
 
 def scenario(technique: str, **options) -> Scenario:
-    return Scenario(steps=12, dynamic=TECHNIQUES[technique], **options)
+    asked = TECHNIQUES[technique]
+    if isinstance(asked, PlasticityRule):
+        return Scenario(steps=12, plasticity=asked, **options)
+    if isinstance(asked, PruningRule):
+        return Scenario(steps=12, rule=asked, **options)
+    return Scenario(steps=12, dynamic=asked, **options)
 
 
 def cut(technique: str, *boundaries: int) -> Partition:
@@ -49,6 +62,11 @@ CASES = {
     "exits, zero-bubble": (2, "exits", {"schedule": "zero-bubble"}),
     "exits, interleaved": (2, "exits", {"schedule": "interleaved-1f1b", "virtual": 2}),
     "saturation, moving": (2, "saturation", {"moves": True}),
+    "structured, moving": (2, "structured", {"moves": True, "recompute": True}),
+    "layer by layer": (2, "layer by layer", {"moves": True}),
+    "2:4": (2, "2:4", {}),
+    "adaptive, moving": (2, "adaptive", {"moves": True}),
+    "adaptive, zero-bubble": (2, "adaptive", {"schedule": "zero-bubble", "recompute": True}),
     "sparse, moving": (2, "sparse", {"moves": True, "recompute": True}),
 }
 
@@ -68,11 +86,28 @@ def test_same_bits_as_one_worker(name):
 @pytest.mark.parametrize("technique", TECHNIQUES)
 def test_the_scenario_exercises_the_technique(technique):
     told = reference(technique)
-    plain = run_workers(play, 1, replace(scenario(technique, schedule="gpipe"), dynamic=None))[0]
+    plain = run_workers(play, 1, replace(scenario(technique, schedule="gpipe"), dynamic=None, rule=PruningRule(), plasticity=None))[0]
     assert told["losses"] != plain["losses"]
+    if technique == "adaptive":
+        kept = {name for name in told["weights"] if name.endswith(".exp_avg")}
+        frozen = [layer for layer in range(4) if f"layers.{layer}.mlp.fc1.weight.exp_avg" not in kept]
+        assert frozen == [0, 1], "two layers froze, one after the other, and dropped their moments"
+        return
     figures = told["figures"][-1]
     if technique == "depths":
         assert figures["layers.1"]["depth_share"] == [0.5]
     if technique in ("exits", "saturation"):
         shares = [step[f"layers.{TECHNIQUES[technique].exits.layers[0]}.mlp"]["exit_share"][0] for step in told["figures"]]
         assert all(0 < share < 1 for share in shares), "tokens leave, and tokens stay"
+
+
+def test_the_cached_front_is_not_run_again_and_gives_the_same_bits():
+    """Frozen after step 2, samples again from step 5 on: with room for all of them the front runs no more."""
+    plain = Scenario(steps=8, freeze=((2, 1),), prune=False, epoch=4, freeze_tied=True)
+    [(losses, calls)] = run_workers(calls_of_front, 1, replace(plain, cache_bytes=1 << 24))
+    [(again, every)] = run_workers(calls_of_front, 1, replace(plain, cache_bytes=1))
+    assert losses == again
+    assert {step for step in every if step > 2} == {3, 4, 5, 6, 7, 8}
+    assert max(calls) == 6, "steps 5 and 6 bring the samples of 1 and 2, which were not frozen then"
+    over_two = run_workers(calls_of_front, 2, replace(plain, cache_bytes=1 << 24))
+    assert over_two[0][0] == losses

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from whole_runs import arguments, figures, run_command, tensors, train, write_data
+from whole_runs import OPTIONS, arguments, figures, run_command, tensors, train, write_data
 from workers import run_workers
 
 from dynmo_ckpt.cli import main as ckpt_main
@@ -14,6 +14,10 @@ SHORT = {"train_iters": "12", "eval_interval": "12"}
 TECHNIQUES = {
     "depths": {"mod_capacity": "0.5"},
     "exits": {"early_exit_layers": "0,2", "early_exit_threshold": "0.003"},
+    "structured pruning": {"pruning_mode": "structured", "final_sparsity": "0.5", "sparse_table": "table.json"},
+    "adaptive freezing": {
+        "freeze_interval": "1", "freeze_window": "2", "freeze_tolerance": "0.9", "freeze_patience": "1",
+    },
     "sparse": {"sparse_attention_buckets": "4", "sparse_attention_block": "8"},
 }
 
@@ -27,9 +31,16 @@ def data(tmp_path_factory):
 @pytest.mark.parametrize("technique", TECHNIQUES)
 def test_going_on_on_other_workers_gives_the_same_bits(data, tmp_path, technique, monkeypatch, capsys):
     options = SHORT | TECHNIQUES[technique]
-    extra = ("--sparse-attention",) if technique == "sparse" else ()
+    if technique == "adaptive freezing":
+        monkeypatch.delitem(OPTIONS, "freeze-schedule")
+    if "sparse_table" in options:
+        options["sparse_table"] = str(tmp_path / "table.json")
+        (tmp_path / "table.json").write_text('{"thresholds": {"csr": 0.8, "csr 128x32": 0.4}}')
+    flags = {"sparse": ("--sparse-attention",), "adaptive freezing": ("--freeze-adaptive",)}
+    extra = flags.get(technique, ())
     train(data, tmp_path / "whole", 1, *extra, **options)
     train(data, tmp_path / "part", 2, *extra, **options, exit_interval="5")
+    options.pop("sparse_table", None)  # the checkpoint has it
     train(data, tmp_path / "part", 1, *extra, **options, load=str(tmp_path / "part"))
     assert figures(tmp_path / "part") == figures(tmp_path / "whole")
     assert tensors(tmp_path / "part", 12) == tensors(tmp_path / "whole", 12)
@@ -38,6 +49,16 @@ def test_going_on_on_other_workers_gives_the_same_bits(data, tmp_path, technique
     with pytest.raises(SystemExit) as stop:
         ckpt_main()
     assert stop.value.code == 0, capsys.readouterr()
+
+
+@pytest.mark.parametrize("text", ["", "[]", '{"thresholds": {}}', '{"thresholds": {"csr": "x"}}'])
+def test_a_table_that_is_none_is_refused(data, tmp_path, text):
+    (tmp_path / "table.json").write_text(text)
+    line = arguments(data, tmp_path / "run", sparse_table=str(tmp_path / "table.json"))
+    [(code, talk)] = run_workers(run_command, 1, line, joins=False)
+    assert code == 2
+    assert "--sparse-table" in talk
+    assert "Traceback" not in talk
 
 
 def test_another_technique_than_the_checkpoints_is_refused(data, tmp_path):

@@ -5,8 +5,12 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import os
+import signal
 import struct
 import sys
+import threading
+import time
 from pathlib import Path
 
 import numpy as np
@@ -49,10 +53,10 @@ def write_data(prefix: Path) -> Path:
     return prefix
 
 
-def arguments(data: Path, run: Path, *extra: str, **options: str) -> list[str]:
-    """What a run is told; ``options`` go over ``OPTIONS``, underscores for dashes."""
+def arguments(data: Path, run: Path, *extra: str, **options: str | None) -> list[str]:
+    """What a run is told; ``options`` go over ``OPTIONS``, underscores for dashes; None leaves one out."""
     merged = OPTIONS | {name.replace("_", "-"): value for name, value in options.items()}
-    flags = [part for name, value in merged.items() for part in (f"--{name}", value)]
+    flags = [part for name, value in merged.items() if value is not None for part in (f"--{name}", value)]
     return ["pretrain", "gpt", "--data-path", str(data), "--run-dir", str(run), "--sparsify", *flags, *extra]
 
 
@@ -78,7 +82,21 @@ def run_command(told: list[str]) -> tuple[int, str]:
     return 0, talk.getvalue()
 
 
-def train(data: Path, run: Path, workers: int, *extra: str, **options: str) -> str:
+def interrupted_command(told: list[str], run: str) -> tuple[int, str]:
+    """A run whose first process gets SIGUSR1 after its first steps, and whose second one SIGTERM after that save."""
+    rank = int(os.environ["RANK"])
+    sign, number = (("metrics.jsonl", signal.SIGUSR1), ("checkpoints/LATEST", signal.SIGTERM))[rank]
+
+    def interrupt() -> None:
+        while not (Path(run) / sign).exists():
+            time.sleep(0.002)
+        os.kill(os.getpid(), number)
+
+    threading.Thread(target=interrupt, daemon=True).start()
+    return run_command(told)
+
+
+def train(data: Path, run: Path, workers: int, *extra: str, **options: str | None) -> str:
     """Run to the end in processes that have torch loaded already; must succeed. What worker 0 said on stderr."""
     told = run_workers(run_command, workers, arguments(data, run, *extra, **options), joins=False)
     assert [code for code, _ in told] == [0] * workers, told

@@ -97,7 +97,7 @@ def test_logits_losses_and_gradients():
     inputs = batch()
     values = run(family, modules, inputs)
     head, last = modules["head"], values["before.hidden"]
-    words, order = head.logits(last), head.order_logits(last)
+    words, order = head.logits(last), head.order_logits(head.norm(last))
     labels = inputs["labels"].masked_fill(inputs["counts"] == 0, -100)
     expected = theirs(
         inputs["ids"],

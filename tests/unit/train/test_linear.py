@@ -6,7 +6,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from dynmo_train.models.linear import CSR, DENSE, PrunableLinear, csr_pattern, product_form
+from dynmo_train.models.linear import PrunableLinear, csr_pattern
+from dynmo_train.models.sparse_forms import BLOCK, BUILT_IN, CSR, DENSE, SEMI_STRUCTURED, SparseTable
 
 CPU = torch.device("cpu")
 
@@ -19,7 +20,7 @@ def layer_with(sparsity: float, threshold: float, outputs: int = 48, inputs: int
         layer.bias.copy_(torch.randn(outputs, generator=generator))
         mask = torch.rand(outputs, inputs, generator=generator) >= sparsity
         layer.weight.mul_(mask)
-    layer.set_mask(mask, threshold)
+    layer.set_mask(mask, SparseTable(thresholds={CSR: threshold}))
     return layer
 
 
@@ -72,11 +73,55 @@ def test_the_pattern_is_the_masks():
     assert values[pattern.order_t].tolist() == [0.0, 7.0, 2.0, 8.0]
 
 
+def mask_of(sparsity: float, pattern: str) -> torch.Tensor:
+    if pattern == "blocks":
+        blocks = torch.arange(16).view(4, 4) >= round(16 * sparsity)
+        return blocks.repeat_interleave(32, 0).repeat_interleave(32, 1)
+    if pattern == "fours":
+        return torch.tensor([True, False, True, False]).repeat(128, 32)
+    return (torch.arange(128 * 128) % 100 >= round(100 * sparsity)).view(128, 128)
+
+
 @pytest.mark.parametrize(
-    ("sparsity", "device", "form"), [(0.84, "cpu", DENSE), (0.85, "cpu", CSR), (0.99, "cuda", DENSE)]
+    ("sparsity", "pattern", "device", "form"),
+    [
+        (0.84, "spread", "cpu", DENSE),
+        (0.86, "spread", "cpu", CSR),
+        (0.86, "spread", "cuda", DENSE),
+        (0.99, "spread", "cuda", CSR),
+        (0.5, "fours", "cuda", SEMI_STRUCTURED),
+        (0.5, "fours", "cpu", DENSE),
+        (0.75, "blocks", "cuda", BLOCK),
+        (0.625, "blocks", "cuda", DENSE),
+    ],
 )
-def test_the_form_is_a_function_of_sparsity_threshold_and_device(sparsity, device, form):
-    assert product_form(sparsity, 0.85, device) == form
+def test_the_form_is_a_function_of_mask_table_and_device(sparsity, pattern, device, form):
+    assert SparseTable(thresholds=BUILT_IN).form(mask_of(sparsity, pattern), device) == form
+
+
+def test_a_threshold_of_the_shape_goes_before_the_general_one():
+    table = SparseTable(thresholds={CSR: 0.85, "csr 128x128": 0.95})
+    assert table.form(mask_of(0.9, "spread"), "cpu") == DENSE
+    assert table.form(mask_of(0.9, "spread")[:64], "cpu") == CSR
+
+
+@pytest.mark.filterwarnings("ignore:Sparse BSR tensor support is in beta state")
+def test_the_block_form_equals_the_dense_product_and_its_gradients():
+    layer = PrunableLinear(128, 128, CPU)
+    with torch.no_grad():
+        layer.weight.copy_(torch.randn(128, 128, generator=torch.Generator().manual_seed(1)))
+        layer.weight.mul_(mask_of(0.75, "blocks"))
+    layer.set_mask(mask_of(0.75, "blocks"), SparseTable(thresholds={}))
+    layer.form = BLOCK  # CUDA's choice; the arithmetic is the same here
+    x = torch.randn(5, 128, requires_grad=True)
+    plain_x = x.detach().clone().requires_grad_()
+    weight = layer.weight.detach().clone().requires_grad_()
+    y, expected = layer(x), F.linear(plain_x, weight, layer.bias)
+    y.square().sum().backward()
+    expected.square().sum().backward()
+    torch.testing.assert_close(y, expected, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(x.grad, plain_x.grad, rtol=1e-4, atol=1e-3)
+    torch.testing.assert_close(layer.weight.grad, weight.grad * layer.mask, rtol=1e-4, atol=1e-3)
 
 
 def test_sparse_products_cost_less():

@@ -132,8 +132,8 @@ def test_vocabulary_size_comes_from_the_tokenizer():
 
 
 def test_warm_up_is_steps_or_a_fraction_of_the_decay():
-    assert config_of(**SMALL, lr_warmup_iters=5).warmup_iters == 5
-    assert config_of(**SMALL, lr_warmup_fraction=0.1, lr_decay_iters=40).warmup_iters == 4
+    assert config_of(**SMALL, lr_warmup_iters=5).warmup_units == 5
+    assert config_of(**SMALL, lr_warmup_fraction=0.1, lr_decay_iters=40).warmup_units == 4
 
 
 def test_every_bad_value_is_told_at_once():

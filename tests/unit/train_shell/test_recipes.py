@@ -64,3 +64,15 @@ def test_another_name_or_family_is_told():
         read_recipe("llama2-7b", "llama")
     with pytest.raises(UsageError, match="write pretrain llama"):
         read_recipe("llama-2-7b", "gpt")
+
+
+def test_the_command_takes_a_recipe():
+    from typer.testing import CliRunner
+
+    from dynmo_train.cli import app
+
+    done = CliRunner().invoke(app, ["pretrain", "llama", "--recipe", "llama-2-7b", "--micro-batch-size", "1"])
+    assert "5 problems" not in str(done.exception)
+    told = str(done.exception)
+    assert "--train-iters" in told
+    assert "--num-layers" not in told

@@ -1,0 +1,63 @@
+"""When a run's checkpoints are written: at a step boundary, or beside the training from a copy of the state."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from .engine import Engine
+from .saving import PendingSave, SavedRun
+
+
+@dataclass(frozen=True, kw_only=True)
+class Saved:
+    """A checkpoint in place: how long it took from its begin, and how long training stood still for it."""
+
+    path: Path
+    step: int
+    seconds: float
+    stalled_s: float
+
+
+class Checkpointing:
+    """Saves the engine's state; every process calls the same methods at the same boundaries.
+
+    Args:
+        aside: whether checkpoints are written while training goes on; the next one waits for the last.
+        tell: told each checkpoint that is in place.
+    """
+
+    def __init__(self, engine: Engine, checkpoints: Path, *, aside: bool, tell: Callable[[Saved], None]) -> None:
+        self._engine, self._checkpoints, self._aside, self._tell = engine, checkpoints, aside, tell
+        self._pending: PendingSave | None = None
+        self._begun, self._stalled_s = 0.0, 0.0
+
+    def save(self, run: SavedRun) -> None:
+        """Begin a checkpoint of the state now; without ``aside`` it is in place when this returns."""
+        self.wait()
+        self._begun = time.perf_counter()
+        self._pending = PendingSave(self._engine, self._checkpoints, run, copies=self._aside)
+        if self._aside:
+            self._pending.write_aside()
+            self._stalled_s = time.perf_counter() - self._begun
+        else:
+            self._pending.write()
+            self.wait()
+
+    def at_boundary(self) -> None:
+        """Put a checkpoint in place that all processes have written meanwhile."""
+        if self._pending is not None and self._pending.is_written_everywhere():
+            self.wait()
+
+    def wait(self) -> None:
+        """Put the checkpoint that is being written in place, once it is written."""
+        if self._pending is None:
+            return
+        waited = time.perf_counter()
+        pending, self._pending = self._pending, None
+        path = pending.finish()
+        now = time.perf_counter()
+        stalled = self._stalled_s + now - waited if self._aside else now - self._begun
+        self._tell(Saved(path=path, step=pending.run.step, seconds=now - self._begun, stalled_s=stalled))

@@ -1,0 +1,137 @@
+"""A DeepSpeed JSON file, read for what it says about batch, precision, ZeRO, optimizer, clipping and curriculum."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..formats._document import DocumentError, Problem
+
+_PLAIN = {
+    "train_batch_size": "global_batch_size",
+    "train_micro_batch_size_per_gpu": "micro_batch_size",
+    "gradient_accumulation_steps": "gradient_accumulation_steps",
+    "gradient_clipping": "clip_grad",
+}
+_HALF = {"loss_scale_window": "loss_scale_window", "hysteresis": "hysteresis", "min_loss_scale": "min_loss_scale"}
+_ADAM = {"lr": "lr", "eps": "adam_eps", "weight_decay": "weight_decay"}
+_CURRICULUM = {"min_difficulty": "curriculum_shortest", "schedule_type": "curriculum_schedule"}
+_PACE = {
+    "total_curriculum_step": "curriculum_steps",
+    "difficulty_step": "curriculum_multiple",
+    "root_degree": "curriculum_root_degree",
+}
+
+
+@dataclass(frozen=True)
+class DeepSpeed:
+    """What the file says: option values, keys that are left unread, and what cannot be done."""
+
+    values: Mapping[str, Any]
+    unread: tuple[str, ...]
+    problems: tuple[Problem, ...]
+
+
+def parse_deepspeed(document: Mapping[str, Any]) -> DeepSpeed:
+    """Option values of a DeepSpeed configuration; ``auto`` leaves a value to the other options."""
+    values: dict[str, Any] = {}
+    unread: list[str] = []
+    problems: list[Problem] = []
+    sections = {
+        "fp16": _half,
+        "bf16": _bfloat,
+        "bfloat16": _bfloat,
+        "zero_optimization": _zero,
+        "optimizer": _optimizer,
+        "curriculum_learning": _curriculum,
+    }
+    for key, content in document.items():
+        if key in _PLAIN:
+            values[_PLAIN[key]] = content
+        elif key in sections and isinstance(content, Mapping):
+            for name, found in sections[key](content):
+                if name.startswith("?"):
+                    unread.append(f"{key}.{name[1:]}")
+                elif isinstance(found, Problem):
+                    problems.append(found)
+                else:
+                    values[name] = found
+        else:
+            unread.append(key)
+    given = {name: value for name, value in values.items() if value != "auto"}
+    return DeepSpeed(given, tuple(unread), tuple(problems))
+
+
+Found = Iterator[tuple[str, Any]]
+
+
+def _mapped(content: Mapping[str, Any], names: Mapping[str, str]) -> Found:
+    for key, value in content.items():
+        yield (names[key], value) if key in names else (f"?{key}", value)
+
+
+def _half(content: Mapping[str, Any]) -> Found:
+    content = dict(content)
+    enabled = content.pop("enabled", False)
+    if enabled not in (True, "auto"):
+        return
+    if enabled is True:
+        yield "fp16", True
+    if (scale := content.pop("loss_scale", 0)) not in (0, "auto"):
+        yield "loss_scale", float(scale)
+    if (power := content.pop("initial_scale_power", "auto")) != "auto":
+        yield "initial_loss_scale", 2.0**power
+    yield from _mapped(content, _HALF)
+
+
+def _bfloat(content: Mapping[str, Any]) -> Found:
+    if content.get("enabled") is True:
+        yield "bf16", True
+    yield from _mapped({key: value for key, value in content.items() if key != "enabled"}, {})
+
+
+def _zero(content: Mapping[str, Any]) -> Found:
+    yield "zero_stage", content.get("stage", 0)
+    yield from _mapped({key: value for key, value in content.items() if key != "stage"}, {})
+
+
+def _optimizer(content: Mapping[str, Any]) -> Found:
+    kind, given = content.get("type", "Adam"), dict(content.get("params", {}))
+    if str(kind).lower() not in ("adam", "adamw", "fusedadam"):
+        words = f"is {kind}: weights are updated by AdamW; write Adam or AdamW"
+        yield "optimizer", Problem("optimizer.type", "unsupported", words)
+    betas = given.pop("betas", "auto")
+    if betas != "auto":
+        yield "adam_beta1", betas[0]
+        yield "adam_beta2", betas[1]
+    yield from ((name.replace("?", "?params."), value) for name, value in _mapped(given, _ADAM))
+
+
+def _curriculum(content: Mapping[str, Any]) -> Found:
+    content = dict(content)
+    if not content.pop("enabled", False):
+        return
+    kind = content.pop("curriculum_type", "seqlen")
+    if kind != "seqlen":
+        words = f"is {kind}: samples can grow in length alone; write seqlen"
+        yield "curriculum", Problem("curriculum_learning.curriculum_type", "unsupported", words)
+    content.pop("max_difficulty", None)  # --seq-length, which the run checks
+    yield from _mapped(content.pop("schedule_config", {}), _PACE)
+    yield from _mapped(content, _CURRICULUM)
+
+
+def read_deepspeed(path: Path) -> DeepSpeed:
+    """``parse_deepspeed`` of a file; raises ``DocumentError`` where it is no object, or asks for what cannot be."""
+    try:
+        document = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise DocumentError(str(path), [Problem("", "read", str(error))]) from error
+    if not isinstance(document, Mapping):
+        raise DocumentError(str(path), [Problem("", "type", "must be a JSON object")])
+    found = parse_deepspeed(document)
+    if found.problems:
+        raise DocumentError(str(path), list(found.problems))
+    return found

@@ -1,0 +1,158 @@
+"""What pruning prunes: single weights, two of four, blocks, or heads and MLP columns, by scores.
+
+A unit is pruned whole. Its score is a function of its own weights, so the worker that holds them computes it; which
+units are the weakest is decided over all workers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import nn
+
+from ..models.blocks import FeedForward, SelfAttention
+from ..models.linear import PrunableLinear
+from ..models.sparse_forms import BLOCK_SIZE
+
+Mode = Literal["unstructured", "2:4", "block", "structured"]
+Scope = Literal["global", "layer"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PruningRule:
+    """What is pruned, and what it competes with.
+
+    Attributes:
+        mode: ``unstructured`` (single weights), ``2:4`` (the two weakest of four in a row), ``block`` (32 x 32 weights)
+            or ``structured`` (heads, or key-value groups with their heads, and MLP columns).
+        scope: whether the weakest are sought over the whole model (``global``) or in each ``layer`` of weights alone.
+    """
+
+    mode: Mode = "unstructured"
+    scope: Scope = "global"
+
+    def share(self, sparsity: float) -> float:
+        """The share of units to prune for a sparsity: a pruned group of four loses half of its weights."""
+        return min(1.0, 2 * sparsity) if self.mode == "2:4" else sparsity
+
+
+SINGLE_WEIGHTS = PruningRule()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Units:
+    """The units of one weight, or of the weights of one sublayer.
+
+    Attributes:
+        layers: whose weights they are made of.
+        kind: units compete with units of their kind: ``weights``, ``heads`` or ``columns``.
+        scores: float32, at least 0, one a unit.
+        prune: given a boolean for each unit, true = kept, the masks of the layers that they are made of.
+        last_stays: whether the strongest one is never pruned.
+    """
+
+    layers: tuple[PrunableLinear, ...]
+    kind: str
+    scores: torch.Tensor
+    prune: Callable[[torch.Tensor], list[tuple[PrunableLinear, torch.Tensor]]]
+    last_stays: bool = False
+
+
+def units_of(module: nn.Module, rule: PruningRule) -> Iterator[Units]:
+    """The units of an item, in module order."""
+    if rule.mode == "structured":
+        for part in module.modules():
+            if isinstance(part, SelfAttention) and part.relative is None:
+                yield _heads(part)
+            elif isinstance(part, FeedForward):
+                yield _columns(part)
+        return
+    for part in module.modules():
+        if isinstance(part, PrunableLinear):
+            yield {"unstructured": _weights, "2:4": _fours, "block": _blocks}[rule.mode](part)
+
+
+def single_weights(layer: PrunableLinear, own: torch.Tensor) -> Units:
+    """Every weight of ``own``: the layer's weight, or the rows of it that this process holds."""
+    weight = own.detach()
+    return Units(
+        layers=(layer,),
+        kind="weights",
+        scores=weight.abs().view(-1),
+        prune=lambda keep: [(layer, keep.view_as(weight))],
+    )
+
+
+def _weights(layer: PrunableLinear) -> Units:
+    return single_weights(layer, layer.weight)
+
+
+def _fours(layer: PrunableLinear) -> Units:
+    """Groups of four in a row; a group's score is what it would lose, its two weakest. A rest of a row is no unit."""
+    weight = layer.weight.detach()
+    outputs, inputs = weight.shape
+    whole = inputs - inputs % 4
+    groups = weight[:, :whole].reshape(-1, 4).abs()
+    order = groups.argsort(dim=1, stable=True)
+
+    def prune(keep: torch.Tensor) -> list[tuple[PrunableLinear, torch.Tensor]]:
+        mask = torch.ones_like(groups, dtype=torch.bool).scatter(1, order[:, :2], keep[:, None].expand(-1, 2))
+        kept = torch.ones_like(weight, dtype=torch.bool)
+        kept[:, :whole] = mask.view(outputs, whole)
+        return [(layer, kept)]
+
+    return Units(layers=(layer,), kind="weights", scores=groups.gather(1, order[:, :2]).sum(1), prune=prune)
+
+
+def _blocks(layer: PrunableLinear) -> Units:
+    """Blocks of 32 x 32 weights by their mean magnitude; those at the edges may be smaller."""
+    weight = layer.weight.detach()
+    outputs, inputs = weight.shape
+    row = torch.arange(outputs, device=weight.device) // BLOCK_SIZE
+    column = torch.arange(inputs, device=weight.device) // BLOCK_SIZE
+    across = -(-inputs // BLOCK_SIZE)
+    number_OI = row[:, None] * across + column[None, :]
+    count = -(-outputs // BLOCK_SIZE) * across
+    sums = torch.zeros(count, device=weight.device).index_add(0, number_OI.view(-1), weight.abs().view(-1))
+    sizes = torch.bincount(number_OI.view(-1), minlength=count)
+    return Units(layers=(layer,), kind="weights", scores=sums / sizes, prune=lambda keep: [(layer, keep[number_OI])])
+
+
+def _root_mean_square(squares: torch.Tensor, count: int) -> torch.Tensor:
+    return (squares / count).sqrt()
+
+
+def _heads(attention: SelfAttention) -> Units:
+    """Key-value groups with their query heads: rows of ``qkv`` and columns of ``dense``."""
+    qkv, dense = attention.qkv.weight.detach(), attention.dense.weight.detach()
+    rows = (attention.queries_per_group + 2) * attention.head_width
+    columns = attention.queries_per_group * attention.head_width
+    squares = qkv.square().view(-1, rows * qkv.shape[1]).sum(1)
+    squares = squares + dense.square().sum(0).view(-1, columns).sum(1)
+
+    def prune(keep: torch.Tensor) -> list[tuple[PrunableLinear, torch.Tensor]]:
+        kept_rows = keep.repeat_interleave(rows)[:, None].expand_as(qkv)
+        kept_columns = keep.repeat_interleave(columns)[None, :].expand_as(dense)
+        return [(attention.qkv, kept_rows.clone()), (attention.dense, kept_columns.clone())]
+
+    scores = _root_mean_square(squares, rows * qkv.shape[1] + columns * dense.shape[0])
+    return Units(layers=(attention.qkv, attention.dense), kind="heads", scores=scores, prune=prune, last_stays=True)
+
+
+def _columns(mlp: FeedForward) -> Units:
+    """Columns of an MLP: a row of its first matrix (both of a gated one) and the column of its last one."""
+    first = [mlp.gate, mlp.up] if mlp.gated else [mlp.fc1]
+    last = mlp.fc2.weight.detach()
+    squares = torch.stack([layer.weight.detach().square().sum(1) for layer in first]).sum(0) + last.square().sum(0)
+
+    def prune(keep: torch.Tensor) -> list[tuple[PrunableLinear, torch.Tensor]]:
+        masks = [(layer, keep[:, None].expand_as(layer.weight).clone()) for layer in first]
+        return [*masks, (mlp.fc2, keep[None, :].expand_as(last).clone())]
+
+    count = sum(layer.weight.shape[1] for layer in first) + last.shape[0]
+    return Units(
+        layers=(*first, mlp.fc2), kind="columns", scores=_root_mean_square(squares, count), prune=prune, last_stays=True
+    )

@@ -1,0 +1,162 @@
+"""The start of a run: data, checkpoint, engine, run directory, the profile's header and the first plan.
+
+What a process may find impossible here ends all processes at once, with one message.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from .agreement import agreed, first_then_others
+from .building import first_partition, settings_of
+from .checkpoint import Checkpoint, CheckpointError, remove_stale_staging
+from .config import Config
+from .console import say
+from .data.batches import Samples, open_samples
+from .engine import Engine, EngineSettings
+from .families import family_of
+from .formats.plan import initial_plan, plan_ids, write_plan
+from .formats.profile import Layout, ModelInfo
+from .loading import checkpoint_to_load
+from .models.items import ModelFamily
+from .optim.apex import find_apex
+from .parallel.world import World, broadcast_document
+from .recording import Recorder, describe_items, describe_workers, measure_link
+from .rundir import RunDirectory, begin_run
+from .saving import check_same_model, state_reader
+
+
+@dataclass(frozen=True, kw_only=True)
+class Beginning:
+    """What a run starts with.
+
+    Attributes:
+        checkpoint: what it goes on from, or what it took its weights from.
+        step, consumed: steps done and samples consumed.
+        first_plan: the number of the plan in force.
+    """
+
+    engine: Engine
+    samples: Samples
+    directory: RunDirectory
+    recorder: Recorder
+    checkpoint: Checkpoint | None
+    step: int
+    consumed: int
+    first_plan: int
+
+
+def begin(config: Config, world: World) -> Beginning:
+    """Open data and checkpoint, build the engine, make the run directory, write the header and the first plan."""
+    samples = first_then_others(world, lambda: open_samples(config))
+    apex = find_apex()
+    fused_adam = apex.fused_adam if world.device.type == "cuda" else None
+    if world.is_first:
+        say(apex.line(used=fused_adam is not None))
+        if config.parallel.zero_stage == 1:
+            say("--zero-stage 1 behaves as 2: gradients are shared between steps as well")
+    family = family_of(config)
+    checkpoint = agreed(world, lambda: checkpoint_to_load(config, world))
+    stored = checkpoint.manifest["dynamic"]["sparse_thresholds"] if checkpoint is not None else None
+    settings = replace(settings_of(config, stored or None), fused_adam=fused_adam)
+    step, consumed = agreed(world, lambda: _progress(config, checkpoint, samples))
+    engine = agreed(world, lambda: _engine(config, world, family, settings, checkpoint))
+
+    workers, dims = describe_workers(world), world.dims
+    facts: dict[str, Any] = {
+        "sparse_thresholds": dict(settings.sparse.thresholds),
+        "device": world.device.type,
+        "optimizer": "torch AdamW" if fused_adam is None else "apex FusedAdam",
+    }
+    hosts = list(dict.fromkeys(host for worker in workers for host in worker.hosts))
+    begun = agreed(
+        world,
+        lambda: begin_run(config, world_size=world.size, hosts=hosts, engine=facts) if world.is_first else None,
+    )
+    told = broadcast_document(world, [str(begun.path), begun.run_id, begun.segment] if begun else None)
+    directory = RunDirectory(path=Path(told[0]), run_id=told[1], segment=told[2])
+    recorder = Recorder(directory, world)
+    recorder.header(
+        directory.run_id,
+        ModelInfo(
+            family=config.model.family,
+            num_layers=config.model.num_layers,
+            hidden_size=config.model.hidden_size,
+            sequence_length=config.model.seq_length,
+        ),
+        Layout(
+            schedule=config.parallel.schedule,
+            virtual_stages_per_worker=config.parallel.virtual_stages_per_worker,
+            granularity=config.balance.granularity,
+            microbatches=config.microbatches,
+            micro_batch_size=config.training.micro_batch_size,
+            tensor_parallel_size=dims.tensor,
+            data_parallel_size=dims.data,
+        ),
+        measure_link(world),
+        workers,
+        describe_items(family, settings.pipeline.boundary, engine.held.blueprint),
+    )
+    first_plan = _write_first_plan(config, engine, directory, step)
+    return Beginning(
+        engine=engine,
+        samples=samples,
+        directory=directory,
+        recorder=recorder,
+        checkpoint=checkpoint,
+        step=step,
+        consumed=consumed,
+        first_plan=first_plan,
+    )
+
+
+def _progress(config: Config, checkpoint: Checkpoint | None, samples: Samples) -> tuple[int, int]:
+    """Steps done and samples consumed; raises ``CheckpointError`` where other batches would follow than before."""
+    if checkpoint is None or config.run.finetune:
+        return 0, 0
+    step, consumed = checkpoint.manifest["step"], checkpoint.manifest["consumed_train_samples"]
+    if consumed != samples.sizes.consumed_after(step):
+        raise CheckpointError(
+            f"the checkpoint consumed {consumed} samples in {step} steps; --global-batch-size"
+            f" {config.training.global_batch_size} would go on with other batches: give the size that it had"
+        )
+    return step, consumed
+
+
+def _engine(
+    config: Config, world: World, family: ModelFamily, settings: EngineSettings, checkpoint: Checkpoint | None
+) -> Engine:
+    """The engine with the weights that the run starts from."""
+    if checkpoint is not None:
+        check_same_model(checkpoint, family)
+    topology = checkpoint.manifest["topology"] if checkpoint is not None else None
+    engine = Engine(family, settings, first_partition(config, family, topology), world)
+    if checkpoint is None:
+        engine.build()
+        return engine
+    fresh = config.run.finetune
+    reader = state_reader(checkpoint, engine.held, world.device, moments=not (fresh or config.run.no_load_optim))
+    progress = {} if fresh else checkpoint.manifest.get("x_progress", {})
+    engine.restore(reader, 0 if fresh else checkpoint.manifest["step"], **progress)
+    return engine
+
+
+def _write_first_plan(config: Config, engine: Engine, directory: RunDirectory, step: int) -> int:
+    """Write the partition in force as the next plan (number 0 in a new run) and give its number to every worker."""
+    number: int | None = None
+    if engine.world.is_first:
+        remove_stale_staging(directory.checkpoints)
+        number = max(plan_ids(directory.plans), default=-1) + 1
+        document = initial_plan(
+            run_id=directory.run_id,
+            stages=engine.partition.stages,
+            workers=range(engine.partition.workers),
+            schedule=config.parallel.schedule,
+            virtual_stages_per_worker=config.parallel.virtual_stages_per_worker,
+            plan_id=number,
+            read_to_step=step,
+        )
+        write_plan(directory.plans, document)
+    return int(broadcast_document(engine.world, number))

@@ -1,0 +1,80 @@
+"""What a run says before its first step, in Megatron's words: pure lines from the configuration and a few facts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from .config import Config, config_document
+
+_DOTS = 48
+
+
+def argument_lines(config: Config) -> list[str]:
+    """Every option with its value, in alphabetical order."""
+    values: dict[str, Any] = {}
+    for concern in config_document(config)["config"].values():
+        values.update(concern)
+    lines = [f"  {name} {'.' * (_DOTS - len(name))} {value}" for name, value in values.items()]
+    return [
+        "------------------------ arguments ------------------------",
+        *sorted(lines, key=str.lower),
+        "-------------------- end of arguments ---------------------",
+    ]
+
+
+def batch_line(config: Config) -> str:
+    """How many microbatches a step has, or how its batch grows."""
+    sizes = config.batch_sizes
+    if not sizes.increment:
+        return f"setting number of micro-batches to constant {config.microbatches}"
+    return (
+        f"will use batch size rampup starting from global batch size {sizes.start} to global batch size {sizes.final}"
+        f" with batch size increments {sizes.increment} over {sizes.ramp_samples} samples."
+    )
+
+
+def vocabulary_line(config: Config) -> str:
+    """The size of the vocabulary, and of what it is padded to."""
+    size, padded = config.model.vocab_size, config.padded_vocab_size
+    return f" > padded vocab (size: {size}) with {padded - size} dummy tokens (new size: {padded})"
+
+
+def parameter_lines(counts: Mapping[tuple[int, int], int]) -> list[str]:
+    """Parameters by (tensor, pipeline) rank."""
+    return [
+        f" > number of parameters on (tensor, pipeline) model parallel rank ({tensor}, {pipeline}): {count}"
+        for (tensor, pipeline), count in sorted(counts.items(), key=lambda entry: entry[0][::-1])
+    ]
+
+
+def target_lines(train: int, valid: int, test: int) -> list[str]:
+    """How many samples of each part a run asks for."""
+    return [
+        " > datasets target sizes (minimum size):",
+        f"    train:      {train}",
+        f"    validation: {valid}",
+        f"    test:       {test}",
+    ]
+
+
+def startup_lines(config: Config, counts: Mapping[tuple[int, int], int]) -> Sequence[str]:
+    """All of them, in order."""
+    precision = "bfloat16" if config.precision.bf16 else "float16" if config.precision.fp16 else "float32"
+    parallel, training = config.parallel, config.training
+    batch = config.batch_sizes.final
+    return [
+        f"using torch.{precision} for parameters ...",
+        *argument_lines(config),
+        batch_line(config),
+        f"> building {config.data.tokenizer_type} tokenizer ...",
+        vocabulary_line(config),
+        "> initializing torch distributed ...",
+        f"> initialized tensor model parallel with size {parallel.tensor_model_parallel_size}",
+        f"> initialized pipeline model parallel with size {parallel.pipeline_model_parallel_size}",
+        f"> setting random seeds to {training.seed} ...",
+        f"building {config.model.family.upper()} model ...",
+        *parameter_lines(counts),
+        "> building train, validation, and test datasets ...",
+        *target_lines(config.batch_sizes.consumed_after(training.train_iters), training.eval_iters * batch, 0),
+    ]

@@ -1,0 +1,34 @@
+"""What signals and the clock ask of a run, at one process."""
+
+from __future__ import annotations
+
+import os
+import signal
+from types import SimpleNamespace
+
+import pytest
+
+from dynmo_train.interrupts import Interrupts, Wishes
+
+ALONE = SimpleNamespace(size=1)
+
+
+def test_signals_are_answered_at_the_boundary_and_handlers_put_back():
+    before = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGUSR1)
+    with Interrupts(None) as interrupts:
+        assert interrupts.at_boundary(ALONE) == Wishes()
+        os.kill(os.getpid(), signal.SIGUSR1)
+        assert interrupts.at_boundary(ALONE) == Wishes(save=True)
+        assert interrupts.at_boundary(ALONE) == Wishes()
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert interrupts.at_boundary(ALONE) == Wishes(leave=True, told=True)
+        with pytest.raises(SystemExit) as stop:
+            os.kill(os.getpid(), signal.SIGTERM)
+        assert stop.value.code == 143
+    assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGUSR1)) == before
+
+
+def test_the_time_is_up_after_its_seconds():
+    clock = iter([0.0, 59.0, 60.0, 61.0])
+    interrupts = Interrupts(60.0, now=lambda: next(clock))
+    assert [interrupts.at_boundary(ALONE).leave for _ in range(3)] == [False, False, True]

@@ -1,0 +1,198 @@
+"""The log's lines word for word, TensorBoard's bytes, and the operations of a step by hand."""
+
+from __future__ import annotations
+
+import struct
+
+import pytest
+
+from dynmo_train.config import config_of
+from dynmo_train.flops import matrix_parameters, step_flops
+from dynmo_train.models.gpt import Gpt, GptShape
+from dynmo_train.startup import (
+    argument_lines,
+    batch_line,
+    parameter_lines,
+    startup_lines,
+    target_lines,
+    vocabulary_line,
+)
+from dynmo_train.tensorboard import EventWriter, crc32c, event, record
+from dynmo_train.traininglog import IterationFigures, iteration_line, scalars_of
+
+SMALL = {
+    "num_layers": 4,
+    "hidden_size": 64,
+    "num_attention_heads": 4,
+    "seq_length": 32,
+    "vocab_size": 50257,
+    "micro_batch_size": 1,
+    "global_batch_size": 288,
+    "train_iters": 50,
+    "lr": 0.001,
+    "data_path": "corpus",
+}
+FIGURES = {
+    "iteration": 25,
+    "train_iters": 73242187,
+    "consumed_samples": 50,
+    "elapsed_ms": 87.0,
+    "learning_rate": 1.638e-8,
+    "global_batch_size": 2,
+    "lm_loss": 10.86954,
+    "loss_scale": 4294967296.0,
+    "grad_norm": 0.0,
+    "skipped": 0,
+    "nan": 0,
+}
+
+
+def test_the_iteration_line_is_that_of_megatrons_log():
+    assert iteration_line(IterationFigures(**FIGURES)) == (
+        " iteration       25/73242187 | consumed samples:           50 | elapsed time per iteration (ms): 87.0"
+        " | learning rate: 1.638E-08 | global batch size:     2 | lm loss: 1.086954E+01 | loss scale: 4294967296.0"
+        " | grad norm: 0.000 | number of skipped iterations:   0 | number of nan iterations:   0 |"
+    )
+
+
+def test_a_skipped_iteration_has_neither_loss_nor_norm():
+    figures = FIGURES | {
+        "iteration": 1,
+        "train_iters": 508626,
+        "consumed_samples": 288,
+        "elapsed_ms": 255940.5,
+        "learning_rate": 0.0,
+        "global_batch_size": 288,
+        "lm_loss": None,
+        "grad_norm": None,
+        "skipped": 1,
+    }
+    assert iteration_line(IterationFigures(**figures)) == (
+        " iteration        1/  508626 | consumed samples:          288 | elapsed time per iteration (ms): 255940.5"
+        " | learning rate: 0.000E+00 | global batch size:   288 | loss scale: 4294967296.0"
+        " | number of skipped iterations:   1 | number of nan iterations:   0 |"
+    )
+
+
+def test_throughput_stands_behind_the_time():
+    line = iteration_line(IterationFigures(**FIGURES | {"tflops": 138.04}))
+    assert "(ms): 87.0 | throughput per GPU (TFLOP/s/GPU): 138.0 | learning rate" in line
+
+
+def test_startup_lines_are_megatrons():
+    config = config_of(**SMALL, fp16=True)
+    lines = startup_lines(config, {(0, 0): 7, (1, 0): 8, (0, 1): 9})
+    assert lines[0] == "using torch.float16 for parameters ..."
+    assert lines[1] == "------------------------ arguments ------------------------"
+    assert "  adam_beta1 ...................................... 0.9" in lines
+    assert "  accumulate_allreduce_grads_in_fp32 .............. True" in lines
+    arguments = argument_lines(config)
+    assert arguments[-1] == "-------------------- end of arguments ---------------------"
+    assert arguments[1:-1] == sorted(arguments[1:-1], key=str.lower)
+    assert batch_line(config) == "setting number of micro-batches to constant 288"
+    wide = config_of(**SMALL | {"make_vocab_size_divisible_by": 1024})
+    assert vocabulary_line(wide) == " > padded vocab (size: 50257) with 943 dummy tokens (new size: 51200)"
+    assert parameter_lines({(0, 1): 9, (1, 0): 8, (0, 0): 7}) == [
+        " > number of parameters on (tensor, pipeline) model parallel rank (0, 0): 7",
+        " > number of parameters on (tensor, pipeline) model parallel rank (1, 0): 8",
+        " > number of parameters on (tensor, pipeline) model parallel rank (0, 1): 9",
+    ]
+    assert target_lines(146484375, 5863680, 11520) == [
+        " > datasets target sizes (minimum size):",
+        "    train:      146484375",
+        "    validation: 5863680",
+        "    test:       11520",
+    ]
+
+
+def test_a_ramp_is_told():
+    given = {**SMALL, "train_iters": None, "train_samples": 5000, "global_batch_size": 32}
+    assert batch_line(config_of(**given, rampup_batch_size="16 8 1000")) == (
+        "will use batch size rampup starting from global batch size 16 to global batch size 32"
+        " with batch size increments 8 over 1000 samples."
+    )
+
+
+def test_the_checksum_is_castagnolis():
+    assert crc32c(b"123456789") == 0xE3069283
+    assert crc32c(b"") == 0
+
+
+def parse(payload):
+    """Fields of a message as (number, value) pairs."""
+    found, at = [], 0
+    while at < len(payload):
+        key, at = payload[at], at + 1
+        if key & 7 == 1:
+            found.append((key >> 3, struct.unpack_from("<d", payload, at)[0]))
+            at += 8
+        elif key & 7 == 5:
+            found.append((key >> 3, struct.unpack_from("<f", payload, at)[0]))
+            at += 4
+        else:
+            value = shift = 0
+            while True:
+                byte, at = payload[at], at + 1
+                value |= (byte & 127) << shift
+                shift += 7
+                if byte < 128:
+                    break
+            if key & 7 == 2:
+                found.append((key >> 3, payload[at : at + value]))
+                at += value
+            else:
+                found.append((key >> 3, value))
+    return found
+
+
+def test_event_files_hold_the_scalars(tmp_path):
+    writer = EventWriter(tmp_path / "board")
+    writer.scalars(300, scalars_of(IterationFigures(**FIGURES)))
+    writer.scalars(301, {"lm loss": 2.5})
+    writer.close()
+    [path] = (tmp_path / "board").iterdir()
+    assert path.name.startswith("events.out.tfevents.")
+    payload, messages = path.read_bytes(), []
+    while payload:
+        (length,) = struct.unpack("<Q", payload[:8])
+        message = payload[12 : 12 + length]
+        assert record(message) == payload[: 16 + length]
+        messages.append(parse(message))
+        payload = payload[16 + length :]
+    assert dict(messages[0])[3] == b"brain.Event:2"
+    assert dict(messages[1])[2] == 300
+    values = [dict(parse(value)) for _, value in parse(dict(messages[1])[5])]
+    assert {value[1].decode() for value in values} == {
+        "learning-rate",
+        "batch-size",
+        "lm loss",
+        "loss-scale",
+        "grad-norm",
+        "iteration-time",
+    }
+    assert dict(parse(dict(parse(dict(messages[2])[5]))[1])) == {1: b"lm loss", 2: 2.5}
+
+
+def test_one_event_byte_for_byte():
+    assert event(1.0, 5, {"a": 0.5}).hex() == "09000000000000f03f10052a0a0a080a0161150000003f"
+
+
+@pytest.mark.parametrize(
+    ("tied", "matrices"), [(True, 4 * (12 * 64 * 64) + 128 * 64), (False, 4 * (12 * 64 * 64) + 128 * 64)]
+)
+def test_operations_of_a_step_by_hand(tied, matrices):
+    family = Gpt(
+        GptShape(
+            num_layers=4,
+            hidden_size=64,
+            ffn_hidden_size=256,
+            num_attention_heads=4,
+            max_position_embeddings=32,
+            vocab_size=100,
+            padded_vocab_size=128,
+            tied_embeddings=tied,
+        )
+    )
+    assert matrix_parameters(family) == matrices
+    flops = step_flops(family, width=64, samples=2, tokens=32)
+    assert flops == 2 * 32 * (6 * matrices + 12 * 4 * 32 * 64)

@@ -1,0 +1,64 @@
+"""Batch sizes and sample lengths as pure functions, against plain loops."""
+
+from __future__ import annotations
+
+import pytest
+
+from dynmo_train.config.parse import batch_sizes_of
+from dynmo_train.errors import UsageError
+from dynmo_train.optim.schedule import LearningRate
+from dynmo_train.pacing import BatchSizes, Curriculum
+
+GPT3 = BatchSizes(start=16, increment=16, ramp_samples=5_859_375, final=1536)
+SMALL = BatchSizes(start=2, increment=2, ramp_samples=50, final=8)
+
+
+def test_the_ramp_of_gpt3():
+    assert [GPT3.at(consumed) for consumed in (0, 61_677, 61_678, 5_859_375, 5_859_376)] == [16, 16, 32, 1536, 1536]
+    assert GPT3.sizes()[:2] + GPT3.sizes()[-2:] == [16, 32, 1520, 1536]
+
+
+def test_a_small_ramp_by_hand():
+    # Three parts of 50 / 3 samples: 2 until 16.7, 4 until 33.3, 6 until 50, then 8.
+    sizes, consumed = [], 0
+    for _ in range(20):
+        sizes.append(SMALL.at(consumed))
+        consumed += sizes[-1]
+    assert sizes == [2] * 9 + [4] * 4 + [6] * 3 + [8] * 4
+    assert [SMALL.consumed_after(steps) for steps in (0, 9, 13, 16, 20)] == [0, 18, 34, 52, 84]
+
+
+@pytest.mark.parametrize(
+    "sizes", [SMALL, BatchSizes.constant(8), BatchSizes(start=8, increment=4, ramp_samples=10, final=8)]
+)
+@pytest.mark.parametrize("samples", [0, 7, 17, 18, 33, 52, 53, 100, 123])
+def test_steps_are_those_that_fit_into_the_samples(sizes, samples):
+    steps = sizes.steps_for(samples)
+    assert sizes.consumed_after(steps) <= samples < sizes.consumed_after(steps + 1)
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("16 16", "START INCREMENT SAMPLES"),
+        ("a b c", "is 'a b c'"),
+        ("3 2 10", "whole steps"),
+        ("9 1 10", "whole steps"),
+    ],
+)
+def test_a_ramp_that_cannot_be_is_refused(text, told):
+    with pytest.raises(UsageError, match=told):
+        batch_sizes_of(text, 8)
+
+
+def test_the_curriculum_by_hand():
+    linear = Curriculum(shortest=64, longest=1024, steps=100, multiple=8, root=1.0)
+    assert [linear.at(step) for step in (1, 2, 50, 99, 100, 500)] == [72, 80, 544, 1008, 1024, 1024]
+    root = Curriculum(shortest=64, longest=1024, steps=100, multiple=8, root=2.0)
+    assert [root.at(step) for step in (1, 25, 100)] == [160, 544, 1024]
+    assert Curriculum(shortest=5, longest=32, steps=10, multiple=8, root=1.0).at(1) == 5
+
+
+def test_inverse_square_root():
+    rate = LearningRate(peak=1.0, floor=0.2, style="inverse-square-root", warmup_steps=4, decay_steps=100)
+    assert [rate.at(step) for step in (0, 2, 4, 16, 10_000)] == [0.0, 0.5, 1.0, 0.5, 0.2]
