@@ -14,9 +14,9 @@ from typing import IO, Any
 import numpy as np
 import numpy.typing as npt
 
+from .copying import copy_into
 from .errors import UsageError
 from .formats.indexed import Index, best_dtype, bin_path, encode_index, idx_path
-from .joining import copy_into
 from .plan import Plan
 from .records import BadLineError, text_of
 from .sentences import split_sentences

@@ -10,9 +10,9 @@ from typing import IO, Any
 
 import numpy as np
 
+from .copying import copy_into
 from .errors import UsageError
 from .formats.indexed import CODES, Index, bin_path, encode_index, idx_path, read_index
-from .joining import copy_into
 from .settings import IndexForm
 from .wholefile import sweep_temporaries
 
@@ -108,10 +108,15 @@ def merged_index(indices: Sequence[Index], names: Sequence[Path], *, widen: bool
     )
 
 
-def _copy_tokens(prefix: Path, index: Index, target: IO[bytes], dtype: np.dtype[Any]) -> None:
-    if index.dtype == dtype:
-        copy_into(target, [bin_path(prefix)])
+def _copy_tokens(prefixes: Sequence[Path], indices: Sequence[Index], target: IO[bytes], dtype: np.dtype[Any]) -> None:
+    if all(index.dtype == dtype for index in indices):
+        copy_into(target, [bin_path(prefix) for prefix in prefixes])
         return
+    for prefix, index in zip(prefixes, indices, strict=True):
+        _cast_tokens(prefix, index, target, dtype)
+
+
+def _cast_tokens(prefix: Path, index: Index, target: IO[bytes], dtype: np.dtype[Any]) -> None:
     with open(bin_path(prefix), "rb") as source:
         while payload := source.read(BLOCK_TOKENS * index.dtype.itemsize):
             block = np.frombuffer(payload, dtype=index.dtype.newbyteorder("<"))
@@ -132,8 +137,7 @@ def merge_datasets(prefixes: Sequence[Path], output: Path, *, widen: bool = Fals
     indices = [read_index(prefix) for prefix in prefixes]
     merged = merged_index(indices, prefixes, widen=widen)
     with _new_dataset(output) as (tokens, idx):
-        for prefix, index in zip(prefixes, indices, strict=True):
-            _copy_tokens(prefix, index, tokens, merged.dtype)
+        _copy_tokens(prefixes, indices, tokens, merged.dtype)
         for piece in encode_index(merged):
             idx.write(piece)
     return merged
@@ -164,7 +168,7 @@ def convert_dataset(prefix: Path, output: Path, form: IndexForm, dtype: np.dtype
         modes=index.modes,
     )
     with _new_dataset(output) as (tokens, idx):
-        _copy_tokens(prefix, index, tokens, converted.dtype)
+        _copy_tokens([prefix], [index], tokens, converted.dtype)
         for piece in encode_index(converted):
             idx.write(piece)
     return converted

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import json
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from operator import itemgetter
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 
@@ -28,6 +30,7 @@ from .minhash import BLOCK_SHINGLES, permutations, sign
 from .plan import Plan
 from .records import Row
 from .settings import MatchSettings, RemoveDuplicatesSettings
+from .spilling import NameTable, SortedPairs
 from .tasks import Phase, Task, marker_of
 from .unionfind import UnionFind
 
@@ -142,14 +145,11 @@ def mark_later_ones(task: Task) -> None:
     sets = UnionFind(documents.count)
     for pair in _pairs(documents, settings, sets.together):
         sets.join(pair.main, pair.other)
-    groups = list(sets.groups())
-    removed = np.zeros(documents.count, dtype=np.uint8)
-    for group in groups:
-        removed[group[1:]] = 1
+    removed, groups, largest = sets.later_ones()
     task.create(task.part(REMOVED)).write(removed[before:].tobytes())
     if settings.save_fingerprints is not None:
         save_parts(parts, settings.save_fingerprints, settings)
-    task.facts.update(groups=len(groups), largest_group=max(map(len, groups), default=0))
+    task.facts.update(groups=groups, largest_group=largest)
     if before:
         task.facts["earlier_documents"] = before
 
@@ -168,12 +168,13 @@ def remove_marked(task: Task) -> None:
             task.keep(writer, row.raw)
 
 
-def unique_names(documents: SignedDocuments) -> tuple[list[str], int]:
-    """A name for each document that is its own, and the number of names that several had."""
-    names = documents.names()
-    counts = Counter(name for name, _ in names if name is not None)
-    repeated = sum(1 for count in counts.values() if count > 1)
-    return [name if name is not None and counts[name] == 1 else place for name, place in names], repeated
+def _write_pairs(writer: IO[bytes], found: SortedPairs, names: NameTable) -> int:
+    count = 0
+    for main, pairs in itertools.groupby(found, key=itemgetter(0)):
+        listed = [{names[other]: round(index, 6)} for _, other, index in pairs]
+        writer.write(json.dumps({names[main]: listed}, ensure_ascii=False).encode() + b"\n")
+        count += len(listed)
+    return count
 
 
 def list_pairs(task: Task) -> None:
@@ -181,17 +182,16 @@ def list_pairs(task: Task) -> None:
     settings: MatchSettings = task.job.settings
     parts, _ = _parts(task)
     documents = SignedDocuments(parts, settings.num_seeds)
-    found: dict[int, dict[int, float]] = {}
-    for pair in _pairs(documents, settings, Seen(documents.count)):
-        found.setdefault(pair.main, {})[pair.other] = pair.jaccard
-    names, repeated = unique_names(documents)
-    writer = task.create(task.job.output)
-    for main, others in sorted(found.items()):
-        listed = [{names[other]: round(others[other], 6)} for other in sorted(others)]
-        writer.write(json.dumps({names[main]: listed}, ensure_ascii=False).encode() + b"\n")
+    folder = task.job.work / "parts"
+    with contextlib.ExitStack() as stack:
+        found = stack.enter_context(SortedPairs(folder))
+        for pair in _pairs(documents, settings, Seen(documents.count)):
+            found.add(pair.main, pair.other, pair.jaccard)
+        names = stack.enter_context(NameTable([part.path(NAMES) for part in parts], documents.count, folder))
+        count = _write_pairs(task.create(task.job.output), found, names)
     if settings.save_fingerprints is not None:
         save_parts(parts, settings.save_fingerprints, settings)
-    task.facts.update(pairs=sum(map(len, found.values())), repeated_names=repeated)
+    task.facts.update(pairs=count, repeated_names=names.num_repeated)
 
 
 def remove_named(task: Task) -> None:

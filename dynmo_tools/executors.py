@@ -8,7 +8,9 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import signal
+import sys
 import traceback
+import types
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
@@ -67,7 +69,8 @@ def run_local(
         for _ in range(min(workers, len(queue))):
             ours, theirs = context.Pipe()
             process = context.Process(target=_serve, args=(theirs, job, phase), daemon=True)
-            process.start()
+            with _bare_main():
+                process.start()
             theirs.close()
             crew.append(_Worker(process, ours))
         for worker in crew:
@@ -82,6 +85,17 @@ def run_local(
                     _next(worker, queue)
     finally:
         _dismiss(crew)
+
+
+@contextlib.contextmanager
+def _bare_main() -> Iterator[None]:
+    """Hide the program's main module: a spawned process would import it, and the whole command line with it."""
+    main = sys.modules["__main__"]
+    sys.modules["__main__"] = types.ModuleType("__main__")
+    try:
+        yield
+    finally:
+        sys.modules["__main__"] = main
 
 
 def _next(worker: _Worker, queue: list[int]) -> None:

@@ -16,14 +16,15 @@ import numpy as np
 import numpy.typing as npt
 
 from . import __version__
+from .copying import copy_into
 from .errors import UsageError
 from .formats._document import encode_json, envelope, read_json, write_whole
-from .joining import copy_into
 from .minhash import SCHEME, band_keys
 from .settings import MatchSettings
 from .shingles import U32, U64
 
 SIGNATURES, TEXTS, OFFSETS, NAMES = "signatures.u32", "texts.bin", "offsets.i64", "names.jsonl"
+BLOCK_DOCUMENTS = 1 << 16
 FORMAT, VERSION = "dynmo.fingerprints", 1
 
 
@@ -106,7 +107,6 @@ class SignedDocuments:
 
     def __init__(self, parts: Sequence[SignedPart], num_seeds: int) -> None:
         self.first = np.cumsum([0, *(part.count for part in parts)])
-        self._parts = parts
         self._signatures: list[U32] = [
             np.memmap(part.path(SIGNATURES), dtype=np.uint32, mode="r", shape=(part.count, num_seeds))
             if part.count
@@ -132,15 +132,12 @@ class SignedDocuments:
 
     def band_keys(self, band: int, num_bands: int) -> U64:
         """The keys of all documents in one band."""
-        return np.concatenate([band_keys(signatures, band, num_bands) for signatures in self._signatures])
-
-    def names(self) -> list[tuple[str | None, str]]:
-        """Of each document its name, if it has one, and its place."""
-        found: list[tuple[str | None, str]] = []
-        for part in self._parts:
-            with open(part.path(NAMES), encoding="utf-8") as handle:
-                found += [tuple(json.loads(line)) for line in handle]
-        return found
+        keys: U64 = np.empty(self.count, dtype=np.uint64)
+        for first, signatures in zip(self.first, self._signatures, strict=False):
+            for begin in range(0, len(signatures), BLOCK_DOCUMENTS):
+                block = signatures[begin : begin + BLOCK_DOCUMENTS]
+                keys[first + begin : first + begin + len(block)] = band_keys(block, band, num_bands)
+        return keys
 
 
 def write_name(target: IO[bytes], name: str | None, place: str) -> None:

@@ -9,6 +9,7 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -298,7 +299,14 @@ def _finish(job: Job, plan: Plan, phases: Sequence[Phase], summary: Summary) -> 
     _gather_rejects(job, plan, phases)
     document = {**envelope(SUMMARY_FORMAT, SUMMARY_VERSION, f"dynmo-prep {__version__}"), **summary.as_json()}
     write_whole(job.work / "summary.json", encode_json(document))
-    shutil.rmtree(job.work / "parts", ignore_errors=True)
+    _remove_parts(job.work / "parts")
+
+
+def _remove_parts(folder: Path) -> None:
+    """Remove the parts, several at a time: giving back the memory and the blocks of large files takes a while."""
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(lambda path: path.unlink(missing_ok=True), list(folder.glob("*"))))
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 def _gather_rejects(job: Job, plan: Plan, phases: Sequence[Phase]) -> None:

@@ -3,31 +3,14 @@
 from __future__ import annotations
 
 import os
-import shutil
-from collections.abc import Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from .compression import is_compressed
+from .copying import copy_into
 from .plan import Plan
 from .records import Row, encode_row, has_surrogates
 from .tasks import Phase, Task
-
-COPY_BYTES = 1 << 30
-BUFFER_BYTES = 1 << 24
-
-
-def copy_into(target: IO[bytes], parts: Sequence[Path]) -> None:
-    """Append the bytes of ``parts`` to ``target``, by the kernel where it can."""
-    target.flush()
-    for part in parts:
-        with open(part, "rb") as source:
-            try:
-                while os.copy_file_range(source.fileno(), target.fileno(), COPY_BYTES):
-                    pass
-            except (OSError, AttributeError):  # not on this system, or not between these file systems
-                shutil.copyfileobj(source, target, BUFFER_BYTES)
-                target.flush()
 
 
 def join_parts(task: Task, kind: str, output: Path) -> None:

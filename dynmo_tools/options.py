@@ -12,8 +12,6 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
-import typer
-
 from .errors import UsageError
 
 
@@ -57,6 +55,8 @@ def _without_none(hint: Any) -> Any:
 
 def parameters(kind: type) -> list[inspect.Parameter]:
     """The settings of ``kind`` as typer parameters, one flag each."""
+    import typer  # not above: workers know settings, and parse no flags
+
     found = []
     resolved = hints(kind)
     for field in dataclasses.fields(kind):

@@ -9,7 +9,8 @@ from __future__ import annotations
 import numpy as np
 
 from .compression import is_compressed
-from .joining import copy_into, records_ending
+from .copying import copy_into
+from .joining import records_ending
 from .plan import Plan
 from .settings import ShuffleSettings
 from .tasks import Phase, Task, marker_of

@@ -7,6 +7,8 @@ from collections.abc import Iterator
 import numpy as np
 import numpy.typing as npt
 
+BLOCK = 1 << 20
+
 
 class UnionFind:
     """Disjoint sets over ``0 .. count-1``; 8 bytes a document, 4 below two thousand million of them."""
@@ -35,9 +37,23 @@ class UnionFind:
         """Whether both documents are in one set."""
         return self.find(first) == self.find(second)
 
+    def later_ones(self) -> tuple[npt.NDArray[np.uint8], int, int]:
+        """Which documents are behind the first of their set (1, else 0), the number of sets with such, the largest."""
+        parents = self.parents
+        for begin in range(0, len(parents), BLOCK):  # a root is never behind its members, so blocks before are done
+            block = parents[begin : begin + BLOCK]
+            while (above := parents[block]).tobytes() != block.tobytes():
+                block[:] = above
+        moved = np.zeros(len(parents), dtype=np.uint8)
+        for begin in range(0, len(parents), BLOCK):
+            block = parents[begin : begin + BLOCK]
+            moved[begin : begin + BLOCK] = block != np.arange(begin, begin + len(block))
+        _, counts = np.unique(parents[moved.view(np.bool_)], return_counts=True)
+        return moved, len(counts), int(counts.max(initial=0)) + bool(len(counts))
+
     def groups(self) -> Iterator[list[int]]:
         """The sets of two documents and more, ordered by their first document, each in ascending order."""
-        moved = np.flatnonzero(self.parents != np.arange(len(self.parents)))
+        moved = np.flatnonzero(self.parents != np.arange(len(self.parents), dtype=self.parents.dtype))
         members: dict[int, list[int]] = {}
         for index in map(int, moved):
             root = self.find(index)

@@ -94,6 +94,7 @@ def begin(config: Config, world: World) -> Beginning:
             micro_batch_size=config.training.micro_batch_size,
             tensor_parallel_size=dims.tensor,
             data_parallel_size=dims.data,
+            expert_parallel_size=dims.expert,
         ),
         measure_link(world),
         workers,

@@ -167,6 +167,7 @@ class ParallelConfig:
             ),
         ),
     )
+    expert_model_parallel_size: int = option("Replicas that share the experts of each layer.", default=1, minimum=1)
     DDP_impl: DdpImpl = option(
         "When replicas add their gradients: at the end of a step (local), or each layer's when it is final (torch).",
         default="local",

@@ -196,6 +196,21 @@ def _zero(config: Config, _world_size: int) -> Iterator[Problem]:
         )
 
 
+def _experts(config: Config, _world_size: int) -> Iterator[Problem]:
+    parallel, model = config.parallel, config.model
+    size, flag = parallel.expert_model_parallel_size, "--expert-model-parallel-size"
+    if size == 1:
+        return
+    if model.num_experts is None:
+        yield _conflict(flag, f"{size} needs --num-experts")
+    elif model.num_experts % size:
+        yield _conflict(flag, f"{size} does not divide --num-experts {model.num_experts}")
+    if parallel.data_parallel_size % size:
+        yield _conflict(flag, f"{size} does not divide the {parallel.data_parallel_size} data-parallel replicas")
+    if parallel.zero_stage:
+        yield _later(flag, f"{size} does not go with --zero-stage {parallel.zero_stage}; leave one of them out")
+
+
 def _cuts_answers(config: Config) -> bool:
     """Whether a decoder's stream is cut along its tokens."""
     return config.parallel.sequence_parallel and config.model.family == "t5"
@@ -466,6 +481,7 @@ RULES: tuple[Rule, ...] = (
     _workers,
     _tensor,
     _sequence,
+    _experts,
     _zero,
     _stages,
     _microbatches,

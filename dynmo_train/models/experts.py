@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from ..parallel.experts import ExpertExchange
 from .blocks import FeedForward
 from .expert_routing import balanced_assignment, expert_choice
 from .items import Reported
@@ -139,13 +140,27 @@ def _within_capacity(
     return kept_M
 
 
-class Experts(nn.ModuleList):
-    """The MLPs of a layer, by number."""
+class Experts(nn.ModuleDict):
+    """The MLPs of a layer that this process holds, by number; ``exchange`` finds those that others hold."""
+
+    exchange: ExpertExchange | None = None
 
     def forward(self, sorted_MD: torch.Tensor, counts: list[int]) -> torch.Tensor:
         """Apply each expert to its share of the rows: ``counts[e]`` rows for expert ``e``, in order."""
+        if self.exchange is not None:
+            return self.exchange.run(sorted_MD, counts, self._apply_own)
+        return self._apply_own(sorted_MD, counts)
+
+    def _apply_own(self, sorted_MD: torch.Tensor, counts: list[int]) -> torch.Tensor:
         parts = sorted_MD.split(counts)
-        return torch.cat([expert(part) for expert, part in zip(self, parts, strict=True)])
+        return torch.cat([expert(part) for expert, part in zip(self.values(), parts, strict=True)])
+
+    def keep(self, exchange: ExpertExchange) -> None:
+        """Hold the process's own experts alone; the others are reached through ``exchange``."""
+        self.exchange = exchange
+        own = exchange.own(len(self))
+        for number in [number for number in self if int(number) not in own]:
+            del self[number]
 
 
 class MoeMlp(nn.Module):
@@ -167,8 +182,10 @@ class MoeMlp(nn.Module):
         self.moe, self.norm, self.dropout = moe, norm, dropout
         self.router = nn.Linear(width, moe.num_experts, bias=False, device=device)
         self.experts = Experts(
-            FeedForward(width=width, inner=inner, activation=activation, bias=bias, device=device)
-            for _ in range(moe.num_experts)
+            {
+                str(number): FeedForward(width=width, inner=inner, activation=activation, bias=bias, device=device)
+                for number in range(moe.num_experts)
+            }
         )
 
     def _by_token(self, x_ND: torch.Tensor, routing: Routing) -> torch.Tensor:

@@ -8,6 +8,9 @@ Peers are installed elsewhere and named by environment variables; one that is no
     PEER_MEGATRON   a checkout of a current Megatron-LM
     PEER_HF_GPT2    a folder with GPT-2's tokenizer.json and tokenizer_config.json, for the latter
     PEER_PATH       folders for PYTHONPATH that the peers need (nltk, triton, mattilyra's lsh)
+    PEER_PYTHON     the interpreter that has the peers (datatrove, text-dedup's needs, torch) [default: this one]
+    PEER_TEXT_DEDUP a checkout of text-dedup
+    PEER_DATATROVE  set to anything where PEER_PYTHON has datatrove
 
 Each figure is the best of three (or of REPEATS); "CPU" is user and system time of the whole command with its children.
 """
@@ -25,14 +28,16 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 ROOT = Path(__file__).parents[2]
 PREP = [sys.executable, "-c", "from dynmo_tools.cli import main; main()"]
+PEER_PYTHON = os.environ.get("PEER_PYTHON", sys.executable)
 REPEATS = int(os.environ.get("REPEATS", "3"))
 
 
@@ -138,7 +143,7 @@ def bench_binarize(options: argparse.Namespace, folder: Path) -> None:
 
     if (classic := peer("PEER_CLASSIC")) is not None:
         command = [
-            sys.executable,
+            PEER_PYTHON,
             str(classic / "tools/preprocess_data.py"),
             "--input",
             text,
@@ -165,7 +170,7 @@ def bench_binarize(options: argparse.Namespace, folder: Path) -> None:
             ("core", "preprocess_data.py", ["--workers", "2", "--log-interval", "100000"]),
             ("fast", "preprocess_data_fast.py", ["--use-gigatoken"]),
         ):
-            command = [sys.executable, str(current / "tools" / script), *common, "--output-prefix", name, *more]
+            command = [PEER_PYTHON, str(current / "tools" / script), *common, "--output-prefix", name, *more]
             took = best(lambda command=command: run(command, folder, python_path=str(current)))
             row(f"core {script} ({took.rss_mb:.0f} MB)", one, took, check(name))
 
@@ -267,46 +272,218 @@ def bench_decontaminate(options: argparse.Namespace, folder: Path) -> None:
     if (classic := peer("PEER_CLASSIC")) is not None:
         script = str(classic / "tools/openwebtext/filter_ngrams.py")
         command = [
-            sys.executable, script, "--tasks", "lambada", "--lambada-path", task, "--dedup-dataset", source, "text",
+            PEER_PYTHON, script, "--tasks", "lambada", "--lambada-path", task, "--dedup-dataset", source, "text",
             "--output", "classic.jsonl", "--num-threads", "1",
         ]  # fmt: skip
         slow = best(lambda: run(command, folder, python_path=str(classic)))
         row("filter_ngrams.py, 1 thread", took, slow, same(folder / "ours.jsonl", folder / "classic.jsonl"))
 
 
+TEXT_DEDUP = """
+[input]
+input_type = "local_files"
+file_type = "json"
+read_arguments = {{ path = "json", data_files = "{source}", split = "train" }}
+[algorithm]
+algorithm_name = "minhash"
+text_column = "text"
+num_proc = 2
+num_perm = 100
+bands = 10
+rows = 10
+threshold = 0.9
+ngram_size = 5
+check_false_positive = true
+[output]
+output_dir = "text_dedup"
+save_clusters = true
+[debug]
+enable_profiling = false
+"""
+
+DATATROVE = """
+from datatrove.executor.local import LocalPipelineExecutor as Run
+from datatrove.pipeline.dedup import MinhashDedupBuckets, MinhashDedupCluster, MinhashDedupFilter, MinhashDedupSignature
+from datatrove.pipeline.dedup.minhash import MinhashConfig
+from datatrove.pipeline.readers import JsonlReader
+from datatrove.pipeline.writers.jsonl import JsonlWriter
+
+def main():
+    rules = MinhashConfig(n_grams=5, num_buckets=10, hashes_per_bucket=10)
+    read = JsonlReader("halves")
+    steps = (
+        (2, [read, MinhashDedupSignature(output_folder="dt/sig", config=rules)]),
+        (10, [MinhashDedupBuckets(input_folder="dt/sig", output_folder="dt/buckets", config=rules)]),
+        (1, [MinhashDedupCluster(input_folder="dt/buckets", output_folder="dt/remove", config=rules)]),
+        (2, [read, MinhashDedupFilter(input_folder="dt/remove"), JsonlWriter("dt/out", compression=None)]),
+    )
+    for number, (tasks, pipeline) in enumerate(steps):
+        Run(pipeline=pipeline, tasks=tasks, workers=2, logging_dir=f"dt/logs/{number}").run()
+
+if __name__ == "__main__":
+    main()
+"""
+
+
+def true_pairs(texts: list[str], threshold: float) -> list[tuple[int, int, float]]:
+    """Every pair, and its index, whose true Jaccard index of character 5-grams reaches ``threshold``: none is missed.
+
+    Two sets of that index share one of the ``size - ceil(threshold * size) + 1`` rarest elements of each (the prefix
+    filter of Chaudhuri, Ganti, Kaushik 2006); pairs that do and share half of every 16th element are compared in full.
+    """
+    from dynmo_tools.shingles import code_points, hash_windows, jaccard
+
+    found = [np.unique(hash_windows(code_points(text), 5)) for text in texts]
+    values, counts = np.unique(np.concatenate(found), return_counts=True)
+    prefixes = []
+    for grams in found:
+        order = np.lexsort((grams, counts[np.searchsorted(values, grams)]))
+        prefixes.append(grams[order][: len(grams) - int(np.ceil(threshold * len(grams))) + 1])
+    owners = np.repeat(np.arange(len(texts)), [len(prefix) for prefix in prefixes])
+    keys = np.concatenate(prefixes)
+    order = np.lexsort((owners, keys))
+    keys, owners = keys[order], owners[order]
+    candidates: list[Any] = []
+    step = 1
+    while (same := keys[step:] == keys[:-step]).any():
+        candidates.append(np.unique(owners[:-step][same] * len(texts) + owners[step:][same]))
+        step += 1
+    sizes = np.asarray([len(grams) for grams in found])
+    first, second = np.divmod(np.unique(np.concatenate([np.zeros(0, dtype=np.int64), *candidates])), len(texts))
+    near = np.minimum(sizes[first], sizes[second]) >= threshold * np.maximum(sizes[first], sizes[second])
+    pairs = zip(first[near].tolist(), second[near].tolist(), strict=True)
+    few = [frozenset(grams[grams % 16 == 0].tolist()) for grams in found]
+    likely = ((one, two) for one, two in pairs if 2 * len(few[one] & few[two]) >= len(few[one]))
+    judged = ((one, two, jaccard(texts[one], texts[two], 5)) for one, two in likely)
+    return [pair for pair in judged if pair[2] >= threshold]
+
+
 def bench_dedup(options: argparse.Namespace, folder: Path) -> None:
-    """Recall is measured against every pair's true index, of documents that share a rare shingle."""
+    """Recall: the share of pairs with a true index of 0.95 and more of which at most one document is left."""
     source = Path(options.text).resolve()
+    rows = [json.loads(line) for line in source.read_text().splitlines()]
+    place = {row["id"]: number for number, row in enumerate(rows)}
+    texts = [row["text"] for row in rows]
+    truth = Path(options.truth) if options.truth else folder / "truth.json"
+    if not truth.exists():
+        truth.write_text(json.dumps(true_pairs(texts, 0.9)))
+    found = json.loads(truth.read_text())
+    near = [(first, second) for first, second, index in found if index >= 0.95]
+    similar = {document for first, second, _ in found for document in (first, second)}
+    say(f"| ({len(rows)} documents, {len(near)} pairs at 0.95 or more, {len(similar)} in pairs at 0.9) | | | | | |")
+
+    def judged(name: str, kept: list[str]) -> str:
+        left = {place[one] for one in kept}
+        recall = sum(not (first in left and second in left) for first, second in near) / max(len(near), 1)
+        wrong = len(set(range(len(rows))) - left - similar)
+        return f"{name} removed {len(rows) - len(left)}, {wrong} of them without a pair at 0.9; recall {recall:.4f}"
 
     def ours() -> Took:
         shutil.rmtree(folder / "ours.jsonl.work", ignore_errors=True)
-        return run([*PREP, "dedup", str(source), "-o", "ours.jsonl"], folder)
+        return run(
+            [*PREP, "dedup", str(source), "-o", "ours.jsonl", "--workers", "2", "--task-bytes", "8000000"], folder
+        )
 
     took = best(ours)
-    rows = source.read_text().count("\n")
-    left = (folder / "ours.jsonl").read_text().count("\n")
-    say(f"| (ours: {rows} documents, {rows - left} removed, {rows / took.wall_s:.0f} documents/s) | | | | | |")
+    own = judged("ours", ids_of([folder / "ours.jsonl"]))
+    say(f"| ({own}; {len(rows) / took.wall_s:.0f} documents/s, {took.rss_mb:.0f} MB) | | | | | |")
+    if (checkout := peer("PEER_TEXT_DEDUP")) is not None:
+        (folder / "config.toml").write_text(TEXT_DEDUP.format(source=source))
+        os.environ["HF_HOME"] = str(folder / "cache")
+
+        def text_dedup() -> Took:
+            shutil.rmtree(folder / "cache", ignore_errors=True)
+            command = [PEER_PYTHON, "-m", "text_dedup.minhash"]
+            return run(command, folder, python_path=str(checkout / "src"))
+
+        slow = best(text_dedup)
+        left = [
+            PEER_PYTHON,
+            "-c",
+            "import datasets, sys; sys.stdout.write('\\n'.join(datasets.load_from_disk('text_dedup')['id']))",
+        ]
+        kept = subprocess.run(left, cwd=folder, capture_output=True, text=True, check=True).stdout.split()
+        row("text-dedup, check on, 2 processes", took, slow, judged("it", kept))
+    if peer("PEER_DATATROVE") is not None:
+        (folder / "datatrove_run.py").write_text(DATATROVE)
+        (folder / "halves").mkdir()
+        lines = source.read_bytes().splitlines(keepends=True)
+        for number in range(2):
+            (folder / "halves" / f"{number}.jsonl").write_bytes(b"".join(lines[number::2]))
+
+        def datatrove() -> Took:
+            shutil.rmtree(folder / "dt", ignore_errors=True)
+            return run([PEER_PYTHON, "datatrove_run.py"], folder)
+
+        slow = best(datatrove)
+        row("datatrove, no check, 2 processes", took, slow, judged("it", ids_of((folder / "dt" / "out").iterdir())))
     if (classic := peer("PEER_CLASSIC")) is not None:
         command = [
-            sys.executable, str(classic / "tools/openwebtext/find_duplicates.py"), "--inputs", str(source), "id",
+            PEER_PYTHON, str(classic / "tools/openwebtext/find_duplicates.py"), "--inputs", str(source), "id",
             "--output", "pairs.jsonl",
         ]  # fmt: skip
         slow = best(lambda: run(command, folder, python_path=str(classic)))
         row("find_duplicates.py (pairs only)", took, slow)
 
 
+def ids_of(paths: Iterable[Path]) -> list[str]:
+    """The ids of the documents in some files of JSON lines."""
+    return [json.loads(line)["id"] for path in paths for line in path.read_text().splitlines()]
+
+
 def bench_merge(options: argparse.Namespace, folder: Path) -> None:
     from dynmo_tools.formats.indexed import Index, encode_index
 
+    tokens = int(options.gigabytes * 1e9) >> 14 << 12  # of each half
     for name in ("a", "b"):
-        lengths = np.full(1 << 16, 1 << 12, dtype=np.int64)
+        lengths = np.full(tokens >> 12, 1 << 12, dtype=np.int64)
         documents = np.arange(len(lengths) + 1)
         index = Index(form="mmap", dtype=np.dtype(np.uint16), lengths=lengths, documents=documents)
         (folder / f"{name}.idx").write_bytes(b"".join(encode_index(index)))
-        np.random.default_rng(0).integers(0, 65_535, 1 << 28, dtype=np.uint16).tofile(folder / f"{name}.bin")
-    ours = best(lambda: run([*PREP, "merge-indexed", "a", "b", "-o", "all"], folder))
-    copy = best(lambda: run(["bash", "-c", "cat a.bin b.bin > copy.bin && sync copy.bin"], folder))
-    row("cat and sync of the same 1.07 GB", ours, copy, same(folder / "all.bin", folder / "copy.bin"))
+        with open(folder / f"{name}.bin", "wb") as handle:
+            noise = np.random.default_rng(0).bytes(8192)
+            for _ in range(tokens >> 12):
+                handle.write(noise)
+    for name in ("all.bin", "copy.bin"):
+        (folder / name).unlink(missing_ok=True)
+
+    def ours() -> Took:
+        for name in ("all.bin", "all.idx"):
+            (folder / name).unlink(missing_ok=True)
+        os.sync()
+        return run([*PREP, "merge-indexed", "a", "b", "-o", "all"], folder)
+
+    def copy() -> Took:
+        for name in ("a.copy", "b.copy"):
+            (folder / name).unlink(missing_ok=True)
+        os.sync()
+        return run(["bash", "-c", "cp a.bin a.copy && cp b.bin b.copy && sync a.copy b.copy"], folder)
+
+    pairs = [(ours(), copy()) for _ in range(REPEATS)]
+    for one, other in pairs:
+        row(f"cp and sync of the same {tokens * 4 / 1e9:.2f} GB", one, other)
+    check = ["bash", "-c", "cat a.copy b.copy | cmp - all.bin"]
+    subprocess.run(check, cwd=folder, check=True)
+    say("| (same bytes) | | | | | |")
+
+
+def bench_workers(options: argparse.Namespace, folder: Path) -> None:
+    """One worker against two: binarize the text, its outputs compared."""
+    text, vocab, merges = (str(Path(p).resolve()) for p in (options.text, options.vocab, options.merges))
+    files = ["--vocab-file", vocab, "--merge-file", merges, "--tokenizer-type", "GPT2BPETokenizer", "--append-eod"]
+
+    def with_workers(count: int) -> Took:
+        shutil.rmtree(folder / f"w{count}.work", ignore_errors=True)
+        command = [*PREP, "binarize", "--input", text, "--output-prefix", f"w{count}", *files]
+        return run([*command, "--workers", str(count)], folder)
+
+    for _ in range(REPEATS):
+        one, two = with_workers(1), with_workers(2)
+        row(f"binarize {Path(text).stat().st_size / 1e9:.2f} GB: two workers (ours) against one", two, one)
+    for ending in ("bin", "idx"):
+        names = [str(folder / f"w{count}_text_document.{ending}") for count in (1, 2)]
+        subprocess.run(["cmp", *names], check=True)
+    say("| (same bytes) | | | | | |")
 
 
 BENCHES = {
@@ -316,6 +493,7 @@ BENCHES = {
     "decontaminate": bench_decontaminate,
     "dedup": bench_dedup,
     "merge": bench_merge,
+    "workers": bench_workers,
 }
 
 
@@ -325,6 +503,8 @@ def main() -> None:
     parser.add_argument("--text", help="JSON lines with a text (and an id for dedup)")
     parser.add_argument("--vocab", help="GPT-2's vocab.json")
     parser.add_argument("--merges", help="GPT-2's merges.txt")
+    parser.add_argument("--truth", help="for dedup: keeps the true pairs, which take longer than all else to find")
+    parser.add_argument("--gigabytes", type=float, default=1.07, help="size of the merged data set")
     parser.add_argument("--task", help="the task's file, for decontaminate")
     options = parser.parse_args()
     head(options.bench)

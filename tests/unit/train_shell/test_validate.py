@@ -26,6 +26,7 @@ def problems(world_size=1, **values):
     return validate(config, world_size)
 
 
+REPLICAS = {"world_size": 2, "pipeline_model_parallel_size": 1, "global_batch_size": 8}
 CASES = {
     "heads": ({"num_attention_heads": 5}, "--hidden-size"),
     "positions": ({"max_position_embeddings": 31}, "--seq-length"),
@@ -55,6 +56,16 @@ CASES = {
     "sequence and experts": (
         {"sequence_parallel": True, "tensor_model_parallel_size": 2, "world_size": 2, "num_experts": 4},
         "--sequence-parallel",
+    ),
+    "experts of nobody": ({"expert_model_parallel_size": 2, **REPLICAS}, "--expert-model-parallel-size"),
+    "experts dealt": (
+        {"expert_model_parallel_size": 2, "num_experts": 3, **REPLICAS},
+        "--expert-model-parallel-size",
+    ),
+    "experts alone": ({"expert_model_parallel_size": 2, "num_experts": 4}, "--expert-model-parallel-size"),
+    "experts and zero": (
+        {"expert_model_parallel_size": 2, "num_experts": 4, "zero_stage": 2, **REPLICAS},
+        "--expert-model-parallel-size",
     ),
     "zero and split": ({"zero_stage": 1, "schedule": "zero-bubble"}, "--zero-stage"),
     "sequence alone": ({"sequence_parallel": True}, "--sequence-parallel"),
