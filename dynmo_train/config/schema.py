@@ -29,6 +29,7 @@ TWO_STAGES = ("interleaved-1f1b", "zb-v")
 DecayStyle = Literal["cosine", "linear", "constant", "inverse-square-root"]
 CurriculumSchedule = Literal["fixed_linear", "fixed_root"]
 DdpImpl = Literal["local", "torch"]
+ReportFormat = Literal["text", "json"]
 Schedule = Literal["gpipe", "1f1b", "interleaved-1f1b", "zero-bubble", "zb-v"]
 BalanceMode = Literal["off", "online", "offline"]
 Granularity = Literal["layer", "sublayer"]
@@ -305,6 +306,16 @@ class RunConfig:
     deepspeed_config: str | None = option(
         "DeepSpeed JSON file, read for batch, precision, ZeRO, optimizer, clipping and curriculum.", default=None
     )
+    dry_run: bool = option(
+        "Print parameters, operations of a step and memory of each worker, and train nothing.", default=False
+    )
+    dry_run_device: str = option(
+        "Device of the --dry-run: h200, h100, a100, cpu, or a TOML file of dynmo-plan.", default="h200"
+    )
+    dry_run_processes: int | None = option(
+        "Devices of the --dry-run; none is tensor x pipeline parallel size.", default=None, minimum=1
+    )
+    dry_run_format: ReportFormat = option("How the --dry-run reports.", default="text")
     run_dir: str | None = option("Run directory; by default --save, else runs/UTC-model.", default=None)
     save: str | None = option("Run directory, under Megatron's name.", default=None)
     load: str | None = option(

@@ -381,8 +381,7 @@ def _freezing(config: Config, _world_size: int) -> Iterator[Problem]:
     cached = config.freezing.freeze_cache_activations is not None
     if cached and not steps and not adaptive:
         yield _conflict("--freeze-cache-activations", "has no effect without --freeze-schedule or --freeze-adaptive")
-    untied = config.model.untie_embeddings_and_output_weights
-    if cached and (steps or adaptive) and not untied and not config.freezing.freeze_tied:
+    elif cached and not (config.model.untie_embeddings_and_output_weights or config.freezing.freeze_tied):
         yield _conflict(
             "--freeze-cache-activations",
             "needs --freeze-tied or --untie-embeddings-and-output-weights: else the frozen embedding's weight goes on"
