@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +19,15 @@ from .faults import CorruptError, UnsupportedError
 from .io.pickles import Inert, Name, TensorRef
 from .io.torchfile import open_torch
 from .legacy_models import family_of, model_of, refuse_variants
+from .legacy_optimizer import OptimizerState, read_state
+from .legacy_sparse import densified
 from .names import Layout, Mapped, NameMap, layout_of, load_map, model_ties, to_ours
 from .views import Tensor
 
 RANK_NAME = re.compile(r"mp_rank_(\d+)(?:_(\d+))?")
 LAYER_NAME = re.compile(r"language_model\.(encoder|decoder)\.layers\.(\d+)\.")
 HEAD_COPY = "word_embeddings_for_head.weight"
+OUTPUT_LAYER = "language_model.output_layer.weight"
 WORD_TABLE = "language_model.embedding.word_embeddings.weight"
 
 
@@ -33,6 +37,11 @@ class LegacyOptions:
 
     vocab_size: int | None = None
     num_attention_heads: int | None = None
+    sparse: bool = False
+    first_replica: bool = False
+    untie: bool = False
+    drop: tuple[str, ...] = ()
+    with_optimizer: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,6 +53,11 @@ class LegacyCheckpoint:
     ties: Mapping[str, str]
     step: int
     remarks: list[str]
+    masks: Mapping[str, Tensor] = field(default_factory=dict)
+    scratch: object = None
+    optimizer: tuple[Mapped, ...] = ()
+    optimizer_steps: int = 0
+    weight_decay: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,6 +69,7 @@ class _Rank:
     args: Mapping[str, Any]
     version: float
     step: int
+    state: OptimizerState | None = None
 
 
 def is_legacy(path: Path) -> bool:
@@ -94,43 +109,115 @@ def open_legacy(path: Path, step: int | None, options: LegacyOptions) -> LegacyC
         UnsupportedError: another family, or a variant that our model does not compute.
     """
     directory = find_iteration(path, step)
-    grid = _read_ranks(directory)
+    grid = _read_ranks(directory, options.with_optimizer)
     first = grid[0][0]
-    stages, layers = _numbered_stages(grid)
+    facts = RankFacts(path=first.path, args=first.args, version=first.version, step=first.step)
+    if not options.with_optimizer:
+        return assemble(facts, *_numbered_stages(grid), options)
+    if options.drop or options.untie or options.sparse:
+        raise UsageError("--with-optimizer takes a checkpoint as it is, without --drop, --untie and --sparse")
+    kinds = {}
+    for kind in ("master", "exp_avg", "exp_avg_sq"):
+        moved = [[replace(rank, chunks=_state_chunks(rank, kind)) for rank in row] for row in grid]
+        kinds[kind] = assemble(facts, *_numbered_stages(moved), options)
+    moments = tuple(
+        replace(item, name=f"{item.name}.{kind}") for kind in ("exp_avg", "exp_avg_sq") for item in kinds[kind].tensors
+    )
+    steps = {rank.state.steps for row in grid for rank in row if rank.state is not None}
+    if len(steps) != 1:
+        raise CorruptError(f"{directory}: its ranks did {sorted(steps)} updates, where all must have done as many")
+    told = first.args.get("weight_decay", 0.01)
+    decay = float(told) if isinstance(told, int | float) else 0.01
+    remark = "the weights are the optimizer's float32 masters"
+    remarks = [*kinds["master"].remarks, remark]
+    return replace(kinds["master"], optimizer=moments, optimizer_steps=steps.pop(), remarks=remarks, weight_decay=decay)
+
+
+def _state_chunks(rank: _Rank, kind: str) -> list[Mapping[str, Tensor]]:
+    """The optimizer's tensors of one kind, in the place of the weights."""
+    if rank.state is None:
+        raise CorruptError(f"{rank.path}: holds no optimizer state")
+    return [{name: rank.state.tensors[kind][chunk, name] for name in each} for chunk, each in enumerate(rank.chunks)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankFacts:
+    """What the files say beside the tensors: one of them for messages, Megatron's arguments, version and iteration."""
+
+    path: Path
+    args: Mapping[str, Any]
+    version: float
+    step: int
+
+
+def assemble(
+    facts: RankFacts, stages: list[dict[str, list[Tensor]]], layers: Mapping[str, int], options: LegacyOptions
+) -> LegacyCheckpoint:
+    """Put stages together under our names.
+
+    Args:
+        facts: what the files say beside the tensors.
+        stages: in layer order, tensors of all tensor ranks by canonical name, layers numbered globally.
+        layers: number of layers of ``encoder`` and ``decoder``.
+        options: what a person adds.
+    """
     merged: dict[str, list[Tensor]] = {}
     copies: list[tuple[str, Tensor, Tensor]] = []
+    dropped: dict[str, None] = {}
+    if options.untie:
+        stages = [{OUTPUT_LAYER if name == HEAD_COPY else name: ranks for name, ranks in s.items()} for s in stages]
     for stage in stages:
         for name, ranks in stage.items():
+            if any(fnmatchcase(name, pattern) for pattern in options.drop):
+                dropped[name] = None
+                continue
             original = merged.get(WORD_TABLE if name == HEAD_COPY else name)
             if original is not None:
                 copies += [(f"{name} of two stages, tensor rank {r}", *two) for r, two in _pairs(original, ranks)]
             elif name == HEAD_COPY:
-                raise CorruptError(f"{directory}: has {HEAD_COPY}, and no embedding in an earlier stage")
+                raise CorruptError(f"{facts.path}: has {HEAD_COPY}, and no embedding in an earlier stage")
             else:
                 merged[name] = ranks
+    num_ranks = max((len(ranks) for ranks in merged.values()), default=1)
+    dense = densified(str(facts.path), merged)
+    merged = dense.tensors
     family = family_of(merged)
-    refuse_variants(str(first.path), family, first.args, merged)
-    csr = next((name for name in merged if name.endswith("row_offsets")), None)
-    if csr is not None:
-        raise UnsupportedError(f"{first.path}: {csr}: weights stored as sparse rows are not mapped")
-    remarks: list[str] = []
+    refuse_variants(str(facts.path), family, facts.args, merged)
+    remarks = [*dense.remarks, *(f"{name}: left out, as --drop asks" for name in dropped)]
     given = {"vocab_size": options.vocab_size, "num_attention_heads": options.num_attention_heads}
-    model = model_of(str(first.path), family, first.args, merged, layers, len(grid), given, remarks)
+    model = model_of(str(facts.path), family, facts.args, merged, layers, num_ranks, given, remarks)
     if family == "llama":
         model["tied_embeddings"] = "language_model.output_layer.weight" not in merged
     ties = model_ties(model)
-    variant = {0.0: "0", 1.0: "1"}.get(first.version, "2")
+    variant = {0.0: "0", 1.0: "1"}.get(facts.version, "2")
     layout = layout_of(load_map(f"legacy_{family}", variant), model, padded=True)
     tensors, equal = to_ours(layout, merged, ties)
-    _compare_replicas(layout, merged, [*copies, *equal])
-    return LegacyCheckpoint(model=model, tensors=tensors, ties=ties, step=first.step, remarks=remarks)
+    remarks += _compare_replicas(layout, merged, [*copies, *equal], options)
+    return LegacyCheckpoint(
+        model=model,
+        tensors=tensors,
+        ties=ties,
+        step=facts.step,
+        remarks=remarks,
+        masks=_masks(layout, dense.masks) if options.sparse else {},
+        scratch=dense.scratch,
+    )
+
+
+def _masks(layout: Layout, masks: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Masks of sparse weights under our names of the weights; their layout is that of the weight."""
+    links = {link.theirs: link for link in layout.links}
+    unlike = [name for name in masks if links[name].our_axes != links[name].their_axes]
+    if unlike:
+        raise UnsupportedError(f"masks of weights whose rows are in another order: {', '.join(unlike[:5])}")
+    return {links[name].ours: mask for name, mask in masks.items()}
 
 
 def _pairs(left: Sequence[Tensor], right: Sequence[Tensor]) -> Iterator[tuple[int, tuple[Tensor, Tensor]]]:
     return enumerate(zip(left, right, strict=True))
 
 
-def _read_ranks(directory: Path) -> list[list[_Rank]]:
+def _read_ranks(directory: Path, with_optimizer: bool) -> list[list[_Rank]]:
     """All ranks' files, by tensor rank and then by stage."""
     found: dict[tuple[int, int], Path] = {}
     for child in directory.iterdir():
@@ -144,14 +231,14 @@ def _read_ranks(directory: Path) -> list[list[_Rank]]:
     if missing:
         raise CorruptError(f"{directory}: {len(missing)} of {tensor_ranks * stages} ranks are missing: {missing}")
     name_map = load_map("legacy_gpt", "2")
-    grid = [[_read_rank(found[t, p], name_map) for p in range(stages)] for t in range(tensor_ranks)]
+    grid = [[_read_rank(found[t, p], name_map, with_optimizer) for p in range(stages)] for t in range(tensor_ranks)]
     for rank in (rank for row in grid for rank in row):
         if (rank.version, len(rank.chunks), rank.step) != (grid[0][0].version, len(grid[0][0].chunks), grid[0][0].step):
             raise CorruptError(f"{rank.path}: version, chunks or iteration are not those of {grid[0][0].path}")
     return grid
 
 
-def _read_rank(directory: Path, name_map: NameMap) -> _Rank:
+def _read_rank(directory: Path, name_map: NameMap, with_optimizer: bool) -> _Rank:
     names = [name for name in ("model_optim_rng.pt", "model_rng.pt") if (directory / name).is_file()]
     if not names:
         raise CorruptError(f"{directory}: has no model_optim_rng.pt")
@@ -164,28 +251,29 @@ def _read_rank(directory: Path, name_map: NameMap) -> _Rank:
         raise CorruptError(f"{file.path}: holds no model; it has {sorted(map(str, tree))}")
     chunks = []
     for key in keys:
-        flat = dict(_flatten(tree[key], ""))
+        flat = dict(flatten(tree[key], ""))
         chunks.append({name_map.canonical(name): file.tensor(ref, name) for name, ref in flat.items()})
     args = tree.get("args")
     known = args.attributes if isinstance(args, Inert) and args.type == Name("argparse", "Namespace") else {}
     version, step = tree.get("checkpoint_version", 0), tree.get("iteration", tree.get("total_iters", 0))
     if not isinstance(version, int | float) or not isinstance(step, int):
         raise CorruptError(f"{file.path}: checkpoint_version {version!r}, iteration {step!r}")
-    return _Rank(path=file.path, chunks=chunks, args=known, version=float(version), step=step)
+    state = read_state(file, chunks) if with_optimizer else None
+    return _Rank(path=file.path, chunks=chunks, args=known, version=float(version), step=step, state=state)
 
 
 def _number(key: str) -> int:
     return int(key.removeprefix("model"))
 
 
-def _flatten(value: Any, prefix: str) -> Iterator[tuple[str, TensorRef]]:
+def flatten(value: Any, prefix: str) -> Iterator[tuple[str, TensorRef]]:
     """Tensors of nested dictionaries by dotted name; extra states, which hold no weights, are left out."""
     if isinstance(value, TensorRef):
         yield prefix, value
     elif isinstance(value, dict):
         for key, inner in value.items():
             if not str(key).endswith("_extra_state"):
-                yield from _flatten(inner, f"{prefix}.{key}" if prefix else str(key))
+                yield from flatten(inner, f"{prefix}.{key}" if prefix else str(key))
 
 
 def _numbered_stages(grid: list[list[_Rank]]) -> tuple[list[dict[str, list[Tensor]]], dict[str, int]]:
@@ -217,13 +305,19 @@ def _numbered_stages(grid: list[list[_Rank]]) -> tuple[list[dict[str, list[Tenso
 
 
 def _compare_replicas(
-    layout: Layout, merged: Mapping[str, list[Tensor]], copies: list[tuple[str, Tensor, Tensor]]
-) -> None:
+    layout: Layout, merged: Mapping[str, list[Tensor]], copies: list[tuple[str, Tensor, Tensor]], options: LegacyOptions
+) -> Iterator[str]:
     """What several ranks hold alike must be equal: replicated tensors, and copies of the embedding."""
     for name in {link.theirs: None for link in layout.links if not link.split and link.theirs in merged}:
         for rank, part in enumerate(merged[name][1:], 1):
             copies.append((f"{name} of tensor ranks 0 and {rank}", merged[name][0], part))
     for what, one, other in copies:
         if not same_bytes(one, other):
+            if options.first_replica:
+                yield f"{what} differ; the first is taken"
+                continue
             path = other.pieces[0].view.array.path
-            raise CorruptError(f"{path}: {what} differ, where they must be equal; the checkpoint contradicts itself")
+            raise CorruptError(
+                f"{path}: {what} differ, where they must be equal; "
+                "the checkpoint contradicts itself, and --replicas first takes the first of them"
+            )

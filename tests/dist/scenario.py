@@ -15,6 +15,7 @@ from dynmo_train.dynamics.pruning_units import PruningRule
 from dynmo_train.engine import Engine, EngineSettings
 from dynmo_train.models.dynamic import DynamicFamily, DynamicSettings
 from dynmo_train.models.early_exit import LEFT
+from dynmo_train.models.experts import MoeShape
 from dynmo_train.models.gpt import Gpt, GptShape
 from dynmo_train.models.items import HIDDEN, LOSS, BoundaryShape, ModelFamily
 from dynmo_train.models.sparse_forms import SparseTable
@@ -56,6 +57,7 @@ class Scenario:
     schedule: str = "1f1b"
     virtual: int = 1
     recompute: bool = False
+    selective: bool = False
     moves: tuple[tuple[int, Partition], ...] = ()
     start: Partition | None = None
     prune: bool = True
@@ -70,6 +72,7 @@ class Scenario:
     rule: PruningRule = PruningRule()
     plasticity: PlasticityRule | None = None
     cache_bytes: int | None = None
+    moe: MoeShape | None = None
     epoch: int | None = None  # steps after which the samples come again
 
     def batch(self, step: int) -> Batch:
@@ -87,7 +90,7 @@ class Scenario:
             shape = replace(family.shape, hidden_dropout=self.dropout, attention_dropout=self.dropout)
             return type(family)(shape)
         shape = replace(
-            SHAPE, tied_embeddings=self.tied, hidden_dropout=self.dropout, attention_dropout=self.dropout
+            SHAPE, moe=self.moe, tied_embeddings=self.tied, hidden_dropout=self.dropout, attention_dropout=self.dropout
         )
         plain = Gpt(shape)
         if self.dynamic is None:
@@ -110,6 +113,7 @@ class Scenario:
                 boundary=boundary,
                 seed=SHAPE.seed,
                 recompute=self.recompute,
+                selective=self.selective,
                 front_cache_bytes=self.cache_bytes,
             ),
             adamw=AdamWSettings(beta1=0.9, beta2=0.99, eps=1e-8, weight_decay=0.1),
