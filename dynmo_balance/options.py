@@ -20,7 +20,10 @@ class Balancer(StrEnum):
     PARAMETERS = "parameters"
     UNIFORM = "uniform"
     DEEPSPEED = "deepspeed"
+    DEEPSPEED_PARAM = "deepspeed_param"
+    DEEPSPEED_STATIC = "deepspeed_static"
     DIFFUSION = "diffusion"
+    DIFFUSION_PARAM = "diffusion_param"
 
 
 class Schedule(StrEnum):

@@ -10,7 +10,7 @@ from .costs import ItemCosts
 from .formats.plan import Migration, Optimality, Plan, Predicted, Stage, position_of
 from .formats.profile import Header
 from .moves import BASE_PAUSE_NS, migration
-from .partition import Solution, balance
+from .partition import RECORDED, Solution, balance
 from .partition.polish import polish
 from .problem import Chain, Place, Problem, permitted_cuts
 from .simulate import Timeline, predict
@@ -127,7 +127,7 @@ def to_plan(
         read_to_step=read_to_step,
         action=action,
         apply_at_step=None,
-        balancer=balancer,
+        balancer=RECORDED.get(balancer, balancer),
         schedule=problem.schedule,
         virtual_stages_per_worker=problem.virtual_stages,
         stages=proposal.stages,
@@ -162,7 +162,7 @@ def keep_plan(base: Plan, *, run_id: str, read_to_step: int, balancer: str, reas
         read_to_step=read_to_step,
         action="keep",
         apply_at_step=None,
-        balancer=balancer,
+        balancer=RECORDED.get(balancer, balancer),
         released_workers=(),
         predicted=None,
         optimality=None,

@@ -12,7 +12,7 @@ from .console import emit, emit_table, human_bytes, say
 from .planning import Proposal
 from .problem import Problem
 from .simulate import Timeline
-from .whatif import DYNAMIC, Row
+from .whatif import GIVEN, Row
 
 
 def milliseconds(ns: int | float | None, digits: int = 3) -> str:
@@ -91,7 +91,7 @@ def say_search(found: Search, shown: int = 8) -> None:
 
 def show_rows(rows: Sequence[Row], keep: float) -> None:
     """The what-if table; columns of dynamics that are nowhere varied are left out."""
-    varied = [name for name in DYNAMIC if any(getattr(row.cell, name) for row in rows)]
+    varied = [name for name, neutral in GIVEN.items() if any(getattr(row.cell, name) != neutral for row in rows)]
     schedules = len({row.cell.schedule for row in rows}) > 1
     columns = ["stages", "microbatches", *(["schedule"] if schedules else []), *varied]
     columns += ["step ms", "uniform ms", "bubble", "samples/s", "memory", "front"]

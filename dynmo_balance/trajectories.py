@@ -9,8 +9,7 @@ Each is a stated model, not a measurement; all take the dense costs, the number 
 * ``mod``: every other block computes only a share of the tokens, which moves between 12.5 % and 50 %.
 * ``early-exit``: the share of tokens that is left falls exponentially with depth, more so as training goes on.
 * ``sparse-attention``: each layer's attention keeps a share of its blocks that drifts between 10 % and 100 % of the
-  densest; the projections around it stay dense, so only the scores' share of the item's operations,
-  ``s / (s + 2 h)``, shrinks.
+  densest; the projections around it stay dense, so only the scores' share of the item, ``s / (s + 2 h)``, shrinks.
 * ``static``: nothing changes.
 """
 

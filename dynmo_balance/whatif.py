@@ -15,7 +15,7 @@ from .freezing import frozen_costs
 from .grid import Axis
 from .partition import balance, uniform
 from .planning import chain_of
-from .problem import InfeasibleError, Problem, places_of
+from .problem import InfeasibleError, Place, Problem, places_of
 from .question import usual_virtual_stages
 from .repack import Packing, fewest
 from .schedules import SCHEDULES
@@ -31,9 +31,12 @@ AXES: Mapping[str, Axis] = {
     "freeze": Axis(),
     "skew": Axis(),
     "exit": Axis(),
+    "speed": Axis(),
 }
 """What can be varied."""
 DYNAMIC = ("sparsity", "freeze", "skew", "exit")
+GIVEN = {**dict.fromkeys(DYNAMIC, 0.0), "speed": 1.0}
+"""What happens to a run rather than being chosen, with the value that changes nothing."""
 MAX_CELLS = 20_000
 
 
@@ -46,6 +49,7 @@ class Cell:
         freeze: share of the layers frozen, from the front.
         skew: how much longer than the mean the busiest experts take; each layer's share of it is fixed by its name.
         exit: the share of tokens left falls as ``exp(-exit * depth)``, depth from 0 to 1.
+        speed: of the last worker, over what the profile has.
     """
 
     stages: int
@@ -55,6 +59,7 @@ class Cell:
     freeze: float = 0.0
     skew: float = 0.0
     exit: float = 0.0
+    speed: float = 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,6 +104,12 @@ def cell_costs(header: Header, dense: ItemCosts, cell: Cell, model: SparsityMode
     return frozen_costs(header, costs, cell.freeze)
 
 
+def _slowed(places: tuple[Place, ...], speed: float) -> tuple[Place, ...]:
+    """The workers with the last at a share of its speed."""
+    last = replace(places[-1], speed_ppm=max(1, round(places[-1].speed_ppm * speed)))
+    return (*places[:-1], last)
+
+
 class Grid:
     """Answers one cell after the other; equal questions are answered once."""
 
@@ -128,10 +139,10 @@ class Grid:
 
     def _problem(self, cell: Cell) -> Problem:
         header = self._header
-        dynamics = replace(cell, stages=1, microbatches=1, schedule="")
+        dynamics = replace(cell, stages=1, microbatches=1, schedule="", speed=1.0)
         return Problem(
             chain=chain_of(header, self._costs(dynamics), self._granularity),
-            places=places_of(header, cell.stages, self._memory_bytes),
+            places=_slowed(places_of(header, cell.stages, self._memory_bytes), cell.speed),
             schedule=cell.schedule,
             microbatches=cell.microbatches,
             virtual_stages=usual_virtual_stages(header, cell.schedule),
@@ -152,7 +163,9 @@ class Grid:
         """What is predicted for the cell; ``keep`` is the share of the throughput that fewer workers must keep."""
 
         def step_ns(count: int) -> int | None:
-            found = self._balanced(replace(cell, stages=count))
+            # A slow worker is the first to be given back
+            speed = max(1.0, cell.speed) if count < cell.stages else cell.speed
+            found = self._balanced(replace(cell, stages=count, speed=speed))
             return None if isinstance(found, str) else found[0].step_ns
 
         found = self._balanced(cell)
@@ -192,11 +205,11 @@ def with_pareto(found: Sequence[Row]) -> list[Row]:
     groups: dict[tuple[float, ...], list[Row]] = {}
     for row in found:
         if row.step_ns is not None:
-            groups.setdefault(tuple(getattr(row.cell, name) for name in DYNAMIC), []).append(row)
+            groups.setdefault(tuple(getattr(row.cell, name) for name in GIVEN), []).append(row)
     return [
         row
         if row.step_ns is None
-        else replace(row, pareto=not _dominated(row, groups[tuple(getattr(row.cell, name) for name in DYNAMIC)]))
+        else replace(row, pareto=not _dominated(row, groups[tuple(getattr(row.cell, name) for name in GIVEN)]))
         for row in found
     ]
 
@@ -207,7 +220,7 @@ def rows(grid: Grid, header: Header, axes: Mapping[str, Sequence[float | str]], 
         "stages": [len(header.workers)],
         "microbatches": [header.microbatches],
         "schedule": [grid.schedule],
-        **{name: [0.0] for name in DYNAMIC},
+        **{name: [neutral] for name, neutral in GIVEN.items()},
         **axes,
     }
     found = list(product(*(values[name] for name in AXES)))
@@ -216,6 +229,8 @@ def rows(grid: Grid, header: Header, axes: Mapping[str, Sequence[float | str]], 
     cells = [_cell(dict(zip(AXES, cell, strict=True))) for cell in found]
     if any(cell.stages < 1 or cell.microbatches < 1 for cell in cells):
         raise UsageError("stages and microbatches must be at least 1")
+    if wrong := sorted({cell.speed for cell in cells if cell.speed <= 0}):
+        raise UsageError(f"speed must be above 0, is {wrong[0]:g}")
     return with_pareto([grid.row(cell, keep) for cell in cells])
 
 
@@ -224,7 +239,7 @@ def _cell(values: Mapping[str, float | str]) -> Cell:
         stages=int(values["stages"]),
         microbatches=int(values["microbatches"]),
         schedule=str(values["schedule"]),
-        **{name: float(values[name]) for name in DYNAMIC},
+        **{name: float(values[name]) for name in GIVEN},
     )
 
 
@@ -236,7 +251,9 @@ def headline(found: Sequence[Row]) -> str:
     most = max(row.cell.stages for row in usable)
     row = [row for row in usable if row.cell.stages == most][-1]
     cell = row.cell
-    dynamics = "".join(f", {name} {getattr(cell, name):g}" for name in DYNAMIC if getattr(cell, name))
+    dynamics = "".join(
+        f", {name} {getattr(cell, name):g}" for name, neutral in GIVEN.items() if getattr(cell, name) != neutral
+    )
     return (
         f"{cell.stages} stages, {cell.microbatches} microbatches, {cell.schedule}{dynamics}:"
         f" {_give_back(cell.stages, row.from_balanced, 'the balanced')};"

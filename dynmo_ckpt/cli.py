@@ -11,6 +11,7 @@ import typer
 from . import options
 from .console import Format, emit, emit_json, emit_table, progress, run_app, say
 from .errors import UsageError
+from .megatron_cli import register
 
 if TYPE_CHECKING:
     from .native import NativeCheckpoint
@@ -253,6 +254,11 @@ def convert(
     make_vocab_size_divisible_by: options.VocabDivisor = 128,
     vocab_size: options.VocabSize = None,
     num_attention_heads: options.NumHeads = None,
+    sparse: options.Sparse = False,
+    dtype: options.WeightType = options.Dtype.KEEP,
+    tie: options.Tie = True,
+    replicas: options.Replicas = options.Agreement.EQUAL,
+    drop: options.Drop = None,
     tp: options.TensorSize = 1,
     pp: options.PipelineSize = 1,
     vpp: options.VirtualSize = 1,
@@ -274,7 +280,14 @@ def convert(
     from .legacy import LegacyOptions
     from .reshard import counted_partition
 
-    legacy = LegacyOptions(vocab_size=vocab_size, num_attention_heads=num_attention_heads)
+    legacy = LegacyOptions(
+        vocab_size=vocab_size,
+        num_attention_heads=num_attention_heads,
+        sparse=sparse,
+        first_replica=replicas is options.Agreement.FIRST,
+        untie=not tie,
+        drop=tuple(drop or ()),
+    )
     checkpoint = _open(source, kind, step, make_vocab_size_divisible_by=make_vocab_size_divisible_by, legacy=legacy)
     if tokenizer is not None and not tokenizer.is_dir():
         raise UsageError(f"--tokenizer {tokenizer}: is not a directory")
@@ -285,7 +298,7 @@ def convert(
         model = checkpoint.manifest["model"]
         counts = options.layer_counts(options.num_blocks(model), pp * vpp, partition)
         stages = counted_partition(counts, model) if pp * vpp > 1 else checkpoint.manifest["topology"]["partition"]
-        topology = {"tensor_parallel_size": tp, "virtual_stages_per_worker": vpp}
+        topology = {"tensor_parallel_size": tp, "virtual_stages_per_worker": vpp, "dtype": dtype.stored}
         _write_native(checkpoint, target, how, partition=stages, tokenizer=tokenizer, **topology)
         return
     if to is options.TargetKind.LEGACY:
@@ -295,9 +308,12 @@ def convert(
             tensor_parallel_size=tp,
             virtual_stages_per_worker=vpp,
             version=options.legacy_version(checkpoint_version),
+            dtype=dtype.stored,
         )
     else:
-        export = plan_hf_export(checkpoint, tokenizer=tokenizer, shard_bytes=options.parse_bytes(max_shard_size))
+        export = plan_hf_export(
+            checkpoint, tokenizer=tokenizer, shard_bytes=options.parse_bytes(max_shard_size), dtype=dtype.stored
+        )
     write_export(checkpoint.directory, target, export, how)
 
 
@@ -327,6 +343,9 @@ def _write_native(
         "masks": len(checkpoint.names("mask")),
     }
     write_native(checkpoint.directory, target, native, small_files(checkpoint, tokenizer), decisions, how)
+
+
+register(app)
 
 
 def main() -> None:

@@ -57,6 +57,13 @@ def differences(
             tick(pair[0].content.num_bytes / 1e6, name)
 
 
+def set_elements(mask: Tensor) -> int:
+    """How many elements of a mask are true."""
+    output = OutputTensor(key="", shape=mask.shape, content=mask)
+    with open_sources(sources([output])) as files:
+        return sum(int(panel.sum()) for panel in panels(output, Reader(files)))
+
+
 def same_bytes(left: Tensor, right: Tensor) -> bool:
     """Whether two tensors hold the same bytes in row-major order."""
     if left.shape != right.shape or left.dtype != right.dtype:

@@ -26,13 +26,16 @@ class ExportPlan:
     decisions: Mapping[str, Any]
 
 
-def plan_hf_export(checkpoint: NativeCheckpoint, *, tokenizer: Path | None, shard_bytes: int) -> ExportPlan:
+def plan_hf_export(
+    checkpoint: NativeCheckpoint, *, tokenizer: Path | None, shard_bytes: int, dtype: str | None = None
+) -> ExportPlan:
     """Plan ``convert --to hf`` of a native checkpoint as the architecture of transformers that computes it.
 
     Args:
         checkpoint: the input; its masks become zeros in the weights, its optimizer state stays behind.
         tokenizer: a directory with the tokenizer's files; None: that of the checkpoint, where it has one.
         shard_bytes: the largest weight file.
+        dtype: the type of the weights, as in safetensors; None: as they are.
 
     Raises:
         UnsupportedError: a tensor that the map does not take, or weights of several types.
@@ -47,13 +50,13 @@ def plan_hf_export(checkpoint: NativeCheckpoint, *, tokenizer: Path | None, shar
     masks = {name.removesuffix(".mask"): checkpoint.tensors[name] for name in checkpoint.names("mask")}
     mapped = to_theirs(layout, stored, ties, masks)
     dtypes = sorted({item.content.dtype for item in mapped})
-    if len(dtypes) != 1:
-        raise UnsupportedError(f"weights of the types {', '.join(dtypes)} in one model; one type is expected")
+    if dtype is None and len(dtypes) != 1:
+        raise UnsupportedError(f"weights of the types {', '.join(dtypes)} in one model; give --dtype")
     inside = checkpoint.directory / "tokenizer"
     source = tokenizer or (inside if inside.is_dir() else checkpoint.directory)
     copied, end = tokenizer_files(source, model["vocab_size"], model["max_position_embeddings"])
-    files = tuple(plan_files(mapped, shard_bytes))
-    config = hf_config(model, DTYPE_NAMES[dtypes[0]], end)
+    files = tuple(plan_files(mapped, shard_bytes, dtype or dtypes[0]))
+    config = hf_config(model, DTYPE_NAMES[dtype or dtypes[0]], end)
     generation = {"bos_token_id": end, "eos_token_id": end, "pad_token_id": end}
     if model["family"] == "t5":
         generation["decoder_start_token_id"] = end
@@ -93,6 +96,7 @@ def plan_legacy_export(
     tensor_parallel_size: int,
     virtual_stages_per_worker: int,
     version: float,
+    dtype: str | None = None,
 ) -> ExportPlan:
     """Plan ``convert --to legacy``: a Megatron directory on the topology asked for; parameters as ``plan_legacy``."""
     files, small = plan_legacy(
@@ -101,6 +105,7 @@ def plan_legacy_export(
         tensor_parallel_size=tensor_parallel_size,
         virtual_stages_per_worker=virtual_stages_per_worker,
         version=version,
+        dtype=dtype,
     )
     decisions = {
         "checkpoint_version": version,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
@@ -14,12 +15,26 @@ from .views import Tensor, View, row_major
 
 @dataclass(frozen=True, kw_only=True)
 class OutputTensor:
-    """One tensor to write: ``content`` in row-major order is what ``shape`` holds. Zero where ``mask`` is false."""
+    """One tensor to write: ``content`` in row-major order is what ``shape`` holds. Zero where ``mask`` is false.
+
+    ``cast`` is the type to write where it is not the content's.
+    """
 
     key: str
     shape: tuple[int, ...]
     content: Tensor
     mask: Tensor | None = None
+    cast: str | None = None
+
+    @property
+    def dtype(self) -> str:
+        """The type that is written."""
+        return self.cast or self.content.dtype
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of what is written."""
+        return math.prod(self.content.shape) * DTYPE_BYTES[self.dtype]
 
 
 class Writable(Protocol):
@@ -56,18 +71,18 @@ class OutputFile:
     @property
     def header(self) -> bytes:
         """The bytes before the first tensor."""
-        return encode_header([(t.key, t.content.dtype, t.shape) for t in self.tensors], self.metadata)
+        return encode_header([(t.key, t.dtype, t.shape) for t in self.tensors], self.metadata)
 
     @property
     def offsets(self) -> list[int]:
         """Where each tensor's bytes begin."""
-        sizes = [tensor.content.num_bytes for tensor in self.tensors]
+        sizes = [tensor.num_bytes for tensor in self.tensors]
         return list(accumulate(sizes[:-1], initial=len(self.header))) if sizes else []
 
     @property
     def num_bytes(self) -> int:
         """Size of the whole file."""
-        return len(self.header) + sum(tensor.content.num_bytes for tensor in self.tensors)
+        return len(self.header) + sum(tensor.num_bytes for tensor in self.tensors)
 
     def other_bytes(self, checksums: Sequence[int]) -> list[tuple[int, bytes]]:
         """Everything but the tensors' bytes, by offset; here independent of the tensors' checksums."""
@@ -76,7 +91,7 @@ class OutputFile:
 
 def output_file(name: str, tensors: Iterable[OutputTensor], metadata: Mapping[str, str] | None = None) -> OutputFile:
     """A file with ``tensors`` put in an order that keeps each aligned: wide types before narrow ones."""
-    ordered = sorted(tensors, key=lambda tensor: -DTYPE_BYTES[tensor.content.dtype])
+    ordered = sorted(tensors, key=lambda tensor: -DTYPE_BYTES[tensor.dtype])
     return OutputFile(name=name, tensors=tuple(ordered), metadata=metadata or {})
 
 
@@ -85,7 +100,7 @@ def shard_by_size(tensors: Sequence[OutputTensor], limit_bytes: int) -> list[lis
     groups: list[list[OutputTensor]] = []
     filled = 0
     for tensor in tensors:
-        size = tensor.content.num_bytes
+        size = tensor.num_bytes
         if not groups or filled + size > limit_bytes:
             groups.append([])
             filled = 0
@@ -106,7 +121,7 @@ def expected_crc32(tensor: OutputTensor) -> int | None:
     None where bytes are regrouped, cut or masked, or the source has no checksum: then the source itself is checked.
     """
     content = tensor.content
-    if tensor.mask is not None or not content.is_covered:
+    if tensor.mask is not None or tensor.cast is not None or not content.is_covered:
         return None
     strides = row_major(content.shape)
     pieces = sorted(

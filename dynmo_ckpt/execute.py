@@ -93,10 +93,10 @@ def execute(
                     return _write_tensor(job, worker)
                 finally:
                     workers.put(worker)
-                    tick(job.tensor.content.num_bytes / 1e6, job.tensor.key)
+                    tick(job.tensor.num_bytes / 1e6, job.tensor.key)
 
             # Large tensors first, so that the threads end together.
-            order = sorted(range(len(queue)), key=lambda number: -queue[number].tensor.content.num_bytes)
+            order = sorted(range(len(queue)), key=lambda number: -queue[number].tensor.num_bytes)
             done = dict(zip(order, pool.map(run, order), strict=True))
             left = iter([done[number] for number in range(len(queue))])
             checksums = [[next(left) for _ in file.tensors] for file in files]
@@ -121,7 +121,7 @@ def _finish(file: Writable, descriptor: int, checksums: Sequence[int]) -> Writte
         parts.append((offset, len(payload), zlib.crc32(payload)))
     os.fsync(descriptor)
     for tensor, offset, checksum in zip(file.tensors, file.offsets, checksums, strict=True):
-        parts.append((offset, tensor.content.num_bytes, checksum))
+        parts.append((offset, tensor.num_bytes, checksum))
     total = 0
     for _, size, checksum in sorted(parts):
         total = combine(total, checksum, size)

@@ -65,14 +65,20 @@ def read_tensors(directory: Path) -> dict[str, Tensor]:
     return {key: whole(array) for key, array in arrays.items()}
 
 
-def plan_files(mapped: Sequence[Mapped], shard_bytes: int) -> list[OutputFile]:
+def plan_files(mapped: Sequence[Mapped], shard_bytes: int, dtype: str) -> list[OutputFile]:
     """The weight files: one ``model.safetensors``, or numbered ones of at most ``shard_bytes`` each.
 
     Args:
         mapped: the tensors under their foreign names; what a mask prunes becomes zero.
         shard_bytes: the largest file.
+        dtype: the type to write.
     """
-    tensors = [OutputTensor(key=m.name, shape=m.shape, content=m.content, mask=m.mask) for m in mapped]
+    tensors = [
+        OutputTensor(
+            key=m.name, shape=m.shape, content=m.content, mask=m.mask, cast=None if m.content.dtype == dtype else dtype
+        )
+        for m in mapped
+    ]
     groups = shard_by_size(tensors, shard_bytes)
     names = [f"model-{i + 1:05d}-of-{len(groups):05d}.safetensors" for i in range(len(groups))]
     if len(groups) == 1:
@@ -84,7 +90,7 @@ def weight_index(files: Sequence[OutputFile]) -> bytes | None:
     """``model.safetensors.index.json`` of several files; None for one."""
     if len(files) == 1:
         return None
-    total = sum(tensor.content.num_bytes for file in files for tensor in file.tensors)
+    total = sum(tensor.num_bytes for file in files for tensor in file.tensors)
     weight_map = {tensor.key: file.name for file in files for tensor in file.tensors}
     return encode_json({"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))})
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +19,14 @@ from .faults import CorruptError, UnsupportedError
 from .io.pickles import Inert, Name, TensorRef
 from .io.torchfile import open_torch
 from .legacy_models import family_of, model_of, refuse_variants
+from .legacy_sparse import densified
 from .names import Layout, Mapped, NameMap, layout_of, load_map, model_ties, to_ours
 from .views import Tensor
 
 RANK_NAME = re.compile(r"mp_rank_(\d+)(?:_(\d+))?")
 LAYER_NAME = re.compile(r"language_model\.(encoder|decoder)\.layers\.(\d+)\.")
 HEAD_COPY = "word_embeddings_for_head.weight"
+OUTPUT_LAYER = "language_model.output_layer.weight"
 WORD_TABLE = "language_model.embedding.word_embeddings.weight"
 
 
@@ -33,6 +36,10 @@ class LegacyOptions:
 
     vocab_size: int | None = None
     num_attention_heads: int | None = None
+    sparse: bool = False
+    first_replica: bool = False
+    untie: bool = False
+    drop: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,6 +51,8 @@ class LegacyCheckpoint:
     ties: Mapping[str, str]
     step: int
     remarks: list[str]
+    masks: Mapping[str, Tensor] = field(default_factory=dict)
+    scratch: object = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,33 +106,81 @@ def open_legacy(path: Path, step: int | None, options: LegacyOptions) -> LegacyC
     grid = _read_ranks(directory)
     first = grid[0][0]
     stages, layers = _numbered_stages(grid)
+    facts = RankFacts(path=first.path, args=first.args, version=first.version, step=first.step)
+    return assemble(facts, stages, layers, options)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankFacts:
+    """What the files say beside the tensors: one of them for messages, Megatron's arguments, version and iteration."""
+
+    path: Path
+    args: Mapping[str, Any]
+    version: float
+    step: int
+
+
+def assemble(
+    facts: RankFacts, stages: list[dict[str, list[Tensor]]], layers: Mapping[str, int], options: LegacyOptions
+) -> LegacyCheckpoint:
+    """Put stages together under our names.
+
+    Args:
+        facts: what the files say beside the tensors.
+        stages: in layer order, tensors of all tensor ranks by canonical name, layers numbered globally.
+        layers: number of layers of ``encoder`` and ``decoder``.
+        options: what a person adds.
+    """
     merged: dict[str, list[Tensor]] = {}
     copies: list[tuple[str, Tensor, Tensor]] = []
+    dropped: dict[str, None] = {}
+    if options.untie:
+        stages = [{OUTPUT_LAYER if name == HEAD_COPY else name: ranks for name, ranks in s.items()} for s in stages]
     for stage in stages:
         for name, ranks in stage.items():
+            if any(fnmatchcase(name, pattern) for pattern in options.drop):
+                dropped[name] = None
+                continue
             original = merged.get(WORD_TABLE if name == HEAD_COPY else name)
             if original is not None:
                 copies += [(f"{name} of two stages, tensor rank {r}", *two) for r, two in _pairs(original, ranks)]
             elif name == HEAD_COPY:
-                raise CorruptError(f"{directory}: has {HEAD_COPY}, and no embedding in an earlier stage")
+                raise CorruptError(f"{facts.path}: has {HEAD_COPY}, and no embedding in an earlier stage")
             else:
                 merged[name] = ranks
+    num_ranks = max((len(ranks) for ranks in merged.values()), default=1)
+    dense = densified(str(facts.path), merged)
+    merged = dense.tensors
     family = family_of(merged)
-    refuse_variants(str(first.path), family, first.args, merged)
-    csr = next((name for name in merged if name.endswith("row_offsets")), None)
-    if csr is not None:
-        raise UnsupportedError(f"{first.path}: {csr}: weights stored as sparse rows are not mapped")
-    remarks: list[str] = []
+    refuse_variants(str(facts.path), family, facts.args, merged)
+    remarks = [*dense.remarks, *(f"{name}: left out, as --drop asks" for name in dropped)]
     given = {"vocab_size": options.vocab_size, "num_attention_heads": options.num_attention_heads}
-    model = model_of(str(first.path), family, first.args, merged, layers, len(grid), given, remarks)
+    model = model_of(str(facts.path), family, facts.args, merged, layers, num_ranks, given, remarks)
     if family == "llama":
         model["tied_embeddings"] = "language_model.output_layer.weight" not in merged
     ties = model_ties(model)
-    variant = {0.0: "0", 1.0: "1"}.get(first.version, "2")
+    variant = {0.0: "0", 1.0: "1"}.get(facts.version, "2")
     layout = layout_of(load_map(f"legacy_{family}", variant), model, padded=True)
     tensors, equal = to_ours(layout, merged, ties)
-    _compare_replicas(layout, merged, [*copies, *equal])
-    return LegacyCheckpoint(model=model, tensors=tensors, ties=ties, step=first.step, remarks=remarks)
+    remarks += _compare_replicas(layout, merged, [*copies, *equal], options)
+    return LegacyCheckpoint(
+        model=model,
+        tensors=tensors,
+        ties=ties,
+        step=facts.step,
+        remarks=remarks,
+        masks=_masks(layout, dense.masks) if options.sparse else {},
+        scratch=dense.scratch,
+    )
+
+
+def _masks(layout: Layout, masks: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Masks of sparse weights under our names of the weights; their layout is that of the weight."""
+    links = {link.theirs: link for link in layout.links}
+    unlike = [name for name in masks if links[name].our_axes != links[name].their_axes]
+    if unlike:
+        raise UnsupportedError(f"masks of weights whose rows are in another order: {', '.join(unlike[:5])}")
+    return {links[name].ours: mask for name, mask in masks.items()}
 
 
 def _pairs(left: Sequence[Tensor], right: Sequence[Tensor]) -> Iterator[tuple[int, tuple[Tensor, Tensor]]]:
@@ -164,7 +221,7 @@ def _read_rank(directory: Path, name_map: NameMap) -> _Rank:
         raise CorruptError(f"{file.path}: holds no model; it has {sorted(map(str, tree))}")
     chunks = []
     for key in keys:
-        flat = dict(_flatten(tree[key], ""))
+        flat = dict(flatten(tree[key], ""))
         chunks.append({name_map.canonical(name): file.tensor(ref, name) for name, ref in flat.items()})
     args = tree.get("args")
     known = args.attributes if isinstance(args, Inert) and args.type == Name("argparse", "Namespace") else {}
@@ -178,14 +235,14 @@ def _number(key: str) -> int:
     return int(key.removeprefix("model"))
 
 
-def _flatten(value: Any, prefix: str) -> Iterator[tuple[str, TensorRef]]:
+def flatten(value: Any, prefix: str) -> Iterator[tuple[str, TensorRef]]:
     """Tensors of nested dictionaries by dotted name; extra states, which hold no weights, are left out."""
     if isinstance(value, TensorRef):
         yield prefix, value
     elif isinstance(value, dict):
         for key, inner in value.items():
             if not str(key).endswith("_extra_state"):
-                yield from _flatten(inner, f"{prefix}.{key}" if prefix else str(key))
+                yield from flatten(inner, f"{prefix}.{key}" if prefix else str(key))
 
 
 def _numbered_stages(grid: list[list[_Rank]]) -> tuple[list[dict[str, list[Tensor]]], dict[str, int]]:
@@ -217,13 +274,19 @@ def _numbered_stages(grid: list[list[_Rank]]) -> tuple[list[dict[str, list[Tenso
 
 
 def _compare_replicas(
-    layout: Layout, merged: Mapping[str, list[Tensor]], copies: list[tuple[str, Tensor, Tensor]]
-) -> None:
+    layout: Layout, merged: Mapping[str, list[Tensor]], copies: list[tuple[str, Tensor, Tensor]], options: LegacyOptions
+) -> Iterator[str]:
     """What several ranks hold alike must be equal: replicated tensors, and copies of the embedding."""
     for name in {link.theirs: None for link in layout.links if not link.split and link.theirs in merged}:
         for rank, part in enumerate(merged[name][1:], 1):
             copies.append((f"{name} of tensor ranks 0 and {rank}", merged[name][0], part))
     for what, one, other in copies:
         if not same_bytes(one, other):
+            if options.first_replica:
+                yield f"{what} differ; the first is taken"
+                continue
             path = other.pieces[0].view.array.path
-            raise CorruptError(f"{path}: {what} differ, where they must be equal; the checkpoint contradicts itself")
+            raise CorruptError(
+                f"{path}: {what} differ, where they must be equal; "
+                "the checkpoint contradicts itself, and --replicas first takes the first of them"
+            )

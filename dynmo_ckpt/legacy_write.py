@@ -29,6 +29,7 @@ def plan_legacy(
     tensor_parallel_size: int,
     virtual_stages_per_worker: int,
     version: float,
+    dtype: str | None = None,
 ) -> tuple[list[TorchOutputFile], dict[str, bytes]]:
     """Plan the ranks' files, and the small file that names the iteration.
 
@@ -38,6 +39,7 @@ def plan_legacy(
         tensor_parallel_size: tensor ranks.
         virtual_stages_per_worker: chunks of each worker; its files then hold ``model0``, ``model1``, ...
         version: 0, 1.0, 2.0 or 3.0, the order of the query-key-value rows and the names of the time.
+        dtype: the type of the weights, as in safetensors; None: as they are.
 
     Raises:
         UnsupportedError: sizes that do not divide, or a tensor that the map does not take.
@@ -62,7 +64,7 @@ def plan_legacy(
         for worker in range(workers):
             tensors: list[OutputTensor] = []
             chunks = [
-                _chunk(mapped, stages, v * workers + worker, version, "head.weight" in ties, tensors)
+                _chunk(mapped, stages, v * workers + worker, version, "head.weight" in ties, tensors, dtype)
                 for v in range(virtual_stages_per_worker)
             ]
             models = {"model": chunks[0]} if len(chunks) == 1 else {f"model{v}": c for v, c in enumerate(chunks)}
@@ -120,6 +122,7 @@ def _chunk(
     version: float,
     tied: bool,
     tensors: list[OutputTensor],
+    dtype: str | None,
 ) -> dict[str, Any]:
     """The ``model`` of one chunk; its tensors are appended to ``tensors``."""
     here = tuple(f"{item}." for item in stages[stage])
@@ -138,11 +141,11 @@ def _chunk(
             name = LAYER_NAME.sub(local, each.name)
             for new, old in OLDER_NAMES if version < 3 else ():
                 name = name.replace(new, old)
-            _place(state, name, _stored(each, tensors))
+            _place(state, name, _stored(each, tensors, dtype))
     is_last, has_words = stage == len(stages) - 1, "embedding" in state["language_model"]
     if is_last and tied and not has_words:
         word = next(each for each in mapped if each.name == WORD)
-        state["word_embeddings_for_head"] = {"weight": _stored(word, tensors)}
+        state["word_embeddings_for_head"] = {"weight": _stored(word, tensors, dtype)}
     return state
 
 
@@ -157,10 +160,11 @@ def _place(state: dict[str, Any], name: str, tensor: NewTensor) -> None:
     inner[rest] = tensor
 
 
-def _stored(mapped: Mapped, tensors: list[OutputTensor]) -> NewTensor:
+def _stored(mapped: Mapped, tensors: list[OutputTensor], dtype: str | None) -> NewTensor:
     """A tensor of the tree, with the storage it gets."""
     number = len(tensors)
-    tensors.append(
-        OutputTensor(key=f"model_optim_rng/data/{number}", shape=mapped.shape, content=mapped.content, mask=mapped.mask)
-    )
-    return NewTensor(number, mapped.content.dtype, mapped.shape)
+    key = f"model_optim_rng/data/{number}"
+    cast = None if dtype == mapped.content.dtype else dtype
+    output = OutputTensor(key=key, shape=mapped.shape, content=mapped.content, mask=mapped.mask, cast=cast)
+    tensors.append(output)
+    return NewTensor(number, output.dtype, mapped.shape)

@@ -20,11 +20,15 @@ STEP_NAME = re.compile(r"step-(\d{8,})")
 
 @dataclass(frozen=True, kw_only=True)
 class NativeCheckpoint:
-    """A checkpoint directory: its manifest, and its stored tensors by global name, in the manifest's order."""
+    """A checkpoint directory: its manifest, and its stored tensors by global name, in the manifest's order.
+
+    ``scratch`` keeps alive what tensors were unpacked to.
+    """
 
     directory: Path
     manifest: Mapping[str, Any]
     tensors: Mapping[str, Tensor]
+    scratch: object = None
 
     def names(self, *roles: str) -> list[str]:
         """Stored names of these roles."""

@@ -30,6 +30,29 @@ class SourceKind(StrEnum):
     NATIVE = "native"
     HF = "hf"
     LEGACY = "legacy"
+    DEEPSPEED = "deepspeed"
+    LLAMA2C = "llama2c"
+
+
+class Dtype(StrEnum):
+    """Types that weights can be written in."""
+
+    KEEP = "keep"
+    FP32 = "fp32"
+    FP16 = "fp16"
+    BF16 = "bf16"
+
+    @property
+    def stored(self) -> str | None:
+        """The name in safetensors; None: as they are."""
+        return {"fp32": "F32", "fp16": "F16", "bf16": "BF16"}.get(self.value)
+
+
+class Agreement(StrEnum):
+    """What to do where copies that should be equal differ."""
+
+    EQUAL = "equal"
+    FIRST = "first"
 
 
 class TargetKind(StrEnum):
@@ -84,6 +107,23 @@ VocabSize = Annotated[
 ]
 NumHeads = Annotated[
     int | None, typer.Option("--num-attention-heads", min=1, help="Heads, only for a legacy checkpoint without args.")
+]
+WeightType = Annotated[
+    Dtype, typer.Option("--dtype", help="Type of the weights in OUT; optimizer state stays as it is.")
+]
+Replicas = Annotated[
+    Agreement,
+    typer.Option(help="Where tensor ranks or stages should hold equal copies and do not: refuse, or take the first."),
+]
+Tie = Annotated[
+    bool,
+    typer.Option("--tie/--untie", help="--untie: a head that is a copy of the embedding becomes a weight of its own."),
+]
+Drop = Annotated[
+    list[str] | None, typer.Option(help="Leave out tensors of IN whose own name fits this shell pattern; may repeat.")
+]
+Sparse = Annotated[
+    bool, typer.Option("--sparse", help="Keep the masks of weights that a legacy checkpoint stores as sparse rows.")
 ]
 Version = Annotated[
     float, typer.Option("--checkpoint-version", help="Version of a legacy checkpoint to write: 0, 1.0, 2.0 or 3.0.")

@@ -17,6 +17,7 @@ from .views import Tensor, View
 PANEL_BYTES = 1 << 20
 TRANSPOSE_PANEL_BYTES = 32 << 20
 _BLOCK = 64
+_NUMBERS = {"F64": "f8", "F32": "f4", "F16": "f2"}
 
 
 def panels(tensor: OutputTensor, reader: Reader) -> Iterator[Words]:
@@ -33,7 +34,21 @@ def panels(tensor: OutputTensor, reader: Reader) -> Iterator[Words]:
             kept = reader.buffer("mask", math.prod(extents), 1).reshape(extents)
             _fill(kept, tensor.mask, box, reader)
             panel[kept == 0] = 0
-        yield panel
+        yield panel if tensor.cast is None else cast(panel, content.dtype, tensor.cast)
+
+
+def cast(words: Words, source: str, target: str) -> Words:
+    """Raw words of one type of number as those of another, rounded to the nearest, ties to even."""
+    is_brain = source == "BF16"
+    with np.errstate(over="ignore"):
+        numbers = (words.astype(np.uint32) << 16).view(np.float32) if is_brain else words.view(_NUMBERS[source])
+        if target != "BF16":
+            return numbers.astype(_NUMBERS[target]).view(f"u{DTYPE_BYTES[target]}")
+        wide = numbers.astype(np.float32).view(np.uint32)
+        rounded = wide + 0x7FFF + ((wide >> 16) & 1)
+        rounded = np.where(np.isnan(wide.view(np.float32)), wide | 0x400000, rounded)
+        narrow: Words = (rounded >> 16).astype(np.uint16)
+        return narrow
 
 
 def _reads_in_order(content: Tensor) -> bool:

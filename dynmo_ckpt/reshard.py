@@ -82,6 +82,7 @@ def plan_native(
     data_parallel_size: int = 1,
     virtual_stages_per_worker: int = 1,
     with_optimizer: bool = True,
+    dtype: str | None = None,
 ) -> NativePlan:
     """Plan the files of ``tensors`` on a partition and tensor-parallel size.
 
@@ -93,6 +94,7 @@ def plan_native(
         data_parallel_size: replicas; a record only, each tensor is stored once.
         virtual_stages_per_worker: stages that each worker holds; stage ``i`` goes to worker ``i % workers``.
         with_optimizer: take the optimizer's state along.
+        dtype: the type of parameters, as in safetensors; None: as they are.
 
     Raises:
         UnsupportedError: the heads, the inner size or the padded vocabulary cannot be cut into that many ranks.
@@ -109,6 +111,7 @@ def plan_native(
         worker = owner[next(item for item in owner if name.startswith(f"{item}."))]
         kind = "optimizer" if entry["role"] == "optimizer" else "model"
         dim = _split_dim(name, entry["role"]) if tensor_parallel_size > 1 else None
+        cast = dtype if entry["role"] == "parameter" and dtype != entry["dtype"] else None
         shards = []
         for rank, part in enumerate(_cut(tensors[name], entry["shape"], dim, tensor_parallel_size)):
             file = f"{kind}-p{worker:03d}-t{rank:02d}.safetensors"
@@ -117,9 +120,9 @@ def plan_native(
                 step = entry["shape"][dim] // tensor_parallel_size
                 index[dim] = [rank * step, (rank + 1) * step]
             shape = tuple(end - begin for begin, end in index)
-            contents.setdefault(file, []).append(OutputTensor(key=name, shape=shape, content=part))
+            contents.setdefault(file, []).append(OutputTensor(key=name, shape=shape, content=part, cast=cast))
             shards.append({"file": file, "key": name, "index": index})
-        entries[name] = {**entry, "split_dim": dim, "shards": shards}
+        entries[name] = {**entry, "dtype": cast or entry["dtype"], "split_dim": dim, "shards": shards}
     topology = {
         **{key: value for key, value in manifest["topology"].items() if key != "expert_parallel_size"},
         "tensor_parallel_size": tensor_parallel_size,

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
 from . import __version__
-from .compare import same_bytes
+from .compare import same_bytes, set_elements
+from .deepspeed import is_deepspeed, open_deepspeed
 from .errors import UsageError
 from .faults import CorruptError
 from .formats._document import Problem, envelope
@@ -15,7 +18,8 @@ from .formats.checkpoint import BLANK_SEAL, FORMAT, VERSION, model_check
 from .formats.checkpoint_rules import block_items
 from .hf_models import ARCHITECTURES, hf_model
 from .huggingface import read_config, read_tensors, tokenizer_names
-from .legacy import LegacyOptions, is_legacy, open_legacy
+from .legacy import LegacyCheckpoint, LegacyOptions, is_legacy, open_legacy
+from .llama2c import is_llama2c, read_llama2c
 from .names import Mapped, layout_of, load_map, model_ties, to_ours
 from .native import NativeCheckpoint, find_checkpoint, is_native, open_native
 from .options import SourceKind
@@ -32,9 +36,14 @@ def detect(path: Path) -> SourceKind:
         return SourceKind.HF
     if is_legacy(path):
         return SourceKind.LEGACY
+    if is_deepspeed(path):
+        return SourceKind.DEEPSPEED
+    if is_llama2c(path):
+        return SourceKind.LLAMA2C
     raise CorruptError(
         f"{path}: no checkpoint here; known are native ones (manifest.json, step-NNNNNNNN), Hugging Face directories "
-        "(config.json) and legacy Megatron ones (latest_checkpointed_iteration.txt, mp_rank_*)"
+        "(config.json), legacy Megatron ones (latest_checkpointed_iteration.txt, mp_rank_*), Megatron-DeepSpeed's "
+        "(latest, global_stepN) and files of llama2.c (NAME.bin)"
     )
 
 
@@ -56,17 +65,39 @@ def open_any(
     """
     kind = detect(path) if kind is SourceKind.AUTO else kind
     if kind is SourceKind.NATIVE:
+        if legacy.sparse or legacy.untie or legacy.first_replica or legacy.drop:
+            raise UsageError("--sparse, --untie, --replicas and --drop go with input that is not a native checkpoint")
         directory, remarks = find_checkpoint(path, step)
         return open_native(directory), remarks
     if kind is SourceKind.LEGACY:
-        return from_legacy(path, step, legacy)
+        return from_legacy(open_legacy(path, step, legacy), path)
+    if kind is SourceKind.DEEPSPEED:
+        return from_legacy(open_deepspeed(path, step, legacy), path)
     if step is not None:
         raise UsageError(f"{path}: --step chooses among the steps of a run directory; this is a {kind} directory")
-    return open_hf(path, make_vocab_size_divisible_by), []
+    if kind is SourceKind.LLAMA2C:
+        return open_llama2c(path, make_vocab_size_divisible_by), []
+    return open_hf(path, make_vocab_size_divisible_by, legacy.drop)
 
 
-def open_hf(directory: Path, make_vocab_size_divisible_by: int) -> NativeCheckpoint:
-    """A Hugging Face directory as a checkpoint at step 0 without optimizer state.
+def open_llama2c(path: Path, make_vocab_size_divisible_by: int) -> NativeCheckpoint:
+    """A ``NAME.bin`` of llama2.c as a checkpoint at step 0."""
+    model, tensors = read_llama2c(path, make_vocab_size_divisible_by)
+    ties = model_ties(model)
+    mapped, _ = to_ours(layout_of(load_map("llama2c"), model), {name: [each] for name, each in tensors.items()}, ties)
+    return NativeCheckpoint(
+        directory=path.parent,
+        manifest=new_manifest(model, mapped, ties, run_id=f"from-{path.stem}"),
+        tensors={item.name: item.content for item in mapped},
+    )
+
+
+def open_hf(
+    directory: Path, make_vocab_size_divisible_by: int, drop: Sequence[str] = ()
+) -> tuple[NativeCheckpoint, list[str]]:
+    """A Hugging Face directory as a checkpoint at step 0 without optimizer state, and remarks for a person.
+
+    Tensors whose name fits a pattern of ``drop`` are left out.
 
     Raises:
         CorruptError: a file is missing or broken, the configuration holds impossible sizes, or copies differ.
@@ -79,7 +110,9 @@ def open_hf(directory: Path, make_vocab_size_divisible_by: int) -> NativeCheckpo
     if problems:
         raise CorruptError("\n  ".join([f"{directory / 'config.json'}: impossible sizes", *map(str, problems)]))
     layout = layout_of(load_map(ARCHITECTURES[config["model_type"]].map), model)
-    tensors = {name: [tensor] for name, tensor in read_tensors(directory).items()}
+    found = read_tensors(directory)
+    dropped = [name for name in found if any(fnmatchcase(name, pattern) for pattern in drop)]
+    tensors = {name: [tensor] for name, tensor in found.items() if name not in dropped}
     ties = model_ties(model)
     apart = {link.ours for link in layout.links if link.shared and link.ours in ties}
     mapped, pairs = to_ours(layout, tensors, ties)
@@ -90,22 +123,30 @@ def open_hf(directory: Path, make_vocab_size_divisible_by: int) -> NativeCheckpo
             ties = {name: target for name, target in ties.items() if name not in apart}
     if len(ties) != len(model_ties(model)):
         mapped, _ = to_ours(layout, tensors, ties)
-    return NativeCheckpoint(
+    checkpoint = NativeCheckpoint(
         directory=directory,
         manifest=new_manifest(model, mapped, ties, run_id=f"from-{directory.resolve().name}"),
         tensors={item.name: item.content for item in mapped},
     )
+    return checkpoint, [f"{name}: left out, as --drop asks" for name in dropped]
 
 
-def from_legacy(path: Path, step: int | None, options: LegacyOptions) -> tuple[NativeCheckpoint, list[str]]:
-    """A legacy Megatron GPT directory as a checkpoint without optimizer state, and remarks for a person."""
-    found = open_legacy(path, step, options)
-    run_id = f"from-{path.resolve().name}"
-    checkpoint = NativeCheckpoint(
-        directory=path,
-        manifest=new_manifest(found.model, found.tensors, found.ties, run_id=run_id, step=found.step),
-        tensors={item.name: item.content for item in found.tensors},
+def from_legacy(found: LegacyCheckpoint, path: Path) -> tuple[NativeCheckpoint, list[str]]:
+    """A legacy Megatron checkpoint as one of ours without optimizer state, and remarks for a person."""
+    manifest = new_manifest(
+        found.model, found.tensors, found.ties, run_id=f"from-{path.resolve().name}", step=found.step
     )
+    tensors = {item.name: item.content for item in found.tensors}
+    pruned = total = 0
+    for name, mask in found.masks.items():
+        shape = manifest["tensors"][name]["shape"]
+        entry = {"dtype": "BOOL", "shape": shape, "role": "mask", "split_dim": None, "shards": []}
+        manifest["tensors"][f"{name}.mask"], tensors[f"{name}.mask"] = entry, mask
+        total += math.prod(shape)
+        pruned += math.prod(shape) - set_elements(mask)
+    if total:
+        manifest["dynamic"]["pruning"] = {"sparsity": pruned / total, "sparsity_by_item": {}}
+    checkpoint = NativeCheckpoint(directory=path, manifest=manifest, tensors=tensors, scratch=found.scratch)
     return checkpoint, found.remarks
 
 

@@ -153,7 +153,7 @@ def written_findings(directory: Path, files: Sequence[Writable], written: Mappin
         is_torch = path.suffix == ".pt"
         arrays = list((open_torch(path).storages if is_torch else read_index(path).arrays).values())
         found = {array.key: (array.offset, array.num_bytes) for array in arrays}
-        sizes = [tensor.content.num_bytes for tensor in file.tensors]
+        sizes = [tensor.num_bytes for tensor in file.tensors]
         planned = dict(zip((t.key for t in file.tensors), zip(file.offsets, sizes, strict=True), strict=True))
         if found != planned:
             unlike = sorted(key for key in {*found, *planned} if found.get(key) != planned.get(key))

@@ -14,7 +14,7 @@ from typing import Annotated, Any
 
 import typer
 
-from .config import Facts, check, read_config_file, resolve, with_deepspeed
+from .config import DRY_RUN_VALUES, Facts, check, dry_run_processes, read_config_file, resolve, with_deepspeed
 from .config.command import MegatronCommand, with_options
 from .console import Format, emit, emit_json, emit_table, run_app
 from .errors import EXIT_USAGE, MissingExtraError, UsageError
@@ -107,13 +107,14 @@ def _pretrain(family: str, config: Path | None, recipe: str | None, flags: dict[
     from .config.recipes import read_recipe
     from .data.tokenizer import read_vocab_size
 
-    world_size = _world_size()
+    file = read_recipe(recipe, family) if recipe else {}
+    file |= read_config_file(config) if config else {}
+    dry = bool(flags.get("dry_run") or file.get("dry_run"))
+    world_size = dry_run_processes(flags, file) if dry else _world_size()
     try:
-        values = read_recipe(recipe, family) if recipe else {}
-        values |= read_config_file(config) if config else {}
         resolved = resolve(
             flags=flags,
-            file=with_deepspeed(flags, values),
+            file={**(DRY_RUN_VALUES if dry else {}), **with_deepspeed(flags, file)},
             command={"family": family},
             facts=Facts(world_size=world_size, tokenizer_vocab_size=read_vocab_size),
         )
@@ -123,6 +124,11 @@ def _pretrain(family: str, config: Path | None, recipe: str | None, flags: dict[
         if os.environ.get("RANK", "0") != "0":
             raise typer.Exit(EXIT_USAGE) from None
         raise
+    if dry:
+        from .dryrun import show_dry_run
+
+        show_dry_run(resolved, resolved.run.dry_run_device, Format(resolved.run.dry_run_format))
+        return
     from .loop import run_pretrain
 
     raise typer.Exit(run_pretrain(resolved))
@@ -301,6 +307,24 @@ def compare(
         where = "" if result.identical else f" (first at step {result.first_difference})"
         emit(f"losses {'identical, bit for bit' if result.identical else 'differ'}{where}")
     raise typer.Exit(0 if result.identical else 1)
+
+
+@app.command()
+def monitor(
+    run: Annotated[Path, typer.Argument(help="Run directory.")],
+    once: Annotated[bool, typer.Option("--once", help="Show the run as it is now, and end.")] = False,
+    every_s: Annotated[float, typer.Option("--every-s", min=0.1, help="Seconds between two looks.")] = 2.0,
+    form: Annotated[Format, typer.Option("--format", help="How to report; json looks once.")] = Format.TEXT,
+) -> None:
+    """Watch a run: loss, tokens per second, load of the stages, bubble, plans. Ends when the run is done."""
+    from .monitor import document_of, text_of, view_of, watch
+
+    if form is Format.JSON:
+        emit_json(document_of(view_of(run)))
+    elif once or not sys.stdout.isatty():
+        emit(text_of(view_of(run)))
+    else:
+        watch(run, every_s)
 
 
 def main() -> None:

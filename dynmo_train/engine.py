@@ -33,6 +33,7 @@ from .optim.items import HeldItems, ItemState
 from .optim.precision import FLOAT32, LossScaler, Precision, unscale
 from .optim.replicas import GradientReducer
 from .optim.schedule import LearningRate
+from .parallel.experts import exchange_of
 from .parallel.tensor import region_of
 from .parallel.world import World, gather_documents, sum_over_pipeline, sum_over_replicas
 from .parallel.zero import Shards
@@ -144,7 +145,14 @@ class Engine:
         if settings.zero_stage and world.dims.data > 1:
             shards = Shards(world, reshard=settings.zero_stage == 3, compute=settings.precision.compute)
         self.held = HeldItems(
-            family, settings.adamw, world.device, settings.sparse, settings.fused_adam, region, shards
+            family,
+            settings.adamw,
+            world.device,
+            settings.sparse,
+            settings.fused_adam,
+            region,
+            shards,
+            exchange_of(world),
         )
         self.scaler = LossScaler(settings.precision.scaling)
         self.advanced = 0

@@ -126,6 +126,7 @@ def _moe(config: Config) -> MoeShape | None:
         aux_loss_coeff=model.moe_aux_loss_coeff,
         z_loss_coeff=model.moe_z_loss_coeff,
         capacity_factor=model.moe_expert_capacity_factor,
+        routing=model.moe_routing,
     )
 
 

@@ -38,6 +38,7 @@ def run_pretrain(config: Config) -> int:
         pipeline=parallel.pipeline_model_parallel_size,
         tensor=parallel.tensor_model_parallel_size,
         data=parallel.data_parallel_size,
+        expert=parallel.expert_model_parallel_size,
     )
     world = join_world(config.training.device, dims=dims)
     try:

@@ -76,8 +76,8 @@ class PendingSave:
         named = str(new_staging(checkpoints_dir, run.step)) if world.is_first else None
         self._staging = Path(broadcast_document(world, named))
         states = {item: engine.held.export_whole(item) for item in engine.local_names}
-        # Replicas hold the same: the first one writes.
-        mine = world.replica == 0
+        # Replicas hold the same, but for experts that they share: the first ones write.
+        mine = world.replica < world.dims.expert
         self._files = _files_of(engine, states, moments=run.moments, copies=copies) if mine else []
         told = gather_documents(world, _facts_of_part(engine, states) if mine else None)
         facts = [one for one in told if one is not None]
@@ -165,7 +165,10 @@ def _files_of(engine: Engine, states: Mapping[str, ItemState], *, moments: bool,
         }
         if not tensors or (kind == "optimizer" and not moments):
             continue
-        file = f"{kind}-p{engine.world.worker:03d}-t{engine.world.shard:02d}.safetensors"
+        place = f"p{engine.world.worker:03d}-t{engine.world.shard:02d}"
+        if held.exchange is not None:
+            place += f"-e{held.exchange.rank:02d}"
+        file = f"{kind}-{place}.safetensors"
         entries = []
         for name, tensor in tensors.items():
             shape, index = whole_shape(tensor.shape, held.split_dim(name), held.region)
@@ -189,9 +192,11 @@ def _facts_of_part(engine: Engine, states: Mapping[str, ItemState]) -> dict[str,
                 counts[1] += layer.mask.numel()
     if engine.world.shard != 0:
         return {"steps": {}, "decay": [], "no_decay": [], "pruned": pruned}
-    parameters = [(name, p.dim() >= 2) for _, name, p in engine.held.parameters() if name not in tied]
+    told = [(name, p) for _, name, p in engine.held.parameters() if name not in tied and engine.held.counts(name)]
+    parameters = [(name, p.dim() >= 2) for name, p in told]
+    steps = {name: step for state in states.values() for name, step in state.steps.items()}
     return {
-        "steps": {name: step for state in states.values() for name, step in state.steps.items() if name not in tied},
+        "steps": {name: steps[name] for name, _ in told if name in steps},
         "decay": [name for name, decays in parameters if decays],
         "no_decay": [name for name, decays in parameters if not decays],
         "pruned": pruned,
@@ -220,6 +225,7 @@ def _document(engine: Engine, run: SavedRun, facts: Sequence[Mapping[str, Any]])
             "tensor_parallel_size": dims.tensor,
             "pipeline_parallel_size": dims.pipeline,
             "data_parallel_size": dims.data,
+            "expert_parallel_size": dims.expert,
             "virtual_stages_per_worker": partition.virtual_stages,
             "schedule": settings.pipeline.schedule,
             "world_size": engine.world.size,

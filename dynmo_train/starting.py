@@ -60,7 +60,7 @@ def begin(config: Config, world: World) -> Beginning:
     family = family_of(config)
     checkpoint = agreed(world, lambda: checkpoint_to_load(config, world))
     stored = checkpoint.manifest["dynamic"]["sparse_thresholds"] if checkpoint is not None else None
-    settings = replace(settings_of(config, stored or None), fused_adam=fused_adam)
+    settings = agreed(world, lambda: replace(settings_of(config, stored or None), fused_adam=fused_adam))
     step, consumed = agreed(world, lambda: _progress(config, checkpoint, samples))
     engine = agreed(world, lambda: _engine(config, world, family, settings, checkpoint))
 
@@ -94,6 +94,7 @@ def begin(config: Config, world: World) -> Beginning:
             micro_batch_size=config.training.micro_batch_size,
             tensor_parallel_size=dims.tensor,
             data_parallel_size=dims.data,
+            expert_parallel_size=dims.expert,
         ),
         measure_link(world),
         workers,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -26,7 +27,8 @@ def what_if(
         typer.Option(
             help="NAME=VALUES, may be given several times. NAME: stages, microbatches, schedule, sparsity (share of the"
             " blocks' weights that are zero), freeze (share of the layers frozen from the front), skew (how much longer"
-            " the busiest experts take), exit (tokens left fall as exp(-exit depth)). VALUES: first:last,"
+            " the busiest experts take), exit (tokens left fall as exp(-exit depth)), speed (of the last worker,"
+            " over the profile's). VALUES: first:last,"
             " first:last:step, or a,b,c."
         ),
     ] = None,
@@ -42,6 +44,7 @@ def what_if(
     front: Annotated[
         bool, typer.Option("--front", help="Only cells that no other beats in throughput, workers and memory.")
     ] = False,
+    svg: Annotated[Path | None, typer.Option(help="Write the grid as a picture to this file.")] = None,
     schedule: ScheduleOption = None,
     granularity: GranularityOption = None,
     memory: MemoryOption = None,
@@ -57,7 +60,9 @@ def what_if(
     threshold; from there on overhead + (1 - overhead) x (1 - sparsity) / (1 - threshold) of it. Worker speeds, links
     and memory are those of the profile; workers beyond its own are like its first.
     """
+    from ..formats._document import write_whole
     from ..grid import parse_vary
+    from ..gridpicture import picture
     from ..question import parse_bytes
     from ..render import row_document, show_rows
     from ..source import load
@@ -81,6 +86,8 @@ def what_if(
     answer = headline(found)
     if front:
         found = [row for row in found if row.pareto]
+    if svg is not None:
+        write_whole(svg, picture(found, list(axes), answer).encode())
     if output_format is Format.JSON:
         emit_json({"answer": answer, "keep": keep, "rows": [row_document(row) for row in found]})
         return

@@ -14,7 +14,7 @@ from ..problem import Problem
 from . import by_weight, deepspeed, diffusion, uniform
 from .exact import Solution, solve
 
-__all__ = ["BALANCERS", "Solution", "balance", "best_of", "bottleneck_ns", "certified", "solve"]
+__all__ = ["BALANCERS", "RECORDED", "Solution", "balance", "best_of", "bottleneck_ns", "certified", "solve"]
 
 BALANCERS: Mapping[str, Callable[[Problem], tuple[int, ...]]] = {
     "exact": lambda problem: best_of(problem).boundaries,
@@ -22,8 +22,17 @@ BALANCERS: Mapping[str, Callable[[Problem], tuple[int, ...]]] = {
     "parameters": by_weight.by_parameters,
     "uniform": uniform.boundaries,
     "deepspeed": deepspeed.boundaries,
+    "deepspeed_param": lambda problem: deepspeed.boundaries(by_weight.with_parameters(problem)),
+    "deepspeed_static": uniform.units_evenly,
     "diffusion": diffusion.boundaries,
+    "diffusion_param": lambda problem: diffusion.boundaries(by_weight.with_parameters(problem)),
 }
+RECORDED: Mapping[str, str] = {
+    "deepspeed_param": "deepspeed",
+    "deepspeed_static": "uniform",
+    "diffusion_param": "diffusion",
+}
+"""The name that a plan document records for variants of a balancer."""
 
 
 def bottleneck_ns(problem: Problem, boundaries: tuple[int, ...]) -> int:

@@ -31,3 +31,11 @@ def by_time(problem: Problem) -> tuple[int, ...]:
 def by_parameters(problem: Problem) -> tuple[int, ...]:
     """The boundaries that balance parameter counts."""
     return _boundaries(problem, [item.param_count for item in problem.chain.items])
+
+
+def with_parameters(problem: Problem) -> Problem:
+    """The problem as a balancer sees it that takes parameter counts for time, and workers for equal."""
+    counts = tuple(item.param_count for item in problem.chain.items)
+    none = (0,) * len(counts)
+    costs = replace(problem.chain.costs, forward_ns=counts, backward_input_ns=none, backward_weight_ns=none)
+    return replace(_free(problem), chain=replace(problem.chain, costs=costs))

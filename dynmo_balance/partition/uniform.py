@@ -28,3 +28,10 @@ def boundaries(problem: Problem) -> tuple[int, ...]:
         first = stage * len(starts) // stages
         inner.append(starts[first] if first > 0 else 0)
     return (0, *inner, len(items))
+
+
+def units_evenly(problem: Problem) -> tuple[int, ...]:
+    """DeepSpeed's static split: all units evenly, embedding and head counted as any other; the first get one more."""
+    cuts = problem.chain.cuts
+    each, more = divmod(len(cuts) - 1, problem.num_stages)
+    return tuple(cuts[stage * each + min(stage, more)] for stage in range(problem.num_stages + 1))

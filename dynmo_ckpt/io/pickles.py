@@ -21,6 +21,7 @@ STORAGE_DTYPES = {
     "BFloat16Storage": "BF16",
     "LongStorage": "I64",
     "IntStorage": "I32",
+    "ShortStorage": "I16",
     "BoolStorage": "BOOL",
     "ByteStorage": "U8",
 }
@@ -40,7 +41,7 @@ class Name:
         return f"{self.module}.{self.name}"
 
 
-@dataclass
+@dataclass(eq=False)
 class Inert:
     """An object that is not rebuilt: its type, what it was called with, and its attributes."""
 

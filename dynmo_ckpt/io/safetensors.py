@@ -14,7 +14,7 @@ from pathlib import Path
 from ..faults import CorruptError
 from ..formats._document import parse_json
 
-DTYPE_BYTES = {"F64": 8, "I64": 8, "F32": 4, "I32": 4, "BF16": 2, "F16": 2, "BOOL": 1, "U8": 1}
+DTYPE_BYTES = {"F64": 8, "I64": 8, "F32": 4, "I32": 4, "I16": 2, "BF16": 2, "F16": 2, "BOOL": 1, "U8": 1}
 HEADER_LIMIT_BYTES = 100_000_000
 _PAGE_BYTES = 4096
 

@@ -120,7 +120,7 @@ class TorchOutputFile:
         members: list[tuple[str, int, bytes | None]] = [
             ("model_optim_rng/data.pkl", len(pickled), pickled),
             ("model_optim_rng/byteorder", 6, b"little"),
-            *((tensor.key, tensor.content.num_bytes, None) for tensor in self.tensors),
+            *((tensor.key, tensor.num_bytes, None) for tensor in self.tensors),
         ]
         members.append(("model_optim_rng/version", 2, b"3\n"))
         entries, at = [], 0

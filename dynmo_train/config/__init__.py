@@ -5,7 +5,16 @@ from __future__ import annotations
 from .data import DataConfig
 from .options import Facts
 from .precision import PrecisionConfig
-from .resolve import config_document, config_of, option_specs, read_config_file, resolve, with_deepspeed
+from .resolve import (
+    DRY_RUN_VALUES,
+    config_document,
+    config_of,
+    dry_run_processes,
+    option_specs,
+    read_config_file,
+    resolve,
+    with_deepspeed,
+)
 from .schema import (
     BalanceConfig,
     Config,
@@ -41,5 +50,7 @@ __all__ = [
     "read_config_file",
     "resolve",
     "validate",
+    "DRY_RUN_VALUES",
+    "dry_run_processes",
     "with_deepspeed",
 ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import math
 import os
 import tomllib
 from collections.abc import Mapping
@@ -21,6 +22,17 @@ from .schema import Config
 OTHER_NAMES = {"encoder_num_layers": "num_layers", "encoder_seq_length": "seq_length"}
 # Options of which one must be given; the first is the usual one.
 ALTERNATIVES = (("train_iters", "train_samples"), ("data_path", "train_data_path"))
+
+
+# What a dry run need not be told: it trains nothing.
+DRY_RUN_VALUES: Mapping[str, Any] = {"data_path": "none", "train_iters": 1, "lr": 1e-4, "micro_batch_size": 1}
+
+
+def dry_run_processes(flags: Mapping[str, Any], file: Mapping[str, Any]) -> int:
+    """The devices that a dry run stands for: those that are said, else tensor x pipeline parallel size."""
+    given = dict(file) | {name: value for name, value in flags.items() if value is not None}
+    sizes = (given.get(f"{axis}_model_parallel_size", 1) for axis in ("tensor", "pipeline"))
+    return int(given.get("dry_run_processes") or math.prod(sizes))
 
 
 @cache

@@ -21,6 +21,7 @@ from .precision import PrecisionConfig
 from .techniques import DepthConfig, ExitConfig, FreezingConfig, PruningConfig, SparseAttentionConfig
 
 Family = Literal["gpt", "bert", "t5", "llama"]
+MoeRouting = Literal["topk", "expert-choice", "balanced"]
 Positions = Literal["learned", "rotary", "relative"]
 Device = Literal["auto", "cpu", "cuda"]
 Recompute = Literal["none", "full"]
@@ -28,6 +29,7 @@ TWO_STAGES = ("interleaved-1f1b", "zb-v")
 DecayStyle = Literal["cosine", "linear", "constant", "inverse-square-root"]
 CurriculumSchedule = Literal["fixed_linear", "fixed_root"]
 DdpImpl = Literal["local", "torch"]
+ReportFormat = Literal["text", "json"]
 Schedule = Literal["gpipe", "1f1b", "interleaved-1f1b", "zero-bubble", "zb-v"]
 BalanceMode = Literal["off", "online", "offline"]
 Granularity = Literal["layer", "sublayer"]
@@ -100,6 +102,11 @@ class ModelConfig:
     bert_no_binary_head: bool = option("Train BERT on masked words alone, without token types.", default=False)
     num_experts: int | None = option("Experts in place of each MLP (gpt, llama).", default=None, minimum=2)
     moe_router_topk: int = option("Experts of a token.", default=2, minimum=1)
+    moe_routing: MoeRouting = option(
+        "In training each token takes its likeliest experts (topk), each expert its likeliest tokens (expert-choice),"
+        " or each token one expert and all experts as many tokens (balanced).",
+        default="topk",
+    )
     moe_aux_loss_coeff: float = option("Weight of the experts' load-balancing loss.", default=0.0, minimum=0)
     moe_z_loss_coeff: float = option("Weight of the router's z-loss.", default=0.0, minimum=0)
     moe_expert_capacity_factor: float | None = option(
@@ -161,6 +168,7 @@ class ParallelConfig:
             ),
         ),
     )
+    expert_model_parallel_size: int = option("Replicas that share the experts of each layer.", default=1, minimum=1)
     DDP_impl: DdpImpl = option(
         "When replicas add their gradients: at the end of a step (local), or each layer's when it is final (torch).",
         default="local",
@@ -298,6 +306,16 @@ class RunConfig:
     deepspeed_config: str | None = option(
         "DeepSpeed JSON file, read for batch, precision, ZeRO, optimizer, clipping and curriculum.", default=None
     )
+    dry_run: bool = option(
+        "Print parameters, operations of a step and memory of each worker, and train nothing.", default=False
+    )
+    dry_run_device: str = option(
+        "Device of the --dry-run: h200, h100, a100, cpu, or a TOML file of dynmo-plan.", default="h200"
+    )
+    dry_run_processes: int | None = option(
+        "Devices of the --dry-run; none is tensor x pipeline parallel size.", default=None, minimum=1
+    )
+    dry_run_format: ReportFormat = option("How the --dry-run reports.", default="text")
     run_dir: str | None = option("Run directory; by default --save, else runs/UTC-model.", default=None)
     save: str | None = option("Run directory, under Megatron's name.", default=None)
     load: str | None = option(

@@ -29,6 +29,7 @@ OF_FAMILIES: dict[str, tuple[str, ...]] = {
     "untie_embeddings_and_output_weights": ("gpt", "llama"),
     "num_experts": EXPERTS,
     "moe_router_topk": EXPERTS,
+    "moe_routing": EXPERTS,
     "moe_aux_loss_coeff": EXPERTS,
     "moe_z_loss_coeff": EXPERTS,
     "moe_expert_capacity_factor": EXPERTS,
@@ -55,6 +56,18 @@ def _shape(config: Config, _world_size: int) -> Iterator[Problem]:
         yield _conflict(
             "--seq-length",
             f"{model.seq_length} is longer than --max-position-embeddings {model.max_position_embeddings}",
+        )
+
+
+def _routing(config: Config, _world_size: int) -> Iterator[Problem]:
+    """How experts and tokens find each other."""
+    model = config.model
+    if model.moe_routing == "balanced" and model.moe_router_topk != 1:
+        yield _conflict("--moe-router-topk", f"{model.moe_router_topk}: --moe-routing balanced gives a token 1 expert")
+    if model.moe_routing != "topk" and model.moe_expert_capacity_factor is not None:
+        yield _conflict(
+            "--moe-expert-capacity-factor",
+            f"has no effect with --moe-routing {model.moe_routing}: no expert overflows",
         )
 
 
@@ -181,6 +194,21 @@ def _zero(config: Config, _world_size: int) -> Iterator[Problem]:
             f"{parallel.zero_stage} does not go with --schedule {parallel.schedule}, whose split backward loses the"
             " gradients of sharded layers; use 1f1b or interleaved-1f1b, or --zero-stage 0",
         )
+
+
+def _experts(config: Config, _world_size: int) -> Iterator[Problem]:
+    parallel, model = config.parallel, config.model
+    size, flag = parallel.expert_model_parallel_size, "--expert-model-parallel-size"
+    if size == 1:
+        return
+    if model.num_experts is None:
+        yield _conflict(flag, f"{size} needs --num-experts")
+    elif model.num_experts % size:
+        yield _conflict(flag, f"{size} does not divide --num-experts {model.num_experts}")
+    if parallel.data_parallel_size % size:
+        yield _conflict(flag, f"{size} does not divide the {parallel.data_parallel_size} data-parallel replicas")
+    if parallel.zero_stage:
+        yield _later(flag, f"{size} does not go with --zero-stage {parallel.zero_stage}; leave one of them out")
 
 
 def _cuts_answers(config: Config) -> bool:
@@ -353,8 +381,7 @@ def _freezing(config: Config, _world_size: int) -> Iterator[Problem]:
     cached = config.freezing.freeze_cache_activations is not None
     if cached and not steps and not adaptive:
         yield _conflict("--freeze-cache-activations", "has no effect without --freeze-schedule or --freeze-adaptive")
-    untied = config.model.untie_embeddings_and_output_weights
-    if cached and not untied and not config.freezing.freeze_tied:
+    elif cached and not (config.model.untie_embeddings_and_output_weights or config.freezing.freeze_tied):
         yield _conflict(
             "--freeze-cache-activations",
             "needs --freeze-tied or --untie-embeddings-and-output-weights: else the frozen embedding's weight goes on"
@@ -447,11 +474,13 @@ def _run(config: Config, _world_size: int) -> Iterator[Problem]:
 RULES: tuple[Rule, ...] = (
     _shape,
     _family,
+    _routing,
     _batch,
     _length,
     _workers,
     _tensor,
     _sequence,
+    _experts,
     _zero,
     _stages,
     _microbatches,

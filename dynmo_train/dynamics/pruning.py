@@ -136,7 +136,7 @@ class GradualPruning:
         return found
 
     def _total(self, counts: torch.Tensor) -> torch.Tensor:
-        summed = sum_over_model(self._world, counts)
+        summed = sum_over(self._world.groups.expert, sum_over_model(self._world, counts))
         return summed if self.held.shards is None else sum_over(self._world.groups.data, summed)
 
     def after_step(self, step: int) -> Event | None:

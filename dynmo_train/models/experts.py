@@ -15,8 +15,12 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from ..parallel.experts import ExpertExchange
 from .blocks import FeedForward
+from .expert_routing import balanced_assignment, expert_choice
 from .items import Reported
+
+TOPK, EXPERT_CHOICE, BALANCED = "topk", "expert-choice", "balanced"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,6 +32,8 @@ class MoeShape:
         top_k: experts of a token.
         aux_loss_coeff: weight of the load-balancing loss (Fedus et al. 2021, arXiv:2101.03961, section 2.2).
         z_loss_coeff: weight of the router's z-loss (Zoph et al. 2022, arXiv:2202.08906, equation 5).
+        routing: ``topk`` (each token its likeliest experts), ``expert-choice`` (each expert its likeliest tokens) or
+            ``balanced`` (one expert a token, as many tokens an expert); see ``expert_routing``.
         capacity_factor: an expert takes at most this times its even share of a microbatch, the likeliest first; None
             drops no token.
     """
@@ -37,6 +43,7 @@ class MoeShape:
     aux_loss_coeff: float = 0.0
     z_loss_coeff: float = 0.0
     capacity_factor: float | None = None
+    routing: str = TOPK
 
     @property
     def figures(self) -> tuple[tuple[str, int], ...]:
@@ -51,6 +58,7 @@ class MoeShape:
             "moe_aux_loss_coeff": self.aux_loss_coeff,
             "moe_z_loss_coeff": self.z_loss_coeff,
             "moe_capacity_factor": self.capacity_factor,
+            "moe_routing": self.routing,
         }
 
     @classmethod
@@ -64,6 +72,7 @@ class MoeShape:
             aux_loss_coeff=model.get("moe_aux_loss_coeff", 0.0),
             z_loss_coeff=model.get("moe_z_loss_coeff", 0.0),
             capacity_factor=model.get("moe_capacity_factor"),
+            routing=model.get("moe_routing", TOPK),
         )
 
 
@@ -87,10 +96,14 @@ class Routing(NamedTuple):
     chosen_E: torch.Tensor
 
 
-def route(logits_NE: torch.Tensor, moe: MoeShape) -> Routing:
+def route(logits_NE: torch.Tensor, moe: MoeShape, *, balanced: bool = False) -> Routing:
     """Choose the likeliest experts of each token; their probabilities, made to add up to 1, weigh their outputs.
 
     Everything is a function of the microbatch alone; ties go to the lower expert and the earlier token.
+
+    Args:
+        balanced: each token gets one expert, each expert as many tokens; the sigmoid of the logit is the weight (Lewis
+            et al. 2021, arXiv:2103.16716, section 2).
     """
     logits_NE = logits_NE.float()
     experts = logits_NE.shape[1]
@@ -98,6 +111,9 @@ def route(logits_NE: torch.Tensor, moe: MoeShape) -> Routing:
     sorted_NE, ids_NE = probabilities_NE.sort(dim=-1, descending=True, stable=True)
     weights_NC, expert_NC = sorted_NE[:, : moe.top_k], ids_NE[:, : moe.top_k]
     weights_NC = weights_NC / weights_NC.sum(-1, keepdim=True)
+    if moe.routing == BALANCED:
+        expert_NC = balanced_assignment(logits_NE)[:, None] if balanced else ids_NE[:, :1]
+        weights_NC = logits_NE.gather(1, expert_NC).sigmoid()
     expert_M = expert_NC.reshape(-1)
     chosen_E = torch.bincount(expert_M, minlength=experts)
     fractions_E = chosen_E.float() / expert_M.numel()
@@ -124,13 +140,27 @@ def _within_capacity(
     return kept_M
 
 
-class Experts(nn.ModuleList):
-    """The MLPs of a layer, by number."""
+class Experts(nn.ModuleDict):
+    """The MLPs of a layer that this process holds, by number; ``exchange`` finds those that others hold."""
+
+    exchange: ExpertExchange | None = None
 
     def forward(self, sorted_MD: torch.Tensor, counts: list[int]) -> torch.Tensor:
         """Apply each expert to its share of the rows: ``counts[e]`` rows for expert ``e``, in order."""
+        if self.exchange is not None:
+            return self.exchange.run(sorted_MD, counts, self._apply_own)
+        return self._apply_own(sorted_MD, counts)
+
+    def _apply_own(self, sorted_MD: torch.Tensor, counts: list[int]) -> torch.Tensor:
         parts = sorted_MD.split(counts)
-        return torch.cat([expert(part) for expert, part in zip(self, parts, strict=True)])
+        return torch.cat([expert(part) for expert, part in zip(self.values(), parts, strict=True)])
+
+    def keep(self, exchange: ExpertExchange) -> None:
+        """Hold the process's own experts alone; the others are reached through ``exchange``."""
+        self.exchange = exchange
+        own = exchange.own(len(self))
+        for number in [number for number in self if int(number) not in own]:
+            del self[number]
 
 
 class MoeMlp(nn.Module):
@@ -152,22 +182,46 @@ class MoeMlp(nn.Module):
         self.moe, self.norm, self.dropout = moe, norm, dropout
         self.router = nn.Linear(width, moe.num_experts, bias=False, device=device)
         self.experts = Experts(
-            FeedForward(width=width, inner=inner, activation=activation, bias=bias, device=device)
-            for _ in range(moe.num_experts)
+            {
+                str(number): FeedForward(width=width, inner=inner, activation=activation, bias=bias, device=device)
+                for number in range(moe.num_experts)
+            }
         )
+
+    def _by_token(self, x_ND: torch.Tensor, routing: Routing) -> torch.Tensor:
+        """The outputs of each token's experts, weighted and added."""
+        choices = routing.weights_NC.shape[1]
+        # One row a place, so that the backward of the sorting has no two rows that add into one.
+        places_MD = x_ND[:, None].expand(-1, choices, -1).reshape(-1, x_ND.shape[-1])
+        sorted_MD = self.experts(places_MD[routing.order_M], routing.counts)
+        back_M = torch.empty_like(routing.order_M)
+        back_M[routing.order_M] = torch.arange(back_M.numel(), device=back_M.device)
+        y_NCD = sorted_MD[back_M].view(-1, choices, x_ND.shape[-1])
+        y_ND: torch.Tensor = (y_NCD * routing.weights_NC[..., None].to(y_NCD.dtype)).sum(1)
+        return y_ND
+
+    def _by_expert(self, x_ND: torch.Tensor, logits_NE: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The same where experts choose their tokens, and how many experts chose each token."""
+        token_EC, weight_EC = expert_choice(logits_NE.float().softmax(-1), self.moe.top_k)
+        token_M = token_EC.reshape(-1)
+        sorted_MD = self.experts(x_ND.index_select(0, token_M), [token_EC.shape[1]] * self.moe.num_experts)
+        weighted_MD = sorted_MD * weight_EC.reshape(-1, 1).to(sorted_MD.dtype)
+        return torch.zeros_like(x_ND).index_add(0, token_M, weighted_MD), torch.bincount(token_M, minlength=len(x_ND))
 
     def forward(self, x_BTD: torch.Tensor) -> Reported:
         """Apply the sublayer with its residual."""
         moe = self.moe
         x_ND = self.norm(x_BTD).reshape(-1, x_BTD.shape[-1])
-        routing = route(self.router(x_ND), moe)
-        # One row a place, so that the backward of the sorting has no two rows that add into one.
-        places_MD = x_ND[:, None].expand(-1, moe.top_k, -1).reshape(-1, x_ND.shape[-1])
-        sorted_MD = self.experts(places_MD[routing.order_M], routing.counts)
-        back_M = torch.empty_like(routing.order_M)
-        back_M[routing.order_M] = torch.arange(back_M.numel(), device=back_M.device)
-        y_NCD = sorted_MD[back_M].view(-1, moe.top_k, x_ND.shape[-1])
-        y_BTD = (y_NCD * routing.weights_NC[..., None].to(y_NCD.dtype)).sum(1).view_as(x_BTD)
+        logits_NE = self.router(x_ND)
+        # Experts that choose, and balanced assignment, look ahead in the text: in training alone.
+        routing = route(logits_NE, moe, balanced=self.training)
+        loads_E = routing.chosen_E
+        if moe.routing == EXPERT_CHOICE and self.training:
+            y_ND, chosen_N = self._by_expert(x_ND, logits_NE)
+            loads_E = torch.full_like(loads_E, int(chosen_N.sum()) // moe.num_experts)
+        else:
+            y_ND = self._by_token(x_ND, routing)
+        y_BTD = y_ND.view_as(x_BTD)
         losses: dict[str, torch.Tensor] = {}
         if moe.aux_loss_coeff:
             losses["load_balancing"] = moe.aux_loss_coeff * routing.load_balancing
@@ -178,7 +232,7 @@ class MoeMlp(nn.Module):
             figures={
                 "load_balancing_loss": routing.load_balancing,
                 "z_loss": routing.z,
-                "expert_tokens": routing.chosen_E.float(),
+                "expert_tokens": loads_E.float(),
             },
             losses=losses,
         )

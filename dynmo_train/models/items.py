@@ -97,8 +97,8 @@ class BoundaryShape:
 
     def with_tokens(self, tokens: int) -> BoundaryShape:
         """The same for samples of another length, of a model with one stream."""
-        batch, _, *rest = self.shapes[HIDDEN]
-        return replace(self, shapes={**self.shapes, HIDDEN: (batch, tokens, *rest)})
+        shapes = {name: (s[0], tokens, *s[2:]) if len(s) > 1 else s for name, s in self.shapes.items()}
+        return replace(self, shapes=shapes)
 
     def cut_along_tokens(self, parts: int) -> BoundaryShape:
         """Of streams ``[B, T, D]`` that ``parts`` ranks hold a part each of."""

@@ -14,9 +14,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from ..parallel.experts import ExpertExchange
 from ..parallel.tensor import TensorRegion
 from .bert import BertHead
 from .blocks import Head
+from .experts import Experts
 from .linear import PrunableLinear
 
 SplitDim = Callable[[str], int | None]
@@ -78,6 +80,20 @@ def cut_item(item: str, module: nn.Module, split_dim: SplitDim, region: TensorRe
                 )
         _connect(module, path, child, dims.get("weight"), region)
     return module
+
+
+def deal_experts(module: nn.Module, exchange: ExpertExchange | None) -> nn.Module:
+    """Leave an item with this process's experts alone, in place; returns it."""
+    if exchange is not None:
+        for child in list(module.modules()):
+            if isinstance(child, Experts):
+                child.keep(exchange)
+    return module
+
+
+def is_of_expert(parameter: str) -> bool:
+    """Whether a parameter, by its global name, is one of a single expert."""
+    return ".experts." in parameter
 
 
 def _connect(module: nn.Module, path: str, child: nn.Module, dim: int | None, region: TensorRegion) -> None:

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from ..models.items import masks_of
-from ..parallel.world import World, sum_over, sum_over_pipeline
+from ..parallel.world import World, gather_over, sum_over, sum_over_pipeline
 from ..parallel.zero import row_parts
 from .items import HeldItems
 
@@ -138,6 +138,8 @@ def gradient_norm(held: HeldItems, item_names: Sequence[str], ties: Mapping[str,
     squares = sum_over_pipeline(world, sum_over(world.groups.tensor, squares))
     if held.shards is not None:
         squares = sum_over(world.groups.data, squares)
+    # Every process of an exchange has counted other parameters; rank after rank, so that the sum has one order.
+    squares = torch.cat(gather_over(world.groups.expert, squares), dim=1)
     total = 0.0
     for of_replicas in squares.tolist():
         total += sum(of_replicas)

@@ -11,8 +11,9 @@ from torch import nn
 
 from ..models.items import ModelFamily, masks_of, parameters_of
 from ..models.linear import PrunableLinear
-from ..models.sharding import cut_item, cut_tensor
+from ..models.sharding import cut_item, cut_tensor, deal_experts, is_of_expert
 from ..models.sparse_forms import SparseTable
+from ..parallel.experts import ExpertExchange
 from ..parallel.tensor import TensorRegion
 from ..parallel.zero import Shards
 from .adamw import MOMENTS, AdamWSettings, ItemOptimizer, item_optimizer
@@ -52,6 +53,7 @@ class HeldItems:
         fused_adam: NVIDIA's ``FusedAdam``, to update with it; None updates with torch's AdamW.
         region: the ranks that share each matrix product; None where each product is whole.
         shards: the replicas that share each parameter's rows (ZeRO); None where each holds all.
+        exchange: the replicas that share the experts of each layer; None where each holds all.
     """
 
     def __init__(
@@ -63,10 +65,11 @@ class HeldItems:
         fused_adam: type[Any] | None = None,
         region: TensorRegion | None = None,
         shards: Shards | None = None,
+        exchange: ExpertExchange | None = None,
     ) -> None:
         self.family, self.settings, self.device = family, settings, device
         self.sparse, self.fused_adam, self.region = sparse, fused_adam, region
-        self.shards = shards
+        self.shards, self.exchange = shards, exchange
         self.modules: dict[str, nn.Module] = {}
         # What a technique keeps of an item: item -> full tensor name -> tensor. It goes where the item goes.
         self.extras: dict[str, dict[str, torch.Tensor]] = {}
@@ -113,7 +116,8 @@ class HeldItems:
                 self._optimizers[holder].adopt(copy, self._steps(owner_item, owner), moments)
 
     def _assemble(self, name: str, device: torch.device) -> nn.Module:
-        return cut_item(name, self.family.build(name, device), self.family.split_dim, self.region)
+        whole = cut_item(name, self.family.build(name, device), self.family.split_dim, self.region)
+        return deal_experts(whole, self.exchange)
 
     def blueprint(self, name: str) -> nn.Module:
         """An item as this process would hold it, without memory for its weights."""
@@ -133,7 +137,12 @@ class HeldItems:
         return tensor if self.shards is None else self.shards.rows(tensor)
 
     def counts(self, tensor_name: str) -> bool:
-        """Whether this process speaks for a tensor: of what all ranks of a region hold whole, the first one does."""
+        """Whether this process speaks for a tensor: of those that hold the same of one replica, the first one does.
+
+        Replicas that share experts are as one here.
+        """
+        if self.exchange is not None and self.exchange.rank and not is_of_expert(tensor_name):
+            return False
         return self.region is None or self.region.rank == 0 or self.split_dim(tensor_name) is not None
 
     def hold(self, name: str, module: nn.Module) -> None:

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from ..models.sharding import is_of_expert
 from ..parallel.world import World
 from .items import HeldItems
 
@@ -32,9 +33,9 @@ class GradientReducer:
     """
 
     def __init__(self, held: HeldItems, world: World, *, overlap: bool) -> None:
-        self._held, self._group = held, world.groups.data
+        self._held, self._group, self._expert_group = held, world.groups.data, world.groups.expert_data
         self._overlap = overlap
-        self._started: dict[str, _Bucket | None] = {}
+        self._started: dict[str, list[_Bucket]] = {}
 
     @property
     def overlaps(self) -> bool:
@@ -52,21 +53,30 @@ class GradientReducer:
             return
         for item in self._held.modules:
             self.item_is_final(item)
-        for bucket in self._started.values():
-            if bucket is not None:
+        for buckets in self._started.values():
+            for bucket in buckets:
                 _finish(bucket)
         self._started.clear()
 
-    def _start(self, item: str) -> _Bucket | None:
+    def _start(self, item: str) -> list[_Bucket]:
         if self._held.shards is not None:
             self._held.reduce(item)
-            return None
-        parameters = [p for p in self._held.own_parameters(item).values() if p.grad is not None]
-        if not parameters:
-            return None
-        flat = torch.cat([p.grad.reshape(-1) for p in parameters if p.grad is not None])
-        work = dist.all_reduce(flat, group=self._group, async_op=True)
-        return _Bucket(parameters=parameters, flat=flat, work=work)
+            return []
+        own = {name: p for name, p in self._held.own_parameters(item).items() if p.grad is not None}
+        if self._held.exchange is None:
+            return _add(list(own.values()), self._group)
+        # Rows of all replicas of an exchange have reached its experts: only other exchanges hold more gradients.
+        apart = [p for name, p in own.items() if is_of_expert(name)]
+        shared = [p for name, p in own.items() if not is_of_expert(name)]
+        return _add(shared, self._group) + _add(apart, self._expert_group)
+
+
+def _add(parameters: list[nn.Parameter], group: dist.ProcessGroup | None) -> list[_Bucket]:
+    if not parameters or group is None:
+        return []
+    flat = torch.cat([p.grad.reshape(-1) for p in parameters if p.grad is not None])
+    work = dist.all_reduce(flat, group=group, async_op=True)
+    return [_Bucket(parameters=parameters, flat=flat, work=work)]
 
 
 def _finish(bucket: _Bucket) -> None:

@@ -194,6 +194,15 @@ def sum_over(group: dist.ProcessGroup | None, values: torch.Tensor) -> torch.Ten
     return values
 
 
+def gather_over(group: dist.ProcessGroup | None, values: torch.Tensor) -> list[torch.Tensor]:
+    """A group's tensors of one shape, in order of rank; None is a group of this process alone."""
+    if group is None:
+        return [values]
+    parts = [torch.empty_like(values) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(parts, values, group=group)
+    return parts
+
+
 def sum_over_pipeline(world: World, values: torch.Tensor) -> torch.Tensor:
     """The sum over the pipeline of a CPU tensor, in place; exact where all but one position contribute zero."""
     return sum_over(world.groups.pipeline, values)
@@ -206,12 +215,8 @@ def sum_over_model(world: World, counts: torch.Tensor) -> torch.Tensor:
 
 def sum_over_replicas(world: World, value: torch.Tensor) -> torch.Tensor:
     """The sum of a CPU tensor over the replicas, added in their order: the same bits wherever a layer stands."""
-    if world.groups.data is None:
-        return value
-    parts = [torch.empty_like(value) for _ in range(world.dims.data)]
-    dist.all_gather(parts, value, group=world.groups.data)
     total = torch.zeros_like(value)
-    for part in parts:
+    for part in gather_over(world.groups.data, value):
         total += part
     return total
 

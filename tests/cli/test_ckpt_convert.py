@@ -306,3 +306,123 @@ def test_pruned_weights_are_zero_in_a_legacy_checkpoint(run, tmp_path):
 )
 def test_legacy_targets_that_cannot_be(run, native, tmp_path, options, code, message):
     assert message in run("convert", native[0], tmp_path / "out", *options, code=code).stderr
+
+
+def seeds_arguments(m, tp, pp, tmp_path):
+    (tmp_path / "gpt2-vocab.json").write_text(json.dumps({f"t{i}": i for i in range(m["vocab_size"])}))
+    (tmp_path / "gpt2-merges.txt").write_text("#version: 0.2\n")
+    sizes = ["--num-layers", m["num_layers"], "--hidden-size", m["hidden_size"], "--seq-length", 12]
+    sizes += ["--num-attention-heads", m["num_attention_heads"], "--max-position-embeddings", 12]
+    files = ["--vocab-file", tmp_path / "gpt2-vocab.json", "--merge-file", tmp_path / "gpt2-merges.txt"]
+    grid = ["--tensor-model-parallel-size", tp, "--pipeline-model-parallel-size", pp]
+    return [*grid, "--target-pipeline-model-parallel-size", 1, *files, *sizes]
+
+
+def test_the_arguments_of_the_old_tools(run, native, legacy_save, tmp_path):
+    """As the command lines of Megatron's merge_mp_partitions.py and Optimus-CC's ckpt_convert.py are written."""
+    directory, m, p = native
+    legacy_save(tmp_path / "in", p, m, tp=2, stages=[1, 2])
+    common = seeds_arguments(m, 2, 2, tmp_path)
+    more = ["--experiment_name", "merge_baseline", "--tokenizer-type", "GPT2BPETokenizer", "--data-impl", "mmap"]
+    more += ["--activations-checkpoint-method", "uniform", "--DDP-impl", "local", "-i_g", 1, "-p", 1]
+    places = ["--load", tmp_path / "in", "--save", tmp_path / "unused", "-i", tmp_path / "in" / "iter_0000300"]
+    run("ckpt_convert", "--model-type", "GPT", *common, *places, *more, "-o", tmp_path / "a")
+    run("merge_mp_partitions", "--model-type", "GPT", *common, "--load", tmp_path / "in", "--save", tmp_path / "b")
+    for name in ("a", "b"):
+        assert [path.name for path in (tmp_path / name / "iter_0000300").iterdir()] == ["mp_rank_00"]
+        assert "no tensor differs" in run("diff", tmp_path / name, directory).stdout
+        assert (tmp_path / name / "vocab.json").read_bytes() == (tmp_path / "gpt2-vocab.json").read_bytes()
+    assert not (tmp_path / "unused").exists()
+    run(
+        "merge_mp_partitions",
+        "--model-type",
+        "GPT",
+        "--target-pipeline-model-parallel-size",
+        3,
+        "--load",
+        tmp_path / "in",
+        "--save",
+        tmp_path / "c",
+    )
+    assert len(list((tmp_path / "c" / "iter_0000300").iterdir())) == 3
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--model-type", "BERT"], "holds a gpt"),
+        (["--model-type", "GPT", "--num-layers", 24], "a model with 3"),
+        (["--model-type", "GPT", "--seq-length", 512], "has 12 positions"),
+        (["--model-type", "GPT", "--tensor-model-parallel-size", 4], "has 2"),
+        (["--model-type", "GPT", "--vocab-file", "missing.json"], "missing.json"),
+    ],
+)
+def test_arguments_of_the_old_tools_that_contradict_the_files(run, native, legacy_save, tmp_path, options, message):
+    _, m, p = native
+    legacy_save(tmp_path / "in", p, m, tp=2)
+    places = ["--load", tmp_path / "in", "--save", tmp_path / "out"]
+    assert message in run("merge_mp_partitions", *options, *places, code=2).stderr
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_type_of_the_weights(run, native, tmp_path):
+    import torch
+    from safetensors.torch import load_file as load_tensors
+
+    directory, _, p = native
+    for name, dtype in (("fp16", torch.float16), ("bf16", torch.bfloat16)):
+        run("convert", directory, tmp_path / name, "--to", "hf", "--dtype", name)
+        found = load_tensors(tmp_path / name / "model.safetensors")["transformer.h.1.mlp.c_fc.weight"]
+        assert torch.equal(found, torch.from_numpy(p["layers.1.mlp.fc1.weight"]).to(dtype).T)
+        assert json.loads((tmp_path / name / "config.json").read_text())["torch_dtype"] == str(dtype).split(".")[1]
+        run("convert", tmp_path / name, tmp_path / f"{name}-n", "--to", "native", "--dtype", "fp32")
+        assert "ok" in run("verify", tmp_path / f"{name}-n").stdout
+        back = load_file(tmp_path / f"{name}-n" / "model-p000-t00.safetensors")["layers.1.mlp.fc1.weight"]
+        assert np.array_equal(back, torch.from_numpy(p["layers.1.mlp.fc1.weight"]).to(dtype).float().numpy())
+    run("convert", directory, tmp_path / "l", "--to", "legacy", "--dtype", "bf16", "--pp", 2)
+    stored = torch_tree(tmp_path / "l" / "iter_0000008" / "mp_rank_00_001" / "model_optim_rng.pt")["model"]
+    assert stored["word_embeddings_for_head"]["weight"].dtype == torch.bfloat16
+
+
+def test_every_number_is_rounded_as_torch_rounds():
+    import torch
+
+    from dynmo_ckpt.panels import cast
+
+    words = np.random.default_rng(0).integers(0, 1 << 32, 200_000, dtype=np.uint32)
+    words[:6] = [0x7F800000, 0xFF800000, 0x7FC00000, 0x7F7FFFFF, 0x3F808000, 0x3F818000]
+    for name, dtype in (("BF16", torch.bfloat16), ("F16", torch.float16)):
+        ours = torch.from_numpy(cast(words, "F32", name).view(np.int16)).view(dtype)
+        theirs = torch.from_numpy(words.view(np.float32)).to(dtype)
+        assert torch.equal(ours.nan_to_num(1e4), theirs.nan_to_num(1e4))
+        assert torch.equal(ours.isnan(), theirs.isnan())
+
+
+def test_copies_that_differ_and_tensors_to_leave_out(run, native, legacy_save, tmp_path):
+    import torch
+
+    directory, m, p = native
+    iteration = legacy_save(tmp_path / "l", p, m, tp=2, stages=[1, 2])
+    path = iteration / "mp_rank_01_001" / "model_optim_rng.pt"
+    document = torch.load(path, weights_only=False)
+    document["model"]["language_model"]["encoder"]["final_layernorm.bias"] += 1
+    document["model"]["word_embeddings_for_head"]["weight"] += 1
+    document["model"]["extra"] = {"weight": torch.zeros(2)}
+    other = torch.load(iteration / "mp_rank_00_001" / "model_optim_rng.pt", weights_only=False)
+    other["model"]["extra"] = {"weight": torch.zeros(2)}
+    torch.save(document, path)
+    torch.save(other, iteration / "mp_rank_00_001" / "model_optim_rng.pt")
+    to = ("--to", "native")
+    assert "extra.weight" in run("convert", tmp_path / "l", tmp_path / "o", *to, code=5).stderr
+    run_drop = ("convert", tmp_path / "l", tmp_path / "o", *to, "--drop", "extra.*")
+    assert "--replicas first" in run(*run_drop, code=4).stderr
+    said = run(*run_drop, "--replicas", "first").stderr
+    assert "extra.weight: left out" in said
+    assert "final_layernorm.bias of tensor ranks 0 and 1 differ; the first is taken" in said
+    assert "no tensor differs" in run("diff", tmp_path / "o", directory).stdout
+    run("convert", tmp_path / "l", tmp_path / "u", *to, "--drop", "extra.*", "--replicas", "first", "--untie")
+    head = load_file(tmp_path / "u" / "model-p000-t00.safetensors")["head.weight"]
+    half = len(head) // 2
+    assert np.array_equal(head[:half], p["embedding.word.weight"][:half])
+    assert np.array_equal(head[half:], p["embedding.word.weight"][half:] + 1)
+    assert "not a native" in run("convert", directory, tmp_path / "x", *to, "--drop", "a", code=2).stderr

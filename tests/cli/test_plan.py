@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 
@@ -420,3 +421,70 @@ def test_the_front_has_what_nothing_beats(plan):
     for row, mine in zip(every, measures, strict=True):
         beaten = any(all(a <= b for a, b in zip(other, mine, strict=True)) and other != mine for other in measures)
         assert row["pareto"] != beaten
+
+
+def test_what_if_a_worker_slows_down(plan, tmp_path):
+    picture = tmp_path / "grid.svg"
+    grid = ("--vary", "speed=0.5:1:0.25", "--vary", "stages=2", "--granularity", "sublayer")
+    code, out, _ = plan("what-if", EVENTS, *grid, "--svg", picture, "--format", "json")
+    assert code == 0
+    rows = json.loads(out)["rows"]
+    steps = [row["step_ns"] for row in rows]
+    assert steps == sorted(steps, reverse=True)
+    assert rows[0]["static_step_ns"] > 1.5 * rows[-1]["static_step_ns"]  # the even split waits for the slow one
+    drawn = ElementTree.fromstring(picture.read_text())
+    assert sum(element.tag.endswith("circle") for element in drawn.iter()) == 3
+    assert plan("what-if", EVENTS, "--vary", "speed=0")[::2] == (
+        2,
+        "costs: median of 1 records, steps 9 to 9\ndynmo-plan: error: speed must be above 0, is 0\n",
+    )
+
+
+def test_what_if_has_nothing_to_draw(plan, tmp_path):
+    code, _, err = plan("what-if", EVENTS, "--vary", "stages=90", "--svg", tmp_path / "grid.svg")
+    assert code == 2
+    assert "nothing to draw" in err
+    assert not (tmp_path / "grid.svg").exists()
+
+
+def test_a_plan_of_a_variant_records_its_balancer(plan, run_dir):
+    code, _, _ = plan("partition", run_dir, "--balancer", "deepspeed_param", "-o", run_dir / "plan.json")
+    assert code == 0
+    document = json.loads((run_dir / "plan.json").read_text())
+    assert document["balancer"] == "deepspeed"
+    assert "deepspeed_param" in document["reason"]
+
+
+def test_a_dry_run_of_a_header(plan, tmp_path):
+    header = CONTRACTS / "profile/valid/header-only.jsonl"
+    flags = ("--device", "h100", "--dtype", "bfloat16", "--recompute", "selective", "--balancer", "uniform")
+    code, out, _ = plan("simulate", header, *flags, "--memory", "10MB", "--format", "json")
+    assert code == 0
+    found = json.loads(out)
+    assert found["step_with_tail_ns"] > found["step_ns"]
+    assert [stage["worker"] for stage in found["stages"]] == [0, 1]
+    assert sum(len(stage["items"]) for stage in found["stages"]) == 10
+    assert found["memory_limit_bytes"] == [10_000_000] * 2
+    assert found["tokens_per_s"] == pytest.approx(128 * found["samples_per_s"])
+    assert 0 < found["flops_fraction"] < 1
+    code, out, _ = plan("simulate", header, *flags, "--memory", "1MB")
+    assert code == 0  # told, not refused
+    assert "worker 0 needs" in out
+
+
+def test_optional_keys_of_a_header_count(plan, tmp_path):
+    document = json.loads((CONTRACTS / "profile/valid/header-only.jsonl").read_text())
+    flags = ("--device", "h100", "--dtype", "bfloat16", "--balancer", "uniform", "--format", "json")
+
+    def stages():
+        (tmp_path / "profile.jsonl").write_text(json.dumps(document) + "\n")
+        return plan("simulate", tmp_path, *flags)
+
+    before = json.loads(stages()[1])["stages"][0]
+    document["items"][2] |= {"x_active_param_count": 8 * document["items"][2]["param_count"], "x_activation_bytes": 7}
+    after = json.loads(stages()[1])["stages"][0]
+    assert after["forward_ns"] > before["forward_ns"]
+    assert after["activation_bytes"] != before["activation_bytes"]
+    document["model"]["x_num_attention_heads"] = "many"
+    code, _, err = stages()
+    assert (code, "must be a whole number" in err) == (2, True)

@@ -30,7 +30,9 @@ def engine_on(world: World, layout: Layout) -> Engine:
     if layout.settings.get("sequence_parallel"):
         boundary = boundary.cut_along_tokens(world.dims.tensor)
     pipeline = replace(settings.pipeline, microbatches=MICROBATCHES // world.dims.data, boundary=boundary)
-    start = scenario.start or uniform_partition(family.items, world.dims.pipeline, scenario.virtual)
+    if settings.pruning is not None:
+        settings = replace(settings, pruning=replace(settings.pruning, start=2, end=6, every=2))
+    start = scenario.start or uniform_partition(family.items, world.dims.pipeline, scenario.virtual, vee=scenario.schedule == "zb-v")
     engine = Engine(family, replace(settings, pipeline=pipeline, **layout.settings), start, world)
     engine.build()
     return engine

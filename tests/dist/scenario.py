@@ -15,6 +15,7 @@ from dynmo_train.dynamics.pruning_units import PruningRule
 from dynmo_train.engine import Engine, EngineSettings
 from dynmo_train.models.dynamic import DynamicFamily, DynamicSettings
 from dynmo_train.models.early_exit import LEFT
+from dynmo_train.models.experts import MoeShape
 from dynmo_train.models.gpt import Gpt, GptShape
 from dynmo_train.models.items import HIDDEN, LOSS, BoundaryShape, ModelFamily
 from dynmo_train.models.sparse_forms import SparseTable
@@ -70,6 +71,7 @@ class Scenario:
     rule: PruningRule = PruningRule()
     plasticity: PlasticityRule | None = None
     cache_bytes: int | None = None
+    moe: MoeShape | None = None
     epoch: int | None = None  # steps after which the samples come again
 
     def batch(self, step: int) -> Batch:
@@ -87,7 +89,7 @@ class Scenario:
             shape = replace(family.shape, hidden_dropout=self.dropout, attention_dropout=self.dropout)
             return type(family)(shape)
         shape = replace(
-            SHAPE, tied_embeddings=self.tied, hidden_dropout=self.dropout, attention_dropout=self.dropout
+            SHAPE, moe=self.moe, tied_embeddings=self.tied, hidden_dropout=self.dropout, attention_dropout=self.dropout
         )
         plain = Gpt(shape)
         if self.dynamic is None:

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import json
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from layouts import Layout, play_layouts
 from scenario import Scenario
-from test_placement import WANDER, cut
+from test_placement import cut, vee
 from whole_runs import figures, lines, tensors, train, write_data
 from workers import run_workers
 
@@ -22,23 +23,28 @@ from dynmo_train.programs import program_path
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(300)]
 
 D2, T2 = ParallelDims(data=2), ParallelDims(tensor=2)
+E2 = ParallelDims(data=2, expert=2)
+PE, TE, DE = (replace(E2, pipeline=2), replace(E2, tensor=2), replace(E2, data=4))
 PD, PT, TD = ParallelDims(pipeline=2, data=2), ParallelDims(pipeline=2, tensor=2), ParallelDims(tensor=2, data=2)
 ZERO, ZERO_3 = {"zero_stage": 2}, {"zero_stage": 3}
 OVERLAP, CUT = {"overlap_reduction": True}, {"sequence_parallel": True}
-BASE = Scenario(steps=15)
-PLAIN = Scenario(steps=15, dropout=0.0)
-MOVING = Scenario(steps=15, moves=WANDER[:3])
-SPLIT = Scenario(steps=15, moves=WANDER[:3], schedule="zero-bubble")
-AGAIN = Scenario(steps=15, schedule="gpipe", recompute=True)
-LOOPED = Scenario(
-    steps=15, schedule="interleaved-1f1b", virtual=2, moves=((6, cut(2, 1, 5, 8)), (11, cut(2, 3, 4, 7)))
+BASE = Scenario(steps=7, freeze=((3, 1), (6, 3)))
+PLAIN = replace(BASE, dropout=0.0)
+MOVING = replace(BASE, moves=((2, cut(2, 2)), (4, cut(2, 7)), (6, cut(2, 1))))
+SPLIT = replace(MOVING, schedule="zero-bubble")
+LOOPED = replace(
+    BASE, schedule="interleaved-1f1b", virtual=2, moves=((3, cut(2, 1, 5, 8)), (5, cut(2, 3, 4, 7)))
 )
+VEE = replace(LOOPED, schedule="zb-v", moves=((3, vee(cut(2, 1, 5, 8))), (5, vee(cut(2, 3, 4, 7)))))
 
 FAMILIES = {
-    model: Scenario(model=model, steps=6, dropout=0.0, freeze=((3, 1),))
+    model: Scenario(model=model, steps=5, dropout=0.0, prune=False, freeze=((3, 1),))
     for model in ("llama", "mixtral", "bert", "t5", "t5-relative")
 }
 
+EXPERTS_MOVING = replace(
+    FAMILIES["mixtral"], schedule="zero-bubble", recompute=True, moves=((1, cut(2, 2)), (3, cut(2, 7)))
+)
 ONE = {
     "dropping": Layout(dims=ParallelDims(), scenario=BASE),
     "plain": Layout(dims=ParallelDims(), scenario=PLAIN),
@@ -51,27 +57,28 @@ TWO = {
     "shared always": Layout(dims=D2, scenario=BASE, settings=ZERO_3 | OVERLAP),
     "cut": Layout(dims=T2, scenario=BASE),
     "cut along tokens": Layout(dims=T2, scenario=BASE, settings=CUT),
-    **{model: Layout(dims=T2, scenario=scenario) for model, scenario in FAMILIES.items()},
-    "llama, cut along tokens": Layout(dims=T2, scenario=FAMILIES["llama"], settings=CUT),
-    "t5, cut along tokens": Layout(dims=T2, scenario=FAMILIES["t5"], settings=CUT),
-    "mixtral, replicas": Layout(dims=D2, scenario=FAMILIES["mixtral"], settings=ZERO_3),
     "plain, cut": Layout(dims=T2, scenario=PLAIN),
     "plain, cut along tokens": Layout(dims=T2, scenario=PLAIN, settings=CUT),
 }
+TWO_FAMILIES = {
+    **{model: Layout(dims=T2, scenario=scenario) for model, scenario in FAMILIES.items()},
+    "llama, cut along tokens": Layout(dims=T2, scenario=FAMILIES["llama"], settings=CUT),
+    "t5, cut along tokens": Layout(dims=T2, scenario=FAMILIES["t5"], settings=CUT),
+    "mixtral, shared experts": Layout(dims=E2, scenario=FAMILIES["mixtral"]),
+    "mixtral, replicas": Layout(dims=D2, scenario=FAMILIES["mixtral"], settings=ZERO_3),
+}
 FOUR = {
-    "replicas": [
-        Layout(dims=PD, scenario=MOVING),
-        Layout(dims=PD, scenario=AGAIN, settings=OVERLAP),
-        Layout(dims=PD, scenario=SPLIT, settings=OVERLAP),
-        Layout(dims=PD, scenario=LOOPED, settings=OVERLAP),
-    ],
+    "replicas": [Layout(dims=PD, scenario=each, settings=OVERLAP) for each in (SPLIT, LOOPED)],
     "shared": [
         Layout(dims=PD, scenario=MOVING, settings=ZERO | OVERLAP),
-        Layout(dims=PD, scenario=AGAIN, settings=ZERO_3),
-        Layout(dims=PD, scenario=LOOPED, settings=ZERO_3 | OVERLAP),
+        Layout(dims=PD, scenario=replace(LOOPED, recompute=True), settings=ZERO_3),
     ],
-    "cut": [Layout(dims=PT, scenario=MOVING), Layout(dims=PT, scenario=AGAIN)],
-    "cut along tokens": [Layout(dims=PT, scenario=SPLIT, settings=CUT)],
+    "cut": [Layout(dims=PT, scenario=replace(MOVING, schedule="gpipe", recompute=True))],
+    "cut along tokens": [Layout(dims=PT, scenario=VEE, settings=CUT)],
+}
+FOUR_OTHERS = {
+    "mixtral, shared experts": [Layout(dims=PE, scenario=EXPERTS_MOVING, settings=OVERLAP)],
+    "mixtral, shared experts otherwise": [Layout(dims=dims, scenario=FAMILIES["mixtral"]) for dims in (TE, DE)],
     "plain, both": [Layout(dims=TD, scenario=PLAIN, settings=OVERLAP | CUT)],
 }
 
@@ -95,9 +102,23 @@ def two():
 
 
 @pytest.fixture(scope="module")
+def two_families():
+    return dict(zip(TWO_FAMILIES, played(2, list(TWO_FAMILIES.values())), strict=True))
+
+
+def by_name(named: dict[str, list[Layout]]) -> dict[str, list[dict]]:
+    results = iter(played(4, [layout for layouts in named.values() for layout in layouts]))
+    return {name: [next(results) for _ in layouts] for name, layouts in named.items()}
+
+
+@pytest.fixture(scope="module")
 def four():
-    results = iter(played(4, [layout for layouts in FOUR.values() for layout in layouts]))
-    return {name: [next(results) for _ in layouts] for name, layouts in FOUR.items()}
+    return by_name(FOUR)
+
+
+@pytest.fixture(scope="module")
+def four_others():
+    return by_name(FOUR_OTHERS)
 
 
 def close(got: dict, expected: dict, norms: float = 1e-4) -> None:
@@ -124,23 +145,30 @@ def test_overlapping_the_reduction_changes_no_bit(two):
     assert two["replicas, overlapped"] == two["replicas"]
 
 
-def test_cut_products_give_nearly_the_figures_of_one_process(one, two, four):
+def test_cut_products_give_nearly_the_figures_of_one_process(one, two, four_others):
     """Without dropout, whose draws differ by rank; pruned and frozen on the way."""
-    for got in (two["plain, cut"], two["plain, cut along tokens"], four["plain, both"][0]):
+    for got in (two["plain, cut"], two["plain, cut along tokens"], four_others["plain, both"][0]):
         close(got, one["plain"])
 
 
 @pytest.mark.parametrize(
-    "name", [*FAMILIES, "llama, cut along tokens", "t5, cut along tokens", "mixtral, replicas"]
+    "name", [*FAMILIES, "llama, cut along tokens", "t5, cut along tokens", "mixtral, replicas", "mixtral, shared experts"]
 )
-def test_cut_products_of_every_family(name, one, two):
+def test_every_family(name, one, two_families):
     # A token between two experts may go to the other one: a norm shows that before the mean loss does.
-    close(two[name], one[name.partition(",")[0]], norms=1e-3 if "mixtral" in name else 1e-4)
+    close(two_families[name], one[name.partition(",")[0]], norms=1e-3 if "mixtral" in name else 1e-4)
 
 
 def test_dropout_differs_between_cut_and_whole_products(one, two):
     assert two["cut"]["losses"] != pytest.approx(one["dropping"]["losses"], rel=1e-5)
     assert two["cut"]["losses"] != two["cut along tokens"]["losses"]
+
+
+def test_shared_experts_with_other_axes(one, two_families, four_others):
+    for got in four_others["mixtral, shared experts"]:
+        assert got == two_families["mixtral, shared experts"]
+    for got in four_others["mixtral, shared experts otherwise"]:
+        close(got, one["mixtral"], norms=1e-3)
 
 
 @pytest.mark.parametrize("name", ["replicas", "cut", "cut along tokens"])

@@ -13,6 +13,7 @@ from dynmo_train.dynamics.plasticity import PlasticityRule
 from dynmo_train.dynamics.pruning_units import PruningRule
 from dynmo_train.models.dynamic import DynamicSettings, SparseAttentionSettings
 from dynmo_train.models.early_exit import ExitSettings
+from dynmo_train.models.experts import MoeShape
 from dynmo_train.models.mixture_of_depths import DepthSettings
 from dynmo_train.pipeline.partition import Partition
 
@@ -29,6 +30,8 @@ TECHNIQUES = {
     "structured": PruningRule(mode="structured", scope="global"),
     "layer by layer": PruningRule(mode="structured", scope="layer"),
     "adaptive": PLASTICITY,
+    "expert choice": MoeShape(num_experts=4, top_k=2, routing="expert-choice"),
+    "balanced experts": MoeShape(num_experts=4, top_k=1, routing="balanced"),
     "2:4": PruningRule(mode="2:4"),
     "sparse": DynamicSettings(sparse_attention=SparseAttentionSettings(buckets=4, block=4)),
 }
@@ -36,6 +39,8 @@ TECHNIQUES = {
 
 def scenario(technique: str, **options) -> Scenario:
     asked = TECHNIQUES[technique]
+    if isinstance(asked, MoeShape):
+        return Scenario(steps=12, moe=asked, **options)
     if isinstance(asked, PlasticityRule):
         return Scenario(steps=12, plasticity=asked, **options)
     if isinstance(asked, PruningRule):
@@ -64,6 +69,8 @@ CASES = {
     "saturation, moving": (2, "saturation", {"moves": True}),
     "structured, moving": (2, "structured", {"moves": True, "recompute": True}),
     "layer by layer": (2, "layer by layer", {"moves": True}),
+    "expert choice, moving": (2, "expert choice", {"moves": True}),
+    "balanced experts, moving": (2, "balanced experts", {"moves": True, "recompute": True}),
     "2:4": (2, "2:4", {}),
     "adaptive, moving": (2, "adaptive", {"moves": True}),
     "adaptive, zero-bubble": (2, "adaptive", {"schedule": "zero-bubble", "recompute": True}),
@@ -86,7 +93,7 @@ def test_same_bits_as_one_worker(name):
 @pytest.mark.parametrize("technique", TECHNIQUES)
 def test_the_scenario_exercises_the_technique(technique):
     told = reference(technique)
-    plain = run_workers(play, 1, replace(scenario(technique, schedule="gpipe"), dynamic=None, rule=PruningRule(), plasticity=None))[0]
+    plain = run_workers(play, 1, replace(scenario(technique, schedule="gpipe"), dynamic=None, rule=PruningRule(), plasticity=None, moe=None))[0]
     assert told["losses"] != plain["losses"]
     if technique == "adaptive":
         kept = {name for name in told["weights"] if name.endswith(".exp_avg")}
@@ -94,6 +101,9 @@ def test_the_scenario_exercises_the_technique(technique):
         assert frozen == [0, 1], "two layers froze, one after the other, and dropped their moments"
         return
     figures = told["figures"][-1]
+    if "expert" in technique:
+        loads = figures["layers.3.mlp"]["expert_tokens"]
+        assert max(loads) == min(loads), "every expert has as much to do"
     if technique == "depths":
         assert figures["layers.1"]["depth_share"] == [0.5]
     if technique in ("exits", "saturation"):

@@ -88,3 +88,26 @@ def test_workers_that_cannot_be_released_stay(chain_factory, problem_factory):
     held = tuple(replace(place, releasable=False) for place in places)
     with pytest.raises(UsageError, match="3 workers cannot be released"):
         on_fewer(replace(problem, places=held), 2)
+
+
+def test_variants_by_parameters_see_only_parameters(chain_factory, problem_factory):
+    from dynmo_balance.partition import BALANCERS, RECORDED
+
+    # Times are even, parameters are all at the front
+    chain = chain_factory([10] * 8, sizes=[100, 100, 1, 1, 1, 1, 1, 1])
+    problem = problem_factory(chain, 2)
+    assert BALANCERS["deepspeed"](problem) == (0, 4, 8)
+    assert BALANCERS["deepspeed_param"](problem) == (0, 1, 8)
+    assert BALANCERS["diffusion_param"](problem) == (0, 1, 8)
+    assert set(RECORDED.values()) <= set(BALANCERS)
+
+
+@pytest.mark.parametrize("count", [7, 8, 9, 31])
+@pytest.mark.parametrize("stages", [1, 2, 3, 7])
+def test_the_static_split_is_deepspeeds(chain_factory, problem_factory, count, stages):
+    from dynmo_balance.partition import BALANCERS
+
+    # partition_uniform of DeepSpeed: the first parts get one more
+    sizes = [count // stages + (part < count % stages) for part in range(stages)]
+    expected = tuple(sum(sizes[:part]) for part in range(stages + 1))
+    assert BALANCERS["deepspeed_static"](problem_factory(chain_factory([1] * count), stages)) == expected

@@ -38,6 +38,8 @@ def test_targets_match_the_registry():
     assert {target.value for target in Target} == set(TARGETS)
 
 
+# The three layouts below were read by Megatron's own PipelineParallelLayerLayout (megatron-core 0.16.1) on 2026-11-21,
+# whose validate_layer_layout accepted them for four layers.
 def test_megatron(plan, header):
     assert TARGETS["megatron"](plan, header, 8) == (
         "--pipeline-model-parallel-size 2 --pipeline-model-parallel-layout 'E,t*3|t*1,L'"
@@ -83,6 +85,28 @@ def test_torch_reads_the_schedule_table(plan, header, schedule):
         assert [(a.stage_index, a.computation_type.value, a.microbatch_index) for a in read] == [
             (op.stage, op.kind.value, op.microbatch) for op in operations
         ]
+
+
+@pytest.mark.parametrize(("schedule", "virtual"), [("gpipe", 1), ("1f1b", 1), ("interleaved-1f1b", 2), ("zb-v", 2)])
+def test_torch_loads_the_file_and_adds_the_transfers(plan, header, tmp_path, schedule, virtual):
+    schedules = pytest.importorskip("torch.distributed.pipelining.schedules")
+    file = tmp_path / "schedule.csv"
+    planned = replace(plan, schedule=schedule, virtual_stages_per_worker=virtual)
+    file.write_text(TARGETS["torch-csv"](planned, header, 4) + "\n")
+    # torch's own loader, on a runtime that has everything but processes
+    runtime = object.__new__(schedules._PipelineScheduleRuntime)
+    runtime.pp_group_size, runtime._num_stages, runtime._n_microbatches = 2, 2 * virtual, 4
+    runtime.pipeline_order, runtime._defer_pp_recv, runtime._stages = {}, False, []
+    runtime._load_csv(str(file), format="compute_only")
+    orders = order_of(schedule, 2, virtual, 4)
+    for rank, operations in enumerate(orders):
+        computed = [a for a in runtime.pipeline_order_with_comms[rank] if a.is_compute_op]
+        assert [(a.stage_index, a.microbatch_index) for a in computed if a.microbatch_index is not None] == [
+            (op.stage, op.microbatch) for op in operations
+        ]
+    sends = [a for row in runtime.pipeline_order_with_comms.values() for a in row if "SEND_F" in str(a)]
+    apart = 2 * virtual - 1 - (1 if schedule == "zb-v" else 0)  # the two stages at the bottom of the V are neighbours
+    assert len(sends) == 4 * apart
 
 
 @pytest.mark.parametrize("target", ["megatron", "torchtitan", "deepspeed", "vllm"])

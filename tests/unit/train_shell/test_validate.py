@@ -26,6 +26,7 @@ def problems(world_size=1, **values):
     return validate(config, world_size)
 
 
+REPLICAS = {"world_size": 2, "pipeline_model_parallel_size": 1, "global_batch_size": 8}
 CASES = {
     "heads": ({"num_attention_heads": 5}, "--hidden-size"),
     "positions": ({"max_position_embeddings": 31}, "--seq-length"),
@@ -55,6 +56,16 @@ CASES = {
     "sequence and experts": (
         {"sequence_parallel": True, "tensor_model_parallel_size": 2, "world_size": 2, "num_experts": 4},
         "--sequence-parallel",
+    ),
+    "experts of nobody": ({"expert_model_parallel_size": 2, **REPLICAS}, "--expert-model-parallel-size"),
+    "experts dealt": (
+        {"expert_model_parallel_size": 2, "num_experts": 3, **REPLICAS},
+        "--expert-model-parallel-size",
+    ),
+    "experts alone": ({"expert_model_parallel_size": 2, "num_experts": 4}, "--expert-model-parallel-size"),
+    "experts and zero": (
+        {"expert_model_parallel_size": 2, "num_experts": 4, "zero_stage": 2, **REPLICAS},
+        "--expert-model-parallel-size",
     ),
     "zero and split": ({"zero_stage": 1, "schedule": "zero-bubble"}, "--zero-stage"),
     "sequence alone": ({"sequence_parallel": True}, "--sequence-parallel"),
@@ -98,10 +109,40 @@ CASES = {
         {"freeze_tied": True, "freeze_schedule": "1:1", "untie_embeddings_and_output_weights": True},
         "--freeze-tied",
     ),
+    "balanced pairs": ({"num_experts": 4, "moe_routing": "balanced"}, "--moe-router-topk"),
+    "no overflow": (
+        {"num_experts": 4, "moe_routing": "expert-choice", "moe_expert_capacity_factor": 1.0},
+        "--moe-expert-capacity-factor",
+    ),
     "routed blocks": ({"mod_capacity": 0.5, "mod_every": 5}, "--mod-every"),
     "exit form": ({"early_exit_layers": "2,1"}, "--early-exit-layers"),
     "exit behind all": ({"early_exit_layers": "1,3"}, "--early-exit-layers"),
     "exit and depths": ({"early_exit_layers": "1", "mod_capacity": 0.5}, "--early-exit-layers"),
+    "exit and tensor": (
+        {"early_exit_layers": "1", "tensor_model_parallel_size": 2, "world_size": 2},
+        "--early-exit-layers",
+    ),
+    "frozen by parts": (
+        {
+            "freeze_adaptive": True,
+            "zero_stage": 2,
+            "world_size": 2,
+            "pipeline_model_parallel_size": 1,
+            "global_batch_size": 4,
+        },
+        "--freeze-adaptive",
+    ),
+    "pruned by parts": (
+        {
+            "sparsify": True,
+            "pruning_scope": "layer",
+            "zero_stage": 2,
+            "world_size": 2,
+            "pipeline_model_parallel_size": 1,
+            "global_batch_size": 4,
+        },
+        "--pruning-mode",
+    ),
     "odd buckets": ({"sparse_attention": True, "sparse_attention_buckets": 5}, "--sparse-attention-buckets"),
     "split form": ({"split": "x"}, "--split"),
     "split empty": ({"split": "0,1,0"}, "--split"),

@@ -1,0 +1,81 @@
+"""What a run would need: activations as the probe measures them, parameters of known models, the command."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from dynmo_train.cli import app
+from dynmo_train.config import Facts, config_of
+from dynmo_train.config.resolve import DRY_RUN_VALUES, dry_run_processes
+from dynmo_train.dryrun import activation_bytes, header_of
+from dynmo_train.families import boundary_of, family_of
+from dynmo_train.pipeline.clock import CpuClock
+from dynmo_train.pipeline.probe import Probe
+
+SMALL = {
+    "num_layers": 2,
+    "hidden_size": 64,
+    "num_attention_heads": 4,
+    "seq_length": 32,
+    "vocab_size": 100,
+    "micro_batch_size": 2,
+    "train_iters": 5,
+    "lr": 0.1,
+    "data_path": "d",
+}
+
+
+@pytest.mark.parametrize("family_name", ["gpt", "llama"])
+def test_activations_without_memory_are_those_that_the_probe_measures(family_name):
+    config = config_of(**SMALL, family=family_name)
+    family, boundary = family_of(config), boundary_of(config)
+    rows = torch.Size((2, 32))
+    values = {"ids": torch.zeros(rows, dtype=torch.int64), "labels": torch.zeros(rows, dtype=torch.int64)}
+    for item in family.items:
+        module = family.build(item.name, torch.device("cpu")).train()
+        probe = Probe(CpuClock(1))
+        probe.begin_step(True)
+        read = [torch.randn(boundary.shapes[name], requires_grad=True) for name in item.reads]
+        ignored = {parameter.untyped_storage().data_ptr() for parameter in module.parameters()}
+        with probe.saved(item.name, lambda kept=ignored: kept):
+            module(*read, *(values[name] for name in item.inputs))
+        measured = probe.result((item.name,), 1)["activation_bytes"][0]
+        blank = family.build(item.name, torch.device("meta"))
+        expected = activation_bytes(item, blank, boundary, dict.fromkeys(("ids", "labels"), rows))
+        assert expected == pytest.approx(measured, rel=0.02), item.name
+
+
+def test_the_header_is_of_one_tensor_parallel_rank():
+    plain = header_of(one := config_of(**SMALL), family_of(one))
+    halved_config = config_of(Facts(world_size=2), **SMALL, tensor_model_parallel_size=2)
+    halved = header_of(halved_config, family_of(halved_config))
+    whole = {item["name"]: item["param_count"] for item in plain["items"]}
+    half = {item["name"]: item["param_count"] for item in halved["items"]}
+    # Of attention: qkv 64 x 192 + 192 and dense 64 x 64 are cut; the norm (128) and the bias of dense (64) are not.
+    assert whole["layers.0.attention"] == 64 * 192 + 192 + 64 * 64 + 64 + 128
+    assert half["layers.0.attention"] == (64 * 192 + 192 + 64 * 64) // 2 + 64 + 128
+
+
+def test_devices_follow_from_the_parallel_sizes():
+    assert dry_run_processes({"tensor_model_parallel_size": 8}, {"pipeline_model_parallel_size": 16}) == 128
+    assert dry_run_processes({"dry_run_processes": 4, "tensor_model_parallel_size": None}, {}) == 4
+    assert set(DRY_RUN_VALUES) <= set(SMALL)
+
+
+def test_gpt_345m_from_the_command_line():
+    words = (
+        "pretrain gpt --dry-run --dry-run-format json --num-layers 24 --hidden-size 1024 --num-attention-heads 16"
+        " --seq-length 1024 --vocab-size 50257 --micro-batch-size 4 --global-batch-size 8 --fp16"
+    )
+    done = CliRunner().invoke(app, words.split(), catch_exceptions=False)
+    assert done.exit_code == 0, done.output
+    figures = json.loads(done.stdout)
+    assert figures["parameters"] == 354_871_296
+    assert figures["flops_per_step"] == pytest.approx(8 * 2.48e12, rel=0.01)
+    # 18 bytes a parameter, the head's copy of the table among them, and the activations of four samples
+    assert figures["peak_memory_bytes"][0] > 18 * 354_871_296
+    assert figures["step_s"] > 0
