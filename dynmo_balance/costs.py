@@ -32,8 +32,7 @@ class ItemCosts:
     @property
     def total_ns(self) -> tuple[int, ...]:
         """Forward and backward of each item together."""
-        parts = zip(self.forward_ns, self.backward_input_ns, self.backward_weight_ns, strict=True)
-        return tuple(f + b + w for f, b, w in parts)
+        return tuple(map(sum, zip(self.forward_ns, self.backward_input_ns, self.backward_weight_ns, strict=True)))
 
 
 def median(values: Sequence[int]) -> int:

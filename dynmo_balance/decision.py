@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from .costs import speeds_of_items
-from .crossfit import cross_fitted_gain
 from .errors import DynmoError
 from .feedback import Feedback, feedback_of
 from .formats.plan import Plan
 from .formats.profile import Header
+from .missed import look
+from .moves import BASE_PAUSE_NS
 from .partition import best_of, certified
 from .planning import Proposal, chain_of, holdings, keep_plan, present, propose, to_plan
 from .policies import POLICIES, Evidence, Memory, Settings, Verdict
@@ -69,32 +70,38 @@ def problem_of(header: Header, state: RunState, base: Plan, options: WatchOption
 
 
 def weigh(
-    problem: Problem, base: Plan, state: RunState, options: WatchOptions, feedback: Feedback
-) -> tuple[Proposal, Evidence]:
-    """The balancer's proposal, and the numbers for and against it."""
-    proposal = propose(
-        problem,
-        options.balancer,
-        objective=options.objective,
-        owner=base.owner,
-        base_pause_ns=state.base_pause_ns,
-    )
+    problem: Problem, base: Plan, state: RunState, options: WatchOptions, feedback: Feedback, memory: Memory
+) -> tuple[Proposal, Evidence, Memory]:
+    """What to go to, the numbers for and against it, and what the policy remembers."""
+    pause_ns = BASE_PAUSE_NS if state.base_pause_ns is None else state.base_pause_ns
+    if options.policy == "regret" and state.header is not None:
+        works = state.trace.works(speeds_of_items(state.header, base.owner))
+        seen, boundaries = look(memory.missed, problem, base.boundaries, state.trace, works, pause_ns, options.balancer)
+        memory = replace(memory, missed=seen)
+        solution = certified(problem, boundaries, best_of(problem))
+        proposal = present(problem, solution, owner=base.owner, base_pause_ns=state.base_pause_ns)
+    else:
+        proposal = propose(
+            problem,
+            options.balancer,
+            objective=options.objective,
+            owner=base.owner,
+            base_pause_ns=state.base_pause_ns,
+        )
+    penalty = 1.0 if options.policy == "regret" else feedback.penalty  # its gain is measured, not promised
     due = state.next_event_step
-    certain = None
-    if options.policy == "regret" and state.header is not None and proposal.migration.moves:
-        works = state.window.works(speeds_of_items(state.header, base.owner))
-        certain = cross_fitted_gain(problem, base.boundaries, works).lower_ns(2.0)
     evidence = Evidence(
         step=state.last_step,
         current_step_ns=predict(problem, base.boundaries).step_ns,
         proposed_step_ns=proposal.timeline.step_ns,
-        certain_gain_ns=certain,
-        pause_ns=round((proposal.migration.pause_ns or 0) * feedback.penalty),
+        missed_ns=memory.missed.certain_ns,
+        missed_steps=memory.missed.steps,
+        pause_ns=round((proposal.migration.pause_ns or 0) * penalty),
         horizon_steps=options.horizon if due is None else min(options.horizon, due - state.last_step),
         next_event_known=due is not None,
         moves=len(proposal.migration.moves),
     )
-    return proposal, evidence
+    return proposal, evidence, memory
 
 
 def packing_of(problem: Problem, options: WatchOptions) -> Packing | None:
@@ -163,7 +170,7 @@ def decide(
                 line=f"step {read_to}: release workers {list(plan.released_workers)}: {plan.reason}",
                 memory=Memory(),
             )
-        proposal, evidence = weigh(problem, base, state, options, feedback)
+        proposal, evidence, memory = weigh(problem, base, state, options, feedback, memory)
         if feedback.roll_back and previous is not None and options.policy != "always":
             back = certified(problem, previous.boundaries, best_of(problem))
             returned = present(problem, back, owner=base.owner, base_pause_ns=state.base_pause_ns)

@@ -33,7 +33,7 @@ def feedback_of(state: RunState, base: Plan) -> Feedback:
     """
     if base.balancer == "manual":
         return Feedback(wait_until=base.read_to_step + WAIT_STEPS)
-    before, after = state.before_move, state.after_move
+    before, after = state.before_move, state.first_after
     predicted = base.predicted.gain_fraction if base.predicted is not None else None
     if before is None or predicted is None or base.action != "move" or len(after) < min(8, state.window_size):
         return Feedback()
@@ -47,4 +47,5 @@ def feedback_of(state: RunState, base: Plan) -> Feedback:
             f" to {mean / 1e6:.2f} ms"
         )
         return Feedback(penalty=2.0, roll_back=True, reason=reason)
-    return Feedback(penalty=2.0 if realised < DISAPPOINTING * predicted else 1.0)
+    certain = realised + 3 * error / before.mean_ns
+    return Feedback(penalty=2.0 if certain < DISAPPOINTING * predicted else 1.0)

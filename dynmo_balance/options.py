@@ -176,6 +176,12 @@ MinLayersOption = Annotated[
 PinOption = Annotated[
     list[str] | None, typer.Option("--pin", help="ITEM:STAGE, keep an item on a stage; may be given several times.")
 ]
+TiedOption = Annotated[
+    bool,
+    typer.Option(
+        "--tied-together", help="Keep items that share a weight on one worker; with zb-v the ends of the model are."
+    ),
+]
 DeviceOption = Annotated[
     str | None,
     typer.Option(
@@ -211,3 +217,4 @@ class ProblemOptions:
     memory: str | None = None
     min_layers: int = 1
     pins: tuple[str, ...] = ()
+    tied_together: bool = False

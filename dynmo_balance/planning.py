@@ -43,8 +43,9 @@ def holdings(
     if plan.virtual_stages_per_worker != virtual_stages:
         return None
     held: dict[tuple[int, int], tuple[int, int]] = {}
+    workers = len(plan.workers)
     for stage, span in zip(plan.stages, pairwise(plan.boundaries), strict=True):
-        held[stage.worker, stage.stage // len(plan.workers)] = span
+        held[stage.worker, stage.stage // workers] = span
     return tuple(
         held.get((places[position_of(schedule, stage, len(places))].worker, stage // len(places)), (0, 0))
         for stage in range(len(places) * virtual_stages)

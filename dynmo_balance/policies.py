@@ -1,14 +1,19 @@
 """When a better partition is worth its move: pure functions from the numbers of a decision to a verdict.
 
 ``regret`` is the ski-rental rule: what staying has cost so far is added up, and the move is made when that outweighs
-what the move costs. So no change of the model costs much more than twice what hindsight would have paid for it. The
-gain that it adds up is measured out of sample (``crossfit``) and counted only as far as it is certain.
+what the move costs. So no change of the model costs much more than twice what hindsight would have paid for it. What it
+adds up is measured out of sample (``missed``) and counts less its standard error.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+
+from .missed import Missed
+
+FEWEST = 8
+"""No gain decides before it was seen in so many steps."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,7 +23,7 @@ class Evidence:
     Attributes:
         step: of the decision.
         current_step_ns, proposed_step_ns: simulated with the same costs.
-        certain_gain_ns: lower confidence bound of what a step gains, out of sample; None where it was not measured.
+        missed_ns: what staying has cost in ``missed_steps`` steps, out of sample and less its standard error.
         pause_ns: what the migration is expected to cost, with the penalty for earlier disappointments.
         horizon_steps: for how many steps the proposal is expected to hold.
         next_event_known: whether that is because the profile said when the costs change next.
@@ -28,7 +33,8 @@ class Evidence:
     step: int
     current_step_ns: int
     proposed_step_ns: int
-    certain_gain_ns: float | None = None
+    missed_ns: float = 0.0
+    missed_steps: int = 0
     pause_ns: int
     horizon_steps: int
     next_event_known: bool = False
@@ -50,16 +56,18 @@ class Settings:
     """The thresholds of the policies."""
 
     min_gain: float = 0.02
-    dead_band: float = 0.005
     margin: float = 0.5
 
 
 @dataclass(frozen=True, kw_only=True)
 class Memory:
-    """What a policy carries from one decision to the next; a move or another plan in force starts it anew."""
+    """What a policy carries from one decision to the next."""
 
-    regret_ns: float = 0.0
-    considered_step: int | None = None
+    missed: Missed = field(default_factory=Missed)
+
+    def after_move(self) -> Memory:
+        """The same at the beginning of another partition."""
+        return replace(self, missed=self.missed.after_move())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,26 +111,29 @@ def threshold(evidence: Evidence, settings: Settings, memory: Memory) -> tuple[V
 
 
 def regret(evidence: Evidence, settings: Settings, memory: Memory) -> tuple[Verdict, Memory]:
-    """Move when the certain gain missed so far outweighs the pause.
+    """Move when what staying has certainly missed outweighs the pause.
 
-    Where the profile says when the costs change next, the gain until then decides at once.
+    Where the profile says when the costs change next, what would be missed until then decides at once; where nobody
+    says, a gain so large that it pays three times within the horizon does.
     """
     text = _gain_text(evidence)
-    gain = evidence.certain_gain_ns or 0.0
-    since = 0 if memory.considered_step is None else max(0, evidence.step - memory.considered_step)
-    if evidence.moves == 0 or gain < settings.dead_band * evidence.current_step_ns:
-        told = f"certain gain {gain / 1e6:.2f} ms is within {settings.dead_band:.1%}: {text}"
-        return Verdict(move=False, reason=told), replace(memory, considered_step=evidence.step)
-    total = memory.regret_ns + since * gain
-    later = Memory(regret_ns=total, considered_step=evidence.step)
-    if evidence.next_event_known and gain * evidence.horizon_steps > 2 * evidence.pause_ns:
+    if evidence.moves == 0:
+        return Verdict(move=False, reason=f"the partition in force is the one foreseen as best: {text}"), memory
+    missed, needed = evidence.missed_ns, settings.margin * evidence.pause_ns
+    until_event = missed / max(1, evidence.missed_steps) * evidence.horizon_steps
+    if evidence.next_event_known and until_event > 2 * evidence.pause_ns:
         reason = f"pays twice before the next event in {evidence.horizon_steps} steps: {text}"
-        return Verdict(move=True, reason=reason), Memory(considered_step=evidence.step)
-    needed = settings.margin * evidence.pause_ns
-    if total <= needed:
-        return Verdict(move=False, reason=f"regret {total / 1e6:.0f} of {needed / 1e6:.0f} ms: {text}"), later
-    reason = f"regret {total / 1e6:.0f} ms outweighs {needed / 1e6:.0f} ms: {text}"
-    return Verdict(move=True, reason=reason), Memory(considered_step=evidence.step)
+        return Verdict(move=True, reason=reason), memory.after_move()
+    if (
+        evidence.missed_steps >= FEWEST
+        and missed / evidence.missed_steps * evidence.horizon_steps > 3 * evidence.pause_ns
+    ):
+        reason = f"pays three times within {evidence.horizon_steps} steps: {text}"
+        return Verdict(move=True, reason=reason), memory.after_move()
+    told = f"regret {max(0.0, missed) / 1e6:.0f} ms of {evidence.missed_steps} steps"
+    if missed <= needed:
+        return Verdict(move=False, reason=f"{told}, of {needed / 1e6:.0f} ms that a move asks for: {text}"), memory
+    return Verdict(move=True, reason=f"{told} outweighs {needed / 1e6:.0f} ms: {text}"), memory.after_move()
 
 
 POLICIES: Mapping[str, Callable[[Evidence, Settings, Memory], tuple[Verdict, Memory]]] = {

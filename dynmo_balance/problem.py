@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate
 
 from .costs import SPEED_UNIT, ItemCosts, speed_ppm
 from .errors import DynmoError, UsageError
-from .formats.plan import position_of
+from .formats.plan import V_SCHEDULES, position_of
 from .formats.profile import Header, Item
 from .schedules import HeldTogether, Order, counted_in_flight, held_in, held_together, in_flight, order_of
 
@@ -88,7 +88,9 @@ class Chain:
 
     def at_cuts(self, values: Sequence[int]) -> list[int]:
         """Prefix sums of ``values`` at the positions of ``cuts``."""
-        prefix = [0, *accumulate(values)]
+        prefix = list(accumulate(values, initial=0))
+        if len(self.cuts) == len(prefix):
+            return prefix
         return [prefix[cut] for cut in self.cuts]
 
 
@@ -100,6 +102,36 @@ def permitted_cuts(items: Sequence[Item], granularity: str) -> tuple[int, ...]:
         if items[index].cut_before and (granularity == "sublayer" or items[index].layer != items[index - 1].layer)
     )
     return (0, *inner, len(items))
+
+
+def tied_pairs(items: Sequence[Item]) -> tuple[tuple[int, int], ...]:
+    """The positions of items that share a weight, the earlier first."""
+    index = {item.name: at for at, item in enumerate(items)}
+    pairs = [(at, index[item.tied_to]) for at, item in enumerate(items) if item.tied_to is not None]
+    return tuple((min(pair), max(pair)) for pair in pairs)
+
+
+def keep_tied(problem: Problem) -> Problem:
+    """The problem with tied items on one worker: in one stage, or in a V in the first and the last.
+
+    Raises:
+        InfeasibleError: that leaves fewer places to cut than the stages need.
+    """
+    chain, last = problem.chain, problem.num_stages - 1
+    cuts, pins = list(chain.cuts), list(problem.pins)
+    for first, second in tied_pairs(chain.items):
+        if problem.schedule in V_SCHEDULES and first == 0 and second == len(chain.items) - 1:
+            pins += [(first, 0), (second, last)]
+        else:
+            cuts = [cut for cut in cuts if cut <= first or cut > second]
+    units = len(cuts) - 1
+    if units < problem.num_stages * problem.min_units:
+        pair = tied_pairs(chain.items)[0]
+        raise InfeasibleError(
+            f"{chain.names[pair[0]]} and {chain.names[pair[1]]} share a weight; on one worker they leave {units} units"
+            f" for {problem.num_stages} stages; use --schedule zb-v, whose first and last stage share a worker"
+        )
+    return replace(problem, chain=replace(chain, cuts=tuple(cuts)), pins=tuple(pins))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,7 +10,7 @@ from .formats.plan import CUSTOM, V_SCHEDULES, Plan
 from .formats.profile import Header
 from .options import ProblemOptions
 from .planning import chain_of, holdings
-from .problem import Place, Problem, places_of
+from .problem import Place, Problem, keep_tied, places_of
 from .schedules import Kind, Operation, Order
 from .source import Source
 
@@ -115,7 +115,7 @@ def make_problem(source: Source, options: ProblemOptions, current: Plan | None =
     places = _places(source, options)
     schedule = options.schedule or header.schedule
     virtual = options.virtual_stages or usual_virtual_stages(header, schedule)
-    return Problem(
+    problem = Problem(
         chain=chain_of(header, source.costs, options.granularity),
         places=places,
         schedule=schedule,
@@ -127,3 +127,4 @@ def make_problem(source: Source, options: ProblemOptions, current: Plan | None =
         pins=_parse_pins(source, options.pins),
         current=None if current is None else holdings(current, places, virtual, schedule),
     )
+    return keep_tied(problem) if options.tied_together else problem

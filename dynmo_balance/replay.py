@@ -1,8 +1,8 @@
 """A recorded profile run again under a policy, and the best that hindsight could have done.
 
-The clock is virtual: a step takes ``crossfit.step_bound_ns`` of the costs recorded for it under the partition then in
-force, a move takes its predicted pause. The offline optimum is a dynamic programme over blocks of steps and the exact
-partitions of every block, which pays the same pauses.
+The clock is virtual: a step takes what ``missed.step_times`` says of the costs recorded for it under the partition
+then in force, a move takes its predicted pause. The offline optimum is a dynamic programme over blocks of steps and the
+exact partitions of every block, which pays the same pauses.
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ def run_policy(tape: Tape, options: WatchOptions) -> Outcome:
         if decision.plan is not None and decision.plan.action == "move":
             pause = decision.plan.migration.pause_ns or 0
             total, pauses, moves = total + pause, pauses + pause, moves + 1
-            previous, base, memory = base, decision.plan, Memory()
+            previous, base, memory = base, decision.plan, decision.memory.after_move()
             state.feed(_taken(base, state.last_step, pause))
     return Outcome(policy=options.policy, total_ns=total, pauses_ns=pauses, moves=moves)
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 from .costs import CostWindow
 from .formats.profile import Ask, Event, Header, PlanResult, Record, Step
+from .missed import WorkTrace
 
 LEARNING_RATE = 0.5
 
@@ -33,7 +34,8 @@ class RunState:
         asked: the step of an ask that nothing after it has settled.
         answered: the plans that have a result.
         before_move: the steps before the move to the plan in force; None where the model has changed since.
-        after_move: the steps since.
+        after_move: the last steps since, and ``first_after`` the first of them: later ones are longer or shorter for
+            other reasons than the move.
         refusals: how many plans in a row were refused or rolled back.
         base_pause_ns: measured pause of moves beyond their transfer time, smoothed; None until there was one.
         next_event_step: when the costs are next expected to change; None where nobody said.
@@ -42,6 +44,7 @@ class RunState:
     window_size: int
     header: Header | None = None
     window: CostWindow = field(default_factory=lambda: CostWindow(0, 1))
+    trace: WorkTrace = field(default_factory=WorkTrace)
     last_step: int = 0
     in_force: int | None = None
     previous: int | None = None
@@ -51,6 +54,7 @@ class RunState:
     base_pause_ns: int | None = None
     before_move: StepTimes | None = None
     after_move: deque[int] = field(default_factory=deque)
+    first_after: list[int] = field(default_factory=list)
     expected: dict[str, int | None] = field(default_factory=dict)
 
     @property
@@ -70,8 +74,10 @@ class RunState:
                 if record.kind in ("pruned", "frozen"):
                     self.expected[record.kind] = record.next_expected_step
                     self.window.expire()
+                    self.trace.expire()
                     self.before_move = None
                     self.after_move.clear()
+                    self.first_after.clear()
             case Ask():
                 self.asked = record.step
             case PlanResult():
@@ -80,8 +86,9 @@ class RunState:
     def _start(self, header: Header) -> None:
         self.header = header
         self.window = CostWindow(len(header.items), self.window_size)
+        self.trace.expire()
         self.last_step, self.in_force, self.previous, self.asked = 0, None, None, None
-        self.before_move, self.after_move = None, deque(maxlen=self.window_size)
+        self.before_move, self.after_move, self.first_after = None, deque(maxlen=self.window_size), []
         self.expected = {}
         self.refusals = 0
 
@@ -91,7 +98,10 @@ class RunState:
             self.asked = None
         self._enter(step.plan_id)
         self.window.add(step)
+        self.trace.add(step)
         self.after_move.append(step.step_ns)
+        if len(self.first_after) < self.window_size:
+            self.first_after.append(step.step_ns)
 
     def _enter(self, plan_id: int) -> None:
         if self.in_force != plan_id:
@@ -99,6 +109,7 @@ class RunState:
                 self.window.renew()
                 self.before_move = _in_short(self.after_move)
                 self.after_move.clear()
+            self.first_after.clear()
             self.previous, self.in_force = self.in_force, plan_id
 
     def _result(self, result: PlanResult) -> None:

@@ -54,7 +54,7 @@ class Watcher:
             in_force = self._state.in_force
             self._state.feed(record)
             if self._state.in_force != in_force:
-                self._memory = Memory()
+                self._memory = self._memory.after_move()
             if left and self._remembers and self._due():
                 self._decide(publishing=False)
         if (news.records or self._waiting_for_base()) and self._due():

@@ -255,6 +255,7 @@ def convert(
     vocab_size: options.VocabSize = None,
     num_attention_heads: options.NumHeads = None,
     sparse: options.Sparse = False,
+    with_optimizer: options.MaybeOptimizer = None,
     dtype: options.WeightType = options.Dtype.KEEP,
     tie: options.Tie = True,
     replicas: options.Replicas = options.Agreement.EQUAL,
@@ -287,6 +288,7 @@ def convert(
         first_replica=replicas is options.Agreement.FIRST,
         untie=not tie,
         drop=tuple(drop or ()),
+        with_optimizer=bool(with_optimizer),
     )
     checkpoint = _open(source, kind, step, make_vocab_size_divisible_by=make_vocab_size_divisible_by, legacy=legacy)
     if tokenizer is not None and not tokenizer.is_dir():
@@ -294,11 +296,18 @@ def convert(
     how = Settings(jobs=jobs, verify=verify, overwrite=overwrite, plan_only=plan, format=report)
     if to is options.TargetKind.HF and (tp, pp, vpp, partition) != (1, 1, 1, None):
         raise UsageError("--tp, --pp, --vpp and --partition go with --to native and --to legacy; hf has one topology")
+    if to is not options.TargetKind.NATIVE and with_optimizer:
+        raise UsageError(f"--with-optimizer: optimizer state is written to native checkpoints, not --to {to}")
     if to is options.TargetKind.NATIVE:
         model = checkpoint.manifest["model"]
         counts = options.layer_counts(options.num_blocks(model), pp * vpp, partition)
         stages = counted_partition(counts, model) if pp * vpp > 1 else checkpoint.manifest["topology"]["partition"]
-        topology = {"tensor_parallel_size": tp, "virtual_stages_per_worker": vpp, "dtype": dtype.stored}
+        topology = {
+            "tensor_parallel_size": tp,
+            "virtual_stages_per_worker": vpp,
+            "dtype": dtype.stored,
+            "with_optimizer": with_optimizer is not False,
+        }
         _write_native(checkpoint, target, how, partition=stages, tokenizer=tokenizer, **topology)
         return
     if to is options.TargetKind.LEGACY:

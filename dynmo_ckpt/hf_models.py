@@ -278,6 +278,8 @@ def _blenderbot_model(config: Config) -> Model:
         "hidden_size": size(config, "d_model", 2560),
         "ffn_hidden_size": sizes["ffn_dim"],
         "num_attention_heads": sizes["attention_heads"],
+        "head_dim": size(config, "d_model", 2560) // sizes["attention_heads"],
+        "normalization": "layernorm",
         "max_position_embeddings": size(config, "max_position_embeddings", 128),
         "layernorm_epsilon": 1e-5,
         "activation": _activation(config, "activation_function", "gelu"),

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from .faults import CorruptError, UnsupportedError
 from .io.pickles import Inert, Name, TensorRef
 from .io.torchfile import open_torch
 from .legacy_models import family_of, model_of, refuse_variants
+from .legacy_optimizer import OptimizerState, read_state
 from .legacy_sparse import densified
 from .names import Layout, Mapped, NameMap, layout_of, load_map, model_ties, to_ours
 from .views import Tensor
@@ -40,6 +41,7 @@ class LegacyOptions:
     first_replica: bool = False
     untie: bool = False
     drop: tuple[str, ...] = ()
+    with_optimizer: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,6 +55,9 @@ class LegacyCheckpoint:
     remarks: list[str]
     masks: Mapping[str, Tensor] = field(default_factory=dict)
     scratch: object = None
+    optimizer: tuple[Mapped, ...] = ()
+    optimizer_steps: int = 0
+    weight_decay: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,6 +69,7 @@ class _Rank:
     args: Mapping[str, Any]
     version: float
     step: int
+    state: OptimizerState | None = None
 
 
 def is_legacy(path: Path) -> bool:
@@ -103,11 +109,35 @@ def open_legacy(path: Path, step: int | None, options: LegacyOptions) -> LegacyC
         UnsupportedError: another family, or a variant that our model does not compute.
     """
     directory = find_iteration(path, step)
-    grid = _read_ranks(directory)
+    grid = _read_ranks(directory, options.with_optimizer)
     first = grid[0][0]
-    stages, layers = _numbered_stages(grid)
     facts = RankFacts(path=first.path, args=first.args, version=first.version, step=first.step)
-    return assemble(facts, stages, layers, options)
+    if not options.with_optimizer:
+        return assemble(facts, *_numbered_stages(grid), options)
+    if options.drop or options.untie or options.sparse:
+        raise UsageError("--with-optimizer takes a checkpoint as it is, without --drop, --untie and --sparse")
+    kinds = {}
+    for kind in ("master", "exp_avg", "exp_avg_sq"):
+        moved = [[replace(rank, chunks=_state_chunks(rank, kind)) for rank in row] for row in grid]
+        kinds[kind] = assemble(facts, *_numbered_stages(moved), options)
+    moments = tuple(
+        replace(item, name=f"{item.name}.{kind}") for kind in ("exp_avg", "exp_avg_sq") for item in kinds[kind].tensors
+    )
+    steps = {rank.state.steps for row in grid for rank in row if rank.state is not None}
+    if len(steps) != 1:
+        raise CorruptError(f"{directory}: its ranks did {sorted(steps)} updates, where all must have done as many")
+    told = first.args.get("weight_decay", 0.01)
+    decay = float(told) if isinstance(told, int | float) else 0.01
+    remark = "the weights are the optimizer's float32 masters"
+    remarks = [*kinds["master"].remarks, remark]
+    return replace(kinds["master"], optimizer=moments, optimizer_steps=steps.pop(), remarks=remarks, weight_decay=decay)
+
+
+def _state_chunks(rank: _Rank, kind: str) -> list[Mapping[str, Tensor]]:
+    """The optimizer's tensors of one kind, in the place of the weights."""
+    if rank.state is None:
+        raise CorruptError(f"{rank.path}: holds no optimizer state")
+    return [{name: rank.state.tensors[kind][chunk, name] for name in each} for chunk, each in enumerate(rank.chunks)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -187,7 +217,7 @@ def _pairs(left: Sequence[Tensor], right: Sequence[Tensor]) -> Iterator[tuple[in
     return enumerate(zip(left, right, strict=True))
 
 
-def _read_ranks(directory: Path) -> list[list[_Rank]]:
+def _read_ranks(directory: Path, with_optimizer: bool) -> list[list[_Rank]]:
     """All ranks' files, by tensor rank and then by stage."""
     found: dict[tuple[int, int], Path] = {}
     for child in directory.iterdir():
@@ -201,14 +231,14 @@ def _read_ranks(directory: Path) -> list[list[_Rank]]:
     if missing:
         raise CorruptError(f"{directory}: {len(missing)} of {tensor_ranks * stages} ranks are missing: {missing}")
     name_map = load_map("legacy_gpt", "2")
-    grid = [[_read_rank(found[t, p], name_map) for p in range(stages)] for t in range(tensor_ranks)]
+    grid = [[_read_rank(found[t, p], name_map, with_optimizer) for p in range(stages)] for t in range(tensor_ranks)]
     for rank in (rank for row in grid for rank in row):
         if (rank.version, len(rank.chunks), rank.step) != (grid[0][0].version, len(grid[0][0].chunks), grid[0][0].step):
             raise CorruptError(f"{rank.path}: version, chunks or iteration are not those of {grid[0][0].path}")
     return grid
 
 
-def _read_rank(directory: Path, name_map: NameMap) -> _Rank:
+def _read_rank(directory: Path, name_map: NameMap, with_optimizer: bool) -> _Rank:
     names = [name for name in ("model_optim_rng.pt", "model_rng.pt") if (directory / name).is_file()]
     if not names:
         raise CorruptError(f"{directory}: has no model_optim_rng.pt")
@@ -228,7 +258,8 @@ def _read_rank(directory: Path, name_map: NameMap) -> _Rank:
     version, step = tree.get("checkpoint_version", 0), tree.get("iteration", tree.get("total_iters", 0))
     if not isinstance(version, int | float) or not isinstance(step, int):
         raise CorruptError(f"{file.path}: checkpoint_version {version!r}, iteration {step!r}")
-    return _Rank(path=file.path, chunks=chunks, args=known, version=float(version), step=step)
+    state = read_state(file, chunks) if with_optimizer else None
+    return _Rank(path=file.path, chunks=chunks, args=known, version=float(version), step=step, state=state)
 
 
 def _number(key: str) -> int:

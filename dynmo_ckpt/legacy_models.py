@@ -104,7 +104,7 @@ def model_of(
         model["binary_head"] = "binary_head.weight" in merged
     if family == "t5":
         model |= {"num_encoder_layers": layers["encoder"], "num_decoder_layers": layers["decoder"]}
-        model["position_embedding"] = "learned"
+        model |= {"head_dim": hidden // heads, "normalization": "layernorm", "position_embedding": "learned"}
     return model
 
 

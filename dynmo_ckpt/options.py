@@ -89,6 +89,13 @@ Verify = Annotated[bool, typer.Option("--verify/--no-verify", help="Read everyth
 WithOptimizer = Annotated[
     bool, typer.Option("--with-optimizer/--no-optimizer", help="Take the optimizer's state along.")
 ]
+MaybeOptimizer = Annotated[
+    bool | None,
+    typer.Option(
+        "--with-optimizer/--no-optimizer",
+        help="Take the optimizer's state along, to a native OUT only; default: from a native IN, yes, from others, no.",
+    ),
+]
 TensorSize = Annotated[
     int, typer.Option("--tp", "--target-tensor-parallel-size", min=1, help="Tensor-parallel ranks of OUT.")
 ]

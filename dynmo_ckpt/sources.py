@@ -23,6 +23,7 @@ from .llama2c import is_llama2c, read_llama2c
 from .names import Mapped, layout_of, load_map, model_ties, to_ours
 from .native import NativeCheckpoint, find_checkpoint, is_native, open_native
 from .options import SourceKind
+from .views import Tensor
 
 NOTHING_ADDED = LegacyOptions()
 RNG = {"scheme": "hash(seed,step,microbatch,item)", "seed": 0}
@@ -146,8 +147,28 @@ def from_legacy(found: LegacyCheckpoint, path: Path) -> tuple[NativeCheckpoint, 
         pruned += math.prod(shape) - set_elements(mask)
     if total:
         manifest["dynamic"]["pruning"] = {"sparsity": pruned / total, "sparsity_by_item": {}}
+    if found.optimizer:
+        _add_optimizer(manifest, tensors, found)
     checkpoint = NativeCheckpoint(directory=path, manifest=manifest, tensors=tensors, scratch=found.scratch)
     return checkpoint, found.remarks
+
+
+def _add_optimizer(manifest: dict[str, Any], tensors: dict[str, Tensor], found: LegacyCheckpoint) -> None:
+    """Adam's moments beside the weights; the groups are Megatron's, by the number of dimensions."""
+    names = [item.name for item in found.tensors]
+    decayed = [name for name in names if len(manifest["tensors"][name]["shape"]) > 1]
+    for item in found.optimizer:
+        shape = list(item.shape)
+        entry = {"dtype": "F32", "shape": shape, "role": "optimizer", "split_dim": None, "shards": []}
+        manifest["tensors"][item.name], tensors[item.name] = entry, item.content
+    manifest["optimizer"] = {
+        "type": "adamw",
+        "steps": dict.fromkeys(names, found.optimizer_steps),
+        "groups": [
+            {"name": "decay", "weight_decay": found.weight_decay, "parameters": decayed},
+            {"name": "no_decay", "weight_decay": 0.0, "parameters": [n for n in names if n not in set(decayed)]},
+        ],
+    }
 
 
 def new_manifest(

@@ -90,7 +90,8 @@ def settings_of(config: Config, stored: Mapping[str, float] | None = None) -> En
             microbatches=config.microbatches,
             boundary=replace(boundary.cut_along_tokens(parts), dtype=precision.compute),
             seed=training.seed,
-            recompute=training.recompute_granularity == "full",
+            recompute=training.recompute_granularity != "none",
+            selective=training.recompute_granularity == "selective",
             front_cache_bytes=None if cache is None else cache << 20,
         ),
         adamw=AdamWSettings(

@@ -95,18 +95,26 @@ def launch_local(
     raise typer.Exit(code)
 
 
-def _pretrain(family: str, config: Path | None, flags: dict[str, Any]) -> None:
+RecipeName = Annotated[
+    str | None,
+    typer.Option("--recipe", metavar="NAME", help="Named sizes, such as gpt-345m or llama-2-7b; --config goes before."),
+]
+
+
+def _pretrain(family: str, config: Path | None, recipe: str | None, flags: dict[str, Any]) -> None:
     """Resolve and check the configuration, and train."""
     _need_torch()
+    from .config.recipes import read_recipe
     from .data.tokenizer import read_vocab_size
 
-    file = read_config_file(config) if config else {}
-    dry = bool(flags.get("dry_run") or file.get("dry_run"))
-    world_size = dry_run_processes(flags, file) if dry else _world_size()
     try:
+        values = read_recipe(recipe, family) if recipe else {}
+        values |= read_config_file(config) if config else {}
+        dry = bool(flags.get("dry_run") or values.get("dry_run"))
+        world_size = dry_run_processes(flags, values) if dry else _world_size()
         resolved = resolve(
             flags=flags,
-            file={**(DRY_RUN_VALUES if dry else {}), **with_deepspeed(flags, file)},
+            file={**(DRY_RUN_VALUES if dry else {}), **with_deepspeed(flags, values)},
             command={"family": family},
             facts=Facts(world_size=world_size, tokenizer_vocab_size=read_vocab_size),
         )
@@ -128,30 +136,30 @@ def _pretrain(family: str, config: Path | None, flags: dict[str, Any]) -> None:
 
 @pretrain.command("gpt", cls=MegatronCommand)
 @with_options
-def pretrain_gpt(config: ConfigFile = None, **flags: Any) -> None:
+def pretrain_gpt(config: ConfigFile = None, recipe: RecipeName = None, **flags: Any) -> None:
     """Train a GPT on an indexed data set, in this process or, under `dynmo-train launch`, in several."""
-    _pretrain("gpt", config, flags)
+    _pretrain("gpt", config, recipe, flags)
 
 
 @pretrain.command("llama", cls=MegatronCommand)
 @with_options
-def pretrain_llama(config: ConfigFile = None, **flags: Any) -> None:
+def pretrain_llama(config: ConfigFile = None, recipe: RecipeName = None, **flags: Any) -> None:
     """Train a Llama, or with --num-experts a Mixtral, on an indexed data set, in one process or several."""
-    _pretrain("llama", config, flags)
+    _pretrain("llama", config, recipe, flags)
 
 
 @pretrain.command("bert", cls=MegatronCommand)
 @with_options
-def pretrain_bert(config: ConfigFile = None, **flags: Any) -> None:
+def pretrain_bert(config: ConfigFile = None, recipe: RecipeName = None, **flags: Any) -> None:
     """Train a BERT on an indexed data set of sentences (dynmo-prep binarize --split-sentences)."""
-    _pretrain("bert", config, flags)
+    _pretrain("bert", config, recipe, flags)
 
 
 @pretrain.command("t5", cls=MegatronCommand)
 @with_options
-def pretrain_t5(config: ConfigFile = None, **flags: Any) -> None:
+def pretrain_t5(config: ConfigFile = None, recipe: RecipeName = None, **flags: Any) -> None:
     """Train a T5 on an indexed data set of sentences (dynmo-prep binarize --split-sentences)."""
-    _pretrain("t5", config, flags)
+    _pretrain("t5", config, recipe, flags)
 
 
 @app.command("generate")

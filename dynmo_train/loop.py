@@ -138,7 +138,7 @@ class _Run:
     def _record(self, result: StepResult, size: int, length: int) -> None:
         plan_id = self._controller.in_force if self._controller is not None else self._first_plan
         if result.costs is not None:
-            self.recorder.costs(self.step, plan_id, result.step_ns, result.costs)
+            self.recorder.costs(self.step, plan_id, result.step_ns, result.costs, result.counts)
         self.recorder.metrics(
             step=self.step,
             consumed_train_samples=self.consumed,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -152,8 +152,15 @@ class Recorder:
             )
             append_record(self.run.profile, record)
 
-    def costs(self, step: int, plan_id: int, step_ns: int, costs: Sequence[dict[str, Any]]) -> None:
-        """A ``step`` line from what each worker measured."""
+    def costs(
+        self,
+        step: int,
+        plan_id: int,
+        step_ns: int,
+        costs: Sequence[dict[str, Any]],
+        counts: Mapping[str, Mapping[str, Sequence[float]]] | None = None,
+    ) -> None:
+        """A ``step`` line from what each worker measured; ``counts`` are what items count, such as tokens by expert."""
         if not self._writes:
             return
 
@@ -183,7 +190,7 @@ class Recorder:
             peak_memory_bytes=[one["peak_memory_bytes"] for one in costs],
             **backward,
         )
-        append_record(self.run.profile, record)
+        append_record(self.run.profile, record | ({"x_counts": counts} if counts else {}))
 
     def technique(self, event: Event) -> None:
         """Something changed what layers cost."""

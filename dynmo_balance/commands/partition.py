@@ -27,6 +27,7 @@ from ..options import (
     ScheduleOrAuto,
     SourceArgument,
     StagesOption,
+    TiedOption,
     VirtualOption,
     WindowOption,
 )
@@ -59,6 +60,7 @@ def partition(
     memory: MemoryOption = None,
     min_layers: MinLayersOption = 1,
     pin: PinOption = None,
+    tied_together: TiedOption = False,
     current: Annotated[
         Path | None,
         typer.Option(help="A plan to move least from. Default: the plan in force of a run directory."),
@@ -103,6 +105,7 @@ def partition(
         memory=memory,
         min_layers=min_layers,
         pins=tuple(pin or ()),
+        tied_together=tied_together,
     )
     problem = make_problem(loaded, options, base)
     proposal = _proposal(loaded, problem, base, schedule, granularity, balancer, objective)

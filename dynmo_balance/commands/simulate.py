@@ -32,7 +32,7 @@ from ..options import (
 )
 
 if TYPE_CHECKING:
-    from ..foresight import Foresight
+    from ..outlook import Outlook
     from ..problem import Problem
     from ..simulate import Timeline
 
@@ -83,8 +83,8 @@ def simulate(
     from dataclasses import replace
 
     from ..devices import load_device
-    from ..foresight import foresee, rates_of
     from ..formats.plan import header_problems, read_plan
+    from ..outlook import outlook_of, rates_of
     from ..partition import balance
     from ..question import make_problem, of_plan, with_order
     from ..simulate import Communication, predict
@@ -126,7 +126,7 @@ def simulate(
     timeline = predict(problem, boundaries, round(overhead_us * 1000), Communication(transfers))
     _pictures(problem, timeline, svg, trace)
     rates = rates_of(loaded.header, hardware, data_parallel_gbps, optimizer_gbps)
-    found = foresee(loaded.header, problem, boundaries, timeline, rates, hardware, dtype)
+    found = outlook_of(loaded.header, problem, boundaries, timeline, rates, hardware, dtype)
     _tell(problem, boundaries, timeline, found, width, output_format)
 
 
@@ -134,11 +134,11 @@ def _tell(
     problem: Problem,
     boundaries: tuple[int, ...],
     timeline: Timeline,
-    found: Foresight,
+    found: Outlook,
     width: int,
     output_format: Format,
 ) -> None:
-    from ..foresight import document_of
+    from ..outlook import document_of
     from ..render import milliseconds, show_stages, timeline_document
     from ..timeline import as_text
 

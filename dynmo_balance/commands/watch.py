@@ -34,9 +34,6 @@ def watch(
     memory: MemoryOption = None,
     min_layers: MinLayersOption = 1,
     min_gain: Annotated[float, typer.Option(min=0.0, max=1.0, help="Least gain, as a share of the step time.")] = 0.02,
-    dead_band: Annotated[
-        float, typer.Option(min=0.0, max=1.0, help="regret: certain gains below this share of a step do not count.")
-    ] = 0.005,
     margin: Annotated[float, typer.Option(min=0.0, help="regret: move at this share of the pause.")] = 0.5,
     window: Annotated[int, typer.Option(min=1, help="Step records that the costs are the median of.")] = 8,
     min_records: Annotated[
@@ -76,7 +73,7 @@ def watch(
         policy=policy.value,
         granularity=None if granularity is None else granularity.value,
         objective=objective.value,
-        settings=Settings(min_gain=min_gain, dead_band=dead_band, margin=margin),
+        settings=Settings(min_gain=min_gain, margin=margin),
         window=window,
         min_records=min_records,
         every=every,

@@ -108,27 +108,35 @@ def _probe(limits: Limits, bottleneck: int, plain: bool, oversize: Oversize) -> 
 def _plain_greedy(limits: Limits, bottleneck: int) -> _Probe:
     """``greedy`` without memory and at equal speeds, which is most of all cases, without a call in its loop."""
     load, place = limits.load, limits.places[0]
-    lowest, highest, least = limits.lowest, limits.highest, limits.min_units
+    highest, least = limits.highest, limits.min_units
     work = place.work_ns(bottleneck)
-    begin, cuts, heaviest, following = 0, [0], 0, load[-1] + 1
-    for position in range(1, limits.stages + 1):
-        reach = load[begin] + work
-        end = bisect_right(load, reach, begin) - 1
-        high = highest[position]
+    units, whole, width = limits.units, load[-1], limits.usual_width
+    begin, cuts, following, done = 0, [0], whole + 1, load[0]
+    left = limits.stages
+    for high in highest[1:]:
+        near = begin + width
+        end = bisect_right(load, done + work, begin, near) - 1 if near < units else near
+        if end >= near - 1:
+            end = bisect_right(load, done + work, begin) - 1
         if end >= high:
             end = high
-        elif load[end + 1] - load[begin] < following:
-            following = load[end + 1] - load[begin]
-        if end < begin + least or end < lowest[position]:
+        else:
+            longer = load[end + 1] - done
+            if longer < following:
+                following = longer
+        if end < begin + least:
             end = -1
             break
-        if load[end] - load[begin] > heaviest:
-            heaviest = load[end] - load[begin]
         cuts.append(end)
-        begin = end
-    if end < limits.units:
+        begin, done = end, load[end]
+        left -= 1
+        if whole - done > left * work:  # what is left cannot be done, unless a choice changes or stages do more
+            following = min(following, -(-(whole - done) // left)) if left else following
+            end = -1
+            break
+    if end < units:
         return _Probe(cuts=None, value=None if following > load[-1] else place.time_ns(following))
-    return _Probe(cuts=tuple(cuts), value=place.time_ns(heaviest))
+    return _Probe(cuts=tuple(cuts), value=place.time_ns(max(load[b] - load[a] for a, b in pairwise(cuts))))
 
 
 def least_bottleneck(limits: Limits) -> tuple[int, tuple[int, ...]]:
@@ -181,6 +189,10 @@ def blocking_run(limits: Limits, bottleneck: int) -> tuple[int, int]:
     """
     if bottleneck == 0:
         return 0, 0
+    if only_work_counts(limits):
+        left, right = _plain_ends(limits, bottleneck)
+        runs = [(a, b) for a, b in zip(left, right[1:], strict=False) if a < b]
+        return min(runs, key=lambda run: (run[1] - run[0], run[0]), default=(0, 0))
     left, right = [0], [limits.units]
     for stage in range(limits.stages):
         work = limits.places[stage].work_ns(bottleneck - 1)
@@ -191,6 +203,30 @@ def blocking_run(limits: Limits, bottleneck: int) -> tuple[int, int]:
     right.reverse()
     runs = [(left[p], right[p + 1]) for p in range(limits.stages) if left[p] < right[p + 1]]
     return min(runs, key=lambda run: (run[1] - run[0], run[0]), default=(0, 0))
+
+
+def _plain_ends(limits: Limits, bottleneck: int) -> tuple[list[int], list[int]]:
+    """Where the stages before can end at best below the bottleneck, and where those after can begin, without calls."""
+    load, units, width = limits.load, limits.units, limits.usual_width
+    work = limits.places[0].work_ns(bottleneck - 1)
+    left, at = [0], 0
+    for high in limits.highest[1:]:
+        near = at + width
+        end = bisect_right(load, load[at] + work, at, near) - 1 if near < units else near
+        if end >= near - 1:
+            end = bisect_right(load, load[at] + work, at) - 1
+        at = end if end < high else high
+        left.append(at)
+    right, at = [units], units
+    for low in reversed(limits.lowest[:-1]):
+        near = at - width
+        begin = bisect_left(load, load[at] - work, near, at) if near > 0 else near
+        if begin <= near:
+            begin = bisect_left(load, load[at] - work, 0, at)
+        at = begin if begin > low else low
+        right.append(at)
+    right.reverse()
+    return left, right
 
 
 def least_migration(

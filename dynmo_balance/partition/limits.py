@@ -16,6 +16,8 @@ from ..problem import Place, Problem
 class Limits:
     """A problem made ready for the solvers.
 
+    ``heaviest`` is the work of the heaviest unit.
+    ``free`` is true where nothing but the least number of units limits single cuts: there are no pins.
     ``load``, ``static`` and ``activation`` are prefix sums at the permitted cuts; the last two are empty where no
     worker has a memory limit.
 
@@ -31,6 +33,8 @@ class Limits:
     min_units: int
     lowest: tuple[int, ...]
     highest: tuple[int, ...]
+    heaviest: int
+    free: bool
 
     @cached_property
     def equal_speeds(self) -> bool:
@@ -38,18 +42,9 @@ class Limits:
         return all(place.speed_ppm == self.places[0].speed_ppm for place in self.places)
 
     @cached_property
-    def free(self) -> bool:
-        """Whether nothing but the least number of units limits single cuts: there are no pins."""
-        return all(
-            low == (self.units if p == self.stages else min(self.units, p * self.min_units))
-            and high == (0 if p == 0 else max(0, self.units - (self.stages - p) * self.min_units))
-            for p, (low, high) in enumerate(zip(self.lowest, self.highest, strict=True))
-        )
-
-    @cached_property
-    def heaviest(self) -> int:
-        """The work of the heaviest unit."""
-        return max(b - a for a, b in pairwise(self.load))
+    def usual_width(self) -> int:
+        """How many cuts ahead the end of a stage is looked for first."""
+        return 2 * self.units // self.stages + 8
 
     @property
     def units(self) -> int:
@@ -122,8 +117,12 @@ def make_limits(problem: Problem, weights: Sequence[int] | None = None) -> Limit
         for p in range(stage + 1, stages + 1):
             lowest[p] = max(lowest[p], unit + 1)
     limited = any(place.memory_bytes is not None for place in problem.places)
+    weights = chain.work_ns if weights is None else weights
+    load = chain.at_cuts(weights)
+    whole = len(load) == len(weights) + 1
     return Limits(
-        load=chain.at_cuts(weights if weights is not None else chain.work_ns),
+        load=load,
+        heaviest=max(weights) if whole else max(b - a for a, b in pairwise(load)),
         static=chain.at_cuts(chain.static_bytes) if limited else (),
         activation=chain.at_cuts(chain.costs.activation_bytes) if limited else (),
         places=tuple(problem.place(stage) for stage in range(stages)),
@@ -131,4 +130,5 @@ def make_limits(problem: Problem, weights: Sequence[int] | None = None) -> Limit
         min_units=problem.min_units,
         lowest=tuple(lowest),
         highest=tuple(highest),
+        free=not problem.pins,
     )

@@ -24,7 +24,7 @@ Family = Literal["gpt", "bert", "t5", "llama"]
 MoeRouting = Literal["topk", "expert-choice", "balanced"]
 Positions = Literal["learned", "rotary", "relative"]
 Device = Literal["auto", "cpu", "cuda"]
-Recompute = Literal["none", "full"]
+Recompute = Literal["none", "selective", "full"]
 TWO_STAGES = ("interleaved-1f1b", "zb-v")
 DecayStyle = Literal["cosine", "linear", "constant", "inverse-square-root"]
 CurriculumSchedule = Literal["fixed_linear", "fixed_root"]
@@ -216,7 +216,9 @@ class TrainingConfig:
     )
     seed: int = option("Seed of weights, dropout and the order of samples.", default=1234, minimum=0, maximum=2**32 - 1)
     recompute_granularity: Recompute = option(
-        "Activation checkpointing: full computes each layer's activations again in its backward pass.", default="none"
+        "Activation checkpointing: full computes each layer again in its backward pass; selective computes all but its"
+        " matrix products again.",
+        default="none",
     )
     eval_interval: int = option("Steps between evaluations on the validation split.", default=1000, minimum=1)
     eval_iters: int = option("Batches of an evaluation; 0 evaluates never.", default=100, minimum=0)

@@ -15,8 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from ..parallel.tensor import TensorRegion, token_losses
-from .blocks import Embedding, Mlp, SelfAttention, mean_cross_entropy, mean_where_counted
+from .blocks import Embedding, Head, Mlp, SelfAttention
 from .chain import HEAD, WORD, build_item, chain_items
 from .items import ItemSpec, Reported
 from .items import split_dim as split_dim_of
@@ -47,41 +46,37 @@ class BertShape:
     seed: int = 1234
 
 
-class BertHead(nn.Module):
+class BertHead(Head):
     """Final normalisation, the head of masked words, and where the model has it that of the segments' order."""
 
     def __init__(self, shape: BertShape, device: torch.device) -> None:
-        super().__init__()
         width, eps = shape.hidden_size, shape.layernorm_epsilon
-        self.norm = nn.LayerNorm(width, eps=eps, device=device)
+        super().__init__(
+            width=width,
+            rows=shape.padded_vocab_size,
+            vocabulary=shape.vocab_size,
+            norm=nn.LayerNorm(width, eps=eps, device=device),
+            bias=True,
+            device=device,
+        )
         self.dense = PrunableLinear(width, width, device)
         self.dense_norm = nn.LayerNorm(width, eps=eps, device=device)
-        self.weight = nn.Parameter(torch.empty(shape.padded_vocab_size, width, device=device))
-        self.bias = nn.Parameter(torch.zeros(shape.padded_vocab_size, device=device))
         self.pooler = PrunableLinear(width, width, device) if shape.binary_head else None
         self.binary = PrunableLinear(width, 2, device) if shape.binary_head else None
-        self.vocabulary = shape.vocab_size
-        self.region: TensorRegion | None = None
 
     def features(self, x_BTD: torch.Tensor) -> torch.Tensor:
-        """What is multiplied with the weight of the words, from the normalised stream: ``[B, T, D]``."""
-        words_BTD: torch.Tensor = self.dense_norm(F.gelu(self.dense(x_BTD)))
+        """What is multiplied with the weight, ``[B, T, D]``."""
+        words_BTD: torch.Tensor = self.dense_norm(F.gelu(self.dense(self.norm(x_BTD))))
         return words_BTD
 
     def order_logits(self, x_BTD: torch.Tensor) -> torch.Tensor | None:
-        """Logits of the order, from the normalised stream: ``[B, 2]`` or None."""
+        """Logits of the order from the first token of the normalised stream, ``[B, 2]``; None without such a head."""
         if self.pooler is None or self.binary is None:
             return None
-        order_B2: torch.Tensor = self.binary(torch.tanh(self.pooler(x_BTD[:, 0])))
-        return order_B2
+        logits_B2: torch.Tensor = self.binary(torch.tanh(self.pooler(x_BTD[:, 0])))
+        return logits_B2
 
-    def logits(self, x_BTD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Logits of the words, ``[B, T, V]``, and of the order, ``[B, 2]`` or None."""
-        x_BTD = self.norm(x_BTD)
-        weight_VD, bias_V = self.weight[: self.vocabulary], self.bias[: self.vocabulary]
-        return F.linear(self.features(x_BTD), weight_VD, bias_V), self.order_logits(x_BTD)
-
-    def forward(
+    def forward(  # type: ignore[override] # two losses
         self,
         x_BTD: torch.Tensor,
         labels_BT: torch.Tensor,
@@ -97,18 +92,25 @@ class BertHead(nn.Module):
             order_B: 1 where the second segment came before the first.
         """
         if self.region is None:
-            words_BTV, order_B2 = self.logits(x_BTD)
-            words = mean_cross_entropy(words_BTV, labels_BT, counts_BT)
+            words = super().forward(*self._counted(x_BTD, labels_BT, counts_BT))
+            order_B2 = self.order_logits(self.norm(x_BTD[:, :1]))
         else:
-            x_BTD = self.norm(x_BTD)
-            order_B2 = self.order_logits(x_BTD)
-            words_BTD = self.features(x_BTD)
-            losses = token_losses(words_BTD, self.weight, self.bias, labels_BT, self.vocabulary, self.region)
-            words = mean_where_counted(losses, counts_BT)
+            words = super().forward(x_BTD, labels_BT, counts_BT)
+            order_B2 = self.order_logits(self.norm(x_BTD))
         if order_B2 is None or order_B is None:
             return Reported(output=words, figures={"lm_loss": words})
         order = F.cross_entropy(order_B2.float(), order_B)
         return Reported(output=words + order, figures={"lm_loss": words, "sop_loss": order})
+
+    @staticmethod
+    def _counted(x_BTD: torch.Tensor, labels_BT: torch.Tensor, counts_BT: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """The tokens that count alone, as one row of samples: six of seven need no projection on the vocabulary."""
+        counted = counts_BT.reshape(-1).nonzero()[:, 0]
+        if not len(counted):
+            return x_BTD[:, :1], labels_BT[:, :1], counts_BT[:, :1]
+        x_ND = x_BTD.flatten(0, 1).index_select(0, counted)
+        labels, counts = (each.reshape(-1).index_select(0, counted) for each in (labels_BT, counts_BT))
+        return x_ND[None], labels[None], counts[None]
 
 
 class Bert:

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from ..parallel.tensor import TensorRegion, token_losses
+from .cross_entropy import mean_linear_cross_entropy
 from .hashed_attention import HashedAttention
 from .linear import PrunableLinear
 from .positions import RelativeBias, Rotary
@@ -311,21 +312,11 @@ class Head(nn.Module):
         self, x_BTD: torch.Tensor, labels_BT: torch.Tensor, counts_BT: torch.Tensor | None = None
     ) -> torch.Tensor:
         """The mean cross-entropy of the microbatch, a scalar, over the tokens that count (default: all)."""
+        features_BTD = self.features(x_BTD)
         if self.region is not None:
-            features_BTD = self.features(x_BTD)
             losses = token_losses(features_BTD, self.weight, self.bias, labels_BT, self.vocabulary, self.region)
             return mean_where_counted(losses, counts_BT)
-        return mean_cross_entropy(self.logits(x_BTD), labels_BT, counts_BT)
-
-
-def mean_cross_entropy(
-    logits_BTV: torch.Tensor, labels_BT: torch.Tensor, counts_BT: torch.Tensor | None
-) -> torch.Tensor:
-    """Mean of ``-log p(label)`` over the tokens whose count is 1 (default: all); 0 where none is."""
-    flat = logits_BTV.float().view(-1, logits_BTV.shape[-1])
-    if counts_BT is None:
-        return F.cross_entropy(flat, labels_BT.reshape(-1))
-    return mean_where_counted(F.cross_entropy(flat, labels_BT.reshape(-1), reduction="none"), counts_BT)
+        return mean_linear_cross_entropy(features_BTD, self.weight, self.bias, labels_BT, counts_BT, self.vocabulary)
 
 
 def mean_where_counted(losses: torch.Tensor, counts_BT: torch.Tensor | None) -> torch.Tensor:

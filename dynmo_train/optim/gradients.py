@@ -50,13 +50,15 @@ def add_tied_gradients(held: HeldItems, ties: Mapping[str, str], owners: Mapping
         for name in members:
             total = _sum(total, gradients[name])
         for name in mine:
-            here[name].grad = None if total is None else total.clone()
+            shares = held.is_shared(name)
+            here[name].grad = None if total is None or shares else total if name == mine[0] else total.clone()
 
 
 def _sum(first: torch.Tensor | None, second: torch.Tensor | None) -> torch.Tensor | None:
+    """The sum, in place of the first one: what it was is needed no more."""
     if first is None or second is None:
         return second if first is None else first
-    return first + second
+    return first.add_(second)
 
 
 def _swap(

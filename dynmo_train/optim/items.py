@@ -75,10 +75,45 @@ class HeldItems:
         self.extras: dict[str, dict[str, torch.Tensor]] = {}
         self._own: dict[str, dict[str, nn.Parameter]] = {}
         self._optimizers: dict[str, ItemOptimizer] = {}
+        self._shared: dict[str, tuple[str, str]] = {}
 
     def build(self, name: str) -> None:
         """Hold an item with its initial weights and no optimizer state."""
         self.hold(name, self._assemble(name, self.device))
+        self._share()
+
+    def is_shared(self, parameter_name: str) -> bool:
+        """Whether a copy of a tied weight has its memory and moments from its owner, which is held here too."""
+        return parameter_name in self._shared
+
+    def _share(self) -> None:
+        """Let each copy of a tied weight whose owner is held here too be the owner's memory, with the owner's moments.
+
+        Their values are the same bits anyway: both get the same gradient. One update then serves both.
+        """
+        if self.shards is not None:
+            return
+        here = {name: (item, parameter) for item, name, parameter in self.parameters()}
+        for copy_name, owner_name in self.family.ties.items():
+            if copy_name in here and owner_name in here and copy_name not in self._shared:
+                item, parameter = here[copy_name]
+                owner_item, owner = here[owner_name]
+                parameter.data = owner.data
+                self._optimizers[item].forget(parameter)
+                self._shared[copy_name] = owner_item, owner_name
+
+    def _part(self, item: str) -> None:
+        """Before an item is dropped: copies that share with its weights take their moments over."""
+        for copy_name, (owner_item, owner_name) in list(self._shared.items()):
+            if owner_item != item and copy_name not in self._own[item]:
+                continue
+            del self._shared[copy_name]
+            if copy_name in self._own[item]:
+                continue
+            holder, copy = next((held, p) for held, name, p in self.parameters() if name == copy_name)
+            owner = self._own[owner_item][owner_name]
+            if moments := self.moments(owner_item, owner):
+                self._optimizers[holder].adopt(copy, self._steps(owner_item, owner), moments)
 
     def _assemble(self, name: str, device: torch.device) -> nn.Module:
         whole = cut_item(name, self.family.build(name, device), self.family.split_dim, self.region)
@@ -119,6 +154,7 @@ class HeldItems:
 
     def drop(self, name: str) -> None:
         """Hold the item no longer."""
+        self._part(name)
         del self.modules[name], self._own[name], self._optimizers[name]
         self.extras.pop(name, None)
 
@@ -150,6 +186,9 @@ class HeldItems:
 
     def update(self, rate: float) -> None:
         """One optimizer step on every parameter that has a gradient; the gradients are dropped."""
+        for _, name, parameter in self.parameters():
+            if name in self._shared:
+                parameter.grad = None
         for item, optimizer in self._optimizers.items():
             optimizer.update(rate)
             for layer in masks_of(item, self.modules[item]).values():
@@ -168,7 +207,19 @@ class HeldItems:
 
     def moments(self, item: str, parameter: nn.Parameter) -> dict[str, torch.Tensor]:
         """The moments of a parameter, empty before its first update."""
+        item, parameter = self._keeper(item, parameter)
         return self._optimizers[item].moments(parameter)
+
+    def _steps(self, item: str, parameter: nn.Parameter) -> int:
+        item, parameter = self._keeper(item, parameter)
+        return self._optimizers[item].steps(parameter)
+
+    def _keeper(self, item: str, parameter: nn.Parameter) -> tuple[str, nn.Parameter]:
+        """Who keeps the moments of a parameter: itself, or the weight that it shares with."""
+        for copy_name, (owner_item, owner_name) in self._shared.items():
+            if self._own[item].get(copy_name) is parameter:
+                return owner_item, self._own[owner_item][owner_name]
+        return item, parameter
 
     def export(self, item: str) -> ItemState:
         """The whole state of an item; the tensors are the live ones, not copies."""
@@ -183,7 +234,7 @@ class HeldItems:
             moments = self.moments(item, parameter)
             tensors.update({f"{name}.{key}": value for key, value in moments.items()})
             if moments:
-                steps[name] = self._optimizers[item].steps(parameter)
+                steps[name] = self._steps(item, parameter)
         tensors.update(self.extras.get(item, {}))
         return ItemState(tensors=tensors, steps=steps)
 
@@ -217,6 +268,7 @@ class HeldItems:
             if name in state.steps:
                 moments = {key: state.tensors[f"{name}.{key}"].to(self.device).clone() for key in MOMENTS}
                 optimizer.adopt(parameter, state.steps[name], moments)
+        self._share()
 
     def prune(self, item: str, name: str, layer: PrunableLinear, mask: torch.Tensor) -> None:
         """Prune the weight ``name`` of a held item to a whole ``mask``: weight and moments become zero elsewhere."""

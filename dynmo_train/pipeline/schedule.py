@@ -45,6 +45,7 @@ class PipelineShape:
         boundary: the shapes of what crosses a stage boundary.
         seed: of the run.
         recompute: whether items run again in the backward instead of keeping their activations.
+        selective: whether they keep the results of matrix products then.
         front_cache_bytes: for what the frozen front gave for samples seen before; None keeps nothing.
     """
 
@@ -53,6 +54,7 @@ class PipelineShape:
     boundary: BoundaryShape
     seed: int
     recompute: bool
+    selective: bool = False
     front_cache_bytes: int | None = None
 
     def for_batch(self, batch: Batch) -> PipelineShape:
@@ -131,6 +133,7 @@ class Pipeline:
                 frozen=prefixes[number],
                 seed=shape.seed,
                 recompute=shape.recompute,
+                selective=shape.selective,
                 probe=probe,
                 device=world.device,
                 dtype=shape.boundary.dtype,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining._backward import stage_backward, stage_backward_weight
 from torch.distributed.tensor import DTensor
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from ..models.inner_loss import with_losses
 from ..models.items import BoundaryShape, ItemSpec, Reported, output_of
@@ -36,6 +37,7 @@ class StageModule(nn.Module):
         frozen: how many of the first items belong to the frozen front of the whole list: they run without gradient.
         seed: of the run.
         recompute: whether an item keeps its input alone and runs again in the backward.
+        selective: whether it keeps the results of its matrix products as well, and does not compute those again.
         dtype: the type of the arithmetic.
         number: of the stage.
         front: keeps what the frozen items gave; they run without dropout then.
@@ -52,6 +54,7 @@ class StageModule(nn.Module):
         frozen: int,
         seed: int,
         recompute: bool,
+        selective: bool = False,
         probe: Probe,
         device: torch.device,
         dtype: torch.dtype,
@@ -64,7 +67,7 @@ class StageModule(nn.Module):
         self.layers = nn.ModuleList(items.values())
         self.enters, self.leaves = enters, leaves
         self.inputs = tuple(dict.fromkeys(name for spec in specs for name in spec.inputs))
-        self.frozen, self.seed, self.recompute = frozen, seed, recompute
+        self.frozen, self.seed, self.recompute, self.selective = frozen, seed, recompute, selective
         self.step, self.loss_scale = 0, 1.0
         self.probe, self.device = probe, device
         self.reported: dict[str, dict[str, list[torch.Tensor]]] = {}
@@ -146,14 +149,30 @@ class StageModule(nn.Module):
         if not torch.is_grad_enabled():
             return run(*arguments)
         if self.recompute:
-            self.probe.activation_is(name, sum(each.numel() * each.element_size() for each in arguments))
+            kept = [sum(each.numel() * each.element_size() for each in arguments)]
             # The item seeds itself at its entry, so torch need not save and restore the generators.
+            more: dict[str, Any] = {"context_fn": partial(_keeping_products, kept)} if self.selective else {}
             recomputed: torch.Tensor | Reported = checkpoint(
-                run, *arguments, use_reentrant=False, preserve_rng_state=False
+                run, *arguments, use_reentrant=False, preserve_rng_state=False, **more
             )
+            self.probe.activation_is(name, sum(kept))
             return recomputed
         with self.probe.saved(name, self._kept_anyway):
             return run(*arguments)
+
+
+def _keeping_products(kept: list[int]) -> Any:
+    """What a selective checkpoint keeps: the results of matrix products, whose bytes are appended to ``kept``."""
+
+    def policy(ctx: Any, operation: Any, *inputs: Any, **_: Any) -> CheckpointPolicy:
+        if operation not in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default):
+            return CheckpointPolicy.PREFER_RECOMPUTE
+        if not ctx.is_recompute:
+            left, right = inputs[-2:]
+            kept.append(left.shape[0] * right.shape[1] * left.element_size())
+        return CheckpointPolicy.MUST_SAVE
+
+    return create_selective_checkpoint_contexts(policy)
 
 
 class ItemStage(PipelineStage):

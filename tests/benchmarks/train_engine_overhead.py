@@ -29,6 +29,7 @@ from torch.distributed.pipelining.schedules import Schedule1F1B
 from dynmo_train.engine import Engine, EngineSettings
 from dynmo_train.models.gpt import Gpt, GptShape
 from dynmo_train.models.items import BoundaryShape
+from dynmo_train.models.sparse_forms import SparseTable
 from dynmo_train.optim.adamw import AdamWSettings
 from dynmo_train.optim.schedule import LearningRate
 from dynmo_train.parallel.world import World, join_world, leave_world
@@ -68,7 +69,7 @@ def engine_of(world: World, sizes: Sizes, microbatches: int, partition: Partitio
         freeze_steps=(),
         freeze_tied=False,
         pruning=None,
-        sparse_threshold=0.85,
+        sparse=SparseTable(),
     )
     engine = Engine(family, settings, partition or uniform_partition(family.items, world.size), world)
     engine.build()

@@ -42,7 +42,7 @@ TECHNIQUES = {
     "experts": ["--num-experts", "4", "--moe-router-topk", "1", "--moe-expert-capacity-factor", "0.5"],
     "depths": ["--mod-capacity", "0.25", "--mod-every", "2"],
     "exits": [
-        *("--early-exit-layers", "2", "--early-exit-measure", "saturation", "--early-exit-threshold", "0.97"),
+        *("--early-exit-layers", "2", "--early-exit-measure", "saturation", "--early-exit-threshold", "0.865"),
         *("--early-exit-loss-weight", "0"),
     ],
     "sparse attention": ["--sparse-attention", "--sparse-attention-buckets", "8", "--sparse-attention-block", "16"],

@@ -57,6 +57,7 @@ class Scenario:
     schedule: str = "1f1b"
     virtual: int = 1
     recompute: bool = False
+    selective: bool = False
     moves: tuple[tuple[int, Partition], ...] = ()
     start: Partition | None = None
     prune: bool = True
@@ -112,6 +113,7 @@ class Scenario:
                 boundary=boundary,
                 seed=SHAPE.seed,
                 recompute=self.recompute,
+                selective=self.selective,
                 front_cache_bytes=self.cache_bytes,
             ),
             adamw=AdamWSettings(beta1=0.9, beta2=0.99, eps=1e-8, weight_decay=0.1),

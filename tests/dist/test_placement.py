@@ -32,7 +32,7 @@ def vee(partition: Partition) -> Partition:
 @cache
 def reference(scenario: Scenario) -> dict:
     """The scenario on one worker, GPipe, nothing recomputed."""
-    plain = replace(scenario, schedule="gpipe", virtual=1, recompute=False, moves=(), start=None)
+    plain = replace(scenario, schedule="gpipe", virtual=1, recompute=False, selective=False, moves=(), start=None)
     return run_workers(play, 1, plain)[0]
 
 
@@ -65,6 +65,7 @@ CASES = {
     "4 workers, 1f1b, moving, an empty stage, recompute": (4, Scenario(moves=WANDER_4, recompute=True)),
     "4 workers, zero-bubble, moving": (4, Scenario(schedule="zero-bubble", moves=WANDER_4)),
     "2 workers, tied weights frozen": (2, Scenario(freeze_tied=True, moves=WANDER)),
+    "2 workers, selective recompute": (2, Scenario(recompute=True, selective=True)),
     "2 workers, bf16, moving": (2, Scenario(precision="bf16", moves=WANDER)),
     "2 workers, bf16, zero-bubble, recompute": (
         2,

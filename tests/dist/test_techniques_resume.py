@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from whole_runs import OPTIONS, arguments, figures, run_command, tensors, train, write_data
+from whole_runs import OPTIONS, arguments, figures, lines, run_command, tensors, train, write_data
 from workers import run_workers
 
+from dynmo_balance.cli import main as plan_main
 from dynmo_ckpt.cli import main as ckpt_main
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(300)]
@@ -67,3 +68,15 @@ def test_another_technique_than_the_checkpoints_is_refused(data, tmp_path):
     [(code, talk)] = run_workers(run_command, 1, line, joins=False)
     assert code == 2
     assert "x_dynamic" in talk
+
+
+def test_the_skew_of_the_routing_is_in_the_profile(data, tmp_path, monkeypatch, capsys):
+    train(data, tmp_path / "run", 1, **SHORT, num_experts="4", moe_router_topk="1", exit_interval="4")
+    steps = [line for line in lines(tmp_path / "run" / "profile.jsonl") if line["record"] == "step"]
+    tokens = steps[-1]["x_counts"]["expert_tokens"]
+    assert set(tokens) == {f"layers.{n}.mlp" for n in range(4)}
+    assert all(sum(counts) == 64 for counts in tokens.values()), "2 samples of 32 tokens, one expert each"
+    monkeypatch.setattr("sys.argv", ["dynmo-plan", "report", str(tmp_path / "run"), "-o", str(tmp_path / "report.html")])
+    with pytest.raises(SystemExit) as stop:
+        plan_main()
+    assert stop.value.code == 0, capsys.readouterr()

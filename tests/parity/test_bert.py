@@ -96,7 +96,8 @@ def test_logits_losses_and_gradients():
     copy_into(theirs, renamed(parameters(modules)))
     inputs = batch()
     values = run(family, modules, inputs)
-    words, order = modules["head"].logits(values["before.hidden"])
+    head, last = modules["head"], values["before.hidden"]
+    words, order = head.logits(last), head.order_logits(head.norm(last))
     labels = inputs["labels"].masked_fill(inputs["counts"] == 0, -100)
     expected = theirs(
         inputs["ids"],

@@ -11,7 +11,7 @@ from item_stream import TOLERANCE, assert_same_gradients, build_all, copy_into, 
 from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
-from dynmo_train.models.decoding import Decoder
+from dynmo_train.models.decoding import Cache, Decoder
 from dynmo_train.models.experts import MoeShape, route
 from dynmo_train.models.llama import Llama, LlamaShape
 
@@ -128,7 +128,7 @@ def test_reading_token_by_token_gives_the_same_logits(name):
     copy_into(theirs, renamed(parameters(modules), CASES[name]))
     with torch.no_grad():
         expected = theirs(tokens).logits
-    cache: dict = {}
+    cache = Cache()
     torch.testing.assert_close(decoder.read(tokens[:, :5], cache), expected[:, 4], **TOLERANCE)
     for at in range(5, 12):
         torch.testing.assert_close(decoder.read(tokens[:, at : at + 1], cache), expected[:, at], **TOLERANCE)

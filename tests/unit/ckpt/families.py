@@ -7,6 +7,8 @@ import numpy as np
 COMMON = {"hidden_size": 16, "ffn_hidden_size": 24, "num_attention_heads": 4, "max_position_embeddings": 12}
 COMMON |= {"vocab_size": 29, "padded_vocab_size": 32, "layernorm_epsilon": 1e-5}
 
+T5 = {"head_dim": 4, "normalization": "layernorm"}
+
 
 def llama(**changes):
     m = {"family": "llama", "num_layers": 3, **COMMON, "num_key_value_heads": 2, "head_dim": 4, "activation": "swiglu"}
@@ -21,7 +23,7 @@ def bert(**changes):
 
 def t5(**changes):
     m = {"family": "t5", "num_layers": 2, "num_encoder_layers": 2, "num_decoder_layers": 3, **COMMON}
-    return m | {"activation": "gelu", "position_embedding": "learned", "tied_embeddings": True} | changes
+    return m | {"activation": "gelu", "position_embedding": "learned", "tied_embeddings": True, **T5} | changes
 
 
 def ties(m):

@@ -207,3 +207,83 @@ def test_a_file_that_is_not_llama2cs_is_refused(tmp_path, payload):
     (tmp_path / "model.bin").write_bytes(payload)
     with pytest.raises(CorruptError, match="header"):
         open_any(tmp_path / "model.bin", AUTO, None)
+
+
+def moments(state):
+    """Masters and moments for every weight of a rank, as Megatron's optimizer of 16-bit weights stores them."""
+    tensors = []
+
+    def walk(value):
+        for inner in value.values():
+            tensors.append(inner) if isinstance(inner, torch.Tensor) else walk(inner)
+
+    walk(state)
+    groups = [[t for t in tensors if t.dim() > 1], [t for t in tensors if t.dim() == 1]]
+    masters = [[t.float() for t in group] for group in groups]
+    numbered, per_group = {}, []
+    for group in masters:
+        per_group.append(list(range(len(numbered), len(numbered) + len(group))))
+        for master in group:
+            numbered[len(numbered)] = {"step": 7, "exp_avg": master * 2, "exp_avg_sq": master**2}
+    inner = {"state": numbered, "param_groups": [{"params": n, "lr": 1e-4} for n in per_group]}
+    return {"optimizer": inner, "fp32_from_fp16_params": masters, "grad_scaler": {"scale": 1.0}}
+
+
+def save_with_optimizer(path, m, p, change=lambda document: document):
+    def rename(document):
+        del document["args"].model_type
+        document["optimizer"] = moments(document["model"])
+        return change(document)
+
+    legacy["ModelType"].__module__ = legacy["__name__"]
+    legacy["save"](path, p, m, tp=2, stages=[1, 2], version=0, rename=rename, weight_decay=0.1)
+
+
+def test_masters_and_moments_of_a_legacy_checkpoint(tmp_path):
+    m = build["model"]()
+    p = build["parameters"](m)
+    save_with_optimizer(tmp_path, m, p)
+    found, _ = open_any(tmp_path, AUTO, None, legacy=LegacyOptions(with_optimizer=True))
+    assert same(found, p)
+    assert len(found.names("optimizer")) == 2 * len(p)
+    assert all(np.array_equal(load_array(found, f"{name}.exp_avg"), 2 * value) for name, value in p.items())
+    assert all(np.array_equal(load_array(found, f"{name}.exp_avg_sq"), value**2) for name, value in p.items())
+    assert set(found.manifest["optimizer"]["steps"].values()) == {7}
+    assert [group["weight_decay"] for group in found.manifest["optimizer"]["groups"]] == [0.1, 0.0]
+
+
+def in_another_order(document):
+    groups = document["optimizer"]["optimizer"]["param_groups"]
+    groups[0]["params"] = groups[0]["params"][::-1]
+    return document
+
+
+def fewer(document):
+    document["optimizer"]["optimizer"]["param_groups"][1]["params"].pop()
+    return document
+
+
+def other_steps(document):
+    document["optimizer"]["optimizer"]["state"][3]["step"] = 8
+    return document
+
+
+def flat_buffers(document):
+    document["optimizer"] = {"optimizer": {"state": [], "param_groups": []}}
+    return document
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        (in_another_order, CorruptError, "is expected"),
+        (fewer, CorruptError, "other numbers of weights"),
+        (other_steps, CorruptError, r"\[7, 8\] updates"),
+        (flat_buffers, UnsupportedError, "not Adam's for each weight"),
+    ],
+)
+def test_optimizer_state_that_does_not_fit_is_refused(tmp_path, change, error, message):
+    m = build["model"]()
+    save_with_optimizer(tmp_path, m, build["parameters"](m), change)
+    with pytest.raises(error, match=message):
+        open_any(tmp_path, AUTO, None, legacy=LegacyOptions(with_optimizer=True))

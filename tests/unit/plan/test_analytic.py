@@ -12,9 +12,9 @@ from dynmo_balance.analytic import costs_of_header
 from dynmo_balance.build import BuildOptions, build_costs, build_header, header_of
 from dynmo_balance.devices import PRESETS, load_device
 from dynmo_balance.errors import UsageError
-from dynmo_balance.foresight import rates_of
 from dynmo_balance.formats.profile import read_profile
 from dynmo_balance.modelspec import from_config
+from dynmo_balance.outlook import rates_of
 from dynmo_balance.partition import uniform
 from dynmo_balance.planning import chain_of
 from dynmo_balance.problem import Problem, places_of

@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dynmo_balance.errors import UsageError
-from dynmo_balance.partition import bottleneck_ns
+from dynmo_balance.partition import best_of, bottleneck_ns
 from dynmo_balance.partition.exact import bottleneck_of, greedy, solve
 from dynmo_balance.partition.limits import make_limits
-from dynmo_balance.problem import InfeasibleError
+from dynmo_balance.problem import InfeasibleError, keep_tied
 
 
 def partitions(limits):
@@ -161,3 +161,44 @@ def test_more_stages_than_units(chain_factory, problem_factory):
     with pytest.raises(UsageError, match="use fewer stages"):
         solve(problem_factory(chain_factory([1, 2]), 3))
     assert solve(problem_factory(chain_factory([1, 2]), 3, min_units=0)).bottleneck_ns == 2
+
+
+def test_tied_items_stay_on_one_worker(rng, chain_factory, problem_factory):
+    solved = 0
+    for _ in range(600):
+        problem = random_problem(rng, chain_factory, problem_factory)
+        items, n = problem.chain.items, len(problem.chain.items)
+        if n < 2:
+            continue
+        first, second = sorted(rng.sample(range(n), 2))
+        tied = replace(items[second], tied_to=items[first].name)
+        items = (*items[:second], tied, *items[second + 1 :])
+        problem = replace(problem, chain=replace(problem.chain, items=items))
+        limits = make_limits(problem)
+        together = [
+            bottleneck_of(limits, cuts)
+            for cuts in partitions(limits)
+            if not any(first < cut <= second for cut in cuts[1:-1])
+        ]
+        if limits.stages * limits.min_units > limits.units:
+            continue
+        if not together:
+            with pytest.raises(InfeasibleError):
+                solve(keep_tied(problem))
+            continue
+        if problem.min_units > 1:  # a unit is then the tied run as a whole
+            continue
+        assert solve(keep_tied(problem)).bottleneck_ns == min(together)
+        solved += 1
+    assert solved > 100
+
+
+def test_a_v_keeps_tied_ends_together(chain_factory, problem_factory):
+    chain = chain_factory([1, 5, 5, 5, 5, 1])
+    items = (*chain.items[:5], replace(chain.items[5], tied_to=chain.items[0].name))
+    problem = problem_factory(replace(chain, items=items), 2, "zb-v", virtual_stages=2, min_units=0)
+    boundaries = best_of(keep_tied(problem)).boundaries
+    assert boundaries[1] >= 1
+    assert boundaries[3] <= 5
+    with pytest.raises(InfeasibleError, match="use --schedule zb-v"):
+        keep_tied(replace(problem, schedule="1f1b", virtual_stages=1, min_units=1))

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
 from dynmo_balance.build import BuildOptions, build_costs, build_header, build_lines, header_of
-from dynmo_balance.crossfit import cross_fitted_gain, step_bound_ns
 from dynmo_balance.decision import WatchOptions
 from dynmo_balance.devices import PRESETS
 from dynmo_balance.formats._document import append_line
-from dynmo_balance.formats.profile import read_profile
+from dynmo_balance.formats.profile import Step, read_profile
+from dynmo_balance.missed import Missed, WorkTrace, foreseen, look, step_times
 from dynmo_balance.modelspec import from_config
 from dynmo_balance.policies import Evidence, Memory, Settings, regret
 from dynmo_balance.replay import Tape, offline_optimum, run_policy
@@ -25,7 +26,6 @@ def evidence(step, gain=2, pause=100, **changes):
         "step": step,
         "current_step_ns": 100 * MS,
         "proposed_step_ns": (100 - gain) * MS,
-        "certain_gain_ns": gain * MS,
         "pause_ns": pause * MS,
         "horizon_steps": 200,
         "moves": 3,
@@ -33,43 +33,81 @@ def evidence(step, gain=2, pause=100, **changes):
     return Evidence(**{**numbers, **changes})
 
 
-def test_regret_adds_up_until_it_outweighs_the_pause():
-    memory, moved = Memory(), []
-    for step in range(0, 100, 10):
-        verdict, memory = regret(evidence(step), Settings(margin=0.5), memory)
-        if verdict.move:
-            moved.append(step)
-    # 2 ms a step: 50 ms are missed after 25 steps, which the decision at step 30 is the first to see
-    assert moved[0] == 30
-
-
-def test_regret_ignores_what_is_not_certain():
-    memory = Memory()
-    for step in range(0, 1000, 10):
-        verdict, memory = regret(evidence(step, certain_gain_ns=-1.0), Settings(), memory)
-        assert not verdict.move
+def test_regret_moves_when_what_was_missed_outweighs_the_pause():
+    assert not regret(
+        evidence(30, missed_ns=49 * MS, missed_steps=30, horizon_steps=100), Settings(margin=0.5), Memory()
+    )[0].move
+    verdict, memory = regret(
+        evidence(30, missed_ns=51 * MS, missed_steps=30, horizon_steps=100), Settings(margin=0.5), Memory()
+    )
+    assert verdict.move
+    assert memory.missed.missed_ns == 0
+    assert not regret(evidence(30, missed_ns=51 * MS, moves=0), Settings(margin=0.5), Memory())[0].move
 
 
 def test_a_known_horizon_decides_at_once():
-    near = evidence(0, horizon_steps=90, next_event_known=True)
-    far = evidence(0, horizon_steps=110, next_event_known=True)
+    near = evidence(0, missed_ns=2 * MS, missed_steps=1, horizon_steps=90, next_event_known=True)
+    far = evidence(0, missed_ns=2 * MS, missed_steps=1, horizon_steps=110, next_event_known=True)
     assert not regret(near, Settings(), Memory())[0].move
     assert regret(far, Settings(), Memory())[0].move
 
 
-def test_cross_fitting_sees_no_gain_in_noise(rng, chain_factory, problem_factory):
-    works = [[rng.randint(90, 110) for _ in range(24)] for _ in range(40)]
-    chain = chain_factory([100] * 24)
-    gain = cross_fitted_gain(problem_factory(chain, 4), (0, 6, 12, 18, 24), works)
-    assert gain.lower_ns(2.0) <= 0
-    in_sample = [sum(column) for column in zip(*works, strict=True)]
-    assert in_sample != [4000] * 24
+def followed(problem, works, current, every=10):
+    """What a policy that stays has missed after all records."""
+    trace, missed, named = WorkTrace(), Missed(), current
+    for at, work in enumerate(works, start=1):
+        trace.add(
+            Step(
+                step=at,
+                plan_id=0,
+                step_ns=1,
+                forward_ns=tuple(work),
+                backward_ns=(0,) * len(work),
+                activation_bytes=(),
+                busy_ns=(),
+                peak_memory_bytes=(),
+            )
+        )
+        if at % every == 0:
+            seen = trace.works([1_000_000] * len(work))
+            missed, named = look(missed, problem, current, trace, seen, 10**6)
+    return missed, named
 
 
-def test_cross_fitting_sees_a_real_gain(rng, chain_factory, problem_factory):
-    works = [[rng.randint(190, 210) if i < 6 else rng.randint(90, 110) for i in range(24)] for _ in range(20)]
-    gain = cross_fitted_gain(problem_factory(chain_factory([100] * 24), 4), (0, 6, 12, 18, 24), works)
-    assert gain.lower_ns(2.0) > 1000
+def test_noise_is_not_missed(rng, chain_factory, problem_factory):
+    works = [[rng.randint(9000, 11000) for _ in range(24)] for _ in range(300)]
+    even = (0, 6, 12, 18, 24)
+    missed, _ = followed(problem_factory(chain_factory([100] * 24), 4), works, even)
+    assert missed.certain_ns <= 0
+
+
+def test_a_real_gain_is_missed_and_a_trend_foreseen(rng, chain_factory, problem_factory):
+    problem = problem_factory(chain_factory([100] * 24), 4)
+    works = [[rng.randint(19000, 21000) if i < 6 else rng.randint(9000, 11000) for i in range(24)] for _ in range(60)]
+    missed, named = followed(problem, works, (0, 6, 12, 18, 24))
+    assert missed.certain_ns > 40 * 1000
+    assert named[1] < 6
+    rising = np.array([[1000.0 + 10 * at if item == 0 else 1000.0 for item in range(3)] for at in range(40)])
+    assert foreseen(rising, 20) == [1000 + 10 * 59, 1000, 1000]
+    assert foreseen(rising, 0)[0] < 1200
+
+
+def test_gaps_are_filled_with_what_was_known():
+    trace = WorkTrace()
+    for work in ((5, None), (None, 7)):
+        trace.add(
+            Step(
+                step=1,
+                plan_id=0,
+                step_ns=1,
+                forward_ns=work,
+                backward_ns=(1, 1),
+                activation_bytes=(),
+                busy_ns=(),
+                peak_memory_bytes=(),
+            )
+        )
+    assert trace.works([1_000_000, 500_000]).tolist() == [[6, 0], [6, 4]]
 
 
 def test_the_step_bound_is_near_the_simulation(rng, chain_factory, problem_factory):
@@ -78,7 +116,8 @@ def test_the_step_bound_is_near_the_simulation(rng, chain_factory, problem_facto
         chain = chain_factory(work, backward=[2 * w for w in work])
         problem = problem_factory(chain, 4, microbatches=16)
         exact = predict(problem, (0, 4, 8, 12, 16)).step_ns
-        assert 1.0 <= step_bound_ns(problem, chain.work_ns, (0, 4, 8, 12, 16)) / exact < 1.05
+        bound = step_times(problem, np.array([chain.work_ns], dtype=float), (0, 4, 8, 12, 16))[0]
+        assert 1.0 <= bound / exact < 1.05
 
 
 @pytest.fixture(scope="module")

@@ -16,7 +16,7 @@ from .tail import TailOptions, tail_of
 
 
 @dataclass(frozen=True, kw_only=True)
-class Foresight:
+class Outlook:
     """Figures of one step; throughput is that of all data-parallel replicas together.
 
     Attributes:
@@ -57,7 +57,7 @@ def rates_of(
     )
 
 
-def foresee(
+def outlook_of(
     header: Header,
     problem: Problem,
     boundaries: Sequence[int],
@@ -65,7 +65,7 @@ def foresee(
     rates: TailOptions,
     device: Device | None,
     dtype: str,
-) -> Foresight:
+) -> Outlook:
     """The figures of a simulated step of the problem."""
     step_ns = tail_of(problem, boundaries, timeline, rates).step_ns
     samples = problem.microbatches * header.micro_batch_size * header.data_parallel_size
@@ -83,7 +83,7 @@ def foresee(
     told = device is not None and problem.chain.costs.records == 0
     rate = flops * 1e9 / step_ns / devices if step_ns else 0.0
     peaks = zip(problem.places, timeline.peak_memory_bytes, strict=True)
-    return Foresight(
+    return Outlook(
         step_ns=step_ns,
         samples_per_s=per_s,
         tokens_per_s=per_s * sequence,
@@ -97,7 +97,7 @@ def foresee(
     )
 
 
-def document_of(problem: Problem, boundaries: Sequence[int], found: Foresight) -> dict[str, Any]:
+def document_of(problem: Problem, boundaries: Sequence[int], found: Outlook) -> dict[str, Any]:
     """For a program: the figures, and what each stage holds and costs in a microbatch."""
     chain, costs = problem.chain, problem.chain.costs
     stages = []

@@ -1,0 +1,224 @@
+"""Tokens per second and peak memory of training a small GPT in one CPU process, beside nanoGPT and transformers.
+
+Each program trains the same model (learned positions, tied embeddings, no dropout, float32, AdamW, clipping) on the
+same batches in a process of its own; they take turns. Peak memory is the process's largest resident set.
+
+    python tests/benchmarks/train_tokens.py --nanogpt DIRECTORY [--shape 30M-256] [--repeats 3] [--threads 2]
+
+``--nanogpt`` is a directory that holds nanoGPT's ``model.py``; without it that row is left out, with the reason.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import resource
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Layers, width, heads, vocabulary, tokens of a sample, samples of a microbatch, microbatches of a step."""
+
+    layers: int
+    width: int
+    heads: int
+    vocabulary: int
+    tokens: int
+    samples: int
+    microbatches: int
+
+    @property
+    def step_tokens(self) -> int:
+        return self.tokens * self.samples * self.microbatches
+
+
+SHAPES = {
+    "30M-256": Shape(6, 384, 6, 50304, 256, 4, 2),
+    "30M-1024": Shape(6, 384, 6, 50304, 1024, 2, 1),
+    "11M-512": Shape(4, 384, 6, 8192, 512, 4, 2),
+}
+RATE, DECAY, CLIP = 6e-4, 0.1, 1.0
+
+
+def batch(shape: Shape, step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    rows = shape.samples * shape.microbatches
+    ids = torch.randint(0, shape.vocabulary, (rows, shape.tokens + 1), generator=generator)
+    return ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
+
+
+def ours(shape: Shape) -> Callable[[int], float]:
+    from dynmo_train.engine import Engine, EngineSettings
+    from dynmo_train.models.gpt import Gpt, GptShape
+    from dynmo_train.models.items import BoundaryShape
+    from dynmo_train.optim.adamw import AdamWSettings
+    from dynmo_train.optim.schedule import LearningRate
+    from dynmo_train.parallel.world import join_world
+    from dynmo_train.pipeline.partition import uniform_partition
+    from dynmo_train.pipeline.schedule import Batch, PipelineShape
+
+    family = Gpt(
+        GptShape(
+            num_layers=shape.layers,
+            hidden_size=shape.width,
+            ffn_hidden_size=4 * shape.width,
+            num_attention_heads=shape.heads,
+            max_position_embeddings=shape.tokens,
+            vocab_size=shape.vocabulary,
+            padded_vocab_size=shape.vocabulary,
+            hidden_dropout=0.0,
+            attention_dropout=0.0,
+        )
+    )
+    settings = EngineSettings(
+        pipeline=PipelineShape(
+            schedule="1f1b",
+            microbatches=shape.microbatches,
+            boundary=BoundaryShape.hidden(batch=shape.samples, tokens=shape.tokens, width=shape.width),
+            seed=1,
+            recompute=False,
+        ),
+        adamw=AdamWSettings(beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=DECAY),
+        rate=LearningRate(peak=RATE, floor=RATE, style="constant", warmup_steps=0, decay_steps=1000),
+        clip=CLIP,
+        freeze_steps=(),
+        freeze_tied=False,
+        pruning=None,
+        sparse_threshold=0.85,
+    )
+    engine = Engine(family, settings, uniform_partition(family.items, 1), join_world("cpu"))
+    engine.build()
+
+    def step(number: int) -> float:
+        ids, labels = batch(shape, number)
+        told = Batch(
+            inputs={"ids": ids, "labels": labels}, first_microbatch=number * shape.microbatches, step=number + 1
+        )
+        return engine.train_step(told, sampled=False).loss
+
+    return step
+
+
+def _accumulated(
+    shape: Shape, loss_of: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], model: torch.nn.Module, optimizer
+) -> Callable[[int], float]:
+    """The usual loop: microbatches one after another, gradients clipped, one update."""
+
+    def step(number: int) -> float:
+        total = 0.0
+        for ids, labels in zip(*(part.split(shape.samples) for part in batch(shape, number)), strict=True):
+            loss = loss_of(ids, labels) / shape.microbatches
+            total += loss.item()
+            loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return total
+
+    return step
+
+
+def nanogpt(shape: Shape, directory: str) -> Callable[[int], float]:
+    sys.path.insert(0, directory)
+    import model as peer
+
+    config = peer.GPTConfig(
+        block_size=shape.tokens,
+        vocab_size=shape.vocabulary,
+        n_layer=shape.layers,
+        n_head=shape.heads,
+        n_embd=shape.width,
+        dropout=0.0,
+        bias=True,
+    )
+    network = peer.GPT(config)
+    optimizer = network.configure_optimizers(DECAY, RATE, (0.9, 0.95), "cpu")
+    return _accumulated(shape, lambda ids, labels: network(ids, labels)[1], network, optimizer)
+
+
+def transformers(shape: Shape) -> Callable[[int], float]:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    config = GPT2Config(
+        vocab_size=shape.vocabulary,
+        n_positions=shape.tokens,
+        n_embd=shape.width,
+        n_layer=shape.layers,
+        n_head=shape.heads,
+        resid_pdrop=0.0,
+        embd_pdrop=0.0,
+        attn_pdrop=0.0,
+        use_cache=False,
+    )
+    network = GPT2LMHeadModel(config)
+    optimizer = torch.optim.AdamW(network.parameters(), lr=RATE, betas=(0.9, 0.95), weight_decay=DECAY)
+
+    def loss_of(ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        logits = network(ids).logits
+        return torch.nn.functional.cross_entropy(logits.view(-1, logits.shape[-1]), labels.reshape(-1))
+
+    return _accumulated(shape, loss_of, network, optimizer)
+
+
+def run_one(program: str, shape: Shape, threads: int, steps: int, directory: str) -> None:
+    torch.set_num_threads(threads)
+    step = {"ours": ours, "transformers": transformers, "nanogpt": lambda s: nanogpt(s, directory)}[program](shape)
+    step(0)
+    times = []
+    for number in range(1, steps + 1):
+        begin = time.perf_counter()
+        loss = step(number)
+        times.append(time.perf_counter() - begin)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    sys.stdout.write(
+        json.dumps({"tokens_per_s": shape.step_tokens / statistics.median(times), "peak_mb": peak, "loss": loss}) + "\n"
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--nanogpt", default="", help="directory with nanoGPT's model.py")
+    parser.add_argument("--shape", choices=SHAPES, default="30M-256")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--run", default="", help=argparse.SUPPRESS)
+    asked = parser.parse_args()
+    shape = SHAPES[asked.shape]
+    if asked.run:
+        run_one(asked.run, shape, asked.threads, asked.steps, asked.nanogpt)
+        return
+    programs = ["ours", "transformers"]
+    if (Path(asked.nanogpt) / "model.py").is_file():
+        programs.insert(1, "nanogpt")
+    else:
+        sys.stderr.write("nanoGPT is left out: --nanogpt names no directory with its model.py\n")
+    results: dict[str, list[dict]] = {program: [] for program in programs}
+    for _ in range(asked.repeats):
+        for program in programs:
+            command = [sys.executable, __file__, "--run", program, "--shape", asked.shape]
+            command += ["--threads", str(asked.threads), "--steps", str(asked.steps), "--nanogpt", asked.nanogpt]
+            told = subprocess.run(command, capture_output=True, text=True, check=False)
+            if told.returncode:
+                raise SystemExit(told.stderr)
+            results[program].append(json.loads(told.stdout.splitlines()[-1]))
+    lines = [f"| {asked.shape}, {asked.threads} threads | tokens/s | peak MB | loss after {asked.steps + 1} steps |"]
+    lines.append("|---|---|---|---|")
+    for program, rows in results.items():
+        rates = ", ".join(f"{row['tokens_per_s']:.0f}" for row in rows)
+        peaks = ", ".join(f"{row['peak_mb']:.0f}" for row in rows)
+        lines.append(f"| {program} | {rates} | {peaks} | {rows[0]['loss']:.3f} |")
+    sys.stdout.write("\n".join(lines) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,96 @@
+"""The loss in pieces against torch's own: value and gradients, padding, weights, memory."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from dynmo_train.models.cross_entropy import linear_cross_entropy, mean_linear_cross_entropy
+
+N, D, V, R = 37, 16, 50, 64
+
+
+def made(dtype=torch.float32, bias=True):
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(N, D, generator=generator).to(dtype).requires_grad_()
+    weight = torch.randn(R, D, generator=generator).to(dtype).requires_grad_()
+    offsets = torch.randn(R, generator=generator).to(dtype).requires_grad_() if bias else None
+    labels = torch.randint(0, V, (N,), generator=generator)
+    weights = torch.rand(N, generator=generator)
+    return x, weight, offsets, labels, weights
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("piece", [1, 8, 37, 100])
+def test_value_and_gradients_are_those_of_the_whole(piece, bias):
+    x, weight, offsets, labels, weights = made(bias=bias)
+    given = [each for each in (x, weight, offsets) if each is not None]
+    ours = linear_cross_entropy(x, weight, offsets, labels, weights, vocabulary=V, piece=piece)
+    got = torch.autograd.grad(ours * 0.25, given)
+    logits = F.linear(x, weight[:V], None if offsets is None else offsets[:V])
+    whole = (F.cross_entropy(logits, labels, reduction="none") * weights).sum()
+    expected = torch.autograd.grad(whole * 0.25, given)
+    torch.testing.assert_close(ours, whole)
+    for one, other in zip(got, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+    assert not got[1][V:].any()
+
+
+def test_the_same_pieces_give_the_same_bits():
+    values = {linear_cross_entropy(*made(), vocabulary=V, piece=8).item() for _ in range(3)}
+    assert len(values) == 1
+
+
+def test_a_backward_in_two_parts_is_the_backward():
+    """As zero-bubble takes it: the input's gradient first, the weight's later, from the same graph."""
+    x, weight, offsets, labels, weights = made()
+    loss = linear_cross_entropy(x, weight, offsets, labels, weights, vocabulary=V, piece=8) / 4
+    whole = torch.autograd.grad(loss, [x, weight], retain_graph=True)
+    first = torch.autograd.grad(loss, [x], retain_graph=True)
+    second = torch.autograd.grad(loss, [weight], retain_graph=True)
+    assert torch.equal(first[0], whole[0])
+    assert torch.equal(second[0], whole[1])
+    doubled = torch.autograd.grad(loss * 2, [weight])
+    torch.testing.assert_close(doubled[0], 2 * whole[1])
+
+
+def test_low_precision_adds_up_in_float32():
+    x, weight, offsets, labels, weights = made(torch.bfloat16)
+    loss = linear_cross_entropy(x, weight, offsets, labels, weights, vocabulary=V, piece=4)
+    grads = torch.autograd.grad(loss, [x, weight, offsets])
+    assert loss.dtype == torch.float32
+    assert [grad.dtype for grad in grads] == [torch.bfloat16] * 3
+    exact = made()
+    reference = linear_cross_entropy(*exact, vocabulary=V, piece=4)
+    torch.testing.assert_close(loss, reference, rtol=0.02, atol=0.02)
+
+
+def test_means_count_what_counts():
+    x, weight, offsets, labels, _ = made()
+    counts = torch.zeros(N, dtype=torch.long)
+    assert mean_linear_cross_entropy(x, weight, offsets, labels, counts, V) == 0
+    counts[5] = 1
+    one = mean_linear_cross_entropy(x, weight, offsets, labels, counts, V)
+    alone = mean_linear_cross_entropy(x[5:6], weight, offsets, labels[5:6], None, V)
+    torch.testing.assert_close(one, alone)
+
+
+def test_the_logits_never_stand_in_memory_whole():
+    """No tensor of the computation has more elements than one piece of logits and the weight's gradient."""
+    largest = 0
+
+    class Watch(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, function, kinds, arguments=(), keywords=None):
+            nonlocal largest
+            result = function(*arguments, **(keywords or {}))
+            if isinstance(result, torch.Tensor):
+                largest = max(largest, result.numel())
+            return result
+
+    x = torch.randn(4000, 8, requires_grad=True)
+    weight = torch.randn(500, 8, requires_grad=True)
+    labels = torch.randint(0, 500, (4000,))
+    with Watch():
+        linear_cross_entropy(x, weight, None, labels, torch.rand(4000), vocabulary=500, piece=100).backward()
+    assert largest == 100 * 500

@@ -1,0 +1,78 @@
+"""The recipes' models have the published numbers of parameters, counted without memory for them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from dynmo_train.config import Facts, check, resolve
+from dynmo_train.config.recipes import read_recipe, recipe_names
+from dynmo_train.errors import UsageError
+from dynmo_train.families import family_of
+from dynmo_train.models.items import parameters_of
+
+REST = {"micro_batch_size": 1, "train_iters": 5000, "lr": 1e-4, "data_path": "corpus"}
+# Exact counts: of GPT-2 medium and BERT large with their vocabularies padded to 128, of Llama 2 as published.
+EXACT = {
+    "gpt-345m": ("gpt", {"vocab_size": 50257}, 354_871_296),
+    "bert-345m": ("bert", {"vocab_size": 30522}, 336_297_858),
+    "llama-2-7b": ("llama", {}, 6_738_415_616),
+    "llama-2-13b": ("llama", {}, 13_015_864_320),
+    "llama-2-70b": ("llama", {}, 68_976_648_192),
+}
+SIZES = ("1.7", "3.6", "7.5", "18.4", "39.1", "76.1", "145.6", "310.1")
+
+
+def count(name: str, family: str, **changes) -> int:
+    """Parameters of the model of a recipe, tied ones once."""
+    values = REST | read_recipe(name, family) | changes
+    config = resolve(flags={}, file=values, command={"family": family}, facts=Facts())
+    check(config, 1)
+    model = family_of(config)
+    return sum(
+        parameter.numel()
+        for item in model.items
+        for name, parameter in parameters_of(item.name, model.build(item.name, torch.device("meta"))).items()
+        if name not in model.ties
+    )
+
+
+@pytest.mark.parametrize("name", EXACT)
+def test_exact_counts(name):
+    family, changes, expected = EXACT[name]
+    assert count(name, family, **changes) == expected
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_counts_of_the_table(size):
+    """Table 1 of arXiv:2104.04473 rounds to a tenth of a billion, with a vocabulary of 51,200."""
+    billions = count(f"gpt-{size}b", "gpt", vocab_size=51200) / 1e9
+    assert billions == pytest.approx(float(size), abs=0.051)
+
+
+def test_gpt_3():
+    assert count("gpt-175b", "gpt", vocab_size=50257) / 1e9 == pytest.approx(174.6, abs=0.05)
+
+
+def test_every_recipe_is_named_by_a_test():
+    tested = {*EXACT, *(f"gpt-{size}b" for size in SIZES), "gpt-175b", "quickstart"}
+    assert tested == set(recipe_names())
+
+
+def test_another_name_or_family_is_told():
+    with pytest.raises(UsageError, match="did you mean llama-2-7b"):
+        read_recipe("llama2-7b", "llama")
+    with pytest.raises(UsageError, match="write pretrain llama"):
+        read_recipe("llama-2-7b", "gpt")
+
+
+def test_the_command_takes_a_recipe():
+    from typer.testing import CliRunner
+
+    from dynmo_train.cli import app
+
+    done = CliRunner().invoke(app, ["pretrain", "llama", "--recipe", "llama-2-7b", "--micro-batch-size", "1"])
+    assert "5 problems" not in str(done.exception)
+    told = str(done.exception)
+    assert "--train-iters" in told
+    assert "--num-layers" not in told
