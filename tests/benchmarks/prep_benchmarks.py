@@ -383,7 +383,7 @@ def bench_dedup(options: argparse.Namespace, folder: Path) -> None:
     def ours() -> Took:
         shutil.rmtree(folder / "ours.jsonl.work", ignore_errors=True)
         return run(
-            [*PREP, "dedup", str(source), "-o", "ours.jsonl", "--workers", "2", "--task-bytes", "8000000"], folder
+            [*PREP, "dedup", str(source), "-o", "ours.jsonl", "--workers", "2", "--task-bytes", "10000000"], folder
         )
 
     took = best(ours)
