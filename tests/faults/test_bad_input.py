@@ -1,4 +1,4 @@
-"""What is wrong with a run's input is told in one message, exit code 2, by every process, and none is left behind."""
+"""What is wrong with a run's input is told in one message by rank 0; every process ends with code 2, none is left."""
 
 from __future__ import annotations
 
@@ -26,6 +26,11 @@ def truncate(path, num_bytes):
 
 # What is done to the data set, options, and the line that tells it.
 CASES = {
+    "ids beyond the vocabulary here and there": (
+        lambda p: [with_high_id(p, position) for position in range(0, 10000, 50)],
+        {},
+        "holds the token id 97; the vocabulary has the ids 0 to 96",
+    ),
     "every id is beyond the vocabulary": (None, {"vocab-size": "40"}, "--vocab-size"),
     "the tokens end too early": (lambda p: truncate(p.with_suffix(".bin"), 1000), {}, "the .bin has 20222 [length]"),
     "the tokens end within an id": (lambda p: truncate(p.with_suffix(".bin"), 1), {}, "the .bin has 21221 [length]"),
@@ -52,13 +57,14 @@ def test_every_process_ends_with_one_message(tmp_path, case):
     if spoil:
         spoil(data)
     told = arguments(data, tmp_path / "run", **options)
-    for code, talk in run_workers(run_command, 2, told, joins=False):
-        errors = [line for line in talk.splitlines() if not line.startswith("apex: ")]
-        assert code == 2, talk
-        assert errors[0].startswith("dynmo-train: error: ")
-        assert words in talk
-        assert "Traceback" not in talk
-        assert len(errors) == 1 or errors[0].endswith((" problem", " problems")), talk
+    (first, talk), (second, silence) = run_workers(run_command, 2, told, joins=False)
+    errors = [line for line in talk.splitlines() if not line.startswith("apex: ")]
+    assert (first, second) == (2, 2), talk
+    assert errors[0].startswith("dynmo-train: error: ")
+    assert words in talk
+    assert "Traceback" not in talk + silence
+    assert len(errors) == 1 or errors[0].endswith((" problem", " problems")), talk
+    assert "error" not in silence
     assert not (tmp_path / "run" / "checkpoints").exists() or not list((tmp_path / "run" / "checkpoints").iterdir())
 
 
