@@ -78,7 +78,11 @@ def norm_by_worker(world: World, scenario: Scenario):
 
 def form_by_load(world: World, scenario: Scenario):
     """The form of a sparse product depends on which worker runs it."""
-    linear_module.product_form = lambda sparsity, *_: "csr" if world.rank == 1 and sparsity > 0.8 else "dense"
+
+    def form(_table, mask_OI, _device):
+        return "csr" if world.rank == 1 and float(mask_OI.float().mean()) < 0.2 else "dense"
+
+    linear_module.SparseTable.form = form
     return play(world, scenario)
 
 
