@@ -17,7 +17,7 @@ UNIT = Path(__file__).parents[1] / "unit" / "ckpt"
 build = runpy.run_path(str(UNIT / "build.py"))
 families = runpy.run_path(str(UNIT / "families.py"))
 legacy = runpy.run_path(str(UNIT / "legacy_families.py"))
-ATOL = {"llama": 1e-4, "mixtral": 1e-4, "bert": 5e-6, "masked": 5e-6, "t5": 5e-6}
+ATOL = {"llama": 1e-4, "unscaled llama": 1e-4, "mixtral": 1e-4, "bert": 5e-6, "masked": 5e-6, "t5": 5e-6}
 
 
 @pytest.fixture
@@ -44,7 +44,8 @@ def theirs(kind):
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, **common}
     rope = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
     rope |= {"original_max_position_embeddings": 32, "rope_theta": 500.0}
-    if kind == "llama":
+    if kind in ("llama", "unscaled llama"):
+        rope = rope if kind == "llama" else {"rope_type": "default", "rope_theta": 500.0}
         made = tf.LlamaForCausalLM(tf.LlamaConfig(**sizes, num_key_value_heads=2, rope_parameters=rope))
     elif kind == "mixtral":
         made = tf.MixtralForCausalLM(tf.MixtralConfig(**sizes, num_key_value_heads=2, num_local_experts=4))
@@ -93,7 +94,10 @@ def test_what_transformers_saved_there_and_back(run, tmp_path, kind):
     assert all(np.array_equal(before[name], after[name]) for name in before)
     logits(run, tmp_path / "native", tmp_path / "back", kind)
     assert "no tensor differs" in run("diff", tmp_path / "hf", tmp_path / "native").stdout
-    if kind != "mixtral":
+    if kind == "llama":
+        refused = run("convert", tmp_path / "native", tmp_path / "legacy", "--to", "legacy", code=5).stderr
+        assert "original_max_position_embeddings" in refused
+    elif kind != "mixtral":
         run("convert", tmp_path / "native", tmp_path / "legacy", "--to", "legacy", "--tp", 2, "--pp", 2)
         run("convert", tmp_path / "legacy", tmp_path / "again", "--to", "hf", "--max-shard-size", "30KB")
         for path in (tmp_path / "back").glob("*.safetensors"):
