@@ -16,7 +16,15 @@ ACROSS = {
     "apply_layernorm_1p": False,
     "num_experts": None,
     "rotary_percent": 1.0,
+    "rotary_interleaved": False,
     "apply_residual_connection_post_layernorm": False,
+}
+# Megatron has an argument for the factor alone; the rest of its rotary scaling is fixed.
+MEGATRON_SCALING = {
+    "rope_type": "llama3",
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
 }
 OF_LLAMA = {"swiglu": True, "normalization": "RMSNorm"}
 OF_OTHERS = {
@@ -131,9 +139,7 @@ def _llama(path: str, args: Args, qkv_rows: int, model: Mapping[str, Any]) -> di
         )
     scaling = None
     if args.get("use_rope_scaling"):
-        factor = float(args.get("rope_scaling_factor", 8.0))
-        scaling = {"rope_type": "llama3", "factor": factor, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
-        scaling["original_max_position_embeddings"] = 8192
+        scaling = {**MEGATRON_SCALING, "factor": float(args.get("rope_scaling_factor", 8.0))}
     positions = args.get("max_position_embeddings") or args.get("seq_length")
     if not isinstance(positions, int):
         raise UsageError(f"{path}: the arguments do not tell max_position_embeddings, which rotary positions need")
@@ -200,5 +206,8 @@ def _llama_args(model: Mapping[str, Any]) -> dict[str, Any]:
         "num_query_groups": groups,
     }
     if scaling is not None:
+        lost = {name: scaling.get(name) for name, ours in MEGATRON_SCALING.items() if scaling.get(name) != ours}
+        if lost:
+            raise UnsupportedError(f"rotary scaling with {lost}: a legacy checkpoint can only say {MEGATRON_SCALING}")
         args |= {"use_rope_scaling": True, "rope_scaling_factor": scaling["factor"]}
     return args

@@ -14,7 +14,7 @@ from typing import Annotated, Any
 
 import typer
 
-from .config import DRY_RUN_VALUES, Facts, check, dry_run_processes, read_config_file, resolve, with_deepspeed
+from .config import Facts, check, dry_run_processes, dry_run_values, read_config_file, resolve, with_deepspeed
 from .config.command import MegatronCommand, with_options
 from .console import Format, emit, emit_json, emit_table, run_app
 from .errors import EXIT_USAGE, MissingExtraError, UsageError
@@ -114,7 +114,7 @@ def _pretrain(family: str, config: Path | None, recipe: str | None, flags: dict[
         world_size = dry_run_processes(flags, values) if dry else _world_size()
         resolved = resolve(
             flags=flags,
-            file={**(DRY_RUN_VALUES if dry else {}), **with_deepspeed(flags, values)},
+            file={**(dry_run_values(family, flags, values) if dry else {}), **with_deepspeed(flags, values)},
             command={"family": family},
             facts=Facts(world_size=world_size, tokenizer_vocab_size=read_vocab_size),
         )

@@ -6,10 +6,10 @@ from .data import DataConfig
 from .options import Facts
 from .precision import PrecisionConfig
 from .resolve import (
-    DRY_RUN_VALUES,
     config_document,
     config_of,
     dry_run_processes,
+    dry_run_values,
     option_specs,
     read_config_file,
     resolve,
@@ -50,7 +50,7 @@ __all__ = [
     "read_config_file",
     "resolve",
     "validate",
-    "DRY_RUN_VALUES",
     "dry_run_processes",
+    "dry_run_values",
     "with_deepspeed",
 ]

@@ -25,7 +25,16 @@ ALTERNATIVES = (("train_iters", "train_samples"), ("data_path", "train_data_path
 
 
 # What a dry run need not be told: it trains nothing.
-DRY_RUN_VALUES: Mapping[str, Any] = {"data_path": "none", "train_iters": 1, "lr": 1e-4, "micro_batch_size": 1}
+DRY_RUN_VALUES: Mapping[str, Any] = {"data_path": "none", "train_iters": 1_000_000, "lr": 1e-4, "micro_batch_size": 1}
+# Of GPT-2, BERT uncased and Llama 2.
+PUBLISHED_VOCABULARIES = {"gpt": 50257, "bert": 30522, "t5": 30522, "llama": 32000}
+
+
+def dry_run_values(family: str, flags: Mapping[str, Any], file: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Defaults of a dry run; the vocabulary is the published models' where neither its size nor a tokenizer is said."""
+    told = (flags.get(name) or file.get(name) for name in ("vocab_size", "tokenizer_model", "vocab_file"))
+    vocabulary = {} if any(told) else {"vocab_size": PUBLISHED_VOCABULARIES[family]}
+    return {**DRY_RUN_VALUES, **vocabulary}
 
 
 def dry_run_processes(flags: Mapping[str, Any], file: Mapping[str, Any]) -> int:

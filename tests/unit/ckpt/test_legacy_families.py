@@ -9,6 +9,7 @@ import pytest
 from dynmo_ckpt.errors import UsageError
 from dynmo_ckpt.faults import CorruptError, UnsupportedError
 from dynmo_ckpt.legacy import LegacyOptions, open_legacy
+from dynmo_ckpt.legacy_models import MEGATRON_SCALING, _llama_args
 from dynmo_ckpt.legacy_write import split_stage
 from dynmo_ckpt.options import SourceKind, legacy_counts
 from dynmo_ckpt.reference_model import load_array
@@ -82,7 +83,13 @@ def test_a_decoders_embedding_that_is_not_the_encoders_is_refused(tmp_path):
 
 @pytest.mark.parametrize(
     ("family", "field", "value"),
-    [("llama", "swiglu", False), ("llama", "rotary_percent", 0.5), ("bert", "swiglu", True), ("t5", "num_experts", 2)],
+    [
+        ("llama", "swiglu", False),
+        ("llama", "rotary_percent", 0.5),
+        ("llama", "rotary_interleaved", True),
+        ("bert", "swiglu", True),
+        ("t5", "num_experts", 2),
+    ],
 )
 def test_variants_that_our_models_do_not_compute_are_refused(tmp_path, family, field, value):
     m = families[family]()
@@ -109,3 +116,15 @@ def test_the_stages_of_a_t5_are_cut_between_encoder_and_decoder():
     assert split_stage(m, [1, 1, 2, 1]) == 2
     with pytest.raises(UsageError, match="a cut between them"):
         split_stage(m, [1, 2, 2])
+
+
+def test_rotary_scaling_that_a_legacy_checkpoint_cannot_say_is_refused():
+    model = {
+        "num_attention_heads": 4,
+        "layernorm_epsilon": 1e-5,
+        "rotary_scaling": {**MEGATRON_SCALING, "factor": 32.0},
+    }
+    assert _llama_args(model)["rope_scaling_factor"] == 32.0
+    model["rotary_scaling"]["low_freq_factor"] = 2.0
+    with pytest.raises(UnsupportedError, match="low_freq_factor"):
+        _llama_args(model)

@@ -79,3 +79,11 @@ def test_gpt_345m_from_the_command_line():
     # 18 bytes a parameter, the head's copy of the table among them, and the activations of four samples
     assert figures["peak_memory_bytes"][0] > 18 * 354_871_296
     assert figures["step_s"] > 0
+
+
+@pytest.mark.parametrize(("recipe", "parameters"), [("gpt-345m", "354,871,296"), ("llama-2-7b", "6,738,415,616")])
+def test_a_named_size_needs_nothing_else(recipe, parameters):
+    family = recipe.partition("-")[0]
+    done = CliRunner().invoke(app, ["pretrain", family, "--recipe", recipe, "--dry-run"])
+    assert done.exit_code == 0, done.output
+    assert f"parameters: {parameters}" in done.stdout
