@@ -105,6 +105,30 @@ def with_order(problem: Problem, plan: Plan) -> Problem:
     return replace(problem, order=order, layout=tuple(at[stage.worker] for stage in plan.stages))
 
 
+def as_in_plan(problem: Problem, header: Header, plan: Plan) -> Problem | None:
+    """The problem's costs under a plan's own workers, schedule and stages, to simulate that plan.
+
+    None where that cannot be: workers unknown to the profile, or an order of operations for other microbatches.
+    """
+    by_id = {place.worker: place for place in (*places_of(header), *problem.places)}
+    if not by_id.keys() >= set(plan.workers):
+        return None
+    own = replace(
+        problem,
+        places=tuple(by_id[worker] for worker in plan.workers),
+        schedule=plan.schedule,
+        virtual_stages=plan.virtual_stages_per_worker,
+        pins=(),
+        current=None,
+        order=None,
+        layout=None,
+    )
+    try:
+        return with_order(own, plan)
+    except UsageError:
+        return None
+
+
 def make_problem(source: Source, options: ProblemOptions, current: Plan | None = None) -> Problem:
     """The problem that a command is about; ties go to what moves least from ``current``.
 

@@ -32,10 +32,11 @@ class Packing:
 
 @dataclass(frozen=True, kw_only=True)
 class Size:
-    """The step on a number of workers; None where no partition is feasible."""
+    """The step on a number of workers; None where no partition is feasible, and then why."""
 
     workers: int
     step_ns: int | None
+    refusal: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,14 +91,14 @@ def packings(problem: Problem, keep: float) -> Packings:
     """The fewest workers, against the balanced and against the static uniform pipeline on all of them."""
     total = len(problem.places)
 
-    def step_ns(count: int) -> int | None:
+    def size(count: int) -> Size:
         try:
             smaller = on_fewer(problem, count)
-            return predict(smaller, best_of(smaller).boundaries).step_ns
-        except (InfeasibleError, UsageError):
-            return None
+            return Size(workers=count, step_ns=predict(smaller, best_of(smaller).boundaries).step_ns)
+        except (InfeasibleError, UsageError) as error:
+            return Size(workers=count, step_ns=None, refusal=str(error))
 
-    rows = tuple(Size(workers=count, step_ns=step_ns(count)) for count in range(1, total + 1))
+    rows = tuple(size(count) for count in range(1, total + 1))
     times = {row.workers: row.step_ns for row in rows}
     balanced = predict(problem, best_of(problem).boundaries).step_ns
     static = predict(problem, uniform.boundaries(problem)).step_ns
@@ -122,7 +123,7 @@ def released_plan(
     """The plan that puts all items on the workers that stay, and releases the others."""
     smaller = on_fewer(problem, packing.workers)
     if base is not None:
-        smaller = replace(smaller, current=holdings(base, smaller.places, 1, smaller.schedule))
+        smaller = replace(smaller, current=holdings(base, smaller.places, smaller.virtual_stages, smaller.schedule))
     proposal = present(
         smaller, best_of(smaller), owner=None if base is None else base.owner, base_pause_ns=base_pause_ns
     )

@@ -147,18 +147,21 @@ def _proposal(
 
 
 def _plan(loaded: Source, proposal: Proposal, base: Plan | None, balancer: Balancer) -> Plan:
-    """The plan document, with its gain where the base has as many stages."""
+    """The plan document, with its gain where the base runs on as many workers."""
     from ..planning import to_plan
+    from ..question import as_in_plan
     from ..simulate import predict
 
-    problem = proposal.problem
-    comparable = base is not None and len(base.stages) == problem.num_stages
+    base_step_ns = None
+    if base is not None and len(base.workers) == len(proposal.problem.places):
+        in_force = as_in_plan(proposal.problem, loaded.header, base)
+        base_step_ns = None if in_force is None else predict(in_force, base.boundaries).step_ns
     return to_plan(
         proposal,
         run_id=loaded.header.run_id,
         balancer=balancer.value,
         base=base,
         read_to_step=loaded.last_step,
-        base_step_ns=predict(problem, base.boundaries).step_ns if base is not None and comparable else None,
+        base_step_ns=base_step_ns,
         reason=f"made by dynmo-plan partition with balancer {balancer.value} from step {loaded.last_step}",
     )

@@ -42,8 +42,8 @@ def repack(
 ) -> None:
     """The fewest workers that keep a share of the throughput, which to release, and the plan for those that stay.
 
-    Every number of workers is tried with the exact balancer, so no fewer would do by its bottleneck. Exits 4 when no
-    worker can be released.
+    Every number of workers is tried with the exact balancer, so no fewer would do by its bottleneck; a run with several
+    stages a worker keeps as many on each. Exits 4 when no worker can be released.
     """
     from ..errors import UsageError
     from ..formats._document import encode_json, write_whole
@@ -60,7 +60,7 @@ def repack(
         stages=stages,
         microbatches=microbatches,
         schedule=schedule,
-        virtual_stages=1,
+        virtual_stages=None,
         granularity=granularity,
         memory=memory,
         min_layers=min_layers,
@@ -69,8 +69,10 @@ def repack(
     found = packings(problem, keep)
     chosen = found.balanced if reference == "balanced" else found.static
     if chosen.workers == len(problem.places):
+        refusals = "".join(f"; {row.workers} workers: {row.refusal}" for row in found.rows if row.refusal is not None)
         raise NoChangeError(
             f"all {chosen.workers} workers are needed to keep {keep:.0%} of the throughput of the {reference} pipeline"
+            + refusals
         )
     small, plan = released_plan(loaded.header, problem, loaded.plan, chosen, loaded.last_step, reference)
     if output is not None:
@@ -92,6 +94,9 @@ def repack(
             for row in found.rows
         ],
     )
+    for row in found.rows:
+        if row.refusal is not None:
+            emit(f"{row.workers} workers: {row.refusal}")
     for name, packing in (("balanced", found.balanced), ("static uniform", found.static)):
         emit(f"{packing.workers} of {len(problem.places)} workers keep {packing.kept:.1%} of the {name} throughput")
     emit(f"release workers {', '.join(map(str, plan.released_workers))}")

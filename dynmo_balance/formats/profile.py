@@ -252,7 +252,7 @@ class LineParser:
     def __init__(self) -> None:
         self.header: Header | None = None
         self.lines = 0
-        self._last_step = 0
+        self.last_step = 0
 
     def parse(self, line: bytes) -> tuple[Record | None, list[Problem]]:
         """The record of the next line and its problems; no record where there is a problem."""
@@ -273,13 +273,13 @@ class LineParser:
     def _across(self, record: Record) -> list[Problem]:
         if isinstance(record, Header):
             problems = _header_problems(record, self.header)
-            self.header, self._last_step = record, 0
+            self.header, self.last_step = record, 0
             return problems
         if self.header is None:
             return [Problem("record", "order", "stands before the first valid header")]
         if isinstance(record, Step):
-            problems = _step_problems(record, self.header, self._last_step)
-            self._last_step = max(self._last_step, record.step)
+            problems = _step_problems(record, self.header, self.last_step)
+            self.last_step = max(self.last_step, record.step)
             return problems
         return []
 

@@ -1,13 +1,21 @@
-"""Follows a growing profile: only complete lines, only what is new; a replaced or shrunken file starts anew."""
+"""Follows a growing profile: only complete lines, only what is new, across rotation of the file.
+
+A profile may be renamed and begun anew, or copied and cut to nothing (``copytruncate``). What follows goes on where the
+file before ended, unless it tells another run; then all starts anew.
+"""
 
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+import weakref
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from ._document import Problem
-from .profile import LineParser, Record
+from .profile import Header, LineParser, Record, Step
+
+MARK_BYTES = 64
+"""So many bytes before the place read to are compared, to see a file that was cut and has grown past it since."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -15,7 +23,7 @@ class News:
     """What a poll found.
 
     Attributes:
-        restarted: the file was replaced or cut, so all earlier state is void.
+        restarted: the file tells another run or the same anew, so all earlier state is void.
         records: the new valid records, in order.
         problems: the faults of lines that were skipped.
     """
@@ -25,39 +33,148 @@ class News:
     problems: tuple[Problem, ...] = ()
 
 
+@dataclass
+class _Gathered:
+    restarted: bool = False
+    records: list[Record] = field(default_factory=list)
+    problems: list[Problem] = field(default_factory=list)
+
+
+class _Open:
+    """A file that is held open, so that it can be read to its end after it was renamed, and how far it is read."""
+
+    def __init__(self, path: Path) -> None:
+        self.fd = os.open(path, os.O_RDONLY)
+        weakref.finalize(self, os.close, self.fd)
+        self.offset = 0
+        self.seen: tuple[int, int] | None = None
+        self._mark = b""
+        self._identity = _identity(os.fstat(self.fd))
+
+    def is_that(self, status: os.stat_result) -> bool:
+        return _identity(status) == self._identity
+
+    def was_cut(self) -> bool:
+        """Whether what was read is no longer there."""
+        return os.pread(self.fd, len(self._mark), self.offset - len(self._mark)) != self._mark
+
+    def read(self) -> tuple[list[bytes], bytes]:
+        """The new complete lines, and what follows the last of them."""
+        parts = []
+        at = self.offset
+        while part := os.pread(self.fd, 1 << 24, at):
+            parts.append(part)
+            at += len(part)
+        payload = b"".join(parts)
+        end = payload.rfind(b"\n") + 1
+        if end:
+            self._mark = (self._mark + payload[max(0, end - MARK_BYTES) : end])[-MARK_BYTES:]
+        self.offset += end
+        return payload[:end].split(b"\n"), payload[end:]
+
+    def rewind(self) -> None:
+        self.offset, self._mark = 0, b""
+
+
+def _identity(status: os.stat_result) -> tuple[int, int]:
+    return status.st_dev, status.st_ino
+
+
 class ProfileTail:
     """Reads a profile bit by bit. A poll without news costs one ``stat()``."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._parser = LineParser()
-        self._inode = -1
-        self._offset = 0
-        self._seen_size = -1
+        self._file: _Open | None = None
+        self._undecided = False
+        self._repeated: bytes | None = None
 
     def poll(self) -> News:
         """What was appended since the last poll; nothing while the file does not exist."""
         try:
             status = os.stat(self._path)
+            file = self._file = self._file or _Open(self._path)
         except FileNotFoundError:
-            return News()
-        if status.st_ino == self._inode and status.st_size == self._seen_size:
-            return News()
-        restarted = self._inode != -1 and (status.st_ino != self._inode or status.st_size < self._offset)
-        if restarted or self._inode == -1:
-            self._parser, self._offset = LineParser(), 0
-        self._inode, self._seen_size = status.st_ino, status.st_size
-        with open(self._path, "rb") as handle:
-            handle.seek(self._offset)
-            payload = handle.read()
-        end = payload.rfind(b"\n") + 1
-        self._offset += end
-        records: list[Record] = []
-        problems: list[Problem] = []
-        for line in payload[:end].split(b"\n"):
+            if self._file is None:
+                return News()
+            file = self._file
+            status = os.fstat(file.fd)  # renamed; its writer may go on with it until it begins the next
+        rotated = not file.is_that(status) and status.st_size > 0
+        if not rotated:
+            status = status if file.is_that(status) else os.fstat(file.fd)
+            if file.seen == (status.st_size, status.st_mtime_ns):
+                return News()
+            file.seen = status.st_size, status.st_mtime_ns
+        news = _Gathered()
+        rest = self._read(file, news)
+        if rotated:
+            if rest.strip():
+                place = f"line {self._parser.lines + 1}"
+                news.problems.append(Problem(place, "json", "the file was rotated away before the line was complete"))
+            try:
+                self._file = _Open(self._path)
+            except FileNotFoundError:  # rotated once more just now; the next poll finds what follows
+                return News(records=tuple(news.records), problems=tuple(news.problems))
+            self._begin()
+            self._read(self._file, news)
+        return News(restarted=news.restarted, records=tuple(news.records), problems=tuple(news.problems))
+
+    def _read(self, file: _Open, news: _Gathered) -> bytes:
+        if file.was_cut():
+            file.rewind()
+            self._begin()
+        lines, rest = file.read()
+        for line in lines:
             if line.strip():
-                record, found = self._parser.parse(line)
-                problems.extend(found)
-                if record is not None:
-                    records.append(record)
-        return News(restarted=restarted, records=tuple(records), problems=tuple(problems))
+                if self._undecided:
+                    self._place(line, news)
+                else:
+                    self._parse(line, news)
+        return rest
+
+    def _begin(self) -> None:
+        """A file begins; whether it goes on with the one before is seen from its first lines."""
+        self._parser.lines, self._repeated = 0, None
+        self._undecided = self._parser.header is not None
+
+    def _parse(self, line: bytes, news: _Gathered) -> None:
+        record, found = self._parser.parse(line)
+        news.problems.extend(found)
+        if record is not None:
+            news.records.append(record)
+
+    def _place(self, line: bytes, news: _Gathered) -> None:
+        """Take a line of a file that may go on with the one before, or tell another run."""
+        before = self._parser.header
+        probe = LineParser()
+        probe.header = before
+        record, _ = probe.parse(line)
+        if record is None:
+            probe.header = None  # a header that does not follow on the one before is one all the same
+            record, _ = probe.parse(line)
+        if record is None or before is None:
+            self._parse(line, news)
+        elif not isinstance(record, Header):
+            self._undecided = False
+            last = self._parser.last_step
+            again = record.step < last or (isinstance(record, Step) and record.step == last)
+            if again and self._repeated is not None:
+                self._restart(news)
+                self._parse(self._repeated, news)
+            self._parse(line, news)
+        elif record == before:
+            self._parser.lines += 1
+            self._repeated = line
+        else:
+            self._undecided = False
+            if record.run_id == before.run_id and record.segment > before.segment:
+                self._parser = LineParser()  # segments between may have come and gone with a file that was never seen
+            else:
+                self._restart(news)
+            self._parse(line, news)
+
+    def _restart(self, news: _Gathered) -> None:
+        self._parser = LineParser()
+        news.restarted = True
+        news.records.clear()

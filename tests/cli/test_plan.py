@@ -329,6 +329,61 @@ def test_repack_without_a_worker_to_spare_exits_4(plan):
     assert plan("repack", EVENTS, "--reference", "mine")[0] == 2
 
 
+@pytest.fixture
+def run_of(tmp_path):
+    """A profile of a run with two stages a worker, with the schedule that is asked for."""
+
+    def make(schedule):
+        records = [json.loads(line) for line in EVENTS.read_text().splitlines()]
+        path = tmp_path / "profile.jsonl"
+        changes = {"schedule": schedule, "virtual_stages_per_worker": 2}
+        lines = (json.dumps({**r, **changes} if r["record"] == "header" else r) + "\n" for r in records)
+        path.write_text("".join(lines))
+        return path
+
+    return make
+
+
+@pytest.mark.parametrize(("schedule", "turn"), [("interleaved-1f1b", [0, 1, 0, 1]), ("zb-v", [0, 1, 1, 0])])
+def test_repack_keeps_the_stages_a_worker_of_the_run(plan, run_of, tmp_path, schedule, turn):
+    profile, output = run_of(schedule), tmp_path / "plan.json"
+    options = ("--granularity", "sublayer", "--stages", "3", "--microbatches", "12", "--keep", "0.6")
+    code, out, _ = plan("repack", profile, *options, "-o", output)
+    document = json.loads(output.read_text())
+    assert code == 0
+    assert "2 of 3 workers keep" in out
+    assert (document["schedule"], document["virtual_stages_per_worker"]) == (schedule, 2)
+    assert [stage["worker"] for stage in document["stages"]] == turn
+    assert document["released_workers"] == [2]
+    checks = ("--granularity", "sublayer", "--microbatches", "12")
+    assert plan("verify", output, "--profile", profile, *checks)[0] == 0
+
+
+def test_repack_says_which_numbers_of_workers_an_interleaved_run_cannot_have(plan, run_of):
+    options = ("--granularity", "sublayer", "--stages", "3", "--microbatches", "9")
+    reason = "2 workers: 9 microbatches do not come out even in 4 rounds for 2 workers; use a multiple of 2"
+    code, out, _ = plan("repack", run_of("interleaved-1f1b"), *options, "--keep", "0.2")
+    assert code == 0
+    assert reason in out
+    code, _, err = plan("repack", run_of("interleaved-1f1b"), *options, "--keep", "1.0")
+    assert code == 4
+    assert reason in err
+    code, _, err = plan("repack", run_of("zb-v"), "--stages", "9")
+    assert code == 2
+    assert "18 stages of at least 1 units need 18 units, the model has 6; use fewer stages" in err
+
+
+@pytest.mark.parametrize("schedule", ["interleaved-1f1b", "zb-v"])
+def test_gain_is_against_the_base_with_its_own_schedule(plan, run_of, tmp_path, schedule):
+    profile, base, output = run_of(schedule), tmp_path / "base.json", tmp_path / "plan.json"
+    assert plan("partition", profile, "--balancer", "uniform", "-o", base)[0] == 0
+    assert plan("partition", profile, "--schedule", "gpipe", "--current", base, "-o", output)[0] == 0
+    before, after = (json.loads(path.read_text())["predicted"] for path in (base, output))
+    assert after["gain_fraction"] == round(1 - after["step_ns"] / before["step_ns"], 6)
+    assert plan("partition", profile, "--stages", "1", "--current", base, "-o", output)[0] == 0
+    assert json.loads(output.read_text())["predicted"]["gain_fraction"] is None
+
+
 def test_replay_compares_policies_with_hindsight(plan):
     code, out, _ = plan("replay", CONTRACTS / "profile/valid/steps.jsonl", "--format", "json", "--every", "1")
     rows = {row["policy"]: row for row in json.loads(out)}
