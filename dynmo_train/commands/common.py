@@ -1,0 +1,31 @@
+"""What several subcommands of ``dynmo-train`` share."""
+
+from __future__ import annotations
+
+import os
+from enum import StrEnum
+from importlib.util import find_spec
+
+from ..errors import MissingExtraError, UsageError
+
+
+class DeviceName(StrEnum):
+    """Where a command computes."""
+
+    AUTO = "auto"
+    CPU = "cpu"
+    CUDA = "cuda"
+
+
+def need_torch() -> None:
+    """Raise ``MissingExtraError`` where torch is not installed; loads nothing."""
+    if find_spec("torch") is None:
+        raise MissingExtraError("torch", "train")
+
+
+def world_size() -> int:
+    """Processes of this run, as the launcher says; 1 where there is none."""
+    text = os.environ.get("WORLD_SIZE", "1")
+    if not text.isdecimal() or text == "0":
+        raise UsageError(f"WORLD_SIZE must be the number of processes of the run, is {text!r}")
+    return int(text)
