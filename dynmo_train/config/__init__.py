@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from .compression import CompressionConfig
 from .data import DataConfig
 from .options import Facts
 from .precision import PrecisionConfig
@@ -29,6 +30,7 @@ from .validate import check, validate
 
 __all__ = [
     "BalanceConfig",
+    "CompressionConfig",
     "Config",
     "DataConfig",
     "DepthConfig",

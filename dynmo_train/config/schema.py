@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from ..pacing import BatchSizes, Curriculum
+from .compression import CompressionConfig
 from .data import DataConfig
 from .options import Source, option
 from .parse import batch_sizes_of, iters_of_samples
@@ -365,6 +366,7 @@ class Config:
     depth: DepthConfig
     exits: ExitConfig
     attention: SparseAttentionConfig
+    compression: CompressionConfig
     balance: BalanceConfig
     run: RunConfig
     sources: Mapping[str, Source] = field(default_factory=dict, compare=False)
