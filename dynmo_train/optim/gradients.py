@@ -7,7 +7,7 @@ on which worker holds what.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -31,15 +31,24 @@ def tied_groups(ties: Mapping[str, str]) -> dict[str, list[str]]:
     return groups
 
 
-def add_tied_gradients(held: HeldItems, ties: Mapping[str, str], owners: Mapping[str, int], world: World) -> None:
+def add_tied_gradients(
+    held: HeldItems,
+    ties: Mapping[str, str],
+    owners: Mapping[str, int],
+    world: World,
+    done: Collection[str] = (),
+) -> None:
     """Give all copies of each tied weight the sum of their gradients, in list order; a frozen copy adds nothing.
 
     Args:
         ties: parameter that is a copy -> parameter that owns the value.
         owners: item -> the worker that holds it.
+        done: parameters that are added already.
     """
     here = {name: parameter for _, name, parameter in held.parameters()}
     for members in tied_groups(ties).values():
+        if members[0] in done:
+            continue
         places = {name: owners[item_of(name, list(owners))] for name in members}
         mine = [name for name in members if places[name] == world.worker]
         if not mine:
@@ -65,22 +74,32 @@ def _swap(
     own: Mapping[str, torch.Tensor | None], like: torch.Tensor, places: Mapping[str, int], world: World
 ) -> dict[str, torch.Tensor | None]:
     """Exchange gradients that may be absent with the other holders: first whether there is one, then itself."""
-    others = {name: place for name, place in places.items() if place != world.worker}
-    ranks = {name: world.peer(place) for name, place in others.items()}
+    ranks = {name: world.peer(place) for name, place in places.items() if place != world.worker}
     peers = sorted(set(ranks.values()))
-    flags = {
-        name: torch.tensor([0 if gradient is None else 1], dtype=torch.int64, device=world.device)
-        for name, gradient in own.items()
-    }
-    theirs = {name: torch.zeros(1, dtype=torch.int64, device=world.device) for name in others}
-    _exchange([(peer, flag) for peer in peers for flag in flags.values()], [(ranks[n], t) for n, t in theirs.items()])
-    received = {name: torch.empty_like(like) if int(theirs[name]) else None for name in others}
+    there = gradients_there({name: gradient is not None for name, gradient in own.items()}, places, world)
+    received = {name: torch.empty_like(like) if there[name] else None for name in ranks}
     sent = [(peer, gradient) for peer in peers for gradient in own.values() if gradient is not None]
-    _exchange(sent, [(ranks[name], tensor) for name, tensor in received.items() if tensor is not None])
+    exchange(sent, [(ranks[name], tensor) for name, tensor in received.items() if tensor is not None])
     return received
 
 
-def _exchange(sent: Sequence[tuple[int, torch.Tensor]], received: Sequence[tuple[int, torch.Tensor]]) -> None:
+def gradients_there(own: Mapping[str, bool], places: Mapping[str, int], world: World) -> dict[str, bool]:
+    """Which copies of a tied weight have gradients, told among their holders.
+
+    Args:
+        own: of the copies that are here.
+        places: copy -> the worker that holds it.
+    """
+    ranks = {name: world.peer(place) for name, place in places.items() if place != world.worker}
+    flags = [torch.tensor([int(there)], dtype=torch.int64, device=world.device) for there in own.values()]
+    theirs = {name: torch.zeros(1, dtype=torch.int64, device=world.device) for name in ranks}
+    peers = sorted(set(ranks.values()))
+    exchange([(peer, flag) for peer in peers for flag in flags], [(ranks[n], t) for n, t in theirs.items()])
+    return {**own, **{name: bool(flag) for name, flag in theirs.items()}}
+
+
+def exchange(sent: Sequence[tuple[int, torch.Tensor]], received: Sequence[tuple[int, torch.Tensor]]) -> None:
+    """Send tensors to ranks, and receive others from them, all at once; of a pair of ranks in the same order."""
     operations = [dist.P2POp(dist.isend, tensor.contiguous(), peer) for peer, tensor in sent]
     operations += [dist.P2POp(dist.irecv, tensor, peer) for peer, tensor in received]
     if operations:

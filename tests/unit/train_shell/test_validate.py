@@ -162,6 +162,24 @@ CASES = {
         "--inter-grad-comp-rank",
     ),
     "feedback of nothing": ({"use_error_feedback": True}, "--use-error-feedback"),
+    "replicas of nothing": ({"grad_comp": True}, "--grad-comp"),
+    "packed by parts": ({"grad_comp": True, "zero_stage": 2, **REPLICAS}, "--grad-comp"),
+    "packed experts": (
+        {"grad_comp": True, "expert_model_parallel_size": 2, "num_experts": 4, **REPLICAS},
+        "--grad-comp",
+    ),
+    "selected of nothing": (
+        {"selective_grad_comp": True, "selective_grad_comp_way": 1},
+        "--selective-grad-comp",
+    ),
+    "selected nobody": ({"grad_comp": True, "selective_grad_comp": True, **REPLICAS}, "--selective-grad-comp"),
+    "way of nothing": ({"selective_grad_comp_way": 1}, "--selective-grad-comp-way"),
+    "too many selected": (
+        {"grad_comp": True, "selective_grad_comp": True, "selective_grad_comp_way": 2, **REPLICAS},
+        "--selective-grad-comp-way",
+    ),
+    "fused nothing": ({"emb_comm_opt": True, "untie_embeddings_and_output_weights": True}, "--emb-comm-opt"),
+    "fused by parts": ({"emb_comm_opt": True, "zero_stage": 1, **REPLICAS}, "--emb-comm-opt"),
     "measuring nothing": ({"check_comp_ratio": True}, "--check-comp-ratio"),
     "two names": ({"run_dir": "a", "save": "b"}, "--save"),
 }
