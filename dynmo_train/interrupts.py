@@ -62,7 +62,7 @@ class Interrupts:
         late = self._limit_s is not None and self._now() - self._started > self._limit_s
         flags = torch.tensor([self._asked["save"], self._asked["end"], late], dtype=torch.int64)
         if world.size > 1:
-            dist.all_reduce(flags, op=dist.ReduceOp.MAX)
+            dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=world.groups.everyone)
         self._asked["save"] = False
         save, end, over = (bool(flag) for flag in flags.tolist())
         return Wishes(save=save, leave=end or over, told=end)

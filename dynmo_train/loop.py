@@ -21,7 +21,7 @@ from .errors import EXIT_OK, EXIT_TERMINATED, EXIT_USAGE
 from .interrupts import Interrupts, Wishes
 from .parallel.dims import ParallelDims
 from .parallel.world import join_world, leave_world
-from .rebalance.controller import Controller, ControllerSettings
+from .rebalance.controller import Controller, ControllerSettings, TakenPlan
 from .rebalance.planner import PlannerProcess
 from .saving import SavedRun
 from .starting import Beginning, begin
@@ -81,10 +81,17 @@ class _Run:
                 plans=directory.plans,
                 profile=directory.profile,
                 problems_of=lambda plan, in_force, stages: plan_problems(
-                    plan, config, engine.family, run_id=directory.run_id, in_force=in_force, stages=stages
+                    plan,
+                    config,
+                    engine.family,
+                    run_id=directory.run_id,
+                    in_force=in_force,
+                    stages=stages,
+                    workers=engine.world.worker_ids,
                 ),
                 in_force=start.first_plan,
                 tell=recorder.event,
+                settle=lambda: self._checkpoints.wait(),
                 planner=planner,
             )
         self._first_plan = start.first_plan
@@ -107,8 +114,10 @@ class _Run:
                 if training.eval_iters and (last or self.step % training.eval_interval == 0):
                     self._evaluate()
                 taken = self._controller.boundary(self.step) if self._controller is not None and not last else None
+                if taken is not None and taken.left:
+                    return EXIT_OK
                 if taken is not None:
-                    self._log.moved(taken, self.step)
+                    self._moved(taken)
                 self._checkpoints.at_boundary()
                 wishes = interrupts.at_boundary(self.engine.world)
                 if training.exit_interval is not None and self.step % training.exit_interval == 0:
@@ -154,6 +163,12 @@ class _Run:
             plan_id=plan_id,
         )
         self._log.step(self.step, self.consumed, size, length, result)
+
+    def _moved(self, taken: TakenPlan) -> None:
+        self._log.moved(taken, self.step)
+        if taken.released:
+            self._log.line(f" {self.recorder.released(self.step, taken.released)} after iteration {self.step}")
+            self._log.devices = self.engine.world.size
 
     def _evaluate(self) -> None:
         if self.samples.valid is None:
@@ -201,6 +216,10 @@ def _planner_arguments(config: Config) -> list[str]:
         *("--min-gain", str(balance.balance_min_gain)),
         *("--granularity", balance.granularity),
     ]
+    if balance.pack_to is not None:
+        arguments += ["--pack-to", str(balance.pack_to)]
+    if balance.min_throughput_fraction is not None:
+        arguments += ["--min-throughput-fraction", str(balance.min_throughput_fraction)]
     if balance.balance_lockstep:
         return [*arguments, "--lockstep", "--min-records", "1"]
     return [*arguments, "--every", str(balance.rebalance_interval)]
