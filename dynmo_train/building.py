@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from .config import Config
+from .config.validate import validate
 from .dynamics.plasticity import PlasticityRule
 from .dynamics.pruning import CubicSchedule
 from .dynamics.pruning_units import PruningRule
@@ -26,6 +27,7 @@ from .models.sparse_forms import BUILT_IN, CSR, SparseTable
 from .optim.adamw import AdamWSettings
 from .optim.precision import LossScaling, Precision
 from .optim.schedule import LearningRate
+from .parallel.dims import ParallelDims
 from .parallel.world import gather_documents
 from .pipeline.partition import Partition, uniform_partition
 from .pipeline.schedule import PipelineShape
@@ -167,6 +169,12 @@ def plan_problems(
         schedule=config.parallel.schedule,
         virtual_stages_per_worker=config.parallel.virtual_stages_per_worker,
     )
+
+
+def growth_problems(config: Config, dims: ParallelDims, workers: int) -> list[Problem]:
+    """Why the run cannot go on with so many workers of as many processes each; empty where it can."""
+    size = replace(dims, pipeline=workers).size
+    return validate(replace(config, parallel=replace(config.parallel, pipeline_model_parallel_size=workers)), size)
 
 
 def first_partition(config: Config, family: ModelFamily, checkpoint_topology: Mapping[str, Any] | None) -> Partition:

@@ -10,18 +10,19 @@ from dataclasses import replace
 
 import torch
 
-from .building import flops_counter, parameter_counts, plan_problems
+from .building import flops_counter, growth_problems, parameter_counts, plan_problems
 from .checkpointing import Checkpointing, Saved
 from .config import Config
 from .console import say
 from .data.gpt import TokenError
 from .data.tokenizer import TokenizerFiles
 from .engine import StepResult
-from .errors import EXIT_OK, EXIT_TERMINATED, EXIT_USAGE
+from .errors import EXIT_OK, EXIT_RELAUNCH, EXIT_TERMINATED, EXIT_USAGE
 from .interrupts import Interrupts, Wishes
 from .parallel.dims import ParallelDims
 from .parallel.world import join_world, leave_world
 from .rebalance.controller import Controller, ControllerSettings, TakenPlan
+from .rebalance.growth import GrowRequests
 from .rebalance.planner import PlannerProcess
 from .saving import SavedRun
 from .starting import Beginning, begin
@@ -95,6 +96,9 @@ class _Run:
                 planner=planner,
             )
         self._first_plan = start.first_plan
+        self._grow = GrowRequests(
+            directory.requests, lambda workers: growth_problems(config, engine.world.dims, workers), recorder.event
+        )
         self._log = TrainingLog(config, engine.world, flops_counter(config, engine.family))
         self._checkpoints = Checkpointing(engine, directory.checkpoints, aside=config.run.async_save, tell=self._saved)
         self._tokenizer = TokenizerFiles.of(vars(config.data))
@@ -119,7 +123,7 @@ class _Run:
                 if taken is not None:
                     self._moved(taken)
                 self._checkpoints.at_boundary()
-                wishes = interrupts.at_boundary(self.engine.world)
+                wishes = interrupts.at_boundary(self.engine.world, relaunch=not last and self._is_to_grow())
                 if training.exit_interval is not None and self.step % training.exit_interval == 0:
                     wishes = replace(wishes, leave=True)
                 every = self.config.run.save_interval
@@ -130,7 +134,13 @@ class _Run:
         self._checkpoints.wait()
         if self.engine.world.is_first:
             say(f"run directory: {self.directory.path}")
+        if wishes.relaunch and self.step < training.train_iters:
+            return EXIT_RELAUNCH
         return EXIT_TERMINATED if wishes.told else EXIT_OK
+
+    def _is_to_grow(self) -> bool:
+        world = self.engine.world
+        return world.is_first and self._grow.asks(self.step, world.dims.pipeline)
 
     def _train_step(self) -> None:
         self.step += 1

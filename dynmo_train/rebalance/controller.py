@@ -94,10 +94,10 @@ class Controller:
         if step % self.settings.interval:
             return None
         world = self.engine.world
-        started = time.perf_counter_ns()
         chosen = broadcast_document(world, self._choose(step) if world.is_first else None)
         if chosen is None:
             return None
+        started = time.perf_counter_ns()
         ids = world.worker_ids
         leaving = [position for position, worker in enumerate(ids) if worker in chosen["released"]]
         if leaving:
