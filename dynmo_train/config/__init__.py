@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from .data import DataConfig
+from .emulation import EmulationConfig
 from .options import Facts
 from .precision import PrecisionConfig
 from .resolve import (
@@ -32,6 +33,7 @@ __all__ = [
     "Config",
     "DataConfig",
     "DepthConfig",
+    "EmulationConfig",
     "ExitConfig",
     "Facts",
     "FreezingConfig",

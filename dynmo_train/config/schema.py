@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 from ..pacing import BatchSizes, Curriculum
 from .data import DataConfig
+from .emulation import EmulationConfig
 from .options import Source, option
 from .parse import batch_sizes_of, iters_of_samples
 from .precision import PrecisionConfig
@@ -366,6 +367,7 @@ class Config:
     exits: ExitConfig
     attention: SparseAttentionConfig
     balance: BalanceConfig
+    emulation: EmulationConfig
     run: RunConfig
     sources: Mapping[str, Source] = field(default_factory=dict, compare=False)
 
