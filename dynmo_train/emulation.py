@@ -73,7 +73,10 @@ def read_trace(path: Path, names: Sequence[str], scale: float = 1.0) -> Trace:
     Raises:
         DocumentError: the file is no such profile, or one of other items.
     """
-    records = [parse_json(line) for line in complete_lines(read_bytes(path))]
+    try:
+        records = [parse_json(line) for line in complete_lines(read_bytes(path))]
+    except ValueError as error:
+        raise DocumentError(str(path), [Problem("", "json", str(error))]) from error
     headers = [at for at, record in enumerate(records) if _kind(record) == "header"]
     if not headers:
         raise DocumentError(str(path), [Problem("", "format", "has no header line of a profile")])
