@@ -156,7 +156,7 @@ def tokenize_slice(task: Task) -> None:
             writer.write(*pack(encoded, counts, eod, keep_empty=settings.keep_empty))
             texts.clear()
 
-    for row in task.rows():
+    for row in task.objects():
         try:
             found = [text_of(row.value, key) for key in settings.json_keys]
         except BadLineError as error:
@@ -164,7 +164,7 @@ def tokenize_slice(task: Task) -> None:
             continue
         num_documents += 1
         for texts, text in zip(waiting, found, strict=True):
-            texts.append(text)
+            texts.append(text if settings.keep_empty or not text.isspace() else "")
             size += len(text)
         if size >= BATCH_CHARACTERS:
             flush()

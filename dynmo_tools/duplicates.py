@@ -117,6 +117,8 @@ def sign_slice(task: Task) -> None:
     if waiting:
         flush()
     task.result["documents"] = documents
+    if task.job.step == "find-duplicates":  # dedup counts what it writes
+        task.tally.documents_kept += documents
 
 
 def _parts(task: Task) -> tuple[list[SignedPart], int]:
