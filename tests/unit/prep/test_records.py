@@ -17,8 +17,8 @@ from dynmo_tools.records import (
     Slice,
     encode_row,
     parse_line,
-    repair_utf8,
     read_lines,
+    repair_utf8,
     split_lines,
     text_of,
 )
