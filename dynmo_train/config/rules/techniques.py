@@ -124,9 +124,16 @@ def _balance(config: Config, _world_size: int) -> Iterator[Problem]:
             yield conflict(flag, f"{value}: the planner of --balance online --planner internal releases workers")
 
 
+def _emulation(config: Config, _world_size: int) -> Iterator[Problem]:
+    given = config.emulation
+    if given.emulate is None and config.sources.get("emulate_scale", "default") != "default":
+        yield conflict("--emulate-scale", "has no effect without --emulate")
+
+
 TECHNIQUES_RULES: tuple[Rule, ...] = (
     _pruning,
     _freezing,
     _changed_model,
     _balance,
+    _emulation,
 )
