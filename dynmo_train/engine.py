@@ -9,7 +9,7 @@ import math
 import resource
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -142,11 +142,19 @@ class Engine:
     """Holds this worker's items under a partition, and trains, evaluates, moves and exports them.
 
     ``is_warm`` says whether a step has run since the stages were last built: the first one is no measure of costs.
+    ``probe`` measures the items, and may make them take stated times; by default it measures alone.
     ``shape`` is what the pipeline is built for; it follows the batches. ``advanced`` is how far the learning rate's
     schedule has come; steps without an update do not count.
     """
 
-    def __init__(self, family: ModelFamily, settings: EngineSettings, partition: Partition, world: World) -> None:
+    def __init__(
+        self,
+        family: ModelFamily,
+        settings: EngineSettings,
+        partition: Partition,
+        world: World,
+        probe: Probe | None = None,
+    ) -> None:
         self.family, self.settings, self.world = family, settings, world
         self.partition = partition
         region = region_of(world, sequence=settings.sequence_parallel)
@@ -165,7 +173,7 @@ class Engine:
         )
         self.scaler = LossScaler(settings.precision.scaling)
         self.advanced = 0
-        self.probe = Probe(clock_for(world.device))
+        self.probe = probe or Probe(clock_for(world.device))
         self.freezing = self._freezing()
         self.pruning = None
         if settings.pruning is not None:
@@ -268,7 +276,7 @@ class Engine:
             advance: by how much the learning rate's schedule goes on: a step, or the samples of the batch.
         """
         started = time.perf_counter_ns()
-        self.probe.begin_step(sampled)
+        self.probe.begin_step(sampled, batch.step)
         self._fit(batch)
         self.freezing.before_step(batch.step)
         pipeline = self.pipeline()
@@ -378,9 +386,9 @@ class Engine:
 
     def evaluate(self, batches: Iterable[Batch]) -> float:
         """The mean loss over some batches, without gradient or dropout."""
-        self.probe.begin_step(False)
         losses = []
         for batch in batches:
+            self.probe.begin_step(False, batch.step)
             self._fit(batch)
             losses.append(self._mean_loss(self.pipeline().evaluate(self._own_part(batch))))
         self.held.release()
@@ -388,7 +396,7 @@ class Engine:
 
     def after_step(self, step: int) -> Sequence[Event]:
         """Let the dynamic techniques act at the boundary after ``step``; every worker calls this."""
-        events: list[Event] = []
+        events: list[Event] = [*self.probe.events(step)]
         if (pruned := self.pruning.after_step(step) if self.pruning is not None else None) is not None:
             events.append(pruned)
         if (frozen := self.freezing.after_step(step)) is not None:
@@ -403,3 +411,14 @@ class Engine:
         self.partition = after
         self._pipeline = None
         return report
+
+    def enter(self, world: World) -> None:
+        """Go on among the processes of ``world``, on whose workers alone the partition has stages."""
+        self.world = world
+        self.partition = replace(self.partition, places=())
+        self._pipeline = None
+        self.freezing.enter(world)
+        if self._replica_codec is not None:
+            self._replica_codec.enter(world)
+        if self.pruning is not None:
+            self.pruning.enter(world)

@@ -86,6 +86,10 @@ class ReplicaCodec:
         self._step, self._scale = 0, 1.0
         self.figures: dict[str, ReplicaFigures] = {}
 
+    def enter(self, world: World) -> None:
+        """Go on among the processes of ``world``; those of the replicas are the same."""
+        self._world = world
+
     def begin(self, step: int, scale: float) -> None:
         """Before a step, whose gradients are multiplied by ``scale``."""
         self._step, self._scale = step, scale

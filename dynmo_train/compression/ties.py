@@ -86,13 +86,13 @@ def _summed(
     for rank, (first, last) in pieces.items():
         if rank != world.rank:
             sent += [(rank, flats[name][first:last]) for name in giving if name in flats]
-    exchange(_some(sent), _some(received))
+    exchange(_some(sent, world), _some(received, world), world.groups.everyone)
     total = torch.empty(like.numel(), dtype=like.dtype, device=like.device)
     total[begin:end] = _in_order([_in_order([parts[n, d] for d in range(dims.data)]) for n in giving])
     others = [rank for rank in ranks if rank != world.rank]
     spread = [(rank, total[begin:end]) for rank in others]
     gathered = [(rank, total[slice(*pieces[rank])]) for rank in others]
-    exchange(_some(spread), _some(gathered))
+    exchange(_some(spread, world), _some(gathered, world), world.groups.everyone)
     return total.view_as(like)
 
 
@@ -100,9 +100,9 @@ def _ends(size: int, count: int) -> list[tuple[int, int]]:
     return [(at * size // count, (at + 1) * size // count) for at in range(count)]
 
 
-def _some(pairs: Iterable[tuple[int, torch.Tensor]]) -> list[tuple[int, torch.Tensor]]:
-    """Nothing is sent for an empty piece."""
-    return [(rank, tensor) for rank, tensor in pairs if tensor.numel()]
+def _some(pairs: Iterable[tuple[int, torch.Tensor]], world: World) -> list[tuple[int, torch.Tensor]]:
+    """The same with torch's ranks; nothing is sent for an empty piece."""
+    return [(world.started_as(rank), tensor) for rank, tensor in pairs if tensor.numel()]
 
 
 def _in_order(parts: Sequence[torch.Tensor]) -> torch.Tensor:

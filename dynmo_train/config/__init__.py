@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from .compression import CompressionConfig
 from .data import DataConfig
+from .emulation import EmulationConfig
 from .options import Facts
 from .precision import PrecisionConfig
 from .resolve import (
@@ -34,6 +35,7 @@ __all__ = [
     "Config",
     "DataConfig",
     "DepthConfig",
+    "EmulationConfig",
     "ExitConfig",
     "Facts",
     "FreezingConfig",

@@ -74,12 +74,13 @@ def _swap(
     own: Mapping[str, torch.Tensor | None], like: torch.Tensor, places: Mapping[str, int], world: World
 ) -> dict[str, torch.Tensor | None]:
     """Exchange gradients that may be absent with the other holders: first whether there is one, then itself."""
-    ranks = {name: world.peer(place) for name, place in places.items() if place != world.worker}
+    ranks = {name: world.started_as(world.peer(place)) for name, place in places.items() if place != world.worker}
     peers = sorted(set(ranks.values()))
     there = gradients_there({name: gradient is not None for name, gradient in own.items()}, places, world)
     received = {name: torch.empty_like(like) if there[name] else None for name in ranks}
     sent = [(peer, gradient) for peer in peers for gradient in own.values() if gradient is not None]
-    exchange(sent, [(ranks[name], tensor) for name, tensor in received.items() if tensor is not None])
+    wanted = [(ranks[name], tensor) for name, tensor in received.items() if tensor is not None]
+    exchange(sent, wanted, world.groups.pipeline)
     return received
 
 
@@ -90,18 +91,22 @@ def gradients_there(own: Mapping[str, bool], places: Mapping[str, int], world: W
         own: of the copies that are here.
         places: copy -> the worker that holds it.
     """
-    ranks = {name: world.peer(place) for name, place in places.items() if place != world.worker}
+    ranks = {name: world.started_as(world.peer(place)) for name, place in places.items() if place != world.worker}
     flags = [torch.tensor([int(there)], dtype=torch.int64, device=world.device) for there in own.values()]
     theirs = {name: torch.zeros(1, dtype=torch.int64, device=world.device) for name in ranks}
-    peers = sorted(set(ranks.values()))
-    exchange([(peer, flag) for peer in peers for flag in flags], [(ranks[n], t) for n, t in theirs.items()])
+    told = [(peer, flag) for peer in sorted(set(ranks.values())) for flag in flags]
+    exchange(told, [(ranks[name], flag) for name, flag in theirs.items()], world.groups.pipeline)
     return {**own, **{name: bool(flag) for name, flag in theirs.items()}}
 
 
-def exchange(sent: Sequence[tuple[int, torch.Tensor]], received: Sequence[tuple[int, torch.Tensor]]) -> None:
-    """Send tensors to ranks, and receive others from them, all at once; of a pair of ranks in the same order."""
-    operations = [dist.P2POp(dist.isend, tensor.contiguous(), peer) for peer, tensor in sent]
-    operations += [dist.P2POp(dist.irecv, tensor, peer) for peer, tensor in received]
+def exchange(
+    sent: Sequence[tuple[int, torch.Tensor]],
+    received: Sequence[tuple[int, torch.Tensor]],
+    group: dist.ProcessGroup | None,
+) -> None:
+    """Send tensors to torch's ranks, and receive others from them, all at once; of a pair in the same order."""
+    operations = [dist.P2POp(dist.isend, tensor.contiguous(), peer, group) for peer, tensor in sent]
+    operations += [dist.P2POp(dist.irecv, tensor, peer, group) for peer, tensor in received]
     if operations:
         for work in dist.batch_isend_irecv(operations):
             work.wait()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -332,7 +333,7 @@ class ItemStage(PipelineStage):
                 self.bwd_cache[bwd_chunk_id] = self._no_gradients
             else:
                 whole = full_backward or not self._splits
-                with self._announcing(last_backward), self.module.probe.backward(self.module.names):
+                with self._announcing(last_backward), self.module.probe.backward(self.module.names, whole=whole):
                     super().backward_one_chunk(bwd_chunk_id, loss, whole, last_backward)
 
     @contextmanager
@@ -373,11 +374,12 @@ class ItemStage(PipelineStage):
         owner: dict[int, int] = {}
         for position, layer in enumerate(self.module.layers):
             owner.update(dict.fromkeys(map(id, layer.parameters()), position))
-        for group in groups:
-            positions = {owner[id(node.variable)] for node in group["params"]}
-            position = min(positions)
-            with self.module.probe.weight(self.module.names[position]):
-                parameters = [p for at in sorted(positions) for p in self.module.layers[at].parameters()]
+        places = [sorted({owner[id(node.variable)] for node in group["params"]}) for group in groups]
+        parts = Counter(positions[0] for positions in places)
+        for group, positions in zip(groups, places, strict=True):
+            position = positions[0]
+            with self.module.probe.weight(self.module.names[position], 1 / parts[position]):
+                parameters = [p for at in positions for p in self.module.layers[at].parameters()]
                 stage_backward_weight(iter(parameters), [group])
 
 

@@ -104,6 +104,7 @@ CASES = {
     ),
     "freeze form": ({"freeze_schedule": "x"}, "--freeze-schedule"),
     "freeze more": ({"freeze_schedule": "10:5"}, "--freeze-schedule"),
+    "emulate nothing": ({"emulate_scale": 2.0}, "--emulate-scale"),
     "freeze nothing": ({"freeze_tied": True}, "--freeze-tied"),
     "freeze untied": (
         {"freeze_tied": True, "freeze_schedule": "1:1", "untie_embeddings_and_output_weights": True},
