@@ -216,11 +216,9 @@ def _round(layout: Layout, data: Path, mbit: int, told: argparse.Namespace) -> N
             step_s, tokens, sent = run(layout, data, Path(place), flags, told.steps)
             expected = None if told.no_prediction else predicted_s(Path(place), mbit, planned)
         base = base or step_s
-        shown = "" if expected is None else f"{expected * 1e3:.0f} | {step_s / expected:.3f}"
-        emit(
-            f"| {mbit} | {scheme} | {step_s * 1e3:.0f} | {tokens / step_s:.0f} | {base / step_s:.2f} | {shown or '- | -'}"
-            f" | {', '.join(f'{each:.2f}' for each in sent)} |"
-        )
+        shown = "- | -" if expected is None else f"{expected * 1e3:.0f} | {step_s / expected:.3f}"
+        figures = f"{step_s * 1e3:.0f} | {tokens / step_s:.0f} | {base / step_s:.2f} | {shown}"
+        emit(f"| {mbit} | {scheme} | {figures} | {', '.join(f'{each:.2f}' for each in sent)} |")
 
 
 if __name__ == "__main__":
