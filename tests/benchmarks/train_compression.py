@@ -2,7 +2,7 @@
 
 Two pipeline workers with two stages each (three compressed boundaries), two replicas; every run sees the same samples.
 
-python tests/benchmarks/train_compression.py --text wiki.valid.tokens wiki.test.tokens [--steps 300] [--rank 2]
+python tests/benchmarks/train_compression.py --text wiki.valid.tokens wiki.test.tokens [--steps 300] [--rank 8]
 """
 
 from __future__ import annotations
@@ -74,6 +74,7 @@ def schemes(rank: int) -> dict[str, list[str]]:
     return {
         "baseline": [],
         "CB without LEP": cb,
+        "CB without LEP, epilogue only": cb + epilogue,
         "CB+LEP": cb + lep,
         "CB+LEP, epilogue only": cb + lep + epilogue,
         "CB+LEP+FE+SC": [*cb, *lep, *epilogue, "--emb-comm-opt", *sc],
@@ -84,7 +85,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--text", type=Path, nargs="+", required=True)
     parser.add_argument("--steps", type=int, default=300)
-    parser.add_argument("--rank", type=int, default=2)
+    parser.add_argument("--rank", type=int, default=8)
     parser.add_argument("--seeds", default="1234")
     parser.add_argument("--schemes", default="")
     told = parser.parse_args()
