@@ -1,8 +1,8 @@
 """Kubernetes manifests: a training job for Kubeflow's operators, jobs for data, the volume claim; pure functions.
 
 ``PyTorchJob`` (kubeflow.org/v1) is the training operator's, ``TrainJob`` (trainer.kubeflow.org/v1alpha1) its
-successor's; an indexed ``Job`` with a headless service needs no operator. In all, every pod runs one launcher; its number
-and the address of the first come from the variables that the operator sets.
+successor's; an indexed ``Job`` with a headless service needs no operator. In all, every pod runs one launcher; its
+number and the address of the first come from the variables that the operator sets.
 """
 
 from __future__ import annotations

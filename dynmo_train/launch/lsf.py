@@ -94,7 +94,7 @@ def lsf_script(job: LsfJob) -> str:
         + "\n# Written by dynmo-train launch lsf; submit it with: bsub < FILE. Sizes can be set in the environment.\n"
         + "set -uo pipefail\n\n"
         + exports(job.exports)
-        + 'mapfile -t hosts < <(awk '!seen[$0]++' "$LSB_DJOB_HOSTFILE")\n'
+        + "mapfile -t hosts < <(awk '!seen[$0]++' \"$LSB_DJOB_HOSTFILE\")\n"
         + array("container", _container(job))
         + array("command", [*launcher, *shell_words(job.arguments)])
         + _RUN
