@@ -77,6 +77,8 @@ def count_of_nodes(text: str) -> tuple[int, int]:
     least, _, most = text.partition(":")
     if not least.isdecimal() or not (most or least).isdecimal():
         raise UsageError(f"--nnodes must be N or LEAST:MOST, is {text!r}")
+    if not 1 <= int(least) <= int(most or least):
+        raise UsageError(f"LEAST:MOST nodes need 1 <= LEAST <= MOST, are {text}")
     return int(least), int(most or least)
 
 

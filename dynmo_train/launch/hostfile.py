@@ -148,7 +148,7 @@ def _show(lines: Iterable[str], prefix: str) -> None:
 def _wait(children: Sequence[subprocess.Popen[str]], job: HostJob) -> list[int]:
     """Exit codes of all; ends the others once too few hosts can be reached."""
     told: set[int] = set()
-    while any(child.poll() is None for child in children):
+    while None in [child.poll() for child in children]:
         for rank, child in enumerate(children):
             if child.returncode == UNREACHABLE and rank not in told:
                 told.add(rank)

@@ -168,16 +168,18 @@ def train_job(job: KubernetesJob) -> dict[str, Any]:
     }
     if resources := _resources(job):
         trainer["resourcesPerNode"] = resources
-    override: dict[str, Any] = {
-        "targetJobs": [{"name": "node"}],
-        "spec": {
-            "volumes": _volumes(job),
-            "containers": [{"name": "node", "volumeMounts": _mounts(job)}],
-        },
+    pod: dict[str, Any] = {
+        "volumes": _volumes(job),
+        "containers": [{"name": "node", "volumeMounts": _mounts(job)}],
     }
     if job.instance_type:
-        override["spec"]["nodeSelector"] = {"node.kubernetes.io/instance-type": job.instance_type}
-    spec = {"runtimeRef": {"name": job.runtime}, "trainer": trainer, "podTemplateOverrides": [override]}
+        pod["nodeSelector"] = {"node.kubernetes.io/instance-type": job.instance_type}
+    jobs = [{"name": "node", "template": {"spec": {"template": {"spec": pod}}}}]
+    patch = {
+        "manager": "dynmo.launch/kubernetes",
+        "trainingRuntimeSpec": {"template": {"spec": {"replicatedJobs": jobs}}},
+    }
+    spec = {"runtimeRef": {"name": job.runtime}, "trainer": trainer, "runtimePatches": [patch]}
     return {
         "apiVersion": "trainer.kubeflow.org/v1alpha1",
         "kind": "TrainJob",

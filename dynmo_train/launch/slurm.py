@@ -24,6 +24,7 @@ done
 
 # Shortly before the time is over Slurm sends USR1: save, end, and go on in the queue.
 again=
+done_early=()
 trap 'again=time; scancel --signal=TERM "$SLURM_JOB_ID"' USR1
 trap 'scancel --signal=TERM "$SLURM_JOB_ID"' TERM INT
 
@@ -37,18 +38,24 @@ give_back() {  # a node whose workers were released
 
 code=0
 while ((${#node_of[@]})); do
-  finished=
-  wait -n -p finished "${!node_of[@]}"
-  ended=$?
-  [[ -n $finished ]] || continue  # a trap, not a step
-  node=${node_of[$finished]}
-  unset "node_of[$finished]"
-  if ((ended == 0)); then
-    sleep 2  # at the end of a run all steps end together
-    others=$(jobs -rp | wc -l)
-    if ((others > 0 && node > 0)); then give_back "$node"; fi
-  elif ((code != 75)); then
-    code=$ended
+  sleep 1 &
+  wait "$!"  # a trap interrupts it
+  finished=()
+  for step_id in "${!node_of[@]}"; do
+    kill -0 "$step_id" 2>/dev/null || finished+=("$step_id")
+  done
+  for step_id in "${finished[@]}"; do
+    wait "$step_id"
+    ended=$?
+    node=${node_of[$step_id]}
+    unset "node_of[$step_id]"
+    if ((ended == 0 && node > 0)); then done_early+=("$node"); fi
+    if ((ended != 0 && code != 75)); then code=$ended; fi
+  done
+  # At the end of a run all steps end together: a node is given back once the others have gone on for two looks.
+  if ((${#finished[@]} == 0 && ${#done_early[@]} && ${#node_of[@]})); then
+    for node in "${done_early[@]}"; do give_back "$node"; done
+    done_early=()
   fi
 done
 
