@@ -1,6 +1,7 @@
 """The launchers of clusters from the command line, with stand-ins for the scheduler's commands: what they run, and when.
 
-The scripts themselves run for real, in bash; only the schedulers' commands and ssh are small programs made here.
+The scripts themselves run for real, in bash; only the commands of the schedulers, and ssh, are small programs made
+here.
 """
 
 from __future__ import annotations
