@@ -254,6 +254,7 @@ def convert(
     make_vocab_size_divisible_by: options.VocabDivisor = 128,
     vocab_size: options.VocabSize = None,
     num_attention_heads: options.NumHeads = None,
+    config: options.ModelConfig = None,
     sparse: options.Sparse = False,
     with_optimizer: options.MaybeOptimizer = None,
     dtype: options.WeightType = options.Dtype.KEEP,
@@ -289,6 +290,7 @@ def convert(
         untie=not tie,
         drop=tuple(drop or ()),
         with_optimizer=bool(with_optimizer),
+        config=config,
     )
     checkpoint = _open(source, kind, step, make_vocab_size_divisible_by=make_vocab_size_divisible_by, legacy=legacy)
     if tokenizer is not None and not tokenizer.is_dir():

@@ -26,6 +26,7 @@ from .views import Tensor
 
 RANK_NAME = re.compile(r"mp_rank_(\d+)(?:_(\d+))?")
 LAYER_NAME = re.compile(r"language_model\.(encoder|decoder)\.layers\.(\d+)\.")
+KINDS = ("master", "exp_avg", "exp_avg_sq")
 HEAD_COPY = "word_embeddings_for_head.weight"
 OUTPUT_LAYER = "language_model.output_layer.weight"
 WORD_TABLE = "language_model.embedding.word_embeddings.weight"
@@ -42,6 +43,7 @@ class LegacyOptions:
     untie: bool = False
     drop: tuple[str, ...] = ()
     with_optimizer: bool = False
+    config: Path | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,23 +116,39 @@ def open_legacy(path: Path, step: int | None, options: LegacyOptions) -> LegacyC
     facts = RankFacts(path=first.path, args=first.args, version=first.version, step=first.step)
     if not options.with_optimizer:
         return assemble(facts, *_numbered_stages(grid), options)
+    state = {}
+    for kind in KINDS:
+        moved = [[replace(rank, chunks=_state_chunks(rank, kind)) for rank in row] for row in grid]
+        state[kind] = _numbered_stages(moved)
+    steps = {rank.state.steps for row in grid for rank in row if rank.state is not None}
+    return assemble_state(facts, state, steps, options)
+
+
+def assemble_state(
+    facts: RankFacts,
+    state: Mapping[str, tuple[list[dict[str, list[Tensor]]], Mapping[str, int]]],
+    steps: set[int],
+    options: LegacyOptions,
+) -> LegacyCheckpoint:
+    """As :func:`assemble`, from the optimizer's state: stages and layers by kind (``master`` and the moments).
+
+    Raises:
+        CorruptError: ranks that did other numbers of updates.
+        UsageError: options that change what tensors there are.
+    """
     if options.drop or options.untie or options.sparse:
         raise UsageError("--with-optimizer takes a checkpoint as it is, without --drop, --untie and --sparse")
-    kinds = {}
-    for kind in ("master", "exp_avg", "exp_avg_sq"):
-        moved = [[replace(rank, chunks=_state_chunks(rank, kind)) for rank in row] for row in grid]
-        kinds[kind] = assemble(facts, *_numbered_stages(moved), options)
+    if len(steps) != 1:
+        raise CorruptError(f"{facts.path}: its ranks did {sorted(steps)} updates, where all must have done as many")
+    kinds = {kind: assemble(facts, *state[kind], options) for kind in KINDS}
     moments = tuple(
         replace(item, name=f"{item.name}.{kind}") for kind in ("exp_avg", "exp_avg_sq") for item in kinds[kind].tensors
     )
-    steps = {rank.state.steps for row in grid for rank in row if rank.state is not None}
-    if len(steps) != 1:
-        raise CorruptError(f"{directory}: its ranks did {sorted(steps)} updates, where all must have done as many")
-    told = first.args.get("weight_decay", 0.01)
+    told = facts.args.get("weight_decay", 0.01)
     decay = float(told) if isinstance(told, int | float) else 0.01
-    remark = "the weights are the optimizer's float32 masters"
-    remarks = [*kinds["master"].remarks, remark]
-    return replace(kinds["master"], optimizer=moments, optimizer_steps=steps.pop(), remarks=remarks, weight_decay=decay)
+    remarks = [*kinds["master"].remarks, "the weights are the optimizer's float32 masters"]
+    found = next(iter(steps))
+    return replace(kinds["master"], optimizer=moments, optimizer_steps=found, remarks=remarks, weight_decay=decay)
 
 
 def _state_chunks(rank: _Rank, kind: str) -> list[Mapping[str, Tensor]]:
