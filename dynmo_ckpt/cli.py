@@ -298,8 +298,8 @@ def convert(
     how = Settings(jobs=jobs, verify=verify, overwrite=overwrite, plan_only=plan, format=report)
     if to is options.TargetKind.HF and (tp, pp, vpp, partition) != (1, 1, 1, None):
         raise UsageError("--tp, --pp, --vpp and --partition go with --to native and --to legacy; hf has one topology")
-    if to is not options.TargetKind.NATIVE and with_optimizer:
-        raise UsageError(f"--with-optimizer: optimizer state is written to native checkpoints, not --to {to}")
+    if to is options.TargetKind.HF and with_optimizer:
+        raise UsageError("--with-optimizer: a Hugging Face directory holds no optimizer state")
     if to is options.TargetKind.NATIVE:
         model = checkpoint.manifest["model"]
         counts = options.layer_counts(options.num_blocks(model), pp * vpp, partition)
@@ -320,6 +320,7 @@ def convert(
             virtual_stages_per_worker=vpp,
             version=options.legacy_version(checkpoint_version),
             dtype=dtype.stored,
+            with_optimizer=bool(with_optimizer),
         )
     else:
         export = plan_hf_export(

@@ -95,7 +95,7 @@ MaybeOptimizer = Annotated[
     bool | None,
     typer.Option(
         "--with-optimizer/--no-optimizer",
-        help="Take the optimizer's state along, to a native OUT only; default: from a native IN, yes, from others, no.",
+        help="Take the optimizer's state along, to native or legacy; default: from native to native, yes, else no.",
     ),
 ]
 TensorSize = Annotated[

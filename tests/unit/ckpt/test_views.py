@@ -4,7 +4,7 @@ import itertools
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dynmo_ckpt.console import progress
@@ -48,6 +48,7 @@ def test_operations_are_those_of_numpy(tmp_path, dtype):
     assert np.array_equal(written(tmp_path, tensor.padded(0, 15)), np.pad(array, ((0, 3), (0, 0))))
 
 
+@settings(deadline=None)
 @given(data=st.data())
 def test_random_chains_of_operations(tmp_path_factory, data):
     tmp_path = tmp_path_factory.mktemp("chain")
@@ -107,6 +108,7 @@ def test_sizes_that_do_not_fit_are_refused(tmp_path):
         stored(tmp_path, np.zeros((3, 2), np.float32)).unflatten(0, [4, 2])
 
 
+@settings(deadline=None, max_examples=40)
 @given(cuts=st.sets(st.integers(1, 59)), sizes=st.sampled_from([(60,), (10, 6), (3, 4, 5), (2, 3, 1, 10), (1, 60)]))
 def test_parts_of_flat_buffers_are_put_together(tmp_path_factory, cuts, sizes):
     tmp_path = tmp_path_factory.mktemp("flat")
