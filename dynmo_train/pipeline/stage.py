@@ -20,6 +20,7 @@ from ..models.inner_loss import with_losses
 from ..models.items import BoundaryShape, ItemSpec, Reported, output_of
 from ..optim.precision import ComputeCopies
 from ..parallel.seeding import seeded
+from ..parallel.zero import keep_gradients
 from .front_cache import FrontCache
 from .probe import Probe
 
@@ -180,7 +181,8 @@ class ItemStage(PipelineStage):
 
     torch 2.13's split backward silently drops the weight gradients of a stage none of whose inputs requires grad, but
     for stage 0; here such a stage runs its full backward at W. A stage through which several values run (of an
-    encoder-decoder) runs its full backward at once, and nothing at W.
+    encoder-decoder) runs its full backward at once, and nothing at W; so does one whose parameters are whole only while
+    an item runs (ZeRO 3): torch's split backward looks for the gradients of those it finds between items.
 
     Args:
         boundary: the shapes of all values.
@@ -274,9 +276,12 @@ class ItemStage(PipelineStage):
                 self.backward_state[bwd_chunk_id] = (loss if self.is_last else outputs, grads, inputs)
                 self.bwd_cache[bwd_chunk_id] = self._no_gradients
             else:
-                whole = full_backward or not self._splits
+                whole = full_backward or not self._splits or self._is_shared_now()
                 with self._announcing(last_backward), self.module.probe.backward(self.module.names):
                     super().backward_one_chunk(bwd_chunk_id, loss, whole, last_backward)
+
+    def _is_shared_now(self) -> bool:
+        return any(isinstance(parameter, DTensor) for parameter in self.module.parameters())
 
     @contextmanager
     def _announcing(self, last_backward: bool) -> Iterator[None]:
@@ -303,12 +308,14 @@ class ItemStage(PipelineStage):
                 with self._announcing(last_backward), self.module.probe.backward(self.module.names):
                     stage_backward(outputs, grads, inputs)
                 return
-            if not self._splits:
+            if bwd_chunk_id not in self.backward_state:
                 with self._announcing(last_backward):
                     return
             self.dw_runner.pop(bwd_chunk_id)
             _, groups, _, _ = self.backward_state.pop(bwd_chunk_id)
             self._weight_gradients(groups)
+            for layer in self.module.layers:
+                keep_gradients(layer)
             if last_backward:
                 self._announce_from(0)
 
