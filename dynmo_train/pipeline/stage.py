@@ -121,7 +121,7 @@ class StageModule(nn.Module):
                 self._keep(spec.name, result.figures)
         if self.frozen == len(self.specs) and known is None and self.front is not None and keys is not None:
             self._remember(keys, values)
-        leaving = tuple(values[name] for name in self.leaves)
+        leaving = tuple(_not_a_view(values[name]) for name in self.leaves)
         return leaving[0] if len(leaving) == 1 else leaving
 
     def _remember(self, keys: torch.Tensor, values: Mapping[str, torch.Tensor]) -> None:
@@ -160,6 +160,24 @@ class StageModule(nn.Module):
             return recomputed
         with self.probe.saved(name, self._kept_anyway):
             return run(*arguments)
+
+
+class _Leaving(torch.autograd.Function):
+    @staticmethod
+    def forward(_ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.detach()
+
+    @staticmethod
+    def backward(_ctx: Any, *grads: Any) -> Any:
+        return grads[0]
+
+
+def _not_a_view(x: torch.Tensor) -> torch.Tensor:
+    """``x`` itself: torch's split backward detaches what a stage passes on in place, which no view allows."""
+    if not (x.requires_grad and x._is_view()):
+        return x
+    leaving: torch.Tensor = _Leaving.apply(x)  # type: ignore[no-untyped-call]
+    return leaving
 
 
 def _keeping_products(kept: list[int]) -> Any:

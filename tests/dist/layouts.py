@@ -24,7 +24,7 @@ class Layout:
     settings: dict[str, Any] = field(default_factory=dict)
 
 
-def engine_on(world: World, layout: Layout) -> Engine:
+def engine_on(world: World, layout: Layout, *, build: bool = True) -> Engine:
     scenario = layout.scenario
     family, settings = scenario.family(), scenario.settings()
     boundary = settings.pipeline.boundary
@@ -35,7 +35,8 @@ def engine_on(world: World, layout: Layout) -> Engine:
         settings = replace(settings, pruning=replace(settings.pruning, start=2, end=6, every=2))
     start = scenario.start or uniform_partition(family.items, world.dims.pipeline, scenario.virtual, vee=scenario.schedule == "zb-v")
     engine = Engine(family, replace(settings, pipeline=pipeline, **layout.settings), start, world)
-    engine.build()
+    if build:
+        engine.build()
     return engine
 
 
