@@ -76,7 +76,7 @@ def chain(world: World, layouts: list[Layout], folder: str) -> list[float]:
         engine = engine_on(there, layout, build=last is None)
         if last is not None:
             checkpoint = open_checkpoint(last)
-            read = state_reader(checkpoint, engine.held, there.device)
+            read = state_reader(checkpoint, engine.held, there)
             engine.restore(read, number - 1, **checkpoint.manifest["x_progress"])
             again = save(engine, Path(folder) / f"again-{number}", facts(number - 1))
             if world.is_first:

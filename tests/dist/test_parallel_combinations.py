@@ -43,7 +43,7 @@ def on(dims: ParallelDims, scenario: Scenario, settings: dict | None = None) -> 
 DROPPING = replace(PLAIN, dropout=0.1, steps=STEPS, freeze=((3, 1),))
 MOVES = ((1, cut(2, 2)), (3, cut(2, 7)))
 BENT = ((2, vee(cut(2, 1, 5, 8))),)
-LOW = {"bf16": replace(DROPPING, precision="bf16"), "fp16": replace(DROPPING, precision="fp16", steps=6)}
+LOW = {"bf16": replace(DROPPING, precision="bf16"), "fp16": replace(DROPPING, precision="fp16", steps=7)}
 
 ONE = {name: on(ParallelDims(), model(name)) for name in ("bert", "mixtral", "depths", "exits", "sparse", "t5")} | {
     "bf16": on(ParallelDims(), replace(LOW["bf16"], dropout=0.0))
