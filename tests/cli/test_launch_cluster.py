@@ -1,4 +1,4 @@
-"""The launchers of clusters from the command line, with stand-ins for the scheduler's commands: what they run, and when.
+"""The launchers of clusters from the command line, with stand-ins for the commands of schedulers: what they run, when.
 
 The scripts themselves run for real, in bash; only the commands of the schedulers, and ssh, are small programs made
 here.
