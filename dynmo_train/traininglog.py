@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from .compression.report import report_lines
 from .config import Config
 from .console import emit
 from .engine import StepResult
@@ -108,13 +109,15 @@ def after_move_line(plan_id: int, before_ms: float, after_ms: float, steps: int)
 class TrainingLog:
     """The lines that worker 0 prints, the step times that it needs for them, and the scalars of TensorBoard.
 
+    ``devices`` is the number of processes that the work is shared by.
+
     Args:
         flops: of a step with so many samples of so many tokens.
     """
 
     def __init__(self, config: Config, world: World, flops: Callable[[int, int], int]) -> None:
         self.config, self._speaks = config, world.is_first
-        self._flops, self._devices = flops, world.size
+        self._flops, self.devices = flops, world.size
         folder = config.run.tensorboard_dir
         self._board = EventWriter(Path(folder)) if folder is not None and world.is_first else None
         self._window: list[StepResult] = []
@@ -169,11 +172,21 @@ class TrainingLog:
             grad_norm=result.grad_norm if result.updated else None,
             skipped=len(self._window) - len(updates),
             nan=sum(not math.isfinite(each.loss) for each in self._window),
-            tflops=self._window_flops / window_s / self._devices / 1e12 if self._window_flops else None,
+            tflops=self._window_flops / window_s / self.devices / 1e12 if self._window_flops else None,
         )
         self._window.clear()
         self._window_flops = 0
         self.line(iteration_line(figures))
+        given = self.config.compression
+        if result.compression:
+            for text in report_lines(
+                step,
+                result.compression,
+                error=given.check_orth_error_acti,
+                speed=given.check_comp_speed,
+                ratio=given.check_comp_ratio,
+            ):
+                self.line(text)
         if self._board is not None:
             self._board.scalars(step, scalars_of(figures))
 

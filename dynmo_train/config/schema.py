@@ -14,7 +14,9 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from ..pacing import BatchSizes, Curriculum
+from .compression import CompressionConfig
 from .data import DataConfig
+from .emulation import EmulationConfig
 from .options import Source, option
 from .parse import batch_sizes_of, iters_of_samples
 from .precision import PrecisionConfig
@@ -296,6 +298,17 @@ class BalanceConfig:
         below=1,
     )
     balance_lockstep: bool = option("Wait at each boundary for the planner's answer.", default=False)
+    pack_to: int | None = option(
+        "Release workers until so many are left, as soon as memory allows; none releases no worker.",
+        default=None,
+        minimum=1,
+    )
+    min_throughput_fraction: float | None = option(
+        "Release workers as long as this share of the balanced pipeline's throughput is kept.",
+        default=None,
+        above=0,
+        maximum=1,
+    )
     planner: Planner = option("Start dynmo-plan watch (internal), or leave it to somebody else.", default="internal")
     planner_timeout_s: float = option("Seconds to wait for the planner in lockstep.", default=30.0, above=0)
     profile_interval: int = option("Steps between lines of the profile.", default=1, minimum=1)
@@ -365,7 +378,9 @@ class Config:
     depth: DepthConfig
     exits: ExitConfig
     attention: SparseAttentionConfig
+    compression: CompressionConfig
     balance: BalanceConfig
+    emulation: EmulationConfig
     run: RunConfig
     sources: Mapping[str, Source] = field(default_factory=dict, compare=False)
 

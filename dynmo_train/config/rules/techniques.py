@@ -118,6 +118,16 @@ def _balance(config: Config, _world_size: int) -> Iterator[Problem]:
         yield conflict("--balance-lockstep", f"needs --balance online, is {balance.balance}")
     if balance.balance == "online" and config.parallel.pipeline_model_parallel_size < 2:
         yield conflict("--balance", "online needs two or more pipeline positions to move layers between")
+    asked = {"--pack-to": balance.pack_to, "--min-throughput-fraction": balance.min_throughput_fraction}
+    for flag, value in asked.items():
+        if value is not None and (balance.balance != "online" or balance.planner != "internal"):
+            yield conflict(flag, f"{value}: the planner of --balance online --planner internal releases workers")
+
+
+def _emulation(config: Config, _world_size: int) -> Iterator[Problem]:
+    given = config.emulation
+    if given.emulate is None and config.sources.get("emulate_scale", "default") != "default":
+        yield conflict("--emulate-scale", "has no effect without --emulate")
 
 
 TECHNIQUES_RULES: tuple[Rule, ...] = (
@@ -125,4 +135,5 @@ TECHNIQUES_RULES: tuple[Rule, ...] = (
     _freezing,
     _changed_model,
     _balance,
+    _emulation,
 )
