@@ -218,7 +218,7 @@ def test_parts_of_each_phase_make_the_same_bytes(prep, tmp_path):
     ],
 )
 def test_parts_that_do_not_exist(prep, tmp_path, monkeypatch, more, message):
-    monkeypatch.setenv("PATH", "/usr/bin:/bin")
+    monkeypatch.setenv("PATH", str(tmp_path))
     code, _, err = prep("merge", documents(tmp_path / "in.jsonl", 5), "-o", tmp_path / "out.jsonl", *more)
     assert (code, message in err) == (2, True)
 
@@ -269,7 +269,7 @@ def test_slurm_arrays_make_the_same_bytes(prep, sbatch, tmp_path, emit):
     assert (tmp_path / "slurm.jsonl").read_bytes() == (tmp_path / "whole.jsonl").read_bytes()
 
 
-RECIPE = """
+SLURM_RECIPE = """
 pipeline = { prefix = "data" }
 step = [
   { run = "merge" },
@@ -283,7 +283,7 @@ step = [
 def recipe(tmp_path):
     """The command line of a pipeline, but for its work folder and executor."""
     (tmp_path / "words.json").write_text('{"<unk>": 0, "a": 1}')
-    (tmp_path / "recipe.toml").write_text(RECIPE.replace("VOCAB", str(tmp_path / "words.json")))
+    (tmp_path / "recipe.toml").write_text(SLURM_RECIPE.replace("VOCAB", str(tmp_path / "words.json")))
     source = documents(tmp_path / "in.jsonl")
     return ("pipeline", tmp_path / "recipe.toml", "--input", source, "--task-bytes", 80_000, "--work-dir")
 
