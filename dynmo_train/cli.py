@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import typer
 
+from .commands.evaluate import evaluate
 from .commands.generate import generate_text
 from .commands.launch import launch
 from .commands.pretrain import pretrain
@@ -18,6 +19,7 @@ app = typer.Typer(
 )
 app.add_typer(pretrain, name="pretrain")
 app.add_typer(launch, name="launch")
+app.add_typer(evaluate, name="evaluate")
 app.command("generate")(generate_text)
 app.command("tune-sparse")(tune_sparse)
 app.command("compare")(compare)

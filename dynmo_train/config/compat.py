@@ -21,6 +21,8 @@ SEVERAL: Mapping[str, int | None] = {
     "--valid-data-path": None,
     "--test-data-path": None,
     "--rampup-batch-size": 3,
+    "--train-data": None,
+    "--valid-data": None,
 }
 
 
@@ -192,13 +194,16 @@ def _split_words(arguments: Sequence[str], at: int, count: int | None) -> tuple[
     return list(arguments[at:end]), end
 
 
-def translate(arguments: Sequence[str], family: str, declared: Mapping[str, int]) -> Translation:
+def translate(
+    arguments: Sequence[str], family: str, declared: Mapping[str, int], flags: Mapping[str, Known] = FLAGS
+) -> Translation:
     """A command line of another program in the words of this one.
 
     Args:
         arguments: words behind ``pretrain FAMILY``.
         family: the model's.
         declared: flags of this package, and how many words follow each.
+        flags: what becomes of flags that are not declared.
     """
     made: list[str] = []
     notes: list[str] = []
@@ -210,13 +215,13 @@ def translate(arguments: Sequence[str], family: str, declared: Mapping[str, int]
         if not _is_flag(word):
             made.append(arguments[at - 1])
             continue
-        flag = _own_name(word, declared)
+        flag = _own_name(word, declared, flags)
         if flag in declared:
             count = SEVERAL.get(flag, declared[flag])
             values, at = ([value], at) if equals else _split_words(arguments, at, count)
             made += [flag, *([" ".join(map(_quoted, values))] if flag in SEVERAL and len(values) > 1 else values)]
             continue
-        known = FLAGS.get(word)
+        known = flags.get(word)
         if known is None:
             made.append(arguments[at - 1])  # the command line's parser says what is near it
             continue
@@ -235,10 +240,10 @@ def _remedy(known: Known) -> str:
     return f"this version has no {known.words[0]}: leave it out" if known.kind == "becomes" else known.words[0]
 
 
-def _own_name(word: str, declared: Mapping[str, int]) -> str:
+def _own_name(word: str, declared: Mapping[str, int], flags: Mapping[str, Known]) -> str:
     """A flag's name here: itself, or with dashes for underscores."""
     dashed = "--" + word[2:].replace("_", "-")
-    return dashed if word not in declared and word not in FLAGS and dashed in declared else word
+    return dashed if word not in declared and word not in flags and dashed in declared else word
 
 
 def _quoted(word: str) -> str:

@@ -308,6 +308,12 @@ class Head(nn.Module):
         bias = None if self.bias is None else self.bias[: self.vocabulary]
         return F.linear(self.features(x_BTD), self.weight[: self.vocabulary], bias)
 
+    def local_rows(self) -> tuple[torch.Tensor, torch.Tensor | None, int]:
+        """Weight and bias of the real rows that this rank has, and the id of the first of them."""
+        first = 0 if self.region is None else self.region.rank * self.weight.shape[0]
+        real = min(max(self.vocabulary - first, 0), self.weight.shape[0])
+        return self.weight[:real], None if self.bias is None else self.bias[:real], first
+
     def forward(
         self, x_BTD: torch.Tensor, labels_BT: torch.Tensor, counts_BT: torch.Tensor | None = None
     ) -> torch.Tensor:

@@ -1,0 +1,66 @@
+"""``dynmo-train evaluate``: how good a trained model is."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Protocol
+
+import typer
+
+from ..config.command import with_specs
+from ..config.evaluation import LambadaConfig, PlaceConfig, WikitextConfig
+from ..config.fields import specs_of, values_of
+from ..config.task_command import TaskCommand, told_model
+from ..console import Format, emit, emit_json
+from .common import first_tells, need_torch, world_size
+
+evaluate = typer.Typer(no_args_is_help=True, help="Measure how good a trained model is.")
+
+Report = Annotated[Format, typer.Option("--format", help="How to report.")]
+
+
+class _Figure(Protocol):
+    """What an evaluation found."""
+
+    def document(self) -> dict[str, Any]: ...
+
+
+def _tell(found: _Figure, line: str, report: Format) -> None:
+    """Report once, whatever the number of processes."""
+    if not first_tells():
+        return
+    if report is Format.JSON:
+        emit_json(found.document())
+    else:
+        emit(line)
+
+
+def _place(flags: dict[str, Any]) -> PlaceConfig:
+    """Where the model is and how it is to run, as the command line says."""
+    need_torch()
+    return values_of(PlaceConfig, flags)
+
+
+@evaluate.command("wikitext", cls=TaskCommand)
+@with_specs(specs_of(PlaceConfig, WikitextConfig))
+def wikitext(ctx: typer.Context, report: Report = Format.TEXT, **flags: Any) -> None:
+    """Word-level perplexity of WikiText-103, or of another text with words between spaces."""
+    place, task = _place(flags), values_of(WikitextConfig, flags)
+    from ..tasks.placed import joined
+    from ..tasks.zeroshot import evaluate_wikitext
+
+    with joined(place, world_size()) as world:
+        found = evaluate_wikitext(place, task, world, told_model(ctx))
+    _tell(found, found.line(), report)
+
+
+@evaluate.command("lambada", cls=TaskCommand)
+@with_specs(specs_of(PlaceConfig, LambadaConfig))
+def lambada(ctx: typer.Context, report: Report = Format.TEXT, **flags: Any) -> None:
+    """The share of LAMBADA's passages whose last word the model says."""
+    place, task = _place(flags), values_of(LambadaConfig, flags)
+    from ..tasks.placed import joined
+    from ..tasks.zeroshot import evaluate_lambada
+
+    with joined(place, world_size()) as world:
+        found = evaluate_lambada(place, task, world, told_model(ctx))
+    _tell(found, found.line("LAMBADA"), report)
