@@ -5,6 +5,7 @@ from __future__ import annotations
 import typer
 
 from .commands.evaluate import evaluate
+from .commands.finetune import finetune
 from .commands.generate import generate_text
 from .commands.launch import launch
 from .commands.pretrain import pretrain
@@ -20,6 +21,7 @@ app = typer.Typer(
 app.add_typer(pretrain, name="pretrain")
 app.add_typer(launch, name="launch")
 app.add_typer(evaluate, name="evaluate")
+app.add_typer(finetune, name="finetune")
 app.command("generate")(generate_text)
 app.command("tune-sparse")(tune_sparse)
 app.command("compare")(compare)

@@ -337,6 +337,7 @@ class Engine:
         self.held.release()
         return sum(losses) / len(losses)
 
+    @torch.no_grad()
     def score(self, batch: Batch, names: Sequence[str]) -> dict[str, torch.Tensor]:
         """What the last item reports of each sample, without gradient or dropout, the same at every process.
 

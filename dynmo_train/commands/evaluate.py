@@ -7,7 +7,7 @@ from typing import Annotated, Any, Protocol
 import typer
 
 from ..config.command import with_specs
-from ..config.evaluation import LambadaConfig, PlaceConfig, WikitextConfig
+from ..config.evaluation import ClassifyConfig, LambadaConfig, PlaceConfig, WikitextConfig
 from ..config.fields import specs_of, values_of
 from ..config.task_command import TaskCommand, told_model
 from ..console import Format, emit, emit_json
@@ -64,3 +64,27 @@ def lambada(ctx: typer.Context, report: Report = Format.TEXT, **flags: Any) -> N
     with joined(place, world_size()) as world:
         found = evaluate_lambada(place, task, world, told_model(ctx))
     _tell(found, found.line("LAMBADA"), report)
+
+
+def _classify(name: str, ctx: typer.Context, report: Format, flags: dict[str, Any]) -> None:
+    place, task = _place(flags), values_of(ClassifyConfig, flags)
+    from ..tasks.classify import evaluate_task
+    from ..tasks.placed import joined
+
+    with joined(place, world_size()) as world:
+        found = evaluate_task(name, place, task, world, told_model(ctx))
+    _tell(found, "\n".join(found.lines(0)), report)
+
+
+@evaluate.command("mnli", cls=TaskCommand)
+@with_specs(specs_of(PlaceConfig, ClassifyConfig))
+def mnli(ctx: typer.Context, report: Report = Format.TEXT, **flags: Any) -> None:
+    """The accuracy on pairs of texts of a model that `finetune mnli` made."""
+    _classify("mnli", ctx, report, flags)
+
+
+@evaluate.command("race", cls=TaskCommand)
+@with_specs(specs_of(PlaceConfig, ClassifyConfig))
+def race(ctx: typer.Context, report: Report = Format.TEXT, **flags: Any) -> None:
+    """The accuracy on questions with four answers of a model that `finetune race` made."""
+    _classify("race", ctx, report, flags)

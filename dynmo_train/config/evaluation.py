@@ -66,3 +66,28 @@ class LambadaConfig:
     valid_data: str = option('JSON lines with a passage each: {"text": ...}.')
     strict_lambada: bool = option("The whole last word must be right, not its last token alone.", default=False)
     predictions: str | None = option("File for a JSON line an item: its number and whether it was right.", default=None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClassifyConfig:
+    """Accuracy of a fine-tuned model."""
+
+    valid_data: str = option("Data sets to measure on: TSV files of GLUE, or directories of RACE; one or more.")
+    seq_length: int | None = option("Tokens of a sample; none is the model's positions.", default=None, minimum=1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class FinetuneConfig:
+    """A task, its data, and the model to start from; the rest are the options of ``pretrain bert``."""
+
+    train_data: str | None = option("Data sets to train on: TSV files of GLUE, or directories of RACE.", default=None)
+    valid_data: str = option("Data sets to measure on after each epoch.")
+    pretrained_checkpoint: str | None = option(
+        "Run, checkpoint or Hugging Face directory of the BERT to start from; none starts with fresh weights.",
+        default=None,
+    )
+    epochs: int | None = option(
+        "Times to go through the training data; 0 measures alone [default: 3; 0 without --train-data].",
+        default=None,
+        minimum=0,
+    )

@@ -152,20 +152,27 @@ def compute_type(place: PlaceConfig) -> torch.dtype:
 
 
 def forward_engine(
-    source: Source, place: PlaceConfig, world: World, *, tokens: int, wrap: Callable[[ModelFamily], ModelFamily]
+    source: Source,
+    place: PlaceConfig,
+    world: World,
+    *,
+    tokens: int,
+    wrap: Callable[[ModelFamily], ModelFamily],
+    rows: int | None = None,
 ) -> Engine:
     """An engine with the weights of a checkpoint, for batches of ``micro_batch_size`` samples a microbatch.
 
     Args:
         tokens: of a sample; batches may say another number.
         wrap: what is made of the checkpoint's family, such as one that scores.
+        rows: of a microbatch; None is one a sample.
     """
     family = wrap(source.family)
     model, manifest = source.model, source.checkpoint.manifest
     partition = uniform_partition(family.items, world.dims.pipeline)
     agreed(world, lambda: check_layout(model, partition, world.dims))
     boundary = BoundaryShape.hidden(
-        batch=place.micro_batch_size, tokens=tokens, width=model["hidden_size"], dtype=compute_type(place)
+        batch=rows or place.micro_batch_size, tokens=tokens, width=model["hidden_size"], dtype=compute_type(place)
     )
     boundary = BoundaryShape(
         shapes={**boundary.shapes, LEFT: boundary.shapes[HIDDEN][:2]},
