@@ -48,6 +48,7 @@ class Script:
         exit_rate: of ``early-exit``: at the end the share ``exp(-exit_rate * strength * depth)`` of the tokens is left.
         densest: of ``sparse-attention``: the largest share of its blocks that a layer keeps.
         cached_forward: of ``freezing``: what the frozen front puts out is read from a cache instead of computed.
+        slope: of ``moe``: how much the skew grows with depth, within [0, 1]; with 1 from none to twice the strength.
     """
 
     steps: int
@@ -58,6 +59,7 @@ class Script:
     exit_rate: float = 2.5
     densest: float = 1.0
     cached_forward: bool = False
+    slope: float = 0.0
 
 
 Factors = Callable[[Header, Script, random.Random], Iterator[tuple[list[float], Mapping[str, Any] | None]]]
@@ -93,10 +95,15 @@ def _pruning(header: Header, script: Script, rng: random.Random) -> Iterator[tup
 
 
 def _moe(header: Header, script: Script, rng: random.Random) -> Iterator[tuple[list[float], Any]]:
-    skew = {item.layer: abs(rng.gauss(0, script.strength)) for item in header.items if item.kind in ("mlp", "layer")}
+    strength = {
+        item.layer: script.strength * (1 + script.slope * (2 * depth - 1))
+        for item, depth in zip(header.items, depths_of(header), strict=True)
+        if item.kind in ("mlp", "layer")
+    }
+    skew = {layer: abs(rng.gauss(0, deviation)) for layer, deviation in strength.items()}
     for _ in range(script.steps):
-        for layer in skew:
-            skew[layer] = abs(0.995 * skew[layer] + 0.1 * script.strength * rng.gauss(0, 1))
+        for layer, deviation in strength.items():
+            skew[layer] = abs(0.995 * skew[layer] + 0.1 * deviation * rng.gauss(0, 1))
         yield [1 + skew[i.layer] if i.kind in ("mlp", "layer") else 1.0 for i in header.items], None
 
 

@@ -15,7 +15,9 @@ from .checkpoint import Checkpoint, CheckpointError, remove_stale_staging
 from .config import Config
 from .console import say
 from .data.batches import Samples, open_samples
+from .emulation import read_trace
 from .engine import Engine, EngineSettings
+from .errors import UsageError
 from .families import family_of
 from .formats.plan import initial_plan, plan_ids, write_plan
 from .formats.profile import Layout, ModelInfo
@@ -23,6 +25,8 @@ from .loading import checkpoint_to_load
 from .models.items import ModelFamily
 from .optim.apex import find_apex
 from .parallel.world import World, broadcast_document
+from .pipeline.paced import PacedProbe
+from .pipeline.probe import Probe
 from .recording import Recorder, describe_items, describe_workers, measure_link
 from .rundir import RunDirectory, begin_run
 from .saving import check_same_model, state_reader
@@ -70,6 +74,8 @@ def begin(config: Config, world: World) -> Beginning:
         "device": world.device.type,
         "optimizer": "torch AdamW" if fused_adam is None else "apex FusedAdam",
     }
+    if settings.compression.is_lossy:
+        facts["reproducible"] = "bit for bit for a fixed sequence of plans only: gradients are compressed with loss"
     hosts = list(dict.fromkeys(host for worker in workers for host in worker.hosts))
     begun = agreed(
         world,
@@ -133,15 +139,25 @@ def _engine(
     if checkpoint is not None:
         check_same_model(checkpoint, family)
     topology = checkpoint.manifest["topology"] if checkpoint is not None else None
-    engine = Engine(family, settings, first_partition(config, family, topology), world)
+    engine = Engine(family, settings, first_partition(config, family, topology), world, _probe(config, world, family))
     if checkpoint is None:
         engine.build()
         return engine
     fresh = config.run.finetune
-    reader = state_reader(checkpoint, engine.held, world.device, moments=not (fresh or config.run.no_load_optim))
+    reader = state_reader(checkpoint, engine.held, world, moments=not (fresh or config.run.no_load_optim))
     progress = {} if fresh else checkpoint.manifest.get("x_progress", {})
     engine.restore(reader, 0 if fresh else checkpoint.manifest["step"], **progress)
     return engine
+
+
+def _probe(config: Config, world: World, family: ModelFamily) -> Probe | None:
+    """The probe of an emulated run; None where layers take the time of their arithmetic."""
+    given = config.emulation
+    if given.emulate is None:
+        return None
+    if world.device.type == "cuda":
+        raise UsageError("--emulate sleeps on CPU; on CUDA give --device cpu")
+    return PacedProbe(read_trace(Path(given.emulate), [item.name for item in family.items], given.emulate_scale))
 
 
 def _write_first_plan(config: Config, engine: Engine, directory: RunDirectory, step: int) -> int:

@@ -160,7 +160,8 @@ def _script(content: Mapping[str, Any], technique: str, path: Path) -> Script:
     return script
 
 
-def _problem(header: Header, costs: ItemCosts, granularity: str) -> Problem:
+def problem_of(header: Header, costs: ItemCosts, granularity: str) -> Problem:
+    """The chain, the workers and the schedule of a recipe, at some costs."""
     return Problem(
         chain=chain_of(header, costs, granularity),
         places=places_of(header),
@@ -172,15 +173,30 @@ def _problem(header: Header, costs: ItemCosts, granularity: str) -> Problem:
     )
 
 
-def cook(recipe: Recipe, *, searching: bool = False) -> Outcome:
-    """The steps of a recipe, at the end of its trajectory."""
+def altered(recipe: Recipe, layers: int | None, workers: int | None) -> Recipe:
+    """The recipe with another number of blocks or workers; None leaves what it has."""
+    spec, run = recipe.spec, recipe.run
+    return replace(
+        recipe,
+        spec=replace(spec, layers=spec.layers if layers is None else layers),
+        run=replace(run, workers=run.workers if workers is None else workers),
+    )
+
+
+def final_costs(recipe: Recipe) -> tuple[Header, ItemCosts, ItemCosts]:
+    """The header of a recipe's profile, its dense costs, and those at the end of its trajectory."""
     device = load_device(recipe.device)
     header = header_of(build_header(recipe.spec, device, recipe.run, recipe.name))
-    dense = build_costs(recipe.spec, header, device, recipe.run)
-    last = dense
+    dense = last = build_costs(recipe.spec, header, device, recipe.run)
     for moment in moments(recipe.technique, header, dense, recipe.script):
         last = moment.costs
-    before, after = (_problem(header, costs, recipe.run.granularity) for costs in (dense, last))
+    return header, dense, last
+
+
+def cook(recipe: Recipe, *, searching: bool = False) -> Outcome:
+    """The steps of a recipe, at the end of its trajectory."""
+    header, dense, last = final_costs(recipe)
+    before, after = (problem_of(header, costs, recipe.run.granularity) for costs in (dense, last))
     outcome = Outcome(
         recipe=recipe,
         baseline_ns=predict(before, uniform.boundaries(before)).step_ns,

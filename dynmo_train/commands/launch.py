@@ -1,50 +1,137 @@
-"""``dynmo-train launch``: a command in several processes."""
+"""``dynmo-train launch``: a command in several processes, on one machine or on many."""
 
 from __future__ import annotations
 
 import shutil
 import tempfile
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from ..errors import UsageError
 from .common import need_torch
 
-launch = typer.Typer(no_args_is_help=True, help="Run a command in several processes.")
+if TYPE_CHECKING:
+    from ..launch.meeting import Nodes
+
+launch = typer.Typer(no_args_is_help=True, help="Run a command in several processes, on one machine or on many.")
+
+Arguments = Annotated[
+    list[str], typer.Argument(metavar="-- COMMAND...", help="What each process runs: a command of dynmo-train.")
+]
+LogDir = Annotated[
+    Path | None,
+    typer.Option("--log-dir", help="Folder for the output of every process [default: a temporary folder]."),
+]
+MaxRestarts = Annotated[
+    int, typer.Option("--max-restarts", min=0, help="Times to go on from the last checkpoint after a failure.")
+]
+GraceS = Annotated[
+    float, typer.Option("--grace-s", min=0, help="Seconds that a process may take to end when it is told to.")
+]
+
+
+def _run(
+    arguments: list[str], nproc: int, log_dir: Path | None, max_restarts: int, grace_s: float, nodes: Nodes
+) -> int:
+    """Run to the end; the temporary folder of logs goes where all went well."""
+    from ..launch.local import LocalLaunch
+    from ..launch.local import launch_local as run
+
+    folder = log_dir or Path(tempfile.mkdtemp(prefix="dynmo-launch-"))
+    asked = LocalLaunch(nproc=nproc, arguments=tuple(arguments), log_dir=folder, grace_s=grace_s, nodes=nodes)
+    code = run(asked, max_restarts=max_restarts)
+    if log_dir is None and code == 0:
+        shutil.rmtree(folder)
+    return code
+
+
+def _check_command(arguments: list[str]) -> None:
+    if arguments[0] == "launch":
+        raise UsageError("launch cannot start another launch; give it pretrain or another command that computes")
 
 
 @launch.command("local")
 def launch_local(
-    arguments: Annotated[
-        list[str], typer.Argument(metavar="-- COMMAND...", help="What each process runs: a command of dynmo-train.")
-    ],
+    arguments: Arguments,
     nproc: Annotated[int, typer.Option("--nproc", min=1, help="Processes to start.")] = 1,
-    log_dir: Annotated[
-        Path | None,
-        typer.Option("--log-dir", help="Folder for the output of every process [default: a temporary folder]."),
-    ] = None,
-    max_restarts: Annotated[
-        int, typer.Option("--max-restarts", min=0, help="Times to go on from the last checkpoint after a failure.")
-    ] = 0,
-    grace_s: Annotated[
-        float, typer.Option("--grace-s", min=0, help="Seconds that a process may take to end when it is told to.")
-    ] = 5.0,
+    log_dir: LogDir = None,
+    max_restarts: MaxRestarts = 0,
+    grace_s: GraceS = 5.0,
 ) -> None:
     """Run COMMAND in several processes on this machine; shows what rank 0 says.
 
     Ends with the exit code of the process that failed. A process that ends with 75 asks for all to be started again.
     """
-    if arguments[0] == "launch":
-        raise UsageError("launch cannot start another launch; give it pretrain or another command that computes")
+    _check_command(arguments)
     need_torch()
-    from ..launch.local import LocalLaunch
-    from ..launch.local import launch_local as run
+    from ..launch.meeting import Nodes
 
-    folder = log_dir or Path(tempfile.mkdtemp(prefix="dynmo-launch-"))
-    asked = LocalLaunch(nproc=nproc, arguments=tuple(arguments), log_dir=folder, grace_s=grace_s)
-    code = run(asked, max_restarts=max_restarts)
-    if log_dir is None and code == 0:
-        shutil.rmtree(folder)
-    raise typer.Exit(code)
+    raise typer.Exit(_run(arguments, nproc, log_dir, max_restarts, grace_s, Nodes()))
+
+
+def _count_of_nodes(text: str) -> tuple[int, int]:
+    """``N`` or ``LEAST:MOST``."""
+    least, _, most = text.partition(":")
+    if not least.isdecimal() or not (most or least).isdecimal():
+        raise UsageError(f"--nnodes must be N or LEAST:MOST, is {text!r}")
+    return int(least), int(most or least)
+
+
+@launch.command("node")
+def launch_node(
+    arguments: Arguments,
+    nproc: Annotated[
+        int,
+        typer.Option(
+            "--nproc", "--nproc-per-node", "--nproc_per_node", min=1, envvar="GPUS_PER_NODE", help="Processes a node."
+        ),
+    ] = 1,
+    nnodes: Annotated[
+        str, typer.Option("--nnodes", envvar="NNODES", metavar="N|LEAST:MOST", help="Nodes that take part.")
+    ] = "1",
+    node_rank: Annotated[
+        int, typer.Option("--node-rank", "--node_rank", min=0, envvar="NODE_RANK", help="Number of this node, from 0.")
+    ] = 0,
+    master_addr: Annotated[
+        str, typer.Option("--master-addr", "--master_addr", envvar="MASTER_ADDR", help="Name or address of node 0.")
+    ] = "127.0.0.1",
+    master_port: Annotated[
+        int,
+        typer.Option(
+            "--master-port", "--master_port", min=0, max=65535, envvar="MASTER_PORT", help="Port of node 0's store."
+        ),
+    ] = 29500,
+    job: Annotated[str, typer.Option("--job", help="Name of the launch, the same on all nodes.")] = "dynmo",
+    join_timeout_s: Annotated[
+        float, typer.Option("--join-timeout-s", min=1, help="Seconds to wait for the other nodes.")
+    ] = 600.0,
+    node_timeout_s: Annotated[
+        float, typer.Option("--node-timeout-s", min=2, help="Seconds of silence after which a node is lost.")
+    ] = 30.0,
+    log_dir: LogDir = None,
+    max_restarts: MaxRestarts = 0,
+    grace_s: GraceS = 5.0,
+) -> None:
+    """Run COMMAND on this node, together with the same command on the other nodes.
+
+    Node 0 holds the meeting. When a node is lost or its processes fail, all begin again from the last checkpoint with
+    the nodes that are left, --max-restarts times and with LEAST nodes or more. Ends with 75 where node 0 is gone.
+    """
+    _check_command(arguments)
+    least, most = _count_of_nodes(nnodes)
+    need_torch()
+    from ..launch.meeting import Nodes
+
+    nodes = Nodes(
+        rank=node_rank,
+        least=least,
+        most=most,
+        host=master_addr,
+        port=master_port,
+        name=job,
+        join_timeout_s=join_timeout_s,
+        node_timeout_s=node_timeout_s,
+    )
+    raise typer.Exit(_run(arguments, nproc, log_dir, max_restarts, grace_s, nodes))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from .compression import CompressionConfig
 from .data import DataConfig
+from .emulation import EmulationConfig
 from .options import Facts
 from .precision import PrecisionConfig
 from .resolve import (
@@ -29,9 +31,11 @@ from .validate import check, validate
 
 __all__ = [
     "BalanceConfig",
+    "CompressionConfig",
     "Config",
     "DataConfig",
     "DepthConfig",
+    "EmulationConfig",
     "ExitConfig",
     "Facts",
     "FreezingConfig",

@@ -14,7 +14,9 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from ..pacing import BatchSizes, Curriculum
+from .compression import CompressionConfig
 from .data import DataConfig
+from .emulation import EmulationConfig
 from .options import Source, option
 from .parse import batch_sizes_of, iters_of_samples
 from .precision import PrecisionConfig
@@ -365,7 +367,9 @@ class Config:
     depth: DepthConfig
     exits: ExitConfig
     attention: SparseAttentionConfig
+    compression: CompressionConfig
     balance: BalanceConfig
+    emulation: EmulationConfig
     run: RunConfig
     sources: Mapping[str, Source] = field(default_factory=dict, compare=False)
 

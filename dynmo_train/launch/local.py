@@ -1,38 +1,29 @@
-"""Processes on this machine: torch's elastic agent, built here so that nothing waits long for what is over."""
+"""A run's processes from first start to end: on this machine alone, or on this one of several nodes."""
 
 from __future__ import annotations
 
-import logging
 import os
-import signal
-import socket
 import sys
-import threading
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, TYPE_CHECKING
 
 from ..console import say
-from ..errors import EXIT_RELAUNCH, EXIT_USAGE, UsageError
-from ..rundir import LAUNCH_FILE_VARIABLE, take_grow_request
+from ..errors import EXIT_FAILURE, EXIT_RELAUNCH, EXIT_USAGE, UsageError
+from ..formats.run import read_run
+from ..rundir import take_grow_request
+from .agent import PeerTroubleError, Work, interface_towards, run_once, worker_environment
+from .meeting import CALLED, DONE, LAST_CALL_S, Ending, Meeting, MeetingLostError, Nodes, Start, Verdict
+from .next_start import pipeline_size, place_flags, processes_of
 from .outcome import Failure, causes, failure_message, last_lines, shell_code
-from .worker import GRACE_VARIABLE, LAUNCHER_PID_VARIABLE
-
-if TYPE_CHECKING:
-    from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
-    from torch.distributed.elastic.multiprocessing import LogsDest
 
 WORKER = (sys.executable, "-m", "dynmo_train")
-MONITOR_INTERVAL_S = 0.1
-EXIT_BARRIER_S = 5.0
-# The signals that the agent takes over while its workers run.
-_HANDLED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 
 
 @dataclass(frozen=True, kw_only=True)
 class LocalLaunch:
-    """What to start: ``nproc`` processes of ``command`` with ``arguments``; logs by rank under ``log_dir``.
+    """What to start on each node: ``nproc`` processes of ``command`` with ``arguments``; logs under ``log_dir``.
 
     ``grace_s`` is how long a process may take to end after it was told to.
     """
@@ -42,138 +33,7 @@ class LocalLaunch:
     log_dir: Path
     grace_s: float = 5.0
     command: tuple[str, ...] = WORKER
-
-
-# glibc gives large freed blocks back to the kernel, which zeroes each page again when it is next touched. Measured on
-# two stages, hidden size 256 and a vocabulary of 8,192: 8 to 12 % of the busier stage's processor time.
-KEEP_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(32 << 20), "MALLOC_TRIM_THRESHOLD_": str(8 << 30)}
-
-
-def worker_environment(
-    present: Mapping[str, str], *, launcher: int, launch_file: Path, grace_s: float
-) -> dict[str, str]:
-    """Variables that workers get beside the launcher's own; what a person has set stays.
-
-    One thread a process, because the processes share the cores; gloo on the loopback interface, because the machine's
-    name may resolve to an address that leads nowhere; blocks that glibc's malloc got back stay with the process, which
-    needs them again in the next microbatch.
-    """
-    loopback = next((name for _, name in socket.if_nameindex() if name.startswith("lo")), None)
-    defaults = {"OMP_NUM_THREADS": "1", **KEEP_MEMORY} | ({"GLOO_SOCKET_IFNAME": loopback} if loopback else {})
-    return {name: value for name, value in defaults.items() if name not in present} | {
-        LAUNCHER_PID_VARIABLE: str(launcher),
-        LAUNCH_FILE_VARIABLE: str(launch_file),
-        GRACE_VARIABLE: str(grace_s),
-    }
-
-
-class _Tail(threading.Thread):
-    """Copies what is appended to a file to a stream of ours; ``find`` says where the file is once that is known."""
-
-    def __init__(self, find: Callable[[], str | None], stream: IO[str]) -> None:
-        super().__init__(daemon=True)
-        self.find, self.stream = find, stream
-        self.over = threading.Event()
-
-    def run(self) -> None:
-        """Wait for the file, then copy and look again a little later; once more after the end."""
-        over = False
-        while not ((path := self.find()) and os.path.exists(path)):
-            if over:
-                return
-            over = self.over.wait(MONITOR_INTERVAL_S)
-        with open(path, encoding="utf-8", errors="replace") as source:
-            while True:
-                while text := source.read(1 << 16):
-                    self.stream.write(text)
-                    self.stream.flush()
-                if over:
-                    return
-                over = self.over.wait(MONITOR_INTERVAL_S)
-
-    def finish(self) -> None:
-        """Copy the rest and return."""
-        self.over.set()
-        self.join()
-
-
-def _build_agent(launch: LocalLaunch, start: int) -> tuple[LocalElasticAgent, list[LogsDest]]:
-    """The agent, and a list into which it puts where the logs are once its workers have started."""
-    from torch.distributed.elastic.agent.server.api import WorkerSpec
-    from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
-    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
-    from torch.distributed.elastic.rendezvous import RendezvousParameters
-    from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
-
-    places: list[LogsDest] = []
-
-    class Logs(DefaultLogsSpecs):
-        def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
-            places.append(super().reify(envs))
-            return places[-1]
-
-    rendezvous = RendezvousParameters(
-        backend="c10d",
-        endpoint="127.0.0.1:0",
-        run_id=f"start-{start}",
-        min_nodes=1,
-        max_nodes=1,
-        local_addr="127.0.0.1",
-        is_host=True,
-    )
-    spec = WorkerSpec(
-        role="worker",
-        local_world_size=launch.nproc,
-        entrypoint=launch.command[0],
-        args=(*launch.command[1:], *launch.arguments),
-        rdzv_handler=get_rendezvous_handler(rendezvous),
-        max_restarts=0,
-        monitor_interval=MONITOR_INTERVAL_S,
-        local_addr="127.0.0.1",
-    )
-    agent = LocalElasticAgent(
-        spec=spec,
-        logs_specs=Logs(log_dir=str(launch.log_dir), redirects=Std.ALL),
-        exit_barrier_timeout=EXIT_BARRIER_S,
-        # The workers end themselves after their grace; the agent kills what is left.
-        shutdown_timeout=int(launch.grace_s) + 2,
-    )
-    return agent, places
-
-
-def run_once(launch: LocalLaunch, start: int) -> list[Failure]:
-    """Start the processes, show what rank 0 says, wait for the end of all; returns the ones that failed.
-
-    Raises:
-        SystemExit: this process was told to end; the workers are gone.
-    """
-    from torch.distributed.elastic.multiprocessing import SignalException
-
-    # The agent tells each rank's end on several lines; the one message at the end says it all.
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
-    agent, places = _build_agent(launch, start)
-    tails = (
-        _Tail(lambda: places[0].stdouts[0] if places else None, sys.stdout),
-        _Tail(lambda: places[0].stderrs[0] if places else None, sys.stderr),
-    )
-    handlers = {number: signal.getsignal(number) for number in _HANDLED}
-    for tail in tails:
-        tail.start()
-    try:
-        result = agent.run()
-    except SignalException as received:
-        say(f"dynmo-train: {signal.Signals(received.sigval).name}: the {launch.nproc} processes have ended")
-        raise SystemExit(128 + received.sigval) from received
-    finally:
-        for tail in tails:
-            tail.finish()
-        agent.get_worker_group().spec.rdzv_handler.shutdown()
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
-    return [
-        Failure(rank=rank, code=failure.exitcode, log=places[0].stderrs[failure.local_rank])
-        for rank, failure in sorted(result.failures.items())
-    ]
+    nodes: Nodes = field(default_factory=Nodes)
 
 
 def _tell(failures: Sequence[Failure]) -> None:
@@ -190,48 +50,174 @@ def _tell(failures: Sequence[Failure]) -> None:
     say(f"dynmo-train: error: {failure_message(failures, tails)}")
 
 
-def again(launch: LocalLaunch, run_dir: Path, workers: int | None) -> LocalLaunch:
-    """The start that goes on with a run, on another number of processes where one was asked for."""
-    place = ("--run-dir", str(run_dir), "--save", str(run_dir), "--load", str(run_dir))
-    if workers is None:
-        return replace(launch, arguments=(*launch.arguments, *place))
-    size = ("--pipeline-model-parallel-size", str(workers))
-    return replace(launch, nproc=workers, arguments=(*launch.arguments, *place, *size))
+def _next_size(run_dir: Path, before: int, workers: int | None, now: int | None) -> tuple[int, int | None]:
+    """Processes of the next start, and the size of its pipeline where that has to be said.
+
+    Args:
+        run_dir: of the run; without a ``run.json`` a process is a worker.
+        before: processes of the start that ended.
+        workers: pipeline positions that somebody asked for.
+        now: processes that are left where nodes were lost.
+    """
+    try:
+        document = read_run(run_dir / "run.json")
+        config, before = document["config"], document["world_size"]
+    except UsageError:
+        config = {"parallel": {"tensor_model_parallel_size": 1, "pipeline_model_parallel_size": before}}
+    if workers is not None:
+        return processes_of(config, before, workers), workers
+    processes = before if now is None else now
+    return processes, pipeline_size(config, before, processes)
+
+
+@dataclass
+class _Launcher:
+    """The starts of one launch, seen from one node. ``restarts`` counts those that followed a failure."""
+
+    launch: LocalLaunch
+    meeting: Meeting
+    launch_file: Path
+    max_restarts: int
+    restarts: int = 0
+    workers: int | None = None
+
+    def _work(self, start: Start) -> Work:
+        launch, nodes = self.launch, self.launch.nodes
+        log_dir = launch.log_dir if nodes.most == 1 else launch.log_dir / f"node-{nodes.rank}"
+        return Work(
+            name=f"start-{start.number - 1}",
+            nproc=start.processes_per_node,
+            command=(*launch.command, *launch.arguments, *start.more),
+            log_dir=log_dir,
+            grace_s=launch.grace_s,
+            index=start.members.index(nodes.rank),
+            count=len(start.members),
+            host=nodes.host,
+            port=start.port,
+            trouble=self.meeting.trouble,
+        )
+
+    def _run_dir(self) -> Path | None:
+        return Path(self.launch_file.read_text(encoding="utf-8")) if self.launch_file.exists() else None
+
+    def _decide(self, start: Start, own: list[Failure]) -> Verdict:
+        """Node 0: what follows the start, from how it ended on all nodes."""
+        endings, lost = self.meeting.endings(self.launch.grace_s + self.launch.nodes.node_timeout_s)
+        failures = [Failure(rank=rank, code=code, log="") for e in endings for rank, code in e.failures] or own
+        code = causes(failures)[0].code if failures else EXIT_FAILURE
+        if lost:
+            say(f"dynmo-train: node {', '.join(map(str, lost))} was lost")
+        run_dir = self._run_dir()
+        asks = code == EXIT_RELAUNCH and not lost
+        if run_dir is None or (not asks and (code == EXIT_USAGE or self.restarts == self.max_restarts)):
+            why = "a worker asks to be started again, but had not begun a run" if asks else ""
+            return Verdict(again=False, code=shell_code(code), why=why)
+        self.restarts += 0 if asks else 1
+        self.workers = take_grow_request(run_dir) or (self.workers if not lost else None)
+        members = len(start.members) - len(lost)
+        processes, pipeline = _next_size(
+            run_dir,
+            start.processes_per_node * len(start.members),
+            self.workers,
+            start.processes_per_node * members if lost else None,
+        )
+        more = place_flags(str(run_dir), pipeline)
+        if self.launch.nodes.most == 1:
+            return Verdict(again=True, processes_per_node=processes, nodes=1, more=more)
+        nodes = -(-processes // start.processes_per_node)
+        if processes % start.processes_per_node or nodes > self.launch.nodes.most:
+            why = f"{processes} processes do not fit {self.launch.nodes.most} nodes of {start.processes_per_node} each"
+            return Verdict(again=False, code=EXIT_USAGE, why=why)
+        return Verdict(again=True, processes_per_node=start.processes_per_node, nodes=nodes, more=more)
+
+    def _finish(self) -> int:
+        """Node 0: its processes are done; those of the others may not be, and may fail yet."""
+        self.meeting.wait_for_others()
+        endings, lost = self.meeting.endings(0.0)
+        failures = [Failure(rank=rank, code=code, log="") for e in endings for rank, code in e.failures]
+        code = shell_code(causes(failures)[0].code) if failures else (EXIT_FAILURE if lost else 0)
+        self.meeting.decide(Verdict(again=False, code=code))
+        if code:
+            time.sleep(LAST_CALL_S)
+        self.meeting.leave(DONE)
+        return code
+
+    def _once(self, start: Start) -> list[Failure] | None:
+        """One start on this node: what failed here; None where all is done here."""
+        try:
+            failures = run_once(self._work(start))
+        except PeerTroubleError as trouble:
+            say(f"dynmo-train: node {self.launch.nodes.rank} ends its processes: {trouble}")
+            return []
+        except SystemExit:
+            self.meeting.leave(CALLED)
+            raise
+        if not failures:
+            return None
+        if causes(failures)[0].code != EXIT_RELAUNCH:
+            _tell(failures)
+        return failures
+
+    def _follow(self, start: Start, failures: list[Failure]) -> Verdict:
+        """What follows a start that failed somewhere: node 0 decides, the others hear of it."""
+        nodes = self.launch.nodes
+        self.meeting.report(Ending(node=nodes.rank, failures=tuple((f.rank, f.code) for f in failures)))
+        if not self.meeting.leads:
+            return self.meeting.verdict(self.launch.grace_s + 2 * nodes.node_timeout_s)
+        verdict = self._decide(start, failures)
+        self.meeting.decide(verdict)
+        if verdict.again:
+            count = verdict.processes_per_node * verdict.nodes
+            say(f"dynmo-train: starting again with {count} processes from {self._run_dir()}")
+        return verdict
+
+    def run(self) -> int:
+        """All starts; returns the exit code."""
+        verdict: Verdict | None = None
+        while verdict is None or verdict.again:
+            start = self.meeting.gather(self.launch.nproc, verdict)
+            failures = self._once(start)
+            if failures is None and self.meeting.leads:
+                return self._finish()
+            if failures is None:
+                self.meeting.leave(DONE)
+                return 0
+            verdict = self._follow(start, failures)
+        if verdict.why:
+            say(f"dynmo-train: error: {verdict.why}")
+        if self.meeting.leads and self.launch.nodes.most > 1:
+            time.sleep(LAST_CALL_S)  # for the others to read the verdict
+        self.meeting.leave(DONE)
+        return verdict.code
 
 
 def launch_local(launch: LocalLaunch, *, max_restarts: int) -> int:
     """Run to the end, starting again where a worker asks for it (75) or, ``max_restarts`` times, after a failure.
 
     Returns:
-        0, or the exit code of the process that failed.
+        0, or the exit code of the process that failed; 75 where node 0 of several is gone.
 
     Raises:
-        UsageError: the log directory cannot be made.
+        UsageError: the log directory cannot be made, or the nodes cannot meet.
     """
     try:
         launch.log_dir.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UsageError(f"cannot make the log directory {launch.log_dir}: {error}") from error
     launch_file = launch.log_dir / "run_dir"
-    launch_file.unlink(missing_ok=True)
+    if launch.nodes.rank == 0:
+        launch_file.unlink(missing_ok=True)
     os.environ.update(
-        worker_environment(os.environ, launcher=os.getpid(), launch_file=launch_file, grace_s=launch.grace_s)
+        worker_environment(
+            os.environ,
+            launcher=os.getpid(),
+            launch_file=launch_file,
+            grace_s=launch.grace_s,
+            interface=interface_towards(launch.nodes.host),
+        )
     )
-    current, start, restarts = launch, 0, 0
-    workers: int | None = None
-    while failures := run_once(current, start):
-        code = causes(failures)[0].code
-        run_dir = Path(launch_file.read_text(encoding="utf-8")) if launch_file.exists() else None
-        if code != EXIT_RELAUNCH:
-            _tell(failures)
-            if run_dir is None or code == EXIT_USAGE or restarts == max_restarts:
-                return shell_code(code)
-            restarts += 1
-        if run_dir is None:
-            say("dynmo-train: error: a worker asks to be started again, but had not begun a run")
-            return EXIT_RELAUNCH
-        start += 1
-        workers = take_grow_request(run_dir) or workers
-        current = again(launch, run_dir, workers)
-        say(f"dynmo-train: starting again with {current.nproc} processes from {run_dir}")
-    return 0
+    try:
+        return _Launcher(launch, Meeting(launch.nodes), launch_file, max_restarts).run()
+    except MeetingLostError as error:
+        say(f"dynmo-train: error: {error}")
+        return EXIT_RELAUNCH

@@ -9,13 +9,14 @@ sampling cannot change the graph.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
+from ..dynamics.technique import Event
 from .clock import Clock
 
 
@@ -55,11 +56,15 @@ class Probe:
         self._last: tuple[int, Any] | None = None
         self._listener: Callable[[int], None] | None = None
 
-    def begin_step(self, sampling: bool) -> None:
-        """Forget the last step; ``sampling`` says whether to measure this one."""
+    def begin_step(self, sampling: bool, step: int) -> None:
+        """Forget the last step; ``sampling`` says whether to measure this one, the run's ``step``."""
         self.sampling = sampling
         self._forward, self._backward, self._weight, self._busy = _Totals(), _Totals(), _Totals(), _Totals()
         self._activation_bytes = {}
+
+    def events(self, step: int) -> Sequence[Event]:
+        """What the probe itself has to tell after ``step``: nothing where costs are what arithmetic takes."""
+        return ()
 
     def mark(self, x: torch.Tensor, position: int) -> torch.Tensor:
         """``x`` itself; its gradient's arrival is the boundary before the item at ``position`` of the stage."""
@@ -89,8 +94,11 @@ class Probe:
         self._busy.pairs[""].append((begin, self.clock.stamp()))
 
     @contextmanager
-    def backward(self, names: tuple[str, ...]) -> Iterator[None]:
-        """Around the backward of a stage with these items: the marks inside say where one ends and the next begins."""
+    def backward(self, names: tuple[str, ...], *, whole: bool = True) -> Iterator[None]:
+        """Around the backward of a stage with these items: the marks inside say where one ends and the next begins.
+
+        ``whole`` is False where weight gradients are left over for later.
+        """
         if not self.sampling or not names:
             yield
             return
@@ -125,8 +133,8 @@ class Probe:
         self._last = (position, now)
 
     @contextmanager
-    def weight(self, name: str) -> Iterator[None]:
-        """Around the weight gradients of one item, where the schedule splits the backward."""
+    def weight(self, name: str, share: float = 1.0) -> Iterator[None]:
+        """Around a share of the weight gradients of one item, where the schedule splits the backward."""
         if not self.sampling:
             yield
             return

@@ -144,7 +144,7 @@ def timed(run: Callable[[], Any]) -> float:
 def operation(world: World, sizes: Sizes, microbatches: int, rounds: int) -> tuple[float, float]:
     """Median microseconds of an operation: of the engine, of torch's bare schedule."""
     engine = engine_of(world, sizes, microbatches)
-    engine.probe.begin_step(False)
+    engine.probe.begin_step(False, 1)
     pipeline = engine.pipeline()
     bare = bare_schedule(engine, world, sizes, microbatches)
     ours: list[float] = []

@@ -50,10 +50,10 @@ TECHNIQUES = {
 WARM = 5
 
 
-def write_data(prefix: Path) -> None:
+def write_data(prefix: Path, vocabulary: int = 2048) -> None:
     """A data set of 200 documents of random tokens."""
     random = np.random.default_rng(0)
-    documents = [random.integers(0, 2048, 1000).astype("<u2") for _ in range(200)]
+    documents = [random.integers(0, vocabulary, 1000).astype("<u2") for _ in range(200)]
     prefix.with_suffix(".bin").write_bytes(b"".join(document.tobytes() for document in documents))
     lengths = np.full(len(documents), 1000)
     header = b"MMIDIDX\x00\x00" + struct.pack("<QBQQ", 1, 8, len(documents), len(documents) + 1)

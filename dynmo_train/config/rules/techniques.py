@@ -120,9 +120,16 @@ def _balance(config: Config, _world_size: int) -> Iterator[Problem]:
         yield conflict("--balance", "online needs two or more pipeline positions to move layers between")
 
 
+def _emulation(config: Config, _world_size: int) -> Iterator[Problem]:
+    given = config.emulation
+    if given.emulate is None and config.sources.get("emulate_scale", "default") != "default":
+        yield conflict("--emulate-scale", "has no effect without --emulate")
+
+
 TECHNIQUES_RULES: tuple[Rule, ...] = (
     _pruning,
     _freezing,
     _changed_model,
     _balance,
+    _emulation,
 )

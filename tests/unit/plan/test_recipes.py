@@ -10,7 +10,9 @@ from dataclasses import replace
 import pytest
 
 from dynmo_balance.errors import UsageError
-from dynmo_balance.recipes import FOLDER, cook, load_recipe, recipe_names
+from dynmo_balance.formats.profile import read_profile
+from dynmo_balance.recipes import FOLDER, altered, cook, final_costs, load_recipe, recipe_names
+from dynmo_balance.recipes.distance import distance_of
 
 # What they give (balancing only, technique and balancing) as of their first version; a change of the cost model that
 # moves them must be seen.
@@ -21,6 +23,11 @@ SEEN = {
     "moe": (1.12, 0.99),
     "pruning": (1.20, 2.28),
     "sparse-attention": (1.64, 2.78),
+    "early-exit-7b": (2.56, 5.06),
+    "freezing-7b": (2.09, 2.34),
+    "moe-128k-vocabulary": (1.63, 1.39),
+    "pruning-7b": (1.34, 4.78),
+    "sparse-attention-64k": (1.30, 5.21),
 }
 
 
@@ -92,5 +99,49 @@ def test_bad_recipes_are_refused(tmp_path, change, message):
 
 
 def test_an_unknown_recipe_names_the_known_ones():
-    with pytest.raises(UsageError, match="use one of early-exit, freezing"):
+    with pytest.raises(UsageError, match="use one of early-exit, early-exit-7b, freezing"):
         load_recipe("nothing")
+
+
+def test_the_trace_has_the_baseline_and_then_the_technique(tmp_path):
+    path = tmp_path / "trace.jsonl"
+    command = [sys.executable, "-m", "dynmo_balance", "recipe", "pruning-7b", "--layers", "8", "--workers", "4"]
+    command += ["--trace", str(path), "--baseline-steps", "2", "--technique-steps", "3"]
+    assert subprocess.run(command, capture_output=True, text=True, check=False).returncode == 0
+    records = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [record["record"] for record in records] == ["header", "step", "step", "event", "step", "step", "step"]
+    header, dense, technique = records[0], records[1], records[-1]
+    assert (len(header["items"]), len(header["workers"])) == (18, 4)
+    # The last block is at 99 %: a tenth for ever, and a hundredth of the rest
+    share = technique["forward_ns"][16] / dense["forward_ns"][16]
+    assert share == pytest.approx(0.1 + 0.9 * 0.01, rel=0.01)
+    assert technique["forward_ns"][17] == dense["forward_ns"][17]
+    read_profile(path)
+    again = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (again.returncode, "exists" in again.stderr) == (2, True)
+
+
+def test_a_trace_is_of_one_recipe(tmp_path):
+    command = [sys.executable, "-m", "dynmo_balance", "recipe", "mod", "moe", "--trace", str(tmp_path / "t")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (done.returncode, "name one" in done.stderr) == (2, True)
+
+
+def test_distance_to_perfect_is_above_the_bounds_and_below_plain_1f1b():
+    recipe = altered(load_recipe("freezing-7b"), 8, 2)
+    recipe = replace(recipe, run=replace(recipe.run, microbatches=4))
+    distance = distance_of(recipe)
+    assert distance.bounds.work_ns <= distance.bounds.step_ns <= distance.found_ns <= distance.plain_ns
+    assert distance.document()["layers"] == 8
+
+
+def test_the_skew_of_experts_grows_with_depth():
+    flat = load_recipe("moe-128k-vocabulary")
+    header, dense, last = final_costs(flat)
+    growth = [
+        after / before
+        for item, before, after in zip(header.items, dense.forward_ns, last.forward_ns, strict=True)
+        if item.kind == "mlp"
+    ]
+    assert 1 <= growth[0] < 1.1, "hardly any skew in the first layer"
+    assert sum(growth[16:]) > sum(growth[:16]) + 4

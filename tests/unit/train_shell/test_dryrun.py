@@ -38,7 +38,7 @@ def test_activations_without_memory_are_those_that_the_probe_measures(family_nam
     for item in family.items:
         module = family.build(item.name, torch.device("cpu")).train()
         probe = Probe(CpuClock(1))
-        probe.begin_step(True)
+        probe.begin_step(True, 1)
         read = [torch.randn(boundary.shapes[name], requires_grad=True) for name in item.reads]
         ignored = {parameter.untyped_storage().data_ptr() for parameter in module.parameters()}
         with probe.saved(item.name, lambda kept=ignored: kept):

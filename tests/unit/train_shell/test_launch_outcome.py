@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from dynmo_train.launch.local import LocalLaunch, again, worker_environment
+from dynmo_train.launch.agent import interface_towards, worker_environment
+from dynmo_train.launch.next_start import pipeline_size, place_flags, processes_of
 from dynmo_train.launch.outcome import Failure, causes, end_text, failure_message, last_lines, shell_code
 
 
@@ -60,21 +61,47 @@ def test_one_message_tells_all():
 
 
 def test_workers_get_one_thread_and_what_a_person_set_stays():
-    fresh = worker_environment({}, launcher=7, launch_file=Path("f"), grace_s=2.0)
+    fresh = worker_environment({}, launcher=7, launch_file=Path("f"), grace_s=2.0, interface="lo")
     assert fresh["OMP_NUM_THREADS"] == "1"
     assert int(fresh["MALLOC_TRIM_THRESHOLD_"]) > 1 << 30
     assert fresh["GLOO_SOCKET_IFNAME"].startswith("lo")
     assert (fresh["DYNMO_LAUNCHER_PID"], fresh["DYNMO_GRACE_S"], fresh["DYNMO_LAUNCH_FILE"]) == ("7", "2.0", "f")
     set_by_hand = {"OMP_NUM_THREADS": "4", "GLOO_SOCKET_IFNAME": "eth0"}
-    kept = worker_environment(set_by_hand, launcher=7, launch_file=Path("f"), grace_s=2.0)
+    kept = worker_environment(set_by_hand, launcher=7, launch_file=Path("f"), grace_s=2.0, interface="lo")
     assert not kept.keys() & set_by_hand.keys()
 
 
+def parallel(tensor, pipeline):
+    return {"parallel": {"tensor_model_parallel_size": tensor, "pipeline_model_parallel_size": pipeline}}
+
+
+def test_the_interface_towards_this_machine_is_loopback():
+    assert interface_towards("127.0.0.1").startswith("lo")
+    assert interface_towards("no.such.host.invalid") is None
+
+
 def test_starting_again_goes_on_with_the_run():
-    launch = LocalLaunch(nproc=2, arguments=("pretrain", "gpt"), log_dir=Path("logs"))
-    same = again(launch, Path("/r"), None)
-    assert same.nproc == 2
-    assert same.arguments == ("pretrain", "gpt", "--run-dir", "/r", "--save", "/r", "--load", "/r")
-    grown = again(launch, Path("/r"), 3)
-    assert grown.nproc == 3
-    assert grown.arguments[-2:] == ("--pipeline-model-parallel-size", "3")
+    assert place_flags("/r", None) == ("--run-dir", "/r", "--save", "/r", "--load", "/r")
+    assert place_flags("/r", 3)[-2:] == ("--pipeline-model-parallel-size", "3")
+
+
+@pytest.mark.parametrize(
+    ("tensor", "pipeline", "before", "now", "size"),
+    [
+        (1, 2, 2, 2, None),  # as it was
+        (1, 2, 4, 2, None),  # a replica less
+        (2, 2, 8, 4, None),
+        (1, 4, 4, 2, 2),  # a shorter pipeline
+        (1, 4, 8, 6, 3),  # of both replicas
+        (2, 4, 8, 4, 2),
+        (1, 2, 4, 3, 3),  # one replica of all that are left
+        (4, 2, 8, 6, None),  # no size fits: the run says so itself
+    ],
+)
+def test_lost_processes_shorten_the_pipeline_or_cost_replicas(tensor, pipeline, before, now, size):
+    assert pipeline_size(parallel(tensor, pipeline), before, now) == size
+
+
+def test_growth_counts_in_workers_of_several_processes():
+    assert processes_of(parallel(2, 2), 8, 3) == 12
+    assert processes_of(parallel(1, 2), 2, 4) == 4

@@ -104,6 +104,7 @@ CASES = {
     ),
     "freeze form": ({"freeze_schedule": "x"}, "--freeze-schedule"),
     "freeze more": ({"freeze_schedule": "10:5"}, "--freeze-schedule"),
+    "emulate nothing": ({"emulate_scale": 2.0}, "--emulate-scale"),
     "freeze nothing": ({"freeze_tied": True}, "--freeze-tied"),
     "freeze untied": (
         {"freeze_tied": True, "freeze_schedule": "1:1", "untie_embeddings_and_output_weights": True},
@@ -155,6 +156,14 @@ CASES = {
     "offline": ({"balance": "offline"}, "--balance"),
     "lockstep": ({"balance_lockstep": True}, "--balance-lockstep"),
     "alone": ({"balance": "online"}, "--balance"),
+    "epilogue of nothing": ({"inter_grad_comp_epilogue_only": True}, "--inter-grad-comp-epilogue-only"),
+    "compressed alone": ({"inter_grad_comp": True}, "--inter-grad-comp"),
+    "too many ranks": (
+        {"inter_grad_comp": True, "inter_grad_comp_rank": 32, "world_size": 2, "global_batch_size": 4},
+        "--inter-grad-comp-rank",
+    ),
+    "feedback of nothing": ({"use_error_feedback": True}, "--use-error-feedback"),
+    "measuring nothing": ({"check_comp_ratio": True}, "--check-comp-ratio"),
     "two names": ({"run_dir": "a", "save": "b"}, "--save"),
 }
 

@@ -1,0 +1,51 @@
+"""A recipe as a trace: a profile whose steps an emulated run (``dynmo-train --emulate``) sleeps through.
+
+First some steps of the baseline, then, from one step to the next, the last steps of the technique's trajectory; so one
+run shows the baseline, the technique as it was split before, and what the planner makes of it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import deque
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from ..build import build_costs, build_header, build_lines, header_of
+from ..devices import load_device
+from ..errors import UsageError
+from ..formats._document import write_whole
+from ..trajectories import Moment, moments
+from . import Recipe
+
+
+def trace_lines(recipe: Recipe, baseline_steps: int, technique_steps: int) -> Iterator[dict[str, Any]]:
+    """The lines of the profile: its header, the baseline's steps, and as many of the technique's last ones."""
+    device = load_device(recipe.device)
+    document = build_header(recipe.spec, device, recipe.run, recipe.name)
+    header = header_of(document)
+    dense = build_costs(recipe.spec, header, device, recipe.run)
+    last: deque[Moment] = deque(maxlen=technique_steps)
+    event: Mapping[str, Any] | None = None
+    for moment in moments(recipe.technique, header, dense, recipe.script):
+        last.append(moment)
+        event = moment.event or event
+    if len(last) < technique_steps:
+        raise UsageError(
+            f"{recipe.name} has {len(last)} steps of its technique, {technique_steps} were asked for: raise steps"
+        )
+    before = [Moment(step=step, costs=dense) for step in range(1, baseline_steps + 1)]
+    after = [replace(one, step=step, event=None) for step, one in enumerate(last, start=baseline_steps + 1)]
+    if event is not None:
+        after[0] = replace(after[0], event={**event, "next_expected_step": None})
+    yield from build_lines(document, header, iter([*before, *after]))
+
+
+def write_trace(path: Path, recipe: Recipe, baseline_steps: int, technique_steps: int) -> None:
+    """Write the trace; raises ``UsageError`` where the file exists, as profiles are only appended to."""
+    if path.exists():
+        raise UsageError(f"{path} exists; profiles are only appended to, so choose another name")
+    lines = trace_lines(recipe, baseline_steps, technique_steps)
+    write_whole(path, b"".join(json.dumps(line).encode() + b"\n" for line in lines))

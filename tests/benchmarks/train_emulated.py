@@ -1,0 +1,101 @@
+"""The dynamic techniques at scale, emulated: many workers on few cores, whose layers sleep for a recipe's times.
+
+Each run is the real trainer, schedule, planner and migration: two steps of the baseline on Megatron's even split, three
+steps of the technique on it, then the planner (in lockstep) makes a plan, layers move, and five more steps follow.
+Times come from ``dynmo-plan recipe NAME --layers N --trace FILE``; the assumptions are the recipe's
+(``dynmo-plan recipe NAME`` prints them).
+
+    python tests/benchmarks/train_emulated.py [--recipe NAME ...] [--layers 24,32,40,48] [--workers 8] [--seconds 10]
+
+"balancing only" is the technique on the even split over the technique as the planner balanced it, "technique and
+balancing" the baseline on the even split over the same; "said" is what the simulator said of both.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+from pathlib import Path
+
+from train_techniques import run, write_data
+
+from dynmo_train.console import emit
+
+RECIPES = ("moe-128k-vocabulary", "pruning-7b", "freezing-7b", "sparse-attention-64k", "early-exit-7b", "mod")
+BASELINE, BEFORE, AFTER = 2, 3, 5
+SHAPE = [
+    *("--hidden-size", "8", "--num-attention-heads", "1", "--seq-length", "4", "--vocab-size", "64"),
+    *("--micro-batch-size", "1", "--eval-iters", "0", "--split", "100,0,0", "--log-interval", "1000"),
+    *("--lr", "1e-5", "--profile-interval", "1"),
+]
+ONLINE = ["--balance", "online", "--balance-lockstep", "--balancer", "exact", "--planner-timeout-s", "60"]
+
+
+def train(folder: Path, layers: int, workers: int, options: list[str]) -> list[dict]:
+    """A run; its metrics, one a step."""
+    steps = BASELINE + BEFORE + AFTER
+    write_data(folder / "data", vocabulary=64)
+    launch = ["dynmo_train", "launch", "local", "--nproc", str(workers), "--log-dir", str(folder / "logs"), "--"]
+    where = ["--data-path", str(folder / "data"), "--run-dir", str(folder / "run"), "--train-iters", str(steps)]
+    model = ["--num-layers", str(layers), *SHAPE]
+    run(*launch, "pretrain", "gpt", *model, *where, *options)
+    lines = (folder / "run" / "metrics.jsonl").read_text().splitlines()
+    return [line for line in map(json.loads, lines) if "lm_loss" in line]
+
+
+def seconds(lines: list[dict], begin: int, end: int) -> float:
+    """The median step in seconds from one step to another."""
+    return statistics.median(line["step_ns"] for line in lines if begin <= line["step"] <= end) / 1e9
+
+
+def one(recipe: str, layers: int, workers: int, dense_s: float) -> str:
+    """A row of the table."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        trace = folder / "trace.jsonl"
+        asked = ["dynmo_balance", "recipe", recipe, "--layers", str(layers), "--workers", str(workers)]
+        run(*asked, "--trace", str(trace), "--baseline-steps", str(BASELINE), "--technique-steps", str(BEFORE + AFTER))
+        said = json.loads(run(*asked, "--format", "json"))[0]
+        header, first = map(json.loads, trace.read_text().splitlines()[:2])
+        options = [
+            *("--emulate", str(trace), "--emulate-scale", str(dense_s * 1e9 / first["step_ns"])),
+            *("--global-batch-size", str(header["microbatches"]), "--granularity", header["granularity"]),
+            *("--rebalance-interval", str(BASELINE + BEFORE), *ONLINE),
+        ]
+        lines = train(folder, layers, workers, options)
+        events = [json.loads(line) for line in (folder / "run" / "events.jsonl").read_text().splitlines()]
+    taken = [event for event in events if event.get("kind") == "plan_taken"]
+    dense = seconds(lines, 1, BASELINE)
+    even = seconds(lines, BASELINE + 1, BASELINE + BEFORE)
+    after = seconds(lines, BASELINE + BEFORE + 1, BASELINE + BEFORE + AFTER)
+    figures = [
+        *(recipe, str(layers), str(workers), f"{dense:.2f}", f"{even:.2f}", f"{after:.2f}"),
+        *(f"{even / after:.2f}", f"{said['balancing_only']:.2f}"),
+        *(f"{dense / after:.2f}", f"{said['technique_and_balancing']:.2f}", f"{said['published']:.2f}"),
+        *(str(sum(len(event["moves"]) for event in taken)), f"{sum(event['pause_ns'] for event in taken) / 1e6:.0f}"),
+    ]
+    return f"| {' | '.join(figures)} |"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--recipe", action="append", choices=RECIPES)
+    parser.add_argument("--layers", default="24,32,40,48")
+    parser.add_argument("--workers", type=int, default=8)
+    parser.add_argument("--seconds", type=float, default=10.0, help="of the baseline's step; longer on a busy machine")
+    given = parser.parse_args()
+    columns = ["recipe", "layers", "workers", "baseline s", "even split s", "balanced s", "balancing only", "said"]
+    columns += ["technique and balancing", "said", "published", "items moved", "pause ms"]
+    emit(f"| {' | '.join(columns)} |")
+    emit("|---" * len(columns) + "|")
+    for recipe in given.recipe or RECIPES:
+        for layers in given.layers.split(","):
+            emit(one(recipe, int(layers), given.workers, given.seconds))
+            sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()
