@@ -384,7 +384,7 @@ class Engine:
         Returns:
             Name -> float64 ``[samples]`` on CPU, in the order of the batch.
         """
-        self.probe.begin_step(False)
+        self.probe.begin_step(False, batch.step)
         self._fit(batch)
         part = self._own_part(batch)
         pipeline = self.pipeline()

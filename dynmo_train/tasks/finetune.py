@@ -72,7 +72,7 @@ def count_samples(task: str, told: FinetuneConfig) -> int:
     return sum(len(TASKS[task].read(Path(path))) for path in data_paths("--train-data", told.train_data))
 
 
-def pretrained_state(engine: Engine, checkpoint: Checkpoint, device: torch.device) -> Any:
+def pretrained_state(engine: Engine, checkpoint: Checkpoint, world: World) -> Any:
     """Reads each item from a checkpoint of the same model; what the new head has of its own gets initial weights.
 
     Raises:
@@ -86,7 +86,7 @@ def pretrained_state(engine: Engine, checkpoint: Checkpoint, device: torch.devic
     ]
     if different:
         raise UsageError(f"--pretrained-checkpoint {checkpoint.directory} holds another model: {'; '.join(different)}")
-    read = state_reader(checkpoint, engine.held, device, moments=False)
+    read = state_reader(checkpoint, engine.held, world, moments=False)
 
     def state(item: str) -> ItemState:
         names = list(parameters_of(item, engine.held.blueprint(item)))
@@ -96,7 +96,7 @@ def pretrained_state(engine: Engine, checkpoint: Checkpoint, device: torch.devic
         tensors = {
             name: engine.held.own_slice(
                 name, checkpoint.load([name])[name] if checkpoint.has(name) else fresh[name].detach()
-            ).to(device)
+            ).to(world.device)
             for name in names
         }
         return ItemState(tensors=tensors, steps={})
@@ -187,16 +187,15 @@ class _Finetuning:
 
     def _weights(self, engine: Engine, going_on: Checkpoint | None, first: Checkpoint | None) -> int:
         """Give the engine its weights; the step from which it goes on."""
-        device = self.world.device
         if going_on is not None:
             check_same_model(going_on, engine.family)
             step = int(going_on.manifest["step"])
             moments = not self.config.run.no_load_optim
-            reader = state_reader(going_on, engine.held, device, moments=moments)
+            reader = state_reader(going_on, engine.held, self.world, moments=moments)
             engine.restore(reader, step, **going_on.manifest.get("x_progress", {}))
             return step
         if first is not None:
-            engine.restore(pretrained_state(engine, first, device), 0)
+            engine.restore(pretrained_state(engine, first, self.world), 0)
         else:
             engine.build()
         return 0

@@ -192,6 +192,6 @@ def forward_engine(
         precision=Precision(compute=compute_type(place)),
     )
     engine = Engine(family, settings, partition, world)
-    reader = state_reader(source.checkpoint, engine.held, world.device, moments=False)
+    reader = state_reader(source.checkpoint, engine.held, world, moments=False)
     agreed(world, lambda: engine.restore(reader, 0))
     return engine
