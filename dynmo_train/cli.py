@@ -10,6 +10,7 @@ from .commands.generate import generate_text
 from .commands.launch import launch
 from .commands.pretrain import pretrain
 from .commands.tools import compare, monitor, tune_sparse
+from .config.task_command import TaskCommand
 from .console import run_app
 
 app = typer.Typer(
@@ -22,7 +23,7 @@ app.add_typer(pretrain, name="pretrain")
 app.add_typer(launch, name="launch")
 app.add_typer(evaluate, name="evaluate")
 app.add_typer(finetune, name="finetune")
-app.command("generate")(generate_text)
+app.command("generate", cls=TaskCommand)(generate_text)
 app.command("tune-sparse")(tune_sparse)
 app.command("compare")(compare)
 app.command("monitor")(monitor)

@@ -7,10 +7,10 @@ from typing import Annotated, Any, Protocol
 import typer
 
 from ..config.command import with_specs
-from ..config.evaluation import ClassifyConfig, LambadaConfig, PlaceConfig, WikitextConfig
+from ..config.evaluation import ClassifyConfig, HarnessConfig, LambadaConfig, PlaceConfig, WikitextConfig
 from ..config.fields import specs_of, values_of
 from ..config.task_command import TaskCommand, told_model
-from ..console import Format, emit, emit_json
+from ..console import Format, emit, emit_json, emit_table
 from .common import first_tells, need_torch, world_size
 
 evaluate = typer.Typer(no_args_is_help=True, help="Measure how good a trained model is.")
@@ -88,3 +88,19 @@ def mnli(ctx: typer.Context, report: Report = Format.TEXT, **flags: Any) -> None
 def race(ctx: typer.Context, report: Report = Format.TEXT, **flags: Any) -> None:
     """The accuracy on questions with four answers of a model that `finetune race` made."""
     _classify("race", ctx, report, flags)
+
+
+@evaluate.command("lm-eval")
+@with_specs(specs_of(HarnessConfig))
+def lm_eval(report: Report = Format.TEXT, **flags: Any) -> None:
+    """Tasks of lm-evaluation-harness on local data, on an export of the model, without a network."""
+    task = values_of(HarnessConfig, flags)
+    from ..tasks.harness import run_harness
+
+    if not first_tells():
+        return
+    found = run_harness(task)
+    if report is Format.JSON:
+        emit_json(found.document())
+    else:
+        emit_table(f"lm-evaluation-harness, {task.load}", ("task", "items", "metric", "value"), found.rows())

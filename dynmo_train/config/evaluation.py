@@ -91,3 +91,54 @@ class FinetuneConfig:
         default=None,
         minimum=0,
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerateConfig:
+    """What to write, and how; names are Megatron's wherever it has them."""
+
+    prompts: str | None = option(
+        "File with a prompt on each line; - is standard input [default: that, unless --num-samples is given].",
+        default=None,
+    )
+    sample_input_file: str | None = option("--prompts under Megatron's name.", default=None)
+    genfile: str | None = option(
+        'File for the samples, a JSON line each: {"text", "length", "finished"}.', default=None
+    )
+    sample_output_file: str | None = option("--genfile under Megatron's name for given prompts.", default=None)
+    num_samples: int | None = option(
+        "Continuations of each prompt; without prompts so many texts from nothing.", default=None, minimum=0
+    )
+    max_new_tokens: int | None = option(
+        "Tokens to add to a prompt at most [default: 64; with --out-seq-length as many as that leaves].",
+        default=None,
+        minimum=1,
+    )
+    out_seq_length: int | None = option("Tokens of a prompt and its continuation together.", default=None, minimum=1)
+    greedy: bool = option("Always take the likeliest token.", default=False)
+    temperature: float | None = option(
+        "Divisor of the logits; 0 always takes the likeliest token [default: 1 with --top-k or --top-p, else 0].",
+        default=None,
+    )
+    top_k: int = option("Draw among this many likeliest tokens; 0 is all.", default=0)
+    top_p: float | None = option(
+        "Draw among the fewest tokens with this probability in all [default: 1].", default=None
+    )
+    stop_token: str | None = option("End a text behind these words; they are left out.", default=None)
+    seed: int = option("Seed of the draws.", default=1234, minimum=0)
+    batch_size: int = option("Sequences that are read together.", default=8, minimum=1)
+    recompute: bool = option("Read each text anew for every token, and keep no keys and values.", default=False)
+    interactive: bool = option("Ask for a prompt, answer, and ask again, until the input ends.", default=False)
+
+
+@dataclass(frozen=True, kw_only=True)
+class HarnessConfig:
+    """Tasks of lm-evaluation-harness on local data."""
+
+    load: str = option("Run directory, its checkpoints, one checkpoint, or a Hugging Face directory.")
+    tasks: str = option("Tasks between commas: lambada, hellaswag, piqa, mathqa, winogrande, race.")
+    task_data: str = option("Folder with the tasks' data, TASK.jsonl each or as their authors publish them.")
+    limit: int | None = option("Items of each task; none is all.", default=None, minimum=1)
+    batch_size: int = option("Sequences that are read together.", default=8, minimum=1)
+    dtype: Literal["float32", "bfloat16", "float16"] = option("Type of the arithmetic.", default="float32")
+    device: Literal["cpu", "cuda"] = option("Where to compute.", default="cpu")

@@ -29,7 +29,7 @@ TASK_FLAGS: Mapping[str, Known] = {
     **{flag: known for flag, known in FLAGS.items() if known.kind != "refused" or "launcher" in known.words[0]},
     "--top_p": Known("becomes", ("--top-p",), 1),
     "--top_k": Known("becomes", ("--top-k",), 1),
-    "--out-seq-length": Known("becomes", ("--out-seq-length",), 1),
+    "--sample_input_file": Known("becomes", ("--sample-input-file",), 1),
     "--checkpoint-activations": Known("nothing", (_HERE,)),
     "--activations-checkpoint-method": Known("nothing", (_HERE,), 1),
     "--recompute-activations": Known("nothing", (_HERE,)),

@@ -231,7 +231,8 @@ class _Finetuning:
             self.checkpoints.at_boundary()
             epoch, before = (steps * self.batch // len(data) for steps in (self.step, self.step - 1))
             if epoch > before or self.step == last:
-                self.measure(max(1, epoch))
+                # The last epoch ends with its last whole batch.
+                self.measure(-(-self.step * self.batch // len(data)) if self.step == last else epoch)
             every = config.run.save_interval
             if self.step == last or (every is not None and self.step % every == 0):
                 self._save()

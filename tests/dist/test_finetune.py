@@ -134,7 +134,7 @@ def test_it_starts_from_a_pretrained_model(folder, alone):
         ("mnli", ("--pretrained-checkpoint", "none"), "--pretrained-checkpoint: none: no checkpoint here"),
         ("mnli", ("--vocab-file", "none"), "no tokenizer at none"),
         ("mnli", ("--vocab-size", "20"), "has 29 ids; the model has"),
-        ("mnli", ("--balance", "online"), "finetune has no --balance"),
+        ("mnli", ("--curriculum-shortest", "8"), "finetune has no --curriculum-shortest"),
         ("mnli", ("--train-iters", "3"), "No such option"),
     ],
 )

@@ -85,8 +85,9 @@ def test_race_puts_each_choice_into_the_question(tmp_path):
 
 
 def test_tensors(tmp_path, tokenizer):
-    (tmp_path / "1.txt").write_text(race_line(questions=["q " * 200]))
-    data = build_pairs("race", str(tmp_path), tokenizer, 140)
+    (tmp_path / "race").mkdir()
+    (tmp_path / "race" / "1.txt").write_text(race_line(questions=["q " * 200]))
+    data = build_pairs("race", str(tmp_path / "race"), tokenizer, 140)
     tensors = data.tensors([0], 2)
     assert tensors["ids"].shape == (8, 140)
     assert tensors["labels"].tolist() == [2, NO_LABEL]
