@@ -9,6 +9,7 @@ from .commands.finetune import finetune
 from .commands.generate import generate_text
 from .commands.launch import launch
 from .commands.pretrain import pretrain
+from .commands.tasks import EvaluateGroup, tasks
 from .commands.tools import compare, monitor, tune_sparse
 from .config.task_command import TaskCommand
 from .console import run_app
@@ -21,8 +22,9 @@ app = typer.Typer(
 )
 app.add_typer(pretrain, name="pretrain")
 app.add_typer(launch, name="launch")
-app.add_typer(evaluate, name="evaluate")
+app.add_typer(evaluate, name="evaluate", cls=EvaluateGroup)
 app.add_typer(finetune, name="finetune")
+app.command("tasks", context_settings={"ignore_unknown_options": True, "allow_extra_args": True})(tasks)
 app.command("generate", cls=TaskCommand)(generate_text)
 app.command("tune-sparse")(tune_sparse)
 app.command("compare")(compare)

@@ -129,6 +129,7 @@ FLAGS: Mapping[str, Known] = {
     "--ckpt-format": _nothing("checkpoints are in the native format; dynmo-ckpt convert makes others", 1),
     "--use-checkpoint-args": _refused("give the options of the run again: they are in its run.json"),
     "--use-distributed-optimizer": _refused("write --zero-stage 1"),
+    "--keep-last": _nothing("no sample of a task is left out"),
     # Llama's shape
     "--swiglu": _nothing(_LLAMA, 0, "llama"),
     "--disable-bias-linear": _nothing(_LLAMA, 0, "llama"),
@@ -158,7 +159,7 @@ FLAGS: Mapping[str, Known] = {
     ),
     **dict.fromkeys(("--recompute", "--greedy"), _refused(_GENERATE, 0)),
     **dict.fromkeys(
-        ("--task", "--valid-data"), _refused("belongs to evaluation: use dynmo-train generate on the texts", 1)
+        ("--task", "--valid-data"), _refused("belongs to evaluation: use dynmo-train evaluate or finetune", 1)
     ),
     **dict.fromkeys(
         ("--nproc_per_node", "--nnodes", "--node_rank", "--master_addr", "--master_port", "--num_nodes", "--num_gpus"),

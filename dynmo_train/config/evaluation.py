@@ -55,7 +55,11 @@ class WikitextConfig:
 
     valid_data: str = option("Text with words between spaces, such as wiki.test.tokens.")
     seq_length: int | None = option("Tokens of a window; none is the model's positions.", default=None, minimum=1)
-    overlapping_eval: int = option("Tokens by which a window goes on from the last one.", default=32, minimum=1)
+    overlapping_eval: int | None = option(
+        "Tokens by which a window goes on from the last one [default: 32, or the window where that is shorter].",
+        default=None,
+        minimum=1,
+    )
     detokenizer: Detokenizer = option("Rules that undo the text's own tokenization.", default="wikitext")
 
 

@@ -34,7 +34,6 @@ TASK_FLAGS: Mapping[str, Known] = {
     "--activations-checkpoint-method": Known("nothing", (_HERE,), 1),
     "--recompute-activations": Known("nothing", (_HERE,)),
     "--deepspeed-activation-checkpointing": Known("nothing", (_HERE,)),
-    "--keep-last": Known("nothing", ("no sample is left out",)),
     "--faiss-use-gpu": Known("refused", ("belongs to retrieval, which this version has not",)),
 }
 

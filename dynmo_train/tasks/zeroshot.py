@@ -21,6 +21,9 @@ from .placed import Source, forward_engine, open_source, tokenizer_of
 from .scoring import Scores, TokenRun, score
 from .wikitext import Perplexity, count_words, detokenize, mean_loss, read_text, windows
 
+# As in Megatron.
+USUAL_STEP = 32
+
 
 def causal_source(place: PlaceConfig, world: World, told: Mapping[str, Any]) -> Source:
     """The checkpoint of ``--load``; raises ``UsageError`` where its model does not say the next token.
@@ -61,15 +64,14 @@ def evaluate_wikitext(place: PlaceConfig, task: WikitextConfig, world: World, to
 
     def prepare() -> tuple[int, int, list[TokenRun], int]:
         length = window_length(source, task.seq_length)
-        if task.overlapping_eval > length:
-            raise UsageError(
-                f"--overlapping-eval {task.overlapping_eval}: windows have {length} tokens; give at most so many"
-            )
+        step = task.overlapping_eval or min(USUAL_STEP, length)
+        if step > length:
+            raise UsageError(f"--overlapping-eval {step}: windows have {length} tokens; give at most so many")
         text = read_text(Path(task.valid_data))
         tokens = np.array(tokenizer_of(source, place).encode(detokenize(text, task.detokenizer)), np.int64)
         runs = [
             TokenRun(tokens=tokens[each.begin : each.end + 1], scored=each.scored - each.begin + 1)
-            for each in windows(len(tokens), length, task.overlapping_eval)
+            for each in windows(len(tokens), length, step)
         ]
         return count_words(text), len(tokens), runs, length
 

@@ -84,6 +84,7 @@ def complete(prompts, *, most=6, eod=None, stop=(), sampling=None, seeds=None, b
 def slow(prompt, most=6):
     """Greedy, by reading everything again each time."""
     _, modules = build()
+    modules = {name: module.eval() for name, module in modules.items()}
     ids = list(prompt)
     with torch.no_grad():
         for _ in range(most):
