@@ -197,17 +197,21 @@ class Generation:
 
     def _receive_tokens(self, batch: _Batch) -> torch.Tensor:
         drawn = torch.empty(len(batch.asked), dtype=torch.int64)
-        dist.recv(drawn, src=self.world.peer(self._stages - 1))
+        dist.recv(drawn, src=self._rank(self._stages - 1))
         return drawn
 
     def _receive(self, into: torch.Tensor) -> torch.Tensor:
-        dist.recv(into, src=self.world.peer(self.world.worker - 1))
+        dist.recv(into, src=self._rank(self.world.worker - 1))
         return into
 
     def _send(self, tensor: torch.Tensor, worker: int) -> None:
         """Send without waiting; what is sent stays until it has arrived."""
         self._sent = [(work, kept) for work, kept in self._sent if work is not None and not work.is_completed()]
-        self._sent.append((dist.isend(tensor, dst=self.world.peer(worker)), tensor))
+        self._sent.append((dist.isend(tensor, dst=self._rank(worker)), tensor))
+
+    def _rank(self, worker: int) -> int:
+        """The process at a pipeline position, as torch knows it."""
+        return self.world.started_as(self.world.peer(worker))
 
     def _forget_sent(self) -> None:
         for work, _ in self._sent:

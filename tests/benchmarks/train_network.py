@@ -198,7 +198,8 @@ def main() -> None:
     told = parser.parse_args()
     layout = Layout(pipeline=told.pipeline, data=told.data, microbatches=told.microbatches)
     emit(
-        "| Mbit/s | scheme | step ms | tokens/s | x baseline | predicted ms | measured/predicted | MB sent by each rank |"
+        "| Mbit/s | scheme | step ms | tokens/s | x baseline | predicted ms | measured/predicted |"
+        " MB sent by each rank |"
     )
     emit("|---|---|---|---|---|---|---|---|")
     with tempfile.TemporaryDirectory() as place:

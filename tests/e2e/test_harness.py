@@ -74,7 +74,7 @@ def test_bad_data_is_told(data):
     with pytest.raises(UsageError, match=r"holds no data of piqa; put it there as piqa\.jsonl or"):
         find_data("piqa", data / "none")
     (data / "piqa.jsonl").write_text('{"goal": "x"}\n')
-    with pytest.raises(UsageError, match=r"piqa\.jsonl:1: piqa needs goal, sol1, sol2, label; has no sol1, sol2, label"):
+    with pytest.raises(UsageError, match=r"piqa\.jsonl:1: piqa needs goal, sol1, sol2, label; has no sol1, sol2"):
         read_rows("piqa", data / "piqa.jsonl")
     (data / "race.jsonl").write_text('{"article": "x"}\n')
     with pytest.raises(UsageError, match=r"race\.jsonl:1: is no row of race: 'questions'"):
