@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from ..engine import Engine
-from ..models.decoding import Cache, Decoder, is_ragged_safe
+from ..models.decoding import Cache, Decoder, is_ragged_safe, store_by_columns
 from ..models.early_exit import LEFT
 from ..models.items import live_before
 from .sampling import Sampling, next_tokens
@@ -91,6 +91,9 @@ class Generation:
         names = set(engine.local_names)
         held = [item for item in items if item.name in names]
         self.decoder = Decoder(engine.family, engine.held.modules, max_tokens, held)
+        if self.world.device.type == "cpu":
+            for module in self.decoder.modules.values():
+                store_by_columns(module)
         begin = items.index(held[0])
         self._enters = live_before(items, begin) if begin else ()
         self._leaves = live_before(items, begin + len(held)) if begin + len(held) < len(items) else ()
