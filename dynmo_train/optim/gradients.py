@@ -13,7 +13,8 @@ import torch
 import torch.distributed as dist
 
 from ..models.items import masks_of
-from ..parallel.world import World, gather_over, sum_over, sum_over_pipeline
+from ..models.sharding import needs_whole_stream
+from ..parallel.world import World, sum_over, sum_over_pipeline
 from ..parallel.zero import row_parts
 from .items import HeldItems
 
@@ -122,7 +123,9 @@ def add_token_gradients(held: HeldItems) -> None:
     region = held.region
     if region is None or not region.sequence:
         return
-    for item in held.modules:
+    for item, module in held.modules.items():
+        if needs_whole_stream(module):
+            continue
         whole = [p for name, p in held.own_parameters(item).items() if held.split_dim(name) is None]
         gradients = [p.grad for p in whole if p.grad is not None]
         if gradients:
@@ -137,7 +140,7 @@ def zero_pruned_gradients(held: HeldItems) -> None:
         own = held.own_parameters(item)
         for name, layer in masks_of(item, module).items():
             if layer.mask is not None and (gradient := own[name].grad) is not None:
-                gradient.mul_(held.own_rows(layer.mask))
+                gradient.mul_(held.own_rows(name, layer.mask))
 
 
 def gradient_norm(held: HeldItems, item_names: Sequence[str], ties: Mapping[str, str], world: World) -> float:
@@ -146,30 +149,38 @@ def gradient_norm(held: HeldItems, item_names: Sequence[str], ties: Mapping[str,
     The rows of each replica are squared apart, whether or not it holds them alone: ZeRO gives plain replicas' bits.
     """
     place = {name: index for index, name in enumerate(item_names)}
-    replicas = world.dims.data
-    squares = torch.zeros(len(item_names), replicas, dtype=torch.float64)
+    # A column for the rows of each replica; then, where experts are dealt out, for those of each process's experts.
+    squares = torch.zeros(len(item_names), 2 * world.dims.data, dtype=torch.float64)
     norms: list[torch.Tensor] = []
     places: list[tuple[int, int]] = []
     for item, name, parameter in held.parameters():
         if parameter.grad is not None and name not in ties and held.counts(name):
-            sharded = held.shards is not None
-            parts = {world.replica: parameter.grad} if sharded else dict(enumerate(row_parts(parameter.grad, replicas)))
+            parts = _parts_of_norm(held, name, parameter.grad, world)
             norms += [torch.linalg.vector_norm(part) for part in parts.values()]
-            places += [(place[item], replica) for replica in parts]
+            places += [(place[item], column) for column in parts]
     if norms:
         stacked = torch.stack(norms).to("cpu", torch.float64).square()
-        for (index, replica), square in zip(places, stacked.tolist(), strict=True):
-            squares[index, replica] += square
+        for (index, column), square in zip(places, stacked.tolist(), strict=True):
+            squares[index, column] += square
     # Over the ranks of a region first: the order of its sum must not depend on the pipeline's size.
     squares = sum_over_pipeline(world, sum_over(world.groups.tensor, squares))
-    if held.shards is not None:
-        squares = sum_over(world.groups.data, squares)
-    # Every process of an exchange has counted other parameters; rank after rank, so that the sum has one order.
-    squares = torch.cat(gather_over(world.groups.expert, squares), dim=1)
+    # Each of the others has zero where this one has a figure: the order of these sums does not matter.
+    squares = sum_over(world.groups.expert if held.shards is None else world.groups.data, squares)
     total = 0.0
-    for of_replicas in squares.tolist():
-        total += sum(of_replicas)
+    for of_item in squares.tolist():
+        total += sum(of_item)
     return math.sqrt(total)
+
+
+def _parts_of_norm(held: HeldItems, name: str, gradient: torch.Tensor, world: World) -> dict[int, torch.Tensor]:
+    """What this process holds of a gradient, by the columns of the norm."""
+    dims, apart = world.dims, held.is_apart(name)
+    size = dims.data // dims.expert if apart else dims.data
+    first = dims.data + world.replica % dims.expert * size if apart else 0
+    if held.shards is not None:
+        rank, _ = held.shards.place(apart=apart)
+        return {first + rank: gradient}
+    return {first + rank: part for rank, part in enumerate(row_parts(gradient, size))}
 
 
 def clip_gradients(held: HeldItems, norm: float, limit: float) -> None:
