@@ -6,6 +6,10 @@ datasketch owns the permutations, the scheme and the seed; numpy applies them to
 from __future__ import annotations
 
 import functools
+import importlib
+import importlib.util
+import sys
+import types
 from collections.abc import Sequence
 
 import numpy as np
@@ -21,14 +25,29 @@ EMPTY = np.uint32(0xFFFFFFFF)
 Permutations = tuple[U32, U32]
 
 
+def _minhash() -> types.ModuleType:
+    """The module ``datasketch.minhash``, without what else the package loads.
+
+    The package's own start loads its indices and scipy with them: a third of a second in every worker. So the module is
+    loaded below an empty package, which is taken away again: whoever imports datasketch afterwards gets all of it.
+    """
+    if "datasketch" in sys.modules:
+        return importlib.import_module("datasketch.minhash")
+    found = importlib.util.find_spec("datasketch")
+    if found is None:
+        raise MissingExtraError("datasketch", "prep")
+    sys.modules["datasketch"] = importlib.util.module_from_spec(found)
+    try:
+        return importlib.import_module("datasketch.minhash")
+    finally:
+        for name in [name for name in sys.modules if name.partition(".")[0] == "datasketch"]:
+            del sys.modules[name]
+
+
 @functools.lru_cache(maxsize=4)
 def permutations(num_seeds: int, seed: int) -> Permutations:
     """The multipliers and addends, ``[num_seeds]`` each, that datasketch draws for this seed."""
-    try:
-        from datasketch import MinHash
-    except ImportError as error:
-        raise MissingExtraError("datasketch", "prep") from error
-    a, b = MinHash(num_perm=num_seeds, seed=seed, scheme=SCHEME).permutations
+    a, b = _minhash().MinHash(num_perm=num_seeds, seed=seed, scheme=SCHEME).permutations
     return np.ascontiguousarray(a, dtype=np.uint32), np.ascontiguousarray(b, dtype=np.uint32)
 
 
