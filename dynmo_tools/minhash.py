@@ -63,42 +63,70 @@ def premix(hashes: U32) -> U32:
 
 def shingle_hashes(text: str, length: int) -> U32:
     """The 32-bit hashes of a text's shingles; of the whole text where it is shorter than one, none if it is empty."""
-    points = code_points(text)
-    if len(points) >= length:
-        return hash_windows(points, length)
-    return np.asarray([hash_whole(points)] if len(points) else [], dtype=np.uint32)
+    return joined_hashes([text], length)[0]
 
 
-def sign_hashes(hashes: Sequence[U32], perms: Permutations) -> U32:
-    """The signatures ``[documents, num_seeds]`` of documents given by their shingles' hashes."""
+def joined_hashes(texts: Sequence[str], length: int) -> tuple[U32, npt.NDArray[np.int64]]:
+    """The hashes of the shingles of all texts, one text behind the other, and how many each has ``[texts]``.
+
+    The texts are hashed as one, and the windows that reach from one into the next are left out: a text of a few words
+    costs no more than its characters.
+    """
+    sizes = np.fromiter(map(len, texts), dtype=np.int64, count=len(texts))
+    points = code_points("".join(texts))
+    ends = np.cumsum(sizes)
+    starts = ends - sizes
+    keep = np.ones(len(points), dtype=np.bool_)
+    for back in range(1, length):
+        last = ends - back
+        keep[last[last >= starts]] = False
+    hashes = np.zeros(len(points), dtype=np.uint32)
+    windows = hash_windows(points, length)
+    hashes[: len(windows)] = windows
+    short = np.flatnonzero((sizes > 0) & (sizes < length))
+    for begin, end in zip(starts[short].tolist(), ends[short].tolist(), strict=True):
+        hashes[begin] = hash_whole(points[begin:end])
+    keep[starts[short]] = True
+    counts = np.maximum(sizes - length + 1, 0)
+    counts[short] = 1
+    return hashes[keep], counts
+
+
+def sign_hashes(hashes: U32, counts: npt.NDArray[np.int64], perms: Permutations) -> U32:
+    """The signatures ``[documents, num_seeds]`` of documents given by their shingles' hashes.
+
+    Args:
+        hashes: of all documents, one behind the other.
+        counts: how many of them each document has, ``[documents]``.
+        perms: what ``permutations`` gives.
+    """
     a, b = perms
-    signatures = np.full((len(hashes), len(a)), EMPTY, dtype=np.uint32)
-    filled = [index for index, values in enumerate(hashes) if len(values)]
-    if not filled:
+    signatures = np.full((len(counts), len(a)), EMPTY, dtype=np.uint32)
+    filled = np.flatnonzero(counts)
+    if not len(filled):
         return signatures
-    joined = premix(np.concatenate([hashes[index] for index in filled]))
-    starts = np.cumsum([0, *(len(hashes[index]) for index in filled[:-1])])
-    rows = np.asarray(filled)
+    joined = premix(hashes)
+    starts = (np.cumsum(counts) - counts)[filled]
     permuted = np.empty_like(joined)
     for column, (factor, addend) in enumerate(zip(a, b, strict=True)):
         np.multiply(joined, factor, out=permuted)
         permuted += addend
-        signatures[rows, column] = np.minimum.reduceat(permuted, starts)
+        signatures[filled, column] = np.minimum.reduceat(permuted, starts)
     return signatures
 
 
 def sign(texts: Sequence[str], length: int, perms: Permutations) -> U32:
     """The signatures ``[documents, num_seeds]`` of texts, in blocks that stay in the processor's cache."""
     blocks: list[U32] = []
-    waiting: list[U32] = []
+    waiting: list[str] = []
     size = 0
     for text in texts:
-        waiting.append(shingle_hashes(text, length))
-        size += len(waiting[-1])
+        waiting.append(text)
+        size += len(text)
         if size >= BLOCK_SHINGLES:
-            blocks.append(sign_hashes(waiting, perms))
+            blocks.append(sign_hashes(*joined_hashes(waiting, length), perms))
             waiting, size = [], 0
-    blocks.append(sign_hashes(waiting, perms))
+    blocks.append(sign_hashes(*joined_hashes(waiting, length), perms))
     return np.concatenate(blocks)
 
 
