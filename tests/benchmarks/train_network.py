@@ -197,9 +197,7 @@ def main() -> None:
     parser.add_argument("--no-prediction", action="store_true")
     told = parser.parse_args()
     layout = Layout(pipeline=told.pipeline, data=told.data, microbatches=told.microbatches)
-    emit(
-        "| Mbit/s | scheme | step ms | tokens/s | x baseline | predicted ms | measured/predicted | MB sent by each rank |"
-    )
+    emit("| Mbit/s | scheme | step ms | tokens/s | x baseline | predicted ms | measured/predicted | MB sent, by rank |")
     emit("|---|---|---|---|---|---|---|---|")
     with tempfile.TemporaryDirectory() as place:
         data = write_data(Path(place) / "data")
