@@ -133,3 +133,13 @@ def test_a_named_size_needs_nothing_else(recipe, parameters):
     done = CliRunner().invoke(app, ["pretrain", family, "--recipe", recipe, "--dry-run"])
     assert done.exit_code == 0, done.output
     assert f"parameters: {parameters}" in done.stdout
+
+
+def test_experts_go_by_the_formulas():
+    """What their rows take depends on the router: no figure of their own, and no error."""
+    config = config_of(**SMALL, num_experts=4)
+    family = family_of(config)
+    memories = memory_of_items(config, family, boundary_of(config))
+    assert "layers.0.attention" in memories
+    assert "layers.0.mlp" not in memories
+    assert dry_run(config, "cpu").peak_memory_bytes[0] > 0
