@@ -55,9 +55,15 @@ CASES: dict[str, tuple[dict[str, Any], int]] = {
         SMALL | {"pipeline_model_parallel_size": 2, "global_batch_size": 16, "recompute_granularity": "full"},
         2,
     ),
-    "10M, two replicas": (SMALL | {"global_batch_size": 16}, 2),
-    "10M, two replicas, ZeRO 2": (SMALL | {"global_batch_size": 16, "zero_stage": 2}, 2),
-    "10M, two replicas, ZeRO 3": (SMALL | {"global_batch_size": 16, "zero_stage": 3}, 2),
+    "10M, two replicas": (SMALL | {"pipeline_model_parallel_size": 1, "global_batch_size": 16}, 2),
+    "10M, two replicas, ZeRO 2": (
+        SMALL | {"pipeline_model_parallel_size": 1, "global_batch_size": 16, "zero_stage": 2},
+        2,
+    ),
+    "10M, two replicas, ZeRO 3": (
+        SMALL | {"pipeline_model_parallel_size": 1, "global_batch_size": 16, "zero_stage": 3},
+        2,
+    ),
     "10M, two tensor ranks": (SMALL | {"tensor_model_parallel_size": 2, "vocab_size": 8192}, 2),
     "llama": (SMALL | LLAMA, 1),
     "30M": (MIDDLE, 1),
