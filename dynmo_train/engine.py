@@ -37,6 +37,7 @@ from .optim.precision import FLOAT32, LossScaler, Precision, unscale
 from .optim.replicas import GradientReducer
 from .optim.schedule import LearningRate
 from .parallel.experts import exchange_of
+from .parallel.replicas import gather_of
 from .parallel.tensor import region_of
 from .parallel.world import World, gather_documents, sum_over_pipeline, sum_over_replicas
 from .parallel.zero import Shards
@@ -168,6 +169,7 @@ class Engine:
             region,
             shards,
             exchange_of(world),
+            gather_of(world),
         )
         self.scaler = LossScaler(settings.precision.scaling)
         self.advanced = 0
@@ -365,13 +367,21 @@ class Engine:
 
     def evaluate(self, batches: Iterable[Batch]) -> float:
         """The mean loss over some batches, without gradient or dropout."""
-        losses = []
+        return self.evaluate_losses(batches)["loss"]
+
+    def evaluate_losses(self, batches: Iterable[Batch]) -> dict[str, float]:
+        """The same as ``loss``, and behind it the means of what the head reports of it, such as BERT's two losses."""
+        told: dict[str, list[float]] = {}
+        head = self._item_names[-1]
         for batch in batches:
             self.probe.begin_step(False, batch.step)
             self._fit(batch)
-            losses.append(self._mean_loss(self.pipeline().evaluate(self._own_part(batch))))
+            loss = self._mean_loss(self.pipeline().evaluate(self._own_part(batch)))
+            parts = {name: values[0] for name, values in self._figures().get(head, {}).items() if len(values) == 1}
+            for name, value in ({"loss": loss} | parts).items():
+                told.setdefault(name, []).append(value)
         self.held.release()
-        return sum(losses) / len(losses)
+        return {name: sum(values) / len(values) for name, values in told.items()}
 
     def after_step(self, step: int) -> Sequence[Event]:
         """Let the dynamic techniques act at the boundary after ``step``; every worker calls this."""

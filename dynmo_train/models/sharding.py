@@ -15,10 +15,12 @@ import torch.nn.functional as F
 from torch import nn
 
 from ..parallel.experts import ExpertExchange
+from ..parallel.replicas import ReplicaGather
 from ..parallel.tensor import TensorRegion
 from .bert import BertHead
 from .blocks import Head
 from .experts import Experts
+from .ict import RetrievalHead
 from .linear import PrunableLinear
 
 SplitDim = Callable[[str], int | None]
@@ -88,6 +90,14 @@ def deal_experts(module: nn.Module, exchange: ExpertExchange | None) -> nn.Modul
         for child in list(module.modules()):
             if isinstance(child, Experts):
                 child.keep(exchange)
+    return module
+
+
+def join_replicas(module: nn.Module, replicas: ReplicaGather | None) -> nn.Module:
+    """Let losses over all replicas see theirs, in place; returns the item."""
+    for child in module.modules():
+        if isinstance(child, RetrievalHead):
+            child.replicas = replicas
     return module
 
 
