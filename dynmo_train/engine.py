@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import nn
 
 from .compression.boundaries import BoundaryCodec
 from .compression.report import merged_figures
@@ -62,6 +63,7 @@ class EngineSettings:
         pruning_rule: what is pruned; used where ``pruning`` is given.
         precision: types of the arithmetic; the boundary's type is its ``compute``.
         fused_adam: NVIDIA's ``FusedAdam`` where it updates the weights; None where torch's AdamW does.
+        fused_norms: NVIDIA's normalisations in the place of torch's.
         overlap_reduction: whether the replicas' gradients are added while others are still being computed.
         sequence_parallel: whether the stream between tensor-parallel regions is cut along the tokens; the boundary's
             shape is then that of a part.
@@ -81,6 +83,7 @@ class EngineSettings:
     adaptive_freezing: PlasticityRule | None = None
     precision: Precision = FLOAT32
     fused_adam: type[Any] | None = None
+    fused_norms: Mapping[type[nn.Module], type[nn.Module]] = field(default_factory=dict)
     overlap_reduction: bool = False
     sequence_parallel: bool = False
     zero_stage: int = 0
@@ -170,6 +173,7 @@ class Engine:
             shards,
             exchange_of(world),
             gather_of(world),
+            settings.fused_norms,
         )
         self.scaler = LossScaler(settings.precision.scaling)
         self.advanced = 0

@@ -59,7 +59,9 @@ def begin(config: Config, world: World) -> Beginning:
     """Open data and checkpoint, build the engine, make the run directory, write the header and the first plan."""
     samples = first_then_others(world, lambda: open_samples(config))
     apex = find_apex()
-    fused_adam = apex.fused_adam if world.device.type == "cuda" else None
+    on_cuda = world.device.type == "cuda"
+    fused_adam = apex.fused_adam if on_cuda else None
+    fused_norms = apex.fused_norms if on_cuda else {}
     if world.is_first:
         say(apex.line(used=fused_adam is not None))
         if config.parallel.zero_stage == 1:
@@ -67,7 +69,9 @@ def begin(config: Config, world: World) -> Beginning:
     family = family_of(config)
     checkpoint = agreed(world, lambda: checkpoint_to_load(config, world))
     stored = checkpoint.manifest["dynamic"]["sparse_thresholds"] if checkpoint is not None else None
-    settings = agreed(world, lambda: replace(settings_of(config, stored or None), fused_adam=fused_adam))
+    settings = agreed(
+        world, lambda: replace(settings_of(config, stored or None), fused_adam=fused_adam, fused_norms=fused_norms)
+    )
     step, consumed = agreed(world, lambda: _progress(config, checkpoint, samples))
     bert = agreed(world, lambda: _bert(config, world)) if checkpoint is None else None
     engine = agreed(world, lambda: _engine(config, world, family, settings, checkpoint, bert))
@@ -76,6 +80,7 @@ def begin(config: Config, world: World) -> Beginning:
     facts: dict[str, Any] = {
         "sparse_thresholds": dict(settings.sparse.thresholds),
         "device": world.device.type,
+        "norms": sorted(each.__name__ for each in fused_norms.values()) or "torch",
         "optimizer": "torch AdamW" if fused_adam is None else "apex FusedAdam",
     }
     if settings.compression.is_lossy:
