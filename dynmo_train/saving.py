@@ -112,7 +112,7 @@ class PendingSave:
 
     def is_written_everywhere(self) -> bool:
         """Whether all processes have written their parts; every process asks at the same boundary."""
-        return all_agree(self._thread is None or not self._thread.is_alive())
+        return all_agree(self._world, self._thread is None or not self._thread.is_alive())
 
     def finish(self) -> Path:
         """Wait for what is still being written, and put the checkpoint in place.
@@ -127,7 +127,7 @@ class PendingSave:
         if self._document is not None:
             problem = "; ".join(one["problem"] for one in told if one["problem"]) or None
             problem = problem or self._commit(self._document, [one["report"] for one in told])
-        if not all_agree(problem is None):
+        if not all_agree(self._world, problem is None):
             problem = broadcast_document(self._world, problem)
             raise DynmoError(f"the checkpoint of step {self.run.step} was not written: {problem}")
         return self._checkpoints / f"step-{self.run.step:08d}"
@@ -165,7 +165,7 @@ def _files_of(engine: Engine, states: Mapping[str, ItemState], *, moments: bool,
             name: tensor
             for item, state in states.items()
             for name, tensor in state.tensors.items()
-            if role_of(name) in roles and held.counts(name) and parameter_of(name) not in tied
+            if role_of(name) in roles and held.stores(name) and parameter_of(name) not in tied
             if not is_memory(item, name)
         }
         if not tensors or (kind == "optimizer" and not moments):
@@ -216,13 +216,13 @@ def _facts_of_part(engine: Engine, states: Mapping[str, ItemState]) -> dict[str,
     pruned: dict[str, list[int]] = {}
     for item in engine.local_names:
         for name, layer in masks_of(item, engine.held.modules[item]).items():
-            if layer.mask is not None and engine.held.counts(name):
+            if layer.mask is not None and engine.held.stores(name):
                 counts = pruned.setdefault(item, [0, 0])
                 counts[0] += layer.mask.numel() - int(layer.mask.sum())
                 counts[1] += layer.mask.numel()
     if engine.world.shard != 0:
         return {"steps": {}, "decay": [], "no_decay": [], "pruned": pruned}
-    told = [(name, p) for _, name, p in engine.held.parameters() if name not in tied and engine.held.counts(name)]
+    told = [(name, p) for _, name, p in engine.held.parameters() if name not in tied and engine.held.stores(name)]
     parameters = [(name, p.dim() >= 2) for name, p in told]
     steps = {name: step for state in states.values() for name, step in state.steps.items()}
     return {

@@ -100,12 +100,6 @@ def _changed_model(config: Config, _world_size: int) -> Iterator[Problem]:
         )
     if layers and depth.mod_capacity is not None:
         yield conflict("--early-exit-layers", "cannot be combined with --mod-capacity; give one of them")
-    if layers and config.parallel.tensor_model_parallel_size > 1:
-        yield later(
-            "--early-exit-layers",
-            f"its heads are not cut by --tensor-model-parallel-size {config.parallel.tensor_model_parallel_size};"
-            " write 1",
-        )
     if attention.sparse_attention and attention.sparse_attention_buckets % 2:
         yield conflict("--sparse-attention-buckets", f"{attention.sparse_attention_buckets} is not an even number")
 
@@ -118,6 +112,10 @@ def _balance(config: Config, _world_size: int) -> Iterator[Problem]:
         yield conflict("--balance-lockstep", f"needs --balance online, is {balance.balance}")
     if balance.balance == "online" and config.parallel.pipeline_model_parallel_size < 2:
         yield conflict("--balance", "online needs two or more pipeline positions to move layers between")
+    asked = {"--pack-to": balance.pack_to, "--min-throughput-fraction": balance.min_throughput_fraction}
+    for flag, value in asked.items():
+        if value is not None and (balance.balance != "online" or balance.planner != "internal"):
+            yield conflict(flag, f"{value}: the planner of --balance online --planner internal releases workers")
 
 
 def _emulation(config: Config, _world_size: int) -> Iterator[Problem]:

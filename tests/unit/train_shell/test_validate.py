@@ -27,6 +27,7 @@ def problems(world_size=1, **values):
 
 
 REPLICAS = {"world_size": 2, "pipeline_model_parallel_size": 1, "global_batch_size": 8}
+ICT = {"family": "ict"}
 CASES = {
     "heads": ({"num_attention_heads": 5}, "--hidden-size"),
     "positions": ({"max_position_embeddings": 31}, "--seq-length"),
@@ -53,21 +54,12 @@ CASES = {
     "cut heads": ({"tensor_model_parallel_size": 3, "world_size": 3, "ffn_hidden_size": 96}, "--num-attention-heads"),
     "cut width": ({"tensor_model_parallel_size": 2, "world_size": 2, "ffn_hidden_size": 97}, "--ffn-hidden-size"),
     "vee": ({"schedule": "zb-v", "virtual_stages_per_worker": 1}, "--virtual-stages-per-worker"),
-    "sequence and experts": (
-        {"sequence_parallel": True, "tensor_model_parallel_size": 2, "world_size": 2, "num_experts": 4},
-        "--sequence-parallel",
-    ),
     "experts of nobody": ({"expert_model_parallel_size": 2, **REPLICAS}, "--expert-model-parallel-size"),
     "experts dealt": (
         {"expert_model_parallel_size": 2, "num_experts": 3, **REPLICAS},
         "--expert-model-parallel-size",
     ),
     "experts alone": ({"expert_model_parallel_size": 2, "num_experts": 4}, "--expert-model-parallel-size"),
-    "experts and zero": (
-        {"expert_model_parallel_size": 2, "num_experts": 4, "zero_stage": 2, **REPLICAS},
-        "--expert-model-parallel-size",
-    ),
-    "zero and split": ({"zero_stage": 1, "schedule": "zero-bubble"}, "--zero-stage"),
     "sequence alone": ({"sequence_parallel": True}, "--sequence-parallel"),
     "processes": ({"pipeline_model_parallel_size": 2, "global_batch_size": 4}, "--pipeline-model-parallel-size"),
     "replicas": (
@@ -119,10 +111,6 @@ CASES = {
     "exit form": ({"early_exit_layers": "2,1"}, "--early-exit-layers"),
     "exit behind all": ({"early_exit_layers": "1,3"}, "--early-exit-layers"),
     "exit and depths": ({"early_exit_layers": "1", "mod_capacity": 0.5}, "--early-exit-layers"),
-    "exit and tensor": (
-        {"early_exit_layers": "1", "tensor_model_parallel_size": 2, "world_size": 2},
-        "--early-exit-layers",
-    ),
     "frozen by parts": (
         {
             "freeze_adaptive": True,
@@ -163,7 +151,38 @@ CASES = {
         "--inter-grad-comp-rank",
     ),
     "feedback of nothing": ({"use_error_feedback": True}, "--use-error-feedback"),
+    "replicas of nothing": ({"grad_comp": True}, "--grad-comp"),
+    "packed by parts": ({"grad_comp": True, "zero_stage": 2, **REPLICAS}, "--grad-comp"),
+    "packed experts": (
+        {"grad_comp": True, "expert_model_parallel_size": 2, "num_experts": 4, **REPLICAS},
+        "--grad-comp",
+    ),
+    "selected of nothing": (
+        {"selective_grad_comp": True, "selective_grad_comp_way": 1},
+        "--selective-grad-comp",
+    ),
+    "selected nobody": ({"grad_comp": True, "selective_grad_comp": True, **REPLICAS}, "--selective-grad-comp"),
+    "way of nothing": ({"selective_grad_comp_way": 1}, "--selective-grad-comp-way"),
+    "too many selected": (
+        {"grad_comp": True, "selective_grad_comp": True, "selective_grad_comp_way": 2, **REPLICAS},
+        "--selective-grad-comp-way",
+    ),
+    "fused nothing": ({"emb_comm_opt": True, "untie_embeddings_and_output_weights": True}, "--emb-comm-opt"),
+    "fused by parts": ({"emb_comm_opt": True, "zero_stage": 1, **REPLICAS}, "--emb-comm-opt"),
     "measuring nothing": ({"check_comp_ratio": True}, "--check-comp-ratio"),
+    "lonely queries": ({**ICT, "micro_batch_size": 1}, "--micro-batch-size"),
+    "more than all": ({**ICT, "retriever_report_topk_accuracies": "1 3"}, "--retriever-report-topk-accuracies"),
+    "no number": ({**ICT, "retriever_report_topk_accuracies": "1 x"}, "--retriever-report-topk-accuracies"),
+    "two lengths": ({**ICT, "retriever_seq_length": 16}, "--retriever-seq-length"),
+    "titles of two": ({**ICT, "titles_data_path": "t", "data_path": "0.3 a 0.7 b"}, "--titles-data-path"),
+    "pruned twice": ({**ICT, "biencoder_shared_query_context_model": True, "sparsify": True}, "--sparsify"),
+    "cut queries": (
+        {**ICT, "sequence_parallel": True, "tensor_model_parallel_size": 2, "world_size": 2},
+        "--sequence-parallel",
+    ),
+    "towers of a gpt": ({"query_in_block_prob": 0.5}, "--query-in-block-prob"),
+    "evaluating nothing": ({"skip_train": True, "load": "a", "eval_iters": 0}, "--skip-train"),
+    "evaluating nobody": ({"skip_train": True}, "--skip-train"),
     "two names": ({"run_dir": "a", "save": "b"}, "--save"),
 }
 
