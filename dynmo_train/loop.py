@@ -45,7 +45,7 @@ def run_pretrain(config: Config) -> int:
     try:
         run = _Run(config, begin(config, world))
         try:
-            return run.train()
+            return run.evaluate() if config.training.skip_train else run.train()
         finally:
             run.close()
     except TokenError:
@@ -111,8 +111,6 @@ class _Run:
             self.recorder.event("planner", problem, step=self.step)
         minutes = training.exit_duration_in_mins
         wishes, last = Wishes(), False
-        if training.skip_train:
-            return self._evaluate_only()
         with Interrupts(minutes * 60 if minutes is not None else None) as interrupts:
             while self.step < training.train_iters and not wishes.leave:
                 self._train_step()
@@ -144,7 +142,9 @@ class _Run:
     def _is_due(self, every: int | None) -> bool:
         return every is not None and self.step % every == 0
 
-    def _evaluate_only(self) -> int:
+    def evaluate(self) -> int:
+        """No step: the held-out data alone; the exit code."""
+        self._log.start(self.engine.partition, self.step + 1, parameter_counts(self.engine))
         self._evaluate()
         self._test()
         return EXIT_OK
