@@ -37,7 +37,17 @@ Schedule = Literal["gpipe", "1f1b", "interleaved-1f1b", "zero-bubble", "zb-v"]
 BalanceMode = Literal["off", "online", "offline"]
 Granularity = Literal["layer", "sublayer"]
 Planner = Literal["internal", "external"]
-Balancer = Literal["exact", "time", "parameters", "uniform", "deepspeed", "diffusion"]
+Balancer = Literal[
+    "exact",
+    "time",
+    "parameters",
+    "uniform",
+    "deepspeed",
+    "deepspeed_param",
+    "deepspeed_static",
+    "diffusion",
+    "diffusion_param",
+]
 BalancePolicy = Literal["never", "always", "threshold", "regret"]
 
 

@@ -307,13 +307,20 @@ class HeldItems:
         }
         return ItemState(tensors=tensors, steps=state.steps)
 
-    def adopt(self, item: str, state: ItemState) -> None:
-        """Hold an item with exactly this state; raises ``KeyError`` where a parameter is missing."""
+    def adopt(self, item: str, state: ItemState, *, owned: bool = False) -> None:
+        """Hold an item with exactly this state; raises ``KeyError`` where a parameter is missing.
+
+        Args:
+            owned: whether the tensors, on this process's device, are given away: they are not copied then.
+        """
         module = self.blueprint(item).to_empty(device=self.device)
         self.hold(item, module)
         with torch.no_grad():
             for name, parameter in self._own[item].items():
-                parameter.copy_(state.tensors[name])
+                if owned and self.shards is None:
+                    parameter.data = state.tensors[name]
+                else:
+                    parameter.copy_(state.tensors[name])
         for name, layer in masks_of(item, module).items():
             if f"{name}.mask" in state.tensors:
                 self.prune(item, name, layer, state.tensors[f"{name}.mask"].to(self.device))
@@ -326,7 +333,9 @@ class HeldItems:
         optimizer = self._optimizers[item]
         for name, parameter in self._own[item].items():
             if name in state.steps:
-                moments = {key: state.tensors[f"{name}.{key}"].to(self.device).clone() for key in MOMENTS}
+                moments = {key: state.tensors[f"{name}.{key}"].to(self.device) for key in MOMENTS}
+                if not owned:
+                    moments = {key: moment.clone() for key, moment in moments.items()}
                 optimizer.adopt(parameter, state.steps[name], moments)
         self._share()
 
