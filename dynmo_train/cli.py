@@ -5,6 +5,7 @@ from __future__ import annotations
 import typer
 
 from .commands import cluster as _cluster  # noqa: F401 - adds its commands to launch
+from .commands.explain import explain_flags
 from .commands.generate import generate_text
 from .commands.launch import launch
 from .commands.pretrain import pretrain
@@ -21,6 +22,7 @@ app.add_typer(pretrain, name="pretrain")
 app.add_typer(launch, name="launch")
 app.command("generate")(generate_text)
 app.command("tune-sparse")(tune_sparse)
+app.command("explain-flags")(explain_flags)
 app.command("compare")(compare)
 app.command("monitor")(monitor)
 
