@@ -37,5 +37,7 @@ def test_every_command_is_in_the_table():
         for inner in getattr(command, "commands", {"": None})
     ]
     single = ["launch local", "generate", "compare", "monitor", "tune-sparse"]
+    single += [f"evaluate {name}" for name in ("wikitext", "lambada", "mnli", "race", "lm-eval")]
+    single += ["finetune mnli", "finetune race", "tasks"]
     assert sorted(names) == sorted([*(f"pretrain {name}" for name in ("gpt", "llama", "bert", "t5")), *single])
     assert [name for name in names if f"\n| `{name}` |" not in README] == []
