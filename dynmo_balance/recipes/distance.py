@@ -7,6 +7,7 @@ from typing import Any
 
 from ..auto import search
 from ..bounds import Bounds
+from ..formats.plan import CUSTOM
 from ..partition import solve
 from ..schedules import SCHEDULES
 from ..simulate import predict
@@ -48,7 +49,7 @@ def distance_of(recipe: Recipe) -> Distance:
     """The distance of a recipe; a search takes some seconds at 8 workers."""
     header, _, last = final_costs(recipe)
     plain = problem_of(header, last, "layer")
-    found = search(header, plain, tuple(SCHEDULES), ("layer", "sublayer"))
+    found = search(header, plain, (*SCHEDULES, CUSTOM), ("layer", "sublayer"))
     return Distance(
         recipe=recipe,
         bounds=found.bounds,

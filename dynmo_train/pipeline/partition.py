@@ -17,11 +17,13 @@ class Partition:
         workers: the number of pipeline workers.
         vee: whether stages ``p`` and ``2 workers - 1 - p`` are on worker ``p`` (ZB-V); else stage ``s`` is on worker
             ``s mod workers``.
+        placed: the worker of each stage, as many stages on each, where a plan with its own operations says it.
     """
 
     stages: tuple[tuple[str, ...], ...]
     workers: int
     vee: bool = False
+    placed: tuple[int, ...] | None = None
 
     @property
     def virtual_stages(self) -> int:
@@ -30,6 +32,8 @@ class Partition:
 
     def worker_of_stage(self, stage: int) -> int:
         """The worker that runs a stage."""
+        if self.placed is not None:
+            return self.placed[stage]
         turn, place = divmod(stage, self.workers)
         return self.workers - 1 - place if self.vee and turn % 2 else place
 

@@ -73,6 +73,7 @@ class Scenario:
     plasticity: PlasticityRule | None = None
     cache_bytes: int | None = None
     moe: MoeShape | None = None
+    operations: tuple[str, ...] | None = None
     epoch: int | None = None  # steps after which the samples come again
 
     def batch(self, step: int) -> Batch:
@@ -115,6 +116,7 @@ class Scenario:
                 recompute=self.recompute,
                 selective=self.selective,
                 front_cache_bytes=self.cache_bytes,
+                operations=self.operations,
             ),
             adamw=AdamWSettings(beta1=0.9, beta2=0.99, eps=1e-8, weight_decay=0.1),
             rate=LearningRate(peak=3e-3, floor=0.0, style="cosine", warmup_steps=3, decay_steps=20),

@@ -9,7 +9,7 @@ from ...formats._document import Problem
 from ..schema import Config
 from .problem import Rule, conflict, later
 
-SPLIT_BACKWARD = ("zero-bubble", "zb-v")
+SPLIT_BACKWARD = ("zero-bubble", "zb-v", "custom")
 
 
 def _workers(config: Config, world_size: int) -> Iterator[Problem]:
@@ -144,6 +144,16 @@ def _microbatches(config: Config, _world_size: int) -> Iterator[Problem]:
             return
 
 
+def _custom(config: Config, _world_size: int) -> Iterator[Problem]:
+    """A plan's own operations are of one partition and one number of microbatches."""
+    if config.parallel.schedule != "custom":
+        return
+    if config.balance.balance != "offline" or config.balance.plan is None:
+        yield conflict("--schedule", "custom needs --balance offline and --plan FILE, whose operations it runs")
+    if len(config.batch_sizes.sizes()) > 1:
+        yield conflict("--schedule", "custom has one number of microbatches; leave --rampup-batch-size out")
+
+
 PARALLEL_RULES: tuple[Rule, ...] = (
     _workers,
     _zero,
@@ -152,4 +162,5 @@ PARALLEL_RULES: tuple[Rule, ...] = (
     _sequence,
     _stages,
     _microbatches,
+    _custom,
 )

@@ -104,6 +104,11 @@ CASES = {
     ),
     "freeze form": ({"freeze_schedule": "x"}, "--freeze-schedule"),
     "freeze more": ({"freeze_schedule": "10:5"}, "--freeze-schedule"),
+    "own operations": ({"schedule": "custom"}, "--schedule"),
+    "own operations grow": (
+        {"schedule": "custom", "balance": "offline", "plan": "p", "rampup_batch_size": "1 1 10"},
+        "--schedule",
+    ),
     "emulate nothing": ({"emulate_scale": 2.0}, "--emulate-scale"),
     "freeze nothing": ({"freeze_tied": True}, "--freeze-tied"),
     "freeze untied": (
