@@ -17,6 +17,7 @@ import numpy.typing as npt
 from .copying import copy_into
 from .errors import UsageError
 from .formats.indexed import Index, best_dtype, bin_path, encode_index, idx_path
+from .formats.numbers import Numbers, bounds, chained, whole_file
 from .plan import Plan
 from .records import BadLineError, text_of
 from .sentences import split_sentences
@@ -155,7 +156,7 @@ def tokenize_slice(task: Task) -> None:
             writer.write(*pack(encoded, counts, eod, keep_empty=settings.keep_empty))
             texts.clear()
 
-    for row in task.rows():
+    for row in task.objects():
         try:
             found = [text_of(row.value, key) for key in settings.json_keys]
         except BadLineError as error:
@@ -163,7 +164,7 @@ def tokenize_slice(task: Task) -> None:
             continue
         num_documents += 1
         for texts, text in zip(waiting, found, strict=True):
-            texts.append(text)
+            texts.append(text if settings.keep_empty or not text.isspace() else "")
             size += len(text)
         if size >= BATCH_CHARACTERS:
             flush()
@@ -199,7 +200,7 @@ def join(task: Task) -> None:
             form="mmap" if settings.dataset_impl is IndexForm.MMAP else "tnt",
             dtype=dtype,
             lengths=_numbers(task, lengths),
-            documents=np.cumsum(np.concatenate([[0], _numbers(task, documents)]), dtype=np.int64),
+            documents=bounds(_numbers(task, documents)),
         )
         writer = task.create(idx_path(prefix))
         for piece in encode_index(index):
@@ -210,6 +211,6 @@ def join(task: Task) -> None:
             )
 
 
-def _numbers(task: Task, kind: str) -> npt.NDArray[np.int64]:
-    parts = [np.fromfile(task.part(kind, index), dtype="<i4") for index in range(len(task.plan.tasks))]
-    return np.concatenate(parts).astype(np.int64)
+def _numbers(task: Task, kind: str) -> Numbers:
+    """The numbers of this kind of all slices, which stay on disk."""
+    return chained([whole_file(task.part(kind, index), "<i4") for index in range(len(task.plan.tasks))])

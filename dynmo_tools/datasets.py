@@ -13,6 +13,7 @@ import numpy as np
 from .copying import copy_into
 from .errors import UsageError
 from .formats.indexed import CODES, Index, bin_path, encode_index, idx_path, read_index
+from .formats.numbers import but_first, chained, in_memory, shifted
 from .settings import IndexForm
 from .wholefile import sweep_temporaries
 
@@ -99,14 +100,14 @@ def merged_index(indices: Sequence[Index], names: Sequence[Path], *, widen: bool
     if any((index.modes is None) != (indices[0].modes is None) for index in indices):
         raise UsageError("some of the data sets are multimodal and some are not")
     before = np.cumsum([0, *(len(index.lengths) for index in indices)])
-    documents = [index.documents[1:] + first for index, first in zip(indices, before, strict=False)]
+    documents = [shifted(but_first(index.documents), int(at)) for index, at in zip(indices, before, strict=False)]
     modes = [index.modes for index in indices if index.modes is not None]
     return Index(
         form=indices[0].form,
         dtype=dtype,
-        lengths=np.concatenate([index.lengths for index in indices]),
-        documents=np.concatenate([np.zeros(1, dtype=np.int64), *documents]),
-        modes=np.concatenate(modes) if modes else None,
+        lengths=chained([index.lengths for index in indices]),
+        documents=chained([in_memory([0]), *documents]),
+        modes=chained(modes) if modes else None,
     )
 
 

@@ -35,6 +35,7 @@ from .tasks import Phase, Task, marker_of
 from .unionfind import UnionFind
 
 REMOVED = "removed.u8"
+DOCUMENT_CHARACTERS = 64  # what the objects of a waiting document weigh beside its characters
 
 
 def find_phases(plan: Plan) -> list[Phase]:
@@ -88,24 +89,36 @@ def sign_slice(task: Task) -> None:
     settings: MatchSettings = task.job.settings
     check_bands(settings)
     perms = permutations(settings.num_seeds, settings.seed)
-    signatures, texts, names = (task.create(task.part(kind)) for kind in (SIGNATURES, TEXTS, NAMES))
-    ends = [0]
+    kinds = (SIGNATURES, TEXTS, OFFSETS, NAMES)
+    signatures, texts, offsets, names = (task.create(task.part(kind)) for kind in kinds)
+    offsets.write(np.zeros(1, dtype=np.int64).tobytes())
     waiting: list[str] = []
-    size = 0
+    ends: list[int] = []
+    size = end = documents = 0
+
+    def flush() -> None:
+        signatures.write(sign(waiting, settings.shingle_characters, perms).tobytes())
+        offsets.write(np.asarray(ends, dtype=np.int64).tobytes())
+        waiting.clear()
+        ends.clear()
+
     for row, text in task.documents(settings.json_key):
         encoded = text.encode()
         texts.write(encoded)
         write_name(names, name_of(row.value, settings.id_key), place_of(task.slice.path, row))
-        ends.append(ends[-1] + len(encoded))
+        end += len(encoded)
+        documents += 1
+        ends.append(end)
         waiting.append(text)
-        size += len(text)
+        size += len(text) + DOCUMENT_CHARACTERS
         if size >= 4 * BLOCK_SHINGLES:
-            signatures.write(sign(waiting, settings.shingle_characters, perms).tobytes())
-            waiting, size = [], 0
+            flush()
+            size = 0
     if waiting:
-        signatures.write(sign(waiting, settings.shingle_characters, perms).tobytes())
-    task.create(task.part(OFFSETS)).write(np.asarray(ends, dtype=np.int64).tobytes())
-    task.result["documents"] = len(ends) - 1
+        flush()
+    task.result["documents"] = documents
+    if task.job.step == "find-duplicates":  # dedup counts what it writes
+        task.tally.documents_kept += documents
 
 
 def _parts(task: Task) -> tuple[list[SignedPart], int]:

@@ -19,6 +19,7 @@ from . import __version__
 from .copying import copy_into
 from .errors import UsageError
 from .formats._document import encode_json, envelope, read_json, write_whole
+from .formats.numbers import but_first, whole_file
 from .minhash import SCHEME, band_keys
 from .settings import MatchSettings
 from .shingles import U32, U64
@@ -85,9 +86,9 @@ def save_parts(parts: Sequence[SignedPart], folder: Path, settings: MatchSetting
         target.write(np.zeros(1, dtype=np.int64).tobytes())
         before = 0
         for part in parts:
-            offsets = np.fromfile(part.path(OFFSETS), dtype=np.int64)
-            target.write((offsets[1:] + before).tobytes())
-            before += int(offsets[-1])
+            for block in but_first(whole_file(part.path(OFFSETS), "<i8")).blocks():
+                target.write((block + before).tobytes())
+            before += part.path(TEXTS).stat().st_size
     header = {
         **envelope(FORMAT, VERSION, f"dynmo-prep {__version__}"),
         **rules_of(settings),

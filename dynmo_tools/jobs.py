@@ -19,11 +19,13 @@ from .console import say
 from .errors import DynmoError, UsageError
 from .executors import Crew, run_inline
 from .formats._document import encode_json, envelope, write_whole
-from .plan import Job, Plan, check_output, load_plan, make_plan, store_plan
+from .options import files_of, outputs_of
+from .plan import Job, Plan, Source, check_output, load_plan, make_plan, store_plan
 from .progress import meter
 from .records import Tally
 from .settings import ExecutorName
 from .tasks import Phase, Report, finished, marker_path
+from .wholefile import whole_file
 
 SUMMARY_FORMAT = "dynmo.prep-summary"
 SUMMARY_VERSION = 1
@@ -108,10 +110,8 @@ def open_work(job: Job, execution: Execution) -> Plan:
     Raises:
         UsageError: the folder belongs to a run with other settings or inputs, and nothing allows to redo it.
     """
-    check_output(job.inputs, [job.output])
-    job.output.parent.mkdir(parents=True, exist_ok=True)
-    job.work.mkdir(parents=True, exist_ok=True)
     plan = make_plan(job)
+    job.output.parent.mkdir(parents=True, exist_ok=True)
     if (job.work / "plan.json").exists() and not execution.overwrite:
         stored = load_plan(job.work)
         if stored.digest == plan.digest:
@@ -130,6 +130,18 @@ def open_work(job: Job, execution: Execution) -> Plan:
     return plan
 
 
+def enter_work(job: Job) -> None:
+    """Make the work folder; before that, refuse what would write over what is read, or twice into one file.
+
+    Raises:
+        UsageError: see ``plan.check_output``; or an input or a file of the settings is not there.
+    """
+    for path in (*job.inputs, *files_of(job.settings)):
+        Source.of(path)
+    check_output([*job.inputs, *files_of(job.settings)], [job.output, *outputs_of(job.settings)])
+    job.work.mkdir(parents=True, exist_ok=True)
+
+
 def sweep(job: Job) -> None:
     """Remove what killed runs left under temporary names."""
     own = ((folder, "") for folder in (job.work, job.work / "parts", job.work / "done", job.work / "rejects"))
@@ -146,7 +158,7 @@ def run_job(job: Job, phases_of: Callable[[Plan], Sequence[Phase]], execution: E
         phases_of: makes its phases, in order, from the plan.
         execution: how to run them.
     """
-    job.work.mkdir(parents=True, exist_ok=True)
+    enter_work(job)
     with locked(job.work):
         plan = open_work(job, execution)
         chosen = phases_of(plan)
@@ -195,7 +207,7 @@ def _run_phases(
 
 def prepare(job: Job, phases_of: Callable[[Plan], Sequence[Phase]], execution: Execution) -> Sequence[Phase]:
     """Freeze the plan of a job that others will run; its phases."""
-    job.work.mkdir(parents=True, exist_ok=True)
+    enter_work(job)
     with locked(job.work):
         return phases_of(open_work(job, execution))
 
@@ -208,7 +220,7 @@ def run_part(job: Job, phases_of: Callable[[Plan], Sequence[Phase]], execution: 
     """
     if not 0 <= part.index < part.count:
         raise UsageError(f"--task-index is {part.index}; it must be between 0 and --task-count - 1 = {part.count - 1}")
-    job.work.mkdir(parents=True, exist_ok=True)
+    enter_work(job)
     with locked(job.work, shared=True) as share:
         plan = open_work(job, execution)
         for name in ("parts", "done"):
@@ -246,7 +258,7 @@ def _execute(
     if execution.executor is ExecutorName.RAY and pending:
         from .ray_executor import run_ray
 
-        return run_ray(crew.job, phase, pending, execution.workers)
+        return run_ray(crew.job, phase, pending, execution.workers, report)
     if min(execution.workers, len(pending)) <= 1:
         return run_inline(crew.job, phase, pending, report)
     return crew.run(phase, pending, report)
@@ -317,19 +329,19 @@ def _remove_parts(folder: Path) -> None:
 
 def _gather_rejects(job: Job, plan: Plan, phases: Sequence[Phase]) -> None:
     """Move rejected records to ``rejects/``, their line numbers counted from the start of the file."""
-    before: dict[Path, int] = {}
+    before: dict[Path | None, int] = {}
     reading = next((phase for phase in phases if phase.reads), None)
     if reading is None:
         return
-    for index, part in enumerate(plan.tasks):
-        marker = json.loads(marker_path(job.work, reading.name, index).read_bytes())
+    for index in range(reading.tasks):
+        path = plan.tasks[index].path if reading.tasks == len(plan.tasks) else None  # else one task read all slices
         source = job.work / "parts" / f"{index:05d}-rejects.jsonl"
+        shift = before.get(path, 0)
         if source.exists():
-            rows = [json.loads(line) for line in source.read_bytes().splitlines()]
-            for row in rows:
-                row["line"] += before.get(part.path, 0)
-            payload = b"".join(json.dumps(row, ensure_ascii=False).encode() + b"\n" for row in rows)
-            target = job.work / "rejects" / f"part-{index:05d}.jsonl"
-            target.parent.mkdir(exist_ok=True)
-            write_whole(target, payload)
-        before[part.path] = before.get(part.path, 0) + marker["tally"]["lines"]
+            with open(source, "rb") as lines, whole_file(job.work / "rejects" / f"part-{index:05d}.jsonl") as target:
+                for line in lines:
+                    row = json.loads(line)
+                    row["line"] += shift
+                    target.write(json.dumps(row, ensure_ascii=False).encode() + b"\n")
+        marker = json.loads(marker_path(job.work, reading.name, index).read_bytes())
+        before[path] = shift + marker["tally"]["lines"]

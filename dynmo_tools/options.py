@@ -16,7 +16,13 @@ from .errors import UsageError
 
 
 def setting(
-    default: Any = dataclasses.MISSING, *, help: str, names: Sequence[str] = (), file: bool = False, data: bool = True
+    default: Any = dataclasses.MISSING,
+    *,
+    help: str,
+    names: Sequence[str] = (),
+    file: bool = False,
+    data: bool = True,
+    output: bool = False,
 ) -> Any:
     """A field of a settings dataclass.
 
@@ -26,8 +32,9 @@ def setting(
         names: further names of the flag, such as those of the classic tools.
         file: the value names a file whose content shapes the result, so that its size and date belong to the plan.
         data: the value shapes the result; a run is not resumed under another value of it.
+        output: the value names a file or folder that is written.
     """
-    metadata = {"help": help, "names": tuple(names), "file": file, "data": data}
+    metadata = {"help": help, "names": tuple(names), "file": file, "data": data, "output": output}
     if isinstance(default, list | dict):
         raise TypeError("a default must be immutable")
     return dataclasses.field(default=default, metadata=metadata)
@@ -172,9 +179,19 @@ def jsonable(settings: Any, *, data_only: bool = False) -> dict[str, Any]:
 
 def files_of(settings: Any) -> list[Path]:
     """The files that the settings name and that shape the result."""
+    more = getattr(settings, "named_files", None)  # those that are named within other values
+    return [*_named(settings, "file"), *(more() if more is not None else [])]
+
+
+def outputs_of(settings: Any) -> list[Path]:
+    """The files and folders that the settings name and that are written."""
+    return _named(settings, "output")
+
+
+def _named(settings: Any, kind: str) -> list[Path]:
     found: list[Path] = []
     for field in dataclasses.fields(settings):
         value = getattr(settings, field.name)
-        if field.metadata["file"] and value is not None:
+        if field.metadata[kind] and value is not None:
             found.extend(value if isinstance(value, tuple) else [value])
     return found

@@ -44,15 +44,22 @@ class _Lines:
         self._documents += documents
         self._bytes += size
         now = time.monotonic()
-        if now - self._told < LINE_EVERY_S:
-            return
         shown = self._documents - self._documents % self._interval
-        if shown > self._told_documents:
-            self._told, self._told_documents = now, shown
-            elapsed = now - self._began
-            rate = self._bytes / elapsed
-            left = f" {max(self._total - self._bytes, 0) / rate:.0f} s left" if rate and self._total else ""
-            say(f"Processed {shown} documents ({self._documents / elapsed:.1f} docs/s, {rate / 1e6:.2f} MB/s).{left}")
+        if now - self._told >= LINE_EVERY_S and shown > self._told_documents:
+            self._told = now
+            rate = self._bytes / (now - self._began)
+            self._tell(shown, f" {max(self._total - self._bytes, 0) / rate:.0f} s left" if rate and self._total else "")
+
+    def finish(self) -> None:
+        """The last line: all documents that were read."""
+        if self._documents > self._told_documents:
+            self._tell(self._documents)
+
+    def _tell(self, shown: int, left: str = "") -> None:
+        self._told_documents = shown
+        elapsed = max(time.monotonic() - self._began, 1e-9)
+        rates = f"{self._documents / elapsed:.1f} docs/s, {self._bytes / elapsed / 1e6:.2f} MB/s"
+        say(f"Processed {shown} documents ({rates}).{left}")
 
 
 class _Bar:
@@ -88,4 +95,6 @@ def meter(label: str, total_bytes: int, *, log_interval: int = 1000) -> Iterator
         with Progress(*columns, console=Console(file=sys.stderr), transient=True) as bar:
             yield _Bar(bar, label, total_bytes)
     else:
-        yield _Lines(label, total_bytes, log_interval)
+        lines = _Lines(label, total_bytes, log_interval)
+        yield lines
+        lines.finish()

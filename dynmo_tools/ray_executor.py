@@ -8,7 +8,7 @@ from typing import Any
 
 from .errors import DynmoError, MissingExtraError
 from .plan import Job
-from .tasks import Phase, TaskFailedError, WorkerDiedError, run_task
+from .tasks import Phase, Report, TaskFailedError, WorkerDiedError, run_task
 
 
 def _answer(job: Job, phase: Phase, index: int) -> tuple[str, Any, int]:
@@ -19,10 +19,12 @@ def _answer(job: Job, phase: Phase, index: int) -> tuple[str, Any, int]:
         return "error", str(error), error.exit_code
 
 
-def run_ray(job: Job, phase: Phase, indices: Sequence[int], workers: int) -> Iterator[tuple[int, dict[str, Any]]]:
+def run_ray(
+    job: Job, phase: Phase, indices: Sequence[int], workers: int, report: Report
+) -> Iterator[tuple[int, dict[str, Any]]]:
     """Run the tasks on the cluster of ``RAY_ADDRESS``, or on one of this machine with ``workers`` processes.
 
-    At most two tasks a worker are handed out at a time.
+    At most two tasks a worker are handed out at a time; ``report`` hears of each when it is done.
     """
     try:
         import ray
@@ -47,4 +49,5 @@ def run_ray(job: Job, phase: Phase, indices: Sequence[int], workers: int) -> Ite
             raise WorkerDiedError.of(phase, index, type(error).__name__) from error
         if kind == "error":
             raise TaskFailedError(value, exit_code)
+        report(value["tally"]["documents_in"], value["tally"]["bytes_in"])
         yield index, value

@@ -173,7 +173,16 @@ def read_lines(part: Slice, limit_bytes: int) -> Iterator[Line]:
         raise
 
 
-def parse_line(raw: bytes, *, repair_utf8: bool = False) -> dict[str, Any]:
+def repair_utf8(raw: bytes) -> bytes:
+    """The line with U+FFFD in place of bytes that are no UTF-8."""
+    try:
+        raw.decode()
+    except UnicodeDecodeError:
+        return raw.decode("utf-8", "replace").encode()
+    return raw
+
+
+def parse_line(raw: bytes) -> dict[str, Any]:
     """The JSON object of a line; ``BadLineError`` with ``utf8`` or ``json`` where there is none.
 
     NaN, infinities and lone surrogates, which the fast parser refuses, pass as Python's own parser takes them.
@@ -183,7 +192,7 @@ def parse_line(raw: bytes, *, repair_utf8: bool = False) -> dict[str, Any]:
         value = orjson.loads(raw)
     except orjson.JSONDecodeError:
         try:
-            text = raw.decode("utf-8", "replace" if repair_utf8 else "strict")
+            text = raw.decode()
         except UnicodeDecodeError as error:
             raise BadLineError("utf8") from error
         try:
@@ -204,6 +213,15 @@ def has_surrogates(text: str) -> bool:
     except UnicodeEncodeError:
         return True
     return False
+
+
+def holds_surrogates(value: Any) -> bool:
+    """Whether any text in a JSON value, key or not, holds lone surrogates."""
+    if isinstance(value, dict):
+        return any(has_surrogates(key) or holds_surrogates(element) for key, element in value.items())
+    if isinstance(value, list):
+        return any(map(holds_surrogates, value))
+    return isinstance(value, str) and has_surrogates(value)
 
 
 def text_of(value: dict[str, Any], key: str, *, allow_surrogates: bool = False) -> str:
@@ -253,14 +271,21 @@ def excerpt(raw: bytes) -> str:
 
 
 def read_parquet(part: Slice) -> Iterator[Row]:
-    """The rows of a parquet file as documents; the line is the row's number, the offset 0."""
+    """The rows of a parquet file as documents; the line is the row's number, the offset 0.
+
+    Raises:
+        DynmoError: the file is cut off, damaged or no parquet.
+    """
     try:
         import pyarrow.parquet
     except ImportError as error:
         raise MissingExtraError("pyarrow", "parquet") from error
     number = 0
-    with pyarrow.parquet.ParquetFile(part.path) as table:
-        for batch in table.iter_batches(batch_size=PARQUET_BATCH_ROWS):
-            for value in batch.to_pylist():
-                number += 1
-                yield Row(number, 0, json.dumps(value, ensure_ascii=False, default=str).encode(), value)
+    try:
+        with pyarrow.parquet.ParquetFile(part.path) as table:
+            for batch in table.iter_batches(batch_size=PARQUET_BATCH_ROWS):
+                for value in batch.to_pylist():
+                    number += 1
+                    yield Row(number, 0, json.dumps(value, ensure_ascii=False, default=str).encode(), value)
+    except (pyarrow.ArrowException, OSError) as error:
+        raise DynmoError(f"{part.path}: is damaged or no parquet file, behind row {number}: {error}") from error

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
+from .errors import UsageError
 from .options import setting
 
 
@@ -68,7 +69,7 @@ class CleanSettings:
         False, help="Replace typographic quotes, dashes, dots and full-width signs by the plain ones of ASCII."
     )
     seed: int = setting(0, help="Seed of langdetect's random sampling.")
-    save_dropped: Path | None = setting(None, help="Write the documents that are dropped to this file.")
+    save_dropped: Path | None = setting(None, output=True, help="Write the documents that are dropped to this file.")
 
 
 class FixTask(StrEnum):
@@ -97,7 +98,7 @@ class FixSettings:
     )
     seed: int = setting(0, help="Seed of langdetect's random sampling.")
     save_dropped: Path | None = setting(
-        None, names=("--filtered",), help="Write the documents that are dropped to this file."
+        None, output=True, names=("--filtered",), help="Write the documents that are dropped to this file."
     )
 
 
@@ -131,7 +132,7 @@ class MatchSettings:
         help="Folder of fingerprints of earlier documents, which count as the first ones. Repeat for several.",
     )
     save_fingerprints: Path | None = setting(
-        None, help="Folder to keep the fingerprints of all documents in, loaded ones included."
+        None, output=True, help="Folder to keep the fingerprints of all documents in, loaded ones included."
     )
 
 
@@ -196,7 +197,7 @@ class DecontaminateSettings:
     )
     name: tuple[str, ...] = setting((), help="Names in split_id instead of those of the tasks. Repeat for several.")
     load_dictionary: Path | None = setting(None, file=True, help="Use a saved dictionary; nothing is counted.")
-    save_dictionary: Path | None = setting(None, help="Save the dictionary, without the common n-grams.")
+    save_dictionary: Path | None = setting(None, output=True, help="Save the dictionary, without the common n-grams.")
     max_ngram_size: int = setting(13, help="Words of an n-gram.")
     min_ngram_size: int = setting(
         8, help="Task texts of fewer words are not looked for; up to the maximum, as a whole."
@@ -205,6 +206,12 @@ class DecontaminateSettings:
     remove_char_each_side: int = setting(200, help="Characters to cut on each side, up to the end of a sentence.")
     filter_text_char_len: int = setting(200, help="Pieces of at most this many characters are dropped.")
     splits_count: int = setting(10, help="Documents of more pieces are dropped.")
+
+    def named_files(self) -> list[Path]:
+        """The tasks' files, for ``options.files_of``."""
+        from .decontamination import parse_task
+
+        return [parse_task(text)[1] for text in self.task]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -282,12 +289,18 @@ class BinarizeSettings:
     split_sentences: bool = setting(False, help="Make each sentence a sequence, as BERT and T5 want it.")
     keep_newlines: bool = setting(False, help="Leave the white space behind a sentence on it when splitting.")
     keep_empty: bool = setting(
-        False, help="Write empty documents as documents of no tokens instead of leaving them out."
+        False,
+        help="Write empty documents as documents of no tokens, and white space as it is, instead of leaving them out.",
     )
     dataset_impl: IndexForm = setting(IndexForm.MMAP, help="Form of the index; cached and lazy have the same bytes.")
     engine: Engine = setting(
         Engine.AUTO, data=False, help="Library that runs BPE: gigatoken where it can, else tokenizers; same ids."
     )
+
+    def __post_init__(self) -> None:
+        """Refuse two data sets of one name."""
+        if len(set(self.json_keys)) < len(self.json_keys):
+            raise UsageError(f"--json-keys {' '.join(self.json_keys)}: a key is named twice; each becomes one data set")
 
 
 class Utf8(StrEnum):

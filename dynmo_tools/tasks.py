@@ -21,7 +21,19 @@ from .compression import is_compressed, wrap_write
 from .errors import DynmoError
 from .formats._document import encode_json, write_whole
 from .plan import Job, Plan, load_plan
-from .records import BadLineError, Row, Slice, Tally, excerpt, parse_line, read_lines, read_parquet, text_of
+from .records import (
+    BadLineError,
+    Row,
+    Slice,
+    Tally,
+    excerpt,
+    holds_surrogates,
+    parse_line,
+    read_lines,
+    read_parquet,
+    repair_utf8,
+    text_of,
+)
 
 REPORT_EVERY_DOCUMENTS = 256
 REPORT_EVERY_S = 0.2
@@ -97,6 +109,8 @@ class Task:
     facts: dict[str, Any] = field(default_factory=dict)
     _outputs: list[_Output] = field(default_factory=list)
     _rejects: IO[bytes] | None = None
+    _source: Path | None = None
+    _lines_before: int = 0
 
     @property
     def slice(self) -> Slice:
@@ -118,18 +132,35 @@ class Task:
         self._outputs.append(_Output(target, existing=path))
 
     def reject(self, line: int, offset: int, reason: str, raw: bytes) -> None:
-        """Put a line aside as no usable document; in a phase that only reads again, it was put aside before."""
+        """Put a line aside as no usable document; in a phase that only reads again, it was put aside before.
+
+        ``line`` is counted in the slice that was opened last; it is told as counted in what the task read of the file.
+        """
         if not self.phase.reads:
             return
+        file, line = str(self._source), line + self._lines_before
         self.tally.reject(reason)
         if self._rejects is None:
             self._rejects = self.create(self.part("rejects.jsonl"))
-        row = {"file": str(self.slice.path), "line": line, "offset": offset, "reason": reason, "excerpt": excerpt(raw)}
+        row = {"file": file, "line": line, "offset": offset, "reason": reason, "excerpt": excerpt(raw)}
         self._rejects.write(json.dumps(row, ensure_ascii=False).encode() + b"\n")
 
     def rows(self, part: Slice | None = None) -> Iterator[Row]:
-        """The documents of a slice, this task's own by default; what is none goes to the rejects."""
+        """The documents of a slice, this task's own by default, whatever their keys; what is none goes to the rejects.
+
+        A document with a lone surrogate anywhere is none: who takes texts by their key asks ``documents``.
+        """
+        for row in self.objects(part):
+            if b"\\u" in row.raw and holds_surrogates(row.value):
+                self.reject(row.line, row.offset, "surrogate", row.raw)
+            else:
+                yield row
+
+    def objects(self, part: Slice | None = None) -> Iterator[Row]:
+        """The JSON objects of a slice, as ``rows``, but with lone surrogates let through."""
         part = part or self.slice
+        if part.path != self._source:
+            self._source, self._lines_before = part.path, 0
         if part.path.suffix == ".parquet":
             yield from self._told(read_parquet(part))
             return
@@ -137,19 +168,26 @@ class Task:
 
     def _parsed(self, part: Slice) -> Iterator[Row]:
         limits = self.job.limits
+        seen = 0
         for number, offset, raw, head in read_lines(part, limits.max_line_bytes):
-            self._count(lines=number - self.tally.lines)
+            self._count(lines=number - seen)
+            seen = number
             if raw is None:
                 self._count(documents=1)
+                self.report(1, 0)
                 self.reject(number, offset, "long", head)
             elif not raw.strip():
                 self._count(blank_lines=1)
             else:
+                if limits.repair_utf8:
+                    raw = repair_utf8(raw)
                 try:
-                    yield Row(number, offset, raw, parse_line(raw, repair_utf8=limits.repair_utf8))
+                    yield Row(number, offset, raw, parse_line(raw))
                 except BadLineError as error:
                     self._count(documents=1, size=len(raw) + 1)
+                    self.report(1, len(raw) + 1)
                     self.reject(number, offset, error.reason, raw)
+        self._lines_before += seen
 
     def count(self, text: str) -> None:
         """Count and report one document that is no line of JSON."""
@@ -182,7 +220,7 @@ class Task:
         self, key: str, part: Slice | None = None, *, allow_surrogates: bool = False
     ) -> Iterator[tuple[Row, str]]:
         """The documents of a slice with the text under ``key``; those without one go to the rejects."""
-        for row in self.rows(part):
+        for row in self.objects(part):
             try:
                 text = text_of(row.value, key, allow_surrogates=allow_surrogates)
             except BadLineError as error:

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from .compression.settings import CompressionSettings
 from .config import Config
 from .dynamics.plasticity import PlasticityRule
 from .dynamics.pruning import CubicSchedule
@@ -77,6 +78,19 @@ def plasticity_rule(config: Config) -> PlasticityRule | None:
     )
 
 
+def compression_of(config: Config) -> CompressionSettings:
+    """What a run compresses."""
+    given = config.compression
+    return CompressionSettings(
+        boundary_rank=given.inter_grad_comp_rank if given.inter_grad_comp else None,
+        epilogue_only=given.inter_grad_comp_epilogue_only,
+        feedback=given.use_error_feedback,
+        check_error=given.check_orth_error_acti,
+        check_speed=given.check_comp_speed,
+        check_ratio=given.check_comp_ratio,
+    )
+
+
 def settings_of(config: Config, stored: Mapping[str, float] | None = None) -> EngineSettings:
     """What fixes the mathematics of a run; ``stored`` are the sparse thresholds of the checkpoint that it goes on."""
     boundary, parallel = boundary_of(config), config.parallel
@@ -127,6 +141,7 @@ def settings_of(config: Config, stored: Mapping[str, float] | None = None) -> En
         sequence_parallel=parallel.sequence_parallel,
         overlap_reduction=parallel.DDP_impl == "torch",
         precision=precision,
+        compression=compression_of(config),
     )
 
 

@@ -14,6 +14,9 @@ from typing import Any
 
 import torch
 
+from .compression.boundaries import BoundaryCodec
+from .compression.report import merged_figures
+from .compression.settings import NO_COMPRESSION, CompressionSettings
 from .dynamics.freezing import LayerFreezing
 from .dynamics.plasticity import AdaptiveFreezing, PlasticityRule
 from .dynamics.pruning import CubicSchedule, GradualPruning
@@ -62,6 +65,7 @@ class EngineSettings:
         sequence_parallel: whether the stream between tensor-parallel regions is cut along the tokens; the boundary's
             shape is then that of a part.
         zero_stage: 0: every replica holds whole parameters and moments; 1 and 2: its rows between steps; 3: always.
+        compression: of gradients on their way to other processes.
     """
 
     pipeline: PipelineShape
@@ -79,6 +83,7 @@ class EngineSettings:
     overlap_reduction: bool = False
     sequence_parallel: bool = False
     zero_stage: int = 0
+    compression: CompressionSettings = NO_COMPRESSION
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,6 +101,7 @@ class StepResult:
             microbatches, in list order.
         costs: one object a worker (``items``, arrays as in the profile, ``busy_ns``, ``peak_memory_bytes``), in order
             of worker, where the step was sampled.
+        compression: what compression did, as ``compression.report`` has it; empty where nothing is measured.
     """
 
     loss: float
@@ -106,6 +112,7 @@ class StepResult:
     step_ns: int
     costs: list[dict[str, Any]] | None
     figures: Mapping[str, Mapping[str, list[float]]] = field(default_factory=dict)
+    compression: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def losses(self) -> dict[str, float]:
@@ -174,6 +181,9 @@ class Engine:
         self._item_names = tuple(item.name for item in family.items)
         self.shape = settings.pipeline
         self._reducer = GradientReducer(self.held, world, overlap=settings.overlap_reduction)
+        self._codec = None
+        if settings.compression.boundary_rank is not None:
+            self._codec = BoundaryCodec(settings.compression, self.held, settings.pipeline.seed, self.probe.clock)
         self._pipeline: Pipeline | None = None
         self.is_warm = False
 
@@ -240,6 +250,7 @@ class Engine:
                 self.freezing.frozen,
                 self.probe,
                 self._reducer.item_is_final if self._reducer.overlaps else None,
+                self._codec,
             )
         return self._pipeline
 
@@ -267,6 +278,8 @@ class Engine:
             self.held.update(rate)
         else:
             self.held.drop_gradients()
+            if self._codec is not None:
+                self._codec.forget_broken()
         self.scaler.update(finite=updated)
         total = self._mean_loss(loss)
         figures = self._figures()
@@ -284,7 +297,22 @@ class Engine:
             step_ns=step_ns,
             costs=costs,
             figures=figures,
+            compression=self._compression(),
         )
+
+    def _compression(self) -> dict[str, Any]:
+        """What compression did in this step, where somebody asks; every process calls this."""
+        if not self.settings.compression.checks:
+            return {}
+        if self.world.device.type == "cuda":
+            torch.cuda.synchronize(self.world.device)
+        boundaries = self._codec.figures if self._codec is not None else {}
+        told = {
+            "boundaries": {name: one.document(self.probe.clock) for name, one in boundaries.items()},
+            "replicas": {},
+            "memory_bytes": self.held.memory_bytes,
+        }
+        return merged_figures(gather_documents(self.world, told))
 
     def _own_part(self, batch: Batch) -> Batch:
         return batch.of_replica(self.world.replica, self.world.dims.data, self.shape.microbatches)

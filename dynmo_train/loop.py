@@ -152,6 +152,7 @@ class _Run:
             tokens=size * length,
             global_batch_size=size,
             plan_id=plan_id,
+            **({"compression": result.compression} if result.compression else {}),
         )
         self._log.step(self.step, self.consumed, size, length, result)
 

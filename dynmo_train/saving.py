@@ -28,8 +28,8 @@ from .errors import DynmoError
 from .models.items import ModelFamily, masks_of, parameters_of
 from .models.sharding import whole_shape
 from .optim.adamw import MOMENTS
-from .optim.items import REFERENCE, HeldItems, ItemState, parameter_of, role_of
-from .parallel.world import all_agree, broadcast_document, gather_documents
+from .optim.items import REFERENCE, HeldItems, ItemState, is_memory, parameter_of, role_of
+from .parallel.world import World, all_agree, broadcast_document, gather_documents
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,6 +79,8 @@ class PendingSave:
         # Replicas hold the same, but for experts that they share: the first ones write.
         mine = world.replica < world.dims.expert
         self._files = _files_of(engine, states, moments=run.moments, copies=copies) if mine else []
+        if run.moments:
+            self._files += _memories_of(world, states, copies=copies)
         told = gather_documents(world, _facts_of_part(engine, states) if mine else None)
         facts = [one for one in told if one is not None]
         self._document = _document(engine, run, facts) if world.is_first else None
@@ -159,9 +161,10 @@ def _files_of(engine: Engine, states: Mapping[str, ItemState], *, moments: bool,
     for kind, roles in (("model", {"parameter", "mask", "buffer"}), ("optimizer", {"optimizer"})):
         tensors = {
             name: tensor
-            for state in states.values()
+            for item, state in states.items()
             for name, tensor in state.tensors.items()
             if role_of(name) in roles and held.counts(name) and parameter_of(name) not in tied
+            if not is_memory(item, name)
         }
         if not tensors or (kind == "optimizer" and not moments):
             continue
@@ -178,6 +181,31 @@ def _files_of(engine: Engine, states: Mapping[str, ItemState], *, moments: bool,
             tensors = {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()}
         files.append(_File(name=file, tensors=tensors, entries=entries))
     return files
+
+
+def _memories_of(world: World, states: Mapping[str, ItemState], *, copies: bool) -> list[_File]:
+    """The file of what compression remembers: each process of a pipeline position has its own part of every tensor."""
+    tensors = {
+        name: tensor.detach().to("cpu", copy=True) if copies else tensor.detach()
+        for item, state in states.items()
+        for name, tensor in state.tensors.items()
+        if is_memory(item, name)
+    }
+    if not tensors:
+        return []
+    at, processes = _process_of(world), world.dims.data * world.dims.tensor
+    file = f"memory-p{world.worker:03d}-d{world.replica:03d}-t{world.shard:02d}.safetensors"
+    entries = []
+    for name, tensor in tensors.items():
+        index = [[at, at + 1], *([0, size] for size in tensor.shape[1:])]
+        about = {"name": name, "dtype": dtype_name(tensor.dtype), "shape": [processes, *tensor.shape[1:]]}
+        entries.append({**about, "role": role_of(name), "file": file, "key": name, "index": index})
+    return [_File(name=file, tensors=tensors, entries=entries)]
+
+
+def _process_of(world: World) -> int:
+    """The place of this process among those of its pipeline position."""
+    return world.replica * world.dims.tensor + world.shard
 
 
 def _facts_of_part(engine: Engine, states: Mapping[str, ItemState]) -> dict[str, Any]:
@@ -269,13 +297,20 @@ def check_same_model(checkpoint: Checkpoint, family: ModelFamily) -> None:
 
 
 def state_reader(
-    checkpoint: Checkpoint, held: HeldItems, device: torch.device, *, moments: bool = True
+    checkpoint: Checkpoint, held: HeldItems, world: World, *, moments: bool = True
 ) -> Callable[[str], ItemState]:
     """Reads what this process holds of one item, and of nothing else, from a checkpoint of any layout.
 
+    Memories of compression belong to a process: they are taken where there are as many replicas and tensor-parallel
+    ranks as there were; else compression begins without.
+
     Args:
-        moments: whether the optimizer state is read.
+        moments: whether the optimizer state is read, and what compression remembers.
     """
+    device, topology = world.device, checkpoint.manifest["topology"]
+    same = (topology["data_parallel_size"], topology["tensor_parallel_size"]) == (world.dims.data, world.dims.tensor)
+    remembered = checkpoint.names("buffer") if moments and same else []
+    own = _process_of(world)
     optimizer = checkpoint.manifest["optimizer"] if moments else None
     steps: Mapping[str, int] = (optimizer or {"steps": {}})["steps"]
 
@@ -287,6 +322,8 @@ def state_reader(
         trained = {name: steps[owner] for name in names if (owner := checkpoint.stored_name(name)) in steps}
         wanted += [f"{name}.{key}" for name in trained for key in MOMENTS]
         tensors = {name: held.own_slice(name, checkpoint.load([name])[name]).to(device) for name in wanted}
+        for name in (name for name in remembered if is_memory(item, name)):
+            tensors[name] = checkpoint.load([name])[name][own : own + 1].clone().to(device)
         return ItemState(tensors=tensors, steps=trained)
 
     return read

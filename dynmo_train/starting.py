@@ -74,6 +74,8 @@ def begin(config: Config, world: World) -> Beginning:
         "device": world.device.type,
         "optimizer": "torch AdamW" if fused_adam is None else "apex FusedAdam",
     }
+    if settings.compression.is_lossy:
+        facts["reproducible"] = "bit for bit for a fixed sequence of plans only: gradients are compressed with loss"
     hosts = list(dict.fromkeys(host for worker in workers for host in worker.hosts))
     begun = agreed(
         world,
@@ -142,7 +144,7 @@ def _engine(
         engine.build()
         return engine
     fresh = config.run.finetune
-    reader = state_reader(checkpoint, engine.held, world.device, moments=not (fresh or config.run.no_load_optim))
+    reader = state_reader(checkpoint, engine.held, world, moments=not (fresh or config.run.no_load_optim))
     progress = {} if fresh else checkpoint.manifest.get("x_progress", {})
     engine.restore(reader, 0 if fresh else checkpoint.manifest["step"], **progress)
     return engine

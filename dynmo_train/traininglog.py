@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from .compression.report import report_lines
 from .config import Config
 from .console import emit
 from .engine import StepResult
@@ -174,6 +175,16 @@ class TrainingLog:
         self._window.clear()
         self._window_flops = 0
         self.line(iteration_line(figures))
+        given = self.config.compression
+        if result.compression:
+            for text in report_lines(
+                step,
+                result.compression,
+                error=given.check_orth_error_acti,
+                speed=given.check_comp_speed,
+                ratio=given.check_comp_ratio,
+            ):
+                self.line(text)
         if self._board is not None:
             self._board.scalars(step, scalars_of(figures))
 

@@ -1,6 +1,7 @@
 """The indexed data set, ``PREFIX.bin`` and ``PREFIX.idx``: its three forms, read and written byte for byte.
 
-``indexed.md`` beside this file states the bytes. Nothing here holds more than the index of one data set in memory.
+``indexed.md`` beside this file states the bytes. Indices are read and written in blocks: neither tokens nor an index
+stand in memory whole.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ import os
 import struct
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import IO, Any
 
@@ -17,6 +19,7 @@ import numpy.typing as npt
 
 from ..errors import UsageError
 from ._document import Problem
+from .numbers import Int64s, Numbers, bounds, counting, in_file, running
 
 MMAP_MAGIC = b"MMIDIDX\0\0"
 TNT_MAGIC = b"TNTIDX\0\0"
@@ -37,9 +40,7 @@ DTYPES: dict[int, npt.DTypeLike] = {
 CODES = {np.dtype(kind): code for code, kind in DTYPES.items()}
 SMALL_VOCABULARY = 65_500
 MAX_SEQUENCE_TOKENS = (1 << 31) - 1
-VERIFY_TOKENS = 1 << 24
-
-Int64s = npt.NDArray[np.int64]
+VERIFY_TOKENS = 1 << 22
 
 
 class IndexedError(UsageError):
@@ -79,25 +80,19 @@ class Index:
 
     form: str
     dtype: np.dtype[Any]
-    lengths: Int64s
-    documents: Int64s
-    modes: npt.NDArray[np.int8] | None = None
+    lengths: Numbers
+    documents: Numbers
+    modes: Numbers | None = None
 
     @property
     def num_documents(self) -> int:
         """The number of documents."""
         return max(len(self.documents) - 1, 0)
 
-    @property
+    @cached_property
     def num_tokens(self) -> int:
         """The number of tokens."""
-        return int(self.lengths.sum())
-
-    def starts(self) -> Int64s:
-        """The first token of each sequence and, last, the number of tokens in all, ``[sequences + 1]``."""
-        starts: Int64s = np.zeros(len(self.lengths) + 1, dtype=np.int64)
-        np.cumsum(self.lengths, out=starts[1:])
-        return starts
+        return self.lengths.total()
 
 
 def encode_mmap(index: Index) -> Iterator[bytes]:
@@ -106,16 +101,20 @@ def encode_mmap(index: Index) -> Iterator[bytes]:
     Raises:
         UsageError: a sequence is longer than 32-bit lengths allow.
     """
-    longest = int(index.lengths.max(initial=0))
-    if longest > MAX_SEQUENCE_TOKENS:
-        at = int(index.lengths.argmax())
-        raise UsageError(f"sequence {at} has {longest} tokens; the format holds {MAX_SEQUENCE_TOKENS}: split it")
     yield MMAP_HEADER.pack(MMAP_MAGIC, VERSION, CODES[index.dtype], len(index.lengths), len(index.documents))
-    yield index.lengths.astype("<i4").tobytes()
-    yield (index.starts()[:-1] * index.dtype.itemsize).astype("<i8").tobytes()
-    yield index.documents.astype("<i8").tobytes()
+    sequence = 0
+    for block in index.lengths.blocks():
+        if int(block.max(initial=0)) > MAX_SEQUENCE_TOKENS:
+            at = int(block.argmax())
+            raise UsageError(
+                f"sequence {sequence + at} has {block[at]} tokens; the format holds {MAX_SEQUENCE_TOKENS}: split it"
+            )
+        sequence += len(block)
+        yield block.astype("<i4").tobytes()
+    yield from _encode(running(index.lengths, index.dtype.itemsize))
+    yield from _encode(index.documents)
     if index.modes is not None:
-        yield index.modes.tobytes()
+        yield from _encode(index.modes, "i1")
 
 
 def encode_tnt(index: Index) -> Iterator[bytes]:
@@ -124,10 +123,13 @@ def encode_tnt(index: Index) -> Iterator[bytes]:
     yield TNT_HEADER.pack(
         TNT_MAGIC, VERSION, CODES[index.dtype], index.dtype.itemsize, count, count, len(index.documents)
     )
-    yield np.arange(count + 1, dtype="<i8").tobytes()
-    yield index.starts().astype("<i8").tobytes()
-    yield index.lengths.astype("<i8").tobytes()
-    yield index.documents.astype("<i8").tobytes()
+    for column in (counting(count + 1), bounds(index.lengths), index.lengths, index.documents):
+        yield from _encode(column)
+
+
+def _encode(column: Numbers, kind: str = "<i8") -> Iterator[bytes]:
+    for block in column.blocks():
+        yield block.astype(kind).tobytes()
 
 
 def encode_index(index: Index) -> Iterator[bytes]:
@@ -135,11 +137,13 @@ def encode_index(index: Index) -> Iterator[bytes]:
     return encode_mmap(index) if index.form == "mmap" else encode_tnt(index)
 
 
-def _array(handle: IO[bytes], kind: str, count: int, left: int) -> Int64s:
-    size = np.dtype(kind).itemsize
-    if count * size > left:
-        raise _Short(f"the header asks for {count} values of {size} bytes where {max(left, 0)} bytes are left")
-    return np.frombuffer(handle.read(count * size), dtype=kind).astype(np.int64)
+def _column(handle: IO[bytes], kind: str, count: int, size: int) -> Numbers:
+    """The ``count`` numbers at the handle's place, which moves behind them; ``size`` is that of the file."""
+    width, at = np.dtype(kind).itemsize, handle.tell()
+    if count * width > size - at:
+        raise _Short(f"the header asks for {count} values of {width} bytes where {max(size - at, 0)} bytes are left")
+    handle.seek(count * width, os.SEEK_CUR)
+    return in_file(Path(handle.name), kind, count, at)
 
 
 class _Short(Exception):
@@ -209,22 +213,35 @@ def _read_mmap(handle: IO[bytes], size: int) -> tuple[Index | None, list[Problem
     if problems:
         return None, problems
     dtype = np.dtype(DTYPES[code])
-    lengths = _array(handle, "<i4", count, size - handle.tell())
-    pointers = _array(handle, "<i8", count, size - handle.tell())
-    documents = _array(handle, "<i8", boundaries, size - handle.tell())
+    lengths = _column(handle, "<i4", count, size)
+    pointers = _column(handle, "<i8", count, size)
+    documents = _column(handle, "<i8", boundaries, size)
     left = size - handle.tell()
-    modes = np.frombuffer(handle.read(count), dtype=np.int8) if left == count and count else None
+    modes = _column(handle, "i1", count, size) if left == count and count else None
     if left and modes is None:
         problems.append(Problem("idx", "length", f"has {left} bytes behind its content"))
     index = Index(form="mmap", dtype=dtype, lengths=lengths, documents=documents, modes=modes)
-    wrong = np.flatnonzero(pointers != index.starts()[:-1] * dtype.itemsize)
-    if len(wrong):
-        at = int(wrong[0])
-        expected = int(index.starts()[at]) * dtype.itemsize
-        problems.append(
-            Problem(f"idx.pointers[{at}]", "order", f"is {pointers[at]}; the lengths before it give {expected}")
-        )
+    wrong = _first_difference(pointers, running(lengths, dtype.itemsize))
+    if wrong is not None:
+        at, found, expected = wrong
+        problems.append(Problem(f"idx.pointers[{at}]", "order", f"is {found}; the lengths before it give {expected}"))
     return index, problems
+
+
+def _first_difference(found: Numbers, expected: Numbers) -> tuple[int, int, int] | None:
+    """Where two columns of the same count differ first, and both numbers there; None where they are equal."""
+    begin = 0
+    theirs = np.zeros(0, dtype=np.int64)
+    others = expected.blocks()
+    for mine in found.blocks():
+        while len(theirs) < len(mine):
+            theirs = np.concatenate([theirs, next(others)])
+        wrong = np.flatnonzero(mine != theirs[: len(mine)])
+        if len(wrong):
+            at = int(wrong[0])
+            return begin + at, int(mine[at]), int(theirs[at])
+        begin, theirs = begin + len(mine), theirs[len(mine) :]
+    return None
 
 
 def _read_tnt(handle: IO[bytes], size: int) -> tuple[Index | None, list[Problem]]:
@@ -234,50 +251,59 @@ def _read_tnt(handle: IO[bytes], size: int) -> tuple[Index | None, list[Problem]
         return None, problems
     if sizes != count:
         return None, [Problem("idx.sizes", "length", f"has {sizes} values for {count} items; only flat items are read")]
-    dimensions = _array(handle, "<i8", count + 1, size - handle.tell())
-    offsets = _array(handle, "<i8", count + 1, size - handle.tell())
-    lengths = _array(handle, "<i8", sizes, size - handle.tell())
-    documents = _array(handle, "<i8", boundaries, size - handle.tell())
+    dimensions = _column(handle, "<i8", count + 1, size)
+    offsets = _column(handle, "<i8", count + 1, size)
+    lengths = _column(handle, "<i8", sizes, size)
+    documents = _column(handle, "<i8", boundaries, size)
     if left := size - handle.tell():
         problems.append(Problem("idx", "length", f"has {left} bytes behind its content"))
     index = Index(form="tnt", dtype=np.dtype(DTYPES[code]), lengths=lengths, documents=documents)
-    for name, found, expected in (
-        ("dim_offsets", dimensions, np.arange(count + 1)),
-        ("data_offsets", offsets, index.starts()),
+    for name, column, expected in (
+        ("dim_offsets", dimensions, counting(count + 1)),
+        ("data_offsets", offsets, bounds(lengths)),
     ):
-        wrong = np.flatnonzero(found != expected)
-        if len(wrong):
-            at = int(wrong[0])
-            problems.append(Problem(f"idx.{name}[{at}]", "order", f"is {found[at]}; must be {expected[at]}"))
+        wrong = _first_difference(column, expected)
+        if wrong is not None:
+            at, found, right = wrong
+            problems.append(Problem(f"idx.{name}[{at}]", "order", f"is {found}; must be {right}"))
     return index, problems
 
 
 def _problems(index: Index, tokens_bytes: int) -> list[Problem]:
     problems = []
-    if index.lengths.min(initial=0) < 0:
-        at = int(index.lengths.argmin())
-        problems.append(Problem(f"idx.lengths[{at}]", "range", f"is {index.lengths[at]}; a length is not negative"))
+    begin = 0
+    for block in index.lengths.blocks():
+        if block.min(initial=0) < 0:
+            at = int(np.argmax(block < 0))
+            problems.append(Problem(f"idx.lengths[{begin + at}]", "range", f"is {block[at]}; a length is not negative"))
+            break
+        begin += len(block)
     expected = index.num_tokens * index.dtype.itemsize
     if tokens_bytes != expected:
         problems.append(Problem("bin", "length", f"has {tokens_bytes} bytes; the index says {expected}"))
-    documents = index.documents
-    if len(documents) == 0:
-        problems.append(Problem("idx.documents", "length", "is empty; it holds at least a 0"))
-        return problems
-    if documents[0] != 0:
-        problems.append(Problem("idx.documents[0]", "range", f"is {documents[0]}; must be 0"))
-    falls = np.flatnonzero(documents[1:] < documents[:-1])
-    if len(falls):
-        at = int(falls[0]) + 1
-        problems.append(Problem(f"idx.documents[{at}]", "order", f"is {documents[at]}, below the one before"))
-    if documents[-1] != len(index.lengths):
-        problems.append(
-            Problem(
-                f"idx.documents[{len(documents) - 1}]",
-                "range",
-                f"is {documents[-1]}; must be {len(index.lengths)}, the number of sequences",
-            )
-        )
+    return [*problems, *_document_problems(index)]
+
+
+def _document_problems(index: Index) -> list[Problem]:
+    if len(index.documents) == 0:
+        return [Problem("idx.documents", "length", "is empty; it holds at least a 0")]
+    begin, before = 0, 0
+    problems = []
+    for block in index.documents.blocks():
+        if begin == 0 and block[0] != 0:
+            problems.append(Problem("idx.documents[0]", "range", f"is {block[0]}; must be 0"))
+            before = int(block[0])
+        falls = np.flatnonzero(block < np.concatenate([[before], block[:-1]]))
+        if len(falls):
+            at = int(falls[0])
+            return [
+                *problems,
+                Problem(f"idx.documents[{begin + at}]", "order", f"is {block[at]}, below the one before"),
+            ]
+        begin, before = begin + len(block), int(block[-1])
+    if before != len(index.lengths):
+        rule = f"is {before}; must be {len(index.lengths)}, the number of sequences"
+        problems.append(Problem(f"idx.documents[{begin - 1}]", "range", rule))
     return problems
 
 
@@ -286,7 +312,7 @@ class IndexedReader:
 
     def __init__(self, prefix: Path) -> None:
         self.index = read_index(prefix)
-        self._starts = self.index.starts()
+        self._prefix = prefix
         empty = self.index.num_tokens == 0
         self._tokens: npt.NDArray[Any] = (
             np.zeros(0, dtype=self.index.dtype)
@@ -301,6 +327,16 @@ class IndexedReader:
         """The tokens of a sequence."""
         return self._tokens[self._starts[sequence] : self._starts[sequence + 1]]
 
+    @cached_property
+    def _starts(self) -> Int64s:
+        return bounds(self.index.lengths).load()
+
+    def blocks(self) -> Iterator[npt.NDArray[Any]]:
+        """All tokens, ``[up to VERIFY_TOKENS]`` at a time, read rather than mapped."""
+        kind = self.index.dtype.newbyteorder("<")
+        for at in range(0, self.index.num_tokens, VERIFY_TOKENS):
+            yield np.fromfile(bin_path(self._prefix), kind, VERIFY_TOKENS, offset=at * kind.itemsize)
+
     @property
     def tokens(self) -> npt.NDArray[Any]:
         """All tokens, ``[tokens]``."""
@@ -310,7 +346,8 @@ class IndexedReader:
 def describe(prefix: Path) -> dict[str, Any]:
     """The JSON view of a data set (``indexed.schema.json``)."""
     reader = IndexedReader(prefix)
-    index, tokens = reader.index, reader.tokens
+    index = reader.index
+    extremes = index.lengths.extremes()
     return {
         "format": "megatron.indexed",
         "form": index.form,
@@ -320,9 +357,11 @@ def describe(prefix: Path) -> dict[str, Any]:
         "tokens": index.num_tokens,
         "bin_bytes": index.num_tokens * index.dtype.itemsize,
         "idx_bytes": os.path.getsize(idx_path(prefix)),
-        "shortest_sequence_tokens": int(index.lengths.min()) if len(index.lengths) else None,
-        "longest_sequence_tokens": int(index.lengths.max()) if len(index.lengths) else None,
-        "largest_id": int(tokens.max()) if len(tokens) and index.dtype.kind in "iu" else None,
+        "shortest_sequence_tokens": extremes[0] if extremes else None,
+        "longest_sequence_tokens": extremes[1] if extremes else None,
+        "largest_id": max((int(block.max()) for block in reader.blocks()), default=None)
+        if index.dtype.kind in "iu"
+        else None,
         "multimodal": index.modes is not None,
     }
 
@@ -338,16 +377,12 @@ def verify(prefix: Path, num_ids: int | None = None) -> dict[str, Any]:
         IndexedError: with every problem found.
     """
     view = describe(prefix)
-    tokens = IndexedReader(prefix).tokens
-    problems = []
-    for begin in range(0, len(tokens), VERIFY_TOKENS):
-        block = tokens[begin : begin + VERIFY_TOKENS]
+    begin = 0
+    for block in IndexedReader(prefix).blocks():
         bad = block < 0 if num_ids is None else (block < 0) | (block >= num_ids)
         if bad.any():
             at = int(np.argmax(bad))
             rule = "must not be negative" if num_ids is None else f"must be within 0 and {num_ids - 1}"
-            problems.append(Problem(f"bin.tokens[{begin + at}]", "range", f"is {block[at]}; {rule}"))
-            break
-    if problems:
-        raise IndexedError(prefix, problems)
+            raise IndexedError(prefix, [Problem(f"bin.tokens[{begin + at}]", "range", f"is {block[at]}; {rule}")])
+        begin += len(block)
     return view

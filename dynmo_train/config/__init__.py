@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from .compression import CompressionConfig
 from .data import DataConfig
 from .emulation import EmulationConfig
 from .options import Facts
@@ -30,6 +31,7 @@ from .validate import check, validate
 
 __all__ = [
     "BalanceConfig",
+    "CompressionConfig",
     "Config",
     "DataConfig",
     "DepthConfig",

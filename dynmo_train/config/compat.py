@@ -139,16 +139,11 @@ FLAGS: Mapping[str, Known] = {
     **{
         flag: _refused(_COMPRESSION, values)
         for flag, values in {
-            "--inter_grad_comp": 0,
-            "--inter_grad_comp_rank": 1,
-            "--inter_grad_comp_epilogue_only": 0,
-            "--use_error_feedback": 0,
             "--grad_comp": 0,
             "--grad_comp_rank": 1,
             "--grad_comp_warm_up": 1,
             "--selective_grad_comp": 0,
             "--selective_grad_comp_way": 1,
-            "--check_orth_error_acti": 0,
         }.items()
     },
     "--emb_comm_opt": _nothing("tied embeddings are always reduced together"),

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from ..pacing import BatchSizes, Curriculum
+from .compression import CompressionConfig
 from .data import DataConfig
 from .emulation import EmulationConfig
 from .options import Source, option
@@ -368,6 +369,7 @@ class Config:
     depth: DepthConfig
     exits: ExitConfig
     attention: SparseAttentionConfig
+    compression: CompressionConfig
     balance: BalanceConfig
     emulation: EmulationConfig
     run: RunConfig

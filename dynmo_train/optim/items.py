@@ -19,7 +19,14 @@ from ..parallel.zero import Shards
 from .adamw import MOMENTS, AdamWSettings, ItemOptimizer, item_optimizer
 
 REFERENCE = "reference"
-ROLES = {"mask": "mask", REFERENCE: "buffer", "exp_avg": "optimizer", "exp_avg_sq": "optimizer"}
+MEMORIES = ("error", "factor")
+ROLES = {
+    "mask": "mask",
+    REFERENCE: "buffer",
+    "exp_avg": "optimizer",
+    "exp_avg_sq": "optimizer",
+    **dict.fromkeys(MEMORIES, "buffer"),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,8 +34,8 @@ class ItemState:
     """All that an item is, by global names: what a move carries and a checkpoint stores.
 
     Attributes:
-        tensors: parameters, ``NAME.mask`` (bool), ``NAME.exp_avg``, ``NAME.exp_avg_sq``, and ``NAME.reference`` where
-            adaptive freezing watches the item, in a fixed order.
+        tensors: parameters, ``NAME.mask`` (bool), ``NAME.exp_avg``, ``NAME.exp_avg_sq``, ``NAME.reference`` where
+            adaptive freezing watches the item, and ``ITEM.memory.*`` where compression remembers, in a fixed order.
         steps: parameter name -> optimizer updates done, for parameters that have optimizer state.
     """
 
@@ -44,6 +51,16 @@ def parameter_of(tensor_name: str) -> str:
 def role_of(tensor_name: str) -> str:
     """``parameter``, ``mask``, ``buffer`` or ``optimizer``: what a tensor of an ``ItemState`` is, by its name."""
     return ROLES.get(tensor_name.rpartition(".")[2], "parameter")
+
+
+def memory_name(item: str, *parts: str) -> str:
+    """The name of what compression remembers of an item: ``ITEM.memory.PARTS``, the last one of ``MEMORIES``."""
+    return ".".join((item, "memory", *parts))
+
+
+def is_memory(item: str, tensor_name: str) -> bool:
+    """Whether a tensor of an item's state is a memory of compression, by its name."""
+    return tensor_name.startswith(memory_name(item, "")) and tensor_name.rpartition(".")[2] in MEMORIES
 
 
 class HeldItems:
@@ -73,6 +90,8 @@ class HeldItems:
         self.modules: dict[str, nn.Module] = {}
         # What a technique keeps of an item: item -> full tensor name -> tensor. It goes where the item goes.
         self.extras: dict[str, dict[str, torch.Tensor]] = {}
+        # What compression remembers of an item: item -> full tensor name -> ``[1, ...]``. Each process has its own.
+        self.memories: dict[str, dict[str, torch.Tensor]] = {}
         self._own: dict[str, dict[str, nn.Parameter]] = {}
         self._optimizers: dict[str, ItemOptimizer] = {}
         self._shared: dict[str, tuple[str, str]] = {}
@@ -157,6 +176,7 @@ class HeldItems:
         self._part(name)
         del self.modules[name], self._own[name], self._optimizers[name]
         self.extras.pop(name, None)
+        self.memories.pop(name, None)
 
     def parameters(self) -> Iterator[tuple[str, str, nn.Parameter]]:
         """Every parameter: (item, global parameter name, parameter), in the order in which the items are held.
@@ -170,6 +190,11 @@ class HeldItems:
     def own_parameters(self, item: str) -> Mapping[str, nn.Parameter]:
         """The parameters of one item by global name, as :meth:`parameters` gives them."""
         return self._own[item]
+
+    @property
+    def memory_bytes(self) -> int:
+        """Bytes of what compression remembers here."""
+        return sum(each.numel() * each.element_size() for kept in self.memories.values() for each in kept.values())
 
     def reduce(self, item: str) -> None:
         """With ``shards``: add the replicas' gradients of an item, and keep this replica's rows of the sum."""
@@ -236,16 +261,22 @@ class HeldItems:
             if moments:
                 steps[name] = self._steps(item, parameter)
         tensors.update(self.extras.get(item, {}))
+        tensors.update(self.memories.get(item, {}))
         return ItemState(tensors=tensors, steps=steps)
 
     def export_whole(self, item: str) -> ItemState:
-        """As :meth:`export`, with all rows; with ``shards`` every replica calls this for the same items."""
+        """As :meth:`export`, with all rows; with ``shards`` every replica calls this for the same items.
+
+        Memories of compression are this process's own all the same.
+        """
         state = self.export(item)
         if self.shards is None:
             return state
         rows = {name: parameter.shape[0] for name, parameter in parameters_of(item, self.blueprint(item)).items()}
         tensors = {
-            name: tensor if role_of(name) == "mask" else self.shards.whole(tensor, rows[parameter_of(name)])
+            name: tensor
+            if role_of(name) == "mask" or is_memory(item, name)
+            else self.shards.whole(tensor, rows[parameter_of(name)])
             for name, tensor in state.tensors.items()
         }
         return ItemState(tensors=tensors, steps=state.steps)
@@ -263,6 +294,9 @@ class HeldItems:
         kept = {name: each.to(self.device) for name, each in state.tensors.items() if name.endswith(f".{REFERENCE}")}
         if kept:
             self.extras[item] = kept
+        memories = {name: each.to(self.device) for name, each in state.tensors.items() if is_memory(item, name)}
+        if memories:
+            self.memories[item] = memories
         optimizer = self._optimizers[item]
         for name, parameter in self._own[item].items():
             if name in state.steps:

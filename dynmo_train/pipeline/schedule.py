@@ -21,6 +21,8 @@ from torch.distributed.pipelining.schedules import (
 )
 from torch.distributed.pipelining.stage import _PipelineStageBase
 
+from ..compression.boundaries import BoundaryCodec
+from ..compression.epilogue import behind_last_forward, one_f_one_b_epilogue, packed_microbatches
 from ..errors import UsageError
 from ..models.items import BoundaryShape, ItemSpec, live_before, train_before
 from ..parallel.world import World
@@ -107,6 +109,7 @@ class Pipeline:
         items: the modules that this worker holds, by name.
         frozen: names of the frozen front of the whole list.
         final: told the name of each item whose gradients no backward of a step touches any more.
+        codec: packs gradients that are sent back to the stage before; None sends all as they are.
     """
 
     def __init__(
@@ -119,8 +122,9 @@ class Pipeline:
         frozen: Sequence[str],
         probe: Probe,
         final: Callable[[str], None] | None = None,
+        codec: BoundaryCodec | None = None,
     ) -> None:
-        self.shape, self.world = shape, world
+        self.shape, self.world, self._codec = shape, world, codec
         prefixes = frozen_prefix(partition.stages, frozen)
         by_name = {spec.name: spec for spec in specs}
         self.modules: list[StageModule] = []
@@ -156,6 +160,7 @@ class Pipeline:
                     trains_after=train_before(specs, end, sum(prefixes)),
                     group=world.groups.pipeline,
                     final=final,
+                    codec=codec,
                 )
             )
             self.modules.append(module)
@@ -164,6 +169,35 @@ class Pipeline:
         self.loss_scale = 1.0
         self._microbatches_of_all = shape.microbatches * world.dims.data
         self._schedule = _schedule(shape, stages, self._microbatches_of_all, lambda: self.loss_scale)
+        if codec is not None:
+            self._pack(stages, [spec.name for spec in specs], partition, codec)
+
+    def _pack(self, stages: list[ItemStage], names: list[str], partition: Partition, codec: BoundaryCodec) -> None:
+        """Tell each stage which gradients cross its boundaries as factors, and the codec which boundaries it has."""
+        epilogue = self._epilogue(len(partition.stages)) if codec.settings.epilogue_only else None
+        packed = packed_microbatches(partition, self.shape.microbatches, epilogue)
+        used = set()
+        for stage in stages:
+            number = stage.stage_index
+            begin = sum(len(before) for before in partition.stages[:number])
+            end = begin + len(partition.stages[number])
+            before = packed.get(number, frozenset()) if stage.trains_before else frozenset()
+            stage.pack((names[begin], [*names, ""][end]), before, packed.get(number + 1, frozenset()))
+            if before:
+                used.add(names[begin])
+        codec.keep_only(used)
+
+    def _epilogue(self, stages: int) -> dict[int, frozenset[int]] | None:
+        """The microbatches of each stage's epilogue; None where all are in it."""
+        if self.shape.schedule == "gpipe":
+            return None
+        if not isinstance(self._schedule, PipelineScheduleMulti):
+            return one_f_one_b_epilogue(stages, self.shape.microbatches)
+        order = [
+            [(each.stage_index, each.computation_type.value, each.microbatch_index or 0) for each in row if each]
+            for row in self._schedule.pipeline_order.values()
+        ]
+        return behind_last_forward(order)
 
     def train_step(self, batch: Batch) -> torch.Tensor:
         """Run forward and backward of one step; gradients accumulate in the parameters.
@@ -179,6 +213,8 @@ class Pipeline:
         return self._run(batch, training=False)
 
     def _run(self, batch: Batch, *, training: bool) -> torch.Tensor:
+        if self._codec is not None and training:
+            self._codec.begin(self.loss_scale)
         for module in self.modules:
             module.begin(batch.step, self.loss_scale / self._microbatches_of_all, training=training)
         device = self.world.device

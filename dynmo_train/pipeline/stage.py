@@ -17,6 +17,7 @@ from torch.distributed.pipelining._backward import stage_backward, stage_backwar
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from ..compression.boundaries import BoundaryCodec
 from ..models.inner_loss import with_losses
 from ..models.items import BoundaryShape, ItemSpec, Reported, output_of
 from ..optim.precision import ComputeCopies
@@ -189,6 +190,7 @@ class ItemStage(PipelineStage):
         trains_after: the same behind it.
         group: the processes of the pipeline.
         final: told the name of each item whose gradients no backward of this step touches any more.
+        codec: packs the gradients of the microbatches that :meth:`pack` names; None sends all as they are.
     """
 
     def __init__(
@@ -203,6 +205,7 @@ class ItemStage(PipelineStage):
         trains_after: Mapping[str, bool],
         group: dist.ProcessGroup | None = None,
         final: Callable[[str], None] | None = None,
+        codec: BoundaryCodec | None = None,
     ) -> None:
         def crossing(names: Sequence[str], trains: Mapping[str, bool]) -> tuple[torch.Tensor, ...]:
             return tuple(boundary.empty(name).requires_grad_(trains[name]) for name in names)
@@ -224,6 +227,29 @@ class ItemStage(PipelineStage):
         self._splits = len(moving) == 1 and all(spec.reads[:1] == moving for spec in module.specs)
         self._no_gradients = (None,) * len(module.enters)
         self._final = final
+        self._codec = codec
+        self._values_back = tuple(name for name in module.enters if trains_before[name])
+        self._names = ("", "")
+        self._packed_before: frozenset[int] = frozenset()
+        self._packed_behind: frozenset[int] = frozenset()
+        self._arriving: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] = {}
+        self._passing: dict[int, list[torch.Tensor]] = {}
+
+    def pack(self, names: tuple[str, str], before: frozenset[int], behind: frozenset[int]) -> None:
+        """Which gradients are sent back as factors.
+
+        Args:
+            names: of the boundaries before and behind this stage: the items that follow them.
+            before: microbatches whose gradient this stage sends as factors.
+            behind: those that it gets so.
+        """
+        if self._codec is not None:
+            self._names, self._packed_before, self._packed_behind = names, before, behind
+
+    @property
+    def trains_before(self) -> bool:
+        """Whether a gradient leaves this stage to the one before."""
+        return self._trains_before
 
     @property
     def trains(self) -> bool:
@@ -231,15 +257,46 @@ class ItemStage(PipelineStage):
         return self._trains
 
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
-        """No gradient is received where nothing up to here trains."""
-        return super().get_bwd_recv_ops(bwd_chunk_id) if self._trains else []
+        """No gradient is received where nothing up to here trains; packed ones get room of their own."""
+        operations = super().get_bwd_recv_ops(bwd_chunk_id) if self._trains else []
+        if self._codec is not None and bwd_chunk_id in self._packed_behind:
+            for operation in operations:
+                factors = self._codec.empty(operation.tensor.shape, operation.tensor.device)
+                self._arriving.setdefault(bwd_chunk_id, []).append((factors, operation.tensor))
+                operation.tensor = factors
+        return operations
+
+    def _retrieve_recv_grads(self, bwd_chunk_id: int) -> Any:
+        """The gradients that were received, unpacked where they came as factors."""
+        arrived = self._arriving.pop(bwd_chunk_id, [])
+        if self._codec is not None:
+            for factors, gradient in arrived:
+                self._codec.decode(factors, gradient, self._names[1])
+        if arrived and not self.module.names:
+            self._passing[bwd_chunk_id] = [factors for factors, _ in arrived]
+        return super()._retrieve_recv_grads(bwd_chunk_id)
 
     def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
         """No gradient is sent where nothing before this stage trains."""
         if not self._trains_before:
             self.bwd_cache.pop(bwd_chunk_id, None)
             return []
-        return super().get_bwd_send_ops(bwd_chunk_id)
+        operations = super().get_bwd_send_ops(bwd_chunk_id)
+        passing = self._passing.pop(bwd_chunk_id, [])
+        if operations and self._codec is not None and bwd_chunk_id in self._packed_before:
+            with self.module.probe.busy():
+                for place, (value, operation) in enumerate(zip(self._values_back, operations, strict=True)):
+                    operation.tensor = (
+                        passing[place] if passing else self._encoded(value, operation.tensor, bwd_chunk_id)
+                    )
+        return operations
+
+    def _encoded(self, value: str, gradient: torch.Tensor, bwd_chunk_id: int) -> torch.Tensor:
+        """The factors of a gradient; whoever measures sees what the forward had received."""
+        if self._codec is None:
+            return gradient
+        arrived = self.args_recv_info[bwd_chunk_id][self.module.enters.index(value)].buffer
+        return self._codec.encode(self._names[0], value, gradient, arrived)
 
     def get_local_bwd_output(self, mb_index: int) -> Any:
         """What the stage before, on the same worker, gets as gradient; nothing in an evaluation, as torch forgets."""

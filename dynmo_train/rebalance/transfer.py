@@ -22,7 +22,7 @@ import torch.distributed as dist
 from ..errors import DynmoError
 from ..models.items import masks_of, parameters_of
 from ..optim.adamw import MOMENTS
-from ..optim.items import REFERENCE, HeldItems, ItemState
+from ..optim.items import REFERENCE, HeldItems, ItemState, is_memory
 from ..parallel.world import World, all_agree, gather_documents
 from ..pipeline.partition import Move, Partition, moves_between
 
@@ -92,7 +92,7 @@ def _announcement_problem(announcement: dict[str, Any], held: HeldItems) -> str 
             return f"{name}: announced as {announced.get(name)}, the model has {shape}"
     allowed = {f"{name}.mask" for name in masks_of(item, module)}
     allowed |= {f"{name}.{key}" for name in wanted for key in (*MOMENTS, REFERENCE)}
-    unknown = set(announced) - set(wanted) - allowed
+    unknown = {name for name in set(announced) - set(wanted) - allowed if not is_memory(item, name)}
     if unknown:
         return f"{item}: announced tensors that it does not have: {', '.join(sorted(unknown))}"
     if any(f"{name}.{key}" not in announced for name in announcement["steps"] for key in MOMENTS):

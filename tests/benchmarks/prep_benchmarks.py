@@ -435,12 +435,12 @@ def ids_of(paths: Iterable[Path]) -> list[str]:
 
 def bench_merge(options: argparse.Namespace, folder: Path) -> None:
     from dynmo_tools.formats.indexed import Index, encode_index
+    from dynmo_tools.formats.numbers import counting, in_memory
 
     tokens = int(options.gigabytes * 1e9) >> 14 << 12  # of each half
     for name in ("a", "b"):
-        lengths = np.full(tokens >> 12, 1 << 12, dtype=np.int64)
-        documents = np.arange(len(lengths) + 1)
-        index = Index(form="mmap", dtype=np.dtype(np.uint16), lengths=lengths, documents=documents)
+        lengths = in_memory(np.full(tokens >> 12, 1 << 12))
+        index = Index(form="mmap", dtype=np.dtype(np.uint16), lengths=lengths, documents=counting(len(lengths) + 1))
         (folder / f"{name}.idx").write_bytes(b"".join(encode_index(index)))
         with open(folder / f"{name}.bin", "wb") as handle:
             noise = np.random.default_rng(0).bytes(8192)
@@ -488,12 +488,27 @@ def bench_workers(options: argparse.Namespace, folder: Path) -> None:
     say("| (same bytes) | | | | | |")
 
 
+def bench_memory(options: argparse.Namespace, folder: Path) -> None:
+    """The largest process of each step at each size; with ``--folder`` the inputs are kept for the next time."""
+    from prep_memory import commands, measure
+
+    for name in ("text", "vocab", "merges", "task"):
+        setattr(options, name, str(Path(getattr(options, name)).resolve()))
+    say("| step | MB | documents | largest process | of it its own | s |\n|---|---|---|---|---|---|")
+    for step in options.steps or commands(options, ""):
+        for megabytes in options.megabytes:
+            count, peak = measure(step, megabytes, options, folder)
+            figures = f"{peak.resident_mb:.0f} MB | {peak.own_mb:.0f} MB | {peak.wall_s:.1f}"
+            say(f"| {step}, {options.workers} worker | {megabytes:,} | {count:,} | {figures} |")
+
+
 BENCHES = {
     "binarize": bench_binarize,
     "signatures": bench_signatures,
     "clean": bench_clean,
     "decontaminate": bench_decontaminate,
     "dedup": bench_dedup,
+    "memory": bench_memory,
     "merge": bench_merge,
     "workers": bench_workers,
 }
@@ -507,9 +522,18 @@ def main() -> None:
     parser.add_argument("--merges", help="GPT-2's merges.txt")
     parser.add_argument("--truth", help="for dedup: keeps the true pairs, which take longer than all else to find")
     parser.add_argument("--gigabytes", type=float, default=1.07, help="size of the merged data set")
-    parser.add_argument("--task", help="the task's file, for decontaminate")
+    parser.add_argument("--task", help="the task's file, for decontaminate and memory")
+    parser.add_argument("--steps", nargs="*", help="for memory: which commands [default: all]")
+    parser.add_argument("--megabytes", nargs="+", type=int, default=[100, 2000], help="for memory: sizes of the input")
+    parser.add_argument("--characters", type=int, default=100, help="for memory: of a document")
+    parser.add_argument("--workers", type=int, default=1, help="for memory")
+    parser.add_argument("--folder", type=Path, help="where to work; kept [default: a temporary folder]")
     options = parser.parse_args()
     head(options.bench)
+    if options.folder:
+        options.folder.mkdir(parents=True, exist_ok=True)
+        BENCHES[options.bench](options, options.folder)
+        return
     with tempfile.TemporaryDirectory() as folder:
         BENCHES[options.bench](options, Path(folder))
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from families import SAMPLES
 
+from dynmo_train.compression.settings import NO_COMPRESSION, CompressionSettings
 from dynmo_train.dynamics.plasticity import PlasticityRule
 from dynmo_train.dynamics.pruning import CubicSchedule
 from dynmo_train.dynamics.pruning_units import PruningRule
@@ -74,6 +75,7 @@ class Scenario:
     cache_bytes: int | None = None
     moe: MoeShape | None = None
     operations: tuple[str, ...] | None = None
+    compression: CompressionSettings = NO_COMPRESSION
     epoch: int | None = None  # steps after which the samples come again
 
     def batch(self, step: int) -> Batch:
@@ -128,6 +130,7 @@ class Scenario:
             pruning_rule=self.rule,
             adaptive_freezing=self.plasticity,
             precision=precision,
+            compression=self.compression,
         )
 
 

@@ -9,6 +9,7 @@ import pytest
 from dynmo_tools.datasets import convert_dataset, expand_prefixes, merge_datasets
 from dynmo_tools.errors import UsageError
 from dynmo_tools.formats.indexed import Index, IndexedReader, bin_path, encode_index, idx_path, read_index
+from dynmo_tools.formats.numbers import counting, in_memory
 from dynmo_tools.settings import IndexForm
 
 
@@ -17,8 +18,8 @@ def make(prefix, documents, dtype=np.uint16, form="mmap"):
     index = Index(
         form=form,
         dtype=np.dtype(dtype),
-        lengths=np.asarray([len(s) for s in sequences], dtype=np.int64),
-        documents=np.cumsum([0, *(len(document) for document in documents)]),
+        lengths=in_memory([len(s) for s in sequences]),
+        documents=in_memory(np.cumsum([0, *(len(document) for document in documents)])),
     )
     bin_path(prefix).write_bytes(np.asarray([t for s in sequences for t in s], dtype=dtype).tobytes())
     idx_path(prefix).write_bytes(b"".join(encode_index(index)))
@@ -27,7 +28,7 @@ def make(prefix, documents, dtype=np.uint16, form="mmap"):
 
 def documents_of(prefix):
     reader = IndexedReader(prefix)
-    bounds = reader.index.documents
+    bounds = reader.index.documents.tolist()
     return [[reader[s].tolist() for s in range(a, b)] for a, b in itertools.pairwise(bounds)]
 
 
@@ -57,7 +58,7 @@ def test_types_are_widened_only_when_asked(tmp_path):
 def test_merging_beyond_two_gib_keeps_pointers_right(tmp_path):
     for name in ("a", "b", "c"):
         lengths = np.full(2, 1 << 28, dtype=np.int64)
-        index = Index(form="mmap", dtype=np.dtype(np.int32), lengths=lengths, documents=np.arange(3, dtype=np.int64))
+        index = Index(form="mmap", dtype=np.dtype(np.int32), lengths=in_memory(lengths), documents=counting(3))
         idx_path(tmp_path / name).write_bytes(b"".join(encode_index(index)))
         with open(bin_path(tmp_path / name), "wb") as handle:
             handle.truncate(2 << 30)

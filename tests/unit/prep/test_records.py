@@ -18,6 +18,7 @@ from dynmo_tools.records import (
     encode_row,
     parse_line,
     read_lines,
+    repair_utf8,
     split_lines,
     text_of,
 )
@@ -116,7 +117,8 @@ def test_lines_that_are_no_documents(raw, reason):
 
 
 def test_invalid_utf8_can_be_repaired():
-    assert parse_line(b'{"text": "a\xffb"}', repair_utf8=True) == {"text": "a\ufffdb"}
+    assert parse_line(repair_utf8(b'{"text": "a\xffb"}')) == {"text": "a\ufffdb"}
+    assert repair_utf8("schön".encode()) == "schön".encode()
 
 
 def test_numbers_beyond_json_pass_through():

@@ -106,7 +106,10 @@ CASES = {
     "freeze more": ({"freeze_schedule": "10:5"}, "--freeze-schedule"),
     "own operations": ({"schedule": "custom"}, "--schedule"),
     "own operations grow": (
-        {"schedule": "custom", "balance": "offline", "plan": "p", "rampup_batch_size": "1 1 10"},
+        {
+            **{"schedule": "custom", "balance": "offline", "plan": "p", "train_iters": None, "train_samples": 99},
+            **{"global_batch_size": 4, "rampup_batch_size": "2 2 9"},
+        },
         "--schedule",
     ),
     "emulate nothing": ({"emulate_scale": 2.0}, "--emulate-scale"),
@@ -161,6 +164,14 @@ CASES = {
     "offline": ({"balance": "offline"}, "--balance"),
     "lockstep": ({"balance_lockstep": True}, "--balance-lockstep"),
     "alone": ({"balance": "online"}, "--balance"),
+    "epilogue of nothing": ({"inter_grad_comp_epilogue_only": True}, "--inter-grad-comp-epilogue-only"),
+    "compressed alone": ({"inter_grad_comp": True}, "--inter-grad-comp"),
+    "too many ranks": (
+        {"inter_grad_comp": True, "inter_grad_comp_rank": 32, "world_size": 2, "global_batch_size": 4},
+        "--inter-grad-comp-rank",
+    ),
+    "feedback of nothing": ({"use_error_feedback": True}, "--use-error-feedback"),
+    "measuring nothing": ({"check_comp_ratio": True}, "--check-comp-ratio"),
     "two names": ({"run_dir": "a", "save": "b"}, "--save"),
 }
 

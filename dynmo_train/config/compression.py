@@ -1,0 +1,27 @@
+"""Options of compressed communication; names are those of Optimus-CC (arXiv:2301.09830), with dashes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .options import option
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompressionConfig:
+    """Compression of gradients between stages and between replicas."""
+
+    inter_grad_comp: bool = option("Send the gradient back to the stage before as low-rank factors.", default=False)
+    inter_grad_comp_rank: int = option("Rank of the gradients between stages.", default=12, minimum=1)
+    inter_grad_comp_epilogue_only: bool = option(
+        "Compress only the microbatches that a worker gets back behind its last forward of a step.", default=False
+    )
+    use_error_feedback: bool = option(
+        "Add what compression lost to what is compressed next: at the same stage boundary, of the same parameter.",
+        default=False,
+    )
+    check_orth_error_acti: bool = option(
+        "Log mean and cosine similarity of the compression error and the activation at each boundary.", default=False
+    )
+    check_comp_speed: bool = option("Log the time and rate of compression and decompression.", default=False)
+    check_comp_ratio: bool = option("Log bytes before and after compression, and of its memories.", default=False)

@@ -1,0 +1,208 @@
+"""dynmo-prep: what each step makes of each kind of bad input, and what it tells of it."""
+
+from __future__ import annotations
+
+import bz2
+import gzip
+import json
+import lzma
+import sys
+
+import pytest
+import zstandard
+
+from dynmo_tools import cli
+
+GOOD = "The river runs past the old mill and under the bridge of stone, where children look for snails. " * 14
+LONG = 8000
+LINES = [
+    (None, b"\xef\xbb\xbf" + json.dumps({"url": "a", "text": GOOD}).encode()),
+    ("json", b'{"text": '),
+    ("json", b"[1]"),
+    ("key", b'{"url": "c"}'),
+    ("type", b'{"url": "d", "text": 5}'),
+    ("type", b'{"url": "e", "text": null}'),
+    ("utf8", b'{"url": "f", "text": "\xff' + GOOD.encode() + b'"}'),
+    ("surrogate", json.dumps({"url": "g", "text": GOOD + "\ud800"}).encode()),
+    (None, b""),
+    (None, b" \t"),
+    ("long", b'{"text": "' + b"x" * LONG + b'"}'),
+    (None, json.dumps({"url": "h", "text": " \n"}).encode()),
+    (None, json.dumps({"url": "i", "text": ""}).encode()),
+    (None, json.dumps({"url": "k", "text": "abc"}).encode()),
+    (None, json.dumps({"url": "j", "text": GOOD[1:]}).encode()),  # no newline behind it
+]
+STEPS = {
+    "merge": (),
+    "add-id": ("--id-prefix", "p"),
+    "clean": ("--min-tokens", 4),
+    "fix": ("--tasks", "ftfy_fix_text"),
+    "find-duplicates": (),
+    "remove-duplicates": ("--groups", "groups"),
+    "dedup": (),
+    "decontaminate": ("--task", "squad=task.jsonl"),
+    "shuffle": (),
+    "split-sentences": (),
+    "train-tokenizer": ("--vocab-size", 300),
+    "binarize": ("--tokenizer-type", "WhitespaceVocab", "--vocab-file", "words.json"),
+}
+WHATEVER_KEY = ("merge", "add-id", "shuffle", "remove-duplicates")
+KEPT_EMPTY = {"merge": 2, "add-id": 2, "shuffle": 2, "remove-duplicates": 2, "fix": 2, "split-sentences": 2, "dedup": 2}
+
+
+@pytest.fixture
+def prep(monkeypatch, capsys, tmp_path):
+    """Run the command in this process, in a folder with what the steps need: (exit code, stdout, stderr)."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "good.jsonl").write_text("".join(json.dumps({"text": f"{GOOD}{n}"}) + "\n" for n in range(3)))
+    (tmp_path / "dirty.jsonl").write_bytes(b"\n".join(line for _, line in LINES))
+    (tmp_path / "groups").write_text('{"0": ["a", "none"]}\n')
+    (tmp_path / "task.jsonl").write_text('{"question": "who was the first person to walk past the mill alone"}\n')
+    words = dict.fromkeys([*GOOD.split(), "abc", "0", "1", "2", "\ufffdThe", "<unk>"])
+    (tmp_path / "words.json").write_text(json.dumps({word: n for n, word in enumerate(words)}))
+
+    def run(*arguments):
+        monkeypatch.setattr(sys, "argv", ["dynmo-prep", *map(str, arguments)])
+        with pytest.raises(SystemExit) as stop:
+            cli.main()
+        captured = capsys.readouterr()
+        return stop.value.code or 0, captured.out, captured.err
+
+    return run
+
+
+def rejected(tmp_path):
+    parts = sorted((tmp_path / "out.work" / "rejects").glob("*"))
+    return [json.loads(line) for part in parts for line in part.read_bytes().splitlines()]
+
+
+@pytest.mark.parametrize("step", STEPS)
+def test_each_bad_line_is_put_aside_with_its_place_and_reason(prep, tmp_path, step):
+    """Two files in several tasks each: the lines are counted within their file."""
+    code, out, err = prep(
+        step, *STEPS[step], "--input", "good.jsonl", "--input", "dirty.jsonl", "-o", "out", "--task-bytes", 3000,
+        "--max-line-bytes", LONG, "--max-rejects", 1, "--format", "json",
+    )  # fmt: skip
+    assert code == 3
+    assert "Processed 16 documents (" in err
+    unseen = ("key", "type") if step in WHATEVER_KEY else ("surrogate",) if step in ("clean", "fix") else ()
+    expected, offset = [], 0
+    for number, (reason, line) in enumerate(LINES, 1):
+        if reason and reason not in unseen:
+            expected.append(("dirty.jsonl", number, offset, reason))
+        offset += len(line) + 1
+    found = rejected(tmp_path)
+    assert [(row["file"], row["line"], row["offset"], row["reason"]) for row in found] == expected
+    assert all(len(row["excerpt"]) <= 200 for row in found)
+    report = json.loads(out)
+    assert (report["documents_in"], report["blank_lines"], report["lines"]) == (16, 2, 18)
+    assert sum(report["rejected"].values()) == len(expected)
+    if step != "decontaminate":  # which writes several pieces of a document
+        assert report["documents_kept"] + sum(report["dropped"].values()) == 16 - len(expected)
+    assert report["dropped"].get("empty", 0) == {"clean": 2, "binarize": 2}.get(step, 0)
+    if step in KEPT_EMPTY and step != "dedup":
+        kept = [json.loads(line) for line in (tmp_path / "out").read_bytes().splitlines()]
+        assert sum(not row.get("text", "x" if step in WHATEVER_KEY else "").__str__().strip() for row in kept) == 2
+
+
+@pytest.mark.parametrize("step", ["merge", "clean", "binarize"])
+def test_bytes_that_are_no_utf8_are_repaired_when_asked(prep, tmp_path, step):
+    (tmp_path / "dirty.jsonl").write_bytes(LINES[6][1])
+    code, out, _ = prep(
+        step, *STEPS[step], "dirty.jsonl", "-o", "out", "--utf8", "replace", "--format", "json", "--max-rejects", 1
+    )
+    assert (code, json.loads(out)["documents_kept"]) == (0, 1)
+    if step != "binarize":
+        assert json.loads((tmp_path / "out").read_bytes().decode())["text"].startswith("\ufffdThe river")
+
+
+def test_too_many_bad_lines_stop_the_run_at_the_share_that_was_named(prep, tmp_path):
+    assert prep("merge", "dirty.jsonl", "-o", "out")[0] == 4
+    assert not (tmp_path / "out").exists()
+    assert prep("merge", "dirty.jsonl", "-o", "out", "--max-rejects", 0.5)[0] == 3
+
+
+def compressed(ending, payload):
+    return {
+        ".gz": gzip.compress, ".xz": lzma.compress, ".bz2": bz2.compress, ".zst": zstandard.compress,
+    }[ending](payload)  # fmt: skip
+
+
+def parquet(payload):
+    import io
+
+    import pyarrow
+    import pyarrow.parquet
+
+    target = io.BytesIO()
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([json.loads(line) for line in payload.splitlines()]), target)
+    return target.getvalue()
+
+
+@pytest.mark.parametrize("ending", [".gz", ".xz", ".bz2", ".zst", ".parquet"])
+@pytest.mark.parametrize("damage", ["cut", "other"])
+def test_a_damaged_file_fails_its_task_and_leaves_no_output(prep, tmp_path, ending, damage):
+    payload = b"".join(json.dumps({"text": f"{n} {GOOD}"}).encode() + b"\n" for n in range(50))
+    if ending == ".parquet":
+        pytest.importorskip("pyarrow")
+        whole = parquet(payload)
+    else:
+        whole = compressed(ending, payload)
+    (tmp_path / f"in{ending}").write_bytes(whole[: len(whole) // 2] if damage == "cut" else b"what is this" * 40)
+    code, out, err = prep("merge", f"in{ending}", "-o", "out")
+    assert (code, out, (tmp_path / "out").exists()) == (1, "", False)
+    assert f"in{ending}: " in err
+    assert "Traceback" not in err
+    assert not list(tmp_path.glob("**/*.tmp-*"))
+    (tmp_path / f"in{ending}").write_bytes(whole)
+    assert prep("merge", f"in{ending}", "-o", "out", "--overwrite")[0] == 0
+
+
+def test_a_parquet_row_without_a_text_is_put_aside(prep, tmp_path):
+    pytest.importorskip("pyarrow")
+    (tmp_path / "in.parquet").write_bytes(parquet(b'{"text": "good"}\n{"text": null}\n'))
+    assert prep("split-sentences", "in.parquet", "-o", "out", "--max-rejects", 1)[0] == 3
+    assert [(row["line"], row["reason"]) for row in rejected(tmp_path)] == [(2, "type")]
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("merge", "good.jsonl", "-o", "good.jsonl"),
+        ("merge", "*.jsonl", "-o", "dirty.jsonl"),
+        ("merge", "none*.jsonl", "-o", "out"),
+        ("merge", "none.jsonl", "-o", "out"),
+        ("merge", ".", "-o", "out"),
+        ("clean", "good.jsonl", "-o", "out", "--save-dropped", "out"),
+        ("clean", "good.jsonl", "-o", "out", "--save-dropped", "good.jsonl"),
+        ("fix", "good.jsonl", "-o", "out", "--tasks", "gutenberg", "--filtered", "out"),
+        ("dedup", "good.jsonl", "-o", "out", "--load-fingerprints", "prints", "--save-fingerprints", "prints"),
+        ("remove-duplicates", "good.jsonl", "-o", "groups", "--groups", "groups"),
+        ("decontaminate", "good.jsonl", "-o", "out", "--task", "squad=task.jsonl", "--save-dictionary", "task.jsonl"),
+        ("decontaminate", "good.jsonl", "-o", "out", "--task", "squad=none.jsonl"),
+        ("binarize", "good.jsonl", "-o", "out", "--json-keys", "text", "text", *STEPS["binarize"]),
+        ("binarize", "good.jsonl", "-o", "out", "--tokenizer", "none.json"),
+        ("group-duplicates", "groups", "-o", "groups"),
+        ("blacklist-urls", "groups", "-o", "groups"),
+        ("blacklist-urls", "groups", "-o", "out", "--save-dropped", "out"),
+        ("fetch-urls", "groups", "-o", "groups"),
+        ("merge-indexed", "none", "-o", "out"),
+    ],
+)
+def test_what_would_write_over_its_input_or_has_none_is_refused_before_anything_is_written(prep, tmp_path, arguments):
+    prints = ("dedup", "good.jsonl", "-o", "once", "--save-fingerprints", "prints")
+    if "prints" in arguments:
+        assert prep(*prints)[0] == 0
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    code, out, err = prep(*arguments)
+    assert (code, out) == (2, "")
+    assert len(err) > 20
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
+    assert not (tmp_path / "out.work").exists()
+
+
+def test_a_task_of_decontaminate_that_changed_is_noticed(prep, tmp_path):
+    command = ("decontaminate", "good.jsonl", "-o", "out", "--task", "squad=task.jsonl")
+    assert prep(*command)[0] == 0
+    (tmp_path / "task.jsonl").write_text('{"question": "another question of eight words or more, is it not"}\n')
+    assert prep(*command)[0] == 2

@@ -1,0 +1,47 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from dynmo_tools.formats import numbers
+from dynmo_tools.formats.numbers import bounds, but_first, chained, counting, in_file, in_memory, running, shifted
+
+VALUES = list(range(3, 20))
+
+
+@pytest.fixture(autouse=True, params=[1, 4, 17, 64])
+def block(request, monkeypatch):
+    """Every size of a block gives the same numbers."""
+    monkeypatch.setattr(numbers, "BLOCK", request.param)
+
+
+@pytest.fixture(params=["memory", "file", "chained"])
+def column(request, tmp_path):
+    if request.param == "memory":
+        return in_memory(VALUES)
+    np.asarray([9, *VALUES], dtype="<i4").tofile(tmp_path / "numbers")
+    whole = in_file(tmp_path / "numbers", "<i4", len(VALUES), offset=4)
+    if request.param == "file":
+        return whole
+    return chained([in_file(tmp_path / "numbers", "<i4", 5, offset=4), in_memory([]), in_memory(VALUES[5:])])
+
+
+def test_a_column_is_what_numpy_makes_of_the_array(column):
+    array = np.asarray(VALUES)
+    sums = np.cumsum(array)
+    assert column.tolist() == column.tolist() == VALUES
+    assert (len(column), column.total(), column.extremes()) == (17, sums[-1], (3, 19))
+    assert shifted(column, 5).tolist() == (array + 5).tolist()
+    assert but_first(column).tolist() == VALUES[1:]
+    assert len(but_first(column)) == 16
+    assert running(column, 2).tolist() == (2 * (sums - array)).tolist()
+    assert bounds(column).tolist() == [0, *sums.tolist()]
+    assert len(bounds(column)) == 18
+    assert all(len(part) <= numbers.BLOCK for part in column.blocks())
+
+
+def test_a_column_of_nothing():
+    empty = in_memory([])
+    assert (empty.tolist(), empty.total(), empty.extremes()) == ([], 0, None)
+    assert (bounds(empty).tolist(), running(empty).tolist(), but_first(empty).tolist()) == ([0], [], [])
+    assert counting(3).tolist() == [0, 1, 2]
