@@ -36,6 +36,6 @@ def test_every_command_is_in_the_table():
         for name, command in root.commands.items()
         for inner in getattr(command, "commands", {"": None})
     ]
-    single = ["launch local", "generate", "compare", "monitor", "tune-sparse"]
+    single = ["launch local", "launch node", "generate", "compare", "monitor", "tune-sparse"]
     assert sorted(names) == sorted([*(f"pretrain {name}" for name in ("gpt", "llama", "bert", "t5")), *single])
     assert [name for name in names if f"\n| `{name}` |" not in README] == []
