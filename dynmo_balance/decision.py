@@ -106,7 +106,7 @@ def weigh(
 
 def packing_of(problem: Problem, options: WatchOptions) -> Packing | None:
     """The release of workers that the options ask for and the costs allow now; None where there is none."""
-    if problem.virtual_stages > 1 or (options.pack_to is None and options.pack_keep is None):
+    if options.pack_to is None and options.pack_keep is None:
         return None
     keep = options.pack_keep if options.pack_keep is not None else 1e-9
     found = packings(problem, keep)

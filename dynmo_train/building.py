@@ -12,6 +12,7 @@ import torch
 
 from .compression.settings import CompressionSettings
 from .config import Config
+from .config.validate import validate
 from .dynamics.plasticity import PlasticityRule
 from .dynamics.pruning import CubicSchedule
 from .dynamics.pruning_units import PruningRule
@@ -27,6 +28,7 @@ from .models.sparse_forms import BUILT_IN, CSR, SparseTable
 from .optim.adamw import AdamWSettings
 from .optim.precision import LossScaling, Precision
 from .optim.schedule import LearningRate
+from .parallel.dims import ParallelDims
 from .parallel.world import gather_documents
 from .pipeline.partition import Partition, uniform_partition
 from .pipeline.schedule import CUSTOM, PipelineShape
@@ -183,20 +185,39 @@ def allowed_cuts(items: Sequence[ItemSpec], granularity: str) -> set[str]:
 
 
 def plan_problems(
-    plan: Plan, config: Config, family: ModelFamily, *, run_id: str, in_force: int, stages: Sequence[Sequence[str]]
+    plan: Plan,
+    config: Config,
+    family: ModelFamily,
+    *,
+    run_id: str,
+    in_force: int,
+    stages: Sequence[Sequence[str]],
+    workers: Sequence[int],
 ) -> list[Problem]:
-    """Why a plan cannot be taken by this run now, given the number and the stages in force; empty where it can."""
+    """Why a plan cannot be taken by this run now; empty where it can.
+
+    Args:
+        in_force, stages: the number and the stages of the plan in force.
+        workers: ids of those that are left, by pipeline position. All but the first may be released.
+    """
     return validate_plan(
         plan,
         run_id=run_id,
         item_names=[item.name for item in family.items],
         cut_allowed=allowed_cuts(family.items, config.balance.granularity),
-        workers=range(config.parallel.pipeline_model_parallel_size),
+        workers=workers,
+        releasable=workers[1:],
         plan_in_force=in_force,
         stage_items_in_force=stages,
         schedule=config.parallel.schedule,
         virtual_stages_per_worker=config.parallel.virtual_stages_per_worker,
     )
+
+
+def growth_problems(config: Config, dims: ParallelDims, workers: int) -> list[Problem]:
+    """Why the run cannot go on with so many workers of as many processes each; empty where it can."""
+    size = replace(dims, pipeline=workers).size
+    return validate(replace(config, parallel=replace(config.parallel, pipeline_model_parallel_size=workers)), size)
 
 
 def first_partition(config: Config, family: ModelFamily, checkpoint_topology: Mapping[str, Any] | None) -> Partition:
@@ -210,7 +231,12 @@ def first_partition(config: Config, family: ModelFamily, checkpoint_topology: Ma
     if config.balance.plan is not None:
         plan = read_plan(Path(config.balance.plan))
         # A first plan may come from another run, and has nothing in force to be based on.
-        problems = plan_problems(plan, config, family, run_id=plan.run_id, in_force=0, stages=plan.stages)
+        problems = plan_problems(
+            plan, config, family, run_id=plan.run_id, in_force=0, stages=plan.stages, workers=range(workers)
+        )
+        problems += [Problem("released_workers", "release", "a run starts with all its workers")] * bool(
+            plan.released_workers
+        )
         problems = [problem for problem in problems if problem.kind != "stale"]
         if problems:
             raise DocumentError(config.balance.plan, problems)

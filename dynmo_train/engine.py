@@ -9,7 +9,7 @@ import math
 import resource
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -390,3 +390,12 @@ class Engine:
         self.partition = after
         self._pipeline = None
         return report
+
+    def enter(self, world: World) -> None:
+        """Go on among the processes of ``world``, on whose workers alone the partition has stages."""
+        self.world = world
+        self.partition = replace(self.partition, places=())
+        self._pipeline = None
+        self.freezing.enter(world)
+        if self.pruning is not None:
+            self.pruning.enter(world)

@@ -10,18 +10,19 @@ from dataclasses import replace
 
 import torch
 
-from .building import flops_counter, parameter_counts, plan_problems
+from .building import flops_counter, growth_problems, parameter_counts, plan_problems
 from .checkpointing import Checkpointing, Saved
 from .config import Config
 from .console import say
 from .data.gpt import TokenError
 from .data.tokenizer import TokenizerFiles
 from .engine import StepResult
-from .errors import EXIT_OK, EXIT_TERMINATED, EXIT_USAGE
+from .errors import EXIT_OK, EXIT_RELAUNCH, EXIT_TERMINATED, EXIT_USAGE
 from .interrupts import Interrupts, Wishes
 from .parallel.dims import ParallelDims
 from .parallel.world import join_world, leave_world
-from .rebalance.controller import Controller, ControllerSettings
+from .rebalance.controller import Controller, ControllerSettings, TakenPlan
+from .rebalance.growth import GrowRequests
 from .rebalance.planner import PlannerProcess
 from .saving import SavedRun
 from .starting import Beginning, begin
@@ -81,13 +82,23 @@ class _Run:
                 plans=directory.plans,
                 profile=directory.profile,
                 problems_of=lambda plan, in_force, stages: plan_problems(
-                    plan, config, engine.family, run_id=directory.run_id, in_force=in_force, stages=stages
+                    plan,
+                    config,
+                    engine.family,
+                    run_id=directory.run_id,
+                    in_force=in_force,
+                    stages=stages,
+                    workers=engine.world.worker_ids,
                 ),
                 in_force=start.first_plan,
                 tell=recorder.event,
+                settle=lambda: self._checkpoints.wait(),
                 planner=planner,
             )
         self._first_plan = start.first_plan
+        self._grow = GrowRequests(
+            directory.requests, lambda workers: growth_problems(config, engine.world.dims, workers), recorder.event
+        )
         self._log = TrainingLog(config, engine.world, flops_counter(config, engine.family))
         self._checkpoints = Checkpointing(engine, directory.checkpoints, aside=config.run.async_save, tell=self._saved)
         self._tokenizer = TokenizerFiles.of(vars(config.data))
@@ -107,10 +118,12 @@ class _Run:
                 if training.eval_iters and (last or self.step % training.eval_interval == 0):
                     self._evaluate()
                 taken = self._controller.boundary(self.step) if self._controller is not None and not last else None
+                if taken is not None and taken.left:
+                    return EXIT_OK
                 if taken is not None:
-                    self._log.moved(taken, self.step)
+                    self._moved(taken)
                 self._checkpoints.at_boundary()
-                wishes = interrupts.at_boundary(self.engine.world)
+                wishes = interrupts.at_boundary(self.engine.world, relaunch=not last and self._is_to_grow())
                 if training.exit_interval is not None and self.step % training.exit_interval == 0:
                     wishes = replace(wishes, leave=True)
                 every = self.config.run.save_interval
@@ -121,7 +134,13 @@ class _Run:
         self._checkpoints.wait()
         if self.engine.world.is_first:
             say(f"run directory: {self.directory.path}")
+        if wishes.relaunch and self.step < training.train_iters:
+            return EXIT_RELAUNCH
         return EXIT_TERMINATED if wishes.told else EXIT_OK
+
+    def _is_to_grow(self) -> bool:
+        world = self.engine.world
+        return world.is_first and self._grow.asks(self.step, world.dims.pipeline)
 
     def _train_step(self) -> None:
         self.step += 1
@@ -155,6 +174,12 @@ class _Run:
             **({"compression": result.compression} if result.compression else {}),
         )
         self._log.step(self.step, self.consumed, size, length, result)
+
+    def _moved(self, taken: TakenPlan) -> None:
+        self._log.moved(taken, self.step)
+        if taken.released:
+            self._log.line(f" {self.recorder.released(self.step, taken.released)} after iteration {self.step}")
+            self._log.devices = self.engine.world.size
 
     def _evaluate(self) -> None:
         if self.samples.valid is None:
@@ -202,6 +227,10 @@ def _planner_arguments(config: Config) -> list[str]:
         *("--min-gain", str(balance.balance_min_gain)),
         *("--granularity", balance.granularity),
     ]
+    if balance.pack_to is not None:
+        arguments += ["--pack-to", str(balance.pack_to)]
+    if balance.min_throughput_fraction is not None:
+        arguments += ["--min-throughput-fraction", str(balance.min_throughput_fraction)]
     if balance.balance_lockstep:
         return [*arguments, "--lockstep", "--min-records", "1"]
     return [*arguments, "--every", str(balance.rebalance_interval)]

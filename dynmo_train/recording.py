@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -80,6 +80,8 @@ def describe_workers(world: World) -> list[WorkerInfo]:
                 hosts=list(dict.fromkeys(told[rank]["host"] for rank in ranks)),
                 device="cuda" if world.device.type == "cuda" else "cpu",
                 memory_bytes=min(told[rank]["memory_bytes"] for rank in ranks),
+                # The first one holds the rendezvous store, the run directory and the planner.
+                releasable=worker > 0,
             )
         )
     return workers
@@ -122,12 +124,29 @@ def measure_link(world: World, payload_bytes: int = 1 << 22, repeats: int = 5) -
     return link_from(payload_bytes, latency, large)
 
 
+def set_free(gone: Sequence[WorkerInfo], left: Sequence[WorkerInfo]) -> tuple[list[str], list[str]]:
+    """The hosts of workers that left, and those of them on which no worker is left."""
+    hosts = list(dict.fromkeys(host for worker in gone for host in worker.hosts))
+    needed = {host for worker in left for host in worker.hosts}
+    return hosts, [host for host in hosts if host not in needed]
+
+
+def released_message(gone: Sequence[WorkerInfo], left: Sequence[WorkerInfo], free: Sequence[str]) -> str:
+    """Who left, who stays, and which hosts are free now."""
+    ranks = ", ".join(str(rank) for worker in gone for rank in worker.ranks)
+    workers = ", ".join(str(worker.worker) for worker in gone)
+    hosts = f"; free hosts: {', '.join(free)}" if free else ""
+    return f"released workers {workers} (ranks {ranks}); {len(left)} of {len(gone) + len(left)} workers stay{hosts}"
+
+
 class Recorder:
     """Appends to the run directory; on other workers than 0 every call does nothing."""
 
     def __init__(self, run: RunDirectory, world: World) -> None:
         self.run, self._writes = run, world.is_first
         self._names: list[str] = []
+        self._workers: tuple[WorkerInfo, ...] = ()
+        self._begin: Callable[[Sequence[WorkerInfo]], dict[str, Any]] = lambda _: {}
 
     def header(
         self,
@@ -140,17 +159,30 @@ class Recorder:
     ) -> None:
         """Begin a segment of the profile."""
         self._names = [item.name for item in items]
+        self._workers = tuple(workers)
+        self._begin = lambda left: header_record(
+            run_id=run_id,
+            segment=next_segment(self.run.profile),
+            model=model,
+            layout=layout,
+            link=link if len(left) > 1 else None,
+            workers=left,
+            items=items,
+        )
         if self._writes:
-            record = header_record(
-                run_id=run_id,
-                segment=next_segment(self.run.profile),
-                model=model,
-                layout=layout,
-                link=link,
-                workers=workers,
-                items=items,
-            )
-            append_record(self.run.profile, record)
+            append_record(self.run.profile, self._begin(self._workers))
+
+    def released(self, step: int, workers: Collection[int]) -> str:
+        """Workers have left after ``step``: a new segment of those that stay; a sentence for a person."""
+        gone = [each for each in self._workers if each.worker in workers]
+        self._workers = tuple(each for each in self._workers if each.worker not in workers)
+        hosts, free = set_free(gone, self._workers)
+        ranks = [rank for each in gone for rank in each.ranks]
+        message = released_message(gone, self._workers, free)
+        if self._writes:
+            append_record(self.run.profile, self._begin(self._workers))
+        self.event("released", message, step=step, workers=sorted(workers), ranks=ranks, hosts=hosts, free_hosts=free)
+        return message
 
     def costs(
         self,

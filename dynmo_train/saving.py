@@ -110,7 +110,7 @@ class PendingSave:
 
     def is_written_everywhere(self) -> bool:
         """Whether all processes have written their parts; every process asks at the same boundary."""
-        return all_agree(self._thread is None or not self._thread.is_alive())
+        return all_agree(self._world, self._thread is None or not self._thread.is_alive())
 
     def finish(self) -> Path:
         """Wait for what is still being written, and put the checkpoint in place.
@@ -125,7 +125,7 @@ class PendingSave:
         if self._document is not None:
             problem = "; ".join(one["problem"] for one in told if one["problem"]) or None
             problem = problem or self._commit(self._document, [one["report"] for one in told])
-        if not all_agree(problem is None):
+        if not all_agree(self._world, problem is None):
             problem = broadcast_document(self._world, problem)
             raise DynmoError(f"the checkpoint of step {self.run.step} was not written: {problem}")
         return self._checkpoints / f"step-{self.run.step:08d}"

@@ -109,13 +109,15 @@ def after_move_line(plan_id: int, before_ms: float, after_ms: float, steps: int)
 class TrainingLog:
     """The lines that worker 0 prints, the step times that it needs for them, and the scalars of TensorBoard.
 
+    ``devices`` is the number of processes that the work is shared by.
+
     Args:
         flops: of a step with so many samples of so many tokens.
     """
 
     def __init__(self, config: Config, world: World, flops: Callable[[int, int], int]) -> None:
         self.config, self._speaks = config, world.is_first
-        self._flops, self._devices = flops, world.size
+        self._flops, self.devices = flops, world.size
         folder = config.run.tensorboard_dir
         self._board = EventWriter(Path(folder)) if folder is not None and world.is_first else None
         self._window: list[StepResult] = []
@@ -170,7 +172,7 @@ class TrainingLog:
             grad_norm=result.grad_norm if result.updated else None,
             skipped=len(self._window) - len(updates),
             nan=sum(not math.isfinite(each.loss) for each in self._window),
-            tflops=self._window_flops / window_s / self._devices / 1e12 if self._window_flops else None,
+            tflops=self._window_flops / window_s / self.devices / 1e12 if self._window_flops else None,
         )
         self._window.clear()
         self._window_flops = 0

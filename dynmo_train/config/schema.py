@@ -300,6 +300,17 @@ class BalanceConfig:
         below=1,
     )
     balance_lockstep: bool = option("Wait at each boundary for the planner's answer.", default=False)
+    pack_to: int | None = option(
+        "Release workers until so many are left, as soon as memory allows; none releases no worker.",
+        default=None,
+        minimum=1,
+    )
+    min_throughput_fraction: float | None = option(
+        "Release workers as long as this share of the balanced pipeline's throughput is kept.",
+        default=None,
+        above=0,
+        maximum=1,
+    )
     planner: Planner = option("Start dynmo-plan watch (internal), or leave it to somebody else.", default="internal")
     planner_timeout_s: float = option("Seconds to wait for the planner in lockstep.", default=30.0, above=0)
     profile_interval: int = option("Steps between lines of the profile.", default=1, minimum=1)

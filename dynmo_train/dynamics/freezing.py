@@ -11,6 +11,7 @@ from typing import Any
 
 from ..models.items import SUBLAYERS, ItemSpec, parameters_of
 from ..optim.items import HeldItems
+from ..parallel.world import World
 from .technique import Event
 
 
@@ -52,6 +53,9 @@ class LayerFreezing:
 
     def before_step(self, step: int) -> None:
         """Called before each step; a schedule needs nothing of it."""
+
+    def enter(self, world: World) -> None:
+        """Go on among the processes of ``world``: some have left; a schedule needs nothing of it."""
 
     def state(self) -> dict[str, Any] | None:
         """What a checkpoint keeps beside the frozen items; None for a schedule."""

@@ -108,6 +108,10 @@ class AdaptiveFreezing(LayerFreezing):
         self._seen: dict[str, tuple[Any, ...]] = {}
         self._hooks: list[RemovableHandle] = []
 
+    def enter(self, world: World) -> None:
+        """Go on among the processes of ``world``."""
+        self._world = world
+
     def state(self) -> dict[str, Any]:
         """For a checkpoint; the reference copies are with the items."""
         course = self.course

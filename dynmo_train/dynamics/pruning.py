@@ -119,6 +119,10 @@ class GradualPruning:
         self.schedule, self.held, self._frozen, self._world, self.rule = schedule, held, frozen, world, rule
         self.sparsity = schedule.initial
 
+    def enter(self, world: World) -> None:
+        """Go on among the processes of ``world``: some have left."""
+        self._world = world
+
     def _units(self) -> list[OwnUnits]:
         """The units of this process."""
         left_alone = set(self._frozen())

@@ -15,7 +15,7 @@ from ..formats.run import read_run
 from ..rundir import take_grow_request
 from .agent import PeerTroubleError, Work, interface_towards, run_once, worker_environment
 from .meeting import CALLED, DONE, LAST_CALL_S, Ending, Meeting, MeetingLostError, Nodes, Start, Verdict
-from .next_start import pipeline_size, place_flags, processes_of
+from .next_start import packing_flags, pipeline_size, place_flags, processes_of
 from .outcome import Failure, causes, failure_message, last_lines, shell_code
 
 WORKER = (sys.executable, "-m", "dynmo_train")
@@ -50,8 +50,8 @@ def _tell(failures: Sequence[Failure]) -> None:
     say(f"dynmo-train: error: {failure_message(failures, tails)}")
 
 
-def _next_size(run_dir: Path, before: int, workers: int | None, now: int | None) -> tuple[int, int | None]:
-    """Processes of the next start, and the size of its pipeline where that has to be said.
+def _next_start(run_dir: Path, before: int, workers: int | None, now: int | None) -> tuple[int, tuple[str, ...]]:
+    """Processes of the next start, and the flags that it gets behind those of the first.
 
     Args:
         run_dir: of the run; without a ``run.json`` a process is a worker.
@@ -65,9 +65,10 @@ def _next_size(run_dir: Path, before: int, workers: int | None, now: int | None)
     except UsageError:
         config = {"parallel": {"tensor_model_parallel_size": 1, "pipeline_model_parallel_size": before}}
     if workers is not None:
-        return processes_of(config, before, workers), workers
+        more = place_flags(str(run_dir), workers) + packing_flags(config, workers)
+        return processes_of(config, before, workers), more
     processes = before if now is None else now
-    return processes, pipeline_size(config, before, processes)
+    return processes, place_flags(str(run_dir), pipeline_size(config, before, processes))
 
 
 @dataclass
@@ -115,13 +116,12 @@ class _Launcher:
         self.restarts += 0 if asks else 1
         self.workers = take_grow_request(run_dir) or (self.workers if not lost else None)
         members = len(start.members) - len(lost)
-        processes, pipeline = _next_size(
+        processes, more = _next_start(
             run_dir,
             start.processes_per_node * len(start.members),
             self.workers,
             start.processes_per_node * members if lost else None,
         )
-        more = place_flags(str(run_dir), pipeline)
         if self.launch.nodes.most == 1:
             return Verdict(again=True, processes_per_node=processes, nodes=1, more=more)
         nodes = -(-processes // start.processes_per_node)

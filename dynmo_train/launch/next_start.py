@@ -39,3 +39,9 @@ def place_flags(run_dir: str, pipeline: int | None) -> tuple[str, ...]:
     """The flags behind the command of a first start that make it go on with a run."""
     size = () if pipeline is None else ("--pipeline-model-parallel-size", str(pipeline))
     return ("--run-dir", run_dir, "--save", run_dir, "--load", run_dir, *size)
+
+
+def packing_flags(config: Mapping[str, Mapping[str, Any]], workers: int | None) -> tuple[str, ...]:
+    """What keeps the planner from releasing at once the workers that somebody asked for."""
+    pack_to = config.get("balance", {}).get("pack_to")
+    return () if workers is None or pack_to is None else ("--pack-to", str(max(int(pack_to), workers)))

@@ -66,23 +66,29 @@ def _swap(
 ) -> dict[str, torch.Tensor | None]:
     """Exchange gradients that may be absent with the other holders: first whether there is one, then itself."""
     others = {name: place for name, place in places.items() if place != world.worker}
-    ranks = {name: world.peer(place) for name, place in others.items()}
+    ranks = {name: world.started_as(world.peer(place)) for name, place in others.items()}
     peers = sorted(set(ranks.values()))
     flags = {
         name: torch.tensor([0 if gradient is None else 1], dtype=torch.int64, device=world.device)
         for name, gradient in own.items()
     }
     theirs = {name: torch.zeros(1, dtype=torch.int64, device=world.device) for name in others}
-    _exchange([(peer, flag) for peer in peers for flag in flags.values()], [(ranks[n], t) for n, t in theirs.items()])
+    group = world.groups.pipeline
+    told = [(peer, flag) for peer in peers for flag in flags.values()]
+    _exchange(told, [(ranks[n], t) for n, t in theirs.items()], group)
     received = {name: torch.empty_like(like) if int(theirs[name]) else None for name in others}
     sent = [(peer, gradient) for peer in peers for gradient in own.values() if gradient is not None]
-    _exchange(sent, [(ranks[name], tensor) for name, tensor in received.items() if tensor is not None])
+    _exchange(sent, [(ranks[name], tensor) for name, tensor in received.items() if tensor is not None], group)
     return received
 
 
-def _exchange(sent: Sequence[tuple[int, torch.Tensor]], received: Sequence[tuple[int, torch.Tensor]]) -> None:
-    operations = [dist.P2POp(dist.isend, tensor.contiguous(), peer) for peer, tensor in sent]
-    operations += [dist.P2POp(dist.irecv, tensor, peer) for peer, tensor in received]
+def _exchange(
+    sent: Sequence[tuple[int, torch.Tensor]],
+    received: Sequence[tuple[int, torch.Tensor]],
+    group: dist.ProcessGroup | None,
+) -> None:
+    operations = [dist.P2POp(dist.isend, tensor.contiguous(), peer, group) for peer, tensor in sent]
+    operations += [dist.P2POp(dist.irecv, tensor, peer, group) for peer, tensor in received]
     if operations:
         for work in dist.batch_isend_irecv(operations):
             work.wait()

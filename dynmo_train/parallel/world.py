@@ -8,7 +8,7 @@ import socket
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -25,12 +25,14 @@ class Groups:
     torch's stages want a group even of one process: ``pipeline`` is None only where no world was joined.
 
     Attributes:
+        everyone: all processes of the run; None is torch's own group of those that were started.
         pipeline, tensor, data: the ranks that differ from this one along that axis alone.
         model: the ranks that hold one replica together (pipeline and tensor).
         expert: the ranks that share the experts of a layer.
         expert_data: the ranks that hold the same experts as this one.
     """
 
+    everyone: dist.ProcessGroup | None = None
     pipeline: dist.ProcessGroup | None = None
     tensor: dist.ProcessGroup | None = None
     data: dist.ProcessGroup | None = None
@@ -44,9 +46,11 @@ class World:
     """The processes of a run, as one of them sees it.
 
     Attributes:
-        rank, size: among all processes.
+        rank, size: among the processes of the run.
         dims: how they are laid out.
         groups: the process groups of this one.
+        members: where workers have left, torch's rank of each process that stayed; empty while nobody has left.
+        workers: the ids of the workers by pipeline position; empty while each one's id is its position.
     """
 
     rank: int
@@ -55,6 +59,8 @@ class World:
     host: str
     dims: ParallelDims
     groups: Groups = Groups()
+    members: tuple[int, ...] = ()
+    workers: tuple[int, ...] = ()
 
     @property
     def is_first(self) -> bool:
@@ -80,6 +86,15 @@ class World:
     def shard(self) -> int:
         """The place of this process among those that share each matrix product."""
         return self.place.tensor
+
+    @property
+    def worker_ids(self) -> tuple[int, ...]:
+        """The id of the worker at each pipeline position: its own for life."""
+        return self.workers or tuple(range(self.dims.pipeline))
+
+    def started_as(self, rank: int) -> int:
+        """The rank by which torch knows a process of the run: the one that it was started with."""
+        return self.members[rank] if self.members else rank
 
     def peer(self, worker: int) -> int:
         """The rank at pipeline position ``worker`` with this process's replica and shard."""
@@ -128,21 +143,7 @@ def lay_out(world: World, dims: ParallelDims, timeout_s: float = 600.0) -> World
 def _make_groups(dims: ParallelDims, rank: int, timeout: timedelta) -> Groups:
     """The groups of ``rank``. Every process makes its own, axis after axis."""
     own = dims.coordinates(rank)
-    made: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
-
-    def group(ranks: Sequence[int], *, alone: bool = False) -> dist.ProcessGroup | None:
-        members = tuple(ranks)
-        if len(members) == 1 and not alone:
-            return None
-        if members not in made:
-            whole = len(members) == dims.size
-            made[members] = (
-                dist.group.WORLD
-                if whole
-                else dist.new_group(list(members), timeout=timeout, use_local_synchronization=True)
-            )
-        return made[members]
-
+    group = group_of({tuple(range(dims.size)): dist.group.WORLD}, timeout)
     experts = dims.expert_ranks(rank)
     same_experts = dims.ranks(pipeline=own.pipeline, tensor=own.tensor)[own.data % dims.expert :: dims.expert]
     return Groups(
@@ -153,6 +154,27 @@ def _make_groups(dims: ParallelDims, rank: int, timeout: timedelta) -> Groups:
         expert=group(experts),
         expert_data=group(same_experts),
     )
+
+
+class MakeGroup(Protocol):
+    """Makes the group of some ranks, as torch counts them; None where it would be of one, unless that is wished."""
+
+    def __call__(self, ranks: Sequence[int], *, alone: bool = False) -> dist.ProcessGroup | None:
+        """The same group for the same ranks."""
+
+
+def group_of(made: dict[tuple[int, ...], dist.ProcessGroup | None], timeout: timedelta) -> MakeGroup:
+    """Makes groups whose members alone have to call; those in ``made`` are there already."""
+
+    def group(ranks: Sequence[int], *, alone: bool = False) -> dist.ProcessGroup | None:
+        members = tuple(ranks)
+        if len(members) == 1 and not alone:
+            return None
+        if members not in made:
+            made[members] = dist.new_group(list(members), timeout=timeout, use_local_synchronization=True)
+        return made[members]
+
+    return group
 
 
 def leave_world() -> None:
@@ -166,24 +188,25 @@ def gather_documents(world: World, document: Any) -> list[Any]:
     payload = json.dumps(document).encode()
     length = torch.tensor([len(payload)], dtype=torch.int64)
     lengths = [torch.zeros_like(length) for _ in range(world.size)]
-    dist.all_gather(lengths, length)
+    dist.all_gather(lengths, length, group=world.groups.everyone)
     longest = max(int(each) for each in lengths)
     buffer = torch.zeros(longest, dtype=torch.uint8)
     buffer[: len(payload)] = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
     buffers = [torch.zeros_like(buffer) for _ in range(world.size)]
-    dist.all_gather(buffers, buffer)
+    dist.all_gather(buffers, buffer, group=world.groups.everyone)
     return [json.loads(each[: int(n)].numpy().tobytes()) for each, n in zip(buffers, lengths, strict=True)]
 
 
 def broadcast_document(world: World, document: Any) -> Any:
     """Rank 0's JSON document at every process; what the others pass is ignored."""
     payload = json.dumps(document).encode() if world.is_first else b""
+    first, everyone = world.started_as(0), world.groups.everyone
     length = torch.tensor([len(payload)], dtype=torch.int64)
-    dist.broadcast(length, src=0)
+    dist.broadcast(length, src=first, group=everyone)
     buffer = torch.zeros(int(length), dtype=torch.uint8)
     if world.is_first:
         buffer.copy_(torch.frombuffer(bytearray(payload), dtype=torch.uint8))
-    dist.broadcast(buffer, src=0)
+    dist.broadcast(buffer, src=first, group=everyone)
     return json.loads(buffer.numpy().tobytes())
 
 
@@ -221,8 +244,8 @@ def sum_over_replicas(world: World, value: torch.Tensor) -> torch.Tensor:
     return total
 
 
-def all_agree(ok: bool) -> bool:
+def all_agree(world: World, ok: bool) -> bool:
     """Whether every process says yes."""
     flag = torch.tensor([1 if ok else 0], dtype=torch.int64)
-    dist.all_reduce(flag, op=dist.ReduceOp.MIN)
+    dist.all_reduce(flag, op=dist.ReduceOp.MIN, group=world.groups.everyone)
     return bool(flag.item())

@@ -18,12 +18,14 @@ class Partition:
         vee: whether stages ``p`` and ``2 workers - 1 - p`` are on worker ``p`` (ZB-V); else stage ``s`` is on worker
             ``s mod workers``.
         placed: the worker of each stage, as many stages on each, where a plan with its own operations says it.
+        places: where workers are about to leave, the pipeline positions of those that stay; empty is all in order.
     """
 
     stages: tuple[tuple[str, ...], ...]
     workers: int
     vee: bool = False
     placed: tuple[int, ...] | None = None
+    places: tuple[int, ...] = ()
 
     @property
     def virtual_stages(self) -> int:
@@ -31,11 +33,12 @@ class Partition:
         return len(self.stages) // self.workers
 
     def worker_of_stage(self, stage: int) -> int:
-        """The worker that runs a stage."""
+        """The pipeline position of the worker that runs a stage."""
         if self.placed is not None:
             return self.placed[stage]
         turn, place = divmod(stage, self.workers)
-        return self.workers - 1 - place if self.vee and turn % 2 else place
+        position = self.workers - 1 - place if self.vee and turn % 2 else place
+        return self.places[position] if self.places else position
 
     def stages_of_worker(self, worker: int) -> list[int]:
         """The stages of a worker, in order."""

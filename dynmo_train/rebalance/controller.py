@@ -15,7 +15,9 @@ from ..engine import Engine
 from ..formats._document import DocumentError, Problem
 from ..formats.plan import Plan, plan_ids, plan_path, read_plan
 from ..formats.profile import append_record, ask_record, plan_result_record
+from ..parallel.leaving import without_workers
 from ..parallel.world import broadcast_document
+from ..pipeline.partition import Partition
 from .planner import PlannerProcess
 from .transfer import Fault, MoveError
 
@@ -27,13 +29,17 @@ class TakenPlan:
     """A plan that came into force at a boundary.
 
     Attributes:
-        moves: (item, source, target, bytes) of each item that changed worker.
+        moves: (item, source, target, bytes) of each item that changed worker; workers by their ids.
         pause_ns: how long training stood still for it.
+        released: ids of the workers that left with it.
+        left: whether this process is of one of them, and has no more to do.
     """
 
     plan_id: int
     moves: list[tuple[str, int, int, int]]
     pause_ns: int
+    released: tuple[int, ...] = ()
+    left: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,6 +64,7 @@ class Controller:
         problems_of: why a plan cannot be taken by the run, given the number in force; empty where it can.
         in_force: number of the plan that the run starts with; plans up to it are not looked at.
         tell: writes a line in ``events.jsonl``.
+        settle: ends what all processes have begun together, before some of them leave.
         planner: the planner's process, where this trainer started it.
         fault: for tests: alters what a move received.
     """
@@ -72,11 +79,13 @@ class Controller:
         problems_of: Callable[[Plan, int, Sequence[Sequence[str]]], list[Problem]],
         in_force: int,
         tell: Callable[..., None],
+        settle: Callable[[], None],
         planner: PlannerProcess | None = None,
         fault: Fault | None = None,
     ) -> None:
         self.engine, self.settings = engine, settings
         self.plans, self.profile, self._problems_of, self._tell = plans, profile, problems_of, tell
+        self._settle = settle
         self.in_force = self._seen = in_force
         self._planner, self._fault = planner, fault
 
@@ -85,23 +94,44 @@ class Controller:
         if step % self.settings.interval:
             return None
         world = self.engine.world
-        started = time.perf_counter_ns()
         chosen = broadcast_document(world, self._choose(step) if world.is_first else None)
         if chosen is None:
             return None
-        stages = tuple(tuple(stage) for stage in chosen["stages"])
+        started = time.perf_counter_ns()
+        ids = world.worker_ids
+        leaving = [position for position, worker in enumerate(ids) if worker in chosen["released"]]
+        if leaving:
+            self._settle()
         try:
-            report = self.engine.repartition(replace(self.engine.partition, stages=stages), self._fault)
+            report = self.engine.repartition(self._after(chosen["stages"], leaving), self._fault)
         except MoveError as error:
             self._result(chosen["plan_id"], step, "rolled_back", time.perf_counter_ns() - started, 0, str(error))
             return None
+        self.in_force = chosen["plan_id"]
+        moves = [(m.item, ids[m.source], ids[m.target], report.bytes_by_item[m.item]) for m in report.moves]
+        taken = TakenPlan(plan_id=self.in_force, moves=moves, pause_ns=0, released=tuple(chosen["released"]))
+        if leaving:
+            staying = without_workers(world, leaving)
+            if staying is None:
+                return replace(taken, left=True)
+            self.engine.enter(staying)
         self.engine.pipeline()
         pause = time.perf_counter_ns() - started
-        self.in_force = chosen["plan_id"]
-        moves = [(m.item, m.source, m.target, report.bytes_by_item[m.item]) for m in report.moves]
         moved = [{"item": item, "from": source, "to": to, "bytes": size} for item, source, to, size in moves]
-        self._result(self.in_force, step, "taken", pause, report.total_bytes, chosen["reason"], moves=moved)
-        return TakenPlan(plan_id=self.in_force, moves=moves, pause_ns=pause)
+        more: dict[str, Any] = {"released_workers": chosen["released"]} if leaving else {}
+        self._result(self.in_force, step, "taken", pause, report.total_bytes, chosen["reason"], moves=moved, **more)
+        return replace(taken, pause_ns=pause)
+
+    def _after(self, stages: Sequence[Sequence[str]], leaving: Sequence[int]) -> Partition:
+        """The partition of a plan, at the pipeline positions of now."""
+        before = self.engine.partition
+        staying = tuple(position for position in range(before.workers) if position not in leaving)
+        return replace(
+            before,
+            stages=tuple(tuple(stage) for stage in stages),
+            workers=len(staying),
+            places=staying if leaving else (),
+        )
 
     def _choose(self, step: int) -> dict[str, Any] | None:
         """On worker 0: the highest valid plan that wants to move; the others are answered on the way."""
@@ -130,7 +160,12 @@ class Controller:
         if chosen.action == "keep":
             self._result(chosen.plan_id, step, "kept", 0, 0, chosen.reason)
             return None
-        return {"plan_id": chosen.plan_id, "stages": chosen.stages, "reason": chosen.reason}
+        return {
+            "plan_id": chosen.plan_id,
+            "stages": chosen.stages,
+            "released": sorted(chosen.released_workers),
+            "reason": chosen.reason,
+        }
 
     def _read(self, plan_id: int, step: int) -> Plan | None:
         try:

@@ -126,7 +126,8 @@ def move_items(
     everyone = [told[world.peer(worker)] for worker in range(world.dims.pipeline)]
     announced = {one["item"]: one for offers in everyone for one in offers}
     _check_announcements(moves, everyone, announced, held, world)
-    received = _send(moves, announced, blocks, world)
+    received = _reserve(moves, announced, world)
+    _send(moves, blocks, received, world)
     staged, problem = _verify(received, announced, fault)
     _check_outcome(held, after, staged, problem, world)
 
@@ -158,22 +159,40 @@ def _check_announcements(
     _raise_if_any(problem, world, "announcement")
 
 
-def _send(
-    moves: Sequence[Move], announced: dict[str, dict[str, Any]], blocks: dict[str, torch.Tensor], world: World
-) -> dict[str, torch.Tensor]:
+def _reserve(moves: Sequence[Move], announced: dict[str, dict[str, Any]], world: World) -> dict[str, torch.Tensor]:
+    """Memory for all that this worker is to receive; nobody sends before all workers have theirs."""
     received: dict[str, torch.Tensor] = {}
+    problem: str | None = None
+    for move in moves:
+        if move.target == world.worker:
+            size = sum(entry["bytes"] for entry in announced[move.item]["tensors"])
+            try:
+                received[move.item] = torch.empty(size, dtype=torch.uint8, device=world.device)
+            except (RuntimeError, MemoryError) as error:
+                first = str(error).partition("\n")[0]
+                problem = f"worker {world.worker} has no {size} bytes for {move.item}: {first}"
+                break
+    _raise_if_any(problem, world, "reservation")
+    return received
+
+
+def _send(
+    moves: Sequence[Move], blocks: dict[str, torch.Tensor], received: dict[str, torch.Tensor], world: World
+) -> None:
+    """Send and receive at once; what is received is on CPU afterwards."""
+    group = world.groups.pipeline
     operations: list[dist.P2POp] = []
     for move in moves:
         if move.source == world.worker:
-            operations.append(dist.P2POp(dist.isend, blocks[move.item].to(world.device), world.peer(move.target)))
+            target = world.started_as(world.peer(move.target))
+            operations.append(dist.P2POp(dist.isend, blocks[move.item].to(world.device), target, group))
         elif move.target == world.worker:
-            size = sum(entry["bytes"] for entry in announced[move.item]["tensors"])
-            received[move.item] = torch.empty(size, dtype=torch.uint8, device=world.device)
-            operations.append(dist.P2POp(dist.irecv, received[move.item], world.peer(move.source)))
+            source = world.started_as(world.peer(move.source))
+            operations.append(dist.P2POp(dist.irecv, received[move.item], source, group))
     if operations:
         for work in dist.batch_isend_irecv(operations):
             work.wait()
-    return {item: block.to("cpu") for item, block in received.items()}
+    received.update({item: block.to("cpu") for item, block in received.items()})
 
 
 def _verify(
@@ -202,7 +221,7 @@ def _check_outcome(
 
 
 def _raise_if_any(problem: str | None, world: World, phase: str) -> None:
-    if all_agree(problem is None):
+    if all_agree(world, problem is None):
         return
     told = [each for each in gather_documents(world, problem) if each]
     raise MoveError(f"{phase} of the move failed, the old partition stays: {'; '.join(told)}")

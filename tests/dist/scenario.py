@@ -91,11 +91,13 @@ class Scenario:
         if self.model != "gpt":
             family = SAMPLES[self.model].family
             shape = replace(family.shape, hidden_dropout=self.dropout, attention_dropout=self.dropout)
-            return type(family)(shape)
+            return self._changed(type(family)(shape))
         shape = replace(
             SHAPE, moe=self.moe, tied_embeddings=self.tied, hidden_dropout=self.dropout, attention_dropout=self.dropout
         )
-        plain = Gpt(shape)
+        return self._changed(Gpt(shape))
+
+    def _changed(self, plain: ModelFamily) -> ModelFamily:
         if self.dynamic is None:
             return plain
         return DynamicFamily(plain, self.dynamic, seed=SHAPE.seed, width=SHAPE.hidden_size, std=0.02)

@@ -98,8 +98,13 @@ def _changed_model(config: Config, _world_size: int) -> Iterator[Problem]:
             f"{layers[-1]}: behind the last of --num-layers {config.model.num_layers} blocks (numbered from 0) nothing"
             " is left to skip",
         )
-    if layers and depth.mod_capacity is not None:
-        yield conflict("--early-exit-layers", "cannot be combined with --mod-capacity; give one of them")
+    routed = [layer for layer in layers if depth.mod_capacity is not None and (layer + 1) % depth.mod_every == 0]
+    if routed and exits.early_exit_measure == "saturation":
+        yield conflict(
+            "--early-exit-layers",
+            f"{routed[0]}: of a routed block (--mod-every {depth.mod_every}) saturation would let every token leave"
+            " that passes it by; name another block, or --early-exit-measure softmax",
+        )
     if layers and config.parallel.tensor_model_parallel_size > 1:
         yield later(
             "--early-exit-layers",
@@ -118,6 +123,10 @@ def _balance(config: Config, _world_size: int) -> Iterator[Problem]:
         yield conflict("--balance-lockstep", f"needs --balance online, is {balance.balance}")
     if balance.balance == "online" and config.parallel.pipeline_model_parallel_size < 2:
         yield conflict("--balance", "online needs two or more pipeline positions to move layers between")
+    asked = {"--pack-to": balance.pack_to, "--min-throughput-fraction": balance.min_throughput_fraction}
+    for flag, value in asked.items():
+        if value is not None and (balance.balance != "online" or balance.planner != "internal"):
+            yield conflict(flag, f"{value}: the planner of --balance online --planner internal releases workers")
 
 
 def _emulation(config: Config, _world_size: int) -> Iterator[Problem]:

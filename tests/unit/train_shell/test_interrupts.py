@@ -20,6 +20,9 @@ def test_signals_are_answered_at_the_boundary_and_handlers_put_back():
         os.kill(os.getpid(), signal.SIGUSR1)
         assert interrupts.at_boundary(ALONE) == Wishes(save=True)
         assert interrupts.at_boundary(ALONE) == Wishes()
+        assert interrupts.at_boundary(ALONE, relaunch=True) == Wishes(leave=True, relaunch=True)
+        os.kill(os.getpid(), signal.SIGUSR2)
+        assert interrupts.at_boundary(ALONE) == Wishes(leave=True, relaunch=True)
         os.kill(os.getpid(), signal.SIGTERM)
         assert interrupts.at_boundary(ALONE) == Wishes(leave=True, told=True)
         with pytest.raises(SystemExit) as stop:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from dynmo_train.launch.agent import interface_towards, worker_environment
-from dynmo_train.launch.next_start import pipeline_size, place_flags, processes_of
+from dynmo_train.launch.next_start import packing_flags, pipeline_size, place_flags, processes_of
 from dynmo_train.launch.outcome import Failure, causes, end_text, failure_message, last_lines, shell_code
 
 
@@ -83,6 +83,8 @@ def test_the_interface_towards_this_machine_is_loopback():
 def test_starting_again_goes_on_with_the_run():
     assert place_flags("/r", None) == ("--run-dir", "/r", "--save", "/r", "--load", "/r")
     assert place_flags("/r", 3)[-2:] == ("--pipeline-model-parallel-size", "3")
+    assert packing_flags({"balance": {"pack_to": 2}}, 4) == ("--pack-to", "4")
+    assert packing_flags({"balance": {"pack_to": 2}}, None) == packing_flags({"balance": {"pack_to": None}}, 4) == ()
 
 
 @pytest.mark.parametrize(

@@ -126,7 +126,10 @@ CASES = {
     "routed blocks": ({"mod_capacity": 0.5, "mod_every": 5}, "--mod-every"),
     "exit form": ({"early_exit_layers": "2,1"}, "--early-exit-layers"),
     "exit behind all": ({"early_exit_layers": "1,3"}, "--early-exit-layers"),
-    "exit and depths": ({"early_exit_layers": "1", "mod_capacity": 0.5}, "--early-exit-layers"),
+    "exit of saturation at a routed block": (
+        {"early_exit_layers": "1", "mod_capacity": 0.5, "early_exit_measure": "saturation"},
+        "--early-exit-layers",
+    ),
     "exit and tensor": (
         {"early_exit_layers": "1", "tensor_model_parallel_size": 2, "world_size": 2},
         "--early-exit-layers",
