@@ -254,6 +254,7 @@ def convert(
     make_vocab_size_divisible_by: options.VocabDivisor = 128,
     vocab_size: options.VocabSize = None,
     num_attention_heads: options.NumHeads = None,
+    config: options.ModelConfig = None,
     sparse: options.Sparse = False,
     with_optimizer: options.MaybeOptimizer = None,
     dtype: options.WeightType = options.Dtype.KEEP,
@@ -289,6 +290,7 @@ def convert(
         untie=not tie,
         drop=tuple(drop or ()),
         with_optimizer=bool(with_optimizer),
+        config=config,
     )
     checkpoint = _open(source, kind, step, make_vocab_size_divisible_by=make_vocab_size_divisible_by, legacy=legacy)
     if tokenizer is not None and not tokenizer.is_dir():
@@ -296,8 +298,8 @@ def convert(
     how = Settings(jobs=jobs, verify=verify, overwrite=overwrite, plan_only=plan, format=report)
     if to is options.TargetKind.HF and (tp, pp, vpp, partition) != (1, 1, 1, None):
         raise UsageError("--tp, --pp, --vpp and --partition go with --to native and --to legacy; hf has one topology")
-    if to is not options.TargetKind.NATIVE and with_optimizer:
-        raise UsageError(f"--with-optimizer: optimizer state is written to native checkpoints, not --to {to}")
+    if to is options.TargetKind.HF and with_optimizer:
+        raise UsageError("--with-optimizer: a Hugging Face directory holds no optimizer state")
     if to is options.TargetKind.NATIVE:
         model = checkpoint.manifest["model"]
         counts = options.layer_counts(options.num_blocks(model), pp * vpp, partition)
@@ -318,6 +320,7 @@ def convert(
             virtual_stages_per_worker=vpp,
             version=options.legacy_version(checkpoint_version),
             dtype=dtype.stored,
+            with_optimizer=bool(with_optimizer),
         )
     else:
         export = plan_hf_export(

@@ -66,12 +66,19 @@ def set_elements(mask: Tensor) -> int:
 
 def same_bytes(left: Tensor, right: Tensor) -> bool:
     """Whether two tensors hold the same bytes in row-major order."""
-    if left.shape != right.shape or left.dtype != right.dtype:
+    return left.dtype == right.dtype and rounds_to(left, right)
+
+
+def rounds_to(wide: Tensor, narrow: Tensor) -> bool:
+    """Whether a tensor is another's numbers, rounded to the nearest of that one's type."""
+    if wide.shape != narrow.shape:
         return False
-    outputs = [OutputTensor(key="", shape=side.shape, content=side) for side in (left, right)]
+    cast = None if wide.dtype == narrow.dtype else narrow.dtype
+    outputs = [OutputTensor(key="", shape=wide.shape, content=wide, cast=cast)]
+    outputs.append(OutputTensor(key="", shape=narrow.shape, content=narrow))
     with open_sources(sources(outputs)) as files:
-        pair = [panels(output, Reader(files)) for output in outputs]
-        return all(bytes(one) == bytes(other) for one, other in zip(*pair, strict=True))
+        pair = [(panel.reshape(-1) for panel in panels(output, Reader(files))) for output in outputs]
+        return all(np.array_equal(one, other) for one, other in _aligned(*pair))
 
 
 def _without_padding(checkpoint: NativeCheckpoint, name: str, masked: bool) -> OutputTensor:

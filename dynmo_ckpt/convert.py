@@ -97,6 +97,7 @@ def plan_legacy_export(
     virtual_stages_per_worker: int,
     version: float,
     dtype: str | None = None,
+    with_optimizer: bool = False,
 ) -> ExportPlan:
     """Plan ``convert --to legacy``: a Megatron directory on the topology asked for; parameters as ``plan_legacy``."""
     files, small = plan_legacy(
@@ -106,12 +107,14 @@ def plan_legacy_export(
         virtual_stages_per_worker=virtual_stages_per_worker,
         version=version,
         dtype=dtype,
+        with_optimizer=with_optimizer,
     )
     decisions = {
         "checkpoint_version": version,
         "layers_per_stage": list(counts),
         "tensor_parallel_size": tensor_parallel_size,
         "masks_applied": len(checkpoint.names("mask")),
-        "left_behind": len(checkpoint.names("optimizer")),
+        "with_optimizer": with_optimizer,
+        "left_behind": 0 if with_optimizer else len(checkpoint.names("optimizer")),
     }
     return ExportPlan(files=tuple(files), small_files=small, decisions=decisions)

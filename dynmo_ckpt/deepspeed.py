@@ -2,13 +2,14 @@
 
 The layer files ``layer_LL-model_TT-model_states.pt`` hold one layer each: the embedding first, then the blocks, then
 the final norm and the head. With ZeRO 1 and 2 the 16-bit weights are whole in the model's files, and the shards
-``zero_pp_rank_*`` hold optimizer state alone, which is left out. With ZeRO 3 the weights are in the shards: refused.
+``zero_pp_rank_*`` hold the optimizer's state alone. With ZeRO 3 the weights are in the shards, in float32.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,18 +17,29 @@ from .errors import UsageError
 from .faults import CorruptError, UnsupportedError
 from .io.pickles import Inert, Name
 from .io.torchfile import TorchFile, open_torch
-from .legacy import HEAD_COPY, LAYER_NAME, LegacyCheckpoint, LegacyOptions, RankFacts, assemble, flatten
+from .legacy import (
+    HEAD_COPY,
+    KINDS,
+    LAYER_NAME,
+    LegacyCheckpoint,
+    LegacyOptions,
+    RankFacts,
+    assemble,
+    assemble_state,
+    flatten,
+)
 from .names import load_map
 from .views import Tensor
+from .zero import read_zero, shard_files
 
 LAYER_FILE = re.compile(r"layer_(\d+)-model_(\d+)-model_states\.pt")
-RANK_FILE = re.compile(r"mp_rank_(\d+)_model_states\.pt")
+RANK_FILE = re.compile(r"(?:zero_pp_rank_0_)?mp_rank_(\d+)_model_states\.pt")
 LM = "language_model."
 
 
 def is_deepspeed(path: Path) -> bool:
     """Whether ``path`` is a directory of DeepSpeed, or one step of it."""
-    return path.is_dir() and ((path / "latest").is_file() or any(path.glob("mp_rank_*_model_states.pt")))
+    return path.is_dir() and ((path / "latest").is_file() or any(path.glob("*mp_rank_*_model_states.pt")))
 
 
 def open_deepspeed(path: Path, step: int | None, options: LegacyOptions) -> LegacyCheckpoint:
@@ -36,7 +48,7 @@ def open_deepspeed(path: Path, step: int | None, options: LegacyOptions) -> Lega
     Raises:
         UnsafePickleError: a file asks for more than plain data.
         CorruptError: missing files, or files that contradict each other.
-        UnsupportedError: ZeRO 3, experts, or a layer that is not known.
+        UnsupportedError: experts, or a layer that is not known.
     """
     directory = _step_directory(path, step)
     ranks = _numbered(directory, RANK_FILE)
@@ -54,13 +66,85 @@ def open_deepspeed(path: Path, step: int | None, options: LegacyOptions) -> Lega
         raise CorruptError(f"{first.path}: iteration {number!r}, checkpoint_version {version!r}")
     facts = RankFacts(path=first.path, args=said, version=float(version), step=number)
     layers = _layer_files(directory)
-    stages = _from_layers(directory, layers) if layers else _from_modules(directory, ranks)
+    zero3 = not layers and _is_empty(_tensors(first, "module"))
+    stages: list[dict[str, list[Tensor]]] = []
+    if not zero3:
+        stages = _from_layers(directory, _open_layers(layers)) if layers else _from_modules(directory, ranks)
+    if not zero3 and not options.with_optimizer:
+        return assemble(facts, stages, _counts(stages), options)
+    state, steps = _state(directory, layers, ranks)
+    if options.with_optimizer:
+        numbered = {kind: (found, _counts(found)) for kind, found in state.items()}
+        return assemble_state(facts, numbered, steps, options, None if zero3 else (stages, _counts(stages)))
+    found = assemble(facts, state["master"], _counts(state["master"]), options)
+    return replace(found, remarks=[*found.remarks, "the weights are ZeRO 3's float32 masters"])
+
+
+def _counts(stages: list[dict[str, list[Tensor]]]) -> dict[str, int]:
+    """Layers of the stacks."""
     counts = {"encoder": 0, "decoder": 0}
     for name in {name for stage in stages for name in stage}:
         match = LAYER_NAME.match(name)
         if match:
             counts[match[1]] = max(counts[match[1]], int(match[2]) + 1)
-    return assemble(facts, stages, counts, options)
+    return counts
+
+
+def _is_empty(tensors: Mapping[str, Tensor]) -> bool:
+    return not tensors or any(0 in tensor.shape for tensor in tensors.values())
+
+
+def _state(
+    directory: Path, layers: Mapping[int, Mapping[int, Path]], ranks: Mapping[int, Path]
+) -> tuple[dict[str, list[dict[str, list[Tensor]]]], set[int]]:
+    """The optimizer's state by kind, as stages of whole models; and the updates that ranks did."""
+    shards = shard_files(directory)
+    if not shards or set(shards) != set(ranks):
+        raise CorruptError(
+            f"{directory}: has the optimizer's shards of the model-parallel ranks {sorted(shards)}, and the models of "
+            f"{sorted(ranks)}"
+        )
+    held = {rank: read_zero(directory, shards[rank], open_torch(ranks[rank])) for rank in sorted(ranks)}
+    steps = {each.steps for each in held.values()}
+    result = {}
+    for kind in KINDS:
+        parts = [held[rank].tensors[kind] for rank in sorted(ranks)]
+        if not layers:
+            result[kind] = _one_stage(directory, [_unwrapped(part) for part in parts])
+            continue
+        width = 1 + max(rank for files in layers.values() for rank in files)
+        workers = [_by_layer(directory, parts[at : at + width], layers) for at in range(0, len(parts), width)]
+        merged = {number: found for worker in workers for number, found in worker.items()}
+        result[kind] = _from_layers(directory, dict(sorted(merged.items())))
+    return result, steps
+
+
+def _unwrapped(part: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name.removeprefix("module."): tensor for name, tensor in part.items()}
+
+
+def _by_layer(
+    directory: Path, parts: Sequence[Mapping[str, Tensor]], layers: Mapping[int, Mapping[int, Path]]
+) -> dict[int, list[dict[str, Tensor]]]:
+    """The tensors of one worker's tensor ranks by the number of the layer's file.
+
+    The first and the last worker hold the tied embedding, which stands at both ends of the pipeline.
+    """
+    found: dict[int, list[dict[str, Tensor]]] = {}
+    first_block = sorted(layers)[1]
+    is_first = any(name.startswith(f"{first_block}.") for part in parts for name in part)
+    tied = min(layers) if is_first else max(layers)
+    for rank, part in enumerate(parts):
+        for name, tensor in part.items():
+            if name.startswith("tied_modules."):
+                number, inner = tied, name.split(".", 2)[2]
+            else:
+                prefix, _, inner = name.partition(".")
+                if not prefix.isdigit() or int(prefix) not in layers:
+                    raise CorruptError(f"{directory}: the optimizer has {name}, which is in none of the layers' files")
+                number = int(prefix)
+            found.setdefault(number, [{} for _ in parts])[rank][inner] = tensor
+    return found
 
 
 def _step_directory(path: Path, step: int | None) -> Path:
@@ -93,11 +177,19 @@ def _layer_files(directory: Path) -> dict[int, dict[int, Path]]:
     return dict(sorted(found.items()))
 
 
-def _from_layers(directory: Path, layers: Mapping[int, Mapping[int, Path]]) -> list[dict[str, list[Tensor]]]:
-    """One stage for each layer's files, under the names of a whole model."""
+def _open_layers(layers: Mapping[int, Mapping[int, Path]]) -> dict[int, list[dict[str, Tensor]]]:
+    """The tensors of each layer's files, by tensor rank."""
+    return {
+        number: [_tensors(open_torch(files[rank]), None) for rank in sorted(files)] for number, files in layers.items()
+    }
+
+
+def _from_layers(
+    directory: Path, layers: Mapping[int, Sequence[Mapping[str, Tensor]]]
+) -> list[dict[str, list[Tensor]]]:
+    """One stage for each layer, given for all tensor ranks, under the names of a whole model."""
     stages, blocks, has_words = [], 0, False
-    for number, files in layers.items():
-        parts = [_tensors(open_torch(files[rank]), None) for rank in sorted(files)]
+    for number, parts in layers.items():
         if any(part.keys() != parts[0].keys() for part in parts):
             raise CorruptError(f"{directory}: the tensor ranks of layer {number} do not hold the same tensors")
         names = set(parts[0])
@@ -122,11 +214,12 @@ def _from_layers(directory: Path, layers: Mapping[int, Mapping[int, Path]]) -> l
 def _from_modules(directory: Path, ranks: Mapping[int, Path]) -> list[dict[str, list[Tensor]]]:
     if set(ranks) != set(range(len(ranks))):
         raise CorruptError(f"{directory}: has the tensor ranks {sorted(ranks)}, not 0 and on")
-    parts = [_tensors(open_torch(ranks[rank]), "module") for rank in sorted(ranks)]
+    return _one_stage(directory, [_unwrapped(_tensors(open_torch(ranks[rank]), "module")) for rank in sorted(ranks)])
+
+
+def _one_stage(directory: Path, parts: Sequence[Mapping[str, Tensor]]) -> list[dict[str, list[Tensor]]]:
     if any(part.keys() != parts[0].keys() for part in parts):
         raise CorruptError(f"{directory}: its tensor ranks do not hold the same tensors")
-    if not parts[0] or any(0 in tensor.shape for tensor in parts[0].values()):
-        raise UnsupportedError(f"{directory}: its weights are in ZeRO 3's shards; gather them (zero_to_fp32.py) first")
     return [{_canonical(name): [part[name] for part in parts] for name in parts[0]}]
 
 

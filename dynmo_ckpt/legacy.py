@@ -13,12 +13,14 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-from .compare import same_bytes
+from .compare import rounds_to, same_bytes
+from .core_names import is_core, legacy_names
 from .errors import UsageError
 from .faults import CorruptError, UnsupportedError
 from .io.pickles import Inert, Name, TensorRef
-from .io.torchfile import open_torch
-from .legacy_models import family_of, model_of, refuse_variants
+from .io.torchfile import TorchFile, open_torch
+from .legacy_distributed import is_distributed, read_distributed
+from .legacy_models import Args, family_of, model_of, refuse_variants
 from .legacy_optimizer import OptimizerState, read_state
 from .legacy_sparse import densified
 from .names import Layout, Mapped, NameMap, layout_of, load_map, model_ties, to_ours
@@ -26,6 +28,8 @@ from .views import Tensor
 
 RANK_NAME = re.compile(r"mp_rank_(\d+)(?:_(\d+))?")
 LAYER_NAME = re.compile(r"language_model\.(encoder|decoder)\.layers\.(\d+)\.")
+KINDS = ("master", "exp_avg", "exp_avg_sq")
+MODEL_FILES = ("model_optim_rng.pt", "model_rng.pt")
 HEAD_COPY = "word_embeddings_for_head.weight"
 OUTPUT_LAYER = "language_model.output_layer.weight"
 WORD_TABLE = "language_model.embedding.word_embeddings.weight"
@@ -42,6 +46,7 @@ class LegacyOptions:
     untie: bool = False
     drop: tuple[str, ...] = ()
     with_optimizer: bool = False
+    config: Path | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,23 +119,47 @@ def open_legacy(path: Path, step: int | None, options: LegacyOptions) -> LegacyC
     facts = RankFacts(path=first.path, args=first.args, version=first.version, step=first.step)
     if not options.with_optimizer:
         return assemble(facts, *_numbered_stages(grid), options)
+    state = {}
+    for kind in KINDS:
+        moved = [[replace(rank, chunks=_state_chunks(rank, kind)) for rank in row] for row in grid]
+        state[kind] = _numbered_stages(moved)
+    steps = {rank.state.steps for row in grid for rank in row if rank.state is not None}
+    return assemble_state(facts, state, steps, options, _numbered_stages(grid))
+
+
+def assemble_state(
+    facts: RankFacts,
+    state: Mapping[str, tuple[list[dict[str, list[Tensor]]], Mapping[str, int]]],
+    steps: set[int],
+    options: LegacyOptions,
+    weights: tuple[list[dict[str, list[Tensor]]], Mapping[str, int]] | None = None,
+) -> LegacyCheckpoint:
+    """As :func:`assemble`, from the optimizer's state: stages and layers by kind (``master`` and the moments).
+
+    Where ``weights`` are given, the masters are compared with them: state knows its weights by position, and what is
+    rounded to other weights was misplaced.
+
+    Raises:
+        CorruptError: ranks that did other numbers of updates, or masters that are not those of the weights.
+        UsageError: options that change what tensors there are.
+    """
     if options.drop or options.untie or options.sparse:
         raise UsageError("--with-optimizer takes a checkpoint as it is, without --drop, --untie and --sparse")
-    kinds = {}
-    for kind in ("master", "exp_avg", "exp_avg_sq"):
-        moved = [[replace(rank, chunks=_state_chunks(rank, kind)) for rank in row] for row in grid]
-        kinds[kind] = assemble(facts, *_numbered_stages(moved), options)
+    if len(steps) != 1:
+        raise CorruptError(f"{facts.path}: its ranks did {sorted(steps)} updates, where all must have done as many")
+    kinds = {kind: assemble(facts, *state[kind], options) for kind in KINDS}
+    if weights is not None:
+        for master, weight in zip(kinds["master"].tensors, assemble(facts, *weights, options).tensors, strict=True):
+            if not rounds_to(master.content, weight.content):
+                raise CorruptError(f"{facts.path}: {master.name}: its float32 master does not round to the weight")
     moments = tuple(
         replace(item, name=f"{item.name}.{kind}") for kind in ("exp_avg", "exp_avg_sq") for item in kinds[kind].tensors
     )
-    steps = {rank.state.steps for row in grid for rank in row if rank.state is not None}
-    if len(steps) != 1:
-        raise CorruptError(f"{directory}: its ranks did {sorted(steps)} updates, where all must have done as many")
-    told = first.args.get("weight_decay", 0.01)
+    told = facts.args.get("weight_decay", 0.01)
     decay = float(told) if isinstance(told, int | float) else 0.01
-    remark = "the weights are the optimizer's float32 masters"
-    remarks = [*kinds["master"].remarks, remark]
-    return replace(kinds["master"], optimizer=moments, optimizer_steps=steps.pop(), remarks=remarks, weight_decay=decay)
+    remarks = [*kinds["master"].remarks, "the weights are the optimizer's float32 masters"]
+    found = next(iter(steps))
+    return replace(kinds["master"], optimizer=moments, optimizer_steps=found, remarks=remarks, weight_decay=decay)
 
 
 def _state_chunks(rank: _Rank, kind: str) -> list[Mapping[str, Tensor]]:
@@ -222,7 +251,7 @@ def _read_ranks(directory: Path, with_optimizer: bool) -> list[list[_Rank]]:
     found: dict[tuple[int, int], Path] = {}
     for child in directory.iterdir():
         match = RANK_NAME.fullmatch(child.name)
-        if match:
+        if match and any((child / name).is_file() for name in MODEL_FILES):
             found[int(match[1]), int(match[2] or 0)] = child
     if not found:
         raise CorruptError(f"{directory}: has no mp_rank_* directory")
@@ -239,9 +268,7 @@ def _read_ranks(directory: Path, with_optimizer: bool) -> list[list[_Rank]]:
 
 
 def _read_rank(directory: Path, name_map: NameMap, with_optimizer: bool) -> _Rank:
-    names = [name for name in ("model_optim_rng.pt", "model_rng.pt") if (directory / name).is_file()]
-    if not names:
-        raise CorruptError(f"{directory}: has no model_optim_rng.pt")
+    names = [name for name in MODEL_FILES if (directory / name).is_file()]
     file = open_torch(directory / names[0])
     tree = file.tree
     if not isinstance(tree, dict):
@@ -251,15 +278,23 @@ def _read_rank(directory: Path, name_map: NameMap, with_optimizer: bool) -> _Ran
         raise CorruptError(f"{file.path}: holds no model; it has {sorted(map(str, tree))}")
     chunks = []
     for key in keys:
-        flat = dict(flatten(tree[key], ""))
-        chunks.append({name_map.canonical(name): file.tensor(ref, name) for name, ref in flat.items()})
+        flat = {name: file.tensor(ref, name) for name, ref in flatten(tree[key], "")}
+        named = legacy_names(flat) if is_core(flat) else flat
+        chunks.append({name_map.canonical(name): tensor for name, tensor in named.items()})
     args = tree.get("args")
     known = args.attributes if isinstance(args, Inert) and args.type == Name("argparse", "Namespace") else {}
     version, step = tree.get("checkpoint_version", 0), tree.get("iteration", tree.get("total_iters", 0))
     if not isinstance(version, int | float) or not isinstance(step, int):
         raise CorruptError(f"{file.path}: checkpoint_version {version!r}, iteration {step!r}")
-    state = read_state(file, chunks) if with_optimizer else None
+    state = _read_state(file, chunks, known, step) if with_optimizer else None
     return _Rank(path=file.path, chunks=chunks, args=known, version=float(version), step=step, state=state)
+
+
+def _read_state(file: TorchFile, chunks: Sequence[Mapping[str, Tensor]], args: Args, step: int) -> OptimizerState:
+    """The optimizer's state of a rank, in its own file or in those of the distributed optimizer."""
+    if is_distributed(file.path.parent):
+        return read_distributed(file, chunks, args, step)
+    return read_state(file, chunks)
 
 
 def _number(key: str) -> int:

@@ -1,13 +1,13 @@
 """The optimizer's state of a legacy Megatron rank: float32 masters and Adam's moments, by the names of the weights.
 
 The file knows them by position: first the group with weight decay, then the one without (biases and what has one
-dimension), each in the order of the module's parameters, which is that of its state dictionary. Every shape is compared
-with the weight's, so that another order is found out.
+dimension), each in the order of the module's parameters. Every shape is compared with the weight's, and every master,
+rounded, with the weight itself, so that another order is found out.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +17,9 @@ from .io.torchfile import TorchFile
 from .views import Tensor
 
 MASTERS = ("fp32_from_fp16_params", "fp32_from_float16_params", "fp32_from_fp16")
+LM = "language_model."
+MODULES: tuple[str, ...] = (f"{LM}embedding.", f"{LM}encoder.", f"{LM}decoder.", f"{LM}pooler.", f"{LM}output_layer.")
+MODULES += ("word_embeddings_for_head.", "lm_head.", "binary_head.", "classification_dropout.")
 Key = tuple[int, str]
 
 
@@ -68,9 +71,22 @@ def read_state(file: TorchFile, chunks: Sequence[Mapping[str, Tensor]]) -> Optim
     return OptimizerState(tensors=found, steps=steps.pop())
 
 
+def module_order(names: Iterable[str]) -> list[str]:
+    """Names of a chunk in the order of the module's parameters.
+
+    It is that of the state dictionary but for whole parts: the head's copy of the embedding is made before a BERT's
+    heads, and a decoder before what stands on it.
+    """
+
+    def part(name: str) -> int:
+        return next((at for at, prefix in enumerate(MODULES) if name.startswith(prefix)), len(MODULES))
+
+    return sorted(names, key=part)
+
+
 def _in_order(chunks: Sequence[Mapping[str, Tensor]], num_groups: int) -> list[list[Key]]:
     """The weights of each group, in the order of the module's parameters."""
-    keys = [(number, name) for number, chunk in enumerate(chunks) for name in chunk]
+    keys = [(number, name) for number, chunk in enumerate(chunks) for name in module_order(chunk)]
     if num_groups == 1:
         return [keys]
 

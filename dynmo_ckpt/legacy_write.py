@@ -13,12 +13,14 @@ from .formats.checkpoint_rules import finest_items
 from .io.pickles import Name
 from .io.torchwrite import NewObject, NewTensor, TorchOutputFile
 from .legacy_models import legacy_args
+from .legacy_write_optimizer import mapped_moments, optimizer_tree
 from .names import Mapped, layout_of, load_map, to_theirs
 from .native import NativeCheckpoint
 from .reshard import check_divisible, counted_partition
 
 OLDER_NAMES = (("language_model.encoder.", "language_model.transformer."), (".self_attention.", ".attention."))
 LAYER_NAME = re.compile(r"language_model\.(encoder|decoder)\.layers\.(\d+)\.")
+HEAD_COPY = "word_embeddings_for_head.weight"
 WORD = "language_model.embedding.word_embeddings.weight"
 
 
@@ -30,16 +32,18 @@ def plan_legacy(
     virtual_stages_per_worker: int,
     version: float,
     dtype: str | None = None,
+    with_optimizer: bool = False,
 ) -> tuple[list[TorchOutputFile], dict[str, bytes]]:
     """Plan the ranks' files, and the small file that names the iteration.
 
     Args:
-        checkpoint: the input; pruned weights become zeros in place, optimizer state stays behind.
+        checkpoint: the input; pruned weights become zeros in place.
         counts: layers of each stage, in layer order, a T5's encoder before its decoder.
         tensor_parallel_size: tensor ranks.
         virtual_stages_per_worker: chunks of each worker; its files then hold ``model0``, ``model1``, ...
         version: 0, 1.0, 2.0 or 3.0, the order of the query-key-value rows and the names of the time.
         dtype: the type of the weights, as in safetensors; None: as they are.
+        with_optimizer: write the optimizer's state as well.
 
     Raises:
         UnsupportedError: sizes that do not divide, or a tensor that the map does not take.
@@ -61,12 +65,14 @@ def plan_legacy(
     files = []
     for rank in range(tensor_parallel_size):
         mapped = to_theirs(layout, stored, ties, masks, rank=rank, ranks=tensor_parallel_size)
+        moments = mapped_moments(checkpoint, layout, rank=rank, ranks=tensor_parallel_size) if with_optimizer else {}
         for worker in range(workers):
             tensors: list[OutputTensor] = []
-            chunks = [
-                _chunk(mapped, stages, v * workers + worker, version, "head.weight" in ties, tensors, dtype)
+            held = [
+                _held(mapped, stages, v * workers + worker, "head.weight" in ties)
                 for v in range(virtual_stages_per_worker)
             ]
+            chunks = [_chunk(each, version, tensors, dtype) for each in held]
             models = {"model": chunks[0]} if len(chunks) == 1 else {f"model{v}": c for v, c in enumerate(chunks)}
             tree = {
                 "args": NewObject(Name("argparse", "Namespace"), args),
@@ -74,6 +80,9 @@ def plan_legacy(
                 "iteration": checkpoint.manifest["step"],
                 **models,
             }
+            if with_optimizer:
+                optimizer = checkpoint.manifest["optimizer"]
+                tree["optimizer"] = optimizer_tree(held, moments, {HEAD_COPY: WORD}, optimizer, tensors, dtype=dtype)
             folder = f"mp_rank_{rank:02d}" if workers == 1 else f"mp_rank_{rank:02d}_{worker:03d}"
             name = f"{iteration}/{folder}/model_optim_rng.pt"
             files.append(TorchOutputFile(name=name, tensors=tuple(tensors), tree=tree))
@@ -115,20 +124,21 @@ def split_stage(model: Mapping[str, Any], counts: Sequence[int]) -> int | None:
     )
 
 
+def _held(mapped: Sequence[Mapped], stages: Sequence[Sequence[str]], stage: int, tied: bool) -> dict[str, Mapped]:
+    """The weights of one chunk under their whole names; the last stage has a copy of the embedding for its head."""
+    here = tuple(f"{item}." for item in stages[stage])
+    if "decoder.embedding" in stages[stage] and "encoder.embedding" not in stages[stage]:
+        here = (*here, "encoder.embedding.")
+    held = {each.name: each for each in mapped if each.source_name.startswith(here)}
+    if stage == len(stages) - 1 and tied and WORD not in held:
+        held[HEAD_COPY] = next(each for each in mapped if each.name == WORD)
+    return held
+
+
 def _chunk(
-    mapped: Sequence[Mapped],
-    stages: Sequence[Sequence[str]],
-    stage: int,
-    version: float,
-    tied: bool,
-    tensors: list[OutputTensor],
-    dtype: str | None,
+    held: Mapping[str, Mapped], version: float, tensors: list[OutputTensor], dtype: str | None
 ) -> dict[str, Any]:
     """The ``model`` of one chunk; its tensors are appended to ``tensors``."""
-    here = tuple(f"{item}." for item in stages[stage])
-    starts_decoder = "decoder.embedding" in stages[stage] and "encoder.embedding" not in stages[stage]
-    if starts_decoder:
-        here = (*here, "encoder.embedding.")
     first_layer: dict[str, int] = {}
     state: dict[str, Any] = {"language_model": {}}
 
@@ -136,16 +146,11 @@ def _chunk(
         begin = first_layer.setdefault(match[1], int(match[2]))
         return f"language_model.{match[1]}.layers.{int(match[2]) - begin}."
 
-    for each in mapped:
-        if each.source_name.startswith(here):
-            name = LAYER_NAME.sub(local, each.name)
-            for new, old in OLDER_NAMES if version < 3 else ():
-                name = name.replace(new, old)
-            _place(state, name, _stored(each, tensors, dtype))
-    is_last, has_words = stage == len(stages) - 1, "embedding" in state["language_model"]
-    if is_last and tied and not has_words:
-        word = next(each for each in mapped if each.name == WORD)
-        state["word_embeddings_for_head"] = {"weight": _stored(word, tensors, dtype)}
+    for whole_name, each in held.items():
+        name = LAYER_NAME.sub(local, whole_name)
+        for new, old in OLDER_NAMES if version < 3 else ():
+            name = name.replace(new, old)
+        _place(state, name, _stored(each, tensors, dtype))
     return state
 
 

@@ -31,6 +31,7 @@ class SourceKind(StrEnum):
     HF = "hf"
     LEGACY = "legacy"
     DEEPSPEED = "deepspeed"
+    DCP = "dcp"
     LLAMA2C = "llama2c"
 
 
@@ -78,7 +79,8 @@ Step = Annotated[
 Source = Annotated[
     SourceKind,
     typer.Option(
-        "--from", help="Format of IN; auto looks at the files. legacy: Megatron's mp_rank_*/model_optim_rng.pt."
+        "--from",
+        help="Format of IN; auto looks at the files. legacy: Megatron's mp_rank_*/model_optim_rng.pt; dcp: torch's.",
     ),
 ]
 Report = Annotated[Format, typer.Option("--format", help="text for people, json for programs.")]
@@ -93,7 +95,7 @@ MaybeOptimizer = Annotated[
     bool | None,
     typer.Option(
         "--with-optimizer/--no-optimizer",
-        help="Take the optimizer's state along, to a native OUT only; default: from a native IN, yes, from others, no.",
+        help="Take the optimizer's state along, to native or legacy; default: from native to native, yes, else no.",
     ),
 ]
 TensorSize = Annotated[
@@ -114,6 +116,13 @@ VocabSize = Annotated[
 ]
 NumHeads = Annotated[
     int | None, typer.Option("--num-attention-heads", min=1, help="Heads, only for a legacy checkpoint without args.")
+]
+ModelConfig = Annotated[
+    Path | None,
+    typer.Option(
+        "--config",
+        help="Directory with transformers' config.json of the model, for a distributed checkpoint that has none.",
+    ),
 ]
 WeightType = Annotated[
     Dtype, typer.Option("--dtype", help="Type of the weights in OUT; optimizer state stays as it is.")

@@ -59,27 +59,29 @@ class Tensor:
     def unflatten(self, dim: int, sizes: Sequence[int]) -> Tensor:
         """Replace dimension ``dim`` by dimensions of ``sizes``, the last varying fastest.
 
+        A piece that ends within a group becomes several boxes; so a tensor cut out of flat buffers has its shape again.
+
         Raises:
-            UnsupportedError: a piece ends within a group, so that it is no longer a box.
+            UnsupportedError: the sizes are not those of the dimension.
         """
         if 1 in sizes and len(sizes) > 1 and math.prod(sizes) == self.shape[dim]:
             wide = [size for size in sizes if size != 1]
             base = self.unflatten(dim, wide) if len(wide) > 1 else self
             return base.with_ones(_splice(self.shape, dim, sizes))
-        inner = math.prod(sizes[1:])
         if math.prod(sizes) != self.shape[dim]:
             raise UnsupportedError(f"a dimension of {self.shape[dim]} cannot be seen as {' x '.join(map(str, sizes))}")
         pieces = []
         for piece in self.pieces:
-            begin, extent, stride = piece.begin[dim], piece.view.shape[dim], piece.view.strides[dim]
-            if inner == 0 or begin % inner or extent % inner:
-                raise UnsupportedError(f"a part [{begin}, {begin + extent}) cuts through a group of {inner} rows")
-            view = replace(
-                piece.view,
-                shape=_splice(piece.view.shape, dim, (extent // inner, *sizes[1:])),
-                strides=_splice(piece.view.strides, dim, [stride * step for step in row_major(sizes)]),
-            )
-            pieces.append(Piece(_splice(piece.begin, dim, (begin // inner, *[0] * (len(sizes) - 1))), view))
+            first, extent, stride = piece.begin[dim], piece.view.shape[dim], piece.view.strides[dim]
+            for begin, shape in _boxes(first, first + extent, sizes):
+                at = sum(b * step for b, step in zip(begin, row_major(sizes), strict=True))
+                view = replace(
+                    piece.view,
+                    start=piece.view.start + (at - first) * stride,
+                    shape=_splice(piece.view.shape, dim, shape),
+                    strides=_splice(piece.view.strides, dim, [stride * step for step in row_major(sizes)]),
+                )
+                pieces.append(Piece(_splice(piece.begin, dim, begin), view))
         return replace(self, shape=_splice(self.shape, dim, sizes), pieces=tuple(pieces))
 
     def with_ones(self, shape: Sequence[int]) -> Tensor:
@@ -95,6 +97,13 @@ class Tensor:
             for p in self.pieces
         )
         return replace(self, shape=tuple(shape), pieces=pieces)
+
+    def without_first(self) -> Tensor:
+        """The same elements without the first dimension, whose size is 1."""
+        pieces = tuple(
+            Piece(p.begin[1:], replace(p.view, shape=p.view.shape[1:], strides=p.view.strides[1:])) for p in self.pieces
+        )
+        return replace(self, shape=self.shape[1:], pieces=pieces)
 
     def permute(self, order: Sequence[int]) -> Tensor:
         """Reorder the dimensions: new dimension ``i`` is the old ``order[i]``."""
@@ -126,6 +135,26 @@ class Tensor:
     def padded(self, dim: int, size: int) -> Tensor:
         """Extended by zeros to ``size`` along ``dim``."""
         return replace(self, shape=_splice(self.shape, dim, [size]))
+
+
+def _boxes(begin: int, end: int, sizes: Sequence[int]) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """The elements ``[begin, end)`` of a row-major array as boxes: where each begins, and its extents."""
+    if begin >= end:
+        return []
+    if len(sizes) == 1:
+        return [((begin,), (end - begin,))]
+    inner = math.prod(sizes[1:])
+    low, high = -(-begin // inner), end // inner
+    if low > high:
+        rows = [(high, begin - high * inner, end - high * inner)]
+    else:
+        rows = [(low - 1, begin - (low - 1) * inner, inner)] if begin < low * inner else []
+        rows += [(high, 0, end - high * inner)] if high * inner < end else []
+    zeros = (0,) * (len(sizes) - 1)
+    boxes = [((low, *zeros), (high - low, *sizes[1:]))] if low < high else []
+    for row, first, last in rows:
+        boxes += [((row, *at), (1, *shape)) for at, shape in _boxes(first, last, sizes[1:])]
+    return boxes
 
 
 def whole(array: StoredArray) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import typer
 
+from .commands import cluster as _cluster  # noqa: F401 - adds its commands to launch
 from .commands.generate import generate_text
 from .commands.launch import launch
 from .commands.pretrain import pretrain

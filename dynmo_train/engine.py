@@ -15,8 +15,10 @@ from typing import Any
 import torch
 
 from .compression.boundaries import BoundaryCodec
+from .compression.replicas import ReplicaCodec
 from .compression.report import merged_figures
 from .compression.settings import NO_COMPRESSION, CompressionSettings
+from .compression.ties import add_fused_gradients, fused_parameters
 from .dynamics.freezing import LayerFreezing
 from .dynamics.plasticity import AdaptiveFreezing, PlasticityRule
 from .dynamics.pruning import CubicSchedule, GradualPruning
@@ -180,8 +182,20 @@ class Engine:
             )
         self._item_names = tuple(item.name for item in family.items)
         self.shape = settings.pipeline
-        self._reducer = GradientReducer(self.held, world, overlap=settings.overlap_reduction)
-        self._codec = None
+        self._codec, self._replica_codec = None, None
+        self._fused: frozenset[str] = frozenset()
+        if settings.compression.replica_rank is not None and world.dims.data > 1:
+            seed = settings.pipeline.seed
+            self._replica_codec = ReplicaCodec(settings.compression, self.held, world, seed, self.probe.clock)
+        if settings.compression.fuse_ties:
+            self._fused = fused_parameters(self.held, family.ties, world)
+        self._reducer = GradientReducer(
+            self.held,
+            world,
+            overlap=settings.overlap_reduction,
+            compressor=self._replica_codec,
+            elsewhere=self._fused,
+        )
         if settings.compression.boundary_rank is not None:
             self._codec = BoundaryCodec(settings.compression, self.held, settings.pipeline.seed, self.probe.clock)
         self._pipeline: Pipeline | None = None
@@ -267,6 +281,8 @@ class Engine:
         self.freezing.before_step(batch.step)
         pipeline = self.pipeline()
         pipeline.loss_scale = self.scaler.scale
+        if self._replica_codec is not None:
+            self._replica_codec.begin(batch.step, self.scaler.scale)
         loss = pipeline.train_step(self._own_part(batch))
         norm = self._prepare_gradients()
         updated = math.isfinite(norm)
@@ -278,8 +294,9 @@ class Engine:
             self.held.update(rate)
         else:
             self.held.drop_gradients()
-            if self._codec is not None:
-                self._codec.forget_broken()
+            for codec in (self._codec, self._replica_codec):
+                if codec is not None:
+                    codec.forget_broken()
         self.scaler.update(finite=updated)
         total = self._mean_loss(loss)
         figures = self._figures()
@@ -307,9 +324,10 @@ class Engine:
         if self.world.device.type == "cuda":
             torch.cuda.synchronize(self.world.device)
         boundaries = self._codec.figures if self._codec is not None else {}
+        replicas = self._replica_codec.figures if self._replica_codec is not None else {}
         told = {
             "boundaries": {name: one.document(self.probe.clock) for name, one in boundaries.items()},
-            "replicas": {},
+            "replicas": {name: one.document(self.probe.clock) for name, one in replicas.items()},
             "memory_bytes": self.held.memory_bytes,
         }
         return merged_figures(gather_documents(self.world, told))
@@ -321,7 +339,10 @@ class Engine:
         ties = self.family.ties
         self._reducer.finish()
         add_token_gradients(self.held)
-        add_tied_gradients(self.held, ties, self.partition.owners(), self.world)
+        owners = self.partition.owners()
+        if self._fused:
+            add_fused_gradients(self.held, ties, owners, self.world, self._fused)
+        add_tied_gradients(self.held, ties, owners, self.world, self._fused)
         stopped = self.freezing.without_updates()
         if stopped:
             for _, name, parameter in self.held.parameters():
@@ -397,5 +418,7 @@ class Engine:
         self.partition = replace(self.partition, places=())
         self._pipeline = None
         self.freezing.enter(world)
+        if self._replica_codec is not None:
+            self._replica_codec.enter(world)
         if self.pruning is not None:
             self.pruning.enter(world)

@@ -163,7 +163,7 @@ def _files_of(engine: Engine, states: Mapping[str, ItemState], *, moments: bool,
             name: tensor
             for item, state in states.items()
             for name, tensor in state.tensors.items()
-            if role_of(name) in roles and held.counts(name) and parameter_of(name) not in tied
+            if role_of(name) in roles and held.stores(name) and parameter_of(name) not in tied
             if not is_memory(item, name)
         }
         if not tensors or (kind == "optimizer" and not moments):
@@ -214,13 +214,13 @@ def _facts_of_part(engine: Engine, states: Mapping[str, ItemState]) -> dict[str,
     pruned: dict[str, list[int]] = {}
     for item in engine.local_names:
         for name, layer in masks_of(item, engine.held.modules[item]).items():
-            if layer.mask is not None and engine.held.counts(name):
+            if layer.mask is not None and engine.held.stores(name):
                 counts = pruned.setdefault(item, [0, 0])
                 counts[0] += layer.mask.numel() - int(layer.mask.sum())
                 counts[1] += layer.mask.numel()
     if engine.world.shard != 0:
         return {"steps": {}, "decay": [], "no_decay": [], "pruned": pruned}
-    told = [(name, p) for _, name, p in engine.held.parameters() if name not in tied and engine.held.counts(name)]
+    told = [(name, p) for _, name, p in engine.held.parameters() if name not in tied and engine.held.stores(name)]
     parameters = [(name, p.dim() >= 2) for name, p in told]
     steps = {name: step for state in states.values() for name, step in state.steps.items()}
     return {

@@ -26,6 +26,7 @@ STORAGE_DTYPES = {
     "ByteStorage": "U8",
 }
 OPAQUE_PACKAGES = ("megatron", "deepspeed", "apex", "numpy", "enum", "torch", "transformer_engine")
+_PATHS = ("PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath")
 LIMIT_BYTES = 256_000_000
 
 
@@ -69,6 +70,8 @@ class TensorRef:
     strides: tuple[int, ...]
 
 
+INERT_NAMES = {Name("argparse", "Namespace"), Name("_codecs", "encode")}
+INERT_NAMES |= {Name(module, name) for module in ("pathlib", "pathlib._local") for name in _PATHS}
 _MARK = object()
 _TENSOR_BUILDERS = ("_rebuild_tensor_v2", "_rebuild_tensor")
 _PLAIN = {
@@ -174,7 +177,7 @@ class _Machine:
         """A name that may be referred to, unchanged."""
         package = name.module.partition(".")[0]
         known = (name.module, name.name) in _PLAIN or package in OPAQUE_PACKAGES
-        if not known and name not in (Name("argparse", "Namespace"), Name("_codecs", "encode")):
+        if not known and name not in INERT_NAMES:
             raise UnsafePickleError(f"{self.source}: refers to {name}, which is not plain data; nothing was executed")
         return name
 

@@ -5,6 +5,7 @@ Two containers: the zip archive of torch 1.6 and later, and the older stream of 
 
 from __future__ import annotations
 
+import io
 import zipfile
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -55,8 +56,41 @@ class TorchFile:
         )
 
 
-def open_torch(path: Path) -> TorchFile:
+class _Window(io.RawIOBase):
+    """A part of a file as a file of its own."""
+
+    def __init__(self, handle: BinaryIO, begin: int, num_bytes: int) -> None:
+        super().__init__()
+        self.handle, self.begin, self.num_bytes, self.at = handle, begin, num_bytes, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self.at
+
+    def seek(self, offset: int, whence: int = 0) -> int:
+        self.at = max(0, offset + (0, self.at, self.num_bytes)[whence])
+        return self.at
+
+    def read(self, size: int = -1) -> bytes:
+        left = max(0, self.num_bytes - self.at)
+        self.handle.seek(self.begin + self.at)
+        found = self.handle.read(left if size < 0 else min(size, left))
+        self.at += len(found)
+        return found
+
+
+def open_torch(path: Path, begin: int = 0, num_bytes: int | None = None) -> TorchFile:
     """Read the tree of a torch file and index its storages.
+
+    Args:
+        path: the file.
+        begin: where in it what ``torch.save`` wrote begins.
+        num_bytes: how long that is; None: to the end.
 
     Raises:
         UnsafePickleError: the file asks for more than plain data.
@@ -64,9 +98,16 @@ def open_torch(path: Path) -> TorchFile:
     """
     try:
         with open(path, "rb") as handle:
-            is_zip = handle.read(4) == b"PK\3\4"
-            handle.seek(0)
-            tree, storages = _read_zip(path, handle) if is_zip else _read_stream(path, handle)
+            size = handle.seek(0, io.SEEK_END)
+            if num_bytes is not None and not 0 <= begin <= begin + num_bytes <= size:
+                raise CorruptError(f"{path}: has {size} bytes, {num_bytes} from byte {begin} on are expected")
+            part: Any = handle if num_bytes is None else _Window(handle, begin, num_bytes)
+            part.seek(0)
+            is_zip = part.read(4) == b"PK\3\4"
+            part.seek(0)
+            if num_bytes is not None and not is_zip:
+                raise CorruptError(f"{path}: no file of torch.save at byte {begin}")
+            tree, storages = _read_zip(path, part, begin) if is_zip else _read_stream(path, handle)
     except FileNotFoundError as error:
         raise CorruptError(f"{path}: is missing") from error
     except (zipfile.BadZipFile, NotImplementedError, EOFError, OSError, ValueError, TypeError) as error:
@@ -74,7 +115,7 @@ def open_torch(path: Path) -> TorchFile:
     return TorchFile(path=path, tree=tree, storages=storages)
 
 
-def _read_zip(path: Path, handle: BinaryIO) -> tuple[Any, dict[str, StoredArray]]:
+def _read_zip(path: Path, handle: BinaryIO, begin: int) -> tuple[Any, dict[str, StoredArray]]:
     with zipfile.ZipFile(handle) as archive:
         entries = {info.filename: info for info in archive.infolist()}
         pickled = [name for name in entries if name.endswith("/data.pkl") and name.count("/") == 1]
@@ -93,7 +134,7 @@ def _read_zip(path: Path, handle: BinaryIO) -> tuple[Any, dict[str, StoredArray]
             key=name,
             dtype="U8",
             shape=(info.file_size,),
-            offset=_data_offset(path, handle, info),
+            offset=begin + _data_offset(path, handle, info),
             crc32=info.CRC,
         )
         for name, info in entries.items()
@@ -109,7 +150,7 @@ def _data_offset(path: Path, handle: BinaryIO, info: zipfile.ZipInfo) -> int:
         raise CorruptError(f"{path}: no header of the entry {info.filename} at byte {info.header_offset}")
     begin = info.header_offset + 30 + int.from_bytes(header[26:28], "little")
     begin += int.from_bytes(header[28:30], "little")
-    if begin + info.file_size > path.stat().st_size:
+    if begin + info.file_size > handle.seek(0, io.SEEK_END):
         raise CorruptError(f"{path}: the entry {info.filename} ends beyond the file")
     return begin
 

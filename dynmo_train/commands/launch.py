@@ -47,7 +47,8 @@ def _run(
     return code
 
 
-def _check_command(arguments: list[str]) -> None:
+def check_command(arguments: list[str]) -> None:
+    """Raise ``UsageError`` where a launch should start a launch."""
     if arguments[0] == "launch":
         raise UsageError("launch cannot start another launch; give it pretrain or another command that computes")
 
@@ -64,18 +65,20 @@ def launch_local(
 
     Ends with the exit code of the process that failed. A process that ends with 75 asks for all to be started again.
     """
-    _check_command(arguments)
+    check_command(arguments)
     need_torch()
     from ..launch.meeting import Nodes
 
     raise typer.Exit(_run(arguments, nproc, log_dir, max_restarts, grace_s, Nodes()))
 
 
-def _count_of_nodes(text: str) -> tuple[int, int]:
+def count_of_nodes(text: str) -> tuple[int, int]:
     """``N`` or ``LEAST:MOST``."""
     least, _, most = text.partition(":")
     if not least.isdecimal() or not (most or least).isdecimal():
         raise UsageError(f"--nnodes must be N or LEAST:MOST, is {text!r}")
+    if not 1 <= int(least) <= int(most or least):
+        raise UsageError(f"LEAST:MOST nodes need 1 <= LEAST <= MOST, are {text}")
     return int(least), int(most or least)
 
 
@@ -110,6 +113,10 @@ def launch_node(
     node_timeout_s: Annotated[
         float, typer.Option("--node-timeout-s", min=2, help="Seconds of silence after which a node is lost.")
     ] = 30.0,
+    end_with_stdin: Annotated[
+        bool,
+        typer.Option("--end-with-stdin", help="End when standard input does: with the connection that started it."),
+    ] = False,
     log_dir: LogDir = None,
     max_restarts: MaxRestarts = 0,
     grace_s: GraceS = 5.0,
@@ -119,8 +126,8 @@ def launch_node(
     Node 0 holds the meeting. When a node is lost or its processes fail, all begin again from the last checkpoint with
     the nodes that are left, --max-restarts times and with LEAST nodes or more. Ends with 75 where node 0 is gone.
     """
-    _check_command(arguments)
-    least, most = _count_of_nodes(nnodes)
+    check_command(arguments)
+    least, most = count_of_nodes(nnodes)
     need_torch()
     from ..launch.meeting import Nodes
 
@@ -134,4 +141,8 @@ def launch_node(
         join_timeout_s=join_timeout_s,
         node_timeout_s=node_timeout_s,
     )
+    if end_with_stdin:
+        from ..launch.hostfile import end_with_stdin as watch_stdin
+
+        watch_stdin()
     raise typer.Exit(_run(arguments, nproc, log_dir, max_restarts, grace_s, nodes))

@@ -59,3 +59,28 @@ class BoundaryFigures:
             told["error_mean"] = sum(self.error_means) / count
             told["activation_mean"] = sum(self.activation_means) / count
         return told
+
+
+@dataclass
+class ReplicaFigures:
+    """Of the gradients of one item between replicas, in one step."""
+
+    sent_bytes: int = 0
+    whole_bytes: int = 0
+    compress: list[Stamps] = field(default_factory=list)
+    decompress: list[Stamps] = field(default_factory=list)
+
+    def sent(self, whole_bytes: int, sent_bytes: int) -> None:
+        """What is added: bytes of the matrices, and of their factors."""
+        self.whole_bytes += whole_bytes
+        self.sent_bytes += sent_bytes
+
+    def document(self, clock: Clock) -> dict[str, Any]:
+        """For the log: sums over the step."""
+        return {
+            "sent_bytes": self.sent_bytes,
+            "whole_bytes": self.whole_bytes,
+            "decompressed_bytes": self.whole_bytes,
+            "compress_ns": sum(clock.elapsed_ns(*stamps) for stamps in self.compress),
+            "decompress_ns": sum(clock.elapsed_ns(*stamps) for stamps in self.decompress),
+        }

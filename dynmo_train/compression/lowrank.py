@@ -6,6 +6,7 @@ products then run along the rows of the matrix, which measured up to five times 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -55,6 +56,24 @@ class FactorShape:
         """Views of a flat tensor of ``numbers`` as the two factors ``[R, N]`` and ``[R, D]``."""
         left, right = flat.split([self.rank * self.rows, self.rank * self.columns])
         return left.view(self.rank, self.rows), right.view(self.rank, self.columns)
+
+
+def buckets(
+    shapes: Sequence[FactorShape], device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor, list[tuple[torch.Tensor, torch.Tensor]]]:
+    """Room for the factors of several matrices: all first ones in one flat tensor, all second ones in another.
+
+    Returns:
+        Both, and of each matrix its factors as views of them.
+    """
+    lefts = torch.empty(sum(shape.rank * shape.rows for shape in shapes), device=device)
+    rights = torch.empty(sum(shape.rank * shape.columns for shape in shapes), device=device)
+    views, left, right = [], 0, 0
+    for shape in shapes:
+        ends = left + shape.rank * shape.rows, right + shape.rank * shape.columns
+        views.append((lefts[left : ends[0]].view(shape.rank, -1), rights[right : ends[1]].view(shape.rank, -1)))
+        left, right = ends
+    return lefts, rights, views
 
 
 def first_factor(shape: FactorShape, device: torch.device, *names: int | str) -> torch.Tensor:

@@ -54,7 +54,6 @@ def _refused(instead: str, values: int | None = 0) -> Known:
 
 
 _LLAMA = "a llama has it: pretrain llama"
-_COMPRESSION = "this version sends gradients and boundaries whole: leave it out"
 _OVERLAP = "no effect on results: leave out"
 _ZERO = "sizes of buffers follow from the model"
 _CONVERT = "belongs to dynmo-ckpt: use dynmo-ckpt merge, split, reshard or convert"
@@ -135,18 +134,6 @@ FLAGS: Mapping[str, Known] = {
     "--group-query-attention": _nothing("--num-query-groups says it", 0, "llama"),
     "--normalization": _nothing(_LLAMA, 1, "llama"),
     "--rotary-percent": _nothing("a llama turns whole heads", 1, "llama"),
-    # Compression of Optimus-CC
-    **{
-        flag: _refused(_COMPRESSION, values)
-        for flag, values in {
-            "--grad_comp": 0,
-            "--grad_comp_rank": 1,
-            "--grad_comp_warm_up": 1,
-            "--selective_grad_comp": 0,
-            "--selective_grad_comp_way": 1,
-        }.items()
-    },
-    "--emb_comm_opt": _nothing("tied embeddings are always reduced together"),
     # Flags of other programs that stand in the same scripts
     **dict.fromkeys(("--model-type", "--target-pipeline-model-parallel-size"), _refused(_CONVERT, 1)),
     **dict.fromkeys(("-i_g", "-p", "-i", "-o"), _refused(_CONVERT, 1)),

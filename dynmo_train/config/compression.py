@@ -16,6 +16,26 @@ class CompressionConfig:
     inter_grad_comp_epilogue_only: bool = option(
         "Compress only the microbatches that a worker gets back behind its last forward of a step.", default=False
     )
+    grad_comp: bool = option(
+        "Add the gradients of matrices over the replicas as low-rank factors (PowerSGD).", default=False
+    )
+    grad_comp_rank: int = option("Rank of the gradients between replicas.", default=128, minimum=1)
+    grad_comp_warm_up: float = option(
+        "Share of --train-iters at the start in which replicas add their gradients whole.",
+        default=0.1,
+        minimum=0,
+        maximum=1,
+    )
+    selective_grad_comp: bool = option(
+        "Compress between the replicas of the first workers only, which are the last to end their backward.",
+        default=False,
+    )
+    selective_grad_comp_way: int | None = option(
+        "How many workers --selective-grad-comp means.", default=None, minimum=1
+    )
+    emb_comm_opt: bool = option(
+        "Add the gradients of tied embeddings over replicas and copies in one exchange.", default=False
+    )
     use_error_feedback: bool = option(
         "Add what compression lost to what is compressed next: at the same stage boundary, of the same parameter.",
         default=False,

@@ -140,8 +140,8 @@ class GradualPruning:
         return found
 
     def _total(self, counts: torch.Tensor) -> torch.Tensor:
-        summed = sum_over(self._world.groups.expert, sum_over_model(self._world, counts))
-        return summed if self.held.shards is None else sum_over(self._world.groups.data, summed)
+        groups = self._world.groups
+        return sum_over(groups.expert if self.held.shards is None else groups.data, sum_over_model(self._world, counts))
 
     def after_step(self, step: int) -> Event | None:
         """Prune to the schedule's sparsity where it is due."""
@@ -160,8 +160,8 @@ class GradualPruning:
                 if each.counted:
                     counts += torch.tensor([mask.numel() - int(mask.sum()), mask.numel()])
                 if target > 0:
-                    whole = mask if self.held.shards is None else self.held.shards.whole(mask, layer.outputs)
-                    self.held.prune(each.item, each.names[layer], layer, whole)
+                    name = each.names[layer]
+                    self.held.prune(each.item, name, layer, self.held.whole_rows(name, mask, layer.outputs))
         pruned, count = self._total(counts).tolist()
         self.sparsity = pruned / count if count and target > 0 else 0.0
         return Event(

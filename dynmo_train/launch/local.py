@@ -84,14 +84,15 @@ class _Launcher:
 
     def _work(self, start: Start) -> Work:
         launch, nodes = self.launch, self.launch.nodes
+        index = start.members.index(nodes.rank)
         log_dir = launch.log_dir if nodes.most == 1 else launch.log_dir / f"node-{nodes.rank}"
         return Work(
             name=f"start-{start.number - 1}",
-            nproc=start.processes_per_node,
+            nproc=start.processes[index],
             command=(*launch.command, *launch.arguments, *start.more),
             log_dir=log_dir,
             grace_s=launch.grace_s,
-            index=start.members.index(nodes.rank),
+            index=index,
             count=len(start.members),
             host=nodes.host,
             port=start.port,
@@ -115,20 +116,22 @@ class _Launcher:
             return Verdict(again=False, code=shell_code(code), why=why)
         self.restarts += 0 if asks else 1
         self.workers = take_grow_request(run_dir) or (self.workers if not lost else None)
-        members = len(start.members) - len(lost)
-        processes, more = _next_start(
-            run_dir,
-            start.processes_per_node * len(start.members),
-            self.workers,
-            start.processes_per_node * members if lost else None,
-        )
-        if self.launch.nodes.most == 1:
-            return Verdict(again=True, processes_per_node=processes, nodes=1, more=more)
-        nodes = -(-processes // start.processes_per_node)
-        if processes % start.processes_per_node or nodes > self.launch.nodes.most:
-            why = f"{processes} processes do not fit {self.launch.nodes.most} nodes of {start.processes_per_node} each"
+        left = [count for node, count in zip(start.members, start.processes, strict=True) if node not in lost]
+        processes, more = _next_start(run_dir, sum(start.processes), self.workers, sum(left) if lost else None)
+        return self._again(processes, left, more)
+
+    def _again(self, processes: int, left: list[int], more: tuple[str, ...]) -> Verdict:
+        """Another start with ``processes``; ``left`` are those of the nodes that live."""
+        most = self.launch.nodes.most
+        if most == 1:
+            return Verdict(again=True, processes=processes, nodes=1, more=more)
+        if processes == sum(left):
+            return Verdict(again=True, processes=processes, nodes=len(left), more=more)
+        nodes = processes // left[0]
+        if len(set(left)) > 1 or processes % left[0] or nodes > most:
+            why = f"{processes} processes do not fill any of {most} nodes with {left[0]} each"
             return Verdict(again=False, code=EXIT_USAGE, why=why)
-        return Verdict(again=True, processes_per_node=start.processes_per_node, nodes=nodes, more=more)
+        return Verdict(again=True, processes=processes, nodes=nodes, more=more)
 
     def _finish(self) -> int:
         """Node 0: its processes are done; those of the others may not be, and may fail yet."""
@@ -167,15 +170,15 @@ class _Launcher:
         verdict = self._decide(start, failures)
         self.meeting.decide(verdict)
         if verdict.again:
-            count = verdict.processes_per_node * verdict.nodes
-            say(f"dynmo-train: starting again with {count} processes from {self._run_dir()}")
+            say(f"dynmo-train: starting again with {verdict.processes} processes from {self._run_dir()}")
         return verdict
 
     def run(self) -> int:
         """All starts; returns the exit code."""
         verdict: Verdict | None = None
         while verdict is None or verdict.again:
-            start = self.meeting.gather(self.launch.nproc, verdict)
+            alone = self.launch.nodes.most == 1 and verdict is not None
+            start = self.meeting.gather(verdict.processes if alone and verdict else self.launch.nproc, verdict)
             failures = self._once(start)
             if failures is None and self.meeting.leads:
                 return self._finish()

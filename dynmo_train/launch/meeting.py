@@ -27,7 +27,8 @@ if TYPE_CHECKING:
 
 POLL_S = 0.1
 BEAT_S = 1.0
-LAST_CALL_S = 3.0
+# How long a start waits for more nodes once it has enough: the first, and later ones, whose nodes are known.
+FIRST_CALL_S, LAST_CALL_S = 30.0, 3.0
 # Why a node left: its work is done, or somebody told it to end.
 DONE, CALLED = "done", "called"
 
@@ -64,12 +65,12 @@ class Nodes:
 
 @dataclass(frozen=True, kw_only=True)
 class Start:
-    """One start: its number, the nodes that take part in order, the store of its processes, flags behind theirs."""
+    """One start: its number, its nodes in order and the processes of each, the store of these, flags behind theirs."""
 
     number: int
     members: tuple[int, ...]
+    processes: tuple[int, ...]
     port: int
-    processes_per_node: int
     more: tuple[str, ...]
 
 
@@ -83,11 +84,14 @@ class Ending:
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """What follows a start: another with ``more`` flags and so many processes a node, or the end with ``code``."""
+    """What follows a start: another with ``more`` flags on so many ``nodes``, or the end with ``code``.
+
+    ``processes`` is for a launch of one node, which can have any number; nodes of several keep theirs.
+    """
 
     again: bool
     code: int = 0
-    processes_per_node: int = 0
+    processes: int = 0
     nodes: int = 0
     more: tuple[str, ...] = ()
     why: str = ""
@@ -212,11 +216,11 @@ class Meeting:
             time.sleep(POLL_S)
         return True
 
-    def gather(self, processes_per_node: int, after: Verdict | None) -> Start:
+    def gather(self, processes: int, after: Verdict | None) -> Start:
         """Wait for the nodes of the next start.
 
         Args:
-            processes_per_node: processes of this node in a first start.
+            processes: of this node.
             after: the verdict on the start before, None where this node comes fresh.
 
         Raises:
@@ -225,32 +229,31 @@ class Meeting:
         """
         if self.leads:
             self._number = int(self._ask(lambda: self.store.add("start", 1)))
-            start = self._call(processes_per_node, after)
+            start = self._call(processes, after)
         else:
-            start = self._join()
+            start = self._join(processes)
         self._number, self._members = start.number, start.members
         return start
 
-    def _call(self, processes_per_node: int, after: Verdict | None) -> Start:
+    def _call(self, processes: int, after: Verdict | None) -> Start:
         """Node 0: wait for the others, and publish who takes part."""
         nodes, number = self.nodes, self._number
         wanted = after.nodes if after and after.nodes else nodes.most
-        self._set(f"{number}/here/0", {"processes": processes_per_node})
+        self._set(f"{number}/here/0", processes)
 
         def present() -> list[int]:
             return [node for node in range(nodes.most) if self._has(f"{number}/here/{node}")]
 
-        self._wait(lambda: len(present()) >= wanted, LAST_CALL_S if after else nodes.join_timeout_s)
         if not self._wait(lambda: len(present()) >= nodes.least, nodes.join_timeout_s):
             here = ", ".join(map(str, present()))
             raise DynmoError(f"{len(present())} of {nodes.least} nodes came within {nodes.join_timeout_s:g} s: {here}")
+        self._wait(lambda: len(present()) >= wanted, LAST_CALL_S if after else FIRST_CALL_S)
         members = tuple(present()[:wanted])
-        processes = after.processes_per_node if after else processes_per_node
         start = Start(
             number=number,
             members=members,
+            processes=tuple(self._get(f"{number}/here/{node}") for node in members),
             port=self._start_store(),
-            processes_per_node=processes,
             more=after.more if after else (),
         )
         self._set(f"{number}/members", asdict(start))
@@ -264,18 +267,19 @@ class Meeting:
         self._start_stores = [store]  # the one before may go
         return int(store.port)
 
-    def _join(self) -> Start:
+    def _join(self, processes: int) -> Start:
         """Another node: say that it is here, in the start that node 0 calls for now or calls for next."""
         rank, said = self.nodes.rank, -1
         end = time.monotonic() + self.nodes.join_timeout_s
         while time.monotonic() < end:
             number = int(self._ask(lambda: self.store.add("start", 0)))
             if number > self._number and number != said:
-                self._set(f"{number}/here/{rank}", {})
+                self._set(f"{number}/here/{rank}", processes)
                 said = number
             if number == said and self._has(f"{number}/members"):
                 found = self._get(f"{number}/members")
-                start = Start(**found | {"members": tuple(found["members"]), "more": tuple(found["more"])})
+                lists = {name: tuple(found[name]) for name in ("members", "processes", "more")}
+                start = Start(number=number, port=found["port"], **lists)
                 if rank in start.members:
                     return start
                 self._number, end = number, time.monotonic() + self.nodes.join_timeout_s  # came late: the next one

@@ -173,8 +173,9 @@ class DynamicFamily:
         return block
 
     def split_dim(self, parameter: str) -> int | None:
-        """As the base says; routers are not cut."""
-        return None if ".router." in parameter else self.base.split_dim(parameter)
+        """As the base says, of an exit's parameter what it says of the head's; routers are not cut."""
+        _, is_exit, of_head = parameter.partition(".exit.")
+        return None if ".router." in parameter else self.base.split_dim(of_head if is_exit else parameter)
 
     def manifest(self) -> dict[str, object]:
         """The ``model`` object of a checkpoint's manifest, with the techniques that change the model."""

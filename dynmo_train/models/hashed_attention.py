@@ -159,19 +159,24 @@ class HashedAttention:
         block: queries and keys of a block.
         seed: of the axes in evaluation; in training they are drawn anew in each forward, from the item's own numbers.
         name: of the item, for evaluation.
+        part: which of ``parts`` equal parts of the heads are here, where tensor parallelism cuts them. Evaluation goes
+            by the same axes then; in training they are drawn by each rank, as dropout within a region is.
     """
 
     buckets: int
     block: int
     seed: int
     name: str
+    part: int = 0
+    parts: int = 1
 
     def _rotation(self, heads: int, width: int, device: torch.device, training: bool) -> torch.Tensor:
         shape = (heads, width, self.buckets // 2)
         if training:
             return torch.randn(shape, device=device)
         generator = torch.Generator().manual_seed(stable_seed(self.seed, "buckets", self.name))
-        return torch.randn(shape, generator=generator).to(device)
+        whole = torch.randn((heads * self.parts, *shape[1:]), generator=generator)
+        return whole.chunk(self.parts)[self.part].to(device)
 
     def mask(
         self, q_BHTK: torch.Tensor, k_BHTK: torch.Tensor, seen_BT: torch.Tensor | None, *, causal: bool, training: bool

@@ -8,6 +8,7 @@ along the vocabulary computes its loss over all ranks.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,9 +18,12 @@ from torch import nn
 from ..parallel.experts import ExpertExchange
 from ..parallel.tensor import TensorRegion
 from .bert import BertHead
-from .blocks import Head
-from .experts import Experts
+from .blocks import Head, SelfAttention
+from .early_exit import LiveTokens
+from .experts import Experts, MoeMlp
+from .items import Reported
 from .linear import PrunableLinear
+from .mixture_of_depths import RoutedBlock
 
 SplitDim = Callable[[str], int | None]
 
@@ -67,6 +71,10 @@ def cut_item(item: str, module: nn.Module, split_dim: SplitDim, region: TensorRe
     """
     if region is None:
         return module
+    if region.sequence and needs_whole_stream(module):
+        module.register_forward_pre_hook(_gather_streams(region))
+        module.register_forward_hook(_cut_streams(region))
+        region = region.of_whole_streams()
     for path, child in list(module.named_modules()):
         prefix = f"{item}.{path}" if path else item
         dims = {name: split_dim(f"{prefix}.{name}") for name, _ in child.named_parameters(recurse=False)}
@@ -82,13 +90,30 @@ def cut_item(item: str, module: nn.Module, split_dim: SplitDim, region: TensorRe
     return module
 
 
+def needs_whole_stream(module: nn.Module) -> bool:
+    """Whether an item looks at all tokens outside of its tensor-parallel regions.
+
+    Where streams are cut along the tokens, such an item puts them together, works on them as without that, and cuts
+    what it gives; the gradients of what its ranks hold alike are whole.
+    """
+    looking = (MoeMlp, RoutedBlock, LiveTokens)
+    return any(
+        isinstance(part, looking) or (isinstance(part, BertHead) and part.binary is not None)
+        for part in module.modules()
+    )
+
+
 def deal_experts(module: nn.Module, exchange: ExpertExchange | None) -> nn.Module:
     """Leave an item with this process's experts alone, in place; returns it."""
     if exchange is not None:
-        for child in list(module.modules()):
-            if isinstance(child, Experts):
-                child.keep(exchange)
+        for experts in experts_of(module):
+            experts.keep(exchange)
     return module
+
+
+def experts_of(module: nn.Module) -> list[Experts]:
+    """The parts of an item that hold experts."""
+    return [child for child in module.modules() if isinstance(child, Experts)]
 
 
 def is_of_expert(parameter: str) -> bool:
@@ -109,10 +134,29 @@ def _connect(module: nn.Module, path: str, child: nn.Module, dim: int | None, re
             setattr(module.get_submodule(parent), name, CutEmbedding(nn.Parameter(child.weight.detach()), region))
         else:
             child.register_forward_hook(_own_tokens(region))
+    elif isinstance(child, SelfAttention) and child.sparse is not None:
+        child.sparse = replace(child.sparse, part=region.rank, parts=region.size)
     elif isinstance(child, (Head, BertHead)) and dim == 0:
         child.region = region
     elif dim == 0:
         raise TypeError(f"{type(child).__name__} has no tensor-parallel form; its weight is cut along its outputs")
+
+
+def _map_streams(change: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
+    """``change`` of a value or the values that are streams ``[B, T, D]``; others as they are."""
+    if isinstance(value, Reported):
+        return value._replace(output=_map_streams(change, value.output))
+    if isinstance(value, tuple):
+        return tuple(_map_streams(change, each) for each in value)
+    return change(value) if value.dim() == 3 else value
+
+
+def _gather_streams(region: TensorRegion) -> Callable[[nn.Module, Any], Any]:
+    return lambda _module, arguments: _map_streams(region.whole_stream, arguments)
+
+
+def _cut_streams(region: TensorRegion) -> Callable[[nn.Module, Any, Any], Any]:
+    return lambda _module, _arguments, output: _map_streams(region.cut_stream, output)
 
 
 def _own_tokens(region: TensorRegion) -> Callable[[nn.Module, Any, torch.Tensor], torch.Tensor]:

@@ -7,13 +7,14 @@ on which worker holds what.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
 
 from ..models.items import masks_of
-from ..parallel.world import World, gather_over, sum_over, sum_over_pipeline
+from ..models.sharding import needs_whole_stream
+from ..parallel.world import World, sum_over, sum_over_pipeline
 from ..parallel.zero import row_parts
 from .items import HeldItems
 
@@ -31,15 +32,24 @@ def tied_groups(ties: Mapping[str, str]) -> dict[str, list[str]]:
     return groups
 
 
-def add_tied_gradients(held: HeldItems, ties: Mapping[str, str], owners: Mapping[str, int], world: World) -> None:
+def add_tied_gradients(
+    held: HeldItems,
+    ties: Mapping[str, str],
+    owners: Mapping[str, int],
+    world: World,
+    done: Collection[str] = (),
+) -> None:
     """Give all copies of each tied weight the sum of their gradients, in list order; a frozen copy adds nothing.
 
     Args:
         ties: parameter that is a copy -> parameter that owns the value.
         owners: item -> the worker that holds it.
+        done: parameters that are added already.
     """
     here = {name: parameter for _, name, parameter in held.parameters()}
     for members in tied_groups(ties).values():
+        if members[0] in done:
+            continue
         places = {name: owners[item_of(name, list(owners))] for name in members}
         mine = [name for name in members if places[name] == world.worker]
         if not mine:
@@ -65,28 +75,37 @@ def _swap(
     own: Mapping[str, torch.Tensor | None], like: torch.Tensor, places: Mapping[str, int], world: World
 ) -> dict[str, torch.Tensor | None]:
     """Exchange gradients that may be absent with the other holders: first whether there is one, then itself."""
-    others = {name: place for name, place in places.items() if place != world.worker}
-    ranks = {name: world.started_as(world.peer(place)) for name, place in others.items()}
+    ranks = {name: world.started_as(world.peer(place)) for name, place in places.items() if place != world.worker}
     peers = sorted(set(ranks.values()))
-    flags = {
-        name: torch.tensor([0 if gradient is None else 1], dtype=torch.int64, device=world.device)
-        for name, gradient in own.items()
-    }
-    theirs = {name: torch.zeros(1, dtype=torch.int64, device=world.device) for name in others}
-    group = world.groups.pipeline
-    told = [(peer, flag) for peer in peers for flag in flags.values()]
-    _exchange(told, [(ranks[n], t) for n, t in theirs.items()], group)
-    received = {name: torch.empty_like(like) if int(theirs[name]) else None for name in others}
+    there = gradients_there({name: gradient is not None for name, gradient in own.items()}, places, world)
+    received = {name: torch.empty_like(like) if there[name] else None for name in ranks}
     sent = [(peer, gradient) for peer in peers for gradient in own.values() if gradient is not None]
-    _exchange(sent, [(ranks[name], tensor) for name, tensor in received.items() if tensor is not None], group)
+    wanted = [(ranks[name], tensor) for name, tensor in received.items() if tensor is not None]
+    exchange(sent, wanted, world.groups.pipeline)
     return received
 
 
-def _exchange(
+def gradients_there(own: Mapping[str, bool], places: Mapping[str, int], world: World) -> dict[str, bool]:
+    """Which copies of a tied weight have gradients, told among their holders.
+
+    Args:
+        own: of the copies that are here.
+        places: copy -> the worker that holds it.
+    """
+    ranks = {name: world.started_as(world.peer(place)) for name, place in places.items() if place != world.worker}
+    flags = [torch.tensor([int(there)], dtype=torch.int64, device=world.device) for there in own.values()]
+    theirs = {name: torch.zeros(1, dtype=torch.int64, device=world.device) for name in ranks}
+    told = [(peer, flag) for peer in sorted(set(ranks.values())) for flag in flags]
+    exchange(told, [(ranks[name], flag) for name, flag in theirs.items()], world.groups.pipeline)
+    return {**own, **{name: bool(flag) for name, flag in theirs.items()}}
+
+
+def exchange(
     sent: Sequence[tuple[int, torch.Tensor]],
     received: Sequence[tuple[int, torch.Tensor]],
     group: dist.ProcessGroup | None,
 ) -> None:
+    """Send tensors to torch's ranks, and receive others from them, all at once; of a pair in the same order."""
     operations = [dist.P2POp(dist.isend, tensor.contiguous(), peer, group) for peer, tensor in sent]
     operations += [dist.P2POp(dist.irecv, tensor, peer, group) for peer, tensor in received]
     if operations:
@@ -102,7 +121,9 @@ def add_token_gradients(held: HeldItems) -> None:
     region = held.region
     if region is None or not region.sequence:
         return
-    for item in held.modules:
+    for item, module in held.modules.items():
+        if needs_whole_stream(module):
+            continue
         whole = [p for name, p in held.own_parameters(item).items() if held.split_dim(name) is None]
         gradients = [p.grad for p in whole if p.grad is not None]
         if gradients:
@@ -117,7 +138,7 @@ def zero_pruned_gradients(held: HeldItems) -> None:
         own = held.own_parameters(item)
         for name, layer in masks_of(item, module).items():
             if layer.mask is not None and (gradient := own[name].grad) is not None:
-                gradient.mul_(held.own_rows(layer.mask))
+                gradient.mul_(held.own_rows(name, layer.mask))
 
 
 def gradient_norm(held: HeldItems, item_names: Sequence[str], ties: Mapping[str, str], world: World) -> float:
@@ -126,30 +147,38 @@ def gradient_norm(held: HeldItems, item_names: Sequence[str], ties: Mapping[str,
     The rows of each replica are squared apart, whether or not it holds them alone: ZeRO gives plain replicas' bits.
     """
     place = {name: index for index, name in enumerate(item_names)}
-    replicas = world.dims.data
-    squares = torch.zeros(len(item_names), replicas, dtype=torch.float64)
+    # A column for the rows of each replica; then, where experts are dealt out, for those of each process's experts.
+    squares = torch.zeros(len(item_names), 2 * world.dims.data, dtype=torch.float64)
     norms: list[torch.Tensor] = []
     places: list[tuple[int, int]] = []
     for item, name, parameter in held.parameters():
         if parameter.grad is not None and name not in ties and held.counts(name):
-            sharded = held.shards is not None
-            parts = {world.replica: parameter.grad} if sharded else dict(enumerate(row_parts(parameter.grad, replicas)))
+            parts = _parts_of_norm(held, name, parameter.grad, world)
             norms += [torch.linalg.vector_norm(part) for part in parts.values()]
-            places += [(place[item], replica) for replica in parts]
+            places += [(place[item], column) for column in parts]
     if norms:
         stacked = torch.stack(norms).to("cpu", torch.float64).square()
-        for (index, replica), square in zip(places, stacked.tolist(), strict=True):
-            squares[index, replica] += square
+        for (index, column), square in zip(places, stacked.tolist(), strict=True):
+            squares[index, column] += square
     # Over the ranks of a region first: the order of its sum must not depend on the pipeline's size.
     squares = sum_over_pipeline(world, sum_over(world.groups.tensor, squares))
-    if held.shards is not None:
-        squares = sum_over(world.groups.data, squares)
-    # Every process of an exchange has counted other parameters; rank after rank, so that the sum has one order.
-    squares = torch.cat(gather_over(world.groups.expert, squares), dim=1)
+    # Each of the others has zero where this one has a figure: the order of these sums does not matter.
+    squares = sum_over(world.groups.expert if held.shards is None else world.groups.data, squares)
     total = 0.0
-    for of_replicas in squares.tolist():
-        total += sum(of_replicas)
+    for of_item in squares.tolist():
+        total += sum(of_item)
     return math.sqrt(total)
+
+
+def _parts_of_norm(held: HeldItems, name: str, gradient: torch.Tensor, world: World) -> dict[int, torch.Tensor]:
+    """What this process holds of a gradient, by the columns of the norm."""
+    dims, apart = world.dims, held.is_apart(name)
+    size = dims.data // dims.expert if apart else dims.data
+    first = dims.data + world.replica % dims.expert * size if apart else 0
+    if held.shards is not None:
+        rank, _ = held.shards.place(apart=apart)
+        return {first + rank: gradient}
+    return {first + rank: part for rank, part in enumerate(row_parts(gradient, size))}
 
 
 def clip_gradients(held: HeldItems, norm: float, limit: float) -> None:

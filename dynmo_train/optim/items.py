@@ -11,7 +11,7 @@ from torch import nn
 
 from ..models.items import ModelFamily, masks_of, parameters_of
 from ..models.linear import PrunableLinear
-from ..models.sharding import cut_item, cut_tensor, deal_experts, is_of_expert
+from ..models.sharding import cut_item, cut_tensor, deal_experts, experts_of, is_of_expert
 from ..models.sparse_forms import SparseTable
 from ..parallel.experts import ExpertExchange
 from ..parallel.tensor import TensorRegion
@@ -149,24 +149,41 @@ class HeldItems:
     def own_slice(self, tensor_name: str, whole: torch.Tensor) -> torch.Tensor:
         """What this process holds of a whole tensor; a view. Masks are cut with the products, never by rows."""
         cut = cut_tensor(whole, self.split_dim(tensor_name), self.region)
-        return cut if role_of(tensor_name) == "mask" else self.own_rows(cut)
+        return cut if role_of(tensor_name) == "mask" else self.own_rows(tensor_name, cut)
 
-    def own_rows(self, tensor: torch.Tensor) -> torch.Tensor:
+    def is_apart(self, tensor_name: str) -> bool:
+        """Whether a tensor belongs to an expert that other replicas do not hold."""
+        return self.exchange is not None and is_of_expert(tensor_name)
+
+    def own_rows(self, tensor_name: str, tensor: torch.Tensor) -> torch.Tensor:
         """What this process holds of a tensor that its replica holds; a view."""
-        return tensor if self.shards is None else self.shards.rows(tensor)
+        return tensor if self.shards is None else self.shards.rows(tensor, apart=self.is_apart(tensor_name))
 
-    def counts(self, tensor_name: str) -> bool:
-        """Whether this process speaks for a tensor: of those that hold the same of one replica, the first one does.
+    def whole_rows(self, tensor_name: str, rows: torch.Tensor, num_rows: int) -> torch.Tensor:
+        """What the replica holds of a tensor, from the rows of all that share it; all of them call this."""
+        return rows if self.shards is None else self.shards.whole(rows, num_rows, apart=self.is_apart(tensor_name))
+
+    def stores(self, tensor_name: str) -> bool:
+        """Whether this process speaks for a whole tensor: of those that hold the same of a replica, the first one does.
 
         Replicas that share experts are as one here.
         """
         if self.exchange is not None and self.exchange.rank and not is_of_expert(tensor_name):
             return False
+        return self._speaks_in_region(tensor_name)
+
+    def counts(self, tensor_name: str) -> bool:
+        """Whether this process speaks for what it holds of a tensor; with ``shards`` that are its rows."""
+        return self.stores(tensor_name) if self.shards is None else self._speaks_in_region(tensor_name)
+
+    def _speaks_in_region(self, tensor_name: str) -> bool:
         return self.region is None or self.region.rank == 0 or self.split_dim(tensor_name) is not None
 
     def hold(self, name: str, module: nn.Module) -> None:
         """Hold ``module`` as the item ``name``."""
-        own = dict(module.named_parameters()) if self.shards is None else self.shards.wrap(module)
+        own = dict(module.named_parameters())
+        if self.shards is not None:
+            own = self.shards.wrap(module, [] if self.exchange is None else experts_of(module))
         self.modules[name] = module
         self._own[name] = {f"{name}.{child}": parameter for child, parameter in own.items()}
         self._optimizers[name] = item_optimizer(list(own.values()), self.settings, self.fused_adam)
@@ -276,7 +293,7 @@ class HeldItems:
         tensors = {
             name: tensor
             if role_of(name) == "mask" or is_memory(item, name)
-            else self.shards.whole(tensor, rows[parameter_of(name)])
+            else self.whole_rows(name, tensor, rows[parameter_of(name)])
             for name, tensor in state.tensors.items()
         }
         return ItemState(tensors=tensors, steps=state.steps)
@@ -307,7 +324,7 @@ class HeldItems:
     def prune(self, item: str, name: str, layer: PrunableLinear, mask: torch.Tensor) -> None:
         """Prune the weight ``name`` of a held item to a whole ``mask``: weight and moments become zero elsewhere."""
         own = self._own[item][name]
-        rows = self.own_rows(mask)
+        rows = self.own_rows(name, mask)
         with torch.no_grad():
             own.mul_(rows)
         for moment in self.moments(item, own).values():

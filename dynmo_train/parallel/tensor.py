@@ -59,6 +59,25 @@ class TensorRegion:
         part = x.shape[-2] // self.size
         return x.narrow(-2, self.rank * part, part)
 
+    def of_whole_streams(self) -> TensorRegion:
+        """The same ranks, for a part of the model that works on streams that are not cut along the tokens."""
+        return TensorRegion(self.group, self.rank, self.size, self._device, sequence=False)
+
+    def whole_stream(self, x: torch.Tensor) -> torch.Tensor:
+        """The whole of a stream that is cut along the tokens, for work that all ranks then do alike."""
+        whole: torch.Tensor = _GatherStream.apply(x, self)  # type: ignore[no-untyped-call]
+        return whole
+
+    def cut_stream(self, x: torch.Tensor) -> torch.Tensor:
+        """This rank's tokens of a whole stream that all ranks have alike."""
+        cut: torch.Tensor = _CutStream.apply(x, self)  # type: ignore[no-untyped-call]
+        return cut
+
+    def whole_columns(self, x: torch.Tensor) -> torch.Tensor:
+        """The ranks' columns ``[..., V]`` side by side, for work that all ranks then do alike."""
+        whole: torch.Tensor = _GatherColumns.apply(x, self)  # type: ignore[no-untyped-call]
+        return whole
+
     def seed_inside(self) -> None:
         """From here on random numbers depend on the rank, until the region is left."""
         generator = default_generator(self._device)
@@ -129,6 +148,47 @@ class _Leave(torch.autograd.Function):
     def backward(ctx: Any, *grads: Any) -> Any:
         region: TensorRegion = ctx.region
         return (region.gather_tokens(grads[0]) if region.sequence else grads[0]), None
+
+
+class _GatherStream(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, region: TensorRegion) -> torch.Tensor:
+        ctx.region = region
+        return region.gather_tokens(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return ctx.region.own_tokens(grads[0]).contiguous(), None
+
+
+class _CutStream(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, region: TensorRegion) -> torch.Tensor:
+        ctx.region = region
+        return region.own_tokens(x).contiguous()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return ctx.region.gather_tokens(grads[0]), None
+
+
+class _GatherColumns(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, region: TensorRegion) -> torch.Tensor:
+        ctx.region = region
+        columns = x.movedim(-1, 0).contiguous()
+        whole = columns.new_empty((columns.shape[0] * region.size, *columns.shape[1:]))
+        dist.all_gather_into_tensor(whole, columns, group=region.group)
+        return whole.movedim(0, -1)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Any) -> Any:
+        region: TensorRegion = ctx.region
+        part = grads[0].shape[-1] // region.size
+        return grads[0].narrow(-1, region.rank * part, part).contiguous(), None
 
 
 class _VocabularyLoss(torch.autograd.Function):

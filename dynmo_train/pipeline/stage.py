@@ -22,6 +22,7 @@ from ..models.inner_loss import with_losses
 from ..models.items import BoundaryShape, ItemSpec, Reported, output_of
 from ..optim.precision import ComputeCopies
 from ..parallel.seeding import seeded
+from ..parallel.zero import keep_gradients
 from .front_cache import FrontCache
 from .probe import Probe
 
@@ -122,7 +123,7 @@ class StageModule(nn.Module):
                 self._keep(spec.name, result.figures)
         if self.frozen == len(self.specs) and known is None and self.front is not None and keys is not None:
             self._remember(keys, values)
-        leaving = tuple(values[name] for name in self.leaves)
+        leaving = tuple(_not_a_view(values[name]) for name in self.leaves)
         return leaving[0] if len(leaving) == 1 else leaving
 
     def _remember(self, keys: torch.Tensor, values: Mapping[str, torch.Tensor]) -> None:
@@ -163,6 +164,24 @@ class StageModule(nn.Module):
             return run(*arguments)
 
 
+class _Leaving(torch.autograd.Function):
+    @staticmethod
+    def forward(_ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.detach()
+
+    @staticmethod
+    def backward(_ctx: Any, *grads: Any) -> Any:
+        return grads[0]
+
+
+def _not_a_view(x: torch.Tensor) -> torch.Tensor:
+    """``x`` itself: torch's split backward detaches what a stage passes on in place, which no view allows."""
+    if not (x.requires_grad and x._is_view()):
+        return x
+    leaving: torch.Tensor = _Leaving.apply(x)  # type: ignore[no-untyped-call]
+    return leaving
+
+
 def _keeping_products(kept: list[int]) -> Any:
     """What a selective checkpoint keeps: the results of matrix products, whose bytes are appended to ``kept``."""
 
@@ -182,7 +201,8 @@ class ItemStage(PipelineStage):
 
     torch 2.13's split backward silently drops the weight gradients of a stage none of whose inputs requires grad, but
     for stage 0; here such a stage runs its full backward at W. A stage through which several values run (of an
-    encoder-decoder) runs its full backward at once, and nothing at W.
+    encoder-decoder) runs its full backward at once, and nothing at W; so does one whose parameters are whole only while
+    an item runs (ZeRO 3): torch's split backward looks for the gradients of those it finds between items.
 
     Args:
         boundary: the shapes of all values.
@@ -332,9 +352,12 @@ class ItemStage(PipelineStage):
                 self.backward_state[bwd_chunk_id] = (loss if self.is_last else outputs, grads, inputs)
                 self.bwd_cache[bwd_chunk_id] = self._no_gradients
             else:
-                whole = full_backward or not self._splits
+                whole = full_backward or not self._splits or self._is_shared_now()
                 with self._announcing(last_backward), self.module.probe.backward(self.module.names, whole=whole):
                     super().backward_one_chunk(bwd_chunk_id, loss, whole, last_backward)
+
+    def _is_shared_now(self) -> bool:
+        return any(isinstance(parameter, DTensor) for parameter in self.module.parameters())
 
     @contextmanager
     def _announcing(self, last_backward: bool) -> Iterator[None]:
@@ -361,12 +384,14 @@ class ItemStage(PipelineStage):
                 with self._announcing(last_backward), self.module.probe.backward(self.module.names):
                     stage_backward(outputs, grads, inputs)
                 return
-            if not self._splits:
+            if bwd_chunk_id not in self.backward_state:
                 with self._announcing(last_backward):
                     return
             self.dw_runner.pop(bwd_chunk_id)
             _, groups, _, _ = self.backward_state.pop(bwd_chunk_id)
             self._weight_gradients(groups)
+            for layer in self.module.layers:
+                keep_gradients(layer)
             if last_backward:
                 self._announce_from(0)
 

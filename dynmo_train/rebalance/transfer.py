@@ -85,7 +85,7 @@ def _announcement_problem(announcement: dict[str, Any], held: HeldItems) -> str 
         return f"{item}: a tensor is announced twice"
     module = held.blueprint(item)
     whole = parameters_of(item, module)
-    wanted = {name: list(held.own_rows(parameter.detach()).shape) for name, parameter in whole.items()}
+    wanted = {name: list(held.own_rows(name, parameter.detach()).shape) for name, parameter in whole.items()}
     announced = {entry["name"]: entry["shape"] for entry in announcement["tensors"]}
     for name, shape in wanted.items():
         if announced.get(name) != shape:

@@ -287,6 +287,34 @@ def test_hf_native_legacy_hf_is_byte_identical(run, native, tmp_path):
         assert (tmp_path / "hf" / name).read_bytes() == (tmp_path / "hf2" / name).read_bytes()
 
 
+@pytest.mark.parametrize("dtype", ["keep", "bf16"])
+@pytest.mark.parametrize(
+    "sizes", [(), ("--tp", 2, "--pp", 3), ("--tp", 2, "--pp", 2, "--vpp", 2, "--partition", "1,0,1,1")]
+)
+def test_optimizer_state_to_legacy_and_back(run, tmp_path, dtype, sizes):
+    m = build["model"]()
+    p = build["parameters"](m)
+    if dtype == "bf16":
+        p = {name: (value.view(np.uint32) & 0xFFFF0000).view(np.float32) for name, value in p.items()}
+    build["save"](tmp_path / "native", p | build["optimizer_state"](p), m)
+    run("convert", tmp_path / "native", tmp_path / "l", "--to", "legacy", "--with-optimizer", "--dtype", dtype, *sizes)
+    file = min((tmp_path / "l" / "iter_0000008").iterdir()) / "model_optim_rng.pt"
+    held = torch_tree(file)["optimizer"]
+    assert ("fp32_from_fp16_params" in held) is (dtype == "bf16")
+    groups = held.get("optimizer", held)["param_groups"]
+    assert [group["weight_decay"] for group in groups] == [0.1, 0.0]
+    run("convert", tmp_path / "l", tmp_path / "back", "--to", "native", "--with-optimizer")
+    assert "no tensor differs" in run("diff", tmp_path / "native", tmp_path / "back", "--with-optimizer").stdout
+
+
+def test_optimizer_state_that_is_not_there_cannot_be_written(run, tmp_path):
+    m = build["model"]()
+    build["save"](tmp_path / "native", build["parameters"](m), m)
+    error = run("convert", tmp_path / "native", tmp_path / "l", "--to", "legacy", "--with-optimizer", code=5).stderr
+    assert "has no optimizer state" in error
+    run("convert", tmp_path / "native", tmp_path / "hf", "--to", "hf", "--with-optimizer", code=2)
+
+
 def test_pruned_weights_are_zero_in_a_legacy_checkpoint(run, tmp_path):
     m = build["model"]()
     p = build["parameters"](m)

@@ -7,9 +7,7 @@ from collections.abc import Iterator
 from ...errors import UsageError
 from ...formats._document import Problem
 from ..schema import Config
-from .problem import Rule, conflict, later
-
-SPLIT_BACKWARD = ("zero-bubble", "zb-v", "custom")
+from .problem import Rule, conflict
 
 
 def _workers(config: Config, world_size: int) -> Iterator[Problem]:
@@ -20,16 +18,6 @@ def _workers(config: Config, world_size: int) -> Iterator[Problem]:
             "--pipeline-model-parallel-size",
             f"{pipeline} x --tensor-model-parallel-size {tensor} does not divide the {world_size} processes of this"
             f" run; start with --nproc {tensor * pipeline}",
-        )
-
-
-def _zero(config: Config, _world_size: int) -> Iterator[Problem]:
-    parallel = config.parallel
-    if parallel.zero_stage and parallel.schedule in SPLIT_BACKWARD:
-        yield conflict(
-            "--zero-stage",
-            f"{parallel.zero_stage} does not go with --schedule {parallel.schedule}, whose split backward loses the"
-            " gradients of sharded layers; use 1f1b or interleaved-1f1b, or --zero-stage 0",
         )
 
 
@@ -44,8 +32,6 @@ def _experts(config: Config, _world_size: int) -> Iterator[Problem]:
         yield conflict(flag, f"{size} does not divide --num-experts {model.num_experts}")
     if parallel.data_parallel_size % size:
         yield conflict(flag, f"{size} does not divide the {parallel.data_parallel_size} data-parallel replicas")
-    if parallel.zero_stage:
-        yield later(flag, f"{size} does not go with --zero-stage {parallel.zero_stage}; leave one of them out")
 
 
 def _cuts_answers(config: Config) -> bool:
@@ -69,21 +55,6 @@ def _tensor(config: Config, _world_size: int) -> Iterator[Problem]:
     for flag, value in cut:
         if value % size:
             yield conflict(flag, f"{value} is not a multiple of --tensor-model-parallel-size {size}, which cuts it")
-
-
-def _sequence(config: Config, _world_size: int) -> Iterator[Problem]:
-    """What looks at all tokens outside of the tensor-parallel products cannot see a stream that is cut along them."""
-    model = config.model
-    whole = {
-        "--num-experts": model.num_experts is not None,
-        "--mod-capacity": config.depth.mod_capacity is not None,
-        "--early-exit-layers": config.exits.early_exit_layers is not None,
-        "--sparse-attention": config.attention.sparse_attention,
-        "bert without --bert-no-binary-head": model.family == "bert" and not model.bert_no_binary_head,
-    }
-    if config.parallel.sequence_parallel:
-        for flag in (flag for flag, on in whole.items() if on):
-            yield later("--sequence-parallel", f"does not go with {flag}; leave one of them out")
 
 
 def _stages(config: Config, _world_size: int) -> Iterator[Problem]:
@@ -156,10 +127,8 @@ def _custom(config: Config, _world_size: int) -> Iterator[Problem]:
 
 PARALLEL_RULES: tuple[Rule, ...] = (
     _workers,
-    _zero,
     _experts,
     _tensor,
-    _sequence,
     _stages,
     _microbatches,
     _custom,

@@ -105,12 +105,6 @@ def _changed_model(config: Config, _world_size: int) -> Iterator[Problem]:
             f"{routed[0]}: of a routed block (--mod-every {depth.mod_every}) saturation would let every token leave"
             " that passes it by; name another block, or --early-exit-measure softmax",
         )
-    if layers and config.parallel.tensor_model_parallel_size > 1:
-        yield later(
-            "--early-exit-layers",
-            f"its heads are not cut by --tensor-model-parallel-size {config.parallel.tensor_model_parallel_size};"
-            " write 1",
-        )
     if attention.sparse_attention and attention.sparse_attention_buckets % 2:
         yield conflict("--sparse-attention-buckets", f"{attention.sparse_attention_buckets} is not an even number")
 

@@ -64,7 +64,7 @@ def chunk_state(p, m, layers, first, last, rank, tp, version, container, pipelin
     if first:
         position = torch.from_numpy(p["embedding.position.weight"])
         embedding = {"word_embeddings": {"weight": word}, "position_embeddings": {"weight": position}}
-        state["language_model"]["embedding"] = embedding
+        state["language_model"] = {"embedding": embedding, container: blocks}
     if last:
         blocks["final_layernorm.weight"] = torch.from_numpy(p["head.norm.weight"])
         blocks["final_layernorm.bias"] = torch.from_numpy(p["head.norm.bias"])

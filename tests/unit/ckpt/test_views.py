@@ -1,8 +1,10 @@
 """Views against numpy: the same operations on real arrays give the same elements."""
 
+import itertools
+
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dynmo_ckpt.console import progress
@@ -46,6 +48,7 @@ def test_operations_are_those_of_numpy(tmp_path, dtype):
     assert np.array_equal(written(tmp_path, tensor.padded(0, 15)), np.pad(array, ((0, 3), (0, 0))))
 
 
+@settings(deadline=None)
 @given(data=st.data())
 def test_random_chains_of_operations(tmp_path_factory, data):
     tmp_path = tmp_path_factory.mktemp("chain")
@@ -100,12 +103,23 @@ def test_scalars_and_empty_tensors(tmp_path):
         assert np.array_equal(written(tmp_path, stored(tmp_path, array)), array)
 
 
-def test_a_part_that_cuts_through_a_group_is_refused(tmp_path):
-    halves = [stored(tmp_path, np.zeros((3, 2), np.float32), key) for key in "ab"]
-    with pytest.raises(UnsupportedError, match="cuts through a group of 2 rows"):
-        concatenate(halves, 0).unflatten(0, [3, 2])
+def test_sizes_that_do_not_fit_are_refused(tmp_path):
     with pytest.raises(UnsupportedError, match="cannot be seen as 4 x 2"):
-        halves[0].unflatten(0, [4, 2])
+        stored(tmp_path, np.zeros((3, 2), np.float32)).unflatten(0, [4, 2])
+
+
+@settings(deadline=None, max_examples=40)
+@given(cuts=st.sets(st.integers(1, 59)), sizes=st.sampled_from([(60,), (10, 6), (3, 4, 5), (2, 3, 1, 10), (1, 60)]))
+def test_parts_of_flat_buffers_are_put_together(tmp_path_factory, cuts, sizes):
+    tmp_path = tmp_path_factory.mktemp("flat")
+    array = np.arange(60, dtype=np.float32)
+    bounds = [0, *sorted(cuts), 60]
+    parts = [stored(tmp_path, array[a:b], f"{a}") for a, b in itertools.pairwise(bounds)]
+    tensor = concatenate(parts, 0).unflatten(0, sizes)
+    assert tensor.is_covered
+    order = list(reversed(range(len(sizes))))
+    assert np.array_equal(written(tmp_path, tensor), array.reshape(sizes))
+    assert np.array_equal(written(tmp_path, tensor.permute(order)), array.reshape(sizes).transpose(order))
 
 
 def test_unlike_tensors_do_not_join(tmp_path):

@@ -155,8 +155,6 @@ def test_llama_2():
 
 
 REFUSED = {
-    "optimus-cc": "--grad_comp --grad_comp_rank 128 --grad_comp_warm_up 0.1 --selective_grad_comp"
-    " --selective_grad_comp_way 2",
     "conversion": "--model-type GPT --target-pipeline-model-parallel-size 1 -i a -o b -i_g 1 -p 1",
     "generation": "--out-seq-length 1024 --temperature 1.0 --genfile samples.json --num-samples 2 --top_p 0.9"
     " --recompute",
@@ -181,14 +179,22 @@ def test_what_cannot_be_is_refused_with_what_to_write_instead(name):
 
 def test_refusals_are_told_all_at_once():
     with pytest.raises(DocumentError) as caught:
-        COMMANDS["gpt"].make_context("gpt", ["--grad_comp", "--task", "A"])
+        COMMANDS["gpt"].make_context("gpt", ["--checkpoint-in-cpu", "--task", "A"])
     assert caught.value.exit_code == 2
-    assert [problem.path for problem in caught.value.problems] == ["--grad_comp", "--task"]
+    assert [problem.path for problem in caught.value.problems] == ["--checkpoint-in-cpu", "--task"]
 
 
-def test_the_fused_embedding_of_optimus_cc_is_what_happens_anyway():
-    made = translate(["--emb_comm_opt"], "gpt", declared("gpt"))
-    assert (made.arguments, made.problems, len(made.notes)) == ((), (), 1)
+OPTIMUS_CC = """--inter_grad_comp --inter_grad_comp_rank 12 --inter_grad_comp_epilogue_only --use_error_feedback
+  --grad_comp --grad_comp_rank 64 --grad_comp_warm_up 0.2 --selective_grad_comp --selective_grad_comp_way 2
+  --emb_comm_opt --check_orth_error_acti"""
+
+
+def test_optimus_cc_is_taken_in_its_own_spelling():
+    made = translate(shlex.split(OPTIMUS_CC), "gpt", declared("gpt"))
+    assert made.problems == made.notes == ()
+    dashed = translate(shlex.split(OPTIMUS_CC.replace("_", "-")), "gpt", declared("gpt"))
+    assert made == dashed
+    assert made.arguments[:3] == ("--inter-grad-comp", "--inter-grad-comp-rank", "12")
 
 
 def test_no_entry_hides_an_option_of_this_package():

@@ -53,21 +53,12 @@ CASES = {
     "cut heads": ({"tensor_model_parallel_size": 3, "world_size": 3, "ffn_hidden_size": 96}, "--num-attention-heads"),
     "cut width": ({"tensor_model_parallel_size": 2, "world_size": 2, "ffn_hidden_size": 97}, "--ffn-hidden-size"),
     "vee": ({"schedule": "zb-v", "virtual_stages_per_worker": 1}, "--virtual-stages-per-worker"),
-    "sequence and experts": (
-        {"sequence_parallel": True, "tensor_model_parallel_size": 2, "world_size": 2, "num_experts": 4},
-        "--sequence-parallel",
-    ),
     "experts of nobody": ({"expert_model_parallel_size": 2, **REPLICAS}, "--expert-model-parallel-size"),
     "experts dealt": (
         {"expert_model_parallel_size": 2, "num_experts": 3, **REPLICAS},
         "--expert-model-parallel-size",
     ),
     "experts alone": ({"expert_model_parallel_size": 2, "num_experts": 4}, "--expert-model-parallel-size"),
-    "experts and zero": (
-        {"expert_model_parallel_size": 2, "num_experts": 4, "zero_stage": 2, **REPLICAS},
-        "--expert-model-parallel-size",
-    ),
-    "zero and split": ({"zero_stage": 1, "schedule": "zero-bubble"}, "--zero-stage"),
     "sequence alone": ({"sequence_parallel": True}, "--sequence-parallel"),
     "processes": ({"pipeline_model_parallel_size": 2, "global_batch_size": 4}, "--pipeline-model-parallel-size"),
     "replicas": (
@@ -130,10 +121,6 @@ CASES = {
         {"early_exit_layers": "1", "mod_capacity": 0.5, "early_exit_measure": "saturation"},
         "--early-exit-layers",
     ),
-    "exit and tensor": (
-        {"early_exit_layers": "1", "tensor_model_parallel_size": 2, "world_size": 2},
-        "--early-exit-layers",
-    ),
     "frozen by parts": (
         {
             "freeze_adaptive": True,
@@ -174,6 +161,24 @@ CASES = {
         "--inter-grad-comp-rank",
     ),
     "feedback of nothing": ({"use_error_feedback": True}, "--use-error-feedback"),
+    "replicas of nothing": ({"grad_comp": True}, "--grad-comp"),
+    "packed by parts": ({"grad_comp": True, "zero_stage": 2, **REPLICAS}, "--grad-comp"),
+    "packed experts": (
+        {"grad_comp": True, "expert_model_parallel_size": 2, "num_experts": 4, **REPLICAS},
+        "--grad-comp",
+    ),
+    "selected of nothing": (
+        {"selective_grad_comp": True, "selective_grad_comp_way": 1},
+        "--selective-grad-comp",
+    ),
+    "selected nobody": ({"grad_comp": True, "selective_grad_comp": True, **REPLICAS}, "--selective-grad-comp"),
+    "way of nothing": ({"selective_grad_comp_way": 1}, "--selective-grad-comp-way"),
+    "too many selected": (
+        {"grad_comp": True, "selective_grad_comp": True, "selective_grad_comp_way": 2, **REPLICAS},
+        "--selective-grad-comp-way",
+    ),
+    "fused nothing": ({"emb_comm_opt": True, "untie_embeddings_and_output_weights": True}, "--emb-comm-opt"),
+    "fused by parts": ({"emb_comm_opt": True, "zero_stage": 1, **REPLICAS}, "--emb-comm-opt"),
     "measuring nothing": ({"check_comp_ratio": True}, "--check-comp-ratio"),
     "two names": ({"run_dir": "a", "save": "b"}, "--save"),
 }

@@ -1,0 +1,255 @@
+"""Kubernetes manifests: a training job for Kubeflow's operators, jobs for data, the volume claim; pure functions.
+
+``PyTorchJob`` (kubeflow.org/v1) is the training operator's, ``TrainJob`` (trainer.kubeflow.org/v1alpha1) its
+successor's; an indexed ``Job`` with a headless service needs no operator. In all, every pod runs one launcher; its
+number and the address of the first come from the variables that the operator sets.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..errors import DynmoError, UsageError
+
+PORT = 29500
+_NAME = re.compile(r"[a-z0-9]([a-z0-9-]{0,51}[a-z0-9])?")
+# Run by bash in the pod with the launcher's words as its arguments: nothing that a person gave is part of the text.
+_BY_RANK = 'exec "$0" "$@"'
+
+
+@dataclass(frozen=True, kw_only=True)
+class Claim:
+    """A persistent volume claim and where it is mounted."""
+
+    name: str
+    path: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class KubernetesJob:
+    """What runs: ``least`` to ``most`` pods of ``nproc`` processes with ``gpus`` devices each."""
+
+    name: str
+    image: str
+    arguments: tuple[str, ...]
+    least: int = 1
+    most: int = 1
+    nproc: int = 1
+    gpus: int = 0
+    efa: int = 0
+    cpus: str = ""
+    memory: str = ""
+    instance_type: str = ""
+    namespace: str = "default"
+    claims: tuple[Claim, ...] = ()
+    environment: dict[str, str] = field(default_factory=dict)
+    max_restarts: int = 3
+    runtime: str = "torch-distributed"
+
+    def __post_init__(self) -> None:
+        for option, value in (("--job-name", self.name), ("--namespace", self.namespace)):
+            if not _NAME.fullmatch(value):
+                raise UsageError(f"{option} must be small letters, digits and dashes, at most 53, is {value!r}")
+
+
+def parse_claim(text: str) -> Claim:
+    """``NAME:/PATH`` of ``--claim``."""
+    name, colon, path = text.partition(":")
+    if not colon or not _NAME.fullmatch(name) or not path.startswith("/"):
+        raise UsageError(f"--claim takes NAME:/PATH, is {text!r}")
+    return Claim(name=name, path=path)
+
+
+def _resources(job: KubernetesJob) -> dict[str, Any]:
+    devices: dict[str, Any] = {}
+    if job.gpus:
+        devices["nvidia.com/gpu"] = job.gpus
+    if job.efa:
+        devices["vpc.amazonaws.com/efa"] = job.efa
+        devices["hugepages-2Mi"] = "5120Mi"
+    asked = {name: value for name, value in (("cpu", job.cpus), ("memory", job.memory)) if value}
+    return {"requests": {**asked, **devices}, "limits": {**asked, **devices}} if asked or devices else {}
+
+
+def _mounts(job: KubernetesJob) -> list[dict[str, Any]]:
+    # Shared memory: data loading and NCCL need more than the 64 MiB that a pod has by itself.
+    own = [{"name": "shm", "mountPath": "/dev/shm"}]
+    return [*own, *({"name": claim.name, "mountPath": claim.path} for claim in job.claims)]
+
+
+def _volumes(job: KubernetesJob) -> list[dict[str, Any]]:
+    own: list[dict[str, Any]] = [{"name": "shm", "emptyDir": {"medium": "Memory"}}]
+    return [*own, *({"name": c.name, "persistentVolumeClaim": {"claimName": c.name}} for c in job.claims)]
+
+
+def _environment(job: KubernetesJob) -> list[dict[str, str]]:
+    fabric = {"FI_PROVIDER": "efa", "FI_EFA_USE_DEVICE_RDMA": "1"} if job.efa else {}
+    return [{"name": name, "value": value} for name, value in {**fabric, **job.environment}.items()]
+
+
+def _pod(job: KubernetesJob, container: dict[str, Any]) -> dict[str, Any]:
+    spec: dict[str, Any] = {"containers": [container], "volumes": _volumes(job)}
+    if job.instance_type:
+        spec["nodeSelector"] = {"node.kubernetes.io/instance-type": job.instance_type}
+    return spec
+
+
+def _container(job: KubernetesJob, name: str, command: Sequence[str]) -> dict[str, Any]:
+    found: dict[str, Any] = {
+        "name": name,
+        "image": job.image,
+        "imagePullPolicy": "IfNotPresent",
+        "command": list(command),
+        "env": _environment(job),
+        "volumeMounts": _mounts(job),
+    }
+    if resources := _resources(job):
+        found["resources"] = resources
+    return found
+
+
+def _launcher(job: KubernetesJob) -> list[str]:
+    return [
+        *("dynmo-train", "launch", "node", "--nproc", str(job.nproc), "--nnodes", f"{job.least}:{job.most}"),
+        *("--job", job.name, "--max-restarts", str(job.max_restarts), "--", *job.arguments),
+    ]
+
+
+def _metadata(job: KubernetesJob) -> dict[str, Any]:
+    return {"name": job.name, "namespace": job.namespace}
+
+
+def pytorch_job(job: KubernetesJob) -> dict[str, Any]:
+    """The ``PyTorchJob``: a master and its workers, or workers alone where their number may change.
+
+    A pod that ends with 0 is complete: the others go on, and its node is free.
+    """
+    elastic = job.least != job.most
+    rank = '"${HOSTNAME##*-}"' if elastic else '"$RANK"'
+    address = f'"{job.name}-worker-0"' if elastic else '"$MASTER_ADDR"'
+    text = f"export NODE_RANK={rank} MASTER_ADDR={address} MASTER_PORT={PORT} && {_BY_RANK}"
+    container = _container(job, "pytorch", ["bash", "-c", text, *_launcher(job)])
+    container["ports"] = [{"containerPort": PORT, "name": "pytorchjob-port"}]
+
+    def replicas(count: int) -> dict[str, Any]:
+        return {"replicas": count, "restartPolicy": "OnFailure", "template": {"spec": _pod(job, container)}}
+
+    spec: dict[str, Any] = {"runPolicy": {"cleanPodPolicy": "None", "backoffLimit": job.max_restarts}}
+    if elastic:
+        spec["elasticPolicy"] = {
+            "rdzvBackend": "c10d",
+            "minReplicas": job.least,
+            "maxReplicas": job.most,
+            "maxRestarts": job.max_restarts,
+        }
+        spec["pytorchReplicaSpecs"] = {"Worker": replicas(job.most)}
+    else:
+        workers = {"Worker": replicas(job.most - 1)} if job.most > 1 else {}
+        spec["pytorchReplicaSpecs"] = {"Master": replicas(1), **workers}
+    return {"apiVersion": "kubeflow.org/v1", "kind": "PyTorchJob", "metadata": _metadata(job), "spec": spec}
+
+
+def train_job(job: KubernetesJob) -> dict[str, Any]:
+    """The ``TrainJob`` of Kubeflow Trainer 2, on a cluster's training runtime."""
+    text = (
+        'export NODE_RANK="$PET_NODE_RANK" MASTER_ADDR="$PET_MASTER_ADDR" MASTER_PORT="$PET_MASTER_PORT" && ' + _BY_RANK
+    )
+    trainer: dict[str, Any] = {
+        "image": job.image,
+        "command": ["bash", "-c", text, *_launcher(job)],
+        "numNodes": job.most,
+        "numProcPerNode": job.nproc,
+        "env": _environment(job),
+    }
+    if resources := _resources(job):
+        trainer["resourcesPerNode"] = resources
+    pod: dict[str, Any] = {
+        "volumes": _volumes(job),
+        "containers": [{"name": "node", "volumeMounts": _mounts(job)}],
+    }
+    if job.instance_type:
+        pod["nodeSelector"] = {"node.kubernetes.io/instance-type": job.instance_type}
+    jobs = [{"name": "node", "template": {"spec": {"template": {"spec": pod}}}}]
+    patch = {
+        "manager": "dynmo.launch/kubernetes",
+        "trainingRuntimeSpec": {"template": {"spec": {"replicatedJobs": jobs}}},
+    }
+    spec = {"runtimeRef": {"name": job.runtime}, "trainer": trainer, "runtimePatches": [patch]}
+    return {
+        "apiVersion": "trainer.kubeflow.org/v1alpha1",
+        "kind": "TrainJob",
+        "metadata": _metadata(job),
+        "spec": spec,
+    }
+
+
+def indexed_job(job: KubernetesJob) -> list[dict[str, Any]]:
+    """A ``Job`` of numbered pods, for a cluster without Kubeflow, and the headless service that gives them names."""
+    address = f"{job.name}-0.{job.name}"
+    text = f'export NODE_RANK="$JOB_COMPLETION_INDEX" MASTER_ADDR="{address}" MASTER_PORT={PORT} && {_BY_RANK}'
+    container = _container(job, "dynmo", ["bash", "-c", text, *_launcher(job)])
+    container["ports"] = [{"containerPort": PORT, "name": "meeting"}]
+    pod = {**_pod(job, container), "restartPolicy": "OnFailure", "subdomain": job.name}
+    spec = {
+        "completionMode": "Indexed",
+        "completions": job.most,
+        "parallelism": job.most,
+        "backoffLimit": job.max_restarts,
+        "template": {"spec": pod},
+    }
+    service = {
+        "apiVersion": "v1",
+        "kind": "Service",
+        "metadata": _metadata(job),
+        "spec": {
+            "clusterIP": "None",
+            "publishNotReadyAddresses": True,  # the nodes meet before any of them is ready
+            "selector": {"job-name": job.name},
+            "ports": [{"name": "meeting", "port": PORT}],
+        },
+    }
+    return [service, {"apiVersion": "batch/v1", "kind": "Job", "metadata": _metadata(job), "spec": spec}]
+
+
+def data_job(job: KubernetesJob) -> dict[str, Any]:
+    """A plain ``Job`` that runs the command itself once: fetching or preparing data."""
+    container = _container(job, job.name, list(job.arguments))
+    pod = {**_pod(job, container), "restartPolicy": "OnFailure"}
+    spec = {"backoffLimit": job.max_restarts, "template": {"spec": pod}}
+    return {"apiVersion": "batch/v1", "kind": "Job", "metadata": _metadata(job), "spec": spec}
+
+
+def volume_claim(claim: Claim, namespace: str, size: str, storage_class: str) -> dict[str, Any]:
+    """A claim that all pods write to."""
+    spec: dict[str, Any] = {"accessModes": ["ReadWriteMany"], "resources": {"requests": {"storage": size}}}
+    if storage_class:
+        spec["storageClassName"] = storage_class
+    metadata = {"name": claim.name, "namespace": namespace}
+    return {"apiVersion": "v1", "kind": "PersistentVolumeClaim", "metadata": metadata, "spec": spec}
+
+
+def to_yaml(documents: Sequence[dict[str, Any]]) -> str:
+    """The manifests as one YAML text."""
+    import yaml
+
+    return "---\n".join(yaml.safe_dump(document, sort_keys=False, width=120) for document in documents)
+
+
+def apply(text: str) -> str:
+    """Submit manifests with ``kubectl``; what it says.
+
+    Raises:
+        UsageError: there is no ``kubectl`` here.
+        DynmoError: the cluster refuses them.
+    """
+    if shutil.which("kubectl") is None:
+        raise UsageError("kubectl is not on PATH; write the manifest with --dry-run and apply it there")
+    done = subprocess.run(["kubectl", "apply", "-f", "-"], input=text, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise DynmoError(f"kubectl refuses the manifest: {done.stderr.strip()}")
+    return done.stdout.strip()

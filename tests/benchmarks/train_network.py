@@ -1,0 +1,223 @@
+"""Training over a slow network: hosts as network namespaces, joined by a switch, every port limited to a rate.
+
+Root on Linux, with ip and tc (iproute2). Every rank runs in a namespace of its own; bytes are those of the interfaces'
+counters. What was made is taken away again at the end, also after an error.
+
+python tests/benchmarks/train_network.py [--mbit 100,1000] [--schemes baseline,cb,...] [--repeats 3]
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "dist"))
+
+from whole_runs import write_data
+
+from dynmo_train.console import emit
+
+PREFIX = "dynmo-net"
+SWITCH = f"{PREFIX}-switch"
+CB = ["--inter-grad-comp", "--inter-grad-comp-rank", "8"]
+LEP = ["--use-error-feedback"]
+FE = ["--emb-comm-opt"]
+SC = ["--grad-comp", "--grad-comp-rank", "8", "--grad-comp-warm-up", "0", "--selective-grad-comp"]
+PLAN_CB = ["--inter-grad-comp-rank", "8"]
+SCHEMES = {
+    "baseline": ([], []),
+    "cb": (CB, PLAN_CB),
+    "cb+lep": (CB + LEP, [*PLAN_CB, "--use-error-feedback"]),
+    "cb+fe": (CB + FE, [*PLAN_CB, "--emb-comm-opt"]),
+    "cb+fe+sc": (
+        [*CB, *FE, *SC, "--selective-grad-comp-way", "2"],
+        [*PLAN_CB, "--emb-comm-opt", "--grad-comp-rank", "8", "--selective-grad-comp-way", "2"],
+    ),
+}
+MODEL = {
+    "num-layers": "4",
+    "hidden-size": "512",
+    "num-attention-heads": "8",
+    "seq-length": "128",
+    "vocab-size": "2048",
+    "micro-batch-size": "1",
+    "lr": "1e-3",
+    "split": "100,0,0",
+    "num-threads": "1",
+    "eval-iters": "0",
+    "log-interval": "1",
+}
+SETTLING_STEPS = 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """Processes along each axis."""
+
+    pipeline: int
+    data: int
+    microbatches: int
+
+    @property
+    def ranks(self) -> int:
+        return self.pipeline * self.data
+
+
+def _ip(*words: str) -> None:
+    subprocess.run(["ip", *words], check=True, capture_output=True, text=True)
+
+
+def _limit(namespace: str, device: str, mbit: int) -> None:
+    burst = max(16 * 1024, mbit * 125)
+    words = ["tbf", "rate", f"{mbit}mbit", "burst", str(burst), "latency", "500ms"]
+    _ip("netns", "exec", namespace, "tc", "qdisc", "replace", "dev", device, "root", *words)
+
+
+def _host(rank: int) -> str:
+    return f"{PREFIX}-{rank}"
+
+
+@contextlib.contextmanager
+def network(ranks: int, mbit: int) -> Iterator[None]:
+    """Hosts 10.77.0.1, ... behind a switch; both ends of each wire send at ``mbit`` at most."""
+    _remove()
+    try:
+        _ip("netns", "add", SWITCH)
+        _ip("-n", SWITCH, "link", "add", "bridge", "type", "bridge")
+        _ip("-n", SWITCH, "link", "set", "bridge", "up")
+        for rank in range(ranks):
+            host, port = _host(rank), f"port{rank}"
+            _ip("netns", "add", host)
+            _ip("-n", SWITCH, "link", "add", port, "type", "veth", "peer", "name", "eth0", "netns", host)
+            _ip("-n", SWITCH, "link", "set", port, "master", "bridge", "up")
+            _ip("-n", host, "addr", "add", f"10.77.0.{rank + 1}/24", "dev", "eth0")
+            for device in ("lo", "eth0"):
+                _ip("-n", host, "link", "set", device, "up")
+            _limit(host, "eth0", mbit)
+            _limit(SWITCH, port, mbit)
+        yield
+    finally:
+        _remove()
+
+
+def _remove() -> None:
+    listed = subprocess.run(["ip", "netns", "list"], check=True, capture_output=True, text=True).stdout
+    for name in (line.split()[0] for line in listed.splitlines() if line.startswith(PREFIX)):
+        subprocess.run(["ip", "netns", "del", name], check=False, capture_output=True)
+
+
+def _sent(ranks: int) -> list[int]:
+    """Bytes that each host has sent."""
+    told = []
+    for rank in range(ranks):
+        command = ["ip", "-n", _host(rank), "-s", "-j", "link", "show", "eth0"]
+        shown = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+        told.append(int(json.loads(shown)[0]["stats64"]["tx"]["bytes"]))
+    return told
+
+
+def _lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def run(layout: Layout, data: Path, folder: Path, flags: list[str], steps: int) -> tuple[float, float, list[float]]:
+    """One run over the network: its steps' median in s, tokens of a step, and MB that each rank sends in a step."""
+    batch = layout.data * layout.microbatches * int(MODEL["micro-batch-size"])
+    options = {
+        **MODEL,
+        "pipeline-model-parallel-size": str(layout.pipeline),
+        "global-batch-size": str(batch),
+        "train-iters": str(steps),
+        "data-path": str(data),
+        "run-dir": str(folder / "run"),
+    }
+    words = [word for name, value in options.items() for word in (f"--{name}", value)]
+    command = [sys.executable, "-m", "dynmo_train", "pretrain", "gpt", *words, *flags]
+    processes = []
+    for rank in range(layout.ranks):
+        environment = {
+            **os.environ,
+            "RANK": str(rank),
+            "WORLD_SIZE": str(layout.ranks),
+            "LOCAL_RANK": "0",
+            "LOCAL_WORLD_SIZE": "1",
+            "MASTER_ADDR": "10.77.0.1",
+            "MASTER_PORT": "29577",
+            "GLOO_SOCKET_IFNAME": "eth0",
+        }
+        log = (folder / f"rank{rank}.log").open("w")
+        inside = ["ip", "netns", "exec", _host(rank), *command]
+        processes.append(subprocess.Popen(inside, env=environment, stdout=log, stderr=subprocess.STDOUT))
+    counted: dict[int, list[int]] = {}
+    metrics = folder / "run" / "metrics.jsonl"
+    while any(process.poll() is None for process in processes):
+        done = len(_lines(metrics))
+        if done not in counted:
+            counted[done] = _sent(layout.ranks)
+        time.sleep(0.02)
+    if any(process.returncode for process in processes):
+        raise SystemExit("\n".join((folder / f"rank{rank}.log").read_text() for rank in range(layout.ranks)))
+    told = [line for line in _lines(metrics) if "step_ns" in line]
+    first = min(at for at in counted if at >= SETTLING_STEPS)
+    last = max(at for at in counted if at <= steps)
+    pairs = zip(counted[last], counted[first], strict=True)
+    sent = [(after - before) / (last - first) / 1e6 for after, before in pairs]
+    step_s = statistics.median(line["step_ns"] for line in told[SETTLING_STEPS:]) / 1e9
+    return step_s, told[-1]["tokens"], sent
+
+
+def predicted_s(folder: Path, mbit: int, flags: list[str]) -> float:
+    """The step that ``dynmo-plan simulate`` expects for the costs measured in the run of ``folder``."""
+    command = [sys.executable, "-m", "dynmo_balance", "simulate", str(folder / "run"), "--format", "json"]
+    command += ["--transfers", "serial", "--data-parallel-gbps", str(mbit / 8000), *flags]
+    found = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    return float(json.loads(found)["step_with_tail_ns"]) / 1e9
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--mbit", default="100,300,1000")
+    parser.add_argument("--schemes", default=",".join(SCHEMES))
+    parser.add_argument("--pipeline", type=int, default=2)
+    parser.add_argument("--data", type=int, default=2)
+    parser.add_argument("--microbatches", type=int, default=4)
+    parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--repeats", type=int, default=1)
+    parser.add_argument("--no-prediction", action="store_true")
+    told = parser.parse_args()
+    layout = Layout(pipeline=told.pipeline, data=told.data, microbatches=told.microbatches)
+    emit("| Mbit/s | scheme | step ms | tokens/s | x baseline | predicted ms | measured/predicted | MB sent, by rank |")
+    emit("|---|---|---|---|---|---|---|---|")
+    with tempfile.TemporaryDirectory() as place:
+        data = write_data(Path(place) / "data")
+        for mbit in (int(word) for word in told.mbit.split(",")):
+            for _ in range(told.repeats):
+                _round(layout, data, mbit, told)
+
+
+def _round(layout: Layout, data: Path, mbit: int, told: argparse.Namespace) -> None:
+    base = None
+    for scheme in told.schemes.split(","):
+        flags, planned = SCHEMES[scheme]
+        with tempfile.TemporaryDirectory() as place, network(layout.ranks, mbit):
+            step_s, tokens, sent = run(layout, data, Path(place), flags, told.steps)
+            expected = None if told.no_prediction else predicted_s(Path(place), mbit, planned)
+        base = base or step_s
+        shown = "- | -" if expected is None else f"{expected * 1e3:.0f} | {step_s / expected:.3f}"
+        figures = f"{step_s * 1e3:.0f} | {tokens / step_s:.0f} | {base / step_s:.2f} | {shown}"
+        emit(f"| {mbit} | {scheme} | {figures} | {', '.join(f'{each:.2f}' for each in sent)} |")
+
+
+if __name__ == "__main__":
+    main()
