@@ -132,7 +132,7 @@ def header_of(config: Config, family: ModelFamily) -> dict[str, Any]:
             sequence_length=config.model.seq_length,
         ),
         layout=Layout(
-            schedule=parallel.schedule,
+            schedule="zero-bubble" if parallel.schedule == "custom" else parallel.schedule,
             virtual_stages_per_worker=parallel.virtual_stages_per_worker,
             granularity=config.balance.granularity,
             microbatches=config.microbatches,

@@ -2,38 +2,58 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
-import click
 import typer
 
+from ..config.compat import FLAGS, Known
+from ..config.resolve import option_specs
 from ..config.scripts import Meaning, ScriptCommand, explain, read_script
+from ..config.task_command import TASK_FLAGS, TaskCommand
 from ..console import Format, emit, emit_json, emit_table
 from ..errors import UsageError
 
+# Flags of the programs behind evaluation that the name of the command here, or its --load, replaces.
+_TASK_SCRIPTS = {
+    "--task": Known("nothing", ("the name of the command says it",), 1),
+    "--model": Known("nothing", ("the checkpoint says it",), 1),
+    "--model_args": Known("refused", ("write --load and the directory that pretrained= names",), 1),
+}
 
-def _declared(ours: str) -> tuple[dict[str, int], dict[str, str]]:
-    """Flags of one of our commands with the words that follow them, and what each does; empty where not ours to say."""
+
+def _command(ours: str) -> Any:
+    """The subcommand that a name such as ``dynmo-train pretrain gpt`` stands for; None for another package's."""
     from ..cli import app
 
     program, *names = ours.split()
-    if program != "dynmo-train":
-        return {}, {}
-    command: Any = typer.main.get_command(app)
-    context = click.Context(command)
+    command: Any = typer.main.get_command(app) if program == "dynmo-train" else None
     for name in names:
-        command = command.get_command(context, name) if command is not None else None
-    if command is None:
-        return {}, {}
+        command = getattr(command, "commands", {}).get(name)
+    return command
+
+
+def _explain(command: ScriptCommand) -> list[Meaning]:
+    """Every flag of a command of a script; none where its command here is another package's."""
+    ours = _command(command.ours)
+    if ours is None:
+        return []
     flags: dict[str, int] = {}
     helps: dict[str, str] = {}
-    for option in command.params:
+    table: Mapping[str, Known] = FLAGS
+    if isinstance(ours, TaskCommand):
+        table = {**TASK_FLAGS, **_TASK_SCRIPTS}
+        for spec in option_specs().values():
+            says = "checked against the checkpoint" if spec.concern == "model" else "nothing to do without training"
+            for name in (spec.flag, spec.negative):
+                if name:
+                    flags[name], helps[name] = int(spec.kind is not bool), says
+    for option in ours.params:
         for name in (*option.opts, *option.secondary_opts):
-            if name.startswith("-"):
-                flags[name] = 0 if getattr(option, "is_flag", False) else option.nargs
-                helps[name] = getattr(option, "help", None) or ""
-    return flags, helps
+            flags[name] = 0 if getattr(option, "is_flag", False) else option.nargs
+            helps[name] = getattr(option, "help", None) or ""
+    return explain(command, flags, helps, table)
 
 
 def _document(command: ScriptCommand, meanings: list[Meaning]) -> dict[str, Any]:
@@ -60,7 +80,7 @@ def explain_flags(
     commands = read_script(text)
     if not commands:
         raise UsageError(f"{script} starts none of the programs that are known here, such as pretrain_gpt.py")
-    explained = [(command, explain(command, *_declared(command.ours))) for command in commands]
+    explained = [(command, _explain(command)) for command in commands]
     if form is Format.JSON:
         emit_json([_document(command, meanings) for command, meanings in explained])
     else:

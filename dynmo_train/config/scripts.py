@@ -7,7 +7,7 @@ import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from .compat import FLAGS, SEVERAL, is_flag, own_name, translate
+from .compat import FLAGS, SEVERAL, Known, is_flag, own_name, translate
 
 # Name of a program in the published scripts: the command here that does its work.
 PROGRAMS: Mapping[str, str] = {
@@ -22,7 +22,7 @@ PROGRAMS: Mapping[str, str] = {
     "merge_datasets.py": "dynmo-prep merge-indexed",
     "generate_samples_gpt.py": "dynmo-train generate",
     "generate_samples_gpt2.py": "dynmo-train generate",
-    "main.py": "dynmo-train evaluate",
+    "main.py": "dynmo-train tasks",
     "merge_mp_partitions.py": "dynmo-ckpt reshard",
     "ckpt_convert.py": "dynmo-ckpt merge",
     "convert_megatron_gpt2_checkpoint.py": "dynmo-ckpt convert",
@@ -41,6 +41,13 @@ PROGRAMS: Mapping[str, str] = {
     "WikiExtractor.py": "dynmo-prep extract-wiki",
     "shuf": "dynmo-prep shuffle",
 }
+# Tasks of Megatron's tasks/main.py.
+TASKS = {
+    "WIKITEXT103": "evaluate wikitext",
+    "LAMBADA": "evaluate lambada",
+    "MNLI": "finetune mnli",
+    "RACE": "finetune race",
+}
 _LAUNCHERS = {
     "torch.distributed.launch": "dynmo-train launch node",
     "torch.distributed.run": "dynmo-train launch node",
@@ -49,7 +56,7 @@ _LAUNCHERS = {
     "srun": "dynmo-train launch slurm",
     "bsub": "dynmo-train launch lsf",
 }
-_ASSIGNMENT = re.compile(r"(?:export\s+)?([A-Za-z_]\w*)=(.*)", re.DOTALL)
+_ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)=(.*)", re.DOTALL)
 _EXPANSION = re.compile(r"\$(?:\{(\w+)(?::?[-=]([^}]*))?\}|(\w+))")
 _SUBSHELL = re.compile(r"\$\([^()]*\)")
 _CONDITION = re.compile(r"if\s+\[\[?\s+\"?([^\s\"]*)\"?\s+(==?|!=)\s+\"?([^\s\"]*)\"?\s+\]\]?")
@@ -68,7 +75,13 @@ class ScriptCommand:
     @property
     def ours(self) -> str:
         """The command here that does its work."""
-        return PROGRAMS[self.program.rpartition("/")[2]]
+        name = PROGRAMS[self.program.rpartition("/")[2]]
+        if name != "dynmo-train tasks":
+            return name
+        if "--tasks" in self.arguments:  # lm-evaluation-harness
+            return "dynmo-train evaluate lm-eval"
+        task = dict(zip(self.arguments, self.arguments[1:], strict=False)).get("--task", "").strip("\"'").upper()
+        return f"dynmo-train {TASKS.get(task, 'tasks')}"
 
     @property
     def launcher(self) -> str | None:
@@ -136,10 +149,13 @@ def read_script(text: str) -> list[ScriptCommand]:
     for line in _lines(_SUBSHELL.sub("$(...)", text)):
         if _follow(line.strip(), variables, branches) or not all(branches):
             continue
-        match = _ASSIGNMENT.fullmatch(line.strip().rstrip(";"))
-        if match and not re.match(r"\S+\s+\S*\.py", match[2].strip("\"'") if match[2][:1] not in "\"'" else ""):
-            value = " ".join(_words(match[2]))
-            variables[match[1]] = _expand(value, {**variables, match[1]: variables.get(match[1], "")})
+        given = _words(line)
+        given = given[1:] if given[:1] == ["export"] else given
+        pairs = [match for match in map(_ASSIGNMENT.fullmatch, given) if match]
+        if given and len(pairs) == len(given):  # else they are for one command
+            for match in pairs:
+                value = " ".join(match[2].split())
+                variables[match[1]] = _expand(value, {**variables, match[1]: variables.get(match[1], "")})
             continue
         words = _words(_expand(line, variables))
         if words[:1] == ["echo"]:
@@ -161,7 +177,9 @@ class Meaning:
     text: str
 
 
-def _flags(arguments: Sequence[str], declared: Mapping[str, int]) -> list[tuple[str, tuple[str, ...]]]:
+def _flags(
+    arguments: Sequence[str], declared: Mapping[str, int], table: Mapping[str, Known]
+) -> list[tuple[str, tuple[str, ...]]]:
     """Flags with their values; a flag that nobody knows has the words before the next flag."""
     made: list[tuple[str, tuple[str, ...]]] = []
     at = 0
@@ -170,39 +188,41 @@ def _flags(arguments: Sequence[str], declared: Mapping[str, int]) -> list[tuple[
         at += 1
         if not is_flag(flag):
             continue
-        own = own_name(flag, declared)
-        known = FLAGS.get(flag)
+        own, known = own_name(flag, declared, table), table.get(flag)
         count = SEVERAL.get(own, declared[own]) if own in declared else (abs(known.values or 0) if known else None)
         end = at
         while end < len(arguments) and not is_flag(arguments[end]) and (count is None or end - at < count):
             end += 1
-        values = (value,) if equals else tuple(arguments[at:end])
+        made.append((flag, (value,) if equals else tuple(arguments[at:end])))
         at = at if equals else end
-        made.append((flag, values))
     return made
 
 
-def explain(command: ScriptCommand, declared: Mapping[str, int], helps: Mapping[str, str]) -> list[Meaning]:
+def explain(
+    command: ScriptCommand,
+    declared: Mapping[str, int],
+    helps: Mapping[str, str],
+    table: Mapping[str, Known] = FLAGS,
+) -> list[Meaning]:
     """Flag by flag, what a command of a script means here.
 
     Args:
         command: of the script.
         declared: flags of the command here, and how many words follow each.
         helps: what each of those does.
+        table: what the other flags mean to it.
     """
-    family = command.ours.rpartition(" ")[2]
-    pretrains = command.ours.startswith("dynmo-train pretrain")
+    family = command.ours.rpartition(" ")[2] if command.ours.startswith("dynmo-train pretrain") else "gpt"
     meanings: list[Meaning] = []
-    for flag, values in _flags(command.arguments, declared):
-        own = own_name(flag, declared)
+    for flag, values in _flags(command.arguments, declared, table):
+        own = own_name(flag, declared, table)
         if own in declared:
-            named = "" if own == flag else f"{own}: "
-            meanings.append(Meaning(flag, values, "same", named + helps.get(own, "")))
+            meanings.append(Meaning(flag, values, "same", ("" if own == flag else f"{own}: ") + helps.get(own, "")))
             continue
-        if not pretrains or flag not in FLAGS:
+        if flag not in table:
             meanings.append(Meaning(flag, values, "unknown", f"{command.ours} has no such flag"))
             continue
-        made = translate([flag, *values], family, declared)
+        made = translate([flag, *values], family, declared, table)
         if made.problems:
             meanings.append(Meaning(flag, values, "refused", made.problems[0].message))
         elif made.notes:
