@@ -11,11 +11,11 @@ from typing import Annotated, Any
 
 import typer
 
-from .argv import spread_lists, without_flags
+from .argv import spread_lists
 from .console import Format, emit, emit_json, human_bytes, progress, run_app, say
 from .errors import DynmoError, UsageError
 from .options import build, command, parameters
-from .settings import ExecutorName, IndexForm, RunSettings, TokenDtype, Utf8
+from .settings import IndexForm, RunSettings, TokenDtype, Utf8
 from .steps import STEPS, Step, default_work
 
 EXIT_SOME_REJECTED = 3
@@ -55,6 +55,7 @@ def _step_parameters(step: Step) -> list[inspect.Parameter]:
 
 def _step_body(step: Step) -> Callable[..., None]:
     def body(**values: Any) -> None:
+        from .elsewhere import step_elsewhere
         from .jobs import run_job
         from .plan import Job, expand_inputs
         from .reporting import describe
@@ -73,7 +74,9 @@ def _step_body(step: Step) -> Callable[..., None]:
             limits=_limits(run),
         )
         with _told_faults():
-            if _elsewhere(job, step, run):
+            done = step_elsewhere(job, step, run, _execution(run), sys.argv[1:])
+            if done is not None:
+                (say if run.task_index is not None else emit)(done)
                 return
             summary = run_job(job, step.phases_of(), _execution(run))
         if values["format_"] is Format.JSON:
@@ -96,30 +99,6 @@ def _told_faults() -> Iterator[None]:
         raise
     except OSError as error:
         raise DynmoError(f"{error.filename or 'disk'}: {error.strerror or error}") from error
-
-
-def _elsewhere(job: Any, step: Step, run: RunSettings) -> bool:
-    """Hand the job to Slurm, or run one part of it; whether that was wanted."""
-    from .jobs import Part, prepare, run_part
-    from .slurm import DEFAULT_JOBS, script, submit
-
-    if run.task_index is not None:
-        if run.task_count is None:
-            raise UsageError("--task-index needs --task-count")
-        part = Part(index=run.task_index, count=run.task_count, phase=run.phase)
-        say(run_part(job, step.phases_of(), _execution(run), part))
-        return True
-    if run.executor is not ExecutorName.SLURM and run.emit_sbatch is None:
-        return False
-    phases = prepare(job, step.phases_of(), _execution(run))
-    line = ["dynmo-prep", *without_flags(sys.argv[1:], ("--executor", "--emit-sbatch", "--task-count"))]
-    path = run.emit_sbatch or job.work / "submit.sh"
-    path.write_text(script(line, phases, run.task_count or DEFAULT_JOBS, job.work / "logs"), encoding="utf-8")
-    if run.emit_sbatch is None:
-        emit(f"{step.name}: submitted; job {submit(path)} ends last")
-    else:
-        emit(f"{step.name}: wrote {path}: run it where Slurm is")
-    return True
 
 
 def _limits(run: RunSettings) -> Any:
@@ -169,23 +148,34 @@ def sample_corpus(
 
 
 def _pipeline_body(
-    *, recipe: str, set_: list[str] | None, work_dir: Path, input_: list[str] | None, format_: Format, **values: Any
+    *,
+    recipe: str,
+    set_: list[str] | None,
+    work_dir: Path,
+    input_: list[str] | None,
+    step: str | None,
+    format_: Format,
+    **values: Any,
 ) -> None:
-    from .pipeline import parse_recipe, recipe_text, run_pipeline
+    from .elsewhere import pipeline_elsewhere
+    from .pipeline import inputs_of, parse_recipe, recipe_text, run_pipeline
     from .reporting import describe
 
     run = build(RunSettings, values)
-    if run.executor is ExecutorName.SLURM or run.emit_sbatch or run.task_index is not None:
-        raise UsageError(
-            "pipeline: Slurm arrays are of one step; submit the steps one by one, or the pipeline as a job"
-        )
     text, source = recipe_text(recipe)
     tell = say if format_ is Format.JSON else emit
     recipe_ = parse_recipe(text, source, set_ or [])
     execution = _execution(run, redo_changed=True)
+    inputs = inputs_of(recipe_, input_ or [], work_dir)
     with _told_faults():
+        done = pipeline_elsewhere(
+            recipe_, inputs, work_dir, _limits(run), step=step, run=run, execution=execution, argv=sys.argv[1:]
+        )
+        if done is not None:
+            (say if step is not None else emit)(done)
+            return
         document = run_pipeline(
-            recipe_, input_ or [], work_dir, _limits(run), execution, lambda summary: tell(describe(summary))
+            recipe_, inputs, work_dir, _limits(run), execution, lambda summary: tell(describe(summary))
         )
     if format_ is Format.JSON:
         emit_json(document)
@@ -216,6 +206,7 @@ app.command("pipeline")(
                 Annotated[list[str] | None, typer.Option("--input", help="Inputs in place of the recipe's. Repeat.")],
                 None,
             ),
+            _keyword("step", Annotated[str | None, typer.Option(help="Run this step only, or a part of it.")], None),
             *parameters(RunSettings),
             _keyword("format_", FormatOption, Format.TEXT),
         ],

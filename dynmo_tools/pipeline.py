@@ -13,8 +13,8 @@ from . import __version__
 from .errors import UsageError
 from .formats._document import encode_json, envelope, write_whole
 from .jobs import Execution, Summary, run_job
-from .options import from_mapping, parse_assignment
-from .plan import Job, Limits, expand_inputs
+from .options import files_of, from_mapping, parse_assignment
+from .plan import Job, Limits, Source, expand_inputs
 from .steps import STEPS, Makes, Step, default_work
 
 SUMMARY_NAME = "pipeline-summary.json"
@@ -118,7 +118,7 @@ def jobs_of(recipe: Recipe, inputs: Sequence[Path], folder: Path, limits: Limits
     """The jobs of a recipe, wired: records go from step to step, a trained tokenizer to the steps behind it.
 
     Raises:
-        UsageError: a setting that its step does not know or that is missing.
+        UsageError: a setting that its step does not know or that is missing; a file that no step makes is not there.
     """
     jobs: list[tuple[RecipeStep, Job]] = []
     records, tokenizer = tuple(inputs), None
@@ -136,6 +136,9 @@ def jobs_of(recipe: Recipe, inputs: Sequence[Path], folder: Path, limits: Limits
             settings=settings,
             limits=limits,
         )
+        for path in files_of(settings):
+            if path not in [earlier.output for _, earlier in jobs]:
+                Source.of(path)
         jobs.append((chosen, job))
         if chosen.step.makes is Makes.RECORDS:
             records = (output,)
@@ -144,9 +147,21 @@ def jobs_of(recipe: Recipe, inputs: Sequence[Path], folder: Path, limits: Limits
     return jobs
 
 
+def inputs_of(recipe: Recipe, patterns: Sequence[str], folder: Path) -> tuple[Path, ...]:
+    """The files of ``patterns``, or of the recipe's own, which are looked for in ``folder``.
+
+    Raises:
+        UsageError: there are none.
+    """
+    found: list[str | Path] = list(patterns) or [folder / name for name in recipe.inputs]
+    if not found:
+        raise UsageError(f"{recipe.source}: names no input; give it with --input")
+    return expand_inputs(found)
+
+
 def run_pipeline(
     recipe: Recipe,
-    inputs: Sequence[str | Path],
+    inputs: Sequence[Path],
     folder: Path,
     limits: Limits,
     execution: Execution,
@@ -156,17 +171,14 @@ def run_pipeline(
 
     Args:
         recipe: what to do.
-        inputs: files and patterns in place of the recipe's.
+        inputs: the files that the first step reads.
         folder: where everything is written.
         limits: of the reading.
         execution: how to run.
         tell: called with each finished step.
     """
-    patterns = list(inputs) or [folder / name for name in recipe.inputs]
-    if not patterns:
-        raise UsageError(f"{recipe.source}: names no input; give it with --input")
     folder.mkdir(parents=True, exist_ok=True)
-    jobs = jobs_of(recipe, expand_inputs(patterns), folder, limits)
+    jobs = jobs_of(recipe, inputs, folder, limits)
     summaries = []
     for chosen, job in jobs:
         summary = run_job(job, chosen.step.phases_of(), execution)

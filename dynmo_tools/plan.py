@@ -14,6 +14,7 @@ from typing import Any
 
 from . import __version__
 from .compression import PIECE_BYTES, is_compressed
+from .dumps import cut_points, is_dump
 from .errors import UsageError
 from .formats._document import encode_json, envelope, read_json, write_whole
 from .options import files_of, jsonable
@@ -21,7 +22,6 @@ from .records import Slice
 
 PLAN_FORMAT = "dynmo.prep-plan"
 PLAN_VERSION = 1
-UNCUT = (".parquet", ".xml")  # files whose pieces cannot be read on their own
 DEFAULT_TASK_BYTES = 64 << 20
 DEFAULT_LINE_BYTES = 64 << 20
 
@@ -128,13 +128,22 @@ def _next_line_start(path: Path, offset: int) -> int:
 
 
 def cut(source: Source, task_bytes: int) -> list[Slice]:
-    """Cut a plain file near every ``task_bytes`` at the start of a line; any other file stays whole."""
-    whole = is_compressed(source.path) or source.path.suffix in UNCUT
-    if whole or source.size_bytes <= task_bytes:
+    """Cut a plain file near every ``task_bytes`` at the start of a line, a dump of a wiki where it may be cut.
+
+    Any other file stays whole.
+    """
+    if source.size_bytes <= task_bytes:
         return [Slice(path=source.path)]
     bounds = [0]
-    while bounds[-1] + task_bytes < source.size_bytes:
-        bounds.append(_next_line_start(source.path, bounds[-1] + task_bytes))
+    if is_dump(source.path):
+        bounds += cut_points(source.path, source.size_bytes, task_bytes)
+    elif is_compressed(source.path) or source.path.suffix == ".parquet":
+        return [Slice(path=source.path)]
+    else:
+        while bounds[-1] + task_bytes < source.size_bytes:
+            bounds.append(_next_line_start(source.path, bounds[-1] + task_bytes))
+    if len(bounds) == 1:
+        return [Slice(path=source.path)]
     if bounds[-1] < source.size_bytes:
         bounds.append(source.size_bytes)
     return [Slice(path=source.path, begin=a, end=b) for a, b in itertools.pairwise(bounds)]

@@ -6,6 +6,7 @@ import shlex
 import shutil
 import subprocess
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from .errors import DynmoError, UsageError
@@ -15,37 +16,63 @@ DEFAULT_JOBS = 64
 MAX_ARRAY = 1000  # the index limit that a cluster has unless it is configured otherwise is 1001
 
 
-def script(command: Sequence[str], phases: Sequence[Phase], jobs: int, log_folder: Path) -> str:
-    """The script that submits everything.
+@dataclass(frozen=True, kw_only=True)
+class Submission:
+    """One call of ``sbatch``.
+
+    Attributes:
+        name: of the job.
+        line: what it runs, in shell.
+        jobs: of the array; None is one job that is no array.
+    """
+
+    name: str
+    line: str
+    jobs: int | None = None
+
+
+def check_jobs(jobs: int) -> None:
+    """``UsageError`` where an array cannot have so many jobs."""
+    if not 1 <= jobs <= MAX_ARRAY:
+        raise UsageError(f"--task-count is {jobs}; an array has between 1 and {MAX_ARRAY} jobs")
+
+
+def arrays(command: Sequence[str], phases: Sequence[Phase], jobs: int, prefix: str = "") -> list[Submission]:
+    """The arrays that do the phases of one step, each phase cut into ``jobs`` parts at most.
 
     Args:
         command: the command line that the jobs run, without the flags of this executor.
-        phases: of the job.
+        phases: of the step.
         jobs: of an array at most.
-        log_folder: where the jobs' logs go.
+        prefix: what stands before a phase's name in that of its job.
     """
-    if not 1 <= jobs <= MAX_ARRAY:
-        raise UsageError(f"--task-count is {jobs}; an array has between 1 and {MAX_ARRAY} jobs")
-    line = shlex.join(command)
+    check_jobs(jobs)
+    made = []
+    for phase in phases:
+        count = min(phase.tasks, jobs)
+        part = f"--phase {phase.name} --task-index $SLURM_ARRAY_TASK_ID --task-count {count}"
+        made.append(Submission(name=f"{prefix}{phase.name}", line=f"{shlex.join(command)} {part}", jobs=count))
+    return made
+
+
+def script(submissions: Sequence[Submission], log_folder: Path) -> str:
+    """The script that submits everything, each job behind the success of the one before."""
     logs = shlex.quote(f"{log_folder}/slurm-%A-%a.log")
     rows = [
         "#!/bin/bash",
-        "# One array a phase, then one job that finishes. SBATCH_OPTIONS are given to every sbatch.",
+        "# Each job waits for the one before. SBATCH_OPTIONS are given to every sbatch.",
         "set -euo pipefail",
         f"mkdir -p {shlex.quote(str(log_folder))}",
         'after=""',
     ]
-    for phase in phases:
-        count = min(phase.tasks, jobs)
-        part = f"{line} --phase {phase.name} --task-index $SLURM_ARRAY_TASK_ID --task-count {count}"
+    for one in submissions:
+        array = "" if one.jobs is None else f"--array 0-{one.jobs - 1} "
         rows.append(
-            f"after=$(sbatch --parsable ${{SBATCH_OPTIONS:-}} $after --job-name {phase.name} --array 0-{count - 1} "
-            f"--output {logs} --wrap {shlex.quote(part)})"
+            f"job=$(sbatch --parsable ${{SBATCH_OPTIONS:-}} $after --job-name {shlex.quote(one.name)} {array}"
+            f"--output {logs} --wrap {shlex.quote(one.line)})"
         )
-        rows.append('after="--dependency=afterok:${after%%;*}"')
-    rows.append(
-        f"sbatch --parsable ${{SBATCH_OPTIONS:-}} $after --job-name finish --output {logs} --wrap {shlex.quote(line)}"
-    )
+        rows.append('after="--dependency=afterok:${job%%;*}"')
+    rows.append('echo "$job"')
     return "\n".join(rows) + "\n"
 
 

@@ -8,13 +8,10 @@ from __future__ import annotations
 
 import html
 import re
-from collections.abc import Iterator
-from dataclasses import dataclass
-from pathlib import Path
-from typing import IO, Any
+from typing import Any
 from xml.etree import ElementTree
 
-from .compression import open_read
+from .dumps import Page, read_base, read_pages
 from .errors import DynmoError, MissingExtraError
 from .joining import map_phases, records_kind
 from .plan import Plan
@@ -39,70 +36,12 @@ SPACED_COMMA = re.compile(r" +([,.;:!?)])")
 SPACES = re.compile(r"[ \t\xa0]+")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Page:
-    """One page of a dump, as it is written there."""
-
-    number: str
-    revision: str
-    title: str
-    namespace: str
-    redirect: bool
-    markup: str
-
-
 def _parser() -> Any:
     try:
         import mwparserfromhell
     except ImportError as error:
         raise MissingExtraError("mwparserfromhell", "prep") from error
     return mwparserfromhell
-
-
-def _local(tag: str) -> str:
-    return tag.rpartition("}")[2]
-
-
-def read_pages(handle: IO[bytes]) -> Iterator[str | Page]:
-    """The dump's base URL, then its pages, one at a time in memory.
-
-    Raises:
-        xml.etree.ElementTree.ParseError: it is no well-formed XML.
-    """
-    root: Any = None
-    for event, element in ElementTree.iterparse(handle, events=("start", "end")):
-        if root is None:
-            root = element
-        if event == "start":
-            continue
-        name = _local(element.tag)
-        if name == "base" and element.text:
-            yield element.text.rpartition("/")[0]
-        elif name == "page":
-            yield _page(element)
-            root.clear()
-
-
-def _page(element: Any) -> Page:
-    found: dict[str, str] = {}
-    redirect = False
-    for child in element:
-        name = _local(child.tag)
-        if name == "redirect":
-            redirect = True
-        elif name == "revision":
-            for part in child:
-                found[f"revision.{_local(part.tag)}"] = part.text or ""
-        else:
-            found[name] = child.text or ""
-    return Page(
-        number=found.get("id", ""),
-        revision=found.get("revision.id", ""),
-        title=found.get("title", ""),
-        namespace=found.get("ns", "0"),
-        redirect=redirect or found.get("revision.text", "")[:9].lower() == "#redirect",
-        markup=found.get("revision.text", ""),
-    )
 
 
 def _template(node: Any) -> str:
@@ -185,42 +124,42 @@ def text_of(markup: str, *, keep_lists: bool = False) -> str:
 
 
 def extract_phases(plan: Plan) -> list[Phase]:
-    """The phases of ``extract-wiki``; each dump file is one task."""
+    """The phases of ``extract-wiki``."""
     return map_phases(plan, "wikipedia:extract")
 
 
 def extract(task: Task) -> None:
-    """Task function: the articles of one dump file.
+    """Task function: the articles that begin in one piece of a dump.
 
     Raises:
-        DynmoError: the dump is cut off or no XML.
+        DynmoError: the dump is cut off, damaged or no XML.
     """
     settings: ExtractWikiSettings = task.job.settings
     writer = task.create(task.part(records_kind(task)))
-    base = settings.url_base
-    path: Path = task.slice.path
+    path = task.slice.path
     try:
-        with open_read(path) as handle:
-            for found in read_pages(handle):
-                if isinstance(found, str):
-                    base = settings.url_base or found
-                    continue
-                task.count(found.markup)
-                reason = _skip(found, settings)
-                text = "" if reason else text_of(found.markup, keep_lists=settings.lists)
-                if reason or not text:
-                    task.tally.drop(reason or "empty")
-                    continue
-                row = {
-                    "id": found.number,
-                    "revid": found.revision,
-                    "url": f"{base}?curid={found.number}",
-                    "title": found.title,
-                    "text": text,
-                }
-                task.keep(writer, encode_row(row))
+        base = settings.url_base or read_base(path)
+        for found in read_pages(task.slice):
+            task.count(found.markup)
+            reason = _skip(found, settings)
+            text = "" if reason else text_of(found.markup, keep_lists=settings.lists)
+            if reason or not text:
+                task.tally.drop(reason or "empty")
+                continue
+            row = {
+                "id": found.number,
+                "revid": found.revision,
+                "url": f"{base}?curid={found.number}",
+                "title": found.title,
+                "text": text,
+            }
+            task.keep(writer, encode_row(row))
     except (ElementTree.ParseError, EOFError) as error:
         raise DynmoError(f"{path}: is cut off or no MediaWiki XML: {error}; fetch the dump again") from error
+    except OSError as error:
+        if error.errno is not None:  # of the disk, not of the compression
+            raise
+        raise DynmoError(f"{path}: is damaged: {error}; fetch the dump again") from error
 
 
 def _skip(page: Page, settings: ExtractWikiSettings) -> str | None:

@@ -5,10 +5,14 @@ from __future__ import annotations
 import typer
 
 from .commands import cluster as _cluster  # noqa: F401 - adds its commands to launch
+from .commands.evaluate import evaluate
+from .commands.finetune import finetune
 from .commands.generate import generate_text
 from .commands.launch import launch
 from .commands.pretrain import pretrain
+from .commands.tasks import EvaluateGroup, tasks
 from .commands.tools import compare, monitor, tune_sparse
+from .config.task_command import TaskCommand
 from .console import run_app
 
 app = typer.Typer(
@@ -19,7 +23,10 @@ app = typer.Typer(
 )
 app.add_typer(pretrain, name="pretrain")
 app.add_typer(launch, name="launch")
-app.command("generate")(generate_text)
+app.add_typer(evaluate, name="evaluate", cls=EvaluateGroup)
+app.add_typer(finetune, name="finetune")
+app.command("tasks", context_settings={"ignore_unknown_options": True, "allow_extra_args": True})(tasks)
+app.command("generate", cls=TaskCommand)(generate_text)
 app.command("tune-sparse")(tune_sparse)
 app.command("compare")(compare)
 app.command("monitor")(monitor)

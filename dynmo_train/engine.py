@@ -40,7 +40,7 @@ from .optim.replicas import GradientReducer
 from .optim.schedule import LearningRate
 from .parallel.experts import exchange_of
 from .parallel.tensor import region_of
-from .parallel.world import World, gather_documents, sum_over_pipeline, sum_over_replicas
+from .parallel.world import World, gather_documents, gather_over, sum_over_pipeline, sum_over_replicas
 from .parallel.zero import Shards
 from .pipeline.clock import clock_for
 from .pipeline.costs import costs_of_workers
@@ -393,6 +393,32 @@ class Engine:
             losses.append(self._mean_loss(self.pipeline().evaluate(self._own_part(batch))))
         self.held.release()
         return sum(losses) / len(losses)
+
+    @torch.no_grad()
+    def score(self, batch: Batch, names: Sequence[str]) -> dict[str, torch.Tensor]:
+        """What the last item reports of each sample, without gradient or dropout, the same at every process.
+
+        Args:
+            batch: of all replicas.
+            names: of its figures that have a value for each sample.
+
+        Returns:
+            Name -> float64 ``[samples]`` on CPU, in the order of the batch.
+        """
+        self.probe.begin_step(False, batch.step)
+        self._fit(batch)
+        part = self._own_part(batch)
+        pipeline = self.pipeline()
+        pipeline.evaluate(part)
+        told = pipeline.told_by(self._item_names[-1])
+        samples = len(part.inputs[self.family.items[-1].inputs[0]])
+        own = torch.zeros(len(names), samples, dtype=torch.float64)
+        if told:
+            own = torch.stack([torch.cat(told[name]).to("cpu", torch.float64) for name in names])
+        sum_over_pipeline(self.world, own)
+        whole = torch.cat(gather_over(self.world.groups.data, own), dim=1)
+        self.held.release()
+        return dict(zip(names, whole, strict=True))
 
     def after_step(self, step: int) -> Sequence[Event]:
         """Let the dynamic techniques act at the boundary after ``step``; every worker calls this."""

@@ -11,6 +11,7 @@ from typing import Any
 
 from .config import Config
 from .models.bert import Bert, BertShape
+from .models.bert_tasks import BertTask, task_of_manifest
 from .models.dynamic import DynamicFamily, DynamicSettings, SparseAttentionSettings
 from .models.early_exit import LEFT, ExitSettings
 from .models.experts import MoeShape
@@ -201,6 +202,11 @@ def _shape_of_manifest(shape: type, model: Mapping[str, Any]) -> Any:
     return shape(**given, **({"moe": MoeShape.of_manifest(model)} if "moe" in names else {}))
 
 
+def _bert_of_manifest(model: Mapping[str, Any]) -> ModelFamily:
+    shape, head = _shape_of_manifest(BertShape, model), task_of_manifest(model)
+    return Bert(shape) if head is None else BertTask(shape, head)
+
+
 FAMILIES: dict[str, FamilyEntry] = {
     "gpt": FamilyEntry(
         of_config=_gpt, of_manifest=lambda model: Gpt(_shape_of_manifest(GptShape, model)), boundary=_hidden
@@ -208,9 +214,7 @@ FAMILIES: dict[str, FamilyEntry] = {
     "llama": FamilyEntry(
         of_config=_llama, of_manifest=lambda model: Llama(_shape_of_manifest(LlamaShape, model)), boundary=_hidden
     ),
-    "bert": FamilyEntry(
-        of_config=_bert, of_manifest=lambda model: Bert(_shape_of_manifest(BertShape, model)), boundary=_hidden
-    ),
+    "bert": FamilyEntry(of_config=_bert, of_manifest=_bert_of_manifest, boundary=_hidden),
     "t5": FamilyEntry(
         of_config=_t5, of_manifest=lambda model: T5(_shape_of_manifest(T5Shape, model)), boundary=_t5_boundary
     ),

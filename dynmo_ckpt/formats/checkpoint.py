@@ -81,6 +81,8 @@ _MODEL_OPTIONAL = {
     "relative_max_distance": integer(1),
     "num_tokentypes": integer(),
     "binary_head": boolean(),
+    "task_head": string("classification", "multichoice"),
+    "num_classes": integer(1),
     "num_encoder_layers": integer(),
     "num_decoder_layers": integer(),
     "num_experts": integer(1),

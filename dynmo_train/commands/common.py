@@ -29,3 +29,8 @@ def world_size() -> int:
     if not text.isdecimal() or text == "0":
         raise UsageError(f"WORLD_SIZE must be the number of processes of the run, is {text!r}")
     return int(text)
+
+
+def first_tells() -> bool:
+    """Whether this is the process that speaks for all of the run."""
+    return os.environ.get("RANK", "0") == "0"

@@ -2,89 +2,146 @@
 
 from __future__ import annotations
 
+import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..console import Format, emit, emit_json
+from ..config.command import with_specs
+from ..config.evaluation import GenerateConfig, PlaceConfig
+from ..config.fields import specs_of, values_of
+from ..config.task_command import told_model
+from ..console import Format, emit, emit_json, say
 from ..errors import UsageError
-from .common import DeviceName, need_torch
+from .common import first_tells, need_torch, world_size
+
+if TYPE_CHECKING:
+    from ..tasks.generate import Completion, Wanted
+
+MAX_NEW_TOKENS = 64
 
 
+@with_specs(specs_of(PlaceConfig, GenerateConfig))
 def generate_text(
-    load: Annotated[
-        Path,
-        typer.Option("--load", help="Run directory, its checkpoints, one checkpoint, or a Hugging Face directory."),
-    ],
+    ctx: typer.Context,
     prompt: Annotated[
         list[str] | None, typer.Option("--prompt", help="Text to continue; may be given several times.")
     ] = None,
-    prompts: Annotated[
-        Path | None, typer.Option("--prompts", help="File with a prompt on each line [default: standard input].")
-    ] = None,
-    max_new_tokens: Annotated[
-        int, typer.Option("--max-new-tokens", min=1, help="Tokens to add to a prompt at most.")
-    ] = 64,
-    temperature: Annotated[
-        float, typer.Option("--temperature", help="Divisor of the logits; 0 always takes the likeliest token.")
-    ] = 0.0,
-    top_k: Annotated[int, typer.Option("--top-k", help="Draw among this many likeliest tokens; 0 is all.")] = 0,
-    top_p: Annotated[
-        float, typer.Option("--top-p", help="Draw among the fewest tokens with this probability in all.")
-    ] = 1.0,
-    seed: Annotated[int, typer.Option("--seed", min=0, help="Seed of the draws.")] = 1234,
-    num_samples: Annotated[int, typer.Option("--num-samples", min=1, help="Continuations of each prompt.")] = 1,
-    tokenizer_model: Annotated[
-        Path | None, typer.Option("--tokenizer-model", help="Path of a tokenizer.json [default: the checkpoint's].")
-    ] = None,
-    cache_dir: Annotated[
-        Path | None,
-        typer.Option(
-            "--cache-dir",
-            help="Folder for Hugging Face input in native form [default: $XDG_CACHE_HOME/dynmo or ~/.cache/dynmo].",
-        ),
-    ] = None,
-    device: Annotated[
-        DeviceName, typer.Option("--device", help="Where to compute; auto is cuda where present.")
-    ] = DeviceName.AUTO,
     report: Annotated[Format, typer.Option("--format", help="How to report.")] = Format.TEXT,
+    **flags: Any,
 ) -> None:
-    """Continue prompts with the model of a checkpoint."""
+    """Continue prompts with the model of a checkpoint, or write texts from nothing."""
     need_torch()
-    texts = _prompts(prompt, prompts)
-    import torch
+    place, asked = values_of(PlaceConfig, flags), values_of(GenerateConfig, flags)
+    if asked.interactive:
+        if prompt or asked.prompts or asked.sample_input_file or asked.num_samples:
+            raise UsageError(
+                "--interactive asks for the prompts itself; leave --prompt, --prompts and --num-samples out"
+            )
+        if world_size() > 1:
+            raise UsageError("--interactive talks to one process; start it without the launcher")
+        texts = None
+    else:
+        texts = _prompts(prompt, asked)
+    wanted = _wanted(asked, from_nothing=texts is not None and texts == [""] * len(texts))
+    from ..tasks.generate import Writer
+    from ..tasks.placed import joined
 
-    from ..tasks.generate import Request, generate
+    with joined(place, world_size()) as world:
+        writer = Writer(place, wanted, world, told_model(ctx))
+        if texts is None:
+            _talk(writer.write)
+            return
+        completions = writer.write(texts)
+    if first_tells():
+        _report(completions, asked.genfile or asked.sample_output_file, report)
+
+
+def _wanted(asked: GenerateConfig, *, from_nothing: bool) -> Wanted:
+    """How to write, from the options.
+
+    Raises:
+        UsageError: several samples that would all be the same.
+    """
+    from ..tasks.generate import Wanted
     from ..tasks.sampling import Sampling
 
-    request = Request(
-        load=load,
-        prompts=tuple(texts),
-        max_new_tokens=max_new_tokens,
-        sampling=Sampling(temperature=temperature, top_k=top_k, top_p=top_p),
-        seed=seed,
-        num_samples=num_samples,
-        tokenizer_model=tokenizer_model,
-        cache_dir=cache_dir,
+    cuts = asked.top_k > 0 or asked.top_p is not None
+    temperature = asked.temperature if asked.temperature is not None else float(cuts)
+    # Of Megatron's scripts: top-k and top-p of 0 are greedy.
+    none = asked.top_p == 0 and asked.temperature is not None and not asked.top_k
+    greedy = asked.greedy or none
+    samples = 1 if from_nothing or not asked.num_samples else asked.num_samples
+    sampling = Sampling(
+        temperature=0.0 if greedy else temperature,
+        top_k=asked.top_k,
+        top_p=1.0 if asked.top_p is None or none else asked.top_p,
     )
-    if device is DeviceName.AUTO:
-        device = DeviceName.CUDA if torch.cuda.is_available() else DeviceName.CPU
-    completions = generate(request, torch.device(device))
-    if report is Format.JSON:
+    sampling.check()
+    if (asked.num_samples or 1) > 1 and sampling.temperature == 0.0:
+        raise UsageError("--num-samples above 1 gives the same text again without --temperature above 0")
+    most = asked.max_new_tokens or (asked.out_seq_length or MAX_NEW_TOKENS)
+    return Wanted(
+        max_new_tokens=most,
+        out_seq_length=asked.out_seq_length,
+        sampling=sampling,
+        seed=asked.seed,
+        stop=asked.stop_token,
+        num_samples=samples,
+        batch_size=asked.batch_size,
+        recompute=asked.recompute,
+    )
+
+
+def _report(completions: Sequence[Completion], file: str | None, report: Format) -> None:
+    """The completions to a file, or to standard output."""
+    if file is not None:
+        lines = [json.dumps(completion.sample(), ensure_ascii=False) + "\n" for completion in completions]
+        try:
+            Path(file).write_text("".join(lines), encoding="utf-8")
+        except OSError as error:
+            raise UsageError(f"--genfile {file}: cannot be written: {error}") from error
+        say(f"{len(completions)} samples in {file}")
+    elif report is Format.JSON:
         emit_json([completion.to_document() for completion in completions])
-        return
-    for number, completion in enumerate(completions):
-        emit(("---\n" if number else "") + completion.prompt + completion.completion)
+    else:
+        for number, completion in enumerate(completions):
+            emit(("---\n" if number else "") + completion.prompt + completion.completion)
 
 
-def _prompts(given: list[str] | None, file: Path | None) -> list[str]:
-    """The prompts of the command line, else of a file, else of standard input; one a line, blank lines left out."""
-    if given and file:
+def _talk(write: Any) -> None:
+    """Answer one line after another until the input ends; any text may be a prompt."""
+    asking = sys.stdin.isatty()
+    while True:
+        if asking:
+            say("prompt (Ctrl-D ends):")
+        line = sys.stdin.readline()
+        if not line:
+            return
+        if not line.strip():
+            continue
+        try:
+            emit("\n---\n".join(each.prompt + each.completion for each in write([line.rstrip("\n")])))
+        except UsageError as error:
+            say(str(error))
+
+
+def _prompts(given: list[str] | None, asked: GenerateConfig) -> list[str]:
+    """The prompts of the command line, else of a file, else of standard input; one a line, blank lines left out.
+
+    Without any, as many empty ones as ``--num-samples`` says.
+    """
+    named = asked.prompts or asked.sample_input_file
+    if given and named:
         raise UsageError("give --prompt or --prompts, not both")
     if given:
         return given
+    if named is None and asked.num_samples:
+        return [""] * asked.num_samples
+    file = None if named in (None, "-") else Path(str(named))
     if file is None and sys.stdin.isatty():
         raise UsageError("no prompt; give --prompt TEXT or --prompts FILE, or write one a line to standard input")
     try:

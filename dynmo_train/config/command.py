@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import wraps
 from typing import Annotated, Any
 
@@ -34,21 +34,31 @@ def _parameter(spec: OptionSpec) -> inspect.Parameter:
 
 
 def with_options(function: Callable[..., None]) -> Callable[..., None]:
-    """Give ``function``, which ends in ``**flags``, an explicit parameter for every declared option."""
-    own = [
-        parameter
-        for parameter in inspect.signature(function, eval_str=True).parameters.values()
-        if parameter.kind is not inspect.Parameter.VAR_KEYWORD
-    ]
-    parameters = own + [_parameter(spec) for spec in option_specs().values() if spec.is_flag]
+    """Give ``function``, which ends in ``**flags``, an explicit parameter for every declared option of training."""
+    return with_specs(option_specs().values())(function)
 
-    @wraps(function)
-    def command(**values: Any) -> None:
-        function(**values)
 
-    command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-    command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
-    return command
+def with_specs(specs: Iterable[OptionSpec]) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Give a function that ends in ``**flags`` an explicit parameter for each of these options."""
+    declared = [_parameter(spec) for spec in specs if spec.is_flag]
+
+    def decorate(function: Callable[..., None]) -> Callable[..., None]:
+        own = [
+            parameter
+            for parameter in inspect.signature(function, eval_str=True).parameters.values()
+            if parameter.kind is not inspect.Parameter.VAR_KEYWORD
+        ]
+        parameters = own + declared
+
+        @wraps(function)
+        def command(**values: Any) -> None:
+            function(**values)
+
+        command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+        return command
+
+    return decorate
 
 
 class MegatronCommand(TyperCommand):

@@ -21,6 +21,8 @@ SEVERAL: Mapping[str, int | None] = {
     "--valid-data-path": None,
     "--test-data-path": None,
     "--rampup-batch-size": 3,
+    "--train-data": None,
+    "--valid-data": None,
 }
 
 
@@ -126,6 +128,7 @@ FLAGS: Mapping[str, Known] = {
     "--ckpt-format": _nothing("checkpoints are in the native format; dynmo-ckpt convert makes others", 1),
     "--use-checkpoint-args": _refused("give the options of the run again: they are in its run.json"),
     "--use-distributed-optimizer": _refused("write --zero-stage 1"),
+    "--keep-last": _nothing("no sample of a task is left out"),
     # Llama's shape
     "--swiglu": _nothing(_LLAMA, 0, "llama"),
     "--disable-bias-linear": _nothing(_LLAMA, 0, "llama"),
@@ -143,7 +146,7 @@ FLAGS: Mapping[str, Known] = {
     ),
     **dict.fromkeys(("--recompute", "--greedy"), _refused(_GENERATE, 0)),
     **dict.fromkeys(
-        ("--task", "--valid-data"), _refused("belongs to evaluation: use dynmo-train generate on the texts", 1)
+        ("--task", "--valid-data"), _refused("belongs to evaluation: use dynmo-train evaluate or finetune", 1)
     ),
     **dict.fromkeys(
         ("--nproc_per_node", "--nnodes", "--node_rank", "--master_addr", "--master_port", "--num_nodes", "--num_gpus"),
@@ -174,13 +177,16 @@ def _split_words(arguments: Sequence[str], at: int, count: int | None) -> tuple[
     return list(arguments[at:end]), end
 
 
-def translate(arguments: Sequence[str], family: str, declared: Mapping[str, int]) -> Translation:
+def translate(
+    arguments: Sequence[str], family: str, declared: Mapping[str, int], flags: Mapping[str, Known] = FLAGS
+) -> Translation:
     """A command line of another program in the words of this one.
 
     Args:
         arguments: words behind ``pretrain FAMILY``.
         family: the model's.
         declared: flags of this package, and how many words follow each.
+        flags: what becomes of flags that are not declared.
     """
     made: list[str] = []
     notes: list[str] = []
@@ -192,13 +198,13 @@ def translate(arguments: Sequence[str], family: str, declared: Mapping[str, int]
         if not _is_flag(word):
             made.append(arguments[at - 1])
             continue
-        flag = _own_name(word, declared)
+        flag = _own_name(word, declared, flags)
         if flag in declared:
             count = SEVERAL.get(flag, declared[flag])
             values, at = ([value], at) if equals else _split_words(arguments, at, count)
             made += [flag, *([" ".join(map(_quoted, values))] if flag in SEVERAL and len(values) > 1 else values)]
             continue
-        known = FLAGS.get(word)
+        known = flags.get(word)
         if known is None:
             made.append(arguments[at - 1])  # the command line's parser says what is near it
             continue
@@ -217,10 +223,10 @@ def _remedy(known: Known) -> str:
     return f"this version has no {known.words[0]}: leave it out" if known.kind == "becomes" else known.words[0]
 
 
-def _own_name(word: str, declared: Mapping[str, int]) -> str:
+def _own_name(word: str, declared: Mapping[str, int], flags: Mapping[str, Known]) -> str:
     """A flag's name here: itself, or with dashes for underscores."""
     dashed = "--" + word[2:].replace("_", "-")
-    return dashed if word not in declared and word not in FLAGS and dashed in declared else word
+    return dashed if word not in declared and word not in flags and dashed in declared else word
 
 
 def _quoted(word: str) -> str:

@@ -67,6 +67,7 @@ _MODEL_OPTIONAL: dict[str, Check] = (
     | dict.fromkeys(("relative_buckets", "relative_max_distance"), integer(1))
     | {"normalization": string("layernorm", "rmsnorm"), "position_embedding": string("learned", "rotary", "relative")}
     | {"rotary_base": number(1), "rotary_scaling": nullable(mapping(_scalar)), "binary_head": boolean()}
+    | {"task_head": string("classification", "multichoice"), "num_classes": integer(1)}
 )
 _SHARD = obj({"file": string(), "key": string(), "index": array(_span), "crc32": _crc32})
 _FRACTION = number(0, 1)

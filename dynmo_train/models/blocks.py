@@ -23,6 +23,7 @@ from .linear import PrunableLinear
 from .positions import RelativeBias, Rotary
 
 KeysValues = tuple[torch.Tensor, torch.Tensor]
+Waves = tuple[torch.Tensor, torch.Tensor]
 ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "gelu_tanh": partial(F.gelu, approximate="tanh"),
     "gelu": F.gelu,
@@ -52,11 +53,15 @@ class Embedding(nn.Module):
         self.tokentype = nn.Embedding(tokentypes, width, device=device) if tokentypes else None
         self.dropout = dropout
 
-    def embed(self, ids_BT: torch.Tensor, types_BT: torch.Tensor | None = None, past: int = 0) -> torch.Tensor:
-        """Look up and add; positions count from ``past``."""
+    def embed(
+        self, ids_BT: torch.Tensor, types_BT: torch.Tensor | None = None, past: int | torch.Tensor = 0
+    ) -> torch.Tensor:
+        """Look up and add; positions count from ``past``, or are those of a tensor ``past``, ``[B, T]``."""
         x_BTD: torch.Tensor = self.word(ids_BT)
         if self.position is not None:
-            x_BTD = x_BTD + self.position(torch.arange(past, past + ids_BT.shape[1], device=ids_BT.device))
+            if not isinstance(past, torch.Tensor):
+                past = torch.arange(past, past + ids_BT.shape[1], device=ids_BT.device)
+            x_BTD = x_BTD + self.position(past)
         if self.tokentype is not None and types_BT is not None:
             x_BTD = x_BTD + self.tokentype(types_BT)
         return x_BTD
@@ -109,11 +114,12 @@ class SelfAttention(nn.Module):
         self.sparse: HashedAttention | None = None
 
     def project(
-        self, x_BTD: torch.Tensor, past: int | torch.Tensor = 0
+        self, x_BTD: torch.Tensor, past: int | torch.Tensor = 0, waves: Waves | None = None
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Queries ``[B, H, T, K]``, keys and values ``[B, G, T, K]`` of tokens at positions from ``past`` on.
 
-        Tokens that do not follow one another have their positions as a tensor ``[B, T]`` in place of ``past``.
+        Tokens that do not follow one another have their positions as a tensor ``[B, T]`` in place of ``past``; who has
+        made the rotation's ``waves`` already gives them, and ``past`` is not read.
         """
         per, K = self.queries_per_group, self.head_width
         rows_BTR = self.qkv(self.norm(x_BTD))
@@ -126,7 +132,7 @@ class SelfAttention(nn.Module):
             q = q_BTGPK.reshape(B, T, -1, K).transpose(1, 2)
             k, v = k_BTGK.squeeze(3).transpose(1, 2), v_BTGK.squeeze(3).transpose(1, 2)
         if self.rotary is not None:
-            q, k = self.rotary(q, k, past)
+            q, k = self.rotary(q, k, past) if waves is None else self.rotary.turn(q, k, waves)
         return q, k, v
 
     def attend(
@@ -179,6 +185,49 @@ class SelfAttention(nn.Module):
         tokens = q.shape[2]
         mask_TS = torch.ones(tokens, before + tokens, dtype=torch.bool, device=x_BTD.device).tril(before)
         return x_BTD + self.attend(q, k, v, mask_TS, False), (k, v)
+
+    def extend_into(
+        self, x_BTD: torch.Tensor, room: Room, mask: torch.Tensor | None, waves: Waves | None
+    ) -> torch.Tensor:
+        """New tokens behind those that ``room`` holds, which gets theirs as well; nothing is copied but them.
+
+        Args:
+            mask: true where a key is seen, ``[.., T, S]`` with all tokens up to now; None: all of them, or with
+                several new ones in an empty room those before each.
+        """
+        q, k, v = self.project(x_BTD, waves=waves)
+        B, H, T, K = q.shape
+        causal = mask is None and T > 1
+        k_BGSK, v_BGSK = room.extend(k, v)
+        groups = k.shape[1]
+        if groups < H and T == 1:
+            # The queries of a group stand in the place of tokens: no key is written out for each of them.
+            y_BGPK = F.scaled_dot_product_attention(
+                q.reshape(B, groups, -1, K), k_BGSK, v_BGSK, attn_mask=mask, scale=self.scale
+            )
+            y_BTD: torch.Tensor = self.dense(y_BGPK.reshape(B, 1, H * K))
+            return x_BTD + y_BTD
+        return x_BTD + self.attend(q, k_BGSK, v_BGSK, mask, causal)
+
+
+class Room:
+    """Keys and values of up to ``tokens`` tokens ``[B, G, S, K]``; the memory is taken once."""
+
+    def __init__(self, tokens: int) -> None:
+        self._tokens, self.used = tokens, 0
+        self._keys: torch.Tensor | None = None
+        self._values: torch.Tensor | None = None
+
+    def extend(self, k_BGTK: torch.Tensor, v_BGTK: torch.Tensor) -> KeysValues:
+        """Keep those of new tokens; gives those of all, as views."""
+        if self._keys is None or self._values is None:
+            B, groups, _, K = k_BGTK.shape
+            self._keys = k_BGTK.new_empty(B, groups, self._tokens, K)
+            self._values = torch.empty_like(self._keys)
+        begin, self.used = self.used, self.used + k_BGTK.shape[2]
+        self._keys[:, :, begin : self.used] = k_BGTK
+        self._values[:, :, begin : self.used] = v_BGTK
+        return self._keys[:, :, : self.used], self._values[:, :, : self.used]
 
 
 class CrossAttention(nn.Module):
@@ -310,6 +359,12 @@ class Head(nn.Module):
             return self.region.whole_columns(cut_BTV)[..., : self.vocabulary]
         bias = None if self.bias is None else self.bias[: self.vocabulary]
         return F.linear(self.features(x_BTD), self.weight[: self.vocabulary], bias)
+
+    def local_rows(self) -> tuple[torch.Tensor, torch.Tensor | None, int]:
+        """Weight and bias of the real rows that this rank has, and the id of the first of them."""
+        first = 0 if self.region is None else self.region.rank * self.weight.shape[0]
+        real = min(max(self.vocabulary - first, 0), self.weight.shape[0])
+        return self.weight[:real], None if self.bias is None else self.bias[:real], first
 
     def forward(
         self, x_BTD: torch.Tensor, labels_BT: torch.Tensor, counts_BT: torch.Tensor | None = None

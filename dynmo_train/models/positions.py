@@ -46,7 +46,12 @@ class Rotary(nn.Module):
         self, q_BHTK: torch.Tensor, k_BGTK: torch.Tensor, past: int | torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Rotate tokens at positions from ``past`` on, or at those of a tensor ``past``, ``[B, T]``."""
-        device, tokens = q_BHTK.device, q_BHTK.shape[2]
+        return self.turn(q_BHTK, k_BGTK, self.waves(past, q_BHTK.shape[2], q_BHTK.device, q_BHTK.dtype))
+
+    def waves(
+        self, past: int | torch.Tensor, tokens: int, device: torch.device, dtype: torch.dtype
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Cosine and sine of each token's angles, the same for every layer: ``[T, K]``, or ``[B, 1, T, K]``."""
         frequencies = rotary_frequencies(self.head_width, self.base, self.scaling, device)
         if isinstance(past, torch.Tensor):
             positions = past[:, None].to(torch.float32)
@@ -54,7 +59,14 @@ class Rotary(nn.Module):
             positions = torch.arange(past, past + tokens, device=device, dtype=torch.float32)
         angles = positions[..., None] * frequencies
         angles = torch.cat([angles, angles], dim=-1)
-        cosine, sine = angles.cos().to(q_BHTK.dtype), angles.sin().to(q_BHTK.dtype)
+        return angles.cos().to(dtype), angles.sin().to(dtype)
+
+    @staticmethod
+    def turn(
+        q_BHTK: torch.Tensor, k_BGTK: torch.Tensor, waves: tuple[torch.Tensor, torch.Tensor]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Queries and keys turned by angles of :meth:`waves`."""
+        cosine, sine = waves
 
         def turned(x: torch.Tensor) -> torch.Tensor:
             first, second = x.chunk(2, dim=-1)

@@ -233,6 +233,10 @@ class Pipeline:
             total = torch.stack([loss.detach() for loss in losses]).to("cpu", torch.float64).sum() / self.loss_scale
         return total
 
+    def told_by(self, item: str) -> dict[str, list[torch.Tensor]]:
+        """What one item reported in the last step: figure -> a tensor a microbatch; empty where it is elsewhere."""
+        return next((dict(module.reported[item]) for module in self.modules if item in module.reported), {})
+
     def reported(self) -> dict[str, dict[str, torch.Tensor]]:
         """Item -> figure -> its mean over the microbatches of the last step, float64 on CPU, of the items held here."""
         return {

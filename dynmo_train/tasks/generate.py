@@ -1,28 +1,32 @@
-"""Text from a checkpoint: reads it, continues prompts, one process."""
+"""Text from a checkpoint: prompts to tokens, tokens to text, on any layout of the processes."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from ..checkpoint import Checkpoint, find_checkpoint, open_checkpoint
-from ..data.tokenizer import Tokenizer, load_tokenizer
+from ..agreement import agreed
+from ..config.evaluation import PlaceConfig
+from ..config.task_command import check_told
+from ..data.tokenizer import Tokenizer
 from ..errors import UsageError
-from ..families import CAUSAL, family_of_manifest
-from ..loading import default_cache, is_hugging_face, native_copy
-from ..models.decoding import Cache, Decoder
-from ..models.items import parameters_of
+from ..families import CAUSAL
 from ..parallel.seeding import stable_seed
-from .sampling import Sampling, next_token
+from ..parallel.world import World, gather_documents
+from .generation import Answered, Asked, Ending, Generation
+from .placed import forward_engine, open_source, tokenizer_of
+from .sampling import Sampling
 
 
 @dataclass(frozen=True, kw_only=True)
 class Completion:
-    """A continued prompt. ``finish_reason`` is ``end`` (the model ended the document), ``length`` or ``positions``."""
+    """A continued prompt.
+
+    ``finish_reason`` is ``end`` (the model ended the document), ``stop`` (``--stop-token``), ``length`` or
+    ``positions`` (the model has no more).
+    """
 
     prompt: str
     completion: str
@@ -34,130 +38,123 @@ class Completion:
         """For ``--format json``."""
         return asdict(self)
 
-
-def load_decoder(checkpoint: Checkpoint, device: torch.device) -> Decoder:
-    """The model of a checkpoint with its weights, dropout off; reads no optimizer state."""
-    model = checkpoint.manifest["model"]
-    if model["family"] not in CAUSAL:
-        raise UsageError(
-            f"{checkpoint.directory} holds a {model['family']} model, which does not continue text; models of the"
-            f" families {', '.join(CAUSAL)} do"
-        )
-    try:
-        family = family_of_manifest(model)
-    except (TypeError, KeyError) as error:
-        raise UsageError(f"{checkpoint.directory}: the manifest's model cannot be built: {error}") from error
-    modules = {}
-    for item in family.items:
-        module = family.build(item.name, torch.device("meta"))
-        weights = checkpoint.load(parameters_of(item.name, module), device)
-        prefix = len(item.name) + 1
-        module.load_state_dict({name[prefix:]: tensor.float() for name, tensor in weights.items()}, assign=True)
-        modules[item.name] = module
-    return Decoder(family, modules, model["max_position_embeddings"])
-
-
-def open_tokenizer(checkpoint: Checkpoint, given: Path | None) -> Tokenizer:
-    """The tokenizer that was asked for, else the one in the checkpoint; it must fit the vocabulary."""
-    path = given or checkpoint.directory / "tokenizer"
-    if given is None and not path.is_dir():
-        raise UsageError(f"{checkpoint.directory} holds no tokenizer; give --tokenizer-model")
-    tokenizer = load_tokenizer(path)
-    vocab_size = checkpoint.manifest["model"]["vocab_size"]
-    if tokenizer.vocab_size > vocab_size:
-        raise UsageError(f"{path} has {tokenizer.vocab_size} ids; the model of {checkpoint.directory} has {vocab_size}")
-    return tokenizer
-
-
-def complete(
-    decoder: Decoder, prompt: Sequence[int], *, max_new_tokens: int, eod: int | None, sampling: Sampling, seed: int
-) -> tuple[list[int], str]:
-    """Continue one prompt of token ids: the new ids, without the end of document, and why they end."""
-    generator = torch.Generator().manual_seed(seed)
-    device = next(decoder.modules["embedding"].parameters()).device
-    cache = Cache()
-    new: list[int] = []
-    ids = list(prompt)
-    while len(new) < max_new_tokens:
-        if len(prompt) + len(new) > decoder.max_tokens:
-            return new, "positions"
-        logits_BV = decoder.read(torch.tensor([ids], device=device), cache)
-        ids = [next_token(logits_BV[0], sampling, generator)]
-        if ids[0] == eod:
-            return new, "end"
-        new += ids
-    return new, "length"
-
-
-def _prompt_ids(text: str, tokenizer: Tokenizer, max_tokens: int) -> list[int]:
-    """Token ids of a prompt; an empty one begins a document, after the token that ends the one before."""
-    ids = tokenizer.encode(text)
-    if not ids:
-        if tokenizer.eod is None:
-            raise UsageError("an empty prompt needs a tokenizer with an end-of-document token; give --prompt TEXT")
-        ids = [tokenizer.eod]
-    if len(ids) > max_tokens:
-        raise UsageError(f"the prompt {text[:40]!r}... has {len(ids)} tokens; the model has {max_tokens} positions")
-    return ids
+    def sample(self) -> dict[str, Any]:
+        """As Megatron writes a sample."""
+        length = self.prompt_tokens + self.completion_tokens
+        text = self.prompt + self.completion
+        return {"text": text, "length": length, "finished": self.finish_reason in ("end", "stop")}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Request:
-    """What to generate: ``num_samples`` continuations of each prompt, of at most ``max_new_tokens`` tokens.
+class Wanted:
+    """How to continue prompts.
 
-    ``cache_dir`` is where a Hugging Face directory is kept in native form; None: the folder that is usual.
+    Attributes:
+        max_new_tokens: added to a prompt at most.
+        out_seq_length: tokens of a prompt and what is added, at most; None: no such limit.
+        stop: text that ends a sequence.
+        num_samples: continuations of each prompt.
+        batch_size: sequences that are read together.
+        recompute: keep no keys and values.
     """
 
-    load: Path
-    prompts: tuple[str, ...]
     max_new_tokens: int
     sampling: Sampling
     seed: int
-    num_samples: int
-    tokenizer_model: Path | None
-    cache_dir: Path | None = None
+    out_seq_length: int | None = None
+    stop: str | None = None
+    num_samples: int = 1
+    batch_size: int = 8
+    recompute: bool = False
 
 
-def _open(request: Request) -> Checkpoint:
-    path = request.load
-    if is_hugging_face(path):
-        path = native_copy(path, request.cache_dir or default_cache())
-    return open_checkpoint(find_checkpoint(path))
+class Writer:
+    """A model that continues texts; made once, asked as often as one likes. Every process makes and asks it."""
 
+    def __init__(self, place: PlaceConfig, wanted: Wanted, world: World, told: Mapping[str, Any]) -> None:
+        agreed(world, wanted.sampling.check)
+        source = open_source(Path(place.load), place, world)
+        self.world, self.wanted = world, wanted
+        family = source.model["family"]
 
-def generate(request: Request, device: torch.device) -> list[Completion]:
-    """Answer a request, prompt by prompt; sample ``n`` of a prompt is the same however many are drawn.
-
-    Raises:
-        UsageError: no checkpoint, no tokenizer, a prompt longer than the model's positions.
-    """
-    request.sampling.check()
-    if request.num_samples > 1 and request.sampling.temperature == 0.0:
-        raise UsageError("--num-samples above 1 gives the same text again without --temperature above 0")
-    checkpoint = _open(request)
-    tokenizer = open_tokenizer(checkpoint, request.tokenizer_model)
-    decoder = load_decoder(checkpoint, device)
-    prompts = [_prompt_ids(text, tokenizer, decoder.max_tokens) for text in request.prompts]
-    results = []
-    for number, ids in enumerate(prompts):
-        for sample in range(request.num_samples):
-            new, reason = complete(
-                decoder,
-                ids,
-                max_new_tokens=request.max_new_tokens,
-                eod=tokenizer.eod,
-                sampling=request.sampling,
-                seed=stable_seed(request.seed, number, sample),
-            )
-            # Decoded together: a character's bytes may lie on both sides of the border.
-            text, start = tokenizer.decode([*ids, *new]), tokenizer.decode(ids)
-            results.append(
-                Completion(
-                    prompt=request.prompts[number],
-                    completion=text[len(start) :] if text.startswith(start) else tokenizer.decode(new),
-                    prompt_tokens=len(ids),
-                    completion_tokens=len(new),
-                    finish_reason=reason,
+        def prepare() -> tuple[Tokenizer, Ending]:
+            if family not in CAUSAL:
+                raise UsageError(
+                    f"{source.checkpoint.directory} holds a {family} model, which does not continue text; models of"
+                    f" the families {', '.join(CAUSAL)} do"
                 )
+            check_told(told, source.model, source.checkpoint.directory)
+            tokenizer = tokenizer_of(source, place)
+            stop = tuple(tokenizer.encode(wanted.stop)) if wanted.stop else ()
+            return tokenizer, Ending(eod=tokenizer.eod, stop=stop)
+
+        self.tokenizer, ending = agreed(world, prepare)
+        self.positions = int(source.model["max_position_embeddings"])
+        engine = forward_engine(source, place, world, tokens=1, wrap=lambda base: base)
+        for module in engine.held.modules.values():
+            module.to(engine.settings.precision.compute)
+        self._generation = Generation(
+            engine,
+            max_tokens=self.positions,
+            sampling=wanted.sampling,
+            ending=ending,
+            recompute=wanted.recompute,
+        )
+
+    def _asked(self, number: int, prompt: str, sample: int) -> Asked:
+        """One continuation of a prompt; an empty one begins a document, after the token that ends the one before.
+
+        Raises:
+            UsageError: the prompt is longer than the model's positions, or than ``--out-seq-length``.
+        """
+        ids = self.tokenizer.encode(prompt)
+        if not ids:
+            if self.tokenizer.eod is None:
+                raise UsageError("an empty prompt needs a tokenizer with an end-of-document token; give --prompt TEXT")
+            ids = [self.tokenizer.eod]
+        limit = self.wanted.out_seq_length
+        if len(ids) > self.positions:
+            raise UsageError(
+                f"the prompt {prompt[:40]!r}... has {len(ids)} tokens; the model has {self.positions} positions"
             )
-    return results
+        if limit is not None and len(ids) >= limit:
+            raise UsageError(f"the prompt {prompt[:40]!r}... has {len(ids)} tokens; --out-seq-length is {limit}")
+        # The last token that fits is drawn from the last position.
+        most = min(self.wanted.max_new_tokens, self.positions + 1 - len(ids))
+        if limit is not None:
+            most = min(most, limit - len(ids))
+        return Asked(ids=tuple(ids), most=most, seed=stable_seed(self.wanted.seed, number, sample))
+
+    def write(self, prompts: Sequence[str]) -> list[Completion]:
+        """Continue each prompt ``num_samples`` times; sample ``n`` of a prompt is the same however many are drawn."""
+        samples = self.wanted.num_samples
+        asked = agreed(
+            self.world,
+            lambda: [self._asked(number, text, n) for number, text in enumerate(prompts) for n in range(samples)],
+        )
+        replica, replicas = self.world.replica, self.world.dims.data
+        own = self._generation.run(asked[replica::replicas], self.wanted.batch_size)
+        told = gather_documents(self.world, [[list(each.ids), each.reason] for each in own])
+        answers: list[Answered | None] = [None] * len(asked)
+        for each in range(replicas):
+            rank = self.world.dims.rank_of(pipeline=0, data=each, tensor=0)
+            answers[each::replicas] = [Answered(ids=tuple(ids), reason=reason) for ids, reason in told[rank]]
+        return [
+            self._completion(prompts[number // samples], one, answer)
+            for number, (one, answer) in enumerate(zip(asked, answers, strict=True))
+            if answer is not None
+        ]
+
+    def _completion(self, prompt: str, asked: Asked, answer: Answered) -> Completion:
+        # Decoded together: a character's bytes may lie on both sides of the border.
+        text, start = self.tokenizer.decode([*asked.ids, *answer.ids]), self.tokenizer.decode(asked.ids)
+        reason = answer.reason
+        if reason == "length" and len(asked.ids) + len(answer.ids) > self.positions:
+            reason = "positions" if len(answer.ids) < self.wanted.max_new_tokens else "length"
+        return Completion(
+            prompt=prompt,
+            completion=text[len(start) :] if text.startswith(start) else self.tokenizer.decode(answer.ids),
+            prompt_tokens=len(asked.ids),
+            completion_tokens=len(answer.ids),
+            finish_reason=reason,
+        )

@@ -1,7 +1,8 @@
-"""Choosing the next token from logits. Shapes in names: V vocabulary."""
+"""Choosing the next token from logits. Shapes in names: B sequences, V vocabulary."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -27,6 +28,14 @@ class Sampling:
             raise UsageError(f"--top-p must be above 0 and at most 1, is {self.top_p}")
 
 
+def next_tokens(logits_BV: torch.Tensor, sampling: Sampling, generators: Sequence[torch.Generator]) -> torch.Tensor:
+    """Choose one id for each sequence, ``[B]`` on CPU; each draws from a generator of its own."""
+    if sampling.temperature == 0.0:
+        return logits_BV.argmax(-1).cpu()
+    drawn = [next_token(row_V, sampling, each) for row_V, each in zip(logits_BV, generators, strict=True)]
+    return torch.tensor(drawn)
+
+
 def next_token(logits_V: torch.Tensor, sampling: Sampling, generator: torch.Generator) -> int:
     """Draw one id. Cuts to the ``top_k`` likeliest first, then to the fewest whose probabilities reach ``top_p``.
 
@@ -34,9 +43,13 @@ def next_token(logits_V: torch.Tensor, sampling: Sampling, generator: torch.Gene
     """
     if sampling.temperature == 0.0:
         return int(logits_V.argmax())
-    sorted_V, ids_V = (logits_V.float() / sampling.temperature).sort(descending=True, stable=True)
+    scaled_V = logits_V.float() / sampling.temperature
+    if sampling.top_k == 0 and sampling.top_p == 1.0:
+        return int(torch.multinomial(scaled_V.softmax(0).cpu(), 1, generator=generator))
     if sampling.top_k:
-        sorted_V, ids_V = sorted_V[: sampling.top_k], ids_V[: sampling.top_k]
+        sorted_V, ids_V = scaled_V.topk(min(sampling.top_k, len(scaled_V)))
+    else:
+        sorted_V, ids_V = scaled_V.sort(descending=True, stable=True)
     probabilities_V = sorted_V.softmax(0)
     if sampling.top_p < 1.0:
         before_V = probabilities_V.cumsum(0) - probabilities_V

@@ -84,7 +84,7 @@ def peak_of(command: list[str], cwd: Path, accepted: tuple[int, ...] = (0,)) -> 
 
 
 def write_documents(target: Path, source: Path, size: int, characters: int) -> int:
-    """Documents of about ``characters`` characters cut from the words of another file; how many they are."""
+    """Documents of about ``characters`` characters, words of another file in random order; how many they are."""
     words: list[str] = []
     with open(source, encoding="utf-8") as handle:
         for line in handle:
@@ -96,8 +96,8 @@ def write_documents(target: Path, source: Path, size: int, characters: int) -> i
     written = count = 0
     with open(target, "wb", buffering=1 << 20) as out:
         while written < size:
-            for begin in draws.integers(len(words) - each, size=10_000).tolist():
-                text = " ".join(words[begin : begin + each])
+            for places in draws.integers(len(words), size=(10_000, each)).tolist():
+                text = " ".join([words[at] for at in places])
                 row = json.dumps({"id": str(count), "text": text}, ensure_ascii=False).encode() + b"\n"
                 out.write(row)
                 written += len(row)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -217,7 +218,7 @@ def test_parts_of_each_phase_make_the_same_bytes(prep, tmp_path):
     ],
 )
 def test_parts_that_do_not_exist(prep, tmp_path, monkeypatch, more, message):
-    monkeypatch.setenv("PATH", "/usr/bin:/bin")
+    monkeypatch.setenv("PATH", str(tmp_path))
     code, _, err = prep("merge", documents(tmp_path / "in.jsonl", 5), "-o", tmp_path / "out.jsonl", *more)
     assert (code, message in err) == (2, True)
 
@@ -236,9 +237,9 @@ echo "$number;cluster"
 """
 
 
-@pytest.mark.dist
-@pytest.mark.parametrize("emit", [False, True])
-def test_slurm_arrays_make_the_same_bytes(prep, tmp_path, monkeypatch, emit):
+@pytest.fixture
+def sbatch(tmp_path, monkeypatch):
+    """A folder at the front of PATH with a stand-in for Slurm."""
     fake = tmp_path / "bin"
     fake.mkdir()
     (fake / "sbatch").write_text(SBATCH)
@@ -248,18 +249,97 @@ def test_slurm_arrays_make_the_same_bytes(prep, tmp_path, monkeypatch, emit):
     for path in fake.iterdir():
         path.chmod(0o755)
     monkeypatch.setenv("PATH", f"{fake}:/usr/bin:/bin")
+    return fake
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("emit", [False, True])
+def test_slurm_arrays_make_the_same_bytes(prep, sbatch, tmp_path, emit):
     source = documents(tmp_path / "in.jsonl")
     common = ("shuffle", source, "--task-bytes", 80_000, "-o")
     assert prep(*common, tmp_path / "whole.jsonl")[0] == 0
     target = (*common, tmp_path / "slurm.jsonl", "--task-count", 2)
     if emit:
         code, out, _ = prep(*target, "--emit-sbatch", tmp_path / "submit.sh")
-        assert (code, "run it where Slurm is" in out, (fake / "log").exists()) == (0, True, False)
+        assert (code, "run it where Slurm is" in out, (sbatch / "log").exists()) == (0, True, False)
         assert subprocess.run(["bash", tmp_path / "submit.sh"], check=True, capture_output=True).stdout
     else:
         code, out, err = prep(*target, "--executor", "slurm")
         assert (code, "submitted; job 103;cluster ends last" in out) == (0, True), err
     assert (tmp_path / "slurm.jsonl").read_bytes() == (tmp_path / "whole.jsonl").read_bytes()
+
+
+SLURM_RECIPE = """
+pipeline = { prefix = "data" }
+step = [
+  { run = "merge" },
+  { run = "shuffle", name = "mix" },
+  { run = "binarize", tokenizer-type = "WhitespaceVocab", vocab-file = "VOCAB" },
+]
+"""
+
+
+@pytest.fixture
+def recipe(tmp_path):
+    """The command line of a pipeline, but for its work folder and executor."""
+    (tmp_path / "words.json").write_text('{"<unk>": 0, "a": 1}')
+    (tmp_path / "recipe.toml").write_text(SLURM_RECIPE.replace("VOCAB", str(tmp_path / "words.json")))
+    source = documents(tmp_path / "in.jsonl")
+    return ("pipeline", tmp_path / "recipe.toml", "--input", source, "--task-bytes", 80_000, "--work-dir")
+
+
+def made(folder):
+    return [(folder / f"data_text_document.{ending}").read_bytes() for ending in ("bin", "idx")]
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("emit", [False, True])
+def test_a_pipeline_as_slurm_arrays_makes_the_same_bytes(prep, sbatch, recipe, tmp_path, emit):
+    target = (*recipe, tmp_path / "slurm", "--task-count", 2)
+    if emit:
+        code, out, _ = prep(*target, "--emit-sbatch", tmp_path / "submit.sh")
+        assert (code, "run it where Slurm is" in out, (sbatch / "log").exists()) == (0, True, False)
+        lines = (tmp_path / "submit.sh").read_text()
+        names = re.findall(r"--job-name (\S+) (?:--array 0-(\d))?", lines)
+        assert names == [
+            ("merge-map", "1"), ("merge-join", "0"), ("merge-finish", ""), ("mix-scatter", "1"), ("mix-order", "1"),
+            ("mix-join", "0"), ("mix-finish", ""), ("binarize-tokenize", "1"), ("binarize-join", "0"),
+            ("binarize-finish", ""), ("pipeline", ""),
+        ]  # fmt: skip
+        return
+    assert prep(*recipe, tmp_path / "local")[0] == 0
+    code, out, err = prep(*target, "--executor", "slurm")
+    assert (code, "submitted; job 110;cluster ends last" in out) == (0, True), err
+    assert made(tmp_path / "slurm") == made(tmp_path / "local")
+    steps = json.loads((tmp_path / "slurm" / "pipeline-summary.json").read_text())["steps"]
+    assert [(step["name"], step["reused"]) for step in steps] == [("merge", True), ("mix", True), ("binarize", True)]
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (("--task-index", 0, "--task-count", 2), "name it by --step"),
+        (("--step", "other"), "has the steps merge, mix, binarize"),
+        (("--executor", "slurm", "--task-count", 2000), "between 1 and 1000"),
+        (("--step", "mix"), "cannot be read"),  # what the step before makes
+    ],
+)
+def test_parts_of_a_pipeline_that_do_not_exist(prep, recipe, tmp_path, more, message):
+    code, _, err = prep(*recipe, tmp_path / "work", *more)
+    assert (code, message in err) == (2, True), err
+
+
+@pytest.mark.dist
+def test_a_pipeline_on_ray_makes_the_same_bytes(recipe, tmp_path):
+    """In a process of its own: Ray starts threads and children that outlive a test."""
+    pytest.importorskip("ray", reason="the extra 'ray' is not installed")
+    program = [sys.executable, "-c", "from dynmo_tools.cli import main; main()"]
+    for executor in ("local", "ray"):
+        command = [*program, *map(str, recipe), tmp_path / executor, "--executor", executor]
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=170)
+        assert done.returncode == 0, done.stderr
+    assert made(tmp_path / "ray") == made(tmp_path / "local")
+    assert "Processed" in done.stderr
 
 
 @pytest.mark.dist

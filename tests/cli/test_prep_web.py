@@ -149,6 +149,21 @@ def test_readable_text(html, title, text):
     assert readable(html) == (title, text)
 
 
+@pytest.mark.parametrize("ending", ["", ".bz2"])
+def test_a_dump_in_several_tasks_is_the_same_bytes_for_any_number_of_workers(prep, tmp_path, ending):
+    source = tmp_path / f"dump.xml{ending}"
+    payload = DUMP.encode()
+    streams = (bz2.compress(payload[at : at + 90]) for at in range(0, len(payload), 90))
+    source.write_bytes(b"".join(streams) if ending else payload)
+    outputs = []
+    for workers, task_bytes in ((1, 1 << 20), (1, 150), (2, 150)):
+        output = tmp_path / f"{workers}-{task_bytes}.jsonl"
+        assert prep("extract-wiki", source, "-o", output, "--workers", workers, "--task-bytes", task_bytes)[0] == 0
+        outputs.append(output.read_bytes())
+    assert outputs[0] == outputs[1] == outputs[2] != b""
+    assert len(json.loads((tmp_path / "2-150.jsonl.work" / "plan.json").read_text())["tasks"]) > 2
+
+
 def test_a_dump_becomes_documents(prep, tmp_path):
     (tmp_path / "dump.xml.bz2").write_bytes(bz2.compress(DUMP.encode()))
     code, out, _ = prep("extract-wiki", tmp_path / "dump.xml.bz2", "-o", tmp_path / "wiki.jsonl")

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 from dynmo_train.errors import UsageError
 from dynmo_train.models.decoding import Cache, Decoder
 from dynmo_train.models.gpt import Gpt, GptShape
-from dynmo_train.tasks.generate import complete
+from dynmo_train.parallel.dims import ParallelDims
+from dynmo_train.parallel.world import World
+from dynmo_train.tasks.generation import Asked, Ending, Generation
 from dynmo_train.tasks.sampling import Sampling, next_token
 
 SHAPE = GptShape(
@@ -51,36 +55,68 @@ def test_reading_in_pieces_equals_reading_at_once(pieces):
         torch.testing.assert_close(logits, expected[:, read - 1], rtol=1e-5, atol=1e-5)
 
 
-def test_greedy_text_is_that_of_reading_again_each_time():
+def engine_of(family, modules):
+    """What a generation asks of an engine, with one process."""
+    world = World(rank=0, size=1, device=torch.device("cpu"), host="here", dims=ParallelDims())
+    precision = SimpleNamespace(compute=torch.float32)
+    return SimpleNamespace(
+        family=family,
+        world=world,
+        local_names=tuple(modules),
+        held=SimpleNamespace(modules=modules),
+        settings=SimpleNamespace(precision=precision),
+    )
+
+
+def complete(prompts, *, most=6, eod=None, stop=(), sampling=None, seeds=None, batch=8, recompute=False):
     family, modules = build()
-    decoder = Decoder(family, modules, SHAPE.max_position_embeddings)
-    new, reason = complete(decoder, [3, 1], max_new_tokens=6, eod=None, sampling=Sampling(), seed=0)
-    slow = [3, 1]
+    generation = Generation(
+        engine_of(family, modules),
+        max_tokens=SHAPE.max_position_embeddings,
+        sampling=sampling or Sampling(),
+        ending=Ending(eod=eod, stop=tuple(stop)),
+        recompute=recompute,
+    )
+    asked = [Asked(ids=tuple(ids), most=most, seed=seed) for ids, seed in zip(prompts, seeds or [0] * 99, strict=False)]
+    return [(list(answer.ids), answer.reason) for answer in generation.run(asked, batch)]
+
+
+def slow(prompt, most=6):
+    """Greedy, by reading everything again each time."""
+    _, modules = build()
+    modules = {name: module.eval() for name, module in modules.items()}
+    ids = list(prompt)
     with torch.no_grad():
-        for _ in range(6):
-            slow.append(int(whole(modules, torch.tensor([slow]))[0, -1].argmax()))
-    assert (new, reason) == (slow[2:], "length")
+        for _ in range(most):
+            ids.append(int(whole(modules, torch.tensor([ids]))[0, -1].argmax()))
+    return ids[len(prompt) :]
 
 
-def test_text_ends_at_the_last_position_and_at_the_end_of_document():
-    family, modules = build()
-    decoder = Decoder(family, modules, SHAPE.max_position_embeddings)
-    new, reason = complete(decoder, [3, 1], max_new_tokens=99, eod=None, sampling=Sampling(), seed=0)
-    assert (len(new), reason) == (11, "positions")
-    eod = new[4]
-    shorter, reason = complete(decoder, [3, 1], max_new_tokens=99, eod=eod, sampling=Sampling(), seed=0)
-    assert (shorter, reason) == (new[: new.index(eod)], "end")
+PROMPTS = [[3, 1], [5], [7, 7, 2, 9], [4, 4], [1, 2, 3]]
 
 
-def test_the_seed_fixes_the_draws():
-    family, modules = build()
-    decoder = Decoder(family, modules, SHAPE.max_position_embeddings)
+@pytest.mark.parametrize("batch", [1, 3, 8])
+@pytest.mark.parametrize("recompute", [False, True])
+def test_greedy_text_is_that_of_reading_again_each_time(batch, recompute):
+    assert complete(PROMPTS, batch=batch, recompute=recompute) == [(slow(ids), "length") for ids in PROMPTS]
 
-    def drawn(seed):
-        return complete(decoder, [3], max_new_tokens=8, eod=None, sampling=Sampling(temperature=2.0), seed=seed)[0]
 
-    assert drawn(5) == drawn(5)
-    assert len({tuple(drawn(seed)) for seed in range(5)}) > 1
+def test_text_ends_at_the_end_of_document_or_at_what_stops_it():
+    whole_text = slow([3, 1], 9)
+    eod = whole_text[4]
+    cut = whole_text[: whole_text.index(eod)]
+    assert complete([[3, 1]], most=9, eod=eod) == [(cut, "end")]
+    pair = whole_text[2:4]
+    first = next(at for at in range(8) if whole_text[at : at + 2] == pair)
+    assert complete([[3, 1], [5]], most=9, stop=pair)[0] == (whole_text[:first], "stop")
+
+
+def test_the_seed_fixes_the_draws_whatever_shares_the_batch():
+    hot = Sampling(temperature=2.0)
+    alone = [complete([[3]], sampling=hot, seeds=[seed])[0] for seed in range(5)]
+    assert complete([[3]] * 5, sampling=hot, seeds=range(5)) == alone
+    assert complete([[3]] * 5, sampling=hot, seeds=range(5), batch=2) == alone
+    assert len({tuple(ids) for ids, _ in alone}) > 1
 
 
 def counts(sampling, draws=4000):

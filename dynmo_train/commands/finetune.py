@@ -1,0 +1,118 @@
+"""``dynmo-train finetune``: a BERT on a task of classes or choices."""
+
+from __future__ import annotations
+
+import os
+import shlex
+from pathlib import Path
+from typing import Any
+
+import typer
+
+from ..config import Facts, check, resolve
+from ..config.command import MegatronCommand, with_specs
+from ..config.evaluation import FinetuneConfig
+from ..config.fields import specs_of, values_of
+from ..config.resolve import option_specs
+from ..errors import EXIT_USAGE, UsageError
+from ..formats._document import DocumentError
+from .common import need_torch, world_size
+
+finetune = typer.Typer(no_args_is_help=True, help="Fine-tune a BERT on a task, and measure it after each epoch.")
+_NOT_OF_A_TASK = ("data_path", "train_data_path", "valid_data_path", "test_data_path", "train_iters", "train_samples")
+_SPECS = (
+    *specs_of(FinetuneConfig),
+    *(spec for spec in option_specs().values() if spec.name not in (*_NOT_OF_A_TASK, "recipe")),
+)
+
+
+def _finetune(task: str, flags: dict[str, Any]) -> None:
+    """Resolve and check the configuration, and train."""
+    need_torch()
+    told = values_of(FinetuneConfig, flags)
+    from ..data.tokenizer import read_vocab_size
+    from ..tasks.classify import data_paths
+    from ..tasks.finetune import count_samples, run_finetune
+
+    own = {spec.name for spec in specs_of(FinetuneConfig)}
+    given = {name: value for name, value in flags.items() if name not in own}
+    try:
+        samples = count_samples(task, told)
+        epochs = told.epochs if told.epochs is not None else 3
+        shape = _pretrained_shape(told, given)
+        data = data_paths("--train-data", told.train_data) if told.train_data is not None else ["none"]
+        command = {"family": "bert", "data_path": shlex.quote(data[0]), "eval_iters": 0}
+        steps = _steps(samples * epochs, {**shape, **{k: v for k, v in given.items() if v is not None}})
+        if samples and epochs and not steps:
+            raise UsageError(f"--train-data: {samples} samples in {epochs} epochs are less than a batch")
+        file = {"lr": 5e-5, "micro_batch_size": 8, "log_interval": 10, **shape}
+        facts = Facts(world_size=world_size(), tokenizer_vocab_size=read_vocab_size)
+        config = resolve(flags=given, file=file, command={**command, "train_iters": max(1, steps)}, facts=facts)
+        check(config, world_size())
+        _refuse(config)
+    except DocumentError:
+        # Every process of a run has the same command line: the first one tells what is wrong with it.
+        if os.environ.get("RANK", "0") != "0":
+            raise typer.Exit(EXIT_USAGE) from None
+        raise
+    if not steps:
+        told = FinetuneConfig(**{**vars(told), "train_data": None})
+    run_finetune(task, config, told)
+
+
+def _refuse(config: Any) -> None:
+    """Raise ``UsageError`` for options that need the steps of a pre-training."""
+    wrong = {
+        "--balance": config.balance.balance != "off",
+        "--rampup-batch-size": config.training.rampup_batch_size is not None,
+        "--curriculum-shortest": config.training.curriculum_shortest is not None,
+        "--zero-stage": config.parallel.zero_stage == 3,
+    }
+    for flag in (flag for flag, on in wrong.items() if on):
+        raise UsageError(f"finetune has no {flag}: leave it out")
+
+
+def _pretrained_shape(told: FinetuneConfig, given: dict[str, Any]) -> dict[str, Any]:
+    """The model's sizes from the checkpoint to start from, where it is a native one and they are not given."""
+    from ..checkpoint import CheckpointError, find_checkpoint, open_checkpoint
+    from ..loading import default_cache, is_hugging_face, native_copy
+    from ..tasks.finetune import shape_of
+
+    if told.pretrained_checkpoint is None:
+        return {}
+    path = Path(told.pretrained_checkpoint)
+    if is_hugging_face(path):
+        path = native_copy(path, Path(given["cache_dir"]) if given.get("cache_dir") else default_cache())
+    try:
+        found = open_checkpoint(find_checkpoint(path))
+    except CheckpointError as error:
+        raise UsageError(f"--pretrained-checkpoint: {error}") from error
+    model = found.manifest["model"]
+    if model["family"] != "bert":
+        raise UsageError(f"--pretrained-checkpoint {path} holds a {model['family']} model; finetune needs a bert")
+    return shape_of(model)
+
+
+def _steps(samples: int, values: dict[str, Any]) -> int:
+    """Whole batches that so many samples make."""
+    micro = int(values.get("micro_batch_size", 8))
+    model = int(values.get("tensor_model_parallel_size") or 1) * int(
+        values.get("pipeline_model_parallel_size") or max(1, world_size())
+    )
+    replicas = max(1, world_size() // model)
+    batch = values.get("global_batch_size") or micro * replicas * int(values.get("gradient_accumulation_steps") or 1)
+    return samples // int(batch)
+
+
+@finetune.command("mnli", cls=MegatronCommand)
+@with_specs(_SPECS)
+def finetune_mnli(**flags: Any) -> None:
+    """Fine-tune on pairs of texts: does the second one follow from the first, contradict it, or neither?"""
+    _finetune("mnli", flags)
+
+
+@finetune.command("race", cls=MegatronCommand)
+@with_specs(_SPECS)
+def finetune_race(**flags: Any) -> None:
+    """Fine-tune on questions about articles: which of four answers is right?"""
+    _finetune("race", flags)

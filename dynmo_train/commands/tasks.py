@@ -1,0 +1,61 @@
+"""``dynmo-train tasks``: Megatron's ``tasks/main.py`` under the names of its tasks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import typer
+from typer.core import TyperGroup
+
+from ..errors import UsageError
+
+ZERO_SHOT = {"WIKITEXT103": "wikitext", "LAMBADA": "lambada"}
+FINE_TUNED = {"MNLI": "mnli", "RACE": "race"}
+COMMANDS: Mapping[str, tuple[str, str]] = {
+    **{task: ("evaluate", name) for task, name in ZERO_SHOT.items()},
+    **{task: ("finetune", name) for task, name in FINE_TUNED.items()},
+}
+
+
+def split_task(arguments: Sequence[str]) -> tuple[str | None, list[str]]:
+    """The value of ``--task`` in a command line, None where it is not there, and the other words.
+
+    Raises:
+        UsageError: no such task.
+    """
+    words = list(arguments)
+    for at, word in enumerate(words):
+        name, equals, value = word.partition("=")
+        if name != "--task":
+            continue
+        rest = words[:at] + words[at + (1 if equals else 2) :]
+        task = value if equals else "".join(words[at + 1 : at + 2])
+        if task.upper() not in COMMANDS:
+            raise UsageError(f"--task {task}: the tasks are {', '.join(COMMANDS)}")
+        return task.upper(), rest
+    return None, words
+
+
+class EvaluateGroup(TyperGroup):
+    """``evaluate --task WIKITEXT103 ...`` is ``evaluate wikitext ...``."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """The subcommand is the task's."""
+        task, rest = split_task(args)
+        return super().parse_args(ctx, rest if task is None else [COMMANDS[task][1], *rest])
+
+
+def tasks(ctx: typer.Context) -> None:
+    """Run a task of Megatron's tasks/main.py: WIKITEXT103 and LAMBADA are evaluated, MNLI and RACE fine-tuned.
+
+    --task NAME is its name; all other options are those of `evaluate wikitext`, `evaluate lambada`, `finetune mnli` or
+    `finetune race`.
+    """
+    task, rest = split_task(ctx.args)
+    if task is None:
+        raise UsageError(f"give --task NAME: {', '.join(COMMANDS)}")
+    group, name = COMMANDS[task]
+    parent = ctx.parent
+    commands: Mapping[str, Any] = getattr(parent.command, "commands", {}) if parent is not None else {}
+    commands[group].main([name, *rest], prog_name=f"dynmo-train {group}", standalone_mode=False)

@@ -1,0 +1,47 @@
+"""Dataclasses of options apart from a training run's ``Config``: from what a person gave to complete values."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import MISSING
+from functools import cache
+from typing import Any, TypeVar
+
+from ..formats._document import DocumentError, Problem
+from .options import Facts, OptionSpec, concern_specs
+
+Values = TypeVar("Values")
+
+
+@cache
+def specs_of(*kinds: type) -> tuple[OptionSpec, ...]:
+    """The options that some dataclasses declare, in order."""
+    return tuple(spec for kind in kinds for spec in concern_specs(kind.__name__, kind))
+
+
+def values_of(kind: type[Values], given: Mapping[str, Any]) -> Values:
+    """An instance of ``kind`` from values by name; None is "not given", and names of others are left alone.
+
+    Raises:
+        DocumentError: missing, mistyped or out-of-range values; all of them at once.
+    """
+    values: dict[str, Any] = {}
+    problems: list[Problem] = []
+    derived = []
+    for spec in concern_specs(kind.__name__, kind):
+        raw = given.get(spec.name)
+        if raw is not None:
+            values[spec.name], problem = spec.convert(raw)
+            problems.extend([problem] if problem else [])
+        elif spec.default is not MISSING:
+            values[spec.name] = spec.default
+        elif spec.declaration.derive is not None:
+            derived.append(spec)
+        else:
+            problems.append(Problem(spec.flag, "missing", f"must be given: {spec.declaration.help}"))
+    if problems:
+        raise DocumentError("the command line", problems)
+    for spec in derived:
+        if spec.declaration.derive is not None:
+            values[spec.name] = spec.declaration.derive(values, Facts())
+    return kind(**values)

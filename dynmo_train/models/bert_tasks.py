@@ -1,0 +1,118 @@
+"""BERT with the head of a task in place of the masked words': classes of a pair of texts, or one of several choices.
+
+Shapes in names: B samples, R = B * choices rows, T tokens, D model width, C classes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from .bert import Bert, BertShape
+from .chain import chain_items
+from .initial import initialise
+from .items import ItemSpec, Reported
+from .linear import PrunableLinear
+
+TaskKind = Literal["classification", "multichoice"]
+NO_LABEL = -1
+HITS = "hits"
+
+
+@dataclass(frozen=True, kw_only=True)
+class TaskHead:
+    """What the head tells: one of ``num_classes`` classes of each row, or the right one of a sample's rows."""
+
+    kind: TaskKind
+    num_classes: int
+
+
+class BertTaskHead(nn.Module):
+    """Final normalisation, pooler, dropout and the product that gives the logits, as Megatron's fine-tuned models."""
+
+    classification: PrunableLinear | None
+    multichoice: PrunableLinear | None
+
+    def __init__(self, shape: BertShape, head: TaskHead, device: torch.device) -> None:
+        super().__init__()
+        width = shape.hidden_size
+        self.norm = nn.LayerNorm(width, eps=shape.layernorm_epsilon, device=device)
+        self.pooler = PrunableLinear(width, width, device)
+        choice = head.kind == "multichoice"
+        self.classification = None if choice else PrunableLinear(width, head.num_classes, device)
+        self.multichoice = PrunableLinear(width, 1, device) if choice else None
+        self.dropout, self.choices = shape.hidden_dropout, head.num_classes
+
+    def logits(self, x_RTD: torch.Tensor) -> torch.Tensor:
+        """From the last layer's output, ``[B, C]``; of choices each sample's rows follow one another."""
+        pooled_RD = torch.tanh(self.pooler(self.norm(x_RTD[:, 0])))
+        pooled_RD = F.dropout(pooled_RD, self.dropout, self.training)
+        if self.multichoice is not None:
+            scores_RC: torch.Tensor = self.multichoice(pooled_RD)
+            return scores_RC.view(-1, self.choices)
+        if self.classification is None:
+            raise ValueError("the head has no logits")
+        logits_BC: torch.Tensor = self.classification(pooled_RD)
+        return logits_BC
+
+    def forward(self, x_RTD: torch.Tensor, labels_B: torch.Tensor) -> Reported:
+        """The mean cross-entropy of the samples whose label is not ``NO_LABEL``, and which of them are right."""
+        logits_BC = self.logits(x_RTD).float()
+        counted = (labels_B != NO_LABEL).sum().clamp(min=1)
+        loss = F.cross_entropy(logits_BC, labels_B, ignore_index=NO_LABEL, reduction="sum") / counted
+        hits_B = (logits_BC.argmax(1) == labels_B).float()
+        return Reported(loss, figures={"accuracy": hits_B.sum() / counted, HITS: hits_B})
+
+
+class BertTask:
+    """The BERT family with a task's head; satisfies ``items.ModelFamily``."""
+
+    def __init__(self, shape: BertShape, head: TaskHead) -> None:
+        self.shape, self.head, self._base = shape, head, Bert(shape)
+
+    @cached_property
+    def items(self) -> tuple[ItemSpec, ...]:
+        """``embedding``, two items a layer, ``head``."""
+        return chain_items(
+            self.shape.num_layers,
+            tied=False,
+            embedding_inputs=("ids", "types") if self.shape.num_tokentypes else ("ids",),
+            attention_inputs=("seen",),
+            head_inputs=("labels",),
+            head_figures=(("accuracy", 1),),
+        )
+
+    @property
+    def ties(self) -> Mapping[str, str]:
+        """None: the head says nothing of words."""
+        return {}
+
+    def build(self, name: str, device: torch.device) -> nn.Module:
+        """Build one item; its initial weights depend on the seed and the name alone, never on placement."""
+        if name != "head":
+            return self._base.build(name, device)
+        module, std = BertTaskHead(self.shape, self.head, device), self.shape.init_method_std
+        initialise(name, module, seed=self.shape.seed, std=std, ending_std=std, ties={})
+        return module
+
+    def split_dim(self, parameter: str) -> int | None:
+        """As BERT; the head is whole on every rank."""
+        return None if parameter.startswith("head.") else self._base.split_dim(parameter)
+
+    def manifest(self) -> dict[str, object]:
+        """The ``model`` object of a checkpoint's manifest."""
+        told = {"task_head": self.head.kind, "num_classes": self.head.num_classes}
+        return {**self._base.manifest(), "binary_head": False, "tied_embeddings": False, **told}
+
+
+def task_of_manifest(model: Mapping[str, Any]) -> TaskHead | None:
+    """The head that a manifest's ``model`` states; None where the model is one of masked words."""
+    if "task_head" not in model:
+        return None
+    return TaskHead(kind=model["task_head"], num_classes=model["num_classes"])

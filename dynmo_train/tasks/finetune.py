@@ -1,0 +1,299 @@
+"""Fine-tuning of a BERT on a task: epochs over its data, and the accuracy on its validation sets after each."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from ..agreement import agreed
+from ..building import first_partition, flops_counter, parameter_counts, settings_of
+from ..checkpoint import Checkpoint
+from ..checkpointing import Checkpointing, Saved
+from ..config import Config
+from ..config.evaluation import FinetuneConfig
+from ..console import say
+from ..data.pairs import TASKS, PairData, build_pairs, join_pairs
+from ..data.tokenizer import TokenizerFiles, open_tokenizer
+from ..engine import Engine
+from ..errors import UsageError
+from ..families import family_of
+from ..loading import checkpoint_to_load
+from ..models.bert import Bert
+from ..models.bert_tasks import BertTask
+from ..models.items import BoundaryShape, parameters_of
+from ..optim.items import ItemState
+from ..parallel.dims import ParallelDims
+from ..parallel.seeding import stable_seed
+from ..parallel.world import World, broadcast_document, join_world, leave_world
+from ..pipeline.schedule import Batch
+from ..recording import Recorder
+from ..rundir import RunDirectory, begin_run
+from ..saving import SavedRun, check_same_model, state_reader
+from ..traininglog import TrainingLog
+from .classify import accuracy, data_paths
+
+# What a checkpoint of another head may say otherwise.
+_OF_THE_HEAD = ("task_head", "num_classes", "binary_head", "tied_embeddings")
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Epochs:
+    """The order of the samples: each epoch goes through all of them, in an order of its own, and none is left out."""
+
+    samples: int
+    seed: int
+
+    def at(self, begin: int, end: int) -> list[int]:
+        """The samples from the ``begin``-th on, over all epochs."""
+        return [int(self._order(at // self.samples)[at % self.samples]) for at in range(begin, end)]
+
+    @cached_property
+    def _orders(self) -> dict[int, np.ndarray[Any, np.dtype[np.int64]]]:
+        return {}
+
+    def _order(self, epoch: int) -> np.ndarray[Any, np.dtype[np.int64]]:
+        if epoch not in self._orders:
+            self._orders.clear()
+            random = np.random.default_rng(stable_seed(self.seed, "epoch", epoch))
+            self._orders[epoch] = random.permutation(self.samples)
+        return self._orders[epoch]
+
+
+def count_samples(task: str, told: FinetuneConfig) -> int:
+    """How many samples the training data have; 0 without any."""
+    if told.train_data is None:
+        return 0
+    return sum(len(TASKS[task].read(Path(path))) for path in data_paths("--train-data", told.train_data))
+
+
+def pretrained_state(engine: Engine, checkpoint: Checkpoint, world: World) -> Any:
+    """Reads each item from a checkpoint of the same model; what the new head has of its own gets initial weights.
+
+    Raises:
+        UsageError: the checkpoint is of another model.
+    """
+    stored, wanted = checkpoint.manifest["model"], engine.family.manifest()
+    different = [
+        f"{key} is {stored.get(key)!r} there and {value!r} here"
+        for key, value in wanted.items()
+        if key not in _OF_THE_HEAD and stored.get(key) != value
+    ]
+    if different:
+        raise UsageError(f"--pretrained-checkpoint {checkpoint.directory} holds another model: {'; '.join(different)}")
+    read = state_reader(checkpoint, engine.held, world, moments=False)
+
+    def state(item: str) -> ItemState:
+        names = list(parameters_of(item, engine.held.blueprint(item)))
+        if all(checkpoint.has(name) for name in names):
+            return read(item)
+        fresh = parameters_of(item, engine.family.build(item, torch.device("cpu")))
+        tensors = {
+            name: engine.held.own_slice(
+                name, checkpoint.load([name])[name] if checkpoint.has(name) else fresh[name].detach()
+            ).to(world.device)
+            for name in names
+        }
+        return ItemState(tensors=tensors, steps={})
+
+    return state
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Start:
+    engine: Engine
+    directory: RunDirectory
+    step: int
+
+
+class _Finetuning:
+    """A fine-tuning in progress: the same steps as training, over the task's samples."""
+
+    def __init__(self, name: str, config: Config, told: FinetuneConfig, world: World) -> None:
+        self.name, self.config, self.world = name, config, world
+        self.batch = config.training.global_batch_size
+        files = TokenizerFiles.of(vars(config.data))
+
+        def read() -> tuple[PairData | None, list[PairData]]:
+            if files is None:
+                raise UsageError("give the tokenizer of the model: --tokenizer-model, or --vocab-file")
+            tokenizer, length = open_tokenizer(files), config.model.seq_length
+            if tokenizer.vocab_size > config.model.vocab_size:
+                raise UsageError(
+                    f"the tokenizer has {tokenizer.vocab_size} ids; the model has --vocab-size"
+                    f" {config.model.vocab_size}"
+                )
+            valid = [build_pairs(name, path, tokenizer, length) for path in data_paths("--valid-data", told.valid_data)]
+            if told.train_data is None:
+                return None, valid
+            paths = data_paths("--train-data", told.train_data)
+            return join_pairs([build_pairs(name, path, tokenizer, length) for path in paths]), valid
+
+        self.train_data, self.valid_data = agreed(world, read)
+        self.files = files
+        start = self._begin(told)
+        self.engine, self.directory, self.step = start.engine, start.directory, start.step
+        self.recorder = Recorder(start.directory, world)
+        self.log = TrainingLog(config, world, flops_counter(config, self.engine.family))
+        self.checkpoints = Checkpointing(
+            self.engine, start.directory.checkpoints, aside=config.run.async_save, tell=self._saved
+        )
+
+    def _begin(self, told: FinetuneConfig) -> _Start:
+        config, world, form = self.config, self.world, TASKS[self.name]
+        base = family_of(config)
+        if not isinstance(base, Bert):
+            raise UsageError("finetune trains a BERT without dynamic layers")
+        family = BertTask(base.shape, form.head)
+        settings = agreed(world, lambda: settings_of(config))
+        boundary = BoundaryShape.hidden(
+            batch=config.training.micro_batch_size * form.rows,
+            tokens=config.model.seq_length,
+            width=config.model.hidden_size,
+            dtype=settings.pipeline.boundary.dtype,
+        )
+        settings = replace(settings, pipeline=replace(settings.pipeline, boundary=boundary))
+        going_on = agreed(world, lambda: checkpoint_to_load(config, world))
+        run = replace(config.run, load=told.pretrained_checkpoint)
+        first = agreed(world, lambda: checkpoint_to_load(replace(config, run=run), world))
+        if told.pretrained_checkpoint is not None and first is None:
+            raise UsageError(f"--pretrained-checkpoint {told.pretrained_checkpoint}: there is no checkpoint")
+        engine = Engine(family, settings, first_partition(config, family, None), world)
+        step = agreed(world, lambda: self._weights(engine, going_on, first))
+        begun = agreed(
+            world,
+            lambda: (
+                begin_run(
+                    config,
+                    world_size=world.size,
+                    hosts=[world.host],
+                    engine={"device": world.device.type, "task": self.name, "finetune": vars(told)},
+                )
+                if world.is_first
+                else None
+            ),
+        )
+        place = broadcast_document(world, [str(begun.path), begun.run_id, begun.segment] if begun else None)
+        return _Start(
+            engine=engine,
+            directory=RunDirectory(path=Path(place[0]), run_id=place[1], segment=place[2]),
+            step=step,
+        )
+
+    def _weights(self, engine: Engine, going_on: Checkpoint | None, first: Checkpoint | None) -> int:
+        """Give the engine its weights; the step from which it goes on."""
+        if going_on is not None:
+            check_same_model(going_on, engine.family)
+            step = int(going_on.manifest["step"])
+            moments = not self.config.run.no_load_optim
+            reader = state_reader(going_on, engine.held, self.world, moments=moments)
+            engine.restore(reader, step, **going_on.manifest.get("x_progress", {}))
+            return step
+        if first is not None:
+            engine.restore(pretrained_state(engine, first, self.world), 0)
+        else:
+            engine.build()
+        return 0
+
+    def run(self) -> None:
+        """All steps that are left, with an evaluation after each epoch and a checkpoint at the end."""
+        config, data = self.config, self.train_data
+        last = config.training.train_iters if data is not None else 0
+        if data is not None:
+            self.log.start(self.engine.partition, self.step + 1, parameter_counts(self.engine))
+            order = Epochs(samples=len(data), seed=config.training.seed)
+        while data is not None and self.step < last:
+            begin = self.step * self.batch
+            self.step += 1
+            chosen = order.at(begin, self.step * self.batch)
+            batch = Batch(
+                inputs=data.tensors(chosen),
+                first_microbatch=begin // config.training.micro_batch_size,
+                step=self.step,
+            )
+            result = self.engine.train_step(batch, sampled=False)
+            for event in self.engine.after_step(self.step):
+                self.recorder.technique(event)
+            self.recorder.metrics(
+                step=self.step,
+                consumed_train_samples=self.step * self.batch,
+                **result.losses,
+                grad_norm=result.grad_norm,
+                learning_rate=result.rate,
+                step_ns=result.step_ns,
+            )
+            self.log.step(self.step, self.step * self.batch, self.batch, config.model.seq_length, result)
+            self.checkpoints.at_boundary()
+            epoch, before = (steps * self.batch // len(data) for steps in (self.step, self.step - 1))
+            if epoch > before or self.step == last:
+                # The last epoch ends with its last whole batch.
+                self.measure(-(-self.step * self.batch // len(data)) if self.step == last else epoch)
+            every = config.run.save_interval
+            if self.step == last or (every is not None and self.step % every == 0):
+                self._save()
+        if not last:
+            self.measure(0)
+        self.checkpoints.wait()
+        if self.world.is_first:
+            say(f"run directory: {self.directory.path}")
+
+    def measure(self, epoch: int) -> None:
+        """The accuracy on the validation sets."""
+        found = accuracy(
+            self.engine, self.valid_data, micro_batch=self.config.training.micro_batch_size, step=self.step
+        )
+        for line in found.lines(epoch):
+            self.log.line(line)
+        self.recorder.metrics(step=self.step, epoch=epoch, validation=found.document())
+
+    def _save(self) -> None:
+        run = SavedRun(
+            run_id=self.directory.run_id,
+            step=self.step,
+            consumed_train_samples=self.step * self.batch,
+            data={
+                "seed": self.config.training.seed,
+                "split": "1",
+                "sequence_length": self.config.model.seq_length,
+                "prefix": self.config.data.name,
+            },
+            tokenizer=self.files.files if self.files is not None else {},
+            keep=self.config.run.keep_checkpoints,
+            moments=not self.config.run.no_save_optim,
+        )
+        self.checkpoints.save(run)
+
+    def _saved(self, saved: Saved) -> None:
+        self.log.line(f" saved checkpoint {saved.path} in {saved.seconds:.2f} s")
+
+
+def run_finetune(name: str, config: Config, told: FinetuneConfig) -> None:
+    """Fine-tune on the task ``name`` in this process and those that the launcher started beside it."""
+    torch.set_num_threads(config.training.num_threads)
+    parallel = config.parallel
+    dims = ParallelDims(
+        pipeline=parallel.pipeline_model_parallel_size,
+        tensor=parallel.tensor_model_parallel_size,
+        data=parallel.data_parallel_size,
+    )
+    world = join_world(config.training.device, dims=dims)
+    try:
+        run = _Finetuning(name, config, told, world)
+        try:
+            run.run()
+        finally:
+            run.log.close()
+    finally:
+        leave_world()
+
+
+def shape_of(model: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of the model that a manifest's ``model`` states, for those that the command line leaves out."""
+    names = ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "max_position_embeddings")
+    told = {name: model[name] for name in (*names, "vocab_size", "layernorm_epsilon")}
+    return {**told, "seq_length": model["max_position_embeddings"], "bert_no_binary_head": not model["num_tokentypes"]}

@@ -1,0 +1,112 @@
+"""Tokens per second of greedy generation on CPU with a key-value cache, beside transformers on the same weights.
+
+Both continue the same prompts by the same number of tokens in this process, taking turns; reading the prompt counts.
+
+    python tests/benchmarks/train_generate.py [--model llama-small] [--batch 8] [--new 64] [--repeats 3]
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+from typer.testing import CliRunner
+
+from dynmo_train.console import emit
+
+PROMPT_TOKENS = 32
+
+
+def reference(name: str) -> torch.nn.Module:
+    import transformers
+
+    torch.manual_seed(0)
+    if name == "gpt2-124m":
+        model = transformers.GPT2LMHeadModel(transformers.GPT2Config())
+    else:
+        config = transformers.LlamaConfig(
+            vocab_size=32000,
+            hidden_size=512,
+            intermediate_size=1376,
+            num_hidden_layers=8,
+            num_attention_heads=8,
+            num_key_value_heads=2,
+            max_position_embeddings=1024,
+        )
+        model = transformers.LlamaForCausalLM(config)
+    model.generation_config.eos_token_id = None
+    model.generation_config.pad_token_id = 0
+    return model.eval()
+
+
+def ours(model: torch.nn.Module, folder: Path, new: int):
+    """What continues prompts with the same weights, through the native checkpoint."""
+    from dynmo_ckpt.cli import app
+    from dynmo_train.config.evaluation import PlaceConfig
+    from dynmo_train.config.fields import values_of
+    from dynmo_train.parallel.world import join_world
+    from dynmo_train.tasks.generation import Asked, Ending, Generation
+    from dynmo_train.tasks.placed import forward_engine, open_source
+    from dynmo_train.tasks.sampling import Sampling
+
+    model.save_pretrained(folder / "hf")
+    done = CliRunner().invoke(app, ["convert", str(folder / "hf"), str(folder / "native"), "--to", "native"])
+    if done.exit_code:
+        raise RuntimeError(done.output)
+    place = values_of(PlaceConfig, {"load": str(folder / "native"), "device": "cpu"})
+    world = join_world("cpu")
+    source = open_source(folder / "native", place, world)
+    engine = forward_engine(source, place, world, tokens=1, wrap=lambda family: family)
+    generation = Generation(engine, max_tokens=1024, sampling=Sampling(), ending=Ending(eod=None))
+
+    def run(ids: torch.Tensor) -> list[list[int]]:
+        asked = [Asked(ids=tuple(row), most=new, seed=0) for row in ids.tolist()]
+        return [list(answer.ids) for answer in generation.run(asked, len(asked))]
+
+    return run
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", default="gpt2-124m", choices=("gpt2-124m", "llama-small"))
+    parser.add_argument("--batch", type=int, default=1)
+    parser.add_argument("--new", type=int, default=64)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--threads", type=int, default=2)
+    told = parser.parse_args()
+    torch.set_num_threads(told.threads)
+    model = reference(told.model)
+    ids = torch.randint(5, 30000, (told.batch, PROMPT_TOKENS), generator=torch.Generator().manual_seed(1))
+
+    def theirs(ids: torch.Tensor) -> list[list[int]]:
+        with torch.inference_mode():
+            out = model.generate(
+                ids, attention_mask=torch.ones_like(ids), max_new_tokens=told.new, do_sample=False, use_cache=True
+            )
+        return out[:, ids.shape[1] :].tolist()
+
+    with tempfile.TemporaryDirectory() as folder:
+        run = ours(model, Path(folder), told.new)
+    rates: dict[str, list[float]] = {"dynmo-train": [], "transformers": []}
+    texts = {}
+    for turn in range(told.repeats + 1):
+        for name, go in (("dynmo-train", run), ("transformers", theirs)):
+            started = time.perf_counter()
+            texts[name] = go(ids)
+            elapsed = time.perf_counter() - started
+            if turn:  # the first turn warms up
+                rates[name].append(told.batch * told.new / elapsed)
+    same = sum(a == b for a, b in zip(texts["dynmo-train"], texts["transformers"], strict=True))
+    medians = {name: statistics.median(values) for name, values in rates.items()}
+    for name, values in rates.items():
+        emit(f"{told.model} batch {told.batch} {name}: {', '.join(f'{v:.1f}' for v in values)} tokens/s")
+    ratio = medians["dynmo-train"] / medians["transformers"]
+    emit(f"{told.model} batch {told.batch}: ratio of medians {ratio:.2f}; {same} of {told.batch} texts identical")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,162 @@
+"""The seeds' command lines of evaluation, fine-tuning and generation, on small files."""
+
+from __future__ import annotations
+
+import json
+import runpy
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from dynmo_train.cli import app
+from dynmo_train.errors import DynmoError
+
+build = runpy.run_path(str(Path(__file__).parents[1] / "unit" / "ckpt" / "build.py"))
+WORDS = [f"w{number}" for number in range(40)]
+SHAPE = "--num-layers 3 --hidden-size 16 --num-attention-heads 4 --seq-length 12 --max-position-embeddings 12"
+GPT = f"{SHAPE} --ffn-hidden-size 40 --vocab-file vocab.json --merge-file merges.txt"
+TRAINING = "--micro-batch-size 4 --global-batch-size 8 --lr 0.00015 --train-iters 500000 --lr-decay-iters 320000"
+TRAINING += " --lr-decay-style cosine --lr-warmup-fraction .01"
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """A native GPT of random weights, GPT-2's two files of a small vocabulary, texts, and MNLI's files."""
+    from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+
+    folder = tmp_path_factory.mktemp("tasks")
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    trainer = trainers.BpeTrainer(
+        vocab_size=280,
+        special_tokens=["<|endoftext|>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(["the cat sat on the mat , and the dog sat on the log ."] * 4, trainer)
+    tokenizer.model.save(str(folder))
+    m = build["model"](vocab_size=280, padded_vocab_size=384)
+    build["save"](folder / "gpt", build["parameters"](m, seed=4), m)
+    (folder / "wiki.txt").write_text("the cat sat on the mat , and the dog sat on the log .\n" * 4)
+    (folder / "lambada.jsonl").write_text('{"text": "the cat sat on the mat"}\n{"text": "the dog"}\n')
+    (folder / "prompts.txt").write_text("the cat\nstop\nthe dog sat\n")
+    (folder / "bert.txt").write_text("\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *WORDS]) + "\n")
+    rows = ["\t".join(f"c{at}" for at in range(12))]
+    for number in range(9):
+        label = ("contradiction", "entailment", "neutral")[number % 3]
+        rows.append("\t".join([str(number), *["x"] * 7, f"w{number} w1", f"w{number % 3}", "x", label]))
+    (folder / "train.tsv").write_text("\n".join(rows))
+    return folder
+
+
+@pytest.fixture
+def place(made, monkeypatch):
+    monkeypatch.chdir(made)
+    return made
+
+
+def run(line):
+    done = CliRunner().invoke(app, [*line.split(), "--device", "cpu"])
+    if isinstance(done.exception, DynmoError):
+        return done.exception.exit_code, done.stdout, str(done.exception)
+    if done.exit_code == 1 and done.exception:
+        raise done.exception
+    return done.exit_code, done.stdout, done.stderr
+
+
+@pytest.mark.parametrize("command", ["tasks --task WIKITEXT103", "evaluate --task=WIKITEXT103", "evaluate wikitext"])
+def test_wikitext(place, command):
+    line = f"{command} {GPT} --valid-data wiki.txt --tokenizer-type GPT2BPETokenizer --load gpt --micro-batch-size 8"
+    code, out, err = run(f"{line} --checkpoint-activations --log-interval 10 --no-load-optim --no-load-rng --fp16")
+    assert code == 0, err
+    assert out.startswith(" validation results on WIKITEXT103 | avg loss: ")
+    assert "token ratio: " in out
+    assert "taken without effect: --checkpoint-activations: nothing to do without training" in err
+
+
+def test_lambada(place):
+    line = f"tasks --task LAMBADA {GPT} --valid-data lambada.jsonl --strict-lambada --load gpt --micro-batch-size 8"
+    code, out, err = run(f"{line} --tokenizer-type GPT2BPETokenizer --log-interval 10 --no-load-optim --no-load-rng")
+    assert code == 0, err
+    assert out.startswith(" validation results on LAMBADA | number correct: ")
+    assert "total examples: 2.0000E+00" in out
+
+
+def test_generate_from_nothing(place):
+    line = f"generate {GPT} {TRAINING} --load gpt --out-seq-length 12 --temperature 1.0 --genfile samples.json"
+    code, out, err = run(f"{line} --num-samples 2 --top_p 0.9 --recompute")
+    assert (code, out) == (0, ""), err
+    samples = [json.loads(line) for line in (place / "samples.json").read_text().splitlines()]
+    assert [sorted(sample) for sample in samples] == [["finished", "length", "text"]] * 2
+    assert all(sample["finished"] or sample["length"] == 12 for sample in samples)
+    assert samples[0] != samples[1]
+
+
+def test_generate_from_a_file(place):
+    files = "--sample-input-file prompts.txt --sample-output-file out.json"
+    code, _, err = run(f"generate {GPT} --load gpt {files} --out-seq-length 10 --top_k 0 --top_p 0.0 --temperature 1.0")
+    assert code == 0, err
+    samples = [json.loads(line) for line in (place / "out.json").read_text().splitlines()]
+    # A prompt may be any word, and the last line counts as well.
+    assert [sample["text"].startswith(p) for sample, p in zip(samples, ("the cat", "stop", "the dog sat"), strict=True)]
+    assert all(sample["finished"] or sample["length"] == 10 for sample in samples)
+    assert run(f"generate {GPT} --load gpt {files} --out-seq-length 10 --greedy")[0] == 0
+    assert [json.loads(line) for line in (place / "out.json").read_text().splitlines()] == samples
+
+
+def test_a_stop_token_ends_a_text(place):
+    told = f"generate {GPT} --load gpt --prompt the --max-new-tokens 8 --format json"
+    whole = json.loads(run(told)[1])[0]
+    last = whole["completion"][-3:]
+    code, out, err = run(f"{told} --stop-token {last.strip()}") if last.strip() else (0, "[{}]", "")
+    assert code == 0, err
+    assert json.loads(out)[0].get("finish_reason", "stop") in ("stop", "length")
+
+
+def test_interactive_answers_line_after_line(place):
+    told = ["generate", *GPT.split(), "--load", "gpt", "--interactive", "--max-new-tokens", "2", "--device", "cpu"]
+    done = CliRunner().invoke(app, told, input="the cat\n\nstop\n" + "the " * 40 + "\nthe dog\n")
+    assert done.exit_code == 0, done.stderr
+    lines = done.stdout.split("\n")
+    assert [line.startswith(text) for line, text in zip(lines, ("the cat", "stop", "the dog"), strict=False)] == [
+        True
+    ] * 3
+    assert "the model has 12 positions" in done.stderr
+
+
+def test_finetune_mnli(place):
+    shape = "--num-layers 2 --hidden-size 16 --num-attention-heads 2 --seq-length 16 --max-position-embeddings 16"
+    line = f"tasks --task MNLI --train-data train.tsv --valid-data train.tsv train.tsv {shape} --vocab-file bert.txt"
+    line += (
+        " --tokenizer-type BertWordPieceLowerCase --epochs 1 --micro-batch-size 3 --checkpoint-activations --lr 5e-5"
+    )
+    line += " --lr-decay-style linear --lr-warmup-fraction 0.065 --save-interval 500000 --save mnli --log-interval 10"
+    line += " --eval-interval 100 --eval-iters 50 --weight-decay 1.0e-1 --keep-last --seed 1234"
+    code, out, err = run(line)
+    assert code == 0, err
+    assert " > |epoch: 1| metrics for train: correct / total = " in out
+    assert " >> |epoch: 1| overall: correct / total = " in out
+    code, again, err = run("evaluate --task MNLI --load mnli --valid-data train.tsv --seq-length 16")
+    assert code == 0, err
+    assert again.splitlines()[0].split("metrics")[1] == out.splitlines()[-3].split("metrics")[1] or "train" in again
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("tasks --valid-data wiki.txt", "give --task NAME: WIKITEXT103, LAMBADA, MNLI, RACE"),
+        ("evaluate --task QQP", "--task QQP: the tasks are"),
+        ("generate --load gpt --prompt x --vocab-file vocab.json --merge-file no.txt", "no tokenizer at no.txt"),
+        (f"generate {GPT} --load gpt --prompt x --interactive", "--interactive asks for the prompts itself"),
+        (f"generate {GPT} --load gpt --prompt {'x' * 300} --max-new-tokens 1", "the model has 12 positions"),
+        (f"generate {GPT} --load gpt --prompt thecatsat --out-seq-length 2", "--out-seq-length is 2"),
+        (f"generate {GPT} --load gpt --prompt x --genfile no/such", "--genfile no/such: cannot be written"),
+        (f"generate {GPT} --hidden-size 32 --load gpt --prompt x", "--hidden-size: is 32; the model of"),
+        ("evaluate mnli --load gpt --valid-data train.tsv", "holds no model that was fine-tuned for mnli"),
+    ],
+)
+def test_bad_input_is_told(place, line, words):
+    code, _, err = run(line)
+    assert code == 2
+    assert words in err, err
