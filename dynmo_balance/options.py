@@ -200,6 +200,36 @@ FusedOption = Annotated[
         "--fused-attention/--unfused-attention", help="Whether attention scores go to memory, where costs are computed."
     ),
 ]
+BoundaryRankOption = Annotated[
+    int | None,
+    typer.Option("--inter-grad-comp-rank", min=1, help="Gradients between stages go as factors of this rank."),
+]
+EpilogueOption = Annotated[
+    bool, typer.Option("--inter-grad-comp-epilogue-only", help="Only those behind a worker's last forward of a step.")
+]
+FeedbackOption = Annotated[
+    bool, typer.Option("--use-error-feedback", help="What compression loses is kept, which takes one more product.")
+]
+ReplicaRankOption = Annotated[
+    int | None,
+    typer.Option("--grad-comp-rank", min=1, help="Gradients between replicas are added as factors of this rank."),
+]
+WayOption = Annotated[
+    str | None,
+    typer.Option(
+        "--selective-grad-comp-way", help="How many workers compress between replicas, or auto: as many as is fastest."
+    ),
+]
+FusedTiesOption = Annotated[
+    bool, typer.Option("--emb-comm-opt", help="Tied weights are added over replicas and copies in one exchange.")
+]
+FactorDeviceOption = Annotated[
+    str | None,
+    typer.Option(
+        "--compression-device",
+        help="Whose rates factors are made at: a preset or a TOML file. Default: --device, or cpu.",
+    ),
+]
 WindowOption = Annotated[int, typer.Option("--window", min=1, help="Step records that the costs are the median of.")]
 AtStepOption = Annotated[
     int | None, typer.Option("--at-step", min=1, help="Take the costs as they were at this step. Default: the last.")

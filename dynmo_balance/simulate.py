@@ -35,6 +35,9 @@ class StageCosts:
         send_ns: how long its output, or the gradient of it, takes to the next stage's worker; 0 on the same worker.
         static_bytes: parameters, gradients, optimizer state.
         activation_bytes: kept from forward to backward.
+        packed: microbatches whose gradient this stage sends back as low-rank factors.
+        packed_send_ns: how long these take to the worker of the stage before.
+        compress_ns, decompress_ns: what making them adds to this stage's backward, and undoing them to the one before.
     """
 
     forward_ns: int
@@ -44,6 +47,10 @@ class StageCosts:
     send_ns: int = 0
     static_bytes: int = 0
     activation_bytes: int = 0
+    packed: frozenset[int] = frozenset()
+    packed_send_ns: int = 0
+    compress_ns: int = 0
+    decompress_ns: int = 0
 
 
 class Span(NamedTuple):
@@ -141,13 +148,18 @@ class _Arrivals:
         gradient, own = self._gradient[stage][microbatch], self._own[stage][microbatch]
         return -1 if gradient < 0 or own < 0 else max(gradient, own)
 
-    def receive_ns(self, stage: int, kind: Kind) -> int:
+    def gradient_ns(self, stage: int, microbatch: int) -> int:
+        """How long the gradient of a microbatch takes from ``stage`` to the one before."""
+        sender = self._stages[stage]
+        return sender.packed_send_ns if microbatch in sender.packed else self._stages[stage - 1].send_ns
+
+    def receive_ns(self, stage: int, kind: Kind, microbatch: int) -> int:
         """How long the worker is kept busy by what comes in for the operation."""
         if not self.wait or kind is Kind.BACKWARD_WEIGHT:
             return 0
         if kind is Kind.FORWARD:
             return self._stages[stage - 1].send_ns if stage else 0
-        return self._stages[stage].send_ns
+        return self.gradient_ns(stage + 1, microbatch) if stage + 1 < len(self._stages) else 0
 
     def finish(self, stage: int, kind: Kind, microbatch: int, end: int) -> int:
         """Note that the operation ended, send what it made, and return when its worker is free again."""
@@ -162,7 +174,7 @@ class _Arrivals:
         self._input_done[stage][microbatch] = end
         if stage == 0 or not self._stages[stage - 1].has_backward:
             return end
-        self._gradient[stage - 1][microbatch], free = self._send(stage, -1, self._stages[stage - 1].send_ns, end)
+        self._gradient[stage - 1][microbatch], free = self._send(stage, -1, self.gradient_ns(stage, microbatch), end)
         return free
 
     def _send(self, stage: int, direction: int, send_ns: int, end: int) -> tuple[int, int]:
@@ -213,8 +225,8 @@ def run(
             ready = arrivals.ready(stage, kind, microbatch)
             if ready < 0:
                 break
-            start = max(clock[worker], ready) + arrivals.receive_ns(stage, kind)
-            end = start + overhead_ns + _duration(cost, kind)
+            start = max(clock[worker], ready) + arrivals.receive_ns(stage, kind, microbatch)
+            end = start + overhead_ns + _duration(cost, kind) + _packing_ns(stages, stage, kind, microbatch)
             clock[worker] = arrivals.finish(stage, kind, microbatch, end)
             done[worker] += 1
             spans[worker].append(Span(stage, kind, microbatch, start, end))
@@ -241,6 +253,16 @@ def _duration(cost: StageCosts, kind: Kind) -> int:
     if kind is Kind.BACKWARD_WEIGHT:
         return cost.backward_weight_ns
     return cost.backward_input_ns + cost.backward_weight_ns
+
+
+def _packing_ns(stages: Sequence[StageCosts], stage: int, kind: Kind, microbatch: int) -> int:
+    """What compression adds to a backward: undoing the factors that came, making those that leave."""
+    if kind is Kind.FORWARD or kind is Kind.BACKWARD_WEIGHT:
+        return 0
+    added = stages[stage].compress_ns if microbatch in stages[stage].packed else 0
+    if stage + 1 < len(stages) and microbatch in stages[stage + 1].packed:
+        added += stages[stage + 1].decompress_ns
+    return added
 
 
 def memory_curves(order: Order, stages: Sequence[StageCosts]) -> tuple[tuple[tuple[Operation, int], ...], ...]:

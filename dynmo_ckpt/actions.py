@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import tempfile
 import time
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
@@ -23,7 +25,7 @@ from .reshard import NativePlan, finished_manifest
 from .verify import header_findings, small_findings, written_findings
 
 BASE_MEMORY_BYTES = 45_000_000
-ASSUMED_BYTES_PER_S = 1e9
+PROBE_BYTES = 64 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,7 +117,8 @@ def _refused_or_shown(
         return False
     sizes = {file.name: file.num_bytes for file in files} | {name: len(payload) for name, payload in small.items()}
     memory = BASE_MEMORY_BYTES + 2 * how.jobs * TRANSPOSE_PANEL_BYTES
-    seconds = total / ASSUMED_BYTES_PER_S
+    rate = copy_rate(target, min(PROBE_BYTES, max(1, total)))
+    seconds = total / rate
     if how.format is Format.JSON:
         emit_json(
             {
@@ -124,16 +127,34 @@ def _refused_or_shown(
                 "files": sizes,
                 "bytes": total,
                 "memory_bytes_at_most": memory,
-                "seconds_at_1_gb_per_s": round(seconds, 3),
+                "bytes_per_s": round(rate),
+                "seconds": round(seconds, 3),
             }
         )
         return True
     emit_table(f"would write {target}", ("file", "bytes"), [(name, f"{size:,}") for name, size in sizes.items()])
     emit(
         f"{len(sizes)} files, {human_bytes(total)}, at most {human_bytes(memory)} of memory, "
-        f"about {seconds:.1f} s at 1 GB/s; nothing was written"
+        f"about {seconds:.1f} s at the {rate / 1e9:.2f} GB/s that the disk just gave; nothing was written"
     )
     return True
+
+
+def copy_rate(target: Path, num_bytes: int) -> float:
+    """Bytes a second that the disk of a new directory takes: written with checksums, flushed, and removed again."""
+    place = next(parent for parent in target.resolve().parents if parent.is_dir())
+    panel = bytes(min(num_bytes, 1 << 20))
+    try:
+        with tempfile.TemporaryFile(dir=place) as probe:
+            begun = time.perf_counter()
+            for _ in range(-(-num_bytes // len(panel))):
+                zlib.crc32(panel)
+                probe.write(panel)
+            probe.flush()
+            os.fsync(probe.fileno())
+            return num_bytes / max(1e-9, time.perf_counter() - begun)
+    except OSError as error:
+        raise StorageError(f"{place}: {error.strerror or error}") from error
 
 
 def _write(staging: Path, files: Sequence[Writable], how: Settings) -> dict[str, Written]:

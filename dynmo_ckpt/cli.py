@@ -47,7 +47,10 @@ def info(
         for remark in remarks:
             say(remark)
     else:
-        directory, manifest = path, dict(_open(path, options.SourceKind.AUTO, step).manifest)
+        from .legacy import LegacyOptions
+
+        look = LegacyOptions(look_only=True)
+        directory, manifest = path, dict(_open(path, options.SourceKind.AUTO, step, legacy=look).manifest)
     summary = summarize(str(directory), manifest)
     if report is Format.JSON:
         chosen = {name: manifest["tensors"][name] for name, *_ in tensor_rows(manifest, tensors)} if tensors else None

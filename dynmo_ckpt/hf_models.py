@@ -16,6 +16,11 @@ Model = dict[str, Any]
 ACTIVATIONS = {"gelu_tanh": "gelu_new", "gelu": "gelu", "relu": "relu"}
 SAME_AS_TANH = ("gelu_new", "gelu_fast", "gelu_pytorch_tanh")
 PRE_TRAINING, MASKED = "MegatronBertForPreTraining", "MegatronBertForMaskedLM"
+RACE_CHOICES = 4  # of a multiple-choice head, whose weights do not tell it
+TASK_HEADS = {
+    "classification": "MegatronBertForSequenceClassification",
+    "multichoice": "MegatronBertForMultipleChoice",
+}
 LAYER_NORMS = {"normalization": "layernorm", "position_embedding": "learned"}
 
 
@@ -42,6 +47,8 @@ def architecture_of_model(model: Config) -> tuple[str, Architecture]:
         return ("mixtral" if model.get("num_experts") else "llama"), LLAMA
     if model.get("num_experts"):
         raise UnsupportedError(f"no architecture of transformers is a {family} with experts")
+    if family == "t5" and model.get("position_embedding") == "relative":
+        return "t5", ARCHITECTURES["t5"]
     for field, needed in LAYER_NORMS.items():
         if model.get(field, needed) != needed:
             raise UnsupportedError(f"{name} computes {field} = {needed} only; the model has {model[field]}")
@@ -211,7 +218,10 @@ def _llama_model(config: Config) -> Model:
 
 def _bert_config(model: Config) -> dict[str, Any]:
     return {
-        "architectures": [PRE_TRAINING if model.get("binary_head") else MASKED],
+        "architectures": [
+            TASK_HEADS.get(model.get("task_head", "")) or (PRE_TRAINING if model.get("binary_head") else MASKED)
+        ],
+        **({"num_labels": model["num_classes"]} if model.get("task_head") == "classification" else {}),
         "hidden_act": ACTIVATIONS[model["activation"]],
         "hidden_size": model["hidden_size"],
         "intermediate_size": model["ffn_hidden_size"],
@@ -226,9 +236,16 @@ def _bert_config(model: Config) -> dict[str, Any]:
 def _bert_model(config: Config) -> Model:
     _needs(config, is_decoder=False, add_cross_attention=False, position_embedding_type="absolute")
     names = config.get("architectures") or [PRE_TRAINING]
-    if names[0] not in (PRE_TRAINING, MASKED):
-        raise UnsupportedError(f"architecture {names[0]}: known are {PRE_TRAINING} and {MASKED}")
+    known = (PRE_TRAINING, MASKED, *TASK_HEADS.values())
+    if names[0] not in known:
+        raise UnsupportedError(f"architecture {names[0]}: known are {', '.join(known)}")
+    head = next((head for head, name in TASK_HEADS.items() if name == names[0]), None)
+    labels = config.get("num_labels") or len(config.get("id2label") or (0, 1))
+    task = (
+        {} if head is None else {"task_head": head, "num_classes": labels if head == "classification" else RACE_CHOICES}
+    )
     return {
+        **task,
         "family": "bert",
         "num_layers": size(config, "num_hidden_layers", 24),
         "hidden_size": size(config, "hidden_size", 1024),
@@ -239,7 +256,7 @@ def _bert_model(config: Config) -> Model:
         "activation": _activation(config, "hidden_act", "gelu"),
         "num_tokentypes": config.get("type_vocab_size", 2),
         "binary_head": names[0] == PRE_TRAINING,
-        "tied_embeddings": config.get("tie_word_embeddings", True),
+        "tied_embeddings": head is None and config.get("tie_word_embeddings", True),
     }
 
 
@@ -288,6 +305,59 @@ def _blenderbot_model(config: Config) -> Model:
     }
 
 
+def _t5_config(model: Config) -> dict[str, Any]:
+    needed = {"normalization": "rmsnorm", "tied_embeddings": True}
+    for field, value in needed.items():
+        if model.get(field) != value:
+            raise UnsupportedError(f"a T5 computes {field} = {value} only; the model has {model.get(field)}")
+    if model["activation"] not in ACTIVATIONS:
+        raise UnsupportedError(f"t5: no activation function is {model['activation']}")
+    return {
+        "architectures": ["T5ForConditionalGeneration"],
+        "d_model": model["hidden_size"],
+        "d_ff": model["ffn_hidden_size"],
+        "d_kv": model["head_dim"],
+        "num_heads": model["num_attention_heads"],
+        "num_layers": model["num_layers"],
+        "num_decoder_layers": model["num_decoder_layers"],
+        "relative_attention_num_buckets": model.get("relative_buckets", 32),
+        "relative_attention_max_distance": model.get("relative_max_distance", 128),
+        "n_positions": model["max_position_embeddings"],
+        "layer_norm_epsilon": model["layernorm_epsilon"],
+        "feed_forward_proj": ACTIVATIONS[model["activation"]],
+        "is_encoder_decoder": True,
+        "scale_decoder_outputs": True,
+        "decoder_start_token_id": 0,
+    }
+
+
+def _t5_model(config: Config) -> Model:
+    _needs(config, tie_word_embeddings=True)
+    projection = str(config.get("feed_forward_proj", "relu"))
+    if projection.startswith("gated"):
+        raise UnsupportedError(f"feed_forward_proj {projection}: gated layers are not mapped")
+    layers = size(config, "num_layers", 6)
+    return {
+        "family": "t5",
+        "num_layers": layers,
+        "num_encoder_layers": layers,
+        "num_decoder_layers": config.get("num_decoder_layers") or layers,
+        "hidden_size": size(config, "d_model", 512),
+        "ffn_hidden_size": size(config, "d_ff", 2048),
+        "num_attention_heads": size(config, "num_heads", 8),
+        "head_dim": size(config, "d_kv", 64),
+        "normalization": "rmsnorm",
+        # Relative positions have no end; the configuration may still tell what the model was trained with.
+        "max_position_embeddings": size(config, "n_positions", 512),
+        "layernorm_epsilon": config.get("layer_norm_epsilon", 1e-6),
+        "activation": _activation({"name": projection}, "name", "relu"),
+        "position_embedding": "relative",
+        "relative_buckets": size(config, "relative_attention_num_buckets", 32),
+        "relative_max_distance": size(config, "relative_attention_max_distance", 128),
+        "tied_embeddings": True,
+    }
+
+
 LLAMA = Architecture(map="llama", to_config=_llama_config, to_model=_llama_model)
 ARCHITECTURES: Mapping[str, Architecture] = {
     "gpt2": Architecture(map="gpt2", to_config=_gpt2_config, to_model=_gpt2_model),
@@ -295,5 +365,6 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "mixtral": LLAMA,
     "mistral": LLAMA,
     "megatron-bert": Architecture(map="megatronbert", to_config=_bert_config, to_model=_bert_model),
+    "t5": Architecture(map="t5", to_config=_t5_config, to_model=_t5_model),
     "blenderbot": Architecture(map="blenderbot", to_config=_blenderbot_config, to_model=_blenderbot_model),
 }

@@ -37,7 +37,7 @@ WORD_TABLE = "language_model.embedding.word_embeddings.weight"
 
 @dataclass(frozen=True, kw_only=True)
 class LegacyOptions:
-    """What a person adds where the files do not tell it."""
+    """What a person adds where the files do not tell it; ``look_only``: copies are not compared, no bytes are read."""
 
     vocab_size: int | None = None
     num_attention_heads: int | None = None
@@ -47,6 +47,7 @@ class LegacyOptions:
     drop: tuple[str, ...] = ()
     with_optimizer: bool = False
     config: Path | None = None
+    look_only: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -221,7 +222,8 @@ def assemble(
     variant = {0.0: "0", 1.0: "1"}.get(facts.version, "2")
     layout = layout_of(load_map(f"legacy_{family}", variant), model, padded=True)
     tensors, equal = to_ours(layout, merged, ties)
-    remarks += _compare_replicas(layout, merged, [*copies, *equal], options)
+    if not options.look_only:
+        remarks += _compare_replicas(layout, merged, [*copies, *equal], options)
     return LegacyCheckpoint(
         model=model,
         tensors=tensors,

@@ -7,6 +7,7 @@ from typing import Any
 
 from .errors import UsageError
 from .faults import UnsupportedError
+from .hf_models import RACE_CHOICES
 from .views import Tensor
 
 Args = Mapping[str, Any]
@@ -26,6 +27,7 @@ MEGATRON_SCALING = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
 }
+TASK_HEADS = {"classification_head.": "classification", "multichoice_head.": "multichoice"}
 OF_LLAMA = {"swiglu": True, "normalization": "RMSNorm"}
 OF_OTHERS = {
     "swiglu": False,
@@ -39,7 +41,7 @@ def family_of(merged: Merged) -> str:
     """The family, from the names of the tensors of all stages."""
     if any(name.startswith(f"{LM}decoder.") for name in merged):
         return "t5"
-    if any(name.startswith("lm_head.") for name in merged):
+    if any(name.startswith(("lm_head.", *TASK_HEADS)) for name in merged):
         return "bert"
     has_positions = f"{LM}embedding.position_embeddings.weight" in merged
     return "gpt" if has_positions else "llama"
@@ -50,9 +52,6 @@ def refuse_variants(path: str, family: str, args: Args, merged: Merged) -> None:
     for field, ours in {**ACROSS, **(OF_LLAMA if family == "llama" else OF_OTHERS)}.items():
         if args.get(field, ours) != ours:
             raise UnsupportedError(f"{path}: trained with {field} = {args[field]!r}; only {ours!r} is mapped")
-    for part in ("classification_head", "multichoice_head"):
-        if any(name.startswith(f"{part}.") for name in merged):
-            raise UnsupportedError(f"{path}: has a {part}; finetuned heads are not mapped")
 
 
 def model_of(
@@ -110,6 +109,10 @@ def model_of(
         types = merged.get(f"{LM}embedding.tokentype_embeddings.weight")
         model["num_tokentypes"] = types[0].shape[0] if types else 0
         model["binary_head"] = "binary_head.weight" in merged
+        for prefix, head in TASK_HEADS.items():
+            if f"{prefix}weight" in merged:
+                classes = merged[f"{prefix}weight"][0].shape[0] if head == "classification" else RACE_CHOICES
+                model |= {"task_head": head, "num_classes": classes, "tied_embeddings": False}
     if family == "t5":
         model |= {"num_encoder_layers": layers["encoder"], "num_decoder_layers": layers["decoder"]}
         model |= {"head_dim": hidden // heads, "normalization": "layernorm", "position_embedding": "learned"}

@@ -103,7 +103,7 @@ def _refuse_unmapped(model: Mapping[str, Any], version: float) -> None:
         raise UnsupportedError("legacy Megatron: experts are not mapped")
     if model.get("num_key_value_heads", model["num_attention_heads"]) != model["num_attention_heads"] and version < 2:
         raise UnsupportedError(f"checkpoint version {version:g} is older than grouped queries; 2.0 and 3.0 hold them")
-    if model["family"] == "bert" and not model["tied_embeddings"]:
+    if model["family"] == "bert" and not model["tied_embeddings"] and not model.get("task_head"):
         raise UnsupportedError("legacy Megatron: a BERT's head is tied to its embedding")
 
 

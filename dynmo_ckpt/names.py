@@ -107,13 +107,15 @@ def features(model: Mapping[str, Any]) -> set[str]:
     positions = model.get("position_embedding", "rotary" if model["family"] == "llama" else "learned")
     found = {positions, "experts" if model.get("num_experts") else "dense"}
     found |= {"tokentypes"} if model.get("num_tokentypes") else set()
-    found |= {"binary"} if model.get("binary_head") else set()
-    return found
+    found |= {"binary", "pooler"} if model.get("binary_head") else set()
+    return found | ({model["task_head"], "pooler"} if model.get("task_head") else {"language"})
 
 
 def model_ties(model: Mapping[str, Any]) -> dict[str, str]:
     """The ties of a model of ours, from its sizes."""
     if model["family"] != "t5":
+        if model.get("task_head"):
+            return {}
         return {"head.weight": "embedding.word.weight"} if model["tied_embeddings"] else {}
     word, position = "encoder.embedding.word.weight", "encoder.embedding.position.weight"
     ties = {"decoder.embedding.word.weight": word}
@@ -121,6 +123,10 @@ def model_ties(model: Mapping[str, Any]) -> dict[str, str]:
         ties["head.weight"] = word
     if model.get("position_embedding", "learned") == "learned":
         ties["decoder.embedding.position.weight"] = position
+    else:
+        for side, layers in (("encoder", model["num_layers"]), ("decoder", model["num_decoder_layers"])):
+            table = f"{side}.layers.0.attention.relative.weight"
+            ties |= {table.replace(".0.", f".{i}.", 1): table for i in range(1, layers)}
     return ties
 
 
@@ -182,6 +188,8 @@ def axis_sizes(model: Mapping[str, Any], vocab_size: int) -> dict[str, int]:
         "two": 2,
         "types": model.get("num_tokentypes", 0),
         "e": model.get("num_experts", 0),
+        "r": model.get("relative_buckets", 32),
+        "classes": model.get("num_classes", 1),
     }
 
 

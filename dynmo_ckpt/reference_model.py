@@ -54,8 +54,9 @@ class _Model:
         self.checkpoint = checkpoint
         self.model: Mapping[str, Any] = checkpoint.manifest["model"]
         self.family: str = self.model["family"]
-        if self.model.get("position_embedding") == "relative":
-            raise UnsupportedError("logits of a model with relative positions are not computed here")
+        self.relative = self.model.get("position_embedding") == "relative"
+        if self.model.get("task_head"):
+            raise UnsupportedError("a finetuned head has no logits of a vocabulary")
 
     def load(self, name: str) -> Array:
         return load_array(self.checkpoint, name)
@@ -83,6 +84,8 @@ class _Model:
             binary = self.linear("head.binary", np.tanh(self.linear("head.pooler", x_TD[:1])))[0]
         if self.family == "bert":
             x_TD = self.norm("head.dense_norm", self.activate(self.linear("head.dense", x_TD)))
+        if self.relative:
+            x_TD = x_TD * np.float32(self.model["hidden_size"] ** -0.5)
         result = x_TD @ self.load("head.weight")[:vocabulary].T
         if self.has("head.bias"):
             result = result + self.load("head.bias")[:vocabulary]
@@ -90,7 +93,7 @@ class _Model:
 
     def embed(self, name: str, tokens_T: Ids) -> Array:
         x_TD: Array = self.load(f"{name}.word.weight")[tokens_T]
-        if self.family != "llama":
+        if self.family != "llama" and not self.relative:
             x_TD = x_TD + self.load(f"{name}.position.weight")[: len(tokens_T)]
         types = self.model.get("num_tokentypes", 0)
         if types:
@@ -107,7 +110,7 @@ class _Model:
 
     def norm(self, name: str, x_TD: Array) -> Array:
         epsilon = np.float32(self.model["layernorm_epsilon"])
-        if self.family == "llama":
+        if self.family == "llama" or self.relative:
             scaled: Array = x_TD / np.sqrt((x_TD**2).mean(-1, keepdims=True) + epsilon)
             return scaled * self.load(f"{name}.weight")
         centred = x_TD - x_TD.mean(-1, keepdims=True)
@@ -130,14 +133,32 @@ class _Model:
         repeat = heads // groups
         q_NTH = q_TGQH.reshape(len(x_TD), heads, -1).transpose(1, 0, 2)
         k_NTH, v_NTH = (np.repeat(x, repeat, axis=1).transpose(1, 0, 2) for x in (k_TGH, v_TGH))
-        return self.linear(f"{name}.dense", _attend(q_NTH, k_NTH, v_NTH, causal=causal))
+        bias_NTS = self.distances(name, len(x_TD), causal=causal) if self.relative else None
+        return self.linear(f"{name}.dense", _attend(q_NTH, k_NTH, v_NTH, causal=causal, bias_NTS=bias_NTS))
+
+    def distances(self, name: str, tokens: int, *, causal: bool) -> Array:
+        """What is added to the scores ``[N, T, T]`` for the distance of two tokens (arXiv:1910.10683, section 2.1)."""
+        table_BN = self.load(f"{name.split('.')[0]}.layers.0.attention.relative.weight")
+        count, far = len(table_BN), self.model.get("relative_max_distance", 128)
+        ahead_TS = np.arange(tokens)[None] - np.arange(tokens)[:, None]
+        offset_TS = np.zeros_like(ahead_TS)
+        if not causal:
+            count //= 2
+            offset_TS = (ahead_TS > 0) * count
+        gap_TS = np.maximum(-ahead_TS, 0) if causal else np.abs(ahead_TS)
+        exact = count // 2
+        ratio = np.log(np.maximum(gap_TS, 1).astype(np.float32) / exact) / math.log(far / exact)
+        wide_TS = np.minimum(exact + (ratio * (count - exact)).astype(np.int64), count - 1)
+        bias_NTS: Array = table_BN[offset_TS + np.where(gap_TS < exact, gap_TS, wide_TS)].transpose(2, 0, 1)
+        return bias_NTS
 
     def cross_attention(self, name: str, x_TD: Array, memory_SD: Array) -> Array:
         heads = self.model["num_attention_heads"]
         q_TNH = self.linear(f"{name}.query", self.norm(f"{name}.norm", x_TD)).reshape(len(x_TD), heads, -1)
         kv_SN2H = self.linear(f"{name}.key_value", memory_SD).reshape(len(memory_SD), heads, 2, -1)
         q_NTH, k_NSH, v_NSH = (x.transpose(1, 0, 2) for x in (q_TNH, kv_SN2H[:, :, 0], kv_SN2H[:, :, 1]))
-        return self.linear(f"{name}.dense", _attend(q_NTH, k_NSH, v_NSH, causal=False))
+        nothing = np.zeros(1, np.float32) if self.relative else None
+        return self.linear(f"{name}.dense", _attend(q_NTH, k_NSH, v_NSH, causal=False, bias_NTS=nothing))
 
     def rotated(self, x: Array) -> Array:
         """``x`` of ``[T, ..., H]``, each head's halves turned against each other (Su et al. 2021, section 3.4.2)."""
@@ -185,8 +206,10 @@ class _Model:
         return result
 
 
-def _attend(q_NTH: Array, k_NSH: Array, v_NSH: Array, *, causal: bool) -> Array:
-    scores_NTS = q_NTH @ k_NSH.transpose(0, 2, 1) / np.float32(math.sqrt(q_NTH.shape[-1]))
+def _attend(q_NTH: Array, k_NSH: Array, v_NSH: Array, *, causal: bool, bias_NTS: Array | None = None) -> Array:
+    """Attention; with ``bias_NTS`` that is added to the scores, which are then not scaled, as a T5's."""
+    scores_NTS = q_NTH @ k_NSH.transpose(0, 2, 1)
+    scores_NTS = scores_NTS / np.float32(math.sqrt(q_NTH.shape[-1])) if bias_NTS is None else scores_NTS + bias_NTS
     if causal:
         scores_NTS = np.where(np.tri(q_NTH.shape[1], dtype=bool), scores_NTS, -np.inf)
     weights_NTS = np.exp(scores_NTS - scores_NTS.max(-1, keepdims=True))

@@ -39,6 +39,8 @@ class _Lines:
     def resume(self, phase: Phase, done: int) -> None:
         if done and done < phase.tasks:
             say(f"{self._label}: goes on: {done} of {phase.tasks} tasks of {phase.name} are done")
+        if phase.reads:
+            self._total -= self._total * done // phase.tasks
 
     def report(self, documents: int, size: int) -> None:
         self._documents += documents

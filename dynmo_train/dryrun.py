@@ -10,23 +10,23 @@ import json
 import math
 import subprocess
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.func import functional_call
 
 from .building import flops_counter, settings_of
 from .config import Config
 from .console import Format, emit, emit_json, human_bytes
+from .dryrun_memory import memory_of_items, worker_peaks
 from .errors import UsageError
-from .families import CAUSAL, family_of
+from .families import family_of
 from .formats.profile import Layout, ModelInfo, WorkerInfo, append_record, header_record
-from .models.items import BoundaryShape, ItemSpec, ModelFamily, Reported, parameters_of
+from .memory import ItemMemory
+from .models.items import ModelFamily, parameters_of
 from .programs import program_path
 from .recording import describe_items
 
@@ -70,56 +70,12 @@ def _cut_to_rank(family: ModelFamily, tensor: int) -> Callable[[str], nn.Module]
     return build
 
 
-def activation_bytes(item: ItemSpec, module: nn.Module, boundary: BoundaryShape, inputs: dict[str, torch.Size]) -> int:
-    """Bytes that an item keeps from its forward to its backward, a microbatch: each storage once, parameters left out.
+def header_of(config: Config, family: ModelFamily, memories: Mapping[str, ItemMemory]) -> dict[str, Any]:
+    """The profile's header of the run, as it would be written at its start, with exact sizes.
 
-    Runs the item on fake CPU tensors, which have shapes and types and no memory.
+    Args:
+        memories: what the items hold, as far as that is known.
     """
-    with FakeTensorMode():
-        weights = {
-            name: torch.empty(parameter.shape, dtype=boundary.dtype, device="cpu", requires_grad=True)
-            for name, parameter in module.train().named_parameters()
-        }
-        kept = {weight.untyped_storage()._cdata for weight in weights.values()}
-        read = [
-            torch.empty(boundary.shapes[name], dtype=boundary.dtype, device="cpu", requires_grad=True)
-            for name in item.reads
-        ]
-        given = [torch.empty(inputs[name], dtype=torch.int64, device="cpu") for name in item.inputs]
-        sizes: dict[int, int] = {}
-        alive: list[Any] = []
-
-        def pack(tensor: torch.Tensor) -> torch.Tensor:
-            storage = tensor.untyped_storage()
-            if storage._cdata not in kept:
-                alive.append(storage)
-                sizes[storage._cdata] = storage.nbytes()
-            return tensor
-
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-            result = functional_call(module, weights, (*read, *given))
-        alive.append(result.output if isinstance(result, Reported) else result)
-    return sum(sizes.values())
-
-
-def _activations(config: Config, family: ModelFamily, boundary: BoundaryShape) -> dict[str, int]:
-    """The same of every item, computed once for items alike; of models with one stream, on one tensor rank."""
-    if config.model.family not in CAUSAL or config.parallel.tensor_model_parallel_size > 1:
-        return {}
-    rows = torch.Size((config.training.micro_batch_size, config.model.seq_length))
-    known: dict[Any, int] = {}
-    found: dict[str, int] = {}
-    for item in family.items:
-        module = family.build(item.name, torch.device("meta"))
-        key = (item.kind, tuple(tuple(parameter.shape) for parameter in module.parameters()))
-        if key not in known:
-            known[key] = activation_bytes(item, module, boundary, {"ids": rows, "labels": rows})
-        found[item.name] = known[key]
-    return found
-
-
-def header_of(config: Config, family: ModelFamily) -> dict[str, Any]:
-    """The profile's header of the run, as it would be written at its start, with exact sizes."""
     parallel, boundary = config.parallel, settings_of(config).pipeline.boundary
     ranks = parallel.tensor_model_parallel_size * parallel.data_parallel_size
     record = header_record(
@@ -154,10 +110,9 @@ def header_of(config: Config, family: ModelFamily) -> dict[str, Any]:
         items=describe_items(family, boundary, _cut_to_rank(family, parallel.tensor_model_parallel_size)),
     )
     record["model"]["x_num_attention_heads"] = config.model.num_attention_heads
-    kept = _activations(config, family, boundary)
     for item in record["items"]:
-        if item["name"] in kept:
-            item["x_activation_bytes"] = kept[item["name"]]
+        if item["name"] in memories:
+            item["x_activation_bytes"] = memories[item["name"]].kept
     return record
 
 
@@ -184,7 +139,9 @@ def _simulate(header: dict[str, Any], config: Config, device: str) -> dict[str, 
 def dry_run(config: Config, device: str) -> DryRun:
     """The figures of a run on a device: ``h200``, ``h100``, ``a100``, ``cpu`` or a TOML file of ``dynmo-plan``."""
     family, parallel = family_of(config), config.parallel
-    header = header_of(config, family)
+    boundary = settings_of(config).pipeline.boundary
+    memories = memory_of_items(config, family, boundary)
+    header = header_of(config, family, memories)
     told = _simulate(header, config, device)
     whole, held = 0, {}
     for item in family.items:
@@ -199,7 +156,7 @@ def dry_run(config: Config, device: str) -> DryRun:
         parameters=whole,
         parameters_per_worker=max(by_worker.values(), default=sum(held.values())),
         flops_per_step=flops_counter(config, family)(config.training.global_batch_size, config.model.seq_length),
-        peak_memory_bytes=list(told["peak_memory_bytes"]),
+        peak_memory_bytes=worker_peaks(config, family, boundary, header, told, memories),
         step_s=told["step_ns"] / 1e9,
         bubble_fraction=told["bubble_fraction"],
         device=device,

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+from torch import nn
 
 from .compression.boundaries import BoundaryCodec
 from .compression.replicas import ReplicaCodec
@@ -39,6 +40,7 @@ from .optim.precision import FLOAT32, LossScaler, Precision, unscale
 from .optim.replicas import GradientReducer
 from .optim.schedule import LearningRate
 from .parallel.experts import exchange_of
+from .parallel.replicas import gather_of
 from .parallel.tensor import region_of
 from .parallel.world import World, gather_documents, gather_over, sum_over_pipeline, sum_over_replicas
 from .parallel.zero import Shards
@@ -63,6 +65,7 @@ class EngineSettings:
         pruning_rule: what is pruned; used where ``pruning`` is given.
         precision: types of the arithmetic; the boundary's type is its ``compute``.
         fused_adam: NVIDIA's ``FusedAdam`` where it updates the weights; None where torch's AdamW does.
+        fused_norms: NVIDIA's normalisations in the place of torch's.
         overlap_reduction: whether the replicas' gradients are added while others are still being computed.
         sequence_parallel: whether the stream between tensor-parallel regions is cut along the tokens; the boundary's
             shape is then that of a part.
@@ -82,6 +85,7 @@ class EngineSettings:
     adaptive_freezing: PlasticityRule | None = None
     precision: Precision = FLOAT32
     fused_adam: type[Any] | None = None
+    fused_norms: Mapping[type[nn.Module], type[nn.Module]] = field(default_factory=dict)
     overlap_reduction: bool = False
     sequence_parallel: bool = False
     zero_stage: int = 0
@@ -170,6 +174,8 @@ class Engine:
             region,
             shards,
             exchange_of(world),
+            gather_of(world),
+            settings.fused_norms,
         )
         self.scaler = LossScaler(settings.precision.scaling)
         self.advanced = 0
@@ -386,13 +392,21 @@ class Engine:
 
     def evaluate(self, batches: Iterable[Batch]) -> float:
         """The mean loss over some batches, without gradient or dropout."""
-        losses = []
+        return self.evaluate_losses(batches)["loss"]
+
+    def evaluate_losses(self, batches: Iterable[Batch]) -> dict[str, float]:
+        """The same as ``loss``, and behind it the means of what the head reports of it, such as BERT's two losses."""
+        told: dict[str, list[float]] = {}
+        head = self._item_names[-1]
         for batch in batches:
             self.probe.begin_step(False, batch.step)
             self._fit(batch)
-            losses.append(self._mean_loss(self.pipeline().evaluate(self._own_part(batch))))
+            loss = self._mean_loss(self.pipeline().evaluate(self._own_part(batch)))
+            parts = {name: values[0] for name, values in self._figures().get(head, {}).items() if len(values) == 1}
+            for name, value in ({"loss": loss} | parts).items():
+                told.setdefault(name, []).append(value)
         self.held.release()
-        return sum(losses) / len(losses)
+        return {name: sum(values) / len(values) for name, values in told.items()}
 
     @torch.no_grad()
     def score(self, batch: Batch, names: Sequence[str]) -> dict[str, torch.Tensor]:

@@ -16,6 +16,7 @@ from .models.dynamic import DynamicFamily, DynamicSettings, SparseAttentionSetti
 from .models.early_exit import LEFT, ExitSettings
 from .models.experts import MoeShape
 from .models.gpt import Gpt, GptShape
+from .models.ict import CONTEXT, EMBEDDED, QUERY, Ict, IctShape
 from .models.items import HIDDEN, LOSS, BoundaryShape, ModelFamily
 from .models.llama import Llama, LlamaShape
 from .models.mixture_of_depths import DepthSettings
@@ -166,6 +167,26 @@ def _bert(config: Config) -> ModelFamily:
     return Bert(BertShape(**_common(config), binary_head=binary, num_tokentypes=2 if binary else 0))
 
 
+def _ict(config: Config) -> ModelFamily:
+    given = config.ict
+    return Ict(
+        IctShape(
+            **_common(config),
+            projection_size=given.biencoder_projection_dim,
+            shared_towers=given.biencoder_shared_query_context_model,
+            scaled_scores=given.retriever_score_scaling,
+            top_k=given.top_k,
+        )
+    )
+
+
+def _ict_boundary(config: Config) -> BoundaryShape:
+    model, batch = config.model, config.training.micro_batch_size
+    stream = (batch, model.seq_length, model.hidden_size)
+    embedded = (batch, config.ict.biencoder_projection_dim or model.hidden_size)
+    return BoundaryShape(shapes={QUERY: stream, EMBEDDED: embedded, CONTEXT: stream, LOSS: ()})
+
+
 def _t5(config: Config) -> ModelFamily:
     model = config.model
     common = _common(config)
@@ -213,6 +234,9 @@ FAMILIES: dict[str, FamilyEntry] = {
     ),
     "llama": FamilyEntry(
         of_config=_llama, of_manifest=lambda model: Llama(_shape_of_manifest(LlamaShape, model)), boundary=_hidden
+    ),
+    "ict": FamilyEntry(
+        of_config=_ict, of_manifest=lambda model: Ict(_shape_of_manifest(IctShape, model)), boundary=_ict_boundary
     ),
     "bert": FamilyEntry(of_config=_bert, of_manifest=_bert_of_manifest, boundary=_hidden),
     "t5": FamilyEntry(

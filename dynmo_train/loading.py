@@ -84,16 +84,14 @@ def native_copy(source: Path, cache: Path, vocabulary_multiple: int = VOCABULARY
     return target
 
 
-def _find(config: Config) -> str | None:
-    """The directory of the checkpoint that ``--load`` names; None, with a warning, where there is none yet."""
-    if config.run.load is None:
-        return None
-    path = Path(config.run.load)
+def _find(config: Config, flag: str, place: str) -> str | None:
+    """The directory of the checkpoint that ``place`` names; None, with a warning, where there is none yet."""
+    path = Path(place)
     if is_hugging_face(path):
         cache = Path(config.run.cache_dir) if config.run.cache_dir else default_cache()
         multiple = config.model.make_vocab_size_divisible_by * config.parallel.tensor_model_parallel_size
         found = native_copy(path, cache, multiple)
-        say(f"--load {path}: the weights only; training starts from the first step, without optimizer state")
+        say(f"{flag} {path}: the weights only; training starts from the first step, without optimizer state")
         return str(found)
     if not path.exists() or not holds_steps(path):
         say(f"warning: no checkpoint in {path}; training starts from the first step")
@@ -101,18 +99,25 @@ def _find(config: Config) -> str | None:
     return str(find_checkpoint(path))
 
 
-def checkpoint_to_load(config: Config, world: World) -> Checkpoint | None:
+def checkpoint_to_load(
+    config: Config, world: World, *, flag: str = "--load", place: str | None = None
+) -> Checkpoint | None:
     """The checkpoint that ``--load`` means, the same at every process: rank 0 looks, and converts where it must.
 
     As in Megatron, a place without a checkpoint is no error.
 
+    Args:
+        flag: the option that says so.
+        place: its value; None is that of ``--load``.
+
     Raises:
         UsageError: an incomplete checkpoint, or a directory that cannot be converted; at every process.
     """
+    place = place or config.run.load
     found, problem = None, None
-    if world.is_first:
+    if world.is_first and place is not None:
         try:
-            found = _find(config)
+            found = _find(config, flag, place)
         except UsageError as error:
             problem = str(error)
     found, problem = broadcast_document(world, [found, problem])

@@ -14,7 +14,7 @@ from .building import flops_counter, growth_problems, parameter_counts, plan_pro
 from .checkpointing import Checkpointing, Saved
 from .config import Config
 from .console import say
-from .data.gpt import TokenError
+from .data.gpt import Part, TokenError
 from .data.tokenizer import TokenizerFiles
 from .engine import StepResult
 from .errors import EXIT_OK, EXIT_RELAUNCH, EXIT_TERMINATED, EXIT_USAGE
@@ -45,7 +45,7 @@ def run_pretrain(config: Config) -> int:
     try:
         run = _Run(config, begin(config, world))
         try:
-            return run.train()
+            return run.evaluate() if config.training.skip_train else run.train()
         finally:
             run.close()
     except TokenError:
@@ -62,7 +62,7 @@ class _Run:
     def __init__(self, config: Config, start: Beginning) -> None:
         self.config, self.engine, self.samples = config, start.engine, start.samples
         self.directory, self.recorder = start.directory, start.recorder
-        self.step, self.consumed = start.step, start.consumed
+        self.step, self.consumed, self.consumed_valid = start.step, start.consumed, start.consumed_valid
         engine, directory, recorder = start.engine, start.directory, start.recorder
         balance = config.balance
         online = balance.balance == "online"
@@ -110,7 +110,7 @@ class _Run:
         if self._planner is not None and (problem := self._planner.start()) is not None:
             self.recorder.event("planner", problem, step=self.step)
         minutes = training.exit_duration_in_mins
-        wishes = Wishes()
+        wishes, last = Wishes(), False
         with Interrupts(minutes * 60 if minutes is not None else None) as interrupts:
             while self.step < training.train_iters and not wishes.leave:
                 self._train_step()
@@ -124,19 +124,30 @@ class _Run:
                     self._moved(taken)
                 self._checkpoints.at_boundary()
                 wishes = interrupts.at_boundary(self.engine.world, relaunch=not last and self._is_to_grow())
-                if training.exit_interval is not None and self.step % training.exit_interval == 0:
+                if self._is_due(training.exit_interval):
                     wishes = replace(wishes, leave=True)
-                every = self.config.run.save_interval
-                if last or wishes.leave or wishes.save or (every is not None and self.step % every == 0):
+                if last or wishes.leave or wishes.save or self._is_due(self.config.run.save_interval):
                     self._save()
                 if wishes.leave and not last:
                     self._log.line(f" exiting program at iteration {self.step}")
+            if last:
+                self._test()
         self._checkpoints.wait()
         if self.engine.world.is_first:
             say(f"run directory: {self.directory.path}")
         if wishes.relaunch and self.step < training.train_iters:
             return EXIT_RELAUNCH
         return EXIT_TERMINATED if wishes.told else EXIT_OK
+
+    def _is_due(self, every: int | None) -> bool:
+        return every is not None and self.step % every == 0
+
+    def evaluate(self) -> int:
+        """No step: the held-out data alone; the exit code."""
+        self._log.start(self.engine.partition, self.step + 1, parameter_counts(self.engine))
+        self._evaluate()
+        self._test()
+        return EXIT_OK
 
     def _is_to_grow(self) -> bool:
         world = self.engine.world
@@ -182,12 +193,24 @@ class _Run:
             self._log.devices = self.engine.world.size
 
     def _evaluate(self) -> None:
-        if self.samples.valid is None:
-            return
-        batches = (self.samples.validation(index, self.step) for index in range(self.config.training.eval_iters))
-        loss = self.engine.evaluate(batches)
-        self.recorder.metrics(step=self.step, validation_loss=loss)
-        self._log.evaluated(self.step, loss)
+        if self.samples.valid is not None:
+            self._evaluate_on("valid", "validation", self.consumed_valid, f"iteration {self.step}")
+            self.consumed_valid += self.config.training.eval_iters * self.samples.sizes.final
+
+    def _test(self) -> None:
+        """The test data, once the training has ended."""
+        if self.samples.test is not None:
+            self._evaluate_on("test", "test", 0, "the end of training for test data")
+
+    def _evaluate_on(self, part: Part, name: str, consumed: int, place: str) -> None:
+        size, count = self.samples.sizes.final, self.config.training.eval_iters
+        batches = (self.samples.held_out(part, consumed + number * size, self.step) for number in range(count))
+        told = self.engine.evaluate_losses(batches)
+        loss = told.pop("loss")
+        self.recorder.metrics(
+            step=self.step, **{f"{name}_loss": loss}, **{f"{name}_{each}": value for each, value in told.items()}
+        )
+        self._log.evaluated(self.step, {"lm_loss": loss} | told, place, name)
 
     def _save(self) -> None:
         config = self.config
@@ -195,6 +218,7 @@ class _Run:
             run_id=self.directory.run_id,
             step=self.step,
             consumed_train_samples=self.consumed,
+            consumed_valid_samples=self.consumed_valid,
             data={
                 "seed": config.training.seed,
                 "split": config.data.split,

@@ -41,6 +41,7 @@ class SavedRun:
         tokenizer: the tokenizer's files to copy along, by their names in the checkpoint.
         moments: whether the optimizer state is stored.
         keep: how many checkpoints to keep; None keeps all.
+        consumed_valid_samples: of the evaluations so far.
     """
 
     run_id: str
@@ -49,6 +50,7 @@ class SavedRun:
     data: Mapping[str, Any]
     tokenizer: Mapping[str, Path]
     keep: int | None
+    consumed_valid_samples: int = 0
     moments: bool = True
 
 
@@ -275,11 +277,12 @@ def _document(engine: Engine, run: SavedRun, facts: Sequence[Mapping[str, Any]])
         data=run.data,
         rng={"scheme": "hash(seed,step,microbatch,item)", "seed": settings.pipeline.seed},
         extra={
+            "x_consumed_valid_samples": run.consumed_valid_samples,
             "x_progress": {
                 "advanced": engine.advanced,
                 "loss_scale": engine.scaler.state(),
                 "freezing": engine.freezing.state(),
-            }
+            },
         },
     )
 

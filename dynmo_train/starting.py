@@ -30,6 +30,7 @@ from .pipeline.probe import Probe
 from .recording import Recorder, describe_items, describe_workers, measure_link
 from .rundir import RunDirectory, begin_run
 from .saving import check_same_model, state_reader
+from .towers import check_bert, tower_reader
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,6 +40,7 @@ class Beginning:
     Attributes:
         checkpoint: what it goes on from, or what it took its weights from.
         step, consumed: steps done and samples consumed.
+        consumed_valid: samples of the validation consumed.
         first_plan: the number of the plan in force.
     """
 
@@ -49,6 +51,7 @@ class Beginning:
     checkpoint: Checkpoint | None
     step: int
     consumed: int
+    consumed_valid: int
     first_plan: int
 
 
@@ -56,7 +59,9 @@ def begin(config: Config, world: World) -> Beginning:
     """Open data and checkpoint, build the engine, make the run directory, write the header and the first plan."""
     samples = first_then_others(world, lambda: open_samples(config))
     apex = find_apex()
-    fused_adam = apex.fused_adam if world.device.type == "cuda" else None
+    on_cuda = world.device.type == "cuda"
+    fused_adam = apex.fused_adam if on_cuda else None
+    fused_norms = apex.fused_norms if on_cuda else {}
     if world.is_first:
         say(apex.line(used=fused_adam is not None))
         if config.parallel.zero_stage == 1:
@@ -64,14 +69,18 @@ def begin(config: Config, world: World) -> Beginning:
     family = family_of(config)
     checkpoint = agreed(world, lambda: checkpoint_to_load(config, world))
     stored = checkpoint.manifest["dynamic"]["sparse_thresholds"] if checkpoint is not None else None
-    settings = agreed(world, lambda: replace(settings_of(config, stored or None), fused_adam=fused_adam))
+    settings = agreed(
+        world, lambda: replace(settings_of(config, stored or None), fused_adam=fused_adam, fused_norms=fused_norms)
+    )
     step, consumed = agreed(world, lambda: _progress(config, checkpoint, samples))
-    engine = agreed(world, lambda: _engine(config, world, family, settings, checkpoint))
+    bert = agreed(world, lambda: _bert(config, world)) if checkpoint is None else None
+    engine = agreed(world, lambda: _engine(config, world, family, settings, checkpoint, bert))
 
     workers, dims = describe_workers(world), world.dims
     facts: dict[str, Any] = {
         "sparse_thresholds": dict(settings.sparse.thresholds),
         "device": world.device.type,
+        "norms": sorted(each.__name__ for each in fused_norms.values()) or "torch",
         "optimizer": "torch AdamW" if fused_adam is None else "apex FusedAdam",
     }
     if settings.compression.is_lossy:
@@ -115,6 +124,7 @@ def begin(config: Config, world: World) -> Beginning:
         checkpoint=checkpoint,
         step=step,
         consumed=consumed,
+        consumed_valid=checkpoint.manifest.get("x_consumed_valid_samples", 0) if checkpoint is not None and step else 0,
         first_plan=first_plan,
     )
 
@@ -132,14 +142,36 @@ def _progress(config: Config, checkpoint: Checkpoint | None, samples: Samples) -
     return step, consumed
 
 
+def _bert(config: Config, world: World) -> Checkpoint | None:
+    """What ``--bert-load`` names; raises ``CheckpointError`` where there is none, or ``--load`` gives the weights."""
+    place = config.ict.bert_load
+    if place is None:
+        return None
+    found = checkpoint_to_load(config, world, flag="--bert-load", place=place)
+    if found is None:
+        raise CheckpointError(
+            f"--bert-load {place} holds no checkpoint of a BERT; leave it out to begin with fresh towers"
+        )
+    return found
+
+
 def _engine(
-    config: Config, world: World, family: ModelFamily, settings: EngineSettings, checkpoint: Checkpoint | None
+    config: Config,
+    world: World,
+    family: ModelFamily,
+    settings: EngineSettings,
+    checkpoint: Checkpoint | None,
+    bert: Checkpoint | None,
 ) -> Engine:
     """The engine with the weights that the run starts from."""
     if checkpoint is not None:
         check_same_model(checkpoint, family)
     topology = checkpoint.manifest["topology"] if checkpoint is not None else None
     engine = Engine(family, settings, first_partition(config, family, topology), world, _probe(config, world, family))
+    if checkpoint is None and bert is not None:
+        check_bert(bert, family)
+        engine.restore(tower_reader(bert, family, engine.held, world.device), 0)
+        return engine
     if checkpoint is None:
         engine.build()
         return engine

@@ -6,8 +6,17 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from .config import Config, config_document
+from .data.batches import held_out_targets
 
 _DOTS = 48
+# What Megatron calls them; it trains a Llama as a GPT.
+MODEL_NAMES = {
+    "gpt": "GPT model",
+    "llama": "GPT model",
+    "bert": "BERT model",
+    "t5": "T5 model",
+    "ict": "BiEncoderModel",
+}
 
 
 def argument_lines(config: Config) -> list[str]:
@@ -62,7 +71,6 @@ def startup_lines(config: Config, counts: Mapping[tuple[int, int], int]) -> Sequ
     """All of them, in order."""
     precision = "bfloat16" if config.precision.bf16 else "float16" if config.precision.fp16 else "float32"
     parallel, training = config.parallel, config.training
-    batch = config.batch_sizes.final
     return [
         f"using torch.{precision} for parameters ...",
         *argument_lines(config),
@@ -73,8 +81,8 @@ def startup_lines(config: Config, counts: Mapping[tuple[int, int], int]) -> Sequ
         f"> initialized tensor model parallel with size {parallel.tensor_model_parallel_size}",
         f"> initialized pipeline model parallel with size {parallel.pipeline_model_parallel_size}",
         f"> setting random seeds to {training.seed} ...",
-        f"building {config.model.family.upper()} model ...",
+        f"building {MODEL_NAMES[config.model.family]} ...",
         *parameter_lines(counts),
         "> building train, validation, and test datasets ...",
-        *target_lines(config.batch_sizes.consumed_after(training.train_iters), training.eval_iters * batch, 0),
+        *target_lines(config.batch_sizes.consumed_after(training.train_iters), *held_out_targets(config)),
     ]

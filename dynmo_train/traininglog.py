@@ -41,6 +41,7 @@ class IterationFigures:
     skipped: int
     nan: int
     tflops: float | None = None
+    loss_name: str = "lm loss"
     others: Mapping[str, float] = field(default_factory=dict)
 
 
@@ -55,8 +56,8 @@ def iteration_line(figures: IterationFigures) -> str:
         parts.append(f"throughput per GPU (TFLOP/s/GPU): {figures.tflops:.1f}")
     parts += [f"learning rate: {figures.learning_rate:.3E}", f"global batch size: {figures.global_batch_size:5d}"]
     if figures.lm_loss is not None:
-        parts.append(f"lm loss: {figures.lm_loss:.6E}")
-    parts += [f"{name.replace('_', ' ')}: {value:.6E}" for name, value in figures.others.items()]
+        parts.append(f"{figures.loss_name}: {figures.lm_loss:.6E}")
+    parts += [f"{printed(name)}: {value:.6E}" for name, value in figures.others.items()]
     parts.append(f"loss scale: {figures.loss_scale:.1f}")
     if figures.grad_norm is not None:
         parts.append(f"grad norm: {figures.grad_norm:.3f}")
@@ -72,19 +73,34 @@ def scalars_of(figures: IterationFigures) -> dict[str, float]:
     given = {
         "learning-rate": figures.learning_rate,
         "batch-size": figures.global_batch_size,
-        "lm loss": figures.lm_loss,
+        figures.loss_name: figures.lm_loss,
         "loss-scale": figures.loss_scale,
         "grad-norm": figures.grad_norm,
         "iteration-time": figures.elapsed_ms / 1e3,
         "throughput": figures.tflops,
-        **{name.replace("_", " "): value for name, value in figures.others.items()},
+        **{printed(name): value for name, value in figures.others.items()},
     }
     return {name: float(value) for name, value in given.items() if value is not None}
 
 
-def evaluation_line(step: int, loss: float, perplexity: float) -> str:
-    """Megatron's line of a validation."""
-    return f" validation loss at iteration {step} | lm loss value: {loss:.6E} | lm loss PPL: {perplexity:.6E} |"
+def printed(name: str, loss: str = "lm loss") -> str:
+    """A loss's name as Megatron prints it; ``loss`` is what it calls the loss of the family."""
+    return loss if name == "lm_loss" else name if name.endswith("_acc") else name.replace("_", " ")
+
+
+def perplexity(loss: float) -> float:
+    """As Megatron's, which goes to e^20."""
+    return math.exp(min(20.0, loss))
+
+
+def evaluation_line(place: str, losses: Mapping[str, float], loss: str = "lm loss") -> str:
+    """Megatron's line of an evaluation at ``place``, such as ``iteration 100``."""
+    parts = [f" validation loss at {place}"]
+    for name, value in losses.items():
+        parts.append(f"{printed(name, loss)} value: {value:.6E}")
+        if not name.endswith("_acc"):
+            parts.append(f"{printed(name, loss)} PPL: {perplexity(value):.6E}")
+    return " | ".join(parts) + " | "
 
 
 def move_lines(plan_id: int, step: int, moves: list[tuple[str, int, int, int]], pause_ns: int) -> list[str]:
@@ -120,6 +136,7 @@ class TrainingLog:
         self._flops, self.devices = flops, world.size
         folder = config.run.tensorboard_dir
         self._board = EventWriter(Path(folder)) if folder is not None and world.is_first else None
+        self._loss_name = "loss" if config.model.family == "ict" else "lm loss"
         self._window: list[StepResult] = []
         self._window_flops = 0
         self._recent: deque[int] = deque(maxlen=10)
@@ -168,6 +185,7 @@ class TrainingLog:
             global_batch_size=global_batch_size,
             lm_loss=means.pop("lm_loss", None),
             others=means,
+            loss_name=self._loss_name,
             loss_scale=result.loss_scale,
             grad_norm=result.grad_norm if result.updated else None,
             skipped=len(self._window) - len(updates),
@@ -190,12 +208,18 @@ class TrainingLog:
         if self._board is not None:
             self._board.scalars(step, scalars_of(figures))
 
-    def evaluated(self, step: int, loss: float) -> None:
-        """After an evaluation."""
-        perplexity = math.exp(min(20.0, loss))
-        self.line(evaluation_line(step, loss, perplexity))
-        if self._board is not None:
-            self._board.scalars(step, {"lm loss validation": loss, "lm loss validation ppl": perplexity})
+    def evaluated(self, step: int, losses: Mapping[str, float], place: str, part: str = "validation") -> None:
+        """After an evaluation at ``place``, on the ``validation`` or the ``test`` data."""
+        text = evaluation_line(place, losses, self._loss_name)
+        dashes = "-" * (len(text) + 1)
+        for line in (dashes, text, dashes):
+            self.line(line)
+        if self._board is None:
+            return
+        for name, value in losses.items():
+            shown = printed(name, self._loss_name)
+            ppl = {} if name.endswith("_acc") else {f"{shown} {part} ppl": perplexity(value)}
+            self._board.scalars(step, {f"{shown} {part}": value} | ppl)
 
     def close(self) -> None:
         """Close what is open."""

@@ -12,26 +12,34 @@ from ..options import (
     AtStepOption,
     Balancer,
     BalancerOption,
+    BoundaryRankOption,
     DeviceOption,
     Dtype,
     DtypeOption,
+    EpilogueOption,
+    FactorDeviceOption,
+    FeedbackOption,
     FormatOption,
     FusedOption,
+    FusedTiesOption,
     GranularityOption,
     MemoryOption,
     MicrobatchesOption,
     ProblemOptions,
     Recompute,
     RecomputeOption,
+    ReplicaRankOption,
     ScheduleOption,
     SourceArgument,
     StagesOption,
     Transfers,
     VirtualOption,
+    WayOption,
     WindowOption,
 )
 
 if TYPE_CHECKING:
+    from ..compressed import Answer
     from ..outlook import Outlook
     from ..problem import Problem
     from ..simulate import Timeline
@@ -53,6 +61,9 @@ def simulate(
         Transfers,
         typer.Option(help="overlapped: workers go on; serial: so they do, one tensor a link; blocking: both wait."),
     ] = Transfers.OVERLAPPED,
+    link_gbps: Annotated[
+        float | None, typer.Option(min=1e-6, help="GB/s between workers. Default: as in the profile.")
+    ] = None,
     data_parallel_gbps: Annotated[
         float | None,
         typer.Option(min=0.001, help="GB/s of the gradient all-reduce between replicas. Default: the --device's."),
@@ -61,6 +72,13 @@ def simulate(
         float | None,
         typer.Option(min=0.001, help="GB/s at which the optimizer touches memory. Default: half the --device's."),
     ] = None,
+    inter_grad_comp_rank: BoundaryRankOption = None,
+    inter_grad_comp_epilogue_only: EpilogueOption = False,
+    use_error_feedback: FeedbackOption = False,
+    grad_comp_rank: ReplicaRankOption = None,
+    selective_grad_comp_way: WayOption = None,
+    emb_comm_opt: FusedTiesOption = False,
+    compression_device: FactorDeviceOption = None,
     svg: Annotated[Path | None, typer.Option(help="Write the timeline as a picture to this file.")] = None,
     trace: Annotated[
         Path | None, typer.Option(help="Write a Chrome trace, which Perfetto opens, to this file.")
@@ -78,16 +96,17 @@ def simulate(
     """Simulate one step: time, bubble, memory, and the timeline as text (F forward, B backward, . idle).
 
     A profile that holds only its header is enough with --device: its costs are computed then. Memory beyond the limit
-    is said, not refused.
+    is said, not refused. With compression of gradients (the flags of dynmo-train) the step without it is told as well.
     """
     from dataclasses import replace
 
+    from ..compressed import CompressionQuestion, answer_of
     from ..devices import load_device
     from ..formats.plan import header_problems, read_plan
     from ..outlook import outlook_of, rates_of
     from ..partition import balance
     from ..question import make_problem, of_plan, with_order
-    from ..simulate import Communication, predict
+    from ..simulate import Communication
     from ..source import load
     from ._documents import refuse
 
@@ -117,17 +136,30 @@ def simulate(
         problem = with_order(make_problem(loaded, of_plan(options, loaded.plan)), loaded.plan)
     else:
         problem = make_problem(loaded, options)
+    if link_gbps is not None:
+        problem = replace(problem, link_bandwidth=round(link_gbps * 1e9))
     if loaded.plan is not None and len(loaded.plan.stages) == problem.num_stages:
         boundaries = loaded.plan.boundaries
     else:
         # The limit is told, not obeyed: what does not fit must be seen here rather than refused
         free = tuple(replace(place, memory_bytes=None) for place in problem.places)
         boundaries = balance(replace(problem, places=free), balancer).boundaries
-    timeline = predict(problem, boundaries, round(overhead_us * 1000), Communication(transfers))
-    _pictures(problem, timeline, svg, trace)
     rates = rates_of(loaded.header, hardware, data_parallel_gbps, optimizer_gbps)
-    found = outlook_of(loaded.header, problem, boundaries, timeline, rates, hardware, dtype)
-    _tell(problem, boundaries, timeline, found, width, output_format)
+    question = CompressionQuestion(
+        boundary_rank=inter_grad_comp_rank,
+        epilogue_only=inter_grad_comp_epilogue_only,
+        feedback=use_error_feedback,
+        replica_rank=grad_comp_rank,
+        way=selective_grad_comp_way,
+        fuse_ties=emb_comm_opt,
+        device=load_device(compression_device) if compression_device else hardware or load_device("cpu"),
+    )
+    clock = (round(overhead_us * 1000), Communication(transfers))
+    answer = answer_of(loaded.header, problem, boundaries, rates, question, *clock)
+    timeline = answer.timeline
+    _pictures(problem, timeline, svg, trace)
+    found = outlook_of(loaded.header, problem, boundaries, timeline, answer.rates, hardware, dtype)
+    _tell(problem, boundaries, timeline, found, width, output_format, answer)
 
 
 def _tell(
@@ -137,13 +169,14 @@ def _tell(
     found: Outlook,
     width: int,
     output_format: Format,
+    answer: Answer,
 ) -> None:
     from ..outlook import document_of
     from ..render import milliseconds, show_stages, timeline_document
     from ..timeline import as_text
 
     if output_format is Format.JSON:
-        emit_json({**timeline_document(timeline), **document_of(problem, boundaries, found)})
+        emit_json({**timeline_document(timeline), **document_of(problem, boundaries, found), **answer.document})
         return
     show_stages(problem, boundaries, timeline)
     emit(
@@ -152,6 +185,8 @@ def _tell(
     )
     of_peak = "" if found.flops_fraction is None else f", {found.flops_fraction:.1%} of the device's peak"
     emit(f"{found.samples_per_s:,.1f} samples/s, {found.tokens_per_s:,.0f} tokens/s{of_peak}")
+    for line in answer.lines:
+        emit(line)
     for worker, peak, limit in found.over_memory:
         emit(f"worker {worker} needs {human_bytes(peak)}, has {human_bytes(limit)}")
     for at, line in enumerate(as_text(timeline, width)):

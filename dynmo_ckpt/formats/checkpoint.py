@@ -55,7 +55,7 @@ def _is_scalar(value: Any, path: str, problems: list[Problem]) -> None:
         problems.append(Problem(path, "type", f"must be a single value, is {value!r}"))
 
 
-FAMILIES = ("gpt", "bert", "t5", "llama")
+FAMILIES = ("gpt", "bert", "ict", "t5", "llama")
 ACTIVATIONS = ("gelu_tanh", "gelu", "relu", "swiglu", "geglu")
 _MODEL = {
     "family": string(*FAMILIES),
@@ -71,6 +71,8 @@ _MODEL = {
     "tied_embeddings": boolean(),
 }
 _MODEL_OPTIONAL = {
+    "projection_size": integer(),
+    "shared_towers": boolean(),
     "num_key_value_heads": integer(1),
     "head_dim": integer(1),
     "normalization": string("layernorm", "rmsnorm"),

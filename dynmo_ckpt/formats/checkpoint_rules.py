@@ -14,6 +14,9 @@ STATE_DTYPES = {"mask": "BOOL", "optimizer": "F32"}
 
 def model_blocks(model: Document) -> dict[str, tuple[str, ...]]:
     """The blocks of a model in layer order, each with its parts: ``layers.3`` has ``attention`` and ``mlp``."""
+    if model["family"] == "ict":
+        towers = ("query", "context")
+        return {f"{tower}.layers.{i}": ("attention", "mlp") for tower in towers for i in range(model["num_layers"])}
     if model["family"] != "t5":
         return {f"layers.{i}": ("attention", "mlp") for i in range(model["num_layers"])}
     encoder = {f"encoder.layers.{i}": ("attention", "mlp") for i in range(model["num_layers"])}
@@ -24,9 +27,11 @@ def model_blocks(model: Document) -> dict[str, tuple[str, ...]]:
 def block_items(model: Document) -> list[str]:
     """Names of a model's items with blocks whole, in layer order."""
     blocks = list(model_blocks(model))
-    if model["family"] != "t5":
+    if model["family"] not in ("ict", "t5"):
         return ["embedding", *blocks, "head"]
     layers = model["num_layers"]
+    if model["family"] == "ict":
+        return ["query.embedding", *blocks[:layers], "query.pooler", "context.embedding", *blocks[layers:], "head"]
     return ["encoder.embedding", *blocks[:layers], "encoder.norm", "decoder.embedding", *blocks[layers:], "head"]
 
 
@@ -67,6 +72,9 @@ def _sizes(manifest: Document) -> Iterator[Problem]:
     for field in ("num_encoder_layers", "num_decoder_layers"):
         if (model["family"] == "t5") != (field in model):
             yield Problem(f"model.{field}", "family", "belongs to the family t5, and to it alone")
+    for field in ("projection_size", "shared_towers"):
+        if (model["family"] == "ict") != (field in model):
+            yield Problem(f"model.{field}", "family", "belongs to the family ict, and to it alone")
     if model.get("num_encoder_layers", model["num_layers"]) != model["num_layers"]:
         yield Problem("model.num_encoder_layers", "range", f"must be num_layers {model['num_layers']}")
 

@@ -106,12 +106,16 @@ def load_stream(handle: BinaryIO, source: str) -> tuple[Any, dict[str, StorageRe
         UnsafePickleError, CorruptError: as :func:`load_pickle`.
     """
     machine = _Machine(source)
-    bounded: Any = _Bounded(handle)
+    bounded: Any = handle if isinstance(handle, io.BytesIO) else _Bounded(handle)
     try:
         for opcode, argument, _ in pickletools.genops(bounded):
-            if opcode.name == "STOP":
+            name = opcode.name
+            if name == "STOP":
                 return machine.stack.pop(), machine.storages
-            machine.step(opcode.name, argument)
+            operation = _OPERATIONS.get(name)
+            if operation is None:
+                raise CorruptError(f"{source}: the pickle uses {name}, which a checkpoint has no use for")
+            operation(machine, argument)
     except (UnsafePickleError, CorruptError):
         raise
     except (ValueError, IndexError, KeyError, TypeError, AttributeError, RecursionError, OverflowError) as error:
@@ -139,30 +143,13 @@ class _Bounded:
 
 
 class _Machine:
-    """The stack, the memo, and one method for each kind of operation."""
+    """The stack, the memo, and what operations need of names and storages."""
 
     def __init__(self, source: str) -> None:
         self.source = source
         self.stack: list[Any] = []
         self.memo: dict[int, Any] = {}
         self.storages: dict[str, StorageRef] = {}
-
-    def step(self, name: str, argument: Any) -> None:
-        """Do one operation."""
-        if name in _IGNORED:
-            return
-        if name in _CONSTANTS:
-            self.stack.append(_CONSTANTS[name]())
-        elif name in _VALUES:
-            self.stack.append(argument)
-        elif name in ("PUT", "BINPUT", "LONG_BINPUT", "MEMOIZE"):
-            self.memo[len(self.memo) if argument is None else int(argument)] = self.stack[-1]
-        elif name in ("GET", "BINGET", "LONG_BINGET"):
-            self.stack.append(self.memo[int(argument)])
-        elif name in _OPERATIONS:
-            _OPERATIONS[name](self, argument)
-        else:
-            raise CorruptError(f"{self.source}: the pickle uses {name}, which a checkpoint has no use for")
 
     def to_mark(self) -> list[Any]:
         """Take everything above the last mark, and the mark."""
@@ -254,7 +241,14 @@ def _pop(machine: _Machine, count: int) -> list[Any]:
     return items
 
 
-_IGNORED = {"PROTO", "FRAME"}
+def _put(machine: _Machine, argument: Any) -> None:
+    machine.memo[len(machine.memo) if argument is None else int(argument)] = machine.stack[-1]
+
+
+def _constant(make: Callable[[], Any]) -> Callable[[_Machine, Any], None]:
+    return lambda machine, _: machine.stack.append(make())
+
+
 _CONSTANTS: dict[str, Callable[[], Any]] = {
     "NONE": lambda: None,
     "NEWTRUE": lambda: True,
@@ -290,4 +284,9 @@ _OPERATIONS: dict[str, Callable[[_Machine, Any], None]] = {
     "NEWOBJ": _reduce,
     "BUILD": _build,
     "BINPERSID": lambda m, _: m.stack.append(m.persistent(m.stack.pop())),
+    **dict.fromkeys(("PROTO", "FRAME"), lambda _, __: None),
+    **{name: _constant(make) for name, make in _CONSTANTS.items()},
+    **dict.fromkeys(_VALUES, lambda m, argument: m.stack.append(argument)),
+    **dict.fromkeys(("PUT", "BINPUT", "LONG_BINPUT", "MEMOIZE"), _put),
+    **dict.fromkeys(("GET", "BINGET", "LONG_BINGET"), lambda m, argument: m.stack.append(m.memo[int(argument)])),
 }

@@ -81,6 +81,13 @@ def pretrain_bert(config: ConfigFile = None, recipe: RecipeName = None, **flags:
     _pretrain("bert", config, recipe, flags)
 
 
+@pretrain.command("ict", cls=MegatronCommand)
+@with_options
+def pretrain_ict(config: ConfigFile = None, recipe: RecipeName = None, **flags: Any) -> None:
+    """Train two towers of BERT's blocks to find the text that a sentence is from, on a data set of sentences."""
+    _pretrain("ict", config, recipe, flags)
+
+
 @pretrain.command("t5", cls=MegatronCommand)
 @with_options
 def pretrain_t5(config: ConfigFile = None, recipe: RecipeName = None, **flags: Any) -> None:

@@ -17,6 +17,7 @@ Kind = Literal["becomes", "nothing", "refused"]
 # Options whose value is several words; they become one.
 SEVERAL: Mapping[str, int | None] = {
     "--data-path": None,
+    "--retriever-report-topk-accuracies": None,
     "--train-data-path": None,
     "--valid-data-path": None,
     "--test-data-path": None,
@@ -72,6 +73,20 @@ FLAGS: Mapping[str, Known] = {
     "--expert-parallel-size": _becomes("--expert-model-parallel-size", values=1),
     "--num-layers-per-virtual-pipeline-stage": _refused(
         "write --schedule interleaved-1f1b with --virtual-stages-per-worker N", 1
+    ),
+    # The inverse cloze task
+    "--ict-head-size": _becomes("--biencoder-projection-dim", values=1),
+    "--ict-load": _becomes("--finetune", "--load", values=1),
+    "--report-topk-accuracies": Known("becomes", ("--retriever-report-topk-accuracies",), None),
+    **dict.fromkeys(
+        (
+            "--evidence-data-path",
+            "--embedding-path",
+            "--block-data-path",
+            "--indexer-batch-size",
+            "--indexer-log-interval",
+        ),
+        _refused("belongs to retrieval with a trained ict, which this program has not: leave it out", 1),
     ),
     # Activation checkpointing
     "--checkpoint-activations": _becomes("--recompute-granularity", "full"),
@@ -211,6 +226,7 @@ def translate(
         count = 1 if known.values == -1 else known.values
         values, at = ([value], at) if equals else _split_words(arguments, at, count)
         if known.kind == "becomes" and known.words[0] in declared:
+            values = [" ".join(values)] if known.values is None else values
             made += [*known.words, *(values if known.values != -1 else [])]
         elif known.kind == "nothing" and (not known.families or family in known.families):
             notes.append(f"{word}: {known.words[0]}")

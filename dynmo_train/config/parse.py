@@ -100,6 +100,19 @@ def parse_freeze_schedule(text: str) -> tuple[tuple[int, int], ...]:
     return tuple(pairs)
 
 
+def parse_counts(flag: str, text: str) -> tuple[int, ...]:
+    """``1 5 20`` (also with commas) as (1, 5, 20), ascending.
+
+    Raises:
+        UsageError: something else than whole numbers above 0.
+    """
+    words = text.replace(",", " ").split()
+    numbers = sorted({int(word) for word in words if word.isdecimal()})
+    if not words or len([word for word in words if word.isdecimal()]) < len(words) or numbers[0] < 1:
+        raise UsageError(f"{flag} must be whole numbers above 0, such as 1 5 20; is {text!r}")
+    return tuple(numbers)
+
+
 def parse_layers(flag: str, text: str) -> tuple[int, ...]:
     """``3,7`` as (3, 7): numbers of blocks.
 

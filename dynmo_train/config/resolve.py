@@ -19,7 +19,11 @@ from .options import Facts, OptionSpec, Source, concern_specs
 from .schema import Config
 
 # What Megatron calls an option in the scripts of one family.
-OTHER_NAMES = {"encoder_num_layers": "num_layers", "encoder_seq_length": "seq_length"}
+OTHER_NAMES = {
+    "encoder_num_layers": "num_layers",
+    "encoder_seq_length": "seq_length",
+    "retriever_seq_length": "seq_length",
+}
 # Options of which one must be given; the first is the usual one.
 ALTERNATIVES = (("train_iters", "train_samples"), ("data_path", "train_data_path"))
 
@@ -27,7 +31,7 @@ ALTERNATIVES = (("train_iters", "train_samples"), ("data_path", "train_data_path
 # What a dry run need not be told: it trains nothing.
 DRY_RUN_VALUES: Mapping[str, Any] = {"data_path": "none", "train_iters": 1_000_000, "lr": 1e-4, "micro_batch_size": 1}
 # Of GPT-2, BERT uncased and Llama 2.
-PUBLISHED_VOCABULARIES = {"gpt": 50257, "bert": 30522, "t5": 30522, "llama": 32000}
+PUBLISHED_VOCABULARIES = {"gpt": 50257, "bert": 30522, "ict": 30522, "t5": 30522, "llama": 32000}
 
 
 def dry_run_values(family: str, flags: Mapping[str, Any], file: Mapping[str, Any]) -> Mapping[str, Any]:

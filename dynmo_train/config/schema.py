@@ -17,12 +17,13 @@ from ..pacing import BatchSizes, Curriculum
 from .compression import CompressionConfig
 from .data import DataConfig
 from .emulation import EmulationConfig
+from .ict import IctConfig
 from .options import Source, option
 from .parse import batch_sizes_of, iters_of_samples
 from .precision import PrecisionConfig
 from .techniques import DepthConfig, ExitConfig, FreezingConfig, PruningConfig, SparseAttentionConfig
 
-Family = Literal["gpt", "bert", "t5", "llama"]
+Family = Literal["gpt", "bert", "ict", "t5", "llama"]
 MoeRouting = Literal["topk", "expert-choice", "balanced"]
 Positions = Literal["learned", "rotary", "relative"]
 Device = Literal["auto", "cpu", "cuda"]
@@ -36,7 +37,17 @@ Schedule = Literal["gpipe", "1f1b", "interleaved-1f1b", "zero-bubble", "zb-v", "
 BalanceMode = Literal["off", "online", "offline"]
 Granularity = Literal["layer", "sublayer"]
 Planner = Literal["internal", "external"]
-Balancer = Literal["exact", "time", "parameters", "uniform", "deepspeed", "diffusion"]
+Balancer = Literal[
+    "exact",
+    "time",
+    "parameters",
+    "uniform",
+    "deepspeed",
+    "deepspeed_param",
+    "deepspeed_static",
+    "diffusion",
+    "diffusion_param",
+]
 BalancePolicy = Literal["never", "always", "threshold", "regret"]
 
 
@@ -224,6 +235,9 @@ class TrainingConfig:
         " matrix products again.",
         default="none",
     )
+    skip_train: bool = option(
+        "Train nothing: evaluate the model of --load on the validation and the test data.", default=False
+    )
     eval_interval: int = option("Steps between evaluations on the validation split.", default=1000, minimum=1)
     eval_iters: int = option("Batches of an evaluation; 0 evaluates never.", default=100, minimum=0)
     log_interval: int = option("Steps between log lines.", default=100, minimum=1)
@@ -380,6 +394,7 @@ class Config:
     depth: DepthConfig
     exits: ExitConfig
     attention: SparseAttentionConfig
+    ict: IctConfig
     compression: CompressionConfig
     balance: BalanceConfig
     emulation: EmulationConfig

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from ..formats._document import DocumentError, Problem
 from .rules.compression import COMPRESSION_RULES
+from .rules.ict import ICT_RULES
 from .rules.model import MODEL_RULES
 from .rules.parallel import PARALLEL_RULES
 from .rules.problem import Rule
@@ -11,7 +12,14 @@ from .rules.techniques import TECHNIQUES_RULES
 from .rules.training import TRAINING_RULES
 from .schema import Config
 
-RULES: tuple[Rule, ...] = (*MODEL_RULES, *PARALLEL_RULES, *TRAINING_RULES, *TECHNIQUES_RULES, *COMPRESSION_RULES)
+RULES: tuple[Rule, ...] = (
+    *MODEL_RULES,
+    *ICT_RULES,
+    *PARALLEL_RULES,
+    *TRAINING_RULES,
+    *TECHNIQUES_RULES,
+    *COMPRESSION_RULES,
+)
 
 
 def validate(config: Config, world_size: int) -> list[Problem]:

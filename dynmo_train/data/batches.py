@@ -21,7 +21,7 @@ WHOLE = (1.0, 0.0, 0.0)
 
 @dataclass(frozen=True, kw_only=True)
 class Samples:
-    """Training and validation batches as pure functions of the consumed samples and the step.
+    """Training and held-out batches as pure functions of the consumed samples and the step.
 
     ``tensors`` makes the tensors that the model reads of a batch's rows, ``micro_batch`` is the samples of a
     microbatch, ``replicas`` the number of those who share a batch.
@@ -29,6 +29,7 @@ class Samples:
 
     train: Dataset
     valid: Dataset | None
+    test: Dataset | None
     tensors: Tensors
     sizes: BatchSizes
     curriculum: Curriculum | None
@@ -40,11 +41,17 @@ class Samples:
         tokens = self.curriculum.at(step) if self.curriculum is not None else None
         return self._batch(self.train, consumed, self.sizes.at(consumed), step, tokens)
 
-    def validation(self, number: int, step: int) -> Batch:
-        """A batch of the evaluation after a step, counted from 0: full size, whole samples."""
-        if self.valid is None:
-            raise UsageError("there are no data for the validation; write --eval-iters 0")
-        return self._batch(self.valid, number * self.sizes.final, self.sizes.final, step, None)
+    def held_out(self, part: Part, consumed: int, step: int) -> Batch:
+        """A batch of the validation or the test, after ``consumed`` samples of it: full size, whole samples.
+
+        Behind the last whole batch comes the first one again.
+        """
+        data = {"train": self.train, "valid": self.valid, "test": self.test}[part]
+        if data is None:
+            raise UsageError(f"there are no data for the {part} part; write --eval-iters 0")
+        size = self.sizes.final
+        begin = consumed % (len(data) // size * size)
+        return self._batch(data, begin, size, step, None)
 
     def _batch(self, part: Dataset, begin: int, size: int, step: int, tokens: int | None) -> Batch:
         rows = part.batch(range(begin, begin + size))
@@ -116,6 +123,26 @@ def open_part(
     return parts[0] if len(parts) == 1 else BlendedDataset(parts=parts, weights=weights, length=num_samples)
 
 
+def held_out_targets(config: Config) -> tuple[int, int]:
+    """Samples that a run takes of the validation, whose evaluations go on where the last one ended, and of the test."""
+    training = config.training
+    once = training.eval_iters * training.global_batch_size
+    evaluations = training.train_iters // training.eval_interval + 1
+    return once * evaluations, once
+
+
+def _open_test(
+    config: Config, num_samples: int, open_one: Callable[[str], IndexedDataset], build: BuildPart
+) -> Dataset | None:
+    """The test part; None where it was not asked for by name and its share of the documents makes no batch."""
+    try:
+        return open_part(config, "test", num_samples, open_one, build)
+    except UsageError:
+        if config.data.test_data_path is not None:
+            raise
+        return None
+
+
 def open_samples(config: Config) -> Samples:
     """Open the data of a run; raises ``UsageError`` where it is not a data set, or holds too few samples."""
     training = config.training
@@ -126,11 +153,12 @@ def open_samples(config: Config) -> Samples:
             opened[prefix] = open_source(config, prefix)
         return opened[prefix]
 
-    batch, build = training.global_batch_size, part_builder(config)
-    valid = open_part(config, "valid", training.eval_iters * batch, open_one, build) if training.eval_iters else None
+    build = part_builder(config)
+    valid, test = held_out_targets(config)
     return Samples(
         train=open_part(config, "train", config.batch_sizes.consumed_after(training.train_iters), open_one, build),
-        valid=valid,
+        valid=open_part(config, "valid", valid, open_one, build) if valid else None,
+        test=_open_test(config, test, open_one, build) if test else None,
         tensors=tensors_of(config),
         sizes=config.batch_sizes,
         curriculum=config.curriculum,

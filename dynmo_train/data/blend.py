@@ -21,6 +21,9 @@ Int64Array = npt.NDArray[np.int64]
 class Dataset(Protocol):
     """What a blend mixes."""
 
+    def __len__(self) -> int:
+        """Samples that there are."""
+
     def batch(self, indices: npt.ArrayLike) -> Int64Array:
         """Token ids of several samples."""
 

@@ -17,8 +17,10 @@ import torch
 
 from ..config import Config
 from ..errors import UsageError
-from ..formats.indexed import IndexedDataset
+from ..formats.indexed import IndexedDataset, open_indexed
 from .blend import Dataset
+from .blocks import SPECIAL_TOKENS as BLOCK_SPECIAL_TOKENS
+from .blocks import BlockDataset, block_tensors, check_titles
 from .gpt import PARTS, Part, build_gpt_dataset
 from .masked import SPECIAL_TOKENS, MaskedDataset, masked_tensors
 from .sentences import Runs, RunSettings, build_runs
@@ -157,6 +159,48 @@ def _spans(config: Config) -> BuildPart:
     return build
 
 
+def _blocks(config: Config) -> BuildPart:
+    vocabulary = vocabulary_of(config)
+    vocabulary.special("cls", "sep", "pad")
+    given, seed = config.ict, config.training.seed
+    titles = open_indexed(given.titles_data_path) if given.titles_data_path is not None else None
+    sentences = 1 if given.use_one_sent_docs else 2
+
+    def build(wanted: PartWanted) -> Dataset:
+        if titles is not None:
+            check_titles(wanted.source, titles)
+        part = PARTS.index(wanted.part)
+        runs = build_runs(
+            wanted.source,
+            part=wanted.part,
+            shares=wanted.shares,
+            settings=RunSettings(
+                tokens=config.model.seq_length - BLOCK_SPECIAL_TOKENS,
+                min_sentences=sentences,
+                short_probability=0.0,
+                seed=seed,
+                part=part,
+                min_left=sentences,
+            ),
+            num_samples=wanted.num_samples,
+            batch_size=wanted.batch_size,
+            cache=wanted.cache,
+            titles=titles,
+        )
+        return BlockDataset(
+            source=wanted.source,
+            titles=titles,
+            runs=runs,
+            vocabulary=vocabulary,
+            seq_length=config.model.seq_length,
+            stay=given.query_in_block_prob,
+            seed=seed,
+            part=part,
+        )
+
+    return build
+
+
 def causal_tensors(rows_NC: Int64Array) -> dict[str, torch.Tensor]:
     """``ids`` and, one token on, ``labels``."""
     tokens = torch.from_numpy(rows_NC)
@@ -167,6 +211,7 @@ BUILDERS: Mapping[str, Callable[[Config], BuildPart]] = {
     "gpt": _causal,
     "llama": _causal,
     "bert": _masked,
+    "ict": _blocks,
     "t5": _spans,
 }
 
@@ -180,6 +225,7 @@ def tensors_of(config: Config) -> Tensors:
     """What makes named tensors of a batch's rows, for the family of a run."""
     makers: dict[str, Tensors] = {
         "bert": masked_tensors,
+        "ict": block_tensors,
         "t5": partial(span_tensors, seq_length=config.model.seq_length),
     }
     return makers.get(config.model.family, causal_tensors)

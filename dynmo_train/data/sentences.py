@@ -38,6 +38,7 @@ class RunSettings:
         short_probability: of a shorter length, drawn evenly from 2 to ``tokens``.
         seed: of the draws and of the shuffles.
         part: number of the part of the data set.
+        min_left: sentences that may be left of a document behind a run; fewer go with it.
     """
 
     tokens: int
@@ -45,6 +46,7 @@ class RunSettings:
     short_probability: float
     seed: int
     part: int
+    min_left: int = 2
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -70,11 +72,21 @@ def hashed_uniform(keys: Int64Array, *salt: int) -> npt.NDArray[np.float64]:
     return (state >> np.uint64(11)).astype(np.float64) / 2.0**53
 
 
-def runs_of_epoch(source: IndexedDataset, low: int, high: int, settings: RunSettings, epoch: int) -> Arrays:
+def runs_of_epoch(
+    source: IndexedDataset,
+    low: int,
+    high: int,
+    settings: RunSettings,
+    epoch: int,
+    taken: Int64Array | None = None,
+) -> Arrays:
     """The runs of the documents ``[low, high)``, document after document.
 
     All documents are walked at once, each by one run a round, so that there are as many rounds as the longest
     document has runs.
+
+    Args:
+        taken: tokens of a run that something else takes (a title), for each document of the data set.
     """
     first, last = int(source.documents[low]), int(source.documents[high])
     lengths = np.asarray(source.lengths[first:last], dtype=np.int64)
@@ -85,19 +97,20 @@ def runs_of_epoch(source: IndexedDataset, low: int, high: int, settings: RunSett
     count = end_of - begin_of
     usable = (count >= settings.min_sentences) & ((longs[end_of] == longs[begin_of]) | (count == 1))
     at, end = begin_of[usable], end_of[usable]
+    less = np.zeros(len(at), dtype=np.int64) if taken is None else taken[low:high][usable]
     begins, ends, targets = [], [], []
     while len(at):
-        target = _targets(at + first, settings, epoch)
+        target = _targets(at + first, settings, epoch) - less
         before = until[at] - lengths[at]
         reached = np.searchsorted(until, before + target, side="left") + 1
         stop = np.maximum(reached, at + settings.min_sentences)
-        # A document never ends with a run of a single sentence.
-        stop = np.where(stop > end - 2, end, stop)
+        # A document of BERT never ends with a run of a single sentence.
+        stop = np.where(stop > end - settings.min_left, end, stop)
         begins.append(at)
         ends.append(stop)
         targets.append(target)
         going_on = stop < end
-        at, end = stop[going_on], end[going_on]
+        at, end, less = stop[going_on], end[going_on], less[going_on]
     if not begins:
         empty = np.zeros(0, dtype=np.int64)
         return {"begins": empty, "ends": empty, "targets": empty}
@@ -133,6 +146,7 @@ def build_runs(
     num_samples: int,
     batch_size: int,
     cache: Path | None,
+    titles: IndexedDataset | None = None,
 ) -> Runs:
     """The first ``num_samples`` runs of a part, over as many epochs as they take.
 
@@ -140,6 +154,7 @@ def build_runs(
         shares: fractions of the documents for training, validation and test.
         batch_size: runs that one epoch must hold at least.
         cache: folder of indices; None keeps them in memory.
+        titles: a sequence for each document, whose tokens its runs leave room for.
 
     Raises:
         UsageError: an epoch has fewer runs than a batch.
@@ -147,12 +162,13 @@ def build_runs(
     number = PARTS.index(part)
     bounds = split_bounds(source.num_documents, shares)
     low, high = bounds[number], bounds[number + 1]
+    taken = None if titles is None else np.asarray(titles.lengths, dtype=np.int64)
 
     def build() -> Arrays:
         epochs: list[Arrays] = []
         placed = 0
         while placed < max(1, num_samples):
-            runs = runs_of_epoch(source, low, high, settings, len(epochs))
+            runs = runs_of_epoch(source, low, high, settings, len(epochs), taken)
             found = len(runs["begins"])
             if found < max(1, batch_size):
                 raise _too_few(source, part, high - low, found, settings, max(1, batch_size))
@@ -172,6 +188,7 @@ def build_runs(
         "documents": [low, high],
         "samples": num_samples,
         **asdict(settings),
+        **({} if titles is None else {f"titles_{name}": fact for name, fact in file_facts(titles.prefix).items()}),
     }
     return Runs(**cached_arrays(cache, facts, build))
 

@@ -56,7 +56,7 @@ def _model(value: Any, path: str, problems: list[Problem]) -> None:
 
 
 _MODEL: Mapping[str, Check] = (
-    {"family": string("gpt", "bert", "t5", "llama"), "num_layers": integer(), "layernorm_epsilon": number(0)}
+    {"family": string("gpt", "bert", "ict", "t5", "llama"), "num_layers": integer(), "layernorm_epsilon": number(0)}
     | dict.fromkeys(("hidden_size", "ffn_hidden_size", "num_attention_heads"), integer(1))
     | dict.fromkeys(("max_position_embeddings", "vocab_size", "padded_vocab_size"), integer(1))
     | {"activation": string("gelu_tanh", "gelu", "relu", "swiglu", "geglu"), "tied_embeddings": boolean()}
@@ -65,6 +65,7 @@ _MODEL_OPTIONAL: dict[str, Check] = (
     dict.fromkeys(("num_tokentypes", "num_encoder_layers", "num_decoder_layers"), integer())
     | dict.fromkeys(("num_key_value_heads", "head_dim", "num_experts", "moe_top_k"), integer(1))
     | dict.fromkeys(("relative_buckets", "relative_max_distance"), integer(1))
+    | {"projection_size": integer(), "shared_towers": boolean()}
     | {"normalization": string("layernorm", "rmsnorm"), "position_embedding": string("learned", "rotary", "relative")}
     | {"rotary_base": number(1), "rotary_scaling": nullable(mapping(_scalar)), "binary_head": boolean()}
     | {"task_head": string("classification", "multichoice"), "num_classes": integer(1)}
@@ -118,15 +119,25 @@ FIELDS: Mapping[str, Check] = {
 }
 
 
+_PLAIN = ("attention", "mlp")
+# Families of two stacks: each stack's name, the field that counts its blocks, and the parts of a block.
+STACKS: Mapping[str, Mapping[str, tuple[str, tuple[str, ...]]]] = {
+    "t5": {
+        "encoder": ("num_encoder_layers", _PLAIN),
+        "decoder": ("num_decoder_layers", ("attention", "cross_attention", "mlp")),
+    },
+    "ict": {"query": ("num_layers", _PLAIN), "context": ("num_layers", _PLAIN)},
+}
+
+
 def _blocks(model: Mapping[str, Any]) -> dict[str, list[str]]:
     """Each block of the model, and its parts."""
-    if model["family"] != "t5":
+    if model["family"] not in STACKS:
         return {f"layers.{i}": [f"layers.{i}.attention", f"layers.{i}.mlp"] for i in range(model["num_layers"])}
-    stacks = {"encoder": ("attention", "mlp"), "decoder": ("attention", "cross_attention", "mlp")}
     return {
         f"{stack}.layers.{i}": [f"{stack}.layers.{i}.{part}" for part in parts]
-        for stack, parts in stacks.items()
-        for i in range(model.get(f"num_{stack}_layers", 0))
+        for stack, (count, parts) in STACKS[model["family"]].items()
+        for i in range(model.get(count, 0))
     }
 
 
@@ -138,12 +149,13 @@ def finest_items(items: list[str], model: Mapping[str, Any]) -> list[str]:
 
 def model_items(model: Mapping[str, Any]) -> list[str]:
     """All items of a model at the finest granularity, in layer order."""
-    blocks = list(_blocks(model))
-    if model["family"] != "t5":
+    blocks, stacks = list(_blocks(model)), STACKS.get(model["family"])
+    if stacks is None:
         return finest_items(["embedding", *blocks, "head"], model)
-    encoder = [block for block in blocks if block.startswith("encoder.")]
-    ends = ["encoder.norm", "decoder.embedding"]
-    return finest_items(["encoder.embedding", *encoder, *ends, *blocks[len(encoder) :], "head"], model)
+    first, second = stacks
+    front = [block for block in blocks if block.startswith(f"{first}.")]
+    ends = [f"{first}.{'norm' if model['family'] == 't5' else 'pooler'}", f"{second}.embedding"]
+    return finest_items([f"{first}.embedding", *front, *ends, *blocks[len(front) :], "head"], model)
 
 
 def _tensor_problems(name: str, entry: dict[str, Any], manifest: dict[str, Any]) -> Iterator[Problem]:
@@ -201,6 +213,9 @@ def _model_problems(manifest: dict[str, Any], order: list[str]) -> Iterator[Prob
     for field in ("num_encoder_layers", "num_decoder_layers"):
         if (model["family"] == "t5") != (field in model):
             yield Problem(f"model.{field}", "family", "belongs to the family t5, and to it alone")
+    for field in ("projection_size", "shared_towers"):
+        if (model["family"] == "ict") != (field in model):
+            yield Problem(f"model.{field}", "family", "belongs to the family ict, and to it alone")
 
 
 def across_problems(manifest: dict[str, Any]) -> Iterator[Problem]:

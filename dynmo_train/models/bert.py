@@ -6,44 +6,30 @@ Shapes in names: B samples, T tokens, D model width, V vocabulary.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from .blocks import Embedding, Head, Mlp, SelfAttention
-from .chain import HEAD, WORD, build_item, chain_items
+from .blocks import Head
+from .chain import Builders, CommonShape, Family, chain_items
 from .items import ItemSpec, Reported
-from .items import split_dim as split_dim_of
 from .linear import PrunableLinear
 
 
 @dataclass(frozen=True, kw_only=True)
-class BertShape:
-    """Everything that fixes a BERT's arithmetic. Widths in elements, dropouts as probabilities.
+class BertShape(CommonShape):
+    """Everything that fixes a BERT's arithmetic.
 
     ``binary_head`` is whether the order of two segments is learned, from the pooled first token.
     """
 
     num_layers: int
-    hidden_size: int
-    ffn_hidden_size: int
-    num_attention_heads: int
-    max_position_embeddings: int
-    vocab_size: int
-    padded_vocab_size: int
     num_tokentypes: int = 2
     binary_head: bool = True
-    layernorm_epsilon: float = 1e-5
-    activation: str = "gelu"
-    hidden_dropout: float = 0.1
-    attention_dropout: float = 0.1
-    init_method_std: float = 0.02
-    seed: int = 1234
 
 
 class BertHead(Head):
@@ -113,11 +99,10 @@ class BertHead(Head):
         return x_ND[None], labels[None], counts[None]
 
 
-class Bert:
+class Bert(Family[BertShape]):
     """The BERT family over one shape; satisfies ``items.ModelFamily``."""
 
-    def __init__(self, shape: BertShape) -> None:
-        self.shape = shape
+    name = "bert"
 
     @cached_property
     def items(self) -> tuple[ItemSpec, ...]:
@@ -132,85 +117,27 @@ class Bert:
             head_figures=(("lm_loss", 1), ("sop_loss", 1)) if binary else (("lm_loss", 1),),
         )
 
-    @property
-    def ties(self) -> Mapping[str, str]:
-        """The head's weight is a copy of the word table."""
-        return {HEAD: WORD}
+    def num_layers_at(self, item: str) -> int:
+        """All blocks are one stack."""
+        return self.shape.num_layers
 
-    def build(self, name: str, device: torch.device) -> nn.Module:
-        """Build one item; its initial weights depend on the seed and the name alone, never on placement."""
-        shape = self.shape
-        return build_item(
-            name,
-            device,
-            {
-                "embedding": self._embedding,
-                "attention": self._attention,
-                "mlp": self._mlp,
-                "head": lambda device: BertHead(shape, device),
-            },
-            seed=shape.seed,
-            std=shape.init_method_std,
-            ending_std=shape.init_method_std / math.sqrt(2 * shape.num_layers),
-            ties=self.ties,
-        )
+    def builders(self, name: str) -> Builders:
+        """A head of two losses."""
+        return {**super().builders(name), "head": lambda device: BertHead(self.shape, device)}
 
-    def _norm(self, device: torch.device) -> nn.Module:
-        return nn.LayerNorm(self.shape.hidden_size, eps=self.shape.layernorm_epsilon, device=device)
+    def embedding_options(self, device: torch.device) -> dict[str, Any]:
+        """Token types as well."""
+        return {**super().embedding_options(device), "tokentypes": self.shape.num_tokentypes}
 
-    def _embedding(self, device: torch.device) -> nn.Module:
-        shape = self.shape
-        return Embedding(
-            vocabulary=shape.padded_vocab_size,
-            width=shape.hidden_size,
-            positions=shape.max_position_embeddings,
-            tokentypes=shape.num_tokentypes,
-            dropout=shape.hidden_dropout,
-            device=device,
-        )
+    def attention_options(self, device: torch.device) -> dict[str, Any]:
+        """Every token sees every other one."""
+        return {**super().attention_options(device), "causal": False}
 
-    def _attention(self, device: torch.device) -> nn.Module:
-        shape = self.shape
-        return SelfAttention(
-            width=shape.hidden_size,
-            heads=shape.num_attention_heads,
-            norm=self._norm(device),
-            causal=False,
-            dropout=shape.hidden_dropout,
-            attention_dropout=shape.attention_dropout,
-            device=device,
-        )
-
-    def _mlp(self, device: torch.device) -> nn.Module:
-        shape = self.shape
-        return Mlp(
-            width=shape.hidden_size,
-            inner=shape.ffn_hidden_size,
-            activation=shape.activation,
-            norm=self._norm(device),
-            dropout=shape.hidden_dropout,
-            device=device,
-        )
-
-    def split_dim(self, parameter: str) -> int | None:
-        """Heads, MLP width and vocabulary are cut; what stands in the head before its last product is not."""
-        return split_dim_of(parameter)
-
-    def manifest(self) -> dict[str, object]:
-        """The ``model`` object of a checkpoint's manifest."""
+    def own_manifest(self) -> dict[str, object]:
+        """Blocks, token types and the second head."""
         shape = self.shape
         return {
-            "family": "bert",
             "num_layers": shape.num_layers,
-            "hidden_size": shape.hidden_size,
-            "ffn_hidden_size": shape.ffn_hidden_size,
-            "num_attention_heads": shape.num_attention_heads,
-            "max_position_embeddings": shape.max_position_embeddings,
-            "vocab_size": shape.vocab_size,
-            "padded_vocab_size": shape.padded_vocab_size,
-            "layernorm_epsilon": shape.layernorm_epsilon,
-            "activation": shape.activation,
             "num_tokentypes": shape.num_tokentypes,
             "binary_head": shape.binary_head,
-            "tied_embeddings": True,
         }

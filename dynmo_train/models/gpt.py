@@ -2,139 +2,58 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import TypeVar
 
 import torch
 from torch import nn
 
-from .blocks import Embedding, Head, Mlp, SelfAttention
-from .chain import HEAD, WORD, build_item, chain_items
-from .experts import MoeMlp, MoeShape
+from .chain import HEAD, WORD, CommonShape, Family, chain_items
+from .experts import MoeShape
 from .items import ItemSpec
-from .items import split_dim as split_dim_of
 
 
 @dataclass(frozen=True, kw_only=True)
-class GptShape:
-    """Everything that fixes a GPT's arithmetic. Widths in elements, dropouts as probabilities."""
+class GptShape(CommonShape):
+    """Everything that fixes a GPT's arithmetic."""
 
     num_layers: int
-    hidden_size: int
-    ffn_hidden_size: int
-    num_attention_heads: int
-    max_position_embeddings: int
-    vocab_size: int
-    padded_vocab_size: int
-    layernorm_epsilon: float = 1e-5
-    hidden_dropout: float = 0.1
-    attention_dropout: float = 0.1
-    init_method_std: float = 0.02
     activation: str = "gelu_tanh"
     tied_embeddings: bool = True
     moe: MoeShape | None = None
-    seed: int = 1234
 
 
-class Gpt:
+Shape = TypeVar("Shape", bound=GptShape)
+
+
+class Gpt(Family[Shape]):
     """The GPT family over one shape; satisfies ``items.ModelFamily``."""
 
-    def __init__(self, shape: GptShape) -> None:
-        self.shape = shape
+    name = "gpt"
 
     @cached_property
     def items(self) -> tuple[ItemSpec, ...]:
         """``embedding``, two items a layer, ``head``; every item may begin a stage."""
-        moe = self.shape.moe
-        tied = self.shape.tied_embeddings
-        return chain_items(self.shape.num_layers, tied=tied, mlp_figures=moe.figures if moe else ())
+        shape = self.shape
+        moe = shape.moe
+        return chain_items(shape.num_layers, tied=shape.tied_embeddings, mlp_figures=moe.figures if moe else ())
 
     @property
     def ties(self) -> Mapping[str, str]:
         """The head's weight is a copy of the word table, unless embeddings are untied."""
         return {HEAD: WORD} if self.shape.tied_embeddings else {}
 
-    def build(self, name: str, device: torch.device) -> nn.Module:
-        """Build one item; its initial weights depend on the seed and the name alone, never on placement."""
+    def num_layers_at(self, item: str) -> int:
+        """All blocks are one stack."""
+        return self.shape.num_layers
+
+    def mlp(self, device: torch.device, moe: MoeShape | None = None) -> nn.Module:
+        """The MLP of a block, or its experts."""
+        return super().mlp(device, moe or self.shape.moe)
+
+    def own_manifest(self) -> dict[str, object]:
+        """Blocks and experts."""
         shape = self.shape
-        return build_item(
-            name,
-            device,
-            {"embedding": self._embedding, "attention": self._attention, "mlp": self._mlp, "head": self._head},
-            seed=shape.seed,
-            std=shape.init_method_std,
-            # Matrices that end a residual branch are scaled by 1/sqrt(2 layers) (GPT-2, section 2.3).
-            ending_std=shape.init_method_std / math.sqrt(2 * shape.num_layers),
-            ties=self.ties,
-        )
-
-    def _norm(self, device: torch.device) -> nn.Module:
-        return nn.LayerNorm(self.shape.hidden_size, eps=self.shape.layernorm_epsilon, device=device)
-
-    def _embedding(self, device: torch.device) -> nn.Module:
-        shape = self.shape
-        return Embedding(
-            vocabulary=shape.padded_vocab_size,
-            width=shape.hidden_size,
-            positions=shape.max_position_embeddings,
-            dropout=shape.hidden_dropout,
-            device=device,
-        )
-
-    def _attention(self, device: torch.device) -> nn.Module:
-        shape = self.shape
-        return SelfAttention(
-            width=shape.hidden_size,
-            heads=shape.num_attention_heads,
-            norm=self._norm(device),
-            dropout=shape.hidden_dropout,
-            attention_dropout=shape.attention_dropout,
-            device=device,
-        )
-
-    def _mlp(self, device: torch.device) -> nn.Module:
-        shape = self.shape
-        common: dict[str, Any] = {
-            "width": shape.hidden_size,
-            "inner": shape.ffn_hidden_size,
-            "activation": shape.activation,
-            "norm": self._norm(device),
-            "dropout": shape.hidden_dropout,
-            "device": device,
-        }
-        return Mlp(**common) if shape.moe is None else MoeMlp(moe=shape.moe, **common)
-
-    def _head(self, device: torch.device) -> nn.Module:
-        shape = self.shape
-        return Head(
-            width=shape.hidden_size,
-            rows=shape.padded_vocab_size,
-            vocabulary=shape.vocab_size,
-            norm=self._norm(device),
-            device=device,
-        )
-
-    def split_dim(self, parameter: str) -> int | None:
-        """Heads, MLP width and vocabulary are cut; norms, positions and the biases of a branch's end are not."""
-        return split_dim_of(parameter)
-
-    def manifest(self) -> dict[str, object]:
-        """The ``model`` object of a checkpoint's manifest."""
-        shape = self.shape
-        return {
-            "family": "gpt",
-            "num_layers": shape.num_layers,
-            "hidden_size": shape.hidden_size,
-            "ffn_hidden_size": shape.ffn_hidden_size,
-            "num_attention_heads": shape.num_attention_heads,
-            "max_position_embeddings": shape.max_position_embeddings,
-            "vocab_size": shape.vocab_size,
-            "padded_vocab_size": shape.padded_vocab_size,
-            "layernorm_epsilon": shape.layernorm_epsilon,
-            "activation": shape.activation,
-            "tied_embeddings": shape.tied_embeddings,
-            **(shape.moe.manifest() if shape.moe else {}),
-        }
+        return {"num_layers": shape.num_layers, **(shape.moe.manifest() if shape.moe else {})}

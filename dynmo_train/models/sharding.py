@@ -16,11 +16,13 @@ import torch.nn.functional as F
 from torch import nn
 
 from ..parallel.experts import ExpertExchange
+from ..parallel.replicas import ReplicaGather
 from ..parallel.tensor import TensorRegion
 from .bert import BertHead
 from .blocks import Head, SelfAttention
 from .early_exit import LiveTokens
 from .experts import Experts, MoeMlp
+from .ict import RetrievalHead
 from .items import Reported
 from .linear import PrunableLinear
 from .mixture_of_depths import RoutedBlock
@@ -108,6 +110,14 @@ def deal_experts(module: nn.Module, exchange: ExpertExchange | None) -> nn.Modul
     if exchange is not None:
         for experts in experts_of(module):
             experts.keep(exchange)
+    return module
+
+
+def join_replicas(module: nn.Module, replicas: ReplicaGather | None) -> nn.Module:
+    """Let losses over all replicas see theirs, in place; returns the item."""
+    for child in module.modules():
+        if isinstance(child, RetrievalHead):
+            child.replicas = replicas
     return module
 
 

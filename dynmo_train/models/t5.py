@@ -6,7 +6,6 @@ own (RMSNorm, no biases, unscaled attention, a tied head whose input is scaled b
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -15,10 +14,9 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from .blocks import CrossAttention, Embedding, Head, Mlp, SelfAttention
-from .initial import initialise
+from .blocks import CrossAttention, SelfAttention
+from .chain import Builders, CommonShape, Family
 from .items import LOSS, ItemSpec
-from .items import split_dim as split_dim_of
 from .positions import RelativeBias
 
 WORD, POSITION = "encoder.embedding.word.weight", "encoder.embedding.position.weight"
@@ -26,27 +24,15 @@ ENCODER, DECODER = "encoder", "decoder"
 
 
 @dataclass(frozen=True, kw_only=True)
-class T5Shape:
-    """Everything that fixes a T5's arithmetic. Widths in elements, dropouts as probabilities."""
+class T5Shape(CommonShape):
+    """Everything that fixes a T5's arithmetic."""
 
     num_encoder_layers: int
     num_decoder_layers: int
-    hidden_size: int
-    ffn_hidden_size: int
-    num_attention_heads: int
     head_dim: int
-    max_position_embeddings: int
-    vocab_size: int
-    padded_vocab_size: int
     position_embedding: Literal["learned", "relative"] = "learned"
     relative_buckets: int = 32
     relative_max_distance: int = 128
-    activation: str = "gelu"
-    layernorm_epsilon: float = 1e-5
-    hidden_dropout: float = 0.1
-    attention_dropout: float = 0.1
-    init_method_std: float = 0.02
-    seed: int = 1234
 
     @property
     def is_relative(self) -> bool:
@@ -54,11 +40,10 @@ class T5Shape:
         return self.position_embedding == "relative"
 
 
-class T5:
+class T5(Family[T5Shape]):
     """The T5 family over one shape; satisfies ``items.ModelFamily``."""
 
-    def __init__(self, shape: T5Shape) -> None:
-        self.shape = shape
+    name = "t5"
 
     @cached_property
     def items(self) -> tuple[ItemSpec, ...]:
@@ -145,52 +130,40 @@ class T5:
                 ties |= {f"{side}.layers.{n}.{table}": f"{side}.layers.0.{table}" for n in range(1, layers)}
         return {**ties, "head.weight": WORD}
 
-    def build(self, name: str, device: torch.device) -> nn.Module:
-        """Build one item; its initial weights depend on the seed and the name alone, never on placement."""
-        shape = self.shape
-        builders = {
-            "embedding": self._embedding,
-            "attention": lambda device: self._attention(device, causal=name.startswith(DECODER)),
-            "cross_attention": self._cross_attention,
-            "mlp": self._mlp,
-            "norm": self._norm,
-            "head": self._head,
-        }
-        kind = name.rpartition(".")[2]
-        module = builders[kind](device)
-        layers = shape.num_encoder_layers if name.startswith(ENCODER) else shape.num_decoder_layers
-        std = shape.init_method_std
-        ending_std = std / math.sqrt(2 * layers)
-        initialise(name, module, seed=shape.seed, std=std, ending_std=ending_std, ties=self.ties)
-        return module
+    @property
+    def bias(self) -> bool:  # type: ignore[override] # by shape
+        """T5's own arithmetic has no biases."""
+        return not self.shape.is_relative
 
-    def _norm(self, device: torch.device) -> nn.Module:
+    def num_layers_at(self, item: str) -> int:
+        """Encoder and decoder are a stack each."""
+        return self.shape.num_encoder_layers if item.startswith(ENCODER) else self.shape.num_decoder_layers
+
+    def builders(self, name: str) -> Builders:
+        """Attention that looks ahead or not, by the side that ``name`` is on; attention to the encoder; its norm."""
+        return {
+            **super().builders(name),
+            "attention": lambda device: self._attention(device, causal=name.startswith(DECODER)),
+            "cross_attention": lambda device: CrossAttention(
+                scaled=not self.shape.is_relative, **self.attention_options(device)
+            ),
+            "norm": self.norm,
+        }
+
+    def norm(self, device: torch.device) -> nn.Module:
+        """RMSNorm in T5's own arithmetic."""
         shape = self.shape
         kind = nn.RMSNorm if shape.is_relative else nn.LayerNorm
         return kind(shape.hidden_size, eps=shape.layernorm_epsilon, device=device)
 
-    def _embedding(self, device: torch.device) -> nn.Module:
-        shape = self.shape
-        return Embedding(
-            vocabulary=shape.padded_vocab_size,
-            width=shape.hidden_size,
-            positions=0 if shape.is_relative else shape.max_position_embeddings,
-            dropout=shape.hidden_dropout,
-            device=device,
-        )
+    def embedding_options(self, device: torch.device) -> dict[str, Any]:
+        """Positions only where they are learned."""
+        positions = 0 if self.shape.is_relative else self.shape.max_position_embeddings
+        return {**super().embedding_options(device), "positions": positions}
 
-    def _attention_options(self, device: torch.device) -> dict[str, Any]:
-        shape = self.shape
-        return {
-            "width": shape.hidden_size,
-            "heads": shape.num_attention_heads,
-            "head_width": shape.head_dim,
-            "norm": self._norm(device),
-            "bias": not shape.is_relative,
-            "dropout": shape.hidden_dropout,
-            "attention_dropout": shape.attention_dropout,
-            "device": device,
-        }
+    def attention_options(self, device: torch.device) -> dict[str, Any]:
+        """Heads of a stated width."""
+        return {**super().attention_options(device), "head_width": self.shape.head_dim}
 
     def _attention(self, device: torch.device, *, causal: bool) -> nn.Module:
         shape = self.shape
@@ -199,62 +172,24 @@ class T5:
             relative = RelativeBias(
                 shape.relative_buckets, shape.num_attention_heads, shape.relative_max_distance, device
             )
-        return SelfAttention(causal=causal, relative=relative, **self._attention_options(device))
+        return SelfAttention(causal=causal, relative=relative, **self.attention_options(device))
 
-    def _cross_attention(self, device: torch.device) -> nn.Module:
-        return CrossAttention(scaled=not self.shape.is_relative, **self._attention_options(device))
-
-    def _mlp(self, device: torch.device) -> nn.Module:
+    def head_options(self, device: torch.device) -> dict[str, Any]:
+        """Megatron's has a bias, T5's own a smaller input."""
         shape = self.shape
-        return Mlp(
-            width=shape.hidden_size,
-            inner=shape.ffn_hidden_size,
-            activation=shape.activation,
-            norm=self._norm(device),
-            bias=not shape.is_relative,
-            dropout=shape.hidden_dropout,
-            device=device,
-        )
+        scale = shape.hidden_size**-0.5 if shape.is_relative else 1.0
+        return {**super().head_options(device), "bias": self.bias, "scale": scale}
 
-    def _head(self, device: torch.device) -> nn.Module:
+    def own_manifest(self) -> dict[str, object]:
+        """Both stacks, and their positions."""
         shape = self.shape
-        return Head(
-            width=shape.hidden_size,
-            rows=shape.padded_vocab_size,
-            vocabulary=shape.vocab_size,
-            norm=self._norm(device),
-            bias=not shape.is_relative,
-            scale=shape.hidden_size**-0.5 if shape.is_relative else 1.0,
-            device=device,
-        )
-
-    def split_dim(self, parameter: str) -> int | None:
-        """Heads, MLP width and vocabulary are cut; norms and positions are not."""
-        return split_dim_of(parameter)
-
-    def manifest(self) -> dict[str, object]:
-        """The ``model`` object of a checkpoint's manifest."""
-        shape = self.shape
+        relative = {"relative_buckets": shape.relative_buckets, "relative_max_distance": shape.relative_max_distance}
         return {
-            "family": "t5",
             "num_layers": shape.num_encoder_layers,
             "num_encoder_layers": shape.num_encoder_layers,
             "num_decoder_layers": shape.num_decoder_layers,
-            "hidden_size": shape.hidden_size,
-            "ffn_hidden_size": shape.ffn_hidden_size,
-            "num_attention_heads": shape.num_attention_heads,
             "head_dim": shape.head_dim,
-            "max_position_embeddings": shape.max_position_embeddings,
-            "vocab_size": shape.vocab_size,
-            "padded_vocab_size": shape.padded_vocab_size,
-            "layernorm_epsilon": shape.layernorm_epsilon,
             "normalization": "rmsnorm" if shape.is_relative else "layernorm",
-            "activation": shape.activation,
             "position_embedding": shape.position_embedding,
-            "tied_embeddings": True,
-            **(
-                {"relative_buckets": shape.relative_buckets, "relative_max_distance": shape.relative_max_distance}
-                if shape.is_relative
-                else {}
-            ),
+            **(relative if shape.is_relative else {}),
         }

@@ -106,8 +106,10 @@ def exchange(
     group: dist.ProcessGroup | None,
 ) -> None:
     """Send tensors to torch's ranks, and receive others from them, all at once; of a pair in the same order."""
-    operations = [dist.P2POp(dist.isend, tensor.contiguous(), peer, group) for peer, tensor in sent]
-    operations += [dist.P2POp(dist.irecv, tensor, peer, group) for peer, tensor in received]
+    # gloo tells a sender that it may begin over the same stream that the other direction's data take: receives come
+    # first, or the two directions of a swap follow one another.
+    operations = [dist.P2POp(dist.irecv, tensor, peer, group) for peer, tensor in received]
+    operations += [dist.P2POp(dist.isend, tensor.contiguous(), peer, group) for peer, tensor in sent]
     if operations:
         for work in dist.batch_isend_irecv(operations):
             work.wait()

@@ -11,12 +11,14 @@ from torch import nn
 
 from ..models.items import ModelFamily, masks_of, parameters_of
 from ..models.linear import PrunableLinear
-from ..models.sharding import cut_item, cut_tensor, deal_experts, experts_of, is_of_expert
+from ..models.sharding import cut_item, cut_tensor, deal_experts, experts_of, is_of_expert, join_replicas
 from ..models.sparse_forms import SparseTable
 from ..parallel.experts import ExpertExchange
+from ..parallel.replicas import ReplicaGather
 from ..parallel.tensor import TensorRegion
 from ..parallel.zero import Shards
 from .adamw import MOMENTS, AdamWSettings, ItemOptimizer, item_optimizer
+from .apex import fuse_norms
 
 REFERENCE = "reference"
 MEMORIES = ("error", "factor")
@@ -71,6 +73,8 @@ class HeldItems:
         region: the ranks that share each matrix product; None where each product is whole.
         shards: the replicas that share each parameter's rows (ZeRO); None where each holds all.
         exchange: the replicas that share the experts of each layer; None where each holds all.
+        replicas: gathers what a loss over all replicas reads; None where there is one.
+        fused_norms: what takes the place of torch's normalisations.
     """
 
     def __init__(
@@ -83,10 +87,13 @@ class HeldItems:
         region: TensorRegion | None = None,
         shards: Shards | None = None,
         exchange: ExpertExchange | None = None,
+        replicas: ReplicaGather | None = None,
+        fused_norms: Mapping[type[nn.Module], type[nn.Module]] | None = None,
     ) -> None:
         self.family, self.settings, self.device = family, settings, device
         self.sparse, self.fused_adam, self.region = sparse, fused_adam, region
-        self.shards, self.exchange = shards, exchange
+        self.shards, self.exchange, self.replicas = shards, exchange, replicas
+        self._fused_norms = fused_norms or {}
         self.modules: dict[str, nn.Module] = {}
         # What a technique keeps of an item: item -> full tensor name -> tensor. It goes where the item goes.
         self.extras: dict[str, dict[str, torch.Tensor]] = {}
@@ -135,8 +142,10 @@ class HeldItems:
                 self._optimizers[holder].adopt(copy, self._steps(owner_item, owner), moments)
 
     def _assemble(self, name: str, device: torch.device) -> nn.Module:
-        whole = cut_item(name, self.family.build(name, device), self.family.split_dim, self.region)
-        return deal_experts(whole, self.exchange)
+        whole = cut_item(
+            name, fuse_norms(self.family.build(name, device), self._fused_norms), self.family.split_dim, self.region
+        )
+        return join_replicas(deal_experts(whole, self.exchange), self.replicas)
 
     def blueprint(self, name: str) -> nn.Module:
         """An item as this process would hold it, without memory for its weights."""
@@ -298,13 +307,20 @@ class HeldItems:
         }
         return ItemState(tensors=tensors, steps=state.steps)
 
-    def adopt(self, item: str, state: ItemState) -> None:
-        """Hold an item with exactly this state; raises ``KeyError`` where a parameter is missing."""
+    def adopt(self, item: str, state: ItemState, *, owned: bool = False) -> None:
+        """Hold an item with exactly this state; raises ``KeyError`` where a parameter is missing.
+
+        Args:
+            owned: whether the tensors, on this process's device, are given away: they are not copied then.
+        """
         module = self.blueprint(item).to_empty(device=self.device)
         self.hold(item, module)
         with torch.no_grad():
             for name, parameter in self._own[item].items():
-                parameter.copy_(state.tensors[name])
+                if owned and self.shards is None:
+                    parameter.data = state.tensors[name]
+                else:
+                    parameter.copy_(state.tensors[name])
         for name, layer in masks_of(item, module).items():
             if f"{name}.mask" in state.tensors:
                 self.prune(item, name, layer, state.tensors[f"{name}.mask"].to(self.device))
@@ -317,7 +333,9 @@ class HeldItems:
         optimizer = self._optimizers[item]
         for name, parameter in self._own[item].items():
             if name in state.steps:
-                moments = {key: state.tensors[f"{name}.{key}"].to(self.device).clone() for key in MOMENTS}
+                moments = {key: state.tensors[f"{name}.{key}"].to(self.device) for key in MOMENTS}
+                if not owned:
+                    moments = {key: moment.clone() for key, moment in moments.items()}
                 optimizer.adopt(parameter, state.steps[name], moments)
         self._share()
 

@@ -118,6 +118,12 @@ class _ThroughCast(torch.autograd.Function):
         return grads[0].to(ctx.dtype), None
 
 
+def through_cast(master: torch.Tensor, copy: torch.Tensor) -> torch.Tensor:
+    """``copy`` in place of ``master``, whose gradient goes to ``master`` in its type."""
+    through: torch.Tensor = _ThroughCast.apply(master, copy)  # type: ignore[no-untyped-call]
+    return through
+
+
 class ComputeCopies:
     """The parameters of one item in the type of the arithmetic, cast when first used after a change.
 
@@ -141,7 +147,7 @@ class ComputeCopies:
             copy = self._copies.get(name)
             if copy is None:
                 copy = self._copies[name] = master.detach().to(self.dtype)
-            used[name] = _ThroughCast.apply(master, copy)  # type: ignore[no-untyped-call]
+            used[name] = through_cast(master, copy)
         return functional_call(self.module, used, arguments, keywords)
 
 

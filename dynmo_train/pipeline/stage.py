@@ -154,7 +154,7 @@ class StageModule(nn.Module):
         if self.recompute:
             kept = [sum(each.numel() * each.element_size() for each in arguments)]
             # The item seeds itself at its entry, so torch need not save and restore the generators.
-            more: dict[str, Any] = {"context_fn": partial(_keeping_products, kept)} if self.selective else {}
+            more: dict[str, Any] = {"context_fn": partial(keeping_products, kept)} if self.selective else {}
             recomputed: torch.Tensor | Reported = checkpoint(
                 run, *arguments, use_reentrant=False, preserve_rng_state=False, **more
             )
@@ -182,7 +182,7 @@ def _not_a_view(x: torch.Tensor) -> torch.Tensor:
     return leaving
 
 
-def _keeping_products(kept: list[int]) -> Any:
+def keeping_products(kept: list[int]) -> Any:
     """What a selective checkpoint keeps: the results of matrix products, whose bytes are appended to ``kept``."""
 
     def policy(ctx: Any, operation: Any, *inputs: Any, **_: Any) -> CheckpointPolicy:

@@ -3,19 +3,17 @@
 Nothing of the old partition is touched before every worker has said that what it received is whole; a failure before
 that drops what was received and leaves the old partition in place.
 
-The tensors of an item travel as one block of bytes, checked by CRC-32. At its highest a worker holds, beside its items,
-the blocks that it sends and those that it receives.
+What travels is checked by CRC-32, by the sender while it sends and by the receiver as it arrives. At its highest a
+worker holds, beside its items, what it receives, which becomes the items' own memory.
 """
 
 from __future__ import annotations
 
 import time
-import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -25,8 +23,10 @@ from ..optim.adamw import MOMENTS
 from ..optim.items import REFERENCE, HeldItems, ItemState, is_memory
 from ..parallel.world import World, all_agree, gather_documents
 from ..pipeline.partition import Move, Partition, moves_between
+from .pieces import Entry, crc_after, entries_of, pieces_of, size_of, tensors_in, to_send
 
 Fault = Callable[[str, torch.Tensor], None]
+Arriving = dict[str, list[tuple[list[Entry], torch.Tensor]]]
 
 
 class MoveError(DynmoError):
@@ -51,30 +51,6 @@ class MoveReport:
     def total_bytes(self) -> int:
         """Bytes moved between workers."""
         return sum(self.bytes_by_item.values())
-
-
-def _block_of(state: ItemState) -> tuple[list[dict[str, Any]], torch.Tensor]:
-    """The header of an item's tensors (names, dtypes, shapes, bytes) and their bytes in the same order, on CPU."""
-    header: list[dict[str, Any]] = []
-    parts: list[np.ndarray[Any, np.dtype[np.uint8]]] = []
-    for name, tensor in state.tensors.items():
-        raw = tensor.detach().contiguous().to("cpu").reshape(-1).view(torch.uint8).numpy()
-        dtype = str(tensor.dtype).removeprefix("torch.")
-        header.append({"name": name, "dtype": dtype, "shape": list(tensor.shape), "bytes": raw.nbytes})
-        parts.append(raw)
-    joined = np.concatenate(parts) if parts else np.zeros(0, dtype=np.uint8)
-    return header, torch.from_numpy(joined)
-
-
-def _state_of(announcement: dict[str, Any], block: torch.Tensor) -> ItemState:
-    tensors: dict[str, torch.Tensor] = {}
-    begin = 0
-    for entry in announcement["tensors"]:
-        dtype: torch.dtype = getattr(torch, entry["dtype"])
-        part = block[begin : begin + entry["bytes"]].clone()
-        tensors[entry["name"]] = part.view(dtype).reshape(entry["shape"])
-        begin += entry["bytes"]
-    return ItemState(tensors=tensors, steps=announcement["steps"])
 
 
 def _announcement_problem(announcement: dict[str, Any], held: HeldItems) -> str | None:
@@ -106,36 +82,36 @@ def move_items(
     """Move whole items so that the workers hold those of ``after``. Called by every worker; all commit, or none does.
 
     Args:
-        fault: for tests: may alter a received block (item name, bytes) before it is verified.
+        fault: for tests: may alter a received piece (item name, bytes) before it is verified.
 
     Raises:
         MoveError: on every worker, where anything was not as announced; the old partition stays in place.
     """
     started = time.perf_counter_ns()
     moves = moves_between(before, after)
-    blocks: dict[str, torch.Tensor] = {}
-    offered: list[dict[str, Any]] = []
-    for move in moves:
-        if move.source == world.worker:
-            state = held.export(move.item)
-            header, blocks[move.item] = _block_of(state)
-            crc = zlib.crc32(blocks[move.item].numpy().data)
-            offered.append({"item": move.item, "tensors": header, "steps": dict(state.steps), "crc32": crc})
-
+    leaving = {move.item: held.export(move.item) for move in moves if move.source == world.worker}
+    offered = [
+        {"item": item, "tensors": entries_of(state.tensors), "steps": dict(state.steps)}
+        for item, state in leaving.items()
+    ]
     told = gather_documents(world, offered)
     everyone = [told[world.peer(worker)] for worker in range(world.dims.pipeline)]
     announced = {one["item"]: one for offers in everyone for one in offers}
     _check_announcements(moves, everyone, announced, held, world)
-    received = _reserve(moves, announced, world)
-    _send(moves, blocks, received, world)
-    staged, problem = _verify(received, announced, fault)
-    _check_outcome(held, after, staged, problem, world)
+    arriving = _reserve(moves, announced, world)
+    sent, received = _exchange(moves, leaving, announced, arriving, world, fault)
+    crcs = gather_documents(world, {"crc32": sent})
+    expected = {
+        item: crc for worker in range(world.dims.pipeline) for item, crc in crcs[world.peer(worker)]["crc32"].items()
+    }
+    _check_outcome(held, after, received, expected, world)
 
     for move in moves:
         if move.source == world.worker:
             held.drop(move.item)
-    for item, state in staged.items():
-        held.adopt(item, state)
+    for item, blocks in arriving.items():
+        tensors = {name: each for piece, block in blocks for name, each in tensors_in(piece, block).items()}
+        held.adopt(item, ItemState(tensors=tensors, steps=announced[item]["steps"]), owned=True)
     held.reorder(tuple(name for stage in after.stages_of_worker(world.worker) for name in after.stages[stage]))
     sizes = {item: sum(entry["bytes"] for entry in one["tensors"]) for item, one in announced.items()}
     return MoveReport(moves=tuple(moves), bytes_by_item=sizes, duration_ns=time.perf_counter_ns() - started)
@@ -159,62 +135,85 @@ def _check_announcements(
     _raise_if_any(problem, world, "announcement")
 
 
-def _reserve(moves: Sequence[Move], announced: dict[str, dict[str, Any]], world: World) -> dict[str, torch.Tensor]:
+def _reserve(moves: Sequence[Move], announced: dict[str, dict[str, Any]], world: World) -> Arriving:
     """Memory for all that this worker is to receive; nobody sends before all workers have theirs."""
-    received: dict[str, torch.Tensor] = {}
+    arriving: Arriving = {}
     problem: str | None = None
     for move in moves:
         if move.target == world.worker:
-            size = sum(entry["bytes"] for entry in announced[move.item]["tensors"])
+            entries = announced[move.item]["tensors"]
             try:
-                received[move.item] = torch.empty(size, dtype=torch.uint8, device=world.device)
+                arriving[move.item] = [
+                    (piece, torch.empty(size_of(piece), dtype=torch.uint8, device=world.device))
+                    for piece in pieces_of(entries)
+                ]
             except (RuntimeError, MemoryError) as error:
                 first = str(error).partition("\n")[0]
-                problem = f"worker {world.worker} has no {size} bytes for {move.item}: {first}"
+                problem = f"worker {world.worker} has no {size_of(entries)} bytes for {move.item}: {first}"
                 break
     _raise_if_any(problem, world, "reservation")
-    return received
+    return arriving
 
 
-def _send(
-    moves: Sequence[Move], blocks: dict[str, torch.Tensor], received: dict[str, torch.Tensor], world: World
-) -> None:
-    """Send and receive at once; what is received is on CPU afterwards."""
+def _exchange(
+    moves: Sequence[Move],
+    leaving: Mapping[str, ItemState],
+    announced: Mapping[str, Mapping[str, Any]],
+    arriving: Arriving,
+    world: World,
+    fault: Fault | None,
+) -> tuple[dict[str, int], dict[str, int]]:
+    """Send and receive at once; the CRC-32 of each item that was sent, and of each that was received."""
     group = world.groups.pipeline
     operations: list[dist.P2POp] = []
+    outgoing: list[tuple[str, torch.Tensor]] = []
+    incoming: list[tuple[str, torch.Tensor, int]] = []
     for move in moves:
         if move.source == world.worker:
             target = world.started_as(world.peer(move.target))
-            operations.append(dist.P2POp(dist.isend, blocks[move.item].to(world.device), target, group))
+            for piece in pieces_of(announced[move.item]["tensors"]):
+                block = to_send(piece, leaving[move.item].tensors)
+                outgoing.append((move.item, block))
+                operations.append(dist.P2POp(dist.isend, block, target, group))
         elif move.target == world.worker:
             source = world.started_as(world.peer(move.source))
-            operations.append(dist.P2POp(dist.irecv, received[move.item], source, group))
-    if operations:
-        for work in dist.batch_isend_irecv(operations):
-            work.wait()
-    received.update({item: block.to("cpu") for item, block in received.items()})
-
-
-def _verify(
-    received: dict[str, torch.Tensor], announced: dict[str, dict[str, Any]], fault: Fault | None
-) -> tuple[dict[str, ItemState], str | None]:
-    staged: dict[str, ItemState] = {}
-    for item, block in received.items():
+            for _, block in arriving[move.item]:
+                incoming.append((move.item, block, len(operations)))
+                operations.append(dist.P2POp(dist.irecv, block, source, group))
+    works = dist.batch_isend_irecv(operations) if operations else []
+    each = len(works) == len(operations)  # NCCL gives one work for all of them
+    if not each:
+        _wait(works)
+    sent = {item: 0 for item, _ in outgoing}
+    for item, block in outgoing:
+        sent[item] = crc_after(block, sent[item])
+    received = {item: 0 for item, _, _ in incoming}
+    for item, block, number in incoming:
+        if each:
+            works[number].wait()
         if fault is not None:
             fault(item, block)
-        crc = zlib.crc32(block.numpy().data)
-        if crc != announced[item]["crc32"]:
-            return {}, f"{item}: arrived with CRC-32 {crc:08x}, was sent with {announced[item]['crc32']:08x}"
-        staged[item] = _state_of(announced[item], block)
-    return staged, None
+        received[item] = crc_after(block, received[item])
+    arrived = {number for _, _, number in incoming}  # gloo would wait for another one
+    _wait([work for number, work in enumerate(works) if number not in arrived] if each else [])
+    return sent, received
+
+
+def _wait(works: Sequence[dist.Work]) -> None:
+    for work in works:
+        work.wait()
 
 
 def _check_outcome(
-    held: HeldItems, after: Partition, staged: dict[str, ItemState], problem: str | None, world: World
+    held: HeldItems, after: Partition, received: Mapping[str, int], expected: Mapping[str, int], world: World
 ) -> None:
-    """Phase two: what each worker would hold is exactly what the new partition gives it, and nobody has a complaint."""
+    """Phase two: what arrived is what was sent, and gives each worker exactly what the new partition does."""
+    problem: str | None = None
+    for item, crc in received.items():
+        if crc != expected[item]:
+            problem = f"{item}: arrived with CRC-32 {crc:08x}, was sent with {expected[item]:08x}"
     wanted = {name for stage in after.stages_of_worker(world.worker) for name in after.stages[stage]}
-    missing = wanted - set(held.modules) - set(staged)
+    missing = wanted - set(held.modules) - set(received)
     if problem is None and missing:
         problem = f"worker {world.worker} would lack {', '.join(sorted(missing))}"
     _raise_if_any(problem, world, "verification")

@@ -1,7 +1,8 @@
 """Times merge, reshard and export against ``cp -r`` and ``sync`` of the same bytes, in turn, and peak memory.
 
 Run: ``python tests/benchmarks/ckpt_copy.py DIRECTORY --gigabytes 1.5 --repeats 7``. DIRECTORY is made, needs three
-times that room, and is removed. Results are kept as dated rows in ``ckpt_copy.md``.
+times that room, and is removed; with ``--keep`` it stays, and a later call adds rounds. Results are kept as dated rows
+in ``ckpt_copy.md``.
 """
 
 from __future__ import annotations
@@ -51,43 +52,63 @@ def timed(command):
     return time.perf_counter() - begun, done.stdout
 
 
+def commands_for(directory):
+    source, merged, target = directory / "in", directory / "merged", directory / "out"
+    return {
+        "cp -r && sync": ["sh", "-c", f"cp -r {source} {target} && sync {target}/* && sync {target}"],
+        "merge": [*CKPT, "merge", source, target],
+        "split --tp 2 --pp 2": [*CKPT, "split", merged, target, "--tp", "2", "--pp", "2"],
+        "reshard --tp 4 --pp 3": [*CKPT, "reshard", source, target, "--tp", "4", "--pp", "3"],
+        "convert --to hf": [*CKPT, "convert", source, target, "--to", "hf"],
+    }
+
+
+def one_round(directory, options):
+    """Every command once; one line of results."""
+    found = {}
+    for name, command in commands_for(directory).items():
+        ours = [] if name.startswith("cp") else ["--format", "json", *options]
+        took, output = timed([*map(str, command), *ours])
+        found[name] = [took, json.loads(output)["peak_rss_bytes"] if ours else 0]
+        shutil.rmtree(directory / "out")
+    with open(directory / "rounds.jsonl", "a") as lines:
+        lines.write(json.dumps(found) + "\n")
+
+
+def table(directory):
+    rounds = [json.loads(line) for line in (directory / "rounds.jsonl").read_text().splitlines()]
+    size = sum(path.stat().st_size for path in (directory / "in").iterdir())
+    sys.stdout.write(f"{size / 1e9:.2f} GB, {len(rounds)} rounds, {os.cpu_count()} cores\n")
+    sys.stdout.write("| command | median s | min s | of cp | peak MB |\n|---|---|---|---|---|\n")
+    base = statistics.median(found["cp -r && sync"][0] for found in rounds)
+    for name in rounds[0]:
+        seconds = [found[name][0] for found in rounds]
+        median, memory = statistics.median(seconds), max(found[name][1] for found in rounds)
+        row = [name, f"{median:.2f}", f"{min(seconds):.2f}", f"{median / base:.2f}", f"{memory / 1e6:.0f}"]
+        sys.stdout.write(f"| {' | '.join(row)} |\n")
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("directory", type=Path)
     parser.add_argument("--gigabytes", type=float, default=1.5)
     parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--keep", action="store_true", help="keep DIRECTORY, so that a later call adds rounds to it")
     parser.add_argument("--options", nargs="*", default=[], help="further options for every command of dynmo-ckpt")
     arguments = parser.parse_args()
-    arguments.directory.mkdir(parents=True)
-    source, target = arguments.directory / "in", arguments.directory / "out"
-    commands = {
-        "cp -r && sync": ["sh", "-c", f"cp -r {source} {target} && sync {target}/* && sync {target}"],
-        "merge": [*CKPT, "merge", source, target],
-        "reshard --tp 4 --pp 3": [*CKPT, "reshard", source, target, "--tp", "4", "--pp", "3"],
-        "convert --to hf": [*CKPT, "convert", source, target, "--to", "hf"],
-    }
+    directory = arguments.directory
     try:
-        hidden = make(source, arguments.gigabytes)
-        seconds = {name: [] for name in commands}
-        memory = dict.fromkeys(commands, 0)
+        if not directory.exists():
+            directory.mkdir(parents=True)
+            make(directory / "in", arguments.gigabytes)
+            timed([*map(str, [*CKPT, "merge", directory / "in", directory / "merged"])])
         for _ in range(arguments.repeats):
-            for name, command in commands.items():
-                ours = [] if name.startswith("cp") else ["--format", "json", *arguments.options]
-                took, output = timed([*map(str, command), *ours])
-                seconds[name].append(took)
-                if ours:
-                    memory[name] = max(memory[name], json.loads(output)["peak_rss_bytes"])
-                shutil.rmtree(target)
-        size = sum(path.stat().st_size for path in source.iterdir())
-        sys.stdout.write(f"{size / 1e9:.2f} GB, hidden {hidden}, {arguments.repeats} repeats, {os.cpu_count()} cores\n")
-        sys.stdout.write("| command | median s | min s | of cp | peak MB |\n|---|---|---|---|---|\n")
-        base = statistics.median(seconds["cp -r && sync"])
-        for name, values in seconds.items():
-            median = statistics.median(values)
-            row = [name, f"{median:.2f}", f"{min(values):.2f}", f"{median / base:.2f}", f"{memory[name] / 1e6:.0f}"]
-            sys.stdout.write(f"| {' | '.join(row)} |\n")
+            one_round(directory, arguments.options)
+        if (directory / "rounds.jsonl").exists():
+            table(directory)
     finally:
-        shutil.rmtree(arguments.directory)
+        if not arguments.keep:
+            shutil.rmtree(directory)
 
 
 if __name__ == "__main__":

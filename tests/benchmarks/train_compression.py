@@ -1,8 +1,8 @@
 """What compression costs in quality: validation loss of a small GPT on WikiText, whole and compressed.
 
-Two pipeline workers with two stages each (three compressed boundaries), two replicas; every run sees the same samples.
+Two pipeline workers, two replicas, 16 microbatches each, of which the epilogue has two. All runs see the same samples.
 
-python tests/benchmarks/train_compression.py --text wiki.valid.tokens wiki.test.tokens [--steps 300] [--rank 2]
+python tests/benchmarks/train_compression.py --text wiki.valid.tokens wiki.test.tokens [--steps 300] [--rank 8]
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ MODEL = {
     "hidden-size": "128",
     "num-attention-heads": "4",
     "seq-length": "64",
-    "micro-batch-size": "4",
+    "micro-batch-size": "1",
     "global-batch-size": "32",
     "lr": "3e-3",
     "lr-warmup-iters": "20",
@@ -31,8 +31,6 @@ MODEL = {
     "lr-decay-style": "cosine",
     "split": "90,10,0",
     "eval-iters": "20",
-    "schedule": "interleaved-1f1b",
-    "virtual-stages-per-worker": "2",
     "pipeline-model-parallel-size": "2",
     "log-interval": "50",
 }
@@ -74,6 +72,7 @@ def schemes(rank: int) -> dict[str, list[str]]:
     return {
         "baseline": [],
         "CB without LEP": cb,
+        "CB without LEP, epilogue only": cb + epilogue,
         "CB+LEP": cb + lep,
         "CB+LEP, epilogue only": cb + lep + epilogue,
         "CB+LEP+FE+SC": [*cb, *lep, *epilogue, "--emb-comm-opt", *sc],
@@ -84,7 +83,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--text", type=Path, nargs="+", required=True)
     parser.add_argument("--steps", type=int, default=300)
-    parser.add_argument("--rank", type=int, default=2)
+    parser.add_argument("--rank", type=int, default=8)
     parser.add_argument("--seeds", default="1234")
     parser.add_argument("--schemes", default="")
     told = parser.parse_args()

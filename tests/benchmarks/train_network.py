@@ -89,8 +89,8 @@ def _host(rank: int) -> str:
 
 
 @contextlib.contextmanager
-def network(ranks: int, mbit: int) -> Iterator[None]:
-    """Hosts 10.77.0.1, ... behind a switch; both ends of each wire send at ``mbit`` at most."""
+def network(ranks: int, mbit: int | None) -> Iterator[None]:
+    """Hosts 10.77.0.1, ... behind a switch; both ends of each wire send at ``mbit`` at most; None: no limit."""
     _remove()
     try:
         _ip("netns", "add", SWITCH)
@@ -104,8 +104,9 @@ def network(ranks: int, mbit: int) -> Iterator[None]:
             _ip("-n", host, "addr", "add", f"10.77.0.{rank + 1}/24", "dev", "eth0")
             for device in ("lo", "eth0"):
                 _ip("-n", host, "link", "set", device, "up")
-            _limit(host, "eth0", mbit)
-            _limit(SWITCH, port, mbit)
+            if mbit is not None:
+                _limit(host, "eth0", mbit)
+                _limit(SWITCH, port, mbit)
         yield
     finally:
         _remove()
@@ -177,12 +178,31 @@ def run(layout: Layout, data: Path, folder: Path, flags: list[str], steps: int) 
     return step_s, told[-1]["tokens"], sent
 
 
-def predicted_s(folder: Path, mbit: int, flags: list[str]) -> float:
-    """The step that ``dynmo-plan simulate`` expects for the costs measured in the run of ``folder``."""
-    command = [sys.executable, "-m", "dynmo_balance", "simulate", str(folder / "run"), "--format", "json"]
-    command += ["--transfers", "serial", "--data-parallel-gbps", str(mbit / 8000), *flags]
-    found = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-    return float(json.loads(found)["step_with_tail_ns"]) / 1e9
+def _plan(*words: str) -> Any:
+    command = [sys.executable, "-m", "dynmo_balance", *words, "--format", "json"]
+    return json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+
+
+def calibrated(profile: Path) -> float:
+    """Microseconds an operation takes beside the items' arithmetic, from the run without a limit.
+
+    Ranks that share the cores of this machine wait for each other there as well: this is what a slow link adds to.
+    """
+    return float(_plan("calibrate", str(profile))["overhead_ns"]) / 1e3
+
+
+def measured_link(profile: Path) -> float:
+    """GB/s between workers 0 and 1, as the run over the limited network measured it at its start."""
+    with (profile / "profile.jsonl").open() as lines:
+        return float(json.loads(lines.readline())["link"]["bandwidth_bytes_per_s"]) / 1e9
+
+
+def predicted_s(profile: Path, overhead_us: float, gbps: float, flags: list[str]) -> float:
+    """The step that ``dynmo-plan simulate`` expects over a link, from costs that were measured without a limit."""
+    rate = str(gbps)
+    links = ["--transfers", "serial", "--link-gbps", rate, "--data-parallel-gbps", rate]
+    found = _plan("simulate", str(profile), *links, "--overhead-us", str(overhead_us), *flags)
+    return float(found["step_with_tail_ns"]) / 1e9
 
 
 def main() -> None:
@@ -192,31 +212,34 @@ def main() -> None:
     parser.add_argument("--pipeline", type=int, default=2)
     parser.add_argument("--data", type=int, default=2)
     parser.add_argument("--microbatches", type=int, default=4)
-    parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--steps", type=int, default=7)
     parser.add_argument("--repeats", type=int, default=1)
-    parser.add_argument("--no-prediction", action="store_true")
+    parser.add_argument("--profile", type=Path, help="keep the run without a limit here, or take it from here")
     told = parser.parse_args()
     layout = Layout(pipeline=told.pipeline, data=told.data, microbatches=told.microbatches)
-    emit("| Mbit/s | scheme | step ms | tokens/s | x baseline | predicted ms | measured/predicted | MB sent, by rank |")
-    emit("|---|---|---|---|---|---|---|---|")
     with tempfile.TemporaryDirectory() as place:
-        data = write_data(Path(place) / "data")
-        for mbit in (int(word) for word in told.mbit.split(",")):
+        data, profile = write_data(Path(place) / "data"), told.profile or Path(place) / "unlimited"
+        if not profile.exists():
+            profile.mkdir(parents=True)
+            with network(layout.ranks, None):
+                step_s, _, _ = run(layout, data, profile, [], 2 * told.steps)
+            emit(f"without a limit: {step_s * 1e3:.0f} ms a step")
+        overhead_us = calibrated(profile / "run")
+        emit("| Mbit/s | scheme | step ms | tokens/s | x baseline | predicted ms | measured/predicted | MB by rank |")
+        emit("|---|---|---|---|---|---|---|---|")
+        for mbit in (int(word) for word in told.mbit.split(",") if word):
             for _ in range(told.repeats):
-                _round(layout, data, mbit, told)
-
-
-def _round(layout: Layout, data: Path, mbit: int, told: argparse.Namespace) -> None:
-    base = None
-    for scheme in told.schemes.split(","):
-        flags, planned = SCHEMES[scheme]
-        with tempfile.TemporaryDirectory() as place, network(layout.ranks, mbit):
-            step_s, tokens, sent = run(layout, data, Path(place), flags, told.steps)
-            expected = None if told.no_prediction else predicted_s(Path(place), mbit, planned)
-        base = base or step_s
-        shown = "- | -" if expected is None else f"{expected * 1e3:.0f} | {step_s / expected:.3f}"
-        figures = f"{step_s * 1e3:.0f} | {tokens / step_s:.0f} | {base / step_s:.2f} | {shown}"
-        emit(f"| {mbit} | {scheme} | {figures} | {', '.join(f'{each:.2f}' for each in sent)} |")
+                base = None
+                for scheme in told.schemes.split(","):
+                    flags, planned = SCHEMES[scheme]
+                    with tempfile.TemporaryDirectory() as folder, network(layout.ranks, mbit):
+                        step_s, tokens, sent = run(layout, data, Path(folder), flags, told.steps)
+                        gbps = measured_link(Path(folder) / "run")
+                    expected = predicted_s(profile / "run", overhead_us, gbps, planned)
+                    base = base or step_s
+                    figures = f"{step_s * 1e3:.0f} | {tokens / step_s:.0f} | {base / step_s:.2f} | {expected * 1e3:.0f}"
+                    traffic = ", ".join(f"{each:.2f}" for each in sent)
+                    emit(f"| {mbit} | {scheme} | {figures} | {step_s / expected:.3f} | {traffic} |")
 
 
 if __name__ == "__main__":

@@ -60,6 +60,7 @@ def ours(shape: Shape) -> Callable[[int], float]:
     from dynmo_train.engine import Engine, EngineSettings
     from dynmo_train.models.gpt import Gpt, GptShape
     from dynmo_train.models.items import BoundaryShape
+    from dynmo_train.models.sparse_forms import SparseTable
     from dynmo_train.optim.adamw import AdamWSettings
     from dynmo_train.optim.schedule import LearningRate
     from dynmo_train.parallel.world import join_world
@@ -93,7 +94,7 @@ def ours(shape: Shape) -> Callable[[int], float]:
         freeze_steps=(),
         freeze_tied=False,
         pruning=None,
-        sparse_threshold=0.85,
+        sparse=SparseTable(),
     )
     engine = Engine(family, settings, uniform_partition(family.items, 1), join_world("cpu"))
     engine.build()

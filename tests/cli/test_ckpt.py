@@ -190,6 +190,7 @@ def test_plan_writes_nothing(run, checkpoint, tmp_path):
     assert "model-p000-t00.safetensors" in text
     document = json.loads(run("convert", run_dir, tmp_path / "out", "--to", "hf", "--plan", "--format", "json").stdout)
     assert sorted(tmp_path.rglob("*")) == before
+    assert document["seconds"] == pytest.approx(document["bytes"] / document["bytes_per_s"], abs=1e-3)
     run("convert", run_dir, tmp_path / "out", "--to", "hf")
     assert document["files"] == {path.name: path.stat().st_size for path in (tmp_path / "out").iterdir()}
 

@@ -375,6 +375,43 @@ def test_the_arguments_of_the_old_tools(run, native, legacy_save, tmp_path):
     assert len(list((tmp_path / "c" / "iter_0000300").iterdir())) == 3
 
 
+LINES = {
+    # Megatron's README: a BERT of two tensor ranks for two stages, the output inside the input's directory.
+    "bert": """merge_mp_partitions --model-type BERT --tensor-model-parallel-size 2 --pipeline-model-parallel-size 1
+        --target-pipeline-model-parallel-size 2 --tokenizer-type BertWordPieceLowerCase --vocab-file bert-vocab.txt
+        --num-layers 3 --hidden-size 16 --num-attention-heads 4 --seq-length 12 --max-position-embeddings 12
+        --load in --save in/merged""",
+    # Optimus-CC's README: a GPT of eight tensor ranks and four stages; here of two and three.
+    "gpt": """ckpt_convert --model-type GPT --tensor-model-parallel-size 2 --pipeline-model-parallel-size 3
+        --target-pipeline-model-parallel-size 1 --vocab-file gpt2-vocab.json --merge-file gpt2-merges.txt --num-layers 3
+        --hidden-size 16 --num-attention-heads 4 --seq-length 12 --max-position-embeddings 12
+        --load in/ --save in/merge/ --experiment_name merge_baseline --tokenizer-type GPT2BPETokenizer
+        --activations-checkpoint-method uniform --data-impl mmap --DDP-impl local
+        -i in/iter_0000300/ -o in/merged/ -i_g 1 -p 1""",
+}
+
+
+@pytest.mark.parametrize(("family", "folders"), [("bert", 2), ("gpt", 1)])
+def test_the_command_lines_of_the_seeds(run, legacy_save, tmp_path, monkeypatch, family, folders):
+    unit = Path(__file__).parents[1] / "unit" / "ckpt"
+    families = runpy.run_path(str(unit / "families.py"))
+    writer = runpy.run_path(str(unit / "legacy_families.py"))
+    m = build["model"]() if family == "gpt" else families["bert"]()
+    vocab = [f"t{i}" for i in range(m["vocab_size"])]
+    (tmp_path / "gpt2-vocab.json").write_text(json.dumps({word: i for i, word in enumerate(vocab)}))
+    (tmp_path / "bert-vocab.txt").write_text("\n".join(vocab))
+    (tmp_path / "gpt2-merges.txt").write_text("#version: 0.2\n")
+    monkeypatch.chdir(tmp_path)
+    if family == "gpt":
+        legacy_save(tmp_path / "in", build["parameters"](m), m, tp=2, stages=[1, 1, 1])
+    else:
+        writer["save"](tmp_path / "in", families["parameters"](m), m, tp=2, stages=[(range(3), range(0))])
+    run(*LINES[family].split())
+    written = [path.parent for path in (tmp_path / "in" / "merged").rglob("model_optim_rng.pt")]
+    assert len(written) == folders
+    assert "no tensor differs" in run("diff", tmp_path / "in", tmp_path / "in" / "merged").stdout
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -9,6 +9,7 @@ import torch
 
 from dynmo_train.models.bert import Bert, BertShape
 from dynmo_train.models.experts import MoeShape
+from dynmo_train.models.ict import CONTEXT, EMBEDDED, QUERY, Ict, IctShape
 from dynmo_train.models.items import HIDDEN, LOSS, ModelFamily
 from dynmo_train.models.llama import Llama, LlamaShape
 from dynmo_train.models.t5 import DECODER, ENCODER, T5, T5Shape
@@ -43,6 +44,11 @@ def _hidden(batch: int) -> dict[str, tuple[int, ...]]:
 
 def _both(batch: int) -> dict[str, tuple[int, ...]]:
     return {ENCODER: (batch, TOKENS, WIDTH), DECODER: (batch, ANSWERS, WIDTH), LOSS: ()}
+
+
+def _towers(batch: int) -> dict[str, tuple[int, ...]]:
+    stream = (batch, TOKENS, WIDTH)
+    return {QUERY: stream, EMBEDDED: (batch, 8), CONTEXT: stream, LOSS: ()}
 
 
 def _ids(rows: int, columns: int, generator: torch.Generator) -> torch.Tensor:
@@ -82,6 +88,18 @@ def _spans(rows: int, generator: torch.Generator) -> dict[str, torch.Tensor]:
     }
 
 
+def _blocks(rows: int, generator: torch.Generator) -> dict[str, torch.Tensor]:
+    return {
+        f"{tower}_{name}": make(rows, TOKENS, generator)
+        for tower in (QUERY, CONTEXT)
+        for name, make in (("ids", _ids), ("seen", _seen))
+    }
+
+
+def _ict(*, shared: bool) -> Ict:
+    return Ict(IctShape(**COMMON, num_layers=2, projection_size=8, shared_towers=shared, top_k=(1,)))
+
+
 def _llama(moe: MoeShape | None) -> Llama:
     return Llama(LlamaShape(**COMMON, num_layers=4, num_key_value_heads=2, head_dim=8, moe=moe))
 
@@ -95,6 +113,8 @@ SAMPLES = {
     "llama": Sample(_llama(None), _hidden, _causal),
     "mixtral": Sample(_llama(EXPERTS), _hidden, _causal),
     "bert": Sample(Bert(BertShape(**COMMON, num_layers=4)), _hidden, _masked),
+    "ict": Sample(_ict(shared=False), _towers, _blocks),
+    "ict-shared": Sample(_ict(shared=True), _towers, _blocks),
     "t5": Sample(_t5("learned"), _both, _spans),
     "t5-relative": Sample(_t5("relative"), _both, _spans),
 }

@@ -127,7 +127,9 @@ class Scenario:
             clip=self.clip,
             freeze_steps=self.freeze,
             freeze_tied=self.freeze_tied,
-            pruning=CubicSchedule(start=4, end=12, every=4, initial=0.0, final=0.9) if self.prune else None,
+            pruning=CubicSchedule(start=4, end=12, every=4, initial=0.0, final=0.9)
+            if self.prune and self.model != "ict-shared"
+            else None,
             sparse=SparseTable(structured=self.rule.mode == "structured"),
             pruning_rule=self.rule,
             adaptive_freezing=self.plasticity,

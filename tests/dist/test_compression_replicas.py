@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from layouts import Layout, engine_on
-from scenario import Scenario
+from scenario import MICRO_BATCH, SHAPE, TOKENS, Scenario, batch_of
 from test_compression import play
 from test_placement import cut, vee
 from whole_runs import figures, lines, tensors, train, write_data
@@ -99,6 +100,7 @@ def test_the_sum_and_what_is_owed_are_those_of_the_formulas(feedback):
         assert max(differences) < 1e-5
 
 
+FIRST_ITEMS = {"embedding", "layers.0.attention", "layers.0.mlp", "layers.1.attention", "layers.1.mlp"}
 MOVING = ((2, cut(2, 7)),)
 KINDS = {
     "whole": (NO_COMPRESSION, {}, BASE),
@@ -152,9 +154,8 @@ def test_only_the_selected_workers_compress():
     told = packed()["everything, moving"]["told"]
     items = [set(one["replicas"]) if "replicas" in one else set() for one in told]
     assert items[0] == set(), "the first step is warm-up"
-    first = {"embedding", "layers.0.attention", "layers.0.mlp", "layers.1.attention", "layers.1.mlp"}
     # Layer 2 comes to the first worker; of the embedding only the positions, as the tied table is added elsewhere
-    assert items[1] == first
+    assert items[1] == FIRST_ITEMS
     assert items[2] == items[1] | {"layers.2.attention", "layers.2.mlp"}
     speed = packed()["sgd"]["told"][0]["replicas"]["layers.3.mlp"]
     assert 0 < speed["sent_bytes"] < speed["whole_bytes"]
@@ -167,6 +168,46 @@ def test_what_is_owed_is_paid_where_nothing_is_compressed():
     holders = [[rank for rank, steps in enumerate(remembered) if name in steps[at]] for at in range(4)]
     # Steps 1 (warm-up), 2, the move to the other worker, 3
     assert holders == [[], [0, 1], [2, 3], []]
+
+def wire(world: World, compression: CompressionSettings) -> list[list[Any]]:
+    """What one process hands to torch in two steps: every send, receive and sum, with type and bytes."""
+    told: list[list[Any]] = []
+    batched, summed = dist.batch_isend_irecv, dist.all_reduce
+
+    def batch(operations: list[dist.P2POp]) -> Any:
+        told.extend([each.op.__name__, each.peer, each.tensor.nbytes] for each in operations)
+        return batched(operations)
+
+    def add(tensor: torch.Tensor, *arguments: Any, **keywords: Any) -> Any:
+        told.append(["all_reduce", 0, tensor.nbytes])
+        return summed(tensor, *arguments, **keywords)
+
+    layout = Layout(dims=BOTH, scenario=BASE, settings={"compression": compression})
+    engine = engine_on(lay_out(world, BOTH, 60), layout)
+    dist.batch_isend_irecv, dist.all_reduce = batch, add
+    try:
+        for step in (1, 2):
+            engine.train_step(batch_of(step), sampled=False)
+    finally:
+        dist.batch_isend_irecv, dist.all_reduce = batched, summed
+    return told
+
+
+def test_without_compression_every_operation_and_byte_is_as_before():
+    plain = run_workers(wire, 4, NO_COMPRESSION)
+    # What a feedback without compression would change is nothing at all
+    assert run_workers(wire, 4, CompressionSettings(feedback=True, epilogue_only=True)) == plain
+    boundary = MICRO_BATCH * TOKENS * SHAPE.hidden_size * 4
+    first, last = plain[0], plain[2]
+    assert first.count(["isend", 2, boundary]) > 0
+    assert last.count(["isend", 0, boundary]) > 0
+    table = SHAPE.padded_vocab_size * SHAPE.hidden_size * 4
+    assert first.count(["isend", 2, table]) == 2
+    # A bucket an item, and the figures of the step
+    assert sum(one[0] == "all_reduce" and one[2] > 1000 for one in first) == 2 * len(FIRST_ITEMS)
+    packed = run_workers(wire, 4, EVERYTHING)
+    assert sum(one[2] for one in packed[2]) < sum(one[2] for one in last)
+    assert packed[2].count(["isend", 0, boundary]) < last.count(["isend", 0, boundary])
 
 
 FLAGS = """--inter_grad_comp --inter_grad_comp_rank 4 --inter_grad_comp_epilogue_only --use_error_feedback --grad_comp

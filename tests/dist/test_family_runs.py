@@ -23,7 +23,7 @@ COMMON = {
     "global-batch-size": "8",
     "train-iters": "6",
     "lr": "2e-3",
-    "split": "80,20,0",
+    "split": "80,15,5",
     "eval-iters": "1",
     "eval-interval": "3",
     "log-interval": "3",
@@ -42,6 +42,16 @@ FAMILIES = {
         },
     ),
     "bert": ("bert", {"num-layers": "2", **WORDS}),
+    "ict": (
+        "ict",
+        {
+            "num-layers": "1",
+            "retriever-report-topk-accuracies": "1 2",
+            "biencoder-projection-dim": "8",
+            "query-in-block-prob": "0.5",
+            **WORDS,
+        },
+    ),
     "t5": (
         "t5",
         {
@@ -85,7 +95,7 @@ def data(tmp_path_factory):
 def train(data, family: str, run: Path, workers: int, **options: str) -> None:
     command, own = FAMILIES[family]
     files = {"data-path": str(data["causal"])}
-    if command in ("bert", "t5"):
+    if command in ("bert", "ict", "t5"):
         files = {"data-path": str(data["sentences"]), "vocab-file": str(data["vocabulary"])}
     merged = COMMON | own | files | {name.replace("_", "-"): value for name, value in options.items()}
     flags = [part for name, value in merged.items() for part in (f"--{name}", value)]
@@ -100,11 +110,20 @@ def test_stopped_and_gone_on_with_gives_the_same_bits(data, tmp_path, family):
     train(data, family, tmp_path / "parts", 3, load=str(tmp_path / "parts"))
     assert figures(tmp_path / "parts") == figures(tmp_path / "whole")
     assert tensors(tmp_path / "parts", 6) == tensors(tmp_path / "whole", 6)
-    metrics = [line for line in lines(tmp_path / "parts" / "metrics.jsonl") if "lm_loss" in line]
+    told = lines(tmp_path / "parts" / "metrics.jsonl")
+    metrics = [line for line in told if "lm_loss" in line]
+    held_out = [line for line in told if "validation_loss" in line or "test_loss" in line]
+    assert held_out == [line for line in lines(tmp_path / "whole" / "metrics.jsonl") if "lm_loss" not in line]
+    assert [(line["step"], "test_loss" in line) for line in held_out] == [(3, False), (6, False), (6, True)]
     if family == "mixtral":
         assert all(len(line["expert_tokens"]) == 2 and line["load_balancing_loss"] > 0.9 for line in metrics)
+    if family == "ict":
+        assert all(0.1 < line["lm_loss"] < 3 and line["top2_acc"] == 100 for line in metrics)
     if family == "bert":
         assert all(0.3 < line["sop_loss"] < 1.5 for line in metrics)
+        for line in held_out[:2]:
+            parts = line["validation_lm_loss"] + line["validation_sop_loss"]
+            assert line["validation_loss"] == pytest.approx(parts, rel=1e-5)
     program = Path(sys.executable).parent / "dynmo-ckpt"
     checked = subprocess.run(
         [str(program), "verify", str(tmp_path / "parts"), "--level", "full"], capture_output=True, text=True, check=False
@@ -118,10 +137,14 @@ def test_stopped_and_gone_on_with_gives_the_same_bits(data, tmp_path, family):
         ("bert", {"vocab_size": "50"}, "--vocab-size 50 is too small"),
         ("t5", {"vocab_extra_ids": "0"}, "--vocab-extra-ids"),
         ("bert", {"global_batch_size": "4000"}, "is too small"),
+        ("ict", {"micro_batch_size": "1"}, "give 2 or more"),
+        ("ict", {"retriever_report_topk_accuracies": "1 3"}, "is more than the 2 blocks"),
+        ("ict", {"titles_data_path": "SENTENCES"}, "one sequence for each document"),
         ("mixtral", {"moe_router_topk": "5"}, "--moe-router-topk"),
     ],
 )
 def test_bad_input_is_told_in_one_line(data, tmp_path, family, options, told):
+    options = {name: str(data["sentences"]) if value == "SENTENCES" else value for name, value in options.items()}
     with pytest.raises(AssertionError, match=told) as error:
         train(data, family, tmp_path / "run", 1, **options)
     assert "Traceback" not in str(error.value)

@@ -35,13 +35,8 @@ def try_move(world: World, fault: str):
         proper = transfer.gather_documents
         transfer.gather_documents = lambda w, told: proper(w, altered(told) if isinstance(told, list) else told)
     if fault == "tensor left out" and world.rank == 0:
-        proper_block = transfer._block_of
-
-        def short_block(state):
-            header, block = proper_block(state)
-            return header[1:], block
-
-        transfer._block_of = short_block
+        proper_entries = transfer.entries_of
+        transfer.entries_of = lambda tensors: proper_entries(tensors)[1:]
     try:
         engine.repartition(cut(2, 3), handed)
         error = None

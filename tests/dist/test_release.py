@@ -101,12 +101,6 @@ CASES = {
         {},
         [Release(step=4, leaving=(1,), stages=replace(cut(4, 2, 4, 7), workers=2))],
     ),
-    "pipeline x data": (
-        ParallelDims(pipeline=2, data=2),
-        LONG,
-        {"overlap_reduction": True},
-        [Release(step=4, leaving=(1,), stages=WHOLE)],
-    ),
     "pipeline x tensor": (
         ParallelDims(pipeline=2, tensor=2),
         LONG,
@@ -116,7 +110,7 @@ CASES = {
     "pipeline x shared": (
         ParallelDims(pipeline=2, data=2),
         LONG,
-        {"zero_stage": 3},
+        {"zero_stage": 3, "overlap_reduction": True},
         [Release(step=4, leaving=(1,), stages=WHOLE)],
     ),
     "pipeline x experts": (

@@ -17,7 +17,15 @@ UNIT = Path(__file__).parents[1] / "unit" / "ckpt"
 build = runpy.run_path(str(UNIT / "build.py"))
 families = runpy.run_path(str(UNIT / "families.py"))
 legacy = runpy.run_path(str(UNIT / "legacy_families.py"))
-ATOL = {"llama": 1e-4, "unscaled llama": 1e-4, "mixtral": 1e-4, "bert": 5e-6, "masked": 5e-6, "t5": 5e-6}
+ATOL = {
+    "llama": 1e-4,
+    "unscaled llama": 1e-4,
+    "mixtral": 1e-4,
+    "bert": 5e-6,
+    "masked": 5e-6,
+    "t5": 5e-6,
+    "relative t5": 5e-6,
+}
 
 
 @pytest.fixture
@@ -52,6 +60,11 @@ def theirs(kind):
     elif kind in ("bert", "masked"):
         name = {"bert": "MegatronBertForPreTraining", "masked": "MegatronBertForMaskedLM"}[kind]
         made = getattr(tf, name)(tf.MegatronBertConfig(**sizes, layer_norm_eps=1e-5))
+    elif kind == "relative t5":
+        layers = {"num_layers": 2, "num_decoder_layers": 3, "relative_attention_num_buckets": 8}
+        made = tf.T5ForConditionalGeneration(
+            tf.T5Config(vocab_size=61, d_model=32, d_ff=48, d_kv=6, num_heads=4, **layers, n_positions=64)
+        )
     else:
         both = {
             f"{side}_{f}": n for side in ("encoder", "decoder") for f, n in (("ffn_dim", 48), ("attention_heads", 4))
@@ -97,11 +110,47 @@ def test_what_transformers_saved_there_and_back(run, tmp_path, kind):
     if kind == "llama":
         refused = run("convert", tmp_path / "native", tmp_path / "legacy", "--to", "legacy", code=5).stderr
         assert "original_max_position_embeddings" in refused
+    elif kind == "relative t5":
+        run("convert", tmp_path / "native", tmp_path / "legacy", "--to", "legacy", code=5)
     elif kind != "mixtral":
         run("convert", tmp_path / "native", tmp_path / "legacy", "--to", "legacy", "--tp", 2, "--pp", 2)
         run("convert", tmp_path / "legacy", tmp_path / "again", "--to", "hf", "--max-shard-size", "30KB")
         for path in (tmp_path / "back").glob("*.safetensors"):
             assert path.read_bytes() == (tmp_path / "again" / path.name).read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("name", "labels"), [("MegatronBertForSequenceClassification", 3), ("MegatronBertForMultipleChoice", 1)]
+)
+def test_finetuned_heads(run, tmp_path, name, labels):
+    """The heads of MNLI and RACE: from transformers to ours and to legacy Megatron, and all the way back."""
+    import transformers as tf
+
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    more = {"num_labels": labels} if labels > 1 else {}
+    torch.manual_seed(0)
+    config = tf.MegatronBertConfig(**sizes, vocab_size=61, max_position_embeddings=64, layer_norm_eps=1e-5, **more)
+    made = getattr(tf, name)(config).eval()
+    made.save_pretrained(tmp_path / "hf")
+    run("convert", tmp_path / "hf", tmp_path / "native", "--to", "native", "--tp", 2, "--pp", 2)
+    model = json.loads((tmp_path / "native" / "manifest.json").read_text())["model"]
+    head = "classification" if labels > 1 else "multichoice"
+    assert (model["task_head"], model["num_classes"]) == (head, labels if labels > 1 else 4)
+    run("verify", tmp_path / "native")
+    run("convert", tmp_path / "native", tmp_path / "legacy", "--to", "legacy", "--tp", 2, "--pp", 2)
+    last = tmp_path / "legacy" / "iter_0000000" / "mp_rank_01_001" / "model_optim_rng.pt"
+    state = torch.load(last, weights_only=False)["model"]
+    assert list(state) == ["language_model", f"{head if labels == 1 else 'classification'}_head"]
+    assert tuple(state[f"{head}_head"]["weight"].shape) == (labels, 32)
+    assert "pooler" in state["language_model"]
+    run("convert", tmp_path / "legacy", tmp_path / "again", "--to", "hf")
+    again, found = getattr(tf, name).from_pretrained(tmp_path / "again", output_loading_info=True)
+    assert not found["missing_keys"]
+    assert not found["unexpected_keys"]
+    before, after = weights(tmp_path / "hf"), weights(tmp_path / "again")
+    assert before.keys() == after.keys()
+    assert all(np.array_equal(before[key], after[key]) for key in before)
+    assert again.config.num_labels == made.config.num_labels
 
 
 def native(directory, m, masked=False):

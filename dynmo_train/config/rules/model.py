@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import fields
 
 from ...formats._document import Problem
+from ..ict import IctConfig
 from ..resolve import OTHER_NAMES
 from ..schema import Config
 from .problem import Rule, conflict, later
@@ -30,8 +32,15 @@ OF_FAMILIES: dict[str, tuple[str, ...]] = {
     "moe_aux_loss_coeff": EXPERTS,
     "moe_z_loss_coeff": EXPERTS,
     "moe_expert_capacity_factor": EXPERTS,
+    **{spec.name: ("ict",) for spec in fields(IctConfig)},
 }
-POSITIONS_OF = {"gpt": ("learned",), "bert": ("learned",), "llama": ("rotary",), "t5": ("learned", "relative")}
+POSITIONS_OF = {
+    "gpt": ("learned",),
+    "bert": ("learned",),
+    "ict": ("learned",),
+    "llama": ("rotary",),
+    "t5": ("learned", "relative"),
+}
 
 
 def _shape(config: Config, _world_size: int) -> Iterator[Problem]:
@@ -93,7 +102,7 @@ def _family(config: Config, _world_size: int) -> Iterator[Problem]:
             "--moe-router-topk", f"{model.moe_router_topk} is more than the {model.num_experts} of --num-experts"
         )
     for other, name in OTHER_NAMES.items():
-        value, taken = getattr(model, other), getattr(model, name)
+        value, taken = getattr(model, other, None), getattr(model, name)
         if value is not None and value != taken:
             flags = ["--" + each.replace("_", "-") for each in (other, name)]
             yield conflict(flags[0], f"{value} and {flags[1]} {taken} mean the same; give one")

@@ -63,6 +63,8 @@ def _stages(config: Config, _world_size: int) -> Iterator[Problem]:
     items = layers * (2 if sublayer else 1) + 2
     if config.model.family == "t5":
         items += config.model.decoder_num_layers * (3 if sublayer else 1) + (2 if sublayer else 1)
+    if config.model.family == "ict":
+        items = 2 * items if sublayer else 2 * items - 1
     if config.num_stages > items:
         parts = "blocks and MLPs apart" if sublayer else "blocks"
         yield conflict(

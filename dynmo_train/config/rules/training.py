@@ -43,6 +43,15 @@ def _batch(config: Config, _world_size: int) -> Iterator[Problem]:
         yield conflict("--rampup-batch-size", "needs --train-samples in place of --train-iters")
 
 
+def _evaluation(config: Config, _world_size: int) -> Iterator[Problem]:
+    if not config.training.skip_train:
+        return
+    if not config.training.eval_iters:
+        yield conflict("--skip-train", "leaves nothing to do with --eval-iters 0; give a number of batches")
+    if config.run.load is None:
+        yield conflict("--skip-train", "evaluates a trained model: give --load")
+
+
 def _learning_rate(config: Config, _world_size: int) -> Iterator[Problem]:
     optimizer = config.optimizer
     ending = "samples" if config.counts_samples else "iters"
@@ -99,6 +108,7 @@ def _run(config: Config, _world_size: int) -> Iterator[Problem]:
 
 TRAINING_RULES: tuple[Rule, ...] = (
     _batch,
+    _evaluation,
     _learning_rate,
     _precision,
     _data,

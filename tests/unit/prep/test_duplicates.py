@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import itertools
 import random
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -177,3 +179,14 @@ def test_large_buckets_find_what_pair_by_pair_finds_when_similarity_is_transitiv
 def test_a_pair_is_compared_once():
     seen = Seen(10)
     assert [seen(1, 2), seen(1, 2), seen(2, 1)] == [False, True, False]
+
+
+def test_permutations_are_datasketch_s_without_loading_all_of_it():
+    program = (
+        "import sys; from dynmo_tools.minhash import permutations; made = permutations(8, 7);"
+        "left = [name for name in sys.modules if name.startswith(('datasketch', 'scipy'))];"
+        "from datasketch import MinHash, MinHashLSH;"
+        "theirs = MinHash(num_perm=8, seed=7, scheme='affine32').permutations;"
+        "sys.exit(left != [] or any((a != b).any() for a, b in zip(made, theirs)))"
+    )
+    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0

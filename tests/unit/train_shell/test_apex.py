@@ -5,8 +5,15 @@ from __future__ import annotations
 import sys
 
 import pytest
+import torch
 
+from dynmo_train.models.gpt import Gpt, GptShape
+from dynmo_train.models.items import parameters_of
+from dynmo_train.models.llama import Llama, LlamaShape
+from dynmo_train.models.sparse_forms import SparseTable
+from dynmo_train.optim.adamw import AdamWSettings
 from dynmo_train.optim.apex import find_apex
+from dynmo_train.optim.items import HeldItems
 
 NVIDIA = {"__init__.py": "", "optimizers/__init__.py": "class FusedAdam:\n    pass\n"}
 OTHERS = {
@@ -55,3 +62,80 @@ def test_none_is_told():
     apex = find_apex(find=lambda name: None)
     assert apex.state == "absent"
     assert "not installed" in apex.line(used=False)
+
+
+NORMS = {
+    **NVIDIA,
+    "normalization/__init__.py": """
+import torch
+from torch import nn
+
+class FusedLayerNorm(nn.Module):
+    def __init__(self, shape, eps):
+        super().__init__()
+        self.shape, self.eps = shape, eps
+        self.weight, self.bias = nn.Parameter(torch.ones(shape)), nn.Parameter(torch.zeros(shape))
+
+    def forward(self, x):
+        centred = x - x.mean(-1, keepdim=True)
+        return centred / (centred.square().mean(-1, keepdim=True) + self.eps).sqrt() * self.weight + self.bias
+
+class FusedRMSNorm(nn.Module):
+    def __init__(self, shape, eps):
+        super().__init__()
+        self.shape, self.eps = shape, eps
+        self.weight = nn.Parameter(torch.ones(shape))
+
+    def forward(self, x):
+        return x / (x.square().mean(-1, keepdim=True) + self.eps).sqrt() * self.weight
+""",
+}
+SIZES = {
+    "num_layers": 1,
+    "hidden_size": 16,
+    "ffn_hidden_size": 32,
+    "num_attention_heads": 2,
+    "max_position_embeddings": 8,
+    "vocab_size": 20,
+    "padded_vocab_size": 24,
+    "hidden_dropout": 0.0,
+    "attention_dropout": 0.0,
+}
+FAMILIES = {
+    "FusedLayerNorm": Gpt(GptShape(**SIZES)),
+    "FusedRMSNorm": Llama(LlamaShape(**SIZES, num_key_value_heads=2, head_dim=8)),
+}
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_its_norms_take_the_place_of_torchs(install, kind):
+    """Same names, same values; what they give is what torch's give."""
+    install(NORMS)
+    apex = find_apex()
+    assert apex.line(used=True) == "apex: NVIDIA's, its FusedAdam, FusedLayerNorm and FusedRMSNorm are used"
+    family, settings = FAMILIES[kind], AdamWSettings(beta1=0.9, beta2=0.99, eps=1e-8, weight_decay=0.0)
+    held, plain = (
+        HeldItems(family, settings, torch.device("cpu"), SparseTable(), fused_norms=norms)
+        for norms in (apex.fused_norms, None)
+    )
+    x = torch.randn(2, 8, 16, generator=torch.Generator().manual_seed(0))
+    for item in ("layers.0.attention", "layers.0.mlp"):
+        for each in (held, plain):
+            each.build(item)
+        fused, torchs = held.modules[item], plain.modules[item]
+        assert type(fused.norm).__name__ == kind
+        assert list(parameters_of(item, fused)) == list(parameters_of(item, torchs))
+        with torch.no_grad():
+            fused.norm.weight.mul_(3.0)
+            torchs.norm.weight.mul_(3.0)
+        torch.testing.assert_close(fused(x), torchs(x))
+        again = held.export(item)
+        held.adopt(item, again)
+        torch.testing.assert_close(held.modules[item](x), torchs(x))
+
+
+def test_an_apex_without_its_kernels_keeps_torchs_norms(install):
+    install(NVIDIA | {"normalization/__init__.py": "raise ImportError('fused_layer_norm_cuda')\n"})
+    apex = find_apex()
+    assert apex.fused_norms == {}
+    assert apex.line(used=True) == "apex: NVIDIA's, its FusedAdam is used"

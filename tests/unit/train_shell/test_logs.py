@@ -18,7 +18,7 @@ from dynmo_train.startup import (
     vocabulary_line,
 )
 from dynmo_train.tensorboard import EventWriter, crc32c, event, record
-from dynmo_train.traininglog import IterationFigures, iteration_line, scalars_of
+from dynmo_train.traininglog import IterationFigures, evaluation_line, iteration_line, scalars_of
 
 SMALL = {
     "num_layers": 4,
@@ -71,6 +71,19 @@ def test_a_skipped_iteration_has_neither_loss_nor_norm():
         " iteration        1/  508626 | consumed samples:          288 | elapsed time per iteration (ms): 255940.5"
         " | learning rate: 0.000E+00 | global batch size:   288 | loss scale: 4294967296.0"
         " | number of skipped iterations:   1 | number of nan iterations:   0 |"
+    )
+
+
+def test_an_evaluation_line_is_megatrons():
+    assert evaluation_line("iteration 100", {"lm_loss": 2.0}) == (
+        " validation loss at iteration 100 | lm loss value: 2.000000E+00 | lm loss PPL: 7.389056E+00 | "
+    )
+    assert evaluation_line("the end of training for test data", {"lm_loss": 30.0, "sop_loss": 0.0}) == (
+        " validation loss at the end of training for test data | lm loss value: 3.000000E+01"
+        " | lm loss PPL: 4.851652E+08 | sop loss value: 0.000000E+00 | sop loss PPL: 1.000000E+00 | "
+    )
+    assert evaluation_line("iteration 1", {"lm_loss": 0.0, "top5_acc": 50.0}, "loss").endswith(
+        " | loss PPL: 1.000000E+00 | top5_acc value: 5.000000E+01 | "
     )
 
 

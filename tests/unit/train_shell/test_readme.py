@@ -40,5 +40,5 @@ def test_every_command_is_in_the_table():
     single += ["generate", "compare", "monitor", "tune-sparse", "explain-flags"]
     single += [f"evaluate {name}" for name in ("wikitext", "lambada", "mnli", "race", "lm-eval")]
     single += ["finetune mnli", "finetune race", "tasks"]
-    assert sorted(names) == sorted([*(f"pretrain {name}" for name in ("gpt", "llama", "bert", "t5")), *single])
+    assert sorted(names) == sorted([*(f"pretrain {name}" for name in ("gpt", "llama", "bert", "ict", "t5")), *single])
     assert [name for name in names if f"\n| `{name}` |" not in README] == []

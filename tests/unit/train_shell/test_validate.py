@@ -27,6 +27,7 @@ def problems(world_size=1, **values):
 
 
 REPLICAS = {"world_size": 2, "pipeline_model_parallel_size": 1, "global_batch_size": 8}
+ICT = {"family": "ict"}
 CASES = {
     "heads": ({"num_attention_heads": 5}, "--hidden-size"),
     "positions": ({"max_position_embeddings": 31}, "--seq-length"),
@@ -180,6 +181,19 @@ CASES = {
     "fused nothing": ({"emb_comm_opt": True, "untie_embeddings_and_output_weights": True}, "--emb-comm-opt"),
     "fused by parts": ({"emb_comm_opt": True, "zero_stage": 1, **REPLICAS}, "--emb-comm-opt"),
     "measuring nothing": ({"check_comp_ratio": True}, "--check-comp-ratio"),
+    "lonely queries": ({**ICT, "micro_batch_size": 1}, "--micro-batch-size"),
+    "more than all": ({**ICT, "retriever_report_topk_accuracies": "1 3"}, "--retriever-report-topk-accuracies"),
+    "no number": ({**ICT, "retriever_report_topk_accuracies": "1 x"}, "--retriever-report-topk-accuracies"),
+    "two lengths": ({**ICT, "retriever_seq_length": 16}, "--retriever-seq-length"),
+    "titles of two": ({**ICT, "titles_data_path": "t", "data_path": "0.3 a 0.7 b"}, "--titles-data-path"),
+    "pruned twice": ({**ICT, "biencoder_shared_query_context_model": True, "sparsify": True}, "--sparsify"),
+    "cut queries": (
+        {**ICT, "sequence_parallel": True, "tensor_model_parallel_size": 2, "world_size": 2},
+        "--sequence-parallel",
+    ),
+    "towers of a gpt": ({"query_in_block_prob": 0.5}, "--query-in-block-prob"),
+    "evaluating nothing": ({"skip_train": True, "load": "a", "eval_iters": 0}, "--skip-train"),
+    "evaluating nobody": ({"skip_train": True}, "--skip-train"),
     "two names": ({"run_dir": "a", "save": "b"}, "--save"),
 }
 

@@ -1,0 +1,158 @@
+"""The peak memory of each worker of a dry run: of the model, of microbatches in flight, and in passing.
+
+Pure functions of the layer list, the configuration and what ``dynmo-plan simulate`` says of the schedule. A device's
+own share (context, libraries, allocator) is left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from .config import Config
+from .families import CAUSAL
+from .memory import ItemMemory, Run, item_memory, passing_bytes, single_bytes
+from .models.items import BoundaryShape, ModelFamily, live_before
+from .pipeline.stage import keeping_products
+from .recording import FLOAT_BYTES, MOMENTS_BYTES
+
+
+def run_of(granularity: str) -> Run:
+    """Calls an item as a run of this ``--recompute-granularity`` does."""
+    if granularity == "none":
+        return lambda item, *arguments: item(*arguments)
+    more: dict[str, Any] = {"context_fn": partial(keeping_products, [])} if granularity == "selective" else {}
+    return partial(checkpoint, use_reentrant=False, preserve_rng_state=False, **more)
+
+
+def memory_of_items(config: Config, family: ModelFamily, boundary: BoundaryShape) -> dict[str, ItemMemory]:
+    """What each item holds in its passes, computed once for items alike: of models with one stream, on one tensor rank.
+
+    Items for which that depends on data, such as experts, are left out.
+    """
+    if config.model.family not in CAUSAL or config.parallel.tensor_model_parallel_size > 1:
+        return {}
+    rows = torch.Size((config.training.micro_batch_size, config.model.seq_length))
+    run = run_of(config.training.recompute_granularity)
+    known: dict[Any, ItemMemory | None] = {}
+    for item in family.items:
+        key = _likeness(family, item.name, item.kind)
+        if key not in known:
+            module = family.build(item.name, torch.device("meta"))
+            known[key] = item_memory(item, module, boundary, {"ids": rows, "labels": rows}, run)
+    found = {item.name: known[_likeness(family, item.name, item.kind)] for item in family.items}
+    return {name: memory for name, memory in found.items() if memory is not None}
+
+
+def _likeness(family: ModelFamily, name: str, kind: str) -> tuple[Any, ...]:
+    module = family.build(name, torch.device("meta"))
+    return kind, tuple(tuple(parameter.shape) for parameter in module.parameters())
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Counts:
+    """Parameters of a worker: all, and those whose memory another one shares (copies of tied weights held here)."""
+
+    every: int
+    shared: int
+    largest: int
+
+
+def _counts(items: Sequence[str], family: ModelFamily, params: Mapping[str, int]) -> _Counts:
+    held = set(items)
+    shared = 0
+    for copy_name, owner_name in family.ties.items():
+        copy_item = max((name for name in params if copy_name.startswith(f"{name}.")), key=len)
+        owner_item = max((name for name in params if owner_name.startswith(f"{name}.")), key=len)
+        if {copy_item, owner_item} <= held:
+            module = family.build(copy_item, torch.device("meta"))
+            whole = sum(each.numel() for each in module.parameters())
+            count = module.get_parameter(copy_name.removeprefix(f"{copy_item}.")).numel()
+            shared += round(count * params[copy_item] / whole)  # of a tensor-parallel rank: its part
+    return _Counts(
+        every=sum(params[name] for name in items),
+        shared=shared,
+        largest=max((params[name] for name in items), default=0),
+    )
+
+
+def _model_bytes(config: Config, boundary: BoundaryShape, counts: _Counts) -> tuple[int, int]:
+    """(Parameters, copies for the arithmetic and moments, gradients) of a worker's device."""
+    replicas, zero = config.parallel.data_parallel_size, config.parallel.zero_stage
+    copies = boundary.dtype.itemsize
+    gradients = FLOAT_BYTES * counts.every
+    if zero and replicas > 1:
+        rows = (FLOAT_BYTES + MOMENTS_BYTES) * counts.every // replicas
+        whole = copies * (2 * counts.largest if zero == 3 else counts.every + counts.largest)
+        return rows + whole, gradients
+    held = (FLOAT_BYTES + MOMENTS_BYTES) * (counts.every - counts.shared)
+    if boundary.dtype != torch.float32:
+        held += copies * counts.every
+    return held, gradients
+
+
+def worker_peaks(
+    config: Config,
+    family: ModelFamily,
+    boundary: BoundaryShape,
+    header: Mapping[str, Any],
+    told: Mapping[str, Any],
+    memories: Mapping[str, ItemMemory],
+) -> list[int]:
+    """The peak of each worker's devices, in bytes.
+
+    Args:
+        header: the profile's header that was simulated.
+        told: what ``dynmo-plan simulate`` said of it: stages and the peaks of its own count.
+        memories: what the items hold; for items that are not there the simulation's own count stands alone.
+    """
+    infos = {item["name"]: item for item in header["items"]}
+    params = {name: info["param_count"] for name, info in infos.items()}
+    microbatches, data = config.microbatches, config.parallel.data_parallel_size
+    peaks = []
+    for worker, simulated in enumerate(told["peak_memory_bytes"]):
+        stages = [stage for stage in told["stages"] if stage["worker"] == worker]
+        items = [name for stage in stages for name in stage["items"]]
+        static = sum(
+            infos[name][field] for name in items for field in ("param_bytes", "gradient_bytes", "optimizer_bytes")
+        )
+        counts = _counts(items, family, params)
+        model, gradients = _model_bytes(config, boundary, counts)
+        known = [memories[name] for name in items if name in memories]
+        if microbatches == 1 and len(told["stages"]) == 1 and len(known) == len(items):
+            peak = model + single_bytes(known, [FLOAT_BYTES * params[name] for name in items])
+        else:
+            peak = model + gradients + (simulated - static) + passing_bytes(known)
+            peak += _buffers(family, boundary, stages, len(told["stages"]), microbatches)
+        if data > 1 and not config.parallel.zero_stage:
+            # At the end of a step each bucket is a copy of its gradients.
+            peak = max(peak, model + 2 * gradients)
+        peaks.append(peak)
+    return peaks
+
+
+def _buffers(
+    family: ModelFamily,
+    boundary: BoundaryShape,
+    stages: Sequence[Mapping[str, Any]],
+    number: int,
+    microbatches: int,
+) -> int:
+    """What torch's stages keep for what comes from other workers: room for every microbatch, filled or not."""
+    names = [item.name for item in family.items]
+    own = {stage["stage"] for stage in stages}
+    total = 0
+    for stage in stages:
+        if not stage["items"]:
+            continue
+        begin, end = names.index(stage["items"][0]), names.index(stage["items"][-1]) + 1
+        if stage["stage"] > 0 and stage["stage"] - 1 not in own:
+            total += microbatches * boundary.num_bytes(live_before(family.items, begin))
+        if stage["stage"] < number - 1 and stage["stage"] + 1 not in own:
+            total += microbatches * boundary.num_bytes(live_before(family.items, end))
+    return total

@@ -1,0 +1,236 @@
+"""The inverse cloze task on BERT's parts: a tower for queries, one for blocks of text, and scores between them.
+
+Lee et al. 2019 (arXiv:1906.00300, section 4), as Megatron trains it: a query is a sentence of a block, and its
+own block must score highest among all of the batch. The query's tower comes first in the layer list; its embeddings of
+the texts travel behind it, to the head at the end of the blocks' tower.
+
+Shapes in names: B samples, N samples of all replicas, T tokens, D model width, P width of an embedding.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from ..parallel.replicas import ReplicaGather
+from .blocks import Embedding
+from .chain import Builders, CommonShape, Family
+from .items import LOSS, ItemSpec, Reported, parameters_of
+from .linear import PrunableLinear
+
+QUERY, CONTEXT, EMBEDDED = "query", "context", "query_embedding"
+POOLER, HEAD_ITEM = "query.pooler", "head"
+
+
+@dataclass(frozen=True, kw_only=True)
+class IctShape(CommonShape):
+    """Everything that fixes the arithmetic of a pair of towers.
+
+    Attributes:
+        num_layers: blocks of each tower.
+        projection_size: width of a text's embedding; 0: that of the stream, nothing is projected.
+        shared_towers: whether both towers are one: each weight of the second is a tie of the first's.
+        scaled_scores: whether scores are divided by the root of the width.
+        top_k: which accuracies are told: the share of queries whose block is among the k best.
+    """
+
+    num_layers: int
+    num_tokentypes: int = 2
+    projection_size: int = 0
+    shared_towers: bool = False
+    scaled_scores: bool = False
+    top_k: tuple[int, ...] = ()
+
+    @property
+    def embedding_size(self) -> int:
+        """P."""
+        return self.projection_size or self.hidden_size
+
+    @property
+    def figures(self) -> tuple[tuple[str, int], ...]:
+        """What the head reports."""
+        return tuple((f"top{k}_acc", 1) for k in self.top_k)
+
+
+class TowerEmbedding(Embedding):
+    """All tokens are of type 0: the towers keep BERT's table of types, and have one segment."""
+
+    def forward(self, ids_BT: torch.Tensor, types_BT: torch.Tensor | None = None) -> torch.Tensor:
+        """Ids ``[B, T]`` to ``[B, T, D]``."""
+        return super().forward(ids_BT, torch.zeros_like(ids_BT) if types_BT is None else types_BT)
+
+
+class Pooler(nn.Module):
+    """The end of a tower: final normalisation, the first token, and where the model has it a projection."""
+
+    def __init__(self, shape: IctShape, norm: nn.Module, device: torch.device) -> None:
+        super().__init__()
+        self.norm = norm
+        width = shape.projection_size
+        self.projection = PrunableLinear(shape.hidden_size, width, device) if width else None
+
+    def embed(self, x_BTD: torch.Tensor) -> torch.Tensor:
+        """The embeddings of the texts, ``[B, P]``."""
+        first_BD: torch.Tensor = self.norm(x_BTD[:, 0])
+        return first_BD if self.projection is None else self.projection(first_BD)
+
+    def forward(self, x_BTD: torch.Tensor) -> torch.Tensor:
+        """``embed``."""
+        return self.embed(x_BTD)
+
+
+class RetrievalHead(Pooler):
+    """The end of the blocks' tower, and the loss: each query must find its block among those of all replicas.
+
+    ``replicas`` gathers the embeddings of the replicas; None where there is one. Every replica computes the whole loss.
+    """
+
+    def __init__(self, shape: IctShape, norm: nn.Module, device: torch.device) -> None:
+        super().__init__(shape, norm, device)
+        self.scale = 1.0 / math.sqrt(shape.hidden_size) if shape.scaled_scores else 1.0
+        self.top_k = shape.top_k
+        self.replicas: ReplicaGather | None = None
+
+    def scores(self, context_BTD: torch.Tensor, query_BP: torch.Tensor) -> torch.Tensor:
+        """Inner products of queries (rows) and blocks (columns) of all replicas, ``[N, N]`` in float32."""
+        context_BP = self.embed(context_BTD)
+        if self.replicas is not None:
+            query_BP, context_BP = self.replicas.gather(query_BP), self.replicas.gather(context_BP)
+        return query_BP.float() @ context_BP.float().t() * self.scale
+
+    def forward(self, context_BTD: torch.Tensor, query_BP: torch.Tensor) -> Reported:  # type: ignore[override] # a loss
+        """The mean cross-entropy over the queries; accuracies in percent as figures."""
+        scores_NN = self.scores(context_BTD, query_BP)
+        labels = torch.arange(len(scores_NN), device=scores_NN.device)
+        better = (scores_NN > scores_NN.diagonal()[:, None]).sum(1)
+        figures = {f"top{k}_acc": 100.0 * (better < k).float().mean() for k in self.top_k}
+        return Reported(output=F.cross_entropy(scores_NN, labels), figures=figures)
+
+
+class Ict(Family[IctShape]):
+    """The two towers over one shape; satisfies ``items.ModelFamily``."""
+
+    name = "ict"
+
+    @cached_property
+    def items(self) -> tuple[ItemSpec, ...]:
+        """The query's tower with its pooler, then the blocks' tower with the head."""
+        return (*self._tower(QUERY), self._pooler(), *self._tower(CONTEXT), self._head())
+
+    def _tower(self, tower: str) -> list[ItemSpec]:
+        common: dict[str, Any] = {"cut_before": True, "writes": tower}
+
+        def tied_to(rest: str) -> str | None:
+            return f"{QUERY}.{rest}" if self.shape.shared_towers and tower == CONTEXT else None
+
+        name = f"{tower}.embedding"
+        items = [
+            ItemSpec(
+                name=name,
+                layer=name,
+                kind="embedding",
+                reads=(),
+                inputs=(f"{tower}_ids",),
+                tied_to=tied_to("embedding"),
+                **common,
+            )
+        ]
+        for index in range(self.shape.num_layers):
+            layer = f"{tower}.layers.{index}"
+            for kind, inputs in (("attention", (f"{tower}_seen",)), ("mlp", ())):
+                items.append(
+                    ItemSpec(
+                        name=f"{layer}.{kind}",
+                        layer=layer,
+                        kind=kind,
+                        reads=(tower,),
+                        inputs=inputs,
+                        tied_to=tied_to(f"layers.{index}.{kind}"),
+                        **common,
+                    )
+                )
+        return items
+
+    def _pooler(self) -> ItemSpec:
+        # It belongs to the last layer: it is no layer that a stage could be given.
+        last = f"{QUERY}.layers.{self.shape.num_layers - 1}"
+        return ItemSpec(name=POOLER, layer=last, kind="layer", cut_before=True, reads=(QUERY,), writes=EMBEDDED)
+
+    def _head(self) -> ItemSpec:
+        return ItemSpec(
+            name=HEAD_ITEM,
+            layer=HEAD_ITEM,
+            kind="head",
+            cut_before=True,
+            tied_to=POOLER if self.shape.shared_towers else None,
+            reads=(CONTEXT, EMBEDDED),
+            writes=LOSS,
+            figures=self.shape.figures,
+        )
+
+    @property
+    def ties(self) -> Mapping[str, str]:
+        """With one tower for both, every weight of the second is a copy of the first's."""
+        return self._ties
+
+    @cached_property
+    def _ties(self) -> dict[str, str]:
+        if not self.shape.shared_towers:
+            return {}
+        ties: dict[str, str] = {}
+        for item in (spec.name for spec in self.items if spec.tied_to is not None):
+            owner = POOLER if item == HEAD_ITEM else QUERY + item.removeprefix(CONTEXT)
+            for name in parameters_of(item, self._module(item, torch.device("meta"))):
+                ties[name] = owner + name.removeprefix(item)
+        return ties
+
+    def num_layers_at(self, item: str) -> int:
+        """The towers are alike."""
+        return self.shape.num_layers
+
+    def builders(self, name: str) -> Builders:
+        """BERT's blocks, and the ends of the towers."""
+        shape = self.shape
+        return {
+            **super().builders(name),
+            "embedding": lambda device: TowerEmbedding(**self.embedding_options(device)),
+            "pooler": lambda device: Pooler(shape, self.norm(device), device),
+            "head": lambda device: RetrievalHead(shape, self.norm(device), device),
+        }
+
+    def _module(self, name: str, device: torch.device) -> nn.Module:
+        return self.builders(name)[name.rpartition(".")[2]](device)
+
+    def embedding_options(self, device: torch.device) -> dict[str, Any]:
+        """BERT's table of types as well."""
+        return {**super().embedding_options(device), "tokentypes": self.shape.num_tokentypes}
+
+    def attention_options(self, device: torch.device) -> dict[str, Any]:
+        """Every token sees every other one."""
+        return {**super().attention_options(device), "causal": False}
+
+    def own_manifest(self) -> dict[str, object]:
+        """The towers, and how wide their embeddings are."""
+        shape = self.shape
+        return {
+            "num_layers": shape.num_layers,
+            "num_tokentypes": shape.num_tokentypes,
+            "projection_size": shape.projection_size,
+            "shared_towers": shape.shared_towers,
+        }
+
+
+def bert_parameter(name: str) -> str | None:
+    """The parameter of a BERT that one of a tower may begin as; None for the projections, which a BERT has not."""
+    tower, _, rest = name.partition(".")
+    if tower == HEAD_ITEM or name.startswith(POOLER):
+        own = name.removeprefix(POOLER).removeprefix(HEAD_ITEM)
+        return None if own.startswith(".projection.") else HEAD_ITEM + own
+    return rest

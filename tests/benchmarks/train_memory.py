@@ -1,0 +1,190 @@
+"""Peak memory of training on CPU beside the figure that ``--dry-run`` prints.
+
+Each case runs some whole steps of the engine in processes of its own. Measured is what a process holds at its highest
+above what it held before the model was built (resident memory; freed memory is given back at once). Goal: within 10 %.
+
+    python tests/benchmarks/train_memory.py [--case NAME ...] [--repeats 3]
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+STEPS = 3
+MIB = 1 << 20
+PLAIN: dict[str, Any] = {
+    "num_attention_heads": 6,
+    "hidden_size": 384,
+    "micro_batch_size": 4,
+    "global_batch_size": 8,
+    "train_iters": STEPS,
+    "lr": 6e-4,
+    "hidden_dropout": 0.0,
+    "attention_dropout": 0.0,
+    "data_path": "-",
+}
+SMALL = PLAIN | {"num_layers": 4, "seq_length": 512, "vocab_size": 8192}
+MIDDLE = PLAIN | {"num_layers": 6, "seq_length": 256, "vocab_size": 50304}
+LONG = MIDDLE | {"seq_length": 1024, "micro_batch_size": 2, "global_batch_size": 2}
+LARGE = PLAIN | {
+    "num_layers": 12,
+    "hidden_size": 768,
+    "num_attention_heads": 12,
+    "seq_length": 512,
+    "vocab_size": 32768,
+}
+LARGE |= {"micro_batch_size": 1, "global_batch_size": 2}
+LLAMA = {"family": "llama", "num_query_groups": 2, "hidden_dropout": 0.0}
+# Options of the run, and how many processes.
+CASES: dict[str, tuple[dict[str, Any], int]] = {
+    "10M": (SMALL, 1),
+    "10M, dropout": (SMALL | {"hidden_dropout": 0.1, "attention_dropout": 0.1}, 1),
+    "10M, full recomputation": (SMALL | {"recompute_granularity": "full"}, 1),
+    "10M, selective recomputation": (SMALL | {"recompute_granularity": "selective"}, 1),
+    "10M, bf16": (SMALL | {"bf16": True}, 1),
+    "10M, two stages": (SMALL | {"pipeline_model_parallel_size": 2, "global_batch_size": 16}, 2),
+    "10M, two stages, full recomputation": (
+        SMALL | {"pipeline_model_parallel_size": 2, "global_batch_size": 16, "recompute_granularity": "full"},
+        2,
+    ),
+    "10M, two replicas": (SMALL | {"pipeline_model_parallel_size": 1, "global_batch_size": 16}, 2),
+    "10M, two replicas, ZeRO 2": (
+        SMALL | {"pipeline_model_parallel_size": 1, "global_batch_size": 16, "zero_stage": 2},
+        2,
+    ),
+    "10M, two replicas, ZeRO 3": (
+        SMALL | {"pipeline_model_parallel_size": 1, "global_batch_size": 16, "zero_stage": 3},
+        2,
+    ),
+    "10M, two tensor ranks": (SMALL | {"tensor_model_parallel_size": 2, "vocab_size": 8192}, 2),
+    "llama": (SMALL | LLAMA, 1),
+    "30M": (MIDDLE, 1),
+    "30M, 1024 tokens": (LONG, 1),
+    "30M, two stages": (MIDDLE | {"pipeline_model_parallel_size": 2, "global_batch_size": 16}, 2),
+    "110M": (LARGE, 1),
+    "110M, bf16, full recomputation": (LARGE | {"bf16": True, "recompute_granularity": "full"}, 1),
+}
+
+
+def config_of_case(case: str, **other: Any) -> Any:
+    from dynmo_train.config import Facts, config_of
+
+    options, processes = CASES[case]
+    return config_of(Facts(world_size=processes), **options | other)
+
+
+def resident(field: str) -> int:
+    """``VmRSS`` or ``VmHWM`` of this process, in bytes."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(field + ":"):
+            return int(line.split()[1]) * 1024
+    raise SystemExit(f"/proc/self/status has no {field}")
+
+
+def _train(config: Any, world: Any) -> None:
+    """Some steps from fresh weights."""
+    import torch
+
+    from dynmo_train.building import first_partition, settings_of
+    from dynmo_train.engine import Engine
+    from dynmo_train.families import family_of
+    from dynmo_train.pipeline.schedule import Batch
+
+    family = family_of(config)
+    engine = Engine(family, settings_of(config), first_partition(config, family, None), world)
+    engine.build()
+    rows, model = config.training.global_batch_size, config.model
+    for step in range(1, STEPS + 1):
+        generator = torch.Generator().manual_seed(step)
+        ids = torch.randint(0, model.vocab_size, (rows, model.seq_length + 1), generator=generator)
+        inputs = {"ids": ids[:, :-1].contiguous(), "labels": ids[:, 1:].contiguous()}
+        first = (step - 1) * rows // config.training.micro_batch_size
+        engine.train_step(Batch(inputs=inputs, first_microbatch=first, step=step), sampled=False)
+
+
+def measure(case: str) -> None:
+    """In one process of a case: train, and print the worker and its bytes."""
+    import torch
+
+    from dynmo_train.parallel.dims import ParallelDims
+    from dynmo_train.parallel.world import join_world, leave_world
+
+    torch.set_num_threads(1)
+    config = config_of_case(case)
+    parallel = config.parallel
+    dims = ParallelDims(
+        pipeline=parallel.pipeline_model_parallel_size,
+        tensor=parallel.tensor_model_parallel_size,
+        data=parallel.data_parallel_size,
+    )
+    world = join_world("cpu", dims=dims)
+    # What the libraries take when they first run is no part of the figure.
+    _train(config_of_case(case, num_layers=2, hidden_size=48, vocab_size=128, seq_length=16), world)
+    gc.collect()
+    before = resident("VmRSS")
+    Path("/proc/self/clear_refs").write_text("5")
+    _train(config, world)
+    sys.stdout.write(json.dumps({"worker": world.worker, "bytes": resident("VmHWM") - before}) + "\n")
+    sys.stdout.flush()
+    leave_world()
+
+
+def measured(case: str) -> list[int]:
+    """The bytes of each worker, at its highest process."""
+    processes = CASES[case][1]
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    # Freed memory goes back at once, so that what is resident is what is held.
+    fixed = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536", "MALLOC_ARENA_MAX": "1"}
+    running = []
+    for rank in range(processes):
+        place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": processes, "LOCAL_WORLD_SIZE": processes}
+        there = {name: str(value) for name, value in place.items()} if processes > 1 else {}
+        there |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)} if processes > 1 else {}
+        environment = os.environ | fixed | there | {"GLOO_SOCKET_IFNAME": "lo"}
+        command = [sys.executable, __file__, "--run", case]
+        running.append(subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True))
+    peaks: dict[int, int] = {}
+    for process in running:
+        said, _ = process.communicate()
+        if process.returncode:
+            raise SystemExit(f"{case}: a process ended with {process.returncode}")
+        told = json.loads(said.splitlines()[-1])
+        peaks[told["worker"]] = max(peaks.get(told["worker"], 0), told["bytes"])
+    return [peaks[worker] for worker in sorted(peaks)]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--case", nargs="*", choices=CASES, default=list(CASES))
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--run", default="", help=argparse.SUPPRESS)
+    asked = parser.parse_args()
+    if asked.run:
+        measure(asked.run)
+        return
+    from dynmo_train.dryrun import dry_run
+
+    sys.stdout.write("| case | worker | measured MiB | --dry-run MiB | dry run / measured |\n|---|---|---|---|---|\n")
+    for case in asked.case:
+        predicted = dry_run(config_of_case(case), "cpu").peak_memory_bytes
+        rounds = [measured(case) for _ in range(asked.repeats)]
+        for worker, told in enumerate(predicted):
+            seen = [peaks[worker] for peaks in rounds]
+            ratios = ", ".join(f"{told / each:.3f}" for each in seen)
+            figures = ", ".join(f"{each / MIB:.0f}" for each in seen)
+            sys.stdout.write(f"| {case} | {worker} | {figures} | {told / MIB:.0f} | {ratios} |\n")
+            sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,221 @@
+"""Our towers against two of transformers' MegatronBertModel, the loss written out: scores, loss, gradients."""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from item_stream import TOLERANCE, assert_same_gradients, build_all, copy_into, gradients, parameters, run
+from torch import nn
+from transformers import MegatronBertConfig, MegatronBertModel
+
+from dynmo_train.data.blocks import BlockDataset, block_tensors, check_titles
+from dynmo_train.data.sentences import RunSettings, build_runs
+from dynmo_train.data.vocabulary import make_vocabulary
+from dynmo_train.errors import UsageError
+from dynmo_train.formats.indexed import IndexedDataset, open_indexed
+from dynmo_train.models.ict import Ict, IctShape
+
+SHAPE = IctShape(
+    num_layers=2,
+    hidden_size=48,
+    ffn_hidden_size=96,
+    num_attention_heads=4,
+    max_position_embeddings=32,
+    vocab_size=101,
+    padded_vocab_size=128,
+    hidden_dropout=0.0,
+    attention_dropout=0.0,
+    init_method_std=0.15,
+    layernorm_epsilon=1e-12,
+    projection_size=16,
+    scaled_scores=True,
+    top_k=(1, 3),
+)
+TOKENS = 24
+CLS, SEP, PAD = 2, 3, 0
+
+
+class Tower(nn.Module):
+    """A BERT without pooler, the first token, a projection."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bert = MegatronBertModel(
+            MegatronBertConfig(
+                vocab_size=SHAPE.vocab_size,
+                hidden_size=SHAPE.hidden_size,
+                num_hidden_layers=SHAPE.num_layers,
+                num_attention_heads=SHAPE.num_attention_heads,
+                intermediate_size=SHAPE.ffn_hidden_size,
+                hidden_act="gelu",
+                max_position_embeddings=SHAPE.max_position_embeddings,
+                type_vocab_size=2,
+                layer_norm_eps=SHAPE.layernorm_epsilon,
+            ),
+            add_pooling_layer=False,
+        )
+        self.projection = nn.Linear(SHAPE.hidden_size, SHAPE.projection_size)
+
+    def forward(self, ids: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
+        return self.projection(self.bert(ids, attention_mask=seen.long()).last_hidden_state[:, 0])
+
+
+class Towers(nn.Module):
+    def __init__(self, *, shared: bool) -> None:
+        super().__init__()
+        self.query = Tower()
+        self.context = self.query if shared else Tower()
+
+    def forward(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        query = self.query(batch["query_ids"], batch["query_seen"])
+        return query @ self.context(batch["context_ids"], batch["context_seen"]).T / SHAPE.hidden_size**0.5
+
+
+def renamed(values: dict[str, torch.Tensor], *, shared: bool) -> dict[str, torch.Tensor]:
+    out: dict[str, torch.Tensor] = {}
+    for tower, end in (("query", "query.pooler"), ("context", "head"))[: 1 if shared else 2]:
+        bert = f"{tower}.bert"
+        out[f"{bert}.embeddings.word_embeddings.weight"] = values[f"{tower}.embedding.word.weight"][: SHAPE.vocab_size]
+        out[f"{bert}.embeddings.position_embeddings.weight"] = values[f"{tower}.embedding.position.weight"]
+        out[f"{bert}.embeddings.token_type_embeddings.weight"] = values[f"{tower}.embedding.tokentype.weight"]
+        pairs = {f"{bert}.encoder.ln": f"{end}.norm", f"{tower}.projection": f"{end}.projection"}
+        for n in range(SHAPE.num_layers):
+            theirs, ours = f"{bert}.encoder.layer.{n}", f"{tower}.layers.{n}"
+            pairs |= {
+                f"{theirs}.attention.ln": f"{ours}.attention.norm",
+                f"{theirs}.attention.output.dense": f"{ours}.attention.dense",
+                f"{theirs}.ln": f"{ours}.mlp.norm",
+                f"{theirs}.intermediate.dense": f"{ours}.mlp.fc1",
+                f"{theirs}.output.dense": f"{ours}.mlp.fc2",
+            }
+            for kind in ("weight", "bias"):
+                qkv = values[f"{ours}.attention.qkv.{kind}"].unflatten(0, (SHAPE.num_attention_heads, 3, -1))
+                for place, part in enumerate(("query", "key", "value")):
+                    out[f"{theirs}.attention.self.{part}.{kind}"] = qkv[:, place].flatten(0, 1)
+        out |= {f"{t}.{kind}": values[f"{o}.{kind}"] for t, o in pairs.items() for kind in ("weight", "bias")}
+    return out
+
+
+def write_indexed(prefix: Path, documents: list[list[list[int]]]) -> IndexedDataset:
+    """An indexed data set of documents of sentences."""
+    sentences = [sentence for document in documents for sentence in document]
+    lengths = np.array([len(sentence) for sentence in sentences])
+    prefix.with_suffix(".bin").write_bytes(np.concatenate(sentences).astype("<u2").tobytes())
+    header = b"MMIDIDX\x00\x00" + struct.pack("<QBQQ", 1, 8, len(lengths), len(documents) + 1)
+    pointers = np.concatenate([[0], lengths.cumsum()[:-1] * 2]).astype("<i8")
+    ends = np.concatenate([[0], np.cumsum([len(document) for document in documents])]).astype("<i8")
+    prefix.with_suffix(".idx").write_bytes(
+        header + lengths.astype("<i4").tobytes() + pointers.tobytes() + ends.tobytes()
+    )
+    return open_indexed(str(prefix))
+
+
+def some_documents() -> list[list[list[int]]]:
+    random = np.random.default_rng(3)
+    return [
+        [random.integers(5, 100, random.integers(3, 9)).tolist() for _ in range(random.integers(1, 9))]
+        for _ in range(30)
+    ]
+
+
+def blocks_of(source: IndexedDataset, titles: IndexedDataset | None = None, **options) -> BlockDataset:
+    sentences = options.pop("sentences", 2)
+    names = {"[PAD]": PAD, "[CLS]": CLS, "[SEP]": SEP, **{f"w{n}": n for n in range(4, 101)}}
+    settings = RunSettings(
+        tokens=TOKENS - 3, min_sentences=sentences, short_probability=0.0, seed=7, part=0, min_left=sentences
+    )
+    runs = build_runs(
+        source,
+        part="train",
+        shares=(1.0, 0.0, 0.0),
+        settings=settings,
+        num_samples=60,
+        batch_size=4,
+        cache=None,
+        titles=titles,
+    )
+    options = {"stay": 0.1, "seed": 7, "part": 0, "seq_length": TOKENS} | options
+    return BlockDataset(
+        source=source, titles=titles, runs=runs, vocabulary=make_vocabulary("names", names, 101), **options
+    )
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_scores_loss_and_gradients(tmp_path, shared):
+    """From sentences on disk to gradients."""
+    batch = block_tensors(blocks_of(write_indexed(tmp_path / "data", some_documents())).batch(range(5)))
+    family = Ict(replace(SHAPE, shared_towers=shared))
+    modules = build_all(family)
+    for copy, owner in family.ties.items():
+        parameters(modules)[copy].data.copy_(parameters(modules)[owner].data)
+    theirs = Towers(shared=shared).eval()
+    copy_into(theirs, renamed(parameters(modules), shared=shared))
+    values = run(family, modules, batch)
+    scores = modules["head"].scores(values["before.context"], values["before.query_embedding"])
+    expected = theirs(batch)
+    assert expected.std() > 0.1
+    torch.testing.assert_close(scores, expected, **TOLERANCE)
+    loss = F.cross_entropy(expected, torch.arange(5))
+    torch.testing.assert_close(values["loss"], loss, rtol=0, atol=1e-5)
+    values["loss"].backward()
+    loss.backward()
+    assert_same_gradients(theirs, renamed(gradients(family, modules), shared=shared))
+    told = modules["head"](values["before.context"], values["before.query_embedding"]).figures
+    for k in (1, 3):
+        found = [n in expected[n].topk(k).indices for n in range(5)]
+        assert told[f"top{k}_acc"].item() == pytest.approx(100 * sum(found) / 5)
+
+
+def tokens_of(ids: torch.Tensor, seen: torch.Tensor) -> list[int]:
+    assert (ids[~seen] == PAD).all()
+    return ids[seen].tolist()
+
+
+@pytest.mark.parametrize("stay", [0.0, 1.0])
+def test_a_query_is_a_sentence_of_its_block(tmp_path, stay):
+    documents = some_documents()
+    titles = [[[90 + number % 10, number % 80 + 5]] for number in range(30)]
+    dataset = blocks_of(
+        write_indexed(tmp_path / "data", documents), write_indexed(tmp_path / "titles", titles), stay=stay
+    )
+    rows = block_tensors(dataset.batch(range(40)))
+    again = block_tensors(dataset.batch([17]))
+    assert all(torch.equal(rows[name][17], again[name][0]) for name in rows)
+    documents_seen = set()
+    for n in range(40):
+        query, block = (tokens_of(rows[f"{side}_ids"][n], rows[f"{side}_seen"][n]) for side in ("query", "context"))
+        begin, end = int(dataset.runs.begins[n]), int(dataset.runs.ends[n])
+        number = int(np.searchsorted(dataset.source.documents, begin, side="right")) - 1
+        documents_seen.add(number)
+        first = begin - int(dataset.source.documents[number])
+        sentences = documents[number][first : first + end - begin]
+        assert len(sentences) >= 2
+        assert query[0] == CLS
+        assert query[-1] == SEP
+        assert query[1:-1] in sentences
+        rest = [list(each) for each in sentences]
+        if not stay:
+            rest.remove(query[1:-1])
+        expected = [CLS, *titles[number][0], SEP, *[token for each in rest for token in each]][: TOKENS - 1]
+        assert block == [*expected, SEP]
+    assert len(documents_seen) > 10
+
+
+def test_blocks_cover_documents_and_leave_room_for_titles(tmp_path):
+    documents = [[[5, 6, 7, 8]] * 10]
+    plain = blocks_of(write_indexed(tmp_path / "data", documents * 4))
+    # 21 tokens take six sentences of four; the four that are left are enough for a block.
+    assert sorted({(int(e - b)) for b, e in zip(plain.runs.begins, plain.runs.ends, strict=True)}) == [4, 6]
+    titles = write_indexed(tmp_path / "titles", [[[9] * 12]] * 4)
+    short = blocks_of(write_indexed(tmp_path / "data", documents * 4), titles)
+    assert {int(e - b) for b, e in zip(short.runs.begins, short.runs.ends, strict=True)} == {3, 4}
+    alone = blocks_of(write_indexed(tmp_path / "one", [[[5, 6, 7]]] * 8), sentences=1, stay=0.0)
+    assert tokens_of(*(block_tensors(alone.batch([0]))[f"context_{name}"][0] for name in ("ids", "seen"))) == [CLS, SEP]
+    with pytest.raises(UsageError, match=r"4 titles, and .* 8 documents"):
+        check_titles(alone.source, titles)
