@@ -44,13 +44,14 @@ class Granularity(StrEnum):
 
 
 class ScheduleOrAuto(StrEnum):
-    """The schedules, or a search over them."""
+    """The schedules, an order of operations made for the costs at hand, or a search over them all."""
 
     GPIPE = "gpipe"
     ONE_F_ONE_B = "1f1b"
     INTERLEAVED = "interleaved-1f1b"
     ZERO_BUBBLE = "zero-bubble"
     ZB_V = "zb-v"
+    CUSTOM = "custom"
     AUTO = "auto"
 
 

@@ -31,7 +31,7 @@ from .optim.schedule import LearningRate
 from .parallel.dims import ParallelDims
 from .parallel.world import gather_documents
 from .pipeline.partition import Partition, uniform_partition
-from .pipeline.schedule import PipelineShape
+from .pipeline.schedule import CUSTOM, PipelineShape
 
 
 def precision_of(config: Config) -> Precision:
@@ -113,6 +113,7 @@ def settings_of(config: Config, stored: Mapping[str, float] | None = None) -> En
             recompute=training.recompute_granularity != "none",
             selective=training.recompute_granularity == "selective",
             front_cache_bytes=None if cache is None else cache << 20,
+            operations=_operations(config),
         ),
         adamw=AdamWSettings(
             beta1=optimizer.adam_beta1,
@@ -148,6 +149,33 @@ def settings_of(config: Config, stored: Mapping[str, float] | None = None) -> En
         precision=precision,
         compression=compression_of(config),
     )
+
+
+def _operations(config: Config) -> tuple[str, ...] | None:
+    """The operations of the plan that a run with the schedule ``custom`` follows; None with any other.
+
+    Raises:
+        DocumentError: they are not of as many microbatches as the run's.
+    """
+    if config.parallel.schedule != CUSTOM or config.balance.plan is None:
+        return None
+    operations = read_plan(Path(config.balance.plan)).operations or ()
+    microbatches = {word.rpartition("F")[2] for line in operations for word in line.split() if "F" in word}
+    if operations and len(microbatches) != config.microbatches:
+        words = f"are of {len(microbatches)} microbatches; this run has {config.microbatches}: plan with as many"
+        raise DocumentError(config.balance.plan, [Problem("operations", "length", words)])
+    return operations
+
+
+def schedule_in_profile(schedule: str, partition: Partition) -> str:
+    """The schedule that a profile names: of ``custom`` the one that places stages as it does."""
+    if schedule != CUSTOM:
+        return schedule
+    down_and_up = replace(partition, placed=None, vee=True)
+    stages = range(len(partition.stages))
+    if partition.virtual_stages == 2 and partition.placed == tuple(map(down_and_up.worker_of_stage, stages)):
+        return "zb-v"
+    return "zero-bubble"
 
 
 def allowed_cuts(items: Sequence[ItemSpec], granularity: str) -> set[str]:
@@ -216,7 +244,8 @@ def first_partition(config: Config, family: ModelFamily, checkpoint_topology: Ma
         problems = [problem for problem in problems if problem.kind != "stale"]
         if problems:
             raise DocumentError(config.balance.plan, problems)
-        return Partition(stages=plan.stages, workers=workers, vee=vee)
+        placed = plan.stage_workers if plan.schedule == CUSTOM else None
+        return Partition(stages=plan.stages, workers=workers, vee=vee, placed=placed)
     if checkpoint_topology is not None and (saved := _fitting(config, family, checkpoint_topology)) is not None:
         return saved
     return uniform_partition(family.items, workers, virtual, vee=vee)

@@ -6,6 +6,7 @@ import typer
 
 from .commands import cluster as _cluster  # noqa: F401 - adds its commands to launch
 from .commands.evaluate import evaluate
+from .commands.explain import explain_flags
 from .commands.finetune import finetune
 from .commands.generate import generate_text
 from .commands.launch import launch
@@ -28,6 +29,7 @@ app.add_typer(finetune, name="finetune")
 app.command("tasks", context_settings={"ignore_unknown_options": True, "allow_extra_args": True})(tasks)
 app.command("generate", cls=TaskCommand)(generate_text)
 app.command("tune-sparse")(tune_sparse)
+app.command("explain-flags")(explain_flags)
 app.command("compare")(compare)
 app.command("monitor")(monitor)
 

@@ -88,7 +88,7 @@ def header_of(config: Config, family: ModelFamily, memories: Mapping[str, ItemMe
             sequence_length=config.model.seq_length,
         ),
         layout=Layout(
-            schedule=parallel.schedule,
+            schedule="zero-bubble" if parallel.schedule == "custom" else parallel.schedule,
             virtual_stages_per_worker=parallel.virtual_stages_per_worker,
             granularity=config.balance.granularity,
             microbatches=config.microbatches,

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from .agreement import agreed, first_then_others
-from .building import first_partition, settings_of
+from .building import first_partition, schedule_in_profile, settings_of
 from .checkpoint import Checkpoint, CheckpointError, remove_stale_staging
 from .config import Config
 from .console import say
@@ -102,7 +102,7 @@ def begin(config: Config, world: World) -> Beginning:
             sequence_length=config.model.seq_length,
         ),
         Layout(
-            schedule=config.parallel.schedule,
+            schedule=schedule_in_profile(config.parallel.schedule, engine.partition),
             virtual_stages_per_worker=config.parallel.virtual_stages_per_worker,
             granularity=config.balance.granularity,
             microbatches=config.microbatches,
@@ -204,6 +204,8 @@ def _write_first_plan(config: Config, engine: Engine, directory: RunDirectory, s
             workers=range(engine.partition.workers),
             schedule=config.parallel.schedule,
             virtual_stages_per_worker=config.parallel.virtual_stages_per_worker,
+            placed=engine.partition.placed,
+            operations=engine.settings.pipeline.operations,
             plan_id=number,
             read_to_step=step,
         )

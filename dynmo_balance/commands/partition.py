@@ -32,6 +32,8 @@ from ..options import (
     WindowOption,
 )
 
+SEARCHED = (ScheduleOrAuto.AUTO, ScheduleOrAuto.CUSTOM)
+
 if TYPE_CHECKING:
     from ..formats.plan import Plan
     from ..planning import Proposal
@@ -46,8 +48,8 @@ def partition(
     schedule: Annotated[
         ScheduleOrAuto | None,
         typer.Option(
-            help="auto: search schedules and virtual stages too, and orders of operations made for these costs."
-            " Default: as in the profile."
+            help="auto: search schedules and virtual stages too, and orders of operations made for these costs (custom"
+            " searches these alone). Default: as in the profile."
         ),
     ] = None,
     virtual_stages: VirtualOption = None,
@@ -99,7 +101,7 @@ def partition(
     options = ProblemOptions(
         stages=stages,
         microbatches=microbatches,
-        schedule=None if schedule is ScheduleOrAuto.AUTO else schedule,
+        schedule=None if schedule in SEARCHED else schedule,
         virtual_stages=virtual_stages,
         granularity=None if granularity is GranularityOrAuto.AUTO else granularity,
         memory=memory,
@@ -136,9 +138,11 @@ def _proposal(
     from ..schedules import SCHEDULES
 
     owner = None if base is None else base.owner
-    if schedule is not ScheduleOrAuto.AUTO and granularity is not GranularityOrAuto.AUTO:
+    if schedule not in SEARCHED and granularity is not GranularityOrAuto.AUTO:
         return propose(problem, balancer, objective=objective, owner=owner)
-    schedules = (*SCHEDULES, CUSTOM) if schedule is ScheduleOrAuto.AUTO else (problem.schedule,)
+    schedules: tuple[str, ...] = (CUSTOM,) if schedule is ScheduleOrAuto.CUSTOM else (problem.schedule,)
+    if schedule is ScheduleOrAuto.AUTO:
+        schedules = (*SCHEDULES, CUSTOM)
     searched = granularity is GranularityOrAuto.AUTO
     granularities = ("layer", "sublayer") if searched else (granularity or loaded.header.granularity,)
     found = search(loaded.header, problem, schedules, granularities)

@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from ..auto import search
+from ..auto import Candidate, search
 from ..bounds import Bounds
+from ..formats.plan import CUSTOM
 from ..partition import solve
 from ..schedules import SCHEDULES
 from ..simulate import predict
@@ -19,16 +20,29 @@ class Distance:
 
     Attributes:
         bounds: what no schedule and no partition can beat; ``work_ns`` is all work over all workers.
-        plain_ns: 1F1B, exact partition, whole layers.
-        found_ns: the best schedule, stages a worker, granularity and order of operations that was found.
-        found: which.
+        plain: 1F1B, exact partition, whole layers.
+        best: the best schedule, stages a worker, granularity and order of operations that was found.
     """
 
     recipe: Recipe
     bounds: Bounds
-    plain_ns: int
-    found_ns: int
-    found: str
+    plain: Candidate
+    best: Candidate
+
+    @property
+    def plain_ns(self) -> int:
+        """The step of ``plain``."""
+        return self.plain.timeline.step_ns
+
+    @property
+    def found_ns(self) -> int:
+        """The step of ``best``."""
+        return self.best.timeline.step_ns
+
+    @property
+    def found(self) -> str:
+        """What ``best`` is."""
+        return self.best.label
 
     def document(self) -> dict[str, Any]:
         """For a program."""
@@ -48,11 +62,12 @@ def distance_of(recipe: Recipe) -> Distance:
     """The distance of a recipe; a search takes some seconds at 8 workers."""
     header, _, last = final_costs(recipe)
     plain = problem_of(header, last, "layer")
-    found = search(header, plain, tuple(SCHEDULES), ("layer", "sublayer"))
+    found = search(header, plain, (*SCHEDULES, CUSTOM), ("layer", "sublayer"))
+    solution = solve(plain)
+    timeline = predict(plain, solution.boundaries)
     return Distance(
         recipe=recipe,
         bounds=found.bounds,
-        plain_ns=predict(plain, solve(plain).boundaries).step_ns,
-        found_ns=found.best.timeline.step_ns,
-        found=found.best.label,
+        plain=Candidate(granularity="layer", problem=plain, solution=solution, timeline=timeline),
+        best=found.best,
     )

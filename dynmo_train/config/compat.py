@@ -179,7 +179,7 @@ class Translation:
     problems: tuple[Problem, ...] = field(default=())
 
 
-def _is_flag(word: str) -> bool:
+def is_flag(word: str) -> bool:
     """Whether a word is a flag, and not a value such as ``-1e-3``."""
     return len(word) > 1 and word[0] == "-" and not word[1].isdigit() and word[1] != "."
 
@@ -187,7 +187,7 @@ def _is_flag(word: str) -> bool:
 def _split_words(arguments: Sequence[str], at: int, count: int | None) -> tuple[list[str], int]:
     """The values from ``at`` on, and where the next word stands; ``count`` of them, or all before the next flag."""
     end = at
-    while end < len(arguments) and (count is None or end - at < count) and not _is_flag(arguments[end]):
+    while end < len(arguments) and (count is None or end - at < count) and not is_flag(arguments[end]):
         end += 1
     return list(arguments[at:end]), end
 
@@ -210,10 +210,10 @@ def translate(
     while at < len(arguments):
         word, equals, value = arguments[at].partition("=")
         at += 1
-        if not _is_flag(word):
+        if not is_flag(word):
             made.append(arguments[at - 1])
             continue
-        flag = _own_name(word, declared, flags)
+        flag = own_name(word, declared, flags)
         if flag in declared:
             count = SEVERAL.get(flag, declared[flag])
             values, at = ([value], at) if equals else _split_words(arguments, at, count)
@@ -239,7 +239,7 @@ def _remedy(known: Known) -> str:
     return f"this version has no {known.words[0]}: leave it out" if known.kind == "becomes" else known.words[0]
 
 
-def _own_name(word: str, declared: Mapping[str, int], flags: Mapping[str, Known]) -> str:
+def own_name(word: str, declared: Mapping[str, int], flags: Mapping[str, Known]) -> str:
     """A flag's name here: itself, or with dashes for underscores."""
     dashed = "--" + word[2:].replace("_", "-")
     return dashed if word not in declared and word not in flags and dashed in declared else word

@@ -33,7 +33,7 @@ DecayStyle = Literal["cosine", "linear", "constant", "inverse-square-root"]
 CurriculumSchedule = Literal["fixed_linear", "fixed_root"]
 DdpImpl = Literal["local", "torch"]
 ReportFormat = Literal["text", "json"]
-Schedule = Literal["gpipe", "1f1b", "interleaved-1f1b", "zero-bubble", "zb-v"]
+Schedule = Literal["gpipe", "1f1b", "interleaved-1f1b", "zero-bubble", "zb-v", "custom"]
 BalanceMode = Literal["off", "online", "offline"]
 Granularity = Literal["layer", "sublayer"]
 Planner = Literal["internal", "external"]
@@ -192,7 +192,9 @@ class ParallelConfig:
         minimum=0,
         maximum=3,
     )
-    schedule: Schedule = option("Order of microbatches in the pipeline.", default="1f1b")
+    schedule: Schedule = option(
+        "Order of microbatches in the pipeline; custom is that of the operations in --plan.", default="1f1b"
+    )
     virtual_stages_per_worker: int = option(
         "Stages on each worker.",
         minimum=1,

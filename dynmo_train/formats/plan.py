@@ -215,9 +215,16 @@ def initial_plan(
     plan_id: int = 0,
     read_to_step: int = 0,
     reason: str = "the partition that the run started with",
+    placed: Sequence[int] | None = None,
+    operations: Sequence[str] | None = None,
 ) -> dict[str, Any]:
-    """The document of the partition that a run starts with; ``workers`` in the order of their first stages."""
-    placed = _placed(schedule, workers, len(stages))
+    """The document of the partition that a run starts with; ``workers`` in the order of their first stages.
+
+    Args:
+        placed: the worker of each stage, and
+        operations: of each worker, both with the schedule ``custom`` alone.
+    """
+    placed = _placed(schedule, workers, len(stages)) if placed is None else placed
     return {
         **envelope(FORMAT, VERSION, f"dynmo-train {__version__}"),
         "plan_id": plan_id,
@@ -235,6 +242,7 @@ def initial_plan(
         "optimality": None,
         "migration": {"moves": [], "bytes": 0, "max_link_bytes": 0, "pause_ns": 0},
         "reason": reason,
+        **({} if operations is None else {"operations": list(operations)}),
     }
 
 

@@ -1,7 +1,7 @@
 """A model family with dynamic techniques: any family of one stream, its layer list and its items changed as asked.
 
 Parameters keep their names: a routed block is the item ``layers.N`` with ``layers.N.{attention,mlp}.*``;
-an exit is a part of ``layers.N.mlp``, all of whose parameters are ties of the head's.
+an exit is a part of ``layers.N.mlp``, or of the routed block ``layers.N``; all its parameters are ties of the head's.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ class DynamicFamily:
             number = block_of(item)
             if number is not None and number > exits.layers[0]:
                 item = replace(item, reads=(*item.reads, LEFT))
-            if number in exits.layers and item.kind == "mlp":
+            if number in exits.layers and item.kind in ("mlp", "layer"):
                 item = replace(
                     item,
                     side=(LEFT,),
@@ -126,19 +126,25 @@ class DynamicFamily:
         base = self.base.ties
         # In list order: the exits stand before the head.
         at_exits = {
-            f"layers.{layer}.mlp.exit.head.{name}": base.get(f"head.{name}", f"head.{name}")
+            f"{self._exit_item(layer)}.exit.head.{name}": base.get(f"head.{name}", f"head.{name}")
             for layer in exits.layers
             for name in names
         }
         return {**at_exits, **ties}
 
+    def _exit_item(self, layer: int) -> str:
+        """The item that the exit behind a block is a part of."""
+        depths = self.settings.depths
+        return f"layers.{layer}" if depths is not None and depths.routed(layer) else f"layers.{layer}.mlp"
+
     def build(self, name: str, device: torch.device) -> nn.Module:
         """Build one item; its initial weights depend on the seed and the name alone, never on placement."""
         item = next(each for each in self.items if each.name == name)
         if item.kind == "layer":
-            return self._routed(name, device)
-        module = self.base.build(name, device)
-        self._make_sparse(name, module)
+            module: nn.Module = self._routed(name, device)
+        else:
+            module = self.base.build(name, device)
+            self._make_sparse(name, module)
         exits = self.settings.exits
         if exits is not None and LEFT in item.side:
             module.add_module("exit", Exit(self.base.build("head", device), exits))
@@ -151,7 +157,7 @@ class DynamicFamily:
         if sparse is not None and isinstance(module, SelfAttention):
             module.sparse = HashedAttention(buckets=sparse.buckets, block=sparse.block, seed=self.seed, name=name)
 
-    def _routed(self, name: str, device: torch.device) -> nn.Module:
+    def _routed(self, name: str, device: torch.device) -> RoutedBlock:
         attention, mlp = (self.base.build(f"{name}.{part}", device) for part in ("attention", "mlp"))
         self._make_sparse(f"{name}.attention", attention)
         depths = self.settings.depths

@@ -19,6 +19,7 @@ from torch import nn
 
 from .compact import Chosen, choose
 from .items import ItemSpec, Reported, output_of
+from .mixture_of_depths import RoutedBlock
 
 LEFT = "left"
 Measure = Literal["softmax", "saturation"]
@@ -116,6 +117,8 @@ class LiveTokens(nn.Module):
             # An attention's inputs say which tokens may be attended to.
             given = {name: value.bool() & chosen.real_BC for name, value in given.items()}
             extra["positions"] = chosen.index_BC
+        elif chosen is not None and issubclass(type(self), RoutedBlock):
+            extra = {"positions": chosen.index_BC, "real": chosen.real_BC}
         result = super().forward(x_BCD, *given.values(), **extra)
         y_BCD = output_of(result)
         output = y_BCD if chosen is None else chosen.put(x_BTD, y_BCD)

@@ -76,24 +76,50 @@ class RoutedBlock(nn.Module):
         weight_BC1 = chosen.take(scores_BT).sigmoid()[..., None].to(x_BTD.dtype)
         return chosen.put(x_BTD, x_BCD + weight_BC1 * (y - x_BCD))
 
-    def forward(self, x_BTD: torch.Tensor, seen_BT: torch.Tensor | None = None) -> Reported:
-        """Apply the block; ``seen_BT`` is true for tokens that may be attended to (default: all)."""
+    def _choose(self, scores_BT: torch.Tensor, real_BT: torch.Tensor) -> Chosen:
+        """The tokens that go through: those of the highest scores in training, those above 0 otherwise."""
+        if not self.training:
+            return choose((scores_BT > 0) & real_BT)
+        capacity = self.settings.tokens(scores_BT.shape[1])
+        chosen = choose_top(scores_BT.masked_fill(~real_BT, -math.inf), capacity)
+        return Chosen(index_BC=chosen.index_BC, real_BC=chosen.take(real_BT))
+
+    def forward(
+        self,
+        x_BTD: torch.Tensor,
+        seen_BT: torch.Tensor | None = None,
+        *,
+        positions: torch.Tensor | None = None,
+        real: torch.Tensor | None = None,
+    ) -> Reported:
+        """Apply the block.
+
+        Args:
+            x_BTD: the stream; some tokens of it only, where others have left at an exit.
+            seen_BT: true for tokens that may be attended to; default: all.
+            positions: ``[B, T]``, of these tokens in their samples; default: their order.
+            real: ``[B, T]``, false where an entry only fills its row up; default: all are tokens.
+        """
         scores_BT = self._scores(x_BTD)
-        keep_BT = scores_BT.detach() > 0
-        capacity = self.settings.tokens(x_BTD.shape[1])
-        chosen = choose_top(scores_BT.detach(), capacity) if self.training else choose(keep_BT)
+        real_BT = torch.ones_like(scores_BT, dtype=torch.bool) if real is None else real
+        keep_BT = (scores_BT.detach() > 0) & real_BT
+        chosen = self._choose(scores_BT.detach(), real_BT)
         x_BCD = chosen.take(x_BTD)
         seen_BC = None if seen_BT is None else chosen.take(seen_BT).bool() & chosen.real_BC
-        inner = self.attention(x_BCD, seen_BC, positions=chosen.index_BC)
+        places_BC = chosen.index_BC if positions is None else chosen.take(positions)
+        inner = self.attention(x_BCD, seen_BC, positions=places_BC)
         result = self.mlp(output_of(inner))
         output = self._through(chosen, x_BTD, scores_BT, output_of(result))
         among_BT = torch.zeros_like(keep_BT).scatter(1, chosen.index_BC, chosen.real_BC)
-        figures = {"depth_share": among_BT.float().mean(), "depth_agreement": (among_BT == keep_BT).float().mean()}
+        count = real_BT.sum().clamp(min=1)
+        agreed_BT = (among_BT == keep_BT) & real_BT
+        figures = {"depth_share": among_BT.sum() / count, "depth_agreement": agreed_BT.sum() / count}
         losses: dict[str, torch.Tensor] = {}
         if self.training and torch.is_grad_enabled():
             # The stream is no place for this loss: it trains the router alone.
             told_BT = self._scores(x_BTD.detach())
-            aux = F.binary_cross_entropy_with_logits(told_BT, among_BT.to(told_BT.dtype))
+            weight = None if real is None else real_BT.to(told_BT.dtype) * (real_BT.numel() / count)
+            aux = F.binary_cross_entropy_with_logits(told_BT, among_BT.to(told_BT.dtype), weight)
             losses = {"router": self.settings.aux_weight * aux}
         if isinstance(result, Reported):
             figures, losses = {**result.figures, **figures}, {**result.losses, **losses}

@@ -17,12 +17,14 @@ class Partition:
         workers: the number of pipeline workers.
         vee: whether stages ``p`` and ``2 workers - 1 - p`` are on worker ``p`` (ZB-V); else stage ``s`` is on worker
             ``s mod workers``.
+        placed: the worker of each stage, as many stages on each, where a plan with its own operations says it.
         places: where workers are about to leave, the pipeline positions of those that stay; empty is all in order.
     """
 
     stages: tuple[tuple[str, ...], ...]
     workers: int
     vee: bool = False
+    placed: tuple[int, ...] | None = None
     places: tuple[int, ...] = ()
 
     @property
@@ -32,6 +34,8 @@ class Partition:
 
     def worker_of_stage(self, stage: int) -> int:
         """The pipeline position of the worker that runs a stage."""
+        if self.placed is not None:
+            return self.placed[stage]
         turn, place = divmod(stage, self.workers)
         position = self.workers - 1 - place if self.vee and turn % 2 else place
         return self.places[position] if self.places else position

@@ -16,6 +16,8 @@ from torch.distributed.pipelining.schedules import (
     ScheduleInterleaved1F1B,
     ScheduleInterleavedZeroBubble,
     ScheduleZBVZeroBubble,
+    _Action,
+    _PipelineScheduleRuntime,
 )
 from torch.distributed.pipelining.stage import _PipelineStageBase
 
@@ -35,6 +37,7 @@ LOOPED = {
     "zero-bubble": ScheduleInterleavedZeroBubble,
     "zb-v": ScheduleZBVZeroBubble,
 }
+CUSTOM = "custom"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,13 +45,14 @@ class PipelineShape:
     """What a pipeline is built for; the microbatches and the tokens of a sample follow those of the batch.
 
     Attributes:
-        schedule: ``gpipe``, ``1f1b``, ``interleaved-1f1b``, ``zero-bubble`` or ``zb-v``.
+        schedule: ``gpipe``, ``1f1b``, ``interleaved-1f1b``, ``zero-bubble``, ``zb-v`` or ``custom``.
         microbatches: of a step.
         boundary: the shapes of what crosses a stage boundary.
         seed: of the run.
         recompute: whether items run again in the backward instead of keeping their activations.
         selective: whether they keep the results of matrix products then.
         front_cache_bytes: for what the frozen front gave for samples seen before; None keeps nothing.
+        operations: with ``custom``, what each worker does in a step, as in a plan: ``0F0 1F0 1I0 ...``.
     """
 
     schedule: str
@@ -58,6 +62,7 @@ class PipelineShape:
     recompute: bool
     selective: bool = False
     front_cache_bytes: int | None = None
+    operations: tuple[str, ...] | None = None
 
     def for_batch(self, batch: Batch) -> PipelineShape:
         """The shape that a batch needs: itself where nothing differs."""
@@ -250,4 +255,21 @@ def _schedule(
     if shape.schedule in LOOPED:
         looped: list[_PipelineStageBase] = [*stages]
         return LOOPED[shape.schedule](looped, shape.microbatches, loss_fn=loss, scale_grads=False)
-    raise UsageError(f"schedule {shape.schedule!r} is none of {', '.join([*SINGLE, *LOOPED])}")
+    if shape.schedule == CUSTOM and shape.operations is not None:
+        return _custom(shape, stages, shape.operations, loss)
+    raise UsageError(f"schedule {shape.schedule!r} is none of {', '.join([*SINGLE, *LOOPED, CUSTOM])}")
+
+
+def _custom(
+    shape: PipelineShape, stages: list[ItemStage], operations: Sequence[str], loss: Callable[..., torch.Tensor]
+) -> PipelineScheduleMulti:
+    """The runtime of torch for any table of operations; it puts sends and receives between them."""
+    schedule = _PipelineScheduleRuntime([*stages], shape.microbatches, loss_fn=loss, scale_grads=False)
+    table: dict[int, list[_Action | None]] = {
+        worker: [_Action.from_str(word) for word in line.split()] for worker, line in enumerate(operations)
+    }
+    try:
+        schedule._prepare_schedule_with_comms(table)
+    except (AssertionError, RuntimeError, ValueError) as error:
+        raise UsageError(f"the plan's operations cannot be run in this order: {error}") from error
+    return schedule

@@ -7,6 +7,12 @@ Times come from ``dynmo-plan recipe NAME --layers N --trace FILE``; the assumpti
 
     python tests/benchmarks/train_emulated.py [--recipe NAME ...] [--layers 24,32,40,48] [--workers 8] [--seconds 10]
 
+    python tests/benchmarks/train_emulated.py --distance [--recipe NAME ...] [--layers 32] [--workers 8]
+
+measures how far a technique's step is from perfect: 1F1B at layer granularity, and what the planner's search found
+(schedule, stages a worker, cuts inside of layers, its own order of operations), over the bound that no schedule can
+beat and over all work shared evenly.
+
 "balancing only" is the technique on the even split over the technique as the planner balanced it, "technique and
 balancing" the baseline on the even split over the same; "said" is what the simulator said of both.
 """
@@ -22,6 +28,13 @@ from pathlib import Path
 
 from train_techniques import run, write_data
 
+from dynmo_balance.auto import Candidate
+from dynmo_balance.formats._document import encode_json
+from dynmo_balance.formats.plan import to_document
+from dynmo_balance.planning import present, to_plan
+from dynmo_balance.recipes import altered, load_recipe
+from dynmo_balance.recipes.distance import distance_of
+from dynmo_balance.recipes.trace import write_trace
 from dynmo_train.console import emit
 
 RECIPES = ("moe-128k-vocabulary", "pruning-7b", "freezing-7b", "sparse-attention-64k", "early-exit-7b", "mod")
@@ -34,9 +47,9 @@ SHAPE = [
 ONLINE = ["--balance", "online", "--balance-lockstep", "--balancer", "exact", "--planner-timeout-s", "60"]
 
 
-def train(folder: Path, layers: int, workers: int, options: list[str]) -> list[dict]:
+def train(folder: Path, layers: int, workers: int, options: list[str], steps: int) -> list[dict]:
     """A run; its metrics, one a step."""
-    steps = BASELINE + BEFORE + AFTER
+    folder.mkdir(exist_ok=True)
     write_data(folder / "data", vocabulary=64)
     launch = ["dynmo_train", "launch", "local", "--nproc", str(workers), "--log-dir", str(folder / "logs"), "--"]
     where = ["--data-path", str(folder / "data"), "--run-dir", str(folder / "run"), "--train-iters", str(steps)]
@@ -65,7 +78,7 @@ def one(recipe: str, layers: int, workers: int, dense_s: float) -> str:
             *("--global-batch-size", str(header["microbatches"]), "--granularity", header["granularity"]),
             *("--rebalance-interval", str(BASELINE + BEFORE), *ONLINE),
         ]
-        lines = train(folder, layers, workers, options)
+        lines = train(folder, layers, workers, options, BASELINE + BEFORE + AFTER)
         events = [json.loads(line) for line in (folder / "run" / "events.jsonl").read_text().splitlines()]
     taken = [event for event in events if event.get("kind") == "plan_taken"]
     dense = seconds(lines, 1, BASELINE)
@@ -80,13 +93,62 @@ def one(recipe: str, layers: int, workers: int, dense_s: float) -> str:
     return f"| {' | '.join(figures)} |"
 
 
+def steps_of_plan(folder: Path, name: str, trace: Path, candidate: Candidate, scale: float) -> float:
+    """The median step in seconds of a run with this partition and schedule."""
+    problem = candidate.problem
+    proposal = present(problem, candidate.solution)
+    plan = to_plan(
+        proposal, run_id="-", balancer="exact", base=None, read_to_step=1, base_step_ns=None, reason="the benchmark's"
+    )
+    path = folder / f"{name}.json"
+    path.write_bytes(encode_json(to_document(plan)))
+    options = [
+        *("--emulate", str(trace), "--emulate-scale", str(scale), "--granularity", candidate.granularity),
+        *("--global-batch-size", str(problem.microbatches), "--balance", "offline", "--plan", str(path)),
+        *("--schedule", problem.schedule, "--virtual-stages-per-worker", str(problem.virtual_stages)),
+    ]
+    layers = len({item for item in problem.chain.names if item.endswith(".mlp")})
+    lines = train(folder / name, layers, len(problem.places), options, steps=4)
+    return seconds(lines, 2, 4)
+
+
+def distance(recipe: str, layers: int, workers: int, dense_s: float) -> str:
+    """A row of the table of distances."""
+    found = distance_of(altered(load_recipe(recipe), layers, workers))
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        trace = folder / "trace.jsonl"
+        write_trace(trace, found.recipe, 0, 1)
+        scale = dense_s * 1e9 / found.plain_ns
+        plain = steps_of_plan(folder, "plain", trace, found.plain, scale)
+        best = steps_of_plan(folder, "best", trace, found.best, scale)
+    bound, work = (ns * scale / 1e9 for ns in (found.bounds.step_ns, found.bounds.work_ns))
+    figures = [
+        *(recipe, str(layers), str(workers)),
+        *(f"{found.plain_ns / found.bounds.step_ns:.3f}", f"{plain / bound:.3f}", f"{plain / work:.3f}"),
+        *(f"{found.found_ns / found.bounds.step_ns:.3f}", f"{best / bound:.3f}", f"{best / work:.3f}", found.found),
+    ]
+    return f"| {' | '.join(figures)} |"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--recipe", action="append", choices=RECIPES)
     parser.add_argument("--layers", default="24,32,40,48")
     parser.add_argument("--workers", type=int, default=8)
     parser.add_argument("--seconds", type=float, default=10.0, help="of the baseline's step; longer on a busy machine")
+    parser.add_argument("--distance", action="store_true", help="from perfect, in place of the speed-ups")
     given = parser.parse_args()
+    if given.distance:
+        columns = ["recipe", "layers", "workers", "1F1B said x bound", "x bound", "x work"]
+        columns += ["found said x bound", "x bound", "x work", "found"]
+        emit(f"| {' | '.join(columns)} |")
+        emit("|---" * 10 + "|")
+        for recipe in given.recipe or RECIPES:
+            for layers in given.layers.split(","):
+                emit(distance(recipe, int(layers), given.workers, given.seconds))
+                sys.stdout.flush()
+        return
     columns = ["recipe", "layers", "workers", "baseline s", "even split s", "balanced s", "balancing only", "said"]
     columns += ["technique and balancing", "said", "published", "items moved", "pause ms"]
     emit(f"| {' | '.join(columns)} |")

@@ -74,6 +74,7 @@ class Scenario:
     plasticity: PlasticityRule | None = None
     cache_bytes: int | None = None
     moe: MoeShape | None = None
+    operations: tuple[str, ...] | None = None
     compression: CompressionSettings = NO_COMPRESSION
     epoch: int | None = None  # steps after which the samples come again
 
@@ -90,11 +91,13 @@ class Scenario:
         if self.model != "gpt":
             family = SAMPLES[self.model].family
             shape = replace(family.shape, hidden_dropout=self.dropout, attention_dropout=self.dropout)
-            return type(family)(shape)
+            return self._changed(type(family)(shape))
         shape = replace(
             SHAPE, moe=self.moe, tied_embeddings=self.tied, hidden_dropout=self.dropout, attention_dropout=self.dropout
         )
-        plain = Gpt(shape)
+        return self._changed(Gpt(shape))
+
+    def _changed(self, plain: ModelFamily) -> ModelFamily:
         if self.dynamic is None:
             return plain
         return DynamicFamily(plain, self.dynamic, seed=SHAPE.seed, width=SHAPE.hidden_size, std=0.02)
@@ -117,6 +120,7 @@ class Scenario:
                 recompute=self.recompute,
                 selective=self.selective,
                 front_cache_bytes=self.cache_bytes,
+                operations=self.operations,
             ),
             adamw=AdamWSettings(beta1=0.9, beta2=0.99, eps=1e-8, weight_decay=0.1),
             rate=LearningRate(peak=3e-3, floor=0.0, style="cosine", warmup_steps=3, decay_steps=20),

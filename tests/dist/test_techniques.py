@@ -27,6 +27,10 @@ TECHNIQUES = {
     "saturation": DynamicSettings(
         exits=ExitSettings(layers=(1,), loss_weight=0.3, threshold=0.98, measure="saturation")
     ),
+    "depths and exits": DynamicSettings(
+        depths=DepthSettings(capacity=0.5, every=2, aux_weight=0.01),
+        exits=ExitSettings(layers=(0, 1), loss_weight=0.3, threshold=0.003, measure="softmax"),
+    ),
     "structured": PruningRule(mode="structured", scope="global"),
     "layer by layer": PruningRule(mode="structured", scope="layer"),
     "adaptive": PLASTICITY,
@@ -67,6 +71,7 @@ CASES = {
     "exits, zero-bubble": (2, "exits", {"schedule": "zero-bubble"}),
     "exits, interleaved": (2, "exits", {"schedule": "interleaved-1f1b", "virtual": 2}),
     "saturation, moving": (2, "saturation", {"moves": True}),
+    "depths and exits, moving": (2, "depths and exits", {"moves": True, "recompute": True}),
     "structured, moving": (2, "structured", {"moves": True, "recompute": True}),
     "layer by layer": (2, "layer by layer", {"moves": True}),
     "expert choice, moving": (2, "expert choice", {"moves": True}),
@@ -106,6 +111,10 @@ def test_the_scenario_exercises_the_technique(technique):
         assert max(loads) == min(loads), "every expert has as much to do"
     if technique == "depths":
         assert figures["layers.1"]["depth_share"] == [0.5]
+    if technique == "depths and exits":
+        shares = [step["layers.1"]["exit_share"][0] for step in told["figures"]]
+        assert all(step["layers.0.mlp"]["exit_share"][0] < share < 1 for step, share in zip(told["figures"], shares))
+        assert 0.4 < figures["layers.3"]["depth_share"][0] < 0.7, "half of what is left goes through"
     if technique in ("exits", "saturation"):
         shares = [step[f"layers.{TECHNIQUES[technique].exits.layers[0]}.mlp"]["exit_share"][0] for step in told["figures"]]
         assert all(0 < share < 1 for share in shares), "tokens leave, and tokens stay"

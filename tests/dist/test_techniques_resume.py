@@ -16,6 +16,14 @@ TECHNIQUES = {
     "depths": {"mod_capacity": "0.5"},
     "exits": {"early_exit_layers": "0,2", "early_exit_threshold": "0.003"},
     "structured pruning": {"pruning_mode": "structured", "final_sparsity": "0.5", "sparse_table": "table.json"},
+    "2:4, saturation and expert choice": {
+        **{"pruning_mode": "2:4", "final_sparsity": "0.5", "num_experts": "4", "moe_routing": "expert-choice"},
+        **{"early_exit_layers": "1", "early_exit_measure": "saturation", "early_exit_threshold": "0.98"},
+    },
+    "blocks, balanced experts and a cached front": {
+        **{"pruning_mode": "block", "num_experts": "4", "moe_routing": "balanced", "moe_router_topk": "1"},
+        **{"freeze_cache_activations": "8"},
+    },
     "adaptive freezing": {
         "freeze_interval": "1", "freeze_window": "2", "freeze_tolerance": "0.9", "freeze_patience": "1",
     },
@@ -37,7 +45,11 @@ def test_going_on_on_other_workers_gives_the_same_bits(data, tmp_path, technique
     if "sparse_table" in options:
         options["sparse_table"] = str(tmp_path / "table.json")
         (tmp_path / "table.json").write_text('{"thresholds": {"csr": 0.8, "csr 128x32": 0.4}}')
-    flags = {"sparse": ("--sparse-attention",), "adaptive freezing": ("--freeze-adaptive",)}
+    flags = {
+        "sparse": ("--sparse-attention",),
+        "adaptive freezing": ("--freeze-adaptive",),
+        "blocks, balanced experts and a cached front": ("--untie-embeddings-and-output-weights",),
+    }
     extra = flags.get(technique, ())
     train(data, tmp_path / "whole", 1, *extra, **options)
     train(data, tmp_path / "part", 2, *extra, **options, exit_interval="5")

@@ -117,10 +117,21 @@ def _microbatches(config: Config, _world_size: int) -> Iterator[Problem]:
             return
 
 
+def _custom(config: Config, _world_size: int) -> Iterator[Problem]:
+    """A plan's own operations are of one partition and one number of microbatches."""
+    if config.parallel.schedule != "custom":
+        return
+    if config.balance.balance != "offline" or config.balance.plan is None:
+        yield conflict("--schedule", "custom needs --balance offline and --plan FILE, whose operations it runs")
+    if len(config.batch_sizes.sizes()) > 1:
+        yield conflict("--schedule", "custom has one number of microbatches; leave --rampup-batch-size out")
+
+
 PARALLEL_RULES: tuple[Rule, ...] = (
     _workers,
     _experts,
     _tensor,
     _stages,
     _microbatches,
+    _custom,
 )

@@ -98,8 +98,13 @@ def _changed_model(config: Config, _world_size: int) -> Iterator[Problem]:
             f"{layers[-1]}: behind the last of --num-layers {config.model.num_layers} blocks (numbered from 0) nothing"
             " is left to skip",
         )
-    if layers and depth.mod_capacity is not None:
-        yield conflict("--early-exit-layers", "cannot be combined with --mod-capacity; give one of them")
+    routed = [layer for layer in layers if depth.mod_capacity is not None and (layer + 1) % depth.mod_every == 0]
+    if routed and exits.early_exit_measure == "saturation":
+        yield conflict(
+            "--early-exit-layers",
+            f"{routed[0]}: of a routed block (--mod-every {depth.mod_every}) saturation would let every token leave"
+            " that passes it by; name another block, or --early-exit-measure softmax",
+        )
     if attention.sparse_attention and attention.sparse_attention_buckets % 2:
         yield conflict("--sparse-attention-buckets", f"{attention.sparse_attention_buckets} is not an even number")
 

@@ -1,7 +1,8 @@
-"""Early exit against a dense reference in which tokens that have left are masked."""
+"""Early exit, alone and with routed blocks, against a dense reference in which tokens that have left are masked."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -14,6 +15,7 @@ from dynmo_train.models.dynamic import DynamicFamily, DynamicSettings
 from dynmo_train.models.early_exit import LEFT, ExitSettings
 from dynmo_train.models.gpt import Gpt, GptShape
 from dynmo_train.models.items import output_of
+from dynmo_train.models.mixture_of_depths import DepthSettings
 
 CPU = torch.device("cpu")
 SHAPE = GptShape(
@@ -159,4 +161,110 @@ def test_token_by_token_gives_what_the_whole_sequence_gives(measure, threshold):
     with torch.no_grad():
         whole, told = run(model, modules, ids, ids)
     assert 0 < float(told["layers.1.mlp"].side[LEFT].mean()) < 1
+    torch.testing.assert_close(torch.stack(logits, 1), whole[:, 5:], rtol=1e-4, atol=1e-4)
+
+
+def both(*, exits=(0,), threshold=0.4, capacity=0.5, layers=3):
+    settings = DynamicSettings(
+        exits=replace(EXITS, layers=exits, threshold=threshold),
+        depths=DepthSettings(capacity=capacity, every=2, aux_weight=0.01),
+    )
+    return DynamicFamily(Gpt(replace(SHAPE, num_layers=layers)), settings, seed=5, width=16, std=1.0)
+
+
+def attend(attention, x, visible):
+    """Attention over all tokens, where ``visible`` says which keys are seen."""
+    q, k, v = attention.project(x)
+    T = x.shape[1]
+    visible = torch.ones(T, T, dtype=torch.bool).tril() & visible[:, None, None, :]
+    visible = visible | torch.eye(T, dtype=torch.bool)
+    scores = (q @ k.transpose(-1, -2) / q.shape[-1] ** 0.5).masked_fill(~visible, float("-inf"))
+    return x + attention.dense((scores.softmax(-1) @ v).transpose(1, 2).flatten(2))
+
+
+def feed(mlp, x):
+    return x + mlp.transform(mlp.norm(x))
+
+
+def dense_both(modules, ids, labels, threshold, capacity):
+    """Exit behind block 0, routed block 1, plain block 2: every product on all tokens, with masks."""
+    x = modules["embedding"](ids)
+    x = feed(modules["layers.0.mlp"], attend(modules["layers.0.attention"], x, torch.ones(ids.shape, dtype=torch.bool)))
+    logits = modules["head"].logits(x)
+    top = logits.softmax(-1).topk(2, dim=-1).values
+    left = top[..., 0] - top[..., 1] >= threshold
+    exit_loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+    block = modules["layers.1"]
+    scores = F.linear(x, block.attention.router.weight)[..., 0]
+    count = math.ceil(capacity * int((~left).sum(1).max()))
+    order = scores.masked_fill(left, -math.inf).topk(count, dim=1).indices
+    through = torch.zeros_like(left).scatter(1, order, True) & ~left
+    y = feed(block.mlp, attend(block.attention, x, through))
+    x = torch.where(through[..., None], x + scores.sigmoid()[..., None] * (y - x), x)
+    y = feed(modules["layers.2.mlp"], attend(modules["layers.2.attention"], x, ~left))
+    x = torch.where(left[..., None], x, y)
+    return modules["head"].logits(x), exit_loss, left, through
+
+
+def test_routed_blocks_among_exits_equal_the_dense_model_with_masks():
+    model = both()
+    modules = built(model)
+    ids = torch.randint(0, 20, (3, 16), generator=torch.Generator().manual_seed(1))
+    labels = ids.roll(-1, 1)
+    logits, told = run(model, modules, ids, labels)
+    expected, exit_loss, left, through = dense_both(modules, ids, labels, 0.4, 0.5)
+    assert 0 < float(left.float().mean()) < 1
+    assert len(set(left.sum(1).tolist())) > 1, "the samples have lost different numbers of tokens"
+    assert 0 < int(through.sum()) < int((~left).sum()), "some tokens go through the routed block, some pass it by"
+    torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
+    grad = torch.randn(logits.shape, generator=torch.Generator().manual_seed(2))
+    weights = {f"{i}.{n}": p for i, m in modules.items() for n, p in m.named_parameters() if not n.startswith("exit.")}
+    own = told["layers.0.mlp"].losses["exit"] / 0.3
+    ours = torch.autograd.grad((logits * grad).sum() + own, weights.values(), allow_unused=True)
+    theirs = torch.autograd.grad((expected * grad).sum() + exit_loss, weights.values(), allow_unused=True)
+    for name, a, b in zip(weights, ours, theirs, strict=True):
+        if name.startswith("head.") or a is b:
+            continue  # the exit's head is a copy of its own here
+        torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-3, msg=name)
+
+
+def test_a_routed_block_behind_an_exit_costs_its_share_of_what_is_left():
+    ids = torch.randint(0, 20, (2, 16), generator=torch.Generator().manual_seed(3))
+    counted = {}
+    for threshold in (0.0, 1.0):
+        model = both(threshold=threshold, layers=2)
+        modules = built(model)
+        with FlopCounterMode(display=False) as counter:
+            run(model, modules, ids, ids)
+        counted[threshold] = counter.get_total_flops()
+    # With threshold 0 all tokens leave at block 0: of half of 32 tokens one entry a sample is left.
+    block = 2 * 14 * 16 * (48 + 16 + 32 + 32)
+    assert counted[1.0] - counted[0.0] > 0.9 * block
+
+
+def test_an_exit_behind_a_routed_block_is_a_part_of_it():
+    model = both(exits=(0, 1))
+    modules = built(model)
+    ids = torch.randint(0, 20, (3, 16), generator=torch.Generator().manual_seed(1))
+    _, told = run(model, modules, ids, ids)
+    shares = [float(told[name].figures["exit_share"]) for name in ("layers.0.mlp", "layers.1")]
+    assert 0 < shares[0] < shares[1] < 1
+    assert set(told["layers.1"].losses) == {"router", "exit"}
+    exits = {f"{i}.{n}" for i, m in modules.items() for n, _ in m.named_parameters() if ".exit." in f"{i}.{n}"}
+    assert exits == {copy for copy in model.ties if ".exit." in copy}
+    assert "layers.1.exit.head.weight" in exits
+
+
+@pytest.mark.parametrize("exits", [(0,), (0, 1)])
+def test_with_routed_blocks_token_by_token_gives_what_the_whole_sequence_gives(exits):
+    model = both(exits=exits)
+    modules = {name: module.eval() for name, module in built(model).items()}
+    ids = torch.randint(0, 20, (2, 20), generator=torch.Generator().manual_seed(4))
+    cache = Cache()
+    decoder = Decoder(model, modules, 24)
+    logits = [decoder.read(ids[:, :6], cache)]
+    logits += [decoder.read(ids[:, at : at + 1], cache) for at in range(6, 20)]
+    with torch.no_grad():
+        whole, told = run(model, modules, ids, ids)
+    assert 0 < float(list(told.values())[-1].side[LEFT].mean()) < 1
     torch.testing.assert_close(torch.stack(logits, 1), whole[:, 5:], rtol=1e-4, atol=1e-4)

@@ -96,6 +96,14 @@ CASES = {
     ),
     "freeze form": ({"freeze_schedule": "x"}, "--freeze-schedule"),
     "freeze more": ({"freeze_schedule": "10:5"}, "--freeze-schedule"),
+    "own operations": ({"schedule": "custom"}, "--schedule"),
+    "own operations grow": (
+        {
+            **{"schedule": "custom", "balance": "offline", "plan": "p", "train_iters": None, "train_samples": 99},
+            **{"global_batch_size": 4, "rampup_batch_size": "2 2 9"},
+        },
+        "--schedule",
+    ),
     "emulate nothing": ({"emulate_scale": 2.0}, "--emulate-scale"),
     "freeze nothing": ({"freeze_tied": True}, "--freeze-tied"),
     "freeze untied": (
@@ -110,7 +118,10 @@ CASES = {
     "routed blocks": ({"mod_capacity": 0.5, "mod_every": 5}, "--mod-every"),
     "exit form": ({"early_exit_layers": "2,1"}, "--early-exit-layers"),
     "exit behind all": ({"early_exit_layers": "1,3"}, "--early-exit-layers"),
-    "exit and depths": ({"early_exit_layers": "1", "mod_capacity": 0.5}, "--early-exit-layers"),
+    "exit of saturation at a routed block": (
+        {"early_exit_layers": "1", "mod_capacity": 0.5, "early_exit_measure": "saturation"},
+        "--early-exit-layers",
+    ),
     "frozen by parts": (
         {
             "freeze_adaptive": True,

@@ -1,0 +1,101 @@
+"""``dynmo-train explain-flags``: what a script of Megatron-LM, DeepSpeed or Optimus-CC means here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from ..config.compat import FLAGS, Known
+from ..config.resolve import option_specs
+from ..config.scripts import Meaning, ScriptCommand, explain, read_script
+from ..config.task_command import TASK_FLAGS, TaskCommand
+from ..console import Format, emit, emit_json, emit_table
+from ..errors import UsageError
+
+# Flags of the programs behind evaluation that the name of the command here, or its --load, replaces.
+_TASK_SCRIPTS = {
+    "--task": Known("nothing", ("the name of the command says it",), 1),
+    "--model": Known("nothing", ("the checkpoint says it",), 1),
+    "--model_args": Known("refused", ("write --load and the directory that pretrained= names",), 1),
+}
+
+
+def _command(ours: str) -> Any:
+    """The subcommand that a name such as ``dynmo-train pretrain gpt`` stands for; None for another package's."""
+    from ..cli import app
+
+    program, *names = ours.split()
+    command: Any = typer.main.get_command(app) if program == "dynmo-train" else None
+    for name in names:
+        command = getattr(command, "commands", {}).get(name)
+    return command
+
+
+def _explain(command: ScriptCommand) -> list[Meaning]:
+    """Every flag of a command of a script; none where its command here is another package's."""
+    ours = _command(command.ours)
+    if ours is None:
+        return []
+    flags: dict[str, int] = {}
+    helps: dict[str, str] = {}
+    table: Mapping[str, Known] = FLAGS
+    if isinstance(ours, TaskCommand):
+        table = {**TASK_FLAGS, **_TASK_SCRIPTS}
+        for spec in option_specs().values():
+            says = "checked against the checkpoint" if spec.concern == "model" else "nothing to do without training"
+            for name in (spec.flag, spec.negative):
+                if name:
+                    flags[name], helps[name] = int(spec.kind is not bool), says
+    for option in ours.params:
+        for name in (*option.opts, *option.secondary_opts):
+            flags[name] = 0 if getattr(option, "is_flag", False) else option.nargs
+            helps[name] = getattr(option, "help", None) or ""
+    return explain(command, flags, helps, table)
+
+
+def _document(command: ScriptCommand, meanings: list[Meaning]) -> dict[str, Any]:
+    return {
+        "program": command.program,
+        "command": command.ours,
+        "launcher": command.launcher,
+        "flags": [{"flag": m.flag, "values": list(m.values), "kind": m.kind, "meaning": m.text} for m in meanings],
+    }
+
+
+def explain_flags(
+    script: Annotated[Path, typer.Argument(help="A shell script that starts Megatron's programs; it is not run.")],
+    form: Annotated[Format, typer.Option("--format", help="How to report.")] = Format.TEXT,
+) -> None:
+    """Say, flag by flag, what a script of Megatron-LM and its kin means here.
+
+    Ends with exit code 3 where a flag is refused or unknown.
+    """
+    try:
+        text = script.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"cannot read {script}: {error}") from error
+    commands = read_script(text)
+    if not commands:
+        raise UsageError(f"{script} starts none of the programs that are known here, such as pretrain_gpt.py")
+    explained = [(command, _explain(command)) for command in commands]
+    if form is Format.JSON:
+        emit_json([_document(command, meanings) for command, meanings in explained])
+    else:
+        for command, meanings in explained:
+            _show(command, meanings)
+    bad = any(
+        m.kind in ("refused", "unknown") for c, meanings in explained if c.ours[:11] == "dynmo-train" for m in meanings
+    )
+    raise typer.Exit(3 if bad else 0)
+
+
+def _show(command: ScriptCommand, meanings: list[Meaning]) -> None:
+    emit(f"{command.program}: {command.ours}" + (f", started by {command.launcher}" if command.launcher else ""))
+    if not command.ours.startswith("dynmo-train"):
+        emit(f"  its flags: {command.ours} --help\n")
+        return
+    rows = [(" ".join((m.flag, *m.values)), m.kind, m.text) for m in meanings]
+    emit_table("", ("flag", "here", "meaning"), rows)
