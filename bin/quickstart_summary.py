@@ -27,7 +27,8 @@ def logits_difference(run: Path, hf: Path) -> float:
 
     from dynmo_train.checkpoint import find_checkpoint, open_checkpoint
     from dynmo_train.data.tokenizer import load_tokenizer
-    from dynmo_train.tasks.generate import load_decoder
+    from dynmo_train.families import family_of_manifest
+    from dynmo_train.models.items import parameters_of
 
     disable_progress_bar()
     checkpoint = open_checkpoint(find_checkpoint(run))
@@ -36,8 +37,12 @@ def logits_difference(run: Path, hf: Path) -> float:
     ids = torch.tensor([tokenizer.encode(Path(__file__).read_text())[:positions]])
     with torch.no_grad():
         ours: Any = ids
-        for name, module in load_decoder(checkpoint, torch.device("cpu")).modules.items():
-            ours = module.logits(ours) if name == "head" else module(ours)
+        family = family_of_manifest(checkpoint.manifest["model"])
+        for item in family.items:
+            module = family.build(item.name, torch.device("meta")).eval()
+            weights = checkpoint.load(parameters_of(item.name, module))
+            module.load_state_dict({name[len(item.name) + 1 :]: weights[name] for name in weights}, assign=True)
+            ours = module.logits(ours) if item.name == "head" else module(ours)
         theirs = GPT2LMHeadModel.from_pretrained(hf).eval()(ids).logits
     return float((ours - theirs).abs().max())
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import secrets
 import shutil
+import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -54,13 +55,24 @@ def new_directory(target: Path) -> Iterator[Path]:
     except OSError as error:
         raise StorageError(f"{target}: {error.strerror or error}; nothing was put in place") from error
     finally:
-        if aside.exists() and not target.exists():
-            aside.rename(target)
-        for leftover in (staging, aside):
-            if leftover.is_dir():
-                shutil.rmtree(leftover)
-            elif leftover.exists():
-                leftover.unlink()
+        with _undisturbed():
+            if aside.exists() and not target.exists():
+                aside.rename(target)
+            for leftover in (staging, aside):
+                if leftover.is_dir():
+                    shutil.rmtree(leftover)
+                elif leftover.exists():
+                    leftover.unlink()
+
+
+@contextmanager
+def _undisturbed() -> Iterator[None]:
+    """Signals that end this process wait until the block is over: tidying up half-way would leave a folder behind."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGTERM, signal.SIGINT))
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def sync_directory(path: Path) -> None:
