@@ -347,13 +347,12 @@ def fetch_urls(
     format_: FormatOption = Format.TEXT,
 ) -> None:
     """Download the text of pages: politely, within bounds, going on where a run stopped."""
-    from .fetching import FetchRules, digest_rules, fetch_all, write_pages
+    from .fetching import FetchRules, UrlList, digest_rules, fetch_all, write_pages
     from .plan import check_output, expand_inputs
-    from .urls import expand_folder, read_urls
+    from .urls import expand_folder
 
     paths = expand_inputs(expand_folder(inputs))
     check_output(paths, [output])
-    urls = read_urls(paths)
     rules = FetchRules(
         connections=connections, delay_s=delay_s, timeout_s=timeout_s, max_bytes=max_bytes, robots=robots,
         **({"user_agent": user_agent} if user_agent else {}),
@@ -362,12 +361,14 @@ def fetch_urls(
     journal.parent.mkdir(parents=True, exist_ok=True)
     if overwrite:
         journal.unlink(missing_ok=True)
-    with _told_faults(), progress("fetch-urls", len(urls), "URLs") as tick:
-        fetch_all(urls, rules, journal, tick, digest=digest_rules(urls, rules))
-        failures = write_pages(urls, journal, output)
+    with _told_faults(), UrlList(paths, journal.parent) as urls:
+        digest = digest_rules(urls, rules)
+        with progress("fetch-urls", urls.count, "URLs") as tick:
+            fetch_all(urls, rules, journal, tick, digest=digest)
+            failures = write_pages(urls, journal, output, digest=digest)
     report = {
-        "urls_in": len(urls),
-        "pages": len(urls) - sum(failures.values()),
+        "urls_in": urls.count,
+        "pages": urls.count - sum(failures.values()),
         "failed": failures,
         "output": str(output),
     }

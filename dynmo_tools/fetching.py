@@ -1,21 +1,25 @@
 """Fetch the contents of URLs: politely, within bounds, and taken up again where a run stopped.
 
 Every answer is appended to a journal as it comes; a run that was stopped goes on behind it. The output is made of the
-journal at the end, in the order of the URLs.
+journal at the end, in the order of the URLs. The list of URLs and what is known of each lie on disk.
 """
 
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
+import hashlib
 import json
 import os
+import sys
+import tempfile
 import threading
 import time
 import urllib.error
 import urllib.request
 import urllib.robotparser
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -23,13 +27,18 @@ from urllib.parse import urlsplit
 from . import __version__
 from .compression import wrap_write
 from .errors import UsageError
-from .formats._document import append_line, complete_lines
+from .formats._document import append_line
+from .frontier import Frontier, Host
 from .htmltext import readable
 from .records import encode_row
+from .urls import SeenOnce, each_url
 from .wholefile import whole_file
 
 TEXT_TYPES = ("text/html", "application/xhtml+xml", "text/plain")
 ROBOTS_BYTES = 512 << 10
+UNANSWERED, FAILED = 0, 1  # else where its page begins in the journal
+ENTRY_BYTES = 8
+BLOCK_ENTRIES = 1 << 13
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,40 +66,32 @@ class FetchError(Exception):
     """Why a URL gave no document, in one word or a status."""
 
 
-@dataclass
-class _Host:
-    lock: threading.Lock = field(default_factory=threading.Lock)
-    free_at: float = 0.0
-    robots: urllib.robotparser.RobotFileParser | None = None
-
-
 class Fetcher:
-    """Fetches URLs; one request at a time and host, the rules' delay between two."""
+    """Fetches URLs by the rules; a host is asked by one thread at a time, which is the caller's care."""
 
     def __init__(self, rules: FetchRules, stopped: threading.Event) -> None:
         self._rules = rules
         self._stopped = stopped
-        self._hosts: dict[str, _Host] = {}
-        self._guard = threading.Lock()
 
-    def fetch(self, url: str) -> dict[str, str]:
+    def fetch(self, url: str, host: Host) -> dict[str, str]:
         """The page's title and text.
 
         Raises:
             FetchError: there is none, or the rules forbid it.
         """
-        parts = urlsplit(url)
-        if parts.scheme not in ("http", "https") or not parts.hostname:
+        try:
+            parts = urlsplit(url)
+            known = parts.scheme in ("http", "https") and bool(parts.hostname)
+        except ValueError:
+            known = False
+        if not known:
             raise FetchError("scheme")
-        with self._guard:
-            host = self._hosts.setdefault(parts.netloc, _Host())
-        with host.lock:
-            if self._rules.robots:
-                if host.robots is None:
-                    host.robots = self._read_robots(f"{parts.scheme}://{parts.netloc}/robots.txt", host)
-                if not host.robots.can_fetch(self._rules.user_agent, url):
-                    raise FetchError("robots")
-            kind, charset, payload = self._get(url, host, self._rules.max_bytes)
+        if self._rules.robots:
+            if host.robots is None:
+                host.robots = self._read_robots(f"{parts.scheme}://{parts.netloc}/robots.txt", host)
+            if not host.robots.can_fetch(self._rules.user_agent, url):
+                raise FetchError("robots")
+        kind, charset, payload = self._get(url, host, self._rules.max_bytes)
         if kind not in TEXT_TYPES:
             raise FetchError(f"type {kind}")
         try:
@@ -102,7 +103,7 @@ class Fetcher:
             raise FetchError("empty")
         return {"title": title, "text": body}
 
-    def _read_robots(self, url: str, host: _Host) -> urllib.robotparser.RobotFileParser:
+    def _read_robots(self, url: str, host: Host) -> urllib.robotparser.RobotFileParser:
         robots = urllib.robotparser.RobotFileParser()
         try:
             _, _, payload = self._get(url, host, ROBOTS_BYTES)
@@ -112,7 +113,7 @@ class Fetcher:
             robots.parse([] if str(error).startswith("4") else ["User-agent: *", "Disallow: /"])
         return robots
 
-    def _get(self, url: str, host: _Host, limit: int) -> tuple[str, str, bytes]:
+    def _get(self, url: str, host: Host, limit: int) -> tuple[str, str, bytes]:
         self._stopped.wait(max(0.0, host.free_at - time.monotonic()))
         if self._stopped.is_set():
             raise FetchError("stopped")
@@ -137,88 +138,163 @@ class Fetcher:
             host.free_at = time.monotonic() + self._rules.delay_s
 
 
-def read_journal(path: Path, digest: str) -> dict[int, str | None]:
-    """The URLs that were answered, by number: the reason of each failure, None for a page.
+class UrlList(contextlib.AbstractContextManager["UrlList"]):
+    """The URLs of some files, each once, in order; on disk, in files without names.
+
+    Args:
+        paths: of the files, which are read once.
+        folder: where the copy lies, with 25 bytes more a URL.
+
+    Attributes:
+        count: of different URLs.
+        digest: of them and their order, hexadecimal.
+    """
+
+    def __init__(self, paths: Sequence[Path], folder: Path) -> None:
+        with contextlib.ExitStack() as opened:
+            self._lines = opened.enter_context(tempfile.TemporaryFile(dir=folder))
+            self._seen = opened.enter_context(SeenOnce(folder))
+            for url in each_url(paths):
+                self._seen.add(url, None)
+                self._lines.write(url.encode() + b"\n")
+            self._seen.mark_repeated()
+            self.count = 0
+            content = hashlib.sha256()
+            for url in self:
+                self.count += 1
+                content.update(url.encode() + b"\n")
+            self.digest = content.hexdigest()
+            self._open = opened.pop_all()
+
+    def __exit__(self, *_: object) -> None:
+        """Give the disk back."""
+        self._open.close()
+
+    def __iter__(self) -> Iterator[str]:
+        """The URLs; one pass at a time."""
+        self._lines.seek(0)
+        for line, reason in zip(self._lines, self._seen, strict=True):
+            if reason is None:
+                yield line[:-1].decode()
+
+
+class Answers(contextlib.AbstractContextManager["Answers"]):
+    """What the journal says of each URL: ``UNANSWERED``, ``FAILED``, or the offset of its page; on disk.
+
+    Attributes:
+        answered: how many URLs have an answer.
+        failures: the number of failures by reason.
 
     Raises:
         UsageError: the journal is of other URLs or rules.
     """
-    try:
-        payload = path.read_bytes()
-    except FileNotFoundError:
+
+    def __init__(self, journal: Path, digest: str, count: int) -> None:
+        self.answered = 0
+        self.failures: dict[str, int] = {}
+        with contextlib.ExitStack() as opened:
+            self._file = opened.enter_context(tempfile.TemporaryFile(dir=journal.parent, buffering=0))
+            self._file.truncate(count * ENTRY_BYTES)
+            for offset, row in _journal_rows(journal, digest):
+                self._note(row, offset)
+            self._open = opened.pop_all()
+
+    def _note(self, row: dict[str, Any], offset: int) -> None:
+        entry = offset
+        if (reason := row.get("failed")) is not None:
+            self.failures[reason] = self.failures.get(reason, 0) + 1
+            entry = FAILED
+        os.pwrite(self._file.fileno(), entry.to_bytes(ENTRY_BYTES, sys.byteorder), row["number"] * ENTRY_BYTES)
+        self.answered += 1
+
+    def __exit__(self, *_: object) -> None:
+        """Give the disk back."""
+        self._open.close()
+
+    def __iter__(self) -> Iterator[int]:
+        """The entry of each URL, in order."""
+        offset = 0
+        while block := os.pread(self._file.fileno(), BLOCK_ENTRIES * ENTRY_BYTES, offset):
+            offset += len(block)
+            yield from memoryview(block).cast("Q")
+
+
+def _journal_rows(path: Path, digest: str) -> Iterator[tuple[int, dict[str, Any]]]:
+    """The answers of a journal with their offsets; a new journal is begun, and a line that a kill cut off removed."""
+    offset = 0
+    with open(path, "a+b") as source:
+        source.seek(0)
+        for line in source:
+            if not line.endswith(b"\n"):
+                source.truncate(offset)  # what is appended must begin a line
+                break
+            if offset == 0:
+                if json.loads(line).get("digest") != digest:
+                    raise UsageError(f"{path}: belongs to other URLs or rules; use --overwrite to begin anew")
+            else:
+                yield offset, json.loads(line)
+            offset += len(line)
+    if offset == 0:
         append_line(path, {"digest": digest})
-        return {}
-    if not payload.endswith(b"\n"):  # a run was killed while it wrote; what follows must begin a line
-        os.truncate(path, payload.rfind(b"\n") + 1)
-    lines = list(complete_lines(payload))
-    if not lines:  # killed before it wrote the first line
-        append_line(path, {"digest": digest})
-        return {}
-    if json.loads(lines[0]).get("digest") != digest:
-        raise UsageError(f"{path}: belongs to other URLs or rules; use --overwrite to begin anew")
-    return {(row := json.loads(line))["number"]: row.get("failed") for line in lines[1:]}
 
 
 def fetch_all(
-    urls: Sequence[str], rules: FetchRules, journal: Path, tick: Callable[[float, str], None], *, digest: str
+    urls: UrlList, rules: FetchRules, journal: Path, tick: Callable[[float, str], None], *, digest: str
 ) -> None:
     """Fetch all URLs that the journal has no answer for."""
     stopped = threading.Event()
     fetcher = Fetcher(rules, stopped)
-    answered = read_journal(journal, digest)
-    tick(len(answered), "")
     written = threading.Lock()
 
-    def one(number: int) -> None:
-        try:
-            row: dict[str, Any] = fetcher.fetch(urls[number])
-        except FetchError as error:
-            row = {"failed": str(error)}
-        if row.get("failed") == "stopped":
-            return
-        with written:
-            append_line(journal, {"number": number, **row})
+    def work(frontier: Frontier) -> None:
+        while not stopped.is_set() and (found := frontier.take()) is not None:
+            number, url, host = found
+            try:
+                row: dict[str, Any] = fetcher.fetch(url, host)
+            except FetchError as error:
+                row = {"failed": str(error)}
+            finally:
+                frontier.release(host)
+            if row.get("failed") != "stopped":
+                with written:
+                    append_line(journal, {"number": number, **row})
+                    tick(1, "")
 
-    with concurrent.futures.ThreadPoolExecutor(rules.connections) as pool:
+    with Answers(journal, digest, urls.count) as answers, contextlib.ExitStack() as ended:
+        tick(answers.answered, "")
+        left = (
+            (number, url)
+            for number, (url, answer) in enumerate(zip(urls, answers, strict=True))
+            if answer == UNANSWERED
+        )
+        frontier = Frontier(left)
+        pool = ended.enter_context(concurrent.futures.ThreadPoolExecutor(rules.connections))
         try:
-            waiting = [pool.submit(one, number) for number in range(len(urls)) if number not in answered]
-            for done in concurrent.futures.as_completed(waiting):
+            for done in concurrent.futures.as_completed(
+                [pool.submit(work, frontier) for _ in range(rules.connections)]
+            ):
                 done.result()
-                tick(1, "")
         except BaseException:
             stopped.set()
-            pool.shutdown(cancel_futures=True)
+            frontier.close()
             raise
 
 
-def write_pages(urls: Sequence[str], journal: Path, output: Path) -> dict[str, int]:
+def write_pages(urls: UrlList, journal: Path, output: Path, *, digest: str) -> dict[str, int]:
     """Make the output of the journal, in the order of the URLs; the number of failures by reason."""
-    places: dict[int, int] = {}
-    failures: dict[str, int] = {}
-    with open(journal, "rb") as source, whole_file(output) as handle:
-        offset = len(source.readline())
-        for line in source:
-            if line.endswith(b"\n"):
-                row = json.loads(line)
-                if (reason := row.get("failed")) is not None:
-                    failures[reason] = failures.get(reason, 0) + 1
-                else:
-                    places[row["number"]] = offset
-            offset += len(line)
+    with Answers(journal, digest, urls.count) as answers, open(journal, "rb") as source, whole_file(output) as handle:
         writer = wrap_write(handle, output.suffix)
-        for number in sorted(places):
-            source.seek(places[number])
-            row = json.loads(source.readline())
-            writer.write(encode_row({"url": urls[number], "title": row["title"], "text": row["text"]}) + b"\n")
+        for url, offset in zip(urls, answers, strict=True):
+            if offset > FAILED:
+                source.seek(offset)
+                row = json.loads(source.readline())
+                writer.write(encode_row({"url": url, "title": row["title"], "text": row["text"]}) + b"\n")
         if writer is not handle:
             writer.close()
-    return dict(sorted(failures.items()))
+        return dict(sorted(answers.failures.items()))
 
 
-def digest_rules(urls: Sequence[str], rules: FetchRules) -> str:
+def digest_rules(urls: UrlList, rules: FetchRules) -> str:
     """What a run must have in common with the run that it goes on with."""
-    import hashlib
-
-    bounds = {"max_bytes": rules.max_bytes, "robots": rules.robots}
-    content = json.dumps([list(urls), bounds])
-    return hashlib.sha256(content.encode("utf-8", "surrogatepass")).hexdigest()
+    content = json.dumps([urls.digest, {"max_bytes": rules.max_bytes, "robots": rules.robots}])
+    return hashlib.sha256(content.encode()).hexdigest()

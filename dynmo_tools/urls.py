@@ -103,11 +103,6 @@ def expand_folder(names: Sequence[str]) -> list[str]:
     return [f"{name}/*.txt" if Path(name).is_dir() else name for name in names]
 
 
-def read_urls(paths: Sequence[Path]) -> list[str]:
-    """The URLs of some files, one a line, each once, in order."""
-    return list(dict.fromkeys(each_url(paths)))
-
-
 class SeenOnce(contextlib.AbstractContextManager["SeenOnce"]):
     """What befalls each URL, with the repeated ones found on disk: 25 bytes of it a URL, and of memory 0.3.
 

@@ -6,12 +6,15 @@ import bz2
 import http.server
 import itertools
 import json
+import subprocess
+import sys
 import threading
 import time
 
 import pytest
 
 from dynmo_tools import cli
+from dynmo_tools.frontier import Frontier
 from dynmo_tools.htmltext import readable
 
 PAGE = (
@@ -134,6 +137,71 @@ def test_a_server_without_robots_allows_all_and_a_broken_one_nothing(prep, site,
     monkeypatch.setattr(Site, "robots", "")
     code, out, _ = prep("fetch-urls", tmp_path / "urls.txt", "-o", tmp_path / "q", "--delay-s", 0)
     assert (code, "1 pages" in out) == (0, True)
+
+
+PEAK = """
+import pathlib, sys
+from dynmo_tools import cli, console
+console.say("loads what a line of progress needs, which only the longer run may print")
+try:
+    cli.main()
+except SystemExit as stop:
+    assert not stop.code
+lines = pathlib.Path("/proc/self/status").read_text().splitlines()  # getrusage would count the tests' own memory
+sys.stderr.write("peak " + next(line.split()[1] for line in lines if line.startswith("VmHWM")))
+"""
+
+
+def test_a_long_list_of_urls_takes_no_more_memory_than_a_short_one(site, tmp_path):
+    server, base = site
+    peaks = []
+    for count in (100, 100_000):
+        lines = [f"{base}/page1", *(f"{base}/private/of-a-long-list-{n}" for n in range(count)), f"{base}/page2"]
+        (tmp_path / "urls.txt").write_text("\n".join(lines))
+        command = [sys.executable, "-c", PEAK, "fetch-urls", tmp_path / "urls.txt", "-o", tmp_path / f"{count}.jsonl"]
+        ran = subprocess.run(
+            [*command, "--delay-s", "0", "--format", "json"], capture_output=True, text=True, check=True
+        )
+        assert json.loads(ran.stdout)["failed"] == {"robots": count}
+        assert (tmp_path / f"{count}.jsonl").read_text().count("\n") == 2
+        peaks.append(int(ran.stderr.rpartition("peak ")[2]) / 1024)
+    assert len(server.asked) == 6
+    assert peaks[1] < peaks[0] + 8, peaks
+
+
+def test_the_next_url_is_of_a_host_that_may_be_asked():
+    urls = enumerate(["http://a/1", "http://a/2", "http://b/1", "not a url", "http://a/3"])
+    frontier = Frontier(urls, window=4, hosts=2)
+    number, url, host = frontier.take()
+    assert (number, url) == (0, "http://a/1")
+    other = frontier.take()
+    assert other[:2] == (2, "http://b/1")  # a is busy
+    other[2].free_at = time.monotonic() + 0.2
+    host.free_at = time.monotonic() + 0.1
+    frontier.release(host)
+    frontier.release(other[2])
+    began = time.monotonic()
+    found = [frontier.take()]
+    assert found[0][:2] == (1, "http://a/2")
+    assert 0.05 < time.monotonic() - began < 1
+    found.append(frontier.take())  # in the room of b, which may be forgotten when its delay is over
+    assert found[1][:2] == (3, "not a url")
+    frontier.release(found[0][2])
+    assert frontier.take()[:2] == (4, "http://a/3")
+    assert frontier.take() is None
+
+
+def test_the_window_and_the_hosts_are_bounded():
+    read = itertools.count()
+    urls = ((next(read), f"http://host{n % 500}/{n}") for n in range(5000))
+    frontier = Frontier(urls, window=64, hosts=3)
+    given = []
+    while (found := frontier.take()) is not None:
+        given.append(found[0])
+        assert next(read) <= 2 * len(given) + 66  # this count itself reads one a turn
+        assert len(frontier._asked) <= 3
+        frontier.release(found[2])
+    assert len(given) == 5000
 
 
 @pytest.mark.parametrize(
