@@ -99,7 +99,7 @@ def _whole(path: Path) -> I64:
 
 @dataclass(frozen=True, kw_only=True)
 class StoredBuckets:
-    """The buckets of some bands on disk."""
+    """The buckets of some bands on disk, in two files of numbers."""
 
     members: Path
     sizes: Path

@@ -45,10 +45,14 @@ def _match_phases(plan: Plan) -> list[Phase]:
     count = len(plan.tasks)
     return [
         Phase(name="sign", run="duplicates:sign_slice", tasks=count, reads=True),
-        Phase(name="bands", run="duplicates:share_bands", tasks=min(BAND_TASKS * count, MAX_BAND_TASKS)),
+        Phase(name="bands", run="duplicates:share_bands", tasks=_num_band_tasks(plan)),
         Phase(name="connect", run="duplicates:connect_buckets", tasks=1),
         Phase(name="verify", run="duplicates:verify_groups", tasks=_num_verify_tasks(plan)),
     ]
+
+
+def _num_band_tasks(plan: Plan) -> int:
+    return min(BAND_TASKS * len(plan.tasks), MAX_BAND_TASKS)
 
 
 def _num_verify_tasks(plan: Plan) -> int:
@@ -164,11 +168,12 @@ def _documents(task: Task) -> SignedDocuments:
 
 
 def share_bands(task: Task) -> None:
-    """Task function: the buckets of some bands."""
+    """Task function: the buckets of some bands, one behind the other."""
     settings: MatchSettings = task.job.settings
     documents = _documents(task)
-    for band in range(task.index, settings.num_bands, task.phase.tasks):
-        members, sizes = (task.create(task.part(kind, band)) for kind in (MEMBERS, SIZES))
+    members, sizes = (task.create(task.part(kind)) for kind in (MEMBERS, SIZES))
+    first, last = (settings.num_bands * at // task.phase.tasks for at in (task.index, task.index + 1))
+    for band in range(first, last):
         keys = documents.key_blocks(band, settings.num_bands)
         for block, counts in buckets(keys, documents.count, task.job.work / "parts"):
             members.write(block.tobytes())
@@ -176,8 +181,8 @@ def share_bands(task: Task) -> None:
 
 
 def _stored_buckets(task: Task) -> list[StoredBuckets]:
-    bands = range(task.job.settings.num_bands)
-    return [StoredBuckets(members=task.part(MEMBERS, band), sizes=task.part(SIZES, band)) for band in bands]
+    tasks = range(_num_band_tasks(task.plan))
+    return [StoredBuckets(members=task.part(MEMBERS, index), sizes=task.part(SIZES, index)) for index in tasks]
 
 
 def connect_buckets(task: Task) -> None:
