@@ -24,7 +24,7 @@ PLAN_FORMAT = "dynmo.prep-plan"
 PLAN_VERSION = 1
 DEFAULT_TASK_BYTES = 64 << 20
 DEFAULT_LINE_BYTES = 64 << 20
-END_TASKS, END_PIECES, MIN_PIECE_BYTES = 2, 4, 1 << 20
+END_SHARE, END_PIECES, MIN_PIECE_BYTES = 8, 16, 1 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,10 +131,11 @@ def _next_line_start(path: Path, offset: int) -> int:
 def task_size(left: int, task_bytes: int, *, last: bool) -> int:
     """How many bytes the next task of a file takes, of ``left`` that are left.
 
-    The end of the last file is cut finer, so that workers end at about the same time.
+    Towards the end of the last file tasks become smaller, so that workers end at about the same time (guided
+    self-scheduling, Polychronopoulos and Kuck 1987): an eighth of what is left, a sixteenth of ``task_bytes`` at least.
     """
-    piece = task_bytes // END_PIECES
-    return piece if last and left <= END_TASKS * task_bytes and piece >= MIN_PIECE_BYTES else task_bytes
+    least = task_bytes // END_PIECES
+    return max(min(task_bytes, left // END_SHARE), least) if last and least >= MIN_PIECE_BYTES else task_bytes
 
 
 def cut(source: Source, task_bytes: int, *, last: bool = False) -> list[Slice]:

@@ -483,8 +483,10 @@ def bench_workers(options: argparse.Namespace, folder: Path) -> None:
         setattr(options, name, str(Path(getattr(options, name)).resolve()))
     for step in options.steps or prep_workers.cases(options):
         arguments = prep_workers.commands(step, options, folder)
-        for _ in range(REPEATS):
-            two, one = (run([*PREP, *arguments(count)], folder) for count in (2, 1))
+        for number in range(REPEATS):
+            order = (2, 1) if number % 2 else (1, 2)
+            took = {count: run([*PREP, *arguments(count)], folder) for count in order}
+            one, two = took[1], took[2]
             prep_workers.check(step, options, folder)
             size = prep_workers.cases(options)[step].megabytes
             row(f"{step} {size} MB: two workers (ours) against one", two, one, "same bytes")

@@ -84,6 +84,7 @@ def commands(step: str, options: argparse.Namespace, folder: Path) -> Callable[[
     def arguments(workers: int) -> list[str]:
         for path in folder.glob(f"w{workers}.out*"):
             shutil.rmtree(path) if path.is_dir() else path.unlink()
+        subprocess.run(["wc", "-l", str(data)], check=True, stdout=subprocess.DEVNULL)  # so that it is in memory
         named = ["--input", str(data), "--output-prefix"] if step == "binarize" else [str(data), "-o"]
         return [step, *named, f"w{workers}.out", *case.more, "--workers", str(workers)]
 
