@@ -35,10 +35,14 @@ PUBLISHED_VOCABULARIES = {"gpt": 50257, "bert": 30522, "ict": 30522, "t5": 30522
 
 
 def dry_run_values(family: str, flags: Mapping[str, Any], file: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Defaults of a dry run; the vocabulary is the published models' where neither its size nor a tokenizer is said."""
-    told = (flags.get(name) or file.get(name) for name in ("vocab_size", "tokenizer_model", "vocab_file"))
-    vocabulary = {} if any(told) else {"vocab_size": PUBLISHED_VOCABULARIES[family]}
-    return {**DRY_RUN_VALUES, **vocabulary}
+    """Defaults of a dry run; the vocabulary is the published models' where no size and no tokenizer's file is there."""
+    said = flags.get("vocab_size") or file.get("vocab_size")
+    files = (flags.get(name) or file.get(name) for name in ("tokenizer_model", "vocab_file"))
+    told = said or any(name and os.path.exists(name) for name in files)
+    values = {**DRY_RUN_VALUES, **({} if told else {"vocab_size": PUBLISHED_VOCABULARIES[family]})}
+    if flags.get("train_samples") or file.get("train_samples"):
+        del values["train_iters"]
+    return values
 
 
 def dry_run_processes(flags: Mapping[str, Any], file: Mapping[str, Any]) -> int:
