@@ -303,7 +303,9 @@ class BinarizeSettings:
         if len(set(self.json_keys)) < len(self.json_keys):
             raise UsageError(f"--json-keys {' '.join(self.json_keys)}: a key is named twice; each becomes one data set")
         if self.plain_text and self.json_keys != ("text",):
-            raise UsageError(f"--plain-text: a line of text has no keys; leave out --json-keys {' '.join(self.json_keys)}")
+            raise UsageError(
+                f"--plain-text: a line of text has no keys; leave out --json-keys {' '.join(self.json_keys)}"
+            )
 
 
 class Utf8(StrEnum):

@@ -130,16 +130,20 @@ def read_config_file(path: Path) -> dict[str, Any]:
         raise DocumentError(str(path), [Problem("", "read", str(error))]) from error
 
 
-def with_deepspeed(flags: Mapping[str, Any], file: Mapping[str, Any]) -> dict[str, Any]:
-    """The option values of a ``--config`` file, and those of the DeepSpeed configuration that the options name.
+def with_deepspeed(flags: Mapping[str, Any], file: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The flags, and the option values of a ``--config`` file with those of the DeepSpeed file that the options name.
+
+    A ``--zero-stage`` of 0 gives way to the DeepSpeed file's: published scripts have both, and DeepSpeed reads its file.
 
     Raises:
         DocumentError: the DeepSpeed configuration contradicts a flag or the file; every contradiction at once.
     """
     path = flags.get("deepspeed_config") or file.get("deepspeed_config")
     if path is None:
-        return dict(file)
+        return dict(flags), dict(file)
     found, specs = read_deepspeed(Path(path)), option_specs()
+    if flags.get("zero_stage") == 0 and "zero_stage" in found.values:
+        flags = {**flags, "zero_stage": None}
     given = dict(file) | {name: value for name, value in flags.items() if value is not None}
     values = {
         name: float(value) if specs[name].kind is float and type(value) is int else value
@@ -155,7 +159,7 @@ def with_deepspeed(flags: Mapping[str, Any], file: Mapping[str, Any]) -> dict[st
     if found.unread and os.environ.get("RANK", "0") == "0":
         read = "batch, precision, ZeRO, optimizer, clipping and curriculum"
         say(f"{path}: read for {read}; not for {', '.join(found.unread)}")
-    return dict(file) | values
+    return dict(flags), dict(file) | values
 
 
 def resolve(
