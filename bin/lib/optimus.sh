@@ -3,8 +3,8 @@
 # CHECKPOINT_PATH    checkpoints/GPT2-SIZE-SCHEME    DATA_PATH    my-gpt2_text_document
 # VOCAB_FILE gpt2-vocab.json    MERGE_FILE gpt2-merges.txt    TENSOR_MP_SIZE 8    PIPELINE_MP_SIZE 4
 # CB_RANK 16    DP_RANK 128     WARM_UP 0.0    SC_WAY 3
-# GPUS_PER_NODE 8, NNODES 4, and those of bin/lib/train.sh
-export GPUS_PER_NODE="${GPUS_PER_NODE:-8}" NNODES="${NNODES:-4}"
+# GPUS_PER_NODE 8, NNODES 16 (four replicas), and those of bin/lib/train.sh
+export GPUS_PER_NODE="${GPUS_PER_NODE:-8}" NNODES="${NNODES:-16}"
 . "$(dirname "${BASH_SOURCE[0]}")/train.sh"
 
 usage() {

@@ -133,7 +133,7 @@ def read_config_file(path: Path) -> dict[str, Any]:
 def with_deepspeed(flags: Mapping[str, Any], file: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """The flags, and the option values of a ``--config`` file with those of the DeepSpeed file that the options name.
 
-    A ``--zero-stage`` of 0 gives way to the DeepSpeed file's: published scripts have both, and DeepSpeed reads its file.
+    A ``--zero-stage`` of 0 gives way to the DeepSpeed file's: published scripts have both, and DeepSpeed reads it.
 
     Raises:
         DocumentError: the DeepSpeed configuration contradicts a flag or the file; every contradiction at once.
