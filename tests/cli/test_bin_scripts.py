@@ -95,6 +95,7 @@ def split_launch(command):
 LOCAL_8 = ("launch", "local", "--nproc", "8")
 BOTH_WAYS = {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2}
 MACHINES = ("--nnodes", "16", "--node-rank", "0", "--master-addr", "localhost", "--master-port", "6000")
+SLURM = ("--nodes", "128", "--gpus", "8", "--sbatch=--exclusive")
 BIG = {"rampup_batch_size": "16 16 5859375", "tensor_model_parallel_size": 8, "pipeline_model_parallel_size": 16}
 ALL_OF_CC = {"inter_grad_comp_rank": 16, "grad_comp_rank": 128, "selective_grad_comp_way": 3, "emb_comm_opt": True}
 # Script: its words, what launches it, devices in all, and some of what its configuration then says.
@@ -110,8 +111,7 @@ TRAINING = {
     "pretrain_t5_distributed_with_mp.sh": ((), LOCAL_8, 8, {**BOTH_WAYS, "global_batch_size": 128}),
     "pretrain_gpt3_175B.sh": (
         (),
-        ("launch", "slurm", "--job-name", "megatron_gpt3_175b", "--nproc", "8", "--nodes", "128", "--gpus", "8")
-        + ("--sbatch=--exclusive",),
+        ("launch", "slurm", "--job-name", "megatron_gpt3_175b", *LOCAL_8[2:], *SLURM),
         1024,
         BIG,
     ),
@@ -141,22 +141,9 @@ def test_a_training_script_starts_a_configuration_that_holds(place, name):
     values = {spec.name: getattr(getattr(config, spec.concern), spec.name) for spec in option_specs().values()}
     assert {key: values[key] for key in expected} == expected
     # What a person adds goes before what the script says.
-    script(
-        name,
-        *words,
-        "--hidden-size",
-        "96",
-        "--num-attention-heads",
-        "8",
-        "--kv-channels",
-        "12",
-        "--data-path",
-        "other",
-    )
-    told = split_launch(calls(place)[0])[1]
-    if "gpt" not in told:
-        changed = config_from(told, world, 30522)
-        assert (changed.model.hidden_size, changed.data.data_path) == (96, "other")
+    script(name, *words, "--data-path", "other", "--seed", "7")
+    changed = config_from(split_launch(calls(place)[0])[1], world, 50257)
+    assert (changed.data.data_path, changed.training.seed) == ("other", 7)
 
 
 SCHEMES = {
