@@ -9,8 +9,10 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import hashlib
+import http.client
 import json
 import os
+import string
 import sys
 import tempfile
 import threading
@@ -22,7 +24,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.parse import quote, urlsplit, urlunsplit
 
 from . import __version__
 from .compression import wrap_write
@@ -31,7 +33,7 @@ from .formats._document import append_line
 from .frontier import Frontier, Host
 from .htmltext import readable
 from .records import encode_row
-from .urls import SeenOnce, each_url
+from .urls import UNSENDABLE, SeenOnce, each_url
 from .wholefile import whole_file
 
 TEXT_TYPES = ("text/html", "application/xhtml+xml", "text/plain")
@@ -66,6 +68,26 @@ class FetchError(Exception):
     """Why a URL gave no document, in one word or a status."""
 
 
+def sendable(url: str) -> str:
+    """The URL in ASCII: its host by IDNA, what else is not ASCII as percent-encoded UTF-8.
+
+    Raises:
+        FetchError: it is not of the web, or malformed.
+    """
+    try:
+        parts = urlsplit(url)
+        if parts.scheme not in ("http", "https"):
+            raise FetchError("scheme")
+        _ = parts.port  # refuses what is no port
+        if not parts.hostname or UNSENDABLE.search(url):
+            raise FetchError("malformed")
+        host = parts.netloc if parts.netloc.isascii() else parts.netloc.encode("idna").decode()
+    except ValueError as error:
+        raise FetchError("malformed") from error
+    path, query = (quote(part, safe=string.punctuation) for part in (parts.path, parts.query))
+    return urlunsplit(parts._replace(netloc=host, path=path, query=query, fragment=""))
+
+
 class Fetcher:
     """Fetches URLs by the rules; a host is asked by one thread at a time, which is the caller's care."""
 
@@ -79,13 +101,8 @@ class Fetcher:
         Raises:
             FetchError: there is none, or the rules forbid it.
         """
-        try:
-            parts = urlsplit(url)
-            known = parts.scheme in ("http", "https") and bool(parts.hostname)
-        except ValueError:
-            known = False
-        if not known:
-            raise FetchError("scheme")
+        url = sendable(url)
+        parts = urlsplit(url)
         if self._rules.robots:
             if host.robots is None:
                 host.robots = self._read_robots(f"{parts.scheme}://{parts.netloc}/robots.txt", host)
@@ -125,13 +142,15 @@ class Fetcher:
                 payload = answer.read(limit + 1)
                 if len(payload) > limit:
                     raise FetchError("long")
+                if answer.length:
+                    raise FetchError("connection")  # it ended before the page did
                 headers = answer.headers
                 return headers.get_content_type(), headers.get_content_charset() or "utf-8", payload
         except urllib.error.HTTPError as error:
             raise FetchError(str(error.code)) from error
         except TimeoutError as error:
             raise FetchError("timeout") from error
-        except (OSError, ValueError, urllib.error.URLError) as error:
+        except (OSError, ValueError, http.client.HTTPException) as error:  # the last: no HTTP, or cut off
             late = "timed out" in str(error)
             raise FetchError("timeout" if late else "connection") from error
         finally:

@@ -29,6 +29,7 @@ PAGE = re.compile(
     r"(?::\d+)?(?:/?|[/?]\S+)$",
     re.IGNORECASE,
 )
+UNSENDABLE = re.compile(r"[\x00-\x20\x7f-\x9f\ufffd]")  # control characters, spaces, what was no UTF-8
 IPV4 = re.compile(r"\d{1,3}(?:\.\d{1,3}){3}")
 REASONS = ("domain", "ending", "short", "malformed", "duplicate")
 VERDICTS = (None, *REASONS)
@@ -86,7 +87,7 @@ def judge(url: str, domains: frozenset[str], endings: tuple[str, ...]) -> str | 
         return "ending"
     if len(url) < MIN_CHARACTERS:
         return "short"
-    return None if PAGE.match(url) else "malformed"
+    return None if PAGE.match(url) and not UNSENDABLE.search(url) else "malformed"
 
 
 @dataclass

@@ -67,7 +67,7 @@ class Site(http.server.BaseHTTPRequestHandler):
         payload = body.encode()
         self.send_response(status)
         self.send_header("Content-Type", kind)
-        self.send_header("Content-Length", str(len(payload)))
+        self.send_header("Content-Length", str(len(payload) * (2 if self.path == "/cut" else 1)))
         self.end_headers()
         self.wfile.write(payload)
 
@@ -109,6 +109,20 @@ def test_pages_are_fetched_by_the_rules(prep, site, tmp_path):
     assert {agent for _, _, agent in server.asked} == {"tester"}
     own = [when for path, when, _ in server.asked if path != "/page1"]
     assert all(later - earlier >= 0.04 for earlier, later in itertools.pairwise(own))
+
+
+def test_malformed_urls_are_told_and_the_others_fetched(prep, site, tmp_path):
+    _, base = site
+    bad = ["http://[::1", "ftp://a.b/x", "words alone", "http:///x", "http://127.0.0.1:abc/", "http://127.0.0.1:99999/"]
+    lines = [*(line.encode() for line in bad), f"{base}/\xff".encode("latin-1"), f"{base}/a\0b".encode(), b"", b"  "]
+    (tmp_path / "urls.txt").write_bytes(b"\n".join([*lines, f"{base}/page1?ä".encode(), f"{base}/cut".encode()]))
+    code, out, err = prep(
+        "fetch-urls", tmp_path / "urls.txt", "-o", tmp_path / "pages.jsonl", "--delay-s", 0, "--format", "json"
+    )
+    assert (code, "Traceback" in err) == (0, False)
+    assert json.loads(out)["failed"] == {"connection": 1, "malformed": 6, "scheme": 2}
+    rows = [json.loads(line) for line in (tmp_path / "pages.jsonl").read_text().splitlines()]
+    assert [row["url"] for row in rows] == [f"{base}/page1?ä"]
 
 
 def test_a_stopped_fetch_goes_on_behind_its_journal(prep, site, tmp_path):

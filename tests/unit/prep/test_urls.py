@@ -25,6 +25,13 @@ DOMAINS, ENDINGS = built_in_list("blocked_domains"), tuple(sorted(built_in_list(
         ("http://site.org/a b", "malformed"),
         ("http://127.0.0.1:80/x", None),
         ("http://[::1", "malformed"),
+        ("http://site.org:abc/x", "malformed"),
+        ("http://us er@site.org/", "malformed"),
+        ("http://site.org/a\x00b", "malformed"),
+        ("http://site.org/\ufffd", "malformed"),
+        ("http://" + "a" * 300 + ".org/x", "malformed"),
+        ("just some words", "malformed"),
+        ("http://site.org/ä", None),
         ("https://site.org", None),
     ],
 )
