@@ -53,6 +53,7 @@ class PipelineShape:
         selective: whether they keep the results of matrix products then.
         front_cache_bytes: for what the frozen front gave for samples seen before; None keeps nothing.
         operations: with ``custom``, what each worker does in a step, as in a plan: ``0F0 1F0 1I0 ...``.
+        compiled: the backend of torch.compile by which items are compiled; None where they are not.
     """
 
     schedule: str
@@ -63,6 +64,7 @@ class PipelineShape:
     selective: bool = False
     front_cache_bytes: int | None = None
     operations: tuple[str, ...] | None = None
+    compiled: str | None = None
 
     def for_batch(self, batch: Batch) -> PipelineShape:
         """The shape that a batch needs: itself where nothing differs."""
@@ -161,6 +163,7 @@ class Pipeline:
                     group=world.groups.pipeline,
                     final=final,
                     codec=codec,
+                    splits=shape.compiled is None,
                 )
             )
             self.modules.append(module)

@@ -126,7 +126,10 @@ def test_stopped_and_gone_on_with_gives_the_same_bits(data, tmp_path, family):
             assert line["validation_loss"] == pytest.approx(parts, rel=1e-5)
     program = Path(sys.executable).parent / "dynmo-ckpt"
     checked = subprocess.run(
-        [str(program), "verify", str(tmp_path / "parts"), "--level", "full"], capture_output=True, text=True, check=False
+        [str(program), "verify", str(tmp_path / "parts"), "--level", "full"],
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert checked.returncode == 0, checked.stdout + checked.stderr
 

@@ -32,9 +32,7 @@ BASE = Scenario(steps=7, freeze=((3, 1), (6, 3)))
 PLAIN = replace(BASE, dropout=0.0)
 MOVING = replace(BASE, moves=((2, cut(2, 2)), (4, cut(2, 7)), (6, cut(2, 1))))
 SPLIT = replace(MOVING, schedule="zero-bubble")
-LOOPED = replace(
-    BASE, schedule="interleaved-1f1b", virtual=2, moves=((3, cut(2, 1, 5, 8)), (5, cut(2, 3, 4, 7)))
-)
+LOOPED = replace(BASE, schedule="interleaved-1f1b", virtual=2, moves=((3, cut(2, 1, 5, 8)), (5, cut(2, 3, 4, 7))))
 VEE = replace(LOOPED, schedule="zb-v", moves=((3, vee(cut(2, 1, 5, 8))), (5, vee(cut(2, 3, 4, 7)))))
 
 FAMILIES = {
@@ -152,7 +150,8 @@ def test_cut_products_give_nearly_the_figures_of_one_process(one, two, four_othe
 
 
 @pytest.mark.parametrize(
-    "name", [*FAMILIES, "llama, cut along tokens", "t5, cut along tokens", "mixtral, replicas", "mixtral, shared experts"]
+    "name",
+    [*FAMILIES, "llama, cut along tokens", "t5, cut along tokens", "mixtral, replicas", "mixtral, shared experts"],
 )
 def test_every_family(name, one, two_families):
     # A token between two experts may go to the other one: a norm shows that before the mean loss does.

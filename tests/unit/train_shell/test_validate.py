@@ -53,6 +53,13 @@ CASES = {
     "long curriculum": ({"curriculum_shortest": 33}, "--curriculum-shortest"),
     "cut heads": ({"tensor_model_parallel_size": 3, "world_size": 3, "ffn_hidden_size": 96}, "--num-attention-heads"),
     "cut width": ({"tensor_model_parallel_size": 2, "world_size": 2, "ffn_hidden_size": 97}, "--ffn-hidden-size"),
+    "compiled by choice": (
+        {"torch_compile": True, "recompute_granularity": "selective"},
+        "--torch-compile",
+    ),
+    "compiled and pruned": ({"torch_compile": True, "sparsify": True}, "--torch-compile"),
+    "compiled and cut": ({"torch_compile": True, "tensor_model_parallel_size": 2, "world_size": 2}, "--torch-compile"),
+    "compiled lengths": ({"torch_compile": True, "curriculum_shortest": 8}, "--torch-compile"),
     "vee": ({"schedule": "zb-v", "virtual_stages_per_worker": 1}, "--virtual-stages-per-worker"),
     "experts of nobody": ({"expert_model_parallel_size": 2, **REPLICAS}, "--expert-model-parallel-size"),
     "experts dealt": (
