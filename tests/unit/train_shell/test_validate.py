@@ -150,6 +150,10 @@ CASES = {
         },
         "--pruning-mode",
     ),
+    "buckets and distances": (
+        {"family": "t5", "sparse_attention": True, "position_embedding_type": "relative"},
+        "--sparse-attention",
+    ),
     "odd buckets": ({"sparse_attention": True, "sparse_attention_buckets": 5}, "--sparse-attention-buckets"),
     "split form": ({"split": "x"}, "--split"),
     "split empty": ({"split": "0,1,0"}, "--split"),
