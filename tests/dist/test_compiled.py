@@ -78,8 +78,8 @@ def test_a_compiled_item_computes_what_it_says(tmp_path, monkeypatch):
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     torch.manual_seed(3)
     plain = Mlp(width=16, inner=32, activation="gelu_tanh", norm=nn.LayerNorm(16), device=torch.device("cpu"))
-    nn.init.normal_(plain.fc1.weight)
-    nn.init.normal_(plain.fc2.weight)
+    nn.init.normal_(plain.fc1.weight, std=0.2)
+    nn.init.normal_(plain.fc2.weight, std=0.2)
     compiled = copy.deepcopy(plain)
     compile_item(compiled)
     inputs = torch.randn(2, 3, 16)
@@ -89,7 +89,7 @@ def test_a_compiled_item_computes_what_it_says(tmp_path, monkeypatch):
         module(x).square().sum().backward()
         results.append([x.grad, *(parameter.grad for parameter in module.parameters())])
     for one, other in zip(*results, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
     assert [name for name, _ in compiled.named_parameters()] == [name for name, _ in plain.named_parameters()]
 
 
