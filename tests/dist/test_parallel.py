@@ -233,5 +233,16 @@ def test_a_run_with_cut_products_saves_and_goes_on_on_any_layout(data, tmp_path)
     verify(run)
 
 
+def test_samples_that_grow_are_shared_by_their_tokens(data, tmp_path):
+    growing = {"curriculum_shortest": "8", "curriculum_steps": "6", "train_iters": "8", "eval_interval": "4"}
+    growing |= {"attention_dropout": "0", "hidden_dropout": "0", "lr_decay_iters": "24"}
+    train(data, tmp_path / "one", 1, make_vocab_size_divisible_by="128", **growing)
+    parts = {"tensor_model_parallel_size": "2", "make_vocab_size_divisible_by": "64"}
+    train(data, tmp_path / "two", 2, "--sequence-parallel", **parts, **growing)
+    close_losses(tmp_path / "two", tmp_path / "one")
+    tokens = [line["tokens"] for line in lines(tmp_path / "two" / "metrics.jsonl") if "lm_loss" in line]
+    assert len(set(tokens)) > 2
+
+
 def lines_of_manifest(run: Path, step: int) -> dict:
     return json.loads((run / "checkpoints" / f"step-{step:08d}" / "manifest.json").read_text())
