@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
-from .argv import spread_lists
+from .argv import from_classic, spread_lists
 from .console import Format, emit, emit_json, human_bytes, progress, run_app, say
 from .errors import DynmoError, UsageError
 from .options import build, command, parameters
@@ -429,5 +429,5 @@ def convert_indexed(
 
 def main() -> None:
     """Run the command line."""
-    sys.argv[1:] = spread_lists(sys.argv[1:])
+    sys.argv[1:] = spread_lists(from_classic(sys.argv[1:]))
     run_app(app, "dynmo-prep")

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from dynmo_tools.argv import spread_lists
+from dynmo_tools.argv import from_classic, spread_lists
 
 
 @pytest.mark.parametrize(
@@ -19,3 +19,14 @@ from dynmo_tools.argv import spread_lists
 )
 def test_lists_behind_one_flag_are_spread(given, spread):
     assert spread_lists(given) == spread
+
+
+def test_pairs_of_the_classic_tools_become_flags():
+    words = "find-duplicates --num-bands 10 --inputs a url b id --output pairs"
+    expected = "find-duplicates --num-bands 10 --input a --id-key url --input b --id-key id --output pairs"
+    assert from_classic(words.split()) == expected.split()
+    words = "decontaminate --tasks lambada piqa --lambada-path l --dedup-dataset in text --output out"
+    expected = "decontaminate --task piqa --task lambada=l --input in --json-key text --output out"
+    assert from_classic(words.split()) == expected.split()
+    for same in ("find-duplicates --input-files a b c -o out", "merge --inputs a b -o out", "decontaminate in -o out"):
+        assert from_classic(same.split()) == same.split()
