@@ -27,7 +27,7 @@ from .optim.apex import find_apex
 from .parallel.world import World, broadcast_document
 from .pipeline.paced import PacedProbe
 from .pipeline.probe import Probe
-from .recording import Recorder, describe_items, describe_workers, measure_link
+from .recording import Recorder, describe_items, describe_workers, measure_links
 from .rundir import RunDirectory, begin_run
 from .saving import check_same_model, state_reader
 from .towers import check_bert, tower_reader
@@ -111,7 +111,7 @@ def begin(config: Config, world: World) -> Beginning:
             data_parallel_size=dims.data,
             expert_parallel_size=dims.expert,
         ),
-        measure_link(world),
+        measure_links(world),
         workers,
         describe_items(family, settings.pipeline.boundary, engine.held.blueprint),
     )

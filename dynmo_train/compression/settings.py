@@ -16,6 +16,7 @@ class CompressionSettings:
         replica_rank: rank of the replicas' gradients of matrices; None adds them whole.
         replica_warmup_steps: steps at the start in which they are added whole.
         replica_workers: how many workers, from the first one on, compress them; None is all.
+        choose_workers: ``dynmo-plan`` says how many; nobody compresses until it has.
         fuse_ties: add a tied weight's gradients over the replicas and over its copies in one exchange.
         check_error, check_speed, check_ratio: what is measured and told.
     """
@@ -26,6 +27,7 @@ class CompressionSettings:
     replica_rank: int | None = None
     replica_warmup_steps: int = 0
     replica_workers: int | None = None
+    choose_workers: bool = False
     fuse_ties: bool = False
     check_error: bool = False
     check_speed: bool = False

@@ -30,8 +30,10 @@ class CompressionConfig:
         "Compress between the replicas of the first workers only, which are the last to end their backward.",
         default=False,
     )
-    selective_grad_comp_way: int | None = option(
-        "How many workers --selective-grad-comp means.", default=None, minimum=1
+    selective_grad_comp_way: str | None = option(
+        "How many workers --selective-grad-comp means; auto: as many as dynmo-plan finds fastest for the measured costs"
+        " and links, asked behind the warm-up and again whenever layers have moved.",
+        default=None,
     )
     emb_comm_opt: bool = option(
         "Add the gradients of tied embeddings over replicas and copies in one exchange.", default=False

@@ -169,13 +169,13 @@ CASES = {
         "--grad-comp",
     ),
     "selected of nothing": (
-        {"selective_grad_comp": True, "selective_grad_comp_way": 1},
+        {"selective_grad_comp": True, "selective_grad_comp_way": "1"},
         "--selective-grad-comp",
     ),
     "selected nobody": ({"grad_comp": True, "selective_grad_comp": True, **REPLICAS}, "--selective-grad-comp"),
-    "way of nothing": ({"selective_grad_comp_way": 1}, "--selective-grad-comp-way"),
+    "way of nothing": ({"selective_grad_comp_way": "1"}, "--selective-grad-comp-way"),
     "too many selected": (
-        {"grad_comp": True, "selective_grad_comp": True, "selective_grad_comp_way": 2, **REPLICAS},
+        {"grad_comp": True, "selective_grad_comp": True, "selective_grad_comp_way": "2", **REPLICAS},
         "--selective-grad-comp-way",
     ),
     "fused nothing": ({"emb_comm_opt": True, "untie_embeddings_and_output_weights": True}, "--emb-comm-opt"),
