@@ -88,6 +88,7 @@ def compression_of(config: Config) -> CompressionSettings:
         boundary_rank=given.inter_grad_comp_rank if given.inter_grad_comp else None,
         epilogue_only=given.inter_grad_comp_epilogue_only,
         feedback=given.use_error_feedback,
+        feedback_within_step=not given.error_feedback_across_steps,
         replica_rank=given.grad_comp_rank if given.grad_comp else None,
         replica_warmup_steps=int(given.grad_comp_warm_up * config.training.train_iters),
         replica_workers=int(way) if way is not None and way.isdecimal() else None,

@@ -84,7 +84,10 @@ def begin(config: Config, world: World) -> Beginning:
         "optimizer": "torch AdamW" if fused_adam is None else "apex FusedAdam",
     }
     if settings.compression.is_lossy:
-        facts["reproducible"] = "bit for bit for a fixed sequence of plans only: gradients are compressed with loss"
+        also = " and of choices of workers" if settings.compression.choose_workers else ""
+        facts["reproducible"] = (
+            f"bit for bit for a fixed sequence of plans{also} only: gradients are compressed with loss"
+        )
     hosts = list(dict.fromkeys(host for worker in workers for host in worker.hosts))
     begun = agreed(
         world,

@@ -13,6 +13,7 @@ class CompressionSettings:
         boundary_rank: rank of the gradients that stages send back; None sends them whole.
         epilogue_only: compress only those that the receiving worker gets behind its last forward of a step.
         feedback: add what was lost to the next one that is compressed: of a boundary, and of a parameter.
+        feedback_within_step: what a boundary lost is not carried from a step to the next.
         replica_rank: rank of the replicas' gradients of matrices; None adds them whole.
         replica_warmup_steps: steps at the start in which they are added whole.
         replica_workers: how many workers, from the first one on, compress them; None is all.
@@ -24,6 +25,7 @@ class CompressionSettings:
     boundary_rank: int | None = None
     epilogue_only: bool = False
     feedback: bool = False
+    feedback_within_step: bool = False
     replica_rank: int | None = None
     replica_warmup_steps: int = 0
     replica_workers: int | None = None

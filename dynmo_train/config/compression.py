@@ -42,6 +42,11 @@ class CompressionConfig:
         "Add what compression lost to what is compressed next: at the same stage boundary, of the same parameter.",
         default=False,
     )
+    error_feedback_across_steps: bool = option(
+        "Between stages, add what the last compressed microbatch of a step lost to the first one of the next step; it is"
+        " dropped otherwise.",
+        default=False,
+    )
     check_orth_error_acti: bool = option(
         "Log mean and cosine similarity of the compression error and the activation at each boundary.", default=False
     )

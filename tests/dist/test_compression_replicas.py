@@ -169,6 +169,31 @@ def test_what_is_owed_is_paid_where_nothing_is_compressed():
     # Steps 1 (warm-up), 2, the move to the other worker, 3
     assert holders == [[], [0, 1], [2, 3], []]
 
+
+
+def chosen(world: World, compression: CompressionSettings, choice: int | None) -> dict[str, Any]:
+    """Three steps; behind the first one it is chosen how many workers compress."""
+    engine = engine_on(lay_out(world, BOTH, 60), Layout(dims=BOTH, scenario=BASE, settings={"compression": compression}))
+    before, results = engine.replica_workers, []
+    for step in (1, 2, 3):
+        results.append(engine.train_step(batch_of(step), sampled=False))
+        if step == 1 and choice is not None:
+            engine.choose_replica_workers(choice)
+    items = [sorted(one.compression.get("replicas", {})) for one in results]
+    return {"losses": [one.loss for one in results], "items": items, "chosen": [before, engine.replica_workers]}
+
+
+def test_who_compresses_can_be_chosen_on_the_way():
+    given = replace(SGD, check_ratio=True, replica_warmup_steps=1, replica_workers=1)
+    asked = replace(given, replica_warmup_steps=0, replica_workers=None, choose_workers=True)
+    fixed, auto = run_workers(chosen, 4, given, None)[0], run_workers(chosen, 4, asked, 1)[0]
+    assert auto["chosen"] == [None, 1]
+    assert fixed["chosen"] == [None, None]
+    assert (auto["losses"], auto["items"]) == (fixed["losses"], fixed["items"])
+    assert [bool(items) for items in auto["items"]] == [False, True, True]
+    assert set(auto["items"][1]) == FIRST_ITEMS
+
+
 def wire(world: World, compression: CompressionSettings) -> list[list[Any]]:
     """What one process hands to torch in two steps: every send, receive and sum, with type and bytes."""
     told: list[list[Any]] = []

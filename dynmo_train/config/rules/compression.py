@@ -37,6 +37,10 @@ def _feedback(config: Config, _world_size: int) -> Iterator[Problem]:
     given = config.compression
     if given.use_error_feedback and not (given.inter_grad_comp or given.grad_comp):
         yield conflict("--use-error-feedback", "has no effect without --inter-grad-comp or --grad-comp")
+    if given.error_feedback_across_steps and not (given.inter_grad_comp and given.use_error_feedback):
+        yield conflict(
+            "--error-feedback-across-steps", "has no effect without --inter-grad-comp and --use-error-feedback"
+        )
 
 
 def _replicas(config: Config, _world_size: int) -> Iterator[Problem]:

@@ -162,6 +162,7 @@ CASES = {
         "--inter-grad-comp-rank",
     ),
     "feedback of nothing": ({"use_error_feedback": True}, "--use-error-feedback"),
+    "across steps of nothing": ({"error_feedback_across_steps": True}, "--error-feedback-across-steps"),
     "replicas of nothing": ({"grad_comp": True}, "--grad-comp"),
     "packed by parts": ({"grad_comp": True, "zero_stage": 2, **REPLICAS}, "--grad-comp"),
     "packed experts": (
