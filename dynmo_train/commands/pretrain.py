@@ -38,9 +38,11 @@ def _pretrain(family: str, config: Path | None, recipe: str | None, flags: dict[
         values |= read_config_file(config) if config else {}
         dry = bool(flags.get("dry_run") or values.get("dry_run"))
         processes = dry_run_processes(flags, values) if dry else world_size()
+        defaults = dry_run_values(family, flags, values) if dry else {}
+        flags, values = with_deepspeed(flags, values)
         resolved = resolve(
             flags=flags,
-            file={**(dry_run_values(family, flags, values) if dry else {}), **with_deepspeed(flags, values)},
+            file={**defaults, **values},
             command={"family": family},
             facts=Facts(world_size=processes, tokenizer_vocab_size=read_vocab_size),
         )

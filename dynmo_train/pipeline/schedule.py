@@ -46,7 +46,8 @@ class PipelineShape:
 
     Attributes:
         schedule: ``gpipe``, ``1f1b``, ``interleaved-1f1b``, ``zero-bubble``, ``zb-v`` or ``custom``.
-        microbatches: of a step.
+        microbatches: of a step. With fewer of them than stages, as where the batch is still growing, 1F1B runs all
+            forwards before it could begin to alternate: its order is then GPipe's, which torch has for any number.
         boundary: the shapes of what crosses a stage boundary.
         seed: of the run.
         recompute: whether items run again in the backward instead of keeping their activations.
@@ -189,7 +190,7 @@ class Pipeline:
 
     def _epilogue(self, stages: int) -> dict[int, frozenset[int]] | None:
         """The microbatches of each stage's epilogue; None where all are in it."""
-        if self.shape.schedule == "gpipe":
+        if isinstance(self._schedule, ScheduleGPipe):
             return None
         if not isinstance(self._schedule, PipelineScheduleMulti):
             return one_f_one_b_epilogue(stages, self.shape.microbatches)
@@ -251,7 +252,10 @@ def _schedule(
 ) -> PipelineScheduleSingle | PipelineScheduleMulti:
     loss = loss_of_microbatch(microbatches_of_all, scale)
     if shape.schedule in SINGLE:
-        return SINGLE[shape.schedule](stages[0], shape.microbatches, loss_fn=loss, scale_grads=False)
+        few = shape.microbatches < stages[0].num_stages
+        return SINGLE["gpipe" if few else shape.schedule](
+            stages[0], shape.microbatches, loss_fn=loss, scale_grads=False
+        )
     if shape.schedule in LOOPED:
         looped: list[_PipelineStageBase] = [*stages]
         return LOOPED[shape.schedule](looped, shape.microbatches, loss_fn=loss, scale_grads=False)

@@ -84,8 +84,8 @@ def test_checkpoints_written_aside_are_those_of_their_step(whole):
 
 GROWING = {
     "train_samples": "300",
-    "rampup_batch_size": "8 4 100",
-    "lr_warmup_samples": "40",
+    "rampup_batch_size": "4 4 100",  # two microbatches at first, fewer than the three stages
+    "lr_warmup_samples": "36",
     "curriculum_shortest": "8",
     "curriculum_steps": "20",
     "eval_interval": "7",
@@ -96,19 +96,19 @@ def test_growing_batches_and_samples_are_the_same_bits_on_any_stages_and_after_a
     folder, data, _, _ = whole
     train(data, folder / "growing", 1, train_iters=None, **GROWING)
     records = [line for line in lines(folder / "growing" / "metrics.jsonl") if "lm_loss" in line]
-    assert [line["global_batch_size"] for line in records[:7]] == [8] * 7
-    assert {line["global_batch_size"] for line in records} == {8, 12, 16}
+    assert [line["global_batch_size"] for line in records[:9]] == [4] * 9
+    assert {line["global_batch_size"] for line in records} == {4, 8, 12, 16}
     assert records[-1]["consumed_train_samples"] <= 300 < records[-1]["consumed_train_samples"] + 16
     lengths = [line["tokens"] // line["global_batch_size"] for line in records]
     assert (lengths[0], lengths[-1]) == (8, 32)
     assert lengths == sorted(lengths)
     assert len(set(lengths)) == 4
-    assert records[4]["learning_rate"] == pytest.approx(2e-3)
-    train(data, folder / "growing-2", 2, train_iters=None, exit_interval="9", **GROWING)
-    train(data, folder / "growing-2", 2, train_iters=None, load=str(folder / "growing-2"), **GROWING)
-    assert figures(folder / "growing-2") == figures(folder / "growing")
+    assert records[8]["learning_rate"] == pytest.approx(2e-3)
+    train(data, folder / "growing-3", 3, train_iters=None, exit_interval="9", **GROWING)
+    train(data, folder / "growing-3", 3, train_iters=None, load=str(folder / "growing-3"), **GROWING)
+    assert figures(folder / "growing-3") == figures(folder / "growing")
     step = records[-1]["step"]
-    assert tensors(folder / "growing-2", step) == tensors(folder / "growing", step)
+    assert tensors(folder / "growing-3", step) == tensors(folder / "growing", step)
 
 
 def test_what_load_may_leave_out(whole):

@@ -72,7 +72,6 @@ CASES = {
         "--virtual-stages-per-worker",
     ),
     "plain": ({"virtual_stages_per_worker": 2}, "--virtual-stages-per-worker"),
-    "1f1b": ({"world_size": 2, "global_batch_size": 2}, "--global-batch-size"),
     "rounds": ({"world_size": 2, "global_batch_size": 10, "schedule": "zero-bubble"}, "--global-batch-size"),
     "min_lr": ({"min_lr": 0.1}, "--min-lr"),
     "two warm-ups": ({"lr_warmup_fraction": 0.1, "lr_warmup_iters": 2}, "--lr-warmup-fraction"),
@@ -142,6 +141,10 @@ CASES = {
             "global_batch_size": 4,
         },
         "--pruning-mode",
+    ),
+    "buckets and distances": (
+        {"family": "t5", "sparse_attention": True, "position_embedding_type": "relative"},
+        "--sparse-attention",
     ),
     "odd buckets": ({"sparse_attention": True, "sparse_attention_buckets": 5}, "--sparse-attention-buckets"),
     "split form": ({"split": "x"}, "--split"),
@@ -235,3 +238,9 @@ def test_all_contradictions_come_in_one_error():
     assert [problem.path for problem in caught.value.problems] == ["--hidden-size", "--global-batch-size", "--min-lr"]
     assert caught.value.exit_code == 2
     check(config_of(**SMALL), 1)
+
+
+def test_a_batch_may_have_fewer_microbatches_than_stages():
+    assert problems(world_size=2, global_batch_size=2) == []
+    ramp = {"train_iters": None, "train_samples": 999, "global_batch_size": 16, "rampup_batch_size": "2 2 99"}
+    assert problems(world_size=4, **ramp) == []
