@@ -43,8 +43,8 @@ class CompressionConfig:
         default=False,
     )
     error_feedback_across_steps: bool = option(
-        "Between stages, add what the last compressed microbatch of a step lost to the first one of the next step; it is"
-        " dropped otherwise.",
+        "Between stages, add what the last compressed microbatch of a step lost to the first one of the next step,"
+        " where it is dropped otherwise.",
         default=False,
     )
     check_orth_error_acti: bool = option(

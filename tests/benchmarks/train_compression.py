@@ -58,12 +58,12 @@ class Recipe:
 
 @dataclass(frozen=True, kw_only=True)
 class Scheme:
-    """What is compressed: ``epilogue`` only or all microbatches, with LEP, within a step, and between replicas."""
+    """What is compressed: ``epilogue`` only or all microbatches, with LEP, which ends with the step, and SC."""
 
     rank: int | None = None
     lep: bool = False
     epilogue: bool = True
-    within_step: bool = False
+    within_step: bool = True
     selective: bool = False
 
 
@@ -72,12 +72,12 @@ SCHEMES = {
     "SC": Scheme(selective=True),
     "CB without LEP": Scheme(rank=1),
     "CB+LEP": Scheme(rank=1, lep=True),
-    "CB+LEP within a step": Scheme(rank=1, lep=True, within_step=True),
+    "CB+LEP across steps": Scheme(rank=1, lep=True, within_step=False),
     "CB+LEP+FE+SC": Scheme(rank=1, lep=True, selective=True),
-    "CB+LEP+FE+SC within a step": Scheme(rank=1, lep=True, within_step=True, selective=True),
+    "CB+LEP+FE+SC across steps": Scheme(rank=1, lep=True, within_step=False, selective=True),
     "CB without LEP, every microbatch": Scheme(rank=1, epilogue=False),
     "CB+LEP, every microbatch": Scheme(rank=1, lep=True, epilogue=False),
-    "CB+LEP within a step, every microbatch": Scheme(rank=1, lep=True, epilogue=False, within_step=True),
+    "CB+LEP across steps, every microbatch": Scheme(rank=1, lep=True, epilogue=False, within_step=False),
 }
 
 

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from layouts import Layout, engine_on
 from scenario import MICRO_BATCH, SHAPE, TOKENS, Scenario, batch_of
+from plain_stage import PlainEngine
 from test_compression import play
 from test_placement import cut, vee
 from whole_runs import figures, lines, tensors, train, write_data
@@ -19,6 +20,7 @@ from workers import run_workers
 
 from dynmo_train.compression.lowrank import FactorShape, first_factor, orthonormalise
 from dynmo_train.compression.settings import NO_COMPRESSION, CompressionSettings
+from dynmo_train.engine import Engine
 from dynmo_train.optim.items import memory_name
 from dynmo_train.parallel.dims import ParallelDims
 from dynmo_train.parallel.world import World, gather_over, lay_out
@@ -194,8 +196,8 @@ def test_who_compresses_can_be_chosen_on_the_way():
     assert set(auto["items"][1]) == FIRST_ITEMS
 
 
-def wire(world: World, compression: CompressionSettings) -> list[list[Any]]:
-    """What one process hands to torch in two steps: every send, receive and sum, with type and bytes."""
+def wire(world: World, compression: CompressionSettings, kind: type[Engine] = Engine) -> list[list[Any]]:
+    """What one process hands to torch in two steps: every send, receive and sum, with type and bytes; and the losses."""
     told: list[list[Any]] = []
     batched, summed = dist.batch_isend_irecv, dist.all_reduce
 
@@ -208,11 +210,11 @@ def wire(world: World, compression: CompressionSettings) -> list[list[Any]]:
         return summed(tensor, *arguments, **keywords)
 
     layout = Layout(dims=BOTH, scenario=BASE, settings={"compression": compression})
-    engine = engine_on(lay_out(world, BOTH, 60), layout)
+    engine = engine_on(lay_out(world, BOTH, 60), layout, kind=kind)
     dist.batch_isend_irecv, dist.all_reduce = batch, add
     try:
         for step in (1, 2):
-            engine.train_step(batch_of(step), sampled=False)
+            told.append(["loss", engine.train_step(batch_of(step), sampled=False).loss, 0])
     finally:
         dist.batch_isend_irecv, dist.all_reduce = batched, summed
     return told
@@ -220,6 +222,7 @@ def wire(world: World, compression: CompressionSettings) -> list[list[Any]]:
 
 def test_without_compression_every_operation_and_byte_is_as_before():
     plain = run_workers(wire, 4, NO_COMPRESSION)
+    assert run_workers(wire, 4, NO_COMPRESSION, PlainEngine) == plain
     # What a feedback without compression would change is nothing at all
     assert run_workers(wire, 4, CompressionSettings(feedback=True, epilogue_only=True)) == plain
     boundary = MICRO_BATCH * TOKENS * SHAPE.hidden_size * 4
