@@ -94,7 +94,8 @@ KINDS = {
 IN_EPILOGUE = ("1f1b", "gpipe, recompute", "interleaved")
 GROUPS = [
     ("1f1b", "gpipe, recompute", "interleaved", "interleaved, moving"),
-    ("zero-bubble", "zb-v", "bf16, selective recompute", "fp16, overflowing", "front frozen", "t5"),
+    ("zero-bubble", "zb-v", "bf16, selective recompute"),
+    ("fp16, overflowing", "front frozen", "t5"),
     ("four workers, moving, an empty stage", "replicas", "tensor", "tensor, tokens cut, moving"),
 ]
 
