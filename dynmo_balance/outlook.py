@@ -38,7 +38,7 @@ class Outlook:
 def rates_of(
     header: Header, device: Device | None, data_parallel_gbps: float | None, optimizer_gbps: float | None
 ) -> TailOptions:
-    """The rates of the step's tail: as given, else the device's, else not counted.
+    """The rates of the step's tail: as given, else the device's, else as measured (replicas), else not counted.
 
     Replicas reduce over the network where the pipeline and its tensor-parallel ranks fill a node. The optimizer reads
     and writes what it touches, so it gets half of the memory's bandwidth.
@@ -50,6 +50,8 @@ def rates_of(
         reduce = bandwidth / 1e9 if reduce is None else reduce
         half = device.memory_bandwidth_bytes_per_s * device.memory_efficiency / 2
         touch = half / 1e9 if touch is None else touch
+    if reduce is None and header.replica_bandwidth is not None:
+        reduce = header.replica_bandwidth / 1e9
     return TailOptions(
         data_parallel=header.data_parallel_size,
         data_parallel_bandwidth=None if reduce is None else round(reduce * 1e9),

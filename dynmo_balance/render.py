@@ -12,7 +12,8 @@ from .console import emit, emit_table, human_bytes, say
 from .planning import Proposal
 from .problem import Problem
 from .simulate import Timeline
-from .whatif import GIVEN, Row
+from .whatcompressed import CompressedRow
+from .whatif import GIVEN, Cell, Row
 
 
 def milliseconds(ns: int | float | None, digits: int = 3) -> str:
@@ -89,20 +90,52 @@ def say_search(found: Search, shown: int = 8) -> None:
         say("the profile does not split the backward: half of it is taken for the weight gradient")
 
 
+def _places(cells: Sequence[Cell]) -> tuple[list[str], list[list[str]]]:
+    """The columns that say which cell it is, and those of each cell; what is nowhere varied is left out."""
+    varied = [name for name, neutral in GIVEN.items() if any(getattr(cell, name) != neutral for cell in cells)]
+    schedules = len({cell.schedule for cell in cells}) > 1
+    columns = ["stages", "microbatches", *(["schedule"] if schedules else []), *varied]
+    places = []
+    for cell in cells:
+        place = [str(cell.stages), str(cell.microbatches), *([cell.schedule] if schedules else [])]
+        places.append([*place, *(f"{getattr(cell, name):.2f}" for name in varied)])
+    return columns, places
+
+
 def show_rows(rows: Sequence[Row], keep: float) -> None:
     """The what-if table; columns of dynamics that are nowhere varied are left out."""
-    varied = [name for name, neutral in GIVEN.items() if any(getattr(row.cell, name) != neutral for row in rows)]
-    schedules = len({row.cell.schedule for row in rows}) > 1
-    columns = ["stages", "microbatches", *(["schedule"] if schedules else []), *varied]
+    columns, places = _places([row.cell for row in rows])
     columns += ["step ms", "uniform ms", "bubble", "samples/s", "memory", "front"]
     columns += ["release (balanced)", "release (uniform)"]
-    cells = []
-    for row in rows:
-        cell = row.cell
-        place = [str(cell.stages), str(cell.microbatches), *([cell.schedule] if schedules else [])]
-        place += [f"{getattr(cell, name):.2f}" for name in varied]
-        cells.append([*place, *_numbers(row)])
+    cells = [[*place, *_numbers(row)] for place, row in zip(places, rows, strict=True)]
     emit_table(f"what if (release: workers to give back while keeping {keep:.0%} of the throughput)", columns, cells)
+
+
+def show_compressed(rows: Sequence[CompressedRow]) -> None:
+    """The what-if table with compression: steps without and with it, bytes, and the time of making and undoing."""
+    columns, places = _places([row.cell for row in rows])
+    columns += ["GB/s", "rank", "replica rank", "step ms", "compressed ms", "gain", "gradient", "factors"]
+    columns += ["make ms", "undo ms", "between replicas", "as factors", "way"]
+    cells = [[*place, *_compressed(row)] for place, row in zip(places, rows, strict=True)]
+    emit_table("what if gradients were compressed (rank -: sent as they are)", columns, cells)
+
+
+def _compressed(row: CompressedRow) -> list[str]:
+    given = ["-" if row.link_gbps is None else f"{row.link_gbps:g}", *(str(rank or "-") for rank in row.ranks)]
+    if row.step_ns is None or row.gain is None:
+        return [*given, "infeasible", *["-"] * 9]
+    told = row.figures
+    sizes = [human_bytes(told[key]) if key in told else "-" for key in ("boundary_whole_bytes", "boundary_bytes")]
+    times = [milliseconds(told.get(key), 2) if key in told else "-" for key in ("compress_ns", "decompress_ns")]
+    sums = [human_bytes(sum(told[k])) if k in told else "-" for k in ("replica_whole_bytes", "replica_bytes")]
+    steps = [milliseconds(row.step_whole_ns, 2), milliseconds(row.step_ns, 2), f"{row.gain:.2f}"]
+    return [*given, *steps, *sizes, *times, *sums, str(told.get("selective_grad_comp_way", "-"))]
+
+
+def compressed_document(row: CompressedRow) -> dict[str, Any]:
+    """A what-if cell with compression for a program."""
+    document = asdict(row)
+    return {**document.pop("cell"), **document.pop("figures"), **document, "gain": row.gain}
 
 
 def _numbers(row: Row) -> list[str]:

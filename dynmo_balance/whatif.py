@@ -137,7 +137,8 @@ class Grid:
     def _make_costs(self, cell: Cell) -> ItemCosts:
         return cell_costs(self._header, self._dense, cell, self._model)
 
-    def _problem(self, cell: Cell) -> Problem:
+    def problem(self, cell: Cell) -> Problem:
+        """What is to be cut in this cell."""
         header = self._header
         dynamics = replace(cell, stages=1, microbatches=1, schedule="", speed=1.0)
         return Problem(
@@ -152,7 +153,7 @@ class Grid:
         )
 
     def _solve(self, cell: Cell) -> tuple[Timeline, int] | str:
-        problem = self._problem(cell)
+        problem = self.problem(cell)
         try:
             solution = balance(problem, "exact")
         except (InfeasibleError, UsageError) as error:
@@ -172,7 +173,7 @@ class Grid:
         if isinstance(found, str):
             return Row(cell=cell, reason=found)
         timeline, bottleneck = found
-        problem = self._problem(cell)
+        problem = self.problem(cell)
         static = predict(problem, uniform.boundaries(problem)).step_ns
         samples = cell.microbatches * self._header.micro_batch_size
         return Row(
@@ -214,7 +215,7 @@ def with_pareto(found: Sequence[Row]) -> list[Row]:
     ]
 
 
-def rows(grid: Grid, header: Header, axes: Mapping[str, Sequence[float | str]], keep: float) -> list[Row]:
+def cells_of(grid: Grid, header: Header, axes: Mapping[str, Sequence[float | str]]) -> list[Cell]:
     """All cells of the grid; axes that are not varied stay as in the profile."""
     values: dict[str, Sequence[float | str]] = {
         "stages": [len(header.workers)],
@@ -231,7 +232,12 @@ def rows(grid: Grid, header: Header, axes: Mapping[str, Sequence[float | str]], 
         raise UsageError("stages and microbatches must be at least 1")
     if wrong := sorted({cell.speed for cell in cells if cell.speed <= 0}):
         raise UsageError(f"speed must be above 0, is {wrong[0]:g}")
-    return with_pareto([grid.row(cell, keep) for cell in cells])
+    return cells
+
+
+def rows(grid: Grid, header: Header, axes: Mapping[str, Sequence[float | str]], keep: float) -> list[Row]:
+    """What is predicted for each cell of the grid."""
+    return with_pareto([grid.row(cell, keep) for cell in cells_of(grid, header, axes)])
 
 
 def _cell(values: Mapping[str, float | str]) -> Cell:

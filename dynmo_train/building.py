@@ -83,13 +83,16 @@ def plasticity_rule(config: Config) -> PlasticityRule | None:
 def compression_of(config: Config) -> CompressionSettings:
     """What a run compresses."""
     given = config.compression
+    way = given.selective_grad_comp_way if given.selective_grad_comp else None
     return CompressionSettings(
         boundary_rank=given.inter_grad_comp_rank if given.inter_grad_comp else None,
         epilogue_only=given.inter_grad_comp_epilogue_only,
         feedback=given.use_error_feedback,
+        feedback_within_step=not given.error_feedback_across_steps,
         replica_rank=given.grad_comp_rank if given.grad_comp else None,
         replica_warmup_steps=int(given.grad_comp_warm_up * config.training.train_iters),
-        replica_workers=given.selective_grad_comp_way if given.selective_grad_comp else None,
+        replica_workers=int(way) if way is not None and way.isdecimal() else None,
+        choose_workers=way == "auto",
         fuse_ties=given.emb_comm_opt,
         check_error=given.check_orth_error_acti,
         check_speed=given.check_comp_speed,

@@ -148,7 +148,8 @@ class Engine:
     ``is_warm`` says whether a step has run since the stages were last built: the first one is no measure of costs.
     ``probe`` measures the items, and may make them take stated times; by default it measures alone.
     ``shape`` is what the pipeline is built for; it follows the batches. ``advanced`` is how far the learning rate's
-    schedule has come; steps without an update do not count.
+    schedule has come; steps without an update do not count. ``replica_workers`` is how many workers were chosen to
+    compress between their replicas; None before that, or where nothing is chosen.
     """
 
     def __init__(
@@ -180,6 +181,7 @@ class Engine:
         )
         self.scaler = LossScaler(settings.precision.scaling)
         self.advanced = 0
+        self.replica_workers: int | None = None
         self.probe = probe or Probe(clock_for(world.device))
         self.freezing = self._freezing()
         self.pruning = None
@@ -234,6 +236,7 @@ class Engine:
         advanced: int | None = None,
         loss_scale: Mapping[str, Any] | None = None,
         freezing: Mapping[str, Any] | None = None,
+        replica_workers: int | None = None,
     ) -> None:
         """Start with the state that ``read`` gives for each item, as it was after ``step``.
 
@@ -241,6 +244,7 @@ class Engine:
             advanced: how far the learning rate's schedule had come; ``step`` where it is not given.
             loss_scale: the state of the loss scale.
             freezing: the state of adaptive freezing.
+            replica_workers: how many workers were chosen to compress between their replicas.
         """
         self.advanced = step if advanced is None else advanced
         self.scaler.adopt(loss_scale)
@@ -248,8 +252,20 @@ class Engine:
             self.held.adopt(name, read(name))
         self.freezing.adopt(freezing)
         self.freezing.resume(step)
+        if replica_workers is not None:
+            self.choose_replica_workers(replica_workers)
         if self.pruning is not None:
             self.pruning.resume(step)
+
+    @property
+    def chooses_replica_workers(self) -> bool:
+        """Whether it is to be chosen how many workers compress between their replicas."""
+        return self._replica_codec is not None and self.settings.compression.choose_workers
+
+    def choose_replica_workers(self, count: int) -> None:
+        """From the next step on the first ``count`` workers compress between their replicas, where that is chosen."""
+        if self._replica_codec is not None and self.settings.compression.choose_workers:
+            self.replica_workers = self._replica_codec.workers = count
 
     def _fit(self, batch: Batch) -> None:
         """Have a pipeline for as many microbatches, and samples as long, as those of ``batch``."""

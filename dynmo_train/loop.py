@@ -13,6 +13,7 @@ import torch
 from .agreement import speaks
 from .building import flops_counter, growth_problems, parameter_counts, plan_problems
 from .checkpointing import Checkpointing, Saved
+from .compression.selection import WaySelection
 from .config import Config
 from .console import say
 from .data.gpt import Part, TokenError
@@ -102,6 +103,7 @@ class _Run:
         )
         self._log = TrainingLog(config, engine.world, flops_counter(config, engine.family))
         self._checkpoints = Checkpointing(engine, directory.checkpoints, aside=config.run.async_save, tell=self._saved)
+        self._selection = _selection(config, start)
         self._tokenizer = TokenizerFiles.of(vars(config.data))
 
     def train(self) -> int:
@@ -123,6 +125,7 @@ class _Run:
                     return EXIT_OK
                 if taken is not None:
                     self._moved(taken)
+                self._select(taken)
                 self._checkpoints.at_boundary()
                 wishes = interrupts.at_boundary(self.engine.world, relaunch=not last and self._is_to_grow())
                 if self._is_due(training.exit_interval):
@@ -187,6 +190,15 @@ class _Run:
         )
         self._log.step(self.step, self.consumed, size, length, result)
 
+    def _select(self, taken: TakenPlan | None) -> None:
+        """Where ``dynmo-plan`` chooses who compresses between replicas."""
+        if self._selection is None:
+            return
+        planned = taken.way if taken is not None else None
+        chosen = self._selection.boundary(self.step, moved=taken is not None, planned=planned)
+        if chosen is not None:
+            self._log.line(f" {chosen} workers compress between replicas after iteration {self.step}")
+
     def _moved(self, taken: TakenPlan) -> None:
         self._log.moved(taken, self.step)
         if taken.released:
@@ -240,8 +252,27 @@ class _Run:
     def close(self) -> None:
         """End what runs beside the training."""
         self._log.close()
+        if self._selection is not None:
+            self._selection.close()
         if self._planner is not None:
             self._planner.stop()
+
+
+def _selection(config: Config, start: Beginning) -> WaySelection | None:
+    """Asks ``dynmo-plan`` who compresses between replicas; costs are first measured in the second step or later."""
+    engine, every = start.engine, config.balance.profile_interval
+    if not engine.chooses_replica_workers:
+        return None
+    device = engine.world.device
+    measured = start.step + 2
+    return WaySelection(
+        engine,
+        start.directory.path,
+        first_costs=measured + -measured % every,
+        due=engine.replica_workers is None,
+        device=torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
+        tell=start.recorder.event,
+    )
 
 
 def _planner_arguments(config: Config) -> list[str]:

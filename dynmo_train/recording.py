@@ -97,11 +97,22 @@ def link_from(payload_bytes: int, latency_ns: float, payload_ns: float) -> LinkI
     return LinkInfo(bandwidth_bytes_per_s=max(1, int(payload_bytes / transfer_ns * 1e9)), latency_ns=int(latency_ns))
 
 
-def measure_link(world: World, payload_bytes: int = 1 << 22, repeats: int = 5) -> LinkInfo | None:
-    """Latency and bandwidth between workers 0 and 1, by ping-pong; None on one worker. Every process calls this."""
-    if world.dims.pipeline == 1:
-        return None
-    here, there = world.dims.rank_of(pipeline=0, data=0, tensor=0), world.dims.rank_of(pipeline=1, data=0, tensor=0)
+def measure_links(world: World) -> tuple[LinkInfo | None, LinkInfo | None]:
+    """The links between workers 0 and 1, and between the first two replicas of worker 0; None where there are none.
+
+    Every process calls this.
+    """
+    first = world.dims.rank_of(pipeline=0, data=0, tensor=0)
+    worker = world.dims.rank_of(pipeline=1, data=0, tensor=0) if world.dims.pipeline > 1 else None
+    replica = world.dims.rank_of(pipeline=0, data=1, tensor=0) if world.dims.data > 1 else None
+    return (
+        None if worker is None else measure_link(world, first, worker),
+        None if replica is None else measure_link(world, first, replica),
+    )
+
+
+def measure_link(world: World, here: int, there: int, payload_bytes: int = 1 << 22, repeats: int = 5) -> LinkInfo:
+    """Latency and bandwidth between two ranks, by ping-pong. Every process calls this."""
     fastest: list[float] = []
     for size in (1, payload_bytes):
         block = torch.zeros(size, dtype=torch.uint8, device=world.device)
@@ -153,11 +164,12 @@ class Recorder:
         run_id: str,
         model: ModelInfo,
         layout: Layout,
-        link: LinkInfo | None,
+        links: tuple[LinkInfo | None, LinkInfo | None],
         workers: Sequence[WorkerInfo],
         items: Sequence[ItemInfo],
     ) -> None:
-        """Begin a segment of the profile."""
+        """Begin a segment of the profile; ``links`` are those between workers and between replicas."""
+        link, replica_link = links
         self._names = [item.name for item in items]
         self._workers = tuple(workers)
         self._begin = lambda left: header_record(
@@ -166,6 +178,7 @@ class Recorder:
             model=model,
             layout=layout,
             link=link if len(left) > 1 else None,
+            replica_link=replica_link,
             workers=left,
             items=items,
         )

@@ -282,6 +282,7 @@ def _document(engine: Engine, run: SavedRun, facts: Sequence[Mapping[str, Any]])
                 "advanced": engine.advanced,
                 "loss_scale": engine.scaler.state(),
                 "freezing": engine.freezing.state(),
+                **({} if engine.replica_workers is None else {"replica_workers": engine.replica_workers}),
             },
         },
     )

@@ -29,7 +29,7 @@ from .optim.apex import find_apex
 from .parallel.world import World, broadcast_document
 from .pipeline.paced import PacedProbe
 from .pipeline.probe import Probe
-from .recording import Recorder, describe_items, describe_workers, measure_link
+from .recording import Recorder, describe_items, describe_workers, measure_links
 from .rundir import RunDirectory, begin_run
 from .saving import check_same_model, state_reader
 from .towers import check_bert, tower_reader
@@ -88,7 +88,10 @@ def begin(config: Config, world: World) -> Beginning:
         "optimizer": "torch AdamW" if fused_adam is None else "apex FusedAdam",
     }
     if settings.compression.is_lossy:
-        facts["reproducible"] = "bit for bit for a fixed sequence of plans only: gradients are compressed with loss"
+        also = " and of choices of workers" if settings.compression.choose_workers else ""
+        facts["reproducible"] = (
+            f"bit for bit for a fixed sequence of plans{also} only: gradients are compressed with loss"
+        )
     hosts = list(dict.fromkeys(host for worker in workers for host in worker.hosts))
     begun = agreed(
         world,
@@ -115,7 +118,7 @@ def begin(config: Config, world: World) -> Beginning:
             data_parallel_size=dims.data,
             expert_parallel_size=dims.expert,
         ),
-        measure_link(world),
+        measure_links(world),
         workers,
         describe_items(family, settings.pipeline.boundary, engine.held.blueprint),
     )

@@ -66,7 +66,10 @@ def simulate(
     ] = None,
     data_parallel_gbps: Annotated[
         float | None,
-        typer.Option(min=0.001, help="GB/s of the gradient all-reduce between replicas. Default: the --device's."),
+        typer.Option(
+            min=0.001,
+            help="GB/s of the gradient all-reduce between replicas. Default: the --device's, else as measured.",
+        ),
     ] = None,
     optimizer_gbps: Annotated[
         float | None,

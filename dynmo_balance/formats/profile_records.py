@@ -81,6 +81,13 @@ class Header:
     link: Link | None
     workers: tuple[Worker, ...]
     items: tuple[Item, ...]
+    x_replica_link: Mapping[str, Any] | None = None
+
+    @property
+    def replica_bandwidth(self) -> int | None:
+        """Bytes per second between replicas, where the writer has measured them."""
+        found = (self.x_replica_link or {}).get("bandwidth_bytes_per_s")
+        return found if isinstance(found, int) and found > 0 else None
 
 
 @dataclass(frozen=True, kw_only=True)

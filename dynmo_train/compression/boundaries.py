@@ -37,11 +37,23 @@ class BoundaryCodec:
         self._held, self._seed, self._clock = held, seed, clock
         self._scale = 1.0
         self.figures: dict[str, BoundaryFigures] = {}
+        # Of the microbatch before, where it is measured: what it lost, and its activation
+        self._before: dict[tuple[str, str], tuple[torch.Tensor, torch.Tensor]] = {}
 
     def begin(self, scale: float) -> None:
         """Before a step, whose gradients are multiplied by ``scale``."""
         self._scale = scale
         self.figures = {}
+        self._before = {}
+        if self.settings.feedback_within_step:
+            self._forget_errors()
+
+    def _forget_errors(self) -> None:
+        """Begin without what the last step's microbatches have lost."""
+        for item, kept in self._held.memories.items():
+            for name in kept:
+                if self._is_ours(item, name) and name.endswith(f".{ERROR}"):
+                    kept[name].zero_()
 
     def keep_only(self, items: set[str]) -> None:
         """Forget the boundaries that are not before one of these items."""
@@ -97,9 +109,19 @@ class BoundaryCodec:
                 matrix_ND = matrix_ND.clone()
                 subtract_product(matrix_ND, left_RN, right_RD)
             figures.lost(matrix_ND, activation)
+            self._change(item, value, matrix_ND, activation)
         if self.settings.feedback and self._scale != 1.0:
             matrix_ND.mul_(1.0 / self._scale)
         return flat
+
+    def _change(self, item: str, value: str, error_ND: torch.Tensor, activation: torch.Tensor) -> None:
+        """Measure what the microbatch before lost beside the change of the activations since then."""
+        if not self.settings.feedback:
+            return
+        before = self._before.get((item, value))
+        if before is not None:
+            self.figures[item].changed(before[0], activation.detach().float() - before[1])
+        self._before[item, value] = (error_ND.clone(), activation.detach().float().clone())
 
     def _owed(self, item: str, value: str, gradient: torch.Tensor, shape: FactorShape) -> torch.Tensor:
         """The gradient and what was lost before, as a float32 matrix; with feedback, in the memory's own place."""

@@ -12,6 +12,11 @@ from ..pipeline.clock import Clock
 Stamps = tuple[Any, Any]
 
 
+def _cosine(one: torch.Tensor, other: torch.Tensor) -> float:
+    norms = torch.linalg.vector_norm(one) * torch.linalg.vector_norm(other)
+    return float(torch.dot(one, other) / norms) if float(norms) else 0.0
+
+
 @dataclass
 class BoundaryFigures:
     """Of one boundary in one step: on the sender's side what was sent, on the receiver's what came."""
@@ -24,6 +29,8 @@ class BoundaryFigures:
     cosines: list[float] = field(default_factory=list)
     error_means: list[float] = field(default_factory=list)
     activation_means: list[float] = field(default_factory=list)
+    change_cosines: list[float] = field(default_factory=list)
+    change_means: list[float] = field(default_factory=list)
 
     def sent(self, gradient: torch.Tensor, flat: torch.Tensor, stamps: Stamps) -> None:
         """One microbatch was compressed."""
@@ -39,10 +46,17 @@ class BoundaryFigures:
     def lost(self, error_ND: torch.Tensor, activation: torch.Tensor) -> None:
         """What the factors of one microbatch do not say, beside its activation."""
         one, other = error_ND.reshape(-1), activation.detach().reshape(-1).float()
-        norms = torch.linalg.vector_norm(one) * torch.linalg.vector_norm(other)
-        self.cosines.append(float(torch.dot(one, other) / norms) if float(norms) else 0.0)
+        self.cosines.append(_cosine(one, other))
         self.error_means.append(float(one.mean()))
         self.activation_means.append(float(other.mean()))
+
+    def changed(self, error_ND: torch.Tensor, change: torch.Tensor) -> None:
+        """What one microbatch lost, beside the difference of the next one's activation to its own.
+
+        Where the error is added to the next microbatch, the gradient of a weight is off by the product of the two.
+        """
+        self.change_cosines.append(_cosine(error_ND.reshape(-1), change.reshape(-1)))
+        self.change_means.append(float(change.mean()))
 
     def document(self, clock: Clock) -> dict[str, Any]:
         """For the log: sums over the step, and means over its microbatches."""
@@ -58,6 +72,10 @@ class BoundaryFigures:
             told["error_activation_cosine"] = sum(self.cosines) / count
             told["error_mean"] = sum(self.error_means) / count
             told["activation_mean"] = sum(self.activation_means) / count
+        if self.change_cosines:
+            count = len(self.change_cosines)
+            told["error_change_cosine"] = sum(self.change_cosines) / count
+            told["activation_change_mean"] = sum(self.change_means) / count
         return told
 
 

@@ -76,6 +76,9 @@ class ReplicaCodec:
     Args:
         settings: with a ``replica_rank``.
         seed: of the run.
+
+    Attributes:
+        workers: how many workers, from the first one on, compress; None is all.
     """
 
     def __init__(self, settings: CompressionSettings, held: HeldItems, world: World, seed: int, clock: Clock) -> None:
@@ -84,6 +87,7 @@ class ReplicaCodec:
         self.settings, self.group, self._rank = settings, world.groups.data, settings.replica_rank
         self._held, self._world, self._seed, self._clock = held, world, seed, clock
         self._step, self._scale = 0, 1.0
+        self.workers = 0 if settings.choose_workers else settings.replica_workers
         self.figures: dict[str, ReplicaFigures] = {}
 
     def enter(self, world: World) -> None:
@@ -98,8 +102,8 @@ class ReplicaCodec:
     @property
     def packs(self) -> bool:
         """Whether this worker compresses in this step."""
-        workers = self.settings.replica_workers
-        return self._step > self.settings.replica_warmup_steps and (workers is None or self._world.worker < workers)
+        chosen = self.workers is None or self._world.worker < self.workers
+        return chosen and self._step > self.settings.replica_warmup_steps
 
     def shape_of(self, parameter: torch.Tensor) -> FactorShape | None:
         """How a parameter is compressed: as its rows by the rest; None where it is a vector, or it does not pay."""

@@ -5,7 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-MEANS = ("error_activation_cosine", "error_mean", "activation_mean")
+MEANS = (
+    "error_activation_cosine",
+    "error_mean",
+    "activation_mean",
+    "error_change_cosine",
+    "activation_change_mean",
+)
 
 Figures = Mapping[str, Any]
 
@@ -43,7 +49,7 @@ def report_lines(step: int, figures: Figures, *, error: bool, speed: bool, ratio
     if error:
         parts = [
             f"{name}: error mean {one['error_mean']:.3E} activation mean {one['activation_mean']:.3E}"
-            f" cosine {one['error_activation_cosine']:.3E}"
+            f" cosine {one['error_activation_cosine']:.3E}{_change(one)}"
             for name, one in everything
             if "error_mean" in one
         ]
@@ -59,6 +65,13 @@ def report_lines(step: int, figures: Figures, *, error: bool, speed: bool, ratio
         ]
         lines.append(_line("compression ratio", step, [*parts, f"memories {figures['memory_bytes']:,} bytes"]))
     return lines
+
+
+def _change(figures: Mapping[str, float]) -> str:
+    if "error_change_cosine" not in figures:
+        return ""
+    mean, cosine = figures["activation_change_mean"], figures["error_change_cosine"]
+    return f"; to the next microbatch activation change mean {mean:.3E} cosine {cosine:.3E}"
 
 
 def _speed(figures: Mapping[str, float]) -> str:

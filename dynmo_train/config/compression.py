@@ -30,14 +30,21 @@ class CompressionConfig:
         "Compress between the replicas of the first workers only, which are the last to end their backward.",
         default=False,
     )
-    selective_grad_comp_way: int | None = option(
-        "How many workers --selective-grad-comp means.", default=None, minimum=1
+    selective_grad_comp_way: str | None = option(
+        "How many workers --selective-grad-comp means; auto: as many as dynmo-plan finds fastest for the measured costs"
+        " and links, asked behind the warm-up and again whenever layers have moved.",
+        default=None,
     )
     emb_comm_opt: bool = option(
         "Add the gradients of tied embeddings over replicas and copies in one exchange.", default=False
     )
     use_error_feedback: bool = option(
         "Add what compression lost to what is compressed next: at the same stage boundary, of the same parameter.",
+        default=False,
+    )
+    error_feedback_across_steps: bool = option(
+        "Between stages, add what the last compressed microbatch of a step lost to the first one of the next step,"
+        " where it is dropped otherwise.",
         default=False,
     )
     check_orth_error_acti: bool = option(

@@ -56,6 +56,7 @@ class Plan:
     migration: Mapping[str, Any]
     reason: str
     operations: tuple[str, ...] | None = None
+    selective_grad_comp_way: int | None = None
 
     @property
     def workers(self) -> tuple[int, ...]:
@@ -179,10 +180,16 @@ def parse_plan(document: Any, source: str) -> Plan:
         stage_workers=tuple(stage["worker"] for stage in stages),
         released_workers=tuple(document["released_workers"]),
         operations=tuple(document["operations"]) if "operations" in document else None,
+        selective_grad_comp_way=_way(document.get("x_selective_grad_comp_way")),
     )
     if problems := _across(plan, [stage["stage"] for stage in stages]):
         raise DocumentError(source, problems)
     return plan
+
+
+def _way(value: Any) -> int | None:
+    """How many workers compress between their replicas, where the plan says it."""
+    return value if isinstance(value, int) and not isinstance(value, bool) and value >= 0 else None
 
 
 def read_plan(path: Path) -> Plan:

@@ -101,6 +101,7 @@ def header_record(
     link: LinkInfo | None,
     workers: Sequence[WorkerInfo],
     items: Sequence[ItemInfo],
+    replica_link: LinkInfo | None = None,
 ) -> dict[str, Any]:
     """The first line of a segment; ``items`` are in layer order and fix the order of all per-item lists."""
     return {
@@ -111,6 +112,7 @@ def header_record(
         "model": _plain(model),
         **_plain(layout),
         "link": None if link is None else _plain(link),
+        **({} if replica_link is None else {"x_replica_link": _plain(replica_link)}),
         "workers": [_plain(worker) for worker in workers],
         "items": [_plain(item) for item in items],
     }

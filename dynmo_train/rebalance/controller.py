@@ -33,6 +33,7 @@ class TakenPlan:
         pause_ns: how long training stood still for it.
         released: ids of the workers that left with it.
         left: whether this process is of one of them, and has no more to do.
+        way: how many workers are to compress between their replicas, where the plan says it.
     """
 
     plan_id: int
@@ -40,6 +41,7 @@ class TakenPlan:
     pause_ns: int
     released: tuple[int, ...] = ()
     left: bool = False
+    way: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,7 +111,9 @@ class Controller:
             return None
         self.in_force = chosen["plan_id"]
         moves = [(m.item, ids[m.source], ids[m.target], report.bytes_by_item[m.item]) for m in report.moves]
-        taken = TakenPlan(plan_id=self.in_force, moves=moves, pause_ns=0, released=tuple(chosen["released"]))
+        taken = TakenPlan(
+            plan_id=self.in_force, moves=moves, pause_ns=0, released=tuple(chosen["released"]), way=chosen["way"]
+        )
         if leaving:
             staying = without_workers(world, leaving)
             if staying is None:
@@ -164,6 +168,7 @@ class Controller:
             "plan_id": chosen.plan_id,
             "stages": chosen.stages,
             "released": sorted(chosen.released_workers),
+            "way": chosen.selective_grad_comp_way,
             "reason": chosen.reason,
         }
 

@@ -1,6 +1,8 @@
 """Rate of the low-rank compression beside that of its three bare matrix products, and of torch's own orthogonalisation.
 
-python tests/benchmarks/train_lowrank.py [--device cpu] [--threads 1] [--rows 8192] [--repeats 3]
+On CUDA where there is one, with all shapes of Optimus-CC's figure 14, else on one core with the first of them.
+
+python tests/benchmarks/train_lowrank.py [--device cpu] [--models 2.5B,8.3B,175B]
 """
 
 from __future__ import annotations
@@ -63,17 +65,20 @@ def _contestants(matrix_ND: torch.Tensor, rank: int) -> tuple[Callable[[], None]
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--rows", type=int, default=8192, help="microbatch x sequence: 8 x 1024 in the paper")
-    parser.add_argument("--models", default="2.5B", help=f"comma-separated, of {', '.join(WIDTHS)}")
+    parser.add_argument("--models", help=f"comma-separated, of {', '.join(WIDTHS)}; all on cuda, the first on cpu")
     parser.add_argument("--repeats", type=int, default=3)
     told = parser.parse_args()
     torch.set_num_threads(told.threads)
     device = torch.device(told.device)
     emit("| model | rank | bare products ms | compress + decompress ms | rate | GB/s | torch's PowerSGD ms |")
     emit("|---|---|---|---|---|---|---|")
-    for model in told.models.split(","):
+    models = (told.models or (",".join(WIDTHS) if device.type == "cuda" else "2.5B")).split(",")
+    if unknown := [name for name in models if name not in WIDTHS]:
+        parser.error(f"--models {','.join(unknown)}: known are {', '.join(WIDTHS)}")
+    for model in models:
         generator = torch.Generator().manual_seed(1)
         matrix_ND = torch.randn(told.rows, WIDTHS[model], generator=generator).to(device)
         for rank in RANKS:

@@ -3,7 +3,7 @@
 Root on Linux, with ip and tc (iproute2). Every rank runs in a namespace of its own; bytes are those of the interfaces'
 counters. What was made is taken away again at the end, also after an error.
 
-python tests/benchmarks/train_network.py [--mbit 100,1000] [--schemes baseline,cb,...] [--repeats 3]
+python tests/benchmarks/train_network.py [--mbit 100,1000] [--schemes baseline,cb,...] [--results FOLDER]
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import argparse
 import contextlib
 import json
 import os
+import shutil
 import statistics
 import subprocess
 import sys
@@ -19,6 +20,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -205,6 +207,42 @@ def predicted_s(profile: Path, overhead_us: float, gbps: float, flags: list[str]
     return float(found["step_with_tail_ns"]) / 1e9
 
 
+def measured(
+    layout: Layout, data: Path, profile: Path, overhead_us: float, case: tuple[int, str], steps: int
+) -> dict[str, Any]:
+    """One row: a run over the limited network, and what is predicted for it."""
+    mbit, scheme = case
+    flags, planned = SCHEMES[scheme]
+    with tempfile.TemporaryDirectory() as folder, network(layout.ranks, mbit):
+        step_s, tokens, sent = run(layout, data, Path(folder), flags, steps)
+        gbps = measured_link(Path(folder) / "run")
+    expected = predicted_s(profile / "run", overhead_us, gbps, planned)
+    return {"step_s": step_s, "tokens": tokens, "sent": sent, "expected_s": expected}
+
+
+def tell(rows: list[dict[str, Any]], rates: list[int], schemes: list[str]) -> None:
+    """Of each case the median of its repetitions, which stand behind it."""
+    emit(
+        "| Mbit/s | scheme | step ms (each) | tokens/s | x baseline | predicted ms | measured/predicted | MB by rank |"
+    )
+    emit("|---|---|---|---|---|---|---|---|")
+    for mbit in rates:
+        base = None
+        for scheme in schemes:
+            found = sorted(
+                (row for row in rows if row["case"][:2] == [mbit, scheme]), key=lambda row: float(row["step_s"])
+            )
+            if not found:
+                continue
+            middle = found[(len(found) - 1) // 2]
+            step_s, expected = middle["step_s"], middle["expected_s"]
+            base = base or step_s
+            each = ", ".join(f"{row['step_s'] * 1e3:.0f}" for row in found)
+            figures = f"{step_s * 1e3:.0f} ({each}) | {middle['tokens'] / step_s:.0f} | {base / step_s:.2f}"
+            traffic = ", ".join(f"{one:.2f}" for one in middle["sent"])
+            emit(f"| {mbit} | {scheme} | {figures} | {expected * 1e3:.0f} | {step_s / expected:.3f} | {traffic} |")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--mbit", default="100,300,1000")
@@ -212,34 +250,37 @@ def main() -> None:
     parser.add_argument("--pipeline", type=int, default=2)
     parser.add_argument("--data", type=int, default=2)
     parser.add_argument("--microbatches", type=int, default=4)
-    parser.add_argument("--steps", type=int, default=7)
-    parser.add_argument("--repeats", type=int, default=1)
-    parser.add_argument("--profile", type=Path, help="keep the run without a limit here, or take it from here")
+    parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--results", type=Path, help="a folder; what stands in it is not run again")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no further run behind these")
     told = parser.parse_args()
     layout = Layout(pipeline=told.pipeline, data=told.data, microbatches=told.microbatches)
+    rates, schemes = [int(word) for word in told.mbit.split(",") if word], told.schemes.split(",")
+    begun = time.monotonic()
     with tempfile.TemporaryDirectory() as place:
-        data, profile = write_data(Path(place) / "data"), told.profile or Path(place) / "unlimited"
-        if not profile.exists():
+        kept = told.results or Path(place) / "results"
+        profile, lines = kept / "unlimited", kept / "rows.jsonl"
+        data = write_data(Path(place) / "data")
+        if not (profile / "run" / "done").exists():
+            shutil.rmtree(profile, ignore_errors=True)
             profile.mkdir(parents=True)
             with network(layout.ranks, None):
-                step_s, _, _ = run(layout, data, profile, [], 2 * told.steps)
+                step_s, _, _ = run(layout, data, profile, [], 3 * told.steps)
+            (profile / "run" / "done").touch()
             emit(f"without a limit: {step_s * 1e3:.0f} ms a step")
         overhead_us = calibrated(profile / "run")
-        emit("| Mbit/s | scheme | step ms | tokens/s | x baseline | predicted ms | measured/predicted | MB by rank |")
-        emit("|---|---|---|---|---|---|---|---|")
-        for mbit in (int(word) for word in told.mbit.split(",") if word):
-            for _ in range(told.repeats):
-                base = None
-                for scheme in told.schemes.split(","):
-                    flags, planned = SCHEMES[scheme]
-                    with tempfile.TemporaryDirectory() as folder, network(layout.ranks, mbit):
-                        step_s, tokens, sent = run(layout, data, Path(folder), flags, told.steps)
-                        gbps = measured_link(Path(folder) / "run")
-                    expected = predicted_s(profile / "run", overhead_us, gbps, planned)
-                    base = base or step_s
-                    figures = f"{step_s * 1e3:.0f} | {tokens / step_s:.0f} | {base / step_s:.2f} | {expected * 1e3:.0f}"
-                    traffic = ", ".join(f"{each:.2f}" for each in sent)
-                    emit(f"| {mbit} | {scheme} | {figures} | {step_s / expected:.3f} | {traffic} |")
+        done = _lines(lines)
+        # The repetitions lie far apart in time, so that a disturbance meets one of each
+        for repeat, mbit, scheme in product(range(told.repeats), rates, schemes):
+            case = [mbit, scheme, repeat]
+            if time.monotonic() - begun > told.seconds or any(row["case"] == case for row in done):
+                continue
+            row = measured(layout, data, profile, overhead_us, (mbit, scheme), told.steps)
+            done.append({"case": case, **row})
+            with lines.open("a") as file:
+                file.write(json.dumps(done[-1]) + "\n")
+        tell(done, rates, schemes)
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ class Layout:
     settings: dict[str, Any] = field(default_factory=dict)
 
 
-def engine_on(world: World, layout: Layout, *, build: bool = True) -> Engine:
+def engine_on(world: World, layout: Layout, *, build: bool = True, kind: type[Engine] = Engine) -> Engine:
     scenario = layout.scenario
     family, settings = scenario.family(), scenario.settings()
     boundary = settings.pipeline.boundary
@@ -36,7 +36,7 @@ def engine_on(world: World, layout: Layout, *, build: bool = True) -> Engine:
     start = scenario.start or uniform_partition(
         family.items, world.dims.pipeline, scenario.virtual, vee=scenario.schedule == "zb-v"
     )
-    engine = Engine(family, replace(settings, pipeline=pipeline, **layout.settings), start, world)
+    engine = kind(family, replace(settings, pipeline=pipeline, **layout.settings), start, world)
     if build:
         engine.build()
     return engine

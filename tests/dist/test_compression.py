@@ -38,14 +38,16 @@ LAYOUTS = {
     ),
     "zero-bubble": (TWO, replace(BASE, schedule="zero-bubble")),
     "zb-v": (TWO, replace(BASE, schedule="zb-v", virtual=2, moves=((2, vee(cut(2, 1, 5, 8))),))),
-    "bf16": (TWO, replace(BASE, precision="bf16")),
+    "bf16, selective recompute": (TWO, replace(BASE, precision="bf16", recompute=True, selective=True)),
     "fp16, overflowing": (TWO, replace(BASE, precision="fp16", steps=11)),
     "front frozen": (TWO, replace(BASE, freeze=((2, 3),), start=cut(2, 2))),
     "t5": (TWO, replace(BASE, model="t5")),
     "four workers, moving, an empty stage": (FOUR, replace(BASE, start=cut(4, 1, 4, 8), moves=((2, cut(4, 4, 8, 8)),))),
     "replicas": (ParallelDims(pipeline=2, data=2), BASE),
     "tensor": (ParallelDims(pipeline=2, tensor=2), BASE),
+    "tensor, tokens cut, moving": (ParallelDims(pipeline=2, tensor=2), replace(BASE, moves=((2, cut(2, 3)),))),
 }
+SETTINGS = {"tensor, tokens cut, moving": {"sequence_parallel": True}}
 
 
 def play(world: World, told: list[tuple[Layout, CompressionSettings]]) -> list[dict[str, Any]]:
@@ -94,8 +96,9 @@ KINDS = {
 IN_EPILOGUE = ("1f1b", "gpipe, recompute", "interleaved")
 GROUPS = [
     ("1f1b", "gpipe, recompute", "interleaved", "interleaved, moving"),
-    ("zero-bubble", "zb-v", "bf16", "fp16, overflowing", "front frozen", "t5"),
-    ("four workers, moving, an empty stage", "replicas", "tensor"),
+    ("zero-bubble", "zb-v", "bf16, selective recompute"),
+    ("fp16, overflowing", "front frozen", "t5"),
+    ("four workers, moving, an empty stage", "replicas", "tensor", "tensor, tokens cut, moving"),
 ]
 
 
@@ -104,7 +107,10 @@ def group_played(group: int) -> dict[tuple[str, str], dict[str, Any]]:
     """Some layouts in one set of processes: whole, with full rank, and twice with each kind of compression."""
     names = GROUPS[group]
     pairs = [(name, kind) for name in names for kind in KINDS if kind != "epilogue" or name in IN_EPILOGUE]
-    told = [(Layout(dims=LAYOUTS[name][0], scenario=LAYOUTS[name][1]), KINDS[kind]) for name, kind in pairs]
+    told = [
+        (Layout(dims=LAYOUTS[name][0], scenario=LAYOUTS[name][1], settings=SETTINGS.get(name, {})), KINDS[kind])
+        for name, kind in pairs
+    ]
     return dict(zip(pairs, run_workers(play, LAYOUTS[names[0]][0].size, told)[0], strict=True))
 
 
@@ -180,3 +186,7 @@ def test_replicas_remember_apart_and_tensor_ranks_alike():
     assert len(replicas) == len(set(replicas)) == 2
     tensor = [steps[-1][name] for steps in played("tensor", "lep")["remembered"] if name in steps[-1]]
     assert (len(tensor), len(set(tensor))) == (2, 1)
+    # Where the tokens are cut every tensor rank sends, and owes, its own
+    apart = [steps[0][name] for steps in played("tensor, tokens cut, moving", "lep")["remembered"] if name in steps[0]]
+    assert (len(apart), len(set(apart))) == (2, 2)
+    assert sent("tensor, tokens cut, moving", "lep", 1)["layers.2.attention"][1] == MICROBATCHES * WHOLE_BYTES

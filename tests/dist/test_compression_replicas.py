@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from layouts import Layout, engine_on
 from scenario import MICRO_BATCH, SHAPE, TOKENS, Scenario, batch_of
+from plain_stage import PlainEngine
 from test_compression import play
 from test_placement import cut, vee
 from whole_runs import figures, lines, tensors, train, write_data
@@ -19,6 +20,7 @@ from workers import run_workers
 
 from dynmo_train.compression.lowrank import FactorShape, first_factor, orthonormalise
 from dynmo_train.compression.settings import NO_COMPRESSION, CompressionSettings
+from dynmo_train.engine import Engine
 from dynmo_train.optim.items import memory_name
 from dynmo_train.parallel.dims import ParallelDims
 from dynmo_train.parallel.world import World, gather_over, lay_out
@@ -173,8 +175,32 @@ def test_what_is_owed_is_paid_where_nothing_is_compressed():
     assert holders == [[], [0, 1], [2, 3], []]
 
 
-def wire(world: World, compression: CompressionSettings) -> list[list[Any]]:
-    """What one process hands to torch in two steps: every send, receive and sum, with type and bytes."""
+
+def chosen(world: World, compression: CompressionSettings, choice: int | None) -> dict[str, Any]:
+    """Three steps; behind the first one it is chosen how many workers compress."""
+    engine = engine_on(lay_out(world, BOTH, 60), Layout(dims=BOTH, scenario=BASE, settings={"compression": compression}))
+    before, results = engine.replica_workers, []
+    for step in (1, 2, 3):
+        results.append(engine.train_step(batch_of(step), sampled=False))
+        if step == 1 and choice is not None:
+            engine.choose_replica_workers(choice)
+    items = [sorted(one.compression.get("replicas", {})) for one in results]
+    return {"losses": [one.loss for one in results], "items": items, "chosen": [before, engine.replica_workers]}
+
+
+def test_who_compresses_can_be_chosen_on_the_way():
+    given = replace(SGD, check_ratio=True, replica_warmup_steps=1, replica_workers=1)
+    asked = replace(given, replica_warmup_steps=0, replica_workers=None, choose_workers=True)
+    fixed, auto = run_workers(chosen, 4, given, None)[0], run_workers(chosen, 4, asked, 1)[0]
+    assert auto["chosen"] == [None, 1]
+    assert fixed["chosen"] == [None, None]
+    assert (auto["losses"], auto["items"]) == (fixed["losses"], fixed["items"])
+    assert [bool(items) for items in auto["items"]] == [False, True, True]
+    assert set(auto["items"][1]) == FIRST_ITEMS
+
+
+def wire(world: World, compression: CompressionSettings, kind: type[Engine] = Engine) -> list[list[Any]]:
+    """What one process hands to torch in two steps: every send, receive and sum, with type and bytes; and the losses."""
     told: list[list[Any]] = []
     batched, summed = dist.batch_isend_irecv, dist.all_reduce
 
@@ -187,11 +213,11 @@ def wire(world: World, compression: CompressionSettings) -> list[list[Any]]:
         return summed(tensor, *arguments, **keywords)
 
     layout = Layout(dims=BOTH, scenario=BASE, settings={"compression": compression})
-    engine = engine_on(lay_out(world, BOTH, 60), layout)
+    engine = engine_on(lay_out(world, BOTH, 60), layout, kind=kind)
     dist.batch_isend_irecv, dist.all_reduce = batch, add
     try:
         for step in (1, 2):
-            engine.train_step(batch_of(step), sampled=False)
+            told.append(["loss", engine.train_step(batch_of(step), sampled=False).loss, 0])
     finally:
         dist.batch_isend_irecv, dist.all_reduce = batched, summed
     return told
@@ -199,6 +225,7 @@ def wire(world: World, compression: CompressionSettings) -> list[list[Any]]:
 
 def test_without_compression_every_operation_and_byte_is_as_before():
     plain = run_workers(wire, 4, NO_COMPRESSION)
+    assert run_workers(wire, 4, NO_COMPRESSION, PlainEngine) == plain
     # What a feedback without compression would change is nothing at all
     assert run_workers(wire, 4, CompressionSettings(feedback=True, epilogue_only=True)) == plain
     boundary = MICRO_BATCH * TOKENS * SHAPE.hidden_size * 4

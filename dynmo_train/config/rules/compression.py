@@ -9,6 +9,7 @@ from ..schema import Config
 from .problem import Rule, conflict, later
 
 FACTOR_BYTES = 4
+AUTO = "auto"
 
 
 def _boundaries(config: Config, _world_size: int) -> Iterator[Problem]:
@@ -36,6 +37,10 @@ def _feedback(config: Config, _world_size: int) -> Iterator[Problem]:
     given = config.compression
     if given.use_error_feedback and not (given.inter_grad_comp or given.grad_comp):
         yield conflict("--use-error-feedback", "has no effect without --inter-grad-comp or --grad-comp")
+    if given.error_feedback_across_steps and not (given.inter_grad_comp and given.use_error_feedback):
+        yield conflict(
+            "--error-feedback-across-steps", "has no effect without --inter-grad-comp and --use-error-feedback"
+        )
 
 
 def _replicas(config: Config, _world_size: int) -> Iterator[Problem]:
@@ -62,9 +67,10 @@ def _selection(config: Config, _world_size: int) -> Iterator[Problem]:
         yield conflict("--selective-grad-comp", "needs --selective-grad-comp-way: how many workers compress")
     if way is not None and not given.selective_grad_comp:
         yield conflict("--selective-grad-comp-way", "has no effect without --selective-grad-comp")
-    elif way is not None and way > workers:
+    elif way is not None and way != AUTO and not (way.isdecimal() and 1 <= int(way) <= workers):
         yield conflict(
-            "--selective-grad-comp-way", f"{way} workers of {workers}: --pipeline-model-parallel-size has no more"
+            "--selective-grad-comp-way",
+            f"is {way!r}: write auto, or how many workers: 1 to {workers}, as --pipeline-model-parallel-size has it",
         )
 
 

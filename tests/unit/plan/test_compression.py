@@ -185,3 +185,60 @@ def test_what_cannot_be_is_one_clear_error(tmp_path, words, said):
     done = simulate(profile(tmp_path), *words)
     assert isinstance(done.exception, Exception)
     assert said in str(done.exception) + done.output
+
+
+def what_if(path, *words):
+    return CliRunner().invoke(app, ["what-if", path, *words])
+
+
+def grid(path, *words):
+    done = what_if(path, *words, "--format", "json")
+    assert done.exit_code == 0, done.output
+    return json.loads(done.stdout)
+
+
+def test_what_if_says_for_which_links_and_ranks_it_pays(tmp_path):
+    path = profile(tmp_path)
+    axes = ("--vary", "link-gbps=0.01,100", "--vary", "inter-grad-comp-rank=0,4", "--vary", "grad_comp_rank=0,4")
+    told = grid(path, *axes)
+    rows = {(row["link_gbps"], row["boundary_rank"], row["replica_rank"]): row for row in told["rows"]}
+    assert len(rows) == 8
+    assert {row["gain"] for (_, *ranks), row in rows.items() if ranks == [0, 0]} == {1.0}
+    assert rows[0.01, 4, 4]["gain"] > max(rows[0.01, 4, 0]["gain"], rows[0.01, 0, 4]["gain"], 1)
+    assert rows[100, 4, 4]["gain"] < 1
+    one = figures(path, *RATES[2:], *FLAGS[:4])
+    same = rows[0.01, 4, 4]
+    assert same["step_ns"] == one["step_with_tail_ns"]
+    assert {key: same[key] for key in one["compression"] if key != "gain"} == {
+        key: value for key, value in one["compression"].items() if key != "gain"
+    }
+    assert "rank 4 between stages, 4 between replicas: pays in some cells, up to 0.01 GB/s" in told["answer"]
+
+
+def test_what_if_of_compression_goes_with_the_other_axes_and_flags(tmp_path):
+    path = profile(tmp_path)
+    more = ("--grad-comp-rank", "4", "--selective-grad-comp-way", "auto", "--emb-comm-opt", "--use-error-feedback")
+    told = grid(path, "--vary", "microbatches=2,8", "--vary", "inter-grad-comp-rank=2:4:2", *more)
+    assert [(row["microbatches"], row["boundary_rank"]) for row in told["rows"]] == [(2, 2), (2, 4), (8, 2), (8, 4)]
+    assert all(set(row["ways_ns"]) == {"0", "1", "2"} for row in told["rows"])
+    # The link of the profile is that of the replicas as well, unless they have a rate of their own
+    own = grid(path, "--grad-comp-rank", "4", "--data-parallel-gbps", "100")["rows"][0]
+    assert own["gain"] < grid(path, "--grad-comp-rank", "4")["rows"][0]["gain"]
+    text = what_if(path, "--vary", "inter-grad-comp-rank=4,200").output
+    assert "infeasible" in text
+    assert "pays everywhere" in text
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--vary", "link-gbps=0"), "link-gbps must be above 0"),
+        (("--vary", "grad-comp-rank=-1"), "ranks must not be negative"),
+        (("--vary", "grad-comp-rank=1.5"), "must hold whole numbers"),
+        (("--grad-comp-rank", "4", "--front"), "of the grid without compression"),
+        (("--vary", "rank=1"), "write NAME=VALUES with NAME one of"),
+    ],
+)
+def test_what_if_refuses_in_one_line(tmp_path, words, said):
+    done = what_if(profile(tmp_path), *words)
+    assert said in str(done.exception) + done.output

@@ -178,6 +178,7 @@ CASES = {
         "--inter-grad-comp-rank",
     ),
     "feedback of nothing": ({"use_error_feedback": True}, "--use-error-feedback"),
+    "across steps of nothing": ({"error_feedback_across_steps": True}, "--error-feedback-across-steps"),
     "replicas of nothing": ({"grad_comp": True}, "--grad-comp"),
     "packed by parts": ({"grad_comp": True, "zero_stage": 2, **REPLICAS}, "--grad-comp"),
     "packed experts": (
@@ -185,13 +186,13 @@ CASES = {
         "--grad-comp",
     ),
     "selected of nothing": (
-        {"selective_grad_comp": True, "selective_grad_comp_way": 1},
+        {"selective_grad_comp": True, "selective_grad_comp_way": "1"},
         "--selective-grad-comp",
     ),
     "selected nobody": ({"grad_comp": True, "selective_grad_comp": True, **REPLICAS}, "--selective-grad-comp"),
-    "way of nothing": ({"selective_grad_comp_way": 1}, "--selective-grad-comp-way"),
+    "way of nothing": ({"selective_grad_comp_way": "1"}, "--selective-grad-comp-way"),
     "too many selected": (
-        {"grad_comp": True, "selective_grad_comp": True, "selective_grad_comp_way": 2, **REPLICAS},
+        {"grad_comp": True, "selective_grad_comp": True, "selective_grad_comp_way": "2", **REPLICAS},
         "--selective-grad-comp-way",
     ),
     "fused nothing": ({"emb_comm_opt": True, "untie_embeddings_and_output_weights": True}, "--emb-comm-opt"),

@@ -1,0 +1,88 @@
+"""What the code of compression costs where nothing is compressed: paired steps with and without that code.
+
+Two processes, one pipeline. Two engines with the same weights take turns, step by step, in an order that alternates;
+one has the stages of the trainer with compression off, the other stages without a line of compression
+(``tests/dist/plain_stage.py``). Told is the mean of the paired differences with its 95 % interval: of the step by the
+clock of rank 0, and of its processor time. Losses must be the same bits.
+
+python tests/benchmarks/train_compression_off.py [--pairs 60] [--width 128]
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import statistics
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "dist"))
+
+import scenario
+from layouts import Layout, engine_on
+from plain_stage import PlainEngine
+from workers import run_workers
+
+from dynmo_train.console import emit
+from dynmo_train.engine import Engine
+from dynmo_train.parallel.dims import ParallelDims
+from dynmo_train.parallel.world import World, lay_out
+
+SETTLING_PAIRS = 4
+NORMAL_95 = 1.96
+
+
+def paired(world: World, pairs: int, width: int, swapped: bool) -> list[tuple[float, float, float, float]]:
+    """(clock, processor) seconds of the step with and the step without the code, of each pair."""
+    scenario.SHAPE = replace(scenario.SHAPE, hidden_size=width, ffn_hidden_size=4 * width)
+    layout = Layout(dims=ParallelDims(pipeline=2), scenario=scenario.Scenario(prune=False, freeze=()))
+    world = lay_out(world, layout.dims, 60)
+    # Which of them is made first decides where its memory lies
+    made = {kind: engine_on(world, layout, kind=kind) for kind in ((PlainEngine, Engine)[:: -1 if swapped else 1])}
+    engines = [made[Engine], made[PlainEngine]]
+    told = []
+    for pair in range(1, pairs + SETTLING_PAIRS + 1):
+        batch = scenario.batch_of(pair)
+        times, losses = [(0.0, 0.0), (0.0, 0.0)], [0.0, 0.0]
+        for at in (0, 1) if pair % 2 else (1, 0):
+            begun, working = time.perf_counter(), time.process_time()
+            losses[at] = engines[at].train_step(batch, sampled=False).loss
+            times[at] = (time.perf_counter() - begun, time.process_time() - working)
+        if losses[0] != losses[1]:
+            raise SystemExit(f"losses differ in step {pair}: {losses}")
+        if pair > SETTLING_PAIRS:
+            told.append((*times[0], *times[1]))
+    return told
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--pairs", type=int, default=60)
+    parser.add_argument("--width", type=int, default=128)
+    parser.add_argument("--repeats", type=int, default=4)
+    given = parser.parse_args()
+    emit("| run | figure | without the code ms | compression off ms | difference | 95 % interval |")
+    emit("|---|---|---|---|---|---|")
+    everything: list[tuple[float, float, float, float]] = []
+    for repeat in range(given.repeats):
+        found = run_workers(paired, 2, given.pairs, given.width, bool(repeat % 2))[0]
+        _tell(found, str(repeat + 1))
+        everything += found
+    _tell(everything, "all")
+
+
+def _tell(found: list[tuple[float, float, float, float]], run: str) -> None:
+    for name, with_code, without in (("step", 0, 2), ("processor", 1, 3)):
+        base = statistics.fmean(row[without] for row in found)
+        differences = [(row[with_code] - row[without]) / base for row in found]
+        mean = statistics.fmean(differences)
+        half = NORMAL_95 * statistics.stdev(differences) / math.sqrt(len(differences))
+        ours = statistics.fmean(row[with_code] for row in found)
+        interval = f"{mean - half:+.2%} to {mean + half:+.2%}"
+        emit(f"| {run} | {name} | {base * 1e3:.2f} | {ours * 1e3:.2f} | {mean:+.2%} | {interval} |")
+
+
+if __name__ == "__main__":
+    main()
