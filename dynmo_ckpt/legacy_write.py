@@ -100,7 +100,10 @@ def _refuse_unmapped(model: Mapping[str, Any], version: float) -> None:
         if model.get(field, value) != value:
             raise UnsupportedError(f"legacy Megatron: {field} {model[field]!r} is not mapped, only {value!r} is")
     if model.get("num_experts"):
-        raise UnsupportedError("legacy Megatron: experts are not mapped")
+        raise UnsupportedError(
+            f"legacy Megatron has no form for this model's experts: its SwitchMLP gives each token one expert (here "
+            f"{model.get('moe_top_k', 2)}), weighted by a softmax or a sigmoid that the files do not name; write --to hf or native"
+        )
     if model.get("num_key_value_heads", model["num_attention_heads"]) != model["num_attention_heads"] and version < 2:
         raise UnsupportedError(f"checkpoint version {version:g} is older than grouped queries; 2.0 and 3.0 hold them")
     if model["family"] == "bert" and not model["tied_embeddings"] and not model.get("task_head"):
