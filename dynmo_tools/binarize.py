@@ -19,7 +19,7 @@ from .errors import UsageError
 from .formats.indexed import Index, best_dtype, bin_path, encode_index, idx_path
 from .formats.numbers import Numbers, bounds, chained, whole_file
 from .plan import Plan
-from .records import BadLineError, text_of
+from .records import BadLineError, parse_line, plain_line, text_of
 from .sentences import split_sentences
 from .settings import BinarizeSettings, IndexForm
 from .tasks import Phase, Task, marker_of
@@ -156,7 +156,7 @@ def tokenize_slice(task: Task) -> None:
             writer.write(*pack(encoded, counts, eod, keep_empty=settings.keep_empty))
             texts.clear()
 
-    for row in task.objects():
+    for row in task.objects(parse=plain_line if settings.plain_text else parse_line):
         try:
             found = [text_of(row.value, key) for key in settings.json_keys]
         except BadLineError as error:

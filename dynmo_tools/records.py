@@ -204,6 +204,14 @@ def parse_line(raw: bytes) -> dict[str, Any]:
     return value
 
 
+def plain_line(raw: bytes) -> dict[str, Any]:
+    """A line of plain text as the document ``{"text": ...}``; ``BadLineError`` with ``utf8`` where it is none."""
+    try:
+        return {"text": raw.decode().strip()}
+    except UnicodeDecodeError as error:
+        raise BadLineError("utf8") from error
+
+
 def has_surrogates(text: str) -> bool:
     """Whether ``text`` holds lone surrogates, which UTF-8 cannot carry."""
     if text.isascii():

@@ -286,6 +286,7 @@ class BinarizeSettings:
         None,
         help="The end-of-document token [default: <|endoftext|>; [SEP] for Bert; the model's own for SentencePiece]",
     )
+    plain_text: bool = setting(False, help="Each line of the inputs is a document's text, and no JSON object.")
     split_sentences: bool = setting(False, help="Make each sentence a sequence, as BERT and T5 want it.")
     keep_newlines: bool = setting(False, help="Leave the white space behind a sentence on it when splitting.")
     keep_empty: bool = setting(
@@ -301,6 +302,10 @@ class BinarizeSettings:
         """Refuse two data sets of one name."""
         if len(set(self.json_keys)) < len(self.json_keys):
             raise UsageError(f"--json-keys {' '.join(self.json_keys)}: a key is named twice; each becomes one data set")
+        if self.plain_text and self.json_keys != ("text",):
+            raise UsageError(
+                f"--plain-text: a line of text has no keys; leave out --json-keys {' '.join(self.json_keys)}"
+            )
 
 
 class Utf8(StrEnum):
@@ -355,6 +360,8 @@ class RunSettings:
         help="Stop with exit code 4 when more than this share of the lines (0 to 1) are no usable documents.",
         data=False,
     )
-    task_bytes: int = setting(64 << 20, help="Cut uncompressed inputs into tasks of about this many bytes.")
+    task_bytes: int = setting(
+        64 << 20, help="Cut uncompressed inputs into tasks of about this many bytes, the end of the last input finer."
+    )
     max_line_bytes: int = setting(64 << 20, help="Put longer lines (bytes) aside unread.")
     utf8: Utf8 = setting(Utf8.REJECT, help="Put lines that are no UTF-8 aside, or replace their bad bytes by U+FFFD.")

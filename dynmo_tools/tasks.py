@@ -156,17 +156,19 @@ class Task:
             else:
                 yield row
 
-    def objects(self, part: Slice | None = None) -> Iterator[Row]:
-        """The JSON objects of a slice, as ``rows``, but with lone surrogates let through."""
+    def objects(
+        self, part: Slice | None = None, *, parse: Callable[[bytes], dict[str, Any]] = parse_line
+    ) -> Iterator[Row]:
+        """The JSON objects of a slice, as ``rows``, but with lone surrogates let through; ``parse`` reads a line."""
         part = part or self.slice
         if part.path != self._source:
             self._source, self._lines_before = part.path, 0
         if part.path.suffix == ".parquet":
             yield from self._told(read_parquet(part))
             return
-        yield from self._told(self._parsed(part))
+        yield from self._told(self._parsed(part, parse))
 
-    def _parsed(self, part: Slice) -> Iterator[Row]:
+    def _parsed(self, part: Slice, parse: Callable[[bytes], dict[str, Any]]) -> Iterator[Row]:
         limits = self.job.limits
         seen = 0
         for number, offset, raw, head in read_lines(part, limits.max_line_bytes):
@@ -182,7 +184,7 @@ class Task:
                 if limits.repair_utf8:
                     raw = repair_utf8(raw)
                 try:
-                    yield Row(number, offset, raw, parse_line(raw))
+                    yield Row(number, offset, raw, parse(raw))
                 except BadLineError as error:
                     self._count(documents=1, size=len(raw) + 1)
                     self.report(1, len(raw) + 1)

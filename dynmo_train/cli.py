@@ -5,6 +5,7 @@ from __future__ import annotations
 import typer
 
 from .commands import cluster as _cluster  # noqa: F401 - adds its commands to launch
+from .commands import cluster_batch as _cluster_batch  # noqa: F401 - and so does this
 from .commands.evaluate import evaluate
 from .commands.explain import explain_flags
 from .commands.finetune import finetune

@@ -1,4 +1,4 @@
-"""``dynmo-train launch slurm|kubernetes|hostfile|lsf``: the same command on a cluster's own ways of running jobs."""
+"""``dynmo-train launch kubernetes|hostfile``: the same command in pods, or on hosts over ssh."""
 
 from __future__ import annotations
 
@@ -11,167 +11,12 @@ import typer
 
 from ..console import emit, say
 from ..errors import UsageError
+from .cluster_options import DryRun, Exports, Gpus, JobName, LogFolder, NodeCount, Nproc
 from .launch import Arguments, MaxRestarts, check_command, count_of_nodes, launch
 
 if TYPE_CHECKING:
     from ..launch.hostfile import HostJob
     from ..launch.kubernetes import KubernetesJob
-
-Nproc = Annotated[
-    int,
-    typer.Option(
-        "--nproc", "--nproc-per-node", min=1, envvar="GPU_PER_NODE", help="Processes a node, one for each GPU."
-    ),
-]
-NodeCount = Annotated[
-    str, typer.Option("--nodes", metavar="N|LEAST:MOST", envvar="NUM_NODES", help="Nodes that take part.")
-]
-Gpus = Annotated[int, typer.Option("--gpus", min=0, help="GPUs to ask for on each node.")]
-DryRun = Annotated[bool, typer.Option("--dry-run", help="Print exactly what would be submitted, and submit nothing.")]
-Exports = Annotated[
-    list[str] | None, typer.Option("--export", metavar="NAME=VALUE", help="Variable to set there; may be repeated.")
-]
-JobName = Annotated[str, typer.Option("--job-name", help="Name of the job.")]
-LogFolder = Annotated[str, typer.Option("--log-dir", help="Folder for the output of every process.")]
-
-
-def _write_and_submit(text: str, file: Path, dry_run: bool, submit: tuple[str, ...], *, by_stdin: bool) -> None:
-    """Print a script, or write it and hand it to the scheduler."""
-    if dry_run:
-        emit(text.rstrip("\n"))
-        return
-    from ..launch.slurm import submit_script
-
-    try:
-        file.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise UsageError(f"cannot write {file}: {error}") from error
-    say(f"dynmo-train: submitted {submit_script(file, submit, by_stdin=by_stdin)} ({file})")
-
-
-@launch.command("slurm")
-def launch_slurm(
-    arguments: Arguments,
-    nodes: NodeCount = "1",
-    nproc: Nproc = 1,
-    gpus: Gpus = 0,
-    cpus: Annotated[int, typer.Option("--cpus", min=0, help="CPUs to ask for on each node.")] = 0,
-    job_name: JobName = "dynmo",
-    time_limit: Annotated[str, typer.Option("--time", help="Time limit, as Slurm writes it.")] = "",
-    partition: Annotated[str, typer.Option("--partition", help="Partition.")] = "",
-    account: Annotated[str, typer.Option("--account", help="Account.")] = "",
-    qos: Annotated[str, typer.Option("--qos", help="Quality of service.")] = "",
-    output: Annotated[str, typer.Option("--output", help="Log of the job.")] = "slurm-%x-%j.out",
-    array: Annotated[
-        int, typer.Option("--array", min=0, help="Run this many times one after another; each goes on with the run.")
-    ] = 0,
-    het: Annotated[
-        list[str] | None,
-        typer.Option("--het", metavar="NODES:PARTITION[:GPUS]", help="Group of a heterogeneous job; may be repeated."),
-    ] = None,
-    save_before_s: Annotated[
-        int, typer.Option("--save-before-s", min=1, help="Seconds before the time limit to save and requeue at.")
-    ] = 120,
-    container_image: Annotated[str, typer.Option("--container-image", help="Image for Pyxis and Enroot.")] = "",
-    container_mount: Annotated[
-        list[str] | None, typer.Option("--container-mount", metavar="FROM:TO", help="Mount; may be repeated.")
-    ] = None,
-    container_workdir: Annotated[str, typer.Option("--container-workdir", help="Folder to run in, inside.")] = "",
-    export: Exports = None,
-    sbatch: Annotated[
-        list[str] | None, typer.Option("--sbatch", metavar="--OPTION=VALUE", help="Any other option of sbatch.")
-    ] = None,
-    log_dir: LogFolder = "logs",
-    max_restarts: MaxRestarts = 3,
-    script: Annotated[Path, typer.Option("--script", help="File to write and submit.")] = Path("dynmo.sbatch"),
-    dry_run: DryRun = False,
-) -> None:
-    """Write a batch script for Slurm that runs COMMAND on its nodes, and submit it.
-
-    The run should have --save and --load of one folder that all nodes see: on a time-out or a lost node the job goes
-    back into the queue and on from there. Nodes whose workers are released are given back.
-    """
-    check_command(arguments)
-    from ..launch.script import parse_exports
-    from ..launch.slurm import SlurmJob, parse_part, slurm_script
-
-    least, most = count_of_nodes(nodes)
-    job = SlurmJob(
-        arguments=tuple(arguments),
-        name=job_name,
-        least=least,
-        most=most,
-        nproc=nproc,
-        gpus=gpus,
-        cpus=cpus,
-        time=time_limit,
-        partition=partition,
-        account=account,
-        qos=qos,
-        output=output,
-        array=array,
-        parts=tuple(parse_part(text) for text in het or ()),
-        save_before_s=save_before_s,
-        max_restarts=max_restarts,
-        log_dir=log_dir,
-        image=container_image,
-        mounts=tuple(container_mount or ()),
-        workdir=container_workdir,
-        exports=parse_exports(export or ()),
-        more=tuple(sbatch or ()),
-    )
-    _write_and_submit(slurm_script(job), script, dry_run, ("sbatch", "--parsable"), by_stdin=False)
-
-
-@launch.command("lsf")
-def launch_lsf(
-    arguments: Arguments,
-    nodes: Annotated[int, typer.Option("--nodes", min=1, envvar="NUM_NODES", help="Hosts that take part.")] = 1,
-    nproc: Nproc = 1,
-    gpus: Gpus = 0,
-    job_name: JobName = "dynmo",
-    time_limit: Annotated[str, typer.Option("--time", help="Time limit, HOURS:MINUTES.")] = "",
-    queue: Annotated[str, typer.Option("--queue", help="Queue.")] = "",
-    project: Annotated[str, typer.Option("--project", help="Project.")] = "",
-    output: Annotated[str, typer.Option("--output", help="Log of the job.")] = "lsf-%J.out",
-    image: Annotated[str, typer.Option("--image", help="Image or sandbox folder of Singularity or Apptainer.")] = "",
-    container: Annotated[str, typer.Option("--container", help="singularity or apptainer.")] = "singularity",
-    mount: Annotated[list[str] | None, typer.Option("--mount", metavar="FROM:TO", help="Mount; repeatable.")] = None,
-    workdir: Annotated[str, typer.Option("--workdir", help="Folder to run in, inside.")] = "",
-    export: Exports = None,
-    bsub: Annotated[list[str] | None, typer.Option("--bsub", help="Any other word of bsub; repeatable.")] = None,
-    log_dir: LogFolder = "logs",
-    max_restarts: MaxRestarts = 3,
-    script: Annotated[Path, typer.Option("--script", help="File to write and submit.")] = Path("dynmo.lsf"),
-    dry_run: DryRun = False,
-) -> None:
-    """Write a batch script for IBM Spectrum LSF that runs COMMAND on its hosts, and submit it with bsub."""
-    check_command(arguments)
-    from ..launch.lsf import LsfJob, lsf_script
-    from ..launch.script import parse_exports
-
-    if container not in ("singularity", "apptainer"):
-        raise UsageError(f"--container must be singularity or apptainer, is {container!r}")
-    job = LsfJob(
-        arguments=tuple(arguments),
-        name=job_name,
-        nodes=nodes,
-        nproc=nproc,
-        gpus=gpus,
-        time=time_limit,
-        queue=queue,
-        project=project,
-        output=output,
-        max_restarts=max_restarts,
-        log_dir=log_dir,
-        image=image,
-        container=container,
-        mounts=tuple(mount or ()),
-        workdir=workdir,
-        exports=parse_exports(export or ()),
-        more=tuple(bsub or ()),
-    )
-    _write_and_submit(lsf_script(job), script, dry_run, ("bsub",), by_stdin=True)
 
 
 class ManifestKind(StrEnum):
@@ -207,7 +52,7 @@ def launch_kubernetes(
             "--kind", help="pytorchjob or trainjob of Kubeflow, indexed-job without it, or job for one data command."
         ),
     ] = ManifestKind.PYTORCHJOB,
-    nodes: NodeCount = "1",
+    nodes: NodeCount = None,
     nproc: Nproc = 1,
     gpus: Gpus = 0,
     efa: Annotated[int, typer.Option("--efa", min=0, envvar="EFA_PER_NODE", help="EFA devices of each node.")] = 0,
@@ -241,7 +86,7 @@ def launch_kubernetes(
 
     if kind is not ManifestKind.DATA:
         check_command(arguments)
-    least, most = count_of_nodes(nodes)
+    least, most = count_of_nodes("--nodes", nodes or "1")
     if least != most and kind in (ManifestKind.TRAINJOB, ManifestKind.DATA):
         raise UsageError(f"--kind {kind} runs a fixed number of nodes; give --nodes N, or --kind pytorchjob")
     job = KubernetesJob(

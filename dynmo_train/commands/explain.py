@@ -9,6 +9,8 @@ from typing import Annotated, Any
 import typer
 
 from ..config.compat import FLAGS, Known
+from ..config.helptext import explain_foreign, script_of
+from ..config.published import TABLE
 from ..config.resolve import option_specs
 from ..config.scripts import Meaning, ScriptCommand, explain, read_script
 from ..config.task_command import TASK_FLAGS, TaskCommand
@@ -34,11 +36,11 @@ def _command(ours: str) -> Any:
     return command
 
 
-def _explain(command: ScriptCommand) -> list[Meaning]:
-    """Every flag of a command of a script; none where its command here is another package's."""
+def _explain(command: ScriptCommand) -> list[Meaning] | None:
+    """Every flag of a command of a script; None where its command here is not installed, or a script."""
     ours = _command(command.ours)
     if ours is None:
-        return []
+        return explain_foreign(command)
     flags: dict[str, int] = {}
     helps: dict[str, str] = {}
     table: Mapping[str, Known] = FLAGS
@@ -66,36 +68,56 @@ def _document(command: ScriptCommand, meanings: list[Meaning]) -> dict[str, Any]
 
 
 def explain_flags(
-    script: Annotated[Path, typer.Argument(help="A shell script that starts Megatron's programs; it is not run.")],
+    script: Annotated[
+        Path | None, typer.Argument(help="A shell script that starts Megatron's programs; it is not run.")
+    ] = None,
+    table: Annotated[
+        bool, typer.Option("--table", help="Print the table of published scripts and what they are here.")
+    ] = False,
     form: Annotated[Format, typer.Option("--format", help="How to report.")] = Format.TEXT,
 ) -> None:
     """Say, flag by flag, what a script of Megatron-LM and its kin means here.
 
     Ends with exit code 3 where a flag is refused or unknown.
     """
+    if table:
+        _show_table(form)
+        return
+    if script is None:
+        raise UsageError("explain-flags needs a SCRIPT, or --table")
     try:
         text = script.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"cannot read {script}: {error}") from error
-    commands = read_script(text)
-    if not commands:
+    commands, stands_in = read_script(text), script_of(str(script))
+    if not commands and stands_in is None:
         raise UsageError(f"{script} starts none of the programs that are known here, such as pretrain_gpt.py")
     explained = [(command, _explain(command)) for command in commands]
     if form is Format.JSON:
-        emit_json([_document(command, meanings) for command, meanings in explained])
+        emit_json([_document(command, meanings or []) for command, meanings in explained])
     else:
+        if stands_in:
+            emit(f"{script}: here {stands_in}\n")
         for command, meanings in explained:
             _show(command, meanings)
-    bad = any(
-        m.kind in ("refused", "unknown") for c, meanings in explained if c.ours[:11] == "dynmo-train" for m in meanings
-    )
+    bad = any(one.kind in ("refused", "unknown") for _, meanings in explained for one in meanings or ())
     raise typer.Exit(3 if bad else 0)
 
 
-def _show(command: ScriptCommand, meanings: list[Meaning]) -> None:
+def _show_table(form: Format) -> None:
+    rows = [(row.source, row.name, row.ours) for row in TABLE]
+    if form is Format.JSON:
+        emit_json([{"source": source, "name": name, "ours": ours} for source, name, ours in rows])
+    else:
+        emit_table("", ("published by", "script", "here"), rows)
+
+
+def _show(command: ScriptCommand, meanings: list[Meaning] | None) -> None:
     emit(f"{command.program}: {command.ours}" + (f", started by {command.launcher}" if command.launcher else ""))
-    if not command.ours.startswith("dynmo-train"):
-        emit(f"  its flags: {command.ours} --help\n")
+    if meanings is None:
+        emit(
+            "  what it takes is said at its head\n" if command.ours.startswith("bin/") else f"  {command.ours} --help\n"
+        )
         return
     rows = [(" ".join((m.flag, *m.values)), m.kind, m.text) for m in meanings]
     emit_table("", ("flag", "here", "meaning"), rows)

@@ -72,13 +72,13 @@ def launch_local(
     raise typer.Exit(_run(arguments, nproc, log_dir, max_restarts, grace_s, Nodes()))
 
 
-def count_of_nodes(text: str) -> tuple[int, int]:
-    """``N`` or ``LEAST:MOST``."""
+def count_of_nodes(flag: str, text: str) -> tuple[int, int]:
+    """``N`` or ``LEAST:MOST``, the value of ``flag``."""
     least, _, most = text.partition(":")
     if not least.isdecimal() or not (most or least).isdecimal():
-        raise UsageError(f"--nnodes must be N or LEAST:MOST, is {text!r}")
+        raise UsageError(f"{flag} must be N or LEAST:MOST, is {text!r}")
     if not 1 <= int(least) <= int(most or least):
-        raise UsageError(f"LEAST:MOST nodes need 1 <= LEAST <= MOST, are {text}")
+        raise UsageError(f"{flag} needs 1 <= LEAST <= MOST, is {text}")
     return int(least), int(most or least)
 
 
@@ -127,7 +127,7 @@ def launch_node(
     the nodes that are left, --max-restarts times and with LEAST nodes or more. Ends with 75 where node 0 is gone.
     """
     check_command(arguments)
-    least, most = count_of_nodes(nnodes)
+    least, most = count_of_nodes("--nnodes", nnodes)
     need_torch()
     from ..launch.meeting import Nodes
 

@@ -142,7 +142,7 @@ FLAGS: Mapping[str, Known] = {
     "--experiment_name": _nothing("a run is named by its --run-dir", 1),
     "--ckpt-format": _nothing("checkpoints are in the native format; dynmo-ckpt convert makes others", 1),
     "--use-checkpoint-args": _refused("give the options of the run again: they are in its run.json"),
-    "--use-distributed-optimizer": _refused("write --zero-stage 1"),
+    "--use-distributed-optimizer": _becomes("--zero-stage", "1"),
     "--keep-last": _nothing("no sample of a task is left out"),
     # Llama's shape
     "--swiglu": _nothing(_LLAMA, 0, "llama"),

@@ -35,10 +35,14 @@ PUBLISHED_VOCABULARIES = {"gpt": 50257, "bert": 30522, "ict": 30522, "t5": 30522
 
 
 def dry_run_values(family: str, flags: Mapping[str, Any], file: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Defaults of a dry run; the vocabulary is the published models' where neither its size nor a tokenizer is said."""
-    told = (flags.get(name) or file.get(name) for name in ("vocab_size", "tokenizer_model", "vocab_file"))
-    vocabulary = {} if any(told) else {"vocab_size": PUBLISHED_VOCABULARIES[family]}
-    return {**DRY_RUN_VALUES, **vocabulary}
+    """Defaults of a dry run; the vocabulary is the published models' where no size and no tokenizer's file is there."""
+    said = flags.get("vocab_size") or file.get("vocab_size")
+    files = (flags.get(name) or file.get(name) for name in ("tokenizer_model", "vocab_file"))
+    told = said or any(name and os.path.exists(name) for name in files)
+    values = {**DRY_RUN_VALUES, **({} if told else {"vocab_size": PUBLISHED_VOCABULARIES[family]})}
+    if flags.get("train_samples") or file.get("train_samples"):
+        del values["train_iters"]
+    return values
 
 
 def dry_run_processes(flags: Mapping[str, Any], file: Mapping[str, Any]) -> int:
@@ -126,16 +130,20 @@ def read_config_file(path: Path) -> dict[str, Any]:
         raise DocumentError(str(path), [Problem("", "read", str(error))]) from error
 
 
-def with_deepspeed(flags: Mapping[str, Any], file: Mapping[str, Any]) -> dict[str, Any]:
-    """The option values of a ``--config`` file, and those of the DeepSpeed configuration that the options name.
+def with_deepspeed(flags: Mapping[str, Any], file: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The flags, and the option values of a ``--config`` file with those of the DeepSpeed file that the options name.
+
+    A ``--zero-stage`` of 0 gives way to the DeepSpeed file's: published scripts have both, and DeepSpeed reads it.
 
     Raises:
         DocumentError: the DeepSpeed configuration contradicts a flag or the file; every contradiction at once.
     """
     path = flags.get("deepspeed_config") or file.get("deepspeed_config")
     if path is None:
-        return dict(file)
+        return dict(flags), dict(file)
     found, specs = read_deepspeed(Path(path)), option_specs()
+    if flags.get("zero_stage") == 0 and "zero_stage" in found.values:
+        flags = {**flags, "zero_stage": None}
     given = dict(file) | {name: value for name, value in flags.items() if value is not None}
     values = {
         name: float(value) if specs[name].kind is float and type(value) is int else value
@@ -151,7 +159,7 @@ def with_deepspeed(flags: Mapping[str, Any], file: Mapping[str, Any]) -> dict[st
     if found.unread and os.environ.get("RANK", "0") == "0":
         read = "batch, precision, ZeRO, optimizer, clipping and curriculum"
         say(f"{path}: read for {read}; not for {', '.join(found.unread)}")
-    return dict(file) | values
+    return dict(flags), dict(file) | values
 
 
 def resolve(

@@ -8,54 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from .compat import FLAGS, SEVERAL, Known, is_flag, own_name, translate
+from .published import LAUNCHERS, TASKS, find
 
-# Name of a program in the published scripts: the command here that does its work.
-PROGRAMS: Mapping[str, str] = {
-    "pretrain_gpt.py": "dynmo-train pretrain gpt",
-    "pretrain_gpt2.py": "dynmo-train pretrain gpt",
-    "pretrain_gpt_cc.py": "dynmo-train pretrain gpt",
-    "pretrain_llama.py": "dynmo-train pretrain llama",
-    "pretrain_bert.py": "dynmo-train pretrain bert",
-    "pretrain_t5.py": "dynmo-train pretrain t5",
-    "pretrain_ict.py": "dynmo-train pretrain ict",
-    "preprocess_data.py": "dynmo-prep binarize",
-    "merge_datasets.py": "dynmo-prep merge-indexed",
-    "generate_samples_gpt.py": "dynmo-train generate",
-    "generate_samples_gpt2.py": "dynmo-train generate",
-    "main.py": "dynmo-train tasks",
-    "merge_mp_partitions.py": "dynmo-ckpt reshard",
-    "ckpt_convert.py": "dynmo-ckpt merge",
-    "convert_megatron_gpt2_checkpoint.py": "dynmo-ckpt convert",
-    "convert_megatron_bert_checkpoint.py": "dynmo-ckpt convert",
-    "blacklist_urls.py": "dynmo-prep blacklist-urls",
-    "download.py": "dynmo-prep fetch-urls",
-    "merge_jsons.py": "dynmo-prep merge",
-    "add_id.py": "dynmo-prep add-id",
-    "cleanup_dataset.py": "dynmo-prep clean",
-    "cleanup_fix_dataset.py": "dynmo-prep fix",
-    "find_duplicates.py": "dynmo-prep find-duplicates",
-    "group_duplicate_url.py": "dynmo-prep group-duplicates",
-    "group_duplicate_urls.py": "dynmo-prep group-duplicates",
-    "remove_group_duplicates.py": "dynmo-prep remove-duplicates",
-    "filter_ngrams.py": "dynmo-prep decontaminate",
-    "WikiExtractor.py": "dynmo-prep extract-wiki",
-    "shuf": "dynmo-prep shuffle",
-}
-# Tasks of Megatron's tasks/main.py.
-TASKS = {
-    "WIKITEXT103": "evaluate wikitext",
-    "LAMBADA": "evaluate lambada",
-    "MNLI": "finetune mnli",
-    "RACE": "finetune race",
-}
-_LAUNCHERS = {
-    "torch.distributed.launch": "dynmo-train launch node",
-    "torch.distributed.run": "dynmo-train launch node",
-    "torchrun": "dynmo-train launch node",
-    "deepspeed": "dynmo-train launch hostfile",
-    "srun": "dynmo-train launch slurm",
-    "bsub": "dynmo-train launch lsf",
-}
 _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)=(.*)", re.DOTALL)
 _EXPANSION = re.compile(r"\$(?:\{(\w+)(?::?[-=]([^}]*))?\}|(\w+))")
 _SUBSHELL = re.compile(r"\$\([^()]*\)")
@@ -75,7 +29,8 @@ class ScriptCommand:
     @property
     def ours(self) -> str:
         """The command here that does its work."""
-        name = PROGRAMS[self.program.rpartition("/")[2]]
+        row = find(self.program)
+        name = row.ours if row else self.program
         if name != "dynmo-train tasks":
             return name
         if "--tasks" in self.arguments:  # lm-evaluation-harness
@@ -86,7 +41,7 @@ class ScriptCommand:
     @property
     def launcher(self) -> str | None:
         """The command here in place of the one that started several processes, if there was one."""
-        return next((_LAUNCHERS[word] for word in self.before if word in _LAUNCHERS), None)
+        return next((LAUNCHERS[word] for word in self.before if word in LAUNCHERS), None)
 
 
 def _expand(text: str, variables: Mapping[str, str]) -> str:
@@ -160,7 +115,7 @@ def read_script(text: str) -> list[ScriptCommand]:
         words = _words(_expand(line, variables))
         if words[:1] == ["echo"]:
             continue
-        at = next((n for n, word in enumerate(words) if word.rpartition("/")[2] in PROGRAMS), None)
+        at = next((n for n, word in enumerate(words) if find(word)), None)
         if at is not None:
             behind = [word for word in words[at + 1 :] if word not in ("$@", "\\", ";", "&")]
             found.append(ScriptCommand(tuple(words[:at]), words[at], tuple(behind)))
@@ -196,6 +151,11 @@ def _flags(
         made.append((flag, (value,) if equals else tuple(arguments[at:end])))
         at = at if equals else end
     return made
+
+
+def flags_with_values(arguments: Sequence[str]) -> list[tuple[str, tuple[str, ...]]]:
+    """Flags with the words before the next one, of a command whose flags nobody here declares."""
+    return _flags(arguments, {}, {})
 
 
 def explain(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -21,14 +21,23 @@ from .linear import PrunableLinear
 
 
 @dataclass(frozen=True, kw_only=True)
-class BertShape(CommonShape):
+class EncoderShape(CommonShape):
+    """A shape of blocks of one depth, ``num_layers``, with ``num_tokentypes`` types of tokens (0: no table)."""
+
+    num_layers: int
+    num_tokentypes: int = 2
+
+
+EncoderS = TypeVar("EncoderS", bound=EncoderShape)
+
+
+@dataclass(frozen=True, kw_only=True)
+class BertShape(EncoderShape):
     """Everything that fixes a BERT's arithmetic.
 
     ``binary_head`` is whether the order of two segments is learned, from the pooled first token.
     """
 
-    num_layers: int
-    num_tokentypes: int = 2
     binary_head: bool = True
 
 
@@ -99,7 +108,23 @@ class BertHead(Head):
         return x_ND[None], labels[None], counts[None]
 
 
-class Bert(Family[BertShape]):
+class EncoderFamily(Family[EncoderS]):
+    """A family of blocks in which every token sees every other one, one depth for all, with types of tokens."""
+
+    def num_layers_at(self, item: str) -> int:
+        """All stacks of blocks are of one depth."""
+        return self.shape.num_layers
+
+    def embedding_options(self, device: torch.device) -> dict[str, Any]:
+        """Token types as well."""
+        return {**super().embedding_options(device), "tokentypes": self.shape.num_tokentypes}
+
+    def attention_options(self, device: torch.device) -> dict[str, Any]:
+        """Every token sees every other one."""
+        return {**super().attention_options(device), "causal": False}
+
+
+class Bert(EncoderFamily[BertShape]):
     """The BERT family over one shape; satisfies ``items.ModelFamily``."""
 
     name = "bert"
@@ -117,21 +142,9 @@ class Bert(Family[BertShape]):
             head_figures=(("lm_loss", 1), ("sop_loss", 1)) if binary else (("lm_loss", 1),),
         )
 
-    def num_layers_at(self, item: str) -> int:
-        """All blocks are one stack."""
-        return self.shape.num_layers
-
     def builders(self, name: str) -> Builders:
         """A head of two losses."""
         return {**super().builders(name), "head": lambda device: BertHead(self.shape, device)}
-
-    def embedding_options(self, device: torch.device) -> dict[str, Any]:
-        """Token types as well."""
-        return {**super().embedding_options(device), "tokentypes": self.shape.num_tokentypes}
-
-    def attention_options(self, device: torch.device) -> dict[str, Any]:
-        """Every token sees every other one."""
-        return {**super().attention_options(device), "causal": False}
 
     def own_manifest(self) -> dict[str, object]:
         """Blocks, token types and the second head."""

@@ -1,5 +1,7 @@
 """A model family with dynamic techniques: any family of one stream, its layer list and its items changed as asked.
 
+Sparse attention goes with every family that has self-attention without biases by distance: T5's, in both stacks, too.
+
 Parameters keep their names: a routed block is the item ``layers.N`` with ``layers.N.{attention,mlp}.*``;
 an exit is a part of ``layers.N.mlp``, or of the routed block ``layers.N``; all its parameters are ties of the head's.
 """
@@ -69,7 +71,7 @@ class DynamicFamily:
     """``base`` with techniques; satisfies ``items.ModelFamily``.
 
     Args:
-        base: a family of one stream whose blocks are an attention and an MLP.
+        base: a family of one stream whose blocks are an attention and an MLP; for sparse attention alone, any.
         seed: of the run.
         width: of the model.
         std: standard deviation of the initial weights of routers.
@@ -140,7 +142,7 @@ class DynamicFamily:
     def build(self, name: str, device: torch.device) -> nn.Module:
         """Build one item; its initial weights depend on the seed and the name alone, never on placement."""
         item = next(each for each in self.items if each.name == name)
-        if item.kind == "layer":
+        if item.kind == "layer" and block_of(item) is not None:
             module: nn.Module = self._routed(name, device)
         else:
             module = self.base.build(name, device)

@@ -20,8 +20,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from ..parallel.replicas import ReplicaGather
+from .bert import EncoderFamily, EncoderShape
 from .blocks import Embedding
-from .chain import Builders, CommonShape, Family
+from .chain import Builders
 from .items import LOSS, ItemSpec, Reported, parameters_of
 from .linear import PrunableLinear
 
@@ -30,7 +31,7 @@ POOLER, HEAD_ITEM = "query.pooler", "head"
 
 
 @dataclass(frozen=True, kw_only=True)
-class IctShape(CommonShape):
+class IctShape(EncoderShape):
     """Everything that fixes the arithmetic of a pair of towers.
 
     Attributes:
@@ -41,8 +42,6 @@ class IctShape(CommonShape):
         top_k: which accuracies are told: the share of queries whose block is among the k best.
     """
 
-    num_layers: int
-    num_tokentypes: int = 2
     projection_size: int = 0
     shared_towers: bool = False
     scaled_scores: bool = False
@@ -114,7 +113,7 @@ class RetrievalHead(Pooler):
         return Reported(output=F.cross_entropy(scores_NN, labels), figures=figures)
 
 
-class Ict(Family[IctShape]):
+class Ict(EncoderFamily[IctShape]):
     """The two towers over one shape; satisfies ``items.ModelFamily``."""
 
     name = "ict"
@@ -191,10 +190,6 @@ class Ict(Family[IctShape]):
                 ties[name] = owner + name.removeprefix(item)
         return ties
 
-    def num_layers_at(self, item: str) -> int:
-        """The towers are alike."""
-        return self.shape.num_layers
-
     def builders(self, name: str) -> Builders:
         """BERT's blocks, and the ends of the towers."""
         shape = self.shape
@@ -207,14 +202,6 @@ class Ict(Family[IctShape]):
 
     def _module(self, name: str, device: torch.device) -> nn.Module:
         return self.builders(name)[name.rpartition(".")[2]](device)
-
-    def embedding_options(self, device: torch.device) -> dict[str, Any]:
-        """BERT's table of types as well."""
-        return {**super().embedding_options(device), "tokentypes": self.shape.num_tokentypes}
-
-    def attention_options(self, device: torch.device) -> dict[str, Any]:
-        """Every token sees every other one."""
-        return {**super().attention_options(device), "causal": False}
 
     def own_manifest(self) -> dict[str, object]:
         """The towers, and how wide their embeddings are."""

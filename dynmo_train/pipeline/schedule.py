@@ -46,13 +46,16 @@ class PipelineShape:
 
     Attributes:
         schedule: ``gpipe``, ``1f1b``, ``interleaved-1f1b``, ``zero-bubble``, ``zb-v`` or ``custom``.
-        microbatches: of a step.
+        microbatches: of a step. With fewer of them than stages, as where the batch is still growing, 1F1B runs all
+            forwards before it could begin to alternate: its order is then GPipe's, which torch has for any number.
         boundary: the shapes of what crosses a stage boundary.
         seed: of the run.
         recompute: whether items run again in the backward instead of keeping their activations.
         selective: whether they keep the results of matrix products then.
         front_cache_bytes: for what the frozen front gave for samples seen before; None keeps nothing.
         operations: with ``custom``, what each worker does in a step, as in a plan: ``0F0 1F0 1I0 ...``.
+        token_parts: ranks that share the tokens of the stream, of which ``boundary`` has one rank's.
+        compiled: the backend of torch.compile by which items are compiled; None where they are not.
     """
 
     schedule: str
@@ -63,12 +66,14 @@ class PipelineShape:
     selective: bool = False
     front_cache_bytes: int | None = None
     operations: tuple[str, ...] | None = None
+    token_parts: int = 1
+    compiled: str | None = None
 
     def for_batch(self, batch: Batch) -> PipelineShape:
         """The shape that a batch needs: itself where nothing differs."""
         boundary = self.boundary
-        if batch.tokens is not None and batch.tokens != boundary.tokens:
-            boundary = boundary.with_tokens(batch.tokens)
+        if batch.tokens is not None and batch.tokens // self.token_parts != boundary.tokens:
+            boundary = boundary.with_tokens(batch.tokens // self.token_parts)
         if (batch.microbatches or self.microbatches) == self.microbatches and boundary is self.boundary:
             return self
         return replace(self, microbatches=batch.microbatches or self.microbatches, boundary=boundary)
@@ -161,6 +166,7 @@ class Pipeline:
                     group=world.groups.pipeline,
                     final=final,
                     codec=codec,
+                    splits=shape.compiled is None,
                 )
             )
             self.modules.append(module)
@@ -189,7 +195,7 @@ class Pipeline:
 
     def _epilogue(self, stages: int) -> dict[int, frozenset[int]] | None:
         """The microbatches of each stage's epilogue; None where all are in it."""
-        if self.shape.schedule == "gpipe":
+        if isinstance(self._schedule, ScheduleGPipe):
             return None
         if not isinstance(self._schedule, PipelineScheduleMulti):
             return one_f_one_b_epilogue(stages, self.shape.microbatches)
@@ -251,7 +257,10 @@ def _schedule(
 ) -> PipelineScheduleSingle | PipelineScheduleMulti:
     loss = loss_of_microbatch(microbatches_of_all, scale)
     if shape.schedule in SINGLE:
-        return SINGLE[shape.schedule](stages[0], shape.microbatches, loss_fn=loss, scale_grads=False)
+        few = shape.microbatches < stages[0].num_stages
+        return SINGLE["gpipe" if few else shape.schedule](
+            stages[0], shape.microbatches, loss_fn=loss, scale_grads=False
+        )
     if shape.schedule in LOOPED:
         looped: list[_PipelineStageBase] = [*stages]
         return LOOPED[shape.schedule](looped, shape.microbatches, loss_fn=loss, scale_grads=False)

@@ -13,6 +13,12 @@ measures how far a technique's step is from perfect: 1F1B at layer granularity, 
 (schedule, stages a worker, cuts inside of layers, its own order of operations), over the bound that no schedule can
 beat and over all work shared evenly.
 
+    python tests/benchmarks/train_emulated.py --packing [--recipe NAME ...] [--layers 32] [--workers 8]
+
+packs the technique: the fewest workers that keep the throughput of the even split on all of them
+(``dynmo-plan repack --reference static --keep 1`` on the profile of a run), then a run that is told to go there
+(``--pack-to``): workers leave, and its steps behind are compared with what the plan said of them.
+
 "balancing only" is the technique on the even split over the technique as the planner balanced it, "technique and
 balancing" the baseline on the even split over the same; "said" is what the simulator said of both.
 """
@@ -20,10 +26,12 @@ balancing" the baseline on the even split over the same; "said" is what the simu
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import statistics
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 from train_techniques import run, write_data
@@ -131,6 +139,48 @@ def distance(recipe: str, layers: int, workers: int, dense_s: float) -> str:
     return f"| {' | '.join(figures)} |"
 
 
+def workers_of(plan: dict) -> int:
+    """How many workers hold stages."""
+    return len({stage["worker"] for stage in plan["stages"]})
+
+
+def packing(recipe: str, layers: int, workers: int, dense_s: float) -> str:
+    """A row of the table of packing."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        trace = folder / "trace.jsonl"
+        asked = ["dynmo_balance", "recipe", recipe, "--layers", str(layers), "--workers", str(workers)]
+        run(*asked, "--trace", str(trace), "--baseline-steps", "1", "--technique-steps", "12")
+        header, first = map(json.loads, trace.read_text().splitlines()[:2])
+        common = [
+            *("--emulate", str(trace), "--emulate-scale", str(dense_s * 1e9 / first["step_ns"])),
+            *("--global-batch-size", str(header["microbatches"]), "--granularity", header["granularity"]),
+            *("--rebalance-interval", str(1 + BEFORE), *ONLINE),
+        ]
+        even = train(folder / "even", layers, workers, [*common, "--balance-policy", "never"], 1 + BEFORE)
+        options = ["--reference", "static", "--keep", "1", "--format", "json", "--window", str(BEFORE)]
+        said = json.loads(run("dynmo_balance", "repack", str(folder / "even" / "run"), *options))
+        fewest = workers_of(said)
+        packed = train(folder / "packed", layers, workers, [*common, "--pack-to", str(fewest)], 1 + BEFORE + AFTER)
+        plans = [json.loads(path.read_text()) for path in sorted((folder / "packed" / "run" / "plans").glob("*.json"))]
+        plan = next(plan for plan in reversed(plans) if plan["released_workers"])
+        left = workers_of(plan)
+    static = seconds(even, 2, 1 + BEFORE)
+    after = seconds(packed, 2 + BEFORE, 1 + BEFORE + AFTER)
+    predicted = plan["predicted"]["step_ns"] / 1e9
+    figures = [*(recipe, str(layers), str(workers), str(left), f"{static:.2f}", f"{after:.2f}")]
+    return f"| {' | '.join([*figures, f'{static / after:.2f}', f'{predicted:.2f}', f'{predicted / after:.3f}'])} |"
+
+
+def table(columns: list[str], rows: Iterator[str]) -> None:
+    """Print a table, each row when it is there."""
+    emit(f"| {' | '.join(columns)} |")
+    emit("|---" * len(columns) + "|")
+    for row in rows:
+        emit(row)
+        sys.stdout.flush()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--recipe", action="append", choices=RECIPES)
@@ -138,25 +188,20 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=8)
     parser.add_argument("--seconds", type=float, default=10.0, help="of the baseline's step; longer on a busy machine")
     parser.add_argument("--distance", action="store_true", help="from perfect, in place of the speed-ups")
+    parser.add_argument("--packing", action="store_true", help="onto the fewest workers, in place of the speed-ups")
     given = parser.parse_args()
+    function, columns = one, ["recipe", "layers", "workers", "baseline s", "even split s", "balanced s"]
     if given.distance:
-        columns = ["recipe", "layers", "workers", "1F1B said x bound", "x bound", "x work"]
+        function, columns = distance, ["recipe", "layers", "workers", "1F1B said x bound", "x bound", "x work"]
         columns += ["found said x bound", "x bound", "x work", "found"]
-        emit(f"| {' | '.join(columns)} |")
-        emit("|---" * 10 + "|")
-        for recipe in given.recipe or RECIPES:
-            for layers in given.layers.split(","):
-                emit(distance(recipe, int(layers), given.workers, given.seconds))
-                sys.stdout.flush()
-        return
-    columns = ["recipe", "layers", "workers", "baseline s", "even split s", "balanced s", "balancing only", "said"]
-    columns += ["technique and balancing", "said", "published", "items moved", "pause ms"]
-    emit(f"| {' | '.join(columns)} |")
-    emit("|---" * len(columns) + "|")
-    for recipe in given.recipe or RECIPES:
-        for layers in given.layers.split(","):
-            emit(one(recipe, int(layers), given.workers, given.seconds))
-            sys.stdout.flush()
+    elif given.packing:
+        function, columns = packing, ["recipe", "layers", "workers", "packed on", "even split s", "packed s"]
+        columns += ["throughput kept", "predicted s", "measured throughput / predicted"]
+    else:
+        columns += ["balancing only", "said", "technique and balancing", "said", "published"]
+        columns += ["items moved", "pause ms"]
+    cases = itertools.product(given.recipe or RECIPES, given.layers.split(","))
+    table(columns, (function(recipe, int(layers), given.workers, given.seconds) for recipe, layers in cases))
 
 
 if __name__ == "__main__":

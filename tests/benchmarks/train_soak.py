@@ -1,11 +1,11 @@
 """A long run that moves all the time: no drift from the run that never moved, nothing that grows.
 
-    nice python tests/benchmarks/train_soak.py [--steps 2000 --every 20 --workers 3] [--exits]
+    nice python tests/benchmarks/train_soak.py [--steps 2000 --every 20 --workers 3]
 
-A tiny GPT with dropout, clipping, gradual pruning, freezing, mixture of experts, hashed sparse attention and mixture of
-depths (``--exits``: early exit, which cannot be combined with depths) on ``--workers`` processes moves to a partition
-drawn at random every ``--every`` steps; another run of the same steps stays on one process. Losses, gradient norms and
-the held-out loss must be the same bits. Memory is the resident set of rank 0 after the first fifth of the steps and at
+A tiny GPT with dropout, clipping and all techniques on (gradual pruning, freezing, mixture of experts, mixture of
+depths, early exit, hashed sparse attention) on ``--workers`` processes moves to a partition drawn at random every
+``--every`` steps; another run of the same steps stays on one process. Losses, gradient norms and the held-out loss must
+be the same bits. Memory is the resident set of rank 0 after the first fifth of the steps and at
 the end; groups are torch's process groups.
 """
 
@@ -36,13 +36,13 @@ import itertools
 from scenario import Scenario, batch_of, engine_of
 
 
-def scenario(steps: int, *, exits: bool) -> Scenario:
-    """All techniques that go together."""
-    sparse = SparseAttentionSettings(buckets=4, block=4)
-    dynamic = DynamicSettings(depths=DepthSettings(capacity=0.5, every=2, aux_weight=0.01), sparse_attention=sparse)
-    if exits:
-        leaving = ExitSettings(layers=(0, 2), loss_weight=0.3, threshold=0.003, measure="softmax")
-        dynamic = DynamicSettings(exits=leaving, sparse_attention=sparse)
+def scenario(steps: int) -> Scenario:
+    """All techniques."""
+    dynamic = DynamicSettings(
+        depths=DepthSettings(capacity=0.5, every=2, aux_weight=0.01),
+        exits=ExitSettings(layers=(0, 2), loss_weight=0.3, threshold=0.003, measure="softmax"),
+        sparse_attention=SparseAttentionSettings(buckets=4, block=4),
+    )
     freeze = ((steps // 4, 1), (steps // 2, 2))
     return Scenario(steps=steps, dynamic=dynamic, moe=MoeShape(num_experts=4, top_k=2), freeze=freeze)
 
@@ -55,9 +55,9 @@ def held_open() -> dict[str, int]:
     return {"files": len(os.listdir("/proc/self/fd")), "groups": len(groups), "resident": resident}
 
 
-def play(world: World, steps: int, every: int, exits: bool) -> dict[str, Any]:
+def play(world: World, steps: int, every: int) -> dict[str, Any]:
     """Train; every few steps move to a partition that all workers draw alike."""
-    engine = engine_of(scenario(steps, exits=exits), world)
+    engine = engine_of(scenario(steps), world)
     items = engine.family.items
     names = tuple(item.name for item in items)
     cuts = [at for at, item in enumerate(items) if at and item.cut_before]
@@ -93,12 +93,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     for name, value in (("steps", 2000), ("every", 20), ("workers", 3)):
         parser.add_argument(f"--{name}", type=int, default=value)
-    parser.add_argument("--exits", action="store_true")
     given = parser.parse_args()
     results = {}
     for workers in (1, given.workers):
         started = time.perf_counter()
-        results[workers] = processes(play, workers, 1, given.steps, given.every, given.exits)
+        results[workers] = processes(play, workers, 1, given.steps, given.every)
         seconds = time.perf_counter() - started
         result = results[workers]
         say(f"{workers} workers: {given.steps} steps in {seconds:.0f} s, last loss {result['loss']!r},")

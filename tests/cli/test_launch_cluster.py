@@ -139,8 +139,10 @@ def test_without_the_scheduler_the_error_says_what_to_do(place, monkeypatch):
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        (("slurm", "--nodes", "4:2"), "LEAST"),
-        (("slurm", "--nodes", "x"), "--nnodes must be N or LEAST:MOST"),
+        (("slurm", "--nodes", "4:2"), "--nodes needs 1 <= LEAST <= MOST, is 4:2"),
+        (("node", "--nnodes", "x"), "--nnodes must be N or LEAST:MOST"),
+        (("slurm", "--in-job"), "SLURM_JOB_ID is not set"),
+        (("slurm", "--nodes", "x"), "--nodes must be N or LEAST:MOST"),
         (("slurm", "--partition", "a b"), "no blanks"),
         (("kubernetes", "--image", "i", "--kind", "trainjob", "--nodes", "1:2"), "fixed number of nodes"),
         (("lsf", "--container", "docker"), "singularity or apptainer"),

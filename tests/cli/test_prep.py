@@ -297,6 +297,21 @@ def test_binarize_as_the_classic_tool_is_called(prep, tmp_path):
     assert (code, IndexedReader(tmp_path / "small").index.dtype.name) == (0, "uint16")
 
 
+def test_lines_of_plain_text_are_documents(prep, tmp_path):
+    """Text cut into words beforehand, and a JSON vocabulary with <unk> and <|endoftext|>; unknown words are <unk>."""
+    words = {"<unk>": 0, "<|endoftext|>": 1, "ein": 2, "Fluss": 3, "{": 4}
+    (tmp_path / "vocab.json").write_text(json.dumps(words))
+    (tmp_path / "train.txt").write_bytes("ein  Fluss\n\n  { Fl\u00fcsse ein\r\n".encode() + b"bad \xff\nFluss")
+    common = ("binarize", "--input", tmp_path / "train.txt", "--tokenizer-type", "WhitespaceVocab")
+    common += ("--vocab-file", tmp_path / "vocab.json", "--output-prefix", tmp_path / "d", "--append-eod")
+    code, out, _ = prep(*common, "--plain-text", "--max-rejects", 0.5)
+    assert (code, "1 rejected (1 utf8)" in out) == (3, True), out
+    data = IndexedReader(tmp_path / "d_text_document")
+    assert [data[n].tolist() for n in range(3)] == [[2, 3, 1], [4, 0, 2, 1], [3, 1]]
+    code, _, err = prep(*common, "--plain-text", "--json-keys", "body")
+    assert (code, "a line of text has no keys" in err) == (2, True)
+
+
 def test_an_eod_token_that_is_none_is_refused(prep, tmp_path):
     (tmp_path / "vocab.json").write_text(json.dumps({"<unk>": 0}))
     write(tmp_path / "in.json", documents(2))

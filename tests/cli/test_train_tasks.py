@@ -106,12 +106,15 @@ def test_generate_from_a_file(place):
 
 
 def test_a_stop_token_ends_a_text(place):
-    told = f"generate {GPT} --load gpt --prompt the --max-new-tokens 8 --format json"
-    whole = json.loads(run(told)[1])[0]
-    last = whole["completion"][-3:]
-    code, out, err = run(f"{told} --stop-token {last.strip()}") if last.strip() else (0, "[{}]", "")
-    assert code == 0, err
-    assert json.loads(out)[0].get("finish_reason", "stop") in ("stop", "length")
+    told = f"generate {GPT} --load gpt --prompt the --max-new-tokens 8 --format json --stop-token"
+    whole = json.loads(run(f"{told} never")[1])[0]
+    assert (whole["finish_reason"], whole["completion_tokens"]) == ("length", 8)
+    # A greedy text is the same up to the first place where a piece of it that is asked for stands.
+    text = whole["completion"]
+    stop = next(each for each in text[1:] if each != text[0])
+    ended = json.loads(run(f"{told} {stop}")[1])[0]
+    assert (ended["finish_reason"], ended["completion"]) == ("stop", text[: text.index(stop)])
+    assert ended["completion_tokens"] == len(ended["completion"].encode())
 
 
 def test_interactive_answers_line_after_line(place):

@@ -77,7 +77,7 @@ FOUR = {
 }
 ALL = on(
     ParallelDims(pipeline=2, tensor=2, data=2, expert=2),
-    model("mixtral", schedule="interleaved-1f1b", virtual=2, steps=2),
+    model("mixtral", schedule="interleaved-1f1b", virtual=2, steps=2, moves=((1, cut(2, 1, 5, 8)),)),
     CUT | ZERO | OVERLAP,
 )
 
@@ -159,7 +159,7 @@ def test_float16_skips_the_same_steps(two):
 
 
 def test_all_axes_at_once(one):
-    """Eight processes: pipeline, tensor, data and expert parallel, ZeRO, tokens cut, interleaved."""
+    """Eight processes: pipeline, tensor, data and expert parallel, ZeRO, tokens cut, interleaved; and a move."""
     [got] = played(8, [ALL])
     assert got["losses"] == pytest.approx(one["mixtral"]["losses"][:2], rel=1e-5)
     assert got["norms"] == pytest.approx(one["mixtral"]["norms"][:2], rel=1e-3)

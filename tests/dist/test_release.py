@@ -113,6 +113,12 @@ CASES = {
         {"zero_stage": 3, "overlap_reduction": True},
         [Release(step=4, leaving=(1,), stages=WHOLE)],
     ),
+    "pipeline x tensor x replicas": (
+        ParallelDims(pipeline=2, tensor=2, data=2),
+        replace(LONG, schedule="gpipe"),
+        {"zero_stage": 1},
+        [Release(step=4, leaving=(1,), stages=WHOLE)],
+    ),
     "pipeline x experts": (
         ParallelDims(pipeline=2, data=2, expert=2),
         replace(LONG, prune=False, moe=MoeShape(num_experts=4, top_k=2)),

@@ -84,8 +84,8 @@ def test_checkpoints_written_aside_are_those_of_their_step(whole):
 
 GROWING = {
     "train_samples": "300",
-    "rampup_batch_size": "8 4 100",
-    "lr_warmup_samples": "40",
+    "rampup_batch_size": "4 4 100",  # two microbatches at first, fewer than the three stages
+    "lr_warmup_samples": "36",
     "curriculum_shortest": "8",
     "curriculum_steps": "20",
     "eval_interval": "7",
@@ -96,19 +96,19 @@ def test_growing_batches_and_samples_are_the_same_bits_on_any_stages_and_after_a
     folder, data, _, _ = whole
     train(data, folder / "growing", 1, train_iters=None, **GROWING)
     records = [line for line in lines(folder / "growing" / "metrics.jsonl") if "lm_loss" in line]
-    assert [line["global_batch_size"] for line in records[:7]] == [8] * 7
-    assert {line["global_batch_size"] for line in records} == {8, 12, 16}
+    assert [line["global_batch_size"] for line in records[:9]] == [4] * 9
+    assert {line["global_batch_size"] for line in records} == {4, 8, 12, 16}
     assert records[-1]["consumed_train_samples"] <= 300 < records[-1]["consumed_train_samples"] + 16
     lengths = [line["tokens"] // line["global_batch_size"] for line in records]
     assert (lengths[0], lengths[-1]) == (8, 32)
     assert lengths == sorted(lengths)
     assert len(set(lengths)) == 4
-    assert records[4]["learning_rate"] == pytest.approx(2e-3)
-    train(data, folder / "growing-2", 2, train_iters=None, exit_interval="9", **GROWING)
-    train(data, folder / "growing-2", 2, train_iters=None, load=str(folder / "growing-2"), **GROWING)
-    assert figures(folder / "growing-2") == figures(folder / "growing")
+    assert records[8]["learning_rate"] == pytest.approx(2e-3)
+    train(data, folder / "growing-3", 3, train_iters=None, exit_interval="9", **GROWING)
+    train(data, folder / "growing-3", 3, train_iters=None, load=str(folder / "growing-3"), **GROWING)
+    assert figures(folder / "growing-3") == figures(folder / "growing")
     step = records[-1]["step"]
-    assert tensors(folder / "growing-2", step) == tensors(folder / "growing", step)
+    assert tensors(folder / "growing-3", step) == tensors(folder / "growing", step)
 
 
 def test_what_load_may_leave_out(whole):
@@ -123,6 +123,21 @@ def test_what_load_may_leave_out(whole):
     assert sorted(figures(folder / "bare")) == [25, 26]
     state = json.loads((folder / "bare" / "checkpoints" / "step-00000026" / "manifest.json").read_text())
     assert set(state["optimizer"]["steps"].values()) == {2}
+
+
+def test_skip_train_evaluates_alone(whole):
+    folder, data, _, weights = whole
+    told = []
+    for workers in (1, 2):
+        run = folder / f"looked-{workers}"
+        train(data, run, workers, "--skip-train", load=str(folder / "whole"), split="60,20,20")
+        told.append([{k: v for k, v in line.items() if k.endswith("_loss")} for line in lines(run / "metrics.jsonl")])
+        assert not list((run / "checkpoints").glob("step-*"))
+    assert [sorted(line) for line in told[0]] == [["validation_loss"], ["test_loss"]]
+    assert told[0] == told[1]
+    assert tensors(folder / "whole", 24) == weights
+    trained = [line["validation_loss"] for line in lines(folder / "whole" / "metrics.jsonl") if "validation_loss" in line]
+    assert told[0][0]["validation_loss"] == pytest.approx(trained[-1], rel=0.1)
 
 
 def test_sigusr1_saves_and_goes_on_and_sigterm_saves_and_leaves(whole):

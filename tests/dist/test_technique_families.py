@@ -1,4 +1,4 @@
-"""The techniques on BERT and Llama: against dense references, what they cost, and on any placement."""
+"""The techniques on BERT, Llama and, sparse attention, T5: against dense references, what they cost, and on any placement."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from workers import run_workers
 from dynmo_train.dynamics.pruning_units import PruningRule
 from dynmo_train.models.dynamic import DynamicFamily, DynamicSettings, SparseAttentionSettings
 from dynmo_train.models.early_exit import ExitSettings
+from dynmo_train.models.hashed_attention import hash_directions
 from dynmo_train.models.items import Reported, output_of
 from dynmo_train.models.mixture_of_depths import DepthSettings
 from dynmo_train.pipeline.partition import Partition
@@ -90,6 +91,40 @@ def test_items_behind_an_exit_equal_the_dense_items_with_masks(model):
     assert float(told["layers.0.mlp"].figures["exit_loss"]) > 0
 
 
+class SameBucket:
+    """In the place of hashed attention: dense attention whose mask is that of the same buckets."""
+
+    def __init__(self, hashed) -> None:
+        self.hashed = hashed
+
+    def attend(self, q, k, v, seen, *, causal, dropout, training):
+        B, H, T, K = q.shape
+        axes = self.hashed._rotation(H, K, q.device, training)
+        same = hash_directions(q, axes)[..., :, None] == hash_directions(k, axes)[..., None, :]
+        same &= torch.ones(T, T, dtype=torch.bool).tril() if causal else True
+        same &= torch.ones(B, T, dtype=torch.bool)[:, None, None] if seen is None else seen.bool()[:, None, None]
+        scores = (q @ k.transpose(2, 3) / K**0.5).masked_fill(~same, -torch.inf)
+        return scores.softmax(-1).nan_to_num(0.0) @ v
+
+
+@pytest.mark.parametrize("model", (*FAMILIES, "t5"))
+def test_sparse_attention_equals_dense_attention_within_buckets(model):
+    changed = family(model, DynamicSettings(sparse_attention=SparseAttentionSettings(buckets=4, block=4)))
+    values = {}
+    inputs, sparse = batch(model), 0
+    for item in changed.items[:-1]:
+        module = changed.build(item.name, CPU).eval()
+        given = (*(values[n] for n in item.reads), *(inputs[n] for n in item.inputs))
+        got = output_of(module(*given))
+        hashed = getattr(module, "sparse", None)
+        if hashed is not None:
+            sparse += 1
+            module.sparse = SameBucket(hashed)
+            torch.testing.assert_close(got, output_of(module(*given)), rtol=1e-4, atol=1e-5)
+        values[item.writes] = got.detach()
+    assert sparse == sum(item.kind == "attention" for item in changed.items)
+
+
 def flops(model: str, settings: DynamicSettings, tokens: int = 16) -> int:
     """Operations of all blocks forward."""
     changed, inputs = family(model, settings), batch(model)
@@ -116,7 +151,9 @@ def reference(model: str) -> dict:
 
 
 def scenario(model: str, **options) -> Scenario:
-    return Scenario(model=model, steps=8, freeze=((5, 1),), dynamic=ALL, rule=PruningRule(mode="structured"), **options)
+    dynamic = replace(ALL, depths=None, exits=None) if model == "t5" else ALL
+    rule = PruningRule(mode="structured")
+    return Scenario(model=model, steps=8, freeze=((5, 1),), dynamic=dynamic, rule=rule, **options)
 
 
 def cut(model: str, at: int) -> Partition:
@@ -124,13 +161,15 @@ def cut(model: str, at: int) -> Partition:
     return Partition(stages=(names[:at], names[at:]), workers=2)
 
 
-@pytest.mark.parametrize("model", FAMILIES)
+@pytest.mark.parametrize("model", (*FAMILIES, "t5"))
 def test_all_of_them_at_once_give_the_bits_of_one_worker(model):
     moves = ((3, cut(model, 2)), (6, cut(model, 4)))
     expected = reference(model)
     got = merged(run_workers(play, 2, scenario(model, moves=moves)))
     for part in ("losses", "norms", "held_out", "figures", "weights"):
         assert got[part] == expected[part], part
+    if model == "t5":
+        return
     figures = expected["figures"][-1]
     assert 0 < figures["layers.0.mlp"]["exit_share"][0] < 1
     assert 0.3 < figures["layers.1"]["depth_share"][0] < 0.8

@@ -7,7 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 from item_stream import TOLERANCE, assert_same_gradients, build_all, copy_into, gradients, parameters, run
-from transformers import MegatronBertConfig, MegatronBertForPreTraining
+from megatron_bert import both, config_of, encoder
+from transformers import MegatronBertForPreTraining
 
 from dynmo_train.models.bert import Bert, BertShape
 from dynmo_train.models.items import Reported
@@ -28,50 +29,18 @@ SHAPE = BertShape(
 
 
 def hugging_face() -> MegatronBertForPreTraining:
-    return MegatronBertForPreTraining(
-        MegatronBertConfig(
-            vocab_size=SHAPE.vocab_size,
-            hidden_size=SHAPE.hidden_size,
-            num_hidden_layers=SHAPE.num_layers,
-            num_attention_heads=SHAPE.num_attention_heads,
-            intermediate_size=SHAPE.ffn_hidden_size,
-            hidden_act="gelu",
-            max_position_embeddings=SHAPE.max_position_embeddings,
-            type_vocab_size=2,
-            layer_norm_eps=SHAPE.layernorm_epsilon,
-        )
-    ).eval()
+    return MegatronBertForPreTraining(config_of(SHAPE, SHAPE.num_layers)).eval()
 
 
 def renamed(values: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    heads, V = SHAPE.num_attention_heads, SHAPE.vocab_size
-    out = {
-        "bert.embeddings.word_embeddings.weight": values["embedding.word.weight"][:V],
-        "bert.embeddings.position_embeddings.weight": values["embedding.position.weight"],
-        "bert.embeddings.token_type_embeddings.weight": values["embedding.tokentype.weight"],
-        "cls.predictions.bias": values["head.bias"][:V],
-    }
     pairs = {
-        "bert.encoder.ln": "head.norm",
         "bert.pooler.dense": "head.pooler",
         "cls.predictions.transform.dense": "head.dense",
         "cls.predictions.transform.LayerNorm": "head.dense_norm",
         "cls.seq_relationship": "head.binary",
     }
-    for n in range(SHAPE.num_layers):
-        theirs, ours = f"bert.encoder.layer.{n}", f"layers.{n}"
-        pairs |= {
-            f"{theirs}.attention.ln": f"{ours}.attention.norm",
-            f"{theirs}.attention.output.dense": f"{ours}.attention.dense",
-            f"{theirs}.ln": f"{ours}.mlp.norm",
-            f"{theirs}.intermediate.dense": f"{ours}.mlp.fc1",
-            f"{theirs}.output.dense": f"{ours}.mlp.fc2",
-        }
-        for kind in ("weight", "bias"):
-            qkv = values[f"{ours}.attention.qkv.{kind}"].unflatten(0, (heads, 3, -1))
-            for place, part in enumerate(("query", "key", "value")):
-                out[f"{theirs}.attention.self.{part}.{kind}"] = qkv[:, place].flatten(0, 1)
-    return out | {f"{t}.{kind}": values[f"{o}.{kind}"] for t, o in pairs.items() for kind in ("weight", "bias")}
+    out = encoder(values, SHAPE, SHAPE.num_layers, norm="head.norm") | both(values, pairs)
+    return out | {"cls.predictions.bias": values["head.bias"][: SHAPE.vocab_size]}
 
 
 def batch() -> dict[str, torch.Tensor]:

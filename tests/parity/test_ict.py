@@ -11,8 +11,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from item_stream import TOLERANCE, assert_same_gradients, build_all, copy_into, gradients, parameters, run
+from megatron_bert import both, config_of, encoder
 from torch import nn
-from transformers import MegatronBertConfig, MegatronBertModel
+from transformers import MegatronBertModel
 
 from dynmo_train.data.blocks import BlockDataset, block_tensors, check_titles
 from dynmo_train.data.sentences import RunSettings, build_runs
@@ -46,20 +47,7 @@ class Tower(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.bert = MegatronBertModel(
-            MegatronBertConfig(
-                vocab_size=SHAPE.vocab_size,
-                hidden_size=SHAPE.hidden_size,
-                num_hidden_layers=SHAPE.num_layers,
-                num_attention_heads=SHAPE.num_attention_heads,
-                intermediate_size=SHAPE.ffn_hidden_size,
-                hidden_act="gelu",
-                max_position_embeddings=SHAPE.max_position_embeddings,
-                type_vocab_size=2,
-                layer_norm_eps=SHAPE.layernorm_epsilon,
-            ),
-            add_pooling_layer=False,
-        )
+        self.bert = MegatronBertModel(config_of(SHAPE, SHAPE.num_layers), add_pooling_layer=False)
         self.projection = nn.Linear(SHAPE.hidden_size, SHAPE.projection_size)
 
     def forward(self, ids: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
@@ -80,25 +68,8 @@ class Towers(nn.Module):
 def renamed(values: dict[str, torch.Tensor], *, shared: bool) -> dict[str, torch.Tensor]:
     out: dict[str, torch.Tensor] = {}
     for tower, end in (("query", "query.pooler"), ("context", "head"))[: 1 if shared else 2]:
-        bert = f"{tower}.bert"
-        out[f"{bert}.embeddings.word_embeddings.weight"] = values[f"{tower}.embedding.word.weight"][: SHAPE.vocab_size]
-        out[f"{bert}.embeddings.position_embeddings.weight"] = values[f"{tower}.embedding.position.weight"]
-        out[f"{bert}.embeddings.token_type_embeddings.weight"] = values[f"{tower}.embedding.tokentype.weight"]
-        pairs = {f"{bert}.encoder.ln": f"{end}.norm", f"{tower}.projection": f"{end}.projection"}
-        for n in range(SHAPE.num_layers):
-            theirs, ours = f"{bert}.encoder.layer.{n}", f"{tower}.layers.{n}"
-            pairs |= {
-                f"{theirs}.attention.ln": f"{ours}.attention.norm",
-                f"{theirs}.attention.output.dense": f"{ours}.attention.dense",
-                f"{theirs}.ln": f"{ours}.mlp.norm",
-                f"{theirs}.intermediate.dense": f"{ours}.mlp.fc1",
-                f"{theirs}.output.dense": f"{ours}.mlp.fc2",
-            }
-            for kind in ("weight", "bias"):
-                qkv = values[f"{ours}.attention.qkv.{kind}"].unflatten(0, (SHAPE.num_attention_heads, 3, -1))
-                for place, part in enumerate(("query", "key", "value")):
-                    out[f"{theirs}.attention.self.{part}.{kind}"] = qkv[:, place].flatten(0, 1)
-        out |= {f"{t}.{kind}": values[f"{o}.{kind}"] for t, o in pairs.items() for kind in ("weight", "bias")}
+        out |= encoder(values, SHAPE, SHAPE.num_layers, tower=f"{tower}.", norm=f"{end}.norm")
+        out |= both(values, {f"{tower}.projection": f"{end}.projection"})
     return out
 
 

@@ -100,13 +100,6 @@ def _microbatches(config: Config, _world_size: int) -> Iterator[Problem]:
         microbatches = size // (config.training.micro_batch_size * parallel.data_parallel_size)
         if not microbatches:
             return  # told by another rule
-        if parallel.schedule == "1f1b" and microbatches < workers:
-            yield conflict(
-                flag,
-                f"{size} makes {microbatches} microbatches; 1f1b on {workers} stages needs at least {workers}, or use"
-                " --schedule gpipe",
-            )
-            return
         rounds = max(1, microbatches // workers)
         if parallel.schedule in ("interleaved-1f1b", "zero-bubble") and microbatches % rounds:
             yield conflict(

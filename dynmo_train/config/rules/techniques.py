@@ -81,10 +81,18 @@ def _changed_model(config: Config, _world_size: int) -> Iterator[Problem]:
     asked = {
         "--mod-capacity": depth.mod_capacity is not None,
         "--early-exit-layers": exits.early_exit_layers is not None,
-        "--sparse-attention": attention.sparse_attention,
     }
     for flag in (flag for flag, on in asked.items() if on and config.model.family not in ONE_STREAM):
         yield later(flag, f"works with {', '.join(ONE_STREAM)}; the model is {config.model.family}")
+    if attention.sparse_attention and config.model.family not in (*ONE_STREAM, "t5"):
+        yield later(
+            "--sparse-attention", f"works with {', '.join(ONE_STREAM)} and t5; the model is {config.model.family}"
+        )
+    if attention.sparse_attention and config.model.position_embedding_type == "relative":
+        yield conflict(
+            "--sparse-attention",
+            "has no biases by distance: give --position-embedding-type learned, or leave it out",
+        )
     if depth.mod_capacity is not None and depth.mod_every > config.model.num_layers:
         yield conflict("--mod-every", f"{depth.mod_every} routes none of --num-layers {config.model.num_layers} blocks")
     try:

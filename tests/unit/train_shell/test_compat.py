@@ -278,9 +278,19 @@ def test_a_deepspeed_file_that_contradicts_the_flags_is_refused_with_every_contr
     with pytest.raises(DocumentError) as caught:
         with_deepspeed({"deepspeed_config": path, "global_batch_size": 8}, {"clip_grad": 0.5})
     assert {problem.path for problem in caught.value.problems} == {"--global-batch-size", "--clip-grad"}
-    values = with_deepspeed({"deepspeed_config": path, "global_batch_size": 32}, {"clip_grad": 1.0})
+    given = {"deepspeed_config": path, "global_batch_size": 32}
+    flags, values = with_deepspeed(given, {"clip_grad": 1.0})
+    assert flags == given
     assert values == {"global_batch_size": 32, "clip_grad": 1.0}
     assert "not for dump_state" in capsys.readouterr().err
+
+
+def test_the_zero_stage_of_a_deepspeed_file_goes_before_the_flag_of_none(tmp_path):
+    (tmp_path / "ds.json").write_text(json.dumps({"zero_optimization": {"stage": 2}}))
+    given = {"deepspeed_config": str(tmp_path / "ds.json"), "zero_stage": 0}
+    assert with_deepspeed(given, {}) == ({**given, "zero_stage": None}, {"zero_stage": 2})
+    with pytest.raises(DocumentError, match="--zero-stage"):
+        with_deepspeed({**given, "zero_stage": 1}, {})
 
 
 @pytest.mark.parametrize("text", ["[]", "{", ""])

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
 from dynmo_train.cli import app
-from dynmo_train.config.scripts import PROGRAMS, read_script
+from dynmo_train.config.helptext import parse_help
+from dynmo_train.config.published import SOURCES, TABLE, find, markdown
+from dynmo_train.config.scripts import read_script
 
+ROOT = Path(__file__).parents[3]
 DISTRIBUTED = """#! /bin/bash
 # Runs the "345M" parameter model
 GPUS_PER_NODE=2
@@ -97,8 +101,11 @@ def test_flag_by_flag(tmp_path):
         ("python tasks/main.py --task RACE --epochs 3", "dynmo-train finetune race"),
         ("python main.py --model gpt2 --tasks lambada,piqa", "dynmo-train evaluate lm-eval"),
         ("python tools/preprocess_data.py --input x", "dynmo-prep binarize"),
-        ("WORLD_SIZE=8 python tools/ckpt_convert.py --model-type GPT", "dynmo-ckpt merge"),
+        ("WORLD_SIZE=8 python tools/ckpt_convert.py --model-type GPT", "dynmo-ckpt ckpt_convert"),
         ("shuf a.json -o b.json", "dynmo-prep shuffle"),
+        ("bash examples/pretrain_gpt.sh", "bin/pretrain_gpt.sh"),
+        ("sbatch 2.distributed-training.sbatch", "bin/2.distributed-training.sbatch"),
+        ("bash ASPLOS23/fig10/GPT2-8.3B-CB-Breakdown.sh", "bin/ASPLOS23/fig10.sh"),
     ],
 )
 def test_programs_have_a_command_here(line, ours):
@@ -112,8 +119,11 @@ def test_every_command_that_a_program_becomes_exists():
     packages = {"dynmo-train": "dynmo_train", "dynmo-prep": "dynmo_tools", "dynmo-ckpt": "dynmo_ckpt"}
     import typer
 
-    for ours in sorted(set(PROGRAMS.values())):
+    for ours in sorted({row.ours for row in TABLE}):
         program, *names = ours.split()
+        if program not in packages:
+            assert (ROOT / ours).is_file(), ours
+            continue
         command = typer.main.get_command(importlib.import_module(f"{packages[program]}.cli").app)
         for name in names:
             assert name in command.commands, ours
@@ -129,3 +139,60 @@ def test_a_script_without_any_is_told(tmp_path):
 def _empty(tmp_path):
     (tmp_path / "x.sh").write_text("ls\n")
     return tmp_path / "x.sh"
+
+
+def test_the_readme_has_the_table_and_nobody_is_named_twice():
+    readme = (ROOT / "dynmo_train" / "launch" / "README.md").read_text(encoding="utf-8")
+    begin, end = "<!-- scripts: begin -->\n", "<!-- scripts: end -->"
+    written = readme[readme.index(begin) + len(begin) : readme.index(end)]
+    assert written == markdown(), "print it again: python -m dynmo_train.config.published"
+    names = [row.name for row in TABLE]
+    assert len(names) == len(set(names))
+    assert {row.source for row in TABLE} == set(SOURCES)
+    assert find("megatron/arguments.py") is None
+
+
+def test_every_script_of_ours_is_in_the_table_or_says_that_it_is_our_own(tmp_path):
+    ours = {row.ours.removeprefix("bin/") for row in TABLE if row.ours.startswith("bin/")}
+    own = {"environment.sh", "quickstart", "quickstart_summary.py", "test"}
+    own |= {"getdata.sh", "openwebtext.sh", "wikipedia.sh", "ASPLOS23/zero_shot.sh"}
+    own |= {"lib/fetch.sh", "lib/optimus.sh", "lib/train.sh"}
+    files = {str(path.relative_to(ROOT / "bin")) for path in (ROOT / "bin").rglob("*") if path.is_file()}
+    assert files == ours | own
+
+
+def test_the_table_is_printed(tmp_path):
+    result = CliRunner().invoke(app, ["explain-flags", "--table", "--format", "json"])
+    rows = json.loads(result.output)
+    assert {
+        "source": "AWS test case",
+        "name": "pytorchjob.yaml-template",
+        "ours": "bin/pytorchjob.yaml-template",
+    } in rows
+    assert "bin/download_ckpt.sh" in CliRunner().invoke(app, ["explain-flags", "--table"]).output
+
+
+def test_flags_of_other_packages_are_explained_by_their_own_help(tmp_path):
+    line = "python tools/preprocess_data.py --input a.json --vocab v.txt --json_key body --split-sentences --no-such 1"
+    (found,) = json.loads(told(tmp_path, line, "--format", "json", code=3))
+    kinds = {one["flag"]: (one["kind"], one["values"], one["meaning"]) for one in found["flags"]}
+    assert kinds["--vocab"][:2] == ("same", ["v.txt"])
+    assert "vocabulary of the GPT2" in kinds["--vocab"][2]
+    assert kinds["--json_key"][2].startswith("--json-key: Key of the text")
+    assert kinds["--no-such"][0] == "unknown"
+
+
+def test_help_is_read_with_its_continued_lines():
+    text = "Options:\n  -o, --output <path>  The\n                       file.\n  --long-name, --other <int range>\n"
+    text += "                                  Of the input.  [x>=1]\n\nMore:\n  none\n"
+    assert parse_help(text) == {
+        **dict.fromkeys(("-o", "--output"), "The file."),
+        **dict.fromkeys(("--long-name", "--other"), "Of the input.  [x>=1]"),
+    }
+
+
+def test_a_published_script_is_named_by_the_one_that_stands_in_for_it(tmp_path):
+    script = tmp_path / "pretrain_gpt.sh"
+    script.write_text("python pretrain_gpt.py --num-layers 2\n")
+    assert f"{script}: here bin/pretrain_gpt.sh" in CliRunner().invoke(app, ["explain-flags", str(script)]).output
+    assert "needs a SCRIPT" in str(CliRunner().invoke(app, ["explain-flags"]).exception)

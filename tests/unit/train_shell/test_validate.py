@@ -27,6 +27,7 @@ def problems(world_size=1, **values):
 
 
 REPLICAS = {"world_size": 2, "pipeline_model_parallel_size": 1, "global_batch_size": 8}
+CUT_TOKENS = {"sequence_parallel": True, "tensor_model_parallel_size": 2, "world_size": 2}
 ICT = {"family": "ict"}
 CASES = {
     "heads": ({"num_attention_heads": 5}, "--hidden-size"),
@@ -50,9 +51,21 @@ CASES = {
     "ramp by steps": ({"global_batch_size": 4, "rampup_batch_size": "2 2 9"}, "--rampup-batch-size"),
     "both lengths": ({"train_samples": 99}, "--train-iters"),
     "decay in samples": ({"lr_decay_samples": 9}, "--lr-decay-samples"),
+    "lengths that ranks cannot share": ({**CUT_TOKENS, "curriculum_shortest": 9}, "--curriculum-shortest"),
+    "steps that ranks cannot share": (
+        {**CUT_TOKENS, "curriculum_shortest": 8, "curriculum_multiple": 3},
+        "--curriculum-multiple",
+    ),
     "long curriculum": ({"curriculum_shortest": 33}, "--curriculum-shortest"),
     "cut heads": ({"tensor_model_parallel_size": 3, "world_size": 3, "ffn_hidden_size": 96}, "--num-attention-heads"),
     "cut width": ({"tensor_model_parallel_size": 2, "world_size": 2, "ffn_hidden_size": 97}, "--ffn-hidden-size"),
+    "compiled by choice": (
+        {"torch_compile": True, "recompute_granularity": "selective"},
+        "--torch-compile",
+    ),
+    "compiled and pruned": ({"torch_compile": True, "sparsify": True}, "--torch-compile"),
+    "compiled and cut": ({"torch_compile": True, "tensor_model_parallel_size": 2, "world_size": 2}, "--torch-compile"),
+    "compiled lengths": ({"torch_compile": True, "curriculum_shortest": 8}, "--torch-compile"),
     "vee": ({"schedule": "zb-v", "virtual_stages_per_worker": 1}, "--virtual-stages-per-worker"),
     "experts of nobody": ({"expert_model_parallel_size": 2, **REPLICAS}, "--expert-model-parallel-size"),
     "experts dealt": (
@@ -72,7 +85,6 @@ CASES = {
         "--virtual-stages-per-worker",
     ),
     "plain": ({"virtual_stages_per_worker": 2}, "--virtual-stages-per-worker"),
-    "1f1b": ({"world_size": 2, "global_batch_size": 2}, "--global-batch-size"),
     "rounds": ({"world_size": 2, "global_batch_size": 10, "schedule": "zero-bubble"}, "--global-batch-size"),
     "min_lr": ({"min_lr": 0.1}, "--min-lr"),
     "two warm-ups": ({"lr_warmup_fraction": 0.1, "lr_warmup_iters": 2}, "--lr-warmup-fraction"),
@@ -142,6 +154,10 @@ CASES = {
             "global_batch_size": 4,
         },
         "--pruning-mode",
+    ),
+    "buckets and distances": (
+        {"family": "t5", "sparse_attention": True, "position_embedding_type": "relative"},
+        "--sparse-attention",
     ),
     "odd buckets": ({"sparse_attention": True, "sparse_attention_buckets": 5}, "--sparse-attention-buckets"),
     "split form": ({"split": "x"}, "--split"),
@@ -234,3 +250,9 @@ def test_all_contradictions_come_in_one_error():
     assert [problem.path for problem in caught.value.problems] == ["--hidden-size", "--global-batch-size", "--min-lr"]
     assert caught.value.exit_code == 2
     check(config_of(**SMALL), 1)
+
+
+def test_a_batch_may_have_fewer_microbatches_than_stages():
+    assert problems(world_size=2, global_batch_size=2) == []
+    ramp = {"train_iters": None, "train_samples": 999, "global_batch_size": 16, "rampup_batch_size": "2 2 99"}
+    assert problems(world_size=4, **ramp) == []

@@ -1,0 +1,33 @@
+# The four commands with CUDA and PyTorch, for a cluster:
+#
+#   docker build -t megatron-training .
+#   docker run --rm --gpus all --ipc host -v /fsx:/fsx megatron-training dynmo-train launch local --nproc 8 -- pretrain gpt ...
+#
+# BASE    an image with Python 3.11 or newer and torch 2.11 or newer for CUDA, whose torch is kept. Where the network has a
+#         fabric of its own (EFA, InfiniBand), one that carries NCCL's plugin for it.
+ARG BASE=pytorch/pytorch:2.11.0-cuda12.8-cudnn9-devel
+FROM ${BASE}
+
+ENV PIP_BREAK_SYSTEM_PACKAGES=1 PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_CACHE_DIR=1 PIP_ROOT_USER_ACTION=ignore
+# curl for bin/download_*.sh, ssh for `launch hostfile`
+RUN apt-get update \
+    && apt-get install --yes --no-install-recommends curl openssh-client \
+    && rm -rf /var/lib/apt/lists/*
+
+WORKDIR /opt/dynmo
+COPY pyproject.toml constraints.txt LICENSE README.md ./
+COPY dynmo_tools dynmo_tools
+COPY dynmo_train dynmo_train
+COPY dynmo_balance dynmo_balance
+COPY dynmo_ckpt dynmo_ckpt
+RUN sed '/^torch==/d' constraints.txt > /tmp/constraints.txt \
+    && python3 -c 'import torch; print(f"torch=={torch.__version__}")' >> /tmp/constraints.txt \
+    && python3 -m pip install --constraint /tmp/constraints.txt '.[all]' \
+    && rm /tmp/constraints.txt
+COPY bin bin
+COPY tests/benchmarks/train_lowrank.py tests/benchmarks/
+
+# The scripts of bin/ take this environment as it is.
+ENV DYNMO_SETUP=no PATH=/opt/dynmo/bin:$PATH
+WORKDIR /workspace
+CMD ["dynmo-train", "--help"]

@@ -1,0 +1,36 @@
+# Sourced by the scripts of this folder that train or evaluate: how the command is started, and the published sizes.
+#
+# GPUS_PER_NODE    processes on each machine (1)
+# NNODES, NODE_RANK, MASTER_ADDR, MASTER_PORT
+#                  several machines: the same script on each of them with its own NODE_RANK (1, 0, localhost, 6000)
+# DYNMO_LAUNCH     another way to start it, as words for `dynmo-train launch`: "slurm --nodes 4 --gpus 8 --time 24:00:00",
+#                  "hostfile -H hostfile", "lsf --nodes 4 --image dynmo.sif", "kubernetes --image IMAGE --nodes 2"
+# DYNMO_VENV, PYTHON, DYNMO_SETUP
+#                  see bin/environment.sh
+. "$(dirname "${BASH_SOURCE[0]}")/../environment.sh"
+
+gpt_345m=(--num-layers 24 --hidden-size 1024 --num-attention-heads 16 --seq-length 1024 --max-position-embeddings 1024)
+bert_345m=(--num-layers 24 --hidden-size 1024 --num-attention-heads 16 --seq-length 512 --max-position-embeddings 512)
+
+# start COMMAND...: runs a command of dynmo-train in as many processes as the variables say. With --dry-run, that of
+# pretrain, one process tells what all of them would need.
+start() {
+  local nproc=${GPUS_PER_NODE:-1} nodes=${NNODES:-1} word how=()
+  [ -n "${RANK:-}" ] || unset WORLD_SIZE # the classic scripts set it for themselves; it is the launcher's to say
+  for word in "$@"; do
+    if [ "$word" = --dry-run ]; then
+      exec dynmo-train "$@" --dry-run-processes "${DRY_RUN_PROCESSES:-$((nproc * nodes))}"
+    fi
+  done
+  if [ -n "${DYNMO_LAUNCH:-}" ]; then
+    read -ra how <<<"$DYNMO_LAUNCH"
+    if [ "${how[0]}" != hostfile ]; then how+=(--nproc "$nproc"); fi # a hostfile has slots
+    exec dynmo-train launch "${how[@]}" -- "$@"
+  elif [ "$nodes" -gt 1 ]; then
+    exec dynmo-train launch node --nproc "$nproc" --nnodes "$nodes" --node-rank "${NODE_RANK:-0}" \
+      --master-addr "${MASTER_ADDR:-localhost}" --master-port "${MASTER_PORT:-6000}" -- "$@"
+  elif [ "$nproc" -gt 1 ]; then
+    exec dynmo-train launch local --nproc "$nproc" -- "$@"
+  fi
+  exec dynmo-train "$@"
+}

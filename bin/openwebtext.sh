@@ -1,0 +1,54 @@
+#!/usr/bin/env bash
+# Makes a data set of web pages, by the procedure of Megatron-LM's tools/openwebtext: URLs, pages, cleaning, duplicates,
+# test sets cut out, order, tokens.
+#
+#   bin/openwebtext.sh URLS FOLDER        # URLS: a file of URLs, one a line, or a folder of them
+#   PAGES='pages/*.jsonl' bin/openwebtext.sh - FOLDER    # pages that were fetched already ({"text": ..., "url": ...})
+#
+# USER_AGENT          who fetches, for the servers' logs; needed with URLS
+# VOCAB_FILE gpt2-vocab.json    MERGE_FILE gpt2-merges.txt    WORKERS (cores)    EXECUTOR local, ray or slurm
+# MIN_TOKENS 128      shorter documents are left out          SIMILARITY 0.9     from which on two are duplicates
+# TASKS               NAME=FILE words: test sets whose 13-grams are cut out, such as "lambada=lambada_test.jsonl"
+# SEED 1234           of the order
+#
+# The result is FOLDER/openwebtext_text_document. Run again, it goes on where it stopped.
+set -euo pipefail
+
+if [ $# -ne 2 ]; then
+  echo "usage: $0 URLS FOLDER, or PAGES=... $0 - FOLDER" >&2
+  exit 2
+fi
+. "$(dirname "$0")/environment.sh"
+
+urls=$1 folder=$2
+run=(--workers "${WORKERS:-$(nproc)}" --executor "${EXECUTOR:-local}")
+mkdir -p "$folder"
+cd "$folder"
+
+if [ "$urls" != - ]; then
+  dynmo-prep blacklist-urls "$(realpath --canonicalize-missing "$OLDPWD/$urls")" -o clean_urls.txt
+  dynmo-prep fetch-urls clean_urls.txt -o pages.jsonl.zst \
+    --user-agent "${USER_AGENT:?$0: set USER_AGENT to who you are, such as \'me (me@site.org)\'}"
+  pages=pages.jsonl.zst
+else
+  pages=$(cd "$OLDPWD" && realpath --canonicalize-missing "${PAGES:?$0: set PAGES to the files of pages}")
+fi
+dynmo-prep merge "$pages" -o merged.jsonl.zst "${run[@]}"
+dynmo-prep clean merged.jsonl.zst -o clean.jsonl.zst --min-tokens "${MIN_TOKENS:-128}" "${run[@]}"
+dynmo-prep find-duplicates clean.jsonl.zst -o pairs.jsonl "${run[@]}"
+dynmo-prep group-duplicates pairs.jsonl -o groups.jsonl --threshold "${SIMILARITY:-0.9}"
+dynmo-prep remove-duplicates clean.jsonl.zst -o unique.jsonl.zst --groups groups.jsonl "${run[@]}"
+last=unique.jsonl.zst
+if [ -n "${TASKS:-}" ]; then
+  tasks=()
+  for task in $TASKS; do tasks+=(--task "${task%%=*}=$(realpath --canonicalize-missing "$OLDPWD/${task#*=}")"); done
+  dynmo-prep decontaminate unique.jsonl.zst -o safe.jsonl.zst "${tasks[@]}" "${run[@]}"
+  last=safe.jsonl.zst
+fi
+dynmo-prep shuffle "$last" -o train_data.jsonl.zst --seed "${SEED:-1234}" "${run[@]}"
+tokens=()
+for file in "${VOCAB_FILE:-gpt2-vocab.json}" "${MERGE_FILE:-gpt2-merges.txt}"; do
+  tokens+=("$(cd "$OLDPWD" && realpath --canonicalize-missing "$file")")
+done
+dynmo-prep binarize --input train_data.jsonl.zst --output-prefix openwebtext --tokenizer-type GPT2BPETokenizer \
+  --vocab-file "${tokens[0]}" --merge-file "${tokens[1]}" --append-eod "${run[@]}"
