@@ -102,7 +102,7 @@ def _refuse_unmapped(model: Mapping[str, Any], version: float) -> None:
     if model.get("num_experts"):
         raise UnsupportedError(
             f"legacy Megatron has no form for this model's experts: its SwitchMLP gives each token one expert (here "
-            f"{model.get('moe_top_k', 2)}), weighted by a softmax or a sigmoid that the files do not name; write --to hf or native"
+            f"{model.get('moe_top_k', 2)}), by a softmax or a sigmoid that the files do not name; use --to hf or native"
         )
     if model.get("num_key_value_heads", model["num_attention_heads"]) != model["num_attention_heads"] and version < 2:
         raise UnsupportedError(f"checkpoint version {version:g} is older than grouped queries; 2.0 and 3.0 hold them")

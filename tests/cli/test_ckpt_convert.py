@@ -491,3 +491,12 @@ def test_copies_that_differ_and_tensors_to_leave_out(run, native, legacy_save, t
     assert np.array_equal(head[:half], p["embedding.word.weight"][:half])
     assert np.array_equal(head[half:], p["embedding.word.weight"][half:] + 1)
     assert "not a native" in run("convert", directory, tmp_path / "x", *to, "--drop", "a", code=2).stderr
+
+
+def test_experts_have_no_form_in_legacy_files(run, tmp_path):
+    families = runpy.run_path(str(Path(__file__).parents[1] / "unit" / "ckpt" / "families.py"))
+    m = families["llama"](num_experts=4, moe_top_k=2)
+    build["save"](tmp_path / "in", families["parameters"](m), m)
+    told = run("convert", tmp_path / "in", tmp_path / "out", "--to", "legacy", code=5).stderr
+    assert "its SwitchMLP gives each token one expert (here 2)" in told
+    assert not (tmp_path / "out").exists()

@@ -240,11 +240,3 @@ def test_a_model_that_no_architecture_is_cannot_be_exported(run, tmp_path):
         "position_embedding = learned only"
         in run("convert", tmp_path / "in", tmp_path / "o", "--to", "hf", code=5).stderr
     )
-
-
-def test_experts_have_no_form_in_legacy_files(run, tmp_path):
-    m = families["llama"](num_experts=4, moe_top_k=2)
-    native(tmp_path / "in", m)
-    told = run("convert", tmp_path / "in", tmp_path / "out", "--to", "legacy", code=5).stderr
-    assert "its SwitchMLP gives each token one expert (here 2)" in told
-    assert not (tmp_path / "out").exists()
