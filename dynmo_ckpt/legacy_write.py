@@ -58,7 +58,7 @@ def plan_legacy(
     layout = layout_of(
         load_map(f"legacy_{model['family']}", {0.0: "0", 1.0: "1"}.get(version, "2")), model, padded=True
     )
-    stored = {name: checkpoint.tensors[name] for name in checkpoint.names("parameter", "buffer")}
+    stored = {name: checkpoint.tensors[name] for name in checkpoint.weights()}
     masks = {name.removesuffix(".mask"): checkpoint.tensors[name] for name in checkpoint.names("mask")}
     iteration = f"iter_{checkpoint.manifest['step']:07d}"
     args = legacy_args(model, tensor_parallel_size, workers, version, split_rank)
