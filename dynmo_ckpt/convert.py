@@ -46,7 +46,7 @@ def plan_hf_export(
         raise UnsupportedError("model.tied_embeddings and ties do not say the same about head.weight")
     name, architecture = architecture_of_model(model)
     layout = layout_of(load_map(architecture.map), model)
-    stored = {name: checkpoint.tensors[name] for name in checkpoint.names("parameter", "buffer")}
+    stored = {name: checkpoint.tensors[name] for name in checkpoint.weights()}
     masks = {name.removesuffix(".mask"): checkpoint.tensors[name] for name in checkpoint.names("mask")}
     mapped = to_theirs(layout, stored, ties, masks)
     dtypes = sorted({item.content.dtype for item in mapped})

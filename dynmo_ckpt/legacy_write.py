@@ -58,7 +58,7 @@ def plan_legacy(
     layout = layout_of(
         load_map(f"legacy_{model['family']}", {0.0: "0", 1.0: "1"}.get(version, "2")), model, padded=True
     )
-    stored = {name: checkpoint.tensors[name] for name in checkpoint.names("parameter", "buffer")}
+    stored = {name: checkpoint.tensors[name] for name in checkpoint.weights()}
     masks = {name.removesuffix(".mask"): checkpoint.tensors[name] for name in checkpoint.names("mask")}
     iteration = f"iter_{checkpoint.manifest['step']:07d}"
     args = legacy_args(model, tensor_parallel_size, workers, version, split_rank)
@@ -100,7 +100,10 @@ def _refuse_unmapped(model: Mapping[str, Any], version: float) -> None:
         if model.get(field, value) != value:
             raise UnsupportedError(f"legacy Megatron: {field} {model[field]!r} is not mapped, only {value!r} is")
     if model.get("num_experts"):
-        raise UnsupportedError("legacy Megatron: experts are not mapped")
+        raise UnsupportedError(
+            f"legacy Megatron has no form for this model's experts: its SwitchMLP gives each token one expert (here "
+            f"{model.get('moe_top_k', 2)}), by a softmax or a sigmoid that the files do not name; use --to hf or native"
+        )
     if model.get("num_key_value_heads", model["num_attention_heads"]) != model["num_attention_heads"] and version < 2:
         raise UnsupportedError(f"checkpoint version {version:g} is older than grouped queries; 2.0 and 3.0 hold them")
     if model["family"] == "bert" and not model["tied_embeddings"] and not model.get("task_head"):

@@ -34,6 +34,10 @@ class NativeCheckpoint:
         """Stored names of these roles."""
         return [name for name, entry in self.manifest["tensors"].items() if entry["role"] in roles]
 
+    def weights(self) -> list[str]:
+        """Stored names of what the model computes with; not what compression remembers between steps."""
+        return [name for name in self.names("parameter", "buffer") if ".memory." not in name]
+
 
 def load_manifest(directory: Path) -> dict[str, Any]:
     """The manifest of one checkpoint directory; raises ``CorruptError`` with every problem."""

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+
 from .engine import Engine
-from .saving import PendingSave, SavedRun
+from .saving import HostCopies, PendingSave, SavedRun
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,12 +28,15 @@ class Checkpointing:
     """Saves the engine's state; every process calls the same methods at the same boundaries.
 
     Args:
-        aside: whether checkpoints are written while training goes on; the next one waits for the last.
+        aside: whether checkpoints are written while training goes on, from a copy in host memory that is kept for the
+            next one; that waits for the last.
         tell: told each checkpoint that is in place.
     """
 
     def __init__(self, engine: Engine, checkpoints: Path, *, aside: bool, tell: Callable[[Saved], None]) -> None:
         self._engine, self._checkpoints, self._aside, self._tell = engine, checkpoints, aside, tell
+        self._copies = HostCopies() if aside else None
+        self._preparing: threading.Thread | None = None
         self._pending: PendingSave | None = None
         self._begun, self._stalled_s = 0.0, 0.0
 
@@ -38,7 +44,9 @@ class Checkpointing:
         """Begin a checkpoint of the state now; without ``aside`` it is in place when this returns."""
         self.wait()
         self._begun = time.perf_counter()
-        self._pending = PendingSave(self._engine, self._checkpoints, run, copies=self._aside)
+        if self._preparing is not None:
+            self._preparing.join()
+        self._pending = PendingSave(self._engine, self._checkpoints, run, copies=self._copies)
         if self._aside:
             self._pending.write_aside()
             self._stalled_s = time.perf_counter() - self._begun
@@ -47,8 +55,16 @@ class Checkpointing:
             self.wait()
 
     def at_boundary(self) -> None:
-        """Put a checkpoint in place that all processes have written meanwhile."""
-        if self._pending is not None and self._pending.is_written_everywhere():
+        """Go on with a checkpoint that is under way; every process asks at the same boundary."""
+        if self._copies is not None and self._preparing is None:
+            self._preparing = threading.Thread(target=self._copies.prepare, args=(self._sizes(),), daemon=True)
+            self._preparing.start()
+        if self._pending is None:
+            return
+        begun = time.perf_counter()
+        is_done = self._pending.advance()
+        self._stalled_s += time.perf_counter() - begun
+        if is_done:
             self.wait()
 
     def wait(self) -> None:
@@ -61,3 +77,8 @@ class Checkpointing:
         now = time.perf_counter()
         stalled = self._stalled_s + now - waited if self._aside else now - self._begun
         self._tell(Saved(path=path, step=pending.run.step, seconds=now - self._begun, stalled_s=stalled))
+
+    def _sizes(self) -> dict[str, tuple[torch.Size, torch.dtype]]:
+        """Shapes and types of what this process holds after its first step, by name."""
+        states = (self._engine.held.export(item) for item in self._engine.local_names)
+        return {name: (tensor.shape, tensor.dtype) for state in states for name, tensor in state.tensors.items()}

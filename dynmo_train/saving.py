@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -63,16 +63,43 @@ class _File:
     entries: Sequence[Mapping[str, Any]]
 
 
+class HostCopies:
+    """Copies of tensors in host memory that is used again: the first touch of fresh memory takes longer than a copy."""
+
+    def __init__(self) -> None:
+        self._held: dict[str, torch.Tensor] = {}
+
+    def of(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        """A copy of a tensor, valid until another is asked for under this name."""
+        held = self._held.get(name)
+        if held is None or held.shape != tensor.shape or held.dtype != tensor.dtype:
+            held = torch.empty(tensor.shape, dtype=tensor.dtype)
+        self._held[name] = held.copy_(tensor.detach())
+        return held
+
+    def prepare(self, sizes: Mapping[str, tuple[torch.Size, torch.dtype]]) -> None:
+        """Touch the memory of copies to come, by name."""
+        for name, (shape, dtype) in sizes.items():
+            self._held.setdefault(name, torch.zeros(shape, dtype=dtype).fill_(0))
+
+    def keep_only(self, names: Collection[str]) -> None:
+        """Give up the memory of what is no longer asked for, as after a layer has moved away."""
+        self._held = {name: tensor for name, tensor in self._held.items() if name in names}
+
+
 class PendingSave:
     """A checkpoint on its way: begun at a step boundary, written (in a thread, if that is wished), then committed.
 
-    Every process makes one at the same boundary, and calls ``finish`` at the same later one.
+    Every process makes one at the same boundary, and calls ``advance`` and ``finish`` at the same later ones.
 
     Args:
-        copies: whether the state is copied first, so that training can go on while it is written.
+        copies: where the state is copied to first, so that training can go on while it is written; None writes the
+            tensors themselves.
     """
 
-    def __init__(self, engine: Engine, checkpoints_dir: Path, run: SavedRun, *, copies: bool = False) -> None:
+    def __init__(
+        self, engine: Engine, checkpoints_dir: Path, run: SavedRun, *, copies: HostCopies | None = None
+    ) -> None:
         self.run, self._world, self._checkpoints = run, engine.world, checkpoints_dir
         world = engine.world
         named = str(new_staging(checkpoints_dir, run.step)) if world.is_first else None
@@ -83,6 +110,8 @@ class PendingSave:
         self._files = _files_of(engine, states, moments=run.moments, copies=copies) if mine else []
         if run.moments:
             self._files += _memories_of(world, states, copies=copies)
+        if copies is not None:
+            copies.keep_only({name for file in self._files for name in file.tensors})
         told = gather_documents(world, _facts_of_part(engine, states) if mine else None)
         facts = [one for one in told if one is not None]
         self._document = _document(engine, run, facts) if world.is_first else None
@@ -90,6 +119,7 @@ class PendingSave:
         self._report: list[dict[str, Any]] = []
         self._problem: str | None = None
         self._thread: threading.Thread | None = None
+        self._is_gathered = False
 
     def write(self) -> None:
         """Write this process's part."""
@@ -110,9 +140,17 @@ class PendingSave:
         self._thread = threading.Thread(target=self.write, name="checkpoint")
         self._thread.start()
 
-    def is_written_everywhere(self) -> bool:
-        """Whether all processes have written their parts; every process asks at the same boundary."""
-        return all_agree(self._world, self._thread is None or not self._thread.is_alive())
+    def advance(self) -> bool:
+        """Go on at a boundary without waiting; whether the checkpoint is in place, or cannot be.
+
+        When all processes have written their parts, the first one commits beside the training as well.
+        """
+        if not all_agree(self._world, self._thread is None or not self._thread.is_alive()):
+            return False
+        if self._is_gathered:
+            return True
+        self._gather()
+        return False
 
     def finish(self) -> Path:
         """Wait for what is still being written, and put the checkpoint in place.
@@ -120,17 +158,32 @@ class PendingSave:
         Raises:
             DynmoError: on every worker, where one of them could not write its part; the last checkpoint stays in place.
         """
-        if self._thread is not None:
-            self._thread.join()
-        told = gather_documents(self._world, {"problem": self._problem, "report": self._report})
-        problem: str | None = None
-        if self._document is not None:
-            problem = "; ".join(one["problem"] for one in told if one["problem"]) or None
-            problem = problem or self._commit(self._document, [one["report"] for one in told])
-        if not all_agree(self._world, problem is None):
-            problem = broadcast_document(self._world, problem)
+        for gathered in (self._is_gathered, True):
+            if self._thread is not None:
+                self._thread.join()
+            if not gathered:
+                self._gather()
+        if not all_agree(self._world, self._problem is None):
+            problem = broadcast_document(self._world, self._problem)
             raise DynmoError(f"the checkpoint of step {self.run.step} was not written: {problem}")
         return self._checkpoints / f"step-{self.run.step:08d}"
+
+    def _gather(self) -> None:
+        """Tell the first process what all have written; it commits that, in a thread."""
+        told = gather_documents(self._world, {"problem": self._problem, "report": self._report})
+        self._is_gathered, self._thread = True, None
+        document = self._document
+        if document is None:
+            self._problem = None
+            return
+        self._problem = "; ".join(one["problem"] for one in told if one["problem"]) or None
+        if self._problem is None:
+
+            def commit_aside() -> None:
+                self._problem = self._commit(document, [one["report"] for one in told])
+
+            self._thread = threading.Thread(target=commit_aside, name="checkpoint")
+            self._thread.start()
 
     def _commit(self, document: RunFacts, reports: Sequence[Sequence[Mapping[str, Any]]]) -> str | None:
         """Put the checkpoint in place; returns what went wrong, if anything."""
@@ -156,7 +209,9 @@ def save(engine: Engine, checkpoints_dir: Path, run: SavedRun) -> Path:
     return pending.finish()
 
 
-def _files_of(engine: Engine, states: Mapping[str, ItemState], *, moments: bool, copies: bool) -> list[_File]:
+def _files_of(
+    engine: Engine, states: Mapping[str, ItemState], *, moments: bool, copies: HostCopies | None
+) -> list[_File]:
     """The shard files that this process writes."""
     tied, held = engine.family.ties, engine.held
     files = []
@@ -179,16 +234,16 @@ def _files_of(engine: Engine, states: Mapping[str, ItemState], *, moments: bool,
             shape, index = whole_shape(tensor.shape, held.split_dim(name), held.region)
             about = {"name": name, "dtype": dtype_name(tensor.dtype), "shape": shape, "role": role_of(name)}
             entries.append({**about, "file": file, "key": name, "index": index})
-        if copies:
-            tensors = {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()}
+        if copies is not None:
+            tensors = {name: copies.of(name, tensor) for name, tensor in tensors.items()}
         files.append(_File(name=file, tensors=tensors, entries=entries))
     return files
 
 
-def _memories_of(world: World, states: Mapping[str, ItemState], *, copies: bool) -> list[_File]:
+def _memories_of(world: World, states: Mapping[str, ItemState], *, copies: HostCopies | None) -> list[_File]:
     """The file of what compression remembers: each process of a pipeline position has its own part of every tensor."""
     tensors = {
-        name: tensor.detach().to("cpu", copy=True) if copies else tensor.detach()
+        name: tensor.detach() if copies is None else copies.of(name, tensor)
         for item, state in states.items()
         for name, tensor in state.tensors.items()
         if is_memory(item, name)

@@ -12,8 +12,9 @@ import secrets
 import shutil
 import zlib
 from collections.abc import Mapping
+from io import RawIOBase
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import TYPE_CHECKING, Any
 
 from ..errors import UsageError
 from ..formats._document import DocumentError, write_whole
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 
 STEP_NAME = re.compile(r"step-(\d{8,})")
 _CHUNK_BYTES = 1 << 23
+_KEPT_CHUNKS = 8
 
 
 def step_name(step: int) -> str:
@@ -64,17 +66,19 @@ def write_shard(directory: Path, filename: str, tensors: Mapping[str, torch.Tens
     """
     types = {key: dtype_name(tensor.dtype) for key, tensor in tensors.items()}
     order = sorted(tensors, key=lambda key: -DTYPE_BYTES[types[key]])
+    header = encode_header([(key, types[key], tuple(tensors[key].shape)) for key in order])
     checksums = {}
-    with open(directory / filename, "wb") as handle:
-        handle.write(encode_header([(key, types[key], tuple(tensors[key].shape)) for key in order]))
+    with open(directory / filename, "wb", buffering=0) as handle:
+        if hasattr(os, "posix_fallocate"):
+            os.posix_fallocate(handle.fileno(), 0, len(header) + sum(tensors[key].nbytes for key in order))
+        handle.write(header)
         for key in order:
             checksums[key] = f"{_write_tensor(handle, tensors[key]):08x}"
-        handle.flush()
         os.fsync(handle.fileno())
     return checksums
 
 
-def _write_tensor(handle: BinaryIO, tensor: torch.Tensor) -> int:
+def _write_tensor(handle: RawIOBase, tensor: torch.Tensor) -> int:
     import torch
 
     flat = tensor.detach().to("cpu").contiguous().reshape(-1).view(torch.uint8).numpy()
@@ -82,8 +86,22 @@ def _write_tensor(handle: BinaryIO, tensor: torch.Tensor) -> int:
     for begin in range(0, flat.size, _CHUNK_BYTES):
         chunk = flat[begin : begin + _CHUNK_BYTES].data
         checksum = zlib.crc32(chunk, checksum)
-        handle.write(chunk)
+        while chunk:
+            chunk = chunk[handle.write(chunk) :]
+        _send_on(handle)
     return checksum
+
+
+def _send_on(handle: RawIOBase) -> None:
+    """Begin the way to the disk of what was just written, and give up the pages that are there already.
+
+    Else the flush at the end waits for all of it, and every page is fresh memory, which is slow to touch.
+    """
+    if hasattr(os, "posix_fadvise"):
+        end = handle.tell()
+        for back in (_CHUNK_BYTES, _KEPT_CHUNKS * _CHUNK_BYTES):
+            begin = max(0, end - back)
+            os.posix_fadvise(handle.fileno(), begin, min(_CHUNK_BYTES, end - begin), os.POSIX_FADV_DONTNEED)
 
 
 def commit(checkpoints_dir: Path, step: int, staging: Path, manifest: Mapping[str, Any]) -> Path:

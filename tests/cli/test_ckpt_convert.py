@@ -491,3 +491,33 @@ def test_copies_that_differ_and_tensors_to_leave_out(run, native, legacy_save, t
     assert np.array_equal(head[:half], p["embedding.word.weight"][:half])
     assert np.array_equal(head[half:], p["embedding.word.weight"][half:] + 1)
     assert "not a native" in run("convert", directory, tmp_path / "x", *to, "--drop", "a", code=2).stderr
+
+
+def test_experts_have_no_form_in_legacy_files(run, tmp_path):
+    families = runpy.run_path(str(Path(__file__).parents[1] / "unit" / "ckpt" / "families.py"))
+    m = families["llama"](num_experts=4, moe_top_k=2)
+    build["save"](tmp_path / "in", families["parameters"](m), m)
+    told = run("convert", tmp_path / "in", tmp_path / "out", "--to", "legacy", code=5).stderr
+    assert "its SwitchMLP gives each token one expert (here 2)" in told
+    assert not (tmp_path / "out").exists()
+
+
+def test_what_compression_remembers_goes_along_or_stays_behind(run, tmp_path, monkeypatch):
+    own = build["role_of"]
+    monkeypatch.setitem(
+        build["save"].__globals__, "role_of", lambda name: "buffer" if ".memory." in name else own(name)
+    )
+    m = build["model"]()
+    p = build["parameters"](m)
+    memories = {"layers.1.mlp.memory.hidden.error": np.ones((2, 5, 16), np.float32)}
+    build["save"](tmp_path / "in", p | memories, m, tp=2)
+    build["save"](tmp_path / "plain", p, m, tp=2)
+    run("reshard", tmp_path / "in", tmp_path / "r", "--tp", 4, "--pp", 3)
+    assert "no tensor differs" in run("diff", tmp_path / "in", tmp_path / "r").stdout
+    assert "2x5x16" in run("info", tmp_path / "r", "--tensors", "*memory*").stdout
+    for name in ("in", "plain"):
+        run("convert", tmp_path / name, tmp_path / f"{name}-hf", "--to", "hf")
+        run("convert", tmp_path / name, tmp_path / f"{name}-legacy", "--to", "legacy", "--tp", 2)
+    exported = [(tmp_path / f"{name}-hf" / "model.safetensors").read_bytes() for name in ("in", "plain")]
+    assert exported[0] == exported[1]
+    assert "no tensor differs" in run("diff", tmp_path / "in-legacy", tmp_path / "plain-legacy").stdout
