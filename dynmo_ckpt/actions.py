@@ -8,6 +8,7 @@ import time
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from .console import Format, emit, emit_json, emit_table, human_bytes, progress,
 from .convert import ExportPlan
 from .copyplan import Writable
 from .execute import Written, execute
-from .faults import StorageError
+from .faults import CorruptError, StorageError
 from .formats._document import encode_json, envelope
 from .formats.checkpoint import seal
 from .io.directory import check_target, new_directory, write_synced
@@ -82,7 +83,7 @@ def write_native(
         sums = {name: (len(payload), zlib.crc32(payload)) for name, payload in extra.items()}
         write_synced(staging / "manifest.json", seal(finished_manifest(plan, written, sums)))
         if how.verify:
-            _refuse_findings([*written_findings(staging, plan.files, written), *small_findings(staging, extra)])
+            _refuse_findings(chain(written_findings(staging, plan.files, written), small_findings(staging, extra)))
             _refuse_findings(header_findings(staging))
     _report(source, target, plan.files, begun, decisions, how)
 
@@ -98,7 +99,7 @@ def write_export(source: Path, target: Path, plan: ExportPlan, how: Settings) ->
         for name, payload in small.items():
             write_synced(staging / name, payload)
         if how.verify:
-            _refuse_findings([*written_findings(staging, plan.files, written), *small_findings(staging, small)])
+            _refuse_findings(chain(written_findings(staging, plan.files, written), small_findings(staging, small)))
     _report(source, target, plan.files, begun, plan.decisions, how)
 
 
@@ -163,7 +164,11 @@ def _write(staging: Path, files: Sequence[Writable], how: Settings) -> dict[str,
 
 
 def _refuse_findings(findings: Iterable[str]) -> None:
-    found = list(findings)
+    found: list[str] = []
+    try:
+        found.extend(findings)
+    except CorruptError as error:  # of what was just written, so it is no fault of the input
+        found.append(str(error))
     if found:
         raise StorageError("\n  ".join(["read back otherwise than written; nothing was put in place", *found]))
 

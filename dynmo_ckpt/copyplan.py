@@ -138,6 +138,25 @@ def expected_crc32(tensor: OutputTensor) -> int | None:
     return total
 
 
+def checked_sources(tensor: OutputTensor) -> list[StoredArray]:
+    """The arrays with a recorded checksum that must be compared with what was read, each once."""
+    return [array for array in sources([tensor]) if array.crc32 is not None]
+
+
+def run_of(tensor: OutputTensor) -> tuple[StoredArray, int] | None:
+    """The array whose bytes from an offset on are what is written, one behind the other; None where it is otherwise.
+
+    The checksum of what was written is then that of this part of the array.
+    """
+    content = tensor.content
+    if tensor.mask is not None or tensor.cast is not None or len(content.pieces) != 1 or not content.is_covered:
+        return None
+    view = content.pieces[0].view
+    if view.array.crc32 is None or not _fits(view, row_major(content.shape)):
+        return None
+    return view.array, view.start * DTYPE_BYTES[content.dtype]
+
+
 def _is_whole(view: View) -> bool:
     elements = view.array.num_bytes // DTYPE_BYTES[view.array.dtype]
     count = 1

@@ -212,6 +212,7 @@ def _llama_model(config: Config) -> Model:
             "num_experts": size(config, "num_local_experts", 8),
             "moe_top_k": size(config, "num_experts_per_tok", 2),
             "moe_aux_loss_coeff": float(config.get("router_aux_loss_coef", 0.001)),
+            "moe_routing": "topk",
         }
     return model
 

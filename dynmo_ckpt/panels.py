@@ -25,7 +25,7 @@ def panels(tensor: OutputTensor, reader: Reader) -> Iterator[Words]:
     content = tensor.content
     itemsize = DTYPE_BYTES[content.dtype]
     shape = content.shape or (1,)
-    limit = PANEL_BYTES if _reads_in_order(content) else TRANSPOSE_PANEL_BYTES
+    limit = PANEL_BYTES // max(1, reader.sharing // 2) if _reads_in_order(content) else TRANSPOSE_PANEL_BYTES
     for box in _boxes(shape, max(1, limit // itemsize)):
         extents = [end - begin for begin, end in box]
         panel = reader.buffer("panel", math.prod(extents), itemsize).reshape(extents)
@@ -92,16 +92,29 @@ def _gather(target: NDArray[np.unsignedinteger], view: View, reader: Reader) -> 
     if span == target.size and target.flags.c_contiguous and _is_row_major(view):
         reader.read(view.array, begin, target)
         return
-    if span <= 2 * target.size:
-        scratch = reader.buffer("scratch", span, itemsize)
-        reader.read(view.array, begin, scratch)
-        strides = [stride * itemsize for stride in view.strides]
-        transposed_copy(target, np.lib.stride_tricks.as_strided(scratch, view.shape, strides, writeable=False))
+    strides = [stride * itemsize for stride in view.strides]
+    low, high = _whole_rows(view, span)
+    if high - low <= max(2, reader.sharing) * target.size:
+        block = reader.block(view.array, low * itemsize, high - low, itemsize)[view.start - low :]
+        transposed_copy(target, np.lib.stride_tricks.as_strided(block, view.shape, strides, writeable=False))
         return
     order = sorted(range(len(view.shape)), key=lambda dim: -view.strides[dim])
     packed = reader.buffer("scratch", target.size, itemsize).reshape([view.shape[dim] for dim in order])
     _read_runs(packed, [view.strides[dim] for dim in order], view.array, begin, reader)
     transposed_copy(target, packed.transpose(np.argsort(order)))
+
+
+def _whole_rows(view: View, span: int) -> tuple[int, int]:
+    """The elements of the array between which a window lies, extended to whole rows where it is cut out of rows.
+
+    So the windows beside it ask for the same elements.
+    """
+    row, low, high = max(view.strides, default=0), view.start, view.start + span
+    if not view.strides or view.strides[0] != row or view.strides[-1] != 1 or view.shape[0] < 2:
+        return low, high
+    total = view.array.num_bytes // DTYPE_BYTES[view.array.dtype]
+    low -= low % row
+    return low, min(total, low + view.shape[0] * row) if high <= low + view.shape[0] * row else high
 
 
 def _is_row_major(view: View) -> bool:

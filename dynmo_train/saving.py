@@ -287,13 +287,25 @@ def _document(engine: Engine, run: SavedRun, facts: Sequence[Mapping[str, Any]])
     )
 
 
-def check_same_model(checkpoint: Checkpoint, family: ModelFamily) -> None:
-    """Raise ``CheckpointError`` where the checkpoint is of another model; names every difference."""
+# How the experts are trained, not what they compute: another run may choose it anew.
+OF_TRAINING = frozenset({"moe_aux_loss_coeff", "moe_z_loss_coeff", "moe_capacity_factor"})
+
+
+def check_same_model(checkpoint: Checkpoint, family: ModelFamily, *, goes_on: bool = True) -> None:
+    """Raise ``CheckpointError`` where the checkpoint is of another model; names every difference.
+
+    Args:
+        checkpoint: what is to be loaded.
+        family: the model of this run.
+        goes_on: the stored run is gone on with, so that the weights of its experts' losses count too; a run that takes
+            only the weights, or a conversion that brings nothing else, leaves them open.
+    """
     stored, wanted = checkpoint.manifest["model"], family.manifest()
+    goes_on = goes_on and checkpoint.manifest.get("optimizer") is not None
     differences = [
         f"{key} is {stored.get(key)!r} there and {value!r} here"
         for key, value in wanted.items()
-        if stored.get(key) != value
+        if stored.get(key) != value and (goes_on or key not in OF_TRAINING)
     ]
     if differences:
         raise CheckpointError(f"{checkpoint.directory} holds another model: {'; '.join(differences)}")

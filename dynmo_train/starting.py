@@ -165,7 +165,7 @@ def _engine(
 ) -> Engine:
     """The engine with the weights that the run starts from."""
     if checkpoint is not None:
-        check_same_model(checkpoint, family)
+        check_same_model(checkpoint, family, goes_on=not config.run.finetune)
     topology = checkpoint.manifest["topology"] if checkpoint is not None else None
     engine = Engine(family, settings, first_partition(config, family, topology), world, _probe(config, world, family))
     if checkpoint is None and bert is not None:

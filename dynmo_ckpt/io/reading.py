@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,11 +12,12 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from ..faults import CorruptError
+from ..faults import CorruptError, StorageError
+from .checks import Part, SourceChecks, altered, joined
 from .safetensors import StoredArray
 
 Words = NDArray[np.unsignedinteger]
-_TAIL_BYTES = 2 << 20
+_TAIL_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -44,25 +45,21 @@ def open_sources(arrays: Sequence[StoredArray]) -> Iterator[SourceFiles]:
 
 
 @dataclass
-class _Passed:
-    """How far an array was read from its beginning without a gap, and the checksum of that part."""
-
-    num_bytes: int = 0
-    crc32: int = 0
-
-
-@dataclass
 class Reader:
     """Reads for one thread. Keeps its buffers, because the first touch of fresh memory costs more than a copy.
 
-    With ``check``, the checksum of what is read in order is taken on the way; :meth:`finish` reads what is left of each
-    array and compares.
+    With ``check``, the checksum of what is read is taken on the way and noted in ``checks``; :meth:`finish` reads what
+    no thread has read of an array, and compares. ``sharing`` is how many tensors are written in turn out of the same
+    arrays: then a block that was read for one of them is kept for the next.
     """
 
     files: SourceFiles
+    checks: SourceChecks | None = None
     buffers: dict[str, NDArray[np.uint8]] = field(default_factory=dict)
-    passed: dict[StoredArray, _Passed] = field(default_factory=dict)
+    passed: dict[StoredArray, Part] = field(default_factory=dict)
+    held: tuple[StoredArray, int, int] | None = None
     check: bool = False
+    sharing: int = 1
 
     def buffer(self, purpose: str, count: int, itemsize: int) -> Words:
         """``count`` words of ``itemsize`` bytes, valid until the same purpose is asked for again."""
@@ -76,28 +73,62 @@ class Reader:
         """Fill a contiguous array of words from byte ``start`` of the stored array."""
         payload = words.reshape(-1).view(np.uint8).data
         self.files.read(array, array.offset + start, payload)
-        if not self.check or array.crc32 is None:
-            return
-        passed = self.passed.setdefault(array, _Passed())
-        if start == passed.num_bytes:
-            passed.crc32 = zlib.crc32(payload, passed.crc32)
-            passed.num_bytes += len(payload)
+        if self.check:
+            self._note(array, start, payload)
 
-    def finish(self) -> None:
-        """Compare the checksums of all arrays read since the last call.
+    def block(self, array: StoredArray, start: int, count: int, itemsize: int) -> Words:
+        """``count`` words from byte ``start`` of the stored array, valid until the next block is asked for."""
+        words = self.buffer("block", count, itemsize)
+        if self.held != (array, start, count):
+            self.held = None
+            self.read(array, start, words)
+            self.held = (array, start, count)
+        return words
+
+    def _note(self, array: StoredArray, start: int, payload: memoryview) -> None:
+        if self.checks is None or array.crc32 is None:
+            return
+        part = self.passed.get(array)
+        if part is not None and part.end == start:
+            self.passed[array] = Part(part.start, part.num_bytes + len(payload), zlib.crc32(payload, part.crc32))
+            return
+        if part is not None:
+            self.checks.passed(array, part)
+        self.passed[array] = Part(start, len(payload), zlib.crc32(payload))
+
+    def finish(self, arrays: Iterable[StoredArray]) -> None:
+        """A tensor out of ``arrays`` is written; the last tensor of an array has the array's checksum compared.
 
         Raises:
             CorruptError: an array whose bytes do not have the recorded checksum.
+            StorageError: they have it, but what was written out of them was read back otherwise.
         """
-        for array, passed in list(self.passed.items()):
-            while passed.num_bytes < array.num_bytes:
-                count = min(_TAIL_BYTES, array.num_bytes - passed.num_bytes)
-                self.read(array, passed.num_bytes, self.buffer("tail", count, 1))
-            if passed.crc32 != array.crc32:
-                raise CorruptError(altered(f"{array.path}: {array.key}", passed.crc32, array.crc32 or 0))
-        self.passed.clear()
+        if self.checks is None:
+            return
+        for array in arrays:
+            part = self.passed.pop(array, None)
+            parts = self.checks.released(array, [] if part is None else [part])
+            if parts is not None:
+                self._compare(array, parts)
 
+    def _compare(self, array: StoredArray, parts: Sequence[Part]) -> None:
+        found = joined(parts, array.num_bytes, lambda start, end: self._checksum(array, start, end))
+        if found == array.crc32:
+            return
+        again = self._checksum(array, 0, array.num_bytes)
+        place = f"{array.path}: {array.key}"
+        if again == array.crc32:
+            raise StorageError(
+                f"what was written from {place}: read back otherwise than written; nothing was put in place"
+            )
+        raise CorruptError(altered(place, again, array.crc32 or 0))
 
-def altered(where: str, found: int, recorded: int) -> str:
-    """The message for bytes that are not what was recorded."""
-    return f"{where}: CRC-32 is {found:08x}, {recorded:08x} was recorded: the bytes were altered"
+    def _checksum(self, array: StoredArray, start: int, end: int) -> int:
+        """The checksum of the bytes ``[start, end)`` of an array."""
+        checksum = 0
+        while start < end:
+            part = self.buffer("tail", min(_TAIL_BYTES, end - start), 1).data
+            self.files.read(array, array.offset + start, part)
+            checksum = zlib.crc32(part, checksum)
+            start += len(part)
+        return checksum

@@ -20,28 +20,25 @@ class Writeback:
     """The windows of one thread; without ``release`` nothing is done, for small outputs may stay in the cache."""
 
     release: bool
-    span: tuple[int, int, int] = (-1, 0, 0)
+    spans: dict[int, tuple[int, int]] = field(default_factory=dict)
     under_way: deque[tuple[int, int, int]] = field(default_factory=deque)
 
     def wrote(self, descriptor: int, begin: int, num_bytes: int) -> None:
         """Note that bytes were written; every full window starts on its way, and the oldest is given up."""
         if not self.release:
             return
-        if (descriptor, begin) == (self.span[0], self.span[2]):
-            self.span = (descriptor, self.span[1], begin + num_bytes)
-        else:
-            self._start()
-            self.span = (descriptor, begin, begin + num_bytes)
-        if self.span[2] - self.span[1] >= WINDOW_BYTES:
-            self._start()
+        first, end = self.spans.get(descriptor, (begin, begin))
+        if end != begin:
+            self._start(descriptor)
+            first = begin
+        self.spans[descriptor] = (first, begin + num_bytes)
+        if begin + num_bytes - first >= WINDOW_BYTES:
+            self._start(descriptor)
 
-    def _start(self) -> None:
-        descriptor, begin, end = self.span
-        if descriptor < 0:
-            return
-        _give_up(descriptor, begin, end)
-        self.under_way.append(self.span)
-        self.span = (-1, 0, 0)
+    def _start(self, descriptor: int) -> None:
+        span = (descriptor, *self.spans.pop(descriptor))
+        _give_up(*span)
+        self.under_way.append(span)
         if len(self.under_way) > WINDOWS:
             _give_up(*self.under_way.popleft())
 

@@ -6,6 +6,8 @@ Method: a CRC is a remainder of polynomials over GF(2); appending ``n`` bytes mu
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 _POLYNOMIAL = 0xEDB88320
 _ONE = 1 << 31
 
@@ -21,12 +23,18 @@ def _multiply(a: int, b: int) -> int:
     return product
 
 
-def combine(first: int, second: int, second_bytes: int) -> int:
-    """The CRC-32 of two strings put together, from theirs and the length of the second."""
+@lru_cache(maxsize=1024)
+def _power(num_bytes: int) -> int:
+    """``x^(8 num_bytes)``; few lengths occur in a checkpoint, and each of them often."""
     power, square = _ONE, 1 << 23  # 1 and x^8
-    while second_bytes:
-        if second_bytes & 1:
+    while num_bytes:
+        if num_bytes & 1:
             power = _multiply(square, power)
         square = _multiply(square, square)
-        second_bytes >>= 1
-    return _multiply(power, first) ^ second
+        num_bytes >>= 1
+    return power
+
+
+def combine(first: int, second: int, second_bytes: int) -> int:
+    """The CRC-32 of two strings put together, from theirs and the length of the second."""
+    return _multiply(_power(second_bytes), first) ^ second

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import struct
 import subprocess
 import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
+from sentences import write_sentences
 from whole_runs import figures, lines, run_command, tensors, write_data
 from workers import run_workers
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(300)]
 
-SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
 COMMON = {
     "hidden-size": "32",
     "num-attention-heads": "4",
@@ -66,25 +64,6 @@ FAMILIES = {
 }
 
 
-def write_sentences(folder: Path) -> tuple[Path, Path]:
-    """An indexed data set of 80 documents of several sentences, and the vocabulary of its tokens."""
-    random = np.random.default_rng(5)
-    counts = random.integers(4, 12, 80)
-    lengths = random.integers(4, 16, counts.sum())
-    tokens = (5 + np.cumsum(random.integers(1, 4, lengths.sum())) % 90).astype("<u2")
-    prefix = folder / "sentences"
-    prefix.with_suffix(".bin").write_bytes(tokens.tobytes())
-    header = b"MMIDIDX\x00\x00" + struct.pack("<QBQQ", 1, 8, len(lengths), len(counts) + 1)
-    pointers = np.concatenate([[0], lengths.cumsum()[:-1] * 2])
-    documents = np.concatenate([[0], counts.cumsum()])
-    arrays = (lengths.astype("<i4"), pointers.astype("<i8"), documents.astype("<i8"))
-    prefix.with_suffix(".idx").write_bytes(header + b"".join(array.tobytes() for array in arrays))
-    vocabulary = folder / "vocab.txt"
-    words = [f"w{number}" if number % 3 else f"##p{number}" for number in range(90)]
-    vocabulary.write_text("\n".join([*SPECIAL, *words]) + "\n")
-    return prefix, vocabulary
-
-
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
     folder = tmp_path_factory.mktemp("families")
@@ -126,7 +105,10 @@ def test_stopped_and_gone_on_with_gives_the_same_bits(data, tmp_path, family):
             assert line["validation_loss"] == pytest.approx(parts, rel=1e-5)
     program = Path(sys.executable).parent / "dynmo-ckpt"
     checked = subprocess.run(
-        [str(program), "verify", str(tmp_path / "parts"), "--level", "full"], capture_output=True, text=True, check=False
+        [str(program), "verify", str(tmp_path / "parts"), "--level", "full"],
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert checked.returncode == 0, checked.stdout + checked.stderr
 
