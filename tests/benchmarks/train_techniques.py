@@ -4,7 +4,9 @@ For a technique: a static run on the uniform split, ``dynmo-plan`` on its profil
 The measured ratio of step times is set beside the predicted one, and the losses of both runs must be the same bits. The
 technique ``none`` is the plain model, to see what each saves.
 
-    python tests/benchmarks/train_techniques.py [--technique NAME ...] [--repeats 3] [--steps 14]
+    python tests/benchmarks/train_techniques.py [--technique NAME ...] [--repeats 3] [--steps 14] [OPTIONS]
+
+``OPTIONS`` go to the trainer behind the benchmark's own, to change the model: ``--seq-length 4096``, say.
 """
 
 from __future__ import annotations
@@ -83,12 +85,13 @@ def measured(lines: list[dict]) -> float:
     return statistics.median(line["step_ns"] for line in lines if line["step"] > WARM) / 1e6
 
 
-def one(technique: str, steps: int) -> tuple[float, float, float, bool]:
+def one(technique: str, steps: int, more: list[str]) -> tuple[float, float, float, bool]:
     """(ms on the uniform split, ms on the exact plan, predicted ratio, whether the losses are the same bits)."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         write_data(folder / "data")
-        static = train(folder, "static", steps, TECHNIQUES[technique])
+        options = [*TECHNIQUES[technique], *more]
+        static = train(folder, "static", steps, options)
         plan = folder / "plan.json"
         run("dynmo_balance", "partition", str(folder / "static"), "--balancer", "exact", "-o", str(plan))
         step_ns = [
@@ -97,9 +100,7 @@ def one(technique: str, steps: int) -> tuple[float, float, float, bool]:
             )
             for each in (folder / "static" / "plans" / "plan-000000.json", plan)
         ]
-        balanced = train(
-            folder, "balanced", steps, [*TECHNIQUES[technique], "--balance", "offline", "--plan", str(plan)]
-        )
+        balanced = train(folder, "balanced", steps, [*options, "--balance", "offline", "--plan", str(plan)])
         same = [(a["lm_loss"], a["grad_norm"]) for a in static] == [(b["lm_loss"], b["grad_norm"]) for b in balanced]
         uniform, exact = (each["step_ns"] for each in step_ns)
         return measured(static), measured(balanced), uniform / exact, same
@@ -110,12 +111,12 @@ def main() -> None:
     arguments.add_argument("--technique", action="append", choices=TECHNIQUES)
     arguments.add_argument("--repeats", type=int, default=3)
     arguments.add_argument("--steps", type=int, default=14)
-    given = arguments.parse_args()
+    given, more = arguments.parse_known_args()
     emit("| technique | uniform ms | exact ms | ratio | predicted | measured / predicted | losses |")
     emit("|---|---|---|---|---|---|---|")
     for technique in given.technique or TECHNIQUES:
         for _ in range(given.repeats):
-            uniform, exact, predicted, same = one(technique, given.steps)
+            uniform, exact, predicted, same = one(technique, given.steps, more)
             ratio = uniform / exact
             bits = "same bits" if same else "DIFFER"
             emit(
