@@ -22,7 +22,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[1] / "dist"))
 from whole_runs import arguments, events, figures, lines, tensors, train, write_data
 
-pytestmark = [pytest.mark.dist, pytest.mark.timeout(420)]
+pytestmark = [pytest.mark.dist, pytest.mark.timeout(600)]
 
 PROGRAMS = ("slurmctld", "slurmd", "munged", "sbatch", "srun", "scontrol")
 CONFIGURATION = """
@@ -80,6 +80,12 @@ def wait_for(what, condition, seconds=150.0):
     return found
 
 
+def idle():
+    """Whether all three nodes are free."""
+    words = ["sinfo", "--noheader", "--states=idle", "--format=%D"]
+    return subprocess.run(words, capture_output=True, text=True, check=False).stdout.strip() == "3"
+
+
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory):
     """Environment variables by which commands reach a Slurm that is made here, and ended."""
@@ -104,11 +110,6 @@ def cluster(tmp_path_factory):
         wait_for("munged", (folder / "munge.socket").exists, 30)
         daemons = (["slurmctld", "-D"], *(["slurmd", "-D", "-N", f"n{number}"] for number in (1, 2, 3)))
         running.extend(subprocess.Popen(words, stdout=log, stderr=log) for words in daemons)
-        ready = ["sinfo", "--noheader", "--states=idle", "--format=%D"]
-
-        def idle():
-            return subprocess.run(ready, capture_output=True, text=True, check=False).stdout.strip() == "3"
-
         wait_for("three idle nodes", idle, 60)
         yield folder
     finally:
@@ -136,7 +137,8 @@ def static(tmp_path_factory):
 
 
 def submit(folder, name, nodes, *words):
-    """Submit by `launch slurm`, in the folder; the number of the job."""
+    """Submit by `launch slurm`, in the folder, once all nodes are free; the number of the job."""
+    wait_for("three idle nodes", idle)
     told = ["launch", "slurm", "--nodes", nodes, "--job-name", name, "--export", "MASTER_ADDR=127.0.0.1"]
     done = subprocess.run(
         [sys.executable, "-m", "dynmo_train", *told, "--script", f"{name}.sbatch", *words],
@@ -193,7 +195,8 @@ def test_a_lost_node_puts_the_job_back_and_it_goes_on_without_it(cluster, static
     run = folder / "lost"
     told = arguments(data, run, "--save", str(run), "--load", str(run), save_interval="6")
     job = submit(folder, "lost", "2:3", "--", *told)
-    wait_for("a checkpoint", (run / "checkpoints" / "LATEST").exists, 200)
+    wait_for("a checkpoint", (run / "checkpoints" / "LATEST").exists, 300)
+    assert job_state(job, "NumNodes") == "3"
     ask("scontrol", "update", "NodeName=n3", "State=DOWN", "Reason=test")
     try:
         wait_for(
