@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import bz2
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -60,12 +60,12 @@ def next_stream(path: Path, offset: int) -> int | None:
     return None
 
 
-def cut_points(path: Path, size: int, task_bytes: int) -> list[int]:
-    """Where a dump of ``size`` bytes is cut near every ``task_bytes``."""
+def cut_points(path: Path, size: int, step: Callable[[int], int]) -> list[int]:
+    """Where a dump of ``size`` bytes is cut: near every ``step(offset)`` bytes behind an offset."""
     points: list[int] = []
     at: int | None = 0
-    while at is not None and at + task_bytes < size:
-        at = next_stream(path, at + task_bytes) if path.suffix == ".bz2" else at + task_bytes
+    while at is not None and (wanted := at + step(at)) < size:
+        at = next_stream(path, wanted) if path.suffix == ".bz2" else wanted
         if at is not None:
             points.append(at)
     return points

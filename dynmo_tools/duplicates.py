@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
-import itertools
-import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from operator import itemgetter
+import heapq
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import numpy as np
 
+from .candidates import MEMBERS, SIZES, StoredBuckets, buckets, connect, cut_groups, groups_between
 from .errors import UsageError
 from .fingerprints import (
     NAMES,
@@ -22,37 +20,61 @@ from .fingerprints import (
     SignedPart,
     load_part,
     save_parts,
-    write_name,
 )
-from .joining import map_phases, records_kind
-from .matching import Pair, Seen, ShingleCache, match
+from .joining import join_parts, map_phases, records_ending, records_kind
+from .matching import ShingleCache, match_group
 from .minhash import BLOCK_SHINGLES, permutations, sign
+from .names import LineIndex, NamedPart, NameTable, index_names, name_line, pair_lines, repeated_digests
 from .plan import Plan
 from .records import Row
 from .settings import MatchSettings, RemoveDuplicatesSettings
-from .spilling import NameTable, SortedPairs
+from .spilling import PAIR, SortedPairs, read_pairs
 from .tasks import Phase, Task, marker_of
-from .unionfind import UnionFind
+from .unionfind import UnionFind, number_type
+from .wholefile import whole_file
 
-REMOVED = "removed.u8"
+LINES, REPEATED = "lines.rows", "repeated.u64"
+GROUPS, VERIFIED, REMOVED = "groups.int", "verified.pairs", "removed.u8"
+BAND_TASKS, MAX_BAND_TASKS = 2, 10
+VERIFY_TASKS, MAX_VERIFY_TASKS = 4, 512
 DOCUMENT_CHARACTERS = 64  # what the objects of a waiting document weigh beside its characters
+
+
+def _match_phases(plan: Plan) -> list[Phase]:
+    """Sign the documents, bring those together that share a band, compare them: verified pairs on disk."""
+    count = len(plan.tasks)
+    return [
+        Phase(name="sign", run="duplicates:sign_slice", tasks=count, reads=True),
+        Phase(name="bands", run="duplicates:share_bands", tasks=_num_band_tasks(plan)),
+        Phase(name="connect", run="duplicates:connect_buckets", tasks=1),
+        Phase(name="verify", run="duplicates:verify_groups", tasks=_num_verify_tasks(plan)),
+    ]
+
+
+def _num_band_tasks(plan: Plan) -> int:
+    return min(BAND_TASKS * len(plan.tasks), MAX_BAND_TASKS)
+
+
+def _num_verify_tasks(plan: Plan) -> int:
+    return min(VERIFY_TASKS * len(plan.tasks), MAX_VERIFY_TASKS)
 
 
 def find_phases(plan: Plan) -> list[Phase]:
     """The phases of ``find-duplicates``."""
     return [
-        Phase(name="sign", run="duplicates:sign_slice", tasks=len(plan.tasks), reads=True),
-        Phase(name="match", run="duplicates:list_pairs", tasks=1),
+        *_match_phases(plan),
+        Phase(name="names", run="duplicates:find_shared_names", tasks=1),
+        Phase(name="list", run="duplicates:list_pairs", tasks=len(plan.tasks)),
+        Phase(name="join", run="duplicates:join_pairs", tasks=1),
     ]
 
 
 def dedup_phases(plan: Plan) -> list[Phase]:
     """The phases of ``dedup``."""
-    count = len(plan.tasks)
     return [
-        Phase(name="sign", run="duplicates:sign_slice", tasks=count, reads=True),
-        Phase(name="match", run="duplicates:mark_later_ones", tasks=1),
-        Phase(name="remove", run="duplicates:remove_marked", tasks=count),
+        *_match_phases(plan),
+        Phase(name="mark", run="duplicates:mark_later_ones", tasks=1),
+        Phase(name="remove", run="duplicates:remove_marked", tasks=len(plan.tasks)),
         Phase(name="join", run="joining:join_records", tasks=1),
     ]
 
@@ -89,8 +111,9 @@ def sign_slice(task: Task) -> None:
     settings: MatchSettings = task.job.settings
     check_bands(settings)
     perms = permutations(settings.num_seeds, settings.seed)
-    kinds = (SIGNATURES, TEXTS, OFFSETS, NAMES)
-    signatures, texts, offsets, names = (task.create(task.part(kind)) for kind in kinds)
+    kinds = (SIGNATURES, TEXTS, OFFSETS, NAMES, LINES)
+    signatures, texts, offsets, names, lines = (task.create(task.part(kind)) for kind in kinds)
+    index = LineIndex(lines)
     offsets.write(np.zeros(1, dtype=np.int64).tobytes())
     waiting: list[str] = []
     ends: list[int] = []
@@ -105,7 +128,8 @@ def sign_slice(task: Task) -> None:
     for row, text in task.documents(settings.json_key):
         encoded = text.encode()
         texts.write(encoded)
-        write_name(names, name_of(row.value, settings.id_key), place_of(task.slice.path, row))
+        name = name_of(row.value, settings.id_key)
+        index.add(name, names.write(name_line(name, place_of(task.slice.path, row))))
         end += len(encoded)
         documents += 1
         ends.append(end)
@@ -116,6 +140,7 @@ def sign_slice(task: Task) -> None:
             size = 0
     if waiting:
         flush()
+    index.flush()
     task.result["documents"] = documents
     if task.job.step == "find-duplicates":  # dedup counts what it writes
         task.tally.documents_kept += documents
@@ -138,26 +163,66 @@ def _count(task: Task, index: int) -> int:
     return count
 
 
-def _pairs(documents: SignedDocuments, settings: MatchSettings, known: Callable[[int, int], bool]) -> Iterator[Pair]:
+def _documents(task: Task) -> SignedDocuments:
+    return SignedDocuments(_parts(task)[0], task.job.settings.num_seeds)
+
+
+def share_bands(task: Task) -> None:
+    """Task function: the buckets of some bands, one behind the other."""
+    settings: MatchSettings = task.job.settings
+    documents = _documents(task)
+    members, sizes = (task.create(task.part(kind)) for kind in (MEMBERS, SIZES))
+    first, last = (settings.num_bands * at // task.phase.tasks for at in (task.index, task.index + 1))
+    for band in range(first, last):
+        keys = documents.key_blocks(band, settings.num_bands)
+        for block, counts in buckets(keys, documents.count, task.job.work / "parts"):
+            members.write(block.tobytes())
+            sizes.write(counts.tobytes())
+
+
+def _stored_buckets(task: Task) -> list[StoredBuckets]:
+    tasks = range(_num_band_tasks(task.plan))
+    return [StoredBuckets(members=task.part(MEMBERS, index), sizes=task.part(SIZES, index)) for index in tasks]
+
+
+def connect_buckets(task: Task) -> None:
+    """Task function: of each document the group that its buckets connect it to, and how the groups are shared out."""
+    stored = _stored_buckets(task)
+    sets = connect(stored, sum(part.count for part in _parts(task)[0]))
+    task.create(task.part(GROUPS)).write(sets.parents.tobytes())
+    task.result["cuts"] = cut_groups(stored, sets.parents, _num_verify_tasks(task.plan))
+
+
+def verify_groups(task: Task) -> None:
+    """Task function: the pairs of some groups that are truly alike, by document."""
+    settings: MatchSettings = task.job.settings
+    documents = _documents(task)
     cache = ShingleCache(documents.text, settings.shingle_characters)
-    return match(
-        lambda band: documents.band_keys(band, settings.num_bands),
-        settings.num_bands,
-        lambda first, second: cache.jaccard(first, second, settings.jaccard.value),
-        known,
-        threshold=settings.threshold,
-        rounds=settings.heuristic_iter,
-    )
+    first, last = marker_of(task, "connect", 0)["result"]["cuts"][task.index : task.index + 2]
+    roots = np.fromfile(task.part(GROUPS, 0), dtype=number_type(documents.count))
+    with SortedPairs(task.job.work / "parts") as found:
+        for group in groups_between(_stored_buckets(task), roots, first, last):
+            for pair in match_group(
+                group,
+                lambda one, other: cache.jaccard(one, other, settings.jaccard.value),
+                threshold=settings.threshold,
+                rounds=settings.heuristic_iter,
+                all_pairs=task.job.step == "find-duplicates",
+            ):
+                found.add(pair.main, pair.other, pair.jaccard)
+        writer = task.create(task.part(VERIFIED))
+        for block in found.blocks():
+            writer.write(block.tobytes())
 
 
 def mark_later_ones(task: Task) -> None:
     """Task function: which documents of this run are later duplicates, one byte each."""
     settings: MatchSettings = task.job.settings
     parts, before = _parts(task)
-    documents = SignedDocuments(parts, settings.num_seeds)
-    sets = UnionFind(documents.count)
-    for pair in _pairs(documents, settings, sets.together):
-        sets.join(pair.main, pair.other)
+    sets = UnionFind(sum(part.count for part in parts))
+    for index in range(_num_verify_tasks(task.plan)):
+        pairs = np.fromfile(task.part(VERIFIED, index), dtype=PAIR)
+        sets.join_all(pairs["main"], pairs["other"])
     removed, groups, largest = sets.later_ones()
     task.create(task.part(REMOVED)).write(removed[before:].tobytes())
     if settings.save_fingerprints is not None:
@@ -181,30 +246,53 @@ def remove_marked(task: Task) -> None:
             task.keep(writer, row.raw)
 
 
-def _write_pairs(writer: IO[bytes], found: SortedPairs, names: NameTable) -> int:
-    count = 0
-    for main, pairs in itertools.groupby(found, key=itemgetter(0)):
-        listed = [{names[other]: round(index, 6)} for _, other, index in pairs]
-        writer.write(json.dumps({names[main]: listed}, ensure_ascii=False).encode() + b"\n")
-        count += len(listed)
-    return count
+def _named_parts(task: Task) -> list[NamedPart]:
+    """The names of loaded fingerprints, whose lines are noted behind those of the slices; then those of the slices."""
+    parts, _ = _parts(task)
+    slices = len(task.plan.tasks)
+    numbers = [*range(slices, len(parts)), *range(slices)]
+    return [
+        NamedPart(names=part.path(NAMES), lines=task.part(LINES, number))
+        for part, number in zip(parts, numbers, strict=True)
+    ]
+
+
+def find_shared_names(task: Task) -> None:
+    """Task function: which names several documents have."""
+    settings: MatchSettings = task.job.settings
+    parts = _named_parts(task)
+    loaded = len(parts) - len(task.plan.tasks)
+    for part in parts[:loaded]:
+        with whole_file(part.lines) as target:
+            index_names(part.names, target)
+    repeated = repeated_digests([part.lines for part in parts])
+    task.create(task.part(REPEATED)).write(repeated.tobytes())
+    task.facts["repeated_names"] = len(repeated)
+    if settings.save_fingerprints is not None:
+        save_parts(_parts(task)[0], settings.save_fingerprints, settings)
 
 
 def list_pairs(task: Task) -> None:
-    """Task function: ``{main: [{other: J}, ...]}`` for each document that has later near-duplicates."""
-    settings: MatchSettings = task.job.settings
-    parts, _ = _parts(task)
-    documents = SignedDocuments(parts, settings.num_seeds)
-    folder = task.job.work / "parts"
-    with contextlib.ExitStack() as stack:
-        found = stack.enter_context(SortedPairs(folder))
-        for pair in _pairs(documents, settings, Seen(documents.count)):
-            found.add(pair.main, pair.other, pair.jaccard)
-        names = stack.enter_context(NameTable([part.path(NAMES) for part in parts], documents.count, folder))
-        count = _write_pairs(task.create(task.job.output), found, names)
-    if settings.save_fingerprints is not None:
-        save_parts(parts, settings.save_fingerprints, settings)
-    task.facts.update(pairs=count, repeated_names=names.num_repeated)
+    """Task function: ``{main: [{other: J}, ...]}`` for each document, of a share of all, with later near-duplicates."""
+    count = sum(part.count for part in _parts(task)[0])
+    first, last = (count * at // task.phase.tasks for at in (task.index, task.index + 1))
+    verified = (task.part(VERIFIED, index) for index in range(_num_verify_tasks(task.plan)))
+    found = heapq.merge(*(read_pairs(path, first, last) for path in verified))
+    writer = task.create(task.part(_pairs_kind(task)))
+    task.facts["pairs"] = 0
+    with NameTable(_named_parts(task), np.fromfile(task.part(REPEATED, 0), dtype=np.uint64)) as names:
+        for line, pairs in pair_lines(found, names):
+            writer.write(line)
+            task.facts["pairs"] += pairs
+
+
+def _pairs_kind(task: Task) -> str:
+    return "pairs" + records_ending(task.job.output)
+
+
+def join_pairs(task: Task) -> None:
+    """Task function: the pairs of all shares, one behind the other."""
+    join_parts(task, _pairs_kind(task), task.job.output)
 
 
 def remove_named(task: Task) -> None:

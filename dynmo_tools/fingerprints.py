@@ -5,12 +5,13 @@ A folder of kept fingerprints has ``header.json`` beside the same four files tha
 
 from __future__ import annotations
 
-import json
+import bisect
+import itertools
 import mmap
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -107,40 +108,32 @@ class SignedDocuments:
     """The signatures, texts and names of all parts, one behind the other, read from disk as they are asked for."""
 
     def __init__(self, parts: Sequence[SignedPart], num_seeds: int) -> None:
-        self.first = np.cumsum([0, *(part.count for part in parts)])
+        self.first = [0, *itertools.accumulate(part.count for part in parts)]
         self._signatures: list[U32] = [
-            np.memmap(part.path(SIGNATURES), dtype=np.uint32, mode="r", shape=(part.count, num_seeds))
+            np.asarray(np.memmap(part.path(SIGNATURES), dtype=np.uint32, mode="r", shape=(part.count, num_seeds)))
             if part.count
             else np.zeros((0, num_seeds), dtype=np.uint32)
             for part in parts
         ]
         self._offsets: list[npt.NDArray[np.int64]] = [
-            np.memmap(part.path(OFFSETS), dtype=np.int64, mode="r") for part in parts
+            np.asarray(np.memmap(part.path(OFFSETS), dtype=np.int64, mode="r")) for part in parts
         ]
         self._texts = [_map(part.path(TEXTS)) for part in parts]
 
     @property
     def count(self) -> int:
         """The number of documents."""
-        return int(self.first[-1])
+        return self.first[-1]
 
     def text(self, index: int) -> str:
         """The text of a document."""
-        part = int(np.searchsorted(self.first, index, side="right")) - 1
-        at = index - int(self.first[part])
-        begin, end = self._offsets[part][at : at + 2]
+        part = bisect.bisect_right(self.first, index) - 1
+        at = index - self.first[part]
+        begin, end = self._offsets[part][at : at + 2].tolist()
         return self._texts[part][begin:end].decode()
 
-    def band_keys(self, band: int, num_bands: int) -> U64:
-        """The keys of all documents in one band."""
-        keys: U64 = np.empty(self.count, dtype=np.uint64)
-        for first, signatures in zip(self.first, self._signatures, strict=False):
+    def key_blocks(self, band: int, num_bands: int) -> Iterator[U64]:
+        """The keys of all documents in one band, a block at a time."""
+        for signatures in self._signatures:
             for begin in range(0, len(signatures), BLOCK_DOCUMENTS):
-                block = signatures[begin : begin + BLOCK_DOCUMENTS]
-                keys[first + begin : first + begin + len(block)] = band_keys(block, band, num_bands)
-        return keys
-
-
-def write_name(target: IO[bytes], name: str | None, place: str) -> None:
-    """Append one document's name and place."""
-    target.write(json.dumps([name, place]).encode() + b"\n")
+                yield band_keys(signatures[begin : begin + BLOCK_DOCUMENTS], band, num_bands)

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import itertools
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-import numpy as np
-import numpy.typing as npt
-
 from .shingles import U64, Alphabet, jaccard, num_common, share
+from .unionfind import NamedSets
 
 CACHE_BYTES = 256 << 20
 ALL_PAIRS = 64
-BLOCK_KEYS = 1 << 20
-SEEN_PAIRS = 1 << 20
+COMPARED_PAIRS = 1 << 20
+
+Similarity = Callable[[int, int], float]
 
 
 class ShingleCache:
@@ -47,32 +46,6 @@ class ShingleCache:
         return share(num_common(mine, theirs), len(mine), len(theirs), divisor)
 
 
-def sharing(keys: U64) -> npt.NDArray[np.int64]:
-    """The documents whose key another one has too, ascending: 9 bytes a document beside the keys while it looks."""
-    ordered = np.sort(keys)
-    repeated = np.unique(ordered[1:][ordered[1:] == ordered[:-1]])
-    del ordered
-    if not len(repeated):
-        return np.zeros(0, dtype=np.int64)
-    found = []
-    for begin in range(0, len(keys), BLOCK_KEYS):
-        block = keys[begin : begin + BLOCK_KEYS]
-        at = np.minimum(np.searchsorted(repeated, block), len(repeated) - 1)
-        found.append(np.flatnonzero(repeated[at] == block) + begin)
-    return np.concatenate(found)
-
-
-def buckets(keys: U64) -> Iterator[npt.NDArray[np.int64]]:
-    """The documents that share a key with another one, bucket by bucket, each in ascending order."""
-    members = sharing(keys)
-    order = np.argsort(keys[members], kind="stable")
-    ordered, members = keys[members[order]], members[order]
-    ends = np.flatnonzero(ordered[1:] != ordered[:-1]) + 1
-    bounds = [0, *ends.tolist(), len(members)] if len(members) else []
-    for begin, end in itertools.pairwise(bounds):
-        yield members[begin:end]
-
-
 @dataclass(frozen=True, kw_only=True)
 class Pair:
     """Two documents, the earlier one first, and the Jaccard index of their shingles."""
@@ -84,10 +57,10 @@ class Pair:
 
 def stars(
     bucket: Sequence[int],
-    similarity: Callable[[int, int], float],
+    similarity: Similarity,
     threshold: float,
     rounds: int,
-    known: Callable[[int, int], bool],
+    together: Callable[[int, int], bool],
 ) -> Iterator[Pair]:
     """The similar pairs of a bucket.
 
@@ -99,11 +72,11 @@ def stars(
         similarity: of two documents, 0 to 1.
         threshold: from which a pair is given.
         rounds: how many documents become the first one; -1 is until the bucket is empty.
-        known: whether a pair needs no comparison, because it was compared before or is known to belong together.
+        together: whether a pair needs no comparison, because both are known to belong together.
     """
     if rounds < 0 and len(bucket) <= ALL_PAIRS:
         for main, other in itertools.combinations(bucket, 2):
-            if not known(main, other) and (index := similarity(main, other)) >= threshold:
+            if not together(main, other) and (index := similarity(main, other)) >= threshold:
                 yield Pair(main=main, other=other, jaccard=index)
         return
     waiting = list(bucket)
@@ -112,7 +85,7 @@ def stars(
         main, *others = waiting
         waiting = []
         for other in others:
-            if known(main, other):
+            if together(main, other):
                 continue
             index = similarity(main, other)
             if index >= threshold:
@@ -121,43 +94,47 @@ def stars(
                 waiting.append(other)
 
 
-class Seen:
-    """Pairs that were compared: the second and later time they are known."""
+class Compared:
+    """A similarity that remembers the pairs it was asked for; now and then all are forgotten, to bound their number."""
 
-    def __init__(self, count: int) -> None:
-        self._count = count
-        self._pairs: set[int] = set()
+    def __init__(self, similarity: Similarity) -> None:
+        self._similarity = similarity
+        self._known: dict[tuple[int, int], float] = {}
 
-    def __call__(self, first: int, second: int) -> bool:
-        """Whether the pair was asked for before; now and then all are forgotten, so that their number is bounded."""
-        number = first * self._count + second
-        if number in self._pairs:
-            return True
-        if len(self._pairs) >= SEEN_PAIRS:
-            self._pairs.clear()
-        self._pairs.add(number)
-        return False
+    def __call__(self, first: int, second: int) -> float:
+        """The similarity of two documents."""
+        pair = (first, second)
+        if (found := self._known.get(pair)) is None:
+            if len(self._known) >= COMPARED_PAIRS:
+                self._known.clear()
+            found = self._known[pair] = self._similarity(first, second)
+        return found
 
 
-def match(
-    band_keys: Callable[[int], U64],
-    num_bands: int,
-    similarity: Callable[[int, int], float],
-    known: Callable[[int, int], bool],
-    *,
-    threshold: float,
-    rounds: int = -1,
+def match_group(
+    buckets: Iterable[Sequence[int]], similarity: Similarity, *, threshold: float, rounds: int = -1, all_pairs: bool
 ) -> Iterator[Pair]:
-    """Every verified pair that a band brings together and that is not ``known``.
+    """The verified pairs of buckets that hang together; one that several buckets hold may be given several times.
 
     Args:
-        band_keys: the keys ``[documents]`` of a band.
-        num_bands: how many bands there are.
-        similarity: the true Jaccard index of two documents.
-        known: see ``stars``; asked again for each pair, so that it may follow what was found.
+        buckets: each with its documents in ascending order.
+        similarity: the true Jaccard index of two documents, which is asked for once a pair as a rule.
         threshold: of the Jaccard index.
         rounds: see ``stars``.
+        all_pairs: give the pairs that other pairs connect already, too.
     """
-    for band in range(num_bands):
-        for members in buckets(band_keys(band)):
-            yield from stars(members.tolist(), similarity, threshold, rounds, known)
+    compared = Compared(similarity)
+    sets = NamedSets()
+    for bucket in buckets:
+        if all_pairs:
+            yield from stars(bucket, compared, threshold, rounds, _never)
+            continue
+        if len({sets.find(document) for document in bucket}) == 1:
+            continue
+        for pair in stars(bucket, compared, threshold, rounds, sets.together):
+            sets.join(pair.main, pair.other)
+            yield pair
+
+
+def _never(_first: int, _second: int) -> bool:
+    return False

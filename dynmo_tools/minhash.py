@@ -19,7 +19,7 @@ from .errors import MissingExtraError, UsageError
 from .shingles import U32, U64, code_points, hash_whole, hash_windows
 
 SCHEME = "affine32"
-BLOCK_SHINGLES = 1 << 15
+BLOCK_SHINGLES = 1 << 16
 EMPTY = np.uint32(0xFFFFFFFF)
 
 Permutations = tuple[U32, U32]

@@ -64,23 +64,50 @@ class Hit(NamedTuple):
     ngram: str
 
 
+def _as_numbers(
+    ngrams: Iterable[str], numbers: dict[str, int]
+) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """The words of n-grams as numbers from 1 on, and where in them each n-gram begins, and how many words it has.
+
+    N-grams of a text come one word after the other, as a rule: then only the last word is new.
+
+    Args:
+        ngrams: words joined by single spaces.
+        numbers: takes the number of each word.
+    """
+    stream: list[int] = []
+    starts: list[int] = []
+    lengths: list[int] = []
+    rest: str | None = None  # what the next one begins with if it is a word further
+    for ngram in ngrams:
+        if rest is not None and ngram.startswith(rest) and ngram.find(" ", len(rest)) < 0:
+            words = [ngram[len(rest) :]]
+            starts.append(starts[-1] + 1)
+            lengths.append(lengths[-1])
+        else:
+            words = ngram.split(" ")
+            starts.append(len(stream))
+            lengths.append(len(words))
+        stream += [numbers.setdefault(word, len(numbers) + 1) for word in words]
+        first = ngram.find(" ")
+        rest = ngram[first + 1 :] + " " if first >= 0 else None
+    return np.asarray(stream, dtype=np.uint64), np.asarray(starts, dtype=np.int64), np.asarray(lengths, dtype=np.int64)
+
+
 class Finder:
     """A dictionary of n-grams, made ready for searching."""
 
     def __init__(self, ngrams: Iterable[str], most: int) -> None:
-        self._known = frozenset(ngrams)
+        listed = list(ngrams)
+        self._known = frozenset(listed)
         self._most = most
-        listed = list(self._known)
-        words = " ".join(listed).split(" ") if listed else []
-        self._numbers = {word: number for number, word in enumerate(dict.fromkeys(words), 1)}
-        numbers = np.fromiter(map(self._numbers.__getitem__, words), dtype=np.uint64, count=len(words))
-        lengths = np.asarray([ngram.count(" ") + 1 for ngram in listed], dtype=np.int64)
-        starts = np.cumsum(lengths) - lengths
+        self._numbers: dict[str, int] = {}
+        stream, starts, lengths = _as_numbers(listed, self._numbers)
         self._shift = np.uint64(64 - max(LEAST_BITS, len(listed).bit_length() + SPARE_BITS))
         self._lengths: list[int] = np.unique(lengths).tolist()
         self._maps: dict[int, npt.NDArray[np.bool_]] = {}
         for length in self._lengths:
-            columns = numbers[starts[lengths == length] + np.arange(length)[:, None]]
+            columns = stream[starts[lengths == length] + np.arange(length)[:, None]]
             self._maps[length] = np.zeros(1 << (64 - int(self._shift)), dtype=np.bool_)
             self._maps[length][self._values(columns)] = True
 

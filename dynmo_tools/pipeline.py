@@ -16,6 +16,7 @@ from .jobs import Execution, Summary, run_job
 from .options import files_of, from_mapping, parse_assignment
 from .plan import Job, Limits, Source, expand_inputs
 from .steps import STEPS, Makes, Step, default_work
+from .wholefile import sweep_temporaries
 
 SUMMARY_NAME = "pipeline-summary.json"
 PIPELINE_FORMAT = "dynmo.prep-pipeline"
@@ -190,6 +191,7 @@ def run_pipeline(
         **_totals(summaries, jobs),
         "steps": [{"name": name, **summary.as_json(), "reused": summary.reused} for name, summary in summaries],
     }
+    sweep_temporaries(folder / SUMMARY_NAME)
     write_whole(folder / SUMMARY_NAME, encode_json(document))
     return document
 

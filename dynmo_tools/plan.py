@@ -24,6 +24,7 @@ PLAN_FORMAT = "dynmo.prep-plan"
 PLAN_VERSION = 1
 DEFAULT_TASK_BYTES = 64 << 20
 DEFAULT_LINE_BYTES = 64 << 20
+END_SHARE, END_PIECES, MIN_PIECE_BYTES = 8, 16, 1 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,25 +128,38 @@ def _next_line_start(path: Path, offset: int) -> int:
     return at
 
 
-def cut(source: Source, task_bytes: int) -> list[Slice]:
+def task_size(left: int, task_bytes: int, *, last: bool) -> int:
+    """How many bytes the next task of a file takes, of ``left`` that are left.
+
+    Towards the end of the last file tasks become smaller, so that workers end at about the same time (guided
+    self-scheduling, Polychronopoulos and Kuck 1987): an eighth of what is left, a sixteenth of ``task_bytes`` at least.
+    """
+    least = task_bytes // END_PIECES
+    return max(min(task_bytes, left // END_SHARE), least) if last and least >= MIN_PIECE_BYTES else task_bytes
+
+
+def cut(source: Source, task_bytes: int, *, last: bool = False) -> list[Slice]:
     """Cut a plain file near every ``task_bytes`` at the start of a line, a dump of a wiki where it may be cut.
 
-    Any other file stays whole.
+    Any other file stays whole. Of the ``last`` file, see ``task_size``.
     """
-    if source.size_bytes <= task_bytes:
-        return [Slice(path=source.path)]
+    size = source.size_bytes
+
+    def step(at: int) -> int:
+        return task_size(size - at, task_bytes, last=last)
+
     bounds = [0]
     if is_dump(source.path):
-        bounds += cut_points(source.path, source.size_bytes, task_bytes)
+        bounds += cut_points(source.path, size, step)
     elif is_compressed(source.path) or source.path.suffix == ".parquet":
         return [Slice(path=source.path)]
     else:
-        while bounds[-1] + task_bytes < source.size_bytes:
-            bounds.append(_next_line_start(source.path, bounds[-1] + task_bytes))
+        while (at := bounds[-1] + step(bounds[-1])) < size:
+            bounds.append(_next_line_start(source.path, at))
     if len(bounds) == 1:
         return [Slice(path=source.path)]
-    if bounds[-1] < source.size_bytes:
-        bounds.append(source.size_bytes)
+    if bounds[-1] < size:
+        bounds.append(size)
     return [Slice(path=source.path, begin=a, end=b) for a, b in itertools.pairwise(bounds)]
 
 
@@ -167,7 +181,11 @@ def digest_of(job: Job, sources: Sequence[Source]) -> str:
 def make_plan(job: Job) -> Plan:
     """Look at the inputs as they are now and cut them into tasks."""
     sources = tuple(Source.of(path) for path in job.inputs)
-    tasks = tuple(part for source in sources for part in cut(source, job.limits.task_bytes))
+    tasks = tuple(
+        part
+        for number, source in enumerate(sources, 1)
+        for part in cut(source, job.limits.task_bytes, last=number == len(sources))
+    )
     return Plan(digest=digest_of(job, sources), sources=sources, tasks=tasks)
 
 

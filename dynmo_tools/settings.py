@@ -360,6 +360,8 @@ class RunSettings:
         help="Stop with exit code 4 when more than this share of the lines (0 to 1) are no usable documents.",
         data=False,
     )
-    task_bytes: int = setting(64 << 20, help="Cut uncompressed inputs into tasks of about this many bytes.")
+    task_bytes: int = setting(
+        64 << 20, help="Cut uncompressed inputs into tasks of about this many bytes, the end of the last input finer."
+    )
     max_line_bytes: int = setting(64 << 20, help="Put longer lines (bytes) aside unread.")
     utf8: Utf8 = setting(Utf8.REJECT, help="Put lines that are no UTF-8 aside, or replace their bad bytes by U+FFFD.")

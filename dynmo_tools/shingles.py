@@ -47,14 +47,25 @@ def hash_whole(points: U32) -> int:
 
 def pack(numbers: npt.NDArray[np.integer[Any]], length: int) -> U64:
     """The distinct windows of ``length`` numbers below 4096, sorted, as numbers that no two windows share."""
-    packed: U64 = np.zeros(len(numbers) - length + 1, dtype=np.uint64)
-    for at in range(length):
-        packed <<= np.uint64(PACKED_BITS)
-        packed |= numbers[at : at + len(packed)].astype(np.uint64)
+    packed = _windows(numbers.astype(np.uint64), length)
     packed.sort()
     first = np.ones(len(packed), dtype=np.bool_)
     np.not_equal(packed[1:], packed[:-1], out=first[1:])
     return packed[first]
+
+
+def _windows(numbers: U64, length: int) -> U64:
+    """The windows in the order of the text, each of two halves, and of a last number where the length is odd."""
+    if length == 1:
+        return numbers
+    half = length // 2
+    halves = _windows(numbers, half)
+    packed = halves[:-half] << np.uint64(half * PACKED_BITS)
+    packed |= halves[half:]
+    if length % 2:
+        packed = packed[:-1] << np.uint64(PACKED_BITS)
+        packed |= numbers[length - 1 :]
+    return packed
 
 
 class Alphabet:
@@ -69,12 +80,15 @@ class Alphabet:
         points = code_points(text)
         if len(points) < length or length * PACKED_BITS > 64:
             return None
-        new = np.unique(points[self._numbers[points] == 0])
-        if self._count + len(new) >= 1 << PACKED_BITS:
-            return None
-        self._numbers[new] = np.arange(self._count + 1, self._count + 1 + len(new))
-        self._count += len(new)
-        return pack(self._numbers[points], length)
+        numbers = self._numbers[points]
+        if not numbers.all():
+            new = np.unique(points[numbers == 0])
+            if self._count + len(new) >= 1 << PACKED_BITS:
+                return None
+            self._numbers[new] = np.arange(self._count + 1, self._count + 1 + len(new))
+            self._count += len(new)
+            numbers = self._numbers[points]
+        return pack(numbers, length)
 
 
 def shingle_set(text: str, length: int) -> frozenset[str]:
@@ -97,6 +111,8 @@ def share(common: int, first: int, second: int, divisor: str) -> float:
 
 def num_common(first: U64, second: U64) -> int:
     """How many numbers two sorted arrays of distinct numbers have in common."""
+    if len(first) == len(second) and np.array_equal(first, second):
+        return len(first)
     both = np.concatenate([first, second])
     both.sort(kind="stable")  # merges the two runs
     return int(np.count_nonzero(both[1:] == both[:-1]))

@@ -6,6 +6,8 @@ random order of the whole. The draws depend on the seed, the task and the bucket
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import numpy as np
 
 from .compression import is_compressed
@@ -15,15 +17,16 @@ from .plan import Plan
 from .settings import ShuffleSettings
 from .tasks import Phase, Task, marker_of
 
-BUCKET_BYTES = 64 << 20
+BUCKET_BYTES = 32 << 20
 MAX_BUCKETS = 1024
 HELD_BYTES = 64 << 20
 COMPRESSION_RATIO = 4
+DRAWN_AT_ONCE = 4096
 SCATTER_STREAM, ORDER_STREAM = 0, 1
 
 
 def num_buckets(plan: Plan) -> int:
-    """How many buckets keep one bucket near 64 MiB."""
+    """How many buckets keep one bucket near 32 MiB."""
     size = sum(s.size_bytes * (COMPRESSION_RATIO if is_compressed(s.path) else 1) for s in plan.sources)
     return min(max(1, -(-size // BUCKET_BYTES)), MAX_BUCKETS)
 
@@ -37,11 +40,17 @@ def shuffle_phases(plan: Plan) -> list[Phase]:
     ]
 
 
+def _draws(generator: np.random.Generator, count: int) -> Iterator[int]:
+    """Random numbers below ``count``, without an end."""
+    while True:
+        yield from generator.integers(count, size=DRAWN_AT_ONCE).tolist()
+
+
 def scatter(task: Task) -> None:
     """Task function: one slice, written as runs of documents of the same bucket."""
     settings: ShuffleSettings = task.job.settings
     count = num_buckets(task.plan)
-    draws = np.random.default_rng([settings.seed, SCATTER_STREAM, task.index])
+    draws = _draws(np.random.default_rng([settings.seed, SCATTER_STREAM, task.index]), count)
     writer = task.create(task.part("scattered.jsonl"))
     runs: list[list[int]] = [[] for _ in range(count)]  # of each bucket: begin, bytes, begin, bytes, ...
     held: list[list[bytes]] = [[] for _ in range(count)]
@@ -59,7 +68,7 @@ def scatter(task: Task) -> None:
 
     for row in task.rows():
         line = row.raw + b"\n"
-        held[int(draws.integers(count))].append(line)
+        held[next(draws)].append(line)
         held_bytes += len(line)
         task.tally.documents_kept += 1
         task.tally.bytes_out += len(line)

@@ -2,20 +2,31 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import TypeVar
 
 from .errors import EXIT_USAGE, UsageError
+from .launch.worker import LAUNCHER_PID_VARIABLE
 from .parallel.world import World, broadcast_document, gather_documents
 
 Result = TypeVar("Result")
+
+
+def speaks(*, first: bool) -> bool:
+    """Whether a process says on stderr what is wrong: rank 0 alone, so that a person reads it once.
+
+    Under ``launch`` each process has a log of its own. There all of them say it: the launcher takes it from another log
+    where rank 0 was ended before it could speak.
+    """
+    return first or LAUNCHER_PID_VARIABLE in os.environ
 
 
 def agreed(world: World, make: Callable[[], Result]) -> Result:
     """What ``make`` gives at this process, once no process has met a ``UsageError`` in it. Every process calls this.
 
     Raises:
-        UsageError: at rank 0, with what all processes met, each message once.
+        UsageError: at those that speak, with what all processes met, each message once.
         SystemExit: with the same exit code, at the others.
     """
     result, problem = _attempt(make)
@@ -47,6 +58,6 @@ def _end_together(world: World, problem: str | None) -> None:
     problems = list(dict.fromkeys(told for told in gather_documents(world, problem) if told is not None))
     if not problems:
         return
-    if world.is_first:
+    if speaks(first=world.is_first):
         raise UsageError("\n  ".join(problems))
     raise SystemExit(EXIT_USAGE)

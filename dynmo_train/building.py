@@ -114,6 +114,8 @@ def settings_of(config: Config, stored: Mapping[str, float] | None = None) -> En
             selective=training.recompute_granularity == "selective",
             front_cache_bytes=None if cache is None else cache << 20,
             operations=_operations(config),
+            token_parts=parts,
+            compiled=training.torch_compile_backend if training.torch_compile else None,
         ),
         adamw=AdamWSettings(
             beta1=optimizer.adam_beta1,

@@ -6,6 +6,7 @@ own share (context, libraries, allocator) is left out.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -17,7 +18,9 @@ from torch.utils.checkpoint import checkpoint
 from .config import Config
 from .families import CAUSAL
 from .memory import ItemMemory, Run, item_memory, passing_bytes, single_bytes
+from .models.blocks import Embedding
 from .models.items import BoundaryShape, ModelFamily, live_before
+from .models.lookup import PendingRows, most_pending
 from .pipeline.stage import keeping_products
 from .recording import FLOAT_BYTES, MOMENTS_BYTES
 
@@ -44,9 +47,32 @@ def memory_of_items(config: Config, family: ModelFamily, boundary: BoundaryShape
         key = _likeness(family, item.name, item.kind)
         if key not in known:
             module = family.build(item.name, torch.device("meta"))
+            if isinstance(module, Embedding) and _is_by_token(config):
+                module.pending = PendingRows(module.word.weight, sys.maxsize)
             known[key] = item_memory(item, module, boundary, {"ids": rows, "labels": rows}, run)
     found = {item.name: known[_likeness(family, item.name, item.kind)] for item in family.items}
     return {name: memory for name, memory in found.items() if memory is not None}
+
+
+def _is_by_token(config: Config) -> bool:
+    """Whether the gradient of a table of words is kept by token until the end of a step."""
+    parallel, training = config.parallel, config.training
+    shared = parallel.zero_stage > 0 and parallel.data_parallel_size > 1
+    return not shared and parallel.tensor_model_parallel_size == 1 and not training.torch_compile
+
+
+def _left_out(config: Config, family: ModelFamily, items: Sequence[str], boundary: BoundaryShape) -> dict[str, int]:
+    """By how much the gradients of items are less until the end of a step, in bytes: of tables kept by token."""
+    left: dict[str, int] = {}
+    tokens = config.microbatches * config.training.micro_batch_size * config.model.seq_length
+    for name in items if _is_by_token(config) else ():
+        module = family.build(name, torch.device("meta"))
+        if isinstance(module, Embedding):
+            rows, width = module.word.weight.shape
+            most = most_pending(rows)
+            kept = min(tokens, most) * width * boundary.dtype.itemsize
+            left[name] = (FLOAT_BYTES * rows * width if tokens <= most else 0) - kept
+    return left
 
 
 def _likeness(family: ModelFamily, name: str, kind: str) -> tuple[Any, ...]:
@@ -124,11 +150,13 @@ def worker_peaks(
         counts = _counts(items, family, params)
         model, gradients = _model_bytes(config, boundary, counts)
         known = [memories[name] for name in items if name in memories]
+        left = _left_out(config, family, items, boundary)
         if microbatches == 1 and len(told["stages"]) == 1 and len(known) == len(items):
-            peak = model + single_bytes(known, [FLOAT_BYTES * params[name] for name in items])
+            peak = model + single_bytes(known, [FLOAT_BYTES * params[name] - left.get(name, 0) for name in items])
         else:
-            peak = model + gradients + (simulated - static) + passing_bytes(known)
+            peak = model + gradients - sum(left.values()) + (simulated - static) + passing_bytes(known)
             peak += _buffers(family, boundary, stages, len(told["stages"]), microbatches)
+        peak = max(peak, model + gradients)
         if data > 1 and not config.parallel.zero_stage:
             # At the end of a step each bucket is a copy of its gradients.
             peak = max(peak, model + 2 * gradients)

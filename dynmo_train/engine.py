@@ -176,6 +176,7 @@ class Engine:
             exchange_of(world),
             gather_of(world),
             settings.fused_norms,
+            settings.pipeline.compiled,
         )
         self.scaler = LossScaler(settings.precision.scaling)
         self.advanced = 0

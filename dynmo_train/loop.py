@@ -10,6 +10,7 @@ from dataclasses import replace
 
 import torch
 
+from .agreement import speaks
 from .building import flops_counter, growth_problems, parameter_counts, plan_problems
 from .checkpointing import Checkpointing, Saved
 from .config import Config
@@ -49,7 +50,7 @@ def run_pretrain(config: Config) -> int:
         finally:
             run.close()
     except TokenError:
-        if world.is_first:
+        if speaks(first=world.is_first):
             raise
         return EXIT_USAGE
     finally:

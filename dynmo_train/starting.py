@@ -5,6 +5,7 @@ What a process may find impossible here ends all processes at once, with one mes
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from .families import family_of
 from .formats.plan import initial_plan, plan_ids, write_plan
 from .formats.profile import Layout, ModelInfo
 from .loading import checkpoint_to_load
+from .models.compiled import check_compiler
 from .models.items import ModelFamily
 from .optim.apex import find_apex
 from .parallel.world import World, broadcast_document
@@ -57,6 +59,8 @@ class Beginning:
 
 def begin(config: Config, world: World) -> Beginning:
     """Open data and checkpoint, build the engine, make the run directory, write the header and the first plan."""
+    if config.training.torch_compile:
+        agreed(world, lambda: check_compiler(world.device.type, config.training.torch_compile_backend, os.environ))
     samples = first_then_others(world, lambda: open_samples(config))
     apex = find_apex()
     on_cuda = world.device.type == "cuda"

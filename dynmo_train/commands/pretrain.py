@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -11,9 +10,8 @@ import typer
 from ..config import Facts, check, dry_run_processes, dry_run_values, read_config_file, resolve, with_deepspeed
 from ..config.command import MegatronCommand, with_options
 from ..console import Format
-from ..errors import EXIT_USAGE
-from ..formats._document import DocumentError
-from .common import need_torch, world_size
+from ..errors import EXIT_USAGE, UsageError
+from .common import first_tells, need_torch, world_size
 
 pretrain = typer.Typer(no_args_is_help=True, help="Train a model from its first step, or go on with a run.")
 
@@ -30,6 +28,7 @@ RecipeName = Annotated[
 def _pretrain(family: str, config: Path | None, recipe: str | None, flags: dict[str, Any]) -> None:
     """Resolve and check the configuration, and train."""
     need_torch()
+    from ..agreement import speaks
     from ..config.recipes import read_recipe
     from ..data.tokenizer import read_vocab_size
 
@@ -47,9 +46,9 @@ def _pretrain(family: str, config: Path | None, recipe: str | None, flags: dict[
             facts=Facts(world_size=processes, tokenizer_vocab_size=read_vocab_size),
         )
         check(resolved, processes)
-    except DocumentError:
-        # Every process of a run has the same command line: the first one tells what is wrong with it.
-        if os.environ.get("RANK", "0") != "0":
+    except UsageError:
+        # Every process of a run has the same command line.
+        if not speaks(first=first_tells()):
             raise typer.Exit(EXIT_USAGE) from None
         raise
     if dry:

@@ -235,6 +235,10 @@ class TrainingConfig:
         " matrix products again.",
         default="none",
     )
+    torch_compile: bool = option(
+        "Compile embeddings, attentions and MLPs by torch.compile, each item by itself.", default=False
+    )
+    torch_compile_backend: str = option("Backend of --torch-compile.", default="inductor")
     skip_train: bool = option(
         "Train nothing: evaluate the model of --load on the validation and the test data.", default=False
     )

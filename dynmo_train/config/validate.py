@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ..formats._document import DocumentError, Problem
+from .rules.compiling import COMPILING_RULES
 from .rules.compression import COMPRESSION_RULES
 from .rules.ict import ICT_RULES
 from .rules.model import MODEL_RULES
@@ -19,6 +20,7 @@ RULES: tuple[Rule, ...] = (
     *TRAINING_RULES,
     *TECHNIQUES_RULES,
     *COMPRESSION_RULES,
+    *COMPILING_RULES,
 )
 
 

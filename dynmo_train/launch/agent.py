@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import inspect
 import logging
 import os
 import signal
@@ -14,7 +15,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, TYPE_CHECKING
+from typing import IO, TYPE_CHECKING, Any
 
 from ..console import say
 from ..errors import DynmoError
@@ -206,10 +207,15 @@ def _build_agent(work: Work) -> tuple[LocalElasticAgent, list[LogsDest]]:
     agent = Agent(
         spec=spec,
         logs_specs=Logs(log_dir=str(work.log_dir), redirects=Std.ALL),
-        # The workers end themselves after their grace; the agent kills what is left.
-        shutdown_timeout=int(work.grace_s) + 2,
+        **_patience(LocalElasticAgent, work.grace_s),
     )
     return agent, places
+
+
+def _patience(agent: type, grace_s: float) -> dict[str, Any]:
+    """The workers end themselves after their grace; the agent kills what is left: torch 2.11's always after 30 s."""
+    known = "shutdown_timeout" in inspect.signature(agent).parameters
+    return {"shutdown_timeout": int(grace_s) + 2} if known else {}
 
 
 def run_once(work: Work) -> list[Failure]:

@@ -36,13 +36,19 @@ class LocalLaunch:
     nodes: Nodes = field(default_factory=Nodes)
 
 
-def _tell(failures: Sequence[Failure]) -> None:
+def _tell(failures: Sequence[Failure], *, shown_first: bool) -> None:
     """Say what failed. Rank 0's log has been shown already, and so has what others say in the same words.
 
-    A usage error that rank 0 has told in full needs no more words.
+    A usage error that rank 0 has told in full needs no more words. Rank 0 may be none of those that failed: another
+    one was seen to end first.
+
+    Args:
+        shown_first: whether rank 0 runs here.
     """
     logs = {f.rank: Path(f.log).read_text(encoding="utf-8", errors="replace") for f in failures}
-    shown = set(last_lines(logs.get(0, "")))
+    log_of_first = Path(failures[0].log).parents[1] / "0" / "stderr.log"
+    said = log_of_first.read_text(encoding="utf-8", errors="replace") if shown_first and log_of_first.exists() else ""
+    shown = {line.rstrip() for line in said.splitlines()}
     tails = {rank: tail for rank, log in logs.items() if not shown.issuperset(tail := last_lines(log))}
     roots = causes(failures)
     if roots[0].code == EXIT_USAGE and not any(failure.rank in tails for failure in roots):
@@ -158,7 +164,7 @@ class _Launcher:
         if not failures:
             return None
         if causes(failures)[0].code != EXIT_RELAUNCH:
-            _tell(failures)
+            _tell(failures, shown_first=start.members.index(self.launch.nodes.rank) == 0)
         return failures
 
     def _follow(self, start: Start, failures: list[Failure]) -> Verdict:

@@ -109,7 +109,7 @@ class _Watch:
 
 
 def _within(action: Callable[[], Any], seconds: float) -> Any:
-    """What ``action`` gives; ``RuntimeError`` where it takes longer: over a cable that was cut an answer never comes."""
+    """What ``action`` gives; ``RuntimeError`` where it takes longer: over a cut cable an answer never comes."""
     given: list[Any] = []
     raised: list[RuntimeError] = []
 

@@ -20,6 +20,7 @@ from ..parallel.tensor import TensorRegion, token_losses
 from .cross_entropy import mean_linear_cross_entropy
 from .hashed_attention import HashedAttention
 from .linear import PrunableLinear
+from .lookup import PendingRows, look_up
 from .positions import RelativeBias, Rotary
 
 KeysValues = tuple[torch.Tensor, torch.Tensor]
@@ -52,12 +53,18 @@ class Embedding(nn.Module):
         self.position = nn.Embedding(positions, width, device=device) if positions else None
         self.tokentype = nn.Embedding(tokentypes, width, device=device) if tokentypes else None
         self.dropout = dropout
+        # Where the holder of this item wants the gradient of the words by token.
+        self.pending: PendingRows | None = None
 
     def embed(
         self, ids_BT: torch.Tensor, types_BT: torch.Tensor | None = None, past: int | torch.Tensor = 0
     ) -> torch.Tensor:
         """Look up and add; positions count from ``past``, or are those of a tensor ``past``, ``[B, T]``."""
-        x_BTD: torch.Tensor = self.word(ids_BT)
+        x_BTD: torch.Tensor
+        if self.pending is None or not self.word.weight.requires_grad:
+            x_BTD = self.word(ids_BT)
+        else:
+            x_BTD = look_up(self.word.weight, ids_BT, self.pending)
         if self.position is not None:
             if not isinstance(past, torch.Tensor):
                 past = torch.arange(past, past + ids_BT.shape[1], device=ids_BT.device)

@@ -9,8 +9,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..models.blocks import Embedding
+from ..models.compiled import compile_item
 from ..models.items import ModelFamily, masks_of, parameters_of
 from ..models.linear import PrunableLinear
+from ..models.lookup import PendingRows, most_pending
 from ..models.sharding import cut_item, cut_tensor, deal_experts, experts_of, is_of_expert, join_replicas
 from ..models.sparse_forms import SparseTable
 from ..parallel.experts import ExpertExchange
@@ -75,6 +78,7 @@ class HeldItems:
         exchange: the replicas that share the experts of each layer; None where each holds all.
         replicas: gathers what a loss over all replicas reads; None where there is one.
         fused_norms: what takes the place of torch's normalisations.
+        compiled: the backend of torch.compile by which items are compiled; None where they are not.
     """
 
     def __init__(
@@ -89,11 +93,12 @@ class HeldItems:
         exchange: ExpertExchange | None = None,
         replicas: ReplicaGather | None = None,
         fused_norms: Mapping[type[nn.Module], type[nn.Module]] | None = None,
+        compiled: str | None = None,
     ) -> None:
         self.family, self.settings, self.device = family, settings, device
         self.sparse, self.fused_adam, self.region = sparse, fused_adam, region
         self.shards, self.exchange, self.replicas = shards, exchange, replicas
-        self._fused_norms = fused_norms or {}
+        self._fused_norms, self._compiled = fused_norms or {}, compiled
         self.modules: dict[str, nn.Module] = {}
         # What a technique keeps of an item: item -> full tensor name -> tensor. It goes where the item goes.
         self.extras: dict[str, dict[str, torch.Tensor]] = {}
@@ -191,6 +196,10 @@ class HeldItems:
     def hold(self, name: str, module: nn.Module) -> None:
         """Hold ``module`` as the item ``name``."""
         own = dict(module.named_parameters())
+        if self._compiled is not None:
+            compile_item(module, self._compiled)
+        elif isinstance(module, Embedding) and self.shards is None and self.region is None:
+            module.pending = PendingRows(module.word.weight, most_pending(len(module.word.weight)))
         if self.shards is not None:
             own = self.shards.wrap(module, [] if self.exchange is None else experts_of(module))
         self.modules[name] = module
@@ -221,6 +230,12 @@ class HeldItems:
     def memory_bytes(self) -> int:
         """Bytes of what compression remembers here."""
         return sum(each.numel() * each.element_size() for kept in self.memories.values() for each in kept.values())
+
+    def settle(self, item: str) -> None:
+        """Give the parameters of an item the gradients that it has kept in another form."""
+        pending = getattr(self.modules[item], "pending", None)
+        if pending is not None:
+            pending.settle()
 
     def reduce(self, item: str) -> None:
         """With ``shards``: add the replicas' gradients of an item, and keep this replica's rows of the sum."""

@@ -93,6 +93,8 @@ class GradientReducer:
     def finish(self) -> None:
         """Add what is not being added yet, and wait for all; every replica calls this with the same items held."""
         if self._group is None:
+            for item in self._held.modules:
+                self._held.settle(item)
             return
         for item in self._held.modules:
             self.item_is_final(item)
@@ -105,6 +107,7 @@ class GradientReducer:
         self._started.clear()
 
     def _start(self, item: str) -> list[Adding]:
+        self._held.settle(item)
         if self._held.shards is not None:
             self._held.reduce(item)
             return []

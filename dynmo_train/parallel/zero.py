@@ -8,6 +8,7 @@ the same bits on two replicas. What optimizer, norms and moves see are plain ten
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -94,7 +95,7 @@ class Shards:
         state = fully_shard.state(module)  # type: ignore[attr-defined]
         for part in module.modules():
             if isinstance(part, FSDPModule):
-                for group in fully_shard.state(part)._fsdp_param_groups:  # type: ignore[attr-defined]
+                for group in _groups(part):
                     group.post_backward()
         state._root_post_backward_final_callback()
         self._between_reductions(module)
@@ -128,7 +129,7 @@ def keep_gradients(module: nn.Module) -> None:
     """Add the gradients of a backward that was split to those kept in float32, as FSDP2 does behind a whole one."""
     for part in module.modules():
         if isinstance(part, FSDPModule):
-            for group in fully_shard.state(part)._fsdp_param_groups:  # type: ignore[attr-defined]
+            for group in _groups(part):
                 for parameter in group.fsdp_params:
                     parameter.accumulate_unsharded_grad_if_needed()
                     parameter.to_accumulated_grad_if_needed()
@@ -144,6 +145,16 @@ def _fsdp(module: nn.Module) -> FSDPModule:
     if not isinstance(module, FSDPModule):
         raise TypeError(f"{type(module).__name__} has not been sharded")
     return module
+
+
+def _groups(module: nn.Module) -> list[Any]:
+    """FSDP2's groups of a module's parameters: torch 2.13 has several, 2.11 one or none."""
+    state = fully_shard.state(module)  # type: ignore[attr-defined]
+    groups = getattr(state, "_fsdp_param_groups", None)
+    if groups is None:
+        only = state._fsdp_param_group
+        groups = [] if only is None else [only]
+    return list(groups)
 
 
 def _rows_of(parameter: torch.Tensor) -> torch.Tensor:

@@ -54,6 +54,8 @@ class PipelineShape:
         selective: whether they keep the results of matrix products then.
         front_cache_bytes: for what the frozen front gave for samples seen before; None keeps nothing.
         operations: with ``custom``, what each worker does in a step, as in a plan: ``0F0 1F0 1I0 ...``.
+        token_parts: ranks that share the tokens of the stream, of which ``boundary`` has one rank's.
+        compiled: the backend of torch.compile by which items are compiled; None where they are not.
     """
 
     schedule: str
@@ -64,12 +66,14 @@ class PipelineShape:
     selective: bool = False
     front_cache_bytes: int | None = None
     operations: tuple[str, ...] | None = None
+    token_parts: int = 1
+    compiled: str | None = None
 
     def for_batch(self, batch: Batch) -> PipelineShape:
         """The shape that a batch needs: itself where nothing differs."""
         boundary = self.boundary
-        if batch.tokens is not None and batch.tokens != boundary.tokens:
-            boundary = boundary.with_tokens(batch.tokens)
+        if batch.tokens is not None and batch.tokens // self.token_parts != boundary.tokens:
+            boundary = boundary.with_tokens(batch.tokens // self.token_parts)
         if (batch.microbatches or self.microbatches) == self.microbatches and boundary is self.boundary:
             return self
         return replace(self, microbatches=batch.microbatches or self.microbatches, boundary=boundary)
@@ -162,6 +166,7 @@ class Pipeline:
                     group=world.groups.pipeline,
                     final=final,
                     codec=codec,
+                    splits=shape.compiled is None,
                 )
             )
             self.modules.append(module)

@@ -202,7 +202,8 @@ class ItemStage(PipelineStage):
     torch 2.13's split backward silently drops the weight gradients of a stage none of whose inputs requires grad, but
     for stage 0; here such a stage runs its full backward at W. A stage through which several values run (of an
     encoder-decoder) runs its full backward at once, and nothing at W; so does one whose parameters are whole only while
-    an item runs (ZeRO 3): torch's split backward looks for the gradients of those it finds between items.
+    an item runs (ZeRO 3): torch's split backward looks for the gradients of those it finds between items. So does one
+    of compiled items, each of which has one backward for input and weights.
 
     Args:
         boundary: the shapes of all values.
@@ -211,6 +212,7 @@ class ItemStage(PipelineStage):
         group: the processes of the pipeline.
         final: told the name of each item whose gradients no backward of this step touches any more.
         codec: packs the gradients of the microbatches that :meth:`pack` names; None sends all as they are.
+        splits: whether a backward may leave weight gradients to W.
     """
 
     def __init__(
@@ -226,6 +228,7 @@ class ItemStage(PipelineStage):
         group: dist.ProcessGroup | None = None,
         final: Callable[[str], None] | None = None,
         codec: BoundaryCodec | None = None,
+        splits: bool = True,
     ) -> None:
         def crossing(names: Sequence[str], trains: Mapping[str, bool]) -> tuple[torch.Tensor, ...]:
             return tuple(boundary.empty(name).requires_grad_(trains[name]) for name in names)
@@ -244,7 +247,7 @@ class ItemStage(PipelineStage):
         self._trains = any(trains_after[name] for name in module.leaves)
         # Weights that no path from the one input reaches cannot be left to W: they share their graph with others.
         moving = tuple(name for name in module.enters if trains_before[name])
-        self._splits = len(moving) == 1 and all(spec.reads[:1] == moving for spec in module.specs)
+        self._splits = splits and len(moving) == 1 and all(spec.reads[:1] == moving for spec in module.specs)
         self._no_gradients = (None,) * len(module.enters)
         self._final = final
         self._codec = codec

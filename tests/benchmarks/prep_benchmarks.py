@@ -105,6 +105,12 @@ def head(what: str) -> None:
     say("| peer | ours wall / CPU s | peer wall / CPU s | wall | CPU | |\n|---|---|---|---|---|---|")
 
 
+def documents_of(path: Path) -> list[dict[str, Any]]:
+    """The documents of a file of JSON lines; separators of lines other than a newline are part of their texts."""
+    with open(path, "rb") as lines:
+        return [json.loads(line) for line in lines]
+
+
 def same(first: Path, second: Path) -> str:
     """``same bytes``, or an end of the run: a figure of unequal outputs says nothing."""
     if first.read_bytes() != second.read_bytes():
@@ -180,7 +186,7 @@ def bench_signatures(options: argparse.Namespace, folder: Path) -> None:
 
     from dynmo_tools.minhash import permutations, shingle_hashes, sign
 
-    texts = [json.loads(line)["text"] for line in Path(options.text).read_text().splitlines()][:400]
+    texts = [document["text"] for document in documents_of(Path(options.text))][:400]
     perms = permutations(100, 1234)
     made = sign(texts, 5, perms)
 
@@ -223,7 +229,7 @@ def bench_clean(options: argparse.Namespace, folder: Path) -> None:
     from dynmo_tools.language import LanguageJudge
 
     source = Path(options.text).resolve()
-    rows = [json.loads(line) for line in source.read_text().splitlines()]
+    rows = documents_of(source)
     LanguageJudge(0)
     from langdetect import detector_factory
     from langdetect.lang_detect_exception import LangDetectException
@@ -256,7 +262,7 @@ def bench_clean(options: argparse.Namespace, folder: Path) -> None:
 
     took = best(ours)
     slow = function_time(classic)
-    if [json.loads(line)["text"] for line in (folder / "ours.jsonl").read_text().splitlines()] != kept:
+    if [document["text"] for document in documents_of(folder / "ours.jsonl")] != kept:
         raise SystemExit("the kept texts differ")
     row("the classic loop (ours: whole command)", took, slow, f"the same {len(kept)} texts of {len(rows)}")
 
@@ -363,7 +369,7 @@ def true_pairs(texts: list[str], threshold: float) -> list[tuple[int, int, float
 def bench_dedup(options: argparse.Namespace, folder: Path) -> None:
     """Recall: the share of pairs with a true index of 0.95 and more of which at most one document is left."""
     source = Path(options.text).resolve()
-    rows = [json.loads(line) for line in source.read_text().splitlines()]
+    rows = documents_of(source)
     place = {row["id"]: number for number, row in enumerate(rows)}
     texts = [row["text"] for row in rows]
     truth = Path(options.truth) if options.truth else folder / "truth.json"
@@ -409,9 +415,9 @@ def bench_dedup(options: argparse.Namespace, folder: Path) -> None:
     if peer("PEER_DATATROVE") is not None:
         (folder / "datatrove_run.py").write_text(DATATROVE)
         (folder / "halves").mkdir()
-        lines = source.read_bytes().splitlines(keepends=True)
+        lines = source.read_bytes().split(b"\n")
         for number in range(2):
-            (folder / "halves" / f"{number}.jsonl").write_bytes(b"".join(lines[number::2]))
+            (folder / "halves" / f"{number}.jsonl").write_bytes(b"\n".join(lines[number::2]))
 
         def datatrove() -> Took:
             shutil.rmtree(folder / "dt", ignore_errors=True)
@@ -430,7 +436,7 @@ def bench_dedup(options: argparse.Namespace, folder: Path) -> None:
 
 def ids_of(paths: Iterable[Path]) -> list[str]:
     """The ids of the documents in some files of JSON lines."""
-    return [json.loads(line)["id"] for path in paths for line in path.read_text().splitlines()]
+    return [document["id"] for path in paths for document in documents_of(path)]
 
 
 def bench_merge(options: argparse.Namespace, folder: Path) -> None:
@@ -470,22 +476,20 @@ def bench_merge(options: argparse.Namespace, folder: Path) -> None:
 
 
 def bench_workers(options: argparse.Namespace, folder: Path) -> None:
-    """One worker against two: binarize the text, its outputs compared."""
-    text, vocab, merges = (str(Path(p).resolve()) for p in (options.text, options.vocab, options.merges))
-    files = ["--vocab-file", vocab, "--merge-file", merges, "--tokenizer-type", "GPT2BPETokenizer", "--append-eod"]
+    """Two workers against one, each step that has workers, outputs compared; inputs are kept with ``--folder``."""
+    import prep_workers
 
-    def with_workers(count: int) -> Took:
-        shutil.rmtree(folder / f"w{count}.work", ignore_errors=True)
-        command = [*PREP, "binarize", "--input", text, "--output-prefix", f"w{count}", *files]
-        return run([*command, "--workers", str(count)], folder)
-
-    for _ in range(REPEATS):
-        one, two = with_workers(1), with_workers(2)
-        row(f"binarize {Path(text).stat().st_size / 1e9:.2f} GB: two workers (ours) against one", two, one)
-    for ending in ("bin", "idx"):
-        names = [str(folder / f"w{count}_text_document.{ending}") for count in (1, 2)]
-        subprocess.run(["cmp", *names], check=True)
-    say("| (same bytes) | | | | | |")
+    for name in ("text", "vocab", "merges", "task", "dump"):
+        setattr(options, name, str(Path(getattr(options, name)).resolve()))
+    for step in options.steps or prep_workers.cases(options):
+        arguments = prep_workers.commands(step, options, folder)
+        for number in range(REPEATS):
+            order = (2, 1) if number % 2 else (1, 2)
+            took = {count: run([*PREP, *arguments(count)], folder) for count in order}
+            one, two = took[1], took[2]
+            prep_workers.check(step, options, folder)
+            size = prep_workers.cases(options)[step].megabytes
+            row(f"{step} {size} MB: two workers (ours) against one", two, one, "same bytes")
 
 
 def bench_memory(options: argparse.Namespace, folder: Path) -> None:
@@ -523,9 +527,10 @@ def main() -> None:
     parser.add_argument("--truth", help="for dedup: keeps the true pairs, which take longer than all else to find")
     parser.add_argument("--gigabytes", type=float, default=1.07, help="size of the merged data set")
     parser.add_argument("--task", help="the task's file, for decontaminate and memory")
-    parser.add_argument("--steps", nargs="*", help="for memory: which commands [default: all]")
+    parser.add_argument("--steps", nargs="*", help="for memory and workers: which commands [default: all]")
     parser.add_argument("--megabytes", nargs="+", type=int, default=[100, 2000], help="for memory: sizes of the input")
     parser.add_argument("--characters", type=int, default=100, help="for memory: of a document")
+    parser.add_argument("--dump", help="for workers: a wiki's dump, .xml.bz2")
     parser.add_argument("--workers", type=int, default=1, help="for memory")
     parser.add_argument("--folder", type=Path, help="where to work; kept [default: a temporary folder]")
     options = parser.parse_args()

@@ -84,7 +84,10 @@ def peak_of(command: list[str], cwd: Path, accepted: tuple[int, ...] = (0,)) -> 
 
 
 def write_documents(target: Path, source: Path, size: int, characters: int) -> int:
-    """Documents of about ``characters`` characters, words of another file in random order; how many they are."""
+    """Documents of about ``characters`` characters, words of another file in random order; how many they are.
+
+    Every tenth one is the one nine before it with its last word changed.
+    """
     words: list[str] = []
     with open(source, encoding="utf-8") as handle:
         for line in handle:
@@ -96,8 +99,10 @@ def write_documents(target: Path, source: Path, size: int, characters: int) -> i
     written = count = 0
     with open(target, "wb", buffering=1 << 20) as out:
         while written < size:
-            for places in draws.integers(len(words), size=(10_000, each)).tolist():
-                text = " ".join([words[at] for at in places])
+            places = draws.integers(len(words), size=(10_000, each))
+            places[9::10, :-1] = places[:-1:10, :-1]
+            for row_of_places in places.tolist():
+                text = " ".join([words[at] for at in row_of_places])
                 row = json.dumps({"id": str(count), "text": text}, ensure_ascii=False).encode() + b"\n"
                 out.write(row)
                 written += len(row)

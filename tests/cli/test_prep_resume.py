@@ -195,7 +195,7 @@ def test_parts_of_each_phase_make_the_same_bytes(prep, tmp_path):
     parts = (*common, tmp_path / "parts.jsonl")
     code, _, err = prep(*parts, "--task-index", 0, "--task-count", 2, "--phase", "remove")
     assert (code, "phase remove needs sign" in err) == (2, True)
-    for phase in ("sign", "match", "remove", "join"):
+    for phase in ("sign", "bands", "connect", "verify", "mark", "remove", "join"):
         for index in (1, 0):
             code, _, err = prep(*parts, "--task-index", index, "--task-count", 2, "--phase", phase)
             assert (code, f"dedup: {phase}: part {index} of 2 did" in err) == (0, True)

@@ -33,7 +33,9 @@ def engine_on(world: World, layout: Layout, *, build: bool = True) -> Engine:
     pipeline = replace(settings.pipeline, microbatches=MICROBATCHES // world.dims.data, boundary=boundary)
     if settings.pruning is not None:
         settings = replace(settings, pruning=replace(settings.pruning, start=2, end=6, every=2))
-    start = scenario.start or uniform_partition(family.items, world.dims.pipeline, scenario.virtual, vee=scenario.schedule == "zb-v")
+    start = scenario.start or uniform_partition(
+        family.items, world.dims.pipeline, scenario.virtual, vee=scenario.schedule == "zb-v"
+    )
     engine = Engine(family, replace(settings, pipeline=pipeline, **layout.settings), start, world)
     if build:
         engine.build()

@@ -44,9 +44,7 @@ PRECISIONS = {
     "fp32": FLOAT32,
     "bf16": Precision(compute=torch.bfloat16),
     # It overflows in the first steps, and doubles again later on
-    "fp16": Precision(
-        compute=torch.float16, scaling=LossScaling(initial=2.0**24, minimum=1.0, window=6, hysteresis=1)
-    ),
+    "fp16": Precision(compute=torch.float16, scaling=LossScaling(initial=2.0**24, minimum=1.0, window=6, hysteresis=1)),
 }
 
 
@@ -59,6 +57,7 @@ class Scenario:
     virtual: int = 1
     recompute: bool = False
     selective: bool = False
+    compiled: str | None = None
     moves: tuple[tuple[int, Partition], ...] = ()
     start: Partition | None = None
     prune: bool = True
@@ -121,6 +120,7 @@ class Scenario:
                 selective=self.selective,
                 front_cache_bytes=self.cache_bytes,
                 operations=self.operations,
+                compiled=self.compiled,
             ),
             adamw=AdamWSettings(beta1=0.9, beta2=0.99, eps=1e-8, weight_decay=0.1),
             rate=LearningRate(peak=3e-3, floor=0.0, style="cosine", warmup_steps=3, decay_steps=20),
@@ -153,7 +153,9 @@ def batch_of(step: int, model: str = "gpt") -> Batch:
 
 def engine_of(scenario: Scenario, world: World) -> Engine:
     family = scenario.family()
-    start = scenario.start or uniform_partition(family.items, world.size, scenario.virtual, vee=scenario.schedule == "zb-v")
+    start = scenario.start or uniform_partition(
+        family.items, world.size, scenario.virtual, vee=scenario.schedule == "zb-v"
+    )
     engine = Engine(family, scenario.settings(), start, world)
     engine.build()
     return engine
@@ -166,9 +168,7 @@ def digest(tensor: torch.Tensor) -> str:
 def fingerprint(engine: Engine) -> dict[str, str]:
     """Tensor name -> digest, over parameters, masks and moments of the items held here."""
     return {
-        name: digest(tensor)
-        for item in engine.local_names
-        for name, tensor in engine.held.export(item).tensors.items()
+        name: digest(tensor) for item in engine.local_names for name, tensor in engine.held.export(item).tensors.items()
     }
 
 

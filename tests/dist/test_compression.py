@@ -67,7 +67,9 @@ def _play(world: World, layout: Layout, compression: CompressionSettings) -> dic
             engine.repartition(moves[step])
             remembered.append(_memories(engine))
     held_out = engine.evaluate([batch_of(9999, scenario.model)])
-    state = {name: digest(kept) for item in engine.local_names for name, kept in engine.held.export(item).tensors.items()}
+    state = {
+        name: digest(kept) for item in engine.local_names for name, kept in engine.held.export(item).tensors.items()
+    }
     everyone = gather_documents(world, [state, remembered])
     return {
         "losses": losses,

@@ -142,7 +142,10 @@ def test_replicas_hold_the_same_and_owe_their_own():
     for name in ("sgd", "everything, moving", "fp16", "pruned"):
         states = packed()[name]["states"]
         for first, second in ((0, 1), (2, 3)):
-            held = [{key: value for key, value in states[at].items() if not key.endswith(".error")} for at in (first, second)]
+            held = [
+                {key: value for key, value in states[at].items() if not key.endswith(".error")}
+                for at in (first, second)
+            ]
             shared = [{key: value for key, value in one.items() if ".boundary." not in key} for one in held]
             assert shared[0] == shared[1]
         owed = [{value for key, value in states[at].items() if key.endswith(".error")} for at in (0, 1)]
@@ -168,6 +171,7 @@ def test_what_is_owed_is_paid_where_nothing_is_compressed():
     holders = [[rank for rank, steps in enumerate(remembered) if name in steps[at]] for at in range(4)]
     # Steps 1 (warm-up), 2, the move to the other worker, 3
     assert holders == [[], [0, 1], [2, 3], []]
+
 
 def wire(world: World, compression: CompressionSettings) -> list[list[Any]]:
     """What one process hands to torch in two steps: every send, receive and sum, with type and bytes."""
@@ -241,7 +245,9 @@ def test_a_run_of_the_command_goes_on_with_the_same_bits(tmp_path):
     boundary = told[-1]["compression"]["boundaries"]["layers.2.attention"]
     assert boundary["sent_bytes"] * 16 == boundary["whole_bytes"] * 3
     assert abs(boundary["error_activation_cosine"]) < 1
-    assert json.loads((tmp_path / "whole/run.json").read_text())["engine"]["reproducible"].startswith("bit for bit for a fixed")
+    assert json.loads((tmp_path / "whole/run.json").read_text())["engine"]["reproducible"].startswith(
+        "bit for bit for a fixed"
+    )
     # Other numbers of processes take the weights, and begin without memories
     train(data, tmp_path / "other", 2, *FLAGS[:4], load=str(tmp_path / "stopped/checkpoints/step-00000004"), **options)
     assert max(figures(tmp_path / "other")) == 8

@@ -152,5 +152,3 @@ def test_the_trace_of_another_model_is_refused(tmp_path):
     empty = write_trace(tmp_path / "empty.jsonl", {}, names=["a"])
     with pytest.raises(UsageError, match="has no step line"):
         read_trace(empty, ["a"])
-
-

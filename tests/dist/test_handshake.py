@@ -113,9 +113,7 @@ def test_plans_from_outside(static):
     """Garbage is refused with a line, a good plan is taken, an older good one superseded, a stale one refused."""
     folder, data, expected, weights = static
     run = folder / "outside"
-    process = start(
-        data, run, "--balance", "online", "--planner", "external", rebalance_interval="2", train_iters="24"
-    )
+    process = start(data, run, "--balance", "online", "--planner", "external", rebalance_interval="2", train_iters="24")
     first = run / "plans" / "plan-000000.json"
     wait_for(lambda: steps_done(run) >= 1, process, "first step")
     initial = json.loads(first.read_text())

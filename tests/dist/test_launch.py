@@ -101,7 +101,8 @@ dist.destroy_process_group()
 
 def test_a_failure_ends_all_with_its_exit_code_and_its_words(tmp_path):
     program = (
-        "import os, sys, time\nif os.environ['RANK'] == '1':\n    time.sleep(1)\n    sys.exit('no such thing')\n" + STUBBORN
+        "import os, sys, time\nif os.environ['RANK'] == '1':\n    time.sleep(1)\n    sys.exit('no such thing')\n"
+        + STUBBORN
     )
     code, out, err = run(tmp_path, program)
     assert (code, out) == (1, "")

@@ -58,7 +58,10 @@ def start(folder, program, *, nodes=2, least=None, restarts=0, silence_s=30):
     command = [sys.executable, "-c", NODE]
     return [
         subprocess.Popen(
-            [*command, *map(str, (rank, least or nodes, nodes, port, folder / "logs", restarts, silence_s, GROUP + program))],
+            [
+                *command,
+                *map(str, (rank, least or nodes, nodes, port, folder / "logs", restarts, silence_s, GROUP + program)),
+            ],
             cwd=folder,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -172,6 +175,8 @@ def test_growth_takes_in_a_node_that_waits(tmp_path):
 def test_a_node_that_finds_nobody_says_so(tmp_path):
     text = NODE.replace("join_timeout_s=40", "join_timeout_s=2")
     words = map(str, (1, 2, 2, free_port(), tmp_path / "logs", 0, 30, "pass"))
-    ended = subprocess.run([sys.executable, "-c", text, *words], capture_output=True, text=True, timeout=60, cwd=tmp_path)
+    ended = subprocess.run(
+        [sys.executable, "-c", text, *words], capture_output=True, text=True, timeout=60, cwd=tmp_path
+    )
     assert ended.returncode == 1
     assert "node 1 cannot reach node 0 at 127.0.0.1" in ended.stderr

@@ -32,9 +32,7 @@ BASE = Scenario(steps=7, freeze=((3, 1), (6, 3)))
 PLAIN = replace(BASE, dropout=0.0)
 MOVING = replace(BASE, moves=((2, cut(2, 2)), (4, cut(2, 7)), (6, cut(2, 1))))
 SPLIT = replace(MOVING, schedule="zero-bubble")
-LOOPED = replace(
-    BASE, schedule="interleaved-1f1b", virtual=2, moves=((3, cut(2, 1, 5, 8)), (5, cut(2, 3, 4, 7)))
-)
+LOOPED = replace(BASE, schedule="interleaved-1f1b", virtual=2, moves=((3, cut(2, 1, 5, 8)), (5, cut(2, 3, 4, 7))))
 VEE = replace(LOOPED, schedule="zb-v", moves=((3, vee(cut(2, 1, 5, 8))), (5, vee(cut(2, 3, 4, 7)))))
 
 FAMILIES = {
@@ -152,7 +150,8 @@ def test_cut_products_give_nearly_the_figures_of_one_process(one, two, four_othe
 
 
 @pytest.mark.parametrize(
-    "name", [*FAMILIES, "llama, cut along tokens", "t5, cut along tokens", "mixtral, replicas", "mixtral, shared experts"]
+    "name",
+    [*FAMILIES, "llama, cut along tokens", "t5, cut along tokens", "mixtral, replicas", "mixtral, shared experts"],
 )
 def test_every_family(name, one, two_families):
     # A token between two experts may go to the other one: a norm shows that before the mean loss does.
@@ -232,6 +231,17 @@ def test_a_run_with_cut_products_saves_and_goes_on_on_any_layout(data, tmp_path)
     assert manifest["tensors"]["embedding.word.weight"]["split_dim"] == 0
     assert manifest["tensors"]["layers.0.mlp.norm.weight"]["split_dim"] is None
     verify(run)
+
+
+def test_samples_that_grow_are_shared_by_their_tokens(data, tmp_path):
+    growing = {"curriculum_shortest": "8", "curriculum_steps": "6", "train_iters": "8", "eval_interval": "4"}
+    growing |= {"attention_dropout": "0", "hidden_dropout": "0", "lr_decay_iters": "24"}
+    train(data, tmp_path / "one", 1, make_vocab_size_divisible_by="128", **growing)
+    parts = {"tensor_model_parallel_size": "2", "make_vocab_size_divisible_by": "64"}
+    train(data, tmp_path / "two", 2, "--sequence-parallel", **parts, **growing)
+    close_losses(tmp_path / "two", tmp_path / "one")
+    tokens = [line["tokens"] for line in lines(tmp_path / "two" / "metrics.jsonl") if "lm_loss" in line]
+    assert len(set(tokens)) > 2
 
 
 def lines_of_manifest(run: Path, step: int) -> dict:

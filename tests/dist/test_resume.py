@@ -125,6 +125,21 @@ def test_what_load_may_leave_out(whole):
     assert set(state["optimizer"]["steps"].values()) == {2}
 
 
+def test_skip_train_evaluates_alone(whole):
+    folder, data, _, weights = whole
+    told = []
+    for workers in (1, 2):
+        run = folder / f"looked-{workers}"
+        train(data, run, workers, "--skip-train", load=str(folder / "whole"), split="60,20,20")
+        told.append([{k: v for k, v in line.items() if k.endswith("_loss")} for line in lines(run / "metrics.jsonl")])
+        assert not list((run / "checkpoints").glob("step-*"))
+    assert [sorted(line) for line in told[0]] == [["validation_loss"], ["test_loss"]]
+    assert told[0] == told[1]
+    assert tensors(folder / "whole", 24) == weights
+    trained = [line["validation_loss"] for line in lines(folder / "whole" / "metrics.jsonl") if "validation_loss" in line]
+    assert told[0][0]["validation_loss"] == pytest.approx(trained[-1], rel=0.1)
+
+
 def test_sigusr1_saves_and_goes_on_and_sigterm_saves_and_leaves(whole):
     folder, data, expected, _ = whole
     run = folder / "interrupted"

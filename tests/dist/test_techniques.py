@@ -98,7 +98,11 @@ def test_same_bits_as_one_worker(name):
 @pytest.mark.parametrize("technique", TECHNIQUES)
 def test_the_scenario_exercises_the_technique(technique):
     told = reference(technique)
-    plain = run_workers(play, 1, replace(scenario(technique, schedule="gpipe"), dynamic=None, rule=PruningRule(), plasticity=None, moe=None))[0]
+    plain = run_workers(
+        play,
+        1,
+        replace(scenario(technique, schedule="gpipe"), dynamic=None, rule=PruningRule(), plasticity=None, moe=None),
+    )[0]
     assert told["losses"] != plain["losses"]
     if technique == "adaptive":
         kept = {name for name in told["weights"] if name.endswith(".exp_avg")}
@@ -116,7 +120,9 @@ def test_the_scenario_exercises_the_technique(technique):
         assert all(step["layers.0.mlp"]["exit_share"][0] < share < 1 for step, share in zip(told["figures"], shares))
         assert 0.4 < figures["layers.3"]["depth_share"][0] < 0.7, "half of what is left goes through"
     if technique in ("exits", "saturation"):
-        shares = [step[f"layers.{TECHNIQUES[technique].exits.layers[0]}.mlp"]["exit_share"][0] for step in told["figures"]]
+        shares = [
+            step[f"layers.{TECHNIQUES[technique].exits.layers[0]}.mlp"]["exit_share"][0] for step in told["figures"]
+        ]
         assert all(0 < share < 1 for share in shares), "tokens leave, and tokens stay"
 
 

@@ -25,7 +25,10 @@ TECHNIQUES = {
         **{"freeze_cache_activations": "8"},
     },
     "adaptive freezing": {
-        "freeze_interval": "1", "freeze_window": "2", "freeze_tolerance": "0.9", "freeze_patience": "1",
+        "freeze_interval": "1",
+        "freeze_window": "2",
+        "freeze_tolerance": "0.9",
+        "freeze_patience": "1",
     },
     "sparse": {"sparse_attention_buckets": "4", "sparse_attention_block": "8"},
 }
@@ -88,7 +91,9 @@ def test_the_skew_of_the_routing_is_in_the_profile(data, tmp_path, monkeypatch, 
     tokens = steps[-1]["x_counts"]["expert_tokens"]
     assert set(tokens) == {f"layers.{n}.mlp" for n in range(4)}
     assert all(sum(counts) == 64 for counts in tokens.values()), "2 samples of 32 tokens, one expert each"
-    monkeypatch.setattr("sys.argv", ["dynmo-plan", "report", str(tmp_path / "run"), "-o", str(tmp_path / "report.html")])
+    monkeypatch.setattr(
+        "sys.argv", ["dynmo-plan", "report", str(tmp_path / "run"), "-o", str(tmp_path / "report.html")]
+    )
     with pytest.raises(SystemExit) as stop:
         plan_main()
     assert stop.value.code == 0, capsys.readouterr()

@@ -109,7 +109,9 @@ def lines(path: Path) -> list[dict]:
 
 def figures(run: Path) -> dict[int, tuple]:
     """Step -> (loss, gradient norm); a resumed step counts once."""
-    return {line["step"]: (line["lm_loss"], line["grad_norm"]) for line in lines(run / "metrics.jsonl") if "lm_loss" in line}
+    return {
+        line["step"]: (line["lm_loss"], line["grad_norm"]) for line in lines(run / "metrics.jsonl") if "lm_loss" in line
+    }
 
 
 def tensors(run: Path, step: int) -> dict[str, str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import subprocess
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -35,6 +36,14 @@ CASES = {
     "the tokens end too early": (lambda p: truncate(p.with_suffix(".bin"), 1000), {}, "the .bin has 20222 [length]"),
     "the tokens end within an id": (lambda p: truncate(p.with_suffix(".bin"), 1), {}, "the .bin has 21221 [length]"),
     "the index ends too early": (lambda p: truncate(p.with_suffix(".idx"), 8), {}, "x.idx"),
+    "the index is of other tokens": (lambda p: p.with_suffix(".bin").write_bytes(b"\1\0" * 9000), {}, "[length]"),
+    "the tokens are no data set": (lambda p: p.with_suffix(".idx").write_bytes(b"no index at all"), {}, "x.idx"),
+    "a sequence longer than positions": (
+        None,
+        {"seq-length": "32", "max-position-embeddings": "16"},
+        "--max-position-embeddings",
+    ),
+    "a width that does not divide": (None, {"num-attention-heads": "3"}, "--hidden-size"),
     "no data set": (lambda p: p.with_suffix(".idx").unlink(), {}, "x.idx"),
     "more stages than items": (
         None,
@@ -49,22 +58,75 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_every_process_ends_with_one_message(tmp_path, case):
+# No fault of one process.
+PIPELINES = ("more stages than items", "fewer microbatches than stages")
+
+EVERY = [(case, count) for case in CASES for count in (1, 2) if count == 2 or case not in PIPELINES]
+
+
+@pytest.mark.parametrize(("case", "processes"), EVERY)
+def test_every_process_ends_with_one_message(tmp_path, case, processes):
     spoil, options, words = CASES[case]
     data = write_data(tmp_path / "x")
     if spoil:
         spoil(data)
-    told = arguments(data, tmp_path / "run", **options)
-    (first, talk), (second, silence) = run_workers(run_command, 2, told, joins=False)
+    ends_with_one_message(arguments(data, tmp_path / "run", **options), processes, words)
+    assert not (tmp_path / "run" / "checkpoints").exists() or not list((tmp_path / "run" / "checkpoints").iterdir())
+
+
+def ends_with_one_message(told, processes, words):
+    """Every process ends with code 2, and rank 0 alone says why, in one message."""
+    (code, talk), *others = run_workers(run_command, processes, told, joins=False)
     errors = [line for line in talk.splitlines() if not line.startswith("apex: ")]
-    assert (first, second) == (2, 2), talk
+    assert [code, *(each for each, _ in others)] == [2] * processes, talk
     assert errors[0].startswith("dynmo-train: error: ")
     assert words in talk
-    assert "Traceback" not in talk + silence
     assert len(errors) == 1 or errors[0].endswith((" problem", " problems")), talk
+    silence = "".join(each for _, each in others)
+    assert "Traceback" not in talk + silence
     assert "error" not in silence
-    assert not (tmp_path / "run" / "checkpoints").exists() or not list((tmp_path / "run" / "checkpoints").iterdir())
+
+
+@cache
+def finished(folder):
+    """A data set and a run of one step over it."""
+    data, run = write_data(folder / "x"), folder / "run"
+    [(code, talk)] = run_workers(run_command, 1, arguments(data, run, train_iters="1", lr_decay_iters="1"), joins=False)
+    assert code == 0, talk
+    return data, run
+
+
+# What another model has than the checkpoint, and the words that tell it.
+OTHER_MODELS = {
+    "wider": ({"hidden-size": "64"}, "hidden_size"),
+    "deeper": ({"num-layers": "5"}, "num_layers"),
+    "another vocabulary": ({"vocab-size": "200"}, "vocab_size"),
+}
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("case", OTHER_MODELS)
+def test_a_checkpoint_of_another_model(tmp_path_factory, case, processes):
+    data, run = finished(tmp_path_factory.getbasetemp())
+    options, words = OTHER_MODELS[case]
+    ends_with_one_message(arguments(data, run.with_name("other"), load=str(run), **options), processes, words)
+
+
+# Found by each process before they join, and found by rank 0 in the data.
+LAUNCHED = {
+    "no tokenizer": {"tokenizer-model": "nowhere.json", "vocab-size": None},
+    "fewer samples than a batch": {"global-batch-size": "1000"},
+}
+
+
+@pytest.mark.parametrize("case", LAUNCHED)
+def test_the_launcher_shows_it_once(tmp_path, case):
+    data = write_data(tmp_path / "x")
+    told = command(data, tmp_path / "run", 2, **LAUNCHED[case])
+    done = subprocess.run(told, capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 2, done.stderr
+    assert done.stderr.count("error") == 1, done.stderr
+    assert processes_of(tmp_path / "run") == []
 
 
 def processes_of(run):

@@ -129,11 +129,16 @@ def _length(config: Config, _world_size: int) -> Iterator[Problem]:
     for flag in (flag for flag, given in wrong.items() if given):
         ending = "-samples" if config.counts_samples else "-iters"
         yield conflict(flag, f"a run with --train{ending} {other} {flag.rsplit('-', 1)[0]}{ending}")
-    shortest = training.curriculum_shortest
+    shortest, multiple = training.curriculum_shortest, training.curriculum_multiple
     if shortest is not None and shortest > config.model.seq_length:
         yield conflict("--curriculum-shortest", f"{shortest} is longer than --seq-length {config.model.seq_length}")
-    if shortest is not None and config.parallel.sequence_parallel:
-        yield conflict("--curriculum-shortest", "cannot be combined with --sequence-parallel; give one of them")
+    parts = config.parallel.tensor_model_parallel_size if config.parallel.sequence_parallel else 1
+    for flag, length in (("--curriculum-shortest", shortest or 0), ("--curriculum-multiple", multiple)):
+        if shortest is not None and length % parts:
+            yield conflict(
+                flag,
+                f"{length} is not a multiple of --tensor-model-parallel-size {parts}, whose ranks share the tokens",
+            )
     if shortest is not None and config.model.family not in ("gpt", "llama"):
         yield later(
             "--curriculum-shortest", f"shortens the samples of gpt and llama; the model is {config.model.family}"

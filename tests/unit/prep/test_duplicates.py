@@ -9,11 +9,12 @@ import numpy as np
 import pytest
 from datasketch import MinHash
 
+from dynmo_tools.candidates import StoredBuckets, buckets, connect, cut_groups, groups_between
 from dynmo_tools.errors import UsageError
-from dynmo_tools.matching import Seen, ShingleCache, buckets, match, stars
+from dynmo_tools.matching import Compared, ShingleCache, match_group, stars
 from dynmo_tools.minhash import band_keys, candidate_probability, permutations, shingle_hashes, sign
 from dynmo_tools.shingles import jaccard
-from dynmo_tools.unionfind import UnionFind
+from dynmo_tools.unionfind import NamedSets, UnionFind
 
 WORDS = [f"{a}{b}" for a in ("ba", "ke", "li", "mo", "nu", "sa") for b in ("rt", "n", "ss", "x", "ck")]
 
@@ -84,27 +85,40 @@ def planted(seed):
     return made
 
 
-def matched(made, threshold):
-    signatures = sign(made, 5, permutations(100, 1234))
+def stored_buckets(folder, signatures, bands, held=1 << 20):
+    """The buckets of each band in files of ``folder``."""
+    stored = []
+    for band in range(bands):
+        made = StoredBuckets(members=folder / f"{band}-members", sizes=folder / f"{band}-sizes")
+        keys = band_keys(signatures, band, bands)
+        parts = list(buckets([keys[:7], keys[7:]], len(keys), folder, held))
+        made.members.write_bytes(b"".join(members.tobytes() for members, _ in parts))
+        made.sizes.write_bytes(b"".join(sizes.tobytes() for _, sizes in parts))
+        stored.append(made)
+    return stored
+
+
+def matched(folder, made, threshold, parts=1, *, all_pairs=False):
+    stored = stored_buckets(folder, sign(made, 5, permutations(100, 1234)), 10)
     sets = UnionFind(len(made))
     cache = ShingleCache(made.__getitem__, 5)
-    pairs = list(
-        match(
-            lambda band: band_keys(signatures, band, 10),
-            10,
-            lambda a, b: cache.jaccard(a, b, "union"),
-            sets.together,
-            threshold=threshold,
+    roots = connect(stored, len(made)).parents
+    pairs = [
+        pair
+        for first, last in itertools.pairwise(cut_groups(stored, roots, parts))
+        for group in groups_between(stored, roots, first, last)
+        for pair in match_group(
+            group, lambda a, b: cache.jaccard(a, b, "union"), threshold=threshold, all_pairs=all_pairs
         )
-    )
+    ]
     for pair in pairs:
         sets.join(pair.main, pair.other)
     return pairs, sets
 
 
-def test_no_pair_below_the_threshold_and_hardly_one_missed_above():
+def test_no_pair_below_the_threshold_and_hardly_one_missed_above(tmp_path):
     made = planted(5)
-    pairs, sets = matched(made, 0.9)
+    pairs, sets = matched(tmp_path, made, 0.9)
     assert all(brute(made[p.main], made[p.other]) >= 0.9 for p in pairs)
     assert all(p.main < p.other for p in pairs)
     close = [(a, b) for a, b in itertools.combinations(range(len(made)), 2) if brute(made[a], made[b]) >= 0.95]
@@ -113,9 +127,9 @@ def test_no_pair_below_the_threshold_and_hardly_one_missed_above():
     assert found / len(close) >= 0.99
 
 
-def test_short_texts_are_duplicates_only_of_equal_ones():
+def test_short_texts_are_duplicates_only_of_equal_ones(tmp_path):
     made = ["abc", "abd", "", "abc", "", "x"]
-    _, sets = matched(made, 0.9)
+    _, sets = matched(tmp_path, made, 0.9)
     assert list(sets.groups()) == [[0, 3], [2, 4]]
 
 
@@ -128,9 +142,76 @@ def test_groups_are_ordered_and_the_earliest_document_stands_first():
     assert sets.find(5) == 2
 
 
-def test_buckets_are_the_repeated_keys():
-    keys = np.asarray([7, 1, 7, 2, 1, 7], dtype=np.uint64)
-    assert [bucket.tolist() for bucket in buckets(keys)] == [[1, 4], [0, 2, 5]]
+def in_lists(found):
+    """Buckets as lists, from arrays of members and sizes."""
+    made = []
+    for members, sizes in found:
+        ends = np.cumsum(sizes).tolist()
+        made += [members[begin:end].tolist() for begin, end in itertools.pairwise([0, *ends])]
+    return made
+
+
+@pytest.mark.parametrize("held", [3, 100, 1 << 20])
+def test_buckets_are_the_documents_that_share_a_key_by_key(tmp_path, held):
+    keys = np.random.default_rng(0).integers(0, 500, 1000, dtype=np.uint64) << np.uint64(55)
+    expected = [found.tolist() for key in np.unique(keys) if len(found := np.flatnonzero(keys == key)) > 1]
+    assert in_lists(buckets([keys[:300], keys[300:301], keys[301:]], len(keys), tmp_path, held)) == expected
+    assert in_lists(buckets([np.arange(9, dtype=np.uint64)], 9, tmp_path, held)) == []
+    assert in_lists(buckets([], 0, tmp_path, held)) == []
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_groups_are_what_buckets_connect(tmp_path, monkeypatch):
+    monkeypatch.setattr("dynmo_tools.candidates.BLOCK_BUCKETS", 3)
+    signatures = np.random.default_rng(4).integers(0, 250, size=(80, 4), dtype=np.uint32)
+    stored = stored_buckets(tmp_path, signatures, 4)
+    every = [tuple(bucket) for band in stored for bucket in in_lists(band.blocks())]
+    slow = UnionFind(80)
+    for bucket in every:
+        for other in bucket[1:]:
+            slow.join(bucket[0], other)
+    sets = connect(stored, 80)
+    assert sets.parents.tolist() == [slow.find(at) for at in range(80)]
+    whole = list(groups_between(stored, sets.parents, 0, 80))
+    assert len(whole) > 5
+    assert sorted(bucket for group in whole for bucket in map(tuple, group)) == sorted(set(every))
+    for parts in (1, 2, 7, 200):
+        cuts = cut_groups(stored, sets.parents, parts)
+        assert len(cuts) == parts + 1
+        assert (cuts[0], cuts[-1]) == (0, 80)
+        assert [g for a, b in itertools.pairwise(cuts) for g in groups_between(stored, sets.parents, a, b)] == whole
+
+
+def test_the_parts_of_the_groups_do_not_change_the_pairs(tmp_path):
+    made = planted(9)
+    for all_pairs in (False, True):
+        (whole, sets), (cut, _) = (matched(tmp_path, made, 0.5, parts, all_pairs=all_pairs) for parts in (1, 13))
+        assert whole == cut
+        assert len({(pair.main, pair.other) for pair in whole}) > 20
+    assert list(sets.groups()) == list(matched(tmp_path, made, 0.5)[1].groups())
+
+
+def test_all_pairs_are_those_of_brute_force(tmp_path):
+    made = planted(2)
+    found = {(p.main, p.other) for p in matched(tmp_path, made, 0.92, all_pairs=True)[0]}
+    true = {(a, b) for a, b in itertools.combinations(range(len(made)), 2) if brute(made[a], made[b]) >= 0.92}
+    assert found <= true
+    assert len(found) >= 0.98 * len(true) > 10
+
+
+def test_sets_of_many_pairs_at_once_are_those_of_one_by_one():
+    rng = random.Random(6)
+    pairs = [(rng.randrange(500), rng.randrange(500)) for _ in range(300)] + [(n + 1, n) for n in range(100, 300)]
+    at_once, one_by_one, named = UnionFind(500), UnionFind(500), NamedSets()
+    for begin in range(0, len(pairs), 99):
+        at_once.join_all(*np.asarray(pairs[begin : begin + 99]).T)
+    for first, second in pairs:
+        one_by_one.join(first, second)
+        named.join(first, second)
+    at_once.flatten()
+    expected = [one_by_one.find(at) for at in range(500)]
+    assert at_once.parents.tolist() == expected
+    assert [named.find(at) for at in range(500)] == expected
 
 
 def test_one_round_compares_with_the_first_document_only():
@@ -176,9 +257,16 @@ def test_large_buckets_find_what_pair_by_pair_finds_when_similarity_is_transitiv
     assert [len(group) for group in sets.groups()] == [29] * 4 + [28] * 3
 
 
-def test_a_pair_is_compared_once():
-    seen = Seen(10)
-    assert [seen(1, 2), seen(1, 2), seen(2, 1)] == [False, True, False]
+def test_a_pair_is_compared_once_and_known_pairs_are_bounded(monkeypatch):
+    monkeypatch.setattr("dynmo_tools.matching.COMPARED_PAIRS", 10)
+    asked = []
+    compared = Compared(lambda a, b: asked.append((a, b)) or a / b)
+    assert [compared(1, 2), compared(1, 2), compared(2, 1)] == [0.5, 0.5, 2.0]
+    assert asked == [(1, 2), (2, 1)]
+    for other in range(1, 30):
+        compared(3, other)
+        assert len(compared._known) <= 10
+    assert compared(1, 2) == 0.5
 
 
 def test_permutations_are_datasketch_s_without_loading_all_of_it():

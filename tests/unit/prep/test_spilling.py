@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 
 import numpy as np
@@ -11,8 +10,16 @@ import pytest
 from dynmo_tools import copying
 from dynmo_tools.copying import copy_into
 from dynmo_tools.errors import DynmoError
-from dynmo_tools.matching import SEEN_PAIRS, Seen, buckets
-from dynmo_tools.spilling import NameTable, SortedPairs
+from dynmo_tools.names import (
+    NamedPart,
+    NameTable,
+    digest_of_name,
+    index_names,
+    name_line,
+    pair_lines,
+    repeated_digests,
+)
+from dynmo_tools.spilling import SortedPairs, read_pairs
 from dynmo_tools.unionfind import UnionFind
 
 
@@ -31,30 +38,32 @@ def test_no_pairs(tmp_path):
         assert list(kept) == []
 
 
-def test_names_are_own_or_places(tmp_path):
+def test_sorted_pairs_as_arrays_are_read_by_their_main_document(tmp_path):
+    with SortedPairs(tmp_path, held=4) as kept:
+        for main in (5, 1, 3, 1, 9):
+            kept.add(main, 10 + main, main / 10)
+        (tmp_path / "pairs").write_bytes(b"".join(block.tobytes() for block in kept.blocks()))
+    (tmp_path / "none").write_bytes(b"")
+    assert list(read_pairs(tmp_path / "pairs", 1, 5)) == [(1, 11, 0.1), (3, 13, 0.3)]
+    assert list(read_pairs(tmp_path / "pairs", 5, 99)) == [(5, 15, 0.5), (9, 19, 0.9)]
+    assert list(read_pairs(tmp_path / "none", 0, 99)) == []
+
+
+def test_names_are_own_or_places(tmp_path, monkeypatch):
+    monkeypatch.setattr("dynmo_tools.names.HELD_LINES", 2)
     names = ["a", None, "b", "a", "c", "é", None, "b", "a"]
+    parts = []
     for number, part in enumerate((names[:4], [], names[4:])):
-        rows = [json.dumps([name, f"{number}@{at}"]) + "\n" for at, name in enumerate(part)]
-        (tmp_path / f"{number}").write_text("".join(rows))
-    with NameTable([tmp_path / str(number) for number in range(3)], len(names), tmp_path) as table:
-        assert [table[at] for at in range(9)] == ["0@0", "0@1", "0@2", "0@3", "c", "é", "2@2", "2@3", "2@4"]
-        assert table.num_repeated == 2
-
-
-def test_seen_pairs_are_bounded():
-    seen = Seen(1 << 20)
-    assert [seen(1, 2), seen(1, 2)] == [False, True]
-    for other in range(SEEN_PAIRS + 5):
-        seen(3, other)
-    assert len(seen._pairs) < SEEN_PAIRS
-
-
-def test_buckets_hold_all_that_share_a_key():
-    keys = np.random.default_rng(0).integers(0, 500, 1000, dtype=np.uint64)
-    expected = [found for key in range(500) if len(found := np.flatnonzero(keys == key)) > 1]
-    assert [bucket.tolist() for bucket in buckets(keys)] == [found.tolist() for found in expected]
-    assert list(buckets(np.arange(9, dtype=np.uint64))) == []
-    assert list(buckets(np.zeros(0, dtype=np.uint64))) == []
+        parts.append(NamedPart(names=tmp_path / f"{number}", lines=tmp_path / f"{number}.lines"))
+        parts[-1].names.write_bytes(b"".join(name_line(name, f"{number}@{at}") for at, name in enumerate(part)))
+        with open(parts[-1].lines, "wb") as target:
+            index_names(parts[-1].names, target)
+    repeated = repeated_digests([part.lines for part in parts])
+    assert sorted(repeated.tolist()) == sorted(map(digest_of_name, "ab"))
+    with NameTable(parts, repeated) as table:
+        assert [table.name(at) for at in range(9)] == ["0@0", "0@1", "0@2", "0@3", "c", "é", "2@2", "2@3", "2@4"]
+        lines = list(pair_lines(iter([(0, 4, 0.75), (0, 8, 1.0), (4, 5, 0.5)]), table))
+    assert lines == [(b'{"0@0": [{"c": 0.75}, {"2@4": 1.0}]}\n', 2), ('{"c": [{"é": 0.5}]}\n'.encode(), 1)]
 
 
 def test_later_ones_are_those_of_the_groups(monkeypatch):

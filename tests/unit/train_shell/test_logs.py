@@ -186,6 +186,21 @@ def test_event_files_hold_the_scalars(tmp_path):
     assert dict(parse(dict(parse(dict(messages[2])[5]))[1])) == {1: b"lm loss", 2: 2.5}
 
 
+def test_tensorboards_own_reader_reads_them(tmp_path):
+    name = "tensorboard.backend.event_processing.event_accumulator"
+    accumulator = pytest.importorskip(name, reason="tensorboard is not installed").EventAccumulator
+    writer = EventWriter(tmp_path)
+    writer.scalars(300, scalars_of(IterationFigures(**FIGURES)))
+    writer.scalars(301, {"lm loss": 2.5})
+    writer.close()
+    read = accumulator(str(tmp_path)).Reload()
+    assert [(each.step, each.value) for each in read.Scalars("lm loss")] == [
+        (300, pytest.approx(10.86954)),
+        (301, 2.5),
+    ]
+    assert [each.value for each in read.Scalars("batch-size")] == [2.0]
+
+
 def test_one_event_byte_for_byte():
     assert event(1.0, 5, {"a": 0.5}).hex() == "09000000000000f03f10052a0a0a080a0161150000003f"
 

@@ -27,6 +27,7 @@ def problems(world_size=1, **values):
 
 
 REPLICAS = {"world_size": 2, "pipeline_model_parallel_size": 1, "global_batch_size": 8}
+CUT_TOKENS = {"sequence_parallel": True, "tensor_model_parallel_size": 2, "world_size": 2}
 ICT = {"family": "ict"}
 CASES = {
     "heads": ({"num_attention_heads": 5}, "--hidden-size"),
@@ -50,9 +51,21 @@ CASES = {
     "ramp by steps": ({"global_batch_size": 4, "rampup_batch_size": "2 2 9"}, "--rampup-batch-size"),
     "both lengths": ({"train_samples": 99}, "--train-iters"),
     "decay in samples": ({"lr_decay_samples": 9}, "--lr-decay-samples"),
+    "lengths that ranks cannot share": ({**CUT_TOKENS, "curriculum_shortest": 9}, "--curriculum-shortest"),
+    "steps that ranks cannot share": (
+        {**CUT_TOKENS, "curriculum_shortest": 8, "curriculum_multiple": 3},
+        "--curriculum-multiple",
+    ),
     "long curriculum": ({"curriculum_shortest": 33}, "--curriculum-shortest"),
     "cut heads": ({"tensor_model_parallel_size": 3, "world_size": 3, "ffn_hidden_size": 96}, "--num-attention-heads"),
     "cut width": ({"tensor_model_parallel_size": 2, "world_size": 2, "ffn_hidden_size": 97}, "--ffn-hidden-size"),
+    "compiled by choice": (
+        {"torch_compile": True, "recompute_granularity": "selective"},
+        "--torch-compile",
+    ),
+    "compiled and pruned": ({"torch_compile": True, "sparsify": True}, "--torch-compile"),
+    "compiled and cut": ({"torch_compile": True, "tensor_model_parallel_size": 2, "world_size": 2}, "--torch-compile"),
+    "compiled lengths": ({"torch_compile": True, "curriculum_shortest": 8}, "--torch-compile"),
     "vee": ({"schedule": "zb-v", "virtual_stages_per_worker": 1}, "--virtual-stages-per-worker"),
     "experts of nobody": ({"expert_model_parallel_size": 2, **REPLICAS}, "--expert-model-parallel-size"),
     "experts dealt": (

@@ -1,0 +1,97 @@
+"""Two workers against one: each step over an input of its own size, in pairs of runs, the outputs compared."""
+
+from __future__ import annotations
+
+import argparse
+import bz2
+import shutil
+import subprocess
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import orjson
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """A step: the megabytes of its input, its arguments behind the input and the output, and what it writes."""
+
+    megabytes: int
+    more: tuple[str, ...] = ()
+    outputs: tuple[str, ...] = ("",)
+
+
+def cases(options: argparse.Namespace) -> dict[str, Case]:
+    """The steps that have workers. Steps that do more for each document have a smaller input."""
+    gpt2 = ("--vocab-file", options.vocab, "--merge-file", options.merges, "--tokenizer-type", "GPT2BPETokenizer")
+    return {
+        "binarize": Case(megabytes=1000, more=gpt2, outputs=("_text_document.bin", "_text_document.idx")),
+        "merge": Case(megabytes=2000),
+        "add-id": Case(megabytes=1000, more=("--id-prefix", "x", "--rewrite", "--id-key", "id")),
+        "shuffle": Case(megabytes=2000),
+        "split-sentences": Case(megabytes=100),
+        "clean": Case(megabytes=80),
+        "fix": Case(megabytes=200, more=("--tasks", "ftfy_fix_text", "general_cleaning")),
+        "decontaminate": Case(megabytes=150, more=("--task", f"lambada={options.task}")),
+        "dedup": Case(megabytes=370),
+        "find-duplicates": Case(megabytes=370),
+        "remove-duplicates": Case(megabytes=1000, more=("--groups", "groups.jsonl", "--id-key", "id")),
+        "extract-wiki": Case(megabytes=30),
+    }
+
+
+def write_documents(target: Path, source: Path, size: int) -> None:
+    """The documents of a file over and over, each with an id of its own, up to ``size`` bytes."""
+    written = number = 0
+    with open(target, "wb", buffering=1 << 20) as out:
+        while written < size:
+            with open(source, "rb") as lines:
+                for line in lines:
+                    row = orjson.dumps({"id": str(number), "text": orjson.loads(line)["text"]}) + b"\n"
+                    written, number = written + out.write(row), number + 1
+                    if written >= size:
+                        break
+
+
+def write_dump(target: Path, source: Path, size: int) -> None:
+    """The pages of a dump over and over, up to about ``size`` bytes."""
+    text = bz2.decompress(source.read_bytes())
+    begin, end = text.index(b"<page>"), text.rindex(b"</page>") + len(b"</page>\n")
+    times = max(size // (end - begin), 1)
+    target.write_bytes(text[:begin] + text[begin:end] * times + text[end:])
+
+
+def input_of(step: str, megabytes: int, options: argparse.Namespace, folder: Path) -> Path:
+    """The input of a step, made once."""
+    kind = "xml" if step == "extract-wiki" else "jsonl"
+    path = folder / f"data-{megabytes}.{kind}"
+    if not path.exists():
+        write, source = (write_dump, options.dump) if kind == "xml" else (write_documents, options.text)
+        write(path.with_suffix(".making"), Path(source), megabytes * 10**6)
+        path.with_suffix(".making").rename(path)
+    if step == "remove-duplicates" and not (folder / "groups.jsonl").exists():
+        groups = (orjson.dumps({str(at): [str(at * 10), str(at * 10 + 3)]}) + b"\n" for at in range(20_000))
+        (folder / "groups.jsonl").write_bytes(b"".join(groups))
+    return path
+
+
+def commands(step: str, options: argparse.Namespace, folder: Path) -> Callable[[int], list[str]]:
+    """The arguments of a step for a number of workers; what its last run wrote is deleted first."""
+    case = cases(options)[step]
+    data = input_of(step, case.megabytes, options, folder)
+
+    def arguments(workers: int) -> list[str]:
+        for path in folder.glob(f"w{workers}.out*"):
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+        subprocess.run(["wc", "-l", str(data)], check=True, stdout=subprocess.DEVNULL)  # so that it is in memory
+        named = ["--input", str(data), "--output-prefix"] if step == "binarize" else [str(data), "-o"]
+        return [step, *named, f"w{workers}.out", *case.more, "--workers", str(workers)]
+
+    return arguments
+
+
+def check(step: str, options: argparse.Namespace, folder: Path) -> None:
+    """An end of the run where the outputs of one and of two workers differ."""
+    for ending in cases(options)[step].outputs:
+        subprocess.run(["cmp", *(str(folder / f"w{count}.out{ending}") for count in (1, 2))], check=True)
