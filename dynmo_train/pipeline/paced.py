@@ -21,6 +21,7 @@ class PacedProbe(Probe):
 
     def __init__(self, trace: Trace) -> None:
         super().__init__(CpuClock(0))
+        self.listens = True
         self.trace = trace
         self._times: Mapping[str, ItemTimes] = trace.at(1)
         self._inside: tuple[str, ...] = ()

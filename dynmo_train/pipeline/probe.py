@@ -45,11 +45,13 @@ class Probe:
 
     Not thread-safe: the schedule of a worker runs in one thread, and so does its autograd on CPU; on CUDA the device's
     autograd thread only records events while the schedule waits for it.
+
+    ``listens`` says that somebody wants to hear of gradients in steps that are not sampled as well.
     """
 
     def __init__(self, clock: Clock) -> None:
         self.clock = clock
-        self.sampling = False
+        self.sampling, self.listens = False, False
         self._forward, self._backward, self._weight, self._busy = _Totals(), _Totals(), _Totals(), _Totals()
         self._activation_bytes: dict[str, int] = {}
         self._names: tuple[str, ...] = ()
@@ -67,8 +69,11 @@ class Probe:
         return ()
 
     def mark(self, x: torch.Tensor, position: int) -> torch.Tensor:
-        """``x`` itself; its gradient's arrival is the boundary before the item at ``position`` of the stage."""
-        if not (torch.is_grad_enabled() and x.requires_grad):
+        """``x`` itself; its gradient's arrival is the boundary before the item at ``position`` of the stage.
+
+        Without effect in a step in which nobody asks for these arrivals.
+        """
+        if not ((self.sampling or self.listens) and torch.is_grad_enabled() and x.requires_grad):
             return x
         marked: torch.Tensor = _Mark.apply(x, self, position)  # type: ignore[no-untyped-call]
         return marked

@@ -134,6 +134,7 @@ class Pipeline:
         by_name = {spec.name: spec for spec in specs}
         self.modules: list[StageModule] = []
         self._front = None if shape.front_cache_bytes is None else FrontCache(shape.front_cache_bytes)
+        probe.listens = probe.listens or final is not None
         stages: list[ItemStage] = []
         for number in partition.stages_of_worker(world.worker):
             names = partition.stages[number]
