@@ -9,9 +9,12 @@
 set -euo pipefail
 . "$(dirname "$0")/lib/train.sh"
 
+VOCAB_FILE=${VOCAB_FILE:-gpt2-vocab.json}
+load=$(readable "${CHECKPOINT_PATH:-checkpoints/gpt2_345m}")
+
 task=${TASK:-LAMBADA}
 if [ "$task" = LAMBADA ]; then set -- --strict-lambada "$@"; fi
 start tasks --task "$task" --valid-data "${VALID_DATA:?$0: set VALID_DATA to the task\'s data}" \
   --tokenizer-type GPT2BPETokenizer \
-  --vocab-file "${VOCAB_FILE:-gpt2-vocab.json}" --merge-file "${MERGE_FILE:-gpt2-merges.txt}" \
-  --load "${CHECKPOINT_PATH:-checkpoints/gpt2_345m}" --micro-batch-size 8 --log-interval 10 "$@"
+  --vocab-file "$VOCAB_FILE" --merge-file "${MERGE_FILE:-gpt2-merges.txt}" \
+  --load "$load" --micro-batch-size 8 --log-interval 10 "$@"

@@ -11,7 +11,10 @@
 set -euo pipefail
 . "$(dirname "$0")/lib/train.sh"
 
-start generate --load "${CHECKPOINT_PATH:-checkpoints/gpt2_345m}" \
-  --vocab-file "${VOCAB_FILE:-gpt2-vocab.json}" --merge-file "${MERGE_FILE:-gpt2-merges.txt}" \
+VOCAB_FILE=${VOCAB_FILE:-gpt2-vocab.json}
+load=$(readable "${CHECKPOINT_PATH:-checkpoints/gpt2_345m}")
+
+start generate --load "$load" \
+  --vocab-file "$VOCAB_FILE" --merge-file "${MERGE_FILE:-gpt2-merges.txt}" \
   --out-seq-length "${MAX_OUTPUT_SEQUENCE_LENGTH:-1024}" --temperature "${TEMPERATURE:-1.0}" --top_p "${TOP_P:-0.9}" \
   --num-samples "${NUMBER_OF_SAMPLES:-2}" --genfile "${OUTPUT_FILE:-samples.json}" --recompute "$@"

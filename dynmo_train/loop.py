@@ -67,7 +67,8 @@ class _Run:
         self.step, self.consumed, self.consumed_valid = start.step, start.consumed, start.consumed_valid
         engine, directory, recorder = start.engine, start.directory, start.recorder
         balance = config.balance
-        online = balance.balance == "online"
+        # On one position there is nothing to move: a run that lost its other workers goes on so, with the same options.
+        online = balance.balance == "online" and engine.world.dims.pipeline > 1
         planner = None
         if online and balance.planner == "internal" and engine.world.is_first:
             planner = PlannerProcess(directory.path, _planner_arguments(config))
@@ -106,12 +107,18 @@ class _Run:
         self._selection = _selection(config, start)
         self._tokenizer = TokenizerFiles.of(vars(config.data))
 
+    def _start_planner(self) -> None:
+        if self.config.balance.balance == "online" and self._controller is None:
+            message = "--balance online: one pipeline position, nothing to move"
+            self.recorder.event("planner", message, step=self.step)
+        if self._planner is not None and (problem := self._planner.start()) is not None:
+            self.recorder.event("planner", problem, step=self.step)
+
     def train(self) -> int:
         """All steps that are left, with an evaluation and a checkpoint at the end; the exit code."""
         training = self.config.training
         self._log.start(self.engine.partition, self.step + 1, parameter_counts(self.engine))
-        if self._planner is not None and (problem := self._planner.start()) is not None:
-            self.recorder.event("planner", problem, step=self.step)
+        self._start_planner()
         minutes = training.exit_duration_in_mins
         wishes, last = Wishes(), False
         with Interrupts(minutes * 60 if minutes is not None else None) as interrupts:

@@ -12,6 +12,23 @@
 gpt_345m=(--num-layers 24 --hidden-size 1024 --num-attention-heads 16 --seq-length 1024 --max-position-embeddings 1024)
 bert_345m=(--num-layers 24 --hidden-size 1024 --num-attention-heads 16 --seq-length 512 --max-position-embeddings 512)
 
+# readable CHECKPOINT: where dynmo-train reads it; a checkpoint of Megatron is converted once, into CHECKPOINT/native, with
+# the true size of the JSON vocabulary VOCAB_FILE where that is there.
+readable() {
+  local size=()
+  if [ -f "$1/latest_checkpointed_iteration.txt" ]; then
+    if [ ! -d "$1/native" ]; then
+      if [[ ${VOCAB_FILE:-} == *.json && -f $VOCAB_FILE ]]; then
+        size=(--vocab-size "$("${PYTHON:-python3}" -c 'import json, sys; print(len(json.load(open(sys.argv[1], "rb"))))' "$VOCAB_FILE")")
+      fi
+      dynmo-ckpt convert "$1" "$1/native" --to native "${size[@]}" >&2
+    fi
+    echo "$1/native"
+  else
+    echo "$1"
+  fi
+}
+
 # start COMMAND...: runs a command of dynmo-train in as many processes as the variables say. With --dry-run, that of
 # pretrain, one process tells what all of them would need.
 start() {

@@ -148,7 +148,9 @@ def _show(lines: Iterable[str], prefix: str) -> None:
 def _wait(children: Sequence[subprocess.Popen[str]], job: HostJob) -> list[int]:
     """Exit codes of all; ends the others once too few hosts can be reached."""
     told: set[int] = set()
-    while None in [child.poll() for child in children]:
+    running = True
+    while running:
+        running = None in [child.poll() for child in children]
         for rank, child in enumerate(children):
             if child.returncode == UNREACHABLE and rank not in told:
                 told.add(rank)
@@ -157,7 +159,8 @@ def _wait(children: Sequence[subprocess.Popen[str]], job: HostJob) -> list[int]:
             for child in children:
                 if child.stdin is not None:
                     child.stdin.close()
-        time.sleep(POLL_S)
+        if running:
+            time.sleep(POLL_S)
     return [shell_code(child.returncode) for child in children]
 
 

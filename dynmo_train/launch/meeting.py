@@ -105,6 +105,26 @@ class _Watch:
     called: set[int] = field(default_factory=set)
     ended: set[tuple[int, int]] = field(default_factory=set)
     store_lost: bool = False
+    answered_s: float = field(default_factory=time.monotonic)
+
+
+def _within(action: Callable[[], Any], seconds: float) -> Any:
+    """What ``action`` gives; ``RuntimeError`` where it takes longer: over a cut cable an answer never comes."""
+    given: list[Any] = []
+    raised: list[RuntimeError] = []
+
+    def run() -> None:
+        try:
+            given.append(action())
+        except RuntimeError as error:
+            raised.append(error)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    if raised or not given:
+        raise raised[0] if raised else RuntimeError(f"no answer within {seconds:g} s")
+    return given[0]
 
 
 def _connect(nodes: Nodes, *, leads: bool) -> Store:
@@ -169,6 +189,7 @@ class Meeting:
             store = PrefixStore(nodes.name, own)
             while not self._over.wait(BEAT_S):
                 store.add(f"beat/{nodes.rank}", 1)
+                self._watch.answered_s = time.monotonic()
                 now, number = time.monotonic(), self._number
                 for node in self._members:
                     if store.check([f"gone/{node}"]):
@@ -189,7 +210,9 @@ class Meeting:
     def _ask(self, action: Callable[[], Any]) -> Any:
         """An operation on the store; ``MeetingLostError`` where node 0 is gone."""
         try:
-            return action()
+            if self._watch.store_lost:
+                raise RuntimeError("no answer came before")
+            return action() if self.leads else _within(action, self.nodes.node_timeout_s)
         except RuntimeError as error:
             self._watch.store_lost = True
             raise MeetingLostError(
@@ -293,6 +316,8 @@ class Meeting:
     def trouble(self) -> str | None:
         """Why this start cannot go on, seen from elsewhere: a node lost, or one whose processes failed; else None."""
         watch = self._watch
+        if not self.leads and time.monotonic() - watch.answered_s > self.nodes.node_timeout_s + BEAT_S:
+            watch.store_lost = True
         if watch.store_lost:
             return "node 0 is gone"
         if silent := sorted(watch.silent & set(self._members)):

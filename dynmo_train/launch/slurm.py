@@ -116,7 +116,9 @@ def parse_part(text: str) -> Part:
 
 def _request(nodes: str, partition: str, gpus: int, job: SlurmJob) -> str:
     """The options by which a group of nodes is asked for."""
-    lines = f"#SBATCH --nodes={nodes}\n#SBATCH --ntasks-per-node=1\n"
+    lines = f"#SBATCH --nodes={nodes}\n"
+    if "-" not in nodes:  # of a range Slurm gives no more nodes than the tasks need: the least
+        lines += "#SBATCH --ntasks-per-node=1\n"
     if partition:
         lines += f"#SBATCH --partition={one_word('--partition', partition)}\n"
     if gpus:

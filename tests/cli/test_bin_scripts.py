@@ -10,6 +10,7 @@ import hashlib
 import http.server
 import lzma
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -362,3 +363,63 @@ def test_the_data_of_the_aws_test_case(place, server):
     (site / "oscar-1GB.jsonl.xz").write_bytes((place / "copy.xz").read_bytes()[:-9])
     assert "is damaged" in script("getdata.sh", "other", code=1, DATA_URL=url, VOCABS="")
     assert not (place / "other" / "oscar-1GB.jsonl").exists()
+
+
+AWS = {
+    **{"DATA_PATH": "/fsx", "NUM_NODES": "2", "INSTANCE_TYPE": "p5.48xlarge", "IMAGE_URI": "registry/megatron:latest"},
+    **{"GPU_PER_NODE": "8", "EFA_PER_NODE": "32", "TENSOR_PARALLEL": "8", "PIPELINE_PARALLEL": "1", "NUM_LAYERS": "36"},
+    **{"HIDDEN_SIZE": "4096", "NUM_ATTENTION_HEADS": "32", "SEQ_LENGTH": "2048", "MAX_POSITION_EMBEDDINGS": "2048"},
+    **{"MICRO_BATCH_SIZE": "1", "GLOBAL_BATCH_SIZE": "288"},
+}
+
+
+def filled(name, variables):
+    """A template as envsubst fills it in: ``$NAME`` and ``${NAME}`` alone."""
+    import yaml
+
+    text = re.sub(
+        r"\$([A-Za-z_]\w*)|\$\{([A-Za-z_]\w*)\}",
+        lambda match: variables.get(match[1] or match[2], ""),
+        (BIN / name).read_text(),
+    )
+    return list(yaml.safe_load_all(text))
+
+
+@pytest.mark.parametrize(
+    ("name", "words", "changes"),
+    [
+        (
+            "pytorchjob.yaml-template",
+            ["--job-name", "megatron", "--nodes", "1:2", "--gpus", "8", "--claim", "fsx-pvc:/fsx"],
+            {},
+        ),
+        ("getdata-job.yaml-template", ["--kind", "job", "--job-name", "getdata", "--claim", "fsx-pvc:/fsx"], {}),
+        (
+            "prepdata-job.yaml-template",
+            ["--kind", "job", "--job-name", "prepdata", "--claim", "fsx-pvc:/fsx"],
+            {"DATA_PATH": "/fsx/gpt2"},
+        ),
+    ],
+)
+def test_a_template_is_what_the_launcher_makes_of_the_same_variables(monkeypatch, name, words, changes):
+    import yaml
+    from typer.testing import CliRunner
+
+    made = filled(name, AWS | changes)
+    container = (made[0]["spec"].get("template") or made[0]["spec"]["pytorchReplicaSpecs"]["Worker"]["template"])[
+        "spec"
+    ]
+    command = container["containers"][0]["command"]
+    told = command[command.index("--") + 1 :] if "--" in command else command
+    if name == "pytorchjob.yaml-template":
+        config = config_from(["dynmo-train", *told], 16, 50257)
+        assert (config.model.hidden_size, config.training.global_batch_size) == (4096, 288)
+        for key, value in AWS.items():
+            monkeypatch.setenv(key, value)
+    more = [] if name == "pytorchjob.yaml-template" else ["--image", AWS["IMAGE_URI"]]
+    result = CliRunner().invoke(app, ["launch", "kubernetes", *words, *more, "--dry-run", "--", *told])
+    assert result.exit_code == 0, result.output
+    assert list(yaml.safe_load_all(result.stdout)) == made
+    kinds = pytest.importorskip("kubernetes_validate")
+    if made[0]["kind"] == "Job":
+        kinds.validate(made[0], "1.30", strict=True)

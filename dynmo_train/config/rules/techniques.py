@@ -123,8 +123,6 @@ def _balance(config: Config, _world_size: int) -> Iterator[Problem]:
         yield conflict("--balance", "offline needs --plan FILE")
     if balance.balance_lockstep and balance.balance != "online":
         yield conflict("--balance-lockstep", f"needs --balance online, is {balance.balance}")
-    if balance.balance == "online" and config.parallel.pipeline_model_parallel_size < 2:
-        yield conflict("--balance", "online needs two or more pipeline positions to move layers between")
     asked = {"--pack-to": balance.pack_to, "--min-throughput-fraction": balance.min_throughput_fraction}
     for flag, value in asked.items():
         if value is not None and (balance.balance != "online" or balance.planner != "internal"):

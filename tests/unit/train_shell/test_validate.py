@@ -170,7 +170,6 @@ CASES = {
     ),
     "offline": ({"balance": "offline"}, "--balance"),
     "lockstep": ({"balance_lockstep": True}, "--balance-lockstep"),
-    "alone": ({"balance": "online"}, "--balance"),
     "epilogue of nothing": ({"inter_grad_comp_epilogue_only": True}, "--inter-grad-comp-epilogue-only"),
     "compressed alone": ({"inter_grad_comp": True}, "--inter-grad-comp"),
     "too many ranks": (

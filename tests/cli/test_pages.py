@@ -1,0 +1,121 @@
+"""The READMEs' pages by project: their command on the left is what ours on the right stands for, and ours is taken."""
+
+from __future__ import annotations
+
+import importlib
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+import typer
+
+from dynmo_train.config.compat import FLAGS, own_name
+from dynmo_train.config.published import find
+from dynmo_train.config.recipes import read_recipe
+from dynmo_train.config.scripts import read_script
+from dynmo_train.config.task_command import TASK_FLAGS
+
+ROOT = Path(__file__).parents[2]
+READMES = ("dynmo_tools", "dynmo_train", "dynmo_ckpt")
+PACKAGES = {"dynmo-train": "dynmo_train", "dynmo-prep": "dynmo_tools", "dynmo-ckpt": "dynmo_ckpt"}
+
+
+def pairs():
+    """Left and right of each row of a table with the head ``there | here``."""
+    for package in READMES:
+        text = (ROOT / package / "README.md").read_text(encoding="utf-8")
+        for table in re.findall(r"\| there \| here \|\n\|---\|---\|\n((?:\|.*\n)+)", text):
+            for row in table.splitlines():
+                left, right = re.split(r"(?<!\\) \| ", row.strip("| ").strip())
+                yield pytest.param(left.replace("\\|", "|"), right.replace("\\|", "|"), id=left[:60])
+
+
+def codes(cell):
+    return re.findall(r"`([^`]+)`", cell)
+
+
+def command_of(words):
+    """The subcommand, how many words name it, and the flags that it takes."""
+    command = typer.main.get_command(importlib.import_module(f"{PACKAGES[words[0]]}.cli").app)
+    at = 1
+    while hasattr(command, "commands"):
+        assert words[at] in command.commands, words[: at + 1]
+        command, at = command.commands[words[at]], at + 1
+    flags = {name for option in command.params for name in (*option.opts, *option.secondary_opts)}
+    return command, at, flags
+
+
+def check_ours(words):
+    """Every flag of a command of ours is one that it takes."""
+    while words[0].partition("=")[0].isupper():
+        name = words.pop(0).partition("=")[0]
+        texts = "".join(
+            path.read_text() for path in (ROOT / "bin").rglob("*") if path.suffix in (".sh", ".sbatch", ".sub")
+        )
+        assert name in texts or name in ("NUM_LAYERS", "HIDDEN_SIZE", "NUM_ATTENTION_HEADS")
+    words = [word for word in words if word not in ("sbatch", "cat", "bash", "bsub", "<")]
+    if words[0].startswith("bin/"):
+        assert (ROOT / words[0]).is_file(), words
+        return words[0]
+    if words[0] not in PACKAGES:
+        return None  # a flag or a value alone
+    if words[1] == "launch":
+        _, _, flags = command_of(words)
+        at = words.index("--")
+        assert {word for word in words[:at] if word.startswith("-")} <= flags
+        words = [words[0], *words[at + 1 :]]
+    _, at, flags = command_of(words)
+    known = {*flags, *FLAGS, *TASK_FLAGS} if words[0] == "dynmo-train" else flags
+    declared = dict.fromkeys(flags, 1)
+    given = [own_name(word, declared, {}) for word in words[at:] if re.match(r"--?[a-zA-Z]", word)]
+    assert set(given) <= known, set(given) - known
+    assert all(FLAGS[flag].kind != "refused" for flag in given if flag in FLAGS and flag not in flags)
+    return " ".join(words[:at])
+
+
+@pytest.mark.parametrize(("left", "right"), [*pairs()])
+def test_a_row_names_what_the_table_of_scripts_names(left, right):
+    (theirs,) = codes(left)[:1]
+    ours = [named for code in codes(right) if (named := check_ours(shlex.split(code)))]
+    if theirs.startswith(("(", "--")):
+        return
+    meant = {command.ours for command in read_script(theirs)}
+    meant |= {row.ours for word in shlex.split(theirs) if (row := find(word)) and not word.endswith(".py")}
+    assert meant, f"nobody knows {theirs}"
+    assert set(ours) & meant, (ours, meant)
+
+
+def test_every_project_has_a_page_with_several_rows():
+    assert len(list(pairs())) > 45
+    text = (ROOT / "dynmo_train" / "README.md").read_text(encoding="utf-8")
+    for name in ("DynMo", "Megatron-LM and Megatron-DeepSpeed", "Optimus-CC", "The AWS MegatronLM test case"):
+        assert f"### {name}\n" in text
+    assert "### The DeepSpeed guide (Chinese)\n" in text
+
+
+def test_the_sizes_of_the_aws_test_case_are_those_of_the_recipes():
+    text = (ROOT / "dynmo_train" / "README.md").read_text(encoding="utf-8")
+    rows = re.findall(r"`NUM_ATTENTION_HEADS=(\d+) HIDDEN_SIZE=(\d+) NUM_LAYERS=(\d+)` \| `--recipe ([\w.-]+)`", text)
+    assert len(rows) == 8
+    for heads, width, layers, recipe in rows:
+        values = read_recipe(recipe, "gpt")
+        found = (values["num_attention_heads"], values["hidden_size"], values["num_layers"])
+        assert found == (int(heads), int(width), int(layers)), recipe
+
+
+def test_the_chinese_page_has_the_commands_of_the_english_one():
+    english = (ROOT / "README.md").read_text(encoding="utf-8")
+    chinese = (ROOT / "README.zh.md").read_text(encoding="utf-8")
+    assert "(README.zh.md)" in english
+    assert "(README.md)" in chinese
+    table = re.findall(r"`(pip install [^`]*)`", english)
+    assert [code for code in table if code not in chinese] == []
+    assert {name for name in re.findall(r"^## .*", chinese, re.M)} > {"## 先看效果", "## 四个命令"}
+    for link in re.findall(r"\]\(([\w./]+)\)", chinese):
+        assert (ROOT / link).exists(), link
+    lines = [line for block in re.findall(r"```\n(.*?)```", chinese, re.S) for line in block.splitlines()]
+    checked = [
+        check_ours(shlex.split(line)) for line in lines if re.match(r"([A-Z_]+=\S+ )*(dynmo-(prep|train)|bin/)", line)
+    ]
+    assert len(checked) >= 10

@@ -1,0 +1,238 @@
+"""A real Slurm on this machine: a controller and three virtual nodes, and what `launch slurm` submits to it.
+
+Skipped where slurmctld, slurmd and munged are missing (Debian: slurmctld slurmd slurm-client munge), or without root.
+With DYNMO_SLURM_LONG=1 a job also runs into its time limit, which Slurm counts in minutes:
+
+    DYNMO_SLURM_LONG=1 python -m pytest tests/e2e/test_slurm.py -k time
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "dist"))
+from whole_runs import arguments, events, figures, lines, train, write_data
+
+pytestmark = [pytest.mark.dist, pytest.mark.timeout(600)]
+
+PROGRAMS = ("slurmctld", "slurmd", "munged", "sbatch", "srun", "scontrol")
+CONFIGURATION = """
+ClusterName=dynmo
+SlurmctldHost=localhost(127.0.0.1)
+SlurmUser=root
+SlurmdUser=root
+AuthType=auth/munge
+AuthInfo=socket={folder}/munge.socket
+StateSaveLocation={folder}/state
+SlurmdSpoolDir={folder}/spool-%n
+SlurmctldPidFile={folder}/slurmctld.pid
+SlurmdPidFile={folder}/%n.pid
+SlurmctldPort={ports[0]}
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+SchedulerType=sched/backfill
+SchedulerParameters=sched_interval=2,bf_interval=2
+SelectType=select/cons_tres
+SelectTypeParameters=CR_Core
+ReturnToService=2
+SlurmdTimeout=60
+KillWait=10
+MpiDefault=none
+JobAcctGatherType=jobacct_gather/none
+AccountingStorageType=accounting_storage/none
+NodeName=n1 NodeHostname=localhost NodeAddr=127.0.0.1 Port={ports[1]} CPUs=1 State=UNKNOWN
+NodeName=n2 NodeHostname=localhost NodeAddr=127.0.0.1 Port={ports[2]} CPUs=1 State=UNKNOWN
+NodeName=n3 NodeHostname=localhost NodeAddr=127.0.0.1 Port={ports[3]} CPUs=1 State=UNKNOWN
+PartitionName=main Nodes=n1,n2,n3 Default=YES MaxTime=INFINITE State=UP
+"""
+
+
+def free_ports(count):
+    probes = [socket.socket() for _ in range(count)]
+    for probe in probes:
+        probe.bind(("127.0.0.1", 0))
+    ports = [probe.getsockname()[1] for probe in probes]
+    for probe in probes:
+        probe.close()
+    return ports
+
+
+def ask(*words, code=0):
+    done = subprocess.run([*map(str, words)], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == code, f"{words}: {done.stdout}{done.stderr}"
+    return done.stdout
+
+
+def wait_for(what, condition, seconds=150.0):
+    end = time.monotonic() + seconds
+    while not (found := condition()):
+        assert time.monotonic() < end, f"waited in vain for {what}"
+        time.sleep(0.1)
+    return found
+
+
+def idle():
+    """Whether all three nodes are free."""
+    words = ["sinfo", "--noheader", "--states=idle", "--format=%D"]
+    return subprocess.run(words, capture_output=True, text=True, check=False).stdout.strip() == "3"
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory):
+    """Environment variables by which commands reach a Slurm that is made here, and ended."""
+    if os.geteuid() or any(shutil.which(name, path=f"{os.environ['PATH']}:/usr/sbin") is None for name in PROGRAMS):
+        pytest.skip("needs root and slurmctld, slurmd, munged")
+    folder = tmp_path_factory.mktemp("slurm")
+    (folder / "state").mkdir()
+    (folder / "munge.key").write_bytes(os.urandom(256))
+    (folder / "munge.key").chmod(0o400)
+    (folder / "slurm.conf").write_text(CONFIGURATION.format(folder=folder, ports=free_ports(4)))
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}:/usr/sbin"
+    patch = pytest.MonkeyPatch()
+    patch.setenv("SLURM_CONF", str(folder / "slurm.conf"))
+    patch.setenv("PATH", path)
+    for name in ("MASTER_ADDR", "MASTER_PORT", "NODE_RANK", "RANK", "WORLD_SIZE"):
+        patch.delenv(name, raising=False)
+    munge = ["munged", "--foreground", "--force", f"--socket={folder}/munge.socket", f"--key-file={folder}/munge.key"]
+    munge += [f"--{name}-file={folder}/munge.{name}" for name in ("pid", "log", "seed")]
+    log = open(folder / "log", "w")  # noqa: SIM115 - closed below
+    running = [subprocess.Popen(munge, stdout=log, stderr=log)]
+    try:
+        wait_for("munged", (folder / "munge.socket").exists, 30)
+        daemons = (["slurmctld", "-D"], *(["slurmd", "-D", "-N", f"n{number}"] for number in (1, 2, 3)))
+        running.extend(subprocess.Popen(words, stdout=log, stderr=log) for words in daemons)
+        wait_for("three idle nodes", idle, 60)
+        yield folder
+    finally:
+        subprocess.run(["scancel", "--user=root"], capture_output=True, check=False)
+        if len(running) == 5:
+            wait_for("an empty queue", lambda: not ask("squeue", "--noheader").strip(), 60)
+        for process in reversed(running):
+            process.terminate()
+            try:
+                process.wait(20)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+        log.close()
+        patch.undo()
+
+
+@pytest.fixture(scope="module")
+def static(tmp_path_factory):
+    """Data, and the same run in one process."""
+    folder = tmp_path_factory.mktemp("slurm-runs")
+    data = write_data(folder / "data")
+    train(data, folder / "static", 1)
+    return folder, data
+
+
+def submit(folder, name, nodes, *words):
+    """Submit by `launch slurm`, in the folder, once all nodes are free; the number of the job."""
+    wait_for("three idle nodes", idle)
+    told = ["launch", "slurm", "--nodes", nodes, "--job-name", name, "--export", "MASTER_ADDR=127.0.0.1"]
+    done = subprocess.run(
+        [sys.executable, "-m", "dynmo_train", *told, "--script", f"{name}.sbatch", *words],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    )
+    return done.stderr.split("submitted ")[1].split()[0]
+
+
+def job_state(job, field="JobState"):
+    return ask("scontrol", "show", "job", job).split(f"{field}=")[1].split()[0]
+
+
+def steps_done(run):
+    return len(lines(run / "metrics.jsonl")) if (run / "metrics.jsonl").exists() else 0
+
+
+def log_of(folder, name, job):
+    return (folder / f"slurm-{name}-{job}.out").read_text()
+
+
+def test_a_released_node_is_given_back_while_the_job_goes_on(cluster, static):
+    folder, data = static
+    run = folder / "packed"
+    more = ("--balance", "online", "--balance-lockstep", "--pack-to", "2")
+    # Enough steps behind the release that the job is seen to shrink before it ends.
+    long = {"train_iters": "400", "lr_decay_iters": "24", "eval_interval": "1000", "save_interval": "1000"}
+    told = arguments(data, run, *more, "--save", str(run), "--load", str(run), **long)
+    job = submit(folder, "packed", "3", "--max-restarts", "0", "--", *told)
+    wait_for("a start", lambda: steps_done(run), 200)
+    assert job_state(job, "NumNodes") == "3" or events(run, "released")
+    wait_for("a smaller job", lambda: job_state(job, "NumNodes") == "2", 200)
+    assert job_state(job) == "RUNNING"
+    ask("scancel", "--signal=TERM", job)  # saves and ends, as a person would ask it to
+    wait_for("its end", lambda: job_state(job) not in ("RUNNING", "COMPLETING"), 120)
+    assert "go on" in log_of(folder, "packed", job)
+    (released,) = events(run, "released")
+    assert len(released["ranks"]) == 1
+    static_figures = figures(folder / "static")
+    assert {step: figures(run)[step] for step in range(1, 24)} == {step: static_figures[step] for step in range(1, 24)}
+
+
+@pytest.mark.skipif(not os.environ.get("DYNMO_SLURM_LONG"), reason="minutes: DYNMO_SLURM_LONG=1")
+def test_a_lost_node_puts_the_job_back_and_it_goes_on_without_it(cluster, static):
+    folder, data = static
+    run = folder / "lost"
+    long = {"train_iters": "3000", "lr_decay_iters": "24", "eval_interval": "9999", "save_interval": "50"}
+    job = submit(folder, "lost", "2:3", "--", *arguments(data, run, "--save", str(run), "--load", str(run), **long))
+    wait_for("a checkpoint", (run / "checkpoints" / "LATEST").exists, 300)
+    assert job_state(job, "NumNodes") == "3"
+    ask("scontrol", "update", "NodeName=n3", "State=DOWN", "Reason=test")
+    wait_for("the queue", lambda: job_state(job, "Restarts") == "1")
+    ask("scontrol", "update", f"JobId={job}", "StartTime=now")
+
+    def segments():
+        return [record for record in lines(run / "profile.jsonl") if record["record"] == "header"]
+
+    wait_for("another start", lambda: len(segments()) == 2, 300)
+    ask("scancel", job)
+    assert [header["segment"] for header in segments()] == [0, 1]
+
+
+def test_data_are_prepared_in_arrays(cluster, tmp_path):
+    words = {"<unk>": 0, "<|endoftext|>": 1, "a": 2, "b": 3}
+    (tmp_path / "vocab.json").write_text(json.dumps(words))
+    (tmp_path / "train.txt").write_text("a b a\nb c\n" * 300)
+    common = ["--plain-text", "--tokenizer-type", "WhitespaceVocab", "--vocab-file", tmp_path / "vocab.json"]
+    common += ["--append-eod", "--input", tmp_path / "train.txt", "--task-bytes", "1000"]
+    ask("dynmo-prep", "binarize", *common, "--output-prefix", tmp_path / "here")
+    ask(
+        *("dynmo-prep", "binarize", *common, "--output-prefix", tmp_path / "there", "--executor", "slurm"),
+        *("--task-count", "2"),
+    )
+    wait_for("the data set", (tmp_path / "there_text_document.idx").exists, 200)
+    for ending in ("bin", "idx"):
+        there, here = (tmp_path / f"{name}_text_document.{ending}" for name in ("there", "here"))
+        assert there.read_bytes() == here.read_bytes()
+
+
+@pytest.mark.skipif(not os.environ.get("DYNMO_SLURM_LONG"), reason="minutes: DYNMO_SLURM_LONG=1")
+@pytest.mark.timeout(900)
+def test_before_the_time_is_over_the_job_saves_and_goes_back(cluster, static):
+    folder, data = static
+    run = folder / "long"
+    long = {"train_iters": "3000", "lr_decay_iters": "24", "eval_interval": "9999", "save_interval": "9999"}
+    told = arguments(data, run, "--save", str(run), "--load", str(run), **long)
+    job = submit(folder, "long", "2", "--time", "1", "--save-before-s", "30", "--", *told)
+    wait_for("a checkpoint", (run / "checkpoints" / "LATEST").exists, 300)
+    wait_for("the queue", lambda: job_state(job, "Restarts") == "1", 120)
+    before = steps_done(run)
+    ask("scontrol", "update", f"JobId={job}", "StartTime=now")
+    wait_for("more steps", lambda: steps_done(run) > before + 10, 300)
+    ask("scancel", job)
+    assert [record["segment"] for record in lines(run / "profile.jsonl") if record["record"] == "header"] == [0, 1]
