@@ -98,7 +98,7 @@ BOTH_WAYS = {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2}
 MACHINES = ("--nnodes", "16", "--node-rank", "0", "--master-addr", "localhost", "--master-port", "6000")
 SLURM = ("--nodes", "128", "--gpus", "8", "--sbatch=--exclusive")
 BIG = {"rampup_batch_size": "16 16 5859375", "tensor_model_parallel_size": 8, "pipeline_model_parallel_size": 16}
-ALL_OF_CC = {"inter_grad_comp_rank": 16, "grad_comp_rank": 128, "selective_grad_comp_way": 3, "emb_comm_opt": True}
+ALL_OF_CC = {"inter_grad_comp_rank": 16, "grad_comp_rank": 128, "selective_grad_comp_way": "3", "emb_comm_opt": True}
 # Script: its words, what launches it, devices in all, and some of what its configuration then says.
 TRAINING = {
     "pretrain_gpt.sh": ((), (), 1, {"global_batch_size": 8, "num_layers": 24, "fp16": True}),
