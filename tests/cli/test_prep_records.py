@@ -118,7 +118,7 @@ def test_documents_without_names_or_with_a_shared_one_are_never_lost(prep, tmp_p
         row["url"] = "same"
     del rows[3]["url"], rows[2]["url"]
     source = write(tmp_path / "in.jsonl", rows)
-    prep("find-duplicates", source, "-o", tmp_path / "pairs")
+    assert "repeated names 1" in prep("find-duplicates", source, "-o", tmp_path / "pairs")[1]
     prep("group-duplicates", tmp_path / "pairs", "-o", tmp_path / "groups")
     assert read(tmp_path / "groups")[0]["0"][0] == f"{source}@0"
     _, out, _ = prep("remove-duplicates", source, "-o", tmp_path / "left.jsonl", "--groups", tmp_path / "groups")
