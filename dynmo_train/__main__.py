@@ -5,7 +5,11 @@ from __future__ import annotations
 import os
 
 from .cli import main
-from .launch.worker import watch_launcher
+from .launch.worker import end, watch_launcher
 
 watch_launcher(os.environ)
-main()
+try:
+    main()
+except SystemExit as ended:
+    end(ended.code, os.environ)
+    raise

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import os
 import select
 import signal
+import sys
 import threading
 import time
 from collections.abc import Mapping
@@ -41,3 +44,22 @@ def _watch(reader: int, launcher: int, grace_s: float) -> None:
         if os.getppid() != launcher:
             time.sleep(grace_s)
             os._exit(128 + signal.SIGHUP)
+
+
+def end(code: object, environment: Mapping[str, str]) -> None:
+    """End a launcher's worker with an exit code at once; outside a launcher this returns.
+
+    Threads of process groups let go of tensors when they like. Where one does so while the interpreter is being torn
+    down, the process ends by SIGABRT ("terminate called without an active exception") after all its work is done, so
+    the interpreter is not torn down: what Python does at an exit is done here.
+    """
+    if LAUNCHER_PID_VARIABLE not in environment or not (code is None or isinstance(code, int)):
+        return
+    for thread in threading.enumerate():
+        if not thread.daemon and thread is not threading.current_thread():
+            thread.join()
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(code or 0)

@@ -1,0 +1,40 @@
+"""How a worker of a launcher ends: nothing lost, and the interpreter is not torn down."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from dynmo_train.launch.worker import LAUNCHER_PID_VARIABLE
+
+SCRIPT = """
+import atexit, threading, time
+from dynmo_train.launch.worker import end
+
+class TornDown:
+    def __del__(self):
+        print("torn down")
+
+kept = TornDown()
+atexit.register(print, "at exit")
+threading.Thread(target=lambda: (time.sleep(0.2), print("thread"))).start()
+end({code}, {{"{variable}": "1"}} if {launched} else {{}})
+print("goes on")
+"""
+
+
+@pytest.mark.parametrize(
+    ("code", "launched", "expected"),
+    [
+        ("3", True, (3, ["thread", "at exit"])),
+        ("None", True, (0, ["thread", "at exit"])),
+        ("0", False, (0, ["goes on", "thread", "at exit", "torn down"])),
+        ("'a message'", True, (0, ["goes on", "thread", "at exit", "torn down"])),
+    ],
+)
+def test_a_worker_ends_with_all_its_words_and_no_tear_down(code, launched, expected):
+    script = SCRIPT.format(code=code, variable=LAUNCHER_PID_VARIABLE, launched=launched)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout.split("\n")[:-1], done.stderr) == (*expected, "")
