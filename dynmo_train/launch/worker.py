@@ -12,6 +12,8 @@ import threading
 import time
 from collections.abc import Mapping
 
+from ..errors import EXIT_RELAUNCH
+
 LAUNCHER_PID_VARIABLE = "DYNMO_LAUNCHER_PID"
 GRACE_VARIABLE = "DYNMO_GRACE_S"
 _ENDING_SIGNALS = (signal.SIGTERM, signal.SIGINT)
@@ -47,13 +49,13 @@ def _watch(reader: int, launcher: int, grace_s: float) -> None:
 
 
 def end(code: object, environment: Mapping[str, str]) -> None:
-    """End a launcher's worker with an exit code at once; outside a launcher this returns.
+    """End a launcher's worker that has done its work; one that failed, and a process of no launcher, go on from here.
 
     Threads of process groups let go of tensors when they like. Where one does so while the interpreter is being torn
     down, the process ends by SIGABRT ("terminate called without an active exception") after all its work is done, so
     the interpreter is not torn down: what Python does at an exit is done here.
     """
-    if LAUNCHER_PID_VARIABLE not in environment or not (code is None or isinstance(code, int)):
+    if LAUNCHER_PID_VARIABLE not in environment or code not in (None, 0, EXIT_RELAUNCH):
         return
     for thread in threading.enumerate():
         if not thread.daemon and thread is not threading.current_thread():
@@ -62,4 +64,4 @@ def end(code: object, environment: Mapping[str, str]) -> None:
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):
             stream.flush()
-    os._exit(code or 0)
+    os._exit(EXIT_RELAUNCH if code else 0)
