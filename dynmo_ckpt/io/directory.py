@@ -6,6 +6,7 @@ import os
 import secrets
 import shutil
 import signal
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -55,24 +56,46 @@ def new_directory(target: Path) -> Iterator[Path]:
     except OSError as error:
         raise StorageError(f"{target}: {error.strerror or error}; nothing was put in place") from error
     finally:
-        with _undisturbed():
-            if aside.exists() and not target.exists():
-                aside.rename(target)
-            for leftover in (staging, aside):
-                if leftover.is_dir():
-                    shutil.rmtree(leftover)
-                elif leftover.exists():
-                    leftover.unlink()
+        try:
+            _tidy_up(target, staging, aside)
+        finally:
+            # Again, for the signal that came just before signals had to wait; there is nothing left to do otherwise.
+            _tidy_up(target, staging, aside)
+
+
+def _tidy_up(target: Path, staging: Path, aside: Path) -> None:
+    """Put an older target back where no new one is in its place, and remove the rest."""
+    with _undisturbed():
+        if aside.exists() and not target.exists():
+            aside.rename(target)
+        for leftover in (staging, aside):
+            if leftover.is_dir():
+                shutil.rmtree(leftover)
+            elif leftover.exists():
+                leftover.unlink()
 
 
 @contextmanager
 def _undisturbed() -> Iterator[None]:
-    """Signals that end this process wait until the block is over: tidying up half-way would leave a folder behind."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGTERM, signal.SIGINT))
+    """Signals that end this process wait until the block is over: tidying up half-way would leave a folder behind.
+
+    Python runs its handlers in the main thread whichever thread the system gave a signal to, so blocking signals in
+    this thread would not do: the handlers are replaced.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    came: list[int] = []
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    for number in before:
+        signal.signal(number, lambda number, _frame: came.append(number))
     try:
         yield
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        for number, handler in before.items():
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+        if came:
+            signal.raise_signal(came[0])
 
 
 def sync_directory(path: Path) -> None:
