@@ -22,8 +22,8 @@ def ends_by_sigterm():
     signal.signal(signal.SIGTERM, before)
 
 
-def interrupted(target):
-    with pytest.raises(SystemExit), new_directory(target) as staging:
+def spoilt(target):
+    with new_directory(target) as staging:
         (staging / "part").write_bytes(b"x")
         raise KeyError("a fault of the block")
 
@@ -40,7 +40,8 @@ def test_a_signal_in_the_midst_waits(tmp_path, monkeypatch):
         remove(path)
 
     monkeypatch.setattr(directory.shutil, "rmtree", removing)
-    interrupted(tmp_path / "out")
+    with pytest.raises(SystemExit):
+        spoilt(tmp_path / "out")
     assert len(sent) == 1
     assert list(tmp_path.iterdir()) == []
 
@@ -55,6 +56,7 @@ def test_a_signal_just_before_does_no_harm(tmp_path, monkeypatch):
         tidy_up(*paths)
 
     monkeypatch.setattr(directory, "_tidy_up", first_ended)
-    interrupted(tmp_path / "out")
+    with pytest.raises(SystemExit):
+        spoilt(tmp_path / "out")
     assert len(calls) == 2
     assert list(tmp_path.iterdir()) == []
