@@ -116,7 +116,10 @@ def commands(options: argparse.Namespace, data: str) -> dict[str, list[str]]:
     return {
         "binarize": ["--input", data, "--output-prefix", "out", "--tokenizer-type", "GPT2BPETokenizer", *gpt2],
         "merge": [data, "-o", "out.jsonl"],
+        "add-id": [data, "-o", "out.jsonl", "--id-prefix", "a"],
         "clean": [data, "-o", "out.jsonl"],
+        "fix": [data, "-o", "out.jsonl", "--tasks", "remove_512", "ftfy_fix_text", "general_cleaning"],
+        "train-tokenizer": [data, "-o", "out", "--vocab-size", "5000"],
         "shuffle": [data, "-o", "out.jsonl"],
         "split-sentences": [data, "-o", "out.jsonl"],
         "find-duplicates": [data, "-o", "out.jsonl"],
