@@ -7,6 +7,7 @@
 # CKPT_SHA256    what its SHA-256 must be; NVIDIA publishes none, so that nothing but the archive's own sums is compared
 set -euo pipefail
 . "$(dirname "$0")/lib/fetch.sh"
+help "$@"
 
 folder=${1:-checkpoints/gpt2_345m}
 url=${CKPT_URL:-https://api.ngc.nvidia.com/v2/models/nvidia/megatron_lm_345m/versions/v0.0/zip}

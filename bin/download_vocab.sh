@@ -8,6 +8,7 @@
 # VOCAB_URL    the folder that they are fetched from; file:// works as well
 set -euo pipefail
 . "$(dirname "$0")/lib/fetch.sh"
+help "$@"
 
 url=${VOCAB_URL:-https://s3.amazonaws.com/models.huggingface.co/bert}
 folder=${1:-.}

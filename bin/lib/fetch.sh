@@ -39,3 +39,11 @@ failed() {
 sha256() {
   sha256sum "$1" | cut -d ' ' -f 1
 }
+
+# help "$@": shows the comment at the head of the script where an option stands for the folder.
+help() {
+  case ${1:-} in
+    -h | --help) sed -n '2,/^[^#]/{/^#/s/^# \{0,1\}//p}' "$0"; exit 0 ;;
+    -*) echo "$0: $1 is no folder; see $0 --help" >&2; exit 2 ;;
+  esac
+}

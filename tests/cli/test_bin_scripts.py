@@ -423,3 +423,13 @@ def test_a_template_is_what_the_launcher_makes_of_the_same_variables(monkeypatch
     kinds = pytest.importorskip("kubernetes_validate")
     if made[0]["kind"] == "Job":
         kinds.validate(made[0], "1.30", strict=True)
+
+
+@pytest.mark.parametrize("name", ["download_vocab.sh", "download_ckpt.sh"])
+def test_a_download_shows_its_help_and_takes_no_option_for_a_folder(name, tmp_path):
+    for option, code, words in (("--help", 0, f"bin/{name} [FOLDER"), ("--fodler", 2, "--fodler is no folder")):
+        done = subprocess.run(
+            ["bash", str(BIN / name), option], cwd=tmp_path, capture_output=True, text=True, check=False
+        )
+        assert (done.returncode, words in done.stdout + done.stderr) == (code, True), done.stderr
+    assert list(tmp_path.iterdir()) == []
