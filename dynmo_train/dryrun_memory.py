@@ -13,14 +13,19 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from .config import Config
-from .families import CAUSAL
-from .memory import ItemMemory, Run, item_memory, passing_bytes, single_bytes
+from .data.kinds import shapes_of
+from .memory import NOTHING, Expected, ItemMemory, Run, item_memory, passing_bytes, single_bytes
+from .models.bert import BertHead
 from .models.blocks import Embedding
+from .models.experts import BALANCED, MoeMlp
 from .models.items import BoundaryShape, ModelFamily, live_before
 from .models.lookup import PendingRows, most_pending
+from .models.sharding import cut_item
+from .parallel.tensor import TOKENS_DIM, TensorRegion
 from .pipeline.stage import keeping_products
 from .recording import FLOAT_BYTES, MOMENTS_BYTES
 
@@ -34,24 +39,74 @@ def run_of(granularity: str) -> Run:
 
 
 def memory_of_items(config: Config, family: ModelFamily, boundary: BoundaryShape) -> dict[str, ItemMemory]:
-    """What each item holds in its passes, computed once for items alike: of models with one stream, on one tensor rank.
+    """What each item holds in its passes on its first tensor rank, computed once for items alike.
 
-    Items for which that depends on data, such as experts, are left out.
+    Items for which that depends on data in a way that is not foreseen are left out.
     """
-    if config.model.family not in CAUSAL or config.parallel.tensor_model_parallel_size > 1:
-        return {}
-    rows = torch.Size((config.training.micro_batch_size, config.model.seq_length))
+    inputs = shapes_of(config)
     run = run_of(config.training.recompute_granularity)
     known: dict[Any, ItemMemory | None] = {}
+    keys: dict[str, Any] = {}
     for item in family.items:
-        key = _likeness(family, item.name, item.kind)
+        module = family.build(item.name, torch.device("meta"))
+        shapes = tuple(tuple(parameter.shape) for parameter in module.parameters())
+        keys[item.name] = key = (item.kind, shapes, tuple(boundary.shapes[name] for name in item.reads), item.inputs)
         if key not in known:
-            module = family.build(item.name, torch.device("meta"))
             if isinstance(module, Embedding) and _is_by_token(config):
                 module.pending = PendingRows(module.word.weight, sys.maxsize)
-            known[key] = item_memory(item, module, boundary, {"ids": rows, "labels": rows}, run)
-    found = {item.name: known[_likeness(family, item.name, item.kind)] for item in family.items}
+            expected = _expected(config, module)
+            cut = cut_item(item.name, module, family.split_dim, _region(config))
+            known[key] = None if expected is None else item_memory(item, cut, boundary, inputs, run, expected)
+    found = {name: known[key] for name, key in keys.items()}
     return {name: memory for name, memory in found.items() if memory is not None}
+
+
+def _expected(config: Config, module: nn.Module) -> Expected | None:
+    """What an item's memory goes by where it depends on data: an even load of experts; None where nothing is known."""
+    if isinstance(module, BertHead):
+        return Expected(counted=config.data.mask_prob)
+    if not isinstance(module, MoeMlp):
+        return NOTHING
+    moe = module.moe
+    if moe.routing == BALANCED or config.parallel.expert_model_parallel_size > 1:
+        return None
+    places = config.training.micro_batch_size * config.model.seq_length * moe.top_k
+    least, more = divmod(places, moe.num_experts)
+    return Expected(places=tuple(least + (expert < more) for expert in range(moe.num_experts)))
+
+
+def _region(config: Config) -> TensorRegion | None:
+    parallel = config.parallel
+    size = parallel.tensor_model_parallel_size
+    return None if size == 1 else _AloneRegion(size, sequence=parallel.sequence_parallel)
+
+
+class _AloneRegion(TensorRegion):
+    """The first of some tensor ranks without the others: results have the shapes that they have with them."""
+
+    def __init__(self, size: int, *, sequence: bool) -> None:
+        self.rank, self.size, self.sequence = 0, size, sequence
+
+    def of_whole_streams(self) -> TensorRegion:
+        return _AloneRegion(self.size, sequence=False)
+
+    def seed_inside(self) -> None:
+        """Random numbers matter to nobody here."""
+
+    def _seed_outside(self) -> None:
+        """Nor outside."""
+
+    def total(self, x: torch.Tensor, op: Any = None) -> torch.Tensor:
+        return x
+
+    def gather_tokens(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.cat([x] * self.size, dim=TOKENS_DIM)
+
+    def scatter_tokens(self, x: torch.Tensor) -> torch.Tensor:
+        return self.own_tokens(x).clone()
+
+    def gather_columns(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.cat([x] * self.size, dim=-1)
 
 
 def _is_by_token(config: Config) -> bool:
@@ -73,11 +128,6 @@ def _left_out(config: Config, family: ModelFamily, items: Sequence[str], boundar
             kept = min(tokens, most) * width * boundary.dtype.itemsize
             left[name] = (FLOAT_BYTES * rows * width if tokens <= most else 0) - kept
     return left
-
-
-def _likeness(family: ModelFamily, name: str, kind: str) -> tuple[Any, ...]:
-    module = family.build(name, torch.device("meta"))
-    return kind, tuple(tuple(parameter.shape) for parameter in module.parameters())
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import cycle
 from typing import Any
 
 import torch
@@ -43,16 +44,43 @@ class ItemMemory:
     backward: int
 
 
+@dataclass(frozen=True, kw_only=True)
+class Expected:
+    """What is taken for granted of values that there are none of.
+
+    Attributes:
+        counted: of the tokens asked for by ``nonzero``, the share that is not zero.
+        places: numbers read one after the other, again and again: the tokens of each expert.
+    """
+
+    counted: float | None = None
+    places: tuple[int, ...] = ()
+
+
+NOTHING = Expected()
+
+
 class _Live(TorchDispatchMode):
     """Counts the storages that operations make, as long as they live."""
 
-    def __init__(self) -> None:
+    def __init__(self, expected: Expected) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.now = self.highest = 0
         self._known: set[int] = set()
+        self._counted, self._places = expected.counted, cycle(expected.places) if expected.places else None
+
+    def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
+        if self._counted is not None and func is torch.ops.aten.nonzero.default:
+            rows = max(round(self._counted * args[0].numel()), 1)
+            return torch.empty(rows, args[0].dim(), dtype=torch.int64, device=args[0].device)
+        if self._places is not None and func is torch.ops.aten.bincount.default:
+            return torch.empty(args[2], dtype=torch.int64, device=args[0].device)
+        if self._places is not None and func is torch.ops.aten._local_scalar_dense.default:
+            return next(self._places)
+        return func(*args, **(kwargs or {}))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
+        result = self._run(func, args, kwargs)
         for tensor in tree_leaves(result):
             if isinstance(tensor, torch.Tensor):
                 self._count(tensor.untyped_storage())
@@ -77,26 +105,37 @@ class _Live(TorchDispatchMode):
 
 
 def item_memory(
-    item: ItemSpec, module: nn.Module, boundary: BoundaryShape, inputs: Mapping[str, torch.Size], run: Run
+    item: ItemSpec,
+    module: nn.Module,
+    boundary: BoundaryShape,
+    inputs: Mapping[str, torch.Tensor],
+    run: Run,
+    expected: Expected = NOTHING,
 ) -> ItemMemory | None:
-    """What one item holds; None where that depends on the values of tensors, as with experts.
+    """What one item holds; None where that depends on the values of tensors, and ``expected`` does not tell them.
 
     Args:
         module: the item, on any device.
-        inputs: shapes of the batch's tensors.
+        inputs: the batch's tensors, of which shapes and types are taken.
         run: calls the item with its arguments, and keeps what the run keeps (``checkpoint`` where it recomputes).
+        expected: what is taken for granted of their values.
     """
     try:
         with FakeTensorMode():
-            return _on_fake_tensors(item, module, boundary, inputs, run)
+            return _on_fake_tensors(item, module, boundary, inputs, run, expected)
     except (DataDependentOutputException, DynamicOutputShapeException):
         return None
 
 
 def _on_fake_tensors(
-    item: ItemSpec, module: nn.Module, boundary: BoundaryShape, inputs: Mapping[str, torch.Size], run: Run
+    item: ItemSpec,
+    module: nn.Module,
+    boundary: BoundaryShape,
+    inputs: Mapping[str, torch.Tensor],
+    run: Run,
+    expected: Expected,
 ) -> ItemMemory:
-    live = _Live()
+    live = _Live(expected)
     used: dict[str, torch.Tensor] = {}
     others: list[torch.Tensor] = []  # alive, so that nothing else takes their place
     for name, parameter in module.train().named_parameters():
@@ -110,7 +149,7 @@ def _on_fake_tensors(
             others.append(copy)
             used[name] = through_cast(master, copy)
     read = [torch.empty(boundary.shapes[n], dtype=boundary.dtype, device="cpu", requires_grad=True) for n in item.reads]
-    given = [torch.empty(inputs[name], dtype=torch.int64, device="cpu") for name in item.inputs]
+    given = [torch.empty(inputs[name].shape, dtype=inputs[name].dtype, device="cpu") for name in item.inputs]
     live.ignore([*others, *read, *given])
     with live:
         result = output_of(run(lambda *arguments: functional_call(module, used, arguments), *read, *given))

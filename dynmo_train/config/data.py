@@ -23,12 +23,17 @@ TokenizerType = Literal[
 ]
 DataImpl = Literal["infer", "mmap", "cached", "lazy"]
 SampleOrder = Literal["stable", "megatron"]
+WORD_PIECE_FAMILIES = ("bert", "ict", "t5")
 Blend = tuple[tuple[float, str], ...]
 
 
 def default_tokenizer_type(values: Mapping[str, Any]) -> str:
-    """As Megatron's scripts mean it, which leave the type of GPT's two files out."""
-    return "GPT2BPETokenizer" if values["vocab_file"] and values["merge_file"] else "HuggingFaceTokenizer"
+    """As Megatron's scripts mean it, which leave out the type of GPT's two files and of BERT's and T5's one."""
+    if values["vocab_file"] and values["merge_file"]:
+        return "GPT2BPETokenizer"
+    if values["vocab_file"] and values.get("family") in WORD_PIECE_FAMILIES:
+        return "BertWordPieceLowerCase"
+    return "HuggingFaceTokenizer"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +66,8 @@ class DataConfig:
     tokenizer_type: TokenizerType = option(
         "Kind of tokenizer; NullTokenizer is --vocab-size ids.",
         derive=(
-            "GPT2BPETokenizer with --vocab-file and --merge-file, else HuggingFaceTokenizer",
+            "GPT2BPETokenizer with --vocab-file and --merge-file, BertWordPieceLowerCase with --vocab-file alone for"
+            " bert, ict and t5, else HuggingFaceTokenizer",
             lambda v, _: default_tokenizer_type(v),
         ),
     )

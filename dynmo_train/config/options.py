@@ -22,11 +22,13 @@ class Facts:
     """What a derived default may depend on beside the other values.
 
     ``tokenizer_vocab_size`` maps the option values to the number of ids of the tokenizer that they name, None where
-    they name none; it is None where no file may be read.
+    they name none; it is None where no file may be read. ``given`` names the options that
+    somebody gave.
     """
 
     world_size: int = 1
     tokenizer_vocab_size: Callable[[Mapping[str, Any]], int | None] | None = None
+    given: frozenset[str] = frozenset()
 
 
 Derive = Callable[[Mapping[str, Any], Facts], Any]

@@ -7,7 +7,7 @@ import math
 import os
 import tomllib
 from collections.abc import Mapping
-from dataclasses import MISSING, fields
+from dataclasses import MISSING, fields, replace
 from functools import cache
 from pathlib import Path
 from typing import Any, get_type_hints
@@ -206,7 +206,7 @@ def resolve(
         if not values.get(first) and not values.get(second)
     ]
     if not problems:
-        problems.extend(_derive(values, sources, facts))
+        problems.extend(_derive(values, sources, replace(facts, given=frozenset(given))))
     if problems:
         raise DocumentError("the configuration", sorted(problems, key=lambda problem: problem.kind != "missing"))
     concerns = {

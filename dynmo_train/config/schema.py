@@ -18,7 +18,7 @@ from .compression import CompressionConfig
 from .data import DataConfig
 from .emulation import EmulationConfig
 from .ict import IctConfig
-from .options import Source, option
+from .options import Facts, Source, option
 from .parse import batch_sizes_of, iters_of_samples
 from .precision import PrecisionConfig
 from .techniques import DepthConfig, ExitConfig, FreezingConfig, PruningConfig, SparseAttentionConfig
@@ -156,6 +156,11 @@ class ModelConfig:
     )
 
 
+def _speaks_of_replicas(values: Mapping[str, Any], facts: Facts) -> bool:
+    """Whether the options are those of a script that would have replicas where it says nothing of a pipeline."""
+    return bool(values["zero_stage"] or facts.given & {"tensor_model_parallel_size", "DDP_impl"})
+
+
 @dataclass(frozen=True, kw_only=True)
 class ParallelConfig:
     """How the work is spread over workers."""
@@ -166,8 +171,8 @@ class ParallelConfig:
         "Pipeline positions.",
         minimum=1,
         derive=(
-            "world size / --tensor-model-parallel-size",
-            lambda v, facts: max(1, facts.world_size // v["tensor_model_parallel_size"]),
+            "world size; as Megatron's 1 where --tensor-model-parallel-size, --zero-stage or --DDP-impl is given",
+            lambda v, facts: 1 if _speaks_of_replicas(v, facts) else max(1, facts.world_size),
         ),
     )
     data_parallel_size: int = option(

@@ -19,9 +19,11 @@ from ..config import Config
 from ..errors import UsageError
 from ..formats.indexed import IndexedDataset, open_indexed
 from .blend import Dataset
+from .blocks import COLUMNS as BLOCK_COLUMNS
 from .blocks import SPECIAL_TOKENS as BLOCK_SPECIAL_TOKENS
 from .blocks import BlockDataset, block_tensors, check_titles
 from .gpt import PARTS, Part, build_gpt_dataset
+from .masked import COLUMNS as MASKED_COLUMNS
 from .masked import SPECIAL_TOKENS, MaskedDataset, masked_tensors
 from .sentences import Runs, RunSettings, build_runs
 from .spans import SpanDataset, span_tensors
@@ -219,6 +221,18 @@ BUILDERS: Mapping[str, Callable[[Config], BuildPart]] = {
 def part_builder(config: Config) -> BuildPart:
     """What builds the samples of a part for the family of a run; raises ``UsageError`` where options do not fit."""
     return BUILDERS[config.model.family](config)
+
+
+def shapes_of(config: Config) -> dict[str, torch.Tensor]:
+    """The named tensors of a microbatch, of the types and shapes that the run has; their values mean nothing."""
+    model = config.model
+    widths = {
+        "bert": len(MASKED_COLUMNS) * model.seq_length + 1,
+        "ict": len(BLOCK_COLUMNS) * model.seq_length,
+        "t5": 2 * model.seq_length + 3 * model.decoder_seq_length,
+    }
+    columns = widths.get(model.family, model.seq_length + 1)
+    return tensors_of(config)(np.zeros((config.training.micro_batch_size, columns), dtype=np.int64))
 
 
 def tensors_of(config: Config) -> Tensors:

@@ -40,11 +40,17 @@ class TokenizerFiles:
         """What the options (``tokenizer_type``, ``tokenizer_model``, ...) name; None where they name no file.
 
         Raises:
-            UsageError: the type needs a file that is not named.
+            UsageError: the type needs a file that is not named, or reads none of those that are.
         """
         kind = values.get("tokenizer_type") or default_tokenizer_type(values)
         named = {name: values[flag[2:].replace("-", "_")] for name, flag in FOLDER_NAMES[kind].items()}
         if not any(named.values()):
+            if kind == "HuggingFaceTokenizer" and values["vocab_file"]:
+                raise UsageError(
+                    f"--vocab-file {values['vocab_file']} alone does not say what it is: give --merge-file with it"
+                    " (GPT2BPETokenizer), or --tokenizer-type BertWordPieceLowerCase, BertWordPieceCase or"
+                    " WhitespaceVocab"
+                )
             return None
         for name, flag in FOLDER_NAMES[kind].items():
             if not named[name]:

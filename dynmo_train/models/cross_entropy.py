@@ -88,8 +88,10 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 gradients.add(rows, x_PD, weight_VD, logits_PV)
         # Saved tensors are freed as soon as the backward has used them; attributes live as long as the loss does. The
         # factor is saved beside what it was applied to: activation checkpointing makes both anew for each backward.
+        # Whether there is one yet is asked on the CPU, so that no backward waits for a device.
         applied = torch.ones((), dtype=torch.float32, device=x_ND.device)
-        ctx.save_for_backward(applied, *gradients.all())
+        is_applied = torch.zeros((), dtype=torch.bool, device="cpu")
+        ctx.save_for_backward(is_applied, applied, *gradients.all())
         ctx.dtypes = x_ND.dtype, weight_RD.dtype, None if bias_R is None else bias_R.dtype
         return loss
 
@@ -97,14 +99,15 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
         [scale] = grads
-        applied, *gradients = ctx.saved_tensors
-        if applied == 1:
+        is_applied, applied, *gradients = ctx.saved_tensors
+        if not is_applied:
             # Scaled once, in place and unseen by autograd; a split backward comes twice with the same factor.
+            is_applied.data.fill_(True)
             applied.data.copy_(scale)
             for gradient in gradients:
                 if gradient is not None:
                     gradient.data.mul_(scale)
-        elif not torch.equal(scale, applied):
+        elif scale.device.type != "cpu" or not torch.equal(scale, applied):
             gradients = [None if gradient is None else gradient * (scale / applied) for gradient in gradients]
         told = [None if g is None else g.to(dtype) for g, dtype in zip(gradients, ctx.dtypes, strict=True)]
         return *told, None, None, None, None

@@ -104,6 +104,13 @@ class TensorRegion:
         dist.all_gather_into_tensor(whole, own, group=self.group)
         return whole.transpose(0, TOKENS_DIM).contiguous()
 
+    def gather_columns(self, x: torch.Tensor) -> torch.Tensor:
+        """The ranks' columns ``[..., V]`` side by side."""
+        columns = x.movedim(-1, 0).contiguous()
+        whole = columns.new_empty((columns.shape[0] * self.size, *columns.shape[1:]))
+        dist.all_gather_into_tensor(whole, columns, group=self.group)
+        return whole.movedim(0, -1)
+
     def scatter_tokens(self, x: torch.Tensor) -> torch.Tensor:
         """The ranks' streams ``[B, T, ...]`` added, and this rank's tokens of the sum."""
         whole = x.transpose(0, TOKENS_DIM).contiguous()
@@ -178,10 +185,7 @@ class _GatherColumns(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, region: TensorRegion) -> torch.Tensor:
         ctx.region = region
-        columns = x.movedim(-1, 0).contiguous()
-        whole = columns.new_empty((columns.shape[0] * region.size, *columns.shape[1:]))
-        dist.all_gather_into_tensor(whole, columns, group=region.group)
-        return whole.movedim(0, -1)
+        return region.gather_columns(x)
 
     @staticmethod
     @once_differentiable
@@ -246,7 +250,7 @@ def token_losses(
     real = min(max(vocabulary - first, 0), weight_VD.shape[0])
     x_BTD = region.enter(x_BTD)
     logits_BTV = F.linear(x_BTD, weight_VD[:real], None if bias_V is None else bias_V[:real])
-    flat = logits_BTV.reshape(-1, real).float()
+    flat = logits_BTV.flatten(0, -2).float()
     losses: torch.Tensor = _VocabularyLoss.apply(  # type: ignore[no-untyped-call]
         flat, labels_BT.reshape(-1), first, region
     )

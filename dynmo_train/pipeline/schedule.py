@@ -25,6 +25,7 @@ from ..compression.boundaries import BoundaryCodec
 from ..compression.epilogue import behind_last_forward, one_f_one_b_epilogue, packed_microbatches
 from ..errors import UsageError
 from ..models.items import BoundaryShape, ItemSpec, live_before, train_before
+from ..optim.half_products import float_products
 from ..parallel.world import World
 from .front_cache import FrontCache, sample_keys
 from .partition import Partition, frozen_prefix
@@ -234,7 +235,8 @@ class Pipeline:
         target = keywords["microbatch"] if self.has_last else None
         losses: list[torch.Tensor] = []
         run = self._schedule.step if training else self._schedule.eval
-        run(target=target, losses=losses, return_outputs=False, **keywords)
+        with float_products(device, self.shape.boundary.dtype, compiled=self.shape.compiled is not None):
+            run(target=target, losses=losses, return_outputs=False, **keywords)
         total = torch.zeros((), dtype=torch.float64)
         if self.has_last:
             total = torch.stack([loss.detach() for loss in losses]).to("cpu", torch.float64).sum() / self.loss_scale

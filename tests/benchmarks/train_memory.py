@@ -65,7 +65,24 @@ CASES: dict[str, tuple[dict[str, Any], int]] = {
         2,
     ),
     "10M, two tensor ranks": (SMALL | {"tensor_model_parallel_size": 2, "vocab_size": 8192}, 2),
+    "10M, two replicas, ZeRO 1": (
+        SMALL | {"pipeline_model_parallel_size": 1, "global_batch_size": 16, "zero_stage": 1},
+        2,
+    ),
+    "10M, two tensor ranks, sequence parallel": (
+        SMALL | {"tensor_model_parallel_size": 2, "sequence_parallel": True},
+        2,
+    ),
     "llama": (SMALL | LLAMA, 1),
+    "llama, two stages": (SMALL | LLAMA | {"pipeline_model_parallel_size": 2, "global_batch_size": 16}, 2),
+    "mixtral": (SMALL | LLAMA | {"num_experts": 4, "ffn_hidden_size": 768}, 1),
+    "bert": (SMALL | {"family": "bert"}, 1),
+    "bert, two tensor ranks": (SMALL | {"family": "bert", "tensor_model_parallel_size": 2}, 2),
+    "t5": (SMALL | {"family": "t5", "decoder_seq_length": 128}, 1),
+    "t5, two stages": (
+        SMALL | {"family": "t5", "decoder_seq_length": 128, "pipeline_model_parallel_size": 2, "global_batch_size": 16},
+        2,
+    ),
     "30M": (MIDDLE, 1),
     "30M, 1024 tokens": (LONG, 1),
     "30M, two stages": (MIDDLE | {"pipeline_model_parallel_size": 2, "global_batch_size": 16}, 2),
@@ -89,11 +106,24 @@ def resident(field: str) -> int:
     raise SystemExit(f"/proc/self/status has no {field}")
 
 
+def _values(name: str, like: Any, rows: int, config: Any, generator: Any) -> Any:
+    """Random values for a batch's tensor, of the share of hidden words that the configuration has."""
+    import torch
+
+    shape = (rows, *like.shape[1:])
+    if like.dtype == torch.bool:
+        return torch.ones(shape, dtype=torch.bool)
+    if name == "counts":
+        return (torch.rand(shape, generator=generator) < config.data.mask_prob).long()
+    return torch.randint(0, 2 if name in ("types", "order") else config.model.vocab_size, shape, generator=generator)
+
+
 def _train(config: Any, world: Any) -> None:
     """Some steps from fresh weights."""
     import torch
 
     from dynmo_train.building import first_partition, settings_of
+    from dynmo_train.data.kinds import shapes_of
     from dynmo_train.engine import Engine
     from dynmo_train.families import family_of
     from dynmo_train.pipeline.schedule import Batch
@@ -101,11 +131,10 @@ def _train(config: Any, world: Any) -> None:
     family = family_of(config)
     engine = Engine(family, settings_of(config), first_partition(config, family, None), world)
     engine.build()
-    rows, model = config.training.global_batch_size, config.model
+    rows = config.training.global_batch_size
     for step in range(1, STEPS + 1):
         generator = torch.Generator().manual_seed(step)
-        ids = torch.randint(0, model.vocab_size, (rows, model.seq_length + 1), generator=generator)
-        inputs = {"ids": ids[:, :-1].contiguous(), "labels": ids[:, 1:].contiguous()}
+        inputs = {name: _values(name, each, rows, config, generator) for name, each in shapes_of(config).items()}
         first = (step - 1) * rows // config.training.micro_batch_size
         engine.train_step(Batch(inputs=inputs, first_microbatch=first, step=step), sampled=False)
 

@@ -222,7 +222,7 @@ def test_a_run_with_cut_products_saves_and_goes_on_on_any_layout(data, tmp_path)
     parts = {"tensor_model_parallel_size": "2", **plain}
     train(data, run, 2, "--sequence-parallel", exit_interval="9", **parts)
     train(data, run, 1, load=str(run), exit_interval="14", **plain | {"make_vocab_size_divisible_by": "128"})
-    train(data, run, 4, load=str(run), **parts)
+    train(data, run, 4, load=str(run), pipeline_model_parallel_size="2", **parts)
     assert len(figures(run)) == 24
     close_losses(run, whole)
     manifest = lines_of_manifest(run, 9)

@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from dynmo_train.models.cross_entropy import linear_cross_entropy, mean_linear_cross_entropy
+from dynmo_train.parallel.tensor import TensorRegion, token_losses
 
 N, D, V, R = 37, 16, 50, 64
 
@@ -55,6 +56,16 @@ def test_a_backward_in_two_parts_is_the_backward():
     torch.testing.assert_close(doubled[0], 2 * whole[1])
 
 
+def test_nothing_waits_for_the_device():
+    """A device without values answers no question about them: forward and backward ask none."""
+    x, weight, offsets, labels, weights = (tensor.to("meta") for tensor in made())
+    given = [each.detach().requires_grad_() for each in (x, weight, offsets)]
+    loss = linear_cross_entropy(*given, labels, weights, vocabulary=V, piece=8)
+    grads = torch.autograd.grad(loss / 4, given, retain_graph=True)
+    again = torch.autograd.grad(loss / 4, given)
+    assert [grad.shape for grad in (*grads, *again)] == [each.shape for each in given] * 2
+
+
 def test_low_precision_adds_up_in_float32():
     x, weight, offsets, labels, weights = made(torch.bfloat16)
     loss = linear_cross_entropy(x, weight, offsets, labels, weights, vocabulary=V, piece=4)
@@ -94,3 +105,25 @@ def test_the_logits_never_stand_in_memory_whole():
     with Watch():
         linear_cross_entropy(x, weight, None, labels, torch.rand(4000), vocabulary=500, piece=100).backward()
     assert largest == 100 * 500
+
+
+class LastOfTwo(TensorRegion):
+    """The second of two tensor ranks, with nobody to talk to."""
+
+    def __init__(self):
+        self.rank, self.size, self.sequence = 1, 2, False
+
+    def enter(self, x):
+        return x
+
+    def total(self, x, op=None):
+        return x
+
+
+def test_a_rank_that_has_padding_alone_takes_part():
+    """Of a vocabulary of 8, padded to 16 for two ranks, the second one has no real row."""
+    x, weight = torch.randn(2, 3, D, requires_grad=True), torch.randn(8, D, requires_grad=True)
+    losses = token_losses(x, weight, None, torch.zeros(2, 3, dtype=torch.long), 8, LastOfTwo())
+    assert losses.shape == (6,)
+    losses.nan_to_num().sum().backward()
+    assert not weight.grad.any()

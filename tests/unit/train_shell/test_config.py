@@ -123,6 +123,24 @@ def test_data_parallel_size_is_what_the_processes_leave():
     assert config.microbatches == 1
 
 
+@pytest.mark.parametrize(
+    ("given", "pipeline", "replicas"),
+    [
+        ({}, 4, 1),
+        ({"tensor_model_parallel_size": 1}, 1, 4),
+        ({"tensor_model_parallel_size": 2}, 1, 2),
+        ({"DDP_impl": "torch"}, 1, 4),
+        ({"zero_stage": 2}, 1, 4),
+        ({"zero_stage": 0}, 4, 1),
+        ({"zero_stage": 2, "pipeline_model_parallel_size": 2}, 2, 2),
+    ],
+)
+def test_a_script_of_replicas_gets_replicas(given, pipeline, replicas):
+    """Megatron's default is no pipeline; without a word of either the processes are one."""
+    parallel = config_of(Facts(world_size=4), **SMALL, **given).parallel
+    assert (parallel.pipeline_model_parallel_size, parallel.data_parallel_size) == (pipeline, replicas)
+
+
 def test_vocabulary_size_comes_from_the_tokenizer():
     facts = Facts(tokenizer_vocab_size=lambda values: {"t.json": 300}.get(values["tokenizer_model"]))
     without = {name: value for name, value in SMALL.items() if name != "vocab_size"}

@@ -135,11 +135,37 @@ def test_a_named_size_needs_nothing_else(recipe, parameters):
     assert f"parameters: {parameters}" in done.stdout
 
 
-def test_experts_go_by_the_formulas():
-    """What their rows take depends on the router: no figure of their own, and no error."""
-    config = config_of(**SMALL, num_experts=4)
-    family = family_of(config)
-    memories = memory_of_items(config, family, boundary_of(config))
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"family": "bert"},
+        {"family": "ict"},
+        {"family": "t5", "decoder_seq_length": 16},
+        {"family": "t5", "decoder_seq_length": 16, "position_embedding_type": "relative"},
+        {"family": "llama", "num_experts": 4, "moe_expert_capacity_factor": 1.0},
+        {"num_experts": 4, "moe_routing": "expert-choice"},
+    ],
+)
+def test_every_family_tells_what_its_items_hold(options):
+    """On one tensor rank, and less on each of two."""
+    one = config_of(**SMALL | options)
+    family, whole = family_of(one), memory_of_items(one, family_of(one), boundary_of(one))
+    assert set(whole) == {item.name for item in family.items}
+    if options.get("family") == "ict":
+        return
+    halved = config_of(Facts(world_size=2), **SMALL | options | {"tensor_model_parallel_size": 2})
+    parts = memory_of_items(halved, family_of(halved), boundary_of(halved))
+    assert set(parts) == set(whole)
+    assert all(parts[name].kept < whole[name].kept for name in whole if name.endswith(("attention", "mlp")))
+
+
+def test_what_follows_the_data_is_taken_for_granted():
+    """Of BERT's head what the share of hidden words takes; nothing where it depends on more than that."""
+    few, many = (config_of(**SMALL, family="bert", mask_prob=share) for share in (0.1, 0.9))
+    few_bytes, many_bytes = (memory_of_items(c, family_of(c), boundary_of(c))["head"].kept for c in (few, many))
+    assert few_bytes < many_bytes
+    balanced = config_of(**SMALL, num_experts=4, moe_routing="balanced")
+    memories = memory_of_items(balanced, family_of(balanced), boundary_of(balanced))
     assert "layers.0.attention" in memories
     assert "layers.0.mlp" not in memories
-    assert dry_run(config, "cpu").peak_memory_bytes[0] > 0
+    assert dry_run(balanced, "cpu").peak_memory_bytes[0] > 0

@@ -70,6 +70,12 @@ def test_pieces_of_a_sentence_piece_model_are_counted_without_its_library(tmp_pa
             count_pieces(broken)
 
 
+@pytest.mark.parametrize("family", ["bert", "ict", "t5"])
+def test_a_vocabulary_alone_is_word_pieces_where_megatron_takes_it_so(tmp_path, family):
+    (tmp_path / "v.txt").write_text("[PAD]\n[UNK]\n[CLS]\n[SEP]\n[MASK]\nword\n")
+    assert read_vocab_size(values(vocab_file=str(tmp_path / "v.txt"), family=family)) == 6
+
+
 def test_no_file_names_no_tokenizer():
     assert read_vocab_size(values()) is None
     assert read_vocab_size(values(tokenizer_type="NullTokenizer")) is None
@@ -80,6 +86,7 @@ def test_no_file_names_no_tokenizer():
     [
         ({"vocab_file": "v", "tokenizer_type": "GPT2BPETokenizer"}, "needs --merge-file"),
         ({"vocab_file": "missing", "merge_file": "m"}, "is not a JSON vocabulary"),
+        ({"vocab_file": "v"}, "--vocab-file v alone does not say what it is: give --merge-file"),
         ({"tokenizer_model": "missing.json"}, "no tokenizer at missing.json"),
         ({"tokenizer_model": "missing", "tokenizer_type": "Llama2Tokenizer"}, "is not a SentencePiece model"),
     ],
