@@ -18,6 +18,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
+from .collectives import gather_parts, scatter_sum
 from .seeding import default_generator, stable_seed
 from .world import World
 
@@ -101,21 +102,21 @@ class TensorRegion:
         """The ranks' parts of a stream ``[B, T / size, ...]`` put together."""
         own = x.transpose(0, TOKENS_DIM).contiguous()
         whole = own.new_empty((own.shape[0] * self.size, *own.shape[1:]))
-        dist.all_gather_into_tensor(whole, own, group=self.group)
+        gather_parts(whole, own, self.group)
         return whole.transpose(0, TOKENS_DIM).contiguous()
 
     def gather_columns(self, x: torch.Tensor) -> torch.Tensor:
         """The ranks' columns ``[..., V]`` side by side."""
         columns = x.movedim(-1, 0).contiguous()
         whole = columns.new_empty((columns.shape[0] * self.size, *columns.shape[1:]))
-        dist.all_gather_into_tensor(whole, columns, group=self.group)
+        gather_parts(whole, columns, self.group)
         return whole.movedim(0, -1)
 
     def scatter_tokens(self, x: torch.Tensor) -> torch.Tensor:
         """The ranks' streams ``[B, T, ...]`` added, and this rank's tokens of the sum."""
         whole = x.transpose(0, TOKENS_DIM).contiguous()
         own = whole.new_empty((whole.shape[0] // self.size, *whole.shape[1:]))
-        dist.reduce_scatter_tensor(own, whole, group=self.group)
+        scatter_sum(own, whole, self.group)
         return own.transpose(0, TOKENS_DIM).contiguous()
 
 

@@ -16,6 +16,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
+from .collectives import gather_parts
 from .world import World
 
 
@@ -121,7 +122,7 @@ class Shards:
         padded = rows.new_zeros((part, *rows.shape[1:]))
         padded[: rows.shape[0]] = rows
         gathered = rows.new_empty((part * ring.size, *rows.shape[1:]))
-        dist.all_gather_into_tensor(gathered, padded, group=ring.group)
+        gather_parts(gathered, padded, ring.group)
         return gathered[:num_rows]
 
 

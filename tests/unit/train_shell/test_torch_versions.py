@@ -8,6 +8,7 @@ import pytest
 
 from dynmo_train.launch.agent import _patience
 from dynmo_train.parallel import zero
+from dynmo_train.parallel.collectives import gather_parts, scatter_sum
 
 
 @pytest.mark.parametrize(
@@ -34,3 +35,20 @@ def test_the_agents_patience_is_given_where_it_takes_one():
 
     assert _patience(Newer, 3.0) == {"shutdown_timeout": 5}
     assert _patience(Older, 3.0) == {}
+
+
+def test_collectives_go_by_the_names_that_torch_has():
+    said = []
+    names = ("all_gather_single", "reduce_scatter_single"), ("all_gather_into_tensor", "reduce_scatter_tensor")
+    newer, older = (
+        SimpleNamespace(**{name: lambda *given, group, name=name: said.append((name, *given, group)) for name in each})
+        for each in names
+    )
+    for torch_names in (newer, older):
+        gather_parts("whole", "own", "group", torch_names)
+        scatter_sum("own", "whole", "group", torch_names)
+    assert said == [
+        (name, *given, "group")
+        for each in names
+        for name, given in zip(each, (("whole", "own"), ("own", "whole")), strict=True)
+    ]
