@@ -122,9 +122,9 @@ def load_stream(handle: BinaryIO, source: str) -> tuple[Any, dict[str, StorageRe
 
 
 def _unknown(code: bytes) -> str:
-    known = pickletools.code2op.get(code.decode("latin1"))
-    if known is not None:
-        return f"the pickle uses {known.name}, which a checkpoint has no use for"
+    known = [each.name for each in pickletools.opcodes if each.code.encode("latin1") == code]
+    if known:
+        return f"the pickle uses {known[0]}, which a checkpoint has no use for"
     return f"not a readable pickle: no operation has the code {code!r}" if code else "the pickle does not end"
 
 
@@ -160,6 +160,13 @@ class _Machine:
     def push(self, value: Any) -> None:
         """Put a value on the stack, as it is when the value is there: closing a group brings another stack."""
         self.stack.append(value)
+
+    def pop(self) -> None:
+        """Drop what stands on top, be it the mark of a group."""
+        if self.stack:
+            self.stack.pop()
+        else:
+            self.to_mark()
 
     def mark(self) -> None:
         """Open a group: what stands on the stack waits below until it is closed."""
@@ -276,7 +283,7 @@ _VALUES |= {"UNICODE", "BINUNICODE", "SHORT_BINUNICODE", "BINUNICODE8", "STRING"
 _VALUES |= {"BINBYTES", "SHORT_BINBYTES", "BINBYTES8", "BYTEARRAY8"}
 _OPERATIONS: dict[str, Callable[[_Machine, Any], None]] = {
     "MARK": lambda m, _: m.mark(),
-    "POP": lambda m, _: m.stack.pop() if m.stack else m.to_mark(),
+    "POP": lambda m, _: m.pop(),
     "POP_MARK": lambda m, _: m.to_mark().clear(),
     "DUP": lambda m, _: m.stack.append(m.stack[-1]),
     "TUPLE": lambda m, _: m.push(tuple(m.to_mark())),
@@ -304,7 +311,7 @@ _OPERATIONS: dict[str, Callable[[_Machine, Any], None]] = {
     **dict.fromkeys(("GET", "BINGET", "LONG_BINGET"), lambda m, argument: m.stack.append(m.memo[int(argument)])),
 }
 _BY_CODE = {
-    code.encode("latin1"): (_OPERATIONS[known.name], None if known.arg is None else known.arg.reader)
-    for code, known in pickletools.code2op.items()
+    known.code.encode("latin1"): (_OPERATIONS[known.name], None if known.arg is None else known.arg.reader)
+    for known in pickletools.opcodes
     if known.name in _OPERATIONS
 }
