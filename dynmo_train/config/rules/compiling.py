@@ -21,7 +21,9 @@ def _compiled(config: Config, _world_size: int) -> Iterator[Problem]:
             "hides the products that --recompute-granularity selective would keep; use full or none, or leave it out",
         )
     if config.pruning.sparsify:
-        yield later(FLAG, "cannot be combined with --sparsify, whose products change their form on the way")
+        yield later(
+            FLAG, "cannot be combined with --sparsify: torch cannot compile the sparse products that weights turn to"
+        )
     if parallel.tensor_model_parallel_size > 1:
         yield later(
             FLAG,
