@@ -6,19 +6,20 @@ import math
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from . import __version__
-from .compare import same_bytes, set_elements
 from .faults import CorruptError
 from .formats._document import Problem, envelope
 from .formats.checkpoint import BLANK_SEAL, FORMAT, VERSION, model_check
 from .formats.checkpoint_rules import block_items
 from .hf_models import hf_model
-from .legacy import LegacyCheckpoint
 from .names import Mapped, layout_of, load_map, model_ties, to_ours
 from .native import NativeCheckpoint
 from .views import Tensor
+
+if TYPE_CHECKING:
+    from .legacy import LegacyCheckpoint
 
 RNG = {"scheme": "hash(seed,step,microbatch,item)", "seed": 0}
 
@@ -57,6 +58,8 @@ def from_map(
     ties = model_ties(model)
     apart = {link.ours for link in layout.links if link.shared and link.ours in ties}
     mapped, pairs = to_ours(layout, tensors, ties)
+    if pairs:
+        from .compare import same_bytes  # loads numpy, which is not needed without pairs
     for what, one, other in pairs:
         if not same_bytes(one, other):
             if not apart:
@@ -79,6 +82,8 @@ def from_legacy(found: LegacyCheckpoint, path: Path) -> tuple[NativeCheckpoint, 
     )
     tensors = {item.name: item.content for item in found.tensors}
     pruned = total = 0
+    if found.masks:
+        from .compare import set_elements
     for name, mask in found.masks.items():
         shape = manifest["tensors"][name]["shape"]
         entry = {"dtype": "BOOL", "shape": shape, "role": "mask", "split_dim": None, "shards": []}

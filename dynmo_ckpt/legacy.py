@@ -13,7 +13,6 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-from .compare import rounds_to, same_bytes
 from .core_names import is_core, legacy_names
 from .errors import UsageError
 from .faults import CorruptError, UnsupportedError
@@ -150,6 +149,8 @@ def assemble_state(
         raise CorruptError(f"{facts.path}: its ranks did {sorted(steps)} updates, where all must have done as many")
     kinds = {kind: assemble(facts, *state[kind], options) for kind in KINDS}
     if weights is not None:
+        from .compare import rounds_to
+
         for master, weight in zip(kinds["master"].tensors, assemble(facts, *weights, options).tensors, strict=True):
             if not rounds_to(master.content, weight.content):
                 raise CorruptError(f"{facts.path}: {master.name}: its float32 master does not round to the weight")
@@ -345,6 +346,8 @@ def _compare_replicas(
     layout: Layout, merged: Mapping[str, list[Tensor]], copies: list[tuple[str, Tensor, Tensor]], options: LegacyOptions
 ) -> Iterator[str]:
     """What several ranks hold alike must be equal: replicated tensors, and copies of the embedding."""
+    from .compare import same_bytes  # loads numpy, which a look at the names has no need of
+
     for name in {link.theirs: None for link in layout.links if not link.split and link.theirs in merged}:
         for rank, part in enumerate(merged[name][1:], 1):
             copies.append((f"{name} of tensor ranks 0 and {rank}", merged[name][0], part))

@@ -19,7 +19,6 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from .compare import rounds_to
 from .faults import CorruptError, UnsupportedError
 from .io.pickles import TensorRef
 from .io.torchfile import TorchFile, open_torch
@@ -90,6 +89,8 @@ def _from_world(world: TorchFile, chunks: Sequence[Chunk], args: Args) -> dict[s
         raise UnsupportedError(
             f"{world.path}: has {len(buffers)} buffers for {len(chunks)} chunks; experts are not mapped"
         )
+    from .compare import rounds_to
+
     found: dict[str, dict[Key, Tensor]] = {kind: {} for kind in KINDS.values()}
     for number, chunk in enumerate(chunks):
         by_type = buffers[number]

@@ -1,4 +1,7 @@
-"""Opens an input of any known format as if it were a native checkpoint: a manifest, and tensors under our names."""
+"""Opens an input of any known format as if it were a native checkpoint: a manifest, and tensors under our names.
+
+A reader is imported where its format is met, so that a look at one format does not wait for the others.
+"""
 
 from __future__ import annotations
 
@@ -6,15 +9,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from .dcp import is_dcp
-from .dcp_source import open_distributed
-from .deepspeed import is_deepspeed, open_deepspeed
 from .errors import UsageError
 from .faults import CorruptError
-from .hf_models import ARCHITECTURES
-from .huggingface import read_config, read_tensors, tokenizer_names
-from .imported import checked_model, from_legacy, from_map
 from .legacy import LegacyOptions, is_legacy, open_legacy
-from .llama2c import is_llama2c, read_llama2c
 from .native import NativeCheckpoint, find_checkpoint, is_native, open_native
 from .options import SourceKind
 
@@ -31,6 +28,9 @@ def detect(path: Path) -> SourceKind:
         return SourceKind.HF
     if is_legacy(path):
         return SourceKind.LEGACY
+    from .deepspeed import is_deepspeed
+    from .llama2c import is_llama2c
+
     if is_deepspeed(path):
         return SourceKind.DEEPSPEED
     if is_llama2c(path):
@@ -65,10 +65,17 @@ def open_any(
         directory, remarks = find_checkpoint(path, step)
         return open_native(directory), remarks
     if kind is SourceKind.LEGACY:
+        from .imported import from_legacy
+
         return from_legacy(open_legacy(path, step, legacy), path)
     if kind is SourceKind.DEEPSPEED:
+        from .deepspeed import open_deepspeed
+        from .imported import from_legacy
+
         return from_legacy(open_deepspeed(path, step, legacy), path)
     if kind is SourceKind.DCP:
+        from .dcp_source import open_distributed
+
         return open_distributed(path, step, make_vocab_size_divisible_by, legacy)
     if step is not None:
         raise UsageError(f"{path}: --step chooses among the steps of a run directory; this is a {kind} directory")
@@ -79,6 +86,9 @@ def open_any(
 
 def open_llama2c(path: Path, make_vocab_size_divisible_by: int) -> NativeCheckpoint:
     """A ``NAME.bin`` of llama2.c as a checkpoint at step 0."""
+    from .imported import from_map
+    from .llama2c import read_llama2c
+
     model, tensors = read_llama2c(path, make_vocab_size_divisible_by)
     return from_map(path.parent, model, "llama2c", tensors, (), run_id=path.stem)[0]
 
@@ -94,6 +104,10 @@ def open_hf(
         CorruptError: a file is missing or broken, the configuration holds impossible sizes, or copies differ.
         UnsupportedError: another architecture, or tensors that do not fit the map.
     """
+    from .hf_models import ARCHITECTURES
+    from .huggingface import read_config, read_tensors
+    from .imported import checked_model, from_map
+
     config = read_config(directory)
     model = checked_model(config, directory / "config.json", make_vocab_size_divisible_by)
     name = ARCHITECTURES[config["model_type"]].map
@@ -105,6 +119,8 @@ def small_files(checkpoint: NativeCheckpoint, tokenizer: Path | None) -> dict[st
 
     An older record of a conversion is left out. ``tokenizer`` is another directory to take the tokenizer's files from.
     """
+    from .huggingface import tokenizer_names
+
     directory, listed = checkpoint.directory, checkpoint.manifest["files"]
     shards = {shard["file"] for entry in checkpoint.manifest["tensors"].values() for shard in entry["shards"]}
     kept = {name: directory / name for name in sorted(set(listed) - shards - {"conversion.json"})}

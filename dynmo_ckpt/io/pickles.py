@@ -72,7 +72,7 @@ class TensorRef:
 
 INERT_NAMES = {Name("argparse", "Namespace"), Name("_codecs", "encode")}
 INERT_NAMES |= {Name(module, name) for module in ("pathlib", "pathlib._local") for name in _PATHS}
-_MARK = object()
+STOP = b"."
 _TENSOR_BUILDERS = ("_rebuild_tensor_v2", "_rebuild_tensor")
 _PLAIN = {
     ("collections", "OrderedDict"): dict,
@@ -108,19 +108,24 @@ def load_stream(handle: BinaryIO, source: str) -> tuple[Any, dict[str, StorageRe
     machine = _Machine(source)
     bounded: Any = handle if isinstance(handle, io.BytesIO) else _Bounded(handle)
     try:
-        for opcode, argument, _ in pickletools.genops(bounded):
-            name = opcode.name
-            if name == "STOP":
-                return machine.stack.pop(), machine.storages
-            operation = _OPERATIONS.get(name)
-            if operation is None:
-                raise CorruptError(f"{source}: the pickle uses {name}, which a checkpoint has no use for")
-            operation(machine, argument)
+        while (code := bounded.read(1)) != STOP:
+            found = _BY_CODE.get(code)
+            if found is None:
+                raise CorruptError(f"{source}: {_unknown(code)}")
+            operation, read = found
+            operation(machine, None if read is None else read(bounded))
+        return machine.stack.pop(), machine.storages
     except (UnsafePickleError, CorruptError):
         raise
     except (ValueError, IndexError, KeyError, TypeError, AttributeError, RecursionError, OverflowError) as error:
         raise CorruptError(f"{source}: not a readable pickle: {error}") from error
-    raise CorruptError(f"{source}: the pickle does not end")
+
+
+def _unknown(code: bytes) -> str:
+    known = [each.name for each in pickletools.opcodes if each.code.encode("latin1") == code]
+    if known:
+        return f"the pickle uses {known[0]}, which a checkpoint has no use for"
+    return f"not a readable pickle: no operation has the code {code!r}" if code else "the pickle does not end"
 
 
 class _Bounded:
@@ -148,16 +153,31 @@ class _Machine:
     def __init__(self, source: str) -> None:
         self.source = source
         self.stack: list[Any] = []
+        self.below: list[list[Any]] = []
         self.memo: dict[int, Any] = {}
         self.storages: dict[str, StorageRef] = {}
 
+    def push(self, value: Any) -> None:
+        """Put a value on the stack, as it is when the value is there: closing a group brings another stack."""
+        self.stack.append(value)
+
+    def pop(self) -> None:
+        """Drop what stands on top, be it the mark of a group."""
+        if self.stack:
+            self.stack.pop()
+        else:
+            self.to_mark()
+
+    def mark(self) -> None:
+        """Open a group: what stands on the stack waits below until it is closed."""
+        self.below.append(self.stack)
+        self.stack = []
+
     def to_mark(self) -> list[Any]:
-        """Take everything above the last mark, and the mark."""
-        at = next((i for i in reversed(range(len(self.stack))) if self.stack[i] is _MARK), None)
-        if at is None:
+        """Close the last group, and take its values."""
+        if not self.below:
             raise CorruptError(f"{self.source}: the pickle closes a group that it did not open")
-        items = self.stack[at + 1 :]
-        del self.stack[at:]
+        items, self.stack = self.stack, self.below.pop()
         return items
 
     def global_name(self, name: Name) -> Name:
@@ -257,22 +277,22 @@ _CONSTANTS: dict[str, Callable[[], Any]] = {
     "EMPTY_TUPLE": tuple,
     "EMPTY_DICT": dict,
     "EMPTY_SET": set,
-    "MARK": lambda: _MARK,
 }
 _VALUES = {"INT", "BININT", "BININT1", "BININT2", "LONG", "LONG1", "LONG4", "FLOAT", "BINFLOAT"}
 _VALUES |= {"UNICODE", "BINUNICODE", "SHORT_BINUNICODE", "BINUNICODE8", "STRING", "BINSTRING", "SHORT_BINSTRING"}
 _VALUES |= {"BINBYTES", "SHORT_BINBYTES", "BINBYTES8", "BYTEARRAY8"}
 _OPERATIONS: dict[str, Callable[[_Machine, Any], None]] = {
-    "POP": lambda m, _: m.stack.pop(),
+    "MARK": lambda m, _: m.mark(),
+    "POP": lambda m, _: m.pop(),
     "POP_MARK": lambda m, _: m.to_mark().clear(),
     "DUP": lambda m, _: m.stack.append(m.stack[-1]),
-    "TUPLE": lambda m, _: m.stack.append(tuple(m.to_mark())),
+    "TUPLE": lambda m, _: m.push(tuple(m.to_mark())),
     "TUPLE1": lambda m, _: m.stack.append(tuple(_pop(m, 1))),
     "TUPLE2": lambda m, _: m.stack.append(tuple(_pop(m, 2))),
     "TUPLE3": lambda m, _: m.stack.append(tuple(_pop(m, 3))),
-    "LIST": lambda m, _: m.stack.append(m.to_mark()),
-    "DICT": lambda m, _: m.stack.append(dict(_pairs(m.to_mark()))),
-    "FROZENSET": lambda m, _: m.stack.append(frozenset(m.to_mark())),
+    "LIST": lambda m, _: m.push(m.to_mark()),
+    "DICT": lambda m, _: m.push(dict(_pairs(m.to_mark()))),
+    "FROZENSET": lambda m, _: m.push(frozenset(m.to_mark())),
     "APPEND": lambda m, _: _append_items(m, _pop(m, 1)),
     "APPENDS": lambda m, _: _append_items(m, m.to_mark()),
     "ADDITEMS": lambda m, _: _append_items(m, m.to_mark()),
@@ -289,4 +309,9 @@ _OPERATIONS: dict[str, Callable[[_Machine, Any], None]] = {
     **dict.fromkeys(_VALUES, lambda m, argument: m.stack.append(argument)),
     **dict.fromkeys(("PUT", "BINPUT", "LONG_BINPUT", "MEMOIZE"), _put),
     **dict.fromkeys(("GET", "BINGET", "LONG_BINGET"), lambda m, argument: m.stack.append(m.memo[int(argument)])),
+}
+_BY_CODE = {
+    known.code.encode("latin1"): (_OPERATIONS[known.name], None if known.arg is None else known.arg.reader)
+    for known in pickletools.opcodes
+    if known.name in _OPERATIONS
 }

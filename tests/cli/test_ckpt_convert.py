@@ -2,6 +2,7 @@
 
 import json
 import runpy
+import subprocess
 import sys
 import zipfile
 from pathlib import Path
@@ -176,6 +177,18 @@ def test_legacy_versions_give_the_bytes_of_the_native_export(run, native, legacy
             run("convert", tmp_path / name, tmp_path / f"{name}-hf", "--to", "hf")
             assert (tmp_path / f"{name}-hf" / "model.safetensors").read_bytes() == expected
             assert "no tensor differs" in run("diff", tmp_path / name, directory).stdout
+
+
+def test_a_look_loads_neither_torch_nor_numpy(native, legacy_save, tmp_path):
+    """``info`` answers at once: what computes is imported where bytes are read."""
+    directory, m, p = native
+    legacy_save(tmp_path / "megatron", p, m, tp=2, stages=[2, 1])
+    program = "import sys\nfrom dynmo_ckpt.cli import main\ntry:\n    main()\nexcept SystemExit as stop:\n"
+    program += "    print(stop.code, [name for name in ('torch', 'numpy', 'rich') if name in sys.modules])"
+    for path in (directory, tmp_path / "megatron"):
+        command = [sys.executable, "-c", program, "info", str(path)]
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+        assert done.stdout.splitlines()[-1] in ("0 []", "None []")
 
 
 def test_legacy_to_native(run, native, legacy_save, tmp_path):

@@ -145,6 +145,44 @@ def test_finetune_mnli(place):
     assert again.splitlines()[0].split("metrics")[1] == out.splitlines()[-3].split("metrics")[1] or "train" in again
 
 
+@pytest.fixture
+def race(place):
+    """RACE's folders: a line for each passage, with its questions."""
+    for folder, first in (("RACE/train/middle", 0), ("RACE/dev/middle", 8), ("RACE/dev/high", 12)):
+        (place / folder).mkdir(parents=True, exist_ok=True)
+        for number in range(first, first + 4):
+            options = [[f"w{(number + turn + at) % 40}" for at in range(4)] for turn in range(2)]
+            passage = {
+                "article": f"w{number} w1 w2 .",
+                "questions": [f"w{number} is _ .", "which is it ?"],
+                "options": options,
+                "answers": ["ABCD"[number % 4], "A"],
+                "id": f"{folder}/{number}.txt",
+            }
+            (place / folder / f"{number}.txt").write_text(json.dumps(passage) + "\n")
+    return place
+
+
+def test_finetune_race(race):
+    """The line of Megatron's ``finetune_race_distributed.sh``, and its model evaluated."""
+    shape = "--num-layers 2 --hidden-size 16 --num-attention-heads 2 --seq-length 32 --max-position-embeddings 32"
+    line = "tasks --task RACE --seed 1234 --train-data RACE/train/middle --valid-data RACE/dev/middle RACE/dev/high"
+    line += " --tokenizer-type BertWordPieceLowerCase --vocab-file bert.txt --epochs 3 --tensor-model-parallel-size 1"
+    line += f" {shape} --micro-batch-size 4 --activations-checkpoint-method uniform --lr 1.0e-5 --lr-decay-style linear"
+    line += " --lr-warmup-fraction 0.06 --save-interval 100000 --save race --log-interval 10 --eval-interval 100"
+    line += " --eval-iters 50 --weight-decay 1.0e-1 --clip-grad 1.0 --hidden-dropout 0.1 --attention-dropout 0.1"
+    code, out, err = run(line)
+    assert code == 0, err
+    assert [f"|epoch: {epoch}| overall" in out for epoch in (1, 2, 3)] == [True] * 3
+    told = [each for each in out.splitlines() if "|epoch: 3|" in each]
+    assert [each.partition(":")[2].split(" = ")[1].split(" / ")[1] for each in told] == ["8", "8", "16"]
+    code, again, err = run(
+        "evaluate --task RACE --load race --valid-data RACE/dev/middle RACE/dev/high --micro-batch-size 4"
+    )
+    assert code == 0, err
+    assert [each.split("| ", 1)[1] for each in again.splitlines()] == [each.split("| ", 1)[1] for each in told]
+
+
 @pytest.mark.parametrize(
     ("line", "words"),
     [

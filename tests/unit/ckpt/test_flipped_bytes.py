@@ -1,11 +1,16 @@
-"""Any one altered byte of a checkpoint's directory is found."""
+"""Any one altered bit of a checkpoint's directory is found."""
 
+import json
+import random
 import runpy
+import shutil
+from itertools import product
 from pathlib import Path
 
 import pytest
 
 from dynmo_ckpt.console import progress
+from dynmo_ckpt.native import latest_faults
 from dynmo_ckpt.verify import full_findings
 
 build = runpy.run_path(str(Path(__file__).with_name("build.py")))
@@ -19,7 +24,7 @@ def directory(tmp_path_factory):
     p = build["parameters"](m)
     target = tmp_path_factory.mktemp("flip") / "step-00000001"
     tensors = p | build["masks"](p) | build["optimizer_state"](p)
-    build["save"](target, tensors, m, files={"tokenizer/tokenizer.json": b"{}"})
+    build["save"](target, tensors, m, files={"tokenizer/tokenizer.json": b"{}", "conversion.json": b"{}\n"})
     return target
 
 
@@ -32,18 +37,35 @@ def test_nothing_is_found_where_nothing_is_wrong(directory):
     assert findings(directory) == []
 
 
-def test_every_altered_byte_is_found(directory):
+def test_every_altered_bit_is_found(directory):
+    """Both ends of each file, and positions that a generator of a fixed seed chooses: all eight bits of each."""
+    positions = random.Random(11)
+    files = {path: path.read_bytes() for path in sorted(directory.rglob("*")) if path.is_file()}
+    kinds = {path.name.partition("-")[0] for path in files}
+    assert kinds == {"manifest.json", "model", "optimizer", "tokenizer.json", "conversion.json"}
     missed = []
-    for path in sorted(path for path in directory.rglob("*") if path.is_file()):
-        payload = path.read_bytes()
-        stride = max(1, len(payload) // 60)
-        for at in [*range(0, len(payload), stride), len(payload) - 1]:
-            path.write_bytes(payload[:at] + bytes([payload[at] ^ (1 << at % 8)]) + payload[at + 1 :])
+    for path, payload in files.items():
+        inner = range(1, len(payload) - 1)
+        chosen = {0, len(payload) - 1, *positions.sample(inner, min(len(inner), 9))}
+        for at, bit in product(sorted(chosen), range(8)):
+            path.write_bytes(payload[:at] + bytes([payload[at] ^ 1 << bit]) + payload[at + 1 :])
             if not findings(directory):
-                missed.append((path.name, at))
+                missed.append((path.name, at, bit))
         path.write_bytes(payload)
     assert missed == []
     assert findings(directory) == []
+
+
+def test_every_altered_bit_of_the_marker_is_found(directory, tmp_path):
+    """``LATEST`` stands outside of the step's directory, and names it."""
+    folder = tmp_path / "checkpoints"
+    shutil.copytree(directory, folder / directory.name)
+    told = f"{directory.name}\n".encode()
+    (folder / "LATEST").write_bytes(told)
+    assert latest_faults(folder) == []
+    for at, bit in product(range(len(told)), range(8)):
+        (folder / "LATEST").write_bytes(told[:at] + bytes([told[at] ^ 1 << bit]) + told[at + 1 :])
+        assert latest_faults(folder), (at, bit)
 
 
 def test_a_longer_and_a_shorter_file_are_found(directory):
@@ -56,9 +78,6 @@ def test_a_longer_and_a_shorter_file_are_found(directory):
 
 
 def test_a_tensor_that_the_manifest_does_not_name_is_found(directory, tmp_path):
-    import json
-    import shutil
-
     target = tmp_path / "step-00000001"
     shutil.copytree(directory, target)
     document = json.loads((target / "manifest.json").read_bytes())
