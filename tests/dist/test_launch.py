@@ -19,8 +19,8 @@ import sys
 from pathlib import Path
 from dynmo_train.launch.local import LocalLaunch, launch_local
 nproc, log_dir, grace_s, save_s, restarts, program = sys.argv[1:7]
-launch = LocalLaunch(nproc=int(nproc), arguments=("first",), log_dir=Path(log_dir), grace_s=float(grace_s), save_s=float(save_s),
-                     command=(sys.executable, "-c", program))
+launch = LocalLaunch(nproc=int(nproc), arguments=("first",), log_dir=Path(log_dir), grace_s=float(grace_s),
+                     save_s=float(save_s), command=(sys.executable, "-c", program))
 sys.exit(launch_local(launch, max_restarts=int(restarts)))
 """
 
@@ -59,7 +59,7 @@ def start(folder, program, *, nproc=2, grace_s=1.0, save_s=1.0, restarts=0):
 
 
 def finish(process):
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=150)
     return process.returncode, out, err
 
 
@@ -67,7 +67,7 @@ def run(folder, program, **options):
     return finish(start(folder, program, **options))
 
 
-def wait_for(condition, seconds=30.0):
+def wait_for(condition, seconds=90.0):
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end, "waited in vain"
