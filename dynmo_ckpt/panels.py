@@ -16,6 +16,7 @@ from .views import Tensor, View
 
 PANEL_BYTES = 1 << 20
 TRANSPOSE_PANEL_BYTES = 32 << 20
+BLOCK_PANELS = 8
 _BLOCK = 64
 _NUMBERS = {"F64": "f8", "F32": "f4", "F16": "f2"}
 
@@ -35,6 +36,13 @@ def panels(tensor: OutputTensor, reader: Reader) -> Iterator[Words]:
             _fill(kept, tensor.mask, box, reader)
             panel[kept == 0] = 0
         yield panel if tensor.cast is None else cast(panel, content.dtype, tensor.cast)
+
+
+def buffer_bytes(tensor: OutputTensor) -> int:
+    """The most memory that a thread's buffers take for a tensor: panel and block, and what masks and casts add."""
+    limit = PANEL_BYTES if _reads_in_order(tensor.content) else TRANSPOSE_PANEL_BYTES
+    times = 2 + (0 if tensor.mask is None else 1) + (0 if tensor.cast is None else 4)
+    return BLOCK_PANELS * PANEL_BYTES + times * min(limit, tensor.content.num_bytes)
 
 
 def cast(words: Words, source: str, target: str) -> Words:
