@@ -141,6 +141,8 @@ def _progress(config: Config, checkpoint: Checkpoint | None, samples: Samples) -
     if checkpoint is None or config.run.finetune:
         return 0, 0
     step, consumed = checkpoint.manifest["step"], checkpoint.manifest["consumed_train_samples"]
+    if not consumed and checkpoint.manifest["optimizer"] is None:
+        return 0, 0  # weights out of another program's checkpoint, which may name a step of its own
     if consumed != samples.sizes.consumed_after(step):
         raise CheckpointError(
             f"the checkpoint consumed {consumed} samples in {step} steps; --global-batch-size"
