@@ -30,7 +30,7 @@ class IctConfig:
         "K K ...: log the share of queries, in percent, whose block is among the K best of the batch.", default=None
     )
     bert_load: str | None = option(
-        "BERT that both towers begin as: run, checkpoint, Hugging Face or Megatron directory; a run in --load goes first.",
+        "BERT that both towers begin as (run, Hugging Face or Megatron directory); --load of a run goes first.",
         default=None,
     )
 
