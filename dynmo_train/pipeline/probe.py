@@ -166,7 +166,9 @@ class Probe:
             kept.update(() if kept else ignored())
             if storage is not None and storage.data_ptr() not in kept:
                 sizes[storage.data_ptr()] = storage.nbytes()
-            return tensor
+            # Not the tensor itself: a node that saves its own output and whose backward never runs (a branch that no
+            # loss uses) would hold itself, and with it the microbatch's graph for ever.
+            return tensor.detach()
 
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
             yield

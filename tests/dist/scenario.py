@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -69,7 +69,7 @@ class Scenario:
     precision: str = "fp32"
     dynamic: DynamicSettings | None = None
     model: str = "gpt"
-    rule: PruningRule = PruningRule()
+    rule: PruningRule = field(default_factory=PruningRule)
     plasticity: PlasticityRule | None = None
     cache_bytes: int | None = None
     moe: MoeShape | None = None

@@ -164,7 +164,7 @@ def test_a_stage_without_items_passes_the_factors_on():
 
 
 def test_memories_go_with_the_item_behind_the_boundary():
-    """In a loop of two workers layers 2 and 3 keep their boundaries; the one at layer 0's MLP is new, layer 1's gone."""
+    """In a loop of two workers layers 2 and 3 keep their boundaries; that at layer 0's MLP is new, layer 1's gone."""
     steps = [
         {name: value for one in held for name, value in one.items() if name.endswith("hidden.error")}
         for held in zip(*played("interleaved, moving", "lep")["remembered"], strict=True)

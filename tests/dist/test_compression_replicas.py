@@ -11,8 +11,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from layouts import Layout, engine_on
-from scenario import MICRO_BATCH, SHAPE, TOKENS, Scenario, batch_of
 from plain_stage import PlainEngine
+from scenario import MICRO_BATCH, SHAPE, TOKENS, Scenario, batch_of
 from test_compression import play
 from test_placement import cut, vee
 from whole_runs import figures, lines, tensors, train, write_data
@@ -175,10 +175,11 @@ def test_what_is_owed_is_paid_where_nothing_is_compressed():
     assert holders == [[], [0, 1], [2, 3], []]
 
 
-
 def chosen(world: World, compression: CompressionSettings, choice: int | None) -> dict[str, Any]:
     """Three steps; behind the first one it is chosen how many workers compress."""
-    engine = engine_on(lay_out(world, BOTH, 60), Layout(dims=BOTH, scenario=BASE, settings={"compression": compression}))
+    engine = engine_on(
+        lay_out(world, BOTH, 60), Layout(dims=BOTH, scenario=BASE, settings={"compression": compression})
+    )
     before, results = engine.replica_workers, []
     for step in (1, 2, 3):
         results.append(engine.train_step(batch_of(step), sampled=False))
@@ -200,7 +201,7 @@ def test_who_compresses_can_be_chosen_on_the_way():
 
 
 def wire(world: World, compression: CompressionSettings, kind: type[Engine] = Engine) -> list[list[Any]]:
-    """What one process hands to torch in two steps: every send, receive and sum, with type and bytes; and the losses."""
+    """What one process hands to torch in two steps: sends, receives and sums, with type and bytes; losses."""
     told: list[list[Any]] = []
     batched, summed = dist.batch_isend_irecv, dist.all_reduce
 
@@ -217,7 +218,8 @@ def wire(world: World, compression: CompressionSettings, kind: type[Engine] = En
     dist.batch_isend_irecv, dist.all_reduce = batch, add
     try:
         for step in (1, 2):
-            told.append(["loss", engine.train_step(batch_of(step), sampled=False).loss, 0])
+            loss = engine.train_step(batch_of(step), sampled=False).loss
+            told.append(["loss", loss, 0])
     finally:
         dist.batch_isend_irecv, dist.all_reduce = batched, summed
     return told
@@ -241,9 +243,12 @@ def test_without_compression_every_operation_and_byte_is_as_before():
     assert packed[2].count(["isend", 0, boundary]) < last.count(["isend", 0, boundary])
 
 
-FLAGS = """--inter_grad_comp --inter_grad_comp_rank 4 --inter_grad_comp_epilogue_only --use_error_feedback --grad_comp
- --grad_comp_rank 4 --grad_comp_warm_up 0.2 --selective_grad_comp --selective_grad_comp_way 1 --emb_comm_opt
- --check_orth_error_acti --check_comp_speed --check_comp_ratio""".split()
+FLAGS = [
+    *("--inter_grad_comp", "--inter_grad_comp_rank", "4", "--inter_grad_comp_epilogue_only", "--use_error_feedback"),
+    *("--grad_comp", "--grad_comp_rank", "4", "--grad_comp_warm_up", "0.2", "--emb_comm_opt"),
+    *("--selective_grad_comp", "--selective_grad_comp_way", "1"),
+    *("--check_orth_error_acti", "--check_comp_speed", "--check_comp_ratio"),
+]
 
 
 def test_a_run_of_the_command_goes_on_with_the_same_bits(tmp_path):
@@ -278,3 +283,16 @@ def test_a_run_of_the_command_goes_on_with_the_same_bits(tmp_path):
     # Other numbers of processes take the weights, and begin without memories
     train(data, tmp_path / "other", 2, *FLAGS[:4], load=str(tmp_path / "stopped/checkpoints/step-00000004"), **options)
     assert max(figures(tmp_path / "other")) == 8
+
+
+def test_the_planner_chooses_who_compresses_while_the_command_trains(tmp_path):
+    data = write_data(tmp_path / "data")
+    steps = "400"
+    told = ("--grad-comp", "--grad-comp-rank", "4", "--selective-grad-comp", "--selective-grad-comp-way", "auto")
+    options = {"train_iters": steps, "freeze_schedule": None, "num_layers": "2", "global_batch_size": "4"}
+    options["pipeline_model_parallel_size"] = "1"
+    train(data, tmp_path / "run", 2, *told, eval_interval=steps, log_interval=steps, **options)
+    [chosen] = [line for line in lines(tmp_path / "run/events.jsonl") if line["kind"] == "selective_grad_comp"]
+    assert chosen["workers"] in (0, 1)
+    assert "dynmo-plan expects steps of" in chosen["message"]
+    assert 0 < chosen["step"] < int(steps)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from functools import cache
 
 import pytest
@@ -21,9 +22,7 @@ def cut(model: str, workers: int, *boundaries: int) -> Partition:
     """A partition that begins stages 1, 2, ... at these items of the list."""
     names = tuple(item.name for item in SAMPLES[model].family.items)
     ends = [0, *boundaries, len(names)]
-    return Partition(
-        stages=tuple(names[begin:end] for begin, end in zip(ends, ends[1:], strict=False)), workers=workers
-    )
+    return Partition(stages=tuple(names[begin:end] for begin, end in itertools.pairwise(ends)), workers=workers)
 
 
 @cache

@@ -9,7 +9,6 @@ import socket
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 
@@ -21,7 +20,7 @@ from pathlib import Path
 from dynmo_train.launch.local import LocalLaunch, launch_local
 from dynmo_train.launch.meeting import Nodes
 rank, least, most, port, log_dir, restarts, silence_s, program = sys.argv[1:9]
-nodes = Nodes(rank=int(rank), least=int(least), most=int(most), port=int(port), join_timeout_s=40, 
+nodes = Nodes(rank=int(rank), least=int(least), most=int(most), port=int(port), join_timeout_s=40,
               node_timeout_s=float(silence_s))
 launch = LocalLaunch(nproc=1, arguments=(), log_dir=Path(log_dir), grace_s=1.0,
                      command=(sys.executable, "-c", program), nodes=nodes)

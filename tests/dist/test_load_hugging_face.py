@@ -5,8 +5,8 @@ from __future__ import annotations
 import shutil
 
 import pytest
-from whole_runs import arguments, figures, lines, run_command, train, write_data
 from typer.testing import CliRunner
+from whole_runs import arguments, figures, lines, run_command, train, write_data
 from workers import run_workers
 
 pytestmark = pytest.mark.dist

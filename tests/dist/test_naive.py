@@ -1,4 +1,4 @@
-"""What breaks placement invariance, done naively: each of these must be seen by the comparison that the engine passes."""
+"""What breaks placement invariance, done naively: the comparison that the engine passes must see each of these."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A checkpoint goes on on any other layout: nothing of the state is lost, and training goes on as if it had not stopped."""
+"""A checkpoint goes on on any other layout: no state is lost, and training goes on as if it had not stopped."""
 
 from __future__ import annotations
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from functools import cache
 
@@ -19,9 +20,7 @@ NAMES = tuple(item.name for item in Scenario().family().items)
 def cut(workers: int, *boundaries: int) -> Partition:
     """A partition that begins stages 1, 2, ... at these items of the list."""
     ends = [0, *boundaries, len(NAMES)]
-    return Partition(
-        stages=tuple(NAMES[begin:end] for begin, end in zip(ends, ends[1:], strict=False)), workers=workers
-    )
+    return Partition(stages=tuple(NAMES[begin:end] for begin, end in itertools.pairwise(ends)), workers=workers)
 
 
 def vee(partition: Partition) -> Partition:
@@ -111,8 +110,8 @@ def test_lower_precision_stays_near_float32_and_float16_overflows():
     half = reference(Scenario(precision="fp16"))
     assert None in half["norms"], "no step overflowed"
     scales = half["scales"]
-    assert any(after < before for before, after in zip(scales, scales[1:], strict=False))
-    assert any(after > before for before, after in zip(scales, scales[1:], strict=False))
+    assert any(after < before for before, after in itertools.pairwise(scales))
+    assert any(after > before for before, after in itertools.pairwise(scales))
 
 
 def test_uniform_partition_is_megatrons():

@@ -112,7 +112,7 @@ def test_growing_batches_and_samples_are_the_same_bits_on_any_stages_and_after_a
 
 
 def test_what_load_may_leave_out(whole):
-    folder, data, expected, weights = whole
+    folder, data, expected, _weights = whole
     train(data, folder / "tuned", 1, "--finetune", "--no-save-optim", load=str(folder / "whole"), train_iters="2")
     tuned = figures(folder / "tuned")
     assert sorted(tuned) == [1, 2]
@@ -136,7 +136,9 @@ def test_skip_train_evaluates_alone(whole):
     assert [sorted(line) for line in told[0]] == [["validation_loss"], ["test_loss"]]
     assert told[0] == told[1]
     assert tensors(folder / "whole", 24) == weights
-    trained = [line["validation_loss"] for line in lines(folder / "whole" / "metrics.jsonl") if "validation_loss" in line]
+    trained = [
+        line["validation_loss"] for line in lines(folder / "whole" / "metrics.jsonl") if "validation_loss" in line
+    ]
     assert told[0][0]["validation_loss"] == pytest.approx(trained[-1], rel=0.1)
 
 

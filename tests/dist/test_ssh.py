@@ -73,7 +73,12 @@ def static(tmp_path_factory):
 def start(folder, ssh, *words):
     told = ["launch", "hostfile", "-H", "hostfile", "--ssh", ssh, "--master-port", str(free_port()), *words]
     return subprocess.Popen(
-        [sys.executable, "-m", "dynmo_train", *told], cwd=folder, stdout=-1, stderr=-1, text=True, start_new_session=True
+        [sys.executable, "-m", "dynmo_train", *told],
+        cwd=folder,
+        stdout=-1,
+        stderr=-1,
+        text=True,
+        start_new_session=True,
     )
 
 

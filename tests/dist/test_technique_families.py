@@ -1,4 +1,4 @@
-"""The techniques on BERT, Llama and, sparse attention, T5: against dense references, what they cost, and on any placement."""
+"""The techniques on BERT, Llama and, sparse attention, T5: against dense references, cost, any placement."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ class SameBucket:
         return scores.softmax(-1).nan_to_num(0.0) @ v
 
 
-@pytest.mark.parametrize("model", (*FAMILIES, "t5"))
+@pytest.mark.parametrize("model", [*FAMILIES, "t5"])
 def test_sparse_attention_equals_dense_attention_within_buckets(model):
     changed = family(model, DynamicSettings(sparse_attention=SparseAttentionSettings(buckets=4, block=4)))
     values = {}
@@ -161,7 +161,7 @@ def cut(model: str, at: int) -> Partition:
     return Partition(stages=(names[:at], names[at:]), workers=2)
 
 
-@pytest.mark.parametrize("model", (*FAMILIES, "t5"))
+@pytest.mark.parametrize("model", [*FAMILIES, "t5"])
 def test_all_of_them_at_once_give_the_bits_of_one_worker(model):
     moves = ((3, cut(model, 2)), (6, cut(model, 4)))
     expected = reference(model)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from functools import cache
 
@@ -55,7 +56,7 @@ def scenario(technique: str, **options) -> Scenario:
 def cut(technique: str, *boundaries: int) -> Partition:
     names = tuple(item.name for item in scenario(technique).family().items)
     ends = [0, *boundaries, len(names)]
-    stages = tuple(names[begin:end] for begin, end in zip(ends, ends[1:], strict=False))
+    stages = tuple(names[begin:end] for begin, end in itertools.pairwise(ends))
     return Partition(stages=stages, workers=2)
 
 
@@ -117,7 +118,8 @@ def test_the_scenario_exercises_the_technique(technique):
         assert figures["layers.1"]["depth_share"] == [0.5]
     if technique == "depths and exits":
         shares = [step["layers.1"]["exit_share"][0] for step in told["figures"]]
-        assert all(step["layers.0.mlp"]["exit_share"][0] < share < 1 for step, share in zip(told["figures"], shares))
+        before = [step["layers.0.mlp"]["exit_share"][0] for step in told["figures"]]
+        assert all(early < late < 1 for early, late in zip(before, shares, strict=True))
         assert 0.4 < figures["layers.3"]["depth_share"][0] < 0.7, "half of what is left goes through"
     if technique in ("exits", "saturation"):
         shares = [

@@ -1,4 +1,4 @@
-"""Two hosts for real: network namespaces joined by a veth, a launcher in each, gloo between them, and one that is lost."""
+"""Two hosts for real: namespaces joined by a veth, a launcher in each, gloo between them, and one that is lost."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ def _enter(
             pipe.send((None, function(world, *arguments)))
         finally:
             leave_world()
-    except BaseException:
+    except BaseException:  # noqa: BLE001 - whatever it is, the test must hear of it
         pipe.send((traceback.format_exc(), None))
     finally:
         pipe.close()

@@ -1,0 +1,47 @@
+"""The probe of a worker's items: what it must not keep."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from typing import Any
+
+import torch
+
+from dynmo_train.pipeline.clock import CpuClock
+from dynmo_train.pipeline.probe import Probe
+
+
+class Witness:
+    """Lives as long as the graph that holds it."""
+
+
+class Seen(torch.autograd.Function):
+    """The identity, which holds a witness."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, witness: Witness) -> torch.Tensor:
+        ctx.witness = witness
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return grads[0], None
+
+
+def test_a_branch_that_no_loss_uses_does_not_keep_the_graph_of_a_sampled_step():
+    probe = Probe(CpuClock(threads=1))
+    probe.begin_step(True, 1)
+    witness = Witness()
+    watched = weakref.ref(witness)
+    x = torch.ones(8, requires_grad=True)
+    with probe.saved("layers.0", set):
+        hidden = Seen.apply(x, witness) * 2
+        unused = hidden.exp()  # saves its own output for a backward that never runs
+        loss = (hidden * hidden).sum()
+    loss.backward()
+    assert probe.result(("layers.0",), 1)["activation_bytes"][0] > 0
+    assert torch.equal(x.grad, torch.full((8,), 8.0))
+    del hidden, unused, loss, witness
+    gc.collect()
+    assert watched() is None
