@@ -108,7 +108,7 @@ def verify(
     else:
         for finding in findings:
             emit(finding)
-        emit(f"{directory}: {'ok' if not findings else f'findings: {len(findings)}'} ({level.value})")
+        emit(f"{directory}: {'ok' if not findings else f'{len(findings)} findings'} ({level.value})")
     if findings:
         raise typer.Exit(EXIT_DIFFERENCE)
 

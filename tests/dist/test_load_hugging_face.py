@@ -51,7 +51,14 @@ def test_a_legacy_megatron_checkpoint_begins_at_the_first_step(before):
     assert (folder / "megatron" / "latest_checkpointed_iteration.txt").read_text() == "24"
     talk = {
         name: train(
-            data, folder / f"of {name}", 1, "--load", str(folder / name), "--cache-dir", str(folder / "cache"), train_iters="3"
+            data,
+            folder / f"of {name}",
+            1,
+            "--load",
+            str(folder / name),
+            "--cache-dir",
+            str(folder / "cache"),
+            train_iters="3",
         )
         for name in ("megatron", "hf")
     }
