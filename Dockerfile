@@ -9,7 +9,8 @@ ARG BASE=pytorch/pytorch:2.11.0-cuda12.8-cudnn9-devel
 FROM ${BASE}
 
 ENV PIP_BREAK_SYSTEM_PACKAGES=1 PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_CACHE_DIR=1 PIP_ROOT_USER_ACTION=ignore
-# curl for bin/download_*.sh, ssh for `launch hostfile`
+# curl for bin/download_*.sh, ssh for `launch hostfile`; of the versions that the base's distribution has.
+# hadolint ignore=DL3008
 RUN apt-get update \
     && apt-get install --yes --no-install-recommends curl openssh-client \
     && rm -rf /var/lib/apt/lists/*

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import time
 from collections.abc import Callable
@@ -13,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from .errors import EXIT_TERMINATED
+from .launch.worker import is_launched
 from .parallel.world import World
 
 
@@ -34,10 +36,16 @@ class Interrupts:
 
     SIGTERM saves and leaves, a second one leaves at once; SIGUSR1 saves and goes on, SIGUSR2 saves and leaves to be
     started again; after ``limit_s`` seconds the run is saved and left. A process that got no signal does as the others.
+
+    A launcher's worker (``launched``; by default as the environment says) takes a second SIGTERM for the first: Slurm
+    signals the launcher and its workers, and the launcher tells them again. It ends those that take too long.
     """
 
-    def __init__(self, limit_s: float | None, now: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, limit_s: float | None, now: Callable[[], float] = time.monotonic, *, launched: bool | None = None
+    ) -> None:
         self._now, self._limit_s = now, limit_s
+        self._launched = is_launched(os.environ) if launched is None else launched
         self._started = now()
         self._asked = {"save": False, "end": False, "relaunch": False}
         self._handlers: dict[int, Any] = {}
@@ -53,6 +61,8 @@ class Interrupts:
     def __exit__(self, *_: object) -> None:
         for number, handler in self._handlers.items():
             signal.signal(number, handler)
+        if self._launched and self._asked["end"]:
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the last checkpoint may still be on its way
 
     def _on_save(self, _number: int, _frame: FrameType | None) -> None:
         self._asked["save"] = True
@@ -61,7 +71,7 @@ class Interrupts:
         self._asked["relaunch"] = True
 
     def _on_end(self, _number: int, _frame: FrameType | None) -> None:
-        if self._asked["end"]:
+        if self._asked["end"] and not self._launched:
             raise SystemExit(EXIT_TERMINATED)
         self._asked["end"] = True
 

@@ -74,6 +74,9 @@ def launch_kubernetes(
     runtime: Annotated[str, typer.Option("--runtime", help="Training runtime of a trainjob.")] = "torch-distributed",
     export: Exports = None,
     max_restarts: MaxRestarts = 3,
+    save_s: Annotated[
+        int, typer.Option("--save-s", min=0, help="Seconds that a pod has to save in when it ends.")
+    ] = 60,
     dry_run: DryRun = False,
 ) -> None:
     """Run COMMAND in pods: prints the manifests with --dry-run, else applies them with kubectl.
@@ -105,6 +108,7 @@ def launch_kubernetes(
         claims=tuple(parse_claim(text) for text in claim or ()),
         environment=parse_exports(export or ()),
         max_restarts=max_restarts,
+        save_s=save_s,
         runtime=runtime,
     )
     text = _documents(kind, job, claim_size, storage_class)

@@ -28,19 +28,30 @@ MaxRestarts = Annotated[
     int, typer.Option("--max-restarts", min=0, help="Times to go on from the last checkpoint after a failure.")
 ]
 GraceS = Annotated[
-    float, typer.Option("--grace-s", min=0, help="Seconds that a process may take to end when it is told to.")
+    float, typer.Option("--grace-s", min=0, help="Seconds that a process may take to end when others have failed.")
+]
+SaveS = Annotated[
+    float, typer.Option("--save-s", min=0, help="Seconds to save and end in when the launch is told to end (SIGTERM).")
 ]
 
 
 def _run(
-    arguments: list[str], nproc: int, log_dir: Path | None, max_restarts: int, grace_s: float, nodes: Nodes
+    arguments: list[str],
+    nproc: int,
+    log_dir: Path | None,
+    max_restarts: int,
+    patience: tuple[float, float],
+    nodes: Nodes,
 ) -> int:
-    """Run to the end; the temporary folder of logs goes where all went well."""
+    """Run to the end; the temporary folder of logs goes where all went well. ``patience``: --grace-s, --save-s."""
     from ..launch.local import LocalLaunch
     from ..launch.local import launch_local as run
 
     folder = log_dir or Path(tempfile.mkdtemp(prefix="dynmo-launch-"))
-    asked = LocalLaunch(nproc=nproc, arguments=tuple(arguments), log_dir=folder, grace_s=grace_s, nodes=nodes)
+    grace_s, save_s = patience
+    asked = LocalLaunch(
+        nproc=nproc, arguments=tuple(arguments), log_dir=folder, grace_s=grace_s, save_s=save_s, nodes=nodes
+    )
     code = run(asked, max_restarts=max_restarts)
     if log_dir is None and code == 0:
         shutil.rmtree(folder)
@@ -60,6 +71,7 @@ def launch_local(
     log_dir: LogDir = None,
     max_restarts: MaxRestarts = 0,
     grace_s: GraceS = 5.0,
+    save_s: SaveS = 60.0,
 ) -> None:
     """Run COMMAND in several processes on this machine; shows what rank 0 says.
 
@@ -69,7 +81,7 @@ def launch_local(
     need_torch()
     from ..launch.meeting import Nodes
 
-    raise typer.Exit(_run(arguments, nproc, log_dir, max_restarts, grace_s, Nodes()))
+    raise typer.Exit(_run(arguments, nproc, log_dir, max_restarts, (grace_s, save_s), Nodes()))
 
 
 def count_of_nodes(flag: str, text: str) -> tuple[int, int]:
@@ -120,6 +132,7 @@ def launch_node(
     log_dir: LogDir = None,
     max_restarts: MaxRestarts = 0,
     grace_s: GraceS = 5.0,
+    save_s: SaveS = 60.0,
 ) -> None:
     """Run COMMAND on this node, together with the same command on the other nodes.
 
@@ -145,4 +158,4 @@ def launch_node(
         from ..launch.hostfile import end_with_stdin as watch_stdin
 
         watch_stdin()
-    raise typer.Exit(_run(arguments, nproc, log_dir, max_restarts, grace_s, nodes))
+    raise typer.Exit(_run(arguments, nproc, log_dir, max_restarts, (grace_s, save_s), nodes))

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import subprocess
 
 from ..programs import program_path
-from .published import find
+from .compat import is_flag
+from .published import CLASSIC_FLAGS, PLACES, find
 from .scripts import Meaning, ScriptCommand, flags_with_values
 
 _OPTION = re.compile(r"  (-\S.*?)(?:  +(\S.*))?$")
@@ -40,14 +42,28 @@ def explain_foreign(command: ScriptCommand) -> list[Meaning] | None:
 
 def explain_by_help(command: ScriptCommand, helps: dict[str, str]) -> list[Meaning]:
     """As ``explain_foreign``, for help that was read."""
-    meanings: list[Meaning] = []
+    meanings = _by_place(command)
     for flag, values in flags_with_values(command.arguments):
         own = next((name for name in (flag, flag.replace("_", "-")) if name in helps), None)
-        if own is None:
+        if own is None and (classic := CLASSIC_FLAGS.get((command.ours, flag))):
+            meanings.append(Meaning(flag, values, "same", classic))
+        elif own is None:
             meanings.append(Meaning(flag, values, "unknown", f"{command.ours} has no such flag"))
         else:
             meanings.append(Meaning(flag, values, "same", ("" if own == flag else f"{own}: ") + helps[own]))
     return meanings
+
+
+def _by_place(command: ScriptCommand) -> list[Meaning]:
+    """The words before the first flag: files that the program knows by their places."""
+    words = list(itertools.takewhile(lambda word: not is_flag(word), command.arguments))
+    places = PLACES.get(command.program.rpartition("/")[2], ())
+    if not places:
+        return [Meaning(word, (), "same", "a file") for word in words]
+    if len(words) != len(command.arguments):
+        return [Meaning(word, (), "unknown", f"with flags behind it, {command.ours} wants -o") for word in words]
+    known = [Meaning(word, (), "same", place) for word, place in zip(words, places, strict=False)]
+    return known + [Meaning(word, (), "unknown", "one word too many") for word in words[len(places) :]]
 
 
 def script_of(path: str) -> str | None:

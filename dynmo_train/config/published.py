@@ -96,6 +96,24 @@ TABLE: tuple[Published, ...] = (
     Published("convert_megatron_gpt2_checkpoint.py", "dynmo-ckpt convert", OTHERS),
     Published("convert_megatron_bert_checkpoint.py", "dynmo-ckpt convert", OTHERS),
 )
+# Programs that take files by their places, and what each place is to the command here.
+PLACES: Mapping[str, tuple[str, ...]] = {
+    "blacklist_urls.py": ("the input", "--output"),
+    "cleanup_dataset.py": ("the input", "--output"),
+    "group_duplicate_url.py": ("the input", "--output", "--threshold"),
+    "group_duplicate_urls.py": ("the input", "--output", "--threshold"),
+    "remove_group_duplicates.py": ("--groups", "the input", "--output"),
+}
+# Flags that commands of another package take from classic tools and their help does not show.
+CLASSIC_FLAGS: Mapping[tuple[str, str], str] = {
+    ("dynmo-prep add-id", "--input-file"): "--input",
+    ("dynmo-prep add-id", "--output-file"): "--output",
+    ("dynmo-prep merge", "--json_path"): "--input: the .json files of the folder",
+    ("dynmo-prep find-duplicates", "--inputs"): "--input and --id-key, of each pair of a file and a key",
+    ("dynmo-prep decontaminate", "--dedup-dataset"): "--input and --json-key",
+    ("dynmo-prep decontaminate", "--lambada-path"): "--task lambada=FILE",
+    ("dynmo-prep decontaminate", "--tasks"): "--task, of each",
+}
 # Tasks of Megatron's tasks/main.py.
 TASKS: Mapping[str, str] = {
     "WIKITEXT103": "evaluate wikitext",

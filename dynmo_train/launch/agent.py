@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import fcntl
-import inspect
 import logging
+import math
 import os
 import signal
 import socket
@@ -21,7 +21,7 @@ from ..console import say
 from ..errors import DynmoError
 from ..rundir import LAUNCH_FILE_VARIABLE
 from .outcome import Failure
-from .worker import GRACE_VARIABLE, LAUNCHER_PID_VARIABLE
+from .worker import GRACE_VARIABLE, LAUNCHER_PID_VARIABLE, SAVE_VARIABLE, TOLD_FILE_VARIABLE
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import PrefixStore
@@ -43,8 +43,9 @@ class PeerTroubleError(DynmoError):
 class Work:
     """What runs on a node in one start.
 
-    ``nproc`` processes of ``command``; this is member ``index`` of ``count``; the processes meet in the store at
-    ``host`` and ``port``; ``trouble`` says why the start cannot go on, seen from other nodes, else None.
+    ``nproc`` processes of ``command``, which get ``grace_s`` seconds to end, and ``save_s`` where the launcher was told
+    to end, which ``told_file`` says; this is member ``index`` of ``count``; the processes meet in the store at ``host``
+    and ``port``; ``trouble`` says why the start cannot go on, seen from other nodes, else None.
     """
 
     name: str
@@ -52,6 +53,8 @@ class Work:
     command: tuple[str, ...]
     log_dir: Path
     grace_s: float
+    save_s: float
+    told_file: Path
     index: int
     count: int
     host: str
@@ -65,7 +68,14 @@ KEEP_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(32 << 20), "MALLOC_TRIM_THRESHOLD_"
 
 
 def worker_environment(
-    present: Mapping[str, str], *, launcher: int, launch_file: Path, grace_s: float, interface: str | None
+    present: Mapping[str, str],
+    *,
+    launcher: int,
+    launch_file: Path,
+    grace_s: float,
+    save_s: float,
+    told_file: Path,
+    interface: str | None,
 ) -> dict[str, str]:
     """Variables that workers get beside the launcher's own; what a person has set stays.
 
@@ -78,6 +88,8 @@ def worker_environment(
         LAUNCHER_PID_VARIABLE: str(launcher),
         LAUNCH_FILE_VARIABLE: str(launch_file),
         GRACE_VARIABLE: str(grace_s),
+        SAVE_VARIABLE: str(save_s),
+        TOLD_FILE_VARIABLE: str(told_file),
     }
 
 
@@ -194,6 +206,19 @@ def _build_agent(work: Work) -> tuple[LocalElasticAgent, list[LogsDest]]:
         def _exit_barrier(self) -> None:
             """None: a node whose processes are done leaves, and the meeting knows it; torch's would hold it."""
 
+        def _shutdown(self, *signals: Any, **_patience: Any) -> None:
+            """End the workers: with a signal where the launcher got that signal itself, else because of others.
+
+            torch 2.11 takes no time to wait, so the workers are waited for here.
+            """
+            number = signals[0] if signals else signal.SIGTERM
+            told = bool(signals) and number == signal.SIGTERM
+            if told:
+                work.told_file.touch()
+            if self._pcontext is not None:
+                self._pcontext.close(number, math.ceil(max(work.grace_s, work.save_s if told else 0.0)) + 2)
+            super()._shutdown(number)
+
     spec = WorkerSpec(
         role="worker",
         local_world_size=work.nproc,
@@ -207,15 +232,8 @@ def _build_agent(work: Work) -> tuple[LocalElasticAgent, list[LogsDest]]:
     agent = Agent(
         spec=spec,
         logs_specs=Logs(log_dir=str(work.log_dir), redirects=Std.ALL),
-        **_patience(LocalElasticAgent, work.grace_s),
     )
     return agent, places
-
-
-def _patience(agent: type, grace_s: float) -> dict[str, Any]:
-    """The workers end themselves after their grace; the agent kills what is left: torch 2.11's always after 30 s."""
-    known = "shutdown_timeout" in inspect.signature(agent).parameters
-    return {"shutdown_timeout": int(grace_s) + 2} if known else {}
 
 
 def run_once(work: Work) -> list[Failure]:
@@ -228,8 +246,10 @@ def run_once(work: Work) -> list[Failure]:
     from torch.distributed.elastic.multiprocessing import SignalException
 
     # The agent tells each rank's end on several lines; the one message at the end says it all.
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     agent, places = _build_agent(work)
+    for name in list(logging.root.manager.loggerDict):
+        if name.startswith("torch.distributed.elastic"):  # each of its modules has a level of its own
+            logging.getLogger(name).setLevel(logging.CRITICAL)
     tails = (
         _Tail(lambda: places[0].stdouts[0] if places else None, sys.stdout),
         _Tail(lambda: places[0].stderrs[0] if places else None, sys.stderr),
@@ -248,6 +268,7 @@ def run_once(work: Work) -> list[Failure]:
             tail.finish()
         for number, handler in handlers.items():
             signal.signal(number, handler)
+        work.told_file.unlink(missing_ok=True)
     workers = agent.get_worker_group().workers
     first = workers[0].global_rank if workers else 0
     return [

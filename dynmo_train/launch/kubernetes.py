@@ -32,7 +32,10 @@ class Claim:
 
 @dataclass(frozen=True, kw_only=True)
 class KubernetesJob:
-    """What runs: ``least`` to ``most`` pods of ``nproc`` processes with ``gpus`` devices each."""
+    """What runs: ``least`` to ``most`` pods of ``nproc`` processes with ``gpus`` devices each.
+
+    A pod that is told to end has ``save_s`` seconds to save.
+    """
 
     name: str
     image: str
@@ -49,6 +52,7 @@ class KubernetesJob:
     claims: tuple[Claim, ...] = ()
     environment: dict[str, str] = field(default_factory=dict)
     max_restarts: int = 3
+    save_s: int = 60
     runtime: str = "torch-distributed"
 
     def __post_init__(self) -> None:
@@ -99,6 +103,11 @@ def _pod(job: KubernetesJob, container: dict[str, Any]) -> dict[str, Any]:
     return spec
 
 
+def _training_pod(job: KubernetesJob, container: dict[str, Any]) -> dict[str, Any]:
+    # The launcher, too, takes a moment to end after its processes.
+    return {**_pod(job, container), "terminationGracePeriodSeconds": job.save_s + 15}
+
+
 def _container(job: KubernetesJob, name: str, command: Sequence[str]) -> dict[str, Any]:
     found: dict[str, Any] = {
         "name": name,
@@ -116,7 +125,8 @@ def _container(job: KubernetesJob, name: str, command: Sequence[str]) -> dict[st
 def _launcher(job: KubernetesJob) -> list[str]:
     return [
         *("dynmo-train", "launch", "node", "--nproc", str(job.nproc), "--nnodes", f"{job.least}:{job.most}"),
-        *("--job", job.name, "--max-restarts", str(job.max_restarts), "--", *job.arguments),
+        *("--job", job.name, "--max-restarts", str(job.max_restarts)),
+        *("--save-s", str(job.save_s), "--", *job.arguments),
     ]
 
 
@@ -125,32 +135,33 @@ def _metadata(job: KubernetesJob) -> dict[str, Any]:
 
 
 def pytorch_job(job: KubernetesJob) -> dict[str, Any]:
-    """The ``PyTorchJob``: a master and its workers, or workers alone where their number may change.
+    """The ``PyTorchJob``: a master and its workers, also where their number may change.
 
-    A pod that ends with 0 is complete: the others go on, and its node is free.
+    A pod that ends with 0 is complete: the others go on, and its node is free. The job has succeeded when its master
+    has; of workers alone the training operator calls an elastic job done as soon as one of them is (UpdateJobStatus in
+    its pytorchjob_controller.go, release 1.9), so a released one would end the job for it. What has not come by then
+    is removed (``cleanPodPolicy``).
     """
     elastic = job.least != job.most
-    rank = '"${HOSTNAME##*-}"' if elastic else '"$RANK"'
-    address = f'"{job.name}-worker-0"' if elastic else '"$MASTER_ADDR"'
-    text = f"export NODE_RANK={rank} MASTER_ADDR={address} MASTER_PORT={PORT} && {_BY_RANK}"
+    text = f'export NODE_RANK="$RANK" MASTER_ADDR="$MASTER_ADDR" MASTER_PORT={PORT} && {_BY_RANK}'
     container = _container(job, "pytorch", ["bash", "-c", text, *_launcher(job)])
     container["ports"] = [{"containerPort": PORT, "name": "pytorchjob-port"}]
 
     def replicas(count: int) -> dict[str, Any]:
-        return {"replicas": count, "restartPolicy": "OnFailure", "template": {"spec": _pod(job, container)}}
+        return {"replicas": count, "restartPolicy": "OnFailure", "template": {"spec": _training_pod(job, container)}}
 
-    spec: dict[str, Any] = {"runPolicy": {"cleanPodPolicy": "None", "backoffLimit": job.max_restarts}}
+    policy: dict[str, Any] = {"cleanPodPolicy": "Running" if elastic else "None", "backoffLimit": job.max_restarts}
+    spec: dict[str, Any] = {"runPolicy": policy}
     if elastic:
+        policy["schedulingPolicy"] = {"minAvailable": job.least}
         spec["elasticPolicy"] = {
             "rdzvBackend": "c10d",
             "minReplicas": job.least,
             "maxReplicas": job.most,
             "maxRestarts": job.max_restarts,
         }
-        spec["pytorchReplicaSpecs"] = {"Worker": replicas(job.most)}
-    else:
-        workers = {"Worker": replicas(job.most - 1)} if job.most > 1 else {}
-        spec["pytorchReplicaSpecs"] = {"Master": replicas(1), **workers}
+    workers = {"Worker": replicas(job.most - 1)} if job.most > 1 else {}
+    spec["pytorchReplicaSpecs"] = {"Master": replicas(1), **workers}
     return {"apiVersion": "kubeflow.org/v1", "kind": "PyTorchJob", "metadata": _metadata(job), "spec": spec}
 
 
@@ -170,6 +181,7 @@ def train_job(job: KubernetesJob) -> dict[str, Any]:
         trainer["resourcesPerNode"] = resources
     pod: dict[str, Any] = {
         "volumes": _volumes(job),
+        "terminationGracePeriodSeconds": job.save_s + 15,
         "containers": [{"name": "node", "volumeMounts": _mounts(job)}],
     }
     if job.instance_type:
@@ -194,7 +206,7 @@ def indexed_job(job: KubernetesJob) -> list[dict[str, Any]]:
     text = f'export NODE_RANK="$JOB_COMPLETION_INDEX" MASTER_ADDR="{address}" MASTER_PORT={PORT} && {_BY_RANK}'
     container = _container(job, "dynmo", ["bash", "-c", text, *_launcher(job)])
     container["ports"] = [{"containerPort": PORT, "name": "meeting"}]
-    pod = {**_pod(job, container), "restartPolicy": "OnFailure", "subdomain": job.name}
+    pod = {**_training_pod(job, container), "restartPolicy": "OnFailure", "subdomain": job.name}
     spec = {
         "completionMode": "Indexed",
         "completions": job.most,
@@ -202,6 +214,9 @@ def indexed_job(job: KubernetesJob) -> list[dict[str, Any]]:
         "backoffLimit": job.max_restarts,
         "template": {"spec": pod},
     }
+    if job.least != job.most:
+        # Pods that have not come when the first is done are not waited for (Kubernetes 1.31 or newer).
+        spec["successPolicy"] = {"rules": [{"succeededIndexes": "0"}]}
     service = {
         "apiVersion": "v1",
         "kind": "Service",

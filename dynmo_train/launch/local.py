@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import sys
 import time
 from collections.abc import Sequence
@@ -25,15 +26,22 @@ WORKER = (sys.executable, "-m", "dynmo_train")
 class LocalLaunch:
     """What to start on each node: ``nproc`` processes of ``command`` with ``arguments``; logs under ``log_dir``.
 
-    ``grace_s`` is how long a process may take to end after it was told to.
+    ``grace_s`` is how long a process may take to end because of others, ``save_s`` how long it may take to end and to
+    save where the launcher is told to end.
     """
 
     nproc: int
     arguments: tuple[str, ...]
     log_dir: Path
     grace_s: float = 5.0
+    save_s: float = 60.0
     command: tuple[str, ...] = WORKER
     nodes: Nodes = field(default_factory=Nodes)
+
+    @property
+    def told_file(self) -> Path:
+        """There once this launcher was told to end; the folder may be one of several machines."""
+        return self.log_dir / f"told-{socket.gethostname()}-{os.getpid()}"
 
 
 def _tell(failures: Sequence[Failure], *, shown_first: bool) -> None:
@@ -98,6 +106,8 @@ class _Launcher:
             command=(*launch.command, *launch.arguments, *start.more),
             log_dir=log_dir,
             grace_s=launch.grace_s,
+            save_s=launch.save_s,
+            told_file=launch.told_file,
             index=index,
             count=len(start.members),
             host=nodes.host,
@@ -222,6 +232,8 @@ def launch_local(launch: LocalLaunch, *, max_restarts: int) -> int:
             launcher=os.getpid(),
             launch_file=launch_file,
             grace_s=launch.grace_s,
+            save_s=launch.save_s,
+            told_file=launch.told_file.absolute(),
             interface=interface_towards(launch.nodes.host),
         )
     )

@@ -185,7 +185,7 @@ def slurm_script(job: SlurmJob) -> str:
     least = str(job.least) if not job.parts else str(sum(part.nodes for part in job.parts))
     launcher = ["dynmo-train", "launch", "node", "--nproc", str(job.nproc)]
     launcher += ["--nnodes", f'"{least}:${{#hosts[@]}}"', "--job", '"slurm-$SLURM_JOB_ID"']
-    launcher += ["--max-restarts", str(job.max_restarts)]
+    launcher += ["--max-restarts", str(job.max_restarts), "--save-s", str(job.save_before_s)]
     launcher += ["--log-dir", one_word("--log-dir", job.log_dir) + '/"$SLURM_JOB_ID"', "--"]
     return (
         "#!/bin/bash\n"

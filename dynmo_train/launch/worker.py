@@ -11,41 +11,57 @@ import sys
 import threading
 import time
 from collections.abc import Mapping
+from pathlib import Path
 
 from ..errors import EXIT_RELAUNCH
 
 LAUNCHER_PID_VARIABLE = "DYNMO_LAUNCHER_PID"
 GRACE_VARIABLE = "DYNMO_GRACE_S"
+# Seconds to save in where the whole launch was told to end, and the file that is there once it was.
+SAVE_VARIABLE = "DYNMO_SAVE_S"
+TOLD_FILE_VARIABLE = "DYNMO_TOLD_FILE"
 _ENDING_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _POLL_S = 0.5
+
+
+def is_launched(environment: Mapping[str, str]) -> bool:
+    """Whether this process is a worker of a launcher."""
+    return LAUNCHER_PID_VARIABLE in environment
 
 
 def watch_launcher(environment: Mapping[str, str]) -> None:
     """Start a thread that ends this process where Python cannot; nothing happens outside a launcher.
 
     The main thread may stand in a collective for minutes, and Python's signal handlers wait for it. So the thread ends
-    the process a few seconds after SIGTERM or SIGINT, or once the launcher is gone.
+    the process a few seconds after SIGTERM or SIGINT, or once the launcher is gone. Where the launcher itself was told
+    to end by SIGTERM it says so in a file, and there is more time: for the step, and to save.
     """
-    launcher = environment.get(LAUNCHER_PID_VARIABLE)
-    if launcher is None:
+    if not is_launched(environment):
         return
     grace_s = float(environment.get(GRACE_VARIABLE, "5"))
+    save_s = float(environment.get(SAVE_VARIABLE, "0"))
+    told_file = Path(told) if (told := environment.get(TOLD_FILE_VARIABLE)) else None
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
     signal.set_wakeup_fd(writer)
-    threading.Thread(target=_watch, args=(reader, int(launcher), grace_s), daemon=True).start()
+    launcher = int(environment[LAUNCHER_PID_VARIABLE])
+    threading.Thread(target=_watch, args=(reader, launcher, grace_s, save_s, told_file), daemon=True).start()
 
 
-def _watch(reader: int, launcher: int, grace_s: float) -> None:
+def _watch(reader: int, launcher: int, grace_s: float, save_s: float, told_file: Path | None) -> None:
+    received, since = 0, 0.0
     while True:
-        ready, _, _ = select.select([reader], [], [], _POLL_S)
-        received = [number for number in os.read(reader, 64) if number in _ENDING_SIGNALS] if ready else []
-        if received:
-            time.sleep(grace_s)
-            os._exit(128 + received[0])
+        ready, _, _ = select.select([reader], [], [], min(_POLL_S, grace_s or _POLL_S))
+        numbers = [number for number in os.read(reader, 64) if number in _ENDING_SIGNALS] if ready else []
+        if numbers and not received:
+            received, since = numbers[0], time.monotonic()
         if os.getppid() != launcher:
             time.sleep(grace_s)
-            os._exit(128 + signal.SIGHUP)
+            os._exit(128 + (received or signal.SIGHUP))
+        if received:
+            told = told_file is not None and told_file.exists()
+            if time.monotonic() - since >= (max(grace_s, save_s) if told else grace_s):
+                os._exit(128 + received)
 
 
 def end(code: object, environment: Mapping[str, str]) -> None:
@@ -55,7 +71,11 @@ def end(code: object, environment: Mapping[str, str]) -> None:
     down, the process ends by SIGABRT ("terminate called without an active exception") after all its work is done, so
     the interpreter is not torn down: what Python does at an exit is done here.
     """
-    if LAUNCHER_PID_VARIABLE not in environment or code not in (None, 0, EXIT_RELAUNCH):
+    if not is_launched(environment):
+        return
+    # A scheduler tells the launcher and its workers to end, and the launcher tells them again.
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    if code not in (None, 0, EXIT_RELAUNCH):
         return
     for thread in threading.enumerate():
         if not thread.daemon and thread is not threading.current_thread():

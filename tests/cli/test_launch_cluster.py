@@ -78,7 +78,19 @@ def test_a_slurm_script_starts_a_launcher_on_every_node(place):
     assert {line[1] for line in words} == {"n0:20042"}
     assert words[1][2:] == [
         *("launch", "node", "--nproc", "8", "--nnodes", "3:3", "--job", "slurm-42", "--max-restarts", "3"),
-        *("--log-dir", "logs/42", "--", "pretrain", "gpt", "--num-layers", "64", "--data-path", "my data"),
+        *(
+            "--save-s",
+            "120",
+            "--log-dir",
+            "logs/42",
+            "--",
+            "pretrain",
+            "gpt",
+            "--num-layers",
+            "64",
+            "--data-path",
+            "my data",
+        ),
         *("--save", "run", "--load", "run"),
     ]
     assert asked(place) == []

@@ -18,9 +18,9 @@ LAUNCH = """
 import sys
 from pathlib import Path
 from dynmo_train.launch.local import LocalLaunch, launch_local
-nproc, log_dir, grace_s, restarts, program = sys.argv[1:6]
+nproc, log_dir, grace_s, save_s, restarts, program = sys.argv[1:7]
 launch = LocalLaunch(nproc=int(nproc), arguments=("first",), log_dir=Path(log_dir), grace_s=float(grace_s),
-                     command=(sys.executable, "-c", program))
+                     save_s=float(save_s), command=(sys.executable, "-c", program))
 sys.exit(launch_local(launch, max_restarts=int(restarts)))
 """
 
@@ -49,8 +49,9 @@ put(os.environ["DYNMO_LAUNCH_FILE"], os.path.abspath("run"))
 """
 
 
-def start(folder, program, *, nproc=2, grace_s=1.0, restarts=0):
-    command = [sys.executable, "-c", LAUNCH, str(nproc), str(folder / "logs"), str(grace_s), str(restarts), program]
+def start(folder, program, *, nproc=2, grace_s=1.0, save_s=1.0, restarts=0):
+    times = [str(grace_s), str(save_s), str(restarts)]
+    command = [sys.executable, "-c", LAUNCH, str(nproc), str(folder / "logs"), *times, program]
     environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
     return subprocess.Popen(
         command, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
@@ -58,7 +59,7 @@ def start(folder, program, *, nproc=2, grace_s=1.0, restarts=0):
 
 
 def finish(process):
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=150)
     return process.returncode, out, err
 
 
@@ -66,7 +67,7 @@ def run(folder, program, **options):
     return finish(start(folder, program, **options))
 
 
-def wait_for(condition, seconds=30.0):
+def wait_for(condition, seconds=90.0):
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end, "waited in vain"
@@ -104,7 +105,7 @@ def test_a_failure_ends_all_with_its_exit_code_and_its_words(tmp_path):
         "import os, sys, time\nif os.environ['RANK'] == '1':\n    time.sleep(1)\n    sys.exit('no such thing')\n"
         + STUBBORN
     )
-    code, out, err = run(tmp_path, program)
+    code, out, err = run(tmp_path, program, save_s=300.0)  # not the time that is for others' failures
     assert (code, out) == (1, "")
     assert "dynmo-train: error: rank 1 ended with exit code 1; its log is" in err
     assert "  | no such thing" in err
@@ -124,6 +125,38 @@ def test_a_signal_to_the_launcher_ends_all(tmp_path, number, code):
     assert time.monotonic() - told < 8
     assert f"{number.name}: the 2 processes have ended" in err
     assert not any(lives(int(path.read_text())) for path in tmp_path.glob("pid-*"))
+
+
+SAVES = """
+import os, signal, sys, time
+from pathlib import Path
+from dynmo_train.interrupts import Interrupts
+from dynmo_train.launch.worker import watch_launcher
+rank = os.environ["RANK"]
+watch_launcher(os.environ)
+with Interrupts(None) as asked:
+    Path(f"pid-{rank}").write_text(str(os.getpid()))
+    while not asked._asked["end"]:
+        time.sleep(0.05)
+    end = time.monotonic() + 3
+    while time.monotonic() < end:
+        time.sleep(0.05)
+    Path(f"saved-{rank}").touch()
+sys.exit(143)
+"""
+
+
+def test_a_launch_that_is_told_to_end_has_time_to_save(tmp_path):
+    process = start(tmp_path, SAVES, grace_s=0.5, save_s=30.0)
+    wait_for(lambda: len(list(tmp_path.glob("pid-*"))) == 2)
+    pids = [int(path.read_text()) for path in tmp_path.glob("pid-*")]
+    for pid in [*pids, process.pid]:  # as Slurm does: the launcher and its workers
+        os.kill(pid, signal.SIGTERM)
+    returned, _, err = finish(process)
+    assert (returned, err) == (143, "dynmo-train: SIGTERM: the 2 processes have ended\n")
+    assert sorted(path.name for path in tmp_path.glob("saved-*")) == ["saved-0", "saved-1"]
+    assert not list((tmp_path / "logs").glob("told-*"))
+    assert not any(map(lives, pids))
 
 
 def test_workers_do_not_outlive_a_launcher_that_was_killed(tmp_path):

@@ -28,5 +28,34 @@ def test_pairs_of_the_classic_tools_become_flags():
     words = "decontaminate --tasks lambada piqa --lambada-path l --dedup-dataset in text --output out"
     expected = "decontaminate --task piqa --task lambada=l --input in --json-key text --output out"
     assert from_classic(words.split()) == expected.split()
+    words = "add-id --input-file in --output-file out --id-prefix web"
+    assert from_classic(words.split()) == ["add-id", "--input", "in", "--output", "out", "--id-prefix", "web"]
+    words = "merge --json_path folder --output_file out"
+    assert from_classic(words.split()) == ["merge", "--input", "folder/*.json", "--output_file", "out"]
     for same in ("find-duplicates --input-files a b c -o out", "merge --inputs a b -o out", "decontaminate in -o out"):
         assert from_classic(same.split()) == same.split()
+
+
+@pytest.mark.parametrize(
+    ("given", "becomes"),
+    [
+        ("clean in out", "clean in --output out"),
+        ("blacklist-urls folder out", "blacklist-urls folder --output out"),
+        ("group-duplicates pairs out", "group-duplicates pairs --output out"),
+        ("group-duplicates pairs out 0.7", "group-duplicates pairs --output out --threshold 0.7"),
+        ("remove-duplicates groups in out", "remove-duplicates --groups groups in --output out"),
+    ],
+)
+def test_files_alone_are_taken_by_their_places(tmp_path, monkeypatch, given, becomes):
+    monkeypatch.chdir(tmp_path)
+    assert from_classic(given.split()) == becomes.split()
+    (tmp_path / "out").write_text("somebody's\n")  # a second input, perhaps, and -o was forgotten
+    assert from_classic(given.split()) == given.split()
+
+
+@pytest.mark.parametrize(
+    "same", ["clean in", "clean a b c", "clean a b --format json", "shuffle a b", "clean -o a b", ""]
+)
+def test_other_files_are_left_where_they_are(tmp_path, monkeypatch, same):
+    monkeypatch.chdir(tmp_path)
+    assert from_classic(same.split()) == same.split()

@@ -31,6 +31,18 @@ def test_signals_are_answered_at_the_boundary_and_handlers_put_back():
     assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGUSR1)) == before
 
 
+def test_a_launchers_worker_is_told_twice_and_saves_nonetheless():
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        with Interrupts(None, launched=True) as interrupts:
+            for _ in range(2):
+                os.kill(os.getpid(), signal.SIGTERM)
+            assert interrupts.at_boundary(ALONE) == Wishes(leave=True, told=True)
+        os.kill(os.getpid(), signal.SIGTERM)  # while the last checkpoint is being written
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
 def test_the_time_is_up_after_its_seconds():
     clock = iter([0.0, 59.0, 60.0, 61.0])
     interrupts = Interrupts(60.0, now=lambda: next(clock))

@@ -61,13 +61,15 @@ def test_one_message_tells_all():
 
 
 def test_workers_get_one_thread_and_what_a_person_set_stays():
-    fresh = worker_environment({}, launcher=7, launch_file=Path("f"), grace_s=2.0, interface="lo")
+    told = {"launcher": 7, "launch_file": Path("f"), "grace_s": 2.0, "save_s": 90.0, "told_file": Path("t")}
+    fresh = worker_environment({}, **told, interface="lo")
     assert fresh["OMP_NUM_THREADS"] == "1"
     assert int(fresh["MALLOC_TRIM_THRESHOLD_"]) > 1 << 30
     assert fresh["GLOO_SOCKET_IFNAME"].startswith("lo")
     assert (fresh["DYNMO_LAUNCHER_PID"], fresh["DYNMO_GRACE_S"], fresh["DYNMO_LAUNCH_FILE"]) == ("7", "2.0", "f")
+    assert (fresh["DYNMO_SAVE_S"], fresh["DYNMO_TOLD_FILE"]) == ("90.0", "t")
     set_by_hand = {"OMP_NUM_THREADS": "4", "GLOO_SOCKET_IFNAME": "eth0"}
-    kept = worker_environment(set_by_hand, launcher=7, launch_file=Path("f"), grace_s=2.0, interface="lo")
+    kept = worker_environment(set_by_hand, **told, interface="lo")
     assert not kept.keys() & set_by_hand.keys()
 
 

@@ -209,12 +209,14 @@ def kubernetes(**changes):
     return KubernetesJob(**values | changes)
 
 
-def test_a_pytorchjob_has_a_master_and_workers_or_elastic_workers():
+def test_a_pytorchjob_has_a_master_and_workers():
     fixed = pytorch_job(kubernetes())["spec"]
     assert {name: one["replicas"] for name, one in fixed["pytorchReplicaSpecs"].items()} == {"Master": 1, "Worker": 3}
     elastic = pytorch_job(kubernetes(least=2))["spec"]
     assert elastic["elasticPolicy"]["minReplicas"] == 2
-    assert list(elastic["pytorchReplicaSpecs"]) == ["Worker"]
+    # With a master, a worker that is complete does not make the job of an elastic policy "Succeeded".
+    assert {name: one["replicas"] for name, one in elastic["pytorchReplicaSpecs"].items()} == {"Master": 1, "Worker": 3}
+    assert elastic["runPolicy"]["schedulingPolicy"]["minAvailable"] == 2
     alone = pytorch_job(kubernetes(least=1, most=1))["spec"]["pytorchReplicaSpecs"]
     assert list(alone) == ["Master"]
     container = fixed["pytorchReplicaSpecs"]["Worker"]["template"]["spec"]["containers"][0]
@@ -230,16 +232,46 @@ def test_a_pytorchjob_has_a_master_and_workers_or_elastic_workers():
     assert told.stdout == "3 big-master-0\n"
 
 
+# The fields of the custom resource of the training operator 1.9 (manifests/base/crds/kubeflow.org_pytorchjobs.yaml).
+PYTORCHJOB_FIELDS = {
+    "": {"elasticPolicy", "nprocPerNode", "pytorchReplicaSpecs", "runPolicy"},
+    "elasticPolicy": {
+        *("maxReplicas", "maxRestarts", "metrics", "minReplicas", "nProcPerNode", "rdzvBackend", "rdzvConf"),
+        *("rdzvHost", "rdzvId", "rdzvPort", "standalone"),
+    },
+    "runPolicy": {
+        *("activeDeadlineSeconds", "backoffLimit", "cleanPodPolicy", "managedBy", "schedulingPolicy", "suspend"),
+        "ttlSecondsAfterFinished",
+    },
+    "schedulingPolicy": {"minAvailable", "minResources", "priorityClass", "queue", "scheduleTimeoutSeconds"},
+    "replica": {"replicas", "restartPolicy", "template"},
+}
+
+
+@pytest.mark.parametrize("least", [1, 4])
+def test_a_pytorchjob_has_the_fields_of_its_custom_resource(least):
+    spec = pytorch_job(kubernetes(least=least))["spec"]
+    assert spec.keys() <= PYTORCHJOB_FIELDS[""]
+    assert spec.get("elasticPolicy", {}).keys() <= PYTORCHJOB_FIELDS["elasticPolicy"]
+    assert spec["runPolicy"].keys() <= PYTORCHJOB_FIELDS["runPolicy"]
+    assert spec["runPolicy"].get("schedulingPolicy", {}).keys() <= PYTORCHJOB_FIELDS["schedulingPolicy"]
+    for replica in spec["pytorchReplicaSpecs"].values():
+        assert replica.keys() == PYTORCHJOB_FIELDS["replica"]
+        # The webhook of the operator wants one of this name, and its services the port of this name.
+        (container,) = replica["template"]["spec"]["containers"]
+        assert (container["name"], container["ports"][0]["name"]) == ("pytorch", "pytorchjob-port")
+
+
 def test_manifests_keep_to_the_published_schemas():
     validate = pytest.importorskip("kubernetes_validate").validate
     claim = volume_claim(Claim(name="fsx", path="/fsx"), "default", "1200Gi", "fsx-sc")
-    documents = [claim, *indexed_job(kubernetes()), data_job(kubernetes())]
+    documents = [claim, *indexed_job(kubernetes()), *indexed_job(kubernetes(least=2)), data_job(kubernetes())]
     for job in (pytorch_job(kubernetes()), pytorch_job(kubernetes(least=2))):
         for replica in job["spec"]["pytorchReplicaSpecs"].values():
             spec = replica["template"]["spec"] | {"restartPolicy": replica["restartPolicy"]}
             documents.append({"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "p"}, "spec": spec})
     for document in documents:
-        validate(document, "1.30", strict=True)
+        validate(document, "1.31", strict=True)
 
 
 def test_a_trainjob_is_one_for_kubeflows_own_models():
