@@ -6,7 +6,6 @@ from types import SimpleNamespace
 
 import pytest
 
-from dynmo_train.launch.agent import _patience
 from dynmo_train.parallel import zero
 
 
@@ -21,16 +20,3 @@ from dynmo_train.parallel import zero
 def test_groups_of_sharded_parameters(monkeypatch, state, groups):
     monkeypatch.setattr(zero, "fully_shard", SimpleNamespace(state=lambda _: SimpleNamespace(**state)))
     assert zero._groups(None) == groups
-
-
-def test_the_agents_patience_is_given_where_it_takes_one():
-    class Newer:
-        def __init__(self, spec, shutdown_timeout=30):
-            """As in torch 2.13."""
-
-    class Older:
-        def __init__(self, spec):
-            """As in torch 2.11."""
-
-    assert _patience(Newer, 3.0) == {"shutdown_timeout": 5}
-    assert _patience(Older, 3.0) == {}
