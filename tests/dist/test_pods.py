@@ -133,6 +133,7 @@ def test_a_released_replica_is_complete_and_a_drained_one_is_done_without(cluste
 
     wait_for("a replica that is complete", lambda: first.poll() is not None or third.poll() is not None)
     assert (first.poll(), second.poll(), third.returncode) == (None, None, 0), first.communicate()
+    third.communicate()
     assert not succeeded(job, {pods[2].name: 0})  # the job goes on
     (released,) = events(run, "released")
     wait_for("more steps", lambda: steps_done(run) > released["step"] + 3)
