@@ -21,11 +21,11 @@ from .faults import CorruptError, StorageError
 from .formats._document import encode_json, envelope
 from .formats.checkpoint import seal
 from .io.directory import check_target, new_directory, write_synced
-from .panels import TRANSPOSE_PANEL_BYTES
+from .panels import buffer_bytes
 from .reshard import NativePlan, finished_manifest
 from .verify import header_findings, small_findings, written_findings
 
-BASE_MEMORY_BYTES = 45_000_000
+BASE_MEMORY_BYTES = 50_000_000
 PROBE_BYTES = 64 << 20
 
 
@@ -117,7 +117,8 @@ def _refused_or_shown(
         check_target(target, source, overwrite=how.overwrite, need_bytes=total)
         return False
     sizes = {file.name: file.num_bytes for file in files} | {name: len(payload) for name, payload in small.items()}
-    memory = BASE_MEMORY_BYTES + 2 * how.jobs * TRANSPOSE_PANEL_BYTES
+    buffers = max((buffer_bytes(tensor) for file in files for tensor in file.tensors), default=0)
+    memory = BASE_MEMORY_BYTES + how.jobs * buffers
     rate = copy_rate(target, min(PROBE_BYTES, max(1, total)))
     seconds = total / rate
     if how.format is Format.JSON:

@@ -37,7 +37,7 @@ def info(
 
     A Hugging Face or legacy Megatron directory is shown under the names that it would be converted to.
     """
-    from .info import summarize, summary_rows, tensor_rows
+    from .info import stored_files, summarize, summary_rows, tensor_rows
     from .native import find_checkpoint, load_manifest
     from .sources import detect
 
@@ -50,7 +50,8 @@ def info(
         from .legacy import LegacyOptions
 
         look = LegacyOptions(look_only=True)
-        directory, manifest = path, dict(_open(path, options.SourceKind.AUTO, step, legacy=look).manifest)
+        checkpoint = _open(path, options.SourceKind.AUTO, step, legacy=look)
+        directory, manifest = path, {**checkpoint.manifest, "files": stored_files(checkpoint)}
     summary = summarize(str(directory), manifest)
     if report is Format.JSON:
         chosen = {name: manifest["tensors"][name] for name, *_ in tensor_rows(manifest, tensors)} if tensors else None
@@ -67,7 +68,10 @@ def verify(
     step: options.Step = None,
     level: Annotated[
         options.Level,
-        typer.Option(help="header: manifest, files, sizes and headers; full: every byte's checksum as well."),
+        typer.Option(
+            help="header: manifest, files, sizes and headers; replicas: copies that must be equal as well, such as "
+            "those of legacy Megatron's tensor ranks; full: every byte's checksum as well."
+        ),
     ] = options.Level.FULL,
     against: Annotated[
         Path | None, typer.Option(help="Also compare every tensor with this checkpoint, of any format or topology.")
@@ -80,25 +84,22 @@ def verify(
     logits_atol: Annotated[float, typer.Option(min=0, help="Largest difference of a logit that passes.")] = 1e-4,
     report: options.Report = Format.TEXT,
 ) -> None:
-    """Check a checkpoint. Exit code 0: nothing is wrong; 1: something is, and every finding is told."""
-    from .faults import EXIT_DIFFERENCE
-    from .native import checkpoints_dir, latest_faults
-    from .verify import directory_to_verify, full_findings, header_findings
+    """Check a checkpoint of any format. Exit code 0: nothing is wrong; 1: something is, and every finding is told.
 
-    directory = directory_to_verify(path, step)
-    findings = [] if directory == path or step is not None else latest_faults(checkpoints_dir(path))
-    if level is options.Level.HEADER:
-        findings += header_findings(directory)
-    else:
-        sizes = [file.stat().st_size for file in directory.rglob("*") if file.is_file()]
-        with progress("verify", sum(sizes) / 1e6, "MB") as tick:
-            findings += full_findings(directory, tick)
+    What has no checksums, such as a Hugging Face directory, is only opened and read to its end, which is said.
+    """
+    from .checkup import look_over
+    from .faults import EXIT_DIFFERENCE
+
+    directory, findings, remarks = look_over(path, step, level)
+    for remark in remarks:
+        say(remark)
     if against is not None and not findings:
-        differing = _differences(directory, against, ("parameter", "buffer", "mask"), atol)
+        differing = _differences(directory, against, ("parameter", "buffer", "mask"), atol, step)
         findings += [f"{each['name']}: {each['message']}" for each in differing]
     logits = None
     if hf_logits is not None and not findings:
-        logits = _logits(directory, hf_logits)
+        logits = _logits(directory, hf_logits, step)
         if not logits["max_abs"] <= logits_atol:
             findings.append(f"logits differ by {logits['max_abs']:.3g}, at most {logits_atol:.3g} passes")
     if report is Format.JSON:
@@ -112,11 +113,10 @@ def verify(
         raise typer.Exit(EXIT_DIFFERENCE)
 
 
-def _logits(directory: Path, hf_directory: Path) -> dict[str, Any]:
+def _logits(directory: Path, hf_directory: Path, step: int | None) -> dict[str, Any]:
     from .logits import hf_difference
-    from .native import open_native
 
-    found = hf_difference(open_native(directory), hf_directory)
+    found = hf_difference(_open(directory, options.SourceKind.AUTO, step), hf_directory)
     say(f"logits of {found['tokens']} tokens differ by {found['max_abs']:.3g} at most")
     return found
 
@@ -147,10 +147,12 @@ def diff(
         raise typer.Exit(EXIT_DIFFERENCE)
 
 
-def _differences(left: Path, right: Path, roles: tuple[str, ...], atol: float) -> list[dict[str, Any]]:
+def _differences(
+    left: Path, right: Path, roles: tuple[str, ...], atol: float, step: int | None = None
+) -> list[dict[str, Any]]:
     from .compare import differences
 
-    sides = [_open(path, options.SourceKind.AUTO, None) for path in (left, right)]
+    sides = [_open(path, options.SourceKind.AUTO, number) for path, number in ((left, step), (right, None))]
     total = sum(content.num_bytes for content in sides[0].tensors.values())
     with progress("compare", total / 1e6, "MB") as tick:
         return [asdict(each) for each in differences(sides[0], sides[1], roles, atol, tick)]

@@ -5,10 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from .console import human_bytes
 from .io.safetensors import DTYPE_BYTES
+
+if TYPE_CHECKING:
+    from .native import NativeCheckpoint
 
 
 def tensor_bytes(entry: Mapping[str, Any]) -> int:
@@ -39,6 +42,14 @@ def summarize(directory: str, manifest: Mapping[str, Any]) -> dict[str, Any]:
         "files": manifest["files"],
         "bytes": sum(entry["bytes"] for entry in manifest["files"].values()),
     }
+
+
+def stored_files(checkpoint: NativeCheckpoint) -> dict[str, dict[str, int]]:
+    """The files of a checkpoint that has no list of them, from where its tensors lie: path -> ``bytes``."""
+    pieces = (piece for tensor in checkpoint.tensors.values() for piece in tensor.pieces)
+    found = sorted({piece.view.array.path for piece in pieces})
+    near = [path for path in found if path.is_relative_to(checkpoint.directory)]
+    return {str(path.relative_to(checkpoint.directory)): {"bytes": path.stat().st_size} for path in near}
 
 
 def summary_rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:

@@ -43,6 +43,9 @@ def hf_difference(checkpoint: NativeCheckpoint, directory: Path, num_tokens: int
     inputs = {"input_ids": first}
     if model["family"] == "bert":
         inputs["token_type_ids"] = torch.arange(count)[None] % max(1, model.get("num_tokentypes", 0))
+    if model.get("task_head") == "multichoice":
+        types = inputs["token_type_ids"].expand(2, -1)[None]
+        inputs = {"input_ids": torch.from_numpy(tokens)[None], "token_type_ids": types}
     if model["family"] == "t5":
         inputs["decoder_input_ids"] = second
     with torch.no_grad():

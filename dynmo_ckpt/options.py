@@ -20,6 +20,7 @@ class Level(StrEnum):
     """How closely ``verify`` looks."""
 
     HEADER = "header"
+    REPLICAS = "replicas"
     FULL = "full"
 
 

@@ -1,9 +1,9 @@
 """What a checkpoint computes, from the definitions, in numpy; one tensor is held at a time.
 
 Shapes: T tokens, S tokens attended to, D model width, V true vocabulary, N heads, G key-value heads, H head dimension,
-F inner width, E experts. Sources: GPT-2 (Radford et al. 2019), Megatron's BERT and T5 (Shoeybi et al. 2019,
-arXiv:1909.08053), Llama (Touvron et al. 2023, arXiv:2302.13971), Mixtral (Jiang et al. 2024, arXiv:2401.04088);
-``gelu_tanh`` is the approximation of section 2 of Hendrycks and Gimpel 2016.
+F inner width, E experts, C classes or choices. Sources: GPT-2 (Radford et al. 2019), Megatron's BERT and T5 (Shoeybi et
+al. 2019, arXiv:1909.08053), Llama (Touvron et al. 2023, arXiv:2302.13971), Mixtral (Jiang et al. 2024,
+arXiv:2401.04088); ``gelu_tanh`` is the approximation of section 2 of Hendrycks and Gimpel 2016.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from numpy.typing import NDArray
 
 from .compare import as_numbers
 from .copyplan import OutputTensor, sources
-from .faults import UnsupportedError
 from .io.reading import Reader, open_sources
 from .native import NativeCheckpoint
 from .panels import panels
@@ -40,7 +39,9 @@ def load_array(checkpoint: NativeCheckpoint, name: str) -> Array:
 
 
 def model_logits(checkpoint: NativeCheckpoint, tokens: Ids) -> tuple[Array, Array | None]:
-    """Logits ``[T, V]`` of one sequence, and those of a BERT's binary head ``[2]``.
+    """Logits ``[T, V]`` of one sequence, and those of a BERT's binary head ``[2]``; of a task's head ``[C]`` alone.
+
+    The C logits are of classes, or of choices, of which there are two: both rows of ``tokens``.
 
     Args:
         checkpoint: any family of ours, its attention causal as the family has it.
@@ -55,8 +56,6 @@ class _Model:
         self.model: Mapping[str, Any] = checkpoint.manifest["model"]
         self.family: str = self.model["family"]
         self.relative = self.model.get("position_embedding") == "relative"
-        if self.model.get("task_head"):
-            raise UnsupportedError("a finetuned head has no logits of a vocabulary")
 
     def load(self, name: str) -> Array:
         return load_array(self.checkpoint, name)
@@ -65,6 +64,12 @@ class _Model:
         return name in self.checkpoint.tensors
 
     def logits(self, tokens: Ids) -> tuple[Array, Array | None]:
+        kind = self.model.get("task_head")
+        if kind:
+            rows = tokens if kind == "multichoice" else tokens[:1]
+            return np.concatenate(
+                [self.linear(f"head.{kind}", self.pooled(self.encoded(row)))[0] for row in rows]
+            ), None
         vocabulary = self.model["vocab_size"]
         if self.family == "t5":
             x_TD = self.embed("encoder.embedding", tokens[0])
@@ -74,14 +79,12 @@ class _Model:
             x_TD = self.embed("decoder.embedding", tokens[1])
             for i in range(self.model["num_decoder_layers"]):
                 x_TD = self.block(f"decoder.layers.{i}", x_TD, causal=True, memory_SD=memory_SD)
+            x_TD = self.norm("head.norm", x_TD)
         else:
-            x_TD = self.embed("embedding", tokens[0])
-            for i in range(self.model["num_layers"]):
-                x_TD = self.block(f"layers.{i}", x_TD, causal=self.family != "bert")
-        x_TD = self.norm("head.norm", x_TD)
+            x_TD = self.encoded(tokens[0])
         binary = None
         if self.model.get("binary_head"):
-            binary = self.linear("head.binary", np.tanh(self.linear("head.pooler", x_TD[:1])))[0]
+            binary = self.linear("head.binary", self.pooled(x_TD))[0]
         if self.family == "bert":
             x_TD = self.norm("head.dense_norm", self.activate(self.linear("head.dense", x_TD)))
         if self.relative:
@@ -90,6 +93,18 @@ class _Model:
         if self.has("head.bias"):
             result = result + self.load("head.bias")[:vocabulary]
         return result, binary
+
+    def encoded(self, tokens_T: Ids) -> Array:
+        """What the one stack of a family without decoder gives to its head, normalised."""
+        x_TD = self.embed("embedding", tokens_T)
+        for i in range(self.model["num_layers"]):
+            x_TD = self.block(f"layers.{i}", x_TD, causal=self.family != "bert")
+        return self.norm("head.norm", x_TD)
+
+    def pooled(self, x_TD: Array) -> Array:
+        """What a BERT's heads of whole texts read ``[1, D]``: the first token's."""
+        result: Array = np.tanh(self.linear("head.pooler", x_TD[:1]))
+        return result
 
     def embed(self, name: str, tokens_T: Ids) -> Array:
         x_TD: Array = self.load(f"{name}.word.weight")[tokens_T]

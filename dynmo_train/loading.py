@@ -1,4 +1,7 @@
-"""What ``--load`` means: a run, a native checkpoint, or a Hugging Face directory, converted first by ``dynmo-ckpt``."""
+"""What ``--load`` means: a run or a native checkpoint, or what ``dynmo-ckpt`` makes one of first.
+
+That is a Hugging Face directory, or a legacy Megatron checkpoint.
+"""
 
 from __future__ import annotations
 
@@ -29,6 +32,19 @@ def is_hugging_face(path: Path) -> bool:
     return (path / "config.json").is_file() and not holds_steps(path)
 
 
+def is_megatron(path: Path) -> bool:
+    """Whether ``path`` is a legacy Megatron checkpoint, or one iteration of it."""
+    found = (path / "latest_checkpointed_iteration.txt").is_file() or any(path.glob("mp_rank_*/model_*.pt"))
+    return found and not holds_steps(path)
+
+
+def foreign_kind(path: Path) -> str | None:
+    """What ``path`` is, in words, where ``dynmo-ckpt`` makes a native checkpoint of it; None where it is none such."""
+    if is_hugging_face(path):
+        return "a Hugging Face directory"
+    return "a legacy Megatron checkpoint" if is_megatron(path) else None
+
+
 def default_cache() -> Path:
     """``$XDG_CACHE_HOME/dynmo``, by default ``~/.cache/dynmo``."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dynmo"
@@ -36,8 +52,9 @@ def default_cache() -> Path:
 
 def cached_name(source: Path, vocabulary_multiple: int) -> str:
     """A name for the conversion of ``source``: another one once a file is replaced, changes its size or is touched."""
-    files = sorted(path for path in source.iterdir() if path.is_file())
-    facts = [[path.name, path.stat().st_size, path.stat().st_mtime_ns] for path in files]
+    inside = source.rglob("*") if is_megatron(source) else source.iterdir()
+    files = sorted(path for path in inside if path.is_file())
+    facts = [[str(path.relative_to(source)), path.stat().st_size, path.stat().st_mtime_ns] for path in files]
     text = json.dumps([str(source.resolve()), vocabulary_multiple, facts])
     return f"{source.resolve().name}-{hashlib.sha256(text.encode()).hexdigest()[:16]}"
 
@@ -50,10 +67,10 @@ def _is_complete(checkpoint: Path) -> bool:
 
 
 def native_copy(source: Path, cache: Path, vocabulary_multiple: int = VOCABULARY_MULTIPLE) -> Path:
-    """The native form of a Hugging Face directory, out of the cache, or converted into it by ``dynmo-ckpt``.
+    """The native form of a foreign checkpoint, out of the cache, or converted into it by ``dynmo-ckpt``.
 
     Args:
-        source: the Hugging Face directory.
+        source: a Hugging Face directory, or a legacy Megatron checkpoint.
         cache: folder of conversions; made where it is missing.
         vocabulary_multiple: the vocabulary is padded to a multiple of this.
 
@@ -66,7 +83,7 @@ def native_copy(source: Path, cache: Path, vocabulary_multiple: int = VOCABULARY
     program = program_path("dynmo-ckpt")
     if program is None:
         raise UsageError(
-            f"{source} is a Hugging Face directory; dynmo-ckpt, which converts it, is not installed beside dynmo-train"
+            f"{source} is {foreign_kind(source)}; dynmo-ckpt, which converts it, is not installed beside dynmo-train"
             " nor on PATH; run: pip install 'dynmo[ckpt]'"
         )
     try:
@@ -75,19 +92,19 @@ def native_copy(source: Path, cache: Path, vocabulary_multiple: int = VOCABULARY
         raise UsageError(f"cannot make the folder of conversions {cache}: {error}; give another --cache-dir") from error
     padding = ["--make-vocab-size-divisible-by", str(vocabulary_multiple)]
     again = ["--overwrite"] if target.exists() else []
-    command = [program, "convert", str(source), str(target), "--from", "hf", "--to", "native", *padding, *again]
+    command = [program, "convert", str(source), str(target), "--to", "native", *padding, *again]
     done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
     if done.returncode and not _is_complete(target):  # another process may have been first
         said = done.stderr.strip().removeprefix("dynmo-ckpt: error: ") or f"exit code {done.returncode}"
         raise UsageError(f"{source}: dynmo-ckpt cannot convert it: {said}")
-    say(f"{source} is a Hugging Face directory; dynmo-ckpt converted it into {target}")
+    say(f"{source} is {foreign_kind(source)}; dynmo-ckpt converted it into {target}")
     return target
 
 
 def _find(config: Config, flag: str, place: str) -> str | None:
     """The directory of the checkpoint that ``place`` names; None, with a warning, where there is none yet."""
     path = Path(place)
-    if is_hugging_face(path):
+    if foreign_kind(path):
         cache = Path(config.run.cache_dir) if config.run.cache_dir else default_cache()
         multiple = config.model.make_vocab_size_divisible_by * config.parallel.tensor_model_parallel_size
         found = native_copy(path, cache, multiple)

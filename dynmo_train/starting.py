@@ -138,7 +138,7 @@ def begin(config: Config, world: World) -> Beginning:
 
 def _progress(config: Config, checkpoint: Checkpoint | None, samples: Samples) -> tuple[int, int]:
     """Steps done and samples consumed; raises ``CheckpointError`` where other batches would follow than before."""
-    if checkpoint is None or config.run.finetune:
+    if checkpoint is None or _begins(config, checkpoint):
         return 0, 0
     step, consumed = checkpoint.manifest["step"], checkpoint.manifest["consumed_train_samples"]
     if consumed != samples.sizes.consumed_after(step):
@@ -147,6 +147,15 @@ def _progress(config: Config, checkpoint: Checkpoint | None, samples: Samples) -
             f" {config.training.global_batch_size} would go on with other batches: give the size that it had"
         )
     return step, consumed
+
+
+def _begins(config: Config, checkpoint: Checkpoint) -> bool:
+    """Whether a run takes the weights alone and begins at the first step.
+
+    It does with ``--finetune``, and from another program's weights, whose checkpoint may name a step of its own.
+    """
+    manifest = checkpoint.manifest
+    return config.run.finetune or (manifest["optimizer"] is None and not manifest["consumed_train_samples"])
 
 
 def _bert(config: Config, world: World) -> Checkpoint | None:
@@ -182,7 +191,7 @@ def _engine(
     if checkpoint is None:
         engine.build()
         return engine
-    fresh = config.run.finetune
+    fresh = _begins(config, checkpoint)
     reader = state_reader(checkpoint, engine.held, world, moments=not (fresh or config.run.no_load_optim))
     progress = {} if fresh else checkpoint.manifest.get("x_progress", {})
     engine.restore(reader, 0 if fresh else checkpoint.manifest["step"], **progress)

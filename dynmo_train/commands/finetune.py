@@ -75,13 +75,13 @@ def _refuse(config: Any) -> None:
 def _pretrained_shape(told: FinetuneConfig, given: dict[str, Any]) -> dict[str, Any]:
     """The model's sizes from the checkpoint to start from, where it is a native one and they are not given."""
     from ..checkpoint import CheckpointError, find_checkpoint, open_checkpoint
-    from ..loading import default_cache, is_hugging_face, native_copy
+    from ..loading import default_cache, foreign_kind, native_copy
     from ..tasks.finetune import shape_of
 
     if told.pretrained_checkpoint is None:
         return {}
     path = Path(told.pretrained_checkpoint)
-    if is_hugging_face(path):
+    if foreign_kind(path):
         path = native_copy(path, Path(given["cache_dir"]) if given.get("cache_dir") else default_cache())
     try:
         found = open_checkpoint(find_checkpoint(path))

@@ -17,7 +17,7 @@ Device = Literal["auto", "cpu", "cuda"]
 class PlaceConfig:
     """A trained model and the processes that it runs on; names are Megatron's wherever it has them."""
 
-    load: str = option("Run directory, its checkpoints, one checkpoint, or a Hugging Face directory.")
+    load: str = option("Run directory, its checkpoints, one checkpoint, or a Hugging Face or Megatron directory.")
     tokenizer_model: str | None = option(
         "Path of a tokenizer.json or a SentencePiece model; none is the checkpoint's.", default=None
     )
@@ -87,7 +87,7 @@ class FinetuneConfig:
     train_data: str | None = option("Data sets to train on: TSV files of GLUE, or directories of RACE.", default=None)
     valid_data: str = option("Data sets to measure on after each epoch.")
     pretrained_checkpoint: str | None = option(
-        "Run, checkpoint or Hugging Face directory of the BERT to start from; none starts with fresh weights.",
+        "Run, checkpoint, Hugging Face or Megatron directory of the BERT to start from; none: fresh weights.",
         default=None,
     )
     epochs: int | None = option(
@@ -139,7 +139,7 @@ class GenerateConfig:
 class HarnessConfig:
     """Tasks of lm-evaluation-harness on local data."""
 
-    load: str = option("Run directory, its checkpoints, one checkpoint, or a Hugging Face directory.")
+    load: str = option("Run directory, its checkpoints, one checkpoint, or a Hugging Face or Megatron directory.")
     tasks: str = option("Tasks between commas: lambada, hellaswag, piqa, mathqa, winogrande, race.")
     task_data: str = option("Folder with the tasks' data, TASK.jsonl each or as their authors publish them.")
     limit: int | None = option("Items of each task; none is all.", default=None, minimum=1)

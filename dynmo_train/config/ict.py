@@ -30,7 +30,7 @@ class IctConfig:
         "K K ...: log the share of queries, in percent, whose block is among the K best of the batch.", default=None
     )
     bert_load: str | None = option(
-        "BERT that both towers begin as: a run, a checkpoint or a Hugging Face directory; --load of a run goes before.",
+        "BERT that both towers begin as (run, Hugging Face or Megatron directory); --load of a run goes first.",
         default=None,
     )
 

@@ -354,7 +354,7 @@ class RunConfig:
     run_dir: str | None = option("Run directory; by default --save, else runs/UTC-model.", default=None)
     save: str | None = option("Run directory, under Megatron's name.", default=None)
     load: str | None = option(
-        "Run, step or checkpoint to go on from, or a Hugging Face directory; missing or empty starts afresh.",
+        "Run, step or checkpoint to go on from, a Hugging Face or Megatron directory; missing or empty starts afresh.",
         default=None,
     )
     cache_dir: str | None = option(

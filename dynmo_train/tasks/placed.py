@@ -18,7 +18,7 @@ from ..data.tokenizer import open_tokenizer as open_files
 from ..engine import Engine, EngineSettings
 from ..errors import UsageError
 from ..families import family_of_manifest
-from ..loading import default_cache, is_hugging_face, native_copy
+from ..loading import default_cache, foreign_kind, native_copy
 from ..models.early_exit import LEFT
 from ..models.items import HIDDEN, BoundaryShape, ModelFamily
 from ..models.sparse_forms import BUILT_IN, SparseTable
@@ -86,7 +86,7 @@ def open_source(path: Path, place: PlaceConfig, world: World) -> Source:
 
     def look() -> str:
         place_ = path
-        if is_hugging_face(path):
+        if foreign_kind(path):
             place_ = native_copy(path, Path(place.cache_dir) if place.cache_dir else default_cache())
         return str(find_checkpoint(place_))
 

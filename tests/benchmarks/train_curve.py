@@ -52,9 +52,13 @@ def batch(ids: torch.Tensor, sizes: Sizes, step: int) -> tuple[torch.Tensor, tor
 
 
 def family_of(name: str, sizes: Sizes):
-    from dynmo_train.models.gpt import Gpt, GptShape
+    from plain_engine import gpt_of
+
     from dynmo_train.models.llama import Llama, LlamaShape
 
+    if name == "gpt":
+        common = {"layers": sizes.layers, "width": sizes.width, "heads": sizes.heads}
+        return gpt_of(**common, tokens=sizes.tokens, vocabulary=sizes.vocabulary)
     common = {
         "num_layers": sizes.layers,
         "hidden_size": sizes.width,
@@ -65,47 +69,24 @@ def family_of(name: str, sizes: Sizes):
         "hidden_dropout": 0.0,
         "attention_dropout": 0.0,
     }
-    if name == "gpt":
-        return Gpt(GptShape(**common, ffn_hidden_size=4 * sizes.width))
     own = {"ffn_hidden_size": sizes.inner, "num_key_value_heads": sizes.groups, "head_dim": sizes.width // sizes.heads}
     return Llama(LlamaShape(**common, **own))
 
 
 def ours(family, ids: torch.Tensor, sizes: Sizes, steps: int) -> tuple[dict[str, torch.Tensor], Callable[[int], float]]:
     """The initial weights by name, and what trains a step and gives its loss."""
-    from dynmo_train.engine import Engine, EngineSettings
-    from dynmo_train.models.items import BoundaryShape
-    from dynmo_train.models.sparse_forms import SparseTable
-    from dynmo_train.optim.adamw import AdamWSettings
+    from plain_engine import engine_of, told
+
     from dynmo_train.optim.schedule import LearningRate
     from dynmo_train.parallel.world import join_world
-    from dynmo_train.pipeline.partition import uniform_partition
-    from dynmo_train.pipeline.schedule import Batch, PipelineShape
 
-    settings = EngineSettings(
-        pipeline=PipelineShape(
-            schedule="1f1b",
-            microbatches=MICROBATCHES,
-            boundary=BoundaryShape.hidden(batch=SAMPLES, tokens=sizes.tokens, width=sizes.width),
-            seed=1,
-            recompute=False,
-        ),
-        adamw=AdamWSettings(beta1=BETAS[0], beta2=BETAS[1], eps=1e-8, weight_decay=DECAY),
-        rate=LearningRate(peak=PEAK, floor=FLOOR, style="cosine", warmup_steps=WARMUP, decay_steps=steps),
-        clip=CLIP,
-        freeze_steps=(),
-        freeze_tied=False,
-        pruning=None,
-        sparse=SparseTable(),
-    )
-    engine = Engine(family, settings, uniform_partition(family.items, 1), join_world("cpu"))
-    engine.build()
+    rate = LearningRate(peak=PEAK, floor=FLOOR, style="cosine", warmup_steps=WARMUP, decay_steps=steps)
+    boundary = (SAMPLES, sizes.tokens, sizes.width)
+    engine = engine_of(family, join_world("cpu"), microbatches=MICROBATCHES, boundary=boundary, rate=rate)
     weights = {name: parameter.detach().clone() for _, name, parameter in engine.held.parameters()}
 
     def train(step: int) -> float:
-        inputs, labels = batch(ids, sizes, step)
-        told = Batch(inputs={"ids": inputs, "labels": labels}, first_microbatch=(step - 1) * MICROBATCHES, step=step)
-        return engine.train_step(told, sampled=False).loss
+        return engine.train_step(told(batch(ids, sizes, step), step, MICROBATCHES), sampled=False).loss
 
     return weights, train
 

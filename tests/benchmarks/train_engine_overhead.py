@@ -22,19 +22,17 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from plain_engine import constant, gpt_of, told
+from plain_engine import engine_of as plain_engine_of
+from random_batches import random_rows
 from torch import nn
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import Schedule1F1B
 
-from dynmo_train.engine import Engine, EngineSettings
-from dynmo_train.models.gpt import Gpt, GptShape
-from dynmo_train.models.items import BoundaryShape
-from dynmo_train.models.sparse_forms import SparseTable
-from dynmo_train.optim.adamw import AdamWSettings
-from dynmo_train.optim.schedule import LearningRate
+from dynmo_train.engine import Engine
 from dynmo_train.parallel.world import World, join_world, leave_world
-from dynmo_train.pipeline.partition import Partition, uniform_partition
-from dynmo_train.pipeline.schedule import Batch, PipelineShape
+from dynmo_train.pipeline.partition import Partition
+from dynmo_train.pipeline.schedule import Batch
 
 Sizes = dict[str, int]
 SMALL: Sizes = {"layers": 4, "width": 128, "heads": 4, "tokens": 128, "vocabulary": 512, "micro_batch": 2}
@@ -43,46 +41,23 @@ LARGE: Sizes = {"layers": 8, "width": 320, "heads": 8, "tokens": 256, "vocabular
 
 def engine_of(world: World, sizes: Sizes, microbatches: int, partition: Partition | None = None) -> Engine:
     """A GPT of these sizes without dropout, under the engine."""
-    shape = GptShape(
-        num_layers=sizes["layers"],
-        hidden_size=sizes["width"],
-        ffn_hidden_size=4 * sizes["width"],
-        num_attention_heads=sizes["heads"],
-        max_position_embeddings=sizes["tokens"],
-        vocab_size=sizes["vocabulary"],
-        padded_vocab_size=sizes["vocabulary"],
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
+    names = ("layers", "width", "heads", "tokens", "vocabulary")
+    return plain_engine_of(
+        gpt_of(**{name: sizes[name] for name in names}),
+        world,
+        microbatches=microbatches,
+        boundary=(sizes["micro_batch"], sizes["tokens"], sizes["width"]),
+        rate=constant(1e-3),
+        partition=partition,
+        beta2=0.99,
     )
-    family = Gpt(shape)
-    settings = EngineSettings(
-        pipeline=PipelineShape(
-            schedule="1f1b",
-            microbatches=microbatches,
-            boundary=BoundaryShape.hidden(batch=sizes["micro_batch"], tokens=sizes["tokens"], width=sizes["width"]),
-            seed=1,
-            recompute=False,
-        ),
-        adamw=AdamWSettings(beta1=0.9, beta2=0.99, eps=1e-8, weight_decay=0.1),
-        rate=LearningRate(peak=1e-3, floor=0.0, style="constant", warmup_steps=0, decay_steps=1),
-        clip=1.0,
-        freeze_steps=(),
-        freeze_tied=False,
-        pruning=None,
-        sparse=SparseTable(),
-    )
-    engine = Engine(family, settings, partition or uniform_partition(family.items, world.size), world)
-    engine.build()
-    return engine
 
 
 def batch_of(step: int, sizes: Sizes, microbatches: int) -> Batch:
     """Random tokens."""
-    generator = torch.Generator().manual_seed(step)
     rows = microbatches * sizes["micro_batch"]
-    ids = torch.randint(0, sizes["vocabulary"], (rows, sizes["tokens"] + 1), generator=generator)
-    inputs = {"ids": ids[:, :-1].contiguous(), "labels": ids[:, 1:].contiguous()}
-    return Batch(inputs=inputs, first_microbatch=step * microbatches, step=step)
+    drawn = random_rows(step, rows=rows, tokens=sizes["tokens"], vocabulary=sizes["vocabulary"])
+    return told(drawn, step, microbatches)
 
 
 class PlainStage(nn.Module):
@@ -162,7 +137,7 @@ def whole_steps(
     world: World, sizes: Sizes, microbatches: int, rounds: int, boundary: int | None
 ) -> tuple[float, list[int]]:
     """Median seconds of a training step, and nanoseconds of each item a microbatch."""
-    names = tuple(item.name for item in Gpt(engine_of(world, sizes, 1).family.shape).items)  # type: ignore[attr-defined]
+    names = tuple(item.name for item in engine_of(world, sizes, 1).family.items)
     partition = None
     if boundary is not None:
         partition = Partition(stages=(names[:boundary], names[boundary:]), workers=world.size)

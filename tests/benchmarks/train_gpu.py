@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from random_batches import random_rows
 
 
 @dataclass(frozen=True)
@@ -80,10 +81,8 @@ def ceiling(shape: Shape, device: torch.device) -> float:
 
 
 def batch(shape: Shape, step: int) -> tuple[torch.Tensor, torch.Tensor]:
-    generator = torch.Generator().manual_seed(step)
     rows = shape.samples * shape.microbatches
-    ids = torch.randint(0, shape.vocabulary, (rows, shape.tokens + 1), generator=generator)
-    return ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
+    return random_rows(step, rows=rows, tokens=shape.tokens, vocabulary=shape.vocabulary)
 
 
 def config_of_shape(shape: Shape, device: str, *, compiled: bool) -> Any:
@@ -115,11 +114,12 @@ def config_of_shape(shape: Shape, device: str, *, compiled: bool) -> Any:
 
 def ours(shape: Shape, device: torch.device, *, compiled: bool) -> tuple[Callable[[], float], int]:
     """A step of the engine, and its model operations."""
+    from plain_engine import told
+
     from dynmo_train.building import first_partition, flops_counter, settings_of
     from dynmo_train.engine import Engine
     from dynmo_train.families import family_of
     from dynmo_train.parallel.world import join_world
-    from dynmo_train.pipeline.schedule import Batch
 
     config = config_of_shape(shape, device.type, compiled=compiled)
     family = family_of(config)
@@ -128,10 +128,9 @@ def ours(shape: Shape, device: torch.device, *, compiled: bool) -> tuple[Callabl
     done = [0]
 
     def step() -> float:
-        ids, labels = batch(shape, done[0])
+        drawn = batch(shape, done[0])
         done[0] += 1
-        told = Batch(inputs={"ids": ids, "labels": labels}, first_microbatch=done[0] * shape.microbatches, step=done[0])
-        return engine.train_step(told, sampled=False).loss
+        return engine.train_step(told(drawn, done[0], shape.microbatches), sampled=False).loss
 
     return step, flops_counter(config, family)(shape.samples * shape.microbatches, shape.tokens)
 

@@ -17,54 +17,27 @@ import time
 from pathlib import Path
 
 import torch
+from plain_engine import constant, gpt_of, told
+from plain_engine import engine_of as plain_engine_of
+from random_batches import random_rows
 
 from dynmo_train.checkpointing import Checkpointing, Saved
-from dynmo_train.engine import Engine, EngineSettings
-from dynmo_train.models.gpt import Gpt, GptShape
-from dynmo_train.models.items import BoundaryShape
-from dynmo_train.models.sparse_forms import SparseTable
-from dynmo_train.optim.adamw import AdamWSettings
-from dynmo_train.optim.schedule import LearningRate
+from dynmo_train.engine import Engine
 from dynmo_train.parallel.world import join_world, leave_world
-from dynmo_train.pipeline.partition import uniform_partition
-from dynmo_train.pipeline.schedule import Batch, PipelineShape
+from dynmo_train.pipeline.schedule import Batch
 from dynmo_train.saving import SavedRun
 
-TOKENS, MICRO_BATCH = 128, 2
+TOKENS, MICRO_BATCH, VOCABULARY = 128, 2, 8064
 
 
 def engine_of(layers: int, width: int) -> Engine:
-    family = Gpt(
-        GptShape(
-            num_layers=layers,
-            hidden_size=width,
-            ffn_hidden_size=4 * width,
-            num_attention_heads=8,
-            max_position_embeddings=TOKENS,
-            vocab_size=8000,
-            padded_vocab_size=8064,
-        )
-    )
-    boundary = BoundaryShape.hidden(batch=MICRO_BATCH, tokens=TOKENS, width=width)
-    settings = EngineSettings(
-        pipeline=PipelineShape(schedule="1f1b", microbatches=1, boundary=boundary, seed=1, recompute=False),
-        adamw=AdamWSettings(beta1=0.9, beta2=0.99, eps=1e-8, weight_decay=0.1),
-        rate=LearningRate(peak=1e-4, floor=0.0, style="constant", warmup_steps=0, decay_steps=10),
-        clip=1.0,
-        freeze_steps=(),
-        freeze_tied=False,
-        pruning=None,
-        sparse=SparseTable(),
-    )
-    engine = Engine(family, settings, uniform_partition(family.items, 1), join_world("cpu"))
-    engine.build()
-    return engine
+    family = gpt_of(layers=layers, width=width, heads=8, tokens=TOKENS, vocabulary=VOCABULARY)
+    world, boundary = join_world("cpu"), (MICRO_BATCH, TOKENS, width)
+    return plain_engine_of(family, world, microbatches=1, boundary=boundary, rate=constant(1e-4), beta2=0.99)
 
 
 def batch_of(step: int) -> Batch:
-    ids = torch.randint(0, 8000, (MICRO_BATCH, TOKENS + 1), generator=torch.Generator().manual_seed(step))
-    inputs = {"ids": ids[:, :-1].contiguous(), "labels": ids[:, 1:].contiguous()}
-    return Batch(inputs=inputs, first_microbatch=step, step=step)
+    return told(random_rows(step, rows=MICRO_BATCH, tokens=TOKENS, vocabulary=VOCABULARY), step, 1)
 
 
 def synced_s(path: Path, tensors: list[torch.Tensor]) -> float:

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from random_batches import random_rows
 
 
 @dataclass(frozen=True)
@@ -50,61 +51,26 @@ RATE, DECAY, CLIP = 6e-4, 0.1, 1.0
 
 
 def batch(shape: Shape, step: int) -> tuple[torch.Tensor, torch.Tensor]:
-    generator = torch.Generator().manual_seed(step)
     rows = shape.samples * shape.microbatches
-    ids = torch.randint(0, shape.vocabulary, (rows, shape.tokens + 1), generator=generator)
-    return ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
+    return random_rows(step, rows=rows, tokens=shape.tokens, vocabulary=shape.vocabulary)
 
 
 def ours(shape: Shape) -> Callable[[int], float]:
-    from dynmo_train.engine import Engine, EngineSettings
-    from dynmo_train.models.gpt import Gpt, GptShape
-    from dynmo_train.models.items import BoundaryShape
-    from dynmo_train.models.sparse_forms import SparseTable
-    from dynmo_train.optim.adamw import AdamWSettings
-    from dynmo_train.optim.schedule import LearningRate
-    from dynmo_train.parallel.world import join_world
-    from dynmo_train.pipeline.partition import uniform_partition
-    from dynmo_train.pipeline.schedule import Batch, PipelineShape
+    from plain_engine import constant, engine_of, gpt_of, told
 
-    family = Gpt(
-        GptShape(
-            num_layers=shape.layers,
-            hidden_size=shape.width,
-            ffn_hidden_size=4 * shape.width,
-            num_attention_heads=shape.heads,
-            max_position_embeddings=shape.tokens,
-            vocab_size=shape.vocabulary,
-            padded_vocab_size=shape.vocabulary,
-            hidden_dropout=0.0,
-            attention_dropout=0.0,
-        )
+    from dynmo_train.parallel.world import join_world
+
+    sizes = {"layers": shape.layers, "width": shape.width, "heads": shape.heads}
+    engine = engine_of(
+        gpt_of(**sizes, tokens=shape.tokens, vocabulary=shape.vocabulary),
+        join_world("cpu"),
+        microbatches=shape.microbatches,
+        boundary=(shape.samples, shape.tokens, shape.width),
+        rate=constant(RATE),
     )
-    settings = EngineSettings(
-        pipeline=PipelineShape(
-            schedule="1f1b",
-            microbatches=shape.microbatches,
-            boundary=BoundaryShape.hidden(batch=shape.samples, tokens=shape.tokens, width=shape.width),
-            seed=1,
-            recompute=False,
-        ),
-        adamw=AdamWSettings(beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=DECAY),
-        rate=LearningRate(peak=RATE, floor=RATE, style="constant", warmup_steps=0, decay_steps=1000),
-        clip=CLIP,
-        freeze_steps=(),
-        freeze_tied=False,
-        pruning=None,
-        sparse=SparseTable(),
-    )
-    engine = Engine(family, settings, uniform_partition(family.items, 1), join_world("cpu"))
-    engine.build()
 
     def step(number: int) -> float:
-        ids, labels = batch(shape, number)
-        told = Batch(
-            inputs={"ids": ids, "labels": labels}, first_microbatch=number * shape.microbatches, step=number + 1
-        )
-        return engine.train_step(told, sampled=False).loss
+        return engine.train_step(told(batch(shape, number), number + 1, shape.microbatches), sampled=False).loss
 
     return step
 

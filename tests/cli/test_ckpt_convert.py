@@ -220,6 +220,52 @@ def test_a_legacy_file_that_would_run_something_is_refused(run, native, legacy_s
     assert not (tmp_path / "marker").exists()
 
 
+def test_verify_of_other_formats(run, native, legacy_save, tmp_path):
+    directory, m, p = native
+    legacy_save(tmp_path / "megatron", p, m, tp=2, stages=[1, 2])
+    for level in ("header", "replicas", "full"):
+        assert f"ok ({level})" in run("verify", tmp_path / "megatron", "--level", level).stdout
+    run("convert", directory, tmp_path / "hf", "--to", "hf")
+    told = run("verify", tmp_path / "megatron", "--step", 300, "--against", tmp_path / "hf", "--format", "json")
+    assert json.loads(told.stdout)["ok"] is True
+    told = run("verify", tmp_path / "hf", "--hf-logits", tmp_path / "hf", "--format", "json")
+    assert json.loads(told.stdout)["logits"]["max_abs"] <= 5e-6
+    assert "40 of 40 arrays have no checksum to compare" in told.stderr
+    # An altered byte of a matrix is found by the zip file's checksum, and by nothing else.
+    path = tmp_path / "megatron" / "iter_0000300" / "mp_rank_01_001" / "model_optim_rng.pt"
+    with zipfile.ZipFile(path) as archive:
+        info = max(archive.infolist(), key=lambda entry: entry.file_size if "/data/" in entry.filename else 0)
+    payload = bytearray(path.read_bytes())
+    at = payload.index(info.filename.encode()) + len(info.filename) + info.file_size // 2 + 64
+    payload[at] ^= 4
+    path.write_bytes(payload)
+    assert "ok" in run("verify", tmp_path / "megatron", "--level", "header").stdout
+    assert f"{path}: {info.filename}: CRC-32 is" in run("verify", tmp_path / "megatron", code=1).stdout
+    # Replicas that differ are found where replicas are looked at.
+    other = {**p, "layers.0.attention.norm.weight": p["layers.0.attention.norm.weight"] + 1}
+    legacy_save(tmp_path / "other", other, m, tp=2, stages=[1, 2])
+    at = ("mp_rank_01_000", "iter_0000300")
+    (tmp_path / "other" / at[1] / at[0] / path.name).replace(tmp_path / "megatron" / at[1] / at[0] / path.name)
+    assert "ok" in run("verify", tmp_path / "megatron", "--level", "header").stdout
+    found = run("verify", tmp_path / "megatron", "--level", "replicas", code=1).stdout
+    assert "of tensor ranks 0 and 1 differ, where they must be equal" in found
+    assert "known are native ones" in run("verify", tmp_path / "nothing", code=4).stderr
+
+
+def test_a_plan_tells_the_memory_of_what_it_does(run, native, tmp_path):
+    """Copies need small buffers whatever the model's size; what turns matrices around needs some matrices' worth."""
+    sizes = {"num_layers": 1, "hidden_size": 512, "num_attention_heads": 4, "ffn_hidden_size": 2048}
+    m = build["model"](**sizes)
+    build["save"](tmp_path / "wide", build["parameters"](m), m, tp=2)
+
+    def memory(*args):
+        return json.loads(run(*args, "--plan", "--format", "json").stdout)["memory_bytes_at_most"]
+
+    copies = memory("merge", tmp_path / "wide", tmp_path / "out")
+    turned = memory("convert", tmp_path / "wide", tmp_path / "out", "--to", "hf")
+    assert memory("merge", native[0], tmp_path / "out") <= copies < 72e6 < turned < 320e6
+
+
 def test_a_legacy_file_altered_in_a_tensor_is_refused(run, native, legacy_save, tmp_path):
     _, m, p = native
     iteration = legacy_save(tmp_path / "legacy", p, m)

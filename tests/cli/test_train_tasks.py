@@ -75,6 +75,19 @@ def test_wikitext(place, command):
     assert "taken without effect: --checkpoint-activations: nothing to do without training" in err
 
 
+def test_a_legacy_megatron_checkpoint_gives_the_same_figures(place, tmp_path):
+    """``--load checkpoints/gpt2_345m`` of the seeds is a directory of Megatron's."""
+    from dynmo_ckpt.cli import app as ckpt
+
+    told = ["convert", str(place / "gpt"), str(tmp_path / "megatron"), "--to", "legacy", "--tp", "2", "--pp", "2"]
+    assert CliRunner().invoke(ckpt, told).exit_code == 0
+    line = f"evaluate wikitext {GPT} --valid-data wiki.txt --cache-dir {tmp_path / 'cache'} --format json --load"
+    expected, found = run(f"{line} gpt"), run(f"{line} {tmp_path / 'megatron'}")
+    assert (expected[0], found[0]) == (0, 0), found[2]
+    assert json.loads(found[1])["perplexity"] == json.loads(expected[1])["perplexity"]
+    assert "is a legacy Megatron checkpoint; dynmo-ckpt converted it" in found[2]
+
+
 def test_lambada(place):
     line = f"tasks --task LAMBADA {GPT} --valid-data lambada.jsonl --strict-lambada --load gpt --micro-batch-size 8"
     code, out, err = run(f"{line} --tokenizer-type GPT2BPETokenizer --log-interval 10 --no-load-optim --no-load-rng")

@@ -45,6 +45,7 @@ LAYOUTS = {
     "four workers, moving, an empty stage": (FOUR, replace(BASE, start=cut(4, 1, 4, 8), moves=((2, cut(4, 4, 8, 8)),))),
     "replicas": (ParallelDims(pipeline=2, data=2), BASE),
     "tensor": (ParallelDims(pipeline=2, tensor=2), BASE),
+    "tensor, fp16": (ParallelDims(pipeline=2, tensor=2), replace(BASE, precision="fp16", steps=8)),
     "tensor, tokens cut, moving": (ParallelDims(pipeline=2, tensor=2), replace(BASE, moves=((2, cut(2, 3)),))),
 }
 SETTINGS = {"tensor, tokens cut, moving": {"sequence_parallel": True}}
@@ -99,6 +100,7 @@ GROUPS = [
     ("zero-bubble", "zb-v", "bf16, selective recompute"),
     ("fp16, overflowing", "front frozen", "t5"),
     ("four workers, moving, an empty stage", "replicas", "tensor", "tensor, tokens cut, moving"),
+    ("tensor, fp16",),
 ]
 
 

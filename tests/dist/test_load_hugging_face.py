@@ -1,4 +1,4 @@
-"""``--load`` of a Hugging Face directory: its weights, from the first step, the same on any number of workers."""
+"""``--load`` of a foreign checkpoint: its weights, from the first step, the same on any number of workers."""
 
 from __future__ import annotations
 
@@ -39,6 +39,31 @@ def test_training_starts_from_its_weights(before):
     assert fresh - trained > 0.4
     assert abs(figures(folder / "one")[1][0] - trained) < (fresh - trained) / 4
     assert lines(folder / "one" / "profile.jsonl")[0]["segment"] == 0
+
+
+def test_a_legacy_megatron_checkpoint_begins_at_the_first_step(before):
+    """Its own iteration is another program's: the data, the schedule and the optimizer begin anew."""
+    from dynmo_ckpt.cli import app
+
+    folder, data = before
+    told = ["convert", str(folder / "run"), str(folder / "megatron"), "--to", "legacy", "--pp", "2"]
+    assert CliRunner().invoke(app, told).exit_code == 0
+    assert (folder / "megatron" / "latest_checkpointed_iteration.txt").read_text() == "24"
+    talk = {
+        name: train(
+            data,
+            folder / f"of {name}",
+            1,
+            "--load",
+            str(folder / name),
+            "--cache-dir",
+            str(folder / "cache"),
+            train_iters="3",
+        )
+        for name in ("megatron", "hf")
+    }
+    assert "is a legacy Megatron checkpoint; dynmo-ckpt converted it" in talk["megatron"]
+    assert figures(folder / "of megatron") == figures(folder / "of hf")
 
 
 @pytest.mark.parametrize(

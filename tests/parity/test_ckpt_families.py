@@ -137,6 +137,7 @@ def test_finetuned_heads(run, tmp_path, name, labels):
     head = "classification" if labels > 1 else "multichoice"
     assert (model["task_head"], model["num_classes"]) == (head, labels if labels > 1 else 4)
     run("verify", tmp_path / "native")
+    logits(run, tmp_path / "native", tmp_path / "hf", "bert")
     run("convert", tmp_path / "native", tmp_path / "legacy", "--to", "legacy", "--tp", 2, "--pp", 2)
     last = tmp_path / "legacy" / "iter_0000000" / "mp_rank_01_001" / "model_optim_rng.pt"
     state = torch.load(last, weights_only=False)["model"]

@@ -1,0 +1,87 @@
+"""A plain engine over a small GPT and random batches, as several benchmarks train them beside other programs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from dynmo_train.engine import Engine, EngineSettings
+from dynmo_train.models.gpt import Gpt, GptShape
+from dynmo_train.models.items import BoundaryShape
+from dynmo_train.models.sparse_forms import SparseTable
+from dynmo_train.optim.adamw import AdamWSettings
+from dynmo_train.optim.schedule import LearningRate
+from dynmo_train.parallel.world import World
+from dynmo_train.pipeline.partition import Partition, uniform_partition
+from dynmo_train.pipeline.schedule import Batch, PipelineShape
+
+
+def gpt_of(*, layers: int, width: int, heads: int, tokens: int, vocabulary: int) -> Gpt:
+    """GPT with learned positions and tied embeddings, without dropout."""
+    return Gpt(
+        GptShape(
+            num_layers=layers,
+            hidden_size=width,
+            ffn_hidden_size=4 * width,
+            num_attention_heads=heads,
+            max_position_embeddings=tokens,
+            vocab_size=vocabulary,
+            padded_vocab_size=vocabulary,
+            hidden_dropout=0.0,
+            attention_dropout=0.0,
+        )
+    )
+
+
+def engine_of(
+    family: Any,
+    world: World,
+    *,
+    microbatches: int,
+    boundary: tuple[int, int, int],
+    rate: LearningRate,
+    partition: Partition | None = None,
+    beta2: float = 0.95,
+) -> Engine:
+    """A built engine: 1F1B, float32, AdamW with decay 0.1, clipping at 1, no technique.
+
+    Args:
+        family: what it trains.
+        world: its processes.
+        microbatches: of a step.
+        boundary: samples of a microbatch, tokens of a sample, width.
+        rate: of each step.
+        partition: of items over workers [default: Megatron's uniform one].
+        beta2: of AdamW.
+    """
+    samples, tokens, width = boundary
+    settings = EngineSettings(
+        pipeline=PipelineShape(
+            schedule="1f1b",
+            microbatches=microbatches,
+            boundary=BoundaryShape.hidden(batch=samples, tokens=tokens, width=width),
+            seed=1,
+            recompute=False,
+        ),
+        adamw=AdamWSettings(beta1=0.9, beta2=beta2, eps=1e-8, weight_decay=0.1),
+        rate=rate,
+        clip=1.0,
+        freeze_steps=(),
+        freeze_tied=False,
+        pruning=None,
+        sparse=SparseTable(),
+    )
+    engine = Engine(family, settings, partition or uniform_partition(family.items, world.size), world)
+    engine.build()
+    return engine
+
+
+def constant(rate: float) -> LearningRate:
+    """The same rate in every step."""
+    return LearningRate(peak=rate, floor=rate, style="constant", warmup_steps=0, decay_steps=1)
+
+
+def told(rows: tuple[torch.Tensor, torch.Tensor], step: int, microbatches: int) -> Batch:
+    """A batch of the engine."""
+    return Batch(inputs={"ids": rows[0], "labels": rows[1]}, first_microbatch=step * microbatches, step=step)
