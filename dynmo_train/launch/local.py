@@ -131,10 +131,16 @@ class _Launcher:
             why = "a worker asks to be started again, but had not begun a run" if asks else ""
             return Verdict(again=False, code=shell_code(code), why=why)
         self.restarts += 0 if asks else 1
-        self.workers = take_grow_request(run_dir) or (self.workers if not lost else None)
-        left = [count for node, count in zip(start.members, start.processes, strict=True) if node not in lost]
-        processes, more = _next_start(run_dir, sum(start.processes), self.workers, sum(left) if lost else None)
+        away = self.meeting.departed().union(lost)
+        self.workers = take_grow_request(run_dir) or (self.workers if not away else None)
+        left = [count for node, count in zip(start.members, start.processes, strict=True) if node not in away]
+        processes, more = _next_start(run_dir, sum(start.processes), self.workers, sum(left) if away else None)
         return self._again(processes, left, more)
+
+    def _flags_of(self, processes: int) -> tuple[str, ...]:
+        """Flags of a start with so many processes, fewer than the verdict on the one before counts on."""
+        run_dir = self._run_dir()
+        return _next_start(run_dir, processes, None, processes)[1] if run_dir else ()
 
     def _again(self, processes: int, left: list[int], more: tuple[str, ...]) -> Verdict:
         """Another start with ``processes``; ``left`` are those of the nodes that live."""
@@ -194,7 +200,9 @@ class _Launcher:
         verdict: Verdict | None = None
         while verdict is None or verdict.again:
             alone = self.launch.nodes.most == 1 and verdict is not None
-            start = self.meeting.gather(verdict.processes if alone and verdict else self.launch.nproc, verdict)
+            start = self.meeting.gather(
+                verdict.processes if alone and verdict else self.launch.nproc, verdict, self._flags_of
+            )
             failures = self._once(start)
             if failures is None and self.meeting.leads:
                 return self._finish()

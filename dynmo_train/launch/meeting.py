@@ -239,12 +239,15 @@ class Meeting:
             time.sleep(POLL_S)
         return True
 
-    def gather(self, processes: int, after: Verdict | None) -> Start:
+    def gather(
+        self, processes: int, after: Verdict | None, flags_of: Callable[[int], tuple[str, ...]] | None = None
+    ) -> Start:
         """Wait for the nodes of the next start.
 
         Args:
             processes: of this node.
             after: the verdict on the start before, None where this node comes fresh.
+            flags_of: flags for a number of processes in all, where fewer nodes come than the verdict counts on.
 
         Raises:
             DynmoError: too few nodes came in time.
@@ -252,13 +255,13 @@ class Meeting:
         """
         if self.leads:
             self._number = int(self._ask(lambda: self.store.add("start", 1)))
-            start = self._call(processes, after)
+            start = self._call(processes, after, flags_of)
         else:
             start = self._join(processes)
         self._number, self._members = start.number, start.members
         return start
 
-    def _call(self, processes: int, after: Verdict | None) -> Start:
+    def _call(self, processes: int, after: Verdict | None, flags_of: Callable[[int], tuple[str, ...]] | None) -> Start:
         """Node 0: wait for the others, and publish who takes part."""
         nodes, number = self.nodes, self._number
         wanted = after.nodes if after and after.nodes else nodes.most
@@ -272,13 +275,11 @@ class Meeting:
             raise DynmoError(f"{len(present())} of {nodes.least} nodes came within {nodes.join_timeout_s:g} s: {here}")
         self._wait(lambda: len(present()) >= wanted, LAST_CALL_S if after else FIRST_CALL_S)
         members = tuple(present()[:wanted])
-        start = Start(
-            number=number,
-            members=members,
-            processes=tuple(self._get(f"{number}/here/{node}") for node in members),
-            port=self._start_store(),
-            more=after.more if after else (),
-        )
+        counts = tuple(self._get(f"{number}/here/{node}") for node in members)
+        more = after.more if after else ()
+        if flags_of is not None and after and after.nodes and len(members) < wanted:
+            more = flags_of(sum(counts))
+        start = Start(number=number, members=members, processes=counts, port=self._start_store(), more=more)
         self._set(f"{number}/members", asdict(start))
         return start
 
@@ -327,6 +328,10 @@ class Meeting:
         if ended := sorted(self._ended() - {self.nodes.rank}):
             return f"processes of node {', '.join(map(str, ended))} failed"
         return None
+
+    def departed(self) -> set[int]:
+        """Members of this start that left for good: their workers were released, or they were told to end."""
+        return {node for node in self._members if self._has(f"gone/{node}")}
 
     def report(self, ending: Ending) -> None:
         """Tell the others how this start ended here."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bz2
 import hashlib
+import importlib.util
 import json
 import os
 import subprocess
@@ -121,6 +122,36 @@ def test_figure_11_of_optimus_cc_is_in_the_metrics(place):
     found = lines(place / "checkpoints" / "GPT-335M-Orth_AVG_Check" / "metrics.jsonl")
     assert all("compression" in line for line in found)
     assert "cosine" in json.dumps(found[-1]["compression"])
+
+
+def test_figures_10_12_and_14_of_optimus_cc_run(place):
+    own = {"GPUS_PER_NODE": "2", "NNODES": "1", "TENSOR_MP_SIZE": "1", "PIPELINE_MP_SIZE": "2", "CB_RANK": "4"}
+    script(place, "ASPLOS23/fig10.sh", "335M", "CB-FE", *TINY, **own)
+    timed = lines(place / "checkpoints" / "GPT2-335M-CB-FE-Breakdown" / "metrics.jsonl")
+    assert [line["step"] for line in timed] == [1, 2, 3, 4]
+    assert all(line["step_ns"] > 0 for line in timed)
+    told = script(place, "ASPLOS23/fig12.sh", "335M", "CB-LEP", *TINY, **own)
+    assert "memories" in told
+    profile = lines(place / "checkpoints" / "GPT-335M-CB-LEP-Memory" / "profile.jsonl")
+    assert all(peak > 0 for line in profile if line["record"] == "step" for peak in line["peak_memory_bytes"])
+    rates = script(place, "ASPLOS23/fig14.sh", "--rows", "64", "--repeats", "1")
+    assert "| 2.5B | 128 |" in rates
+
+
+def test_a_checkpoint_is_merged_and_converted_for_zero_shot_tasks(place):
+    own = {"GPUS_PER_NODE": "2", "NNODES": "1", "TENSOR_MP_SIZE": "2", "PIPELINE_MP_SIZE": "1"}
+    own["CHECKPOINT_PATH"] = "shards"
+    script(place, "ASPLOS23/tbl2_fig9_tbl4.sh", "335M", "Baseline", *TINY, **own)
+    (place / "tasks").mkdir()
+    present = importlib.util.find_spec("lm_eval") is not None
+    row = {"ctx_a": "The river", "ctx_b": "runs", "ctx": "The river runs", "endings": list("abcd"), "label": "1"}
+    (place / "tasks" / "hellaswag.jsonl").write_text(json.dumps({**row, "activity_label": "x"}) + "\n")
+    evaluation = {"TASKS": "hellaswag", "TASK_DATA": "tasks"}
+    told = script(place, "ASPLOS23/zero_shot.sh", "shards", "zero", code=0 if present else 2, **evaluation)
+    assert (place / "zero" / "hf" / "vocab.json").read_bytes() == (place / "gpt2-vocab.json").read_bytes()
+    assert ("acc" if present else "pip install 'dynmo[lm-eval]'") in told
+    assert (place / "zero" / "merged").is_dir()
+    assert json.loads((place / "zero" / "hf" / "config.json").read_text())["n_embd"] == 32
 
 
 def test_wikipedia_from_a_dump_to_sentences(place):
