@@ -16,12 +16,14 @@ SCRIPT = Path(__file__).parents[1] / "benchmarks" / "train_curve.py"
 
 @pytest.fixture(scope="module")
 def benchmark():
+    sys.path.insert(0, str(SCRIPT.parent))
     spec = importlib.util.spec_from_file_location("train_curve", SCRIPT)
     module = importlib.util.module_from_spec(spec)
     sys.modules["train_curve"] = module
     spec.loader.exec_module(module)
     yield module
     del sys.modules["train_curve"]
+    sys.path.remove(str(SCRIPT.parent))
 
 
 @pytest.mark.parametrize("family", ["gpt", "llama"])
