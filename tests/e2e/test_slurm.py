@@ -26,6 +26,7 @@ pytestmark = [pytest.mark.dist, pytest.mark.timeout(600)]
 
 # Slurm holds a job back that went back into the queue: until then its nodes refuse the number of a job that was ended.
 HELD_BACK_S = 125
+ROOT = Path(__file__).parents[2]
 PROGRAMS = ("slurmctld", "slurmd", "munged", "sbatch", "srun", "scontrol")
 CONFIGURATION = """
 ClusterName=dynmo
@@ -192,6 +193,32 @@ def test_a_released_node_is_given_back_while_the_job_goes_on(cluster, static):
     both = range(1, min(steps_done(run), 23) + 1)
     assert both[-1] > released["step"]
     assert {step: figures(run)[step] for step in both} == {step: static_figures[step] for step in both}
+
+
+def test_the_aws_script_trains_with_the_sizes_of_the_environment(cluster, tmp_path, monkeypatch):
+    """`NUM_LAYERS=2 HIDDEN_SIZE=32 ... sbatch bin/2.distributed-training.sbatch`, on two nodes."""
+    data = tmp_path / "gpt2"
+    data.mkdir()
+    write_data(data / "my-gpt2_text_document")
+    words = [f"t{number}" for number in range(96)] + ["<|endoftext|>"]
+    (data / "gpt2-vocab.json").write_text(json.dumps({word: number for number, word in enumerate(words)}))
+    (data / "gpt2-merges.txt").write_text("#version: 0.2\n")
+    sizes = {"NUM_LAYERS": "2", "HIDDEN_SIZE": "32", "NUM_ATTENTION_HEADS": "4", "SEQ_LENGTH": "32"}
+    sizes |= {"MAX_POSITION_EMBEDDINGS": "32", "MICRO_BATCH_SIZE": "2", "GLOBAL_BATCH_SIZE": "8"}
+    sizes |= {"TENSOR_PARALLEL": "1", "PIPELINE_PARALLEL": "2", "GPU_PER_NODE": "1", "DATA_PATH": str(tmp_path)}
+    sizes |= {"MORE": "--train-samples 40 --lr-decay-samples 40 --lr-warmup-samples 8 --eval-iters 0 --split 100,0,0"}
+    for name, value in {**sizes, "MASTER_ADDR": "127.0.0.1"}.items():
+        monkeypatch.setenv(name, value)
+    wait_for("three idle nodes", idle)
+    here = ("--gpus-per-node=0", f"--output={tmp_path}/%j.out", f"--chdir={tmp_path}")  # this cluster has none
+    job = ask("sbatch", "--parsable", *here, str(ROOT / "bin" / "2.distributed-training.sbatch")).strip()
+    run = tmp_path / "checkpoints" / "gpt3"
+    wait_for("its end", lambda: job_state(job) not in ("PENDING", "RUNNING", "COMPLETING"), 200)
+    said = (tmp_path / f"{job}.out").read_text()
+    assert job_state(job) == "COMPLETED", said
+    assert job_state(job, "NumNodes") == "2"
+    assert figures(run).keys() == {1, 2, 3, 4, 5}
+    assert (run / "checkpoints" / "LATEST").read_text().strip() == "step-00000005"
 
 
 @pytest.mark.skipif(not os.environ.get("DYNMO_SLURM_LONG"), reason="minutes: DYNMO_SLURM_LONG=1")
