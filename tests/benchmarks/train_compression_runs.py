@@ -2,7 +2,7 @@
 
 Two pipeline workers, two replicas, 16 microbatches each, of which the epilogue has two. All runs see the same samples.
 
-python tests/benchmarks/train_compression.py --text wiki.valid.tokens wiki.test.tokens [--steps 300] [--rank 8]
+python tests/benchmarks/train_compression_runs.py --text wiki.valid.tokens wiki.test.tokens [--steps 600] [--rank 8]
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ MODEL = {
     "seq-length": "64",
     "micro-batch-size": "1",
     "global-batch-size": "32",
-    "lr": "3e-3",
+    "lr": "1e-3",
     "lr-warmup-iters": "20",
-    "min-lr": "3e-4",
+    "min-lr": "1e-4",
     "lr-decay-style": "cosine",
     "split": "90,10,0",
     "eval-iters": "20",
@@ -82,7 +82,7 @@ def schemes(rank: int) -> dict[str, list[str]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--text", type=Path, nargs="+", required=True)
-    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--steps", type=int, default=600)
     parser.add_argument("--rank", type=int, default=8)
     parser.add_argument("--seeds", default="1234")
     parser.add_argument("--schemes", default="")
