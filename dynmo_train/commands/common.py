@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import signal
+from collections.abc import Iterator
 from enum import StrEnum
 from importlib.util import find_spec
 
@@ -21,6 +24,25 @@ def need_torch() -> None:
     """Raise ``MissingExtraError`` where torch is not installed; loads nothing."""
     if find_spec("torch") is None:
         raise MissingExtraError("torch", "train")
+
+
+@contextlib.contextmanager
+def deaf_until_training() -> Iterator[None]:
+    """SIGUSR1 and SIGUSR2 do nothing here, where they would end the process; the training loop takes them over.
+
+    They ask a run to save: one that still starts, or is about to end, has nothing more to do for it.
+    """
+    numbers = (signal.SIGUSR1, signal.SIGUSR2)
+    try:
+        before = [signal.signal(number, signal.SIG_IGN) for number in numbers]
+    except ValueError:  # not in the main thread, which alone gets signals
+        yield
+        return
+    try:
+        yield
+    finally:
+        for number, handler in zip(numbers, before, strict=True):
+            signal.signal(number, handler)
 
 
 def world_size() -> int:

@@ -11,7 +11,7 @@ from ..config import Facts, check, dry_run_processes, dry_run_values, read_confi
 from ..config.command import MegatronCommand, with_options
 from ..console import Format
 from ..errors import EXIT_USAGE, UsageError
-from .common import first_tells, need_torch, world_size
+from .common import deaf_until_training, first_tells, need_torch, world_size
 
 pretrain = typer.Typer(no_args_is_help=True, help="Train a model from its first step, or go on with a run.")
 
@@ -59,6 +59,12 @@ def _pretrain(family: str, config: Path | None, recipe: str | None, flags: dict[
     from ..loop import run_pretrain
 
     raise typer.Exit(run_pretrain(resolved))
+
+
+@pretrain.callback()
+def training(context: typer.Context) -> None:
+    """Train a model from the start, or go on from a checkpoint."""
+    context.with_resource(deaf_until_training())
 
 
 @pretrain.command("gpt", cls=MegatronCommand)

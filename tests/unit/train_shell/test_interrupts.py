@@ -7,7 +7,11 @@ import signal
 from types import SimpleNamespace
 
 import pytest
+from typer.testing import CliRunner
 
+from dynmo_train.cli import app
+from dynmo_train.commands import pretrain
+from dynmo_train.commands.common import deaf_until_training
 from dynmo_train.interrupts import Interrupts, Wishes
 
 ALONE = SimpleNamespace(size=1)
@@ -29,6 +33,26 @@ def test_signals_are_answered_at_the_boundary_and_handlers_put_back():
             os.kill(os.getpid(), signal.SIGTERM)
         assert stop.value.code == 143
     assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGUSR1)) == before
+
+
+def test_a_run_that_starts_or_ends_is_not_ended_by_what_asks_it_to_save():
+    before = signal.getsignal(signal.SIGUSR1), signal.getsignal(signal.SIGUSR2)
+    with deaf_until_training():
+        os.kill(os.getpid(), signal.SIGUSR1)
+        os.kill(os.getpid(), signal.SIGUSR2)
+        with Interrupts(None) as interrupts:
+            assert interrupts.at_boundary(ALONE) == Wishes()
+            os.kill(os.getpid(), signal.SIGUSR1)
+            assert interrupts.at_boundary(ALONE) == Wishes(save=True)
+        os.kill(os.getpid(), signal.SIGUSR1)
+    assert (signal.getsignal(signal.SIGUSR1), signal.getsignal(signal.SIGUSR2)) == before
+
+
+def test_pretrain_is_such_a_run(monkeypatch):
+    seen = []
+    monkeypatch.setattr(pretrain, "need_torch", lambda: seen.append(signal.getsignal(signal.SIGUSR1)))
+    CliRunner().invoke(app, ["pretrain", "gpt", "--train-iters", "1"])
+    assert seen == [signal.SIG_IGN]
 
 
 def test_a_launchers_worker_is_told_twice_and_saves_nonetheless():
