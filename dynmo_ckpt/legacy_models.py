@@ -127,7 +127,10 @@ def _vocabulary(args: Args, given: int | None, padded: int, remarks: list[str]) 
             f"the true vocabulary size is not told; all {padded} rows are kept, --vocab-size cuts the rest off"
         )
     if not 1 <= vocab <= padded:
-        raise UsageError(f"--vocab-size {vocab}: must be within 1 and the padded size {padded}")
+        raise UsageError(
+            f"a vocabulary of {vocab} tokens (by --vocab-size, --vocab-file or the checkpoint's arguments) "
+            f"must be within 1 and the padded size {padded}, the rows of its table"
+        )
     return {"vocab_size": vocab, "padded_vocab_size": padded}
 
 
