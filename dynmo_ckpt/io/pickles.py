@@ -72,6 +72,10 @@ class TensorRef:
 
 INERT_NAMES = {Name("argparse", "Namespace"), Name("_codecs", "encode")}
 INERT_NAMES |= {Name(module, name) for module in ("pathlib", "pathlib._local") for name in _PATHS}
+# By it Python 3.11.0 to 3.11.3 refer to members of an enumeration; what stands for one is a class of OPAQUE_PACKAGES
+# and a word, and nothing is looked up.
+MEMBER_OF = tuple(Name(module, "getattr") for module in ("builtins", "__builtin__"))
+INERT_NAMES |= set(MEMBER_OF)
 STOP = b"."
 _TENSOR_BUILDERS = ("_rebuild_tensor_v2", "_rebuild_tensor")
 _PLAIN = {
@@ -192,6 +196,8 @@ class _Machine:
         """What stands for the result of a call; nothing is called but the plain containers of ``_PLAIN``."""
         if not isinstance(function, Name):
             raise CorruptError(f"{self.source}: the pickle calls {type(function).__name__}, which is no name")
+        if function in MEMBER_OF:
+            return self._member(*arguments)
         if function == Name("_codecs", "encode"):
             return str(arguments[0]).encode("latin1")
         if (function.module, function.name) in _PLAIN:
@@ -202,6 +208,18 @@ class _Machine:
         if function == Name("torch._utils", "_rebuild_parameter"):
             return arguments[0]
         return Inert(function, arguments)
+
+    def _member(self, of: Any, member: Any) -> Inert:
+        """What stands for a member of an enumeration."""
+        if (
+            not isinstance(of, Name)
+            or of.module.partition(".")[0] not in OPAQUE_PACKAGES
+            or not isinstance(member, str)
+        ):
+            raise UnsafePickleError(
+                f"{self.source}: refers to {member} of {of}, which is no enumeration; nothing was executed"
+            )
+        return Inert(of, (member,))
 
     def persistent(self, identifier: Any) -> StorageRef:
         """The storage that a persistent identifier of torch names."""

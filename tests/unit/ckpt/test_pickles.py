@@ -81,6 +81,29 @@ def test_nothing_is_executed(tmp_path, protocol, function, arguments):
     assert not marker.exists()
 
 
+class Member:
+    """Pickles as Python 3.11.0 to 3.11.3 pickle a member of an enumeration."""
+
+    def __init__(self, *asked):
+        self.asked = asked
+
+    def __reduce__(self):
+        return getattr, self.asked
+
+
+@pytest.mark.parametrize("protocol", [2, 4])
+def test_a_member_of_an_enumeration_stays_inert(protocol):
+    found = load_pickle(pickle.dumps(Member(torch.nn.Module, "encoder_or_decoder"), protocol), "x")
+    assert isinstance(found, Inert)
+    assert (str(found.type), found.arguments) == ("torch.nn.modules.module.Module", ("encoder_or_decoder",))
+
+
+@pytest.mark.parametrize("asked", [(dict, "fromkeys"), (getattr, "__call__"), ([1], "append"), (torch.nn.Module, 1)])
+def test_a_member_of_anything_else_is_refused(asked):
+    with pytest.raises(UnsafePickleError, match="nothing was executed"):
+        load_pickle(pickle.dumps(Member(*asked)), "x")
+
+
 def test_a_call_of_an_allowed_package_stays_inert():
     payload = b"cnumpy\nload\n(S'x'\ntR."
     found = load_pickle(payload, "x")
