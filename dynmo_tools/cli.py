@@ -280,9 +280,9 @@ def group_duplicates(
 
     groups = write_groups(pairs, output, threshold)
     report = {
-        "groups": len(groups),
-        "largest_group": max(map(len, groups), default=0),
-        "documents": sum(map(len, groups)),
+        "groups": groups.groups,
+        "largest_group": groups.largest,
+        "documents": groups.documents,
         "output": str(output),
     }
     if format_ is Format.JSON:

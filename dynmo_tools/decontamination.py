@@ -218,15 +218,21 @@ def drop_common(task: Task) -> None:
     total: Counter[str] = Counter()
     for index in range(len(task.plan.tasks)):
         total.update(json.loads(task.part("counts.json", index).read_bytes()))
-    ngrams = json.loads(task.part("all-ngrams.json", 0).read_bytes())
-    rare = [ngram for ngram in ngrams if total[ngram] < settings.key_threshold]
-    task.create(task.part("rare-ngrams.json")).write(json.dumps(rare, ensure_ascii=False).encode())
+    encoded = task.part("all-ngrams.json", 0).read_bytes()
+    num_common = 0
+    if max(total.values(), default=0) >= settings.key_threshold:
+        ngrams = json.loads(encoded)
+        rare = [ngram for ngram in ngrams if total[ngram] < settings.key_threshold]
+        num_common = len(ngrams) - len(rare)
+        encoded = json.dumps(rare, ensure_ascii=False).encode()
+    # else the bytes as they are: decoded again they would stand beside the dictionary that the first pass holds
+    task.create(task.part("rare-ngrams.json")).write(encoded)
     if settings.save_dictionary is not None:
         with whole_file(settings.save_dictionary) as target:
             header = {**envelope(FORMAT, VERSION, f"dynmo-prep {__version__}"), "tasks": list(settings.task)}
-            for entry in (header, *({"ngram": ngram, "count": total[ngram]} for ngram in rare)):
+            for entry in (header, *({"ngram": ngram, "count": total[ngram]} for ngram in json.loads(encoded))):
                 target.write(json.dumps(entry, ensure_ascii=False).encode() + b"\n")
-    task.facts["common_ngrams"] = len(ngrams) - len(rare)
+    task.facts["common_ngrams"] = num_common
 
 
 def split_slice(task: Task) -> None:

@@ -114,7 +114,7 @@ def _bzip2_pieces(part: Slice) -> Iterator[Piece]:
             raise EOFError("the last bzip2 stream is not complete")
 
 
-def _raw_pages(pieces: Iterator[Piece]) -> Iterator[bytes]:
+def _raw_pages(pieces: Iterator[Piece], *, whole: bool) -> Iterator[bytes]:
     held, own, at, total = b"", 0, 0, 0
     for piece, ours in pieces:
         total += len(piece)
@@ -134,7 +134,8 @@ def _raw_pages(pieces: Iterator[Piece]) -> Iterator[bytes]:
             yield held[begin:at]
         if not ours and at >= own:
             return
-    if total >= TAIL_BYTES and not held[at:].rstrip().endswith(END):  # of less, the piece before has seen the end
+    # Of a short last piece, the piece before has seen the end.
+    if (whole or total >= TAIL_BYTES) and not held[at:].rstrip().endswith(END):
         raise EOFError("it ends without </mediawiki>")
 
 
@@ -148,7 +149,7 @@ def read_pages(part: Slice) -> Iterator[Page]:
     """
     cut = part.begin or part.end is not None
     pieces = _bzip2_pieces(part) if cut and part.path.suffix == ".bz2" else _plain_pieces(part)
-    for raw in _raw_pages(pieces):
+    for raw in _raw_pages(pieces, whole=not cut):
         yield _page(ElementTree.fromstring(raw))
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -79,16 +78,6 @@ class UnionFind:
             moved[begin : begin + BLOCK] = block != np.arange(begin, begin + len(block))
         _, counts = np.unique(parents[moved.view(np.bool_)], return_counts=True)
         return moved, len(counts), int(counts.max(initial=0)) + bool(len(counts))
-
-    def groups(self) -> Iterator[list[int]]:
-        """The sets of two documents and more, ordered by their first document, each in ascending order."""
-        moved = np.flatnonzero(self.parents != np.arange(len(self.parents), dtype=self.parents.dtype))
-        members: dict[int, list[int]] = {}
-        for index in map(int, moved):
-            root = self.find(index)
-            members.setdefault(root, [root]).append(index)
-        for root in sorted(members):
-            yield members[root]
 
 
 class NamedSets:

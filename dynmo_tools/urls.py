@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import hashlib
 import os
 import re
 import tempfile
@@ -20,6 +19,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from .compression import open_read, wrap_write
+from .digests import DigestBuckets
 from .errors import MissingExtraError, UsageError
 
 MIN_CHARACTERS = 9
@@ -33,7 +33,6 @@ UNSENDABLE = re.compile(r"[\x00-\x20\x7f-\x9f\ufffd]")  # control characters, sp
 IPV4 = re.compile(r"\d{1,3}(?:\.\d{1,3}){3}")
 REASONS = ("domain", "ending", "short", "malformed", "duplicate")
 VERDICTS = (None, *REASONS)
-BUCKETS = 256
 BLOCK_CODES = 1 << 20
 
 
@@ -107,20 +106,17 @@ def expand_folder(names: Sequence[str]) -> list[str]:
 class SeenOnce(contextlib.AbstractContextManager["SeenOnce"]):
     """What befalls each URL, with the repeated ones found on disk: 25 bytes of it a URL, and of memory 0.3.
 
-    The digests of the URLs lie in ``BUCKETS`` files by their first byte, and one of these at a time is sorted. Two URLs
-    count as the same where 128 bits of their digests agree.
+    Two URLs count as the same where 128 bits of their digests agree.
 
     Args:
         folder: where files without names hold the digests and verdicts.
     """
 
     def __init__(self, folder: Path) -> None:
-        self._open = contextlib.ExitStack()
         folder.mkdir(parents=True, exist_ok=True)
-        self._codes, *self._buckets = (
-            self._open.enter_context(tempfile.TemporaryFile(dir=folder))  # noqa: SIM115 - closed by __exit__
-            for _ in range(BUCKETS + 1)
-        )
+        self._open = contextlib.ExitStack()
+        self._codes = self._open.enter_context(tempfile.TemporaryFile(dir=folder))  # noqa: SIM115 - closed by __exit__
+        self._digests = self._open.enter_context(DigestBuckets(folder))
         self._count = 0
 
     def __exit__(self, *_: object) -> None:
@@ -130,24 +126,16 @@ class SeenOnce(contextlib.AbstractContextManager["SeenOnce"]):
     def add(self, url: str, reason: str | None) -> None:
         """Note the next URL with the reason to leave it out, or None."""
         if reason is None:
-            digest = hashlib.blake2b(url.encode("utf-8", "replace"), digest_size=16).digest()
-            self._buckets[digest[0] % BUCKETS].write(digest + self._count.to_bytes(8, "little"))
+            self._digests.add(url.encode("utf-8", "replace"), self._count)
         self._codes.write(bytes([VERDICTS.index(reason)]))
         self._count += 1
 
     def mark_repeated(self) -> None:
         """Give every URL that came before the reason ``duplicate``."""
-        import numpy as np
-
         self._codes.flush()
-        digest = np.dtype([("high", "<u8"), ("low", "<u8"), ("number", "<u8")])
         duplicate = bytes([VERDICTS.index("duplicate")])
-        for bucket in self._buckets:
-            bucket.seek(0)
-            rows = np.frombuffer(bucket.read(), dtype=digest)
-            rows = rows[np.lexsort((rows["number"], rows["low"], rows["high"]))]
-            again = (rows["high"][1:] == rows["high"][:-1]) & (rows["low"][1:] == rows["low"][:-1])
-            for number in rows["number"][1:][again].tolist():
+        for numbers, _ in self._digests.repeats():
+            for number in numbers.tolist():
                 os.pwrite(self._codes.fileno(), duplicate, number)
 
     def __iter__(self) -> Iterator[str | None]:

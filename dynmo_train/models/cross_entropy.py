@@ -108,7 +108,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 if gradient is not None:
                     gradient.data.mul_(scale)
         elif scale.device.type != "cpu" or not torch.equal(scale, applied):
-            gradients = [None if gradient is None else gradient * (scale / applied) for gradient in gradients]
+            ratio = torch.where(scale == applied, 1.0, scale / applied)  # a factor of 0 comes twice as well
+            gradients = [None if gradient is None else gradient * ratio for gradient in gradients]
         told = [None if g is None else g.to(dtype) for g, dtype in zip(gradients, ctx.dtypes, strict=True)]
         return *told, None, None, None, None
 

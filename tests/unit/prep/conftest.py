@@ -35,3 +35,16 @@ def varied_texts():
     rng = random.Random(3)
     alphabet = "abc ABC 012 .,!?'\n\té日\u0301😀"
     return VARIED + ["".join(rng.choices(alphabet, k=rng.randrange(200))) for _ in range(100)]
+
+
+@pytest.fixture(scope="session")
+def groups_of():
+    """The sets of two documents and more of a union-find, in order, as lists."""
+
+    def groups(sets):
+        members = {}
+        for document in range(len(sets.parents)):
+            members.setdefault(sets.find(document), []).append(document)
+        return [group for group in members.values() if len(group) > 1]
+
+    return groups

@@ -127,18 +127,18 @@ def test_no_pair_below_the_threshold_and_hardly_one_missed_above(tmp_path):
     assert found / len(close) >= 0.99
 
 
-def test_short_texts_are_duplicates_only_of_equal_ones(tmp_path):
+def test_short_texts_are_duplicates_only_of_equal_ones(tmp_path, groups_of):
     made = ["abc", "abd", "", "abc", "", "x"]
     _, sets = matched(tmp_path, made, 0.9)
-    assert list(sets.groups()) == [[0, 3], [2, 4]]
+    assert groups_of(sets) == [[0, 3], [2, 4]]
 
 
-def test_groups_are_ordered_and_the_earliest_document_stands_first():
+def test_groups_are_ordered_and_the_earliest_document_stands_first(groups_of):
     sets = UnionFind(6)
     sets.join(5, 2)
     sets.join(4, 1)
     sets.join(2, 3)
-    assert list(sets.groups()) == [[1, 4], [2, 3, 5]]
+    assert groups_of(sets) == [[1, 4], [2, 3, 5]]
     assert sets.find(5) == 2
 
 
@@ -182,13 +182,13 @@ def test_groups_are_what_buckets_connect(tmp_path, monkeypatch):
         assert [g for a, b in itertools.pairwise(cuts) for g in groups_between(stored, sets.parents, a, b)] == whole
 
 
-def test_the_parts_of_the_groups_do_not_change_the_pairs(tmp_path):
+def test_the_parts_of_the_groups_do_not_change_the_pairs(tmp_path, groups_of):
     made = planted(9)
     for all_pairs in (False, True):
         (whole, sets), (cut, _) = (matched(tmp_path, made, 0.5, parts, all_pairs=all_pairs) for parts in (1, 13))
         assert whole == cut
         assert len({(pair.main, pair.other) for pair in whole}) > 20
-    assert list(sets.groups()) == list(matched(tmp_path, made, 0.5)[1].groups())
+    assert groups_of(sets) == groups_of(matched(tmp_path, made, 0.5)[1])
 
 
 def test_all_pairs_are_those_of_brute_force(tmp_path):
@@ -245,7 +245,7 @@ def test_the_classic_bands_find_98_6_percent_at_0_9():
     assert candidate_probability(0.9, 10, 10) == pytest.approx(0.986, abs=5e-4)
 
 
-def test_large_buckets_find_what_pair_by_pair_finds_when_similarity_is_transitive():
+def test_large_buckets_find_what_pair_by_pair_finds_when_similarity_is_transitive(groups_of):
     kinds = [n % 7 for n in range(200)]
 
     def same(a, b):
@@ -254,7 +254,7 @@ def test_large_buckets_find_what_pair_by_pair_finds_when_similarity_is_transitiv
     sets = UnionFind(200)
     for pair in stars(range(200), same, 0.5, -1, sets.together):
         sets.join(pair.main, pair.other)
-    assert [len(group) for group in sets.groups()] == [29] * 4 + [28] * 3
+    assert [len(group) for group in groups_of(sets)] == [29] * 4 + [28] * 3
 
 
 def test_a_pair_is_compared_once_and_known_pairs_are_bounded(monkeypatch):

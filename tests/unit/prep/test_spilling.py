@@ -66,13 +66,13 @@ def test_names_are_own_or_places(tmp_path, monkeypatch):
     assert lines == [(b'{"0@0": [{"c": 0.75}, {"2@4": 1.0}]}\n', 2), ('{"c": [{"é": 0.5}]}\n'.encode(), 1)]
 
 
-def test_later_ones_are_those_of_the_groups(monkeypatch):
+def test_later_ones_are_those_of_the_groups(monkeypatch, groups_of):
     monkeypatch.setattr("dynmo_tools.unionfind.BLOCK", 7)
     rng = random.Random(1)
     sets = UnionFind(60)
     for _ in range(40):
         sets.join(rng.randrange(60), rng.randrange(60))
-    groups = list(sets.groups())
+    groups = groups_of(sets)
     removed, count, largest = sets.later_ones()
     assert np.flatnonzero(removed).tolist() == sorted(member for group in groups for member in group[1:])
     assert (count, largest) == (len(groups), max(map(len, groups)))

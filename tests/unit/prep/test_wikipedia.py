@@ -9,7 +9,6 @@ from dynmo_tools import dumps
 from dynmo_tools.dumps import Page, read_base, read_pages
 from dynmo_tools.plan import Source, cut
 from dynmo_tools.records import Slice
-from dynmo_tools.wikipedia import text_of
 
 DUMP = """<mediawiki xmlns="http://www.mediawiki.org/xml/export-0.10/">
 <siteinfo><base>https://en.wikipedia.org/wiki/Main_Page</base></siteinfo>
@@ -18,31 +17,6 @@ DUMP = """<mediawiki xmlns="http://www.mediawiki.org/xml/export-0.10/">
 <page><title>B</title><ns>0</ns><id>13</id><redirect title="A"/>
 <revision><id>98</id><text>#REDIRECT [[A]]</text></revision></page>
 </mediawiki>"""
-
-
-@pytest.mark.parametrize(
-    ("markup", "text"),
-    [
-        ("'''Bold''' and ''italic'' [[link|shown]] [[plain]].", "Bold and italic shown plain."),
-        ("Text.<ref name=a>note {{cite|b}}</ref> More.<ref name=a/>", "Text. More."),
-        ("Before {{infobox\n| a = [[b]]\n* list in it\n}}after.", "Before after."),
-        ("{| class=x\n! a\n|-\n| b\n|}\nBehind.", "Behind."),
-        ("[[File:a.jpg|thumb|a [[b]] c]][[Category:X]][[de:Y]]Kept [[:Category:Z]].", "Kept Category:Z."),
-        ("A&nbsp;b &amp; c &mdash; d", "A b & c \u2014 d"),
-        ("== Empty ==\n== Full ==\ntext\n=== Why? ===\nmore", "Full.\ntext\nWhy?\nmore"),
-        ("Intro\n* one\n* two\n# three\nend", "Intro\nend"),
-        ("[http://a.b label] and [http://a.b]", "label and"),
-        ("Greek ({{lang|el|abc}}) and ({{lang-fr}}; ) end {{convert|5|km}}", "Greek (abc) and end 5 km"),
-        ("<!-- hidden -->seen <math>x</math>__NOTOC__", "seen"),
-        ("x < y and {{unclosed", "x < y and {{unclosed"),
-    ],
-)
-def test_markup_becomes_text(markup, text):
-    assert text_of(markup) == text
-
-
-def test_lists_can_be_kept():
-    assert text_of("Intro\n* one\n* [[two]]\nend", keep_lists=True) == "Intro\n- one\n- two\nend"
 
 
 def dump(tmp_path, text=DUMP):
@@ -99,12 +73,6 @@ def test_streams_of_a_bzip2_dump_are_read_apart_wherever_they_cut_pages(tmp_path
         list(read_pages(Slice(path=path, begin=0, end=5)))
 
 
-@pytest.mark.data
-def test_a_real_dump_has_no_markup_left(shared_data):
-    path = next((shared_data / "wiki").glob("enwiki-latest*.bz2"))
-    pages = [page for page in read_pages(Slice(path=path)) if not page.redirect][:12]
-    texts = [text_of(page.markup) for page in pages]
-    assert len(texts) == 12
-    for text in texts:
-        assert len(text) > 500
-        assert text.count("{{") + text.count("[[") + text.count("<ref") + text.count("'''") < 3
+def test_a_dump_that_ends_in_its_first_word_is_cut_off(tmp_path):
+    with pytest.raises(EOFError, match="without </mediawiki>"):
+        list(read_pages(Slice(path=dump(tmp_path, "<mediawiki"))))

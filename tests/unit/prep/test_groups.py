@@ -1,0 +1,106 @@
+"""Groups out of pairs, beside a plain way to find them; sets of names by their digests."""
+
+from __future__ import annotations
+
+import json
+import random
+
+import pytest
+
+from dynmo_tools import digests
+from dynmo_tools.digests import DigestBuckets, DigestSet
+from dynmo_tools.errors import UsageError
+from dynmo_tools.groups import read_objects, read_removals, write_groups
+
+
+def plain_groups(pairs, threshold):
+    """Connected names, by walking from each one, in the order in which pairs name them."""
+    neighbours: dict[str, list[str]] = {}
+    for entry in pairs:
+        for main, others in entry.items():
+            neighbours.setdefault(main, [])
+            for each in others:
+                for other, index in each.items():
+                    if index >= threshold:
+                        neighbours[main].append(other)
+                        neighbours.setdefault(other, []).append(main)
+    order = {name: at for at, name in enumerate(neighbours)}
+    seen: set[str] = set()
+    found = []
+    for name in neighbours:
+        reached, waiting = {name}, [name]
+        while waiting:
+            fresh = set(neighbours[waiting.pop()]) - reached
+            reached |= fresh
+            waiting += fresh
+        if name not in seen and len(reached) > 1:
+            found.append(sorted(reached, key=order.__getitem__))
+        seen |= reached
+    return found
+
+
+@pytest.mark.parametrize("ending", ["", ".gz", ".zst"])
+def test_groups_are_those_of_a_plain_search(tmp_path, monkeypatch, ending):
+    monkeypatch.setattr("dynmo_tools.groups.GROUPS_AT_ONCE", 3)
+    monkeypatch.setattr("dynmo_tools.groups.HELD_NUMBERS", 4)
+    monkeypatch.setattr("dynmo_tools.groups.READ_BYTES", 48)
+    rng = random.Random(2)
+    names = [*(f"u{at}" for at in range(150)), 'a "quoted" name', "größer", "", "half \ud800"]
+    pairs = [
+        {rng.choice(names): [{rng.choice(names): rng.choice([0.6, 0.9, 1.0])} for _ in range(rng.randrange(3))]}
+        for _ in range(90)
+    ]
+    (tmp_path / "pairs").write_text("".join(json.dumps(entry) + "\n" for entry in pairs), encoding="utf-8")
+    for threshold in (0.5, 0.9, 1.1):
+        expected = plain_groups(pairs, threshold)
+        told = write_groups(tmp_path / "pairs", tmp_path / f"groups{ending}", threshold)
+        written = [members for entry in read_objects(tmp_path / f"groups{ending}") for members in entry.values()]
+        assert written == expected
+        assert (told.groups, told.documents) == (len(expected), sum(map(len, expected)))
+        assert told.largest == max(map(len, expected), default=0)
+    assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
+
+
+def test_a_line_that_is_no_pair_is_told_and_leaves_the_old_groups(tmp_path):
+    (tmp_path / "pairs").write_text('{"a": [{"b": 1.0}]}\n{"a": {"b": 1}}\n', encoding="utf-8")
+    (tmp_path / "groups").write_text("old", encoding="utf-8")
+    with pytest.raises(UsageError, match="pairs: 'a' must be followed by a list"):
+        write_groups(tmp_path / "pairs", tmp_path / "groups", 0.9)
+    assert (tmp_path / "groups").read_text() == "old"
+
+
+def test_names_that_go_are_those_behind_the_first(tmp_path):
+    (tmp_path / "groups").write_text('{"0": ["a", "b", "é"]}\n{"1": ["c", "half \\ud800"]}\n', encoding="utf-8")
+    removals = read_removals(tmp_path / "groups")
+    assert [name in removals for name in ("a", "b", "é", "c", "half \ud800", None, "")] == [
+        *(False, True, True, False, True, False, False)
+    ]
+
+
+def test_a_set_of_digests_is_a_set(monkeypatch):
+    rng = random.Random(4)
+    texts = [str(rng.randrange(5000)) for _ in range(2000)]
+    for flags in (8, 0):  # without flags every look goes to the digests
+        monkeypatch.setattr(digests, "FLAGS_A_TEXT", flags)
+        made = DigestSet(texts)
+        assert {at for at in range(5000) if str(at) in made} == set(map(int, texts))
+    assert "a" not in DigestSet([])
+
+
+def test_digests_alike_in_their_first_half_are_told_apart(monkeypatch):
+    monkeypatch.setattr(digests, "digest_of", lambda payload: bytes(8) + payload.ljust(8, b"\0"))
+    made = DigestSet(["x", "y", "z"])
+    assert [text in made for text in ("x", "y", "z", "w")] == [True, True, True, False]
+
+
+def test_repeats_name_the_first_of_their_kind(tmp_path):
+    texts = [b"a", b"b", b"a", b"c", b"b", b"a"]
+    with DigestBuckets(tmp_path) as buckets:
+        for number, text in enumerate(texts):
+            buckets.add(text, number)
+        found = {
+            (number, first)
+            for numbers, firsts in buckets.repeats()
+            for number, first in zip(numbers.tolist(), firsts.tolist(), strict=True)
+        }
+    assert found == {(2, 0), (5, 0), (4, 1)}

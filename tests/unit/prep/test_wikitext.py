@@ -1,0 +1,127 @@
+"""Text out of markup, by hand and beside a plain walk over the library's own tree."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from dynmo_tools import wikitext
+from dynmo_tools.dumps import read_pages
+from dynmo_tools.records import Slice
+from dynmo_tools.wikitext import text_of, tidy
+
+PIECES = [
+    *("{{", "}}", "{{{", "}}}", "[[", "]]", "[", "]", "|", "=", "==", "''", "'''", "\n", "* ", "# ", "; a : b", ": "),
+    *("<ref>", "</ref>", '<ref name="x" />', "<br>", "<br/>", "</br>", "<b>", "</b>", "<li>", "<li a=1>", "<dd>"),
+    *("<table>", "</table>", "{|", "|}", "|-", "! h", "|| c", "<!--", "-->", "<nowiki>", "</nowiki>", "<gallery>"),
+    *("</gallery>", '<div class="a{{b}}">', "</div>", "<b {{x|y=z}}>", "<small>", "</small>", "----", "\n:", "\n\n"),
+    *("&nbsp;", "&#65;", "&#x41;", "&bogus;", "http://a.org/x y", "[http://b.org t]", "https://c.d", "File:a.jpg"),
+    *("Category:z", ":Category:q", "[[a|b]]", "[[File:x.png|thumb|cap [[l]]]]", "lang", "|en|text", "snd", "nowrap"),
+    *("{{lang|en|x}}", "{{convert|5|km}}", "{{convert}}", "{{lang<!-- c -->|en|y}}", "1=", "a", "word ", " "),
+]
+
+
+@pytest.mark.parametrize(
+    ("markup", "text"),
+    [
+        ("'''Bold''' and ''italic'' [[link|shown]] [[plain]].", "Bold and italic shown plain."),
+        ("Text.<ref name=a>note {{cite|b}}</ref> More.<ref name=a/>", "Text. More."),
+        ("Before {{infobox\n| a = [[b]]\n* list in it\n}}after.", "Before after."),
+        ("{| class=x\n! a\n|-\n| b\n|}\nBehind.", "Behind."),
+        ("[[File:a.jpg|thumb|a [[b]] c]][[Category:X]][[de:Y]]Kept [[:Category:Z]].", "Kept Category:Z."),
+        ("A&nbsp;b &amp; c &mdash; d", "A b & c \u2014 d"),
+        ("== Empty ==\n== Full ==\ntext\n=== Why? ===\nmore", "Full.\ntext\nWhy?\nmore"),
+        ("Intro\n* one\n* two\n# three\nend", "Intro\nend"),
+        ("[http://a.b label] and [http://a.b]", "label and"),
+        ("Greek ({{lang|el|abc}}) and ({{lang-fr}}; ) end {{convert|5|km}}", "Greek (abc) and end 5 km"),
+        ("<!-- hidden -->seen <math>x</math>__NOTOC__", "seen"),
+        ("x < y and {{unclosed", "x < y and {{unclosed"),
+    ],
+)
+def test_markup_becomes_text(markup, text):
+    assert text_of(markup) == text
+
+
+def test_lists_can_be_kept():
+    assert text_of("Intro\n* one\n* [[two]]\nend", keep_lists=True) == "Intro\n- one\n- two\nend"
+
+
+def of_tag(node, nodes):
+    name = str(node.tag).strip().lower()
+    if name in ("li", "dt", "dd") and node.wiki_markup:
+        return wikitext.LIST_MARK
+    if name == "br":
+        return "\n"
+    return "" if name in wikitext.DROPPED_TAGS else walk(node.contents, nodes)
+
+
+def of_template(node, nodes):
+    name = str(node.name).strip().lower()
+    values = [walk(param.value, nodes) for param in node.params if not param.showkey]
+    if name in wikitext.LAST_VALUE_TEMPLATES:
+        return "".join(values[-1:])
+    if name in wikitext.TWO_VALUE_TEMPLATES and len(values) > 1:
+        return " ".join(values[:2])
+    return " " if name in wikitext.SPACE_TEMPLATES else ""
+
+
+def of_link(node, nodes):
+    title = str(node.title)
+    if wikitext.NAMESPACE_LINK.match(title) and not title.startswith(":"):
+        return ""
+    return title.removeprefix(":") if node.text is None else walk(node.text, nodes)
+
+
+def walk(code, nodes):
+    """As ``text_of`` before tidying, over the tree of nodes that mwparserfromhell builds."""
+    readers = {
+        nodes.Text: lambda node, _: str(node.value),
+        nodes.Wikilink: of_link,
+        nodes.Tag: of_tag,
+        nodes.Template: of_template,
+        nodes.Heading: lambda node, nodes: f"\n{wikitext.TITLE_MARK}{walk(node.title, nodes).strip()}\n",
+        nodes.HTMLEntity: lambda node, _: node.normalize(),
+        nodes.ExternalLink: lambda node, nodes: "" if node.title is None else walk(node.title, nodes),
+    }
+    return "".join(readers[type(node)](node, nodes) for node in code.nodes if type(node) in readers)
+
+
+def by_tree(markup):
+    library = pytest.importorskip("mwparserfromhell")
+    return tidy(walk(library.parse(markup, skip_style_tags=False), library.nodes), keep_lists=True)
+
+
+def test_any_markup_gives_what_the_tree_gives():
+    rng = random.Random(7)
+    texts = set()
+    for _ in range(3000):
+        markup = "".join(rng.choices(PIECES, k=rng.randrange(1, 28)))
+        text = text_of(markup, keep_lists=True)
+        assert text == by_tree(markup), markup
+        texts.add(text)
+    assert len(texts) > 2000
+
+
+def test_without_the_tokenizer_in_c_the_text_is_the_same(monkeypatch):
+    parser = pytest.importorskip("mwparserfromhell.parser")
+    markup = "== T ==\n{{lang|en|x}} [[a|b]]&nbsp;<i>c</i>\n* d {{convert|1|km}}"
+    expected = text_of(markup, keep_lists=True)
+    monkeypatch.setattr(parser, "use_c", False)
+    made = wikitext._Language()
+    assert type(made.tokenize.__self__).__name__ == "Tokenizer"
+    monkeypatch.setattr(wikitext, "_language", lambda: made)
+    assert text_of(markup, keep_lists=True) == expected == "T.\nx b c\n- d 1 km"
+
+
+@pytest.mark.data
+def test_a_real_dump_has_no_markup_left_and_gives_what_the_tree_gives(shared_data):
+    path = next((shared_data / "wiki").glob("enwiki-latest*.bz2"))
+    pages = [page for page in read_pages(Slice(path=path)) if not page.redirect][:12]
+    assert len(pages) == 12
+    for page in pages:
+        text = text_of(page.markup)
+        assert len(text) > 500
+        assert text.count("{{") + text.count("[[") + text.count("<ref") + text.count("'''") < 3
+    for page in pages[:3]:
+        assert text_of(page.markup, keep_lists=True) == by_tree(page.markup)
