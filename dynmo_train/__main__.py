@@ -1,4 +1,4 @@
-"""``python -m dynmo_train``: the form in which ``launch`` starts its workers."""
+"""``python -m dynmo_train``, the form in which ``launch`` starts its workers, and the console script ``dynmo-train``."""
 
 from __future__ import annotations
 
@@ -7,9 +7,16 @@ import os
 from .cli import main
 from .launch.worker import end, watch_launcher
 
-watch_launcher(os.environ)
-try:
-    main()
-except SystemExit as ended:
-    end(ended.code, os.environ)
-    raise
+
+def run() -> None:
+    """The command in a process of its own, to that process's end."""
+    watch_launcher(os.environ)
+    try:
+        main()
+    except SystemExit as ended:
+        end(ended.code, os.environ)
+        raise
+
+
+if __name__ == "__main__":
+    run()

@@ -13,8 +13,6 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from ..errors import EXIT_RELAUNCH
-
 LAUNCHER_PID_VARIABLE = "DYNMO_LAUNCHER_PID"
 GRACE_VARIABLE = "DYNMO_GRACE_S"
 # Seconds to save in where the whole launch was told to end, and the file that is there once it was.
@@ -65,17 +63,17 @@ def _watch(reader: int, launcher: int, grace_s: float, save_s: float, told_file:
 
 
 def end(code: object, environment: Mapping[str, str]) -> None:
-    """End a launcher's worker that has done its work; one that failed, and a process of no launcher, go on from here.
+    """End this process with the exit code that its work gave; an exit with a message goes on from here.
 
-    Threads of process groups let go of tensors when they like. Where one does so while the interpreter is being torn
-    down, the process ends by SIGABRT ("terminate called without an active exception") after all its work is done, so
-    the interpreter is not torn down: what Python does at an exit is done here.
+    Threads of process groups, which a run in one process has as well, let go of tensors when they like. Where one does
+    so while the interpreter is being torn down, the process ends by SIGABRT ("terminate called without an active
+    exception") after all its work is done, so the interpreter is not torn down: what Python does at an exit is done
+    here.
     """
-    if not is_launched(environment):
-        return
-    # A scheduler tells the launcher and its workers to end, and the launcher tells them again.
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    if code not in (None, 0, EXIT_RELAUNCH):
+    if is_launched(environment):
+        # A scheduler tells the launcher and its workers to end, and the launcher tells them again.
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    if code is not None and not isinstance(code, int):
         return
     for thread in threading.enumerate():
         if not thread.daemon and thread is not threading.current_thread():
@@ -84,4 +82,4 @@ def end(code: object, environment: Mapping[str, str]) -> None:
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):
             stream.flush()
-    os._exit(EXIT_RELAUNCH if code else 0)
+    os._exit(code or 0)

@@ -1,4 +1,4 @@
-"""How a worker of a launcher ends: nothing lost, and the interpreter is not torn down."""
+"""How a process ends, a launcher's worker or not: nothing lost, and the interpreter is not torn down."""
 
 from __future__ import annotations
 
@@ -30,11 +30,13 @@ print("goes on")
     [
         ("75", True, (75, ["thread", "at exit"])),
         ("None", True, (0, ["thread", "at exit"])),
-        ("0", False, (0, ["goes on", "thread", "at exit", "torn down"])),
-        ("2", True, (0, ["goes on", "thread", "at exit", "torn down"])),
+        ("0", False, (0, ["thread", "at exit"])),
+        ("2", True, (2, ["thread", "at exit"])),
+        ("2", False, (2, ["thread", "at exit"])),
+        ("'told'", True, (0, ["goes on", "thread", "at exit", "torn down"])),
     ],
 )
-def test_a_worker_ends_with_all_its_words_and_no_tear_down(code, launched, expected):
+def test_a_process_ends_with_all_its_words_and_no_tear_down(code, launched, expected):
     script = SCRIPT.format(code=code, variable=LAUNCHER_PID_VARIABLE, launched=launched)
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout.split("\n")[:-1], done.stderr) == (*expected, "")
