@@ -329,12 +329,12 @@ def _remove_parts(folder: Path) -> None:
 
 def _gather_rejects(job: Job, plan: Plan, phases: Sequence[Phase]) -> None:
     """Move rejected records to ``rejects/``, their line numbers counted from the start of the file."""
-    before: dict[Path | None, int] = {}
+    before: dict[Path, int] = {}
     reading = next((phase for phase in phases if phase.reads), None)
     if reading is None:
         return
     for index in range(reading.tasks):
-        path = plan.tasks[index].path if reading.tasks == len(plan.tasks) else None  # else one task read all slices
+        path = plan.tasks[index].path
         source = job.work / "parts" / f"{index:05d}-rejects.jsonl"
         shift = before.get(path, 0)
         if source.exists():

@@ -177,6 +177,11 @@ class TrainTokenizerSettings:
     json_key: str = setting("text", help="Key of the text in each document; dots go into nested objects.")
     vocab_size: int = setting(8192, help="Entries of the vocabulary, special tokens and the 256 bytes included.")
     min_frequency: int = setting(2, help="A pair must occur this often to be merged.")
+    max_word_bytes: int = setting(
+        1 << 24,
+        help="Bytes of distinct words to merge, at most: the rarest beyond are left out, and the summary says how "
+        "many. While it merges, each byte takes 20 bytes of disk, and no memory.",
+    )
     special_tokens: tuple[str, ...] = setting(
         (),
         help="Special tokens, which take the first ids; repeat for several "

@@ -1,90 +1,108 @@
-"""Train a tokenizer on the documents of a data set."""
+"""Train a tokenizer on the documents of a data set: words are counted by slices, summed by shares, and merged.
+
+The words of a slice are cut into shares by their CRC-32, and the sums of a share are one file. The last task takes the
+most frequent words of all shares, as many as it is allowed, and merges their symbols.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator
 
+from .bpe import PairMerger, Words
 from .errors import UsageError
 from .plan import Plan
-from .settings import Model, TrainTokenizerSettings
-from .tasks import Phase, Task
-from .tokenizers import import_or_extra
+from .settings import TrainTokenizerSettings
+from .tasks import Phase, Task, marker_of
+from .trainable import trainable
+from .wordcounts import ShareWriter, WordBlock, choose, read_blocks, sum_blocks
 
-BERT_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
-
-
-def train_phases(_plan: Plan) -> list[Phase]:
-    """The one phase of ``train-tokenizer``."""
-    return [Phase(name="train", run="training:train", tasks=1, reads=True)]
+MAX_SHARES = 256
+MAX_WORD_BYTES = 1 << 30  # places are numbers of 32 bits
+WORDS, SUMS = "words", "sums"
 
 
-def _bpe(special_tokens: Sequence[str], settings: TrainTokenizerSettings) -> tuple[Any, Any]:
-    library = import_or_extra("tokenizers")
-    alphabet = library.pre_tokenizers.ByteLevel.alphabet()
-    least = len(alphabet) + len(special_tokens)
-    if settings.vocab_size < least:
-        raise UsageError(f"vocab-size is {settings.vocab_size}; the bytes and special tokens alone need {least}")
-    tokenizer = library.Tokenizer(library.models.BPE())
-    tokenizer.pre_tokenizer = library.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = library.decoders.ByteLevel()
-    tokenizer.post_processor = library.processors.ByteLevel(trim_offsets=False)
-    trainer = library.trainers.BpeTrainer(
-        vocab_size=settings.vocab_size,
-        min_frequency=settings.min_frequency,
-        special_tokens=list(special_tokens),
-        initial_alphabet=sorted(alphabet),
-        show_progress=False,
-    )
-    return tokenizer, trainer
+def train_phases(plan: Plan) -> list[Phase]:
+    """Count by slices, sum by shares, merge."""
+    return [
+        Phase(name="count", run="training:count_words", tasks=len(plan.tasks), reads=True),
+        Phase(name="sum", run="training:sum_share", tasks=_num_shares(plan)),
+        Phase(name="train", run="training:train", tasks=1),
+    ]
 
 
-def _wordpiece(special_tokens: Sequence[str], settings: TrainTokenizerSettings) -> tuple[Any, Any]:
-    library = import_or_extra("tokenizers")
-    lower = settings.model is Model.WORDPIECE_LOWER
-    tokenizer = library.Tokenizer(library.models.WordPiece(unk_token="[UNK]"))
-    tokenizer.normalizer = library.normalizers.BertNormalizer(lowercase=lower, strip_accents=lower)
-    tokenizer.pre_tokenizer = library.pre_tokenizers.BertPreTokenizer()
-    tokenizer.decoder = library.decoders.WordPiece()
-    trainer = library.trainers.WordPieceTrainer(
-        vocab_size=settings.vocab_size,
-        min_frequency=settings.min_frequency,
-        special_tokens=list(special_tokens),
-        show_progress=False,
-    )
-    return tokenizer, trainer
+def _num_shares(plan: Plan) -> int:
+    return min(len(plan.tasks), MAX_SHARES)
 
 
-def train_on(texts: Iterable[str], settings: TrainTokenizerSettings) -> str:
-    """Train on ``texts``; the ``tokenizer.json`` as text.
+def count_words(task: Task) -> None:
+    """Task function: how often each word of one slice occurs.
 
     Raises:
-        UsageError: the vocabulary is too small for the bytes and special tokens.
+        UsageError: the settings ask for a tokenizer that cannot be.
     """
-    if settings.model is Model.BPE:
-        tokenizer, trainer = _bpe(settings.special_tokens or ("<|endoftext|>",), settings)
-    else:
-        tokenizer, trainer = _wordpiece(settings.special_tokens or BERT_TOKENS, settings)
-    tokenizer.train_from_iterator(texts, trainer=trainer)
-    text: str = tokenizer.to_str(pretty=True)
-    return text
+    settings: TrainTokenizerSettings = task.job.settings
+    if not 0 < settings.max_word_bytes <= MAX_WORD_BYTES:
+        raise UsageError(f"max-word-bytes is {settings.max_word_bytes}; it must be between 1 and {MAX_WORD_BYTES}")
+    kind = trainable(settings)
+    split = kind.splitter()
+    counts = ShareWriter(task.create(task.part(WORDS)), _num_shares(task.plan), kind.words_of)
+    for _, text in task.documents(settings.json_key):
+        counts.add(split(text), len(text))
+        task.tally.documents_kept += 1
+    counts.flush()
+    task.result["bounds"] = counts.bounds
+
+
+def _blocks_of_share(task: Task) -> Iterator[WordBlock]:
+    for index in range(len(task.plan.tasks)):
+        for bounds in marker_of(task, "count", index)["result"]["bounds"]:
+            yield from read_blocks(task.part(WORDS, index), bounds[task.index], bounds[task.index + 1])
+
+
+def sum_share(task: Task) -> None:
+    """Task function: every word of one share once, and what the alphabet must hold for them."""
+    kind = trainable(task.job.settings)
+    target = task.create(task.part(SUMS))
+    begin: set[int] = set()
+    go_on: set[int] = set()
+    task.facts["distinct_words"] = 0
+    for block in sum_blocks(_blocks_of_share(task), task.job.work / "parts"):
+        block.write(target)
+        task.facts["distinct_words"] += len(block.lengths)
+        found = kind.characters(block)
+        begin |= found[0]
+        go_on |= found[1]
+    task.result.update(begin=sorted(begin), go_on=sorted(go_on))
 
 
 def train(task: Task) -> None:
-    """Task function: reads all slices and writes ``tokenizer.json``."""
+    """Task function: merges the words' symbols and writes ``tokenizer.json``."""
     settings: TrainTokenizerSettings = task.job.settings
-
-    def texts() -> Iterator[str]:
-        for part in task.plan.tasks:
-            for _, text in task.documents(settings.json_key, part):
-                task.tally.documents_kept += 1
-                yield text
-
-    trained = train_on(texts(), settings)
+    kind = trainable(settings)
+    shares = range(_num_shares(task.plan))
+    seen = [marker_of(task, "sum", index)["result"] for index in shares]
+    paths = [task.part(SUMS, index) for index in shares]
+    tokens = kind.alphabet(_together(seen, "begin"), _together(seen, "go_on"))
+    choice = choose(paths, settings.max_word_bytes)
+    with Words(task.job.work / "parts", choice.words, choice.size) as words:
+        for path in paths:
+            for block in read_blocks(path):
+                kept = block.only(choice.kept(block))
+                words.add(*kind.symbols(kept), kept.counts)
+        pairs = PairMerger(words, tokens, prefix=kind.prefix).merges(settings.vocab_size, settings.min_frequency)
+    vocabulary = {token: number for number, token in enumerate(tokens)}
+    trained = kind.file(vocabulary, [(tokens[left], tokens[right]) for left, right in pairs])
     task.create(task.job.output).write(trained.encode())
     definition = json.loads(trained)
     task.facts.update(
         vocab_size=len(definition["model"]["vocab"]),
         special_tokens={token["content"]: token["id"] for token in definition["added_tokens"]},
     )
+    if choice.words_left_out:
+        share = f"{100 * choice.occurrences_left_out / choice.occurrences:.2g} %"
+        task.facts["left_out"] = {"rare words": choice.words_left_out, "of the text's words": share}
+
+
+def _together(seen: Iterable[dict[str, list[int]]], name: str) -> set[int]:
+    return {point for one in seen for point in one[name]}

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 from pathlib import Path
 
 import pytest
+
+from dynmo_tools.jobs import Execution, run_job
+from dynmo_tools.plan import Job, Limits
+from dynmo_tools.training import train_phases
 
 VARIED = [
     "It's 2024, and they'll see:  12,345.67 things.\n\n\n  Indented. ",
@@ -48,3 +53,26 @@ def groups_of():
         return [group for group in members.values() if len(group) > 1]
 
     return groups
+
+
+@pytest.fixture(scope="session")
+def train_on(tmp_path_factory):
+    """Train a tokenizer on texts, in this process: the ``tokenizer.json``; ``facts`` takes those of the summary."""
+
+    def train(texts, settings, *, task_bytes=1 << 26, facts=None):
+        folder = tmp_path_factory.mktemp("trained")
+        (folder / "in.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+        job = Job(
+            step="train-tokenizer",
+            inputs=(folder / "in.jsonl",),
+            output=folder / "out.json",
+            work=folder / "work",
+            settings=settings,
+            limits=Limits(task_bytes=task_bytes),
+        )
+        summary = run_job(job, train_phases, Execution())
+        if facts is not None:
+            facts.update(summary.facts)
+        return (folder / "out.json").read_text()
+
+    return train

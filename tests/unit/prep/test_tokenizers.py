@@ -16,7 +16,6 @@ from dynmo_tools.tokenizers import (
     load_tokenizer,
     same_ids,
 )
-from dynmo_tools.training import train_on
 
 PROSE = [
     "The river runs past the old mill and under the bridge of stone, where nobody waits.",
@@ -26,7 +25,7 @@ PROSE = [
 
 
 @pytest.fixture(scope="module")
-def gpt2_files(tmp_path_factory):
+def gpt2_files(tmp_path_factory, train_on):
     """vocab.json and merges.txt of a small byte-level BPE tokenizer."""
     folder = tmp_path_factory.mktemp("gpt2")
     definition = json.loads(train_on(PROSE, TrainTokenizerSettings(vocab_size=400)))
@@ -59,7 +58,7 @@ def test_gigatoken_runs_what_it_can_and_gives_the_same_after_it_was_renewed(gpt2
     assert same_ids(fast.encode_batch(varied_texts), before)
 
 
-def test_a_trained_tokenizer_json_round_trips(tmp_path):
+def test_a_trained_tokenizer_json_round_trips(tmp_path, train_on):
     path = tmp_path / "tokenizer.json"
     path.write_text(train_on(PROSE, TrainTokenizerSettings(vocab_size=300)))
     loaded = load_tokenizer(TokenizerFiles(model=path))
@@ -70,7 +69,7 @@ def test_a_trained_tokenizer_json_round_trips(tmp_path):
 
 
 @pytest.mark.parametrize("lower", [True, False])
-def test_wordpiece_is_bert_s(tmp_path, varied_texts, lower):
+def test_wordpiece_is_bert_s(tmp_path, train_on, varied_texts, lower):
     model = Model.WORDPIECE_LOWER if lower else Model.WORDPIECE
     trained = json.loads(train_on(PROSE, TrainTokenizerSettings(model=model, vocab_size=200)))
     vocabulary = sorted(trained["model"]["vocab"], key=trained["model"]["vocab"].get)
