@@ -1,4 +1,4 @@
-"""``python -m dynmo_train``, the form in which ``launch`` starts its workers, and the console script ``dynmo-train``."""
+"""``python -m dynmo_train``, in which form ``launch`` starts its workers, and the console script ``dynmo-train``."""
 
 from __future__ import annotations
 
