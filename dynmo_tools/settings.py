@@ -168,6 +168,10 @@ class Model(StrEnum):
     WORDPIECE_LOWER = "wordpiece-lower"
 
 
+GPT2_END = "<|endoftext|>"
+MAX_WORD_BYTES = 1 << 30
+
+
 @dataclass(frozen=True, kw_only=True)
 class TrainTokenizerSettings:
     """Train a tokenizer on the documents: byte-level BPE, or WordPiece."""
@@ -187,6 +191,14 @@ class TrainTokenizerSettings:
         help="Special tokens, which take the first ids; repeat for several "
         "[default: <|endoftext|> for bpe; [PAD] [UNK] [CLS] [SEP] [MASK] for wordpiece]",
     )
+
+    def __post_init__(self) -> None:
+        """Refuse a vocabulary that has no room for all bytes, and words whose symbols 32 bits do not number."""
+        least = 256 + len(set(self.special_tokens or (GPT2_END,)))
+        if self.model is Model.BPE and self.vocab_size < least:
+            raise UsageError(f"--vocab-size {self.vocab_size}: the bytes and special tokens alone need {least}")
+        if not 0 < self.max_word_bytes <= MAX_WORD_BYTES:
+            raise UsageError(f"--max-word-bytes {self.max_word_bytes}: must be between 1 and {MAX_WORD_BYTES}")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,8 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from .errors import UsageError
-from .settings import Model, TrainTokenizerSettings
+from .settings import GPT2_END, Model, TrainTokenizerSettings
 from .tokenizers import PROBES, import_or_extra
 from .wordcounts import WordBlock
 
@@ -72,11 +71,8 @@ class Trainable(ABC):
 class ByteLevel(Trainable):
     """Byte-level BPE as GPT-2's: every byte is a symbol."""
 
-    def __init__(self, special: Sequence[str], vocab_size: int) -> None:
-        super().__init__(special or ("<|endoftext|>",))
-        least = 256 + len(self.special)
-        if vocab_size < least:
-            raise UsageError(f"vocab-size is {vocab_size}; the bytes and special tokens alone need {least}")
+    def __init__(self, special: Sequence[str]) -> None:
+        super().__init__(special or (GPT2_END,))
         self._ids = np.zeros(0, dtype=np.int32)
 
     def splitter(self) -> Splitter:
@@ -200,11 +196,7 @@ class WordPiece(Trainable):
 
 
 def trainable(settings: TrainTokenizerSettings) -> Trainable:
-    """The kind of tokenizer that settings ask for.
-
-    Raises:
-        UsageError: the vocabulary is too small for the bytes and special tokens.
-    """
+    """The kind of tokenizer that settings ask for."""
     if settings.model is Model.BPE:
-        return ByteLevel(settings.special_tokens, settings.vocab_size)
+        return ByteLevel(settings.special_tokens)
     return WordPiece(settings.special_tokens, lower=settings.model is Model.WORDPIECE_LOWER)

@@ -10,7 +10,6 @@ import json
 from collections.abc import Iterable, Iterator
 
 from .bpe import PairMerger, Words
-from .errors import UsageError
 from .plan import Plan
 from .settings import TrainTokenizerSettings
 from .tasks import Phase, Task, marker_of
@@ -18,7 +17,6 @@ from .trainable import trainable
 from .wordcounts import ShareWriter, WordBlock, choose, read_blocks, sum_blocks
 
 MAX_SHARES = 256
-MAX_WORD_BYTES = 1 << 30  # places are numbers of 32 bits
 WORDS, SUMS = "words", "sums"
 
 
@@ -36,14 +34,8 @@ def _num_shares(plan: Plan) -> int:
 
 
 def count_words(task: Task) -> None:
-    """Task function: how often each word of one slice occurs.
-
-    Raises:
-        UsageError: the settings ask for a tokenizer that cannot be.
-    """
+    """Task function: how often each word of one slice occurs."""
     settings: TrainTokenizerSettings = task.job.settings
-    if not 0 < settings.max_word_bytes <= MAX_WORD_BYTES:
-        raise UsageError(f"max-word-bytes is {settings.max_word_bytes}; it must be between 1 and {MAX_WORD_BYTES}")
     kind = trainable(settings)
     split = kind.splitter()
     counts = ShareWriter(task.create(task.part(WORDS)), _num_shares(task.plan), kind.words_of)

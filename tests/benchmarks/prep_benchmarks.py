@@ -475,6 +475,36 @@ def bench_merge(options: argparse.Namespace, folder: Path) -> None:
     say("| (same bytes) | | | | | |")
 
 
+TRAINER = """
+import json, sys
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+tokenizer = Tokenizer(models.BPE())
+tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+tokenizer.decoder = decoders.ByteLevel()
+tokenizer.post_processor = processors.ByteLevel(trim_offsets=False)
+trainer = trainers.BpeTrainer(
+    vocab_size=int(sys.argv[3]), min_frequency=2, special_tokens=["<|endoftext|>"],
+    initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False,
+)
+texts = (json.loads(line)["text"] for line in open(sys.argv[1], encoding="utf-8"))
+tokenizer.train_from_iterator(texts, trainer=trainer)
+open(sys.argv[2], "w", encoding="utf-8").write(tokenizer.to_str(pretty=True))
+"""
+
+
+def bench_tokenizer(options: argparse.Namespace, folder: Path) -> None:
+    """A vocabulary of 32,000 by ``tokenizers``, which counts in a thread for each core, and by ours."""
+    text, size = str(Path(options.text).resolve()), "32000"
+    for number in range(REPEATS):
+        theirs = run([PEER_PYTHON, "-c", TRAINER, text, "theirs.json", size], folder)
+        for workers in (1, 2):
+            arguments = [text, "-o", "ours.json", "--vocab-size", size, "--workers", str(workers), "--overwrite"]
+            ours = run([*PREP, "train-tokenizer", *arguments], folder)
+            note = same(folder / "ours.json", folder / "theirs.json")
+            memory = f"{ours.rss_mb:.0f} against {theirs.rss_mb:.0f} MB"
+            row(f"tokenizers' trainer, run {number + 1}, our workers: {workers}", ours, theirs, f"{note}, {memory}")
+
+
 def bench_workers(options: argparse.Namespace, folder: Path) -> None:
     """Two workers against one, each step that has workers, outputs compared; inputs are kept with ``--folder``."""
     import prep_workers
@@ -514,6 +544,7 @@ BENCHES = {
     "dedup": bench_dedup,
     "memory": bench_memory,
     "merge": bench_merge,
+    "tokenizer": bench_tokenizer,
     "workers": bench_workers,
 }
 

@@ -38,6 +38,7 @@ def cases(options: argparse.Namespace) -> dict[str, Case]:
         "find-duplicates": Case(megabytes=370),
         "remove-duplicates": Case(megabytes=1000, more=("--groups", "groups.jsonl", "--id-key", "id")),
         "extract-wiki": Case(megabytes=30),
+        "train-tokenizer": Case(megabytes=400, more=("--vocab-size", "32000")),
     }
 
 
