@@ -17,7 +17,7 @@ from ..rundir import take_grow_request
 from .agent import PeerTroubleError, Work, interface_towards, run_once, worker_environment
 from .meeting import CALLED, DONE, LAST_CALL_S, Ending, Meeting, MeetingLostError, Nodes, Start, Verdict
 from .next_start import packing_flags, pipeline_size, place_flags, processes_of
-from .outcome import Failure, causes, failure_message, last_lines, shell_code
+from .outcome import Failure, causes, failure_message, last_lines, shell_code, usage_words
 
 WORKER = (sys.executable, "-m", "dynmo_train")
 
@@ -47,8 +47,8 @@ class LocalLaunch:
 def _tell(failures: Sequence[Failure], *, shown_first: bool) -> None:
     """Say what failed. Rank 0's log has been shown already, and so has what others say in the same words.
 
-    A usage error that rank 0 has told in full needs no more words. Rank 0 may be none of those that failed: another
-    one was seen to end first.
+    A usage error that rank 0 has told in full needs no more words. Rank 0 may be none of those that failed, another
+    one was seen to end first; where rank 0 was ended before it could speak, the words of that one stand for it.
 
     Args:
         shown_first: whether rank 0 runs here.
@@ -59,8 +59,12 @@ def _tell(failures: Sequence[Failure], *, shown_first: bool) -> None:
     shown = {line.rstrip() for line in said.splitlines()}
     tails = {rank: tail for rank, log in logs.items() if not shown.issuperset(tail := last_lines(log))}
     roots = causes(failures)
-    if roots[0].code == EXIT_USAGE and not any(failure.rank in tails for failure in roots):
-        return
+    if roots[0].code == EXIT_USAGE:
+        told = [usage_words(tails[failure.rank]) for failure in roots if failure.rank in tails]
+        if all(told):
+            for words in dict.fromkeys(told):
+                say(words)
+            return
     say(f"dynmo-train: error: {failure_message(failures, tails)}")
 
 

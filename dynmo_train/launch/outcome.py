@@ -62,6 +62,12 @@ def last_lines(text: str, count: int = TAIL_LINES) -> list[str]:
     return [line.rstrip() for line in text.splitlines() if line.strip()][-count:]
 
 
+def usage_words(tail: Sequence[str]) -> str:
+    """The message of a usage error at the end of a log; empty where it holds none."""
+    begins = [number for number, line in enumerate(tail) if line.startswith("dynmo-train: error: ")]
+    return "\n".join(tail[begins[0] :]) if begins else ""
+
+
 def failure_message(failures: Sequence[Failure], tails: Mapping[int, Sequence[str]]) -> str:
     """One message on all failures of a start.
 

@@ -9,7 +9,8 @@ import pytest
 
 from dynmo_train.launch.agent import interface_towards, worker_environment
 from dynmo_train.launch.next_start import packing_flags, pipeline_size, place_flags, processes_of
-from dynmo_train.launch.outcome import Failure, causes, end_text, failure_message, last_lines, shell_code
+from dynmo_train.launch import local
+from dynmo_train.launch.outcome import Failure, causes, end_text, failure_message, last_lines, shell_code, usage_words
 
 
 def failures(*codes):
@@ -109,3 +110,33 @@ def test_lost_processes_shorten_the_pipeline_or_cost_replicas(tensor, pipeline, 
 def test_growth_counts_in_workers_of_several_processes():
     assert processes_of(parallel(2, 2), 8, 3) == 12
     assert processes_of(parallel(1, 2), 2, 4) == 4
+
+
+def test_the_words_of_a_usage_error_are_the_end_of_a_log():
+    assert usage_words(["apex: no", "dynmo-train: error: a", "  b"]) == "dynmo-train: error: a\n  b"
+    assert usage_words(["apex: no"]) == ""
+
+
+@pytest.mark.parametrize(
+    ("logs", "codes", "told"),
+    [
+        # rank 0 has said it, and was shown
+        (["E: x", "E: x"], {0: 2, 1: 2}, ""),
+        (["E: x", "E: x"], {1: 2}, ""),
+        # rank 0 was ended before it could speak: what the others say is told once, as they say it
+        (["", "apex: no\nE: x\n  y", "E: x\n  y"], {0: 143, 1: 2, 2: 2}, "E: x\n  y\n"),
+        # no message of a usage error
+        (["", "Killed"], {1: 2}, "E: rank 1 ended with exit code 2; its log is LOG\n  | Killed\n"),
+        (["", "E: x"], {1: 1}, "E: rank 1 ended with exit code 1; its log is LOG\n  | E: x\n"),
+    ],
+)
+def test_a_launcher_says_once_what_rank_0_could_not(tmp_path, capsys, logs, codes, told):
+    paths = []
+    for rank, text in enumerate(logs):
+        paths.append(tmp_path / str(rank) / "stderr.log")
+        paths[-1].parent.mkdir()
+        paths[-1].write_text(text.replace("E:", "dynmo-train: error:"))
+    ended = [Failure(rank=rank, code=code, log=str(paths[rank])) for rank, code in codes.items()]
+    local._tell(ended, shown_first=True)
+    expected = told.replace("E:", "dynmo-train: error:")
+    assert capsys.readouterr().err == expected.replace("LOG", str(paths[1]))
