@@ -6,7 +6,6 @@ most frequent words of all shares, as many as it is allowed, and merges their sy
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Iterator
 
 from .bpe import PairMerger, Words
@@ -86,11 +85,7 @@ def train(task: Task) -> None:
     vocabulary = {token: number for number, token in enumerate(tokens)}
     trained = kind.file(vocabulary, [(tokens[left], tokens[right]) for left, right in pairs])
     task.create(task.job.output).write(trained.encode())
-    definition = json.loads(trained)
-    task.facts.update(
-        vocab_size=len(definition["model"]["vocab"]),
-        special_tokens={token["content"]: token["id"] for token in definition["added_tokens"]},
-    )
+    task.facts.update(vocab_size=len(tokens), special_tokens={token: vocabulary[token] for token in kind.special})
     if choice.words_left_out:
         share = f"{100 * choice.occurrences_left_out / choice.occurrences:.2g} %"
         task.facts["left_out"] = {"rare words": choice.words_left_out, "of the text's words": share}

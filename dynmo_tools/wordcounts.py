@@ -150,7 +150,7 @@ def sum_blocks(blocks: Iterable[WordBlock], folder: Path, *, held: int = HELD_WO
 
     Args:
         blocks: words that may repeat.
-        folder: where files without names hold what is not in memory.
+        folder: where sorted words lie, in temporary files, when they do not fit.
         held: words in memory at most, beside those of a block.
     """
     total: dict[bytes, int] = {}
