@@ -7,8 +7,8 @@ computed from the lengths. The index takes its name last: a data set without ``.
 from __future__ import annotations
 
 import functools
+import hashlib
 from collections.abc import Sequence
-from pathlib import Path
 from typing import IO, Any
 
 import numpy as np
@@ -16,9 +16,18 @@ import numpy.typing as npt
 
 from .copying import copy_into
 from .errors import UsageError
+from .formats.dataset import (
+    Piece,
+    copy_pieces,
+    digest_file,
+    digest_vocabulary,
+    encode_sidecar,
+    sidecar_path,
+)
 from .formats.indexed import Index, best_dtype, bin_path, encode_index, idx_path
 from .formats.numbers import Numbers, bounds, chained, whole_file
 from .plan import Plan
+from .provenance import new_sidecar, steps_of, tokenizer_files
 from .records import BadLineError, parse_line, plain_line, text_of
 from .sentences import split_sentences
 from .settings import BinarizeSettings, IndexForm
@@ -34,11 +43,6 @@ def binarize_phases(plan: Plan) -> list[Phase]:
         Phase(name="tokenize", run="binarize:tokenize_slice", tasks=len(plan.tasks), reads=True),
         Phase(name="join", run="binarize:join", tasks=1),
     ]
-
-
-def data_prefix(output: Path, key: str, settings: BinarizeSettings) -> Path:
-    """``PREFIX_text_document`` or ``PREFIX_text_sentence``: the data set's name, as the classic tools make it."""
-    return output.with_name(f"{output.name}_{key}_{'sentence' if settings.split_sentences else 'document'}")
 
 
 @functools.lru_cache(maxsize=2)
@@ -115,6 +119,7 @@ class SequenceWriter:
     def __init__(self, task: Task, key: int, dtype: np.dtype[Any]) -> None:
         self._files: list[IO[bytes]] = [task.create(task.part(name)) for name in part_names(key)]
         self._dtype = dtype
+        self._digest = hashlib.sha256()
         self.num_documents = self.num_sequences = self.num_tokens = 0
 
     def write(self, encoded: Encoded, counts: npt.NDArray[Any]) -> None:
@@ -126,12 +131,18 @@ class SequenceWriter:
         largest = int(encoded.ids.max(initial=0))
         if largest > np.iinfo(self._dtype).max:
             raise UsageError(f"the tokenizer gave the id {largest}, which {self._dtype.name} cannot hold")
-        self._files[0].write(encoded.ids.astype(self._dtype.newbyteorder("<")).tobytes())
+        payload = encoded.ids.astype(self._dtype.newbyteorder("<")).tobytes()
+        self._digest.update(payload)
+        self._files[0].write(payload)
         self._files[1].write(encoded.lengths.astype("<i4").tobytes())
         self._files[2].write(counts.astype("<i4").tobytes())
         self.num_documents += len(counts)
         self.num_sequences += len(encoded.lengths)
         self.num_tokens += len(encoded.ids)
+
+    def piece(self) -> Piece:
+        """Bytes and digest of the tokens that were written."""
+        return {"bytes": self.num_tokens * self._dtype.itemsize, "sha256": self._digest.hexdigest()}
 
 
 def part_names(key: int) -> tuple[str, str, str]:
@@ -160,7 +171,7 @@ def tokenize_slice(task: Task) -> None:
         try:
             found = [text_of(row.value, key) for key in settings.json_keys]
         except BadLineError as error:
-            task.reject(row.line, row.offset, error.reason, row.raw)
+            task.reject_row(row, error.reason)
             continue
         num_documents += 1
         for texts, text in zip(waiting, found, strict=True):
@@ -175,7 +186,14 @@ def tokenize_slice(task: Task) -> None:
     task.tally.bytes_out += sum(writer.num_tokens for writer in writers) * dtype.itemsize
     if num_documents > first.num_documents:
         task.tally.dropped["empty"] = num_documents - first.num_documents
-    task.result.update(num_ids=tokenizer.num_ids)
+    task.result.update(
+        num_ids=tokenizer.num_ids,
+        eod_id=eod,
+        tokens=[writer.piece() for writer in writers],
+        input=digest_file(task.slice.path, task.slice.begin, task.slice.end),
+    )
+    if task.index == 0:
+        task.result["vocab_sha256"] = digest_vocabulary(tokenizer.vocabulary())
 
 
 def _cut(texts: Sequence[str], settings: BinarizeSettings) -> tuple[list[str], npt.NDArray[np.int64]]:
@@ -187,13 +205,14 @@ def _cut(texts: Sequence[str], settings: BinarizeSettings) -> tuple[list[str], n
 
 
 def join(task: Task) -> None:
-    """Task function: the data sets of all slices, one for each key."""
+    """Task function: the data sets of all slices, one for each key, each with its sidecar."""
     settings: BinarizeSettings = task.job.settings
     slices = range(len(task.plan.tasks))
-    num_ids = max((marker_of(task, "tokenize", index)["result"]["num_ids"] for index in slices), default=0)
+    results = [marker_of(task, "tokenize", index)["result"] for index in slices]
+    num_ids = max((result["num_ids"] for result in results), default=0)
     dtype = token_dtype(num_ids, settings.dataset_impl)
     for number, key in enumerate(settings.json_keys):
-        prefix = data_prefix(task.job.output, key, settings)
+        prefix = settings.data_prefix(task.job.output, key)
         tokens, lengths, documents = part_names(number)
         copy_into(task.create(bin_path(prefix), plain=True), [task.part(tokens, i) for i in slices])
         index = Index(
@@ -202,13 +221,34 @@ def join(task: Task) -> None:
             lengths=_numbers(task, lengths),
             documents=bounds(_numbers(task, documents)),
         )
-        writer = task.create(idx_path(prefix))
-        for piece in encode_index(index):
-            writer.write(piece)
+        sidecar = task.create(sidecar_path(prefix), plain=True)
+        written = copy_pieces(encode_index(index), task.create(idx_path(prefix)))
+        sidecar.write(encode_sidecar(_sidecar(task, results, number, written)))
         if number == 0:
             task.facts.update(
                 tokens=index.num_tokens, sequences=len(index.lengths), data_prefix=str(prefix), num_ids=num_ids
             )
+
+
+def _sidecar(task: Task, results: Sequence[dict[str, Any]], key: int, idx: Piece) -> dict[str, Any]:
+    settings: BinarizeSettings = task.job.settings
+    first = results[0]
+    inputs: dict[str, list[Piece]] = {}
+    for part, result in zip(task.plan.tasks, results, strict=True):
+        inputs.setdefault(str(part.path), []).extend([result["input"]] if result["input"]["bytes"] else [])
+    return new_sidecar(
+        tokenizer={
+            "type": settings.tokenizer_type.value,
+            "vocab_size": first["num_ids"],
+            "vocab_sha256": first["vocab_sha256"],
+            "files": tokenizer_files(settings),
+        },
+        eod_id=first["eod_id"],
+        inputs=[{"path": path, "pieces": pieces} for path, pieces in inputs.items()],
+        steps=steps_of(task.job),
+        bin_pieces=[result["tokens"][key] for result in results],
+        idx=idx,
+    )
 
 
 def _numbers(task: Task, kind: str) -> Numbers:

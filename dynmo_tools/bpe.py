@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import heapq
-import os
 import tempfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -21,6 +20,8 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+
+from .portable import allocate
 
 Ints = npt.NDArray[Any]
 
@@ -52,7 +53,7 @@ class MappedArray:
 
     def reserve(self, size: int) -> None:
         """Make it at least this long; ``OSError`` where the disk is full."""
-        os.posix_fallocate(self._file.fileno(), 0, max(size, 1) * self._dtype.itemsize)
+        allocate(self._file.fileno(), 0, max(size, 1) * self._dtype.itemsize)
         mapped = np.memmap(self._file, dtype=self._dtype, mode="r+")
         self.data: Ints = mapped.view(np.ndarray)  # each operation on the subclass takes twice as long
 

@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 import functools
-import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from .errors import MissingExtraError
 from .joining import MapWriter, map_phases
 from .language import LanguageJudge
 from .plan import Plan
-from .settings import CleanSettings
+from .settings import CleanSettings, Engine
 from .tasks import Phase, Task
+
+if TYPE_CHECKING:
+    from .tokenizers import Tokenizer
 
 CHARACTERS_PER_TOKEN = 8
 FTFY_LINE_CHARACTERS = 1_000_000  # it cuts longer lines
-# GPT-2's splitting rule: contractions, words, numbers and signs with the space before them, and other white space.
-GPT2_PIECE = re.compile(r"'(?:s|t|re|ve|m|ll|d)| ?[^\W\d_]+| ?\d+| ?(?:[^\s\w]|_)+|\s+(?!\S)|\s+")
 
 
 PLAIN = str.maketrans(
@@ -95,11 +96,6 @@ def plain_punctuation(text: str) -> str:
     return text if text.isascii() else text.translate(PLAIN)
 
 
-def count_pieces(text: str) -> int:
-    """The number of pieces that GPT-2's rule splits ``text`` into: a lower bound of its number of GPT-2 tokens."""
-    return sum(1 for _ in GPT2_PIECE.finditer(text))
-
-
 def is_short(text: str, min_tokens: int, count: Callable[[str], int]) -> bool:
     """Whether ``text`` has fewer than ``min_tokens`` tokens, the end-of-document token included.
 
@@ -120,13 +116,18 @@ def language_judge(seed: int) -> LanguageJudge:
 
 
 @functools.lru_cache(maxsize=4)
-def _counter(tokenizer: Path | None) -> Callable[[str], int]:
-    if tokenizer is None:
-        return count_pieces
-    from .tokenizers import TokenizerFiles, load_tokenizer
+def token_counter(tokenizer: Path | None) -> Callable[[str], int]:
+    """The function that counts the tokens of a text: of a ``tokenizer.json``, or GPT-2's; loaded when first called."""
 
-    loaded = load_tokenizer(TokenizerFiles(model=tokenizer))
-    return lambda text: int(loaded.encode_batch([text]).lengths[0])
+    @functools.lru_cache(maxsize=1)
+    def load() -> Tokenizer:
+        from .tokenizers import TokenizerFiles, built_in_gpt2, load_tokenizer, with_engine
+
+        if tokenizer is None:
+            return with_engine(built_in_gpt2(), Engine.AUTO, trusted=True)
+        return load_tokenizer(TokenizerFiles(model=tokenizer))
+
+    return lambda text: int(load().encode_batch([text]).lengths[0])
 
 
 def judge(text: str, settings: CleanSettings, count: Callable[[str], int], languages: LanguageJudge | None) -> Verdict:
@@ -156,7 +157,7 @@ def clean(task: Task) -> None:
     """Task function: one slice of documents, cleaned."""
     settings: CleanSettings = task.job.settings
     languages = language_judge(settings.seed) if settings.language else None
-    count = _counter(settings.tokenizer)
+    count = token_counter(settings.tokenizer)
     writer = MapWriter(task)
     for row, text in task.documents(settings.json_key, allow_surrogates=True):
         verdict = judge(text, settings, count, languages)

@@ -12,22 +12,52 @@ from typing import Annotated, Any
 import typer
 
 from .argv import from_classic, spread_lists
-from .console import Format, emit, emit_json, human_bytes, progress, run_app, say
+from .console import Format, add_version, command_list, emit, emit_json, human_bytes, progress, run_app, say
 from .errors import DynmoError, UsageError
-from .options import build, command, parameters
-from .settings import IndexForm, RunSettings, TokenDtype, Utf8
-from .steps import STEPS, Step, default_work
+from .formats._document import MAX_JOBS
+from .options import build, command, number, parameters
+from .settings import MAX_BYTES, MAX_SEED, IndexForm, RunSettings, TokenDtype, Utf8
+from .steps import NOT_FOUND, STEPS, Step, default_work
 
 EXIT_SOME_REJECTED = 3
+MAX_SECONDS = 86_400
+
+ORDER_OF_WORK = (
+    "sample-corpus",
+    "blacklist-urls",
+    "fetch-urls",
+    "extract-wiki",
+    "merge",
+    "add-id",
+    "clean",
+    "fix",
+    "dedup",
+    "find-duplicates",
+    "group-duplicates",
+    "remove-duplicates",
+    "decontaminate",
+    "shuffle",
+    "split-sentences",
+    "train-tokenizer",
+    "binarize",
+    "merge-indexed",
+    "convert-indexed",
+    "inspect",
+    "verify",
+    "pipeline",
+    "status",
+)
 
 app = typer.Typer(
+    cls=command_list(*ORDER_OF_WORK),
     no_args_is_help=True,
-    add_completion=False,
     rich_markup_mode=None,  # plain help never cuts the name of an option, and needs no rich
     help="From raw text to a clean, deduplicated, tokenized and binarized data set.",
 )
+add_version(app)
 
 FormatOption = Annotated[Format, typer.Option("--format", help="Report as text for a person or as JSON on stdout.")]
+OverwriteOption = Annotated[bool, typer.Option("--overwrite", help="Replace an existing output.")]
 WorkOption = Annotated[
     Path | None,
     typer.Option("--work-dir", help="Folder for the plan, unfinished parts and rejects [default: OUTPUT.work]"),
@@ -85,6 +115,12 @@ def _step_body(step: Step) -> Callable[..., None]:
             emit(describe(summary))
         if summary.tally.num_rejected:
             say(f"{step.name}: the rejected lines are in {job.work / 'rejects'}")
+        if summary.facts.get(NOT_FOUND):
+            say(
+                f"{step.name}: documents that {job.settings.groups} names and no input has: "
+                f"{summary.facts[NOT_FOUND]:,}; give all inputs of find-duplicates, and the same --id-key"
+            )
+        if summary.tally.num_rejected or summary.facts.get(NOT_FOUND):
             raise typer.Exit(EXIT_SOME_REJECTED)
 
     return body
@@ -130,14 +166,17 @@ def sample_corpus(
     output: Annotated[
         Path, typer.Option("--output", "-o", help="The JSON lines to write (also .gz, .xz, .bz2, .zst).")
     ],
-    max_bytes: Annotated[int, typer.Option(help="Stop before this many bytes of text; 0 takes all there is.")] = 0,
-    seed: Annotated[int, typer.Option(help="Seed of the documents' order.")] = 0,
+    max_bytes: Annotated[
+        int, number(help="Stop before this many bytes of text; 0 takes all there is.", minimum=0, maximum=MAX_BYTES)
+    ] = 0,
+    seed: Annotated[int, number(help="Seed of the documents' order.", minimum=0, maximum=MAX_SEED)] = 0,
+    overwrite: OverwriteOption = False,
     format_: FormatOption = Format.TEXT,
 ) -> None:
     """Write real text that every machine has: the documentation of the installed Python."""
     from .corpus import stdlib_folder, write_sample
 
-    report = write_sample(stdlib_folder(), output, max_bytes=max_bytes, seed=seed)
+    report = write_sample(stdlib_folder(), output, max_bytes=max_bytes, seed=seed, overwrite=overwrite)
     if format_ is Format.JSON:
         emit_json(report)
     else:
@@ -185,7 +224,7 @@ def _pipeline_body(
             f"pipeline: {document['documents_in']:,} documents in, {document['documents_kept']:,} kept, "
             f"{tokens}; {document['seconds']:.1f} s; {work_dir / 'pipeline-summary.json'}"
         )
-    if document["documents_rejected"]:
+    if document["documents_rejected"] or any(step_["facts"].get(NOT_FOUND) for step_ in document["steps"]):
         raise typer.Exit(EXIT_SOME_REJECTED)
 
 
@@ -248,6 +287,8 @@ def inspect_dataset(
         emit_json(view)
         return
     for name, value in view.items():
+        if value is None:
+            continue
         emit(f"{name.replace('_', ' ')}: {value:,}" if type(value) is int else f"{name.replace('_', ' ')}: {value}")
 
 
@@ -258,26 +299,32 @@ def verify_dataset(
         Path | None, typer.Option(help="A tokenizer.json: every token must be one of its ids.")
     ] = None,
 ) -> None:
-    """Check every byte of an indexed data set's structure; exit 2 with all problems where it is not sound."""
+    """Check an indexed data set and its sidecar's checksums; exit 2 with all problems where one is found."""
     from .formats.indexed import verify
     from .tokenizers import TokenizerFiles, load_tokenizer
 
-    view = verify(prefix, None if tokenizer is None else load_tokenizer(TokenizerFiles(model=tokenizer)).num_ids)
-    emit(
-        f"{prefix}: sound: {view['documents']:,} documents, {view['sequences']:,} sequences, {view['tokens']:,} tokens"
-    )
+    files = TokenizerFiles(model=tokenizer)
+    view = verify(prefix, None if tokenizer is None else load_tokenizer(files).vocabulary())
+    checksums = "checksums agree" if view["has_sidecar"] else "no sidecar, so no checksums were compared"
+    counts = f"{view['documents']:,} documents, {view['sequences']:,} sequences, {view['tokens']:,} tokens"
+    emit(f"{prefix}: sound: {counts}; {checksums}")
 
 
 @app.command("group-duplicates")
 def group_duplicates(
     pairs: Annotated[Path, typer.Argument(help="The pairs that find-duplicates wrote.")],
     output: Annotated[Path, typer.Option("--output", "-o", help="The groups to write, survivors first.")],
-    threshold: Annotated[float, typer.Option(help="Jaccard index from which a pair connects (0 to 1).")] = 0.9,
+    threshold: Annotated[
+        float, number(help="Jaccard index from which a pair connects (0 to 1).", minimum=0, maximum=1)
+    ] = 0.9,
+    overwrite: OverwriteOption = False,
     format_: FormatOption = Format.TEXT,
 ) -> None:
     """Connect pairs of near-duplicates to groups."""
     from .groups import write_groups
+    from .plan import check_new_outputs
 
+    check_new_outputs([pairs], [output], overwrite=overwrite)
     groups = write_groups(pairs, output, threshold)
     report = {
         "groups": groups.groups,
@@ -307,16 +354,17 @@ def blacklist_urls(
         Path | None, typer.Option(help="Endings to leave out, one a line [default: Megatron's list]")
     ] = None,
     save_dropped: Annotated[Path | None, typer.Option(help="Write dropped URLs here, behind their reasons.")] = None,
+    overwrite: OverwriteOption = False,
     format_: FormatOption = Format.TEXT,
 ) -> None:
     """Leave out URLs of blocked domains, files, malformed and repeated ones."""
-    from .plan import check_output, expand_inputs
+    from .plan import check_new_outputs, expand_inputs
     from .urls import built_in_list, expand_folder, read_list, write_urls
 
     if not inputs:
         raise UsageError("blacklist-urls: name at least one file, pattern or folder")
     paths = expand_inputs(expand_folder(inputs))
-    check_output(paths, [output, *([save_dropped] if save_dropped else [])])
+    check_new_outputs(paths, [output, *([save_dropped] if save_dropped else [])], overwrite=overwrite)
     with progress("blacklist-urls", sum(path.stat().st_size for path in paths), "bytes") as tick:
         counts = write_urls(
             paths,
@@ -337,27 +385,46 @@ def blacklist_urls(
 def fetch_urls(
     inputs: Annotated[list[str], typer.Argument(help="Files of URLs, one a line, patterns, or folders of .txt files.")],
     output: Annotated[Path, typer.Option("--output", "-o", help="The pages: JSON lines of url, title, text.")],
-    connections: Annotated[int, typer.Option(help="Requests side by side, to different hosts.")] = 8,
-    delay_s: Annotated[float, typer.Option(help="Seconds between two requests to one host.")] = 1.0,
-    timeout_s: Annotated[float, typer.Option(help="Seconds that a server may be silent.")] = 20.0,
-    max_bytes: Annotated[int, typer.Option(help="Leave out answers of more bytes.")] = 8 << 20,
+    connections: Annotated[
+        int, number(help="Requests side by side, to different hosts.", minimum=1, maximum=MAX_JOBS)
+    ] = 8,
+    delay_s: Annotated[
+        float, number(help="Seconds between two requests to one host.", minimum=0, maximum=MAX_SECONDS)
+    ] = 1.0,
+    timeout_s: Annotated[
+        float, number(help="Seconds that a server may be silent.", minimum=0.001, maximum=MAX_SECONDS)
+    ] = 20.0,
+    max_bytes: Annotated[int, number(help="Leave out answers of more bytes.", minimum=1, maximum=MAX_BYTES)] = 8 << 20,
     robots: Annotated[bool, typer.Option(help="Obey robots.txt.")] = True,
+    allow_host: Annotated[
+        list[str] | None,
+        typer.Option(help="Address, network (CIDR) or host name that may be internal, such as 10.0.0.0/8. Repeat."),
+    ] = None,
     user_agent: Annotated[str, typer.Option(help="What servers are told: name a page or address of yours.")] = "",
-    overwrite: Annotated[bool, typer.Option(help="Begin anew where the journal is of other URLs or rules.")] = False,
+    overwrite: Annotated[
+        bool,
+        typer.Option(
+            help="Replace an existing output, and start from scratch where the journal is of other URLs or rules."
+        ),
+    ] = False,
     format_: FormatOption = Format.TEXT,
 ) -> None:
     """Download the text of pages: politely, within bounds, going on where a run stopped."""
     from .fetching import FetchRules, UrlList, digest_rules, fetch_all, write_pages
-    from .plan import check_output, expand_inputs
+    from .plan import check_new_outputs, expand_inputs
     from .urls import expand_folder
+    from .web import AllowedHosts
 
+    if not (user_agent.isprintable() and user_agent.isascii()):
+        raise UsageError(f"--user-agent {user_agent!r}: must be printable ASCII")
+    allowed = AllowedHosts.parse(allow_host or [])
     paths = expand_inputs(expand_folder(inputs))
-    check_output(paths, [output])
     rules = FetchRules(
         connections=connections, delay_s=delay_s, timeout_s=timeout_s, max_bytes=max_bytes, robots=robots,
-        **({"user_agent": user_agent} if user_agent else {}),
+        allowed=allowed, **({"user_agent": user_agent} if user_agent else {}),
     )  # fmt: skip
     journal = default_work(output) / "journal.jsonl"
+    check_new_outputs(paths, [output], overwrite=overwrite or journal.exists())
     journal.parent.mkdir(parents=True, exist_ok=True)
     if overwrite:
         journal.unlink(missing_ok=True)
@@ -392,6 +459,7 @@ def merge_indexed(
         list[str] | None, typer.Option("--input", help="A prefix, pattern or folder, as PREFIXES are. Repeat.")
     ] = None,
     widen: Annotated[bool, typer.Option(help="Write tokens of different types in the wider one.")] = False,
+    overwrite: OverwriteOption = False,
 ) -> None:
     """Put indexed data sets one behind the other, without reading their tokens."""
     from .datasets import expand_prefixes, merge_datasets
@@ -399,7 +467,7 @@ def merge_indexed(
     found = expand_prefixes([*(prefixes or []), *(input_ or [])])
     if not found:
         raise UsageError("merge-indexed: name at least one data set")
-    index = merge_datasets(found, output, widen=widen)
+    index = merge_datasets(found, output, widen=widen, overwrite=overwrite)
     emit(
         f"merge-indexed: {len(found):,} data sets; {index.num_documents:,} documents, "
         f"{len(index.lengths):,} sequences, {index.num_tokens:,} tokens; {output}"
@@ -414,13 +482,14 @@ def convert_indexed(
     dtype: Annotated[
         TokenDtype | None, typer.Option(help="Type of the new tokens [default: as they are; int32 for cached and lazy]")
     ] = None,
+    overwrite: OverwriteOption = False,
 ) -> None:
     """Write an indexed data set in another form, or with tokens of another type."""
     import numpy as np
 
     from .datasets import convert_dataset
 
-    index = convert_dataset(prefix, output, to, None if dtype is None else np.dtype(dtype.value))
+    index = convert_dataset(prefix, output, to, None if dtype is None else np.dtype(dtype.value), overwrite=overwrite)
     emit(
         f"convert-indexed: {index.num_documents:,} documents, {index.num_tokens:,} {index.dtype.name} tokens, "
         f"{to.value}; {output}"

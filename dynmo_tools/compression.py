@@ -13,9 +13,19 @@ import lzma
 from pathlib import Path
 from typing import IO, Any, cast
 
-from .errors import DynmoError, MissingExtraError
+from .errors import DynmoError, MissingExtraError, UsageError
+from .formats._document import check_regular
 
 ENDINGS = (".gz", ".xz", ".bz2", ".zst")
+PARQUET = ".parquet"
+_FOREIGN = (
+    ".7z .arrow .avro .br .bz .bzip2 .db .docx .epub .feather .gzip .h5 .hdf5 .ipc .lance .lz4 .lzma .lzo .mds "
+    ".msgpack .npy .npz .orc .pdf .pickle .pkl .pt .rar .safetensors .snappy .sqlite .sz .tar .tbz2 .tfrecord .tgz "
+    ".txz .tzst .warc .xlsx .z .zip .zstd"
+)
+FOREIGN_ENDINGS = frozenset(_FOREIGN.split())
+"""Endings of formats that no step reads or writes."""
+FOREIGN_OUTPUT_ENDINGS = FOREIGN_ENDINGS | {PARQUET, ".csv", ".tsv", ".xml", ".html"}
 PIECE_BYTES = 1 << 20
 ZSTD_LEVEL = 3
 GZIP_LEVEL = 6
@@ -28,6 +38,32 @@ class TruncatedError(DynmoError):
 def is_compressed(path: Path) -> bool:
     """Whether the name says that the bytes are compressed."""
     return path.suffix in ENDINGS
+
+
+def check_ending(path: Path, *, is_output: bool) -> None:
+    """Refuse a file whose name promises another format than the one that is read or written.
+
+    Raises:
+        UsageError: the ending is one of another format, alone or before that of a compression, or has upper-case
+            letters.
+    """
+    ending = path.suffix
+    inner = path.with_suffix("").suffix if ending.lower() in ENDINGS else ""
+    known = (*ENDINGS, PARQUET)
+    if ending not in known and ending.lower() in known:
+        raise UsageError(f"{path}: the ending {ending} is not recognized; rename it to {ending.lower()}")
+    foreign = FOREIGN_OUTPUT_ENDINGS if is_output else FOREIGN_ENDINGS
+    for found in (ending, inner):
+        if found.lower() not in foreign:
+            continue
+        if is_output:
+            raise UsageError(
+                f"{path}: files of the format {found} are not written; "
+                f"end the name in .jsonl (or .json, .txt), alone or with {', '.join(ENDINGS)}"
+            )
+        raise UsageError(
+            f"{path}: files of the format {found} are not read; convert it to plain text or one of {', '.join(ENDINGS)}"
+        )
 
 
 def _zstandard() -> Any:
@@ -88,7 +124,8 @@ def _open_gzip(path: Path) -> IO[bytes]:
 
 
 def open_read(path: Path) -> IO[bytes]:
-    """Open ``path`` for reading its decompressed bytes."""
+    """Open ``path`` for reading its decompressed bytes; raises ``UnreadableError`` where it is no regular file."""
+    check_regular(path)
     if path.suffix == ".gz":
         return _open_gzip(path)
     if path.suffix == ".xz":

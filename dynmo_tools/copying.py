@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import IO
 
 from .errors import DynmoError
+from .portable import allocate, read_into
 
 DIRECT_FROM_BYTES = 64 << 20
 CHUNK_BYTES = 1 << 20
@@ -60,6 +61,8 @@ def _copy_by_kernel(target: IO[bytes], sources: Sequence[IO[bytes]]) -> None:
 def _copy_direct(target: IO[bytes], sources: Sequence[IO[bytes]], ends: Sequence[int]) -> bool:
     """Copy past the page cache; False, with ``target`` as it was, where its file system has no such writes."""
     direct: int = getattr(os, "O_DIRECT", 0)
+    if not direct:
+        return False
     descriptor, begin, end = target.fileno(), ends[0], ends[-1]
     flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
     try:
@@ -76,13 +79,13 @@ def _copy_direct(target: IO[bytes], sources: Sequence[IO[bytes]], ends: Sequence
     finally:
         fcntl.fcntl(descriptor, fcntl.F_SETFL, flags)
     os.ftruncate(descriptor, end)  # the last block was written whole
-    return direct != 0
+    return True
 
 
 def _reserve(descriptor: int, begin: int, size: int) -> None:
     """Take the room at once, so that a full disk is told before the copy and the file lies in few pieces."""
     try:
-        os.posix_fallocate(descriptor, begin, size)
+        allocate(descriptor, begin, size)
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             raise
@@ -95,7 +98,7 @@ def _copy_chunks(descriptor: int, sources: Sequence[IO[bytes]], ends: Sequence[i
             size = min(CHUNK_BYTES, ends[-1] - begin)
             filled = 0
             for source, offset, count in _pieces(ends, begin, size):
-                filled += os.preadv(sources[source].fileno(), [view[filled : filled + count]], offset)
+                filled += read_into(sources[source].fileno(), view[filled : filled + count], offset)
             if filled < size:
                 raise DynmoError(f"{sources[0].name}: became shorter while it was copied; run the same command again")
             _write_aligned(descriptor, view, begin, -(-size // ALIGNMENT) * ALIGNMENT)

@@ -21,6 +21,7 @@ from typing import Any
 from .compression import wrap_write
 from .errors import UsageError
 from .formats._document import write_whole
+from .plan import check_writable, refuse_existing
 from .records import encode_row
 from .wholefile import sweep_temporaries
 
@@ -154,9 +155,13 @@ def sample(root: Path, max_bytes: int, seed: int) -> Iterator[dict[str, str]]:
         yield document
 
 
-def write_sample(root: Path, output: Path, *, max_bytes: int, seed: int) -> dict[str, Any]:
-    """Write the sample as JSON lines, whole or not at all; what was written, for the report."""
+def write_sample(root: Path, output: Path, *, max_bytes: int, seed: int, overwrite: bool = False) -> dict[str, Any]:
+    """Write the sample as JSON lines, whole or not at all; what was written, for the report.
+
+    An existing output is replaced where ``overwrite`` allows it, or where its bytes are the same.
+    """
     started = time.monotonic()
+    check_writable([output])
     documents = list(sample(root, max_bytes, seed))
     payload = io.BytesIO()
     writer = wrap_write(payload, output.suffix)
@@ -164,6 +169,8 @@ def write_sample(root: Path, output: Path, *, max_bytes: int, seed: int) -> dict
         writer.write(encode_row(dict(document)) + b"\n")
     if writer is not payload:
         writer.close()
+    if not overwrite and not (output.is_file() and output.read_bytes() == payload.getvalue()):
+        refuse_existing([output])
     output.parent.mkdir(parents=True, exist_ok=True)
     sweep_temporaries(output)
     write_whole(output, payload.getvalue())

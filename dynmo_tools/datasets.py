@@ -12,8 +12,11 @@ import numpy as np
 
 from .copying import copy_into
 from .errors import UsageError
+from .formats.dataset import copy_pieces, encode_sidecar, read_sidecar, sidecar_path
 from .formats.indexed import CODES, Index, bin_path, encode_index, idx_path, read_index
 from .formats.numbers import but_first, chained, in_memory, shifted
+from .plan import check_new_outputs
+from .provenance import common_tokenizer, earlier_steps, new_sidecar, pieces_of
 from .settings import IndexForm
 from .wholefile import sweep_temporaries
 
@@ -48,30 +51,38 @@ def expand_prefixes(names: Sequence[str]) -> list[Path]:
 
 
 @contextlib.contextmanager
-def _new_dataset(prefix: Path) -> Iterator[tuple[IO[bytes], IO[bytes]]]:
-    """The ``.bin`` and ``.idx`` to write: in place, flushed, the index last, or gone if the block fails."""
+def _new_dataset(prefix: Path) -> Iterator[tuple[IO[bytes], IO[bytes], IO[bytes]]]:
+    """The ``.bin``, sidecar and ``.idx`` to write: renamed in this order at the end, removed if the block fails.
+
+    An empty sidecar is not kept, nor is an older one.
+    """
     prefix.parent.mkdir(parents=True, exist_ok=True)
-    targets = (bin_path(prefix), idx_path(prefix))
+    targets = (bin_path(prefix), sidecar_path(prefix), idx_path(prefix))
     for path in targets:
         sweep_temporaries(path)
     temporary = [path.with_name(f".{path.name}.tmp-{os.getpid()}") for path in targets]
     try:
-        with open(temporary[0], "wb") as tokens, open(temporary[1], "wb") as index:
-            yield tokens, index
-            for handle in (tokens, index):
+        with contextlib.ExitStack() as stack:
+            tokens, sidecar, index = (stack.enter_context(open(path, "wb")) for path in temporary)
+            yield tokens, sidecar, index
+            for handle in (tokens, sidecar, index):
                 handle.flush()
                 os.fsync(handle.fileno())
-        targets[1].unlink(missing_ok=True)  # an old index must never stand beside new tokens
+        for path in targets[1:]:
+            path.unlink(missing_ok=True)  # an old index or sidecar must not lie next to new tokens
         for source, target in zip(temporary, targets, strict=True):
-            os.replace(source, target)
+            if source is not temporary[1] or source.stat().st_size:
+                os.replace(source, target)
     finally:
         for path in temporary:
             path.unlink(missing_ok=True)
 
 
-def _refuse_overlap(inputs: Sequence[Path], output: Path) -> None:
+def _check_output(inputs: Sequence[Path], output: Path, *, overwrite: bool) -> None:
+    """Refuse an output that is an input or cannot be written, and one that exists unless ``overwrite`` is set."""
     if output.resolve() in {path.resolve() for path in inputs}:
         raise UsageError(f"{output}: is both input and output; choose another output")
+    check_new_outputs([], [bin_path(output), idx_path(output)], overwrite=overwrite)
 
 
 def merged_index(indices: Sequence[Index], names: Sequence[Path], *, widen: bool) -> Index:
@@ -111,15 +122,8 @@ def merged_index(indices: Sequence[Index], names: Sequence[Path], *, widen: bool
     )
 
 
-def _copy_tokens(prefixes: Sequence[Path], indices: Sequence[Index], target: IO[bytes], dtype: np.dtype[Any]) -> None:
-    if all(index.dtype == dtype for index in indices):
-        copy_into(target, [bin_path(prefix) for prefix in prefixes])
-        return
-    for prefix, index in zip(prefixes, indices, strict=True):
-        _cast_tokens(prefix, index, target, dtype)
-
-
-def _cast_tokens(prefix: Path, index: Index, target: IO[bytes], dtype: np.dtype[Any]) -> None:
+def _cast_tokens(prefix: Path, index: Index, dtype: np.dtype[Any]) -> Iterator[bytes]:
+    """The tokens of a data set in another type, in blocks; ``UsageError`` for an id that it cannot represent."""
     with open(bin_path(prefix), "rb") as source:
         while payload := source.read(BLOCK_TOKENS * index.dtype.itemsize):
             block = np.frombuffer(payload, dtype=index.dtype.newbyteorder("<"))
@@ -127,26 +131,55 @@ def _cast_tokens(prefix: Path, index: Index, target: IO[bytes], dtype: np.dtype[
                 limits = np.iinfo(dtype)
                 if int(block.max()) > limits.max or int(block.min()) < limits.min:
                     raise UsageError(f"{prefix}: holds the id {block.max()}, which {dtype.name} cannot hold")
-            target.write(block.astype(dtype.newbyteorder("<")).tobytes())
+            yield block.astype(dtype.newbyteorder("<")).tobytes()
 
 
-def merge_datasets(prefixes: Sequence[Path], output: Path, *, widen: bool = False) -> Index:
+def _write(prefixes: Sequence[Path], indices: Sequence[Index], new: Index, output: Path, step: dict[str, Any]) -> None:
+    """Write the data sets one after another as ``output`` with the index ``new``.
+
+    It gets a sidecar where one of them has one; of the others every byte is read for its checksum.
+    """
+    sidecars = [read_sidecar(prefix) for prefix in prefixes]
+    has_sidecar = any(sidecar is not None for sidecar in sidecars)
+    tokenizer, eod_id = common_tokenizer(prefixes, sidecars)
+    with _new_dataset(output) as (tokens, sidecar, idx):
+        sources = [pieces_of(*pair) for pair in zip(prefixes, sidecars, strict=True)] if has_sidecar else []
+        if all(index.dtype == new.dtype for index in indices):
+            copy_into(tokens, [bin_path(prefix) for prefix in prefixes])
+            pieces = [piece for source in sources for piece in source]
+        else:
+            casts = (_cast_tokens(*pair, new.dtype) for pair in zip(prefixes, indices, strict=True))
+            pieces = [copy_pieces(cast, tokens) for cast in casts]
+        written = copy_pieces(encode_index(new), idx)
+        if has_sidecar:
+            named = zip(prefixes, sources, strict=True)
+            document = new_sidecar(
+                tokenizer=tokenizer,
+                eod_id=eod_id,
+                inputs=[{"path": str(bin_path(prefix)), "pieces": source} for prefix, source in named],
+                steps=[*(earlier_steps(sidecars[0]) if len(prefixes) == 1 else []), step],
+                bin_pieces=pieces,
+                idx=written,
+            )
+            sidecar.write(encode_sidecar(document))
+
+
+def merge_datasets(prefixes: Sequence[Path], output: Path, *, widen: bool = False, overwrite: bool = False) -> Index:
     """Write the data sets one behind the other; the new index.
 
     Raises:
-        UsageError: see ``merged_index``; or an input is not sound.
+        UsageError: see ``merged_index``; an input is not sound; or two inputs have different vocabularies.
     """
-    _refuse_overlap(prefixes, output)
+    _check_output(prefixes, output, overwrite=overwrite)
     indices = [read_index(prefix) for prefix in prefixes]
     merged = merged_index(indices, prefixes, widen=widen)
-    with _new_dataset(output) as (tokens, idx):
-        _copy_tokens(prefixes, indices, tokens, merged.dtype)
-        for piece in encode_index(merged):
-            idx.write(piece)
+    _write(prefixes, indices, merged, output, {"step": "merge-indexed", "settings": {"widen": widen}})
     return merged
 
 
-def convert_dataset(prefix: Path, output: Path, form: IndexForm, dtype: np.dtype[Any] | None) -> Index:
+def convert_dataset(
+    prefix: Path, output: Path, form: IndexForm, dtype: np.dtype[Any] | None, *, overwrite: bool = False
+) -> Index:
     """Write a data set in another form or type; the new index.
 
     Args:
@@ -154,11 +187,12 @@ def convert_dataset(prefix: Path, output: Path, form: IndexForm, dtype: np.dtype
         output: of the new one.
         form: of the new index; ``cached`` and ``lazy`` take int32 tokens unless ``dtype`` says otherwise.
         dtype: of the new tokens; None keeps what the form allows.
+        overwrite: replace an existing output.
 
     Raises:
         UsageError: an id that the new type cannot hold; modes, which only ``mmap`` carries.
     """
-    _refuse_overlap([prefix], output)
+    _check_output([prefix], output, overwrite=overwrite)
     index = read_index(prefix)
     if form is not IndexForm.MMAP and index.modes is not None:
         raise UsageError(f"{prefix}: is multimodal, which only mmap carries")
@@ -170,8 +204,6 @@ def convert_dataset(prefix: Path, output: Path, form: IndexForm, dtype: np.dtype
         documents=index.documents,
         modes=index.modes,
     )
-    with _new_dataset(output) as (tokens, idx):
-        _copy_tokens([prefix], [index], tokens, converted.dtype)
-        for piece in encode_index(converted):
-            idx.write(piece)
+    settings = {"to": form.value, "dtype": converted.dtype.name}
+    _write([prefix], [index], converted, output, {"step": "convert-indexed", "settings": settings})
     return converted

@@ -13,15 +13,17 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from . import __version__
 from .compression import open_read
 from .errors import UsageError
-from .formats._document import envelope
+from .formats._document import MAX_TABLE_BYTES, parse_any_json
+from .formats.workfiles import undated_header
 from .groups import read_objects
-from .joining import records_kind, replace_text
+from .joining import records_kind, with_value
 from .ngrams import Finder, Sizes, ngrams_of, word_starts, words_of
 from .plan import Plan
+from .records import MAX_KEYS, Row, encode_text, exact_integer, path_of
 from .settings import DecontaminateSettings
+from .splicing import replace_value
 from .tasks import Phase, Task, marker_of
 from .wholefile import whole_file
 
@@ -97,15 +99,18 @@ def read_task(path: Path, keys: tuple[str, ...]) -> Iterator[str]:
     except OSError as error:
         raise UsageError(f"{path}: cannot be read: {error}") from error
     try:
-        documents = [json.loads(payload)]
+        documents = [parse_any_json(payload, MAX_TABLE_BYTES)]
     except ValueError:
         try:
-            documents = [json.loads(line) for line in payload.splitlines() if line.strip()]
+            documents = [parse_any_json(line) for line in payload.split(b"\n") if line.strip()]
         except ValueError as error:
             raise UsageError(f"{path}: is neither a JSON document nor JSON lines: {error}") from error
     found = list(texts_under(documents, keys))
     if not found:
-        raise UsageError(f"{path}: has no text under {' or '.join(keys)}; name the key by --task NAME=FILE:KEY")
+        there = ", ".join(next((list(one)[:MAX_KEYS] for one in documents if isinstance(one, dict)), [])) or "none"
+        raise UsageError(
+            f"{path}: has no text under {' or '.join(keys)}; its keys are {there}: name one by --task NAME=FILE:KEY"
+        )
     yield from found
 
 
@@ -229,7 +234,7 @@ def drop_common(task: Task) -> None:
     task.create(task.part("rare-ngrams.json")).write(encoded)
     if settings.save_dictionary is not None:
         with whole_file(settings.save_dictionary) as target:
-            header = {**envelope(FORMAT, VERSION, f"dynmo-prep {__version__}"), "tasks": list(settings.task)}
+            header = {**undated_header(FORMAT, VERSION), "tasks": list(settings.task)}
             for entry in (header, *({"ngram": ngram, "count": total[ngram]} for ngram in json.loads(encoded))):
                 target.write(json.dumps(entry, ensure_ascii=False).encode() + b"\n")
     task.facts["common_ngrams"] = num_common
@@ -242,6 +247,7 @@ def split_slice(task: Task) -> None:
     names = "-".join(settings.name or [parse_task(text)[0] for text in settings.task]) or "dictionary"
     number = sum(marker_of(task, "count", index)["result"]["documents"] for index in range(task.index))
     writer = task.create(task.part(records_kind(task)))
+    num_pieces = 0
     for row, text in task.documents(settings.json_key):
         number += 1
         pieces = clean_pieces(text, finder, settings.remove_char_each_side, settings.filter_text_char_len)
@@ -252,8 +258,18 @@ def split_slice(task: Task) -> None:
             task.tally.drop("contaminated")
         elif pieces != [text]:
             task.tally.changed += 1
-        before = f"{row.value['split_id']}-" if "split_id" in row.value else ""
+        path, before = path_of(row.value, settings.json_key), _earlier_name(row)
         for part, piece in enumerate(pieces):
-            split = replace_text(row.value, settings.json_key, piece)
-            split["split_id"] = f"{before}{names}-{number:010d}-{part:04d}"
-            task.keep(writer, json.dumps(split, ensure_ascii=False).encode())
+            cut = row.raw if piece == text else replace_value(row.raw, path, encode_text(piece))
+            name = encode_text(f"{before}{names}-{number:010d}-{part:04d}")
+            task.keep(writer, with_value(row._replace(raw=cut), "split_id", name), documents=int(part == 0))
+        num_pieces += len(pieces)
+    task.facts["pieces"] = num_pieces
+
+
+def _earlier_name(row: Row) -> str:
+    """The ``split_id`` of an earlier run, followed by a dash; empty where there is none."""
+    if "split_id" not in row.value:
+        return ""
+    exact = exact_integer(row, "split_id")
+    return f"{row.value['split_id'] if exact is None else exact}-"

@@ -81,7 +81,8 @@ class DigestSet:
             digests += digest_of(_payload(text))
             hashes.append(hash(text))
         halves = np.frombuffer(digests, dtype="<u8").reshape(-1, 2)
-        order = np.argsort(halves[:, 0], kind="stable")
+        order = np.lexsort((halves[:, 1], halves[:, 0]))
+        self._count = len(order) - int((halves[order][1:] == halves[order][:-1]).all(axis=1).sum())
         self._high = halves[order, 0].data
         self._low = halves[order, 1].data
         self._mask = (1 << (len(hashes) * FLAGS_A_TEXT).bit_length()) - 1
@@ -89,18 +90,26 @@ class DigestSet:
         flags[np.frombuffer(hashes, dtype=np.int64) & self._mask] = 1
         self._flags = flags.data
 
+    def __len__(self) -> int:
+        """The number of texts that differ."""
+        return self._count
+
     def __contains__(self, text: object) -> bool:
         """Whether a text is in the set."""
-        if not isinstance(text, str) or not self._flags[hash(text) & self._mask]:
-            return False
+        return isinstance(text, str) and self.find(text) is not None
+
+    def find(self, text: str) -> int | None:
+        """The number of a text of the set, from 0; those of repeated texts are counted too. None where it is not in."""
+        if not self._flags[hash(text) & self._mask]:
+            return None
         digest = digest_of(_payload(text))
         high, low = (int.from_bytes(digest[at : at + 8], "little") for at in (0, 8))
         at = bisect.bisect_left(self._high, high)
         while at < len(self._high) and self._high[at] == high:
             if self._low[at] == low:
-                return True
+                return at
             at += 1
-        return False
+        return None
 
 
 def _payload(text: str) -> bytes:

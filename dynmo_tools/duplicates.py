@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Mapping, Sequence
+import os
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from .candidates import MEMBERS, SIZES, StoredBuckets, buckets, connect, cut_groups, groups_between
-from .errors import UsageError
 from .fingerprints import (
     NAMES,
     OFFSETS,
@@ -21,19 +20,21 @@ from .fingerprints import (
     load_part,
     save_parts,
 )
-from .joining import join_parts, map_phases, records_ending, records_kind
+from .joining import join_parts, join_records, records_ending, records_kind
 from .matching import ShingleCache, match_group
 from .minhash import BLOCK_SHINGLES, permutations, sign
 from .names import LineIndex, NamedPart, NameTable, index_names, name_line, pair_lines, repeated_digests
 from .plan import Plan
-from .records import Row
+from .records import Row, exact_integer
 from .settings import MatchSettings, RemoveDuplicatesSettings
 from .spilling import PAIR, SortedPairs, read_pairs
+from .steps import NOT_FOUND
 from .tasks import Phase, Task, marker_of
 from .unionfind import UnionFind, number_type
 from .wholefile import whole_file
 
 LINES, REPEATED = "lines.rows", "repeated.u64"
+FOUND = "found.i64"
 GROUPS, VERIFIED, REMOVED = "groups.int", "verified.pairs", "removed.u8"
 BAND_TASKS, MAX_BAND_TASKS = 2, 10
 VERIFY_TASKS, MAX_VERIFY_TASKS = 4, 512
@@ -81,15 +82,19 @@ def dedup_phases(plan: Plan) -> list[Phase]:
 
 def remove_phases(plan: Plan) -> list[Phase]:
     """The phases of ``remove-duplicates``."""
-    return map_phases(plan, "duplicates:remove_named")
+    return [
+        Phase(name="map", run="duplicates:remove_named", tasks=len(plan.tasks), reads=True),
+        Phase(name="join", run="duplicates:join_remaining", tasks=1),
+    ]
 
 
-def name_of(value: Mapping[str, Any], keys: Sequence[str]) -> str | None:
-    """A document's name: the first of ``keys`` that it has, as text."""
+def name_of(row: Row, keys: Sequence[str]) -> str | None:
+    """A document's name: the first of ``keys`` that it has, a string or an integer of any size, as text."""
     for key in keys:
-        found = value.get(key)
-        if isinstance(found, str | int) and not isinstance(found, bool):
-            return str(found)
+        found = row.value.get(key)
+        name = found if isinstance(found, str) else exact_integer(row, key)
+        if name is not None:
+            return str(name)
     return None
 
 
@@ -98,18 +103,9 @@ def place_of(path: Path, row: Row) -> str:
     return f"{path}@{row.line if path.suffix == '.parquet' else row.offset}"
 
 
-def check_bands(settings: MatchSettings) -> None:
-    """``UsageError`` where the permutations do not divide into the bands."""
-    if settings.num_bands < 1 or settings.num_seeds % settings.num_bands:
-        raise UsageError(
-            f"{settings.num_seeds} permutations do not divide into {settings.num_bands} bands; choose a divisor"
-        )
-
-
 def sign_slice(task: Task) -> None:
     """Task function: the signatures, texts, text offsets and names of one slice."""
     settings: MatchSettings = task.job.settings
-    check_bands(settings)
     perms = permutations(settings.num_seeds, settings.seed)
     kinds = (SIGNATURES, TEXTS, OFFSETS, NAMES, LINES)
     signatures, texts, offsets, names, lines = (task.create(task.part(kind)) for kind in kinds)
@@ -128,7 +124,7 @@ def sign_slice(task: Task) -> None:
     for row, text in task.documents(settings.json_key):
         encoded = text.encode()
         texts.write(encoded)
-        name = name_of(row.value, settings.id_key)
+        name = name_of(row, settings.id_key)
         index.add(name, names.write(name_line(name, place_of(task.slice.path, row))))
         end += len(encoded)
         documents += 1
@@ -302,12 +298,29 @@ def remove_named(task: Task) -> None:
     settings: RemoveDuplicatesSettings = task.job.settings
     removals = read_removals(settings.groups)
     writer = task.create(task.part(records_kind(task)))
+    real_file = os.path.realpath(task.slice.path)
+    found: set[int] = set()
     unnamed = 0
     for row in task.rows():
-        name = name_of(row.value, settings.id_key)
+        name = name_of(row, settings.id_key)
         unnamed += name is None
-        if name in removals or place_of(task.slice.path, row) in removals:
-            task.tally.drop("duplicate")
-        else:
+        number = removals.find(name, place_of(task.slice.path, row), real_file)
+        if number is None:
             task.keep(writer, row.raw)
+        else:
+            found.add(number)
+            task.tally.drop("duplicate")
+    task.create(task.part(FOUND)).write(np.fromiter(found, dtype=np.int64, count=len(found)).tobytes())
     task.facts["without_name"] = unnamed
+
+
+def join_remaining(task: Task) -> None:
+    """Task function: the output, and how many names of the groups no input has."""
+    from .groups import read_removals
+
+    settings: RemoveDuplicatesSettings = task.job.settings
+    join_records(task)
+    found = [np.fromfile(task.part(FOUND, index), dtype=np.int64) for index in range(len(task.plan.tasks))]
+    names = np.unique(np.concatenate(found)).tolist()
+    if missing := read_removals(settings.groups).num_missing(names):
+        task.facts[NOT_FOUND] = missing

@@ -9,35 +9,34 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import hashlib
-import http.client
 import json
 import os
-import string
 import sys
 import tempfile
 import threading
-import time
-import urllib.error
-import urllib.request
 import urllib.robotparser
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote, urlsplit, urlunsplit
+from urllib.parse import urljoin
 
 from . import __version__
 from .compression import wrap_write
 from .errors import UsageError
-from .formats._document import append_line
-from .frontier import Frontier, Host
+from .formats._document import append_line, parse_any_json
+from .frontier import Frontier, Host, Request
 from .htmltext import readable
 from .records import encode_row
-from .urls import UNSENDABLE, SeenOnce, each_url
+from .urls import SeenOnce, each_url
+from .web import REDIRECTS, AllowedHosts, FetchError, Response, get, sendable, without_credentials
 from .wholefile import whole_file
 
 TEXT_TYPES = ("text/html", "application/xhtml+xml", "text/plain")
 ROBOTS_BYTES = 512 << 10
+UNREACHABLE = ("connection", "timeout", "internal address")
+MAX_REDIRECTS = 10
+MAX_ROBOTS_REDIRECTS = 5  # RFC 9309, 2.3.1.2
 UNANSWERED, FAILED = 0, 1  # else where its page begins in the journal
 ENTRY_BYTES = 8
 BLOCK_ENTRIES = 1 << 13
@@ -54,6 +53,7 @@ class FetchRules:
         max_bytes: of one answer; what is longer is left out.
         connections: requests side by side, to different hosts.
         robots: ask and obey robots.txt.
+        allowed: hosts that may have addresses that are not public.
     """
 
     user_agent: str = f"dynmo-prep/{__version__}"
@@ -62,99 +62,95 @@ class FetchRules:
     max_bytes: int = 8 << 20
     connections: int = 8
     robots: bool = True
-
-
-class FetchError(Exception):
-    """Why a URL gave no document, in one word or a status."""
-
-
-def sendable(url: str) -> str:
-    """The URL in ASCII: its host by IDNA, what else is not ASCII as percent-encoded UTF-8.
-
-    Raises:
-        FetchError: it is not of the web, or malformed.
-    """
-    try:
-        parts = urlsplit(url)
-        if parts.scheme not in ("http", "https"):
-            raise FetchError("scheme")
-        _ = parts.port  # refuses what is no port
-        if not parts.hostname or UNSENDABLE.search(url):
-            raise FetchError("malformed")
-        host = parts.netloc if parts.netloc.isascii() else parts.netloc.encode("idna").decode()
-    except ValueError as error:
-        raise FetchError("malformed") from error
-    path, query = (quote(part, safe=string.punctuation) for part in (parts.path, parts.query))
-    return urlunsplit(parts._replace(netloc=host, path=path, query=query, fragment=""))
+    allowed: AllowedHosts = field(default_factory=AllowedHosts)
 
 
 class Fetcher:
-    """Fetches URLs by the rules; a host is asked by one thread at a time, which is the caller's care."""
+    """Fetches pages by the rules.
 
-    def __init__(self, rules: FetchRules, stopped: threading.Event) -> None:
+    Args:
+        rules: what a fetch may do.
+        frontier: knows every host; gives one host to one thread at a time.
+        stopped: set when the run ends.
+    """
+
+    def __init__(self, rules: FetchRules, frontier: Frontier, stopped: threading.Event) -> None:
         self._rules = rules
+        self._frontier = frontier
         self._stopped = stopped
 
-    def fetch(self, url: str, host: Host) -> dict[str, str]:
-        """The page's title and text.
+    def fetch(self, url: str, host: Host) -> dict[str, str] | str:
+        """The title and text of a page, or the URL that it redirects to.
 
         Raises:
-            FetchError: there is none, or the rules forbid it.
+            FetchError: there is no page, or the rules forbid it.
         """
         url = sendable(url)
-        parts = urlsplit(url)
         if self._rules.robots:
             if host.robots is None:
-                host.robots = self._read_robots(f"{parts.scheme}://{parts.netloc}/robots.txt", host)
-            if not host.robots.can_fetch(self._rules.user_agent, url):
+                self._ask_robots(urljoin(url, "/robots.txt"), host)
+            if host.unreachable:
+                raise FetchError(host.unreachable)
+            if host.robots is None or not host.robots.can_fetch(self._rules.user_agent, url):
                 raise FetchError("robots")
-        kind, charset, payload = self._get(url, host, self._rules.max_bytes)
+        response = self._get(url, host, self._rules.max_bytes)
+        if response.status in REDIRECTS:
+            return response.location
+        if not response.is_whole:
+            raise FetchError("long")
+        kind = response.headers.get_content_type()
         if kind not in TEXT_TYPES:
             raise FetchError(f"type {kind}")
-        try:
-            text = payload.decode(charset, "replace")
-        except LookupError:
-            text = payload.decode("utf-8", "replace")
+        text = _decode(response)
         title, body = ("", text.strip()) if kind == "text/plain" else readable(text)
         if not body:
             raise FetchError("empty")
         return {"title": title, "text": body}
 
-    def _read_robots(self, url: str, host: Host) -> urllib.robotparser.RobotFileParser:
-        robots = urllib.robotparser.RobotFileParser()
+    def _ask_robots(self, url: str, host: Host) -> None:
+        """Read robots.txt by RFC 9309: where there is none, all is allowed; where none can be had, nothing is."""
+        host.robots = urllib.robotparser.RobotFileParser()
+        lines: list[str] = []
+        asked = host
         try:
-            _, _, payload = self._get(url, host, ROBOTS_BYTES)
-            robots.parse(payload.decode("utf-8", "replace").splitlines())
+            for _ in range(MAX_ROBOTS_REDIRECTS + 1):
+                response = self._get(url, asked, ROBOTS_BYTES)
+                if response.status not in REDIRECTS:
+                    lines = response.payload.decode("utf-8", "replace").splitlines()
+                    break
+                url = sendable(response.location)
+                asked = self._frontier.host_of(url)
         except FetchError as error:
-            # RFC 9309: no file allows everything, a server that fails allows nothing
-            robots.parse([] if str(error).startswith("4") else ["User-agent: *", "Disallow: /"])
-        return robots
+            reason = str(error)
+            if reason == "stopped":
+                host.robots = None
+                raise
+            if not reason.startswith("4"):
+                host.unreachable = reason if reason in UNREACHABLE else f"robots {reason}"
+        host.robots.parse(lines)
 
-    def _get(self, url: str, host: Host, limit: int) -> tuple[str, str, bytes]:
-        self._stopped.wait(max(0.0, host.free_at - time.monotonic()))
+    def _get(self, url: str, host: Host, limit: int) -> Response:
+        """Request one URL when its host may be asked."""
+        self._stopped.wait(self._frontier.reserve(host, self._rules.delay_s))
         if self._stopped.is_set():
             raise FetchError("stopped")
-        request = urllib.request.Request(url, headers={"User-Agent": self._rules.user_agent})
         try:
-            with urllib.request.urlopen(request, timeout=self._rules.timeout_s) as answer:
-                if urlsplit(answer.url).scheme not in ("http", "https"):
-                    raise FetchError("scheme")
-                payload = answer.read(limit + 1)
-                if len(payload) > limit:
-                    raise FetchError("long")
-                if answer.length:
-                    raise FetchError("connection")  # it ended before the page did
-                headers = answer.headers
-                return headers.get_content_type(), headers.get_content_charset() or "utf-8", payload
-        except urllib.error.HTTPError as error:
-            raise FetchError(str(error.code)) from error
-        except TimeoutError as error:
-            raise FetchError("timeout") from error
-        except (OSError, ValueError, http.client.HTTPException) as error:  # the last: no HTTP, or cut off
-            late = "timed out" in str(error)
-            raise FetchError("timeout" if late else "connection") from error
+            return get(
+                url,
+                user_agent=self._rules.user_agent,
+                timeout_s=self._rules.timeout_s,
+                limit=limit,
+                allowed=self._rules.allowed,
+            )
         finally:
-            host.free_at = time.monotonic() + self._rules.delay_s
+            self._frontier.rest(host, self._rules.delay_s)
+
+
+def _decode(response: Response) -> str:
+    try:
+        return response.payload.decode(response.headers.get_content_charset() or "utf-8", "replace")
+    except LookupError:
+        return response.payload.decode("utf-8", "replace")
 
 
 class UrlList(contextlib.AbstractContextManager["UrlList"]):
@@ -248,10 +244,10 @@ def _journal_rows(path: Path, digest: str) -> Iterator[tuple[int, dict[str, Any]
                 source.truncate(offset)  # what is appended must begin a line
                 break
             if offset == 0:
-                if json.loads(line).get("digest") != digest:
+                if parse_any_json(line).get("digest") != digest:
                     raise UsageError(f"{path}: belongs to other URLs or rules; use --overwrite to begin anew")
             else:
-                yield offset, json.loads(line)
+                yield offset, parse_any_json(line)
             offset += len(line)
     if offset == 0:
         append_line(path, {"digest": digest})
@@ -262,27 +258,25 @@ def fetch_all(
 ) -> None:
     """Fetch all URLs that the journal has no answer for."""
     stopped = threading.Event()
-    fetcher = Fetcher(rules, stopped)
     written = threading.Lock()
 
     def work(frontier: Frontier) -> None:
-        while not stopped.is_set() and (found := frontier.take()) is not None:
-            number, url, host = found
+        fetcher = Fetcher(rules, frontier, stopped)
+        while not stopped.is_set() and (taken := frontier.take()) is not None:
+            request, host = taken
             try:
-                row: dict[str, Any] = fetcher.fetch(url, host)
-            except FetchError as error:
-                row = {"failed": str(error)}
+                row = _fetch_hop(fetcher, frontier, request, host)
             finally:
                 frontier.release(host)
-            if row.get("failed") != "stopped":
+            if row is not None and row.get("failed") != "stopped":
                 with written:
-                    append_line(journal, {"number": number, **row})
+                    append_line(journal, {"number": request.number, **row})
                     tick(1, "")
 
     with Answers(journal, digest, urls.count) as answers, contextlib.ExitStack() as ended:
         tick(answers.answered, "")
         left = (
-            (number, url)
+            Request(number, url)
             for number, (url, answer) in enumerate(zip(urls, answers, strict=True))
             if answer == UNANSWERED
         )
@@ -299,6 +293,20 @@ def fetch_all(
             raise
 
 
+def _fetch_hop(fetcher: Fetcher, frontier: Frontier, request: Request, host: Host) -> dict[str, str] | None:
+    """The journal's row of a URL; None where it redirects: the target then waits for the turn of its own host."""
+    try:
+        found = fetcher.fetch(request.url, host)
+        if not isinstance(found, str):
+            return found
+        if request.redirects == MAX_REDIRECTS:
+            raise FetchError("redirects")
+        frontier.add(Request(request.number, sendable(found), request.redirects + 1))
+    except FetchError as error:
+        return {"failed": str(error)}
+    return None
+
+
 def write_pages(urls: UrlList, journal: Path, output: Path, *, digest: str) -> dict[str, int]:
     """Make the output of the journal, in the order of the URLs; the number of failures by reason."""
     with Answers(journal, digest, urls.count) as answers, open(journal, "rb") as source, whole_file(output) as handle:
@@ -306,8 +314,10 @@ def write_pages(urls: UrlList, journal: Path, output: Path, *, digest: str) -> d
         for url, offset in zip(urls, answers, strict=True):
             if offset > FAILED:
                 source.seek(offset)
-                row = json.loads(source.readline())
-                writer.write(encode_row({"url": url, "title": row["title"], "text": row["text"]}) + b"\n")
+                row = parse_any_json(source.readline())
+                writer.write(
+                    encode_row({"url": without_credentials(url), "title": row["title"], "text": row["text"]}) + b"\n"
+                )
         if writer is not handle:
             writer.close()
         return dict(sorted(answers.failures.items()))
@@ -315,5 +325,8 @@ def write_pages(urls: UrlList, journal: Path, output: Path, *, digest: str) -> d
 
 def digest_rules(urls: UrlList, rules: FetchRules) -> str:
     """What a run must have in common with the run that it goes on with."""
-    content = json.dumps([urls.digest, {"max_bytes": rules.max_bytes, "robots": rules.robots}])
+    allowed = sorted([*map(str, rules.allowed.networks), *rules.allowed.names])
+    content = json.dumps(
+        [urls.digest, {"max_bytes": rules.max_bytes, "robots": rules.robots, "allowed_hosts": allowed}]
+    )
     return hashlib.sha256(content.encode()).hexdigest()

@@ -16,18 +16,17 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from . import __version__
 from .copying import copy_into
 from .errors import UsageError
-from .formats._document import encode_json, envelope, read_json, write_whole
+from .formats._document import DocumentError
 from .formats.numbers import but_first, whole_file
+from .formats.workfiles import FINGERPRINTS
 from .minhash import SCHEME, band_keys
 from .settings import MatchSettings
 from .shingles import U32, U64
 
 SIGNATURES, TEXTS, OFFSETS, NAMES = "signatures.u32", "texts.bin", "offsets.i64", "names.jsonl"
 BLOCK_DOCUMENTS = 1 << 16
-FORMAT, VERSION = "dynmo.fingerprints", 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,11 +58,10 @@ def load_part(folder: Path, settings: MatchSettings) -> SignedPart:
     Raises:
         UsageError: it is none, or was made by other rules; both values are shown.
     """
-    header = read_json(folder / "header.json")
-    if not isinstance(header, dict) or header.get("format") != FORMAT:
-        raise UsageError(f"{folder}: holds no fingerprints; name a folder that --save-fingerprints wrote")
-    if header["version"] > VERSION:
-        raise UsageError(f"{folder}: has version {header['version']}; this program reads up to {VERSION}")
+    try:
+        header = FINGERPRINTS.read(folder / "header.json")
+    except DocumentError as error:
+        raise UsageError(f"{error}; name a folder that --save-fingerprints wrote") from error
     for name, wanted in rules_of(settings).items():
         if header.get(name) != wanted:
             raise UsageError(f"{folder}: was made with {name} {header.get(name)!r}, this run has {wanted!r}")
@@ -90,12 +88,7 @@ def save_parts(parts: Sequence[SignedPart], folder: Path, settings: MatchSetting
             for block in but_first(whole_file(part.path(OFFSETS), "<i8")).blocks():
                 target.write((block + before).tobytes())
             before += part.path(TEXTS).stat().st_size
-    header = {
-        **envelope(FORMAT, VERSION, f"dynmo-prep {__version__}"),
-        **rules_of(settings),
-        "documents": sum(part.count for part in parts),
-    }
-    write_whole(folder / "header.json", encode_json(header))
+    FINGERPRINTS.write(folder / "header.json", {**rules_of(settings), "documents": sum(part.count for part in parts)})
 
 
 def _map(path: Path) -> mmap.mmap | bytes:

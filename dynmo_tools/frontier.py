@@ -1,5 +1,7 @@
 """Which URL is fetched next: those of a list in its order, one request at a time and host, in bounded memory.
 
+The target of a redirect is queued at its own host, so the rules for hosts apply to it as to a URL of the list.
+
 Of the list, ``WINDOW`` URLs are held at a time, by host; of the hosts that were asked, ``HOSTS`` are held with their
 robots.txt. A host that may be asked again is taken before one that was not asked yet, so few hosts are under way.
 """
@@ -12,10 +14,27 @@ import time
 import urllib.robotparser
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import NamedTuple
 from urllib.parse import urlsplit
+
+from .web import DEFAULT_PORTS
 
 WINDOW = 8192
 HOSTS = 256
+
+
+class Request(NamedTuple):
+    """A URL to fetch.
+
+    Attributes:
+        number: position in the list, from 0.
+        url: URL of this hop.
+        redirects: number of redirects that led to it.
+    """
+
+    number: int
+    url: str
+    redirects: int = 0
 
 
 @dataclass(eq=False)
@@ -25,20 +44,24 @@ class Host:
     Attributes:
         free_at: when it may be asked again, in seconds of ``time.monotonic``.
         robots: what it allows, once it was asked.
-        waiting: the numbers and URLs that it is to be asked for.
+        unreachable: why its robots.txt could not be had; empty otherwise.
+        waiting: requests to it.
         busy: a request is under way.
     """
 
     free_at: float = 0.0
     robots: urllib.robotparser.RobotFileParser | None = None
-    waiting: collections.deque[tuple[int, str]] = field(default_factory=collections.deque)
+    unreachable: str = ""
+    waiting: collections.deque[Request] = field(default_factory=collections.deque)
     busy: bool = False
 
 
 def host_key(url: str) -> str:
-    """Host and port of a URL; empty where it has none."""
+    """Host of a URL, with the port where it is not the default one; empty where it has none."""
     try:
-        return urlsplit(url).netloc.lower()
+        parts = urlsplit(url)
+        host = (parts.hostname or "").rstrip(".")
+        return host if parts.port in (None, DEFAULT_PORTS.get(parts.scheme)) else f"{host}:{parts.port}"
     except ValueError:
         return ""
 
@@ -47,12 +70,12 @@ class Frontier:
     """Gives out URLs to threads.
 
     Args:
-        source: numbers and URLs, in the order in which they are wanted.
+        source: requests, in the order in which they are wanted.
         window: URLs that are held at most.
         hosts: hosts that are held at most when they were asked, with or without URLs that wait.
     """
 
-    def __init__(self, source: Iterator[tuple[int, str]], *, window: int = WINDOW, hosts: int = HOSTS) -> None:
+    def __init__(self, source: Iterator[Request], *, window: int = WINDOW, hosts: int = HOSTS) -> None:
         self._source = source
         self._window, self._most_asked = window, hosts
         self._fresh: dict[str, Host] = {}
@@ -61,8 +84,8 @@ class Frontier:
         self._ended = False
         self._changed = threading.Condition()
 
-    def take(self) -> tuple[int, str, Host] | None:
-        """The next URL with its number and host, which is the caller's until ``release``; None at the end.
+    def take(self) -> tuple[Request, Host] | None:
+        """The next request and its host, which is the caller's until ``release``; None at the end.
 
         Waits until a host may be asked.
         """
@@ -79,7 +102,7 @@ class Frontier:
                 if host is not None and host.free_at <= now:
                     host.busy = True
                     self._held -= 1
-                    return (*host.waiting.popleft(), host)
+                    return host.waiting.popleft(), host
                 # of a host without URLs too: its room may be what a new host waits for
                 later = [one.free_at for one in self._asked.values() if one.free_at > now and not one.busy]
                 self._changed.wait(min(later) - now if later else None)
@@ -90,6 +113,34 @@ class Frontier:
             host.busy = False
             self._changed.notify_all()
 
+    def add(self, request: Request) -> None:
+        """Queue a request that is not of the list, before those that wait for the same host."""
+        with self._changed:
+            self._find(request.url).waiting.appendleft(request)
+            self._held += 1
+            self._changed.notify_all()
+
+    def host_of(self, url: str) -> Host:
+        """The host of a URL, for a request between its turns."""
+        with self._changed:
+            key = host_key(url)
+            host = self._asked[key] = self._find(url)
+            self._fresh.pop(key, None)
+            return host
+
+    def reserve(self, host: Host, delay_s: float) -> float:
+        """Reserve the next request to a host; seconds to wait for it."""
+        with self._changed:
+            now = time.monotonic()
+            start = max(now, host.free_at)
+            host.free_at = start + delay_s
+            return start - now
+
+    def rest(self, host: Host, delay_s: float) -> None:
+        """A request to a host has ended: the next one may start after the delay."""
+        with self._changed:
+            host.free_at = max(host.free_at, time.monotonic() + delay_s)
+
     def close(self) -> None:
         """Give out no more."""
         with self._changed:
@@ -99,16 +150,18 @@ class Frontier:
     def _fill(self) -> None:
         """Read on from the list until the window is full."""
         while self._held < self._window and (found := next(self._source, None)) is not None:
-            key = host_key(found[1])
-            host = self._asked.get(key) or self._fresh.setdefault(key, Host())
-            host.waiting.append(found)
+            self._find(found.url).waiting.append(found)
             self._held += 1
+
+    def _find(self, url: str) -> Host:
+        key = host_key(url)
+        return self._asked.get(key) or self._fresh.setdefault(key, Host())
 
     def _begin_host(self, now: float) -> Host | None:
         """The first host that was not asked yet, if there is room for it: one without URLs makes room."""
         if not self._fresh:
             return None
-        if len(self._asked) >= self._most_asked:
+        while len(self._asked) >= self._most_asked:
             idle = (key for key, host in self._asked.items() if not (host.waiting or host.busy) and host.free_at <= now)
             if (old := next(idle, None)) is None:
                 return None

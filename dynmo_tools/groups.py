@@ -9,7 +9,7 @@ import json
 import os
 import tempfile
 from array import array
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -20,12 +20,14 @@ import numpy.typing as npt
 from .compression import open_read, wrap_write
 from .digests import DigestBuckets, DigestSet
 from .errors import UsageError
+from .formats._document import open_regular, parse_any_json
 from .unionfind import UnionFind
 from .wholefile import whole_file
 
 HELD_NUMBERS = 1 << 16
 READ_BYTES = 1 << 20
 GROUPS_AT_ONCE = 1 << 14
+NUM_NAMES = 1 << 62  # numbers of places begin here
 
 
 def read_objects(path: Path) -> Iterator[dict[str, Any]]:
@@ -35,9 +37,10 @@ def read_objects(path: Path) -> Iterator[dict[str, Any]]:
         UsageError: with the line that is none.
     """
     try:
+        open_regular(path).close()  # a FIFO would block
         with open_read(path) as handle:
             for number, line in enumerate(handle, 1):
-                value = json.loads(line)
+                value = parse_any_json(line)
                 if not isinstance(value, dict):
                     raise UsageError(f"{path}: line {number} is no JSON object")
                 yield value
@@ -194,10 +197,68 @@ def write_groups(pairs: Path, output: Path, threshold: float) -> Grouped:
     return Grouped(groups=number, documents=documents, largest=largest)
 
 
+class Removals:
+    """The names behind the first one of each group: documents to remove.
+
+    A document without a name is addressed by its place, ``FILE@OFFSET``. Another spelling of the file's path, such as
+    ``./FILE`` or an absolute one, addresses the same document.
+
+    Args:
+        path: the groups.
+
+    Raises:
+        UsageError: it is not a file of groups.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._names = DigestSet(_removals(path))
+        self._places = DigestSet(_real_places(_removals(path)))
+
+    def __len__(self) -> int:
+        """The number of names."""
+        return len(self._names)
+
+    def find(self, name: str | None, place: str, real_file: str) -> int | None:
+        """The number of the group's name that a document has, by which ``num_missing`` counts it; None without one.
+
+        Args:
+            name: the document's own name, if it has one.
+            place: its place, ``FILE@OFFSET``.
+            real_file: the real path of its file.
+        """
+        for own in (name, place):
+            if own is not None and (found := self._names.find(own)) is not None:
+                return found
+        if not len(self._places):
+            return None
+        found = self._places.find(f"{real_file}@{place.rpartition('@')[2]}")
+        return None if found is None else NUM_NAMES + found
+
+    def num_missing(self, found: Iterable[int]) -> int:
+        """How many names are of no document, given the numbers of those that were found."""
+        return max(len(self) - len(set(found)), 0)
+
+
+def read_removals(path: Path) -> Removals:
+    """The names behind the first one of each group, read once a process."""
+    status = path.stat()
+    return _read_once(path.resolve(), status.st_size, status.st_mtime_ns)
+
+
 @functools.lru_cache(maxsize=1)
-def read_removals(path: Path) -> DigestSet:
-    """The names behind the first one of each group."""
-    return DigestSet(_removals(path))
+def _read_once(path: Path, _size: int, _mtime_ns: int) -> Removals:
+    return Removals(path)
+
+
+def _real_places(names: Iterable[str]) -> Iterator[str]:
+    """The names that are places, with the real paths of their files."""
+    real: dict[str, str] = {}
+    for name in names:
+        file, _, offset = name.rpartition("@")
+        if file and offset.isascii() and offset.isdigit():
+            if file not in real:
+                real[file] = os.path.realpath(file)
+            yield f"{real[file]}@{offset}"
 
 
 def _removals(path: Path) -> Iterator[str]:

@@ -8,27 +8,43 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from . import __version__
 from .console import say
 from .errors import DynmoError, UsageError
 from .executors import Crew, run_inline
-from .formats._document import encode_json, envelope, write_whole
-from .options import files_of, outputs_of
-from .plan import Job, Plan, Source, check_output, load_plan, make_plan, store_plan
+from .formats._document import (
+    MAX_TABLE_BYTES,
+    DocumentError,
+    parse_any_json,
+    read_json,
+)
+from .formats.workfiles import SUMMARY
+from .options import files_of, output_folders_of
+from .plan import (
+    Job,
+    Plan,
+    Source,
+    check_output,
+    check_tasks,
+    check_writable,
+    load_plan,
+    make_plan,
+    refuse_existing,
+    store_plan,
+    written_files,
+)
 from .progress import meter
 from .records import Tally
 from .settings import ExecutorName
-from .tasks import Phase, Report, finished, marker_path
+from .tasks import KEYS_FOUND, Phase, Report, finished, marker_path
 from .wholefile import whole_file
 
-SUMMARY_FORMAT = "dynmo.prep-summary"
-SUMMARY_VERSION = 1
+FAILED = "failed.txt"
 EXIT_SOME_REJECTED = 3
 EXIT_TOO_MANY_REJECTED = 4
 
@@ -108,37 +124,78 @@ def open_work(job: Job, execution: Execution) -> Plan:
     """The plan to follow: the stored one where it is of this job, else a new one.
 
     Raises:
-        UsageError: the folder belongs to a run with other settings or inputs, and nothing allows to redo it.
+        UsageError: an output exists that this run did not write, or the folder belongs to an unfinished run with other
+            settings or inputs; and nothing allows to replace it.
     """
     plan = make_plan(job)
-    job.output.parent.mkdir(parents=True, exist_ok=True)
     if (job.work / "plan.json").exists() and not execution.overwrite:
         stored = load_plan(job.work)
         if stored.digest == plan.digest:
+            _refuse_changed_outputs(job)
             return stored
         if not execution.redo_changed:
-            raise UsageError(
-                f"{job.work}: holds a run of this step with other settings or inputs; "
-                "use --overwrite to begin anew, or another --work-dir"
-            )
-        say(f"{job.step}: settings or inputs changed since the last run: begins anew")
+            _refuse_other_run(job)
+        say(f"{job.step}: settings or inputs changed since the last run: starts from scratch")
+    elif not execution.overwrite:
+        refuse_existing(written_files(job))
     for name in ("parts", "done", "rejects"):
         shutil.rmtree(job.work / name, ignore_errors=True)
-    for name in ("plan.json", "summary.json"):
+    for name in ("summary.json", FAILED):
         (job.work / name).unlink(missing_ok=True)
+    job.output.parent.mkdir(parents=True, exist_ok=True)
     store_plan(job, plan)
     return plan
 
 
+def _refuse_other_run(job: Job) -> None:
+    """Refuse to discard a run with other settings or inputs: an output of it, or work that a signal interrupted.
+
+    A run that failed is discarded, so that it does not block its own correction.
+    """
+    refuse_existing(written_files(job))
+    if not (job.work / "summary.json").exists() and not (job.work / FAILED).exists():
+        raise UsageError(
+            f"{job.work}: has an interrupted run of this step with other settings or inputs; "
+            "use --overwrite to discard it, or another --work-dir"
+        )
+
+
+def _refuse_changed_outputs(job: Job) -> None:
+    """Refuse to write an output again that was changed after this run wrote it."""
+    written = set(map(str, written_files(job)))
+    for path in (job.work / "done").glob("*.json"):
+        for name, size in read_json(path, MAX_TABLE_BYTES).get("outputs", {}).items():
+            if name in written and os.path.exists(name) and os.path.getsize(name) != size:
+                raise UsageError(
+                    f"{name}: was changed since this run wrote it; --overwrite replaces it, or choose another output"
+                )
+
+
+@contextlib.contextmanager
+def _marked_failure(job: Job) -> Iterator[None]:
+    """Note in the work folder that a run failed; a signal is not a failure."""
+    failed = job.work / FAILED
+    try:
+        yield
+    except Exception as error:
+        with contextlib.suppress(OSError):  # the disk may be full, and the error is what counts
+            failed.write_text(f"{error}\n", encoding="utf-8", errors="replace")
+        raise
+    failed.unlink(missing_ok=True)
+
+
 def enter_work(job: Job) -> None:
-    """Make the work folder; before that, refuse what would write over what is read, or twice into one file.
+    """Make the work folder; before that, refuse outputs that cannot be written or would replace what is read.
 
     Raises:
-        UsageError: see ``plan.check_output``; or an input or a file of the settings is not there.
+        UsageError: see ``plan.check_output`` and ``plan.check_writable``; or an input or a file of the settings is
+            not there.
     """
-    for path in (*job.inputs, *files_of(job.settings)):
-        Source.of(path)
-    check_output([*job.inputs, *files_of(job.settings)], [job.output, *outputs_of(job.settings)])
+    sources = [Source.of(path) for path in (*job.inputs, *files_of(job.settings))]
+    check_tasks(sources[: len(job.inputs)], job.limits.task_bytes)
+    outputs = written_files(job)
+    check_output([*job.inputs, *files_of(job.settings)], outputs)
+    check_writable(outputs, output_folders_of(job.settings))
     job.work.mkdir(parents=True, exist_ok=True)
 
 
@@ -167,7 +224,8 @@ def run_job(job: Job, phases_of: Callable[[Plan], Sequence[Phase]], execution: E
         sweep(job)
         began = time.monotonic()
         try:
-            markers, ran = _run_phases(job, plan, chosen, execution)
+            with _marked_failure(job):
+                markers, ran = _run_phases(job, plan, chosen, execution)
         except (KeyboardInterrupt, SystemExit):
             sweep(job)  # a worker that was ended between making a file and noting it leaves it behind
             say(f"{job.step}: stopped; finished tasks are kept: run the same command again to go on")
@@ -186,7 +244,6 @@ def _run_phases(
     known = _known_markers(job, plan, phases)
     total = plan.input_bytes
     ran = 0
-    rejects = Tally()
     with (
         meter(job.step, total, log_interval=execution.log_interval) as gauge,
         Crew(job, execution.workers) as crew,
@@ -199,9 +256,9 @@ def _run_phases(
                 done[index] = marker
                 ran += 1
                 if phase.reads:
-                    _check_rejects(job, rejects, done.values(), execution.max_rejects, partial=True)
+                    _check_rejects(job, done.values(), execution.max_rejects, partial=True)
             if phase.reads:
-                _check_rejects(job, rejects, done.values(), execution.max_rejects, partial=False)
+                _check_rejects(job, done.values(), execution.max_rejects, partial=False)
     return {phase.name: [known[phase.name][i] for i in range(phase.tasks)] for phase in phases}, ran
 
 
@@ -238,6 +295,7 @@ def run_part(job: Job, phases_of: Callable[[Plan], Sequence[Phase]], execution: 
             raise UsageError(f"phase {chosen.name} needs {waiting[0].name}, of which tasks are left to do")
         mine = [i for i in range(part.index, chosen.tasks, part.count) if i not in known[chosen.name]]
         with (
+            _marked_failure(job),
             meter(job.step, plan.input_bytes, log_interval=execution.log_interval) as gauge,
             Crew(job, execution.workers) as crew,
         ):
@@ -278,16 +336,26 @@ def _known_markers(job: Job, plan: Plan, phases: Sequence[Phase]) -> dict[str, d
     return known
 
 
-def _check_rejects(job: Job, total: Tally, markers: Any, limit: float, *, partial: bool) -> None:
+def _check_rejects(job: Job, markers: Collection[Mapping[str, Any]], limit: float, *, partial: bool) -> None:
     documents = sum(marker["tally"]["documents_in"] for marker in markers)
     rejected = sum(sum(marker["tally"]["rejected"].values()) for marker in markers)
     if rejected <= limit * documents or (partial and documents < 10_000):
         return
     raise TooManyRejectedError(
-        f"{job.step}: {rejected} of {documents} lines are no usable documents, "
-        f"more than --max-rejects {limit:g} allows; "
+        f"{job.step}: {rejected:,} of {documents:,} lines are invalid documents, "
+        f"more than --max-rejects {limit:g} allows{_missing_key(job, markers)}; "
         f"see {job.work / 'parts'}/*-rejects.jsonl"
     )
+
+
+def _missing_key(job: Job, markers: Collection[Mapping[str, Any]]) -> str:
+    """How many documents have no text under the key of the settings, and which keys one of them has."""
+    found = next((keys for marker in markers if (keys := marker["result"].get(KEYS_FOUND)) is not None), None)
+    if found is None:
+        return ""
+    wanted = getattr(job.settings, "json_keys", None) or (job.settings.json_key,)
+    count = sum(marker["tally"]["rejected"].get("key", 0) for marker in markers)
+    return f"; {count:,} have no --json-key {' or '.join(wanted)}: the first of them has the keys {', '.join(found)}"
 
 
 def _summarize(
@@ -307,16 +375,16 @@ def _summarize(
 
 def _stored_seconds(job: Job, summary: Summary) -> Summary:
     try:
-        stored = json.loads((job.work / "summary.json").read_bytes())
-    except (OSError, ValueError):
+        stored = SUMMARY.read(job.work / "summary.json")
+    except DocumentError:
         return summary
     return Summary(**{**vars(summary), "seconds": stored["seconds"]})
 
 
 def _finish(job: Job, plan: Plan, phases: Sequence[Phase], summary: Summary) -> None:
+    sweep(job)  # a task that Ray restarted left files of its first attempt
     _gather_rejects(job, plan, phases)
-    document = {**envelope(SUMMARY_FORMAT, SUMMARY_VERSION, f"dynmo-prep {__version__}"), **summary.as_json()}
-    write_whole(job.work / "summary.json", encode_json(document))
+    SUMMARY.write(job.work / "summary.json", summary.as_json())
     _remove_parts(job.work / "parts")
 
 
@@ -340,8 +408,8 @@ def _gather_rejects(job: Job, plan: Plan, phases: Sequence[Phase]) -> None:
         if source.exists():
             with open(source, "rb") as lines, whole_file(job.work / "rejects" / f"part-{index:05d}.jsonl") as target:
                 for line in lines:
-                    row = json.loads(line)
+                    row = parse_any_json(line, MAX_TABLE_BYTES)
                     row["line"] += shift
                     target.write(json.dumps(row, ensure_ascii=False).encode() + b"\n")
-        marker = json.loads(marker_path(job.work, reading.name, index).read_bytes())
+        marker = read_json(marker_path(job.work, reading.name, index), MAX_TABLE_BYTES)
         before[path] = shift + marker["tally"]["lines"]

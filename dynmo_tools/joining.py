@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any
 
 from .compression import is_compressed
 from .copying import copy_into
 from .plan import Plan
-from .records import Row, encode_row, has_surrogates
+from .records import Row, encode_text, has_surrogates, path_of
+from .splicing import append_entry, replace_value
 from .tasks import Phase, Task
 
 
@@ -61,22 +61,24 @@ class MapWriter:
             self._dropped.write(row.raw + b"\n")
 
     def keep(self, row: Row, key: str, before: str, after: str) -> None:
-        """Write a document whose text may have changed; one that cannot be written as UTF-8 is rejected."""
+        """Write a document; where its text changed, only the bytes of the text change.
+
+        A text with lone surrogates is rejected, because UTF-8 has no bytes for them.
+        """
         if has_surrogates(after):
             self._task.reject(row.line, row.offset, "surrogate", row.raw)
         elif before == after:
             self._task.keep(self._kept, row.raw)
         else:
             self._task.tally.changed += 1
-            self._task.keep(self._kept, encode_row(replace_text(row.value, key, after)))
+            self._task.keep(self._kept, replace_value(row.raw, path_of(row.value, key), encode_text(after)))
 
 
-def replace_text(value: dict[str, Any], key: str, text: str) -> dict[str, Any]:
-    """The document with ``text`` under ``key``, all other keys as and where they were."""
-    if key in value or "." not in key:
-        return {**value, key: text}
-    first, _, rest = key.partition(".")
-    return {**value, first: replace_text(value[first], rest, text)}
+def with_value(row: Row, key: str, encoded: bytes) -> bytes:
+    """The bytes of a row with another value under a key of the row, which is appended where the row has none."""
+    if key in row.value:
+        return replace_value(row.raw, (key,), encoded)
+    return append_entry(row.raw, key, encoded)
 
 
 def map_phases(plan: Plan, run: str) -> list[Phase]:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from .errors import UsageError
-from .joining import map_phases, records_kind
+from .joining import map_phases, records_kind, with_value
 from .plan import Plan
-from .records import encode_row
+from .records import encode_text
 from .settings import AddIdSettings
 from .tasks import Phase, Task, marker_of
 
@@ -56,4 +56,5 @@ def number_rows(task: Task) -> None:
     writer = task.create(task.part(records_kind(task)))
     for row in task.rows():
         number += 1
-        task.keep(writer, encode_row({**row.value, settings.id_key: f"{settings.id_prefix}-{number:010d}"}))
+        name = encode_text(f"{settings.id_prefix}-{number:010d}")
+        task.keep(writer, with_value(row, settings.id_key, name))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import inspect
-import tomllib
+import math
 import types
 import typing
 from collections.abc import Callable, Mapping, Sequence
@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from .errors import UsageError
+from .formats._document import MAX_INTEGER, parse_toml
 
 
 def setting(
@@ -23,6 +24,9 @@ def setting(
     file: bool = False,
     data: bool = True,
     output: bool = False,
+    folder: bool = False,
+    minimum: float | None = None,
+    maximum: float | None = None,
 ) -> Any:
     """A field of a settings dataclass.
 
@@ -33,8 +37,20 @@ def setting(
         file: the value names a file whose content shapes the result, so that its size and date belong to the plan.
         data: the value shapes the result; a run is not resumed under another value of it.
         output: the value names a file or folder that is written.
+        folder: that output is a folder.
+        minimum: smallest value of a number.
+        maximum: largest value of a number; an integer without one fits in 63 bits.
     """
-    metadata = {"help": help, "names": tuple(names), "file": file, "data": data, "output": output}
+    metadata = {
+        "help": help,
+        "names": tuple(names),
+        "file": file,
+        "data": data,
+        "output": output,
+        "folder": folder,
+        "minimum": minimum,
+        "maximum": maximum,
+    }
     if isinstance(default, list | dict):
         raise TypeError("a default must be immutable")
     return dataclasses.field(default=default, metadata=metadata)
@@ -60,6 +76,49 @@ def _without_none(hint: Any) -> Any:
     return hint
 
 
+def _fault(value: float, minimum: float | None, maximum: float | None) -> str:
+    """Which rule a number breaks; empty where it breaks none."""
+    if not math.isfinite(value):
+        return "a finite number"
+    if minimum is not None and value < minimum:
+        return f"at least {minimum:,}"
+    most = MAX_INTEGER if maximum is None and isinstance(value, int) else maximum
+    return f"at most {most:,}" if most is not None and value > most else ""
+
+
+def number(*names: str, help: str, minimum: float | None = None, maximum: float | None = None) -> Any:
+    """A typer option of a number within bounds, which the help states; NaN and infinity are refused."""
+    import typer
+
+    def check(context: Any, parameter: Any, value: Any) -> Any:
+        if value is not None and (rule := _fault(value, minimum, maximum)):
+            raise typer.BadParameter(f"{value} must be {rule}.", ctx=context, param=parameter)
+        return value
+
+    return typer.Option(*names, help=help, min=minimum, max=maximum, callback=check)
+
+
+def check_numbers(settings: Any, where: str = "") -> None:
+    """Refuse numbers out of their bounds, all in one message.
+
+    Args:
+        settings: an object of a settings dataclass.
+        where: the table of a recipe that they come from; empty for flags.
+
+    Raises:
+        UsageError: with each setting, its value and its rule.
+    """
+    faults = []
+    for field in dataclasses.fields(settings):
+        value = getattr(settings, field.name)
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            rule = _fault(value, field.metadata["minimum"], field.metadata["maximum"])
+            name = f"{where}.{field.name.replace('_', '-')}" if where else flag_name(field.name)
+            faults += [f"{name} {value}: must be {rule}"] if rule else []
+    if faults:
+        raise UsageError("; ".join(faults))
+
+
 def parameters(kind: type) -> list[inspect.Parameter]:
     """The settings of ``kind`` as typer parameters, one flag each."""
     import typer  # not above: workers know settings, and parse no flags
@@ -75,7 +134,15 @@ def parameters(kind: type) -> list[inspect.Parameter]:
         names = [flag_name(field.name), *field.metadata["names"]]
         if _without_none(hint) is bool:
             names[0] += f"/--no-{field.name.replace('_', '-')}"
-        option = typer.Option(*names, help=field.metadata["help"])
+        if _without_none(hint) in (int, float):
+            option = number(
+                *names,
+                help=field.metadata["help"],
+                minimum=field.metadata["minimum"],
+                maximum=field.metadata["maximum"],
+            )
+        else:
+            option = typer.Option(*names, help=field.metadata["help"])
         found.append(
             inspect.Parameter(
                 field.name,
@@ -105,7 +172,9 @@ def command(
 def build(kind: type, values: Mapping[str, Any]) -> Any:
     """A settings object from parsed flags: lists become tuples."""
     known = {field.name for field in dataclasses.fields(kind)}
-    return kind(**{k: tuple(v) if isinstance(v, list) else v for k, v in values.items() if k in known})
+    settings = kind(**{k: tuple(v) if isinstance(v, list) else v for k, v in values.items() if k in known})
+    check_numbers(settings)
+    return settings
 
 
 def _coerce(value: Any, hint: Any, where: str) -> Any:
@@ -144,7 +213,9 @@ def from_mapping(kind: type, values: Mapping[str, Any], where: str) -> Any:
     ]
     if missing:
         raise UsageError(f"{where}: needs {', '.join(missing)}")
-    return kind(**chosen)
+    settings = kind(**chosen)
+    check_numbers(settings, where)
+    return settings
 
 
 def parse_assignment(text: str) -> tuple[str, str, Any]:
@@ -154,8 +225,8 @@ def parse_assignment(text: str) -> tuple[str, str, Any]:
     if not equals or not dot or not step or not key:
         raise UsageError(f"--set {text!r} must have the form step.key=value")
     try:
-        value = tomllib.loads(f"value = {right}")["value"]
-    except tomllib.TOMLDecodeError:
+        value = parse_toml(f"value = {right}")["value"]
+    except ValueError:
         value = right.strip()
     return step, key, value
 
@@ -186,6 +257,11 @@ def files_of(settings: Any) -> list[Path]:
 def outputs_of(settings: Any) -> list[Path]:
     """The files and folders that the settings name and that are written."""
     return _named(settings, "output")
+
+
+def output_folders_of(settings: Any) -> list[Path]:
+    """The outputs that are folders."""
+    return _named(settings, "folder")
 
 
 def _named(settings: Any, kind: str) -> list[Path]:

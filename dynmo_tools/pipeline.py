@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import tomllib
+import glob
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import resources
@@ -11,7 +11,7 @@ from typing import Any
 
 from . import __version__
 from .errors import UsageError
-from .formats._document import encode_json, envelope, write_whole
+from .formats._document import MAX_CONFIG_BYTES, encode_json, envelope, parse_toml, read_text, write_whole
 from .jobs import Execution, Summary, run_job
 from .options import files_of, from_mapping, parse_assignment
 from .plan import Job, Limits, Source, expand_inputs
@@ -51,10 +51,7 @@ def recipe_text(name: str) -> tuple[str, str]:
     """
     path = Path(name)
     if path.suffix == ".toml" or path.exists():
-        try:
-            return path.read_text(encoding="utf-8"), str(path)
-        except (OSError, UnicodeDecodeError) as error:
-            raise UsageError(f"{path}: cannot be read: {error}") from error
+        return read_text(path, MAX_CONFIG_BYTES), str(path)
     folder = resources.files(__package__) / "recipes"
     known = sorted(entry.name.removesuffix(".toml") for entry in folder.iterdir() if entry.name.endswith(".toml"))
     if name not in known:
@@ -69,8 +66,8 @@ def parse_recipe(text: str, source: str, assignments: Sequence[str] = ()) -> Rec
         UsageError: with the place and the rule that is broken.
     """
     try:
-        document = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
+        document = parse_toml(text)
+    except ValueError as error:
         raise UsageError(f"{source}: is no TOML: {error}") from error
     unknown = sorted(set(document) - {"pipeline", "step"})
     if unknown:
@@ -149,15 +146,25 @@ def jobs_of(recipe: Recipe, inputs: Sequence[Path], folder: Path, limits: Limits
 
 
 def inputs_of(recipe: Recipe, patterns: Sequence[str], folder: Path) -> tuple[Path, ...]:
-    """The files of ``patterns``, or of the recipe's own, which are looked for in ``folder``.
+    """The files of ``patterns``, or of the recipe's own: of the current directory, else of ``folder``.
 
     Raises:
-        UsageError: there are none.
+        UsageError: there are none, or both places have other files of a name.
     """
-    found: list[str | Path] = list(patterns) or [folder / name for name in recipe.inputs]
+    found: list[str | Path] = list(patterns) or [_find_input(name, folder) for name in recipe.inputs]
     if not found:
         raise UsageError(f"{recipe.source}: names no input; give it with --input")
     return expand_inputs(found)
+
+
+def _find_input(name: str, folder: Path) -> str | Path:
+    """A recipe's input, in the current directory or else below the folder of its outputs."""
+    here, below = ({Path(one).resolve() for one in glob.glob(at, recursive=True)} for at in (name, str(folder / name)))
+    if here and below and here != below:
+        raise UsageError(
+            f"{name}: is in the current directory and in {folder}; choose by --input {name} or --input {folder / name}"
+        )
+    return folder / name if below else name
 
 
 def run_pipeline(

@@ -7,21 +7,21 @@ import hashlib
 import itertools
 import json
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from . import __version__
-from .compression import PIECE_BYTES, is_compressed
+from .compression import PARQUET, PIECE_BYTES, check_ending, is_compressed
 from .dumps import cut_points, is_dump
 from .errors import UsageError
-from .formats._document import encode_json, envelope, read_json, write_whole
-from .options import files_of, jsonable
+from .formats._document import check_regular
+from .formats.workfiles import PLAN
+from .options import files_of, jsonable, outputs_of
 from .records import Slice
+from .settings import MAX_TASKS
 
-PLAN_FORMAT = "dynmo.prep-plan"
-PLAN_VERSION = 1
 DEFAULT_TASK_BYTES = 64 << 20
 DEFAULT_LINE_BYTES = 64 << 20
 END_SHARE, END_PIECES, MIN_PIECE_BYTES = 8, 16, 1 << 20
@@ -46,11 +46,12 @@ class Source:
 
     @classmethod
     def of(cls, path: Path) -> Source:
-        """The file as it is now; ``UsageError`` where there is none."""
+        """The file as it is now; ``UsageError`` where there is none, or a FIFO or device."""
         try:
             status = os.stat(path)
         except OSError as error:
             raise UsageError(f"{path}: cannot be read: {error.strerror}") from error
+        check_regular(path)
         return cls(path=path, size_bytes=status.st_size, mtime_ns=status.st_mtime_ns)
 
     def as_json(self) -> dict[str, Any]:
@@ -88,7 +89,7 @@ def expand_inputs(patterns: Iterable[str | Path]) -> tuple[Path, ...]:
     """Files and globs as a list of files: globs sorted, the order of the patterns kept, no file twice.
 
     Raises:
-        UsageError: a pattern that names no file.
+        UsageError: a pattern that names no file, or a file of a format that is not read.
     """
     found: dict[Path, None] = {}
     for pattern in map(str, patterns):
@@ -99,6 +100,8 @@ def expand_inputs(patterns: Iterable[str | Path]) -> tuple[Path, ...]:
             path = Path(name)
             if path.is_dir():
                 raise UsageError(f"{path}: is a folder; name its files, as in '{path}/*.jsonl.zst'")
+            check_ending(path, is_output=False)
+            check_regular(path)
             found[path] = None
     return tuple(found)
 
@@ -113,6 +116,53 @@ def check_output(inputs: Sequence[Path], outputs: Sequence[Path]) -> None:
         if output.resolve() in seen:
             raise UsageError(f"{output}: is named as output twice")
         seen.add(output.resolve())
+
+
+def written_files(job: Job) -> list[Path]:
+    """The files and folders that a job writes, apart from its work folder."""
+    made = getattr(job.settings, "made_files", None)  # of a step whose output is a prefix
+    own = [job.output] if made is None else made(job.output)
+    return [*own, *outputs_of(job.settings)]
+
+
+def check_writable(outputs: Sequence[Path], folders: Collection[Path] = ()) -> None:
+    """Refuse outputs that cannot be written, before any work.
+
+    Args:
+        outputs: files to write, and folders.
+        folders: those of them that are folders.
+
+    Raises:
+        UsageError: a file's name is that of a folder, or the other way round; its folder cannot be written; or its
+            ending is that of another format.
+    """
+    for output in outputs:
+        if output in folders and output.exists() and not output.is_dir():
+            raise UsageError(f"{output}: is a file; this output is a folder: choose another name")
+        if output not in folders and output.is_dir():
+            raise UsageError(f"{output}: is a folder; this output is a file: name it, as in '{output}/out'")
+        if output not in folders:
+            check_ending(output, is_output=True)
+        parent = next((folder for folder in output.parents if folder.exists()), Path())
+        if not parent.is_dir():
+            raise UsageError(f"{output}: {parent} is not a folder")
+        if not os.access(parent, os.W_OK | os.X_OK):
+            raise UsageError(f"{output}: the folder {parent} cannot be written; choose another output")
+
+
+def refuse_existing(outputs: Iterable[Path]) -> None:
+    """``UsageError`` where one of the outputs exists."""
+    for output in outputs:
+        if output.exists() or output.is_symlink():
+            raise UsageError(f"{output}: exists already; --overwrite replaces it, or choose another output")
+
+
+def check_new_outputs(inputs: Sequence[Path], outputs: Sequence[Path], *, overwrite: bool) -> None:
+    """Refuse outputs that are inputs, cannot be written, or exist where nothing allows to replace them."""
+    check_output(inputs, outputs)
+    check_writable(outputs)
+    if not overwrite:
+        refuse_existing(outputs)
 
 
 def _next_line_start(path: Path, offset: int) -> int:
@@ -151,7 +201,7 @@ def cut(source: Source, task_bytes: int, *, last: bool = False) -> list[Slice]:
     bounds = [0]
     if is_dump(source.path):
         bounds += cut_points(source.path, size, step)
-    elif is_compressed(source.path) or source.path.suffix == ".parquet":
+    elif is_compressed(source.path) or source.path.suffix == PARQUET:
         return [Slice(path=source.path)]
     else:
         while (at := bounds[-1] + step(bounds[-1])) < size:
@@ -178,6 +228,16 @@ def digest_of(job: Job, sources: Sequence[Source]) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
+def check_tasks(sources: Iterable[Source], task_bytes: int) -> None:
+    """Refuse more tasks than a work folder should have files: each leaves some."""
+    total = sum(source.size_bytes for source in sources)
+    if total // task_bytes > MAX_TASKS:
+        raise UsageError(
+            f"--task-bytes {task_bytes}: cuts {total:,} bytes of inputs into more than {MAX_TASKS:,} tasks; "
+            f"give at least {total // MAX_TASKS + 1}"
+        )
+
+
 def make_plan(job: Job) -> Plan:
     """Look at the inputs as they are now and cut them into tasks."""
     sources = tuple(Source.of(path) for path in job.inputs)
@@ -191,8 +251,7 @@ def make_plan(job: Job) -> Plan:
 
 def store_plan(job: Job, plan: Plan) -> None:
     """Write ``plan.json`` into the work folder."""
-    document = {
-        **envelope(PLAN_FORMAT, PLAN_VERSION, f"dynmo-prep {__version__}"),
+    fields = {
         "step": job.step,
         "digest": plan.digest,
         "output": str(job.output),
@@ -201,17 +260,12 @@ def store_plan(job: Job, plan: Plan) -> None:
         "sources": [source.as_json() for source in plan.sources],
         "tasks": [{"path": str(part.path), "begin": part.begin, "end": part.end} for part in plan.tasks],
     }
-    write_whole(job.work / "plan.json", encode_json(document))
+    PLAN.write(job.work / "plan.json", fields)
 
 
 def load_plan(work: Path) -> Plan:
-    """Read ``plan.json`` of a work folder."""
-    path = work / "plan.json"
-    document = read_json(path)
-    if not isinstance(document, dict) or document.get("format") != PLAN_FORMAT:
-        raise UsageError(f"{path}: is not the plan of a run of dynmo-prep")
-    if document["version"] > PLAN_VERSION:
-        raise UsageError(f"{path}: has version {document['version']}; this program reads up to {PLAN_VERSION}")
+    """Read ``plan.json`` of a work folder; raises ``DocumentError`` where it breaks its format."""
+    document = PLAN.read(work / "plan.json")
     sources = (
         Source(path=Path(item["path"]), size_bytes=item["size_bytes"], mtime_ns=item["mtime_ns"])
         for item in document["sources"]

@@ -10,10 +10,13 @@ from typing import IO, Any, NamedTuple
 
 from .compression import PIECE_BYTES, TruncatedError, is_compressed, open_read
 from .errors import DynmoError, MissingExtraError
+from .formats._document import MAX_DEPTH, MAX_TABLE_BYTES, parse_any_json
 
 BOM = b"\xef\xbb\xbf"
 EXCERPT_CHARACTERS = 200
+MAX_KEYS = 20
 PARQUET_BATCH_ROWS = 1024
+MAX_DIGITS = 4000  # of an integer; Python refuses more than 4300
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,22 +31,30 @@ class Slice:
 class Line(NamedTuple):
     """One line of an input: its number within the slice (from 1), its offset in the decompressed file, its bytes.
 
-    ``raw`` is None for a line above the limit, of which only ``head`` was kept.
+    ``raw`` is None for a line above the limit, of which only ``head`` was kept. ``size`` counts all its bytes in the
+    file, the newline included.
     """
 
     number: int
     offset: int
     raw: bytes | None
     head: bytes = b""
+    size: int = 0
 
 
 class Row(NamedTuple):
-    """One document: the line that it came from and its JSON object."""
+    """One document: the line that it came from and its JSON object.
+
+    ``value`` is for reading text only: its numbers may be rounded and of a repeated key it has the last value.
+    A step that changes a row edits ``raw`` (``splicing``). ``size`` is that of the line in the input; 0 where the input
+    has no lines.
+    """
 
     line: int
     offset: int
     raw: bytes
     value: dict[str, Any]
+    size: int = 0
 
 
 class BadLineError(Exception):
@@ -127,18 +138,19 @@ def split_lines(handle: IO[bytes], offset: int, limit_bytes: int) -> Iterator[Li
         for part in lines:
             raw = held + part if held else part
             number += 1
+            size = skipped + len(raw) + 1
             if skipped or len(raw) > limit_bytes:
-                yield Line(number, offset, None, head or raw[:EXCERPT_CHARACTERS])
+                yield Line(number, offset, None, head or raw[:EXCERPT_CHARACTERS], size)
             else:
-                yield Line(number, offset, raw)
-            offset += skipped + len(raw) + 1
+                yield Line(number, offset, raw, b"", size)
+            offset += size
             held, skipped, head = b"", 0, b""
         held += last
         if skipped or len(held) > limit_bytes:
             head = head or held[:EXCERPT_CHARACTERS]
             skipped, held = skipped + len(held), b""
     if held or skipped:
-        yield Line(number + 1, offset, None if skipped else held, head)
+        yield Line(number + 1, offset, None if skipped else held, head, skipped + len(held))
 
 
 def read_lines(part: Slice, limit_bytes: int) -> Iterator[Line]:
@@ -182,6 +194,22 @@ def repair_utf8(raw: bytes) -> bytes:
     return raw
 
 
+def _whole_number(digits: str) -> int | float:
+    """The integer; a float where Python refuses that many digits, which are no reason to reject a row."""
+    return int(digits) if len(digits) <= MAX_DIGITS else float(digits)
+
+
+def _is_too_deep(value: Any) -> bool:
+    """Whether objects and arrays are nested deeper than in any document; the fast parser takes 1,024 levels."""
+    level = [value]
+    for _ in range(MAX_DEPTH + 1):
+        level = [each for each in level if isinstance(each, dict | list)]
+        if not level:
+            return False
+        level = [part for each in level for part in (each.values() if isinstance(each, dict) else each)]
+    return True
+
+
 def parse_line(raw: bytes) -> dict[str, Any]:
     """The JSON object of a line; ``BadLineError`` with ``utf8`` or ``json`` where there is none.
 
@@ -190,14 +218,16 @@ def parse_line(raw: bytes) -> dict[str, Any]:
     orjson = _orjson()
     try:
         value = orjson.loads(raw)
+        if raw.count(b"[") + raw.count(b"{") > MAX_DEPTH and _is_too_deep(value):
+            raise BadLineError("json")
     except orjson.JSONDecodeError:
         try:
             text = raw.decode()
         except UnicodeDecodeError as error:
             raise BadLineError("utf8") from error
         try:
-            value = json.loads(text)
-        except (ValueError, RecursionError) as error:
+            value = parse_any_json(text, MAX_TABLE_BYTES, parse_int=_whole_number)
+        except ValueError as error:
             raise BadLineError("json") from error
     if not isinstance(value, dict):
         raise BadLineError("json")
@@ -238,13 +268,11 @@ def text_of(value: dict[str, Any], key: str, *, allow_surrogates: bool = False) 
     Raises:
         BadLineError: with ``key``, ``type`` or ``surrogate``.
     """
-    found: Any = value.get(key)
-    if found is None and key not in value:
-        found = value
-        for step in key.split("."):
-            if not isinstance(found, dict) or step not in found:
-                raise BadLineError("key")
-            found = found[step]
+    found: Any = value
+    for step in path_of(value, key):
+        if not isinstance(found, dict) or step not in found:
+            raise BadLineError("key")
+        found = found[step]
     if not isinstance(found, str):
         raise BadLineError("type")
     if not allow_surrogates and has_surrogates(found):
@@ -252,8 +280,31 @@ def text_of(value: dict[str, Any], key: str, *, allow_surrogates: bool = False) 
     return found
 
 
+def path_of(value: dict[str, Any], key: str) -> tuple[str, ...]:
+    """The keys that lead to what ``text_of`` reads: ``key`` itself where it is there, else its parts between dots."""
+    return (key,) if key in value else tuple(key.split("."))
+
+
+def exact_integer(row: Row, key: str) -> int | None:
+    """The integer under ``key``, of any size: the fast parser rounds those of 64 bits and more to floats."""
+    found = row.value.get(key)
+    if isinstance(found, float):
+        found = json.loads(row.raw, parse_int=_whole_number).get(key)
+    return found if type(found) is int else None
+
+
+def encode_text(text: str) -> bytes:
+    """The JSON string of a text."""
+    orjson = _orjson()
+    try:
+        encoded: bytes = orjson.dumps(text)
+    except (orjson.JSONEncodeError, TypeError):  # lone surrogates, which UTF-8 cannot carry
+        return json.dumps(text).encode()
+    return encoded
+
+
 def encode_row(value: dict[str, Any]) -> bytes:
-    """The bytes of a document, without the newline."""
+    """The bytes of a new document, without the newline."""
     orjson = _orjson()
     try:
         encoded: bytes = orjson.dumps(value)

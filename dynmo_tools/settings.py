@@ -7,7 +7,21 @@ from enum import StrEnum
 from pathlib import Path
 
 from .errors import UsageError
+from .formats._document import MAX_COUNT, MAX_SIZE
 from .options import setting
+
+MAX_PERMUTATIONS = 1 << 16
+MAX_SEED = (1 << 32) - 1
+"""The largest seed that numpy and datasketch take."""
+MAX_WORKERS = 4096
+MAX_TASKS = 1 << 20
+MAX_BYTES = 1 << 40
+_LANGUAGES = (
+    "af ar bg bn ca cs cy da de el en es et fa fi fr gu he hi hr hu id it ja kn ko lt lv mk ml mr ne nl no pa pl pt ro "
+    "ru sk sl so sq sv sw ta te th tl tr uk ur vi zh-cn zh-tw"
+)
+LANGUAGES = tuple(_LANGUAGES.split())
+"""The languages that langdetect knows."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,6 +31,12 @@ class ExtractWikiSettings:
     namespaces: tuple[str, ...] = setting(("0",), help="Numbers of the namespaces to extract. Repeat for several.")
     lists: bool = setting(False, help="Keep the items of lists, each as a line that begins with '- '.")
     url_base: str = setting("", help="What stands before ?curid=ID in the URLs [default: as the dump says]")
+
+    def __post_init__(self) -> None:
+        """Refuse namespaces that are not numbers: no page would be in them."""
+        for namespace in self.namespaces:
+            if not (namespace.isascii() and namespace.isdecimal()):
+                raise UsageError(f"--namespaces {namespace!r}: must be a number of a namespace, such as 0 for articles")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,18 +78,26 @@ class CleanSettings:
         "en", help="Keep documents that langdetect judges to be of this language (ISO 639-1 code); '' keeps all."
     )
     min_tokens: int = setting(
-        128, help="Drop documents of fewer tokens; texts of 8 characters a token and more pass uncounted."
+        128,
+        help="Drop documents of fewer tokens; texts of 8 characters a token and more pass uncounted.",
+        minimum=0,
+        maximum=MAX_SIZE,
     )
     tokenizer: Path | None = setting(
         None,
         file=True,
-        help="A tokenizer.json that counts tokens; without it the pieces of GPT-2's splitting rule are counted.",
+        help="A tokenizer.json that counts tokens [default: GPT-2's own]",
     )
     punctuation: bool = setting(
         False, help="Replace typographic quotes, dashes, dots and full-width signs by the plain ones of ASCII."
     )
-    seed: int = setting(0, help="Seed of langdetect's random sampling.")
+    seed: int = setting(0, help="Seed of langdetect's random sampling.", minimum=0, maximum=MAX_SEED)
     save_dropped: Path | None = setting(None, output=True, help="Write the documents that are dropped to this file.")
+
+    def __post_init__(self) -> None:
+        """Refuse a language that langdetect does not know: every document would be dropped."""
+        if self.language and self.language not in LANGUAGES:
+            raise UsageError(f"--language {self.language!r}: must be '' or one of {', '.join(LANGUAGES)}")
 
 
 class FixTask(StrEnum):
@@ -96,7 +124,7 @@ class FixSettings:
         "ftfy_fix_text, general_cleaning (runs of spaces; lines joined behind a word), gutenberg (runs of newlines "
         "become one blank line), realnews (each newline becomes a blank line), stories (spaces before signs)."
     )
-    seed: int = setting(0, help="Seed of langdetect's random sampling.")
+    seed: int = setting(0, help="Seed of langdetect's random sampling.", minimum=0, maximum=MAX_SEED)
     save_dropped: Path | None = setting(
         None, output=True, names=("--filtered",), help="Write the documents that are dropped to this file."
     )
@@ -112,28 +140,50 @@ class MatchSettings:
         help="Key of a document's name; of several (repeat) the first that it has. Documents without one, and those "
         "whose name is not their own, are named FILE@OFFSET.",
     )
-    threshold: float = setting(0.5, help="Pairs count from this Jaccard index of their shingles on (0 to 1).")
+    threshold: float = setting(
+        0.5, help="Pairs count from this Jaccard index of their shingles on (0 to 1).", minimum=0, maximum=1
+    )
     jaccard: Jaccard = setting(
         Jaccard.UNION, help="Divide the common shingles by the union, or by the smaller or larger set."
     )
-    num_seeds: int = setting(100, help="Number of MinHash permutations a document.")
+    num_seeds: int = setting(
+        100, help="Number of MinHash permutations a document.", minimum=1, maximum=MAX_PERMUTATIONS
+    )
     num_bands: int = setting(
-        10, help="Bands that the permutations are cut into; documents that agree in a whole band are compared."
+        10,
+        help="Bands that the permutations are cut into; documents that agree in a whole band are compared.",
+        minimum=1,
+        maximum=MAX_PERMUTATIONS,
     )
     heuristic_iter: int = setting(
         -1,
         help="Documents of a bucket that are compared with all others of it, one after the other; -1 is all of them.",
+        minimum=-1,
+        maximum=MAX_COUNT,
     )
-    shingle_characters: int = setting(5, help="Length of a shingle in characters.")
-    seed: int = setting(1234, help="Seed of the permutations.")
+    shingle_characters: int = setting(5, help="Length of a shingle in characters.", minimum=1, maximum=1000)
+    seed: int = setting(1234, help="Seed of the permutations.", minimum=0, maximum=MAX_SEED)
     load_fingerprints: tuple[Path, ...] = setting(
         (),
         file=True,
         help="Folder of fingerprints of earlier documents, which count as the first ones. Repeat for several.",
     )
     save_fingerprints: Path | None = setting(
-        None, output=True, help="Folder to keep the fingerprints of all documents in, loaded ones included."
+        None,
+        output=True,
+        folder=True,
+        help="Folder to keep the fingerprints of all documents in, loaded ones included.",
     )
+
+    def __post_init__(self) -> None:
+        """Refuse bands of different sizes, and a search that compares nothing."""
+        if self.num_bands >= 1 and self.num_seeds % self.num_bands:
+            raise UsageError(
+                f"--num-seeds {self.num_seeds} permutations do not divide into --num-bands {self.num_bands}; "
+                "choose a divisor"
+            )
+        if self.heuristic_iter == 0:
+            raise UsageError("--heuristic-iter 0: compares no documents; give at least 1, or -1 for all")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,7 +196,10 @@ class DedupSettings(MatchSettings):
     """Remove near-duplicates, all but the first of each group: find, group and remove in one."""
 
     threshold: float = setting(
-        0.9, help="Documents are duplicates from this Jaccard index of their character shingles on (0 to 1)."
+        0.9,
+        help="Documents are duplicates from this Jaccard index of their character shingles on (0 to 1).",
+        minimum=0,
+        maximum=1,
     )
 
 
@@ -170,6 +223,7 @@ class Model(StrEnum):
 
 GPT2_END = "<|endoftext|>"
 MAX_WORD_BYTES = 1 << 30
+"""32 bits number the symbols of the words."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -179,12 +233,16 @@ class TrainTokenizerSettings:
     model: Model = setting(Model.BPE, help="Byte-level BPE (as GPT-2), or WordPiece (as BERT), cased or lower-cased.")
 
     json_key: str = setting("text", help="Key of the text in each document; dots go into nested objects.")
-    vocab_size: int = setting(8192, help="Entries of the vocabulary, special tokens and the 256 bytes included.")
-    min_frequency: int = setting(2, help="A pair must occur this often to be merged.")
+    vocab_size: int = setting(
+        8192, help="Entries of the vocabulary, special tokens and the 256 bytes included.", minimum=1, maximum=MAX_SIZE
+    )
+    min_frequency: int = setting(2, help="A pair must occur this often to be merged.", minimum=1, maximum=MAX_COUNT)
     max_word_bytes: int = setting(
         1 << 24,
         help="Bytes of distinct words to merge, at most: the rarest beyond are left out, and the summary says how "
         "many. While it merges, each byte takes 20 bytes of disk, and no memory.",
+        minimum=1,
+        maximum=MAX_WORD_BYTES,
     )
     special_tokens: tuple[str, ...] = setting(
         (),
@@ -193,12 +251,10 @@ class TrainTokenizerSettings:
     )
 
     def __post_init__(self) -> None:
-        """Refuse a vocabulary that has no room for all bytes, and words whose symbols 32 bits do not number."""
+        """Refuse a vocabulary that has no room for all bytes."""
         least = 256 + len(set(self.special_tokens or (GPT2_END,)))
         if self.model is Model.BPE and self.vocab_size < least:
             raise UsageError(f"--vocab-size {self.vocab_size}: the bytes and special tokens alone need {least}")
-        if not 0 < self.max_word_bytes <= MAX_WORD_BYTES:
-            raise UsageError(f"--max-word-bytes {self.max_word_bytes}: must be between 1 and {MAX_WORD_BYTES}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -215,14 +271,30 @@ class DecontaminateSettings:
     name: tuple[str, ...] = setting((), help="Names in split_id instead of those of the tasks. Repeat for several.")
     load_dictionary: Path | None = setting(None, file=True, help="Use a saved dictionary; nothing is counted.")
     save_dictionary: Path | None = setting(None, output=True, help="Save the dictionary, without the common n-grams.")
-    max_ngram_size: int = setting(13, help="Words of an n-gram.")
+    max_ngram_size: int = setting(13, help="Words of an n-gram.", minimum=1, maximum=1000)
     min_ngram_size: int = setting(
-        8, help="Task texts of fewer words are not looked for; up to the maximum, as a whole."
+        8,
+        help="Task texts of fewer words are not looked for; up to the maximum, as a whole.",
+        minimum=1,
+        maximum=1000,
     )
-    key_threshold: int = setting(10, help="N-grams in this many documents and more are common, and stay.")
-    remove_char_each_side: int = setting(200, help="Characters to cut on each side, up to the end of a sentence.")
-    filter_text_char_len: int = setting(200, help="Pieces of at most this many characters are dropped.")
-    splits_count: int = setting(10, help="Documents of more pieces are dropped.")
+    key_threshold: int = setting(
+        10, help="N-grams in this many documents and more are common, and stay.", minimum=1, maximum=MAX_COUNT
+    )
+    remove_char_each_side: int = setting(
+        200, help="Characters to cut on each side, up to the end of a sentence.", minimum=0, maximum=MAX_COUNT
+    )
+    filter_text_char_len: int = setting(
+        200, help="Pieces of at most this many characters are dropped.", minimum=0, maximum=MAX_COUNT
+    )
+    splits_count: int = setting(10, help="Documents of more pieces are dropped.", minimum=0, maximum=MAX_COUNT)
+
+    def __post_init__(self) -> None:
+        """Refuse sizes of n-grams that contradict each other."""
+        if self.min_ngram_size > self.max_ngram_size:
+            raise UsageError(
+                f"--min-ngram-size {self.min_ngram_size} must be at most --max-ngram-size {self.max_ngram_size}"
+            )
 
     def named_files(self) -> list[Path]:
         """The tasks' files, for ``options.files_of``."""
@@ -235,7 +307,7 @@ class DecontaminateSettings:
 class ShuffleSettings:
     """Put the documents in a random order that the seed fixes."""
 
-    seed: int = setting(1234, help="Seed of the order.")
+    seed: int = setting(1234, help="Seed of the order.", minimum=0, maximum=MAX_SEED)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -312,8 +384,20 @@ class BinarizeSettings:
     )
     dataset_impl: IndexForm = setting(IndexForm.MMAP, help="Form of the index; cached and lazy have the same bytes.")
     engine: Engine = setting(
-        Engine.AUTO, data=False, help="Library that runs BPE: gigatoken where it can, else tokenizers; same ids."
+        Engine.AUTO,
+        data=False,
+        help="Library that runs BPE: gigatoken where it can, else tokenizers, sentencepiece; same ids.",
     )
+
+    def data_prefix(self, output: Path, key: str) -> Path:
+        """``PREFIX_text_document`` or ``PREFIX_text_sentence``: the data set's name, as in the classic tools."""
+        return output.with_name(f"{output.name}_{key}_{'sentence' if self.split_sentences else 'document'}")
+
+    def made_files(self, output: Path) -> list[Path]:
+        """The files that a run writes, for ``plan.written_files``."""
+        prefixes = [self.data_prefix(output, key) for key in self.json_keys]
+        endings = (".bin", ".dataset.json", ".idx")
+        return [prefix.with_name(prefix.name + ending) for prefix in prefixes for ending in endings]
 
     def __post_init__(self) -> None:
         """Refuse two data sets of one name."""
@@ -345,11 +429,19 @@ class RunSettings:
     """How any step is run."""
 
     log_interval: int = setting(
-        1000, data=False, help="Documents between two lines of progress, where stderr is no terminal."
+        1000,
+        data=False,
+        help="Documents between two lines of progress, where stderr is no terminal.",
+        minimum=1,
+        maximum=MAX_COUNT,
     )
 
     workers: int = setting(
-        1, help="Processes that work side by side; the output's bytes do not depend on it.", data=False
+        1,
+        help="Processes that work side by side; the output's bytes do not depend on it.",
+        data=False,
+        minimum=1,
+        maximum=MAX_WORKERS,
     )
     executor: ExecutorName = setting(
         ExecutorName.LOCAL,
@@ -361,24 +453,39 @@ class RunSettings:
         None, data=False, help="Write the script that submits the Slurm arrays to this file; submit nothing."
     )
     task_index: int | None = setting(
-        None, data=False, help="Run only the tasks I, I+N, I+2N, ... of one phase: this is I, counted from 0."
+        None,
+        data=False,
+        help="Run only the tasks I, I+N, I+2N, ... of one phase: this is I, counted from 0.",
+        minimum=0,
+        maximum=MAX_TASKS,
     )
     task_count: int | None = setting(
-        None, data=False, help="This is N of --task-index; with Slurm the jobs of an array [default: 64]."
+        None,
+        data=False,
+        help="This is N of --task-index; with Slurm the jobs of an array [default: 64].",
+        minimum=1,
+        maximum=MAX_TASKS,
     )
     phase: str | None = setting(
         None, data=False, help="The phase of --task-index [default: the first that is not complete]."
     )
     overwrite: bool = setting(
-        False, help="Begin anew where the work folder holds a run with other settings or inputs.", data=False
+        False,
+        help="Replace existing outputs, and discard an unfinished run with other settings or inputs.",
+        data=False,
     )
     max_rejects: float = setting(
         0.01,
         help="Stop with exit code 4 when more than this share of the lines (0 to 1) are no usable documents.",
         data=False,
+        minimum=0,
+        maximum=1,
     )
     task_bytes: int = setting(
-        64 << 20, help="Cut uncompressed inputs into tasks of about this many bytes, the end of the last input finer."
+        64 << 20,
+        help="Cut uncompressed inputs into tasks of about this many bytes, the end of the last input finer.",
+        minimum=1,
+        maximum=MAX_BYTES,
     )
-    max_line_bytes: int = setting(64 << 20, help="Put longer lines (bytes) aside unread.")
+    max_line_bytes: int = setting(64 << 20, help="Put longer lines (bytes) aside unread.", minimum=1, maximum=MAX_BYTES)
     utf8: Utf8 = setting(Utf8.REJECT, help="Put lines that are no UTF-8 aside, or replace their bad bytes by U+FFFD.")

@@ -87,7 +87,8 @@ def order(task: Task) -> None:
         with open(task.part("scattered.jsonl", index), "rb") as handle:
             for begin, size in zip(runs[::2], runs[1::2], strict=True):
                 handle.seek(begin)
-                lines += handle.read(size).splitlines(keepends=True)
+                # not splitlines(): it also splits at the carriage returns within a row
+                lines += [line + b"\n" for line in handle.read(size).split(b"\n")[:-1]]
     permutation = np.random.default_rng([settings.seed, ORDER_STREAM, task.index]).permutation(len(lines))
     writer = task.create(task.part("ordered" + records_ending(task.job.output)))
     for at in permutation:

@@ -56,13 +56,22 @@ def arrays(command: Sequence[str], phases: Sequence[Phase], jobs: int, prefix: s
 
 
 def script(submissions: Sequence[Submission], log_folder: Path) -> str:
-    """The script that submits everything, each job behind the success of the one before."""
+    """The script that submits everything, each job behind the success of the one before.
+
+    A job whose predecessor failed is cancelled, else it would stay queued for ever. Where ``sbatch`` refuses a job, the
+    jobs submitted before it are cancelled. All run in the current directory of the process that writes the script.
+    """
+    here = Path.cwd()
+    log_folder = here / log_folder
     logs = shlex.quote(f"{log_folder}/slurm-%A-%a.log")
     rows = [
         "#!/bin/bash",
         "# Each job waits for the one before. SBATCH_OPTIONS are given to every sbatch.",
         "set -euo pipefail",
+        f"cd {shlex.quote(str(here))}",
         f"mkdir -p {shlex.quote(str(log_folder))}",
+        "jobs=()",
+        "trap 'if [ ${#jobs[@]} -gt 0 ]; then scancel \"${jobs[@]}\"; fi' ERR",
         'after=""',
     ]
     for one in submissions:
@@ -71,7 +80,8 @@ def script(submissions: Sequence[Submission], log_folder: Path) -> str:
             f"job=$(sbatch --parsable ${{SBATCH_OPTIONS:-}} $after --job-name {shlex.quote(one.name)} {array}"
             f"--output {logs} --wrap {shlex.quote(one.line)})"
         )
-        rows.append('after="--dependency=afterok:${job%%;*}"')
+        rows.append('jobs+=("${job%%;*}")')
+        rows.append('after="--dependency=afterok:${job%%;*} --kill-on-invalid-dep=yes"')
     rows.append('echo "$job"')
     return "\n".join(rows) + "\n"
 

@@ -64,6 +64,9 @@ class Step:
         return found
 
 
+NOT_FOUND = "names_not_found"
+"""The fact that names of a file are in no input; the step ends with exit code 3."""
+
 STEPS: Mapping[str, Step] = {
     step.name: step
     for step in (

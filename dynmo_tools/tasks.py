@@ -19,9 +19,11 @@ from typing import IO, Any, Self
 
 from .compression import is_compressed, wrap_write
 from .errors import DynmoError
-from .formats._document import encode_json, write_whole
+from .formats._document import MAX_TABLE_BYTES, DocumentError, encode_json, read_json, write_whole
 from .plan import Job, Plan, load_plan
 from .records import (
+    EXCERPT_CHARACTERS,
+    MAX_KEYS,
     BadLineError,
     Row,
     Slice,
@@ -37,6 +39,8 @@ from .records import (
 
 REPORT_EVERY_DOCUMENTS = 256
 REPORT_EVERY_S = 0.2
+KEYS_FOUND = "keys_found"
+"""Entry of a task's result: the keys of its first document without the key of the settings."""
 
 Report = Callable[[int, int], None]
 """Tells how many more documents and bytes of text were read."""
@@ -145,6 +149,12 @@ class Task:
         row = {"file": file, "line": line, "offset": offset, "reason": reason, "excerpt": excerpt(raw)}
         self._rejects.write(json.dumps(row, ensure_ascii=False).encode() + b"\n")
 
+    def reject_row(self, row: Row, reason: str) -> None:
+        """Put a document aside that has no usable text; of the first without the key, note the keys that it has."""
+        if reason == "key":
+            self.result.setdefault(KEYS_FOUND, [key[:EXCERPT_CHARACTERS] for key in list(row.value)[:MAX_KEYS]])
+        self.reject(row.line, row.offset, reason, row.raw)
+
     def rows(self, part: Slice | None = None) -> Iterator[Row]:
         """The documents of a slice, this task's own by default, whatever their keys; what is none goes to the rejects.
 
@@ -171,23 +181,24 @@ class Task:
     def _parsed(self, part: Slice, parse: Callable[[bytes], dict[str, Any]]) -> Iterator[Row]:
         limits = self.job.limits
         seen = 0
-        for number, offset, raw, head in read_lines(part, limits.max_line_bytes):
+        for number, offset, raw, head, size in read_lines(part, limits.max_line_bytes):
             self._count(lines=number - seen)
             seen = number
             if raw is None:
-                self._count(documents=1)
-                self.report(1, 0)
+                self._count(documents=1, size=size)
+                self.report(1, size)
                 self.reject(number, offset, "long", head)
             elif not raw.strip():
-                self._count(blank_lines=1)
+                self._count(blank_lines=1, size=size)
+                self.report(0, size)
             else:
                 if limits.repair_utf8:
                     raw = repair_utf8(raw)
                 try:
-                    yield Row(number, offset, raw, parse(raw))
+                    yield Row(number, offset, raw, parse(raw), size)
                 except BadLineError as error:
-                    self._count(documents=1, size=len(raw) + 1)
-                    self.report(1, len(raw) + 1)
+                    self._count(documents=1, size=size)
+                    self.report(1, size)
                     self.reject(number, offset, error.reason, raw)
         self._lines_before += seen
 
@@ -209,7 +220,7 @@ class Task:
         clock = time.monotonic()
         for row in rows:
             documents += 1
-            size += len(row.raw) + 1
+            size += row.size or len(row.raw) + 1
             yield row
             if documents % REPORT_EVERY_DOCUMENTS == 0 or time.monotonic() - clock > REPORT_EVERY_S:
                 self._count(documents=documents, size=size)
@@ -226,15 +237,15 @@ class Task:
             try:
                 text = text_of(row.value, key, allow_surrogates=allow_surrogates)
             except BadLineError as error:
-                self.reject(row.line, row.offset, error.reason, row.raw)
+                self.reject_row(row, error.reason)
                 continue
             yield row, text
 
-    def keep(self, writer: IO[bytes], raw: bytes) -> None:
-        """Write one document's bytes and count it as kept."""
+    def keep(self, writer: IO[bytes], raw: bytes, *, documents: int = 1) -> None:
+        """Write one line and count it as kept; 0 ``documents`` for a further piece of the same document."""
         writer.write(raw)
         writer.write(b"\n")
-        self.tally.documents_kept += 1
+        self.tally.documents_kept += documents
         self.tally.bytes_out += len(raw) + 1
 
     def __enter__(self) -> Self:
@@ -337,8 +348,8 @@ def finished(job: Job, phase: Phase, index: int, digest: str, *, outputs_used_up
     ``outputs_used_up`` says that a later phase is complete, which removes the parts that it was made of.
     """
     try:
-        marker: dict[str, Any] = json.loads(marker_path(job.work, phase.name, index).read_bytes())
-    except (OSError, ValueError):
+        marker: dict[str, Any] = read_json(marker_path(job.work, phase.name, index), MAX_TABLE_BYTES)
+    except DocumentError:
         return None
     if marker.get("digest") != digest:
         return None
@@ -354,5 +365,5 @@ def finished(job: Job, phase: Phase, index: int, digest: str, *, outputs_used_up
 
 def marker_of(task: Task, phase: str, index: int) -> dict[str, Any]:
     """The marker of a finished task of an earlier phase of the same job."""
-    marker: dict[str, Any] = json.loads(marker_path(task.job.work, phase, index).read_bytes())
+    marker: dict[str, Any] = read_json(marker_path(task.job.work, phase, index), MAX_TABLE_BYTES)
     return marker

@@ -21,6 +21,7 @@ from urllib.parse import urlsplit
 from .compression import open_read, wrap_write
 from .digests import DigestBuckets
 from .errors import MissingExtraError, UsageError
+from .formats._document import read_text
 
 MIN_CHARACTERS = 9
 PAGE = re.compile(
@@ -38,11 +39,9 @@ BLOCK_CODES = 1 << 20
 
 def read_list(path: Path) -> frozenset[str]:
     """The entries of a list: one a line, lower-cased, ``#`` begins a comment."""
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except OSError as error:
-        raise UsageError(f"{path}: cannot be read: {error.strerror}") from error
-    return frozenset(entry for line in lines if (entry := line.partition("#")[0].strip().lower()))
+    return frozenset(
+        entry for line in read_text(path).splitlines() if (entry := line.partition("#")[0].strip().lower())
+    )
 
 
 def built_in_list(name: str) -> frozenset[str]:

@@ -16,9 +16,10 @@ from html.entities import name2codepoint
 from importlib import import_module
 from typing import Any
 
+from .brokenmarkup import without_extensions, without_leftovers
 from .errors import MissingExtraError
 
-LIST_MARK, TITLE_MARK = "\x00", "\x01"
+LIST_MARK, TITLE_MARK, LESS_MARK = "\x00", "\x01", "\x02"
 DROPPED_TAGS = frozenset(
     {"ref", "references", "table", "gallery", "math", "timeline", "syntaxhighlight", "source", "score", "imagemap"}
     | {"style", "hiero", "chem", "graph", "mapframe", "templatestyles", "noinclude", "includeonly"}
@@ -176,8 +177,10 @@ class _Page:
     def _entity(self, opened: int, close: int) -> str:
         value = self._tokens[close - 1]["text"]
         if close == opened + 2:
-            return chr(name2codepoint[value])
-        return chr(int(value, 16 if close == opened + 4 else 10))
+            character = chr(name2codepoint[value])
+        else:
+            character = chr(int(value, 16 if close == opened + 4 else 10))
+        return LESS_MARK if character == "<" else character  # an escaped sign does not begin a tag
 
     def _heading(self, opened: int, close: int) -> str:
         return f"\n{TITLE_MARK}{self.plain(opened + 1, close).strip()}\n"
@@ -198,7 +201,7 @@ class _Page:
 
 def tidy(text: str, *, keep_lists: bool) -> str:
     """Lines of text without what dropped markup left behind; titles only before text, each ended by a full stop."""
-    text = BEHAVIOUR_SWITCH.sub("", html.unescape(text))
+    text = BEHAVIOUR_SWITCH.sub("", html.unescape(text.replace(LESS_MARK, "<")))
     kept: list[str] = []
     title: str | None = None
     for line in text.split("\n"):
@@ -220,4 +223,4 @@ def tidy(text: str, *, keep_lists: bool) -> str:
 
 def text_of(markup: str, *, keep_lists: bool = False) -> str:
     """The plain text of a page's markup."""
-    return tidy(_Page(markup).plain(), keep_lists=keep_lists)
+    return tidy(without_leftovers(_Page(without_extensions(markup)).plain()), keep_lists=keep_lists)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -18,7 +18,8 @@ import numpy as np
 import numpy.typing as npt
 
 from ..errors import UsageError
-from ._document import Problem
+from ._document import Problem, check_regular
+from .dataset import content_problems, digest_vocabulary, read_sidecar
 from .numbers import Int64s, Numbers, bounds, counting, in_file, running
 
 MMAP_MAGIC = b"MMIDIDX\0\0"
@@ -158,6 +159,8 @@ def read_index(prefix: Path) -> Index:
         UsageError: a file is missing.
     """
     path = idx_path(prefix)
+    check_regular(path)
+    check_regular(bin_path(prefix))
     try:
         size = os.path.getsize(path)
         tokens_bytes = os.path.getsize(bin_path(prefix))
@@ -344,8 +347,10 @@ class IndexedReader:
 
 
 def describe(prefix: Path) -> dict[str, Any]:
-    """The JSON view of a data set (``indexed.schema.json``)."""
+    """The JSON view of a data set (``indexed.schema.json``); null is what only a sidecar would show."""
     reader = IndexedReader(prefix)
+    sidecar = read_sidecar(prefix)
+    tokenizer = sidecar["tokenizer"] if sidecar is not None else None
     index = reader.index
     extremes = index.lengths.extremes()
     return {
@@ -363,26 +368,48 @@ def describe(prefix: Path) -> dict[str, Any]:
         if index.dtype.kind in "iu"
         else None,
         "multimodal": index.modes is not None,
+        "has_sidecar": sidecar is not None,
+        "tokenizer": None if tokenizer is None else tokenizer["type"],
+        "vocab_size": None if tokenizer is None else tokenizer["vocab_size"],
+        "vocab_sha256": None if tokenizer is None else tokenizer["vocab_sha256"],
+        "eod_id": None if sidecar is None else sidecar["eod_id"],
+        "inputs": None if sidecar is None else len(sidecar["inputs"]),
     }
 
 
-def verify(prefix: Path, num_ids: int | None = None) -> dict[str, Any]:
-    """Check structure and tokens; the JSON view of the data set.
+def verify(prefix: Path, vocabulary: Mapping[str, int] | None = None) -> dict[str, Any]:
+    """Check structure, tokens and, where there is a sidecar, checksums; the JSON view of the data set.
 
     Args:
         prefix: of the data set.
-        num_ids: one above the largest id that a token may have; None checks only that none is negative.
+        vocabulary: of the tokenizer that must have made it. Without one the sidecar's vocabulary size bounds the
+            tokens; without a sidecar a token must not be negative.
 
     Raises:
         IndexedError: with every problem found.
     """
     view = describe(prefix)
+    sidecar = read_sidecar(prefix)
+    problems = [] if sidecar is None else content_problems(sidecar, bin_path(prefix), idx_path(prefix))
+    num_ids: int | None = view["vocab_size"]
+    if vocabulary is not None:
+        num_ids = max(vocabulary.values(), default=-1) + 1
+        if view["vocab_sha256"] not in (None, digest_vocabulary(vocabulary)):
+            rule = f"has {num_ids:,} ids; the data set's has {view['vocab_size']:,}: it is another one"
+            problems.append(Problem("tokenizer", "vocabulary", rule))
+    problems += _token_problems(prefix, num_ids)
+    if problems:
+        raise IndexedError(prefix, problems)
+    return view
+
+
+def _token_problems(prefix: Path, num_ids: int | None) -> list[Problem]:
     begin = 0
     for block in IndexedReader(prefix).blocks():
         bad = block < 0 if num_ids is None else (block < 0) | (block >= num_ids)
         if bad.any():
             at = int(np.argmax(bad))
             rule = "must not be negative" if num_ids is None else f"must be within 0 and {num_ids - 1}"
-            raise IndexedError(prefix, [Problem(f"bin.tokens[{begin + at}]", "range", f"is {block[at]}; {rule}")])
+            return [Problem(f"bin.tokens[{begin + at}]", "range", f"is {block[at]}; {rule}")]
         begin += len(block)
-    return view
+    return []

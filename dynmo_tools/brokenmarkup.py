@@ -1,0 +1,116 @@
+"""Wiki markup that a parser does not recognise: removed before it is parsed, or from the text behind it.
+
+mwparserfromhell leaves a node as it is written where its parts do not close in order, such as a reference with a lone
+``''``. MediaWiki itself takes extension tags out first, from ``<ref`` to the next ``</ref>`` whatever stands between
+them. ``without_extensions`` does the same; ``without_leftovers`` removes what is then left, and keeps the words.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+
+REMOVED_MARK = "\x03"
+EXTENSIONS = (
+    "ref", "references", "gallery", "math", "ce", "chem", "timeline", "syntaxhighlight", "source", "score",
+    "imagemap", "hiero", "graph", "mapframe", "maplink", "templatestyles", "templatedata",
+)  # fmt: skip
+TAGS = (
+    *EXTENSIONS, "abbr", "b", "bdi", "bdo", "big", "blockquote", "br", "caption", "center", "cite", "code",
+    "dd", "del", "dfn", "div", "dl", "dt", "em", "font", "h[1-6]", "hr", "i", "includeonly", "indicator", "ins",
+    "kbd", "li", "mark", "noinclude", "nowiki", "ol", "onlyinclude", "p", "poem", "pre", "q", "rb", "rp", "rt",
+    "rtc", "ruby", "s", "samp", "section", "small", "span", "strike", "strong", "sub", "sup", "table", "tbody",
+    "td", "th", "time", "tr", "tt", "u", "ul", "var", "wbr",
+)  # fmt: skip
+LITERAL = ("nowiki", "pre")
+_BEGIN = re.compile(
+    rf"<!--|<({'|'.join((*LITERAL, *EXTENSIONS))})(?=[\s/>])(?:[^<>\"]++|\"[^\"<]*+\")*+>", re.IGNORECASE
+)
+_TAG = re.compile(rf"</?(?:{'|'.join(TAGS)})(?:[\s/][^<>]*)?>", re.IGNORECASE)
+_OPEN_TAG = re.compile(rf"</?(?:{'|'.join(EXTENSIONS)})\b[^\s<>]*", re.IGNORECASE)
+_TEMPLATE = re.compile(r"\{\{[^{}]*\}\}")
+_LINK = re.compile(r"\[\[([^\[\]]*)\]\]")
+_MEDIA = re.compile(r"\s*(?:file|image|media|category)\s*:", re.IGNORECASE)
+_APOSTROPHE = re.compile(r"(?<=\w)'''(?=s\b)|(?<=s)'''(?= )")
+_QUOTES = re.compile(r"'{2,}")
+_STRAY = re.compile(r"\{\{|\}\}|\[\[|\]\]|\{\||\|\}")
+_MAYBE = re.compile(r"''|\[\[|\]\]|\{\{|\}\}|\{\||\|\}|<[/a-zA-Z]|^\s*\|", re.MULTILINE)
+MAX_NESTING = 32
+
+
+def without_extensions(markup: str) -> str:
+    """The markup without comments and extension tags such as ``<ref>``; literal text (``<nowiki>``) stays.
+
+    A comment and literal text hide the tags within them. ``REMOVED_MARK`` stands in place of a tag, so that what
+    follows it does not begin a line and become a list.
+    """
+    kept: list[str] = []
+    unclosed: set[str] = set()  # looked for once each: a page of open tags takes linear time
+    at = done = 0
+    while (found := _BEGIN.search(markup, at)) is not None:
+        at, name = found.end(), (found.group(1) or "").lower()
+        if not name:
+            end = markup.find("-->", at)
+            kept.append(markup[done : found.start()])
+            at = done = end + 3 if end >= 0 else len(markup)
+        elif name not in unclosed:
+            close = None if found.group().endswith("/>") else _closing(name).search(markup, at)
+            if close is not None:
+                at = close.end()
+            elif not found.group().endswith("/>"):
+                unclosed.add(name)
+                continue
+            if name not in LITERAL:
+                kept += [markup[done : found.start()], REMOVED_MARK]
+                done = at
+    return "".join([*kept, markup[done:]])
+
+
+@functools.cache
+def _closing(name: str) -> re.Pattern[str]:
+    return re.compile(rf"</{name}\s*>", re.IGNORECASE)
+
+
+def without_leftovers(text: str) -> str:
+    """The text without the markup that is left in it: templates and tables are removed, of all else the words stay."""
+    text = text.replace(REMOVED_MARK, "")
+    if _MAYBE.search(text) is None:
+        return text
+    for _ in range(MAX_NESTING):
+        shorter = _LINK.sub(_words_of_link, _TEMPLATE.sub("", text))
+        if shorter == text:
+            break
+        text = shorter
+    text = _without_tables(_OPEN_TAG.sub("", _TAG.sub("", text)))
+    return _QUOTES.sub("", _APOSTROPHE.sub("'", _STRAY.sub("", text)))
+
+
+def _words_of_link(found: re.Match[str]) -> str:
+    title, *parts = found.group(1).split("|")
+    if _MEDIA.match(title):
+        return ""
+    return parts[-1] if parts else title
+
+
+def _without_tables(text: str) -> str:
+    """The text without tables, which begin and end at the start of a line.
+
+    Of a table without an end the lines that belong to its markup are removed, and its other lines stay.
+    """
+    lines = text.split("\n")
+    marks = [line.lstrip("\x00 \t:*#;")[:2] for line in lines]
+    dropped = [mark.startswith("|") for mark in marks]
+    opened: list[int] = []
+    for at, mark in enumerate(marks):
+        if mark == "{|":
+            opened.append(at)
+        elif mark == "|}" and opened:
+            begin = opened.pop()
+            dropped[begin : at + 1] = [True] * (at + 1 - begin)
+            lines[at] = lines[at].partition("|}")[2]
+            dropped[at] = not lines[at].strip()
+    for begin in opened:
+        dropped[begin] = True
+    for at in range(opened[0] if opened else len(lines), len(lines)):
+        dropped[at] = dropped[at] or marks[at].startswith("!")
+    return "\n".join(line for line, drop in zip(lines, dropped, strict=True) if not drop)

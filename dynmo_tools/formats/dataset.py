@@ -1,0 +1,160 @@
+"""The sidecar of an indexed data set, ``PREFIX.dataset.json``: where it comes from, and checksums of its bytes.
+
+``dataset.md`` next to this file is the specification. A data set without a sidecar is a data set.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import IO, Any
+
+from ..compression import PIECE_BYTES
+from ..errors import UsageError
+from ._document import (
+    ENVELOPE,
+    DocumentError,
+    Problem,
+    anything,
+    array,
+    encode_json,
+    envelope_problems,
+    integer,
+    mapping,
+    nullable,
+    obj,
+    read_json,
+    string,
+)
+
+FORMAT = "dynmo.dataset"
+VERSION = 1
+_DIGEST = re.compile(r"[0-9a-f]{64}")
+
+Piece = dict[str, Any]
+"""``bytes`` and ``sha256`` of a run of bytes."""
+
+
+def _is_sha256(value: Any, path: str, problems: list[Problem]) -> None:
+    if not isinstance(value, str) or not _DIGEST.fullmatch(value):
+        problems.append(Problem(path, "sha256", f"must be 64 lower-case hexadecimal digits, is {value!r}"))
+
+
+_PIECE = obj({"bytes": integer(1), "sha256": _is_sha256})
+_TOKENIZER = obj(
+    {
+        "type": string(),
+        "vocab_size": integer(),
+        "vocab_sha256": _is_sha256,
+        "files": array(obj({"name": string(), "bytes": integer(), "sha256": _is_sha256})),
+    }
+)
+_DOCUMENT = obj(
+    {
+        **ENVELOPE,
+        "tokenizer": nullable(_TOKENIZER),
+        "eod_id": nullable(integer()),
+        "inputs": array(obj({"path": string(), "pieces": array(_PIECE)})),
+        "recipe": obj(
+            {"sha256": _is_sha256, "steps": array(obj({"step": string(), "settings": mapping(anything())}), 1)}
+        ),
+        "bin": obj({"pieces": array(_PIECE)}),
+        "idx": _PIECE,
+    }
+)
+
+
+def sidecar_path(prefix: Path) -> Path:
+    """The file of the sidecar."""
+    return prefix.with_name(prefix.name + ".dataset.json")
+
+
+def _problems(document: Any) -> list[Problem]:
+    problems = envelope_problems(document, FORMAT, VERSION)
+    if not problems:
+        _DOCUMENT(document, "", problems)
+    if not problems and document["tokenizer"] is not None and document["eod_id"] is not None:
+        size = document["tokenizer"]["vocab_size"]
+        if document["eod_id"] >= size:
+            problems.append(Problem("eod_id", "reference", f"is {document['eod_id']}; the vocabulary has {size} ids"))
+    return problems
+
+
+def read_sidecar(prefix: Path) -> dict[str, Any] | None:
+    """The sidecar of a data set; None where it has none.
+
+    Raises:
+        DocumentError: it breaks a rule of the format.
+    """
+    path = sidecar_path(prefix)
+    if not path.exists():
+        return None
+    document = read_json(path)
+    if problems := _problems(document):
+        raise DocumentError(str(path), problems)
+    return dict(document)
+
+
+def encode_sidecar(document: Mapping[str, Any]) -> bytes:
+    """The bytes of a sidecar.
+
+    Raises:
+        DocumentError: it breaks a rule of the format.
+    """
+    if problems := _problems(document):
+        raise DocumentError("the sidecar of a data set", problems)
+    return encode_json(document)
+
+
+def digest_vocabulary(ids: Mapping[str, int]) -> str:
+    """The digest of what the ids mean: of the JSON array of [id, token], in ascending order, in ASCII."""
+    pairs = sorted((number, token) for token, number in ids.items())
+    return hashlib.sha256(json.dumps(pairs, separators=(",", ":")).encode()).hexdigest()
+
+
+def digest_settings(steps: list[dict[str, Any]]) -> str:
+    """The digest of a recipe's steps: of their JSON text, keys in ascending order, in ASCII."""
+    return hashlib.sha256(json.dumps(steps, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+
+def digest_file(path: Path, begin: int = 0, end: int | None = None) -> Piece:
+    """Bytes and SHA-256 of a file, or of its bytes from ``begin`` to ``end``."""
+    digest, size = hashlib.sha256(), 0
+    try:
+        with open(path, "rb") as handle:
+            handle.seek(begin)
+            while piece := handle.read(PIECE_BYTES if end is None else min(PIECE_BYTES, end - begin - size)):
+                digest.update(piece)
+                size += len(piece)
+    except OSError as error:
+        raise UsageError(f"{path}: cannot be read: {error.strerror}") from error
+    return {"bytes": size, "sha256": digest.hexdigest()}
+
+
+def copy_pieces(pieces: Iterable[bytes], target: IO[bytes]) -> Piece:
+    """Write pieces of bytes one after another; bytes and SHA-256 of all that was written."""
+    digest, size = hashlib.sha256(), 0
+    for piece in pieces:
+        target.write(piece)
+        digest.update(piece)
+        size += len(piece)
+    return {"bytes": size, "sha256": digest.hexdigest()}
+
+
+def content_problems(sidecar: Mapping[str, Any], tokens: Path, index: Path) -> list[Problem]:
+    """Where the bytes of ``.bin`` and ``.idx`` differ from the checksums of the sidecar; reads both files."""
+    problems: list[Problem] = []
+    at, size = 0, tokens.stat().st_size
+    for piece in sidecar["bin"]["pieces"]:
+        end = at + piece["bytes"]
+        if digest_file(tokens, at, end) != piece:
+            problems.append(Problem(f"bin.bytes[{at}:{end}]", "checksum", "differ from the sidecar's SHA-256"))
+        at = end
+    if at != size:
+        problems.append(Problem("bin", "length", f"has {size} bytes; the sidecar says {at}"))
+    if digest_file(index) != sidecar["idx"]:
+        problems.append(Problem("idx", "checksum", "differs from the sidecar's size or SHA-256"))
+    return problems

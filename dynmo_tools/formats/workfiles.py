@@ -1,0 +1,137 @@
+"""The documents that ``dynmo-prep`` keeps for itself: task manifest, summary and the header of kept fingerprints.
+
+They are ours alone: no other package reads them. Each has one rule, by which a new document is checked before its first
+byte is written, and by which a document that somebody changed is refused when a run is resumed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from .. import __version__
+from ._document import (
+    ENVELOPE,
+    MAX_SIZE,
+    MAX_TABLE_BYTES,
+    Check,
+    DocumentError,
+    Problem,
+    WriterError,
+    anything,
+    array,
+    encode_json,
+    envelope,
+    envelope_problems,
+    integer,
+    mapping,
+    nullable,
+    number,
+    obj,
+    parse_json,
+    read_json,
+    string,
+    write_whole,
+)
+
+
+def undated_header(format_name: str, version: int) -> dict[str, Any]:
+    """The first fields of an output that is the same bytes whenever it is made."""
+    fields = envelope(format_name, version, f"dynmo-prep {__version__}")
+    del fields["created_utc"]
+    return fields
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkFormat:
+    """A format: its name, its version, the rule of its fields, and whether a document has its date."""
+
+    name: str
+    version: int
+    rule: Check
+    is_dated: bool = True
+
+    def _problems(self, document: Any) -> list[Problem]:
+        problems = envelope_problems(document, self.name, self.version)
+        if not problems:
+            self.rule(document, "", problems)
+        return problems
+
+    def read(self, path: Path) -> dict[str, Any]:
+        """Read a document; raises ``DocumentError`` where it cannot be read or breaks the rule."""
+        document = read_json(path, MAX_TABLE_BYTES)
+        if problems := self._problems(document):
+            raise DocumentError(str(path), problems)
+        return dict(document)
+
+    def write(self, path: Path, fields: Mapping[str, Any]) -> None:
+        """Write a document with its envelope; raises ``WriterError`` where it breaks the rule, and ``OSError``."""
+        header = undated_header(self.name, self.version)
+        if self.is_dated:
+            header = envelope(self.name, self.version, f"dynmo-prep {__version__}")
+        payload = encode_json({**header, **fields})
+        if problems := self._problems(parse_json(payload)):
+            raise WriterError(str(path), problems)
+        write_whole(path, payload)
+
+
+_COUNTS = mapping(integer())
+_UNDATED = {name: check for name, check in ENVELOPE.items() if name != "created_utc"}
+PLAN = WorkFormat(
+    name="dynmo.prep-plan",
+    version=1,
+    rule=obj(
+        {
+            **ENVELOPE,
+            "step": string(),
+            "digest": string(),
+            "output": string(),
+            "settings": mapping(anything()),
+            "limits": mapping(anything()),
+            "sources": array(obj({"path": string(), "size_bytes": integer(), "mtime_ns": integer(-(1 << 63))})),
+            "tasks": array(obj({"path": string(), "begin": integer(), "end": nullable(integer())})),
+        }
+    ),
+)
+SUMMARY = WorkFormat(
+    name="dynmo.prep-summary",
+    version=1,
+    rule=obj(
+        {
+            **ENVELOPE,
+            "step": string(),
+            "inputs": array(string(), 1),
+            "output": string(),
+            "documents_in": integer(),
+            "bytes_in": integer(),
+            "documents_kept": integer(),
+            "bytes_out": integer(),
+            "blank_lines": integer(),
+            "lines": integer(),
+            "changed": integer(),
+            "dropped": _COUNTS,
+            "rejected": _COUNTS,
+            "seconds": number(0),
+            "megabytes_per_second": number(0),
+            "facts": mapping(anything()),
+        }
+    ),
+)
+FINGERPRINTS = WorkFormat(
+    name="dynmo.fingerprints",
+    version=1,
+    rule=obj(
+        {
+            **_UNDATED,
+            "scheme": string(),
+            "num_seeds": integer(1, MAX_SIZE),
+            "seed": integer(),
+            "shingle_characters": integer(1, MAX_SIZE),
+            "documents": integer(),
+        },
+        {"created_utc": string()},  # of folders that earlier versions wrote
+    ),
+    is_dated=False,
+)
