@@ -18,10 +18,23 @@ from .convert import ExportPlan
 from .copyplan import Writable
 from .execute import Written, execute
 from .faults import CorruptError, StorageError
-from .formats._document import encode_json, envelope
+from .formats._document import (
+    ENVELOPE,
+    Problem,
+    WriterError,
+    anything,
+    encode_json,
+    envelope,
+    mapping,
+    obj,
+    parse_json,
+    string,
+)
 from .formats.checkpoint import seal
 from .io.directory import check_target, new_directory, write_synced
+from .logits import LogitsCheck
 from .panels import buffer_bytes
+from .portable import peak_memory_bytes
 from .reshard import NativePlan, finished_manifest
 from .verify import header_findings, small_findings, written_findings
 
@@ -38,6 +51,7 @@ class Settings:
     overwrite: bool
     plan_only: bool
     format: Format
+    logits: LogitsCheck | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,6 +66,7 @@ class Result:
     peak_rss_bytes: int
     verified: bool
     decisions: Mapping[str, Any]
+    logits: Mapping[str, Any] | None
 
 
 def write_native(
@@ -85,7 +100,8 @@ def write_native(
         if how.verify:
             _refuse_findings(chain(written_findings(staging, plan.files, written), small_findings(staging, extra)))
             _refuse_findings(header_findings(staging))
-    _report(source, target, plan.files, begun, decisions, how)
+        logits = _compare_logits(staging, how)
+    _report(source, target, plan.files, begun, decisions, how, logits)
 
 
 def write_export(source: Path, target: Path, plan: ExportPlan, how: Settings) -> None:
@@ -100,12 +116,21 @@ def write_export(source: Path, target: Path, plan: ExportPlan, how: Settings) ->
             write_synced(staging / name, payload)
         if how.verify:
             _refuse_findings(chain(written_findings(staging, plan.files, written), small_findings(staging, small)))
-    _report(source, target, plan.files, begun, plan.decisions, how)
+        logits = _compare_logits(staging, how)
+    _report(source, target, plan.files, begun, plan.decisions, how, logits)
+
+
+_CONVERSION = obj({**ENVELOPE, "source": string(), "decisions": mapping(anything())})
 
 
 def _record(source: Path, decisions: Mapping[str, Any]) -> bytes:
     document = envelope("dynmo.conversion", 1, f"dynmo-ckpt {__version__}")
-    return encode_json({**document, "source": str(source), "decisions": dict(decisions)})
+    payload = encode_json({**document, "source": str(source), "decisions": dict(decisions)})
+    problems: list[Problem] = []
+    _CONVERSION(parse_json(payload), "", problems)
+    if problems:
+        raise WriterError("conversion.json", problems)
+    return payload
 
 
 def _refused_or_shown(
@@ -164,6 +189,19 @@ def _write(staging: Path, files: Sequence[Writable], how: Settings) -> dict[str,
         return execute(staging, files, jobs=how.jobs, tick=tick, verify=how.verify)
 
 
+def _compare_logits(staging: Path, how: Settings) -> Mapping[str, Any] | None:
+    """Compare what was written with the input before it is put in place; None, and a line, where it is not compared."""
+    if how.logits is None:
+        return None
+    reason = how.logits.skipped_because()
+    if reason:
+        say(f"logits of input and output were not compared: {reason}")
+        return None
+    found = how.logits.compare(staging)
+    say(f"logits of input and output differ by {found['max_abs']:.3g} at most, on {found['tokens']} tokens")
+    return found
+
+
 def _refuse_findings(findings: Iterable[str]) -> None:
     found: list[str] = []
     try:
@@ -181,6 +219,7 @@ def _report(
     begun: float,
     decisions: Mapping[str, Any],
     how: Settings,
+    logits: Mapping[str, Any] | None,
 ) -> None:
     seconds = time.monotonic() - begun
     result = Result(
@@ -192,6 +231,7 @@ def _report(
         peak_rss_bytes=peak_rss_bytes(),
         verified=how.verify,
         decisions=decisions,
+        logits=logits,
     )
     if how.format is Format.JSON:
         emit_json(asdict(result))
@@ -207,7 +247,11 @@ def _report(
 
 
 def peak_rss_bytes() -> int:
-    """Largest resident memory of this process so far; 0 where the system does not tell."""
+    """Largest resident memory of this process so far.
+
+    ``/proc`` counts this program alone; ``getrusage`` counts what its parent had before it as well.
+    """
     status = Path("/proc/self/status")
     lines = status.read_text(encoding="ascii").splitlines() if status.exists() else []
-    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:")), 0)
+    found = [int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:")]
+    return found[0] if found else peak_memory_bytes()

@@ -16,8 +16,12 @@ from .sources import detect, open_any
 from .verify import directory_to_verify, full_findings, header_findings, stream_crc32
 
 
-def look_over(path: Path, step: int | None, level: Level) -> tuple[Path, list[str], list[str]]:
+def look_over(
+    path: Path, step: int | None, level: Level, ignored: tuple[str, ...] = ()
+) -> tuple[Path, list[str], list[str]]:
     """What was looked at, what is wrong with it, and remarks for a person.
+
+    Settings of the model that fit a shell pattern of ``ignored`` are left out without a check.
 
     Raises:
         CorruptError: there is no checkpoint at all.
@@ -32,7 +36,7 @@ def look_over(path: Path, step: int | None, level: Level) -> tuple[Path, list[st
             raise unknown from None
     if kind is SourceKind.NATIVE:
         return _native(path, step, level)
-    options = LegacyOptions(look_only=level is Level.HEADER)
+    options = LegacyOptions(look_only=level is Level.HEADER, ignore_config=ignored)
     try:
         checkpoint, remarks = open_any(path, kind, step, legacy=options)
         arrays = _arrays(checkpoint) if level is Level.FULL else []

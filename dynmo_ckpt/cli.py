@@ -2,26 +2,33 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from . import options
-from .console import Format, emit, emit_json, emit_table, progress, run_app, say
+from .console import Format, add_version, command_list, emit, emit_json, emit_table, progress, run_app, say
 from .errors import UsageError
 from .megatron_cli import register
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from .convert import ExportPlan
+    from .logits import LogitsCheck
     from .native import NativeCheckpoint
 
+ORDER_OF_WORK = ("info", "verify", "diff", "merge", "split", "reshard", "convert")
+
 app = typer.Typer(
+    cls=command_list(*ORDER_OF_WORK),
     no_args_is_help=True,
-    add_completion=False,
     rich_markup_mode=None,  # plain help never cuts the name of an option, and needs no rich
     help="Inspect, verify, compare, merge, split and convert checkpoints. No pickle is ever executed.",
 )
+add_version(app)
 
 
 @app.command()
@@ -31,6 +38,7 @@ def info(
     tensors: Annotated[
         str | None, typer.Option(help="List the tensors whose name fits this shell pattern, such as 'layers.0.*'.")
     ] = None,
+    ignore_config: options.IgnoreConfig = None,
     report: options.Report = Format.TEXT,
 ) -> None:
     """Show what a checkpoint holds: run, model, partition, pruning, tensors and files. Reads no tensor's bytes.
@@ -49,7 +57,7 @@ def info(
     else:
         from .legacy import LegacyOptions
 
-        look = LegacyOptions(look_only=True)
+        look = LegacyOptions(look_only=True, ignore_config=tuple(ignore_config or ()))
         checkpoint = _open(path, options.SourceKind.AUTO, step, legacy=look)
         directory, manifest = path, {**checkpoint.manifest, "files": stored_files(checkpoint)}
     summary = summarize(str(directory), manifest)
@@ -82,6 +90,7 @@ def verify(
         typer.Option(help="Also compare the logits with those of transformers on this Hugging Face directory."),
     ] = None,
     logits_atol: Annotated[float, typer.Option(min=0, help="Largest difference of a logit that passes.")] = 1e-4,
+    ignore_config: options.IgnoreConfig = None,
     report: options.Report = Format.TEXT,
 ) -> None:
     """Check a checkpoint of any format. Exit code 0: nothing is wrong; 1: something is, and every finding is told.
@@ -91,15 +100,15 @@ def verify(
     from .checkup import look_over
     from .faults import EXIT_DIFFERENCE
 
-    directory, findings, remarks = look_over(path, step, level)
+    directory, findings, remarks = look_over(path, step, level, tuple(ignore_config or ()))
     for remark in remarks:
         say(remark)
     if against is not None and not findings:
-        differing = _differences(directory, against, ("parameter", "buffer", "mask"), atol, step)
+        differing = _differences(directory, against, ("parameter", "buffer", "mask"), atol, step, ignore_config)
         findings += [f"{each['name']}: {each['message']}" for each in differing]
     logits = None
     if hf_logits is not None and not findings:
-        logits = _logits(directory, hf_logits, step)
+        logits = _logits(directory, hf_logits, step, ignore_config)
         if not logits["max_abs"] <= logits_atol:
             findings.append(f"logits differ by {logits['max_abs']:.3g}, at most {logits_atol:.3g} passes")
     if report is Format.JSON:
@@ -113,10 +122,12 @@ def verify(
         raise typer.Exit(EXIT_DIFFERENCE)
 
 
-def _logits(directory: Path, hf_directory: Path, step: int | None) -> dict[str, Any]:
+def _logits(
+    directory: Path, hf_directory: Path, step: int | None, ignore_config: options.IgnoreConfig
+) -> dict[str, Any]:
     from .logits import hf_difference
 
-    found = hf_difference(_open(directory, options.SourceKind.AUTO, step), hf_directory)
+    found = hf_difference(_open_lenient(directory, step, ignore_config), hf_directory)
     say(f"logits of {found['tokens']} tokens differ by {found['max_abs']:.3g} at most")
     return found
 
@@ -127,6 +138,7 @@ def diff(
     right: Annotated[Path, typer.Argument(metavar="OTHER", help="The checkpoint to compare with, of any format.")],
     atol: options.Atol = 0.0,
     with_optimizer: options.WithOptimizer = False,
+    ignore_config: options.IgnoreConfig = None,
     report: options.Report = Format.TEXT,
 ) -> None:
     """Compare two checkpoints tensor by tensor, on any topologies and in any formats. Exit code 1: they differ.
@@ -136,7 +148,7 @@ def diff(
     from .faults import EXIT_DIFFERENCE
 
     roles = ("parameter", "buffer", "mask", *(("optimizer",) if with_optimizer else ()))
-    found = _differences(left, right, roles, atol)
+    found = _differences(left, right, roles, atol, ignore_config=ignore_config)
     if report is Format.JSON:
         emit_json({"left": str(left), "right": str(right), "atol": atol, "equal": not found, "differences": found})
     else:
@@ -148,11 +160,16 @@ def diff(
 
 
 def _differences(
-    left: Path, right: Path, roles: tuple[str, ...], atol: float, step: int | None = None
+    left: Path,
+    right: Path,
+    roles: tuple[str, ...],
+    atol: float,
+    step: int | None = None,
+    ignore_config: options.IgnoreConfig = None,
 ) -> list[dict[str, Any]]:
     from .compare import differences
 
-    sides = [_open(path, options.SourceKind.AUTO, number) for path, number in ((left, step), (right, None))]
+    sides = [_open_lenient(path, number, ignore_config) for path, number in ((left, step), (right, None))]
     total = sum(content.num_bytes for content in sides[0].tensors.values())
     with progress("compare", total / 1e6, "MB") as tick:
         return [asdict(each) for each in differences(sides[0], sides[1], roles, atol, tick)]
@@ -168,13 +185,14 @@ def merge(
     verify: options.Verify = True,
     overwrite: options.Overwrite = False,
     plan: options.PlanOnly = False,
+    ignore_config: options.IgnoreConfig = None,
     report: options.Report = Format.TEXT,
 ) -> None:
     """Put the files of all workers together into those of one; tensors, masks and optimizer state stay as they are."""
     from .actions import Settings
     from .reshard import whole_partition
 
-    checkpoint = _open(source, options.SourceKind.AUTO, step)
+    checkpoint = _open_lenient(source, step, ignore_config)
     how = Settings(jobs=jobs, verify=verify, overwrite=overwrite, plan_only=plan, format=report)
     _write_native(
         checkpoint, target, how, partition=whole_partition(checkpoint.manifest), with_optimizer=with_optimizer
@@ -195,10 +213,12 @@ def split(
     verify: options.Verify = True,
     overwrite: options.Overwrite = False,
     plan: options.PlanOnly = False,
+    ignore_config: options.IgnoreConfig = None,
     report: options.Report = Format.TEXT,
 ) -> None:
     """Divide a checkpoint among tensor ranks and pipeline workers; the same as reshard with one replica."""
-    reshard(source, target, tp, pp, 1, vpp, partition, step, with_optimizer, jobs, verify, overwrite, plan, report)
+    state = (with_optimizer, jobs, verify, overwrite, plan, ignore_config, report)
+    reshard(source, target, tp, pp, 1, vpp, partition, step, *state)
 
 
 @app.command()
@@ -216,13 +236,14 @@ def reshard(
     verify: options.Verify = True,
     overwrite: options.Overwrite = False,
     plan: options.PlanOnly = False,
+    ignore_config: options.IgnoreConfig = None,
     report: options.Report = Format.TEXT,
 ) -> None:
     """Write a checkpoint of any topology for another one, in one pass, with masks and optimizer state."""
     from .actions import Settings
     from .reshard import counted_partition
 
-    checkpoint = _open(source, options.SourceKind.AUTO, step)
+    checkpoint = _open_lenient(source, step, ignore_config)
     model = checkpoint.manifest["model"]
     counts = options.layer_counts(options.num_blocks(model), pp * vpp, partition)
     how = Settings(jobs=jobs, verify=verify, overwrite=overwrite, plan_only=plan, format=report)
@@ -247,7 +268,8 @@ def convert(
         typer.Option(
             "--to",
             help="hf: a Hugging Face directory (GPT-2, MegatronBert, Blenderbot, Llama, Mixtral); native: ours; "
-            "legacy: Megatron's; the last two on the topology of --tp, --pp, --vpp and --partition.",
+            "legacy: Megatron's; both on the topology of --tp, --pp, --vpp and --partition; deepspeed: "
+            "Megatron-DeepSpeed's (GPT, Llama) on --tp ranks; dcp: Megatron-core's distributed format (GPT, Llama).",
         ),
     ],
     kind: options.Source = options.SourceKind.AUTO,
@@ -262,10 +284,12 @@ def convert(
     config: options.ModelConfig = None,
     sparse: options.Sparse = False,
     with_optimizer: options.MaybeOptimizer = None,
+    with_optimizer_if_present: options.OptimizerIfPresent = False,
     dtype: options.WeightType = options.Dtype.KEEP,
     tie: options.Tie = True,
     replicas: options.Replicas = options.Agreement.EQUAL,
     drop: options.Drop = None,
+    ignore_config: options.IgnoreConfig = None,
     tp: options.TensorSize = 1,
     pp: options.PipelineSize = 1,
     vpp: options.VirtualSize = 1,
@@ -273,6 +297,7 @@ def convert(
     checkpoint_version: options.Version = 3.0,
     jobs: options.Jobs = options.DEFAULT_JOBS,
     verify: options.Verify = True,
+    check_logits: options.CheckLogits = None,
     overwrite: options.Overwrite = False,
     plan: options.PlanOnly = False,
     report: options.Report = Format.TEXT,
@@ -283,7 +308,7 @@ def convert(
     stays behind.
     """
     from .actions import Settings, write_export
-    from .convert import plan_hf_export, plan_legacy_export
+    from .convert import plan_hf_export
     from .legacy import LegacyOptions
     from .reshard import counted_partition
 
@@ -294,17 +319,21 @@ def convert(
         first_replica=replicas is options.Agreement.FIRST,
         untie=not tie,
         drop=tuple(drop or ()),
+        ignore_config=tuple(ignore_config or ()),
         with_optimizer=bool(with_optimizer),
+        optimizer_if_present=with_optimizer_if_present,
         config=config,
     )
+    if with_optimizer_if_present and with_optimizer is not None:
+        raise UsageError("--with-optimizer-if-present: leave out --with-optimizer and --no-optimizer")
+    _check_target(to, (tp, pp, vpp, partition), asks_for_state=bool(with_optimizer) or with_optimizer_if_present)
     checkpoint = _open(source, kind, step, make_vocab_size_divisible_by=make_vocab_size_divisible_by, legacy=legacy)
+    if with_optimizer_if_present:
+        with_optimizer = checkpoint.manifest["optimizer"] is not None
     if tokenizer is not None and not tokenizer.is_dir():
         raise UsageError(f"--tokenizer {tokenizer}: is not a directory")
     how = Settings(jobs=jobs, verify=verify, overwrite=overwrite, plan_only=plan, format=report)
-    if to is options.TargetKind.HF and (tp, pp, vpp, partition) != (1, 1, 1, None):
-        raise UsageError("--tp, --pp, --vpp and --partition go with --to native and --to legacy; hf has one topology")
-    if to is options.TargetKind.HF and with_optimizer:
-        raise UsageError("--with-optimizer: a Hugging Face directory holds no optimizer state")
+    how = replace(how, logits=_logits_check(source, kind, to, checkpoint, dtype, check_logits))
     if to is options.TargetKind.NATIVE:
         model = checkpoint.manifest["model"]
         counts = options.layer_counts(options.num_blocks(model), pp * vpp, partition)
@@ -317,21 +346,77 @@ def convert(
         }
         _write_native(checkpoint, target, how, partition=stages, tokenizer=tokenizer, **topology)
         return
-    if to is options.TargetKind.LEGACY:
-        export = plan_legacy_export(
-            checkpoint,
-            counts=options.legacy_counts(checkpoint.manifest["model"], pp * vpp, partition),
-            tensor_parallel_size=tp,
-            virtual_stages_per_worker=vpp,
-            version=options.legacy_version(checkpoint_version),
-            dtype=dtype.stored,
-            with_optimizer=bool(with_optimizer),
-        )
+    if to is options.TargetKind.HF:
+        shard_bytes = options.parse_bytes(max_shard_size)
+        export = plan_hf_export(checkpoint, tokenizer=tokenizer, shard_bytes=shard_bytes, dtype=dtype.stored)
     else:
-        export = plan_hf_export(
-            checkpoint, tokenizer=tokenizer, shard_bytes=options.parse_bytes(max_shard_size), dtype=dtype.stored
-        )
+        state = {"dtype": dtype.stored, "with_optimizer": bool(with_optimizer)}
+        export = _megatron_export(checkpoint, to, (tp, pp, vpp, partition), checkpoint_version, state)
     write_export(checkpoint.directory, target, export, how)
+
+
+@app.command("source-digest", hidden=True)
+def show_source_digest() -> None:
+    """Print a digest of the version, the code and the tables: a cache of conversions is named by it."""
+    from .source_digest import source_digest
+
+    emit(source_digest())
+
+
+def _logits_check(
+    source: Path,
+    kind: options.SourceKind,
+    to: options.TargetKind,
+    checkpoint: NativeCheckpoint,
+    dtype: options.Dtype,
+    asked: bool | None,
+) -> LogitsCheck | None:
+    """The comparison of logits of a conversion; None with ``--no-check-logits`` and between native checkpoints."""
+    from .logits import LogitsCheck
+    from .sources import detect
+
+    kind = detect(source) if kind is options.SourceKind.AUTO else kind
+    target = options.SourceKind(to.value)
+    if asked is False or (asked is None and kind is target is options.SourceKind.NATIVE):
+        return None
+    return LogitsCheck(
+        source=checkpoint, source_kind=kind, target_kind=target, dtype=dtype.stored, required=asked is True
+    )
+
+
+def _megatron_export(
+    checkpoint: NativeCheckpoint,
+    to: options.TargetKind,
+    topology: tuple[int, int, int, str | None],
+    version: float,
+    state: Mapping[str, Any],
+) -> ExportPlan:
+    """Plan a checkpoint of one of the Megatrons; ``topology`` is --tp, --pp, --vpp and --partition."""
+    from .convert import plan_core_export, plan_deepspeed_export, plan_legacy_export
+
+    tp, pp, vpp, partition = topology
+    if to is options.TargetKind.DEEPSPEED:
+        return plan_deepspeed_export(checkpoint, tensor_parallel_size=tp, **state)
+    if to is options.TargetKind.DCP:
+        return plan_core_export(checkpoint, **state)
+    return plan_legacy_export(
+        checkpoint,
+        counts=options.legacy_counts(checkpoint.manifest["model"], pp * vpp, partition),
+        tensor_parallel_size=tp,
+        virtual_stages_per_worker=vpp,
+        version=options.legacy_version(version),
+        **state,
+    )
+
+
+def _check_target(to: options.TargetKind, topology: tuple[int, int, int, str | None], *, asks_for_state: bool) -> None:
+    """Raise ``UsageError`` for a topology, or for optimizer state, that the format does not have."""
+    if to is options.TargetKind.DEEPSPEED and topology[1:] != (1, 1, None):
+        raise UsageError("--pp, --vpp and --partition go with --to native and --to legacy; deepspeed has one stage")
+    if to in (options.TargetKind.HF, options.TargetKind.DCP) and topology != (1, 1, 1, None):
+        raise UsageError(f"--tp, --pp, --vpp and --partition go with --to native and legacy; {to} has one topology")
+    if to is options.TargetKind.HF and asks_for_state:
+        raise UsageError("--with-optimizer: a Hugging Face directory holds no optimizer state")
 
 
 def _open(source: Path, kind: options.SourceKind, step: int | None, **imported: Any) -> NativeCheckpoint:
@@ -341,6 +426,14 @@ def _open(source: Path, kind: options.SourceKind, step: int | None, **imported: 
     for remark in remarks:
         say(remark)
     return checkpoint
+
+
+def _open_lenient(source: Path, step: int | None, ignore_config: options.IgnoreConfig) -> NativeCheckpoint:
+    """Open an input of any format, without a check of the settings that fit a pattern of ``ignore_config``."""
+    from .legacy import LegacyOptions
+
+    given = LegacyOptions(ignore_config=tuple(ignore_config or ()))
+    return _open(source, options.SourceKind.AUTO, step, legacy=given)
 
 
 def _write_native(

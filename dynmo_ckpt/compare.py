@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -14,14 +13,11 @@ from numpy.typing import NDArray
 from .console import Tick
 from .copyplan import OutputTensor, sources
 from .io.reading import Reader, Words, open_sources
-from .native import NativeCheckpoint
+from .native import NativeCheckpoint, has_vocabulary_rows
 from .panels import panels
 from .views import Tensor
 
 Numbers = NDArray[Any]
-VOCABULARY_ROWS = (
-    r"((encoder\.|decoder\.)?embedding\.word\.weight|head\.(weight|bias))(\.(mask|exp_avg|exp_avg_sq|master))?"
-)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,7 +81,7 @@ def _without_padding(checkpoint: NativeCheckpoint, name: str, masked: bool) -> O
     model, entry = checkpoint.manifest["model"], checkpoint.manifest["tensors"][name]
     content, mask = checkpoint.tensors[name], checkpoint.tensors.get(f"{name}.mask") if masked else None
     shape = tuple(entry["shape"])
-    if re.fullmatch(VOCABULARY_ROWS, name):
+    if has_vocabulary_rows(name):
         shape = (model["vocab_size"], *shape[1:])
         content = content.narrow(0, 0, shape[0])
         mask = None if mask is None else mask.narrow(0, 0, shape[0])

@@ -7,7 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from .carried import carried_config, carried_generation, named_classes
 from .copyplan import Writable
+from .core_write import plan_core
+from .deepspeed_write import plan_deepspeed
 from .faults import UnsupportedError
 from .formats._document import encode_json
 from .hf_models import architecture_of_model, hf_config
@@ -56,15 +59,16 @@ def plan_hf_export(
     source = tokenizer or (inside if inside.is_dir() else checkpoint.directory)
     copied, end = tokenizer_files(source, model["vocab_size"], model["max_position_embeddings"])
     files = tuple(plan_files(mapped, shard_bytes, dtype or dtypes[0]))
-    config = hf_config(model, DTYPE_NAMES[dtype or dtypes[0]], end)
+    carried = manifest.get("source")
+    computed = named_classes(hf_config(model, DTYPE_NAMES[dtype or dtypes[0]], end), manifest)
+    config = carried_config(carried, model, computed)
     generation = {"bos_token_id": end, "eos_token_id": end, "pad_token_id": end}
     if model["family"] == "t5":
         generation["decoder_start_token_id"] = end
-    small = {
-        "config.json": encode_json(config),
-        "generation_config.json": encode_json({key: value for key, value in generation.items() if value is not None}),
-        **copied,
-    }
+    settings = carried_generation(carried, {key: id_ for key, id_ in generation.items() if id_ is not None})
+    small = {"config.json": encode_json(config), **copied}
+    if settings is not None:
+        small["generation_config.json"] = encode_json(settings)
     index = weight_index(files)
     if index is not None:
         small["model.safetensors.index.json"] = index
@@ -72,11 +76,10 @@ def plan_hf_export(
         "architecture": config["architectures"][0],
         "map": architecture.map,
         "activation_function": config.get("activation_function", config.get("hidden_act")),
-        "vocabulary_rows_cut_off": model["padded_vocab_size"] - model["vocab_size"],
         "tied_left_out": sorted(ties),
         "masks_applied": len(masks),
         **_remarks(model, name),
-        "eos_token_id": end,
+        "eos_token_id": config.get("eos_token_id"),
         "left_behind": len(checkpoint.names("optimizer")),
     }
     return ExportPlan(files=files, small_files=small, decisions=decisions)
@@ -113,8 +116,33 @@ def plan_legacy_export(
         "checkpoint_version": version,
         "layers_per_stage": list(counts),
         "tensor_parallel_size": tensor_parallel_size,
+        **_state_decisions(checkpoint, with_optimizer),
+    }
+    return ExportPlan(files=tuple(files), small_files=small, decisions=decisions)
+
+
+def plan_deepspeed_export(
+    checkpoint: NativeCheckpoint, *, tensor_parallel_size: int, dtype: str | None = None, with_optimizer: bool = False
+) -> ExportPlan:
+    """Plan ``convert --to deepspeed``; parameters as ``plan_deepspeed``."""
+    files, small = plan_deepspeed(
+        checkpoint, tensor_parallel_size=tensor_parallel_size, dtype=dtype, with_optimizer=with_optimizer
+    )
+    decisions = _state_decisions(checkpoint, with_optimizer) | {"tensor_parallel_size": tensor_parallel_size}
+    return ExportPlan(files=tuple(files), small_files=small, decisions=decisions)
+
+
+def plan_core_export(
+    checkpoint: NativeCheckpoint, *, dtype: str | None = None, with_optimizer: bool = False
+) -> ExportPlan:
+    """Plan ``convert --to dcp``, Megatron-core's distributed checkpoint; parameters as ``plan_core``."""
+    files, small = plan_core(checkpoint, dtype=dtype, with_optimizer=with_optimizer)
+    return ExportPlan(files=tuple(files), small_files=small, decisions=_state_decisions(checkpoint, with_optimizer))
+
+
+def _state_decisions(checkpoint: NativeCheckpoint, with_optimizer: bool) -> dict[str, Any]:
+    return {
         "masks_applied": len(checkpoint.names("mask")),
         "with_optimizer": with_optimizer,
         "left_behind": 0 if with_optimizer else len(checkpoint.names("optimizer")),
     }
-    return ExportPlan(files=tuple(files), small_files=small, decisions=decisions)

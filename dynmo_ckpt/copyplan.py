@@ -56,6 +56,10 @@ class Writable(Protocol):
     def num_bytes(self) -> int:
         """Size of the whole file."""
 
+    @property
+    def index(self) -> dict[str, tuple[int, int]]:
+        """What a reader finds in the file: offset and number of bytes of each stored array, by key."""
+
     def other_bytes(self, checksums: Sequence[int]) -> list[tuple[int, bytes]]:
         """Everything but the tensors' bytes, by offset; with them it leaves no gap."""
 
@@ -83,6 +87,11 @@ class OutputFile:
     def num_bytes(self) -> int:
         """Size of the whole file."""
         return len(self.header) + sum(tensor.num_bytes for tensor in self.tensors)
+
+    @property
+    def index(self) -> dict[str, tuple[int, int]]:
+        """Offset and number of bytes of each tensor, by key."""
+        return {t.key: (begin, t.num_bytes) for t, begin in zip(self.tensors, self.offsets, strict=True)}
 
     def other_bytes(self, checksums: Sequence[int]) -> list[tuple[int, bytes]]:
         """Everything but the tensors' bytes, by offset; here independent of the tensors' checksums."""

@@ -15,6 +15,22 @@ from .views import Tensor
 
 STACKED = re.compile(r"decoder\.layers\.(?!\d)")
 EXTRA_STATE = "_extra_state"
+LEGACY_LAYER = re.compile(r"language_model\.encoder\.layers\.(\d+)\.(.+)\.(weight|bias)")
+LAYER_PARTS = {
+    "input_layernorm": "input_layernorm",
+    "self_attention.query_key_value": "self_attention.linear_qkv",
+    "self_attention.dense": "self_attention.linear_proj",
+    "post_attention_layernorm": "pre_mlp_layernorm",
+    "mlp.dense_h_to_4h": "mlp.linear_fc1",
+    "mlp.dense_4h_to_h": "mlp.linear_fc2",
+}
+WHOLE = {
+    "language_model.embedding.word_embeddings.weight": "embedding.word_embeddings.weight",
+    "language_model.embedding.position_embeddings.weight": "embedding.position_embeddings.weight",
+    "language_model.encoder.final_layernorm.weight": "decoder.final_layernorm.weight",
+    "language_model.encoder.final_layernorm.bias": "decoder.final_layernorm.bias",
+    "language_model.output_layer.weight": "output_layer.weight",
+}
 WORD_TABLE = "embedding.word_embeddings.weight"
 
 
@@ -32,6 +48,22 @@ def legacy_names(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         return next((match.expand(new) for pattern, new in rules if (match := pattern.fullmatch(name))), name)
 
     return {renamed(name): tensor for name, tensor in unstacked(tensors).items() if EXTRA_STATE not in name}
+
+
+def core_name(name: str) -> str:
+    """Megatron-core's name of a tensor of legacy Megatron, with norms of their own and not fused with what follows.
+
+    Raises:
+        UnsupportedError: a name that Megatron-core does not have.
+    """
+    match = LEGACY_LAYER.fullmatch(name)
+    whole = WHOLE.get(name) if match is None else None
+    inner = LAYER_PARTS.get(match[2]) if match is not None else None
+    if match is not None and inner is not None:
+        return f"decoder.layers.{match[1]}.{inner}.{match[3]}"
+    if whole is None:
+        raise UnsupportedError(f"{name}: has no name in Megatron-core")
+    return whole
 
 
 def unstacked(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

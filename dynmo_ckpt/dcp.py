@@ -15,9 +15,11 @@ from typing import Any
 from .core_names import EXTRA_STATE
 from .errors import UsageError
 from .faults import CorruptError, UnsupportedError
-from .io.pickles import Inert, Name, load_pickle
+from .formats._document import read_word
+from .io.files import read_file
+from .io.pickles import LIMIT_BYTES, Inert, Name, load_pickle
 from .io.safetensors import DTYPE_BYTES
-from .io.torchfile import open_torch
+from .io.torchfile import TorchFile, open_torch
 from .views import Piece, Tensor
 
 METADATA, COMMON = ".metadata", "common.pt"
@@ -44,6 +46,13 @@ class DistributedCheckpoint:
     tensors: Mapping[str, Tensor]
     common: Mapping[str, Any]
     other: tuple[str, ...]
+    common_file: TorchFile | None = None
+
+    def number(self, value: Any) -> int | float | None:
+        """A number in ``common``, be it one or a tensor with one element; None for everything else."""
+        if self.common_file is not None:
+            return self.common_file.number(value)
+        return value if isinstance(value, int | float) else None
 
 
 def is_dcp(path: Path) -> bool:
@@ -55,7 +64,7 @@ def _iterations(path: Path) -> list[str]:
     tracker = path / TRACKER
     if not tracker.is_file():
         return []
-    text = tracker.read_text(encoding="utf-8", errors="replace").strip()
+    text = read_word(tracker)
     return ["release"] if text == "release" else [f"iter_{int(text):07d}"] if text.isdecimal() else []
 
 
@@ -71,7 +80,7 @@ def open_dcp(path: Path, step: int | None) -> DistributedCheckpoint:
     directory = _directory(path, step)
     source = str(directory / METADATA)
     try:
-        tree = load_pickle((directory / METADATA).read_bytes(), source)
+        tree = load_pickle(read_file(directory / METADATA, LIMIT_BYTES), source)
     except OSError as error:
         raise CorruptError(f"{source}: cannot be read: {error.strerror}") from error
     entries, places = _fields(tree, source)
@@ -83,9 +92,10 @@ def open_dcp(path: Path, step: int | None) -> DistributedCheckpoint:
             other.append(name)
         elif EXTRA_STATE not in name:
             tensors[name] = _tensor(directory, name, entry.attributes, where)
-    common = open_torch(directory / COMMON).tree if (directory / COMMON).is_file() else {}
+    file = open_torch(directory / COMMON) if (directory / COMMON).is_file() else None
+    common = file.tree if file is not None and isinstance(file.tree, dict) else {}
     return DistributedCheckpoint(
-        directory=directory, tensors=tensors, common=common if isinstance(common, dict) else {}, other=tuple(other)
+        directory=directory, tensors=tensors, common=common, other=tuple(other), common_file=file
     )
 
 

@@ -6,16 +6,18 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from .carried import source_of
 from .core_names import legacy_names
 from .dcp import DistributedCheckpoint, open_dcp, plain_names
 from .errors import UsageError
-from .faults import UnsupportedError
+from .faults import NoStateError, UnsupportedError
 from .hf_models import ARCHITECTURES
-from .huggingface import read_config
+from .huggingface import read_config, read_generation_config
 from .imported import checked_model, from_legacy, from_map
-from .io.pickles import Inert, Name
 from .legacy import KINDS, LAYER_NAME, LegacyCheckpoint, LegacyOptions, RankFacts, assemble, assemble_state
+from .megatron_args import read_args
 from .native import NativeCheckpoint
+from .progress import read_progress
 from .views import Tensor
 
 MASTERS = ("optimizer.state.fp32_param.", "optimizer.state.param.")
@@ -39,10 +41,11 @@ def open_distributed(
         raise UnsupportedError(f"{found.directory}: optimizer state is known under Megatron-core's names only")
     config = _config(found.directory, options)
     name = "llama2c" if kind == "titan" else _map_of(config, found.directory)
-    model = checked_model(config, found.directory / "config.json", make_vocab_size_divisible_by)
+    model = checked_model(config, found.directory / "config.json", make_vocab_size_divisible_by, options.ignore_config)
     if kind == "titan" and (model["family"] != "llama" or model.get("num_experts")):
         raise UnsupportedError(f"{found.directory}: has a Llama's names, and the configuration is of another model")
-    return from_map(found.directory, model, name, tensors, options.drop, run_id=path.resolve().name)
+    source = source_of(config, read_generation_config(options.config or found.directory))
+    return from_map(found.directory, model, name, tensors, options.drop, run_id=path.resolve().name, source=source)
 
 
 def _config(directory: Path, options: LegacyOptions) -> Mapping[str, Any]:
@@ -65,14 +68,15 @@ def _map_of(config: Mapping[str, Any], directory: Path) -> str:
 
 def _core(found: DistributedCheckpoint, tensors: Mapping[str, Tensor], options: LegacyOptions) -> LegacyCheckpoint:
     """Megatron-core's, whose tensors are whole: one stage on one tensor rank."""
-    args = found.common.get("args")
-    said = args.attributes if isinstance(args, Inert) and args.type == Name("argparse", "Namespace") else {}
-    if said.get("position_embedding_type") == "rope":
-        said = {**said, "use_rotary_position_embeddings": said.get("use_rotary_position_embeddings", True)}
+    said = read_args(found.common, str(found.directory))
     number = found.common.get("iteration", 0)
-    facts = RankFacts(path=found.directory, args=said, version=3.0, step=number if isinstance(number, int) else 0)
+    step = number if isinstance(number, int) else 0
+    progress = read_progress(found.common, said, step, found.number)
+    facts = RankFacts(path=found.directory, args=said, version=3.0, step=step, progress=progress)
     if not options.with_optimizer:
         return assemble(facts, *_stage(tensors), options)
+    if not any(name.startswith("optimizer.") for name in (*found.tensors, *found.other)):
+        raise NoStateError(f"{found.directory}: has no optimizer state")
     state = {}
     for kind in KINDS:
         prefixes = MASTERS if kind == "master" else (MOMENTS[kind],)
@@ -99,8 +103,8 @@ def _steps(found: DistributedCheckpoint) -> set[int]:
     held: Any = found.common.get("optimizer")
     inner = held.get("optimizer", held) if isinstance(held, dict) else {}
     state = inner.get("state", {}) if isinstance(inner, dict) else {}
-    numbers = {state.get("common_step")} if isinstance(state, dict) else set()
+    told = [state.get("common_step")] if isinstance(state, dict) else []
     groups = inner.get("param_groups", []) if isinstance(inner, dict) else []
-    numbers |= {group.get("step") for group in groups if isinstance(group, dict)}
-    steps = {int(number) for number in numbers if isinstance(number, int | float)}
+    told += [group.get("step") for group in groups if isinstance(group, dict)]
+    steps = {int(number) for number in map(found.number, told) if number is not None}
     return steps or {found.common["iteration"]} if isinstance(found.common.get("iteration"), int) else steps

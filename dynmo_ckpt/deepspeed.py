@@ -2,7 +2,8 @@
 
 The layer files ``layer_LL-model_TT-model_states.pt`` hold one layer each: the embedding first, then the blocks, then
 the final norm and the head. With ZeRO 1 and 2 the 16-bit weights are whole in the model's files, and the shards
-``zero_pp_rank_*`` hold the optimizer's state alone. With ZeRO 3 the weights are in the shards, in float32.
+``zero_pp_rank_*`` hold the optimizer's state alone. With ZeRO 3 the weights are in the shards, in float32. Without ZeRO
+the optimizer's state is in the model's file, by position.
 """
 
 from __future__ import annotations
@@ -14,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from .errors import UsageError
-from .faults import CorruptError, UnsupportedError
-from .io.pickles import Inert, Name
+from .faults import CorruptError, NoStateError, UnsupportedError
+from .formats._document import read_word
 from .io.torchfile import TorchFile, open_torch
 from .legacy import (
     HEAD_COPY,
@@ -28,11 +29,15 @@ from .legacy import (
     assemble_state,
     flatten,
 )
+from .legacy_optimizer import read_state
+from .megatron_args import read_args
 from .names import load_map
+from .progress import Progress, read_progress
 from .views import Tensor
-from .zero import read_zero, shard_files
+from .zero import held_state, read_zero, shard_files
 
-LAYER_FILE = re.compile(r"layer_(\d+)-model_(\d+)-model_states\.pt")
+# A pipeline without an axis of tensor ranks has no "-model_TT" in the names of its layers.
+LAYER_FILE = re.compile(r"layer_(\d+)(?:-model_(\d+))?-model_states\.pt")
 RANK_FILE = re.compile(r"(?:zero_pp_rank_0_)?mp_rank_(\d+)_model_states\.pt")
 LM = "language_model."
 
@@ -56,16 +61,16 @@ def open_deepspeed(path: Path, step: int | None, options: LegacyOptions) -> Lega
         raise CorruptError(f"{directory}: has no mp_rank_*_model_states.pt")
     first = open_torch(ranks[min(ranks)])
     tree = first.tree if isinstance(first.tree, dict) else {}
-    args = tree.get("args")
-    said = args.attributes if isinstance(args, Inert) and args.type == Name("argparse", "Namespace") else {}
+    said = read_args(tree, str(first.path))
     if any(directory.glob("layer_*_expert_*")) or any(directory.glob("expert_*")):
         raise UnsupportedError(f"{directory}: experts of DeepSpeed are not mapped")
     number = tree.get("iteration", tree.get("global_steps", 0))
     version = tree.get("checkpoint_version", 3.0)
     if not isinstance(number, int) or not isinstance(version, int | float):
         raise CorruptError(f"{first.path}: iteration {number!r}, checkpoint_version {version!r}")
-    facts = RankFacts(path=first.path, args=said, version=float(version), step=number)
     layers = _layer_files(directory)
+    progress = _progress(directory, first, said, number)
+    facts = RankFacts(path=first.path, args=said, version=float(version), step=number, progress=progress)
     zero3 = not layers and _is_empty(_tensors(first, "module"))
     stages: list[dict[str, list[Tensor]]] = []
     if not zero3:
@@ -78,6 +83,15 @@ def open_deepspeed(path: Path, step: int | None, options: LegacyOptions) -> Lega
         return assemble_state(facts, numbered, steps, options, None if zero3 else (stages, _counts(stages)))
     found = assemble(facts, state["master"], _counts(state["master"]), options)
     return replace(found, remarks=[*found.remarks, "the weights are ZeRO 3's float32 masters"])
+
+
+def _progress(directory: Path, first: TorchFile, args: Mapping[str, Any], step: int) -> Progress:
+    """What the first model's file tells, and the loss scale that is in the first of the optimizer's shards."""
+    shards = shard_files(directory)
+    if not shards:
+        return read_progress(first.tree, args, step, first.number)
+    shard = open_torch(shards[min(shards)][min(shards[min(shards)])])
+    return read_progress(first.tree, args, step, shard.number, held_state(shard))
 
 
 def _counts(stages: list[dict[str, list[Tensor]]]) -> dict[str, int]:
@@ -99,7 +113,9 @@ def _state(
 ) -> tuple[dict[str, list[dict[str, list[Tensor]]]], set[int]]:
     """The optimizer's state by kind, as stages of whole models; and the updates that ranks did."""
     shards = shard_files(directory)
-    if not shards or set(shards) != set(ranks):
+    if not shards:
+        return _state_without_zero(directory, layers, ranks)
+    if set(shards) != set(ranks):
         raise CorruptError(
             f"{directory}: has the optimizer's shards of the model-parallel ranks {sorted(shards)}, and the models of "
             f"{sorted(ranks)}"
@@ -119,6 +135,29 @@ def _state(
     return result, steps
 
 
+def _state_without_zero(
+    directory: Path, layers: Mapping[int, Mapping[int, Path]], ranks: Mapping[int, Path]
+) -> tuple[dict[str, list[dict[str, list[Tensor]]]], set[int]]:
+    """As :func:`_state`, from the models' files, which hold it where there is no ZeRO."""
+    files = [open_torch(ranks[rank]) for rank in sorted(ranks)]
+    if not all(isinstance(file.tree, dict) and isinstance(file.tree.get("optimizer"), dict) for file in files):
+        raise NoStateError(f"{directory}: has no optimizer state; take the weights alone, with --no-optimizer")
+    if layers:
+        raise UnsupportedError(
+            f"{directory}: the optimizer state of a pipeline without ZeRO has no names and is not mapped; take the "
+            "weights alone, with --no-optimizer"
+        )
+    held = []
+    for file in files:
+        named = {_canonical(name): tensor for name, tensor in _unwrapped(_tensors(file, "module")).items()}
+        held.append(read_state(file, [named]))
+    result = {}
+    for kind in KINDS:
+        parts = [{name: tensor for (_, name), tensor in each.tensors[kind].items()} for each in held]
+        result[kind] = _one_stage(directory, parts)
+    return result, {each.steps for each in held}
+
+
 def _unwrapped(part: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name.removeprefix("module."): tensor for name, tensor in part.items()}
 
@@ -128,12 +167,13 @@ def _by_layer(
 ) -> dict[int, list[dict[str, Tensor]]]:
     """The tensors of one worker's tensor ranks by the number of the layer's file.
 
-    The first and the last worker hold the tied embedding, which stands at both ends of the pipeline.
+    The first and the last worker hold the tied embedding, which is at both ends of the pipeline. The end has no file of
+    its own, unless an older DeepSpeed wrote it; its state counts as a layer after the last.
     """
     found: dict[int, list[dict[str, Tensor]]] = {}
     first_block = sorted(layers)[1]
     is_first = any(name.startswith(f"{first_block}.") for part in parts for name in part)
-    tied = min(layers) if is_first else max(layers)
+    tied = min(layers) if is_first else max(layers) + 1
     for rank, part in enumerate(parts):
         for name, tensor in part.items():
             if name.startswith("tied_modules."):
@@ -150,7 +190,7 @@ def _by_layer(
 def _step_directory(path: Path, step: int | None) -> Path:
     if step is None and not (path / "latest").is_file():
         return path
-    name = f"global_step{step}" if step is not None else (path / "latest").read_text(encoding="utf-8").strip()
+    name = f"global_step{step}" if step is not None else read_word(path / "latest")
     if "/" in name or not (path / name).is_dir():
         raise UsageError(
             f"{path / name}: is not there; the steps are {sorted(p.name for p in path.glob('global_step*'))}"
@@ -168,7 +208,7 @@ def _layer_files(directory: Path) -> dict[int, dict[int, Path]]:
     for child in directory.iterdir():
         match = LAYER_FILE.fullmatch(child.name)
         if match:
-            found.setdefault(int(match[1]), {})[int(match[2])] = child
+            found.setdefault(int(match[1]), {})[int(match[2] or 0)] = child
     ranks = {rank for files in found.values() for rank in files}
     for layer, files in found.items():
         missing = sorted(set(range(max(ranks) + 1)) - set(files))

@@ -28,6 +28,7 @@ from .io.reading import Reader, Words, open_sources
 from .io.safetensors import StoredArray
 from .io.writeback import Writeback
 from .panels import panels
+from .portable import allocate, read_into
 
 KEPT_BYTES = 256 << 20
 READ_BACK_BYTES = 1 << 18
@@ -131,7 +132,7 @@ def execute(
 
 def _jobs(file: Writable, descriptor: int, directory: Path) -> list[_Job]:
     """Preallocate a file, and list its tensors with their places."""
-    os.posix_fallocate(descriptor, 0, file.num_bytes)
+    allocate(descriptor, 0, file.num_bytes)
     pairs = zip(file.tensors, file.offsets, strict=True)
     path = directory / file.name
     return [_job(tensor, descriptor, offset, path) for tensor, offset in pairs]
@@ -234,7 +235,7 @@ def _read_back(descriptor: int, begin: int, count: int, checksum: int, reader: R
     end = begin + count
     while begin < end:
         part = reader.buffer("back", min(READ_BACK_BYTES, end - begin), 1).data
-        got = os.preadv(descriptor, [part], begin)
+        got = read_into(descriptor, part, begin)
         if not got:
             return ~checksum
         checksum = zlib.crc32(part[:got], checksum)

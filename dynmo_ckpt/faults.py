@@ -25,6 +25,10 @@ class UnsupportedError(DynmoError):
     exit_code = 5
 
 
+class NoStateError(UnsupportedError):
+    """Optimizer state was asked for, and the input holds none."""
+
+
 class StorageError(DynmoError):
     """The system refused to read or write: no space, no permission, a fault of the device."""
 

@@ -5,10 +5,11 @@ Adding an architecture is a table in ``maps/``, two functions here and an entry 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from .config_keys import complete_config
 from .faults import CorruptError, UnsupportedError
 
 Config = Mapping[str, Any]
@@ -16,6 +17,10 @@ Model = dict[str, Any]
 ACTIVATIONS = {"gelu_tanh": "gelu_new", "gelu": "gelu", "relu": "relu"}
 SAME_AS_TANH = ("gelu_new", "gelu_fast", "gelu_pytorch_tanh")
 PRE_TRAINING, MASKED = "MegatronBertForPreTraining", "MegatronBertForMaskedLM"
+ROTARY_FIELDS = {
+    "default": (),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+}
 RACE_CHOICES = 4  # of a multiple-choice head, whose weights do not tell it
 TASK_HEADS = {
     "classification": "MegatronBertForSequenceClassification",
@@ -76,38 +81,35 @@ def hf_config(model: Config, dtype: str, end_token_id: int | None) -> dict[str, 
     }
 
 
-def hf_model(config: Config, make_vocab_size_divisible_by: int) -> Model:
+def hf_model(config: Config, make_vocab_size_divisible_by: int, ignored: Sequence[str] = ()) -> Model:
     """The ``model`` of a manifest from a ``config.json``; code that it may name (``auto_map``) is not looked at.
 
+    Args:
+        config: the content of a ``config.json``.
+        make_vocab_size_divisible_by: what the number of rows of the vocabulary is padded to a multiple of.
+        ignored: shell patterns of keys that are left out without a check.
+
     Raises:
-        CorruptError: a size that is none.
-        UnsupportedError: another architecture, or a variant that our model does not compute.
+        CorruptError: an invalid size.
+        UnsupportedError: another architecture, a variant that our model does not compute, or an unknown key.
     """
-    known = ARCHITECTURES.get(str(config.get("model_type")))
-    if known is None:
-        raise UnsupportedError(f"model_type {config.get('model_type')!r}: known are {', '.join(ARCHITECTURES)}")
-    model = known.to_model(config)
-    vocab = size(config, "vocab_size", 50257)
+    complete = complete_config(config, ignored)
+    model = ARCHITECTURES[config["model_type"]].to_model(complete)
+    vocab = size(complete, "vocab_size")
     padded = -(-vocab // make_vocab_size_divisible_by) * make_vocab_size_divisible_by
     return {**model, "vocab_size": vocab, "padded_vocab_size": padded}
 
 
-def size(config: Config, field: str, default: int) -> int:
+def size(config: Config, field: str) -> int:
     """A size of a configuration; raises ``CorruptError`` where it is none."""
-    value = config.get(field, default)
+    value = config[field]
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise CorruptError(f"config.json: {field} must be an integer of at least 1, is {value!r}")
     return value
 
 
-def _needs(config: Config, **fields: Any) -> None:
-    for field, needed in fields.items():
-        if config.get(field, needed) != needed:
-            raise UnsupportedError(f"{field} = {config[field]}: our model computes {field} = {needed} only")
-
-
-def _activation(config: Config, field: str, default: str) -> str:
-    name = config.get(field, default)
+def _activation(config: Config, field: str) -> str:
+    name = config[field]
     if name in SAME_AS_TANH:
         return "gelu_tanh"
     if name not in ("gelu", "relu"):
@@ -130,18 +132,17 @@ def _gpt2_config(model: Config) -> dict[str, Any]:
 
 
 def _gpt2_model(config: Config) -> Model:
-    _needs(config, scale_attn_weights=True, scale_attn_by_inverse_layer_idx=False, add_cross_attention=False)
-    hidden = size(config, "n_embd", 768)
+    hidden = size(config, "n_embd")
     return {
         "family": "gpt",
-        "num_layers": size(config, "n_layer", 12),
+        "num_layers": size(config, "n_layer"),
         "hidden_size": hidden,
-        "ffn_hidden_size": config.get("n_inner") or 4 * hidden,
-        "num_attention_heads": size(config, "n_head", 12),
-        "max_position_embeddings": size(config, "n_positions", 1024),
-        "layernorm_epsilon": config.get("layer_norm_epsilon", 1e-5),
-        "activation": _activation(config, "activation_function", "gelu_new"),
-        "tied_embeddings": config.get("tie_word_embeddings", True),
+        "ffn_hidden_size": config["n_inner"] or 4 * hidden,
+        "num_attention_heads": size(config, "n_head"),
+        "max_position_embeddings": size(config, "n_positions"),
+        "layernorm_epsilon": config["layer_norm_epsilon"],
+        "activation": _activation(config, "activation_function"),
+        "tied_embeddings": config["tie_word_embeddings"],
     }
 
 
@@ -178,43 +179,78 @@ def _llama_config(model: Config) -> dict[str, Any]:
 
 
 def _llama_model(config: Config) -> Model:
-    _needs(config, attention_bias=False, mlp_bias=False, hidden_act="silu", sliding_window=None)
-    heads = size(config, "num_attention_heads", 32)
-    hidden = size(config, "hidden_size", 4096)
-    rope = {**(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind not in ("default", "llama3"):
-        raise UnsupportedError(f"rotary positions of the type {kind!r}: known are default and llama3")
-    mixtral = config.get("model_type") == "mixtral"
-    base = rope.pop("rope_theta", config.get("rope_theta", 1000000.0 if mixtral else 10000.0))
-    if rope.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0)) != 1.0:
-        raise UnsupportedError("partial_rotary_factor: our heads are rotated as a whole")
-    scaling = None if kind == "default" else {"rope_type": kind, **{k: v for k, v in rope.items() if k != "type"}}
+    heads = size(config, "num_attention_heads")
+    hidden = size(config, "hidden_size")
+    positions = size(config, "max_position_embeddings")
+    _refuse_window(config, positions)
+    base, scaling = _rotary(config, positions)
     model = {
         "family": "llama",
-        "num_layers": size(config, "num_hidden_layers", 32),
+        "num_layers": size(config, "num_hidden_layers"),
         "hidden_size": hidden,
-        "ffn_hidden_size": size(config, "intermediate_size", 11008),
+        "ffn_hidden_size": size(config, "intermediate_size"),
         "num_attention_heads": heads,
-        "num_key_value_heads": config.get("num_key_value_heads") or heads,
-        "head_dim": config.get("head_dim") or hidden // heads,
-        "max_position_embeddings": size(config, "max_position_embeddings", 2048),
-        "layernorm_epsilon": config.get("rms_norm_eps", 1e-5 if mixtral else 1e-6),
+        "num_key_value_heads": config["num_key_value_heads"] or heads,
+        "head_dim": config["head_dim"] or hidden // heads,
+        "max_position_embeddings": positions,
+        "layernorm_epsilon": config["rms_norm_eps"],
         "normalization": "rmsnorm",
         "activation": "swiglu",
         "position_embedding": "rotary",
         "rotary_base": base,
         "rotary_scaling": scaling,
-        "tied_embeddings": config.get("tie_word_embeddings", False),
+        "tied_embeddings": config["tie_word_embeddings"],
     }
-    if mixtral:
+    if "num_local_experts" in config:
         model |= {
-            "num_experts": size(config, "num_local_experts", 8),
-            "moe_top_k": size(config, "num_experts_per_tok", 2),
-            "moe_aux_loss_coeff": float(config.get("router_aux_loss_coef", 0.001)),
+            "num_experts": size(config, "num_local_experts"),
+            "moe_top_k": size(config, "num_experts_per_tok"),
+            "moe_aux_loss_coeff": config["router_aux_loss_coef"],
             "moe_routing": "topk",
         }
     return model
+
+
+def _refuse_window(config: Config, positions: int) -> None:
+    """Raise ``UnsupportedError`` where a layer attends to a window that is shorter than the longest text."""
+    kinds, window = config.get("layer_types"), config.get("sliding_window")
+    if kinds is not None and set(map(str, kinds if isinstance(kinds, list) else [kinds])) != {"full_attention"}:
+        raise UnsupportedError(f"layer_types = {kinds}: our layers attend to the whole text")
+    if window is not None and kinds is None and not (isinstance(window, int) and window >= positions):
+        raise UnsupportedError(
+            f"sliding_window = {window}: our layers attend to the whole text, of up to {positions} positions"
+        )
+
+
+def _rotary(config: Config, positions: int) -> tuple[Any, dict[str, Any] | None]:
+    """The base of the rotary frequencies, and their scaling as transformers' object; None where there is none."""
+    found = [config[name] for name in ("rope_scaling", "rope_parameters") if config[name]]
+    if any(not isinstance(each, dict) for each in found):
+        raise CorruptError("config.json: rope_scaling and rope_parameters must be objects")
+    rope: dict[str, Any] = {}
+    for each in found:
+        named = ({"rope_type": each["type"]} if "type" in each else {}) | each
+        differing = sorted(key for key in rope.keys() & named.keys() if rope[key] != named[key])
+        if differing:
+            raise CorruptError(f"config.json: rope_scaling and rope_parameters have different {', '.join(differing)}")
+        rope |= named
+    rope.pop("type", None)
+    kind = rope.pop("rope_type", "default")
+    base = rope.pop("rope_theta", config["rope_theta"])
+    if rope.pop("partial_rotary_factor", config["partial_rotary_factor"]) not in (None, 1):
+        raise UnsupportedError("partial_rotary_factor: our heads are rotated as a whole")
+    if kind not in ROTARY_FIELDS:
+        raise UnsupportedError(f"rotary positions of the type {kind!r}: known are {', '.join(ROTARY_FIELDS)}")
+    if kind == "llama3":
+        rope.setdefault("original_max_position_embeddings", positions)
+        if config["original_max_position_embeddings"] is not None:
+            rope["original_max_position_embeddings"] = config["original_max_position_embeddings"]
+    unlike = sorted(rope.keys() ^ set(ROTARY_FIELDS[kind]))
+    if unlike:
+        raise UnsupportedError(f"rotary positions of the type {kind}: missing or unknown are {', '.join(unlike)}")
+    if not all(isinstance(value, int | float) and value > 0 for value in rope.values()):
+        raise CorruptError(f"config.json: rotary positions need numbers above 0, not {rope}")
+    return base, None if kind == "default" else {"rope_type": kind, **rope}
 
 
 def _bert_config(model: Config) -> dict[str, Any]:
@@ -235,29 +271,32 @@ def _bert_config(model: Config) -> dict[str, Any]:
 
 
 def _bert_model(config: Config) -> Model:
-    _needs(config, is_decoder=False, add_cross_attention=False, position_embedding_type="absolute")
-    names = config.get("architectures") or [PRE_TRAINING]
+    names = config["architectures"] or [PRE_TRAINING]
     known = (PRE_TRAINING, MASKED, *TASK_HEADS.values())
-    if names[0] not in known:
-        raise UnsupportedError(f"architecture {names[0]}: known are {', '.join(known)}")
+    if not isinstance(names, list) or names[0] not in known:
+        raise UnsupportedError(f"architectures {names}: known are {', '.join(known)}")
+    if config["id2label"] is not None and not isinstance(config["id2label"], dict):
+        raise CorruptError(f"config.json: id2label must be an object, is {config['id2label']!r}")
     head = next((head for head, name in TASK_HEADS.items() if name == names[0]), None)
-    labels = config.get("num_labels") or len(config.get("id2label") or (0, 1))
+    if head is None and config["tie_word_embeddings"] is not True:
+        raise UnsupportedError("tie_word_embeddings = False: the head of our BERT is the embedding's table")
+    labels = len(config["id2label"] or ()) or config["num_labels"] or 2
     task = (
         {} if head is None else {"task_head": head, "num_classes": labels if head == "classification" else RACE_CHOICES}
     )
     return {
         **task,
         "family": "bert",
-        "num_layers": size(config, "num_hidden_layers", 24),
-        "hidden_size": size(config, "hidden_size", 1024),
-        "ffn_hidden_size": size(config, "intermediate_size", 4096),
-        "num_attention_heads": size(config, "num_attention_heads", 16),
-        "max_position_embeddings": size(config, "max_position_embeddings", 512),
-        "layernorm_epsilon": config.get("layer_norm_eps", 1e-12),
-        "activation": _activation(config, "hidden_act", "gelu"),
-        "num_tokentypes": config.get("type_vocab_size", 2),
+        "num_layers": size(config, "num_hidden_layers"),
+        "hidden_size": size(config, "hidden_size"),
+        "ffn_hidden_size": size(config, "intermediate_size"),
+        "num_attention_heads": size(config, "num_attention_heads"),
+        "max_position_embeddings": size(config, "max_position_embeddings"),
+        "layernorm_epsilon": config["layer_norm_eps"],
+        "activation": _activation(config, "hidden_act"),
+        "num_tokentypes": config["type_vocab_size"],
         "binary_head": names[0] == PRE_TRAINING,
-        "tied_embeddings": head is None and config.get("tie_word_embeddings", True),
+        "tied_embeddings": head is None,
     }
 
 
@@ -280,29 +319,28 @@ def _blenderbot_config(model: Config) -> dict[str, Any]:
 
 
 def _blenderbot_model(config: Config) -> Model:
-    _needs(config, scale_embedding=False)
     sizes = {}
-    for field, default in (("attention_heads", 32), ("ffn_dim", 10240)):
-        sides = [size(config, f"{side}_{field}", default) for side in ("encoder", "decoder")]
+    for field in ("attention_heads", "ffn_dim"):
+        sides = [size(config, f"{side}_{field}") for side in ("encoder", "decoder")]
         if sides[0] != sides[1]:
             raise UnsupportedError(f"encoder_{field} {sides[0]} and decoder_{field} {sides[1]}: ours are the same")
         sizes[field] = sides[0]
-    layers = size(config, "encoder_layers", 2)
+    layers = size(config, "encoder_layers")
     return {
         "family": "t5",
         "num_layers": layers,
         "num_encoder_layers": layers,
-        "num_decoder_layers": size(config, "decoder_layers", 24),
-        "hidden_size": size(config, "d_model", 2560),
+        "num_decoder_layers": size(config, "decoder_layers"),
+        "hidden_size": size(config, "d_model"),
         "ffn_hidden_size": sizes["ffn_dim"],
         "num_attention_heads": sizes["attention_heads"],
-        "head_dim": size(config, "d_model", 2560) // sizes["attention_heads"],
+        "head_dim": size(config, "d_model") // sizes["attention_heads"],
         "normalization": "layernorm",
-        "max_position_embeddings": size(config, "max_position_embeddings", 128),
+        "max_position_embeddings": size(config, "max_position_embeddings"),
         "layernorm_epsilon": 1e-5,
-        "activation": _activation(config, "activation_function", "gelu"),
+        "activation": _activation(config, "activation_function"),
         "position_embedding": "learned",
-        "tied_embeddings": config.get("tie_word_embeddings", True),
+        "tied_embeddings": config["tie_word_embeddings"],
     }
 
 
@@ -333,28 +371,27 @@ def _t5_config(model: Config) -> dict[str, Any]:
 
 
 def _t5_model(config: Config) -> Model:
-    _needs(config, tie_word_embeddings=True)
-    projection = str(config.get("feed_forward_proj", "relu"))
+    projection = str(config["feed_forward_proj"])
     if projection.startswith("gated"):
         raise UnsupportedError(f"feed_forward_proj {projection}: gated layers are not mapped")
-    layers = size(config, "num_layers", 6)
+    layers = size(config, "num_layers")
     return {
         "family": "t5",
         "num_layers": layers,
         "num_encoder_layers": layers,
-        "num_decoder_layers": config.get("num_decoder_layers") or layers,
-        "hidden_size": size(config, "d_model", 512),
-        "ffn_hidden_size": size(config, "d_ff", 2048),
-        "num_attention_heads": size(config, "num_heads", 8),
-        "head_dim": size(config, "d_kv", 64),
+        "num_decoder_layers": config["num_decoder_layers"] or layers,
+        "hidden_size": size(config, "d_model"),
+        "ffn_hidden_size": size(config, "d_ff"),
+        "num_attention_heads": size(config, "num_heads"),
+        "head_dim": size(config, "d_kv"),
         "normalization": "rmsnorm",
         # Relative positions have no end; the configuration may still tell what the model was trained with.
-        "max_position_embeddings": size(config, "n_positions", 512),
-        "layernorm_epsilon": config.get("layer_norm_epsilon", 1e-6),
-        "activation": _activation({"name": projection}, "name", "relu"),
+        "max_position_embeddings": size(config, "n_positions"),
+        "layernorm_epsilon": config["layer_norm_epsilon"],
+        "activation": _activation(config, "dense_act_fn" if config["dense_act_fn"] else "feed_forward_proj"),
         "position_embedding": "relative",
-        "relative_buckets": size(config, "relative_attention_num_buckets", 32),
-        "relative_max_distance": size(config, "relative_attention_max_distance", 128),
+        "relative_buckets": size(config, "relative_attention_num_buckets"),
+        "relative_max_distance": size(config, "relative_attention_max_distance"),
         "tied_embeddings": True,
     }
 

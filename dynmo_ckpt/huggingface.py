@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from .copyplan import OutputFile, OutputTensor, output_file, shard_by_size
 from .errors import UsageError
-from .faults import CorruptError
-from .formats._document import encode_json, parse_json
-from .io.safetensors import StoredArray, read_index
+from .faults import CorruptError, UnsupportedError
+from .formats._document import MAX_TABLE_BYTES, encode_json, parse_any_json
+from .io.files import read_file
+from .io.pickles import TensorRef
+from .io.safetensors import read_index
+from .io.torchfile import open_torch
 from .names import Mapped
 from .views import Tensor, whole
 
@@ -26,17 +28,26 @@ TOKENIZER_FILES = (
     "merges.txt",
     "vocab.txt",
     "tokenizer.model",
+    "spiece.model",
 )
+WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".gguf", ".onnx")
 DTYPE_NAMES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 
 def read_config(directory: Path) -> dict[str, Any]:
     """``config.json``; remote code that it may name is not looked at."""
-    path = directory / "config.json"
+    return _object(directory / "config.json")
+
+
+def read_generation_config(directory: Path) -> dict[str, Any] | None:
+    """``generation_config.json``; None where there is none."""
+    path = directory / "generation_config.json"
+    return _object(path) if path.exists() else None
+
+
+def _object(path: Path) -> dict[str, Any]:
     try:
-        config = parse_json(path.read_bytes())
-    except OSError as error:
-        raise CorruptError(f"{path}: cannot be read: {error.strerror}") from error
+        config = parse_any_json(read_file(path))
     except ValueError as error:
         raise CorruptError(f"{path}: {error}") from error
     if not isinstance(config, dict):
@@ -45,24 +56,58 @@ def read_config(directory: Path) -> dict[str, Any]:
 
 
 def read_tensors(directory: Path) -> dict[str, Tensor]:
-    """The tensors of ``model.safetensors``, or of the files that ``model.safetensors.index.json`` names."""
-    index_path = directory / "model.safetensors.index.json"
-    if not index_path.exists():
-        return {key: whole(array) for key, array in read_index(directory / "model.safetensors").arrays.items()}
+    """The tensors of a directory's weight files, which an index names where they are several.
+
+    ``model.safetensors`` goes before ``pytorch_model.bin``, as in transformers. No pickle is executed.
+
+    Raises:
+        CorruptError: no such file, or one that is broken or is not what the index says.
+        UnsafePickleError: ``pytorch_model.bin`` asks for more than plain data.
+        UnsupportedError: a type of numbers that no model here has.
+    """
+    for name, read in (("model.safetensors", _safetensors), ("pytorch_model.bin", _torch_tensors)):
+        if (directory / f"{name}.index.json").exists():
+            return _indexed(directory / f"{name}.index.json", read)
+        if (directory / name).exists():
+            return read(directory / name)
+    others = sorted(path.name for path in directory.glob("*") if path.suffix in WEIGHT_SUFFIXES)
+    raise CorruptError(
+        f"{directory}: has neither model.safetensors nor pytorch_model.bin, nor an index of them"
+        + (f"; it has {', '.join(others[:5])}" if others else "")
+    )
+
+
+def _safetensors(path: Path) -> dict[str, Tensor]:
+    return {key: whole(array) for key, array in read_index(path).arrays.items()}
+
+
+def _torch_tensors(path: Path) -> dict[str, Tensor]:
+    """The tensors of a state dictionary that ``torch.save`` wrote."""
+    file = open_torch(path)
+    if not isinstance(file.tree, dict):
+        raise CorruptError(f"{path}: holds a {type(file.tree).__name__}, not a state dictionary")
+    odd = [str(key) for key, value in file.tree.items() if not isinstance(value, TensorRef)]
+    if odd:
+        raise UnsupportedError(f"{path}: not a flat state dictionary: {', '.join(odd[:5])} hold no tensor")
+    return {str(key): file.tensor(ref, str(key)) for key, ref in file.tree.items()}
+
+
+def _indexed(index_path: Path, read: Callable[[Path], dict[str, Tensor]]) -> dict[str, Tensor]:
+    """The tensors of the files that an index names."""
     try:
-        weight_map = parse_json(index_path.read_bytes())["weight_map"]
+        weight_map = parse_any_json(read_file(index_path, MAX_TABLE_BYTES), MAX_TABLE_BYTES)["weight_map"]
         names = sorted(set(weight_map.values()))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CorruptError(f"{index_path}: has no readable weight_map: {error}") from error
     if any(not isinstance(name, str) or "/" in name or name.startswith(".") for name in names):
         raise CorruptError(f"{index_path}: names files outside of its directory")
-    arrays: dict[str, StoredArray] = {}
+    tensors: dict[str, Tensor] = {}
     for name in names:
-        arrays |= read_index(directory / name).arrays
-    if set(arrays) != set(weight_map):
-        unlike = ", ".join(sorted(set(arrays) ^ set(weight_map))[:5])
+        tensors |= read(index_path.parent / name)
+    if set(tensors) != set(weight_map):
+        unlike = ", ".join(sorted(set(tensors) ^ set(weight_map))[:5])
         raise CorruptError(f"{index_path}: the index and the files do not name the same tensors: {unlike}")
-    return {key: whole(array) for key, array in arrays.items()}
+    return tensors
 
 
 def plan_files(mapped: Sequence[Mapped], shard_bytes: int, dtype: str) -> list[OutputFile]:
@@ -111,7 +156,7 @@ def tokenizer_files(directory: Path, vocab_size: int, max_length: int) -> tuple[
     Raises:
         UsageError: the tokenizer has more tokens than the model's vocabulary.
     """
-    files = {name: (directory / name).read_bytes() for name in tokenizer_names(directory)}
+    files = {name: read_file(directory / name, MAX_TABLE_BYTES) for name in tokenizer_names(directory)}
     if "tokenizer.json" not in files:
         return files, _end_token_of_vocabulary(files.get("vocab.json"))
     ids = _token_ids(directory / "tokenizer.json", files["tokenizer.json"])
@@ -128,7 +173,7 @@ def tokenizer_files(directory: Path, vocab_size: int, max_length: int) -> tuple[
 def _token_ids(path: Path, payload: bytes) -> dict[str, int]:
     """Ids of all tokens of a ``tokenizer.json``, the added ones among them."""
     try:
-        document = json.loads(payload)
+        document = parse_any_json(payload, MAX_TABLE_BYTES)
         vocabulary = document["model"]["vocab"]
         named = dict(vocabulary) if isinstance(vocabulary, dict) else {row[0]: i for i, row in enumerate(vocabulary)}
         return named | {token["content"]: token["id"] for token in document.get("added_tokens", [])}
@@ -137,5 +182,5 @@ def _token_ids(path: Path, payload: bytes) -> dict[str, int]:
 
 
 def _end_token_of_vocabulary(payload: bytes | None) -> int | None:
-    vocabulary = json.loads(payload) if payload else {}
+    vocabulary = parse_any_json(payload, MAX_TABLE_BYTES) if payload else {}
     return next((int(vocabulary[token]) for token in END_TOKENS if token in vocabulary), None)

@@ -16,6 +16,7 @@ from .formats.checkpoint_rules import block_items
 from .hf_models import hf_model
 from .names import Mapped, layout_of, load_map, model_ties, to_ours
 from .native import NativeCheckpoint
+from .progress import in_manifest
 from .views import Tensor
 
 if TYPE_CHECKING:
@@ -24,9 +25,14 @@ if TYPE_CHECKING:
 RNG = {"scheme": "hash(seed,step,microbatch,item)", "seed": 0}
 
 
-def checked_model(config: Mapping[str, Any], source: Path, make_vocab_size_divisible_by: int) -> dict[str, Any]:
-    """The ``model`` of a manifest from a Hugging Face configuration; raises ``CorruptError`` for impossible sizes."""
-    model = hf_model(config, make_vocab_size_divisible_by)
+def checked_model(
+    config: Mapping[str, Any], source: Path, make_vocab_size_divisible_by: int, ignored: Sequence[str] = ()
+) -> dict[str, Any]:
+    """The ``model`` of a manifest from a Hugging Face configuration; raises ``CorruptError`` for impossible sizes.
+
+    Keys of the configuration that fit a pattern of ``ignored`` are left out without a check.
+    """
+    model = hf_model(config, make_vocab_size_divisible_by, ignored)
     problems: list[Problem] = []
     model_check(model, "", problems)
     if problems:
@@ -43,10 +49,11 @@ def from_map(
     *,
     run_id: str,
     step: int = 0,
+    source: Mapping[str, Any] | None = None,
 ) -> tuple[NativeCheckpoint, list[str]]:
     """A checkpoint from whole tensors under the names of a table of ``maps/``, and remarks for a person.
 
-    Tensors whose name fits a pattern of ``drop`` are left out.
+    Tensors whose name fits a pattern of ``drop`` are left out; ``source`` is what the manifest carries along.
 
     Raises:
         CorruptError: copies of tied tensors differ.
@@ -60,26 +67,29 @@ def from_map(
     mapped, pairs = to_ours(layout, tensors, ties)
     if pairs:
         from .compare import same_bytes  # loads numpy, which is not needed without pairs
-    for what, one, other in pairs:
-        if not same_bytes(one, other):
-            if not apart:
-                raise CorruptError(f"{directory}: {what} differ, where they must be equal")
-            ties = {name: target for name, target in ties.items() if name not in apart}
+    for pair in pairs:
+        if not same_bytes(pair.one, pair.other):
+            # Only a tie that our model can also store apart may end; any other copy would be lost.
+            if pair.ours not in apart:
+                raise CorruptError(f"{directory}: {pair.what} differ, where they must be equal")
+            ties = {name: target for name, target in ties.items() if name != pair.ours}
     if len(ties) != len(model_ties(model)):
         mapped, _ = to_ours(layout, tensors, ties)
     checkpoint = NativeCheckpoint(
         directory=directory,
-        manifest=new_manifest(model, mapped, ties, run_id=f"from-{run_id}", step=step),
+        manifest=new_manifest(model, mapped, ties, run_id=f"from-{run_id}", step=step)
+        | ({} if source is None else {"source": dict(source)}),
         tensors={item.name: item.content for item in mapped},
     )
     return checkpoint, [f"{name}: left out, as --drop asks" for name in dropped]
 
 
 def from_legacy(found: LegacyCheckpoint, path: Path) -> tuple[NativeCheckpoint, list[str]]:
-    """A legacy Megatron checkpoint as one of ours without optimizer state, and remarks for a person."""
+    """A checkpoint of one of the Megatrons as one of ours, and remarks for a person."""
     manifest = new_manifest(
         found.model, found.tensors, found.ties, run_id=f"from-{path.resolve().name}", step=found.step
     )
+    manifest |= in_manifest(found.progress) | {"rng": {**RNG, "seed": found.progress.seed}}
     tensors = {item.name: item.content for item in found.tensors}
     pruned = total = 0
     if found.masks:

@@ -16,13 +16,16 @@ from typing import Any
 from .core_names import is_core, legacy_names
 from .errors import UsageError
 from .faults import CorruptError, UnsupportedError
-from .io.pickles import Inert, Name, TensorRef
+from .formats._document import read_word
+from .io.pickles import TensorRef
 from .io.torchfile import TorchFile, open_torch
 from .legacy_distributed import is_distributed, read_distributed
-from .legacy_models import Args, family_of, model_of, refuse_variants
+from .legacy_models import Args, family_of, model_of
 from .legacy_optimizer import OptimizerState, read_state
 from .legacy_sparse import densified
+from .megatron_args import checked_args, read_args
 from .names import Layout, Mapped, NameMap, layout_of, load_map, model_ties, to_ours
+from .progress import NOT_TOLD, Progress, read_progress
 from .views import Tensor
 
 RANK_NAME = re.compile(r"mp_rank_(\d+)(?:_(\d+))?")
@@ -44,7 +47,9 @@ class LegacyOptions:
     first_replica: bool = False
     untie: bool = False
     drop: tuple[str, ...] = ()
+    ignore_config: tuple[str, ...] = ()
     with_optimizer: bool = False
+    optimizer_if_present: bool = False
     config: Path | None = None
     look_only: bool = False
 
@@ -63,6 +68,7 @@ class LegacyCheckpoint:
     optimizer: tuple[Mapped, ...] = ()
     optimizer_steps: int = 0
     weight_decay: float = 0.0
+    progress: Progress = NOT_TOLD
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,6 +81,7 @@ class _Rank:
     version: float
     step: int
     state: OptimizerState | None = None
+    progress: Progress = NOT_TOLD
 
 
 def is_legacy(path: Path) -> bool:
@@ -92,7 +99,7 @@ def find_iteration(path: Path, step: int | None) -> Path:
     if step is None:
         if not tracker.is_file():
             raise CorruptError(f"{path}: has neither mp_rank_* nor latest_checkpointed_iteration.txt")
-        text = tracker.read_text(encoding="utf-8", errors="replace").strip()
+        text = read_word(tracker)
         if text != "release" and not text.isdecimal():
             raise CorruptError(f"{tracker}: says {text!r}; a number or 'release' is expected")
         name = text if text == "release" else f"iter_{int(text):07d}"
@@ -116,7 +123,7 @@ def open_legacy(path: Path, step: int | None, options: LegacyOptions) -> LegacyC
     directory = find_iteration(path, step)
     grid = _read_ranks(directory, options.with_optimizer)
     first = grid[0][0]
-    facts = RankFacts(path=first.path, args=first.args, version=first.version, step=first.step)
+    facts = RankFacts(path=first.path, args=first.args, version=first.version, step=first.step, progress=first.progress)
     if not options.with_optimizer:
         return assemble(facts, *_numbered_stages(grid), options)
     state = {}
@@ -179,6 +186,7 @@ class RankFacts:
     args: Mapping[str, Any]
     version: float
     step: int
+    progress: Progress = NOT_TOLD
 
 
 def assemble(
@@ -213,18 +221,19 @@ def assemble(
     dense = densified(str(facts.path), merged)
     merged = dense.tensors
     family = family_of(merged)
-    refuse_variants(str(facts.path), family, facts.args, merged)
+    args = checked_args(str(facts.path), family, facts.args, options.ignore_config)
     remarks = [*dense.remarks, *(f"{name}: left out, as --drop asks" for name in dropped)]
     given = {"vocab_size": options.vocab_size, "num_attention_heads": options.num_attention_heads}
-    model = model_of(str(facts.path), family, facts.args, merged, layers, num_ranks, given, remarks)
+    model = model_of(str(facts.path), family, args, merged, layers, num_ranks, given, remarks)
     if family == "llama":
         model["tied_embeddings"] = "language_model.output_layer.weight" not in merged
     ties = model_ties(model)
     variant = {0.0: "0", 1.0: "1"}.get(facts.version, "2")
-    layout = layout_of(load_map(f"legacy_{family}", variant), model, padded=True)
+    layout = layout_of(load_map(f"legacy_{family}", variant), model, their_rows=model["padded_vocab_size"])
     tensors, equal = to_ours(layout, merged, ties)
     if not options.look_only:
-        remarks += _compare_replicas(layout, merged, [*copies, *equal], options)
+        copies += [(pair.what, pair.one, pair.other) for pair in equal]
+        remarks += _compare_replicas(layout, merged, copies, options)
     return LegacyCheckpoint(
         model=model,
         tensors=tensors,
@@ -233,6 +242,7 @@ def assemble(
         remarks=remarks,
         masks=_masks(layout, dense.masks) if options.sparse else {},
         scratch=dense.scratch,
+        progress=facts.progress,
     )
 
 
@@ -284,13 +294,15 @@ def _read_rank(directory: Path, name_map: NameMap, with_optimizer: bool) -> _Ran
         flat = {name: file.tensor(ref, name) for name, ref in flatten(tree[key], "")}
         named = legacy_names(flat) if is_core(flat) else flat
         chunks.append({name_map.canonical(name): tensor for name, tensor in named.items()})
-    args = tree.get("args")
-    known = args.attributes if isinstance(args, Inert) and args.type == Name("argparse", "Namespace") else {}
+    known = read_args(tree, str(file.path))
     version, step = tree.get("checkpoint_version", 0), tree.get("iteration", tree.get("total_iters", 0))
     if not isinstance(version, int | float) or not isinstance(step, int):
         raise CorruptError(f"{file.path}: checkpoint_version {version!r}, iteration {step!r}")
     state = _read_state(file, chunks, known, step) if with_optimizer else None
-    return _Rank(path=file.path, chunks=chunks, args=known, version=float(version), step=step, state=state)
+    progress = read_progress(tree, known, step, file.number)
+    return _Rank(
+        path=file.path, chunks=chunks, args=known, version=float(version), step=step, state=state, progress=progress
+    )
 
 
 def _read_state(file: TorchFile, chunks: Sequence[Mapping[str, Tensor]], args: Args, step: int) -> OptimizerState:

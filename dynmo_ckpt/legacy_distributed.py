@@ -67,16 +67,16 @@ def read_distributed(file: TorchFile, chunks: Sequence[Chunk], args: Args, step:
     directory = file.path.parent
     if (directory / WORLD_FILE).is_file():
         world = open_torch(directory / WORLD_FILE)
-        return OptimizerState(tensors=_from_world(world, chunks, args), steps=_steps(file.tree, step))
+        return OptimizerState(tensors=_from_world(world, chunks, args), steps=_steps(file, file.tree, step))
     return _from_replicas([open_torch(path) for path in _replicas(directory)], chunks, step)
 
 
-def _steps(tree: Any, step: int) -> int:
+def _steps(file: TorchFile, tree: Any, step: int) -> int:
     held = tree.get("optimizer") if isinstance(tree, dict) else None
     inner = held.get("optimizer", held) if isinstance(held, dict) else {}
     groups = inner.get("param_groups") if isinstance(inner, dict) else None
-    told = {g.get("step") for g in groups if isinstance(g, dict)} if isinstance(groups, list) else set()
-    numbers = {int(number) for number in told if isinstance(number, int | float)}
+    told = [file.number(g.get("step")) for g in groups if isinstance(g, dict)] if isinstance(groups, list) else []
+    numbers = {int(number) for number in told if number is not None}
     return numbers.pop() if len(numbers) == 1 else step
 
 
@@ -244,7 +244,7 @@ def _from_replicas(files: Sequence[TorchFile], chunks: Sequence[Chunk], step: in
             for key, found in held.items()
         }
     told = files[0].tree["optimizer"]
-    return OptimizerState(tensors=tensors, steps=_steps({"optimizer": told}, step))
+    return OptimizerState(tensors=tensors, steps=_steps(files[0], {"optimizer": told}, step))
 
 
 def _part(file: TorchFile, ref: Any, count: int, what: str) -> Tensor:

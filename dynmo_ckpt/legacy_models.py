@@ -13,14 +13,8 @@ from .views import Tensor
 Args = Mapping[str, Any]
 Merged = Mapping[str, Sequence[Tensor]]
 LM = "language_model."
-ACROSS = {
-    "apply_layernorm_1p": False,
-    "num_experts": None,
-    "rotary_percent": 1.0,
-    "rotary_interleaved": False,
-    "apply_residual_connection_post_layernorm": False,
-}
 # Megatron has an argument for the factor alone; the rest of its rotary scaling is fixed.
+MEGATRON_DIVISOR = 128
 MEGATRON_SCALING = {
     "rope_type": "llama3",
     "low_freq_factor": 1.0,
@@ -28,13 +22,6 @@ MEGATRON_SCALING = {
     "original_max_position_embeddings": 8192,
 }
 TASK_HEADS = {"classification_head.": "classification", "multichoice_head.": "multichoice"}
-OF_LLAMA = {"swiglu": True, "normalization": "RMSNorm"}
-OF_OTHERS = {
-    "swiglu": False,
-    "use_rotary_position_embeddings": False,
-    "group_query_attention": False,
-    "normalization": "LayerNorm",
-}
 
 
 def family_of(merged: Merged) -> str:
@@ -45,13 +32,6 @@ def family_of(merged: Merged) -> str:
         return "bert"
     has_positions = f"{LM}embedding.position_embeddings.weight" in merged
     return "gpt" if has_positions else "llama"
-
-
-def refuse_variants(path: str, family: str, args: Args, merged: Merged) -> None:
-    """Raise ``UnsupportedError`` where the checkpoint is one that our model does not compute."""
-    for field, ours in {**ACROSS, **(OF_LLAMA if family == "llama" else OF_OTHERS)}.items():
-        if args.get(field, ours) != ours:
-            raise UnsupportedError(f"{path}: trained with {field} = {args[field]!r}; only {ours!r} is mapped")
 
 
 def model_of(
@@ -138,7 +118,8 @@ def _llama(path: str, args: Args, qkv_rows: int, model: Mapping[str, Any]) -> di
     heads, hidden = model["num_attention_heads"], model["hidden_size"]
     width = args.get("kv_channels") or hidden // heads
     groups = (qkv_rows // width - heads) // 2
-    told = args.get("num_query_groups") if args.get("group_query_attention") else heads
+    # Megatron-DeepSpeed states the groups under another name, and without a flag.
+    told = args.get("num_query_groups") if args.get("group_query_attention") else args.get("num_key_value_heads", heads)
     if groups < 1 or heads % groups or (heads + 2 * groups) * width != qkv_rows or told not in (groups, None):
         raise UnsupportedError(
             f"{path}: {qkv_rows} rows of query, key and value do not fit {heads} heads of {width} in {told} groups"
@@ -156,10 +137,23 @@ def _llama(path: str, args: Args, qkv_rows: int, model: Mapping[str, Any]) -> di
         "normalization": "rmsnorm",
         "activation": "swiglu",
         "position_embedding": "rotary",
-        "rotary_base": float(args.get("rotary_base", 10000)),
+        "rotary_base": float(args.get("rotary_base") or args.get("rope_theta") or 10000),
         "rotary_scaling": scaling,
         "tied_embeddings": not args.get("untie_embeddings_and_output_weights", True),
     }
+
+
+def megatron_rows(model: Mapping[str, Any], ranks: int) -> int:
+    """Rows of the word table that Megatron expects at so many tensor ranks.
+
+    It pads the vocabulary to a multiple of ``--make-vocab-size-divisible-by`` (128) times the ranks. Where the recorded
+    rows are no multiple of 128, another divisor was chosen; they stay, where the ranks share them evenly.
+    """
+    vocabulary, recorded = int(model["vocab_size"]), int(model["padded_vocab_size"])
+    if recorded % MEGATRON_DIVISOR and recorded % ranks == 0:
+        return recorded
+    multiple = MEGATRON_DIVISOR * ranks
+    return -(-vocabulary // multiple) * multiple
 
 
 def legacy_args(
@@ -176,7 +170,7 @@ def legacy_args(
         "kv_channels": model.get("head_dim", model["hidden_size"] // heads),
         "seq_length": model["max_position_embeddings"],
         "max_position_embeddings": model["max_position_embeddings"],
-        "padded_vocab_size": model["padded_vocab_size"],
+        "padded_vocab_size": megatron_rows(model, ranks),
         "orig_vocab_size": model["vocab_size"],
         "layernorm_epsilon": model["layernorm_epsilon"],
         "bias_gelu_fusion": model["activation"] == "gelu_tanh",

@@ -11,12 +11,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from .faults import CorruptError, UnsupportedError
+from .faults import CorruptError, NoStateError, UnsupportedError
 from .io.pickles import TensorRef
 from .io.torchfile import TorchFile
 from .views import Tensor
 
-MASTERS = ("fp32_from_fp16_params", "fp32_from_float16_params", "fp32_from_fp16")
+MASTERS = ("fp32_from_fp16_params", "fp32_from_float16_params", "fp32_from_fp16", "fp32_groups")
 LM = "language_model."
 MODULES: tuple[str, ...] = (f"{LM}embedding.", f"{LM}encoder.", f"{LM}decoder.", f"{LM}pooler.", f"{LM}output_layer.")
 MODULES += ("word_embeddings_for_head.", "lm_head.", "binary_head.", "classification_dropout.")
@@ -35,14 +35,15 @@ def read_state(file: TorchFile, chunks: Sequence[Mapping[str, Tensor]]) -> Optim
     """The state in a rank's file.
 
     Raises:
+        NoStateError: there is none.
         UnsupportedError: state that is not Adam's, or lies in the flat buffers of the distributed optimizer.
         CorruptError: state that does not fit the weights.
     """
     held = file.tree.get("optimizer")
     if not isinstance(held, dict):
-        raise UnsupportedError(f"{file.path}: has no optimizer state beside the weights")
-    inner = held.get("optimizer", held)
-    state, groups = inner.get("state"), inner.get("param_groups")
+        raise NoStateError(f"{file.path}: has no optimizer state beside the weights")
+    inner = held.get("optimizer", held.get("optimizer_state_dict", held))  # the second is DeepSpeed's
+    state, groups = (inner.get("state"), inner.get("param_groups")) if isinstance(inner, dict) else (None, None)
     if not isinstance(state, dict) or not isinstance(groups, list) or not all(isinstance(g, dict) for g in groups):
         raise UnsupportedError(f"{file.path}: its optimizer state is not Adam's for each weight")
     ordered = _in_order(chunks, len(groups))
@@ -51,21 +52,21 @@ def read_state(file: TorchFile, chunks: Sequence[Mapping[str, Tensor]]) -> Optim
         raise CorruptError(f"{file.path}: its groups hold other numbers of weights than the model has")
     masters = next((held[name] for name in MASTERS if name in held), None)
     found: dict[str, dict[Key, Tensor]] = {"master": {}, "exp_avg": {}, "exp_avg_sq": {}}
-    steps = {int(group["step"]) for group in groups if isinstance(group.get("step"), int | float)}
+    told = [group.get("step") for group in groups]
     for g, group in enumerate(ordered):
         for at, key in enumerate(group):
             weight = chunks[key[0]][key[1]]
             entry = state.get(numbers[g][at])
             if not isinstance(entry, dict):
                 raise CorruptError(f"{file.path}: no optimizer state of {key[1]}")
-            if isinstance(entry.get("step"), int | float):
-                steps.add(int(entry["step"]))
+            told.append(entry.get("step"))
             for kind in ("exp_avg", "exp_avg_sq"):
                 found[kind][key] = _fitting(file, entry.get(kind), weight, f"{kind} of {key[1]}")
             if masters is None:
                 found["master"][key] = weight
             else:
                 found["master"][key] = _fitting(file, _at(masters, g, at), weight, f"master of {key[1]}")
+    steps = {int(number) for number in map(file.number, told) if number is not None}
     if len(steps) != 1:
         raise CorruptError(f"{file.path}: its optimizer says {sorted(steps)} updates, one number is expected")
     return OptimizerState(tensors=found, steps=steps.pop())

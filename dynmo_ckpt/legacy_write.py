@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from .copyplan import OutputTensor
@@ -11,11 +12,13 @@ from .errors import UsageError
 from .faults import UnsupportedError
 from .formats.checkpoint_rules import finest_items
 from .io.pickles import Name
-from .io.torchwrite import NewObject, NewTensor, TorchOutputFile
-from .legacy_models import legacy_args
+from .io.torchwrite import Constants, NewObject, NewTensor, TorchOutputFile
+from .legacy_models import legacy_args, megatron_rows
 from .legacy_write_optimizer import mapped_moments, optimizer_tree
 from .names import Mapped, layout_of, load_map, to_theirs
 from .native import NativeCheckpoint
+from .progress import adam_group, grad_scaler, megatron_args, progress_of
+from .random_state import rng_states
 from .reshard import check_divisible, counted_partition
 
 OLDER_NAMES = (("language_model.encoder.", "language_model.transformer."), (".self_attention.", ".attention."))
@@ -50,46 +53,65 @@ def plan_legacy(
         UsageError: a stage with layers of a T5's encoder and of its decoder.
     """
     model, ties = checkpoint.manifest["model"], checkpoint.manifest["ties"]
-    _refuse_unmapped(model, version)
+    refuse_unmapped(model, version)
     check_divisible(model, tensor_parallel_size)
     workers = len(counts) // virtual_stages_per_worker
     split_rank = split_stage(model, counts)
     stages = [finest_items(items, dict(model)) for items in counted_partition(counts, model)]
     layout = layout_of(
-        load_map(f"legacy_{model['family']}", {0.0: "0", 1.0: "1"}.get(version, "2")), model, padded=True
+        load_map(f"legacy_{model['family']}", {0.0: "0", 1.0: "1"}.get(version, "2")),
+        model,
+        their_rows=megatron_rows(model, tensor_parallel_size),
     )
     stored = {name: checkpoint.tensors[name] for name in checkpoint.weights()}
     masks = {name.removesuffix(".mask"): checkpoint.tensors[name] for name in checkpoint.names("mask")}
     iteration = f"iter_{checkpoint.manifest['step']:07d}"
-    args = legacy_args(model, tensor_parallel_size, workers, version, split_rank)
+    progress = progress_of(checkpoint.manifest)
+    args = legacy_args(model, tensor_parallel_size, workers, version, split_rank) | megatron_args(progress)
     files = []
     for rank in range(tensor_parallel_size):
         mapped = to_theirs(layout, stored, ties, masks, rank=rank, ranks=tensor_parallel_size)
         moments = mapped_moments(checkpoint, layout, rank=rank, ranks=tensor_parallel_size) if with_optimizer else {}
         for worker in range(workers):
             tensors: list[OutputTensor] = []
+            constants = Constants()
             held = [
                 _held(mapped, stages, v * workers + worker, "head.weight" in ties)
                 for v in range(virtual_stages_per_worker)
             ]
-            chunks = [_chunk(each, version, tensors, dtype) for each in held]
+            chunks = [nested_model(each, version, tensors, dtype) for each in held]
             models = {"model": chunks[0]} if len(chunks) == 1 else {f"model{v}": c for v, c in enumerate(chunks)}
             tree = {
                 "args": NewObject(Name("argparse", "Namespace"), args),
                 "checkpoint_version": version,
                 "iteration": checkpoint.manifest["step"],
                 **models,
+                "rng_state": rng_states(progress.seed, tensor_rank=rank, stage=worker, constants=constants),
             }
+            if progress.scheduler is not None:
+                tree["opt_param_scheduler"] = dict(progress.scheduler)
             if with_optimizer:
                 optimizer = checkpoint.manifest["optimizer"]
-                tree["optimizer"] = optimizer_tree(held, moments, {HEAD_COPY: WORD}, optimizer, tensors, dtype=dtype)
+                scaler = grad_scaler(progress, constants)
+                state = optimizer_tree(
+                    held,
+                    moments,
+                    {HEAD_COPY: WORD},
+                    optimizer,
+                    tensors,
+                    dtype=dtype,
+                    group=partial(adam_group, progress),
+                    halves=scaler is not None,
+                )
+                tree["optimizer"] = state if scaler is None else {**state, "grad_scaler": scaler}
             folder = f"mp_rank_{rank:02d}" if workers == 1 else f"mp_rank_{rank:02d}_{worker:03d}"
             name = f"{iteration}/{folder}/model_optim_rng.pt"
-            files.append(TorchOutputFile(name=name, tensors=tuple(tensors), tree=tree))
+            files.append(TorchOutputFile(name=name, tensors=tuple(tensors), tree=tree, constants=constants.payloads))
     return files, {"latest_checkpointed_iteration.txt": str(checkpoint.manifest["step"]).encode()}
 
 
-def _refuse_unmapped(model: Mapping[str, Any], version: float) -> None:
+def refuse_unmapped(model: Mapping[str, Any], version: float) -> None:
+    """Raise ``UnsupportedError`` for a model that Megatron's names cannot state."""
     needed = {"position_embedding": "rotary" if model["family"] == "llama" else "learned"}
     needed["activation"] = model["activation"]
     if model["family"] == "llama":
@@ -138,7 +160,7 @@ def _held(mapped: Sequence[Mapped], stages: Sequence[Sequence[str]], stage: int,
     return held
 
 
-def _chunk(
+def nested_model(
     held: Mapping[str, Mapped], version: float, tensors: list[OutputTensor], dtype: str | None
 ) -> dict[str, Any]:
     """The ``model`` of one chunk; its tensors are appended to ``tensors``."""

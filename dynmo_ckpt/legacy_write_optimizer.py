@@ -5,7 +5,7 @@ Beside 16-bit weights stand float32 masters, as its optimizer of 16-bit weights 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from .copyplan import OutputTensor
@@ -47,6 +47,8 @@ def optimizer_tree(
     tensors: list[OutputTensor],
     *,
     dtype: str | None,
+    group: Callable[[float], dict[str, Any]],
+    halves: bool,
 ) -> dict[str, Any]:
     """What stands under ``optimizer`` in a rank's file; its tensors are appended to ``tensors``.
 
@@ -57,25 +59,27 @@ def optimizer_tree(
         optimizer: the manifest's.
         tensors: the tensors of the file so far.
         dtype: the type that weights are written in; None: as they are.
+        group: the fields of a parameter group beside its members, given its weight decay.
+        halves: whether the run computes in 16 bits, so that masters are expected whatever the weights' type.
     """
     weights = [(name, chunk[name]) for chunk in chunks for name in module_order(chunk)]
     groups = [[pair for pair in weights if (len(pair[1].shape) > 1) is decays] for decays in (True, False)]
     decay = max((group["weight_decay"] for group in optimizer["groups"]), default=0.0)
     state: dict[int, Any] = {}
     described, masters = [], []
-    for group, weight_decay in zip(groups, (decay, 0.0), strict=True):
-        numbers = list(range(len(state), len(state) + len(group)))
-        described.append({"params": numbers, "lr": 0.0, "weight_decay": weight_decay})
-        for number, (name, weight) in zip(numbers, group, strict=True):
+    for members, weight_decay in zip(groups, (decay, 0.0), strict=True):
+        numbers = list(range(len(state), len(state) + len(members)))
+        described.append({"params": numbers, **group(weight_decay)})
+        for number, (name, weight) in zip(numbers, members, strict=True):
             steps = optimizer["steps"].get(weight.source_name, 0)
             held = {kind: moments[kind][originals.get(name, name)] for kind in MOMENTS}
             state[number] = {"step": steps} | {kind: _stored(held[kind], tensors) for kind in MOMENTS}
-        masters.append(group)
+        masters.append(members)
     inner = {"state": state, "param_groups": described}
     written = {dtype or weight.content.dtype for _, weight in weights}
-    if written <= {"F32"}:
+    if written <= {"F32"} and not halves:
         return inner
-    copies = [[_stored(weight, tensors, "F32") for _, weight in group] for group in masters]
+    copies = [[_stored(weight, tensors, "F32") for _, weight in members] for members in masters]
     return {"optimizer": inner, "fp32_from_fp16_params": copies}
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from .faults import CorruptError
+from .io.files import open_file
 from .io.safetensors import StoredArray
 from .views import Tensor, whole
 
@@ -28,12 +29,16 @@ def read_llama2c(path: Path, make_vocab_size_divisible_by: int) -> tuple[dict[st
     Raises:
         CorruptError: the header holds impossible sizes, or does not fit the file's size.
     """
-    with open(path, "rb") as handle:
+    with open_file(path) as handle:
         header = handle.read(HEADER_BYTES)
     numbers = [int.from_bytes(header[i : i + 4], "little", signed=True) for i in range(0, HEADER_BYTES, 4)]
     hidden, inner, layers, heads, groups, signed_vocab, positions = numbers
     vocab = abs(signed_vocab)
     sizes = (hidden, inner, layers, heads, groups, vocab, positions)
+    if path.name.startswith("pytorch_model"):
+        raise CorruptError(
+            f"{path}: weights of a Hugging Face directory; give the directory, which has config.json too"
+        )
     if len(header) < HEADER_BYTES or not all(0 < size < LIMIT for size in sizes) or hidden % heads or heads % groups:
         raise CorruptError(f"{path}: not a file of llama2.c: its header says {numbers}")
     width = hidden // heads

@@ -6,7 +6,6 @@ the checkpoint's own; arguments that only their programs need are taken and do n
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -17,11 +16,21 @@ import typer
 from . import options
 from .console import Format, say
 from .errors import UsageError
+from .formats._document import (
+    MAX_JOBS,
+    MAX_RANKS,
+    MAX_SIZE,
+    MAX_TABLE_BYTES,
+    DocumentError,
+    parse_any_json,
+    read_text,
+)
 
-Size = Annotated[int | None, typer.Option(min=1, help="Compared with the checkpoint's own.")]
+Size = Annotated[int | None, typer.Option(min=1, max=MAX_SIZE, help="Compared with the checkpoint's own.")]
 Idle = Annotated[str | None, typer.Option(help="Taken, and without meaning here.")]
 TensorSource = Annotated[
-    int | None, typer.Option("--tensor-model-parallel-size", "--model-parallel-size", min=1, help="Of the input.")
+    int | None,
+    typer.Option("--tensor-model-parallel-size", "--model-parallel-size", min=1, max=MAX_RANKS, help="Of the input."),
 ]
 FAMILIES = {"gpt": "gpt", "gpt2": "gpt", "bert": "bert", "t5": "t5", "llama": "llama"}
 
@@ -39,22 +48,30 @@ def merge_partitions(
     source: Annotated[Path | None, typer.Option("-i", help="One iteration's directory, in place of --load.")] = None,
     target: Annotated[Path | None, typer.Option("-o", help="The directory to write, in place of --save.")] = None,
     tensor_model_parallel_size: TensorSource = None,
-    pipeline_model_parallel_size: Annotated[int | None, typer.Option(min=1, help="Of the input.")] = None,
+    pipeline_model_parallel_size: Annotated[
+        int | None, typer.Option(min=1, max=MAX_RANKS, help="Of the input.")
+    ] = None,
     target_tensor_model_parallel_size: Annotated[
-        int, typer.Option("--target-tensor-model-parallel-size", "-i_g", "-infer_gpu_num", min=1, help="Of the output.")
+        int,
+        typer.Option(
+            "--target-tensor-model-parallel-size", "-i_g", "-infer_gpu_num", min=1, max=MAX_RANKS, help="Of the output."
+        ),
     ] = 1,
-    target_pipeline_model_parallel_size: Annotated[int, typer.Option(min=1, help="Of the output.")] = 1,
+    target_pipeline_model_parallel_size: Annotated[int, typer.Option(min=1, max=MAX_RANKS, help="Of the output.")] = 1,
     vocab_file: Annotated[Path | None, typer.Option(help="Tells the true vocabulary size; copied beside.")] = None,
     merge_file: Annotated[Path | None, typer.Option(help="Copied beside the weights.")] = None,
     num_layers: Size = None,
     hidden_size: Size = None,
     num_attention_heads: Size = None,
     max_position_embeddings: Size = None,
-    seq_length: Annotated[int | None, typer.Option(min=1, help="At most the checkpoint's positions.")] = None,
-    processes: Annotated[int, typer.Option("-p", "-processes", min=1, help="Threads that copy.")] = 2,
+    seq_length: Annotated[
+        int | None, typer.Option(min=1, max=MAX_SIZE, help="At most the checkpoint's positions.")
+    ] = None,
+    processes: Annotated[int, typer.Option("-p", "-processes", min=1, max=MAX_JOBS, help="Threads that copy.")] = 2,
     checkpoint_version: options.Version = 3.0,
     overwrite: options.Overwrite = False,
     plan: options.PlanOnly = False,
+    ignore_config: options.IgnoreConfig = None,
     report: options.Report = Format.TEXT,
     tokenizer_type: Idle = None,
     experiment_name: Annotated[
@@ -77,7 +94,11 @@ def merge_partitions(
         raise UsageError("give --load and --save (or -i and -o): the checkpoint, and the directory to write")
     if weight_data_type is not None:
         say(f"-weight_data_type {weight_data_type}: weights keep the type that they are stored in")
-    given = LegacyOptions(vocab_size=_vocabulary(vocab_file), num_attention_heads=num_attention_heads)
+    given = LegacyOptions(
+        vocab_size=_vocabulary(vocab_file),
+        num_attention_heads=num_attention_heads,
+        ignore_config=tuple(ignore_config or ()),
+    )
     checkpoint, remarks = open_any(path, options.SourceKind.LEGACY, None, legacy=given)
     for remark in remarks:
         say(remark)
@@ -108,9 +129,9 @@ def _vocabulary(path: Path | None) -> int | None:
     if path is None:
         return None
     try:
-        text = path.read_text(encoding="utf-8")
-        return len(json.loads(text)) if path.suffix == ".json" else len(text.splitlines())
-    except (OSError, ValueError) as error:
+        text = read_text(path, MAX_TABLE_BYTES)
+        return len(parse_any_json(text, MAX_TABLE_BYTES)) if path.suffix == ".json" else len(text.splitlines())
+    except (DocumentError, ValueError, TypeError) as error:
         raise UsageError(f"--vocab-file {path}: {error}") from error
 
 

@@ -163,7 +163,7 @@ def load_map(name: str, variant: str = "") -> NameMap:
 
 
 def axis_sizes(model: Mapping[str, Any], vocab_size: int) -> dict[str, int]:
-    """Sizes of the maps' axes and parts; ``v`` is ``vocab_size``, the padded or the true one as the side asks.
+    """Sizes of the maps' axes and parts; ``v`` is ``vocab_size``: the true one, or the padded one of the other side.
 
     A group is a key-value head: it has ``q`` query heads, one key and one value, ``t`` rows of heads in all.
     """
@@ -205,6 +205,16 @@ class Mapped:
 
 
 @dataclass(frozen=True, kw_only=True)
+class EqualPair:
+    """Two foreign tensors that must be equal; ``ours`` is the tied name, empty where both are copies on their side."""
+
+    ours: str
+    what: str
+    one: Tensor
+    other: Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
 class Layout:
     """What both directions of a conversion share: the links of the model, and the axes' sizes on either side."""
 
@@ -215,10 +225,10 @@ class Layout:
     their_sizes: Sizes
 
 
-def layout_of(name_map: NameMap, model: Mapping[str, Any], *, padded: bool = False) -> Layout:
-    """The layout for a model; ``padded`` says that the other side pads the vocabulary as we do."""
-    sizes = axis_sizes(model, model["padded_vocab_size"])
-    theirs = sizes if padded else axis_sizes(model, model["vocab_size"])
+def layout_of(name_map: NameMap, model: Mapping[str, Any], *, their_rows: int | None = None) -> Layout:
+    """The layout for a model; ``their_rows`` of the vocabulary, padding included, are on the other side."""
+    sizes = axis_sizes(model, model["vocab_size"])
+    theirs = sizes if their_rows is None else axis_sizes(model, their_rows)
     return Layout(
         name_map=name_map,
         links=tuple(_placed(name_map.for_model(model), sizes)),
@@ -250,7 +260,7 @@ def to_theirs(
 ) -> list[Mapped]:
     """Map our tensors to the foreign names and layouts of one tensor rank.
 
-    The vocabulary's padding is cut off where theirs has none; a tied name is left out unless they keep a copy.
+    The vocabulary is padded as theirs is; a tied name is left out unless they keep a copy.
 
     Raises:
         UnsupportedError: a tensor that no link maps, a link whose tensor is missing, or a shape that does not fit.
@@ -278,23 +288,26 @@ def to_theirs(
 def _outwards(layout: Layout, link: Link, tensor: Tensor, *, rank: int, ranks: int) -> Tensor:
     """What a link covers of our tensor, on one tensor rank, in their layout."""
     axes = _flat(link.our_axes)
-    part = expand(tensor, link.our_axes, _whole(layout.our_sizes, link.our_part, link.their_part), link.ours)
+    sizes = _whole(layout.our_sizes, link.our_part, link.their_part)
+    part = expand(tensor, link.our_axes, sizes, link.ours, finer=True)
     if link.our_part:
         size = layout.our_sizes[link.our_part[1]]
         part = part.narrow(axes.index(link.our_part[0]), link.our_begin, link.our_begin + size)
+    theirs = _flat(link.their_axes)
+    part = _with_rows(_moved(part, axes, theirs, link.theirs), theirs, layout.our_sizes, layout.their_sizes)
     if link.split and ranks > 1:
-        step = layout.our_sizes[link.split] // ranks
-        part = part.narrow(axes.index(link.split), rank * step, (rank + 1) * step)
-    return _moved(part, axes, _flat(link.their_axes), layout.our_sizes, layout.their_sizes, link.theirs)
+        step = layout.their_sizes[link.split] // ranks
+        part = part.narrow(theirs.index(link.split), rank * step, (rank + 1) * step)
+    return part
 
 
 def to_ours(
     layout: Layout, tensors: Mapping[str, Sequence[Tensor]], ties: Mapping[str, str]
-) -> tuple[list[Mapped], list[tuple[str, Tensor, Tensor]]]:
-    """Map foreign tensors, each given for all tensor ranks, to our names and layouts; the vocabulary is padded.
+) -> tuple[list[Mapped], list[EqualPair]]:
+    """Map foreign tensors, each given for all tensor ranks, to our names and layouts, without the vocabulary's padding.
 
     Returns:
-        Our tensors, and pairs of foreign ones that must be equal: copies of tied tensors, with what to call them.
+        Our tensors, and pairs of foreign ones that must be equal: copies of tied tensors.
 
     Raises:
         UnsupportedError: as :func:`to_theirs`.
@@ -324,18 +337,20 @@ def _inwards(layout: Layout, link: Link, ranks: Sequence[Tensor]) -> Tensor:
         if link.their_part:
             size = layout.their_sizes[link.their_part[1]]
             part = part.narrow(axes.index(link.their_part[0]), link.their_begin, link.their_begin + size)
-        parts.append(_moved(part, axes, ours, layout.their_sizes, layout.our_sizes, link.ours))
-    return parts[0] if len(parts) == 1 else concatenate(parts, ours.index(link.split))
+        parts.append(_moved(part, axes, ours, link.ours))
+    joined = parts[0] if len(parts) == 1 else concatenate(parts, ours.index(link.split))
+    return _with_rows(joined, ours, layout.their_sizes, layout.our_sizes)
 
 
-def _equal_pairs(
-    layout: Layout, named: Mapping[str, Sequence[Tensor]], ties: Mapping[str, str]
-) -> list[tuple[str, Tensor, Tensor]]:
+def _equal_pairs(layout: Layout, named: Mapping[str, Sequence[Tensor]], ties: Mapping[str, str]) -> list[EqualPair]:
     names = {link.ours: link.theirs for link in layout.links}
-    copies = [(names[ours], names[target]) for ours, target in ties.items() if ours in names and target in names]
+    copies = [
+        *((ours, names[ours], names[target]) for ours, target in ties.items() if ours in names and target in names),
+        *(("", copy, original) for copy, original in layout.name_map.copies),
+    ]
     return [
-        (f"{copy} and {original}", one, other)
-        for copy, original in (*copies, *layout.name_map.copies)
+        EqualPair(ours=ours, what=f"{copy} and {original}", one=one, other=other)
+        for ours, copy, original in copies
         if copy in named and original in named
         for one, other in zip(named[copy], named[original], strict=True)
     ]
@@ -350,18 +365,20 @@ def _local(sizes: Sizes, link: Link, ranks: int) -> dict[str, int]:
     return {**sizes, link.split: sizes[link.split] // ranks} if link.split else dict(sizes)
 
 
-def _moved(
-    tensor: Tensor, source: list[str], target: list[str], source_sizes: Sizes, target_sizes: Sizes, name: str
-) -> Tensor:
-    """``tensor`` with its axes in the target's order, and the vocabulary as long as there."""
+def _moved(tensor: Tensor, source: list[str], target: list[str], name: str) -> Tensor:
+    """``tensor`` with its axes in the target's order."""
     if sorted(source) != sorted(target):
         raise UnsupportedError(f"{name}: the axes {source} and {target} are not the same")
-    result = tensor.permute([source.index(axis) for axis in target])
+    return tensor.permute([source.index(axis) for axis in target])
+
+
+def _with_rows(tensor: Tensor, axes: list[str], source_sizes: Sizes, target_sizes: Sizes) -> Tensor:
+    """``tensor`` with the rows of the vocabulary that the target has: rows of padding cut off, or added as zeros."""
     old, new = source_sizes["v"], target_sizes["v"]
-    if "v" not in target or old == new:
-        return result
-    dim = target.index("v")
-    return result.narrow(dim, 0, new) if new < old else result.padded(dim, new)
+    if "v" not in axes or old == new:
+        return tensor
+    dim = axes.index("v")
+    return tensor.narrow(dim, 0, new) if new < old else tensor.padded(dim, new)
 
 
 def _joined(parts: list[Tensor], link: Link, side: str) -> Tensor:

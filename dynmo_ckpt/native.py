@@ -10,8 +10,10 @@ from typing import Any
 
 from .errors import UsageError
 from .faults import CorruptError
-from .formats._document import DocumentError
+from .formats._document import MAX_TABLE_BYTES, MAX_WORD_BYTES, DocumentError, read_bytes
 from .formats.checkpoint import parse_manifest
+from .formats.checkpoint_rules import VOCABULARY_ROWS
+from .io.files import read_file
 from .io.safetensors import StoredArray, read_index
 from .views import Piece, Tensor, whole
 
@@ -43,9 +45,7 @@ def load_manifest(directory: Path) -> dict[str, Any]:
     """The manifest of one checkpoint directory; raises ``CorruptError`` with every problem."""
     path = directory / "manifest.json"
     try:
-        return parse_manifest(path.read_bytes(), str(path))
-    except OSError as error:
-        raise CorruptError(f"{path}: cannot be read: {error.strerror}") from error
+        return parse_manifest(read_file(path, MAX_TABLE_BYTES), str(path))
     except DocumentError as error:
         raise CorruptError(str(error)) from error
 
@@ -113,7 +113,7 @@ def find_checkpoint(path: Path, step: int | None = None) -> tuple[Path, list[str
 def read_latest(folder: Path) -> str:
     """What ``LATEST`` says; empty where there is none."""
     path = folder / "LATEST"
-    return path.read_text(encoding="utf-8", errors="replace").removesuffix("\n") if path.is_file() else ""
+    return read_bytes(path, MAX_WORD_BYTES).decode(errors="replace").removesuffix("\n") if path.is_file() else ""
 
 
 def latest_faults(folder: Path) -> list[str]:
@@ -134,7 +134,23 @@ def open_native(directory: Path) -> NativeCheckpoint:
     files = {shard["file"] for entry in manifest["tensors"].values() for shard in entry["shards"]}
     indices = {name: read_index(directory / name).arrays for name in sorted(files)}
     tensors = {name: _assemble(directory, name, entry, indices) for name, entry in manifest["tensors"].items()}
-    return NativeCheckpoint(directory=directory, manifest=manifest, tensors=tensors)
+    return _with_true_rows(NativeCheckpoint(directory=directory, manifest=manifest, tensors=tensors))
+
+
+def has_vocabulary_rows(name: str) -> bool:
+    """Whether a tensor has a row for each id of the vocabulary: word tables, the head and its bias, and their state."""
+    return VOCABULARY_ROWS.fullmatch(name) is not None
+
+
+def _with_true_rows(checkpoint: NativeCheckpoint) -> NativeCheckpoint:
+    """The checkpoint without rows of padding, which older versions of the trainer stored; shards stay as they are."""
+    manifest, tensors = checkpoint.manifest, dict(checkpoint.tensors)
+    rows, entries = manifest["model"]["vocab_size"], dict(manifest["tensors"])
+    for name, entry in manifest["tensors"].items():
+        if has_vocabulary_rows(name) and entry["shape"][0] > rows:
+            tensors[name] = tensors[name].narrow(0, 0, rows)
+            entries[name] = {**entry, "shape": [rows, *entry["shape"][1:]]}
+    return replace(checkpoint, manifest={**manifest, "tensors": entries}, tensors=tensors)
 
 
 def _assemble(

@@ -12,6 +12,7 @@ import typer
 
 from .console import Format
 from .errors import UsageError
+from .formats._document import MAX_INTEGER, MAX_JOBS, MAX_RANKS, MAX_SIZE
 
 DEFAULT_JOBS = min(2, os.cpu_count() or 1)
 
@@ -63,32 +64,45 @@ class TargetKind(StrEnum):
     HF = "hf"
     NATIVE = "native"
     LEGACY = "legacy"
+    DEEPSPEED = "deepspeed"
+    DCP = "dcp"
 
 
 Input = Annotated[
     Path,
     typer.Argument(
         metavar="IN",
-        help="A run directory, its checkpoints directory, or one step's directory; for convert and diff also a "
-        "Hugging Face or legacy Megatron directory.",
+        help="Native checkpoint: a run, its checkpoints, or one step; or a directory of Hugging Face, legacy Megatron, "
+        "Megatron-core, torch (DCP, torchtitan) or Megatron-DeepSpeed; or llama2.c's NAME.bin.",
     ),
 ]
 Output = Annotated[Path, typer.Argument(metavar="OUT", help="The directory to write; appears whole or not at all.")]
 Step = Annotated[
-    int | None, typer.Option("--step", "--iteration", help="Step of a run directory; default: what LATEST names.")
+    int | None,
+    typer.Option(
+        "--step", "--iteration", min=0, max=MAX_INTEGER, help="Step of a run directory; default: what LATEST names."
+    ),
 ]
 Source = Annotated[
     SourceKind,
     typer.Option(
         "--from",
-        help="Format of IN; auto looks at the files. legacy: Megatron's mp_rank_*/model_optim_rng.pt; dcp: torch's.",
+        help="Format of IN; auto looks at the files. legacy: Megatron's mp_rank_*/model_optim_rng.pt; dcp: .metadata "
+        "and *.distcp of torch, torchtitan and Megatron-core.",
     ),
 ]
 Report = Annotated[Format, typer.Option("--format", help="text for people, json for programs.")]
-Jobs = Annotated[int, typer.Option(min=1, help="Threads that copy; each needs up to 64 MiB of memory.")]
+Jobs = Annotated[int, typer.Option(min=1, max=MAX_JOBS, help="Threads that copy; each needs up to 64 MiB of memory.")]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace OUT if it exists.")]
 PlanOnly = Annotated[bool, typer.Option("--plan", help="Only show files, bytes, memory and time; write nothing.")]
 Verify = Annotated[bool, typer.Option("--verify/--no-verify", help="Read everything back before it is put in place.")]
+CheckLogits = Annotated[
+    bool | None,
+    typer.Option(
+        "--check-logits/--no-check-logits",
+        help="Compare logits of IN and OUT before OUT appears; default: up to 200 million parameters.",
+    ),
+]
 WithOptimizer = Annotated[
     bool, typer.Option("--with-optimizer/--no-optimizer", help="Take the optimizer's state along.")
 ]
@@ -96,27 +110,43 @@ MaybeOptimizer = Annotated[
     bool | None,
     typer.Option(
         "--with-optimizer/--no-optimizer",
-        help="Take the optimizer's state along, to native or legacy; default: from native to native, yes, else no.",
+        help="Take the optimizer's state along; default: from native to native, yes, else no.",
+    ),
+]
+OptimizerIfPresent = Annotated[
+    bool,
+    typer.Option(
+        "--with-optimizer-if-present",
+        help="As --with-optimizer where IN holds optimizer state; else the weights alone.",
     ),
 ]
 TensorSize = Annotated[
-    int, typer.Option("--tp", "--target-tensor-parallel-size", min=1, help="Tensor-parallel ranks of OUT.")
+    int,
+    typer.Option("--tp", "--target-tensor-parallel-size", min=1, max=MAX_RANKS, help="Tensor-parallel ranks of OUT."),
 ]
 PipelineSize = Annotated[
-    int, typer.Option("--pp", "--target-pipeline-parallel-size", min=1, help="Pipeline workers of OUT.")
+    int, typer.Option("--pp", "--target-pipeline-parallel-size", min=1, max=MAX_RANKS, help="Pipeline workers of OUT.")
 ]
-DataSize = Annotated[int, typer.Option("--dp", min=1, help="Data-parallel replicas of OUT; recorded, nothing more.")]
-VirtualSize = Annotated[int, typer.Option("--vpp", min=1, help="Stages that each pipeline worker holds.")]
+DataSize = Annotated[
+    int, typer.Option("--dp", min=1, max=MAX_RANKS, help="Data-parallel replicas of OUT; recorded, nothing more.")
+]
+VirtualSize = Annotated[
+    int, typer.Option("--vpp", min=1, max=MAX_RANKS, help="Stages that each pipeline worker holds.")
+]
 Counts = Annotated[
     str | None,
     typer.Option("--partition", help="Layers of each stage, such as 7,5,8,4; default: as even as can be."),
 ]
 Atol = Annotated[float, typer.Option("--atol", min=0, help="Largest absolute difference that counts as equal.")]
 VocabSize = Annotated[
-    int | None, typer.Option(min=1, help="True vocabulary size of a legacy checkpoint that does not tell it.")
+    int | None,
+    typer.Option(min=1, max=MAX_SIZE, help="True vocabulary size of a legacy checkpoint that does not tell it."),
 ]
 NumHeads = Annotated[
-    int | None, typer.Option("--num-attention-heads", min=1, help="Heads, only for a legacy checkpoint without args.")
+    int | None,
+    typer.Option(
+        "--num-attention-heads", min=1, max=MAX_SIZE, help="Heads, only for a legacy checkpoint without args."
+    ),
 ]
 ModelConfig = Annotated[
     Path | None,
@@ -139,14 +169,22 @@ Tie = Annotated[
 Drop = Annotated[
     list[str] | None, typer.Option(help="Leave out tensors of IN whose own name fits this shell pattern; may repeat.")
 ]
+IgnoreConfig = Annotated[
+    list[str] | None,
+    typer.Option(help="Leave out keys of config.json, or Megatron arguments, that fit this shell pattern; may repeat."),
+]
 Sparse = Annotated[
     bool, typer.Option("--sparse", help="Keep the masks of weights that a legacy checkpoint stores as sparse rows.")
 ]
 Version = Annotated[
-    float, typer.Option("--checkpoint-version", help="Version of a legacy checkpoint to write: 0, 1.0, 2.0 or 3.0.")
+    float,
+    typer.Option(
+        "--checkpoint-version", min=0, max=3, help="Version of a legacy checkpoint to write: 0, 1.0, 2.0 or 3.0."
+    ),
 ]
 VocabDivisor = Annotated[
-    int, typer.Option(min=1, help="Pad the vocabulary of an imported model to a multiple of this many rows.")
+    int,
+    typer.Option(min=1, max=MAX_SIZE, help="Pad the vocabulary of an imported model to a multiple of this many rows."),
 ]
 
 

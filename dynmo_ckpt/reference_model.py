@@ -25,20 +25,26 @@ Array = NDArray[np.float32]
 Ids = NDArray[np.int64]
 
 
-def load_array(checkpoint: NativeCheckpoint, name: str) -> Array:
-    """One tensor as float32 in its stored shape, pruned weights zero; a tied name gives what it is tied to."""
+def load_array(checkpoint: NativeCheckpoint, name: str, dtype: str | None = None) -> Array:
+    """One tensor as float32 in its stored shape, pruned weights zero; a tied name gives what it is tied to.
+
+    ``dtype`` is a type that it is rounded to before, as in safetensors.
+    """
     name = checkpoint.manifest["ties"].get(name, name)
     content = checkpoint.tensors[name]
     shape = tuple(checkpoint.manifest["tensors"][name]["shape"])
-    output = OutputTensor(key=name, shape=shape, content=content, mask=checkpoint.tensors.get(f"{name}.mask"))
+    cast = None if dtype == content.dtype else dtype
+    mask = checkpoint.tensors.get(f"{name}.mask")
+    output = OutputTensor(key=name, shape=shape, content=content, mask=mask, cast=cast)
     with open_sources(sources([output])) as files:
         parts = [
-            as_numbers(panel.reshape(-1), content.dtype).astype(np.float32) for panel in panels(output, Reader(files))
+            as_numbers(panel.reshape(-1), cast or content.dtype).astype(np.float32)
+            for panel in panels(output, Reader(files))
         ]
     return np.concatenate(parts).reshape(shape)
 
 
-def model_logits(checkpoint: NativeCheckpoint, tokens: Ids) -> tuple[Array, Array | None]:
+def model_logits(checkpoint: NativeCheckpoint, tokens: Ids, dtype: str | None = None) -> tuple[Array, Array | None]:
     """Logits ``[T, V]`` of one sequence, and those of a BERT's binary head ``[2]``; of a task's head ``[C]`` alone.
 
     The C logits are of classes, or of choices, of which there are two: both rows of ``tokens``.
@@ -46,19 +52,21 @@ def model_logits(checkpoint: NativeCheckpoint, tokens: Ids) -> tuple[Array, Arra
     Args:
         checkpoint: any family of ours, its attention causal as the family has it.
         tokens: ``[2, T]``; the second row is what a T5's decoder reads. Token types alternate.
+        dtype: the type that weights are rounded to before, as in safetensors; None: as they are.
     """
-    return _Model(checkpoint).logits(tokens)
+    return _Model(checkpoint, dtype).logits(tokens)
 
 
 class _Model:
-    def __init__(self, checkpoint: NativeCheckpoint) -> None:
+    def __init__(self, checkpoint: NativeCheckpoint, dtype: str | None) -> None:
         self.checkpoint = checkpoint
+        self.dtype = dtype
         self.model: Mapping[str, Any] = checkpoint.manifest["model"]
         self.family: str = self.model["family"]
         self.relative = self.model.get("position_embedding") == "relative"
 
     def load(self, name: str) -> Array:
-        return load_array(self.checkpoint, name)
+        return load_array(self.checkpoint, name, self.dtype)
 
     def has(self, name: str) -> bool:
         return name in self.checkpoint.tensors

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 from . import __version__
@@ -97,7 +98,7 @@ def plan_native(
         dtype: the type of parameters, as in safetensors; None: as they are.
 
     Raises:
-        UnsupportedError: the heads, the inner size or the padded vocabulary cannot be cut into that many ranks.
+        UnsupportedError: the heads or the inner size cannot be cut into that many ranks.
     """
     check_divisible(manifest["model"], tensor_parallel_size)
     model = manifest["model"]
@@ -113,16 +114,22 @@ def plan_native(
         dim = _split_dim(name, entry["role"]) if tensor_parallel_size > 1 else None
         cast = dtype if entry["role"] == "parameter" and dtype != entry["dtype"] else None
         shards = []
-        for rank, part in enumerate(_cut(tensors[name], entry["shape"], dim, tensor_parallel_size)):
+        for rank, (span, part) in enumerate(_cut(tensors[name], entry["shape"], dim, tensor_parallel_size)):
             file = f"{kind}-p{worker:03d}-t{rank:02d}.safetensors"
             index = [[0, size] for size in entry["shape"]]
             if dim is not None:
-                step = entry["shape"][dim] // tensor_parallel_size
-                index[dim] = [rank * step, (rank + 1) * step]
+                index[dim] = span
+                if span[0] == span[1]:
+                    continue
             shape = tuple(end - begin for begin, end in index)
             contents.setdefault(file, []).append(OutputTensor(key=name, shape=shape, content=part, cast=cast))
             shards.append({"file": file, "key": name, "index": index})
-        entries[name] = {**entry, "dtype": cast or entry["dtype"], "split_dim": dim, "shards": shards}
+        entries[name] = {
+            **entry,
+            "dtype": cast or entry["dtype"],
+            "split_dim": dim if len(shards) > 1 else None,
+            "shards": shards,
+        }
     topology = {
         **{key: value for key, value in manifest["topology"].items() if key != "expert_parallel_size"},
         "tensor_parallel_size": tensor_parallel_size,
@@ -144,7 +151,7 @@ def plan_native(
 
 def check_divisible(model: Mapping[str, Any], ranks: int) -> None:
     """Raise ``UnsupportedError`` where a size cannot be cut into ``ranks`` tensor ranks."""
-    for field in ("num_attention_heads", "num_key_value_heads", "ffn_hidden_size", "padded_vocab_size"):
+    for field in ("num_attention_heads", "num_key_value_heads", "ffn_hidden_size"):
         if model.get(field, 0) % ranks:
             raise UnsupportedError(
                 f"{field} {model[field]} cannot be cut into {ranks} tensor ranks; choose a divisor of it"
@@ -156,17 +163,23 @@ def _split_dim(name: str, role: str) -> int | None:
     return next((dim for suffix, dim in SPLIT_DIMS.items() if base.endswith(suffix)), None)
 
 
-def _cut(tensor: Tensor, shape: Sequence[int], dim: int | None, ranks: int) -> list[Tensor]:
-    """Cut a tensor, stored under ``shape``, along ``dim``; its content may have one dimension an axis."""
+def _cut(tensor: Tensor, shape: Sequence[int], dim: int | None, ranks: int) -> list[tuple[list[int], Tensor]]:
+    """Cut a tensor, stored under ``shape``, along ``dim``: for each rank the span of ``shape``, and the part.
+
+    Its content may have one dimension an axis. Rows of a vocabulary need not be shared evenly: the last ranks may have
+    fewer, or none.
+    """
     if dim is None:
-        return [tensor]
+        return [([0, 0], tensor)]
     at, outer = 0, math.prod(shape[:dim])
     while math.prod(tensor.shape[:at]) < outer or tensor.shape[at] == 1:
         at += 1
-    if tensor.shape[at] % ranks:
-        raise UnsupportedError(f"groups of {tensor.shape[at]} rows cannot be cut into {ranks} tensor ranks")
-    step = tensor.shape[at] // ranks
-    return [tensor.narrow(at, rank * step, (rank + 1) * step) for rank in range(ranks)]
+    size, each = tensor.shape[at], shape[dim] // tensor.shape[at]
+    if size % ranks and each > 1:
+        raise UnsupportedError(f"groups of {size} rows cannot be cut into {ranks} tensor ranks")
+    step = -(-size // ranks)
+    ends = [min(size, rank * step) for rank in range(ranks + 1)]
+    return [([begin * each, end * each], tensor.narrow(at, begin, end)) for begin, end in pairwise(ends)]
 
 
 def finished_manifest(

@@ -6,11 +6,14 @@ A reader is imported where its format is met, so that a look at one format does 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from .dcp import is_dcp
 from .errors import UsageError
-from .faults import CorruptError
+from .faults import CorruptError, NoStateError
+from .formats._document import MAX_TABLE_BYTES
+from .io.files import read_file
 from .legacy import LegacyOptions, is_legacy, open_legacy
 from .native import NativeCheckpoint, find_checkpoint, is_native, open_native
 from .options import SourceKind
@@ -59,6 +62,14 @@ def open_any(
         legacy: what a person adds for a legacy checkpoint.
     """
     kind = detect(path) if kind is SourceKind.AUTO else kind
+    if legacy.optimizer_if_present:
+        asked = replace(legacy, optimizer_if_present=False, with_optimizer=True)
+        try:
+            return open_any(path, kind, step, make_vocab_size_divisible_by, asked)
+        except NoStateError as error:
+            without = replace(asked, with_optimizer=False)
+            checkpoint, remarks = open_any(path, kind, step, make_vocab_size_divisible_by, without)
+            return checkpoint, [*remarks, str(error)]
     if kind is SourceKind.NATIVE:
         if legacy.sparse or legacy.untie or legacy.first_replica or legacy.drop:
             raise UsageError("--sparse, --untie, --replicas and --drop go with input that is not a native checkpoint")
@@ -81,7 +92,7 @@ def open_any(
         raise UsageError(f"{path}: --step chooses among the steps of a run directory; this is a {kind} directory")
     if kind is SourceKind.LLAMA2C:
         return open_llama2c(path, make_vocab_size_divisible_by), []
-    return open_hf(path, make_vocab_size_divisible_by, legacy.drop)
+    return open_hf(path, make_vocab_size_divisible_by, legacy.drop, legacy.ignore_config)
 
 
 def open_llama2c(path: Path, make_vocab_size_divisible_by: int) -> NativeCheckpoint:
@@ -94,24 +105,27 @@ def open_llama2c(path: Path, make_vocab_size_divisible_by: int) -> NativeCheckpo
 
 
 def open_hf(
-    directory: Path, make_vocab_size_divisible_by: int, drop: Sequence[str] = ()
+    directory: Path, make_vocab_size_divisible_by: int, drop: Sequence[str] = (), ignored: Sequence[str] = ()
 ) -> tuple[NativeCheckpoint, list[str]]:
     """A Hugging Face directory as a checkpoint at step 0 without optimizer state, and remarks for a person.
 
-    Tensors whose name fits a pattern of ``drop`` are left out.
+    Left out are tensors whose name fits a pattern of ``drop``, and keys of the configuration that fit ``ignored``.
 
     Raises:
         CorruptError: a file is missing or broken, the configuration holds impossible sizes, or copies differ.
         UnsupportedError: another architecture, or tensors that do not fit the map.
     """
+    from .carried import source_of
     from .hf_models import ARCHITECTURES
-    from .huggingface import read_config, read_tensors
+    from .huggingface import read_config, read_generation_config, read_tensors
     from .imported import checked_model, from_map
 
     config = read_config(directory)
-    model = checked_model(config, directory / "config.json", make_vocab_size_divisible_by)
+    model = checked_model(config, directory / "config.json", make_vocab_size_divisible_by, ignored)
     name = ARCHITECTURES[config["model_type"]].map
-    return from_map(directory, model, name, read_tensors(directory), drop, run_id=directory.resolve().name)
+    source = source_of(config, read_generation_config(directory))
+    run_id = directory.resolve().name
+    return from_map(directory, model, name, read_tensors(directory), drop, run_id=run_id, source=source)
 
 
 def small_files(checkpoint: NativeCheckpoint, tokenizer: Path | None) -> dict[str, bytes]:
@@ -128,4 +142,4 @@ def small_files(checkpoint: NativeCheckpoint, tokenizer: Path | None) -> dict[st
         kept = {name: path for name, path in kept.items() if not name.startswith("tokenizer/")}
         names = tokenizer_names(tokenizer or directory)
         kept |= {f"tokenizer/{name}": (tokenizer or directory) / name for name in names}
-    return {name: path.read_bytes() for name, path in kept.items()}
+    return {name: read_file(path, MAX_TABLE_BYTES) for name, path in kept.items()}

@@ -17,6 +17,7 @@ from .faults import CorruptError
 from .io.crc32 import combine
 from .io.safetensors import Index, StoredArray, read_index
 from .io.torchfile import open_torch
+from .io.torchwrite import JoinedTorchFiles
 from .native import (
     STEP_NAME,
     NativeCheckpoint,
@@ -150,11 +151,8 @@ def written_findings(directory: Path, files: Sequence[Writable], written: Mappin
     """
     for file in files:
         path, meant = directory / file.name, written[file.name]
-        is_torch = path.suffix == ".pt"
-        arrays = list((open_torch(path).storages if is_torch else read_index(path).arrays).values())
-        found = {array.key: (array.offset, array.num_bytes) for array in arrays}
-        sizes = [tensor.num_bytes for tensor in file.tensors]
-        planned = dict(zip((t.key for t in file.tensors), zip(file.offsets, sizes, strict=True), strict=True))
+        found = {key: (array.offset, array.num_bytes) for key, array in _indexed(path, file)}
+        planned = file.index
         if found != planned:
             unlike = sorted(key for key in {*found, *planned} if found.get(key) != planned.get(key))
             yield f"{path}: its index says other places than were written: {', '.join(unlike[:5])}"
@@ -165,6 +163,17 @@ def written_findings(directory: Path, files: Sequence[Writable], written: Mappin
                     yield f"{path}: {len(payload)} bytes at {offset} were read back otherwise than written"
         if path.stat().st_size != file.num_bytes:
             yield f"{path}: has {path.stat().st_size} bytes, {file.num_bytes} were meant"
+
+
+def _indexed(path: Path, file: Writable) -> Iterator[tuple[str, StoredArray]]:
+    """The stored arrays of a file by the keys of ``file.index``."""
+    if isinstance(file, JoinedTorchFiles):
+        for begin, part in zip(file.begins, file.parts, strict=True):
+            for array in open_torch(path, begin, part.num_bytes).storages.values():
+                yield f"{begin}:{array.key}", array
+        return
+    arrays = open_torch(path).storages if path.suffix == ".pt" else read_index(path).arrays
+    yield from ((array.key, array) for array in arrays.values())
 
 
 def small_findings(directory: Path, payloads: Mapping[str, bytes]) -> Iterator[str]:

@@ -98,6 +98,29 @@ class Tensor:
         )
         return replace(self, shape=tuple(shape), pieces=pieces)
 
+    def flatten(self, dim: int) -> Tensor:
+        """Make dimensions ``dim`` and ``dim + 1`` one, the second varying fastest.
+
+        A piece whose rows do not follow one another, such as one of two axes in another order, becomes a piece a row.
+        """
+        inner = self.shape[dim + 1]
+        pieces = []
+        for piece in self.pieces:
+            (rows, width), view = piece.view.shape[dim : dim + 2], piece.view
+            step, stride = view.strides[dim : dim + 2]
+            joined = width == inner and step == inner * stride
+            for row in range(1 if joined else rows):
+                begin = (piece.begin[dim] + row) * inner + piece.begin[dim + 1]
+                part = replace(
+                    view,
+                    start=view.start + row * step,
+                    shape=_splice(_splice(view.shape, dim + 1, []), dim, [rows * inner if joined else width]),
+                    strides=_splice(_splice(view.strides, dim + 1, []), dim, [stride]),
+                )
+                pieces.append(Piece(_splice(_splice(piece.begin, dim + 1, []), dim, [begin]), part))
+        shape = _splice(_splice(self.shape, dim + 1, []), dim, [self.shape[dim] * inner])
+        return replace(self, shape=shape, pieces=tuple(pieces))
+
     def without_first(self) -> Tensor:
         """The same elements without the first dimension, whose size is 1."""
         pieces = tuple(

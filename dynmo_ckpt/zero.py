@@ -21,6 +21,8 @@ from .views import Tensor, concatenate
 
 SHARD = re.compile(r"(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
 KINDS = ("master", "exp_avg", "exp_avg_sq")
+# DeepSpeed pickles the stage as a member of its ZeroStageEnum: by value, or by name under Python 3.11.0 to 3.11.3.
+STAGES = {"disabled": 0, "optimizer_states": 1, "gradients": 2, "weights": 3}
 Shapes = Sequence[Mapping[str, tuple[int, ...]]]
 
 
@@ -68,7 +70,7 @@ def read_zero(directory: Path, shards: Mapping[int, Path], model: TorchFile) -> 
     if sorted(shards) != list(range(len(shards))):
         raise CorruptError(f"{directory}: has the optimizer's shards of the replicas {sorted(shards)}, not 0 and on")
     shapes = _shapes(model)
-    parts = [_read_shard(shards[replica]) for replica in sorted(shards)]
+    parts = [_read_shard(shards[replica], model) for replica in sorted(shards)]
     first = parts[0]
     told = _replicas(first.file)
     if told is not None and told != len(parts):
@@ -94,7 +96,8 @@ def _shapes(model: TorchFile) -> list[dict[str, tuple[int, ...]]]:
     return [dict(group) for group in groups]
 
 
-def _held(file: TorchFile) -> dict[str, Any]:
+def held_state(file: TorchFile) -> dict[str, Any]:
+    """What a shard holds; raises ``CorruptError`` where it is no state of an optimizer."""
     held = file.tree.get("optimizer_state_dict") if isinstance(file.tree, dict) else None
     if not isinstance(held, dict):
         raise CorruptError(f"{file.path}: holds no optimizer_state_dict")
@@ -102,35 +105,65 @@ def _held(file: TorchFile) -> dict[str, Any]:
 
 
 def _replicas(file: TorchFile) -> int | None:
-    count = _held(file).get("partition_count")
+    count = held_state(file).get("partition_count")
     count = max(count, default=None) if isinstance(count, list) else count
     return count if isinstance(count, int) else None
 
 
-def _read_shard(path: Path) -> _Shard:
+def _read_shard(path: Path, model: TorchFile) -> _Shard:
     file = open_torch(path)
-    held = _held(file)
-    stage = held.get("zero_stage", 1)
+    held = held_state(file)
+    stage = _stage(held)
     refs = held.get("fp32_flat_groups" if stage == 3 else "single_partition_of_fp32_groups")
     if not isinstance(refs, list) or stage not in (1, 2, 3):
         raise UnsupportedError(f"{path}: holds no flat groups of float32 weights (ZeRO {stage!r})")
     base = held.get("optimizer_state_dict" if stage == 3 else "base_optimizer_state")
-    entries = base.get("state") if isinstance(base, dict) else base
+    found = _entries(path, base, len(refs))
     groups = base.get("param_groups", []) if isinstance(base, dict) else []
-    found = []
-    for number in range(len(refs)):
-        numbered = dict(enumerate(entries)) if isinstance(entries, list) else entries
-        entry = numbered.get(number) if isinstance(numbered, dict) else None
-        if not isinstance(entry, dict):
-            raise UnsupportedError(f"{path}: its optimizer state is not Adam's for each group")
-        found.append(entry)
     flats = {"master": [_flat(file, ref, "weights") for ref in refs]}
     for kind in KINDS[1:]:
-        flats[kind] = [_flat(file, entry.get(kind), kind) for entry in found]
-        if [flat.shape for flat in flats[kind]] != [flat.shape for flat in flats["master"]]:
-            raise CorruptError(f"{path}: {kind} and the weights are not of one length")
+        flats[kind] = _without_padding(
+            path, kind, [_flat(file, entry.get(kind), kind) for entry in found], flats["master"], held
+        )
     slices = [_slices(path, group) for group in held.get("param_slice_mappings") or []]
-    return _Shard(file=file, flats=flats, slices=slices, stage=stage, steps=_steps(file, [*found, *groups]))
+    elastic = {"step": held.get("base_optimizer_state_step")}
+    return _Shard(
+        file=file, flats=flats, slices=slices, stage=stage, steps=_steps(file, [*found, *groups, elastic], model)
+    )
+
+
+def _stage(held: Mapping[str, Any]) -> Any:
+    """The stage of ZeRO; BF16_Optimizer, which is of stage 1, does not store it."""
+    value = held.get("zero_stage", 1)
+    if isinstance(value, Inert) and len(value.arguments) == 1:
+        value = value.arguments[0]
+    return STAGES.get(value, value) if isinstance(value, str) else value
+
+
+def _entries(path: Path, base: Any, count: int) -> list[Mapping[str, Any]]:
+    """Adam's state of each flat group; a list in elastic checkpoints."""
+    entries = base.get("state") if isinstance(base, dict) else base
+    numbered = dict(enumerate(entries)) if isinstance(entries, list) else entries
+    found = [numbered.get(number) if isinstance(numbered, dict) else None for number in range(count)]
+    known: list[Mapping[str, Any]] = [entry for entry in found if isinstance(entry, dict)]
+    if len(known) != count:
+        raise UnsupportedError(f"{path}: its optimizer state is not Adam's for each group")
+    return known
+
+
+def _without_padding(
+    path: Path, kind: str, moments: Sequence[Tensor], masters: Sequence[Tensor], held: Mapping[str, Any]
+) -> list[Tensor]:
+    """Moments as long as the masters: DeepSpeed cuts the padding at the end of a group off the masters alone."""
+    told = held.get("group_paddings")
+    paddings = told if isinstance(told, list) and len(told) == len(masters) else [0] * len(masters)
+    result = []
+    for moment, master, padding in zip(moments, masters, paddings, strict=True):
+        length = master.shape[0]
+        if moment.shape[0] not in (length, length + (padding if isinstance(padding, int) else 0)):
+            raise CorruptError(f"{path}: {kind} and the weights are not of one length")
+        result.append(moment.narrow(0, 0, length))
+    return result
 
 
 def _flat(file: TorchFile, ref: Any, what: str) -> Tensor:
@@ -142,14 +175,15 @@ def _flat(file: TorchFile, ref: Any, what: str) -> Tensor:
     return tensor
 
 
-def _steps(file: TorchFile, entries: Sequence[Any]) -> int:
-    told = [entry.get("step") for entry in entries if isinstance(entry, dict)]
-    numbers = {int(number) for number in told if isinstance(number, int | float)}
-    if not numbers and isinstance(file.tree.get("global_steps"), int):
-        return int(file.tree["global_steps"])
+def _steps(file: TorchFile, entries: Sequence[Any], model: TorchFile) -> int:
+    told = [file.number(entry.get("step")) for entry in entries if isinstance(entry, dict)]
+    numbers = {int(number) for number in told if number is not None}
     if len(numbers) > 1:
         raise CorruptError(f"{file.path}: its optimizer says {sorted(numbers)} updates, one number is expected")
-    return numbers.pop() if numbers else 0
+    if numbers:
+        return numbers.pop()
+    done, skipped = (model.tree.get(name, 0) for name in ("global_steps", "skipped_steps"))
+    return done - skipped if isinstance(done, int) and isinstance(skipped, int) else 0
 
 
 def _slices(path: Path, group: Any) -> dict[str, tuple[int, int]]:

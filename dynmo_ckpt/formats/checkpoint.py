@@ -6,6 +6,7 @@ Specification: ``checkpoint.md``; machine-readable form: ``checkpoint.schema.jso
 
 from __future__ import annotations
 
+import json
 import re
 import zlib
 from collections.abc import Mapping
@@ -13,9 +14,15 @@ from typing import Any
 
 from ._document import (
     ENVELOPE,
+    MAX_LAYERS,
+    MAX_RANKS,
+    MAX_SIZE,
+    MAX_TABLE_BYTES,
     Check,
     DocumentError,
     Problem,
+    WriterError,
+    anything,
     array,
     boolean,
     encode_json,
@@ -59,36 +66,36 @@ FAMILIES = ("gpt", "bert", "ict", "t5", "llama")
 ACTIVATIONS = ("gelu_tanh", "gelu", "relu", "swiglu", "geglu")
 _MODEL = {
     "family": string(*FAMILIES),
-    "num_layers": integer(),
-    "hidden_size": integer(1),
-    "ffn_hidden_size": integer(1),
-    "num_attention_heads": integer(1),
-    "max_position_embeddings": integer(1),
-    "vocab_size": integer(1),
-    "padded_vocab_size": integer(1),
+    "num_layers": integer(0, MAX_LAYERS),
+    "hidden_size": integer(1, MAX_SIZE),
+    "ffn_hidden_size": integer(1, MAX_SIZE),
+    "num_attention_heads": integer(1, MAX_SIZE),
+    "max_position_embeddings": integer(1, MAX_SIZE),
+    "vocab_size": integer(1, MAX_SIZE),
+    "padded_vocab_size": integer(1, MAX_SIZE),
     "layernorm_epsilon": number(0),
     "activation": string(*ACTIVATIONS),
     "tied_embeddings": boolean(),
 }
 _MODEL_OPTIONAL = {
-    "projection_size": integer(),
+    "projection_size": integer(0, MAX_SIZE),
     "shared_towers": boolean(),
-    "num_key_value_heads": integer(1),
-    "head_dim": integer(1),
+    "num_key_value_heads": integer(1, MAX_SIZE),
+    "head_dim": integer(1, MAX_SIZE),
     "normalization": string("layernorm", "rmsnorm"),
     "position_embedding": string("learned", "rotary", "relative"),
     "rotary_base": number(1),
     "rotary_scaling": nullable(mapping(_is_scalar)),
-    "relative_buckets": integer(1),
-    "relative_max_distance": integer(1),
-    "num_tokentypes": integer(),
+    "relative_buckets": integer(1, MAX_SIZE),
+    "relative_max_distance": integer(1, MAX_SIZE),
+    "num_tokentypes": integer(0, MAX_SIZE),
     "binary_head": boolean(),
     "task_head": string("classification", "multichoice"),
-    "num_classes": integer(1),
-    "num_encoder_layers": integer(),
-    "num_decoder_layers": integer(),
-    "num_experts": integer(1),
-    "moe_top_k": integer(1),
+    "num_classes": integer(1, MAX_SIZE),
+    "num_encoder_layers": integer(0, MAX_LAYERS),
+    "num_decoder_layers": integer(0, MAX_LAYERS),
+    "num_experts": integer(1, MAX_SIZE),
+    "moe_top_k": integer(1, MAX_SIZE),
 }
 
 
@@ -100,15 +107,15 @@ def model_check(value: Any, path: str, problems: list[Problem]) -> None:
 
 
 _TOPOLOGY = {
-    "tensor_parallel_size": integer(1),
-    "pipeline_parallel_size": integer(1),
-    "data_parallel_size": integer(1),
-    "virtual_stages_per_worker": integer(1),
+    "tensor_parallel_size": integer(1, MAX_RANKS),
+    "pipeline_parallel_size": integer(1, MAX_RANKS),
+    "data_parallel_size": integer(1, MAX_RANKS),
+    "virtual_stages_per_worker": integer(1, MAX_RANKS),
     "schedule": string(),
-    "world_size": integer(1),
+    "world_size": integer(1, MAX_RANKS),
     "partition": array(array(string()), 1),
 }
-_TOPOLOGY_OPTIONAL = {"expert_parallel_size": integer(1)}
+_TOPOLOGY_OPTIONAL = {"expert_parallel_size": integer(1, MAX_RANKS)}
 _PRUNING = {"sparsity": number(0, 1), "sparsity_by_item": mapping(number(0, 1))}
 _SHARD = {"file": string(), "key": string(), "index": array(_is_span), "crc32": _is_crc32}
 _TENSOR = {
@@ -143,18 +150,28 @@ FIELDS: Mapping[str, Check] = {
     "rng": obj({"scheme": string(), "seed": integer()}),
     "files": mapping(obj({"bytes": integer(), "crc32": _is_crc32})),
 }
+_DOCUMENT = mapping(anything())
+OPTIONAL: Mapping[str, Check] = {
+    "source": obj({"format": string("huggingface"), "config": _DOCUMENT, "generation_config": nullable(_DOCUMENT)})
+}
 
 
 def manifest_problems(value: Any) -> list[Problem]:
     """Every fault of a manifest, the seal apart; rules across fields are looked at once the fields are right."""
     problems = envelope_problems(value, FORMAT, VERSION)
     if not problems:
-        obj(FIELDS)(value, "", problems)
+        obj(FIELDS, OPTIONAL)(value, "", problems)
     return problems or across_problems(value)
 
 
 def seal(manifest: Mapping[str, Any]) -> bytes:
-    """The bytes of ``manifest.json``; ``manifest_crc32`` is filled in."""
+    """The bytes of ``manifest.json``; ``manifest_crc32`` is filled in.
+
+    Raises:
+        WriterError: the manifest breaks the format that readers check.
+    """
+    if problems := manifest_problems(json.loads(encode_json({**manifest, "manifest_crc32": BLANK_SEAL}))):
+        raise WriterError("manifest.json", problems)
     blank = encode_json({**manifest, "manifest_crc32": BLANK_SEAL})
     at = _seal_offset(blank, "manifest")
     return blank[:at] + f"{zlib.crc32(blank):08x}".encode() + blank[at + 8 :]
@@ -169,8 +186,8 @@ def parse_manifest(payload: bytes, source: str) -> dict[str, Any]:
         message = f"is {said}, the bytes give {found}: the file was altered"
         raise DocumentError(source, [Problem("manifest_crc32", "crc32", message)])
     try:
-        value = parse_json(payload)
-    except (ValueError, RecursionError) as error:
+        value = parse_json(payload, MAX_TABLE_BYTES)
+    except ValueError as error:
         raise DocumentError(source, [Problem("", "json", str(error))]) from error
     problems = manifest_problems(value)
     if problems:

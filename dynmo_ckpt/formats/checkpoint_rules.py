@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator
 from typing import Any
 
 from ._document import Problem
 
 Document = dict[str, Any]
+# Tensors with a row for each id of the vocabulary.
+VOCABULARY_ROWS = re.compile(
+    r"((encoder|decoder|query|context)\.)?embedding\.word\.weight(\.(mask|exp_avg|exp_avg_sq|master))?"
+    r"|head\.(weight|bias)(\.(mask|exp_avg|exp_avg_sq|master))?"
+)
 STATE_SUFFIXES = {"mask": ("mask",), "optimizer": ("exp_avg", "exp_avg_sq")}
 STATE_DTYPES = {"mask": "BOOL", "optimizer": "F32"}
 
@@ -88,9 +94,12 @@ def _partition(manifest: Document) -> Iterator[Problem]:
         if item not in items:
             yield Problem("dynamic.frozen_items", "reference", f"{item!r} is not an item of the model")
     owners = tuple(f"{item}." for item in items)
-    for name in manifest["tensors"]:
+    rows = [model["vocab_size"], model["padded_vocab_size"]]
+    for name, entry in manifest["tensors"].items():
         if not name.startswith(owners):
             yield Problem(f"tensors.{name}", "reference", "belongs to no item of the partition")
+        if VOCABULARY_ROWS.fullmatch(name) and (not entry["shape"] or entry["shape"][0] not in rows):
+            yield Problem(f"tensors.{name}", "shape", f"must have the rows of the vocabulary, {rows[0]} or {rows[1]}")
 
 
 def _coverage(manifest: Document) -> Iterator[Problem]:

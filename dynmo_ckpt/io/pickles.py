@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, BinaryIO
 
-from ..faults import CorruptError, UnsafePickleError
+from ..faults import CorruptError, UnsafePickleError, UnsupportedError
 
 STORAGE_DTYPES = {
     "DoubleStorage": "F64",
@@ -28,6 +28,15 @@ STORAGE_DTYPES = {
 OPAQUE_PACKAGES = ("megatron", "deepspeed", "apex", "numpy", "enum", "torch", "transformer_engine")
 _PATHS = ("PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath")
 LIMIT_BYTES = 256_000_000
+MAX_GROUPS = 1000
+"""Groups (MARK) that are open at once; torch and its friends open about ten."""
+BYTES_PER_ENTRY = 2
+"""A byte of a pickle can make 60 to 100 bytes of memory: an empty dict on the stack, an entry of the memo. What people
+pickle takes more bytes for each: so the stack and the memo have at most one entry for this many bytes of the file."""
+MAX_ENTRIES = 5_000_000
+"""Of the stack and of the memo each, however large the file is."""
+MAX_TUPLE_DEPTH = 100
+"""Tuples in tuples: Python hashes them by recursion without a check of its own, which ends the process."""
 
 
 @dataclass(frozen=True)
@@ -78,6 +87,9 @@ MEMBER_OF = tuple(Name(module, "getattr") for module in ("builtins", "__builtin_
 INERT_NAMES |= set(MEMBER_OF)
 STOP = b"."
 _TENSOR_BUILDERS = ("_rebuild_tensor_v2", "_rebuild_tensor")
+_PARAMETER_BUILDERS = ("_rebuild_parameter", "_rebuild_parameter_with_state")
+# Tensors with attributes of their own are pickled as (function that builds it, its type, its arguments, attributes).
+_TYPED_BUILDERS = {Name("torch._tensor", "_rebuild_from_type_v2"), Name("torch._tensor", "_rebuild_from_type")}
 _PLAIN = {
     ("collections", "OrderedDict"): dict,
     ("builtins", "dict"): dict,
@@ -109,8 +121,11 @@ def load_stream(handle: BinaryIO, source: str) -> tuple[Any, dict[str, StorageRe
     Raises:
         UnsafePickleError, CorruptError: as :func:`load_pickle`.
     """
-    machine = _Machine(source)
     bounded: Any = handle if isinstance(handle, io.BytesIO) else _Bounded(handle)
+    at = handle.tell()
+    machine = _Machine(source, handle.seek(0, io.SEEK_END) - at)
+    handle.seek(at)
+    done = 0
     try:
         while (code := bounded.read(1)) != STOP:
             found = _BY_CODE.get(code)
@@ -118,6 +133,9 @@ def load_stream(handle: BinaryIO, source: str) -> tuple[Any, dict[str, StorageRe
                 raise CorruptError(f"{source}: {_unknown(code)}")
             operation, read = found
             operation(machine, None if read is None else read(bounded))
+            done += 1
+            if not done & 0xFF:  # an operation adds one entry at most, so a look now and then is enough
+                machine.check_bounds()
         return machine.stack.pop(), machine.storages
     except (UnsafePickleError, CorruptError):
         raise
@@ -154,8 +172,10 @@ class _Bounded:
 class _Machine:
     """The stack, the memo, and what operations need of names and storages."""
 
-    def __init__(self, source: str) -> None:
+    def __init__(self, source: str, num_bytes: int) -> None:
         self.source = source
+        self.max_entries = min(MAX_ENTRIES, 1000 + num_bytes // BYTES_PER_ENTRY)
+        self.num_below = 0
         self.stack: list[Any] = []
         self.below: list[list[Any]] = []
         self.memo: dict[int, Any] = {}
@@ -175,6 +195,7 @@ class _Machine:
     def mark(self) -> None:
         """Open a group: what stands on the stack waits below until it is closed."""
         self.below.append(self.stack)
+        self.num_below += len(self.stack)
         self.stack = []
 
     def to_mark(self) -> list[Any]:
@@ -182,7 +203,30 @@ class _Machine:
         if not self.below:
             raise CorruptError(f"{self.source}: the pickle closes a group that it did not open")
         items, self.stack = self.stack, self.below.pop()
+        self.num_below -= len(self.stack)
         return items
+
+    def check_bounds(self) -> None:
+        """Refuse a pickle whose stack, memo or open groups grow beyond what its size explains."""
+        for what, count, limit in (
+            ("groups that are open", len(self.below), MAX_GROUPS),
+            ("values on its stack", self.num_below + len(self.stack), self.max_entries),
+            ("entries in its memo", len(self.memo), self.max_entries),
+        ):
+            if count > limit:
+                raise CorruptError(f"{self.source}: the pickle has more than {limit:,} {what}, the limit for its size")
+
+    def nested(self, items: list[Any]) -> list[Any]:
+        """``items`` of a tuple or set, unless they are nested deeper than ``MAX_TUPLE_DEPTH``."""
+        level: list[Any] = [items]
+        for _ in range(MAX_TUPLE_DEPTH):
+            found = {id(e): e for each in level for e in each if isinstance(e, tuple | frozenset)}
+            if not found:
+                return items
+            level = list(found.values())
+        raise CorruptError(
+            f"{self.source}: the pickle has tuples nested deeper than {MAX_TUPLE_DEPTH} levels, the limit"
+        )
 
     def global_name(self, name: Name) -> Name:
         """A name that may be referred to, unchanged."""
@@ -201,12 +245,17 @@ class _Machine:
         if function == Name("_codecs", "encode"):
             return str(arguments[0]).encode("latin1")
         if (function.module, function.name) in _PLAIN:
-            return _PLAIN[function.module, function.name](*arguments)
+            made = _PLAIN[function.module, function.name]
+            if made in (tuple, frozenset):
+                self.nested([element for argument in arguments for element in argument])
+            return made(*arguments)
         if function.module == "torch._utils" and function.name in _TENSOR_BUILDERS:
             storage, start, shape, strides = arguments[:4]
             return TensorRef(storage, int(start), tuple(map(int, shape)), tuple(map(int, strides)))
-        if function == Name("torch._utils", "_rebuild_parameter"):
+        if function.module == "torch._utils" and function.name in _PARAMETER_BUILDERS:
             return arguments[0]
+        if function in _TYPED_BUILDERS:
+            return self.call(arguments[0], tuple(arguments[2]))
         return Inert(function, arguments)
 
     def _member(self, of: Any, member: Any) -> Inert:
@@ -225,6 +274,11 @@ class _Machine:
         """The storage that a persistent identifier of torch names."""
         kind, storage_type, key, _, count = identifier[:5]
         name = storage_type.name if isinstance(storage_type, Name) else ""
+        if kind == "storage" and name == "UntypedStorage":
+            known = ", ".join(STORAGE_DTYPES.values())
+            raise UnsupportedError(
+                f"{self.source}: the storage {key} has a type that no model here has, such as float8; known are {known}"
+            )
         if kind != "storage" or name not in STORAGE_DTYPES:
             raise CorruptError(f"{self.source}: a storage of the unknown type {storage_type}")
         if len(identifier) > 5 and identifier[5] is not None:
@@ -304,13 +358,13 @@ _OPERATIONS: dict[str, Callable[[_Machine, Any], None]] = {
     "POP": lambda m, _: m.pop(),
     "POP_MARK": lambda m, _: m.to_mark().clear(),
     "DUP": lambda m, _: m.stack.append(m.stack[-1]),
-    "TUPLE": lambda m, _: m.push(tuple(m.to_mark())),
-    "TUPLE1": lambda m, _: m.stack.append(tuple(_pop(m, 1))),
-    "TUPLE2": lambda m, _: m.stack.append(tuple(_pop(m, 2))),
-    "TUPLE3": lambda m, _: m.stack.append(tuple(_pop(m, 3))),
+    "TUPLE": lambda m, _: m.push(tuple(m.nested(m.to_mark()))),
+    "TUPLE1": lambda m, _: m.stack.append(tuple(m.nested(_pop(m, 1)))),
+    "TUPLE2": lambda m, _: m.stack.append(tuple(m.nested(_pop(m, 2)))),
+    "TUPLE3": lambda m, _: m.stack.append(tuple(m.nested(_pop(m, 3)))),
     "LIST": lambda m, _: m.push(m.to_mark()),
     "DICT": lambda m, _: m.push(dict(_pairs(m.to_mark()))),
-    "FROZENSET": lambda m, _: m.push(frozenset(m.to_mark())),
+    "FROZENSET": lambda m, _: m.push(frozenset(m.nested(m.to_mark()))),
     "APPEND": lambda m, _: _append_items(m, _pop(m, 1)),
     "APPENDS": lambda m, _: _append_items(m, m.to_mark()),
     "ADDITEMS": lambda m, _: _append_items(m, m.to_mark()),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -13,7 +12,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..faults import CorruptError, StorageError
+from ..portable import read_into
 from .checks import Part, SourceChecks, altered, joined
+from .files import open_file
 from .safetensors import StoredArray
 
 Words = NDArray[np.unsignedinteger]
@@ -30,7 +31,7 @@ class SourceFiles:
         """Fill ``buffer`` from byte ``offset`` of the array's file; raises ``CorruptError`` where that ends early."""
         done = 0
         while done < len(buffer):
-            got = os.preadv(self.descriptors[array.path], [buffer[done:]], offset + done)
+            got = read_into(self.descriptors[array.path], buffer[done:], offset + done)
             if got == 0:
                 raise CorruptError(f"{array.path}: {array.key}: the file ends within the tensor")
             done += got
@@ -40,7 +41,7 @@ class SourceFiles:
 def open_sources(arrays: Sequence[StoredArray]) -> Iterator[SourceFiles]:
     """Hold open the files of ``arrays``."""
     with ExitStack() as stack:
-        opened = {path: stack.enter_context(open(path, "rb")) for path in dict.fromkeys(a.path for a in arrays)}
+        opened = {path: stack.enter_context(open_file(path)) for path in dict.fromkeys(a.path for a in arrays)}
         yield SourceFiles({path: handle.fileno() for path, handle in opened.items()})
 
 

@@ -11,10 +11,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..faults import CorruptError
+from ..faults import CorruptError, UnsupportedError
 from ..formats._document import parse_json
+from .files import open_file
 
 DTYPE_BYTES = {"F64": 8, "I64": 8, "F32": 4, "I32": 4, "I16": 2, "BF16": 2, "F16": 2, "BOOL": 1, "U8": 1}
+# Types of the format that no weight of ours has: eight bits and fewer, whose scales are other tensors, and integers.
+OTHER_TYPES = ("F8_E4M3", "F8_E5M2", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ", "F6_E2M3", "F6_E3M2", "F4", "I8", "C64")
 HEADER_LIMIT_BYTES = 100_000_000
 _PAGE_BYTES = 4096
 
@@ -51,10 +54,11 @@ def read_index(path: Path) -> Index:
 
     Raises:
         CorruptError: it is not there, or breaks the format; says where.
+        UnsupportedError: a type of numbers that no model here has, such as float8.
     """
     try:
         size = path.stat().st_size
-        with open(path, "rb") as handle:
+        with open_file(path) as handle:
             length = handle.read(8)
             text_bytes = int.from_bytes(length, "little")
             if len(length) < 8 or 8 + text_bytes > size or text_bytes > HEADER_LIMIT_BYTES:
@@ -63,7 +67,7 @@ def read_index(path: Path) -> Index:
     except OSError as error:
         raise CorruptError(f"{path}: cannot be read: {error.strerror}") from error
     try:
-        header = parse_json(text)
+        header = parse_json(text, HEADER_LIMIT_BYTES)
         if not isinstance(header, dict):
             raise ValueError("the header is not an object")
         metadata = header.pop("__metadata__", {})
@@ -71,7 +75,7 @@ def read_index(path: Path) -> Index:
             raise ValueError("__metadata__ must hold strings only")
         arrays = {key: _array(path, key, value, 8 + text_bytes) for key, value in header.items()}
         ordered = _without_gaps(arrays, 8 + text_bytes, size)
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise CorruptError(f"{path}: not a safetensors file: {error}") from error
     return Index(arrays=ordered, metadata=metadata, header=length + text, file_bytes=size)
 
@@ -80,6 +84,11 @@ def _array(path: Path, key: str, value: object, data_begin: int) -> StoredArray:
     if not isinstance(value, dict) or set(value) != {"dtype", "shape", "data_offsets"}:
         raise ValueError(f"{key} needs dtype, shape and data_offsets, nothing else")
     dtype, shape, span = value["dtype"], value["shape"], value["data_offsets"]
+    if dtype in OTHER_TYPES:
+        raise UnsupportedError(
+            f"{path}: {key} has the type {dtype}, which no model here has; known are {', '.join(DTYPE_BYTES)}. "
+            "Write it as one of these first, with the program that made it"
+        )
     if dtype not in DTYPE_BYTES:
         raise ValueError(f"{key} has the type {dtype!r}; known are {', '.join(DTYPE_BYTES)}")
     for numbers in (shape, span):

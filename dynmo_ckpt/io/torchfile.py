@@ -6,6 +6,8 @@ Two containers: the zip archive of torch 1.6 and later, and the older stream of 
 from __future__ import annotations
 
 import io
+import math
+import struct
 import zipfile
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,11 +16,13 @@ from typing import Any, BinaryIO
 
 from ..faults import CorruptError
 from ..views import Piece, Tensor, View
+from .files import open_file
 from .pickles import LIMIT_BYTES, StorageRef, TensorRef, load_pickle, load_stream
 from .safetensors import DTYPE_BYTES, StoredArray
 
 STREAM_MAGIC = 0x1950A86A20F9469CFC6C
 STREAM_PROTOCOL = 1001
+_SCALARS = {"F64": "<d", "F32": "<f", "I64": "<q", "I32": "<i"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,6 +43,23 @@ class TorchFile:
             raise CorruptError(f"{self.path}: {name}: reaches element {last} of a storage of {array.shape[0]}")
         view = View(array, ref.start, ref.shape, ref.strides)
         return Tensor(array.dtype, ref.shape, (Piece((0,) * len(ref.shape), view),))
+
+    def number(self, value: Any) -> int | float | None:
+        """``value`` where it is a number, or the element of a tensor that has one; None for everything else.
+
+        torch keeps Adam's ``step`` as a float32 tensor without dimensions.
+        """
+        if isinstance(value, int | float):
+            return value
+        if not isinstance(value, TensorRef) or math.prod(value.shape) != 1 or value.storage.dtype not in _SCALARS:
+            return None
+        self.tensor(value, "a number")  # checks that it lies within its storage
+        kind = _SCALARS[value.storage.dtype]
+        width = struct.calcsize(kind)
+        with open(self.path, "rb") as handle:
+            handle.seek(self.storages[value.storage.key].offset + value.start * width)
+            found: int | float = struct.unpack(kind, handle.read(width))[0]
+        return found
 
     def _typed(self, ref: StorageRef) -> StoredArray:
         stored = self.storages.get(ref.key)
@@ -97,7 +118,7 @@ def open_torch(path: Path, begin: int = 0, num_bytes: int | None = None) -> Torc
         CorruptError: it is missing, broken, or no torch file.
     """
     try:
-        with open(path, "rb") as handle:
+        with open_file(path) as handle:
             size = handle.seek(0, io.SEEK_END)
             if num_bytes is not None and not 0 <= begin <= begin + num_bytes <= size:
                 raise CorruptError(f"{path}: has {size} bytes, {num_bytes} from byte {begin} on are expected")

@@ -9,16 +9,19 @@ from __future__ import annotations
 import struct
 import zlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import accumulate
 from typing import Any
 
 from ..copyplan import OutputTensor
 from ..faults import UnsupportedError
+from .crc32 import combine
 from .pickles import STORAGE_DTYPES, Name
 
 STORAGE_NAMES = {dtype: name for name, dtype in STORAGE_DTYPES.items()}
 ALIGN_BYTES = 64
+STEM = "model_optim_rng"
 ZIP32_LIMIT = 0xFFFFFFFF
 _LOCAL_BYTES = 30
 _DOS_DATE = (1 << 5) | 1  # 1 January 1980, the first that a zip archive can say
@@ -26,23 +29,50 @@ _DOS_DATE = (1 << 5) | 1  # 1 January 1980, the first that a zip archive can say
 
 @dataclass(frozen=True)
 class NewTensor:
-    """A tensor in the tree to be pickled; ``storage`` is the number of its storage in the file."""
+    """A tensor in the tree to be pickled; ``storage`` is the number or the name of its storage in the file."""
 
-    storage: int
+    storage: int | str
     dtype: str
     shape: tuple[int, ...]
 
 
+@dataclass
+class Constants:
+    """Storages of a file whose bytes are known beforehand, by name."""
+
+    payloads: dict[str, bytes] = field(default_factory=dict)
+
+    def add(self, name: str, dtype: str, shape: tuple[int, ...], payload: bytes) -> NewTensor:
+        """A tensor of the tree with these bytes; ``name`` is that of no other storage."""
+        self.payloads[name] = payload
+        return NewTensor(name, dtype, shape)
+
+
 @dataclass(frozen=True)
 class NewObject:
-    """An object in the tree to be pickled: its type's name and its attributes."""
+    """An object in the tree to be pickled: its type's name, and its attributes or what ``__setstate__`` takes."""
 
     type: Name
-    attributes: Mapping[str, Any]
+    attributes: Mapping[str, Any] | tuple[Any, ...]
+
+
+@dataclass(frozen=True)
+class NewCall:
+    """An object in the tree to be pickled as the result of a call, as pickle stores enumerations and ``torch.Size``."""
+
+    function: Name
+    arguments: tuple[Any, ...]
+
+
+@dataclass(frozen=True)
+class NewDict:
+    """A dictionary in the tree to be pickled whose keys are objects."""
+
+    pairs: tuple[tuple[Any, Any], ...]
 
 
 def dump_pickle(value: Any) -> bytes:
-    """``value`` as a pickle of protocol 2: plain values, :class:`NewTensor` and :class:`NewObject`."""
+    """``value`` as a pickle of protocol 2: plain values, names, and the classes ``New...`` of this module."""
     return b"\x80\x02" + _encode(value) + b"."
 
 
@@ -65,8 +95,20 @@ def _encode(value: Any) -> bytes:
             return b"](" + b"".join(map(_encode, value)) + b"e"
         case tuple():
             return b"(" + b"".join(map(_encode, value)) + b"t"
+    return _encode_object(value)
+
+
+def _encode_object(value: Any) -> bytes:
+    match value:
         case NewObject():
-            return _global(value.type) + b")\x81" + _encode(dict(value.attributes)) + b"b"
+            state = value.attributes if isinstance(value.attributes, tuple) else dict(value.attributes)
+            return _global(value.type) + b")\x81" + _encode(state) + b"b"
+        case NewDict():
+            return b"}(" + b"".join(_encode(k) + _encode(v) for k, v in value.pairs) + b"u"
+        case NewCall():
+            return _global(value.function) + _encode(value.arguments) + b"R"
+        case Name():
+            return _global(value)
         case NewTensor():
             return _encode_tensor(value)
     raise TypeError(f"a {type(value).__name__} cannot be pickled here")
@@ -108,21 +150,38 @@ class _Entry:
 
 @dataclass(frozen=True, kw_only=True)
 class TorchOutputFile:
-    """A file to be opened by ``torch.load``: ``tree`` refers to ``tensors`` by their position."""
+    """A file to be opened by ``torch.load``: ``tree`` refers to storages by their position, or by name to constants.
+
+    Attributes:
+        name: path inside the new directory.
+        tensors: what is copied.
+        tree: what ``torch.load`` returns.
+        lengths: how many of ``tensors``, one behind the other, make each storage; empty: one each.
+        constants: storages whose bytes are known, by name.
+    """
 
     name: str
     tensors: tuple[OutputTensor, ...]
     tree: Any
+    lengths: tuple[int, ...] = ()
+    constants: Mapping[str, bytes] = field(default_factory=dict)
+
+    @cached_property
+    def _storages(self) -> list[tuple[OutputTensor, ...]]:
+        """The tensors of each storage."""
+        ends = list(accumulate(self.lengths or (1,) * len(self.tensors)))
+        return [self.tensors[begin:end] for begin, end in zip([0, *ends], ends, strict=False)]
 
     @cached_property
     def _entries(self) -> list[_Entry]:
         pickled = dump_pickle(self.tree)
         members: list[tuple[str, int, bytes | None]] = [
-            ("model_optim_rng/data.pkl", len(pickled), pickled),
-            ("model_optim_rng/byteorder", 6, b"little"),
-            *((tensor.key, tensor.num_bytes, None) for tensor in self.tensors),
+            (f"{STEM}/data.pkl", len(pickled), pickled),
+            (f"{STEM}/byteorder", 6, b"little"),
+            *((f"{STEM}/data/{n}", sum(t.num_bytes for t in held), None) for n, held in enumerate(self._storages)),
+            *((f"{STEM}/data/{name}", len(payload), payload) for name, payload in self.constants.items()),
         ]
-        members.append(("model_optim_rng/version", 2, b"3\n"))
+        members.append((f"{STEM}/version", 2, b"3\n"))
         entries, at = [], 0
         for name, size, payload in members:
             if size >= ZIP32_LIMIT:
@@ -136,7 +195,18 @@ class TorchOutputFile:
     @property
     def offsets(self) -> list[int]:
         """Where each tensor's bytes begin."""
-        return [entry.data_offset for entry in self._entries if entry.payload is None]
+        begins = [entry.data_offset for entry in self._entries if entry.payload is None]
+        return [
+            offset
+            for begin, held in zip(begins, self._storages, strict=True)
+            for offset in accumulate((tensor.num_bytes for tensor in held[:-1]), initial=begin)
+        ]
+
+    @property
+    def index(self) -> dict[str, tuple[int, int]]:
+        """Offset and number of bytes of each storage, by key."""
+        stored = [entry for entry in self._entries if entry.name.startswith(f"{STEM}/data/")]
+        return {entry.name: (entry.data_offset, entry.num_bytes) for entry in stored}
 
     @cached_property
     def num_bytes(self) -> int:
@@ -146,7 +216,9 @@ class TorchOutputFile:
 
     def other_bytes(self, checksums: Sequence[int]) -> list[tuple[int, bytes]]:
         """Everything but the tensors' bytes, by offset, given the tensors' checksums."""
-        left = iter(checksums)
+        sums = iter(checksums)
+        joined = [_joined([(next(sums), tensor.num_bytes) for tensor in held]) for held in self._storages]
+        left = iter(joined)
         result, directory = [], b""
         for entry in self._entries:
             crc = next(left) if entry.payload is None else zlib.crc32(entry.payload)
@@ -165,6 +237,62 @@ class TorchOutputFile:
         last = self._entries[-1]
         at = last.data_offset + last.num_bytes
         return [*result, (at, directory + _end_records(len(self._entries), len(directory), at))]
+
+
+@dataclass(frozen=True, kw_only=True)
+class JoinedTorchFiles:
+    """Files of ``torch.save`` one behind the other, as torch's distributed checkpoints have them.
+
+    ``begins`` and ``num_bytes`` of each part are where its metadata says that a tensor lies.
+    """
+
+    name: str
+    parts: tuple[TorchOutputFile, ...]
+
+    @cached_property
+    def begins(self) -> list[int]:
+        """Where each part begins."""
+        return list(accumulate((part.num_bytes for part in self.parts[:-1]), initial=0)) if self.parts else []
+
+    @property
+    def tensors(self) -> tuple[OutputTensor, ...]:
+        """See ``Writable``."""
+        return tuple(tensor for part in self.parts for tensor in part.tensors)
+
+    @property
+    def offsets(self) -> list[int]:
+        """See ``Writable``."""
+        return [begin + at for begin, part in zip(self.begins, self.parts, strict=True) for at in part.offsets]
+
+    @property
+    def num_bytes(self) -> int:
+        """See ``Writable``."""
+        return sum(part.num_bytes for part in self.parts)
+
+    @property
+    def index(self) -> dict[str, tuple[int, int]]:
+        """See ``Writable``; the keys of different parts are told apart by where the part begins."""
+        return {
+            f"{begin}:{key}": (begin + at, size)
+            for begin, part in zip(self.begins, self.parts, strict=True)
+            for key, (at, size) in part.index.items()
+        }
+
+    def other_bytes(self, checksums: Sequence[int]) -> list[tuple[int, bytes]]:
+        """See ``Writable``."""
+        result, left = [], list(checksums)
+        for begin, part in zip(self.begins, self.parts, strict=True):
+            own, left = left[: len(part.tensors)], left[len(part.tensors) :]
+            result += [(begin + at, payload) for at, payload in part.other_bytes(own)]
+        return result
+
+
+def _joined(parts: Sequence[tuple[int, int]]) -> int:
+    """The checksum of strings put together, from their checksums and lengths."""
+    total = 0
+    for checksum, num_bytes in parts:
+        total = combine(total, checksum, num_bytes)
+    return total
 
 
 def _end_records(count: int, size: int, offset: int) -> bytes:

@@ -7,9 +7,10 @@ pages are used again and again, and the rest of the system keeps its cache.
 
 from __future__ import annotations
 
-import os
 from collections import deque
 from dataclasses import dataclass, field
+
+from ..portable import drop_cached
 
 WINDOW_BYTES = 8 << 20
 WINDOWS = 8
@@ -45,5 +46,4 @@ class Writeback:
 
 def _give_up(descriptor: int, begin: int, end: int) -> None:
     """Dirty pages start on their way to the disk; clean ones leave the cache."""
-    if hasattr(os, "posix_fadvise"):
-        os.posix_fadvise(descriptor, begin, end - begin, os.POSIX_FADV_DONTNEED)
+    drop_cached(descriptor, begin, end - begin)

@@ -1,0 +1,35 @@
+"""Opens input files: regular ones alone, bounded in size, with errors of this package."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import BinaryIO
+
+from ..faults import CorruptError
+from ..formats._document import MAX_DOCUMENT_BYTES, DocumentError, UnreadableError, open_regular, read_bytes
+
+
+def open_file(path: Path) -> BinaryIO:
+    """Open a shard or checkpoint file for reading; refuse a FIFO or a device without waiting for it.
+
+    Raises:
+        CorruptError: the file does not exist, is not a regular file, or permissions forbid reading it.
+    """
+    try:
+        return open_regular(path)
+    except UnreadableError as error:
+        raise CorruptError(f"{path}: cannot be read: {error.reason}") from error
+
+
+def read_file(path: Path, max_bytes: int = MAX_DOCUMENT_BYTES) -> bytes:
+    """Read a whole file of at most ``max_bytes``.
+
+    Raises:
+        CorruptError: as ``open_file``, or the file is larger.
+    """
+    try:
+        return read_bytes(path, max_bytes)
+    except UnreadableError as error:
+        raise CorruptError(f"{path}: cannot be read: {error.reason}") from error
+    except DocumentError as error:
+        raise CorruptError(f"{path}: {error.problems[0].message}") from error
