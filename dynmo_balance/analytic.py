@@ -91,7 +91,14 @@ def item_times(work: Work, shape: Shape, device: Device) -> tuple[int, int, int]
 
 
 def work_of_item(
-    item: Item, shape: Shape, heads: int, weights: Sequence[int] | None = None, *, attention: int | None = None
+    item: Item,
+    shape: Shape,
+    heads: int,
+    weights: Sequence[int] | None = None,
+    *,
+    attention: int | None = None,
+    keys: int | None = None,
+    width: int | None = None,
 ) -> Work:
     """The work of one item, from its kind and its number of parameters.
 
@@ -101,9 +108,11 @@ def work_of_item(
         heads: attention heads; the score terms need them.
         weights: its matrices where they are known better than as one (the experts that a token meets, say).
         attention: heads times their size; the hidden size where not given.
+        keys: the most tokens that a token attends to; all of the sequence where not given.
+        width: numbers a token between its matrices; three times the hidden size for attention, four for an MLP.
     """
     number = BYTES_PER_NUMBER[shape.dtype]
-    t, s = shape.tensor_parallel, shape.sequence
+    t, s = shape.tensor_parallel, keys or shape.sequence
     stream = shape.tokens * shape.hidden * number
     outer = stream / t if shape.sequence_parallel else stream
     if item.kind == "embedding":
@@ -121,7 +130,8 @@ def work_of_item(
     attends = item.kind in ("attention", "cross_attention", "layer")
     parts = 2 if item.kind == "layer" else 1
     score = shape.tokens * s * heads / t * number if attends else 0.0
-    inner = (3 if item.kind != "mlp" else 0) + (4 if item.kind in ("mlp", "layer") else 0)
+    usual = (3 if item.kind != "mlp" else 0) + (4 if item.kind in ("mlp", "layer") else 0)
+    inner = usual if width is None else width / shape.hidden
     return Work(
         weights=tuple(weights or (item.param_count,)),
         score_flops=4 * shape.tokens * s * (attention or shape.hidden) / t if attends else 0.0,
@@ -131,12 +141,15 @@ def work_of_item(
             parts * STREAM[1] * outer + INNER[1] * inner / 3 * stream / t,
         ),
         reduce_bytes=parts * stream,
-        activation_bytes=_activation_bytes(item.kind, shape, score if attends else 0.0),
+        activation_bytes=_activation_bytes(item.kind, shape, score if attends else 0.0, inner / usual),
     )
 
 
-def _activation_bytes(kind: str, shape: Shape, score_bytes: float) -> int:
-    """What a part of a block keeps, after Korthikanti et al.; halves of it for attention and MLP."""
+def _activation_bytes(kind: str, shape: Shape, score_bytes: float, wider: float = 1.0) -> int:
+    """What a part of a block keeps, after Korthikanti et al.; halves of it for attention and MLP.
+
+    ``wider`` is the width between its matrices against the usual one.
+    """
     number = BYTES_PER_NUMBER[shape.dtype]
     outer, inner = {"mlp": (5, 18), "layer": (10, 24)}.get(kind, (5, 6))
     t = shape.tensor_parallel
@@ -145,7 +158,7 @@ def _activation_bytes(kind: str, shape: Shape, score_bytes: float) -> int:
         # The input of the block is kept once; the MLP of a block in two items is recomputed from the same input.
         kept = 0.0 if kind == "mlp" else width / (t if shape.sequence_parallel else 1)
         return round(kept)
-    kept = width / 2 * ((outer / t if shape.sequence_parallel else outer) + inner / t)
+    kept = width / 2 * ((outer / t if shape.sequence_parallel else outer) + wider * inner / t)
     if shape.recompute == "none" and not shape.fused_attention:
         kept += 5 * score_bytes / 2
     return round(kept)

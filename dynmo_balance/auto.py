@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from .bounds import Bounds, bounds_of
-from .costs import ItemCosts
+from .costs import SPLIT_SCHEDULES, costs_for, split_in_half
 from .errors import DynmoError
 from .formats.plan import CUSTOM, V_SCHEDULES
 from .formats.profile import Header
@@ -53,13 +53,6 @@ class Search:
     assumed_split: bool
 
 
-def split_in_half(costs: ItemCosts) -> ItemCosts:
-    """Costs whose backward was measured whole, with half of it taken for the weight gradient."""
-    halves = [backward // 2 for backward in costs.backward_input_ns]
-    rest = tuple(b - h for b, h in zip(costs.backward_input_ns, halves, strict=True))
-    return replace(costs, backward_input_ns=rest, backward_weight_ns=tuple(halves), split=True)
-
-
 def _virtual_stages(schedule: str) -> tuple[int, ...]:
     if schedule in ("gpipe", "1f1b"):
         return (1,)
@@ -79,7 +72,16 @@ def _problems(
             continue
         seen.add(chain.cuts)
         found.extend(
-            (granularity, replace(problem, chain=chain, schedule=schedule, virtual_stages=virtual, current=None))
+            (
+                granularity,
+                replace(
+                    problem,
+                    chain=replace(chain, costs=costs_for(schedule, chain.costs)),
+                    schedule=schedule,
+                    virtual_stages=virtual,
+                    current=None,
+                ),
+            )
             for schedule in schedules
             if schedule != CUSTOM
             for virtual in VIRTUAL_STAGES
@@ -107,9 +109,7 @@ def search(
         granularities: where to cut; the last is the finest.
         rounds: how long to tailor orders.
     """
-    assumed = not problem.chain.costs.split and bool({"zero-bubble", "zb-v", CUSTOM} & set(schedules))
-    if assumed:
-        problem = replace(problem, chain=replace(problem.chain, costs=split_in_half(problem.chain.costs)))
+    assumed = not problem.chain.costs.split and bool(set(SPLIT_SCHEDULES) & set(schedules))
     found = []
     reasons = []
     for granularity, trial in _problems(header, problem, schedules, granularities):
@@ -124,7 +124,8 @@ def search(
         else:
             reasons.append(f"{trial.schedule} needs more memory than a worker has")
     found.sort(key=lambda candidate: candidate.timeline.step_ns)
-    finest = replace(problem, chain=chain_of(header, problem.chain.costs, granularities[-1]))
+    costs = split_in_half(problem.chain.costs) if assumed else problem.chain.costs
+    finest = replace(problem, chain=chain_of(header, costs, granularities[-1]))
     if CUSTOM in schedules:
         found += [
             Candidate(

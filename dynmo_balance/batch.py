@@ -199,7 +199,7 @@ def costs_of(problem: Problem, candidates: Sequence[Sequence[int]] | Array) -> C
         has_backward=end > chain.frozen_items,
         send_ns=np.where(apart, sent, 0),
         static_bytes=sums(chain.static_bytes),
-        activation_bytes=sums(chain.costs.activation_bytes),
+        activation_bytes=sums(chain.kept_bytes),
     )
 
 

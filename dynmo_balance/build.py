@@ -79,6 +79,11 @@ def _tied(spec: ModelSpec, row: dict[str, Any], to: str, options: BuildOptions) 
     }
 
 
+def _number_of(layer: str) -> int:
+    """The number of a block in its stack: 7 of ``encoder.layers.7``."""
+    return int(layer.rpartition(".")[2])
+
+
 def _items(spec: ModelSpec, options: BuildOptions, boundary: int) -> list[dict[str, Any]]:
     t = options.tensor_parallel
 
@@ -87,7 +92,8 @@ def _items(spec: ModelSpec, options: BuildOptions, boundary: int) -> list[dict[s
 
     def block(prefix: str, cross: bool, relative: int) -> list[dict[str, Any]]:
         attention = spec.attention_params(t)
-        rows = [("attention", attention + relative), ("cross_attention", attention), ("mlp", spec.mlp_params(t))]
+        mlp = spec.mlp_params(t, _number_of(prefix))
+        rows = [("attention", attention + relative), ("cross_attention", attention), ("mlp", mlp)]
         return [
             item(f"{prefix}.{kind}", prefix, kind, params)
             for kind, params in rows
@@ -186,14 +192,27 @@ def works_of(spec: ModelSpec, header: Header, shape: Shape) -> list[Work]:
 
     def weights(item: Item) -> tuple[int, ...]:
         if item.kind == "mlp":
-            return tuple(matrix * spec.experts_per_token // t for matrix in spec.expert_matrices)
+            return spec.mlp_matrices(t, _number_of(item.layer))
         if item.kind in ("attention", "cross_attention"):
-            return tuple(matrix // t for matrix in spec.attention_matrices)
+            return spec.attention_matrices(t)
         transform = (spec.hidden * spec.hidden,) if spec.head_transform else ()
         return (*transform, spec.table_params // t)
 
-    attention = spec.heads * spec.head_size
-    return [work_of_item(item, shape, spec.heads, weights(item), attention=attention) for item in header.items]
+    def work(item: Item) -> Work:
+        if item.kind not in ("attention", "cross_attention", "mlp"):
+            return work_of_item(item, shape, spec.heads, weights(item))
+        number = _number_of(item.layer)
+        return work_of_item(
+            item,
+            shape,
+            spec.heads,
+            weights(item),
+            attention=spec.score_width,
+            keys=spec.keys(number, shape.sequence) if item.kind == "attention" else None,
+            width=spec.mlp_width(number) if item.kind == "mlp" else spec.attention_width,
+        )
+
+    return [work(item) for item in header.items]
 
 
 def step_record(header: Header, costs: ItemCosts, step: int) -> dict[str, Any]:

@@ -21,15 +21,33 @@ from .commands.simulate import simulate
 from .commands.verify import verify
 from .commands.watch import watch
 from .commands.what_if import what_if
-from .console import run_app
+from .console import add_version, command_list, run_app
+
+ORDER_OF_WORK = (
+    "profile",
+    "partition",
+    "compare",
+    "verify",
+    "explain",
+    "simulate",
+    "what-if",
+    "watch",
+    "report",
+    "replay",
+    "repack",
+    "export",
+    "calibrate",
+    "recipe",
+)
 
 app = typer.Typer(
+    cls=command_list(*ORDER_OF_WORK),
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,  # plain help never cuts the name of an option, and needs no rich
     help="Plan pipeline partitions: balance, simulate, ask what if, and watch a run.",
 )
+add_version(app)
 app.add_typer(profile, name="profile")
 app.command()(partition)
 app.command()(compare)

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from .formats.plan import Plan
-from .partition import BALANCERS, best_of, certified
-from .planning import present
+from .partition import BALANCERS, certified
+from .planning import present, propose
 from .problem import Problem
 
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One balancer's partition; ``gap`` is how far its bottleneck is above the optimum, as a fraction."""
+    """One balancer's partition; ``gap`` is how far it is above the best one by the objective, as a fraction."""
 
     balancer: str
     boundaries: tuple[int, ...]
@@ -30,21 +30,28 @@ class Row:
         return asdict(self)
 
 
-def compare(problem: Problem, base: Plan | None) -> list[Row]:
-    """The balancers in the order of their registry; raises what the exact solver raises."""
-    best = best_of(problem)
+def compare(problem: Problem, base: Plan | None, objective: str = "auto") -> tuple[str, list[Row]]:
+    """What ``exact`` minimizes, and the balancers in the order of their registry; raises what the solver raises.
+
+    Args:
+        problem: what to partition.
+        base: the plan to move from; None where there is none.
+        objective: as for ``propose``; the gaps of all rows are by it.
+    """
+    owner = None if base is None else base.owner
+    exact = propose(problem, "exact", objective=objective, owner=owner)
     rows = []
     for name, balancer in BALANCERS.items():
-        solution = best if name == "exact" else certified(problem, balancer(problem), best)
-        proposal = present(problem, solution, owner=None if base is None else base.owner)
+        solution = certified(problem, balancer(problem), exact.solution)
+        proposal = exact if name == "exact" else present(problem, solution, owner=owner)
         peaks = proposal.timeline.peak_memory_bytes
         limits = [place.memory_bytes for place in problem.places]
         rows.append(
             Row(
                 balancer=name,
-                boundaries=solution.boundaries,
-                bottleneck_ns=solution.bottleneck_ns,
-                gap=solution.bottleneck_ns / best.bottleneck_ns - 1 if best.bottleneck_ns else 0.0,
+                boundaries=proposal.solution.boundaries,
+                bottleneck_ns=proposal.solution.bottleneck_ns,
+                gap=0.0,
                 step_ns=proposal.timeline.step_ns,
                 bubble_fraction=proposal.timeline.bubble_fraction,
                 peak_memory_bytes=max(peaks),
@@ -52,4 +59,8 @@ def compare(problem: Problem, base: Plan | None) -> list[Row]:
                 bytes_to_move=proposal.migration.bytes,
             )
         )
-    return rows
+    by = exact.solution.objective
+    values = [row.step_ns if by == "simulated" else row.bottleneck_ns for row in rows]
+    allowed = [value for row, value in zip(rows, values, strict=True) if not row.over_memory]
+    best = min(allowed, default=0)
+    return by, [replace(row, gap=value / best - 1 if best else 0.0) for row, value in zip(rows, values, strict=True)]

@@ -65,6 +65,11 @@ class CostWindow:
         """The number of records in the window."""
         return len(self._records)
 
+    @property
+    def records(self) -> tuple[Step, ...]:
+        """The records in the window, oldest first."""
+        return tuple(self._records)
+
     def expire(self) -> None:
         """Forget everything: the model changed."""
         self._records.clear()
@@ -176,6 +181,22 @@ def scaled(costs: ItemCosts, factors: Sequence[float], kinds: tuple[str, ...] = 
             backward_weight_ns=times(costs.backward_weight_ns),
         )
     return costs
+
+
+SPLIT_SCHEDULES = ("zero-bubble", "zb-v", "custom")
+"""The schedules that do the weight gradient as an operation of its own."""
+
+
+def split_in_half(costs: ItemCosts) -> ItemCosts:
+    """Costs whose backward was measured whole, with half of it taken for the weight gradient."""
+    halves = [backward // 2 for backward in costs.backward_input_ns]
+    rest = tuple(b - h for b, h in zip(costs.backward_input_ns, halves, strict=True))
+    return replace(costs, backward_input_ns=rest, backward_weight_ns=tuple(halves), split=True)
+
+
+def costs_for(schedule: str, costs: ItemCosts) -> ItemCosts:
+    """The costs as a schedule needs them: one that splits the backward takes half of a whole one for each part."""
+    return costs if costs.split or schedule not in SPLIT_SCHEDULES else split_in_half(costs)
 
 
 def speed_ppm(relative_speed: float) -> int:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
-from .costs import speeds_of_items
+from .costs import costs_for, speeds_of_items
 from .errors import DynmoError
 from .feedback import Feedback, feedback_of
 from .formats.plan import Plan
 from .formats.profile import Header
-from .missed import look
+from .missed import SpeedsOfPlan, foreseen, look, step_times
 from .moves import BASE_PAUSE_NS
-from .partition import best_of, certified
+from .partition import best_of, certified, solve
 from .planning import Proposal, chain_of, holdings, keep_plan, present, propose, to_plan
 from .policies import POLICIES, Evidence, Memory, Settings, Verdict
 from .problem import Place, Problem, places_of
@@ -57,7 +57,7 @@ def problem_of(header: Header, state: RunState, base: Plan, options: WatchOption
     by_id = {place.worker: place for place in places_of(header, memory_bytes=options.memory_bytes)}
     places: tuple[Place, ...] = tuple(by_id[worker] for worker in base.workers)
     return Problem(
-        chain=chain_of(header, costs, options.granularity),
+        chain=chain_of(header, costs_for(base.schedule, costs), options.granularity),
         places=places,
         schedule=base.schedule,
         microbatches=header.microbatches,
@@ -69,17 +69,31 @@ def problem_of(header: Header, state: RunState, base: Plan, options: WatchOption
     )
 
 
+def speeds_by_plan(header: Header, base: Plan, previous: Plan | None) -> SpeedsOfPlan:
+    """The speeds of the items' workers under the active plan and the one before it; older plans count as ``base``."""
+    plans = [plan for plan in (previous, base) if plan is not None]
+    speeds = {plan.plan_id: speeds_of_items(header, plan.owner) for plan in plans}
+    return lambda plan_id: speeds.get(plan_id, speeds[base.plan_id])
+
+
 def weigh(
-    problem: Problem, base: Plan, state: RunState, options: WatchOptions, feedback: Feedback, memory: Memory
+    problem: Problem,
+    base: Plan,
+    state: RunState,
+    options: WatchOptions,
+    feedback: Feedback,
+    memory: Memory,
+    speeds_of: SpeedsOfPlan,
 ) -> tuple[Proposal, Evidence, Memory]:
     """What to go to, the numbers for and against it, and what the policy remembers."""
     pause_ns = BASE_PAUSE_NS if state.base_pause_ns is None else state.base_pause_ns
-    if options.policy == "regret" and state.header is not None:
-        works = state.trace.works(speeds_of_items(state.header, base.owner))
+    works = state.trace.works(speeds_of)
+    due = state.next_event_step
+    horizon = options.horizon if due is None else min(options.horizon, due - state.last_step)
+    if options.policy == "regret":
         seen, boundaries = look(memory.missed, problem, base.boundaries, state.trace, works, pause_ns, options.balancer)
         memory = replace(memory, missed=seen)
-        solution = certified(problem, boundaries, best_of(problem))
-        proposal = present(problem, solution, owner=base.owner, base_pause_ns=state.base_pause_ns)
+        proposal = _presented(problem, boundaries, base, state)
     else:
         proposal = propose(
             problem,
@@ -88,20 +102,41 @@ def weigh(
             owner=base.owner,
             base_pause_ns=state.base_pause_ns,
         )
+    now_ns, then_ns = predict(problem, base.boundaries).step_ns, proposal.timeline.step_ns
+    if options.policy == "threshold" and options.balancer == "exact" and problem.virtual_stages == 1:
+        long = solve(problem, foreseen(works, 0)).boundaries
+        views = memory.views.after(
+            problem,
+            state.trace,
+            works,
+            (proposal.solution.boundaries, long),
+            window=options.window,
+            min_gain=options.settings.min_gain,
+            pause_ns=pause_ns,
+        )
+        memory = replace(memory, views=views)
+        if views.prefers_long:
+            proposal, horizon = _presented(problem, long, base, state), min(horizon, len(works))
+            now_ns, then_ns = (round(step_times(problem, works, each).mean()) for each in (base.boundaries, long))
     penalty = 1.0 if options.policy == "regret" else feedback.penalty  # its gain is measured, not promised
-    due = state.next_event_step
     evidence = Evidence(
         step=state.last_step,
-        current_step_ns=predict(problem, base.boundaries).step_ns,
-        proposed_step_ns=proposal.timeline.step_ns,
+        current_step_ns=now_ns,
+        proposed_step_ns=then_ns,
         missed_ns=memory.missed.certain_ns,
         missed_steps=memory.missed.steps,
         pause_ns=round((proposal.migration.pause_ns or 0) * penalty),
-        horizon_steps=options.horizon if due is None else min(options.horizon, due - state.last_step),
+        horizon_steps=horizon,
         next_event_known=due is not None,
         moves=len(proposal.migration.moves),
     )
     return proposal, evidence, memory
+
+
+def _presented(problem: Problem, boundaries: tuple[int, ...], base: Plan, state: RunState) -> Proposal:
+    """A proposal with boundaries that do not come from the balancer."""
+    solution = certified(problem, boundaries, best_of(problem))
+    return present(problem, solution, owner=base.owner, base_pause_ns=state.base_pause_ns)
 
 
 def packing_of(problem: Problem, options: WatchOptions) -> Packing | None:
@@ -159,7 +194,8 @@ def decide(
     problem = problem_of(header, state, base, options)
     if problem is None:
         return keep(f"{state.window.unsampled()} items are not sampled yet")
-    feedback = feedback_of(state, base)
+    speeds_of = speeds_by_plan(header, base, previous)
+    feedback = feedback_of(state, base, previous, problem, speeds_of)
     try:
         packing = packing_of(problem, options)
         if packing is not None:
@@ -170,15 +206,15 @@ def decide(
                 line=f"step {read_to}: release workers {list(plan.released_workers)}: {plan.reason}",
                 memory=Memory(),
             )
-        proposal, evidence, memory = weigh(problem, base, state, options, feedback, memory)
+        proposal, evidence, memory = weigh(problem, base, state, options, feedback, memory, speeds_of)
         if feedback.roll_back and previous is not None and options.policy != "always":
             back = certified(problem, previous.boundaries, best_of(problem))
             returned = present(problem, back, owner=base.owner, base_pause_ns=state.base_pause_ns)
             return move(returned, "manual", evidence.current_step_ns, feedback.reason, Memory())
     except DynmoError as error:
         return keep(f"no partition: {error}")
-    if feedback.wait_until is not None and state.last_step < feedback.wait_until and options.policy != "always":
-        return keep(f"rolled back, waiting until step {feedback.wait_until}")
+    if feedback.refused == proposal.solution.boundaries and state.last_step < feedback.refused_until:
+        return keep(f"the partition was rolled back; not proposed again before step {feedback.refused_until}", memory)
     verdict, memory = verdict_of(evidence, options, memory)
     if not verdict.move:
         return keep(verdict.reason, memory)

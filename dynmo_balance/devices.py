@@ -10,12 +10,12 @@ a test holds what they give within 10 % of all of them.
 from __future__ import annotations
 
 import math
-import tomllib
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 
 from .errors import UsageError
+from .formats._document import MAX_CONFIG_BYTES, parse_toml, read_text
 
 BYTES_PER_NUMBER = {"float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -124,7 +124,7 @@ def load_device(name: str) -> Device:
     if not path.is_file():
         raise UsageError(f"unknown device {name!r}: use one of {', '.join(PRESETS)} or a TOML file")
     try:
-        content = tomllib.loads(path.read_text())
+        content = parse_toml(read_text(path, MAX_CONFIG_BYTES))
     except ValueError as error:
         raise UsageError(f"{name}: {error}") from error
     known = {field.name for field in fields(Device)}

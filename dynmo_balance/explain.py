@@ -19,7 +19,9 @@ def _names(names: tuple[str, ...]) -> str:
 
 def sentences(header: Header, problem: Problem, solution: Solution, timeline: Timeline) -> list[str]:
     """What to say of a solution, most important first."""
+    minimized = {"bottleneck": "bottleneck", "simulated": "simulated step"}[solution.objective]
     return [
+        f"The objective is the least {minimized}.",
         _bottleneck(problem, solution),
         _certificate(problem, solution),
         _bubble(problem, solution, timeline),
@@ -45,9 +47,12 @@ def _bottleneck(problem: Problem, solution: Solution) -> str:
 
 
 def _certificate(problem: Problem, solution: Solution) -> str:
+    least = f"The least possible bottleneck is {solution.lower_bound_ns / 1e6:.3f} ms"
+    if solution.objective == "simulated" and solution.bottleneck_ns > solution.lower_bound_ns:
+        return f"{least}; by the objective this plan is better."
     if not solution.optimal:
         gap = solution.bottleneck_ns / solution.lower_bound_ns - 1 if solution.lower_bound_ns else 0.0
-        return f"A bottleneck of {solution.lower_bound_ns / 1e6:.3f} ms is the bound; this plan is {gap:.1%} above it."
+        return f"{least} or more; this plan is {gap:.1%} above it."
     begin, end = solution.blocking
     run = problem.chain.names[begin:end]
     if not run:

@@ -1,36 +1,31 @@
 """``profile import``: measured times of other programs put onto the items of a profile's header.
 
-* ``chrome-trace``: complete events (``ph`` X) whose name is an item's name followed by ``.forward``, ``.backward``,
-  ``.backward_input`` or ``.backward_weight``; of each item and kind the mean duration counts.
-* ``deepspeed-log``: lines such as ``[Rank 0] time (ms) | fwd_microstep: 12.3 | bwd_microstep: 20.1 | ...``.
-* ``megatron-log``: lines such as ``forward-compute ...: (11.9, 12.3)`` and ``backward-compute ...: (20.0, 20.4)``.
-
-The logs hold only the time of a whole stage, so it is shared among the items in proportion to the analytic model;
-Megatron's times are of all microbatches of a step, DeepSpeed's of one. The logged stage stands for all stages.
+* ``chrome-trace``: a trace of ``torch.profiler`` as it is (see ``torch_traces``); or complete events (``ph`` X) whose
+  name is an item's name followed by ``.forward``, ``.backward``, ``.backward_input`` or ``.backward_weight``, of which
+  the mean duration of each item and kind counts.
+* ``deepspeed-log``, ``megatron-log``: the times of workers; see ``timer_logs``.
 """
 
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from .costs import ItemCosts
 from .errors import UsageError
-from .formats._document import parse_json
+from .formats._document import MAX_TABLE_BYTES, parse_any_json, read_text
+from .formats.plan import Plan
 from .formats.profile import Header
+from .partition import uniform
+from .planning import chain_of
+from .problem import Problem, places_of
+from .timer_logs import SLOWEST, LoggedStep, deepspeed_steps, megatron_steps, spread, worker_times
+from .torch_traces import has_modules, layer_times
 
 KINDS = ("forward", "backward", "backward_input", "backward_weight")
-_DEEPSPEED = {
-    "forward_ns": re.compile(r"\bfwd_microstep: ([\d.]+)"),
-    "backward_ns": re.compile(r"\bbwd_microstep: ([\d.]+)"),
-}
-_MEGATRON = {
-    "forward_ns": re.compile(r"\bforward-compute\s*\.*:\s*\(([\d.]+), ([\d.]+)\)"),
-    "backward_ns": re.compile(r"\bbackward-compute\s*\.*:\s*\(([\d.]+), ([\d.]+)\)"),
-}
 
 
 def _step(header: Header, step: int, forward: Sequence[int], **backward: Sequence[int]) -> dict[str, Any]:
@@ -50,7 +45,7 @@ def _step(header: Header, step: int, forward: Sequence[int], **backward: Sequenc
 
 def _events(text: str, source: str) -> list[Mapping[str, Any]]:
     try:
-        document = parse_json(text)
+        document = parse_any_json(text, MAX_TABLE_BYTES)
     except ValueError as error:
         raise UsageError(f"{source}: {error}") from error
     events = document.get("traceEvents") if isinstance(document, dict) else document
@@ -59,16 +54,23 @@ def _events(text: str, source: str) -> list[Mapping[str, Any]]:
     return [event for event in events if isinstance(event, dict) and event.get("ph") == "X"]
 
 
-def from_trace(text: str, source: str, header: Header, model: ItemCosts) -> list[dict[str, Any]]:
-    """One step record of the mean durations; every item must have a forward."""
+def from_trace(text: str, source: str, header: Header, model: ItemCosts, holder: Sequence[int]) -> list[dict[str, Any]]:
+    """One step record of the mean durations, of named events or of the modules of a trace of ``torch.profiler``."""
+    events = _events(text, source)
+    named = any(str(event.get("name", "")).endswith(".forward") for event in events)
+    if not named and has_modules(events):
+        return [_from_modules(events, source, header, model)]
     spent: dict[tuple[str, str], list[float]] = {}
-    for event in _events(text, source):
+    for event in events:
         item, _, kind = str(event.get("name", "")).rpartition(".")
         if kind in KINDS and isinstance(event.get("dur"), int | float):
             spent.setdefault((item, kind), []).append(float(event["dur"]))
     missing = [item.name for item in header.items if (item.name, "forward") not in spent]
     if missing:
-        raise UsageError(f"{source}: no events named {missing[0]}.forward (missing for {len(missing)} items)")
+        raise UsageError(
+            f"{source}: no events named {missing[0]}.forward (missing for {len(missing)} items), and no modules of"
+            " torch.profiler; record it with with_stack=True"
+        )
 
     def column(kind: str) -> list[int]:
         means = [spent.get((item.name, kind), [0.0]) for item in header.items]
@@ -80,55 +82,117 @@ def from_trace(text: str, source: str, header: Header, model: ItemCosts) -> list
     return [_step(header, 1, column("forward"), backward_ns=column("backward"))]
 
 
-def _shared(total_ns: float, weights: Sequence[int]) -> list[int]:
-    whole = sum(weights) or 1
-    return [round(total_ns * weight / whole) for weight in weights]
+def _from_modules(events: Sequence[Mapping[str, Any]], source: str, header: Header, model: ItemCosts) -> dict[str, Any]:
+    """A step record of layers' times, each shared among the items of the layer as the model has them."""
+    kinds = {item.layer: item.kind for item in header.items}
+    layers = [layer for layer, kind in kinds.items() if kind not in ("embedding", "head")]
+    ends = [kind for kind in kinds.values() if kind in ("embedding", "head")]
+    if ends != ["embedding", "head"]:
+        raise UsageError(f"{source}: traces are read for models of one embedding, one stack of layers and one head")
+    found = layer_times(events, len(layers), source)
+    place = {layer: at + 1 for at, layer in enumerate(layers)}
+    holder = [place.get(item.layer, 0 if item.kind == "embedding" else len(layers) + 1) for item in header.items]
+    backward = [b + w for b, w in zip(model.backward_input_ns, model.backward_weight_ns, strict=True)]
+
+    def column(times: Sequence[float], modelled: Sequence[int]) -> list[int]:
+        shares = [max(1, ns) for ns in modelled]
+        return spread({at: 1000 * us for at, us in enumerate(times)}, None, holder, shares)
+
+    return _step(
+        header,
+        1,
+        column(found.forward_us, model.forward_ns),
+        backward_ns=column(found.backward_us, backward),
+    )
 
 
 def _from_log(
-    text: str, source: str, header: Header, model: ItemCosts, patterns: Mapping[str, re.Pattern[str]], per: int
+    steps: Sequence[LoggedStep], source: str, header: Header, model: ItemCosts, holder: Sequence[int], per: int
 ) -> list[dict[str, Any]]:
-    found = {
-        name: [match[match.lastindex or 1] for match in pattern.finditer(text)] for name, pattern in patterns.items()
-    }
-    if not found["forward_ns"] or not found["backward_ns"]:
-        raise UsageError(f"{source}: no forward and backward times found; is it another kind of log?")
+    """A step record for each logged step; ``per`` is the number of microbatches that a logged time is of."""
     backward = [b + w for b, w in zip(model.backward_input_ns, model.backward_weight_ns, strict=True)]
-    stages = len(header.workers)
-    pairs = zip(found["forward_ns"], found["backward_ns"], strict=False)
-    return [
-        _step(
-            header,
-            number,
-            _shared(float(forward) * 1e6 / per * stages, model.forward_ns),
-            backward_ns=_shared(float(back) * 1e6 / per * stages, backward),
+    records: list[dict[str, Any]] = []
+    for number, logged in enumerate(steps, start=1):
+        columns = []
+        busy: dict[int, float] = {}
+        for kind, modelled in zip(("forward", "backward"), (model.forward_ns, backward), strict=True):
+            times = logged.times[kind]
+            of_workers = worker_times(times, header, source)
+            for worker, ms in of_workers.items():
+                busy[worker] = busy.get(worker, 0.0) + ms * 1e6 * header.microbatches / per
+            slowest = times[SLOWEST] * 1e6 / per if SLOWEST in times else None
+            columns.append(spread({at: ms * 1e6 / per for at, ms in of_workers.items()}, slowest, holder, modelled))
+        last = records[-1]["step"] if records else 0
+        step = number if logged.step is None or logged.step <= last else logged.step
+        record = _step(header, max(step, last + 1), columns[0], backward_ns=columns[1])
+        record["step_ns"] = round((logged.elapsed_ms or 0.0) * 1e6)
+        record["busy_ns"] = [round(busy[at]) if at in busy else None for at in range(len(header.workers))]
+        records.append(record)
+    return records
+
+
+def from_deepspeed(
+    text: str, source: str, header: Header, model: ItemCosts, holder: Sequence[int]
+) -> list[dict[str, Any]]:
+    """A step record for each logged microbatch."""
+    steps = list(deepspeed_steps(text))
+    if not steps:
+        raise UsageError(
+            f"{source}: no line with fwd_microstep and bwd_microstep; log with wall_clock_breakdown, and check --kind"
         )
-        for number, (forward, back) in enumerate(pairs, start=1)
-    ]
+    return _from_log(steps, source, header, model, holder, 1)
 
 
-def from_deepspeed(text: str, source: str, header: Header, model: ItemCosts) -> list[dict[str, Any]]:
-    """A step record for each logged step; the rank's stage stands for all stages."""
-    return _from_log(text, source, header, model, _DEEPSPEED, 1)
+def from_megatron(
+    text: str, source: str, header: Header, model: ItemCosts, holder: Sequence[int]
+) -> list[dict[str, Any]]:
+    """A step record for each logged step."""
+    steps = [step for step in megatron_steps(text) if all(step.times.get(kind) for kind in ("forward", "backward"))]
+    if not steps:
+        other = " it has forward-backward alone;" if "forward-backward" in text else ""
+        raise UsageError(
+            f"{source}: no times of forward-compute and backward-compute;{other} log with --timing-log-level 2, and"
+            " check --kind"
+        )
+    return _from_log(steps, source, header, model, holder, header.microbatches)
 
 
-def from_megatron(text: str, source: str, header: Header, model: ItemCosts) -> list[dict[str, Any]]:
-    """A step record for each logged step; the slowest rank's stage stands for all stages."""
-    return _from_log(text, source, header, model, _MEGATRON, header.microbatches)
-
-
-SOURCES: Mapping[str, Callable[[str, str, Header, ItemCosts], list[dict[str, Any]]]] = {
+SOURCES: Mapping[str, Callable[[str, str, Header, ItemCosts, Sequence[int]], list[dict[str, Any]]]] = {
     "chrome-trace": from_trace,
     "deepspeed-log": from_deepspeed,
     "megatron-log": from_megatron,
 }
 
 
-def import_lines(kind: str, path: Path, header_line: bytes, header: Header, model: ItemCosts) -> bytes:
-    """The lines of the new profile: the header as it was, and a step record for each measured step."""
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"{path}: {error}") from error
-    records = SOURCES[kind](text, str(path), header, model)
+def holders(header: Header, model: ItemCosts, plan: Plan | None) -> list[int]:
+    """The position of each item's worker in the header: as in the plan, else Megatron's even split."""
+    ids = [worker.worker for worker in header.workers]
+    if plan is not None:
+        return [ids.index(plan.owner[item.name]) for item in header.items]
+    problem = Problem(
+        chain=chain_of(header, model),
+        places=places_of(header),
+        schedule=header.schedule,
+        microbatches=header.microbatches,
+        virtual_stages=header.virtual_stages_per_worker,
+    )
+    spans = pairwise(uniform.boundaries(problem))
+    return [problem.positions[stage] for stage, (begin, end) in enumerate(spans) for _ in range(begin, end)]
+
+
+def import_lines(
+    kind: str, path: Path, header_line: bytes, header: Header, model: ItemCosts, plan: Plan | None = None
+) -> bytes:
+    """The lines of the new profile: the header as it was, and a step record for each measured step.
+
+    Args:
+        kind: of the file, a name of ``SOURCES``.
+        path: the file.
+        header_line: of the profile that describes the run, as it is in the file.
+        header: the same, parsed.
+        model: shares a worker's time among its items.
+        plan: the partition that the run had; Megatron's even split where it is not given.
+    """
+    text = read_text(path, MAX_TABLE_BYTES)
+    records = SOURCES[kind](text, str(path), header, model, holders(header, model, plan))
     return b"\n".join([header_line, *(json.dumps(record).encode() for record in records), b""])

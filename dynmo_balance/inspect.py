@@ -17,7 +17,8 @@ def _item_ns(step: Step, index: int) -> int:
     return sum(column[index] or 0 for column in columns if column is not None)
 
 
-def _step_warnings(step: Step, where: str) -> list[Problem]:
+def step_warnings(step: Step, where: str) -> list[Problem]:
+    """What looks wrong in a step record: times in another unit, a worker busier than the step is long."""
     found = []
     for name in ("forward_ns", "backward_ns", "backward_input_ns", "backward_weight_ns"):
         for index, value in enumerate(getattr(step, name) or ()):
@@ -35,7 +36,7 @@ def warnings_of(segments: Sequence[Segment]) -> list[Problem]:
     found = []
     for segment in segments:
         for step in segment.steps:
-            found.extend(_step_warnings(step, f"segment {segment.header.segment} step {step.step}"))
+            found.extend(step_warnings(step, f"segment {segment.header.segment} step {step.step}"))
     return found
 
 

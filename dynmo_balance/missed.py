@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -27,6 +27,8 @@ Works = npt.NDArray[np.float64]
 VIEWS = ((40, 0.0), (160, 0.0), (80, 0.5), (160, 1.0))
 """Records that a view looks at, and how far it draws out their trend, in times of the horizon."""
 LONGEST = max(records for records, _ in VIEWS)
+KEPT_RECORDS = 4 * LONGEST
+"""Records that are kept: several periods of costs that oscillate, so that their mean is that of no single phase."""
 FARTHEST = 400
 """Steps; no trend is drawn out, and no partition tried, for longer."""
 LEAST_CHANGE = 1e-4
@@ -37,11 +39,26 @@ CERTAIN = 4.0
 """A slope counts as far as its square is above so many times its variance."""
 
 
+def work_of(step: Step) -> Works:
+    """Forward and backward of each item in a record, ``[items]`` in ns as measured; NaN where it was not sampled."""
+    parts = [step.forward_ns]
+    if step.backward_ns is not None:
+        parts.append(step.backward_ns)
+    else:
+        parts += [part for part in (step.backward_input_ns, step.backward_weight_ns) if part is not None]
+    row: Works = np.sum(np.array(parts, dtype=np.float64), axis=0)  # None becomes NaN
+    return row
+
+
+SpeedsOfPlan = Callable[[int], Sequence[int]]
+"""From the number of a plan to the speed, in parts per million, of the worker that each item is on under it."""
+
+
 class WorkTrace:
     """The work of each item in the last records, in ns, gaps filled with what was known before."""
 
-    def __init__(self, size: int = LONGEST) -> None:
-        self._rows: deque[Works] = deque(maxlen=size)
+    def __init__(self, size: int = KEPT_RECORDS) -> None:
+        self._rows: deque[tuple[int, Works]] = deque(maxlen=size)
         self.records = 0
         self.generation = 0
 
@@ -53,23 +70,23 @@ class WorkTrace:
 
     def add(self, step: Step) -> None:
         """Take in the next record."""
-        parts = [step.forward_ns]
-        if step.backward_ns is not None:
-            parts.append(step.backward_ns)
-        else:
-            parts += [part for part in (step.backward_input_ns, step.backward_weight_ns) if part is not None]
-        row: Works = np.sum(np.array(parts, dtype=np.float64), axis=0)  # None becomes NaN
+        row = work_of(step)
         if self._rows:
-            row = np.where(np.isnan(row), self._rows[-1], row)
-        self._rows.append(row)
+            row = np.where(np.isnan(row), self._rows[-1][1], row)
+        self._rows.append((step.plan_id, row))
         self.records += 1
 
-    def works(self, speeds_ppm: Sequence[int]) -> Works:
-        """``[records, items]`` at normal speed; items that were never sampled count nothing."""
+    def works(self, speeds_of: SpeedsOfPlan) -> Works:
+        """``[records, items]`` at normal speed; items that were never sampled count nothing.
+
+        Args:
+            speeds_of: a record is measured on the workers of the plan that was active then, not of today's.
+        """
         if not self._rows:
-            return np.zeros((0, len(speeds_ppm)))
-        rows = np.nan_to_num(np.array(self._rows))
-        return np.asarray(rows * (np.array(speeds_ppm, dtype=np.float64) / SPEED_UNIT))
+            return np.zeros((0, 0))
+        speeds = {plan: np.array(speeds_of(plan), dtype=np.float64) for plan, _ in self._rows}
+        rows = [row * speeds[plan] for plan, row in self._rows]
+        return np.asarray(np.nan_to_num(np.array(rows)) / SPEED_UNIT)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,18 +1,48 @@
-"""The shape of a model, from our configuration or a Hugging Face ``config.json``.
+"""The shape of a transformer: what its blocks, embedding and head hold, and what a token meets in each.
 
-Families: GPT, BERT, T5, Llama, Mixtral and their kin. Parameter counts are exact, with biases, norms, positions and the
-extra layers of each family's head; tests hold them against the published counts of GPT-2, BERT, T5, Llama and Mixtral.
+``modelconfig`` reads it from configurations. Parameter counts are exact, with biases, norms, positions, routers and the
+extra layers of each family's head; tests hold them against published counts and against transformers' own models.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
-from .errors import UsageError
-from .formats._document import read_json
+
+@dataclass(frozen=True, kw_only=True)
+class Latent:
+    """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1): sizes of the latents and heads.
+
+    Attributes:
+        query_rank: of the queries' latent; 0 where queries are projected at once.
+        kv_rank: of the latent of keys and values.
+        nope, rope: widths of the parts of a head's query and key without and with rotary positions.
+        value: width of a head's value.
+        biases: whether the projections down and the output have biases.
+    """
+
+    query_rank: int
+    kv_rank: int
+    nope: int
+    rope: int
+    value: int
+    biases: bool = False
+
+    def matrices(self, hidden: int, heads: int, ranks: int) -> tuple[int, ...]:
+        """Weights of the projections on one tensor-parallel rank; those down to the latents are on every rank."""
+        wide = heads * (self.nope + self.rope)
+        queries = (self.query_rank * hidden, wide * self.query_rank // ranks) if self.query_rank else ()
+        return (
+            *(queries or (wide * hidden // ranks,)),
+            (self.kv_rank + self.rope) * hidden,
+            heads * (self.nope + self.value) * self.kv_rank // ranks,
+            heads * self.value * hidden // ranks,
+        )
+
+    def extra_params(self, hidden: int) -> int:
+        """Norms of the latents, and biases."""
+        biases = self.query_rank + self.kv_rank + self.rope + hidden if self.biases else 0
+        return self.query_rank + self.kv_rank + biases
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,14 +52,26 @@ class ModelSpec:
     Attributes:
         layers: blocks; for an encoder-decoder model those of the decoder.
         encoder_layers: blocks of the encoder, 0 where there is none.
-        gated: whether the MLP has three matrices (SwiGLU and its kin) instead of two.
+        ffn: width inside a dense MLP, and of each expert where ``expert_ffn`` is 0.
+        gated: whether an MLP has three matrices (SwiGLU and its kin) instead of two.
         experts, experts_per_token: 1 and 1 for a dense model.
-        biases: whether the matrices have biases, and the norms too (LayerNorm instead of RMSNorm).
+        expert_ffn, shared_ffn: width inside an expert, and inside the experts that every token meets, together.
+        first_dense, sparse_step, dense_only: a block has experts from ``first_dense`` on, each ``sparse_step``-th one,
+            except for ``dense_only``.
+        norm_biases: whether norms have biases (LayerNorm instead of RMSNorm).
+        query_biases, output_biases: of the attention's projections in, and of the one out.
+        mlp_biases, expert_biases, router_biases: of the matrices of dense MLPs, of experts, of routers.
+        block_norms: norms of the attention, and as many of the MLP.
+        qk_norm: weights of the norms of queries and keys.
+        sinks: whether each head has a logit of its own in the softmax (GPT-OSS).
+        latent: of multi-head latent attention.
+        window: tokens that a local block attends to; ``local_layers`` says which blocks are (repeated).
         positions: rows of a learned position table; 0 where there is none.
         token_types: rows of a table of token types; 0 where there is none.
         relative_buckets: of T5's relative positions, kept by the first block of each stack.
         head_transform: whether the head has a dense layer and a norm before the vocabulary (BERT).
         pooler: whether the head has a pooler and a binary classifier.
+        left_out: parts of the model that are not modelled because training does without them, in words.
     """
 
     family: str
@@ -44,41 +86,113 @@ class ModelSpec:
     gated: bool = False
     experts: int = 1
     experts_per_token: int = 1
+    expert_ffn: int = 0
+    shared_ffn: int = 0
+    first_dense: int = 0
+    sparse_step: int = 1
+    dense_only: tuple[int, ...] = ()
     tied: bool = True
     encoder_layers: int = 0
-    biases: bool = True
+    norm_biases: bool = True
+    query_biases: bool = True
+    output_biases: bool = True
+    mlp_biases: bool = True
+    expert_biases: bool = False
+    router_biases: bool = False
+    block_norms: int = 1
+    qk_norm: int = 0
+    sinks: bool = False
+    latent: Latent | None = None
+    window: int | None = None
+    local_layers: tuple[bool, ...] = ()
     positions: int = 0
     token_types: int = 0
     relative_buckets: int = 0
     head_transform: bool = False
     pooler: bool = False
+    left_out: tuple[str, ...] = ()
 
     @property
     def norm_params(self) -> int:
         """Weights of one norm."""
-        return self.hidden * (2 if self.biases else 1)
+        return self.hidden * (2 if self.norm_biases else 1)
 
-    @property
-    def attention_matrices(self) -> tuple[int, int]:
-        """Weights of the projections of one attention: queries, keys and values; output."""
+    def attention_matrices(self, ranks: int) -> tuple[int, ...]:
+        """Weights of the projections of one attention on one tensor-parallel rank."""
+        if self.latent is not None:
+            return self.latent.matrices(self.hidden, self.heads, ranks)
         each = self.hidden * self.head_size
-        return each * (self.heads + 2 * self.kv_heads), each * self.heads
+        return each * (self.heads + 2 * self.kv_heads) // ranks, each * self.heads // ranks
 
     def attention_params(self, ranks: int) -> int:
-        """All parameters of one attention on one tensor-parallel rank, its norm with it."""
-        biases = (self.head_size * (self.heads + 2 * self.kv_heads)) // ranks + self.hidden if self.biases else 0
-        return sum(self.attention_matrices) // ranks + biases + self.norm_params
+        """All parameters of one attention on one tensor-parallel rank, its norms with it."""
+        extra = self.block_norms * self.norm_params + self.qk_norm + (self.heads // ranks if self.sinks else 0)
+        if self.latent is not None:
+            extra += self.latent.extra_params(self.hidden)
+        else:
+            extra += (self.head_size * (self.heads + 2 * self.kv_heads)) // ranks if self.query_biases else 0
+            extra += self.hidden if self.output_biases else 0
+        return sum(self.attention_matrices(ranks)) + extra
 
     @property
-    def expert_matrices(self) -> tuple[int, ...]:
-        """Weights of the matrices of one MLP (of one expert)."""
-        return (self.hidden * self.ffn,) * (3 if self.gated else 2)
+    def score_width(self) -> int:
+        """Heads times the mean of the widths of a key and of a value: what a score costs, forward, over four."""
+        if self.latent is None:
+            return self.heads * self.head_size
+        return self.heads * (self.latent.nope + self.latent.rope + self.latent.value) // 2
 
-    def mlp_params(self, ranks: int) -> int:
-        """All parameters of one MLP, with all experts, the router and the norm, on one tensor-parallel rank."""
-        biases = ((2 if self.gated else 1) * self.ffn // ranks + self.hidden) if self.biases else 0
-        router = self.hidden * self.experts if self.experts > 1 else 0
-        return self.experts * (sum(self.expert_matrices) // ranks + biases) + router + self.norm_params
+    @property
+    def attention_width(self) -> int:
+        """Numbers a token between the attention's projections: queries, keys and values of all heads."""
+        if self.latent is None:
+            return self.head_size * (self.heads + 2 * self.kv_heads)
+        return self.heads * (2 * self.latent.nope + self.latent.rope + self.latent.value)
+
+    def keys(self, layer: int, sequence: int) -> int:
+        """The most tokens that a token of this block attends to."""
+        local = bool(self.local_layers) and self.local_layers[layer % len(self.local_layers)]
+        return min(self.window, sequence) if self.window is not None and local else sequence
+
+    def has_experts(self, layer: int) -> bool:
+        """Whether the block has experts in place of a dense MLP."""
+        chosen = layer >= self.first_dense and (layer + 1) % self.sparse_step == 0
+        return self.experts > 1 and chosen and layer not in self.dense_only
+
+    def _matrices(self, width: int, ranks: int) -> tuple[int, ...]:
+        return (self.hidden * width // ranks,) * (3 if self.gated else 2) if width else ()
+
+    def _mlp(self, width: int, ranks: int, biases: bool) -> int:
+        """All parameters of an MLP of this width."""
+        extra = (2 if self.gated else 1) * width // ranks + self.hidden if biases else 0
+        return sum(self._matrices(width, ranks)) + extra
+
+    def mlp_params(self, ranks: int, layer: int) -> int:
+        """All parameters of a block's MLP, with all experts, the router and the norms, on one tensor-parallel rank."""
+        norms = self.block_norms * self.norm_params
+        if not self.has_experts(layer):
+            return self._mlp(self.ffn, ranks, self.mlp_biases) + norms
+        router = self.experts * (self.hidden + self.router_biases)
+        shared = self._mlp(self.shared_ffn, ranks, self.mlp_biases) if self.shared_ffn else 0
+        return (
+            self.experts * self._mlp(self.expert_ffn or self.ffn, ranks, self.expert_biases) + shared + router + norms
+        )
+
+    def mlp_matrices(self, ranks: int, layer: int) -> tuple[int, ...]:
+        """Weights of the matrices that one token meets in a block's MLP; those of its experts as one of each kind."""
+        if not self.has_experts(layer):
+            return self._matrices(self.ffn, ranks)
+        met = [self.experts_per_token * one for one in self._matrices(self.expert_ffn or self.ffn, ranks)]
+        return (*met, *self._matrices(self.shared_ffn, ranks), self.hidden * self.experts)
+
+    def mlp_width(self, layer: int) -> int:
+        """Numbers a token between the matrices of a block's MLP, those of a gated one at their share of the traffic.
+
+        An activation reads and writes a number for each unit of width; a gated one reads two and writes one.
+        """
+        width = self.ffn
+        if self.has_experts(layer):
+            width = self.experts_per_token * (self.expert_ffn or self.ffn) + self.shared_ffn
+        return width * 3 // 2 if self.gated else width
 
     @property
     def table_params(self) -> int:
@@ -90,7 +204,7 @@ class ModelSpec:
         return self.table_params // ranks + (self.positions + self.token_types) * self.hidden
 
     def head_extra_params(self, ranks: int) -> int:
-        """Parameters of the head beside the vocabulary's matrix."""
+        """Parameters of the head next to the vocabulary's matrix."""
         extra = self.norm_params
         if self.head_transform:
             extra += self.hidden * self.hidden + self.hidden + self.norm_params + self.vocabulary // ranks
@@ -105,122 +219,11 @@ class ModelSpec:
     @property
     def params(self) -> int:
         """All parameters of the model; a tied weight counts once."""
-        blocks = self.layers * (self.attention_params(1) + self.mlp_params(1))
-        blocks += self.encoder_layers * (self.attention_params(1) + self.mlp_params(1))
+        attention = self.attention_params(1)
+        blocks = sum(attention + self.mlp_params(1, layer) for layer in range(self.layers))
+        blocks += sum(attention + self.mlp_params(1, layer) for layer in range(self.encoder_layers))
         ends = self.embedding_params(1) + self.head_extra_params(1) + (0 if self.tied else self.table_params)
         if self.encoder_layers:
-            blocks += self.layers * self.attention_params(1) + 2 * self.relative_params(1)
+            blocks += self.layers * attention + 2 * self.relative_params(1)
             ends += self.norm_params
         return blocks + ends
-
-
-_NAMES: Mapping[str, tuple[str, ...]] = {
-    "layers": ("num_hidden_layers", "n_layer", "num_decoder_layers", "num_layers"),
-    "hidden": ("hidden_size", "n_embd", "d_model"),
-    "heads": ("num_attention_heads", "n_head", "num_heads"),
-    "vocabulary": ("padded_vocab_size", "vocab_size"),
-    "sequence": ("seq_length", "sequence_length", "encoder_seq_length", "max_position_embeddings", "n_positions"),
-    "positions": ("max_position_embeddings", "n_positions", "seq_length", "sequence_length"),
-    "ffn": ("intermediate_size", "n_inner", "d_ff", "ffn_hidden_size"),
-}
-_GATED = ("llama", "mixtral", "mistral", "qwen2")
-_GATED_ACTIVATIONS = ("swiglu", "geglu")
-_T5_SEQUENCE = 512
-
-
-def _flag(config: Mapping[str, Any], key: str, default: bool) -> bool:
-    value = config.get(key)
-    return default if value is None else bool(value)
-
-
-def _counts(config: Mapping[str, Any], family: str, hidden: int, heads: int) -> dict[str, int]:
-    """The whole numbers that a family may leave out."""
-    return {
-        "kv_heads": int(config.get("num_key_value_heads") or heads),
-        "head_size": int(config.get("head_dim") or config.get("d_kv") or config.get("kv_channels") or hidden // heads),
-        "experts": int(config.get("num_local_experts") or config.get("num_experts") or 1),
-        "experts_per_token": int(config.get("num_experts_per_tok") or config.get("moe_top_k") or 1),
-        "encoder_layers": (
-            int(config.get("num_encoder_layers") or config.get("num_layers") or 0) if family == "t5" else 0
-        ),
-        "relative_buckets": (
-            int(config.get("relative_attention_num_buckets") or config.get("relative_buckets") or 32)
-            if family == "t5" and config.get("position_embedding") in (None, "relative")
-            else 0
-        ),
-    }
-
-
-def _padded_vocabulary(config: Mapping[str, Any], size: int) -> int:
-    """The rows of the word table: our runs pad them to a multiple."""
-    multiple = int(config.get("make_vocab_size_divisible_by") or 1) * int(config.get("tensor_model_parallel_size") or 1)
-    return -(-size // multiple) * multiple
-
-
-def _learned_positions(config: Mapping[str, Any], family: str, rows: int) -> int:
-    """Rows of the position table."""
-    stated = config.get("position_embedding") or config.get("position_embedding_type")
-    if stated in ("rotary", "rope", "relative") or (stated is None and family in (*_GATED, "t5")):
-        return 0
-    return rows
-
-
-def from_config(config: Mapping[str, Any], source: str) -> ModelSpec:
-    """The shape that a configuration describes; raises ``UsageError`` naming all that is missing."""
-
-    def find(name: str) -> Any:
-        return next((config[key] for key in _NAMES[name] if config.get(key) is not None), None)
-
-    family = str(config.get("model_type") or config.get("family") or "gpt")
-    needed = {name: find(name) for name in ("layers", "hidden", "heads", "vocabulary")}
-    if family == "t5" and needed["layers"] is None:
-        needed["layers"] = config.get("num_encoder_layers")
-    missing = [f"{name} ({' or '.join(_NAMES[name])})" for name, value in needed.items() if value is None]
-    if missing:
-        raise UsageError(f"{source}: missing {', '.join(missing)}")
-    wrong = [name for name, value in needed.items() if not isinstance(value, int) or value < 1]
-    if wrong:
-        raise UsageError(f"{source}: {', '.join(wrong)} must be whole numbers above 0")
-    hidden, heads = int(needed["hidden"]), int(needed["heads"])
-    activation = str(config.get("activation") or config.get("feed_forward_proj") or "")
-    gated = family in _GATED or "gated" in activation or activation in _GATED_ACTIVATIONS
-    sequence = int(find("sequence") or (_T5_SEQUENCE if family == "t5" else 1024))
-    bert = family == "bert"
-    return ModelSpec(
-        family=family,
-        layers=int(needed["layers"]),
-        hidden=hidden,
-        heads=heads,
-        ffn=int(find("ffn") or 4 * hidden),
-        vocabulary=_padded_vocabulary(config, int(needed["vocabulary"])),
-        sequence=sequence,
-        gated=gated,
-        tied=_flag(config, "tie_word_embeddings", _flag(config, "tied_embeddings", family not in _GATED)),
-        biases=family not in (*_GATED, "t5") and config.get("normalization") != "rmsnorm",
-        positions=_learned_positions(config, family, int(find("positions") or sequence)),
-        token_types=int(config.get("type_vocab_size") or config.get("num_tokentypes") or (2 if bert else 0)),
-        head_transform=bert,
-        pooler=_flag(config, "binary_head", bert),
-        **_counts(config, family, hidden, heads),
-    )
-
-
-def load_spec(path: Path) -> ModelSpec:
-    """Read a ``config.json``, our ``manifest.json`` or ``run.json``, or one of these in a directory."""
-    names = ("config.json", "manifest.json", "run.json")
-    file = path
-    if path.is_dir():
-        file = next((path / name for name in names if (path / name).is_file()), path / names[0])
-    document = read_json(file)
-    if not isinstance(document, dict):
-        raise UsageError(f"{file}: must hold a JSON object")
-    if document.get("format") == "dynmo.run" and isinstance(document.get("config"), dict):
-        return from_config(_flat(document["config"]), str(file))
-    if isinstance(document.get("model"), dict):
-        document = document["model"]
-    return from_config(document, str(file))
-
-
-def _flat(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The options of a run without their concerns."""
-    return {name: value for part in config.values() if isinstance(part, dict) for name, value in part.items()}

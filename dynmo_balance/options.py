@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from .console import Format
+from .formats._document import MAX_INTEGER, MAX_LAYERS, MAX_MICROBATCHES, MAX_RANKS, MAX_SIZE, MAX_STEPS
 
 
 class Balancer(StrEnum):
@@ -138,14 +139,20 @@ SourceArgument = Annotated[Path, typer.Argument(help="A profile.jsonl, or the ru
 FormatOption = Annotated[Format, typer.Option("--format", help="Report for a person or for a program.")]
 StagesOption = Annotated[
     int | None,
-    typer.Option("--stages", min=1, help="Pipeline workers. Default: as in the plan in force or the profile."),
+    typer.Option(
+        "--stages", min=1, max=MAX_RANKS, help="Pipeline workers. Default: as in the plan in force or the profile."
+    ),
 ]
 MicrobatchesOption = Annotated[
-    int | None, typer.Option("--microbatches", min=1, help="Microbatches a step. Default: as in the profile.")
+    int | None,
+    typer.Option(
+        "--microbatches", min=1, max=MAX_MICROBATCHES, help="Microbatches a step. Default: as in the profile."
+    ),
 ]
 ScheduleOption = Annotated[Schedule | None, typer.Option("--schedule", help="Default: as in the profile.")]
 VirtualOption = Annotated[
-    int | None, typer.Option("--virtual-stages", min=1, help="Stages on each worker. Default: as in the profile.")
+    int | None,
+    typer.Option("--virtual-stages", min=1, max=MAX_RANKS, help="Stages on each worker. Default: as in the profile."),
 ]
 BalancerOption = Annotated[
     Balancer,
@@ -172,10 +179,13 @@ MemoryOption = Annotated[
     typer.Option("--memory", help="Memory of every worker, in bytes or as 80GB or 80GiB. Default: as in the profile."),
 ]
 MinLayersOption = Annotated[
-    int, typer.Option("--min-layers", min=0, help="Units (layers, or parts of layers) on each stage at least.")
+    int,
+    typer.Option(
+        "--min-layers", min=0, max=MAX_LAYERS, help="Units (layers, or parts of layers) on each stage at least."
+    ),
 ]
 PinOption = Annotated[
-    list[str] | None, typer.Option("--pin", help="ITEM:STAGE, keep an item on a stage; may be given several times.")
+    list[str] | None, typer.Option("--pin", help="NAME:STAGE, keep an item or a whole layer on a stage; repeatable.")
 ]
 TiedOption = Annotated[
     bool,
@@ -187,7 +197,7 @@ DeviceOption = Annotated[
     str | None,
     typer.Option(
         "--device",
-        help="Compute the costs of a profile without step records for h200, h100, a100, cpu or a TOML file.",
+        help="Compute the costs for h200, h100, a100, cpu or a TOML file; replaces measured ones.",
     ),
 ]
 DtypeOption = Annotated[Dtype, typer.Option("--dtype", help="Of computed costs.")]
@@ -202,7 +212,9 @@ FusedOption = Annotated[
 ]
 BoundaryRankOption = Annotated[
     int | None,
-    typer.Option("--inter-grad-comp-rank", min=1, help="Gradients between stages go as factors of this rank."),
+    typer.Option(
+        "--inter-grad-comp-rank", min=1, max=MAX_SIZE, help="Gradients between stages go as factors of this rank."
+    ),
 ]
 EpilogueOption = Annotated[
     bool, typer.Option("--inter-grad-comp-epilogue-only", help="Only those behind a worker's last forward of a step.")
@@ -212,7 +224,9 @@ FeedbackOption = Annotated[
 ]
 ReplicaRankOption = Annotated[
     int | None,
-    typer.Option("--grad-comp-rank", min=1, help="Gradients between replicas are added as factors of this rank."),
+    typer.Option(
+        "--grad-comp-rank", min=1, max=MAX_SIZE, help="Gradients between replicas are added as factors of this rank."
+    ),
 ]
 WayOption = Annotated[
     str | None,
@@ -230,9 +244,14 @@ FactorDeviceOption = Annotated[
         help="Whose rates factors are made at: a preset or a TOML file. Default: --device, or cpu.",
     ),
 ]
-WindowOption = Annotated[int, typer.Option("--window", min=1, help="Step records that the costs are the median of.")]
+WindowOption = Annotated[
+    int, typer.Option("--window", min=1, max=MAX_STEPS, help="Step records that the costs are the median of.")
+]
 AtStepOption = Annotated[
-    int | None, typer.Option("--at-step", min=1, help="Take the costs as they were at this step. Default: the last.")
+    int | None,
+    typer.Option(
+        "--at-step", min=1, max=MAX_INTEGER, help="Take the costs as they were at this step. Default: the last."
+    ),
 ]
 
 

@@ -7,16 +7,13 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from .costs import ItemCosts
-from .formats.plan import Migration, Optimality, Plan, Predicted, Stage, position_of
+from .formats.plan import RECORDS_KEY, Constraints, Migration, Optimality, Pin, Plan, Predicted, Stage, position_of
 from .formats.profile import Header
 from .moves import BASE_PAUSE_NS, migration
 from .partition import RECORDED, Solution, balance
 from .partition.polish import polish
 from .problem import Chain, Place, Problem, permitted_cuts
 from .simulate import Timeline, predict
-
-RECORDS_KEY = "x_cost_records"
-"""In a plan: the number of step records, up to ``read_to_step``, that its costs are the median of."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,8 +29,9 @@ class Proposal:
 
 def chain_of(header: Header, costs: ItemCosts, granularity: str | None = None) -> Chain:
     """The chain of a profile's items with these costs."""
-    cuts = permitted_cuts(header.items, granularity or header.granularity)
-    return Chain(items=header.items, costs=costs, cuts=cuts)
+    granularity = granularity or header.granularity
+    cuts = permitted_cuts(header.items, granularity)
+    return Chain(items=header.items, costs=costs, cuts=cuts, granularity=granularity)
 
 
 def holdings(
@@ -142,14 +140,28 @@ def to_plan(
             peak_memory_bytes=timeline.peak_memory_bytes,
         ),
         optimality=Optimality(
+            objective=solution.objective,
             lower_bound_ns=solution.lower_bound_ns,
             optimal=solution.optimal,
             blocking_items=problem.chain.names[begin:end],
         ),
         migration=proposal.migration,
         reason=reason,
+        granularity=problem.chain.granularity,
+        constraints=constraints_of(problem),
         operations=None if problem.order is None else tuple(" ".join(map(str, row)) for row in problem.order),
         extra={RECORDS_KEY: problem.chain.costs.records},
+    )
+
+
+def constraints_of(problem: Problem) -> Constraints:
+    """What the partition had to obey, as the plan records it."""
+    return Constraints(
+        microbatches=problem.microbatches,
+        min_layers=problem.min_units,
+        memory_bytes=tuple(place.memory_bytes for place in problem.places),
+        pins=tuple(Pin(item=problem.chain.names[item], stage=stage) for item, stage in problem.pins),
+        tied_together=problem.tied_together,
     )
 
 
@@ -169,5 +181,6 @@ def keep_plan(base: Plan, *, run_id: str, read_to_step: int, balancer: str, reas
         optimality=None,
         migration=Migration(),
         reason=reason,
+        constraints=None,
         extra=None,
     )

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
 from .missed import Missed
+from .views import Views
 
 FEWEST = 8
 """No gain decides before it was seen in so many steps."""
@@ -64,6 +65,7 @@ class Memory:
     """What a policy carries from one decision to the next."""
 
     missed: Missed = field(default_factory=Missed)
+    views: Views = field(default_factory=Views)
 
     def after_move(self) -> Memory:
         """The same at the beginning of another partition."""
@@ -113,6 +115,8 @@ def threshold(evidence: Evidence, settings: Settings, memory: Memory) -> tuple[V
 def regret(evidence: Evidence, settings: Settings, memory: Memory) -> tuple[Verdict, Memory]:
     """Move when what staying has certainly missed outweighs the pause.
 
+    What was missed starts again at 0 when the plan is taken, not here: a plan may be refused.
+
     Where the profile says when the costs change next, what would be missed until then decides at once; where nobody
     says, a gain so large that it pays three times within the horizon does.
     """
@@ -123,17 +127,17 @@ def regret(evidence: Evidence, settings: Settings, memory: Memory) -> tuple[Verd
     until_event = missed / max(1, evidence.missed_steps) * evidence.horizon_steps
     if evidence.next_event_known and until_event > 2 * evidence.pause_ns:
         reason = f"pays twice before the next event in {evidence.horizon_steps} steps: {text}"
-        return Verdict(move=True, reason=reason), memory.after_move()
+        return Verdict(move=True, reason=reason), memory
     if (
         evidence.missed_steps >= FEWEST
         and missed / evidence.missed_steps * evidence.horizon_steps > 3 * evidence.pause_ns
     ):
         reason = f"pays three times within {evidence.horizon_steps} steps: {text}"
-        return Verdict(move=True, reason=reason), memory.after_move()
+        return Verdict(move=True, reason=reason), memory
     told = f"regret {max(0.0, missed) / 1e6:.0f} ms of {evidence.missed_steps} steps"
     if missed <= needed:
         return Verdict(move=False, reason=f"{told}, of {needed / 1e6:.0f} ms that a move asks for: {text}"), memory
-    return Verdict(move=True, reason=f"{told} outweighs {needed / 1e6:.0f} ms: {text}"), memory.after_move()
+    return Verdict(move=True, reason=f"{told} outweighs {needed / 1e6:.0f} ms: {text}"), memory
 
 
 POLICIES: Mapping[str, Callable[[Evidence, Settings, Memory], tuple[Verdict, Memory]]] = {

@@ -48,12 +48,13 @@ class Chain:
     """The items in order, with their costs. Times in ns and activations in bytes are of one microbatch.
 
     ``cuts`` are the positions where a stage may begin or end, with 0 and the number of items; what lies between two
-    neighbouring cuts is a *unit*.
+    neighbouring cuts is a *unit*. ``granularity`` is what the cuts were permitted by.
     """
 
     items: tuple[Item, ...]
     costs: ItemCosts
     cuts: tuple[int, ...]
+    granularity: str = "layer"
 
     @cached_property
     def names(self) -> tuple[str, ...]:
@@ -64,6 +65,12 @@ class Chain:
     def work_ns(self) -> tuple[int, ...]:
         """Forward and backward of each item."""
         return self.costs.total_ns
+
+    @cached_property
+    def kept_bytes(self) -> tuple[int, ...]:
+        """Activations that each item keeps for its backward, which the frozen front does not have."""
+        frozen = self.frozen_items
+        return (0,) * frozen + self.costs.activation_bytes[frozen:]
 
     @cached_property
     def static_bytes(self) -> tuple[int, ...]:
@@ -131,7 +138,7 @@ def keep_tied(problem: Problem) -> Problem:
             f"{chain.names[pair[0]]} and {chain.names[pair[1]]} share a weight; on one worker they leave {units} units"
             f" for {problem.num_stages} stages; use --schedule zb-v, whose first and last stage share a worker"
         )
-    return replace(problem, chain=replace(chain, cuts=tuple(cuts)), pins=tuple(pins))
+    return replace(problem, chain=replace(chain, cuts=tuple(cuts)), pins=tuple(pins), tied_together=True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,6 +148,7 @@ class Problem:
     Attributes:
         min_units: how many units each stage holds at least; 0 lets stages be empty.
         pins: the stage that an item must be in, by the item's index.
+        tied_together: whether items that share a weight are kept on one worker; ``keep_tied`` sets it.
         current: the item ranges that each stage's worker holds now (``(begin, end)`` per stage), for least migration.
         order, layout: with the schedule ``custom`` the operations of each worker, and of each stage the index of its
             worker in ``places``.
@@ -155,6 +163,7 @@ class Problem:
     link_latency_ns: int = 0
     min_units: int = 1
     pins: tuple[tuple[int, int], ...] = ()
+    tied_together: bool = False
     current: tuple[tuple[int, int], ...] | None = field(default=None)
     order: Order | None = None
     layout: tuple[int, ...] | None = None

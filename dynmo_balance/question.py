@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 
+from .costs import costs_for
 from .errors import UsageError
 from .formats.plan import CUSTOM, V_SCHEDULES, Plan
 from .formats.profile import Header
@@ -39,14 +40,18 @@ def parse_bytes(text: str) -> int:
 
 
 def _parse_pins(source: Source, pins: tuple[str, ...]) -> tuple[tuple[int, int], ...]:
-    index = {item.name: at for at, item in enumerate(source.header.items)}
+    """The pins of items; the name of a layer pins all of its items."""
+    items = source.header.items
     result = []
     for pin in pins:
-        item, _, stage = pin.rpartition(":")
-        if item not in index or not stage.isdigit():
-            raise UsageError(f"--pin {pin!r}: write ITEM:STAGE with an item of the profile, such as head:1")
-        result.append((index[item], int(stage)))
-    return tuple(result)
+        name, _, stage = pin.rpartition(":")
+        pinned = [at for at, item in enumerate(items) if name in (item.name, item.layer)]
+        if not pinned or not (stage.isascii() and stage.isdigit()):
+            raise UsageError(
+                f"--pin {pin!r}: must be NAME:STAGE with an item or a layer of the profile, such as {items[-1].name}:1"
+            )
+        result += [(at, int(stage)) for at in pinned]
+    return tuple(dict.fromkeys(result))
 
 
 def _places(source: Source, options: ProblemOptions) -> tuple[Place, ...]:
@@ -115,6 +120,7 @@ def as_in_plan(problem: Problem, header: Header, plan: Plan) -> Problem | None:
         return None
     own = replace(
         problem,
+        chain=replace(problem.chain, costs=costs_for(plan.schedule, problem.chain.costs)),
         places=tuple(by_id[worker] for worker in plan.workers),
         schedule=plan.schedule,
         virtual_stages=plan.virtual_stages_per_worker,
@@ -140,7 +146,7 @@ def make_problem(source: Source, options: ProblemOptions, current: Plan | None =
     schedule = options.schedule or header.schedule
     virtual = options.virtual_stages or usual_virtual_stages(header, schedule)
     problem = Problem(
-        chain=chain_of(header, source.costs, options.granularity),
+        chain=chain_of(header, costs_for(schedule, source.costs), options.granularity),
         places=places,
         schedule=schedule,
         microbatches=options.microbatches or header.microbatches,

@@ -8,12 +8,17 @@ from itertools import pairwise
 from typing import Any
 
 from .auto import Search
+from .bounds import bounds_of
 from .console import emit, emit_table, human_bytes, say
+from .partition import Solution
 from .planning import Proposal
 from .problem import Problem
 from .simulate import Timeline
 from .whatcompressed import CompressedRow
 from .whatif import GIVEN, Cell, Row
+
+OBJECTIVES = {"bottleneck": "bottleneck", "simulated": "simulated step"}
+"""What a solution minimized, in words."""
 
 
 def milliseconds(ns: int | float | None, digits: int = 3) -> str:
@@ -51,17 +56,29 @@ def show_stages(problem: Problem, boundaries: Sequence[int], timeline: Timeline)
     emit_table(f"{problem.schedule}, {problem.microbatches} microbatches", columns, rows)
 
 
+def certificate(problem: Problem, solution: Solution, timeline: Timeline) -> list[str]:
+    """What was minimized, how good the answer is by that objective, and how far the bottleneck is from its bound."""
+    begin, end = solution.blocking
+    run = f"; {span_name(problem.chain.names[begin:end])} forbids less" if end > begin else ""
+    bottleneck = f"bottleneck {milliseconds(solution.bottleneck_ns)} ms"
+    bound = f"lower bound {milliseconds(solution.lower_bound_ns)} ms"
+    if solution.objective == "bottleneck":
+        proof = "optimal: yes" if solution.optimal else "optimal: not proven"
+        return [f"objective: least {OBJECTIVES[solution.objective]} | {bottleneck}, {bound}, {proof}{run}"]
+    least = bounds_of(problem).step_ns
+    return [
+        f"objective: least {OBJECTIVES[solution.objective]} | step {milliseconds(timeline.step_ns, 2)} ms, lower bound"
+        f" {milliseconds(least, 2)} ms, optimal: {'yes' if timeline.step_ns <= least else 'not proven'}",
+        f"{bottleneck}; the least possible is {milliseconds(solution.lower_bound_ns)} ms{run}",
+    ]
+
+
 def show_proposal(proposal: Proposal, static_step_ns: int) -> None:
     """A partition with its certificate and predictions."""
     problem, solution, timeline = proposal.problem, proposal.solution, proposal.timeline
     show_stages(problem, solution.boundaries, timeline)
-    begin, end = solution.blocking
-    run = f"; blocking run {span_name(problem.chain.names[begin:end])}" if end > begin else ""
-    proof = "optimal: yes" if solution.optimal else "optimal: no"
-    emit(
-        f"bottleneck {milliseconds(solution.bottleneck_ns)} ms, lower bound {milliseconds(solution.lower_bound_ns)} ms,"
-        f" {proof}{run}"
-    )
+    for line in certificate(problem, solution, timeline):
+        emit(line)
     emit(
         f"predicted step {milliseconds(timeline.step_ns, 2)} ms, bubble {timeline.bubble_fraction:.1%}; uniform"
         f" {milliseconds(static_step_ns, 2)} ms: {static_step_ns / max(1, timeline.step_ns):.2f} x"

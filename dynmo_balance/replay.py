@@ -1,15 +1,17 @@
 """A recorded profile run again under a policy, and the best that hindsight could have done.
 
-The clock is virtual: a step takes what ``missed.step_times`` says of the costs recorded for it under the partition
-then in force, a move takes its predicted pause. The offline optimum is a dynamic programme over blocks of steps and the
-exact partitions of every block, which pays the same pauses.
+Each record is given to the policy as it would have been measured under the partition that the replay has reached: an
+item that is on a slower worker there takes longer. The clock is virtual: a step takes what ``missed.step_times``
+computes from its recorded costs under the active partition, a move takes its predicted pause. The offline optimum is
+a dynamic program over blocks of steps and the exact partitions of every block, which pays the same pauses.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
+from typing import Any
 
 from .costs import CostWindow, speeds_of_items
 from .decision import WatchOptions, decide
@@ -36,24 +38,48 @@ class Outcome:
     moves: int
 
 
-class Tape:
-    """A segment's steps as numbers: the work of each item in each step, gaps carried forward."""
+def rescaled(step: Step, measured_at: Sequence[int], wanted: Sequence[int]) -> Step:
+    """A record whose items were measured at some speeds, in parts per million, as it would be at others."""
+    if tuple(measured_at) == tuple(wanted):
+        return step
+    columns: dict[str, Any] = {}
+    for name in ("forward_ns", "backward_ns", "backward_input_ns", "backward_weight_ns"):
+        samples = getattr(step, name)
+        if samples is not None:
+            rows = zip(samples, measured_at, wanted, strict=True)
+            columns[name] = tuple(None if ns is None else round(ns * old / new) for ns, old, new in rows)
+    return replace(step, **columns)
 
-    def __init__(self, segment: Segment, base_pause_ns: int) -> None:
+
+class Tape:
+    """A segment's steps as numbers: the work of each item in each step, gaps carried forward.
+
+    Args:
+        segment: of a profile.
+        base_pause_ns: what a move costs beyond its bytes.
+        owners: plan number -> item -> worker, where the plans of the recorded run are known. Records of other plans
+            count as measured at normal speed.
+    """
+
+    def __init__(
+        self, segment: Segment, base_pause_ns: int, owners: Mapping[int, Mapping[str, int]] | None = None
+    ) -> None:
         if not segment.steps:
             raise UsageError("the profile has no step records to replay")
         self.segment = segment
         self.base_pause_ns = base_pause_ns
         header = segment.header
-        window = CostWindow(len(header.items), max(2, len(segment.steps)))
-        for step in segment.steps:
+        speeds_of = {plan: speeds_of_items(header, dict(owner)) for plan, owner in (owners or {}).items()}
+        normal = speeds_of_items(header, {})
+        self.steps = tuple(rescaled(step, speeds_of.get(step.plan_id, normal), normal) for step in segment.steps)
+        window = CostWindow(len(header.items), max(2, len(self.steps)))
+        for step in self.steps:
             window.add(step)
         if window.unsampled():
             raise UsageError(f"{window.unsampled()} items of the profile are never sampled")
-        speeds = speeds_of_items(header, {})
-        self.works = window.works(speeds)
+        self.works = window.works(normal)
         self._prefixes = [[0, *accumulate(work)] for work in self.works]
-        costs = window.costs(speeds)
+        costs = window.costs(normal)
         if costs is None:
             raise UsageError("the profile changes between split and whole backward; replay one kind at a time")
         self.problem = Problem(
@@ -112,15 +138,17 @@ def run_policy(tape: Tape, options: WatchOptions) -> Outcome:
     base, previous, memory = tape.initial(), None, Memory()
     total = pauses = moves = 0
     decided, index = -1, 0
+    normal = speeds_of_items(tape.segment.header, {})
     for record in tape.segment.records:
         if isinstance(record, Event):
             state.feed(record)
         if not isinstance(record, Step):
             continue
         time = tape.step_ns(index, base.boundaries)
+        measured = rescaled(tape.steps[index], normal, speeds_of_items(tape.segment.header, base.owner))
         index += 1
         total += time
-        state.feed(replace(record, plan_id=base.plan_id, step_ns=time))
+        state.feed(replace(measured, plan_id=base.plan_id, step_ns=time))
         if options.policy == "never" or (decided >= 0 and state.last_step < decided + options.every):
             continue
         decided = state.last_step

@@ -102,7 +102,7 @@ def stage_costs(problem: Problem, boundaries: Sequence[int]) -> tuple[StageCosts
                 has_backward=end > frozen,
                 send_ns=problem.transfer_ns(boundary_bytes) if apart else 0,
                 static_bytes=sum(chain.static_bytes[begin:end]),
-                activation_bytes=sum(costs.activation_bytes[begin:end]),
+                activation_bytes=sum(chain.kept_bytes[begin:end]),
             )
         )
     return tuple(result)

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from .analytic import costs_of_header
+from .console import say
 from .costs import CostWindow, ItemCosts, speeds_of_items
 from .devices import Device
 from .errors import DynmoError, UsageError
 from .formats.plan import Plan, header_problems, plan_numbers, plan_path, read_plan
 from .formats.profile import Event, Header, Segment, Step, read_profile
+from .inspect import step_warnings
 
 CHANGES = ("pruned", "frozen")
 
@@ -32,14 +35,25 @@ def profile_path(path: Path) -> Path:
 
 
 def _plan_in_force(path: Path, header: Header, step: Step) -> Plan | None:
+    return _readable_plan(path, header, step.plan_id)
+
+
+def _readable_plan(path: Path, header: Header, plan_id: int) -> Plan | None:
+    """A plan of a run directory; None where it cannot be read or does not fit the header."""
     folder = path / "plans"
-    if not path.is_dir() or step.plan_id not in plan_numbers(folder):
+    if not path.is_dir() or plan_id not in plan_numbers(folder):
         return None
     try:
-        plan = read_plan(plan_path(folder, step.plan_id))
+        plan = read_plan(plan_path(folder, plan_id))
     except DynmoError:
         return None
     return None if header_problems(plan, header) else plan
+
+
+def recorded_owners(path: Path, segment: Segment) -> dict[int, dict[str, int]]:
+    """Plan number -> item -> worker, of the plans under which a segment's steps were measured, where they are known."""
+    plans = {number: _readable_plan(path, segment.header, number) for number in {s.plan_id for s in segment.steps}}
+    return {number: plan.owner for number, plan in plans.items() if plan is not None}
 
 
 def initial_plan(path: Path, header: Header) -> Plan | None:
@@ -70,11 +84,21 @@ def _records(segment: Segment, at_step: int | None, before_changes: bool) -> lis
     return chosen
 
 
+def _numbered(segments: Sequence[Segment], number: int, path: Path) -> Segment:
+    """The segment with this number."""
+    for segment in segments:
+        if segment.header.segment == number:
+            return segment
+    last = segments[-1].header.segment
+    raise UsageError(f"{profile_path(path)}: there is no segment {number}; the last is {last}")
+
+
 def load(
     path: Path,
     *,
     window: int = 20,
     at_step: int | None = None,
+    segment_number: int | None = None,
     before_changes: bool = False,
     device: Device | None = None,
     dtype: str = "float32",
@@ -87,7 +111,8 @@ def load(
         path: ``profile.jsonl`` or the directory that holds it.
         window: the most step records that the costs are the median of.
         at_step: the last step that counts; the end of the profile where not given.
-        device: what to compute costs for where nothing has been measured yet, with the cost model of ``analytic``.
+        segment_number: the segment that counts; the newest with steps where not given.
+        device: compute the costs for this device with the cost model of ``analytic``, even where some were measured.
         dtype, recompute, fused_attention: of the computed costs.
         before_changes: use what was measured before the first pruning or freezing of the segment.
 
@@ -97,6 +122,8 @@ def load(
     """
     segments = read_profile(profile_path(path))
     segment = next((s for s in reversed(segments) if s.steps), segments[-1])
+    if segment_number is not None:
+        segment = _numbered(segments, segment_number, path)
     header = segment.header
     costs_window = CostWindow(len(header.items), window)
     last: Step | None = None
@@ -106,13 +133,17 @@ def load(
         else:
             costs_window.add(record)
             last = record
-    if last is None and device is not None:
+    if device is not None:
+        if last is not None:
+            say(f"costs computed for {device.name}, dense; the measured ones ({len(segment.steps)} steps) are not used")
         computed = costs_of_header(header, device, dtype, recompute, fused_attention=fused_attention)
-        return Source(path=path, header=header, costs=computed, plan=initial_plan(path, header), last_step=0)
+        plan = initial_plan(path, header) if last is None else _plan_in_force(path, header, last)
+        return Source(path=path, header=header, costs=computed, plan=plan, last_step=0 if last is None else last.step)
     if last is None:
         raise UsageError(
             f"{profile_path(path)}: no step records to take costs from; name a --device to compute them instead"
         )
+    _warn_of_units(path, costs_window.records)
     plan = _plan_in_force(path, header, last)
     costs = costs_window.costs(None if plan is None else speeds_of_items(header, plan.owner))
     if costs is None:
@@ -121,3 +152,11 @@ def load(
             " since the last change of costs; choose an earlier --at-step"
         )
     return Source(path=path, header=header, costs=costs, plan=plan, last_step=last.step)
+
+
+def _warn_of_units(path: Path, records: Sequence[Step]) -> None:
+    """Warn on stderr where the times that count look like another unit than nanoseconds."""
+    found = [problem for step in records for problem in step_warnings(step, f"step {step.step}")]
+    if found:
+        more = f" ({len(found) - 1:,} more: dynmo-plan profile check)" if len(found) > 1 else ""
+        say(f"warning: {profile_path(path)}: {found[0].path}: {found[0].message}{more}")

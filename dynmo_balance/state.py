@@ -6,7 +6,6 @@ Feeding the same records always gives the same state, so a planner that was kill
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from .costs import CostWindow
@@ -14,14 +13,6 @@ from .formats.profile import Ask, Event, Header, PlanResult, Record, Step
 from .missed import WorkTrace
 
 LEARNING_RATE = 0.5
-
-
-@dataclass(frozen=True, kw_only=True)
-class StepTimes:
-    """Measured steps in short: their mean and its standard error."""
-
-    mean_ns: float
-    error_ns: float
 
 
 @dataclass(kw_only=True)
@@ -33,9 +24,8 @@ class RunState:
         in_force: the plan in force as last told by a step or a result; None until then.
         asked: the step of an ask that nothing after it has settled.
         answered: the plans that have a result.
-        before_move: the steps before the move to the plan in force; None where the model has changed since.
-        after_move: the last steps since, and ``first_after`` the first of them: later ones are longer or shorter for
-            other reasons than the move.
+        before_move: the last records before the move to the active plan; empty where the model has changed since.
+        after_move: the last records since the move, and ``first_after`` the first of them.
         refusals: how many plans in a row were refused or rolled back.
         base_pause_ns: measured pause of moves beyond their transfer time, smoothed; None until there was one.
         next_event_step: when the costs are next expected to change; None where nobody said.
@@ -52,9 +42,9 @@ class RunState:
     answered: dict[int, PlanResult] = field(default_factory=dict)
     refusals: int = 0
     base_pause_ns: int | None = None
-    before_move: StepTimes | None = None
-    after_move: deque[int] = field(default_factory=deque)
-    first_after: list[int] = field(default_factory=list)
+    before_move: tuple[Step, ...] = ()
+    after_move: deque[Step] = field(default_factory=deque)
+    first_after: list[Step] = field(default_factory=list)
     expected: dict[str, int | None] = field(default_factory=dict)
 
     @property
@@ -75,7 +65,7 @@ class RunState:
                     self.expected[record.kind] = record.next_expected_step
                     self.window.expire()
                     self.trace.expire()
-                    self.before_move = None
+                    self.before_move = ()
                     self.after_move.clear()
                     self.first_after.clear()
             case Ask():
@@ -88,7 +78,7 @@ class RunState:
         self.window = CostWindow(len(header.items), self.window_size)
         self.trace.expire()
         self.last_step, self.in_force, self.previous, self.asked = 0, None, None, None
-        self.before_move, self.after_move, self.first_after = None, deque(maxlen=self.window_size), []
+        self.before_move, self.after_move, self.first_after = (), deque(maxlen=self.window_size), []
         self.expected = {}
         self.refusals = 0
 
@@ -99,15 +89,15 @@ class RunState:
         self._enter(step.plan_id)
         self.window.add(step)
         self.trace.add(step)
-        self.after_move.append(step.step_ns)
+        self.after_move.append(step)
         if len(self.first_after) < self.window_size:
-            self.first_after.append(step.step_ns)
+            self.first_after.append(step)
 
     def _enter(self, plan_id: int) -> None:
         if self.in_force != plan_id:
             if self.in_force is not None:
                 self.window.renew()
-                self.before_move = _in_short(self.after_move)
+                self.before_move = tuple(self.after_move)
                 self.after_move.clear()
             self.first_after.clear()
             self.previous, self.in_force = self.in_force, plan_id
@@ -133,10 +123,3 @@ class RunState:
             self.base_pause_ns = measured
         else:
             self.base_pause_ns = round((1 - LEARNING_RATE) * self.base_pause_ns + LEARNING_RATE * measured)
-
-
-def _in_short(times: Sequence[int]) -> StepTimes | None:
-    if len(times) < 2:
-        return None
-    mean = sum(times) / len(times)
-    return StepTimes(mean_ns=mean, error_ns=(sum((t - mean) ** 2 for t in times) / len(times) / len(times)) ** 0.5)

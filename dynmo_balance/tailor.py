@@ -140,6 +140,18 @@ class _Tailor:
         return best
 
 
+def _with_bound_of_any_order(problem: Problem, solution: Solution) -> Solution:
+    """The solution with a bound that holds for any order of operations.
+
+    How many microbatches are in flight is the order's choice, so memory limits prove nothing here.
+    """
+    if all(place.memory_bytes is None for place in problem.places):
+        return solution
+    places = tuple(replace(place, memory_bytes=None) for place in problem.places)
+    free = balance(replace(problem, places=places), "exact")
+    return replace(solution, lower_bound_ns=free.lower_bound_ns, blocking=free.blocking)
+
+
 def tailor(problem: Problem, rounds: int) -> list[Tailored]:
     """The best that was found, best first: one for each placement that was worth following.
 
@@ -151,9 +163,11 @@ def tailor(problem: Problem, rounds: int) -> list[Tailored]:
     for schedule, virtual in PLACEMENTS:
         if 3 * len(problem.places) * virtual * problem.microbatches > LARGEST:
             continue
+        if virtual > 1 and len(problem.places) == 1:
+            continue  # nothing to overlap with
         placed = replace(problem, schedule=schedule, virtual_stages=virtual, order=None, layout=None, current=None)
         try:
-            start = balance(placed, "exact")
+            start = _with_bound_of_any_order(placed, balance(placed, "exact"))
         except DynmoError:
             continue
         search = _Tailor(placed, start)

@@ -6,6 +6,7 @@ started again it goes on from what is there.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from dataclasses import replace
@@ -14,13 +15,12 @@ from pathlib import Path
 from .console import say
 from .decision import WatchOptions, decide
 from .errors import DynmoError
-from .formats.plan import Plan, header_problems, plan_numbers, plan_path, publish, read_plan
+from .formats.plan import SEGMENT_KEY, Plan, header_problems, plan_numbers, plan_path, publish, read_plan
 from .formats.profile import Header
 from .formats.tail import ProfileTail
 from .policies import Memory
 from .state import RunState
 
-SEGMENT_KEY = "x_segment"
 MAX_DOUBLINGS = 10
 """After each refused plan the planner waits twice as long, up to a thousandfold."""
 
@@ -39,8 +39,12 @@ class Watcher:
         self._complaint = ""
         self._memory = Memory()
 
-    def poll(self) -> bool:
-        """Read what is new and decide if it is time; whether there was anything new."""
+    def poll(self, *, decides: bool = False) -> bool:
+        """Read what is new and decide if it is time; whether there was anything new.
+
+        Args:
+            decides: decide after the last record also where the next decision is not due yet.
+        """
         news = self._tail.poll()
         if news.restarted:
             say("the profile was replaced or cut: starting anew")
@@ -57,7 +61,7 @@ class Watcher:
                 self._memory = self._memory.after_move()
             if left and self._remembers and self._due():
                 self._decide(publishing=False)
-        if (news.records or self._waiting_for_base()) and self._due():
+        if (news.records or self._waiting_for_base()) and (self._due() or (decides and self._state.header is not None)):
             self._decide()
         return bool(news.records or news.problems)
 
@@ -154,13 +158,44 @@ def _stamped(plan: Plan, segment: int) -> Plan:
     return replace(plan, extra={**(plan.extra or {}), SEGMENT_KEY: segment})
 
 
-def watch(run: Path, options: WatchOptions, *, once: bool, poll_s: float, parent_pid: int | None) -> None:
+class Heartbeat:
+    """Lines on a descriptor by which a supervisor distinguishes a planner that hangs from an idle one.
+
+    The loop that decides writes them, not a thread of its own: a loop that hangs must fall silent. A pipe that nobody
+    empties must not block the planner, so the descriptor is non-blocking and a full pipe loses lines.
+    """
+
+    def __init__(self, descriptor: int, every_s: float) -> None:
+        os.set_blocking(descriptor, False)
+        self._descriptor, self._every_s, self._due = descriptor, every_s, 0.0
+
+    def beat(self) -> None:
+        """Write a line if one is due."""
+        now = time.monotonic()
+        if now < self._due:
+            return
+        self._due = now + self._every_s
+        with contextlib.suppress(OSError):
+            os.write(self._descriptor, b"alive\n")
+
+
+def watch(
+    run: Path,
+    options: WatchOptions,
+    *,
+    once: bool,
+    poll_s: float,
+    parent_pid: int | None,
+    heartbeat: Heartbeat | None = None,
+) -> None:
     """Watch a run until it is killed, its parent is gone, or - with ``once`` - what is there has been read."""
     watcher = Watcher(run, options)
     say(f"watching {run} with balancer {options.balancer}, policy {options.policy}")
     is_child = os.getppid() == parent_pid
     while True:
-        news = watcher.poll()
+        news = watcher.poll(decides=once)
+        if heartbeat is not None:
+            heartbeat.beat()
         if once:
             return
         if parent_pid is not None and not _alive(parent_pid, is_child):

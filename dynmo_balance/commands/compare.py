@@ -10,6 +10,8 @@ from ..options import (
     MemoryOption,
     MicrobatchesOption,
     MinLayersOption,
+    Objective,
+    ObjectiveOption,
     ProblemOptions,
     ScheduleOption,
     SourceArgument,
@@ -28,14 +30,15 @@ def compare(
     granularity: GranularityOption = None,
     memory: MemoryOption = None,
     min_layers: MinLayersOption = 1,
+    objective: ObjectiveOption = Objective.AUTO,
     window: WindowOption = 20,
     at_step: AtStepOption = None,
     output_format: FormatOption = Format.TEXT,
 ) -> None:
-    """All balancers side by side: bottleneck, gap to the optimum, step time, bubble, memory and bytes to move."""
+    """All balancers side by side: bottleneck, step time, gap by the objective, bubble, memory and bytes to move."""
     from ..compare import compare as compare_all
     from ..question import make_problem
-    from ..render import milliseconds
+    from ..render import OBJECTIVES, milliseconds
     from ..source import load
 
     loaded = load(source, window=window, at_step=at_step)
@@ -48,19 +51,19 @@ def compare(
         memory=memory,
         min_layers=min_layers,
     )
-    rows = compare_all(make_problem(loaded, options, loaded.plan), loaded.plan)
+    minimized, rows = compare_all(make_problem(loaded, options, loaded.plan), loaded.plan, objective)
     if output_format is Format.JSON:
         emit_json([row.document() for row in rows])
         return
     emit_table(
-        f"{len(rows)} balancers",
-        ["balancer", "bottleneck ms", "gap", "step ms", "bubble", "peak memory", "over the limit", "to move"],
+        f"{len(rows)} balancers | objective: least {OBJECTIVES[minimized]}",
+        ["balancer", "bottleneck ms", "step ms", "gap", "bubble", "peak memory", "over the limit", "to move"],
         [
             [
                 row.balancer,
                 milliseconds(row.bottleneck_ns),
-                f"{row.gap:.1%}",
                 milliseconds(row.step_ns, 2),
+                f"{row.gap:.1%}",
                 f"{row.bubble_fraction:.1%}",
                 human_bytes(row.peak_memory_bytes),
                 "yes" if row.over_memory else "no",

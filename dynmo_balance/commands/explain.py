@@ -8,7 +8,16 @@ from typing import Annotated
 import typer
 
 from ..console import Format, emit, emit_json
-from ..options import AtStepOption, FormatOption, ProblemOptions, SourceArgument, StagesOption, WindowOption
+from ..options import (
+    AtStepOption,
+    FormatOption,
+    Objective,
+    ObjectiveOption,
+    ProblemOptions,
+    SourceArgument,
+    StagesOption,
+    WindowOption,
+)
 
 
 def explain(
@@ -17,6 +26,7 @@ def explain(
         Path | None, typer.Option(help="The plan to explain. Default: the plan in force of a run, else the exact one.")
     ] = None,
     stages: StagesOption = None,
+    objective: ObjectiveOption = Objective.AUTO,
     window: WindowOption = 20,
     at_step: AtStepOption = None,
     output_format: FormatOption = Format.TEXT,
@@ -26,7 +36,8 @@ def explain(
 
     from ..explain import sentences
     from ..formats.plan import header_problems, read_plan
-    from ..partition import best_of, certified
+    from ..partition import certified
+    from ..planning import propose
     from ..question import make_problem, of_plan, with_order
     from ..simulate import predict
     from ..source import load
@@ -41,7 +52,7 @@ def explain(
     problem = make_problem(loaded, options)
     if loaded.plan is not None and stages is None:
         problem = with_order(make_problem(loaded, of_plan(options, loaded.plan)), loaded.plan)
-    solution = best_of(problem)
+    solution = propose(problem, "exact", objective=objective).solution
     if loaded.plan is not None and stages is None:
         solution = certified(problem, loaded.plan.boundaries, solution)
     timeline = predict(problem, solution.boundaries)

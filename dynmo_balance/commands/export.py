@@ -7,7 +7,8 @@ from typing import Annotated
 
 import typer
 
-from ..console import emit
+from ..console import emit, say
+from ..formats._document import MAX_MICROBATCHES
 from ..options import Target
 
 
@@ -15,12 +16,18 @@ def export(
     plan: Annotated[Path, typer.Argument(help="The plan to export.")],
     profile: Annotated[Path, typer.Option(help="The profile.jsonl or run directory that it is for.")],
     to: Annotated[Target, typer.Option(help="The framework.")],
-    microbatches: Annotated[int | None, typer.Option(min=1, help="For torch-csv. Default: as in the profile.")] = None,
+    microbatches: Annotated[
+        int | None, typer.Option(min=1, max=MAX_MICROBATCHES, help="Microbatches a step. Default: as planned.")
+    ] = None,
+    target_version: Annotated[
+        str | None, typer.Option(help="Release of torchtitan, such as 0.2.2. Default: main.")
+    ] = None,
 ) -> None:
-    """Say a plan in the words of Megatron, torchtitan, DeepSpeed, torch or vLLM.
+    """Write a plan in the format of Megatron, torchtitan, DeepSpeed, torch or vLLM.
 
-    Plans that cut inside a layer are refused where the framework cannot do that.
+    A plan that the framework would run in another way is refused: other placements, schedules, cuts inside layers.
     """
+    from ..errors import UsageError
     from ..export import TARGETS
     from ..formats.plan import header_problems, read_plan
     from ..formats.profile import read_profile
@@ -30,4 +37,10 @@ def export(
     read = read_plan(plan)
     header = read_profile(profile_path(profile))[-1].header
     refuse(str(plan), header_problems(read, header))
-    emit(TARGETS[to.value](read, header, microbatches or header.microbatches))
+    if target_version is not None and to is not Target.TORCHTITAN:
+        raise UsageError(f"--target-version: {to.value} has one format; the option is for torchtitan")
+    planned = header.microbatches if read.constraints is None else read.constraints.microbatches
+    text = TARGETS[to.value](read, header, microbatches or planned, target_version)
+    if read.workers != tuple(range(len(read.workers))):
+        say(f"rank r is the r-th of the plan's workers {', '.join(map(str, read.workers))}")
+    emit(text)

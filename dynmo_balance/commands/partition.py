@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ..console import Format, emit_json, say
+from ..formats.plan import encode_plan
 from ..options import (
     AtStepOption,
     Balancer,
@@ -79,7 +80,7 @@ def partition(
     Exits 3 when no partition obeys the constraints, and says which limit cannot be met.
     """
     from ..devices import load_device
-    from ..formats._document import encode_json, write_whole
+    from ..formats._document import write_whole
     from ..formats.plan import header_problems, read_plan, to_document
     from ..partition import uniform
     from ..question import make_problem
@@ -113,7 +114,7 @@ def partition(
     proposal = _proposal(loaded, problem, base, schedule, granularity, balancer, objective)
     plan = _plan(loaded, proposal, base, balancer)
     if output is not None:
-        write_whole(output, encode_json(to_document(plan)))
+        write_whole(output, encode_plan(plan, str(output)))
         say(f"wrote {output}")
     if output_format is Format.JSON:
         emit_json(to_document(plan))
@@ -131,6 +132,8 @@ def _proposal(
     objective: Objective,
 ) -> Proposal:
     """The balancer's proposal, or the best of a search."""
+    import dataclasses
+
     from ..auto import search
     from ..formats.plan import CUSTOM
     from ..planning import present, propose
@@ -147,7 +150,8 @@ def _proposal(
     granularities = ("layer", "sublayer") if searched else (granularity or loaded.header.granularity,)
     found = search(loaded.header, problem, schedules, granularities)
     say_search(found)
-    return present(found.best.problem, found.best.solution, owner=owner)
+    solution = dataclasses.replace(found.best.solution, objective="simulated")
+    return present(found.best.problem, solution, owner=owner)
 
 
 def _plan(loaded: Source, proposal: Proposal, base: Plan | None, balancer: Balancer) -> Plan:

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from ..console import Format, emit, emit_json, emit_table, progress, say
+from ..formats._document import MAX_INTEGER, MAX_MICROBATCHES, MAX_RANKS, MAX_SIZE, MAX_STEPS, MAX_WIDTH
 from ..options import (
     Dtype,
     DtypeOption,
@@ -30,19 +31,21 @@ def build(
     model: Annotated[Path, typer.Argument(help="A config.json (ours or Hugging Face's) or the directory of one.")],
     output: Annotated[Path, typer.Option("--output", "-o", help="The profile.jsonl to write; must not exist.")],
     device: Annotated[str, typer.Option(help="h200, h100, a100, cpu, or a TOML file with a device's fields.")] = "h100",
-    workers: Annotated[int, typer.Option(min=1, help="Pipeline workers.")] = 8,
-    microbatches: Annotated[int, typer.Option(min=1, help="Microbatches a step.")] = 32,
-    micro_batch_size: Annotated[int, typer.Option(min=1, help="Samples a microbatch.")] = 1,
-    sequence_length: Annotated[int | None, typer.Option(min=1, help="Tokens. Default: the model's own.")] = None,
+    workers: Annotated[int, typer.Option(min=1, max=MAX_RANKS, help="Pipeline workers.")] = 8,
+    microbatches: Annotated[int, typer.Option(min=1, max=MAX_MICROBATCHES, help="Microbatches a step.")] = 32,
+    micro_batch_size: Annotated[int, typer.Option(min=1, max=MAX_RANKS, help="Samples a microbatch.")] = 1,
+    sequence_length: Annotated[
+        int | None, typer.Option(min=1, max=MAX_SIZE, help="Tokens. Default: the model's own.")
+    ] = None,
     schedule: Annotated[Schedule, typer.Option(help="The schedule of the run.")] = Schedule.ONE_F_ONE_B,
-    virtual_stages: Annotated[int, typer.Option(min=1, help="Stages on each worker.")] = 1,
+    virtual_stages: Annotated[int, typer.Option(min=1, max=MAX_RANKS, help="Stages on each worker.")] = 1,
     granularity: Annotated[Granularity, typer.Option(help="Where plans may cut.")] = Granularity.LAYER,
     dtype: DtypeOption = Dtype.BFLOAT16,
-    tensor_parallel: Annotated[int, typer.Option(min=1, help="Ranks that share each layer.")] = 1,
+    tensor_parallel: Annotated[int, typer.Option(min=1, max=MAX_RANKS, help="Ranks that share each layer.")] = 1,
     sequence_parallel: Annotated[
         bool, typer.Option("--sequence-parallel", help="Norms and dropouts are shared by the tensor-parallel ranks.")
     ] = False,
-    data_parallel: Annotated[int, typer.Option(min=1, help="Replicas.")] = 1,
+    data_parallel: Annotated[int, typer.Option(min=1, max=MAX_RANKS, help="Replicas.")] = 1,
     recompute: Annotated[Recompute, typer.Option(help="Activation recomputation.")] = Recompute.NONE,
     fused_attention: FusedOption = True,
     technique: Annotated[Technique, typer.Option(help="The scripted trajectory.")] = Technique.STATIC,
@@ -50,9 +53,9 @@ def build(
         float | None,
         typer.Option(min=0, max=0.99, help="Final sparsity, frozen share or skew. Default: the technique's own."),
     ] = None,
-    steps: Annotated[int, typer.Option(min=1, help="Steps of the trajectory.")] = 1,
+    steps: Annotated[int, typer.Option(min=1, max=MAX_STEPS, help="Steps of the trajectory.")] = 1,
     noise: Annotated[float, typer.Option(min=0, help="Relative standard deviation of each time.")] = 0.0,
-    seed: Annotated[int, typer.Option(help="Of the noise and the trajectory.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, max=MAX_INTEGER, help="Of the noise and the trajectory.")] = 0,
 ) -> None:
     """Write an analytic profile: what each item would cost on a device, static or over a scripted run."""
     import json
@@ -60,8 +63,8 @@ def build(
     from ..build import BuildOptions, build_costs, build_header, build_lines, header_of
     from ..devices import load_device
     from ..errors import UsageError
-    from ..formats._document import write_whole
-    from ..modelspec import load_spec
+    from ..formats.profile import write_profile
+    from ..modelconfig import load_spec
     from ..trajectories import DEFAULT_STRENGTH, Script, moments
 
     if output.exists():
@@ -97,8 +100,10 @@ def build(
             lines.append(json.dumps(line, allow_nan=False) + "\n")
             if line["record"] == "step":
                 tick(1)
-    write_whole(output, "".join(lines).encode())
-    say(f"wrote {output}: {len(header.items)} items, {steps} steps")
+    write_profile(output, [line.encode() for line in lines])
+    say(f"wrote {output}: {len(header.items)} items, {spec.params:,} parameters, {steps} steps")
+    for part in spec.left_out:
+        say(f"without {part}, as transformers trains the model")
 
 
 @app.command()
@@ -136,7 +141,7 @@ def check(
 @app.command()
 def show(
     profile: SourceArgument,
-    width: Annotated[int, typer.Option(min=10, help="Columns of the map.")] = 60,
+    width: Annotated[int, typer.Option(min=10, max=MAX_WIDTH, help="Columns of the map.")] = 60,
     output_format: FormatOption = Format.TEXT,
 ) -> None:
     """A heat map: one line an item, one column a stretch of steps, darker is dearer."""
@@ -185,25 +190,36 @@ def import_(
     header: Annotated[Path, typer.Option(help="A profile whose header describes the model and the run.")],
     output: Annotated[Path, typer.Option("--output", "-o", help="The profile.jsonl to write; must not exist.")],
     kind: Annotated[Importable, typer.Option(help="What kind of file it is.")] = Importable.CHROME_TRACE,
-    device: Annotated[str, typer.Option(help="Shares a stage's time among its items, for logs of stages.")] = "h100",
+    device: Annotated[str, typer.Option(help="Shares a worker's time among its items, for logs of workers.")] = "h100",
+    plan: Annotated[
+        Path | None,
+        typer.Option(
+            help="The partition that was measured. Default: a run's initial plan, else Megatron's even split."
+        ),
+    ] = None,
 ) -> None:
-    """Put measured times onto a profile's items: a Chrome trace with an event per item, or a log of stage times.
+    """Put measured times onto a profile's items: a Chrome trace with an event per item, or a log of worker times.
 
-    Logs hold only whole stages; their times are shared among the items as the analytic model has them.
+    Logs hold the times of whole workers; these are shared among a worker's items as the analytic model has them.
     """
     from ..analytic import costs_of_header
     from ..devices import load_device
     from ..errors import UsageError
-    from ..formats._document import complete_lines, write_whole
-    from ..formats.profile import read_profile
+    from ..formats._document import read_lines
+    from ..formats.plan import header_problems, read_plan
+    from ..formats.profile import read_profile, write_profile
     from ..importing import import_lines
-    from ..source import profile_path
+    from ..source import initial_plan, profile_path
+    from ._documents import refuse
 
     if output.exists():
         raise UsageError(f"{output} exists; profiles are only appended to, so choose another name")
     path = profile_path(header)
     described = read_profile(path)[0].header
-    line = next(complete_lines(path.read_bytes()))
+    line = next(read_lines(path)).rstrip()
     model = costs_of_header(described, load_device(device), "float32")
-    write_whole(output, import_lines(kind.value, measured, line, described, model))
+    had = initial_plan(header, described) if plan is None else read_plan(plan)
+    if plan is not None and had is not None:
+        refuse(str(plan), header_problems(had, described))
+    write_profile(output, import_lines(kind.value, measured, line, described, model, had).splitlines())
     say(f"wrote {output}: {len(read_profile(output)[0].steps)} steps")

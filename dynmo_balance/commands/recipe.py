@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ..console import Format, emit, emit_json, emit_table, say
+from ..formats._document import MAX_LAYERS, MAX_RANKS, MAX_STEPS
 from ..options import FormatOption
 
 if TYPE_CHECKING:
@@ -28,14 +29,20 @@ def recipe(
             "--table", help="Distance to perfect: 1F1B at layer granularity and what a search finds, over the bounds."
         ),
     ] = False,
-    layers: Annotated[int | None, typer.Option(min=1, help="Blocks, in place of the recipe's.")] = None,
-    workers: Annotated[int | None, typer.Option(min=1, help="Workers, in place of the recipe's.")] = None,
+    layers: Annotated[int | None, typer.Option(min=1, max=MAX_LAYERS, help="Blocks, in place of the recipe's.")] = None,
+    workers: Annotated[
+        int | None, typer.Option(min=1, max=MAX_RANKS, help="Workers, in place of the recipe's.")
+    ] = None,
     trace: Annotated[
         Path | None,
         typer.Option(help="Write the one recipe's steps as a profile, for dynmo-train --emulate; must not exist."),
     ] = None,
-    baseline_steps: Annotated[int, typer.Option(min=0, help="Steps of the baseline at the start of the trace.")] = 2,
-    technique_steps: Annotated[int, typer.Option(min=1, help="Steps of the technique in the trace.")] = 8,
+    baseline_steps: Annotated[
+        int, typer.Option(min=0, max=MAX_STEPS, help="Steps of the baseline at the start of the trace.")
+    ] = 2,
+    technique_steps: Annotated[
+        int, typer.Option(min=1, max=MAX_STEPS, help="Steps of the technique in the trace.")
+    ] = 8,
     output_format: FormatOption = Format.TEXT,
 ) -> None:
     """Speed-ups of the dynamic techniques: of balancing only, and of technique and balancing together.

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from ..console import Format, emit, emit_json, emit_table, human_bytes, say
+from ..formats.plan import encode_plan
 from ..options import (
     AtStepOption,
     FormatOption,
@@ -21,6 +22,9 @@ from ..options import (
     StagesOption,
     WindowOption,
 )
+
+if TYPE_CHECKING:
+    from ..repack import Packings
 
 
 def repack(
@@ -46,10 +50,10 @@ def repack(
     stages a worker keeps as many on each. Exits 4 when no worker can be released.
     """
     from ..errors import UsageError
-    from ..formats._document import encode_json, write_whole
+    from ..formats._document import write_whole
     from ..formats.plan import to_document
     from ..question import make_problem
-    from ..render import milliseconds, show_stages
+    from ..render import show_stages
     from ..repack import NoChangeError, packings, released_plan
     from ..source import load
 
@@ -68,19 +72,35 @@ def repack(
     problem = make_problem(loaded, options, loaded.plan)
     found = packings(problem, keep)
     chosen = found.balanced if reference == "balanced" else found.static
+    is_text = output_format is not Format.JSON
+    if is_text:
+        _show_sizes(found, keep, len(problem.places))
     if chosen.workers == len(problem.places):
-        refusals = "".join(f"; {row.workers} workers: {row.refusal}" for row in found.rows if row.refusal is not None)
         raise NoChangeError(
             f"all {chosen.workers} workers are needed to keep {keep:.0%} of the throughput of the {reference} pipeline"
-            + refusals
+            + ("" if is_text else _refusals(found))
         )
     small, plan = released_plan(loaded.header, problem, loaded.plan, chosen, loaded.last_step, reference)
     if output is not None:
-        write_whole(output, encode_json(to_document(plan)))
+        write_whole(output, encode_plan(plan, str(output)))
         say(f"wrote {output}")
-    if output_format is Format.JSON:
+    if not is_text:
         emit_json(to_document(plan))
         return
+    emit(f"release workers {', '.join(map(str, plan.released_workers))}")
+    if loaded.plan is not None:
+        emit(f"{len(plan.migration.moves)} items move, {human_bytes(plan.migration.bytes)}")
+    show_stages(small.problem, small.solution.boundaries, small.timeline)
+
+
+def _refusals(found: Packings) -> str:
+    return "".join(f"; {row.workers} workers: {row.refusal}" for row in found.rows if row.refusal is not None)
+
+
+def _show_sizes(found: Packings, keep: float, workers: int) -> None:
+    """The step on each number of workers, and the fewest that are enough."""
+    from ..render import milliseconds
+
     emit_table(
         f"step on fewer workers (keep {keep:.0%})",
         ["workers", "step ms", "of balanced", "of static"],
@@ -98,8 +118,4 @@ def repack(
         if row.refusal is not None:
             emit(f"{row.workers} workers: {row.refusal}")
     for name, packing in (("balanced", found.balanced), ("static uniform", found.static)):
-        emit(f"{packing.workers} of {len(problem.places)} workers keep {packing.kept:.1%} of the {name} throughput")
-    emit(f"release workers {', '.join(map(str, plan.released_workers))}")
-    if loaded.plan is not None:
-        emit(f"{len(plan.migration.moves)} items move, {human_bytes(plan.migration.bytes)}")
-    show_stages(small.problem, small.solution.boundaries, small.timeline)
+        emit(f"{packing.workers} of {workers} workers keep {packing.kept:.1%} of the {name} throughput")

@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from ..console import Format, emit_json, emit_table
+from ..formats._document import MAX_STEPS
 from ..options import FormatOption, Policy, SourceArgument
 
 
@@ -14,8 +15,8 @@ def replay(
     source: SourceArgument,
     policy: Annotated[list[Policy] | None, typer.Option(help="A policy to replay; all where not given.")] = None,
     pause_ms: Annotated[float, typer.Option(min=0, help="Milliseconds that a move costs beyond its bytes.")] = 300.0,
-    every: Annotated[int, typer.Option(min=1, help="Steps between decisions.")] = 10,
-    window: Annotated[int, typer.Option(min=2, help="Step records that the costs are taken from.")] = 20,
+    every: Annotated[int, typer.Option(min=1, max=MAX_STEPS, help="Steps between decisions.")] = 10,
+    window: Annotated[int, typer.Option(min=2, max=MAX_STEPS, help="Step records that the costs are taken from.")] = 20,
     output_format: FormatOption = Format.TEXT,
 ) -> None:
     """Run a recorded profile again under each policy, and compare with the best that hindsight could have done.
@@ -26,12 +27,12 @@ def replay(
     from ..errors import UsageError
     from ..formats.profile import read_profile
     from ..replay import Tape, offline_optimum, run_policy
-    from ..source import profile_path
+    from ..source import profile_path, recorded_owners
 
     segment = next((s for s in reversed(read_profile(profile_path(source))) if s.steps), None)
     if segment is None:
         raise UsageError(f"{source}: no step records to replay")
-    tape = Tape(segment, round(pause_ms * 1e6))
+    tape = Tape(segment, round(pause_ms * 1e6), recorded_owners(source, segment))
     best = offline_optimum(tape)
     outcomes = [
         run_policy(tape, WatchOptions(policy=chosen.value, every=every, window=window, objective="bottleneck"))

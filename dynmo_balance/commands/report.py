@@ -8,13 +8,14 @@ from typing import Annotated
 import typer
 
 from ..console import say
+from ..formats._document import MAX_STEPS
 from ..options import ProblemOptions
 
 
 def report(
     run: Annotated[Path, typer.Argument(help="The run directory.")],
     output: Annotated[Path, typer.Option("--output", "-o", help="The HTML file to write.")] = Path("report.html"),
-    window: Annotated[int, typer.Option(min=1, help="Steps before and after a move to compare.")] = 8,
+    window: Annotated[int, typer.Option(min=1, max=MAX_STEPS, help="Steps before and after a move to compare.")] = 8,
 ) -> None:
     """One self-contained HTML file: steps, stage loads, every plan and move, timelines, predicted against measured."""
     from ..errors import UsageError

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ..console import Format, emit, emit_json, human_bytes
+from ..formats._document import MAX_WIDTH
 from ..options import (
     AtStepOption,
     Balancer,
@@ -86,7 +87,7 @@ def simulate(
     trace: Annotated[
         Path | None, typer.Option(help="Write a Chrome trace, which Perfetto opens, to this file.")
     ] = None,
-    width: Annotated[int, typer.Option(min=20, help="Characters of the timeline.")] = 100,
+    width: Annotated[int, typer.Option(min=20, max=MAX_WIDTH, help="Characters of the timeline.")] = 100,
     memory: MemoryOption = None,
     device: DeviceOption = None,
     dtype: DtypeOption = Dtype.FLOAT32,
@@ -98,8 +99,8 @@ def simulate(
 ) -> None:
     """Simulate one step: time, bubble, memory, and the timeline as text (F forward, B backward, . idle).
 
-    A profile that holds only its header is enough with --device: its costs are computed then. Memory beyond the limit
-    is said, not refused. With compression of gradients (the flags of dynmo-train) the step without it is told as well.
+    With --device the costs are computed for that device, so a profile with only a header is enough. Memory beyond the
+    limit is reported, not refused. With gradient compression (dynmo-train's flags) the step without it is shown too.
     """
     from dataclasses import replace
 

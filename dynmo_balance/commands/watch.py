@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from ..formats._document import MAX_COUNT, MAX_RANKS, MAX_STEPS
 from ..options import (
     Balancer,
     BalancerOption,
@@ -35,16 +37,25 @@ def watch(
     min_layers: MinLayersOption = 1,
     min_gain: Annotated[float, typer.Option(min=0.0, max=1.0, help="Least gain, as a share of the step time.")] = 0.02,
     margin: Annotated[float, typer.Option(min=0.0, help="regret: move at this share of the pause.")] = 0.5,
-    window: Annotated[int, typer.Option(min=1, help="Step records that the costs are the median of.")] = 8,
+    window: Annotated[
+        int, typer.Option(min=1, max=MAX_STEPS, help="Step records that the costs are the median of.")
+    ] = 8,
     min_records: Annotated[
-        int, typer.Option(min=1, help="Step records since the last change of costs before anything is decided.")
+        int,
+        typer.Option(
+            min=1, max=MAX_STEPS, help="Step records since the last change of costs before anything is decided."
+        ),
     ] = 3,
-    every: Annotated[int, typer.Option(min=1, help="Steps between decisions.")] = 5,
+    every: Annotated[int, typer.Option(min=1, max=MAX_STEPS, help="Steps between decisions.")] = 5,
     horizon: Annotated[
-        int, typer.Option(min=1, help="Steps that a plan is expected to hold; less where the profile says so.")
+        int,
+        typer.Option(
+            min=1, max=MAX_STEPS, help="Steps that a plan is expected to hold; less where the profile says so."
+        ),
     ] = 200,
     pack_to: Annotated[
-        int | None, typer.Option(min=1, help="Release workers until so many are left, as soon as memory allows.")
+        int | None,
+        typer.Option(min=1, max=MAX_RANKS, help="Release workers until so many are left, as soon as memory allows."),
     ] = None,
     min_throughput_fraction: Annotated[
         float | None,
@@ -55,7 +66,11 @@ def watch(
     poll_ms: Annotated[
         float | None, typer.Option(min=0.1, help="Milliseconds between looks. Default: 50, in lockstep 4.")
     ] = None,
-    parent_pid: Annotated[int | None, typer.Option(help="End when this process is gone.")] = None,
+    parent_pid: Annotated[int | None, typer.Option(min=1, max=MAX_COUNT, help="End when this process is gone.")] = None,
+    heartbeat_s: Annotated[
+        float | None,
+        typer.Option(min=0.01, help="Seconds between heartbeat lines on standard output; none writes none."),
+    ] = None,
 ) -> None:
     """Follow a run's profile and write a plan when it pays.
 
@@ -66,6 +81,7 @@ def watch(
     from ..decision import WatchOptions
     from ..policies import Settings
     from ..question import parse_bytes
+    from ..watch import Heartbeat
     from ..watch import watch as follow
 
     options = WatchOptions(
@@ -85,4 +101,11 @@ def watch(
         pack_keep=min_throughput_fraction,
     )
     default_ms = 4.0 if lockstep else 50.0
-    follow(run, options, once=once, poll_s=(poll_ms or default_ms) / 1000, parent_pid=parent_pid)
+    follow(
+        run,
+        options,
+        once=once,
+        poll_s=(poll_ms or default_ms) / 1000,
+        parent_pid=parent_pid,
+        heartbeat=None if heartbeat_s is None else Heartbeat(sys.stdout.fileno(), heartbeat_s),
+    )

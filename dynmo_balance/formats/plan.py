@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -13,6 +14,8 @@ from typing import Any
 from .. import __version__
 from ._document import (
     ENVELOPE,
+    MAX_MICROBATCHES,
+    MAX_RANKS,
     DocumentError,
     Problem,
     array,
@@ -24,20 +27,27 @@ from ._document import (
     nullable,
     number,
     obj,
+    own_document,
     read_json,
     string,
     write_whole,
 )
-from .profile import SCHEDULES, Header
+from .profile import Header
+from .profile_lines import SCHEDULES
 
 FORMAT = "dynmo.plan"
 VERSION = 1
 BALANCERS = ("initial", "exact", "time", "parameters", "uniform", "deepspeed", "diffusion", "manual")
 V_SCHEDULES = ("zb-v",)
+"""The schedules with two stages a worker whose stages go down the workers and back up."""
 CUSTOM = "custom"
 """The schedule of a plan that brings its own order of operations."""
-"""The schedules with two stages a worker whose stages go down the workers and back up."""
-_OPERATION = re.compile(r"(\d+)([FBIW])(\d+)")
+RECORDS_KEY = "x_cost_records"
+"""The number of step records, up to ``read_to_step``, that the plan's costs are the median of."""
+SEGMENT_KEY = "x_segment"
+"""The segment of the profile that ``dynmo-plan watch`` made the plan in."""
+GRANULARITIES = ("layer", "sublayer")
+_OPERATION = re.compile(r"(0|[1-9][0-9]{0,6})([FBIW])(0|[1-9][0-9]{0,6})")
 _FILE_NAME = re.compile(r"plan-(\d{6,})\.json")
 
 
@@ -72,9 +82,33 @@ class Predicted:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Optimality:
-    """The certificate: no partition has a bottleneck below the bound; the run of items that forbids a lower one."""
+class Pin:
+    """An item that has to be in a stage."""
 
+    item: str
+    stage: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Constraints:
+    """What the partition had to obey; ``memory_bytes`` per worker, in the order of the workers' first stages."""
+
+    microbatches: int
+    min_layers: int
+    memory_bytes: tuple[int | None, ...]
+    pins: tuple[Pin, ...]
+    tied_together: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class Optimality:
+    """The certificate: no partition has a bottleneck below the bound; the run of items that forbids a lower one.
+
+    ``objective`` is what was minimized. Where that is the ``simulated`` step, a lower bottleneck may exist, with a
+    longer step.
+    """
+
+    objective: str
     lower_bound_ns: int
     optimal: bool
     blocking_items: tuple[str, ...]
@@ -119,6 +153,8 @@ class Plan:
     optimality: Optimality | None
     migration: Migration
     reason: str
+    granularity: str | None = None
+    constraints: Constraints | None = None
     operations: tuple[str, ...] | None = None
     extra: Mapping[str, Any] | None = None
 
@@ -152,7 +188,23 @@ _PREDICTED = obj(
         "peak_memory_bytes": array(integer()),
     }
 )
-_OPTIMALITY = obj({"lower_bound_ns": integer(), "optimal": boolean(), "blocking_items": array(string())})
+_OPTIMALITY = obj(
+    {
+        "objective": string("bottleneck", "simulated"),
+        "lower_bound_ns": integer(),
+        "optimal": boolean(),
+        "blocking_items": array(string()),
+    }
+)
+_CONSTRAINTS = obj(
+    {
+        "microbatches": integer(1, MAX_MICROBATCHES),
+        "min_layers": integer(),
+        "memory_bytes": array(nullable(integer(1))),
+        "pins": array(obj({"item": string(), "stage": integer()})),
+        "tied_together": boolean(),
+    }
+)
 _MOVE = obj({"item": string(), "from_worker": integer(), "to_worker": integer(), "bytes": integer()})
 _MIGRATION = obj(
     {"moves": array(_MOVE), "bytes": integer(), "max_link_bytes": integer(), "pause_ns": nullable(integer())}
@@ -168,7 +220,7 @@ _PLAN = obj(
         "apply_at_step": nullable(integer()),
         "balancer": string(*BALANCERS),
         "schedule": string(*SCHEDULES, CUSTOM),
-        "virtual_stages_per_worker": integer(1),
+        "virtual_stages_per_worker": integer(1, MAX_RANKS),
         "stages": array(_STAGE, 1),
         "released_workers": array(integer()),
         "predicted": nullable(_PREDICTED),
@@ -176,7 +228,7 @@ _PLAN = obj(
         "migration": _MIGRATION,
         "reason": string(),
     },
-    {"operations": array(string())},
+    {"granularity": string(*GRANULARITIES), "constraints": _CONSTRAINTS, "operations": array(string())},
 )
 
 
@@ -192,6 +244,10 @@ def _build(value: Mapping[str, Any]) -> Plan:
     plain["optimality"] = None if optimality is None else Optimality(**_tuples(optimality))
     moves = tuple(Move(**_tuples(move)) for move in migration["moves"])
     plain["migration"] = Migration(**{**_tuples(migration), "moves": moves})
+    if "constraints" in value:
+        constraints = _tuples(value["constraints"])
+        constraints["pins"] = tuple(Pin(**_tuples(pin)) for pin in constraints["pins"])
+        plain["constraints"] = Constraints(**constraints)
     extra = {key: v for key, v in value.items() if key.startswith("x_")}
     return Plan(**plain, extra=extra or None)
 
@@ -211,10 +267,28 @@ def _across(plan: Plan) -> list[Problem]:
             problems.append(Problem(f"stages[{index}].worker", "reference", message))
     problems += _place_problems(plan) if plan.schedule != CUSTOM else _custom_place_problems(plan)
     problems += _operation_problems(plan)
+    problems += _constraint_problems(plan)
     if plan.action == "keep" and plan.migration.moves:
         problems.append(Problem("migration.moves", "length", "a plan that keeps the partition moves nothing"))
     if plan.balancer == "initial" and plan.base_plan_id is not None:
         problems.append(Problem("base_plan_id", "range", "must be null for the initial partition"))
+    return problems
+
+
+def _constraint_problems(plan: Plan) -> list[Problem]:
+    """Constraints about workers, stages and items that the plan does not have."""
+    if plan.constraints is None:
+        return []
+    problems = []
+    workers, limits = len(plan.workers), len(plan.constraints.memory_bytes)
+    if workers != limits:
+        message = f"must have an entry for each of the {workers} workers, has {limits}"
+        problems.append(Problem("constraints.memory_bytes", "length", message))
+    items = {item for stage in plan.stages for item in stage.items}
+    for at, pin in enumerate(plan.constraints.pins):
+        if pin.item not in items or pin.stage >= len(plan.stages):
+            message = f"pins {pin.item!r} to stage {pin.stage}: the plan lacks one of them"
+            problems.append(Problem(f"constraints.pins[{at}]", "reference", message))
     return problems
 
 
@@ -256,7 +330,7 @@ def _operation_problems(plan: Plan) -> list[Problem]:
     if (plan.schedule == CUSTOM) != (plan.operations is not None):
         return [Problem("operations", "reference", "must be there with the schedule custom, and with no other")]
     problems = []
-    done: dict[int, Counter[str]] = {stage.stage: Counter() for stage in plan.stages}
+    done: dict[int, Counter[str]] = {at: Counter() for at in range(len(plan.stages))}
     workers = plan.workers
     if plan.operations is not None and len(plan.operations) != len(workers):
         return [Problem("operations", "length", f"must be of {len(workers)} workers, are of {len(plan.operations)}")]
@@ -307,9 +381,18 @@ def to_document(plan: Plan) -> dict[str, Any]:
     """The JSON document of a plan, dated now."""
     content = {name: _plain(value) for name, value in vars(plan).items()}
     extra = content.pop("extra") or {}
-    if plan.operations is None:
-        del content["operations"]
+    for name in ("granularity", "constraints", "operations"):
+        if content[name] is None:
+            del content[name]
     return {**envelope(FORMAT, VERSION, f"dynmo-plan {__version__}"), **content, **extra}
+
+
+def encode_plan(plan: Plan, source: str) -> bytes:
+    """The bytes of a plan's document; raises ``WriterError`` where it would break the format that readers check."""
+    document = to_document(plan)
+    with own_document():
+        parse_plan(json.loads(payload := encode_json(document)), source)
+    return payload
 
 
 def header_problems(plan: Plan, header: Header) -> list[Problem]:
@@ -354,7 +437,8 @@ def publish(folder: Path, plan: Plan) -> Plan:
     while True:
         numbered = replace(plan, plan_id=max(plan_numbers(folder), default=-1) + 1)
         try:
-            write_whole(plan_path(folder, numbered.plan_id), encode_json(to_document(numbered)), exclusive=True)
+            path = plan_path(folder, numbered.plan_id)
+            write_whole(path, encode_plan(numbered, str(path)), exclusive=True)
         except FileExistsError:
             continue
         return numbered

@@ -6,30 +6,20 @@ every line is reported, each with its place (``line 7.forward_ns[3]``) and its k
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 from ._document import (
-    ENVELOPE,
-    Check,
     DocumentError,
     Problem,
-    anything,
-    array,
-    boolean,
-    complete_lines,
-    envelope_problems,
-    integer,
-    mapping,
-    nullable,
-    number,
-    obj,
+    own_document,
     parse_json,
-    read_bytes,
-    string,
+    read_lines,
+    write_whole,
 )
+from .profile_lines import line_problems
 from .profile_records import Ask, Event, Header, Item, Link, Model, PlanResult, Record, Samples, Step, Worker
 
 __all__ = [
@@ -50,113 +40,6 @@ __all__ = [
     "parse_profile",
     "read_profile",
 ]
-
-FORMAT = "dynmo.profile"
-VERSION = 1
-SCHEDULES = ("gpipe", "1f1b", "interleaved-1f1b", "zero-bubble", "zb-v")
-KINDS = ("embedding", "attention", "cross_attention", "mlp", "head", "layer")
-RESULTS = ("taken", "kept", "refused", "superseded", "rolled_back")
-
-
-def _samples() -> Check:
-    slow = array(nullable(integer()))
-
-    def check(value: Any, path: str, problems: list[Problem]) -> None:
-        # The hot path of a long profile: nothing but plain integers and null, none of them negative.
-        plain = isinstance(value, list) and set(map(type, value)) <= {int, type(None)}
-        if not plain or any(element is not None and element < 0 for element in value):
-            slow(value, path, problems)
-
-    return check
-
-
-_WORKER = obj(
-    {
-        "worker": integer(),
-        "ranks": array(integer(), 1),
-        "hosts": array(string(), 1),
-        "device": string("cpu", "cuda"),
-        "memory_bytes": nullable(integer(1)),
-        "relative_speed": number(1e-6),
-        "releasable": boolean(),
-    }
-)
-_ITEM = obj(
-    {
-        "name": string(),
-        "layer": string(),
-        "kind": string(*KINDS),
-        "param_count": integer(),
-        "param_bytes": integer(),
-        "gradient_bytes": integer(),
-        "optimizer_bytes": integer(),
-        "boundary_bytes": integer(),
-        "cut_before": boolean(),
-        "tied_to": nullable(string()),
-    }
-)
-_STEP = {
-    "record": anything(),
-    "step": integer(1),
-    "plan_id": integer(),
-    "step_ns": integer(),
-    "forward_ns": _samples(),
-    "activation_bytes": _samples(),
-    "busy_ns": _samples(),
-    "peak_memory_bytes": _samples(),
-}
-_LINE: Mapping[str, Check] = {
-    "header": obj(
-        {
-            **ENVELOPE,
-            "record": anything(),
-            "run_id": string(),
-            "segment": integer(),
-            "model": obj(
-                {
-                    "family": string(),
-                    "num_layers": integer(),
-                    "hidden_size": integer(1),
-                    "sequence_length": integer(1),
-                }
-            ),
-            "schedule": string(*SCHEDULES),
-            "virtual_stages_per_worker": integer(1),
-            "granularity": string("layer", "sublayer"),
-            "microbatches": integer(1),
-            "micro_batch_size": integer(1),
-            "tensor_parallel_size": integer(1),
-            "data_parallel_size": integer(1),
-            "expert_parallel_size": integer(1),
-            "link": nullable(obj({"bandwidth_bytes_per_s": integer(1), "latency_ns": integer()})),
-            "workers": array(_WORKER, 1),
-            "items": array(_ITEM, 1),
-        }
-    ),
-    "step": obj({**_STEP, "backward_ns": _samples()}),
-    "split step": obj({**_STEP, "backward_input_ns": _samples(), "backward_weight_ns": _samples()}),
-    "event": obj(
-        {
-            "record": anything(),
-            "step": integer(),
-            "kind": string("pruned", "frozen", "evaluated", "checkpoint"),
-            "detail": mapping(anything()),
-            "next_expected_step": nullable(integer()),
-        }
-    ),
-    "ask": obj({"record": anything(), "step": integer()}),
-    "plan_result": obj(
-        {
-            "record": anything(),
-            "plan_id": integer(1),
-            "step": integer(),
-            "result": string(*RESULTS),
-            "pause_ns": integer(),
-            "bytes": integer(),
-            "reason": string(),
-        }
-    ),
-}
 
 
 def _known(kind: type, value: Mapping[str, Any], **replaced: Any) -> dict[str, Any]:
@@ -187,23 +70,6 @@ def _build(value: Mapping[str, Any]) -> Record:
             return Ask(**_known(Ask, value))
         case _:
             return PlanResult(**_known(PlanResult, value))
-
-
-def line_problems(value: Any) -> list[Problem]:
-    """Every problem of one line by itself."""
-    problems: list[Problem] = []
-    if not isinstance(value, dict):
-        obj({})(value, "", problems)
-        return problems
-    kind = value.get("record")
-    if kind == "header" and (refusal := envelope_problems(value, FORMAT, VERSION)):
-        return refusal
-    if kind not in ("header", "step", "event", "ask", "plan_result"):
-        return [Problem("record", "choice", f"must be header, step, event, ask or plan_result; is {kind!r}")]
-    if kind == "step" and ("backward_input_ns" in value or "backward_weight_ns" in value):
-        kind = "split step"
-    _LINE[kind](value, "", problems)
-    return problems
 
 
 def _header_problems(header: Header, before: Header | None) -> list[Problem]:
@@ -315,6 +181,13 @@ def parse_profile(lines: Iterable[bytes], source: str) -> tuple[Segment, ...]:
     return tuple(Segment(header=header, records=tuple(records)) for header, records in segments)
 
 
+def write_profile(path: Path, lines: Sequence[bytes]) -> None:
+    """Write a whole profile; raises ``WriterError`` where a line breaks the format that readers check."""
+    with own_document():
+        parse_profile(lines, str(path))
+    write_whole(path, b"".join(line.rstrip(b"\n") + b"\n" for line in lines))
+
+
 def read_profile(path: Path) -> tuple[Segment, ...]:
     """Read a whole profile; raises ``DocumentError`` where it cannot be read or breaks a rule."""
-    return parse_profile(complete_lines(read_bytes(path)), str(path))
+    return parse_profile(read_lines(path), str(path))

@@ -11,7 +11,7 @@ import weakref
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ._document import Problem
+from ._document import Problem, UnreadableError, open_regular
 from .profile import Header, LineParser, Record, Step
 
 MARK_BYTES = 64
@@ -44,7 +44,13 @@ class _Open:
     """A file that is held open, so that it can be read to its end after it was renamed, and how far it is read."""
 
     def __init__(self, path: Path) -> None:
-        self.fd = os.open(path, os.O_RDONLY)
+        try:
+            with open_regular(path) as handle:
+                self.fd = os.dup(handle.fileno())
+        except UnreadableError as error:
+            if isinstance(error.__cause__, FileNotFoundError):  # renamed since poll() found it
+                raise error.__cause__ from None
+            raise
         weakref.finalize(self, os.close, self.fd)
         self.offset = 0
         self.seen: tuple[int, int] | None = None

@@ -71,5 +71,5 @@ def balance(problem: Problem, balancer: str) -> Solution:
 def certified(problem: Problem, boundaries: tuple[int, ...], best: Solution) -> Solution:
     """Any partition of the problem, measured against the best one."""
     bottleneck = bottleneck_ns(problem, boundaries)
-    met = bottleneck <= best.lower_bound_ns
+    met = bottleneck == best.lower_bound_ns
     return replace(best, boundaries=boundaries, bottleneck_ns=bottleneck, optimal=met)

@@ -33,6 +33,8 @@ class Solution:
         lower_bound_ns: no partition that obeys the constraints is below this.
         optimal: whether the two are equal.
         blocking: the run of items that forbids a lower bottleneck, as ``(begin, end)``; empty when not proven.
+        objective: what was minimized, ``bottleneck`` or ``simulated`` (the step); the fields above are about the
+            bottleneck all the same.
     """
 
     boundaries: tuple[int, ...]
@@ -40,6 +42,7 @@ class Solution:
     lower_bound_ns: int
     optimal: bool
     blocking: tuple[int, int]
+    objective: str = "bottleneck"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -162,8 +165,6 @@ def least_bottleneck(limits: Limits) -> tuple[int, tuple[int, ...]]:
 
 def why_infeasible(limits: Limits) -> str:
     """Which limit cannot be met, in words."""
-    if any(low > high for low, high in zip(limits.lowest, limits.highest, strict=True)):
-        return "no partition obeys the pins together with the least number of layers of each stage; loosen one of them"
     for unit in range(limits.units):
         if not any(limits.fits(stage, unit, unit + 1) for stage in range(limits.stages)):
             need = min(limits.memory_bytes(stage, unit, unit + 1) for stage in range(limits.stages))

@@ -9,7 +9,7 @@ from functools import cached_property
 from itertools import pairwise
 
 from ..errors import UsageError
-from ..problem import Place, Problem
+from ..problem import InfeasibleError, Place, Problem
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,6 +116,11 @@ def make_limits(problem: Problem, weights: Sequence[int] | None = None) -> Limit
             highest[p] = min(highest[p], unit)
         for p in range(stage + 1, stages + 1):
             lowest[p] = max(lowest[p], unit + 1)
+    if problem.pins:
+        for p in range(1, stages + 1):  # each stage between two pins needs its units as well
+            lowest[p] = max(lowest[p], lowest[p - 1] + problem.min_units)
+            highest[stages - p] = min(highest[stages - p], highest[stages - p + 1] - problem.min_units)
+        _check_pins(problem, lowest, highest)
     limited = any(place.memory_bytes is not None for place in problem.places)
     weights = chain.work_ns if weights is None else weights
     load = chain.at_cuts(weights)
@@ -124,7 +129,7 @@ def make_limits(problem: Problem, weights: Sequence[int] | None = None) -> Limit
         load=load,
         heaviest=max(weights) if whole else max(b - a for a, b in pairwise(load)),
         static=chain.at_cuts(chain.static_bytes) if limited else (),
-        activation=chain.at_cuts(chain.costs.activation_bytes) if limited else (),
+        activation=chain.at_cuts(chain.kept_bytes) if limited else (),
         places=tuple(problem.place(stage) for stage in range(stages)),
         in_flight=problem.in_flight,
         min_units=problem.min_units,
@@ -132,3 +137,34 @@ def make_limits(problem: Problem, weights: Sequence[int] | None = None) -> Limit
         highest=tuple(highest),
         free=not problem.pins,
     )
+
+
+def _check_pins(problem: Problem, lowest: Sequence[int], highest: Sequence[int]) -> None:
+    """Refuse pins that no partition obeys, whatever the costs.
+
+    Raises:
+        InfeasibleError: pins contradict one another, or leave a stage too few units; names the pins.
+    """
+    names, cuts = problem.chain.names, problem.chain.cuts
+    pins = sorted((bisect_right(cuts, item) - 1, stage, names[item]) for item, stage in problem.pins)
+    for (unit, stage, name), (later_unit, later_stage, later_name) in pairwise(pins):
+        if unit == later_unit and stage != later_stage:
+            together = "one item" if name == later_name else "items that no stage boundary may separate"
+            raise InfeasibleError(
+                f"--pin {name}:{stage} and --pin {later_name}:{later_stage} contradict each other:"
+                f" they name {together}; remove one of the two"
+            )
+        if stage > later_stage:
+            raise InfeasibleError(
+                f"--pin {name}:{stage} and --pin {later_name}:{later_stage} contradict each other: {later_name} comes"
+                f" after {name}, so its stage must not be lower; remove one of the two"
+            )
+    # Pins that agree in order may still leave too few units between them.
+    cut = next((p for p, (low, high) in enumerate(zip(lowest, highest, strict=True)) if low > high), None)
+    if cut is not None:
+        pinned = ", ".join(f"--pin {name}:{stage}" for _, stage, name in pins)
+        held = f"the first {cut} stages together" if cut > 1 else "stage 0"
+        raise InfeasibleError(
+            f"{pinned}: {held} must hold at least {lowest[cut]} units, but at most {highest[cut]} so that each other"
+            f" stage has {problem.min_units}; change the pins or use --min-layers 0"
+        )

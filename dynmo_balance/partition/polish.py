@@ -37,7 +37,7 @@ def polish(problem: Problem, solution: Solution, max_rounds: int = MAX_ROUNDS) -
         if found >= best:
             break
         best, cuts = found, others[times.index(found)]
-    return with_cuts(problem, solution, cuts)
+    return replace(with_cuts(problem, solution, cuts), objective="simulated")
 
 
 def with_cuts(problem: Problem, solution: Solution, cuts: Array | Sequence[int]) -> Solution:

@@ -11,7 +11,6 @@ fields of ``BuildOptions``, ``[script]`` those of ``Script``.
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -22,8 +21,10 @@ from ..build import BuildOptions, build_costs, build_header, header_of
 from ..costs import ItemCosts
 from ..devices import load_device
 from ..errors import UsageError
+from ..formats._document import MAX_CONFIG_BYTES, parse_toml, read_text
 from ..formats.profile import Header
-from ..modelspec import ModelSpec, from_config
+from ..modelconfig import from_config
+from ..modelspec import ModelSpec
 from ..partition import solve, uniform
 from ..planning import chain_of
 from ..problem import Problem, places_of
@@ -120,7 +121,7 @@ def load_recipe(name: str) -> Recipe:
     if not path.is_file():
         raise UsageError(f"unknown recipe {name!r}: use one of {', '.join(recipe_names())} or a TOML file")
     try:
-        content = tomllib.loads(path.read_text(encoding="utf-8"))
+        content = parse_toml(read_text(path, MAX_CONFIG_BYTES))
     except ValueError as error:
         raise UsageError(f"{path}: {error}") from error
     if unknown := sorted(content.keys() - _KEYS):

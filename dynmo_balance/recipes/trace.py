@@ -16,7 +16,7 @@ from typing import Any
 from ..build import build_costs, build_header, build_lines, header_of
 from ..devices import load_device
 from ..errors import UsageError
-from ..formats._document import write_whole
+from ..formats.profile import write_profile
 from ..trajectories import Moment, moments
 from . import Recipe
 
@@ -48,4 +48,4 @@ def write_trace(path: Path, recipe: Recipe, baseline_steps: int, technique_steps
     if path.exists():
         raise UsageError(f"{path} exists; profiles are only appended to, so choose another name")
     lines = trace_lines(recipe, baseline_steps, technique_steps)
-    write_whole(path, b"".join(json.dumps(line).encode() + b"\n" for line in lines))
+    write_profile(path, [json.dumps(line).encode() for line in lines])

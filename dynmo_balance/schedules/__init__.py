@@ -7,7 +7,7 @@ from functools import lru_cache
 
 from ..errors import UsageError
 from . import gpipe, interleaved, one_f_one_b, zero_bubble, zero_bubble_v
-from .operations import Kind, Operation, Order
+from .operations import Kind, Operation, Order, check_operations
 
 __all__ = [
     "SCHEDULES",
@@ -15,6 +15,7 @@ __all__ = [
     "Kind",
     "Operation",
     "Order",
+    "check_operations",
     "counted_in_flight",
     "held_in",
     "held_together",
@@ -34,9 +35,17 @@ SCHEDULES: Mapping[str, Callable[[int, int, int], Order]] = {
 
 @lru_cache(maxsize=8)
 def order_of(schedule: str, workers: int, virtual_stages: int, microbatches: int) -> Order:
-    """The order of operations of a schedule by name."""
+    """The order of operations of a schedule by name.
+
+    Raises:
+        UsageError: an unknown schedule, or more operations than a command simulates.
+    """
     if schedule not in SCHEDULES:
         raise UsageError(f"unknown schedule {schedule!r}; there are {', '.join(SCHEDULES)}")
+    # zb-v is laid out for at least 2 P - 1 microbatches before it is cut to those that exist.
+    check_operations(
+        workers * virtual_stages, max(microbatches, 2 * workers - 1) if schedule == "zb-v" else microbatches
+    )
     return SCHEDULES[schedule](workers, virtual_stages, microbatches)
 
 

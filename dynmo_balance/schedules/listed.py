@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-from .operations import Kind, Operation, Order
+from .operations import Kind, Operation, Order, check_operations
 
 FORWARD, INPUT, WEIGHT = 0, 1, 2
 KINDS = (Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
@@ -159,7 +159,11 @@ def list_order(lengths: Lengths, microbatches: int, most_in_flight: int, rule: s
         microbatches: of the step.
         most_in_flight: how many microbatches a stage holds at most.
         rule: a name of ``RULES``.
+
+    Raises:
+        UsageError: more operations than a command simulates.
     """
+    check_operations(len(lengths.forward), microbatches)
     run = _Run(lengths, microbatches, most_in_flight, RULES[rule](lengths))
     run.dispatch(lengths.positions[0], 0)
     time = 0

@@ -5,6 +5,11 @@ from __future__ import annotations
 from enum import StrEnum
 from typing import NamedTuple
 
+from ..errors import UsageError
+
+MAX_FORWARDS = 1 << 20
+"""Stages times microbatches of one step. Each takes about 1 kB and 20 to 40 us of a simulation: 1 GB, a minute."""
+
 
 class Kind(StrEnum):
     """What an operation computes; the letters are those of torch's schedule tables."""
@@ -29,3 +34,16 @@ class Operation(NamedTuple):
 
 Order = tuple[tuple[Operation, ...], ...]
 """For each worker the operations in the order in which it does them."""
+
+
+def check_operations(stages: int, microbatches: int) -> None:
+    """Refuse a step of more operations than a command lays out and simulates.
+
+    Raises:
+        UsageError: ``stages`` times ``microbatches`` is above ``MAX_FORWARDS``.
+    """
+    if stages * microbatches > MAX_FORWARDS:
+        raise UsageError(
+            f"{stages:,} stages x {microbatches:,} microbatches: a simulated step has at most {MAX_FORWARDS:,} forward"
+            " passes (stages x microbatches); use fewer --microbatches or --stages"
+        )
