@@ -27,7 +27,7 @@ from .models.items import ItemSpec, ModelFamily
 from .models.sparse_forms import BUILT_IN, CSR, SparseTable
 from .optim.adamw import AdamWSettings
 from .optim.precision import LossScaling, Precision
-from .optim.schedule import LearningRate
+from .optim.schedule import LearningRate, WeightDecay
 from .parallel.dims import ParallelDims
 from .parallel.world import gather_documents
 from .pipeline.partition import Partition, uniform_partition
@@ -100,6 +100,33 @@ def compression_of(config: Config) -> CompressionSettings:
     )
 
 
+def learning_rate(config: Config) -> LearningRate:
+    """The learning rate over the samples of a run."""
+    given = config.optimizer
+    return LearningRate(
+        peak=given.lr,
+        floor=given.min_lr,
+        style=given.lr_decay_style,
+        warmup_steps=config.warmup_samples,
+        decay_steps=config.decay_samples,
+        initial=given.lr_warmup_init,
+        wsd_style=given.lr_wsd_decay_style,
+        wsd_steps=config.wsd_decay_samples or 1,
+    )
+
+
+def weight_decay(config: Config) -> WeightDecay:
+    """The weight decay over the samples of a run."""
+    given = config.optimizer
+    start, end = given.start_weight_decay, given.end_weight_decay
+    return WeightDecay(
+        start=given.weight_decay if start is None else start,
+        end=given.weight_decay if end is None else end,
+        style=given.weight_decay_incr_style,
+        steps=config.weight_decay_samples,
+    )
+
+
 def settings_of(config: Config, stored: Mapping[str, float] | None = None) -> EngineSettings:
     """What fixes the mathematics of a run; ``stored`` are the sparse thresholds of the checkpoint that it goes on."""
     boundary, parallel = boundary_of(config), config.parallel
@@ -126,13 +153,8 @@ def settings_of(config: Config, stored: Mapping[str, float] | None = None) -> En
             eps=optimizer.adam_eps,
             weight_decay=optimizer.weight_decay,
         ),
-        rate=LearningRate(
-            peak=optimizer.lr,
-            floor=optimizer.min_lr,
-            style=optimizer.lr_decay_style,
-            warmup_steps=config.warmup_units,
-            decay_steps=config.decay_units,
-        ),
+        rate=learning_rate(config),
+        weight_decay=weight_decay(config),
         clip=optimizer.clip_grad,
         freeze_steps=config.freezing.freeze_steps,
         freeze_tied=config.freezing.freeze_tied,

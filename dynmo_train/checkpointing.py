@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 
 from .engine import Engine
+from .errors import DynmoError
 from .saving import HostCopies, PendingSave, SavedRun
 
 
@@ -31,9 +32,23 @@ class Checkpointing:
         aside: whether checkpoints are written while training goes on, from a copy in host memory that is kept for the
             next one; that waits for the last.
         tell: told each checkpoint that is in place.
+        tell_failure: told the step of each checkpoint that could not be written, and why. Training continues; the next
+            save is the next attempt.
+
+    ``failure`` is why the last checkpoint could not be written, None where it could.
     """
 
-    def __init__(self, engine: Engine, checkpoints: Path, *, aside: bool, tell: Callable[[Saved], None]) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        checkpoints: Path,
+        *,
+        aside: bool,
+        tell: Callable[[Saved], None],
+        tell_failure: Callable[[int, str], None],
+    ) -> None:
+        self._tell_failure = tell_failure
+        self.failure: str | None = None
         self._engine, self._checkpoints, self._aside, self._tell = engine, checkpoints, aside, tell
         self._copies = HostCopies() if aside else None
         self._preparing: threading.Thread | None = None
@@ -73,7 +88,13 @@ class Checkpointing:
             return
         waited = time.perf_counter()
         pending, self._pending = self._pending, None
-        path = pending.finish()
+        try:
+            path = pending.finish()
+        except DynmoError as error:
+            self.failure = str(error)
+            self._tell_failure(pending.run.step, self.failure)
+            return
+        self.failure = None
         now = time.perf_counter()
         stalled = self._stalled_s + now - waited if self._aside else now - self._begun
         self._tell(Saved(path=path, step=pending.run.step, seconds=now - self._begun, stalled_s=stalled))

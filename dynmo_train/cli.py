@@ -6,6 +6,7 @@ import typer
 
 from .commands import cluster as _cluster  # noqa: F401 - adds its commands to launch
 from .commands import cluster_batch as _cluster_batch  # noqa: F401 - and so does this
+from .commands.cache import cache
 from .commands.evaluate import evaluate
 from .commands.explain import explain_flags
 from .commands.finetune import finetune
@@ -15,20 +16,36 @@ from .commands.pretrain import pretrain
 from .commands.tasks import EvaluateGroup, tasks
 from .commands.tools import compare, monitor, tune_sparse
 from .config.task_command import TaskCommand
-from .console import run_app
+from .console import add_version, command_list, run_app
+
+ORDER_OF_WORK = (
+    "explain-flags",
+    "tune-sparse",
+    "pretrain",
+    "launch",
+    "monitor",
+    "compare",
+    "evaluate",
+    "finetune",
+    "generate",
+    "tasks",
+    "cache",
+)
 
 app = typer.Typer(
+    cls=command_list(*ORDER_OF_WORK),
     no_args_is_help=True,
-    add_completion=False,
     rich_markup_mode=None,  # plain help never cuts the name of an option
     help="Train models whose layers change cost while they train, with the pipeline kept in balance.",
 )
+add_version(app)
 app.add_typer(pretrain, name="pretrain")
 app.add_typer(launch, name="launch")
 app.add_typer(evaluate, name="evaluate", cls=EvaluateGroup)
 app.add_typer(finetune, name="finetune")
 app.command("tasks", context_settings={"ignore_unknown_options": True, "allow_extra_args": True})(tasks)
 app.command("generate", cls=TaskCommand)(generate_text)
+app.add_typer(cache, name="cache")
 app.command("tune-sparse")(tune_sparse)
 app.command("explain-flags")(explain_flags)
 app.command("compare")(compare)

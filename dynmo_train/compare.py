@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from .errors import UsageError
-from .formats._document import complete_lines, parse_json
+from .formats._document import UnreadableError, read_records
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,9 +50,9 @@ class Comparison:
 
 def _lines(path: Path) -> list[dict[str, Any]]:
     try:
-        return [parse_json(line) for line in complete_lines(path.read_bytes())]
-    except OSError as error:
-        raise UsageError(f"{path}: cannot be read ({error.strerror}); give the directory of a run") from error
+        return list(read_records(path))
+    except UnreadableError as error:
+        raise UsageError(f"{path}: cannot be read ({error.reason}); give the directory of a run") from error
 
 
 def _moves(run: Path) -> tuple[int, int, int]:

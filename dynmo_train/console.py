@@ -15,13 +15,17 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from enum import StrEnum
 from types import FrameType
-from typing import Any, NoReturn, Protocol
+from typing import Annotated, Any, NoReturn, Protocol
 
 import typer
+from typer.core import TyperGroup
 
+from . import __version__
 from .errors import EXIT_FAILURE, EXIT_INTERRUPTED, EXIT_TERMINATED, DynmoError
 
 LOG_EVERY_S = 5.0
+DISTRIBUTION = "dynmo-toolkit"
+_SENTENCE_END = re.compile(r"[.?](?=\s+[A-Z]|\s*$)")
 
 
 class Format(StrEnum):
@@ -139,6 +143,77 @@ def progress(label: str, total: float, unit: str) -> Iterator[Tick]:
         say(f"{label}: {state['done']:,.0f}{of} {unit} ({rate:,.1f} {unit}/s{left}) {note}".rstrip())
 
     yield tick_line
+
+
+def first_sentence(text: str) -> str:
+    """The first sentence of a help text as one line, without its full stop."""
+    paragraph = " ".join(text.split("\n\n")[0].split())
+    end = _SENTENCE_END.search(paragraph)
+    if end is None:
+        return paragraph
+    return paragraph[: end.start()] + ("?" if end[0] == "?" else "")
+
+
+def command_list(*order: str) -> type[TyperGroup]:
+    """The class of a command's root: lists ``order`` first, each with the whole first sentence of its help.
+
+    The list of typer and click cuts each sentence at the width of the terminal.
+    """
+
+    class CommandList(TyperGroup):
+        def list_commands(self, ctx: Any) -> list[str]:
+            names = super().list_commands(ctx)
+            return [*(name for name in order if name in names), *(name for name in names if name not in order)]
+
+        def format_commands(self, ctx: Any, formatter: Any) -> None:
+            commands = [(name, self.get_command(ctx, name)) for name in self.list_commands(ctx)]
+            rows = [
+                (name, command.short_help or first_sentence(command.help or ""))
+                for name, command in commands
+                if command is not None and not command.hidden
+            ]
+            with formatter.section("Commands"):
+                formatter.write_dl(rows)
+
+    return CommandList
+
+
+def version_text(prog: str) -> str:
+    """Versions of the command and of what it computes with; reads metadata and imports none of them."""
+    from importlib import metadata
+
+    found = []
+    for name in ("numpy", "torch"):
+        try:
+            found.append(f"{name}: {metadata.version(name)}")
+        except metadata.PackageNotFoundError:
+            found.append(f"{name}: not installed")
+    python = ".".join(map(str, sys.version_info[:3]))
+    return " | ".join([f"{prog} {__version__}", f"distribution: {DISTRIBUTION}", f"python: {python}", *found])
+
+
+def _show_version(ctx: typer.Context, wanted: bool) -> None:
+    if wanted:
+        emit(version_text(ctx.find_root().info_name or DISTRIBUTION))
+        raise typer.Exit
+
+
+def add_version(app: typer.Typer) -> None:
+    """Give the root of a command line the option ``--version``."""
+
+    @app.callback()
+    def root(
+        version: Annotated[
+            bool,
+            typer.Option(
+                "--version",
+                callback=_show_version,
+                is_eager=True,
+                help="Show versions of command, Python, numpy, torch.",
+            ),
+        ] = False,
+    ) -> None:
+        pass
 
 
 def _raise_on_sigterm(_signum: int, _frame: FrameType | None) -> NoReturn:

@@ -6,7 +6,6 @@ simulate``, which has the one cost model; its figures are for a device that need
 
 from __future__ import annotations
 
-import json
 import math
 import subprocess
 import tempfile
@@ -24,6 +23,7 @@ from .console import Format, emit, emit_json, human_bytes
 from .dryrun_memory import memory_of_items, worker_peaks
 from .errors import UsageError
 from .families import family_of
+from .formats._document import parse_any_json
 from .formats.profile import Layout, ModelInfo, WorkerInfo, append_record, header_record
 from .memory import ItemMemory
 from .models.items import ModelFamily, parameters_of
@@ -132,7 +132,7 @@ def _simulate(header: dict[str, Any], config: Config, device: str) -> dict[str, 
         done = subprocess.run(words, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
     if done.returncode:
         raise UsageError(f"dynmo-plan simulate: {done.stderr.strip() or done.returncode}")
-    document: dict[str, Any] = json.loads(done.stdout)
+    document: dict[str, Any] = parse_any_json(done.stdout)
     return document
 
 

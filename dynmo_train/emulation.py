@@ -19,14 +19,12 @@ from .formats._document import (
     DocumentError,
     Problem,
     array,
-    complete_lines,
     envelope_problems,
     integer,
     nullable,
-    parse_json,
-    read_bytes,
+    read_records,
 )
-from .formats.profile import FORMAT, VERSION
+from .formats.profile_lines import FORMAT, VERSION
 
 TIMES = ("forward_ns", "backward_ns", "backward_input_ns", "backward_weight_ns")
 TOLD = ("pruned", "frozen")
@@ -73,10 +71,7 @@ def read_trace(path: Path, names: Sequence[str], scale: float = 1.0) -> Trace:
     Raises:
         DocumentError: the file is no such profile, or one of other items.
     """
-    try:
-        records = [parse_json(line) for line in complete_lines(read_bytes(path))]
-    except ValueError as error:
-        raise DocumentError(str(path), [Problem("", "json", str(error))]) from error
+    records = list(read_records(path))
     headers = [at for at, record in enumerate(records) if _kind(record) == "header"]
     if not headers:
         raise DocumentError(str(path), [Problem("", "format", "has no header line of a profile")])

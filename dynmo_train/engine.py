@@ -6,7 +6,6 @@ It knows nothing of files, logs or planners; ``loop.py`` drives it.
 from __future__ import annotations
 
 import math
-import resource
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -38,17 +37,18 @@ from .optim.gradients import (
 from .optim.items import HeldItems, ItemState
 from .optim.precision import FLOAT32, LossScaler, Precision, unscale
 from .optim.replicas import GradientReducer
-from .optim.schedule import LearningRate
+from .optim.schedule import LearningRate, WeightDecay
 from .parallel.experts import exchange_of
 from .parallel.replicas import gather_of
 from .parallel.tensor import region_of
-from .parallel.world import World, gather_documents, gather_over, sum_over_pipeline, sum_over_replicas
+from .parallel.world import World, all_agree, gather_documents, gather_over, sum_over_pipeline, sum_over_replicas
 from .parallel.zero import Shards
 from .pipeline.clock import clock_for
 from .pipeline.costs import costs_of_workers
 from .pipeline.partition import Partition
 from .pipeline.probe import Probe
 from .pipeline.schedule import Batch, Pipeline, PipelineShape
+from .portable import peak_memory_bytes
 from .rebalance.transfer import Fault, MoveReport, move_items
 
 
@@ -57,6 +57,7 @@ class EngineSettings:
     """What fixes the mathematics of a run, beside the model.
 
     Attributes:
+        weight_decay: over the samples of the run; None is constantly that of ``adamw``.
         clip: limit of the global gradient norm; 0 clips never.
         freeze_steps: (step, layers frozen from then on).
         adaptive_freezing: freezes by plasticity, in place of ``freeze_steps``.
@@ -81,6 +82,7 @@ class EngineSettings:
     freeze_tied: bool
     pruning: CubicSchedule | None
     sparse: SparseTable
+    weight_decay: WeightDecay | None = None
     pruning_rule: PruningRule = SINGLE_WEIGHTS
     adaptive_freezing: PlasticityRule | None = None
     precision: Precision = FLOAT32
@@ -99,9 +101,12 @@ class StepResult:
     Attributes:
         loss: mean over the step's tokens.
         grad_norm: before clipping.
-        rate: the learning rate up to which the schedule has come: that of the update, if there was one.
+        rate: the learning rate of this step's update.
+        next_rate: that of the next update, to which the schedule has advanced; Megatron's log shows this one.
         loss_scale: the scale that the next step will use.
-        updated: False where a gradient was not finite; the weights and the schedule then stayed as they were.
+        updated: False where the loss or a gradient was not finite; the weights and the schedule then stayed as they
+            were.
+        is_scale_search: whether only scaled gradients overflowed, and the dynamic loss scale can still fall.
         step_ns: wall time of this worker.
         figures: what items report (auxiliary losses, routing): item -> figure -> one or more values, means over the
             microbatches, in list order.
@@ -113,10 +118,12 @@ class StepResult:
     loss: float
     grad_norm: float
     rate: float
+    next_rate: float
     loss_scale: float
     updated: bool
     step_ns: int
     costs: list[dict[str, Any]] | None
+    is_scale_search: bool = False
     figures: Mapping[str, Mapping[str, list[float]]] = field(default_factory=dict)
     compression: Mapping[str, Any] = field(default_factory=dict)
 
@@ -148,8 +155,8 @@ class Engine:
     ``is_warm`` says whether a step has run since the stages were last built: the first one is no measure of costs.
     ``probe`` measures the items, and may make them take stated times; by default it measures alone.
     ``shape`` is what the pipeline is built for; it follows the batches. ``advanced`` is how far the learning rate's
-    schedule has come; steps without an update do not count. ``replica_workers`` is how many workers were chosen to
-    compress between their replicas; None before that, or where nothing is chosen.
+    schedule has come, in samples; steps without an update do not count. ``replica_workers`` is how many workers were
+    chosen to compress between their replicas; None before that, or where nothing is chosen.
     """
 
     def __init__(
@@ -218,6 +225,12 @@ class Engine:
         return LayerFreezing(settings.freeze_steps, family.items, self.held, family.ties, settings.freeze_tied)
 
     @property
+    def weight_decay(self) -> float:
+        """The weight decay of matrices in the next update."""
+        schedule = self.settings.weight_decay
+        return self.settings.adamw.weight_decay if schedule is None else schedule.at(self.advanced)
+
+    @property
     def local_names(self) -> tuple[str, ...]:
         """Names of the items that the partition gives this worker, in list order."""
         stages = self.partition.stages_of_worker(self.world.worker)
@@ -233,7 +246,7 @@ class Engine:
         read: Callable[[str], ItemState],
         step: int,
         *,
-        advanced: int | None = None,
+        advanced_samples: int = 0,
         loss_scale: Mapping[str, Any] | None = None,
         freezing: Mapping[str, Any] | None = None,
         replica_workers: int | None = None,
@@ -241,12 +254,12 @@ class Engine:
         """Start with the state that ``read`` gives for each item, as it was after ``step``.
 
         Args:
-            advanced: how far the learning rate's schedule had come; ``step`` where it is not given.
+            advanced_samples: how far the learning rate's schedule had come, in samples.
             loss_scale: the state of the loss scale.
             freezing: the state of adaptive freezing.
             replica_workers: how many workers were chosen to compress between their replicas.
         """
-        self.advanced = step if advanced is None else advanced
+        self.advanced = advanced_samples
         self.scaler.adopt(loss_scale)
         for name in self.local_names:
             self.held.adopt(name, read(name))
@@ -296,7 +309,7 @@ class Engine:
 
         Args:
             sampled: whether costs are measured.
-            advance: by how much the learning rate's schedule goes on: a step, or the samples of the batch.
+            advance: by how much the schedule of the learning rate advances after the update: the samples of the batch.
         """
         started = time.perf_counter_ns()
         self.probe.begin_step(sampled, batch.step)
@@ -308,20 +321,20 @@ class Engine:
             self._replica_codec.begin(batch.step, self.scaler.scale)
         loss = pipeline.train_step(self._own_part(batch))
         norm = self._prepare_gradients()
-        updated = math.isfinite(norm)
-        if updated:
-            self.advanced += advance
+        total = self._mean_loss(loss)
+        updated = math.isfinite(norm) and math.isfinite(total)
+        is_scale_search = not updated and math.isfinite(total) and self.scaler.can_fall
         rate = self.settings.rate.at(self.advanced)
         if updated:
             clip_gradients(self.held, norm, self.settings.clip)
-            self.held.update(rate)
+            self.held.update(rate, self.weight_decay)
+            self.advanced += advance
         else:
             self.held.drop_gradients()
             for codec in (self._codec, self._replica_codec):
                 if codec is not None:
                     codec.forget_broken()
         self.scaler.update(finite=updated)
-        total = self._mean_loss(loss)
         figures = self._figures()
         step_ns = time.perf_counter_ns() - started
         self.is_warm = True
@@ -332,8 +345,10 @@ class Engine:
             loss=total,
             grad_norm=norm,
             rate=rate,
+            next_rate=self.settings.rate.at(self.advanced),
             loss_scale=self.scaler.scale,
             updated=updated,
+            is_scale_search=is_scale_search,
             step_ns=step_ns,
             costs=costs,
             figures=figures,
@@ -402,7 +417,7 @@ class Engine:
             torch.cuda.synchronize(self.world.device)
             peak = int(torch.cuda.max_memory_allocated(self.world.device))
         else:
-            peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+            peak = peak_memory_bytes()
         names = self.local_names
         microbatches = self.shape.microbatches
         return {"items": names, "peak_memory_bytes": peak, **self.probe.result(names, microbatches)}
@@ -450,6 +465,11 @@ class Engine:
         whole = torch.cat(gather_over(self.world.groups.data, own), dim=1)
         self.held.release()
         return dict(zip(names, whole, strict=True))
+
+    def is_finite(self) -> bool:
+        """Whether all parameters are finite, at all processes; every process calls this."""
+        finite = [torch.isfinite(parameter).all() for _, _, parameter in self.held.parameters()]
+        return all_agree(self.world, bool(torch.stack(finite).all()) if finite else True)
 
     def after_step(self, step: int) -> Sequence[Event]:
         """Let the dynamic techniques act at the boundary after ``step``; every worker calls this."""

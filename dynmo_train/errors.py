@@ -33,7 +33,7 @@ class MissingExtraError(UsageError):
     """A command needs an optional dependency that is not installed."""
 
     def __init__(self, module: str, extra: str) -> None:
-        super().__init__(f"the module {module!r} is not installed; run: pip install 'dynmo[{extra}]'")
+        super().__init__(f"the module {module!r} is not installed; run: pip install 'dynmo-toolkit[{extra}]'")
 
 
 class RelaunchError(DynmoError):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import time
@@ -13,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from .errors import EXIT_TERMINATED
+from .errors import EXIT_INTERRUPTED, EXIT_OK, EXIT_TERMINATED
 from .launch.worker import is_launched
 from .parallel.world import World
 
@@ -22,23 +23,26 @@ from .parallel.world import World
 class Wishes:
     """What to do at a boundary: save, leave the run, and why it is left.
 
-    ``told`` says that somebody ended it, ``relaunch`` that it is to be started again.
+    ``code`` is the exit code of a run that a signal ended, 0 where none did; ``relaunch`` says that the run is to be
+    started again.
     """
 
     save: bool = False
     leave: bool = False
-    told: bool = False
+    code: int = EXIT_OK
     relaunch: bool = False
 
 
 class Interrupts:
     """Collects wishes between two boundaries.
 
-    SIGTERM saves and leaves, a second one leaves at once; SIGUSR1 saves and goes on, SIGUSR2 saves and leaves to be
-    started again; after ``limit_s`` seconds the run is saved and left. A process that got no signal does as the others.
+    SIGTERM and SIGINT (Ctrl-C) save and leave, a second one leaves at once; SIGUSR1 saves and continues, SIGUSR2 saves
+    and leaves to be started again; after ``limit_s`` seconds the run is saved and left. A process that got no signal
+    does as the others.
 
-    A launcher's worker (``launched``; by default as the environment says) takes a second SIGTERM for the first: Slurm
-    signals the launcher and its workers, and the launcher tells them again. It ends those that take too long.
+    A launcher's worker (``launched``; by default as the environment says) takes a second SIGTERM or SIGINT for the
+    first: Slurm and terminals signal the launcher and its workers, and the launcher signals them again. It ends those
+    that take too long.
     """
 
     def __init__(
@@ -47,22 +51,27 @@ class Interrupts:
         self._now, self._limit_s = now, limit_s
         self._launched = is_launched(os.environ) if launched is None else launched
         self._started = now()
-        self._asked = {"save": False, "end": False, "relaunch": False}
+        self._asked = {"save": False, "end": False, "interrupt": False, "relaunch": False}
         self._handlers: dict[int, Any] = {}
 
     def __enter__(self) -> Interrupts:
-        self._handlers = {
-            signal.SIGTERM: signal.signal(signal.SIGTERM, self._on_end),
-            signal.SIGUSR1: signal.signal(signal.SIGUSR1, self._on_save),
-            signal.SIGUSR2: signal.signal(signal.SIGUSR2, self._on_relaunch),
+        handlers = {
+            signal.SIGTERM: self._on_end,
+            signal.SIGINT: self._on_interrupt,
+            signal.SIGUSR1: self._on_save,
+            signal.SIGUSR2: self._on_relaunch,
         }
+        if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a shell starts a command that ends in "&"
+            del handlers[signal.SIGINT]
+        self._handlers = {number: signal.signal(number, handler) for number, handler in handlers.items()}
         return self
 
     def __exit__(self, *_: object) -> None:
         for number, handler in self._handlers.items():
             signal.signal(number, handler)
-        if self._launched and self._asked["end"]:
-            signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the last checkpoint may still be on its way
+        if self._launched and (self._asked["end"] or self._asked["interrupt"]):
+            for number in (signal.SIGTERM, signal.SIGINT):
+                signal.signal(number, signal.SIG_IGN)  # the last checkpoint may still be on its way
 
     def _on_save(self, _number: int, _frame: FrameType | None) -> None:
         self._asked["save"] = True
@@ -75,6 +84,14 @@ class Interrupts:
             raise SystemExit(EXIT_TERMINATED)
         self._asked["end"] = True
 
+    def _on_interrupt(self, _number: int, _frame: FrameType | None) -> None:
+        if self._asked["interrupt"] and not self._launched:
+            raise SystemExit(EXIT_INTERRUPTED)
+        if not self._asked["interrupt"]:
+            with contextlib.suppress(OSError):  # not a stream: the signal may have interrupted a write to it
+                os.write(2, b"interrupted: finishing the step and saving; Ctrl-C again ends at once, without saving\n")
+        self._asked["interrupt"] = True
+
     def at_boundary(self, world: World, *, relaunch: bool = False) -> Wishes:
         """What all processes do now: what any of them was asked. Every process calls this after every step.
 
@@ -83,9 +100,12 @@ class Interrupts:
         """
         late = self._limit_s is not None and self._now() - self._started > self._limit_s
         again = relaunch or self._asked["relaunch"]
-        flags = torch.tensor([self._asked["save"], self._asked["end"], late, again], dtype=torch.int64)
+        asked = self._asked
+        # Taken before the collective: a signal that comes while this process waits in it counts at the next boundary.
+        save_now, asked["save"] = asked["save"], False
+        flags = torch.tensor([save_now, asked["end"], asked["interrupt"], late, again], dtype=torch.int64)
         if world.size > 1:
             dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=world.groups.everyone)
-        self._asked["save"] = False
-        save, end, over, again = (bool(flag) for flag in flags.tolist())
-        return Wishes(save=save, leave=end or over or again, told=end, relaunch=again and not end)
+        save, end, interrupt, over, again = (bool(flag) for flag in flags.tolist())
+        code = EXIT_TERMINATED if end else EXIT_INTERRUPTED if interrupt else EXIT_OK
+        return Wishes(save=save, leave=bool(code) or over or again, code=code, relaunch=again and not code)

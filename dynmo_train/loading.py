@@ -1,22 +1,31 @@
 """What ``--load`` means: a run or a native checkpoint, or what ``dynmo-ckpt`` makes one of first.
 
-That is a Hugging Face directory, or a legacy Megatron checkpoint.
+That is a Hugging Face directory, or a checkpoint of Megatron (legacy or Megatron-core) or of Megatron-DeepSpeed. Of the
+last three a run takes the optimizer state and the progress as well, unless it is told not to.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
 import subprocess
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
-from .checkpoint import Checkpoint, CheckpointError, find_checkpoint, open_checkpoint
+from .checkpoint import Checkpoint, CheckpointError, damage_of, find_checkpoint, list_checkpoints, open_checkpoint
+from .checkpoint.writer import STEP_NAME
 from .config import Config
 from .console import say
 from .errors import UsageError
-from .parallel.world import World, broadcast_document
+from .formats._document import complete_lines, parse_json
+from .formats.run import read_run
+from .parallel.world import World, broadcast_document, gather_documents
 from .programs import program_path
+from .reasons import reason
 
 VOCABULARY_MULTIPLE = 128
 
@@ -24,7 +33,8 @@ VOCABULARY_MULTIPLE = 128
 def holds_steps(path: Path) -> bool:
     """Whether a native checkpoint, complete or not, lies at ``path`` or in the run directory that it is."""
     folder = path / "checkpoints" if (path / "checkpoints").is_dir() else path
-    return (path / "manifest.json").exists() or any(folder.glob("step-*"))
+    is_step = path.is_dir() and STEP_NAME.fullmatch(path.name) is not None
+    return is_step or (path / "manifest.json").exists() or any(folder.glob("step-*"))
 
 
 def is_hugging_face(path: Path) -> bool:
@@ -38,11 +48,26 @@ def is_megatron(path: Path) -> bool:
     return found and not holds_steps(path)
 
 
+def is_distributed(path: Path) -> bool:
+    """Whether ``path`` is one of torch's distributed checkpoints, or one iteration of Megatron-core."""
+    return (path / ".metadata").is_file()
+
+
+def is_deepspeed(path: Path) -> bool:
+    """Whether ``path`` is a directory of DeepSpeed, or one step of it."""
+    found = (path / "latest").is_file() or any(path.glob("*mp_rank_*_model_states.pt"))
+    return found and not holds_steps(path)
+
+
 def foreign_kind(path: Path) -> str | None:
     """What ``path`` is, in words, where ``dynmo-ckpt`` makes a native checkpoint of it; None where it is none such."""
-    if is_hugging_face(path):
-        return "a Hugging Face directory"
-    return "a legacy Megatron checkpoint" if is_megatron(path) else None
+    kinds = {
+        "a distributed checkpoint": is_distributed,
+        "a Hugging Face directory": is_hugging_face,
+        "a Megatron checkpoint": is_megatron,
+        "a Megatron-DeepSpeed checkpoint": is_deepspeed,
+    }
+    return next((words for words, holds in kinds.items() if holds(path)), None)
 
 
 def default_cache() -> Path:
@@ -50,13 +75,24 @@ def default_cache() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dynmo"
 
 
-def cached_name(source: Path, vocabulary_multiple: int) -> str:
-    """A name for the conversion of ``source``: another one once a file is replaced, changes its size or is touched."""
-    inside = source.rglob("*") if is_megatron(source) else source.iterdir()
+def cached_name(source: Path, vocabulary_multiple: int, with_optimizer: bool, converter: str) -> str:
+    """A name for the conversion of ``source``: another one once a file is replaced, changes its size or is touched.
+
+    ``converter`` is :func:`converter_digest`: what an older ``dynmo-ckpt`` converted is not taken again.
+    """
+    inside = source.iterdir() if is_hugging_face(source) else source.rglob("*")
     files = sorted(path for path in inside if path.is_file())
     facts = [[str(path.relative_to(source)), path.stat().st_size, path.stat().st_mtime_ns] for path in files]
-    text = json.dumps([str(source.resolve()), vocabulary_multiple, facts])
+    text = json.dumps([str(source.resolve()), vocabulary_multiple, with_optimizer, converter, facts])
     return f"{source.resolve().name}-{hashlib.sha256(text.encode()).hexdigest()[:16]}"
+
+
+def converter_digest(program: str) -> str:
+    """The digest of the code and tables of ``dynmo-ckpt``; empty for a release that does not report one."""
+    done = subprocess.run(
+        [program, "source-digest"], stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False
+    )
+    return "" if done.returncode else done.stdout.strip()
 
 
 def _is_complete(checkpoint: Path) -> bool:
@@ -66,78 +102,167 @@ def _is_complete(checkpoint: Path) -> bool:
         return False
 
 
-def native_copy(source: Path, cache: Path, vocabulary_multiple: int = VOCABULARY_MULTIPLE) -> Path:
+def native_copy(
+    source: Path, cache: Path, vocabulary_multiple: int = VOCABULARY_MULTIPLE, *, with_optimizer: bool = False
+) -> Path:
     """The native form of a foreign checkpoint, out of the cache, or converted into it by ``dynmo-ckpt``.
 
     Args:
-        source: a Hugging Face directory, or a legacy Megatron checkpoint.
+        source: a directory that :func:`foreign_kind` knows.
         cache: folder of conversions; made where it is missing.
         vocabulary_multiple: the vocabulary is padded to a multiple of this.
+        with_optimizer: take the optimizer state as well, where ``source`` has any.
 
     Raises:
         UsageError: ``dynmo-ckpt`` is not installed, or it cannot convert ``source``; says what it said.
     """
-    target = cache / cached_name(source, vocabulary_multiple)
-    if _is_complete(target):
-        return target
     program = program_path("dynmo-ckpt")
     if program is None:
         raise UsageError(
             f"{source} is {foreign_kind(source)}; dynmo-ckpt, which converts it, is not installed beside dynmo-train"
-            " nor on PATH; run: pip install 'dynmo[ckpt]'"
+            " nor on PATH; run: pip install 'dynmo-toolkit[ckpt]'"
         )
+    target = cache / cached_name(source, vocabulary_multiple, with_optimizer, converter_digest(program))
+    if _is_complete(target):
+        return target
     try:
         cache.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise UsageError(f"cannot make the folder of conversions {cache}: {error}; give another --cache-dir") from error
+        raise UsageError(
+            f"cannot make the folder of conversions {cache}: {reason(error)}; give another --cache-dir"
+        ) from error
     padding = ["--make-vocab-size-divisible-by", str(vocabulary_multiple)]
     again = ["--overwrite"] if target.exists() else []
-    command = [program, "convert", str(source), str(target), "--to", "native", *padding, *again]
+    state = ["--with-optimizer-if-present"] if with_optimizer else []
+    command = [program, "convert", str(source), str(target), "--to", "native", *padding, *state, *again]
     done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
     if done.returncode and not _is_complete(target):  # another process may have been first
         said = done.stderr.strip().removeprefix("dynmo-ckpt: error: ") or f"exit code {done.returncode}"
-        raise UsageError(f"{source}: dynmo-ckpt cannot convert it: {said}")
+        without = "; --no-load-optim and --finetune take the weights without it" if with_optimizer else ""
+        raise UsageError(f"{source}: dynmo-ckpt cannot convert it: {said}{without}")
     say(f"{source} is {foreign_kind(source)}; dynmo-ckpt converted it into {target}")
     return target
 
 
-def _find(config: Config, flag: str, place: str) -> str | None:
-    """The directory of the checkpoint that ``place`` names; None, with a warning, where there is none yet."""
+def _find(config: Config, flag: str, place: str, with_optimizer: bool) -> list[str]:
+    """The checkpoints that ``place`` may mean, best first; none, with a warning, where there is none yet."""
     path = Path(place)
     if foreign_kind(path):
         cache = Path(config.run.cache_dir) if config.run.cache_dir else default_cache()
         multiple = config.model.make_vocab_size_divisible_by * config.parallel.tensor_model_parallel_size
-        found = native_copy(path, cache, multiple)
-        say(f"{flag} {path}: the weights only; training starts from the first step, without optimizer state")
-        return str(found)
+        found = native_copy(path, cache, multiple, with_optimizer=with_optimizer and not is_hugging_face(path))
+        say(f"{flag} {path}: {_taken(open_checkpoint(found).manifest, begins=config.run.finetune)}")
+        return [str(found)]
     if not path.exists() or not holds_steps(path):
+        _refuse_missing(config, flag, path)
         say(f"warning: no checkpoint in {path}; training starts from the first step")
-        return None
-    return str(find_checkpoint(path))
+        return []
+    return [str(each) for each in list_checkpoints(path)]
+
+
+def _refuse_missing(config: Config, flag: str, path: Path) -> None:
+    """Raise ``CheckpointError`` where a checkpoint is asked for, or where a run has lost its own."""
+    wanted = config.run.exit_on_missing_checkpoint
+    lost = lost_step(path)
+    if wanted is False or (wanted is None and lost is None):
+        return
+    if lost is None:
+        raise CheckpointError(
+            f"{flag} {path} holds no checkpoint; --no-exit-on-missing-checkpoint starts from the first step"
+        )
+    raise CheckpointError(
+        f"{flag} {path} holds no checkpoint, yet its metrics.jsonl goes up to step {lost:,} and checkpoints were saved:"
+        f" restore {path / 'checkpoints'}, or give --no-exit-on-missing-checkpoint to start again from the first step"
+    )
+
+
+def lost_step(run: Path) -> int | None:
+    """The last step of a run that has saved checkpoints, by its own records; None where it has saved none.
+
+    A run that failed before its first checkpoint has lost nothing: a launcher starts it again from the first step.
+    """
+    try:
+        config = read_run(run / "run.json").get("config", {})
+    except (OSError, UsageError):
+        config = {}
+    step = max((line.get("step", 0) for line in _lines(run / "metrics.jsonl")), default=0)
+    due = [
+        config.get("run", {}).get("save_interval"),
+        config.get("training", {}).get("train_iters"),
+    ]
+    is_saved = any(line.get("kind") == "checkpoint" for line in _lines(run / "events.jsonl"))
+    return step if step and (is_saved or any(each is not None and step >= each for each in due)) else None
+
+
+def _lines(path: Path) -> list[dict[str, Any]]:
+    """The records of a run's log that can be read."""
+    records = []
+    for line in complete_lines(path.read_bytes()) if path.is_file() else ():
+        with contextlib.suppress(ValueError):
+            records.append(parse_json(line))
+    return [record for record in records if isinstance(record, dict)]
+
+
+def sound_checkpoint(world: World, place: str, candidates: Sequence[str]) -> tuple[Path, tuple[str, ...]]:
+    """The first sound one of several checkpoints, and what is damaged in those before it; every process calls this.
+
+    All bytes are read, each file by one process. One rule holds for a missing file, for one that is cut off and for
+    altered bytes: the next older checkpoint stands for the damaged one.
+
+    Raises:
+        CheckpointError: none is sound; at every process.
+    """
+    faults: list[str] = []
+    for candidate in candidates:
+        told = gather_documents(world, damage_of(Path(candidate), world.rank, world.size))
+        found = next((fault for fault in told if fault), None)
+        if found is None:
+            return Path(candidate), tuple(faults)
+        faults.append(found)
+    remedy = "dynmo-ckpt verify lists the damage; restore it from a copy, or --load an older step's directory"
+    raise CheckpointError("\n  ".join([f"{place}: no sound checkpoint; {remedy}", *faults]))
+
+
+def _taken(manifest: Mapping[str, Any], *, begins: bool) -> str:
+    """What a run takes from a converted checkpoint, in words."""
+    if begins or not manifest["consumed_train_samples"]:
+        return "the weights only; training starts from the first step, without optimizer state"
+    place = f"step {manifest['step']:,}, {manifest['consumed_train_samples']:,} samples consumed"
+    what = "the weights only, the moments start from zero" if manifest["optimizer"] is None else "with optimizer state"
+    return f"resumes from {place}; {what}"
 
 
 def checkpoint_to_load(
-    config: Config, world: World, *, flag: str = "--load", place: str | None = None
+    config: Config, world: World, *, flag: str = "--load", place: str | None = None, with_optimizer: bool = False
 ) -> Checkpoint | None:
     """The checkpoint that ``--load`` means, the same at every process: rank 0 looks, and converts where it must.
 
-    As in Megatron, a place without a checkpoint is no error.
+    As in Megatron, a place without a checkpoint is no error, unless a run has lost its own.
 
     Args:
         flag: the option that says so.
         place: its value; None is that of ``--load``.
+        with_optimizer: take the optimizer state of another program's checkpoint, where it has any.
 
     Raises:
-        UsageError: an incomplete checkpoint, or a directory that cannot be converted; at every process.
+        UsageError: no sound checkpoint, or a directory that cannot be converted; at every process.
     """
     place = place or config.run.load
-    found, problem = None, None
+    found: list[str] = []
+    problem = None
     if world.is_first and place is not None:
         try:
-            found = _find(config, flag, place)
+            found = _find(config, flag, place, with_optimizer)
         except UsageError as error:
             problem = str(error)
     found, problem = broadcast_document(world, [found, problem])
     if problem is not None:
         raise CheckpointError(problem)
-    return None if found is None else open_checkpoint(Path(found))
+    if not found or place is None:
+        return None
+    directory, faults = sound_checkpoint(world, place, found)
+    if faults and world.is_first:
+        for fault in faults:
+            say(f"warning: damaged checkpoint: {fault}")
+        say(f"warning: {directory} stands for it; dynmo-ckpt verify --level full lists the damage")
+    return replace(open_checkpoint(directory), passed_over=faults)

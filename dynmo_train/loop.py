@@ -19,15 +19,19 @@ from .console import say
 from .data.gpt import Part, TokenError
 from .data.tokenizer import TokenizerFiles
 from .engine import StepResult
-from .errors import EXIT_OK, EXIT_RELAUNCH, EXIT_TERMINATED, EXIT_USAGE
+from .errors import EXIT_OK, EXIT_RELAUNCH, EXIT_USAGE, DynmoError
+from .fingerprint import config_facts, join_same
 from .interrupts import Interrupts, Wishes
+from .launch.outcome import EXIT_NOT_FINITE
+from .nonfinite import FiniteCheck, batch_detail, end_message
 from .parallel.dims import ParallelDims
-from .parallel.world import join_world, leave_world
+from .parallel.world import leave_world
 from .rebalance.controller import Controller, ControllerSettings, TakenPlan
 from .rebalance.growth import GrowRequests
 from .rebalance.planner import PlannerProcess
 from .saving import SavedRun
 from .starting import Beginning, begin
+from .startup import complete_line, resume_line
 from .traininglog import TrainingLog
 
 
@@ -43,9 +47,9 @@ def run_pretrain(config: Config) -> int:
         data=parallel.data_parallel_size,
         expert=parallel.expert_model_parallel_size,
     )
-    world = join_world(config.training.device, dims=dims)
+    world = join_same(config.training.device, dims, lambda: config_facts(config))
     try:
-        run = _Run(config, begin(config, world))
+        run = _Run(begin(config, world))
         try:
             return run.evaluate() if config.training.skip_train else run.train()
         finally:
@@ -61,17 +65,19 @@ def run_pretrain(config: Config) -> int:
 class _Run:
     """A run in progress."""
 
-    def __init__(self, config: Config, start: Beginning) -> None:
-        self.config, self.engine, self.samples = config, start.engine, start.samples
+    def __init__(self, start: Beginning) -> None:
+        self.config = config = start.config
+        self.engine, self.samples = start.engine, start.samples
         self.directory, self.recorder = start.directory, start.recorder
         self.step, self.consumed, self.consumed_valid = start.step, start.consumed, start.consumed_valid
+        self._source = start.checkpoint.manifest.get("source") if start.checkpoint is not None else None
         engine, directory, recorder = start.engine, start.directory, start.recorder
         balance = config.balance
         # On one position there is nothing to move: a run that lost its other workers goes on so, with the same options.
         online = balance.balance == "online" and engine.world.dims.pipeline > 1
         planner = None
         if online and balance.planner == "internal" and engine.world.is_first:
-            planner = PlannerProcess(directory.path, _planner_arguments(config))
+            planner = PlannerProcess(directory.path, _planner_arguments(config), timeout_s=balance.planner_timeout_s)
         self._planner = planner
         self._controller = None
         if online:
@@ -83,7 +89,7 @@ class _Run:
                     timeout_s=balance.planner_timeout_s,
                 ),
                 plans=directory.plans,
-                profile=directory.profile,
+                append=recorder.profile_line,
                 problems_of=lambda plan, in_force, stages: plan_problems(
                     plan,
                     config,
@@ -103,7 +109,11 @@ class _Run:
             directory.requests, lambda workers: growth_problems(config, engine.world.dims, workers), recorder.event
         )
         self._log = TrainingLog(config, engine.world, flops_counter(config, engine.family))
-        self._checkpoints = Checkpointing(engine, directory.checkpoints, aside=config.run.async_save, tell=self._saved)
+        self._checkpoints = Checkpointing(
+            engine, directory.checkpoints, aside=config.run.async_save, tell=self._saved, tell_failure=self._not_saved
+        )
+        self._check = FiniteCheck.of(config.training)
+        self._last_saved = start.checkpoint.directory.name if start.checkpoint is not None else None
         self._selection = _selection(config, start)
         self._tokenizer = TokenizerFiles.of(vars(config.data))
 
@@ -117,13 +127,18 @@ class _Run:
     def train(self) -> int:
         """All steps that are left, with an evaluation and a checkpoint at the end; the exit code."""
         training = self.config.training
+        if self.step >= training.train_iters:
+            return self._complete()
         self._log.start(self.engine.partition, self.step + 1, parameter_counts(self.engine))
+        self._warn_without_test()
         self._start_planner()
         minutes = training.exit_duration_in_mins
         wishes, last = Wishes(), False
         with Interrupts(minutes * 60 if minutes is not None else None) as interrupts:
             while self.step < training.train_iters and not wishes.leave:
                 self._train_step()
+                if self._check.is_over:
+                    return self._end_not_finite()
                 last = self.step == training.train_iters
                 if training.eval_iters and (last or self.step % training.eval_interval == 0):
                     self._evaluate()
@@ -143,12 +158,39 @@ class _Run:
                     self._log.line(f" exiting program at iteration {self.step}")
             if last:
                 self._test()
+        return self._end(wishes)
+
+    def _complete(self) -> int:
+        """All steps were done before this start."""
+        if self.engine.world.is_first:
+            iters = self.config.training.train_iters
+            rule = f"--train-iters is {iters:,}; give a larger --train-iters"
+            say(complete_line(self.directory.path, self.step, rule))
+        return EXIT_OK
+
+    def _end(self, wishes: Wishes) -> int:
+        """Wait for the last checkpoint, say where the run is and how to resume it; the exit code."""
         self._checkpoints.wait()
+        if self._checkpoints.failure is not None:
+            raise DynmoError(
+                f"{self._checkpoints.failure}; the last checkpoint is {self._last_saved or 'none'}: make room, and"
+                f" resume with --load {self.directory.path}"
+            )
+        is_left = self.step < self.config.training.train_iters
         if self.engine.world.is_first:
             say(f"run directory: {self.directory.path}")
-        if wishes.relaunch and self.step < training.train_iters:
-            return EXIT_RELAUNCH
-        return EXIT_TERMINATED if wishes.told else EXIT_OK
+            if wishes.code and is_left:
+                say(resume_line(self.directory.path, self.step, self.config.run.load))
+        if self._check.is_refused and not is_left:
+            return self._end_not_finite()
+        return EXIT_RELAUNCH if wishes.relaunch and is_left else wishes.code
+
+    def _end_not_finite(self) -> int:
+        """End a run whose model is not finite; the exit code."""
+        self._checkpoints.wait()
+        if self.engine.world.is_first:
+            say(f"dynmo-train: error: {end_message(self.step, self._check, self._last_saved)}")
+        return EXIT_NOT_FINITE
 
     def _is_due(self, every: int | None) -> bool:
         return every is not None and self.step % every == 0
@@ -156,6 +198,7 @@ class _Run:
     def evaluate(self) -> int:
         """No step: the held-out data alone; the exit code."""
         self._log.start(self.engine.partition, self.step + 1, parameter_counts(self.engine))
+        self._warn_without_test()
         self._evaluate()
         self._test()
         return EXIT_OK
@@ -169,9 +212,13 @@ class _Run:
         batch = self.samples.training(self.consumed, self.step)
         size = self.samples.sizes.at(self.consumed)
         sampled = self.engine.is_warm and self.step % self.config.balance.profile_interval == 0
-        result = self.engine.train_step(batch, sampled=sampled, advance=size if self.config.counts_samples else 1)
-        self.consumed += size
+        result = self.engine.train_step(batch, sampled=sampled, advance=size)
+        before, self.consumed = self.consumed, self.consumed + size
         self._record(result, size, batch.tokens or self.config.model.seq_length)
+        if (problem := self._check.after_step(self.step, result)) is not None and self.engine.world.is_first:
+            detail = batch_detail(before, size, self.samples.places(before))
+            self.recorder.event("not_finite", problem, step=self.step, **detail)
+            self._log.line(f" {problem}")
         for event in self.engine.after_step(self.step):
             self.recorder.technique(event)
             self._log.line(f" {event.message} after iteration {event.step}")
@@ -222,6 +269,10 @@ class _Run:
         if self.samples.test is not None:
             self._evaluate_on("test", "test", 0, "the end of training for test data")
 
+    def _warn_without_test(self) -> None:
+        if self.samples.no_test is not None and self.engine.world.is_first:
+            say(f"warning: no evaluation on test data: {self.samples.no_test}")
+
     def _evaluate_on(self, part: Part, name: str, consumed: int, place: str) -> None:
         size, count = self.samples.sizes.final, self.config.training.eval_iters
         batches = (self.samples.held_out(part, consumed + number * size, self.step) for number in range(count))
@@ -234,11 +285,16 @@ class _Run:
 
     def _save(self) -> None:
         config = self.config
+        if (problem := self._check.refusal(self.engine, self.step)) is not None:
+            self.recorder.event("not_saved", problem, step=self.step)
+            self._log.line(f" {problem}")
+            return
         run = SavedRun(
             run_id=self.directory.run_id,
             step=self.step,
             consumed_train_samples=self.consumed,
             consumed_valid_samples=self.consumed_valid,
+            source=self._source,
             data={
                 "seed": config.training.seed,
                 "split": config.data.split,
@@ -251,8 +307,14 @@ class _Run:
         )
         self._checkpoints.save(run)
 
+    def _not_saved(self, step: int, problem: str) -> None:
+        message = f"{problem}; training continues, the next save tries again"
+        self.recorder.event("not_saved", message, step=step)
+        self._log.line(f" {message}")
+
     def _saved(self, saved: Saved) -> None:
         message = f"saved {saved.path.name} in {saved.seconds:.2f} s, training stood still for {saved.stalled_s:.2f} s"
+        self._last_saved = saved.path.name
         self.recorder.event("checkpoint", message, step=saved.step, stalled_s=saved.stalled_s)
         self._log.line(f" saved checkpoint {saved.path} in {saved.seconds:.2f} s")
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -10,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from .errors import UsageError
-from .formats._document import complete_lines
+from .formats._document import DocumentError, UnreadableError, read_any_json, read_records
+from .reasons import reason
 
 RECENT = 20
 _TICKS = "▁▂▃▄▅▆▇█"
@@ -61,8 +61,8 @@ class View:
 
 def _lines(path: Path) -> list[dict[str, Any]]:
     try:
-        return [json.loads(line) for line in complete_lines(path.read_bytes())]
-    except OSError:
+        return list(read_records(path))
+    except UnreadableError:
         return []
 
 
@@ -74,7 +74,7 @@ def _plans(run: Path, results: Sequence[Mapping[str, Any]]) -> list[PlanSeen]:
     by_id = {each["plan_id"]: each for each in results}
     seen = []
     for path in sorted((run / "plans").glob("plan-*.json")):
-        plan = json.loads(path.read_text(encoding="utf-8"))
+        plan = read_any_json(path)
         number = plan["plan_id"]
         told = by_id.get(number)
         result = "initial" if plan["balancer"] == "initial" else str(told["result"]) if told else "waiting"
@@ -90,9 +90,9 @@ def view_of(run: Path) -> View:
         UsageError: it is not the directory of a run.
     """
     try:
-        about = json.loads((run / "run.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise UsageError(f"{run} is not the directory of a run: {error}") from error
+        about = read_any_json(run / "run.json")
+    except DocumentError as error:
+        raise UsageError(f"{run} is not the directory of a run: {reason(error)}") from error
     metrics = _lines(run / "metrics.jsonl")
     steps = [line for line in metrics if "step_ns" in line]
     recent = steps[-RECENT:]

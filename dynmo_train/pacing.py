@@ -42,16 +42,16 @@ class BatchSizes:
         """Every size that a run may have, ascending."""
         return [*range(self.start, self.final, self.increment), self.final] if self.increment else [self.final]
 
-    def consumed_after(self, steps: int) -> int:
-        """The samples that the first ``steps`` steps consume."""
-        consumed = done = 0
+    def consumed_after(self, steps: int, consumed: int = 0) -> int:
+        """The samples that are consumed after ``steps`` more steps."""
+        done = 0
         while done < steps and self.increment and consumed <= self.ramp_samples:
             consumed, done = consumed + self.at(consumed), done + 1
         return consumed + (steps - done) * self.final
 
-    def steps_for(self, samples: int) -> int:
-        """The whole steps that ``samples`` make."""
-        consumed = steps = 0
+    def steps_for(self, samples: int, consumed: int = 0) -> int:
+        """The whole steps up to ``samples`` consumed samples, of which ``consumed`` are already."""
+        steps = 0
         while self.increment and consumed <= self.ramp_samples and consumed + self.at(consumed) <= samples:
             consumed, steps = consumed + self.at(consumed), steps + 1
         return steps + max(0, samples - consumed) // self.final

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from .console import say
 from .dynamics.technique import Event
 from .formats.profile import (
     ItemInfo,
@@ -24,12 +26,15 @@ from .formats.profile import (
     next_segment,
     step_record,
 )
+from .formats.run_lines import append_event
 from .models.items import BoundaryShape, ModelFamily, live_before
 from .parallel.world import World, gather_documents
 from .rundir import RunDirectory
 
 FLOAT_BYTES = 4
 MOMENTS_BYTES = 8
+# Lines of the run directory that wait for a disk that is full: some MB.
+WAITING_LINES = 10_000
 
 
 def describe_items(family: ModelFamily, boundary: BoundaryShape, build: Callable[[str], nn.Module]) -> list[ItemInfo]:
@@ -158,6 +163,30 @@ class Recorder:
         self._names: list[str] = []
         self._workers: tuple[WorkerInfo, ...] = ()
         self._begin: Callable[[Sequence[WorkerInfo]], dict[str, Any]] = lambda _: {}
+        self._waiting: deque[Callable[[], None]] = deque(maxlen=WAITING_LINES)
+
+    def _write(self, append: Callable[[], None]) -> None:
+        """Append a line; where the disk refuses, keep it and try again with the next one, in the same order.
+
+        A full disk is no reason to end a healthy run. Kept are the last ``WAITING_LINES`` lines.
+        """
+        had_waiting = bool(self._waiting)
+        self._waiting.append(append)
+        while self._waiting:
+            try:
+                self._waiting[0]()
+            except OSError as error:
+                if not had_waiting:
+                    say(f"warning: {self.run.path}: a line cannot be written ({error}); lines wait until it can")
+                return
+            self._waiting.popleft()
+        if had_waiting:
+            say(f"{self.run.path}: lines are written again")
+
+    def profile_line(self, record: Mapping[str, Any]) -> None:
+        """Append a record to the profile."""
+        if self._writes:
+            self._write(lambda: append_record(self.run.profile, record))
 
     def header(
         self,
@@ -182,8 +211,7 @@ class Recorder:
             workers=left,
             items=items,
         )
-        if self._writes:
-            append_record(self.run.profile, self._begin(self._workers))
+        self.profile_line(self._begin(self._workers))
 
     def released(self, step: int, workers: Collection[int]) -> str:
         """Workers have left after ``step``: a new segment of those that stay; a sentence for a person."""
@@ -192,8 +220,7 @@ class Recorder:
         hosts, free = set_free(gone, self._workers)
         ranks = [rank for each in gone for rank in each.ranks]
         message = released_message(gone, self._workers, free)
-        if self._writes:
-            append_record(self.run.profile, self._begin(self._workers))
+        self.profile_line(self._begin(self._workers))
         self.event("released", message, step=step, workers=sorted(workers), ranks=ranks, hosts=hosts, free_hosts=free)
         return message
 
@@ -235,7 +262,7 @@ class Recorder:
             peak_memory_bytes=[one["peak_memory_bytes"] for one in costs],
             **backward,
         )
-        append_record(self.run.profile, record | ({"x_counts": counts} if counts else {}))
+        self.profile_line(record | ({"x_counts": counts} if counts else {}))
 
     def technique(self, event: Event) -> None:
         """Something changed what layers cost."""
@@ -246,15 +273,16 @@ class Recorder:
                 detail=event.detail,
                 next_expected_step=event.next_expected_step,
             )
-            append_record(self.run.profile, record)
-            self.run.log_event(event.kind, event.message, step=event.step, **event.detail)
+            self.profile_line(record)
+            self.event(event.kind, event.message, step=event.step, **event.detail)
 
     def event(self, kind: str, message: str, *, step: int, **detail: Any) -> None:
         """A line in ``events.jsonl``; ``message`` is a sentence for a person."""
         if self._writes:
-            self.run.log_event(kind, message, step=step, **detail)
+            record = self.run.event_record(kind, message, step=step, **detail)
+            self._write(lambda: append_event(self.run.events, record))
 
     def metrics(self, **fields: Any) -> None:
         """A line in ``metrics.jsonl``."""
         if self._writes:
-            self.run.log_metrics(fields)
+            self._write(lambda: self.run.log_metrics(fields))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import secrets
 import sys
@@ -17,8 +16,10 @@ from typing import Any
 from . import __version__
 from .config import Config, config_document
 from .errors import UsageError
-from .formats._document import append_line, encode_json, envelope, write_whole
-from .formats.run import FORMAT, VERSION, read_grow_request, read_run
+from .formats._document import envelope, write_whole
+from .formats.run import FORMAT, VERSION, read_grow_request, read_run, write_run
+from .formats.run_lines import append_metrics
+from .reasons import reason
 
 RUNS = Path("runs")
 # Where a launcher waits to hear of the run directory; it starts workers again on what lies there.
@@ -70,16 +71,13 @@ class RunDirectory:
 
     def log_metrics(self, record: Mapping[str, Any]) -> None:
         """Append one line to the metrics; numbers that are not finite become null."""
-        append_line(self.metrics, {name: _finite(value) for name, value in record.items()})
+        append_metrics(self.metrics, record)
 
-    def log_event(self, kind: str, message: str, *, step: int, **detail: Any) -> None:
-        """Append one line to the events, dated now; ``message`` is a sentence for a person."""
+    @staticmethod
+    def event_record(kind: str, message: str, *, step: int, **detail: Any) -> dict[str, Any]:
+        """A line of the events, dated now; ``message`` is a sentence for a person."""
         dated = {"time_utc": utc_text(datetime.now(UTC)), "step": step, "kind": kind, "message": message}
-        append_line(self.events, dated | {name: _finite(value) for name, value in detail.items()})
-
-
-def _finite(value: Any) -> Any:
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+        return dated | detail
 
 
 def utc_text(moment: datetime) -> str:
@@ -127,9 +125,9 @@ def begin_run(config: Config, *, world_size: int, hosts: Sequence[str], engine: 
     try:
         for folder in (run.plans, run.requests, run.checkpoints):
             folder.mkdir(parents=True, exist_ok=True)
-        write_whole(run.run_json, encode_json(_run_document(config, run, world_size, hosts, engine)))
+        write_run(run.run_json, _run_document(config, run, world_size, hosts, engine))
     except OSError as error:
-        raise UsageError(f"cannot write the run directory {path}: {error}") from error
+        raise UsageError(f"cannot write the run directory {path}: {reason(error)}") from error
     if told := os.environ.get(LAUNCH_FILE_VARIABLE):
         write_whole(Path(told), str(path.resolve()).encode())
     return run

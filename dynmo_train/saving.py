@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -25,10 +26,13 @@ from .checkpoint import (
 from .checkpoint.writer import dtype_name
 from .engine import Engine
 from .errors import DynmoError
-from .models.items import ModelFamily, masks_of, parameters_of
+from .models.items import ModelFamily, has_vocabulary_rows, masks_of, parameters_of, vocabulary_rows
 from .models.sharding import whole_shape
 from .optim.adamw import MOMENTS
 from .optim.items import REFERENCE, HeldItems, ItemState, is_memory, parameter_of, role_of
+from .optim.schedule import WeightDecay
+from .optim.scheduler_state import FIELD as SCHEDULER
+from .optim.scheduler_state import scheduler_state
 from .parallel.world import World, all_agree, broadcast_document, gather_documents
 
 
@@ -42,6 +46,8 @@ class SavedRun:
         moments: whether the optimizer state is stored.
         keep: how many checkpoints to keep; None keeps all.
         consumed_valid_samples: of the evaluations so far.
+        class_names: of a classifier, in the order of its logits.
+        source: what the model came with, as in the manifest of the checkpoint that was loaded; None without one.
     """
 
     run_id: str
@@ -51,6 +57,8 @@ class SavedRun:
     tokenizer: Mapping[str, Path]
     keep: int | None
     consumed_valid_samples: int = 0
+    source: Mapping[str, Any] | None = None
+    class_names: tuple[str, ...] = ()
     moments: bool = True
 
 
@@ -102,8 +110,15 @@ class PendingSave:
     ) -> None:
         self.run, self._world, self._checkpoints = run, engine.world, checkpoints_dir
         world = engine.world
-        named = str(new_staging(checkpoints_dir, run.step)) if world.is_first else None
-        self._staging = Path(broadcast_document(world, named))
+        self._problem: str | None = None
+        named = None
+        if world.is_first:
+            try:
+                named = str(new_staging(checkpoints_dir, run.step))
+            except OSError as error:
+                self._problem = f"rank {world.rank}: {error}"
+        named = broadcast_document(world, named)
+        self._staging = None if named is None else Path(named)
         states = {item: engine.held.export_whole(item) for item in engine.local_names}
         # Replicas hold the same, but for experts that they share: the first ones write.
         mine = world.replica < world.dims.expert
@@ -117,12 +132,13 @@ class PendingSave:
         self._document = _document(engine, run, facts) if world.is_first else None
         self._members = [name for one in facts for group in ("decay", "no_decay") for name in one[group]]
         self._report: list[dict[str, Any]] = []
-        self._problem: str | None = None
         self._thread: threading.Thread | None = None
         self._is_gathered = False
 
     def write(self) -> None:
         """Write this process's part."""
+        if self._staging is None:
+            return
         try:
             for file in self._files:
                 checksums = write_shard(self._staging, file.name, file.tensors)
@@ -156,7 +172,8 @@ class PendingSave:
         """Wait for what is still being written, and put the checkpoint in place.
 
         Raises:
-            DynmoError: on every worker, where one of them could not write its part; the last checkpoint stays in place.
+            DynmoError: on every worker, where one of them could not write its part; the last checkpoint stays in place,
+                and what was written of this one is removed.
         """
         for gathered in (self._is_gathered, True):
             if self._thread is not None:
@@ -165,6 +182,8 @@ class PendingSave:
                 self._gather()
         if not all_agree(self._world, self._problem is None):
             problem = broadcast_document(self._world, self._problem)
+            if self._world.is_first and self._staging is not None:
+                shutil.rmtree(self._staging, ignore_errors=True)
             raise DynmoError(f"the checkpoint of step {self.run.step} was not written: {problem}")
         return self._checkpoints / f"step-{self.run.step:08d}"
 
@@ -177,24 +196,27 @@ class PendingSave:
             self._problem = None
             return
         self._problem = "; ".join(one["problem"] for one in told if one["problem"]) or None
-        if self._problem is None:
+        staging = self._staging
+        if self._problem is None and staging is not None:
 
             def commit_aside() -> None:
-                self._problem = self._commit(document, [one["report"] for one in told])
+                self._problem = self._commit(staging, document, [one["report"] for one in told])
 
             self._thread = threading.Thread(target=commit_aside, name="checkpoint")
             self._thread.start()
 
-    def _commit(self, document: RunFacts, reports: Sequence[Sequence[Mapping[str, Any]]]) -> str | None:
+    def _commit(self, staging: Path, document: RunFacts, reports: Sequence[Sequence[Mapping[str, Any]]]) -> str | None:
         """Put the checkpoint in place; returns what went wrong, if anything."""
         try:
             written_by = f"dynmo-train {__version__}"
             manifest = build_manifest(document, reports, written_by=written_by, expected=self._members)
-            commit(self._checkpoints, self.run.step, self._staging, manifest)
-            if self.run.keep is not None:
-                prune(self._checkpoints, self.run.keep)
+            commit(self._checkpoints, self.run.step, staging, manifest)
         except (OSError, DynmoError) as error:
             return str(error)
+        if self.run.keep is not None:
+            # The new checkpoint is in place: what cannot be removed now is removed after the next one.
+            with contextlib.suppress(OSError):
+                prune(self._checkpoints, self.run.keep)
         return None
 
 
@@ -230,8 +252,16 @@ def _files_of(
             place += f"-e{held.exchange.rank:02d}"
         file = f"{kind}-{place}.safetensors"
         entries = []
-        for name, tensor in tensors.items():
+        vocabulary = vocabulary_rows(engine.family)
+        for name, tensor in list(tensors.items()):
             shape, index = whole_shape(tensor.shape, held.split_dim(name), held.region)
+            if has_vocabulary_rows(parameter_of(name)):
+                begin, end = (min(row, vocabulary) for row in index[0])
+                shape[0], index[0] = vocabulary, [begin, end]
+                tensors[name] = tensor[: end - begin]
+                if begin == end:
+                    del tensors[name]
+                    continue
             about = {"name": name, "dtype": dtype_name(tensor.dtype), "shape": shape, "role": role_of(name)}
             entries.append({**about, "file": file, "key": name, "index": index})
         if copies is not None:
@@ -299,8 +329,10 @@ def _document(engine: Engine, run: SavedRun, facts: Sequence[Mapping[str, Any]])
             sparsity[item] = sum(zeros for zeros, _ in counts) / sum(weights for _, weights in counts)
     pruning = {"sparsity": engine.pruning.sparsity, "sparsity_by_item": sparsity} if engine.pruning else None
     members = {name: [each for fact in facts for each in fact[name]] for name in ("decay", "no_decay")}
-    rates = {"decay": settings.adamw.weight_decay, "no_decay": 0.0}
+    rates = {"decay": engine.weight_decay, "no_decay": 0.0}
     groups = [{"name": name, "weight_decay": rates[name], "parameters": members[name]} for name in members]
+    decay = settings.adamw.weight_decay
+    constant_decay = WeightDecay(start=decay, end=decay, style="constant", steps=0)
     return RunFacts(
         run_id=run.run_id,
         step=run.step,
@@ -330,11 +362,15 @@ def _document(engine: Engine, run: SavedRun, facts: Sequence[Mapping[str, Any]])
         if run.moments
         else None,
         data=run.data,
+        source=run.source,
         rng={"scheme": "hash(seed,step,microbatch,item)", "seed": settings.pipeline.seed},
         extra={
             "x_consumed_valid_samples": run.consumed_valid_samples,
+            **({"x_class_names": list(run.class_names)} if run.class_names else {}),
+            "x_adam": {"beta1": settings.adamw.beta1, "beta2": settings.adamw.beta2, "eps": settings.adamw.eps},
+            SCHEDULER: scheduler_state(settings.rate, settings.weight_decay or constant_decay, engine.advanced),
             "x_progress": {
-                "advanced": engine.advanced,
+                "advanced_samples": engine.advanced,
                 "loss_scale": engine.scaler.state(),
                 "freezing": engine.freezing.state(),
                 **({} if engine.replica_workers is None else {"replica_workers": engine.replica_workers}),
@@ -343,6 +379,8 @@ def _document(engine: Engine, run: SavedRun, facts: Sequence[Mapping[str, Any]])
     )
 
 
+# A record of how the run padded its vocabulary.
+RECORDS = frozenset({"padded_vocab_size"})
 # How the experts are trained, not what they compute: another run may choose it anew.
 OF_TRAINING = frozenset({"moe_aux_loss_coeff", "moe_z_loss_coeff", "moe_capacity_factor"})
 
@@ -361,7 +399,7 @@ def check_same_model(checkpoint: Checkpoint, family: ModelFamily, *, goes_on: bo
     differences = [
         f"{key} is {stored.get(key)!r} there and {value!r} here"
         for key, value in wanted.items()
-        if stored.get(key) != value and (goes_on or key not in OF_TRAINING)
+        if stored.get(key) != value and key not in RECORDS and (goes_on or key not in OF_TRAINING)
     ]
     if differences:
         raise CheckpointError(f"{checkpoint.directory} holds another model: {'; '.join(differences)}")
@@ -392,7 +430,7 @@ def state_reader(
         wanted += [f"{name}.{REFERENCE}" for name in names if checkpoint.has(f"{name}.{REFERENCE}")]
         trained = {name: steps[owner] for name in names if (owner := checkpoint.stored_name(name)) in steps}
         wanted += [f"{name}.{key}" for name in trained for key in MOMENTS]
-        tensors = {name: held.own_slice(name, checkpoint.load([name])[name]).to(device) for name in wanted}
+        tensors = {name: held.own_part(name, checkpoint.load([name])[name]).to(device) for name in wanted}
         for name in (name for name in remembered if is_memory(item, name)):
             tensors[name] = checkpoint.load([name])[name][own : own + 1].clone().to(device)
         return ItemState(tensors=tensors, steps=trained)

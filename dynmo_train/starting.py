@@ -5,6 +5,7 @@ What a process may find impossible here ends all processes at once, with one mes
 
 from __future__ import annotations
 
+import contextlib
 import os
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,12 +21,14 @@ from .emulation import read_trace
 from .engine import Engine, EngineSettings
 from .errors import UsageError
 from .families import family_of
+from .fingerprint import checkpoint_facts, require_same
 from .formats.plan import initial_plan, plan_ids, write_plan
 from .formats.profile import Layout, ModelInfo
 from .loading import checkpoint_to_load
 from .models.compiled import check_compiler
 from .models.items import ModelFamily
 from .optim.apex import find_apex
+from .optim.scheduler_state import samples_done, scheduler_differences
 from .parallel.world import World, broadcast_document
 from .pipeline.paced import PacedProbe
 from .pipeline.probe import Probe
@@ -40,12 +43,14 @@ class Beginning:
     """What a run starts with.
 
     Attributes:
+        config: of the run; with ``--train-samples`` its ``train_iters`` count from what is consumed.
         checkpoint: what it goes on from, or what it took its weights from.
         step, consumed: steps done and samples consumed.
         consumed_valid: samples of the validation consumed.
         first_plan: the number of the plan in force.
     """
 
+    config: Config
     engine: Engine
     samples: Samples
     directory: RunDirectory
@@ -61,7 +66,6 @@ def begin(config: Config, world: World) -> Beginning:
     """Open data and checkpoint, build the engine, make the run directory, write the header and the first plan."""
     if config.training.torch_compile:
         agreed(world, lambda: check_compiler(world.device.type, config.training.torch_compile_backend, os.environ))
-    samples = first_then_others(world, lambda: open_samples(config))
     apex = find_apex()
     on_cuda = world.device.type == "cuda"
     fused_adam = apex.fused_adam if on_cuda else None
@@ -71,13 +75,18 @@ def begin(config: Config, world: World) -> Beginning:
         if config.parallel.zero_stage == 1:
             say("--zero-stage 1 behaves as 2: gradients are shared between steps as well")
     family = family_of(config)
-    checkpoint = agreed(world, lambda: checkpoint_to_load(config, world))
+    takes_moments = not (config.run.finetune or config.run.no_load_optim)
+    checkpoint = agreed(world, lambda: checkpoint_to_load(config, world, with_optimizer=takes_moments))
+    require_same(world, checkpoint_facts(checkpoint))
+    step, consumed = agreed(world, lambda: _progress(config, checkpoint))
+    config = _with_steps_left(config, step, consumed, world)
+    samples = first_then_others(world, lambda: open_samples(config, step, consumed))
     stored = checkpoint.manifest["dynamic"]["sparse_thresholds"] if checkpoint is not None else None
     settings = agreed(
         world, lambda: replace(settings_of(config, stored or None), fused_adam=fused_adam, fused_norms=fused_norms)
     )
-    step, consumed = agreed(world, lambda: _progress(config, checkpoint, samples))
     bert = agreed(world, lambda: _bert(config, world)) if checkpoint is None else None
+    require_same(world, checkpoint_facts(bert, "--bert-load"))
     engine = agreed(world, lambda: _engine(config, world, family, settings, checkpoint, bert))
 
     workers, dims = describe_workers(world), world.dims
@@ -122,8 +131,11 @@ def begin(config: Config, world: World) -> Beginning:
         workers,
         describe_items(family, settings.pipeline.boundary, engine.held.blueprint),
     )
+    for fault in checkpoint.passed_over if checkpoint is not None else ():
+        recorder.event("checkpoint_damaged", f"passed over a damaged checkpoint: {fault}", step=step)
     first_plan = _write_first_plan(config, engine, directory, step)
     return Beginning(
+        config=config,
         engine=engine,
         samples=samples,
         directory=directory,
@@ -136,17 +148,37 @@ def begin(config: Config, world: World) -> Beginning:
     )
 
 
-def _progress(config: Config, checkpoint: Checkpoint | None, samples: Samples) -> tuple[int, int]:
-    """Steps done and samples consumed; raises ``CheckpointError`` where other batches would follow than before."""
+def _progress(config: Config, checkpoint: Checkpoint | None) -> tuple[int, int]:
+    """Steps done and samples consumed; raises ``CheckpointError`` where the samples are not known."""
     if checkpoint is None or _begins(config, checkpoint):
         return 0, 0
     step, consumed = checkpoint.manifest["step"], checkpoint.manifest["consumed_train_samples"]
-    if consumed != samples.sizes.consumed_after(step):
+    if step and not consumed:
         raise CheckpointError(
-            f"the checkpoint consumed {consumed} samples in {step} steps; --global-batch-size"
-            f" {config.training.global_batch_size} would go on with other batches: give the size that it had"
+            f"the checkpoint consumed 0 samples in {step} steps: the samples to continue with are not known; give"
+            " --finetune to take its weights and start from the first step"
         )
     return step, consumed
+
+
+def _with_steps_left(config: Config, step: int, consumed: int, world: World) -> Config:
+    """The configuration of a resumed run, whose batch size may have been another one up to here.
+
+    The samples continue after those that are consumed. Steps are counted from ``--train-iters`` as before; with
+    ``--train-samples`` the last step follows from the samples that are left.
+    """
+    sizes, training = config.batch_sizes, config.training
+    if consumed == sizes.consumed_after(step):
+        return config
+    if world.is_first:
+        say(
+            f"the batch size has changed: {consumed:,} samples are consumed after {step:,} steps; training continues"
+            f" with {sizes.at(consumed)} samples a step"
+        )
+    if training.train_samples is None:
+        return config
+    train_iters = step + sizes.steps_for(training.train_samples, consumed)
+    return replace(config, training=replace(training, train_iters=max(1, train_iters)))
 
 
 def _begins(config: Config, checkpoint: Checkpoint) -> bool:
@@ -191,11 +223,28 @@ def _engine(
     if checkpoint is None:
         engine.build()
         return engine
-    fresh = _begins(config, checkpoint)
-    reader = state_reader(checkpoint, engine.held, world, moments=not (fresh or config.run.no_load_optim))
-    progress = {} if fresh else checkpoint.manifest.get("x_progress", {})
-    engine.restore(reader, 0 if fresh else checkpoint.manifest["step"], **progress)
+    if _begins(config, checkpoint):
+        engine.restore(state_reader(checkpoint, engine.held, world, moments=False), 0)
+        return engine
+    reader = state_reader(checkpoint, engine.held, world, moments=not config.run.no_load_optim)
+    if world.is_first:
+        for line in scheduler_differences(settings.rate, checkpoint.manifest):
+            say(f"warning: {line}")
+    engine.restore(reader, checkpoint.manifest["step"], **progress_of(checkpoint, config))
     return engine
+
+
+def progress_of(checkpoint: Checkpoint, config: Config) -> dict[str, Any]:
+    """What a checkpoint says of schedules and techniques, as :meth:`Engine.restore` takes it.
+
+    Before ``advanced_samples`` the schedule of the learning rate counted, as ``advanced``, what the options count. An
+    import has neither, but the count of the scheduler that it came with.
+    """
+    progress = dict(checkpoint.manifest.get("x_progress", {}))
+    unit = 1 if config.counts_samples else config.training.global_batch_size
+    old = progress.pop("advanced", None)
+    counted = samples_done(checkpoint.manifest) if old is None else old * unit
+    return {"advanced_samples": counted, **progress}
 
 
 def _probe(config: Config, world: World, family: ModelFamily) -> Probe | None:
@@ -208,12 +257,20 @@ def _probe(config: Config, world: World, family: ModelFamily) -> Probe | None:
     return PacedProbe(read_trace(Path(given.emulate), [item.name for item in family.items], given.emulate_scale))
 
 
+def _write_next(plans: Path, document: dict[str, Any]) -> int:
+    """Write a plan under the next free number: an external planner may take the one that was free a moment ago."""
+    while True:
+        number = max(plan_ids(plans), default=-1) + 1
+        with contextlib.suppress(FileExistsError):
+            write_plan(plans, {**document, "plan_id": number})
+            return number
+
+
 def _write_first_plan(config: Config, engine: Engine, directory: RunDirectory, step: int) -> int:
     """Write the partition in force as the next plan (number 0 in a new run) and give its number to every worker."""
     number: int | None = None
     if engine.world.is_first:
         remove_stale_staging(directory.checkpoints)
-        number = max(plan_ids(directory.plans), default=-1) + 1
         document = initial_plan(
             run_id=directory.run_id,
             stages=engine.partition.stages,
@@ -221,9 +278,9 @@ def _write_first_plan(config: Config, engine: Engine, directory: RunDirectory, s
             schedule=config.parallel.schedule,
             virtual_stages_per_worker=config.parallel.virtual_stages_per_worker,
             placed=engine.partition.placed,
+            granularity=config.balance.granularity,
             operations=engine.settings.pipeline.operations,
-            plan_id=number,
             read_to_step=step,
         )
-        write_plan(directory.plans, document)
+        number = _write_next(directory.plans, document)
     return int(broadcast_document(engine.world, number))

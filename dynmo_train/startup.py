@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from .config import Config, config_document
@@ -65,6 +66,17 @@ def target_lines(train: int, valid: int, test: int) -> list[str]:
         f"    validation: {valid}",
         f"    test:       {test}",
     ]
+
+
+def complete_line(run: Path, step: int, rule: str) -> str:
+    """A run that is loaded with all its steps done; ``rule`` says what sets their number and how to have more."""
+    return f"the run in {run} is complete: {step:,} steps are done, {rule} to continue it"
+
+
+def resume_line(run: Path, step: int, load: str | None) -> str:
+    """How a run that was ended before its last step is resumed."""
+    again = "run the same command again" if load == str(run) else f"run the same command with --load {run}"
+    return f"stopped after iteration {step:,}, saved; to resume, {again}"
 
 
 def startup_lines(config: Config, counts: Mapping[tuple[int, int], int]) -> Sequence[str]:

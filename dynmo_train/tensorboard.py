@@ -16,6 +16,7 @@ from functools import cache
 from pathlib import Path
 
 from .errors import UsageError
+from .reasons import reason
 
 _MASK = 0xA282EAD8
 
@@ -84,7 +85,7 @@ class EventWriter:
             folder.mkdir(parents=True, exist_ok=True)
             self._file = open(folder / name, "ab", buffering=0)  # noqa: SIM115 - open as long as the run
         except OSError as error:
-            raise UsageError(f"cannot write to --tensorboard-dir {folder}: {error}") from error
+            raise UsageError(f"cannot write to --tensorboard-dir {folder}: {reason(error)}") from error
         version = b"\x09" + struct.pack("<d", now) + _inner(3, b"brain.Event:2")
         self._file.write(record(version))
 

@@ -11,9 +11,10 @@ from .models.chain import STATED
 from .models.ict import QUERY, bert_parameter
 from .models.items import ModelFamily, parameters_of
 from .optim.items import HeldItems, ItemState
+from .saving import RECORDS
 
 # A tower may have other dropout, seed or scores than the BERT; these must be the same.
-SAME = ("num_layers", "num_tokentypes", *STATED)
+SAME = ("num_layers", "num_tokentypes", *(name for name in STATED if name not in RECORDS))
 
 
 def check_bert(checkpoint: Checkpoint, family: ModelFamily) -> None:
@@ -43,8 +44,9 @@ def tower_reader(
         for name, initial in fresh.items():
             source = bert_parameter(name)
             if source is not None:
-                whole = checkpoint.load([source])[source]
-            elif item == "head":
+                tensors[name] = held.own_part(name, checkpoint.load([source])[source]).to(device)
+                continue
+            if item == "head":
                 first = f"{QUERY}.pooler"
                 twin = parameters_of(first, family.build(first, torch.device("cpu")))
                 whole = twin[first + name.removeprefix(item)].detach()

@@ -181,7 +181,7 @@ class TrainingLog:
             train_iters=self.config.training.train_iters,
             consumed_samples=consumed,
             elapsed_ms=window_s / len(self._window) * 1e3,
-            learning_rate=result.rate,
+            learning_rate=result.next_rate,
             global_batch_size=global_batch_size,
             lm_loss=means.pop("lm_loss", None),
             others=means,

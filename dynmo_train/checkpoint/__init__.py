@@ -1,7 +1,7 @@
 """Saves and loads native checkpoints of the trainer's own state; the rest is ``dynmo-ckpt``'s."""
 
 from .manifest import RunFacts, build_manifest
-from .reader import Checkpoint, CheckpointError, find_checkpoint, open_checkpoint
+from .reader import Checkpoint, CheckpointError, damage_of, find_checkpoint, list_checkpoints, open_checkpoint
 from .writer import commit, new_staging, prune, remove_stale_staging, write_shard
 
 __all__ = [
@@ -10,7 +10,9 @@ __all__ = [
     "RunFacts",
     "build_manifest",
     "commit",
+    "damage_of",
     "find_checkpoint",
+    "list_checkpoints",
     "new_staging",
     "open_checkpoint",
     "prune",

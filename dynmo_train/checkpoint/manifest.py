@@ -15,7 +15,7 @@ from ..formats.checkpoint import FORMAT, VERSION
 class RunFacts:
     """What the manifest says about the run; each field is the manifest's field of the same name.
 
-    ``extra`` are free fields, whose names start with ``x_``.
+    ``source`` is None where the manifest has none; ``extra`` are free fields, whose names start with ``x_``.
     """
 
     run_id: str
@@ -28,6 +28,7 @@ class RunFacts:
     optimizer: Mapping[str, Any] | None
     data: Mapping[str, Any] | None
     rng: Mapping[str, Any]
+    source: Mapping[str, Any] | None = None
     extra: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -114,5 +115,6 @@ def build_manifest(
         "optimizer": None if facts.optimizer is None else dict(facts.optimizer),
         "data": None if facts.data is None else dict(facts.data),
         "rng": dict(facts.rng),
+        **({} if facts.source is None else {"source": dict(facts.source)}),
         **facts.extra,
     }

@@ -9,13 +9,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from ..errors import UsageError
-from ..formats._document import DocumentError
+from ..formats._document import MAX_TABLE_BYTES, DocumentError, UnreadableError, read_bytes
 from ..formats.checkpoint import parse_manifest
 from .shards import HEADER_LIMIT_BYTES, TORCH_NAMES, Place, decode_header
-from .writer import STEP_NAME
+from .writer import STEP_NAME, read_latest
 
 if TYPE_CHECKING:
     import torch
+
+
+_CHUNK_BYTES = 1 << 22
 
 
 class CheckpointError(UsageError):
@@ -25,9 +28,9 @@ class CheckpointError(UsageError):
 def _load_manifest(step_dir: Path) -> dict[str, Any]:
     path = step_dir / "manifest.json"
     try:
-        return parse_manifest(path.read_bytes(), str(path))
-    except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from error
+        return parse_manifest(read_bytes(path, MAX_TABLE_BYTES), str(path))
+    except UnreadableError as error:
+        raise CheckpointError(f"{path}: cannot be read: {error.reason}") from error
 
 
 def _fault(step_dir: Path) -> str:
@@ -44,35 +47,71 @@ def _fault(step_dir: Path) -> str:
     return ""
 
 
-def find_checkpoint(path: Path) -> Path:
-    """The directory of the checkpoint meant by ``path``: a run directory, its ``checkpoints``, or one step's directory.
+def list_checkpoints(path: Path) -> list[Path]:
+    """What ``path`` may mean, best first: a run directory, its ``checkpoints``, or one step's directory.
 
-    Follows ``LATEST``; where that is missing or names an incomplete checkpoint, takes the newest complete one.
+    First is what ``LATEST`` names, then the steps from the newest to the oldest; one step's directory means itself.
+
+    Raises:
+        CheckpointError: there is no checkpoint.
+    """
+    if (path / "manifest.json").exists() or (STEP_NAME.fullmatch(path.name) and path.is_dir()):
+        return [path]
+    folder = path / "checkpoints" if (path / "checkpoints").is_dir() else path
+    names = [child.name for child in folder.iterdir()] if folder.is_dir() else []
+    steps = sorted((name for name in names if STEP_NAME.fullmatch(name)), key=lambda name: -int(name[5:]))
+    if not steps:
+        raise CheckpointError(
+            f"{path}: no checkpoint here; give a run directory, its checkpoints directory or a step-NNNNNNNN directory"
+        )
+    named = read_latest(folder)
+    first = [named] if named in steps else []
+    return [folder / name for name in first + [name for name in steps if name not in first]]
+
+
+def find_checkpoint(path: Path) -> Path:
+    """The directory of the checkpoint meant by ``path``: the first of :func:`list_checkpoints` that is complete.
 
     Raises:
         CheckpointError: there is none; says what was looked at and why each was refused.
     """
-    if (path / "manifest.json").exists():
-        candidates = [path]
-    else:
-        folder = path / "checkpoints" if (path / "checkpoints").is_dir() else path
-        names = [child.name for child in folder.iterdir()] if folder.is_dir() else []
-        steps = sorted((name for name in names if STEP_NAME.fullmatch(name)), key=lambda name: -int(name[5:]))
-        latest = folder / "LATEST"
-        named = latest.read_text(encoding="utf-8", errors="replace").strip() if latest.is_file() else ""
-        first = [named] if named in steps else []
-        candidates = [folder / name for name in first + [name for name in steps if name not in first]]
     faults = []
-    for candidate in candidates:
+    for candidate in list_checkpoints(path):
         fault = _fault(candidate)
         if not fault:
             return candidate
         faults.append(fault)
-    if not faults:
-        raise CheckpointError(
-            f"{path}: no checkpoint here; give a run directory, its checkpoints directory or a step-NNNNNNNN directory"
-        )
     raise CheckpointError("\n  ".join([f"{path}: no complete checkpoint here", *faults]))
+
+
+def damage_of(step_dir: Path, part: int = 0, parts: int = 1) -> str:
+    """What is damaged in a checkpoint: its manifest, a file's presence or size, or a byte; empty where it is sound.
+
+    Args:
+        step_dir: its directory.
+        part, parts: of the files, every ``parts``-th is read from the ``part``-th on, so that processes share the work.
+    """
+    fault = _fault(step_dir)
+    if fault:
+        return fault
+    files = _load_manifest(step_dir)["files"]
+    for name in sorted(files, key=lambda name: -files[name]["bytes"])[part::parts]:
+        path = step_dir / name
+        try:
+            found = _file_crc32(path)
+        except OSError as error:
+            return f"{path}: cannot be read: {error.strerror}"
+        if found != files[name]["crc32"]:
+            return f"{path}: CRC-32 is {found}, the manifest says {files[name]['crc32']}: the bytes were altered"
+    return ""
+
+
+def _file_crc32(path: Path) -> str:
+    checksum, buffer = 0, bytearray(_CHUNK_BYTES)
+    with open(path, "rb", buffering=0) as handle:
+        while got := handle.readinto(buffer):
+            checksum = zlib.crc32(memoryview(buffer)[:got], checksum)
+    return f"{checksum:08x}"
 
 
 def open_checkpoint(step_dir: Path) -> Checkpoint:
@@ -82,10 +121,14 @@ def open_checkpoint(step_dir: Path) -> Checkpoint:
 
 @dataclass(frozen=True, kw_only=True)
 class Checkpoint:
-    """A checkpoint on disk: its manifest, and its tensors by their global names."""
+    """A checkpoint on disk: its manifest, and its tensors by their global names.
+
+    ``passed_over`` says of damaged ones, which this one stands for, what is wrong with them.
+    """
 
     directory: Path
     manifest: Mapping[str, Any]
+    passed_over: tuple[str, ...] = ()
 
     def stored_name(self, name: str) -> str:
         """The name under which ``name`` is stored: that of the tensor it is tied to, for optimizer state as well."""

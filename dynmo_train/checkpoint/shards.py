@@ -60,7 +60,7 @@ def decode_header(length_bytes: bytes, text: bytes, file_bytes: int) -> dict[str
     header_end = 8 + int.from_bytes(length_bytes, "little")
     if len(length_bytes) != 8 or header_end > file_bytes or len(text) != header_end - 8:
         raise ValueError(f"the header should end at byte {header_end}, the file has {file_bytes} bytes")
-    header = parse_json(text)
+    header = parse_json(text, HEADER_LIMIT_BYTES)
     if not isinstance(header, dict):
         raise ValueError("the header is not an object")
     places = {key: _place(key, value, header_end) for key, value in header.items() if key != "__metadata__"}

@@ -17,8 +17,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import UsageError
-from ..formats._document import DocumentError, write_whole
+from ..formats._document import DocumentError, read_word, write_whole
 from ..formats.checkpoint import manifest_problems, seal
+from ..portable import allocate, drop_cached
 from .crc32 import combine
 from .shards import DTYPE_BYTES, TORCH_NAMES, decode_header, encode_header
 
@@ -69,8 +70,7 @@ def write_shard(directory: Path, filename: str, tensors: Mapping[str, torch.Tens
     header = encode_header([(key, types[key], tuple(tensors[key].shape)) for key in order])
     checksums = {}
     with open(directory / filename, "wb", buffering=0) as handle:
-        if hasattr(os, "posix_fallocate"):
-            os.posix_fallocate(handle.fileno(), 0, len(header) + sum(tensors[key].nbytes for key in order))
+        allocate(handle.fileno(), 0, len(header) + sum(tensors[key].nbytes for key in order))
         handle.write(header)
         for key in order:
             checksums[key] = f"{_write_tensor(handle, tensors[key]):08x}"
@@ -97,11 +97,10 @@ def _send_on(handle: RawIOBase) -> None:
 
     Else the flush at the end waits for all of it, and every page is fresh memory, which is slow to touch.
     """
-    if hasattr(os, "posix_fadvise"):
-        end = handle.tell()
-        for back in (_CHUNK_BYTES, _KEPT_CHUNKS * _CHUNK_BYTES):
-            begin = max(0, end - back)
-            os.posix_fadvise(handle.fileno(), begin, min(_CHUNK_BYTES, end - begin), os.POSIX_FADV_DONTNEED)
+    end = handle.tell()
+    for back in (_CHUNK_BYTES, _KEPT_CHUNKS * _CHUNK_BYTES):
+        begin = max(0, end - back)
+        drop_cached(handle.fileno(), begin, min(_CHUNK_BYTES, end - begin))
 
 
 def commit(checkpoints_dir: Path, step: int, staging: Path, manifest: Mapping[str, Any]) -> Path:
@@ -124,7 +123,12 @@ def commit(checkpoints_dir: Path, step: int, staging: Path, manifest: Mapping[st
     replaced = checkpoints_dir / f".{target.name}.old-{secrets.token_hex(4)}"
     if target.exists():
         target.rename(replaced)
-    staging.rename(target)
+    try:
+        staging.rename(target)
+    except OSError:
+        if replaced.exists():
+            replaced.rename(target)
+        raise
     _sync_directory(checkpoints_dir)
     write_whole(checkpoints_dir / "LATEST", f"{target.name}\n".encode())
     _sync_directory(checkpoints_dir)
@@ -162,13 +166,20 @@ def _shard_checksum(path: Path, checksums: Mapping[str, int]) -> int:
     return total
 
 
+def read_latest(folder: Path) -> str:
+    """The name of a step that ``LATEST`` gives; empty where it is missing, unreadable or too long for a name."""
+    try:
+        return read_word(folder / "LATEST")
+    except DocumentError:
+        return ""
+
+
 def prune(checkpoints_dir: Path, keep: int) -> list[str]:
     """Remove all but the newest ``keep`` checkpoints, at least one; each is renamed before it is removed.
 
     The one that ``LATEST`` names stays even if its step is lower, as after going on from an older checkpoint.
     """
-    latest = checkpoints_dir / "LATEST"
-    named = latest.read_text(encoding="utf-8").strip() if latest.is_file() else ""
+    named = read_latest(checkpoints_dir)
     steps = sorted((p for p in checkpoints_dir.iterdir() if STEP_NAME.fullmatch(p.name)), key=_step_number)
     doomed = [path for path in steps[: max(0, len(steps) - max(keep, 1))] if path.name != named]
     for path in doomed:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Mapping
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -11,12 +12,24 @@ import typer
 
 from ..console import emit, say
 from ..errors import UsageError
+from ..formats._document import MAX_COUNT, MAX_JOBS, MAX_RANKS
 from .cluster_options import DryRun, Exports, Gpus, JobName, LogFolder, NodeCount, Nproc
-from .launch import Arguments, MaxRestarts, check_command, count_of_nodes, launch
+from .common import need_torch
+from .launch import (
+    COMMAND_LAST,
+    GRACE_S,
+    SAVE_S,
+    Arguments,
+    MaxRestarts,
+    check_command,
+    count_of_nodes,
+    launch,
+    run_processes,
+)
 
 if TYPE_CHECKING:
-    from ..launch.hostfile import HostJob
-    from ..launch.kubernetes import KubernetesJob
+    from ..launch.hostfile import Host, HostJob
+    from ..launch.kubernetes import KubernetesJob, Need
 
 
 class ManifestKind(StrEnum):
@@ -28,9 +41,37 @@ class ManifestKind(StrEnum):
     DATA = "job"
 
 
-def _documents(kind: ManifestKind, job: KubernetesJob, claim_size: str, storage_class: str) -> str:
-    """The manifests of a job as YAML."""
-    from ..launch.kubernetes import data_job, indexed_job, pytorch_job, to_yaml, train_job, volume_claim
+def _documents(
+    kind: ManifestKind, job: KubernetesJob, claim_size: str, storage_class: str, kubernetes: str | None
+) -> tuple[str, list[Need]]:
+    """The manifests of a job as YAML, and what they need of the cluster.
+
+    Raises:
+        UsageError: the cluster's version, as it is given, does not serve what the manifests need.
+    """
+    from ..launch.kubernetes import (
+        check_version,
+        data_job,
+        indexed_job,
+        indexed_needs,
+        parse_version,
+        pytorch_job,
+        pytorch_needs,
+        to_yaml,
+        train_job,
+        trainer_needs,
+        volume_claim,
+    )
+
+    needs_of: Mapping[ManifestKind, Callable[[KubernetesJob], list[Need]]] = {
+        ManifestKind.PYTORCHJOB: pytorch_needs,
+        ManifestKind.TRAINJOB: trainer_needs,
+        ManifestKind.INDEXED: indexed_needs,
+    }
+    needs = needs_of[kind](job) if kind in needs_of else []
+    if kubernetes is not None:
+        option = "--kubernetes-version"
+        check_version(needs, "Kubernetes", parse_version(option, kubernetes), option)
 
     claims = [volume_claim(claim, job.namespace, claim_size, storage_class) for claim in job.claims if claim_size]
     made = {
@@ -39,10 +80,10 @@ def _documents(kind: ManifestKind, job: KubernetesJob, claim_size: str, storage_
         ManifestKind.INDEXED: lambda: indexed_job(job),
         ManifestKind.DATA: lambda: [data_job(job)],
     }[kind]()
-    return to_yaml([*claims, *made])
+    return to_yaml([*claims, *made], needs), needs
 
 
-@launch.command("kubernetes")
+@launch.command("kubernetes", context_settings=COMMAND_LAST)
 def launch_kubernetes(
     arguments: Arguments,
     image: Annotated[str, typer.Option("--image", envvar="IMAGE_URI", help="Container image.")],
@@ -55,7 +96,9 @@ def launch_kubernetes(
     nodes: NodeCount = None,
     nproc: Nproc = 1,
     gpus: Gpus = 0,
-    efa: Annotated[int, typer.Option("--efa", min=0, envvar="EFA_PER_NODE", help="EFA devices of each node.")] = 0,
+    efa: Annotated[
+        int, typer.Option("--efa", min=0, max=MAX_JOBS, envvar="EFA_PER_NODE", help="EFA devices of each node.")
+    ] = 0,
     cpus: Annotated[str, typer.Option("--cpus", help="CPUs of each pod.")] = "",
     memory: Annotated[str, typer.Option("--memory", help="Memory of each pod, such as 64Gi.")] = "",
     instance_type: Annotated[
@@ -72,10 +115,17 @@ def launch_kubernetes(
     ] = "",
     storage_class: Annotated[str, typer.Option("--storage-class", help="Storage class of claims that are made.")] = "",
     runtime: Annotated[str, typer.Option("--runtime", help="Training runtime of a trainjob.")] = "torch-distributed",
+    trainer_version: Annotated[
+        str, typer.Option("--trainer-version", help="Version of Kubeflow Trainer that a trainjob is for.")
+    ] = "2.3",
+    kubernetes_version: Annotated[
+        str | None,
+        typer.Option("--kubernetes-version", help="Version of the cluster [default: kubectl asks the cluster]."),
+    ] = None,
     export: Exports = None,
     max_restarts: MaxRestarts = 3,
     save_s: Annotated[
-        int, typer.Option("--save-s", min=0, help="Seconds that a pod has to save in when it ends.")
+        int, typer.Option("--save-s", min=0, max=MAX_COUNT, help="Seconds that a pod has to save in when it ends.")
     ] = 60,
     dry_run: DryRun = False,
 ) -> None:
@@ -84,7 +134,7 @@ def launch_kubernetes(
     With --kind job COMMAND is run as it is, such as `dynmo-prep binarize ...`; else it is a command of dynmo-train.
     Sizes in the environment (NUM_LAYERS, HIDDEN_SIZE, TENSOR_PARALLEL, ...) go before those of COMMAND.
     """
-    from ..launch.kubernetes import KubernetesJob, apply, parse_claim
+    from ..launch.kubernetes import KubernetesJob, apply, parse_claim, parse_version
     from ..launch.script import parse_exports, with_environment
 
     if kind is not ManifestKind.DATA:
@@ -110,15 +160,75 @@ def launch_kubernetes(
         max_restarts=max_restarts,
         save_s=save_s,
         runtime=runtime,
+        trainer=parse_version("--trainer-version", trainer_version),
     )
-    text = _documents(kind, job, claim_size, storage_class)
-    emit(text.rstrip("\n")) if dry_run else say(apply(text))
+    text, needs = _documents(kind, job, claim_size, storage_class, kubernetes_version)
+    emit(text.rstrip("\n")) if dry_run else say(apply(text, needs))
 
 
-@launch.command("hostfile")
+# Where DeepSpeed's launcher looks for a hostfile that nobody names.
+DEFAULT_HOSTFILE = Path("/job/hostfile")
+
+
+def _slots_here(include: str | None, exclude: str | None, num_nodes: int | None, num_gpus: int | None) -> Host:
+    """This machine as the only host: its GPUs, or ``--num-gpus`` processes on CPU where it has none.
+
+    Raises:
+        UsageError: more nodes or GPUs than there are, or filters that leave nothing.
+    """
+    need_torch()
+    import torch
+
+    from ..launch.hostfile import Host, choose
+
+    if (num_nodes or 1) > 1:
+        raise UsageError(
+            f"--num-nodes {num_nodes}: without --hostfile there is this machine alone; give --hostfile FILE"
+        )
+    found = torch.cuda.device_count()
+    if not found and not num_gpus:
+        raise UsageError("without --hostfile and without a GPU: give --num-gpus N for N processes on CPU")
+    if found and (num_gpus or 1) > found:
+        raise UsageError(f"--num-gpus {num_gpus}: this machine has {found}")
+    (host,) = choose([Host(name="localhost", slots=tuple(range(found or num_gpus or 1)))], include, exclude)
+    return Host(name=host.name, slots=host.slots[:num_gpus])
+
+
+def _visible_devices(host: Host) -> dict[str, str]:
+    """``CUDA_VISIBLE_DEVICES`` for the slots of this machine: of those that are visible now; empty without a GPU."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return {}
+    present = os.environ.get("CUDA_VISIBLE_DEVICES")
+    names = present.split(",") if present else [str(slot) for slot in range(torch.cuda.device_count())]
+    return {"CUDA_VISIBLE_DEVICES": ",".join(names[slot] for slot in host.slots)}
+
+
+def _launch_here(
+    arguments: list[str], host: Host, environment: Mapping[str, str], log_dir: str, max_restarts: int, *, dry_run: bool
+) -> int:
+    """Run COMMAND in a process for each slot of this machine; the exit code."""
+    import shlex
+
+    from ..launch.meeting import Nodes
+
+    if dry_run:
+        options = ("--nproc", str(len(host.slots)), "--max-restarts", str(max_restarts), "--log-dir", log_dir)
+        variables = [f"{name}={value}" for name, value in environment.items()]
+        emit(shlex.join([*variables, "dynmo-train", "launch", "local", *options, "--", *arguments]))
+        return 0
+    os.environ.update(environment)
+    return run_processes(arguments, len(host.slots), Path(log_dir), max_restarts, (GRACE_S, SAVE_S), Nodes())
+
+
+@launch.command("hostfile", context_settings=COMMAND_LAST)
 def launch_hostfile(
     arguments: Arguments,
-    hostfile: Annotated[Path, typer.Option("--hostfile", "-H", help="File of 'HOST slots=N' lines.")],
+    hostfile: Annotated[
+        Path | None,
+        typer.Option("--hostfile", "-H", help="File of 'HOST slots=N' lines [default: this machine alone]."),
+    ] = None,
     include: Annotated[
         str | None, typer.Option("--include", "-i", metavar="HOST@HOST:SLOT,SLOT", help="Use only these.")
     ] = None,
@@ -126,12 +236,15 @@ def launch_hostfile(
         str | None, typer.Option("--exclude", "-e", metavar="HOST@HOST:SLOT,SLOT", help="Use all but these.")
     ] = None,
     num_nodes: Annotated[
-        int | None, typer.Option("--num-nodes", "--num_nodes", min=1, help="Use this many hosts.")
+        int | None, typer.Option("--num-nodes", "--num_nodes", min=1, max=MAX_RANKS, help="Use this many hosts.")
     ] = None,
     num_gpus: Annotated[
-        int | None, typer.Option("--num-gpus", "--num_gpus", min=1, help="Use this many slots of each host.")
+        int | None,
+        typer.Option("--num-gpus", "--num_gpus", min=1, max=MAX_JOBS, help="Use this many slots of each host."),
     ] = None,
-    least: Annotated[int | None, typer.Option("--least", min=1, help="Go on with so few hosts [default: all].")] = None,
+    least: Annotated[
+        int | None, typer.Option("--least", min=1, max=MAX_RANKS, help="Go on with so few hosts [default: all].")
+    ] = None,
     master_addr: Annotated[
         str | None,
         typer.Option("--master-addr", "--master_addr", help="Address of the first host [default: its name]."),
@@ -148,14 +261,22 @@ def launch_hostfile(
     max_restarts: MaxRestarts = 0,
     dry_run: DryRun = False,
 ) -> None:
-    """Run COMMAND on the hosts of a file, over ssh, in this folder; shows what rank 0 says."""
+    """Run COMMAND on the hosts of a file, over ssh, in this folder; shows what rank 0 says.
+
+    Without a file it runs on this machine, as DeepSpeed's launcher does: --num-gpus processes, by default one for each
+    GPU.
+    """
     check_command(arguments)
     import shlex
 
     from ..launch.hostfile import HostJob, carried, choose, host_command, read_hostfile, run_on_hosts
     from ..launch.script import parse_exports
 
-    hosts = choose(read_hostfile(hostfile), include, exclude)[:num_nodes]
+    if hostfile is None and not DEFAULT_HOSTFILE.is_file():
+        host = _slots_here(include, exclude, num_nodes, num_gpus)
+        here = parse_exports(export or ()) | (_visible_devices(host) if devices else {})
+        raise typer.Exit(_launch_here(arguments, host, here, log_dir, max_restarts, dry_run=dry_run))
+    hosts = choose(read_hostfile(hostfile or DEFAULT_HOSTFILE), include, exclude)[:num_nodes]
     if num_gpus:
         if short := [host.name for host in hosts if len(host.slots) < num_gpus]:
             raise UsageError(f"--num-gpus {num_gpus}: {', '.join(short)} has fewer slots")

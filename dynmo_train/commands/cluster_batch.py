@@ -11,6 +11,8 @@ import typer
 
 from ..console import emit, say
 from ..errors import UsageError
+from ..formats._document import MAX_COUNT, MAX_JOBS, MAX_RANKS
+from ..reasons import reason
 from .cluster_options import (
     DryRun,
     Exports,
@@ -26,7 +28,19 @@ from .cluster_options import (
     TimeLimit,
     Workdir,
 )
-from .launch import Arguments, MaxRestarts, check_command, count_of_nodes, launch
+from .launch import COMMAND_LAST, Arguments, MaxRestarts, check_command, count_of_nodes, launch
+
+Cpus = Annotated[
+    int | None,
+    typer.Option(
+        "--cpus-per-task",
+        "--cpus",
+        min=0,
+        max=MAX_JOBS,
+        help="CPUs of each node, for all its processes; 0 leaves it to the scheduler [default: 4 a process with a GPU,"
+        " else its threads].",
+    ),
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,17 +70,17 @@ def _write_and_submit(text: str, file: Path, how: _Submission, *, dry_run: bool,
     try:
         file.write_text(text, encoding="utf-8")
     except OSError as error:
-        raise UsageError(f"cannot write {file}: {error}") from error
+        raise UsageError(f"cannot write {file}: {reason(error)}") from error
     say(f"dynmo-train: submitted {submit_script(file, how.command, by_stdin=how.by_stdin)} ({file})")
 
 
-@launch.command("slurm")
+@launch.command("slurm", context_settings=COMMAND_LAST)
 def launch_slurm(
     arguments: Arguments,
     nodes: NodeCount = None,
     nproc: Nproc = 1,
     gpus: Gpus = 0,
-    cpus: Annotated[int, typer.Option("--cpus", min=0, help="CPUs to ask for on each node.")] = 0,
+    cpus: Cpus = None,
     job_name: JobName = "dynmo",
     time_limit: TimeLimit = "",
     partition: Annotated[str, typer.Option("--partition", help="Partition.")] = "",
@@ -74,14 +88,20 @@ def launch_slurm(
     qos: Annotated[str, typer.Option("--qos", help="Quality of service.")] = "",
     output: Annotated[str, typer.Option("--output", help="Log of the job.")] = "slurm-%x-%j.out",
     array: Annotated[
-        int, typer.Option("--array", min=0, help="Run this many times one after another; each goes on with the run.")
+        int,
+        typer.Option(
+            "--array", min=0, max=MAX_COUNT, help="Run this many times one after another; each goes on with the run."
+        ),
     ] = 0,
     het: Annotated[
         list[str] | None,
         typer.Option("--het", metavar="NODES:PARTITION[:GPUS]", help="Group of a heterogeneous job; may be repeated."),
     ] = None,
     save_before_s: Annotated[
-        int, typer.Option("--save-before-s", min=1, help="Seconds before the time limit to save and requeue at.")
+        int,
+        typer.Option(
+            "--save-before-s", min=1, max=MAX_COUNT, help="Seconds before the time limit to save and requeue at."
+        ),
     ] = 120,
     image: Image = "",
     mount: Mounts = None,
@@ -102,11 +122,13 @@ def launch_slurm(
     back into the queue and on from there. Nodes whose workers are released are given back.
     """
     check_command(arguments)
-    from ..launch.script import parse_exports
+    from ..launch.script import parse_exports, task_cpus
     from ..launch.slurm import SlurmJob, parse_part, slurm_script
 
     all_nodes = os.environ.get("SLURM_JOB_NUM_NODES", "1") if in_job else "1"
     least, most = count_of_nodes("--nodes", nodes or all_nodes)
+    exported = parse_exports(export or ())
+    environment = {**os.environ, **exported}
     job = SlurmJob(
         arguments=tuple(arguments),
         name=job_name,
@@ -114,7 +136,7 @@ def launch_slurm(
         most=most,
         nproc=nproc,
         gpus=gpus,
-        cpus=cpus,
+        cpus=cpus if cpus is not None else 0 if in_job else task_cpus(nproc, gpus or bool(het), arguments, environment),
         time=time_limit,
         partition=partition,
         account=account,
@@ -128,18 +150,21 @@ def launch_slurm(
         image=image,
         mounts=tuple(mount or ()),
         workdir=workdir,
-        exports=parse_exports(export or ()),
+        exports=exported,
         more=tuple(sbatch or ()),
     )
     _write_and_submit(slurm_script(job), script, _SLURM, dry_run=dry_run, in_job=in_job)
 
 
-@launch.command("lsf")
+@launch.command("lsf", context_settings=COMMAND_LAST)
 def launch_lsf(
     arguments: Arguments,
-    nodes: Annotated[int, typer.Option("--nodes", min=1, envvar="NUM_NODES", help="Hosts that take part.")] = 1,
+    nodes: Annotated[
+        int, typer.Option("--nodes", min=1, max=MAX_RANKS, envvar="NUM_NODES", help="Hosts that take part.")
+    ] = 1,
     nproc: Nproc = 1,
     gpus: Gpus = 0,
+    cpus: Cpus = None,
     job_name: JobName = "dynmo",
     time_limit: TimeLimit = "",
     queue: Annotated[str, typer.Option("--queue", help="Queue.")] = "",
@@ -160,16 +185,18 @@ def launch_lsf(
     """Write a batch script for IBM Spectrum LSF that runs COMMAND on its hosts, and submit it with bsub."""
     check_command(arguments)
     from ..launch.lsf import LsfJob, lsf_script
-    from ..launch.script import parse_exports
+    from ..launch.script import parse_exports, task_cpus
 
     if container not in ("singularity", "apptainer"):
         raise UsageError(f"--container must be singularity or apptainer, is {container!r}")
+    exported = parse_exports(export or ())
     job = LsfJob(
         arguments=tuple(arguments),
         name=job_name,
         nodes=nodes,
         nproc=nproc,
         gpus=gpus,
+        slots=max(1, task_cpus(nproc, gpus, arguments, {**os.environ, **exported}) if cpus is None else cpus),
         time=time_limit,
         queue=queue,
         project=project,
@@ -180,7 +207,7 @@ def launch_lsf(
         container=container,
         mounts=tuple(mount or ()),
         workdir=workdir,
-        exports=parse_exports(export or ()),
+        exports=exported,
         more=tuple(bsub or ()),
     )
     _write_and_submit(lsf_script(job), script, _LSF, dry_run=dry_run, in_job=in_job)

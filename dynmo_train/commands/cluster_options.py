@@ -7,17 +7,24 @@ from typing import Annotated
 
 import typer
 
+from ..formats._document import MAX_JOBS
+
 Nproc = Annotated[
     int,
     typer.Option(
-        "--nproc", "--nproc-per-node", min=1, envvar="GPU_PER_NODE", help="Processes a node, one for each GPU."
+        "--nproc",
+        "--nproc-per-node",
+        min=1,
+        max=MAX_JOBS,
+        envvar="GPU_PER_NODE",
+        help="Processes a node, one for each GPU.",
     ),
 ]
 NodeCount = Annotated[
     str | None,
     typer.Option("--nodes", metavar="N|LEAST:MOST", envvar="NUM_NODES", help="Nodes that take part.  [default: 1]"),
 ]
-Gpus = Annotated[int, typer.Option("--gpus", min=0, help="GPUs to ask for on each node.")]
+Gpus = Annotated[int, typer.Option("--gpus", min=0, max=MAX_JOBS, help="GPUs to ask for on each node.")]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Print exactly what would be submitted, and submit nothing.")]
 Exports = Annotated[
     list[str] | None, typer.Option("--export", metavar="NAME=VALUE", help="Variable to set there; may be repeated.")

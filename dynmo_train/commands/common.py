@@ -8,6 +8,10 @@ import signal
 from collections.abc import Iterator
 from enum import StrEnum
 from importlib.util import find_spec
+from pathlib import Path
+from typing import Annotated
+
+import typer
 
 from ..errors import MissingExtraError, UsageError
 
@@ -18,6 +22,12 @@ class DeviceName(StrEnum):
     AUTO = "auto"
     CPU = "cpu"
     CUDA = "cuda"
+
+
+ConfigFile = Annotated[
+    Path | None,
+    typer.Option("--config", metavar="FILE.toml", help="Options from a TOML file; the command line goes before it."),
+]
 
 
 def need_torch() -> None:

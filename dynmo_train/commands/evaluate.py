@@ -48,7 +48,7 @@ def wikitext(ctx: typer.Context, report: Report = Format.TEXT, **flags: Any) -> 
     from ..tasks.placed import joined
     from ..tasks.zeroshot import evaluate_wikitext
 
-    with joined(place, world_size()) as world:
+    with joined(place, task, world_size()) as world:
         found = evaluate_wikitext(place, task, world, told_model(ctx))
     _tell(found, found.line(), report)
 
@@ -61,7 +61,7 @@ def lambada(ctx: typer.Context, report: Report = Format.TEXT, **flags: Any) -> N
     from ..tasks.placed import joined
     from ..tasks.zeroshot import evaluate_lambada
 
-    with joined(place, world_size()) as world:
+    with joined(place, task, world_size()) as world:
         found = evaluate_lambada(place, task, world, told_model(ctx))
     _tell(found, found.line("LAMBADA"), report)
 
@@ -71,7 +71,7 @@ def _classify(name: str, ctx: typer.Context, report: Format, flags: dict[str, An
     from ..tasks.classify import evaluate_task
     from ..tasks.placed import joined
 
-    with joined(place, world_size()) as world:
+    with joined(place, task, world_size()) as world:
         found = evaluate_task(name, place, task, world, told_model(ctx))
     _tell(found, "\n".join(found.lines(0)), report)
 

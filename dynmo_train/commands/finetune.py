@@ -9,14 +9,14 @@ from typing import Any
 
 import typer
 
-from ..config import Facts, check, resolve
+from ..config import Facts, read_config_file, resolve_checked
 from ..config.command import MegatronCommand, with_specs
 from ..config.evaluation import FinetuneConfig
 from ..config.fields import specs_of, values_of
 from ..config.resolve import option_specs
 from ..errors import EXIT_USAGE, UsageError
 from ..formats._document import DocumentError
-from .common import need_torch, world_size
+from .common import ConfigFile, deaf_until_training, need_torch, world_size
 
 finetune = typer.Typer(no_args_is_help=True, help="Fine-tune a BERT on a task, and measure it after each epoch.")
 _NOT_OF_A_TASK = ("data_path", "train_data_path", "valid_data_path", "test_data_path", "train_iters", "train_samples")
@@ -26,9 +26,11 @@ _SPECS = (
 )
 
 
-def _finetune(task: str, flags: dict[str, Any]) -> None:
+def _finetune(task: str, config_file: Path | None, flags: dict[str, Any]) -> None:
     """Resolve and check the configuration, and train."""
     need_torch()
+    written = _read_file(config_file) if config_file is not None else {}
+    flags = {**written, **{name: value for name, value in flags.items() if value is not None}}
     told = values_of(FinetuneConfig, flags)
     from ..data.tokenizer import read_vocab_size
     from ..tasks.classify import data_paths
@@ -47,8 +49,8 @@ def _finetune(task: str, flags: dict[str, Any]) -> None:
             raise UsageError(f"--train-data: {samples} samples in {epochs} epochs are less than a batch")
         file = {"lr": 5e-5, "micro_batch_size": 8, "log_interval": 10, **shape}
         facts = Facts(world_size=world_size(), tokenizer_vocab_size=read_vocab_size)
-        config = resolve(flags=given, file=file, command={**command, "train_iters": max(1, steps)}, facts=facts)
-        check(config, world_size())
+        command |= {"train_iters": max(1, steps)}
+        config = resolve_checked(flags=given, file=file, command=command, facts=facts)
         _refuse(config)
     except DocumentError:
         # Every process of a run has the same command line: the first one tells what is wrong with it.
@@ -57,7 +59,21 @@ def _finetune(task: str, flags: dict[str, Any]) -> None:
         raise
     if not steps:
         told = FinetuneConfig(**{**vars(told), "train_data": None})
-    run_finetune(task, config, told)
+    raise typer.Exit(run_finetune(task, config, told))
+
+
+def _read_file(path: Path) -> dict[str, Any]:
+    """The options of a ``--config`` file: those of fine-tuning as flat keys, those of training as in pre-training.
+
+    Raises:
+        UsageError: unknown keys, or options that fine-tuning sets by itself.
+    """
+    own = [spec.name for spec in specs_of(FinetuneConfig)]
+    found = read_config_file(path, own)
+    wrong = [name for name in _NOT_OF_A_TASK if name in found]
+    if wrong:
+        raise UsageError(f"--config {path}: finetune has no {', '.join(wrong)}: its data are train_data and valid_data")
+    return found
 
 
 def _refuse(config: Any) -> None:
@@ -104,15 +120,21 @@ def _steps(samples: int, values: dict[str, Any]) -> int:
     return samples // int(batch)
 
 
+@finetune.callback()
+def fine_tuning(context: typer.Context) -> None:
+    """Fine-tune a BERT on a task, and measure it after each epoch."""
+    context.with_resource(deaf_until_training())
+
+
 @finetune.command("mnli", cls=MegatronCommand)
 @with_specs(_SPECS)
-def finetune_mnli(**flags: Any) -> None:
+def finetune_mnli(config: ConfigFile = None, **flags: Any) -> None:
     """Fine-tune on pairs of texts: does the second one follow from the first, contradict it, or neither?"""
-    _finetune("mnli", flags)
+    _finetune("mnli", config, flags)
 
 
 @finetune.command("race", cls=MegatronCommand)
 @with_specs(_SPECS)
-def finetune_race(**flags: Any) -> None:
+def finetune_race(config: ConfigFile = None, **flags: Any) -> None:
     """Fine-tune on questions about articles: which of four answers is right?"""
-    _finetune("race", flags)
+    _finetune("race", config, flags)

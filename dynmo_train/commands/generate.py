@@ -16,12 +16,15 @@ from ..config.fields import specs_of, values_of
 from ..config.task_command import told_model
 from ..console import Format, emit, emit_json, say
 from ..errors import UsageError
+from ..formats._document import MAX_DOCUMENT_BYTES, read_text
+from ..reasons import reason
 from .common import first_tells, need_torch, world_size
 
 if TYPE_CHECKING:
     from ..tasks.generate import Completion, Wanted
 
 MAX_NEW_TOKENS = 64
+STDIN = ("-", "/dev/stdin")
 
 
 @with_specs(specs_of(PlaceConfig, GenerateConfig))
@@ -50,7 +53,7 @@ def generate_text(
     from ..tasks.generate import Writer
     from ..tasks.placed import joined
 
-    with joined(place, world_size()) as world:
+    with joined(place, asked, world_size()) as world:
         writer = Writer(place, wanted, world, told_model(ctx))
         if texts is None:
             _talk(writer.write)
@@ -71,8 +74,8 @@ def _wanted(asked: GenerateConfig, *, from_nothing: bool) -> Wanted:
 
     cuts = asked.top_k > 0 or asked.top_p is not None
     temperature = asked.temperature if asked.temperature is not None else float(cuts)
-    # Of Megatron's scripts: top-k and top-p of 0 are greedy.
-    none = asked.top_p == 0 and asked.temperature is not None and not asked.top_k
+    # Of Megatron's scripts: top-k and top-p of 0 are greedy, whatever the temperature.
+    none = asked.top_p == 0 and not asked.top_k
     greedy = asked.greedy or none
     samples = 1 if from_nothing or not asked.num_samples else asked.num_samples
     sampling = Sampling(
@@ -97,19 +100,23 @@ def _wanted(asked: GenerateConfig, *, from_nothing: bool) -> Wanted:
 
 
 def _report(completions: Sequence[Completion], file: str | None, report: Format) -> None:
-    """The completions to a file, or to standard output."""
+    """The completions to a file, or to standard output; prompts that were not continued are reported as well."""
+    failed = [completion for completion in completions if completion.error is not None]
+    if failed:
+        say(f"{len(failed)} of {len(completions)} samples have an error; the first: {failed[0].error}")
     if file is not None:
         lines = [json.dumps(completion.sample(), ensure_ascii=False) + "\n" for completion in completions]
         try:
             Path(file).write_text("".join(lines), encoding="utf-8")
         except OSError as error:
-            raise UsageError(f"--genfile {file}: cannot be written: {error}") from error
+            raise UsageError(f"--genfile {file}: cannot be written: {reason(error)}") from error
         say(f"{len(completions)} samples in {file}")
     elif report is Format.JSON:
         emit_json([completion.to_document() for completion in completions])
     else:
         for number, completion in enumerate(completions):
-            emit(("---\n" if number else "") + completion.prompt + completion.completion)
+            fault = f"\nerror: {completion.error}" if completion.error is not None else ""
+            emit(("---\n" if number else "") + completion.prompt + completion.completion + fault)
 
 
 def _talk(write: Any) -> None:
@@ -129,8 +136,19 @@ def _talk(write: Any) -> None:
             say(str(error))
 
 
+def _read_stdin() -> str:
+    """All of standard input, bounded as a file is."""
+    try:
+        text = sys.stdin.read(MAX_DOCUMENT_BYTES + 1)
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"cannot read the prompts: {reason(error)}") from error
+    if len(text) > MAX_DOCUMENT_BYTES:
+        raise UsageError(f"standard input: more than {MAX_DOCUMENT_BYTES:,} characters of prompts, the limit")
+    return text
+
+
 def _prompts(given: list[str] | None, asked: GenerateConfig) -> list[str]:
-    """The prompts of the command line, else of a file, else of standard input; one a line, blank lines left out.
+    """The prompts of the command line, else of a file, else of standard input; one a line. Blank lines are left out.
 
     Without any, as many empty ones as ``--num-samples`` says.
     """
@@ -141,13 +159,14 @@ def _prompts(given: list[str] | None, asked: GenerateConfig) -> list[str]:
         return given
     if named is None and asked.num_samples:
         return [""] * asked.num_samples
-    file = None if named in (None, "-") else Path(str(named))
+    file = None if named in (None, *STDIN) else Path(str(named))
     if file is None and sys.stdin.isatty():
         raise UsageError("no prompt; give --prompt TEXT or --prompts FILE, or write one a line to standard input")
-    try:
-        lines = (file.read_text(encoding="utf-8") if file else sys.stdin.read()).splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"cannot read the prompts: {error}") from error
+    lines = (_read_stdin() if file is None else read_text(file)).splitlines()
     if not any(line.strip() for line in lines):
         raise UsageError("no prompt: the input holds no line with text")
+    blank = [number for number, line in enumerate(lines, 1) if not line.strip()]
+    if blank:
+        shown = ", ".join(map(str, blank[:5])) + (", ..." if len(blank) > 5 else "")
+        say(f"{len(blank)} blank {'prompt' if len(blank) == 1 else 'prompts'} left out: line {shown}")
     return [line for line in lines if line.strip()]

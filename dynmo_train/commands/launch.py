@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import shutil
 import tempfile
 from pathlib import Path
@@ -9,7 +10,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from ..console import emit
 from ..errors import UsageError
+from ..formats._document import MAX_COUNT, MAX_JOBS, MAX_RANKS
 from .common import need_torch
 
 if TYPE_CHECKING:
@@ -20,22 +23,46 @@ launch = typer.Typer(no_args_is_help=True, help="Run a command in several proces
 Arguments = Annotated[
     list[str], typer.Argument(metavar="-- COMMAND...", help="What each process runs: a command of dynmo-train.")
 ]
+# As torchrun: from the first word that is not an option on, every word belongs to COMMAND, with or without "--".
+COMMAND_LAST = {"allow_interspersed_args": False}
+GRACE_S, SAVE_S = 5.0, 60.0
 LogDir = Annotated[
     Path | None,
     typer.Option("--log-dir", help="Folder for the output of every process [default: a temporary folder]."),
 ]
 MaxRestarts = Annotated[
-    int, typer.Option("--max-restarts", min=0, help="Times to go on from the last checkpoint after a failure.")
+    int,
+    typer.Option(
+        "--max-restarts", min=0, max=MAX_COUNT, help="Times to go on from the last checkpoint after a failure."
+    ),
 ]
 GraceS = Annotated[
     float, typer.Option("--grace-s", min=0, help="Seconds that a process may take to end when others have failed.")
 ]
 SaveS = Annotated[
-    float, typer.Option("--save-s", min=0, help="Seconds to save and end in when the launch is told to end (SIGTERM).")
+    float, typer.Option("--save-s", min=0, help="Seconds to save and end in when the launch gets SIGTERM or Ctrl-C.")
 ]
 
 
-def _run(
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Print the command of each process, and start nothing.")]
+
+
+def _show(arguments: list[str], nproc: int, nodes: Nodes) -> None:
+    """Print the command of each process of this node, with what its environment says of its place."""
+    from ..launch.local import WORKER
+
+    for local_rank in range(nproc):
+        place = {
+            "RANK": nodes.rank * nproc + local_rank,
+            "LOCAL_RANK": local_rank,
+            "WORLD_SIZE": nodes.most * nproc,
+            "LOCAL_WORLD_SIZE": nproc,
+            "MASTER_ADDR": nodes.host,
+        }
+        emit(shlex.join([*(f"{name}={value}" for name, value in place.items()), *WORKER, *arguments]))
+
+
+def run_processes(
     arguments: list[str],
     nproc: int,
     log_dir: Path | None,
@@ -59,19 +86,22 @@ def _run(
 
 
 def check_command(arguments: list[str]) -> None:
-    """Raise ``UsageError`` where a launch should start a launch."""
+    """Raise ``UsageError`` where a launch should start a launch, or options of it stand where a command belongs."""
+    if arguments[0].startswith("-"):
+        raise UsageError(f"COMMAND cannot begin with the option {arguments[0]}; write the options of launch before --")
     if arguments[0] == "launch":
         raise UsageError("launch cannot start another launch; give it pretrain or another command that computes")
 
 
-@launch.command("local")
+@launch.command("local", context_settings=COMMAND_LAST)
 def launch_local(
     arguments: Arguments,
-    nproc: Annotated[int, typer.Option("--nproc", min=1, help="Processes to start.")] = 1,
+    nproc: Annotated[int, typer.Option("--nproc", min=1, max=MAX_JOBS, help="Processes to start.")] = 1,
     log_dir: LogDir = None,
     max_restarts: MaxRestarts = 0,
-    grace_s: GraceS = 5.0,
-    save_s: SaveS = 60.0,
+    grace_s: GraceS = GRACE_S,
+    save_s: SaveS = SAVE_S,
+    dry_run: DryRun = False,
 ) -> None:
     """Run COMMAND in several processes on this machine; shows what rank 0 says.
 
@@ -81,7 +111,10 @@ def launch_local(
     need_torch()
     from ..launch.meeting import Nodes
 
-    raise typer.Exit(_run(arguments, nproc, log_dir, max_restarts, (grace_s, save_s), Nodes()))
+    if dry_run:
+        _show(arguments, nproc, Nodes())
+        return
+    raise typer.Exit(run_processes(arguments, nproc, log_dir, max_restarts, (grace_s, save_s), Nodes()))
 
 
 def count_of_nodes(flag: str, text: str) -> tuple[int, int]:
@@ -91,23 +124,34 @@ def count_of_nodes(flag: str, text: str) -> tuple[int, int]:
         raise UsageError(f"{flag} must be N or LEAST:MOST, is {text!r}")
     if not 1 <= int(least) <= int(most or least):
         raise UsageError(f"{flag} needs 1 <= LEAST <= MOST, is {text}")
+    if int(most or least) > MAX_RANKS:
+        raise UsageError(f"{flag} {text}: must be at most {MAX_RANKS:,} nodes")
     return int(least), int(most or least)
 
 
-@launch.command("node")
+@launch.command("node", context_settings=COMMAND_LAST)
 def launch_node(
     arguments: Arguments,
     nproc: Annotated[
         int,
         typer.Option(
-            "--nproc", "--nproc-per-node", "--nproc_per_node", min=1, envvar="GPUS_PER_NODE", help="Processes a node."
+            "--nproc",
+            "--nproc-per-node",
+            "--nproc_per_node",
+            min=1,
+            max=MAX_JOBS,
+            envvar="GPUS_PER_NODE",
+            help="Processes a node.",
         ),
     ] = 1,
     nnodes: Annotated[
         str, typer.Option("--nnodes", envvar="NNODES", metavar="N|LEAST:MOST", help="Nodes that take part.")
     ] = "1",
     node_rank: Annotated[
-        int, typer.Option("--node-rank", "--node_rank", min=0, envvar="NODE_RANK", help="Number of this node, from 0.")
+        int,
+        typer.Option(
+            "--node-rank", "--node_rank", min=0, max=MAX_RANKS, envvar="NODE_RANK", help="Number of this node, from 0."
+        ),
     ] = 0,
     master_addr: Annotated[
         str, typer.Option("--master-addr", "--master_addr", envvar="MASTER_ADDR", help="Name or address of node 0.")
@@ -131,8 +175,9 @@ def launch_node(
     ] = False,
     log_dir: LogDir = None,
     max_restarts: MaxRestarts = 0,
-    grace_s: GraceS = 5.0,
-    save_s: SaveS = 60.0,
+    grace_s: GraceS = GRACE_S,
+    save_s: SaveS = SAVE_S,
+    dry_run: DryRun = False,
 ) -> None:
     """Run COMMAND on this node, together with the same command on the other nodes.
 
@@ -154,8 +199,11 @@ def launch_node(
         join_timeout_s=join_timeout_s,
         node_timeout_s=node_timeout_s,
     )
+    if dry_run:
+        _show(arguments, nproc, nodes)
+        return
     if end_with_stdin:
         from ..launch.hostfile import end_with_stdin as watch_stdin
 
         watch_stdin()
-    raise typer.Exit(_run(arguments, nproc, log_dir, max_restarts, (grace_s, save_s), nodes))
+    raise typer.Exit(run_processes(arguments, nproc, log_dir, max_restarts, (grace_s, save_s), nodes))

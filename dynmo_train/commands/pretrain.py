@@ -7,18 +7,21 @@ from typing import Annotated, Any
 
 import typer
 
-from ..config import Facts, check, dry_run_processes, dry_run_values, read_config_file, resolve, with_deepspeed
+from ..config import (
+    Facts,
+    dry_run_processes,
+    dry_run_values,
+    read_config_file,
+    resolve_checked,
+    with_deepspeed,
+)
 from ..config.command import MegatronCommand, with_options
 from ..console import Format
 from ..errors import EXIT_USAGE, UsageError
-from .common import deaf_until_training, first_tells, need_torch, world_size
+from .common import ConfigFile, deaf_until_training, first_tells, need_torch, world_size
 
 pretrain = typer.Typer(no_args_is_help=True, help="Train a model from its first step, or go on with a run.")
 
-ConfigFile = Annotated[
-    Path | None,
-    typer.Option("--config", metavar="FILE.toml", help="Options from a TOML file; the command line goes before it."),
-]
 RecipeName = Annotated[
     str | None,
     typer.Option("--recipe", metavar="NAME", help="Named sizes, such as gpt-345m or llama-2-7b; --config goes before."),
@@ -39,13 +42,12 @@ def _pretrain(family: str, config: Path | None, recipe: str | None, flags: dict[
         processes = dry_run_processes(flags, values) if dry else world_size()
         defaults = dry_run_values(family, flags, values) if dry else {}
         flags, values = with_deepspeed(flags, values)
-        resolved = resolve(
+        resolved = resolve_checked(
             flags=flags,
             file={**defaults, **values},
             command={"family": family},
             facts=Facts(world_size=processes, tokenizer_vocab_size=read_vocab_size),
         )
-        check(resolved, processes)
     except UsageError:
         # Every process of a run has the same command line.
         if not speaks(first=first_tells()):

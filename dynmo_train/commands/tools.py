@@ -10,19 +10,28 @@ from typing import Annotated
 import typer
 
 from ..console import Format, emit, emit_json, emit_table
+from ..formats._document import MAX_JOBS, MAX_SIZE
 from .common import DeviceName, need_torch
 
 
 def tune_sparse(
-    hidden_size: Annotated[int, typer.Option("--hidden-size", min=1, help="Width of the residual stream.")],
+    hidden_size: Annotated[
+        int, typer.Option("--hidden-size", min=1, max=MAX_SIZE, help="Width of the residual stream.")
+    ],
     ffn_hidden_size: Annotated[
-        int | None, typer.Option("--ffn-hidden-size", min=1, help="Width inside the MLP [default: 4 x --hidden-size].")
+        int | None,
+        typer.Option(
+            "--ffn-hidden-size", min=1, max=MAX_SIZE, help="Width inside the MLP [default: 4 x --hidden-size]."
+        ),
     ] = None,
     rows: Annotated[
-        int, typer.Option("--rows", min=1, help="Tokens of a microbatch: --micro-batch-size x --seq-length.")
+        int,
+        typer.Option("--rows", min=1, max=MAX_SIZE, help="Tokens of a microbatch: --micro-batch-size x --seq-length."),
     ] = 512,
     output: Annotated[Path | None, typer.Option("--output", help="File to write the table to.")] = None,
-    num_threads: Annotated[int, typer.Option("--num-threads", min=1, help="Threads of arithmetic on CPU.")] = 1,
+    num_threads: Annotated[
+        int, typer.Option("--num-threads", min=1, max=MAX_JOBS, help="Threads of arithmetic on CPU.")
+    ] = 1,
     device: Annotated[
         DeviceName, typer.Option("--device", help="Where to compute; auto is cuda where present.")
     ] = DeviceName.AUTO,
@@ -36,11 +45,13 @@ def tune_sparse(
     import torch
 
     from ..dynamics.tuning import NEVER, model_shapes, tune, write_sparse_table
+    from ..parallel.world import check_device
 
     torch.set_num_threads(num_threads)
     warnings.filterwarnings("ignore", message="Sparse (CSR|BSR) tensor support is in beta state")
     if device is DeviceName.AUTO:
         device = DeviceName.CUDA if torch.cuda.is_available() else DeviceName.CPU
+    check_device(device)
     shapes = model_shapes(hidden_size, ffn_hidden_size or 4 * hidden_size)
     table = tune(shapes, rows, torch.device(device))
     if output is not None:

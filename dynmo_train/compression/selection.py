@@ -7,7 +7,6 @@ nobody is asked. Where no answer comes, all workers compress.
 
 from __future__ import annotations
 
-import json
 import subprocess
 import tempfile
 import time
@@ -16,6 +15,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from ..engine import Engine
+from ..formats._document import parse_any_json
 from ..parallel.world import broadcast_document
 from ..programs import program_path
 from .settings import CompressionSettings
@@ -104,7 +104,7 @@ class WaySelection:
         self.close()
         if code != 0:
             return self._all(f"dynmo-plan gave no answer ({'late' if code is None else problem or f'code {code}'})")
-        found = json.loads(text)["compression"]
+        found = parse_any_json(text)["compression"]
         times = ", ".join(f"{way}: {ns / 1e6:.2f} ms" for way, ns in found["ways_ns"].items())
         return {"workers": found["selective_grad_comp_way"], "reason": f"dynmo-plan expects steps of {times}"}
 

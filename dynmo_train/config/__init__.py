@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from .complete import resolve_checked
 from .compression import CompressionConfig
 from .data import DataConfig
 from .emulation import EmulationConfig
+from .optimizer import OptimizerConfig
 from .options import Facts
 from .precision import PrecisionConfig
 from .resolve import (
@@ -21,7 +23,6 @@ from .schema import (
     BalanceConfig,
     Config,
     ModelConfig,
-    OptimizerConfig,
     ParallelConfig,
     RunConfig,
     TrainingConfig,
@@ -53,6 +54,7 @@ __all__ = [
     "option_specs",
     "read_config_file",
     "resolve",
+    "resolve_checked",
     "validate",
     "dry_run_processes",
     "dry_run_values",

@@ -20,10 +20,11 @@ from .resolve import option_specs
 
 def _parameter(spec: OptionSpec) -> inspect.Parameter:
     names = f"{spec.flag}/{spec.negative}" if spec.negative else spec.flag
+    bounds = f" [{spec.bounds_text}]" if spec.bounds_text else ""
     ending = "" if spec.default is None else " [required]" if spec.required else f" [default: {spec.default_text}]"
     declared = typer.Option(
         names,
-        help=spec.declaration.help + ending,
+        help=spec.declaration.help + bounds + ending,
         metavar=spec.value_text or None,
         show_default=False,
     )

@@ -71,8 +71,8 @@ FLAGS: Mapping[str, Known] = {
     "--vocab": _becomes("--vocab-file", values=1),
     "--norm-epsilon": _becomes("--layernorm-epsilon", values=1),
     "--expert-parallel-size": _becomes("--expert-model-parallel-size", values=1),
-    "--num-layers-per-virtual-pipeline-stage": _refused(
-        "write --schedule interleaved-1f1b with --virtual-stages-per-worker N", 1
+    "--num-virtual-stages-per-pipeline-rank": _becomes(
+        "--schedule", "interleaved-1f1b", "--virtual-stages-per-worker", values=1
     ),
     # The inverse cloze task
     "--ict-head-size": _becomes("--biencoder-projection-dim", values=1),

@@ -43,10 +43,15 @@ class DataConfig:
     data_path: str | None = option(
         "Indexed data set: PREFIX of PREFIX.bin and PREFIX.idx; or several, each behind its weight: 0.3 A 0.7 B.",
         default=None,
+        refers_to="data",
     )
-    train_data_path: str | None = option("Data of the training alone, as --data-path; no --split then.", default=None)
-    valid_data_path: str | None = option("Data of the validation alone, as --data-path.", default=None)
-    test_data_path: str | None = option("Data of the test alone, as --data-path.", default=None)
+    train_data_path: str | None = option(
+        "Data of the training alone, as --data-path; no --split then.", default=None, refers_to="data"
+    )
+    valid_data_path: str | None = option(
+        "Data of the validation alone, as --data-path.", default=None, refers_to="data"
+    )
+    test_data_path: str | None = option("Data of the test alone, as --data-path.", default=None, refers_to="data")
     split: str = option("Shares of documents for training, validation and test: three numbers.", default="969,30,1")
     data_impl: DataImpl = option(
         "Form of the data set; the file says it, and another one here is an error.", default="infer"
@@ -56,13 +61,19 @@ class DataConfig:
         default="stable",
     )
     data_cache_path: str | None = option(
-        "Folder for sample indices of large data sets; none is a folder cache beside the first data set.", default=None
+        "Folder for sample indices of large data sets; none is a folder cache beside the first data set.",
+        default=None,
+        refers_to="place",
     )
     tokenizer_model: str | None = option(
-        "Path of the tokenizer.json, or of the SentencePiece model, that made the data set.", default=None
+        "Path of the tokenizer.json, or of the SentencePiece model, that made the data set.",
+        default=None,
+        refers_to="file",
     )
-    vocab_file: str | None = option("Vocabulary of the GPT2, Bert and WhitespaceVocab tokenizers.", default=None)
-    merge_file: str | None = option("Merges of GPT2BPETokenizer.", default=None)
+    vocab_file: str | None = option(
+        "Vocabulary of the GPT2, Bert and WhitespaceVocab tokenizers.", default=None, refers_to="file"
+    )
+    merge_file: str | None = option("Merges of GPT2BPETokenizer.", default=None, refers_to="file")
     tokenizer_type: TokenizerType = option(
         "Kind of tokenizer; NullTokenizer is --vocab-size ids.",
         derive=(

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..formats._document import DocumentError, Problem
+from ..errors import UsageError
+from ..formats._document import DocumentError, Problem, read_any_json
+from ..reasons import reason
 
 _PLAIN = {
     "train_batch_size": "global_batch_size",
@@ -126,9 +127,9 @@ def _curriculum(content: Mapping[str, Any]) -> Found:
 def read_deepspeed(path: Path) -> DeepSpeed:
     """``parse_deepspeed`` of a file; raises ``DocumentError`` where it is no object, or asks for what cannot be."""
     try:
-        document = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise DocumentError(str(path), [Problem("", "read", str(error))]) from error
+        document = read_any_json(path)
+    except DocumentError as error:
+        raise UsageError(f"--deepspeed-config {path}: {reason(error)}; give a JSON file of DeepSpeed") from error
     if not isinstance(document, Mapping):
         raise DocumentError(str(path), [Problem("", "type", "must be a JSON object")])
     found = parse_deepspeed(document)

@@ -15,5 +15,6 @@ class EmulationConfig:
         "Profile whose items, step by step, say how long each item's forward and backward take; what arithmetic leaves"
         " of that is slept. CPU only.",
         default=None,
+        refers_to="file",
     )
     emulate_scale: float = option("Factor of the profile's times.", default=1.0, above=0)

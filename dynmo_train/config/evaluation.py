@@ -7,6 +7,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from ..formats._document import MAX_JOBS, MAX_RANKS
 from .data import TokenizerType, default_tokenizer_type
 from .options import option
 
@@ -17,12 +18,16 @@ Device = Literal["auto", "cpu", "cuda"]
 class PlaceConfig:
     """A trained model and the processes that it runs on; names are Megatron's wherever it has them."""
 
-    load: str = option("Run directory, its checkpoints, one checkpoint, or a Hugging Face or Megatron directory.")
-    tokenizer_model: str | None = option(
-        "Path of a tokenizer.json or a SentencePiece model; none is the checkpoint's.", default=None
+    load: str = option(
+        "Run directory, its checkpoints, one checkpoint, or a Hugging Face or Megatron directory.", refers_to="place"
     )
-    vocab_file: str | None = option("Vocabulary of the GPT2, Bert and WhitespaceVocab tokenizers.", default=None)
-    merge_file: str | None = option("Merges of GPT2BPETokenizer.", default=None)
+    tokenizer_model: str | None = option(
+        "Path of a tokenizer.json or a SentencePiece model; none is the checkpoint's.", default=None, refers_to="file"
+    )
+    vocab_file: str | None = option(
+        "Vocabulary of the GPT2, Bert and WhitespaceVocab tokenizers.", default=None, refers_to="file"
+    )
+    merge_file: str | None = option("Merges of GPT2BPETokenizer.", default=None, refers_to="file")
     tokenizer_type: TokenizerType = option(
         "Kind of tokenizer.",
         derive=(
@@ -30,19 +35,29 @@ class PlaceConfig:
             lambda v, _: default_tokenizer_type(v),
         ),
     )
-    tensor_model_parallel_size: int = option("Ranks that share each matrix product.", default=1, minimum=1)
-    pipeline_model_parallel_size: int | None = option(
-        "Pipeline positions; none is the processes / --tensor-model-parallel-size.", default=None, minimum=1
+    tensor_model_parallel_size: int = option(
+        "Ranks that share each matrix product.", default=1, minimum=1, maximum=MAX_RANKS
     )
-    micro_batch_size: int = option("Samples in a microbatch.", default=4, minimum=1)
+    pipeline_model_parallel_size: int | None = option(
+        "Pipeline positions; none is the processes / --tensor-model-parallel-size.",
+        default=None,
+        minimum=1,
+        maximum=MAX_RANKS,
+    )
+    micro_batch_size: int = option("Samples in a microbatch.", default=4, minimum=1, maximum=MAX_RANKS)
     bf16: bool = option("Compute in bfloat16.", default=False)
     fp16: bool = option("Compute in float16.", default=False)
     num_threads: int | None = option(
-        "Threads of arithmetic in each process on CPU; none is torch's own choice.", default=None, minimum=1
+        "Threads of arithmetic in each process on CPU; none is torch's own choice.",
+        default=None,
+        minimum=1,
+        maximum=MAX_JOBS,
     )
     device: Device = option("Where to compute; auto is cuda where it is present, else cpu.", default="auto")
     cache_dir: str | None = option(
-        "Folder for Hugging Face input in native form; none is $XDG_CACHE_HOME/dynmo or ~/.cache/dynmo.", default=None
+        "Folder for Hugging Face input in native form; none is $XDG_CACHE_HOME/dynmo or ~/.cache/dynmo.",
+        default=None,
+        refers_to="place",
     )
 
 
@@ -53,7 +68,7 @@ Detokenizer = Literal["wikitext", "ptb", "none"]
 class WikitextConfig:
     """Word-level perplexity of a text."""
 
-    valid_data: str = option("Text with words between spaces, such as wiki.test.tokens.")
+    valid_data: str = option("Text with words between spaces, such as wiki.test.tokens.", refers_to="file")
     seq_length: int | None = option("Tokens of a window; none is the model's positions.", default=None, minimum=1)
     overlapping_eval: int | None = option(
         "Tokens by which a window goes on from the last one [default: 32, or the window where that is shorter].",
@@ -67,16 +82,20 @@ class WikitextConfig:
 class LambadaConfig:
     """Accuracy of the last word of a passage."""
 
-    valid_data: str = option('JSON lines with a passage each: {"text": ...}.')
+    valid_data: str = option('JSON lines with a passage each: {"text": ...}.', refers_to="file")
     strict_lambada: bool = option("The whole last word must be right, not its last token alone.", default=False)
-    predictions: str | None = option("File for a JSON line an item: its number and whether it was right.", default=None)
+    predictions: str | None = option(
+        "File for a JSON line an item: its number and whether it was right.", default=None, refers_to="place"
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
 class ClassifyConfig:
     """Accuracy of a fine-tuned model."""
 
-    valid_data: str = option("Data sets to measure on: TSV files of GLUE, or directories of RACE; one or more.")
+    valid_data: str = option(
+        "Data sets to measure on: TSV files of GLUE, or directories of RACE; one or more.", refers_to="files"
+    )
     seq_length: int | None = option("Tokens of a sample; none is the model's positions.", default=None, minimum=1)
 
 
@@ -84,11 +103,14 @@ class ClassifyConfig:
 class FinetuneConfig:
     """A task, its data, and the model to start from; the rest are the options of ``pretrain bert``."""
 
-    train_data: str | None = option("Data sets to train on: TSV files of GLUE, or directories of RACE.", default=None)
-    valid_data: str = option("Data sets to measure on after each epoch.")
+    train_data: str | None = option(
+        "Data sets to train on: TSV files of GLUE, or directories of RACE.", default=None, refers_to="files"
+    )
+    valid_data: str = option("Data sets to measure on after each epoch.", refers_to="files")
     pretrained_checkpoint: str | None = option(
         "Run, checkpoint, Hugging Face or Megatron directory of the BERT to start from; none: fresh weights.",
         default=None,
+        refers_to="place",
     )
     epochs: int | None = option(
         "Times to go through the training data; 0 measures alone [default: 3; 0 without --train-data].",
@@ -104,12 +126,17 @@ class GenerateConfig:
     prompts: str | None = option(
         "File with a prompt on each line; - is standard input [default: that, unless --num-samples is given].",
         default=None,
+        refers_to="file",
     )
-    sample_input_file: str | None = option("--prompts under Megatron's name.", default=None)
+    sample_input_file: str | None = option("--prompts under Megatron's name.", default=None, refers_to="file")
     genfile: str | None = option(
-        'File for the samples, a JSON line each: {"text", "length", "finished"}.', default=None
+        'File for the samples, a JSON line each: {"prompt", "text", "length", "finished"}.',
+        default=None,
+        refers_to="place",
     )
-    sample_output_file: str | None = option("--genfile under Megatron's name for given prompts.", default=None)
+    sample_output_file: str | None = option(
+        "--genfile under Megatron's name for given prompts.", default=None, refers_to="place"
+    )
     num_samples: int | None = option(
         "Continuations of each prompt; without prompts so many texts from nothing.", default=None, minimum=0
     )
@@ -124,11 +151,11 @@ class GenerateConfig:
         "Divisor of the logits; 0 always takes the likeliest token [default: 1 with --top-k or --top-p, else 0].",
         default=None,
     )
-    top_k: int = option("Draw among this many likeliest tokens; 0 is all.", default=0)
+    top_k: int = option("Draw among this many likeliest tokens; 0 is all.", default=0, minimum=0)
     top_p: float | None = option(
         "Draw among the fewest tokens with this probability in all [default: 1].", default=None
     )
-    stop_token: str | None = option("End a text behind these words; they are left out.", default=None)
+    stop_token: str | None = option("Text that ends a continuation, within or across tokens; left out.", default=None)
     seed: int = option("Seed of the draws.", default=1234, minimum=0)
     batch_size: int = option("Sequences that are read together.", default=8, minimum=1)
     recompute: bool = option("Read each text anew for every token, and keep no keys and values.", default=False)
@@ -139,7 +166,9 @@ class GenerateConfig:
 class HarnessConfig:
     """Tasks of lm-evaluation-harness on local data."""
 
-    load: str = option("Run directory, its checkpoints, one checkpoint, or a Hugging Face or Megatron directory.")
+    load: str = option(
+        "Run directory, its checkpoints, one checkpoint, or a Hugging Face or Megatron directory.", refers_to="place"
+    )
     tasks: str = option("Tasks between commas: lambada, hellaswag, piqa, mathqa, winogrande, race.")
     task_data: str = option("Folder with the tasks' data, TASK.jsonl each or as their authors publish them.")
     limit: int | None = option("Items of each task; none is all.", default=None, minimum=1)

@@ -15,6 +15,7 @@ class IctConfig:
     titles_data_path: str | None = option(
         "Indexed data set of titles, one sequence for each document of --data-path; none puts no title before a block.",
         default=None,
+        refers_to="data",
     )
     query_in_block_prob: float = option(
         "Share of the queries that stay in their block.", default=0.1, minimum=0, maximum=1
@@ -32,6 +33,7 @@ class IctConfig:
     bert_load: str | None = option(
         "BERT that both towers begin as (run, Hugging Face or Megatron directory); --load of a run goes first.",
         default=None,
+        refers_to="place",
     )
 
     @property

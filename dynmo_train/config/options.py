@@ -10,9 +10,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from ..formats._document import Problem
+from ..formats._document import MAX_COUNT, Problem
 
 Source = Literal["default", "derived", "file", "flag", "command"]
+# What an option names. At a start all processes must have the same values, data sets ("data"), and contents of a file
+# or folder ("file") or of several ("files"). A "place" may differ between hosts: a run writes to it or caches in it,
+# or its contents are compared once they are open.
+Reference = Literal["value", "data", "file", "files", "place"]
 REQUIRED = "required"
 _KIND_NAMES = {int: "an integer", float: "a number", bool: "true or false", str: "a string"}
 
@@ -46,6 +50,7 @@ class _Declaration:
     maximum: float | None
     below: float | None
     flag: bool
+    refers_to: Reference
 
 
 _KEY = "dynmo.option"
@@ -61,6 +66,7 @@ def option(
     maximum: float | None = None,
     below: float | None = None,
     flag: bool = True,
+    refers_to: Reference = "value",
 ) -> Any:
     """Declare an option as a dataclass field; without ``default`` and ``derive`` it is required.
 
@@ -70,9 +76,10 @@ def option(
         derive: how the default follows from other values, in words and as a function.
         minimum: the smallest value allowed.
         above: values must be greater than this.
-        maximum: the greatest value allowed.
+        maximum: the greatest value allowed; of integers ``MAX_COUNT`` where neither this nor ``below`` is given.
         below: values must be smaller than this.
         flag: False for a value that the subcommand itself fixes.
+        refers_to: what the value names, by which processes compare it at a start.
     """
     words, function = derive if derive else ("", None)
     declaration = _Declaration(
@@ -84,6 +91,7 @@ def option(
         maximum=maximum,
         below=below,
         flag=flag,
+        refers_to=refers_to,
     )
     if default is dataclasses.MISSING:
         return field(metadata={_KEY: declaration})
@@ -146,6 +154,28 @@ class OptionSpec:
             return "|".join(self.choices)
         return {int: "INTEGER", float: "NUMBER", str: "TEXT", bool: ""}[self.kind]
 
+    @property
+    def maximum(self) -> float | None:
+        """The greatest value allowed; every integer has one, so that no number makes work without end."""
+        declared = self.declaration
+        is_open = declared.maximum is None and declared.below is None
+        return MAX_COUNT if is_open and self.kind is int else declared.maximum
+
+    @property
+    def bounds_text(self) -> str:
+        """The bounds of a number for a person: ``1 to 100,000``, ``above 0``, ``0 to below 1``; empty without any."""
+        limits = self.declaration
+        if self.kind not in (int, float):
+            return ""
+        low = "" if limits.minimum is None else f"{limits.minimum:,}"
+        high = "" if self.maximum is None else f"{self.maximum:,}"
+        high = high if limits.below is None else f"below {limits.below:,}"
+        if low:
+            return f"{low} to {high}" if high else f"at least {low}"
+        above = "" if limits.above is None else f"above {limits.above:,}"
+        at_most = high if high.startswith("below") or not high else f"at most {high}"
+        return ", ".join(filter(None, (above, at_most)))
+
     def convert(self, value: Any) -> tuple[Any, Problem | None]:
         """The value as this option's type, and what is wrong with it, if anything."""
         if self.kind is float and type(value) is int:
@@ -162,12 +192,12 @@ class OptionSpec:
         return value, None
 
     def _within_bounds(self, value: float) -> tuple[Any, Problem | None]:
-        limits = self.declaration
+        limits, maximum = self.declaration, math.inf if self.maximum is None else self.maximum
         rules = (
             (not math.isfinite(value), "finite"),
             (limits.minimum is not None and value < limits.minimum, f"at least {limits.minimum}"),
             (limits.above is not None and value <= limits.above, f"above {limits.above}"),
-            (limits.maximum is not None and value > limits.maximum, f"at most {limits.maximum}"),
+            (value > maximum, f"at most {maximum:,}"),
             (limits.below is not None and value >= limits.below, f"below {limits.below}"),
         )
         broken = [words for is_broken, words in rules if is_broken]

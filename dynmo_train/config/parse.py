@@ -11,6 +11,8 @@ from typing import Any
 from ..errors import UsageError
 from ..pacing import BatchSizes
 
+MAX_RAMP_SIZES, MAX_RAMP_STEPS = 65_536, 10_000_000
+
 
 def parse_split(text: str) -> tuple[float, float, float]:
     """``969,30,1`` (also ``8,2`` or ``1``: what is left out is 0) as three fractions that add up to 1.
@@ -67,7 +69,14 @@ def batch_sizes_of(rampup: str | None, final: int) -> BatchSizes:
     start, increment, samples = map(int, words)
     if not 0 < start <= final or not increment or (final - start) % increment:
         raise UsageError(f"{rule}; {start} by {increment} does not come to --global-batch-size {final} in whole steps")
-    return BatchSizes(start=start, increment=increment, ramp_samples=samples, final=final)
+    sizes = BatchSizes(start=start, increment=increment, ramp_samples=samples, final=final)
+    parts = max(1, (final - start) // increment)
+    # The steps are counted one by one wherever samples become steps.
+    if parts > MAX_RAMP_SIZES or sum(samples // (parts * size) for size in sizes.sizes()) > MAX_RAMP_STEPS:
+        raise UsageError(
+            f"{rule}; {rampup!r} has more than {MAX_RAMP_SIZES:,} sizes or {MAX_RAMP_STEPS:,} steps, the limits"
+        )
+    return sizes
 
 
 def iters_of_samples(values: Mapping[str, Any]) -> int | None:

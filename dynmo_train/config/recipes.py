@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import difflib
-import tomllib
 from importlib import resources
 from typing import Any
 
 from ..errors import UsageError
+from ..formats._document import parse_toml
 from .resolve import parse_config_file
 
 
@@ -31,7 +31,7 @@ def read_recipe(name: str, family: str) -> dict[str, Any]:
         hint = f"did you mean {near[0]}? " if near else ""
         raise UsageError(f"--recipe {name}: there is no such recipe; {hint}the recipes are {', '.join(names)}")
     text = (resources.files("dynmo_train") / "recipes" / f"{name}.toml").read_text(encoding="utf-8")
-    own = tomllib.loads(text).get("family", family)
+    own = parse_toml(text).get("family", family)
     if own != family:
         raise UsageError(f"--recipe {name} is a {own}: write pretrain {own}, not pretrain {family}")
     body = "".join(line for line in text.splitlines(keepends=True) if not line.startswith("family = "))

@@ -11,7 +11,7 @@ def _row(spec: OptionSpec) -> str:
     flags = f"`{spec.flag}`"
     if spec.negative:
         flags += f", `{spec.negative}`"
-    value = spec.value_text.replace("|", ", ") or "-"
+    value = ", ".join(filter(None, (spec.value_text.replace("|", ", "), spec.bounds_text))) or "-"
     return f"| {flags} | {value} | {spec.default_text} | {spec.declaration.help.replace('|', ', ')} |"
 
 

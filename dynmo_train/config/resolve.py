@@ -5,15 +5,16 @@ from __future__ import annotations
 import difflib
 import math
 import os
-import tomllib
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import MISSING, fields, replace
 from functools import cache
 from pathlib import Path
 from typing import Any, get_type_hints
 
 from ..console import say
-from ..formats._document import DocumentError, Problem
+from ..errors import UsageError
+from ..formats._document import MAX_CONFIG_BYTES, DocumentError, Problem, parse_toml, read_text
+from ..reasons import reason
 from .deepspeed import read_deepspeed
 from .options import Facts, OptionSpec, Source, concern_specs
 from .schema import Config
@@ -95,15 +96,20 @@ def _take(name: str, value: Any, table: str, taken: dict[str, Any], problems: li
         taken[name] = value
 
 
-def parse_config_file(text: str, source: str) -> dict[str, Any]:
+def parse_config_file(text: str, source: str, more: Collection[str] = ()) -> dict[str, Any]:
     """Option values of a TOML file: keys are option names, flat or in one table per concern.
+
+    Args:
+        text: of the file.
+        source: its name.
+        more: options of the command beyond those of training, as flat keys.
 
     Raises:
         DocumentError: not TOML, or keys that are unknown, misplaced or repeated; all of them at once.
     """
     try:
-        document = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
+        document = parse_toml(text)
+    except ValueError as error:
         raise DocumentError(source, [Problem("", "toml", str(error))]) from error
     taken: dict[str, Any] = {}
     problems: list[Problem] = []
@@ -115,6 +121,8 @@ def parse_config_file(text: str, source: str) -> dict[str, Any]:
                 continue
             for name, element in value.items():
                 _take(name, element, key, taken, problems)
+        elif key in more:
+            taken[key] = value
         else:
             _take(key, value, "", taken, problems)
     if problems:
@@ -122,12 +130,13 @@ def parse_config_file(text: str, source: str) -> dict[str, Any]:
     return taken
 
 
-def read_config_file(path: Path) -> dict[str, Any]:
-    """``parse_config_file`` of a file on disk."""
+def read_config_file(path: Path, more: Collection[str] = ()) -> dict[str, Any]:
+    """``parse_config_file`` of a file on disk; raises ``UsageError`` where it cannot be read."""
     try:
-        return parse_config_file(path.read_text(encoding="utf-8"), str(path))
-    except (OSError, UnicodeDecodeError) as error:
-        raise DocumentError(str(path), [Problem("", "read", str(error))]) from error
+        text = read_text(path, MAX_CONFIG_BYTES)
+    except DocumentError as error:
+        raise UsageError(f"--config {path}: {reason(error)}; give the path of a TOML file") from error
+    return parse_config_file(text, str(path), more)
 
 
 def with_deepspeed(flags: Mapping[str, Any], file: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -13,11 +13,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from ..formats._document import MAX_JOBS, MAX_LAYERS, MAX_MICROBATCHES, MAX_RANKS, MAX_SAMPLES
 from ..pacing import BatchSizes, Curriculum
 from .compression import CompressionConfig
 from .data import DataConfig
 from .emulation import EmulationConfig
 from .ict import IctConfig
+from .optimizer import OptimizerConfig
 from .options import Facts, Source, option
 from .parse import batch_sizes_of, iters_of_samples
 from .precision import PrecisionConfig
@@ -29,7 +31,6 @@ Positions = Literal["learned", "rotary", "relative"]
 Device = Literal["auto", "cpu", "cuda"]
 Recompute = Literal["none", "selective", "full"]
 TWO_STAGES = ("interleaved-1f1b", "zb-v")
-DecayStyle = Literal["cosine", "linear", "constant", "inverse-square-root"]
 CurriculumSchedule = Literal["fixed_linear", "fixed_root"]
 DdpImpl = Literal["local", "torch"]
 ReportFormat = Literal["text", "json"]
@@ -51,6 +52,14 @@ Balancer = Literal[
 BalancePolicy = Literal["never", "always", "threshold", "regret"]
 
 
+def blocks_make_stages(values: Mapping[str, Any]) -> int:
+    """Virtual stages of a worker, as Megatron counts them: 24 blocks on 4 workers in stages of 3 blocks make 2."""
+    blocks = values["num_layers_per_virtual_pipeline_stage"]
+    if blocks is None:
+        return 1
+    return max(1, int(values["num_layers"] // values["pipeline_model_parallel_size"] // blocks))
+
+
 def _is_llama(values: Mapping[str, Any]) -> bool:
     return bool(values["family"] == "llama")
 
@@ -60,10 +69,17 @@ class ModelConfig:
     """Shape of the model."""
 
     family: Family = option("Family of the model, which the subcommand names.", default="gpt", flag=False)
-    num_layers: int = option("Number of transformer blocks; of a T5 those of the encoder.", minimum=1)
-    encoder_num_layers: int | None = option("--num-layers under the name of T5.", default=None, minimum=1)
+    num_layers: int = option(
+        "Number of transformer blocks; of a T5 those of the encoder.", minimum=1, maximum=MAX_LAYERS
+    )
+    encoder_num_layers: int | None = option(
+        "--num-layers under the name of T5.", default=None, minimum=1, maximum=MAX_LAYERS
+    )
     decoder_num_layers: int = option(
-        "Blocks of a T5's decoder.", minimum=1, derive=("--num-layers", lambda v, _: v["num_layers"])
+        "Blocks of a T5's decoder.",
+        minimum=1,
+        maximum=MAX_LAYERS,
+        derive=("--num-layers", lambda v, _: v["num_layers"]),
     )
     hidden_size: int = option("Width of the residual stream.", minimum=1)
     ffn_hidden_size: int = option(
@@ -113,8 +129,10 @@ class ModelConfig:
     relative_attention_num_buckets: int = option("Buckets of distances (t5, relative).", default=32, minimum=4)
     relative_attention_max_distance: int = option("Distance of the last bucket (t5, relative).", default=128, minimum=4)
     bert_no_binary_head: bool = option("Train BERT on masked words alone, without token types.", default=False)
-    num_experts: int | None = option("Experts in place of each MLP (gpt, llama).", default=None, minimum=2)
-    moe_router_topk: int = option("Experts of a token.", default=2, minimum=1)
+    num_experts: int | None = option(
+        "Experts in place of each MLP (gpt, llama).", default=None, minimum=2, maximum=MAX_LAYERS
+    )
+    moe_router_topk: int = option("Experts of a token.", default=2, minimum=1, maximum=MAX_LAYERS)
     moe_routing: MoeRouting = option(
         "In training each token takes its likeliest experts (topk), each expert its likeliest tokens (expert-choice),"
         " or each token one expert and all experts as many tokens (balanced).",
@@ -165,11 +183,14 @@ def _speaks_of_replicas(values: Mapping[str, Any], facts: Facts) -> bool:
 class ParallelConfig:
     """How the work is spread over workers."""
 
-    tensor_model_parallel_size: int = option("Ranks that share each matrix product.", default=1, minimum=1)
+    tensor_model_parallel_size: int = option(
+        "Ranks that share each matrix product.", default=1, minimum=1, maximum=MAX_RANKS
+    )
     sequence_parallel: bool = option("Cut the stream between tensor-parallel products along the tokens.", default=False)
     pipeline_model_parallel_size: int = option(
         "Pipeline positions.",
         minimum=1,
+        maximum=MAX_RANKS,
         derive=(
             "world size; as Megatron's 1 where --tensor-model-parallel-size, --zero-stage or --DDP-impl is given",
             lambda v, facts: 1 if _speaks_of_replicas(v, facts) else max(1, facts.world_size),
@@ -186,7 +207,9 @@ class ParallelConfig:
             ),
         ),
     )
-    expert_model_parallel_size: int = option("Replicas that share the experts of each layer.", default=1, minimum=1)
+    expert_model_parallel_size: int = option(
+        "Replicas that share the experts of each layer.", default=1, minimum=1, maximum=MAX_RANKS
+    )
     DDP_impl: DdpImpl = option(
         "When replicas add their gradients: at the end of a step (local), or each layer's when it is final (torch).",
         default="local",
@@ -197,13 +220,32 @@ class ParallelConfig:
         minimum=0,
         maximum=3,
     )
+    num_layers_per_virtual_pipeline_stage: int | None = option(
+        "Blocks of a virtual stage, Megatron's way to say --virtual-stages-per-worker; interleaved-1f1b.",
+        default=None,
+        minimum=1,
+        maximum=MAX_LAYERS,
+    )
     schedule: Schedule = option(
-        "Order of microbatches in the pipeline; custom is that of the operations in --plan.", default="1f1b"
+        "Order of microbatches in the pipeline; custom is that of the operations in --plan.",
+        derive=(
+            "interleaved-1f1b where --num-layers-per-virtual-pipeline-stage makes several stages, else 1f1b",
+            lambda v, _: "interleaved-1f1b" if blocks_make_stages(v) > 1 else "1f1b",
+        ),
     )
     virtual_stages_per_worker: int = option(
         "Stages on each worker.",
         minimum=1,
-        derive=("2 if interleaved-1f1b or zb-v, else 1", lambda v, _: 2 if v["schedule"] in TWO_STAGES else 1),
+        maximum=MAX_LAYERS,
+        derive=(
+            "--num-layers / pipeline size / --num-layers-per-virtual-pipeline-stage where that is given, else 2 if"
+            " interleaved-1f1b or zb-v, else 1",
+            lambda v, _: (
+                2
+                if v["num_layers_per_virtual_pipeline_stage"] is None and v["schedule"] in TWO_STAGES
+                else blocks_make_stages(v)
+            ),
+        ),
     )
 
 
@@ -211,7 +253,7 @@ class ParallelConfig:
 class TrainingConfig:
     """How long and how to train."""
 
-    micro_batch_size: int = option("Samples in a microbatch.", minimum=1)
+    micro_batch_size: int = option("Samples in a microbatch.", minimum=1, maximum=MAX_RANKS)
     global_batch_size: int = option(
         "Samples in an optimizer step.",
         minimum=1,
@@ -221,14 +263,19 @@ class TrainingConfig:
         ),
     )
     gradient_accumulation_steps: int | None = option(
-        "Microbatches of a step, for each replica; none follows from --global-batch-size.", default=None, minimum=1
+        "Microbatches of a step, for each replica; none follows from --global-batch-size.",
+        default=None,
+        minimum=1,
+        maximum=MAX_MICROBATCHES,
     )
     rampup_batch_size: str | None = option(
         "START INCREMENT SAMPLES: begin with START samples a step, and grow by INCREMENT to --global-batch-size over"
         " SAMPLES; needs --train-samples.",
         default=None,
     )
-    train_samples: int | None = option("Samples to train for, in place of --train-iters.", default=None, minimum=1)
+    train_samples: int | None = option(
+        "Samples to train for, in place of --train-iters.", default=None, minimum=1, maximum=MAX_SAMPLES
+    )
     train_iters: int = option(
         "Optimizer steps to train for.",
         minimum=1,
@@ -251,6 +298,13 @@ class TrainingConfig:
     eval_iters: int = option("Batches of an evaluation; 0 evaluates never.", default=100, minimum=0)
     log_interval: int = option("Steps between log lines.", default=100, minimum=1)
     log_throughput: bool = option("Log model FLOPs per second and device as well.", default=False)
+    check_for_nan_in_loss_and_grad: bool = option(
+        "Report steps whose loss or gradients are not finite, save no checkpoint after them, end after too many.",
+        default=True,
+    )
+    max_skipped_iterations: int = option(
+        "Steps in a row that are not finite until the run ends with exit code 3.", default=10, minimum=1
+    )
     exit_interval: int | None = option(
         "Leave the run, saved, after a step that is a multiple of this.", default=None, minimum=1
     )
@@ -272,35 +326,8 @@ class TrainingConfig:
         "Curriculum: lengths grow with the steps, or with a root of them.", default="fixed_linear"
     )
     curriculum_root_degree: float = option("Curriculum: the root of fixed_root.", default=2.0, above=0)
-    num_threads: int = option("Threads of arithmetic in each process on CPU.", default=1, minimum=1)
+    num_threads: int = option("Threads of arithmetic in each process on CPU.", default=1, minimum=1, maximum=MAX_JOBS)
     device: Device = option("Where to compute; auto is cuda where it is present, else cpu.", default="auto")
-
-
-@dataclass(frozen=True, kw_only=True)
-class OptimizerConfig:
-    """AdamW, its learning rate over time, clipping."""
-
-    lr: float = option("Highest learning rate.", above=0)
-    min_lr: float = option("Lowest learning rate after the decay.", default=0.0, minimum=0)
-    lr_decay_style: DecayStyle = option("Course of the learning rate after the warm-up.", default="linear")
-    lr_decay_iters: int = option(
-        "Steps over which the learning rate decays, warm-up included.",
-        minimum=1,
-        derive=("--train-iters", lambda v, _: v["train_iters"]),
-    )
-    lr_decay_samples: int | None = option(
-        "Samples over which it decays, with --train-samples; none is --train-samples.", default=None, minimum=1
-    )
-    lr_warmup_iters: int = option("Steps of linear warm-up.", default=0, minimum=0)
-    lr_warmup_samples: int = option("Samples of linear warm-up, with --train-samples.", default=0, minimum=0)
-    lr_warmup_fraction: float | None = option(
-        "Linear warm-up as a fraction of --lr-decay-iters or --lr-decay-samples.", default=None, minimum=0, maximum=1
-    )
-    weight_decay: float = option("Decoupled weight decay of matrices.", default=0.01, minimum=0)
-    adam_beta1: float = option("Decay of Adam's first moment.", default=0.9, minimum=0, below=1)
-    adam_beta2: float = option("Decay of Adam's second moment.", default=0.999, minimum=0, below=1)
-    adam_eps: float = option("Epsilon of Adam.", default=1e-8, above=0)
-    clip_grad: float = option("Clip the global gradient norm to this; 0 clips never.", default=1.0, minimum=0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -311,7 +338,7 @@ class BalanceConfig:
         "Move layers between workers: off, online (a planner reads the profile), or offline (--plan and no moves).",
         default="off",
     )
-    plan: str | None = option("Partition plan to start with.", default=None)
+    plan: str | None = option("Partition plan to start with.", default=None, refers_to="file")
     rebalance_interval: int = option("Steps between boundaries at which layers may move.", default=10, minimum=1)
     granularity: Granularity = option("Where a stage may begin: before a block, or inside it as well.", default="layer")
     balancer: Balancer = option("Algorithm of the planner.", default="exact")
@@ -327,6 +354,7 @@ class BalanceConfig:
         "Release workers until so many are left, as soon as memory allows; none releases no worker.",
         default=None,
         minimum=1,
+        maximum=MAX_RANKS,
     )
     min_throughput_fraction: float | None = option(
         "Release workers as long as this share of the balanced pipeline's throughput is kept.",
@@ -335,7 +363,11 @@ class BalanceConfig:
         maximum=1,
     )
     planner: Planner = option("Start dynmo-plan watch (internal), or leave it to somebody else.", default="internal")
-    planner_timeout_s: float = option("Seconds to wait for the planner in lockstep.", default=30.0, above=0)
+    planner_timeout_s: float = option(
+        "Seconds to wait for an answer of the planner in lockstep, and for its heartbeat before it is replaced.",
+        default=30.0,
+        above=0,
+    )
     profile_interval: int = option("Steps between lines of the profile.", default=1, minimum=1)
 
 
@@ -344,7 +376,9 @@ class RunConfig:
     """Where the run lies, and what it keeps."""
 
     deepspeed_config: str | None = option(
-        "DeepSpeed JSON file, read for batch, precision, ZeRO, optimizer, clipping and curriculum.", default=None
+        "DeepSpeed JSON file, read for batch, precision, ZeRO, optimizer, clipping and curriculum.",
+        default=None,
+        refers_to="place",
     )
     dry_run: bool = option(
         "Print parameters, operations of a step and memory of each worker, and train nothing.", default=False
@@ -353,19 +387,29 @@ class RunConfig:
         "Device of the --dry-run: h200, h100, a100, cpu, or a TOML file of dynmo-plan.", default="h200"
     )
     dry_run_processes: int | None = option(
-        "Devices of the --dry-run; none is tensor x pipeline parallel size.", default=None, minimum=1
+        "Devices of the --dry-run; none is tensor x pipeline parallel size.", default=None, minimum=1, maximum=MAX_RANKS
     )
     dry_run_format: ReportFormat = option("How the --dry-run reports.", default="text")
-    run_dir: str | None = option("Run directory; by default --save, else runs/UTC-model.", default=None)
-    save: str | None = option("Run directory, under Megatron's name.", default=None)
+    run_dir: str | None = option(
+        "Run directory; by default --save, else runs/UTC-model.", default=None, refers_to="place"
+    )
+    save: str | None = option("Run directory, under Megatron's name.", default=None, refers_to="place")
     load: str | None = option(
-        "Run, step or checkpoint to go on from, a Hugging Face or Megatron directory; missing or empty starts afresh.",
+        "Run, step or checkpoint to resume from, or one of Megatron, DeepSpeed or Hugging Face; none: from scratch.",
         default=None,
+        refers_to="place",
+    )
+    exit_on_missing_checkpoint: bool | None = option(
+        "End where --load holds no checkpoint; by default where it is a run that has saved some.", default=None
     )
     cache_dir: str | None = option(
-        "Folder for Hugging Face input in native form; none is $XDG_CACHE_HOME/dynmo or ~/.cache/dynmo.", default=None
+        "Folder for Hugging Face input in native form; none is $XDG_CACHE_HOME/dynmo or ~/.cache/dynmo.",
+        default=None,
+        refers_to="place",
     )
-    tensorboard_dir: str | None = option("Folder for TensorBoard's event files; none writes none.", default=None)
+    tensorboard_dir: str | None = option(
+        "Folder for TensorBoard's event files; none writes none.", default=None, refers_to="place"
+    )
     finetune: bool = option(
         "Take the weights of --load alone, and begin at step 0 with fresh moments; leave it out to go on later.",
         default=False,
@@ -428,7 +472,7 @@ class Config:
 
     @property
     def counts_samples(self) -> bool:
-        """Whether the learning rate follows the consumed samples, and not the steps."""
+        """Whether the options count samples, and not steps."""
         return self.training.train_samples is not None
 
     @property
@@ -452,16 +496,33 @@ class Config:
         )
 
     @property
-    def decay_units(self) -> int:
-        """Steps, or samples where :attr:`counts_samples`, over which the learning rate decays."""
+    def decay_samples(self) -> int:
+        """Samples over which the learning rate decays, warm-up included."""
         if self.training.train_samples is None:
-            return self.optimizer.lr_decay_iters
+            return self.optimizer.lr_decay_iters * self.training.global_batch_size
         return self.optimizer.lr_decay_samples or self.training.train_samples
 
     @property
-    def warmup_units(self) -> int:
-        """Steps, or samples, of linear warm-up."""
+    def warmup_samples(self) -> float:
+        """Samples of linear warm-up; of ``--lr-warmup-fraction`` not rounded, as in Megatron."""
         optimizer = self.optimizer
         if optimizer.lr_warmup_fraction is not None:
-            return int(optimizer.lr_warmup_fraction * self.decay_units)
-        return optimizer.lr_warmup_samples if self.counts_samples else optimizer.lr_warmup_iters
+            return optimizer.lr_warmup_fraction * self.decay_samples
+        if self.counts_samples:
+            return optimizer.lr_warmup_samples
+        return optimizer.lr_warmup_iters * self.training.global_batch_size
+
+    @property
+    def wsd_decay_samples(self) -> int | None:
+        """Samples of the last decay of the style WSD; None where they are not given."""
+        optimizer = self.optimizer
+        if self.counts_samples:
+            return optimizer.lr_wsd_decay_samples
+        iterations = optimizer.lr_wsd_decay_iters
+        return None if iterations is None else iterations * self.training.global_batch_size
+
+    @property
+    def weight_decay_samples(self) -> int:
+        """Samples over which the weight decay grows."""
+        training = self.training
+        return training.train_samples or training.train_iters * training.global_batch_size

@@ -43,6 +43,7 @@ class PruningConfig:
     sparse_table: str | None = option(
         "File of thresholds by shape and form that dynmo-train tune-sparse wrote; goes before --sparse-threshold.",
         default=None,
+        refers_to="file",
     )
 
 

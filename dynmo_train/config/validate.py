@@ -5,6 +5,7 @@ from __future__ import annotations
 from ..formats._document import DocumentError, Problem
 from .rules.compiling import COMPILING_RULES
 from .rules.compression import COMPRESSION_RULES
+from .rules.effect import EFFECT_RULES
 from .rules.ict import ICT_RULES
 from .rules.model import MODEL_RULES
 from .rules.parallel import PARALLEL_RULES
@@ -21,6 +22,7 @@ RULES: tuple[Rule, ...] = (
     *TECHNIQUES_RULES,
     *COMPRESSION_RULES,
     *COMPILING_RULES,
+    *EFFECT_RULES,
 )
 
 

@@ -13,6 +13,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from ..formats._document import DocumentError, read_any_json
+
 Arrays = Mapping[str, npt.NDArray[Any]]
 SMALL_BYTES = 1 << 20
 
@@ -50,9 +52,9 @@ def cached_arrays(cache: Path | None, facts: Mapping[str, Any], build: Callable[
 
 def _read(stem: Path) -> Arrays | None:
     try:
-        names = json.loads(Path(f"{stem}.json").read_text(encoding="utf-8"))["arrays"]
+        names = read_any_json(Path(f"{stem}.json"))["arrays"]
         return {name: np.load(f"{stem}-{name}.npy", mmap_mode="r", allow_pickle=False) for name in names}
-    except (OSError, ValueError, KeyError):
+    except (OSError, ValueError, KeyError, TypeError, DocumentError):
         return None
 
 

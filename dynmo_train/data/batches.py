@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from ..config import Config
 from ..config.data import Blend
@@ -15,6 +16,7 @@ from ..pipeline.schedule import Batch
 from .blend import BlendedDataset, Dataset, samples_needed
 from .gpt import PARTS, Part
 from .kinds import BuildPart, PartWanted, Tensors, part_builder, tensors_of
+from .provenance import check_vocabulary
 
 WHOLE = (1.0, 0.0, 0.0)
 
@@ -24,7 +26,8 @@ class Samples:
     """Training and held-out batches as pure functions of the consumed samples and the step.
 
     ``tensors`` makes the tensors that the model reads of a batch's rows, ``micro_batch`` is the samples of a
-    microbatch, ``replicas`` the number of those who share a batch.
+    microbatch, ``replicas`` the number of those who share a batch. ``no_test`` is why the test part of the split,
+    which has a share, is not evaluated.
     """
 
     train: Dataset
@@ -35,11 +38,16 @@ class Samples:
     curriculum: Curriculum | None
     micro_batch: int
     replicas: int
+    no_test: str | None = None
 
     def training(self, consumed: int, step: int) -> Batch:
         """The batch of a training step, after ``consumed`` samples."""
         tokens = self.curriculum.at(step) if self.curriculum is not None else None
         return self._batch(self.train, consumed, self.sizes.at(consumed), step, tokens)
+
+    def places(self, consumed: int) -> list[list[dict[str, Any]]]:
+        """Where the tokens of the batch after ``consumed`` samples lie, sample by sample; see ``Dataset.places``."""
+        return self.train.places(range(consumed, consumed + self.sizes.at(consumed)))
 
     def held_out(self, part: Part, consumed: int, step: int) -> Batch:
         """A batch of the validation or the test, after ``consumed`` samples of it: full size, whole samples.
@@ -51,6 +59,7 @@ class Samples:
             raise UsageError(f"there are no data for the {part} part; write --eval-iters 0")
         size = self.sizes.final
         begin = consumed % (len(data) // size * size)
+        begin -= begin % size  # the batch size may have been another one in an earlier start
         return self._batch(data, begin, size, step, None)
 
     def _batch(self, part: Dataset, begin: int, size: int, step: int, tokens: int | None) -> Batch:
@@ -65,10 +74,15 @@ class Samples:
 
 
 def open_source(config: Config, prefix: str) -> IndexedDataset:
-    """Open one data set; raises ``UsageError`` where it is none, or not of the form that ``--data-impl`` says."""
+    """Open one data set.
+
+    Raises:
+        UsageError: it is not one, not of the form of ``--data-impl``, or was made with another vocabulary.
+    """
+    check_vocabulary(config, prefix)
     source, wanted = open_indexed(prefix), config.data.data_impl
     if wanted != "infer":
-        with open(f"{prefix}.idx", "rb") as handle:
+        with open(f"{source.prefix}.idx", "rb") as handle:
             head = handle.read(len(MAGIC))
         if not head.startswith(FORMS[wanted]):
             other = "cached or lazy" if wanted == "mmap" else "mmap"
@@ -133,18 +147,25 @@ def held_out_targets(config: Config) -> tuple[int, int]:
 
 def _open_test(
     config: Config, num_samples: int, open_one: Callable[[str], IndexedDataset], build: BuildPart
-) -> Dataset | None:
-    """The test part; None where it was not asked for by name and its share of the documents makes no batch."""
+) -> tuple[Dataset | None, str | None]:
+    """The test part, or why its documents make no batch; neither where nothing asks for a test."""
+    named, shares = config.data.test_data_path is not None, config.data.split_shares
+    if not named and not (config.data.blend and shares[PARTS.index("test")]):
+        return None, None
     try:
-        return open_part(config, "test", num_samples, open_one, build)
-    except UsageError:
-        if config.data.test_data_path is not None:
+        return open_part(config, "test", num_samples, open_one, build), None
+    except UsageError as error:
+        if named:
             raise
-        return None
+        return None, str(error)
 
 
-def open_samples(config: Config) -> Samples:
-    """Open the data of a run; raises ``UsageError`` where it is not a data set, or holds too few samples."""
+def open_samples(config: Config, step: int = 0, consumed: int = 0) -> Samples:
+    """Open the data of a run, after ``step`` steps and ``consumed`` samples.
+
+    Raises:
+        UsageError: it is not a data set, or holds too few samples.
+    """
     training = config.training
     opened: dict[str, IndexedDataset] = {}
 
@@ -154,11 +175,14 @@ def open_samples(config: Config) -> Samples:
         return opened[prefix]
 
     build = part_builder(config)
-    valid, test = held_out_targets(config)
+    valid, test_samples = held_out_targets(config)
+    test, no_test = _open_test(config, test_samples, open_one, build) if test_samples else (None, None)
+    wanted = config.batch_sizes.consumed_after(max(0, training.train_iters - step), consumed)
     return Samples(
-        train=open_part(config, "train", config.batch_sizes.consumed_after(training.train_iters), open_one, build),
+        train=open_part(config, "train", wanted, open_one, build),
         valid=open_part(config, "valid", valid, open_one, build) if valid else None,
-        test=_open_test(config, test, open_one, build) if test else None,
+        test=test,
+        no_test=no_test,
         tensors=tensors_of(config),
         sizes=config.batch_sizes,
         curriculum=config.curriculum,

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -26,6 +26,13 @@ class Dataset(Protocol):
 
     def batch(self, indices: npt.ArrayLike) -> Int64Array:
         """Token ids of several samples."""
+
+    def places(self, indices: npt.ArrayLike) -> list[list[dict[str, Any]]]:
+        """For each of several samples the pieces of data sets that it is made of.
+
+        A piece has ``prefix``, ``sequences`` (``[begin, end)``) and ``tokens`` (``[begin, end)``, counted from the
+        first token of the ``.bin`` file).
+        """
 
 
 def _margin(weights: Sequence[float]) -> int:
@@ -88,3 +95,9 @@ class BlendedDataset:
         tokens_BT = np.empty_like(joined)
         tokens_BT[np.concatenate(places)] = joined
         return tokens_BT
+
+    def places(self, indices: npt.ArrayLike) -> list[list[dict[str, Any]]]:
+        """See ``Dataset``; the samples have ascending numbers behind each other."""
+        wanted = np.asarray(indices, dtype=np.int64)
+        set_of, sample_of = blend(self.weights, int(wanted[0]), int(wanted[-1]) + 1)
+        return [self.parts[number].places([sample])[0] for number, sample in zip(set_of, sample_of, strict=True)]

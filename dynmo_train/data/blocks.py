@@ -6,6 +6,7 @@ Each sample is a pure function of the data, the seed and its number.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -63,6 +64,10 @@ class BlockDataset:
         for row_C, index in zip(rows_NC, wanted.tolist(), strict=True):
             self._fill(row_C.reshape(len(COLUMNS), self.seq_length), index)
         return rows_NC
+
+    def places(self, indices: npt.ArrayLike) -> list[list[dict[str, Any]]]:
+        """See ``Dataset.places``."""
+        return self.runs.places(self.source, indices)
 
     def _fill(self, columns_4T: Int64Array, index: int) -> None:
         random = sample_random(self.seed, self.part, index)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -75,6 +75,24 @@ class GptDataset:
                 f" {self.vocab_size - 1}: give the --tokenizer-model or --vocab-size that the data was made with"
             )
         return tokens_BT
+
+    def places(self, indices: npt.ArrayLike) -> list[list[dict[str, Any]]]:
+        """See ``Dataset.places``; the last token of a sample is only a label."""
+        return [self._pieces(int(self.index.order[index])) for index in np.asarray(indices, dtype=np.int64)]
+
+    def _pieces(self, order: int) -> list[dict[str, Any]]:
+        index, source = self.index, self.source
+        begin, pieces = order * self.seq_length, []
+        end = begin + self.seq_length + 1
+        number = int(np.searchsorted(index.ends, begin, side="right"))
+        while begin < end:
+            sequence, until = int(index.pieces[number]), int(index.ends[number])
+            after = int(source.starts[sequence]) + int(source.lengths[sequence])
+            tokens = [after - (until - begin), after - (until - min(end, until))]
+            if until > begin:
+                pieces.append({"prefix": str(source.prefix), "sequences": [sequence, sequence + 1], "tokens": tokens})
+            begin, number = max(begin, until), number + 1
+        return pieces
 
 
 def _too_few(

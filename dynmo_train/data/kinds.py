@@ -25,6 +25,7 @@ from .blocks import BlockDataset, block_tensors, check_titles
 from .gpt import PARTS, Part, build_gpt_dataset
 from .masked import COLUMNS as MASKED_COLUMNS
 from .masked import SPECIAL_TOKENS, MaskedDataset, masked_tensors
+from .provenance import check_vocabulary
 from .sentences import Runs, RunSettings, build_runs
 from .spans import SpanDataset, span_tensors
 from .tokenizer import TokenizerFiles, open_tokenizer
@@ -165,6 +166,8 @@ def _blocks(config: Config) -> BuildPart:
     vocabulary = vocabulary_of(config)
     vocabulary.special("cls", "sep", "pad")
     given, seed = config.ict, config.training.seed
+    if given.titles_data_path is not None:
+        check_vocabulary(config, given.titles_data_path)
     titles = open_indexed(given.titles_data_path) if given.titles_data_path is not None else None
     sentences = 1 if given.use_one_sent_docs else 2
 

@@ -98,6 +98,10 @@ class MaskedDataset:
             self._fill(row_C, index)
         return rows_NC
 
+    def places(self, indices: npt.ArrayLike) -> list[list[dict[str, Any]]]:
+        """See ``Dataset.places``."""
+        return self.runs.places(self.source, indices)
+
     def _fill(self, row_C: Int64Array, index: int) -> None:
         random = sample_random(self.seed, self.part, index)
         begin, end = int(self.runs.begins[index]), int(self.runs.ends[index])

@@ -6,7 +6,6 @@ As Megatron builds them. A sample is one or more rows of tokens, all of one leng
 from __future__ import annotations
 
 import csv
-import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,7 +17,9 @@ import numpy.typing as npt
 import torch
 
 from ..errors import UsageError
+from ..formats._document import MAX_TABLE_BYTES, DocumentError, parse_any_json, read_text
 from ..models.bert_tasks import NO_LABEL, TaskHead
+from ..reasons import reason
 from .tokenizer import Tokenizer
 from .vocabulary import make_vocabulary
 
@@ -57,9 +58,9 @@ def clean_text(text: str) -> str:
 
 def _lines(path: Path) -> list[str]:
     try:
-        return path.read_text(encoding="utf-8").split("\n")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"{path}: cannot be read as UTF-8 text: {error}") from error
+        return read_text(path, MAX_TABLE_BYTES).split("\n")
+    except DocumentError as error:
+        raise UsageError(f"{path}: cannot be read: {reason(error)}") from error
 
 
 def read_mnli(path: Path) -> list[Example]:
@@ -110,7 +111,7 @@ def read_race(path: Path) -> list[Example]:
 
 def _race_examples(line: str, where: str) -> list[Example]:
     try:
-        document = json.loads(line)
+        document = parse_any_json(line)
         article = clean_text(document["article"])
         asked = list(zip(document["questions"], document["options"], document["answers"], strict=True))
         examples = []
@@ -129,11 +130,15 @@ def _race_examples(line: str, where: str) -> list[Example]:
 
 @dataclass(frozen=True, kw_only=True)
 class TaskFormat:
-    """A task's head and its data: how a path is read, and how many tokens of a row's first text count at most."""
+    """A task's head and its data: how a path is read, and how many tokens of a row's first text count at most.
+
+    ``class_names`` are the labels in the order of the logits; empty for choices, which have no names.
+    """
 
     head: TaskHead
     read: Callable[[Path], list[Example]]
     first_tokens: int | None = None
+    class_names: tuple[str, ...] = ()
 
     @property
     def rows(self) -> int:
@@ -142,7 +147,11 @@ class TaskFormat:
 
 
 TASKS: Mapping[str, TaskFormat] = {
-    "mnli": TaskFormat(head=TaskHead(kind="classification", num_classes=len(MNLI_LABELS)), read=read_mnli),
+    "mnli": TaskFormat(
+        head=TaskHead(kind="classification", num_classes=len(MNLI_LABELS)),
+        read=read_mnli,
+        class_names=tuple(sorted(MNLI_LABELS, key=MNLI_LABELS.__getitem__)),
+    ),
     "race": TaskFormat(
         head=TaskHead(kind="multichoice", num_classes=RACE_CHOICES), read=read_race, first_tokens=QUESTION_TOKENS
     ),

@@ -60,6 +60,16 @@ class Runs:
     def __len__(self) -> int:
         return len(self.begins)
 
+    def places(self, source: IndexedDataset, indices: npt.ArrayLike) -> list[list[dict[str, Any]]]:
+        """The sentences of several samples, as ``Dataset.places`` gives them."""
+        places = []
+        for index in np.asarray(indices, dtype=np.int64):
+            begin, end = int(self.begins[index]), int(self.ends[index])
+            after = int(source.starts[end - 1]) + int(source.lengths[end - 1])
+            tokens = [int(source.starts[begin]), after]
+            places.append([{"prefix": str(source.prefix), "sequences": [begin, end], "tokens": tokens}])
+        return places
+
 
 def hashed_uniform(keys: Int64Array, *salt: int) -> npt.NDArray[np.float64]:
     """A number in [0, 1) for each key, always the same one (splitmix64, Steele et al. 2014, figure 17)."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -11,6 +10,8 @@ from typing import Any
 
 from ..config.data import default_tokenizer_type
 from ..errors import MissingExtraError, UsageError
+from ..formats._document import MAX_TABLE_BYTES, DocumentError, read_any_json
+from ..reasons import reason
 
 # Names under which tokenizers of the field know the token that ends a document.
 END_OF_DOCUMENT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eod>", "[SEP]")
@@ -125,7 +126,7 @@ def _library() -> Any:
 
 
 def _hugging_face(named: TokenizerFiles) -> Tokenizer:
-    library, files = _library(), [str(path) for path in named.files.values()]
+    library, files = _library(), [str(named.files[name]) for name in FOLDER_NAMES[named.kind]]
     try:
         if named.kind == "HuggingFaceTokenizer":
             inner = library.Tokenizer.from_file(files[0])
@@ -174,9 +175,9 @@ def _sentence_piece(path: Path) -> Tokenizer:
 
 def _words(path: Path) -> dict[str, int]:
     try:
-        words = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise UsageError(f"{path} is not a JSON vocabulary: {error}") from error
+        words = read_any_json(path, MAX_TABLE_BYTES)
+    except DocumentError as error:
+        raise UsageError(f"{path} is not a JSON vocabulary: {reason(error)}") from error
     if (
         not isinstance(words, dict)
         or not words
@@ -255,7 +256,7 @@ def _size(named: TokenizerFiles) -> int:
         try:
             return count_pieces(path.read_bytes())
         except (OSError, ValueError) as error:
-            raise UsageError(f"{path} is not a SentencePiece model: {error}") from error
+            raise UsageError(f"{path} is not a SentencePiece model: {reason(error)}") from error
     if named.kind == "GPT2BPETokenizer":
         return max(_words(named.files["vocab.json"]).values()) + 1
     return open_tokenizer(named).vocab_size

@@ -10,8 +10,10 @@ from pathlib import Path
 import torch
 
 from ..errors import UsageError
+from ..formats._document import DocumentError, read_any_json
 from ..models.linear import PrunableLinear
 from ..models.sparse_forms import BLOCK, BLOCK_SIZE, CSR, SEMI_STRUCTURED, SparseTable
+from ..reasons import reason
 
 SPARSITIES = (0.5, 0.6, 0.7, 0.75, 0.8, 0.85, 0.9, 0.95, 0.98)
 NEVER = 2.0
@@ -110,7 +112,7 @@ def write_sparse_table(path: Path, table: dict[str, float]) -> None:
     try:
         path.write_text(json.dumps({"thresholds": table}, indent=1) + "\n", encoding="utf-8")
     except OSError as error:
-        raise UsageError(f"cannot write the table to {path}: {error}; give another --output") from error
+        raise UsageError(f"cannot write the table to {path}: {reason(error)}; give another --output") from error
 
 
 def read_sparse_table(path: Path) -> dict[str, float]:
@@ -120,9 +122,9 @@ def read_sparse_table(path: Path) -> dict[str, float]:
         UsageError: it cannot be read, or is not an object of rules and numbers.
     """
     try:
-        document = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise UsageError(f"--sparse-table {path} cannot be read: {error}") from error
+        document = read_any_json(path)
+    except DocumentError as error:
+        raise UsageError(f"--sparse-table {path} cannot be read: {reason(error)}") from error
     thresholds = document.get("thresholds") if isinstance(document, dict) else None
     numbers = thresholds.values() if isinstance(thresholds, dict) else ()
     if not thresholds or not all(

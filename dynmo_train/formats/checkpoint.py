@@ -12,9 +12,14 @@ from typing import Any
 
 from ._document import (
     ENVELOPE,
+    MAX_LAYERS,
+    MAX_RANKS,
+    MAX_SIZE,
+    MAX_TABLE_BYTES,
     Check,
     DocumentError,
     Problem,
+    anything,
     array,
     boolean,
     encode_json,
@@ -31,6 +36,11 @@ from ._document import (
 FORMAT = "dynmo.checkpoint"
 VERSION = 1
 OPTIMIZER_SUFFIXES = (".exp_avg", ".exp_avg_sq")
+# Tensors with a row for each id of the vocabulary.
+VOCABULARY_ROWS = re.compile(
+    r"((encoder|decoder|query|context)\.)?embedding\.word\.weight(\.(mask|exp_avg|exp_avg_sq|master))?"
+    r"|head\.(weight|bias)(\.(mask|exp_avg|exp_avg_sq|master))?"
+)
 _SEAL = re.compile(rb'"manifest_crc32"\s*:\s*"([0-9a-f]{8})"')
 
 
@@ -56,19 +66,23 @@ def _model(value: Any, path: str, problems: list[Problem]) -> None:
 
 
 _MODEL: Mapping[str, Check] = (
-    {"family": string("gpt", "bert", "ict", "t5", "llama"), "num_layers": integer(), "layernorm_epsilon": number(0)}
-    | dict.fromkeys(("hidden_size", "ffn_hidden_size", "num_attention_heads"), integer(1))
-    | dict.fromkeys(("max_position_embeddings", "vocab_size", "padded_vocab_size"), integer(1))
+    {
+        "family": string("gpt", "bert", "ict", "t5", "llama"),
+        "num_layers": integer(0, MAX_LAYERS),
+        "layernorm_epsilon": number(0),
+    }
+    | dict.fromkeys(("hidden_size", "ffn_hidden_size", "num_attention_heads"), integer(1, MAX_SIZE))
+    | dict.fromkeys(("max_position_embeddings", "vocab_size", "padded_vocab_size"), integer(1, MAX_SIZE))
     | {"activation": string("gelu_tanh", "gelu", "relu", "swiglu", "geglu"), "tied_embeddings": boolean()}
 )
 _MODEL_OPTIONAL: dict[str, Check] = (
-    dict.fromkeys(("num_tokentypes", "num_encoder_layers", "num_decoder_layers"), integer())
-    | dict.fromkeys(("num_key_value_heads", "head_dim", "num_experts", "moe_top_k"), integer(1))
-    | dict.fromkeys(("relative_buckets", "relative_max_distance"), integer(1))
-    | {"projection_size": integer(), "shared_towers": boolean()}
+    dict.fromkeys(("num_tokentypes", "num_encoder_layers", "num_decoder_layers"), integer(0, MAX_LAYERS))
+    | dict.fromkeys(("num_key_value_heads", "head_dim", "num_experts", "moe_top_k"), integer(1, MAX_SIZE))
+    | dict.fromkeys(("relative_buckets", "relative_max_distance"), integer(1, MAX_SIZE))
+    | {"projection_size": integer(0, MAX_SIZE), "shared_towers": boolean()}
     | {"normalization": string("layernorm", "rmsnorm"), "position_embedding": string("learned", "rotary", "relative")}
     | {"rotary_base": number(1), "rotary_scaling": nullable(mapping(_scalar)), "binary_head": boolean()}
-    | {"task_head": string("classification", "multichoice"), "num_classes": integer(1)}
+    | {"task_head": string("classification", "multichoice"), "num_classes": integer(1, MAX_SIZE)}
 )
 _SHARD = obj({"file": string(), "key": string(), "index": array(_span), "crc32": _crc32})
 _FRACTION = number(0, 1)
@@ -80,10 +94,10 @@ FIELDS: Mapping[str, Check] = {
     "consumed_train_samples": integer(),
     "model": _model,
     "topology": obj(
-        dict.fromkeys(("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"), integer(1))
-        | dict.fromkeys(("virtual_stages_per_worker", "world_size"), integer(1))
+        dict.fromkeys(("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"), integer(1, MAX_RANKS))
+        | dict.fromkeys(("virtual_stages_per_worker", "world_size"), integer(1, MAX_RANKS))
         | {"schedule": string(), "partition": array(array(string()), 1)},
-        {"expert_parallel_size": integer(1)},
+        {"expert_parallel_size": integer(1, MAX_RANKS)},
     ),
     "dynamic": obj(
         {
@@ -116,6 +130,10 @@ FIELDS: Mapping[str, Check] = {
     "data": nullable(obj({"seed": integer(), "split": string(), "sequence_length": integer(1), "prefix": string()})),
     "rng": obj({"scheme": string(), "seed": integer()}),
     "files": mapping(obj({"bytes": integer(), "crc32": _crc32})),
+}
+_DOCUMENT = mapping(anything())
+OPTIONAL: Mapping[str, Check] = {
+    "source": obj({"format": string("huggingface"), "config": _DOCUMENT, "generation_config": nullable(_DOCUMENT)})
 }
 
 
@@ -224,6 +242,9 @@ def across_problems(manifest: dict[str, Any]) -> Iterator[Problem]:
     yield from _model_problems(manifest, order)
     for name, entry in tensors.items():
         yield from _tensor_problems(name, entry, manifest)
+        rows = [manifest["model"][field] for field in ("vocab_size", "padded_vocab_size")]
+        if VOCABULARY_ROWS.fullmatch(name) and (not entry["shape"] or entry["shape"][0] not in rows):
+            yield Problem(f"tensors.{name}", "shape", f"must have the rows of the vocabulary, {rows[0]} or {rows[1]}")
         if not name.startswith(tuple(f"{item}." for item in order)):
             yield Problem(f"tensors.{name}", "reference", "belongs to no item of the partition")
         if entry["role"] == "optimizer" and optimizer is None:
@@ -243,7 +264,7 @@ def manifest_problems(value: Any) -> list[Problem]:
     """Every fault of a manifest, the seal apart."""
     problems = envelope_problems(value, FORMAT, VERSION)
     if not problems:
-        obj(FIELDS)(value, "", problems)
+        obj(FIELDS, OPTIONAL)(value, "", problems)
     return problems or list(across_problems(value))
 
 
@@ -270,7 +291,7 @@ def parse_manifest(payload: bytes, source: str) -> dict[str, Any]:
         message = f"is {stored}, but the bytes give {found}: the file was altered"
         raise DocumentError(source, [Problem("manifest_crc32", "crc32", message)])
     try:
-        value = parse_json(payload)
+        value = parse_json(payload, MAX_TABLE_BYTES)
     except ValueError as error:
         raise DocumentError(source, [Problem("", "json", str(error))]) from error
     problems = manifest_problems(value)

@@ -12,6 +12,7 @@ document boundaries. They too are read as they are touched.
 
 from __future__ import annotations
 
+import os
 import struct
 from dataclasses import dataclass
 from pathlib import Path
@@ -151,12 +152,19 @@ def _read_other(index: npt.NDArray[np.uint8]) -> tuple[Arrays | None, list[Probl
     return (np.dtype(INTEGER_TYPES[code]), lengths.astype(np.int32), offsets[:-1] * token_bytes, documents), []
 
 
+def prefix_of(path: str) -> str:
+    """``PREFIX`` of ``PREFIX``, ``PREFIX.bin`` or ``PREFIX.idx``: either file's own name is taken for it as well."""
+    stem, suffix = os.path.splitext(path)
+    return stem if suffix in (".bin", ".idx") and not os.path.exists(f"{path}.idx") else path
+
+
 def open_indexed(prefix: str) -> IndexedDataset:
-    """Open ``PREFIX.bin`` and ``PREFIX.idx`` without reading them whole.
+    """Open ``PREFIX.bin`` and ``PREFIX.idx`` without reading them whole; ``prefix_of`` says which prefix is meant.
 
     Raises:
         DocumentError: a file is missing, not of this format, truncated, or the two do not fit; with every problem.
     """
+    prefix = prefix_of(prefix)
     index_path, bin_path = Path(f"{prefix}.idx"), Path(f"{prefix}.bin")
     missing = [path for path in (index_path, bin_path) if not path.is_file()]
     if missing:

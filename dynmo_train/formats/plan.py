@@ -15,6 +15,8 @@ from typing import Any
 from .. import __version__
 from ._document import (
     ENVELOPE,
+    MAX_MICROBATCHES,
+    MAX_RANKS,
     DocumentError,
     Problem,
     array,
@@ -26,6 +28,7 @@ from ._document import (
     nullable,
     number,
     obj,
+    own_document,
     read_json,
     string,
     write_whole,
@@ -55,6 +58,7 @@ class Plan:
     predicted: Mapping[str, Any] | None
     migration: Mapping[str, Any]
     reason: str
+    granularity: str | None = None
     operations: tuple[str, ...] | None = None
     selective_grad_comp_way: int | None = None
 
@@ -74,7 +78,23 @@ _PREDICTED = obj(
         "peak_memory_bytes": array(integer()),
     }
 )
-_OPTIMALITY = obj({"lower_bound_ns": integer(), "optimal": boolean(), "blocking_items": array(string())})
+_OPTIMALITY = obj(
+    {
+        "objective": string("bottleneck", "simulated"),
+        "lower_bound_ns": integer(),
+        "optimal": boolean(),
+        "blocking_items": array(string()),
+    }
+)
+_CONSTRAINTS = obj(
+    {
+        "microbatches": integer(1, MAX_MICROBATCHES),
+        "min_layers": integer(),
+        "memory_bytes": array(nullable(integer(1))),
+        "pins": array(obj({"item": string(), "stage": integer()})),
+        "tied_together": boolean(),
+    }
+)
 _MOVE = obj({"item": string(), "from_worker": integer(), "to_worker": integer(), "bytes": integer()})
 _DOCUMENT = obj(
     {
@@ -87,7 +107,7 @@ _DOCUMENT = obj(
         "apply_at_step": nullable(integer()),
         "balancer": string("initial", "exact", "time", "parameters", "uniform", "deepspeed", "diffusion", "manual"),
         "schedule": string("gpipe", "1f1b", "interleaved-1f1b", "zero-bubble", "zb-v", "custom"),
-        "virtual_stages_per_worker": integer(1),
+        "virtual_stages_per_worker": integer(1, MAX_RANKS),
         "stages": array(obj({"stage": integer(), "worker": integer(), "items": array(string())}), 1),
         "released_workers": array(integer()),
         "predicted": nullable(_PREDICTED),
@@ -97,7 +117,7 @@ _DOCUMENT = obj(
         ),
         "reason": string(),
     },
-    {"operations": array(string())},
+    {"granularity": string("layer", "sublayer"), "constraints": _CONSTRAINTS, "operations": array(string())},
 )
 
 
@@ -119,7 +139,7 @@ def _custom(plan: Plan) -> list[Problem]:
     kinds: dict[str, list[str]] = {str(stage): [] for stage in range(len(plan.stages))}
     for worker, words in zip(plan.workers, words_of, strict=False):
         for word in words:
-            match = re.fullmatch(r"(\d+)([FBIW]\d+)", word)
+            match = re.fullmatch(r"(0|[1-9][0-9]{0,6})([FBIW](?:0|[1-9][0-9]{0,6}))", word)
             if match is None or match[1] not in kinds or plan.stage_workers[int(match[1])] != worker:
                 message = f"{word!r} is no operation of a stage of worker {worker}"
                 problems.append(Problem("operations", "reference", message))
@@ -165,6 +185,23 @@ def _across(plan: Plan, numbers: Sequence[int]) -> list[Problem]:
     return problems
 
 
+def _constrained(plan: Plan, constraints: Mapping[str, Any] | None) -> list[Problem]:
+    """Constraints about workers, stages and items that the plan does not have."""
+    if constraints is None:
+        return []
+    problems = []
+    limits = constraints["memory_bytes"]
+    if len(limits) != len(plan.workers):
+        words = f"must have an entry for each of the {len(plan.workers)} workers, has {len(limits)}"
+        problems.append(Problem("constraints.memory_bytes", "length", words))
+    items = {item for stage in plan.stages for item in stage}
+    for at, pin in enumerate(constraints["pins"]):
+        if pin["item"] not in items or pin["stage"] >= len(plan.stages):
+            words = f"pins {pin['item']!r} to stage {pin['stage']}: the plan lacks one of them"
+            problems.append(Problem(f"constraints.pins[{at}]", "reference", words))
+    return problems
+
+
 def parse_plan(document: Any, source: str) -> Plan:
     """The plan in a JSON document; raises ``DocumentError`` with every problem."""
     problems = envelope_problems(document, FORMAT, VERSION)
@@ -179,10 +216,13 @@ def parse_plan(document: Any, source: str) -> Plan:
         stages=tuple(tuple(stage["items"]) for stage in stages),
         stage_workers=tuple(stage["worker"] for stage in stages),
         released_workers=tuple(document["released_workers"]),
+        granularity=document.get("granularity"),
         operations=tuple(document["operations"]) if "operations" in document else None,
         selective_grad_comp_way=_way(document.get("x_selective_grad_comp_way")),
     )
-    if problems := _across(plan, [stage["stage"] for stage in stages]):
+    problems = _across(plan, [stage["stage"] for stage in stages])
+    problems += _constrained(plan, document.get("constraints"))
+    if problems:
         raise DocumentError(source, problems)
     return plan
 
@@ -223,6 +263,7 @@ def initial_plan(
     read_to_step: int = 0,
     reason: str = "the partition that the run started with",
     placed: Sequence[int] | None = None,
+    granularity: str | None = None,
     operations: Sequence[str] | None = None,
 ) -> dict[str, Any]:
     """The document of the partition that a run starts with; ``workers`` in the order of their first stages.
@@ -230,6 +271,7 @@ def initial_plan(
     Args:
         placed: the worker of each stage, and
         operations: of each worker, both with the schedule ``custom`` alone.
+        granularity: where stages may be cut in this run.
     """
     placed = _placed(schedule, workers, len(stages)) if placed is None else placed
     return {
@@ -249,13 +291,21 @@ def initial_plan(
         "optimality": None,
         "migration": {"moves": [], "bytes": 0, "max_link_bytes": 0, "pause_ns": 0},
         "reason": reason,
+        **({} if granularity is None else {"granularity": granularity}),
         **({} if operations is None else {"operations": list(operations)}),
     }
 
 
 def write_plan(plans: Path, document: Mapping[str, Any]) -> Path:
-    """Put a plan in place under its number; raises ``FileExistsError`` where that number is taken."""
+    """Put a plan in place under its number.
+
+    Raises:
+        FileExistsError: the number is taken.
+        WriterError: the document breaks the format; nothing is written.
+    """
     plans.mkdir(parents=True, exist_ok=True)
     path = plan_path(plans, document["plan_id"])
+    with own_document():
+        parse_plan(document, str(path))
     write_whole(path, encode_json(document), exclusive=True)
     return path

@@ -12,10 +12,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from .. import __version__
-from ._document import append_line, complete_lines, envelope, parse_json
+from ._document import DocumentError, Problem, WriterError, append_line, envelope, parse_json, read_lines
+from .profile_lines import FORMAT, VERSION, line_problems
 
-FORMAT = "dynmo.profile"
-VERSION = 1
 WRITTEN_BY = f"dynmo-train {__version__}"
 
 EventKind = Literal["pruned", "frozen", "evaluated", "checkpoint"]
@@ -186,7 +185,13 @@ def plan_result_record(
 
 
 def append_record(path: Path, record: Mapping[str, Any]) -> None:
-    """Append one line to the profile."""
+    """Append one line to the profile.
+
+    Raises:
+        WriterError: the line breaks the format, such as an event of an unknown kind; the profile stays as it was.
+    """
+    if problems := line_problems(record):
+        raise WriterError(str(path), problems)
     append_line(path, record)
 
 
@@ -194,9 +199,13 @@ def next_segment(path: Path) -> int:
     """The segment that the next header must carry: one above the last complete header's, 0 in a new profile."""
     if not path.exists():
         return 0
-    segments = [
-        record["segment"]
-        for line in complete_lines(path.read_bytes())
-        if b'"header"' in line and (record := parse_json(line)).get("record") == "header"
-    ]
-    return segments[-1] + 1 if segments else 0
+    segment = 0
+    for number, line in enumerate(read_lines(path), 1):
+        if b'"header"' not in line:
+            continue
+        try:
+            record = parse_json(line)
+            segment = record["segment"] + 1 if record["record"] == "header" else segment
+        except (ValueError, KeyError, TypeError) as error:
+            raise DocumentError(str(path), [Problem(f"line {number}", "json", str(error))]) from error
+    return segment

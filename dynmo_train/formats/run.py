@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from ._document import (
     ENVELOPE,
+    MAX_CONFIG_BYTES,
     DocumentError,
     Problem,
     anything,
     array,
+    encode_json,
     envelope_problems,
     integer,
     mapping,
     obj,
+    own_document,
     read_json,
     string,
+    write_whole,
 )
 
 FORMAT = "dynmo.run"
@@ -39,9 +45,21 @@ _DOCUMENT = obj(
 _GROW = obj({"workers": integer(1)})
 
 
+def write_run(path: Path, document: Mapping[str, Any]) -> None:
+    """Write ``run.json``; raises ``WriterError`` where the document breaks the format, and ``OSError``."""
+    payload = encode_json(document)
+    with own_document():
+        parse_run(json.loads(payload), str(path))
+    write_whole(path, payload)
+
+
 def read_run(path: Path) -> dict[str, Any]:
     """Read a ``run.json``; raises ``DocumentError`` where it cannot be read or breaks a rule."""
-    document = read_json(path)
+    return parse_run(read_json(path), str(path))
+
+
+def parse_run(document: Any, source: str) -> dict[str, Any]:
+    """The content of a ``run.json``; raises ``DocumentError`` with every problem."""
     problems = envelope_problems(document, FORMAT, VERSION)
     if not problems:
         _DOCUMENT(document, "", problems)
@@ -53,13 +71,13 @@ def read_run(path: Path) -> dict[str, Any]:
         lone = sorted(".".join(pair) for pair in names ^ origins)
         problems += [Problem(f"config.{name}", "reference", "must be in config and in config_sources") for name in lone]
     if problems:
-        raise DocumentError(str(path), problems)
+        raise DocumentError(source, problems)
     return dict(document)
 
 
 def read_grow_request(path: Path) -> int:
     """The number of workers in a ``grow.json``; raises ``DocumentError`` where it is not ``{"workers": N}``."""
-    document = read_json(path)
+    document = read_json(path, MAX_CONFIG_BYTES)
     problems: list[Problem] = []
     _GROW(document, "", problems)
     if problems:

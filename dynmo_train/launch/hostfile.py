@@ -16,9 +16,10 @@ from pathlib import Path
 
 from ..console import say
 from ..errors import EXIT_RELAUNCH, EXIT_TERMINATED, UsageError
+from ..formats._document import MAX_JOBS, read_text
 from .outcome import shell_code
 
-_LINE = re.compile(r"(?P<host>[^\s#=]+)\s+slots=(?P<slots>\d+)\s*(#.*)?")
+_LINE = re.compile(r"(?P<host>[^\s#=]+)\s+slots=(?P<slots>\d{1,9})\s*(#.*)?")
 # What a run on other hosts should see as it is seen here.
 _CARRIED = re.compile(r"(NCCL|GLOO|OMP|CUDA|TORCH|DYNMO|MALLOC|PYTHON|UCX|FI|LD_LIBRARY)(_.*|PATH)?|PATH|VIRTUAL_ENV")
 # What ssh ends with where it reaches no host.
@@ -47,8 +48,8 @@ def parse_hostfile(text: str, source: str) -> list[Host]:
         if not line.strip() or line.lstrip().startswith("#"):
             continue
         match = _LINE.fullmatch(line.strip())
-        if match is None or int(match["slots"]) < 1 or match["host"].startswith("-"):
-            bad.append(f"{source}:{number}: {line.strip()!r} is not 'HOST slots=N'")
+        if match is None or not 1 <= int(match["slots"]) <= MAX_JOBS or match["host"].startswith("-"):
+            bad.append(f"{source}:{number}: {line.strip()!r} is not 'HOST slots=N' with N of 1 to {MAX_JOBS:,}")
         elif any(host.name == match["host"] for host in hosts):
             bad.append(f"{source}:{number}: {match['host']} is there twice")
         else:
@@ -218,7 +219,4 @@ def end_with_stdin() -> None:
 
 def read_hostfile(path: Path) -> list[Host]:
     """The hosts of a file; raises ``UsageError`` where it cannot be read or understood."""
-    try:
-        return parse_hostfile(path.read_text(encoding="utf-8"), str(path))
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"cannot read the hostfile {path}: {error}") from error
+    return parse_hostfile(read_text(path), str(path))

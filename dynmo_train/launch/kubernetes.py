@@ -10,13 +10,25 @@ from __future__ import annotations
 import re
 import shutil
 import subprocess
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ..errors import DynmoError, UsageError
+from ..formats._document import parse_any_json
 
 PORT = 29500
+Version = tuple[int, int]
+# What each version of Kubeflow Trainer calls changes to a runtime's pods, from the Python models that it publishes
+# (kubeflow_trainer_api). Each replaced the one before; only from 2.3 on may a pod's time to end be changed.
+TRAINER_FORMS: Mapping[Version, str] = {
+    (2, 0): "podSpecOverrides",
+    (2, 1): "podTemplateOverrides",
+    (2, 2): "runtimePatches",
+    (2, 3): "runtimePatches with terminationGracePeriodSeconds",
+}
+# Of a pod that Kubernetes gives its usual 30 seconds to end.
+USUAL_SAVE_S = 15
 _NAME = re.compile(r"[a-z0-9]([a-z0-9-]{0,51}[a-z0-9])?")
 # Run by bash in the pod with the launcher's words as its arguments: nothing that a person gave is part of the text.
 _BY_RANK = 'exec "$0" "$@"'
@@ -54,6 +66,7 @@ class KubernetesJob:
     max_restarts: int = 3
     save_s: int = 60
     runtime: str = "torch-distributed"
+    trainer: Version = (2, 3)
 
     def __post_init__(self) -> None:
         for option, value in (("--job-name", self.name), ("--namespace", self.namespace)):
@@ -122,6 +135,69 @@ def _container(job: KubernetesJob, name: str, command: Sequence[str]) -> dict[st
     return found
 
 
+@dataclass(frozen=True, kw_only=True)
+class Need:
+    """A field of a manifest, and the first version of a product that serves it."""
+
+    product: str
+    version: Version
+    field: str
+
+    @property
+    def text(self) -> str:
+        """For a person."""
+        return f"{self.product} {self.version[0]}.{self.version[1]} or newer ({self.field})"
+
+
+def parse_version(option: str, text: str) -> Version:
+    """``1.31`` (also ``v1.31.2`` and ``1.31+``) as (1, 31); raises ``UsageError`` for anything else."""
+    match = re.match(r"v?(\d+)\.(\d+)(?:[.+-].*)?$", text)
+    if match is None:
+        raise UsageError(f"{option} must be a version such as 1.31, is {text!r}")
+    return int(match[1]), int(match[2])
+
+
+def trainer_form(version: Version) -> Version:
+    """The newest form of TrainJob that a version serves; raises ``UsageError`` below the first."""
+    known = [form for form in TRAINER_FORMS if form <= version]
+    if not known:
+        found = f"{version[0]}.{version[1]}"
+        raise UsageError(f"--trainer-version {found}: a TrainJob needs Kubeflow Trainer 2.0; use --kind pytorchjob")
+    return max(known)
+
+
+def indexed_needs(job: KubernetesJob) -> list[Need]:
+    """What an indexed job needs of Kubernetes."""
+    found = [Need(product="Kubernetes", version=(1, 24), field="Job.spec.completionMode Indexed")]
+    if job.least != job.most:
+        found.append(Need(product="Kubernetes", version=(1, 31), field="Job.spec.successPolicy"))
+    return found
+
+
+def pytorch_needs(job: KubernetesJob) -> list[Need]:
+    """What a PyTorchJob needs of the training operator."""
+    if job.least == job.most:
+        return []
+    return [Need(product="Kubeflow training operator", version=(1, 4), field="PyTorchJob.spec.elasticPolicy")]
+
+
+def trainer_needs(job: KubernetesJob) -> list[Need]:
+    """What a TrainJob needs of Kubeflow Trainer."""
+    form = trainer_form(job.trainer)
+    return [Need(product="Kubeflow Trainer", version=form, field=f"TrainJob.spec.{TRAINER_FORMS[form]}")]
+
+
+def check_version(needs: Sequence[Need], product: str, version: Version, source: str) -> None:
+    """Raise ``UsageError`` where a version of a product does not serve what a manifest has."""
+    missing = [need for need in needs if need.product == product and need.version > version]
+    if missing:
+        found = f"{version[0]}.{version[1]}"
+        raise UsageError(
+            f"{source} {found}: the manifest needs {' and '.join(need.text for need in missing)}; give --nodes N, a"
+            " fixed number, or --kind pytorchjob"
+        )
+
+
 def _launcher(job: KubernetesJob) -> list[str]:
     return [
         *("dynmo-train", "launch", "node", "--nproc", str(job.nproc), "--nnodes", f"{job.least}:{job.most}"),
@@ -166,7 +242,10 @@ def pytorch_job(job: KubernetesJob) -> dict[str, Any]:
 
 
 def train_job(job: KubernetesJob) -> dict[str, Any]:
-    """The ``TrainJob`` of Kubeflow Trainer 2, on a cluster's training runtime."""
+    """The ``TrainJob`` of Kubeflow Trainer 2, on a cluster's training runtime, in the form of ``job.trainer``."""
+    form = trainer_form(job.trainer)
+    if form < (2, 3):  # the pods have the time to end that the runtime gives them
+        job = replace(job, save_s=min(job.save_s, USUAL_SAVE_S))
     text = (
         'export NODE_RANK="$PET_NODE_RANK" MASTER_ADDR="$PET_MASTER_ADDR" MASTER_PORT="$PET_MASTER_PORT" && ' + _BY_RANK
     )
@@ -181,23 +260,34 @@ def train_job(job: KubernetesJob) -> dict[str, Any]:
         trainer["resourcesPerNode"] = resources
     pod: dict[str, Any] = {
         "volumes": _volumes(job),
-        "terminationGracePeriodSeconds": job.save_s + 15,
         "containers": [{"name": "node", "volumeMounts": _mounts(job)}],
     }
+    if form >= (2, 3):
+        pod["terminationGracePeriodSeconds"] = job.save_s + 15
     if job.instance_type:
         pod["nodeSelector"] = {"node.kubernetes.io/instance-type": job.instance_type}
-    jobs = [{"name": "node", "template": {"spec": {"template": {"spec": pod}}}}]
-    patch = {
-        "manager": "dynmo.launch/kubernetes",
-        "trainingRuntimeSpec": {"template": {"spec": {"replicatedJobs": jobs}}},
-    }
-    spec = {"runtimeRef": {"name": job.runtime}, "trainer": trainer, "runtimePatches": [patch]}
+    spec = {"runtimeRef": {"name": job.runtime}, "trainer": trainer, **_changed_pods(form, pod)}
     return {
         "apiVersion": "trainer.kubeflow.org/v1alpha1",
         "kind": "TrainJob",
         "metadata": _metadata(job),
         "spec": spec,
     }
+
+
+def _changed_pods(form: Version, pod: dict[str, Any]) -> dict[str, Any]:
+    """The field of a TrainJob that changes the pods of its runtime."""
+    targets = [{"name": "node"}]
+    if form == (2, 0):
+        return {"podSpecOverrides": [{"targetJobs": targets, **pod}]}
+    if form == (2, 1):
+        return {"podTemplateOverrides": [{"targetJobs": targets, "spec": pod}]}
+    jobs = [{"name": "node", "template": {"spec": {"template": {"spec": pod}}}}]
+    patch = {
+        "manager": "dynmo.launch/kubernetes",
+        "trainingRuntimeSpec": {"template": {"spec": {"replicatedJobs": jobs}}},
+    }
+    return {"runtimePatches": [patch]}
 
 
 def indexed_job(job: KubernetesJob) -> list[dict[str, Any]]:
@@ -248,23 +338,45 @@ def volume_claim(claim: Claim, namespace: str, size: str, storage_class: str) ->
     return {"apiVersion": "v1", "kind": "PersistentVolumeClaim", "metadata": metadata, "spec": spec}
 
 
-def to_yaml(documents: Sequence[dict[str, Any]]) -> str:
-    """The manifests as one YAML text."""
+def to_yaml(documents: Sequence[dict[str, Any]], needs: Sequence[Need] = ()) -> str:
+    """The manifests as one YAML text, which begins with what they need."""
     import yaml
 
-    return "---\n".join(yaml.safe_dump(document, sort_keys=False, width=120) for document in documents)
+    class Plain(yaml.SafeDumper):
+        """Writes a value that stands in two places twice: anchors confuse people and tools that edit manifests."""
+
+        def ignore_aliases(self, data: Any) -> bool:
+            return True
+
+    head = "".join(f"# Needs {need.text}.\n" for need in needs)
+    return head + "---\n".join(yaml.dump(document, Dumper=Plain, sort_keys=False, width=120) for document in documents)
 
 
-def apply(text: str) -> str:
+def served_version() -> Version | None:
+    """The version of the cluster's Kubernetes; None where ``kubectl`` does not tell it."""
+    done = subprocess.run(
+        ["kubectl", "version", "-o", "json"], stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False
+    )
+    try:
+        found = parse_any_json(done.stdout)["serverVersion"]
+        return parse_version("kubectl version", f"{found['major']}.{found['minor']}")
+    except (ValueError, KeyError, TypeError, UsageError):
+        return None
+
+
+def apply(text: str, needs: Sequence[Need] = ()) -> str:
     """Submit manifests with ``kubectl``; what it says.
 
     Raises:
-        UsageError: there is no ``kubectl`` here.
+        UsageError: there is no ``kubectl`` here, or the cluster's Kubernetes is older than the manifests need.
         DynmoError: the cluster refuses them.
     """
     if shutil.which("kubectl") is None:
         raise UsageError("kubectl is not on PATH; write the manifest with --dry-run and apply it there")
+    if any(need.product == "Kubernetes" for need in needs) and (version := served_version()) is not None:
+        check_version(needs, "Kubernetes", version, "the cluster's Kubernetes")
     done = subprocess.run(["kubectl", "apply", "-f", "-"], input=text, capture_output=True, text=True, check=False)
     if done.returncode:
-        raise DynmoError(f"kubectl refuses the manifest: {done.stderr.strip()}")
+        needed = f"; it needs {' and '.join(need.text for need in needs)}" if needs else ""
+        raise DynmoError(f"kubectl refuses the manifest: {done.stderr.strip()}{needed}")
     return done.stdout.strip()

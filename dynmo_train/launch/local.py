@@ -13,11 +13,12 @@ from pathlib import Path
 from ..console import say
 from ..errors import EXIT_FAILURE, EXIT_RELAUNCH, EXIT_USAGE, UsageError
 from ..formats.run import read_run
+from ..reasons import reason
 from ..rundir import take_grow_request
 from .agent import PeerTroubleError, Work, interface_towards, run_once, worker_environment
 from .meeting import CALLED, DONE, LAST_CALL_S, Ending, Meeting, MeetingLostError, Nodes, Start, Verdict
 from .next_start import packing_flags, pipeline_size, place_flags, processes_of
-from .outcome import Failure, causes, failure_message, last_lines, shell_code, usage_words
+from .outcome import LASTING, Failure, causes, failure_message, last_lines, shell_code, usage_words
 
 WORKER = (sys.executable, "-m", "dynmo_train")
 
@@ -131,7 +132,7 @@ class _Launcher:
             say(f"dynmo-train: node {', '.join(map(str, lost))} was lost")
         run_dir = self._run_dir()
         asks = code == EXIT_RELAUNCH and not lost
-        if run_dir is None or (not asks and (code == EXIT_USAGE or self.restarts == self.max_restarts)):
+        if run_dir is None or (not asks and (code in LASTING or self.restarts == self.max_restarts)):
             why = "a worker asks to be started again, but had not begun a run" if asks else ""
             return Verdict(again=False, code=shell_code(code), why=why)
         self.restarts += 0 if asks else 1
@@ -234,7 +235,7 @@ def launch_local(launch: LocalLaunch, *, max_restarts: int) -> int:
     try:
         launch.log_dir.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise UsageError(f"cannot make the log directory {launch.log_dir}: {error}") from error
+        raise UsageError(f"cannot make the log directory {launch.log_dir}: {reason(error)}") from error
     launch_file = launch.log_dir / "run_dir"
     if launch.nodes.rank == 0:
         launch_file.unlink(missing_ok=True)

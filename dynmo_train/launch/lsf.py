@@ -31,13 +31,14 @@ exit "$code"
 
 @dataclass(frozen=True, kw_only=True)
 class LsfJob:
-    """What is submitted: ``nodes`` hosts of ``nproc`` processes; empty texts leave options out."""
+    """What is submitted: ``nodes`` hosts of ``nproc`` processes on ``slots`` CPUs; empty texts leave options out."""
 
     arguments: tuple[str, ...]
     name: str
     nodes: int
     nproc: int
     gpus: int = 0
+    slots: int = 1
     time: str = ""
     queue: str = ""
     project: str = ""
@@ -75,9 +76,9 @@ def lsf_script(job: LsfJob) -> str:
         "-W": job.time,
         "-q": job.queue,
         "-P": job.project,
-        "-n": str(job.nodes),
-        # One slot of the scheduler a host: the launcher there starts the processes.
-        "-R": '"span[ptile=1]"',
+        # The slots of a host are for its launcher, which starts the processes.
+        "-n": str(job.nodes * job.slots),
+        "-R": f'"span[ptile={job.slots}]"',
         "-gpu": f'"num={job.gpus}/host"' if job.gpus else "",
     }
     checked = {

@@ -6,10 +6,13 @@ import signal
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from ..errors import EXIT_RELAUNCH, EXIT_TERMINATED, EXIT_USAGE
+from ..errors import EXIT_INTERRUPTED, EXIT_RELAUNCH, EXIT_TERMINATED, EXIT_USAGE
 
 TAIL_LINES = 12
-_CALLED_OFF = (EXIT_TERMINATED, -signal.SIGTERM)
+# A run whose model is not finite. Another start from the same checkpoint would compute the same.
+EXIT_NOT_FINITE = 3
+LASTING = (EXIT_USAGE, EXIT_NOT_FINITE)
+_CALLED_OFF = (EXIT_TERMINATED, -signal.SIGTERM, EXIT_INTERRUPTED, -signal.SIGINT)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 
 from ..errors import UsageError
 
@@ -78,6 +79,26 @@ def array(name: str, words: Sequence[str]) -> str:
         else:
             lines.append(word)
     return f"{name}=(\n" + "".join(f"  {line}\n" for line in lines) + ")\n"
+
+
+# A process with a GPU keeps this many cores busy: Python, the backward pass, the library of collectives, and the writer
+# of checkpoints. Where nobody asks for CPUs a scheduler gives a task one, which all processes of the node share.
+GPU_PROCESS_CPUS = 4
+
+
+def task_cpus(nproc: int, gpus: bool | int, arguments: Sequence[str], environment: Mapping[str, str]) -> int:
+    """The CPUs that a node's task asks for where nobody says: 8 processes with a GPU each take 32.
+
+    Args:
+        nproc: processes of a node.
+        gpus: whether they have GPUs.
+        arguments: of the command; ``--num-threads`` says how many threads a process computes with on CPU.
+        environment: ``OMP_NUM_THREADS`` says it where the command does not.
+    """
+    words = [part for word in arguments for part in word.split("=", 1)]
+    threads = dict(pairwise(words)).get("--num-threads") or environment.get("OMP_NUM_THREADS", "1")
+    own = int(threads) if threads.isdecimal() and int(threads) else 1
+    return nproc * max(own, GPU_PROCESS_CPUS if gpus else 1)
 
 
 def parse_exports(pairs: Sequence[str]) -> dict[str, str]:

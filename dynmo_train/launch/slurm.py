@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ..errors import DynmoError, UsageError
+from ..formats._document import MAX_JOBS, MAX_RANKS
 from .script import array, exports, one_word, shell_words
 
 # One step for each node rather than one for all: a step that ends gives its node back, the others go on.
@@ -17,16 +18,17 @@ export MASTER_PORT="${MASTER_PORT:-$((20000 + SLURM_JOB_ID % 20000))}"
 """
 _RUN = """
 declare -A node_of=()  # process of a step: number of its node
+# Shortly before the time is over Slurm sends USR1: save, end, and resume in the queue. A signal may come at once.
+again=
+trap 'again=time; scancel --signal=TERM "$SLURM_JOB_ID"' USR1
+trap 'scancel --signal=TERM "$SLURM_JOB_ID"' TERM INT
+
 for node in "${!hosts[@]}"; do
   NODE_RANK="$node" srun "${step[@]}" --nodelist="${hosts[node]}" "${command[@]}" &
   node_of[$!]=$node
 done
 
-# Shortly before the time is over Slurm sends USR1: save, end, and go on in the queue.
-again=
 done_early=()
-trap 'again=time; scancel --signal=TERM "$SLURM_JOB_ID"' USR1
-trap 'scancel --signal=TERM "$SLURM_JOB_ID"' TERM INT
 
 give_back() {  # a node whose workers were released
   unset "hosts[$1]"
@@ -111,6 +113,8 @@ def parse_part(text: str) -> Part:
     gpus = words[2] if len(words) == 3 else "0"
     if not gpus.isdecimal():
         raise UsageError(f"--het takes a number of GPUs a node, is {text!r}")
+    if int(words[0]) > MAX_RANKS or int(gpus) > MAX_JOBS:
+        raise UsageError(f"--het {text!r}: must be at most {MAX_RANKS:,} nodes, of at most {MAX_JOBS:,} GPUs")
     return Part(nodes=int(words[0]), partition=words[1], gpus=int(gpus))
 
 

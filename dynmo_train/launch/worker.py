@@ -32,7 +32,7 @@ def watch_launcher(environment: Mapping[str, str]) -> None:
 
     The main thread may stand in a collective for minutes, and Python's signal handlers wait for it. So the thread ends
     the process a few seconds after SIGTERM or SIGINT, or once the launcher is gone. Where the launcher itself was told
-    to end by SIGTERM it says so in a file, and there is more time: for the step, and to save.
+    to end it says so in a file, and there is more time: for the step, and to save.
     """
     if not is_launched(environment):
         return
@@ -71,8 +71,9 @@ def end(code: object, environment: Mapping[str, str]) -> None:
     here.
     """
     if is_launched(environment):
-        # A scheduler tells the launcher and its workers to end, and the launcher tells them again.
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        # A scheduler or a terminal signals the launcher and its workers, and the launcher signals them again.
+        for number in _ENDING_SIGNALS:
+            signal.signal(number, signal.SIG_IGN)
     if code is not None and not isinstance(code, int):
         return
     for thread in threading.enumerate():

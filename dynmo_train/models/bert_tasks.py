@@ -98,7 +98,7 @@ class BertTask:
         if name != "head":
             return self._base.build(name, device)
         module, std = BertTaskHead(self.shape, self.head, device), self.shape.init_method_std
-        initialise(name, module, seed=self.shape.seed, std=std, ending_std=std, ties={})
+        initialise(name, module, seed=self.shape.seed, std=std, ending_std=std, ties={}, vocabulary=0)
         return module
 
     def split_dim(self, parameter: str) -> int | None:

@@ -91,7 +91,15 @@ class Family(ABC, Generic[Shape]):
         std = self.shape.init_method_std
         # Matrices that end a residual branch are scaled by 1/sqrt(2 layers) (GPT-2, section 2.3).
         ending_std = std if kind == "head" else std / math.sqrt(2 * self.num_layers_at(name))
-        initialise(name, module, seed=self.shape.seed, std=std, ending_std=ending_std, ties=self.ties)
+        initialise(
+            name,
+            module,
+            seed=self.shape.seed,
+            std=std,
+            ending_std=ending_std,
+            ties=self.ties,
+            vocabulary=self.shape.vocab_size,
+        )
         return module
 
     def builders(self, name: str) -> Builders:

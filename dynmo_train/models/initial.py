@@ -8,12 +8,20 @@ import torch
 from torch import nn
 
 from ..parallel.seeding import stable_seed
+from .items import has_vocabulary_rows
 
 ENDS_BRANCH = ("dense.weight", "fc2.weight")
 
 
 def initialise(
-    name: str, module: nn.Module, *, seed: int, std: float, ending_std: float, ties: Mapping[str, str]
+    name: str,
+    module: nn.Module,
+    *,
+    seed: int,
+    std: float,
+    ending_std: float,
+    ties: Mapping[str, str],
+    vocabulary: int,
 ) -> None:
     """Draw the matrices of an item; vectors keep what their layers gave them.
 
@@ -21,6 +29,7 @@ def initialise(
         name: of the item.
         std: of every matrix but those that end a residual branch, which get ``ending_std``.
         ties: a copy is drawn as the weight that it copies.
+        vocabulary: true rows of the vocabulary; rows of padding behind them are zero.
     """
     if any(parameter.device.type == "meta" for parameter in module.parameters()):
         return
@@ -32,3 +41,5 @@ def initialise(
         drawn = torch.randn(parameter.shape, generator=generator)
         with torch.no_grad():
             parameter.copy_(drawn * (ending_std if child.endswith(ENDS_BRANCH) else std))
+            if has_vocabulary_rows(full):
+                parameter[vocabulary:] = 0

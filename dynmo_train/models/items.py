@@ -5,6 +5,7 @@ Shapes in names: B samples of a microbatch, T tokens, D model width, O and I row
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
@@ -189,3 +190,20 @@ def masks_of(name: str, module: nn.Module) -> dict[str, PrunableLinear]:
 def parameters_of(name: str, module: nn.Module) -> dict[str, nn.Parameter]:
     """The parameters of an item by global name, in module order."""
     return {f"{name}.{child}": parameter for child, parameter in module.named_parameters()}
+
+
+def has_vocabulary_rows(parameter_name: str) -> bool:
+    """Whether a parameter has a row for each id of the vocabulary, by its global name: word tables, the head, its bias.
+
+    Those rows are padded so that tensor-parallel ranks share them evenly. The rows of padding are zero for ever: no id
+    looks them up, they take no part in a loss, and zero rows stay zero under Adam. So no checkpoint stores them.
+    """
+    return re.search(r"(^|\.)(embedding\.word\.weight|head\.(weight|bias))$", parameter_name) is not None
+
+
+def vocabulary_rows(family: ModelFamily, *, padded: bool = False) -> int:
+    """The true rows of a family's vocabulary, or those that this process's layout pads it to."""
+    rows = family.manifest()["padded_vocab_size" if padded else "vocab_size"]
+    if not isinstance(rows, int):
+        raise TypeError(f"{type(family).__name__} states no rows of its vocabulary: {rows!r}")
+    return rows

@@ -18,22 +18,26 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 @dataclass(frozen=True, kw_only=True)
 class AdamWSettings:
-    """AdamW with decoupled weight decay on matrices, none on vectors (Loshchilov and Hutter, arXiv 1711.05101)."""
+    """AdamW with decoupled weight decay on matrices, none on vectors (Loshchilov and Hutter, arXiv 1711.05101).
+
+    ``weight_decay`` holds for updates that name none.
+    """
 
     beta1: float
     beta2: float
     eps: float
     weight_decay: float
 
-    def decay_of(self, parameter: torch.Tensor) -> float:
-        """The weight decay of a parameter: of a matrix that of the settings, of a vector 0."""
-        return self.weight_decay if parameter.dim() >= 2 else 0.0
+    @staticmethod
+    def decays(parameter: torch.Tensor) -> bool:
+        """Whether a parameter has weight decay: a matrix has it, a vector has none."""
+        return parameter.dim() >= 2
 
 
 class ItemOptimizer(Protocol):
     """The optimizer of one item. A parameter has state from its first update on; ``parameter`` is a live one."""
 
-    def update(self, rate: float) -> None:
+    def update(self, rate: float, weight_decay: float) -> None:
         """Update every parameter that has a gradient, and drop the gradients."""
 
     def moments(self, parameter: nn.Parameter) -> dict[str, torch.Tensor]:
@@ -53,21 +57,21 @@ class TorchAdamW:
     """torch's AdamW in its fused form."""
 
     def __init__(self, parameters: Sequence[nn.Parameter], settings: AdamWSettings) -> None:
-        by_decay: dict[float, list[nn.Parameter]] = {}
+        by_decay: dict[bool, list[nn.Parameter]] = {}
         for parameter in parameters:
-            by_decay.setdefault(settings.decay_of(parameter), []).append(parameter)
+            by_decay.setdefault(settings.decays(parameter), []).append(parameter)
         self._optimizer = torch.optim.AdamW(
-            [{"params": group, "weight_decay": decay} for decay, group in by_decay.items()],
+            [{"params": group, "decays": decays} for decays, group in by_decay.items()],
             lr=0.0,
             betas=(settings.beta1, settings.beta2),
             eps=settings.eps,
             fused=True,
         )
 
-    def update(self, rate: float) -> None:
+    def update(self, rate: float, weight_decay: float) -> None:
         """See ``ItemOptimizer``."""
         for group in self._optimizer.param_groups:
-            group["lr"] = rate
+            group["lr"], group["weight_decay"] = rate, weight_decay if group["decays"] else 0.0
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
 
@@ -111,15 +115,16 @@ class FusedAdamW:
         )
         self._steps: dict[nn.Parameter, int] = {}
 
-    def update(self, rate: float) -> None:
+    def update(self, rate: float, weight_decay: float) -> None:
         """See ``ItemOptimizer``."""
         trained = [parameter for parameter in self._parameters if parameter.grad is not None]
-        groups: dict[tuple[float, int], list[nn.Parameter]] = {}
+        groups: dict[tuple[bool, int], list[nn.Parameter]] = {}
         for parameter in trained:
-            groups.setdefault((self._settings.decay_of(parameter), self.steps(parameter)), []).append(parameter)
+            groups.setdefault((self._settings.decays(parameter), self.steps(parameter)), []).append(parameter)
+        of_group = {True: weight_decay, False: 0.0}
         self._optimizer.param_groups = [
-            {**self._optimizer.defaults, "params": group, "lr": rate, "weight_decay": decay, "step": done}
-            for (decay, done), group in groups.items()
+            {**self._optimizer.defaults, "params": group, "lr": rate, "weight_decay": of_group[decays], "step": done}
+            for (decays, done), group in groups.items()
         ]
         self._optimizer.step()
         for parameter in trained:

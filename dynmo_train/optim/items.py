@@ -11,7 +11,7 @@ from torch import nn
 
 from ..models.blocks import Embedding
 from ..models.compiled import compile_item
-from ..models.items import ModelFamily, masks_of, parameters_of
+from ..models.items import ModelFamily, has_vocabulary_rows, masks_of, parameters_of, vocabulary_rows
 from ..models.linear import PrunableLinear
 from ..models.lookup import PendingRows, most_pending
 from ..models.sharding import cut_item, cut_tensor, deal_experts, experts_of, is_of_expert, join_replicas
@@ -165,6 +165,19 @@ class HeldItems:
         cut = cut_tensor(whole, self.split_dim(tensor_name), self.region)
         return cut if role_of(tensor_name) == "mask" else self.own_rows(tensor_name, cut)
 
+    def own_part(self, tensor_name: str, stored: torch.Tensor) -> torch.Tensor:
+        """What this process holds of a stored tensor: as :meth:`own_slice`, the rows of a vocabulary padded as here.
+
+        Args:
+            stored: the whole tensor of a checkpoint, of the true rows or, in older checkpoints, of padded ones.
+        """
+        if has_vocabulary_rows(parameter_of(tensor_name)):
+            rows = vocabulary_rows(self.family)
+            whole = stored.new_zeros(vocabulary_rows(self.family, padded=True), *stored.shape[1:])
+            whole[:rows] = stored[:rows]
+            stored = whole
+        return self.own_slice(tensor_name, stored)
+
     def is_apart(self, tensor_name: str) -> bool:
         """Whether a tensor belongs to an expert that other replicas do not hold."""
         return self.exchange is not None and is_of_expert(tensor_name)
@@ -250,13 +263,18 @@ class HeldItems:
             for module in self.modules.values():
                 self.shards.release(module)
 
-    def update(self, rate: float) -> None:
-        """One optimizer step on every parameter that has a gradient; the gradients are dropped."""
+    def update(self, rate: float, weight_decay: float | None = None) -> None:
+        """One optimizer step on every parameter that has a gradient; the gradients are dropped.
+
+        Args:
+            weight_decay: of matrices; None is that of the settings.
+        """
+        decay = self.settings.weight_decay if weight_decay is None else weight_decay
         for _, name, parameter in self.parameters():
             if name in self._shared:
                 parameter.grad = None
         for item, optimizer in self._optimizers.items():
-            optimizer.update(rate)
+            optimizer.update(rate, decay)
             for layer in masks_of(item, self.modules[item]).values():
                 layer.weights_changed()
 

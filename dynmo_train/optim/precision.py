@@ -65,6 +65,11 @@ class LossScaler:
         self._clean = 0
         self._overflows_left = 0 if settings is None else settings.hysteresis
 
+    @property
+    def can_fall(self) -> bool:
+        """Whether the scale is dynamic and above its minimum: an overflow is then part of finding it."""
+        return self.settings is not None and self.settings.window > 0 and self.scale > self.settings.minimum
+
     def update(self, *, finite: bool) -> None:
         """After a step: whether all its gradients were finite."""
         settings = self.settings

@@ -101,6 +101,21 @@ class World:
         return self.dims.rank_of(pipeline=worker, data=self.replica, tensor=self.shard)
 
 
+def check_device(name: str, processes: int = 1) -> None:
+    """Raise ``UsageError`` where ``--device cuda`` has not a device for each of this machine's processes."""
+    if name.partition(":")[0] != "cuda":
+        return
+    if not torch.cuda.is_available():
+        build = "has no CUDA support" if torch.version.cuda is None else "finds no CUDA device"
+        raise UsageError(f"--device {name}: torch {torch.__version__} {build} here; use --device cpu")
+    found = torch.cuda.device_count()
+    if found < processes:
+        raise UsageError(
+            f"--device {name}: {processes} processes on this machine and {found} CUDA devices; start one process a"
+            " device, or use --device cpu"
+        )
+
+
 def join_world(device_name: str, timeout_s: float = 600.0, dims: ParallelDims | None = None) -> World:
     """Join the processes that a launcher started (its environment says how many), or be the only one.
 
@@ -110,12 +125,13 @@ def join_world(device_name: str, timeout_s: float = 600.0, dims: ParallelDims | 
         dims: how the processes are laid out; None is one pipeline of all.
 
     Raises:
-        UsageError: ``dims`` are not those of so many processes.
+        UsageError: ``dims`` are not those of so many processes, or a process has no CUDA device.
     """
     rank, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     local_rank, local_size = int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     if device_name == "auto":
         device_name = "cuda" if torch.cuda.is_available() and torch.cuda.device_count() >= local_size else "cpu"
+    check_device(device_name, local_size)
     device = torch.device("cuda", local_rank) if device_name == "cuda" else torch.device("cpu")
     if device.type == "cuda":
         torch.cuda.set_device(device)

@@ -168,7 +168,7 @@ class Pipeline:
                     group=world.groups.pipeline,
                     final=final,
                     codec=codec,
-                    splits=shape.compiled is None,
+                    splits=shape.compiled is None and not shape.selective,
                 )
             )
             self.modules.append(module)

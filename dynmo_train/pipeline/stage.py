@@ -203,7 +203,8 @@ class ItemStage(PipelineStage):
     for stage 0; here such a stage runs its full backward at W. A stage through which several values run (of an
     encoder-decoder) runs its full backward at once, and nothing at W; so does one whose parameters are whole only while
     an item runs (ZeRO 3): torch's split backward looks for the gradients of those it finds between items. So does one
-    of compiled items, each of which has one backward for input and weights.
+    of compiled items, each of which has one backward for input and weights, and one of items that recompute all but
+    their matrix products: what they keep is given out once, and a split backward asks for it twice.
 
     Args:
         boundary: the shapes of all values.

@@ -6,7 +6,7 @@ Worker 0 alone reads plans and writes results; what it decided is broadcast, and
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from typing import Any
 from ..engine import Engine
 from ..formats._document import DocumentError, Problem
 from ..formats.plan import Plan, plan_ids, plan_path, read_plan
-from ..formats.profile import append_record, ask_record, plan_result_record
+from ..formats.profile import ask_record, plan_result_record
 from ..parallel.leaving import without_workers
 from ..parallel.world import broadcast_document
 from ..pipeline.partition import Partition
@@ -63,6 +63,7 @@ class Controller:
     """Looks for plans at boundaries and puts them into force.
 
     Args:
+        append: appends a record to the profile.
         problems_of: why a plan cannot be taken by the run, given the number in force; empty where it can.
         in_force: number of the plan that the run starts with; plans up to it are not looked at.
         tell: writes a line in ``events.jsonl``.
@@ -77,7 +78,7 @@ class Controller:
         settings: ControllerSettings,
         *,
         plans: Path,
-        profile: Path,
+        append: Callable[[Mapping[str, Any]], None],
         problems_of: Callable[[Plan, int, Sequence[Sequence[str]]], list[Problem]],
         in_force: int,
         tell: Callable[..., None],
@@ -86,9 +87,10 @@ class Controller:
         fault: Fault | None = None,
     ) -> None:
         self.engine, self.settings = engine, settings
-        self.plans, self.profile, self._problems_of, self._tell = plans, profile, problems_of, tell
+        self.plans, self._append, self._problems_of, self._tell = plans, append, problems_of, tell
         self._settle = settle
         self.in_force = self._seen = in_force
+        self._answered: set[int] = set()
         self._planner, self._fault = planner, fault
 
     def boundary(self, step: int) -> TakenPlan | None:
@@ -141,10 +143,12 @@ class Controller:
         """On worker 0: the highest valid plan that wants to move; the others are answered on the way."""
         self._look_after_planner(step)
         if self.settings.lockstep:
-            append_record(self.profile, ask_record(step))
+            self._append(ask_record(step))
             self._wait(step)
         chosen: Plan | None = None
-        for plan_id in sorted((i for i in plan_ids(self.plans) if i > self._seen), reverse=True):
+        # Listed once: a plan that is written from here on is not in the list, and belongs to the next decision.
+        listed = [plan_id for plan_id in plan_ids(self.plans) if plan_id > self._seen]
+        for plan_id in sorted(set(listed) - self._answered, reverse=True):
             plan = self._read(plan_id, step)
             if plan is None:
                 continue
@@ -158,7 +162,8 @@ class Controller:
                 self._result(plan_id, step, "refused", 0, 0, "; ".join(map(str, problems)))
             else:
                 chosen = plan
-        self._seen = max([self._seen, *plan_ids(self.plans)])
+        self._seen = max([self._seen, *listed])
+        self._answered.clear()
         if chosen is None:
             return None
         if chosen.action == "keep":
@@ -177,6 +182,7 @@ class Controller:
             return read_plan(plan_path(self.plans, plan_id))
         except DocumentError as error:
             self._result(plan_id, step, "refused", 0, 0, str(error))
+            self._answered.add(plan_id)
             return None
 
     def _wait(self, step: int) -> None:
@@ -189,7 +195,8 @@ class Controller:
             if self._planner is not None and self._planner.pid is None:
                 return
             time.sleep(POLL_S)
-            self._look_after_planner(step)
+            if self._look_after_planner(step):
+                deadline = time.monotonic() + self.settings.timeout_s  # the new one reads the same ask
         words = f"no answer from the planner within {self.settings.timeout_s:g} s; training goes on"
         self._tell("planner_late", words, step=step)
 
@@ -199,10 +206,12 @@ class Controller:
         except DocumentError:
             return False
 
-    def _look_after_planner(self, step: int) -> None:
+    def _look_after_planner(self, step: int) -> bool:
+        """Report what happened to the planner; whether anything did."""
         happened = self._planner.check() if self._planner is not None else None
         if happened:
             self._tell("planner", happened, step=step)
+        return happened is not None
 
     def _result(
         self, plan_id: int, step: int, result: str, pause_ns: int, num_bytes: int, reason: str, **extra: Any
@@ -217,6 +226,6 @@ class Controller:
             num_bytes=num_bytes,
             reason=reason,
         )
-        append_record(self.profile, record)
+        self._append(record)
         figures = {"plan_id": plan_id, "pause_ns": pause_ns, "bytes": num_bytes, **extra}
         self._tell(f"plan_{result}", f"plan {plan_id} {result.replace('_', ' ')}: {reason}", step=step, **figures)

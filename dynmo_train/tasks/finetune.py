@@ -21,25 +21,31 @@ from ..console import say
 from ..data.pairs import TASKS, PairData, build_pairs, join_pairs
 from ..data.tokenizer import TokenizerFiles, open_tokenizer
 from ..engine import Engine
-from ..errors import UsageError
+from ..errors import EXIT_OK, EXIT_RELAUNCH, DynmoError, UsageError
 from ..families import family_of
+from ..fingerprint import checkpoint_facts, config_facts, join_same, option_facts, require_same
+from ..interrupts import Interrupts, Wishes
+from ..launch.outcome import EXIT_NOT_FINITE
 from ..loading import checkpoint_to_load
 from ..models.bert import Bert
 from ..models.bert_tasks import BertTask
 from ..models.items import BoundaryShape, parameters_of
+from ..nonfinite import FiniteCheck, end_message
 from ..optim.items import ItemState
 from ..parallel.dims import ParallelDims
 from ..parallel.seeding import stable_seed
-from ..parallel.world import World, broadcast_document, join_world, leave_world
+from ..parallel.world import World, broadcast_document, leave_world
 from ..pipeline.schedule import Batch
 from ..recording import Recorder
 from ..rundir import RunDirectory, begin_run
-from ..saving import SavedRun, check_same_model, state_reader
+from ..saving import RECORDS, SavedRun, check_same_model, state_reader
+from ..starting import progress_of
+from ..startup import complete_line, resume_line
 from ..traininglog import TrainingLog
 from .classify import accuracy, data_paths
 
 # What a checkpoint of another head may say otherwise.
-_OF_THE_HEAD = ("task_head", "num_classes", "binary_head", "tied_embeddings")
+_OF_THE_HEAD = frozenset({"task_head", "num_classes", "binary_head", "tied_embeddings"})
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -82,7 +88,7 @@ def pretrained_state(engine: Engine, checkpoint: Checkpoint, world: World) -> An
     different = [
         f"{key} is {stored.get(key)!r} there and {value!r} here"
         for key, value in wanted.items()
-        if key not in _OF_THE_HEAD and stored.get(key) != value
+        if key not in _OF_THE_HEAD | RECORDS and stored.get(key) != value
     ]
     if different:
         raise UsageError(f"--pretrained-checkpoint {checkpoint.directory} holds another model: {'; '.join(different)}")
@@ -94,7 +100,7 @@ def pretrained_state(engine: Engine, checkpoint: Checkpoint, world: World) -> An
             return read(item)
         fresh = parameters_of(item, engine.family.build(item, torch.device("cpu")))
         tensors = {
-            name: engine.held.own_slice(
+            name: engine.held.own_part(
                 name, checkpoint.load([name])[name] if checkpoint.has(name) else fresh[name].detach()
             ).to(world.device)
             for name in names
@@ -109,6 +115,7 @@ class _Start:
     engine: Engine
     directory: RunDirectory
     step: int
+    source: Mapping[str, Any] | None
 
 
 class _Finetuning:
@@ -136,12 +143,19 @@ class _Finetuning:
 
         self.train_data, self.valid_data = agreed(world, read)
         self.files = files
+        self.check = FiniteCheck.of(config.training)
+        self.last_saved: str | None = None
         start = self._begin(told)
         self.engine, self.directory, self.step = start.engine, start.directory, start.step
+        self.source = start.source
         self.recorder = Recorder(start.directory, world)
         self.log = TrainingLog(config, world, flops_counter(config, self.engine.family))
         self.checkpoints = Checkpointing(
-            self.engine, start.directory.checkpoints, aside=config.run.async_save, tell=self._saved
+            self.engine,
+            start.directory.checkpoints,
+            aside=config.run.async_save,
+            tell=self._saved,
+            tell_failure=self._not_saved,
         )
 
     def _begin(self, told: FinetuneConfig) -> _Start:
@@ -161,6 +175,7 @@ class _Finetuning:
         going_on = agreed(world, lambda: checkpoint_to_load(config, world))
         run = replace(config.run, load=told.pretrained_checkpoint)
         first = agreed(world, lambda: checkpoint_to_load(replace(config, run=run), world))
+        require_same(world, {**checkpoint_facts(going_on), **checkpoint_facts(first, "--pretrained-checkpoint")})
         if told.pretrained_checkpoint is not None and first is None:
             raise UsageError(f"--pretrained-checkpoint {told.pretrained_checkpoint}: there is no checkpoint")
         engine = Engine(family, settings, first_partition(config, family, None), world)
@@ -183,16 +198,22 @@ class _Finetuning:
             engine=engine,
             directory=RunDirectory(path=Path(place[0]), run_id=place[1], segment=place[2]),
             step=step,
+            source=next((each.manifest.get("source") for each in (going_on, first) if each is not None), None),
         )
 
     def _weights(self, engine: Engine, going_on: Checkpoint | None, first: Checkpoint | None) -> int:
         """Give the engine its weights; the step from which it goes on."""
         if going_on is not None:
             check_same_model(going_on, engine.family)
-            step = int(going_on.manifest["step"])
+            step, consumed = int(going_on.manifest["step"]), int(going_on.manifest["consumed_train_samples"])
+            if consumed != step * self.batch:
+                raise UsageError(
+                    f"--global-batch-size {self.batch}: the run consumed {consumed:,} samples in {step:,} steps; epochs"
+                    f" count on equal batches, give --global-batch-size {consumed // max(1, step)}"
+                )
             moments = not self.config.run.no_load_optim
             reader = state_reader(going_on, engine.held, self.world, moments=moments)
-            engine.restore(reader, step, **going_on.manifest.get("x_progress", {}))
+            engine.restore(reader, step, **progress_of(going_on, self.config))
             return step
         if first is not None:
             engine.restore(pretrained_state(engine, first, self.world), 0)
@@ -200,47 +221,86 @@ class _Finetuning:
             engine.build()
         return 0
 
-    def run(self) -> None:
-        """All steps that are left, with an evaluation after each epoch and a checkpoint at the end."""
+    def run(self) -> int:
+        """All steps that are left, with an evaluation after each epoch and a checkpoint at the end; the exit code."""
         config, data = self.config, self.train_data
         last = config.training.train_iters if data is not None else 0
-        if data is not None:
+        if last and self.step >= last:
+            if self.world.is_first:
+                say(complete_line(self.directory.path, self.step, f"--epochs make {last:,}; give more --epochs"))
+            return EXIT_OK
+        wishes = Wishes()
+        if data is None:
+            self.measure(0)
+        else:
             self.log.start(self.engine.partition, self.step + 1, parameter_counts(self.engine))
-            order = Epochs(samples=len(data), seed=config.training.seed)
-        while data is not None and self.step < last:
-            begin = self.step * self.batch
-            self.step += 1
-            chosen = order.at(begin, self.step * self.batch)
-            batch = Batch(
-                inputs=data.tensors(chosen),
-                first_microbatch=begin // config.training.micro_batch_size,
-                step=self.step,
-            )
-            result = self.engine.train_step(batch, sampled=False)
-            for event in self.engine.after_step(self.step):
-                self.recorder.technique(event)
-            self.recorder.metrics(
-                step=self.step,
-                consumed_train_samples=self.step * self.batch,
-                **result.losses,
-                grad_norm=result.grad_norm,
-                learning_rate=result.rate,
-                step_ns=result.step_ns,
-            )
-            self.log.step(self.step, self.step * self.batch, self.batch, config.model.seq_length, result)
-            self.checkpoints.at_boundary()
+            with Interrupts(None) as interrupts:
+                wishes = self._train(data, last, interrupts)
+        self.checkpoints.wait()
+        if self.checkpoints.failure is not None:
+            raise DynmoError(f"{self.checkpoints.failure}; the last checkpoint is {self.last_saved or 'none'}")
+        if self.world.is_first:
+            say(f"run directory: {self.directory.path}")
+            if wishes.code and self.step < last:
+                say(resume_line(self.directory.path, self.step, config.run.load))
+            if self._is_not_finite(last):
+                say(f"dynmo-train: error: {end_message(self.step, self.check, self.last_saved)}")
+        if self._is_not_finite(last):
+            return EXIT_NOT_FINITE
+        return EXIT_RELAUNCH if wishes.relaunch and self.step < last else wishes.code
+
+    def _is_not_finite(self, last: int) -> bool:
+        """Whether the run has ended with a model that is not finite."""
+        return self.check.is_over or (self.check.is_refused and self.step >= last)
+
+    def _train(self, data: PairData, last: int, interrupts: Interrupts) -> Wishes:
+        """Steps up to ``last``, or until a signal ends the run; what was asked at the last boundary."""
+        order = Epochs(samples=len(data), seed=self.config.training.seed)
+        every = self.config.run.save_interval
+        wishes = Wishes()
+        while self.step < last and not wishes.leave:
+            self._step(data, order)
+            if self.check.is_over:
+                break
             epoch, before = (steps * self.batch // len(data) for steps in (self.step, self.step - 1))
             if epoch > before or self.step == last:
                 # The last epoch ends with its last whole batch.
                 self.measure(-(-self.step * self.batch // len(data)) if self.step == last else epoch)
-            every = config.run.save_interval
-            if self.step == last or (every is not None and self.step % every == 0):
+            wishes = interrupts.at_boundary(self.world)
+            due = every is not None and self.step % every == 0
+            if self.step == last or due or wishes.save or wishes.leave:
                 self._save()
-        if not last:
-            self.measure(0)
-        self.checkpoints.wait()
-        if self.world.is_first:
-            say(f"run directory: {self.directory.path}")
+        return wishes
+
+    def _step(self, data: PairData, order: Epochs) -> None:
+        """One optimizer step and its records."""
+        begin = self.step * self.batch
+        self.step += 1
+        batch = Batch(
+            inputs=data.tensors(order.at(begin, self.step * self.batch)),
+            first_microbatch=begin // self.config.training.micro_batch_size,
+            step=self.step,
+        )
+        result = self.engine.train_step(batch, sampled=False, advance=self.batch)
+        if (problem := self.check.after_step(self.step, result)) is not None:
+            # The places of its samples are their numbers in --train-data.
+            numbers = [int(number) for number in order.at(begin, self.step * self.batch)]
+            self.recorder.event(
+                "not_finite", problem, step=self.step, samples=[begin, self.step * self.batch], train_data=numbers
+            )
+            self.log.line(f" {problem}")
+        for event in self.engine.after_step(self.step):
+            self.recorder.technique(event)
+        self.recorder.metrics(
+            step=self.step,
+            consumed_train_samples=self.step * self.batch,
+            **result.losses,
+            grad_norm=result.grad_norm,
+            learning_rate=result.rate,
+            step_ns=result.step_ns,
+        )
+        self.log.step(self.step, self.step * self.batch, self.batch, self.config.model.seq_length, result)
+        self.checkpoints.at_boundary()
 
     def measure(self, epoch: int) -> None:
         """The accuracy on the validation sets."""
@@ -252,28 +312,40 @@ class _Finetuning:
         self.recorder.metrics(step=self.step, epoch=epoch, validation=found.document())
 
     def _save(self) -> None:
+        if (problem := self.check.refusal(self.engine, self.step)) is not None:
+            self.recorder.event("not_saved", problem, step=self.step)
+            self.log.line(f" {problem}")
+            return
         run = SavedRun(
             run_id=self.directory.run_id,
             step=self.step,
             consumed_train_samples=self.step * self.batch,
+            source=self.source,
             data={
                 "seed": self.config.training.seed,
                 "split": "1",
                 "sequence_length": self.config.model.seq_length,
                 "prefix": self.config.data.name,
             },
+            class_names=TASKS[self.name].class_names,
             tokenizer=self.files.files if self.files is not None else {},
             keep=self.config.run.keep_checkpoints,
             moments=not self.config.run.no_save_optim,
         )
         self.checkpoints.save(run)
 
+    def _not_saved(self, step: int, problem: str) -> None:
+        message = f"{problem}; training continues, the next save tries again"
+        self.recorder.event("not_saved", message, step=step)
+        self.log.line(f" {message}")
+
     def _saved(self, saved: Saved) -> None:
+        self.last_saved = saved.path.name
         self.log.line(f" saved checkpoint {saved.path} in {saved.seconds:.2f} s")
 
 
-def run_finetune(name: str, config: Config, told: FinetuneConfig) -> None:
-    """Fine-tune on the task ``name`` in this process and those that the launcher started beside it."""
+def run_finetune(name: str, config: Config, told: FinetuneConfig) -> int:
+    """Fine-tune on the task ``name`` in this process and those that the launcher started; the exit code."""
     torch.set_num_threads(config.training.num_threads)
     parallel = config.parallel
     dims = ParallelDims(
@@ -281,11 +353,11 @@ def run_finetune(name: str, config: Config, told: FinetuneConfig) -> None:
         tensor=parallel.tensor_model_parallel_size,
         data=parallel.data_parallel_size,
     )
-    world = join_world(config.training.device, dims=dims)
+    world = join_same(config.training.device, dims, lambda: {**config_facts(config), **option_facts(told)})
     try:
         run = _Finetuning(name, config, told, world)
         try:
-            run.run()
+            return run.run()
         finally:
             run.log.close()
     finally:

@@ -15,7 +15,7 @@ from ..errors import UsageError
 from ..families import CAUSAL
 from ..parallel.seeding import stable_seed
 from ..parallel.world import World, gather_documents
-from .generation import Answered, Asked, Ending, Generation
+from .generation import Answered, Asked, Ending, Generation, continuation
 from .placed import forward_engine, open_source, tokenizer_of
 from .sampling import Sampling
 
@@ -24,8 +24,8 @@ from .sampling import Sampling
 class Completion:
     """A continued prompt.
 
-    ``finish_reason`` is ``end`` (the model ended the document), ``stop`` (``--stop-token``), ``length`` or
-    ``positions`` (the model has no more).
+    ``finish_reason`` is ``end`` (the model ended the document), ``stop`` (``--stop-token``), ``length``,
+    ``positions`` (the model has no more) or ``error`` (the prompt cannot be continued, for the reason in ``error``).
     """
 
     prompt: str
@@ -33,16 +33,21 @@ class Completion:
     prompt_tokens: int
     completion_tokens: int
     finish_reason: str
+    error: str | None = None
 
     def to_document(self) -> dict[str, Any]:
-        """For ``--format json``."""
-        return asdict(self)
+        """For ``--format json``; ``error`` only where there is one."""
+        return {key: value for key, value in asdict(self).items() if value is not None}
 
     def sample(self) -> dict[str, Any]:
-        """As Megatron writes a sample."""
-        length = self.prompt_tokens + self.completion_tokens
-        text = self.prompt + self.completion
-        return {"text": text, "length": length, "finished": self.finish_reason in ("end", "stop")}
+        """As Megatron writes a sample, with the prompt; ``error`` only where there is one."""
+        return {
+            "prompt": self.prompt,
+            "text": self.prompt + self.completion,
+            "length": self.prompt_tokens + self.completion_tokens,
+            "finished": self.finish_reason in ("end", "stop"),
+            **({} if self.error is None else {"error": self.error}),
+        }
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +57,7 @@ class Wanted:
     Attributes:
         max_new_tokens: added to a prompt at most.
         out_seq_length: tokens of a prompt and what is added, at most; None: no such limit.
-        stop: text that ends a sequence.
+        stop: text that ends a sequence, wherever it is in the decoded continuation.
         num_samples: continuations of each prompt.
         batch_size: sequences that are read together.
         recompute: keep no keys and values.
@@ -85,8 +90,7 @@ class Writer:
                 )
             check_told(told, source.model, source.checkpoint.directory)
             tokenizer = tokenizer_of(source, place)
-            stop = tuple(tokenizer.encode(wanted.stop)) if wanted.stop else ()
-            return tokenizer, Ending(eod=tokenizer.eod, stop=stop)
+            return tokenizer, Ending(eod=tokenizer.eod, stop=wanted.stop or "", decode=tokenizer.decode)
 
         self.tokenizer, ending = agreed(world, prepare)
         self.positions = int(source.model["max_position_embeddings"])
@@ -126,12 +130,16 @@ class Writer:
         return Asked(ids=tuple(ids), most=most, seed=stable_seed(self.wanted.seed, number, sample))
 
     def write(self, prompts: Sequence[str]) -> list[Completion]:
-        """Continue each prompt ``num_samples`` times; sample ``n`` of a prompt is the same however many are drawn."""
+        """Continue each prompt ``num_samples`` times; sample ``n`` of a prompt is the same however many are drawn.
+
+        A prompt that cannot be continued gives a completion with the reason, and the others are continued.
+
+        Raises:
+            UsageError: no prompt can be continued.
+        """
         samples = self.wanted.num_samples
-        asked = agreed(
-            self.world,
-            lambda: [self._asked(number, text, n) for number, text in enumerate(prompts) for n in range(samples)],
-        )
+        prepared = agreed(self.world, lambda: self._prepared(prompts))
+        asked = [one for one in prepared if isinstance(one, Asked)]
         replica, replicas = self.world.replica, self.world.dims.data
         own = self._generation.run(asked[replica::replicas], self.wanted.batch_size)
         told = gather_documents(self.world, [[list(each.ids), each.reason] for each in own])
@@ -139,22 +147,52 @@ class Writer:
         for each in range(replicas):
             rank = self.world.dims.rank_of(pipeline=0, data=each, tensor=0)
             answers[each::replicas] = [Answered(ids=tuple(ids), reason=reason) for ids, reason in told[rank]]
-        return [
-            self._completion(prompts[number // samples], one, answer)
-            for number, (one, answer) in enumerate(zip(asked, answers, strict=True))
-            if answer is not None
-        ]
+        left = iter(answers)
+        completions = []
+        for number, one in enumerate(prepared):
+            prompt = prompts[number // samples]
+            if isinstance(one, Asked):
+                answer = next(left)
+                completions += [self._completion(prompt, one, answer)] if answer is not None else []
+            else:
+                completions.append(one)
+        return completions
+
+    def _prepared(self, prompts: Sequence[str]) -> list[Asked | Completion]:
+        """Each continuation that is asked for, or its completion with the reason why it cannot be."""
+        prepared: list[Asked | Completion] = []
+        errors: list[UsageError] = []
+        for number, prompt in enumerate(prompts):
+            try:
+                prepared += [self._asked(number, prompt, n) for n in range(self.wanted.num_samples)]
+            except UsageError as error:
+                errors.append(error)
+                failed = Completion(
+                    prompt=prompt,
+                    completion="",
+                    prompt_tokens=len(self.tokenizer.encode(prompt)),
+                    completion_tokens=0,
+                    finish_reason="error",
+                    error=str(error),
+                )
+                prepared += [failed] * self.wanted.num_samples
+        if errors and len(errors) == len(prompts):
+            raise errors[0]
+        return prepared
 
     def _completion(self, prompt: str, asked: Asked, answer: Answered) -> Completion:
-        # Decoded together: a character's bytes may lie on both sides of the border.
-        text, start = self.tokenizer.decode([*asked.ids, *answer.ids]), self.tokenizer.decode(asked.ids)
-        reason = answer.reason
+        text, ids, reason = continuation(self.tokenizer.decode, asked.ids, answer.ids), answer.ids, answer.reason
+        if reason == "stop":
+            text = text[: text.find(self.wanted.stop or "")]
+            # The stop text may begin within a token, of which a part is kept.
+            while len(ids) and continuation(self.tokenizer.decode, asked.ids, ids[:-1]).startswith(text):
+                ids = ids[:-1]
         if reason == "length" and len(asked.ids) + len(answer.ids) > self.positions:
             reason = "positions" if len(answer.ids) < self.wanted.max_new_tokens else "length"
         return Completion(
             prompt=prompt,
-            completion=text[len(start) :] if text.startswith(start) else self.tokenizer.decode(answer.ids),
+            completion=text,
             prompt_tokens=len(asked.ids),
-            completion_tokens=len(answer.ids),
+            completion_tokens=len(ids),
             finish_reason=reason,
         )

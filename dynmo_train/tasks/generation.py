@@ -7,7 +7,7 @@ the others, so that every process knows when a sequence ends. Shapes in names: B
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -18,6 +18,9 @@ from ..models.decoding import Cache, Decoder, is_ragged_safe, store_by_columns
 from ..models.early_exit import LEFT
 from ..models.items import live_before
 from .sampling import Sampling, next_tokens
+
+# Tokens before the new ones that are decoded with them.
+_CONTEXT = 8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,7 +34,7 @@ class Asked:
 
 @dataclass(frozen=True, kw_only=True)
 class Answered:
-    """The new tokens, without what ended them, and why: ``end`` (of the document), ``stop``, ``length``."""
+    """The new tokens, without the end of the document, and why they end: ``end`` (of it), ``stop``, ``length``."""
 
     ids: tuple[int, ...]
     reason: str
@@ -39,23 +42,44 @@ class Answered:
 
 @dataclass(frozen=True, kw_only=True)
 class Ending:
-    """What ends a sequence: the end of a document, or some tokens that stop it; ``stop`` may be empty."""
+    """What ends a sequence: the end of a document, or a text in what the new tokens are decoded to.
+
+    Token ids do not do for the text: how a text is cut into tokens depends on what stands before it, and it may begin
+    and end within tokens.
+
+    Attributes:
+        eod: the token that ends a document.
+        stop: the text; empty stops nothing.
+        decode: ids to text; needed with ``stop``.
+    """
 
     eod: int | None
-    stop: tuple[int, ...] = ()
+    stop: str = ""
+    decode: Callable[[Sequence[int]], str] | None = None
 
-    def of(self, new: Sequence[int], most: int) -> str | None:
-        """Why a sequence with these new tokens ends; None where it goes on."""
+    def of(self, prompt: Sequence[int], new: Sequence[int], most: int) -> str | None:
+        """Why a sequence with these new tokens after its prompt ends; None where it continues."""
         if new and new[-1] == self.eod:
             return "end"
-        if self.stop and tuple(new[-len(self.stop) :]) == self.stop:
-            return "stop"
+        if self.stop and self.decode is not None and new:
+            # The text is looked for at each token, so a match ends in the last one: it lies in the last tokens, of
+            # which one may be a single byte of a character.
+            window = _CONTEXT + 4 * len(self.stop)
+            tail = new[-window:]
+            before = new[: len(new) - len(tail)][-_CONTEXT:] or prompt[-_CONTEXT:]
+            if self.stop in continuation(self.decode, before, tail):
+                return "stop"
         return "length" if len(new) >= most else None
 
     def without(self, new: Sequence[int], reason: str) -> tuple[int, ...]:
-        """The new tokens without what ended them."""
-        cut = {"end": 1, "stop": len(self.stop)}.get(reason, 0)
-        return tuple(new[: len(new) - cut])
+        """The new tokens without the end of the document."""
+        return tuple(new[: len(new) - (reason == "end")])
+
+
+def continuation(decode: Callable[[Sequence[int]], str], before: Sequence[int], new: Sequence[int]) -> str:
+    """The text of new tokens, decoded with those before: a character's bytes and a space may lie at the border."""
+    text, start = decode([*before, *new]), decode(before)
+    return text[len(start) :] if text.startswith(start) else decode(new)
 
 
 @dataclass
@@ -195,7 +219,8 @@ class Generation:
         for row, token in enumerate(drawn.tolist()):
             if batch.reasons[row] is None:
                 batch.new[row].append(token)
-                batch.reasons[row] = self.ending.of(batch.new[row], batch.asked[row].most)
+                asked = batch.asked[row]
+                batch.reasons[row] = self.ending.of(asked.ids, batch.new[row], asked.most)
         batch.ids_BT = torch.cat([batch.ids_BT, drawn[:, None]], dim=1) if self.recompute else drawn[:, None]
 
     def _receive_tokens(self, batch: _Batch) -> torch.Tensor:

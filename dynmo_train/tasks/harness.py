@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -16,7 +15,9 @@ from typing import Any
 from ..config.evaluation import HarnessConfig
 from ..console import say
 from ..errors import DynmoError, MissingExtraError, UsageError
+from ..formats._document import read_any_json
 from ..loading import is_hugging_face
+from ..parallel.world import check_device
 from ..programs import program_path
 from .harness_data import find_data, parse_tasks, read_rows, write_task
 
@@ -72,7 +73,7 @@ def export(path: Path, folder: Path) -> Path:
     if program is None:
         raise UsageError(
             "dynmo-ckpt, which exports the model, is not installed beside dynmo-train nor on PATH; run: pip install"
-            " 'dynmo[ckpt]'"
+            " 'dynmo-toolkit[ckpt]'"
         )
     target = folder / "hf"
     command = [program, "convert", str(path), str(target), "--to", "hf"]
@@ -90,6 +91,7 @@ def run_harness(task: HarnessConfig) -> HarnessResult:
         UsageError: unknown tasks, data that are missing or not of the task's form, a checkpoint that is none.
         HarnessError: the harness failed; its last words.
     """
+    check_device(task.device)
     names, data = parse_tasks(task.tasks), Path(task.task_data)
     own = harness_folder()
     rows = {name: read_rows(name, find_data(name, data)) for name in names}
@@ -115,7 +117,7 @@ def run_harness(task: HarnessConfig) -> HarnessResult:
         if done.returncode or not found:
             last = "\n  ".join(done.stderr.strip().splitlines()[-8:])
             raise HarnessError(f"lm-evaluation-harness failed with exit code {done.returncode}:\n  {last}")
-        return _result(json.loads(found[-1].read_text(encoding="utf-8")), names)
+        return _result(read_any_json(found[-1]), names)
 
 
 def _result(document: Mapping[str, Any], names: list[str]) -> HarnessResult:

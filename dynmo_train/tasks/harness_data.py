@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import UsageError
+from ..formats._document import MAX_TABLE_BYTES, DocumentError, parse_any_json, read_text
+from ..reasons import reason
 
 Row = Mapping[str, Any]
 
@@ -122,13 +124,15 @@ def _documents(path: Path) -> list[tuple[str, Any]]:
     if path.is_dir():
         return [each for file in sorted(path.glob("*.txt")) for each in _documents(file)]
     try:
-        text = path.read_text(encoding="utf-8")
+        text = read_text(path, MAX_TABLE_BYTES)
         if text.lstrip().startswith("["):
-            return [(f"{path}, entry {number}", row) for number, row in enumerate(json.loads(text), 1)]
+            return [
+                (f"{path}, entry {number}", row) for number, row in enumerate(parse_any_json(text, MAX_TABLE_BYTES), 1)
+            ]
         lines = enumerate(text.split("\n"), 1)
-        return [(f"{path}:{number}", json.loads(line)) for number, line in lines if line.strip()]
-    except (OSError, ValueError) as error:
-        raise UsageError(f"{path}: is neither JSON lines nor a JSON list: {error}") from error
+        return [(f"{path}:{number}", parse_any_json(line)) for number, line in lines if line.strip()]
+    except (DocumentError, ValueError) as error:
+        raise UsageError(f"{path}: is neither JSON lines nor a JSON list: {reason(error)}") from error
 
 
 def read_rows(task: str, path: Path) -> list[Row]:

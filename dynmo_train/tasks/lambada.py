@@ -5,7 +5,6 @@ As Megatron asks it: a passage is right where each token of its answer is the li
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,19 +13,23 @@ import numpy as np
 
 from ..data.tokenizer import Tokenizer
 from ..errors import UsageError
+from ..formats._document import MAX_TABLE_BYTES, DocumentError, parse_any_json, read_text
+from ..reasons import reason
 from .scoring import TokenRun
 
 
 @dataclass(frozen=True, kw_only=True)
 class Accuracy:
-    """How many of the passages are right."""
+    """How many of the passages are right; of ``shortened`` ones the model read the end alone."""
 
     correct: int
     items: int
+    shortened: int = 0
 
     def document(self) -> dict[str, Any]:
         """For ``--format json``."""
-        return {"correct": self.correct, "items": self.items, "accuracy": self.correct / self.items}
+        found = {"correct": self.correct, "items": self.items, "accuracy": self.correct / self.items}
+        return {**found, "shortened": self.shortened} if self.shortened else found
 
     def line(self, task: str) -> str:
         """In Megatron's words."""
@@ -39,15 +42,15 @@ class Accuracy:
 def read_passages(path: Path) -> list[str]:
     """The texts of a file of JSON lines; raises ``UsageError`` naming the line where one has no text."""
     try:
-        lines = path.read_text(encoding="utf-8").split("\n")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"--valid-data {path}: cannot be read as UTF-8 text: {error}") from error
+        lines = read_text(path, MAX_TABLE_BYTES).split("\n")
+    except DocumentError as error:
+        raise UsageError(f"--valid-data {path}: cannot be read: {reason(error)}") from error
     passages = []
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
         try:
-            document = json.loads(line)
+            document = parse_any_json(line)
         except ValueError as error:
             raise UsageError(f"--valid-data {path}:{number}: is not JSON: {error}") from error
         text = document.get("text") if isinstance(document, dict) else None
@@ -75,17 +78,29 @@ def passage_tokens(text: str, tokenizer: Tokenizer, *, strict: bool) -> TokenRun
     return TokenRun(tokens=np.array(read + answer), scored=len(read))
 
 
-def passages_as_tokens(path: Path, tokenizer: Tokenizer, *, strict: bool, longest: int) -> list[TokenRun]:
-    """All passages of a file; raises ``UsageError`` where one does not fit into ``longest`` positions."""
-    runs = []
+def shorten(run: TokenRun, longest: int) -> TokenRun:
+    """The end of a passage that fits into ``longest`` positions, as lm-evaluation-harness reads it."""
+    cut = run.length - longest
+    return TokenRun(tokens=run.tokens[cut:], scored=run.scored - cut) if cut > 0 else run
+
+
+def passages_as_tokens(path: Path, tokenizer: Tokenizer, *, strict: bool, longest: int) -> tuple[list[TokenRun], int]:
+    """All passages of a file, and how many were shortened on the left to ``longest`` positions.
+
+    Raises:
+        UsageError: a passage has no tokens before its last word, or none are left before it.
+    """
+    runs, shortened = [], 0
     for number, text in enumerate(read_passages(path), 1):
         run = passage_tokens(text, tokenizer, strict=strict)
         if not 1 <= run.scored < len(run.tokens):
             raise UsageError(f"--valid-data {path}: passage {number} has no tokens before its last word")
-        if run.length > longest:
+        short = shorten(run, longest)
+        if short.scored < 1:
             raise UsageError(
-                f"--valid-data {path}: passage {number} has {run.length} tokens before its last; the model has"
-                f" {longest} positions"
+                f"--valid-data {path}: the last word of passage {number} has {len(run.tokens) - run.scored} tokens; the"
+                f" model has {longest} positions"
             )
-        runs.append(run)
-    return runs
+        runs.append(short)
+        shortened += short is not run
+    return runs, shortened

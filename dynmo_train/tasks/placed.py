@@ -11,14 +11,16 @@ from typing import Any
 import torch
 
 from ..agreement import agreed
-from ..checkpoint import Checkpoint, find_checkpoint, open_checkpoint
+from ..checkpoint import Checkpoint, list_checkpoints, open_checkpoint
 from ..config.evaluation import PlaceConfig
+from ..console import say
 from ..data.tokenizer import Tokenizer, TokenizerFiles, load_tokenizer
 from ..data.tokenizer import open_tokenizer as open_files
 from ..engine import Engine, EngineSettings
 from ..errors import UsageError
 from ..families import family_of_manifest
-from ..loading import default_cache, foreign_kind, native_copy
+from ..fingerprint import checkpoint_facts, join_same, option_facts, require_same
+from ..loading import default_cache, foreign_kind, native_copy, sound_checkpoint
 from ..models.early_exit import LEFT
 from ..models.items import HIDDEN, BoundaryShape, ModelFamily
 from ..models.sparse_forms import BUILT_IN, SparseTable
@@ -26,7 +28,7 @@ from ..optim.adamw import AdamWSettings
 from ..optim.precision import Precision
 from ..optim.schedule import LearningRate
 from ..parallel.dims import ParallelDims
-from ..parallel.world import World, broadcast_document, join_world, leave_world
+from ..parallel.world import World, broadcast_document, leave_world
 from ..pipeline.partition import Partition, uniform_partition
 from ..pipeline.schedule import PipelineShape
 from ..saving import state_reader
@@ -65,11 +67,11 @@ def dims_of(place: PlaceConfig, processes: int) -> ParallelDims:
 
 
 @contextmanager
-def joined(place: PlaceConfig, processes: int) -> Iterator[World]:
-    """The processes of this command, laid out as asked; they part at the end."""
+def joined(place: PlaceConfig, task: object, processes: int) -> Iterator[World]:
+    """The processes of this command, laid out as asked, with the same options and data; they part at the end."""
     if place.num_threads is not None:
         torch.set_num_threads(place.num_threads)
-    world = join_world(place.device, dims=dims_of(place, processes))
+    world = join_same(place.device, dims_of(place, processes), lambda: option_facts(place, task))
     try:
         yield world
     finally:
@@ -84,21 +86,28 @@ def open_source(path: Path, place: PlaceConfig, world: World) -> Source:
     """
     found = None
 
-    def look() -> str:
+    def look() -> list[str]:
         place_ = path
         if foreign_kind(path):
             place_ = native_copy(path, Path(place.cache_dir) if place.cache_dir else default_cache())
-        return str(find_checkpoint(place_))
+        return [str(each) for each in list_checkpoints(place_)]
 
-    found = agreed(world, lambda: look() if world.is_first else "")
-    found = broadcast_document(world, found)
-    return agreed(world, lambda: _source(Path(found)))
+    found = broadcast_document(world, agreed(world, lambda: look() if world.is_first else []))
+    directory, faults = agreed(world, lambda: sound_checkpoint(world, str(path), found))
+    if faults and world.is_first:
+        say(f"warning: damaged checkpoint: {'; '.join(faults)}; {directory} stands for it")
+    source = agreed(world, lambda: _source(directory, world.dims.tensor))
+    require_same(world, checkpoint_facts(source.checkpoint))
+    return source
 
 
-def _source(directory: Path) -> Source:
+def _source(directory: Path, tensor_ranks: int) -> Source:
     checkpoint = open_checkpoint(directory)
+    model = checkpoint.manifest["model"]
+    # Rows of padding take no part: as few as the tensor-parallel ranks need to share the table evenly.
+    padded = -(-model["vocab_size"] // tensor_ranks) * tensor_ranks
     try:
-        family = family_of_manifest(checkpoint.manifest["model"])
+        family = family_of_manifest({**model, "padded_vocab_size": padded})
     except (TypeError, KeyError) as error:
         raise UsageError(f"{directory}: the manifest's model cannot be built: {error}") from error
     return Source(checkpoint=checkpoint, family=family)
@@ -134,7 +143,6 @@ def check_layout(model: dict[str, Any], partition: Partition, dims: ParallelDims
         "attention heads": model["num_attention_heads"],
         "key-value heads": model.get("num_key_value_heads", model["num_attention_heads"]),
         "columns of the MLP": model["ffn_hidden_size"],
-        "rows of the vocabulary": model["padded_vocab_size"],
     }
     for what, size in sizes.items():
         if size % dims.tensor:

@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import UsageError
+from ..formats import _document
+from ..reasons import reason
 
 # Losses above this are taken for it, so that the exponential stays a number.
 HIGHEST_LOSS = 20.0
@@ -129,9 +131,9 @@ class Perplexity:
 def read_text(path: Path) -> str:
     """The text of a file; raises ``UsageError`` where it cannot be read or has fewer than two words."""
     try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"--valid-data {path}: cannot be read as UTF-8 text: {error}") from error
+        text = _document.read_text(path, _document.MAX_TABLE_BYTES)
+    except _document.DocumentError as error:
+        raise UsageError(f"--valid-data {path}: cannot be read: {reason(error)}") from error
     if count_words(text) < 2:
         raise UsageError(f"--valid-data {path}: holds fewer than two words")
     return text

@@ -12,10 +12,12 @@ import numpy as np
 from ..agreement import agreed
 from ..config.evaluation import LambadaConfig, PlaceConfig, WikitextConfig
 from ..config.task_command import check_told
+from ..console import say
 from ..errors import UsageError
 from ..families import CAUSAL
 from ..models.scoring import ScoringFamily
 from ..parallel.world import World
+from ..reasons import reason
 from .lambada import Accuracy, passages_as_tokens
 from .placed import Source, forward_engine, open_source, tokenizer_of
 from .scoring import Scores, TokenRun, score
@@ -88,17 +90,19 @@ def evaluate_lambada(place: PlaceConfig, task: LambadaConfig, world: World, told
     """
     source = causal_source(place, world, told)
     longest = window_length(source, None)
-    runs = agreed(
+    runs, shortened = agreed(
         world,
         lambda: passages_as_tokens(
             Path(task.valid_data), tokenizer_of(source, place), strict=task.strict_lambada, longest=longest
         ),
     )
+    if shortened and world.is_first:
+        say(f"{shortened} of {len(runs)} passages are longer than {longest} positions: the model reads their ends")
     hits = _score(source, place, world, runs, longest).hits
     right = [hit == len(run.tokens) - run.scored for hit, run in zip(hits, runs, strict=True)]
     if task.predictions is not None and world.is_first:
         _write_predictions(Path(task.predictions), right)
-    return Accuracy(correct=sum(right), items=len(right))
+    return Accuracy(correct=sum(right), items=len(right), shortened=shortened)
 
 
 def _write_predictions(path: Path, right: list[bool]) -> None:
@@ -106,4 +110,4 @@ def _write_predictions(path: Path, right: list[bool]) -> None:
     try:
         path.write_text("".join(lines), encoding="utf-8")
     except OSError as error:
-        raise UsageError(f"--predictions {path}: cannot be written: {error}") from error
+        raise UsageError(f"--predictions {path}: cannot be written: {reason(error)}") from error

@@ -15,8 +15,6 @@ AUTO = "auto"
 def _boundaries(config: Config, _world_size: int) -> Iterator[Problem]:
     given, model = config.compression, config.model
     if not given.inter_grad_comp:
-        if given.inter_grad_comp_epilogue_only:
-            yield conflict("--inter-grad-comp-epilogue-only", "has no effect without --inter-grad-comp")
         return
     if config.parallel.pipeline_model_parallel_size == 1:
         yield conflict("--inter-grad-comp", "needs --pipeline-model-parallel-size 2 or more: one worker sends nothing")
@@ -33,21 +31,9 @@ def _boundaries(config: Config, _world_size: int) -> Iterator[Problem]:
         )
 
 
-def _feedback(config: Config, _world_size: int) -> Iterator[Problem]:
-    given = config.compression
-    if given.use_error_feedback and not (given.inter_grad_comp or given.grad_comp):
-        yield conflict("--use-error-feedback", "has no effect without --inter-grad-comp or --grad-comp")
-    if given.error_feedback_across_steps and not (given.inter_grad_comp and given.use_error_feedback):
-        yield conflict(
-            "--error-feedback-across-steps", "has no effect without --inter-grad-comp and --use-error-feedback"
-        )
-
-
 def _replicas(config: Config, _world_size: int) -> Iterator[Problem]:
     given, parallel = config.compression, config.parallel
     if not given.grad_comp:
-        if given.selective_grad_comp:
-            yield conflict("--selective-grad-comp", "has no effect without --grad-comp")
         return
     if parallel.data_parallel_size == 1:
         yield conflict("--grad-comp", "needs two data-parallel replicas or more: one has nobody to add gradients with")
@@ -63,11 +49,11 @@ def _replicas(config: Config, _world_size: int) -> Iterator[Problem]:
 def _selection(config: Config, _world_size: int) -> Iterator[Problem]:
     given, workers = config.compression, config.parallel.pipeline_model_parallel_size
     way = given.selective_grad_comp_way
-    if given.selective_grad_comp and way is None:
+    if not (given.grad_comp and given.selective_grad_comp):
+        return
+    if way is None:
         yield conflict("--selective-grad-comp", "needs --selective-grad-comp-way: how many workers compress")
-    if way is not None and not given.selective_grad_comp:
-        yield conflict("--selective-grad-comp-way", "has no effect without --selective-grad-comp")
-    elif way is not None and way != AUTO and not (way.isdecimal() and 1 <= int(way) <= workers):
+    elif way != AUTO and not (way.isdecimal() and 1 <= int(way) <= workers):
         yield conflict(
             "--selective-grad-comp-way",
             f"is {way!r}: write auto, or how many workers: 1 to {workers}, as --pipeline-model-parallel-size has it",
@@ -87,16 +73,4 @@ def _fused(config: Config, _world_size: int) -> Iterator[Problem]:
         )
 
 
-def _checks(config: Config, _world_size: int) -> Iterator[Problem]:
-    given = config.compression
-    flags = {
-        "--check-orth-error-acti": given.check_orth_error_acti,
-        "--check-comp-speed": given.check_comp_speed,
-        "--check-comp-ratio": given.check_comp_ratio,
-    }
-    if not (given.inter_grad_comp or given.grad_comp):
-        for flag in (flag for flag, on in flags.items() if on):
-            yield conflict(flag, "has nothing to measure without --inter-grad-comp or --grad-comp")
-
-
-COMPRESSION_RULES: tuple[Rule, ...] = (_boundaries, _feedback, _replicas, _selection, _fused, _checks)
+COMPRESSION_RULES: tuple[Rule, ...] = (_boundaries, _replicas, _selection, _fused)

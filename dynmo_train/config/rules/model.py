@@ -119,10 +119,12 @@ def _length(config: Config, _world_size: int) -> Iterator[Problem]:
         "--train-iters": config.sources.get("train_iters") not in (None, "derived"),
         "--lr-decay-iters": config.sources.get("lr_decay_iters") not in (None, "derived"),
         "--lr-warmup-iters": optimizer.lr_warmup_iters > 0,
+        "--lr-wsd-decay-iters": optimizer.lr_wsd_decay_iters is not None,
     }
     by_samples = {
         "--lr-decay-samples": optimizer.lr_decay_samples is not None,
         "--lr-warmup-samples": optimizer.lr_warmup_samples > 0,
+        "--lr-wsd-decay-samples": optimizer.lr_wsd_decay_samples is not None,
     }
     wrong = by_steps if config.counts_samples else by_samples
     other = "counts samples: write" if config.counts_samples else "counts steps: write"

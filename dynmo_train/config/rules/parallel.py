@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ...errors import UsageError
-from ...formats._document import Problem
+from ...formats._document import MAX_MICROBATCHES, Problem
 from ..schema import Config
 from .problem import Rule, conflict
 
@@ -88,6 +88,31 @@ def _stages(config: Config, _world_size: int) -> Iterator[Problem]:
         )
 
 
+def _virtual(config: Config, _world_size: int) -> Iterator[Problem]:
+    """Megatron's conditions of interleaving by blocks."""
+    parallel, model = config.parallel, config.model
+    blocks, workers = parallel.num_layers_per_virtual_pipeline_stage, parallel.pipeline_model_parallel_size
+    flag = "--num-layers-per-virtual-pipeline-stage"
+    if blocks is None:
+        return
+    if model.family in ("t5", "ict"):
+        yield conflict(flag, f"{model.family} has two stacks of blocks; use --virtual-stages-per-worker")
+        return
+    if workers < 2:
+        yield conflict(flag, f"{blocks} needs --pipeline-model-parallel-size 2 or more")
+    if model.num_layers % (workers * blocks):
+        yield conflict(
+            flag,
+            f"{blocks} x --pipeline-model-parallel-size {workers} does not divide --num-layers {model.num_layers}",
+        )
+    elif workers * blocks * parallel.virtual_stages_per_worker != model.num_layers:
+        yield conflict(
+            flag,
+            f"{blocks} means {model.num_layers // workers // blocks} virtual stages, --virtual-stages-per-worker is"
+            f" {parallel.virtual_stages_per_worker}; give one of them",
+        )
+
+
 def _microbatches(config: Config, _world_size: int) -> Iterator[Problem]:
     """The conditions of torch.distributed.pipelining's schedules, of the first batch size that breaks one."""
     parallel, workers = config.parallel, config.parallel.pipeline_model_parallel_size
@@ -100,6 +125,9 @@ def _microbatches(config: Config, _world_size: int) -> Iterator[Problem]:
         microbatches = size // (config.training.micro_batch_size * parallel.data_parallel_size)
         if not microbatches:
             return  # told by another rule
+        if microbatches > MAX_MICROBATCHES:
+            yield conflict(flag, f"{size} makes {microbatches:,} microbatches; a step has at most {MAX_MICROBATCHES:,}")
+            return
         rounds = max(1, microbatches // workers)
         if parallel.schedule in ("interleaved-1f1b", "zero-bubble") and microbatches % rounds:
             yield conflict(
@@ -125,6 +153,7 @@ PARALLEL_RULES: tuple[Rule, ...] = (
     _experts,
     _tensor,
     _stages,
+    _virtual,
     _microbatches,
     _custom,
 )

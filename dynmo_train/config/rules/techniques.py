@@ -51,12 +51,10 @@ def _freezing(config: Config, _world_size: int) -> Iterator[Problem]:
     adaptive = config.freezing.freeze_adaptive
     if adaptive and steps:
         yield conflict("--freeze-adaptive", "cannot be combined with --freeze-schedule; give one of them")
-    if config.freezing.freeze_tied and not steps and not adaptive:
-        yield conflict("--freeze-tied", "has no effect without --freeze-schedule or --freeze-adaptive")
+    if not steps and not adaptive:
+        return
     cached = config.freezing.freeze_cache_activations is not None
-    if cached and not steps and not adaptive:
-        yield conflict("--freeze-cache-activations", "has no effect without --freeze-schedule or --freeze-adaptive")
-    elif cached and not (config.model.untie_embeddings_and_output_weights or config.freezing.freeze_tied):
+    if cached and not (config.model.untie_embeddings_and_output_weights or config.freezing.freeze_tied):
         yield conflict(
             "--freeze-cache-activations",
             "needs --freeze-tied or --untie-embeddings-and-output-weights: else the frozen embedding's weight goes on"
@@ -129,16 +127,9 @@ def _balance(config: Config, _world_size: int) -> Iterator[Problem]:
             yield conflict(flag, f"{value}: the planner of --balance online --planner internal releases workers")
 
 
-def _emulation(config: Config, _world_size: int) -> Iterator[Problem]:
-    given = config.emulation
-    if given.emulate is None and config.sources.get("emulate_scale", "default") != "default":
-        yield conflict("--emulate-scale", "has no effect without --emulate")
-
-
 TECHNIQUES_RULES: tuple[Rule, ...] = (
     _pruning,
     _freezing,
     _changed_model,
     _balance,
-    _emulation,
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 from ...errors import UsageError
@@ -59,9 +60,33 @@ def _learning_rate(config: Config, _world_size: int) -> Iterator[Problem]:
         yield conflict("--min-lr", f"{optimizer.min_lr} is above --lr {optimizer.lr}")
     if optimizer.lr_warmup_fraction is not None and (optimizer.lr_warmup_iters or optimizer.lr_warmup_samples):
         yield conflict("--lr-warmup-fraction", f"cannot be combined with --lr-warmup-{ending}; give one of them")
-    elif config.warmup_units > config.decay_units:
+    elif config.warmup_samples > config.decay_samples:
+        unit = 1 if config.counts_samples else config.training.global_batch_size
+        warmup, decay = config.warmup_samples / unit, config.decay_samples // unit
+        yield conflict(f"--lr-warmup-{ending}", f"{warmup:g} is above --lr-decay-{ending} {decay}")
+    if optimizer.lr_warmup_init > optimizer.lr:
+        yield conflict("--lr-warmup-init", f"{optimizer.lr_warmup_init} is above --lr {optimizer.lr}")
+    given = optimizer.lr_wsd_decay_samples if config.counts_samples else optimizer.lr_wsd_decay_iters
+    if optimizer.lr_decay_style == "WSD" and given is None:
+        yield conflict("--lr-decay-style", f"WSD needs the length of its last decay: give --lr-wsd-decay-{ending}")
+    elif optimizer.lr_decay_style != "WSD" and given is not None:
+        yield conflict(f"--lr-wsd-decay-{ending}", "is of --lr-decay-style WSD; leave it out, or give that style")
+
+
+def _weight_decay(config: Config, _world_size: int) -> Iterator[Problem]:
+    given = config.optimizer
+    bounds = (("--start-weight-decay", given.start_weight_decay), ("--end-weight-decay", given.end_weight_decay))
+    if given.weight_decay_incr_style == "constant":
+        for flag, value in bounds:
+            if value is not None:
+                yield conflict(flag, f"{value} needs --weight-decay-incr-style linear or cosine")
+        return
+    missing = " and ".join(flag for flag, value in bounds if value is None)
+    if missing:
+        yield conflict("--weight-decay-incr-style", f"{given.weight_decay_incr_style} needs {missing}")
+    if (given.start_weight_decay or 0.0) > (math.inf if given.end_weight_decay is None else given.end_weight_decay):
         yield conflict(
-            f"--lr-warmup-{ending}", f"{config.warmup_units} is above --lr-decay-{ending} {config.decay_units}"
+            "--start-weight-decay", f"{given.start_weight_decay} is above --end-weight-decay {given.end_weight_decay}"
         )
 
 
@@ -110,6 +135,7 @@ TRAINING_RULES: tuple[Rule, ...] = (
     _batch,
     _evaluation,
     _learning_rate,
+    _weight_decay,
     _precision,
     _data,
     _run,

@@ -1,0 +1,246 @@
+"""Options that have no effect in the given configuration: one rule, and a table of when each has an effect.
+
+An option counts as given where the command line or a file has it with another value than its default. Where it asks for
+something that the run then lacks, the run is refused. A warning names the parameters of something that is switched off,
+and what the number of processes leaves without effect: a run that has lost workers is resumed with the same options.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from ...formats._document import Problem
+from ..resolve import option_specs
+from ..schema import Config
+from .problem import Rule, conflict
+
+
+@dataclass(frozen=True, kw_only=True)
+class Effect:
+    """When some options have an effect.
+
+    Attributes:
+        options: their names.
+        when: whether they have one in a configuration.
+        without: what is missing, in words that follow "has no effect".
+        refuse: whether a run without the effect is refused; else it is warned of.
+    """
+
+    options: tuple[str, ...]
+    when: Callable[[Config], bool]
+    without: str
+    refuse: bool = False
+
+
+def _freezes(config: Config) -> bool:
+    return bool(config.freezing.freeze_schedule or config.freezing.freeze_adaptive)
+
+
+def _compresses(config: Config) -> bool:
+    return config.compression.inter_grad_comp or config.compression.grad_comp
+
+
+def _scales(config: Config) -> bool:
+    return config.precision.fp16 and config.precision.loss_scale is None
+
+
+def _several(config: Config) -> bool:
+    return config.parallel.pipeline_model_parallel_size > 1
+
+
+def _replicas(config: Config) -> bool:
+    return config.parallel.data_parallel_size > 1
+
+
+EFFECTS: tuple[Effect, ...] = (
+    Effect(
+        options=(
+            "moe_router_topk",
+            "moe_routing",
+            "moe_aux_loss_coeff",
+            "moe_z_loss_coeff",
+            "moe_expert_capacity_factor",
+        ),
+        when=lambda c: c.model.num_experts is not None or c.model.family not in ("gpt", "llama"),
+        without="without --num-experts",
+        refuse=True,
+    ),
+    Effect(
+        options=("rope_scaling_factor",),
+        when=lambda c: c.model.use_rope_scaling or c.model.family != "llama",
+        without="without --use-rope-scaling",
+    ),
+    Effect(
+        options=("relative_attention_num_buckets", "relative_attention_max_distance"),
+        when=lambda c: c.model.position_embedding_type == "relative" or c.model.family != "t5",
+        without="without --position-embedding-type relative",
+    ),
+    Effect(
+        options=("mask_prob", "short_seq_prob", "whole_word_masking"),
+        when=lambda c: c.model.family in ("bert", "t5"),
+        without="on models other than bert and t5",
+    ),
+    Effect(
+        options=("split",), when=lambda c: bool(c.data.data_path), without="with --train-data-path, which is not split"
+    ),
+    Effect(options=("DDP_impl", "zero_stage"), when=_replicas, without="with one data-parallel replica"),
+    Effect(
+        options=("emb_comm_opt",), when=_replicas, without="with one data-parallel replica: there is nothing to fuse"
+    ),
+    Effect(
+        options=("torch_compile_backend",), when=lambda c: c.training.torch_compile, without="without --torch-compile"
+    ),
+    Effect(options=("eval_interval",), when=lambda c: c.training.eval_iters > 0, without="with --eval-iters 0"),
+    Effect(
+        options=("curriculum_steps", "curriculum_multiple", "curriculum_schedule"),
+        when=lambda c: c.training.curriculum_shortest is not None,
+        without="without --curriculum-shortest",
+    ),
+    Effect(
+        options=("curriculum_root_degree",),
+        when=lambda c: c.training.curriculum_shortest is not None and c.training.curriculum_schedule == "fixed_root",
+        without="without --curriculum-shortest and --curriculum-schedule fixed_root",
+    ),
+    Effect(
+        options=("initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis"),
+        when=_scales,
+        without="without --fp16 and its dynamic loss scale",
+    ),
+    Effect(
+        options=(
+            "pruning_start_iter",
+            "pruning_end_iter",
+            "pruning_freq",
+            "initial_sparsity",
+            "final_sparsity",
+            "pruning_mode",
+            "pruning_scope",
+        ),
+        when=lambda c: c.pruning.sparsify,
+        without="without --sparsify",
+    ),
+    Effect(
+        options=("freeze_tied", "freeze_cache_activations"),
+        when=_freezes,
+        without="without --freeze-schedule or --freeze-adaptive",
+        refuse=True,
+    ),
+    Effect(
+        options=("freeze_interval", "freeze_window", "freeze_tolerance", "freeze_patience"),
+        when=lambda c: c.freezing.freeze_adaptive,
+        without="without --freeze-adaptive",
+    ),
+    Effect(
+        options=("mod_every", "mod_router_loss_weight"),
+        when=lambda c: c.depth.mod_capacity is not None,
+        without="without --mod-capacity",
+    ),
+    Effect(
+        options=("early_exit_loss_weight", "early_exit_threshold", "early_exit_measure"),
+        when=lambda c: c.exits.early_exit_layers is not None,
+        without="without --early-exit-layers",
+    ),
+    Effect(
+        options=("sparse_attention_buckets", "sparse_attention_block"),
+        when=lambda c: c.attention.sparse_attention,
+        without="without --sparse-attention",
+    ),
+    Effect(
+        options=("inter_grad_comp_rank",),
+        when=lambda c: c.compression.inter_grad_comp,
+        without="without --inter-grad-comp",
+    ),
+    Effect(
+        options=("inter_grad_comp_epilogue_only",),
+        when=lambda c: c.compression.inter_grad_comp,
+        without="without --inter-grad-comp",
+        refuse=True,
+    ),
+    Effect(
+        options=("grad_comp_rank", "grad_comp_warm_up"),
+        when=lambda c: c.compression.grad_comp,
+        without="without --grad-comp",
+    ),
+    Effect(
+        options=("selective_grad_comp",),
+        when=lambda c: c.compression.grad_comp,
+        without="without --grad-comp",
+        refuse=True,
+    ),
+    Effect(
+        options=("selective_grad_comp_way",),
+        when=lambda c: c.compression.selective_grad_comp,
+        without="without --selective-grad-comp",
+        refuse=True,
+    ),
+    Effect(
+        options=("use_error_feedback", "check_orth_error_acti", "check_comp_speed", "check_comp_ratio"),
+        when=_compresses,
+        without="without --inter-grad-comp or --grad-comp",
+        refuse=True,
+    ),
+    Effect(
+        options=("error_feedback_across_steps",),
+        when=lambda c: c.compression.inter_grad_comp and c.compression.use_error_feedback,
+        without="without --inter-grad-comp and --use-error-feedback",
+        refuse=True,
+    ),
+    Effect(
+        options=(
+            "rebalance_interval",
+            "balancer",
+            "balance_policy",
+            "balance_min_gain",
+            "planner",
+            "planner_timeout_s",
+        ),
+        when=lambda c: c.balance.balance == "online",
+        without="without --balance online",
+    ),
+    Effect(
+        options=("pack_to", "min_throughput_fraction", "balance_lockstep"),
+        when=_several,
+        without="on one pipeline position: there is no worker to release or to move layers to",
+    ),
+    Effect(
+        options=("emulate_scale",),
+        when=lambda c: c.emulation.emulate is not None,
+        without="without --emulate",
+        refuse=True,
+    ),
+    Effect(
+        options=("dry_run_device", "dry_run_processes", "dry_run_format"),
+        when=lambda c: c.run.dry_run,
+        without="without --dry-run",
+    ),
+    Effect(options=("finetune", "no_load_optim"), when=lambda c: c.run.load is not None, without="without --load"),
+)
+
+
+def is_given(config: Config, name: str) -> bool:
+    """Whether the command line or a file has another value than the default."""
+    spec = option_specs()[name]
+    value = getattr(getattr(config, spec.concern), name)
+    return config.sources.get(name) in ("flag", "file") and value != spec.default
+
+
+def _without_effect(config: Config, *, refuse: bool) -> Iterator[tuple[str, str]]:
+    for effect in EFFECTS:
+        if effect.refuse == refuse and not effect.when(config):
+            for name in effect.options:
+                if is_given(config, name):
+                    yield option_specs()[name].flag, effect.without
+
+
+def _refused(config: Config, _world_size: int) -> Iterator[Problem]:
+    for flag, without in _without_effect(config, refuse=True):
+        yield conflict(flag, f"has no effect {without}")
+
+
+def effect_warnings(config: Config) -> list[str]:
+    """The options that are given and change nothing, each with what it would need."""
+    return [f"{flag} has no effect {without}" for flag, without in _without_effect(config, refuse=False)]
+
+
+EFFECT_RULES: tuple[Rule, ...] = (_refused,)

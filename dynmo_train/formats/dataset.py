@@ -1,0 +1,93 @@
+"""Reader of the sidecar of an indexed data set, ``PREFIX.dataset.json``; ``dynmo_tools`` owns the format."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ._document import (
+    ENVELOPE,
+    DocumentError,
+    Problem,
+    anything,
+    array,
+    envelope_problems,
+    integer,
+    mapping,
+    nullable,
+    obj,
+    read_json,
+    string,
+)
+
+FORMAT = "dynmo.dataset"
+VERSION = 1
+_DIGEST = re.compile(r"[0-9a-f]{64}")
+
+
+def _is_sha256(value: Any, path: str, problems: list[Problem]) -> None:
+    if not isinstance(value, str) or not _DIGEST.fullmatch(value):
+        problems.append(Problem(path, "sha256", f"must be 64 lower-case hexadecimal digits, is {value!r}"))
+
+
+_PIECE = obj({"bytes": integer(1), "sha256": _is_sha256})
+_FILE = obj({"name": string(), "bytes": integer(), "sha256": _is_sha256})
+_TOKENIZER = obj({"type": string(), "vocab_size": integer(), "vocab_sha256": _is_sha256, "files": array(_FILE)})
+_STEP = obj({"step": string(), "settings": mapping(anything())})
+_DOCUMENT = obj(
+    {
+        **ENVELOPE,
+        "tokenizer": nullable(_TOKENIZER),
+        "eod_id": nullable(integer()),
+        "inputs": array(obj({"path": string(), "pieces": array(_PIECE)})),
+        "recipe": obj({"sha256": _is_sha256, "steps": array(_STEP, 1)}),
+        "bin": obj({"pieces": array(_PIECE)}),
+        "idx": _PIECE,
+    }
+)
+
+
+def read_sidecar(prefix: str) -> dict[str, Any] | None:
+    """The sidecar of a data set; None where it has none.
+
+    Raises:
+        DocumentError: it breaks a rule of the format, or belongs to another ``.bin`` and ``.idx``.
+    """
+    path = Path(f"{prefix}.dataset.json")
+    if not path.exists():
+        return None
+    document = read_json(path)
+    problems = envelope_problems(document, FORMAT, VERSION)
+    if not problems:
+        _DOCUMENT(document, "", problems)
+    if not problems:
+        problems = _size_problems(document, prefix)
+    if problems:
+        raise DocumentError(str(path), problems)
+    return dict(document)
+
+
+def _size_problems(document: Mapping[str, Any], prefix: str) -> list[Problem]:
+    """Faults across fields, and sizes of another data set: its bytes are not read here, ``dynmo-prep verify`` does."""
+    problems = []
+    tokenizer, eod_id = document["tokenizer"], document["eod_id"]
+    if tokenizer is not None and eod_id is not None and eod_id >= tokenizer["vocab_size"]:
+        rule = f"is {eod_id}; the vocabulary has {tokenizer['vocab_size']} ids"
+        problems.append(Problem("eod_id", "reference", rule))
+    stated = {"bin": sum(piece["bytes"] for piece in document["bin"]["pieces"]), "idx": document["idx"]["bytes"]}
+    for ending, size in stated.items():
+        file = Path(f"{prefix}.{ending}")
+        if file.exists() and file.stat().st_size != size:
+            words = f"is of a file of {size} bytes; {file} has {file.stat().st_size}: remove the sidecar if it is old"
+            problems.append(Problem(ending, "length", words))
+    return problems
+
+
+def digest_vocabulary(ids: Mapping[str, int]) -> str:
+    """The digest of what the ids mean: of the JSON array of [id, token], in ascending order, in ASCII."""
+    pairs = sorted((number, token) for token, number in ids.items())
+    return hashlib.sha256(json.dumps(pairs, separators=(",", ":")).encode()).hexdigest()
