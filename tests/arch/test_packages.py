@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -40,7 +41,15 @@ def test_shared_files_are_byte_identical(name):
     assert len({(ROOT / package / name).read_bytes() for package in PACKAGES}) == 1
 
 
-@pytest.mark.parametrize("pair", [("dynmo_ckpt/io/crc32.py", "dynmo_train/checkpoint/crc32.py")])
+@pytest.mark.parametrize(
+    "pair",
+    [
+        ("dynmo_ckpt/io/crc32.py", "dynmo_train/checkpoint/crc32.py"),
+        ("dynmo_tools/portable.py", "dynmo_ckpt/portable.py"),
+        ("dynmo_tools/portable.py", "dynmo_train/portable.py"),
+        ("dynmo_balance/formats/profile_lines.py", "dynmo_train/formats/profile_lines.py"),
+    ],
+)
 def test_what_two_packages_need_is_byte_identical(pair):
     first, second = pair
     assert (ROOT / first).read_bytes() == (ROOT / second).read_bytes()
@@ -75,3 +84,27 @@ def test_help_loads_no_heavy_module(package, forbidden):
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=ROOT)
     assert done.stdout.strip().splitlines()[-1] == "[]"
+
+
+UNBOUNDED_PARSERS = {
+    "dynmo_tools/records.py": "rows, by orjson, which bounds the depth itself",
+    "dynmo_tools/splicing.py": "keys of rows, which are strings",
+    "dynmo_tools/names.py": "parts that this program wrote",
+    "dynmo_tools/decontamination.py": "parts that this program wrote",
+    "dynmo_train/parallel/world.py": "messages between processes of a run",
+    "dynmo_train/launch/meeting.py": "messages between processes of a run",
+    "dynmo_balance/formats/plan.py": "what was encoded just before",
+    "dynmo_train/formats/run.py": "what was encoded just before",
+    "dynmo_ckpt/formats/checkpoint.py": "what was encoded just before",
+}
+
+
+def test_documents_are_parsed_by_the_bounded_reader():
+    calls = re.compile(r"\b(?:json|orjson|tomllib|yaml)\.(?:safe_)?loads?\(")
+    found = {
+        str(path.relative_to(ROOT))
+        for package in PACKAGES
+        for path in (ROOT / package).rglob("*.py")
+        if path.name != "_document.py" and calls.search(path.read_text(encoding="utf-8"))
+    }
+    assert found == set(UNBOUNDED_PARSERS)

@@ -43,8 +43,9 @@ def engine_of(
     rate: LearningRate,
     partition: Partition | None = None,
     beta2: float = 0.95,
+    build: bool = True,
 ) -> Engine:
-    """A built engine: 1F1B, float32, AdamW with decay 0.1, clipping at 1, no technique.
+    """An engine: 1F1B, float32, AdamW with decay 0.1, clipping at 1, no technique.
 
     Args:
         family: what it trains.
@@ -54,6 +55,7 @@ def engine_of(
         rate: of each step.
         partition: of items over workers [default: Megatron's uniform one].
         beta2: of AdamW.
+        build: give it fresh weights; without, ``Engine.restore`` follows.
     """
     samples, tokens, width = boundary
     settings = EngineSettings(
@@ -73,7 +75,8 @@ def engine_of(
         sparse=SparseTable(),
     )
     engine = Engine(family, settings, partition or uniform_partition(family.items, world.size), world)
-    engine.build()
+    if build:
+        engine.build()
     return engine
 
 

@@ -35,7 +35,7 @@ from dynmo_balance.build import BuildOptions, build_costs, build_header, header_
 from dynmo_balance.console import emit, say
 from dynmo_balance.devices import PRESETS
 from dynmo_balance.formats.profile import Header
-from dynmo_balance.modelspec import from_config
+from dynmo_balance.modelconfig import from_config
 from dynmo_balance.partition import BALANCERS, bottleneck_ns, solve
 from dynmo_balance.planning import chain_of
 from dynmo_balance.problem import Problem, places_of

@@ -225,12 +225,13 @@ def bench_signatures(options: argparse.Namespace, folder: Path) -> None:
 def bench_clean(options: argparse.Namespace, folder: Path) -> None:
     import ftfy
 
-    from dynmo_tools.cleaning import count_pieces
+    from dynmo_tools.cleaning import token_counter
     from dynmo_tools.language import LanguageJudge
 
     source = Path(options.text).resolve()
     rows = documents_of(source)
     LanguageJudge(0)
+    count = token_counter(None)
     from langdetect import detector_factory
     from langdetect.lang_detect_exception import LangDetectException
 
@@ -252,7 +253,7 @@ def bench_clean(options: argparse.Namespace, folder: Path) -> None:
                     continue
             except LangDetectException:
                 continue
-            if len(text) < 8 * 128 and count_pieces(text) + 1 < 128:
+            if len(text) < 8 * 128 and count(text) + 1 < 128:
                 continue
             kept.append(text)
 

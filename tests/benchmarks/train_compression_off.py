@@ -1,9 +1,9 @@
 """What the code of compression costs where nothing is compressed: paired steps with and without that code.
 
-Two processes, one pipeline. Two engines with the same weights take turns, step by step, in an order that alternates;
+Two processes, one pipeline. Two engines with the same weights alternate step by step, in an order that alternates too;
 one has the stages of the trainer with compression off, the other stages without a line of compression
-(``tests/dist/plain_stage.py``). Told is the mean of the paired differences with its 95 % interval: of the step by the
-clock of rank 0, and of its processor time. Losses must be the same bits.
+(``tests/distributed/plain_stage.py``). The result is the mean of the paired differences with its 95 % interval: of the
+step by the clock of rank 0, and of its processor time. Losses must be the same bits.
 
 python tests/benchmarks/train_compression_off.py [--pairs 60] [--width 128]
 """
@@ -18,7 +18,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "dist"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "distributed"))
 
 import scenario
 from layouts import Layout, engine_on

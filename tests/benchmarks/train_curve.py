@@ -37,7 +37,8 @@ class Sizes:
 
 
 def rate_at(step: int, steps: int) -> float:
-    """Linear warm-up, then a cosine down to ``FLOOR`` at the last step."""
+    """Linear warm-up, then a cosine down to ``FLOOR``, of update ``step`` from 1; the first one's is that at 0."""
+    step -= 1
     if step <= WARMUP:
         return PEAK * step / WARMUP
     return FLOOR + (PEAK - FLOOR) * 0.5 * (1 + math.cos(math.pi * (step - WARMUP) / (steps - WARMUP)))

@@ -24,7 +24,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "dist"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "distributed"))
 
 from whole_runs import write_data
 

@@ -24,7 +24,7 @@ from typing import Any
 
 from train_engine_overhead import say
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "dist"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "distributed"))
 from whole_runs import write_data
 from workers import run_workers
 

@@ -30,7 +30,7 @@ from dynmo_train.models.mixture_of_depths import DepthSettings
 from dynmo_train.parallel.world import World
 from dynmo_train.pipeline.partition import Partition
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "dist"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "distributed"))
 import itertools
 
 from scenario import Scenario, batch_of, engine_of

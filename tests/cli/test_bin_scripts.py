@@ -56,7 +56,11 @@ def place(tmp_path, monkeypatch):
 
 def script(name, *words, code=0, **environment):
     done = subprocess.run(
-        ["bash", str(BIN / name), *words], capture_output=True, text=True, timeout=60, env={**os.environ, **environment}
+        ["bash", str(BIN / name), *words],
+        capture_output=True,
+        text=True,
+        timeout=600,
+        env={**os.environ, **environment},
     )
     assert done.returncode == code, done.stdout + done.stderr
     return done.stdout + done.stderr

@@ -29,7 +29,9 @@ STAND_INS = {
     "dynmo-train": (
         "trap 'exit 143' TERM\n"
         'printf "%s\\n" "$NODE_RANK" "$MASTER_ADDR:$MASTER_PORT" "$@" > "$PLACE/node-$NODE_RANK"\n'
-        'read -r seconds code < "$PLACE/ends-$NODE_RANK"\nsleep "$seconds" & wait $!\nexit "$code"\n'
+        'read -r seconds code < "$PLACE/ends-$NODE_RANK"\n'
+        "if [[ $seconds == asked ]]; then until [[ -s $PLACE/asked ]]; do sleep 0.05; done\n"
+        'else sleep "$seconds" & wait $!; fi\nexit "$code"\n'
     ),
 }
 TRAIN = ["--", "pretrain", "gpt", "--num-layers", "24", "--data-path", "my data", "--save", "run", "--load", "run"]
@@ -51,14 +53,18 @@ def place(tmp_path, monkeypatch):
 
 def dynmo(*words, code=0):
     done = subprocess.run(
-        [sys.executable, "-m", "dynmo_train", *map(str, words)], capture_output=True, text=True, timeout=60
+        [sys.executable, "-m", "dynmo_train", *map(str, words)], capture_output=True, text=True, timeout=600
     )
     assert done.returncode == code, done.stderr
     return done
 
 
 def run_script(place, text, ends, **environment):
-    """Run a batch script as the scheduler would; ``ends`` are seconds and exit code of each node."""
+    """Run a batch script as the scheduler would.
+
+    Args:
+        ends: seconds and exit code of each node; "asked" in place of seconds waits until a command was asked.
+    """
     for node, (seconds, code) in enumerate(ends):
         (place / f"ends-{node}").write_text(f"{seconds} {code}\n")
     given = {"SLURM_JOB_ID": "42", "SLURM_JOB_NODELIST": "n[0-2]", "LSB_JOBID": "42"}
@@ -72,7 +78,7 @@ def asked(place):
 
 def test_a_slurm_script_starts_a_launcher_on_every_node(place):
     text = dynmo("launch", "slurm", "--nodes", 3, "--nproc", 8, "--dry-run", *TRAIN).stdout
-    assert run_script(place, text, [(0, 0)] * 3, NUM_LAYERS="64").wait(30) == 0
+    assert run_script(place, text, [(0, 0)] * 3, NUM_LAYERS="64").wait(600) == 0
     words = [(place / f"node-{node}").read_text().splitlines() for node in range(3)]
     assert [line[0] for line in words] == ["0", "1", "2"]
     assert {line[1] for line in words} == {"n0:20042"}
@@ -98,32 +104,33 @@ def test_a_slurm_script_starts_a_launcher_on_every_node(place):
 
 def test_a_node_that_is_done_early_is_given_back(place):
     text = dynmo("launch", "slurm", "--nodes", 3, "--dry-run", *TRAIN).stdout
-    assert run_script(place, text, [(6, 0), (6, 0), (0, 0)]).wait(40) == 0
+    assert run_script(place, text, [("asked", 0), ("asked", 0), (0, 0)]).wait(600) == 0
     assert asked(place) == ["update JobId=42 NodeList=n0,n1"]
 
 
 @pytest.mark.parametrize(("code", "requests"), [(75, ["requeue 42"]), (1, [])])
 def test_a_launch_that_asks_for_another_goes_back_into_the_queue(place, code, requests):
     text = dynmo("launch", "slurm", "--nodes", 3, "--dry-run", *TRAIN).stdout
-    assert run_script(place, text, [(0, code)] * 3).wait(30) == code
+    assert run_script(place, text, [(0, code)] * 3).wait(600) == code
     assert asked(place) == requests
 
 
 def test_before_the_time_is_over_it_saves_and_goes_back_into_the_queue(place):
     text = dynmo("launch", "slurm", "--nodes", 3, "--time", 10, "--dry-run", *TRAIN).stdout
-    job = run_script(place, text, [(60, 0)] * 3)
+    # The stand-ins announce that they run; by then the script must be ready for the signal.
+    assert text.index("' USR1") < text.index('srun "${step[@]}"')
+    job = run_script(place, text, [(3600, 0)] * 3)
     while len(list(place.glob("node-?"))) < 3:
         time.sleep(0.05)
-    time.sleep(0.5)
     job.send_signal(signal.SIGUSR1)
-    assert job.wait(30) == 143
+    assert job.wait(600) == 143
     assert asked(place) == ["scancel --signal=TERM 42", "requeue 42"]
 
 
 def test_an_lsf_script_starts_a_launcher_on_every_host(place):
     (place / "hosts").write_text("n0\nn0\nn1\n")
     text = dynmo("launch", "lsf", "--nodes", 2, "--nproc", 4, "--dry-run", *TRAIN).stdout
-    assert run_script(place, text, [(0, 0), (0, 75)], LSB_DJOB_HOSTFILE=str(place / "hosts")).wait(30) == 75
+    assert run_script(place, text, [(0, 0), (0, 75)], LSB_DJOB_HOSTFILE=str(place / "hosts")).wait(600) == 75
     assert (place / "node-1").read_text().splitlines()[:2] == ["1", "n0:20042"]
     assert "--nnodes\n2\n" in (place / "node-0").read_text()
     assert asked(place) == ["brequeue -e 42"]
@@ -158,7 +165,7 @@ def test_without_the_scheduler_the_error_says_what_to_do(place, monkeypatch):
         (("slurm", "--partition", "a b"), "no blanks"),
         (("kubernetes", "--image", "i", "--kind", "trainjob", "--nodes", "1:2"), "fixed number of nodes"),
         (("lsf", "--container", "docker"), "singularity or apptainer"),
-        (("hostfile", "--hostfile", "none"), "cannot read the hostfile none"),
+        (("hostfile", "--hostfile", "none"), "none: no such file or directory"),
         (("node", "--node-rank", "3", "--nnodes", "2"), "--node-rank must be from 0 to 1"),
     ],
 )
@@ -200,9 +207,7 @@ def test_a_host_that_cannot_be_reached_ends_the_others(place):
     reach = place / "reach"
     reach.write_text('#!/bin/bash\n[[ $1 == bad ]] && exit 255\necho $$ > "$PLACE/pid"\ncat > /dev/null\nexit 143\n')
     reach.chmod(0o755)
-    began = time.monotonic()
     said = dynmo("launch", "hostfile", "--hostfile", "hostfile", "--ssh", str(reach), *TRAIN, code=143).stderr
     assert "the connection to bad failed" in said
-    assert time.monotonic() - began < 30
     assert json.loads((place / "pid").read_text()) > 0
     assert not Path(f"/proc/{(place / 'pid').read_text().strip()}").exists()

@@ -66,9 +66,10 @@ def test_partition(plan):
     assert out == (
         "1f1b, 8 microbatches\n"
         "  stage  worker  items                                ms/microbatch   busy  memory  limit\n"
-        "      0       0  embedding .. layers.3.attention (8)          4.700  89.0%  9.0 MB      -\n"
+        "      0       0  embedding .. layers.3.attention (8)          4.700  89.0%  8.4 MB      -\n"
         "      1       1  layers.3.mlp .. head (2)                     4.500  85.2%  1.4 MB      -\n"
-        "bottleneck 4.700 ms, lower bound 4.700 ms, optimal: yes; blocking run layers.3.attention .. head (3)\n"
+        "objective: least simulated step | step 42.24 ms, lower bound 36.80 ms, optimal: not proven\n"
+        "bottleneck 4.700 ms; the least possible is 4.700 ms; layers.3.attention .. head (3) forbids less\n"
         "predicted step 42.24 ms, bubble 12.9%; uniform 55.49 ms: 1.31 x\n"
     )
 
@@ -79,7 +80,11 @@ def test_partition_writes_a_plan_that_verifies(plan, run_dir):
     assert code == 0
     assert json.loads(out) == json.loads(output.read_text())
     assert err == f"wrote {output}\n"
-    assert plan("verify", output, "--profile", run_dir) == (0, f"{output}: every number holds\n", "")
+    assert plan("verify", output, "--profile", run_dir) == (
+        0,
+        f"{output}: every number holds, with layer granularity, 8 microbatches, at least 1 unit a stage\n",
+        "",
+    )
 
 
 @pytest.mark.parametrize(
@@ -211,10 +216,25 @@ def test_what_if_refuses(plan, vary, message):
     assert message in err
 
 
+@pytest.mark.parametrize("objective", ["bottleneck", "simulated"])
+def test_partition_compare_and_explain_state_one_objective(plan, objective):
+    document = json.loads(plan("partition", EVENTS, "--objective", objective, "--format", "json")[1])
+    rows = json.loads(plan("compare", EVENTS, "--objective", objective, "--format", "json")[1])
+    words = {"bottleneck": "least bottleneck", "simulated": "least simulated step"}[objective]
+    for command in ("partition", "compare", "explain"):
+        assert words in plan(command, EVENTS, "--objective", objective)[1]
+    exact = next(row for row in rows if row["balancer"] == "exact")
+    assert document["optimality"]["objective"] == objective
+    assert exact["step_ns"] == document["predicted"]["step_ns"]
+    key = "step_ns" if objective == "simulated" else "bottleneck_ns"
+    assert all(row["gap"] == pytest.approx(row[key] / exact[key] - 1) for row in rows)
+
+
 def test_explain(plan):
     code, out, _ = plan("explain", EVENTS)
     assert code == 0
-    assert out.splitlines()[0] == (
+    assert out.splitlines()[0] == "The objective is the least simulated step."
+    assert out.splitlines()[1] == (
         "Worker 1 (layers.3.attention to head) is the slowest: 5.100 ms a microbatch, 1.11 x the mean of the workers."
     )
     assert "Cutting inside layers (--granularity sublayer) would make the step 42.24 ms (6.3% less)." in out
@@ -297,13 +317,26 @@ def test_sizes_that_are_none(plan, size):
 def test_pins_that_are_none(plan, pin):
     code, _, err = plan("partition", EVENTS, "--pin", pin)
     assert code == 2
-    assert "write ITEM:STAGE" in err
+    assert "must be NAME:STAGE" in err
 
 
 def test_a_pin_is_kept(plan):
     code, out, _ = plan("partition", EVENTS, "--pin", "layers.2.mlp:1", "--format", "json")
     assert code == 0
     assert "layers.2.mlp" in json.loads(out)["stages"][1]["items"]
+
+
+def test_pin_of_a_layer_pins_all_of_its_items(plan):
+    code, out, _ = plan("partition", EVENTS, "--pin", "layers.0:1", "--granularity", "sublayer", "--format", "json")
+    assert code == 0
+    second = json.loads(out)["stages"][1]["items"]
+    assert {"layers.0.attention", "layers.0.mlp"} <= set(second)
+
+
+def test_contradictory_pins_exit_3_and_name_both(plan):
+    code, _, err = plan("partition", EVENTS, "--pin", "head:0", "--pin", "embedding:1")
+    assert code == 3
+    assert "--pin embedding:1 and --pin head:0 contradict each other" in err
 
 
 def test_a_pin_to_no_stage(plan):
@@ -324,9 +357,13 @@ def test_repack_names_the_workers_to_release(plan, tmp_path):
 
 def test_repack_without_a_worker_to_spare_exits_4(plan):
     code, out, err = plan("repack", EVENTS, "--keep", "1.0")
-    assert (code, out) == (4, "")
+    assert code == 4
+    assert [line.split()[0] for line in out.splitlines()[2:4]] == ["1", "2"]  # the table that shows why
+    assert "2 of 2 workers keep 100.0% of the balanced throughput" in out
     assert "all 2 workers are needed to keep 100% of the throughput" in err
     assert plan("repack", EVENTS, "--reference", "mine")[0] == 2
+    code, out, err = plan("repack", EVENTS, "--keep", "1.0", "--format", "json")
+    assert (code, out) == (4, "")
 
 
 @pytest.fixture
@@ -365,9 +402,9 @@ def test_repack_says_which_numbers_of_workers_an_interleaved_run_cannot_have(pla
     code, out, _ = plan("repack", run_of("interleaved-1f1b"), *options, "--keep", "0.2")
     assert code == 0
     assert reason in out
-    code, _, err = plan("repack", run_of("interleaved-1f1b"), *options, "--keep", "1.0")
+    code, out, _ = plan("repack", run_of("interleaved-1f1b"), *options, "--keep", "1.0")
     assert code == 4
-    assert reason in err
+    assert reason in out
     code, _, err = plan("repack", run_of("zb-v"), "--stages", "9")
     assert code == 2
     assert "18 stages of at least 1 units need 18 units, the model has 6; use fewer stages" in err
@@ -508,6 +545,34 @@ def test_a_plan_of_a_variant_records_its_balancer(plan, run_dir):
     document = json.loads((run_dir / "plan.json").read_text())
     assert document["balancer"] == "deepspeed"
     assert "deepspeed_param" in document["reason"]
+
+
+def test_simulate_device_replaces_measured_costs(plan, run_dir):
+    measured = json.loads(plan("simulate", run_dir, "--format", "json")[1])
+    for device in ("h100", "a100"):
+        code, out, err = plan("simulate", run_dir, "--device", device, "--format", "json")
+        header = CONTRACTS / "profile/valid/header-only.jsonl"
+        alone = json.loads(plan("simulate", header, "--device", device, "--format", "json")[1])
+        found = json.loads(out)
+        assert code == 0
+        assert f"costs computed for {device}" in err
+        assert found["step_ns"] not in (measured["step_ns"], 0)
+        assert sum(found["busy_ns"]) == pytest.approx(sum(alone["busy_ns"]), rel=1e-6)
+
+
+@pytest.mark.parametrize("command", ["partition", "simulate", "compare", "explain", "repack", "what-if"])
+def test_times_in_another_unit_warn_in_every_command(plan, tmp_path, command):
+    path = tmp_path / "profile.jsonl"
+    records = [json.loads(line) for line in EVENTS.read_text().splitlines()]
+    for record in records:
+        for name in ("forward_ns", "backward_ns"):
+            if name in record:
+                record[name] = [value and max(1, value // 1_000_000) for value in record[name]]
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    code, _, err = plan(command, path)
+    assert code in (0, 4)
+    assert "is outside 100 ns to 100 s; is it another unit?" in err
+    assert err.count("warning:") == 1
 
 
 def test_a_dry_run_of_a_header(plan, tmp_path):

@@ -175,7 +175,7 @@ def test_too_many_rejects_stop_with_4(prep, tmp_path):
     source.write_text('{"text": "a"}\nbad\n')
     code, _, err = prep("shuffle", source, "-o", tmp_path / "out.jsonl")
     assert code == 4
-    assert "1 of 2 lines are no usable documents" in err
+    assert "1 of 2 lines are invalid documents" in err
     assert not (tmp_path / "out.jsonl").exists()
     assert prep("shuffle", source, "-o", tmp_path / "out.jsonl", "--max-rejects", 0.5)[0] == 3
 
@@ -202,9 +202,9 @@ def test_other_settings_are_refused_without_overwrite(prep, tmp_path):
         (("pipeline", "quickstart", "--set", "clean.nonsense=1"), "unknown key 'nonsense'"),
         (("pipeline", "quickstart", "--set", "clean.min-tokens=x"), "must be of type int"),
         (("pipeline", "quickstart", "--set", "clean"), "must have the form step.key=value"),
-        (("inspect", "none"), "cannot be read"),
+        (("inspect", "none"), "none.idx: no such file"),
         (("binarize", "in.jsonl", "-o", "out", "--tokenizer", "none.json"), "none.json: cannot be read"),
-        (("dedup", "in.jsonl", "-o", "out.jsonl", "--num-bands", "7"), "do not divide into 7 bands"),
+        (("dedup", "in.jsonl", "-o", "out.jsonl", "--num-bands", "7"), "do not divide into --num-bands 7"),
     ],
 )
 def test_wrong_use_exits_2_and_says_what_to_do(prep, tmp_path, monkeypatch, arguments, message):

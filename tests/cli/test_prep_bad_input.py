@@ -206,3 +206,14 @@ def test_a_task_of_decontaminate_that_changed_is_noticed(prep, tmp_path):
     assert prep(*command)[0] == 0
     (tmp_path / "task.jsonl").write_text('{"question": "another question of eight words or more, is it not"}\n')
     assert prep(*command)[0] == 2
+
+
+@pytest.mark.parametrize("step", STEPS)
+def test_a_row_nested_too_deeply_is_put_aside(prep, tmp_path, step):
+    deep = b'{"url": "deep", "text": "' + GOOD.encode() + b'", "deep": ' + b"[" * 900 + b"]" * 900 + b"}\n"
+    (tmp_path / "deep.jsonl").write_bytes((tmp_path / "good.jsonl").read_bytes() + deep)
+    code, out, err = prep(
+        step, *STEPS[step], "--input", "deep.jsonl", "-o", "out", "--format", "json", "--max-rejects", 1
+    )
+    assert (code, "Traceback" in err) == (3, False)
+    assert json.loads(out)["rejected"] == {"json": 1}

@@ -12,7 +12,7 @@ import pytest
 
 from dynmo_train.config.published import find
 
-pytestmark = pytest.mark.timeout(500)
+pytestmark = pytest.mark.timeout(900)
 
 WORDS = "river mill stone water garden winter letter window bridge market captain island forest village"
 SCRIPT = """
@@ -42,7 +42,7 @@ def dynmo(place, *words, code=0):
         cwd=place,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=600,
         check=False,
     )
     assert done.returncode == code, f"{words}: {done.stderr}"

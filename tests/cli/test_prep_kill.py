@@ -119,7 +119,7 @@ STEPS = {
     "binarize": ("{in}/in.jsonl", "-o", "data", "--tokenizer", "{in}/tokenizer.json", "--append-eod"),
     "extract-wiki": ("{in}/dump.xml", "-o", "out.jsonl"),
     "blacklist-urls": ("{in}/urls.txt", "-o", "kept.txt", "--save-dropped", "dropped.txt"),
-    "fetch-urls": ("{in}/pages.txt", "-o", "pages.jsonl", "--delay-s", "0"),
+    "fetch-urls": ("{in}/pages.txt", "-o", "pages.jsonl", "--delay-s", "0", "--allow-host", "127.0.0.1"),
     "merge-indexed": ("{in}/data_text_document", "{in}/lazy", "-o", "both"),
     "convert-indexed": ("{in}/data_text_document", "-o", "lazy", "--to", "lazy"),
     "sample-corpus": ("-o", "corpus.jsonl", "--max-bytes", "20000"),

@@ -130,7 +130,7 @@ def test_the_threshold_of_the_groups_decides(prep, tmp_path):
     write(tmp_path / "pairs", [{"a": [{"b": 0.95}, {"c": 0.6}]}, {"c": [{"d": 0.9}]}, {"b": [{"e": 0.91}]}])
     prep("group-duplicates", tmp_path / "pairs", "-o", tmp_path / "groups")
     assert read(tmp_path / "groups") == [{"0": ["a", "b", "e"]}, {"1": ["c", "d"]}]
-    prep("group-duplicates", tmp_path / "pairs", "-o", tmp_path / "groups", "--threshold", "0.5")
+    prep("group-duplicates", tmp_path / "pairs", "-o", tmp_path / "groups", "--threshold", "0.5", "--overwrite")
     assert read(tmp_path / "groups") == [{"0": ["a", "b", "c", "d", "e"]}]
 
 

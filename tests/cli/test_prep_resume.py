@@ -9,7 +9,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 
 import pytest
 
@@ -17,6 +16,7 @@ from dynmo_tools import cli
 from dynmo_tools.argv import without_flags
 from dynmo_tools.plan import Job, make_plan, store_plan
 from dynmo_tools.settings import MergeSettings
+from dynmo_tools.slurm import Submission, script
 from dynmo_tools.tasks import Phase, WorkerDiedError
 
 WORDS = ["The", "river", "runs", "past", "old", "mills", "under", "bridges", "of", "stone", "where", "nobody", "waits"]
@@ -62,20 +62,41 @@ run = "binarize"
 append-eod = true
 """
 
+# Each run is forked from one process, which has imported everything once.
 KILLED = """
-import os, signal, sys
+import importlib, json, os, pkgutil, random, signal, sys
+import dynmo_tools
 from dynmo_tools import cli
-left = int(sys.argv.pop(1))
+for module in pkgutil.iter_modules(dynmo_tools.__path__):
+    if module.name != "ray_executor":
+        importlib.import_module("dynmo_tools." + module.name)
+import ftfy, tokenizers, zstandard
 real = os.replace
-def replace(*names):
-    global left
-    left -= 1
-    if left < 0:
-        os.kill(os.getpid(), signal.SIGKILL)
-    real(*names)
-os.replace = replace
+
+def run(left):
+    child = os.fork()
+    if child:
+        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    def replace(*names):
+        nonlocal left
+        left -= 1
+        if left < 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        real(*names)
+    os.replace = replace
+    code = 1
+    try:
+        cli.main()
+    except SystemExit as stop:
+        code = stop.code or 0
+    finally:
+        os._exit(code)
+
 sys.argv[0] = "dynmo-prep"
-cli.main()
+draw, codes = random.Random(20), []
+while len(codes) < 60 and 0 not in codes:
+    codes.append(run(draw.randrange(1, 7)))
+os.write(1, json.dumps(codes).encode())
 """
 
 
@@ -95,44 +116,54 @@ def test_a_run_killed_again_and_again_ends_with_the_same_bytes(prep, tmp_path):
     whole = pipeline(tmp_path / "whole")
     assert prep(*whole)[0] == 0
     broken = pipeline(tmp_path / "broken")
-    rng = random.Random(20)
-    kills = 0
-    for _ in range(60):
-        done = subprocess.run(
-            [sys.executable, "-c", KILLED, str(rng.randrange(1, 7)), *broken], capture_output=True, check=False
-        )
-        if done.returncode == 0:
-            break
-        assert done.returncode == -signal.SIGKILL, done.stderr
-        kills += 1
-    assert done.returncode == 0
-    assert kills >= 15
+    done = subprocess.run(
+        [sys.executable, "-c", KILLED, *broken], capture_output=True, text=True, check=False, timeout=600
+    )
+    assert done.returncode == 0, done.stderr
+    *kills, last = json.loads(done.stdout[done.stdout.rindex("[") :])
+    assert (set(kills), last) == ({-signal.SIGKILL}, 0), done.stderr
+    assert len(kills) >= 15
     assert finals(tmp_path / "broken") == finals(tmp_path / "whole")
     assert not [path for path in (tmp_path / "broken").rglob("*.tmp-*")]
 
 
+INTERRUPTED = """
+import os, signal
+from dynmo_tools import cli, executors
+
+real = executors.Crew.run
+def run(*arguments):
+    for number, answer in enumerate(real(*arguments), 1):
+        yield answer
+        if number == 2:
+            os.killpg(0, signal.SIGINT)  # as a terminal does: to this process and its workers
+executors.Crew.run = run
+if __name__ == "__main__":
+    cli.main()
+"""
+
+
 def test_ctrl_c_leaves_nothing_half_written_and_the_run_goes_on(tmp_path, prep):
-    source = documents(tmp_path / "in.jsonl", 3000)
-    arguments = ["clean", str(source), "-o", str(tmp_path / "out.jsonl"), "--workers", "2", "--task-bytes", "50000"]
-    process = subprocess.Popen(
-        [sys.executable, "-c", "from dynmo_tools.cli import main; main()", *arguments],
-        stderr=subprocess.PIPE,
+    """Ctrl-C comes once the second of several tasks is done, by the process's own count."""
+    source = documents(tmp_path / "in.jsonl")
+    arguments = ["clean", str(source), "-o", str(tmp_path / "out.jsonl"), "--workers", "2", "--task-bytes", "30000"]
+    (tmp_path / "interrupted.py").write_text(INTERRUPTED)
+    done = subprocess.run(
+        [sys.executable, tmp_path / "interrupted.py", *arguments],
+        capture_output=True,
         text=True,
+        timeout=600,
+        start_new_session=True,
     )
-    done = tmp_path / "out.jsonl.work" / "done"
-    deadline = time.monotonic() + 60
-    while not any(done.glob("*.json")) and time.monotonic() < deadline:
-        time.sleep(0.02)
-    process.send_signal(signal.SIGINT)
-    _, err = process.communicate(timeout=60)
-    assert process.returncode == 130
-    assert "run the same command again to go on" in err
-    assert "Traceback" not in err
+    assert done.returncode == 130, done.stderr
+    assert "run the same command again to go on" in done.stderr
+    assert "Traceback" not in done.stderr
     assert not (tmp_path / "out.jsonl").exists()
     assert not [path for path in tmp_path.rglob("*.tmp-*")]
+    tasks = json.loads(prep("status", tmp_path, "--format", "json")[1])[0]
     code, _, err = prep(*arguments)
-    assert (code, "goes on:" in err) == (0, True)
-    assert prep("clean", source, "-o", tmp_path / "plain.jsonl", "--task-bytes", 50_000)[0] == 0
+    assert (code, "goes on:" in err) == (0, True), tasks
+    assert prep("clean", source, "-o", tmp_path / "plain.jsonl", "--task-bytes", 30_000)[0] == 0
     assert (tmp_path / "out.jsonl").read_bytes() == (tmp_path / "plain.jsonl").read_bytes()
 
 
@@ -252,7 +283,19 @@ def sbatch(tmp_path, monkeypatch):
     return fake
 
 
-@pytest.mark.dist
+@pytest.mark.distributed
+def test_where_sbatch_refuses_a_job_those_before_it_are_cancelled(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    (tmp_path / "sbatch").write_text("#!/bin/bash\n[ ! -e jobs ] || exit 1\necho 41 | tee jobs\n")
+    (tmp_path / "scancel").write_text('#!/bin/bash\necho "$@" > cancelled\n')
+    for name in ("sbatch", "scancel"):
+        (tmp_path / name).chmod(0o755)
+    made = script([Submission(name=name, line="true") for name in ("one", "two")], tmp_path / "logs")
+    done = subprocess.run(["bash", "-c", made], capture_output=True, timeout=60, check=False)
+    assert (done.returncode, (tmp_path / "cancelled").read_text()) == (1, "41\n")
+
+
 @pytest.mark.parametrize("emit", [False, True])
 def test_slurm_arrays_make_the_same_bytes(prep, sbatch, tmp_path, emit):
     source = documents(tmp_path / "in.jsonl")
@@ -292,7 +335,7 @@ def made(folder):
     return [(folder / f"data_text_document.{ending}").read_bytes() for ending in ("bin", "idx")]
 
 
-@pytest.mark.dist
+@pytest.mark.distributed
 @pytest.mark.parametrize("emit", [False, True])
 def test_a_pipeline_as_slurm_arrays_makes_the_same_bytes(prep, sbatch, recipe, tmp_path, emit):
     target = (*recipe, tmp_path / "slurm", "--task-count", 2)
@@ -329,20 +372,20 @@ def test_parts_of_a_pipeline_that_do_not_exist(prep, recipe, tmp_path, more, mes
     assert (code, message in err) == (2, True), err
 
 
-@pytest.mark.dist
+@pytest.mark.distributed
 def test_a_pipeline_on_ray_makes_the_same_bytes(recipe, tmp_path):
     """In a process of its own: Ray starts threads and children that outlive a test."""
     pytest.importorskip("ray", reason="the extra 'ray' is not installed")
     program = [sys.executable, "-c", "from dynmo_tools.cli import main; main()"]
     for executor in ("local", "ray"):
         command = [*program, *map(str, recipe), tmp_path / executor, "--executor", executor]
-        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=170)
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=600)
         assert done.returncode == 0, done.stderr
     assert made(tmp_path / "ray") == made(tmp_path / "local")
     assert "Processed" in done.stderr
 
 
-@pytest.mark.dist
+@pytest.mark.distributed
 def test_ray_makes_the_same_bytes(tmp_path):
     """In a process of its own: Ray starts threads and children that outlive a test."""
     pytest.importorskip("ray", reason="the extra 'ray' is not installed")
@@ -355,7 +398,7 @@ def test_ray_makes_the_same_bytes(tmp_path):
                 sys.executable, "-c", "from dynmo_tools.cli import main; main()", "merge", source, "-o", output,
                 "--task-bytes", "50000", "--executor", executor,
             ],
-            capture_output=True, text=True, check=False, timeout=170,
+            capture_output=True, text=True, check=False, timeout=600,
         )  # fmt: skip
         assert done.returncode == 0, done.stderr
         outputs.append(output.read_bytes())

@@ -8,6 +8,7 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
 from dynmo_train.config import option_specs
 
@@ -34,7 +35,7 @@ def train(*arguments, cwd=None, **environment):
         [sys.executable, "-m", "dynmo_train", *arguments],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=600,
         cwd=cwd,
         env=os.environ | environment,
     )
@@ -109,7 +110,16 @@ def test_a_launcher_does_not_start_a_launcher():
     assert "launch cannot start another launch" in err
 
 
-@pytest.mark.dist
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device here")
+@pytest.mark.parametrize("command", [("pretrain", "gpt", *words()), ("tune-sparse", "--hidden-size", "32")])
+def test_a_missing_cuda_device_is_a_usage_error(command):
+    code, out, err = train(*command, "--device", "cuda")
+    assert (code, out) == (2, "")
+    assert err.startswith("dynmo-train: error: --device cuda: torch ")
+    assert err.endswith("use --device cpu\n")
+
+
+@pytest.mark.distributed
 def test_a_usage_error_of_all_processes_is_told_once(tmp_path):
     code, out, err = train("launch", "local", "--nproc", "2", "--log-dir", str(tmp_path), "--", "pretrain", "gpt")
     assert (code, out) == (2, "")

@@ -22,7 +22,7 @@ WORDS = ["<|endoftext|>", *(f"w{number}" for number in range(15))]
 def train(*arguments, cwd):
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "dynmo_train", *map(str, arguments)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=cwd, env=environment)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, cwd=cwd, env=environment)
     return done.returncode, done.stdout, done.stderr
 
 
@@ -132,7 +132,7 @@ def test_json_tells_every_sample(place):
         (("--load", "nowhere", "--prompt", "w1"), "no checkpoint here"),
         (("--load", "run", "--prompt", " ".join(["w1"] * 17)), "17 tokens; the model has 16 positions"),
         (("--load", "run", "--prompt", "w1", "--num-samples", "2"), "--num-samples above 1"),
-        (("--load", "run", "--prompt", "w1", "--top-p", "0"), "--top-p must be above 0"),
+        (("--load", "run", "--prompt", "w1", "--top-p", "-1"), "--top-p must be above 0"),
         (("--load", "run", "--prompt", "w1", "--prompts", "prompts.txt"), "not both"),
         (("--load", "run", "--prompts", "no.txt"), "cannot read the prompts"),
         (("--load", "run"), "no prompt"),

@@ -85,7 +85,7 @@ def test_a_legacy_megatron_checkpoint_gives_the_same_figures(place, tmp_path):
     expected, found = run(f"{line} gpt"), run(f"{line} {tmp_path / 'megatron'}")
     assert (expected[0], found[0]) == (0, 0), found[2]
     assert json.loads(found[1])["perplexity"] == json.loads(expected[1])["perplexity"]
-    assert "is a legacy Megatron checkpoint; dynmo-ckpt converted it" in found[2]
+    assert "is a Megatron checkpoint; dynmo-ckpt converted it" in found[2]
 
 
 def test_lambada(place):
@@ -96,12 +96,32 @@ def test_lambada(place):
     assert "total examples: 2.0000E+00" in out
 
 
+def test_lambada_reads_the_end_of_a_passage_that_is_too_long(place, tmp_path):
+    """The model has 12 positions: what stands before the last 12 tokens changes nothing, and is reported."""
+    ends = [f" {first}" + f" {word}" * 10 for word in ("cat", "mat", ",") for first in ("dog", "sat", "on")]
+    (tmp_path / "prompts.txt").write_text("\n".join(end.strip() for end in ends))
+    line = f"generate {GPT} --load gpt --prompts {tmp_path / 'prompts.txt'} --max-new-tokens 1 --greedy --format json"
+    said = [each["completion"] for each in json.loads(run(line)[1])]
+    # Some random weights say a part of a character, which no text can end with.
+    end, last = next((end, last) for end, last in zip(ends, said, strict=True) if last.isascii() and last.strip())
+    texts = [f"{start}{end}{answer}" for start in ("the mat", "sat on " * 20) for answer in (last, " dog")]
+    (tmp_path / "long.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    out = tmp_path / "found.jsonl"
+    line = f"evaluate lambada {GPT} --load gpt --valid-data {tmp_path / 'long.jsonl'} --predictions {out} --format json"
+    code, text, err = run(line)
+    assert code == 0, err
+    assert "4 of 4 passages are longer than 12 positions: the model reads their ends" in err
+    assert json.loads(text)["shortened"] == 4
+    found = [json.loads(each)["correct"] for each in out.read_text().splitlines()]
+    assert found == [True, False] * 2
+
+
 def test_generate_from_nothing(place):
     line = f"generate {GPT} {TRAINING} --load gpt --out-seq-length 12 --temperature 1.0 --genfile samples.json"
     code, out, err = run(f"{line} --num-samples 2 --top_p 0.9 --recompute")
     assert (code, out) == (0, ""), err
     samples = [json.loads(line) for line in (place / "samples.json").read_text().splitlines()]
-    assert [sorted(sample) for sample in samples] == [["finished", "length", "text"]] * 2
+    assert [sorted(sample) for sample in samples] == [["finished", "length", "prompt", "text"]] * 2
     assert all(sample["finished"] or sample["length"] == 12 for sample in samples)
     assert samples[0] != samples[1]
 
@@ -116,6 +136,25 @@ def test_generate_from_a_file(place):
     assert all(sample["finished"] or sample["length"] == 10 for sample in samples)
     assert run(f"generate {GPT} --load gpt {files} --out-seq-length 10 --greedy")[0] == 0
     assert [json.loads(line) for line in (place / "out.json").read_text().splitlines()] == samples
+
+
+def test_one_long_prompt_does_not_end_the_batch(place, tmp_path):
+    """Its line has the error; blank prompts are reported; each line has its prompt."""
+    long = "x" * 300
+    (tmp_path / "prompts.txt").write_text(f"the cat\n\n{long}\n  \nthe dog\n")
+    line = f"generate {GPT} --load gpt --max-new-tokens 2 --prompts {tmp_path / 'prompts.txt'}"
+    code, _, err = run(f"{line} --genfile {tmp_path / 'out.json'}")
+    assert code == 0, err
+    assert "2 blank prompts left out: line 2, 4" in err
+    assert "1 of 3 samples have an error; the first: the prompt" in err
+    samples = [json.loads(each) for each in (tmp_path / "out.json").read_text().splitlines()]
+    assert [sample["prompt"] for sample in samples] == ["the cat", long, "the dog"]
+    assert ["error" in sample for sample in samples] == [False, True, False]
+    assert "the model has 12 positions" in samples[1]["error"]
+    assert samples[2]["text"].startswith("the dog")
+    told = json.loads(run(f"{line} --format json")[1])
+    assert [each["finish_reason"] for each in told] == ["length", "error", "length"]
+    assert "error: the prompt" in run(line)[1]
 
 
 def test_a_stop_token_ends_a_text(place):

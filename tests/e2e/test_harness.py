@@ -108,11 +108,11 @@ def model_of(folder):
 @pytest.mark.skipif(importlib.util.find_spec("lm_eval") is not None, reason="lm_eval is installed")
 def test_without_the_harness_its_extra_is_named(data):
     done = CliRunner().invoke(app, ["evaluate", "lm-eval", "--load", "x", "--tasks", "piqa", "--task-data", str(data)])
-    assert "pip install 'dynmo[lm-eval]'" in str(done.exception)
+    assert "pip install 'dynmo-toolkit[lm-eval]'" in str(done.exception)
 
 
 @pytest.mark.skipif(importlib.util.find_spec("lm_eval") is None, reason="lm_eval is not installed")
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(900)
 def test_all_six_tasks_run_offline(data, tmp_path):
     told = ["--load", str(model_of(tmp_path / "model")), "--tasks", ",".join(TASKS), "--task-data", str(data)]
     done = CliRunner().invoke(app, ["evaluate", "lm-eval", *told, "--format", "json", "--limit", "2"])

@@ -5,10 +5,12 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import os
+import re
 import runpy
 import shutil
 import subprocess
 import sys
+import tomllib
 import zipfile
 from pathlib import Path
 
@@ -21,14 +23,14 @@ BASE = ("numpy", "typer", "rich")
 OPTIONAL = ("torch", "tokenizers", "safetensors", "ftfy", "langdetect", "datasketch", "orjson", "transformers")
 FIXTURES = ROOT / "tests" / "contracts" / "fixtures"
 
-pytestmark = [pytest.mark.dist, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.distributed, pytest.mark.timeout(900)]
 
 
 def run(*command, cwd, check=True):
     environment = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME")}
     words = [str(word) for word in command]
     done = subprocess.run(
-        words, capture_output=True, text=True, timeout=120, cwd=cwd, env=environment, stdin=subprocess.DEVNULL
+        words, capture_output=True, text=True, timeout=600, cwd=cwd, env=environment, stdin=subprocess.DEVNULL
     )
     assert not check or done.returncode == 0, done.stdout + done.stderr
     return done
@@ -67,7 +69,7 @@ def wheel(tmp_path_factory):
         shutil.copy(ROOT / name, source)
     pip = (sys.executable, "-m", "pip", "--disable-pip-version-check")
     run(*pip, "wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", folder, source, cwd=folder)
-    return next(folder.glob("dynmo-*.whl"))
+    return next(folder.glob("dynmo_toolkit-*.whl"))
 
 
 @pytest.fixture(scope="module")
@@ -162,5 +164,34 @@ def test_a_command_without_its_extra_names_it(programs, tmp_path, command, extra
     program, *words = command.split()
     done = run(programs / program, *words, cwd=tmp_path, check=False)
     assert done.returncode == 2, done.stderr
-    assert f"is not installed; run: pip install 'dynmo[{extra}]'" in done.stderr
+    assert f"is not installed; run: pip install 'dynmo-toolkit[{extra}]'" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def tracked_texts():
+    names = subprocess.run(["git", "ls-files", "-z"], capture_output=True, text=True, cwd=ROOT, check=True).stdout
+    for name in filter(None, names.split("\0")):
+        if name != "CHANGELOG.md" and (ROOT / name).is_file():
+            yield name, (ROOT / name).read_bytes().decode("utf-8", "replace")
+
+
+def test_no_text_installs_the_unrelated_package_dynmo():
+    if not (ROOT / ".git").exists():
+        pytest.skip("needs a clone: the files are listed by git")
+    wrong = re.compile(r"""pip install (?:\S+ )*['"]?dynmo(?![-\w])|['"]dynmo\[""")
+    assert [name for name, text in tracked_texts() if wrong.search(text)] == []
+
+
+def test_the_distribution_states_its_name_and_what_it_supports():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    assert project["name"] == "dynmo-toolkit"
+    assert project["requires-python"] == ">=3.11,<3.14"
+    for version in ("3.11", "3.12", "3.13"):
+        assert f"Programming Language :: Python :: {version}" in project["classifiers"]
+    (torch,) = (each for each in project["optional-dependencies"]["train"] if each.startswith("torch"))
+    pinned = re.search(r"^torch==(.+)$", (ROOT / "constraints.txt").read_text(encoding="utf-8"), re.M)
+    assert pinned is not None
+    specifier = Requirement(torch).specifier
+    assert specifier.contains(pinned[1])
+    assert not specifier.contains("2.14.0")
+    assert all(Requirement(each).name == "dynmo-toolkit" for each in project["optional-dependencies"]["all"])

@@ -52,15 +52,15 @@ def quickstart(tmp_path_factory):
         env=environment,
         capture_output=True,
         text=True,
-        timeout=280,
+        timeout=600,
         check=False,
     )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     return work, done.stdout, done.stderr
 
 
-@pytest.mark.dist
-@pytest.mark.timeout(300)
+@pytest.mark.distributed
+@pytest.mark.timeout(900)
 def test_the_whole_main_job(quickstart):
     _, out, talk = quickstart
     summary = out[out.index("== Summary") :]
@@ -77,8 +77,8 @@ def test_the_whole_main_job(quickstart):
     assert re.search(r"dedup: .* documents in .* kept; .* dropped", out + talk)
 
 
-@pytest.mark.dist
-@pytest.mark.timeout(300)
+@pytest.mark.distributed
+@pytest.mark.timeout(900)
 def test_the_run_directory_is_as_designed(quickstart):
     work, _, _ = quickstart
     run = work / "balanced"
@@ -92,8 +92,8 @@ def test_the_run_directory_is_as_designed(quickstart):
     assert "plan_taken" not in static
 
 
-@pytest.mark.dist
-@pytest.mark.timeout(300)
+@pytest.mark.distributed
+@pytest.mark.timeout(900)
 def test_a_folder_of_somebody_else_is_not_deleted(tmp_path):
     (tmp_path / "precious").write_text("x")
     environment = {**os.environ, "DYNMO_SETUP": "no", "DYNMO_QUICKSTART_DIR": str(tmp_path)}
@@ -104,8 +104,8 @@ def test_a_folder_of_somebody_else_is_not_deleted(tmp_path):
     assert (tmp_path / "precious").exists()
 
 
-@pytest.mark.dist
-@pytest.mark.timeout(300)
+@pytest.mark.distributed
+@pytest.mark.timeout(900)
 def test_checkpoints_of_the_run_verify(quickstart):
     work, _, _ = quickstart
     for path in (work / "static", work / "balanced", work / "merged"):

@@ -19,10 +19,10 @@ from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "dist"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "distributed"))
 from whole_runs import arguments, events, figures, lines, train, write_data
 
-pytestmark = [pytest.mark.dist, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.distributed, pytest.mark.timeout(900)]
 
 # Slurm holds a job back that went back into the queue: until then its nodes refuse the number of a job that was ended.
 HELD_BACK_S = 125
@@ -70,7 +70,7 @@ def free_ports(count):
 
 
 def ask(*words, code=0):
-    done = subprocess.run([*map(str, words)], capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run([*map(str, words)], capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == code, f"{words}: {done.stdout}{done.stderr}"
     return done.stdout
 
@@ -122,7 +122,7 @@ def cluster(tmp_path_factory):
         for process in reversed(running):
             process.terminate()
             try:
-                process.wait(20)
+                process.wait(600)
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
@@ -148,7 +148,7 @@ def submit(folder, name, nodes, *words):
         cwd=folder,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=600,
         check=True,
     )
     return done.stderr.split("submitted ")[1].split()[0]
@@ -255,6 +255,17 @@ def test_data_are_prepared_in_arrays(cluster, tmp_path):
     for ending in ("bin", "idx"):
         there, here = (tmp_path / f"{name}_text_document.{ending}" for name in ("there", "here"))
         assert there.read_bytes() == here.read_bytes()
+
+
+def test_after_a_failed_array_no_job_stays_queued(cluster, tmp_path):
+    (tmp_path / "cut.jsonl.gz").write_bytes(b"\x1f\x8b\x08\x00")
+    wait_for("three idle nodes", idle)
+    words = ("merge", tmp_path / "cut.jsonl.gz", "-o", tmp_path / "out.jsonl", "--executor", "slurm")
+    last = ask("dynmo-prep", *words, "--task-count", "2").split("job ")[1].split()[0]
+    wait_for("the end of the chain", lambda: job_state(last) not in ("PENDING", "RUNNING", "COMPLETING"))
+    assert job_state(last) == "CANCELLED"
+    wait_for("an empty queue", lambda: not ask("squeue", "--noheader").strip())
+    assert not (tmp_path / "out.jsonl").exists()
 
 
 @pytest.mark.skipif(not os.environ.get("DYNMO_SLURM_LONG"), reason="minutes: DYNMO_SLURM_LONG=1")

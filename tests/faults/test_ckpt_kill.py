@@ -1,12 +1,18 @@
-"""Killed at any moment, a save or a conversion leaves either nothing or something whole."""
+"""Killed at any call that touches files, a save or a conversion leaves either nothing or something whole.
 
+A process counts the calls that it makes to the file system, in all its threads, and sends itself the signal at a drawn
+count. ``DYNMO_TEST_KILLS`` is the number of draws.
+"""
+
+from __future__ import annotations
+
+import json
 import os
 import random
 import runpy
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -17,22 +23,81 @@ from dynmo_train.checkpoint import find_checkpoint, remove_stale_staging
 
 UNIT = Path(__file__).parents[1] / "unit"
 KILLS = int(os.environ.get("DYNMO_TEST_KILLS", "6"))
-SAVES = """
-import runpy, sys
+
+# Forked, so that what is imported once serves every run; nothing here has started a thread before.
+DRIVER = """
+import json, os, sys, threading
 from pathlib import Path
-from dynmo_train.checkpoint import prune
-build = runpy.run_path(sys.argv[1])
-for step in range(int(sys.argv[3]), 10_000):
-    build["save"](Path(sys.argv[2]), step)
-    prune(Path(sys.argv[2]), 2)
-    print(step, flush=True)
+
+def counted(work, number, at):
+    "Run work() in a child that signals itself at the call number at; its exit code, and the calls of a whole run."
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child:
+        os.close(writer)
+        with os.fdopen(reader) as pipe:
+            told = pipe.read()
+        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), int(told or 0)
+    calls, lock = [0], threading.Lock()
+
+    def count(frame, event, function):
+        if event == "c_call" and (function.__module__ == "posix" or type(function.__self__).__module__ == "_io"):
+            with lock:
+                calls[0] += 1
+                due = calls[0] == at
+            if due:
+                os.kill(os.getpid(), number)
+
+    code, nowhere = 1, os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 1)
+    os.dup2(nowhere, 2)
+    threading.setprofile(count)
+    sys.setprofile(count)
+    try:
+        code = work()
+    except SystemExit as stop:
+        code = stop.code or 0
+    finally:
+        sys.setprofile(None)
+        os.write(writer, str(calls[0]).encode())
+        os._exit(code)
 """
 
+SAVES = (
+    DRIVER
+    + """
+import runpy
+from dynmo_train.checkpoint import prune
+build = runpy.run_path(sys.argv[1])
+folder, first, number, at = Path(sys.argv[2]), *map(int, sys.argv[3:])
 
-def start(program, *args):
-    return subprocess.Popen(
-        [sys.executable, "-c", program, *map(str, args)], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+def work():
+    for step in range(first, first + 3):
+        build["save"](folder, step)
+        prune(folder, 2)
+    return 0
+
+print(json.dumps(counted(work, number, at)))
+"""
+)
+
+MERGES = (
+    DRIVER
+    + """
+from dynmo_ckpt import cli, convert  # noqa
+source, target, number, at = sys.argv[1], sys.argv[2], *map(int, sys.argv[3:])
+sys.argv = ["dynmo-ckpt", "merge", source, target, "--overwrite"]
+print(json.dumps(counted(lambda: cli.main(), number, at)))
+"""
+)
+
+
+def run(program, *arguments):
+    done = subprocess.run(
+        [sys.executable, "-c", program, *map(str, arguments)], capture_output=True, text=True, timeout=600, check=False
     )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
 
 
 def is_whole(directory):
@@ -41,21 +106,22 @@ def is_whole(directory):
 
 
 def test_the_latest_save_can_always_be_loaded(tmp_path):
+    build = UNIT / "train_checkpoint" / "build.py"
+    code, calls = run(SAVES, build, tmp_path / "whole", 1, signal.SIGKILL, 0)
+    assert code == 0
     rng = random.Random(0)
-    step = 1
+    folder, step = tmp_path / "killed", 1
     for _ in range(max(2, KILLS // 3)):
-        process = start(SAVES, UNIT / "train_checkpoint" / "build.py", tmp_path, step)
-        process.stdout.readline()
-        time.sleep(rng.random() * 0.2)
-        process.kill()
-        process.communicate()
-        found = find_checkpoint(tmp_path)
+        # Behind the first of three saves: there is always one to find.
+        at = rng.randrange(calls // 3 + 10, calls - 5)
+        assert run(SAVES, build, folder, step, signal.SIGKILL, at)[0] == -signal.SIGKILL
+        found = find_checkpoint(folder)
         assert is_whole(found)
-        named = tmp_path / (tmp_path / "LATEST").read_text().strip()
+        named = folder / (folder / "LATEST").read_text().strip()
         assert found == named
         step = int(named.name.removeprefix("step-")) + 1
-        remove_stale_staging(tmp_path)
-        assert all(is_whole(child) for child in tmp_path.iterdir() if child.is_dir())
+        remove_stale_staging(folder)
+        assert all(is_whole(child) for child in folder.iterdir() if child.is_dir())
 
 
 @pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
@@ -66,11 +132,16 @@ def test_a_merge_is_there_whole_or_not_at_all(tmp_path, sent):
     build["save"](tmp_path / "in", p | build["optimizer_state"](p), m, tp=2)
     rng = random.Random(int(sent))
     target = tmp_path / "out"
+    code, calls = run(MERGES, tmp_path / "in", target, sent, 0)
+    assert code == 0
+    assert is_whole(target)
+    ended = {signal.SIGKILL: {-9}, signal.SIGTERM: {143, 0}, signal.SIGINT: {130, 0}}[sent]
+    codes = set()
     for _ in range(KILLS):
-        process = start("from dynmo_ckpt.cli import main; main()", "merge", tmp_path / "in", target, "--overwrite")
-        time.sleep(0.15 + rng.random() * 0.45)
-        process.send_signal(sent)
-        process.communicate(timeout=30)
+        code, _ = run(MERGES, tmp_path / "in", target, sent, rng.randrange(1, calls * 9 // 10))
+        codes.add(code)
         assert not target.exists() or is_whole(target)
         if sent is not signal.SIGKILL:
             assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
+    assert codes <= ended
+    assert codes != {0}, "no signal has ended a merge"

@@ -15,7 +15,7 @@ from dynmo_train.parallel.world import join_world, leave_world
 from dynmo_train.pipeline.clock import clock_for
 from dynmo_train.pipeline.partition import Partition
 
-pytestmark = [pytest.mark.dist, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.distributed, pytest.mark.timeout(900)]
 one_device = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device is here")
 two_devices = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="there are not two CUDA devices")
 

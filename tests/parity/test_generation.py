@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import runpy
 from pathlib import Path
 
@@ -118,9 +119,19 @@ def test_a_damaged_conversion_is_made_again(exported, tmp_path):
     assert shard.read_bytes() == whole
 
 
+def test_what_another_dynmo_ckpt_converted_is_not_taken(exported, tmp_path, monkeypatch):
+    """An older release may have mapped a key otherwise: its conversions stay in the folder, unused."""
+    digest = loading.converter_digest(loading.program_path("dynmo-ckpt"))
+    assert re.fullmatch(r"[0-9a-f]{16}", digest)
+    kept = loading.native_copy(exported[0] / "hf", tmp_path)
+    assert loading.native_copy(exported[0] / "hf", tmp_path) == kept
+    monkeypatch.setattr(loading, "converter_digest", lambda program: "0" * 16)
+    assert loading.native_copy(exported[0] / "hf", tmp_path) != kept
+
+
 def test_without_dynmo_ckpt_a_hugging_face_directory_is_refused(exported, tmp_path, monkeypatch):
     monkeypatch.setattr(loading, "program_path", lambda name: None)
     done = generate("--load", exported[0] / "hf", "--cache-dir", tmp_path)
     assert isinstance(done.exception, DynmoError)
     assert done.exception.exit_code == 2
-    assert "pip install 'dynmo[ckpt]'" in str(done.exception)
+    assert "pip install 'dynmo-toolkit[ckpt]'" in str(done.exception)

@@ -10,9 +10,11 @@ import pytest
 from dynmo_tools import cli
 from dynmo_tools.formats.indexed import IndexedReader
 
-theirs = pytest.importorskip(
-    "megatron.core.datasets.indexed_dataset", reason="megatron-core is not installed (it is no dependency)"
-)
+
+@pytest.fixture(scope="module")
+def theirs():
+    name = "megatron.core.datasets.indexed_dataset"
+    return pytest.importorskip(name, reason="megatron-core is not installed (an optional peer)")
 
 
 def call(*arguments):
@@ -24,7 +26,7 @@ def call(*arguments):
 
 
 @pytest.mark.parametrize("words", [300, 70_000])
-def test_megatron_reads_what_we_write(tmp_path, words):
+def test_megatron_reads_what_we_write(tmp_path, words, theirs):
     vocabulary = {f"w{number}": number for number in range(words)} | {"<unk>": words}
     (tmp_path / "vocab.json").write_text(json.dumps(vocabulary))
     rng = np.random.default_rng(2)

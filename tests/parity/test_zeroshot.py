@@ -178,19 +178,17 @@ def test_lambada_item_for_item(model):
 @pytest.mark.parametrize(
     ("task", "data", "arguments", "words"),
     [
-        ("wikitext", "no.txt", (), "cannot be read as UTF-8"),
+        ("wikitext", "no.txt", (), "cannot be read: no such file"),
         ("wikitext", "wiki.tokens", ("--seq-length", 999), "has 48 positions"),
         ("wikitext", "wiki.tokens", ("--overlapping-eval", 64), "windows have 48 tokens"),
         ("wikitext", "wiki.tokens", ("--num-layers", 9), "--num-layers: is 9; the model of"),
         ("wikitext", "wiki.tokens", ("--tensor-model-parallel-size", 3), "must divide the number of processes, 1"),
         ("lambada", "wiki.tokens", (), "is not JSON"),
         ("lambada", "no.jsonl", (), "cannot be read"),
-        ("lambada", "long.jsonl", (), "the model has 48 positions"),
         ("lambada", "short.jsonl", (), 'an object with a "text" of two words'),
     ],
 )
 def test_bad_input_is_one_line(model, task, data, arguments, words):
-    (model[0] / "long.jsonl").write_text(json.dumps({"text": "xyz " * 60}))
     (model[0] / "short.jsonl").write_text(json.dumps({"text": "one"}))
     code, said = evaluate(model, task, data, *arguments)
     assert code == 2

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 import zlib
 
 import numpy as np
@@ -45,6 +46,13 @@ def parameters(m, seed=0, dtype=np.float32):
     if not m["tied_embeddings"]:
         shapes["head.weight"] = (m["padded_vocab_size"], h)
     return {name: rng.normal(0, 0.3, shape).astype(dtype) for name, shape in shapes.items()}
+
+
+def true_rows(rows, tensors):
+    """The tensors without the rows that pad the vocabulary: as checkpoints store them, and as readers give them."""
+    padded = re.compile(r"(.*\.)?embedding\.word\.weight|head\.(weight|bias)")
+    cut = {name for name in tensors if padded.fullmatch(re.sub(r"\.(exp_avg|exp_avg_sq|mask)$", "", name))}
+    return {name: value[:rows] if name in cut else value for name, value in tensors.items()}
 
 
 def masks(tensors, sparsity=0.5, seed=1):

@@ -54,6 +54,15 @@ def test_padding_rows_are_not_compared(tmp_path):
     assert found(tmp_path, p, q, m_right=m_right) == {}
 
 
+@pytest.mark.parametrize("row", [0, 28])
+def test_compare_finds_a_changed_row_at_either_end_of_the_vocabulary(tmp_path, row):
+    p = build["parameters"](build["model"]())
+    q = dict(p)
+    q["embedding.word.weight"] = p["embedding.word.weight"].copy()
+    q["embedding.word.weight"][row, 3] += 1.0
+    assert found(tmp_path, p, q)["embedding.word.weight"].elements == 1
+
+
 def test_names_shapes_and_types(tmp_path):
     p = build["parameters"](build["model"]())
     q = dict(p)

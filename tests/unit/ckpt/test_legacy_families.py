@@ -16,6 +16,7 @@ from dynmo_ckpt.reference_model import load_array
 from dynmo_ckpt.sources import open_any
 
 HERE = Path(__file__).parent
+build = runpy.run_path(str(HERE / "build.py"))
 families = runpy.run_path(str(HERE / "families.py"))
 legacy = runpy.run_path(str(HERE / "legacy_families.py"))
 NOTHING = range(0)
@@ -34,6 +35,7 @@ def check(path, m, p):
     found, _ = open_any(path, SourceKind.LEGACY, None)
     said = dict(found.manifest["model"])
     assert said == m
+    p = build["true_rows"](m["vocab_size"], p)
     assert set(found.tensors) == set(p)
     assert all(np.array_equal(load_array(found, name), value) for name, value in p.items())
     assert dict(found.manifest["ties"]) == families["ties"](m)

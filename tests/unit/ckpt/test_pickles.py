@@ -5,6 +5,7 @@ import collections
 import os
 import pickle
 import random
+import tracemalloc
 import zipfile
 
 import pytest
@@ -197,3 +198,67 @@ def test_mutated_files_end_in_one_of_our_errors_or_are_read(tmp_path, is_zip):
                     file.tensor(value, str(name))
         except DynmoError:
             continue
+
+
+@pytest.mark.parametrize(
+    ("operations", "words"),
+    [
+        (b"(" * 3_000_000, "more than 1,000 groups"),
+        (b"}" * 3_000_000, "values on its stack"),
+        (b"}" + b"\x94" * 3_000_000, "entries in its memo"),
+        (b")" + b"\x85" * 3_000_000, "tuples nested deeper than 100 levels"),
+        (b"}" + b")" + b"\x85" * 3_000_000 + b"Ns", "tuples nested deeper than 100 levels"),
+    ],
+    ids=["marks", "dicts", "memo", "tuples", "keys"],
+)
+def test_memory_that_the_size_does_not_explain_is_refused(operations, words):
+    tracemalloc.start()
+    try:
+        with pytest.raises(CorruptError, match=words):
+            load_pickle(b"\x80\x04" + operations + b".", "hostile")
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 200_000_000
+
+
+def test_large_pickles_of_plain_data_are_read():
+    tree = {"rows": [{"at": i, "place": (i, (i,))} for i in range(3000)], "empty": [{} for _ in range(3000)]}
+    for protocol in (2, 4, 5):
+        assert load_pickle(pickle.dumps(tree, protocol), "plain") == tree
+
+
+@pytest.mark.parametrize("kind", [torch.nn.Parameter, torch.Tensor])
+def test_a_tensor_with_attributes_is_a_tensor(tmp_path, kind):
+    tensor = torch.arange(6.0).reshape(2, 3).as_subclass(torch.Tensor)
+    tensor = kind(tensor) if kind is torch.nn.Parameter else tensor
+    tensor.note = {"of": "DeepSpeed"}
+    torch.save({"w": tensor, "step": torch.tensor(7.0)}, tmp_path / "x.pt")
+    file = open_torch(tmp_path / "x.pt")
+    assert isinstance(file.tree["w"], TensorRef)
+    assert file.tree["w"].shape == (2, 3)
+    assert file.number(file.tree["step"]) == 7
+
+
+class Rebuilt:
+    """Pickles as a tensor with attributes that is built by another function."""
+
+    def __init__(self, function, *arguments):
+        self.function, self.arguments = function, arguments
+
+    def __reduce__(self):
+        return torch._tensor._rebuild_from_type_v2, (self.function, torch.Tensor, self.arguments, {})
+
+
+def test_what_builds_a_tensor_is_not_executed(tmp_path):
+    marker = tmp_path / "marker"
+    with pytest.raises(UnsafePickleError, match="refers to"):
+        load_pickle(pickle.dumps(Rebuilt(os.system, f"touch {marker}"), 2), "file.pt")
+    assert not marker.exists()
+
+
+@pytest.mark.parametrize("value", [torch.tensor([1.0, 2.0]), "7", None, torch.tensor(True)])
+def test_what_is_no_number_is_none(tmp_path, value):
+    torch.save({"step": value}, tmp_path / "x.pt")
+    file = open_torch(tmp_path / "x.pt")
+    assert file.number(file.tree["step"]) is None

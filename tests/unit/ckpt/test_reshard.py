@@ -61,6 +61,8 @@ def test_random_topologies_there_and_back(memory_path, seed, capsys):
         manifest = write(memory_path / str(i), memory_path / str(i + 1), **topology)
         assert manifest["topology"]["partition"] == topology["partition"]
     loaded = open_checkpoint(memory_path / "25").load(tensors)
+    # The input is one of an older version, with rows of padding; no output has them.
+    tensors = build["true_rows"](m["vocab_size"], tensors)
     assert all(np.array_equal(loaded[name].numpy(), value) for name, value in tensors.items())
     end = write(memory_path / "25", memory_path / "end", partition=counted_partition([2], m))
     shards = {name: entry for name, entry in start["files"].items() if name.endswith(".safetensors")}

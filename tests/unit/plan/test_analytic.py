@@ -13,7 +13,7 @@ from dynmo_balance.build import BuildOptions, build_costs, build_header, header_
 from dynmo_balance.devices import PRESETS, load_device
 from dynmo_balance.errors import UsageError
 from dynmo_balance.formats.profile import read_profile
-from dynmo_balance.modelspec import from_config
+from dynmo_balance.modelconfig import from_config
 from dynmo_balance.outlook import rates_of
 from dynmo_balance.partition import uniform
 from dynmo_balance.planning import chain_of
@@ -307,7 +307,7 @@ def test_trajectories_are_repeatable_and_change_what_they_say(technique):
 
 def test_bad_shapes_are_refused():
     with pytest.raises(UsageError, match=r"missing hidden .*heads"):
-        from_config({"n_layer": 2, "vocab_size": 3}, "config.json")
+        from_config({"model_type": "gpt2", "n_layer": 2, "vocab_size": 3}, "config.json")
     with pytest.raises(UsageError, match="4 heads cannot be shared by 3"):
         built(GPT, BuildOptions(tensor_parallel=3))
     with pytest.raises(UsageError, match="unknown device"):

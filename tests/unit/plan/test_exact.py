@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
+from fractions import Fraction
 from itertools import combinations_with_replacement, pairwise
 
 import pytest
@@ -11,24 +13,43 @@ from hypothesis import strategies as st
 
 from dynmo_balance.errors import UsageError
 from dynmo_balance.partition import best_of, bottleneck_ns
-from dynmo_balance.partition.exact import bottleneck_of, greedy, solve
+from dynmo_balance.partition.exact import greedy, solve
 from dynmo_balance.partition.limits import make_limits
 from dynmo_balance.problem import InfeasibleError, keep_tied
 
 
-def partitions(limits):
-    """All partitions that obey the constraints other than time."""
-    for inner in combinations_with_replacement(range(limits.units + 1), limits.stages - 1):
-        cuts = (0, *inner, limits.units)
-        if all(limits.lowest[p] <= cut <= limits.highest[p] for p, cut in enumerate(cuts)) and all(
-            b - a >= limits.min_units and limits.fits(p, a, b) for p, (a, b) in enumerate(pairwise(cuts))
-        ):
+def partitions(problem):
+    """All partitions that obey the constraints other than time, from the chain itself: no code of the solver."""
+    chain, stages = problem.chain, problem.num_stages
+    units = len(chain.cuts) - 1
+    for inner in combinations_with_replacement(range(units + 1), stages - 1):
+        cuts = (0, *inner, units)
+        if all(obeys(problem, stage, a, b) for stage, (a, b) in enumerate(pairwise(cuts))):
             yield cuts
 
 
+def obeys(problem, stage, first, last):
+    """Whether a stage may hold the units from ``first`` to before ``last``."""
+    chain, place = problem.chain, problem.place(stage)
+    begin, end = chain.cuts[first], chain.cuts[last]
+    static = sum(item.param_bytes + item.gradient_bytes + item.optimizer_bytes for item in chain.items[begin:end])
+    trained = max(begin, chain.frozen_items)  # a frozen front has no backward and keeps no activations
+    held = static + problem.in_flight[stage] * sum(chain.costs.activation_bytes[trained:end])
+    fits = place.memory_bytes is None or held <= place.memory_bytes
+    pinned = all(stage == pin if begin <= item < end else stage != pin for item, pin in problem.pins)
+    return fits and pinned and last - first >= problem.min_units
+
+
+def slowest_ns(problem, cuts):
+    """The time of the slowest stage of a partition, rounded up to whole nanoseconds."""
+    chain = problem.chain
+    stages = enumerate(pairwise(chain.cuts[cut] for cut in cuts))
+    times = [Fraction(sum(chain.work_ns[a:b]) * 1_000_000, problem.place(stage).speed_ppm) for stage, (a, b) in stages]
+    return max(math.ceil(time) for time in times)
+
+
 def brute_force(problem):
-    limits = make_limits(problem)
-    return min((bottleneck_of(limits, cuts) for cuts in partitions(limits)), default=None)
+    return min((slowest_ns(problem, cuts) for cuts in partitions(problem)), default=None)
 
 
 def random_problem(rng, chain_factory, problem_factory):
@@ -54,11 +75,14 @@ def random_problem(rng, chain_factory, problem_factory):
     return problem_factory(chain, stages, **options)
 
 
+def is_too_small(problem):
+    return problem.num_stages * problem.min_units > len(problem.chain.cuts) - 1
+
+
 def check_against_brute_force(problem):
     """Whether the problem had a solution; asserts that the solver found the best one and can prove it."""
-    limits = make_limits(problem)
     expected = brute_force(problem)
-    if limits.stages * limits.min_units > limits.units:
+    if is_too_small(problem):
         with pytest.raises(UsageError):
             solve(problem)
         return False
@@ -71,7 +95,7 @@ def check_against_brute_force(problem):
     assert solution.optimal
     assert solution.lower_bound_ns == expected
     assert bottleneck_ns(problem, solution.boundaries) == expected
-    assert solution.boundaries in set(partitions(limits))
+    assert solution.boundaries in set(partitions(problem))
     return True
 
 
@@ -103,17 +127,17 @@ def kept_bytes(problem, boundaries):
 def test_ties_go_to_the_least_migration(rng, chain_factory, problem_factory):
     for _ in range(500):
         problem = random_problem(rng, chain_factory, problem_factory)
-        limits = make_limits(problem)
-        if brute_force(problem) is None or limits.stages * limits.min_units > limits.units:
+        if brute_force(problem) is None or is_too_small(problem):
             continue
-        inner = sorted(rng.randint(0, limits.units) for _ in range(limits.stages - 1))
-        current = tuple(pairwise((0, *inner, limits.units)))
+        units = len(problem.chain.cuts) - 1
+        inner = sorted(rng.randint(0, units) for _ in range(problem.num_stages - 1))
+        current = tuple(pairwise((0, *inner, units)))
         problem = replace(problem, current=current)
         solution = solve(problem)
         best = max(
             kept_bytes(problem, cuts)
-            for cuts in partitions(limits)
-            if bottleneck_of(limits, cuts) == solution.bottleneck_ns
+            for cuts in partitions(problem)
+            if slowest_ns(problem, cuts) == solution.bottleneck_ns
         )
         assert kept_bytes(problem, solution.boundaries) == best
 
@@ -174,13 +198,12 @@ def test_tied_items_stay_on_one_worker(rng, chain_factory, problem_factory):
         tied = replace(items[second], tied_to=items[first].name)
         items = (*items[:second], tied, *items[second + 1 :])
         problem = replace(problem, chain=replace(problem.chain, items=items))
-        limits = make_limits(problem)
         together = [
-            bottleneck_of(limits, cuts)
-            for cuts in partitions(limits)
+            slowest_ns(problem, cuts)
+            for cuts in partitions(problem)
             if not any(first < cut <= second for cut in cuts[1:-1])
         ]
-        if limits.stages * limits.min_units > limits.units:
+        if is_too_small(problem):
             continue
         if not together:
             with pytest.raises(InfeasibleError):
@@ -202,3 +225,29 @@ def test_a_v_keeps_tied_ends_together(chain_factory, problem_factory):
     assert boundaries[3] <= 5
     with pytest.raises(InfeasibleError, match="use --schedule zb-v"):
         keep_tied(replace(problem, schedule="1f1b", virtual_stages=1, min_units=1))
+
+
+@pytest.mark.parametrize("memory", [None, [10**9] * 3])
+@pytest.mark.parametrize("pins", [((3, 0), (0, 1)), ((2, 1), (2, 2)), ((3, 0),), ((0, 2),), ((1, 0), (2, 2))])
+def test_contradictory_pins_are_named_with_and_without_memory(pins, memory, chain_factory, problem_factory):
+    problem = problem_factory(chain_factory([1, 1, 1, 1]), 3, pins=pins, memory=memory)
+    assert brute_force(problem) is None
+    with pytest.raises(InfeasibleError) as error:
+        solve(problem)
+    for item, stage in pins:
+        assert f"--pin layers.{item}:{stage}" in str(error.value)
+
+
+def test_random_pins_are_obeyed_or_refused_by_name(rng, chain_factory, problem_factory):
+    refused = 0
+    for _ in range(400):
+        n, stages = rng.randint(2, 7), rng.randint(2, 4)
+        chain = chain_factory([rng.randint(1, 9) for _ in range(n)], sizes=[1] * n)
+        pins = tuple((rng.randrange(n), rng.randrange(stages)) for _ in range(rng.randint(1, 4)))
+        memory = rng.choice([None, [10**6] * stages])
+        problem = problem_factory(chain, stages, pins=pins, memory=memory, min_units=rng.choice([0, 1]))
+        if not check_against_brute_force(problem) and not is_too_small(problem):
+            refused += 1
+            with pytest.raises(InfeasibleError, match="--pin"):
+                solve(problem)
+    assert 50 < refused < 350

@@ -5,9 +5,12 @@ from __future__ import annotations
 import csv
 import io
 import json
+import re
+import sys
 import xml.etree.ElementTree as ET
 from dataclasses import replace
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 
 import pytest
 
@@ -38,48 +41,198 @@ def test_targets_match_the_registry():
     assert {target.value for target in Target} == set(TARGETS)
 
 
-# The three layouts below were read by Megatron's own PipelineParallelLayerLayout (megatron-core 0.16.1) on 2026-11-21,
-# whose validate_layer_layout accepted them for four layers.
+def megatron_ranks(flags):
+    """The layers of each rank and virtual stage, by the rules of Megatron's PipelineParallelLayerLayout."""
+    size, layout = re.fullmatch(
+        r"--pipeline-model-parallel-size (\d+) --pipeline-model-parallel-layout '([^']*)'", flags
+    ).groups()
+    stages = re.sub(r"(.)\*(\d+)", lambda found: found[1] * int(found[2]), layout.replace(",", "")).split("|")
+    assert len(stages) % int(size) == 0
+    assert stages[0].startswith("E")
+    assert stages[-1].endswith("L")
+    return {(at % int(size), at // int(size)): stage for at, stage in enumerate(stages)}
+
+
+# The layouts below were read by Megatron's own PipelineParallelLayerLayout (megatron-core 0.16.1) on 2026-11-21 and
+# 2026-11-22, whose validate_layer_layout accepted them for four layers.
 def test_megatron(plan, header):
-    assert TARGETS["megatron"](plan, header, 8) == (
-        "--pipeline-model-parallel-size 2 --pipeline-model-parallel-layout 'E,t*3|t*1,L'"
-    )
-
-
-def test_megatron_with_an_empty_stage(header):
-    plan = read_plan(CONTRACTS / "plan/valid/empty-stage.json")
-    assert TARGETS["megatron"](plan, header, 8).endswith("'|E,t*4,L'")
+    flags = TARGETS["megatron"](plan, header, 8, None)
+    assert flags == "--pipeline-model-parallel-size 2 --pipeline-model-parallel-layout 'E,t*3|t*1,L'"
+    assert megatron_ranks(flags) == {(0, 0): "Ettt", (1, 0): "tL"}
 
 
 def test_megatron_interleaved(header):
     plan = read_plan(CONTRACTS / "plan/valid/interleaved.json")
     names = [item.name for item in header.items]
     plan = replace(plan, stages=stages_of(names, (0, 3, 5, 7, 10), [0, 1]))
-    assert TARGETS["megatron"](plan, header, 8).endswith(
-        "size 2 --pipeline-model-parallel-layout 'E,t*1|t*1|t*1|t*1,L'"
-    )
+    flags = TARGETS["megatron"](plan, header, 8, None)
+    assert flags.endswith("size 2 --pipeline-model-parallel-layout 'E,t*1|t*1|t*1|t*1,L'")
+    by_worker = {stage.worker: [] for stage in plan.stages}
+    for (rank, _), layers in megatron_ranks(flags).items():
+        by_worker[rank].append(layers)
+    assert by_worker == {0: ["Et", "t"], 1: ["t", "tL"]}
 
 
-def test_torchtitan_names_every_module_once(plan, header):
-    parts = json.loads(TARGETS["torchtitan"](plan, header, 8))["module_fqns_per_model_part"]
-    assert parts == [["tok_embeddings", "layers.0", "layers.1", "layers.2"], ["layers.3", "norm", "lm_head"]]
+@pytest.mark.parametrize(
+    ("name", "changes", "words"),
+    [
+        ("zb-v", {}, "Megatron does not run zb-v; plan with --schedule 1f1b or interleaved-1f1b"),
+        ("custom", {}, "Megatron does not run custom"),
+        ("move", {"schedule": "gpipe"}, "Megatron does not run gpipe"),
+        ("move", {"schedule": "zero-bubble"}, "Megatron does not run zero-bubble"),
+        ("move", {"schedule": "interleaved-1f1b"}, "interleaves several stages a worker"),
+        ("empty-stage", {}, "Megatron builds the embedding on the first stage"),
+    ],
+)
+def test_megatron_refuses_other_pipelines(header, name, changes, words):
+    plan = replace(read_plan(CONTRACTS / f"plan/valid/{name}.json"), **changes)
+    with pytest.raises(UsageError, match=words):
+        TARGETS["megatron"](plan, header, 8, None)
 
 
-def test_deepspeed_parts(plan, header):
-    text = TARGETS["deepspeed"](plan, header, 8)
-    compile(text, "planned.py", "exec")
-    assert "parts = [0, 4, 6]" in text
+def test_megatron_refuses_uneven_rounds(header):
+    plan = read_plan(CONTRACTS / "plan/valid/interleaved.json")
+    names = [item.name for item in header.items]
+    plan = replace(plan, stages=stages_of(names, (0, 3, 5, 7, 10), [0, 1]))
+    with pytest.raises(UsageError, match="7 are no multiple"):
+        TARGETS["megatron"](plan, header, 7, None)
+
+
+@pytest.mark.parametrize(("version", "head"), [(None, "lm_head"), ("main", "lm_head"), ("0.2.2", "output")])
+def test_torchtitan_names_every_module_once(plan, header, version, head):
+    section = json.loads(TARGETS["torchtitan"](plan, header, 8, version))
+    assert section == {
+        "pipeline_parallel_degree": 2,
+        "pipeline_parallel_schedule": "1F1B",
+        "module_fqns_per_model_part": [
+            ["tok_embeddings", "layers.0", "layers.1", "layers.2"],
+            ["layers.3", "norm", head],
+        ],
+    }
+
+
+@pytest.mark.parametrize("version", ["0.1.0", "0.3.0", "nightly"])
+def test_torchtitan_versions_without_the_names_are_refused(plan, header, version):
+    with pytest.raises(UsageError, match=version):
+        TARGETS["torchtitan"](plan, header, 8, version)
+
+
+def planned_as(header, schedule, boundaries=(0, 3, 5, 7, 10)):
+    """Four stages on two workers."""
+    plan = read_plan(CONTRACTS / f"plan/valid/{'zb-v' if schedule == 'zb-v' else 'interleaved'}.json")
+    names = [item.name for item in header.items]
+    return replace(plan, schedule=schedule, stages=stages_of(names, boundaries, [0, 1], schedule))
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved-1f1b", "zero-bubble", "zb-v", "custom"])
+def test_torchtitan_places_stages_as_the_plan_does(header, schedule):
+    plan = planned_as(header, schedule)
+    section = json.loads(TARGETS["torchtitan"](plan, header, 8, None))
+    vee = section["pipeline_parallel_schedule"] == "ZBVZeroBubble"
+    ranks = ((0, 3), (1, 2)) if vee else ((0, 2), (1, 3))  # as torchtitan's pipeline_module_split gives them out
+    held = [[stage.stage for stage in plan.stages if stage.worker == rank] for rank in (0, 1)]
+    assert held == [list(stages) for stages in ranks]
+    assert ("pipeline_parallel_schedule_csv" in section) == (schedule == "custom")
+
+
+def test_torchtitan_refuses_what_it_cannot_run(header):
+    with pytest.raises(UsageError, match="torch has no schedule like gpipe with 2 stages each"):
+        TARGETS["torchtitan"](planned_as(header, "gpipe"), header, 8, None)
+    with pytest.raises(UsageError, match="stage 1 is empty, which torchtitan cannot run"):
+        TARGETS["torchtitan"](planned_as(header, "1f1b", (0, 3, 3, 7, 10)), header, 8, None)
+
+
+class FakePipelineModule:
+    """DeepSpeed's PipelineModule, as far as its parts go: specifications, and how types are found among them."""
+
+    num_stages, global_rank = 2, 1
+
+    def __init__(self, names, method):
+        self._layer_specs = names
+        self._topo = SimpleNamespace(get_coord=lambda rank: SimpleNamespace(pipe=rank))
+        self._partition_layers(method=method)
+
+    def _find_layer_type(self, layername):
+        return [at for at, name in enumerate(self._layer_specs) if re.search(layername, name, re.IGNORECASE)]
+
+    def _set_bounds(self, start, stop):
+        self.bounds = start, stop
+
+
+PLAIN = ["EmbeddingPipe", *["ParallelTransformerLayerPipe"] * 4, "LMHeadPipe"]
+MEGATRON_DEEPSPEED = ["_to_float16", *PLAIN[:-1], "LayerNorm", "EmbeddingPipe", "float16_to_fp32"]
+
+
+def planned_module(plan, header, monkeypatch):
+    fake = ModuleType("deepspeed.pipe")
+    fake.PipelineModule = FakePipelineModule
+    monkeypatch.setitem(sys.modules, "deepspeed", ModuleType("deepspeed"))
+    monkeypatch.setitem(sys.modules, "deepspeed.pipe", fake)
+    scope = {}
+    exec(compile(TARGETS["deepspeed"](plan, header, 8, None), "planned.py", "exec"), scope)
+    return scope["PlannedPipelineModule"]
+
+
+@pytest.mark.parametrize(("specs", "parts"), [(PLAIN, [0, 4, 6]), (MEGATRON_DEEPSPEED, [0, 5, 9])])
+def test_deepspeed_parts_count_from_the_blocks(plan, header, monkeypatch, specs, parts):
+    module = planned_module(plan, header, monkeypatch)(specs, "type:transformer")
+    assert module.parts == parts
+    assert module.bounds == (parts[1], parts[2])
+    assert specs[parts[0] : parts[1]].count("ParallelTransformerLayerPipe") == 3
+
+
+def test_deepspeed_parts_with_the_embedding_alone(plan, header, monkeypatch):
+    names = [item.name for item in header.items]
+    alone = replace(plan, stages=stages_of(names, (0, 1, 10), [0, 1]))
+    assert planned_module(alone, header, monkeypatch)(MEGATRON_DEEPSPEED, "type:transformer").parts == [0, 2, 9]
+
+
+def test_deepspeed_parts_of_another_model_are_refused(plan, header, monkeypatch):
+    planned = planned_module(plan, header, monkeypatch)
+    with pytest.raises(ValueError, match="planned for 4 blocks in a row on 2 stages"):
+        planned(PLAIN[:3] + PLAIN[-1:], "type:transformer")
+    with pytest.raises(ValueError, match="partition_method must be type:REGEX, is parameters"):
+        planned(PLAIN, "parameters")
+
+
+@pytest.mark.parametrize("target", ["deepspeed", "vllm"])
+@pytest.mark.parametrize("name", ["zb-v", "interleaved", "custom"])
+def test_one_stage_a_worker_is_all_that_some_have(header, target, name):
+    plan = read_plan(CONTRACTS / f"plan/valid/{name}.json")
+    with pytest.raises(UsageError, match="one stage on each worker"):
+        TARGETS[target](plan, header, 8, None)
+
+
+@pytest.mark.parametrize(
+    ("target", "words"),
+    [("deepspeed", "stage 0 is empty"), ("vllm", "vLLM builds the embedding on the first stage")],
+)
+def test_empty_stages_are_refused(header, target, words):
+    plan = read_plan(CONTRACTS / "plan/valid/empty-stage.json")
+    with pytest.raises(UsageError, match=words):
+        TARGETS[target](plan, header, 8, None)
+
+
+def test_deepspeed_refuses_other_schedules(plan, header):
+    with pytest.raises(UsageError, match="DeepSpeed does not run zero-bubble; plan with --schedule 1f1b"):
+        TARGETS["deepspeed"](replace(plan, schedule="zero-bubble"), header, 8, None)
+
+
+def test_the_table_of_a_custom_plan_has_its_own_microbatches(header):
+    plan = read_plan(CONTRACTS / "plan/valid/custom.json")
+    with pytest.raises(UsageError, match="the plan's operations are of"):
+        TARGETS["torch-csv"](plan, header, 99, None)
 
 
 def test_vllm(plan, header):
-    assert TARGETS["vllm"](plan, header, 8) == "VLLM_PP_LAYER_PARTITION=3,1"
+    assert TARGETS["vllm"](plan, header, 8, None) == "VLLM_PP_LAYER_PARTITION=3,1"
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_torch_reads_the_schedule_table(plan, header, schedule):
     actions = pytest.importorskip("torch.distributed.pipelining.schedules")._Action
     virtual = 2 if schedule == "zb-v" else 1
-    text = TARGETS["torch-csv"](replace(plan, schedule=schedule, virtual_stages_per_worker=virtual), header, 4)
+    text = TARGETS["torch-csv"](replace(plan, schedule=schedule, virtual_stages_per_worker=virtual), header, 4, None)
     for row, operations in zip(csv.reader(io.StringIO(text)), order_of(schedule, 2, virtual, 4), strict=True):
         read = [actions.from_str(cell) for cell in row]
         assert [(a.stage_index, a.computation_type.value, a.microbatch_index) for a in read] == [
@@ -92,7 +245,7 @@ def test_torch_loads_the_file_and_adds_the_transfers(plan, header, tmp_path, sch
     schedules = pytest.importorskip("torch.distributed.pipelining.schedules")
     file = tmp_path / "schedule.csv"
     planned = replace(plan, schedule=schedule, virtual_stages_per_worker=virtual)
-    file.write_text(TARGETS["torch-csv"](planned, header, 4) + "\n")
+    file.write_text(TARGETS["torch-csv"](planned, header, 4, None) + "\n")
     # torch's own loader, on a runtime that has everything but processes
     runtime = object.__new__(schedules._PipelineScheduleRuntime)
     runtime.pp_group_size, runtime._num_stages, runtime._n_microbatches = 2, 2 * virtual, 4
@@ -113,7 +266,7 @@ def test_torch_loads_the_file_and_adds_the_transfers(plan, header, tmp_path, sch
 def test_cuts_inside_a_layer_are_refused(plan, header, target):
     inside = replace(plan, stages=stages_of([item.name for item in header.items], (0, 6, 10), [0, 1]))
     with pytest.raises(UsageError, match=r"stage 1 begins inside layers\.2"):
-        TARGETS[target](inside, header, 8)
+        TARGETS[target](inside, header, 8, None)
 
 
 def test_svg_is_well_formed_and_has_a_box_for_each_operation(chain_factory, problem_factory):

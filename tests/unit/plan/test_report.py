@@ -100,7 +100,7 @@ def test_a_browser_draws_it(page, tmp_path):
     script = "document.title=[...document.querySelectorAll('svg')].map(s=>Math.round(s.getBoundingClientRect().width))"
     file.write_text(page.replace("</body>", f"<script>{script}</script></body>"))
     command = [browser, "--headless", "--no-sandbox", "--disable-gpu", "--dump-dom", f"--user-data-dir={tmp_path}/user"]
-    done = subprocess.run([*command, file.as_uri()], capture_output=True, text=True, timeout=90, check=True)
+    done = subprocess.run([*command, file.as_uri()], capture_output=True, text=True, timeout=600, check=True)
     widths = [int(width) for width in re.search(r"<title>([\d,]+)</title>", done.stdout)[1].split(",")]
     assert len(widths) == 4
     assert min(widths) > 500

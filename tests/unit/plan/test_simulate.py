@@ -6,7 +6,7 @@ import pytest
 
 from dynmo_balance.errors import UsageError
 from dynmo_balance.schedules import Kind, Operation, order_of
-from dynmo_balance.simulate import StageCosts, predict, run
+from dynmo_balance.simulate import StageCosts, memory_curves, predict, run
 
 F, B, W = 7, 9, 5
 SIZES = [(p, m) for p in (1, 2, 3, 4, 8) for m in (1, 2, 4, 8, 16, 32)]
@@ -82,6 +82,18 @@ def test_memory_counts_microbatches_in_flight(chain_factory, problem_factory):
     assert predict(problem, (0, 1, 2, 3, 4)).peak_memory_bytes == (140, 260, 360, 440)
     problem = problem_factory(chain, 4, "gpipe", microbatches=8)
     assert predict(problem, (0, 1, 2, 3, 4)).peak_memory_bytes == (180, 360, 540, 720)
+
+
+def test_memory_of_split_backward_is_kept_until_weight_gradient():
+    costs = StageCosts(
+        forward_ns=1, backward_input_ns=1, backward_weight_ns=1, static_bytes=1_000, activation_bytes=100
+    )
+    names = ["F0", "F1", "I0", "F2", "W0", "F3", "I1", "I2", "I3", "W1", "W2", "W3"]
+    order = (tuple(Operation(0, Kind(name[0]), int(name[1])) for name in names),)
+    (curve,) = memory_curves(order, [costs])
+    held = [1_100, 1_200, 1_200, 1_300, 1_300, 1_300, 1_300, 1_300, 1_300, 1_300, 1_200, 1_100]
+    assert [size for _, size in curve] == held
+    assert run(order, [costs]).peak_memory_bytes == (1_300,)
 
 
 def test_an_order_that_waits_for_itself_is_refused():

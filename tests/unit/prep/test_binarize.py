@@ -1,13 +1,15 @@
 from __future__ import annotations
 
+import io
 import random
 
 import numpy as np
 import pytest
 
-from dynmo_tools.binarize import pack
+from dynmo_tools.binarize import SequenceWriter, pack
+from dynmo_tools.errors import UsageError
 from dynmo_tools.sentences import split_sentences
-from dynmo_tools.tokenizers import from_lists
+from dynmo_tools.tokenizers import Encoded, from_lists
 
 
 def packed(documents, eod, *, keep_empty=False):
@@ -76,3 +78,18 @@ def test_nothing_but_white_space_is_lost():
         text = "".join(rng.choices("aB .!?\n\"')1", k=rng.randrange(80)))
         assert "".join("".join(split_sentences(text)).split()) == "".join(text.split())
         assert "".join(split_sentences(text, keep_newlines=True)) == text.lstrip()
+
+
+def test_writer_refuses_an_id_that_the_token_type_cannot_hold():
+    class Parts:
+        def part(self, name):
+            return name
+
+        def create(self, path):
+            return io.BytesIO()
+
+    writer = SequenceWriter(Parts(), 0, np.dtype(np.uint16))
+    one = np.ones(1, dtype=np.int64)
+    writer.write(Encoded(ids=np.array([65_535]), lengths=one), one)
+    with pytest.raises(UsageError, match="65536, which uint16 cannot hold"):
+        writer.write(Encoded(ids=np.array([65_536]), lengths=one), one)

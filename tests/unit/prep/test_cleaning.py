@@ -1,14 +1,16 @@
 from __future__ import annotations
 
+import json
 import random
 
 import ftfy
 import pytest
+import tokenizers
 
-from dynmo_tools.cleaning import count_pieces, is_short, judge, plain_punctuation, repair
-from dynmo_tools.joining import replace_text
+from dynmo_tools.cleaning import is_short, judge, plain_punctuation, repair, token_counter
 from dynmo_tools.language import LanguageJudge
 from dynmo_tools.settings import CleanSettings
+from dynmo_tools.tokenizers import built_in_gpt2
 
 ENGLISH = "The quick brown fox jumps over the lazy dog, and then it sleeps in the shade of an old tree. " * 12
 GERMAN = "Der schnelle braune Fuchs springt über den faulen Hund und schläft dann im Schatten des Baumes. " * 12
@@ -61,10 +63,31 @@ def test_every_ascii_character_is_repaired_as_ftfy_does():
         assert repair(text) == ftfy.fix_text(text)
 
 
-def test_pieces_are_those_of_gpt2s_rule():
-    assert count_pieces("I'm 42 years_old,  ok\n") == len(
-        ["I", "'m", " 42", " years", "_", "old", ",", " ", " ok", "\n"]
-    )
+GPT2 = token_counter(None)
+
+
+def test_the_built_in_tokenizer_is_gpt2s_own(varied_texts, shared_data):
+    definition = built_in_gpt2()
+    assert definition.ids == json.loads((shared_data / "tok" / "gpt2-vocab.json").read_text())
+    oracle = tokenizers.Tokenizer.from_file(str(shared_data / "tok" / "gpt2_tokenizer.json"))
+    texts = [
+        *(text for text in varied_texts if "<|" not in text),
+        "I'm 42 years_old,  ok\n",
+        "schön ½ Ⅷ naïve 日本語 \u0301x",
+        " \u3000 ",
+        "",
+    ]
+    assert [GPT2(text) for text in texts] == [len(oracle.encode(text).ids) for text in texts]
+
+
+@pytest.mark.parametrize(("word", "tokens"), [("hello", 1), ("antidisestablishmentarianism", 5), ("\u00bd", 1)])
+def test_tokens_are_counted_and_not_words(word, tokens):
+    assert GPT2(word) == tokens
+
+
+def test_a_document_of_few_long_words_is_kept_as_by_the_original():
+    text = " ".join(["antidisestablishmentarianism"] * 26)  # 26 words, 130 tokens
+    assert judge(text, CleanSettings(language=""), GPT2, None).drop is None
 
 
 @pytest.mark.parametrize(
@@ -73,12 +96,13 @@ def test_pieces_are_those_of_gpt2s_rule():
         ("a " * 127, False),  # 127 tokens of text and the end of the document make 128
         ("a " * 126, True),
         ("x" * 1024, False),  # long texts pass uncounted
-        ("x" * 1023, True),
+        ("x" * 1023, False),  # 129 tokens
+        ("x" * 900, True),
         ("x" * 126, True),
     ],
 )
 def test_short_documents(text, short):
-    assert is_short(text.strip(), 128, count_pieces) is short
+    assert is_short(text.strip(), 128, GPT2) is short
 
 
 def test_a_verdict_for_each_reason():
@@ -86,7 +110,7 @@ def test_a_verdict_for_each_reason():
     languages = LanguageJudge(0)
 
     def drop(text):
-        return judge(text, settings, count_pieces, languages).drop
+        return judge(text, settings, GPT2, languages).drop
 
     assert drop(ENGLISH) is None
     assert drop(GERMAN) == "language"
@@ -96,7 +120,7 @@ def test_a_verdict_for_each_reason():
 
 
 def test_repaired_text_is_kept():
-    assert judge("schÃ¶n &amp; gut", CleanSettings(min_tokens=1), count_pieces, None).text == "schön & gut"
+    assert judge("schÃ¶n &amp; gut", CleanSettings(min_tokens=1), GPT2, None).text == "schön & gut"
 
 
 def test_a_verdict_does_not_depend_on_the_texts_before():
@@ -105,11 +129,6 @@ def test_a_verdict_does_not_depend_on_the_texts_before():
     used = LanguageJudge(0)
     assert {used.detect(text) for text in (ENGLISH, GERMAN, mixed, mixed)} == {"en", "de", fresh}
     assert used.detect(mixed) == fresh
-
-
-def test_the_text_is_replaced_where_it_was():
-    assert list(replace_text({"a": 1, "text": "x", "b": 2}, "text", "y").items()) == [("a", 1), ("text", "y"), ("b", 2)]
-    assert replace_text({"a": {"b": "x", "c": 1}}, "a.b", "y") == {"a": {"b": "y", "c": 1}}
 
 
 def test_typographic_signs_become_plain():

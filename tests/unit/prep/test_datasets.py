@@ -50,7 +50,7 @@ def test_types_are_widened_only_when_asked(tmp_path):
         merge_datasets(made, tmp_path / "all")
     assert not idx_path(tmp_path / "all").exists()
     for order in (made, made[::-1]):
-        index = merge_datasets(order, tmp_path / "all", widen=True)
+        index = merge_datasets(order, tmp_path / "all", widen=True, overwrite=True)
         assert index.dtype == np.dtype(np.int32)
     assert documents_of(tmp_path / "all") == [[[70_000]], *A]
 

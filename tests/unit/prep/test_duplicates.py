@@ -278,3 +278,12 @@ def test_permutations_are_datasketch_s_without_loading_all_of_it():
         "sys.exit(left != [] or any((a != b).any() for a, b in zip(made, theirs)))"
     )
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
+
+
+@pytest.mark.parametrize("size", [3, 200], ids=["all pairs", "stars"])
+def test_stars_pair_exactly_at_threshold_is_a_duplicate(size):
+    def similarity(first, second):
+        return 0.5 if (first, second) == (0, 1) else 0.0
+
+    found = list(stars(range(size), similarity, 0.5, -1, lambda first, second: False))
+    assert [(pair.main, pair.other, pair.jaccard) for pair in found] == [(0, 1, 0.5)]

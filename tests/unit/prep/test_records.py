@@ -82,9 +82,9 @@ def test_what_is_written_is_read_again(tmp_path, ending):
 def test_a_long_line_is_passed_over_without_holding_it():
     long = b"x" * (5 << 20)
     lines = list(split_lines(io.BytesIO(b"a\n" + long + b"\nb\n" + long), 0, 1000))
-    assert lines[0] == Line(1, 0, b"a")
+    assert lines[0] == Line(1, 0, b"a", b"", 2)
     assert (lines[1].raw, lines[1].offset, len(lines[1].head)) == (None, 2, 200)
-    assert lines[2] == Line(3, 2 + len(long) + 1, b"b")
+    assert lines[2] == Line(3, 2 + len(long) + 1, b"b", b"", 2)
     assert lines[3].raw is None
 
 

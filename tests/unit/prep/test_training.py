@@ -11,6 +11,7 @@ import tokenizers as library
 
 from dynmo_tools import trainable
 from dynmo_tools.errors import UsageError
+from dynmo_tools.options import build
 from dynmo_tools.settings import Model, TrainTokenizerSettings
 
 BERT = [pytest.param(Model.WORDPIECE, id="cased"), pytest.param(Model.WORDPIECE_LOWER, id="lower")]
@@ -122,4 +123,4 @@ def test_rare_words_are_left_out_beyond_the_bytes_that_are_allowed(train_on):
 @pytest.mark.parametrize(("name", "value"), [("max_word_bytes", 0), ("max_word_bytes", 1 << 31), ("vocab_size", 256)])
 def test_settings_that_cannot_be_are_refused(name, value):
     with pytest.raises(UsageError, match=name.replace("_", "-")):
-        TrainTokenizerSettings(**{name: value})
+        build(TrainTokenizerSettings, {name: value})

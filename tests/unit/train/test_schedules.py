@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
 import torch
 import torch.nn.functional as F
 
+from dynmo_train.building import learning_rate, weight_decay
+from dynmo_train.config import config_of
+from dynmo_train.config.validate import validate
 from dynmo_train.dynamics.freezing import frozen_items
 from dynmo_train.models.gpt import Gpt, GptShape
 from dynmo_train.optim.schedule import LearningRate
@@ -24,12 +30,30 @@ FAMILY = Gpt(
 )
 
 
+# Made by megatron-core's own classes from the flags of each case.
+MEGATRON = json.loads((Path(__file__).parent / "megatron_schedules.json").read_text())
+SHAPE = {"num_layers": 1, "hidden_size": 8, "num_attention_heads": 1, "seq_length": 4, "vocab_size": 8}
+
+
+@pytest.mark.parametrize("case", MEGATRON["cases"], ids=lambda case: str(list(case["flags"].values())[4:]))
+def test_schedules_of_megatrons_flags_are_megatrons_floats(case):
+    config = config_of(**SHAPE, data_path="none", micro_batch_size=1, **case["flags"])
+    assert not validate(config, 1)
+    rate, decay = learning_rate(config), weight_decay(config)
+    samples, found = 0, []
+    for _ in case["updates"]:
+        found.append([samples, rate.at(samples), decay.at(samples)])
+        samples += config.batch_sizes.at(samples)
+    assert found == case["updates"]
+
+
 @pytest.mark.parametrize(
     ("style", "expected"),
     [
-        ("linear", {5: 0.5, 10: 1.0, 60: 0.55, 110: 0.1, 111: 0.1}),
+        ("linear", {0: 0.0, 5: 0.5, 10: 1.0, 60: 0.55, 110: 0.1, 111: 0.1}),
         ("cosine", {10: 1.0, 60: 0.55, 110: 0.1, 500: 0.1}),
         ("constant", {5: 0.5, 10: 1.0, 500: 1.0}),
+        ("inverse-square-root", {0: 0.0, 5: 0.5, 10: 1.0, 40: 0.5, 110: 0.301511344578, 111: 0.1}),
     ],
 )
 def test_learning_rate(style, expected):

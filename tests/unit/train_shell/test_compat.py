@@ -100,7 +100,7 @@ def test_gpt_345m():
     assert made.notes == ()
     assert validate(config, 1) == []
     assert config.training.recompute_granularity == "full"
-    assert config.warmup_units == 3200
+    assert config.warmup_samples == 3200 * 8
     assert config.data.tokenizer_type == "GPT2BPETokenizer"
     assert config.padded_vocab_size == 50304
 
@@ -117,7 +117,7 @@ def test_gpt3_175b():
     assert made.notes == ()
     assert config.data.blend == ((0.4, "A"), (0.6, "B"))
     assert [config.batch_sizes.at(consumed) for consumed in (0, 10**7)] == [16, 1536]
-    assert (config.decay_units, config.warmup_units) == (126953125, 183105)
+    assert (config.decay_samples, config.warmup_samples) == (126953125, 183105)
     assert config.batch_sizes.consumed_after(config.training.train_iters) <= 146484375
 
 

@@ -8,7 +8,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from dynmo_train.config import Facts, config_document, config_of, option_specs, resolve
+from dynmo_train.config import Facts, config_document, config_of, option_specs, resolve, validate
 from dynmo_train.config.command import with_options
 from dynmo_train.config.parse import parse_freeze_schedule, parse_split
 from dynmo_train.config.resolve import parse_config_file, read_config_file
@@ -116,6 +116,17 @@ def test_derived_defaults_follow_other_values():
     assert config.sources["weight_decay"] == "default"
 
 
+@pytest.mark.parametrize(
+    ("blocks", "layers", "workers", "schedule", "virtual"),
+    [(3, 24, 4, "interleaved-1f1b", 2), (1, 8, 2, "interleaved-1f1b", 4), (4, 8, 2, "1f1b", 1)],
+)
+def test_virtual_stages_follow_from_blocks_as_in_megatron(blocks, layers, workers, schedule, virtual):
+    given = {"num_layers_per_virtual_pipeline_stage": blocks, "num_layers": layers, "global_batch_size": 16}
+    config = config_of(Facts(world_size=workers), **SMALL | given)
+    assert validate(config, workers) == []
+    assert (config.parallel.schedule, config.parallel.virtual_stages_per_worker) == (schedule, virtual)
+
+
 def test_data_parallel_size_is_what_the_processes_leave():
     config = config_of(Facts(world_size=4), **SMALL, pipeline_model_parallel_size=2)
     assert config.parallel.data_parallel_size == 2
@@ -150,8 +161,8 @@ def test_vocabulary_size_comes_from_the_tokenizer():
 
 
 def test_warm_up_is_steps_or_a_fraction_of_the_decay():
-    assert config_of(**SMALL, lr_warmup_iters=5).warmup_units == 5
-    assert config_of(**SMALL, lr_warmup_fraction=0.1, lr_decay_iters=40).warmup_units == 4
+    assert config_of(**SMALL, global_batch_size=8, lr_warmup_iters=5).warmup_samples == 40
+    assert config_of(**SMALL, lr_warmup_fraction=0.1, global_batch_size=8, lr_decay_iters=40).warmup_samples == 32
 
 
 def test_every_bad_value_is_told_at_once():
@@ -215,9 +226,11 @@ def test_a_misspelt_key_gets_a_suggestion(tmp_path):
         read_config_file(file)
 
 
-def test_a_missing_file_is_an_error_of_ours(tmp_path):
-    with pytest.raises(DocumentError, match=r"no\.toml"):
-        read_config_file(tmp_path / "no.toml")
+@pytest.mark.parametrize(("name", "words"), [("none.toml", "no such file"), (".", "is a folder, not a file")])
+def test_a_missing_file_is_named_without_an_errno(tmp_path, name, words):
+    with pytest.raises(UsageError) as error:
+        read_config_file(tmp_path / name)
+    assert str(error.value) == f"--config {tmp_path / name}: {words}; give the path of a TOML file"
 
 
 def test_split_is_normalised():

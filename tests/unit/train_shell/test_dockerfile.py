@@ -34,7 +34,7 @@ def test_the_base_is_pinned_to_a_torch_that_is_supported():
     match = re.fullmatch(r"BASE=pytorch/pytorch:(\d+)\.(\d+)\.\d+-cuda\d+\.\d+-cudnn\d+-devel", default)
     assert match, default
     (least,) = [line for line in project()["optional-dependencies"]["train"] if line.startswith("torch")]
-    assert least == "torch>=2.11"
+    assert least == "torch>=2.11,<2.14"
     assert (int(match[1]), int(match[2])) >= (2, 11)
 
 

@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
+import io
+import os
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
+from dynmo_train.commands.generate import _prompts, _wanted
+from dynmo_train.config.evaluation import GenerateConfig
 from dynmo_train.errors import UsageError
+from dynmo_train.formats._document import MAX_DOCUMENT_BYTES
+from dynmo_train.launch.hostfile import read_hostfile
 from dynmo_train.models.decoding import Cache, Decoder
 from dynmo_train.models.gpt import Gpt, GptShape
 from dynmo_train.parallel.dims import ParallelDims
 from dynmo_train.parallel.world import World
-from dynmo_train.tasks.generation import Asked, Ending, Generation
+from dynmo_train.tasks.generate import Writer
+from dynmo_train.tasks.generation import Answered, Asked, Ending, Generation
+from dynmo_train.tasks.lambada import shorten
 from dynmo_train.tasks.sampling import Sampling, next_token
+from dynmo_train.tasks.scoring import TokenRun
 
 SHAPE = GptShape(
     num_layers=2,
@@ -68,13 +78,21 @@ def engine_of(family, modules):
     )
 
 
-def complete(prompts, *, most=6, eod=None, stop=(), sampling=None, seeds=None, batch=8, recompute=False):
+LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789"
+
+
+def spell(ids):
+    """Ids as text: each is a word of two letters, so that texts begin and end within tokens."""
+    return "".join(LETTERS[number] + LETTERS[number].swapcase() for number in ids)
+
+
+def complete(prompts, *, most=6, eod=None, stop="", sampling=None, seeds=None, batch=8, recompute=False):
     family, modules = build()
     generation = Generation(
         engine_of(family, modules),
         max_tokens=SHAPE.max_position_embeddings,
         sampling=sampling or Sampling(),
-        ending=Ending(eod=eod, stop=tuple(stop)),
+        ending=Ending(eod=eod, stop=stop, decode=spell),
         recompute=recompute,
     )
     asked = [Asked(ids=tuple(ids), most=most, seed=seed) for ids, seed in zip(prompts, seeds or [0] * 99, strict=False)]
@@ -106,9 +124,11 @@ def test_text_ends_at_the_end_of_document_or_at_what_stops_it():
     eod = whole_text[4]
     cut = whole_text[: whole_text.index(eod)]
     assert complete([[3, 1]], most=9, eod=eod) == [(cut, "end")]
-    pair = whole_text[2:4]
-    first = next(at for at in range(8) if whole_text[at : at + 2] == pair)
-    assert complete([[3, 1], [5]], most=9, stop=pair)[0] == (whole_text[:first], "stop")
+    # Across the border of two tokens, from the middle of the one to the middle of the other.
+    across = spell(whole_text[2:4])[1:3]
+    first = next(at for at in range(1, 10) if across in spell(whole_text[:at]))
+    assert complete([[3, 1], [5]], most=9, stop=across)[0] == (whole_text[:first], "stop")
+    assert complete([[3, 1]], most=9, stop=spell([3, 1]) + spell(whole_text[:1]))[0][1] == "length"  # not in the prompt
 
 
 def test_the_seed_fixes_the_draws_whatever_shares_the_batch():
@@ -141,6 +161,19 @@ def test_top_k_and_top_p_cut_the_tail():
 
 
 @pytest.mark.parametrize(
+    ("given", "temperature"),
+    [
+        ({"top_k": 0, "top_p": 0.0}, 0.0),
+        ({"top_k": 0, "top_p": 0.0, "temperature": 1.5}, 0.0),
+        ({"top_p": 0.5}, 1.0),
+        ({"top_k": 4}, 1.0),
+    ],
+)
+def test_wanted_without_top_k_and_top_p_is_greedy(given, temperature):
+    assert _wanted(GenerateConfig(**given), from_nothing=False).sampling.temperature == temperature
+
+
+@pytest.mark.parametrize(
     ("values", "flag"),
     [
         ({"temperature": -1.0}, "--temperature"),
@@ -154,3 +187,55 @@ def test_values_out_of_range_are_refused(values, flag):
     with pytest.raises(UsageError, match=flag):
         Sampling(**values).check()
     Sampling(temperature=1.0, top_k=5, top_p=1.0).check()
+
+
+PIECES = (" he", " the", "re", " ab", "x")
+
+
+def word_pieces(ids):
+    """As SentencePiece: a space before a word, which the first word of a text loses."""
+    return "".join(PIECES[number] for number in ids).lstrip()
+
+
+@pytest.mark.parametrize(
+    ("stop", "text", "tokens"),
+    [("he the", " ab ", 2), (" he", " ab", 1), ("there", " ab he ", 3), ("e t", " ab h", 2), ("zz", " ab he there", 4)],
+)
+def test_stop_text_is_found_across_tokens_and_cut_within_them(stop, text, tokens):
+    new, prompt = [3, 0, 1, 2], (4,)
+    ending = Ending(eod=None, stop=stop, decode=word_pieces)
+    taken = next((n for n in range(1, 5) if ending.of(prompt, new[:n], 9) == "stop"), None)
+    writer = SimpleNamespace(
+        tokenizer=SimpleNamespace(decode=word_pieces), wanted=SimpleNamespace(stop=stop, max_new_tokens=9), positions=99
+    )
+    answer = Answered(ids=tuple(new[:taken]), reason="stop" if taken else "length")
+    done = Writer._completion(writer, "x", Asked(ids=prompt, most=9, seed=0), answer)
+    assert (done.completion, done.completion_tokens) == (text, tokens)
+
+
+def test_long_passage_is_shortened_on_the_left():
+    run = TokenRun(tokens=np.arange(10), scored=8)
+    assert shorten(run, 9) is run
+    short = shorten(run, 4)
+    assert (short.tokens.tolist(), short.scored, short.length) == ([5, 6, 7, 8, 9], 3, 4)
+
+
+def test_prompts_of_a_fifo_are_refused(tmp_path):
+    os.mkfifo(tmp_path / "prompts")
+    with pytest.raises(UsageError, match="is a FIFO; must be a regular file"):
+        _prompts(None, GenerateConfig(prompts=str(tmp_path / "prompts")))
+
+
+@pytest.mark.parametrize("name", [None, "-", "/dev/stdin"])
+def test_prompts_come_from_standard_input_up_to_a_bound(monkeypatch, name):
+    monkeypatch.setattr("sys.stdin", io.StringIO("one\ntwo\n"))
+    assert _prompts(None, GenerateConfig(prompts=name)) == ["one", "two"]
+    monkeypatch.setattr("sys.stdin", io.StringIO("x" * (MAX_DOCUMENT_BYTES + 1)))
+    with pytest.raises(UsageError, match="more than 67,108,864 characters of prompts"):
+        _prompts(None, GenerateConfig(prompts=name))
+
+
+def test_a_hostfile_that_is_a_fifo_is_refused(tmp_path):
+    os.mkfifo(tmp_path / "hosts")
+    with pytest.raises(UsageError, match="is a FIFO; must be a regular file"):
+        read_hostfile(tmp_path / "hosts")

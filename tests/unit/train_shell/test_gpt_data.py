@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from dynmo_train.data.blend import BlendedDataset
 from dynmo_train.data.gpt import build_gpt_dataset, split_bounds
 from dynmo_train.data.indices import sequences_of, shuffled
 from dynmo_train.errors import UsageError
@@ -92,6 +93,21 @@ def test_samples_equal_the_slow_walk(gap, seq_length, part):
     )
     assert data.batch(range(150)).tolist() == slow
     assert [data.sample(index).tolist() for index in range(150)] == slow
+
+
+@pytest.mark.parametrize("gap", [0, 3])
+def test_gpt_places_are_where_the_tokens_lie(gap):
+    source = corpus(30, gap=gap)
+    data = build(source, num_samples=150)
+    blended = BlendedDataset(parts=[data, build(source, seed=8)], weights=[2.0, 1.0], length=60)
+    for samples, found in ((data, data.places(range(150))), (blended, blended.places(range(20, 60)))):
+        tokens = samples.batch(range(150) if samples is data else range(20, 60))
+        for sample, pieces in zip(tokens.tolist(), found, strict=True):
+            assert [id for piece in pieces for id in source.tokens[slice(*piece["tokens"])].tolist()] == sample
+            for piece in pieces:
+                sequence = piece["sequences"][0]
+                begin, end = piece["tokens"]
+                assert source.starts[sequence] <= begin < end <= source.starts[sequence] + source.lengths[sequence]
 
 
 def test_more_samples_leave_the_first_ones_as_they_are():

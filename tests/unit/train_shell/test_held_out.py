@@ -64,8 +64,12 @@ def test_evaluations_go_on_and_begin_again(tmp_path):
 
 def test_a_test_part_that_makes_no_batch_is_left_out_unless_it_is_named(tmp_path):
     data = write_numbers(tmp_path / "data", 100)
-    assert open_samples(config(data, split="60,39,1")).test is None
-    assert open_samples(config(data, split="60,40,0")).test is None
+    share = open_samples(config(data, split="60,39,1"))
+    assert share.test is None
+    assert "the test part of" in share.no_test
+    assert "a batch needs 4" in share.no_test
+    nothing = open_samples(config(data, split="60,40,0"))
+    assert (nothing.test, nothing.no_test) == (None, None)
     small = write_numbers(tmp_path / "small", 1)
     parts = {"train_data_path": str(data), "valid_data_path": str(data), "data_path": None}
     assert open_samples(config(data, **parts)).test is None

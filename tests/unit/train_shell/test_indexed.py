@@ -89,3 +89,21 @@ def test_a_missing_file_is_named(tmp_path):
         open_indexed(str(tmp_path / "x"))
     with pytest.raises(DocumentError, match="2 problems"):
         open_indexed(str(tmp_path / "y"))
+
+
+@pytest.mark.parametrize("name", ["x.bin", "x.idx"])
+def test_the_name_of_either_file_stands_for_the_prefix(tmp_path, name):
+    write(tmp_path, GOOD, PAYLOAD)
+    assert open_indexed(str(tmp_path / name)).prefix == str(tmp_path / "x")
+
+
+def test_a_prefix_that_ends_like_a_file_is_kept(tmp_path):
+    (tmp_path / "x.bin.idx").write_bytes(GOOD)
+    (tmp_path / "x.bin.bin").write_bytes(PAYLOAD)
+    assert open_indexed(str(tmp_path / "x.bin")).prefix == str(tmp_path / "x.bin")
+
+
+def test_missing_files_are_named_without_a_second_suffix(tmp_path):
+    with pytest.raises(DocumentError) as error:
+        open_indexed(str(tmp_path / "none.bin"))
+    assert "none.bin.bin" not in str(error.value)

@@ -28,11 +28,35 @@ def test_signals_are_answered_at_the_boundary_and_handlers_put_back():
         os.kill(os.getpid(), signal.SIGUSR2)
         assert interrupts.at_boundary(ALONE) == Wishes(leave=True, relaunch=True)
         os.kill(os.getpid(), signal.SIGTERM)
-        assert interrupts.at_boundary(ALONE) == Wishes(leave=True, told=True)
+        assert interrupts.at_boundary(ALONE) == Wishes(leave=True, code=143)
         with pytest.raises(SystemExit) as stop:
             os.kill(os.getpid(), signal.SIGTERM)
         assert stop.value.code == 143
     assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGUSR1)) == before
+
+
+def test_ctrl_c_leaves_at_the_boundary_and_a_second_one_at_once(capfd):
+    before = signal.getsignal(signal.SIGINT)
+    with Interrupts(None, launched=False) as interrupts:
+        os.kill(os.getpid(), signal.SIGINT)
+        assert interrupts.at_boundary(ALONE) == Wishes(leave=True, code=130)
+        with pytest.raises(SystemExit) as stop:
+            os.kill(os.getpid(), signal.SIGINT)
+        assert stop.value.code == 130
+    assert signal.getsignal(signal.SIGINT) == before
+    assert capfd.readouterr().err == (
+        "interrupted: finishing the step and saving; Ctrl-C again ends at once, without saving\n"
+    )
+
+
+def test_ctrl_c_is_ignored_where_the_shell_said_so():
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with Interrupts(None) as interrupts:
+            os.kill(os.getpid(), signal.SIGINT)
+            assert interrupts.at_boundary(ALONE) == Wishes()
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def test_a_run_that_starts_or_ends_is_not_ended_by_what_asks_it_to_save():
@@ -61,7 +85,7 @@ def test_a_launchers_worker_is_told_twice_and_saves_nonetheless():
         with Interrupts(None, launched=True) as interrupts:
             for _ in range(2):
                 os.kill(os.getpid(), signal.SIGTERM)
-            assert interrupts.at_boundary(ALONE) == Wishes(leave=True, told=True)
+            assert interrupts.at_boundary(ALONE) == Wishes(leave=True, code=143)
         os.kill(os.getpid(), signal.SIGTERM)  # while the last checkpoint is being written
     finally:
         signal.signal(signal.SIGTERM, before)

@@ -11,16 +11,28 @@ from dynmo_train.launch.hostfile import Host, HostJob, carried, choose, host_com
 from dynmo_train.launch.kubernetes import (
     Claim,
     KubernetesJob,
+    check_version,
     data_job,
     indexed_job,
+    indexed_needs,
     parse_claim,
+    parse_version,
     pytorch_job,
+    pytorch_needs,
     to_yaml,
     train_job,
+    trainer_needs,
     volume_claim,
 )
 from dynmo_train.launch.lsf import LsfJob, lsf_script
-from dynmo_train.launch.script import SIZE_VARIABLES, array, parse_exports, shell_words, with_environment
+from dynmo_train.launch.script import (
+    SIZE_VARIABLES,
+    array,
+    parse_exports,
+    shell_words,
+    task_cpus,
+    with_environment,
+)
 from dynmo_train.launch.slurm import Part, SlurmJob, parse_part, slurm_script
 
 HOSTILE = 'a b\'; touch broken; $(touch broken) `touch broken` "x"'
@@ -279,6 +291,83 @@ def test_a_trainjob_is_one_for_kubeflows_own_models():
     document = train_job(kubernetes())
     again = models.TrainerV1alpha1TrainJob.from_dict(document).to_dict()
     assert {name: again[name] for name in document} == document
+
+
+# The fields by which kubeflow_trainer_api 2.0.0, 2.1.0 and 2.2.0 change a runtime's pods (its Python models).
+POD_FIELDS = {"containers", "initContainers", "nodeSelector", "schedulingGates", "serviceAccountName", "tolerations"}
+POD_FIELDS |= {"volumes"}
+
+
+@pytest.mark.parametrize(
+    ("version", "field", "pod_of"),
+    [
+        ((2, 0), "podSpecOverrides", lambda change: {k: v for k, v in change.items() if k != "targetJobs"}),
+        ((2, 1), "podTemplateOverrides", lambda change: change["spec"]),
+        (
+            (2, 2),
+            "runtimePatches",
+            lambda change: change["trainingRuntimeSpec"]["template"]["spec"]["replicatedJobs"][0]["template"]["spec"][
+                "template"
+            ]["spec"],
+        ),
+    ],
+)
+def test_a_trainjob_for_an_older_trainer_has_its_fields(version, field, pod_of):
+    spec = train_job(kubernetes(trainer=version))["spec"]
+    assert spec.keys() == {"runtimeRef", "trainer", field}
+    (change,) = spec[field]
+    assert pod_of(change).keys() <= POD_FIELDS
+    if version < (2, 2):
+        assert change["targetJobs"] == [{"name": "node"}]
+    # Its pods have 30 s to end, and the launcher needs a part of that.
+    command = spec["trainer"]["command"]
+    assert command[command.index("--save-s") + 1] == "15"
+
+
+def test_manifests_need_versions_that_the_cluster_has():
+    fixed, elastic = indexed_needs(kubernetes()), indexed_needs(kubernetes(least=2))
+    assert [need.text for need in fixed] == ["Kubernetes 1.24 or newer (Job.spec.completionMode Indexed)"]
+    check_version(fixed, "Kubernetes", (1, 30), "--kubernetes-version")
+    check_version(elastic, "Kubernetes", (1, 31), "--kubernetes-version")
+    with pytest.raises(UsageError, match=r"--kubernetes-version 1\.30: .* Kubernetes 1\.31 .*successPolicy"):
+        check_version(elastic, "Kubernetes", (1, 30), "--kubernetes-version")
+    with pytest.raises(UsageError, match=r"needs Kubeflow Trainer 2\.0"):
+        train_job(kubernetes(trainer=(1, 9)))
+    assert [need.version for need in trainer_needs(kubernetes(trainer=(2, 9)))] == [(2, 3)]
+    assert pytorch_needs(kubernetes()) == []
+    assert [need.version for need in pytorch_needs(kubernetes(least=2))] == [(1, 4)]
+
+
+@pytest.mark.parametrize("text", ["1.31", "v1.31.4", "1.31+", "1.31-eks-1"])
+def test_a_version_is_read_in_every_form_that_servers_write(text):
+    assert parse_version("--kubernetes-version", text) == (1, 31)
+    with pytest.raises(UsageError, match="such as"):
+        parse_version("--kubernetes-version", "latest")
+
+
+def test_manifests_have_no_anchors_and_begin_with_their_needs():
+    text = to_yaml([pytorch_job(kubernetes(least=2))], pytorch_needs(kubernetes(least=2)))
+    assert text.startswith("# Needs Kubeflow training operator 1.4 or newer (PyTorchJob.spec.elasticPolicy).\n")
+    assert not [line for line in text.splitlines() if "&id" in line or "*id" in line]
+
+
+@pytest.mark.parametrize(
+    ("gpus", "arguments", "environment", "cpus"),
+    [
+        (8, COMMAND, {}, 32),
+        (0, COMMAND, {}, 8),
+        (0, (*COMMAND, "--num-threads", "3"), {}, 24),
+        (8, (*COMMAND, "--num-threads=6"), {}, 48),
+        (0, COMMAND, {"OMP_NUM_THREADS": "2"}, 16),
+    ],
+)
+def test_a_task_asks_for_the_cpus_of_its_processes(gpus, arguments, environment, cpus):
+    assert task_cpus(8, gpus, arguments, environment) == cpus
+
+
+def test_an_lsf_host_has_the_slots_of_its_processes():
+    script = lsf_script(LsfJob(arguments=COMMAND, name="big", nodes=2, nproc=8, gpus=8, slots=32))
+    assert {"#BSUB -n 64", '#BSUB -R "span[ptile=32]"'} <= set(script.splitlines())
 
 
 def test_manifests_are_yaml_of_several_documents():

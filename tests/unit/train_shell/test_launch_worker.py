@@ -19,9 +19,15 @@ class TornDown:
 
 kept = TornDown()
 atexit.register(print, "at exit")
-threading.Thread(target=lambda: (time.sleep(0.2), print("thread"))).start()
+ending = threading.Event()
+class Late(threading.Thread):
+    def join(self, *timeout):
+        ending.set()  # the process is about to end
+        super().join(*timeout)
+Late(target=lambda: (ending.wait(), print("thread"))).start()
 end({code}, {{"{variable}": "1"}} if {launched} else {{}})
 print("goes on")
+ending.set()
 """
 
 

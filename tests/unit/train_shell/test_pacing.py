@@ -6,7 +6,6 @@ import pytest
 
 from dynmo_train.config.parse import batch_sizes_of
 from dynmo_train.errors import UsageError
-from dynmo_train.optim.schedule import LearningRate
 from dynmo_train.pacing import BatchSizes, Curriculum
 
 GPT3 = BatchSizes(start=16, increment=16, ramp_samples=5_859_375, final=1536)
@@ -57,8 +56,3 @@ def test_the_curriculum_by_hand():
     root = Curriculum(shortest=64, longest=1024, steps=100, multiple=8, root=2.0)
     assert [root.at(step) for step in (1, 25, 100)] == [160, 544, 1024]
     assert Curriculum(shortest=5, longest=32, steps=10, multiple=8, root=1.0).at(1) == 5
-
-
-def test_inverse_square_root():
-    rate = LearningRate(peak=1.0, floor=0.2, style="inverse-square-root", warmup_steps=4, decay_steps=100)
-    assert [rate.at(step) for step in (0, 2, 4, 16, 10_000)] == [0.0, 0.5, 1.0, 0.5, 0.2]

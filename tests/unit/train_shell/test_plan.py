@@ -90,7 +90,9 @@ def test_interleaved_stages_go_round_the_workers():
     assert plan.workers == (3, 5)
 
 
-@pytest.mark.parametrize("garbage", [b"", b"[]", b"{", b'{"format": "dynmo.profile"}', b"\xff\xfe", b'{"a": NaN}'])
+@pytest.mark.parametrize(
+    "garbage", [b"", b"[]", b"{", b'{"format": "dynmo.profile"}', b"\xff\xfe", b'{"a": NaN}', b"[" * 2000]
+)
 def test_garbage_is_refused(tmp_path, garbage):
     (tmp_path / "plan-000001.json").write_bytes(garbage)
     with pytest.raises(DocumentError, match=r"plan-000001\.json"):

@@ -10,7 +10,7 @@ import pytest
 
 from dynmo_train.config import config_document, config_of
 from dynmo_train.errors import UsageError
-from dynmo_train.formats._document import DocumentError
+from dynmo_train.formats._document import DocumentError, append_line
 from dynmo_train.formats.run import read_run
 from dynmo_train.rundir import LAUNCH_FILE_VARIABLE, begin_run, choose_path, take_grow_request
 
@@ -93,7 +93,7 @@ def test_logs_are_lines(tmp_path):
         {"step": 1, "loss": 2.5},
         {"step": 2, "loss": None},
     ]
-    run.log_event("plan_taken", "plan 1 moved 2 items", step=10, pause_ns=5)
+    append_line(run.events, run.event_record("plan_taken", "plan 1 moved 2 items", step=10, pause_ns=5))
     event = json.loads(run.events.read_text())
     assert event.pop("time_utc").endswith("Z")
     assert event == {"step": 10, "kind": "plan_taken", "message": "plan 1 moved 2 items", "pause_ns": 5}

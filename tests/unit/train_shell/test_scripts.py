@@ -86,8 +86,7 @@ def test_flag_by_flag(tmp_path):
     assert kinds["--model-parallel-size"] == ("becomes", "--tensor-model-parallel-size 1")
     assert kinds["--num-layers"][0] == "same"
     assert kinds["--distributed-backend"][0] == "nothing"
-    assert kinds["--num-layers-per-virtual-pipeline-stage"][0] == "refused"
-    assert "--virtual-stages-per-worker" in kinds["--num-layers-per-virtual-pipeline-stage"][1]
+    assert kinds["--num-layers-per-virtual-pipeline-stage"][0] == "same"
     assert kinds["--no-such-flag"][0] == "unknown"
     text = told(tmp_path, DISTRIBUTED, code=3)
     assert "../pretrain_gpt2.py: dynmo-train pretrain gpt, started by dynmo-train launch node" in text

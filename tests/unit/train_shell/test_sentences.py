@@ -88,6 +88,15 @@ def test_a_longer_run_begins_with_the_samples_of_a_shorter_one():
     assert long.ends.max() <= source.documents[80]
 
 
+def test_places_of_runs_are_their_sentences():
+    source = random_source(40)
+    runs = build(source, 30)
+    for index, [piece] in enumerate(runs.places(source, range(30))):
+        begin, end = piece["sequences"]
+        assert (begin, end) == (runs.begins[index], runs.ends[index])
+        assert piece["tokens"] == [source.starts[begin], source.starts[end - 1] + source.lengths[end - 1]]
+
+
 def test_indices_come_out_of_the_cache(tmp_path, monkeypatch):
     source = random_source(100)
     monkeypatch.setattr("dynmo_train.data.array_cache.SMALL_BYTES", 100)

@@ -66,6 +66,34 @@ CASES = {
     "compiled and pruned": ({"torch_compile": True, "sparsify": True}, "--torch-compile"),
     "compiled and cut": ({"torch_compile": True, "tensor_model_parallel_size": 2, "world_size": 2}, "--torch-compile"),
     "compiled lengths": ({"torch_compile": True, "curriculum_shortest": 8}, "--torch-compile"),
+    "virtual alone": ({"num_layers_per_virtual_pipeline_stage": 2}, "--num-layers-per-virtual-pipeline-stage"),
+    "virtual and uneven": (
+        {"num_layers_per_virtual_pipeline_stage": 3, "world_size": 2, "global_batch_size": 4},
+        "--num-layers-per-virtual-pipeline-stage",
+    ),
+    "virtual twice": (
+        {
+            "num_layers": 8,
+            "num_layers_per_virtual_pipeline_stage": 2,
+            "virtual_stages_per_worker": 4,
+            "world_size": 2,
+            "global_batch_size": 4,
+        },
+        "--num-layers-per-virtual-pipeline-stage",
+    ),
+    "virtual and one stage": (
+        {
+            "num_layers_per_virtual_pipeline_stage": 1,
+            "schedule": "gpipe",
+            "world_size": 2,
+            "global_batch_size": 4,
+        },
+        "--virtual-stages-per-worker",
+    ),
+    "virtual and two stacks": (
+        {"family": "t5", "num_layers_per_virtual_pipeline_stage": 2, "world_size": 2, "global_batch_size": 4},
+        "--num-layers-per-virtual-pipeline-stage",
+    ),
     "vee": ({"schedule": "zb-v", "virtual_stages_per_worker": 1}, "--virtual-stages-per-worker"),
     "experts of nobody": ({"expert_model_parallel_size": 2, **REPLICAS}, "--expert-model-parallel-size"),
     "experts dealt": (
@@ -89,6 +117,16 @@ CASES = {
     "min_lr": ({"min_lr": 0.1}, "--min-lr"),
     "two warm-ups": ({"lr_warmup_fraction": 0.1, "lr_warmup_iters": 2}, "--lr-warmup-fraction"),
     "long warm-up": ({"lr_warmup_iters": 51}, "--lr-warmup-iters"),
+    "warm-up from above": ({"lr_warmup_init": 0.1}, "--lr-warmup-init"),
+    "WSD without its length": ({"lr_decay_style": "WSD"}, "--lr-decay-style"),
+    "length of WSD without it": ({"lr_wsd_decay_iters": 3}, "--lr-wsd-decay-iters"),
+    "length of WSD in samples": ({"lr_wsd_decay_samples": 3}, "--lr-wsd-decay-samples"),
+    "start of no increment": ({"start_weight_decay": 0.1}, "--start-weight-decay"),
+    "increment without bounds": ({"weight_decay_incr_style": "cosine"}, "--weight-decay-incr-style"),
+    "falling weight decay": (
+        {"weight_decay_incr_style": "linear", "start_weight_decay": 0.2, "end_weight_decay": 0.1},
+        "--start-weight-decay",
+    ),
     "two types": ({"fp16": True, "bf16": True}, "--fp16"),
     "scale of nothing": ({"bf16": True, "loss_scale": 4.0}, "--loss-scale"),
     "scales": ({"fp16": True, "min_loss_scale": 8.0, "initial_loss_scale": 4.0}, "--min-loss-scale"),

@@ -1,0 +1,72 @@
+"""``bin/environment.sh``: which interpreters it takes, and what it does with an environment of the old name."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).parents[2] / "bin" / "environment.sh"
+# Stands for an interpreter of another version: it says its version, makes an empty environment, and notes pip's words.
+STAND_IN = """#!/bin/sh
+case "$1" in
+  --version) echo "Python $VERSION" ;;
+  -c) exec "$REAL" -c "import sys; sys.version_info = tuple(map(int, '$VERSION'.split('.'))); exec(sys.argv[1])" "$2" ;;
+  -m) if [ "$2" = venv ]; then mkdir -p "$3/bin"; cp "$0" "$3/bin/python"; else echo "$@" >> "$NOTES"; fi ;;
+esac
+"""
+
+
+@pytest.fixture
+def set_up(tmp_path):
+    """Source the script with an interpreter of a version: (exit code, errors, what pip was asked for)."""
+    python = tmp_path / "python"
+    python.write_text(STAND_IN)
+    python.chmod(0o755)
+
+    def run(version):
+        notes = tmp_path / "notes"
+        notes.write_text("")
+        own = {"PYTHON": str(python), "VERSION": version, "REAL": sys.executable, "NOTES": str(notes)}
+        environment = {**os.environ, **own, "DYNMO_VENV": str(tmp_path / "venv")}
+        environment.pop("DYNMO_SETUP", None)
+        done = subprocess.run(
+            ["bash", "-eu", "-c", f"source {SCRIPT}"],
+            env=environment, capture_output=True, text=True, timeout=60, check=False,
+        )  # fmt: skip
+        return done.returncode, done.stderr, notes.read_text().splitlines()
+
+    return run
+
+
+@pytest.mark.parametrize("version", ["3.10.13", "3.14.0"])
+def test_an_unsupported_python_is_refused_before_pip(set_up, version):
+    code, err, pip = set_up(version)
+    assert code == 2
+    assert f"needs Python 3.11 to 3.13; set PYTHON to one (found: Python {version})" in err
+    assert pip == []
+
+
+@pytest.mark.parametrize("version", ["3.11.0", "3.12.1", "3.13.9"])
+def test_a_supported_python_sets_up(set_up, version):
+    code, err, pip = set_up(version)
+    assert (code, len(pip)) == (0, 1), err
+    assert "--editable" in pip[0]
+
+
+def test_the_distribution_of_the_old_name_is_uninstalled(set_up, tmp_path):
+    packages = tmp_path / "venv" / "lib" / "python3.11" / "site-packages"
+    (packages / "dynmo-0.1.0.dist-info").mkdir(parents=True)
+    code, err, pip = set_up("3.11.7")
+    assert code == 0, err
+    assert pip[0].endswith("uninstall --quiet --disable-pip-version-check --yes dynmo")
+    assert "--editable" in pip[1]
+
+
+def test_the_distribution_of_the_new_name_stays(set_up, tmp_path):
+    packages = tmp_path / "venv" / "lib" / "python3.11" / "site-packages"
+    (packages / "dynmo_toolkit-0.1.0.dist-info").mkdir(parents=True)
+    assert ["install" in line and "uninstall" not in line for line in set_up("3.11.7")[2]] == [True]

@@ -1,0 +1,279 @@
+"""``dynmo-plan verify``: the tool's own plans are accepted, and a forged value of any field is refused."""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+from copy import deepcopy
+
+import pytest
+
+from dynmo_balance import cli
+from dynmo_balance.errors import UsageError
+from dynmo_balance.formats.plan import parse_plan, read_plan
+from dynmo_balance.verify import verify
+from dynmo_balance.verify_setting import load_setting
+
+LAYERS = 6
+MEMORY = 10_000_000
+QUESTION = ("constraints", "version")
+"""What a plan was asked for is not derived; a changed question is caught where an answer does not fit it."""
+
+PLANS = {
+    "plain": (),
+    "memory": ("--memory", "10MB"),
+    "memory-of-the-profile": (),
+    "interleaved": ("--schedule", "interleaved-1f1b", "--virtual-stages", "2"),
+    "interleaved-memory": ("--schedule", "interleaved-1f1b", "--virtual-stages", "2", "--memory", "20MB"),
+    "zb-v": ("--schedule", "zb-v", "--stages", "2"),
+    "zb-v-memory": ("--schedule", "zb-v", "--stages", "2", "--memory", "16MB"),
+    "zb-v-tied": ("--schedule", "zb-v", "--stages", "2", "--tied-together"),
+    "zero-bubble": ("--schedule", "zero-bubble"),
+    "gpipe": ("--schedule", "gpipe"),
+    "sublayer": ("--granularity", "sublayer"),
+    "sublayer-auto": ("--granularity", "auto"),
+    "custom": ("--schedule", "custom", "--granularity", "auto", "--microbatches", "4", "--stages", "2"),
+    "pinned": ("--pin", "head:2", "--min-layers", "0"),
+    "tied": ("--tied-together", "--stages", "1"),
+    "uniform": ("--balancer", "uniform"),
+    "diffusion": ("--balancer", "diffusion"),
+    "made-up-workers": ("--stages", "5"),
+}
+
+
+@pytest.fixture
+def plan(monkeypatch, capfd):
+    """Runs a command in this process: exit code, stdout, stderr."""
+
+    def run(*arguments):
+        monkeypatch.setattr(sys, "argv", ["dynmo-plan", *map(str, arguments)])
+        with pytest.raises(SystemExit) as stop:
+            cli.main()
+        captured = capfd.readouterr()
+        return stop.value.code, captured.out, captured.err
+
+    return run
+
+
+def item(name, kind, layer, size, tied_to=None):
+    return {
+        "name": name,
+        "layer": layer,
+        "kind": kind,
+        "param_count": size // 4,
+        "param_bytes": size,
+        "gradient_bytes": size,
+        "optimizer_bytes": 2 * size,
+        "boundary_bytes": 50_000,
+        "cut_before": True,
+        "tied_to": tied_to,
+    }
+
+
+def header(memory=None):
+    items = [item("embedding", "embedding", "embedding", 400_000)]
+    for at in range(LAYERS):
+        items.append(item(f"layers.{at}.attention", "attention", f"layers.{at}", 200_000))
+        items.append(item(f"layers.{at}.mlp", "mlp", f"layers.{at}", 300_000))
+    items.append(item("head", "head", "head", 410_000, tied_to="embedding"))
+    return {
+        "record": "header",
+        "format": "dynmo.profile",
+        "version": 1,
+        "written_by": "a test",
+        "created_utc": "2026-01-01T00:00:00Z",
+        "run_id": "verified",
+        "segment": 0,
+        "model": {"family": "gpt", "num_layers": LAYERS, "hidden_size": 64, "sequence_length": 32},
+        "schedule": "1f1b",
+        "virtual_stages_per_worker": 1,
+        "granularity": "layer",
+        "microbatches": 6,
+        "micro_batch_size": 1,
+        "tensor_parallel_size": 1,
+        "data_parallel_size": 1,
+        "expert_parallel_size": 1,
+        "link": {"bandwidth_bytes_per_s": 1_000_000_000, "latency_ns": 7_000},
+        "workers": [
+            {
+                "worker": at,
+                "ranks": [at],
+                "hosts": ["a"],
+                "device": "cpu",
+                "memory_bytes": memory,
+                "relative_speed": speed,
+                "releasable": at > 0,
+            }
+            for at, speed in enumerate((1.0, 0.7, 1.3))
+        ],
+        "items": items,
+    }
+
+
+def write_run(folder, memory=None):
+    """A run with three workers of unequal speed and nine steps of noisy costs, a sixth of the front frozen."""
+    random_ = random.Random(7)
+    first = header(memory)
+    count = len(first["items"])
+    records = [first]
+    for step in range(1, 10):
+        noisy = [[random_.randint(200_000, 900_000) for _ in range(count)] for _ in range(4)]
+        frozen = [0, 0, 0]
+        records.append(
+            {
+                "record": "step",
+                "step": step,
+                "plan_id": 0,
+                "step_ns": 40_000_000,
+                "forward_ns": noisy[0],
+                "backward_ns": frozen + noisy[1][3:],
+                "activation_bytes": noisy[2],
+                "busy_ns": [20_000_000] * 3,
+                "peak_memory_bytes": [1_000_000] * 3,
+            }
+        )
+    folder.mkdir(exist_ok=True)
+    (folder / "profile.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    return folder / "profile.jsonl"
+
+
+@pytest.fixture
+def made(plan, tmp_path):
+    """Makes a plan with the tool itself: the plan's path and the options that ``verify`` needs."""
+
+    def make(name):
+        profile = write_run(tmp_path, MEMORY if name == "memory-of-the-profile" else None)
+        path = tmp_path / "made.json"
+        assert plan("partition", profile, *PLANS[name], "-o", path)[0] == 0
+        return path, ("--profile", profile)
+
+    return make
+
+
+@pytest.fixture
+def made_from_base(plan, made, tmp_path):
+    path, options = made("uniform")
+    base, moved = tmp_path / "base.json", tmp_path / "moved.json"
+    path.rename(base)
+    assert plan("partition", options[1], "--current", base, "-o", moved)[0] == 0
+    assert json.loads(moved.read_text())["migration"]["moves"]
+    return moved, (*options, "--base", base)
+
+
+def leaves(value, path=()):
+    """The paths of all numbers, booleans and lists of names in a document."""
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            if not (path == () and key in QUESTION):
+                yield from leaves(inner, (*path, key))
+    elif isinstance(value, list):
+        if path[-1] == "blocking_items":
+            yield path
+        for at, inner in enumerate(value):
+            yield from leaves(inner, (*path, at))
+    elif isinstance(value, bool | int | float):
+        yield path
+
+
+def forgeries(value):
+    if isinstance(value, bool):
+        return [not value]
+    if isinstance(value, int):
+        return [value + 1, *([value - 1] if value else [])]
+    if isinstance(value, float):
+        return [round(value + 2e-6, 6), round(value - 1e-3, 6)]
+    return [value[1:] if value else ["head"], [*value, "head"]]
+
+
+def forged(document):
+    for path in leaves(document):
+        value = document
+        for key in path:
+            value = value[key]
+        for other in forgeries(value):
+            changed = deepcopy(document)
+            at = changed
+            for key in path[:-1]:
+                at = at[key]
+            at[path[-1]] = other
+            yield path, value, other, changed
+
+
+def is_accepted(document, name, profile, base):
+    try:
+        plan = parse_plan(document, name)
+        setting = load_setting(plan, profile)
+    except UsageError:
+        return False
+    return not verify(plan, setting, base, name)
+
+
+def check_every_forgery(plan, path, options):
+    code, out, err = plan("verify", path, *options)
+    assert (code, err) == (0, ""), err
+    assert "every number holds" in out
+    profile, base = options[1], read_plan(options[3]) if len(options) > 2 else None
+    document = json.loads(path.read_text())
+    assert is_accepted(document, path.name, profile, base)
+    tried = list(forged(document))
+    assert len(tried) > 20
+    assert [
+        (where, value, other)
+        for where, value, other, changed in tried
+        if is_accepted(changed, path.name, profile, base)
+    ] == []
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_verify_refuses_each_forged_value(plan, made, name):
+    check_every_forgery(plan, *made(name))
+
+
+def test_verify_refuses_forged_migrations(plan, made_from_base):
+    check_every_forgery(plan, *made_from_base)
+
+
+def test_verify_needs_the_base_of_a_plan(plan, made_from_base):
+    path, options = made_from_base
+    code, _, err = plan("verify", path, *options[:2])
+    assert code == 1
+    assert "base_plan_id: plan 0 is not at hand" in err
+
+
+def test_verify_refuses_memory_beyond_the_profile(plan, made):
+    path, options = made("memory-of-the-profile")
+    document = json.loads(path.read_text())
+    document["constraints"]["memory_bytes"][1] = 10 * MEMORY
+    path.write_text(json.dumps(document))
+    code, _, err = plan("verify", path, *options)
+    assert code == 1
+    assert "constraints.memory_bytes[1]: is 100,000,000, the profile's worker has 10,000,000" in err
+
+
+def test_verify_names_what_the_plan_obeys(plan, made):
+    path, options = made("memory")
+    code, out, _ = plan("verify", path, *options)
+    assert code == 0
+    assert out == (
+        f"{path}: every number holds, with layer granularity, 6 microbatches, at least 1 unit a stage,"
+        " 10.0 MB of memory on 3 of 3 workers\n"
+    )
+
+
+def test_verify_accepts_released_workers(plan, tmp_path):
+    profile, path = write_run(tmp_path), tmp_path / "made.json"
+    assert plan("repack", profile, "--keep", "0.4", "-o", path)[0] == 0
+    assert json.loads(path.read_text())["released_workers"]
+    check_every_forgery(plan, path, ("--profile", profile))
+
+
+def test_verify_accepts_what_watch_wrote(plan, made, tmp_path):
+    path, _ = made("uniform")
+    document = json.loads(path.read_text())
+    document.update(balancer="initial", predicted=None, optimality=None, base_plan_id=None)
+    (tmp_path / "plans").mkdir()
+    (tmp_path / "plans/plan-000000.json").write_text(json.dumps(document))
+    assert plan("watch", tmp_path, "--once", "--policy", "always")[0] == 0
+    base = tmp_path / "plans/plan-000000.json"
+    check_every_forgery(plan, tmp_path / "plans/plan-000001.json", ("--profile", tmp_path, "--base", base))

@@ -1,0 +1,171 @@
+"""dynmo-prep: options out of their range, and names of formats that are not written, are refused before any work."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import os
+import typing
+from pathlib import Path
+
+import langdetect
+import pytest
+import typer
+from typer.models import OptionInfo
+
+from dynmo_tools import cli
+from dynmo_tools.compression import FOREIGN_ENDINGS, FOREIGN_OUTPUT_ENDINGS
+from dynmo_tools.errors import UsageError
+from dynmo_tools.options import from_mapping, hints
+from dynmo_tools.settings import LANGUAGES, RunSettings
+from dynmo_tools.steps import STEPS
+
+
+def numbers():
+    """(command, flag, least value, largest value) of every option that is a number."""
+    for command in cli.app.registered_commands:
+        resolved = typing.get_type_hints(command.callback, include_extras=True)
+        for name, parameter in inspect.signature(command.callback).parameters.items():
+            hint = resolved.get(name, parameter.annotation)
+            members = [*typing.get_args(hint), *(k for inner in typing.get_args(hint) for k in typing.get_args(inner))]
+            info = next((one for one in typing.get_args(hint) if isinstance(one, OptionInfo)), None)
+            if info is not None and {int, float}.intersection(one for one in members if isinstance(one, type)):
+                flag = next(iter(info.param_decls or ()), f"--{name.replace('_', '-')}")
+                yield command.name, flag, info.min, info.max
+
+
+NUMBERS = sorted(numbers())
+COMMAND = typer.main.get_command(cli.app)
+
+
+@pytest.fixture
+def refused(monkeypatch, capsys, tmp_path):
+    """Run a command in an empty folder, which must refuse it and leave nothing: what it says."""
+
+    def run(*arguments):
+        folder = tmp_path / "empty"
+        folder.mkdir(exist_ok=True)
+        monkeypatch.chdir(folder)
+        monkeypatch.setattr("sys.argv", ["dynmo-prep", *map(str, arguments)])
+        with pytest.raises(SystemExit) as stop:
+            cli.main()
+        said = capsys.readouterr().err
+        assert (stop.value.code, os.listdir(folder)) == (2, []), said
+        return " ".join(said.replace("│", " ").split())
+
+    return run
+
+
+@pytest.fixture
+def corpus(tmp_path):
+    path = tmp_path / "in.jsonl"
+    path.write_text('{"text": "one", "url": "u"}\n')
+    return path
+
+
+def test_every_number_of_every_command_is_bounded():
+    assert len(NUMBERS) > 60
+    assert [entry for entry in NUMBERS if entry[2] is None] == []
+
+
+@pytest.mark.parametrize("name", sorted({name for name, *_ in NUMBERS}))
+def test_numbers_out_of_range_are_refused_before_work(name, capsys, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    for _, flag, least, most in (entry for entry in NUMBERS if entry[0] == name):
+        for bad in (least - 1, "nan", "inf", 1 << 63 if most is None else most + 1):
+            with pytest.raises(SystemExit) as stop:
+                COMMAND([name, "in.jsonl", flag, str(bad)], prog_name="dynmo-prep")
+            said = capsys.readouterr().err
+            assert (stop.value.code, flag in said, "Traceback" in said) == (2, True, False), said
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    "kind", [*dict.fromkeys(step.settings for step in STEPS.values()), RunSettings], ids=lambda k: k.__name__
+)
+def test_a_recipe_refuses_numbers_out_of_range(kind):
+    required = {"id-prefix": "a", "tasks": ["remove_512"], "groups": "g"}
+    known = {field.name.replace("_", "-") for field in dataclasses.fields(kind)}
+    values = {key: value for key, value in required.items() if key in known}
+    for field in dataclasses.fields(kind):
+        if hints(kind)[field.name] not in (int, float, int | None):
+            continue
+        key = field.name.replace("_", "-")
+        for bad in (field.metadata["minimum"] - 1, float("nan"), float("inf"), 1 << 63):
+            with pytest.raises(UsageError, match=key):
+                from_mapping(kind, {**values, key: bad}, "recipe: step x")
+
+
+def test_all_numbers_out_of_range_are_reported_at_once():
+    with pytest.raises(UsageError) as refusal:
+        from_mapping(STEPS["dedup"].settings, {"threshold": 90, "seed": -1}, "r: step dedup")
+    assert str(refusal.value) == (
+        "r: step dedup.threshold 90.0: must be at most 1; r: step dedup.seed -1: must be at least 0"
+    )
+
+
+@pytest.mark.parametrize(
+    ("command", "flags", "rule"),
+    [
+        ("clean", ("--language", "xx"), "zh-cn"),
+        ("clean", ("--language", "EN"), "zh-cn"),
+        ("extract-wiki", ("--namespaces", "Talk"), "number"),
+        ("dedup", ("--num-seeds", 100, "--num-bands", 7), "divide"),
+        ("dedup", ("--heuristic-iter", 0), "compares no documents"),
+        ("decontaminate", ("--min-ngram-size", 14), "at most --max-ngram-size 13"),
+        ("fetch-urls", ("--user-agent", "a\nb"), "printable"),
+        ("fetch-urls", ("--allow-host", "10.0.0.0/99"), "host name"),
+    ],
+)
+def test_a_value_that_cannot_be_is_refused_with_its_rule(refused, corpus, command, flags, rule):
+    assert rule in refused(command, corpus, "-o", "out.jsonl", *flags)
+
+
+def test_the_languages_are_those_of_langdetect():
+    folder = Path(langdetect.__file__).parent / "profiles"
+    assert sorted(path.name for path in folder.iterdir() if path.suffix != ".py") == list(LANGUAGES)
+
+
+def test_too_many_tasks_are_refused_before_they_are_made(refused, corpus):
+    os.truncate(corpus, 1 << 40)  # a sparse file
+    assert "1,048,576 tasks" in refused("merge", corpus, "-o", "out.jsonl", "--task-bytes", 1)
+
+
+NAMES = [
+    *(f"out{ending}" for ending in sorted(FOREIGN_OUTPUT_ENDINGS)),
+    "out.PARQUET", "out.GZ", "out.jsonl.Zst", "out.parquet.gz", "out.tar.gz", "out.LZ4",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_an_output_named_as_another_format_is_refused(refused, corpus, name):
+    said = refused("merge", corpus, "-o", name)
+    assert name in said
+    assert "format" in said or "rename" in said
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("sample-corpus", "-o", "x.lz4"),
+        ("group-duplicates", "{in}", "-o", "x.parquet"),
+        ("blacklist-urls", "{in}", "-o", "kept.txt", "--save-dropped", "x.lz4"),
+        ("blacklist-urls", "{in}", "-o", "x.lz4"),
+        ("fetch-urls", "{in}", "-o", "x.parquet"),
+        ("clean", "{in}", "-o", "x.jsonl", "--save-dropped", "x.parquet"),
+        ("find-duplicates", "{in}", "-o", "x.arrow"),
+        ("train-tokenizer", "{in}", "-o", "x.zip"),
+        ("decontaminate", "{in}", "-o", "x.jsonl", "--task", "lambada={in}", "--save-dictionary", "x.lz4"),
+    ],
+    ids=lambda value: "-".join(value[::2]).replace("{in}", ""),
+)
+def test_every_command_refuses_an_output_of_another_format(refused, corpus, arguments):
+    assert "not written" in refused(*(word.replace("{in}", str(corpus)) for word in arguments))
+
+
+@pytest.mark.parametrize("ending", [*sorted(FOREIGN_ENDINGS), ".GZ", ".Parquet", ".tar.gz"])
+def test_an_input_of_a_format_that_is_not_read_is_refused(refused, corpus, ending):
+    source = corpus.with_name(f"data{ending}")
+    corpus.rename(source)
+    said = refused("merge", source, "-o", "out.jsonl")
+    assert "not read" in said or "rename" in said

@@ -1,0 +1,73 @@
+"""What the four commands share: versions, completion, ``python -m``, lists of commands in full sentences."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import subprocess
+import sys
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+COMMANDS = {
+    "dynmo-prep": "dynmo_tools",
+    "dynmo-train": "dynmo_train",
+    "dynmo-plan": "dynmo_balance",
+    "dynmo-ckpt": "dynmo_ckpt",
+}
+FIRST = {
+    "dynmo_tools": ("fetch-urls", "clean", "dedup", "train-tokenizer", "binarize", "inspect"),
+    "dynmo_train": ("pretrain", "launch", "monitor", "evaluate", "generate"),
+    "dynmo_balance": ("profile", "partition", "simulate", "watch", "report"),
+    "dynmo_ckpt": ("info", "verify", "reshard", "convert"),
+}
+
+
+def run(*words, **environment):
+    return subprocess.run(
+        [sys.executable, *words], capture_output=True, text=True, timeout=600, env={**os.environ, **environment}
+    )
+
+
+@pytest.mark.parametrize(("command", "package"), COMMANDS.items())
+def test_version_names_what_runs_without_loading_torch(command, package):
+    program = (
+        f"import sys\nimport {package}.cli as cli\nsys.argv = ['x', '--version']\n"
+        "try:\n    cli.main()\nexcept SystemExit as stop:\n    assert not stop.code\n"
+        "print('torch' in sys.modules)"
+    )
+    line, loaded = run("-c", program).stdout.splitlines()
+    assert line.startswith(f"{command} 0.1.0 | distribution: dynmo-toolkit | python: 3.")
+    assert " | numpy: " in line
+    assert " | torch: " in line
+    assert loaded == "False"
+
+
+@pytest.mark.parametrize("package", COMMANDS.values())
+def test_a_package_runs_as_a_module(package):
+    done = run("-m", package, "--version")
+    assert done.returncode == 0, done.stderr
+    assert "dynmo-toolkit" in done.stdout
+
+
+@pytest.mark.parametrize(("command", "package"), COMMANDS.items())
+def test_shells_complete_commands(command, package):
+    variable = f"_{command.replace('-', '_').upper()}_COMPLETE"
+    first = FIRST[package][1]
+    done = run("-m", package, **{variable: "complete_bash", "COMP_WORDS": f"{command} {first[:2]}", "COMP_CWORD": "1"})
+    assert first in done.stdout.split()
+
+
+@pytest.mark.parametrize("package", COMMANDS.values())
+def test_command_lists_are_whole_sentences_in_order_of_work(package):
+    app = importlib.import_module(f"{package}.cli").app
+    listed = CliRunner().invoke(app, ["--help"], env={"COLUMNS": "80"}).output.partition("Commands:")[2]
+    assert "..." not in listed
+    names = [line.split()[0] for line in listed.splitlines() if line[:2] == "  " and line[2:3] not in ("", " ")]
+    assert [name for name in names if name in FIRST[package]] == list(FIRST[package])
+    assert sorted(names) == sorted(
+        name for name, command in typer.main.get_command(app).commands.items() if not command.hidden
+    )
+    assert max(map(len, listed.splitlines())) <= 80

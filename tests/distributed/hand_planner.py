@@ -1,0 +1,125 @@
+"""A planner that a test plays by hand.
+
+In lockstep the trainer writes an ``ask`` to its profile at each boundary and waits for the plan of that boundary. So a
+test has the trainer paused at a step that it names, whatever the speed of either, and signals, kills and requests
+arrive there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import subprocess
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from whole_runs import lines
+
+BY_HAND = ("--balance", "online", "--planner", "external", "--balance-lockstep", "--planner-timeout-s", "600")
+
+
+def wait_for(condition: Callable[[], Any], what: str, *processes: subprocess.Popen[str], seconds: float = 600.0) -> Any:
+    """Return what ``condition`` gives once it is true; fail where a process ends before, or after ``seconds``."""
+    end = time.monotonic() + seconds
+    while not (found := condition()):
+        for process in processes:
+            assert process.poll() is None, f"the run ended before {what}: {process.communicate()}"
+        assert time.monotonic() < end, f"no {what} within {seconds} s"
+        time.sleep(0.01)
+    return found
+
+
+class HandPlanner:
+    """Answers the questions of a run in lockstep.
+
+    Args:
+        run: run directory; it may not exist yet.
+    """
+
+    def __init__(self, run: Path) -> None:
+        self.run = run
+        self._answered: set[tuple[int, int]] = set()
+
+    def _records(self) -> list[dict]:
+        profile = self.run / "profile.jsonl"
+        return lines(profile) if profile.exists() else []
+
+    def pending(self) -> tuple[int, int] | None:
+        """Segment and step of the boundary at which the trainer waits now; None where it does not wait."""
+        segment, waiting = -1, None
+        for record in self._records():
+            if record["record"] == "header":
+                segment, waiting = record["segment"], None
+            elif record["record"] == "ask":
+                waiting = (segment, record["step"])
+            elif record["record"] == "plan_result":
+                waiting = None
+        return waiting if waiting not in self._answered else None
+
+    def wait_for_ask(self, step: int, *processes: subprocess.Popen[str]) -> None:
+        """Return once the trainer waits at the boundary after ``step``."""
+
+        def asked() -> bool:
+            waiting = self.pending()
+            return waiting is not None and waiting[1] == step
+
+        wait_for(asked, f"question at step {step}", *processes)
+
+    def active(self) -> dict:
+        """The active plan: the last one that was taken, else the one that the segment began with."""
+        plan_id = 0
+        for record in self._records():
+            if record["record"] == "plan_result" and record["result"] == "taken":
+                plan_id = record["plan_id"]
+        plans: dict[int, dict] = {}
+        for path in (self.run / "plans").glob("plan-*.json"):
+            with contextlib.suppress(ValueError):  # a test may have written garbage
+                plans[int(path.stem[5:])] = json.loads(path.read_text())
+        return plans[max([plan_id, *(number for number, plan in plans.items() if plan["balancer"] == "initial")])]
+
+    def answer(self, stages: Sequence[Sequence[str]] | None = None, released: Sequence[int] = ()) -> int:
+        """Write the plan of the boundary at which the trainer waits; the plan's number.
+
+        Args:
+            stages: items of each stage; the active partition stays without it.
+            released: workers that leave; the stages are those of the others, in their order.
+        """
+        waiting = self.pending()
+        assert waiting is not None, "the trainer does not wait"
+        before = self.active()
+        workers = [stage["worker"] for stage in before["stages"] if stage["worker"] not in released]
+        plan = before | {"base_plan_id": before["plan_id"], "read_to_step": waiting[1], "reason": "by hand"}
+        plan |= {"balancer": "manual", "action": "keep" if stages is None else "move", "apply_at_step": None}
+        plan["released_workers"] = list(released)
+        if stages is not None:
+            plan["stages"] = [
+                {"stage": stage, "worker": worker, "items": list(items)}
+                for stage, (worker, items) in enumerate(zip(workers, stages, strict=True))
+            ]
+        self._answered.add(waiting)
+        return self.write(plan)
+
+    def write(self, plan: dict | str) -> int:
+        """Put a document, or any text, in the place of the next plan; its number."""
+        number = 1 + max(int(path.stem[5:]) for path in (self.run / "plans").glob("plan-*.json"))
+        text = plan if isinstance(plan, str) else json.dumps(plan | {"plan_id": number})
+        temporary = self.run / "plans" / ".by-hand"
+        temporary.write_text(text)
+        temporary.rename(self.run / "plans" / f"plan-{number:06d}.json")
+        return number
+
+    def items(self) -> list[str]:
+        """Names of all items of the model, in order."""
+        return [name for stage in self.active()["stages"] for name in stage["items"]]
+
+    def keep_until_end(self, *processes: subprocess.Popen[str]) -> None:
+        """Answer every question by "keep" until one of the processes has ended."""
+
+        def ended() -> bool:
+            if self.pending() is not None:
+                self.answer()
+            return any(process.poll() is not None for process in processes)
+
+        wait_for(ended, "end of the run")

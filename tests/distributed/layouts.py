@@ -1,0 +1,85 @@
+"""The scenario on any layout of processes; many layouts share one set of processes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import pytest
+from scenario import MICROBATCHES, Scenario, batch_of, digest
+
+from dynmo_train.engine import Engine
+from dynmo_train.models.items import has_vocabulary_rows, parameters_of, vocabulary_rows
+from dynmo_train.optim.items import parameter_of
+from dynmo_train.parallel.dims import ParallelDims
+from dynmo_train.parallel.world import World, gather_documents, lay_out
+from dynmo_train.pipeline.partition import uniform_partition
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """A scenario, the axes of its processes, and settings of the engine that go over the scenario's."""
+
+    dims: ParallelDims
+    scenario: Scenario = field(default_factory=Scenario)
+    settings: dict[str, Any] = field(default_factory=dict)
+
+
+def engine_on(world: World, layout: Layout, *, build: bool = True, kind: type[Engine] = Engine) -> Engine:
+    scenario = layout.scenario
+    family, settings = scenario.family(), scenario.settings()
+    boundary = settings.pipeline.boundary
+    if layout.settings.get("sequence_parallel"):
+        boundary = boundary.cut_along_tokens(world.dims.tensor)
+    pipeline = replace(settings.pipeline, microbatches=MICROBATCHES // world.dims.data, boundary=boundary)
+    if settings.pruning is not None:
+        settings = replace(settings, pruning=replace(settings.pruning, start=2, end=6, every=2))
+    start = scenario.start or uniform_partition(
+        family.items, world.dims.pipeline, scenario.virtual, vee=scenario.schedule == "zb-v"
+    )
+    engine = kind(family, replace(settings, pipeline=pipeline, **layout.settings), start, world)
+    if build:
+        engine.build()
+    return engine
+
+
+def play_layouts(world: World, layouts: list[Layout]) -> list[dict[str, Any]]:
+    """Train each scenario; figures as all processes have them, and each tensor's digest by (name, shard)."""
+    return [_play(lay_out(world, layout.dims, 60), layout) for layout in layouts]
+
+
+def _play(world: World, layout: Layout) -> dict[str, Any]:
+    scenario = layout.scenario
+    engine = engine_on(world, layout)
+    moves = dict(scenario.moves)
+    if layout.settings.get("zero_stage"):
+        held = sum(parameter.numel() for _, _, parameter in engine.held.parameters())
+        part = sum(
+            p.numel() / world.dims.data * (world.dims.expert if engine.held.is_apart(full) else 1)
+            for item in engine.local_names
+            for full, p in parameters_of(item, engine.held.blueprint(item)).items()
+        )
+        assert held == pytest.approx(part, rel=0.1), "each replica holds its part of the rows"
+    losses, norms = [], []
+    for step in range(1, scenario.steps + 1):
+        result = engine.train_step(batch_of(step, scenario.model), sampled=step % 5 == 0)
+        losses.append(result.loss)
+        norms.append(result.grad_norm if result.updated else None)
+        engine.after_step(step)
+        if step in moves:
+            engine.repartition(moves[step])
+    held_out = engine.evaluate([batch_of(9999, scenario.model)])
+    rows = vocabulary_rows(engine.family)
+    own = {
+        # Of an uncut table what a checkpoint stores: the true rows.
+        f"{name}@{world.shard}": digest(
+            tensor[:rows] if world.dims.tensor == 1 and has_vocabulary_rows(parameter_of(name)) else tensor
+        )
+        for item in engine.local_names
+        for name, tensor in engine.held.export_whole(item).tensors.items()
+    }
+    weights: dict[str, str] = {}
+    for told in gather_documents(world, own):
+        for name, value in told.items():
+            assert weights.setdefault(name, value) == value, f"replicas differ in {name}"
+    return {"losses": losses, "norms": norms, "held_out": held_out, "weights": weights}

@@ -1,0 +1,120 @@
+"""Whole runs that give workers back and get them again: same losses, same weights, clean ends."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+from hand_planner import BY_HAND, HandPlanner
+from whole_runs import arguments, command, events, figures, lines, run_command, tensors, train, write_data
+from workers import run_workers
+
+from dynmo_train.programs import program_path
+
+pytestmark = [pytest.mark.distributed, pytest.mark.timeout(900)]
+
+LOCKSTEP = ("--balance", "online", "--balance-lockstep")
+
+
+@pytest.fixture(scope="module")
+def static(tmp_path_factory):
+    """Data, and a run in one process."""
+    folder = tmp_path_factory.mktemp("elastic")
+    data = write_data(folder / "data")
+    train(data, folder / "static", 1)
+    return folder, data, figures(folder / "static"), tensors(folder / "static", 24)
+
+
+def headers(run: Path) -> list[dict]:
+    return [record for record in lines(run / "profile.jsonl") if record["record"] == "header"]
+
+
+def ask(run: Path, text: str) -> None:
+    (run / "requests").mkdir(parents=True, exist_ok=True)
+    request = run / "requests" / "grow.json"
+    request.write_text(text)
+    os.utime(request, (0, 0))  # written long ago, so that nobody waits for the rest of it
+
+
+def test_packed_saved_and_resumed_on_another_size(static):
+    folder, data, expected, weights = static
+    run = folder / "packed"
+    train(data, run, 4, *LOCKSTEP, "--pack-to", "2", exit_interval="15")
+    assert [[worker["worker"] for worker in header["workers"]] for header in headers(run)] == [[0, 1, 2, 3], [0, 1]]
+    assert [worker["releasable"] for worker in headers(run)[0]["workers"]] == [False, True, True, True]
+    (released,) = events(run, "released")
+    assert (released["workers"], released["ranks"], released["free_hosts"]) == ([2, 3], [2, 3], [])
+    manifest = json.loads((run / "checkpoints" / "step-00000015" / "manifest.json").read_text())
+    assert manifest["topology"]["pipeline_parallel_size"] == 2
+    told = [str(program_path("dynmo-ckpt")), "verify", "--level", "full", str(run / "checkpoints" / "step-00000015")]
+    assert subprocess.run(told, check=False, capture_output=True).returncode == 0
+    train(data, run, 3, "--load", str(run))
+    assert figures(run) == expected
+    assert tensors(run, 24) == weights
+
+
+def test_packed_looped_stages_with_replicas(static):
+    """Two stages on each worker, two replicas: all processes of the released worker leave."""
+    folder, data, _, _ = static
+    layout = ("--schedule", "interleaved-1f1b", "--pipeline-model-parallel-size", "2")
+    train(data, folder / "two", 4, *layout)
+    train(data, folder / "one", 4, *layout, *LOCKSTEP, "--pack-to", "1")
+    assert figures(folder / "one") == figures(folder / "two")
+    assert tensors(folder / "one", 24) == tensors(folder / "two", 24)
+    (released,) = events(folder / "one", "released")
+    assert released["ranks"] == [2, 3]
+
+
+def test_without_a_launcher_growth_ends_with_75(static):
+    folder, data, expected, weights = static
+    run = folder / "asked"
+    ask(run, '{"workers": 3}')
+    told = run_workers(run_command, 2, arguments(data, run), joins=False)
+    assert [code for code, _ in told] == [75, 75], told
+    assert [event["workers"] for event in events(run, "grow")] == [3]
+    train(data, run, 3, "--load", str(run))
+    assert figures(run) == expected
+    assert tensors(run, 24) == weights
+    assert not (run / "requests" / "grow.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [("{ 4 workers", "json"), ('{"workers": 0}', "workers"), ('{"workers": 99}', "--pipeline-model-parallel-size")],
+)
+def test_a_bad_request_is_told_once_and_training_goes_on(static, text, words):
+    folder, data, expected, _ = static
+    run = folder / f"bad {len(text)}"
+    ask(run, text)
+    train(data, run, 1, train_iters="3", lr_decay_iters="24")
+    assert figures(run) == {step: expected[step] for step in (1, 2, 3)}
+    (refused,) = events(run, "grow_refused")
+    assert words in refused["message"]
+    assert (run / "requests" / "grow.refused.json").exists()
+
+
+def test_launched_released_and_grown_again(static):
+    """2 workers, 1 of them released, then 3 by request: the launcher starts them, the losses are the same."""
+    folder, data, expected, weights = static
+    run = folder / "launched"
+    process = subprocess.Popen(
+        command(data, run, 2, *BY_HAND),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    planner = HandPlanner(run)
+    planner.wait_for_ask(3, process)
+    planner.answer([planner.items()], released=[1])
+    planner.wait_for_ask(6, process)
+    ask(run, '{"workers": 3}')
+    planner.keep_until_end(process)
+    said, _ = process.communicate(timeout=600)
+    assert process.returncode == 0, said[-3000:]
+    assert "starting again with 3 processes" in said
+    assert [len(header["workers"]) for header in headers(run)] == [2, 1, 3]
+    assert figures(run) == expected
+    assert tensors(run, 24) == weights

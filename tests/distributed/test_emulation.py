@@ -1,0 +1,154 @@
+"""Emulated runs: items take the times of a trace, on any schedule; the mathematics is that of the plain run."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+from scenario import MICROBATCHES, Scenario, engine_of
+from workers import run_workers
+
+from dynmo_train.emulation import read_trace
+from dynmo_train.engine import Engine
+from dynmo_train.errors import UsageError
+from dynmo_train.pipeline.paced import PacedProbe
+from dynmo_train.pipeline.partition import uniform_partition
+
+pytestmark = [pytest.mark.distributed, pytest.mark.timeout(900)]
+
+MS = 1_000_000
+PLAIN = Scenario(steps=3, prune=False, freeze=(), dropout=0.0)
+NAMES = [item.name for item in PLAIN.family().items]
+
+
+def write_trace(path, steps, names=NAMES, events=()):
+    """A trace: step -> (forward, backward of the input, backward of the weights) of every item, in ms."""
+    header = {"format": "dynmo.profile", "version": 1, "record": "header", "items": [{"name": name} for name in names]}
+    fields = ("forward_ns", "backward_input_ns", "backward_weight_ns")
+    lines = [
+        {"record": "step", "step": step, **{f: [t * MS] * len(names) for f, t in zip(fields, times, strict=True)}}
+        for step, times in steps.items()
+    ]
+    path.write_text("".join(json.dumps(line) + "\n" for line in [header, *events, *lines]))
+    return path
+
+
+def paced(world, scenario, path):
+    """Losses, each step's wall time in ms, and the costs of the last step."""
+    family, settings = scenario.family(), scenario.settings()
+    start = uniform_partition(family.items, world.size, scenario.virtual, vee=scenario.schedule == "zb-v")
+    engine = Engine(family, settings, start, world, PacedProbe(read_trace(path, NAMES)))
+    engine.build()
+    results = [engine.train_step(scenario.batch(step), sampled=step > 1) for step in range(1, scenario.steps + 1)]
+    told = [event.kind for step in range(scenario.steps) for event in engine.after_step(step)]
+    return [r.loss for r in results], [r.step_ns / MS for r in results], results[-1].costs, told
+
+
+def plain(world, scenario):
+    engine = engine_of(scenario, world)
+    return [engine.train_step(scenario.batch(step), sampled=False).loss for step in range(1, scenario.steps + 1)]
+
+
+@pytest.mark.parametrize(("schedule", "virtual", "split"), [("1f1b", 1, False), ("zb-v", 2, True)])
+def test_a_step_takes_what_the_trace_says_and_gives_the_same_losses(tmp_path, schedule, virtual, split):
+    scenario = replace(PLAIN, schedule=schedule, virtual=virtual)
+    event = {"record": "event", "step": 2, "kind": "pruned", "detail": {"to": 0.5}, "next_expected_step": None}
+    trace = write_trace(tmp_path / "trace.jsonl", {1: (0, 0, 0), 3: (4, 5, 3)}, events=[event])
+    losses, steps, costs, told = run_workers(paced, 2, scenario, trace)[0]
+    assert losses == run_workers(plain, 1, PLAIN)[0]
+    assert told == ["pruned"]
+    # The two workers share ten items, five each on average, in each microbatch; a busy machine only adds to that
+    work = MICROBATCHES * 5 * (4 + 5 + 3)
+    assert steps[-1] >= work
+    assert sum(worker["busy_ns"] for worker in costs) / MS >= 2 * work
+    of_items = [(f, b, w) for c in costs for f, b, w in zip(*parts(c, split), strict=True)]
+    assert len(of_items) == len(NAMES)
+    # The items at the ends may run their whole backward at W; an item that was late is made up for by the next.
+    inner = of_items[2:-2]
+    assert sum(f for f, _, _ in inner) / len(inner) >= 0.75 * 4
+    assert sum(b for _, b, _ in inner) / len(inner) >= 0.75 * (5 if split else 8)
+    assert sum(w for _, _, w in inner) / len(inner) >= (0.75 * 3 if split else 0)
+
+
+def parts(cost, split):
+    weight = cost["backward_weight_ns"] if split else [0] * len(cost["items"])
+    return [[ns / MS for ns in values] for values in (cost["forward_ns"], cost["backward_ns"], weight)]
+
+
+def test_an_evaluation_takes_its_time_as_well(tmp_path, monkeypatch):
+    trace = write_trace(tmp_path / "trace.jsonl", {1: (2, 0, 0)})
+    took = run_workers(evaluation_ms, 1, trace)[0]
+    assert took >= MICROBATCHES * len(NAMES) * 2
+
+
+def evaluation_ms(world, trace):
+    import time
+
+    scenario = PLAIN
+    engine = Engine(
+        scenario.family(),
+        scenario.settings(),
+        uniform_partition(scenario.family().items, 1),
+        world,
+        PacedProbe(read_trace(trace, NAMES)),
+    )
+    engine.build()
+    begin = time.perf_counter_ns()
+    engine.evaluate([scenario.batch(1)])
+    return (time.perf_counter_ns() - begin) / MS
+
+
+def test_times_are_carried_on_scaled_and_split(tmp_path):
+    path = write_trace(tmp_path / "trace.jsonl", {2: (1, 2, 3)}, names=["a", "b"])
+    with path.open("a") as file:
+        half = {"record": "step", "step": 5, "forward_ns": [None, 8], "backward_ns": [7, None]}
+        file.write(json.dumps(half) + "\n" + '{"record": "step", "ste')
+    trace = read_trace(path, ["b", "a"], scale=2)
+    assert trace.at(1) is trace.at(4)
+    first, later = trace.at(4)["a"], trace.at(99)
+    assert (first.forward_ns, first.backward_input_ns, first.backward_weight_ns) == (2 * MS, 4 * MS, 6 * MS)
+    assert (later["a"].forward_ns, later["a"].backward_input_ns, later["a"].backward_weight_ns) == (2 * MS, 8, 6)
+    assert (later["b"].forward_ns, later["b"].backward_weight_ns) == (16, 6 * MS)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "no header line"),
+        ('{"record": "header", "format": "x", "version": 1, "items": []}\n', "dynmo.profile"),
+        ('{"record": "header", "format": "dynmo.profile", "version": 9, "items": []}\n', "version"),
+        ("{]\n", "json"),
+    ],
+)
+def test_what_is_no_trace_is_refused(tmp_path, text, message):
+    path = tmp_path / "trace.jsonl"
+    path.write_text(text)
+    with pytest.raises(UsageError, match=message):
+        read_trace(path, ["a"])
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"forward_ns": [1]}, "length|exactly|at least"),
+        ({"forward_ns": [1, -1]}, "forward_ns"),
+        ({"backward_ns": [1, 1]}, "must have forward_ns, and backward_ns or"),
+        ({"step": "one"}, "step"),
+    ],
+)
+def test_faulty_steps_are_refused(tmp_path, change, message):
+    path = write_trace(tmp_path / "trace.jsonl", {1: (1, 1, 1)}, names=["a", "b"])
+    header, step = path.read_text().splitlines()
+    path.write_text(header + "\n" + json.dumps({**json.loads(step), **change}) + "\n")
+    with pytest.raises(UsageError, match=message):
+        read_trace(path, ["a", "b"])
+
+
+def test_the_trace_of_another_model_is_refused(tmp_path):
+    path = write_trace(tmp_path / "trace.jsonl", {1: (1, 1, 1)}, names=["a", "b"])
+    with pytest.raises(UsageError, match="lacks c; has b"):
+        read_trace(path, ["a", "c"])
+    empty = write_trace(tmp_path / "empty.jsonl", {}, names=["a"])
+    with pytest.raises(UsageError, match="has no step line"):
+        read_trace(empty, ["a"])

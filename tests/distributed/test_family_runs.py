@@ -1,0 +1,133 @@
+"""Whole runs of every family from the command line: stopped, gone on with on other stages, saved, verified."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from sentences import write_sentences
+from whole_runs import figures, lines, run_command, tensors, write_data
+from workers import run_workers
+
+pytestmark = [pytest.mark.distributed, pytest.mark.timeout(900)]
+
+COMMON = {
+    "hidden-size": "32",
+    "num-attention-heads": "4",
+    "seq-length": "32",
+    "micro-batch-size": "2",
+    "global-batch-size": "8",
+    "train-iters": "6",
+    "lr": "2e-3",
+    "split": "70,15,15",
+    "eval-iters": "1",
+    "eval-interval": "3",
+    "log-interval": "3",
+}
+WORDS = {"tokenizer-type": "BertWordPieceLowerCase"}
+FAMILIES = {
+    "mixtral": (
+        "llama",
+        {
+            "num-layers": "2",
+            "num-query-groups": "2",
+            "vocab-size": "97",
+            "num-experts": "4",
+            "moe-aux-loss-coeff": "0.01",
+            "moe-z-loss-coeff": "0.001",
+        },
+    ),
+    "bert": ("bert", {"num-layers": "2", **WORDS}),
+    "ict": (
+        "ict",
+        {
+            "num-layers": "1",
+            "retriever-report-topk-accuracies": "1 2",
+            "biencoder-projection-dim": "8",
+            "query-in-block-prob": "0.5",
+            **WORDS,
+        },
+    ),
+    "t5": (
+        "t5",
+        {
+            "encoder-num-layers": "2",
+            "decoder-num-layers": "1",
+            "decoder-seq-length": "16",
+            "vocab-extra-ids": "10",
+            "position-embedding-type": "relative",
+            **WORDS,
+        },
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("families")
+    sentences, vocabulary = write_sentences(folder)
+    return {"causal": write_data(folder / "causal"), "sentences": sentences, "vocabulary": vocabulary}
+
+
+def train(data, family: str, run: Path, workers: int, **options: str) -> None:
+    command, own = FAMILIES[family]
+    files = {"data-path": str(data["causal"])}
+    if command in ("bert", "ict", "t5"):
+        files = {"data-path": str(data["sentences"]), "vocab-file": str(data["vocabulary"])}
+    merged = COMMON | own | files | {name.replace("_", "-"): value for name, value in options.items()}
+    flags = [part for name, value in merged.items() for part in (f"--{name}", value)]
+    told = run_workers(run_command, workers, ["pretrain", command, "--run-dir", str(run), *flags], joins=False)
+    assert [code for code, _ in told] == [0] * workers, told
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_stopped_and_gone_on_with_gives_the_same_bits(data, tmp_path, family):
+    train(data, family, tmp_path / "whole", 1)
+    train(data, family, tmp_path / "parts", 2, exit_interval="3", granularity="sublayer")
+    train(data, family, tmp_path / "parts", 3, load=str(tmp_path / "parts"))
+    assert figures(tmp_path / "parts") == figures(tmp_path / "whole")
+    assert tensors(tmp_path / "parts", 6) == tensors(tmp_path / "whole", 6)
+    told = lines(tmp_path / "parts" / "metrics.jsonl")
+    metrics = [line for line in told if "lm_loss" in line]
+    held_out = [line for line in told if "validation_loss" in line or "test_loss" in line]
+    assert held_out == [line for line in lines(tmp_path / "whole" / "metrics.jsonl") if "lm_loss" not in line]
+    assert [(line["step"], "test_loss" in line) for line in held_out] == [(3, False), (6, False), (6, True)]
+    if family == "mixtral":
+        assert all(len(line["expert_tokens"]) == 2 and line["load_balancing_loss"] > 0.9 for line in metrics)
+    if family == "ict":
+        assert all(0.1 < line["lm_loss"] < 3 and line["top2_acc"] == 100 for line in metrics)
+    if family == "bert":
+        assert all(0.3 < line["sop_loss"] < 1.5 for line in metrics)
+        for line in held_out[:2]:
+            parts = line["validation_lm_loss"] + line["validation_sop_loss"]
+            assert line["validation_loss"] == pytest.approx(parts, rel=1e-5)
+    program = Path(sys.executable).parent / "dynmo-ckpt"
+    checked = subprocess.run(
+        [str(program), "verify", str(tmp_path / "parts"), "--level", "full"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert checked.returncode == 0, checked.stdout + checked.stderr
+
+
+@pytest.mark.parametrize(
+    ("family", "options", "told"),
+    [
+        ("bert", {"vocab_size": "50"}, "--vocab-size 50 is too small"),
+        ("t5", {"vocab_extra_ids": "0"}, "--vocab-extra-ids"),
+        ("bert", {"global_batch_size": "4000"}, "is too small"),
+        ("ict", {"micro_batch_size": "1"}, "give 2 or more"),
+        ("ict", {"retriever_report_topk_accuracies": "1 3"}, "is more than the 2 blocks"),
+        ("ict", {"titles_data_path": "SENTENCES"}, "one sequence for each document"),
+        ("mixtral", {"moe_router_topk": "5"}, "--moe-router-topk"),
+    ],
+)
+def test_bad_input_is_told_in_one_line(data, tmp_path, family, options, told):
+    options = {name: str(data["sentences"]) if value == "SENTENCES" else value for name, value in options.items()}
+    with pytest.raises(AssertionError, match=told) as error:
+        train(data, family, tmp_path / "run", 1, **options)
+    assert "Traceback" not in str(error.value)
+    assert "(2, " in str(error.value)

@@ -1,0 +1,79 @@
+"""Text is the same for every layout of the processes, and for any number of prompts at a time."""
+
+from __future__ import annotations
+
+import os
+import runpy
+from pathlib import Path
+
+import pytest
+from workers import run_workers
+
+pytestmark = pytest.mark.distributed
+build = runpy.run_path(str(Path(__file__).parents[1] / "unit" / "ckpt" / "build.py"))
+WORDS = [f"w{number}" for number in range(29)]
+PROMPTS = ["w1 w2 w3", "w7", "w9 w8", "w3 w1 w4 w1 w5", "w20 w21"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A native checkpoint of random weights with its tokenizer."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    folder = tmp_path_factory.mktemp("generate")
+    tokenizer = Tokenizer(models.WordLevel({word: number for number, word in enumerate(WORDS)}, unk_token="w0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    m = build["model"](num_layers=4, padded_vocab_size=36, max_position_embeddings=24)
+    files = {"tokenizer/tokenizer.json": tokenizer.to_str().encode()}
+    build["save"](folder / "native", build["parameters"](m, seed=4), m, files=files)
+    return folder
+
+
+def write(folder, pipeline, tensor, batch, temperature, recompute):
+    from dynmo_train.config.evaluation import GenerateConfig, PlaceConfig
+    from dynmo_train.config.fields import values_of
+    from dynmo_train.tasks.generate import Wanted, Writer
+    from dynmo_train.tasks.placed import joined
+    from dynmo_train.tasks.sampling import Sampling
+
+    given = {
+        "load": str(folder / "native"),
+        "device": "cpu",
+        "pipeline_model_parallel_size": pipeline,
+        "tensor_model_parallel_size": tensor,
+    }
+    place = values_of(PlaceConfig, given)
+    wanted = Wanted(
+        max_new_tokens=9,
+        sampling=Sampling(temperature=temperature),
+        seed=3,
+        num_samples=2 if temperature else 1,
+        batch_size=batch,
+        recompute=recompute,
+        stop="w11",
+    )
+    with joined(place, GenerateConfig(), int(os.environ["WORLD_SIZE"])) as world:
+        return [each.to_document() for each in Writer(place, wanted, world, {}).write(PROMPTS)]
+
+
+def both(folder, pipeline, tensor, batch):
+    return [write(folder, pipeline, tensor, batch, heat, heat == 0.0 and batch == 1) for heat in (0.0, 1.0)]
+
+
+@pytest.fixture(scope="module")
+def alone(folder):
+    greedy, drawn = run_workers(both, 1, folder, 1, 1, 8, joins=False)[0]
+    assert len(greedy) == len(drawn) / 2 == len(PROMPTS)
+    assert len({each["completion"] for each in drawn}) > 5
+    return greedy, drawn
+
+
+@pytest.mark.parametrize(
+    ("processes", "pipeline", "tensor", "batch"),
+    [(1, 1, 1, 1), (2, 2, 1, 2), (2, 1, 2, 8), (2, 1, 1, 3), (4, 2, 2, 2), (3, 3, 1, 1)],
+    ids=["batch-1", "PP2", "TP2", "DP2", "PP2-TP2", "PP3"],
+)
+def test_every_layout_writes_the_same(folder, alone, processes, pipeline, tensor, batch):
+    for greedy, drawn in run_workers(both, processes, folder, pipeline, tensor, batch, joins=False):
+        assert greedy == alone[0]
+        assert drawn == alone[1]

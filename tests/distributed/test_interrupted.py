@@ -1,0 +1,58 @@
+"""Ctrl-C saves and says how to resume; a run with all its steps done says so."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import pytest
+from whole_runs import arguments, figures, lines, run_command, train, write_data
+from workers import run_workers
+
+from dynmo_train.traininglog import TrainingLog
+
+pytestmark = [pytest.mark.distributed, pytest.mark.timeout(900)]
+
+SHORT = {"train_iters": "3", "lr_decay_iters": "24", "eval_interval": "24"}
+
+
+def interrupted_command(told: list[str], step: int) -> tuple[int, str]:
+    """A run whose last process gets SIGINT when it logs ``step``."""
+    log = TrainingLog.step
+
+    def logged(self, number, *rest):
+        log(self, number, *rest)
+        if number == step and os.environ["RANK"] == str(int(os.environ["WORLD_SIZE"]) - 1):
+            os.kill(os.getpid(), signal.SIGINT)
+
+    TrainingLog.step = logged
+    try:
+        return run_command(told)
+    finally:
+        TrainingLog.step = log
+
+
+def test_ctrl_c_saves_and_the_told_command_resumes(tmp_path):
+    data, run = write_data(tmp_path / "data"), tmp_path / "run"
+    told = run_workers(interrupted_command, 2, arguments(data, run, **SHORT), 2, joins=False)
+    assert [code for code, _ in told] == [130, 130], told
+    assert f"stopped after iteration 2, saved; to resume, run the same command with --load {run}" in told[0][1]
+    assert (run / "checkpoints" / "step-00000002").is_dir()
+    train(data, run, 2, "--load", str(run), **SHORT)
+    assert sorted(figures(run)) == [1, 2, 3]
+    last = train(data, run, 1, "--load", str(run), **SHORT)
+    assert f"the run in {run} is complete: 3 steps are done, --train-iters is 3" in last
+    assert "training from iteration" not in last
+
+
+def test_resume_with_another_batch_size_carries_the_samples(tmp_path):
+    data, run = write_data(tmp_path / "data"), tmp_path / "run"
+    long = SHORT | {"train_iters": None, "lr_decay_iters": None, "train_samples": "96"}
+    train(data, run, 1, exit_interval="4", **long)
+    told = train(data, run, 1, "--load", str(run), global_batch_size="8", **long)
+    assert "64 samples are consumed after 4 steps; training continues with 8 samples a step" in told
+    steps = [line for line in lines(run / "metrics.jsonl") if "step_ns" in line]
+    assert [line["consumed_train_samples"] for line in steps] == [16, 32, 48, 64, 72, 80, 88, 96]
+    assert [line["step"] for line in steps] == [1, 2, 3, 4, 5, 6, 7, 8]
+    told = train(data, run, 1, "--load", str(run), global_batch_size="8", **long)
+    assert "is complete: 8 steps are done" in told

@@ -1,0 +1,208 @@
+"""The launcher with real processes: what it shows, its exit codes, and that nothing is left running."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.distributed
+
+LAUNCH = """
+import sys
+from pathlib import Path
+from dynmo_train.launch.local import LocalLaunch, launch_local
+nproc, log_dir, grace_s, save_s, restarts, program = sys.argv[1:7]
+launch = LocalLaunch(nproc=int(nproc), arguments=("first",), log_dir=Path(log_dir), grace_s=float(grace_s),
+                     save_s=float(save_s), command=(sys.executable, "-c", program))
+sys.exit(launch_local(launch, max_restarts=int(restarts)))
+"""
+
+STUBBORN = """
+import os, signal, time
+from pathlib import Path
+from dynmo_train.launch.worker import watch_launcher
+for number in (signal.SIGTERM, signal.SIGINT):
+    signal.signal(number, lambda *_: None)
+watch_launcher(os.environ)
+Path(f"part-{os.environ['RANK']}").write_text(str(os.getpid()))
+os.replace(f"part-{os.environ['RANK']}", f"pid-{os.environ['RANK']}")
+while True:
+    time.sleep(1)
+"""
+
+BEGIN_RUN = """
+import json, os, sys
+from pathlib import Path
+rank, start = os.environ["RANK"], os.environ["TORCHELASTIC_RUN_ID"]
+Path(f"seen-{start}-{rank}").write_text(json.dumps([os.environ["WORLD_SIZE"], *sys.argv[1:]]))
+Path("run/requests").mkdir(parents=True, exist_ok=True)
+def put(path, text):  # whole: a rank may be ended while it writes
+    Path(f"part-{rank}").write_text(text)
+    os.replace(f"part-{rank}", path)
+put(os.environ["DYNMO_LAUNCH_FILE"], os.path.abspath("run"))
+"""
+
+
+def start(folder, program, *, nproc=2, grace_s=1.0, save_s=1.0, restarts=0):
+    times = [str(grace_s), str(save_s), str(restarts)]
+    command = [sys.executable, "-c", LAUNCH, str(nproc), str(folder / "logs"), *times, program]
+    environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
+    return subprocess.Popen(
+        command, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+
+
+def finish(process):
+    out, err = process.communicate(timeout=600)
+    return process.returncode, out, err
+
+
+def run(folder, program, **options):
+    return finish(start(folder, program, **options))
+
+
+def wait_for(condition, seconds=600.0):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "waited in vain"
+        time.sleep(0.05)
+
+
+def lives(pid):
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    # A process that has ended but was not waited for is a zombie; where the parent is gone it may stay one for a while.
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+
+
+def test_processes_form_a_group_and_rank_zero_is_shown(tmp_path):
+    program = """
+import os, sys
+import torch, torch.distributed as dist
+dist.init_process_group("gloo")
+total = torch.tensor([dist.get_rank() + 1])
+dist.all_reduce(total)
+print("sum", int(total), os.environ["OMP_NUM_THREADS"], os.environ["LOCAL_RANK"], flush=True)
+print("talk", dist.get_rank(), sys.argv[1], file=sys.stderr)
+dist.destroy_process_group()
+"""
+    code, out, err = run(tmp_path, program)
+    assert (code, out, err) == (0, "sum 3 1 0\n", "talk 0 first\n")
+    logs = {path.parent.name: path.read_text() for path in (tmp_path / "logs").rglob("stdout.log")}
+    assert logs == {"0": "sum 3 1 0\n", "1": "sum 3 1 1\n"}
+
+
+def test_a_failure_ends_all_with_its_exit_code_and_its_words(tmp_path):
+    program = (
+        "import os, sys, time\nif os.environ['RANK'] == '1':\n    while not os.path.exists('pid-0'):\n"
+        "        time.sleep(0.01)\n    sys.exit('no such thing')\n" + STUBBORN
+    )
+    code, out, err = run(tmp_path, program, save_s=300.0)  # not the time that is for others' failures
+    assert (code, out) == (1, "")
+    assert "dynmo-train: error: rank 1 ended with exit code 1; its log is" in err
+    assert "  | no such thing" in err
+    assert err.splitlines()[-1] == "with it ended rank 0"
+    assert not lives(int((tmp_path / "pid-0").read_text()))
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_a_signal_to_the_launcher_ends_all(tmp_path, number, code):
+    process = start(tmp_path, STUBBORN)
+    wait_for(lambda: len(list(tmp_path.glob("pid-*"))) == 2)
+    process.send_signal(number)
+    returned, _, err = finish(process)
+    assert returned == code
+    assert f"{number.name}: the 2 processes have ended" in err
+    assert not any(lives(int(path.read_text())) for path in tmp_path.glob("pid-*"))
+
+
+SAVES = """
+import os, signal, sys, time
+from pathlib import Path
+from dynmo_train.interrupts import Interrupts
+from dynmo_train.launch.worker import watch_launcher
+rank = os.environ["RANK"]
+watch_launcher(os.environ)
+with Interrupts(None) as asked:
+    Path(f"part-{rank}").write_text(str(os.getpid()))
+    os.replace(f"part-{rank}", f"pid-{rank}")
+    while not asked._asked["end"]:
+        time.sleep(0.05)
+    end = time.monotonic() + 1.5  # longer than the grace
+    while time.monotonic() < end:
+        time.sleep(0.05)
+    Path(f"saved-{rank}").touch()
+sys.exit(143)
+"""
+
+
+def test_a_launch_that_is_told_to_end_has_time_to_save(tmp_path):
+    process = start(tmp_path, SAVES, grace_s=0.5, save_s=300.0)
+    wait_for(lambda: len(list(tmp_path.glob("pid-*"))) == 2)
+    pids = [int(path.read_text()) for path in tmp_path.glob("pid-*")]
+    for pid in [*pids, process.pid]:  # as Slurm does: the launcher and its workers
+        os.kill(pid, signal.SIGTERM)
+    returned, _, err = finish(process)
+    assert (returned, err) == (143, "dynmo-train: SIGTERM: the 2 processes have ended\n")
+    assert sorted(path.name for path in tmp_path.glob("saved-*")) == ["saved-0", "saved-1"]
+    assert not list((tmp_path / "logs").glob("told-*"))
+    assert not any(map(lives, pids))
+
+
+def test_workers_do_not_outlive_a_launcher_that_was_killed(tmp_path):
+    process = start(tmp_path, STUBBORN)
+    wait_for(lambda: len(list(tmp_path.glob("pid-*"))) == 2)
+    pids = [int(path.read_text()) for path in tmp_path.glob("pid-*")]
+    process.kill()
+    process.communicate()
+    wait_for(lambda: not any(map(lives, pids)))
+
+
+def test_a_request_to_be_started_again_grows_the_run(tmp_path):
+    program = BEGIN_RUN + (
+        "if start == 'start-0':\n"
+        "    put('run/requests/grow.json', '{\"workers\": 3}')\n"
+        "    sys.exit(75)\n"
+        "sys.exit(4 if start == 'start-1' else 0)\n"
+    )
+    code, _, err = run(tmp_path, program, restarts=1)
+    assert code == 0, err
+    place = str((tmp_path / "run").resolve())
+    more = ["--run-dir", place, "--save", place, "--load", place, "--pipeline-model-parallel-size", "3"]
+    grown, after_failure = (
+        [json.loads(path.read_text()) for path in sorted(tmp_path.glob(f"seen-start-{start}-*"))] for start in (1, 2)
+    )
+    assert grown[0] == ["3", "first", *more]
+    assert after_failure == [["3", "first", *more]] * 3
+    assert err.count("starting again with 3 processes") == 2
+    assert [path.name for path in (tmp_path / "run" / "requests").iterdir()] == ["grow.taken.json"]
+
+
+def test_a_failure_is_tried_again_as_often_as_allowed(tmp_path):
+    program = BEGIN_RUN + "sys.exit(4 if start != 'start-2' else 0)\n"
+    code, _, err = run(tmp_path, program, nproc=1, restarts=2)
+    assert code == 0, err
+    assert "--load" in (tmp_path / "seen-start-2-0").read_text()
+    code, _, _ = run(tmp_path, program.replace("start-2", "start-9"), nproc=1, restarts=1)
+    assert code == 4
+
+
+@pytest.mark.parametrize(
+    ("code", "told"),
+    [(75, "a worker asks to be started again, but had not begun a run"), (3, "rank 0 ended with exit code 3"), (2, "")],
+)
+def test_without_a_run_nothing_is_started_again(tmp_path, code, told):
+    returned, _, err = run(tmp_path, f"import sys; sys.exit({code})", nproc=1, restarts=3)
+    assert returned == code
+    assert err.startswith(f"dynmo-train: error: {told}" if told else "")
+    assert bool(err) == bool(told)
+    assert "starting again" not in err

@@ -1,0 +1,184 @@
+"""Several launchers that act as several nodes on this machine: order of ranks, failures, lost nodes, growth."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import pytest
+
+pytestmark = pytest.mark.distributed
+
+NODE = """
+import sys
+from pathlib import Path
+from dynmo_train.launch.local import LocalLaunch, launch_local
+from dynmo_train.launch.meeting import Nodes
+rank, least, most, port, log_dir, restarts, silence_s, program = sys.argv[1:9]
+nodes = Nodes(rank=int(rank), least=int(least), most=int(most), port=int(port), join_timeout_s=40,
+              node_timeout_s=float(silence_s))
+launch = LocalLaunch(nproc=1, arguments=(), log_dir=Path(log_dir), grace_s=1.0,
+                     command=(sys.executable, "-c", program), nodes=nodes)
+sys.exit(launch_local(launch, max_restarts=int(restarts)))
+"""
+
+GROUP = """
+import json, os, sys, time
+from pathlib import Path
+import torch, torch.distributed as dist
+rank, start = int(os.environ["RANK"]), os.environ["TORCHELASTIC_RUN_ID"]
+def put(path, text):
+    Path(f"part-{rank}").write_text(text)
+    os.replace(f"part-{rank}", path)
+def linger():  # until it is ended, or its launcher is gone
+    parent = os.getppid()
+    while os.getppid() == parent:
+        time.sleep(0.05)
+dist.init_process_group("gloo")
+total = torch.tensor([rank + 1])
+dist.all_reduce(total)
+put(f"seen-{start}-{rank}", json.dumps([os.environ["GROUP_RANK"], int(total), *sys.argv[1:]]))
+Path("run/requests").mkdir(parents=True, exist_ok=True)
+if rank == 0:
+    put(os.environ["DYNMO_LAUNCH_FILE"], os.path.abspath("run"))
+dist.barrier()
+"""
+
+
+def free_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def start(folder, program, *, nodes=2, least=None, restarts=0, silence_s=30):
+    port = free_port()
+    command = [sys.executable, "-c", NODE]
+    return [
+        subprocess.Popen(
+            [
+                *command,
+                *map(str, (rank, least or nodes, nodes, port, folder / "logs", restarts, silence_s, GROUP + program)),
+            ],
+            cwd=folder,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+        for rank in reversed(range(nodes))
+    ][::-1]
+
+
+def finish(process):
+    out, err = process.communicate(timeout=600)
+    return process.returncode, out, err
+
+
+def seen(folder, start):
+    return [json.loads(path.read_text()) for path in sorted(folder.glob(f"seen-start-{start}-*"))]
+
+
+def wait_for(condition, seconds=600.0):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "waited in vain"
+        time.sleep(0.05)
+
+
+def test_ranks_follow_the_numbers_of_the_nodes_and_node_zero_talks(tmp_path):
+    ends = [finish(node) for node in start(tmp_path, "print('sum', int(total), rank, flush=True)", nodes=3)]
+    assert [(code, out) for code, out, _ in ends] == [(0, "sum 6 0\n"), (0, ""), (0, "")], ends
+    assert seen(tmp_path, 0) == [["0", 6], ["1", 6], ["2", 6]]
+    assert sorted(path.name for path in (tmp_path / "logs").glob("node-*")) == ["node-0", "node-1", "node-2"]
+
+
+def test_a_failure_on_one_node_ends_all_with_its_code(tmp_path):
+    program = "sys.exit(7) if rank == 1 else linger()"
+    (first, out, err), (second, _, words) = (finish(node) for node in start(tmp_path, program))
+    assert (first, second, out) == (7, 7, "")
+    assert "rank 1 ended with exit code 7" in words
+    assert "node 0 ends its processes: processes of node 1 failed" in err
+
+
+def test_a_killed_node_is_lost_and_the_other_goes_on_alone(tmp_path):
+    program = "linger() if start == 'start-0' else None"
+    first, second = start(tmp_path, program, least=1, restarts=1, silence_s=5)
+    wait_for(lambda: len(seen(tmp_path, 0)) == 2)
+    os.killpg(second.pid, signal.SIGKILL)
+    second.communicate()
+    code, _, err = finish(first)
+    assert code == 0, err
+    assert "node 1 has been silent for 5 s" in err
+    assert "node 1 was lost" in err
+    place = str((tmp_path / "run").resolve())
+    more = ["--run-dir", place, "--save", place, "--load", place, "--pipeline-model-parallel-size", "1"]
+    assert seen(tmp_path, 1) == [["0", 1, *more]]
+    assert "starting again with 1 processes" in err
+
+
+def test_a_node_that_is_told_to_end_leaves_at_once(tmp_path):
+    program = "linger() if start == 'start-0' else None"
+    first, second = start(tmp_path, program, least=1, restarts=1)
+    wait_for(lambda: len(seen(tmp_path, 0)) == 2)
+    second.send_signal(signal.SIGTERM)
+    assert finish(second)[0] == 143
+    code, _, err = finish(first)
+    assert code == 0, err
+    assert "node 1 was lost" in err
+
+
+def test_the_loss_of_node_zero_asks_to_be_launched_again(tmp_path):
+    first, second = start(tmp_path, "linger()", least=1, restarts=1)
+    wait_for(lambda: len(seen(tmp_path, 0)) == 2)
+    os.killpg(first.pid, signal.SIGKILL)
+    first.communicate()
+    code, _, err = finish(second)
+    assert code == 75
+    assert "node 0 at 127.0.0.1" in err
+    assert "launch again" in err
+
+
+def test_a_node_whose_processes_are_done_leaves_the_others_alone(tmp_path):
+    program = "while rank == 0 and not Path('end').exists():\n    time.sleep(0.05)\nprint('still here', flush=True)"
+    first, second = start(tmp_path, program)
+    code, _, err = finish(second)
+    assert (code, err) == (0, "")
+    assert first.poll() is None
+    (tmp_path / "end").touch()
+    assert finish(first) == (0, "still here\n", "")
+
+
+def test_growth_takes_in_a_node_that_waits(tmp_path):
+    program = (
+        "if start == 'start-0':\n    put('run/requests/grow.json', '{\"workers\": 2}')\n    sys.exit(75)\n"
+        "print('sum', int(total), flush=True)\n"
+    )
+    port = free_port()
+    (tmp_path / "run").mkdir()
+    command = [sys.executable, "-c", NODE]
+
+    def node(rank, least):
+        words = map(str, (rank, least, 2, port, tmp_path / "logs", 0, 30, GROUP + program))
+        return subprocess.Popen([*command, *words], cwd=tmp_path, stdout=-1, stderr=-1, text=True)
+
+    # The first start waits for the second node no longer than the join time; here both come, and the run grows to both.
+    first, second = node(0, 1), node(1, 1)
+    code, out, err = finish(first)
+    assert (code, out) == (0, "sum 3\n"), err
+    assert finish(second)[0] == 0
+
+
+def test_a_node_that_finds_nobody_says_so(tmp_path):
+    text = NODE.replace("join_timeout_s=40", "join_timeout_s=2")
+    words = map(str, (1, 2, 2, free_port(), tmp_path / "logs", 0, 30, "pass"))
+    ended = subprocess.run(
+        [sys.executable, "-c", text, *words], capture_output=True, text=True, timeout=600, cwd=tmp_path
+    )
+    assert ended.returncode == 1
+    assert "node 1 cannot reach node 0 at 127.0.0.1" in ended.stderr

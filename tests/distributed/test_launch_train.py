@@ -1,0 +1,99 @@
+"""Training under the launcher: a worker that is killed, and input that only one process can see is bad."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import struct
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hand_planner import BY_HAND, HandPlanner
+
+pytestmark = pytest.mark.distributed
+
+OPTIONS = {
+    "--num-layers": 2,
+    "--hidden-size": 16,
+    "--num-attention-heads": 2,
+    "--seq-length": 16,
+    "--micro-batch-size": 2,
+    "--global-batch-size": 4,
+    "--train-iters": 120,
+    "--lr": 0.01,
+    "--vocab-size": 16,
+    "--data-path": "x",
+    "--split": "1",
+    "--eval-iters": 0,
+    "--log-interval": 1000,
+}
+
+
+def command(*launch, **changes):
+    given = OPTIONS | {f"--{name.replace('_', '-')}": value for name, value in changes.items()}
+    options = [str(word) for pair in given.items() for word in pair]
+    return [sys.executable, "-m", "dynmo_train", *map(str, launch), "pretrain", "gpt", *options]
+
+
+@pytest.fixture
+def place(tmp_path):
+    documents = np.random.RandomState(0).randint(0, 16, (60, 21)).astype("<u2")
+    count = len(documents)
+    lengths = np.full(count, 21, "<i4")
+    header = b"MMIDIDX\x00\x00" + struct.pack("<QBQQ", 1, 8, count, count + 1)
+    offsets, boundaries = np.arange(count, dtype="<i8") * 42, np.arange(count + 1, dtype="<i8")
+    (tmp_path / "x.bin").write_bytes(documents.tobytes())
+    (tmp_path / "x.idx").write_bytes(header + lengths.tobytes() + offsets.tobytes() + boundaries.tobytes())
+    return tmp_path
+
+
+def worker(launcher, rank):
+    """The process id of a rank, by the environment of the launcher's children."""
+    for child in Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split():
+        if f"RANK={rank}".encode() in Path(f"/proc/{child}/environ").read_bytes().split(b"\0"):
+            return int(child)
+    raise AssertionError(f"no process of rank {rank}")
+
+
+def losses(run):
+    """Step to the bits of its loss; of steps that were done twice, the second time."""
+    lines = (run / "metrics.jsonl").read_text().splitlines()
+    return {line["step"]: line["lm_loss"] for line in map(json.loads, lines)}
+
+
+def test_a_killed_worker_changes_nothing(place):
+    whole = subprocess.run(command(run_dir="whole"), cwd=place, capture_output=True, text=True, timeout=600)
+    assert whole.returncode == 0, whole.stderr
+    launch = ("launch", "local", "--nproc", 2, "--max-restarts", 1, "--grace-s", 1, "--log-dir", "logs", "--")
+    process = subprocess.Popen(
+        [*command(*launch, run_dir="broken", save_interval=20, rebalance_interval=50), *BY_HAND],
+        cwd=place,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    planner = HandPlanner(place / "broken")
+    planner.wait_for_ask(50, process)
+    os.kill(worker(process.pid, 1), signal.SIGKILL)
+    planner.keep_until_end(process)
+    _, err = process.communicate(timeout=600)
+    assert process.returncode == 0, err
+    assert "rank 1 was killed by SIGKILL" in err
+    assert "starting again with 2 processes" in err
+    assert json.loads((place / "broken" / "run.json").read_text())["segment"] == 1
+    assert losses(place / "broken") == losses(place / "whole")
+    assert len(losses(place / "whole")) == 120
+
+
+def test_what_only_one_process_sees_ends_all(place):
+    (place / "file").write_text("")
+    launch = ("launch", "local", "--nproc", 2, "--grace-s", 1, "--")
+    done = subprocess.run(command(*launch, run_dir="file/run"), cwd=place, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 2
+    errors = [line for line in done.stderr.splitlines() if not line.startswith("apex: ")]
+    assert len(errors) == 1
+    assert errors[0].startswith("dynmo-train: error: cannot write the run directory file/run")

@@ -1,0 +1,111 @@
+"""Two-phase moves: what arrives is what was sent, and a fault before the commit leaves everything as it was."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from scenario import Scenario, batch_of, engine_of, fingerprint, merged, play
+from test_placement import NAMES, cut
+from workers import run_workers
+
+import dynmo_train.rebalance.transfer as transfer
+from dynmo_train.parallel.world import World
+from dynmo_train.pipeline.partition import frozen_prefix, moves_between
+from dynmo_train.rebalance.transfer import MoveError
+
+pytestmark = [pytest.mark.distributed, pytest.mark.timeout(900)]
+
+
+def flip_bit(item: str, block: torch.Tensor) -> None:
+    block[len(block) // 2] ^= 1
+
+
+def try_move(world: World, fault: str):
+    """Train 8 steps, fail to move, train on: returns the error and what 4 more steps give."""
+    engine = engine_of(Scenario(), world)
+    for step in range(1, 9):
+        engine.train_step(batch_of(step), sampled=False)
+        engine.after_step(step)
+    before = fingerprint(engine)
+    handed = None
+    if fault == "flipped bit" and world.rank == 1:
+        handed = flip_bit
+    altered = {"announced twice": lambda offers: offers * 2, "announced by nobody": lambda _: []}.get(fault)
+    if altered:
+        proper = transfer.gather_documents
+        transfer.gather_documents = lambda w, told: proper(w, altered(told) if isinstance(told, list) else told)
+    if fault == "tensor left out" and world.rank == 0:
+        proper_entries = transfer.entries_of
+        transfer.entries_of = lambda tensors: proper_entries(tensors)[1:]
+    try:
+        engine.repartition(cut(2, 3), handed)
+        error = None
+    except MoveError as caught:
+        error = str(caught)
+    assert fingerprint(engine) == before
+    losses = []
+    for step in range(9, 13):
+        losses.append(engine.train_step(batch_of(step), sampled=False).loss)
+        engine.after_step(step)
+    return error, losses
+
+
+@pytest.mark.parametrize(
+    ("fault", "told"),
+    [
+        ("flipped bit", "CRC-32"),
+        ("announced twice", "announced by workers"),
+        ("tensor left out", "the model has"),
+        ("announced by nobody", "announced by workers []"),
+    ],
+)
+def test_a_fault_before_the_commit_leaves_the_old_partition(fault, told):
+    results = run_workers(try_move, 2, fault)
+    expected = run_workers(play, 1, Scenario())[0]["losses"][8:12]
+    for error, losses in results:
+        assert error is not None
+        assert told in error
+        assert losses == expected
+
+
+def move_there_and_back(world: World):
+    engine = engine_of(Scenario(), world)
+    for step in range(1, 13):
+        engine.train_step(batch_of(step), sampled=False)
+        engine.after_step(step)
+    first = fingerprint(engine)
+    report = engine.repartition(cut(2, 2))
+    away = fingerprint(engine)
+    back = engine.repartition(cut(2, 5))
+    assert fingerprint(engine) == first
+    assert report.total_bytes == back.total_bytes
+    assert [m.item for m in report.moves] == list(NAMES[2:5])
+    return {"losses": [], "weights": away, "bytes": report.total_bytes}
+
+
+def test_a_move_carries_everything():
+    """Weights, masks and moments of moved items are the bytes that they were, and count as the report says."""
+    moved = merged(run_workers(move_there_and_back, 2))
+    stayed = run_workers(fingerprint_alone, 1)[0]
+    assert moved["weights"] == stayed["weights"]
+    assert moved["bytes"] == sum(size for name, size in stayed["sizes"].items() if name.startswith(NAMES[2:5]))
+
+
+def fingerprint_alone(world: World):
+    engine = engine_of(Scenario(), world)
+    for step in range(1, 13):
+        engine.train_step(batch_of(step), sampled=False)
+        engine.after_step(step)
+    sizes = {
+        name: tensor.numel() * tensor.element_size()
+        for item in engine.local_names
+        for name, tensor in engine.held.export(item).tensors.items()
+    }
+    return {"weights": fingerprint(engine), "sizes": sizes}
+
+
+def test_moves_and_prefixes_are_pure():
+    moves = moves_between(cut(2, 5), cut(2, 3))
+    assert [(m.item, m.source, m.target) for m in moves] == [(name, 0, 1) for name in NAMES[3:5]]
+    assert frozen_prefix([["a", "b"], [], ["c", "d"]], ["a", "b", "c"]) == [2, 0, 1]
+    assert frozen_prefix([["a", "b"], ["c"]], ["b", "c"]) == [0, 0]

@@ -1,0 +1,248 @@
+"""Replicas and cut products: the same bits on any pipeline at fixed sizes, and nearly one process's figures.
+
+All layouts of as many processes are played by one set of processes, one after the other.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from layouts import Layout, play_layouts
+from scenario import Scenario
+from test_placement import cut, vee
+from whole_runs import figures, lines, tensors, train, write_data
+from workers import run_workers
+
+from dynmo_train.parallel.dims import ParallelDims
+from dynmo_train.programs import program_path
+
+pytestmark = [pytest.mark.distributed, pytest.mark.timeout(900)]
+
+D2, T2 = ParallelDims(data=2), ParallelDims(tensor=2)
+E2 = ParallelDims(data=2, expert=2)
+PE, TE, DE = (replace(E2, pipeline=2), replace(E2, tensor=2), replace(E2, data=4))
+PD, PT, TD = ParallelDims(pipeline=2, data=2), ParallelDims(pipeline=2, tensor=2), ParallelDims(tensor=2, data=2)
+ZERO, ZERO_3 = {"zero_stage": 2}, {"zero_stage": 3}
+OVERLAP, CUT = {"overlap_reduction": True}, {"sequence_parallel": True}
+BASE = Scenario(steps=7, freeze=((3, 1), (6, 3)))
+PLAIN = replace(BASE, dropout=0.0)
+MOVING = replace(BASE, moves=((2, cut(2, 2)), (4, cut(2, 7)), (6, cut(2, 1))))
+SPLIT = replace(MOVING, schedule="zero-bubble")
+LOOPED = replace(BASE, schedule="interleaved-1f1b", virtual=2, moves=((3, cut(2, 1, 5, 8)), (5, cut(2, 3, 4, 7))))
+VEE = replace(LOOPED, schedule="zb-v", moves=((3, vee(cut(2, 1, 5, 8))), (5, vee(cut(2, 3, 4, 7)))))
+
+FAMILIES = {
+    model: Scenario(model=model, steps=5, dropout=0.0, prune=False, freeze=((3, 1),))
+    for model in ("llama", "mixtral", "bert", "t5", "t5-relative")
+}
+
+EXPERTS_MOVING = replace(
+    FAMILIES["mixtral"], schedule="zero-bubble", recompute=True, moves=((1, cut(2, 2)), (3, cut(2, 7)))
+)
+ONE = {
+    "dropping": Layout(dims=ParallelDims(), scenario=BASE),
+    "plain": Layout(dims=ParallelDims(), scenario=PLAIN),
+    **{model: Layout(dims=ParallelDims(), scenario=scenario) for model, scenario in FAMILIES.items()},
+}
+TWO = {
+    "replicas": Layout(dims=D2, scenario=BASE),
+    "replicas, overlapped": Layout(dims=D2, scenario=BASE, settings=OVERLAP),
+    "shared between steps": Layout(dims=D2, scenario=BASE, settings=ZERO),
+    "shared always": Layout(dims=D2, scenario=BASE, settings=ZERO_3 | OVERLAP),
+    "cut": Layout(dims=T2, scenario=BASE),
+    "cut along tokens": Layout(dims=T2, scenario=BASE, settings=CUT),
+    "plain, cut": Layout(dims=T2, scenario=PLAIN),
+    "plain, cut along tokens": Layout(dims=T2, scenario=PLAIN, settings=CUT),
+}
+TWO_FAMILIES = {
+    **{model: Layout(dims=T2, scenario=scenario) for model, scenario in FAMILIES.items()},
+    "llama, cut along tokens": Layout(dims=T2, scenario=FAMILIES["llama"], settings=CUT),
+    "t5, cut along tokens": Layout(dims=T2, scenario=FAMILIES["t5"], settings=CUT),
+    "mixtral, shared experts": Layout(dims=E2, scenario=FAMILIES["mixtral"]),
+    "mixtral, replicas": Layout(dims=D2, scenario=FAMILIES["mixtral"], settings=ZERO_3),
+}
+FOUR = {
+    "replicas": [Layout(dims=PD, scenario=each, settings=OVERLAP) for each in (SPLIT, LOOPED)],
+    "shared": [
+        Layout(dims=PD, scenario=MOVING, settings=ZERO | OVERLAP),
+        Layout(dims=PD, scenario=replace(LOOPED, recompute=True), settings=ZERO_3),
+    ],
+    "cut": [Layout(dims=PT, scenario=replace(MOVING, schedule="gpipe", recompute=True))],
+    "cut along tokens": [Layout(dims=PT, scenario=VEE, settings=CUT)],
+}
+FOUR_OTHERS = {
+    "mixtral, shared experts": [Layout(dims=PE, scenario=EXPERTS_MOVING, settings=OVERLAP)],
+    "mixtral, shared experts otherwise": [Layout(dims=dims, scenario=FAMILIES["mixtral"]) for dims in (TE, DE)],
+    "plain, both": [Layout(dims=TD, scenario=PLAIN, settings=OVERLAP | CUT)],
+}
+
+
+def played(size: int, layouts: list[Layout]) -> list[dict]:
+    """What each layout gave, the same in every process."""
+    results = run_workers(play_layouts, size, layouts)
+    for other in results[1:]:
+        assert other == results[0]
+    return results[0]
+
+
+@pytest.fixture(scope="module")
+def one():
+    return dict(zip(ONE, played(1, list(ONE.values())), strict=True))
+
+
+@pytest.fixture(scope="module")
+def two():
+    return dict(zip(TWO, played(2, list(TWO.values())), strict=True))
+
+
+@pytest.fixture(scope="module")
+def two_families():
+    return dict(zip(TWO_FAMILIES, played(2, list(TWO_FAMILIES.values())), strict=True))
+
+
+def by_name(named: dict[str, list[Layout]]) -> dict[str, list[dict]]:
+    results = iter(played(4, [layout for layouts in named.values() for layout in layouts]))
+    return {name: [next(results) for _ in layouts] for name, layouts in named.items()}
+
+
+@pytest.fixture(scope="module")
+def four():
+    return by_name(FOUR)
+
+
+@pytest.fixture(scope="module")
+def four_others():
+    return by_name(FOUR_OTHERS)
+
+
+def close(got: dict, expected: dict, norms: float = 1e-4) -> None:
+    assert got["losses"] == pytest.approx(expected["losses"], rel=1e-5)
+    assert got["held_out"] == pytest.approx(expected["held_out"], rel=1e-5)
+    assert got["norms"] == pytest.approx(expected["norms"], rel=norms)
+
+
+def test_replicas_give_nearly_the_figures_of_one_process(one, two):
+    close(two["replicas"], one["dropping"])
+
+
+@pytest.mark.parametrize("name", ["shared between steps", "shared always"])
+def test_sharing_parameters_changes_no_bit(name, two):
+    assert two[name] == two["replicas"]
+
+
+def test_sharing_parameters_changes_no_bit_on_a_pipeline(two, four):
+    for got in four["shared"]:
+        assert got == two["replicas"]
+
+
+def test_overlapping_the_reduction_changes_no_bit(two):
+    assert two["replicas, overlapped"] == two["replicas"]
+
+
+def test_cut_products_give_nearly_the_figures_of_one_process(one, two, four_others):
+    """Without dropout, whose draws differ by rank; pruned and frozen on the way."""
+    for got in (two["plain, cut"], two["plain, cut along tokens"], four_others["plain, both"][0]):
+        close(got, one["plain"])
+
+
+@pytest.mark.parametrize(
+    "name",
+    [*FAMILIES, "llama, cut along tokens", "t5, cut along tokens", "mixtral, replicas", "mixtral, shared experts"],
+)
+def test_every_family(name, one, two_families):
+    # A token between two experts may go to the other one: a norm shows that before the mean loss does.
+    close(two_families[name], one[name.partition(",")[0]], norms=1e-3 if "mixtral" in name else 1e-4)
+
+
+def test_dropout_differs_between_cut_and_whole_products(one, two):
+    assert two["cut"]["losses"] != pytest.approx(one["dropping"]["losses"], rel=1e-5)
+    assert two["cut"]["losses"] != two["cut along tokens"]["losses"]
+
+
+def test_shared_experts_with_other_axes(one, two_families, four_others):
+    for got in four_others["mixtral, shared experts"]:
+        assert got == two_families["mixtral, shared experts"]
+    for got in four_others["mixtral, shared experts otherwise"]:
+        close(got, one["mixtral"], norms=1e-3)
+
+
+@pytest.mark.parametrize("name", ["replicas", "cut", "cut along tokens"])
+def test_same_bits_on_any_pipeline(name, two, four):
+    for got in four[name]:
+        assert got == two[name]
+
+
+def close_losses(run: Path, whole: Path) -> None:
+    expected = figures(whole)
+    for step, (loss, _) in figures(run).items():
+        assert loss == pytest.approx(expected[step][0], rel=1e-5)
+
+
+def verify(run: Path) -> None:
+    """Every checkpoint passes the owner's full check."""
+    for path in sorted((run / "checkpoints").glob("step-*")):
+        command = [program_path("dynmo-ckpt"), "verify", str(path), "--level", "full"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
+        assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    return write_data(tmp_path_factory.mktemp("parallel") / "data")
+
+
+def test_a_run_of_replicas_saves_goes_on_and_is_profiled(data, tmp_path):
+    """From the command line: whole; stopped and gone on with a pipeline and ZeRO; gone on with one process."""
+    whole, stopped, child = (tmp_path / name for name in ("whole", "stopped", "child"))
+    train(data, whole, 2, pipeline_model_parallel_size="1")
+    train(data, stopped, 2, pipeline_model_parallel_size="1", exit_interval="11", DDP_impl="torch")
+    train(data, stopped, 4, pipeline_model_parallel_size="2", load=str(stopped), zero_stage="3")
+    assert figures(stopped) == figures(whole)
+    assert tensors(stopped, 24) == tensors(whole, 24)
+    train(data, child, 1, load=str(stopped / "checkpoints" / "step-00000011"))
+    close_losses(child, whole)
+    header = [line for line in lines(stopped / "profile.jsonl") if line["record"] == "header"][-1]
+    assert header["data_parallel_size"] == 2
+    assert [worker["ranks"] for worker in header["workers"]] == [[0, 1], [2, 3]]
+    step = [line for line in lines(stopped / "profile.jsonl") if line["record"] == "step"][-1]
+    assert len(step["busy_ns"]) == 2
+    assert min(step["forward_ns"]) > 0
+    verify(stopped)
+
+
+def test_a_run_with_cut_products_saves_and_goes_on_on_any_layout(data, tmp_path):
+    """Slices in the checkpoint, the whole in any process that asks for it; and back."""
+    whole, run = tmp_path / "whole", tmp_path / "run"
+    plain = {"attention_dropout": "0", "hidden_dropout": "0", "make_vocab_size_divisible_by": "64"}
+    train(data, whole, 1, make_vocab_size_divisible_by="128", **{k: v for k, v in plain.items() if "dropout" in k})
+    parts = {"tensor_model_parallel_size": "2", **plain}
+    train(data, run, 2, "--sequence-parallel", exit_interval="9", **parts)
+    train(data, run, 1, load=str(run), exit_interval="14", **plain | {"make_vocab_size_divisible_by": "128"})
+    train(data, run, 4, load=str(run), pipeline_model_parallel_size="2", **parts)
+    assert len(figures(run)) == 24
+    close_losses(run, whole)
+    manifest = lines_of_manifest(run, 9)
+    assert manifest["topology"]["tensor_parallel_size"] == 2
+    assert manifest["tensors"]["layers.0.mlp.fc2.weight"]["split_dim"] == 1
+    assert manifest["tensors"]["embedding.word.weight"]["split_dim"] == 0
+    assert manifest["tensors"]["layers.0.mlp.norm.weight"]["split_dim"] is None
+    verify(run)
+
+
+def test_samples_that_grow_are_shared_by_their_tokens(data, tmp_path):
+    growing = {"curriculum_shortest": "8", "curriculum_steps": "6", "train_iters": "8", "eval_interval": "4"}
+    growing |= {"attention_dropout": "0", "hidden_dropout": "0", "lr_decay_iters": "24"}
+    train(data, tmp_path / "one", 1, make_vocab_size_divisible_by="128", **growing)
+    parts = {"tensor_model_parallel_size": "2", "make_vocab_size_divisible_by": "64"}
+    train(data, tmp_path / "two", 2, "--sequence-parallel", **parts, **growing)
+    close_losses(tmp_path / "two", tmp_path / "one")
+    tokens = [line["tokens"] for line in lines(tmp_path / "two" / "metrics.jsonl") if "lm_loss" in line]
+    assert len(set(tokens)) > 2
+
+
+def lines_of_manifest(run: Path, step: int) -> dict:
+    return json.loads((run / "checkpoints" / f"step-{step:08d}" / "manifest.json").read_text())

@@ -1,0 +1,173 @@
+"""A checkpoint goes on on any other layout: no state is lost, and training goes on as if it had not stopped."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from layouts import Layout, engine_on
+from scenario import MICRO_BATCH, MICROBATCHES, batch_of, digest
+from test_parallel import (
+    CUT,
+    D2,
+    DE,
+    FAMILIES,
+    OVERLAP,
+    PD,
+    PE,
+    PLAIN,
+    PT,
+    TD,
+    TE,
+    ZERO,
+    ZERO_3,
+    close_losses,
+    played,
+    verify,
+)
+from whole_runs import figures, lines, train, write_data
+from workers import run_workers
+
+from dynmo_train.checkpoint import open_checkpoint
+from dynmo_train.parallel.dims import ParallelDims
+from dynmo_train.parallel.world import World, lay_out
+from dynmo_train.saving import SavedRun, save, state_reader
+
+pytestmark = [pytest.mark.distributed, pytest.mark.timeout(900)]
+
+
+def facts(step: int) -> SavedRun:
+    return SavedRun(
+        run_id="chain",
+        step=step,
+        consumed_train_samples=step * MICROBATCHES * MICRO_BATCH,
+        data=None,
+        tokenizer={},
+        keep=None,
+    )
+
+
+def whole_state(path: Path) -> dict:
+    """All that a checkpoint says of the run, whatever the layout it was written on."""
+    checkpoint = open_checkpoint(path)
+    manifest = checkpoint.manifest
+    told = {name: manifest[name] for name in ("step", "consumed_train_samples", "rng", "dynamic", "x_progress")}
+    # What a log line shows after a resume is what was aimed at; the masks are among the tensors.
+    told["dynamic"] = {name: each for name, each in told["dynamic"].items() if name != "pruning"}
+    steps = manifest["optimizer"]["steps"]
+    tensors = {name: digest(tensor) for name, tensor in checkpoint.load(checkpoint.names()).items()}
+    return {**told, "steps": dict(sorted(steps.items())), "tensors": dict(sorted(tensors.items()))}
+
+
+def lost(before: dict, after: dict) -> list[str]:
+    """What differs between two states: facts, and tensors by name."""
+    names = before["tensors"].keys() | after["tensors"].keys()
+    differing = [name for name in sorted(names) if before["tensors"].get(name) != after["tensors"].get(name)]
+    return differing + [fact for fact in before if fact != "tensors" and before[fact] != after[fact]]
+
+
+def chain(world: World, layouts: list[Layout], folder: str) -> list[float]:
+    """Train a step on each layout, from the checkpoint of the one before; what is loaded is saved again, the same."""
+    losses = []
+    last: Path | None = None
+    for number, layout in enumerate(layouts, start=1):
+        there = lay_out(world, layout.dims, 60)
+        engine = engine_on(there, layout, build=last is None)
+        if last is not None:
+            checkpoint = open_checkpoint(last)
+            read = state_reader(checkpoint, engine.held, there)
+            engine.restore(read, number - 1, **checkpoint.manifest["x_progress"])
+            again = save(engine, Path(folder) / f"again-{number}", facts(number - 1))
+            if world.is_first:
+                assert lost(whole_state(last), whole_state(again)) == [], f"on layout {number}"
+        result = engine.train_step(batch_of(number, layout.scenario.model), sampled=False)
+        losses.append(result.loss)
+        engine.after_step(number)
+        last = save(engine, Path(folder), facts(number))
+    return losses
+
+
+EXPERTS = replace(FAMILIES["mixtral"], freeze=())
+EVERY_AXIS = [
+    Layout(dims=PE, scenario=EXPERTS, settings=ZERO),
+    Layout(dims=TE, scenario=EXPERTS, settings=CUT),
+    Layout(dims=DE, scenario=EXPERTS, settings=ZERO_3),
+    Layout(dims=PT, scenario=replace(EXPERTS, schedule="zb-v", virtual=2), settings=CUT),
+    Layout(dims=ParallelDims(pipeline=4), scenario=replace(EXPERTS, schedule="zero-bubble")),
+    Layout(dims=TD, scenario=EXPERTS, settings=ZERO | OVERLAP),
+]
+DROPPING = replace(PLAIN, dropout=0.1, precision="fp16", steps=6, freeze=())
+REPLICAS = [
+    Layout(dims=PD, scenario=DROPPING, settings=ZERO_3),
+    Layout(dims=PD, scenario=replace(DROPPING, schedule="zero-bubble")),
+    Layout(dims=PD, scenario=replace(DROPPING, schedule="interleaved-1f1b", virtual=2), settings=OVERLAP),
+    Layout(dims=PD, scenario=replace(DROPPING, schedule="gpipe", recompute=True), settings=ZERO),
+    Layout(dims=PD, scenario=replace(DROPPING, schedule="zb-v", virtual=2), settings=ZERO_3),
+    Layout(dims=PD, scenario=DROPPING),
+]
+
+
+def test_every_axis_may_change(tmp_path):
+    """Experts, tensor, data, ZeRO and pipeline: moments, steps, ties and samples come along."""
+    told = run_workers(chain, 4, EVERY_AXIS, str(tmp_path / "checkpoints"))
+    assert all(losses == told[0] for losses in told)
+    [whole] = played(1, [Layout(dims=ParallelDims(), scenario=replace(EXPERTS, steps=len(EVERY_AXIS)))])
+    assert told[0] == pytest.approx(whole["losses"], rel=1e-5)
+    manifest = open_checkpoint(tmp_path / "checkpoints" / "step-00000003").manifest
+    assert {name for name in manifest["files"] if "-e" in name} >= {"model-p000-t00-e00.safetensors"}
+    verify(tmp_path)
+
+
+def test_the_same_bits_follow_at_as_many_replicas(tmp_path):
+    """With dropout, pruning and a loss scale that falls on the way: random numbers and scale come along too."""
+    told = run_workers(chain, 4, REPLICAS, str(tmp_path / "checkpoints"))
+    [whole] = played(2, [Layout(dims=D2, scenario=DROPPING)])
+    assert told[0] == whole["losses"]
+    assert None in whole["norms"], "a step was skipped"
+    last = whole_state(tmp_path / "checkpoints" / "step-00000006")
+    assert last["tensors"].items() <= {name.removesuffix("@0"): each for name, each in whole["weights"].items()}.items()
+    assert last["x_progress"]["loss_scale"]["scale"] < 2.0**24
+    verify(tmp_path)
+
+
+def test_experts_are_shared_from_the_command_line(tmp_path):
+    """Mixtral with ZeRO and experts dealt out, gone on with by other sizes of every axis, at last by one process."""
+    data = write_data(tmp_path / "data")
+    options = {
+        "num_experts": "4",
+        "moe_aux_loss_coeff": "0.01",
+        "attention_dropout": "0",
+        "hidden_dropout": "0",
+        "make_vocab_size_divisible_by": "64",
+        "train_iters": "8",
+        "eval_interval": "8",
+        "global_batch_size": "8",
+    }
+    one = options | {"make_vocab_size_divisible_by": "128"}
+    cut = {"tensor_model_parallel_size": "2", "pipeline_model_parallel_size": "1"}
+    whole, run = tmp_path / "whole", tmp_path / "run"
+    train(data, whole, 1, **one)
+    experts = {"expert_model_parallel_size": "2", "zero_stage": "2", "exit_interval": "3", **cut}
+    train(data, run, 4, "--sequence-parallel", **options | experts)
+    train(
+        data,
+        run,
+        2,
+        **one,
+        load=str(run),
+        exit_interval="5",
+        pipeline_model_parallel_size="1",
+        expert_model_parallel_size="2",
+        zero_stage="3",
+    )
+    train(data, run, 1, **one, load=str(run))
+    assert len(figures(run)) == 8
+    close_losses(run, whole)
+    files = {path.name for path in (run / "checkpoints" / "step-00000003").glob("*.safetensors")}
+    assert {
+        f"{kind}-p000-t{t:02d}-e{e:02d}.safetensors" for kind in ("model", "optimizer") for t in (0, 1) for e in (0, 1)
+    } <= files
+    header = next(line for line in lines(run / "profile.jsonl") if line["record"] == "header")
+    assert header["expert_parallel_size"] == 2
+    verify(run)

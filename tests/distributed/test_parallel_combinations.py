@@ -1,0 +1,165 @@
+"""Axes, schedules, precisions and families combined: the same bits where placement alone differs, else nearly so.
+
+Each way to share a model meets each other one in a pair at least; a set of processes plays many.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from layouts import Layout
+from scenario import Scenario
+from test_parallel import CUT, D2, DE, E2, FAMILIES, OVERLAP, PD, PE, PLAIN, PT, T2, TD, TE, ZERO, ZERO_3, close, played
+from test_placement import cut, vee
+
+from dynmo_train.models.dynamic import DynamicSettings, SparseAttentionSettings
+from dynmo_train.models.early_exit import ExitSettings
+from dynmo_train.models.mixture_of_depths import DepthSettings
+from dynmo_train.parallel.dims import ParallelDims
+
+pytestmark = [pytest.mark.distributed, pytest.mark.timeout(900)]
+
+STEPS = 4
+DYNAMIC = {
+    "depths": DynamicSettings(depths=DepthSettings(capacity=0.5, every=2, aux_weight=0.01)),
+    "exits": DynamicSettings(exits=ExitSettings(layers=(1, 2), loss_weight=0.3, threshold=0.05, measure="softmax")),
+    "sparse": DynamicSettings(sparse_attention=SparseAttentionSettings(buckets=4, block=4)),
+}
+MODELS = {name: replace(scenario, steps=STEPS) for name, scenario in FAMILIES.items()} | {
+    name: replace(PLAIN, dynamic=settings, steps=STEPS, prune=False, freeze=((3, 1),))
+    for name, settings in DYNAMIC.items()
+}
+
+
+def model(name: str, precision: str = "fp32", **options) -> Scenario:
+    return replace(MODELS[name], precision=precision, **options)
+
+
+def on(dims: ParallelDims, scenario: Scenario, settings: dict | None = None) -> Layout:
+    return Layout(dims=dims, scenario=scenario, settings=settings or {})
+
+
+DROPPING = replace(PLAIN, dropout=0.1, steps=STEPS, freeze=((3, 1),))
+MOVES = ((1, cut(2, 2)), (3, cut(2, 7)))
+BENT = ((2, vee(cut(2, 1, 5, 8))),)
+LOW = {"bf16": replace(DROPPING, precision="bf16"), "fp16": replace(DROPPING, precision="fp16", steps=7)}
+
+ONE = {name: on(ParallelDims(), model(name)) for name in ("bert", "mixtral", "depths", "exits", "sparse", "t5")} | {
+    "bf16": on(ParallelDims(), replace(LOW["bf16"], dropout=0.0))
+}
+TWO = {
+    "gpt": on(D2, DROPPING),
+    "t5": on(D2, model("t5")),
+    "llama bf16": on(D2, model("llama", "bf16")),
+    "bf16": on(D2, LOW["bf16"]),
+    "bf16, zero 2": on(D2, LOW["bf16"], ZERO),
+    "fp16": on(D2, LOW["fp16"], OVERLAP),
+    "fp16, zero 3": on(D2, LOW["fp16"], ZERO_3),
+    "experts fp16": on(E2, model("mixtral", "fp16")),
+    "experts fp16, zero 3": on(E2, model("mixtral", "fp16"), ZERO_3 | OVERLAP),
+    "cut bf16": on(T2, replace(LOW["bf16"], dropout=0.0), CUT),
+    "cut bert bf16": on(T2, model("bert", "bf16"), CUT),
+    **{f"cut {name}": on(T2, model(name), CUT) for name in ("bert", "mixtral", "depths", "exits", "sparse")},
+    "tensor exits": on(T2, model("exits")),
+}
+FOUR = {
+    "gpt, zero 2, zero-bubble": on(PD, replace(DROPPING, schedule="zero-bubble", moves=MOVES), ZERO),
+    "gpt, zero 3, zb-v": on(PD, replace(DROPPING, schedule="zb-v", virtual=2, moves=BENT), ZERO_3 | OVERLAP),
+    "t5, zero 3": on(PD, model("t5", schedule="zero-bubble"), ZERO_3),
+    "llama bf16, zero 2": on(PD, model("llama", "bf16", schedule="interleaved-1f1b", virtual=2), ZERO | OVERLAP),
+    "experts fp16, zero 2": on(PE, model("mixtral", "fp16", schedule="zero-bubble", recompute=True, moves=MOVES), ZERO),
+    "cut bert bf16, zb-v": on(PT, model("bert", "bf16", schedule="zb-v", virtual=2), CUT),
+    "cut exits, moving": on(PT, model("exits", schedule="zero-bubble", moves=MOVES), CUT),
+    "cut experts, zero 3": on(TE, model("mixtral"), CUT | ZERO_3),
+    "more experts, zero 2": on(DE, model("mixtral", schedule="gpipe"), ZERO),
+    "cut depths, zero 2": on(TD, model("depths", recompute=True, selective=True), CUT | ZERO | OVERLAP),
+}
+ALL = on(
+    ParallelDims(pipeline=2, tensor=2, data=2, expert=2),
+    model("mixtral", schedule="interleaved-1f1b", virtual=2, steps=2, moves=((1, cut(2, 1, 5, 8)),)),
+    CUT | ZERO | OVERLAP,
+)
+
+
+@pytest.fixture(scope="module")
+def one():
+    return dict(zip(ONE, played(1, list(ONE.values())), strict=True))
+
+
+@pytest.fixture(scope="module")
+def two():
+    return dict(zip(TWO, played(2, list(TWO.values())), strict=True))
+
+
+@pytest.fixture(scope="module")
+def four():
+    return dict(zip(FOUR, played(4, list(FOUR.values())), strict=True))
+
+
+@pytest.mark.parametrize(
+    ("name", "same"),
+    [
+        ("bf16, zero 2", "bf16"),
+        ("fp16, zero 3", "fp16"),
+        ("experts fp16, zero 3", "experts fp16"),
+    ],
+)
+def test_sharing_parameters_changes_no_bit(name, same, two):
+    assert two[name] == two[same]
+
+
+@pytest.mark.parametrize(
+    ("name", "same"),
+    [
+        ("gpt, zero 2, zero-bubble", "gpt"),
+        ("gpt, zero 3, zb-v", "gpt"),
+        ("t5, zero 3", "t5"),
+        ("llama bf16, zero 2", "llama bf16"),
+        ("experts fp16, zero 2", "experts fp16"),
+        ("cut bert bf16, zb-v", "cut bert bf16"),
+        ("cut exits, moving", "cut exits"),
+    ],
+)
+def test_same_bits_on_any_pipeline(name, same, two, four):
+    assert four[name] == two[same]
+
+
+@pytest.mark.parametrize("name", ["cut bert", "cut mixtral", "cut depths", "cut exits", "tensor exits"])
+def test_what_looks_at_all_tokens_does_so_where_they_are_cut(name, one, two):
+    close(two[name], one[name.split()[1]], norms=1e-3)
+
+
+def test_hash_buckets_of_evaluation_do_not_depend_on_who_holds_a_head(one, two):
+    """In training each rank draws axes of its own, as it draws dropout."""
+    assert two["cut sparse"]["losses"][0] != pytest.approx(one["sparse"]["losses"][0], rel=1e-6)
+    assert two["cut sparse"]["held_out"] == pytest.approx(one["sparse"]["held_out"], rel=1e-3)
+
+
+@pytest.mark.parametrize("name", ["cut experts, zero 3", "more experts, zero 2"])
+def test_experts_are_shared_along_every_other_axis(name, one, four):
+    close(four[name], one["mixtral"], norms=1e-3)
+
+
+def test_depths_with_cut_tokens_replicas_and_recomputation(one, four):
+    close(four["cut depths, zero 2"], one["depths"], norms=1e-3)
+
+
+def test_t5_on_replicas(one, two):
+    close(two["t5"], one["t5"])
+
+
+def test_bfloat16_with_cut_products_is_near_one_process(one, two):
+    assert two["cut bf16"]["losses"] == pytest.approx(one["bf16"]["losses"], rel=1e-3)
+
+
+def test_float16_skips_the_same_steps(two):
+    assert None in two["fp16"]["norms"]
+    assert two["fp16"]["norms"][-1] is not None
+
+
+def test_all_axes_at_once(one):
+    """Eight processes: pipeline, tensor, data and expert parallel, ZeRO, tokens cut, interleaved; and a move."""
+    [got] = played(8, [ALL])
+    assert got["losses"] == pytest.approx(one["mixtral"]["losses"][:2], rel=1e-5)
+    assert got["norms"] == pytest.approx(one["mixtral"]["norms"][:2], rel=1e-3)

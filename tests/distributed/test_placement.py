@@ -1,0 +1,120 @@
+"""Placement never changes the mathematics: one worker against any other way to place the same layers, bit for bit."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+from functools import cache
+
+import pytest
+from scenario import Scenario, merged, play
+from workers import run_workers
+
+from dynmo_train.pipeline.partition import Partition, uniform_partition
+
+pytestmark = [pytest.mark.distributed, pytest.mark.timeout(900)]
+
+NAMES = tuple(item.name for item in Scenario().family().items)
+
+
+def cut(workers: int, *boundaries: int) -> Partition:
+    """A partition that begins stages 1, 2, ... at these items of the list."""
+    ends = [0, *boundaries, len(NAMES)]
+    return Partition(stages=tuple(NAMES[begin:end] for begin, end in itertools.pairwise(ends)), workers=workers)
+
+
+def vee(partition: Partition) -> Partition:
+    """The same stages down the workers and back up."""
+    return replace(partition, vee=True)
+
+
+@cache
+def reference(scenario: Scenario) -> dict:
+    """The scenario on one worker, GPipe, nothing recomputed."""
+    plain = replace(scenario, schedule="gpipe", virtual=1, recompute=False, selective=False, moves=(), start=None)
+    return run_workers(play, 1, plain)[0]
+
+
+WANDER = ((3, cut(2, 2)), (9, cut(2, 7)), (13, cut(2, 1)), (16, cut(2, 9)))
+WANDER_4 = ((5, cut(4, 1, 4, 8)), (10, cut(4, 3, 3, 6)), (15, cut(4, 2, 5, 9)))
+
+CASES = {
+    "1 worker, 1f1b": (1, Scenario()),
+    "1 worker, recompute": (1, Scenario(recompute=True)),
+    "2 workers, gpipe": (2, Scenario(schedule="gpipe")),
+    "2 workers, 1f1b": (2, Scenario()),
+    "2 workers, 1f1b, recompute": (2, Scenario(recompute=True)),
+    "2 workers, 1f1b, moving": (2, Scenario(moves=WANDER)),
+    "2 workers, gpipe, moving, recompute": (2, Scenario(schedule="gpipe", moves=WANDER, recompute=True)),
+    "2 workers, zero-bubble": (2, Scenario(schedule="zero-bubble")),
+    "2 workers, zero-bubble, moving": (2, Scenario(schedule="zero-bubble", moves=WANDER)),
+    "2 workers, interleaved": (2, Scenario(schedule="interleaved-1f1b", virtual=2)),
+    "2 workers, interleaved, moving": (
+        2,
+        Scenario(schedule="interleaved-1f1b", virtual=2, moves=((6, cut(2, 1, 5, 8)), (11, cut(2, 3, 4, 7)))),
+    ),
+    "2 workers, zb-v": (2, Scenario(schedule="zb-v", virtual=2)),
+    "2 workers, zb-v, moving, recompute": (
+        2,
+        Scenario(
+            schedule="zb-v", virtual=2, recompute=True, moves=((6, vee(cut(2, 1, 5, 8))), (11, vee(cut(2, 3, 4, 7))))
+        ),
+    ),
+    "4 workers, 1f1b": (4, Scenario()),
+    "4 workers, 1f1b, moving, an empty stage, recompute": (4, Scenario(moves=WANDER_4, recompute=True)),
+    "4 workers, zero-bubble, moving": (4, Scenario(schedule="zero-bubble", moves=WANDER_4)),
+    "2 workers, tied weights frozen": (2, Scenario(freeze_tied=True, moves=WANDER)),
+    "2 workers, selective recompute": (2, Scenario(recompute=True, selective=True)),
+    "2 workers, bf16, moving": (2, Scenario(precision="bf16", moves=WANDER)),
+    "2 workers, bf16, zero-bubble, recompute": (
+        2,
+        Scenario(precision="bf16", schedule="zero-bubble", recompute=True),
+    ),
+    "4 workers, bf16, moving": (4, Scenario(precision="bf16", moves=WANDER_4)),
+    "2 workers, fp16, moving": (2, Scenario(precision="fp16", moves=WANDER)),
+    "2 workers, untied": (2, Scenario(tied=False, moves=WANDER)),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_same_bits_as_one_worker(name):
+    workers, scenario = CASES[name]
+    same = Scenario(freeze_tied=scenario.freeze_tied, tied=scenario.tied, precision=scenario.precision)
+    expected = reference(same)
+    got = merged(run_workers(play, workers, scenario))
+    assert got["losses"] == expected["losses"]
+    assert got["norms"] == expected["norms"]
+    assert got["scales"] == expected["scales"]
+    assert got["held_out"] == expected["held_out"]
+    assert got["weights"] == expected["weights"]
+
+
+def test_the_scenario_exercises_what_it_claims():
+    """The reference prunes, freezes, clips and drops out: without each of these it has other losses."""
+    base = reference(Scenario())
+    assert min(base["norms"]) > Scenario().clip, "the gradient norm must be above the limit to be clipped"
+    assert any(name.endswith(".mask") for name in base["weights"])
+    frozen = [name for name in NAMES if name.startswith(("layers.0.", "layers.1.", "layers.2."))]
+    assert not [name for name in base["weights"] for item in frozen if name.startswith(item) and "exp_avg" in name]
+    for other in (Scenario(prune=False), Scenario(freeze=()), Scenario(clip=0.0), Scenario(freeze_tied=True)):
+        assert reference(other)["losses"] != base["losses"]
+
+
+def test_lower_precision_stays_near_float32_and_float16_overflows():
+    base = reference(Scenario())
+    for name in ("bf16", "fp16"):
+        other = reference(Scenario(precision=name))
+        assert other["losses"] != base["losses"]
+        assert other["losses"][0] == pytest.approx(base["losses"][0], rel=1e-2)
+        assert other["held_out"] == pytest.approx(base["held_out"], rel=5e-2)
+    half = reference(Scenario(precision="fp16"))
+    assert None in half["norms"], "no step overflowed"
+    scales = half["scales"]
+    assert any(after < before for before, after in itertools.pairwise(scales))
+    assert any(after > before for before, after in itertools.pairwise(scales))
+
+
+def test_uniform_partition_is_megatrons():
+    items = Scenario().family().items
+    assert uniform_partition(items, 2).lists() == [list(NAMES[:5]), list(NAMES[5:])]
+    assert uniform_partition(items, 3).lists() == [list(NAMES[:5]), list(NAMES[5:7]), list(NAMES[7:])]

@@ -1,0 +1,141 @@
+"""`launch hostfile` over a real ssh: a server of our own on loopback, with keys of its own."""
+
+from __future__ import annotations
+
+import getpass
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from whole_runs import arguments, figures, lines, tensors, train, write_data
+
+pytestmark = [pytest.mark.distributed, pytest.mark.timeout(900)]
+
+
+def free_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def answers(port):
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0
+
+
+@pytest.fixture(scope="module")
+def ssh(tmp_path_factory):
+    """The command that reaches 127.0.0.1 and localhost as two hosts."""
+    server = shutil.which("sshd", path=f"{os.environ['PATH']}:/usr/sbin")
+    if server is None or shutil.which("ssh-keygen") is None:
+        pytest.skip("needs OpenSSH's sshd and ssh-keygen")
+    if os.geteuid() == 0:
+        Path("/run/sshd").mkdir(exist_ok=True)  # sshd of root separates its privileges there
+    folder, port = tmp_path_factory.mktemp("ssh"), free_port()
+    for name in ("host", "user"):
+        subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", folder / name], check=True)
+    (folder / "sshd_config").write_text(
+        f"Port {port}\nListenAddress 127.0.0.1\nHostKey {folder}/host\nPidFile none\nUsePAM no\nStrictModes no\n"
+        f"AuthorizedKeysFile {folder}/user.pub\nPermitRootLogin yes\nPasswordAuthentication no\n"
+    )
+    (folder / "config").write_text(
+        f"Port {port}\nUser {getpass.getuser()}\nIdentityFile {folder}/user\nIdentitiesOnly yes\nBatchMode yes\n"
+        f"UserKnownHostsFile {folder}/known\nStrictHostKeyChecking accept-new\nAddressFamily inet\n"
+    )
+    with open(folder / "log", "w") as log:
+        running = subprocess.Popen([server, "-D", "-e", "-f", folder / "sshd_config"], stdout=log, stderr=log)
+        try:
+            end = time.monotonic() + 600
+            while not answers(port):
+                if running.poll() is not None or time.monotonic() > end:
+                    pytest.skip(f"sshd does not start here: {(folder / 'log').read_text()[-300:]}")
+                time.sleep(0.05)
+            yield f"ssh -F {folder}/config"
+        finally:
+            running.terminate()
+            running.wait(600)
+
+
+@pytest.fixture(scope="module")
+def static(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("ssh-runs")
+    data = write_data(folder / "data")
+    train(data, folder / "static", 1)
+    (folder / "hostfile").write_text("# two names of this machine\n127.0.0.1 slots=4\nlocalhost slots=2\n")
+    return folder, data
+
+
+def start(folder, ssh, *words):
+    told = ["launch", "hostfile", "-H", "hostfile", "--ssh", ssh, "--master-port", str(free_port()), *words]
+    return subprocess.Popen(
+        [sys.executable, "-m", "dynmo_train", *told],
+        cwd=folder,
+        stdout=-1,
+        stderr=-1,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def test_the_slots_that_were_picked_train_together(ssh, static):
+    folder, data = static
+    run = folder / "two hosts"
+    launcher = start(folder, ssh, "-i", "127.0.0.1:3@localhost:0", "--", *arguments(data, run))
+    out, err = launcher.communicate(timeout=600)
+    assert launcher.returncode == 0, err
+    assert " iteration       24/" in out
+    assert figures(run) == figures(folder / "static")
+    assert tensors(run, 24) == tensors(folder / "static", 24)
+    (header,) = [record for record in lines(run / "profile.jsonl") if record["record"] == "header"]
+    assert len(header["workers"]) == 2
+
+
+def processes(text):
+    """Numbers of the processes whose command line holds a text."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                words = (entry / "cmdline").read_bytes()
+            except OSError:
+                continue
+            if text.encode() in words:
+                found.append(int(entry.name))
+    return found
+
+
+def test_the_end_of_the_launcher_ends_the_hosts(ssh, static):
+    folder, data = static
+    run = folder / "stopped"
+    told = arguments(data, run, train_iters="100000", eval_interval="100000")
+    launcher = start(folder, ssh, "--exclude", "127.0.0.1:1,2,3@localhost:1", "--", *told)
+    end = time.monotonic() + 600
+    while not (run / "metrics.jsonl").exists():
+        assert launcher.poll() is None, launcher.communicate()
+        assert time.monotonic() < end, "no steps"
+        time.sleep(0.05)
+    devices = set()
+    for pid in processes(str(run)):
+        variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+        devices |= {word for word in variables if word.startswith(b"CUDA_VISIBLE_DEVICES=")}
+    assert devices == {b"CUDA_VISIBLE_DEVICES=0"}
+    launcher.kill()  # it can tell nobody: the connections end with it
+    launcher.communicate()
+    end = time.monotonic() + 600
+    while left := processes(str(run)):
+        assert time.monotonic() < end, left
+        time.sleep(0.1)
+
+
+def test_a_host_without_a_server_is_named(ssh, static, tmp_path):
+    folder, data = static
+    (tmp_path / "hosts").write_text("nowhere.invalid slots=1\n")
+    launcher = start(folder, ssh, "-H", str(tmp_path / "hosts"), "--", *arguments(data, folder / "none"))
+    _, err = launcher.communicate(timeout=600)
+    assert launcher.returncode != 0
+    assert "the connection to nowhere.invalid failed" in err

@@ -1,0 +1,175 @@
+"""The techniques on BERT, Llama and, sparse attention, T5: against dense references, cost, any placement."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+
+import pytest
+import torch
+from families import SAMPLES
+from scenario import Scenario, merged, play
+from torch.utils.flop_counter import FlopCounterMode
+from workers import run_workers
+
+from dynmo_train.dynamics.pruning_units import PruningRule
+from dynmo_train.models.dynamic import DynamicFamily, DynamicSettings, SparseAttentionSettings
+from dynmo_train.models.early_exit import ExitSettings
+from dynmo_train.models.hashed_attention import hash_directions
+from dynmo_train.models.items import Reported, output_of
+from dynmo_train.models.mixture_of_depths import DepthSettings
+from dynmo_train.pipeline.partition import Partition
+
+pytestmark = [pytest.mark.distributed, pytest.mark.timeout(900)]
+
+CPU = torch.device("cpu")
+FAMILIES = ("bert", "llama")
+DEPTHS = DepthSettings(capacity=0.5, every=2, aux_weight=0.01)
+EXITS = ExitSettings(layers=(0,), loss_weight=0.3, threshold=0.0008, measure="softmax")
+ALL = DynamicSettings(
+    depths=DEPTHS,
+    exits=replace(EXITS, threshold=0.003),
+    sparse_attention=SparseAttentionSettings(buckets=4, block=4),
+)
+
+
+def family(model: str, settings: DynamicSettings) -> DynamicFamily:
+    base = SAMPLES[model].family
+    base = type(base)(replace(base.shape, hidden_dropout=0.0, attention_dropout=0.0))
+    return DynamicFamily(base, settings, seed=5, width=32, std=1.0)
+
+
+def run(changed: DynamicFamily, inputs, *, layers=None):
+    """The stream behind the last block (or so many), and what each item reported."""
+    values, told = {}, {}
+    for item in changed.items[:-1][:layers]:
+        module = changed.build(item.name, CPU)
+        result = module(*(values[n] for n in item.reads), *(inputs[n] for n in item.inputs))
+        values[item.writes] = output_of(result)
+        if isinstance(result, Reported):
+            values.update(result.side)
+            told[item.name] = result
+    return values, told
+
+
+def batch(model: str):
+    return SAMPLES[model].inputs(3, torch.Generator().manual_seed(1))
+
+
+def seen_of(model: str, inputs, shape) -> torch.Tensor:
+    return inputs["seen"].bool() if model == "bert" else torch.ones(shape, dtype=torch.bool)
+
+
+@pytest.mark.parametrize("model", FAMILIES)
+def test_a_routed_block_equals_the_dense_block_with_masks(model):
+    changed, inputs = family(model, DynamicSettings(depths=DEPTHS)), batch(model)
+    assert [item.name for item in changed.items[1:4]] == ["layers.0.attention", "layers.0.mlp", "layers.1"]
+    x = run(changed, inputs, layers=3)[0]["hidden"].detach()
+    block = changed.build("layers.1", CPU)
+    seen = seen_of(model, inputs, x.shape[:2])
+    got = block(x, seen) if model == "bert" else block(x)
+    scores = torch.nn.functional.linear(x, block.attention.router.weight)[..., 0]
+    through = torch.zeros(x.shape[:2], dtype=torch.bool).scatter(1, scores.topk(8, dim=1).indices, True)
+    dense = block.mlp(output_of(block.attention(x, seen & through)))
+    expected = torch.where(through[..., None], x + scores.sigmoid()[..., None] * (output_of(dense) - x), x)
+    torch.testing.assert_close(got.output, expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("model", FAMILIES)
+def test_items_behind_an_exit_equal_the_dense_items_with_masks(model):
+    changed, inputs = family(model, DynamicSettings(exits=EXITS)), batch(model)
+    values, told = run(changed, inputs, layers=3)
+    x, left = values["hidden"].detach(), values["left"].bool()
+    assert 0 < float(left.float().mean()) < 1
+    attention, mlp = (changed.build(f"layers.1.{part}", CPU) for part in ("attention", "mlp"))
+    inner = attention(x, values["left"], *([inputs["seen"]] if model == "bert" else []))
+    got = mlp(inner.output, values["left"]).output
+    plain_attention, plain_mlp = (changed.base.build(f"layers.1.{part}", CPU) for part in ("attention", "mlp"))
+    seen = seen_of(model, inputs, x.shape[:2])
+    dense = output_of(plain_mlp(output_of(plain_attention(x, seen & ~left))))
+    torch.testing.assert_close(got, torch.where(left[..., None], x, dense), rtol=1e-4, atol=1e-5)
+    assert float(told["layers.0.mlp"].figures["exit_loss"]) > 0
+
+
+class SameBucket:
+    """In the place of hashed attention: dense attention whose mask is that of the same buckets."""
+
+    def __init__(self, hashed) -> None:
+        self.hashed = hashed
+
+    def attend(self, q, k, v, seen, *, causal, dropout, training):
+        B, H, T, K = q.shape
+        axes = self.hashed._rotation(H, K, q.device, training)
+        same = hash_directions(q, axes)[..., :, None] == hash_directions(k, axes)[..., None, :]
+        same &= torch.ones(T, T, dtype=torch.bool).tril() if causal else True
+        same &= torch.ones(B, T, dtype=torch.bool)[:, None, None] if seen is None else seen.bool()[:, None, None]
+        scores = (q @ k.transpose(2, 3) / K**0.5).masked_fill(~same, -torch.inf)
+        return scores.softmax(-1).nan_to_num(0.0) @ v
+
+
+@pytest.mark.parametrize("model", [*FAMILIES, "t5"])
+def test_sparse_attention_equals_dense_attention_within_buckets(model):
+    changed = family(model, DynamicSettings(sparse_attention=SparseAttentionSettings(buckets=4, block=4)))
+    values = {}
+    inputs, sparse = batch(model), 0
+    for item in changed.items[:-1]:
+        module = changed.build(item.name, CPU).eval()
+        given = (*(values[n] for n in item.reads), *(inputs[n] for n in item.inputs))
+        got = output_of(module(*given))
+        hashed = getattr(module, "sparse", None)
+        if hashed is not None:
+            sparse += 1
+            module.sparse = SameBucket(hashed)
+            torch.testing.assert_close(got, output_of(module(*given)), rtol=1e-4, atol=1e-5)
+        values[item.writes] = got.detach()
+    assert sparse == sum(item.kind == "attention" for item in changed.items)
+
+
+def flops(model: str, settings: DynamicSettings, tokens: int = 16) -> int:
+    """Operations of all blocks forward."""
+    changed, inputs = family(model, settings), batch(model)
+    with FlopCounterMode(display=False) as counter:
+        run(changed, inputs)
+    return counter.get_total_flops()
+
+
+@pytest.mark.parametrize("model", FAMILIES)
+def test_the_cost_falls(model):
+    plain = flops(model, DynamicSettings())
+    routed = flops(model, DynamicSettings(depths=replace(DEPTHS, capacity=0.25)))
+    gone = flops(model, DynamicSettings(exits=replace(EXITS, measure="saturation", threshold=0.0, loss_weight=0.0)))
+    blocks = len({item.layer for item in SAMPLES[model].family.items}) - 2
+    # Of the routed half of the blocks three quarters are saved; of the blocks behind an exit that all take nearly all
+    assert routed < plain * (1 - 0.7 * (blocks // 2) / blocks)
+    head = flops(model, DynamicSettings(exits=replace(EXITS, measure="saturation", threshold=1.0, loss_weight=0.0)))
+    assert head - gone > 0.8 * plain * (blocks - 1) / blocks
+
+
+@cache
+def reference(model: str) -> dict:
+    return run_workers(play, 1, scenario(model, schedule="gpipe"))[0]
+
+
+def scenario(model: str, **options) -> Scenario:
+    dynamic = replace(ALL, depths=None, exits=None) if model == "t5" else ALL
+    rule = PruningRule(mode="structured")
+    return Scenario(model=model, steps=8, freeze=((5, 1),), dynamic=dynamic, rule=rule, **options)
+
+
+def cut(model: str, at: int) -> Partition:
+    names = tuple(item.name for item in scenario(model).family().items)
+    return Partition(stages=(names[:at], names[at:]), workers=2)
+
+
+@pytest.mark.parametrize("model", [*FAMILIES, "t5"])
+def test_all_of_them_at_once_give_the_bits_of_one_worker(model):
+    moves = ((3, cut(model, 2)), (6, cut(model, 4)))
+    expected = reference(model)
+    got = merged(run_workers(play, 2, scenario(model, moves=moves)))
+    for part in ("losses", "norms", "held_out", "figures", "weights"):
+        assert got[part] == expected[part], part
+    if model == "t5":
+        return
+    figures = expected["figures"][-1]
+    assert 0 < figures["layers.0.mlp"]["exit_share"][0] < 1
+    assert 0.3 < figures["layers.1"]["depth_share"][0] < 0.8

@@ -1,0 +1,141 @@
+"""Techniques that change the model: one worker against any placement, bit for bit, with everything else on as well."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+from functools import cache
+
+import pytest
+from scenario import Scenario, calls_of_front, merged, play
+from workers import run_workers
+
+from dynmo_train.dynamics.plasticity import PlasticityRule
+from dynmo_train.dynamics.pruning_units import PruningRule
+from dynmo_train.models.dynamic import DynamicSettings, SparseAttentionSettings
+from dynmo_train.models.early_exit import ExitSettings
+from dynmo_train.models.experts import MoeShape
+from dynmo_train.models.mixture_of_depths import DepthSettings
+from dynmo_train.pipeline.partition import Partition
+
+pytestmark = [pytest.mark.distributed, pytest.mark.timeout(900)]
+
+PLASTICITY = PlasticityRule(interval=1, window=2, tolerance=0.9, patience=1, most=2)
+
+TECHNIQUES = {
+    "depths": DynamicSettings(depths=DepthSettings(capacity=0.5, every=2, aux_weight=0.01)),
+    "exits": DynamicSettings(exits=ExitSettings(layers=(0, 2), loss_weight=0.3, threshold=0.003, measure="softmax")),
+    "saturation": DynamicSettings(
+        exits=ExitSettings(layers=(1,), loss_weight=0.3, threshold=0.98, measure="saturation")
+    ),
+    "depths and exits": DynamicSettings(
+        depths=DepthSettings(capacity=0.5, every=2, aux_weight=0.01),
+        exits=ExitSettings(layers=(0, 1), loss_weight=0.3, threshold=0.003, measure="softmax"),
+    ),
+    "structured": PruningRule(mode="structured", scope="global"),
+    "layer by layer": PruningRule(mode="structured", scope="layer"),
+    "adaptive": PLASTICITY,
+    "expert choice": MoeShape(num_experts=4, top_k=2, routing="expert-choice"),
+    "balanced experts": MoeShape(num_experts=4, top_k=1, routing="balanced"),
+    "2:4": PruningRule(mode="2:4"),
+    "sparse": DynamicSettings(sparse_attention=SparseAttentionSettings(buckets=4, block=4)),
+}
+
+
+def scenario(technique: str, **options) -> Scenario:
+    asked = TECHNIQUES[technique]
+    if isinstance(asked, MoeShape):
+        return Scenario(steps=12, moe=asked, **options)
+    if isinstance(asked, PlasticityRule):
+        return Scenario(steps=12, plasticity=asked, **options)
+    if isinstance(asked, PruningRule):
+        return Scenario(steps=12, rule=asked, **options)
+    return Scenario(steps=12, dynamic=asked, **options)
+
+
+def cut(technique: str, *boundaries: int) -> Partition:
+    names = tuple(item.name for item in scenario(technique).family().items)
+    ends = [0, *boundaries, len(names)]
+    stages = tuple(names[begin:end] for begin, end in itertools.pairwise(ends))
+    return Partition(stages=stages, workers=2)
+
+
+@cache
+def reference(technique: str) -> dict:
+    return run_workers(play, 1, scenario(technique, schedule="gpipe"))[0]
+
+
+CASES = {
+    "depths, moving": (2, "depths", {"moves": True, "recompute": True}),
+    "depths, zero-bubble": (2, "depths", {"schedule": "zero-bubble"}),
+    "exits, moving": (2, "exits", {"moves": True, "recompute": True}),
+    "exits, zero-bubble": (2, "exits", {"schedule": "zero-bubble"}),
+    "exits, interleaved": (2, "exits", {"schedule": "interleaved-1f1b", "virtual": 2}),
+    "saturation, moving": (2, "saturation", {"moves": True}),
+    "depths and exits, moving": (2, "depths and exits", {"moves": True, "recompute": True}),
+    "structured, moving": (2, "structured", {"moves": True, "recompute": True}),
+    "layer by layer": (2, "layer by layer", {"moves": True}),
+    "expert choice, moving": (2, "expert choice", {"moves": True}),
+    "balanced experts, moving": (2, "balanced experts", {"moves": True, "recompute": True}),
+    "2:4": (2, "2:4", {}),
+    "adaptive, moving": (2, "adaptive", {"moves": True}),
+    "adaptive, zero-bubble": (2, "adaptive", {"schedule": "zero-bubble", "recompute": True}),
+    "sparse, moving": (2, "sparse", {"moves": True, "recompute": True}),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_same_bits_as_one_worker(name):
+    workers, technique, options = CASES[name]
+    options = dict(options)
+    if options.pop("moves", False):
+        options["moves"] = ((3, cut(technique, 2)), (7, cut(technique, 4)))
+    expected = reference(technique)
+    got = merged(run_workers(play, workers, scenario(technique, **options)))
+    for key in ("losses", "norms", "held_out", "figures", "weights"):
+        assert got[key] == expected[key], key
+
+
+@pytest.mark.parametrize("technique", TECHNIQUES)
+def test_the_scenario_exercises_the_technique(technique):
+    told = reference(technique)
+    plain = run_workers(
+        play,
+        1,
+        replace(scenario(technique, schedule="gpipe"), dynamic=None, rule=PruningRule(), plasticity=None, moe=None),
+    )[0]
+    assert told["losses"] != plain["losses"]
+    if technique == "adaptive":
+        kept = {name for name in told["weights"] if name.endswith(".exp_avg")}
+        frozen = [layer for layer in range(4) if f"layers.{layer}.mlp.fc1.weight.exp_avg" not in kept]
+        assert frozen == [0, 1], "two layers froze, one after the other, and dropped their moments"
+        return
+    figures = told["figures"][-1]
+    if "expert" in technique:
+        loads = figures["layers.3.mlp"]["expert_tokens"]
+        assert max(loads) == min(loads), "every expert has as much to do"
+    if technique == "depths":
+        assert figures["layers.1"]["depth_share"] == [0.5]
+    if technique == "depths and exits":
+        shares = [step["layers.1"]["exit_share"][0] for step in told["figures"]]
+        before = [step["layers.0.mlp"]["exit_share"][0] for step in told["figures"]]
+        assert all(early <= late < 1 for early, late in zip(before, shares, strict=True))
+        assert any(early < late for early, late in zip(before, shares, strict=True))
+        assert 0.4 < figures["layers.3"]["depth_share"][0] < 0.7, "half of what is left goes through"
+    if technique in ("exits", "saturation"):
+        shares = [
+            step[f"layers.{TECHNIQUES[technique].exits.layers[0]}.mlp"]["exit_share"][0] for step in told["figures"]
+        ]
+        assert all(0 < share < 1 for share in shares), "tokens leave, and tokens stay"
+
+
+def test_the_cached_front_is_not_run_again_and_gives_the_same_bits():
+    """Frozen after step 2, samples again from step 5 on: with room for all of them the front runs no more."""
+    plain = Scenario(steps=8, freeze=((2, 1),), prune=False, epoch=4, freeze_tied=True)
+    [(losses, calls)] = run_workers(calls_of_front, 1, replace(plain, cache_bytes=1 << 24))
+    [(again, every)] = run_workers(calls_of_front, 1, replace(plain, cache_bytes=1))
+    assert losses == again
+    assert {step for step in every if step > 2} == {3, 4, 5, 6, 7, 8}
+    assert max(calls) == 6, "steps 5 and 6 bring the samples of 1 and 2, which were not frozen then"
+    over_two = run_workers(calls_of_front, 2, replace(plain, cache_bytes=1 << 24))
+    assert over_two[0][0] == losses

@@ -1,0 +1,103 @@
+"""Two hosts for real: namespaces joined by a veth, a launcher in each, gloo between them, and one that is lost."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+
+import pytest
+from hand_planner import BY_HAND, HandPlanner
+from whole_runs import arguments, events, figures, lines, tensors, train, write_data
+
+pytestmark = [pytest.mark.distributed, pytest.mark.timeout(900)]
+
+LONG = {"train_iters": "48", "save_interval": "6", "eval_interval": "48"}
+
+
+def ip(*words):
+    return subprocess.run(["ip", *words], check=True, capture_output=True, text=True).stdout
+
+
+@pytest.fixture
+def hosts():
+    """Names of two namespaces, with the addresses 10.213.0.1 and 10.213.0.2 on the ends of one link."""
+    if os.geteuid() or shutil.which("ip") is None:
+        pytest.skip("needs root and iproute2")
+    names = [f"dynmo-{os.getpid()}-{number}" for number in (0, 1)]
+    try:
+        ip("netns", "add", names[0])
+    except subprocess.CalledProcessError as error:
+        pytest.skip(f"no network namespaces here: {error.stderr.strip()}")
+    try:
+        ip("netns", "add", names[1])
+        ip("-n", names[0], "link", "add", "wire", "type", "veth", "peer", "name", "wire", "netns", names[1])
+        for number, name in enumerate(names):
+            ip("-n", name, "address", "add", f"10.213.0.{number + 1}/24", "dev", "wire")
+            ip("-n", name, "link", "set", "wire", "up")
+            ip("-n", name, "link", "set", "lo", "up")
+        yield names
+    finally:
+        for name in names:
+            listed = subprocess.run(["ip", "netns", "pids", name], capture_output=True, text=True, check=False).stdout
+            for pid in map(int, listed.split()):
+                os.kill(pid, signal.SIGKILL)
+            subprocess.run(["ip", "netns", "delete", name], capture_output=True, check=False)
+
+
+def start(name, rank, folder, told):
+    """A launcher of one process on a host."""
+    node = ["launch", "node", "--nproc", "1", "--nnodes", "1:2", "--node-rank", str(rank), "--max-restarts", "1"]
+    node += ["--master-addr", "10.213.0.1", "--master-port", "29500", "--node-timeout-s", "4", "--grace-s", "1"]
+    node += ["--log-dir", str(folder / "logs"), "--"]
+    return subprocess.Popen(
+        ["ip", "netns", "exec", name, sys.executable, "-m", "dynmo_train", *node, *told],
+        cwd=folder,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def sent_bytes(name):
+    """What has left the host by the wire."""
+    fields = ip("netns", "exec", name, "cat", "/proc/net/dev").split("wire:")[1].split()
+    return int(fields[8])
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    """Data, and a run in one process."""
+    folder = tmp_path_factory.mktemp("hosts")
+    data = write_data(folder / "data")
+    train(data, folder / "static", 1, **LONG)
+    return folder, data
+
+
+def test_layers_move_between_hosts_and_the_loss_of_one_changes_no_bit(hosts, undisturbed):
+    folder, data = undisturbed
+    run = folder / "two"
+    told = arguments(data, run, *BY_HAND, "--save", str(run), "--load", str(run), **LONG)
+    first, second = (start(name, rank, folder, told) for rank, name in enumerate(hosts))
+    planner = HandPlanner(run)
+    for step, cut in ((3, 2), (6, 7)):
+        planner.wait_for_ask(step, first, second)
+        planner.answer([planner.items()[:cut], planner.items()[cut:]])
+    planner.wait_for_ask(9, first, second)
+    over_the_wire = sent_bytes(hosts[1])
+    ip("-n", hosts[0], "link", "set", "wire", "down")  # the cable is cut: nobody hears of it but by silence
+    _, words = first.communicate(timeout=600)
+    assert first.returncode == 0, words
+    assert "node 1 has been silent for 4 s" in words
+    assert "starting again with 1 processes" in words
+    _, other = second.communicate(timeout=600)
+    assert second.returncode == 75, other
+    assert "node 0 at 10.213.0.1" in other
+    assert [event["bytes"] > 10_000 for event in events(run, "plan_taken")] == [True, True]
+    assert "nothing to move" in events(run, "planner")[-1]["message"]
+    assert over_the_wire > 100_000
+    assert len([record for record in lines(run / "profile.jsonl") if record["record"] == "header"]) == 2
+    assert figures(run) == figures(folder / "static")
+    assert tensors(run, 48) == tensors(folder / "static", 48)

@@ -1,0 +1,135 @@
+"""The pools of processes that play the scenarios of the distributed tests."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+import warnings
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+import workers
+from workers import run_workers
+
+from dynmo_train import engine
+from dynmo_train.pipeline import stage
+
+pytestmark = pytest.mark.distributed
+SIZE = 2
+
+
+def processes(world):
+    total = torch.ones(1)
+    dist.all_reduce(total)
+    return os.getpid(), int(total), world.rank
+
+
+def state(world):
+    return (
+        os.environ.get("LEFT"),
+        os.getcwd(),
+        sys.argv,
+        signal.getsignal(signal.SIGTERM) == signal.SIG_DFL,
+        len(warnings.filters),
+        random.random(),
+        np.random.random(),
+        torch.rand(1).item(),
+        torch.get_default_dtype(),
+        torch.get_num_threads(),
+        torch.is_grad_enabled(),
+        torch.are_deterministic_algorithms_enabled(),
+        engine.gradient_norm is None,
+        engine.Engine.train_step is None,
+        stage.ItemStage.backward_one_chunk is stage.ItemStage.forward_one_chunk,
+    )
+
+
+def disorder(world):
+    os.environ["LEFT"] = "1"
+    os.chdir("/")
+    sys.argv = ["other"]
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    warnings.simplefilter("error")
+    for seed in (random.seed, np.random.seed, torch.manual_seed):
+        seed(5)
+    torch.set_default_dtype(torch.float64)
+    torch.set_num_threads(3)
+    torch.set_grad_enabled(False)
+    torch.use_deterministic_algorithms(True)
+    engine.gradient_norm = None
+    engine.Engine.train_step = None
+    stage.ItemStage.backward_one_chunk = stage.ItemStage.forward_one_chunk
+    return os.getpid()
+
+
+def fault(world, kind):
+    if world.rank == 1:
+        if kind == "raises":
+            raise KeyError("by intent")
+        if kind == "dies":
+            os._exit(3)
+        time.sleep(3600)
+    dist.barrier()
+
+
+def leaves_a_file(world, path):
+    globals()["_kept"] = open(path, "w")  # noqa: SIM115
+    return os.getpid()
+
+
+def test_scenarios_of_a_size_share_processes_in_new_worlds():
+    first, second = run_workers(processes, SIZE), run_workers(processes, SIZE)
+    assert first == second
+    assert [(total, rank) for _, total, rank in first] == [(2, 0), (2, 1)]
+    (own, _, _), _ = run_workers(processes, SIZE, fresh=True)
+    assert own not in {pid for pid, _, _ in first}
+    assert run_workers(processes, SIZE) == first
+
+
+def test_a_scenario_sees_nothing_of_the_one_before():
+    before = run_workers(state, SIZE)
+    pids = run_workers(disorder, SIZE)
+    assert run_workers(state, SIZE) == before
+    assert [pid for pid, _, _ in run_workers(processes, SIZE)] == pids
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"), [("raises", "by intent"), ("dies", "worker 1 of 2 died"), ("hangs", "did not answer")]
+)
+def test_a_failed_scenario_costs_its_pool_alone(monkeypatch, kind, message):
+    if kind == "hangs":
+        monkeypatch.setattr(workers, "TIMEOUT_S", 3)
+    before, alone = run_workers(processes, SIZE), run_workers(processes, 1)
+    with pytest.raises(AssertionError, match=message):
+        run_workers(fault, SIZE, kind)
+    monkeypatch.undo()
+    assert not any(Path(f"/proc/{pid}").exists() for pid, _, _ in before)
+    after = run_workers(processes, SIZE)
+    assert not {pid for pid, _, _ in before} & {pid for pid, _, _ in after}
+    assert run_workers(processes, 1) == alone
+
+
+def test_a_scenario_that_leaves_a_file_open_costs_its_pool(tmp_path):
+    left = run_workers(leaves_a_file, SIZE, str(tmp_path / "file"))
+    assert not set(left) & {pid for pid, _, _ in run_workers(processes, SIZE)}
+
+
+def test_workers_end_with_the_process_that_started_them():
+    program = (
+        "import os, sys\nfrom workers import _Pool\nif __name__ == '__main__':\n    pool = _Pool(1)\n"
+        "    print(pool._processes[0].pid, flush=True)\n    os.kill(os.getpid(), 9)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=Path(__file__).parent, stdout=-1, stderr=-1, text=True, timeout=600
+    )
+    end = time.monotonic() + 600
+    while Path(f"/proc/{done.stdout.strip()}").exists():
+        assert time.monotonic() < end, "the worker outlives its parent"
+        time.sleep(0.02)

@@ -1,0 +1,125 @@
+"""Small whole training runs from the command line, over a data set made here."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import signal
+import struct
+import sys
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+from workers import run_workers
+
+OPTIONS = {
+    "num-layers": "4",
+    "hidden-size": "32",
+    "num-attention-heads": "4",
+    "seq-length": "32",
+    "micro-batch-size": "2",
+    "global-batch-size": "16",
+    "train-iters": "24",
+    "lr": "2e-3",
+    "vocab-size": "97",
+    "split": "80,20,0",
+    "eval-iters": "1",
+    "eval-interval": "12",
+    "log-interval": "8",
+    "clip-grad": "0.3",
+    "pruning-start-iter": "4",
+    "pruning-end-iter": "12",
+    "pruning-freq": "4",
+    "freeze-schedule": "6:1,14:2",
+    "rebalance-interval": "3",
+    "granularity": "sublayer",
+}
+
+
+def write_data(prefix: Path) -> Path:
+    """An indexed data set of 60 documents with some structure, in the mmap form."""
+    random = np.random.default_rng(5)
+    documents = [(np.cumsum(random.integers(1, 4, random.integers(80, 300))) % 97).astype("<u2") for _ in range(60)]
+    prefix.with_suffix(".bin").write_bytes(b"".join(document.tobytes() for document in documents))
+    lengths = np.array([len(document) for document in documents])
+    header = b"MMIDIDX\x00\x00" + struct.pack("<QBQQ", 1, 8, len(documents), len(documents) + 1)
+    pointers = np.concatenate([[0], lengths.cumsum()[:-1] * 2])
+    arrays = (lengths.astype("<i4"), pointers.astype("<i8"), np.arange(len(documents) + 1).astype("<i8"))
+    prefix.with_suffix(".idx").write_bytes(header + b"".join(array.tobytes() for array in arrays))
+    return prefix
+
+
+def arguments(data: Path, run: Path, *extra: str, **options: str | None) -> list[str]:
+    """What a run is told; ``options`` go over ``OPTIONS``, underscores for dashes; None leaves one out."""
+    merged = OPTIONS | {name.replace("_", "-"): value for name, value in options.items()}
+    flags = [part for name, value in merged.items() if value is not None for part in (f"--{name}", value)]
+    return ["pretrain", "gpt", "--data-path", str(data), "--run-dir", str(run), "--sparsify", *flags, *extra]
+
+
+def command(data: Path, run: Path, workers: int, *extra: str, **options: str) -> list[str]:
+    """The command line of a run, with the launcher where there are several workers."""
+    train = arguments(data, run, *extra, **options)
+    launch = ["launch", "local", "--nproc", str(workers), "--log-dir", str(run.parent / f"{run.name}-logs"), "--"]
+    program = [sys.executable, "-m", "dynmo_train"]
+    return [*program, *launch, *train] if workers > 1 else [*program, *train]
+
+
+def run_command(told: list[str]) -> tuple[int, str]:
+    """The command in this process: its exit code and what it said on stderr."""
+    from dynmo_train.cli import main
+
+    sys.argv = ["dynmo-train", *told]
+    talk = io.StringIO()
+    with contextlib.redirect_stderr(talk), contextlib.redirect_stdout(io.StringIO()):
+        try:
+            main()
+        except SystemExit as stop:
+            return int(stop.code or 0), talk.getvalue()
+    return 0, talk.getvalue()
+
+
+def interrupted_command(told: list[str], run: str) -> tuple[int, str]:
+    """A run whose first process gets SIGUSR1 after its first steps, and whose second one SIGTERM after that save."""
+    rank = int(os.environ["RANK"])
+    sign, number = (("metrics.jsonl", signal.SIGUSR1), ("checkpoints/LATEST", signal.SIGTERM))[rank]
+
+    def interrupt() -> None:
+        # Empty files may exist before training starts; until then a run ignores these signals.
+        while not ((Path(run) / sign).exists() and (Path(run) / sign).stat().st_size):
+            time.sleep(0.002)
+        os.kill(os.getpid(), number)
+
+    threading.Thread(target=interrupt, daemon=True).start()
+    return run_command(told)
+
+
+def train(data: Path, run: Path, workers: int, *extra: str, **options: str | None) -> str:
+    """Run to the end in processes that have torch loaded already; must succeed. What worker 0 said on stderr."""
+    told = run_workers(run_command, workers, arguments(data, run, *extra, **options), joins=False)
+    assert [code for code, _ in told] == [0] * workers, told
+    return str(told[0][1])
+
+
+def lines(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def figures(run: Path) -> dict[int, tuple]:
+    """Step -> (loss, gradient norm); a resumed step counts once."""
+    return {
+        line["step"]: (line["lm_loss"], line["grad_norm"]) for line in lines(run / "metrics.jsonl") if "lm_loss" in line
+    }
+
+
+def tensors(run: Path, step: int) -> dict[str, str]:
+    """Tensor name -> CRC-32 in the checkpoint of a step."""
+    manifest = json.loads((run / "checkpoints" / f"step-{step:08d}" / "manifest.json").read_text())
+    return {name: entry["shards"][0]["crc32"] for name, entry in manifest["tensors"].items()}
+
+
+def events(run: Path, kind: str) -> list[dict]:
+    return [event for event in lines(run / "events.jsonl") if event["kind"] == kind]

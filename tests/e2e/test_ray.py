@@ -1,0 +1,161 @@
+"""A real Ray cluster on this machine, of one node with two CPUs, and ``dynmo-prep --executor ray`` on it.
+
+Skipped where ray is not installed (``pip install 'dynmo-toolkit[ray]'``).
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.timeout(600)
+
+MARK = "DYNMO_RAY_TEST"
+TEXT = "The river runs past the old mill and the water turns its heavy wheel all day long. "
+
+
+def free_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def prep(folder, *words, address="", code=0):
+    """Run dynmo-prep in a folder: stderr."""
+    environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
+    environment |= {"RAY_ADDRESS": address} if address else {}
+    done = subprocess.run(
+        [sys.executable, "-m", "dynmo_tools", *map(str, words)],
+        cwd=folder, env=environment, capture_output=True, text=True, timeout=300, check=False,
+    )  # fmt: skip
+    assert done.returncode == code, done.stderr
+    return done.stderr
+
+
+def marked(name):
+    """The processes of this cluster whose title begins with a name."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                title, environment = (entry / "cmdline").read_bytes(), (entry / "environ").read_bytes()
+            except OSError:
+                continue
+            if title.startswith(name.encode()) and f"{MARK}={os.getpid()}".encode() in environment.split(b"\0"):
+                found.append(int(entry.name))
+    return found
+
+
+@pytest.fixture(scope="module")
+def needs_ray():
+    if importlib.util.find_spec("ray") is None:
+        pytest.skip("needs ray: pip install 'dynmo-toolkit[ray]'")
+
+
+@pytest.fixture(scope="module")
+def address(needs_ray):
+    """The address of a cluster that is started here, in a folder that no command runs in."""
+    folder = Path(tempfile.mkdtemp(prefix="ray-"))  # short: Ray puts sockets below it
+    port = free_port()
+    words = ["start", "--head", "--block", f"--port={port}", "--num-cpus=2", "--include-dashboard=false"]
+    words += ["--node-ip-address=127.0.0.1", f"--temp-dir={folder}", "--object-store-memory=100000000"]
+    with open(folder / "log", "w") as log:
+        head = subprocess.Popen(
+            [sys.executable, "-c", "from ray.scripts.scripts import main; main()", *words],
+            cwd=folder, env={**os.environ, MARK: str(os.getpid())}, stdout=log, stderr=log, start_new_session=True,
+        )  # fmt: skip
+        try:
+            end = time.monotonic() + 120
+            while "Ray runtime started" not in (folder / "log").read_text():
+                assert head.poll() is None, (folder / "log").read_text()
+                assert time.monotonic() < end, (folder / "log").read_text()
+                time.sleep(0.1)
+            yield f"127.0.0.1:{port}"
+        finally:
+            head.terminate()
+            try:
+                head.wait(60)
+            except subprocess.TimeoutExpired:
+                os.killpg(head.pid, signal.SIGKILL)
+                head.wait()
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def corpus(folder, documents):
+    folder.mkdir()
+    rows = [
+        {"text": TEXT * 8 + f"Number {number}. " * (number % 5), "url": f"u{number}"} for number in range(documents)
+    ]
+    (folder / "in.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder
+
+
+def test_relative_paths_work_on_a_cluster_of_another_folder(address, tmp_path):
+    folder = corpus(tmp_path / "work", 60)
+    common = ("dedup", "in.jsonl", "--task-bytes", 10_000)
+    prep(folder, *common, "-o", "local.jsonl")
+    prep(folder, *common, "-o", "ray.jsonl", "--executor", "ray", "--save-fingerprints", "prints", address=address)
+    assert (folder / "ray.jsonl").read_bytes() == (folder / "local.jsonl").read_bytes() != b""
+    assert (folder / "prints" / "header.json").exists()
+
+
+def test_a_bad_input_on_a_cluster_is_told_as_here(address, tmp_path):
+    folder = corpus(tmp_path / "work", 3)
+    (folder / "cut.jsonl.gz").write_bytes(b"\x1f\x8b\x08\x00")
+    said = prep(folder, "merge", "cut.jsonl.gz", "-o", "out.jsonl", "--executor", "ray", address=address, code=1)
+    assert "ends too early" in said
+    assert "Traceback" not in said
+
+
+def test_a_task_whose_worker_is_lost_is_run_again(address, tmp_path):
+    folder = corpus(tmp_path / "work", 6000)
+    words = ("clean", "in.jsonl", "--min-tokens", 10, "--task-bytes", 1 << 30)
+    prep(folder, *words, "-o", "local.jsonl")
+    command = [sys.executable, "-m", "dynmo_tools", *map(str, words), "-o", "ray.jsonl", "--executor", "ray"]
+    with open(folder / "said", "w") as said:
+        run = subprocess.Popen(
+            command, cwd=folder, env={**os.environ, "RAY_ADDRESS": address}, stdout=said, stderr=said
+        )  # fmt: skip
+        try:
+            end = time.monotonic() + 120
+            while not list((folder / "ray.jsonl.work" / "parts").glob(".*.tmp-*")):  # the first task writes
+                assert run.poll() is None, (folder / "said").read_text()
+                assert time.monotonic() < end
+                time.sleep(0.01)
+            (worker,) = marked("ray::_answer")
+            os.kill(worker, signal.SIGKILL)
+            assert run.wait(200) == 0, (folder / "said").read_text()
+        finally:
+            run.kill()
+            run.wait()
+    assert (folder / "ray.jsonl").read_bytes() == (folder / "local.jsonl").read_bytes() != b""
+    assert [path.name for path in folder.rglob("*.tmp-*")] == []
+
+
+def test_a_refused_connection_is_told_as_such(needs_ray, tmp_path):
+    folder = corpus(tmp_path / "work", 3)
+    address = f"127.0.0.1:{free_port()}"
+    said = prep(folder, "merge", "in.jsonl", "-o", "out.jsonl", "--executor", "ray", address=address, code=1)
+    assert f"RAY_ADDRESS {address}: cannot connect to a Ray cluster" in said
+    assert "Traceback" not in said
+
+
+def test_a_node_without_the_folder_is_told_to_share_it(tmp_path):
+    from dynmo_tools import ray_executor
+
+    with (
+        pytest.raises(ray_executor.UsageError, match="all nodes must share it"),
+        ray_executor._working_in(tmp_path / "none"),
+    ):
+        pass

@@ -1,0 +1,103 @@
+"""A disk that is full for a while ends no healthy run: saves fail, are removed and retried, lines wait."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+
+import pytest
+from whole_runs import arguments, lines, run_command, write_data
+from workers import run_workers
+
+pytestmark = pytest.mark.distributed
+
+FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def full_in_steps(told: list[str], first: int, last: int) -> tuple[int, str]:
+    """The command, on a disk that takes neither shards nor lines from step ``first`` to ``last``."""
+    from dynmo_train import recording, rundir, saving
+    from dynmo_train.engine import Engine
+    from dynmo_train.formats import profile
+
+    now = {"step": 0}
+    train_step = Engine.train_step
+
+    def counted(engine, batch, **options):
+        now["step"] = batch.step
+        return train_step(engine, batch, **options)
+
+    def refusing(write):
+        def or_refuse(*arguments):
+            if first <= now["step"] <= last:
+                raise FULL
+            return write(*arguments)
+
+        return or_refuse
+
+    Engine.train_step = counted
+    saving.write_shard = refusing(saving.write_shard)
+    saving.new_staging = refusing(saving.new_staging) if os.environ["RANK"] == "0" else saving.new_staging
+    for module in (recording, rundir, profile):
+        module.append_line = refusing(module.append_line)
+    return run_command(told)
+
+
+def only_shards(told: list[str], failing: int) -> tuple[int, str]:
+    """The command, whose second process cannot write its shard of step ``failing``."""
+    from dynmo_train import saving
+
+    write = saving.write_shard
+
+    def or_refuse(directory, *rest):
+        if f"step-{failing:08d}" in directory.name and os.environ["RANK"] == "1":
+            (directory / "half-written").write_bytes(b"x")
+            raise FULL
+        return write(directory, *rest)
+
+    saving.write_shard = or_refuse
+    return run_command(told)
+
+
+def options(data, run, *extra):
+    told = arguments(data, run, *extra, train_iters="12", save_interval="3", eval_iters="0", global_batch_size="4")
+    told.remove("--sparsify")
+    return told
+
+
+def steps_of(run):
+    return sorted(int(path.name[5:]) for path in (run / "checkpoints").glob("step-*"))
+
+
+def test_full_disk_for_a_while_loses_a_save_and_no_line(tmp_path):
+    data, run = write_data(tmp_path / "x"), tmp_path / "run"
+    [(code, talk)] = run_workers(full_in_steps, 1, options(data, run), 5, 7, joins=False)
+    assert code == 0, talk
+    assert "a line cannot be written" in talk
+    assert "lines are written again" in talk
+    assert steps_of(run) == [3, 9, 12]
+    assert [record["step"] for record in lines(run / "metrics.jsonl")] == list(range(1, 13))
+    profile = lines(run / "profile.jsonl")
+    assert [record["step"] for record in profile if record["record"] == "step"] == list(range(2, 13))
+    [failed] = [event for event in lines(run / "events.jsonl") if event["kind"] == "not_saved"]
+    assert failed["step"] == 6
+    assert "No space left on device; training continues, the next save tries again" in failed["message"]
+
+
+@pytest.mark.parametrize("extra", [(), ("--async-save",)])
+def test_save_that_one_process_cannot_write_is_removed_and_retried(tmp_path, extra):
+    data, run = write_data(tmp_path / "x"), tmp_path / "run"
+    outcomes = run_workers(only_shards, 2, options(data, run, *extra), 6, joins=False)
+    assert [code for code, _ in outcomes] == [0, 0], outcomes
+    assert steps_of(run) == [3, 9, 12]
+    assert sorted(path.name for path in (run / "checkpoints").iterdir() if path.name.startswith(".")) == []
+    assert json.loads((run / "checkpoints" / "step-00000012" / "manifest.json").read_text())["step"] == 12
+
+
+def test_last_save_that_fails_is_a_failure_with_the_remedy(tmp_path):
+    data, run = write_data(tmp_path / "x"), tmp_path / "run"
+    outcomes = run_workers(only_shards, 2, options(data, run), 12, joins=False)
+    assert [code for code, _ in outcomes] == [1, 1]
+    assert "the last checkpoint is step-00000009: make room, and resume with --load" in outcomes[0][1]
+    assert steps_of(run) == [3, 6, 9]

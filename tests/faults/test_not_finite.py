@@ -1,0 +1,62 @@
+"""A run whose model breaks: reported, its batch recorded, nothing broken saved, an exit code of its own."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+from whole_runs import arguments, lines, run_command, write_data
+from workers import run_workers
+
+pytestmark = pytest.mark.distributed
+
+PLAIN = {"clip_grad": "0", "eval_iters": "0", "global_batch_size": "4", "save_interval": "1"}
+
+
+def break_at_once(data, run, size, *extra, **options):
+    told = arguments(data, run, *extra, **PLAIN | {"lr": "1e30", "train_iters": "30"} | options)
+    told.remove("--sparsify")
+    return run_workers(run_command, size, told, joins=False)
+
+
+def test_a_run_of_nans_ends_with_its_own_code_and_saves_nothing_broken(tmp_path):
+    data, run = write_data(tmp_path / "x"), tmp_path / "run"
+    outcomes = break_at_once(data, run, 2, max_skipped_iterations="4")
+    assert [code for code, _ in outcomes] == [3, 3]
+    assert "training ended after step 5: 4 steps in a row were not finite" in outcomes[0][1]
+    assert "the last good checkpoint is step-00000001" in outcomes[0][1]
+    assert [path.name for path in (run / "checkpoints").glob("step-*")] == ["step-00000001"]
+    events = [event for event in lines(run / "events.jsonl") if event["kind"] == "not_finite"]
+    assert [event["step"] for event in events] == [2, 3, 4, 5]
+    assert events[0]["samples"] == [4, 8]
+    # The recorded places are those of the tokens of four samples of 32 tokens and a label.
+    tokens = np.fromfile(data.with_suffix(".bin"), "<u2")
+    for sample in events[0]["places"]:
+        found = np.concatenate([tokens[begin:end] for begin, end in (each["tokens"] for each in sample["pieces"])])
+        assert len(found) == 33
+    assert [record["updated"] for record in lines(run / "metrics.jsonl")] == [True, *[False] * 4]
+
+
+def test_a_run_that_ends_not_finite_is_no_success_unless_unchecked(tmp_path):
+    data = write_data(tmp_path / "x")
+    [(code, talk)] = break_at_once(data, tmp_path / "checked", 1, train_iters="4")
+    assert code == 3
+    assert "training ended after step 4" in talk
+    assert [path.name for path in (tmp_path / "checked" / "checkpoints").glob("step-*")] == ["step-00000001"]
+    unchecked = tmp_path / "unchecked"
+    [(code, _)] = break_at_once(data, unchecked, 1, "--no-check-for-nan-in-loss-and-grad", train_iters="4")
+    assert code == 0
+    assert not [event for event in lines(unchecked / "events.jsonl") if event["kind"] == "not_finite"]
+
+
+def test_the_search_for_the_loss_scale_ends_no_run(tmp_path):
+    data, run = write_data(tmp_path / "x"), tmp_path / "run"
+    [(code, _)] = break_at_once(
+        data, run, 1, "--fp16", lr="1e-3", max_skipped_iterations="2", hysteresis="1", save_interval="100"
+    )
+    records = lines(run / "metrics.jsonl")
+    assert code == 0
+    assert [record["updated"] for record in records[:3]] == [False] * 3
+    assert records[-1]["updated"]
+    assert json.loads((run / "checkpoints" / "step-00000030" / "manifest.json").read_text())["step"] == 30

@@ -1,0 +1,35 @@
+"""The table of mutants applies to this tree, and the ordinary run sees five quick ones caught.
+
+``mutate.py`` in this folder runs all of them.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+from mutate import problems_of, read_table, run_mutant
+
+MUTANTS = read_table()
+QUICK = [mutant for mutant in MUTANTS if mutant.quick]
+
+
+def test_table_has_forty_mutants_over_all_packages():
+    assert len(MUTANTS) >= 40
+    assert len({mutant.name for mutant in MUTANTS}) == len(MUTANTS)
+    assert {mutant.package for mutant in MUTANTS} == {"dynmo_tools", "dynmo_train", "dynmo_balance", "dynmo_ckpt"}
+    assert len(QUICK) == 5
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
+def test_mutant_applies_to_this_tree(mutant):
+    assert problems_of(mutant) == []
+
+
+@pytest.mark.parametrize("mutant", QUICK, ids=lambda mutant: mutant.name)
+def test_quick_mutant_is_caught(mutant):
+    outcome = run_mutant(mutant)
+    assert outcome.is_caught, outcome.caught_by

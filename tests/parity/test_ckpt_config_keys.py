@@ -1,0 +1,274 @@
+"""Every key of a configuration is mapped, known to change no logit, or refused; checked against transformers."""
+
+import importlib
+import inspect
+import json
+import re
+import shutil
+import sys
+
+import pytest
+import torch
+
+from dynmo_ckpt.carried import carried_config, source_of
+from dynmo_ckpt.cli import main
+from dynmo_ckpt.config_keys import complete_config, irrelevant_keys, key_table
+from dynmo_ckpt.errors import DynmoError
+from dynmo_ckpt.faults import CorruptError, UnsupportedError
+from dynmo_ckpt.hf_models import ARCHITECTURES, hf_config, hf_model
+from dynmo_ckpt.logits import hf_difference
+from dynmo_ckpt.sources import open_hf
+
+SIZES = {
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "vocab_size": 31,
+    "max_position_embeddings": 64,
+}
+BLENDERBOT = {f"{s}_{f}": n for s in ("encoder", "decoder") for f, n in (("ffn_dim", 24), ("attention_heads", 4))}
+MODELS = {
+    "gpt2": ("GPT2LMHeadModel", {"n_embd": 16, "n_layer": 2, "n_head": 4, "vocab_size": 31, "n_positions": 64}),
+    "llama": ("LlamaForCausalLM", {**SIZES, "num_key_value_heads": 2}),
+    "mistral": ("MistralForCausalLM", {**SIZES, "num_key_value_heads": 2, "sliding_window": None}),
+    "mixtral": ("MixtralForCausalLM", {**SIZES, "num_key_value_heads": 2, "num_local_experts": 4}),
+    "megatron-bert": ("MegatronBertForPreTraining", {**SIZES, "layer_norm_eps": 1e-5}),
+    "t5": (
+        "T5ForConditionalGeneration",
+        {"vocab_size": 31, "d_model": 16, "d_kv": 4, "d_ff": 24, "num_layers": 2, "num_decoder_layers": 1}
+        | {"num_heads": 4, "relative_attention_num_buckets": 8, "n_positions": 64},
+    ),
+    "blenderbot": (
+        "BlenderbotForConditionalGeneration",
+        {"vocab_size": 31, "max_position_embeddings": 64, "encoder_layers": 1, "decoder_layers": 2, "d_model": 16}
+        | BLENDERBOT,
+    ),
+}
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "rope_theta": 500.0}
+
+
+def save(directory, kind, **changes):
+    """A small random model of transformers; returns it."""
+    import transformers as tf
+
+    name, sizes = MODELS[kind]
+    made = getattr(tf, name)(tf.AutoConfig.for_model(kind, **{**sizes, **changes})).eval()
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in made.parameters():
+            parameter.copy_(0.3 * torch.randn(parameter.shape, generator=generator))
+        if kind == "blenderbot":
+            made.model.decoder.embed_positions.weight.copy_(made.model.encoder.embed_positions.weight)
+    made.save_pretrained(directory)
+    return made
+
+
+def edit(directory, **changes):
+    path = directory / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def outcome(directory):
+    """``refused``, ``equal`` or ``wrong``, by transformers' logits; ``invalid`` where transformers refuses as well."""
+    try:
+        checkpoint, _ = open_hf(directory, 8)
+    except DynmoError:
+        return "refused"
+    try:
+        found = hf_difference(checkpoint, directory)
+    except CorruptError:
+        return "invalid"
+    return "equal" if found["max_abs"] < 1e-3 else "wrong"
+
+
+def other_values(key, value):
+    if key in ("rope_parameters", "rope_scaling"):
+        return [LLAMA3, {"full_attention": {"rope_theta": 5.0}}, {"rope_type": "linear", "factor": 2.0}]
+    if key in ("activation_function", "hidden_act", "feed_forward_proj", "dense_act_fn"):
+        return ["relu", "gelu", "silu"]
+    if isinstance(value, bool) or value is None:
+        return [value is not True]
+    return [value * 2] if isinstance(value, int | float) else ["other"]
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_keys_that_change_logits_are_mapped_or_refused(tmp_path, kind):
+    table = key_table()["model_types"][kind]
+    values = {**table["mapped"], **{key: options[0] for key, options in table["needs"].items()}, **MODELS[kind][1]}
+    values |= {alias: values[key] for alias, key in table.get("aliases", {}).items()}
+    values |= {key: False for key in ("tie_encoder_decoder", "add_cross_attention", "is_decoder")}
+    save(tmp_path / "made", kind)
+    found = {}
+    for key, value in values.items():
+        for other in other_values(key, value):
+            shutil.copytree(tmp_path / "made", tmp_path / "edited")
+            edit(tmp_path / "edited", **{key: other})
+            found[key, str(other)] = outcome(tmp_path / "edited")
+            shutil.rmtree(tmp_path / "edited")
+    assert [each for each, result in found.items() if result == "wrong"] == []
+    assert "equal" in found.values()
+    assert "refused" in found.values()
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_every_key_that_transformers_reads_is_in_the_table(kind):
+    """A key that a new release of transformers reads makes this fail, before it makes a model wrong."""
+    module = kind.replace("-", "_")
+    source = inspect.getsource(importlib.import_module(f"transformers.models.{module}.modeling_{module}"))
+    settings = importlib.import_module(f"transformers.models.{module}.configuration_{module}")
+    made = next(value for name, value in vars(settings).items() if name.endswith("Config") and name[:4] != "PreT")
+    read = set(re.findall(r"\bconfig\.([a-z_]+)", source)) | set(made().to_dict())
+    table = key_table()
+    own = table["model_types"][kind]
+    known = {*own["mapped"], *own["needs"], *own.get("aliases", ()), *irrelevant_keys(own)}
+    known |= {*table["every"]["needs"], *irrelevant_keys(table["every"])}
+    assert sorted(read - known) == []
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_mapped_keys_are_those_that_the_map_reads(kind):
+    read = set()
+
+    class Recorder(dict):
+        def __getitem__(self, key):
+            read.add(key)
+            return super().__getitem__(key)
+
+        def get(self, key, default=None):
+            read.add(key)
+            return super().get(key, default)
+
+    complete = complete_config({"model_type": kind, **MODELS[kind][1]})
+    model = ARCHITECTURES[kind].to_model(Recorder({key: None if "rope_" in key else v for key, v in complete.items()}))
+    assert model["family"]
+    optional = {"layer_types", "sliding_window", "vocab_size", "original_max_position_embeddings"}
+    assert set(key_table()["model_types"][kind]["mapped"]) - optional <= read
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "message"),
+    [
+        ("t5", {"scale_decoder_outputs": False}, "scale_decoder_outputs = False"),
+        ("t5", {"tie_word_embeddings": False}, "tie_word_embeddings = False"),
+        ("t5", {"is_gated_act": True}, "is_gated_act = True"),
+        ("mistral", {"sliding_window": 16}, "sliding_window = 16"),
+        ("llama", {"rope_scaling": {"full_attention": {"rope_theta": 5.0}}}, "full_attention"),
+        ("llama", {"rope_parameters": {**LLAMA3, "attention_factor": 2.0}}, "attention_factor"),
+        ("llama", {"rope_scaling": {"rope_type": "default", "rope_theta": 5.0}}, "different rope_theta"),
+        ("gpt2", {"hidden_size": 32}, "hidden_size 32 and n_embd 16"),
+        ("gpt2", {"residual_multiplier": 0.5}, "no rule takes residual_multiplier"),
+        ("megatron-bert", {"tie_word_embeddings": False}, "tie_word_embeddings = False"),
+    ],
+)
+def test_a_setting_that_ours_does_not_compute_is_refused(tmp_path, kind, changes, message):
+    save(tmp_path / "hf", kind)
+    edit(tmp_path / "hf", **changes)
+    with pytest.raises((CorruptError, UnsupportedError), match=message):
+        open_hf(tmp_path / "hf", 8)
+
+
+def test_absent_keys_have_the_values_of_transformers():
+    """A Mistral without the key has a window of 4,096 tokens; a Llama 3 without its own has the model's positions."""
+    with pytest.raises(UnsupportedError, match="sliding_window = 4096"):
+        hf_model({"model_type": "mistral"}, 8)
+    model = hf_model({"model_type": "llama", "rope_parameters": LLAMA3, **SIZES}, 8)
+    assert model["rotary_scaling"]["original_max_position_embeddings"] == 64
+    assert hf_model({"model_type": "mixtral"}, 8)["num_key_value_heads"] == 8
+
+
+def test_untied_tables_of_a_blenderbot_are_not_dropped(tmp_path):
+    """transformers computes with four tables there, of which ours would keep one."""
+    save(tmp_path / "hf", "blenderbot", tie_word_embeddings=False)
+    with pytest.raises(CorruptError, match=r"embed_tokens.weight and model.shared.weight differ"):
+        open_hf(tmp_path / "hf", 8)
+
+
+@pytest.fixture
+def run(monkeypatch, capsys):
+    def call(*args, code=0):
+        monkeypatch.setattr(sys, "argv", ["dynmo-ckpt", *map(str, args)])
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as stop:
+            main()
+        done = capsys.readouterr()
+        assert (stop.value.code or 0) == code, done.out + done.err
+        return done.err
+
+    return call
+
+
+def test_convert_compares_the_logits_of_both_sides(run, tmp_path):
+    """A key that a person leaves out is found by the logits; what differs is not put in place."""
+    save(tmp_path / "hf", "t5")
+    said = run("convert", tmp_path / "hf", tmp_path / "native", "--to", "native")
+    assert "logits of input and output differ by" in said
+    said = run("convert", tmp_path / "native", tmp_path / "half", "--to", "hf", "--dtype", "bf16")
+    assert "logits of input and output differ by" in said
+    edit(tmp_path / "hf", scale_decoder_outputs=False)
+    ignore = ("--ignore-config", "scale_*")
+    said = run("convert", tmp_path / "hf", tmp_path / "wrong", "--to", "native", *ignore, code=5)
+    assert "the logits of input and output differ by" in said
+    assert not (tmp_path / "wrong").exists()
+    said = run("convert", tmp_path / "hf", tmp_path / "wrong", "--to", "native", *ignore, "--no-check-logits")
+    assert "logits" not in said
+
+
+def test_a_model_above_the_budget_is_not_compared(run, tmp_path, monkeypatch):
+    import dynmo_ckpt.logits as logits
+
+    monkeypatch.setattr(logits, "BUDGET_PARAMETERS", 100)
+    save(tmp_path / "hf", "gpt2")
+    said = run("convert", tmp_path / "hf", tmp_path / "native", "--to", "native")
+    assert "were not compared" in said
+    assert "parameters are more than 100" in said
+    said = run("convert", tmp_path / "hf", tmp_path / "again", "--to", "native", "--check-logits")
+    assert "differ by" in said
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_ids_dropouts_and_generation_return_as_they_came(run, tmp_path, kind):
+    """Through native and its shards on other ranks, back to the same documents; also from Hugging Face in one step."""
+    save(tmp_path / "hf", kind)
+    dropout = next(key for key in json.loads((tmp_path / "hf" / "config.json").read_text()) if "drop" in key)
+    ids = {"bos_token_id": 1, "eos_token_id": [2, 4], "pad_token_id": 0}
+    edit(tmp_path / "hf", **ids, **{dropout: 0.25}, auto_map={"AutoModel": "evil--evil.Evil"})
+    generation = {**ids, "temperature": 0.6, "top_p": 0.9, "do_sample": True}
+    (tmp_path / "hf" / "generation_config.json").write_text(json.dumps(generation))
+    run("convert", tmp_path / "hf", tmp_path / "native", "--to", "native")
+    run("reshard", tmp_path / "native", tmp_path / "two", "--tp", "2")
+    run("convert", tmp_path / "two", tmp_path / "back", "--to", "hf")
+    run("convert", tmp_path / "hf", tmp_path / "half", "--to", "hf", "--dtype", "bf16")
+    before = json.loads((tmp_path / "hf" / "config.json").read_text())
+    del before["auto_map"]
+    for name, dtype in (("back", "float32"), ("half", "bfloat16")):
+        after = json.loads((tmp_path / name / "config.json").read_text())
+        assert after == {**before, "dtype": dtype}
+        assert json.loads((tmp_path / name / "generation_config.json").read_text()) == generation
+
+
+def test_another_model_keeps_the_ids_that_still_hold():
+    """After a change of sizes the configuration is made from the model; ids and dropouts stay."""
+    config = {
+        "model_type": "mistral",
+        **SIZES,
+        "sliding_window": None,
+        "eos_token_id": [2, 4],
+        "attention_dropout": 0.3,
+    }
+    model = hf_model(config, 8)
+    changed = {**model, "num_layers": 1}
+    source = source_of(config, {"temperature": 0.6})
+    made = carried_config(source, changed, hf_config(changed, "float32", 7))
+    assert (made["eos_token_id"], made["attention_dropout"], made["model_type"]) == ([2, 4], 0.3, "llama")
+    assert made["num_hidden_layers"] == 1
+    assert carried_config(source, model, hf_config(model, "float32", 7))["model_type"] == "mistral"
+    # A trainer states neither what has its default nor the same padding.
+    stated = {key: value for key, value in model.items() if key not in ("normalization", "rotary_base")}
+    stated["padded_vocab_size"] = 128
+    assert carried_config(source, stated, hf_config(stated, "float32", 7))["model_type"] == "mistral"
+
+
+def test_a_document_that_no_manifest_can_have_is_refused():
+    with pytest.raises(CorruptError, match="JSON"):
+        source_of({"temperature": float("inf")}, None)

@@ -1,0 +1,153 @@
+"""A run goes through each foreign format and back, and continues with the losses that it would have had.
+
+Ours: three steps, out to the format, in again, three more: every loss, norm, rate and loss scale is the same to the
+last bit. DeepSpeed's: its checkpoints of ``tests/unit/ckpt/fixtures`` continue with the losses that it had itself.
+"""
+
+from __future__ import annotations
+
+import json
+import runpy
+import struct
+import tarfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from dynmo_ckpt.cli import app as ckpt
+from dynmo_train.checkpoint import find_checkpoint, open_checkpoint
+from dynmo_train.cli import app as train
+from dynmo_train.parallel.world import join_world, leave_world
+from dynmo_train.saving import state_reader
+
+TESTS = Path(__file__).parents[1]
+FIXTURES = TESTS / "unit" / "ckpt" / "fixtures" / "deepspeed"
+SIZES = ("--num-layers", "2", "--hidden-size", "16", "--num-attention-heads", "2", "--seq-length", "16")
+SIZES += ("--vocab-size", "40", "--make-vocab-size-divisible-by", "8")
+STEPS = ("--micro-batch-size", "2", "--global-batch-size", "4", "--eval-iters", "0", "--device", "cpu", "--seed", "77")
+RATES = ("--lr", "0.01", "--min-lr", "0.001", "--lr-decay-style", "cosine", "--lr-decay-iters", "20")
+RATES += ("--lr-warmup-iters", "4", "--weight-decay", "0.1", "--adam-beta2", "0.95", "--hidden-dropout", "0.1")
+HALF = ("--fp16", "--initial-loss-scale", "4096", "--loss-scale-window", "5")
+
+
+def invoke(app, *arguments):
+    done = CliRunner().invoke(app, [str(argument) for argument in arguments])
+    assert done.exit_code == 0, f"{done.output}\n{done.exception!r}"
+    return done.output
+
+
+def write_corpus(prefix):
+    source = np.random.default_rng(0)
+    documents = [source.integers(0, 40, source.integers(20, 60)).astype(np.uint16) for _ in range(60)]
+    sizes = np.array([len(document) for document in documents], np.int32)
+    begins = np.concatenate([[0], np.cumsum(sizes[:-1].astype(np.int64) * 2)]).astype(np.int64)
+    prefix.with_suffix(".bin").write_bytes(b"".join(document.tobytes() for document in documents))
+    head = b"MMIDIDX\0\0" + struct.pack("<QB", 1, 8) + struct.pack("<QQ", len(documents), len(documents) + 1)
+    numbers = np.arange(len(documents) + 1, dtype=np.int64)
+    prefix.with_suffix(".idx").write_bytes(head + sizes.tobytes() + begins.tobytes() + numbers.tobytes())
+
+
+def pretrain(folder, save, *more, steps=6):
+    options = (*SIZES, *STEPS, *RATES, *HALF, "--data-path", folder / "corpus", "--cache-dir", folder / "cache")
+    return invoke(train, "pretrain", "gpt", *options, "--train-iters", steps, "--save", folder / save, *more)
+
+
+def numbers(run, begin=4):
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    fields = ("step", "lm_loss", "grad_norm", "learning_rate", "loss_scale", "consumed_train_samples")
+    return [[line[field] for field in fields] for line in lines if "lm_loss" in line and line["step"] >= begin]
+
+
+@pytest.fixture(scope="module")
+def original(tmp_path_factory):
+    """A folder with a corpus and a run of six steps with a checkpoint after the third."""
+    folder = tmp_path_factory.mktemp("original")
+    write_corpus(folder / "corpus")
+    pretrain(folder, "run", "--save-interval", 3)
+    return folder
+
+
+FORMATS = {
+    "legacy": ("--to", "legacy"),
+    "legacy-fp16": ("--to", "legacy", "--dtype", "fp16", "--tp", 2, "--pp", 2),
+    "deepspeed": ("--to", "deepspeed"),
+    "deepspeed-fp16": ("--to", "deepspeed", "--dtype", "fp16", "--tp", 2),
+    "dcp": ("--to", "dcp"),
+    "dcp-bf16": ("--to", "dcp", "--dtype", "bf16"),
+}
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_run_continues_through_a_format_bit_for_bit(original, tmp_path, name):
+    step = original / "run" / "checkpoints" / "step-00000003"
+    invoke(ckpt, "convert", step, tmp_path / "out", *FORMATS[name], "--with-optimizer")
+    said = pretrain(original, tmp_path / "resumed", "--load", tmp_path / "out")
+    assert "resumes from step 3, 12 samples consumed; with optimizer state" in said
+    assert "warning: the checkpoint was trained with" not in said
+    assert numbers(tmp_path / "resumed") == numbers(original / "run")
+    assert len(numbers(original / "run")) == 3
+    assert len({scale for *_, scale, _ in numbers(original / "run")}) == 2  # it grew, so its count went along
+
+
+@pytest.mark.parametrize("flag", ["--finetune", "--no-load-optim"])
+def test_optimizer_state_is_left_on_request(original, tmp_path, flag):
+    step = original / "run" / "checkpoints" / "step-00000003"
+    invoke(ckpt, "convert", step, tmp_path / "out", "--to", "legacy", "--with-optimizer")
+    said = pretrain(original, tmp_path / "resumed", "--load", tmp_path / "out", flag)
+    first = 1 if flag == "--finetune" else 4
+    assert ("the moments start from zero" in said) is (flag == "--no-load-optim")
+    assert numbers(tmp_path / "resumed", 1)[0][0] == first
+    assert numbers(tmp_path / "resumed", 1)[-1] != numbers(original / "run")[-1]
+
+
+def test_another_schedule_is_said_on_resume(original, tmp_path):
+    step = original / "run" / "checkpoints" / "step-00000003"
+    invoke(ckpt, "convert", step, tmp_path / "out", "--to", "dcp", "--with-optimizer")
+    said = pretrain(original, tmp_path / "resumed", "--load", tmp_path / "out", "--min-lr", "0.002")
+    assert "the checkpoint was trained with min_lr 0.001; this run continues with 0.002" in said
+
+
+@pytest.fixture(scope="module")
+def engines():
+    yield runpy.run_path(str(TESTS / "benchmarks" / "plain_engine.py")) | {"world": join_world("cpu")}
+    leave_world()
+
+
+# DeepSpeed computes norms and residual sums in the half type as well, where our engine here computes in float32.
+TOLERANCE = {"fp32": 2e-6, "fp16": 3e-3, "bf16": 3e-2}
+CONTINUED = ("zero0-fp32", "zero1-fp32", "zero3-fp32", "zero1-fp16", "zero2-fp16", "zero1-bf16", "zero3-bf16")
+
+
+@pytest.mark.parametrize("name", CONTINUED)
+def test_a_run_of_deepspeed_continues_with_its_losses(engines, tmp_path, name):
+    about = json.loads((FIXTURES / f"{name}.json").read_text())
+    with tarfile.open(FIXTURES / f"{name}.tar.xz") as archive:
+        archive.extractall(tmp_path / "in", filter="data")
+    # All 24 rows occur in the batches, though the arguments call the last one padding.
+    invoke(ckpt, "convert", tmp_path / "in", tmp_path / "out", "--to", "native", "--with-optimizer", "--vocab-size", 24)
+    checkpoint = open_checkpoint(find_checkpoint(tmp_path / "out"))
+    shape = {field: checkpoint.manifest["model"][field] for field in ("num_layers", "hidden_size")}
+    model = engines["GptShape"](
+        **shape,
+        ffn_hidden_size=6,
+        num_attention_heads=2,
+        max_position_embeddings=8,
+        vocab_size=24,
+        padded_vocab_size=24,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+    )
+    world = engines["world"]
+    engine = engines["engine_of"](
+        engines["Gpt"](model), world, microbatches=4, boundary=(1, 8, 4), rate=engines["constant"](0.01), build=False
+    )
+    engine.restore(state_reader(checkpoint, engine.held, world), 3)
+    losses = []
+    for step in (3, 4):
+        ids = torch.from_numpy(np.random.default_rng(step).integers(0, 24, (4, 9)))
+        rows = ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
+        losses.append(engine.train_step(engines["told"](rows, step + 1, 4), sampled=False).loss)
+    assert losses == pytest.approx(about["losses"], rel=TOLERANCE[about["case"]["precision"]])

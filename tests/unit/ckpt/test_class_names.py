@@ -1,0 +1,56 @@
+"""The names of a classifier's classes stay in the manifest through every command that writes one."""
+
+import json
+import runpy
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from dynmo_ckpt.cli import main
+
+build = runpy.run_path(str(Path(__file__).with_name("build.py")))
+families = runpy.run_path(str(Path(__file__).with_name("families.py")))
+NAMES = ["contradiction", "entailment", "neutral"]
+SOURCE = {
+    "format": "huggingface",
+    "config": {"model_type": "megatron-bert", "eos_token_id": 5},
+    "generation_config": None,
+}
+
+
+@pytest.fixture
+def run(monkeypatch, capsys):
+    def call(*args):
+        monkeypatch.setattr(sys, "argv", ["dynmo-ckpt", *map(str, args)])
+        with pytest.raises(SystemExit) as stop:
+            main()
+        done = capsys.readouterr()
+        assert not stop.value.code, done.out + done.err
+
+    return call
+
+
+def test_class_names_and_source_stay_in_the_manifest(run, tmp_path):
+    """Also after several commands, and they reach the configuration that is exported in the end."""
+    m = families["bert"](binary_head=False, tied_embeddings=False, task_head="classification", num_classes=3)
+    held = families["parameters"](m | {"binary_head": True})
+    held = {name: value for name, value in held.items() if name not in ("head.weight", "head.bias")}
+    held = {name: value for name, value in held.items() if not name.startswith(("head.dense", "head.binary"))}
+    held |= {"head.classification.weight": np.ones((3, m["hidden_size"]), np.float32)}
+    held |= {"head.classification.bias": np.zeros(3, np.float32)}
+    stages = build["even_stages"](m, 2)
+    build["save"](tmp_path / "in", held, m, partition=stages, x_class_names=NAMES, source=SOURCE)
+    run("merge", tmp_path / "in", tmp_path / "merged")
+    run("reshard", tmp_path / "merged", tmp_path / "resharded", "--tp", "2", "--pp", "2")
+    run("split", tmp_path / "resharded", tmp_path / "split", "--pp", "3")
+    run("convert", tmp_path / "split", tmp_path / "converted", "--to", "native")
+    for name in ("merged", "resharded", "split", "converted"):
+        manifest = json.loads((tmp_path / name / "manifest.json").read_text())
+        assert manifest["x_class_names"] == NAMES, name
+        assert manifest["source"]["config"]["eos_token_id"] == 5, name
+    run("convert", tmp_path / "converted", tmp_path / "hf", "--to", "hf", "--no-check-logits")
+    config = json.loads((tmp_path / "hf" / "config.json").read_text())
+    assert list(config["id2label"].values()) == NAMES
+    assert config["eos_token_id"] == 5

@@ -1,0 +1,76 @@
+"""``pytorch_model.bin`` of a Hugging Face directory, and types of numbers that no model has."""
+
+import json
+import os
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from dynmo_ckpt.faults import CorruptError, UnsafePickleError, UnsupportedError
+from dynmo_ckpt.huggingface import read_tensors
+
+WEIGHTS = {"a": torch.arange(6.0).reshape(2, 3), "b": torch.ones(4, dtype=torch.bfloat16)}
+
+
+class Evil:
+    def __reduce__(self):
+        return os.system, ("echo evil",)
+
+
+def save_index(directory, parts):
+    names = [f"pytorch_model-0000{i}-of-00002.bin" for i in (1, 2)]
+    for name, part in zip(names, parts, strict=True):
+        torch.save(part, directory / name)
+    weight_map = {key: name for name, part in zip(names, parts, strict=True) for key in part}
+    (directory / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": weight_map}))
+
+
+@pytest.mark.parametrize("form", ["zip", "stream", "index"])
+def test_bin_files_give_their_tensors(tmp_path, form):
+    if form == "index":
+        save_index(tmp_path, [{"a": WEIGHTS["a"]}, {"b": WEIGHTS["b"]}])
+    else:
+        torch.save(WEIGHTS, tmp_path / "pytorch_model.bin", _use_new_zipfile_serialization=form == "zip")
+    found = read_tensors(tmp_path)
+    assert {name: (tensor.dtype, tensor.shape) for name, tensor in found.items()} == {
+        "a": ("F32", (2, 3)),
+        "b": ("BF16", (4,)),
+    }
+    view = found["a"].pieces[0].view
+    stored = np.fromfile(view.array.path, np.float32, 6, offset=view.array.offset)
+    assert np.array_equal(stored.reshape(2, 3), WEIGHTS["a"].numpy())
+
+
+def test_safetensors_go_before_bin_files(tmp_path):
+    save_file({"a": torch.zeros(1)}, tmp_path / "model.safetensors")
+    torch.save(WEIGHTS, tmp_path / "pytorch_model.bin")
+    assert list(read_tensors(tmp_path)) == ["a"]
+
+
+@pytest.mark.parametrize(
+    ("tree", "error", "message"),
+    [
+        ({"a": Evil()}, UnsafePickleError, "nothing was executed"),
+        ({"state_dict": WEIGHTS}, UnsupportedError, "not a flat state dictionary: state_dict"),
+        ([1], CorruptError, "holds a list"),
+        ({"a": WEIGHTS["a"].to(torch.float8_e4m3fn)}, UnsupportedError, "float8"),
+    ],
+)
+def test_bin_files_of_another_content_are_refused(tmp_path, tree, error, message):
+    torch.save(tree, tmp_path / "pytorch_model.bin")
+    with pytest.raises(error, match=message):
+        read_tensors(tmp_path)
+
+
+def test_float8_is_reported_as_float8(tmp_path):
+    save_file({"a": WEIGHTS["a"].to(torch.float8_e4m3fn)}, tmp_path / "model.safetensors")
+    with pytest.raises(UnsupportedError, match="a has the type F8_E4M3, which no model here has"):
+        read_tensors(tmp_path)
+
+
+def test_a_directory_without_weights_names_what_it_has(tmp_path):
+    (tmp_path / "tf_model.h5").write_bytes(b"x")
+    with pytest.raises(CorruptError, match=r"neither model.safetensors nor pytorch_model.bin.*tf_model.h5"):
+        read_tensors(tmp_path)

@@ -1,0 +1,38 @@
+"""Files that name the newest checkpoint are read up to the length of a name."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from dynmo_ckpt.actions import _record
+from dynmo_ckpt.dcp import is_dcp
+from dynmo_ckpt.deepspeed import _step_directory
+from dynmo_ckpt.errors import UsageError
+from dynmo_ckpt.formats._document import WriterError
+from dynmo_ckpt.legacy import find_iteration
+from dynmo_ckpt.native import read_latest
+
+
+@pytest.mark.parametrize(
+    ("read", "name"),
+    [
+        (read_latest, "LATEST"),
+        (lambda folder: find_iteration(folder, None), "latest_checkpointed_iteration.txt"),
+        (is_dcp, "latest_checkpointed_iteration.txt"),
+        (lambda folder: _step_directory(folder, None), "latest"),
+    ],
+)
+@pytest.mark.parametrize("length", [300, 5000])
+def test_a_long_tracker_is_refused(tmp_path, read, name, length):
+    (tmp_path / name).write_text("1" * length)
+    with pytest.raises(UsageError, match=rf"{name}.*\n.*the limit is 200"):
+        read(tmp_path)
+
+
+def test_the_record_of_a_conversion_is_checked():
+    assert json.loads(_record(Path("in"), {"tied": True}))["decisions"] == {"tied": True}
+    with pytest.raises(WriterError, match="source: must not be empty"):
+        _record("", {})

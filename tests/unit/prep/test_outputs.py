@@ -1,0 +1,160 @@
+"""Existing outputs are refused unless --overwrite; a failed run does not block its own correction."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+
+from dynmo_tools import cli
+from dynmo_tools.formats.indexed import IndexedReader
+
+
+@pytest.fixture
+def prep(tmp_path, monkeypatch, capsys):
+    """Run a command line in the test's folder: its exit code and what it wrote to stderr."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "in.jsonl").write_text(
+        "".join(json.dumps({"text": f"one two {n}", "url": f"u{n}"}) + "\n" for n in range(9))
+    )
+    (tmp_path / "words.json").write_text(json.dumps({"<unk>": 0, "one": 1}))
+    (tmp_path / "pairs.jsonl").write_text('{"u0": [{"u1": 0.95}]}\n')
+    (tmp_path / "groups.jsonl").write_text('{"0": ["u0", "u1"]}\n')
+    (tmp_path / "urls.txt").write_text("https://a.org/page\n")
+
+    def run(*arguments):
+        monkeypatch.setattr("sys.argv", ["dynmo-prep", *map(str, arguments)])
+        with pytest.raises(SystemExit) as stop:
+            cli.main()
+        return stop.value.code or 0, capsys.readouterr().err
+
+    return run
+
+
+BINARIZE = ("binarize", "in.jsonl", "--tokenizer-type", "WhitespaceVocab", "--vocab-file", "words.json")
+COMMANDS = {
+    "merge": (("merge", "in.jsonl"), "out", "out"),
+    "add-id": (("add-id", "in.jsonl", "--id-prefix", "x"), "out", "out"),
+    "dropped": (
+        ("fix", "in.jsonl", "--tasks", "remove_512", "--filtered", "drop", "--max-rejects", "1"),
+        "out",
+        "drop",
+    ),
+    "dedup": (("dedup", "in.jsonl", "--save-fingerprints", "prints"), "out", "prints"),
+    "binarize": (BINARIZE, "out", "out_text_document.idx"),
+    "group": (("group-duplicates", "pairs.jsonl"), "out", "out"),
+    "blacklist": (("blacklist-urls", "urls.txt"), "out", "out"),
+    "merge-indexed": (("merge-indexed", "data_text_document"), "out", "out.bin"),
+    "convert-indexed": (("convert-indexed", "data_text_document"), "out", "out.idx"),
+    "sample": (("sample-corpus", "--max-bytes", "2000"), "out", "out"),
+    "fetch": (("fetch-urls", "urls.txt"), "out", "out"),
+}
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_existing_output_is_refused_unless_overwrite(prep, tmp_path, name):
+    arguments, output, file = COMMANDS[name]
+    if name.endswith("-indexed"):
+        assert prep(*BINARIZE, "-o", "data")[0] == 0
+    if file == "prints":
+        (tmp_path / file).mkdir()
+    else:
+        (tmp_path / file).write_text("mine")
+    code, err = prep(*arguments, "-o", output)
+    assert (code, re.search(rf"{file}: exists already; --overwrite replaces it", err) is not None) == (2, True), err
+    assert file == "prints" or (tmp_path / file).read_text() == "mine"
+    if name != "fetch":  # which would use the network
+        assert prep(*arguments, "-o", output, "--overwrite")[0] == 0
+        assert file == "prints" or (tmp_path / file).read_bytes() != b"mine"
+
+
+@pytest.mark.parametrize("name", [name for name in COMMANDS if name not in ("binarize", "dedup", "dropped")])
+def test_output_that_is_a_folder_is_refused_before_work(prep, tmp_path, name):
+    arguments, output, file = COMMANDS[name]
+    if name.endswith("-indexed"):
+        assert prep(*BINARIZE, "-o", "data")[0] == 0
+    (tmp_path / file).mkdir()
+    for more in ((), ("--overwrite",)):
+        code, err = prep(*arguments, "-o", output, *more)
+        assert (code, "is a folder; this output is a file" in err) == (2, True), err
+    assert not (tmp_path / "out.work").exists()
+
+
+def test_folder_or_file_of_another_kind_is_refused(prep, tmp_path):
+    (tmp_path / "prints").write_text("")
+    code, err = prep("dedup", "in.jsonl", "-o", "out", "--save-fingerprints", "prints", "--overwrite")
+    assert (code, "prints: is a file; this output is a folder" in err) == (2, True)
+    (tmp_path / "out_text_document.bin").mkdir()
+    code, err = prep(*BINARIZE, "-o", "out")
+    assert (code, "out_text_document.bin: is a folder" in err) == (2, True)
+    code, err = prep("merge", "in.jsonl", "-o", "words.json/out")
+    assert (code, "words.json is not a folder" in err) == (2, True)
+
+
+def test_the_same_sample_corpus_may_be_written_again(prep):
+    for _ in range(2):
+        assert prep("sample-corpus", "--max-bytes", 2000, "-o", "sample.jsonl")[0] == 0
+    assert prep("sample-corpus", "--max-bytes", 2000, "-o", "sample.jsonl", "--seed", 1)[0] == 2
+
+
+def test_wrong_key_is_corrected_without_overwrite(prep, tmp_path):
+    assert prep("clean", "in.jsonl", "-o", "out", "--json-key", "txt", "--language", "", "--min-tokens", 0)[0] == 4
+    code, err = prep("clean", "in.jsonl", "-o", "out", "--language", "", "--min-tokens", 0)
+    assert code == 0, err
+    assert len((tmp_path / "out").read_bytes().splitlines()) == 9
+
+
+def test_file_that_was_fetched_again_needs_no_overwrite(prep, tmp_path):
+    import gzip
+
+    packed = gzip.compress((tmp_path / "in.jsonl").read_bytes())
+    (tmp_path / "in.jsonl.gz").write_bytes(packed[:-12])
+    assert prep(*BINARIZE[:1], "in.jsonl.gz", *BINARIZE[2:], "-o", "out")[0] == 1
+    (tmp_path / "in.jsonl.gz").write_bytes(packed)
+    assert prep(*BINARIZE[:1], "in.jsonl.gz", *BINARIZE[2:], "-o", "out")[0] == 0
+    assert len(IndexedReader(tmp_path / "out_text_document")) == 9
+
+
+def test_finished_and_interrupted_runs_are_not_discarded(prep, tmp_path):
+    assert prep("shuffle", "in.jsonl", "-o", "out")[0] == 0
+    code, err = prep("shuffle", "in.jsonl", "-o", "out", "--seed", 3)
+    assert (code, "out: exists already" in err) == (2, True)
+    assert prep("shuffle", "in.jsonl", "-o", "out")[0] == 0  # the same run: nothing is done
+    (tmp_path / "out").unlink()
+    (tmp_path / "out.work" / "summary.json").unlink()  # as a signal leaves it
+    code, err = prep("shuffle", "in.jsonl", "-o", "out", "--seed", 3)
+    assert (code, "has an interrupted run of this step with other settings" in err) == (2, True)
+    assert prep("shuffle", "in.jsonl", "-o", "out", "--seed", 3, "--overwrite")[0] == 0
+
+
+def test_output_that_was_edited_since_is_not_written_again(prep, tmp_path):
+    assert prep("merge", "in.jsonl", "-o", "out")[0] == 0
+    (tmp_path / "out").write_text("edited")
+    code, err = prep("merge", "in.jsonl", "-o", "out")
+    assert (code, "was changed since this run wrote it" in err) == (2, True)
+    assert (tmp_path / "out").read_text() == "edited"
+
+
+@pytest.mark.parametrize("spelling", ["in.jsonl", "./in.jsonl", "{folder}/in.jsonl", "../{name}/in.jsonl"])
+def test_unnamed_documents_are_found_by_any_spelling(prep, tmp_path, spelling):
+    row = json.dumps({"text": "the same text of some length, and more of it"}) + "\n"
+    (tmp_path / "in.jsonl").write_text(row * 3)
+    assert prep("find-duplicates", "in.jsonl", "-o", "pairs")[0] == 0
+    assert prep("group-duplicates", "pairs", "-o", "groups")[0] == 0
+    source = spelling.format(folder=tmp_path, name=tmp_path.name)
+    code, err = prep("remove-duplicates", source, "--groups", "groups", "-o", "out")
+    assert code == 0, err
+    assert (tmp_path / "out").read_text() == row
+
+
+def test_names_of_groups_that_no_input_has_end_with_3(prep, tmp_path):
+    (tmp_path / "groups.jsonl").write_text('{"0": ["u0", "u1", "nobody"]}\n{"1": ["u2", "elsewhere.jsonl@7", "u1"]}\n')
+    code, err = prep("remove-duplicates", "in.jsonl", "--groups", "groups.jsonl", "-o", "out")
+    assert (code, "documents that groups.jsonl names and no input has: 2" in err) == (3, True), err
+    assert len((tmp_path / "out").read_bytes().splitlines()) == 8
+
+
+def test_wrong_id_key_of_remove_duplicates_ends_with_3(prep):
+    code, err = prep("remove-duplicates", "in.jsonl", "--groups", "groups.jsonl", "--id-key", "uri", "-o", "out")
+    assert (code, "no input has: 1" in err) == (3, True)

@@ -1,0 +1,82 @@
+"""The documents in a work folder: checked before they are written, and where they are read again."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import pytest
+
+from dynmo_tools import cli
+from dynmo_tools.errors import UsageError
+from dynmo_tools.fingerprints import load_part
+from dynmo_tools.formats._document import DocumentError, WriterError
+from dynmo_tools.formats.workfiles import FINGERPRINTS, PLAN, SUMMARY
+from dynmo_tools.plan import load_plan
+from dynmo_tools.settings import FindDuplicatesSettings
+
+HEADER = {"scheme": "affine32", "num_seeds": 100, "seed": 1, "shingle_characters": 5, "documents": 3}
+TASKS = {
+    "step": "clean",
+    "digest": "x",
+    "output": "out",
+    "settings": {},
+    "limits": {},
+    "sources": [{"path": "a", "size_bytes": 1, "mtime_ns": 1}],
+    "tasks": [{"path": "a", "begin": 0, "end": None}],
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields", "words"),
+    [
+        (FINGERPRINTS, HEADER | {"documents": -1}, "documents: must be at least 0"),
+        (FINGERPRINTS, HEADER | {"more": 1}, "more: is not a field"),
+        (PLAN, TASKS | {"step": ""}, "step: must not be empty"),
+        (PLAN, TASKS | {"tasks": [{"path": "a", "begin": 0}]}, r"tasks\[0\].end: is missing"),
+        (SUMMARY, {"step": "clean"}, "documents_in: is missing"),
+    ],
+)
+def test_a_document_that_breaks_its_format_is_not_written(tmp_path, kind, fields, words):
+    with pytest.raises(WriterError, match=words):
+        kind.write(tmp_path / "x.json", fields)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[]",
+        "{}",
+        '{"format": "dynmo.prep-plan"}',
+        '{"format": "dynmo.prep-plan", "version": "1"}',
+        "[" * 2000,
+        "nonsense",
+    ],
+)
+def test_a_task_manifest_that_somebody_changed_is_refused(tmp_path, text):
+    (tmp_path / "plan.json").write_text(text)
+    with pytest.raises(DocumentError):
+        load_plan(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "text", ["[]", '{"format": "dynmo.fingerprints"}', '{"format": "dynmo.fingerprints", "version": 2}']
+)
+def test_kept_fingerprints_with_a_damaged_header_are_refused(tmp_path, text):
+    (tmp_path / "header.json").write_text(text)
+    with pytest.raises(UsageError, match="name a folder that --save-fingerprints wrote"):
+        load_part(tmp_path, FindDuplicatesSettings())
+
+
+def test_a_run_writes_documents_of_these_formats(tmp_path, monkeypatch):
+    (tmp_path / "in.jsonl").write_text(json.dumps({"text": "some words"}) + "\n")
+    monkeypatch.chdir(tmp_path)
+    words = ["find-duplicates", "in.jsonl", "-o", "out", "--save-fingerprints", "kept"]
+    monkeypatch.setattr(sys, "argv", ["dynmo-prep", *words])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    assert not ended.value.code
+    assert PLAN.read(tmp_path / "out.work" / "plan.json")["step"] == "find-duplicates"
+    assert SUMMARY.read(tmp_path / "out.work" / "summary.json")["documents_in"] == 1
+    assert FINGERPRINTS.read(tmp_path / "kept" / "header.json")["documents"] == 1

@@ -1,0 +1,118 @@
+"""One rule for damaged checkpoints, and for a run that has lost its checkpoints."""
+
+from __future__ import annotations
+
+import json
+import runpy
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from dynmo_train.checkpoint import CheckpointError, damage_of
+from dynmo_train.config import config_of
+from dynmo_train.loading import checkpoint_to_load, lost_step
+
+trainer = runpy.run_path(str(Path(__file__).with_name("build.py")))
+ALONE = SimpleNamespace(is_first=True, rank=0, size=1, dims=SimpleNamespace(tensor=1))
+
+
+@pytest.fixture(autouse=True)
+def _one_process(monkeypatch):
+    monkeypatch.setattr("dynmo_train.loading.broadcast_document", lambda _world, value: value)
+    monkeypatch.setattr("dynmo_train.loading.gather_documents", lambda _world, value: [value])
+
+
+def config(run, **more):
+    sizes = {"num_layers": 1, "hidden_size": 8, "num_attention_heads": 1, "seq_length": 4, "vocab_size": 8}
+    return config_of(**sizes, data_path="x", micro_batch_size=1, train_iters=9, lr=0.1, load=str(run), **more)
+
+
+def shard(step_dir):
+    return next(path for path in sorted(step_dir.iterdir()) if path.name.startswith("model-"))
+
+
+def flip(path, at=-1):
+    payload = bytearray(path.read_bytes())
+    payload[at] ^= 1
+    path.write_bytes(payload)
+
+
+DAMAGE = {
+    "truncated shard": lambda step: shard(step).write_bytes(shard(step).read_bytes()[:-1]),
+    "flipped byte of a shard": lambda step: flip(shard(step)),
+    "missing shard": lambda step: shard(step).unlink(),
+    "truncated manifest": lambda step: (step / "manifest.json").write_bytes(b"{"),
+    "flipped byte of the manifest": lambda step: flip(step / "manifest.json", 40),
+    "missing manifest": lambda step: (step / "manifest.json").unlink(),
+}
+
+
+@pytest.fixture
+def run(tmp_path):
+    (tmp_path / "checkpoints").mkdir()
+    for step in (1, 2, 3):
+        trainer["save"](tmp_path / "checkpoints", step)
+    return tmp_path
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_damaged_newest_checkpoint_falls_back_to_the_one_before(run, capsys, damage):
+    assert checkpoint_to_load(config(run), ALONE).directory.name == "step-00000003"
+    newest = run / "checkpoints" / "step-00000003"
+    DAMAGE[damage](newest)
+    found = checkpoint_to_load(config(run), ALONE)
+    assert found.directory.name == "step-00000002"
+    [fault] = found.passed_over
+    assert str(newest) in fault
+    told = capsys.readouterr().err
+    assert fault in told
+    assert "step-00000002 stands for it; dynmo-ckpt verify --level full lists the damage" in told
+    DAMAGE[damage](run / "checkpoints" / "step-00000002")
+    assert checkpoint_to_load(config(run), ALONE).directory.name == "step-00000001"
+    DAMAGE[damage](run / "checkpoints" / "step-00000001")
+    with pytest.raises(CheckpointError, match=r"no sound checkpoint; dynmo-ckpt verify lists") as error:
+        checkpoint_to_load(config(run), ALONE)
+    assert all(f"step-0000000{step}" in str(error.value) for step in (1, 2, 3))
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_damaged_step_that_is_named_itself_is_refused(run, damage):
+    DAMAGE[damage](run / "checkpoints" / "step-00000003")
+    with pytest.raises(CheckpointError, match="no sound checkpoint"):
+        checkpoint_to_load(config(run / "checkpoints" / "step-00000003"), ALONE)
+
+
+def test_damage_is_found_by_the_process_that_reads_the_file(run):
+    step = run / "checkpoints" / "step-00000003"
+    flip(shard(step))
+    found = [damage_of(step, part, 3) for part in range(3)]
+    assert sum(map(bool, found)) == 1
+    assert "the bytes were altered" in "".join(found)
+
+
+def records(run, *, saved, steps=400):
+    (run / "metrics.jsonl").write_text("".join(json.dumps({"step": step}) + "\n" for step in range(1, steps + 1)))
+    events = [{"kind": "checkpoint", "step": 100, "message": "saved"}] if saved else [{"kind": "planner", "step": 1}]
+    (run / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
+
+
+def test_emptied_checkpoints_of_a_run_with_progress_are_refused(run):
+    records(run, saved=True)
+    shutil.rmtree(run / "checkpoints")
+    for again in (run / "checkpoints", run / "other"):
+        with pytest.raises(CheckpointError, match=r"goes up to step 400 and checkpoints were saved: restore"):
+            checkpoint_to_load(config(run), ALONE)
+        again.mkdir()
+    assert checkpoint_to_load(config(run, exit_on_missing_checkpoint=False), ALONE) is None
+
+
+def test_run_that_never_saved_starts_again_unless_told_otherwise(run):
+    shutil.rmtree(run / "checkpoints")
+    records(run, saved=False)
+    assert lost_step(run) is None
+    assert checkpoint_to_load(config(run), ALONE) is None
+    with pytest.raises(CheckpointError, match="holds no checkpoint; --no-exit-on-missing-checkpoint starts"):
+        checkpoint_to_load(config(run, exit_on_missing_checkpoint=True), ALONE)
+    assert checkpoint_to_load(config(run / "nowhere"), ALONE) is None

@@ -1,0 +1,63 @@
+"""``dynmo-train cache`` lists and removes converted models, and nothing else."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from dynmo_train.cli import app
+from dynmo_train.errors import UsageError
+
+NAMES = [f"{name}-{digit * 16}" for name, digit in (("gpt2", "a"), ("my-bert", "0"))]
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """Two converted models, and what else a folder may have."""
+    for name in NAMES:
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "manifest.json").write_text("{}")
+        (tmp_path / name / "conversion.json").write_text(json.dumps({"source": f"/models/{name}"}))
+    (tmp_path / "notes.txt").write_text("mine")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "manifest.json").write_text("{}")
+    (tmp_path / f"link-{'b' * 16}").symlink_to(tmp_path / "run")
+    return tmp_path
+
+
+def call(*words):
+    done = CliRunner().invoke(app, ["cache", *map(str, words)])
+    if done.exception and not isinstance(done.exception, SystemExit):
+        raise done.exception
+    return done.stdout
+
+
+def test_list_shows_name_size_and_source(folder):
+    text = call("list", "--cache-dir", folder)
+    assert all(name in text for name in NAMES)
+    assert "2 converted models" in text
+    rows = json.loads(call("list", "--cache-dir", folder, "--format", "json"))["conversions"]
+    assert [(row["name"], row["source"]) for row in rows] == [(name, f"/models/{name}") for name in NAMES]
+    assert all(row["bytes"] > 0 for row in rows)
+
+
+def test_clear_leaves_other_files_alone(folder):
+    assert "removed 1 converted models" in call("clear", NAMES[0], "--cache-dir", folder)
+    assert not (folder / NAMES[0]).exists()
+    assert (folder / NAMES[1]).exists()
+    assert "removed 1 converted models" in call("clear", "--cache-dir", folder)
+    assert sorted(path.name for path in folder.iterdir()) == [f"link-{'b' * 16}", "notes.txt", "run"]
+    assert (folder / "run" / "manifest.json").exists()
+
+
+def test_an_unknown_name_removes_nothing(folder):
+    with pytest.raises(UsageError, match="run: not in"):
+        call("clear", NAMES[0], "run", "--cache-dir", folder)
+    assert (folder / NAMES[0]).exists()
+
+
+def test_a_missing_folder_is_empty(tmp_path):
+    assert "0 converted models" in call("list", "--cache-dir", tmp_path / "none")
+    assert "removed 0 converted models" in call("clear", "--cache-dir", tmp_path / "none")

@@ -1,0 +1,110 @@
+"""Options without effect are refused or warned of, and a bad value hides no contradiction."""
+
+from __future__ import annotations
+
+import pytest
+
+from dynmo_train.config import Facts, config_of, option_specs, resolve_checked, validate
+from dynmo_train.config.rules.effect import EFFECTS, effect_warnings
+from dynmo_train.formats._document import DocumentError
+
+SMALL = {
+    "num_layers": 4,
+    "hidden_size": 64,
+    "num_attention_heads": 4,
+    "seq_length": 32,
+    "vocab_size": 1000,
+    "micro_batch_size": 2,
+    "train_iters": 50,
+    "lr": 0.001,
+    "data_path": "corpus",
+}
+# What takes the effect from an option that has one by itself.
+WITHOUT = {
+    "rope_scaling_factor": {"family": "llama"},
+    "relative_attention_num_buckets": {"family": "t5"},
+    "relative_attention_max_distance": {"family": "t5"},
+    "split": {"data_path": None, "train_data_path": "a", "valid_data_path": "b"},
+    "eval_interval": {"eval_iters": 0},
+    "pack_to": {"balance": "online"},
+    "min_throughput_fraction": {"balance": "online"},
+    "balance_lockstep": {"balance": "online"},
+    "hysteresis": {"fp16": True, "loss_scale": 8.0},
+}
+WITH = {
+    "moe_expert_capacity_factor": {"num_experts": 4},
+    "pruning_freq": {"sparsify": True},
+    "pack_to": {"balance": "online", "world_size": 2, "global_batch_size": 4},
+    "emb_comm_opt": {"world_size": 2, "pipeline_model_parallel_size": 1, "global_batch_size": 8},
+    "split": {},
+    "rebalance_interval": {"balance": "online"},
+}
+OTHER = {"moe_routing": "expert-choice", "split": "80,20,0", "selective_grad_comp_way": "1"}
+
+
+def other_value(name):
+    """An allowed value of an option that is not its default."""
+    spec = option_specs()[name]
+    if name in OTHER:
+        return OTHER[name]
+    if spec.choices:
+        return next(choice for choice in spec.choices if choice != spec.default)
+    if spec.kind is bool:
+        return not spec.default
+    if spec.kind is str:
+        return "x"
+    limits = spec.declaration
+    candidates = (1, 2, 3, 0.5, 0.25, 0.125, 64)
+    fits = [spec.kind(n) for n in candidates if spec.convert(spec.kind(n))[1] is None and spec.kind(n) == n]
+    assert fits, limits
+    return next(value for value in fits if value != spec.default)
+
+
+def told(name, world_size=1, **values):
+    config = config_of(Facts(world_size=world_size), **{**SMALL, **values, name: other_value(name)})
+    flag = option_specs()[name].flag
+    refused = [problem for problem in validate(config, world_size) if problem.path == flag]
+    warned = [warning for warning in effect_warnings(config) if warning.startswith(f"{flag} has no effect")]
+    return refused, warned
+
+
+@pytest.mark.parametrize(("name", "refuse"), [(name, effect.refuse) for effect in EFFECTS for name in effect.options])
+def test_option_without_effect_is_refused_or_warned_of(name, refuse):
+    refused, warned = told(name, **WITHOUT.get(name, {}))
+    assert (len(refused), len(warned)) == ((1, 0) if refuse else (0, 1))
+
+
+@pytest.mark.parametrize("name", WITH)
+def test_option_with_effect_is_taken_without_a_word(name):
+    assert told(name, **WITH[name]) == ([], [])
+
+
+def problems(**values):
+    with pytest.raises(DocumentError) as error:
+        resolve_checked(flags={**SMALL, **values}, file={}, command={"family": "gpt"}, facts=Facts())
+    return sorted(problem.path for problem in error.value.problems)
+
+
+@pytest.mark.parametrize(
+    ("values", "flags"),
+    [
+        ({"num_layers": 0, "min_lr": 1.0}, ["--min-lr", "--num-layers"]),
+        (
+            {"seed": -1, "bf16": True, "fp16": True, "freeze_tied": True},
+            ["--fp16", "--freeze-tied", "--seed"],
+        ),
+        ({"lr_decay_style": "none", "num_attention_heads": 5}, ["--hidden-size", "--lr-decay-style"]),
+        ({"train_iters": None, "max_position_embeddings": 8}, ["--seq-length", "--train-iters"]),
+        ({"lr": 0.0, "min_lr": 1.0}, ["--lr"]),  # no lower than which --lr?
+        ({"micro_batch_size": 0, "global_batch_size": 7}, ["--micro-batch-size"]),
+        ({"hidden_size": 0, "num_attention_heads": 3}, ["--hidden-size"]),
+    ],
+)
+def test_bad_value_hides_no_contradiction_and_makes_none(values, flags):
+    assert problems(**values) == flags
+
+
+def test_missing_options_make_no_contradiction():
+    with pytest.raises(DocumentError) as error:
+        resolve_checked(flags={}, file={}, command={"family": "gpt"}, facts=Facts())
+    assert {problem.kind for problem in error.value.problems} == {"missing"}
