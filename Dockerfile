@@ -3,7 +3,7 @@
 #   docker build -t megatron-training .
 #   docker run --rm --gpus all --ipc host -v /fsx:/fsx megatron-training dynmo-train launch local --nproc 8 -- pretrain gpt ...
 #
-# BASE    an image with Python 3.11 or newer and torch 2.11 or newer for CUDA, whose torch is kept. Where the network has a
+# BASE    an image with Python 3.11 to 3.13 and torch 2.11 to 2.13 for CUDA, whose torch is kept. Where the network has a
 #         fabric of its own (EFA, InfiniBand), one that carries NCCL's plugin for it.
 ARG BASE=pytorch/pytorch:2.11.0-cuda12.8-cudnn9-devel
 FROM ${BASE}

@@ -26,7 +26,7 @@ mkdir -p "$folder"
 cd "$folder"
 
 if [ "$urls" != - ]; then
-  dynmo-prep blacklist-urls "$(realpath --canonicalize-missing "$OLDPWD/$urls")" -o clean_urls.txt
+  dynmo-prep blacklist-urls "$(realpath --canonicalize-missing "$OLDPWD/$urls")" -o clean_urls.txt --overwrite
   dynmo-prep fetch-urls clean_urls.txt -o pages.jsonl.zst \
     --user-agent "${USER_AGENT:?$0: set USER_AGENT to who you are, such as \'me (me@site.org)\'}"
   pages=pages.jsonl.zst
@@ -36,7 +36,7 @@ fi
 dynmo-prep merge "$pages" -o merged.jsonl.zst "${run[@]}"
 dynmo-prep clean merged.jsonl.zst -o clean.jsonl.zst --min-tokens "${MIN_TOKENS:-128}" "${run[@]}"
 dynmo-prep find-duplicates clean.jsonl.zst -o pairs.jsonl "${run[@]}"
-dynmo-prep group-duplicates pairs.jsonl -o groups.jsonl --threshold "${SIMILARITY:-0.9}"
+dynmo-prep group-duplicates pairs.jsonl -o groups.jsonl --threshold "${SIMILARITY:-0.9}" --overwrite
 dynmo-prep remove-duplicates clean.jsonl.zst -o unique.jsonl.zst --groups groups.jsonl "${run[@]}"
 last=unique.jsonl.zst
 if [ -n "${TASKS:-}" ]; then
