@@ -141,7 +141,7 @@ def _read_stdin() -> str:
     try:
         text = sys.stdin.read(MAX_DOCUMENT_BYTES + 1)
     except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"cannot read the prompts: {reason(error)}") from error
+        raise UsageError(f"standard input: {reason(error)}") from error
     if len(text) > MAX_DOCUMENT_BYTES:
         raise UsageError(f"standard input: more than {MAX_DOCUMENT_BYTES:,} characters of prompts, the limit")
     return text
@@ -162,7 +162,10 @@ def _prompts(given: list[str] | None, asked: GenerateConfig) -> list[str]:
     file = None if named in (None, *STDIN) else Path(str(named))
     if file is None and sys.stdin.isatty():
         raise UsageError("no prompt; give --prompt TEXT or --prompts FILE, or write one a line to standard input")
-    lines = (_read_stdin() if file is None else read_text(file)).splitlines()
+    try:
+        lines = (_read_stdin() if file is None else read_text(file)).splitlines()
+    except UsageError as error:
+        raise UsageError(f"cannot read the prompts: {error}") from error
     if not any(line.strip() for line in lines):
         raise UsageError("no prompt: the input holds no line with text")
     blank = [number for number, line in enumerate(lines, 1) if not line.strip()]

@@ -73,7 +73,7 @@ def test_without_a_launcher_growth_ends_with_75(static):
     run = folder / "asked"
     ask(run, '{"workers": 3}')
     told = run_workers(run_command, 2, arguments(data, run), joins=False)
-    assert [code for code, _ in told] == [75, 75], told
+    assert [code for code, _ in told] == [75, 75], str(told)
     assert [event["workers"] for event in events(run, "grow")] == [3]
     train(data, run, 3, "--load", str(run))
     assert figures(run) == expected

@@ -79,7 +79,7 @@ def train(data, family: str, run: Path, workers: int, **options: str) -> None:
     merged = COMMON | own | files | {name.replace("_", "-"): value for name, value in options.items()}
     flags = [part for name, value in merged.items() for part in (f"--{name}", value)]
     told = run_workers(run_command, workers, ["pretrain", command, "--run-dir", str(run), *flags], joins=False)
-    assert [code for code, _ in told] == [0] * workers, told
+    assert [code for code, _ in told] == [0] * workers, str(told)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -35,7 +35,7 @@ def interrupted_command(told: list[str], step: int) -> tuple[int, str]:
 def test_ctrl_c_saves_and_the_told_command_resumes(tmp_path):
     data, run = write_data(tmp_path / "data"), tmp_path / "run"
     told = run_workers(interrupted_command, 2, arguments(data, run, **SHORT), 2, joins=False)
-    assert [code for code, _ in told] == [130, 130], told
+    assert [code for code, _ in told] == [130, 130], str(told)
     assert f"stopped after iteration 2, saved; to resume, run the same command with --load {run}" in told[0][1]
     assert (run / "checkpoints" / "step-00000002").is_dir()
     train(data, run, 2, "--load", str(run), **SHORT)

@@ -149,7 +149,7 @@ def test_sigusr1_saves_and_goes_on_and_sigterm_saves_and_leaves(whole):
     told = run_workers(
         interrupted_command, 2, arguments(data, run, train_iters="100000", lr_decay_iters="24"), str(run), joins=False
     )
-    assert [code for code, _ in told] == [143, 143], told
+    assert [code for code, _ in told] == [143, 143], str(told)
     saved = sorted(int(path.name[5:]) for path in (run / "checkpoints").glob("step-*"))
     assert len(saved) == 2
     assert saved[1] == max(figures(run))

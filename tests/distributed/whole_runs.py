@@ -100,7 +100,7 @@ def interrupted_command(told: list[str], run: str) -> tuple[int, str]:
 def train(data: Path, run: Path, workers: int, *extra: str, **options: str | None) -> str:
     """Run to the end in processes that have torch loaded already; must succeed. What worker 0 said on stderr."""
     told = run_workers(run_command, workers, arguments(data, run, *extra, **options), joins=False)
-    assert [code for code, _ in told] == [0] * workers, told
+    assert [code for code, _ in told] == [0] * workers, str(told)
     return str(told[0][1])
 
 

@@ -17,9 +17,9 @@ FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 def full_in_steps(told: list[str], first: int, last: int) -> tuple[int, str]:
     """The command, on a disk that takes neither shards nor lines from step ``first`` to ``last``."""
-    from dynmo_train import recording, rundir, saving
+    from dynmo_train import saving
     from dynmo_train.engine import Engine
-    from dynmo_train.formats import profile
+    from dynmo_train.formats import profile, run_lines
 
     now = {"step": 0}
     train_step = Engine.train_step
@@ -39,7 +39,7 @@ def full_in_steps(told: list[str], first: int, last: int) -> tuple[int, str]:
     Engine.train_step = counted
     saving.write_shard = refusing(saving.write_shard)
     saving.new_staging = refusing(saving.new_staging) if os.environ["RANK"] == "0" else saving.new_staging
-    for module in (recording, rundir, profile):
+    for module in (run_lines, profile):
         module.append_line = refusing(module.append_line)
     return run_command(told)
 
@@ -89,7 +89,7 @@ def test_full_disk_for_a_while_loses_a_save_and_no_line(tmp_path):
 def test_save_that_one_process_cannot_write_is_removed_and_retried(tmp_path, extra):
     data, run = write_data(tmp_path / "x"), tmp_path / "run"
     outcomes = run_workers(only_shards, 2, options(data, run, *extra), 6, joins=False)
-    assert [code for code, _ in outcomes] == [0, 0], outcomes
+    assert [code for code, _ in outcomes] == [0, 0], str(outcomes)
     assert steps_of(run) == [3, 9, 12]
     assert sorted(path.name for path in (run / "checkpoints").iterdir() if path.name.startswith(".")) == []
     assert json.loads((run / "checkpoints" / "step-00000012" / "manifest.json").read_text())["step"] == 12

@@ -170,10 +170,18 @@ def flat(value, prefix=""):
     return {name: inner for key, part in value.items() for name, inner in flat(part, f"{prefix}/{key}").items()}
 
 
+def zero_padding(tensors, vocabulary):
+    """The parameters, with zeros in the rows behind the vocabulary's, which no token reads."""
+    for name, value in tensors.items():
+        if "embedding.word." in name or name in ("head.weight", "head.bias"):
+            tensors[name] = np.where(np.arange(len(value)).reshape(-1, *[1] * (value.ndim - 1)) < vocabulary, value, 0)
+    return tensors
+
+
 @pytest.mark.parametrize("family", ["llama", "bert", "t5"])
 def test_legacy_files_are_what_megatron_would_have_written(run, tmp_path, family):
     m = families[family]()
-    p = native(tmp_path / "in", m)
+    p = zero_padding(native(tmp_path / "in", m), m["vocab_size"])
     nothing = range(0)
     stages = [(range(1), nothing), (range(1, 3), nothing)]
     counts = "1,2"
@@ -199,7 +207,7 @@ def test_legacy_files_are_what_megatron_would_have_written(run, tmp_path, family
             expected = flat(legacy["chunk"](p, m, stages, stage, rank, 2, 3.0))
             expected = {name.replace("_norm.", "_layernorm."): value for name, value in expected.items()}
             assert ours.keys() == expected.keys()
-            assert all(np.array_equal(ours[name].numpy(), expected[name]) for name in ours)
+            assert [name for name in ours if not np.array_equal(ours[name].numpy(), expected[name])] == []
 
 
 @pytest.mark.parametrize(("family", "kind"), [("llama", "llama"), ("bert", "bert"), ("t5", "t5")])
