@@ -2,9 +2,28 @@
 
 from __future__ import annotations
 
+import os
 import signal
 
-# A shell that starts a command in the background makes it ignore SIGINT, and what it starts inherits that. The tests
+import pytest
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+
+# A shell that starts a command in the background makes it ignore SIGINT, and its children inherit that. The tests
 # that press Ctrl-C need the ordinary disposition, whoever starts them.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.fixture(autouse=True)
+def process_state_unchanged():
+    """Fail a test that leaves another signal disposition or directory: the processes of later tests inherit them."""
+    handlers, directory = {number: signal.getsignal(number) for number in SIGNALS}, os.getcwd()
+    yield
+    left = {number.name for number, handler in handlers.items() if signal.getsignal(number) is not handler}
+    moved = os.getcwd() != directory
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+    os.chdir(directory)
+    assert not left, f"the test left handlers of {sorted(left)}"
+    assert not moved, "the test left another current directory"

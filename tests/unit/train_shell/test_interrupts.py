@@ -80,7 +80,7 @@ def test_pretrain_is_such_a_run(monkeypatch):
 
 
 def test_a_launchers_worker_is_told_twice_and_saves_nonetheless():
-    before = signal.getsignal(signal.SIGTERM)
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
         with Interrupts(None, launched=True) as interrupts:
             for _ in range(2):
@@ -88,7 +88,8 @@ def test_a_launchers_worker_is_told_twice_and_saves_nonetheless():
             assert interrupts.at_boundary(ALONE) == Wishes(leave=True, code=143)
         os.kill(os.getpid(), signal.SIGTERM)  # while the last checkpoint is being written
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():  # a launcher's worker ignores both from then on
+            signal.signal(number, handler)
 
 
 def test_the_time_is_up_after_its_seconds():
