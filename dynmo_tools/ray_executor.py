@@ -67,8 +67,13 @@ def _connect(ray: Any, workers: int) -> None:
             raise DynmoError(f"Ray does not start on this machine: {reason}") from error
         raise DynmoError(
             f"RAY_ADDRESS {address}: cannot connect to a Ray cluster: {reason}; "
-            "start one with 'ray start --head', or unset RAY_ADDRESS to use this machine"
+            "start one with 'ray start --head', or unset RAY_ADDRESS to use this machine" + _token_hint()
         ) from error
+
+
+def _token_hint() -> str:
+    """What a refusal for lack of a token needs: Ray sends none to an explicit address unless its mode is set."""
+    return "" if os.environ.get("RAY_AUTH_MODE") else "; for a cluster with token authentication set RAY_AUTH_MODE=token"
 
 
 def _probe(address: str) -> None:

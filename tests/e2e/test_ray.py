@@ -16,6 +16,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -149,6 +150,22 @@ def test_a_refused_connection_is_told_as_such(needs_ray, tmp_path):
     said = prep(folder, "merge", "in.jsonl", "-o", "out.jsonl", "--executor", "ray", address=address, code=1)
     assert f"RAY_ADDRESS {address}: cannot connect to a Ray cluster" in said
     assert "Traceback" not in said
+
+
+def test_token_hint_names_the_variable_only_where_it_is_unset(monkeypatch):
+    from dynmo_tools import ray_executor
+
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
+    monkeypatch.setattr(ray_executor, "_probe", lambda _address: None)
+
+    def refuse(**_options):
+        raise RuntimeError("Failed to connect to Ray cluster at 10.0.0.1:6379\nmore")
+
+    for mode, hint in (("", True), ("token", False)):
+        monkeypatch.setenv("RAY_AUTH_MODE", mode)
+        with pytest.raises(ray_executor.DynmoError, match="Failed to connect to Ray cluster") as error:
+            ray_executor._connect(SimpleNamespace(init=refuse), 1)
+        assert ("set RAY_AUTH_MODE=token" in str(error.value)) is hint
 
 
 def test_a_node_without_the_folder_is_told_to_share_it(tmp_path):

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import struct
+from types import SimpleNamespace
 
 import pytest
 
 from dynmo_train.config import config_of
 from dynmo_train.flops import matrix_parameters, step_flops
 from dynmo_train.models.gpt import Gpt, GptShape
+from dynmo_train.rebalance.controller import TakenPlan
 from dynmo_train.startup import (
     argument_lines,
     batch_line,
@@ -18,7 +20,7 @@ from dynmo_train.startup import (
     vocabulary_line,
 )
 from dynmo_train.tensorboard import EventWriter, crc32c, event, record
-from dynmo_train.traininglog import IterationFigures, evaluation_line, iteration_line, scalars_of
+from dynmo_train.traininglog import IterationFigures, TrainingLog, evaluation_line, iteration_line, scalars_of
 
 SMALL = {
     "num_layers": 4,
@@ -85,6 +87,38 @@ def test_an_evaluation_line_is_megatrons():
     assert evaluation_line("iteration 1", {"lm_loss": 0.0, "top5_acc": 50.0}, "loss").endswith(
         " | loss PPL: 1.000000E+00 | top5_acc value: 5.000000E+01 | "
     )
+
+
+def result(milliseconds):
+    return SimpleNamespace(step_ns=milliseconds * 1_000_000)
+
+
+def after_moves(capsys, move_after):
+    """What the log prints of 14 steps; steps take 10 ms up to the first move, 5 ms after it."""
+    config = config_of(**SMALL | {"log_interval": 1000})
+    log = TrainingLog(config, SimpleNamespace(is_first=True, size=2), lambda _samples, _tokens: 0)
+    for step in range(1, 15):
+        log.step(step, 0, 2, 32, result(10 if step <= move_after[0] else 5))
+        if step in move_after:
+            log.moved(TakenPlan(plan_id=step, moves=[("layers.1", 0, 1, 2048)], pause_ns=1_500_000), step)
+    return capsys.readouterr().out.splitlines()
+
+
+def test_step_times_before_and_after_a_move_are_means_of_five_steps(capsys):
+    assert after_moves(capsys, [6]) == [
+        " plan 6 taken after iteration 6: 1 items, 2,048 bytes moved in 1.5 ms",
+        "   layers.1: worker 0 -> 1, 2,048 bytes",
+        " plan 6: step time 10.0 ms -> 5.0 ms (ratio 2.00, means of 5 steps)",
+    ]
+
+
+def test_move_soon_followed_by_another_gets_no_step_times(capsys):
+    lines = [line for line in after_moves(capsys, [4, 8]) if "layers" not in line]
+    assert lines == [
+        " plan 4 taken after iteration 4: 1 items, 2,048 bytes moved in 1.5 ms",
+        " plan 8 taken after iteration 8: 1 items, 2,048 bytes moved in 1.5 ms",
+        " plan 8: step time 5.0 ms -> 5.0 ms (ratio 1.00, means of 5 steps)",
+    ]
 
 
 def test_throughput_stands_behind_the_time():
