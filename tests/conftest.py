@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from pathlib import Path
 
 import pytest
 
@@ -16,6 +17,20 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 # Ray's token authentication depends on a file in the home directory, and a local cluster creates it there.
 os.environ["RAY_AUTH_MODE"] = "disabled"
+
+# xdist gives each process one module after the other; with the long ones first both processes end at the same time.
+LONG_FIRST = ("distributed", "e2e", "faults", "parity", "cli", "mutants")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Put the folders whose modules take long in front; within a folder the order stays."""
+    folders = Path(__file__).parent
+
+    def place(item: pytest.Item) -> int:
+        folder = item.path.relative_to(folders).parts[0]
+        return LONG_FIRST.index(folder) if folder in LONG_FIRST else len(LONG_FIRST)
+
+    items.sort(key=place)
 
 
 @pytest.fixture(autouse=True)
