@@ -21,9 +21,8 @@ from .formats._document import (
     MAX_TABLE_BYTES,
     DocumentError,
     parse_any_json,
-    read_json,
 )
-from .formats.workfiles import SUMMARY
+from .formats.workfiles import SUMMARY, TASK
 from .options import files_of, output_folders_of
 from .plan import (
     Job,
@@ -164,7 +163,11 @@ def _refuse_changed_outputs(job: Job) -> None:
     """Refuse to write an output again that was changed after this run wrote it."""
     written = set(map(str, written_files(job)))
     for path in (job.work / "done").glob("*.json"):
-        for name, size in read_json(path, MAX_TABLE_BYTES).get("outputs", {}).items():
+        try:
+            outputs = TASK.read(path)["outputs"]
+        except DocumentError:  # damaged: the task runs again
+            continue
+        for name, size in outputs.items():
             if name in written and os.path.exists(name) and os.path.getsize(name) != size:
                 raise UsageError(
                     f"{name}: was changed since this run wrote it; --overwrite replaces it, or choose another output"
@@ -411,5 +414,5 @@ def _gather_rejects(job: Job, plan: Plan, phases: Sequence[Phase]) -> None:
                     row = parse_any_json(line, MAX_TABLE_BYTES)
                     row["line"] += shift
                     target.write(json.dumps(row, ensure_ascii=False).encode() + b"\n")
-        marker = read_json(marker_path(job.work, reading.name, index), MAX_TABLE_BYTES)
+        marker = TASK.read(marker_path(job.work, reading.name, index))
         before[path] = shift + marker["tally"]["lines"]

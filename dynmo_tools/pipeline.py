@@ -9,9 +9,9 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from . import __version__
 from .errors import UsageError
-from .formats._document import MAX_CONFIG_BYTES, encode_json, envelope, parse_toml, read_text, write_whole
+from .formats._document import MAX_CONFIG_BYTES, parse_toml, read_text
+from .formats.workfiles import PIPELINE
 from .jobs import Execution, Summary, run_job
 from .options import files_of, from_mapping, parse_assignment
 from .plan import Job, Limits, Source, expand_inputs
@@ -19,8 +19,6 @@ from .steps import STEPS, Makes, Step, default_work
 from .wholefile import sweep_temporaries
 
 SUMMARY_NAME = "pipeline-summary.json"
-PIPELINE_FORMAT = "dynmo.prep-pipeline"
-PIPELINE_VERSION = 1
 RECORDS_ENDING = ".jsonl.zst"
 
 
@@ -193,14 +191,12 @@ def run_pipeline(
         tell(summary)
         summaries.append((chosen.name, summary))
     document = {
-        **envelope(PIPELINE_FORMAT, PIPELINE_VERSION, f"dynmo-prep {__version__}"),
         "recipe": recipe.source,
         **_totals(summaries, jobs),
         "steps": [{"name": name, **summary.as_json(), "reused": summary.reused} for name, summary in summaries],
     }
     sweep_temporaries(folder / SUMMARY_NAME)
-    write_whole(folder / SUMMARY_NAME, encode_json(document))
-    return document
+    return PIPELINE.write(folder / SUMMARY_NAME, document)
 
 
 def _totals(summaries: Sequence[tuple[str, Summary]], jobs: Sequence[tuple[RecipeStep, Job]]) -> dict[str, Any]:

@@ -9,10 +9,10 @@ from typing import Any
 
 from . import __version__
 from .errors import UsageError
-from .formats._document import MAX_TABLE_BYTES, envelope, read_json
+from .formats._document import envelope
 from .formats.dataset import FORMAT, VERSION, Piece, digest_file, digest_settings, sidecar_path
 from .formats.indexed import bin_path
-from .formats.workfiles import PLAN, SUMMARY
+from .formats.workfiles import PLAN, SUMMARY, TASK
 from .options import files_of, jsonable
 from .plan import Job, load_plan
 from .steps import default_work
@@ -58,7 +58,7 @@ def _steps_before(path: Path) -> list[dict[str, Any]]:
         work = default_work(path)
         try:
             summary = SUMMARY.read(work / "summary.json")
-            marker = read_json(work / "done" / "join-00000.json", MAX_TABLE_BYTES)
+            marker = TASK.read(work / "done" / "join-00000.json")
             stored = PLAN.read(work / "plan.json")
             plan = load_plan(work)
             if marker["outputs"].get(str(path)) != path.stat().st_size:

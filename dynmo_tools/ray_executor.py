@@ -73,7 +73,9 @@ def _connect(ray: Any, workers: int) -> None:
 
 def _token_hint() -> str:
     """What a refusal for lack of a token needs: Ray sends none to an explicit address unless its mode is set."""
-    return "" if os.environ.get("RAY_AUTH_MODE") else "; for a cluster with token authentication set RAY_AUTH_MODE=token"
+    if os.environ.get("RAY_AUTH_MODE"):
+        return ""
+    return "; for a cluster with token authentication set RAY_AUTH_MODE=token"
 
 
 def _probe(address: str) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from .errors import UsageError
-from .formats._document import MAX_TABLE_BYTES, read_json
+from .formats.workfiles import PLAN, TASK
 from .plan import load_plan
 from .steps import STEPS
 from .tasks import marker_path
@@ -29,7 +29,7 @@ def status_of(folder: Path) -> list[dict[str, Any]]:
 
 
 def _one(work: Path) -> dict[str, Any]:
-    plan, document = load_plan(work), read_json(work / "plan.json", MAX_TABLE_BYTES)
+    plan, document = load_plan(work), PLAN.read(work / "plan.json")
     phases = STEPS[document["step"]].phases_of()(plan)
     documents = rejected = 0
     states = []
@@ -37,7 +37,7 @@ def _one(work: Path) -> dict[str, Any]:
         markers = [path for index in range(phase.tasks) if (path := marker_path(work, phase.name, index)).exists()]
         states.append({"name": phase.name, "tasks": phase.tasks, "done": len(markers)})
         for path in markers:
-            tally = read_json(path, MAX_TABLE_BYTES)["tally"]
+            tally = TASK.read(path)["tally"]
             documents += tally["documents_in"]
             rejected += sum(tally["rejected"].values())
     return {

@@ -19,7 +19,8 @@ from typing import IO, Any, Self
 
 from .compression import is_compressed, wrap_write
 from .errors import DynmoError
-from .formats._document import MAX_TABLE_BYTES, DocumentError, encode_json, read_json, write_whole
+from .formats._document import DocumentError
+from .formats.workfiles import TASK
 from .plan import Job, Plan, load_plan
 from .records import (
     EXCERPT_CHARACTERS,
@@ -329,7 +330,7 @@ def run_task(job: Job, phase: Phase, index: int, report: Report) -> dict[str, An
     outputs = task.outputs()
     for folder in {Path(name).parent for name in outputs}:
         sync_folder(folder)
-    marker = {
+    fields = {
         "task": f"{phase.name}-{index:05d}",
         "digest": task.plan.digest,
         "outputs": outputs,
@@ -338,8 +339,8 @@ def run_task(job: Job, phase: Phase, index: int, report: Report) -> dict[str, An
         "facts": task.facts,
         "seconds": round(time.monotonic() - started, 6),
     }
-    write_whole(marker_path(job.work, phase.name, index), encode_json(marker))
-    return marker
+    TASK.write(marker_path(job.work, phase.name, index), fields)
+    return fields
 
 
 def finished(job: Job, phase: Phase, index: int, digest: str, *, outputs_used_up: bool) -> dict[str, Any] | None:
@@ -348,10 +349,10 @@ def finished(job: Job, phase: Phase, index: int, digest: str, *, outputs_used_up
     ``outputs_used_up`` says that a later phase is complete, which removes the parts that it was made of.
     """
     try:
-        marker: dict[str, Any] = read_json(marker_path(job.work, phase.name, index), MAX_TABLE_BYTES)
+        marker = TASK.read(marker_path(job.work, phase.name, index))
     except DocumentError:
         return None
-    if marker.get("digest") != digest:
+    if marker["digest"] != digest:
         return None
     if not outputs_used_up:
         for name, size in marker["outputs"].items():
@@ -365,5 +366,4 @@ def finished(job: Job, phase: Phase, index: int, digest: str, *, outputs_used_up
 
 def marker_of(task: Task, phase: str, index: int) -> dict[str, Any]:
     """The marker of a finished task of an earlier phase of the same job."""
-    marker: dict[str, Any] = read_json(marker_path(task.job.work, phase, index), MAX_TABLE_BYTES)
-    return marker
+    return TASK.read(marker_path(task.job.work, phase, index))

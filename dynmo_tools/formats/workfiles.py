@@ -1,4 +1,4 @@
-"""The documents that ``dynmo-prep`` keeps for itself: task manifest, summary and the header of kept fingerprints.
+"""The documents that ``dynmo-prep`` keeps for itself: task manifest, markers of tasks, summaries, fingerprint headers.
 
 They are ours alone: no other package reads them. Each has one rule, by which a new document is checked before its first
 byte is written, and by which a document that somebody changed is refused when a run is resumed.
@@ -22,6 +22,7 @@ from ._document import (
     WriterError,
     anything,
     array,
+    boolean,
     encode_json,
     envelope,
     envelope_problems,
@@ -66,18 +67,36 @@ class WorkFormat:
             raise DocumentError(str(path), problems)
         return dict(document)
 
-    def write(self, path: Path, fields: Mapping[str, Any]) -> None:
-        """Write a document with its envelope; raises ``WriterError`` where it breaks the rule, and ``OSError``."""
+    def write(self, path: Path, fields: Mapping[str, Any]) -> dict[str, Any]:
+        """Write a document with its envelope and return it.
+
+        Raises:
+            WriterError: it breaks the rule; nothing is written.
+            OSError: as ``write_whole``.
+        """
         header = undated_header(self.name, self.version)
         if self.is_dated:
             header = envelope(self.name, self.version, f"dynmo-prep {__version__}")
-        payload = encode_json({**header, **fields})
+        document = {**header, **fields}
+        payload = encode_json(document)
         if problems := self._problems(parse_json(payload)):
             raise WriterError(str(path), problems)
         write_whole(path, payload)
+        return document
 
 
 _COUNTS = mapping(integer())
+_TALLY = {
+    "documents_in": integer(),
+    "bytes_in": integer(),
+    "documents_kept": integer(),
+    "bytes_out": integer(),
+    "blank_lines": integer(),
+    "lines": integer(),
+    "changed": integer(),
+    "dropped": _COUNTS,
+    "rejected": _COUNTS,
+}
 _UNDATED = {name: check for name, check in ENVELOPE.items() if name != "created_utc"}
 PLAN = WorkFormat(
     name="dynmo.prep-plan",
@@ -95,27 +114,49 @@ PLAN = WorkFormat(
         }
     ),
 )
-SUMMARY = WorkFormat(
-    name="dynmo.prep-summary",
+TASK = WorkFormat(
+    name="dynmo.prep-task",
+    version=1,
+    rule=obj(
+        {
+            **_UNDATED,
+            "task": string(),
+            "digest": string(),
+            "outputs": mapping(integer()),
+            "tally": obj(_TALLY),
+            "result": mapping(anything()),
+            "facts": mapping(anything()),
+            "seconds": number(0),
+        }
+    ),
+    is_dated=False,
+)
+_SUMMARY = {
+    "step": string(),
+    "inputs": array(string(), 1),
+    "output": string(),
+    **_TALLY,
+    "seconds": number(0),
+    "megabytes_per_second": number(0),
+    "facts": mapping(anything()),
+}
+SUMMARY = WorkFormat(name="dynmo.prep-summary", version=1, rule=obj({**ENVELOPE, **_SUMMARY}))
+PIPELINE = WorkFormat(
+    name="dynmo.prep-pipeline",
     version=1,
     rule=obj(
         {
             **ENVELOPE,
-            "step": string(),
-            "inputs": array(string(), 1),
-            "output": string(),
+            "recipe": string(),
             "documents_in": integer(),
             "bytes_in": integer(),
             "documents_kept": integer(),
-            "bytes_out": integer(),
-            "blank_lines": integer(),
-            "lines": integer(),
-            "changed": integer(),
-            "dropped": _COUNTS,
-            "rejected": _COUNTS,
+            "documents_rejected": integer(),
+            "tokens": nullable(integer()),
+            "data_prefix": nullable(string()),
+            "tokenizer": nullable(string()),
             "seconds": number(0),
-            "megabytes_per_second": number(0),
-            "facts": mapping(anything()),
+            "steps": array(obj({"name": string(), **_SUMMARY, "reused": boolean()}), 1),
         }
     ),
 )

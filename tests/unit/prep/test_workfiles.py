@@ -11,7 +11,7 @@ from dynmo_tools import cli
 from dynmo_tools.errors import UsageError
 from dynmo_tools.fingerprints import load_part
 from dynmo_tools.formats._document import DocumentError, WriterError
-from dynmo_tools.formats.workfiles import FINGERPRINTS, PLAN, SUMMARY
+from dynmo_tools.formats.workfiles import FINGERPRINTS, PIPELINE, PLAN, SUMMARY, TASK
 from dynmo_tools.plan import load_plan
 from dynmo_tools.settings import FindDuplicatesSettings
 
@@ -35,6 +35,9 @@ TASKS = {
         (PLAN, TASKS | {"step": ""}, "step: must not be empty"),
         (PLAN, TASKS | {"tasks": [{"path": "a", "begin": 0}]}, r"tasks\[0\].end: is missing"),
         (SUMMARY, {"step": "clean"}, "documents_in: is missing"),
+        (TASK, {"task": "clean-00000", "outputs": {"a": -1}}, "outputs.a: must be at least 0"),
+        (TASK, {"task": "clean-00000"}, "tally: is missing"),
+        (PIPELINE, {"recipe": "x", "steps": []}, "documents_in: is missing"),
     ],
 )
 def test_a_document_that_breaks_its_format_is_not_written(tmp_path, kind, fields, words):
@@ -80,3 +83,23 @@ def test_a_run_writes_documents_of_these_formats(tmp_path, monkeypatch):
     assert PLAN.read(tmp_path / "out.work" / "plan.json")["step"] == "find-duplicates"
     assert SUMMARY.read(tmp_path / "out.work" / "summary.json")["documents_in"] == 1
     assert FINGERPRINTS.read(tmp_path / "kept" / "header.json")["documents"] == 1
+    markers = [TASK.read(path) for path in (tmp_path / "out.work" / "done").iterdir()]
+    assert {marker["digest"] for marker in markers} == {PLAN.read(tmp_path / "out.work" / "plan.json")["digest"]}
+
+
+def test_damaged_marker_of_a_task_runs_the_task_again(tmp_path, monkeypatch):
+    (tmp_path / "in.jsonl").write_text(json.dumps({"text": "some words"}) + "\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["dynmo-prep", "merge", "in.jsonl", "-o", "out.jsonl"])
+    with pytest.raises(SystemExit):
+        cli.main()
+    written = (tmp_path / "out.jsonl").read_bytes()
+    marker = next((tmp_path / "out.jsonl.work" / "done").glob("join-*.json"))
+    for damage in (b"[]", marker.read_bytes().replace(b'"tally"', b'"tolly"')):
+        marker.write_bytes(damage)
+        (tmp_path / "out.jsonl.work" / "summary.json").unlink()
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+        assert not ended.value.code
+        assert (tmp_path / "out.jsonl").read_bytes() == written
+        assert TASK.read(marker)["tally"]["documents_in"] == 0
