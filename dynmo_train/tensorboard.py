@@ -7,6 +7,7 @@ CRC-32C. The bytes are an ``Event`` message of protocol buffers: 1 wall time (do
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import struct
@@ -15,6 +16,7 @@ from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 
+from .console import say
 from .errors import UsageError
 from .reasons import reason
 
@@ -74,6 +76,8 @@ def event(wall_time: float, step: int, scalars: Mapping[str, float]) -> bytes:
 class EventWriter:
     """Appends scalars to a new event file in ``folder``; each call is one write.
 
+    Where the disk is full an event is left out, and none is cut off: readers stop at a record that is not whole.
+
     Raises:
         UsageError: the folder or the file cannot be made.
     """
@@ -84,14 +88,32 @@ class EventWriter:
         try:
             folder.mkdir(parents=True, exist_ok=True)
             self._file = open(folder / name, "ab", buffering=0)  # noqa: SIM115 - open as long as the run
+            self._end, self._is_full = 0, False
+            self._append(record(b"\x09" + struct.pack("<d", now) + _inner(3, b"brain.Event:2")))
         except OSError as error:
             raise UsageError(f"cannot write to --tensorboard-dir {folder}: {reason(error)}") from error
-        version = b"\x09" + struct.pack("<d", now) + _inner(3, b"brain.Event:2")
-        self._file.write(record(version))
+
+    def _append(self, payload: bytes) -> None:
+        """Write a record whole, or none of it."""
+        try:
+            rest = memoryview(payload)
+            while rest:
+                rest = rest[self._file.write(rest) or 0 :]
+        except OSError:
+            with contextlib.suppress(OSError):
+                self._file.truncate(self._end)
+            raise
+        self._end += len(payload)
 
     def scalars(self, step: int, scalars: Mapping[str, float]) -> None:
-        """Write one event."""
-        self._file.write(record(event(time.time(), step, scalars)))
+        """Write one event; where that fails, warn once and leave it out."""
+        try:
+            self._append(record(event(time.time(), step, scalars)))
+            self._is_full = False
+        except OSError as error:
+            if not self._is_full:
+                say(f"warning: {self._file.name}: cannot be written ({reason(error)}); its scalars are left out")
+            self._is_full = True
 
     def close(self) -> None:
         """Close the file."""

@@ -39,7 +39,7 @@ SHAPE = GptShape(
     attention_dropout=0.1,
     seed=11,
 )
-MICROBATCHES, MICRO_BATCH, TOKENS = 8, 2, 16
+MICROBATCHES, MICRO_BATCH, TOKENS = 4, 2, 16
 PRECISIONS = {
     "fp32": FLOAT32,
     "bf16": Precision(compute=torch.bfloat16),

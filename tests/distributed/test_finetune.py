@@ -168,6 +168,22 @@ def test_it_starts_from_a_pretrained_model(folder, alone):
     assert metrics(folder / f"{task}-from")[-1]["validation"] == expected[-1]["validation"]
 
 
+def test_fine_tuning_carries_the_source_of_its_model(folder, alone, tmp_path):
+    from typer.testing import CliRunner
+
+    from dynmo_ckpt.cli import app as ckpt
+
+    task, _ = alone
+    for begin, end, kind in ((folder / f"{task}-1", "hf", "hf"), (tmp_path / "hf", "native", "native")):
+        done = CliRunner().invoke(ckpt, ["convert", str(begin), str(tmp_path / end), "--to", kind])
+        assert done.exit_code == 0, done.output
+    source = json.loads((tmp_path / "native" / "manifest.json").read_text())["source"]
+    start = ("--pretrained-checkpoint", str(tmp_path / "native"), "--epochs", "1")
+    run_workers(tune, 1, told(folder, task, f"{task}-sourced", *start), joins=False)
+    written = sorted((folder / f"{task}-sourced" / "checkpoints").glob("step-*/manifest.json"))[-1]
+    assert json.loads(written.read_text())["source"] == source
+
+
 @pytest.mark.parametrize(
     ("task", "extra", "words"),
     [

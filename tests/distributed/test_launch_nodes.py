@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
 
 import pytest
+from ports import free_port
 
 pytestmark = pytest.mark.distributed
 
@@ -48,12 +48,6 @@ if rank == 0:
     put(os.environ["DYNMO_LAUNCH_FILE"], os.path.abspath("run"))
 dist.barrier()
 """
-
-
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def start(folder, program, *, nodes=2, least=None, restarts=0, silence_s=30):

@@ -12,15 +12,10 @@ import time
 from pathlib import Path
 
 import pytest
+from ports import free_port
 from whole_runs import arguments, figures, lines, tensors, train, write_data
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(900)]
-
-
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def answers(port):

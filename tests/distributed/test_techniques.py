@@ -26,7 +26,7 @@ TECHNIQUES = {
     "depths": DynamicSettings(depths=DepthSettings(capacity=0.5, every=2, aux_weight=0.01)),
     "exits": DynamicSettings(exits=ExitSettings(layers=(0, 2), loss_weight=0.3, threshold=0.003, measure="softmax")),
     "saturation": DynamicSettings(
-        exits=ExitSettings(layers=(1,), loss_weight=0.3, threshold=0.98, measure="saturation")
+        exits=ExitSettings(layers=(1,), loss_weight=0.3, threshold=0.985, measure="saturation")
     ),
     "depths and exits": DynamicSettings(
         depths=DepthSettings(capacity=0.5, every=2, aux_weight=0.01),
@@ -47,7 +47,7 @@ def scenario(technique: str, **options) -> Scenario:
     if isinstance(asked, MoeShape):
         return Scenario(steps=12, moe=asked, **options)
     if isinstance(asked, PlasticityRule):
-        return Scenario(steps=12, plasticity=asked, **options)
+        return Scenario(steps=16, plasticity=asked, **options)
     if isinstance(asked, PruningRule):
         return Scenario(steps=12, rule=asked, **options)
     return Scenario(steps=12, dynamic=asked, **options)

@@ -23,7 +23,6 @@ import pkgutil
 import random
 import select
 import signal
-import socket
 import sys
 import threading
 import time
@@ -33,6 +32,8 @@ from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
+
+from ports import free_port
 
 import dynmo_train
 
@@ -50,12 +51,6 @@ PRELOADED = [
     ),
 ]
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGALRM, signal.SIGCHLD)
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def _end_with(connection: Connection) -> None:

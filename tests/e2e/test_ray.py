@@ -10,7 +10,6 @@ import json
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -19,17 +18,12 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from ports import free_port
 
 pytestmark = pytest.mark.timeout(600)
 
 MARK = "DYNMO_RAY_TEST"
 TEXT = "The river runs past the old mill and the water turns its heavy wheel all day long. "
-
-
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def prep(folder, *words, address="", code=0):

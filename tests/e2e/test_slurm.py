@@ -11,15 +11,13 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import socket
 import subprocess
 import sys
 import time
 from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "distributed"))
+from ports import free_port
 from whole_runs import arguments, events, figures, lines, train, write_data
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(900)]
@@ -59,16 +57,6 @@ PartitionName=main Nodes=n1,n2,n3 Default=YES MaxTime=INFINITE State=UP
 """
 
 
-def free_ports(count):
-    probes = [socket.socket() for _ in range(count)]
-    for probe in probes:
-        probe.bind(("127.0.0.1", 0))
-    ports = [probe.getsockname()[1] for probe in probes]
-    for probe in probes:
-        probe.close()
-    return ports
-
-
 def ask(*words, code=0):
     done = subprocess.run([*map(str, words)], capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == code, f"{words}: {done.stdout}{done.stderr}"
@@ -98,7 +86,7 @@ def cluster(tmp_path_factory):
     (folder / "state").mkdir()
     (folder / "munge.key").write_bytes(os.urandom(256))
     (folder / "munge.key").chmod(0o400)
-    (folder / "slurm.conf").write_text(CONFIGURATION.format(folder=folder, ports=free_ports(4)))
+    (folder / "slurm.conf").write_text(CONFIGURATION.format(folder=folder, ports=[free_port() for _ in range(4)]))
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}:/usr/sbin"
     patch = pytest.MonkeyPatch()
     patch.setenv("SLURM_CONF", str(folder / "slurm.conf"))

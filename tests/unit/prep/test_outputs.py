@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import email
 import json
 import re
+from pathlib import Path
 
 import pytest
 
@@ -22,6 +24,9 @@ def prep(tmp_path, monkeypatch, capsys):
     (tmp_path / "pairs.jsonl").write_text('{"u0": [{"u1": 0.95}]}\n')
     (tmp_path / "groups.jsonl").write_text('{"0": ["u0", "u1"]}\n')
     (tmp_path / "urls.txt").write_text("https://a.org/page\n")
+    monkeypatch.setattr(
+        "dynmo_tools.corpus.stdlib_folder", lambda: Path(email.__file__).parent
+    )  # the whole takes seconds
 
     def run(*arguments):
         monkeypatch.setattr("sys.argv", ["dynmo-prep", *map(str, arguments)])

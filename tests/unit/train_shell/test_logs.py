@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import struct
 from types import SimpleNamespace
 
@@ -190,6 +192,37 @@ def parse(payload):
             else:
                 found.append((key >> 3, value))
     return found
+
+
+def test_full_disk_leaves_events_out_and_cuts_none_off(tmp_path, monkeypatch, capsys):
+    writer = EventWriter(tmp_path)
+    [path] = tmp_path.iterdir()
+    sound, file = path.read_bytes(), writer._file
+
+    class Full:
+        """A file that takes five bytes of each write, and then no more."""
+
+        name, truncate = str(path), file.truncate
+
+        def __init__(self):
+            self.taken = 0
+
+        def write(self, payload):
+            self.taken += 1
+            if self.taken % 2 == 0:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            return file.write(payload[:5])
+
+    writer._file = Full()
+    for step in (1, 2):
+        writer.scalars(step, {"lm loss": 2.5})
+    assert path.read_bytes() == sound
+    assert capsys.readouterr().err.count("No space left on device") == 1
+    writer._file = file
+    writer.scalars(3, {"lm loss": 2.5})
+    writer.close()
+    assert path.read_bytes().startswith(sound)
+    assert len(path.read_bytes()) == len(sound) + len(record(event(0.0, 3, {"lm loss": 2.5})))
 
 
 def test_event_files_hold_the_scalars(tmp_path):
