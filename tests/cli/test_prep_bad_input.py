@@ -158,6 +158,21 @@ def test_a_damaged_file_fails_its_task_and_leaves_no_output(prep, tmp_path, endi
     assert prep("merge", f"in{ending}", "-o", "out", "--overwrite")[0] == 0
 
 
+def test_parquet_columns_nested_deeper_than_the_reader_allows_end_the_step(prep, tmp_path):
+    pyarrow = pytest.importorskip("pyarrow")
+    pytest.importorskip("pyarrow.parquet")
+
+    kind, value = pyarrow.string(), "x"
+    for _ in range(100):
+        kind, value = pyarrow.list_(kind), [value]
+    columns = {"text": pyarrow.array(["words"]), "deep": pyarrow.array([value], type=kind)}
+    pyarrow.parquet.write_table(pyarrow.table(columns), tmp_path / "in.parquet")
+    code, _, err = prep("split-sentences", "in.parquet", "-o", "out")
+    assert code == 1
+    assert "in.parquet: is damaged or no parquet file, behind row 0: Parquet schema too deeply nested" in err
+    assert "Traceback" not in err
+
+
 def test_a_parquet_row_without_a_text_is_put_aside(prep, tmp_path):
     pytest.importorskip("pyarrow")
     (tmp_path / "in.parquet").write_bytes(parquet(b'{"text": "good"}\n{"text": null}\n'))
