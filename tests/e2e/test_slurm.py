@@ -1,9 +1,7 @@
 """A real Slurm on this machine: a controller and three virtual nodes, and what `launch slurm` submits to it.
 
 Skipped where slurmctld, slurmd and munged are missing (Debian: slurmctld slurmd slurm-client munge), or without root.
-With DYNMO_SLURM_LONG=1 a job also runs into its time limit, which Slurm counts in minutes:
-
-    DYNMO_SLURM_LONG=1 python -m pytest tests/e2e/test_slurm.py -k time
+Two tests take minutes: Slurm counts time limits in minutes, and holds a job back that went back into the queue.
 """
 
 from __future__ import annotations
@@ -209,7 +207,6 @@ def test_the_aws_script_trains_with_the_sizes_of_the_environment(cluster, tmp_pa
     assert (run / "checkpoints" / "LATEST").read_text().strip() == "step-00000005"
 
 
-@pytest.mark.skipif(not os.environ.get("DYNMO_SLURM_LONG"), reason="minutes: DYNMO_SLURM_LONG=1")
 def test_a_lost_node_puts_the_job_back_and_it_goes_on_without_it(cluster, static):
     folder, data = static
     run = folder / "lost"
@@ -256,7 +253,6 @@ def test_after_a_failed_array_no_job_stays_queued(cluster, tmp_path):
     assert not (tmp_path / "out.jsonl").exists()
 
 
-@pytest.mark.skipif(not os.environ.get("DYNMO_SLURM_LONG"), reason="minutes: DYNMO_SLURM_LONG=1")
 @pytest.mark.timeout(900)
 def test_before_the_time_is_over_the_job_saves_and_goes_back(cluster, static):
     folder, data = static
