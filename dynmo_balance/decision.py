@@ -177,7 +177,9 @@ def decide(
         plan = keep_plan(base, run_id=run_id, read_to_step=read_to, balancer=options.balancer, reason=reason)
         return Decision(plan=plan, line=line, memory=memory)
 
-    def move(proposal: Proposal, balancer: str, base_step_ns: int, reason: str, memory: Memory) -> Decision:
+    def move(proposal: Proposal, balancer: str, reason: str, memory: Memory) -> Decision:
+        # The evidence may be of the long view; a plan's gain compares both steps on the costs that it records.
+        base_step_ns = predict(proposal.problem, base.boundaries).step_ns
         plan = to_plan(
             proposal,
             run_id=run_id,
@@ -196,6 +198,8 @@ def decide(
         return keep(f"{state.window.unsampled()} items are not sampled yet")
     speeds_of = speeds_by_plan(header, base, previous)
     feedback = feedback_of(state, base, previous, problem, speeds_of)
+    if feedback.refused is not None:
+        memory = memory.refusing(feedback.refused, feedback.refused_until)
     try:
         packing = packing_of(problem, options)
         if packing is not None:
@@ -210,15 +214,16 @@ def decide(
         if feedback.roll_back and previous is not None and options.policy != "always":
             back = certified(problem, previous.boundaries, best_of(problem))
             returned = present(problem, back, owner=base.owner, base_pause_ns=state.base_pause_ns)
-            return move(returned, "manual", evidence.current_step_ns, feedback.reason, Memory())
+            return move(returned, "manual", feedback.reason, Memory(refused=memory.refused))
     except DynmoError as error:
         return keep(f"no partition: {error}")
-    if feedback.refused == proposal.solution.boundaries and state.last_step < feedback.refused_until:
-        return keep(f"the partition was rolled back; not proposed again before step {feedback.refused_until}", memory)
+    refused_until = memory.refused_until(proposal.solution.boundaries)
+    if state.last_step < refused_until:
+        return keep(f"the partition was rolled back; not proposed again before step {refused_until}", memory)
     verdict, memory = verdict_of(evidence, options, memory)
     if not verdict.move:
         return keep(verdict.reason, memory)
-    return move(proposal, options.balancer, evidence.current_step_ns, verdict.reason, memory)
+    return move(proposal, options.balancer, verdict.reason, memory)
 
 
 def verdict_of(evidence: Evidence, options: WatchOptions, memory: Memory) -> tuple[Verdict, Memory]:

@@ -17,13 +17,24 @@ def _names(names: tuple[str, ...]) -> str:
     return names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}"
 
 
-def sentences(header: Header, problem: Problem, solution: Solution, timeline: Timeline) -> list[str]:
-    """What to say of a solution, most important first."""
+def sentences(
+    header: Header, problem: Problem, solution: Solution, timeline: Timeline, best: Timeline | None = None
+) -> list[str]:
+    """What to say of a solution, most important first.
+
+    Args:
+        header: of the profile.
+        problem: what is partitioned.
+        solution: the partition.
+        timeline: its simulation.
+        best: the simulation of the best partition by the objective; None where ``solution`` is that one.
+    """
     minimized = {"bottleneck": "bottleneck", "simulated": "simulated step"}[solution.objective]
     return [
         f"The objective is the least {minimized}.",
         _bottleneck(problem, solution),
-        _certificate(problem, solution),
+        _certificate(problem, solution, is_best=best is None),
+        *([] if best is None or solution.objective != "simulated" else [_gap(timeline, best)]),
         _bubble(problem, solution, timeline),
         *_remedies(header, problem, solution, timeline),
     ]
@@ -46,9 +57,9 @@ def _bottleneck(problem: Problem, solution: Solution) -> str:
     )
 
 
-def _certificate(problem: Problem, solution: Solution) -> str:
+def _certificate(problem: Problem, solution: Solution, *, is_best: bool) -> str:
     least = f"The least possible bottleneck is {solution.lower_bound_ns / 1e6:.3f} ms"
-    if solution.objective == "simulated" and solution.bottleneck_ns > solution.lower_bound_ns:
+    if is_best and solution.objective == "simulated" and solution.bottleneck_ns > solution.lower_bound_ns:
         return f"{least}; by the objective this plan is better."
     if not solution.optimal:
         gap = solution.bottleneck_ns / solution.lower_bound_ns - 1 if solution.lower_bound_ns else 0.0
@@ -59,6 +70,15 @@ def _certificate(problem: Problem, solution: Solution) -> str:
         return "No contiguous partition has a lower bottleneck."
     alone = " It is one item: only cutting it finer, or running it faster, can help." if len(run) == 1 else ""
     return f"No contiguous partition has a lower bottleneck: one stage would have to hold {_names(run)} in less.{alone}"
+
+
+def _gap(timeline: Timeline, best: Timeline) -> str:
+    """How far the simulated step is above that of the best partition."""
+    if timeline.step_ns <= best.step_ns:
+        return "No partition with a shorter simulated step was found."
+    gap = timeline.step_ns / best.step_ns - 1 if best.step_ns else 0.0
+    least = f"The best partition found has a simulated step of {best.step_ns / 1e6:.2f} ms"
+    return f"{least}; this plan is {gap:.1%} above it."
 
 
 def _bubble(problem: Problem, solution: Solution, timeline: Timeline) -> str:

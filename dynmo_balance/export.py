@@ -122,8 +122,9 @@ def _ends_first_and_last(plan: Plan, header: Header, framework: str) -> None:
 def _no_empty_stage(plan: Plan, framework: str, counts: Sequence[int] | None = None) -> None:
     sizes = [len(stage.items) for stage in plan.stages] if counts is None else counts
     if 0 in sizes:
-        what = "is empty" if counts is None else "has no layer"
-        raise UsageError(f"stage {sizes.index(0)} {what}, which {framework} cannot run; plan with --min-layers 1")
+        # Embedding or head alone is a unit, so that one unit a stage does not give each stage a layer.
+        what, least = ("is empty", 1) if counts is None else ("has no layer", 2)
+        raise UsageError(f"stage {sizes.index(0)} {what}, which {framework} cannot run; plan with --min-layers {least}")
 
 
 def megatron(plan: Plan, header: Header, microbatches: int, version: str | None) -> str:

@@ -74,12 +74,16 @@ def propose(
     Args:
         problem: what to partition.
         balancer: a name of ``partition.BALANCERS``.
-        objective: ``bottleneck``, ``simulated`` or ``auto``; only the exact balancer knows another than its own.
+        objective: ``bottleneck``, ``simulated`` or ``auto``; the exact balancer minimizes it, the answers of the others
+            are only measured by it.
         owner: the worker of each item now, for the migration.
         base_pause_ns: what a move costs beyond its bytes, where it has been measured.
     """
     solution = balance(problem, balancer)
-    if balancer == "exact" and wants_polish(problem, objective):
+    is_simulated = wants_polish(problem, objective)
+    if balancer != "exact":
+        solution = replace(solution, objective="simulated" if is_simulated else "bottleneck")
+    elif is_simulated:
         solution = polish(problem, solution)
     return present(problem, solution, owner=owner, base_pause_ns=base_pause_ns)
 

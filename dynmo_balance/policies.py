@@ -62,14 +62,30 @@ class Settings:
 
 @dataclass(frozen=True, kw_only=True)
 class Memory:
-    """What a policy carries from one decision to the next."""
+    """What a policy carries from one decision to the next.
+
+    Attributes:
+        missed: what staying has missed.
+        views: the short and the long view of the past.
+        refused: boundaries that were rolled back, and the step before which they are not proposed again.
+    """
 
     missed: Missed = field(default_factory=Missed)
     views: Views = field(default_factory=Views)
+    refused: tuple[tuple[tuple[int, ...], int], ...] = ()
 
     def after_move(self) -> Memory:
         """The same at the beginning of another partition."""
         return replace(self, missed=self.missed.after_move())
+
+    def refusing(self, boundaries: tuple[int, ...], until: int) -> Memory:
+        """The same with boundaries that are not proposed before step ``until``."""
+        others = tuple(entry for entry in self.refused if entry[0] != boundaries)
+        return replace(self, refused=(*others, (boundaries, until)))
+
+    def refused_until(self, boundaries: tuple[int, ...]) -> int:
+        """The step from which on these boundaries may be proposed; 0 where they were not rolled back."""
+        return dict(self.refused).get(boundaries, 0)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -56,28 +56,37 @@ def show_stages(problem: Problem, boundaries: Sequence[int], timeline: Timeline)
     emit_table(f"{problem.schedule}, {problem.microbatches} microbatches", columns, rows)
 
 
-def certificate(problem: Problem, solution: Solution, timeline: Timeline) -> list[str]:
-    """What was minimized, how good the answer is by that objective, and how far the bottleneck is from its bound."""
+def certificate(problem: Problem, solution: Solution, timeline: Timeline, *, is_minimized: bool = True) -> list[str]:
+    """How good the answer is by its objective, and how far the bottleneck is from its bound.
+
+    Args:
+        problem: what was partitioned.
+        solution: the partition.
+        timeline: its simulation.
+        is_minimized: whether the balancer minimizes the objective; the answers of others are only measured by it.
+    """
     begin, end = solution.blocking
     run = f"; {span_name(problem.chain.names[begin:end])} forbids less" if end > begin else ""
+    name = OBJECTIVES[solution.objective]
+    by = f"objective: least {name}" if is_minimized else f"measured by: {name}"
     bottleneck = f"bottleneck {milliseconds(solution.bottleneck_ns)} ms"
     bound = f"lower bound {milliseconds(solution.lower_bound_ns)} ms"
     if solution.objective == "bottleneck":
         proof = "optimal: yes" if solution.optimal else "optimal: not proven"
-        return [f"objective: least {OBJECTIVES[solution.objective]} | {bottleneck}, {bound}, {proof}{run}"]
+        return [f"{by} | {bottleneck}, {bound}, {proof}{run}"]
     least = bounds_of(problem).step_ns
     return [
-        f"objective: least {OBJECTIVES[solution.objective]} | step {milliseconds(timeline.step_ns, 2)} ms, lower bound"
-        f" {milliseconds(least, 2)} ms, optimal: {'yes' if timeline.step_ns <= least else 'not proven'}",
+        f"{by} | step {milliseconds(timeline.step_ns, 2)} ms, lower bound {milliseconds(least, 2)} ms,"
+        f" optimal: {'yes' if timeline.step_ns <= least else 'not proven'}",
         f"{bottleneck}; the least possible is {milliseconds(solution.lower_bound_ns)} ms{run}",
     ]
 
 
-def show_proposal(proposal: Proposal, static_step_ns: int) -> None:
+def show_proposal(proposal: Proposal, static_step_ns: int, *, is_minimized: bool = True) -> None:
     """A partition with its certificate and predictions."""
     problem, solution, timeline = proposal.problem, proposal.solution, proposal.timeline
     show_stages(problem, solution.boundaries, timeline)
-    for line in certificate(problem, solution, timeline):
+    for line in certificate(problem, solution, timeline, is_minimized=is_minimized):
         emit(line)
     emit(
         f"predicted step {milliseconds(timeline.step_ns, 2)} ms, bubble {timeline.bubble_fraction:.1%}; uniform"

@@ -143,7 +143,7 @@ def load(
         raise UsageError(
             f"{profile_path(path)}: no step records to take costs from; name a --device to compute them instead"
         )
-    _warn_of_units(path, costs_window.records)
+    warn_of_units(path, costs_window.records)
     plan = _plan_in_force(path, header, last)
     costs = costs_window.costs(None if plan is None else speeds_of_items(header, plan.owner))
     if costs is None:
@@ -154,9 +154,10 @@ def load(
     return Source(path=path, header=header, costs=costs, plan=plan, last_step=last.step)
 
 
-def _warn_of_units(path: Path, records: Sequence[Step]) -> None:
-    """Warn on stderr where the times that count look like another unit than nanoseconds."""
+def warn_of_units(path: Path, records: Sequence[Step]) -> bool:
+    """Warn on stderr where the times that count look like another unit than nanoseconds; whether they do."""
     found = [problem for step in records for problem in step_warnings(step, f"step {step.step}")]
     if found:
         more = f" ({len(found) - 1:,} more: dynmo-plan profile check)" if len(found) > 1 else ""
         say(f"warning: {profile_path(path)}: {found[0].path}: {found[0].message}{more}")
+    return bool(found)

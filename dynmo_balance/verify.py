@@ -126,7 +126,9 @@ def _source_faults(plan: Plan, setting: Setting) -> list[Fault]:
     """The step and the number of records that the plan says its costs are from."""
     faults = []
     steps = {r.step for r in setting.segments[-1].records if isinstance(r, Step | Ask)}
-    known = plan.read_to_step in steps or (not steps and plan.read_to_step == 0)
+    # A run's initial plan is made before its first step, whatever was measured since.
+    is_first = plan.read_to_step == 0 and (not steps or plan.balancer == "initial")
+    known = plan.read_to_step in steps or is_first
     if not known:
         message = f"is {plan.read_to_step}, the profile has no record of that step"
         faults.append(Fault("read_to_step", "value", message))
@@ -317,14 +319,14 @@ def _migration_faults(plan: Plan, setting: Setting, base: Plan | None) -> list[F
     for _, source, target, count in moved:
         links[source, target] += count
     largest = max(links.values(), default=0)
-    pauses = _pauses(plan, setting, largest) if moved else {0}
+    pauses: Collection[int | None] = _pauses(plan, setting, largest) if moved else {0, None}  # null: unknown
     for name, number, found in (
         ("bytes", said.bytes, {sum(links.values())}),
         ("max_link_bytes", said.max_link_bytes, {largest}),
         ("pause_ns", said.pause_ns, pauses),
     ):
         if number not in found:
-            words = " or ".join(str(value) for value in sorted(found))
+            words = " or ".join(str(value) for value in sorted(value for value in found if value is not None))
             faults.append(Fault(f"migration.{name}", "value", f"is {number}, recomputed {words}"))
     return faults
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,9 +17,10 @@ from .console import say
 from .decision import WatchOptions, decide
 from .errors import DynmoError
 from .formats.plan import SEGMENT_KEY, Plan, header_problems, plan_numbers, plan_path, publish, read_plan
-from .formats.profile import Header
+from .formats.profile import Header, Step
 from .formats.tail import ProfileTail
 from .policies import Memory
+from .source import warn_of_units
 from .state import RunState
 
 MAX_DOUBLINGS = 10
@@ -38,6 +40,8 @@ class Watcher:
         self._decided_at = -1
         self._complaint = ""
         self._memory = Memory()
+        self._has_warned = False
+        self._published: dict[int, tuple[int | None, object, int]] = {}  # number: base, segment and step of a plan
 
     def poll(self, *, decides: bool = False) -> bool:
         """Read what is new and decide if it is time; whether there was anything new.
@@ -50,20 +54,37 @@ class Watcher:
             say("the profile was replaced or cut: starting anew")
             self._state = RunState(window_size=self._options.window)
             self._base, self._decided_at = None, -1
+            self._published.clear()
         for problem in news.problems:
             say(f"{self._profile}: skipped {problem}")
+        overdue = False
         for left, record in zip(range(len(news.records) - 1, -1, -1), news.records, strict=True):
             if isinstance(record, Header):
-                self._base, self._decided_at, self._memory = None, -1, Memory()
+                self._base, self._decided_at, self._memory, self._has_warned = None, -1, Memory(), False
+            elif isinstance(record, Step) and not self._has_warned:
+                self._has_warned = warn_of_units(self._profile, [record])
             in_force = self._state.in_force
             self._state.feed(record)
             if self._state.in_force != in_force:
                 self._memory = self._memory.after_move()
+                overdue = False
             if left and self._remembers and self._due():
-                self._decide(publishing=False)
+                overdue = self._decide(publishing=False)
         if (news.records or self._waiting_for_base()) and (self._due() or (decides and self._state.header is not None)):
             self._decide()
+        elif overdue and not self._options.lockstep:
+            self._decide_overdue()
         return bool(news.records or news.problems)
+
+    def _decide_overdue(self) -> None:
+        """Publish what was due within the records of a poll, by the newest costs.
+
+        Time and memory stay those of the decision that was due: they depend on the records alone, not on where polls
+        ended, so that they are the same after a restart.
+        """
+        decided_at, memory = self._decided_at, self._memory
+        self._decide()
+        self._decided_at, self._memory = decided_at, memory
 
     def _waiting_for_base(self) -> bool:
         return self._state.asked is not None and self._base is None
@@ -82,22 +103,26 @@ class Watcher:
     @property
     def _remembers(self) -> bool:
         """Whether the policy adds up over decisions, so that those of the past are made again after a restart."""
-        return self._options.policy == "regret"
+        return self._options.policy in ("regret", "threshold")
 
-    def _decide(self, publishing: bool = True) -> None:
+    def _decide(self, publishing: bool = True) -> bool:
+        """Decide now; whether that asks for a plan which was not published and is not among the plans either."""
         base = self._find_base()
-        if base is None or (publishing and self._unanswered(base)):
-            return
+        now = max(self._state.last_step, self._state.asked or 0)
+        # The past is decided again after a restart, while the plans of this decision and of later ones are there.
+        if base is None or self._unanswered(base, now if publishing else now - 1):
+            return False
         decision = decide(self._state, base, self._options, self._memory, self._previous())
         self._decided_at, self._memory = self._state.last_step, decision.memory
         if not publishing:
-            return
+            return decision.plan is not None and not self._was_published(base)
         written = ""
         if decision.plan is not None:
             segment = self._state.header.segment if self._state.header is not None else 0
             plan = publish(self._plans, _stamped(decision.plan, segment))
             written = f"; wrote plan {plan.plan_id}"
         say(decision.line + written)
+        return False
 
     def _find_base(self) -> Plan | None:
         """The plan in force: as the profile tells it, or else the newest initial partition."""
@@ -132,21 +157,35 @@ class Watcher:
         except DynmoError:
             return None
 
-    def _unanswered(self, base: Plan) -> bool:
-        """Whether a plan of this segment, based on the plan in force, still waits for its result."""
+    def _unanswered(self, base: Plan, last_step: int) -> bool:
+        """Whether a plan of this segment, based on the plan in force, made up to a step, still waits for its result."""
         state = self._state
-        segment = state.header.segment if state.header is not None else 0
-        for number in reversed(plan_numbers(self._plans)):
-            if number in state.answered or number <= base.plan_id:
+        for number, read_to_step in self._plans_after(base):
+            if number in state.answered:
                 break
-            try:
-                plan = read_plan(plan_path(self._plans, number))
-            except DynmoError:
-                continue  # not ours; the trainer refuses it
-            ours = plan.base_plan_id == base.plan_id and (plan.extra or {}).get(SEGMENT_KEY) == segment
-            if ours and (state.asked is None or plan.read_to_step >= state.asked):
+            if read_to_step <= last_step and (state.asked is None or read_to_step >= state.asked):
                 return True
         return False
+
+    def _was_published(self, base: Plan) -> bool:
+        """Whether a plan of this segment, based on the plan in force, was made at this step or later."""
+        return any(read_to_step >= self._state.last_step for _, read_to_step in self._plans_after(base))
+
+    def _plans_after(self, base: Plan) -> Iterator[tuple[int, int]]:
+        """Number and step of the plans of this segment that are based on the plan in force, the newest first."""
+        segment = self._state.header.segment if self._state.header is not None else 0
+        for number in reversed(plan_numbers(self._plans)):
+            if number <= base.plan_id:
+                break
+            if number not in self._published:
+                try:
+                    plan = read_plan(plan_path(self._plans, number))
+                except DynmoError:
+                    continue  # not ours; the trainer refuses it
+                self._published[number] = (plan.base_plan_id, (plan.extra or {}).get(SEGMENT_KEY), plan.read_to_step)
+            base_plan_id, of_segment, read_to_step = self._published[number]
+            if base_plan_id == base.plan_id and of_segment == segment:
+                yield number, read_to_step
 
     def _complain(self, text: str) -> None:
         if text != self._complaint:

@@ -27,11 +27,12 @@ def calibrate(
     from ..errors import UsageError
     from ..formats.profile import read_profile
     from ..history import read_plans
-    from ..source import profile_path
+    from ..source import profile_path, warn_of_units
 
     segment = next((s for s in reversed(read_profile(profile_path(run))) if s.steps), None)
     if segment is None:
         raise UsageError(f"{run}: no step records to calibrate by")
+    warn_of_units(run, segment.steps)
     samples = samples_of(segment, read_plans(run / "plans", segment.header))
     found = fit(samples, link)
     before = relative_error(samples, 0, samples[0].problem.link_latency_ns, samples[0].problem.link_bandwidth)

@@ -52,11 +52,13 @@ def explain(
     problem = make_problem(loaded, options)
     if loaded.plan is not None and stages is None:
         problem = with_order(make_problem(loaded, of_plan(options, loaded.plan)), loaded.plan)
-    solution = propose(problem, "exact", objective=objective).solution
+    best = propose(problem, "exact", objective=objective)
     if loaded.plan is not None and stages is None:
-        solution = certified(problem, loaded.plan.boundaries, solution)
-    timeline = predict(problem, solution.boundaries)
-    said = sentences(loaded.header, problem, solution, timeline)
+        solution = certified(problem, loaded.plan.boundaries, best.solution)
+        timeline = predict(problem, solution.boundaries)
+        said = sentences(loaded.header, problem, solution, timeline, best.timeline)
+    else:
+        said = sentences(loaded.header, problem, best.solution, best.timeline)
     if output_format is Format.JSON:
         emit_json({"sentences": said})
         return

@@ -119,7 +119,9 @@ def partition(
     if output_format is Format.JSON:
         emit_json(to_document(plan))
     else:
-        show_proposal(proposal, predict(proposal.problem, uniform.boundaries(proposal.problem)).step_ns)
+        static_step_ns = predict(proposal.problem, uniform.boundaries(proposal.problem)).step_ns
+        searched = schedule in SEARCHED or granularity is GranularityOrAuto.AUTO
+        show_proposal(proposal, static_step_ns, is_minimized=searched or balancer is Balancer.EXACT)
 
 
 def _proposal(

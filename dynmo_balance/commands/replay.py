@@ -27,11 +27,12 @@ def replay(
     from ..errors import UsageError
     from ..formats.profile import read_profile
     from ..replay import Tape, offline_optimum, run_policy
-    from ..source import profile_path, recorded_owners
+    from ..source import profile_path, recorded_owners, warn_of_units
 
     segment = next((s for s in reversed(read_profile(profile_path(source))) if s.steps), None)
     if segment is None:
         raise UsageError(f"{source}: no step records to replay")
+    warn_of_units(source, segment.steps)
     tape = Tape(segment, round(pause_ms * 1e6), recorded_owners(source, segment))
     best = offline_optimum(tape)
     outcomes = [

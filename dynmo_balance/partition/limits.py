@@ -160,11 +160,12 @@ def _check_pins(problem: Problem, lowest: Sequence[int], highest: Sequence[int])
                 f" after {name}, so its stage must not be lower; remove one of the two"
             )
     # Pins that agree in order may still leave too few units between them.
-    cut = next((p for p, (low, high) in enumerate(zip(lowest, highest, strict=True)) if low > high), None)
+    cut = next((p for p in range(1, len(lowest)) if lowest[p] > highest[p]), None)
     if cut is not None:
         pinned = ", ".join(f"--pin {name}:{stage}" for _, stage, name in pins)
         held = f"the first {cut} stages together" if cut > 1 else "stage 0"
         raise InfeasibleError(
-            f"{pinned}: {held} must hold at least {lowest[cut]} units, but at most {highest[cut]} so that each other"
-            f" stage has {problem.min_units}; change the pins or use --min-layers 0"
+            f"{pinned}: {held} must hold at least {lowest[cut]} unit{'' if lowest[cut] == 1 else 's'},"
+            f" but at most {highest[cut]} so that each other stage has {problem.min_units};"
+            " change the pins or use --min-layers 0"
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import resource
 import shutil
 import subprocess
@@ -238,6 +239,31 @@ def test_explain(plan):
         "Worker 1 (layers.3.attention to head) is the slowest: 5.100 ms a microbatch, 1.11 x the mean of the workers."
     )
     assert "Cutting inside layers (--granularity sublayer) would make the step 42.24 ms (6.3% less)." in out
+
+
+def test_explain_of_an_uneven_plan_states_its_gap(plan, tmp_path):
+    best = json.loads(plan("partition", EVENTS, "--format", "json")[1])["predicted"]["step_ns"]
+    document = json.loads((CONTRACTS / "plan/valid/initial.json").read_text())
+    names = [name for stage in document["stages"] for name in stage["items"]]
+    for stage, items in zip(document["stages"], (names[:2], names[2:]), strict=True):
+        stage["items"] = items
+    (tmp_path / "uneven.json").write_text(json.dumps(document))
+    code, out, _ = plan("explain", EVENTS, "--plan", tmp_path / "uneven.json")
+    assert code == 0
+    assert "by the objective this plan is better" not in out
+    found = re.search(r"simulated step of (\S+) ms; this plan is (\S+)% above it\.", out)
+    assert float(found[1]) == pytest.approx(best / 1e6, abs=0.01)
+    assert float(found[2]) > 20
+
+
+@pytest.mark.parametrize("objective", ["bottleneck", "simulated"])
+def test_partition_of_another_balancer_is_measured_by_the_objective(plan, objective):
+    options = (EVENTS, "--balancer", "uniform", "--objective", objective)
+    document = json.loads(plan("partition", *options, "--format", "json")[1])
+    out = plan("partition", *options)[1]
+    assert document["optimality"]["objective"] == objective
+    assert {"bottleneck": "measured by: bottleneck |", "simulated": "measured by: simulated step |"}[objective] in out
+    assert "objective: least" not in out
 
 
 def test_watch_once(plan, run_dir):
@@ -560,7 +586,7 @@ def test_simulate_device_replaces_measured_costs(plan, run_dir):
         assert sum(found["busy_ns"]) == pytest.approx(sum(alone["busy_ns"]), rel=1e-6)
 
 
-@pytest.mark.parametrize("command", ["partition", "simulate", "compare", "explain", "repack", "what-if"])
+@pytest.mark.parametrize("command", ["partition", "simulate", "compare", "explain", "repack", "what-if", "replay"])
 def test_times_in_another_unit_warn_in_every_command(plan, tmp_path, command):
     path = tmp_path / "profile.jsonl"
     records = [json.loads(line) for line in EVENTS.read_text().splitlines()]
@@ -573,6 +599,20 @@ def test_times_in_another_unit_warn_in_every_command(plan, tmp_path, command):
     assert code in (0, 4)
     assert "is outside 100 ns to 100 s; is it another unit?" in err
     assert err.count("warning:") == 1
+
+
+def test_watch_with_times_in_another_unit_warns_once_for_each_header(plan, run_dir):
+    path = run_dir / "profile.jsonl"
+    records = [json.loads(line) for line in EVENTS.read_text().splitlines()]
+    for record in records:
+        if "forward_ns" in record:
+            record["forward_ns"] = [value and max(1, value // 1_000_000) for value in record["forward_ns"]]
+    records += [{**records[0], "segment": 1}, *(record for record in records if record["record"] == "step")]
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    code, _, err = plan("watch", run_dir, "--once")
+    assert code == 0
+    assert err.count("is outside 100 ns to 100 s; is it another unit?") == 2
+    assert err.count("warning:") == 2
 
 
 def test_a_dry_run_of_a_header(plan, tmp_path):

@@ -6,6 +6,7 @@ import json
 import random
 import sys
 from copy import deepcopy
+from pathlib import Path
 
 import pytest
 
@@ -15,6 +16,8 @@ from dynmo_balance.formats.plan import parse_plan, read_plan
 from dynmo_balance.verify import verify
 from dynmo_balance.verify_setting import load_setting
 
+FIXTURES = Path(__file__).parents[1] / "contracts" / "fixtures"
+STEPS = "profile/valid/steps.jsonl"
 LAYERS = 6
 MEMORY = 10_000_000
 QUESTION = ("constraints", "version")
@@ -266,6 +269,31 @@ def test_verify_accepts_released_workers(plan, tmp_path):
     assert plan("repack", profile, "--keep", "0.4", "-o", path)[0] == 0
     assert json.loads(path.read_text())["released_workers"]
     check_every_forgery(plan, path, ("--profile", profile))
+
+
+def test_verify_accepts_the_initial_plan_of_a_run(plan):
+    code, out, err = plan("verify", FIXTURES / "plan/valid/initial.json", "--profile", FIXTURES / STEPS)
+    assert (code, err) == (0, "")
+    assert "every number holds" in out
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"balancer": "uniform"}, "read_to_step: is 0, the profile has no record of that step"),
+        ({"read_to_step": 10**6}, "read_to_step: is 1000000, the profile has no record of that step"),
+        ({"migration": {"pause_ns": 7}}, "migration.pause_ns: is 7, recomputed 0"),
+    ],
+)
+def test_verify_refuses_false_numbers_of_an_initial_plan(plan, tmp_path, changes, words):
+    document = json.loads((FIXTURES / "plan/valid/initial.json").read_text())
+    document["migration"].update(changes.get("migration", {}))
+    document.update({key: value for key, value in changes.items() if key != "migration"})
+    path = tmp_path / "initial.json"
+    path.write_text(json.dumps(document))
+    code, _, err = plan("verify", path, "--profile", FIXTURES / STEPS)
+    assert code == 1
+    assert words in err
 
 
 def test_verify_accepts_what_watch_wrote(plan, made, tmp_path):

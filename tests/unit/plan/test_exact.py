@@ -238,6 +238,11 @@ def test_contradictory_pins_are_named_with_and_without_memory(pins, memory, chai
         assert f"--pin layers.{item}:{stage}" in str(error.value)
 
 
+def test_solve_with_the_first_item_pinned_behind_names_stage_0(chain_factory, problem_factory):
+    with pytest.raises(InfeasibleError, match="stage 0 must hold at least 1 unit, but at most 0 so that"):
+        solve(problem_factory(chain_factory([1, 1, 1, 1]), 3, pins=((0, 1),), min_units=1))
+
+
 def test_random_pins_are_obeyed_or_refused_by_name(rng, chain_factory, problem_factory):
     refused = 0
     for _ in range(400):

@@ -228,6 +228,15 @@ def test_vllm(plan, header):
     assert TARGETS["vllm"](plan, header, 8, None) == "VLLM_PP_LAYER_PARTITION=3,1"
 
 
+def test_vllm_with_a_stage_of_the_head_alone_recommends_two_units(plan, header):
+    names = [name for stage in plan.stages for name in stage.items]
+    stages = tuple(
+        replace(stage, items=tuple(items)) for stage, items in zip(plan.stages, (names[:-1], names[-1:]), strict=True)
+    )
+    with pytest.raises(UsageError, match=r"stage 1 has no layer, .* plan with --min-layers 2"):
+        TARGETS["vllm"](replace(plan, stages=stages), header, 8, None)
+
+
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_torch_reads_the_schedule_table(plan, header, schedule):
     actions = pytest.importorskip("torch.distributed.pipelining.schedules")._Action

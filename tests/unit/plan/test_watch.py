@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import os
+import random
 import shutil
 import subprocess
 import sys
@@ -440,6 +442,29 @@ def test_rollback_refuses_only_the_partition_that_was_rolled_back(run):
     assert newest(run).boundaries not in (back.boundaries, read_plan(plan_path(run / "plans", 1)).boundaries)
 
 
+def test_rollback_refuses_the_partition_after_another_move(run):
+    watcher = Watcher(run, WatchOptions(every=1, window=8))
+    tell(run, *(step(n, back=2) for n in range(1, 4)))
+    watcher.poll()
+    tell(run, result(1, 3))
+    for number in range(4, 16):
+        tell(run, step(number, plan=1, back=2, step_ns=2 * 10**8))
+        watcher.poll()
+    refused, back = read_plan(plan_path(run / "plans", 1)).boundaries, newest(run)
+    assert back.balancer == "manual"
+    tell(run, result(back.plan_id, 15))
+    for number in range(16, 25):
+        tell(run, step(number, plan=back.plan_id, front=9))
+        watcher.poll()
+    other = newest(run)
+    assert other.plan_id > back.plan_id
+    tell(run, result(other.plan_id, 25))
+    for number in range(26, 60):  # the costs of the refused partition return
+        tell(run, step(number, plan=other.plan_id, back=2))
+        watcher.poll()
+    assert refused not in [read_plan(plan_path(run / "plans", n)).boundaries for n in plan_numbers(run / "plans")[2:]]
+
+
 @pytest.mark.parametrize("policy", ["threshold", "regret", "always"])
 @pytest.mark.parametrize("steps", [4, 13, 29])
 def test_once_decides_on_the_last_record(run, policy, steps, capsys):
@@ -458,6 +483,79 @@ def test_regret_is_the_same_after_a_restart(run):
     Watcher(run, options).poll()
     assert newest(run).action == "move"
     assert "within 200 steps" in newest(run).reason  # what was missed in the records before the restart counts
+
+
+def oscillating_run(folder, period=60, items=16):
+    """A run of four workers on its uniform partition, and the times of its step records, which swing end to end."""
+    header = json.loads((CONTRACTS / "profile/valid/header-only.jsonl").read_text().splitlines()[0])
+    sizes = {"param_count": 10**7, "param_bytes": 4 * 10**7, "gradient_bytes": 0, "optimizer_bytes": 8 * 10**7}
+    one = {**header["items"][1], **sizes, "cut_before": True, "tied_to": None}
+    header["items"] = [{**one, "name": f"layers.{i}.x", "layer": f"layers.{i}"} for i in range(items)]
+    header["workers"] = [{**header["workers"][0], "worker": p, "ranks": [p]} for p in range(4)]
+    header["microbatches"] = 16
+    initial = json.loads((CONTRACTS / "plan/valid/initial.json").read_text())
+    initial["run_id"] = header["run_id"]
+    names = [item["name"] for item in header["items"]]
+    initial["stages"] = [{"stage": p, "worker": p, "items": names[4 * p : 4 * p + 4]} for p in range(4)]
+    (folder / "plans").mkdir(parents=True)
+    (folder / "plans/plan-000000.json").write_text(json.dumps(initial))
+    append_line(folder / "profile.jsonl", header)
+    rng = random.Random(1)
+
+    def record(number, plan):
+        swing = 0.6 * math.sin(2 * math.pi * number / period)
+        shares = [1 + swing * math.cos(math.pi * i / (items - 1)) for i in range(items)]
+        forward = [int(2e6 * share * rng.gauss(1, 0.02)) for share in shares]
+        stages = [3 * sum(forward[a:b]) for a, b in itertools.pairwise(plan.boundaries)]
+        times = {"forward_ns": forward, "backward_ns": [2 * ns for ns in forward], "activation_bytes": [0] * items}
+        times["step_ns"] = sum(stages) + 15 * max(stages)
+        return step(number, plan=plan.plan_id, **times, busy_ns=[1] * 4, peak_memory_bytes=[1] * 4)
+
+    return record
+
+
+def drive(folder, options, steps, *, restarts=False):
+    """Run a planner over a growing run, step by step; whatever it writes is taken. Restart it at each step or not."""
+    record, active, watcher = oscillating_run(folder), read_plan(folder / "plans/plan-000000.json"), None
+    for number in range(1, steps + 1):
+        tell(folder, record(number, active))
+        watcher = Watcher(folder, options) if restarts or watcher is None else watcher
+        watcher.poll()
+        plan = newest(folder)
+        if plan.plan_id > active.plan_id:
+            tell(folder, result(plan.plan_id, number, pause=3 * 10**8))
+            active = plan
+    return [read_plan(plan_path(folder / "plans", number)) for number in plan_numbers(folder / "plans")]
+
+
+def test_plans_of_the_default_policy_on_oscillating_costs_pass_verify(tmp_path):
+    from dynmo_balance.verify import verify
+    from dynmo_balance.verify_setting import load_setting
+
+    plans = drive(tmp_path, WatchOptions(every=10, window=20, objective="bottleneck"), 300)
+    assert len(plans) > 3
+    for base, plan in itertools.pairwise(plans):
+        assert verify(plan, load_setting(plan, tmp_path), base) == []
+
+
+@pytest.mark.parametrize("policy", ["threshold", "regret"])
+def test_watcher_restarted_at_each_step_decides_the_same(tmp_path, policy):
+    options = WatchOptions(policy=policy, every=10, window=20, objective="bottleneck")
+    whole, pieces = drive(tmp_path / "whole", options, 100), drive(tmp_path / "pieces", options, 100, restarts=True)
+    assert [(p.read_to_step, p.boundaries, p.reason) for p in whole] == [
+        (p.read_to_step, p.boundaries, p.reason) for p in pieces
+    ]
+    assert len(whole) > 2
+
+
+@pytest.mark.parametrize("policy", ["threshold", "regret"])
+def test_poll_of_several_records_publishes_what_was_due_within_them(run, policy):
+    watcher = Watcher(run, WatchOptions(policy=policy))
+    tell(run, *(step(n, back=2) for n in range(1, 31)))  # due at 3, 8, ... 28
+    watcher.poll()
+    assert (newest(run).plan_id, newest(run).read_to_step) == (1, 30)
+    Watcher(run, WatchOptions(policy=policy)).poll()
+    assert plan_numbers(run / "plans") == [0, 1]
 
 
 def test_every_number_of_a_written_plan_can_be_verified(run):
