@@ -58,8 +58,10 @@ class Watcher:
         for problem in news.problems:
             say(f"{self._profile}: skipped {problem}")
         overdue = False
+        headers = sum(isinstance(record, Header) for record in news.records)
         for left, record in zip(range(len(news.records) - 1, -1, -1), news.records, strict=True):
             if isinstance(record, Header):
+                headers -= 1
                 self._base, self._decided_at, self._memory, self._has_warned = None, -1, Memory(), False
             elif isinstance(record, Step) and not self._has_warned:
                 self._has_warned = warn_of_units(self._profile, [record])
@@ -68,7 +70,7 @@ class Watcher:
             if self._state.in_force != in_force:
                 self._memory = self._memory.after_move()
                 overdue = False
-            if left and self._remembers and self._due():
+            if left and not headers and self._remembers and self._due():  # a header voids what is remembered
                 overdue = self._decide(publishing=False)
         if (news.records or self._waiting_for_base()) and (self._due() or (decides and self._state.header is not None)):
             self._decide()
