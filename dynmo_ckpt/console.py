@@ -42,15 +42,20 @@ class Tick(Protocol):
         """Count ``amount`` more units as done."""
 
 
+def _encodable(text: str) -> str:
+    """The text with lone surrogates, as file names may have, escaped as in JSON."""
+    return text.encode("utf-8", "backslashreplace").decode()
+
+
 def say(text: str = "") -> None:
     """Print talk for a person on stderr; plain text, markup is not interpreted."""
-    sys.stderr.write(text + "\n")
+    sys.stderr.write(_encodable(text) + "\n")
     sys.stderr.flush()
 
 
 def emit(text: str) -> None:
     """Print data on stdout."""
-    sys.stdout.write(text + "\n")
+    sys.stdout.write(_encodable(text) + "\n")
     sys.stdout.flush()
 
 

@@ -20,7 +20,7 @@ import numpy.typing as npt
 from .compression import open_read, wrap_write
 from .digests import DigestBuckets, DigestSet
 from .errors import UsageError
-from .formats._document import open_regular, parse_any_json
+from .formats._document import ESCAPED, MAX_TABLE_BYTES, open_regular, parse_any_json
 from .unionfind import UnionFind
 from .wholefile import whole_file
 
@@ -40,7 +40,7 @@ def read_objects(path: Path) -> Iterator[dict[str, Any]]:
         open_regular(path).close()  # a FIFO would block
         with open_read(path) as handle:
             for number, line in enumerate(handle, 1):
-                value = parse_any_json(line)
+                value = parse_any_json(line, MAX_TABLE_BYTES)
                 if not isinstance(value, dict):
                     raise UsageError(f"{path}: line {number} is no JSON object")
                 yield value
@@ -114,10 +114,7 @@ class Mentions(contextlib.AbstractContextManager["Mentions"]):
 
     def add(self, name: str) -> int:
         """The number of one more mention."""
-        try:
-            encoded = json.dumps(name, ensure_ascii=False).encode()
-        except UnicodeEncodeError:  # half of a surrogate pair, which UTF-8 has not
-            encoded = json.dumps(name).encode()
+        encoded = json.dumps(name, ensure_ascii=False).encode("utf-8", ESCAPED)
         self._digests.add(encoded, self._count)
         self._names.write(encoded)
         self._begins.add(self._size)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import glob
 import json
 import os
 import shutil
@@ -18,6 +19,7 @@ from .console import say
 from .errors import DynmoError, UsageError
 from .executors import Crew, run_inline
 from .formats._document import (
+    ESCAPED,
     MAX_TABLE_BYTES,
     DocumentError,
     parse_any_json,
@@ -33,7 +35,6 @@ from .plan import (
     check_writable,
     load_plan,
     make_plan,
-    refuse_existing,
     store_plan,
     written_files,
 )
@@ -41,7 +42,7 @@ from .progress import meter
 from .records import Tally
 from .settings import ExecutorName
 from .tasks import KEYS_FOUND, Phase, Report, finished, marker_path
-from .wholefile import whole_file
+from .wholefile import refuse_existing, whole_file
 
 FAILED = "failed.txt"
 EXIT_SOME_REJECTED = 3
@@ -137,13 +138,29 @@ def open_work(job: Job, execution: Execution) -> Plan:
         say(f"{job.step}: settings or inputs changed since the last run: starts from scratch")
     elif not execution.overwrite:
         refuse_existing(written_files(job))
+    _remove_run(job)
+    store_plan(job, plan)
+    return plan
+
+
+def _remove_run(job: Job) -> None:
+    """Remove what a run left in the work folder, apart from its plan."""
     for name in ("parts", "done", "rejects"):
         shutil.rmtree(job.work / name, ignore_errors=True)
     for name in ("summary.json", FAILED):
         (job.work / name).unlink(missing_ok=True)
     job.output.parent.mkdir(parents=True, exist_ok=True)
-    store_plan(job, plan)
-    return plan
+
+
+def discard_run(job: Job) -> None:
+    """Discard the run of a job whose input need not exist yet; with ``redo_changed`` its outputs may be replaced.
+
+    Its plan is replaced by one of no job. Without a plan, an existing output would be refused.
+    """
+    job.work.mkdir(parents=True, exist_ok=True)
+    with locked(job.work):
+        _remove_run(job)
+        store_plan(job, Plan(digest="discarded", sources=(), tasks=()))
 
 
 def _refuse_other_run(job: Job) -> None:
@@ -184,7 +201,6 @@ def _marked_failure(job: Job) -> Iterator[None]:
         with contextlib.suppress(OSError):  # the disk may be full, and the error is what counts
             failed.write_text(f"{error}\n", encoding="utf-8", errors="replace")
         raise
-    failed.unlink(missing_ok=True)
 
 
 def enter_work(job: Job) -> None:
@@ -206,7 +222,7 @@ def sweep(job: Job) -> None:
     """Remove what killed runs left under temporary names."""
     own = ((folder, "") for folder in (job.work, job.work / "parts", job.work / "done", job.work / "rejects"))
     for folder, name in (*own, (job.output.parent, job.output.name)):
-        for path in folder.glob(f".{name}*.tmp-*"):
+        for path in folder.glob(f".{glob.escape(name)}*.tmp-*"):
             path.unlink(missing_ok=True)
 
 
@@ -229,6 +245,7 @@ def run_job(job: Job, phases_of: Callable[[Plan], Sequence[Phase]], execution: E
         try:
             with _marked_failure(job):
                 markers, ran = _run_phases(job, plan, chosen, execution)
+            (job.work / FAILED).unlink(missing_ok=True)  # not in run_part: another part may have failed
         except (KeyboardInterrupt, SystemExit):
             sweep(job)  # a worker that was ended between making a file and noting it leaves it behind
             say(f"{job.step}: stopped; finished tasks are kept: run the same command again to go on")
@@ -413,6 +430,6 @@ def _gather_rejects(job: Job, plan: Plan, phases: Sequence[Phase]) -> None:
                 for line in lines:
                     row = parse_any_json(line, MAX_TABLE_BYTES)
                     row["line"] += shift
-                    target.write(json.dumps(row, ensure_ascii=False).encode() + b"\n")
+                    target.write(json.dumps(row, ensure_ascii=False).encode("utf-8", ESCAPED) + b"\n")
         marker = TASK.read(marker_path(job.work, reading.name, index))
         before[path] = shift + marker["tally"]["lines"]

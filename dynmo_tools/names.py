@@ -17,6 +17,7 @@ from typing import IO
 
 import numpy as np
 
+from .formats._document import ESCAPED
 from .shingles import U64
 
 LINE = np.dtype([("begin", "<i8"), ("digest", "<u8")])
@@ -31,7 +32,10 @@ def name_line(name: str | None, place: str) -> bytes:
 
 def digest_of_name(name: str | None) -> int:
     """64 bits of a name; 0 where there is none."""
-    return 0 if name is None else int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little") or 1
+    if name is None:
+        return 0
+    encoded = name.encode("utf-8", "surrogatepass")
+    return int.from_bytes(hashlib.blake2b(encoded, digest_size=8).digest(), "little") or 1
 
 
 class LineIndex:
@@ -136,4 +140,5 @@ def pair_lines(pairs: Iterator[tuple[int, int, float]], names: NameTable) -> Ite
     """``{main: [{other: J}, ...]}`` of ascending pairs, one line each main document, and how many pairs are in it."""
     for main, others in itertools.groupby(pairs, key=lambda pair: pair[0]):
         listed = [{names.name(other): round(index, 6)} for _, other, index in others]
-        yield json.dumps({names.name(main): listed}, ensure_ascii=False).encode() + b"\n", len(listed)
+        line = json.dumps({names.name(main): listed}, ensure_ascii=False)
+        yield line.encode("utf-8", ESCAPED) + b"\n", len(listed)

@@ -19,7 +19,7 @@ from typing import IO, Any, Self
 
 from .compression import is_compressed, wrap_write
 from .errors import DynmoError
-from .formats._document import DocumentError
+from .formats._document import ESCAPED, DocumentError
 from .formats.workfiles import TASK
 from .plan import Job, Plan, load_plan
 from .records import (
@@ -148,7 +148,7 @@ class Task:
         if self._rejects is None:
             self._rejects = self.create(self.part("rejects.jsonl"))
         row = {"file": file, "line": line, "offset": offset, "reason": reason, "excerpt": excerpt(raw)}
-        self._rejects.write(json.dumps(row, ensure_ascii=False).encode() + b"\n")
+        self._rejects.write(json.dumps(row, ensure_ascii=False).encode("utf-8", ESCAPED) + b"\n")
 
     def reject_row(self, row: Row, reason: str) -> None:
         """Put a document aside that has no usable text; of the first without the key, note the keys that it has."""

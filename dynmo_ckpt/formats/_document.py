@@ -114,6 +114,8 @@ MAX_JOBS = 1024
 MAX_COUNT = (1 << 31) - 1
 """Of any other number on the command line: steps, restarts, seconds, process ids."""
 MAX_INTEGER = (1 << 63) - 1
+ESCAPED = "backslashreplace"
+"""How ``str.encode`` handles the lone surrogates of JSON text, which UTF-8 cannot hold: as the escapes of JSON."""
 _TAIL_BYTES = 4096
 
 _KINDS = {stat.S_IFIFO: "a FIFO", stat.S_IFSOCK: "a socket", stat.S_IFCHR: "a device", stat.S_IFBLK: "a device"}
@@ -245,7 +247,7 @@ def number(minimum: float | None = None, maximum: float | None = None) -> Check:
     def check(value: Any, path: str, problems: list[Problem]) -> None:
         if not isinstance(value, int | float) or isinstance(value, bool):
             problems.append(Problem(path, "type", f"must be a number, is {_type_name(value)}"))
-        elif not math.isfinite(value):
+        elif isinstance(value, float) and not math.isfinite(value):  # an int may be too large for a float
             problems.append(Problem(path, "range", "must be finite"))
         elif (minimum is not None and value < minimum) or (maximum is not None and value > maximum):
             problems.append(Problem(path, "range", f"must be within [{minimum}, {maximum}], is {value}"))
@@ -474,8 +476,8 @@ def parse_toml(text: str) -> dict[str, Any]:
 
 
 def encode_json(document: Mapping[str, Any]) -> bytes:
-    """The bytes of a JSON document on disk."""
-    return (json.dumps(document, indent=1, ensure_ascii=False, allow_nan=False) + "\n").encode()
+    """The bytes of a JSON document on disk, with lone surrogates, as file names may have, escaped."""
+    return (json.dumps(document, indent=1, ensure_ascii=False, allow_nan=False) + "\n").encode("utf-8", ESCAPED)
 
 
 def write_whole(path: Path, payload: bytes, *, exclusive: bool = False) -> None:
@@ -508,7 +510,7 @@ def append_line(path: Path, record: Mapping[str, Any]) -> None:
         OSError: the line could not be written; the document ends as before.
         ValueError: the record holds a number that is not finite.
     """
-    line = (json.dumps(record, ensure_ascii=False, allow_nan=False) + "\n").encode()
+    line = (json.dumps(record, ensure_ascii=False, allow_nan=False) + "\n").encode("utf-8", ESCAPED)
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
     try:
         size = _cut_incomplete_tail(descriptor)

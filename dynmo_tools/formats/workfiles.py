@@ -79,7 +79,11 @@ class WorkFormat:
             header = envelope(self.name, self.version, f"dynmo-prep {__version__}")
         document = {**header, **fields}
         payload = encode_json(document)
-        if problems := self._problems(parse_json(payload)):
+        try:
+            problems = self._problems(parse_json(payload, MAX_TABLE_BYTES))
+        except ValueError as error:
+            raise WriterError(str(path), [Problem("", "json", str(error))]) from error
+        if problems:
             raise WriterError(str(path), problems)
         write_whole(path, payload)
         return document

@@ -104,3 +104,10 @@ def test_repeats_name_the_first_of_their_kind(tmp_path):
             for number, first in zip(numbers.tolist(), firsts.tolist(), strict=True)
         }
     assert found == {(2, 0), (5, 0), (4, 1)}
+
+
+def test_lines_of_more_than_64_mib_are_read(tmp_path):
+    name = "n" * (65 << 20)
+    (tmp_path / "pairs").write_text(json.dumps({"first": [{name: 1.0}]}) + "\n")
+    assert write_groups(tmp_path / "pairs", tmp_path / "groups", 0.5).documents == 2
+    assert list(read_removals(tmp_path / "groups")._names._high) != []

@@ -103,3 +103,8 @@ def test_damaged_marker_of_a_task_runs_the_task_again(tmp_path, monkeypatch):
         assert not ended.value.code
         assert (tmp_path / "out.jsonl").read_bytes() == written
         assert TASK.read(marker)["tally"]["documents_in"] == 0
+
+
+def test_documents_of_more_than_64_mib_are_written_and_read(tmp_path):
+    made = PLAN.write(tmp_path / "plan.json", {**TASKS, "settings": {"long": "x" * (65 << 20)}})
+    assert PLAN.read(tmp_path / "plan.json") == made
