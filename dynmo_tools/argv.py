@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import itertools
 import os
 from collections.abc import Sequence
@@ -60,7 +61,7 @@ def from_classic(arguments: Sequence[str]) -> list[str]:
         elif (step, flag) in _NAMES and len(values) == 1:
             made += [_NAMES[step or "", flag], *values]
         elif (step, flag) == ("merge", "--json_path") and len(values) == 1:
-            made += ["--input", os.path.join(values[0], "*.json")]
+            made += ["--input", os.path.join(glob.escape(values[0]), "*.json")]
         elif (step, flag) == ("decontaminate", "--dedup-dataset") and len(pairs) == 1:
             made += ["--input", values[0], "--json-key", values[1]]
         elif (step, flag) == ("decontaminate", "--lambada-path") and len(values) == 1:
@@ -90,8 +91,8 @@ def _by_place(arguments: Sequence[str]) -> list[str]:
     return [step, *(word for pair in pairs for word in pair if word)]
 
 
-def without_flags(arguments: Sequence[str], flags: Sequence[str]) -> list[str]:
-    """The arguments without these flags, each of which has one value."""
+def without_flags(arguments: Sequence[str], flags: Sequence[str], switches: Sequence[str] = ()) -> list[str]:
+    """The arguments without these flags, each of which has one value, and these switches, which have none."""
     kept: list[str] = []
     skip = False
     for argument in arguments:
@@ -99,6 +100,6 @@ def without_flags(arguments: Sequence[str], flags: Sequence[str]) -> list[str]:
             skip = False
         elif argument in flags:
             skip = True
-        elif argument.partition("=")[0] not in flags:
+        elif argument.partition("=")[0] not in (*flags, *switches):
             kept.append(argument)
     return kept

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from .argv import without_flags
 from .errors import UsageError
-from .jobs import Execution, Part, prepare, run_job, run_part
+from .jobs import Execution, Part, discard_run, prepare, run_job, run_part
 from .pipeline import Recipe, RecipeStep, jobs_of
 from .plan import Job, Limits, Plan, Source, make_plan
 from .records import Slice
@@ -17,6 +17,8 @@ from .slurm import DEFAULT_JOBS, Submission, arrays, check_jobs, script, submit
 from .steps import Step
 
 OF_THIS_EXECUTOR = ("--executor", "--emit-sbatch", "--task-count")
+ONCE = ("--overwrite", "--no-overwrite")
+"""Switches of the submitting command alone: a job with ``--overwrite`` would discard the work of those before it."""
 UNKNOWN_BYTES = 1 << 50
 
 
@@ -25,11 +27,16 @@ def _part(run: RunSettings) -> Part | None:
         return None
     if run.task_count is None:
         raise UsageError("--task-index needs --task-count")
+    if run.overwrite:
+        raise UsageError(
+            "--overwrite with --task-index: each part would discard the work of the others; "
+            "remove the old output and its work folder, and leave --overwrite out"
+        )
     return Part(index=run.task_index, count=run.task_count, phase=run.phase)
 
 
 def _hand_over(name: str, run: RunSettings, path: Path, submissions: Sequence[Submission], logs: Path) -> str:
-    path.write_text(script(submissions, logs), encoding="utf-8")
+    path.write_text(script(submissions, logs), encoding="utf-8", errors="surrogateescape")  # names are bytes
     if run.emit_sbatch is None:
         return f"{name}: submitted; job {submit(path)} ends last"
     return f"{name}: wrote {path}: run it where Slurm is"
@@ -51,7 +58,7 @@ def step_elsewhere(job: Job, step: Step, run: RunSettings, execution: Execution,
         return None
     check_jobs(run.task_count or DEFAULT_JOBS)
     phases = prepare(job, step.phases_of(), execution)
-    line = ["dynmo-prep", *without_flags(argv, OF_THIS_EXECUTOR)]
+    line = ["dynmo-prep", *without_flags(argv, OF_THIS_EXECUTOR, ONCE)]
     submissions = [
         *arrays(line, phases, run.task_count or DEFAULT_JOBS),
         Submission(name="finish", line=shlex.join(line)),
@@ -103,7 +110,10 @@ def pipeline_elsewhere(
         return None
     count = run.task_count or DEFAULT_JOBS
     check_jobs(count)
-    line = ["dynmo-prep", *without_flags(argv, OF_THIS_EXECUTOR)]
+    if execution.overwrite:
+        for _, job in jobs:
+            discard_run(job)
+    line = ["dynmo-prep", *without_flags(argv, OF_THIS_EXECUTOR, ONCE)]
     submissions: list[Submission] = []
     for number, (chosen, job) in enumerate(jobs):
         plan = make_plan(job) if number == 0 else _future_plan(job, count)

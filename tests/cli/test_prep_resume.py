@@ -283,7 +283,6 @@ def sbatch(tmp_path, monkeypatch):
     return fake
 
 
-@pytest.mark.distributed
 def test_where_sbatch_refuses_a_job_those_before_it_are_cancelled(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
@@ -296,6 +295,7 @@ def test_where_sbatch_refuses_a_job_those_before_it_are_cancelled(tmp_path, monk
     assert (done.returncode, (tmp_path / "cancelled").read_text()) == (1, "41\n")
 
 
+@pytest.mark.distributed
 @pytest.mark.parametrize("emit", [False, True])
 def test_slurm_arrays_make_the_same_bytes(prep, sbatch, tmp_path, emit):
     source = documents(tmp_path / "in.jsonl")
@@ -310,6 +310,19 @@ def test_slurm_arrays_make_the_same_bytes(prep, sbatch, tmp_path, emit):
         code, out, err = prep(*target, "--executor", "slurm")
         assert (code, "submitted; job 103;cluster ends last" in out) == (0, True), err
     assert (tmp_path / "slurm.jsonl").read_bytes() == (tmp_path / "whole.jsonl").read_bytes()
+
+
+@pytest.mark.distributed
+def test_slurm_arrays_with_overwrite_replace_the_output(prep, sbatch, tmp_path):
+    source = documents(tmp_path / "in.jsonl")
+    target = ("shuffle", source, "--task-bytes", 80_000, "-o", tmp_path / "out.jsonl")
+    assert prep(*target, "--seed", 3)[0] == 0
+    old = (tmp_path / "out.jsonl").read_bytes()
+    code, _, err = prep(*target, "--task-count", 2, "--executor", "slurm", "--overwrite")
+    assert code == 0, err + (sbatch / "log").read_text()
+    assert sorted((tmp_path / "out.jsonl").read_bytes().splitlines()) == sorted(old.splitlines())
+    assert (tmp_path / "out.jsonl").read_bytes() != old
+    assert "--overwrite" not in (tmp_path / "out.jsonl.work" / "submit.sh").read_text()
 
 
 SLURM_RECIPE = """
@@ -356,6 +369,20 @@ def test_a_pipeline_as_slurm_arrays_makes_the_same_bytes(prep, sbatch, recipe, t
     assert made(tmp_path / "slurm") == made(tmp_path / "local")
     steps = json.loads((tmp_path / "slurm" / "pipeline-summary.json").read_text())["steps"]
     assert [(step["name"], step["reused"]) for step in steps] == [("merge", True), ("mix", True), ("binarize", True)]
+
+
+@pytest.mark.distributed
+def test_a_pipeline_as_slurm_arrays_with_overwrite_replaces_foreign_outputs(prep, sbatch, recipe, tmp_path):
+    folder = tmp_path / "slurm"
+    folder.mkdir()
+    for name in ("01-merge.jsonl.zst", "data_text_document.bin", "data_text_document.idx"):
+        (folder / name).write_text("foreign")
+    target = (*recipe, folder, "--task-count", 2, "--executor", "slurm")
+    assert prep(*target)[0] != 0
+    code, _, err = prep(*target, "--overwrite")
+    assert code == 0, err + (sbatch / "log").read_text()
+    assert prep(*recipe, tmp_path / "local")[0] == 0
+    assert made(folder) == made(tmp_path / "local")
 
 
 @pytest.mark.parametrize(
