@@ -11,7 +11,7 @@
 # TASKS               NAME=FILE words: test sets whose 13-grams are cut out, such as "lambada=lambada_test.jsonl"
 # SEED 1234           of the order
 #
-# The result is FOLDER/openwebtext_text_document. Run again, it goes on where it stopped.
+# The result is FOLDER/openwebtext_text_document. Run again, it resumes where it stopped.
 set -euo pipefail
 
 if [ $# -ne 2 ]; then

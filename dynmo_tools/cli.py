@@ -16,7 +16,7 @@ from .console import Format, add_version, command_list, emit, emit_json, human_b
 from .errors import DynmoError, UsageError
 from .formats._document import MAX_JOBS
 from .options import build, command, number, parameters
-from .settings import MAX_BYTES, MAX_SEED, IndexForm, RunSettings, TokenDtype, Utf8
+from .settings import MAX_BYTES, MAX_PAGE_BYTES, MAX_SEED, IndexForm, RunSettings, TokenDtype, Utf8
 from .steps import NOT_FOUND, STEPS, Step, default_work
 
 EXIT_SOME_REJECTED = 3
@@ -364,7 +364,8 @@ def blacklist_urls(
     if not inputs:
         raise UsageError("blacklist-urls: name at least one file, pattern or folder")
     paths = expand_inputs(expand_folder(inputs))
-    check_new_outputs(paths, [output, *([save_dropped] if save_dropped else [])], overwrite=overwrite)
+    tables = [save_dropped] if save_dropped else []
+    check_new_outputs(paths, [output, *tables], overwrite=overwrite, tables=tables)
     with progress("blacklist-urls", sum(path.stat().st_size for path in paths), "bytes") as tick:
         counts = write_urls(
             paths,
@@ -394,7 +395,8 @@ def fetch_urls(
     timeout_s: Annotated[
         float, number(help="Seconds that a server may be silent.", minimum=0.001, maximum=MAX_SECONDS)
     ] = 20.0,
-    max_bytes: Annotated[int, number(help="Leave out answers of more bytes.", minimum=1, maximum=MAX_BYTES)] = 8 << 20,
+    max_bytes: Annotated[int, number(help="Leave out answers of more bytes.", minimum=1, maximum=MAX_PAGE_BYTES)] = 8
+    << 20,
     robots: Annotated[bool, typer.Option(help="Obey robots.txt.")] = True,
     allow_host: Annotated[
         list[str] | None,
@@ -410,7 +412,7 @@ def fetch_urls(
     format_: FormatOption = Format.TEXT,
 ) -> None:
     """Download the text of pages: politely, within bounds, going on where a run stopped."""
-    from .fetching import FetchRules, UrlList, digest_rules, fetch_all, write_pages
+    from .fetching import FetchRules, UrlList, digest_rules, discard_other, fetch_all, write_pages
     from .plan import check_new_outputs, expand_inputs
     from .urls import expand_folder
     from .web import AllowedHosts
@@ -426,13 +428,13 @@ def fetch_urls(
     journal = default_work(output) / "journal.jsonl"
     check_new_outputs(paths, [output], overwrite=overwrite or journal.exists())
     journal.parent.mkdir(parents=True, exist_ok=True)
-    if overwrite:
-        journal.unlink(missing_ok=True)
     with _told_faults(), UrlList(paths, journal.parent) as urls:
         digest = digest_rules(urls, rules)
+        if overwrite:
+            discard_other(journal, digest)
         with progress("fetch-urls", urls.count, "URLs") as tick:
             fetch_all(urls, rules, journal, tick, digest=digest)
-            failures = write_pages(urls, journal, output, digest=digest)
+            failures = write_pages(urls, journal, output, digest=digest, overwrite=overwrite)
     report = {
         "urls_in": urls.count,
         "pages": urls.count - sum(failures.values()),

@@ -25,7 +25,8 @@ _FOREIGN = (
 )
 FOREIGN_ENDINGS = frozenset(_FOREIGN.split())
 """Endings of formats that no step reads or writes."""
-FOREIGN_OUTPUT_ENDINGS = FOREIGN_ENDINGS | {PARQUET, ".csv", ".tsv", ".xml", ".html"}
+TSV = ".tsv"
+FOREIGN_OUTPUT_ENDINGS = FOREIGN_ENDINGS | {PARQUET, ".csv", TSV, ".xml", ".html"}
 PIECE_BYTES = 1 << 20
 ZSTD_LEVEL = 3
 GZIP_LEVEL = 6
@@ -40,8 +41,8 @@ def is_compressed(path: Path) -> bool:
     return path.suffix in ENDINGS
 
 
-def check_ending(path: Path, *, is_output: bool) -> None:
-    """Refuse a file whose name promises another format than the one that is read or written.
+def check_ending(path: Path, *, is_output: bool, is_table: bool = False) -> None:
+    """Refuse a file whose name promises another format than the one that is read or written; a table may be ``.tsv``.
 
     Raises:
         UsageError: the ending is one of another format, alone or before that of a compression, or has upper-case
@@ -54,7 +55,7 @@ def check_ending(path: Path, *, is_output: bool) -> None:
         raise UsageError(f"{path}: the ending {ending} is not recognized; rename it to {ending.lower()}")
     foreign = FOREIGN_OUTPUT_ENDINGS if is_output else FOREIGN_ENDINGS
     for found in (ending, inner):
-        if found.lower() not in foreign:
+        if found.lower() not in foreign or (is_table and found.lower() == TSV):
             continue
         if is_output:
             raise UsageError(

@@ -21,9 +21,9 @@ from typing import Any
 from .compression import wrap_write
 from .errors import UsageError
 from .formats._document import write_whole
-from .plan import check_writable, refuse_existing
+from .plan import check_writable
 from .records import encode_row
-from .wholefile import sweep_temporaries
+from .wholefile import refuse_existing, sweep_temporaries
 
 SKIPPED_FOLDERS = frozenset(
     {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test", "lib2to3", "turtledemo"}

@@ -41,7 +41,8 @@ def expand_prefixes(names: Sequence[str]) -> list[Path]:
         elif idx_path(Path(name)).exists():
             paths = [name]
         else:
-            paths = sorted(path for path in glob.glob(name) if path.endswith((".idx", ".bin")))
+            found_names = [name] if os.path.exists(name) else glob.glob(name)
+            paths = sorted(path for path in found_names if path.endswith((".idx", ".bin")))
         if not paths:
             raise UsageError(
                 f"{name}: names no indexed data set; give a PREFIX of PREFIX.bin and PREFIX.idx, or a folder"

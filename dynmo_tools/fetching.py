@@ -24,7 +24,7 @@ from urllib.parse import urljoin
 from . import __version__
 from .compression import wrap_write
 from .errors import UsageError
-from .formats._document import append_line, parse_any_json
+from .formats._document import MAX_TABLE_BYTES, append_line, parse_any_json
 from .frontier import Frontier, Host, Request
 from .htmltext import readable
 from .records import encode_row
@@ -244,13 +244,31 @@ def _journal_rows(path: Path, digest: str) -> Iterator[tuple[int, dict[str, Any]
                 source.truncate(offset)  # what is appended must begin a line
                 break
             if offset == 0:
-                if parse_any_json(line).get("digest") != digest:
-                    raise UsageError(f"{path}: belongs to other URLs or rules; use --overwrite to begin anew")
+                if _digest_of(line) != digest:
+                    raise UsageError(f"{path}: belongs to other URLs or rules; use --overwrite to start from scratch")
             else:
-                yield offset, parse_any_json(line)
+                yield offset, parse_any_json(line, MAX_TABLE_BYTES)
             offset += len(line)
     if offset == 0:
         append_line(path, {"digest": digest})
+
+
+def _digest_of(line: bytes) -> str | None:
+    """The digest of the URLs and rules in the first line of a journal; None where there is none."""
+    try:
+        header = parse_any_json(line)
+    except ValueError:
+        return None
+    return header.get("digest") if isinstance(header, dict) else None
+
+
+def discard_other(journal: Path, digest: str) -> None:
+    """Remove a journal that belongs to other URLs or rules."""
+    if journal.exists():
+        with open(journal, "rb") as source:
+            line = source.readline()
+        if _digest_of(line) != digest:
+            journal.unlink()
 
 
 def fetch_all(
@@ -307,14 +325,22 @@ def _fetch_hop(fetcher: Fetcher, frontier: Frontier, request: Request, host: Hos
     return None
 
 
-def write_pages(urls: UrlList, journal: Path, output: Path, *, digest: str) -> dict[str, int]:
-    """Make the output of the journal, in the order of the URLs; the number of failures by reason."""
-    with Answers(journal, digest, urls.count) as answers, open(journal, "rb") as source, whole_file(output) as handle:
+def write_pages(urls: UrlList, journal: Path, output: Path, *, digest: str, overwrite: bool = True) -> dict[str, int]:
+    """Make the output of the journal, in the order of the URLs; the number of failures by reason.
+
+    Raises:
+        UsageError: an output of other bytes exists, and ``overwrite`` does not allow to replace it.
+    """
+    with (
+        Answers(journal, digest, urls.count) as answers,
+        open(journal, "rb") as source,
+        whole_file(output, replace=overwrite) as handle,
+    ):
         writer = wrap_write(handle, output.suffix)
         for url, offset in zip(urls, answers, strict=True):
             if offset > FAILED:
                 source.seek(offset)
-                row = parse_any_json(source.readline())
+                row = parse_any_json(source.readline(), MAX_TABLE_BYTES)
                 writer.write(
                     encode_row({"url": without_credentials(url), "title": row["title"], "text": row["text"]}) + b"\n"
                 )

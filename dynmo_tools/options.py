@@ -78,7 +78,7 @@ def _without_none(hint: Any) -> Any:
 
 def _fault(value: float, minimum: float | None, maximum: float | None) -> str:
     """Which rule a number breaks; empty where it breaks none."""
-    if not math.isfinite(value):
+    if isinstance(value, float) and not math.isfinite(value):
         return "a finite number"
     if minimum is not None and value < minimum:
         return f"at least {minimum:,}"
@@ -185,7 +185,10 @@ def _coerce(value: Any, hint: Any, where: str) -> Any:
         inner = typing.get_args(hint)[0]
         return tuple(_coerce(element, inner, where) for element in (value if isinstance(value, list) else [value]))
     if hint is float and isinstance(value, int) and not isinstance(value, bool):
-        return float(value)
+        try:
+            return float(value)
+        except OverflowError as error:
+            raise UsageError(f"{where} is {value}; it must be below 2^1024") from error
     if hint is Path and isinstance(value, str):
         return Path(value)
     if isinstance(hint, type) and issubclass(hint, enum.Enum):

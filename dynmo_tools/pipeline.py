@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import glob
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import resources
@@ -157,12 +158,19 @@ def inputs_of(recipe: Recipe, patterns: Sequence[str], folder: Path) -> tuple[Pa
 
 def _find_input(name: str, folder: Path) -> str | Path:
     """A recipe's input, in the current directory or else below the folder of its outputs."""
-    here, below = ({Path(one).resolve() for one in glob.glob(at, recursive=True)} for at in (name, str(folder / name)))
+    escaped = Path(glob.escape(str(folder)), name)
+    at = folder / name if (folder / name).exists() else escaped
+    here, below = ({Path(one).resolve() for one in _matches(str(pattern))} for pattern in (name, at))
     if here and below and here != below:
         raise UsageError(
-            f"{name}: is in the current directory and in {folder}; choose by --input {name} or --input {folder / name}"
+            f"{name}: is in the current directory and in {folder}; choose by --input {name} or --input {at}"
         )
-    return folder / name if below else name
+    return at if below else name
+
+
+def _matches(pattern: str) -> list[str]:
+    """The files of a pattern, or the one of exactly that name."""
+    return [pattern] if os.path.exists(pattern) else glob.glob(pattern, recursive=True)
 
 
 def run_pipeline(

@@ -21,6 +21,7 @@ from .formats.workfiles import PLAN
 from .options import files_of, jsonable, outputs_of
 from .records import Slice
 from .settings import MAX_TASKS
+from .wholefile import refuse_existing
 
 DEFAULT_TASK_BYTES = 64 << 20
 DEFAULT_LINE_BYTES = 64 << 20
@@ -125,12 +126,13 @@ def written_files(job: Job) -> list[Path]:
     return [*own, *outputs_of(job.settings)]
 
 
-def check_writable(outputs: Sequence[Path], folders: Collection[Path] = ()) -> None:
+def check_writable(outputs: Sequence[Path], folders: Collection[Path] = (), tables: Collection[Path] = ()) -> None:
     """Refuse outputs that cannot be written, before any work.
 
     Args:
         outputs: files to write, and folders.
         folders: those of them that are folders.
+        tables: those of them with columns between tabs.
 
     Raises:
         UsageError: a file's name is that of a folder, or the other way round; its folder cannot be written; or its
@@ -142,7 +144,7 @@ def check_writable(outputs: Sequence[Path], folders: Collection[Path] = ()) -> N
         if output not in folders and output.is_dir():
             raise UsageError(f"{output}: is a folder; this output is a file: name it, as in '{output}/out'")
         if output not in folders:
-            check_ending(output, is_output=True)
+            check_ending(output, is_output=True, is_table=output in tables)
         parent = next((folder for folder in output.parents if folder.exists()), Path())
         if not parent.is_dir():
             raise UsageError(f"{output}: {parent} is not a folder")
@@ -150,17 +152,12 @@ def check_writable(outputs: Sequence[Path], folders: Collection[Path] = ()) -> N
             raise UsageError(f"{output}: the folder {parent} cannot be written; choose another output")
 
 
-def refuse_existing(outputs: Iterable[Path]) -> None:
-    """``UsageError`` where one of the outputs exists."""
-    for output in outputs:
-        if output.exists() or output.is_symlink():
-            raise UsageError(f"{output}: exists already; --overwrite replaces it, or choose another output")
-
-
-def check_new_outputs(inputs: Sequence[Path], outputs: Sequence[Path], *, overwrite: bool) -> None:
+def check_new_outputs(
+    inputs: Sequence[Path], outputs: Sequence[Path], *, overwrite: bool, tables: Collection[Path] = ()
+) -> None:
     """Refuse outputs that are inputs, cannot be written, or exist where nothing allows to replace them."""
     check_output(inputs, outputs)
-    check_writable(outputs)
+    check_writable(outputs, tables=tables)
     if not overwrite:
         refuse_existing(outputs)
 

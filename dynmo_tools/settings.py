@@ -16,6 +16,8 @@ MAX_SEED = (1 << 32) - 1
 MAX_WORKERS = 4096
 MAX_TASKS = 1 << 20
 MAX_BYTES = 1 << 40
+MAX_PAGE_BYTES = 1 << 27
+"""Of a fetched page: its row in the journal, where a byte may take 6, stays within ``MAX_TABLE_BYTES``."""
 _LANGUAGES = (
     "af ar bg bn ca cs cy da de el en es et fa fi fr gu he hi hr hu id it ja kn ko lt lv mk ml mr ne nl no pa pl pt ro "
     "ru sk sl so sq sv sw ta te th tl tr uk ur vi zh-cn zh-tw"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import glob
 import os
 import re
 import tempfile
@@ -99,7 +100,7 @@ class UrlCounts:
 
 def expand_folder(names: Sequence[str]) -> list[str]:
     """Folders become a pattern of their ``.txt`` files, as the classic tool takes them."""
-    return [f"{name}/*.txt" if Path(name).is_dir() else name for name in names]
+    return [f"{glob.escape(name)}/*.txt" if Path(name).is_dir() else name for name in names]
 
 
 class SeenOnce(contextlib.AbstractContextManager["SeenOnce"]):

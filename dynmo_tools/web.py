@@ -218,7 +218,8 @@ def _read(url: str, answer: http.client.HTTPResponse, limit: int) -> Response:
     if answer.status in REDIRECTS and location:
         return Response(
             status=answer.status,
-            location=urljoin(url, location.strip()),
+            # Sent as it is by many servers; http.client decoded its bytes as Latin-1.
+            location=urljoin(url, quote(location.strip(), safe=string.punctuation, encoding="iso-8859-1")),
             headers=answer.headers,
             payload=b"",
             is_whole=True,

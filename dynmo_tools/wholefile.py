@@ -6,9 +6,13 @@ import contextlib
 import glob
 import io
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import IO
+
+from .errors import UsageError
+
+PIECE_BYTES = 1 << 20
 
 
 def sweep_temporaries(path: Path) -> None:
@@ -21,11 +25,36 @@ def sweep_temporaries(path: Path) -> None:
                 left.unlink(missing_ok=True)
 
 
+def refuse_existing(paths: Iterable[Path]) -> None:
+    """``UsageError`` where one of the outputs exists."""
+    for path in paths:
+        if path.exists() or path.is_symlink():
+            raise UsageError(f"{path}: exists already; --overwrite replaces it, or choose another output")
+
+
+def _is_same(new: Path, old: Path) -> bool:
+    """Whether ``old`` is a file of the bytes of ``new``."""
+    if not old.is_file() or old.stat().st_size != new.stat().st_size:
+        return False
+    with open(new, "rb") as one, open(old, "rb") as other:
+        while piece := one.read(PIECE_BYTES):
+            if piece != other.read(PIECE_BYTES):
+                return False
+    return True
+
+
 @contextlib.contextmanager
-def whole_file(path: Path | None) -> Iterator[IO[bytes]]:
+def whole_file(path: Path | None, *, replace: bool = True) -> Iterator[IO[bytes]]:
     """Open ``path`` under a temporary name; in place and flushed to disk when the block ends well, gone when it fails.
 
-    Without a path, what is written goes nowhere.
+    A file of the same bytes stays as it is, with its date: a later step that read it need not run again.
+
+    Args:
+        path: of the file; None writes nowhere.
+        replace: a file of other bytes may be replaced.
+
+    Raises:
+        UsageError: such a file exists and must not be replaced; at the end of the block.
     """
     if path is None:
         with open(os.devnull, "wb") as nowhere:
@@ -39,6 +68,9 @@ def whole_file(path: Path | None) -> Iterator[IO[bytes]]:
             yield handle
             handle.flush()
             os.fsync(handle.fileno())
-        os.replace(temporary, path)
+        if not _is_same(temporary, path):
+            if not replace:
+                refuse_existing([path])
+            os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)

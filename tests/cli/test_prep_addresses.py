@@ -227,3 +227,20 @@ def test_a_robots_file_is_read_where_it_redirects_to(fetch):
         report, _, _ = fetch(f"{base}/a", allow=["127.0.0.1"])
     assert report["pages"] == 1
     assert [path for path, _, _ in asked] == ["/robots.txt", "/rules/robots.txt", "/a"]
+
+
+@pytest.mark.parametrize(
+    ("location", "path"),
+    [
+        ("/café", "/caf%C3%A9"),
+        ("/Д?q=Д", "/%D0%94?q=%D0%94"),
+        ("/a b", "/a%20b"),
+        ("/caf%C3%A9", "/caf%C3%A9"),
+    ],
+)
+def test_a_redirect_of_any_bytes_is_followed(fetch, location, path):
+    raw = location.encode().decode("latin-1")  # the server writes Latin-1
+    with serve("127.0.0.1", {"/start": raw}) as (base, asked):
+        report, rows, _ = fetch(f"{base}/start", allow=["127.0.0.1"])
+    assert (report["pages"], len(rows)) == (1, 1), report
+    assert asked[-1][0] == path

@@ -61,12 +61,14 @@ class Site(http.server.BaseHTTPRequestHandler):
             kind = "image/png"
         elif self.path == "/long":
             body = "x" * 100_000
+        elif self.path == "/bytes":
+            kind, body = "text/plain; charset=ascii", "\xff" * (23 << 20)
         elif self.path == "/moved":
             self.send_response(302)
             self.send_header("Location", "/page1")
             self.end_headers()
             return
-        payload = body.encode()
+        payload = body.encode("latin-1" if "ascii" in kind else "utf-8")
         self.send_response(status)
         self.send_header("Content-Type", kind)
         self.send_header("Content-Length", str(len(payload) * (2 if self.path == "/cut" else 1)))
@@ -151,6 +153,36 @@ def test_a_stopped_fetch_goes_on_behind_its_journal(prep, site, tmp_path):
     (tmp_path / "urls.txt").write_text(f"{base}/other\n")
     code, _, err = prep(*target)
     assert (code, "--overwrite" in err) == (2, True)
+
+
+def test_an_edited_output_is_kept_and_overwrite_keeps_the_journal_of_these_urls(prep, site, tmp_path):
+    server, base = site
+    urls, output = tmp_path / "urls.txt", tmp_path / "pages.jsonl"
+    urls.write_text(f"{base}/page1\n")
+    target = ("fetch-urls", urls, "-o", output, "--delay-s", 0, *LOOPBACK)
+    assert prep(*target)[0] == 0
+    whole = output.read_bytes()
+    output.write_text("edited")
+    server.asked.clear()
+    code, _, err = prep(*target)
+    assert (code, "exists already; --overwrite replaces it" in err, output.read_text()) == (2, True, "edited")
+    assert prep(*target, "--overwrite")[0] == 0
+    assert (output.read_bytes(), server.asked) == (whole, [])
+    urls.write_text(f"{base}/page2\n")
+    assert prep(*target)[0] == 2
+    assert prep(*target, "--overwrite")[0] == 0
+    assert [path for path, _, _ in server.asked] == ["/robots.txt", "/page2"]
+
+
+def test_pages_of_more_than_64_mib_are_kept_in_the_journal(prep, site, tmp_path):
+    """Of 64 MiB and more in the journal: each byte that is no UTF-8 takes three there."""
+    _, base = site
+    (tmp_path / "urls.txt").write_text(f"{base}/bytes\n")
+    code, _, err = prep(
+        "fetch-urls", tmp_path / "urls.txt", "-o", tmp_path / "p", "--delay-s", 0, "--max-bytes", 1 << 27, *LOOPBACK
+    )
+    assert (code, "Traceback" in err) == (0, False), err
+    assert (tmp_path / "p").stat().st_size > 64 << 20
 
 
 def test_a_server_without_robots_allows_all_and_a_broken_one_nothing(prep, site, tmp_path, monkeypatch):

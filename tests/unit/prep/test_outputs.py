@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import email
 import json
+import os
 import re
 from pathlib import Path
 
@@ -163,3 +164,82 @@ def test_names_of_groups_that_no_input_has_end_with_3(prep, tmp_path):
 def test_wrong_id_key_of_remove_duplicates_ends_with_3(prep):
     code, err = prep("remove-duplicates", "in.jsonl", "--groups", "groups.jsonl", "--id-key", "uri", "-o", "out")
     assert (code, "no input has: 1" in err) == (3, True)
+
+
+def test_output_of_the_same_bytes_keeps_its_date(prep, tmp_path):
+    """Else a step that read it would count its input as changed."""
+    for words in (
+        ("group-duplicates", "pairs.jsonl", "-o", "made"),
+        ("blacklist-urls", "urls.txt", "-o", "made"),
+    ):
+        assert prep(*words, "--overwrite")[0] == 0
+        os.utime(tmp_path / "made", ns=(1, 1))
+        assert prep(*words, "--overwrite")[0] == 0
+        assert (tmp_path / "made").stat().st_mtime_ns == 1
+    (tmp_path / "urls.txt").write_text("https://a.org/newer\n")
+    assert prep(*words, "--overwrite")[0] == 0
+    assert (tmp_path / "made").read_text() == "https://a.org/newer\n"
+    assert not list(tmp_path.glob(".made*"))
+
+
+def test_dropped_urls_may_be_a_tsv(prep, tmp_path):
+    (tmp_path / "urls.txt").write_text("https://a.org/page\nshort\n")
+    code, err = prep("blacklist-urls", "urls.txt", "-o", "made", "--save-dropped", "dropped.tsv")
+    assert (code, (tmp_path / "dropped.tsv").read_text()) == (0, "short\tshort\n"), err
+    assert prep("blacklist-urls", "urls.txt", "-o", "other.tsv")[0] == 2
+
+
+@pytest.mark.parametrize("step", ["find-duplicates", "dedup", "merge", "clean"])
+def test_rows_and_file_names_with_lone_surrogates_are_processed(prep, tmp_path, step):
+    rows = [{"text": "one two three " * 30, "url": f"half \ud800 {n}"} for n in range(2)]
+    rows += [{"text": "four five six " * 30, "url": "half \udc00"}, {"\ud800 key": 1}]
+    name = os.fsdecode(b"in-\xff.jsonl")
+    (tmp_path / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    more = ("--min-tokens", 0, "--language", "") if step == "clean" else ()
+    code, err = prep(step, name, "-o", "out", "--max-rejects", 1, *more)
+    assert code in (0, 3), err
+    assert prep(step, name, "-o", "out", "--max-rejects", 1, *more, "--format", "json")[0] == code
+    if step == "find-duplicates":
+        assert json.loads((tmp_path / "out").read_text()) == {"half \ud800 0": [{"half \ud800 1": 1.0}]}
+    elif step == "dedup":
+        assert len((tmp_path / "out").read_text().splitlines()) == 2
+    reject = json.loads(next((tmp_path / "out.work" / "rejects").iterdir()).read_text().splitlines()[-1])
+    assert reject["file"] == name
+
+
+def test_missing_key_of_rows_with_lone_surrogates_is_reported(prep, tmp_path):
+    (tmp_path / "odd.jsonl").write_text('{"\\ud800": 1}\n')
+    code, err = prep("clean", "odd.jsonl", "-o", "out")
+    assert (code, "have no --json-key text" in err) == (4, True), err
+
+
+def test_corrected_run_after_a_failed_part_needs_no_overwrite(prep, tmp_path):
+    (tmp_path / "in.jsonl.gz").write_bytes(b"\x1f\x8b\x08\x00")
+    words = ("merge", "in.jsonl.gz", "in.jsonl", "-o", "out", "--phase", "map", "--task-count", 2, "--task-index")
+    assert prep(*words, 0)[0] == 1
+    assert prep(*words, 1)[0] == 0
+    code, err = prep("merge", "in.jsonl", "-o", "out")
+    assert code == 0, err
+    assert not (tmp_path / "out.work" / "failed.txt").exists()
+
+
+def test_part_with_overwrite_is_refused(prep):
+    code, err = prep("merge", "in.jsonl", "-o", "out", "--task-index", 0, "--task-count", 2, "--overwrite")
+    assert (code, "each part would discard the work of the others" in err) == (2, True)
+
+
+def test_brackets_in_names_of_folders_and_files_are_no_pattern(prep, tmp_path):
+    recipe = '[pipeline]\ninput = ["{}"]\n[[step]]\nrun = "merge"\n'
+    folder = tmp_path / "work [1]"
+    folder.mkdir()
+    for name, pattern in (("a[1].jsonl", "a[1].jsonl"), ("b.jsonl", "b*.jsonl")):
+        (folder / name).write_text('{"text": "one"}\n')
+        (tmp_path / "recipe[1].toml").write_text(recipe.format(pattern))
+        code, err = prep("pipeline", "recipe[1].toml", "--work-dir", folder)
+        assert code == 0, err
+    (folder / "urls.txt").write_text("https://a.org/page\n")
+    assert prep("blacklist-urls", folder, "-o", "kept")[0] == 0
+    (tmp_path / "in [1]").mkdir()
+    (tmp_path / "in [1]" / "c.json").write_text('{"text": "one"}\n')
+    code, err = prep("merge", "--json_path", "in [1]", "-o", "merged")
+    assert code == 0, err
