@@ -101,14 +101,19 @@ def _without_tables(text: str) -> str:
     marks = [line.lstrip("\x00 \t:*#;")[:2] for line in lines]
     dropped = [mark.startswith("|") for mark in marks]
     opened: list[int] = []
+    closed: list[tuple[int, int]] = []  # outermost tables: marked at the end, so that nested ones take linear time
     for at, mark in enumerate(marks):
         if mark == "{|":
             opened.append(at)
         elif mark == "|}" and opened:
             begin = opened.pop()
-            dropped[begin : at + 1] = [True] * (at + 1 - begin)
-            lines[at] = lines[at].partition("|}")[2]
-            dropped[at] = not lines[at].strip()
+            while closed and closed[-1][0] > begin:
+                closed.pop()
+            closed.append((begin, at))
+    for begin, at in closed:
+        dropped[begin:at] = [True] * (at - begin)
+        lines[at] = lines[at].partition("|}")[2]
+        dropped[at] = not lines[at].strip()
     for begin in opened:
         dropped[begin] = True
     for at in range(opened[0] if opened else len(lines), len(lines)):

@@ -21,6 +21,7 @@ from dynmo_tools.tokenizers import (
     piece_kinds,
     same_ids,
 )
+from dynmo_tools.trainable import _characters_of_bytes
 
 ATOMS = ["a", "b ", "  ", "\n", "é", "<s>", "</s>", "<unk>", "<mask>", "[INST]", "hello world", "12", "<", "s>", "日本"]
 ATOMS += [
@@ -131,14 +132,16 @@ def test_gigatoken_is_refused_for_tokenizers_that_are_not_bpe(tmp_path, kind):
 
 def test_added_tokens_that_gigatoken_reads_otherwise_are_routed(tmp_path):
     library = pytest.importorskip("tokenizers", reason="the extra 'prep' is not installed")
-    made = library.Tokenizer(library.models.BPE({"<m>": 0, **{c: n for n, c in enumerate("Ġ<>mabc d", 1)}}, []))
+    alphabet = sorted(_characters_of_bytes())
+    made = library.Tokenizer(library.models.BPE({"<m>": 0, **{c: n for n, c in enumerate(alphabet, 1)}}, []))
     made.pre_tokenizer = library.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    made.add_special_tokens([library.AddedToken("<m>", lstrip=True, rstrip=True)])
+    made.add_special_tokens([library.AddedToken("<m>", single_word=True)])
     (tmp_path / "tokenizer.json").write_text(made.to_str())
     loaded = load_tokenizer(TokenizerFiles(model=tmp_path / "tokenizer.json"))
     exact = load_tokenizer(TokenizerFiles(model=tmp_path / "tokenizer.json", engine=Engine.TOKENIZERS))
     assert isinstance(exact, HuggingFaceTokenizer)
-    texts = ["a <m> b", "<m>", "a  <m>", "abc", "<m> <m>", "a b"]
+    assert isinstance(loaded, RoutedTokenizer)
+    texts = ["a <m> b", "a<m>b", "<m>", "a  <m>", "abc", "<m> <m>", "a b"]
     assert same_ids(loaded.encode_batch(texts), exact.encode_batch(texts))
 
 
