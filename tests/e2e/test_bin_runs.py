@@ -179,6 +179,10 @@ def test_openwebtext_from_pages_to_a_data_set(place):
                 pages.write(json.dumps({"text": text, "url": f"http://example.org/{number}/{copy}"}) + "\n")
         pages.write(json.dumps({"text": "too short", "url": "http://example.org/short"}) + "\n")
     script(place, "openwebtext.sh", "-", "web", PAGES="pages.jsonl", WORKERS="1")
+    tokens = place / "web" / "openwebtext_text_document.bin"
+    dates = [path.stat().st_mtime_ns for path in (tokens, place / "web" / "groups.jsonl")]
+    script(place, "openwebtext.sh", "-", "web", PAGES="pages.jsonl", WORKERS="1")  # finds all steps done
+    assert [path.stat().st_mtime_ns for path in (tokens, place / "web" / "groups.jsonl")] == dates
     unique = [line["url"] for line in lines_of_zst(place, "web/unique.jsonl.zst")]
     assert len(unique) == len(set(unique)) <= 6
     assert not [url for url in unique if url.endswith(("0/1", "1/1", "short"))]

@@ -22,7 +22,21 @@ from ports import free_port
 
 pytestmark = pytest.mark.timeout(600)
 
-MARK = "DYNMO_RAY_TEST"
+HOLD = "DYNMO_RAY_TEST_HOLD"
+# Of every process of the cluster: the first task that opens an output while a file $HOLD exists waits there, and writes
+# its process id next to that file.
+SITECUSTOMIZE = f"""
+import os, sys, time
+hold = os.environ["{HOLD}"]
+def wait(event, arguments):
+    if event == "open" and ".tmp-" in str(arguments[0]) and "/parts/" in str(arguments[0]) and os.path.exists(hold):
+        descriptor = os.open(hold + ".part", os.O_WRONLY | os.O_CREAT)
+        os.write(descriptor, str(os.getpid()).encode())
+        os.rename(hold + ".part", hold + ".held")
+        while True:
+            time.sleep(1)
+sys.addaudithook(wait)
+"""
 TEXT = "The river runs past the old mill and the water turns its heavy wheel all day long. "
 
 
@@ -38,20 +52,6 @@ def prep(folder, *words, address="", code=0):
     return done.stderr
 
 
-def marked(name):
-    """The processes of this cluster whose title begins with a name."""
-    found = []
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            try:
-                title, environment = (entry / "cmdline").read_bytes(), (entry / "environ").read_bytes()
-            except OSError:
-                continue
-            if title.startswith(name.encode()) and f"{MARK}={os.getpid()}".encode() in environment.split(b"\0"):
-                found.append(int(entry.name))
-    return found
-
-
 @pytest.fixture(scope="module")
 def needs_ray():
     if importlib.util.find_spec("ray") is None:
@@ -59,16 +59,25 @@ def needs_ray():
 
 
 @pytest.fixture(scope="module")
-def address(needs_ray):
+def hold(tmp_path_factory):
+    """A file that does not exist; where a test makes it, the next task on the cluster waits for ever."""
+    return tmp_path_factory.mktemp("ray-hold") / "hold"
+
+
+@pytest.fixture(scope="module")
+def address(needs_ray, hold):
     """The address of a cluster that is started here, in a folder that no command runs in."""
     folder = Path(tempfile.mkdtemp(prefix="ray-"))  # short: Ray puts sockets below it
+    (hold.parent / "sitecustomize.py").write_text(SITECUSTOMIZE)
+    paths = [str(hold.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = {**os.environ, HOLD: str(hold), "PYTHONPATH": os.pathsep.join(paths)}
     port = free_port()
     words = ["start", "--head", "--block", f"--port={port}", "--num-cpus=2", "--include-dashboard=false"]
     words += ["--node-ip-address=127.0.0.1", f"--temp-dir={folder}", "--object-store-memory=100000000"]
     with open(folder / "log", "w") as log:
         head = subprocess.Popen(
             [sys.executable, "-c", "from ray.scripts.scripts import main; main()", *words],
-            cwd=folder, env={**os.environ, MARK: str(os.getpid())}, stdout=log, stderr=log, start_new_session=True,
+            cwd=folder, env=environment, stdout=log, stderr=log, start_new_session=True,
         )  # fmt: skip
         try:
             end = time.monotonic() + 120
@@ -113,25 +122,28 @@ def test_a_bad_input_on_a_cluster_is_told_as_here(address, tmp_path):
     assert "Traceback" not in said
 
 
-def test_a_task_whose_worker_is_lost_is_run_again(address, tmp_path):
-    folder = corpus(tmp_path / "work", 6000)
+def test_a_task_whose_worker_is_lost_is_run_again(address, hold, tmp_path):
+    folder = corpus(tmp_path / "work", 60)
     words = ("clean", "in.jsonl", "--min-tokens", 10, "--task-bytes", 1 << 30)
     prep(folder, *words, "-o", "local.jsonl")
     command = [sys.executable, "-m", "dynmo_tools", *map(str, words), "-o", "ray.jsonl", "--executor", "ray"]
+    hold.touch()
+    held = Path(f"{hold}.held")
     with open(folder / "said", "w") as said:
         run = subprocess.Popen(
             command, cwd=folder, env={**os.environ, "RAY_ADDRESS": address}, stdout=said, stderr=said
         )  # fmt: skip
         try:
             end = time.monotonic() + 120
-            while not list((folder / "ray.jsonl.work" / "parts").glob(".*.tmp-*")):  # the first task writes
+            while not held.exists():  # the first task waits in the middle
                 assert run.poll() is None, (folder / "said").read_text()
                 assert time.monotonic() < end
                 time.sleep(0.01)
-            (worker,) = marked("ray::_answer")
-            os.kill(worker, signal.SIGKILL)
+            hold.unlink()
+            os.kill(int(held.read_text()), signal.SIGKILL)
             assert run.wait(200) == 0, (folder / "said").read_text()
         finally:
+            hold.unlink(missing_ok=True)
             run.kill()
             run.wait()
     assert (folder / "ray.jsonl").read_bytes() == (folder / "local.jsonl").read_bytes() != b""
