@@ -22,7 +22,6 @@ from .config import Config
 from .console import say
 from .errors import UsageError
 from .formats._document import complete_lines, parse_json
-from .formats.run import read_run
 from .parallel.world import World, broadcast_document, gather_documents
 from .programs import program_path
 from .reasons import reason
@@ -179,19 +178,12 @@ def _refuse_missing(config: Config, flag: str, path: Path) -> None:
 def lost_step(run: Path) -> int | None:
     """The last step of a run that has saved checkpoints, by its own records; None where it has saved none.
 
-    A run that failed before its first checkpoint has lost nothing: a launcher starts it again from the first step.
+    Only an event of a committed checkpoint counts. A run that failed before its first one, at whatever step, has lost
+    nothing: a launcher starts it again from the first step.
     """
-    try:
-        config = read_run(run / "run.json").get("config", {})
-    except (OSError, UsageError):
-        config = {}
-    step = max((line.get("step", 0) for line in _lines(run / "metrics.jsonl")), default=0)
-    due = [
-        config.get("run", {}).get("save_interval"),
-        config.get("training", {}).get("train_iters"),
-    ]
-    is_saved = any(line.get("kind") == "checkpoint" for line in _lines(run / "events.jsonl"))
-    return step if step and (is_saved or any(each is not None and step >= each for each in due)) else None
+    if not any(line.get("kind") == "checkpoint" for line in _lines(run / "events.jsonl")):
+        return None
+    return max((line.get("step", 0) for line in _lines(run / "metrics.jsonl")), default=0) or None
 
 
 def _lines(path: Path) -> list[dict[str, Any]]:

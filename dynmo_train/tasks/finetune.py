@@ -341,6 +341,8 @@ class _Finetuning:
 
     def _saved(self, saved: Saved) -> None:
         self.last_saved = saved.path.name
+        message = f"saved {saved.path.name} in {saved.seconds:.2f} s"
+        self.recorder.event("checkpoint", message, step=saved.step)
         self.log.line(f" saved checkpoint {saved.path} in {saved.seconds:.2f} s")
 
 

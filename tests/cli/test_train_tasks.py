@@ -192,6 +192,8 @@ def test_finetune_mnli(place):
     assert code == 0, err
     assert " > |epoch: 1| metrics for train: correct / total = " in out
     assert " >> |epoch: 1| overall: correct / total = " in out
+    events = [json.loads(line) for line in (place / "mnli" / "events.jsonl").read_text().splitlines()]
+    assert [event["message"][:18] for event in events if event["kind"] == "checkpoint"] == ["saved step-0000000"]
     code, again, err = run("evaluate --task MNLI --load mnli --valid-data train.tsv --seq-length 16")
     assert code == 0, err
     assert again.splitlines()[0].split("metrics")[1] == out.splitlines()[-3].split("metrics")[1] or "train" in again

@@ -12,6 +12,8 @@ import pytest
 
 from dynmo_train.checkpoint import CheckpointError, damage_of
 from dynmo_train.config import config_of
+from dynmo_train.formats._document import envelope
+from dynmo_train.formats.run import write_run
 from dynmo_train.loading import checkpoint_to_load, lost_step
 
 trainer = runpy.run_path(str(Path(__file__).with_name("build.py")))
@@ -116,3 +118,19 @@ def test_run_that_never_saved_starts_again_unless_told_otherwise(run):
     with pytest.raises(CheckpointError, match="holds no checkpoint; --no-exit-on-missing-checkpoint starts"):
         checkpoint_to_load(config(run, exit_on_missing_checkpoint=True), ALONE)
     assert checkpoint_to_load(config(run / "nowhere"), ALONE) is None
+
+
+def test_run_that_failed_at_its_first_save_starts_again(run):
+    """The metrics line of a step is written before its evaluation and its save, in which a run may fail."""
+    shutil.rmtree(run / "checkpoints")
+    records(run, saved=False)
+    config_values = {"run": {"save_interval": 400}, "training": {"train_iters": 400}}
+    sources = {concern: dict.fromkeys(values, "flag") for concern, values in config_values.items()}
+    document = {
+        **envelope("dynmo.run", 1, "test"),
+        **{"run_id": "r", "segment": 0, "world_size": 1, "hosts": ["here"], "command_line": [], "versions": {}},
+        **{"engine": {}, "config": config_values, "config_sources": sources},
+    }
+    write_run(run / "run.json", document)
+    assert lost_step(run) is None
+    assert checkpoint_to_load(config(run), ALONE) is None
