@@ -10,7 +10,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from .errors import UsageError
-from .formats._document import read_any_json
+from .formats._document import DocumentError, read_any_json
 from .reasons import reason
 
 # As loading.cached_name makes them; nothing else in the folder is touched, whatever folder a person names.
@@ -68,7 +68,7 @@ def _conversion(path: Path) -> Conversion:
     try:
         document = read_any_json(path / "conversion.json")
         source = str(document.get("source", "")) if isinstance(document, dict) else ""
-    except (OSError, ValueError):
+    except DocumentError:
         source = ""
     num_bytes = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
     modified = datetime.fromtimestamp((path / "manifest.json").stat().st_mtime, UTC)

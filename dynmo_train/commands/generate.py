@@ -72,16 +72,16 @@ def _wanted(asked: GenerateConfig, *, from_nothing: bool) -> Wanted:
     from ..tasks.generate import Wanted
     from ..tasks.sampling import Sampling
 
-    cuts = asked.top_k > 0 or asked.top_p is not None
+    # Of Megatron's scripts: a top-p of 0 is off; with a top-k of 0 it is greedy, whatever the temperature.
+    top_p = asked.top_p or None
+    cuts = asked.top_k > 0 or top_p is not None
     temperature = asked.temperature if asked.temperature is not None else float(cuts)
-    # Of Megatron's scripts: top-k and top-p of 0 are greedy, whatever the temperature.
-    none = asked.top_p == 0 and not asked.top_k
-    greedy = asked.greedy or none
+    greedy = asked.greedy or (asked.top_p == 0 and not asked.top_k)
     samples = 1 if from_nothing or not asked.num_samples else asked.num_samples
     sampling = Sampling(
         temperature=0.0 if greedy else temperature,
         top_k=asked.top_k,
-        top_p=1.0 if asked.top_p is None or none else asked.top_p,
+        top_p=1.0 if top_p is None else top_p,
     )
     sampling.check()
     if (asked.num_samples or 1) > 1 and sampling.temperature == 0.0:

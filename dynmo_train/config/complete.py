@@ -54,7 +54,8 @@ def _independent(given: Mapping[str, Any], problems: list[Problem], facts: Facts
         values = {**known, **{spec.name: _allowed(spec, at) for spec in bad}}
         for first, second in ALTERNATIVES:
             if values.get(first) is None and values.get(second) is None:
-                values[first] = _allowed(option_specs()[first], at)
+                spec = option_specs()[first]
+                values[first] = "x" if spec.kind is str else _allowed(spec, at)
         try:
             config = resolve(flags=values, facts=facts)
         except UsageError:

@@ -86,7 +86,9 @@ def open_source(config: Config, prefix: str) -> IndexedDataset:
             head = handle.read(len(MAGIC))
         if not head.startswith(FORMS[wanted]):
             other = "cached or lazy" if wanted == "mmap" else "mmap"
-            raise UsageError(f"{prefix}.idx is of the {other} form; leave --data-impl {wanted} out, the file says it")
+            raise UsageError(
+                f"{source.prefix}.idx is of the {other} form; leave --data-impl {wanted} out, the file says it"
+            )
     return source
 
 

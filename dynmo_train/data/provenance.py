@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import MissingExtraError, UsageError
 from ..formats.dataset import digest_vocabulary, read_sidecar
+from ..formats.indexed import prefix_of
 from .tokenizer import TokenizerFiles, open_tokenizer
 
 if TYPE_CHECKING:
@@ -17,13 +18,13 @@ if TYPE_CHECKING:
 def check_vocabulary(config: Config, prefix: str) -> None:
     """Compare the vocabulary of a data set with the run's tokenizer and ``--vocab-size``.
 
-    A data set without a sidecar, or of an unknown tokenizer, passes.
+    ``prefix`` may also be the name of the ``.bin`` or ``.idx``, as :func:`prefix_of` takes it. A data set without a sidecar, or of an unknown tokenizer, passes.
 
     Raises:
         UsageError: the run's tokenizer has another vocabulary, or the model has fewer rows than the data set has ids.
         DocumentError: the sidecar breaks a rule of its format.
     """
-    sidecar = read_sidecar(prefix)
+    sidecar = read_sidecar(prefix_of(prefix))
     tokenizer = sidecar["tokenizer"] if sidecar is not None else None
     if tokenizer is None:
         return

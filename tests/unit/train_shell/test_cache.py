@@ -43,6 +43,16 @@ def test_list_shows_name_size_and_source(folder):
     assert all(row["bytes"] > 0 for row in rows)
 
 
+@pytest.mark.parametrize("content", [None, b"{", b"\xff", b"[]"])
+def test_cache_entry_without_a_readable_source_is_listed_and_cleared(folder, content):
+    (folder / NAMES[0] / "conversion.json").unlink()
+    if content is not None:
+        (folder / NAMES[0] / "conversion.json").write_bytes(content)
+    rows = json.loads(call("list", "--cache-dir", folder, "--format", "json"))["conversions"]
+    assert [(row["name"], row["source"]) for row in rows] == [(NAMES[0], ""), (NAMES[1], f"/models/{NAMES[1]}")]
+    assert "removed 1 converted models" in call("clear", NAMES[0], "--cache-dir", folder)
+
+
 def test_clear_leaves_other_files_alone(folder):
     assert "removed 1 converted models" in call("clear", NAMES[0], "--cache-dir", folder)
     assert not (folder / NAMES[0]).exists()

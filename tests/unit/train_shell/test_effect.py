@@ -95,6 +95,10 @@ def problems(**values):
         ),
         ({"lr_decay_style": "none", "num_attention_heads": 5}, ["--hidden-size", "--lr-decay-style"]),
         ({"train_iters": None, "max_position_embeddings": 8}, ["--seq-length", "--train-iters"]),
+        (
+            {"data_path": None, "moe_expert_capacity_factor": 2.0, "use_error_feedback": True},
+            ["--data-path", "--moe-expert-capacity-factor", "--use-error-feedback"],
+        ),
         ({"lr": 0.0, "min_lr": 1.0}, ["--lr"]),  # no lower than which --lr?
         ({"micro_batch_size": 0, "global_batch_size": 7}, ["--micro-batch-size"]),
         ({"hidden_size": 0, "num_attention_heads": 3}, ["--hidden-size"]),

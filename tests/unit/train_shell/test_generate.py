@@ -174,6 +174,25 @@ def test_wanted_without_top_k_and_top_p_is_greedy(given, temperature):
 
 
 @pytest.mark.parametrize(
+    ("given", "sampling"),
+    [
+        ({"top_k": 5, "top_p": 0.0}, Sampling(temperature=1.0, top_k=5)),
+        ({"top_k": 5, "top_p": 0.0, "temperature": 0.5}, Sampling(temperature=0.5, top_k=5)),
+        ({"top_k": 5, "top_p": 0.0, "greedy": True}, Sampling(top_k=5)),
+        ({"top_p": 0.0, "greedy": True}, Sampling()),
+    ],
+)
+def test_wanted_with_a_top_p_of_zero_cuts_no_probability(given, sampling):
+    assert _wanted(GenerateConfig(**given), from_nothing=False).sampling == sampling
+
+
+@pytest.mark.parametrize("top_p", [-1.0, 1.5])
+def test_wanted_with_a_top_p_out_of_range_is_refused(top_p):
+    with pytest.raises(UsageError, match="--top-p must be above 0"):
+        _wanted(GenerateConfig(top_k=5, top_p=top_p), from_nothing=False)
+
+
+@pytest.mark.parametrize(
     ("values", "flag"),
     [
         ({"temperature": -1.0}, "--temperature"),

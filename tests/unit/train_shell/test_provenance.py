@@ -77,6 +77,12 @@ def test_data_set_of_another_vocabulary_is_refused(config, prefix):
         open_source(config(swapped), prefix)
 
 
+@pytest.mark.parametrize("ending", [".bin", ".idx"])
+def test_data_set_named_by_a_file_of_another_vocabulary_is_refused(config, prefix, ending):
+    with pytest.raises(UsageError, match="another vocabulary"):
+        open_source(config({**WORDS, "the": 3, "house": 2}), prefix + ending)
+
+
 def test_data_set_of_more_ids_than_rows_is_refused(config, prefix):
     with pytest.raises(UsageError, match=r"--vocab-size 3 has too few rows: give --vocab-size 4"):
         open_source(config(vocab_size=3), prefix)
