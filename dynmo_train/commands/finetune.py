@@ -31,7 +31,6 @@ def _finetune(task: str, config_file: Path | None, flags: dict[str, Any]) -> Non
     need_torch()
     written = _read_file(config_file) if config_file is not None else {}
     flags = {**written, **{name: value for name, value in flags.items() if value is not None}}
-    told = values_of(FinetuneConfig, flags)
     from ..data.tokenizer import read_vocab_size
     from ..tasks.classify import data_paths
     from ..tasks.finetune import count_samples, run_finetune
@@ -39,6 +38,7 @@ def _finetune(task: str, config_file: Path | None, flags: dict[str, Any]) -> Non
     own = {spec.name for spec in specs_of(FinetuneConfig)}
     given = {name: value for name, value in flags.items() if name not in own}
     try:
+        told = _checked_values(flags)
         samples = count_samples(task, told)
         epochs = told.epochs if told.epochs is not None else 3
         shape = _pretrained_shape(told, given)
@@ -60,6 +60,26 @@ def _finetune(task: str, config_file: Path | None, flags: dict[str, Any]) -> Non
     if not steps:
         told = FinetuneConfig(**{**vars(told), "train_data": None})
     raise typer.Exit(run_finetune(task, config, told))
+
+
+def _checked_values(flags: dict[str, Any]) -> FinetuneConfig:
+    """The options of fine-tuning, where all given options are of their types and within their bounds.
+
+    The number of steps is computed from other options before these are resolved.
+
+    Raises:
+        DocumentError: missing options of fine-tuning, and bad values of any option; all of them at once.
+    """
+    own = {spec.name for spec in specs_of(FinetuneConfig)}
+    given = [(spec, flags[spec.name]) for spec in _SPECS if spec.name not in own and flags.get(spec.name) is not None]
+    problems = [problem for spec, value in given if (problem := spec.convert(value)[1]) is not None]
+    try:
+        values = values_of(FinetuneConfig, flags)
+    except DocumentError as error:
+        problems = [*error.problems, *problems]
+    if problems:
+        raise DocumentError("the configuration", problems)
+    return values
 
 
 def _read_file(path: Path) -> dict[str, Any]:

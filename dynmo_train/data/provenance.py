@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 def check_vocabulary(config: Config, prefix: str) -> None:
     """Compare the vocabulary of a data set with the run's tokenizer and ``--vocab-size``.
 
-    ``prefix`` may also be the name of the ``.bin`` or ``.idx``, as :func:`prefix_of` takes it. A data set without a sidecar, or of an unknown tokenizer, passes.
+    ``prefix`` may also name the ``.bin`` or ``.idx``, see :func:`prefix_of`. A data set without a sidecar, or of an
+    unknown tokenizer, passes.
 
     Raises:
         UsageError: the run's tokenizer has another vocabulary, or the model has fewer rows than the data set has ids.

@@ -199,6 +199,22 @@ def test_finetune_mnli(place):
     assert again.splitlines()[0].split("metrics")[1] == out.splitlines()[-3].split("metrics")[1] or "train" in again
 
 
+def test_finetune_with_bad_values_reports_all_of_them(place):
+    (place / "finetune.toml").write_text('micro_batch_size = "eight"\nglobal_batch_size = 0\n')
+    code, _, err = run("finetune mnli --config finetune.toml --train-data train.tsv --epochs -1 --lr 0")
+    assert code == 2
+    flags = ("--epochs", "--valid-data", "--micro-batch-size", "--global-batch-size", "--lr")
+    assert all(f"\n  {flag}: must be " in err for flag in flags), err
+
+
+@pytest.mark.parametrize("name", ["micro_batch_size", "global_batch_size", "pipeline_model_parallel_size"])
+def test_finetune_with_a_size_of_zero_is_refused(place, name):
+    line = "finetune mnli --train-data train.tsv --valid-data train.tsv --lr 1e-5"
+    code, _, err = run(f"{line} --{name.replace('_', '-')} 0")
+    assert code == 2
+    assert f"--{name.replace('_', '-')}: must be at least 1, is 0" in err
+
+
 @pytest.fixture
 def race(place):
     """RACE's folders: a line for each passage, with its questions."""
