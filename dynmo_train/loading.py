@@ -195,10 +195,13 @@ def _lines(path: Path) -> list[dict[str, Any]]:
     return [record for record in records if isinstance(record, dict)]
 
 
-def sound_checkpoint(world: World, place: str, candidates: Sequence[str]) -> tuple[Path, tuple[str, ...]]:
+def sound_checkpoint(
+    world: World, place: str, candidates: Sequence[str], *, weights_only: bool = False
+) -> tuple[Path, tuple[str, ...]]:
     """The first sound one of several checkpoints, and what is damaged in those before it; every process calls this.
 
-    All bytes are read, each file by one process. One rule holds for a missing file, for one that is cut off and for
+    All bytes that are needed are read, each file by one process; with ``weights_only`` the files of the optimizer state
+    are not. One rule holds for a missing file, for one that is cut off and for
     altered bytes: the next older checkpoint stands for the damaged one.
 
     Raises:
@@ -206,7 +209,7 @@ def sound_checkpoint(world: World, place: str, candidates: Sequence[str]) -> tup
     """
     faults: list[str] = []
     for candidate in candidates:
-        told = gather_documents(world, damage_of(Path(candidate), world.rank, world.size))
+        told = gather_documents(world, damage_of(Path(candidate), world.rank, world.size, weights_only=weights_only))
         found = next((fault for fault in told if fault), None)
         if found is None:
             return Path(candidate), tuple(faults)
@@ -252,7 +255,8 @@ def checkpoint_to_load(
         raise CheckpointError(problem)
     if not found or place is None:
         return None
-    directory, faults = sound_checkpoint(world, place, found)
+    weights_only = config.run.finetune or config.run.no_load_optim
+    directory, faults = sound_checkpoint(world, place, found, weights_only=weights_only)
     if faults and world.is_first:
         for fault in faults:
             say(f"warning: damaged checkpoint: {fault}")

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 
 _CHUNK_BYTES = 1 << 22
+# How the names of files begin that only the resumption of a run reads: moments, and what compression remembers.
+OPTIMIZER_FILES = ("optimizer-", "memory-")
 
 
 class CheckpointError(UsageError):
@@ -33,18 +35,24 @@ def _load_manifest(step_dir: Path) -> dict[str, Any]:
         raise CheckpointError(f"{path}: cannot be read: {error.reason}") from error
 
 
-def _fault(step_dir: Path) -> str:
+def _fault(step_dir: Path, *, weights_only: bool = False) -> str:
     """Why ``step_dir`` is not a complete checkpoint; empty when it is: its manifest parses and the sizes match."""
     try:
         manifest = _load_manifest(step_dir)
     except (CheckpointError, DocumentError) as error:
         return str(error)
-    for name, entry in manifest["files"].items():
+    for name, entry in _needed_files(manifest, weights_only=weights_only).items():
         path = step_dir / name
         if not path.is_file() or path.stat().st_size != entry["bytes"]:
             found = f"{path.stat().st_size} bytes" if path.is_file() else "no file"
             return f"{path}: {found}, where the manifest says {entry['bytes']} bytes"
     return ""
+
+
+def _needed_files(manifest: Mapping[str, Any], *, weights_only: bool) -> dict[str, dict[str, Any]]:
+    """The files of a checkpoint with their sizes and checksums; with ``weights_only`` without the optimizer state."""
+    left_out = OPTIMIZER_FILES if weights_only else ()
+    return {name: entry for name, entry in manifest["files"].items() if not name.startswith(left_out)}
 
 
 def list_checkpoints(path: Path) -> list[Path]:
@@ -69,32 +77,35 @@ def list_checkpoints(path: Path) -> list[Path]:
     return [folder / name for name in first + [name for name in steps if name not in first]]
 
 
-def find_checkpoint(path: Path) -> Path:
+def find_checkpoint(path: Path, *, weights_only: bool = False) -> Path:
     """The directory of the checkpoint meant by ``path``: the first of :func:`list_checkpoints` that is complete.
+
+    With ``weights_only`` the files of the optimizer state may be missing.
 
     Raises:
         CheckpointError: there is none; says what was looked at and why each was refused.
     """
     faults = []
     for candidate in list_checkpoints(path):
-        fault = _fault(candidate)
+        fault = _fault(candidate, weights_only=weights_only)
         if not fault:
             return candidate
         faults.append(fault)
     raise CheckpointError("\n  ".join([f"{path}: no complete checkpoint here", *faults]))
 
 
-def damage_of(step_dir: Path, part: int = 0, parts: int = 1) -> str:
+def damage_of(step_dir: Path, part: int = 0, parts: int = 1, *, weights_only: bool = False) -> str:
     """What is damaged in a checkpoint: its manifest, a file's presence or size, or a byte; empty where it is sound.
 
     Args:
         step_dir: its directory.
         part, parts: of the files, every ``parts``-th is read from the ``part``-th on, so that processes share the work.
+        weights_only: leave out the files of the optimizer state.
     """
-    fault = _fault(step_dir)
+    fault = _fault(step_dir, weights_only=weights_only)
     if fault:
         return fault
-    files = _load_manifest(step_dir)["files"]
+    files = _needed_files(_load_manifest(step_dir), weights_only=weights_only)
     for name in sorted(files, key=lambda name: -files[name]["bytes"])[part::parts]:
         path = step_dir / name
         try:

@@ -120,7 +120,7 @@ def _pretrained_shape(told: FinetuneConfig, given: dict[str, Any]) -> dict[str, 
     if foreign_kind(path):
         path = native_copy(path, Path(given["cache_dir"]) if given.get("cache_dir") else default_cache())
     try:
-        found = open_checkpoint(find_checkpoint(path))
+        found = open_checkpoint(find_checkpoint(path, weights_only=True))
     except CheckpointError as error:
         raise UsageError(f"--pretrained-checkpoint: {error}") from error
     model = found.manifest["model"]

@@ -173,7 +173,7 @@ class _Finetuning:
         )
         settings = replace(settings, pipeline=replace(settings.pipeline, boundary=boundary))
         going_on = agreed(world, lambda: checkpoint_to_load(config, world))
-        run = replace(config.run, load=told.pretrained_checkpoint)
+        run = replace(config.run, load=told.pretrained_checkpoint, no_load_optim=True)
         first = agreed(world, lambda: checkpoint_to_load(replace(config, run=run), world))
         require_same(world, {**checkpoint_facts(going_on), **checkpoint_facts(first, "--pretrained-checkpoint")})
         if told.pretrained_checkpoint is not None and first is None:

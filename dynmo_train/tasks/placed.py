@@ -93,7 +93,7 @@ def open_source(path: Path, place: PlaceConfig, world: World) -> Source:
         return [str(each) for each in list_checkpoints(place_)]
 
     found = broadcast_document(world, agreed(world, lambda: look() if world.is_first else []))
-    directory, faults = agreed(world, lambda: sound_checkpoint(world, str(path), found))
+    directory, faults = agreed(world, lambda: sound_checkpoint(world, str(path), found, weights_only=True))
     if faults and world.is_first:
         say(f"warning: damaged checkpoint: {'; '.join(faults)}; {directory} stands for it")
     source = agreed(world, lambda: _source(directory, world.dims.tensor))

@@ -114,6 +114,15 @@ def test_prompts_come_from_a_file_or_standard_input(place):
     assert generate(*common, text="w1 w2\nw7 w8\n")[1] == out
 
 
+def test_generate_from_a_checkpoint_with_damaged_optimizer_state_takes_its_weights(place):
+    shutil.copytree("run", "damaged")
+    damaged = next((place / "damaged").rglob("optimizer-*"))
+    damaged.write_bytes(damaged.read_bytes()[:-1] + b"x")
+    code, out, err = generate("--load", "damaged", "--prompt", "w3 w4 w5", "--max-new-tokens", 4)
+    assert (code, out) == (0, "w3 w4 w5 w6 w7 w8 w9\n"), err
+    assert "warning" not in err
+
+
 def test_json_tells_every_sample(place):
     options = ("--temperature", 3, "--num-samples", 3, "--max-new-tokens", 5, "--format", "json")
     code, out, _ = generate("--load", "run", "--prompt", "w1", *options)

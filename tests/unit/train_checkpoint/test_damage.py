@@ -14,7 +14,7 @@ from dynmo_train.checkpoint import CheckpointError, damage_of
 from dynmo_train.config import config_of
 from dynmo_train.formats._document import envelope
 from dynmo_train.formats.run import write_run
-from dynmo_train.loading import checkpoint_to_load, lost_step
+from dynmo_train.loading import checkpoint_to_load, lost_step, sound_checkpoint
 
 trainer = runpy.run_path(str(Path(__file__).with_name("build.py")))
 ALONE = SimpleNamespace(is_first=True, rank=0, size=1, dims=SimpleNamespace(tensor=1))
@@ -77,6 +77,19 @@ def test_damaged_newest_checkpoint_falls_back_to_the_one_before(run, capsys, dam
     with pytest.raises(CheckpointError, match=r"no sound checkpoint; dynmo-ckpt verify lists") as error:
         checkpoint_to_load(config(run), ALONE)
     assert all(f"step-0000000{step}" in str(error.value) for step in (1, 2, 3))
+
+
+@pytest.mark.parametrize("option", ["finetune", "no_load_optim"])
+@pytest.mark.parametrize("change", [flip, lambda file: file.unlink(), lambda file: file.write_bytes(b"")])
+def test_weights_of_a_checkpoint_with_damaged_optimizer_state_are_loaded(run, option, change):
+    newest = run / "checkpoints" / "step-00000003"
+    change(next(newest.glob("optimizer-*")))
+    assert checkpoint_to_load(config(run), ALONE).directory.name == "step-00000002"
+    found = checkpoint_to_load(config(run, **{option: True}), ALONE)
+    assert (found.directory.name, found.passed_over) == ("step-00000003", ())
+    assert sound_checkpoint(ALONE, "x", [str(newest)], weights_only=True) == (newest, ())
+    flip(shard(newest))
+    assert checkpoint_to_load(config(run, **{option: True}), ALONE).directory.name == "step-00000002"
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
