@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from ..console import Format, emit, emit_json, emit_table, progress, say
+from ..console import Format, command_list, emit, emit_json, emit_table, progress, say
 from ..formats._document import MAX_INTEGER, MAX_MICROBATCHES, MAX_RANKS, MAX_SIZE, MAX_STEPS, MAX_WIDTH
 from ..options import (
     Dtype,
@@ -23,7 +23,12 @@ from ..options import (
     WindowOption,
 )
 
-app = typer.Typer(no_args_is_help=True, add_completion=False, help="Build, check, show and compare profiles.")
+app = typer.Typer(
+    cls=command_list(),
+    no_args_is_help=True,
+    add_completion=False,
+    help="Build, check, show and compare profiles.",
+)
 
 
 @app.command()

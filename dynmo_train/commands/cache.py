@@ -7,14 +7,17 @@ from typing import Annotated
 
 import typer
 
-from ..console import Format, emit, emit_json, emit_table, human_bytes
+from ..console import Format, command_list, emit, emit_json, emit_table, human_bytes
 
 CacheDir = Annotated[
     Path | None, typer.Option("--cache-dir", help="Folder of converted models [default: ~/.cache/dynmo].")
 ]
 
 cache = typer.Typer(
-    no_args_is_help=True, rich_markup_mode=None, help="List or remove models that --load converted to native."
+    cls=command_list(),
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    help="List or remove models that --load converted to native.",
 )
 
 

@@ -14,11 +14,14 @@ from ..config.command import MegatronCommand, with_specs
 from ..config.evaluation import FinetuneConfig
 from ..config.fields import specs_of, values_of
 from ..config.resolve import option_specs
+from ..console import command_list
 from ..errors import EXIT_USAGE, UsageError
 from ..formats._document import DocumentError
 from .common import ConfigFile, deaf_until_training, need_torch, world_size
 
-finetune = typer.Typer(no_args_is_help=True, help="Fine-tune a BERT on a task, and measure it after each epoch.")
+finetune = typer.Typer(
+    cls=command_list(), no_args_is_help=True, help="Fine-tune a BERT on a task, and measure it after each epoch."
+)
 _NOT_OF_A_TASK = ("data_path", "train_data_path", "valid_data_path", "test_data_path", "train_iters", "train_samples")
 _SPECS = (
     *specs_of(FinetuneConfig),

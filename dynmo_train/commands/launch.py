@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ..console import emit
+from ..console import command_list, emit
 from ..errors import UsageError
 from ..formats._document import MAX_COUNT, MAX_JOBS, MAX_RANKS
 from .common import need_torch
@@ -18,7 +18,11 @@ from .common import need_torch
 if TYPE_CHECKING:
     from ..launch.meeting import Nodes
 
-launch = typer.Typer(no_args_is_help=True, help="Run a command in several processes, on one machine or on many.")
+launch = typer.Typer(
+    cls=command_list(),
+    no_args_is_help=True,
+    help="Run a command in several processes, on one machine or on many.",
+)
 
 Arguments = Annotated[
     list[str], typer.Argument(metavar="-- COMMAND...", help="What each process runs: a command of dynmo-train.")

@@ -16,11 +16,13 @@ from ..config import (
     with_deepspeed,
 )
 from ..config.command import MegatronCommand, with_options
-from ..console import Format
+from ..console import Format, command_list
 from ..errors import EXIT_USAGE, UsageError
 from .common import ConfigFile, deaf_until_training, first_tells, need_torch, world_size
 
-pretrain = typer.Typer(no_args_is_help=True, help="Train a model from its first step, or go on with a run.")
+pretrain = typer.Typer(
+    cls=command_list(), no_args_is_help=True, help="Train a model from its first step, or go on with a run."
+)
 
 RecipeName = Annotated[
     str | None,

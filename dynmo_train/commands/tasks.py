@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import typer
-from typer.core import TyperGroup
 
+from ..console import command_list
 from ..errors import UsageError
 
 ZERO_SHOT = {"WIKITEXT103": "wikitext", "LAMBADA": "lambada"}
@@ -37,7 +37,7 @@ def split_task(arguments: Sequence[str]) -> tuple[str | None, list[str]]:
     return None, words
 
 
-class EvaluateGroup(TyperGroup):
+class EvaluateGroup(command_list()):  # type: ignore[misc]
     """``evaluate --task WIKITEXT103 ...`` is ``evaluate wikitext ...``."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:

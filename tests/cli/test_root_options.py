@@ -71,3 +71,19 @@ def test_command_lists_are_whole_sentences_in_order_of_work(package):
         name for name, command in typer.main.get_command(app).commands.items() if not command.hidden
     )
     assert max(map(len, listed.splitlines())) <= 80
+
+
+def groups(package):
+    """The names of the commands of a package that have commands of their own."""
+    commands = typer.main.get_command(importlib.import_module(f"{package}.cli").app).commands
+    return [(package, name) for name, command in commands.items() if hasattr(command, "commands")]
+
+
+@pytest.mark.parametrize(("package", "name"), [pair for package in COMMANDS.values() for pair in groups(package)])
+def test_command_list_of_a_group_is_of_whole_sentences(package, name):
+    app = importlib.import_module(f"{package}.cli").app
+    listed = CliRunner().invoke(app, [name, "--help"], env={"COLUMNS": "80"}).output.partition("Commands:")[2]
+    assert "..." not in listed
+    commands = typer.main.get_command(app).commands[name].commands
+    assert {line.split()[0] for line in listed.splitlines() if line.startswith("  ")} >= set(commands)
+    assert max(map(len, listed.splitlines())) <= 80
