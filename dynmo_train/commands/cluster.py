@@ -134,7 +134,7 @@ def launch_kubernetes(
     With --kind job COMMAND is run as it is, such as `dynmo-prep binarize ...`; else it is a command of dynmo-train.
     Sizes in the environment (NUM_LAYERS, HIDDEN_SIZE, TENSOR_PARALLEL, ...) go before those of COMMAND.
     """
-    from ..launch.kubernetes import KubernetesJob, apply, parse_claim, parse_version
+    from ..launch.kubernetes import KubernetesJob, apply, parse_claim, parse_version, usable_save_s
     from ..launch.script import parse_exports, with_environment
 
     if kind is not ManifestKind.DATA:
@@ -162,12 +162,23 @@ def launch_kubernetes(
         runtime=runtime,
         trainer=parse_version("--trainer-version", trainer_version),
     )
+    if kind is ManifestKind.TRAINJOB and usable_save_s(job) < save_s:
+        say(
+            f"warning: --save-s {save_s}: Kubeflow Trainer {trainer_version} cannot change the time that a pod has to"
+            f" end; the manifest has --save-s {usable_save_s(job)}. Trainer 2.3, or --kind pytorchjob, has it"
+        )
     text, needs = _documents(kind, job, claim_size, storage_class, kubernetes_version)
     emit(text.rstrip("\n")) if dry_run else say(apply(text, needs))
 
 
 # Where DeepSpeed's launcher looks for a hostfile that nobody names.
 DEFAULT_HOSTFILE = Path("/job/hostfile")
+
+
+def _check_alone(flag: str, hosts: int | None) -> None:
+    """Raise ``UsageError`` where an option needs more hosts than this machine."""
+    if (hosts or 1) > 1:
+        raise UsageError(f"{flag} {hosts}: without --hostfile there is this machine alone; give --hostfile FILE")
 
 
 def _slots_here(include: str | None, exclude: str | None, num_nodes: int | None, num_gpus: int | None) -> Host:
@@ -181,10 +192,7 @@ def _slots_here(include: str | None, exclude: str | None, num_nodes: int | None,
 
     from ..launch.hostfile import Host, choose
 
-    if (num_nodes or 1) > 1:
-        raise UsageError(
-            f"--num-nodes {num_nodes}: without --hostfile there is this machine alone; give --hostfile FILE"
-        )
+    _check_alone("--num-nodes", num_nodes)
     found = torch.cuda.device_count()
     if not found and not num_gpus:
         raise UsageError("without --hostfile and without a GPU: give --num-gpus N for N processes on CPU")
@@ -273,6 +281,7 @@ def launch_hostfile(
     from ..launch.script import parse_exports
 
     if hostfile is None and not DEFAULT_HOSTFILE.is_file():
+        _check_alone("--least", least)
         host = _slots_here(include, exclude, num_nodes, num_gpus)
         here = parse_exports(export or ()) | (_visible_devices(host) if devices else {})
         raise typer.Exit(_launch_here(arguments, host, here, log_dir, max_restarts, dry_run=dry_run))

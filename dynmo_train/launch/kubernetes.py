@@ -241,11 +241,15 @@ def pytorch_job(job: KubernetesJob) -> dict[str, Any]:
     return {"apiVersion": "kubeflow.org/v1", "kind": "PyTorchJob", "metadata": _metadata(job), "spec": spec}
 
 
+def usable_save_s(job: KubernetesJob) -> int:
+    """The seconds to save in of a TrainJob: below Trainer 2.3 pods have the time to end that their runtime gives."""
+    return job.save_s if trainer_form(job.trainer) >= (2, 3) else min(job.save_s, USUAL_SAVE_S)
+
+
 def train_job(job: KubernetesJob) -> dict[str, Any]:
     """The ``TrainJob`` of Kubeflow Trainer 2, on a cluster's training runtime, in the form of ``job.trainer``."""
     form = trainer_form(job.trainer)
-    if form < (2, 3):  # the pods have the time to end that the runtime gives them
-        job = replace(job, save_s=min(job.save_s, USUAL_SAVE_S))
+    job = replace(job, save_s=usable_save_s(job))
     text = (
         'export NODE_RANK="$PET_NODE_RANK" MASTER_ADDR="$PET_MASTER_ADDR" MASTER_PORT="$PET_MASTER_PORT" && ' + _BY_RANK
     )

@@ -86,6 +86,11 @@ def array(name: str, words: Sequence[str]) -> str:
 GPU_PROCESS_CPUS = 4
 
 
+def _dashed(word: str) -> str:
+    """A flag as it is declared: DeepSpeed's scripts write ``--num_threads``."""
+    return word.replace("_", "-") if word.startswith("--") else word
+
+
 def task_cpus(nproc: int, gpus: bool | int, arguments: Sequence[str], environment: Mapping[str, str]) -> int:
     """The CPUs that a node's task asks for where nobody says: 8 processes with a GPU each take 32.
 
@@ -95,7 +100,8 @@ def task_cpus(nproc: int, gpus: bool | int, arguments: Sequence[str], environmen
         arguments: of the command; ``--num-threads`` says how many threads a process computes with on CPU.
         environment: ``OMP_NUM_THREADS`` says it where the command does not.
     """
-    words = [part for word in arguments for part in word.split("=", 1)]
+    pairs = [word.partition("=") for word in arguments]
+    words = [part for flag, _, value in pairs for part in (_dashed(flag), value) if part]
     threads = dict(pairwise(words)).get("--num-threads") or environment.get("OMP_NUM_THREADS", "1")
     own = int(threads) if threads.isdecimal() and int(threads) else 1
     return nproc * max(own, GPU_PROCESS_CPUS if gpus else 1)

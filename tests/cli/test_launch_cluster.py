@@ -166,6 +166,7 @@ def test_without_the_scheduler_the_error_says_what_to_do(place, monkeypatch):
         (("kubernetes", "--image", "i", "--kind", "trainjob", "--nodes", "1:2"), "fixed number of nodes"),
         (("lsf", "--container", "docker"), "singularity or apptainer"),
         (("hostfile", "--hostfile", "none"), "none: no such file or directory"),
+        (("hostfile", "--least", "3", "--num-gpus", "1"), "--least 3: without --hostfile there is this machine alone"),
         (("node", "--node-rank", "3", "--nnodes", "2"), "--node-rank must be from 0 to 1"),
     ],
 )
@@ -186,6 +187,15 @@ def test_data_steps_run_as_jobs_of_kubernetes(place):
     assert "kind: Job\n" in shown
     assert "- dynmo-prep\n" in shown
     assert "claimName: fsx" in shown
+
+
+@pytest.mark.parametrize(("version", "seconds"), [("2.2", 15), ("2.3", 300)])
+def test_trainjob_with_a_time_to_save_warns_where_it_cannot_have_it(place, version, seconds):
+    job = ("--kind", "trainjob", "--image", "i", "--trainer-version", version, "--save-s", "300", "--dry-run")
+    done = dynmo("launch", "kubernetes", *job, *TRAIN)
+    words = done.stdout.split()
+    assert words[words.index("--save-s") + 2].strip("'\"") == str(seconds)
+    assert ("warning: --save-s 300: Kubeflow Trainer 2.2 cannot change" in done.stderr) == (seconds == 15)
 
 
 def test_hosts_are_reached_as_the_file_says(place):

@@ -358,6 +358,8 @@ def test_manifests_have_no_anchors_and_begin_with_their_needs():
         (0, COMMAND, {}, 8),
         (0, (*COMMAND, "--num-threads", "3"), {}, 24),
         (8, (*COMMAND, "--num-threads=6"), {}, 48),
+        (0, (*COMMAND, "--num_threads", "3"), {}, 24),
+        (0, (*COMMAND, "--num_threads=3"), {}, 24),
         (0, COMMAND, {"OMP_NUM_THREADS": "2"}, 16),
     ],
 )
