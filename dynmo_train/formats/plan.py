@@ -79,12 +79,8 @@ _PREDICTED = obj(
     }
 )
 _OPTIMALITY = obj(
-    {
-        "objective": string("bottleneck", "simulated"),
-        "lower_bound_ns": integer(),
-        "optimal": boolean(),
-        "blocking_items": array(string()),
-    }
+    {"lower_bound_ns": integer(), "optimal": boolean(), "blocking_items": array(string())},
+    {"objective": string("bottleneck", "simulated")},
 )
 _CONSTRAINTS = obj(
     {

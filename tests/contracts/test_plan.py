@@ -83,3 +83,8 @@ def test_what_is_written_is_what_was_read(path, tmp_path):
     assert written == replace(plan, plan_id=0)
     assert schema_accepts(tmp_path / "plan-000000.json")
     assert balance_plan.read_plan(tmp_path / "plan-000000.json") == written
+
+
+def test_plan_without_an_objective_has_minimized_the_bottleneck():
+    plan = balance_plan.read_plan(FIXTURES / "valid" / "no-objective.json")
+    assert plan.optimality.objective == "bottleneck"
