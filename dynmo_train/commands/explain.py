@@ -16,7 +16,7 @@ from ..config.scripts import Meaning, ScriptCommand, explain, read_script
 from ..config.task_command import TASK_FLAGS, TaskCommand
 from ..console import Format, emit, emit_json, emit_table
 from ..errors import UsageError
-from ..formats._document import read_text
+from ..inputs import read_input
 
 # Flags of the programs behind evaluation that the name of the command here, or its --load, replaces.
 _TASK_SCRIPTS = {
@@ -86,7 +86,7 @@ def explain_flags(
         return
     if script is None:
         raise UsageError("explain-flags needs a SCRIPT, or --table")
-    commands, stands_in = read_script(read_text(script)), script_of(str(script))
+    commands, stands_in = read_script(read_input(script)), script_of(str(script))
     if not commands and stands_in is None:
         raise UsageError(f"{script} starts none of the programs that are known here, such as pretrain_gpt.py")
     explained = [(command, _explain(command)) for command in commands]

@@ -16,7 +16,8 @@ from ..config.fields import specs_of, values_of
 from ..config.task_command import told_model
 from ..console import Format, emit, emit_json, say
 from ..errors import UsageError
-from ..formats._document import MAX_DOCUMENT_BYTES, read_text
+from ..formats._document import MAX_DOCUMENT_BYTES
+from ..inputs import read_input
 from ..reasons import reason
 from .common import first_tells, need_torch, world_size
 
@@ -163,7 +164,7 @@ def _prompts(given: list[str] | None, asked: GenerateConfig) -> list[str]:
     if file is None and sys.stdin.isatty():
         raise UsageError("no prompt; give --prompt TEXT or --prompts FILE, or write one a line to standard input")
     try:
-        lines = (_read_stdin() if file is None else read_text(file)).splitlines()
+        lines = (_read_stdin() if file is None else read_input(file)).splitlines()
     except UsageError as error:
         raise UsageError(f"cannot read the prompts: {error}") from error
     if not any(line.strip() for line in lines):

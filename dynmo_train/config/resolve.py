@@ -13,7 +13,8 @@ from typing import Any, get_type_hints
 
 from ..console import say
 from ..errors import UsageError
-from ..formats._document import MAX_CONFIG_BYTES, DocumentError, Problem, parse_toml, read_text
+from ..formats._document import MAX_CONFIG_BYTES, DocumentError, Problem, parse_toml
+from ..inputs import read_input
 from ..reasons import reason
 from .deepspeed import read_deepspeed
 from .options import Facts, OptionSpec, Source, concern_specs
@@ -133,7 +134,7 @@ def parse_config_file(text: str, source: str, more: Collection[str] = ()) -> dic
 def read_config_file(path: Path, more: Collection[str] = ()) -> dict[str, Any]:
     """``parse_config_file`` of a file on disk; raises ``UsageError`` where it cannot be read."""
     try:
-        text = read_text(path, MAX_CONFIG_BYTES)
+        text = read_input(path, MAX_CONFIG_BYTES)
     except DocumentError as error:
         raise UsageError(f"--config {path}: {reason(error)}; give the path of a TOML file") from error
     return parse_config_file(text, str(path), more)

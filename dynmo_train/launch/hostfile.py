@@ -16,7 +16,8 @@ from pathlib import Path
 
 from ..console import say
 from ..errors import EXIT_RELAUNCH, EXIT_TERMINATED, UsageError
-from ..formats._document import MAX_JOBS, read_text
+from ..formats._document import MAX_JOBS
+from ..inputs import read_input
 from .outcome import shell_code
 
 _LINE = re.compile(r"(?P<host>[^\s#=]+)\s+slots=(?P<slots>\d{1,9})\s*(#.*)?")
@@ -219,4 +220,4 @@ def end_with_stdin() -> None:
 
 def read_hostfile(path: Path) -> list[Host]:
     """The hosts of a file; raises ``UsageError`` where it cannot be read or understood."""
-    return parse_hostfile(read_text(path), str(path))
+    return parse_hostfile(read_input(path), str(path))
