@@ -43,7 +43,8 @@ class EvaluateGroup(command_list()):  # type: ignore[misc]
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """The subcommand is the task's."""
         task, rest = split_task(args)
-        return super().parse_args(ctx, rest if task is None else [COMMANDS[task][1], *rest])
+        words: list[str] = super().parse_args(ctx, rest if task is None else [COMMANDS[task][1], *rest])
+        return words
 
 
 def tasks(ctx: typer.Context) -> None:
