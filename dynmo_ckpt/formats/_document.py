@@ -97,6 +97,10 @@ MAX_WORD_BYTES = 200
 """Of a file that names another one; names have up to 255 bytes."""
 MAX_LAYERS = 100_000
 """Blocks of a model: every one has a name, a cost and a place, so work grows with their number."""
+MAX_EXPERTS = 10_000
+"""Experts of a layer: each has a name and parameters of its own."""
+MAX_ALL_EXPERTS = 1 << 17
+"""Experts of all layers together."""
 MAX_RANKS = 1 << 20
 """Processes of a run, and any product of parallel sizes."""
 MAX_SIZE = 1 << 31

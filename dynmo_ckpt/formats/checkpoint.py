@@ -14,6 +14,8 @@ from typing import Any
 
 from ._document import (
     ENVELOPE,
+    MAX_ALL_EXPERTS,
+    MAX_EXPERTS,
     MAX_LAYERS,
     MAX_RANKS,
     MAX_SIZE,
@@ -94,8 +96,8 @@ _MODEL_OPTIONAL = {
     "num_classes": integer(1, MAX_SIZE),
     "num_encoder_layers": integer(0, MAX_LAYERS),
     "num_decoder_layers": integer(0, MAX_LAYERS),
-    "num_experts": integer(1, MAX_SIZE),
-    "moe_top_k": integer(1, MAX_SIZE),
+    "num_experts": integer(1, MAX_EXPERTS),
+    "moe_top_k": integer(1, MAX_EXPERTS),
 }
 
 
@@ -103,7 +105,11 @@ def model_check(value: Any, path: str, problems: list[Problem]) -> None:
     """Check the ``model`` of a manifest; further fields ``moe_*`` are the run's own, each a single value."""
     names = value if isinstance(value, dict) else ()
     own = {name: _is_scalar for name in names if name.startswith("moe_") and name not in _MODEL_OPTIONAL}
+    before = len(problems)
     obj(_MODEL, {**_MODEL_OPTIONAL, **own})(value, path, problems)
+    if len(problems) == before and value["num_layers"] * value.get("num_experts", 0) > MAX_ALL_EXPERTS:
+        where = f"{path}.num_experts" if path else "num_experts"
+        problems.append(Problem(where, "range", f"times num_layers must be at most {MAX_ALL_EXPERTS:,}"))
 
 
 _TOPOLOGY = {

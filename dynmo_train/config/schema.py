@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from ..formats._document import MAX_JOBS, MAX_LAYERS, MAX_MICROBATCHES, MAX_RANKS, MAX_SAMPLES
+from ..formats._document import MAX_EXPERTS, MAX_JOBS, MAX_LAYERS, MAX_MICROBATCHES, MAX_RANKS, MAX_SAMPLES
 from ..pacing import BatchSizes, Curriculum
 from .compression import CompressionConfig
 from .data import DataConfig
@@ -130,9 +130,9 @@ class ModelConfig:
     relative_attention_max_distance: int = option("Distance of the last bucket (t5, relative).", default=128, minimum=4)
     bert_no_binary_head: bool = option("Train BERT on masked words alone, without token types.", default=False)
     num_experts: int | None = option(
-        "Experts in place of each MLP (gpt, llama).", default=None, minimum=2, maximum=MAX_LAYERS
+        "Experts in place of each MLP (gpt, llama).", default=None, minimum=2, maximum=MAX_EXPERTS
     )
-    moe_router_topk: int = option("Experts of a token.", default=2, minimum=1, maximum=MAX_LAYERS)
+    moe_router_topk: int = option("Experts of a token.", default=2, minimum=1, maximum=MAX_EXPERTS)
     moe_routing: MoeRouting = option(
         "In training each token takes its likeliest experts (topk), each expert its likeliest tokens (expert-choice),"
         " or each token one expert and all experts as many tokens (balanced).",

@@ -12,6 +12,8 @@ from typing import Any
 
 from ._document import (
     ENVELOPE,
+    MAX_ALL_EXPERTS,
+    MAX_EXPERTS,
     MAX_LAYERS,
     MAX_RANKS,
     MAX_SIZE,
@@ -62,7 +64,12 @@ def _scalar(value: Any, path: str, problems: list[Problem]) -> None:
 
 def _model(value: Any, path: str, problems: list[Problem]) -> None:
     own = {name: _scalar for name in value if name.startswith("moe_")} if isinstance(value, dict) else {}
+    before = len(problems)
     obj(_MODEL, own | _MODEL_OPTIONAL)(value, path, problems)
+    if len(problems) == before and value["num_layers"] * value.get("num_experts", 0) > MAX_ALL_EXPERTS:
+        problems.append(
+            Problem(f"{path}.num_experts", "range", f"times num_layers must be at most {MAX_ALL_EXPERTS:,}")
+        )
 
 
 _MODEL: Mapping[str, Check] = (
@@ -77,7 +84,8 @@ _MODEL: Mapping[str, Check] = (
 )
 _MODEL_OPTIONAL: dict[str, Check] = (
     dict.fromkeys(("num_tokentypes", "num_encoder_layers", "num_decoder_layers"), integer(0, MAX_LAYERS))
-    | dict.fromkeys(("num_key_value_heads", "head_dim", "num_experts", "moe_top_k"), integer(1, MAX_SIZE))
+    | dict.fromkeys(("num_key_value_heads", "head_dim"), integer(1, MAX_SIZE))
+    | dict.fromkeys(("num_experts", "moe_top_k"), integer(1, MAX_EXPERTS))
     | dict.fromkeys(("relative_buckets", "relative_max_distance"), integer(1, MAX_SIZE))
     | {"projection_size": integer(0, MAX_SIZE), "shared_towers": boolean()}
     | {"normalization": string("layernorm", "rmsnorm"), "position_embedding": string("learned", "rotary", "relative")}

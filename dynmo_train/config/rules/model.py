@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import fields
 
-from ...formats._document import Problem
+from ...formats._document import MAX_ALL_EXPERTS, Problem
 from ..ict import IctConfig
 from ..resolve import OTHER_NAMES
 from ..schema import Config
@@ -60,6 +60,11 @@ def _shape(config: Config, _world_size: int) -> Iterator[Problem]:
 def _routing(config: Config, _world_size: int) -> Iterator[Problem]:
     """How experts and tokens find each other."""
     model = config.model
+    if model.num_layers * (model.num_experts or 0) > MAX_ALL_EXPERTS:
+        yield conflict(
+            "--num-experts",
+            f"{model.num_experts} in each of {model.num_layers} layers: at most {MAX_ALL_EXPERTS:,} in all layers",
+        )
     if model.moe_routing == "balanced" and model.moe_router_topk != 1:
         yield conflict("--moe-router-topk", f"{model.moe_router_topk}: --moe-routing balanced gives a token 1 expert")
     if model.moe_routing != "topk" and model.moe_expert_capacity_factor is not None:

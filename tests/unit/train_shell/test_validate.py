@@ -161,6 +161,7 @@ CASES = {
         "--freeze-tied",
     ),
     "balanced pairs": ({"num_experts": 4, "moe_routing": "balanced"}, "--moe-router-topk"),
+    "experts of all layers": ({"num_experts": 10_000, "num_layers": 14}, "--num-experts"),
     "no overflow": (
         {"num_experts": 4, "moe_routing": "expert-choice", "moe_expert_capacity_factor": 1.0},
         "--moe-expert-capacity-factor",
