@@ -69,7 +69,7 @@ def open_deepspeed(path: Path, step: int | None, options: LegacyOptions) -> Lega
     if not isinstance(number, int) or not isinstance(version, int | float):
         raise CorruptError(f"{first.path}: iteration {number!r}, checkpoint_version {version!r}")
     layers = _layer_files(directory)
-    progress = _progress(directory, first, said, number)
+    progress = _progress(directory, first, said, number, with_optimizer=options.with_optimizer)
     facts = RankFacts(path=first.path, args=said, version=float(version), step=number, progress=progress)
     zero3 = not layers and _is_empty(_tensors(first, "module"))
     stages: list[dict[str, list[Tensor]]] = []
@@ -85,9 +85,11 @@ def open_deepspeed(path: Path, step: int | None, options: LegacyOptions) -> Lega
     return replace(found, remarks=[*found.remarks, "the weights are ZeRO 3's float32 masters"])
 
 
-def _progress(directory: Path, first: TorchFile, args: Mapping[str, Any], step: int) -> Progress:
-    """What the first model's file tells, and the loss scale that is in the first of the optimizer's shards."""
-    shards = shard_files(directory)
+def _progress(
+    directory: Path, first: TorchFile, args: Mapping[str, Any], step: int, *, with_optimizer: bool
+) -> Progress:
+    """What is in the first model's file; with optimizer state also the loss scale, from the first of its shards."""
+    shards = shard_files(directory) if with_optimizer else {}
     if not shards:
         return read_progress(first.tree, args, step, first.number)
     shard = open_torch(shards[min(shards)][min(shards[min(shards)])])
@@ -269,7 +271,7 @@ def _tensors(file: TorchFile, key: str | None) -> dict[str, Tensor]:
         tree = tree.get(key) if isinstance(tree, dict) else None
     if not isinstance(tree, dict):
         raise CorruptError(f"{file.path}: holds no {key or 'dictionary'}")
-    return {name: file.tensor(ref, name) for name, ref in flatten(tree, "")}
+    return flatten(file, tree)
 
 
 def _canonical(name: str) -> str:

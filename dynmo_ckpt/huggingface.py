@@ -158,7 +158,7 @@ def tokenizer_files(directory: Path, vocab_size: int, max_length: int) -> tuple[
     """
     files = {name: read_file(directory / name, MAX_TABLE_BYTES) for name in tokenizer_names(directory)}
     if "tokenizer.json" not in files:
-        return files, _end_token_of_vocabulary(files.get("vocab.json"))
+        return files, _end_token_of_vocabulary(directory / "vocab.json", files.get("vocab.json"))
     ids = _token_ids(directory / "tokenizer.json", files["tokenizer.json"])
     if max(ids.values(), default=-1) >= vocab_size:
         raise UsageError(f"{directory}: has token {max(ids.values())}, the model's vocabulary ends at {vocab_size - 1}")
@@ -176,11 +176,25 @@ def _token_ids(path: Path, payload: bytes) -> dict[str, int]:
         document = parse_any_json(payload, MAX_TABLE_BYTES)
         vocabulary = document["model"]["vocab"]
         named = dict(vocabulary) if isinstance(vocabulary, dict) else {row[0]: i for i, row in enumerate(vocabulary)}
-        return named | {token["content"]: token["id"] for token in document.get("added_tokens", [])}
+        return _checked_ids(named | {token["content"]: token["id"] for token in document.get("added_tokens", [])})
     except (ValueError, KeyError, TypeError, IndexError) as error:
         raise CorruptError(f"{path}: not a tokenizer's file: {error}") from error
 
 
-def _end_token_of_vocabulary(payload: bytes | None) -> int | None:
-    vocabulary = parse_any_json(payload, MAX_TABLE_BYTES) if payload else {}
-    return next((int(vocabulary[token]) for token in END_TOKENS if token in vocabulary), None)
+def _checked_ids(ids: dict[str, Any]) -> dict[str, int]:
+    for token, number in ids.items():
+        if not isinstance(number, int) or isinstance(number, bool) or number < 0:
+            raise ValueError(f"the id of {token!r} must be an integer of at least 0, is {number!r}")
+    return ids
+
+
+def _end_token_of_vocabulary(path: Path, payload: bytes | None) -> int | None:
+    """The id of the end token in a ``vocab.json``; None without the file, and without such a token."""
+    try:
+        vocabulary = {} if payload is None else parse_any_json(payload, MAX_TABLE_BYTES)
+        if not isinstance(vocabulary, dict):
+            raise ValueError("must be an object of tokens and their ids")
+        ids = _checked_ids({token: vocabulary[token] for token in END_TOKENS if token in vocabulary})
+    except ValueError as error:
+        raise CorruptError(f"{path}: not a vocabulary: {error}") from error
+    return next(iter(ids.values()), None)

@@ -32,6 +32,9 @@ RANK_NAME = re.compile(r"mp_rank_(\d+)(?:_(\d+))?")
 LAYER_NAME = re.compile(r"language_model\.(encoder|decoder)\.layers\.(\d+)\.")
 KINDS = ("master", "exp_avg", "exp_avg_sq")
 MODEL_FILES = ("model_optim_rng.pt", "model_rng.pt")
+MAX_DICT_DEPTH = 100
+MAX_DICT_ENTRIES = 1_000_000
+"""Of nested dictionaries together; a rank of a model with 100,000 layers has about as many tensors."""
 HEAD_COPY = "word_embeddings_for_head.weight"
 OUTPUT_LAYER = "language_model.output_layer.weight"
 WORD_TABLE = "language_model.embedding.word_embeddings.weight"
@@ -291,7 +294,7 @@ def _read_rank(directory: Path, name_map: NameMap, with_optimizer: bool) -> _Ran
         raise CorruptError(f"{file.path}: holds no model; it has {sorted(map(str, tree))}")
     chunks = []
     for key in keys:
-        flat = {name: file.tensor(ref, name) for name, ref in flatten(tree[key], "")}
+        flat = flatten(file, tree[key])
         named = legacy_names(flat) if is_core(flat) else flat
         chunks.append({name_map.canonical(name): tensor for name, tensor in named.items()})
     known = read_args(tree, str(file.path))
@@ -316,14 +319,41 @@ def _number(key: str) -> int:
     return int(key.removeprefix("model"))
 
 
-def flatten(value: Any, prefix: str) -> Iterator[tuple[str, TensorRef]]:
-    """Tensors of nested dictionaries by dotted name; extra states, which hold no weights, are left out."""
-    if isinstance(value, TensorRef):
-        yield prefix, value
-    elif isinstance(value, dict):
-        for key, inner in value.items():
-            if not str(key).endswith("_extra_state"):
-                yield from flatten(inner, f"{prefix}.{key}" if prefix else str(key))
+def flatten(file: TorchFile, value: Any) -> dict[str, Tensor]:
+    """Tensors of nested dictionaries by dotted name; extra states, which hold no weights, are left out.
+
+    Raises:
+        CorruptError: dictionaries nested deeper than ``MAX_DICT_DEPTH``, or more than ``MAX_DICT_ENTRIES`` entries; a
+            pickle of a few bytes has both, where a dictionary contains itself or one dictionary many times.
+    """
+    found: dict[str, Tensor] = {}
+    left, num_entries = [(0, "", value)], 0
+    while left:  # the last one first, so that the order is that of the dictionaries: optimizer state goes by position
+        depth, prefix, inner = left.pop()
+        if isinstance(inner, TensorRef):
+            found[prefix] = file.tensor(inner, prefix)
+        elif isinstance(inner, dict):
+            num_entries += len(inner)
+            if depth > MAX_DICT_DEPTH or num_entries > MAX_DICT_ENTRIES:
+                raise CorruptError(
+                    f"{file.path}: dictionaries nested deeper than {MAX_DICT_DEPTH} levels or with more than "
+                    f"{MAX_DICT_ENTRIES:,} entries, the limits"
+                )
+            named = [(_key_name(file, key), each) for key, each in inner.items() if isinstance(each, TensorRef | dict)]
+            left += reversed(
+                [
+                    (depth + 1, f"{prefix}.{name}" if prefix else name, each)
+                    for name, each in named
+                    if not name.endswith("_extra_state")
+                ]
+            )
+    return found
+
+
+def _key_name(file: TorchFile, key: Any) -> str:
+    if isinstance(key, str) or (isinstance(key, int) and key.bit_length() < 64):
+        return str(key)
+    raise CorruptError(f"{file.path}: a tensor's name must be a string, is a {type(key).__name__}")
 
 
 def _numbered_stages(grid: list[list[_Rank]]) -> tuple[list[dict[str, list[Tensor]]], dict[str, int]]:

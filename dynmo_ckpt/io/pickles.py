@@ -37,6 +37,10 @@ MAX_ENTRIES = 5_000_000
 """Of the stack and of the memo each, however large the file is."""
 MAX_TUPLE_DEPTH = 100
 """Tuples in tuples: Python hashes them by recursion without a check of its own, which ends the process."""
+WORK_PER_BYTE = 8
+"""A few bytes of a pickle can copy or hash a large value again: elements that are copied or hashed are counted, and at
+most this many for each byte are permitted. Plain data copies and hashes each element once."""
+MIN_WORK = 10_000
 
 
 @dataclass(frozen=True)
@@ -176,6 +180,9 @@ class _Machine:
         self.source = source
         self.max_entries = min(MAX_ENTRIES, 1000 + num_bytes // BYTES_PER_ENTRY)
         self.num_below = 0
+        self.work_left = MIN_WORK + WORK_PER_BYTE * min(num_bytes, LIMIT_BYTES)
+        # Depth and weight by id; the value itself is held, so that its id is not given to another one.
+        self.nested: dict[int, tuple[Any, int, int]] = {}
         self.stack: list[Any] = []
         self.below: list[list[Any]] = []
         self.memo: dict[int, Any] = {}
@@ -212,21 +219,55 @@ class _Machine:
             ("groups that are open", len(self.below), MAX_GROUPS),
             ("values on its stack", self.num_below + len(self.stack), self.max_entries),
             ("entries in its memo", len(self.memo), self.max_entries),
+            ("tuples in tuples", len(self.nested), self.max_entries),
         ):
             if count > limit:
                 raise CorruptError(f"{self.source}: the pickle has more than {limit:,} {what}, the limit for its size")
 
-    def nested(self, items: list[Any]) -> list[Any]:
-        """``items`` of a tuple or set, unless they are nested deeper than ``MAX_TUPLE_DEPTH``."""
-        level: list[Any] = [items]
-        for _ in range(MAX_TUPLE_DEPTH):
-            found = {id(e): e for each in level for e in each if isinstance(e, tuple | frozenset)}
-            if not found:
-                return items
-            level = list(found.values())
-        raise CorruptError(
-            f"{self.source}: the pickle has tuples nested deeper than {MAX_TUPLE_DEPTH} levels, the limit"
-        )
+    def charge(self, count: int) -> None:
+        """Count elements that are about to be copied or hashed; refuse more than the pickle's size explains."""
+        self.work_left -= count
+        if self.work_left < 0:
+            raise CorruptError(f"{self.source}: the pickle copies or hashes more values than its size explains")
+
+    def tuple_of(self, items: list[Any]) -> tuple[Any, ...]:
+        """A tuple of ``items``, unless it is nested deeper than ``MAX_TUPLE_DEPTH``."""
+        made = tuple(items)
+        self._measure(made)
+        return made
+
+    def frozenset_of(self, items: list[Any]) -> frozenset[Any]:
+        """As :meth:`tuple_of`, a frozen set."""
+        made = frozenset(self.hashed(items))
+        self._measure(made)
+        return made
+
+    def hashed(self, keys: list[Any]) -> list[Any]:
+        """``keys`` that a dictionary or set takes next, once what hashing them takes is counted."""
+        self.charge(sum(self._size(key)[1] for key in keys if not isinstance(key, str)))
+        return keys
+
+    def _measure(self, made: tuple[Any, ...] | frozenset[Any]) -> None:
+        """Remember the depth and the weight of a tuple or frozen set; both follow from its direct members alone."""
+        self.charge(len(made))
+        sizes = [self._size(member) for member in made]
+        depth = 1 + max((depth for depth, _ in sizes), default=0)
+        weight = 1 + sum(weight for _, weight in sizes)
+        if depth > MAX_TUPLE_DEPTH:
+            raise CorruptError(
+                f"{self.source}: the pickle has tuples nested deeper than {MAX_TUPLE_DEPTH} levels, the limit"
+            )
+        if (depth, weight) != (1, 1 + len(made)):
+            self.nested[id(made)] = made, depth, weight
+
+    def _size(self, value: Any) -> tuple[int, int]:
+        """The levels of tuples in a value, and the elements that hashing it visits, each as often as it is visited."""
+        if isinstance(value, tuple | frozenset):
+            known = self.nested.get(id(value))
+            return (1, 1 + len(value)) if known is None else known[1:]
+        if isinstance(value, TensorRef):
+            return 0, 1 + len(value.shape) + len(value.strides)
+        return 0, 1 + (value.bit_length() >> 6 if isinstance(value, int) else 0)
 
     def global_name(self, name: Name) -> Name:
         """A name that may be referred to, unchanged."""
@@ -243,20 +284,33 @@ class _Machine:
         if function in MEMBER_OF:
             return self._member(*arguments)
         if function == Name("_codecs", "encode"):
-            return str(arguments[0]).encode("latin1")
+            self.charge(len(arguments[0]) if isinstance(arguments[0], str) else 0)
+            return _string(arguments[0]).encode("latin1")
         if (function.module, function.name) in _PLAIN:
-            made = _PLAIN[function.module, function.name]
-            if made in (tuple, frozenset):
-                self.nested([element for argument in arguments for element in argument])
-            return made(*arguments)
+            return self._container(_PLAIN[function.module, function.name], *arguments)
         if function.module == "torch._utils" and function.name in _TENSOR_BUILDERS:
             storage, start, shape, strides = arguments[:4]
+            self.charge(len(shape) + len(strides))
             return TensorRef(storage, int(start), tuple(map(int, shape)), tuple(map(int, strides)))
         if function.module == "torch._utils" and function.name in _PARAMETER_BUILDERS:
             return arguments[0]
         if function in _TYPED_BUILDERS:
+            self.charge(len(arguments[2]))
             return self.call(arguments[0], tuple(arguments[2]))
         return Inert(function, arguments)
+
+    def _container(self, kind: Any, content: Any = ()) -> Any:
+        """A plain container of ``content``."""
+        self.charge(len(content))
+        if kind is tuple:
+            return self.tuple_of(list(content))
+        if kind is frozenset:
+            return self.frozenset_of(list(content))
+        if kind is dict and not isinstance(content, dict):
+            self.hashed([pair[0] for pair in content])
+        elif kind is set:
+            self.hashed(list(content))
+        return kind(content)
 
     def _member(self, of: Any, member: Any) -> Inert:
         """What stands for a member of an enumeration."""
@@ -266,7 +320,8 @@ class _Machine:
             or not isinstance(member, str)
         ):
             raise UnsafePickleError(
-                f"{self.source}: refers to {member} of {of}, which is no enumeration; nothing was executed"
+                f"{self.source}: refers to {_word(member)} of {_word(of)}, which is no enumeration; "
+                "nothing was executed"
             )
         return Inert(of, (member,))
 
@@ -280,10 +335,23 @@ class _Machine:
                 f"{self.source}: the storage {key} has a type that no model here has, such as float8; known are {known}"
             )
         if kind != "storage" or name not in STORAGE_DTYPES:
-            raise CorruptError(f"{self.source}: a storage of the unknown type {storage_type}")
+            raise CorruptError(f"{self.source}: a storage of the unknown type {_word(storage_type)}")
         if len(identifier) > 5 and identifier[5] is not None:
             raise CorruptError(f"{self.source}: the storage {key} is a view of another, as before torch 0.4")
-        return self.storages.setdefault(str(key), StorageRef(str(key), STORAGE_DTYPES[name], int(count)))
+        key = str(key) if isinstance(key, int) else _string(key)
+        return self.storages.setdefault(key, StorageRef(key, STORAGE_DTYPES[name], int(count)))
+
+
+def _string(value: Any) -> str:
+    """A string; anything else is refused, since the text of nested lists can be far longer than the pickle."""
+    if not isinstance(value, str):
+        raise TypeError(f"a string is expected, not a {type(value).__name__}")
+    return value
+
+
+def _word(value: Any) -> str:
+    """A value in a message: a string or a name as it is, of anything else the type."""
+    return str(value)[:80] if isinstance(value, str | Name) else f"a {type(value).__name__}"
 
 
 def _pairs(items: list[Any]) -> Iterator[tuple[Any, Any]]:
@@ -292,12 +360,15 @@ def _pairs(items: list[Any]) -> Iterator[tuple[Any, Any]]:
 
 def _reduce(machine: _Machine, _: Any) -> None:
     arguments, function = machine.stack.pop(), machine.stack.pop()
-    machine.stack.append(machine.call(function, tuple(arguments)))
+    if not isinstance(arguments, tuple):
+        raise TypeError(f"the arguments of a call must be a tuple, are a {type(arguments).__name__}")
+    machine.stack.append(machine.call(function, arguments))
 
 
 def _build(machine: _Machine, _: Any) -> None:
     state, target = machine.stack.pop(), machine.stack[-1]
     if isinstance(target, Inert):
+        machine.charge(len(state) if isinstance(state, dict) else 1)
         target.attributes.update(state if isinstance(state, dict) else {"state": state})
 
 
@@ -308,13 +379,19 @@ def _global(machine: _Machine, argument: str) -> None:
 
 def _stack_global(machine: _Machine, _: Any) -> None:
     name, module = machine.stack.pop(), machine.stack.pop()
-    machine.stack.append(machine.global_name(Name(str(module), str(name))))
+    machine.stack.append(machine.global_name(Name(_string(module), _string(name))))
 
 
 def _set_items(machine: _Machine, items: list[Any]) -> None:
     target = machine.stack[-1]
     if isinstance(target, dict):
+        machine.hashed(items[::2])
         target.update(_pairs(items))
+
+
+def _dictionary(machine: _Machine, items: list[Any]) -> dict[Any, Any]:
+    machine.hashed(items[::2])
+    return dict(_pairs(items))
 
 
 def _append_items(machine: _Machine, items: list[Any]) -> None:
@@ -322,7 +399,7 @@ def _append_items(machine: _Machine, items: list[Any]) -> None:
     if isinstance(target, list):
         target.extend(items)
     elif isinstance(target, set):
-        target.update(items)
+        target.update(machine.hashed(items))
 
 
 def _pop(machine: _Machine, count: int) -> list[Any]:
@@ -358,13 +435,13 @@ _OPERATIONS: dict[str, Callable[[_Machine, Any], None]] = {
     "POP": lambda m, _: m.pop(),
     "POP_MARK": lambda m, _: m.to_mark().clear(),
     "DUP": lambda m, _: m.stack.append(m.stack[-1]),
-    "TUPLE": lambda m, _: m.push(tuple(m.nested(m.to_mark()))),
-    "TUPLE1": lambda m, _: m.stack.append(tuple(m.nested(_pop(m, 1)))),
-    "TUPLE2": lambda m, _: m.stack.append(tuple(m.nested(_pop(m, 2)))),
-    "TUPLE3": lambda m, _: m.stack.append(tuple(m.nested(_pop(m, 3)))),
+    "TUPLE": lambda m, _: m.push(m.tuple_of(m.to_mark())),
+    "TUPLE1": lambda m, _: m.stack.append(m.tuple_of(_pop(m, 1))),
+    "TUPLE2": lambda m, _: m.stack.append(m.tuple_of(_pop(m, 2))),
+    "TUPLE3": lambda m, _: m.stack.append(m.tuple_of(_pop(m, 3))),
     "LIST": lambda m, _: m.push(m.to_mark()),
-    "DICT": lambda m, _: m.push(dict(_pairs(m.to_mark()))),
-    "FROZENSET": lambda m, _: m.push(frozenset(m.nested(m.to_mark()))),
+    "DICT": lambda m, _: m.push(_dictionary(m, m.to_mark())),
+    "FROZENSET": lambda m, _: m.push(m.frozenset_of(m.to_mark())),
     "APPEND": lambda m, _: _append_items(m, _pop(m, 1)),
     "APPENDS": lambda m, _: _append_items(m, m.to_mark()),
     "ADDITEMS": lambda m, _: _append_items(m, m.to_mark()),

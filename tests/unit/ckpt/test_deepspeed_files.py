@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from dynmo_ckpt.deepspeed import open_deepspeed
-from dynmo_ckpt.faults import UnsupportedError
+from dynmo_ckpt.faults import CorruptError, UnsupportedError
 from dynmo_ckpt.legacy import LegacyOptions
 from dynmo_ckpt.options import SourceKind
 from dynmo_ckpt.reference_model import load_array
@@ -85,6 +85,15 @@ def test_the_weights_alone_are_read(unpacked, name):
     halves = {"fp32": "F32", "fp16": "F16", "bf16": "BF16"}
     expected = "F32" if about["case"]["stage"] == 3 else halves[about["case"]["precision"]]
     assert {checkpoint.tensors[name].dtype for name in checkpoint.names("parameter")} == {expected}
+
+
+def test_weights_alone_with_a_truncated_shard_are_read(unpacked):
+    directory, _ = unpacked("zero1-fp16")
+    shard = min(directory.glob("*/*zero_pp_rank_0_mp_rank_00_optim_states.pt"))
+    shard.write_bytes(shard.read_bytes()[:100])
+    assert open_any(directory, SourceKind.AUTO, None)[0].weights()
+    with pytest.raises(CorruptError, match="optim_states"):
+        open_any(directory, SourceKind.AUTO, None, legacy=WITH)
 
 
 def test_state_of_a_pipeline_without_zero_is_refused(unpacked):

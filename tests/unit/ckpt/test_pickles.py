@@ -5,6 +5,7 @@ import collections
 import os
 import pickle
 import random
+import time
 import tracemalloc
 import zipfile
 
@@ -220,6 +221,46 @@ def test_memory_that_the_size_does_not_explain_is_refused(operations, words):
     finally:
         tracemalloc.stop()
     assert peak < 200_000_000
+
+
+WIDE = b"(" + b"N" * 50_000 + b"t\x94"  # a tuple of 50,000, as entry 0 of the memo
+LISTED = b"(" + b"N" * 50_000 + b"l\x94"
+DAG = b"N\x85" + b"2\x86" * 60  # a tuple of itself twice, and so on: 2^60 elements in 60 levels
+
+
+@pytest.mark.parametrize(
+    ("operations", "outcome"),
+    [
+        (WIDE + b"h\x00\x850" * 100_000, "read"),
+        (LISTED + b"cbuiltins\ntuple\n\x94" + b"h\x01h\x00\x85R0" * 100_000, "refused"),
+        (LISTED + b"cbuiltins\nlist\n\x94" + b"h\x01h\x00\x85R0" * 100_000, "refused"),
+        (WIDE + b"}" + b"h\x00Ns" * 100_000, "refused"),
+        (b"}" + DAG + b"Ns", "refused"),
+        (b"(" + DAG + b"\x91", "refused"),
+        (b"\x8f(" + DAG + b"\x90", "refused"),
+        (b"(" + DAG + b"Nd", "refused"),
+    ],
+    ids=["members", "tuples of a list", "lists of a list", "keys", "key", "frozenset", "set", "dict"],
+)
+def test_load_pickle_with_work_that_the_size_does_not_explain_refuses_it(operations, outcome):
+    begin = time.process_time()
+    if outcome == "read":
+        load_pickle(b"\x80\x04" + operations + b".", "hostile")
+    else:
+        with pytest.raises(CorruptError, match="more values than its size explains"):
+            load_pickle(b"\x80\x04" + operations + b".", "hostile")
+    assert time.process_time() - begin < 20
+
+
+@pytest.mark.parametrize(
+    "operations",
+    [b"c_codecs\nencode\n](NNe\x85R", b"X\x01\x00\x00\x00a]\x93", b"cbuiltins\nlist\n]]aR"],
+    ids=["encode", "global", "arguments"],
+)
+def test_load_pickle_with_lists_in_place_of_strings_or_arguments_refuses_it(operations):
+    """The text of lists in lists can be far longer than the pickle."""
+    with pytest.raises(CorruptError, match=r"a string is expected|must be a tuple"):
+        load_pickle(b"\x80\x04" + operations + b".", "hostile")
 
 
 def test_large_pickles_of_plain_data_are_read():

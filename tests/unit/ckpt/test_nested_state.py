@@ -1,0 +1,44 @@
+"""Nested dictionaries of a torch file become names in their order, or are refused."""
+
+import pytest
+import torch
+
+from dynmo_ckpt.faults import CorruptError
+from dynmo_ckpt.io.torchfile import open_torch
+from dynmo_ckpt.legacy import flatten
+
+
+def opened(tmp_path, tree):
+    torch.save(tree, tmp_path / "x.pt")
+    return open_torch(tmp_path / "x.pt")
+
+
+def test_flatten_of_nested_dictionaries_keeps_their_order(tmp_path):
+    one = torch.ones(1)
+    tree = {"b": {"z": {"w": one}, "a": one, 3: one}, "a": one, "c": {"w_extra_state": one, "note": "text"}}
+    file = opened(tmp_path, tree)
+    assert list(flatten(file, file.tree)) == ["b.z.w", "b.a", "b.3", "a"]
+
+
+@pytest.mark.parametrize("kind", ["deep", "itself", "itself twice", "shared"])
+def test_flatten_of_a_hostile_tree_refuses_it(tmp_path, kind):
+    tree = {"w": torch.ones(1)}
+    file = opened(tmp_path, tree)
+    inner = file.tree
+    if kind == "deep":
+        for _ in range(3000):
+            inner = {"a": inner}
+    elif kind == "shared":
+        for _ in range(60):
+            inner = {"a": inner, "b": inner}
+    else:
+        inner |= {"a": inner} | ({"b": inner} if kind == "itself twice" else {})
+    with pytest.raises(CorruptError, match="nested deeper than 100 levels or with more than"):
+        flatten(file, inner)
+
+
+@pytest.mark.parametrize("key", [(1,), None, 1.5, 1 << 70])
+def test_flatten_of_a_key_that_is_no_name_refuses_it(tmp_path, key):
+    file = opened(tmp_path, {"w": torch.ones(1)})
+    with pytest.raises(CorruptError, match="a tensor's name must be a string"):
+        flatten(file, {key: file.tree["w"]})
