@@ -239,7 +239,7 @@ def _rotary(config: Config, positions: int) -> tuple[Any, dict[str, Any] | None]
     base = rope.pop("rope_theta", config["rope_theta"])
     if rope.pop("partial_rotary_factor", config["partial_rotary_factor"]) not in (None, 1):
         raise UnsupportedError("partial_rotary_factor: our heads are rotated as a whole")
-    if kind not in ROTARY_FIELDS:
+    if not isinstance(kind, str) or kind not in ROTARY_FIELDS:
         raise UnsupportedError(f"rotary positions of the type {kind!r}: known are {', '.join(ROTARY_FIELDS)}")
     if kind == "llama3":
         rope.setdefault("original_max_position_embeddings", positions)

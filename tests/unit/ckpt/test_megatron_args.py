@@ -70,6 +70,18 @@ def test_arguments_that_change_the_computation_are_refused(family, args, message
         checked_args("IN", family, args_of(family) | args)
 
 
+@pytest.mark.parametrize(("family", "value"), [("llama", "rmsnorm"), ("gpt", "layernorm"), ("t5", "layernorm")])
+def test_checked_args_with_a_lower_case_normalization_accepts_it(family, value):
+    """As Megatron-DeepSpeed stores it."""
+    assert checked_args("IN", family, args_of(family) | {"normalization": value})["normalization"] == value
+
+
+@pytest.mark.parametrize(("family", "value"), [("llama", "layernorm"), ("gpt", "rmsnorm"), ("bert", "LAYERNORM")])
+def test_checked_args_with_another_normalization_refuses_it(family, value):
+    with pytest.raises(UnsupportedError, match=f"normalization = {value}"):
+        checked_args("IN", family, args_of(family) | {"normalization": value})
+
+
 def test_values_of_other_programs_that_change_nothing_pass():
     """DeepSpeed's number of experts without experts, and values that only another family reads."""
     enum = Inert(type=Name("megatron.enums", "PositionEmbeddingType"), arguments=(2,))

@@ -1,0 +1,252 @@
+"""Configurations as their authors published them: each is read, or refused for what it computes, not for old keys."""
+
+from pathlib import Path
+
+import pytest
+
+from dynmo_ckpt.errors import DynmoError
+from dynmo_ckpt.faults import CorruptError, UnsupportedError
+from dynmo_ckpt.hf_models import hf_model
+from dynmo_ckpt.imported import checked_model
+
+LABELS = {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
+GPT2 = {
+    "activation_function": "gelu_new",
+    "architectures": ["GPT2LMHeadModel"],
+    "attn_pdrop": 0.1,
+    "bos_token_id": 50256,
+    "embd_pdrop": 0.1,
+    "eos_token_id": 50256,
+    "initializer_range": 0.02,
+    "layer_norm_epsilon": 1e-05,
+    "model_type": "gpt2",
+    "n_ctx": 1024,
+    "n_embd": 768,
+    "n_head": 12,
+    "n_layer": 12,
+    "n_positions": 1024,
+    "resid_pdrop": 0.1,
+    "summary_activation": None,
+    "summary_first_dropout": 0.1,
+    "summary_proj_to_labels": True,
+    "summary_type": "cls_index",
+    "summary_use_proj": True,
+    "task_specific_params": {"text-generation": {"do_sample": True, "max_length": 50}},
+    "vocab_size": 50257,
+}
+OLD_GPT2 = {"n_special": 0, "predict_special_tokens": True}
+OLD_PRETRAINED = {
+    "_num_labels": 1,
+    "do_sample": False,
+    "eos_token_ids": 0,
+    "finetuning_task": None,
+    "is_decoder": False,
+    "length_penalty": 1.0,
+    "max_length": 20,
+    "num_beams": 1,
+    "num_return_sequences": 1,
+    "output_attentions": False,
+    "output_hidden_states": False,
+    "output_past": True,
+    "pad_token_id": None,
+    "pruned_heads": {},
+    "repetition_penalty": 1.0,
+    "temperature": 1.0,
+    "top_k": 50,
+    "top_p": 1.0,
+    "torchscript": False,
+    "use_bfloat16": False,
+    "xla_device": None,
+    **LABELS,
+}
+T5_TASKS = {
+    "summarization": {"early_stopping": True, "length_penalty": 2.0, "max_length": 200, "prefix": "summarize: "},
+    "translation_en_to_de": {"max_length": 300, "num_beams": 4, "prefix": "translate English to German: "},
+}
+T5_SMALL = {
+    "architectures": ["T5ForConditionalGeneration"],
+    "d_ff": 2048,
+    "d_kv": 64,
+    "d_model": 512,
+    "decoder_start_token_id": 0,
+    "dropout_rate": 0.1,
+    "eos_token_id": 1,
+    "initializer_factor": 1.0,
+    "is_encoder_decoder": True,
+    "layer_norm_epsilon": 1e-06,
+    "model_type": "t5",
+    "n_positions": 512,
+    "num_heads": 8,
+    "num_layers": 6,
+    "output_past": True,
+    "pad_token_id": 0,
+    "relative_attention_num_buckets": 32,
+    "task_specific_params": T5_TASKS,
+    "vocab_size": 32128,
+}
+MEGATRON_BERT = {
+    "attention_probs_dropout_prob": 0.1,
+    "gradient_checkpointing": False,
+    "hidden_act": "gelu",
+    "hidden_dropout_prob": 0.1,
+    "hidden_size": 1024,
+    "initializer_range": 0.02,
+    "intermediate_size": 4096,
+    "layer_norm_eps": 1e-12,
+    "max_position_embeddings": 512,
+    "model_type": "megatron-bert",
+    "num_attention_heads": 16,
+    "num_hidden_layers": 24,
+    "pad_token_id": 0,
+    "position_embedding_type": "absolute",
+    "transformers_version": "4.4.0.dev0",
+    "type_vocab_size": 2,
+    "use_cache": True,
+    "vocab_size": 29056,
+}
+LLAMA_1 = {
+    "architectures": ["LLaMAForCausalLM"],
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "initializer_range": 0.02,
+    "intermediate_size": 11008,
+    "max_sequence_length": 2048,
+    "model_type": "llama",
+    "num_attention_heads": 32,
+    "num_hidden_layers": 32,
+    "pad_token_id": -1,
+    "rms_norm_eps": 1e-06,
+    "torch_dtype": "float16",
+    "transformers_version": "4.27.0.dev0",
+    "use_cache": True,
+    "vocab_size": 32000,
+}
+LLAMA_2 = {
+    "architectures": ["LlamaForCausalLM"],
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "initializer_range": 0.02,
+    "intermediate_size": 11008,
+    "max_position_embeddings": 4096,
+    "model_type": "llama",
+    "num_attention_heads": 32,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 32,
+    "pretraining_tp": 1,
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": None,
+    "tie_word_embeddings": False,
+    "torch_dtype": "float16",
+    "transformers_version": "4.31.0.dev0",
+    "use_cache": True,
+    "vocab_size": 32000,
+}
+LLAMA_3 = LLAMA_2 | {
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "bos_token_id": 128000,
+    "eos_token_id": 128001,
+    "intermediate_size": 14336,
+    "max_position_embeddings": 131072,
+    "mlp_bias": False,
+    "num_key_value_heads": 8,
+    "rope_scaling": {
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+        "rope_type": "llama3",
+    },
+    "rope_theta": 500000.0,
+    "torch_dtype": "bfloat16",
+    "transformers_version": "4.43.0.dev0",
+    "vocab_size": 128256,
+}
+MISTRAL = {
+    "architectures": ["MistralForCausalLM"],
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "initializer_range": 0.02,
+    "intermediate_size": 14336,
+    "max_position_embeddings": 32768,
+    "model_type": "mistral",
+    "num_attention_heads": 32,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-05,
+    "rope_theta": 10000.0,
+    "sliding_window": 4096,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "transformers_version": "4.34.0.dev0",
+    "use_cache": True,
+    "vocab_size": 32000,
+}
+MIXTRAL = MISTRAL | {
+    "architectures": ["MixtralForCausalLM"],
+    "attention_dropout": 0.0,
+    "model_type": "mixtral",
+    "num_experts_per_tok": 2,
+    "num_local_experts": 8,
+    "output_router_logits": False,
+    "rope_theta": 1000000.0,
+    "router_aux_loss_coef": 0.02,
+    "sliding_window": None,
+}
+READ = {
+    "gpt2": GPT2,
+    "gpt2-medium": GPT2 | OLD_GPT2 | {"n_embd": 1024, "n_head": 16, "n_layer": 24},
+    "gpt2-xl": GPT2 | {"n_embd": 1600, "n_head": 25, "n_layer": 48, "output_past": True},
+    "distilgpt2": GPT2 | {"_num_labels": 1, "n_layer": 6, **LABELS},
+    "gpt2 of 2019": GPT2 | OLD_GPT2 | OLD_PRETRAINED,
+    "t5-small": T5_SMALL,
+    "t5-small of 2020": T5_SMALL | OLD_PRETRAINED,
+    "megatron-bert": MEGATRON_BERT,
+    "llama-7b": LLAMA_1,
+    "Llama-2-7b": LLAMA_2 | {"_name_or_path": "meta-llama/Llama-2-7b-hf"},
+    "Llama-3.1-8B": LLAMA_3,
+    "Mistral-7B-v0.3": MISTRAL | {"sliding_window": None, "rope_theta": 1000000.0, "vocab_size": 32768},
+    "Mixtral-8x7B": MIXTRAL,
+}
+FLAN = {"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False, "num_decoder_layers": 8, "num_layers": 8}
+REFUSED = {
+    "flan-t5-small": (T5_SMALL | FLAN, "tie_word_embeddings = False"),
+    "Mistral-7B-v0.1": (MISTRAL, "sliding_window = 4096"),
+    "bert-base-uncased": (MEGATRON_BERT | {"model_type": "bert"}, "model_type 'bert': known are"),
+}
+
+
+@pytest.mark.parametrize("name", READ)
+def test_hf_model_of_a_published_config_is_read(name):
+    model = hf_model(READ[name], 1)
+    assert model["vocab_size"] == READ[name]["vocab_size"]
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_hf_model_of_a_published_config_that_differs_names_the_setting(name):
+    config, message = REFUSED[name]
+    with pytest.raises(UnsupportedError, match=message):
+        hf_model(config, 1)
+
+
+@pytest.mark.parametrize("kind", [["llama3"], {"a": 1}, 3, None, True])
+@pytest.mark.parametrize("field", ["rope_type", "type"])
+def test_hf_model_with_an_invalid_rope_type_refuses_it(kind, field):
+    with pytest.raises(DynmoError, match="rotary positions of the type"):
+        hf_model(LLAMA_3 | {"rope_scaling": {field: kind, "factor": 2.0}}, 1)
+
+
+@pytest.mark.parametrize(
+    ("count", "message"),
+    [(200_000, "at most 10,000, is 200,000"), (10_000, "times num_layers must be at most 131,072")],
+)
+def test_checked_model_with_too_many_experts_refuses_it(count, message):
+    with pytest.raises(CorruptError, match=message):
+        checked_model(MIXTRAL | {"num_local_experts": count}, Path("config.json"), 1)
+    assert checked_model(MIXTRAL | {"num_local_experts": 4096}, Path("config.json"), 1)["num_experts"] == 4096
