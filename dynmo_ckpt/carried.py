@@ -22,6 +22,7 @@ DTYPE_KEYS = ("dtype", "torch_dtype")
 UNSTATED = ("padded_vocab_size", "moe_z_loss_coeff", "moe_capacity_factor")
 # Irrelevant to a logit, and yet of this model: the conversion computes them.
 COMPUTED = (*DTYPE_KEYS, "model_type", "architectures")
+LABEL_KEYS = ("num_labels", "id2label", "label2id")
 
 
 def source_of(config: Mapping[str, Any], generation: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -61,20 +62,34 @@ def carried_config(
     table = key_table()
     kind = table["model_types"].get(str(config.get("model_type")), {"irrelevant": {}, "mapped": {}})
     kept = {*irrelevant_keys(table["every"]), *irrelevant_keys(kind)} - {*COMPUTED, *kind["mapped"]}
+    if "num_classes" in model:
+        kept -= {*LABEL_KEYS}  # of the source's own head, which the model no longer has
     return {**computed, **{key: value for key, value in config.items() if key in kept}}
 
 
-def named_classes(computed: dict[str, Any], manifest: Mapping[str, Any]) -> dict[str, Any]:
-    """A configuration with the names of a classifier's classes, where the run that trained it has written them."""
-    names = manifest.get(CLASS_NAMES_KEY)
-    if not names or len(names) != computed.get("num_labels"):
-        return computed
-    config = {key: value for key, value in computed.items() if key != "num_labels"}
+def named_classes(config: dict[str, Any], manifest: Mapping[str, Any]) -> dict[str, Any]:
+    """A configuration with the names of a classifier's classes, where the run that trained it has written them.
+
+    They replace those of ``config``, which may be of the model that the run started from.
+    """
+    names = _class_names(manifest)
+    if not names:
+        return config
+    config = {key: value for key, value in config.items() if key not in LABEL_KEYS}
     labels = {
         "id2label": {str(at): name for at, name in enumerate(names)},
         "label2id": dict(zip(names, range(len(names)), strict=True)),
     }
     return {**config, **labels}
+
+
+def _class_names(manifest: Mapping[str, Any]) -> list[str]:
+    """The names of the classes of a manifest's model: a different one for each; empty where there are none."""
+    names, model = manifest.get(CLASS_NAMES_KEY), manifest["model"]
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        return []
+    fits = model.get("task_head") == "classification" and len(names) == len(set(names)) == model["num_classes"]
+    return names if fits else []
 
 
 def carried_generation(source: Mapping[str, Any] | None, computed: dict[str, Any]) -> dict[str, Any] | None:

@@ -321,12 +321,12 @@ def convert(
         drop=tuple(drop or ()),
         ignore_config=tuple(ignore_config or ()),
         with_optimizer=bool(with_optimizer),
-        optimizer_if_present=with_optimizer_if_present,
+        optimizer_if_present=with_optimizer_if_present and to is not options.TargetKind.HF,
         config=config,
     )
     if with_optimizer_if_present and with_optimizer is not None:
         raise UsageError("--with-optimizer-if-present: leave out --with-optimizer and --no-optimizer")
-    _check_target(to, (tp, pp, vpp, partition), asks_for_state=bool(with_optimizer) or with_optimizer_if_present)
+    _check_target(to, (tp, pp, vpp, partition), asks_for_state=bool(with_optimizer))
     checkpoint = _open(source, kind, step, make_vocab_size_divisible_by=make_vocab_size_divisible_by, legacy=legacy)
     if with_optimizer_if_present:
         with_optimizer = checkpoint.manifest["optimizer"] is not None

@@ -60,8 +60,8 @@ def plan_hf_export(
     copied, end = tokenizer_files(source, model["vocab_size"], model["max_position_embeddings"])
     files = tuple(plan_files(mapped, shard_bytes, dtype or dtypes[0]))
     carried = manifest.get("source")
-    computed = named_classes(hf_config(model, DTYPE_NAMES[dtype or dtypes[0]], end), manifest)
-    config = carried_config(carried, model, computed)
+    computed = hf_config(model, DTYPE_NAMES[dtype or dtypes[0]], end)
+    config = named_classes(carried_config(carried, model, computed), manifest)
     generation = {"bos_token_id": end, "eos_token_id": end, "pad_token_id": end}
     if model["family"] == "t5":
         generation["decoder_start_token_id"] = end

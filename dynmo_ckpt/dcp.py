@@ -223,6 +223,7 @@ ANCHORS = {
     "transformer.wte.weight": "hf",
     "wte.weight": "hf",
 }
+OPTIMIZER_NAME = re.compile(r"(.*\.)?optim(izer)?\.")
 WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
 
 
@@ -234,7 +235,7 @@ def plain_names(tensors: Mapping[str, Tensor]) -> tuple[str, dict[str, Tensor]]:
     Raises:
         UnsupportedError: no table of words of a known name is there.
     """
-    named = {name: tensor for name, tensor in tensors.items() if not re.match(r"(.*\.)?optim(izer)?\.", name)}
+    named = {name: tensor for name, tensor in tensors.items() if not OPTIMIZER_NAME.match(name)}
     for wrapper in WRAPPERS:
         named = {name.replace(wrapper, ""): tensor for name, tensor in named.items()}
     found = [(name, anchor) for anchor in ANCHORS for name in named if name == anchor or name.endswith(f".{anchor}")]

@@ -8,7 +8,7 @@ from typing import Any
 
 from .carried import source_of
 from .core_names import legacy_names
-from .dcp import DistributedCheckpoint, open_dcp, plain_names
+from .dcp import OPTIMIZER_NAME, DistributedCheckpoint, open_dcp, plain_names
 from .errors import UsageError
 from .faults import NoStateError, UnsupportedError
 from .hf_models import ARCHITECTURES
@@ -38,6 +38,10 @@ def open_distributed(
     if kind == "core":
         return from_legacy(_core(found, tensors, options), path)
     if options.with_optimizer:
+        if not any(map(OPTIMIZER_NAME.match, (*found.tensors, *found.other))):
+            raise NoStateError(
+                f"{found.directory}: has no optimizer state; take the weights alone, with --no-optimizer"
+            )
         raise UnsupportedError(f"{found.directory}: optimizer state is known under Megatron-core's names only")
     config = _config(found.directory, options)
     name = "llama2c" if kind == "titan" else _map_of(config, found.directory)

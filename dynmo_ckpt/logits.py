@@ -10,7 +10,7 @@ import importlib
 import importlib.util
 import math
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,6 +34,8 @@ BUDGET_PARAMETERS = 200_000_000
 ATOL = 1e-4
 # The tanh approximation differs from the exact GELU by up to 5e-4 an element, in the one layer of a BERT's head.
 HEAD_GELU_ATOL = 2e-2
+KEYS_OF_SOURCE = ("missing_keys", "mismatched_keys")
+KEYS_OF_TARGET = (*KEYS_OF_SOURCE, "unexpected_keys")
 TYPES = {"F16": "float16", "BF16": "bfloat16", "F32": "float32"}
 FAILURES = (ArithmeticError, AttributeError, ImportError, LookupError, OSError, RuntimeError, TypeError, ValueError)
 Logits = tuple[Array, Array | None]
@@ -80,7 +82,7 @@ class LogitsCheck:
         model = self.source.manifest["model"]
         tokens = fixed_tokens(model)
         if self.source_kind is SourceKind.HF:
-            before = hf_logits(self.source.directory, model, tokens, self.dtype)
+            before = hf_logits(self.source.directory, model, tokens, self.dtype, is_source=True)
         else:
             before = model_logits(self.source, tokens, self.dtype)
         if self.target_kind is SourceKind.HF:
@@ -155,7 +157,9 @@ def difference(theirs: Logits, ours: Logits, what: str) -> dict[str, Any]:
     }
 
 
-def hf_logits(directory: Path, model: Mapping[str, Any], tokens: Ids, dtype: str | None = None) -> Logits:
+def hf_logits(
+    directory: Path, model: Mapping[str, Any], tokens: Ids, dtype: str | None = None, *, is_source: bool = False
+) -> Logits:
     """What transformers computes in float32: as ``reference_model.model_logits``.
 
     Args:
@@ -163,6 +167,8 @@ def hf_logits(directory: Path, model: Mapping[str, Any], tokens: Ids, dtype: str
         model: the ``model`` of a manifest that it was read as.
         tokens: ``[2, T]``.
         dtype: the type that weights are rounded to before, as in safetensors.
+        is_source: the directory is the input of a conversion. It may have tensors that neither transformers nor the
+            map reads, such as the causal masks of a GPT-2, and those that ``--drop`` leaves out.
 
     Raises:
         MissingExtraError: torch or transformers is not installed.
@@ -179,8 +185,9 @@ def hf_logits(directory: Path, model: Mapping[str, Any], tokens: Ids, dtype: str
     with _silent(transformers):
         try:
             opened = getattr(transformers, _class_name(directory, model))
-            loaded, found = opened.from_pretrained(directory, output_loading_info=True, dtype=torch.float32)
-            _refuse_unlike(directory, found)
+            weight_type = {_dtype_argument(transformers.__version__): torch.float32}
+            loaded, found = opened.from_pretrained(directory, output_loading_info=True, **weight_type)
+            _refuse_unlike(directory, found, KEYS_OF_SOURCE if is_source else KEYS_OF_TARGET)
             if dtype is not None:
                 for tensor in loaded.state_dict().values():
                     tensor.copy_(tensor.to(getattr(torch, TYPES[dtype])))
@@ -217,10 +224,19 @@ def _inputs(model: Mapping[str, Any], tokens: Any) -> dict[str, Any]:
     return inputs
 
 
-def _refuse_unlike(directory: Path, found: Mapping[str, Any]) -> None:
-    for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
+def _dtype_argument(version: str) -> str:
+    """The argument of ``from_pretrained`` for the type of the weights: ``dtype`` from transformers 4.56 on."""
+    release = tuple(int(part) for part in version.split(".")[:2] if part.isdecimal())
+    return "dtype" if release >= (4, 56) else "torch_dtype"
+
+
+def _refuse_unlike(directory: Path, found: Mapping[str, Any], kinds: Sequence[str]) -> None:
+    for kind in kinds:
         if found[kind]:
-            raise CorruptError(f"{directory}: transformers reports {kind}: {sorted(map(str, found[kind]))[:5]}")
+            raise CorruptError(
+                f"{directory}: transformers reports {kind}: {sorted(map(str, found[kind]))[:5]}; --no-check-logits "
+                "converts without comparing"
+            )
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from dynmo_ckpt.config_keys import complete_config, irrelevant_keys, key_table
 from dynmo_ckpt.errors import DynmoError
 from dynmo_ckpt.faults import CorruptError, UnsupportedError
 from dynmo_ckpt.hf_models import ARCHITECTURES, hf_config, hf_model
-from dynmo_ckpt.logits import hf_difference
+from dynmo_ckpt.logits import _dtype_argument, fixed_tokens, hf_difference, hf_logits
 from dynmo_ckpt.sources import open_hf
 
 SIZES = {
@@ -212,6 +212,49 @@ def test_convert_compares_the_logits_of_both_sides(run, tmp_path):
     assert not (tmp_path / "wrong").exists()
     said = run("convert", tmp_path / "hf", tmp_path / "wrong", "--to", "native", *ignore, "--no-check-logits")
     assert "logits" not in said
+
+
+def as_torch_file(directory, more):
+    """Store the weights as ``pytorch_model.bin``, with further tensors."""
+    from safetensors.torch import load_file
+
+    torch.save(load_file(directory / "model.safetensors") | more, directory / "pytorch_model.bin")
+    (directory / "model.safetensors").unlink()
+
+
+def test_convert_of_hf_input_with_causal_masks_compares_the_logits(run, tmp_path):
+    """As the GPT-2 of 2019; the map leaves the masks out."""
+    save(tmp_path / "hf", "gpt2")
+    masks = {"attn.bias": torch.ones(1, 1, 64, 64), "attn.masked_bias": torch.tensor(-1e4)}
+    as_torch_file(tmp_path / "hf", {f"transformer.h.0.{name}": mask for name, mask in masks.items()})
+    said = run("convert", tmp_path / "hf", tmp_path / "native", "--to", "native")
+    assert "logits of input and output differ by" in said
+
+
+def test_convert_of_hf_input_with_dropped_tensors_compares_the_logits(run, tmp_path):
+    save(tmp_path / "hf", "gpt2")
+    as_torch_file(tmp_path / "hf", {"score.weight": torch.ones(2, 16)})
+    assert "score.weight" in run("convert", tmp_path / "hf", tmp_path / "native", "--to", "native", code=5)
+    said = run("convert", tmp_path / "hf", tmp_path / "native", "--to", "native", "--drop", "*score.weight")
+    assert "logits of input and output differ by" in said
+
+
+def test_hf_logits_of_an_output_with_unexpected_tensors_refuses_it(tmp_path):
+    save(tmp_path / "hf", "gpt2")
+    as_torch_file(tmp_path / "hf", {"score.weight": torch.ones(2, 16)})
+    model = hf_model(json.loads((tmp_path / "hf" / "config.json").read_text()), 8)
+    tokens = fixed_tokens(model)
+    assert hf_logits(tmp_path / "hf", model, tokens, is_source=True)
+    with pytest.raises(CorruptError, match=r"unexpected_keys: \['score.weight'\]; --no-check-logits"):
+        hf_logits(tmp_path / "hf", model, tokens)
+
+
+@pytest.mark.parametrize(
+    ("version", "name"),
+    [("4.50.3", "torch_dtype"), ("4.55.0", "torch_dtype"), ("4.56.0", "dtype"), ("5.0.0rc1", "dtype")],
+)
+def test_dtype_argument_of_a_release_is_the_one_that_it_reads(version, name):
+    assert _dtype_argument(version) == name
 
 
 def test_a_model_above_the_budget_is_not_compared(run, tmp_path, monkeypatch):

@@ -11,7 +11,7 @@ import torch
 
 from dynmo_ckpt.cli import main
 from dynmo_ckpt.legacy import LegacyOptions
-from dynmo_ckpt.options import SourceKind
+from dynmo_ckpt.options import SourceKind, TargetKind
 from dynmo_ckpt.reference_model import load_array
 from dynmo_ckpt.sources import open_any
 
@@ -22,7 +22,6 @@ legacy = runpy.run_path(str(UNIT / "legacy_build.py"))
 distributed = runpy.run_path(str(UNIT / "test_dcp.py"))
 foreign = runpy.run_path(str(UNIT / "test_foreign.py"))
 SOURCES = ("native", "hf", "hf bin", "legacy", "deepspeed", "core", "dcp of transformers", "torchtitan", "llama2c")
-TARGETS = ("native", "hf", "legacy")
 
 
 def call(*args):
@@ -92,7 +91,7 @@ def load_safetensors(path):
     return load_file(path).items()
 
 
-@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("target", [kind.value for kind in TargetKind])
 @pytest.mark.parametrize("source", SOURCES)
 def test_one_step_gives_the_tensors_of_the_input(inputs, tmp_path, source, target):
     path = inputs / source / "model.bin" if source == "llama2c" else inputs / source
@@ -119,3 +118,12 @@ def test_the_inputs_are_all_that_can_be_read():
     kinds = {"dcp": {"core", "dcp of transformers", "torchtitan"}, "hf": {"hf", "hf bin"}}
     listed = {name for kind in SourceKind if kind is not SourceKind.AUTO for name in kinds.get(kind, {kind.value})}
     assert listed == set(SOURCES)
+
+
+@pytest.mark.parametrize("source", ["hf", "dcp of transformers", "torchtitan", "llama2c", "legacy"])
+def test_convert_of_weights_alone_takes_them_where_state_is_optional(inputs, tmp_path, capsys, source):
+    path = inputs / source / "model.bin" if source == "llama2c" else inputs / source
+    more = ("--config", inputs / "hf") if source in ("dcp of transformers", "torchtitan") else ()
+    for target in ("native", "hf"):
+        call("convert", path, tmp_path / target, "--to", target, "--with-optimizer-if-present", *more)
+        assert open_any(tmp_path / target, SourceKind(target), None)[0].manifest["optimizer"] is None

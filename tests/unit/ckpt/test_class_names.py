@@ -8,7 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from dynmo_ckpt.carried import carried_config, named_classes, source_of
 from dynmo_ckpt.cli import main
+from dynmo_ckpt.hf_models import hf_config
 
 build = runpy.run_path(str(Path(__file__).with_name("build.py")))
 families = runpy.run_path(str(Path(__file__).with_name("families.py")))
@@ -18,6 +20,40 @@ SOURCE = {
     "config": {"model_type": "megatron-bert", "eos_token_id": 5},
     "generation_config": None,
 }
+
+
+def classifier(count):
+    return families["bert"](binary_head=False, tied_embeddings=False, task_head="classification", num_classes=count)
+
+
+@pytest.mark.parametrize("hidden", [16, 32])
+def test_named_classes_with_labels_of_the_imported_model_replace_them(hidden):
+    """Where the source's configuration describes the model (16), and where only its irrelevant keys are kept (32)."""
+    model = classifier(3)
+    theirs = {f"LABEL_{at}": at for at in range(3)}
+    labels = {"id2label": {str(at): name for name, at in theirs.items()}, "label2id": theirs}
+    config = {**hf_config(model, "float32", None), **labels, "hidden_size": hidden}
+    carried = carried_config(source_of(config, None), model, hf_config(model, "float32", None))
+    found = named_classes(carried, {"model": model, "x_class_names": NAMES})
+    assert found["id2label"] == {str(at): name for at, name in enumerate(NAMES)}
+    assert found["label2id"] == {name: at for at, name in enumerate(NAMES)}
+    assert "num_labels" not in found
+
+
+@pytest.mark.parametrize("names", [NAMES[:2], [*NAMES, "other"], ["a", "a", "b"], [1, 2, 3], "abc", 3, None])
+def test_named_classes_with_names_that_do_not_fit_leave_the_config(names):
+    model = classifier(3)
+    config = hf_config(model, "float32", None)
+    assert named_classes(config, {"model": model, "x_class_names": names}) == config
+
+
+def test_carried_config_of_another_head_has_none_of_its_labels():
+    model = classifier(3)
+    config = {**hf_config(classifier(2), "float32", None), "id2label": {"0": "no", "1": "yes"}}
+    config |= {"label2id": {"no": 0, "yes": 1}, "eos_token_id": 7}
+    found = carried_config(source_of(config, None), model, hf_config(model, "float32", None))
+    assert (found["num_labels"], found["eos_token_id"]) == (3, 7)
+    assert not {"id2label", "label2id"} & set(found)
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from dynmo_ckpt.faults import CorruptError, UnsafePickleError, UnsupportedError
+from dynmo_ckpt.faults import CorruptError, NoStateError, UnsafePickleError, UnsupportedError
 from dynmo_ckpt.hf_models import hf_config
 from dynmo_ckpt.legacy import LegacyOptions
 from dynmo_ckpt.options import SourceKind
@@ -192,6 +192,21 @@ def test_names_of_transformers_and_of_meta(tmp_path):
     assert same(open_any(tmp_path / "meta", AUTO, None, legacy=options)[0], words)
     with pytest.raises(Exception, match="give --config"):
         open_any(tmp_path / "meta", AUTO, None)
+
+
+def test_open_any_of_weights_alone_takes_them_where_state_is_optional(tmp_path):
+    m = families["llama"]()
+    config = hf_config(m, "float32", None)
+    state = {"tok_embeddings.weight": np.zeros((m["vocab_size"], m["hidden_size"]), np.float32)}
+    save(tmp_path / "meta", state)
+    save(tmp_path / "trained", state | {"optimizer.state.w.exp_avg": np.zeros(1, np.float32)})
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    wanted = LegacyOptions(config=tmp_path, with_optimizer=True)
+    with pytest.raises(NoStateError, match="has no optimizer state"):
+        open_any(tmp_path / "meta", AUTO, None, legacy=wanted)
+    with pytest.raises(UnsupportedError, match="known under Megatron-core's names only") as refused:
+        open_any(tmp_path / "trained", AUTO, None, legacy=wanted)
+    assert not isinstance(refused.value, NoStateError)
 
 
 def rewrite(directory, change):
