@@ -7,6 +7,7 @@ import runpy
 from pathlib import Path
 
 import pytest
+from ports import free_port
 from workers import run_workers
 
 pytestmark = pytest.mark.distributed
@@ -56,13 +57,16 @@ def write(folder, pipeline, tensor, batch, temperature, recompute):
         return [each.to_document() for each in Writer(place, wanted, world, {}).write(PROMPTS)]
 
 
-def both(folder, pipeline, tensor, batch):
-    return [write(folder, pipeline, tensor, batch, heat, heat == 0.0 and batch == 1) for heat in (0.0, 1.0)]
+def both(folder, port, pipeline, tensor, batch):
+    """Greedy and drawn text, each in a world of its own; ``port`` is the second one's, as the first may still be open."""
+    texts = [write(folder, pipeline, tensor, batch, 0.0, batch == 1)]
+    os.environ["MASTER_PORT"] = str(port)
+    return [*texts, write(folder, pipeline, tensor, batch, 1.0, False)]
 
 
 @pytest.fixture(scope="module")
 def alone(folder):
-    greedy, drawn = run_workers(both, 1, folder, 1, 1, 8, joins=False)[0]
+    greedy, drawn = run_workers(both, 1, folder, free_port(), 1, 1, 8, joins=False)[0]
     assert len(greedy) == len(drawn) / 2 == len(PROMPTS)
     assert len({each["completion"] for each in drawn}) > 5
     return greedy, drawn
@@ -74,6 +78,6 @@ def alone(folder):
     ids=["batch-1", "PP2", "TP2", "DP2", "PP2-TP2", "PP3"],
 )
 def test_every_layout_writes_the_same(folder, alone, processes, pipeline, tensor, batch):
-    for greedy, drawn in run_workers(both, processes, folder, pipeline, tensor, batch, joins=False):
+    for greedy, drawn in run_workers(both, processes, folder, free_port(), pipeline, tensor, batch, joins=False):
         assert greedy == alone[0]
         assert drawn == alone[1]
