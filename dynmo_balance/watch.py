@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -28,13 +28,19 @@ MAX_DOUBLINGS = 10
 
 
 class Watcher:
-    """The thin shell around ``decide``: polls, keeps time, writes."""
+    """The thin shell around ``decide``: polls, keeps time, writes.
 
-    def __init__(self, run: Path, options: WatchOptions) -> None:
+    Args:
+        run: run directory.
+        beat: called before each line that is read and each record that is processed. A start may read a long profile
+            and repeat many decisions; a supervisor must not take that for a planner that hangs.
+    """
+
+    def __init__(self, run: Path, options: WatchOptions, *, beat: Callable[[], None] = lambda: None) -> None:
         self._profile = run / "profile.jsonl"
         self._plans = run / "plans"
-        self._options = options
-        self._tail = ProfileTail(self._profile)
+        self._options, self._beat = options, beat
+        self._tail = ProfileTail(self._profile, beat=beat)
         self._state = RunState(window_size=options.window)
         self._base: Plan | None = None
         self._decided_at = -1
@@ -60,6 +66,7 @@ class Watcher:
         overdue = False
         headers = sum(isinstance(record, Header) for record in news.records)
         for left, record in zip(range(len(news.records) - 1, -1, -1), news.records, strict=True):
+            self._beat()
             if isinstance(record, Header):
                 headers -= 1
                 self._base, self._decided_at, self._memory, self._has_warned = None, -1, Memory(), False
@@ -230,7 +237,7 @@ def watch(
     heartbeat: Heartbeat | None = None,
 ) -> None:
     """Watch a run until it is killed, its parent is gone, or - with ``once`` - what is there has been read."""
-    watcher = Watcher(run, options)
+    watcher = Watcher(run, options, beat=heartbeat.beat) if heartbeat is not None else Watcher(run, options)
     say(f"watching {run} with balancer {options.balancer}, policy {options.policy}")
     is_child = os.getppid() == parent_pid
     while True:

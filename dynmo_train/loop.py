@@ -30,8 +30,8 @@ from .rebalance.controller import Controller, ControllerSettings, TakenPlan
 from .rebalance.growth import GrowRequests
 from .rebalance.planner import PlannerProcess
 from .saving import SavedRun
-from .starting import Beginning, begin
-from .startup import complete_line, resume_line
+from .starting import Beginning, begin, continued_checkpoint
+from .startup import complete_line, stop_line
 from .traininglog import TrainingLog
 
 
@@ -113,7 +113,7 @@ class _Run:
             engine, directory.checkpoints, aside=config.run.async_save, tell=self._saved, tell_failure=self._not_saved
         )
         self._check = FiniteCheck.of(config.training)
-        self._last_saved = start.checkpoint.directory.name if start.checkpoint is not None else None
+        self._last_saved = continued_checkpoint(start.checkpoint, directory, start.step)
         self._selection = _selection(config, start)
         self._tokenizer = TokenizerFiles.of(vars(config.data))
 
@@ -163,24 +163,25 @@ class _Run:
     def _complete(self) -> int:
         """All steps were done before this start."""
         if self.engine.world.is_first:
-            iters = self.config.training.train_iters
-            rule = f"--train-iters is {iters:,}; give a larger --train-iters"
+            samples, iters = self.config.training.train_samples, self.config.training.train_iters
+            flag, number = ("--train-iters", iters) if samples is None else ("--train-samples", samples)
+            rule = f"{flag} is {number:,}; give a larger {flag}"
             say(complete_line(self.directory.path, self.step, rule))
         return EXIT_OK
 
     def _end(self, wishes: Wishes) -> int:
-        """Wait for the last checkpoint, say where the run is and how to resume it; the exit code."""
+        """Wait for the last checkpoint, print where the run is and how to resume it; the exit code."""
         self._checkpoints.wait()
         if self._checkpoints.failure is not None:
-            raise DynmoError(
-                f"{self._checkpoints.failure}; the last checkpoint is {self._last_saved or 'none'}: make room, and"
-                f" resume with --load {self.directory.path}"
-            )
+            last, run = self._last_saved, self.directory.path
+            again = f"resume with --load {run}" if last else "start again with another --run-dir"
+            problem = f"{self._checkpoints.failure}; the last checkpoint is {last or 'none'}"
+            raise DynmoError(f"{problem}: make room, and {again}")
         is_left = self.step < self.config.training.train_iters
         if self.engine.world.is_first:
             say(f"run directory: {self.directory.path}")
             if wishes.code and is_left:
-                say(resume_line(self.directory.path, self.step, self.config.run.load))
+                say(stop_line(self.directory.path, self.step, self.config.run.load, self._last_saved))
         if self._check.is_refused and not is_left:
             return self._end_not_finite()
         return EXIT_RELAUNCH if wishes.relaunch and is_left else wishes.code

@@ -80,10 +80,11 @@ class HostCopies:
     def of(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         """A copy of a tensor, valid until another is asked for under this name."""
         held = self._held.get(name)
-        if held is None or held.shape != tensor.shape or held.dtype != tensor.dtype:
-            held = torch.empty(tensor.shape, dtype=tensor.dtype)
-        self._held[name] = held.copy_(tensor.detach())
-        return held
+        if held is None or not _has_room(held, tensor):
+            held = self._held[name] = torch.empty(tensor.shape, dtype=tensor.dtype)
+        # A word table is prepared with the rows of its padding, and stored without.
+        part = held[: tensor.shape[0]] if held.shape != tensor.shape else held
+        return part.copy_(tensor.detach())
 
     def prepare(self, sizes: Mapping[str, tuple[torch.Size, torch.dtype]]) -> None:
         """Touch the memory of copies to come, by name."""
@@ -93,6 +94,13 @@ class HostCopies:
     def keep_only(self, names: Collection[str]) -> None:
         """Give up the memory of what is no longer asked for, as after a layer has moved away."""
         self._held = {name: tensor for name, tensor in self._held.items() if name in names}
+
+
+def _has_room(held: torch.Tensor, tensor: torch.Tensor) -> bool:
+    """Whether ``held`` has the type and the shape of ``tensor``, or more rows."""
+    if held.dtype != tensor.dtype or held.dim() != tensor.dim():
+        return False
+    return held.shape == tensor.shape or (held.shape[0] > tensor.shape[0] and held.shape[1:] == tensor.shape[1:])
 
 
 class PendingSave:

@@ -230,21 +230,33 @@ def _engine(
     if world.is_first:
         for line in scheduler_differences(settings.rate, checkpoint.manifest):
             say(f"warning: {line}")
-    engine.restore(reader, checkpoint.manifest["step"], **progress_of(checkpoint, config))
+    engine.restore(reader, checkpoint.manifest["step"], **progress_of(checkpoint))
     return engine
 
 
-def progress_of(checkpoint: Checkpoint, config: Config) -> dict[str, Any]:
+def progress_of(checkpoint: Checkpoint) -> dict[str, Any]:
     """What a checkpoint says of schedules and techniques, as :meth:`Engine.restore` takes it.
 
-    Before ``advanced_samples`` the schedule of the learning rate counted, as ``advanced``, what the options count. An
-    import has neither, but the count of the scheduler that it came with.
+    Before ``advanced_samples`` the schedule of the learning rate counted, as ``advanced``, steps or samples: samples
+    where it is more than the steps done. The batch of those steps is the checkpoint's; that of this start may differ.
+    An import has neither, but the count of the scheduler that it came with.
     """
     progress = dict(checkpoint.manifest.get("x_progress", {}))
-    unit = 1 if config.counts_samples else config.training.global_batch_size
     old = progress.pop("advanced", None)
-    counted = samples_done(checkpoint.manifest) if old is None else old * unit
+    if old is None:
+        counted = samples_done(checkpoint.manifest)
+    else:
+        step, consumed = checkpoint.manifest["step"], checkpoint.manifest["consumed_train_samples"]
+        counted = old if not step or old > step else old * consumed // step
     return {"advanced_samples": counted, **progress}
+
+
+def continued_checkpoint(checkpoint: Checkpoint | None, directory: RunDirectory, step: int) -> str | None:
+    """Name of the run's own checkpoint that it was resumed from; None where it starts from another's, or from none."""
+    if checkpoint is None or not step:
+        return None
+    is_own = checkpoint.directory.resolve().is_relative_to(directory.path.resolve())
+    return checkpoint.directory.name if is_own else None
 
 
 def _probe(config: Config, world: World, family: ModelFamily) -> Probe | None:

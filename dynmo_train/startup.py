@@ -73,10 +73,26 @@ def complete_line(run: Path, step: int, rule: str) -> str:
     return f"the run in {run} is complete: {step:,} steps are done, {rule} to continue it"
 
 
-def resume_line(run: Path, step: int, load: str | None) -> str:
-    """How a run that was ended before its last step is resumed."""
-    again = "run the same command again" if load == str(run) else f"run the same command with --load {run}"
-    return f"stopped after iteration {step:,}, saved; to resume, {again}"
+def stop_line(run: Path, step: int, load: str | None, last_saved: str | None) -> str:
+    """What a run that was ended before its last step has saved, and how to resume it.
+
+    Args:
+        run: run directory.
+        step: last step.
+        load: ``--load`` of this start.
+        last_saved: name of the run's last checkpoint. One of an earlier step: that of ``step`` was refused, as the
+            model is not finite.
+    """
+    is_saved = last_saved == f"step-{step:08d}"
+    again = "run the same command again"
+    if load != str(run):
+        again = f"run the same command with --load {run if is_saved else run / 'checkpoints' / (last_saved or '')}"
+    if is_saved:
+        return f"stopped after iteration {step:,}, saved; to resume, {again}"
+    stopped = f"stopped after iteration {step:,}, not saved (not finite)"
+    if last_saved is None:
+        return f"{stopped}; no checkpoint was saved"
+    return f"{stopped}; the last checkpoint is {last_saved}; to resume from it, {again}"
 
 
 def startup_lines(config: Config, counts: Mapping[tuple[int, int], int]) -> Sequence[str]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -87,10 +88,15 @@ def _identity(status: os.stat_result) -> tuple[int, int]:
 
 
 class ProfileTail:
-    """Reads a profile bit by bit. A poll without news costs one ``stat()``."""
+    """Reads a profile bit by bit. A poll without news costs one ``stat()``.
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
+    Args:
+        path: of the profile.
+        beat: called before each line, as a poll of a long profile takes seconds.
+    """
+
+    def __init__(self, path: Path, *, beat: Callable[[], None] = lambda: None) -> None:
+        self._path, self._beat = path, beat
         self._parser = LineParser()
         self._file: _Open | None = None
         self._undecided = False
@@ -132,6 +138,7 @@ class ProfileTail:
             self._begin()
         lines, rest = file.read()
         for line in lines:
+            self._beat()
             if line.strip():
                 if self._undecided:
                     self._place(line, news)

@@ -58,7 +58,9 @@ def _needed_files(manifest: Mapping[str, Any], *, weights_only: bool) -> dict[st
 def list_checkpoints(path: Path) -> list[Path]:
     """What ``path`` may mean, best first: a run directory, its ``checkpoints``, or one step's directory.
 
-    First is what ``LATEST`` names, then the steps from the newest to the oldest; one step's directory means itself.
+    First is what ``LATEST`` names, then the steps before it from the newest to the oldest: they are of the same course
+    of training. Steps after it are of one that was abandoned, as when a run was resumed from an earlier checkpoint;
+    they come last. Without ``LATEST`` all come from the newest to the oldest; one step's directory means itself.
 
     Raises:
         CheckpointError: there is no checkpoint.
@@ -73,8 +75,8 @@ def list_checkpoints(path: Path) -> list[Path]:
             f"{path}: no checkpoint here; give a run directory, its checkpoints directory or a step-NNNNNNNN directory"
         )
     named = read_latest(folder)
-    first = [named] if named in steps else []
-    return [folder / name for name in first + [name for name in steps if name not in first]]
+    later = steps[: steps.index(named)] if named in steps else []
+    return [folder / name for name in steps[len(later) :] + later]
 
 
 def find_checkpoint(path: Path, *, weights_only: bool = False) -> Path:

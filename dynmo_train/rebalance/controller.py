@@ -160,6 +160,7 @@ class Controller:
             problems = self._problems_of(plan, self.in_force, self.engine.partition.stages)
             if problems:
                 self._result(plan_id, step, "refused", 0, 0, "; ".join(map(str, problems)))
+                self._answered.add(plan_id)
             else:
                 chosen = plan
         self._seen = max([self._seen, *listed])

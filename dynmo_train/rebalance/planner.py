@@ -21,6 +21,8 @@ RESTARTS = 3
 HEARTBEAT_S = 1.0
 # An interpreter and its imports on a busy machine: before the first heartbeat a planner has this much longer.
 STARTUP_S = 60.0
+# A busy machine delays heartbeats: no timeout below this many of them kills a planner.
+PATIENCE_HEARTBEATS = 10
 _CHUNK_BYTES = 65536
 
 
@@ -30,7 +32,7 @@ class PlannerProcess:
     Args:
         run_dir: the run.
         arguments: of ``dynmo-plan watch``, after the run directory.
-        timeout_s: without a heartbeat for this long it is replaced.
+        timeout_s: without a heartbeat for this long it is replaced; 10 heartbeats at least.
         restarts: how often it is started again after it ended or hung.
         now: the clock, in seconds.
     """
@@ -110,7 +112,8 @@ class PlannerProcess:
 
     @property
     def _patience_s(self) -> float:
-        return self._timeout_s if self.has_beaten else self._timeout_s + STARTUP_S
+        patience_s = max(self._timeout_s, PATIENCE_HEARTBEATS * HEARTBEAT_S)
+        return patience_s if self.has_beaten else patience_s + STARTUP_S
 
     def _read_heartbeats(self, process: subprocess.Popen[bytes]) -> None:
         """Empty the pipe; lines of any age count as of now, so that a trainer in a long step suspects nobody."""

@@ -39,8 +39,8 @@ from ..pipeline.schedule import Batch
 from ..recording import Recorder
 from ..rundir import RunDirectory, begin_run
 from ..saving import RECORDS, SavedRun, check_same_model, state_reader
-from ..starting import progress_of
-from ..startup import complete_line, resume_line
+from ..starting import continued_checkpoint, progress_of
+from ..startup import complete_line, stop_line
 from ..traininglog import TrainingLog
 from .classify import accuracy, data_paths
 
@@ -116,6 +116,7 @@ class _Start:
     directory: RunDirectory
     step: int
     source: Mapping[str, Any] | None
+    last_saved: str | None
 
 
 class _Finetuning:
@@ -144,10 +145,9 @@ class _Finetuning:
         self.train_data, self.valid_data = agreed(world, read)
         self.files = files
         self.check = FiniteCheck.of(config.training)
-        self.last_saved: str | None = None
         start = self._begin(told)
         self.engine, self.directory, self.step = start.engine, start.directory, start.step
-        self.source = start.source
+        self.source, self.last_saved = start.source, start.last_saved
         self.recorder = Recorder(start.directory, world)
         self.log = TrainingLog(config, world, flops_counter(config, self.engine.family))
         self.checkpoints = Checkpointing(
@@ -194,10 +194,12 @@ class _Finetuning:
             ),
         )
         place = broadcast_document(world, [str(begun.path), begun.run_id, begun.segment] if begun else None)
+        directory = RunDirectory(path=Path(place[0]), run_id=place[1], segment=place[2])
         return _Start(
             engine=engine,
-            directory=RunDirectory(path=Path(place[0]), run_id=place[1], segment=place[2]),
+            directory=directory,
             step=step,
+            last_saved=continued_checkpoint(going_on, directory, step),
             source=next((each.manifest.get("source") for each in (going_on, first) if each is not None), None),
         )
 
@@ -213,7 +215,7 @@ class _Finetuning:
                 )
             moments = not self.config.run.no_load_optim
             reader = state_reader(going_on, engine.held, self.world, moments=moments)
-            engine.restore(reader, step, **progress_of(going_on, self.config))
+            engine.restore(reader, step, **progress_of(going_on))
             return step
         if first is not None:
             engine.restore(pretrained_state(engine, first, self.world), 0)
@@ -242,7 +244,7 @@ class _Finetuning:
         if self.world.is_first:
             say(f"run directory: {self.directory.path}")
             if wishes.code and self.step < last:
-                say(resume_line(self.directory.path, self.step, config.run.load))
+                say(stop_line(self.directory.path, self.step, config.run.load, self.last_saved))
             if self._is_not_finite(last):
                 say(f"dynmo-train: error: {end_message(self.step, self.check, self.last_saved)}")
         if self._is_not_finite(last):

@@ -45,6 +45,17 @@ def test_ctrl_c_saves_and_the_told_command_resumes(tmp_path):
     assert "training from iteration" not in last
 
 
+def test_ctrl_c_after_a_step_that_is_not_finite_names_the_last_checkpoint(tmp_path):
+    data, run = write_data(tmp_path / "data"), tmp_path / "run"
+    broken = {"train_iters": "9", "lr": "1e30", "clip_grad": "0", "eval_iters": "0", "save_interval": "1"}
+    told = run_workers(interrupted_command, 1, arguments(data, run, **broken), 3, joins=False)
+    assert told[0][0] == 130, str(told)
+    assert (
+        "stopped after iteration 3, not saved (not finite); the last checkpoint is step-00000001; to resume from it,"
+        f" run the same command with --load {run / 'checkpoints' / 'step-00000001'}"
+    ) in told[0][1]
+
+
 def test_resume_with_another_batch_size_carries_the_samples(tmp_path):
     data, run = write_data(tmp_path / "data"), tmp_path / "run"
     long = SHORT | {"train_iters": None, "lr_decay_iters": None, "train_samples": "96"}
@@ -55,4 +66,4 @@ def test_resume_with_another_batch_size_carries_the_samples(tmp_path):
     assert [line["consumed_train_samples"] for line in steps] == [16, 32, 48, 64, 72, 80, 88, 96]
     assert [line["step"] for line in steps] == [1, 2, 3, 4, 5, 6, 7, 8]
     told = train(data, run, 1, "--load", str(run), global_batch_size="8", **long)
-    assert "is complete: 8 steps are done" in told
+    assert "is complete: 8 steps are done, --train-samples is 96; give a larger --train-samples to continue it" in told

@@ -104,9 +104,9 @@ def test_a_scenario_sees_nothing_of_the_one_before():
     ("kind", "message"), [("raises", "by intent"), ("dies", "worker 1 of 2 died"), ("hangs", "did not answer")]
 )
 def test_a_failed_scenario_costs_its_pool_alone(monkeypatch, kind, message):
-    if kind == "hangs":
-        monkeypatch.setattr(workers, "TIMEOUT_S", 3)
     before, alone = run_workers(processes, SIZE), run_workers(processes, 1)
+    if kind == "hangs":  # of the scenario below alone: on a loaded machine the others may take longer
+        monkeypatch.setattr(workers, "TIMEOUT_S", 3)
     with pytest.raises(AssertionError, match=message):
         run_workers(fault, SIZE, kind)
     monkeypatch.undo()

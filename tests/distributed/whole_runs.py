@@ -105,7 +105,8 @@ def train(data: Path, run: Path, workers: int, *extra: str, **options: str | Non
 
 
 def lines(path: Path) -> list[dict]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
+    """The documents of a file, without a last line that its writer has not completed yet."""
+    return [json.loads(line) for line in path.read_bytes().split(b"\n")[:-1]]
 
 
 def figures(run: Path) -> dict[int, tuple]:

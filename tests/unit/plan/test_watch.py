@@ -15,7 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from dynmo_balance.decision import WatchOptions
+from dynmo_balance import watch as watch_module
+from dynmo_balance.decision import WatchOptions, decide
 from dynmo_balance.formats._document import append_line
 from dynmo_balance.formats.plan import plan_numbers, plan_path, read_plan
 from dynmo_balance.watch import Watcher, watch
@@ -556,6 +557,19 @@ def test_poll_of_several_records_publishes_what_was_due_within_them(run, policy)
     assert (newest(run).plan_id, newest(run).read_to_step) == (1, 30)
     Watcher(run, WatchOptions(policy=policy)).poll()
     assert plan_numbers(run / "plans") == [0, 1]
+
+
+def test_watcher_beats_at_every_line_and_past_decision_of_a_first_poll(run, monkeypatch):
+    tell(run, *(step(n, back=2) for n in range(1, 30)))
+    happened = []
+    monkeypatch.setattr(watch_module, "decide", lambda *rest: happened.append("decision") or decide(*rest))
+    watcher = Watcher(run, WatchOptions(policy="regret", every=2, window=6), beat=lambda: happened.append("beat"))
+    watcher.poll()
+    lines = 1 + 29  # the header and the steps: each is read, then processed
+    assert happened[:lines] == ["beat"] * lines
+    assert happened.count("beat") >= 2 * lines
+    assert happened.count("decision") > 5
+    assert ("decision", "decision") not in itertools.pairwise(happened)
 
 
 def test_every_number_of_a_written_plan_can_be_verified(run):

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from dynmo_train.checkpoint import CheckpointError, damage_of
+from dynmo_train.checkpoint import CheckpointError, damage_of, list_checkpoints
 from dynmo_train.config import config_of
 from dynmo_train.formats._document import envelope
 from dynmo_train.formats.run import write_run
@@ -90,6 +90,21 @@ def test_weights_of_a_checkpoint_with_damaged_optimizer_state_are_loaded(run, op
     assert sound_checkpoint(ALONE, "x", [str(newest)], weights_only=True) == (newest, ())
     flip(shard(newest))
     assert checkpoint_to_load(config(run, **{option: True}), ALONE).directory.name == "step-00000002"
+
+
+def test_damaged_latest_below_an_abandoned_branch_falls_back_to_a_step_before_it(run):
+    folder = run / "checkpoints"
+    trainer["save"](folder, 40)
+    (folder / "LATEST").write_text("step-00000003\n")  # resumed from step 2, after steps up to 40
+    names = [path.name for path in list_checkpoints(run)]
+    assert names == ["step-00000003", "step-00000002", "step-00000001", "step-00000040"]
+    DAMAGE["missing shard"](folder / "step-00000003")
+    assert checkpoint_to_load(config(run), ALONE).directory.name == "step-00000002"
+    for step in (1, 2):
+        DAMAGE["missing shard"](folder / f"step-0000000{step}")
+    assert checkpoint_to_load(config(run), ALONE).directory.name == "step-00000040"
+    (folder / "LATEST").unlink()
+    assert [path.name for path in list_checkpoints(run)] == ["step-00000040", *names[:-1]]
 
 
 @pytest.mark.parametrize("damage", DAMAGE)

@@ -12,12 +12,12 @@ from types import SimpleNamespace
 
 import pytest
 
-from dynmo_train.formats._document import complete_lines, parse_json
+from dynmo_train.formats._document import Problem, complete_lines, parse_json
 from dynmo_train.formats.plan import initial_plan, read_plan, write_plan
 from dynmo_train.formats.profile import append_record
 from dynmo_train.rebalance import controller as module
 from dynmo_train.rebalance.controller import Controller, ControllerSettings
-from dynmo_train.rebalance.planner import STARTUP_S, PlannerProcess
+from dynmo_train.rebalance.planner import HEARTBEAT_S, PATIENCE_HEARTBEATS, STARTUP_S, PlannerProcess
 
 CONTRACTS = Path(__file__).parents[2] / "contracts" / "fixtures"
 
@@ -41,7 +41,7 @@ def put(run, number, **changes):
     write_plan(run / "plans", {**document, "base_plan_id": 0, "action": "keep", "balancer": "manual", **changes})
 
 
-def controller_of(run):
+def controller_of(run, problems_of=lambda *_: []):
     partition = SimpleNamespace(stages=(("a",), ("b",)))
     engine = SimpleNamespace(world=SimpleNamespace(is_first=True, worker_ids=(0, 1)), partition=partition)
     return Controller(
@@ -49,7 +49,7 @@ def controller_of(run):
         ControllerSettings(interval=1, lockstep=False, timeout_s=1.0),
         plans=run / "plans",
         append=lambda record: append_record(run / "profile.jsonl", record),
-        problems_of=lambda *_: [],
+        problems_of=problems_of,
         in_force=0,
         tell=lambda *_, **__: None,
         settle=lambda: None,
@@ -88,6 +88,15 @@ def test_broken_plan_beside_a_later_one_is_refused_once(run):
     assert results(run) == [(2, 1, "refused"), (1, 3, "kept")]
 
 
+def test_refused_plan_above_a_later_one_is_refused_once(run):
+    put(run, 1, apply_at_step=3)
+    put(run, 2)
+    controller = controller_of(run, lambda plan, *_: [Problem("", "stale", "the plan is stale")] * (plan.plan_id == 2))
+    for step in (1, 2, 3):
+        controller.boundary(step)
+    assert results(run) == [(2, 1, "refused"), (1, 3, "kept")]
+
+
 class Clock:
     def __init__(self):
         self.now = 0.0
@@ -106,10 +115,10 @@ def wait_for_heartbeat(planner):
 
 
 @pytest.fixture
-def planner(run):
+def planner(run, request):
     shutil.copy(CONTRACTS / "profile/valid/header-only.jsonl", run / "profile.jsonl")
     clock = Clock()
-    planner = PlannerProcess(run, ["--poll-ms", "5"], timeout_s=30.0, now=clock)
+    planner = PlannerProcess(run, ["--poll-ms", "5"], timeout_s=getattr(request, "param", 30.0), now=clock)
     assert planner.start() is None
     yield planner, clock
     planner.stop()
@@ -139,6 +148,18 @@ def test_planner_is_not_suspected_after_a_long_step_or_at_start(planner):
     assert select.select([process.heartbeats], [], [], 60)[0]  # one more lies in the pipe
     clock.now += 3600
     assert process.check() is None
+
+
+@pytest.mark.parametrize("planner", [0.5], indirect=True)
+def test_planner_with_a_timeout_below_its_heartbeats_is_not_killed(planner):
+    process, clock = planner
+    wait_for_heartbeat(process)
+    os.kill(process.pid, signal.SIGSTOP)
+    process.check()  # what it wrote before it was stopped
+    clock.now += PATIENCE_HEARTBEATS * HEARTBEAT_S
+    assert process.check() is None
+    clock.now += 1
+    assert "gave no heartbeat for 11 s and was killed" in process.check()
 
 
 def test_stop_ends_a_stopped_planner(planner):
