@@ -103,19 +103,23 @@ class Summary:
         }
 
 
+PART_FOLDERS = ("parts", "done")
+
+
 @contextlib.contextmanager
-def locked(work: Path, *, shared: bool = False) -> Iterator[Callable[[], None]]:
+def locked(work: Path, *, shared: bool = False) -> Iterator[Callable[[int], object]]:
     """Hold the work folder alone; ``UsageError`` where another run holds it.
 
-    With ``shared``, wait for it, and share it with other parts of the same run once the function given is called.
+    With ``shared``, wait for it and share it with other parts of the same run. The function given converts the lock to
+    ``fcntl.LOCK_EX`` or ``LOCK_SH``, and waits where it must; between the two locks others may hold the folder.
     """
     descriptor = os.open(work / "lock", os.O_RDWR | os.O_CREAT, 0o644)
     try:
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX if shared else fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(descriptor, fcntl.LOCK_SH if shared else fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             raise UsageError(f"{work}: another run works here; wait for it, or choose another --work-dir") from error
-        yield lambda: fcntl.flock(descriptor, fcntl.LOCK_SH)
+        yield lambda operation: fcntl.flock(descriptor, operation)
     finally:
         os.close(descriptor)
 
@@ -289,6 +293,17 @@ def prepare(job: Job, phases_of: Callable[[Plan], Sequence[Phase]], execution: E
         return phases_of(open_work(job, execution))
 
 
+def _plan_of_other_parts(job: Job) -> Plan | None:
+    """The plan that an earlier part of the same job has stored; None where this part is the first."""
+    if not all((job.work / name).exists() for name in ("plan.json", *PART_FOLDERS)):
+        return None
+    stored = load_plan(job.work)
+    if stored.digest != make_plan(job).digest:
+        return None
+    _refuse_changed_outputs(job)
+    return stored
+
+
 def run_part(job: Job, phases_of: Callable[[Plan], Sequence[Phase]], execution: Execution, part: Part) -> str:
     """Run one part of one phase beside other parts; a line that tells what was done.
 
@@ -298,11 +313,14 @@ def run_part(job: Job, phases_of: Callable[[Plan], Sequence[Phase]], execution: 
     if not 0 <= part.index < part.count:
         raise UsageError(f"--task-index is {part.index}; it must be between 0 and --task-count - 1 = {part.count - 1}")
     enter_work(job)
-    with locked(job.work, shared=True) as share:
-        plan = open_work(job, execution)
-        for name in ("parts", "done"):
-            (job.work / name).mkdir(exist_ok=True)
-        share()
+    with locked(job.work, shared=True) as convert:
+        plan = _plan_of_other_parts(job)
+        if plan is None:
+            convert(fcntl.LOCK_EX)
+            plan = open_work(job, execution)
+            for name in PART_FOLDERS:
+                (job.work / name).mkdir(exist_ok=True)
+            convert(fcntl.LOCK_SH)
         phases = phases_of(plan)
         known = _known_markers(job, plan, phases)
         waiting = [phase for phase in phases if len(known[phase.name]) < phase.tasks]

@@ -58,7 +58,7 @@ def write(folder, pipeline, tensor, batch, temperature, recompute):
 
 
 def both(folder, port, pipeline, tensor, batch):
-    """Greedy and drawn text, each in a world of its own; ``port`` is the second one's, as the first may still be open."""
+    """Greedy and drawn text, each in a world of its own; ``port`` is the second one's: the first may still be open."""
     texts = [write(folder, pipeline, tensor, batch, 0.0, batch == 1)]
     os.environ["MASTER_PORT"] = str(port)
     return [*texts, write(folder, pipeline, tensor, batch, 1.0, False)]

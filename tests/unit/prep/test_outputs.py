@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import email
+import fcntl
 import json
 import os
 import re
@@ -221,6 +222,18 @@ def test_corrected_run_after_a_failed_part_needs_no_overwrite(prep, tmp_path):
     code, err = prep("merge", "in.jsonl", "-o", "out")
     assert code == 0, err
     assert not (tmp_path / "out.work" / "failed.txt").exists()
+
+
+@pytest.mark.timeout(120)
+def test_part_of_a_phase_runs_while_another_part_runs(prep, tmp_path):
+    words = ("merge", "in.jsonl", "-o", "out", "--phase", "map", "--task-bytes", 100, "--task-count", 2, "--task-index")
+    assert prep(*words, 0)[0] == 0
+    with open(tmp_path / "out.work" / "lock") as running:
+        fcntl.flock(running, fcntl.LOCK_SH)  # as a part of the array holds it
+        code, err = prep(*words, 1)
+    assert code == 0, err
+    assert prep("merge", "in.jsonl", "-o", "out", "--task-bytes", 100)[0] == 0
+    assert (tmp_path / "out").read_bytes() == (tmp_path / "in.jsonl").read_bytes()
 
 
 def test_part_with_overwrite_is_refused(prep):
