@@ -364,7 +364,7 @@ class BalanceConfig:
     )
     planner: Planner = option("Start dynmo-plan watch (internal), or leave it to somebody else.", default="internal")
     planner_timeout_s: float = option(
-        "Seconds to wait for an answer of the planner in lockstep, and for its heartbeat before it is replaced.",
+        "Seconds to wait for the planner's answer in lockstep, and for its heartbeat (at least 10).",
         default=30.0,
         above=0,
     )
