@@ -182,7 +182,8 @@ class _Run:
             say(f"run directory: {self.directory.path}")
             if wishes.code and is_left:
                 say(stop_line(self.directory.path, self.step, self.config.run.load, self._last_saved))
-        if self._check.is_refused and not is_left:
+        # A run that ends by itself; one that a signal ended has that signal's code.
+        if self._check.is_refused and not (is_left and (wishes.code or wishes.relaunch)):
             return self._end_not_finite()
         return EXIT_RELAUNCH if wishes.relaunch and is_left else wishes.code
 
@@ -210,7 +211,7 @@ class _Run:
 
     def _train_step(self) -> None:
         self.step += 1
-        batch = self.samples.training(self.consumed, self.step)
+        batch = self._batch = self.samples.training(self.consumed, self.step)
         size = self.samples.sizes.at(self.consumed)
         sampled = self.engine.is_warm and self.step % self.config.balance.profile_interval == 0
         result = self.engine.train_step(batch, sampled=sampled, advance=size)
@@ -286,7 +287,7 @@ class _Run:
 
     def _save(self) -> None:
         config = self.config
-        if (problem := self._check.refusal(self.engine, self.step)) is not None:
+        if (problem := self._check.refusal(self.engine, self.step, self._batch)) is not None:
             self.recorder.event("not_saved", problem, step=self.step)
             self._log.line(f" {problem}")
             return

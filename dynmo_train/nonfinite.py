@@ -2,7 +2,8 @@
 
 An update is left out where the loss or the global gradient norm is not finite, so the weights stay those of the last
 update. That update may have been the one that broke the model: only a step that is finite again shows that it was not.
-Until then no checkpoint is saved.
+Until then no checkpoint is saved. A checkpoint that is due right after an update is saved only where weights and
+moments are finite, and where weights of unusual size still give a finite loss of the batch of that update.
 
 With a dynamic loss scale an overflow of the scaled gradients is how the scale is found, 32 times in a row or more from
 the initial 2^32 on. While the loss is finite and the scale can still fall, such a step is neither reported nor counted.
@@ -16,6 +17,7 @@ from typing import Any
 
 from .config import TrainingConfig
 from .engine import Engine, StepResult
+from .pipeline.schedule import Batch
 
 # Of a batch, so that a line of events.jsonl stays below a megabyte.
 PLACES_LIMIT = 4096
@@ -58,15 +60,21 @@ class FiniteCheck:
         """Whether the run is to end."""
         return self.limit is not None and self.skipped >= self.limit
 
-    def refusal(self, engine: Engine, step: int) -> str | None:
-        """Why no checkpoint may be saved after ``step``; None where it may. Every process calls this."""
+    def refusal(self, engine: Engine, step: int, batch: Batch) -> str | None:
+        """Why no checkpoint may be saved after ``step``; None where it may. Every process calls this.
+
+        Args:
+            batch: of the step.
+        """
         why = None
         if self.limit is not None:
             if self.skipped:
                 what = "the last step was" if self.skipped == 1 else f"the last {self.skipped} steps were"
                 why = f"no checkpoint of step {step}: {what} not finite"
-            elif not engine.is_finite():
-                why = f"no checkpoint of step {step}: weights are not finite"
+            elif not engine.has_finite_state():
+                why = f"no checkpoint of step {step}: weights or moments are not finite"
+            elif not engine.has_finite_loss(batch):
+                why = f"no checkpoint of step {step}: the loss is not finite after its update"
         self.is_refused = why is not None
         return why
 
@@ -97,7 +105,7 @@ def batch_detail(consumed: int, size: int, places: list[list[dict[str, Any]]]) -
 
 def end_message(step: int, check: FiniteCheck, last_good: str | None) -> str:
     """Why a run has ended, and what to do."""
-    why = "the weights were"
+    why = "the model was"
     if check.skipped:
         why = "the step was" if check.skipped == 1 else f"{check.skipped} steps in a row were"
     resume = f"the last good checkpoint is {last_good}" if last_good else "no checkpoint was saved"

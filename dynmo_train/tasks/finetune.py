@@ -278,7 +278,7 @@ class _Finetuning:
         """One optimizer step and its records."""
         begin = self.step * self.batch
         self.step += 1
-        batch = Batch(
+        batch = self._batch = Batch(
             inputs=data.tensors(order.at(begin, self.step * self.batch)),
             first_microbatch=begin // self.config.training.micro_batch_size,
             step=self.step,
@@ -314,7 +314,7 @@ class _Finetuning:
         self.recorder.metrics(step=self.step, epoch=epoch, validation=found.document())
 
     def _save(self) -> None:
-        if (problem := self.check.refusal(self.engine, self.step)) is not None:
+        if (problem := self.check.refusal(self.engine, self.step, self._batch)) is not None:
             self.recorder.event("not_saved", problem, step=self.step)
             self.log.line(f" {problem}")
             return

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+import math
 
 import numpy as np
 import pytest
+from scenario import Scenario, batch_of, engine_of
 from whole_runs import arguments, lines, run_command, write_data
 from workers import run_workers
+
+from dynmo_train.parallel.world import World
 
 pytestmark = pytest.mark.distributed
 
@@ -25,8 +29,9 @@ def test_a_run_of_nans_ends_with_its_own_code_and_saves_nothing_broken(tmp_path)
     outcomes = break_at_once(data, run, 2, max_skipped_iterations="4")
     assert [code for code, _ in outcomes] == [3, 3]
     assert "training ended after step 5: 4 steps in a row were not finite" in outcomes[0][1]
-    assert "the last good checkpoint is step-00000001" in outcomes[0][1]
-    assert [path.name for path in (run / "checkpoints").glob("step-*")] == ["step-00000001"]
+    # The first update leaves finite weights of 1e30: no forward with them is finite, so they are no good checkpoint.
+    assert "no checkpoint was saved" in outcomes[0][1]
+    assert not list((run / "checkpoints").glob("*"))
     events = [event for event in lines(run / "events.jsonl") if event["kind"] == "not_finite"]
     assert [event["step"] for event in events] == [2, 3, 4, 5]
     assert events[0]["samples"] == [4, 8]
@@ -43,11 +48,42 @@ def test_a_run_that_ends_not_finite_is_no_success_unless_unchecked(tmp_path):
     [(code, talk)] = break_at_once(data, tmp_path / "checked", 1, train_iters="4")
     assert code == 3
     assert "training ended after step 4" in talk
-    assert [path.name for path in (tmp_path / "checked" / "checkpoints").glob("step-*")] == ["step-00000001"]
+    assert not list((tmp_path / "checked" / "checkpoints").glob("*"))
     unchecked = tmp_path / "unchecked"
     [(code, _)] = break_at_once(data, unchecked, 1, "--no-check-for-nan-in-loss-and-grad", train_iters="4")
     assert code == 0
     assert not [event for event in lines(unchecked / "events.jsonl") if event["kind"] == "not_finite"]
+
+
+def test_an_update_that_breaks_the_model_leaves_the_last_good_checkpoint_the_newest(tmp_path):
+    data, run = write_data(tmp_path / "x"), tmp_path / "run"
+    [(code, _)] = break_at_once(data, run, 1, lr="1e-3", train_iters="2")
+    assert code == 0
+    for rate, problem in (("1e30", "the loss is not finite after its update"), ("1e39", "weights or moments are not")):
+        told = ("--load", str(run), "--exit-interval", "3")
+        [(code, talk)] = break_at_once(data, run, 1, *told, lr=rate, train_iters="4")
+        assert code == 3, talk
+        assert "the model was not finite; the last good checkpoint is step-00000002" in talk
+        assert (run / "checkpoints" / "LATEST").read_text().strip() == "step-00000002"
+        assert sorted(each.name for each in (run / "checkpoints").glob("step-*")) == ["step-00000001", "step-00000002"]
+        [event] = [
+            one for one in lines(run / "events.jsonl") if one["kind"] == "not_saved" and problem in one["message"]
+        ]
+        assert event["step"] == 3
+
+
+def test_processes_agree_on_a_moment_that_is_not_finite():
+    assert run_workers(break_moment, 2) == [(True, False)] * 2
+
+
+def break_moment(world: World) -> tuple[bool, bool]:
+    engine = engine_of(Scenario(), world)
+    engine.train_step(batch_of(1), sampled=False)
+    before = engine.has_finite_state()
+    if world.rank == 1:
+        item, _, parameter = next(iter(engine.held.parameters()))
+        engine.held.moments(item, parameter)["exp_avg_sq"].view(-1)[0] = math.inf
+    return before, engine.has_finite_state()
 
 
 def test_the_search_for_the_loss_scale_ends_no_run(tmp_path):

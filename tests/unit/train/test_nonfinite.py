@@ -58,19 +58,23 @@ def test_loss_scale_can_fall_while_it_is_above_its_minimum(window, scale, expect
 
 
 class _Engine:
-    def __init__(self, *, finite):
-        self.is_finite = lambda: finite
+    def __init__(self, *, state=True, loss=True):
+        self.has_finite_state = lambda: state
+        self.has_finite_loss = lambda batch: loss
 
 
 def test_checkpoint_is_refused_until_the_model_is_finite_again():
-    check, sound, broken = FiniteCheck(limit=9), _Engine(finite=True), _Engine(finite=False)
-    assert check.refusal(sound, 1) is None
+    check, sound, batch = FiniteCheck(limit=9), _Engine(), object()
+    assert check.refusal(sound, 1, batch) is None
     check.after_step(2, result(NAN))
-    assert check.refusal(sound, 2) == "no checkpoint of step 2: the last step was not finite"
+    assert check.refusal(sound, 2, batch) == "no checkpoint of step 2: the last step was not finite"
     assert check.is_refused
     check.after_step(3, result())
-    assert check.refusal(broken, 3) == "no checkpoint of step 3: weights are not finite"
-    assert check.refusal(sound, 3) is None
+    problem = check.refusal(_Engine(state=False), 3, batch)
+    assert problem == "no checkpoint of step 3: weights or moments are not finite"
+    problem = check.refusal(_Engine(loss=False), 3, batch)
+    assert problem == "no checkpoint of step 3: the loss is not finite after its update"
+    assert check.refusal(sound, 3, batch) is None
     assert not check.is_refused
 
 
