@@ -159,7 +159,7 @@ def decide(
 
     Args:
         state: of the run.
-        base: the plan in force.
+        base: the active plan.
         options: how to decide.
         memory: of the policy, from the decision before.
         previous: the plan that was in force before ``base``, to go back to if the last move disappointed.

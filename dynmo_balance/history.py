@@ -35,7 +35,7 @@ class PlanStory:
 class History:
     """The newest segment with steps, and the run's plans.
 
-    ``loads`` has for each step and stage the time of a microbatch in ns; empty where the plan in force is not known.
+    ``loads`` has for each step and stage the time of a microbatch in ns; empty where the active plan is not known.
     """
 
     header: Header

@@ -1,4 +1,4 @@
-"""The shape of a transformer: what its blocks, embedding and head hold, and what a token meets in each.
+"""The shape of a transformer: sizes of its blocks, embedding and head, and what each token computes there.
 
 ``modelconfig`` reads it from configurations. Parameter counts are exact, with biases, norms, positions, routers and the
 extra layers of each family's head; tests hold them against published counts and against transformers' own models.
@@ -55,7 +55,7 @@ class ModelSpec:
         ffn: width inside a dense MLP, and of each expert where ``expert_ffn`` is 0.
         gated: whether an MLP has three matrices (SwiGLU and its kin) instead of two.
         experts, experts_per_token: 1 and 1 for a dense model.
-        expert_ffn, shared_ffn: width inside an expert, and inside the experts that every token meets, together.
+        expert_ffn, shared_ffn: width inside an expert, and inside all shared experts together.
         first_dense, sparse_step, dense_only: a block has experts from ``first_dense`` on, each ``sparse_step``-th one,
             except for ``dense_only``.
         norm_biases: whether norms have biases (LayerNorm instead of RMSNorm).
@@ -178,11 +178,11 @@ class ModelSpec:
         )
 
     def mlp_matrices(self, ranks: int, layer: int) -> tuple[int, ...]:
-        """Weights of the matrices that one token meets in a block's MLP; those of its experts as one of each kind."""
+        """Weights of the matrices that one token uses in a block's MLP; those of its experts as one of each kind."""
         if not self.has_experts(layer):
             return self._matrices(self.ffn, ranks)
-        met = [self.experts_per_token * one for one in self._matrices(self.expert_ffn or self.ffn, ranks)]
-        return (*met, *self._matrices(self.shared_ffn, ranks), self.hidden * self.experts)
+        routed = [self.experts_per_token * one for one in self._matrices(self.expert_ffn or self.ffn, ranks)]
+        return (*routed, *self._matrices(self.shared_ffn, ranks), self.hidden * self.experts)
 
     def mlp_width(self, layer: int) -> int:
         """Numbers a token between the matrices of a block's MLP, those of a gated one at their share of the traffic.

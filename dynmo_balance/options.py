@@ -140,7 +140,7 @@ FormatOption = Annotated[Format, typer.Option("--format", help="Report for a per
 StagesOption = Annotated[
     int | None,
     typer.Option(
-        "--stages", min=1, max=MAX_RANKS, help="Pipeline workers. Default: as in the plan in force or the profile."
+        "--stages", min=1, max=MAX_RANKS, help="Pipeline workers. Default: as in the active plan or the profile."
     ),
 ]
 MicrobatchesOption = Annotated[

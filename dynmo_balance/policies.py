@@ -150,10 +150,10 @@ def regret(evidence: Evidence, settings: Settings, memory: Memory) -> tuple[Verd
     ):
         reason = f"pays three times within {evidence.horizon_steps} steps: {text}"
         return Verdict(move=True, reason=reason), memory
-    told = f"regret {max(0.0, missed) / 1e6:.0f} ms of {evidence.missed_steps} steps"
+    regret = f"regret {max(0.0, missed) / 1e6:.0f} ms of {evidence.missed_steps} steps"
     if missed <= needed:
-        return Verdict(move=False, reason=f"{told}, of {needed / 1e6:.0f} ms that a move asks for: {text}"), memory
-    return Verdict(move=True, reason=f"{told} outweighs {needed / 1e6:.0f} ms: {text}"), memory
+        return Verdict(move=False, reason=f"{regret}, of {needed / 1e6:.0f} ms that a move asks for: {text}"), memory
+    return Verdict(move=True, reason=f"{regret} outweighs {needed / 1e6:.0f} ms: {text}"), memory
 
 
 POLICIES: Mapping[str, Callable[[Evidence, Settings, Memory], tuple[Verdict, Memory]]] = {

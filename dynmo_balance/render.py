@@ -134,7 +134,7 @@ def show_rows(rows: Sequence[Row], keep: float) -> None:
     columns += ["step ms", "uniform ms", "bubble", "samples/s", "memory", "front"]
     columns += ["release (balanced)", "release (uniform)"]
     cells = [[*place, *_numbers(row)] for place, row in zip(places, rows, strict=True)]
-    emit_table(f"what if (release: workers to give back while keeping {keep:.0%} of the throughput)", columns, cells)
+    emit_table(f"what if (release: workers to release while keeping {keep:.0%} of the throughput)", columns, cells)
 
 
 def show_compressed(rows: Sequence[CompressedRow]) -> None:

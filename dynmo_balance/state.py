@@ -1,4 +1,4 @@
-"""The state of a run as its profile tells it: header, plan in force, cost window, what is asked and answered.
+"""The state of a run from its profile: header, active plan, cost window, what is asked and answered.
 
 Feeding the same records always gives the same state, so a planner that was killed rebuilds it by reading again.
 """
@@ -17,11 +17,11 @@ LEARNING_RATE = 0.5
 
 @dataclass(kw_only=True)
 class RunState:
-    """What is known after the records fed so far; everything but the answers starts anew with each header.
+    """What is known after the records fed so far; everything but the answers is reset by each header.
 
     Attributes:
         window_size: how many step records the cost window holds.
-        in_force: the plan in force as last told by a step or a result; None until then.
+        in_force: the active plan, as last reported by a step or a result; None until then.
         asked: the step of an ask that nothing after it has settled.
         answered: the plans that have a result.
         before_move: the last records before the move to the active plan; empty where the model has changed since.

@@ -1,7 +1,7 @@
 """The online planner: follows a run's profile and writes a plan when one pays.
 
 It reads only ``RUN/profile.jsonl`` and ``RUN/plans``, writes only ``RUN/plans``, and keeps nothing else: killed and
-started again it goes on from what is there.
+after a restart it resumes from what is there.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Watcher:
         """
         news = self._tail.poll()
         if news.restarted:
-            say("the profile was replaced or cut: starting anew")
+            say("the profile was replaced or truncated: starting from scratch")
             self._state = RunState(window_size=self._options.window)
             self._base, self._decided_at = None, -1
             self._published.clear()
@@ -134,7 +134,7 @@ class Watcher:
         return False
 
     def _find_base(self) -> Plan | None:
-        """The plan in force: as the profile tells it, or else the newest initial partition."""
+        """The active plan: as the profile reports it, or else the newest initial partition."""
         state = self._state
         if self._base is not None and (state.in_force is None or self._base.plan_id == state.in_force):
             return self._base
@@ -153,11 +153,11 @@ class Watcher:
                 continue
             self._base = plan
             return plan
-        self._complain(f"no plan in force in {self._plans} yet")
+        self._complain(f"no active plan in {self._plans} yet")
         return None
 
     def _previous(self) -> Plan | None:
-        """The plan that was in force before this one, where it can be read."""
+        """The plan that was active before this one, where it can be read."""
         number = self._state.previous
         if number is None:
             return None
@@ -167,7 +167,7 @@ class Watcher:
             return None
 
     def _unanswered(self, base: Plan, last_step: int) -> bool:
-        """Whether a plan of this segment, based on the plan in force, made up to a step, still waits for its result."""
+        """Whether a plan of this segment, based on the active plan, made up to a step, still waits for its result."""
         state = self._state
         for number, read_to_step in self._plans_after(base):
             if number in state.answered:
@@ -177,11 +177,11 @@ class Watcher:
         return False
 
     def _was_published(self, base: Plan) -> bool:
-        """Whether a plan of this segment, based on the plan in force, was made at this step or later."""
+        """Whether a plan of this segment, based on the active plan, was made at this step or later."""
         return any(read_to_step >= self._state.last_step for _, read_to_step in self._plans_after(base))
 
     def _plans_after(self, base: Plan) -> Iterator[tuple[int, int]]:
-        """Number and step of the plans of this segment that are based on the plan in force, the newest first."""
+        """Number and step of the plans of this segment that are based on the active plan, the newest first."""
         segment = self._state.header.segment if self._state.header is not None else 0
         for number in reversed(plan_numbers(self._plans)):
             if number <= base.plan_id:

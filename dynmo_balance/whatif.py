@@ -164,7 +164,7 @@ class Grid:
         """What is predicted for the cell; ``keep`` is the share of the throughput that fewer workers must keep."""
 
         def step_ns(count: int) -> int | None:
-            # A slow worker is the first to be given back
+            # A slow worker is the first to be released
             speed = max(1.0, cell.speed) if count < cell.stages else cell.speed
             found = self._balanced(replace(cell, stages=count, speed=speed))
             return None if isinstance(found, str) else found[0].step_ns
@@ -269,7 +269,7 @@ def headline(found: Sequence[Row]) -> str:
 
 def _give_back(stages: int, packing: Packing | None, reference: str) -> str:
     if packing is None or packing.workers == stages:
-        return f"no worker can be given back against {reference} pipeline"
+        return f"no worker can be released against {reference} pipeline"
     change = packing.kept - 1
     word = f"gain {change:.1%}" if change > 0 else f"lose {-change:.1%}"
-    return f"give back {stages - packing.workers} of {stages} workers and {word} against {reference} pipeline"
+    return f"release {stages - packing.workers} of {stages} workers and {word} against {reference} pipeline"

@@ -103,12 +103,12 @@ def _stage(tensors: Mapping[str, Tensor]) -> tuple[list[dict[str, list[Tensor]]]
 
 
 def _steps(found: DistributedCheckpoint) -> set[int]:
-    """Updates done, which Megatron-core keeps beside the moments."""
+    """Updates done, which Megatron-core keeps next to the moments."""
     held: Any = found.common.get("optimizer")
     inner = held.get("optimizer", held) if isinstance(held, dict) else {}
     state = inner.get("state", {}) if isinstance(inner, dict) else {}
-    told = [state.get("common_step")] if isinstance(state, dict) else []
+    recorded = [state.get("common_step")] if isinstance(state, dict) else []
     groups = inner.get("param_groups", []) if isinstance(inner, dict) else []
-    told += [group.get("step") for group in groups if isinstance(group, dict)]
-    steps = {int(number) for number in map(found.number, told) if number is not None}
+    recorded += [group.get("step") for group in groups if isinstance(group, dict)]
+    steps = {int(number) for number in map(found.number, recorded) if number is not None}
     return steps or {found.common["iteration"]} if isinstance(found.common.get("iteration"), int) else steps

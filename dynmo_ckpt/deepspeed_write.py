@@ -80,7 +80,7 @@ def _model_tree(
     groups: Sequence[Sequence[str]] | None,
     mapped: Mapping[str, Mapped],
 ) -> dict[str, Any]:
-    """What a model's file holds beside the module and the random states."""
+    """The contents of a model's file, except for the module and the random states."""
     step = checkpoint.manifest["step"]
     tree: dict[str, Any] = {
         "buffer_names": [],

@@ -75,8 +75,8 @@ def _steps(file: TorchFile, tree: Any, step: int) -> int:
     held = tree.get("optimizer") if isinstance(tree, dict) else None
     inner = held.get("optimizer", held) if isinstance(held, dict) else {}
     groups = inner.get("param_groups") if isinstance(inner, dict) else None
-    told = [file.number(g.get("step")) for g in groups if isinstance(g, dict)] if isinstance(groups, list) else []
-    numbers = {int(number) for number in told if number is not None}
+    recorded = [file.number(g.get("step")) for g in groups if isinstance(g, dict)] if isinstance(groups, list) else []
+    numbers = {int(number) for number in recorded if number is not None}
     return numbers.pop() if len(numbers) == 1 else step
 
 
@@ -129,9 +129,9 @@ def _flats(world: TorchFile, held: Any, key: str) -> list[Tensor]:
 
 def _told_lengths(tree: Mapping[Any, Any], number: int, dtype: Any, held: Any) -> list[int] | int | None:
     """What the file says of the lengths without padding: of each bucket, of all, or nothing."""
-    told = tree.get("per_bucket_numel_unpadded")
-    if isinstance(told, list) and number < len(told) and isinstance(told[number], dict):
-        lengths = told[number].get(dtype)
+    lengths_of = tree.get("per_bucket_numel_unpadded")
+    if isinstance(lengths_of, list) and number < len(lengths_of) and isinstance(lengths_of[number], dict):
+        lengths = lengths_of[number].get(dtype)
         return lengths if isinstance(lengths, list) else None
     whole = held.get("numel_unpadded") if isinstance(held, dict) else None
     return whole if isinstance(whole, int) else None
@@ -142,8 +142,12 @@ def _candidates(
 ) -> Iterator[list[Bucket]]:
     """Ways in which the weights may lie that fit the lengths of the buffers."""
     replicas = _count(args, "data_parallel_size") * _count(args, "context_parallel_size")
-    told = args.get("ddp_bucket_size")
-    sizes = [None, max(40_000_000, 1_000_000 * replicas), *([told] if isinstance(told, int) and told > 0 else [])]
+    recorded = args.get("ddp_bucket_size")
+    sizes = [
+        None,
+        max(40_000_000, 1_000_000 * replicas),
+        *([recorded] if isinstance(recorded, int) and recorded > 0 else []),
+    ]
     for alignment, size, apart, pairs in product((PARAM_ALIGNMENT, 1), sizes, (True, False), (False, True)):
         buckets = layout(chunk, alignment=alignment, size=size, replicas=replicas, apart=apart, pairs=pairs)
         needed = [bucket.num_elements for bucket in buckets]
@@ -243,8 +247,8 @@ def _from_replicas(files: Sequence[TorchFile], chunks: Sequence[Chunk], step: in
             )
             for key, found in held.items()
         }
-    told = files[0].tree["optimizer"]
-    return OptimizerState(tensors=tensors, steps=_steps(files[0], {"optimizer": told}, step))
+    optimizer = files[0].tree["optimizer"]
+    return OptimizerState(tensors=tensors, steps=_steps(files[0], {"optimizer": optimizer}, step))
 
 
 def _part(file: TorchFile, ref: Any, count: int, what: str) -> Tensor:

@@ -104,7 +104,7 @@ def _vocabulary(args: Args, given: int | None, padded: int, remarks: list[str]) 
     if not isinstance(vocab, int):
         vocab = padded
         remarks.append(
-            f"the true vocabulary size is not told; all {padded} rows are kept, --vocab-size cuts the rest off"
+            f"the true vocabulary size is not recorded; all {padded} rows are kept, --vocab-size cuts the rest off"
         )
     if not 1 <= vocab <= padded:
         raise UsageError(
@@ -119,10 +119,12 @@ def _llama(path: str, args: Args, qkv_rows: int, model: Mapping[str, Any]) -> di
     width = args.get("kv_channels") or hidden // heads
     groups = (qkv_rows // width - heads) // 2
     # Megatron-DeepSpeed states the groups under another name, and without a flag.
-    told = args.get("num_query_groups") if args.get("group_query_attention") else args.get("num_key_value_heads", heads)
-    if groups < 1 or heads % groups or (heads + 2 * groups) * width != qkv_rows or told not in (groups, None):
+    recorded = (
+        args.get("num_query_groups") if args.get("group_query_attention") else args.get("num_key_value_heads", heads)
+    )
+    if groups < 1 or heads % groups or (heads + 2 * groups) * width != qkv_rows or recorded not in (groups, None):
         raise UnsupportedError(
-            f"{path}: {qkv_rows} rows of query, key and value do not fit {heads} heads of {width} in {told} groups"
+            f"{path}: {qkv_rows} rows of query, key and value do not fit {heads} heads of {width} in {recorded} groups"
         )
     scaling = None
     if args.get("use_rope_scaling"):
@@ -144,7 +146,7 @@ def _llama(path: str, args: Args, qkv_rows: int, model: Mapping[str, Any]) -> di
 
 
 def megatron_rows(model: Mapping[str, Any], ranks: int) -> int:
-    """Rows of the word table that Megatron expects at so many tensor ranks.
+    """Rows of the word table that Megatron expects with ``ranks`` tensor-parallel ranks.
 
     It pads the vocabulary to a multiple of ``--make-vocab-size-divisible-by`` (128) times the ranks. Where the recorded
     rows are no multiple of 128, another divisor was chosen; they stay, where the ranks share them evenly.

@@ -41,7 +41,7 @@ def read_state(file: TorchFile, chunks: Sequence[Mapping[str, Tensor]]) -> Optim
     """
     held = file.tree.get("optimizer")
     if not isinstance(held, dict):
-        raise NoStateError(f"{file.path}: has no optimizer state beside the weights")
+        raise NoStateError(f"{file.path}: has weights but no optimizer state")
     inner = held.get("optimizer", held.get("optimizer_state_dict", held))  # the second is DeepSpeed's
     state, groups = (inner.get("state"), inner.get("param_groups")) if isinstance(inner, dict) else (None, None)
     if not isinstance(state, dict) or not isinstance(groups, list) or not all(isinstance(g, dict) for g in groups):
@@ -52,21 +52,21 @@ def read_state(file: TorchFile, chunks: Sequence[Mapping[str, Tensor]]) -> Optim
         raise CorruptError(f"{file.path}: its groups hold other numbers of weights than the model has")
     masters = next((held[name] for name in MASTERS if name in held), None)
     found: dict[str, dict[Key, Tensor]] = {"master": {}, "exp_avg": {}, "exp_avg_sq": {}}
-    told = [group.get("step") for group in groups]
+    recorded = [group.get("step") for group in groups]
     for g, group in enumerate(ordered):
         for at, key in enumerate(group):
             weight = chunks[key[0]][key[1]]
             entry = state.get(numbers[g][at])
             if not isinstance(entry, dict):
                 raise CorruptError(f"{file.path}: no optimizer state of {key[1]}")
-            told.append(entry.get("step"))
+            recorded.append(entry.get("step"))
             for kind in ("exp_avg", "exp_avg_sq"):
                 found[kind][key] = _fitting(file, entry.get(kind), weight, f"{kind} of {key[1]}")
             if masters is None:
                 found["master"][key] = weight
             else:
                 found["master"][key] = _fitting(file, _at(masters, g, at), weight, f"master of {key[1]}")
-    steps = {int(number) for number in map(file.number, told) if number is not None}
+    steps = {int(number) for number in map(file.number, recorded) if number is not None}
     if len(steps) != 1:
         raise CorruptError(f"{file.path}: its optimizer says {sorted(steps)} updates, one number is expected")
     return OptimizerState(tensors=found, steps=steps.pop())

@@ -59,7 +59,7 @@ def optimizer_tree(
         optimizer: the manifest's.
         tensors: the tensors of the file so far.
         dtype: the type that weights are written in; None: as they are.
-        group: the fields of a parameter group beside its members, given its weight decay.
+        group: the fields of a parameter group except its members, given its weight decay.
         halves: whether the run computes in 16 bits, so that masters are expected whatever the weights' type.
     """
     weights = [(name, chunk[name]) for chunk in chunks for name in module_order(chunk)]

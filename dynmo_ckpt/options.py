@@ -140,7 +140,7 @@ Counts = Annotated[
 Atol = Annotated[float, typer.Option("--atol", min=0, help="Largest absolute difference that counts as equal.")]
 VocabSize = Annotated[
     int | None,
-    typer.Option(min=1, max=MAX_SIZE, help="True vocabulary size of a legacy checkpoint that does not tell it."),
+    typer.Option(min=1, max=MAX_SIZE, help="True vocabulary size of a legacy checkpoint that does not record it."),
 ]
 NumHeads = Annotated[
     int | None,

@@ -32,7 +32,7 @@ class Progress:
         consumed_valid_samples: of the evaluations.
         seed: of the run.
         scheduler: fields of Megatron's ``OptimizerParamScheduler``; it counts samples. None where there is none.
-        adam: ``beta1``, ``beta2`` and ``eps`` of the optimizer; None where they are not told.
+        adam: ``beta1``, ``beta2`` and ``eps`` of the optimizer; None where they are not recorded.
         loss_scale: ``scale``, ``clean_steps`` and ``overflows_left`` of a dynamic loss scale; None without one.
     """
 
@@ -53,7 +53,7 @@ def read_progress(
     """The progress in a checkpoint's file.
 
     Args:
-        tree: what the file holds.
+        tree: contents of the file.
         args: Megatron's arguments; may be empty.
         step: the iteration.
         number: a number of the tree, be it one or a tensor with one element.
@@ -76,10 +76,10 @@ def _count(value: Any) -> int:
 
 
 def _consumed(tree: Mapping[Any, Any], args: Mapping[str, Any], step: int) -> int:
-    """The samples consumed: as told, else as DeepSpeed counts them, else as many as a constant batch size makes."""
-    told = _count(args.get("consumed_train_samples")) or _count(tree.get("global_samples"))
+    """The samples consumed: as recorded, else as DeepSpeed counts them, else the steps times a constant batch size."""
+    recorded = _count(args.get("consumed_train_samples")) or _count(tree.get("global_samples"))
     grows = args.get("rampup_batch_size") is not None
-    return told or (0 if grows else step * _count(args.get("global_batch_size")))
+    return recorded or (0 if grows else step * _count(args.get("global_batch_size")))
 
 
 def _scheduler(tree: Mapping[Any, Any], number: Number) -> dict[str, Any] | None:
@@ -92,8 +92,8 @@ def _scheduler(tree: Mapping[Any, Any], number: Number) -> dict[str, Any] | None
 
 
 def _adam(args: Mapping[str, Any]) -> dict[str, float] | None:
-    told = {name: args.get(f"adam_{name}") for name in ADAM}
-    found = {name: float(value) for name, value in told.items() if isinstance(value, int | float)}
+    recorded = {name: args.get(f"adam_{name}") for name in ADAM}
+    found = {name: float(value) for name, value in recorded.items() if isinstance(value, int | float)}
     return ADAM | found if found else None
 
 

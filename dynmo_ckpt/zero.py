@@ -36,7 +36,7 @@ class ZeroState:
 
 @dataclass(frozen=True, kw_only=True)
 class _Shard:
-    """One replica's file: flat buffers by kind, where names lie in each (if told), its stage of ZeRO and updates."""
+    """One replica's file: flat buffers by kind, offsets of names in each (if recorded), ZeRO stage, updates."""
 
     file: TorchFile
     flats: Mapping[str, Sequence[Tensor]]
@@ -72,9 +72,9 @@ def read_zero(directory: Path, shards: Mapping[int, Path], model: TorchFile) -> 
     shapes = _shapes(model)
     parts = [_read_shard(shards[replica], model) for replica in sorted(shards)]
     first = parts[0]
-    told = _replicas(first.file)
-    if told is not None and told != len(parts):
-        raise CorruptError(f"{directory}: has {len(parts)} of the optimizer's {told} shards")
+    recorded = _replicas(first.file)
+    if recorded is not None and recorded != len(parts):
+        raise CorruptError(f"{directory}: has {len(parts)} of the optimizer's {recorded} shards")
     if any((p.stage, p.steps) != (first.stage, first.steps) for p in parts):
         raise CorruptError(f"{directory}: its optimizer's shards are of several stages of ZeRO or several steps")
     together = _third_stage if first.stage == 3 else _by_slices if first.slices else _one_behind_the_other
@@ -97,7 +97,7 @@ def _shapes(model: TorchFile) -> list[dict[str, tuple[int, ...]]]:
 
 
 def held_state(file: TorchFile) -> dict[str, Any]:
-    """What a shard holds; raises ``CorruptError`` where it is no state of an optimizer."""
+    """The contents of a shard; raises ``CorruptError`` where they are not the state of an optimizer."""
     held = file.tree.get("optimizer_state_dict") if isinstance(file.tree, dict) else None
     if not isinstance(held, dict):
         raise CorruptError(f"{file.path}: holds no optimizer_state_dict")
@@ -155,8 +155,8 @@ def _without_padding(
     path: Path, kind: str, moments: Sequence[Tensor], masters: Sequence[Tensor], held: Mapping[str, Any]
 ) -> list[Tensor]:
     """Moments as long as the masters: DeepSpeed cuts the padding at the end of a group off the masters alone."""
-    told = held.get("group_paddings")
-    paddings = told if isinstance(told, list) and len(told) == len(masters) else [0] * len(masters)
+    recorded = held.get("group_paddings")
+    paddings = recorded if isinstance(recorded, list) and len(recorded) == len(masters) else [0] * len(masters)
     result = []
     for moment, master, padding in zip(moments, masters, paddings, strict=True):
         length = master.shape[0]
@@ -176,8 +176,8 @@ def _flat(file: TorchFile, ref: Any, what: str) -> Tensor:
 
 
 def _steps(file: TorchFile, entries: Sequence[Any], model: TorchFile) -> int:
-    told = [file.number(entry.get("step")) for entry in entries if isinstance(entry, dict)]
-    numbers = {int(number) for number in told if number is not None}
+    recorded = [file.number(entry.get("step")) for entry in entries if isinstance(entry, dict)]
+    numbers = {int(number) for number in recorded if number is not None}
     if len(numbers) > 1:
         raise CorruptError(f"{file.path}: its optimizer says {sorted(numbers)} updates, one number is expected")
     if numbers:

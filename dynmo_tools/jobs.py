@@ -252,7 +252,7 @@ def run_job(job: Job, phases_of: Callable[[Plan], Sequence[Phase]], execution: E
             (job.work / FAILED).unlink(missing_ok=True)  # not in run_part: another part may have failed
         except (KeyboardInterrupt, SystemExit):
             sweep(job)  # a worker that was ended between making a file and noting it leaves it behind
-            say(f"{job.step}: stopped; finished tasks are kept: run the same command again to go on")
+            say(f"{job.step}: stopped; finished tasks are kept: run the same command again to resume")
             raise
         finished_before = not ran and (job.work / "summary.json").exists()
         summary = _summarize(job, plan, markers, time.monotonic() - began, reused=finished_before)

@@ -38,7 +38,7 @@ class _Lines:
 
     def resume(self, phase: Phase, done: int) -> None:
         if done and done < phase.tasks:
-            say(f"{self._label}: goes on: {done} of {phase.tasks} tasks of {phase.name} are done")
+            say(f"{self._label}: resumed: {done} of {phase.tasks} tasks of {phase.name} are done")
         if phase.reads:
             self._total -= self._total * done // phase.tasks
 

@@ -403,7 +403,7 @@ def _fields(message: bytes) -> Iterator[tuple[int, int | bytes]]:
 
 
 def piece_kinds(model: bytes) -> Iterator[tuple[str, int]]:
-    """The pieces of a SentencePiece model and their types; its Python library does not tell user-defined pieces."""
+    """The pieces of a SentencePiece model and their types; its Python library does not report user-defined pieces."""
     for number, piece in _fields(model):
         if number == 1 and isinstance(piece, bytes):
             fields = dict(_fields(piece))

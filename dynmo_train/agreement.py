@@ -1,4 +1,4 @@
-"""Steps of a start that any process may find impossible: all learn of it, rank 0 tells it, and all end at once."""
+"""Steps of a start that any process may find impossible: all learn of it, rank 0 reports it, and all end at once."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ Result = TypeVar("Result")
 
 
 def speaks(*, first: bool) -> bool:
-    """Whether a process says on stderr what is wrong: rank 0 alone, so that a person reads it once.
+    """Whether a process reports errors on stderr: rank 0 alone, so that each is printed once.
 
-    Under ``launch`` each process has a log of its own. There all of them say it: the launcher takes it from another log
-    where rank 0 was ended before it could speak.
+    Under ``launch`` each process has a log of its own. There all of them report: the launcher shows another log
+    where rank 0 was ended before it could report.
     """
     return first or LAUNCHER_PID_VARIABLE in os.environ
 
 
 def agreed(world: World, make: Callable[[], Result]) -> Result:
-    """What ``make`` gives at this process, once no process has met a ``UsageError`` in it. Every process calls this.
+    """What ``make`` gives at this process, once no process has raised a ``UsageError`` in it. Every process calls this.
 
     Raises:
-        UsageError: at those that speak, with what all processes met, each message once.
+        UsageError: at those that report, with the messages of all processes, each once.
         SystemExit: with the same exit code, at the others.
     """
     result, problem = _attempt(make)
     _end_together(world, problem)
     if result is None:
-        raise UsageError("a process has nothing to go on with")
+        raise UsageError("a process has no result to continue with")
     return result[0]
 
 
@@ -55,7 +55,7 @@ def _attempt(make: Callable[[], Result]) -> tuple[tuple[Result] | None, str | No
 
 
 def _end_together(world: World, problem: str | None) -> None:
-    problems = list(dict.fromkeys(told for told in gather_documents(world, problem) if told is not None))
+    problems = list(dict.fromkeys(each for each in gather_documents(world, problem) if each is not None))
     if not problems:
         return
     if speaks(first=world.is_first):

@@ -228,7 +228,7 @@ def plan_problems(
     """Why a plan cannot be taken by this run now; empty where it can.
 
     Args:
-        in_force, stages: the number and the stages of the plan in force.
+        in_force, stages: the number and the stages of the active plan.
         workers: ids of those that are left, by pipeline position. All but the first may be released.
     """
     return validate_plan(
@@ -246,7 +246,7 @@ def plan_problems(
 
 
 def growth_problems(config: Config, dims: ParallelDims, workers: int) -> list[Problem]:
-    """Why the run cannot go on with so many workers of as many processes each; empty where it can."""
+    """Why the run cannot continue with ``workers`` workers of as many processes each; empty where it can."""
     size = replace(dims, pipeline=workers).size
     return validate(replace(config, parallel=replace(config.parallel, pipeline_model_parallel_size=workers)), size)
 
@@ -292,7 +292,7 @@ def _fitting(config: Config, family: ModelFamily, topology: Mapping[str, Any]) -
 
 
 def flops_counter(config: Config, family: ModelFamily) -> Callable[[int, int], int]:
-    """Floating-point operations of a step with so many samples of so many tokens."""
+    """Floating-point operations of a step with the given number of samples and tokens per sample."""
     model = config.model
 
     @cache

@@ -29,11 +29,11 @@ class Checkpointing:
     """Saves the engine's state; every process calls the same methods at the same boundaries.
 
     Args:
-        aside: whether checkpoints are written while training goes on, from a copy in host memory that is kept for the
+        aside: whether checkpoints are written while training continues, from a copy in host memory that is kept for the
             next one; that waits for the last.
-        tell: told each checkpoint that is in place.
-        tell_failure: told the step of each checkpoint that could not be written, and why. Training continues; the next
-            save is the next attempt.
+        on_saved: called with each checkpoint that is in place.
+        on_failure: called with the step of each checkpoint that could not be written, and why. Training continues; the
+            next save is the next attempt.
 
     ``failure`` is why the last checkpoint could not be written, None where it could.
     """
@@ -44,12 +44,12 @@ class Checkpointing:
         checkpoints: Path,
         *,
         aside: bool,
-        tell: Callable[[Saved], None],
-        tell_failure: Callable[[int, str], None],
+        on_saved: Callable[[Saved], None],
+        on_failure: Callable[[int, str], None],
     ) -> None:
-        self._tell_failure = tell_failure
+        self._on_failure = on_failure
         self.failure: str | None = None
-        self._engine, self._checkpoints, self._aside, self._tell = engine, checkpoints, aside, tell
+        self._engine, self._checkpoints, self._aside, self._on_saved = engine, checkpoints, aside, on_saved
         self._copies = HostCopies() if aside else None
         self._preparing: threading.Thread | None = None
         self._pending: PendingSave | None = None
@@ -70,7 +70,7 @@ class Checkpointing:
             self.wait()
 
     def at_boundary(self) -> None:
-        """Go on with a checkpoint that is under way; every process asks at the same boundary."""
+        """Continue a checkpoint that is under way; every process asks at the same boundary."""
         if self._copies is not None and self._preparing is None:
             self._preparing = threading.Thread(target=self._copies.prepare, args=(self._sizes(),), daemon=True)
             self._preparing.start()
@@ -92,12 +92,12 @@ class Checkpointing:
             path = pending.finish()
         except DynmoError as error:
             self.failure = str(error)
-            self._tell_failure(pending.run.step, self.failure)
+            self._on_failure(pending.run.step, self.failure)
             return
         self.failure = None
         now = time.perf_counter()
         stalled = self._stalled_s + now - waited if self._aside else now - self._begun
-        self._tell(Saved(path=path, step=pending.run.step, seconds=now - self._begun, stalled_s=stalled))
+        self._on_saved(Saved(path=path, step=pending.run.step, seconds=now - self._begun, stalled_s=stalled))
 
     def _sizes(self) -> dict[str, tuple[torch.Size, torch.dtype]]:
         """Shapes and types of what this process holds after its first step, by name."""

@@ -148,7 +148,7 @@ def installed() -> Facts:
 
 @cache
 def source_digest() -> str:
-    """A digest of the package's modules, which tells two commits of one version apart."""
+    """A digest of the package's modules, which distinguishes two commits of one version."""
     folder = Path(__file__).parent
     digest = hashlib.sha256()
     for path in sorted(folder.rglob("*.py")):

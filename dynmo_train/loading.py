@@ -1,7 +1,7 @@
 """What ``--load`` means: a run or a native checkpoint, or what ``dynmo-ckpt`` makes one of first.
 
 That is a Hugging Face directory, or a checkpoint of Megatron (legacy or Megatron-core) or of Megatron-DeepSpeed. Of the
-last three a run takes the optimizer state and the progress as well, unless it is told not to.
+last three a run takes the optimizer state and the progress as well, unless an option leaves them out.
 """
 
 from __future__ import annotations
@@ -209,8 +209,10 @@ def sound_checkpoint(
     """
     faults: list[str] = []
     for candidate in candidates:
-        told = gather_documents(world, damage_of(Path(candidate), world.rank, world.size, weights_only=weights_only))
-        found = next((fault for fault in told if fault), None)
+        gathered = gather_documents(
+            world, damage_of(Path(candidate), world.rank, world.size, weights_only=weights_only)
+        )
+        found = next((fault for fault in gathered if fault), None)
         if found is None:
             return Path(candidate), tuple(faults)
         faults.append(found)

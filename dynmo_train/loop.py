@@ -100,7 +100,7 @@ class _Run:
                     workers=engine.world.worker_ids,
                 ),
                 in_force=start.first_plan,
-                tell=recorder.event,
+                log_event=recorder.event,
                 settle=lambda: self._checkpoints.wait(),
                 planner=planner,
             )
@@ -110,7 +110,7 @@ class _Run:
         )
         self._log = TrainingLog(config, engine.world, flops_counter(config, engine.family))
         self._checkpoints = Checkpointing(
-            engine, directory.checkpoints, aside=config.run.async_save, tell=self._saved, tell_failure=self._not_saved
+            engine, directory.checkpoints, aside=config.run.async_save, on_saved=self._saved, on_failure=self._not_saved
         )
         self._check = FiniteCheck.of(config.training)
         self._last_saved = continued_checkpoint(start.checkpoint, directory, start.step)
@@ -342,7 +342,7 @@ def _selection(config: Config, start: Beginning) -> WaySelection | None:
         first_costs=measured + -measured % every,
         due=engine.replica_workers is None,
         device=torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
-        tell=start.recorder.event,
+        log_event=start.recorder.event,
     )
 
 

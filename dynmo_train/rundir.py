@@ -104,7 +104,7 @@ def _goes_on(path: Path, load: str | None) -> bool:
 
 
 def begin_run(config: Config, *, world_size: int, hosts: Sequence[str], engine: Mapping[str, Any]) -> RunDirectory:
-    """Make the run directory, or go on in the one that ``--load`` is from; for rank 0 alone.
+    """Make the run directory, or resume in the one that ``--load`` names; for rank 0 alone.
 
     Args:
         config: of this start.
@@ -119,7 +119,7 @@ def begin_run(config: Config, *, world_size: int, hosts: Sequence[str], engine: 
     run = RunDirectory(path=path, run_id=secrets.token_hex(8), segment=0)
     if run.run_json.exists():
         if not _goes_on(path, config.run.load):
-            raise UsageError(f"{path} holds a run already; go on with --load {path}, or give another --run-dir")
+            raise UsageError(f"{path} holds a run already; resume it with --load {path}, or give another --run-dir")
         before = read_run(run.run_json)
         run = RunDirectory(path=path, run_id=before["run_id"], segment=before["segment"] + 1)
     try:

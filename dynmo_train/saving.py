@@ -135,8 +135,8 @@ class PendingSave:
             self._files += _memories_of(world, states, copies=copies)
         if copies is not None:
             copies.keep_only({name for file in self._files for name in file.tensors})
-        told = gather_documents(world, _facts_of_part(engine, states) if mine else None)
-        facts = [one for one in told if one is not None]
+        gathered = gather_documents(world, _facts_of_part(engine, states) if mine else None)
+        facts = [one for one in gathered if one is not None]
         self._document = _document(engine, run, facts) if world.is_first else None
         self._members = [name for one in facts for group in ("decay", "no_decay") for name in one[group]]
         self._report: list[dict[str, Any]] = []
@@ -196,19 +196,19 @@ class PendingSave:
         return self._checkpoints / f"step-{self.run.step:08d}"
 
     def _gather(self) -> None:
-        """Tell the first process what all have written; it commits that, in a thread."""
-        told = gather_documents(self._world, {"problem": self._problem, "report": self._report})
+        """Report to the first process what all have written; it commits that, in a thread."""
+        gathered = gather_documents(self._world, {"problem": self._problem, "report": self._report})
         self._is_gathered, self._thread = True, None
         document = self._document
         if document is None:
             self._problem = None
             return
-        self._problem = "; ".join(one["problem"] for one in told if one["problem"]) or None
+        self._problem = "; ".join(one["problem"] for one in gathered if one["problem"]) or None
         staging = self._staging
         if self._problem is None and staging is not None:
 
             def commit_aside() -> None:
-                self._problem = self._commit(staging, document, [one["report"] for one in told])
+                self._problem = self._commit(staging, document, [one["report"] for one in gathered])
 
             self._thread = threading.Thread(target=commit_aside, name="checkpoint")
             self._thread.start()
@@ -315,11 +315,11 @@ def _facts_of_part(engine: Engine, states: Mapping[str, ItemState]) -> dict[str,
                 counts[1] += layer.mask.numel()
     if engine.world.shard != 0:
         return {"steps": {}, "decay": [], "no_decay": [], "pruned": pruned}
-    told = [(name, p) for _, name, p in engine.held.parameters() if name not in tied and engine.held.stores(name)]
-    parameters = [(name, p.dim() >= 2) for name, p in told]
+    named = [(name, p) for _, name, p in engine.held.parameters() if name not in tied and engine.held.stores(name)]
+    parameters = [(name, p.dim() >= 2) for name, p in named]
     steps = {name: step for state in states.values() for name, step in state.steps.items()}
     return {
-        "steps": {name: steps[name] for name, _ in told if name in steps},
+        "steps": {name: steps[name] for name, _ in named if name in steps},
         "decay": [name for name, decays in parameters if decays],
         "no_decay": [name for name, decays in parameters if not decays],
         "pruned": pruned,

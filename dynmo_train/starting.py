@@ -44,10 +44,10 @@ class Beginning:
 
     Attributes:
         config: of the run; with ``--train-samples`` its ``train_iters`` count from what is consumed.
-        checkpoint: what it goes on from, or what it took its weights from.
+        checkpoint: what it resumes from, or what it took its weights from.
         step, consumed: steps done and samples consumed.
         consumed_valid: samples of the validation consumed.
-        first_plan: the number of the plan in force.
+        first_plan: the number of the active plan.
     """
 
     config: Config

@@ -23,7 +23,7 @@ from ..options import (
 def explain(
     source: SourceArgument,
     plan: Annotated[
-        Path | None, typer.Option(help="The plan to explain. Default: the plan in force of a run, else the exact one.")
+        Path | None, typer.Option(help="The plan to explain. Default: the active plan of a run, else the exact one.")
     ] = None,
     stages: StagesOption = None,
     objective: ObjectiveOption = Objective.AUTO,

@@ -66,7 +66,7 @@ def partition(
     tied_together: TiedOption = False,
     current: Annotated[
         Path | None,
-        typer.Option(help="A plan to move least from. Default: the plan in force of a run directory."),
+        typer.Option(help="A plan to move least from. Default: the active plan of a run directory."),
     ] = None,
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Write the plan to this file.")] = None,
     device: DeviceOption = None,

@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 def simulate(
     source: SourceArgument,
     plan: Annotated[
-        Path | None, typer.Option(help="The plan to simulate. Default: the plan in force of a run, else a balancer's.")
+        Path | None, typer.Option(help="The plan to simulate. Default: the active plan of a run, else a balancer's.")
     ] = None,
     stages: StagesOption = None,
     microbatches: MicrobatchesOption = None,
@@ -145,7 +145,7 @@ def simulate(
     if loaded.plan is not None and len(loaded.plan.stages) == problem.num_stages:
         boundaries = loaded.plan.boundaries
     else:
-        # The limit is told, not obeyed: what does not fit must be seen here rather than refused
+        # The limit is reported, not enforced: what does not fit must be seen here rather than refused
         free = tuple(replace(place, memory_bytes=None) for place in problem.places)
         boundaries = balance(replace(problem, places=free), balancer).boundaries
     rates = rates_of(loaded.header, hardware, data_parallel_gbps, optimizer_gbps)

@@ -55,7 +55,7 @@ def watch(
     ] = 200,
     pack_to: Annotated[
         int | None,
-        typer.Option(min=1, max=MAX_RANKS, help="Release workers until so many are left, as soon as memory allows."),
+        typer.Option(min=1, max=MAX_RANKS, help="Release workers until N are left, as soon as memory allows."),
     ] = None,
     min_throughput_fraction: Annotated[
         float | None,
@@ -74,9 +74,9 @@ def watch(
 ) -> None:
     """Follow a run's profile and write a plan when it pays.
 
-    Reads RUN/profile.jsonl and RUN/plans, writes only RUN/plans. Each plan is based on the plan in force; every ask is
+    Reads RUN/profile.jsonl and RUN/plans, writes only RUN/plans. Each plan is based on the active plan; every ask is
     answered, if need be with a plan that keeps the partition; no second plan is written while one has no result yet.
-    Each decision is one line on stderr. Killed and started again, it goes on from the two places.
+    Each decision is one line on stderr. After a restart it resumes from these two places.
     """
     from ..decision import WatchOptions
     from ..policies import Settings

@@ -49,7 +49,7 @@ def what_if(
         ),
     ] = None,
     keep: Annotated[
-        float, typer.Option(min=0.01, max=1.0, help="Share of the throughput to keep when workers are given back.")
+        float, typer.Option(min=0.01, max=1.0, help="Share of the throughput to keep when workers are released.")
     ] = 0.95,
     sparse_threshold: Annotated[
         float, typer.Option(min=0.0, max=1.0, help="Sparsity from which the sparse form runs; dense below it.")
@@ -85,7 +85,7 @@ def what_if(
     at_step: AtStepOption = None,
     output_format: FormatOption = Format.TEXT,
 ) -> None:
-    """Predict the step over a grid: time, bubble, throughput, and how many workers could be given back.
+    """Predict the step over a grid: time, bubble, throughput, and how many workers could be released.
 
     Where the dynamics (sparsity, freeze, skew, exit) are varied, the costs are those from before the first pruning or
     freezing of the run, unless --at-step says otherwise. The sparsity model: an item costs its dense time below the

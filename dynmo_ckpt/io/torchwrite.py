@@ -271,7 +271,7 @@ class JoinedTorchFiles:
 
     @property
     def index(self) -> dict[str, tuple[int, int]]:
-        """See ``Writable``; the keys of different parts are told apart by where the part begins."""
+        """See ``Writable``; the offset of a part distinguishes its keys from those of other parts."""
         return {
             f"{begin}:{key}": (begin + at, size)
             for begin, part in zip(self.begins, self.parts, strict=True)
@@ -288,7 +288,7 @@ class JoinedTorchFiles:
 
 
 def _joined(parts: Sequence[tuple[int, int]]) -> int:
-    """The checksum of strings put together, from their checksums and lengths."""
+    """The checksum of concatenated strings, from their checksums and lengths."""
     total = 0
     for checksum, num_bytes in parts:
         total = combine(total, checksum, num_bytes)

@@ -251,7 +251,8 @@ def launch_hostfile(
         typer.Option("--num-gpus", "--num_gpus", min=1, max=MAX_JOBS, help="Use this many slots of each host."),
     ] = None,
     least: Annotated[
-        int | None, typer.Option("--least", min=1, max=MAX_RANKS, help="Go on with so few hosts [default: all].")
+        int | None,
+        typer.Option("--least", min=1, max=MAX_RANKS, help="Minimum number of hosts to continue with [default: all]."),
     ] = None,
     master_addr: Annotated[
         str | None,

@@ -89,9 +89,7 @@ def launch_slurm(
     output: Annotated[str, typer.Option("--output", help="Log of the job.")] = "slurm-%x-%j.out",
     array: Annotated[
         int,
-        typer.Option(
-            "--array", min=0, max=MAX_COUNT, help="Run this many times one after another; each goes on with the run."
-        ),
+        typer.Option("--array", min=0, max=MAX_COUNT, help="Run this many times in sequence; each resumes the run."),
     ] = 0,
     het: Annotated[
         list[str] | None,
@@ -119,7 +117,7 @@ def launch_slurm(
     """Write a batch script for Slurm that runs COMMAND on its nodes, and submit it.
 
     The run should have --save and --load of one folder that all nodes see: on a time-out or a lost node the job goes
-    back into the queue and on from there. Nodes whose workers are released are given back.
+    back into the queue and resumes there. Nodes whose workers are released leave the job.
     """
     check_command(arguments)
     from ..launch.script import parse_exports, task_cpus

@@ -41,11 +41,11 @@ def _finetune(task: str, config_file: Path | None, flags: dict[str, Any]) -> Non
     own = {spec.name for spec in specs_of(FinetuneConfig)}
     given = {name: value for name, value in flags.items() if name not in own}
     try:
-        told = _checked_values(flags)
-        samples = count_samples(task, told)
-        epochs = told.epochs if told.epochs is not None else 3
-        shape = _pretrained_shape(told, given)
-        data = data_paths("--train-data", told.train_data) if told.train_data is not None else ["none"]
+        options = _checked_values(flags)
+        samples = count_samples(task, options)
+        epochs = options.epochs if options.epochs is not None else 3
+        shape = _pretrained_shape(options, given)
+        data = data_paths("--train-data", options.train_data) if options.train_data is not None else ["none"]
         command = {"family": "bert", "data_path": shlex.quote(data[0]), "eval_iters": 0}
         steps = _steps(samples * epochs, {**shape, **{k: v for k, v in given.items() if v is not None}})
         if samples and epochs and not steps:
@@ -61,8 +61,8 @@ def _finetune(task: str, config_file: Path | None, flags: dict[str, Any]) -> Non
             raise typer.Exit(EXIT_USAGE) from None
         raise
     if not steps:
-        told = FinetuneConfig(**{**vars(told), "train_data": None})
-    raise typer.Exit(run_finetune(task, config, told))
+        options = FinetuneConfig(**{**vars(options), "train_data": None})
+    raise typer.Exit(run_finetune(task, config, options))
 
 
 def _checked_values(flags: dict[str, Any]) -> FinetuneConfig:
@@ -111,15 +111,15 @@ def _refuse(config: Any) -> None:
         raise UsageError(f"finetune has no {flag}: leave it out")
 
 
-def _pretrained_shape(told: FinetuneConfig, given: dict[str, Any]) -> dict[str, Any]:
+def _pretrained_shape(options: FinetuneConfig, given: dict[str, Any]) -> dict[str, Any]:
     """The model's sizes from the checkpoint to start from, where it is a native one and they are not given."""
     from ..checkpoint import CheckpointError, find_checkpoint, open_checkpoint
     from ..loading import default_cache, foreign_kind, native_copy
     from ..tasks.finetune import shape_of
 
-    if told.pretrained_checkpoint is None:
+    if options.pretrained_checkpoint is None:
         return {}
-    path = Path(told.pretrained_checkpoint)
+    path = Path(options.pretrained_checkpoint)
     if foreign_kind(path):
         path = native_copy(path, Path(given["cache_dir"]) if given.get("cache_dir") else default_cache())
     try:

@@ -37,7 +37,7 @@ LogDir = Annotated[
 MaxRestarts = Annotated[
     int,
     typer.Option(
-        "--max-restarts", min=0, max=MAX_COUNT, help="Times to go on from the last checkpoint after a failure."
+        "--max-restarts", min=0, max=MAX_COUNT, help="Times to resume from the last checkpoint after a failure."
     ),
 ]
 GraceS = Annotated[

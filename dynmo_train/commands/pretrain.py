@@ -21,7 +21,7 @@ from ..errors import EXIT_USAGE, UsageError
 from .common import ConfigFile, deaf_until_training, first_tells, need_torch, world_size
 
 pretrain = typer.Typer(
-    cls=command_list(), no_args_is_help=True, help="Train a model from its first step, or go on with a run."
+    cls=command_list(), no_args_is_help=True, help="Train a model from its first step, or resume a run."
 )
 
 RecipeName = Annotated[
@@ -67,7 +67,7 @@ def _pretrain(family: str, config: Path | None, recipe: str | None, flags: dict[
 
 @pretrain.callback()
 def training(context: typer.Context) -> None:
-    """Train a model from the start, or go on from a checkpoint."""
+    """Train a model from the start, or resume from a checkpoint."""
     context.with_resource(deaf_until_training())
 
 

@@ -49,13 +49,13 @@ class WaySelection:
         first_costs: the first step whose costs are in the profile.
         due: whether nothing was chosen before.
         device: where factors are made.
-        tell: writes a line in ``events.jsonl``.
+        log_event: writes a line in ``events.jsonl``.
     """
 
     def __init__(
-        self, engine: Engine, run: Path, *, first_costs: int, due: bool, device: str, tell: Callable[..., None]
+        self, engine: Engine, run: Path, *, first_costs: int, due: bool, device: str, log_event: Callable[..., None]
     ) -> None:
-        self._engine, self._run, self._tell, self._device = engine, run, tell, device
+        self._engine, self._run, self._log_event, self._device = engine, run, log_event, device
         self._from_step = max(first_costs, engine.settings.compression.replica_warmup_steps)
         self._due = due
         self._asked: subprocess.Popen[str] | None = None
@@ -87,7 +87,7 @@ class WaySelection:
         self._due = False
         self._engine.choose_replica_workers(workers)
         message = f"{workers} workers compress between their replicas: {reason}"
-        self._tell("selective_grad_comp", message, step=step, workers=workers)
+        self._log_event("selective_grad_comp", message, step=step, workers=workers)
         return workers
 
     def _look(self) -> dict[str, Any] | None:

@@ -61,7 +61,7 @@ class DataConfig:
         default="stable",
     )
     data_cache_path: str | None = option(
-        "Folder for sample indices of large data sets; none is a folder cache beside the first data set.",
+        "Folder for sample indices of large data sets; none is a folder cache next to the first data set.",
         default=None,
         refers_to="place",
     )

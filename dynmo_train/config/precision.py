@@ -22,7 +22,7 @@ class PrecisionConfig:
         "Steps in a row without overflow after which the dynamic loss scale doubles.", default=1000, minimum=1
     )
     hysteresis: int = option(
-        "Overflows after which the dynamic loss scale is halved; a doubling starts the count anew.",
+        "Overflows after which the dynamic loss scale is halved; a doubling resets the count.",
         default=2,
         minimum=1,
     )

@@ -309,7 +309,7 @@ class TrainingConfig:
         "Leave the run, saved, after a step that is a multiple of this.", default=None, minimum=1
     )
     exit_duration_in_mins: float | None = option(
-        "Leave the run, saved, after the first step that ends so many minutes after its start.", default=None, above=0
+        "Save and exit after the first step that ends N minutes after the start.", default=None, above=0
     )
     curriculum_shortest: int | None = option(
         "Curriculum: tokens of a sample at the first step, growing to --seq-length; none trains on whole samples.",
@@ -332,7 +332,7 @@ class TrainingConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class BalanceConfig:
-    """How layers are placed, and moved while training goes on."""
+    """How layers are placed, and moved while training continues."""
 
     balance: BalanceMode = option(
         "Move layers between workers: off, online (a planner reads the profile), or offline (--plan and no moves).",
@@ -351,7 +351,7 @@ class BalanceConfig:
     )
     balance_lockstep: bool = option("Wait at each boundary for the planner's answer.", default=False)
     pack_to: int | None = option(
-        "Release workers until so many are left, as soon as memory allows; none releases no worker.",
+        "Release workers until N are left, as soon as memory allows; none releases no worker.",
         default=None,
         minimum=1,
         maximum=MAX_RANKS,
@@ -411,7 +411,7 @@ class RunConfig:
         "Folder for TensorBoard's event files; none writes none.", default=None, refers_to="place"
     )
     finetune: bool = option(
-        "Take the weights of --load alone, and begin at step 0 with fresh moments; leave it out to go on later.",
+        "Take the weights of --load alone, and begin at step 0 with fresh moments; leave it out to resume later.",
         default=False,
     )
     no_load_optim: bool = option("Take no optimizer state from --load.", default=False)
@@ -421,7 +421,7 @@ class RunConfig:
     no_save_optim: bool = option("Leave the optimizer state out of checkpoints.", default=False)
     no_save_rng: bool = option("Nothing to do, as --no-load-rng.", default=False)
     async_save: bool = option(
-        "Write checkpoints while training goes on, from a copy of the state in host memory.", default=False
+        "Write checkpoints while training continues, from a copy of the state in host memory.", default=False
     )
     save_interval: int | None = option(
         "Steps between checkpoints; none saves at the end only.", default=None, minimum=1

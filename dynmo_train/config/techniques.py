@@ -117,6 +117,6 @@ class ExitConfig:
 class SparseAttentionConfig:
     """Dynamic sparse attention: queries attend to the keys of their hash bucket, in blocks."""
 
-    sparse_attention: bool = option("Attend within hash buckets, drawn anew in each step and layer.", default=False)
+    sparse_attention: bool = option("Attend within hash buckets, drawn again in each step and layer.", default=False)
     sparse_attention_buckets: int = option("Hash buckets, an even number.", default=16, minimum=2)
     sparse_attention_block: int = option("Queries and keys of a block of scores, in tokens.", default=32, minimum=1)

@@ -94,7 +94,7 @@ def validate_plan(
     if plan.run_id != run_id:
         problems.append(Problem("run_id", "run", f"is {plan.run_id!r}; this run is {run_id!r}"))
     if plan.base_plan_id != plan_in_force:
-        words = f"is {plan.base_plan_id}; the plan in force is {plan_in_force}"
+        words = f"is {plan.base_plan_id}; the active plan is {plan_in_force}"
         problems.append(Problem("base_plan_id", "stale", words))
     if plan.schedule != schedule:
         problems.append(Problem("schedule", "schedule", f"is {plan.schedule}; this run has {schedule}"))

@@ -212,13 +212,13 @@ def _build_agent(work: Work) -> tuple[LocalElasticAgent, list[LogsDest]]:
             torch 2.11 takes no time to wait, so the workers are waited for here.
             """
             number = signals[0] if signals else signal.SIGTERM
-            told = bool(signals) and number in (signal.SIGTERM, signal.SIGINT)
-            if told:
+            may_save = bool(signals) and number in (signal.SIGTERM, signal.SIGINT)
+            if may_save:
                 work.told_file.touch()
             else:  # a second signal, while the workers save, takes that time from them
                 work.told_file.unlink(missing_ok=True)
             if self._pcontext is not None:
-                self._pcontext.close(number, math.ceil(max(work.grace_s, work.save_s if told else 0.0)) + 2)
+                self._pcontext.close(number, math.ceil(max(work.grace_s, work.save_s if may_save else 0.0)) + 2)
             super()._shutdown(number)
 
     spec = WorkerSpec(

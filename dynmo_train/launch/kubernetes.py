@@ -357,7 +357,7 @@ def to_yaml(documents: Sequence[dict[str, Any]], needs: Sequence[Need] = ()) -> 
 
 
 def served_version() -> Version | None:
-    """The version of the cluster's Kubernetes; None where ``kubectl`` does not tell it."""
+    """The version of the cluster's Kubernetes; None where ``kubectl`` does not report it."""
     done = subprocess.run(
         ["kubectl", "version", "-o", "json"], stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False
     )

@@ -166,7 +166,7 @@ class HeldItems:
         return cut if role_of(tensor_name) == "mask" else self.own_rows(tensor_name, cut)
 
     def own_part(self, tensor_name: str, stored: torch.Tensor) -> torch.Tensor:
-        """What this process holds of a stored tensor: as :meth:`own_slice`, the rows of a vocabulary padded as here.
+        """This process's part of a stored tensor: as :meth:`own_slice`, the rows of a vocabulary padded as here.
 
         Args:
             stored: the whole tensor of a checkpoint, of the true rows or, in older checkpoints, of padded ones.

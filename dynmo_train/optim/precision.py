@@ -26,7 +26,7 @@ class LossScaling:
         initial: the scale at the start.
         minimum: it never falls below this.
         window: updates in a row without overflow after which it doubles; 0 keeps the scale constant.
-        hysteresis: overflows until it is halved; a doubling starts the count anew.
+        hysteresis: overflows until it is halved; a doubling resets the count.
     """
 
     initial: float

@@ -125,7 +125,7 @@ def join_world(device_name: str, timeout_s: float = 600.0, dims: ParallelDims | 
         dims: how the processes are laid out; None is one pipeline of all.
 
     Raises:
-        UsageError: ``dims`` are not those of so many processes, or a process has no CUDA device.
+        UsageError: ``dims`` do not fit the number of processes, or a process has no CUDA device.
     """
     rank, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     local_rank, local_size = int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
@@ -149,7 +149,7 @@ def lay_out(world: World, dims: ParallelDims, timeout_s: float = 600.0) -> World
     """The same processes along other axes, with groups of their own; every process calls this.
 
     Raises:
-        UsageError: ``dims`` are not those of so many processes.
+        UsageError: ``dims`` do not fit the number of processes.
     """
     if dims.size != world.size:
         raise UsageError(f"{dims} lays out {dims.size} processes; there are {world.size}")

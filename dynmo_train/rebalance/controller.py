@@ -60,13 +60,13 @@ class ControllerSettings:
 
 
 class Controller:
-    """Looks for plans at boundaries and puts them into force.
+    """Looks for plans at boundaries and makes them active.
 
     Args:
         append: appends a record to the profile.
-        problems_of: why a plan cannot be taken by the run, given the number in force; empty where it can.
+        problems_of: why a plan cannot be taken by the run, given the number of the active plan; empty where it can.
         in_force: number of the plan that the run starts with; plans up to it are not looked at.
-        tell: writes a line in ``events.jsonl``.
+        log_event: writes a line in ``events.jsonl``.
         settle: ends what all processes have begun together, before some of them leave.
         planner: the planner's process, where this trainer started it.
         fault: for tests: alters what a move received.
@@ -81,13 +81,13 @@ class Controller:
         append: Callable[[Mapping[str, Any]], None],
         problems_of: Callable[[Plan, int, Sequence[Sequence[str]]], list[Problem]],
         in_force: int,
-        tell: Callable[..., None],
+        log_event: Callable[..., None],
         settle: Callable[[], None],
         planner: PlannerProcess | None = None,
         fault: Fault | None = None,
     ) -> None:
         self.engine, self.settings = engine, settings
-        self.plans, self._append, self._problems_of, self._tell = plans, append, problems_of, tell
+        self.plans, self._append, self._problems_of, self._log_event = plans, append, problems_of, log_event
         self._settle = settle
         self.in_force = self._seen = in_force
         self._answered: set[int] = set()
@@ -198,8 +198,8 @@ class Controller:
             time.sleep(POLL_S)
             if self._look_after_planner(step):
                 deadline = time.monotonic() + self.settings.timeout_s  # the new one reads the same ask
-        words = f"no answer from the planner within {self.settings.timeout_s:g} s; training goes on"
-        self._tell("planner_late", words, step=step)
+        words = f"no answer from the planner within {self.settings.timeout_s:g} s; training continues"
+        self._log_event("planner_late", words, step=step)
 
     def _answers(self, plan_id: int, step: int) -> bool:
         try:
@@ -211,7 +211,7 @@ class Controller:
         """Report what happened to the planner; whether anything did."""
         happened = self._planner.check() if self._planner is not None else None
         if happened:
-            self._tell("planner", happened, step=step)
+            self._log_event("planner", happened, step=step)
         return happened is not None
 
     def _result(
@@ -229,4 +229,4 @@ class Controller:
         )
         self._append(record)
         figures = {"plan_id": plan_id, "pause_ns": pause_ns, "bytes": num_bytes, **extra}
-        self._tell(f"plan_{result}", f"plan {plan_id} {result.replace('_', ' ')}: {reason}", step=step, **figures)
+        self._log_event(f"plan_{result}", f"plan {plan_id} {result.replace('_', ' ')}: {reason}", step=step, **figures)

@@ -21,17 +21,17 @@ class GrowRequests:
 
     Args:
         requests: the folder.
-        problems_of: why the run cannot go on with so many workers; empty where it can.
-        tell: writes a line in ``events.jsonl``.
+        problems_of: why the run cannot continue with that number of workers; empty where it can.
+        log_event: writes a line in ``events.jsonl``.
     """
 
     def __init__(
-        self, requests: Path, problems_of: Callable[[int], Sequence[Problem]], tell: Callable[..., None]
+        self, requests: Path, problems_of: Callable[[int], Sequence[Problem]], log_event: Callable[..., None]
     ) -> None:
-        self._request, self._problems_of, self._tell = requests / "grow.json", problems_of, tell
+        self._request, self._problems_of, self._log_event = requests / "grow.json", problems_of, log_event
 
     def asks(self, step: int, workers: int) -> bool:
-        """Whether another number of workers than now is asked for; a request that is not good is told and put aside."""
+        """Whether another number of workers than now is asked for; an invalid request is logged and put aside."""
         if not self._request.exists():
             return False
         try:
@@ -44,13 +44,15 @@ class GrowRequests:
         if problems:
             self._put_aside("refused")
             words = "; ".join(map(str, problems))
-            self._tell("grow_refused", f"requests/grow.json cannot be done, training goes on: {words}", step=step)
+            self._log_event(
+                "grow_refused", f"requests/grow.json cannot be done, training continues: {words}", step=step
+            )
             return False
         if wanted == workers:
             self._put_aside("taken")
-            self._tell("grow", f"{wanted} workers were asked for, and are there", step=step, workers=wanted)
+            self._log_event("grow", f"{wanted} workers were asked for, and are there", step=step, workers=wanted)
             return False
-        self._tell("grow", f"to be started again with {wanted} workers, has {workers}", step=step, workers=wanted)
+        self._log_event("grow", f"to be started again with {wanted} workers, has {workers}", step=step, workers=wanted)
         return True
 
     def _has_settled(self) -> bool:

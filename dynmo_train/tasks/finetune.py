@@ -71,11 +71,11 @@ class Epochs:
         return self._orders[epoch]
 
 
-def count_samples(task: str, told: FinetuneConfig) -> int:
+def count_samples(task: str, options: FinetuneConfig) -> int:
     """How many samples the training data have; 0 without any."""
-    if told.train_data is None:
+    if options.train_data is None:
         return 0
-    return sum(len(TASKS[task].read(Path(path))) for path in data_paths("--train-data", told.train_data))
+    return sum(len(TASKS[task].read(Path(path))) for path in data_paths("--train-data", options.train_data))
 
 
 def pretrained_state(engine: Engine, checkpoint: Checkpoint, world: World) -> Any:
@@ -122,7 +122,7 @@ class _Start:
 class _Finetuning:
     """A fine-tuning in progress: the same steps as training, over the task's samples."""
 
-    def __init__(self, name: str, config: Config, told: FinetuneConfig, world: World) -> None:
+    def __init__(self, name: str, config: Config, options: FinetuneConfig, world: World) -> None:
         self.name, self.config, self.world = name, config, world
         self.batch = config.training.global_batch_size
         files = TokenizerFiles.of(vars(config.data))
@@ -136,16 +136,18 @@ class _Finetuning:
                     f"the tokenizer has {tokenizer.vocab_size} ids; the model has --vocab-size"
                     f" {config.model.vocab_size}"
                 )
-            valid = [build_pairs(name, path, tokenizer, length) for path in data_paths("--valid-data", told.valid_data)]
-            if told.train_data is None:
+            valid = [
+                build_pairs(name, path, tokenizer, length) for path in data_paths("--valid-data", options.valid_data)
+            ]
+            if options.train_data is None:
                 return None, valid
-            paths = data_paths("--train-data", told.train_data)
+            paths = data_paths("--train-data", options.train_data)
             return join_pairs([build_pairs(name, path, tokenizer, length) for path in paths]), valid
 
         self.train_data, self.valid_data = agreed(world, read)
         self.files = files
         self.check = FiniteCheck.of(config.training)
-        start = self._begin(told)
+        start = self._begin(options)
         self.engine, self.directory, self.step = start.engine, start.directory, start.step
         self.source, self.last_saved = start.source, start.last_saved
         self.recorder = Recorder(start.directory, world)
@@ -154,11 +156,11 @@ class _Finetuning:
             self.engine,
             start.directory.checkpoints,
             aside=config.run.async_save,
-            tell=self._saved,
-            tell_failure=self._not_saved,
+            on_saved=self._saved,
+            on_failure=self._not_saved,
         )
 
-    def _begin(self, told: FinetuneConfig) -> _Start:
+    def _begin(self, options: FinetuneConfig) -> _Start:
         config, world, form = self.config, self.world, TASKS[self.name]
         base = family_of(config)
         if not isinstance(base, Bert):
@@ -173,11 +175,11 @@ class _Finetuning:
         )
         settings = replace(settings, pipeline=replace(settings.pipeline, boundary=boundary))
         going_on = agreed(world, lambda: checkpoint_to_load(config, world))
-        run = replace(config.run, load=told.pretrained_checkpoint, no_load_optim=True)
+        run = replace(config.run, load=options.pretrained_checkpoint, no_load_optim=True)
         first = agreed(world, lambda: checkpoint_to_load(replace(config, run=run), world))
         require_same(world, {**checkpoint_facts(going_on), **checkpoint_facts(first, "--pretrained-checkpoint")})
-        if told.pretrained_checkpoint is not None and first is None:
-            raise UsageError(f"--pretrained-checkpoint {told.pretrained_checkpoint}: there is no checkpoint")
+        if options.pretrained_checkpoint is not None and first is None:
+            raise UsageError(f"--pretrained-checkpoint {options.pretrained_checkpoint}: there is no checkpoint")
         engine = Engine(family, settings, first_partition(config, family, None), world)
         step = agreed(world, lambda: self._weights(engine, going_on, first))
         begun = agreed(
@@ -187,7 +189,7 @@ class _Finetuning:
                     config,
                     world_size=world.size,
                     hosts=[world.host],
-                    engine={"device": world.device.type, "task": self.name, "finetune": vars(told)},
+                    engine={"device": world.device.type, "task": self.name, "finetune": vars(options)},
                 )
                 if world.is_first
                 else None
@@ -348,7 +350,7 @@ class _Finetuning:
         self.log.line(f" saved checkpoint {saved.path} in {saved.seconds:.2f} s")
 
 
-def run_finetune(name: str, config: Config, told: FinetuneConfig) -> int:
+def run_finetune(name: str, config: Config, options: FinetuneConfig) -> int:
     """Fine-tune on the task ``name`` in this process and those that the launcher started; the exit code."""
     torch.set_num_threads(config.training.num_threads)
     parallel = config.parallel
@@ -357,9 +359,9 @@ def run_finetune(name: str, config: Config, told: FinetuneConfig) -> int:
         tensor=parallel.tensor_model_parallel_size,
         data=parallel.data_parallel_size,
     )
-    world = join_same(config.training.device, dims, lambda: {**config_facts(config), **option_facts(told)})
+    world = join_same(config.training.device, dims, lambda: {**config_facts(config), **option_facts(options)})
     try:
-        run = _Finetuning(name, config, told, world)
+        run = _Finetuning(name, config, options, world)
         try:
             return run.run()
         finally:
@@ -369,7 +371,7 @@ def run_finetune(name: str, config: Config, told: FinetuneConfig) -> int:
 
 
 def shape_of(model: Mapping[str, Any]) -> dict[str, Any]:
-    """The options of the model that a manifest's ``model`` states, for those that the command line leaves out."""
+    """The sizes of the model that a manifest's ``model`` states, for those that the command line leaves out."""
     names = ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "max_position_embeddings")
-    told = {name: model[name] for name in (*names, "vocab_size", "layernorm_epsilon")}
-    return {**told, "seq_length": model["max_position_embeddings"], "bert_no_binary_head": not model["num_tokentypes"]}
+    sizes = {name: model[name] for name in (*names, "vocab_size", "layernorm_epsilon")}
+    return {**sizes, "seq_length": model["max_position_embeddings"], "bert_no_binary_head": not model["num_tokentypes"]}

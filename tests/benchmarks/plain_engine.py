@@ -85,6 +85,6 @@ def constant(rate: float) -> LearningRate:
     return LearningRate(peak=rate, floor=rate, style="constant", warmup_steps=0, decay_steps=1)
 
 
-def told(rows: tuple[torch.Tensor, torch.Tensor], step: int, microbatches: int) -> Batch:
+def engine_batch(rows: tuple[torch.Tensor, torch.Tensor], step: int, microbatches: int) -> Batch:
     """A batch of the engine."""
     return Batch(inputs={"ids": rows[0], "labels": rows[1]}, first_microbatch=step * microbatches, step=step)

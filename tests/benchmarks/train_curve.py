@@ -76,7 +76,7 @@ def family_of(name: str, sizes: Sizes):
 
 def ours(family, ids: torch.Tensor, sizes: Sizes, steps: int) -> tuple[dict[str, torch.Tensor], Callable[[int], float]]:
     """The initial weights by name, and what trains a step and gives its loss."""
-    from plain_engine import engine_of, told
+    from plain_engine import engine_batch, engine_of
 
     from dynmo_train.optim.schedule import LearningRate
     from dynmo_train.parallel.world import join_world
@@ -87,7 +87,7 @@ def ours(family, ids: torch.Tensor, sizes: Sizes, steps: int) -> tuple[dict[str,
     weights = {name: parameter.detach().clone() for _, name, parameter in engine.held.parameters()}
 
     def train(step: int) -> float:
-        return engine.train_step(told(batch(ids, sizes, step), step, MICROBATCHES), sampled=False).loss
+        return engine.train_step(engine_batch(batch(ids, sizes, step), step, MICROBATCHES), sampled=False).loss
 
     return weights, train
 

@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from plain_engine import constant, gpt_of, told
+from plain_engine import constant, engine_batch, gpt_of
 from plain_engine import engine_of as plain_engine_of
 from random_batches import random_rows
 from torch import nn
@@ -57,7 +57,7 @@ def batch_of(step: int, sizes: Sizes, microbatches: int) -> Batch:
     """Random tokens."""
     rows = microbatches * sizes["micro_batch"]
     drawn = random_rows(step, rows=rows, tokens=sizes["tokens"], vocabulary=sizes["vocabulary"])
-    return told(drawn, step, microbatches)
+    return engine_batch(drawn, step, microbatches)
 
 
 class PlainStage(nn.Module):

@@ -114,7 +114,7 @@ def config_of_shape(shape: Shape, device: str, *, compiled: bool) -> Any:
 
 def ours(shape: Shape, device: torch.device, *, compiled: bool) -> tuple[Callable[[], float], int]:
     """A step of the engine, and its model operations."""
-    from plain_engine import told
+    from plain_engine import engine_batch
 
     from dynmo_train.building import first_partition, flops_counter, settings_of
     from dynmo_train.engine import Engine
@@ -130,7 +130,7 @@ def ours(shape: Shape, device: torch.device, *, compiled: bool) -> tuple[Callabl
     def step() -> float:
         drawn = batch(shape, done[0])
         done[0] += 1
-        return engine.train_step(told(drawn, done[0], shape.microbatches), sampled=False).loss
+        return engine.train_step(engine_batch(drawn, done[0], shape.microbatches), sampled=False).loss
 
     return step, flops_counter(config, family)(shape.samples * shape.microbatches, shape.tokens)
 

@@ -1,7 +1,7 @@
 """Peak memory of training on CPU beside the figure that ``--dry-run`` prints.
 
 Each case runs some whole steps of the engine in processes of its own. Measured is what a process holds at its highest
-above what it held before the model was built (resident memory; freed memory is given back at once). Goal: within 10 %.
+above what it held before the model was built (resident memory; freed memory is returned at once). Goal: within 10 %.
 
     python tests/benchmarks/train_memory.py [--case NAME ...] [--repeats 3]
 """

@@ -17,7 +17,7 @@ import time
 from pathlib import Path
 
 import torch
-from plain_engine import constant, gpt_of, told
+from plain_engine import constant, engine_batch, gpt_of
 from plain_engine import engine_of as plain_engine_of
 from random_batches import random_rows
 
@@ -37,7 +37,7 @@ def engine_of(layers: int, width: int) -> Engine:
 
 
 def batch_of(step: int) -> Batch:
-    return told(random_rows(step, rows=MICRO_BATCH, tokens=TOKENS, vocabulary=VOCABULARY), step, 1)
+    return engine_batch(random_rows(step, rows=MICRO_BATCH, tokens=TOKENS, vocabulary=VOCABULARY), step, 1)
 
 
 def synced_s(path: Path, tensors: list[torch.Tensor]) -> float:
@@ -72,12 +72,12 @@ def main() -> None:
         out("|---|---|---|---|---|---|---|\n")
         copies = [tensor.clone() for tensor in tensors]
         for aside in (False, True):
-            told: list[Saved] = []
+            saved: list[Saved] = []
             saver = Checkpointing(
-                engine, folder / "checkpoints", aside=aside, tell=told.append, tell_failure=lambda *_: None
+                engine, folder / "checkpoints", aside=aside, on_saved=saved.append, on_failure=lambda *_: None
             )
             for repeat in range(arguments.repeats):
-                told.clear()
+                saved.clear()
                 disk_s = synced_s(folder / "plain", copies)
                 begun = time.perf_counter()
                 for copy, tensor in zip(copies, tensors, strict=True):
@@ -93,12 +93,12 @@ def main() -> None:
                 )
                 saver.save(run)
                 step = 2
-                while not told:
+                while not saved:
                     engine.train_step(batch_of(step), sampled=False)
                     step += 1
                     saver.at_boundary()
                 way = "aside (--async-save)" if aside else "at the boundary"
-                stalled, whole = told[0].stalled_s, told[0].seconds
+                stalled, whole = saved[0].stalled_s, saved[0].seconds
                 out(f"| {way} | {copied:.3f} | {stalled:.3f} | {stalled / copied:.2f} ")
                 out(f"| {whole:.2f} | {disk_s:.2f} | {disk_s / whole:.2f} |\n")
     finally:

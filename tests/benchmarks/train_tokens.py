@@ -56,7 +56,7 @@ def batch(shape: Shape, step: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def ours(shape: Shape) -> Callable[[int], float]:
-    from plain_engine import constant, engine_of, gpt_of, told
+    from plain_engine import constant, engine_batch, engine_of, gpt_of
 
     from dynmo_train.parallel.world import join_world
 
@@ -70,7 +70,7 @@ def ours(shape: Shape) -> Callable[[int], float]:
     )
 
     def step(number: int) -> float:
-        return engine.train_step(told(batch(shape, number), number + 1, shape.microbatches), sampled=False).loss
+        return engine.train_step(engine_batch(batch(shape, number), number + 1, shape.microbatches), sampled=False).loss
 
     return step
 
@@ -174,10 +174,10 @@ def main() -> None:
         for program in programs:
             command = [sys.executable, __file__, "--run", program, "--shape", asked.shape]
             command += ["--threads", str(asked.threads), "--steps", str(asked.steps), "--nanogpt", asked.nanogpt]
-            told = subprocess.run(command, capture_output=True, text=True, check=False)
-            if told.returncode:
-                raise SystemExit(told.stderr)
-            results[program].append(json.loads(told.stdout.splitlines()[-1]))
+            done = subprocess.run(command, capture_output=True, text=True, check=False)
+            if done.returncode:
+                raise SystemExit(done.stderr)
+            results[program].append(json.loads(done.stdout.splitlines()[-1]))
     lines = [f"| {asked.shape}, {asked.threads} threads | tokens/s | peak MB | loss after {asked.steps + 1} steps |"]
     lines.append("|---|---|---|---|")
     for program, rows in results.items():

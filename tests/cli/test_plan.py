@@ -174,15 +174,15 @@ def test_what_if_table(plan):
         ["2", "8", "0.00"],
         ["2", "8", "0.90"],
     ]
-    assert lines[-1].startswith("2 stages, 8 microbatches, 1f1b, sparsity 0.9: no worker can be given back")
+    assert lines[-1].startswith("2 stages, 8 microbatches, 1f1b, sparsity 0.9: no worker can be released")
 
 
-def test_what_if_says_how_many_workers_to_give_back(plan):
+def test_what_if_says_how_many_workers_to_release(plan):
     code, out, _ = plan("what-if", EVENTS, "--vary", "stages=4", "--format", "json")
     document = json.loads(out)
     assert code == 0
     assert document["rows"][0]["release_from_balanced"] == 1
-    assert "give back 1 of 4 workers and gain 0.5%" in document["answer"]
+    assert "release 1 of 4 workers and gain 0.5%" in document["answer"]
     steps = document["rows"][0]
     assert steps["kept_from_balanced"] >= 0.95
 
@@ -628,7 +628,7 @@ def test_a_dry_run_of_a_header(plan, tmp_path):
     assert found["tokens_per_s"] == pytest.approx(128 * found["samples_per_s"])
     assert 0 < found["flops_fraction"] < 1
     code, out, _ = plan("simulate", header, *flags, "--memory", "1MB")
-    assert code == 0  # told, not refused
+    assert code == 0  # reported, not refused
     assert "worker 0 needs" in out
 
 

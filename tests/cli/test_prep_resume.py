@@ -156,13 +156,13 @@ def test_ctrl_c_leaves_nothing_half_written_and_the_run_goes_on(tmp_path, prep):
         start_new_session=True,
     )
     assert done.returncode == 130, done.stderr
-    assert "run the same command again to go on" in done.stderr
+    assert "run the same command again to resume" in done.stderr
     assert "Traceback" not in done.stderr
     assert not (tmp_path / "out.jsonl").exists()
     assert not [path for path in tmp_path.rglob("*.tmp-*")]
     tasks = json.loads(prep("status", tmp_path, "--format", "json")[1])[0]
     code, _, err = prep(*arguments)
-    assert (code, "goes on:" in err) == (0, True), tasks
+    assert (code, "resumed:" in err) == (0, True), tasks
     assert prep("clean", source, "-o", tmp_path / "plain.jsonl", "--task-bytes", 30_000)[0] == 0
     assert (tmp_path / "out.jsonl").read_bytes() == (tmp_path / "plain.jsonl").read_bytes()
 

@@ -149,5 +149,5 @@ def test_a_run_of_deepspeed_continues_with_its_losses(engines, tmp_path, name):
     for step in (3, 4):
         ids = torch.from_numpy(np.random.default_rng(step).integers(0, 24, (4, 9)))
         rows = ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
-        losses.append(engine.train_step(engines["told"](rows, step + 1, 4), sampled=False).loss)
+        losses.append(engine.train_step(engines["engine_batch"](rows, step + 1, 4), sampled=False).loss)
     assert losses == pytest.approx(about["losses"], rel=TOLERANCE[about["case"]["precision"]])

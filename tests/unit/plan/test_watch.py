@@ -51,7 +51,7 @@ def step(number, plan=0, front=1, back=1, **changes):
     return {**record, **changes}
 
 
-def tell(run, *records):
+def append(run, *records):
     for record in records:
         append_line(run / "profile.jsonl", record)
 
@@ -81,7 +81,7 @@ def newest(run):
 
 
 def test_an_unbalanced_run_gets_a_plan(run):
-    tell(run, *(step(n, back=2) for n in range(1, 4)))
+    append(run, *(step(n, back=2) for n in range(1, 4)))
     Watcher(run, WatchOptions()).poll()
     plan = newest(run)
     assert (plan.plan_id, plan.base_plan_id, plan.read_to_step, plan.action) == (1, 0, 3, "move")
@@ -93,7 +93,7 @@ def test_an_unbalanced_run_gets_a_plan(run):
 
 
 def test_a_balanced_run_gets_none(run):
-    tell(run, *(step(n, front=1.6) for n in range(1, 4)))
+    append(run, *(step(n, front=1.6) for n in range(1, 4)))
     lines = (run / "profile.jsonl").read_text().replace(".0", "")
     (run / "profile.jsonl").write_text(lines)
     Watcher(run, WatchOptions()).poll()
@@ -102,10 +102,10 @@ def test_a_balanced_run_gets_none(run):
 
 def test_nothing_is_decided_on_few_records(run, capfd):
     watcher = Watcher(run, WatchOptions(min_records=3))
-    tell(run, step(1, back=2), step(2, back=2))
+    append(run, step(1, back=2), step(2, back=2))
     watcher.poll()
     assert plan_numbers(run / "plans") == [0]
-    tell(run, step(3, back=2))
+    append(run, step(3, back=2))
     watcher.poll()
     assert plan_numbers(run / "plans") == [0, 1]
     assert "step 3: move from plan 0" in capfd.readouterr().err
@@ -113,34 +113,34 @@ def test_nothing_is_decided_on_few_records(run, capfd):
 
 def test_an_event_voids_the_costs_before_it(run):
     watcher = Watcher(run, WatchOptions())
-    tell(run, step(1, back=2), step(2, back=2), event(2), step(3), step(4))
+    append(run, step(1, back=2), step(2, back=2), event(2), step(3), step(4))
     watcher.poll()
     assert plan_numbers(run / "plans") == [0]
-    tell(run, step(5, front=3))
+    append(run, step(5, front=3))
     watcher.poll()
     assert watcher._state.window.costs().forward_ns[0] == 200_000
 
 
 def test_no_second_plan_while_one_has_no_result(run):
     watcher = Watcher(run, WatchOptions(every=1))
-    tell(run, *(step(n, back=2) for n in range(1, 4)))
+    append(run, *(step(n, back=2) for n in range(1, 4)))
     watcher.poll()
     for number in range(4, 9):
-        tell(run, step(number, back=2))
+        append(run, step(number, back=2))
         watcher.poll()
     assert plan_numbers(run / "plans") == [0, 1]
-    tell(run, result(1, 8, "refused"))
+    append(run, result(1, 8, "refused"))
     for number in range(9, 16):
-        tell(run, step(number, back=2))
+        append(run, step(number, back=2))
         watcher.poll()
     assert plan_numbers(run / "plans") == [0, 1, 2]
 
 
 def test_after_a_move_the_next_plan_is_based_on_it(run):
     watcher = Watcher(run, WatchOptions(every=1))
-    tell(run, *(step(n, back=2) for n in range(1, 4)))
+    append(run, *(step(n, back=2) for n in range(1, 4)))
     watcher.poll()
-    tell(run, result(1, 3), *(step(n, plan=1, front=4) for n in range(4, 8)))
+    append(run, result(1, 3), *(step(n, plan=1, front=4) for n in range(4, 8)))
     watcher.poll()
     plan = newest(run)
     assert (plan.plan_id, plan.base_plan_id) == (2, 1)
@@ -149,22 +149,22 @@ def test_after_a_move_the_next_plan_is_based_on_it(run):
 
 def test_a_rolled_back_plan_leaves_the_old_one_in_force(run):
     watcher = Watcher(run, WatchOptions(every=1))
-    tell(run, *(step(n, back=2) for n in range(1, 4)))
+    append(run, *(step(n, back=2) for n in range(1, 4)))
     watcher.poll()
-    tell(run, result(1, 3, "taken"), result(1, 3, "rolled_back"))
+    append(run, result(1, 3, "taken"), result(1, 3, "rolled_back"))
     watcher.poll()
     assert watcher._state.in_force == 0
 
 
 def test_every_ask_is_answered(run):
     watcher = Watcher(run, LOCKSTEP)
-    tell(run, step(1), step(2, back=2))
+    append(run, step(1), step(2, back=2))
     watcher.poll()
     assert plan_numbers(run / "plans") == [0]  # nothing was asked
-    tell(run, ask(2))
+    append(run, ask(2))
     watcher.poll()
     assert (newest(run).action, newest(run).read_to_step) == ("move", 2)
-    tell(run, result(1, 2), step(3, plan=1, back=2), ask(3))
+    append(run, result(1, 2), step(3, plan=1, back=2), ask(3))
     watcher.poll()
     plan = newest(run)
     assert (plan.plan_id, plan.action, plan.base_plan_id, plan.read_to_step) == (2, "keep", 1, 3)
@@ -173,13 +173,13 @@ def test_every_ask_is_answered(run):
 
 
 def test_an_ask_before_any_step_is_answered(run):
-    tell(run, ask(0))
+    append(run, ask(0))
     Watcher(run, LOCKSTEP).poll()
     assert newest(run).action == "keep"
 
 
 def test_an_ask_is_answered_once_across_restarts(run):
-    tell(run, step(1, back=2), ask(1))
+    append(run, step(1, back=2), ask(1))
     Watcher(run, LOCKSTEP).poll()
     Watcher(run, LOCKSTEP).poll()
     assert plan_numbers(run / "plans") == [0, 1]
@@ -195,12 +195,12 @@ def test_a_restarted_planner_goes_on_where_it_was(run):
     for number in range(1, 30):
         drift = 1 + number % 7
         for copy in (whole, pieces):
-            tell(copy, step(number, plan=taken, back=drift), ask(number))
+            append(copy, step(number, plan=taken, back=drift), ask(number))
         watcher.poll()
         Watcher(pieces, LOCKSTEP).poll()
         plan = newest(whole)
         for copy in (whole, pieces):
-            tell(copy, result(plan.plan_id, number, "taken" if plan.action == "move" else "kept"))
+            append(copy, result(plan.plan_id, number, "taken" if plan.action == "move" else "kept"))
         taken = plan.plan_id if plan.action == "move" else taken
     documents = [[json.loads(path.read_text()) for path in sorted((c / "plans").iterdir())] for c in (whole, pieces)]
     for document in documents[0] + documents[1]:
@@ -210,7 +210,7 @@ def test_a_restarted_planner_goes_on_where_it_was(run):
 
 
 def test_a_new_segment_starts_from_its_own_initial_plan(run):
-    tell(run, *(step(n, back=2) for n in range(1, 4)))
+    append(run, *(step(n, back=2) for n in range(1, 4)))
     Watcher(run, WatchOptions()).poll()
     initial = json.loads((CONTRACTS / "plan/valid/initial.json").read_text())
     names = [name for stage in initial["stages"] for name in stage["items"]]
@@ -218,7 +218,7 @@ def test_a_new_segment_starts_from_its_own_initial_plan(run):
     initial["stages"][0]["items"], initial["stages"][1]["items"] = names[:3], names[3:]
     plan_path(run / "plans", 2).write_text(json.dumps(initial))
     header = json.loads((run / "profile.jsonl").read_text().splitlines()[0])
-    tell(run, {**header, "segment": 1}, *(step(n, plan=2) for n in range(4, 8)))
+    append(run, {**header, "segment": 1}, *(step(n, plan=2) for n in range(4, 8)))
     Watcher(run, WatchOptions()).poll()
     assert newest(run).base_plan_id == 2
     assert newest(run).extra == {"x_segment": 1, "x_cost_records": 4}
@@ -226,17 +226,17 @@ def test_a_new_segment_starts_from_its_own_initial_plan(run):
 
 def test_plans_on_top_of_foreign_garbage(run):
     (run / "plans/plan-000007.json").write_text("garbage")
-    tell(run, *(step(n, back=2) for n in range(1, 4)))
+    append(run, *(step(n, back=2) for n in range(1, 4)))
     Watcher(run, WatchOptions()).poll()
     assert newest(run).plan_id == 8
     assert newest(run).base_plan_id == 0
 
 
 def test_a_broken_line_is_skipped_and_told(run, capfd):
-    tell(run, step(1, back=2), step(2, back=2))
+    append(run, step(1, back=2), step(2, back=2))
     with open(run / "profile.jsonl", "a") as handle:
         handle.write('{"record": "step", \n')
-    tell(run, step(3, back=2))
+    append(run, step(3, back=2))
     Watcher(run, WatchOptions()).poll()
     assert plan_numbers(run / "plans") == [0, 1]
     assert "skipped line 4" in capfd.readouterr().err
@@ -256,34 +256,34 @@ def test_an_incomplete_line_waits_for_its_end(run):
 
 def test_a_replaced_profile_starts_anew(run, capfd):
     watcher = Watcher(run, WatchOptions(min_records=3))
-    tell(run, step(1, back=2), step(2, back=2))
+    append(run, step(1, back=2), step(2, back=2))
     watcher.poll()
     shutil.copy(CONTRACTS / "profile/valid/header-only.jsonl", run / "new")
     os.replace(run / "new", run / "profile.jsonl")
-    tell(run, step(1, back=2))
+    append(run, step(1, back=2))
     watcher.poll()
-    assert "starting anew" in capfd.readouterr().err
+    assert "starting from scratch" in capfd.readouterr().err
     assert plan_numbers(run / "plans") == [0]
 
 
 def test_missing_samples_are_carried_forward(run):
     full = step(1, back=2)
     sparse = step(2, forward_ns=[None] * 10, backward_ns=[None] * 10)
-    tell(run, full, sparse, {**sparse, "step": 3})
+    append(run, full, sparse, {**sparse, "step": 3})
     Watcher(run, WatchOptions()).poll()
     assert newest(run).action == "move"
 
 
 def test_items_never_sampled_make_no_plan(run, capfd):
     missing = [None, *step(1)["forward_ns"][1:]]
-    tell(run, *(step(n, forward_ns=missing, back=2) for n in range(1, 4)))
+    append(run, *(step(n, forward_ns=missing, back=2) for n in range(1, 4)))
     Watcher(run, WatchOptions()).poll()
     assert "1 items are not sampled yet" in capfd.readouterr().err
     assert plan_numbers(run / "plans") == [0]
 
 
 def test_a_gain_that_does_not_outweigh_the_pause_is_left(run, capfd):
-    tell(run, step(4, back=2), event(4, following=6), step(5, back=2))
+    append(run, step(4, back=2), event(4, following=6), step(5, back=2))
     Watcher(run, WatchOptions(min_records=1)).poll()
     assert "1 steps would save 47 ms, less than the pause" in capfd.readouterr().err
     assert plan_numbers(run / "plans") == [0]
@@ -291,7 +291,7 @@ def test_a_gain_that_does_not_outweigh_the_pause_is_left(run, capfd):
 
 @pytest.mark.parametrize("policy", ["never", "always"])
 def test_the_simple_policies(run, policy):
-    tell(run, *(step(n, back=2) for n in range(1, 4)))
+    append(run, *(step(n, back=2) for n in range(1, 4)))
     Watcher(run, WatchOptions(policy=policy)).poll()
     assert plan_numbers(run / "plans") == ([0] if policy == "never" else [0, 1])
 
@@ -301,7 +301,7 @@ def test_slow_workers_are_measured_at_their_speed(run):
     header["workers"][1]["relative_speed"] = 0.5
     (run / "profile.jsonl").write_text(json.dumps(header) + "\n")
     # Worker 1 is half as fast, so what it measured is twice the normal cost: the items are even.
-    tell(run, *(step(n, back=2) for n in range(1, 4)))
+    append(run, *(step(n, back=2) for n in range(1, 4)))
     Watcher(run, WatchOptions(objective="bottleneck")).poll()
     plan = newest(run)
     # 18.6 ms of work at normal speed in all, on one worker and a half
@@ -326,9 +326,9 @@ def wait_for(condition, timeout_s=600.0):
 def test_the_process_follows_a_growing_run_and_ends_on_sigterm(run):
     process = start(run, "--lockstep", "--min-records", "1")
     try:
-        tell(run, step(1, back=2), ask(1))
+        append(run, step(1, back=2), ask(1))
         wait_for(lambda: plan_numbers(run / "plans") == [0, 1])
-        tell(run, result(1, 1), step(2, plan=1, back=2), ask(2))
+        append(run, result(1, 1), step(2, plan=1, back=2), ask(2))
         wait_for(lambda: plan_numbers(run / "plans") == [0, 1, 2])
     finally:
         process.terminate()
@@ -348,7 +348,7 @@ def test_the_process_ends_with_its_parent(run):
 
 
 def test_once_reads_and_ends(run):
-    tell(run, *(step(n, back=2) for n in range(1, 4)))
+    append(run, *(step(n, back=2) for n in range(1, 4)))
     watch(run, WatchOptions(), once=True, poll_s=1, parent_pid=None)
     assert plan_numbers(run / "plans") == [0, 1]
 
@@ -362,16 +362,16 @@ def test_packing_releases_what_is_not_needed(run):
     spans = [(0, 3), (3, 7), (7, 10)]
     initial["stages"] = [{"stage": s, "worker": s, "items": names[a:b]} for s, (a, b) in enumerate(spans)]
     (run / "plans/plan-000000.json").write_text(json.dumps(initial))
-    tell(run, *(step(n, busy_ns=[1] * 3, peak_memory_bytes=[1] * 3) for n in range(1, 4)))
+    append(run, *(step(n, busy_ns=[1] * 3, peak_memory_bytes=[1] * 3) for n in range(1, 4)))
     Watcher(run, WatchOptions(pack_keep=0.99)).poll()
     assert newest(run).released_workers == ()
-    tell(run, *(step(n, busy_ns=[1] * 3, peak_memory_bytes=[1] * 3) for n in range(4, 10)))
+    append(run, *(step(n, busy_ns=[1] * 3, peak_memory_bytes=[1] * 3) for n in range(4, 10)))
     Watcher(run, WatchOptions(pack_to=2)).poll()
     plan = newest(run)
     assert plan.released_workers == (2,)
     assert [stage.worker for stage in plan.stages] == [0, 1]
     assert {move.from_worker for move in plan.migration.moves} >= {2}
-    tell(
+    append(
         run,
         result(plan.plan_id, 9),
         *(step(n, plan=plan.plan_id, busy_ns=[1] * 3, peak_memory_bytes=[1] * 3) for n in (10, 11, 12)),
@@ -384,19 +384,19 @@ def test_packing_releases_what_is_not_needed(run):
 
 def test_a_move_that_made_things_worse_is_taken_back(run):
     watcher = Watcher(run, WatchOptions(every=1, window=8))
-    tell(run, *(step(n, back=2) for n in range(1, 4)))
+    append(run, *(step(n, back=2) for n in range(1, 4)))
     watcher.poll()
-    tell(run, result(1, 3))
+    append(run, result(1, 3))
     for number in range(4, 16):
-        tell(run, step(number, plan=1, back=2, step_ns=2 * 10**8))
+        append(run, step(number, plan=1, back=2, step_ns=2 * 10**8))
         watcher.poll()
     plan = newest(run)
     assert (plan.base_plan_id, plan.balancer, plan.action) == (1, "manual", "move")
     assert plan.boundaries == read_plan(plan_path(run / "plans", 0)).boundaries
     assert plan.reason.startswith("rolling back plan 1")
-    tell(run, result(plan.plan_id, 15))
+    append(run, result(plan.plan_id, 15))
     for number in range(16, 40):
-        tell(run, step(number, plan=plan.plan_id, back=2))
+        append(run, step(number, plan=plan.plan_id, back=2))
         watcher.poll()
     assert newest(run).plan_id == plan.plan_id  # it waits before it tries again
 
@@ -412,14 +412,14 @@ def modelled_step_ns(plan, back):
 def test_drift_after_a_move_is_not_blamed_on_the_move(run, back, rolls_back):
     initial = read_plan(plan_path(run / "plans", 0))
     watcher = Watcher(run, WatchOptions(every=1, window=8))
-    tell(run, *(step(n, back=2, step_ns=modelled_step_ns(initial, 2)) for n in range(1, 4)))
+    append(run, *(step(n, back=2, step_ns=modelled_step_ns(initial, 2)) for n in range(1, 4)))
     watcher.poll()
     moved = newest(run)
     assert moved.plan_id == 1
-    tell(run, result(1, 3))
+    append(run, result(1, 3))
     # The model's own costs change: steps take longer (or shorter) for a reason that is not the move.
     for number in range(4, 16):
-        tell(run, step(number, plan=1, back=back, step_ns=modelled_step_ns(moved, back)))
+        append(run, step(number, plan=1, back=back, step_ns=modelled_step_ns(moved, back)))
         watcher.poll()
     plans = [read_plan(plan_path(run / "plans", number)) for number in plan_numbers(run / "plans")]
     assert any(plan.balancer == "manual" for plan in plans) == rolls_back
@@ -427,17 +427,17 @@ def test_drift_after_a_move_is_not_blamed_on_the_move(run, back, rolls_back):
 
 def test_rollback_refuses_only_the_partition_that_was_rolled_back(run):
     watcher = Watcher(run, WatchOptions(every=1, window=8))
-    tell(run, *(step(n, back=2) for n in range(1, 4)))
+    append(run, *(step(n, back=2) for n in range(1, 4)))
     watcher.poll()
-    tell(run, result(1, 3))
+    append(run, result(1, 3))
     for number in range(4, 16):
-        tell(run, step(number, plan=1, back=2, step_ns=2 * 10**8))
+        append(run, step(number, plan=1, back=2, step_ns=2 * 10**8))
         watcher.poll()
     back = newest(run)
     assert back.balancer == "manual"
-    tell(run, result(back.plan_id, 15))
+    append(run, result(back.plan_id, 15))
     for number in range(16, 30):  # other costs ask for another partition, which is proposed without a wait
-        tell(run, step(number, plan=back.plan_id, front=9))
+        append(run, step(number, plan=back.plan_id, front=9))
         watcher.poll()
     assert newest(run).plan_id > back.plan_id
     assert newest(run).boundaries not in (back.boundaries, read_plan(plan_path(run / "plans", 1)).boundaries)
@@ -445,23 +445,23 @@ def test_rollback_refuses_only_the_partition_that_was_rolled_back(run):
 
 def test_rollback_refuses_the_partition_after_another_move(run):
     watcher = Watcher(run, WatchOptions(every=1, window=8))
-    tell(run, *(step(n, back=2) for n in range(1, 4)))
+    append(run, *(step(n, back=2) for n in range(1, 4)))
     watcher.poll()
-    tell(run, result(1, 3))
+    append(run, result(1, 3))
     for number in range(4, 16):
-        tell(run, step(number, plan=1, back=2, step_ns=2 * 10**8))
+        append(run, step(number, plan=1, back=2, step_ns=2 * 10**8))
         watcher.poll()
     refused, back = read_plan(plan_path(run / "plans", 1)).boundaries, newest(run)
     assert back.balancer == "manual"
-    tell(run, result(back.plan_id, 15))
+    append(run, result(back.plan_id, 15))
     for number in range(16, 25):
-        tell(run, step(number, plan=back.plan_id, front=9))
+        append(run, step(number, plan=back.plan_id, front=9))
         watcher.poll()
     other = newest(run)
     assert other.plan_id > back.plan_id
-    tell(run, result(other.plan_id, 25))
+    append(run, result(other.plan_id, 25))
     for number in range(26, 60):  # the costs of the refused partition return
-        tell(run, step(number, plan=other.plan_id, back=2))
+        append(run, step(number, plan=other.plan_id, back=2))
         watcher.poll()
     assert refused not in [read_plan(plan_path(run / "plans", n)).boundaries for n in plan_numbers(run / "plans")[2:]]
 
@@ -469,7 +469,7 @@ def test_rollback_refuses_the_partition_after_another_move(run):
 @pytest.mark.parametrize("policy", ["threshold", "regret", "always"])
 @pytest.mark.parametrize("steps", [4, 13, 29])
 def test_once_decides_on_the_last_record(run, policy, steps, capsys):
-    tell(run, *(step(n, back=2) for n in range(1, steps + 1)))
+    append(run, *(step(n, back=2) for n in range(1, steps + 1)))
     watch(run, WatchOptions(policy=policy), once=True, poll_s=0.01, parent_pid=None)
     assert f"step {steps}: move from plan 0" in capsys.readouterr().err
     assert newest(run).plan_id == 1
@@ -477,7 +477,7 @@ def test_once_decides_on_the_last_record(run, policy, steps, capsys):
 
 def test_regret_is_the_same_after_a_restart(run):
     options = WatchOptions(policy="regret", every=2, window=6)
-    tell(run, *(step(n, back=2) for n in range(1, 30)))
+    append(run, *(step(n, back=2) for n in range(1, 30)))
     watcher = Watcher(run, WatchOptions(policy="regret", every=2, window=6, min_records=100))
     watcher.poll()
     assert plan_numbers(run / "plans") == [0]
@@ -519,12 +519,12 @@ def drive(folder, options, steps, *, restarts=False):
     """Run a planner over a growing run, step by step; whatever it writes is taken. Restart it at each step or not."""
     record, active, watcher = oscillating_run(folder), read_plan(folder / "plans/plan-000000.json"), None
     for number in range(1, steps + 1):
-        tell(folder, record(number, active))
+        append(folder, record(number, active))
         watcher = Watcher(folder, options) if restarts or watcher is None else watcher
         watcher.poll()
         plan = newest(folder)
         if plan.plan_id > active.plan_id:
-            tell(folder, result(plan.plan_id, number, pause=3 * 10**8))
+            append(folder, result(plan.plan_id, number, pause=3 * 10**8))
             active = plan
     return [read_plan(plan_path(folder / "plans", number)) for number in plan_numbers(folder / "plans")]
 
@@ -552,7 +552,7 @@ def test_watcher_restarted_at_each_step_decides_the_same(tmp_path, policy):
 @pytest.mark.parametrize("policy", ["threshold", "regret"])
 def test_poll_of_several_records_publishes_what_was_due_within_them(run, policy):
     watcher = Watcher(run, WatchOptions(policy=policy))
-    tell(run, *(step(n, back=2) for n in range(1, 31)))  # due at 3, 8, ... 28
+    append(run, *(step(n, back=2) for n in range(1, 31)))  # due at 3, 8, ... 28
     watcher.poll()
     assert (newest(run).plan_id, newest(run).read_to_step) == (1, 30)
     Watcher(run, WatchOptions(policy=policy)).poll()
@@ -560,7 +560,7 @@ def test_poll_of_several_records_publishes_what_was_due_within_them(run, policy)
 
 
 def test_watcher_beats_at_every_line_and_past_decision_of_a_first_poll(run, monkeypatch):
-    tell(run, *(step(n, back=2) for n in range(1, 30)))
+    append(run, *(step(n, back=2) for n in range(1, 30)))
     happened = []
     monkeypatch.setattr(watch_module, "decide", lambda *rest: happened.append("decision") or decide(*rest))
     watcher = Watcher(run, WatchOptions(policy="regret", every=2, window=6), beat=lambda: happened.append("beat"))
@@ -580,14 +580,14 @@ def test_every_number_of_a_written_plan_can_be_verified(run):
     drift = [1, 2, 2, 2, 2, 3, 1, 1, 1, 4, 4, 4, 4]
     in_force = 0
     for number, back in enumerate(drift, start=1):
-        tell(run, step(number, plan=in_force, front=1 + number % 2 if number < 10 else 9, back=back))
+        append(run, step(number, plan=in_force, front=1 + number % 2 if number < 10 else 9, back=back))
         if number == 9:
-            tell(run, event(9))
+            append(run, event(9))
         watcher.poll()
         plan = newest(run)
         if plan.plan_id > in_force:
             base = read_plan(plan_path(run / "plans", plan.base_plan_id))
             assert verify(plan, load_setting(plan, run), base) == []
-            tell(run, result(plan.plan_id, number))
+            append(run, result(plan.plan_id, number))
             in_force = plan.plan_id
     assert in_force > 1

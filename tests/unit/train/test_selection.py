@@ -38,9 +38,9 @@ def answering(tmp_path, monkeypatch, code):
     program.chmod(0o755)
     monkeypatch.setattr(selection, "program_path", lambda _: str(program))
     monkeypatch.setattr(selection, "broadcast_document", lambda _, document: document)
-    engine, told = Engine(), []
-    tell = lambda event, message, **figures: told.append((event, message, figures))  # noqa: E731
-    return WaySelection(engine, tmp_path, first_costs=2, due=True, device="cpu", tell=tell), engine, told
+    engine, events = Engine(), []
+    log_event = lambda event, message, **figures: events.append((event, message, figures))  # noqa: E731
+    return WaySelection(engine, tmp_path, first_costs=2, due=True, device="cpu", log_event=log_event), engine, events
 
 
 def until_chosen(asked, step):
@@ -56,15 +56,15 @@ ANSWER = {"compression": {"selective_grad_comp_way": 2, "ways_ns": {"1": 3_000_0
 
 
 def test_asks_behind_the_warm_up_and_again_after_a_move(tmp_path, monkeypatch):
-    asked, engine, told = answering(tmp_path, monkeypatch, f"print({json.dumps(json.dumps(ANSWER))})")
+    asked, engine, events = answering(tmp_path, monkeypatch, f"print({json.dumps(json.dumps(ANSWER))})")
     assert asked.boundary(2) is None
     assert asked._asked is None
     assert asked.boundary(3) is None, "training does not wait"
     assert until_chosen(asked, 4) == 2
-    assert told == [
-        ("selective_grad_comp", told[0][1], {"step": 4, "workers": 2}),
+    assert events == [
+        ("selective_grad_comp", events[0][1], {"step": 4, "workers": 2}),
     ]
-    assert "1: 3.00 ms, 2: 2.50 ms" in told[0][1]
+    assert "1: 3.00 ms, 2: 2.50 ms" in events[0][1]
     assert asked.boundary(5) is None
     assert asked.boundary(6, moved=True) is None
     assert until_chosen(asked, 7) == 2
@@ -86,10 +86,10 @@ def test_a_plan_that_says_it_is_not_asked_about(tmp_path, monkeypatch):
 )
 def test_without_an_answer_all_compress(tmp_path, monkeypatch, code, said):
     monkeypatch.setattr(selection, "ANSWER_S", 0.5 if said == "late" else 60)
-    asked, engine, told = answering(tmp_path, monkeypatch, code)
+    asked, engine, events = answering(tmp_path, monkeypatch, code)
     assert until_chosen(asked, 3) == 4
     assert engine.chosen == [4]
-    assert said in told[0][1]
+    assert said in events[0][1]
     monkeypatch.setattr(selection, "program_path", lambda _: None)
     assert asked.boundary(9, moved=True) == 4
 

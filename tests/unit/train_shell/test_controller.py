@@ -51,7 +51,7 @@ def controller_of(run, problems_of=lambda *_: []):
         append=lambda record: append_record(run / "profile.jsonl", record),
         problems_of=problems_of,
         in_force=0,
-        tell=lambda *_, **__: None,
+        log_event=lambda *_, **__: None,
         settle=lambda: None,
     )
 
