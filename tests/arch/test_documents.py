@@ -31,7 +31,7 @@ def texts() -> Iterator[tuple[str, str]]:
     """Name and text of every Markdown file, and of the docstrings and comments' neighbours of every Python file."""
     for name in git("ls-files", "*.md", "*.py"):
         path = ROOT / name
-        if name == "CHANGELOG.md" or not path.exists():  # the changelog tells what was
+        if name == "CHANGELOG.md" or not path.exists():  # the changelog is about older versions
             continue
         text = path.read_text(encoding="utf-8")
         if name.endswith(".md"):

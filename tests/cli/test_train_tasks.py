@@ -79,8 +79,8 @@ def test_a_legacy_megatron_checkpoint_gives_the_same_figures(place, tmp_path):
     """``--load checkpoints/gpt2_345m`` of the seeds is a directory of Megatron's."""
     from dynmo_ckpt.cli import app as ckpt
 
-    told = ["convert", str(place / "gpt"), str(tmp_path / "megatron"), "--to", "legacy", "--tp", "2", "--pp", "2"]
-    assert CliRunner().invoke(ckpt, told).exit_code == 0
+    words = ["convert", str(place / "gpt"), str(tmp_path / "megatron"), "--to", "legacy", "--tp", "2", "--pp", "2"]
+    assert CliRunner().invoke(ckpt, words).exit_code == 0
     line = f"evaluate wikitext {GPT} --valid-data wiki.txt --cache-dir {tmp_path / 'cache'} --format json --load"
     expected, found = run(f"{line} gpt"), run(f"{line} {tmp_path / 'megatron'}")
     assert (expected[0], found[0]) == (0, 0), found[2]
@@ -152,26 +152,26 @@ def test_one_long_prompt_does_not_end_the_batch(place, tmp_path):
     assert ["error" in sample for sample in samples] == [False, True, False]
     assert "the model has 12 positions" in samples[1]["error"]
     assert samples[2]["text"].startswith("the dog")
-    told = json.loads(run(f"{line} --format json")[1])
-    assert [each["finish_reason"] for each in told] == ["length", "error", "length"]
+    answers = json.loads(run(f"{line} --format json")[1])
+    assert [each["finish_reason"] for each in answers] == ["length", "error", "length"]
     assert "error: the prompt" in run(line)[1]
 
 
 def test_a_stop_token_ends_a_text(place):
-    told = f"generate {GPT} --load gpt --prompt the --max-new-tokens 8 --format json --stop-token"
-    whole = json.loads(run(f"{told} never")[1])[0]
+    command = f"generate {GPT} --load gpt --prompt the --max-new-tokens 8 --format json --stop-token"
+    whole = json.loads(run(f"{command} never")[1])[0]
     assert (whole["finish_reason"], whole["completion_tokens"]) == ("length", 8)
     # A greedy text is the same up to the first place where a piece of it that is asked for stands.
     text = whole["completion"]
     stop = next(each for each in text[1:] if each != text[0])
-    ended = json.loads(run(f"{told} {stop}")[1])[0]
+    ended = json.loads(run(f"{command} {stop}")[1])[0]
     assert (ended["finish_reason"], ended["completion"]) == ("stop", text[: text.index(stop)])
     assert ended["completion_tokens"] == len(ended["completion"].encode())
 
 
 def test_interactive_answers_line_after_line(place):
-    told = ["generate", *GPT.split(), "--load", "gpt", "--interactive", "--max-new-tokens", "2", "--device", "cpu"]
-    done = CliRunner().invoke(app, told, input="the cat\n\nstop\n" + "the " * 40 + "\nthe dog\n")
+    words = ["generate", *GPT.split(), "--load", "gpt", "--interactive", "--max-new-tokens", "2", "--device", "cpu"]
+    done = CliRunner().invoke(app, words, input="the cat\n\nstop\n" + "the " * 40 + "\nthe dog\n")
     assert done.exit_code == 0, done.stderr
     lines = done.stdout.split("\n")
     assert [line.startswith(text) for line, text in zip(lines, ("the cat", "stop", "the dog"), strict=False)] == [
@@ -244,13 +244,13 @@ def test_finetune_race(race):
     code, out, err = run(line)
     assert code == 0, err
     assert [f"|epoch: {epoch}| overall" in out for epoch in (1, 2, 3)] == [True] * 3
-    told = [each for each in out.splitlines() if "|epoch: 3|" in each]
-    assert [each.partition(":")[2].split(" = ")[1].split(" / ")[1] for each in told] == ["8", "8", "16"]
+    last_epoch = [each for each in out.splitlines() if "|epoch: 3|" in each]
+    assert [each.partition(":")[2].split(" = ")[1].split(" / ")[1] for each in last_epoch] == ["8", "8", "16"]
     code, again, err = run(
         "evaluate --task RACE --load race --valid-data RACE/dev/middle RACE/dev/high --micro-batch-size 4"
     )
     assert code == 0, err
-    assert [each.split("| ", 1)[1] for each in again.splitlines()] == [each.split("| ", 1)[1] for each in told]
+    assert [each.split("| ", 1)[1] for each in again.splitlines()] == [each.split("| ", 1)[1] for each in last_epoch]
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""A planner that a test plays by hand.
+"""A planner whose answers a test chooses.
 
 In lockstep the trainer writes an ``ask`` to its profile at each boundary and waits for the plan of that boundary. So a
 test has the trainer paused at a step that it names, whatever the speed of either, and signals, kills and requests
@@ -90,7 +90,7 @@ class HandPlanner:
         assert waiting is not None, "the trainer does not wait"
         before = self.active()
         workers = [stage["worker"] for stage in before["stages"] if stage["worker"] not in released]
-        plan = before | {"base_plan_id": before["plan_id"], "read_to_step": waiting[1], "reason": "by hand"}
+        plan = before | {"base_plan_id": before["plan_id"], "read_to_step": waiting[1], "reason": "manual"}
         plan |= {"balancer": "manual", "action": "keep" if stages is None else "move", "apply_at_step": None}
         plan["released_workers"] = list(released)
         if stages is not None:

@@ -49,8 +49,8 @@ def test_packed_saved_and_resumed_on_another_size(static):
     assert (released["workers"], released["ranks"], released["free_hosts"]) == ([2, 3], [2, 3], [])
     manifest = json.loads((run / "checkpoints" / "step-00000015" / "manifest.json").read_text())
     assert manifest["topology"]["pipeline_parallel_size"] == 2
-    told = [str(program_path("dynmo-ckpt")), "verify", "--level", "full", str(run / "checkpoints" / "step-00000015")]
-    assert subprocess.run(told, check=False, capture_output=True).returncode == 0
+    verify = [str(program_path("dynmo-ckpt")), "verify", "--level", "full", str(run / "checkpoints" / "step-00000015")]
+    assert subprocess.run(verify, check=False, capture_output=True).returncode == 0
     train(data, run, 3, "--load", str(run))
     assert figures(run) == expected
     assert tensors(run, 24) == weights
@@ -72,8 +72,8 @@ def test_without_a_launcher_growth_ends_with_75(static):
     folder, data, expected, weights = static
     run = folder / "asked"
     ask(run, '{"workers": 3}')
-    told = run_workers(run_command, 2, arguments(data, run), joins=False)
-    assert [code for code, _ in told] == [75, 75], str(told)
+    results = run_workers(run_command, 2, arguments(data, run), joins=False)
+    assert [code for code, _ in results] == [75, 75], str(results)
     assert [event["workers"] for event in events(run, "grow")] == [3]
     train(data, run, 3, "--load", str(run))
     assert figures(run) == expected

@@ -62,7 +62,7 @@ def play_selective(world, model: str) -> list[dict]:
 
 @pytest.mark.parametrize("model", ["gpt", *SAMPLES])
 def test_selective_recomputation_of_split_backwards_is_1f1b(model):
-    plain, *split = (merged(list(told)) for told in zip(*run_workers(play_selective, 2, model), strict=True))
+    plain, *split = (merged(list(results)) for results in zip(*run_workers(play_selective, 2, model), strict=True))
     assert all(each["losses"] == plain["losses"] for each in split)
     assert split == [plain] * len(SPLIT)
 

@@ -78,8 +78,8 @@ def train(data, family: str, run: Path, workers: int, **options: str) -> None:
         files = {"data-path": str(data["sentences"]), "vocab-file": str(data["vocabulary"])}
     merged = COMMON | own | files | {name.replace("_", "-"): value for name, value in options.items()}
     flags = [part for name, value in merged.items() for part in (f"--{name}", value)]
-    told = run_workers(run_command, workers, ["pretrain", command, "--run-dir", str(run), *flags], joins=False)
-    assert [code for code, _ in told] == [0] * workers, str(told)
+    results = run_workers(run_command, workers, ["pretrain", command, "--run-dir", str(run), *flags], joins=False)
+    assert [code for code, _ in results] == [0] * workers, str(results)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -89,9 +89,9 @@ def test_stopped_and_gone_on_with_gives_the_same_bits(data, tmp_path, family):
     train(data, family, tmp_path / "parts", 3, load=str(tmp_path / "parts"))
     assert figures(tmp_path / "parts") == figures(tmp_path / "whole")
     assert tensors(tmp_path / "parts", 6) == tensors(tmp_path / "whole", 6)
-    told = lines(tmp_path / "parts" / "metrics.jsonl")
-    metrics = [line for line in told if "lm_loss" in line]
-    held_out = [line for line in told if "validation_loss" in line or "test_loss" in line]
+    records = lines(tmp_path / "parts" / "metrics.jsonl")
+    metrics = [line for line in records if "lm_loss" in line]
+    held_out = [line for line in records if "validation_loss" in line or "test_loss" in line]
     assert held_out == [line for line in lines(tmp_path / "whole" / "metrics.jsonl") if "lm_loss" not in line]
     assert [(line["step"], "test_loss" in line) for line in held_out] == [(3, False), (6, False), (6, True)]
     if family == "mixtral":
@@ -114,7 +114,7 @@ def test_stopped_and_gone_on_with_gives_the_same_bits(data, tmp_path, family):
 
 
 @pytest.mark.parametrize(
-    ("family", "options", "told"),
+    ("family", "options", "message"),
     [
         ("bert", {"vocab_size": "50"}, "--vocab-size 50 is too small"),
         ("t5", {"vocab_extra_ids": "0"}, "--vocab-extra-ids"),
@@ -125,9 +125,9 @@ def test_stopped_and_gone_on_with_gives_the_same_bits(data, tmp_path, family):
         ("mixtral", {"moe_router_topk": "5"}, "--moe-router-topk"),
     ],
 )
-def test_bad_input_is_told_in_one_line(data, tmp_path, family, options, told):
+def test_bad_input_is_reported_in_one_line(data, tmp_path, family, options, message):
     options = {name: str(data["sentences"]) if value == "SENTENCES" else value for name, value in options.items()}
-    with pytest.raises(AssertionError, match=told) as error:
+    with pytest.raises(AssertionError, match=message) as error:
         train(data, family, tmp_path / "run", 1, **options)
     assert "Traceback" not in str(error.value)
     assert "(2, " in str(error.value)

@@ -35,8 +35,8 @@ def write_race(folder, count):
         answer = drawn.randrange(4)
         options = [f"w{drawn.randrange(8, 24)}" for _ in range(4)]
         options[answer] = "w7"
-        told = {"article": "w1 w2 w3", "questions": ["w5 _"], "options": [options], "answers": ["ABCD"[answer]]}
-        lines.append(json.dumps(told))
+        document = {"article": "w1 w2 w3", "questions": ["w5 _"], "options": [options], "answers": ["ABCD"[answer]]}
+        lines.append(json.dumps(document))
     (folder / "1.txt").write_text("\n".join(lines))
 
 
@@ -52,7 +52,7 @@ def folder(tmp_path_factory):
     return folder
 
 
-def told(folder, task, run, *extra, train=True):
+def command_line(folder, task, run, *extra, train=True):
     names = {"mnli": ("MNLI/train.tsv", "MNLI/dev_matched.tsv", "MNLI/dev_mismatched.tsv")}
     names["race"] = ("RACE/train/middle", "RACE/dev/middle")
     first, *valid = (str(folder / name) for name in names[task])
@@ -76,13 +76,13 @@ def metrics(run):
 
 @pytest.fixture(scope="module", params=["mnli", "race"])
 def alone(request, folder):
-    run_workers(tune, 1, told(folder, request.param, f"{request.param}-1", "--epochs", "3"), joins=False)
+    run_workers(tune, 1, command_line(folder, request.param, f"{request.param}-1", "--epochs", "3"), joins=False)
     return request.param, metrics(folder / f"{request.param}-1")
 
 
 def test_the_same_bits_on_two_stages(folder, alone):
     task, expected = alone
-    run_workers(tune, 2, told(folder, task, f"{task}-2", "--epochs", "3"), joins=False)
+    run_workers(tune, 2, command_line(folder, task, f"{task}-2", "--epochs", "3"), joins=False)
     assert metrics(folder / f"{task}-2") == expected
     assert expected[-1]["epoch"] == 3
     steps = [line for line in expected if "lm_loss" in line]
@@ -97,7 +97,7 @@ def test_evaluation_says_the_same_and_a_stopped_run_goes_on(folder, alone):
     from dynmo_train.cli import app
 
     task, expected = alone
-    valid = told(folder, task, "x")[4 : told(folder, task, "x").index("--num-layers")]
+    valid = command_line(folder, task, "x")[4 : command_line(folder, task, "x").index("--num-layers")]
     run = folder / f"{task}-1"
     common = ["--load", str(run), *valid, "--seq-length", "24", "--num-threads", "1"]
     done = CliRunner().invoke(app, ["evaluate", task, *common, "--format", "json"])
@@ -110,19 +110,19 @@ def test_evaluation_says_the_same_and_a_stopped_run_goes_on(folder, alone):
     # From half way on the losses are the same bits.
     half = folder / f"{task}-half"
     every = ("--epochs", "3", "--save-interval", "2")
-    run_workers(tune, 1, told(folder, task, half.name, *every), joins=False)
+    run_workers(tune, 1, command_line(folder, task, half.name, *every), joins=False)
     for step in (half / "checkpoints").glob("step-*"):
         if step.name != "step-00000002":
             shutil.rmtree(step)
     (half / "checkpoints" / "LATEST").unlink()
-    run_workers(tune, 1, told(folder, task, half.name, *every, "--load", str(half)), joins=False)
+    run_workers(tune, 1, command_line(folder, task, half.name, *every, "--load", str(half)), joins=False)
     again = metrics(half)[len(expected) :]
     assert [line for line in again if "lm_loss" in line] == [line for line in expected if "lm_loss" in line][2:]
 
 
 def test_options_of_a_file_give_the_same_run(folder, alone):
     task, expected = alone
-    words = told(folder, task, f"{task}-file", "--epochs", "3")
+    words = command_line(folder, task, f"{task}-file", "--epochs", "3")
     train_data, lr = words[3], words[words.index("--lr") + 1]
     (folder / f"{task}.toml").write_text(f'train_data = "{train_data}"\nepochs = 3\n[optimizer]\nlr = {lr}\n')
     dropped = {2, 3, *(words.index(flag) + n for flag in ("--lr", "--epochs") for n in (0, 1))}
@@ -137,7 +137,7 @@ def test_options_of_a_file_give_the_same_run(folder, alone):
 def test_a_file_for_another_command_is_refused(folder, text, words):
     (folder / "bad.toml").write_text(text)
     extra = ("--config", str(folder / "bad.toml"))
-    (code, talk), *_ = run_workers(run_command, 1, told(folder, "mnli", "bad", *extra), joins=False)
+    (code, talk), *_ = run_workers(run_command, 1, command_line(folder, "mnli", "bad", *extra), joins=False)
     assert code == 2
     assert words in talk, talk
 
@@ -164,7 +164,7 @@ def test_an_exported_classifier_names_its_classes(folder, alone, tmp_path):
 def test_it_starts_from_a_pretrained_model(folder, alone):
     task, expected = alone
     start = ("--pretrained-checkpoint", str(folder / f"{task}-1"), "--epochs", "0")
-    run_workers(tune, 1, told(folder, task, f"{task}-from", *start), joins=False)
+    run_workers(tune, 1, command_line(folder, task, f"{task}-from", *start), joins=False)
     assert metrics(folder / f"{task}-from")[-1]["validation"] == expected[-1]["validation"]
 
 
@@ -179,7 +179,7 @@ def test_fine_tuning_carries_the_source_of_its_model(folder, alone, tmp_path):
         assert done.exit_code == 0, done.output
     source = json.loads((tmp_path / "native" / "manifest.json").read_text())["source"]
     start = ("--pretrained-checkpoint", str(tmp_path / "native"), "--epochs", "1")
-    run_workers(tune, 1, told(folder, task, f"{task}-sourced", *start), joins=False)
+    run_workers(tune, 1, command_line(folder, task, f"{task}-sourced", *start), joins=False)
     written = sorted((folder / f"{task}-sourced" / "checkpoints").glob("step-*/manifest.json"))[-1]
     assert json.loads(written.read_text())["source"] == source
 
@@ -196,7 +196,7 @@ def test_fine_tuning_carries_the_source_of_its_model(folder, alone, tmp_path):
     ],
 )
 def test_bad_input_is_told(folder, task, extra, words):
-    (code, talk), *_ = run_workers(run_command, 1, told(folder, task, "bad", *extra), joins=False)
+    (code, talk), *_ = run_workers(run_command, 1, command_line(folder, task, "bad", *extra), joins=False)
     assert code == 2
     assert words in talk, talk
 

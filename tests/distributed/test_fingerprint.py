@@ -22,9 +22,9 @@ SIZES = {"num_layers": 2, "hidden_size": 8, "num_attention_heads": 2, "seq_lengt
 SIZES |= {"micro_batch_size": 1, "train_iters": 3}
 
 
-def different_option(told: list[list[str]]) -> tuple[int, str]:
+def different_option(arguments_by_rank: list[list[str]]) -> tuple[int, str]:
     """A whole command; each process has its own command line."""
-    return run_command(told[int(os.environ["RANK"])])
+    return run_command(arguments_by_rank[int(os.environ["RANK"])])
 
 
 def starts(world, first: str, copy: str, other: str) -> dict[str, str]:
@@ -58,8 +58,8 @@ def starts(world, first: str, copy: str, other: str) -> dict[str, str]:
 
 def test_start_with_other_lr_ends_both_ranks_with_table(tmp_path):
     data, run = write_data(tmp_path / "data"), tmp_path / "run"
-    told = [arguments(data, run, lr=lr) for lr in ("2e-3", "1e-3")]
-    (code, text), (other_code, other_text) = run_workers(different_option, 2, told, joins=False)
+    arguments_by_rank = [arguments(data, run, lr=lr) for lr in ("2e-3", "1e-3")]
+    (code, text), (other_code, other_text) = run_workers(different_option, 2, arguments_by_rank, joins=False)
     assert (code, other_code) == (2, 2)
     rows = text[text.index("rank 0") :].splitlines()
     lines = [line.split() for line in [f"  {rows[0]}", *rows[1:]] if line.startswith("  ")]

@@ -16,7 +16,7 @@ pytestmark = [pytest.mark.distributed, pytest.mark.timeout(900)]
 SHORT = {"train_iters": "3", "lr_decay_iters": "24", "eval_interval": "24"}
 
 
-def interrupted_command(told: list[str], step: int) -> tuple[int, str]:
+def interrupted_command(words: list[str], step: int) -> tuple[int, str]:
     """A run whose last process gets SIGINT when it logs ``step``."""
     log = TrainingLog.step
 
@@ -27,16 +27,16 @@ def interrupted_command(told: list[str], step: int) -> tuple[int, str]:
 
     TrainingLog.step = logged
     try:
-        return run_command(told)
+        return run_command(words)
     finally:
         TrainingLog.step = log
 
 
 def test_ctrl_c_saves_and_the_told_command_resumes(tmp_path):
     data, run = write_data(tmp_path / "data"), tmp_path / "run"
-    told = run_workers(interrupted_command, 2, arguments(data, run, **SHORT), 2, joins=False)
-    assert [code for code, _ in told] == [130, 130], str(told)
-    assert f"stopped after iteration 2, saved; to resume, run the same command with --load {run}" in told[0][1]
+    results = run_workers(interrupted_command, 2, arguments(data, run, **SHORT), 2, joins=False)
+    assert [code for code, _ in results] == [130, 130], str(results)
+    assert f"stopped after iteration 2, saved; to resume, run the same command with --load {run}" in results[0][1]
     assert (run / "checkpoints" / "step-00000002").is_dir()
     train(data, run, 2, "--load", str(run), **SHORT)
     assert sorted(figures(run)) == [1, 2, 3]
@@ -48,22 +48,24 @@ def test_ctrl_c_saves_and_the_told_command_resumes(tmp_path):
 def test_ctrl_c_after_a_step_that_is_not_finite_names_the_last_checkpoint(tmp_path):
     data, run = write_data(tmp_path / "data"), tmp_path / "run"
     broken = {"train_iters": "9", "lr": "1e30", "clip_grad": "0", "eval_iters": "0", "save_interval": "1"}
-    told = run_workers(interrupted_command, 1, arguments(data, run, **broken), 3, joins=False)
-    assert told[0][0] == 130, str(told)
+    results = run_workers(interrupted_command, 1, arguments(data, run, **broken), 3, joins=False)
+    assert results[0][0] == 130, str(results)
     assert (
         "stopped after iteration 3, not saved (not finite); the last checkpoint is step-00000001; to resume from it,"
         f" run the same command with --load {run / 'checkpoints' / 'step-00000001'}"
-    ) in told[0][1]
+    ) in results[0][1]
 
 
 def test_resume_with_another_batch_size_carries_the_samples(tmp_path):
     data, run = write_data(tmp_path / "data"), tmp_path / "run"
     long = SHORT | {"train_iters": None, "lr_decay_iters": None, "train_samples": "96"}
     train(data, run, 1, exit_interval="4", **long)
-    told = train(data, run, 1, "--load", str(run), global_batch_size="8", **long)
-    assert "64 samples are consumed after 4 steps; training continues with 8 samples a step" in told
+    output = train(data, run, 1, "--load", str(run), global_batch_size="8", **long)
+    assert "64 samples are consumed after 4 steps; training continues with 8 samples a step" in output
     steps = [line for line in lines(run / "metrics.jsonl") if "step_ns" in line]
     assert [line["consumed_train_samples"] for line in steps] == [16, 32, 48, 64, 72, 80, 88, 96]
     assert [line["step"] for line in steps] == [1, 2, 3, 4, 5, 6, 7, 8]
-    told = train(data, run, 1, "--load", str(run), global_batch_size="8", **long)
-    assert "is complete: 8 steps are done, --train-samples is 96; give a larger --train-samples to continue it" in told
+    output = train(data, run, 1, "--load", str(run), global_batch_size="8", **long)
+    assert (
+        "is complete: 8 steps are done, --train-samples is 96; give a larger --train-samples to continue it" in output
+    )

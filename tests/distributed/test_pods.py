@@ -47,14 +47,14 @@ def pods_of(job):
             rank = index + (role == "Worker")
             name = f"{JOB}-{role.lower()}-{index}"
             own = {entry["name"]: entry["value"] for entry in container["env"]}
-            told = {
+            environment = {
                 **{"PYTHONUNBUFFERED": "1", "MASTER_ADDR": f"{JOB}-master-0", "MASTER_PORT": "29500"},
                 **{"PET_MASTER_ADDR": f"{JOB}-master-0", "PET_MASTER_PORT": "29500"},
                 **{"WORLD_SIZE": str(total), "RANK": str(rank), "PET_NODE_RANK": str(rank), "HOSTNAME": name},
                 **{"PET_NNODES": f"{policy['minReplicas']}:{policy['maxReplicas']}", "PET_RDZV_BACKEND": "c10d"},
                 **{"PET_RDZV_ENDPOINT": f"{JOB}-worker-0:29500", "PET_MAX_RESTARTS": str(policy["maxRestarts"])},
             }
-            found.append(Pod(name=name, variables=own | told, command=container["command"]))
+            found.append(Pod(name=name, variables=own | environment, command=container["command"]))
     return found
 
 
@@ -116,10 +116,10 @@ def test_a_released_replica_is_complete_and_a_drained_one_is_done_without(cluste
     data, run = write_data(tmp_path / "data"), tmp_path / "run"
     train(data, tmp_path / "static", 1)
     long = {"train_iters": "120", "lr_decay_iters": "24", "eval_interval": "1000", "save_interval": "1000"}
-    told = (*BY_HAND, "--save", str(run), "--load", str(run))
+    options = (*BY_HAND, "--save", str(run), "--load", str(run))
     launch = ["launch", "kubernetes", "--image", "dynmo:1", "--nodes", "1:3", "--job-name", JOB, "--dry-run", "--"]
     manifest = subprocess.run(
-        [sys.executable, "-m", "dynmo_train", *launch, *arguments(data, run, *told, **long)],
+        [sys.executable, "-m", "dynmo_train", *launch, *arguments(data, run, *options, **long)],
         capture_output=True,
         text=True,
         check=True,

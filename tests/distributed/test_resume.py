@@ -77,9 +77,9 @@ def test_checkpoints_written_aside_are_those_of_their_step(whole):
     for step in (14, 21, 24):
         assert tensors(folder / "aside", step) == tensors(folder / "plain", step)
     assert tensors(folder / "aside", 24) == weights
-    told = [event for event in lines(folder / "aside" / "events.jsonl") if event["kind"] == "checkpoint"]
-    assert [event["step"] for event in told] == [7, 14, 21, 24]
-    assert all(event["stalled_s"] > 0 for event in told)
+    saved = [event for event in lines(folder / "aside" / "events.jsonl") if event["kind"] == "checkpoint"]
+    assert [event["step"] for event in saved] == [7, 14, 21, 24]
+    assert all(event["stalled_s"] > 0 for event in saved)
 
 
 GROWING = {
@@ -128,28 +128,30 @@ def test_what_load_may_leave_out(whole):
 
 def test_skip_train_evaluates_alone(whole):
     folder, data, _, weights = whole
-    told = []
+    evaluations = []
     for workers in (1, 2):
         run = folder / f"looked-{workers}"
         train(data, run, workers, "--skip-train", load=str(folder / "whole"), split="60,20,20")
-        told.append([{k: v for k, v in line.items() if k.endswith("_loss")} for line in lines(run / "metrics.jsonl")])
+        evaluations.append(
+            [{k: v for k, v in line.items() if k.endswith("_loss")} for line in lines(run / "metrics.jsonl")]
+        )
         assert not list((run / "checkpoints").glob("step-*"))
-    assert [sorted(line) for line in told[0]] == [["validation_loss"], ["test_loss"]]
-    assert told[0] == told[1]
+    assert [sorted(line) for line in evaluations[0]] == [["validation_loss"], ["test_loss"]]
+    assert evaluations[0] == evaluations[1]
     assert tensors(folder / "whole", 24) == weights
     trained = [
         line["validation_loss"] for line in lines(folder / "whole" / "metrics.jsonl") if "validation_loss" in line
     ]
-    assert told[0][0]["validation_loss"] == pytest.approx(trained[-1], rel=0.1)
+    assert evaluations[0][0]["validation_loss"] == pytest.approx(trained[-1], rel=0.1)
 
 
 def test_sigusr1_saves_and_goes_on_and_sigterm_saves_and_leaves(whole):
     folder, data, expected, _ = whole
     run = folder / "interrupted"
-    told = run_workers(
+    results = run_workers(
         interrupted_command, 2, arguments(data, run, train_iters="100000", lr_decay_iters="24"), str(run), joins=False
     )
-    assert [code for code, _ in told] == [143, 143], str(told)
+    assert [code for code, _ in results] == [143, 143], str(results)
     saved = sorted(int(path.name[5:]) for path in (run / "checkpoints").glob("step-*"))
     assert len(saved) == 2
     assert saved[1] == max(figures(run))
@@ -164,11 +166,11 @@ def test_nothing_to_load_warns_and_starts_fresh(whole, tmp_path):
 
 
 # Another batch size may resume: tests/distributed/test_interrupted.py.
-@pytest.mark.parametrize(("options", "told"), [({"hidden_size": "64"}, "holds another model")])
-def test_a_checkpoint_that_does_not_fit_is_refused(whole, tmp_path, options, told):
+@pytest.mark.parametrize(("options", "message"), [({"hidden_size": "64"}, "holds another model")])
+def test_a_checkpoint_that_does_not_fit_is_refused(whole, tmp_path, options, message):
     folder, data, _, _ = whole
     line = arguments(data, tmp_path / "other", load=str(folder / "whole"), **options)
     [(code, talk)] = run_workers(run_command, 1, line, joins=False)
     assert code == 2
-    assert told in talk
+    assert message in talk
     assert "Traceback" not in talk

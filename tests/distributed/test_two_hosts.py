@@ -47,13 +47,13 @@ def hosts():
             subprocess.run(["ip", "netns", "delete", name], capture_output=True, check=False)
 
 
-def start(name, rank, folder, told):
+def start(name, rank, folder, words):
     """A launcher of one process on a host."""
     node = ["launch", "node", "--nproc", "1", "--nnodes", "1:2", "--node-rank", str(rank), "--max-restarts", "1"]
     node += ["--master-addr", "10.213.0.1", "--master-port", "29500", "--node-timeout-s", "4", "--grace-s", "1"]
     node += ["--log-dir", str(folder / "logs"), "--"]
     return subprocess.Popen(
-        ["ip", "netns", "exec", name, sys.executable, "-m", "dynmo_train", *node, *told],
+        ["ip", "netns", "exec", name, sys.executable, "-m", "dynmo_train", *node, *words],
         cwd=folder,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -79,8 +79,8 @@ def undisturbed(tmp_path_factory):
 def test_layers_move_between_hosts_and_the_loss_of_one_changes_no_bit(hosts, undisturbed):
     folder, data = undisturbed
     run = folder / "two"
-    told = arguments(data, run, *BY_HAND, "--save", str(run), "--load", str(run), **LONG)
-    first, second = (start(name, rank, folder, told) for rank, name in enumerate(hosts))
+    words = arguments(data, run, *BY_HAND, "--save", str(run), "--load", str(run), **LONG)
+    first, second = (start(name, rank, folder, words) for rank, name in enumerate(hosts))
     planner = HandPlanner(run)
     for step, cut in ((3, 2), (6, 7)):
         planner.wait_for_ask(step, first, second)

@@ -54,7 +54,7 @@ def write_data(prefix: Path) -> Path:
 
 
 def arguments(data: Path, run: Path, *extra: str, **options: str | None) -> list[str]:
-    """What a run is told; ``options`` go over ``OPTIONS``, underscores for dashes; None leaves one out."""
+    """The arguments of a run; ``options`` override ``OPTIONS``, underscores for dashes; None leaves one out."""
     merged = OPTIONS | {name.replace("_", "-"): value for name, value in options.items()}
     flags = [part for name, value in merged.items() if value is not None for part in (f"--{name}", value)]
     return ["pretrain", "gpt", "--data-path", str(data), "--run-dir", str(run), "--sparsify", *flags, *extra]
@@ -68,11 +68,11 @@ def command(data: Path, run: Path, workers: int, *extra: str, **options: str) ->
     return [*program, *launch, *train] if workers > 1 else [*program, *train]
 
 
-def run_command(told: list[str]) -> tuple[int, str]:
+def run_command(words: list[str]) -> tuple[int, str]:
     """The command in this process: its exit code and what it said on stderr."""
     from dynmo_train.cli import main
 
-    sys.argv = ["dynmo-train", *told]
+    sys.argv = ["dynmo-train", *words]
     talk = io.StringIO()
     with contextlib.redirect_stderr(talk), contextlib.redirect_stdout(io.StringIO()):
         try:
@@ -82,7 +82,7 @@ def run_command(told: list[str]) -> tuple[int, str]:
     return 0, talk.getvalue()
 
 
-def interrupted_command(told: list[str], run: str) -> tuple[int, str]:
+def interrupted_command(words: list[str], run: str) -> tuple[int, str]:
     """A run whose first process gets SIGUSR1 after its first steps, and whose second one SIGTERM after that save."""
     rank = int(os.environ["RANK"])
     sign, number = (("metrics.jsonl", signal.SIGUSR1), ("checkpoints/LATEST", signal.SIGTERM))[rank]
@@ -94,14 +94,14 @@ def interrupted_command(told: list[str], run: str) -> tuple[int, str]:
         os.kill(os.getpid(), number)
 
     threading.Thread(target=interrupt, daemon=True).start()
-    return run_command(told)
+    return run_command(words)
 
 
 def train(data: Path, run: Path, workers: int, *extra: str, **options: str | None) -> str:
     """Run to the end in processes that have torch loaded already; must succeed. What worker 0 said on stderr."""
-    told = run_workers(run_command, workers, arguments(data, run, *extra, **options), joins=False)
-    assert [code for code, _ in told] == [0] * workers, str(told)
-    return str(told[0][1])
+    results = run_workers(run_command, workers, arguments(data, run, *extra, **options), joins=False)
+    assert [code for code, _ in results] == [0] * workers, str(results)
+    return str(results[0][1])
 
 
 def lines(path: Path) -> list[dict]:

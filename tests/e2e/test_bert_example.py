@@ -24,8 +24,8 @@ SMALL = {
 
 def example(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, **SMALL, "DYNMO_SETUP": "no", "DYNMO_BERT_DIR": str(folder)}
-    told = ["bash", str(SCRIPT), *words]
-    return subprocess.run(told, env=environment, capture_output=True, text=True, timeout=600, check=False)
+    command = ["bash", str(SCRIPT), *words]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600, check=False)
 
 
 @pytest.mark.timeout(900)

@@ -104,8 +104,8 @@ def test_the_deepspeed_guide_from_raw_text_to_zero_on_two_devices(place):
     )
     (place / "ds.json").write_text(json.dumps({"zero_optimization": {"stage": 2}, "gradient_clipping": 1.0}))
     own = {"GPUS_PER_NODE": "2", "MP_SIZE": "1", "CONFIG_JSON": "ds.json", "CHECKPOINT_PATH": "zero", "LOGDIR": "tb"}
-    told = script(place, "ds_pretrain_gpt2.sh", *TINY, **own)
-    assert " iteration        4/       4 " in told
+    output = script(place, "ds_pretrain_gpt2.sh", *TINY, **own)
+    assert " iteration        4/       4 " in output
     configuration = json.loads((place / "zero" / "run.json").read_text())["config"]
     assert configuration["parallel"]["zero_stage"] == 2
     assert configuration["model"]["vocab_size"] == 5
@@ -130,8 +130,8 @@ def test_figures_10_12_and_14_of_optimus_cc_run(place):
     timed = lines(place / "checkpoints" / "GPT2-335M-CB-FE-Breakdown" / "metrics.jsonl")
     assert [line["step"] for line in timed] == [1, 2, 3, 4]
     assert all(line["step_ns"] > 0 for line in timed)
-    told = script(place, "ASPLOS23/fig12.sh", "335M", "CB-LEP", *TINY, **own)
-    assert "memories" in told
+    output = script(place, "ASPLOS23/fig12.sh", "335M", "CB-LEP", *TINY, **own)
+    assert "memories" in output
     profile = lines(place / "checkpoints" / "GPT-335M-CB-LEP-Memory" / "profile.jsonl")
     assert all(peak > 0 for line in profile if line["record"] == "step" for peak in line["peak_memory_bytes"])
     rates = script(place, "ASPLOS23/fig14.sh", "--rows", "64", "--repeats", "1")
@@ -147,9 +147,9 @@ def test_a_checkpoint_is_merged_and_converted_for_zero_shot_tasks(place):
     row = {"ctx_a": "The river", "ctx_b": "runs", "ctx": "The river runs", "endings": list("abcd"), "label": "1"}
     (place / "tasks" / "hellaswag.jsonl").write_text(json.dumps({**row, "activity_label": "x"}) + "\n")
     evaluation = {"TASKS": "hellaswag", "TASK_DATA": "tasks"}
-    told = script(place, "ASPLOS23/zero_shot.sh", "shards", "zero", code=0 if present else 2, **evaluation)
+    output = script(place, "ASPLOS23/zero_shot.sh", "shards", "zero", code=0 if present else 2, **evaluation)
     assert (place / "zero" / "hf" / "vocab.json").read_bytes() == (place / "gpt2-vocab.json").read_bytes()
-    assert ("acc" if present else "pip install 'dynmo-toolkit[lm-eval]'") in told
+    assert ("acc" if present else "pip install 'dynmo-toolkit[lm-eval]'") in output
     assert (place / "zero" / "merged").is_dir()
     assert json.loads((place / "zero" / "hf" / "config.json").read_text())["n_embd"] == 32
 

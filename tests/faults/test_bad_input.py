@@ -1,4 +1,4 @@
-"""What is wrong with a run's input is told in one message by rank 0; every process ends with code 2, none is left."""
+"""Rank 0 reports invalid input in one message; every process ends with code 2, none is left."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def truncate(path, num_bytes):
     path.write_bytes(path.read_bytes()[:-num_bytes])
 
 
-# What is done to the data set, options, and the line that tells it.
+# What is done to the data set, options, and the line that reports it.
 CASES = {
     "ids beyond the vocabulary here and there": (
         lambda p: [with_high_id(p, position) for position in range(0, 10000, 50)],
@@ -83,9 +83,9 @@ def without_notices(talk):
     return lines
 
 
-def ends_with_one_message(told, processes, words):
+def ends_with_one_message(options, processes, words):
     """Every process ends with code 2, and rank 0 alone says why, in one message."""
-    (code, talk), *others = run_workers(run_command, processes, told, joins=False)
+    (code, talk), *others = run_workers(run_command, processes, options, joins=False)
     errors = without_notices(talk)
     assert [code, *(each for each, _ in others)] == [2] * processes, talk
     assert errors[0].startswith("dynmo-train: error: ")
@@ -105,7 +105,7 @@ def finished(folder):
     return data, run
 
 
-# What another model has than the checkpoint, and the words that tell it.
+# What another model has than the checkpoint, and the words that report it.
 OTHER_MODELS = {
     "wider": ({"hidden-size": "64"}, "hidden_size"),
     "deeper": ({"num-layers": "5"}, "num_layers"),
@@ -131,15 +131,15 @@ LAUNCHED = {
 @pytest.mark.parametrize("case", LAUNCHED)
 def test_the_launcher_shows_it_once(tmp_path, case):
     data = write_data(tmp_path / "x")
-    told = command(data, tmp_path / "run", 2, **LAUNCHED[case])
-    done = subprocess.run(told, capture_output=True, text=True, timeout=600, check=False)
+    launched = command(data, tmp_path / "run", 2, **LAUNCHED[case])
+    done = subprocess.run(launched, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 2, done.stderr
     assert done.stderr.count("error") == 1, done.stderr
     assert processes_of(tmp_path / "run") == []
 
 
 def processes_of(run):
-    """Ids of the live processes that were told the path of this run."""
+    """Ids of the live processes that were started with the path of this run."""
     found = []
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         try:

@@ -36,8 +36,8 @@ def counted(work, number, at):
     if child:
         os.close(writer)
         with os.fdopen(reader) as pipe:
-            told = pipe.read()
-        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), int(told or 0)
+            text = pipe.read()
+        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), int(text or 0)
     calls, lock = [0], threading.Lock()
 
     def count(frame, event, function):

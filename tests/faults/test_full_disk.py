@@ -15,7 +15,7 @@ pytestmark = pytest.mark.distributed
 FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
-def full_in_steps(told: list[str], first: int, last: int) -> tuple[int, str]:
+def full_in_steps(words: list[str], first: int, last: int) -> tuple[int, str]:
     """The command, on a disk that takes neither shards nor lines from step ``first`` to ``last``."""
     from dynmo_train import saving
     from dynmo_train.engine import Engine
@@ -41,10 +41,10 @@ def full_in_steps(told: list[str], first: int, last: int) -> tuple[int, str]:
     saving.new_staging = refusing(saving.new_staging) if os.environ["RANK"] == "0" else saving.new_staging
     for module in (run_lines, profile):
         module.append_line = refusing(module.append_line)
-    return run_command(told)
+    return run_command(words)
 
 
-def only_shards(told: list[str], failing: int) -> tuple[int, str]:
+def only_shards(words: list[str], failing: int) -> tuple[int, str]:
     """The command, whose second process cannot write its shard of step ``failing``."""
     from dynmo_train import saving
 
@@ -57,13 +57,13 @@ def only_shards(told: list[str], failing: int) -> tuple[int, str]:
         return write(directory, *rest)
 
     saving.write_shard = or_refuse
-    return run_command(told)
+    return run_command(words)
 
 
 def options(data, run, *extra):
-    told = arguments(data, run, *extra, train_iters="12", save_interval="3", eval_iters="0", global_batch_size="4")
-    told.remove("--sparsify")
-    return told
+    words = arguments(data, run, *extra, train_iters="12", save_interval="3", eval_iters="0", global_batch_size="4")
+    words.remove("--sparsify")
+    return words
 
 
 def steps_of(run):

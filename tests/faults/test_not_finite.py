@@ -19,9 +19,9 @@ PLAIN = {"clip_grad": "0", "eval_iters": "0", "global_batch_size": "4", "save_in
 
 
 def break_at_once(data, run, size, *extra, **options):
-    told = arguments(data, run, *extra, **PLAIN | {"lr": "1e30", "train_iters": "30"} | options)
-    told.remove("--sparsify")
-    return run_workers(run_command, size, told, joins=False)
+    words = arguments(data, run, *extra, **PLAIN | {"lr": "1e30", "train_iters": "30"} | options)
+    words.remove("--sparsify")
+    return run_workers(run_command, size, words, joins=False)
 
 
 def test_a_run_of_nans_ends_with_its_own_code_and_saves_nothing_broken(tmp_path):

@@ -13,8 +13,8 @@ SCRIPT = Path(__file__).parents[1] / "benchmarks" / "train_gpu.py"
 
 @pytest.mark.distributed
 def test_the_script_runs_on_a_cpu():
-    told = [sys.executable, str(SCRIPT), "--shape", "tiny", "--device", "cpu", "--repeats", "1", "--steps", "1"]
-    done = subprocess.run(told, capture_output=True, text=True, timeout=600, check=False)
+    command = [sys.executable, str(SCRIPT), "--shape", "tiny", "--device", "cpu", "--repeats", "1", "--steps", "1"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stderr
     assert "nanoGPT is left out" in done.stderr
     lines = done.stdout.splitlines()

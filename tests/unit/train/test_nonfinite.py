@@ -30,9 +30,9 @@ def result(loss=1.0, norm=1.0, *, is_scale_search=False):
 
 def test_finite_check_counts_in_a_row_and_ends_at_the_limit():
     check = FiniteCheck(limit=3)
-    told = [check.after_step(step, result(loss)) for step, loss in enumerate((1.0, NAN, 1.0, NAN, NAN), start=1)]
-    assert [each is None for each in told] == [True, False, True, False, False]
-    assert told[-1] == "skipped the update of step 5: loss nan, gradient norm 1; 2 in a row, the run ends at 3"
+    messages = [check.after_step(step, result(loss)) for step, loss in enumerate((1.0, NAN, 1.0, NAN, NAN), start=1)]
+    assert [each is None for each in messages] == [True, False, True, False, False]
+    assert messages[-1] == "skipped the update of step 5: loss nan, gradient norm 1; 2 in a row, the run ends at 3"
     assert not check.is_over
     check.after_step(6, result(norm=math.inf))
     assert check.is_over

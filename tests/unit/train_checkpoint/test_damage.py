@@ -68,9 +68,9 @@ def test_damaged_newest_checkpoint_falls_back_to_the_one_before(run, capsys, dam
     assert found.directory.name == "step-00000002"
     [fault] = found.passed_over
     assert str(newest) in fault
-    told = capsys.readouterr().err
-    assert fault in told
-    assert "step-00000002 stands for it; dynmo-ckpt verify --level full lists the damage" in told
+    err = capsys.readouterr().err
+    assert fault in err
+    assert "step-00000002 stands for it; dynmo-ckpt verify --level full lists the damage" in err
     DAMAGE[damage](run / "checkpoints" / "step-00000002")
     assert checkpoint_to_load(config(run), ALONE).directory.name == "step-00000001"
     DAMAGE[damage](run / "checkpoints" / "step-00000001")

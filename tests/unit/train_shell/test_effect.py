@@ -60,7 +60,7 @@ def other_value(name):
     return next(value for value in fits if value != spec.default)
 
 
-def told(name, world_size=1, **values):
+def messages_of(name, world_size=1, **values):
     config = config_of(Facts(world_size=world_size), **{**SMALL, **values, name: other_value(name)})
     flag = option_specs()[name].flag
     refused = [problem for problem in validate(config, world_size) if problem.path == flag]
@@ -70,13 +70,13 @@ def told(name, world_size=1, **values):
 
 @pytest.mark.parametrize(("name", "refuse"), [(name, effect.refuse) for effect in EFFECTS for name in effect.options])
 def test_option_without_effect_is_refused_or_warned_of(name, refuse):
-    refused, warned = told(name, **WITHOUT.get(name, {}))
+    refused, warned = messages_of(name, **WITHOUT.get(name, {}))
     assert (len(refused), len(warned)) == ((1, 0) if refuse else (0, 1))
 
 
 @pytest.mark.parametrize("name", WITH)
 def test_option_with_effect_is_taken_without_a_word(name):
-    assert told(name, **WITH[name]) == ([], [])
+    assert messages_of(name, **WITH[name]) == ([], [])
 
 
 def problems(**values):

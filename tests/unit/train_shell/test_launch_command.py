@@ -32,16 +32,16 @@ def test_command_is_taken_with_and_without_dashes(started, where, dashes):
 
 @pytest.mark.parametrize("where", [["slurm"], ["lsf"], ["kubernetes", "--image", "i"]])
 def test_cluster_launch_without_dashes_carries_the_command(where):
-    told, given = (
+    dashed, given = (
         CliRunner().invoke(app, ["launch", *where, "--dry-run", *dashes, *COMMAND]) for dashes in (["--"], [])
     )
-    assert (told.exit_code, given.exit_code) == (0, 0), given.output
-    assert told.stdout == given.stdout
+    assert (dashed.exit_code, given.exit_code) == (0, 0), given.output
+    assert dashed.stdout == given.stdout
 
 
 def test_dry_run_of_a_node_prints_each_process(started):
-    told = ["launch", "node", "--nproc", "2", "--nnodes", "2", "--node-rank", "1", "--master-addr", "h", "--dry-run"]
-    done = CliRunner().invoke(app, [*told, "--", "pretrain", "gpt", "--data-path", "a b"])
+    launch = ["launch", "node", "--nproc", "2", "--nnodes", "2", "--node-rank", "1", "--master-addr", "h", "--dry-run"]
+    done = CliRunner().invoke(app, [*launch, "--", "pretrain", "gpt", "--data-path", "a b"])
     assert (done.exit_code, started) == (0, [])
     lines = [shlex.split(line) for line in done.stdout.splitlines()]
     place = [["WORLD_SIZE=4", "LOCAL_WORLD_SIZE=2", "MASTER_ADDR=h", sys.executable, "-m", "dynmo_train"]] * 2
@@ -86,8 +86,8 @@ def test_slurm_asks_for_cpus_by_default_and_as_told():
 
 
 def test_elastic_indexed_job_is_refused_by_an_older_kubernetes():
-    told = ["launch", "kubernetes", "--image", "i", "--kind", "indexed-job", "--nodes", "2:4", "--dry-run"]
-    done = CliRunner().invoke(app, [*told, "--", *COMMAND])
+    launch = ["launch", "kubernetes", "--image", "i", "--kind", "indexed-job", "--nodes", "2:4", "--dry-run"]
+    done = CliRunner().invoke(app, [*launch, "--", *COMMAND])
     assert "# Needs Kubernetes 1.31 or newer (Job.spec.successPolicy).\n" in done.stdout
-    done = CliRunner().invoke(app, [*told, "--kubernetes-version", "1.29", "--", *COMMAND])
+    done = CliRunner().invoke(app, [*launch, "--kubernetes-version", "1.29", "--", *COMMAND])
     assert "--kubernetes-version 1.29: the manifest needs Kubernetes 1.31" in str(done.exception)
