@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 
 from .cli import main
+from .garbage import collect_rarely
 from .launch.worker import end, watch_launcher
 
 
 def run() -> None:
     """The command in a process of its own, to that process's end."""
+    collect_rarely()
     watch_launcher(os.environ)
     try:
         main()

@@ -21,6 +21,7 @@ from .data.tokenizer import TokenizerFiles
 from .engine import StepResult
 from .errors import EXIT_OK, EXIT_RELAUNCH, EXIT_USAGE, DynmoError
 from .fingerprint import config_facts, join_same
+from .garbage import freeze_imports
 from .interrupts import Interrupts, Wishes
 from .launch.outcome import EXIT_NOT_FINITE
 from .nonfinite import FiniteCheck, batch_detail, end_message
@@ -37,6 +38,7 @@ from .traininglog import TrainingLog
 
 def run_pretrain(config: Config) -> int:
     """Train as ``config`` says, in this process and those that the launcher started beside it; the exit code."""
+    freeze_imports()
     torch.set_num_threads(config.training.num_threads)
     # Said once by torch for every process; what it may change is covered by the tests of linear layers.
     warnings.filterwarnings("ignore", message="Sparse (CSR|BSR) tensor support is in beta state")

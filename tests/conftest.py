@@ -15,6 +15,9 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
+# The tests start hundreds of processes: the first one compiles the packages for all.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+
 # Ray's token authentication depends on a file in the home directory, and a local cluster creates it there.
 os.environ["RAY_AUTH_MODE"] = "disabled"
 

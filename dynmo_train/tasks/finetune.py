@@ -24,6 +24,7 @@ from ..engine import Engine
 from ..errors import EXIT_OK, EXIT_RELAUNCH, DynmoError, UsageError
 from ..families import family_of
 from ..fingerprint import checkpoint_facts, config_facts, join_same, option_facts, require_same
+from ..garbage import freeze_imports
 from ..interrupts import Interrupts, Wishes
 from ..launch.outcome import EXIT_NOT_FINITE
 from ..loading import checkpoint_to_load
@@ -352,6 +353,7 @@ class _Finetuning:
 
 def run_finetune(name: str, config: Config, options: FinetuneConfig) -> int:
     """Fine-tune on the task ``name`` in this process and those that the launcher started; the exit code."""
+    freeze_imports()
     torch.set_num_threads(config.training.num_threads)
     parallel = config.parallel
     dims = ParallelDims(

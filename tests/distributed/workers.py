@@ -43,7 +43,7 @@ OTHERS_S = 5
 RENDEZVOUS_FAILED = "Gloo connectFullMesh failed"
 # Everything of the trainer: what is imported later would not be put back where a scenario changes it.
 PRELOADED = [
-    *("torch", "torch.distributed.pipelining", "numpy", "pytest"),
+    *("torch", "torch.distributed.pipelining", "numpy", "pytest", "typer._adapters"),
     *(
         found.name
         for found in pkgutil.walk_packages(dynmo_train.__path__, "dynmo_train.")
@@ -169,6 +169,7 @@ def _serve(connection: Connection, rank: int, size: int) -> None:
     threads = set(threading.enumerate())
     with _restored_process():  # torch opens some files with the first world and keeps them
         _play(pickle.dumps((_nothing, ())), 0, 1, free_port(), joins=True)
+    gc.freeze()  # the collection after each scenario leaves out the modules: 0.1 s less
     while True:
         try:
             job, port, joins = connection.recv()
