@@ -28,6 +28,11 @@ Args = Mapping[str, Any]
 POSITION_TYPE = "position_embedding_type"
 ROTARY = "use_rotary_position_embeddings"
 ROTARY_TYPES = ("rope", "PositionEmbeddingType(1)")
+# All that GPT-NeoX stores of its arguments (``save_ds_checkpoint`` of its ``megatron/checkpointing.py``).
+NEOX_ARGS = {
+    *("num_layers", "hidden_size", "num_attention_heads", "max_position_embeddings", "make_vocab_size_divisible_by"),
+    *("padded_vocab_size", "tokenizer_type", "model_parallel_size"),
+}
 
 
 @cache
@@ -43,13 +48,20 @@ def read_args(tree: Any, path: str) -> Args:
     """The arguments that a checkpoint's file holds; none where it has none, as the files of 2019.
 
     Raises:
-        UnsupportedError: ``args`` is not a namespace, so that nothing in it could be checked.
+        UnsupportedError: ``args`` is not a namespace, so that nothing in it could be checked; GPT-NeoX's is named.
     """
     held = tree.get("args") if isinstance(tree, Mapping) else None
     if held is None:
         return {}
     if isinstance(held, Inert) and held.type == Name("argparse", "Namespace"):
         return held.attributes
+    if isinstance(held, Mapping) and held and held.keys() <= NEOX_ARGS:
+        raise UnsupportedError(
+            f"{path}: a checkpoint of GPT-NeoX; its args are a dict of sizes, and the position embedding, the norm, "
+            "the activation and the residual are in GPT-NeoX's YAML configuration alone, which is not read. Convert a "
+            "model of Llama's architecture with GPT-NeoX's tools/ckpts/convert_neox_to_hf.py --architecture llama, "
+            "and give the directory that it writes; other GPT-NeoX models are not supported"
+        )
     kind = held.type if isinstance(held, Inert) else type(held).__name__
     raise UnsupportedError(f"{path}: its args are a {kind}; an argparse.Namespace is known")
 

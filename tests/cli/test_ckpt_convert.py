@@ -203,6 +203,35 @@ def test_legacy_to_native(run, native, legacy_save, tmp_path):
     assert json.loads((tmp_path / "out" / "manifest.json").read_text())["step"] == 300
 
 
+def test_checkpoint_of_gpt_neox_is_refused_by_name_with_the_remedy(run, tmp_path):
+    import random
+
+    import torch
+
+    # As save_ds_checkpoint and DeepSpeed's pipeline write it: a file for each layer, one for each rank of the model.
+    step = tmp_path / "neox" / "global_step8"
+    step.mkdir(parents=True)
+    (tmp_path / "neox" / "latest").write_text("global_step8")
+    args = {
+        "num_layers": 2,
+        "hidden_size": 8,
+        "num_attention_heads": 2,
+        "max_position_embeddings": 16,
+        "make_vocab_size_divisible_by": 128,
+        "padded_vocab_size": 128,
+        "tokenizer_type": "HFTokenizer",
+        "model_parallel_size": 1,
+    }
+    states = {"module": None, "global_steps": 8, "iteration": 8, "args": args, "random_rng_state": random.getstate()}
+    torch.save(states | {"torch_rng_state": torch.get_rng_state()}, step / "mp_rank_00_model_states.pt")
+    torch.save({"word_embeddings.weight": torch.zeros(128, 8)}, step / "layer_00-model_00-model_states.pt")
+    for command, *rest in (("info",), ("convert", tmp_path / "out", "--to", "hf")):
+        refused = " ".join(run(command, tmp_path / "neox", *rest, code=5).stderr.split())
+        assert "a checkpoint of GPT-NeoX" in refused
+        assert "tools/ckpts/convert_neox_to_hf.py --architecture llama" in refused
+    assert not (tmp_path / "out").exists()
+
+
 def test_a_legacy_file_that_would_run_something_is_refused(run, native, legacy_save, tmp_path):
     import os
 

@@ -95,6 +95,8 @@ def test_args_that_are_no_namespace_are_refused():
     assert read_args({"args": Inert(type=Name("argparse", "Namespace"), attributes={"lr": 1})}, "IN") == {"lr": 1}
     with pytest.raises(UnsupportedError, match="its args are a dict"):
         read_args({"args": {"qk_layernorm": True}}, "IN")
+    with pytest.raises(UnsupportedError, match="its args are a dict; an argparse"):
+        read_args({"args": {}}, "IN")
 
 
 @pytest.mark.parametrize("family", ["gpt", "bert", "t5", "llama"])
