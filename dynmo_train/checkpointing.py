@@ -8,11 +8,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
 from .engine import Engine
 from .errors import DynmoError
-from .saving import HostCopies, PendingSave, SavedRun
+from .saving import HostCopies, PendingSave, SavedRun, sizes_of_copies
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,7 +70,9 @@ class Checkpointing:
     def at_boundary(self) -> None:
         """Continue a checkpoint that is under way; every process asks at the same boundary."""
         if self._copies is not None and self._preparing is None:
-            self._preparing = threading.Thread(target=self._copies.prepare, args=(self._sizes(),), daemon=True)
+            self._preparing = threading.Thread(
+                target=self._copies.prepare, args=(sizes_of_copies(self._engine),), daemon=True
+            )
             self._preparing.start()
         if self._pending is None:
             return
@@ -98,8 +98,3 @@ class Checkpointing:
         now = time.perf_counter()
         stalled = self._stalled_s + now - waited if self._aside else now - self._begun
         self._on_saved(Saved(path=path, step=pending.run.step, seconds=now - self._begun, stalled_s=stalled))
-
-    def _sizes(self) -> dict[str, tuple[torch.Size, torch.dtype]]:
-        """Shapes and types of what this process holds after its first step, by name."""
-        states = (self._engine.held.export(item) for item in self._engine.local_names)
-        return {name: (tensor.shape, tensor.dtype) for state in states for name, tensor in state.tensors.items()}

@@ -239,19 +239,41 @@ def save(engine: Engine, checkpoints_dir: Path, run: SavedRun) -> Path:
     return pending.finish()
 
 
+def sizes_of_copies(engine: Engine) -> dict[str, tuple[torch.Size, torch.dtype]]:
+    """Shapes and types of what this process copies for a checkpoint of the present state, by name.
+
+    With ZeRO these are whole tensors at the replicas that write, and nothing at the others; nothing is gathered here.
+    """
+    writes = engine.world.replica < engine.world.dims.expert
+    sizes = {}
+    for item in engine.local_names:
+        whole = parameters_of(item, engine.held.blueprint(item))
+        for name, tensor in engine.held.export(item).tensors.items():
+            if is_memory(item, name):
+                sizes[name] = tensor.shape, tensor.dtype
+            elif writes and _is_stored(engine, name):
+                shape = tensor.shape if role_of(name) == "mask" else whole[parameter_of(name)].shape
+                sizes[name] = shape, tensor.dtype
+    return sizes
+
+
+def _is_stored(engine: Engine, name: str) -> bool:
+    """Whether a process that writes stores a tensor of an item it holds; a tied weight is stored by its owner alone."""
+    return engine.held.stores(name) and parameter_of(name) not in engine.family.ties
+
+
 def _files_of(
     engine: Engine, states: Mapping[str, ItemState], *, moments: bool, copies: HostCopies | None
 ) -> list[_File]:
     """The shard files that this process writes."""
-    tied, held = engine.family.ties, engine.held
+    held = engine.held
     files = []
     for kind, roles in (("model", {"parameter", "mask", "buffer"}), ("optimizer", {"optimizer"})):
         tensors = {
             name: tensor
             for item, state in states.items()
             for name, tensor in state.tensors.items()
-            if role_of(name) in roles and held.stores(name) and parameter_of(name) not in tied
-            if not is_memory(item, name)
+            if role_of(name) in roles and _is_stored(engine, name) and not is_memory(item, name)
         }
         if not tensors or (kind == "optimizer" and not moments):
             continue

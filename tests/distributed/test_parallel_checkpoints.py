@@ -26,12 +26,15 @@ from test_parallel import (
     played,
     verify,
 )
+from test_placement import cut
 from whole_runs import figures, lines, train, write_data
 from workers import run_workers
 
 from dynmo_train.checkpoint import open_checkpoint
+from dynmo_train.checkpointing import Checkpointing
 from dynmo_train.parallel.dims import ParallelDims
 from dynmo_train.parallel.world import World, lay_out
+from dynmo_train.pipeline.partition import Partition
 from dynmo_train.saving import SavedRun, save, state_reader
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(900)]
@@ -129,6 +132,64 @@ def test_the_same_bits_follow_at_as_many_replicas(tmp_path):
     assert last["tensors"].items() <= {name.removesuffix("@0"): each for name, each in whole["weights"].items()}.items()
     assert last["x_progress"]["loss_scale"]["scale"] < 2.0**24
     verify(tmp_path)
+
+
+STAGES = [{"zero_stage": stage} for stage in (0, 1, 2, 3)]
+
+
+def resume_and_move(world: World, settings: dict, folder: str, moves: dict[int, Partition]) -> dict:
+    """Resume from a checkpoint of step 2 and train to step 5; moves come before the step by which they are named."""
+    layout = Layout(dims=PD, scenario=replace(DROPPING, precision="fp32"), settings=settings)
+    there = lay_out(world, layout.dims, 60)
+    engine = engine_on(there, layout)
+    for step in (1, 2):
+        engine.train_step(batch_of(step), sampled=False)
+        engine.after_step(step)
+    checkpoint = open_checkpoint(save(engine, Path(folder), facts(2)))
+    engine = engine_on(there, layout, build=False)
+    engine.restore(state_reader(checkpoint, engine.held, there), 2, **checkpoint.manifest["x_progress"])
+    losses, moved = [], 0
+    for step in (3, 4, 5):
+        if step in moves:
+            moved += engine.repartition(moves[step]).total_bytes
+        losses.append(engine.train_step(batch_of(step), sampled=False).loss)
+        engine.after_step(step)
+    return {"losses": losses, "moved": moved, "state": whole_state(save(engine, Path(folder) / "moved", facts(5)))}
+
+
+@pytest.mark.parametrize("settings", STAGES, ids=str)
+def test_moves_right_after_a_resume_carry_the_moments_of_shards(tmp_path, settings):
+    """Before the first step on the new rank, where nothing has used the moments, and back after one."""
+    moves = {3: cut(2, 2), 4: cut(2, 4), 5: cut(2, 3)}
+    staying = run_workers(resume_and_move, 4, settings, str(tmp_path / "staying"), {})[0]
+    moving = run_workers(resume_and_move, 4, settings, str(tmp_path / "moving"), moves)[0]
+    assert moving["moved"] > 0
+    assert moving["losses"] == staying["losses"]
+    assert lost(staying["state"], moving["state"]) == []
+
+
+def prepare_and_save(world: World, layout: Layout, folder: str) -> tuple[int, int, list[str]]:
+    """Save aside; how many copies were prepared, how many the save used, and which of them had other memory."""
+    there = lay_out(world, layout.dims, 60)
+    engine = engine_on(there, layout)
+    engine.train_step(batch_of(1, layout.scenario.model), sampled=False)
+    saving = Checkpointing(engine, Path(folder), aside=True, on_saved=lambda _: None, on_failure=lambda *_: None)
+    saving.at_boundary()
+    saving._preparing.join()
+    prepared = {name: copy.data_ptr() for name, copy in saving._copies._held.items()}
+    saving.save(facts(1))
+    saving.wait()
+    used = {name: copy.data_ptr() for name, copy in saving._copies._held.items()}
+    return len(prepared), len(used), [name for name in used if used[name] != prepared.get(name)]
+
+
+@pytest.mark.parametrize("settings", STAGES, ids=str)
+def test_copies_are_prepared_as_they_are_saved(tmp_path, settings):
+    scenarios = {PD: replace(DROPPING, precision="fp32"), PE: EXPERTS}
+    for number, (dims, scenario) in enumerate(scenarios.items()):
+        layout = Layout(dims=dims, scenario=scenario, settings=settings)
+        for prepared, used, elsewhere in run_workers(prepare_and_save, 4, layout, str(tmp_path / str(number))):
+            assert (prepared, elsewhere) == (used, [])
 
 
 def test_experts_are_shared_from_the_command_line(tmp_path):
