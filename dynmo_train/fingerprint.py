@@ -28,6 +28,7 @@ from .config import Config
 from .config.options import OptionSpec, concern_specs
 from .config.parse import parse_blend
 from .config.resolve import concern_types
+from .console import say
 from .errors import EXIT_USAGE, UsageError
 from .formats._document import DocumentError
 from .formats.dataset import read_sidecar
@@ -38,8 +39,11 @@ from .rundir import versions
 
 Facts = Mapping[str, str]
 
+# A digest of this many bytes takes a tenth of a second.
+_WHOLE_BYTES = 64 << 20
 _BLOCK_BYTES = 4096
 _BLOCKS = 256
+_SAMPLED = f"digest of {_BLOCKS} places"
 _MOST_COLUMNS = 4
 _MISSING = "missing"
 
@@ -56,7 +60,10 @@ def require_same(world: World, facts: Facts) -> None:
         SystemExit: with the same exit code, at the others.
     """
     digest = hashlib.sha256(json.dumps(dict(facts), sort_keys=True).encode()).hexdigest()
-    if len(set(gather_documents(world, digest))) == 1:
+    summaries = gather_documents(world, [world.host, digest])
+    if len({found for _, found in summaries}) == 1:
+        if world.is_first and len({host for host, _ in summaries}) > 1 and (warning := sampled_warning(facts)):
+            say(f"warning: {warning}")
         return
     gathered = gather_documents(world, [world.host, dict(facts)])
     if speaks(first=world.is_first):
@@ -84,6 +91,17 @@ def join_same(device: str, dims: ParallelDims, facts: Callable[[], Facts]) -> Wo
     except BaseException:
         leave_world()
         raise
+
+
+def sampled_warning(facts: Facts) -> str | None:
+    """A sentence about files that are compared in part; None without any."""
+    names = [name for name, value in facts.items() if _SAMPLED in value]
+    if not names:
+        return None
+    return (
+        f"{', '.join(names)}: of a file above {_WHOLE_BYTES >> 20} MiB without a sidecar the hosts compare {_BLOCKS} "
+        "places; a difference elsewhere passes. dynmo-prep merge-indexed writes a copy of a data set with a sidecar"
+    )
 
 
 def checkpoint_facts(checkpoint: Checkpoint | None, flag: str = "--load") -> Facts:
@@ -207,22 +225,23 @@ def dataset_identity(prefix: str) -> str:
     Large files are only sampled. A sidecar has digests of every byte, taken when the data set was written.
     """
     stem = prefix_of(prefix)
-    sampled = ", ".join(f".{name} {identity_of(Path(f'{stem}.{name}'))}" for name in ("bin", "idx"))
+    found = ", ".join(f".{name} {identity_of(Path(f'{stem}.{name}'))}" for name in ("bin", "idx"))
     try:
         sidecar = read_sidecar(stem)
     except DocumentError:
-        return f"{sampled}, invalid sidecar"  # refused where the data set is opened
+        return f"{found}, invalid sidecar"  # refused where the data set is opened
     if sidecar is None:
-        return sampled
+        return found
     stated = [sidecar["bin"]["pieces"], sidecar["idx"], sidecar["recipe"]["sha256"]]
-    return f"{sampled}, sidecar {hashlib.sha256(json.dumps(stated, sort_keys=True).encode()).hexdigest()[:12]}"
+    found = found.replace(_SAMPLED, "digest")  # the sidecar's are of every byte
+    return f"{found}, sidecar {hashlib.sha256(json.dumps(stated, sort_keys=True).encode()).hexdigest()[:12]}"
 
 
 def identity_of(path: Path) -> str:
     """Size and digest of a file, or of a folder's file names and sizes; ``missing`` where nothing is there.
 
-    A file of more than 1 MiB is read at 256 places spread evenly over it: at a start each process reads the same
-    little of a data set, whatever its size.
+    A file of more than 64 MiB is read at 256 places spread evenly over it: at a start each process reads the same
+    little of a data set, whatever its size. The text states that.
     """
     try:
         if path.is_dir():
@@ -232,16 +251,15 @@ def identity_of(path: Path) -> str:
         if not path.is_file():
             return "not a file"  # a pipe can be read only once
         with path.open("rb") as handle:
-            return f"{size:,} bytes, digest {_sampled_digest(handle, size)}"
+            if size <= _WHOLE_BYTES:
+                return f"{size:,} bytes, digest {hashlib.file_digest(handle, 'sha256').hexdigest()[:12]}"
+            return f"{size:,} bytes, {_SAMPLED} {_sampled_digest(handle, size)}"
     except OSError:
         return _MISSING
 
 
 def _sampled_digest(handle: Any, size: int) -> str:
     digest = hashlib.sha256()
-    if size <= _BLOCK_BYTES * _BLOCKS:
-        digest.update(handle.read())
-        return digest.hexdigest()[:12]
     last = size - _BLOCK_BYTES
     for block in range(_BLOCKS):
         handle.seek(math.floor(block * last / (_BLOCKS - 1)))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -119,14 +120,10 @@ def compare_data(world, one: str, other: str) -> str:
 
 def test_one_other_token_of_large_data_is_found_by_sidecars(tmp_path):
     """The token lies between the places that are sampled; without sidecars it passes."""
-    payload = bytearray(4 << 20)
-    for folder, token in (("one", 0), ("other", 1)):
-        (tmp_path / folder).mkdir()
-        payload[6000] = token
-        (tmp_path / folder / "data.bin").write_bytes(payload)
-        (tmp_path / folder / "data.idx").write_bytes(b"index")
-    places = [tmp_path / folder / "data" for folder in ("one", "other")]
+    places = write_two(tmp_path, (64 << 20) + 1)
     assert run_workers(compare_data, 2, *map(str, places)) == ["same", "same"]
+    facts = config_facts(config_of(**SIZES, data_path=str(places[0]), lr=2e-3))
+    assert fingerprint.sampled_warning(facts).startswith("--data-path: of a file above 64 MiB without a sidecar")
     for place in places:
         write_sidecar(place)
     first, second = run_workers(compare_data, 2, *map(str, places))
@@ -134,6 +131,47 @@ def test_one_other_token_of_large_data_is_found_by_sidecars(tmp_path):
     (row,) = first.splitlines()[2:]
     assert row.split()[0] == "--data-path"
     assert row.count("sidecar") == 2
+
+
+def write_two(folder: Path, size: int) -> list[Path]:
+    """Two data sets, all zeros but for one token of the second, in a place that is not sampled."""
+    places = []
+    for name, token in (("one", b"\0"), ("other", b"\1")):
+        (folder / name).mkdir()
+        with (folder / name / "data.bin").open("wb") as handle:
+            handle.truncate(size)
+            handle.seek(6000)
+            handle.write(token)
+        (folder / name / "data.idx").write_bytes(b"index")
+        places.append(folder / name / "data")
+    return places
+
+
+def test_one_other_token_of_data_up_to_64_mib_is_found(tmp_path):
+    places = write_two(tmp_path, 64 << 20)
+    first, second = run_workers(compare_data, 2, *map(str, places))
+    assert second == "exit 2"
+    assert "67,108,864 bytes" in first
+    assert fingerprint.sampled_warning(config_facts(config_of(**SIZES, data_path=str(places[0]), lr=2e-3))) is None
+
+
+def warned_of(world, data: str, hosts: list[str]) -> list[str]:
+    """What is printed where equal processes are on these hosts."""
+    printed: list[str] = []
+    fingerprint.say = printed.append
+    require_same(replace(world, host=hosts[world.rank]), config_facts(config_of(**SIZES, data_path=data, lr=2e-3)))
+    return printed
+
+
+def test_hosts_that_compare_large_data_in_part_are_warned_once(tmp_path):
+    data, _ = write_two(tmp_path, (64 << 20) + 1)
+    first, second = run_workers(warned_of, 2, str(data), ["a", "b"])
+    assert len(first) == 1
+    assert "256 places; a difference elsewhere passes" in first[0]
+    assert second == []
+    assert run_workers(warned_of, 2, str(data), ["a", "a"]) == [[], []]
+    write_sidecar(data)
+    assert run_workers(warned_of, 2, str(data), ["a", "b"]) == [[], []]
 
 
 def test_differences_gathers_ranks_of_one_kind_in_a_column():
@@ -146,7 +184,7 @@ def test_differences_gathers_ranks_of_one_kind_in_a_column():
 
 
 def test_identity_of_large_file_covers_start_middle_and_end(tmp_path):
-    size = 3 << 20
+    size = (64 << 20) + 1
     path = Path(tmp_path / "large")
     path.write_bytes(bytes(size))
     before = fingerprint.identity_of(path)
