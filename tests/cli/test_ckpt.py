@@ -5,32 +5,15 @@ import runpy
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
 from typer.testing import CliRunner
 
-from dynmo_ckpt.cli import app, main
+from dynmo_ckpt.cli import app
 
 build = runpy.run_path(str(Path(__file__).parents[1] / "unit" / "ckpt" / "build.py"))
-
-
-@pytest.fixture
-def run(monkeypatch, capsys):
-    """Runs the command line in this process as the console script does; checks its exit code."""
-
-    def call(*args, code=0):
-        monkeypatch.setattr(sys, "argv", ["dynmo-ckpt", *map(str, args)])
-        capsys.readouterr()
-        with pytest.raises(SystemExit) as stop:
-            main()
-        done = capsys.readouterr()
-        assert (stop.value.code or 0) == code, done.out + done.err
-        return SimpleNamespace(stdout=done.out, stderr=done.err)
-
-    return call
 
 
 @pytest.fixture
@@ -65,9 +48,9 @@ def cut(m, tensors):
     return build["true_rows"](m["vocab_size"], tensors)
 
 
-def test_info(run, checkpoint):
+def test_info(ckpt, checkpoint):
     run_dir, m, tensors = checkpoint
-    document = json.loads(run("info", run_dir, "--format", "json", "--tensors", "layers.0.mlp.fc?.weight").stdout)
+    document = json.loads(ckpt("info", run_dir, "--format", "json", "--tensors", "layers.0.mlp.fc?.weight").stdout)
     assert document["step"] == 8
     assert document["model"] == m
     parameters = [value for name, value in tensors.items() if build["role_of"](name) == "parameter"]
@@ -76,48 +59,48 @@ def test_info(run, checkpoint):
         p.stat().st_size for p in step_of(run_dir).rglob("*.*") if p.name != "manifest.json"
     )
     assert sorted(document["tensors"]) == ["layers.0.mlp.fc1.weight", "layers.0.mlp.fc2.weight"]
-    text = run("info", run_dir, "--tensors", "head.*").stdout
+    text = ckpt("info", run_dir, "--tensors", "head.*").stdout
     assert "step 8" in text
     assert "embedding ... layers.0" not in text
     assert "head.norm.bias.exp_avg_sq" in text
     assert "layers.0.mlp" not in text.partition("tensors")[2]
 
 
-def test_verify_ok(run, checkpoint):
+def test_verify_ok(ckpt, checkpoint):
     run_dir, _, _ = checkpoint
     for path in (run_dir, run_dir / "checkpoints", step_of(run_dir)):
         for level in ("header", "full"):
-            assert "ok" in run("verify", path, "--level", level).stdout
-    document = json.loads(run("verify", run_dir, "--format", "json").stdout)
+            assert "ok" in ckpt("verify", path, "--level", level).stdout
+    document = json.loads(ckpt("verify", run_dir, "--format", "json").stdout)
     assert document == {"path": str(step_of(run_dir)), "level": "full", "ok": True, "findings": []}
 
 
-def test_verify_header_tells_what_lies_wrong(run, checkpoint):
+def test_verify_header_tells_what_lies_wrong(ckpt, checkpoint):
     run_dir, _, _ = checkpoint
     step = step_of(run_dir)
     (step / "extra.txt").write_text("x")
     (step / "tokenizer" / "tokenizer.json").unlink()
-    found = run("verify", run_dir, "--level", "header", code=1).stdout
+    found = ckpt("verify", run_dir, "--level", "header", code=1).stdout
     assert "extra.txt: the manifest does not name it" in found
     assert "tokenizer.json: is missing" in found
     assert "2 findings" in found
 
 
-def test_verify_tells_a_bad_latest(run, checkpoint):
+def test_verify_tells_a_bad_latest(ckpt, checkpoint):
     run_dir, _, _ = checkpoint
     for text in ("step-00000009\n", "", "step-0000000\n", "step-00000008x\n"):
         (run_dir / "checkpoints" / "LATEST").write_text(text)
-        assert "LATEST" in run("verify", run_dir, "--level", "header", code=1).stdout
+        assert "LATEST" in ckpt("verify", run_dir, "--level", "header", code=1).stdout
 
 
-def test_verify_without_a_checkpoint(run, tmp_path):
-    assert "no checkpoint here" in run("verify", tmp_path, code=4).stderr
-    assert "no checkpoint here" in run("info", tmp_path / "absent", code=4).stderr
+def test_verify_without_a_checkpoint(ckpt, tmp_path):
+    assert "no checkpoint here" in ckpt("verify", tmp_path, code=4).stderr
+    assert "no checkpoint here" in ckpt("info", tmp_path / "absent", code=4).stderr
 
 
-def test_merge(run, checkpoint, tmp_path):
+def test_merge(ckpt, checkpoint, tmp_path):
     run_dir, m, tensors = checkpoint
-    result = json.loads(run("merge", run_dir, tmp_path / "out", "--format", "json").stdout)
+    result = json.loads(ckpt("merge", run_dir, tmp_path / "out", "--format", "json").stdout)
     assert result["tensors"] == len(tensors)
     assert result["verified"]
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
@@ -132,79 +115,79 @@ def test_merge(run, checkpoint, tmp_path):
     assert manifest["topology"]["world_size"] == 1
     assert len(manifest["topology"]["partition"]) == 1
     assert manifest["optimizer"]["steps"]["head.norm.bias"] == 8
-    assert "ok" in run("verify", tmp_path / "out").stdout
+    assert "ok" in ckpt("verify", tmp_path / "out").stdout
 
 
-def test_merge_without_optimizer(run, checkpoint, tmp_path):
+def test_merge_without_optimizer(ckpt, checkpoint, tmp_path):
     run_dir, m, tensors = checkpoint
-    run("merge", run_dir, tmp_path / "out", "--no-optimizer", "--jobs", 1, "--no-verify")
+    ckpt("merge", run_dir, tmp_path / "out", "--no-optimizer", "--jobs", 1, "--no-verify")
     weights = {name: value for name, value in tensors.items() if build["role_of"](name) != "optimizer"}
     assert same(stored(tmp_path / "out"), cut(m, weights))
     assert json.loads((tmp_path / "out" / "manifest.json").read_text())["optimizer"] is None
-    assert "ok" in run("verify", tmp_path / "out").stdout
+    assert "ok" in ckpt("verify", tmp_path / "out").stdout
 
 
-def test_a_merge_of_a_merge_has_the_same_tensor_bytes(run, checkpoint, tmp_path):
+def test_a_merge_of_a_merge_has_the_same_tensor_bytes(ckpt, checkpoint, tmp_path):
     run_dir, _, _ = checkpoint
-    run("merge", run_dir, tmp_path / "one")
-    run("merge", tmp_path / "one", tmp_path / "two")
+    ckpt("merge", run_dir, tmp_path / "one")
+    ckpt("merge", tmp_path / "one", tmp_path / "two")
     for name in ("model-p000-t00.safetensors", "optimizer-p000-t00.safetensors"):
         assert (tmp_path / "one" / name).read_bytes() == (tmp_path / "two" / name).read_bytes()
 
 
-def test_the_trainer_opens_a_merge(run, checkpoint, tmp_path):
+def test_the_trainer_opens_a_merge(ckpt, checkpoint, tmp_path):
     from dynmo_train.checkpoint import find_checkpoint, open_checkpoint
 
     run_dir, m, tensors = checkpoint
-    run("merge", run_dir, tmp_path / "out")
+    ckpt("merge", run_dir, tmp_path / "out")
     tensors = cut(m, tensors)
     loaded = open_checkpoint(find_checkpoint(tmp_path / "out")).load(tensors)
     assert all(np.array_equal(loaded[name].numpy(), value) for name, value in tensors.items())
 
 
-def test_what_the_trainer_writes_is_verified_and_converted(run, tmp_path):
+def test_what_the_trainer_writes_is_verified_and_converted(ckpt, tmp_path):
     trainer = runpy.run_path(str(Path(__file__).parents[1] / "unit" / "train_checkpoint" / "build.py"))
     (tmp_path / "run" / "checkpoints").mkdir(parents=True)
     trainer["save"](tmp_path / "run" / "checkpoints", 3)
-    assert "ok" in run("verify", tmp_path / "run", "--level", "full").stdout
-    run("merge", tmp_path / "run", tmp_path / "merged")
+    assert "ok" in ckpt("verify", tmp_path / "run", "--level", "full").stdout
+    ckpt("merge", tmp_path / "run", tmp_path / "merged")
     expected = {name: value.numpy() for name, (_, value) in trainer["state"](3).items()}
     assert same(stored(tmp_path / "merged"), cut({"vocab_size": 10}, expected))
-    run("convert", tmp_path / "run", tmp_path / "hf", "--to", "hf")
+    ckpt("convert", tmp_path / "run", tmp_path / "hf", "--to", "hf")
 
 
-def test_an_existing_output_stays_without_overwrite(run, checkpoint, tmp_path):
+def test_an_existing_output_stays_without_overwrite(ckpt, checkpoint, tmp_path):
     run_dir, _, _ = checkpoint
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "mine.txt").write_text("x")
-    assert "--overwrite" in run("merge", run_dir, tmp_path / "out", code=2).stderr
+    assert "--overwrite" in ckpt("merge", run_dir, tmp_path / "out", code=2).stderr
     assert (tmp_path / "out" / "mine.txt").exists()
-    run("merge", run_dir, tmp_path / "out", "--overwrite")
+    ckpt("merge", run_dir, tmp_path / "out", "--overwrite")
     assert not (tmp_path / "out" / "mine.txt").exists()
     assert not list(tmp_path.glob(".out*"))
 
 
-def test_the_input_is_never_replaced(run, checkpoint):
+def test_the_input_is_never_replaced(ckpt, checkpoint):
     run_dir, _, _ = checkpoint
     for target in (run_dir, run_dir / "checkpoints", step_of(run_dir)):
-        assert "replace the input" in run("merge", run_dir, target, "--overwrite", code=2).stderr
+        assert "replace the input" in ckpt("merge", run_dir, target, "--overwrite", code=2).stderr
 
 
-def test_plan_writes_nothing(run, checkpoint, tmp_path):
+def test_plan_writes_nothing(ckpt, checkpoint, tmp_path):
     run_dir, _, _ = checkpoint
     before = sorted(tmp_path.rglob("*"))
-    text = run("merge", run_dir, tmp_path / "out", "--plan").stdout
+    text = ckpt("merge", run_dir, tmp_path / "out", "--plan").stdout
     assert "nothing was written" in text
     assert "model-p000-t00.safetensors" in text
-    document = json.loads(run("convert", run_dir, tmp_path / "out", "--to", "hf", "--plan", "--format", "json").stdout)
+    document = json.loads(ckpt("convert", run_dir, tmp_path / "out", "--to", "hf", "--plan", "--format", "json").stdout)
     assert sorted(tmp_path.rglob("*")) == before
     assert document["seconds"] == pytest.approx(document["bytes"] / document["bytes_per_s"], abs=1e-3)
-    run("convert", run_dir, tmp_path / "out", "--to", "hf")
+    ckpt("convert", run_dir, tmp_path / "out", "--to", "hf")
     assert document["files"] == {path.name: path.stat().st_size for path in (tmp_path / "out").iterdir()}
 
 
 @pytest.mark.parametrize("command", [["merge"], ["convert", "--to", "hf"]])
-def test_an_altered_source_is_refused_and_nothing_is_left(run, checkpoint, tmp_path, command):
+def test_an_altered_source_is_refused_and_nothing_is_left(ckpt, checkpoint, tmp_path, command):
     run_dir, _, _ = checkpoint
     path = step_of(run_dir) / "model-p001-t01.safetensors"
     header = int.from_bytes(path.read_bytes()[:8], "little") + 8
@@ -212,7 +195,7 @@ def test_an_altered_source_is_refused_and_nothing_is_left(run, checkpoint, tmp_p
         payload = bytearray(path.read_bytes())
         payload[at] ^= 4
         path.write_bytes(payload)
-        done = run(command[0], run_dir, tmp_path / "out", *command[1:], code=4)
+        done = ckpt(command[0], run_dir, tmp_path / "out", *command[1:], code=4)
         assert "the bytes were altered" in done.stderr
         assert "model-p001-t01.safetensors" in done.stderr
         assert sorted(child.name for child in tmp_path.iterdir()) == ["run"]
@@ -220,9 +203,9 @@ def test_an_altered_source_is_refused_and_nothing_is_left(run, checkpoint, tmp_p
         path.write_bytes(payload)
 
 
-def test_convert_reports(run, checkpoint, tmp_path):
+def test_convert_reports(ckpt, checkpoint, tmp_path):
     run_dir, _, _ = checkpoint
-    done = run("convert", run_dir, tmp_path / "out", "--to", "hf")
+    done = ckpt("convert", run_dir, tmp_path / "out", "--to", "hf")
     assert "40 tensors" in done.stdout
     assert "read back and compared" in done.stdout
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
@@ -235,30 +218,31 @@ def test_convert_reports(run, checkpoint, tmp_path):
     ]
 
 
-def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(run, checkpoint, tmp_path):
+def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(ckpt, checkpoint, tmp_path):
     run_dir, _, _ = checkpoint
     (tmp_path / "big").mkdir()
     (tmp_path / "big" / "tokenizer.json").write_text(json.dumps({"model": {"vocab": {"a": 29}}}))
-    done = run("convert", run_dir, tmp_path / "out", "--to", "hf", "--tokenizer", tmp_path / "big", code=2)
+    done = ckpt("convert", run_dir, tmp_path / "out", "--to", "hf", "--tokenizer", tmp_path / "big", code=2)
     assert "has token 29, the model's vocabulary ends at 28" in done.stderr
 
 
-def test_usage_errors(run, checkpoint, tmp_path):
+def test_usage_errors(ckpt, checkpoint, tmp_path):
     run_dir, _, _ = checkpoint
-    assert "has no step 9" in run("info", run_dir, "--step", 9, code=2).stderr
+    assert "has no step 9" in ckpt("info", run_dir, "--step", 9, code=2).stderr
     assert (
-        "is not a size" in run("convert", run_dir, tmp_path / "o", "--to", "hf", "--max-shard-size", "x", code=2).stderr
+        "is not a size"
+        in ckpt("convert", run_dir, tmp_path / "o", "--to", "hf", "--max-shard-size", "x", code=2).stderr
     )
     assert (
-        "not a directory" in run("convert", run_dir, tmp_path / "o", "--to", "hf", "--tokenizer", "no", code=2).stderr
+        "not a directory" in ckpt("convert", run_dir, tmp_path / "o", "--to", "hf", "--tokenizer", "no", code=2).stderr
     )
 
 
-def test_a_tensor_that_no_rule_takes_is_refused(run, tmp_path):
+def test_a_tensor_that_no_rule_takes_is_refused(ckpt, tmp_path):
     m = build["model"]()
     tensors = build["parameters"](m) | {"layers.0.mlp.gate.weight": np.zeros(2, np.float32)}
     build["save"](tmp_path / "in", tensors, m)
-    done = run("convert", tmp_path / "in", tmp_path / "out", "--to", "hf", code=5)
+    done = ckpt("convert", tmp_path / "in", tmp_path / "out", "--to", "hf", code=5)
     assert "layers.0.mlp.gate.weight" in done.stderr
     assert not (tmp_path / "out").exists()
 

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import json
 import random
-import sys
 from copy import deepcopy
 from pathlib import Path
 
 import pytest
 
-from dynmo_balance import cli
 from dynmo_balance.errors import UsageError
 from dynmo_balance.formats.plan import parse_plan, read_plan
 from dynmo_balance.verify import verify
@@ -43,20 +41,6 @@ PLANS = {
     "diffusion": ("--balancer", "diffusion"),
     "made-up-workers": ("--stages", "5"),
 }
-
-
-@pytest.fixture
-def plan(monkeypatch, capfd):
-    """Runs a command in this process: exit code, stdout, stderr."""
-
-    def run(*arguments):
-        monkeypatch.setattr(sys, "argv", ["dynmo-plan", *map(str, arguments)])
-        with pytest.raises(SystemExit) as stop:
-            cli.main()
-        captured = capfd.readouterr()
-        return stop.value.code, captured.out, captured.err
-
-    return run
 
 
 def item(name, kind, layer, size, tied_to=None):

@@ -1,0 +1,96 @@
+"""Commands that run in the test's process, and the runs and checkpoints that they read."""
+
+from __future__ import annotations
+
+import json
+import runpy
+import shutil
+import sys
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from cli_files import CONTRACTS, EVENTS
+
+UNIT = Path(__file__).parents[1] / "unit" / "ckpt"
+
+
+@pytest.fixture
+def plan(monkeypatch, capfd):
+    """Runs ``dynmo-plan`` in this process: exit code, stdout, stderr."""
+    from dynmo_balance import cli
+
+    def run(*arguments):
+        monkeypatch.setattr(sys, "argv", ["dynmo-plan", *map(str, arguments)])
+        with pytest.raises(SystemExit) as stop:
+            cli.main()
+        captured = capfd.readouterr()
+        return stop.value.code, captured.out, captured.err
+
+    return run
+
+
+@pytest.fixture
+def run_dir(tmp_path):
+    """A run directory with a profile and its initial plan."""
+    (tmp_path / "plans").mkdir()
+    shutil.copy(EVENTS, tmp_path / "profile.jsonl")
+    shutil.copy(CONTRACTS / "plan/valid/initial.json", tmp_path / "plans/plan-000000.json")
+    return tmp_path
+
+
+@pytest.fixture
+def run_of(tmp_path):
+    """A profile of a run with two stages a worker, with the schedule that is asked for."""
+
+    def make(schedule):
+        records = [json.loads(line) for line in EVENTS.read_text().splitlines()]
+        path = tmp_path / "profile.jsonl"
+        changes = {"schedule": schedule, "virtual_stages_per_worker": 2}
+        lines = (json.dumps({**r, **changes} if r["record"] == "header" else r) + "\n" for r in records)
+        path.write_text("".join(lines))
+        return path
+
+    return make
+
+
+@pytest.fixture
+def ckpt(monkeypatch, capsys):
+    """Runs ``dynmo-ckpt`` in this process as the console script does; checks its exit code."""
+    from dynmo_ckpt import cli
+
+    def run(*args, code=0):
+        monkeypatch.setattr(sys, "argv", ["dynmo-ckpt", *map(str, args)])
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as stop:
+            cli.main()
+        done = capsys.readouterr()
+        assert (stop.value.code or 0) == code, done.out + done.err
+        return SimpleNamespace(stdout=done.out, stderr=done.err)
+
+    return run
+
+
+@pytest.fixture
+def native(tmp_path):
+    """A native checkpoint on two stages and two tensor ranks; its directory, model and parameters."""
+    build = runpy.run_path(str(UNIT / "build.py"))
+    m = build["model"]()
+    p = build["parameters"](m)
+    # Rows of padding are zero in what is written, as in no checkpoint of ours.
+    p["embedding.word.weight"][m["vocab_size"] :] = 0
+    build["save"](tmp_path / "native", p | build["optimizer_state"](p), m, tp=2)
+    return tmp_path / "native", m, p
+
+
+@pytest.fixture
+def legacy_save(monkeypatch):
+    """The writer of legacy checkpoints, with a module under Megatron's name for the enumeration that it pickles."""
+    legacy = runpy.run_path(str(UNIT / "legacy_build.py"))
+    for name in ("megatron", "megatron.core", "megatron.core.enums"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    sys.modules["megatron.core.enums"].ModelType = legacy["ModelType"]
+    return legacy["save"]
