@@ -60,8 +60,8 @@ def test_an_update_that_breaks_the_model_leaves_the_last_good_checkpoint_the_new
     [(code, _)] = break_at_once(data, run, 1, lr="1e-3", train_iters="2")
     assert code == 0
     for rate, problem in (("1e30", "the loss is not finite after its update"), ("1e39", "weights or moments are not")):
-        told = ("--load", str(run), "--exit-interval", "3")
-        [(code, talk)] = break_at_once(data, run, 1, *told, lr=rate, train_iters="4")
+        resumed = ("--load", str(run), "--exit-interval", "3")
+        [(code, talk)] = break_at_once(data, run, 1, *resumed, lr=rate, train_iters="4")
         assert code == 3, talk
         assert "the model was not finite; the last good checkpoint is step-00000002" in talk
         assert (run / "checkpoints" / "LATEST").read_text().strip() == "step-00000002"
