@@ -145,11 +145,11 @@ def test_verify_of_other_formats(ckpt, native, legacy_save, tmp_path):
     for level in ("header", "replicas", "full"):
         assert f"ok ({level})" in ckpt("verify", tmp_path / "megatron", "--level", level).stdout
     ckpt("convert", directory, tmp_path / "hf", "--to", "hf")
-    told = ckpt("verify", tmp_path / "megatron", "--step", 300, "--against", tmp_path / "hf", "--format", "json")
-    assert json.loads(told.stdout)["ok"] is True
-    told = ckpt("verify", tmp_path / "hf", "--hf-logits", tmp_path / "hf", "--format", "json")
-    assert json.loads(told.stdout)["logits"]["max_abs"] <= 5e-6
-    assert "40 of 40 arrays have no checksum to compare" in told.stderr
+    done = ckpt("verify", tmp_path / "megatron", "--step", 300, "--against", tmp_path / "hf", "--format", "json")
+    assert json.loads(done.stdout)["ok"] is True
+    done = ckpt("verify", tmp_path / "hf", "--hf-logits", tmp_path / "hf", "--format", "json")
+    assert json.loads(done.stdout)["logits"]["max_abs"] <= 5e-6
+    assert "40 of 40 arrays have no checksum to compare" in done.stderr
     # An altered byte of a matrix is found by the zip file's checksum, and by nothing else.
     path = tmp_path / "megatron" / "iter_0000300" / "mp_rank_01_001" / "model_optim_rng.pt"
     with zipfile.ZipFile(path) as archive:

@@ -333,8 +333,8 @@ def test_experts_have_no_form_in_legacy_files(ckpt, tmp_path):
     families = runpy.run_path(str(Path(__file__).parents[1] / "unit" / "ckpt" / "families.py"))
     m = families["llama"](num_experts=4, moe_top_k=2)
     build["save"](tmp_path / "in", families["parameters"](m), m)
-    told = ckpt("convert", tmp_path / "in", tmp_path / "out", "--to", "legacy", code=5).stderr
-    assert "its SwitchMLP gives each token one expert (here 2)" in told
+    error = ckpt("convert", tmp_path / "in", tmp_path / "out", "--to", "legacy", code=5).stderr
+    assert "its SwitchMLP gives each token one expert (here 2)" in error
     assert not (tmp_path / "out").exists()
 
 
