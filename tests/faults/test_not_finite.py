@@ -72,6 +72,28 @@ def test_an_update_that_breaks_the_model_leaves_the_last_good_checkpoint_the_new
         assert event["step"] == 3
 
 
+def train_with_large_weights(world: World, scenario: Scenario, checks: bool) -> list[float]:
+    """Losses of three steps; a save between them may ask for the loss of the last batch."""
+    engine = engine_of(scenario, world)
+    for _, name, parameter in engine.held.parameters():
+        if name == "embedding.position.weight":
+            parameter.data[3] = 2000.0
+    losses = []
+    for step in (1, 2, 3):
+        losses.append(engine.train_step(batch_of(step), sampled=False).loss)
+        if checks:
+            assert engine.has_finite_loss(batch_of(step))
+    return losses
+
+
+@pytest.mark.parametrize("options", [{}, {"schedule": "zb-v", "virtual": 2}, {"precision": "bf16"}], ids=str)
+def test_loss_of_large_weights_is_checked_without_changing_a_bit(options):
+    """One weight is above 1,600 at rank 0 alone: the processes agree to run the forward."""
+    scenario = Scenario(**options)
+    checked, plain = (run_workers(train_with_large_weights, 2, scenario, checks) for checks in (True, False))
+    assert checked == plain
+
+
 def test_processes_agree_on_a_moment_that_is_not_finite():
     assert run_workers(break_moment, 2) == [(True, False)] * 2
 
