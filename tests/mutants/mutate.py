@@ -131,7 +131,7 @@ def run_mutant(mutant: Mutant) -> Outcome:
         code, output = run_tests(tree, mutant.tests)
         seconds = time.perf_counter() - started
     if code == FAILED:
-        first = re.search(r"^(?:FAILED|ERROR) (\S+?)(?: - .*)?$", output, re.MULTILINE)
+        first = re.search(r"^(?:FAILED|ERROR) (tests/.+?)(?: - .*)?$", output, re.MULTILINE)
         return Outcome(
             mutant=mutant, is_caught=True, caught_by=first[1] if first else "a failing test", seconds=seconds
         )
