@@ -25,6 +25,7 @@ from dataclasses import dataclass, replace
 from .costs import ItemCosts
 from .devices import BYTES_PER_NUMBER, Device
 from .errors import UsageError
+from .formats._document import short_repr
 from .formats.profile import Header, Item
 
 RECOMPUTE = ("none", "selective", "full")
@@ -187,7 +188,9 @@ def costs_of(works: Sequence[Work], shape: Shape, device: Device) -> ItemCosts:
 def whole(value: object, name: str) -> int:
     """An optional key of a header, which the format does not check, as a whole number."""
     if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-        raise UsageError(f"the header's x_ value of {name} must be a whole number of at least 0, is {value!r}")
+        raise UsageError(
+            f"the header's x_ value of {name} must be a whole number of at least 0, is {short_repr(value)}"
+        )
     return value
 
 

@@ -15,7 +15,7 @@ from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 
 from .errors import UsageError
-from .formats._document import MAX_CONFIG_BYTES, parse_toml, read_text
+from .formats._document import MAX_CONFIG_BYTES, parse_toml, read_text, short_repr
 
 BYTES_PER_NUMBER = {"float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -144,7 +144,7 @@ def _field_problems(key: str, value: object) -> list[str]:
     if key == "name":
         return [] if isinstance(value, str) else ["name must be a string"]
     if key == "kind":
-        return [] if value in ("cpu", "cuda") else [f"kind must be cpu or cuda, is {value!r}"]
+        return [] if value in ("cpu", "cuda") else [f"kind must be cpu or cuda, is {short_repr(value)}"]
     if key == "flops_per_s":
         if not isinstance(value, dict) or not value:
             return ["flops_per_s must be a table of rates by dtype"]
@@ -155,7 +155,7 @@ def _field_problems(key: str, value: object) -> list[str]:
         return inside or ([] if isinstance(value, int | float) and value <= 1 else [f"{key} must be at most 1"])
     if key in _WHOLE:
         whole = isinstance(value, int) and not isinstance(value, bool) and value >= 0
-        return [] if whole else [f"{key} must be a whole number of at least 0, is {value!r}"]
+        return [] if whole else [f"{key} must be a whole number of at least 0, is {short_repr(value)}"]
     return _rate(key, value)
 
 
@@ -172,4 +172,4 @@ _WHOLE = (
 
 def _rate(key: str, value: object) -> list[str]:
     good = isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf
-    return [] if good else [f"{key} must be a number above 0, is {value!r}"]
+    return [] if good else [f"{key} must be a number above 0, is {short_repr(value)}"]

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from .errors import UsageError
-from .formats._document import MAX_LAYERS, MAX_SIZE, MAX_TABLE_BYTES, read_any_json
+from .formats._document import MAX_LAYERS, MAX_SIZE, MAX_TABLE_BYTES, read_any_json, short_repr
 from .modelfamilies import FAMILIES, IRRELEVANT, NEUTRAL, T5_NAMES, Config, Family
 from .modelspec import ModelSpec
 
@@ -51,7 +51,7 @@ def _refuse_unknown(config: Config, family: Family, name: str, source: str) -> N
     """Refuse keys that are neither read nor irrelevant, unless they are off."""
     read = {*family.names.values(), *family.defaults}
     unknown = [
-        f"{key} {value!r}"
+        f"{key} {short_repr(value)}"
         for key, value in config.items()
         if key not in read
         and key not in IRRELEVANT
@@ -196,7 +196,7 @@ def from_config(config: Config, source: str) -> ModelSpec:
     known = f"modelled are model_type {', '.join(FAMILIES)}, and dynmo-train's family {', '.join(OWN_FAMILIES)}"
     if name is None and own is None:
         raise UsageError(f"{source}: has neither model_type nor family; {known}")
-    what = f"model_type {name!r}" if name is not None else f"family {own!r}"
+    what = f"model_type {short_repr(name)}" if name is not None else f"family {own!r}"
     raise UsageError(f"{source}: {what} is not modelled; {known}")
 
 

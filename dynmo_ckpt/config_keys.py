@@ -20,7 +20,7 @@ from importlib import resources
 from typing import Any
 
 from .faults import CorruptError, UnsupportedError
-from .formats._document import parse_json
+from .formats._document import parse_json, short_repr
 
 Config = Mapping[str, Any]
 
@@ -48,12 +48,17 @@ def complete_config(config: Config, ignored: Sequence[str] = ()) -> dict[str, An
     table = key_table()
     kind = table["model_types"].get(str(config.get("model_type")))
     if kind is None:
-        raise UnsupportedError(f"model_type {config.get('model_type')!r}: known are {', '.join(table['model_types'])}")
+        raise UnsupportedError(
+            f"model_type {short_repr(config.get('model_type'))}: known are {', '.join(table['model_types'])}"
+        )
     mapped: Mapping[str, Any] = kind["mapped"]
     found = {key: value for key, value in config.items() if key in mapped or not matches(key, ignored)}
     for alias, name in kind.get("aliases", {}).items():
         if alias in found and found.setdefault(name, found[alias]) != found[alias]:
-            raise CorruptError(f"config.json: {alias} {found[alias]!r} and {name} {found[name]!r} are the same setting")
+            raise CorruptError(
+                f"config.json: {alias} {short_repr(found[alias])} and {name} {short_repr(found[name])} are "
+                "the same setting"
+            )
     needs = {**table["every"]["needs"], **kind["needs"]}
     for key, values in needs.items():
         if found.get(key, values[0]) not in values:
@@ -62,7 +67,8 @@ def complete_config(config: Config, ignored: Sequence[str] = ()) -> dict[str, An
     unknown = sorted(set(found) - known)
     if unknown:
         raise UnsupportedError(
-            f"config.json: no rule takes {', '.join(unknown[:5])}{', ...' if len(unknown) > 5 else ''}; "
+            f"config.json: no rule takes {', '.join(key[:80] for key in unknown[:5])}"
+            f"{', ...' if len(unknown) > 5 else ''}; "
             "a key that may change what the model computes is not dropped; --ignore-config KEY leaves it out"
         )
     return {**mapped, **{key: value for key, value in found.items() if key in mapped}}

@@ -15,7 +15,7 @@ from typing import Any
 from .core_names import EXTRA_STATE
 from .errors import UsageError
 from .faults import CorruptError, UnsupportedError
-from .formats._document import read_word
+from .formats._document import read_word, short_repr
 from .io.files import read_file
 from .io.pickles import LIMIT_BYTES, Inert, Name, load_pickle
 from .io.safetensors import DTYPE_BYTES
@@ -191,11 +191,17 @@ def _stored(directory: Path, name: str, info: Mapping[str, Any]) -> Tensor:
     """The tensor that ``torch.save`` wrote into a part of a file."""
     path, begin, length = info.get("relative_path"), info.get("offset"), info.get("length")
     if not isinstance(path, str) or "/" in path or path in ("", ".", "..") or path.startswith("."):
-        raise CorruptError(f"{directory / METADATA}: {name}: lies in {path!r}, which is no file of the directory")
+        raise CorruptError(
+            f"{directory / METADATA}: {name}: lies in {short_repr(path)}, which is no file of the directory"
+        )
     if info.get("transform_descriptors"):
-        raise UnsupportedError(f"{directory / path}: {name}: was changed by {info['transform_descriptors']} on its way")
+        raise UnsupportedError(
+            f"{directory / path}: {name}: was changed by {short_repr(info['transform_descriptors'])} on its way"
+        )
     if not isinstance(begin, int) or not isinstance(length, int):
-        raise CorruptError(f"{directory / METADATA}: {name}: lies at {begin!r}, {length!r} bytes long")
+        raise CorruptError(
+            f"{directory / METADATA}: {name}: lies at {short_repr(begin)}, {short_repr(length)} bytes long"
+        )
     file = open_torch(directory / path, begin, length)
     return file.tensor(file.tree, name) if not isinstance(file.tree, dict) else _refuse(file.path, name)
 

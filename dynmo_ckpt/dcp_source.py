@@ -11,6 +11,7 @@ from .core_names import legacy_names
 from .dcp import OPTIMIZER_NAME, DistributedCheckpoint, open_dcp, plain_names
 from .errors import UsageError
 from .faults import NoStateError, UnsupportedError
+from .formats._document import short_repr
 from .hf_models import ARCHITECTURES
 from .huggingface import read_config, read_generation_config
 from .imported import checked_model, from_legacy, from_map
@@ -66,7 +67,7 @@ def _config(directory: Path, options: LegacyOptions) -> Mapping[str, Any]:
 def _map_of(config: Mapping[str, Any], directory: Path) -> str:
     known = ARCHITECTURES.get(str(config.get("model_type")))
     if known is None:
-        raise UnsupportedError(f"{directory}: model_type {config.get('model_type')!r} is not known")
+        raise UnsupportedError(f"{directory}: model_type {short_repr(config.get('model_type'))} is not known")
     return known.map
 
 

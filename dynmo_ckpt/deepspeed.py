@@ -16,7 +16,7 @@ from typing import Any
 
 from .errors import UsageError
 from .faults import CorruptError, NoStateError, UnsupportedError
-from .formats._document import read_word
+from .formats._document import read_word, short_repr
 from .io.torchfile import TorchFile, open_torch
 from .legacy import (
     HEAD_COPY,
@@ -67,7 +67,7 @@ def open_deepspeed(path: Path, step: int | None, options: LegacyOptions) -> Lega
     number = tree.get("iteration", tree.get("global_steps", 0))
     version = tree.get("checkpoint_version", 3.0)
     if not isinstance(number, int) or not isinstance(version, int | float):
-        raise CorruptError(f"{first.path}: iteration {number!r}, checkpoint_version {version!r}")
+        raise CorruptError(f"{first.path}: iteration {short_repr(number)}, checkpoint_version {short_repr(version)}")
     layers = _layer_files(directory)
     progress = _progress(directory, first, said, number, with_optimizer=options.with_optimizer)
     facts = RankFacts(path=first.path, args=said, version=float(version), step=number, progress=progress)

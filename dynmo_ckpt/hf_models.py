@@ -11,6 +11,7 @@ from typing import Any
 
 from .config_keys import complete_config
 from .faults import CorruptError, UnsupportedError
+from .formats._document import short_repr
 
 Config = Mapping[str, Any]
 Model = dict[str, Any]
@@ -104,7 +105,7 @@ def size(config: Config, field: str) -> int:
     """A size of a configuration; raises ``CorruptError`` where it is none."""
     value = config[field]
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise CorruptError(f"config.json: {field} must be an integer of at least 1, is {value!r}")
+        raise CorruptError(f"config.json: {field} must be an integer of at least 1, is {short_repr(value)}")
     return value
 
 
@@ -113,7 +114,7 @@ def _activation(config: Config, field: str) -> str:
     if name in SAME_AS_TANH:
         return "gelu_tanh"
     if name not in ("gelu", "relu"):
-        raise UnsupportedError(f"{field} {name!r}: known are gelu, relu and {', '.join(SAME_AS_TANH)}")
+        raise UnsupportedError(f"{field} {short_repr(name)}: known are gelu, relu and {', '.join(SAME_AS_TANH)}")
     return str(name)
 
 
@@ -240,7 +241,7 @@ def _rotary(config: Config, positions: int) -> tuple[Any, dict[str, Any] | None]
     if rope.pop("partial_rotary_factor", config["partial_rotary_factor"]) not in (None, 1):
         raise UnsupportedError("partial_rotary_factor: our heads are rotated as a whole")
     if not isinstance(kind, str) or kind not in ROTARY_FIELDS:
-        raise UnsupportedError(f"rotary positions of the type {kind!r}: known are {', '.join(ROTARY_FIELDS)}")
+        raise UnsupportedError(f"rotary positions of the type {short_repr(kind)}: known are {', '.join(ROTARY_FIELDS)}")
     if kind == "llama3":
         rope.setdefault("original_max_position_embeddings", positions)
         if config["original_max_position_embeddings"] is not None:
@@ -249,7 +250,7 @@ def _rotary(config: Config, positions: int) -> tuple[Any, dict[str, Any] | None]
     if unlike:
         raise UnsupportedError(f"rotary positions of the type {kind}: missing or unknown are {', '.join(unlike)}")
     if not all(isinstance(value, int | float) and value > 0 for value in rope.values()):
-        raise CorruptError(f"config.json: rotary positions need numbers above 0, not {rope}")
+        raise CorruptError(f"config.json: rotary positions need numbers above 0, not {short_repr(rope)}")
     return base, None if kind == "default" else {"rope_type": kind, **rope}
 
 
@@ -274,9 +275,9 @@ def _bert_model(config: Config) -> Model:
     names = config["architectures"] or [PRE_TRAINING]
     known = (PRE_TRAINING, MASKED, *TASK_HEADS.values())
     if not isinstance(names, list) or names[0] not in known:
-        raise UnsupportedError(f"architectures {names}: known are {', '.join(known)}")
+        raise UnsupportedError(f"architectures {short_repr(names)}: known are {', '.join(known)}")
     if config["id2label"] is not None and not isinstance(config["id2label"], dict):
-        raise CorruptError(f"config.json: id2label must be an object, is {config['id2label']!r}")
+        raise CorruptError(f"config.json: id2label must be an object, is {short_repr(config['id2label'])}")
     head = next((head for head, name in TASK_HEADS.items() if name == names[0]), None)
     if head is None and config["tie_word_embeddings"] is not True:
         raise UnsupportedError("tie_word_embeddings = False: the head of our BERT is the embedding's table")

@@ -9,7 +9,7 @@ from typing import Any
 from .copyplan import OutputFile, OutputTensor, output_file, shard_by_size
 from .errors import UsageError
 from .faults import CorruptError, UnsupportedError
-from .formats._document import MAX_TABLE_BYTES, encode_json, parse_any_json
+from .formats._document import MAX_TABLE_BYTES, encode_json, parse_any_json, short_repr
 from .io.files import read_file
 from .io.pickles import TensorRef
 from .io.safetensors import read_index
@@ -184,7 +184,7 @@ def _token_ids(path: Path, payload: bytes) -> dict[str, int]:
 def _checked_ids(ids: dict[str, Any]) -> dict[str, int]:
     for token, number in ids.items():
         if not isinstance(number, int) or isinstance(number, bool) or number < 0:
-            raise ValueError(f"the id of {token!r} must be an integer of at least 0, is {number!r}")
+            raise ValueError(f"the id of {short_repr(token)} must be an integer of at least 0, is {short_repr(number)}")
     return ids
 
 

@@ -16,7 +16,7 @@ from typing import Any
 from .core_names import is_core, legacy_names
 from .errors import UsageError
 from .faults import CorruptError, UnsupportedError
-from .formats._document import read_word
+from .formats._document import read_word, short_repr
 from .io.pickles import TensorRef
 from .io.torchfile import TorchFile, open_torch
 from .legacy_distributed import is_distributed, read_distributed
@@ -291,7 +291,7 @@ def _read_rank(directory: Path, name_map: NameMap, with_optimizer: bool) -> _Ran
         raise CorruptError(f"{file.path}: holds no dictionary")
     keys = ["model"] if "model" in tree else sorted((k for k in tree if re.fullmatch(r"model\d+", str(k))), key=_number)
     if not keys:
-        raise CorruptError(f"{file.path}: holds no model; it has {sorted(map(str, tree))}")
+        raise CorruptError(f"{file.path}: holds no model; it has {short_repr(sorted(map(str, tree)))}")
     chunks = []
     for key in keys:
         flat = flatten(file, tree[key])
@@ -300,7 +300,7 @@ def _read_rank(directory: Path, name_map: NameMap, with_optimizer: bool) -> _Ran
     known = read_args(tree, str(file.path))
     version, step = tree.get("checkpoint_version", 0), tree.get("iteration", tree.get("total_iters", 0))
     if not isinstance(version, int | float) or not isinstance(step, int):
-        raise CorruptError(f"{file.path}: checkpoint_version {version!r}, iteration {step!r}")
+        raise CorruptError(f"{file.path}: checkpoint_version {short_repr(version)}, iteration {short_repr(step)}")
     state = _read_state(file, chunks, known, step) if with_optimizer else None
     progress = read_progress(tree, known, step, file.number)
     return _Rank(

@@ -7,6 +7,7 @@ from typing import Any
 
 from .errors import UsageError
 from .faults import UnsupportedError
+from .formats._document import short_repr
 from .hf_models import RACE_CHOICES
 from .views import Tensor
 
@@ -68,7 +69,9 @@ def model_of(
     inner = rows("encoder.layers.0.mlp.dense_h_to_4h")[0] * ranks
     heads = given["num_attention_heads"] or args.get("num_attention_heads")
     if not isinstance(heads, int) or heads < 1 or (hidden % heads and "kv_channels" not in args):
-        raise UsageError(f"{path}: the number of heads is {heads!r}; give --num-attention-heads, a divisor of {hidden}")
+        raise UsageError(
+            f"{path}: the number of heads is {short_repr(heads)}; give --num-attention-heads, a divisor of {hidden}"
+        )
     epsilon = args.get("layernorm_epsilon", args.get("norm_epsilon", 1e-5))
     model: dict[str, Any] = {
         "family": family,

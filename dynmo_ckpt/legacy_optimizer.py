@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from .faults import CorruptError, NoStateError, UnsupportedError
+from .formats._document import short_repr
 from .io.pickles import TensorRef
 from .io.torchfile import TorchFile
 from .views import Tensor
@@ -68,7 +69,9 @@ def read_state(file: TorchFile, chunks: Sequence[Mapping[str, Tensor]]) -> Optim
                 found["master"][key] = _fitting(file, _at(masters, g, at), weight, f"master of {key[1]}")
     steps = {int(number) for number in map(file.number, recorded) if number is not None}
     if len(steps) != 1:
-        raise CorruptError(f"{file.path}: its optimizer says {sorted(steps)} updates, one number is expected")
+        raise CorruptError(
+            f"{file.path}: its optimizer says {short_repr(sorted(steps))} updates, one number is expected"
+        )
     return OptimizerState(tensors=found, steps=steps.pop())
 
 

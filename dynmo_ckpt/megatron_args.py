@@ -21,7 +21,7 @@ from typing import Any
 
 from .config_keys import irrelevant_keys, matches
 from .faults import UnsupportedError
-from .formats._document import parse_json
+from .formats._document import parse_json, short_repr
 from .io.pickles import Inert, Name
 
 Args = Mapping[str, Any]
@@ -62,7 +62,7 @@ def read_args(tree: Any, path: str) -> Args:
             "model of Llama's architecture with GPT-NeoX's tools/ckpts/convert_neox_to_hf.py --architecture llama, "
             "and give the directory that it writes; other GPT-NeoX models are not supported"
         )
-    kind = held.type if isinstance(held, Inert) else type(held).__name__
+    kind = str(held.type if isinstance(held, Inert) else type(held).__name__)[:80]
     raise UnsupportedError(f"{path}: its args are a {kind}; an argparse.Namespace is known")
 
 
@@ -87,7 +87,8 @@ def checked_args(path: str, family: str, args: Args, ignored: Sequence[str] = ()
     needs = needed_values(family)
     for name, ours in needs.items():
         if plain(found.get(name, ours[0])) not in ours:
-            value = str(plain(found[name]))[:80]
+            told = plain(found[name])
+            value = (told if isinstance(told, str) else short_repr(told))[:80]
             raise UnsupportedError(
                 f"{path}: trained with {name} = {value}; our model computes {name} = {ours[0]} only; "
                 f"--ignore-config {name} leaves it out"
@@ -95,7 +96,8 @@ def checked_args(path: str, family: str, args: Args, ignored: Sequence[str] = ()
     unknown = sorted(set(found) - mapped - set(needs) - _known_elsewhere())
     if unknown:
         raise UnsupportedError(
-            f"{path}: no rule takes the {'argument' if len(unknown) == 1 else 'arguments'} {', '.join(unknown[:5])}"
+            f"{path}: no rule takes the {'argument' if len(unknown) == 1 else 'arguments'} "
+            f"{', '.join(name[:80] for name in unknown[:5])}"
             f"{', ...' if len(unknown) > 5 else ''}; an argument that may change what the model computes is not "
             "dropped; --ignore-config NAME leaves it out"
         )

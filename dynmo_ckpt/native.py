@@ -10,7 +10,7 @@ from typing import Any
 
 from .errors import UsageError
 from .faults import CorruptError
-from .formats._document import MAX_TABLE_BYTES, MAX_WORD_BYTES, DocumentError, read_bytes
+from .formats._document import MAX_TABLE_BYTES, MAX_WORD_BYTES, DocumentError, read_bytes, short_repr
 from .formats.checkpoint import parse_manifest
 from .formats.checkpoint_rules import VOCABULARY_ROWS
 from .io.files import read_file
@@ -121,7 +121,10 @@ def latest_faults(folder: Path) -> list[str]:
     named = read_latest(folder)
     if STEP_NAME.fullmatch(named) and (folder / named).is_dir():
         return []
-    return [f"{folder / 'LATEST'}: {'is missing or empty' if not named else f'names {named!r}, which is not there'}"]
+    return [
+        f"{folder / 'LATEST'}: "
+        f"{'is missing or empty' if not named else f'names {short_repr(named)}, which is not there'}"
+    ]
 
 
 def open_native(directory: Path) -> NativeCheckpoint:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from .faults import CorruptError, UnsupportedError
+from .formats._document import short_repr
 from .io.pickles import Inert, TensorRef
 from .io.torchfile import TorchFile, open_torch
 from .views import Tensor, concatenate
@@ -92,7 +93,7 @@ def _shapes(model: TorchFile) -> list[dict[str, tuple[int, ...]]]:
     for group in groups:
         for name, shape in group.items():
             if not isinstance(name, str) or not isinstance(shape, tuple) or not all(isinstance(n, int) for n in shape):
-                raise CorruptError(f"{model.path}: param_shapes: {name!r} has the shape {shape!r}")
+                raise CorruptError(f"{model.path}: param_shapes: {short_repr(name)} has the shape {short_repr(shape)}")
     return [dict(group) for group in groups]
 
 
@@ -116,7 +117,7 @@ def _read_shard(path: Path, model: TorchFile) -> _Shard:
     stage = _stage(held)
     refs = held.get("fp32_flat_groups" if stage == 3 else "single_partition_of_fp32_groups")
     if not isinstance(refs, list) or stage not in (1, 2, 3):
-        raise UnsupportedError(f"{path}: holds no flat groups of float32 weights (ZeRO {stage!r})")
+        raise UnsupportedError(f"{path}: holds no flat groups of float32 weights (ZeRO {short_repr(stage)})")
     base = held.get("optimizer_state_dict" if stage == 3 else "base_optimizer_state")
     found = _entries(path, base, len(refs))
     groups = base.get("param_groups", []) if isinstance(base, dict) else []
@@ -179,7 +180,9 @@ def _steps(file: TorchFile, entries: Sequence[Any], model: TorchFile) -> int:
     recorded = [file.number(entry.get("step")) for entry in entries if isinstance(entry, dict)]
     numbers = {int(number) for number in recorded if number is not None}
     if len(numbers) > 1:
-        raise CorruptError(f"{file.path}: its optimizer says {sorted(numbers)} updates, one number is expected")
+        raise CorruptError(
+            f"{file.path}: its optimizer says {short_repr(sorted(numbers))} updates, one number is expected"
+        )
     if numbers:
         return numbers.pop()
     done, skipped = (model.tree.get(name, 0) for name in ("global_steps", "skipped_steps"))
@@ -193,7 +196,9 @@ def _slices(path: Path, group: Any) -> dict[str, tuple[int, int]]:
         held = place.attributes if isinstance(place, Inert) else {}
         begin, count = held.get("start"), held.get("numel")
         if not isinstance(begin, int) or not isinstance(count, int) or begin < 0 or count < 0:
-            raise CorruptError(f"{path}: param_slice_mappings: {name}: lies at {begin!r}, {count!r} elements long")
+            raise CorruptError(
+                f"{path}: param_slice_mappings: {name}: lies at {short_repr(begin)}, {short_repr(count)} elements long"
+            )
         found[str(name)] = (begin, count)
     return found
 

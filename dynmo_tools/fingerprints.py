@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from .copying import copy_into
 from .errors import UsageError
-from .formats._document import DocumentError
+from .formats._document import DocumentError, short_repr
 from .formats.numbers import but_first, whole_file
 from .formats.workfiles import FINGERPRINTS
 from .minhash import SCHEME, band_keys
@@ -64,7 +64,7 @@ def load_part(folder: Path, settings: MatchSettings) -> SignedPart:
         raise UsageError(f"{error}; name a folder that --save-fingerprints wrote") from error
     for name, wanted in rules_of(settings).items():
         if header.get(name) != wanted:
-            raise UsageError(f"{folder}: was made with {name} {header.get(name)!r}, this run has {wanted!r}")
+            raise UsageError(f"{folder}: was made with {name} {short_repr(header.get(name))}, this run has {wanted!r}")
     part = SignedPart(folder=folder, stem="", count=header["documents"])
     found = part.path(SIGNATURES).stat().st_size
     if found != part.count * settings.num_seeds * 4:

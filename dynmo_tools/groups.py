@@ -20,7 +20,7 @@ import numpy.typing as npt
 from .compression import open_read, wrap_write
 from .digests import DigestBuckets, DigestSet
 from .errors import UsageError
-from .formats._document import ESCAPED, MAX_TABLE_BYTES, open_regular, parse_any_json
+from .formats._document import ESCAPED, MAX_TABLE_BYTES, open_regular, parse_any_json, short_repr
 from .unionfind import UnionFind
 from .wholefile import whole_file
 
@@ -164,7 +164,9 @@ def _mention(pairs: Path, threshold: float, mentions: Mentions) -> None:
         try:
             close = [other for each in others for other, index in each.items() if float(index) >= threshold]
         except (AttributeError, TypeError, ValueError) as error:
-            raise UsageError(f"{pairs}: {main!r} must be followed by a list of {{other: Jaccard index}}") from error
+            raise UsageError(
+                f"{pairs}: {short_repr(main)} must be followed by a list of {{other: Jaccard index}}"
+            ) from error
         for other in close:
             mentions.join(first, mentions.add(other))
 

@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from .errors import MissingExtraError, UsageError
-from .formats._document import MAX_TABLE_BYTES, check_regular, parse_any_json, read_text
+from .formats._document import MAX_TABLE_BYTES, check_regular, parse_any_json, read_text, short_repr
 from .settings import Engine, TokenizerType
 
 GROWTH_BYTES = 96 << 20
@@ -315,7 +315,7 @@ def gpt2_definition(vocab: Path, merges: Path) -> Definition:
     for number, line in enumerate(lines):
         pair = line.split(" ")
         if len(pair) != 2 or "".join(pair) not in ids:
-            raise UsageError(f"{merges}: merge {number} is {line!r}, which makes no token of {vocab}")
+            raise UsageError(f"{merges}: merge {number} is {short_repr(line)}, which makes no token of {vocab}")
     return _gpt2(ids, lines, str(vocab))
 
 

@@ -26,6 +26,7 @@ from .checkpoint import (
 from .checkpoint.writer import dtype_name
 from .engine import Engine
 from .errors import DynmoError
+from .formats._document import short_repr
 from .models.items import ModelFamily, has_vocabulary_rows, masks_of, parameters_of, vocabulary_rows
 from .models.sharding import whole_shape
 from .optim.adamw import MOMENTS
@@ -427,7 +428,7 @@ def check_same_model(checkpoint: Checkpoint, family: ModelFamily, *, goes_on: bo
     stored, wanted = checkpoint.manifest["model"], family.manifest()
     goes_on = goes_on and checkpoint.manifest.get("optimizer") is not None
     differences = [
-        f"{key} is {stored.get(key)!r} there and {value!r} here"
+        f"{key} is {short_repr(stored.get(key))} there and {value!r} here"
         for key, value in wanted.items()
         if stored.get(key) != value and key not in RECORDS and (goes_on or key not in OF_TRAINING)
     ]

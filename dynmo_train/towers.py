@@ -7,6 +7,7 @@ from collections.abc import Callable
 import torch
 
 from .checkpoint import Checkpoint, CheckpointError
+from .formats._document import short_repr
 from .models.chain import STATED
 from .models.ict import QUERY, bert_parameter
 from .models.items import ModelFamily, parameters_of
@@ -21,7 +22,7 @@ def check_bert(checkpoint: Checkpoint, family: ModelFamily) -> None:
     """Raise ``CheckpointError`` unless the checkpoint is a BERT of the towers' sizes; names every difference."""
     stored, wanted = checkpoint.manifest["model"], family.manifest()
     differences = [
-        f"{key} is {stored.get(key)!r} there and {wanted[key]!r} here"
+        f"{key} is {short_repr(stored.get(key))} there and {wanted[key]!r} here"
         for key in SAME
         if stored.get(key, 0) != wanted[key]
     ]

@@ -23,6 +23,7 @@ import json
 import math
 import os
 import re
+import reprlib
 import stat
 import tomllib
 from collections.abc import Callable, Iterator, Mapping
@@ -32,6 +33,37 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from ..errors import DynmoError, UsageError
+
+SHORT_CHARACTERS = 200
+
+
+class _ShortRepr(reprlib.Repr):
+    """Bounded in time and memory too: lists that share lists have a ``repr`` of exponential size."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.maxlevel = 3
+        self.maxstring = self.maxother = SHORT_CHARACTERS
+
+    def repr_int(self, value: int, level: int) -> str:
+        if value.bit_length() > 4 * SHORT_CHARACTERS:
+            return f"<an integer of {value.bit_length():,} bits>"
+        return repr(value)
+
+    def repr_instance(self, value: Any, level: int) -> str:
+        if isinstance(value, str):
+            return self.repr_str(str(value), level)
+        if isinstance(value, bytes | bytearray):
+            return repr(bytes(value[:SHORT_CHARACTERS]))
+        if value is None or isinstance(value, float | complex | bool):
+            return repr(value)
+        return f"<{type(value).__name__}>"
+
+
+def short_repr(value: Any) -> str:
+    """``repr`` of a value from a file, for a message; at most ``SHORT_CHARACTERS`` characters."""
+    text = _ShortRepr().repr(value)
+    return text if len(text) <= SHORT_CHARACTERS else text[: SHORT_CHARACTERS - 3] + "..."
 
 
 @dataclass(frozen=True)
@@ -226,7 +258,7 @@ def string(*choices: str) -> Check:
         elif not value:
             problems.append(Problem(path, "range", "must not be empty"))
         elif choices and value not in choices:
-            problems.append(Problem(path, "choice", f"must be one of {', '.join(choices)}; is {value!r}"))
+            problems.append(Problem(path, "choice", f"must be one of {', '.join(choices)}; is {short_repr(value)}"))
 
     return check
 
@@ -350,7 +382,7 @@ def envelope_problems(value: Any, format_name: str, version: int) -> list[Proble
     if not isinstance(value, dict):
         return [Problem("", "type", f"must be an object, is {_type_name(value)}")]
     if value.get("format") != format_name:
-        return [Problem("format", "format", f"must be {format_name!r}, is {value.get('format')!r}")]
+        return [Problem("format", "format", f"must be {format_name!r}, is {short_repr(value.get('format'))}")]
     met = value.get("version")
     if isinstance(met, int) and met > version:
         return [Problem("version", "version", f"is {met}; this program reads {format_name} up to version {version}")]

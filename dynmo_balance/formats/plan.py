@@ -29,6 +29,7 @@ from ._document import (
     obj,
     own_document,
     read_json,
+    short_repr,
     string,
     write_whole,
 )
@@ -256,7 +257,9 @@ def _across(plan: Plan) -> list[Problem]:
             problems.append(Problem(f"stages[{index}].stage", "order", f"must be {index}, is {stage.stage}"))
         for item in stage.items:
             if item in seen:
-                problems.append(Problem(f"stages[{index}].items", "duplicate", f"{item!r} stands in two places"))
+                problems.append(
+                    Problem(f"stages[{index}].items", "duplicate", f"{short_repr(item)} stands in two places")
+                )
             seen.add(item)
         if stage.worker in plan.released_workers:
             message = f"worker {stage.worker} is released but holds stage {index}"
@@ -283,7 +286,7 @@ def _constraint_problems(plan: Plan) -> list[Problem]:
     items = {item for stage in plan.stages for item in stage.items}
     for at, pin in enumerate(plan.constraints.pins):
         if pin.item not in items or pin.stage >= len(plan.stages):
-            message = f"pins {pin.item!r} to stage {pin.stage}: the plan lacks one of them"
+            message = f"pins {short_repr(pin.item)} to stage {pin.stage}: the plan lacks one of them"
             problems.append(Problem(f"constraints.pins[{at}]", "reference", message))
     return problems
 
@@ -335,7 +338,7 @@ def _operation_problems(plan: Plan) -> list[Problem]:
             match = _OPERATION.fullmatch(word)
             stage = int(match[1]) if match else -1
             if match is None or stage >= len(plan.stages) or plan.stages[stage].worker != workers[at]:
-                message = f"{word!r} is no operation of a stage of worker {workers[at]}"
+                message = f"{short_repr(word)} is no operation of a stage of worker {workers[at]}"
                 problems.append(Problem(f"operations[{at}]", "reference", message))
             else:
                 done[stage][f"{match[2]}{match[3]}"] += 1
@@ -395,7 +398,9 @@ def header_problems(plan: Plan, header: Header) -> list[Problem]:
     """Where a plan does not fit the profile's header: another run, items missing or out of order, unknown workers."""
     problems = []
     if plan.run_id != header.run_id:
-        problems.append(Problem("run_id", "reference", f"is {plan.run_id!r}, the profile's is {header.run_id!r}"))
+        problems.append(
+            Problem("run_id", "reference", f"is {short_repr(plan.run_id)}, the profile's is {header.run_id!r}")
+        )
     planned = [item for stage in plan.stages for item in stage.items]
     listed = [item.name for item in header.items]
     if planned != listed:

@@ -17,6 +17,7 @@ from ._document import (
     own_document,
     parse_json,
     read_lines,
+    short_repr,
     write_whole,
 )
 from .profile_lines import line_problems
@@ -78,15 +79,21 @@ def _header_problems(header: Header, before: Header | None) -> list[Problem]:
     layers: set[str] = set()
     for index, item in enumerate(header.items):
         if item.name in names:
-            problems.append(Problem(f"items[{index}].name", "duplicate", f"{item.name!r} stands twice"))
+            problems.append(Problem(f"items[{index}].name", "duplicate", f"{short_repr(item.name)} stands twice"))
         names.add(item.name)
         if (index == 0 or item.layer != header.items[index - 1].layer) and item.layer in layers:
-            problems.append(Problem(f"items[{index}].layer", "order", f"the items of {item.layer!r} stand apart"))
+            problems.append(
+                Problem(f"items[{index}].layer", "order", f"the items of {short_repr(item.layer)} stand apart")
+            )
         layers.add(item.layer)
     for index, item in enumerate(header.items):
         if item.tied_to is not None and (item.tied_to not in names or item.tied_to == item.name):
             problems.append(
-                Problem(f"items[{index}].tied_to", "reference", f"{item.tied_to!r} is not another item of the list")
+                Problem(
+                    f"items[{index}].tied_to",
+                    "reference",
+                    f"{short_repr(item.tied_to)} is not another item of the list",
+                )
             )
     ids = [worker.worker for worker in header.workers]
     if len(set(ids)) < len(ids):
@@ -94,7 +101,7 @@ def _header_problems(header: Header, before: Header | None) -> list[Problem]:
     if before is not None and header.segment != before.segment + 1:
         problems.append(Problem("segment", "order", f"must be {before.segment + 1}, is {header.segment}"))
     if before is not None and header.run_id != before.run_id:
-        problems.append(Problem("run_id", "reference", f"must be {before.run_id!r}, is {header.run_id!r}"))
+        problems.append(Problem("run_id", "reference", f"must be {before.run_id!r}, is {short_repr(header.run_id)}"))
     return problems
 
 

@@ -35,6 +35,7 @@ from ._document import (
     number,
     obj,
     parse_json,
+    short_repr,
     string,
 )
 from .checkpoint_rules import across_problems
@@ -49,19 +50,19 @@ _SEAL_FIELD = re.compile(rb'"manifest_crc32"\s*:\s*"([0-9a-f]{8})"')
 
 def _is_crc32(value: Any, path: str, problems: list[Problem]) -> None:
     if not isinstance(value, str) or re.fullmatch("[0-9a-f]{8}", value) is None:
-        problems.append(Problem(path, "crc32", f"must be 8 lower-case hexadecimal digits, is {value!r}"))
+        problems.append(Problem(path, "crc32", f"must be 8 lower-case hexadecimal digits, is {short_repr(value)}"))
 
 
 def _is_span(value: Any, path: str, problems: list[Problem]) -> None:
     if not isinstance(value, list) or len(value) != 2:
-        problems.append(Problem(path, "length", f"must be [begin, end], is {value!r}"))
+        problems.append(Problem(path, "length", f"must be [begin, end], is {short_repr(value)}"))
     else:
         array(integer())(value, path, problems)
 
 
 def _is_scalar(value: Any, path: str, problems: list[Problem]) -> None:
     if isinstance(value, dict | list):
-        problems.append(Problem(path, "type", f"must be a single value, is {value!r}"))
+        problems.append(Problem(path, "type", f"must be a single value, is {short_repr(value)}"))
 
 
 FAMILIES = ("gpt", "bert", "ict", "t5", "llama")

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from ._document import Problem
+from ._document import Problem, short_repr
 
 Document = dict[str, Any]
 # Tensors with a row for each id of the vocabulary.
@@ -92,7 +92,7 @@ def _partition(manifest: Document) -> Iterator[Problem]:
         yield Problem("topology.partition", "order", "must hold each item once, in layer order")
     for item in finest_items(manifest["dynamic"]["frozen_items"], model):
         if item not in items:
-            yield Problem("dynamic.frozen_items", "reference", f"{item!r} is not an item of the model")
+            yield Problem("dynamic.frozen_items", "reference", f"{short_repr(item)} is not an item of the model")
     owners = tuple(f"{item}." for item in items)
     rows = [model["vocab_size"], model["padded_vocab_size"]]
     for name, entry in manifest["tensors"].items():
@@ -152,18 +152,20 @@ def _references(manifest: Document) -> Iterator[Problem]:
         if name in tensors:
             yield Problem(f"ties.{name}", "reference", "is stored as well; a tied tensor is stored once")
         if target not in parameters:
-            yield Problem(f"ties.{name}", "reference", f"{target!r} is not a stored parameter")
+            yield Problem(f"ties.{name}", "reference", f"{short_repr(target)} is not a stored parameter")
     for name in optimizer["steps"]:
         if name not in parameters:
             yield Problem(f"optimizer.steps.{name}", "reference", "is not a stored parameter")
     for index, group in enumerate(optimizer["groups"]):
         for name in group["parameters"]:
             if name not in parameters:
-                yield Problem(f"optimizer.groups[{index}]", "reference", f"{name!r} is not a stored parameter")
+                yield Problem(
+                    f"optimizer.groups[{index}]", "reference", f"{short_repr(name)} is not a stored parameter"
+                )
     for name, entry in tensors.items():
         for shard in entry["shards"]:
             if shard["file"] not in manifest["files"]:
-                yield Problem(f"tensors.{name}", "reference", f"its file {shard['file']!r} is not in files")
+                yield Problem(f"tensors.{name}", "reference", f"its file {short_repr(shard['file'])} is not in files")
 
 
 def _paths(manifest: Document) -> Iterator[Problem]:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..faults import CorruptError, UnsupportedError
-from ..formats._document import parse_json
+from ..formats._document import parse_json, short_repr
 from .files import open_file
 
 DTYPE_BYTES = {"F64": 8, "I64": 8, "F32": 4, "I32": 4, "I16": 2, "BF16": 2, "F16": 2, "BOOL": 1, "U8": 1}
@@ -90,13 +90,15 @@ def _array(path: Path, key: str, value: object, data_begin: int) -> StoredArray:
             "Write it as one of these first, with the program that made it"
         )
     if dtype not in DTYPE_BYTES:
-        raise ValueError(f"{key} has the type {dtype!r}; known are {', '.join(DTYPE_BYTES)}")
+        raise ValueError(f"{key} has the type {short_repr(dtype)}; known are {', '.join(DTYPE_BYTES)}")
     for numbers in (shape, span):
         if not isinstance(numbers, list) or any(type(number) is not int or number < 0 for number in numbers):
-            raise ValueError(f"{key} has {numbers!r} where non-negative integers belong")
+            raise ValueError(f"{key} has {short_repr(numbers)} where non-negative integers belong")
     array = StoredArray(path=path, key=key, dtype=dtype, shape=tuple(shape), offset=data_begin + span[0])
     if len(span) != 2 or span[1] - span[0] != array.num_bytes:
-        raise ValueError(f"{key} has the offsets {span}, but {dtype} {shape} takes {array.num_bytes} bytes")
+        raise ValueError(
+            f"{key} has the offsets {short_repr(span)}, but {dtype} {short_repr(shape)} takes {array.num_bytes} bytes"
+        )
     return array
 
 

@@ -27,6 +27,7 @@ from ._document import (
     nullable,
     obj,
     read_json,
+    short_repr,
     string,
 )
 
@@ -40,7 +41,7 @@ Piece = dict[str, Any]
 
 def _is_sha256(value: Any, path: str, problems: list[Problem]) -> None:
     if not isinstance(value, str) or not _DIGEST.fullmatch(value):
-        problems.append(Problem(path, "sha256", f"must be 64 lower-case hexadecimal digits, is {value!r}"))
+        problems.append(Problem(path, "sha256", f"must be 64 lower-case hexadecimal digits, is {short_repr(value)}"))
 
 
 _PIECE = obj({"bytes": integer(1), "sha256": _is_sha256})

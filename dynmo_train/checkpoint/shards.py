@@ -11,7 +11,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from ..formats._document import parse_json
+from ..formats._document import parse_json, short_repr
 
 DTYPE_BYTES = {"F64": 8, "I64": 8, "F32": 4, "I32": 4, "BF16": 2, "F16": 2, "BOOL": 1, "U8": 1}
 TORCH_NAMES = {
@@ -79,10 +79,10 @@ def _place(key: str, value: object, header_end: int) -> Place:
         raise ValueError(f"{key} needs dtype, shape and data_offsets, nothing else")
     dtype, shape, offsets = value["dtype"], value["shape"], value["data_offsets"]
     if dtype not in DTYPE_BYTES:
-        raise ValueError(f"{key} has the type {dtype!r}; known are {', '.join(DTYPE_BYTES)}")
+        raise ValueError(f"{key} has the type {short_repr(dtype)}; known are {', '.join(DTYPE_BYTES)}")
     for numbers in (shape, offsets):
         if not isinstance(numbers, list) or any(type(n) is not int or n < 0 for n in numbers):
-            raise ValueError(f"{key} has {numbers!r} where non-negative integers belong")
+            raise ValueError(f"{key} has {short_repr(numbers)} where non-negative integers belong")
     size = math.prod(shape) * DTYPE_BYTES[dtype]
     if len(offsets) != 2 or offsets[1] - offsets[0] != size:
         raise ValueError(f"{key} has the offsets {offsets}, but {dtype} {shape} takes {size} bytes")

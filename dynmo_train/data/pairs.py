@@ -17,7 +17,7 @@ import numpy.typing as npt
 import torch
 
 from ..errors import UsageError
-from ..formats._document import MAX_TABLE_BYTES, DocumentError, parse_any_json, read_text
+from ..formats._document import MAX_TABLE_BYTES, DocumentError, parse_any_json, read_text, short_repr
 from ..models.bert_tasks import NO_LABEL, TaskHead
 from ..reasons import reason
 from .tokenizer import Tokenizer
@@ -117,7 +117,7 @@ def _race_examples(line: str, where: str) -> list[Example]:
         examples = []
         for question, options, answer in asked:
             if len(options) != RACE_CHOICES or answer not in "ABCD" or len(answer) != 1:
-                raise ValueError(f"a question has {len(options)} options and the answer {answer!r}")
+                raise ValueError(f"a question has {len(options)} options and the answer {short_repr(answer)}")
             full = (question.replace("_", each) if "_" in question else f"{question} {each}" for each in options)
             rows = tuple(Text(first=clean_text(each), second=article) for each in full)
             examples.append(Example(rows=rows, label="ABCD".index(answer)))

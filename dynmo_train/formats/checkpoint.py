@@ -32,6 +32,7 @@ from ._document import (
     number,
     obj,
     parse_json,
+    short_repr,
     string,
 )
 
@@ -48,7 +49,7 @@ _SEAL = re.compile(rb'"manifest_crc32"\s*:\s*"([0-9a-f]{8})"')
 
 def _crc32(value: Any, path: str, problems: list[Problem]) -> None:
     if not isinstance(value, str) or not re.fullmatch("[0-9a-f]{8}", value):
-        problems.append(Problem(path, "crc32", f"must be 8 lower-case hexadecimal digits, is {value!r}"))
+        problems.append(Problem(path, "crc32", f"must be 8 lower-case hexadecimal digits, is {short_repr(value)}"))
 
 
 def _span(value: Any, path: str, problems: list[Problem]) -> None:
@@ -59,7 +60,7 @@ def _span(value: Any, path: str, problems: list[Problem]) -> None:
 
 def _scalar(value: Any, path: str, problems: list[Problem]) -> None:
     if isinstance(value, dict | list):
-        problems.append(Problem(path, "type", f"must be a single value, is {value!r}"))
+        problems.append(Problem(path, "type", f"must be a single value, is {short_repr(value)}"))
 
 
 def _model(value: Any, path: str, problems: list[Problem]) -> None:
@@ -203,7 +204,7 @@ def _tensor_problems(name: str, entry: dict[str, Any], manifest: dict[str, Any])
         yield Problem(path, "cover", f"shards cover {covered} along dimension {dim} of the shape {shape}")
     for shard in entry["shards"]:
         if shard["file"] not in manifest["files"]:
-            yield Problem(path, "reference", f"its file {shard['file']!r} is not in files")
+            yield Problem(path, "reference", f"its file {short_repr(shard['file'])} is not in files")
     suffixes = {"mask": (".mask",), "optimizer": OPTIMIZER_SUFFIXES}.get(role)
     if suffixes is None:
         return
@@ -225,7 +226,7 @@ def _model_problems(manifest: dict[str, Any], order: list[str]) -> Iterator[Prob
         yield Problem("topology.partition", "order", "must hold each item once, in layer order")
     for item in finest_items(dynamic["frozen_items"], model):
         if item not in order:
-            yield Problem("dynamic.frozen_items", "reference", f"{item!r} is not an item of the model")
+            yield Problem("dynamic.frozen_items", "reference", f"{short_repr(item)} is not an item of the model")
     heads, layers = model["num_attention_heads"], model["num_layers"]
     for wrong, rule in (
         ("head_dim" not in model and model["hidden_size"] % heads, "heads must divide hidden_size"),
@@ -259,10 +260,12 @@ def across_problems(manifest: dict[str, Any]) -> Iterator[Problem]:
             yield Problem(f"tensors.{name}", "reference", "is optimizer state, yet optimizer is null")
     for name, target in manifest["ties"].items():
         if name in tensors or tensors.get(target, {}).get("role") != "parameter":
-            yield Problem(f"ties.{name}", "reference", f"must not be stored, and {target!r} must be a stored parameter")
+            yield Problem(
+                f"ties.{name}", "reference", f"must not be stored, and {short_repr(target)} must be a stored parameter"
+            )
     named = [*optimizer["steps"], *(n for g in optimizer["groups"] for n in g["parameters"])] if optimizer else []
     for name in sorted({name for name in named if tensors.get(name, {}).get("role") != "parameter"}):
-        yield Problem("optimizer", "reference", f"{name!r} is not a stored parameter")
+        yield Problem("optimizer", "reference", f"{short_repr(name)} is not a stored parameter")
     for path in manifest["files"]:
         if not _safe(path):
             yield Problem(f"files.{path}", "path", "must be a plain relative path that stays in the directory")

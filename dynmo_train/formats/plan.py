@@ -30,6 +30,7 @@ from ._document import (
     obj,
     own_document,
     read_json,
+    short_repr,
     string,
     write_whole,
 )
@@ -137,7 +138,7 @@ def _custom(plan: Plan) -> list[Problem]:
         for word in words:
             match = re.fullmatch(r"(0|[1-9][0-9]{0,6})([FBIW](?:0|[1-9][0-9]{0,6}))", word)
             if match is None or match[1] not in kinds or plan.stage_workers[int(match[1])] != worker:
-                message = f"{word!r} is no operation of a stage of worker {worker}"
+                message = f"{short_repr(word)} is no operation of a stage of worker {worker}"
                 problems.append(Problem("operations", "reference", message))
             else:
                 kinds[match[1]].append(match[2])
@@ -154,7 +155,9 @@ def _across(plan: Plan, numbers: Sequence[int]) -> list[Problem]:
         if number_ != at
     ]
     count = Counter(item for items in plan.stages for item in items)
-    problems += [Problem("stages", "duplicate", f"{item!r} stands in {n} places") for item, n in count.items() if n > 1]
+    problems += [
+        Problem("stages", "duplicate", f"{short_repr(item)} stands in {n} places") for item, n in count.items() if n > 1
+    ]
     for worker in sorted(set(plan.released_workers) & set(plan.stage_workers)):
         problems.append(Problem("released_workers", "reference", f"worker {worker} is released but holds a stage"))
     positions, rest = divmod(len(plan.stages), plan.virtual_stages_per_worker)
@@ -193,7 +196,7 @@ def _constrained(plan: Plan, constraints: Mapping[str, Any] | None) -> list[Prob
     items = {item for stage in plan.stages for item in stage}
     for at, pin in enumerate(constraints["pins"]):
         if pin["item"] not in items or pin["stage"] >= len(plan.stages):
-            words = f"pins {pin['item']!r} to stage {pin['stage']}: the plan lacks one of them"
+            words = f"pins {short_repr(pin['item'])} to stage {pin['stage']}: the plan lacks one of them"
             problems.append(Problem(f"constraints.pins[{at}]", "reference", words))
     return problems
 

@@ -24,6 +24,7 @@ from ._document import (
     nullable,
     number,
     obj,
+    short_repr,
     string,
 )
 
@@ -146,7 +147,7 @@ def line_problems(value: Any) -> list[Problem]:
     if kind == "header" and (refusal := envelope_problems(value, FORMAT, VERSION)):
         return refusal
     if kind not in ("header", "step", "event", "ask", "plan_result"):
-        return [Problem("record", "choice", f"must be header, step, event, ask or plan_result; is {kind!r}")]
+        return [Problem("record", "choice", f"must be header, step, event, ask or plan_result; is {short_repr(kind)}")]
     if kind == "step" and ("backward_input_ns" in value or "backward_weight_ns" in value):
         kind = "split step"
     _LINE[kind](value, "", problems)

@@ -16,6 +16,7 @@ from torch import nn
 from torch.func import functional_call
 
 from ..errors import UsageError
+from ..formats._document import short_repr
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,7 +106,7 @@ class LossScaler:
             left = int(state["overflows_left"])
         except (KeyError, TypeError, ValueError) as error:
             raise UsageError(
-                f"the checkpoint's loss scale is {state!r}; scale and its two counts belong there"
+                f"the checkpoint's loss scale is {short_repr(state)}; scale and its two counts belong there"
             ) from error
         self.scale, self._clean, self._overflows_left = scale, clean, left
 

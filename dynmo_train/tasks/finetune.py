@@ -24,6 +24,7 @@ from ..engine import Engine
 from ..errors import EXIT_OK, EXIT_RELAUNCH, DynmoError, UsageError
 from ..families import family_of
 from ..fingerprint import checkpoint_facts, config_facts, join_same, option_facts, require_same
+from ..formats._document import short_repr
 from ..garbage import freeze_imports
 from ..interrupts import Interrupts, Wishes
 from ..launch.outcome import EXIT_NOT_FINITE
@@ -87,7 +88,7 @@ def pretrained_state(engine: Engine, checkpoint: Checkpoint, world: World) -> An
     """
     stored, wanted = checkpoint.manifest["model"], engine.family.manifest()
     different = [
-        f"{key} is {stored.get(key)!r} there and {value!r} here"
+        f"{key} is {short_repr(stored.get(key))} there and {value!r} here"
         for key, value in wanted.items()
         if key not in _OF_THE_HEAD | RECORDS and stored.get(key) != value
     ]

@@ -192,3 +192,24 @@ def test_a_tracker_that_says_nothing_is_refused(tmp_path, text):
     (tmp_path / "latest_checkpointed_iteration.txt").write_text(text)
     with pytest.raises(CorruptError, match="a number or 'release' is expected"):
         read(tmp_path)
+
+
+def shared_lists(levels):
+    """Lists that share lists: small in a pickle, 2 ** levels elements where they are printed whole."""
+    value = ["x"]
+    for _ in range(levels):
+        value = [value, value]
+    return value
+
+
+@pytest.mark.parametrize("key", ["checkpoint_version", "iteration"])
+@pytest.mark.parametrize(
+    "value", ["9" * 10_000_000, list(range(1_000_000)), shared_lists(20)], ids=["text", "list", "dag"]
+)
+def test_large_value_in_a_checkpoint_is_shortened_in_the_message(tmp_path, key, value):
+    m = build["model"]()
+    iteration = legacy["save"](tmp_path, build["parameters"](m), m)
+    altered(next(iteration.glob("mp_rank_*/model*.pt")), lambda document: document.update({key: value}))
+    with pytest.raises(CorruptError, match=r"checkpoint_version .* iteration ") as error:
+        read(tmp_path)
+    assert len(str(error.value)) < 1000

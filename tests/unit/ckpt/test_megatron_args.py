@@ -151,3 +151,11 @@ def test_megatron_deepspeed_states_rotary_base_and_groups_by_names_of_its_own():
     args = {**LLAMA, "rope_theta": 500000, "num_key_value_heads": 2, "max_position_embeddings": 8}
     found = _llama("IN", checked_args("IN", "llama", args), (4 + 2 * 2) * 4, model)
     assert (found["rotary_base"], found["num_key_value_heads"]) == (500000.0, 2)
+
+
+@pytest.mark.parametrize("value", ["r" * 10_000_000, ["r" * 10_000_000] * 9])
+def test_large_argument_is_shortened_in_the_message(value):
+    for args in ({"normalization": value}, {"n" * 10_000_000: 1}):
+        with pytest.raises(UnsupportedError) as error:
+            checked_args("IN", "gpt", args)
+        assert len(str(error.value)) < 1000
