@@ -181,6 +181,11 @@ def _check_alone(flag: str, hosts: int | None) -> None:
         raise UsageError(f"{flag} {hosts}: without --hostfile there is this machine alone; give --hostfile FILE")
 
 
+def _hosts_text(count: int, include: str | None, exclude: str | None) -> str:
+    source = "the hostfile" + (" with --include" if include else " with --exclude" if exclude else "")
+    return f"{source} has {count} host{'' if count == 1 else 's'}; add hosts, or give a smaller number"
+
+
 def _slots_here(include: str | None, exclude: str | None, num_nodes: int | None, num_gpus: int | None) -> Host:
     """This machine as the only host: its GPUs, or ``--num-gpus`` processes on CPU where it has none.
 
@@ -199,6 +204,8 @@ def _slots_here(include: str | None, exclude: str | None, num_nodes: int | None,
     if found and (num_gpus or 1) > found:
         raise UsageError(f"--num-gpus {num_gpus}: this machine has {found}")
     (host,) = choose([Host(name="localhost", slots=tuple(range(found or num_gpus or 1)))], include, exclude)
+    if found and num_gpus and num_gpus > len(host.slots):
+        raise UsageError(f"--num-gpus {num_gpus}: the filters leave {len(host.slots)}")
     return Host(name=host.name, slots=host.slots[:num_gpus])
 
 
@@ -286,7 +293,10 @@ def launch_hostfile(
         host = _slots_here(include, exclude, num_nodes, num_gpus)
         here = parse_exports(export or ()) | (_visible_devices(host) if devices else {})
         raise typer.Exit(_launch_here(arguments, host, here, log_dir, max_restarts, dry_run=dry_run))
-    hosts = choose(read_hostfile(hostfile or DEFAULT_HOSTFILE), include, exclude)[:num_nodes]
+    hosts = choose(read_hostfile(hostfile or DEFAULT_HOSTFILE), include, exclude)
+    if num_nodes is not None and num_nodes > len(hosts):
+        raise UsageError(f"--num-nodes {num_nodes}: {_hosts_text(len(hosts), include, exclude)}")
+    hosts = hosts[:num_nodes]
     if num_gpus:
         if short := [host.name for host in hosts if len(host.slots) < num_gpus]:
             raise UsageError(f"--num-gpus {num_gpus}: {', '.join(short)} has fewer slots")

@@ -68,6 +68,30 @@ def test_hostfile_launch_without_file_is_one_machine(options, words):
     assert words in str(done.exception)
 
 
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--num-nodes", "3"], "--num-nodes 3: the hostfile has 2 hosts"),
+        (["--num-nodes", "2", "-i", "a"], "--num-nodes 2: the hostfile with --include has 1 host;"),
+        (["--num-nodes", "2", "-e", "a"], "--num-nodes 2: the hostfile with --exclude has 1 host;"),
+        (["--num-gpus", "5"], "--num-gpus 5: a, b has fewer slots"),
+        (["--num-nodes", "1", "--least", "2"], "--least 2 is more than the 1 host"),
+    ],
+)
+def test_hostfile_launch_with_more_than_the_hostfile_has_is_refused(tmp_path, options, words):
+    (tmp_path / "hosts").write_text("a slots=4\nb slots=4\n")
+    launch = ["launch", "hostfile", "--hostfile", str(tmp_path / "hosts"), "--dry-run"]
+    done = CliRunner().invoke(app, [*launch, *options, "pretrain", "gpt"])
+    assert words in str(done.exception)
+
+
+def test_hostfile_launch_here_with_more_than_the_chosen_gpus_is_refused(monkeypatch):
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 4)
+    launch = ["launch", "hostfile", "--dry-run", "--num-gpus", "3", "-i", "localhost:0,1"]
+    done = CliRunner().invoke(app, [*launch, "pretrain", "gpt"])
+    assert "--num-gpus 3: the filters leave 2" in str(done.exception)
+
+
 def test_options_behind_dashes_are_refused_with_the_remedy(started):
     done = CliRunner().invoke(app, ["launch", "local", "--", "--nproc", "2", "pretrain"])
     assert "cannot begin with the option --nproc" in str(done.exception)
