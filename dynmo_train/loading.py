@@ -230,7 +230,13 @@ def _taken(manifest: Mapping[str, Any], *, begins: bool) -> str:
 
 
 def checkpoint_to_load(
-    config: Config, world: World, *, flag: str = "--load", place: str | None = None, with_optimizer: bool = False
+    config: Config,
+    world: World,
+    *,
+    flag: str = "--load",
+    place: str | None = None,
+    with_optimizer: bool = False,
+    weights_only: bool = False,
 ) -> Checkpoint | None:
     """The checkpoint that ``--load`` means, the same at every process: rank 0 looks, and converts where it must.
 
@@ -240,6 +246,7 @@ def checkpoint_to_load(
         flag: the option that says so.
         place: its value; None is that of ``--load``.
         with_optimizer: take the optimizer state of another program's checkpoint, where it has any.
+        weights_only: do not check the files of the optimizer state; so it is with --finetune and --no-load-optim.
 
     Raises:
         UsageError: no sound checkpoint, or a directory that cannot be converted; at every process.
@@ -257,7 +264,7 @@ def checkpoint_to_load(
         raise CheckpointError(problem)
     if not found or place is None:
         return None
-    weights_only = config.run.finetune or config.run.no_load_optim
+    weights_only = weights_only or config.run.finetune or config.run.no_load_optim
     directory, faults = sound_checkpoint(world, place, found, weights_only=weights_only)
     if faults and world.is_first:
         for fault in faults:

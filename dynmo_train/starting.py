@@ -195,7 +195,7 @@ def _bert(config: Config, world: World) -> Checkpoint | None:
     place = config.ict.bert_load
     if place is None:
         return None
-    found = checkpoint_to_load(config, world, flag="--bert-load", place=place)
+    found = checkpoint_to_load(config, world, flag="--bert-load", place=place, weights_only=True)
     if found is None:
         raise CheckpointError(
             f"--bert-load {place} holds no checkpoint of a BERT; leave it out to begin with fresh towers"

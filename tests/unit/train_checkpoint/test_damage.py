@@ -15,6 +15,7 @@ from dynmo_train.config import config_of
 from dynmo_train.formats._document import envelope
 from dynmo_train.formats.run import write_run
 from dynmo_train.loading import checkpoint_to_load, lost_step, sound_checkpoint
+from dynmo_train.starting import _bert
 
 trainer = runpy.run_path(str(Path(__file__).with_name("build.py")))
 ALONE = SimpleNamespace(is_first=True, rank=0, size=1, dims=SimpleNamespace(tensor=1))
@@ -90,6 +91,16 @@ def test_weights_of_a_checkpoint_with_damaged_optimizer_state_are_loaded(run, op
     assert sound_checkpoint(ALONE, "x", [str(newest)], weights_only=True) == (newest, ())
     flip(shard(newest))
     assert checkpoint_to_load(config(run, **{option: True}), ALONE).directory.name == "step-00000002"
+
+
+@pytest.mark.parametrize("change", [flip, lambda file: file.unlink(), lambda file: file.write_bytes(b"")])
+def test_bert_load_with_damaged_optimizer_state_reads_the_weights(run, change):
+    newest = run / "checkpoints" / "step-00000003"
+    change(next(newest.glob("optimizer-*")))
+    found = _bert(config("none", bert_load=str(run)), ALONE)
+    assert (found.directory.name, found.passed_over) == ("step-00000003", ())
+    flip(shard(newest))
+    assert _bert(config("none", bert_load=str(run)), ALONE).directory.name == "step-00000002"
 
 
 def test_damaged_latest_below_an_abandoned_branch_falls_back_to_a_step_before_it(run):
