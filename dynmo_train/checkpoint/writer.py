@@ -11,7 +11,7 @@ import re
 import secrets
 import shutil
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from io import RawIOBase
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -177,16 +177,42 @@ def read_latest(folder: Path) -> str:
 def prune(checkpoints_dir: Path, keep: int) -> list[str]:
     """Remove all but the newest ``keep`` checkpoints, at least one; each is renamed before it is removed.
 
-    The one that ``LATEST`` names stays even if its step is lower, as after going on from an older checkpoint.
+    Those of the active branch count first, from the one that ``LATEST`` names; those of branches that were abandoned
+    by a resume from an earlier step stay only where the active branch has fewer than ``keep``.
     """
-    named = read_latest(checkpoints_dir)
-    steps = sorted((p for p in checkpoints_dir.iterdir() if STEP_NAME.fullmatch(p.name)), key=_step_number)
-    doomed = [path for path in steps[: max(0, len(steps) - max(keep, 1))] if path.name != named]
+    steps = [path for path in checkpoints_dir.iterdir() if STEP_NAME.fullmatch(path.name)]
+    active = _active_branch(steps, read_latest(checkpoints_dir))
+    steps.sort(key=lambda path: (path in active, _step_number(path)))
+    doomed = steps[: max(0, len(steps) - max(keep, 1))]
     for path in doomed:
         aside = path.with_name(f".{path.name}.old-{secrets.token_hex(4)}")
         path.rename(aside)
         shutil.rmtree(aside)
     return [path.name for path in doomed]
+
+
+def _active_branch(steps: Sequence[Path], named: str) -> set[Path]:
+    """The checkpoints that led to the one that ``LATEST`` names; all where it names none of them.
+
+    A checkpoint that was written after one of a higher step is of a run that was resumed before that step: the higher
+    one is abandoned. The times are those of the manifests, which a rename does not change.
+    """
+    last = next((_step_number(path) for path in steps if path.name == named), None)
+    if last is None:
+        return set(steps)
+    branch: list[Path] = []
+    for path in sorted(steps, key=lambda path: (path.name == named, _written_ns(path), _step_number(path))):
+        while branch and _step_number(branch[-1]) > _step_number(path):
+            branch.pop()
+        branch.append(path)
+    return {path for path in branch if _step_number(path) <= last}
+
+
+def _written_ns(path: Path) -> int:
+    try:
+        return (path / "manifest.json").stat().st_mtime_ns
+    except OSError:
+        return 0
 
 
 def _step_number(path: Path) -> int:

@@ -188,8 +188,24 @@ def test_prune_keeps_the_newest(tmp_path, build):
 def test_prune_keeps_what_latest_names(tmp_path, build):
     for step in (8, 9, 3):
         build.save(tmp_path, step)
-    assert prune(tmp_path, 1) == ["step-00000008"]
+    assert prune(tmp_path, 1) == ["step-00000008", "step-00000009"]
     assert find_checkpoint(tmp_path).name == "step-00000003"
+
+
+@pytest.mark.parametrize(
+    ("steps", "keep", "kept"),
+    [
+        ((1, 2, 8, 9, 3), 2, [2, 3]),  # 8 and 9 are of a branch that was abandoned at 2
+        ((1, 2, 8, 9, 3), 4, [1, 2, 3, 9]),
+        ((1, 2, 8, 3, 10), 3, [2, 3, 10]),  # the active branch is past 8
+        ((1, 4, 2, 6, 3, 9), 4, [1, 2, 3, 9]),  # abandoned twice
+    ],
+)
+def test_prune_counts_the_active_branch_first(tmp_path, build, steps, keep, kept):
+    for written, step in enumerate(steps):
+        os.utime(build.save(tmp_path, step) / "manifest.json", ns=(written, written))
+    prune(tmp_path, keep)
+    assert sorted(int(path.name[5:]) for path in tmp_path.glob("step-*")) == kept
 
 
 def test_an_unknown_tensor_and_an_unknown_type_are_refused(tmp_path, build):
