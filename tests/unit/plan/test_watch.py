@@ -550,6 +550,33 @@ def test_watcher_restarted_at_each_step_decides_the_same(tmp_path, policy):
 
 
 @pytest.mark.parametrize("policy", ["threshold", "regret"])
+def test_restart_repeats_the_decisions_of_the_newest_records_only(run, monkeypatch, policy):
+    decided = []
+
+    def decide_and_count(state, *rest):
+        decided.append(state.last_step)
+        return decide(state, *rest)
+
+    monkeypatch.setattr(watch_module, "decide", decide_and_count)
+    monkeypatch.setattr(watch_module, "MAX_REPLAYED_RECORDS", 20)
+    append(run, *(step(n, front=18, back=13) for n in range(1, 101)))  # balanced
+    Watcher(run, WatchOptions(policy=policy, every=2)).poll()
+    assert decided == list(range(80, 101, 2))
+
+
+@pytest.mark.parametrize("policy", ["threshold", "regret"])
+def test_limit_of_repeated_decisions_changes_none_of_an_uninterrupted_watch(tmp_path, monkeypatch, policy):
+    options = WatchOptions(policy=policy, every=10, window=20, objective="bottleneck")
+    plans = drive(tmp_path / "one", options, 100)
+    monkeypatch.setattr(watch_module, "MAX_REPLAYED_RECORDS", 0)
+    limited = drive(tmp_path / "other", options, 100)
+    assert [(p.read_to_step, p.boundaries, p.reason) for p in plans] == [
+        (p.read_to_step, p.boundaries, p.reason) for p in limited
+    ]
+    assert len(plans) > 2
+
+
+@pytest.mark.parametrize("policy", ["threshold", "regret"])
 def test_poll_of_several_records_publishes_what_was_due_within_them(run, policy):
     watcher = Watcher(run, WatchOptions(policy=policy))
     append(run, *(step(n, back=2) for n in range(1, 31)))  # due at 3, 8, ... 28
