@@ -13,6 +13,7 @@ import typer
 from ..config.command import with_specs
 from ..config.evaluation import GenerateConfig, PlaceConfig
 from ..config.fields import specs_of, values_of
+from ..config.rules.task_effect import generate_warnings
 from ..config.task_command import told_model
 from ..console import Format, emit, emit_json, say
 from ..errors import UsageError
@@ -51,6 +52,8 @@ def generate_text(
     else:
         texts = _prompts(prompt, asked)
     wanted = _wanted(asked, from_nothing=texts is not None and texts == [""] * len(texts))
+    for line in generate_warnings(asked, wanted.sampling.temperature) if first_tells() else ():
+        say(f"warning: {line}")
     from ..tasks.generate import Writer
     from ..tasks.placed import joined
 

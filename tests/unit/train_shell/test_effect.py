@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 
 from dynmo_train.config import Facts, config_of, option_specs, resolve_checked, validate
+from dynmo_train.config.evaluation import GenerateConfig
 from dynmo_train.config.rules.effect import EFFECTS, effect_warnings
+from dynmo_train.config.rules.task_effect import generate_warnings
 from dynmo_train.formats._document import DocumentError
 
 SMALL = {
@@ -72,6 +74,24 @@ def messages_of(name, world_size=1, **values):
 def test_option_without_effect_is_refused_or_warned_of(name, refuse):
     refused, warned = messages_of(name, **WITHOUT.get(name, {}))
     assert (len(refused), len(warned)) == ((1, 0) if refuse else (0, 1))
+
+
+@pytest.mark.parametrize(
+    ("given", "temperature", "flags"),
+    [
+        ({"greedy": True, "temperature": 0.7, "top_k": 5}, 0.0, ["--top-k", "--temperature"]),
+        ({"temperature": 0.0, "top_p": 0.9, "seed": 7}, 0.0, ["--seed", "--top-p"]),
+        ({"temperature": 0.7, "top_p": 0.9, "top_k": 5, "seed": 7}, 0.7, []),
+        ({"top_p": 0.0, "seed": 7}, 0.0, ["--seed"]),
+        ({"genfile": "a", "sample_output_file": "b"}, 0.0, ["--sample-output-file"]),
+        ({"prompts": "a", "sample_input_file": "b"}, 0.0, ["--sample-input-file"]),
+        ({"interactive": True, "genfile": "a"}, 0.0, ["--genfile"]),
+        ({"interactive": True}, 0.0, []),
+    ],
+)
+def test_option_of_generate_without_effect_is_warned_of(given, temperature, flags):
+    warned = generate_warnings(GenerateConfig(**given), temperature)
+    assert [warning.partition(" has no effect ")[0] for warning in warned] == flags
 
 
 @pytest.mark.parametrize("name", WITH)
