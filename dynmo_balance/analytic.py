@@ -22,10 +22,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from ._common.document import short_repr
+from ._common.errors import UsageError
 from .costs import ItemCosts
 from .devices import BYTES_PER_NUMBER, Device
-from .errors import UsageError
-from .formats._document import short_repr
 from .formats.profile import Header, Item
 
 RECOMPUTE = ("none", "selective", "full")

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from ._common.errors import DynmoError
 from .bounds import Bounds, bounds_of
 from .costs import SPLIT_SCHEDULES, costs_for, split_in_half
-from .errors import DynmoError
 from .formats.plan import CUSTOM, V_SCHEDULES
 from .formats.profile import Header
 from .partition import Solution, balance

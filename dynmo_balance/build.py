@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from . import __version__
+from ._common.document import envelope
+from ._common.errors import UsageError
 from .analytic import Shape, Work, costs_of, work_of_item
 from .costs import ItemCosts
 from .devices import BYTES_PER_NUMBER, Device
-from .errors import UsageError
-from .formats._document import envelope
 from .formats.profile import Header, Item, parse_profile
 from .modelspec import ModelSpec
 from .partition import uniform

@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+from ._common.errors import UsageError
 from .costs import CostWindow, ItemCosts, median
-from .errors import UsageError
 from .formats.plan import Plan
 from .formats.profile import Header, Segment, Step
 from .planning import chain_of

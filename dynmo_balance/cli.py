@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import typer
 
+from ._common.console import add_version, command_list, run_app
 from .commands.calibrate import calibrate
 from .commands.compare import compare
 from .commands.explain import explain
@@ -21,7 +22,6 @@ from .commands.simulate import simulate
 from .commands.verify import verify
 from .commands.watch import watch
 from .commands.what_if import what_if
-from .console import add_version, command_list, run_app
 
 ORDER_OF_WORK = (
     "profile",

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from ._common.errors import UsageError
 from .compression import Compression, compression_of, factor_bytes, packed_costs, predict_compressed
 from .devices import Device
-from .errors import UsageError
 from .formats.profile import Header
 from .problem import Problem
 from .simulate import Communication, Timeline, predict, stage_costs

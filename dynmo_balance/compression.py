@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
+from ._common.errors import UsageError
 from .devices import Device
-from .errors import UsageError
 from .formats.profile import Header, Item
 from .problem import Problem
 from .schedules import Kind, Order

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
+from ._common.errors import DynmoError
 from .costs import costs_for, speeds_of_items
-from .errors import DynmoError
 from .feedback import Feedback, feedback_of
 from .formats.plan import Plan
 from .formats.profile import Header

@@ -14,8 +14,8 @@ from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 
-from .errors import UsageError
-from .formats._document import MAX_CONFIG_BYTES, parse_toml, read_text, short_repr
+from ._common.document import MAX_CONFIG_BYTES, parse_toml, read_text, short_repr
+from ._common.errors import UsageError
 
 BYTES_PER_NUMBER = {"float32": 4, "bfloat16": 2, "float16": 2}
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from itertools import pairwise
 
-from .errors import DynmoError
+from ._common.errors import DynmoError
 from .formats.profile import Header
 from .partition import Solution, best_of
 from .planning import chain_of

@@ -22,7 +22,7 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 
-from .errors import UsageError
+from ._common.errors import UsageError
 from .formats.plan import CUSTOM, V_SCHEDULES, Plan, position_of
 from .formats.profile import Header, Item
 from .schedules import order_of

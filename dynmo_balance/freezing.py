@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from ._common.errors import UsageError
 from .costs import ItemCosts
-from .errors import UsageError
 from .formats.profile import Header
 from .partition.uniform import layer_starts
 

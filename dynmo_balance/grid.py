@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from decimal import Decimal, InvalidOperation
 
-from .errors import UsageError
+from ._common.errors import UsageError
 
 MAX_VALUES = 10_000
 

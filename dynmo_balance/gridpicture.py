@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from html import escape
 
+from ._common.errors import UsageError
 from .charts import PALETTE
-from .errors import UsageError
 from .whatif import Row
 
 WIDTH, HEIGHT, LEFT, TOP = 760, 320, 80, 40

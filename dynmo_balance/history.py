@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
+from ._common.errors import DynmoError, UsageError
 from .costs import CostWindow, speeds_of_items
-from .errors import DynmoError, UsageError
 from .formats.plan import Plan, header_problems, plan_numbers, plan_path, read_plan
 from .formats.profile import Event, Header, PlanResult, Segment, Step, read_profile
 from .source import profile_path

@@ -14,9 +14,9 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from ._common.document import MAX_TABLE_BYTES, parse_any_json, read_text
+from ._common.errors import UsageError
 from .costs import ItemCosts
-from .errors import UsageError
-from .formats._document import MAX_TABLE_BYTES, parse_any_json, read_text
 from .formats.plan import Plan
 from .formats.profile import Header
 from .partition import uniform

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from .errors import UsageError
-from .formats._document import Problem
+from ._common.document import Problem
+from ._common.errors import UsageError
 from .formats.profile import Segment, Step
 
 LEAST_NS, MOST_NS = 100, 100_000_000_000

@@ -12,8 +12,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from .errors import UsageError
-from .formats._document import MAX_LAYERS, MAX_SIZE, MAX_TABLE_BYTES, read_any_json, short_repr
+from ._common.document import MAX_LAYERS, MAX_SIZE, MAX_TABLE_BYTES, read_any_json, short_repr
+from ._common.errors import UsageError
 from .modelfamilies import FAMILIES, IRRELEVANT, NEUTRAL, T5_NAMES, Config, Family
 from .modelspec import ModelSpec
 

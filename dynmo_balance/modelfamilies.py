@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from .errors import UsageError
+from ._common.errors import UsageError
 from .modelspec import Latent
 
 IRRELEVANT = frozenset(

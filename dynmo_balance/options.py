@@ -9,8 +9,8 @@ from typing import Annotated
 
 import typer
 
-from .console import Format
-from .formats._document import MAX_INTEGER, MAX_LAYERS, MAX_MICROBATCHES, MAX_RANKS, MAX_SIZE, MAX_STEPS
+from ._common.console import Format
+from ._common.document import MAX_INTEGER, MAX_LAYERS, MAX_MICROBATCHES, MAX_RANKS, MAX_SIZE, MAX_STEPS
 
 
 class Balancer(StrEnum):

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate
 
+from ._common.errors import DynmoError, UsageError
 from .costs import SPEED_UNIT, ItemCosts, speed_ppm
-from .errors import DynmoError, UsageError
 from .formats.plan import V_SCHEDULES, position_of
 from .formats.profile import Header, Item
 from .schedules import HeldTogether, Order, counted_in_flight, held_in, held_together, in_flight, order_of

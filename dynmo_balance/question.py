@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 
+from ._common.errors import UsageError
 from .costs import costs_for
-from .errors import UsageError
 from .formats.plan import CUSTOM, V_SCHEDULES, Plan
 from .formats.profile import Header
 from .options import ProblemOptions

@@ -7,9 +7,9 @@ from dataclasses import asdict
 from itertools import pairwise
 from typing import Any
 
+from ._common.console import emit, emit_table, human_bytes, say
 from .auto import Search
 from .bounds import bounds_of
-from .console import emit, emit_table, human_bytes, say
 from .partition import Solution
 from .planning import Proposal
 from .problem import Problem

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from .errors import DynmoError, UsageError
+from ._common.errors import DynmoError, UsageError
 from .formats.plan import Plan
 from .formats.profile import Header
 from .partition import best_of, uniform

@@ -13,9 +13,9 @@ from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from typing import Any
 
+from ._common.errors import UsageError
 from .costs import CostWindow, speeds_of_items
 from .decision import WatchOptions, decide
-from .errors import UsageError
 from .formats.plan import Plan
 from .formats.profile import Event, PlanResult, Record, Segment, Step
 from .partition import solve, uniform

@@ -20,7 +20,7 @@ from enum import StrEnum
 from itertools import pairwise
 from typing import NamedTuple
 
-from .errors import UsageError
+from ._common.errors import UsageError
 from .problem import Problem
 from .schedules import Kind, Operation, Order
 

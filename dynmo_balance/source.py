@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from ._common.console import say
+from ._common.errors import DynmoError, UsageError
 from .analytic import costs_of_header
-from .console import say
 from .costs import CostWindow, ItemCosts, speeds_of_items
 from .devices import Device
-from .errors import DynmoError, UsageError
 from .formats.plan import Plan, header_problems, plan_numbers, plan_path, read_plan
 from .formats.profile import Event, Header, Segment, Step, read_profile
 from .inspect import step_warnings

@@ -14,8 +14,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ._common.errors import UsageError
 from .costs import ItemCosts, scaled
-from .errors import UsageError
 from .formats.profile import Header
 
 PRUNED_KINDS = ("attention", "cross_attention", "mlp", "layer")

@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from ._common.errors import DynmoError
 from .batch import compile_order, costs_of, run_compiled
-from .errors import DynmoError
 from .formats.plan import CUSTOM
 from .partition import Solution, balance
 from .partition.polish import with_cuts

@@ -14,7 +14,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from .errors import UsageError
+from ._common.errors import UsageError
 from .formats.profile import Header
 
 SLOWEST = -1

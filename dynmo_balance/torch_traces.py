@@ -20,7 +20,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from .errors import UsageError
+from ._common.errors import UsageError
 
 Event = Mapping[str, Any]
 _MODULE = re.compile(r"nn\.Module: (.+)_(\d+)")

@@ -14,9 +14,9 @@ from collections.abc import Collection, Mapping, Sequence
 from fractions import Fraction
 from itertools import pairwise
 
+from ._common.document import Problem as Fault
+from ._common.errors import DynmoError, UsageError
 from .costs import costs_for, speed_ppm
-from .errors import DynmoError, UsageError
-from .formats._document import Problem as Fault
 from .formats.plan import RECORDS_KEY, SEGMENT_KEY, Plan, header_problems
 from .formats.profile import Ask, Header, Item, PlanResult, Step
 from .moves import BASE_PAUSE_NS

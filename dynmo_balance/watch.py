@@ -13,9 +13,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from .console import say
+from ._common.console import say
+from ._common.errors import DynmoError
 from .decision import WatchOptions, decide
-from .errors import DynmoError
 from .formats.plan import SEGMENT_KEY, Plan, header_problems, plan_numbers, plan_path, publish, read_plan
 from .formats.profile import Header, Step
 from .formats.tail import ProfileTail

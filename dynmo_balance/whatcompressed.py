@@ -7,8 +7,8 @@ from dataclasses import dataclass, field, replace
 from itertools import groupby, product
 from typing import Any
 
+from ._common.errors import UsageError
 from .compressed import CompressionQuestion, answer_of
-from .errors import UsageError
 from .formats.profile import Header
 from .grid import Axis
 from .partition import balance

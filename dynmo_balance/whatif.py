@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import product
 
+from ._common.errors import UsageError
 from .costs import ItemCosts, scaled
-from .errors import UsageError
 from .formats.profile import Header
 from .freezing import frozen_costs
 from .grid import Axis

@@ -13,12 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from . import __version__
-from .console import Format, emit, emit_json, emit_table, human_bytes, progress, say
-from .convert import ExportPlan
-from .copyplan import Writable
-from .execute import Written, execute
-from .faults import CorruptError, StorageError
-from .formats._document import (
+from ._common.console import Format, emit, emit_json, emit_table, human_bytes, progress, say
+from ._common.document import (
     ENVELOPE,
     Problem,
     WriterError,
@@ -30,11 +26,15 @@ from .formats._document import (
     parse_json,
     string,
 )
+from ._common.portable import peak_memory_bytes
+from .convert import ExportPlan
+from .copyplan import Writable
+from .execute import Written, execute
+from .faults import CorruptError, StorageError
 from .formats.checkpoint import seal
 from .io.directory import check_target, new_directory, write_synced
 from .logits import LogitsCheck
 from .panels import buffer_bytes
-from .portable import peak_memory_bytes
 from .reshard import NativePlan, finished_manifest
 from .verify import header_findings, small_findings, written_findings
 

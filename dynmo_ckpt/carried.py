@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from ._common.document import encode_json, parse_json
+from ._common.errors import DynmoError
 from .config_keys import irrelevant_keys, key_table
-from .errors import DynmoError
 from .faults import CorruptError
-from .formats._document import encode_json, parse_json
 from .hf_models import hf_model
 
 # Code that is not copied along, and facts of the files that the weights came from.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from .console import Tick, progress
+from ._common.console import Tick, progress
 from .faults import CorruptError
 from .io.safetensors import StoredArray
 from .io.torchfile import open_torch

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from . import options
-from .console import Format, add_version, command_list, emit, emit_json, emit_table, progress, run_app, say
-from .errors import UsageError
+from ._common.console import Format, add_version, command_list, emit, emit_json, emit_table, progress, run_app, say
+from ._common.errors import UsageError
 from .megatron_cli import register
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from .console import Tick
+from ._common.console import Tick
 from .copyplan import OutputTensor, sources
 from .io.reading import Reader, Words, open_sources
 from .native import NativeCheckpoint, has_vocabulary_rows

@@ -19,8 +19,8 @@ from functools import cache
 from importlib import resources
 from typing import Any
 
+from ._common.document import parse_json, short_repr
 from .faults import CorruptError, UnsupportedError
-from .formats._document import parse_json, short_repr
 
 Config = Mapping[str, Any]
 

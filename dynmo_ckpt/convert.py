@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ._common.document import encode_json
 from .carried import carried_config, carried_generation, named_classes
 from .copyplan import Writable
 from .core_write import plan_core
 from .deepspeed_write import plan_deepspeed
 from .faults import UnsupportedError
-from .formats._document import encode_json
 from .hf_models import architecture_of_model, hf_config
 from .huggingface import DTYPE_NAMES, plan_files, tokenizer_files, weight_index
 from .legacy_write import plan_legacy

@@ -9,8 +9,8 @@ import re
 from collections.abc import Iterable, Mapping
 from importlib import resources
 
+from ._common.document import parse_json
 from .faults import UnsupportedError
-from .formats._document import parse_json
 from .views import Tensor
 
 STACKED = re.compile(r"decoder\.layers\.(?!\d)")

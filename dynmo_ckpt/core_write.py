@@ -11,10 +11,10 @@ import re
 from collections.abc import Iterable
 from typing import Any
 
+from ._common.document import encode_json
 from .copyplan import OutputTensor, Writable
 from .core_names import core_name
 from .faults import UnsupportedError
-from .formats._document import encode_json
 from .io.pickles import Name
 from .io.torchwrite import (
     Constants,

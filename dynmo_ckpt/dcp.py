@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ._common.document import read_word, short_repr
+from ._common.errors import UsageError
 from .core_names import EXTRA_STATE
-from .errors import UsageError
 from .faults import CorruptError, UnsupportedError
-from .formats._document import read_word, short_repr
 from .io.files import read_file
 from .io.pickles import LIMIT_BYTES, Inert, Name, load_pickle
 from .io.safetensors import DTYPE_BYTES

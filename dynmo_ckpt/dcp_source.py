@@ -6,12 +6,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from ._common.document import short_repr
+from ._common.errors import UsageError
 from .carried import source_of
 from .core_names import legacy_names
 from .dcp import OPTIMIZER_NAME, DistributedCheckpoint, open_dcp, plain_names
-from .errors import UsageError
 from .faults import NoStateError, UnsupportedError
-from .formats._document import short_repr
 from .hf_models import ARCHITECTURES
 from .huggingface import read_config, read_generation_config
 from .imported import checked_model, from_legacy, from_map

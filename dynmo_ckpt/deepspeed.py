@@ -14,9 +14,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from .errors import UsageError
+from ._common.document import read_word, short_repr
+from ._common.errors import UsageError
 from .faults import CorruptError, NoStateError, UnsupportedError
-from .formats._document import read_word, short_repr
 from .io.torchfile import TorchFile, open_torch
 from .legacy import (
     HEAD_COPY,

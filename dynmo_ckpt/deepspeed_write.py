@@ -13,8 +13,8 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
+from ._common.errors import UsageError
 from .copyplan import OutputTensor
-from .errors import UsageError
 from .faults import UnsupportedError
 from .io.pickles import Name
 from .io.torchwrite import Constants, NewCall, NewObject, NewTensor, TorchOutputFile

@@ -19,7 +19,8 @@ from queue import SimpleQueue
 
 import numpy as np
 
-from .console import Tick
+from ._common.console import Tick
+from ._common.portable import allocate, read_into
 from .copyplan import OutputTensor, Writable, checked_sources, expected_crc32, run_of, sources
 from .faults import CorruptError, StorageError
 from .io.checks import Part, SourceChecks, altered
@@ -28,7 +29,6 @@ from .io.reading import Reader, Words, open_sources
 from .io.safetensors import StoredArray
 from .io.writeback import Writeback
 from .panels import panels
-from .portable import allocate, read_into
 
 KEPT_BYTES = 256 << 20
 READ_BACK_BYTES = 1 << 18

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .errors import DynmoError
+from ._common.errors import DynmoError
 
 EXIT_DIFFERENCE = 1
 

@@ -9,9 +9,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ._common.document import short_repr
 from .config_keys import complete_config
 from .faults import CorruptError, UnsupportedError
-from .formats._document import short_repr
 
 Config = Mapping[str, Any]
 Model = dict[str, Any]

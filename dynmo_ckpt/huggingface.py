@@ -6,10 +6,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from ._common.document import MAX_TABLE_BYTES, encode_json, parse_any_json, short_repr
+from ._common.errors import UsageError
 from .copyplan import OutputFile, OutputTensor, output_file, shard_by_size
-from .errors import UsageError
 from .faults import CorruptError, UnsupportedError
-from .formats._document import MAX_TABLE_BYTES, encode_json, parse_any_json, short_repr
 from .io.files import read_file
 from .io.pickles import TensorRef
 from .io.safetensors import read_index

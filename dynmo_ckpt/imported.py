@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from . import __version__
+from ._common.document import Problem, envelope
 from .faults import CorruptError
-from .formats._document import Problem, envelope
 from .formats.checkpoint import BLANK_SEAL, FORMAT, VERSION, model_check
 from .formats.checkpoint_rules import block_items
 from .hf_models import hf_model

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
 
-from .console import human_bytes
+from ._common.console import human_bytes
 from .io.safetensors import DTYPE_BYTES
 
 if TYPE_CHECKING:

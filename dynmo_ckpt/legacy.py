@@ -13,10 +13,10 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
+from ._common.document import read_word, short_repr
+from ._common.errors import UsageError
 from .core_names import is_core, legacy_names
-from .errors import UsageError
 from .faults import CorruptError, UnsupportedError
-from .formats._document import read_word, short_repr
 from .io.pickles import TensorRef
 from .io.torchfile import TorchFile, open_torch
 from .legacy_distributed import is_distributed, read_distributed

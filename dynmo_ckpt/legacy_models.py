@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from .errors import UsageError
+from ._common.document import short_repr
+from ._common.errors import UsageError
 from .faults import UnsupportedError
-from .formats._document import short_repr
 from .hf_models import RACE_CHOICES
 from .views import Tensor
 

@@ -11,8 +11,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ._common.document import short_repr
 from .faults import CorruptError, NoStateError, UnsupportedError
-from .formats._document import short_repr
 from .io.pickles import TensorRef
 from .io.torchfile import TorchFile
 from .views import Tensor

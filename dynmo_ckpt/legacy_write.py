@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
+from ._common.errors import UsageError
 from .copyplan import OutputTensor
-from .errors import UsageError
 from .faults import UnsupportedError
 from .formats.checkpoint_rules import finest_items
 from .io.pickles import Name

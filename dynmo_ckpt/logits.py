@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from .errors import MissingExtraError
+from ._common.errors import MissingExtraError
 from .faults import CorruptError, UnsupportedError
 from .hf_models import LAYER_NORMS, hf_config
 from .huggingface import read_config

@@ -19,9 +19,9 @@ from functools import cache
 from importlib import resources
 from typing import Any
 
+from ._common.document import parse_json, short_repr
 from .config_keys import irrelevant_keys, matches
 from .faults import UnsupportedError
-from .formats._document import parse_json, short_repr
 from .io.pickles import Inert, Name
 
 Args = Mapping[str, Any]

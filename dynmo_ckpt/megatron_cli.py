@@ -14,17 +14,9 @@ from typing import Annotated, Any
 import typer
 
 from . import options
-from .console import Format, say
-from .errors import UsageError
-from .formats._document import (
-    MAX_JOBS,
-    MAX_RANKS,
-    MAX_SIZE,
-    MAX_TABLE_BYTES,
-    DocumentError,
-    parse_any_json,
-    read_text,
-)
+from ._common.console import Format, say
+from ._common.document import MAX_JOBS, MAX_RANKS, MAX_SIZE, MAX_TABLE_BYTES, DocumentError, parse_any_json, read_text
+from ._common.errors import UsageError
 
 Size = Annotated[int | None, typer.Option(min=1, max=MAX_SIZE, help="Compared with the checkpoint's own.")]
 Idle = Annotated[str | None, typer.Option(help="Taken, and without meaning here.")]

@@ -13,8 +13,8 @@ from importlib import resources
 from itertools import groupby
 from typing import Any
 
+from ._common.document import parse_json
 from .faults import UnsupportedError
-from .formats._document import parse_json
 from .patterns import Axes, expand, parse_axes, stored_shape
 from .views import Tensor, concatenate
 

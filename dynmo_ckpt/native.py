@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from .errors import UsageError
+from ._common.document import MAX_TABLE_BYTES, MAX_WORD_BYTES, DocumentError, read_bytes, short_repr
+from ._common.errors import UsageError
 from .faults import CorruptError
-from .formats._document import MAX_TABLE_BYTES, MAX_WORD_BYTES, DocumentError, read_bytes, short_repr
 from .formats.checkpoint import parse_manifest
 from .formats.checkpoint_rules import VOCABULARY_ROWS
 from .io.files import read_file

@@ -10,9 +10,9 @@ from typing import Annotated, Any
 
 import typer
 
-from .console import Format
-from .errors import UsageError
-from .formats._document import MAX_INTEGER, MAX_JOBS, MAX_RANKS, MAX_SIZE
+from ._common.console import Format
+from ._common.document import MAX_INTEGER, MAX_JOBS, MAX_RANKS, MAX_SIZE
+from ._common.errors import UsageError
 
 DEFAULT_JOBS = min(2, os.cpu_count() or 1)
 

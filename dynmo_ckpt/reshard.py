@@ -9,10 +9,10 @@ from itertools import pairwise
 from typing import Any
 
 from . import __version__
+from ._common.document import envelope
 from .copyplan import OutputFile, OutputTensor, output_file
 from .execute import Written
 from .faults import UnsupportedError
-from .formats._document import envelope
 from .formats.checkpoint import BLANK_SEAL, FORMAT, VERSION
 from .formats.checkpoint_rules import block_items, finest_items, model_blocks, model_items
 from .views import Tensor

@@ -9,10 +9,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from ._common.document import MAX_TABLE_BYTES
+from ._common.errors import UsageError
 from .dcp import is_dcp
-from .errors import UsageError
 from .faults import CorruptError, NoStateError
-from .formats._document import MAX_TABLE_BYTES
 from .io.files import read_file
 from .legacy import LegacyOptions, is_legacy, open_legacy
 from .native import NativeCheckpoint, find_checkpoint, is_native, open_native

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .console import Tick
+from ._common.console import Tick
 from .copyplan import Writable
 from .execute import Written
 from .faults import CorruptError

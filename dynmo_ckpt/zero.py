@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ._common.document import short_repr
 from .faults import CorruptError, UnsupportedError
-from .formats._document import short_repr
 from .io.pickles import Inert, TensorRef
 from .io.torchfile import TorchFile, open_torch
 from .views import Tensor, concatenate

@@ -14,16 +14,9 @@ from typing import IO, Any
 import numpy as np
 import numpy.typing as npt
 
+from ._common.errors import UsageError
 from .copying import copy_into
-from .errors import UsageError
-from .formats.dataset import (
-    Piece,
-    copy_pieces,
-    digest_file,
-    digest_vocabulary,
-    encode_sidecar,
-    sidecar_path,
-)
+from .formats.dataset import Piece, copy_pieces, digest_file, digest_vocabulary, encode_sidecar, sidecar_path
 from .formats.indexed import Index, best_dtype, bin_path, encode_index, idx_path
 from .formats.numbers import Numbers, bounds, chained, whole_file
 from .plan import Plan

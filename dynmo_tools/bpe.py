@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from .portable import allocate
+from ._common.portable import allocate
 
 Ints = npt.NDArray[Any]
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from .errors import MissingExtraError
+from ._common.errors import MissingExtraError
 from .joining import MapWriter, map_phases
 from .language import LanguageJudge
 from .plan import Plan

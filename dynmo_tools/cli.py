@@ -11,10 +11,10 @@ from typing import Annotated, Any
 
 import typer
 
+from ._common.console import Format, add_version, command_list, emit, emit_json, human_bytes, progress, run_app, say
+from ._common.document import MAX_JOBS
+from ._common.errors import DynmoError, UsageError
 from .argv import from_classic, spread_lists
-from .console import Format, add_version, command_list, emit, emit_json, human_bytes, progress, run_app, say
-from .errors import DynmoError, UsageError
-from .formats._document import MAX_JOBS
 from .options import build, command, number, parameters
 from .settings import MAX_BYTES, MAX_PAGE_BYTES, MAX_SEED, IndexForm, RunSettings, TokenDtype, Utf8
 from .steps import NOT_FOUND, STEPS, Step, default_work

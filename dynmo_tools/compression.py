@@ -13,8 +13,8 @@ import lzma
 from pathlib import Path
 from typing import IO, Any, cast
 
-from .errors import DynmoError, MissingExtraError, UsageError
-from .formats._document import check_regular
+from ._common.document import check_regular
+from ._common.errors import DynmoError, MissingExtraError, UsageError
 
 ENDINGS = (".gz", ".xz", ".bz2", ".zst")
 PARQUET = ".parquet"

@@ -19,8 +19,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import IO
 
-from .errors import DynmoError
-from .portable import allocate, read_into
+from ._common.errors import DynmoError
+from ._common.portable import allocate, read_into
 
 DIRECT_FROM_BYTES = 64 << 20
 CHUNK_BYTES = 1 << 20

@@ -18,9 +18,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from ._common.document import write_whole
+from ._common.errors import UsageError
 from .compression import wrap_write
-from .errors import UsageError
-from .formats._document import write_whole
 from .plan import check_writable
 from .records import encode_row
 from .wholefile import refuse_existing, sweep_temporaries

@@ -10,8 +10,8 @@ from typing import IO, Any
 
 import numpy as np
 
+from ._common.errors import UsageError
 from .copying import copy_into
-from .errors import UsageError
 from .formats.dataset import copy_pieces, encode_sidecar, read_sidecar, sidecar_path
 from .formats.indexed import CODES, Index, bin_path, encode_index, idx_path, read_index
 from .formats.numbers import but_first, chained, in_memory, shifted

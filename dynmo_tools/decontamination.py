@@ -13,9 +13,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from ._common.document import MAX_TABLE_BYTES, parse_any_json
+from ._common.errors import UsageError
 from .compression import open_read
-from .errors import UsageError
-from .formats._document import MAX_TABLE_BYTES, parse_any_json
 from .formats.workfiles import undated_header
 from .groups import read_objects
 from .joining import records_kind, with_value

@@ -10,16 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from .candidates import MEMBERS, SIZES, StoredBuckets, buckets, connect, cut_groups, groups_between
-from .fingerprints import (
-    NAMES,
-    OFFSETS,
-    SIGNATURES,
-    TEXTS,
-    SignedDocuments,
-    SignedPart,
-    load_part,
-    save_parts,
-)
+from .fingerprints import NAMES, OFFSETS, SIGNATURES, TEXTS, SignedDocuments, SignedPart, load_part, save_parts
 from .joining import join_parts, join_records, records_ending, records_kind
 from .matching import ShingleCache, match_group
 from .minhash import BLOCK_SHINGLES, permutations, sign

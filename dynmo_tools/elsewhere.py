@@ -6,8 +6,8 @@ import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
+from ._common.errors import UsageError
 from .argv import without_flags
-from .errors import UsageError
 from .jobs import Execution, Part, discard_run, prepare, run_job, run_part
 from .pipeline import Recipe, RecipeStep, jobs_of
 from .plan import Job, Limits, Plan, Source, make_plan

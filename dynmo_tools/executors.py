@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-from .errors import DynmoError
+from ._common.errors import DynmoError
 from .plan import Job
 from .tasks import Phase, Report, TaskFailedError, WorkerDiedError, run_task
 

@@ -22,9 +22,9 @@ from typing import Any
 from urllib.parse import urljoin
 
 from . import __version__
+from ._common.document import MAX_TABLE_BYTES, append_line, parse_any_json
+from ._common.errors import UsageError
 from .compression import wrap_write
-from .errors import UsageError
-from .formats._document import MAX_TABLE_BYTES, append_line, parse_any_json
 from .frontier import Frontier, Host, Request
 from .htmltext import readable
 from .records import encode_row

@@ -16,9 +16,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from ._common.document import DocumentError, short_repr
+from ._common.errors import UsageError
 from .copying import copy_into
-from .errors import UsageError
-from .formats._document import DocumentError, short_repr
 from .formats.numbers import but_first, whole_file
 from .formats.workfiles import FINGERPRINTS
 from .minhash import SCHEME, band_keys

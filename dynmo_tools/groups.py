@@ -17,10 +17,10 @@ from typing import IO, Any
 import numpy as np
 import numpy.typing as npt
 
+from ._common.document import ESCAPED, MAX_TABLE_BYTES, open_regular, parse_any_json, short_repr
+from ._common.errors import UsageError
 from .compression import open_read, wrap_write
 from .digests import DigestBuckets, DigestSet
-from .errors import UsageError
-from .formats._document import ESCAPED, MAX_TABLE_BYTES, open_regular, parse_any_json, short_repr
 from .unionfind import UnionFind
 from .wholefile import whole_file
 

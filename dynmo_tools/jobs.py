@@ -15,15 +15,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from .console import say
-from .errors import DynmoError, UsageError
+from ._common.console import say
+from ._common.document import ESCAPED, MAX_TABLE_BYTES, DocumentError, parse_any_json
+from ._common.errors import DynmoError, UsageError
 from .executors import Crew, run_inline
-from .formats._document import (
-    ESCAPED,
-    MAX_TABLE_BYTES,
-    DocumentError,
-    parse_any_json,
-)
 from .formats.workfiles import SUMMARY, TASK
 from .options import files_of, output_folders_of
 from .plan import (

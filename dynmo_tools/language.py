@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from .errors import MissingExtraError
+from ._common.errors import MissingExtraError
 
 MAX_WORDS = 200_000
 DRAWS_BETWEEN_CHECKS = 5

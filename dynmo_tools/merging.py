@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .errors import UsageError
+from ._common.errors import UsageError
 from .joining import map_phases, records_kind, with_value
 from .plan import Plan
 from .records import encode_text

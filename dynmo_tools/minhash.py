@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from .errors import MissingExtraError, UsageError
+from ._common.errors import MissingExtraError, UsageError
 from .shingles import U32, U64, code_points, hash_whole, hash_windows
 
 SCHEME = "affine32"

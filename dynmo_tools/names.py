@@ -17,7 +17,7 @@ from typing import IO
 
 import numpy as np
 
-from .formats._document import ESCAPED
+from ._common.document import ESCAPED
 from .shingles import U64
 
 LINE = np.dtype([("begin", "<i8"), ("digest", "<u8")])

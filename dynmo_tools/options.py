@@ -12,8 +12,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
-from .errors import UsageError
-from .formats._document import MAX_INTEGER, parse_toml
+from ._common.document import MAX_INTEGER, parse_toml
+from ._common.errors import UsageError
 
 
 def setting(

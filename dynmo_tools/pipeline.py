@@ -10,8 +10,8 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from .errors import UsageError
-from .formats._document import MAX_CONFIG_BYTES, parse_toml, read_text
+from ._common.document import MAX_CONFIG_BYTES, parse_toml, read_text
+from ._common.errors import UsageError
 from .formats.workfiles import PIPELINE
 from .jobs import Execution, Summary, run_job
 from .options import files_of, from_mapping, parse_assignment

@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from . import __version__
+from ._common.document import check_regular
+from ._common.errors import UsageError
 from .compression import PARQUET, PIECE_BYTES, check_ending, is_compressed
 from .dumps import cut_points, is_dump
-from .errors import UsageError
-from .formats._document import check_regular
 from .formats.workfiles import PLAN
 from .options import files_of, jsonable, outputs_of
 from .records import Slice

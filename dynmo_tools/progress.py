@@ -11,7 +11,7 @@ from typing import Protocol
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-from .console import say
+from ._common.console import say
 from .tasks import Phase
 
 LINE_EVERY_S = 0.5

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from . import __version__
-from .errors import UsageError
-from .formats._document import envelope
+from ._common.document import envelope
+from ._common.errors import UsageError
 from .formats.dataset import FORMAT, VERSION, Piece, digest_file, digest_settings, sidecar_path
 from .formats.indexed import bin_path
 from .formats.workfiles import PLAN, SUMMARY, TASK

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from .errors import DynmoError, MissingExtraError, UsageError
+from ._common.errors import DynmoError, MissingExtraError, UsageError
 from .plan import Job
 from .tasks import Phase, Report, TaskFailedError, WorkerDiedError, run_task
 

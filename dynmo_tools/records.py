@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
+from ._common.document import MAX_DEPTH, MAX_TABLE_BYTES, parse_any_json
+from ._common.errors import DynmoError, MissingExtraError
 from .compression import PIECE_BYTES, TruncatedError, is_compressed, open_read
-from .errors import DynmoError, MissingExtraError
-from .formats._document import MAX_DEPTH, MAX_TABLE_BYTES, parse_any_json
 
 BOM = b"\xef\xbb\xbf"
 EXCERPT_CHARACTERS = 200

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from .console import human_bytes
+from ._common.console import human_bytes
 from .jobs import Summary
 
 

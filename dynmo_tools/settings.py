@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
-from .errors import UsageError
-from .formats._document import MAX_COUNT, MAX_SIZE
+from ._common.document import MAX_COUNT, MAX_SIZE
+from ._common.errors import UsageError
 from .options import setting
 
 MAX_PERMUTATIONS = 1 << 16

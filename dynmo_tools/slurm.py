@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from .errors import DynmoError, UsageError
+from ._common.errors import DynmoError, UsageError
 from .tasks import Phase
 
 DEFAULT_JOBS = 64

@@ -13,7 +13,7 @@ import json
 import re
 from collections.abc import Iterator, Sequence
 
-from .errors import DynmoError
+from ._common.errors import DynmoError
 
 SPACE = b" \t\r\n"
 _KEY_BEGIN = re.compile(rb'[{,][ \t\r\n]*+"')

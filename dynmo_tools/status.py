@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from .errors import UsageError
+from ._common.errors import UsageError
 from .formats.workfiles import PLAN, TASK
 from .plan import load_plan
 from .steps import STEPS

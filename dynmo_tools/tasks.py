@@ -17,9 +17,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, Self
 
+from ._common.document import ESCAPED, DocumentError
+from ._common.errors import DynmoError
 from .compression import is_compressed, wrap_write
-from .errors import DynmoError
-from .formats._document import ESCAPED, DocumentError
 from .formats.workfiles import TASK
 from .plan import Job, Plan, load_plan
 from .records import (

@@ -20,8 +20,8 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from .errors import MissingExtraError, UsageError
-from .formats._document import MAX_TABLE_BYTES, check_regular, parse_any_json, read_text, short_repr
+from ._common.document import MAX_TABLE_BYTES, check_regular, parse_any_json, read_text, short_repr
+from ._common.errors import MissingExtraError, UsageError
 from .settings import Engine, TokenizerType
 
 GROWTH_BYTES = 96 << 20

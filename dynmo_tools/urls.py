@@ -19,10 +19,10 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from ._common.document import read_text
+from ._common.errors import MissingExtraError, UsageError
 from .compression import open_read, wrap_write
 from .digests import DigestBuckets
-from .errors import MissingExtraError, UsageError
-from .formats._document import read_text
 
 MIN_CHARACTERS = 9
 PAGE = re.compile(

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from email.message import Message
 from urllib.parse import quote, urljoin, urlsplit, urlunsplit
 
-from .errors import UsageError
+from ._common.errors import UsageError
 from .urls import UNSENDABLE
 
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import IO
 
-from .errors import UsageError
+from ._common.errors import UsageError
 
 PIECE_BYTES = 1 << 20
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from xml.etree import ElementTree
 
+from ._common.errors import DynmoError
 from .dumps import Page, read_base, read_pages
-from .errors import DynmoError
 from .joining import map_phases, records_kind
 from .plan import Plan
 from .records import encode_row

@@ -16,8 +16,8 @@ from html.entities import name2codepoint
 from importlib import import_module
 from typing import Any
 
+from ._common.errors import MissingExtraError
 from .brokenmarkup import without_extensions, without_leftovers
-from .errors import MissingExtraError
 
 LIST_MARK, TITLE_MARK, LESS_MARK = "\x00", "\x01", "\x02"
 DROPPED_TAGS = frozenset(

@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable
 from typing import TypeVar
 
-from .errors import EXIT_USAGE, UsageError
+from ._common.errors import EXIT_USAGE, UsageError
 from .launch.worker import LAUNCHER_PID_VARIABLE
 from .parallel.world import World, broadcast_document, gather_documents
 

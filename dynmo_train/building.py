@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from ._common.document import DocumentError, Problem
 from .compression.settings import CompressionSettings
 from .config import Config
 from .config.validate import validate
@@ -20,7 +21,6 @@ from .dynamics.tuning import read_sparse_table
 from .engine import Engine, EngineSettings
 from .families import boundary_of
 from .flops import step_flops
-from .formats._document import DocumentError, Problem
 from .formats.plan import Plan, read_plan
 from .formats.plan_check import validate_plan
 from .models.items import ItemSpec, ModelFamily

@@ -8,8 +8,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from ._common.errors import DynmoError
 from .engine import Engine
-from .errors import DynmoError
 from .saving import HostCopies, PendingSave, SavedRun, sizes_of_copies
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import typer
 
+from ._common.console import add_version, command_list, run_app
 from .commands import cluster as _cluster  # noqa: F401 - adds its commands to launch
 from .commands import cluster_batch as _cluster_batch  # noqa: F401 - and so does this
 from .commands.cache import cache
@@ -16,7 +17,6 @@ from .commands.pretrain import pretrain
 from .commands.tasks import EvaluateGroup, tasks
 from .commands.tools import compare, monitor, tune_sparse
 from .config.task_command import TaskCommand
-from .console import add_version, command_list, run_app
 
 ORDER_OF_WORK = (
     "explain-flags",

@@ -7,8 +7,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from .errors import UsageError
-from .formats._document import UnreadableError, read_records
+from ._common.document import UnreadableError, read_records
+from ._common.errors import UsageError
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
-from .errors import UsageError
-from .formats._document import DocumentError, read_any_json
+from ._common.document import DocumentError, read_any_json
+from ._common.errors import UsageError
 from .reasons import reason
 
 # As loading.cached_name makes them; nothing else in the folder is touched, whatever folder a person names.

@@ -17,13 +17,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from ._common.console import Format, emit, emit_json, human_bytes
+from ._common.document import parse_any_json
+from ._common.errors import UsageError
 from .building import flops_counter, settings_of
 from .config import Config
-from .console import Format, emit, emit_json, human_bytes
 from .dryrun_memory import memory_of_items, worker_peaks
-from .errors import UsageError
 from .families import family_of
-from .formats._document import parse_any_json
 from .formats.profile import Layout, ModelInfo, WorkerInfo, append_record, header_record
 from .memory import ItemMemory
 from .models.items import ModelFamily, parameters_of

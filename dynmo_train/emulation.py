@@ -12,18 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ._common.document import Check, DocumentError, Problem, array, envelope_problems, integer, nullable, read_records
+from ._common.errors import UsageError
 from .dynamics.technique import Event
-from .errors import UsageError
-from .formats._document import (
-    Check,
-    DocumentError,
-    Problem,
-    array,
-    envelope_problems,
-    integer,
-    nullable,
-    read_records,
-)
 from .formats.profile_lines import FORMAT, VERSION
 
 TIMES = ("forward_ns", "backward_ns", "backward_input_ns", "backward_weight_ns")

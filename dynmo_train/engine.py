@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ._common.portable import peak_memory_bytes
 from .compression.boundaries import BoundaryCodec
 from .compression.replicas import ReplicaCodec
 from .compression.report import merged_figures
@@ -48,7 +49,6 @@ from .pipeline.costs import costs_of_workers
 from .pipeline.partition import Partition
 from .pipeline.probe import Probe
 from .pipeline.schedule import Batch, Pipeline, PipelineShape
-from .portable import peak_memory_bytes
 from .rebalance.transfer import Fault, MoveReport, move_items
 
 

@@ -22,15 +22,15 @@ from typing import Any
 
 import torch
 
+from ._common.console import say
+from ._common.document import DocumentError
+from ._common.errors import EXIT_USAGE, UsageError
 from .agreement import speaks
 from .checkpoint import Checkpoint
 from .config import Config
 from .config.options import OptionSpec, concern_specs
 from .config.parse import parse_blend
 from .config.resolve import concern_types
-from .console import say
-from .errors import EXIT_USAGE, UsageError
-from .formats._document import DocumentError
 from .formats.dataset import read_sidecar
 from .formats.indexed import prefix_of
 from .parallel.dims import ParallelDims

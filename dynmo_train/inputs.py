@@ -10,13 +10,7 @@ import os
 import re
 from pathlib import Path
 
-from .formats._document import (
-    MAX_DOCUMENT_BYTES,
-    DocumentError,
-    Problem,
-    UnreadableError,
-    read_text,
-)
+from ._common.document import MAX_DOCUMENT_BYTES, DocumentError, Problem, UnreadableError, read_text
 
 _DESCRIPTOR = re.compile(r"/(?:dev|proc/self)/fd/(\d{1,9})")
 

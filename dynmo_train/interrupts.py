@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from .errors import EXIT_INTERRUPTED, EXIT_OK, EXIT_TERMINATED
+from ._common.errors import EXIT_INTERRUPTED, EXIT_OK, EXIT_TERMINATED
 from .launch.worker import is_launched
 from .parallel.world import World
 

@@ -16,12 +16,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from ._common.console import say
+from ._common.document import complete_lines, parse_json
+from ._common.errors import UsageError
 from .checkpoint import Checkpoint, CheckpointError, damage_of, find_checkpoint, list_checkpoints, open_checkpoint
 from .checkpoint.writer import STEP_NAME
 from .config import Config
-from .console import say
-from .errors import UsageError
-from .formats._document import complete_lines, parse_json
 from .parallel.world import World, broadcast_document, gather_documents
 from .programs import program_path
 from .reasons import reason

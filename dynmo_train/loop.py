@@ -10,16 +10,16 @@ from dataclasses import replace
 
 import torch
 
+from ._common.console import say
+from ._common.errors import EXIT_OK, EXIT_RELAUNCH, EXIT_USAGE, DynmoError
 from .agreement import speaks
 from .building import flops_counter, growth_problems, parameter_counts, plan_problems
 from .checkpointing import Checkpointing, Saved
 from .compression.selection import WaySelection
 from .config import Config
-from .console import say
 from .data.gpt import Part, TokenError
 from .data.tokenizer import TokenizerFiles
 from .engine import StepResult
-from .errors import EXIT_OK, EXIT_RELAUNCH, EXIT_USAGE, DynmoError
 from .fingerprint import config_facts, join_same
 from .garbage import freeze_imports
 from .interrupts import Interrupts, Wishes

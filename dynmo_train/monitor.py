@@ -8,8 +8,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from .errors import UsageError
-from .formats._document import DocumentError, UnreadableError, read_any_json, read_records
+from ._common.document import DocumentError, UnreadableError, read_any_json, read_records
+from ._common.errors import UsageError
 from .reasons import reason
 
 RECENT = 20

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from .formats._document import DocumentError
+from ._common.document import DocumentError
 
 _WORDS: Mapping[type[OSError], str] = {
     FileNotFoundError: "no such file",

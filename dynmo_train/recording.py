@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from .console import say
+from ._common.console import say
 from .dynamics.technique import Event
 from .formats.profile import (
     ItemInfo,

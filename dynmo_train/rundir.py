@@ -14,9 +14,9 @@ from platform import python_version
 from typing import Any
 
 from . import __version__
+from ._common.document import envelope, write_whole
+from ._common.errors import UsageError
 from .config import Config, config_document
-from .errors import UsageError
-from .formats._document import envelope, write_whole
 from .formats.run import FORMAT, VERSION, read_grow_request, read_run, write_run
 from .formats.run_lines import append_metrics
 from .reasons import reason

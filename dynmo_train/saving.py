@@ -13,20 +13,11 @@ from typing import Any
 import torch
 
 from . import __version__
-from .checkpoint import (
-    Checkpoint,
-    CheckpointError,
-    RunFacts,
-    build_manifest,
-    commit,
-    new_staging,
-    prune,
-    write_shard,
-)
+from ._common.document import short_repr
+from ._common.errors import DynmoError
+from .checkpoint import Checkpoint, CheckpointError, RunFacts, build_manifest, commit, new_staging, prune, write_shard
 from .checkpoint.writer import dtype_name
 from .engine import Engine
-from .errors import DynmoError
-from .formats._document import short_repr
 from .models.items import ModelFamily, has_vocabulary_rows, masks_of, parameters_of, vocabulary_rows
 from .models.sharding import whole_shape
 from .optim.adamw import MOMENTS

@@ -11,15 +11,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from ._common.console import say
+from ._common.errors import UsageError
 from .agreement import agreed, first_then_others
 from .building import first_partition, schedule_in_profile, settings_of
 from .checkpoint import Checkpoint, CheckpointError, remove_stale_staging
 from .config import Config
-from .console import say
 from .data.batches import Samples, open_samples
 from .emulation import read_trace
 from .engine import Engine, EngineSettings
-from .errors import UsageError
 from .families import family_of
 from .fingerprint import checkpoint_facts, require_same
 from .formats.plan import initial_plan, plan_ids, write_plan

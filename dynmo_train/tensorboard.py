@@ -16,8 +16,8 @@ from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 
-from .console import say
-from .errors import UsageError
+from ._common.console import say
+from ._common.errors import UsageError
 from .reasons import reason
 
 _MASK = 0xA282EAD8

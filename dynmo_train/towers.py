@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 import torch
 
+from ._common.document import short_repr
 from .checkpoint import Checkpoint, CheckpointError
-from .formats._document import short_repr
 from .models.chain import STATED
 from .models.ict import QUERY, bert_parameter
 from .models.items import ModelFamily, parameters_of

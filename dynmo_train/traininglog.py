@@ -8,9 +8,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from ._common.console import emit
 from .compression.report import report_lines
 from .config import Config
-from .console import emit
 from .engine import StepResult
 from .parallel.world import World
 from .pipeline.partition import Partition

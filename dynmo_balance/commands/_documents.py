@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..formats._document import DocumentError, Problem
+from .._common.document import DocumentError, Problem
 
 
 def refuse(source: str, problems: list[Problem]) -> None:

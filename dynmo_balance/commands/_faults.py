@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from ..errors import DynmoError
-from ..formats._document import Problem
+from .._common.document import Problem
+from .._common.errors import DynmoError
 
 
 class FaultsError(DynmoError):

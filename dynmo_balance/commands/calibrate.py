@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from ..console import Format, emit, emit_json
+from .._common.console import Format, emit, emit_json
 from ..options import FormatOption
 
 
@@ -22,9 +22,9 @@ def calibrate(
 
     Give the overhead to simulate as --overhead-us.
     """
+    from .._common.errors import UsageError
     from ..calibrate import calibrate as fit
     from ..calibrate import relative_error, samples_of
-    from ..errors import UsageError
     from ..formats.profile import read_profile
     from ..history import read_plans
     from ..source import profile_path, warn_of_units

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..console import Format, emit_json, emit_table, human_bytes
+from .._common.console import Format, emit_json, emit_table, human_bytes
 from ..options import (
     AtStepOption,
     FormatOption,

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from ..console import Format, emit, emit_json
+from .._common.console import Format, emit, emit_json
 from ..options import (
     AtStepOption,
     FormatOption,

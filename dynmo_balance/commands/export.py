@@ -7,8 +7,8 @@ from typing import Annotated
 
 import typer
 
-from ..console import emit, say
-from ..formats._document import MAX_MICROBATCHES
+from .._common.console import emit, say
+from .._common.document import MAX_MICROBATCHES
 from ..options import Target
 
 
@@ -27,7 +27,7 @@ def export(
 
     A plan that the framework would run in another way is refused: other placements, schedules, cuts inside layers.
     """
-    from ..errors import UsageError
+    from .._common.errors import UsageError
     from ..export import TARGETS
     from ..formats.plan import header_problems, read_plan
     from ..formats.profile import read_profile

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ..console import Format, emit_json, say
+from .._common.console import Format, emit_json, say
 from ..formats.plan import encode_plan
 from ..options import (
     AtStepOption,
@@ -79,8 +79,8 @@ def partition(
 
     Exits 3 when no partition obeys the constraints, and says which limit cannot be met.
     """
+    from .._common.document import write_whole
     from ..devices import load_device
-    from ..formats._document import write_whole
     from ..formats.plan import header_problems, read_plan, to_document
     from ..partition import uniform
     from ..question import make_problem

@@ -7,8 +7,8 @@ from typing import Annotated
 
 import typer
 
-from ..console import Format, command_list, emit, emit_json, emit_table, progress, say
-from ..formats._document import MAX_INTEGER, MAX_MICROBATCHES, MAX_RANKS, MAX_SIZE, MAX_STEPS, MAX_WIDTH
+from .._common.console import Format, command_list, emit, emit_json, emit_table, progress, say
+from .._common.document import MAX_INTEGER, MAX_MICROBATCHES, MAX_RANKS, MAX_SIZE, MAX_STEPS, MAX_WIDTH
 from ..options import (
     Dtype,
     DtypeOption,
@@ -65,9 +65,9 @@ def build(
     """Write an analytic profile: what each item would cost on a device, static or over a scripted run."""
     import json
 
+    from .._common.errors import UsageError
     from ..build import BuildOptions, build_costs, build_header, build_lines, header_of
     from ..devices import load_device
-    from ..errors import UsageError
     from ..formats.profile import write_profile
     from ..modelconfig import load_spec
     from ..trajectories import DEFAULT_STRENGTH, Script, moments
@@ -171,7 +171,7 @@ def diff(
     output_format: FormatOption = Format.TEXT,
 ) -> None:
     """The costs of two profiles side by side, from the last window of each."""
-    from ..errors import UsageError
+    from .._common.errors import UsageError
     from ..render import milliseconds
     from ..source import load
 
@@ -207,10 +207,10 @@ def import_(
 
     Logs hold the times of whole workers; these are shared among a worker's items as the analytic model has them.
     """
+    from .._common.document import read_lines
+    from .._common.errors import UsageError
     from ..analytic import costs_of_header
     from ..devices import load_device
-    from ..errors import UsageError
-    from ..formats._document import read_lines
     from ..formats.plan import header_problems, read_plan
     from ..formats.profile import read_profile, write_profile
     from ..importing import import_lines

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ..console import Format, emit, emit_json, emit_table, say
-from ..formats._document import MAX_LAYERS, MAX_RANKS, MAX_STEPS
+from .._common.console import Format, emit, emit_json, emit_table, say
+from .._common.document import MAX_LAYERS, MAX_RANKS, MAX_STEPS
 from ..options import FormatOption
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ def recipe(
 
     Each recipe states its assumptions; the published figures stand beside for comparison, not as a claim.
     """
-    from ..errors import UsageError
+    from .._common.errors import UsageError
     from ..recipes import altered, cook, load_recipe, recipe_names
     from ..recipes.distance import distance_of
     from ..recipes.trace import write_trace

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ..console import Format, emit, emit_json, emit_table, human_bytes, say
+from .._common.console import Format, emit, emit_json, emit_table, human_bytes, say
 from ..formats.plan import encode_plan
 from ..options import (
     AtStepOption,
@@ -49,8 +49,8 @@ def repack(
     Every number of workers is tried with the exact balancer, so no fewer would do by its bottleneck; a run with several
     stages a worker keeps as many on each. Exits 4 when no worker can be released.
     """
-    from ..errors import UsageError
-    from ..formats._document import write_whole
+    from .._common.document import write_whole
+    from .._common.errors import UsageError
     from ..formats.plan import to_document
     from ..question import make_problem
     from ..render import show_stages

@@ -6,8 +6,8 @@ from typing import Annotated
 
 import typer
 
-from ..console import Format, emit_json, emit_table
-from ..formats._document import MAX_STEPS
+from .._common.console import Format, emit_json, emit_table
+from .._common.document import MAX_STEPS
 from ..options import FormatOption, Policy, SourceArgument
 
 
@@ -23,8 +23,8 @@ def replay(
 
     The newest segment with steps is replayed from the static uniform partition, on a virtual clock.
     """
+    from .._common.errors import UsageError
     from ..decision import WatchOptions
-    from ..errors import UsageError
     from ..formats.profile import read_profile
     from ..replay import Tape, offline_optimum, run_policy
     from ..source import profile_path, recorded_owners, warn_of_units

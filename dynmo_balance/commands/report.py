@@ -7,8 +7,8 @@ from typing import Annotated
 
 import typer
 
-from ..console import say
-from ..formats._document import MAX_STEPS
+from .._common.console import say
+from .._common.document import MAX_STEPS
 from ..options import ProblemOptions
 
 
@@ -18,8 +18,8 @@ def report(
     window: Annotated[int, typer.Option(min=1, max=MAX_STEPS, help="Steps before and after a move to compare.")] = 8,
 ) -> None:
     """One self-contained HTML file: steps, stage loads, every plan and move, timelines, predicted against measured."""
-    from ..errors import UsageError
-    from ..formats._document import write_whole
+    from .._common.document import write_whole
+    from .._common.errors import UsageError
     from ..history import history_of
     from ..question import make_problem
     from ..report import html

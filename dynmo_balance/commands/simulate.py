@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ..console import Format, emit, emit_json, human_bytes
-from ..formats._document import MAX_WIDTH
+from .._common.console import Format, emit, emit_json, human_bytes
+from .._common.document import MAX_WIDTH
 from ..options import (
     AtStepOption,
     Balancer,
@@ -199,8 +199,8 @@ def _tell(
 
 def _pictures(problem: Problem, timeline: Timeline, svg: Path | None, trace: Path | None) -> None:
     """Write the files that were asked for."""
+    from .._common.document import encode_json, write_whole
     from ..drawing import as_svg, as_trace
-    from ..formats._document import encode_json, write_whole
 
     workers = [place.worker for place in problem.places]
     if svg is not None:

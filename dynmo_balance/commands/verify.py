@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ..console import Format, emit, emit_json, human_bytes
-from ..formats._document import MAX_LAYERS, MAX_MICROBATCHES, MAX_STEPS
+from .._common.console import Format, emit, emit_json, human_bytes
+from .._common.document import MAX_LAYERS, MAX_MICROBATCHES, MAX_STEPS
 from ..options import DeviceOption, Dtype, DtypeOption, FormatOption, GranularityOption, MemoryOption
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from ..formats._document import MAX_COUNT, MAX_RANKS, MAX_STEPS
+from .._common.document import MAX_COUNT, MAX_RANKS, MAX_STEPS
 from ..options import (
     Balancer,
     BalancerOption,

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ..console import Format, emit, emit_json, say
+from .._common.console import Format, emit, emit_json, say
 from ..options import (
     AtStepOption,
     BoundaryRankOption,
@@ -95,10 +95,10 @@ def what_if(
     With compression of gradients (its axes, or the flags of simulate) the table has each step with its reductions
     beside the same step without compression, bytes, the time of making and undoing factors, and when it pays.
     """
+    from .._common.document import write_whole
+    from .._common.errors import UsageError
     from ..compressed import CompressionQuestion
     from ..devices import load_device
-    from ..errors import UsageError
-    from ..formats._document import write_whole
     from ..grid import parse_vary
     from ..gridpicture import picture
     from ..question import parse_bytes

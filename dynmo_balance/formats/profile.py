@@ -11,15 +11,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from ._document import (
-    DocumentError,
-    Problem,
-    own_document,
-    parse_json,
-    read_lines,
-    short_repr,
-    write_whole,
-)
+from .._common.document import DocumentError, Problem, own_document, parse_json, read_lines, short_repr, write_whole
 from .profile_lines import line_problems
 from .profile_records import Ask, Event, Header, Item, Link, Model, PlanResult, Record, Samples, Step, Worker
 

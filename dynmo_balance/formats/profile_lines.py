@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ._document import (
+from .._common.document import (
     ENVELOPE,
     MAX_MICROBATCHES,
     MAX_RANKS,

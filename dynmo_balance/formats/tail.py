@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ._document import Problem, UnreadableError, open_regular
+from .._common.document import Problem, UnreadableError, open_regular
 from .profile import Header, LineParser, Record, Step
 
 MARK_BYTES = 64

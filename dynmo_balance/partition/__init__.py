@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from itertools import pairwise
 
-from ..errors import UsageError
+from .._common.errors import UsageError
 from ..problem import Problem
 from . import by_weight, deepspeed, diffusion, uniform
 from .exact import Solution, solve

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 
-from ..errors import UsageError
+from .._common.errors import UsageError
 from ..problem import InfeasibleError, Place, Problem
 
 

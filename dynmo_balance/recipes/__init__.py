@@ -16,12 +16,12 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
+from .._common.document import MAX_CONFIG_BYTES, parse_toml, read_text
+from .._common.errors import UsageError
 from ..auto import search
 from ..build import BuildOptions, build_costs, build_header, header_of
 from ..costs import ItemCosts
 from ..devices import load_device
-from ..errors import UsageError
-from ..formats._document import MAX_CONFIG_BYTES, parse_toml, read_text
 from ..formats.profile import Header
 from ..modelconfig import from_config
 from ..modelspec import ModelSpec

@@ -13,9 +13,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from .._common.errors import UsageError
 from ..build import build_costs, build_header, build_lines, header_of
 from ..devices import load_device
-from ..errors import UsageError
 from ..formats.profile import write_profile
 from ..trajectories import Moment, moments
 from . import Recipe

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from functools import lru_cache
 
-from ..errors import UsageError
+from .._common.errors import UsageError
 from . import gpipe, interleaved, one_f_one_b, zero_bubble, zero_bubble_v
 from .operations import Kind, Operation, Order, check_operations
 

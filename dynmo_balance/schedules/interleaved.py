@@ -6,7 +6,7 @@ in the warm-up and in where the weight gradients go.
 
 from __future__ import annotations
 
-from ..errors import UsageError
+from .._common.errors import UsageError
 from .operations import Kind, Operation, Order
 
 

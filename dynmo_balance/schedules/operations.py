@@ -5,7 +5,7 @@ from __future__ import annotations
 from enum import StrEnum
 from typing import NamedTuple
 
-from ..errors import UsageError
+from .._common.errors import UsageError
 
 MAX_FORWARDS = 1 << 20
 """Stages times microbatches of one step. Each takes about 1 kB and 20 to 40 us of a simulation: 1 GB, a minute."""

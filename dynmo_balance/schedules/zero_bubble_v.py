@@ -6,7 +6,7 @@ length where forward, input gradient and weight gradient are; then no worker wai
 
 from __future__ import annotations
 
-from ..errors import UsageError
+from .._common.errors import UsageError
 from .operations import Kind, Operation, Order
 
 

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from ._document import Problem, short_repr
+from .._common.document import Problem, short_repr
 
 Document = dict[str, Any]
 # Tensors with a row for each id of the vocabulary.

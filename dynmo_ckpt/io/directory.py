@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from ..console import human_bytes
-from ..errors import UsageError
+from .._common.console import human_bytes
+from .._common.errors import UsageError
 from ..faults import StorageError
 
 

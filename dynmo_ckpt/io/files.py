@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import BinaryIO
 
+from .._common.document import MAX_DOCUMENT_BYTES, DocumentError, UnreadableError, open_regular, read_bytes
 from ..faults import CorruptError
-from ..formats._document import MAX_DOCUMENT_BYTES, DocumentError, UnreadableError, open_regular, read_bytes
 
 
 def open_file(path: Path) -> BinaryIO:

@@ -11,8 +11,8 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from .._common.portable import read_into
 from ..faults import CorruptError, StorageError
-from ..portable import read_into
 from .checks import Part, SourceChecks, altered, joined
 from .files import open_file
 from .safetensors import StoredArray

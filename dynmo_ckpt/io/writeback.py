@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 
-from ..portable import drop_cached
+from .._common.portable import drop_cached
 
 WINDOW_BYTES = 8 << 20
 WINDOWS = 8

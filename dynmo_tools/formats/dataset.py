@@ -12,9 +12,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import IO, Any
 
-from ..compression import PIECE_BYTES
-from ..errors import UsageError
-from ._document import (
+from .._common.document import (
     ENVELOPE,
     DocumentError,
     Problem,
@@ -30,6 +28,8 @@ from ._document import (
     short_repr,
     string,
 )
+from .._common.errors import UsageError
+from ..compression import PIECE_BYTES
 
 FORMAT = "dynmo.dataset"
 VERSION = 1

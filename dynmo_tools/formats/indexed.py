@@ -17,8 +17,8 @@ from typing import IO, Any
 import numpy as np
 import numpy.typing as npt
 
-from ..errors import UsageError
-from ._document import Problem, check_regular
+from .._common.document import Problem, check_regular
+from .._common.errors import UsageError
 from .dataset import content_problems, digest_vocabulary, read_sidecar
 from .numbers import Int64s, Numbers, bounds, counting, in_file, running
 

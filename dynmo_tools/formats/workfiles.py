@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from .. import __version__
-from ._document import (
+from .._common.document import (
     ENVELOPE,
     MAX_SIZE,
     MAX_TABLE_BYTES,

@@ -6,8 +6,8 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..errors import UsageError
-from ..formats._document import envelope
+from .._common.document import envelope
+from .._common.errors import UsageError
 from ..formats.checkpoint import FORMAT, VERSION
 
 

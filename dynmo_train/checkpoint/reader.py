@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
-from ..errors import UsageError
-from ..formats._document import MAX_TABLE_BYTES, DocumentError, UnreadableError, read_bytes
+from .._common.document import MAX_TABLE_BYTES, DocumentError, UnreadableError, read_bytes
+from .._common.errors import UsageError
 from ..formats.checkpoint import parse_manifest
 from .shards import HEADER_LIMIT_BYTES, TORCH_NAMES, Place, decode_header
 from .writer import STEP_NAME, read_latest

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from ..console import Format, command_list, emit, emit_json, emit_table, human_bytes
+from .._common.console import Format, command_list, emit, emit_json, emit_table, human_bytes
 
 CacheDir = Annotated[
     Path | None, typer.Option("--cache-dir", help="Folder of converted models [default: ~/.cache/dynmo].")

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ..console import emit, say
-from ..errors import UsageError
-from ..formats._document import MAX_COUNT, MAX_JOBS, MAX_RANKS
+from .._common.console import emit, say
+from .._common.document import MAX_COUNT, MAX_JOBS, MAX_RANKS
+from .._common.errors import UsageError
 from .cluster_options import DryRun, Exports, Gpus, JobName, LogFolder, NodeCount, Nproc
 from .common import need_torch
 from .launch import (

@@ -9,9 +9,9 @@ from typing import Annotated
 
 import typer
 
-from ..console import emit, say
-from ..errors import UsageError
-from ..formats._document import MAX_COUNT, MAX_JOBS, MAX_RANKS
+from .._common.console import emit, say
+from .._common.document import MAX_COUNT, MAX_JOBS, MAX_RANKS
+from .._common.errors import UsageError
 from ..reasons import reason
 from .cluster_options import (
     DryRun,

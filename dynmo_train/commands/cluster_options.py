@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from ..formats._document import MAX_JOBS
+from .._common.document import MAX_JOBS
 
 Nproc = Annotated[
     int,

@@ -13,7 +13,7 @@ from typing import Annotated
 
 import typer
 
-from ..errors import MissingExtraError, UsageError
+from .._common.errors import MissingExtraError, UsageError
 
 
 class DeviceName(StrEnum):

@@ -6,11 +6,11 @@ from typing import Annotated, Any, Protocol
 
 import typer
 
+from .._common.console import Format, emit, emit_json, emit_table
 from ..config.command import with_specs
 from ..config.evaluation import ClassifyConfig, HarnessConfig, LambadaConfig, PlaceConfig, WikitextConfig
 from ..config.fields import specs_of, values_of
 from ..config.task_command import TaskCommand, told_model
-from ..console import Format, emit, emit_json, emit_table
 from .common import first_tells, need_torch, world_size
 
 evaluate = typer.Typer(no_args_is_help=True, help="Measure how good a trained model is.")

@@ -8,14 +8,14 @@ from typing import Annotated, Any
 
 import typer
 
+from .._common.console import Format, emit, emit_json, emit_table
+from .._common.errors import UsageError
 from ..config.compat import FLAGS, Known
 from ..config.helptext import explain_foreign, script_of
 from ..config.published import TABLE
 from ..config.resolve import option_specs
 from ..config.scripts import Meaning, ScriptCommand, explain, read_script
 from ..config.task_command import TASK_FLAGS, TaskCommand
-from ..console import Format, emit, emit_json, emit_table
-from ..errors import UsageError
 from ..inputs import read_input
 
 # Flags of the programs behind evaluation that the name of the command here, or its --load, replaces.

@@ -9,14 +9,14 @@ from typing import Any
 
 import typer
 
+from .._common.console import command_list
+from .._common.document import DocumentError
+from .._common.errors import EXIT_USAGE, UsageError
 from ..config import Facts, read_config_file, resolve_checked
 from ..config.command import MegatronCommand, with_specs
 from ..config.evaluation import FinetuneConfig
 from ..config.fields import specs_of, values_of
 from ..config.resolve import option_specs
-from ..console import command_list
-from ..errors import EXIT_USAGE, UsageError
-from ..formats._document import DocumentError
 from .common import ConfigFile, deaf_until_training, need_torch, world_size
 
 finetune = typer.Typer(

@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from .._common.console import Format, emit, emit_json, say
+from .._common.document import MAX_DOCUMENT_BYTES
+from .._common.errors import UsageError
 from ..config.command import with_specs
 from ..config.evaluation import GenerateConfig, PlaceConfig
 from ..config.fields import specs_of, values_of
 from ..config.rules.task_effect import generate_warnings
 from ..config.task_command import told_model
-from ..console import Format, emit, emit_json, say
-from ..errors import UsageError
-from ..formats._document import MAX_DOCUMENT_BYTES
 from ..inputs import read_input
 from ..reasons import reason
 from .common import first_tells, need_torch, world_size

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ..console import command_list, emit
-from ..errors import UsageError
-from ..formats._document import MAX_COUNT, MAX_JOBS, MAX_RANKS
+from .._common.console import command_list, emit
+from .._common.document import MAX_COUNT, MAX_JOBS, MAX_RANKS
+from .._common.errors import UsageError
 from .common import need_torch
 
 if TYPE_CHECKING:

@@ -7,17 +7,10 @@ from typing import Annotated, Any
 
 import typer
 
-from ..config import (
-    Facts,
-    dry_run_processes,
-    dry_run_values,
-    read_config_file,
-    resolve_checked,
-    with_deepspeed,
-)
+from .._common.console import Format, command_list
+from .._common.errors import EXIT_USAGE, UsageError
+from ..config import Facts, dry_run_processes, dry_run_values, read_config_file, resolve_checked, with_deepspeed
 from ..config.command import MegatronCommand, with_options
-from ..console import Format, command_list
-from ..errors import EXIT_USAGE, UsageError
 from .common import ConfigFile, deaf_until_training, first_tells, need_torch, world_size
 
 pretrain = typer.Typer(

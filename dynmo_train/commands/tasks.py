@@ -7,8 +7,8 @@ from typing import Any
 
 import typer
 
-from ..console import command_list
-from ..errors import UsageError
+from .._common.console import command_list
+from .._common.errors import UsageError
 
 ZERO_SHOT = {"WIKITEXT103": "wikitext", "LAMBADA": "lambada"}
 FINE_TUNED = {"MNLI": "mnli", "RACE": "race"}

@@ -9,8 +9,8 @@ from typing import Annotated
 
 import typer
 
-from ..console import Format, emit, emit_json, emit_table
-from ..formats._document import MAX_JOBS, MAX_SIZE
+from .._common.console import Format, emit, emit_json, emit_table
+from .._common.document import MAX_JOBS, MAX_SIZE
 from .common import DeviceName, need_torch
 
 

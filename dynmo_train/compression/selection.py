@@ -14,8 +14,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Any
 
+from .._common.document import parse_any_json
 from ..engine import Engine
-from ..formats._document import parse_any_json
 from ..parallel.world import broadcast_document
 from ..programs import program_path
 from .settings import CompressionSettings

@@ -19,14 +19,7 @@ from .resolve import (
     resolve,
     with_deepspeed,
 )
-from .schema import (
-    BalanceConfig,
-    Config,
-    ModelConfig,
-    ParallelConfig,
-    RunConfig,
-    TrainingConfig,
-)
+from .schema import BalanceConfig, Config, ModelConfig, ParallelConfig, RunConfig, TrainingConfig
 from .techniques import DepthConfig, ExitConfig, FreezingConfig, PruningConfig, SparseAttentionConfig
 from .validate import check, validate
 

@@ -11,8 +11,8 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand
 
-from ..console import say
-from ..formats._document import DocumentError
+from .._common.console import say
+from .._common.document import DocumentError
 from .compat import translate
 from .options import OptionSpec
 from .resolve import option_specs

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from ..formats._document import Problem
+from .._common.document import Problem
 
 Kind = Literal["becomes", "nothing", "refused"]
 # Options whose value is several words; they become one.

@@ -12,9 +12,9 @@ from collections.abc import Mapping
 from dataclasses import MISSING
 from typing import Any
 
-from ..console import say
-from ..errors import UsageError
-from ..formats._document import DocumentError, Problem
+from .._common.console import say
+from .._common.document import DocumentError, Problem
+from .._common.errors import UsageError
 from .options import Facts, OptionSpec
 from .resolve import ALTERNATIVES, option_specs, resolve
 from .rules.effect import effect_warnings

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..errors import UsageError
-from ..formats._document import DocumentError, Problem, read_any_json
+from .._common.document import DocumentError, Problem, read_any_json
+from .._common.errors import UsageError
 from ..reasons import reason
 
 _PLAIN = {

@@ -7,7 +7,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from ..formats._document import MAX_JOBS, MAX_RANKS
+from .._common.document import MAX_JOBS, MAX_RANKS
 from .data import TokenizerType, default_tokenizer_type
 from .options import option
 

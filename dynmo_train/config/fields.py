@@ -7,7 +7,7 @@ from dataclasses import MISSING
 from functools import cache
 from typing import Any, TypeVar
 
-from ..formats._document import DocumentError, Problem
+from .._common.document import DocumentError, Problem
 from .options import Facts, OptionSpec, concern_specs
 
 Values = TypeVar("Values")

@@ -7,7 +7,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from ..formats._document import MAX_SAMPLES
+from .._common.document import MAX_SAMPLES
 from .options import option
 
 DecayStyle = Literal["cosine", "linear", "constant", "inverse-square-root", "WSD"]

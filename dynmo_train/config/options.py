@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from ..formats._document import MAX_COUNT, Problem
+from .._common.document import MAX_COUNT, Problem
 
 Source = Literal["default", "derived", "file", "flag", "command"]
 # What an option names. At a start all processes must have the same values, data sets ("data"), and contents of a file

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from itertools import pairwise
 from typing import Any
 
-from ..errors import UsageError
+from .._common.errors import UsageError
 from ..pacing import BatchSizes
 
 MAX_RAMP_SIZES, MAX_RAMP_STEPS = 65_536, 10_000_000

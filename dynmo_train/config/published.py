@@ -162,6 +162,6 @@ def markdown() -> str:
 
 
 if __name__ == "__main__":
-    from ..console import emit
+    from .._common.console import emit
 
     emit(markdown().rstrip())

@@ -6,8 +6,8 @@ import difflib
 from importlib import resources
 from typing import Any
 
-from ..errors import UsageError
-from ..formats._document import parse_toml
+from .._common.document import parse_toml
+from .._common.errors import UsageError
 from .resolve import parse_config_file
 
 

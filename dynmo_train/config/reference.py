@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..console import emit
+from .._common.console import emit
 from .options import OptionSpec
 from .resolve import concern_types, option_specs
 

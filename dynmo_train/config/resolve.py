@@ -11,9 +11,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any, get_type_hints
 
-from ..console import say
-from ..errors import UsageError
-from ..formats._document import MAX_CONFIG_BYTES, DocumentError, Problem, parse_toml
+from .._common.console import say
+from .._common.document import MAX_CONFIG_BYTES, DocumentError, Problem, parse_toml
+from .._common.errors import UsageError
 from ..inputs import read_input
 from ..reasons import reason
 from .deepspeed import read_deepspeed

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from ..formats._document import MAX_EXPERTS, MAX_JOBS, MAX_LAYERS, MAX_MICROBATCHES, MAX_RANKS, MAX_SAMPLES
+from .._common.document import MAX_EXPERTS, MAX_JOBS, MAX_LAYERS, MAX_MICROBATCHES, MAX_RANKS, MAX_SAMPLES
 from ..pacing import BatchSizes, Curriculum
 from .compression import CompressionConfig
 from .data import DataConfig

@@ -13,9 +13,9 @@ from typing import Any
 import typer
 from typer.core import TyperCommand
 
-from ..console import say
-from ..errors import UsageError
-from ..formats._document import DocumentError, Problem
+from .._common.console import say
+from .._common.document import DocumentError, Problem
+from .._common.errors import UsageError
 from .compat import FLAGS, Known, translate
 from .options import OptionSpec
 from .resolve import option_specs

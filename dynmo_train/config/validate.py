@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..formats._document import DocumentError, Problem
+from .._common.document import DocumentError, Problem
 from .rules.compiling import COMPILING_RULES
 from .rules.compression import COMPRESSION_RULES
 from .rules.effect import EFFECT_RULES

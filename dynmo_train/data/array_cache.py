@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ..formats._document import DocumentError, read_any_json
+from .._common.document import DocumentError, read_any_json
 
 Arrays = Mapping[str, npt.NDArray[Any]]
 SMALL_BYTES = 1 << 20

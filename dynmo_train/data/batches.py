@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from .._common.errors import UsageError
 from ..config import Config
 from ..config.data import Blend
-from ..errors import UsageError
 from ..formats.indexed import FORMS, MAGIC, IndexedDataset, open_indexed
 from ..pacing import BatchSizes, Curriculum
 from ..pipeline.schedule import Batch

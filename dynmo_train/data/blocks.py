@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from ..errors import UsageError
+from .._common.errors import UsageError
 from ..formats.indexed import IndexedDataset
 from .masked import sentence_tokens
 from .masking import sample_random

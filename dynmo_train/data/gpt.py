@@ -13,7 +13,7 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from ..errors import UsageError
+from .._common.errors import UsageError
 from ..formats.indexed import IndexedDataset
 from .indices import Int64Array, SampleIndex, Wanted, build_index, epoch_tokens
 

@@ -15,8 +15,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from .._common.errors import UsageError
 from ..config import Config
-from ..errors import UsageError
 from ..formats.indexed import IndexedDataset, open_indexed
 from .blend import Dataset
 from .blocks import COLUMNS as BLOCK_COLUMNS

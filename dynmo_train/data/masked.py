@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from ..errors import UsageError
+from .._common.errors import UsageError
 from ..formats.indexed import IndexedDataset
 from .masking import positions_to_hide, sample_random
 from .sentences import Runs

@@ -16,8 +16,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from ..errors import UsageError
-from ..formats._document import MAX_TABLE_BYTES, DocumentError, parse_any_json, read_text, short_repr
+from .._common.document import MAX_TABLE_BYTES, DocumentError, parse_any_json, read_text, short_repr
+from .._common.errors import UsageError
 from ..models.bert_tasks import NO_LABEL, TaskHead
 from ..reasons import reason
 from .tokenizer import Tokenizer

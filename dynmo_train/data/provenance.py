@@ -6,7 +6,7 @@ import functools
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..errors import MissingExtraError, UsageError
+from .._common.errors import MissingExtraError, UsageError
 from ..formats.dataset import digest_vocabulary, read_sidecar
 from ..formats.indexed import prefix_of
 from .tokenizer import TokenizerFiles, open_tokenizer

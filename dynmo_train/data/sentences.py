@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ..errors import UsageError
+from .._common.errors import UsageError
 from ..formats.indexed import IndexedDataset
 from .array_cache import Arrays, cached_arrays, file_facts
 from .gpt import PARTS, Part, split_bounds

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from .._common.document import MAX_TABLE_BYTES, DocumentError, read_any_json
+from .._common.errors import MissingExtraError, UsageError
 from ..config.data import default_tokenizer_type
-from ..errors import MissingExtraError, UsageError
-from ..formats._document import MAX_TABLE_BYTES, DocumentError, read_any_json
 from ..reasons import reason
 
 # Names under which tokenizers of the field know the token that ends a document.

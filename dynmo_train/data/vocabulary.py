@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from ..errors import UsageError
+from .._common.errors import UsageError
 
 # Names of the field for each role, the usual one first.
 NAMES = {

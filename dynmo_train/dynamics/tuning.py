@@ -9,8 +9,8 @@ from pathlib import Path
 
 import torch
 
-from ..errors import UsageError
-from ..formats._document import DocumentError, read_any_json
+from .._common.document import DocumentError, read_any_json
+from .._common.errors import UsageError
 from ..models.linear import PrunableLinear
 from ..models.sparse_forms import BLOCK, BLOCK_SIZE, CSR, SEMI_STRUCTURED, SparseTable
 from ..reasons import reason

@@ -10,7 +10,7 @@ import zlib
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from ._document import (
+from .._common.document import (
     ENVELOPE,
     MAX_ALL_EXPERTS,
     MAX_EXPERTS,

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ._document import (
+from .._common.document import (
     ENVELOPE,
     DocumentError,
     Problem,

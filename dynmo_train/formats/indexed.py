@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ._document import DocumentError, Problem
+from .._common.document import DocumentError, Problem
 
 MAGIC = b"MMIDIDX\x00\x00"
 OTHER_MAGIC = b"TNTIDX\x00\x00"

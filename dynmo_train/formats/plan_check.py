@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 
-from ._document import Problem
+from .._common.document import Problem
 from .plan import Plan
 
 Stages = Sequence[Sequence[str]]

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from .. import __version__
-from ._document import DocumentError, Problem, WriterError, append_line, envelope, parse_json, read_lines
+from .._common.document import DocumentError, Problem, WriterError, append_line, envelope, parse_json, read_lines
 from .profile_lines import FORMAT, VERSION, line_problems
 
 WRITTEN_BY = f"dynmo-train {__version__}"

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ._document import (
+from .._common.document import (
     ENVELOPE,
     MAX_CONFIG_BYTES,
     DocumentError,

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ._document import Check, Problem, WriterError, append_line, integer, string
+from .._common.document import Check, Problem, WriterError, append_line, integer, string
 
 _METRICS: Mapping[str, Check] = {"step": integer()}
 _EVENT: Mapping[str, Check] = {"time_utc": string(), "step": integer(), "kind": string(), "message": string()}

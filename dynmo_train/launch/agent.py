@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
-from ..console import say
-from ..errors import DynmoError
+from .._common.console import say
+from .._common.errors import DynmoError
 from ..rundir import LAUNCH_FILE_VARIABLE
 from .outcome import Failure
 from .worker import GRACE_VARIABLE, LAUNCHER_PID_VARIABLE, SAVE_VARIABLE, TOLD_FILE_VARIABLE

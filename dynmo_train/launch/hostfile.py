@@ -14,9 +14,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..console import say
-from ..errors import EXIT_RELAUNCH, EXIT_TERMINATED, UsageError
-from ..formats._document import MAX_JOBS
+from .._common.console import say
+from .._common.document import MAX_JOBS
+from .._common.errors import EXIT_RELAUNCH, EXIT_TERMINATED, UsageError
 from ..inputs import read_input
 from .outcome import shell_code
 

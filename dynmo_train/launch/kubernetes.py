@@ -14,8 +14,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ..errors import DynmoError, UsageError
-from ..formats._document import parse_any_json
+from .._common.document import parse_any_json
+from .._common.errors import DynmoError, UsageError
 
 PORT = 29500
 Version = tuple[int, int]

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ..console import say
-from ..errors import EXIT_FAILURE, EXIT_RELAUNCH, EXIT_USAGE, UsageError
+from .._common.console import say
+from .._common.errors import EXIT_FAILURE, EXIT_RELAUNCH, EXIT_USAGE, UsageError
 from ..formats.run import read_run
 from ..reasons import reason
 from ..rundir import take_grow_request

@@ -20,7 +20,7 @@ from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-from ..errors import EXIT_RELAUNCH, DynmoError, UsageError
+from .._common.errors import EXIT_RELAUNCH, DynmoError, UsageError
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import PrefixStore, Store

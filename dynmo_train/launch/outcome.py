@@ -6,7 +6,7 @@ import signal
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from ..errors import EXIT_INTERRUPTED, EXIT_RELAUNCH, EXIT_TERMINATED, EXIT_USAGE
+from .._common.errors import EXIT_INTERRUPTED, EXIT_RELAUNCH, EXIT_TERMINATED, EXIT_USAGE
 
 TAIL_LINES = 12
 # A run whose model is not finite. Another start from the same checkpoint would compute the same.

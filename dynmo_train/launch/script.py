@@ -7,7 +7,7 @@ import shlex
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 
-from ..errors import UsageError
+from .._common.errors import UsageError
 
 # The variables by which the published cluster examples set sizes at submission, and the flags that they stand for.
 SIZE_VARIABLES = {

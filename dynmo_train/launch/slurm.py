@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ..errors import DynmoError, UsageError
-from ..formats._document import MAX_JOBS, MAX_RANKS
+from .._common.document import MAX_JOBS, MAX_RANKS
+from .._common.errors import DynmoError, UsageError
 from .script import array, exports, one_word, shell_words
 
 # One step for each node rather than one for all: a step that ends gives its node back, the others go on.

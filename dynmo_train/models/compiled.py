@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from ..errors import UsageError
+from .._common.errors import UsageError
 from .blocks import CrossAttention, Embedding, Mlp, SelfAttention
 
 FORMS = 64

@@ -15,8 +15,8 @@ import torch
 from torch import nn
 from torch.func import functional_call
 
-from ..errors import UsageError
-from ..formats._document import short_repr
+from .._common.document import short_repr
+from .._common.errors import UsageError
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
-from ..errors import UsageError
+from .._common.errors import UsageError
 from .dims import Coordinates, ParallelDims
 
 

@@ -21,9 +21,9 @@ from torch.distributed.pipelining.schedules import (
 )
 from torch.distributed.pipelining.stage import _PipelineStageBase
 
+from .._common.errors import UsageError
 from ..compression.boundaries import BoundaryCodec
 from ..compression.epilogue import behind_last_forward, one_f_one_b_epilogue, packed_microbatches
-from ..errors import UsageError
 from ..models.items import BoundaryShape, ItemSpec, live_before, train_before
 from ..optim.half_products import float_products
 from ..parallel.world import World

@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from .._common.document import DocumentError, Problem
 from ..engine import Engine
-from ..formats._document import DocumentError, Problem
 from ..formats.plan import Plan, plan_ids, plan_path, read_plan
 from ..formats.profile import ask_record, plan_result_record
 from ..parallel.leaving import without_workers

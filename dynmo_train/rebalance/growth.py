@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from ..formats._document import DocumentError, Problem
+from .._common.document import DocumentError, Problem
 from ..formats.run import read_grow_request
 
 # A file that somebody is still writing is not yet a bad one.

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..errors import DynmoError
+from .._common.errors import DynmoError
 from ..models.items import masks_of, parameters_of
 from ..optim.adamw import MOMENTS
 from ..optim.items import REFERENCE, HeldItems, ItemState, is_memory

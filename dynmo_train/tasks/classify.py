@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from .._common.errors import UsageError
 from ..agreement import agreed
 from ..config.evaluation import ClassifyConfig, PlaceConfig
 from ..config.task_command import check_told
 from ..data.pairs import TASKS, PairData, build_pairs
 from ..engine import Engine
-from ..errors import UsageError
 from ..models.bert_tasks import HITS, task_of_manifest
 from ..parallel.world import World
 from ..pipeline.schedule import Batch

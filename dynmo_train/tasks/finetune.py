@@ -11,20 +11,20 @@ from typing import Any
 import numpy as np
 import torch
 
+from .._common.console import say
+from .._common.document import short_repr
+from .._common.errors import EXIT_OK, EXIT_RELAUNCH, DynmoError, UsageError
 from ..agreement import agreed
 from ..building import first_partition, flops_counter, parameter_counts, settings_of
 from ..checkpoint import Checkpoint
 from ..checkpointing import Checkpointing, Saved
 from ..config import Config
 from ..config.evaluation import FinetuneConfig
-from ..console import say
 from ..data.pairs import TASKS, PairData, build_pairs, join_pairs
 from ..data.tokenizer import TokenizerFiles, open_tokenizer
 from ..engine import Engine
-from ..errors import EXIT_OK, EXIT_RELAUNCH, DynmoError, UsageError
 from ..families import family_of
 from ..fingerprint import checkpoint_facts, config_facts, join_same, option_facts, require_same
-from ..formats._document import short_repr
 from ..garbage import freeze_imports
 from ..interrupts import Interrupts, Wishes
 from ..launch.outcome import EXIT_NOT_FINITE

@@ -7,11 +7,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from .._common.errors import UsageError
 from ..agreement import agreed
 from ..config.evaluation import PlaceConfig
 from ..config.task_command import check_told
 from ..data.tokenizer import Tokenizer
-from ..errors import UsageError
 from ..families import CAUSAL
 from ..parallel.seeding import stable_seed
 from ..parallel.world import World, gather_documents

@@ -12,10 +12,10 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from .._common.console import say
+from .._common.document import read_any_json
+from .._common.errors import DynmoError, MissingExtraError, UsageError
 from ..config.evaluation import HarnessConfig
-from ..console import say
-from ..errors import DynmoError, MissingExtraError, UsageError
-from ..formats._document import read_any_json
 from ..loading import is_hugging_face
 from ..parallel.world import check_device
 from ..programs import program_path

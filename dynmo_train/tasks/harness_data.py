@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..errors import UsageError
-from ..formats._document import MAX_TABLE_BYTES, DocumentError, parse_any_json, read_text
+from .._common.document import MAX_TABLE_BYTES, DocumentError, parse_any_json, read_text
+from .._common.errors import UsageError
 from ..reasons import reason
 
 Row = Mapping[str, Any]

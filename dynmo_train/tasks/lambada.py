@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 
+from .._common.document import MAX_TABLE_BYTES, DocumentError, parse_any_json, read_text
+from .._common.errors import UsageError
 from ..data.tokenizer import Tokenizer
-from ..errors import UsageError
-from ..formats._document import MAX_TABLE_BYTES, DocumentError, parse_any_json, read_text
 from ..reasons import reason
 from .scoring import TokenRun
 

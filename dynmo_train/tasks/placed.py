@@ -10,14 +10,14 @@ from typing import Any
 
 import torch
 
+from .._common.console import say
+from .._common.errors import UsageError
 from ..agreement import agreed
 from ..checkpoint import Checkpoint, list_checkpoints, open_checkpoint
 from ..config.evaluation import PlaceConfig
-from ..console import say
 from ..data.tokenizer import Tokenizer, TokenizerFiles, load_tokenizer
 from ..data.tokenizer import open_tokenizer as open_files
 from ..engine import Engine, EngineSettings
-from ..errors import UsageError
 from ..families import family_of_manifest
 from ..fingerprint import checkpoint_facts, join_same, option_facts, require_same
 from ..loading import default_cache, foreign_kind, native_copy, sound_checkpoint

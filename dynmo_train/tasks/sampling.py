@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ..errors import UsageError
+from .._common.errors import UsageError
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from ..console import progress
+from .._common.console import progress
 from ..engine import Engine
 from ..models.scoring import HITS, LOSSES
 from ..pipeline.schedule import Batch

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..errors import UsageError
-from ..formats import _document
+from .._common import document
+from .._common.errors import UsageError
 from ..reasons import reason
 
 # Losses above this are taken for it, so that the exponential stays a number.
@@ -131,8 +131,8 @@ class Perplexity:
 def read_text(path: Path) -> str:
     """The text of a file; raises ``UsageError`` where it cannot be read or has fewer than two words."""
     try:
-        text = _document.read_text(path, _document.MAX_TABLE_BYTES)
-    except _document.DocumentError as error:
+        text = document.read_text(path, document.MAX_TABLE_BYTES)
+    except document.DocumentError as error:
         raise UsageError(f"--valid-data {path}: cannot be read: {reason(error)}") from error
     if count_words(text) < 2:
         raise UsageError(f"--valid-data {path}: holds fewer than two words")

@@ -9,11 +9,11 @@ from typing import Any
 
 import numpy as np
 
+from .._common.console import say
+from .._common.errors import UsageError
 from ..agreement import agreed
 from ..config.evaluation import LambadaConfig, PlaceConfig, WikitextConfig
 from ..config.task_command import check_told
-from ..console import say
-from ..errors import UsageError
 from ..families import CAUSAL
 from ..models.scoring import ScoringFamily
 from ..parallel.world import World

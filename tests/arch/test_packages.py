@@ -12,7 +12,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("dynmo_tools", "dynmo_train", "dynmo_balance", "dynmo_ckpt")
-SHARED = ("console.py", "errors.py", "formats/_document.py")
+SHARED = ("_common/__init__.py", "_common/console.py", "_common/errors.py", "_common/document.py")
 
 
 def imported_modules(path: Path) -> set[str]:
@@ -45,8 +45,8 @@ def test_shared_files_are_byte_identical(name):
     "pair",
     [
         ("dynmo_ckpt/io/crc32.py", "dynmo_train/checkpoint/crc32.py"),
-        ("dynmo_tools/portable.py", "dynmo_ckpt/portable.py"),
-        ("dynmo_tools/portable.py", "dynmo_train/portable.py"),
+        ("dynmo_tools/_common/portable.py", "dynmo_ckpt/_common/portable.py"),
+        ("dynmo_tools/_common/portable.py", "dynmo_train/_common/portable.py"),
         ("dynmo_balance/formats/profile_lines.py", "dynmo_train/formats/profile_lines.py"),
     ],
 )
@@ -105,6 +105,6 @@ def test_documents_are_parsed_by_the_bounded_reader():
         str(path.relative_to(ROOT))
         for package in PACKAGES
         for path in (ROOT / package).rglob("*.py")
-        if path.name != "_document.py" and calls.search(path.read_text(encoding="utf-8"))
+        if path.name != "document.py" and calls.search(path.read_text(encoding="utf-8"))
     }
     assert found == set(UNBOUNDED_PARSERS)

@@ -15,7 +15,7 @@ from itertools import pairwise
 from pathlib import Path
 from types import ModuleType
 
-from dynmo_balance.console import emit
+from dynmo_balance._common.console import emit
 from dynmo_balance.partition.exact import solve
 from dynmo_balance.problem import Problem
 

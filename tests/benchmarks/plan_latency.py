@@ -11,9 +11,9 @@ import tempfile
 import time
 from pathlib import Path
 
-from dynmo_balance.console import emit
+from dynmo_balance._common.console import emit
+from dynmo_balance._common.document import append_line, envelope
 from dynmo_balance.decision import WatchOptions
-from dynmo_balance.formats._document import append_line, envelope
 from dynmo_balance.formats.plan import plan_numbers
 from dynmo_balance.watch import Watcher
 

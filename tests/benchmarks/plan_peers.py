@@ -31,8 +31,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import pairwise, zip_longest
 
+from dynmo_balance._common.console import emit, say
 from dynmo_balance.build import BuildOptions, build_costs, build_header, header_of
-from dynmo_balance.console import emit, say
 from dynmo_balance.devices import PRESETS
 from dynmo_balance.formats.profile import Header
 from dynmo_balance.modelconfig import from_config

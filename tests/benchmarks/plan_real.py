@@ -25,8 +25,8 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
 
+from dynmo_balance._common.console import emit
 from dynmo_balance.calibrate import Sample, calibrate
-from dynmo_balance.console import emit
 from dynmo_balance.costs import ItemCosts
 from dynmo_balance.formats.profile import Item
 from dynmo_balance.problem import Chain, Place, Problem

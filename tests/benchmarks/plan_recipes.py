@@ -12,7 +12,7 @@ from __future__ import annotations
 import argparse
 from dataclasses import replace
 
-from dynmo_balance.console import emit
+from dynmo_balance._common.console import emit
 from dynmo_balance.recipes import Recipe, cook, load_recipe, recipe_names
 
 

@@ -12,8 +12,8 @@ import time
 from pathlib import Path
 from types import ModuleType
 
+from dynmo_balance._common.console import emit
 from dynmo_balance.batch import step_times
-from dynmo_balance.console import emit
 
 
 def conftest() -> ModuleType:

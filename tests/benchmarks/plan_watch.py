@@ -15,7 +15,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from dynmo_balance.console import emit
+from dynmo_balance._common.console import emit
 
 TECHNIQUES = ("pruning", "freezing", "early-exit", "moe", "mod", "sparse-attention", "static")
 MODEL = {"model_type": "gpt2", "n_layer": 48, "n_embd": 1024, "n_head": 16, "n_positions": 2048, "vocab_size": 50257}

@@ -28,10 +28,10 @@ import torch
 from torch import nn
 from train_compression_runs import prepare
 
+from dynmo_train._common.console import emit
 from dynmo_train.compression.boundaries import BoundaryCodec
 from dynmo_train.compression.lowrank import FactorShape, first_factor, orthonormalise
 from dynmo_train.compression.settings import CompressionSettings
-from dynmo_train.console import emit
 from dynmo_train.models.gpt import Gpt, GptShape
 from dynmo_train.pipeline.clock import clock_for
 

@@ -25,7 +25,7 @@ from layouts import Layout, engine_on
 from plain_stage import PlainEngine
 from workers import run_workers
 
-from dynmo_train.console import emit
+from dynmo_train._common.console import emit
 from dynmo_train.engine import Engine
 from dynmo_train.parallel.dims import ParallelDims
 from dynmo_train.parallel.world import World, lay_out

@@ -16,7 +16,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from dynmo_train.console import emit
+from dynmo_train._common.console import emit
 
 MODEL = {
     "num-layers": "4",

@@ -36,14 +36,14 @@ from pathlib import Path
 
 from train_techniques import run, write_data
 
+from dynmo_balance._common.document import encode_json
 from dynmo_balance.auto import Candidate
-from dynmo_balance.formats._document import encode_json
 from dynmo_balance.formats.plan import to_document
 from dynmo_balance.planning import present, to_plan
 from dynmo_balance.recipes import altered, load_recipe
 from dynmo_balance.recipes.distance import distance_of
 from dynmo_balance.recipes.trace import write_trace
-from dynmo_train.console import emit
+from dynmo_train._common.console import emit
 
 RECIPES = ("moe-128k-vocabulary", "pruning-7b", "freezing-7b", "sparse-attention-64k", "early-exit-7b", "mod")
 BASELINE, BEFORE, AFTER = 2, 3, 5

@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 from typer.testing import CliRunner
 
-from dynmo_train.console import emit
+from dynmo_train._common.console import emit
 
 PROMPT_TOKENS = 32
 

@@ -14,8 +14,8 @@ from collections.abc import Callable
 import torch
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import _orthogonalize
 
+from dynmo_train._common.console import emit
 from dynmo_train.compression.lowrank import FactorShape, factorise, first_factor, reconstruct
-from dynmo_train.console import emit
 
 # Width of the models of Optimus-CC's figure 14
 WIDTHS = {"2.5B": 1920, "8.3B": 3072, "175B": 12288}

@@ -28,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "distributed"))
 
 from whole_runs import write_data
 
-from dynmo_train.console import emit
+from dynmo_train._common.console import emit
 
 PREFIX = "dynmo-net"
 SWITCH = f"{PREFIX}-switch"

@@ -22,7 +22,7 @@ from pathlib import Path
 
 import numpy as np
 
-from dynmo_train.console import emit
+from dynmo_train._common.console import emit
 
 SHAPE = [
     *("--num-layers", "8", "--hidden-size", "256", "--num-attention-heads", "8", "--seq-length", "128"),

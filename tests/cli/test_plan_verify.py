@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from dynmo_balance.errors import UsageError
+from dynmo_balance._common.errors import UsageError
 from dynmo_balance.formats.plan import parse_plan, read_plan
 from dynmo_balance.verify import verify
 from dynmo_balance.verify_setting import load_setting

@@ -14,8 +14,8 @@ import typer
 from typer.models import OptionInfo
 
 from dynmo_tools import cli
+from dynmo_tools._common.errors import UsageError
 from dynmo_tools.compression import FOREIGN_ENDINGS, FOREIGN_OUTPUT_ENDINGS
-from dynmo_tools.errors import UsageError
 from dynmo_tools.options import from_mapping, hints
 from dynmo_tools.settings import LANGUAGES, RunSettings
 from dynmo_tools.steps import STEPS

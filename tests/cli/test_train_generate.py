@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
+from dynmo_train._common.errors import DynmoError
 from dynmo_train.cli import app
-from dynmo_train.errors import DynmoError
 
 WORDS = ["<|endoftext|>", *(f"w{number}" for number in range(15))]
 

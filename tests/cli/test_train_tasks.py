@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from dynmo_train._common.errors import DynmoError
 from dynmo_train.cli import app
-from dynmo_train.errors import DynmoError
 
 build = runpy.run_path(str(Path(__file__).parents[1] / "unit" / "ckpt" / "build.py"))
 WORDS = [f"w{number}" for number in range(40)]

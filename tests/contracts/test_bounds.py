@@ -9,18 +9,19 @@ from pathlib import Path
 
 import pytest
 
-import dynmo_balance.formats._document as document
+import dynmo_balance._common.document as document
 from dynmo_balance import devices, importing, modelconfig, recipes, source
 from dynmo_balance.formats import plan as balance_plan
 from dynmo_balance.formats import profile as balance_profile
 from dynmo_balance.formats import tail
 from dynmo_ckpt import huggingface, native
-from dynmo_ckpt.errors import DynmoError as CkptError
+from dynmo_ckpt._common.errors import DynmoError as CkptError
 from dynmo_ckpt.io.files import open_file
 from dynmo_ckpt.io.safetensors import read_index
 from dynmo_tools import groups, options, pipeline, plan, tokenizers
-from dynmo_tools.errors import DynmoError as PrepError
+from dynmo_tools._common.errors import DynmoError as PrepError
 from dynmo_train import compare, emulation, monitor
+from dynmo_train._common.errors import DynmoError as TrainError
 from dynmo_train.checkpoint import reader as train_reader
 from dynmo_train.checkpoint.shards import decode_header
 from dynmo_train.config.deepspeed import read_deepspeed
@@ -28,7 +29,6 @@ from dynmo_train.config.resolve import read_config_file
 from dynmo_train.data import pairs
 from dynmo_train.data import tokenizer as train_tokenizer
 from dynmo_train.dynamics.tuning import read_sparse_table
-from dynmo_train.errors import DynmoError as TrainError
 from dynmo_train.formats import plan as train_plan
 from dynmo_train.formats import profile as train_profile
 from dynmo_train.formats import run as train_run

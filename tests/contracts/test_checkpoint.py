@@ -8,8 +8,8 @@ import pytest
 
 import dynmo_ckpt.formats.checkpoint as owner
 import dynmo_train.formats.checkpoint as reader
-from dynmo_ckpt.errors import DynmoError as OwnerError
-from dynmo_train.errors import DynmoError as ReaderError
+from dynmo_ckpt._common.errors import DynmoError as OwnerError
+from dynmo_train._common.errors import DynmoError as ReaderError
 
 FIXTURES = Path(__file__).parent / "fixtures" / "checkpoint"
 SCHEMA = json.loads((Path(owner.__file__).with_name("checkpoint.schema.json")).read_text())

@@ -13,9 +13,9 @@ from pathlib import Path
 import jsonschema
 import pytest
 
-from dynmo_tools.errors import UsageError as ToolsUsageError
+from dynmo_tools._common.errors import UsageError as ToolsUsageError
 from dynmo_tools.formats import indexed
-from dynmo_train.errors import UsageError as TrainUsageError
+from dynmo_train._common.errors import UsageError as TrainUsageError
 from dynmo_train.formats.indexed import open_indexed
 
 HERE = Path(__file__).parent / "fixtures" / "indexed"

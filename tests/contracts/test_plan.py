@@ -15,8 +15,8 @@ import pytest
 
 import dynmo_balance.formats.plan as balance_plan
 import dynmo_train.formats.plan as train_plan
-from dynmo_balance.errors import UsageError
-from dynmo_train.errors import UsageError as TrainUsageError
+from dynmo_balance._common.errors import UsageError
+from dynmo_train._common.errors import UsageError as TrainUsageError
 
 HERE = Path(__file__).parent
 FIXTURES = HERE / "fixtures" / "plan"

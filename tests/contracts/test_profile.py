@@ -13,7 +13,7 @@ import jsonschema
 import pytest
 
 import dynmo_balance.formats.profile as balance_profile
-from dynmo_balance.errors import UsageError
+from dynmo_balance._common.errors import UsageError
 
 HERE = Path(__file__).parent
 FIXTURES = HERE / "fixtures" / "profile"

@@ -9,8 +9,8 @@ from pathlib import Path
 import jsonschema
 import pytest
 
+from dynmo_train._common.errors import UsageError
 from dynmo_train.config import config_of
-from dynmo_train.errors import UsageError
 from dynmo_train.formats.run import read_run
 from dynmo_train.rundir import begin_run
 

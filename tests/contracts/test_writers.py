@@ -9,15 +9,15 @@ from dataclasses import replace
 
 import pytest
 
+from dynmo_balance._common.document import WriterError as BalanceWriterError
 from dynmo_balance.formats import plan as balance_plan
 from dynmo_balance.formats import profile as balance_profile
-from dynmo_balance.formats._document import WriterError as BalanceWriterError
+from dynmo_ckpt._common.document import WriterError as CkptWriterError
 from dynmo_ckpt.formats import checkpoint as ckpt_checkpoint
-from dynmo_ckpt.formats._document import WriterError as CkptWriterError
-from dynmo_train.formats import _document as document
+from dynmo_train._common import document
+from dynmo_train._common.document import WriterError, append_line
 from dynmo_train.formats import plan as train_plan
 from dynmo_train.formats import run as train_run
-from dynmo_train.formats._document import WriterError, append_line
 from dynmo_train.formats.profile import (
     ItemInfo,
     Layout,

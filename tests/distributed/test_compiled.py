@@ -15,8 +15,8 @@ from scenario import Scenario, engine_of, fingerprint
 from torch import nn
 from workers import run_workers
 
+from dynmo_train._common.errors import UsageError
 from dynmo_train.engine import Engine
-from dynmo_train.errors import UsageError
 from dynmo_train.models.blocks import Head, Mlp
 from dynmo_train.models.compiled import check_compiler, compile_item, is_compiled
 from dynmo_train.optim.items import ItemState

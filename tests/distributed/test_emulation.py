@@ -9,9 +9,9 @@ import pytest
 from scenario import MICROBATCHES, Scenario, engine_of
 from workers import run_workers
 
+from dynmo_train._common.errors import UsageError
 from dynmo_train.emulation import read_trace
 from dynmo_train.engine import Engine
-from dynmo_train.errors import UsageError
 from dynmo_train.pipeline import clock
 from dynmo_train.pipeline import paced as paced_module
 from dynmo_train.pipeline.paced import PacedProbe

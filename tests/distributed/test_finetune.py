@@ -202,9 +202,9 @@ def test_bad_input_is_told(folder, task, extra, words):
 
 
 def test_options_of_a_pretraining_are_refused():
+    from dynmo_train._common.errors import UsageError
     from dynmo_train.commands.finetune import _refuse
     from dynmo_train.config.resolve import config_of
-    from dynmo_train.errors import UsageError
 
     shape = {"num_layers": 2, "hidden_size": 8, "num_attention_heads": 2, "seq_length": 8, "vocab_size": 9}
     common = {**shape, "micro_batch_size": 1, "lr": 0.1, "train_iters": 1, "data_path": "x"}

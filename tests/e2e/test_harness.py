@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from dynmo_train._common.errors import UsageError
 from dynmo_train.cli import app
-from dynmo_train.errors import UsageError
 from dynmo_train.tasks.harness_data import TASKS, find_data, parse_tasks, read_rows, write_task
 
 build = runpy.run_path(str(Path(__file__).parents[1] / "unit" / "ckpt" / "build.py"))

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from dynmo_ckpt import portable
+from dynmo_ckpt._common import portable
 
 WITHOUT = """
 import builtins, os

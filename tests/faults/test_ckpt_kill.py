@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from dynmo_ckpt.console import progress
+from dynmo_ckpt._common.console import progress
 from dynmo_ckpt.verify import full_findings
 from dynmo_train.checkpoint import find_checkpoint, remove_stale_staging
 

@@ -10,10 +10,10 @@ import sys
 import pytest
 import torch
 
+from dynmo_ckpt._common.errors import DynmoError
 from dynmo_ckpt.carried import carried_config, source_of
 from dynmo_ckpt.cli import main
 from dynmo_ckpt.config_keys import complete_config, irrelevant_keys, key_table
-from dynmo_ckpt.errors import DynmoError
 from dynmo_ckpt.faults import CorruptError, UnsupportedError
 from dynmo_ckpt.hf_models import ARCHITECTURES, hf_config, hf_model
 from dynmo_ckpt.logits import _dtype_argument, fixed_tokens, hf_difference, hf_logits

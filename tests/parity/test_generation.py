@@ -14,8 +14,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from typer.testing import CliRunner
 
 from dynmo_train import loading
+from dynmo_train._common.errors import DynmoError
 from dynmo_train.cli import app
-from dynmo_train.errors import DynmoError
 
 build = runpy.run_path(str(Path(__file__).parents[1] / "unit" / "ckpt" / "build.py"))
 PROMPTS = ("the cat sat", "größer than", "the dog and the log on the mat")

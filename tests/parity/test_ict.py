@@ -15,10 +15,10 @@ from megatron_bert import both, config_of, encoder
 from torch import nn
 from transformers import MegatronBertModel
 
+from dynmo_train._common.errors import UsageError
 from dynmo_train.data.blocks import BlockDataset, block_tensors, check_titles
 from dynmo_train.data.sentences import RunSettings, build_runs
 from dynmo_train.data.vocabulary import make_vocabulary
-from dynmo_train.errors import UsageError
 from dynmo_train.formats.indexed import IndexedDataset, open_indexed
 from dynmo_train.models.ict import Ict, IctShape
 

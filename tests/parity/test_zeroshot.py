@@ -11,8 +11,8 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from dynmo_train._common.errors import DynmoError
 from dynmo_train.cli import app
-from dynmo_train.errors import DynmoError
 from dynmo_train.tasks.lambada import read_passages, split_passage
 from dynmo_train.tasks.wikitext import count_words, detokenize
 

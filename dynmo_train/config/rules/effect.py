@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from ...formats._document import Problem
+from ..._common.document import Problem
 from ..resolve import option_specs
 from ..schema import Config
 from .problem import Rule, conflict

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ...errors import UsageError
-from ...formats._document import Problem
+from ..._common.document import Problem
+from ..._common.errors import UsageError
 from ..schema import Config
 from .problem import Rule, conflict, later
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import fields
 
-from ...formats._document import MAX_ALL_EXPERTS, Problem
+from ..._common.document import MAX_ALL_EXPERTS, Problem
 from ..ict import IctConfig
 from ..resolve import OTHER_NAMES
 from ..schema import Config

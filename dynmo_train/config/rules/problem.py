@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from ...formats._document import Problem
+from ..._common.document import Problem
 from ..schema import Config
 
 Rule = Callable[[Config, int], Iterator[Problem]]

@@ -4,8 +4,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from dynmo_ckpt._common.console import progress
 from dynmo_ckpt.compare import as_numbers, differences
-from dynmo_ckpt.console import progress
 from dynmo_ckpt.native import open_native
 
 build = runpy.run_path(str(Path(__file__).with_name("build.py")))

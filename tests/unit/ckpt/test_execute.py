@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from dynmo_ckpt import panels
+from dynmo_ckpt._common.console import Format
 from dynmo_ckpt.actions import Settings, write_native
-from dynmo_ckpt.console import Format
 from dynmo_ckpt.faults import CorruptError, StorageError
 from dynmo_ckpt.io.checks import Part, joined
 from dynmo_ckpt.native import open_native

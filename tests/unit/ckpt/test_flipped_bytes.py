@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from dynmo_ckpt.console import progress
+from dynmo_ckpt._common.console import progress
 from dynmo_ckpt.native import latest_faults
 from dynmo_ckpt.verify import full_findings
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from dynmo_ckpt._common.errors import UsageError
 from dynmo_ckpt.copyplan import OutputTensor, sources
-from dynmo_ckpt.errors import UsageError
 from dynmo_ckpt.faults import CorruptError, UnsupportedError
 from dynmo_ckpt.io.reading import Reader, open_sources
 from dynmo_ckpt.legacy import LegacyOptions, open_legacy

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dynmo_ckpt.errors import UsageError
+from dynmo_ckpt._common.errors import UsageError
 from dynmo_ckpt.faults import CorruptError, UnsupportedError
 from dynmo_ckpt.legacy import LegacyOptions, open_legacy
 from dynmo_ckpt.legacy_models import MEGATRON_SCALING, _llama_args

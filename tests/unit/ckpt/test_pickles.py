@@ -12,7 +12,7 @@ import zipfile
 import pytest
 import torch
 
-from dynmo_ckpt.errors import DynmoError
+from dynmo_ckpt._common.errors import DynmoError
 from dynmo_ckpt.faults import CorruptError, UnsafePickleError
 from dynmo_ckpt.io.pickles import Inert, TensorRef, load_pickle
 from dynmo_ckpt.io.torchfile import open_torch

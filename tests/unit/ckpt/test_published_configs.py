@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from dynmo_ckpt.errors import DynmoError
+from dynmo_ckpt._common.errors import DynmoError
 from dynmo_ckpt.faults import CorruptError, UnsupportedError
 from dynmo_ckpt.hf_models import hf_model
 from dynmo_ckpt.imported import checked_model

@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from dynmo_ckpt._common.console import Format
 from dynmo_ckpt.actions import Settings, write_native
-from dynmo_ckpt.console import Format
 from dynmo_ckpt.faults import UnsupportedError
 from dynmo_ckpt.native import open_native
 from dynmo_ckpt.options import layer_counts

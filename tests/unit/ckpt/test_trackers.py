@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from dynmo_ckpt._common.document import WriterError
+from dynmo_ckpt._common.errors import UsageError
 from dynmo_ckpt.actions import _record
 from dynmo_ckpt.dcp import is_dcp
 from dynmo_ckpt.deepspeed import _step_directory
-from dynmo_ckpt.errors import UsageError
-from dynmo_ckpt.formats._document import WriterError
 from dynmo_ckpt.legacy import find_iteration
 from dynmo_ckpt.native import read_latest
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dynmo_ckpt.console import progress
+from dynmo_ckpt._common.console import progress
 from dynmo_ckpt.copyplan import OutputTensor, expected_crc32, output_file
 from dynmo_ckpt.execute import execute
 from dynmo_ckpt.faults import UnsupportedError

@@ -8,10 +8,10 @@ import sys
 
 import pytest
 
+from dynmo_balance._common.errors import UsageError
 from dynmo_balance.analytic import costs_of_header
 from dynmo_balance.build import BuildOptions, build_costs, build_header, header_of
 from dynmo_balance.devices import PRESETS, load_device
-from dynmo_balance.errors import UsageError
 from dynmo_balance.formats.profile import read_profile
 from dynmo_balance.modelconfig import from_config
 from dynmo_balance.outlook import rates_of

@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import pytest
 
-from dynmo_balance.errors import UsageError
+from dynmo_balance._common.errors import UsageError
 from dynmo_balance.partition import BALANCERS, balance, bottleneck_ns, deepspeed, diffusion, uniform
 from dynmo_balance.partition.exact import solve
 from dynmo_balance.problem import Place

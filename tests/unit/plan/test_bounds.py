@@ -10,20 +10,20 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
+from dynmo_balance._common.errors import UsageError
 from dynmo_balance.cli import app
-from dynmo_balance.errors import UsageError
 from dynmo_balance.modelconfig import from_config
 from dynmo_balance.schedules import SCHEDULES, order_of
 from dynmo_ckpt.cli import app as ckpt_app
 from dynmo_ckpt.faults import CorruptError
 from dynmo_ckpt.imported import checked_model
 from dynmo_tools.cli import app as prep_app
+from dynmo_train._common.errors import UsageError as TrainError
 from dynmo_train.cli import app as train_app
 from dynmo_train.config import check, resolve
 from dynmo_train.config.options import Facts
 from dynmo_train.config.parse import batch_sizes_of
 from dynmo_train.config.resolve import option_specs
-from dynmo_train.errors import UsageError as TrainError
 
 APPS = [app, ckpt_app, train_app, prep_app]
 LLAMA = {

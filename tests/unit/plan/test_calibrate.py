@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from dynmo_balance._common.document import complete_lines
+from dynmo_balance._common.errors import UsageError
 from dynmo_balance.calibrate import Sample, calibrate, samples_of
-from dynmo_balance.errors import UsageError
-from dynmo_balance.formats._document import complete_lines
 from dynmo_balance.formats.plan import read_plan
 from dynmo_balance.formats.profile import parse_profile, read_profile
 from dynmo_balance.history import read_plans

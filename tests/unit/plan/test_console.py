@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import sys
 
-from dynmo_balance.console import emit_table
+from dynmo_balance._common.console import emit_table
 
 COLUMNS = ["stage", "items", "size", "change", "when"]
 ROWS = [

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dynmo_balance.errors import UsageError
+from dynmo_balance._common.errors import UsageError
 from dynmo_balance.partition import best_of, bottleneck_ns
 from dynmo_balance.partition.exact import greedy, solve
 from dynmo_balance.partition.limits import make_limits

@@ -14,8 +14,8 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 
+from dynmo_balance._common.errors import UsageError
 from dynmo_balance.drawing import as_svg, as_trace
-from dynmo_balance.errors import UsageError
 from dynmo_balance.export import TARGETS
 from dynmo_balance.formats.plan import read_plan, stages_of
 from dynmo_balance.formats.profile import read_profile

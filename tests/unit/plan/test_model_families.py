@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from dynmo_balance._common.errors import UsageError
 from dynmo_balance.build import BuildOptions, build_costs, build_header, header_of
 from dynmo_balance.devices import PRESETS
-from dynmo_balance.errors import UsageError
 from dynmo_balance.modelconfig import from_config
 from dynmo_balance.modelfamilies import FAMILIES, IRRELEVANT, NEUTRAL
 

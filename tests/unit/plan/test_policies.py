@@ -10,10 +10,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from dynmo_balance._common.document import append_line
 from dynmo_balance.build import BuildOptions, build_costs, build_header, build_lines, header_of
 from dynmo_balance.decision import WatchOptions
 from dynmo_balance.devices import PRESETS
-from dynmo_balance.formats._document import append_line
 from dynmo_balance.formats.profile import Step, read_profile
 from dynmo_balance.missed import Missed, WorkTrace, foreseen, look, step_times
 from dynmo_balance.modelconfig import from_config

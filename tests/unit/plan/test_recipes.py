@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 
-from dynmo_balance.errors import UsageError
+from dynmo_balance._common.errors import UsageError
 from dynmo_balance.formats.profile import read_profile
 from dynmo_balance.recipes import FOLDER, altered, cook, final_costs, load_recipe, recipe_names
 from dynmo_balance.recipes.distance import distance_of

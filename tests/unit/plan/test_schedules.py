@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from dynmo_balance.errors import UsageError
+from dynmo_balance._common.errors import UsageError
 from dynmo_balance.formats.plan import position_of
 from dynmo_balance.schedules import SCHEDULES, Kind, counted_in_flight, in_flight, order_of
 

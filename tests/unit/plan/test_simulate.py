@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from dynmo_balance.errors import UsageError
+from dynmo_balance._common.errors import UsageError
 from dynmo_balance.schedules import Kind, Operation, order_of
 from dynmo_balance.simulate import StageCosts, memory_curves, predict, run
 

@@ -6,7 +6,7 @@ from itertools import combinations_with_replacement, pairwise
 
 import pytest
 
-from dynmo_balance.errors import UsageError
+from dynmo_balance._common.errors import UsageError
 from dynmo_balance.partition import best_of
 from dynmo_balance.problem import InfeasibleError
 from dynmo_balance.simulate import predict

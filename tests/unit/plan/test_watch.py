@@ -16,8 +16,8 @@ from pathlib import Path
 import pytest
 
 from dynmo_balance import watch as watch_module
+from dynmo_balance._common.document import append_line
 from dynmo_balance.decision import WatchOptions, decide
-from dynmo_balance.formats._document import append_line
 from dynmo_balance.formats.plan import plan_numbers, plan_path, read_plan
 from dynmo_balance.watch import Watcher, watch
 

@@ -6,8 +6,8 @@ import random
 import numpy as np
 import pytest
 
+from dynmo_tools._common.errors import UsageError
 from dynmo_tools.binarize import SequenceWriter, pack
-from dynmo_tools.errors import UsageError
 from dynmo_tools.sentences import split_sentences
 from dynmo_tools.tokenizers import Encoded, from_lists
 

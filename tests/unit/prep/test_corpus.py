@@ -4,8 +4,8 @@ import json
 
 import pytest
 
+from dynmo_tools._common.errors import UsageError
 from dynmo_tools.corpus import comments, docstrings, sample, sections, topics, write_sample
-from dynmo_tools.errors import UsageError
 
 MODULE = '''"""The module.
 

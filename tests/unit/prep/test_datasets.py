@@ -6,8 +6,8 @@ import os
 import numpy as np
 import pytest
 
+from dynmo_tools._common.errors import UsageError
 from dynmo_tools.datasets import convert_dataset, expand_prefixes, merge_datasets
-from dynmo_tools.errors import UsageError
 from dynmo_tools.formats.indexed import Index, IndexedReader, bin_path, encode_index, idx_path, read_index
 from dynmo_tools.formats.numbers import counting, in_memory
 from dynmo_tools.settings import IndexForm

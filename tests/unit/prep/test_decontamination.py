@@ -5,8 +5,8 @@ import re
 
 import pytest
 
+from dynmo_tools._common.errors import UsageError
 from dynmo_tools.decontamination import clean_pieces, hits, parse_task, split_around, texts_under
-from dynmo_tools.errors import UsageError
 from dynmo_tools.ngrams import Finder, Sizes, ngrams_of, word_starts, words_of
 
 VOCABULARY = ["the", "a", "É", "b", "c", "d", "e"]

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from datasketch import MinHash
 
+from dynmo_tools._common.errors import UsageError
 from dynmo_tools.candidates import StoredBuckets, buckets, connect, cut_groups, groups_between
-from dynmo_tools.errors import UsageError
 from dynmo_tools.matching import Compared, ShingleCache, match_group, stars
 from dynmo_tools.minhash import band_keys, candidate_probability, permutations, shingle_hashes, sign
 from dynmo_tools.shingles import jaccard

@@ -9,7 +9,7 @@ import random
 import pytest
 
 from dynmo_tools import tokenizers
-from dynmo_tools.errors import UsageError
+from dynmo_tools._common.errors import UsageError
 from dynmo_tools.settings import Engine, TokenizerType
 from dynmo_tools.tokenizers import (
     PROBES,

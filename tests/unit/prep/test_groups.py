@@ -8,8 +8,8 @@ import random
 import pytest
 
 from dynmo_tools import digests
+from dynmo_tools._common.errors import UsageError
 from dynmo_tools.digests import DigestBuckets, DigestSet
-from dynmo_tools.errors import UsageError
 from dynmo_tools.groups import read_objects, read_removals, write_groups
 
 

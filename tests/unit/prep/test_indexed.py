@@ -3,7 +3,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from dynmo_tools.errors import UsageError
+from dynmo_tools._common.errors import UsageError
 from dynmo_tools.formats.indexed import Index, best_dtype, bin_path, encode_index, idx_path, read_index
 from dynmo_tools.formats.numbers import counting, in_memory
 

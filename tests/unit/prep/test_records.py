@@ -9,8 +9,8 @@ import lzma
 import pytest
 import zstandard
 
+from dynmo_tools._common.errors import DynmoError
 from dynmo_tools.compression import TruncatedError, wrap_write
-from dynmo_tools.errors import DynmoError
 from dynmo_tools.records import (
     BadLineError,
     Line,

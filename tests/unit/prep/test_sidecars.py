@@ -7,8 +7,8 @@ import json
 
 import pytest
 
+from dynmo_tools._common.errors import UsageError
 from dynmo_tools.datasets import convert_dataset, merge_datasets
-from dynmo_tools.errors import UsageError
 from dynmo_tools.formats.dataset import read_sidecar, sidecar_path
 from dynmo_tools.formats.indexed import bin_path, describe, idx_path, verify
 from dynmo_tools.jobs import Execution, run_job

@@ -8,17 +8,9 @@ import numpy as np
 import pytest
 
 from dynmo_tools import copying
+from dynmo_tools._common.errors import DynmoError
 from dynmo_tools.copying import copy_into
-from dynmo_tools.errors import DynmoError
-from dynmo_tools.names import (
-    NamedPart,
-    NameTable,
-    digest_of_name,
-    index_names,
-    name_line,
-    pair_lines,
-    repeated_digests,
-)
+from dynmo_tools.names import NamedPart, NameTable, digest_of_name, index_names, name_line, pair_lines, repeated_digests
 from dynmo_tools.spilling import SortedPairs, read_pairs
 from dynmo_tools.unionfind import UnionFind
 

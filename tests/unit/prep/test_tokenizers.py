@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import tokenizers as library
 
-from dynmo_tools.errors import UsageError
+from dynmo_tools._common.errors import UsageError
 from dynmo_tools.settings import Engine, Model, TokenizerType, TrainTokenizerSettings
 from dynmo_tools.tokenizers import (
     GigatokenTokenizer,

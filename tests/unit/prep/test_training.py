@@ -10,7 +10,7 @@ import pytest
 import tokenizers as library
 
 from dynmo_tools import trainable
-from dynmo_tools.errors import UsageError
+from dynmo_tools._common.errors import UsageError
 from dynmo_tools.options import build
 from dynmo_tools.settings import Model, TrainTokenizerSettings
 

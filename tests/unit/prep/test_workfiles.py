@@ -8,9 +8,9 @@ import sys
 import pytest
 
 from dynmo_tools import cli
-from dynmo_tools.errors import UsageError
+from dynmo_tools._common.document import DocumentError, WriterError
+from dynmo_tools._common.errors import UsageError
 from dynmo_tools.fingerprints import load_part
-from dynmo_tools.formats._document import DocumentError, WriterError
 from dynmo_tools.formats.workfiles import FINGERPRINTS, PIPELINE, PLAN, SUMMARY, TASK
 from dynmo_tools.plan import load_plan
 from dynmo_tools.settings import FindDuplicatesSettings

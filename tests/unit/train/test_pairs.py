@@ -6,6 +6,7 @@ import json
 
 import pytest
 
+from dynmo_train._common.errors import UsageError
 from dynmo_train.data.pairs import (
     QUESTION_TOKENS,
     build_pairs,
@@ -17,7 +18,6 @@ from dynmo_train.data.pairs import (
     read_race,
 )
 from dynmo_train.data.tokenizer import TokenizerFiles, open_tokenizer
-from dynmo_train.errors import UsageError
 from dynmo_train.models.bert_tasks import NO_LABEL
 from dynmo_train.tasks.finetune import Epochs
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from dynmo_train.errors import UsageError
+from dynmo_train._common.errors import UsageError
 from dynmo_train.optim.precision import ComputeCopies, LossScaler, LossScaling, unscale
 
 DYNAMIC = LossScaling(initial=16.0, minimum=2.0, window=3, hysteresis=2)

@@ -10,9 +10,9 @@ from types import SimpleNamespace
 
 import pytest
 
+from dynmo_train._common.document import envelope
 from dynmo_train.checkpoint import CheckpointError, damage_of, list_checkpoints
 from dynmo_train.config import config_of
-from dynmo_train.formats._document import envelope
 from dynmo_train.formats.run import write_run
 from dynmo_train.loading import checkpoint_to_load, lost_step, sound_checkpoint
 from dynmo_train.starting import _bert

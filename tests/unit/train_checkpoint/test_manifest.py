@@ -1,7 +1,7 @@
 import pytest
 
+from dynmo_train._common.errors import UsageError
 from dynmo_train.checkpoint.manifest import tensor_entries
-from dynmo_train.errors import UsageError
 
 
 def report(name="layers.0.mlp.fc1.weight", **changes):

@@ -5,6 +5,8 @@ import pytest
 import torch
 from safetensors import safe_open
 
+from dynmo_train._common.document import DocumentError
+from dynmo_train._common.errors import UsageError
 from dynmo_train.checkpoint import (
     CheckpointError,
     find_checkpoint,
@@ -15,8 +17,6 @@ from dynmo_train.checkpoint import (
     write_shard,
 )
 from dynmo_train.checkpoint.writer import commit
-from dynmo_train.errors import UsageError
-from dynmo_train.formats._document import DocumentError
 
 
 def equal(left, right):

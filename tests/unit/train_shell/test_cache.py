@@ -7,8 +7,8 @@ import json
 import pytest
 from typer.testing import CliRunner
 
+from dynmo_train._common.errors import UsageError
 from dynmo_train.cli import app
-from dynmo_train.errors import UsageError
 
 NAMES = [f"{name}-{digit * 16}" for name, digit in (("gpt2", "a"), ("my-bert", "0"))]
 

@@ -8,12 +8,12 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
+from dynmo_train._common.document import DocumentError
+from dynmo_train._common.errors import UsageError
 from dynmo_train.config import Facts, config_document, config_of, option_specs, resolve, validate
 from dynmo_train.config.command import with_options
 from dynmo_train.config.parse import parse_freeze_schedule, parse_split
 from dynmo_train.config.resolve import parse_config_file, read_config_file
-from dynmo_train.errors import UsageError
-from dynmo_train.formats._document import DocumentError
 
 SMALL = {
     "num_layers": 4,

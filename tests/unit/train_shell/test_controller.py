@@ -12,7 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from dynmo_train.formats._document import Problem, complete_lines, parse_json
+from dynmo_train._common.document import Problem, complete_lines, parse_json
 from dynmo_train.formats.plan import initial_plan, read_plan, write_plan
 from dynmo_train.formats.profile import append_record
 from dynmo_train.rebalance import controller as module

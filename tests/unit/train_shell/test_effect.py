@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
+from dynmo_train._common.document import DocumentError
 from dynmo_train.config import Facts, config_of, option_specs, resolve_checked, validate
 from dynmo_train.config.evaluation import GenerateConfig
 from dynmo_train.config.rules.effect import EFFECTS, effect_warnings
 from dynmo_train.config.rules.task_effect import generate_warnings
-from dynmo_train.formats._document import DocumentError
 
 SMALL = {
     "num_layers": 4,

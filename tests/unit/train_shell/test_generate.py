@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 import torch
 
+from dynmo_train._common.document import MAX_DOCUMENT_BYTES
+from dynmo_train._common.errors import UsageError
 from dynmo_train.commands.generate import _prompts, _wanted
 from dynmo_train.config.evaluation import GenerateConfig
-from dynmo_train.errors import UsageError
-from dynmo_train.formats._document import MAX_DOCUMENT_BYTES
 from dynmo_train.launch.hostfile import read_hostfile
 from dynmo_train.models.decoding import Cache, Decoder
 from dynmo_train.models.gpt import Gpt, GptShape

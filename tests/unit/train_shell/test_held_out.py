@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from dynmo_train._common.errors import UsageError
 from dynmo_train.config import config_of
 from dynmo_train.data.batches import held_out_targets, open_samples
-from dynmo_train.errors import UsageError
 
 
 def write_numbers(prefix: Path, documents: int) -> Path:

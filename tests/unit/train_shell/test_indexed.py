@@ -7,7 +7,7 @@ import struct
 import numpy as np
 import pytest
 
-from dynmo_train.formats._document import DocumentError
+from dynmo_train._common.document import DocumentError
 from dynmo_train.formats.indexed import open_indexed
 
 

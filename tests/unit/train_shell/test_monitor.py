@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from dynmo_train.errors import UsageError
+from dynmo_train._common.errors import UsageError
 from dynmo_train.monitor import curve, document_of, text_of, view_of, watch
 
 

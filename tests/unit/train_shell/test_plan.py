@@ -10,7 +10,7 @@ import jsonschema
 import pytest
 
 import dynmo_train.formats.plan as plans
-from dynmo_train.formats._document import DocumentError
+from dynmo_train._common.document import DocumentError
 from dynmo_train.formats.plan_check import validate_plan
 
 SCHEMA = json.loads((Path(__file__).parents[3] / "dynmo_balance" / "formats" / "plan.schema.json").read_text())

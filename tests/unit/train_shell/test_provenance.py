@@ -7,9 +7,9 @@ import struct
 
 import pytest
 
+from dynmo_train._common.errors import UsageError
 from dynmo_train.config import config_of
 from dynmo_train.data.batches import open_source
-from dynmo_train.errors import UsageError
 from dynmo_train.formats.dataset import digest_vocabulary
 
 WORDS = {"<unk>": 0, "<|endoftext|>": 1, "the": 2, "house": 3}

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from dynmo_train._common.errors import UsageError
 from dynmo_train.config import Facts, check, resolve
 from dynmo_train.config.recipes import read_recipe, recipe_names
-from dynmo_train.errors import UsageError
 from dynmo_train.families import family_of
 from dynmo_train.models.items import parameters_of
 

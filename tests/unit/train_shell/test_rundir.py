@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from dynmo_train._common.document import DocumentError, append_line
+from dynmo_train._common.errors import UsageError
 from dynmo_train.config import config_document, config_of
-from dynmo_train.errors import UsageError
-from dynmo_train.formats._document import DocumentError, append_line
 from dynmo_train.formats.run import read_run
 from dynmo_train.rundir import LAUNCH_FILE_VARIABLE, begin_run, choose_path, take_grow_request
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from dynmo_train._common.errors import UsageError
 from dynmo_train.data import sentences
 from dynmo_train.data.sentences import RunSettings, build_runs, hashed_uniform, runs_of_epoch
-from dynmo_train.errors import UsageError
 from dynmo_train.formats.indexed import IndexedDataset
 
 SETTINGS = RunSettings(tokens=40, min_sentences=2, short_probability=0.3, seed=7, part=0)

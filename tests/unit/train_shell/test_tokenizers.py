@@ -6,8 +6,8 @@ import json
 
 import pytest
 
+from dynmo_train._common.errors import UsageError
 from dynmo_train.data.tokenizer import TokenizerFiles, count_pieces, load_tokenizer, open_tokenizer, read_vocab_size
-from dynmo_train.errors import UsageError
 
 WORDS = {"<unk>": 0, "<|endoftext|>": 1, "the": 2, "house": 3}
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from dynmo_train._common.document import DocumentError
 from dynmo_train.config import Facts, check, config_of, validate
 from dynmo_train.config.validate import RULES
-from dynmo_train.formats._document import DocumentError
 
 SMALL = {
     "num_layers": 4,

@@ -20,7 +20,7 @@ from typing import Annotated, Any, NoReturn, Protocol
 import typer
 from typer.core import TyperGroup
 
-from . import __version__
+from .. import __version__
 from .errors import EXIT_FAILURE, EXIT_INTERRUPTED, EXIT_TERMINATED, DynmoError
 
 LOG_EVERY_S = 5.0

@@ -32,7 +32,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from ..errors import DynmoError, UsageError
+from .errors import DynmoError, UsageError
 
 SHORT_CHARACTERS = 200
 
