@@ -13,19 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from . import __version__
+from ._common.checks import ENVELOPE, anything, mapping, obj, string
 from ._common.console import Format, emit, emit_json, emit_table, human_bytes, progress, say
-from ._common.document import (
-    ENVELOPE,
-    Problem,
-    WriterError,
-    anything,
-    encode_json,
-    envelope,
-    mapping,
-    obj,
-    parse_json,
-    string,
-)
+from ._common.document import Problem, WriterError, encode_json, envelope, parse_json
 from ._common.portable import peak_memory_bytes
 from .convert import ExportPlan
 from .copyplan import Writable

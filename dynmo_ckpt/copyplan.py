@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Protocol
 
-from .io.crc32 import combine
+from ._common.crc32 import combine
 from .io.safetensors import DTYPE_BYTES, StoredArray, encode_header
 from .views import Tensor, View, row_major
 

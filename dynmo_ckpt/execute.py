@@ -20,11 +20,11 @@ from queue import SimpleQueue
 import numpy as np
 
 from ._common.console import Tick
+from ._common.crc32 import combine
 from ._common.portable import allocate, read_into
 from .copyplan import OutputTensor, Writable, checked_sources, expected_crc32, run_of, sources
 from .faults import CorruptError, StorageError
 from .io.checks import Part, SourceChecks, altered
-from .io.crc32 import combine
 from .io.reading import Reader, Words, open_sources
 from .io.safetensors import StoredArray
 from .io.writeback import Writeback

@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from ._common.console import Tick
+from ._common.crc32 import combine
 from .copyplan import Writable
 from .execute import Written
 from .faults import CorruptError
-from .io.crc32 import combine
 from .io.safetensors import Index, StoredArray, read_index
 from .io.torchfile import open_torch
 from .io.torchwrite import JoinedTorchFiles

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ._common.document import Check, DocumentError, Problem, array, envelope_problems, integer, nullable, read_records
+from ._common.checks import Check, array, integer, nullable
+from ._common.document import DocumentError, Problem, envelope_problems, read_records
 from ._common.errors import UsageError
 from .dynamics.technique import Event
 from .formats.profile_lines import FORMAT, VERSION

@@ -12,33 +12,23 @@ from pathlib import Path
 from typing import Any
 
 from .. import __version__
+from .._common.checks import ENVELOPE
 from .._common.document import (
-    ENVELOPE,
-    MAX_MICROBATCHES,
-    MAX_RANKS,
     DocumentError,
     Problem,
-    array,
-    boolean,
     encode_json,
     envelope,
     envelope_problems,
-    integer,
-    nullable,
-    number,
-    obj,
     own_document,
     read_json,
     short_repr,
-    string,
     write_whole,
 )
+from .plan_fields import DOCUMENT
 from .profile import Header
-from .profile_lines import SCHEDULES
 
 FORMAT = "dynmo.plan"
 VERSION = 1
-BALANCERS = ("initial", "exact", "time", "parameters", "uniform", "deepspeed", "diffusion", "manual")
 V_SCHEDULES = ("zb-v",)
 """The schedules with two stages a worker whose stages go down the workers and back up."""
 CUSTOM = "custom"
@@ -47,7 +37,6 @@ RECORDS_KEY = "x_cost_records"
 """The number of step records, up to ``read_to_step``, that the plan's costs are the median of."""
 SEGMENT_KEY = "x_segment"
 """The segment of the profile that ``dynmo-plan watch`` made the plan in."""
-GRANULARITIES = ("layer", "sublayer")
 _OPERATION = re.compile(r"(0|[1-9][0-9]{0,6})([FBIW])(0|[1-9][0-9]{0,6})")
 _FILE_NAME = re.compile(r"plan-(\d{6,})\.json")
 
@@ -178,57 +167,6 @@ class Plan:
         return {item: stage.worker for stage in self.stages for item in stage.items}
 
 
-_STAGE = obj({"stage": integer(), "worker": integer(), "items": array(string())})
-_PREDICTED = obj(
-    {
-        "bottleneck_ns": integer(),
-        "step_ns": integer(),
-        "bubble_fraction": number(0, 1),
-        "gain_fraction": nullable(number()),
-        "busy_ns": array(integer()),
-        "peak_memory_bytes": array(integer()),
-    }
-)
-_OPTIMALITY = obj(
-    {"lower_bound_ns": integer(), "optimal": boolean(), "blocking_items": array(string())},
-    {"objective": string("bottleneck", "simulated")},
-)
-_CONSTRAINTS = obj(
-    {
-        "microbatches": integer(1, MAX_MICROBATCHES),
-        "min_layers": integer(),
-        "memory_bytes": array(nullable(integer(1))),
-        "pins": array(obj({"item": string(), "stage": integer()})),
-        "tied_together": boolean(),
-    }
-)
-_MOVE = obj({"item": string(), "from_worker": integer(), "to_worker": integer(), "bytes": integer()})
-_MIGRATION = obj(
-    {"moves": array(_MOVE), "bytes": integer(), "max_link_bytes": integer(), "pause_ns": nullable(integer())}
-)
-_PLAN = obj(
-    {
-        **ENVELOPE,
-        "plan_id": integer(),
-        "run_id": string(),
-        "base_plan_id": nullable(integer()),
-        "read_to_step": integer(),
-        "action": string("move", "keep"),
-        "apply_at_step": nullable(integer()),
-        "balancer": string(*BALANCERS),
-        "schedule": string(*SCHEDULES, CUSTOM),
-        "virtual_stages_per_worker": integer(1, MAX_RANKS),
-        "stages": array(_STAGE, 1),
-        "released_workers": array(integer()),
-        "predicted": nullable(_PREDICTED),
-        "optimality": nullable(_OPTIMALITY),
-        "migration": _MIGRATION,
-        "reason": string(),
-    },
-    {"granularity": string(*GRANULARITIES), "constraints": _CONSTRAINTS, "operations": array(string())},
-)
-
-
 def _tuples(value: Mapping[str, Any]) -> dict[str, Any]:
     return {key: tuple(v) if isinstance(v, list) else v for key, v in value.items() if not key.startswith("x_")}
 
@@ -353,7 +291,7 @@ def parse_plan(document: Any, source: str) -> Plan:
     """The plan of a JSON document; raises ``DocumentError`` with every problem."""
     problems = envelope_problems(document, FORMAT, VERSION)
     if not problems:
-        _PLAN(document, "", problems)
+        DOCUMENT(document, "", problems)
     if problems:
         raise DocumentError(source, problems)
     plan = _build(document)

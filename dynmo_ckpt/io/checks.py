@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from threading import Lock
 from typing import NamedTuple
 
-from .crc32 import combine
+from .._common.crc32 import combine
 from .safetensors import StoredArray
 
 

@@ -14,9 +14,9 @@ from functools import cached_property
 from itertools import accumulate
 from typing import Any
 
+from .._common.crc32 import combine
 from ..copyplan import OutputTensor
 from ..faults import UnsupportedError
-from .crc32 import combine
 from .pickles import STORAGE_DTYPES, Name
 
 STORAGE_NAMES = {dtype: name for name, dtype in STORAGE_DTYPES.items()}

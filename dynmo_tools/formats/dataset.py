@@ -7,65 +7,26 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import IO, Any
 
 from .._common.document import (
-    ENVELOPE,
     DocumentError,
     Problem,
-    anything,
-    array,
     encode_json,
     envelope_problems,
-    integer,
-    mapping,
-    nullable,
-    obj,
     read_json,
-    short_repr,
-    string,
 )
 from .._common.errors import UsageError
 from ..compression import PIECE_BYTES
+from .dataset_fields import DOCUMENT
 
 FORMAT = "dynmo.dataset"
 VERSION = 1
-_DIGEST = re.compile(r"[0-9a-f]{64}")
 
 Piece = dict[str, Any]
 """``bytes`` and ``sha256`` of a run of bytes."""
-
-
-def _is_sha256(value: Any, path: str, problems: list[Problem]) -> None:
-    if not isinstance(value, str) or not _DIGEST.fullmatch(value):
-        problems.append(Problem(path, "sha256", f"must be 64 lower-case hexadecimal digits, is {short_repr(value)}"))
-
-
-_PIECE = obj({"bytes": integer(1), "sha256": _is_sha256})
-_TOKENIZER = obj(
-    {
-        "type": string(),
-        "vocab_size": integer(),
-        "vocab_sha256": _is_sha256,
-        "files": array(obj({"name": string(), "bytes": integer(), "sha256": _is_sha256})),
-    }
-)
-_DOCUMENT = obj(
-    {
-        **ENVELOPE,
-        "tokenizer": nullable(_TOKENIZER),
-        "eod_id": nullable(integer()),
-        "inputs": array(obj({"path": string(), "pieces": array(_PIECE)})),
-        "recipe": obj(
-            {"sha256": _is_sha256, "steps": array(obj({"step": string(), "settings": mapping(anything())}), 1)}
-        ),
-        "bin": obj({"pieces": array(_PIECE)}),
-        "idx": _PIECE,
-    }
-)
 
 
 def sidecar_path(prefix: Path) -> Path:
@@ -76,7 +37,7 @@ def sidecar_path(prefix: Path) -> Path:
 def _problems(document: Any) -> list[Problem]:
     problems = envelope_problems(document, FORMAT, VERSION)
     if not problems:
-        _DOCUMENT(document, "", problems)
+        DOCUMENT(document, "", problems)
     if not problems and document["tokenizer"] is not None and document["eod_id"] is not None:
         size = document["tokenizer"]["vocab_size"]
         if document["eod_id"] >= size:

@@ -12,28 +12,18 @@ from pathlib import Path
 from typing import Any
 
 from .. import __version__
+from .._common.checks import ENVELOPE, Check, anything, array, boolean, integer, mapping, nullable, number, obj, string
 from .._common.document import (
-    ENVELOPE,
     MAX_SIZE,
     MAX_TABLE_BYTES,
-    Check,
     DocumentError,
     Problem,
     WriterError,
-    anything,
-    array,
-    boolean,
     encode_json,
     envelope,
     envelope_problems,
-    integer,
-    mapping,
-    nullable,
-    number,
-    obj,
     parse_json,
     read_json,
-    string,
     write_whole,
 )
 

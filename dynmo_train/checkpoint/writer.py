@@ -16,11 +16,11 @@ from io import RawIOBase
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from .._common.crc32 import combine
 from .._common.document import DocumentError, read_word, write_whole
 from .._common.errors import UsageError
 from .._common.portable import allocate, drop_cached
 from ..formats.checkpoint import manifest_problems, seal
-from .crc32 import combine
 from .shards import DTYPE_BYTES, TORCH_NAMES, decode_header, encode_header
 
 if TYPE_CHECKING:

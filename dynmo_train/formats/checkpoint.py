@@ -11,30 +11,16 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from .._common.document import (
-    ENVELOPE,
     MAX_ALL_EXPERTS,
-    MAX_EXPERTS,
-    MAX_LAYERS,
-    MAX_RANKS,
-    MAX_SIZE,
     MAX_TABLE_BYTES,
-    Check,
     DocumentError,
     Problem,
-    anything,
-    array,
-    boolean,
     encode_json,
     envelope_problems,
-    integer,
-    mapping,
-    nullable,
-    number,
-    obj,
     parse_json,
     short_repr,
-    string,
 )
+from .checkpoint_fields import DOCUMENT
 
 FORMAT = "dynmo.checkpoint"
 VERSION = 1
@@ -45,105 +31,6 @@ VOCABULARY_ROWS = re.compile(
     r"|head\.(weight|bias)(\.(mask|exp_avg|exp_avg_sq|master))?"
 )
 _SEAL = re.compile(rb'"manifest_crc32"\s*:\s*"([0-9a-f]{8})"')
-
-
-def _crc32(value: Any, path: str, problems: list[Problem]) -> None:
-    if not isinstance(value, str) or not re.fullmatch("[0-9a-f]{8}", value):
-        problems.append(Problem(path, "crc32", f"must be 8 lower-case hexadecimal digits, is {short_repr(value)}"))
-
-
-def _span(value: Any, path: str, problems: list[Problem]) -> None:
-    array(integer())(value, path, problems)
-    if isinstance(value, list) and len(value) != 2:
-        problems.append(Problem(path, "length", f"must have 2 elements, has {len(value)}"))
-
-
-def _scalar(value: Any, path: str, problems: list[Problem]) -> None:
-    if isinstance(value, dict | list):
-        problems.append(Problem(path, "type", f"must be a single value, is {short_repr(value)}"))
-
-
-def _model(value: Any, path: str, problems: list[Problem]) -> None:
-    own = {name: _scalar for name in value if name.startswith("moe_")} if isinstance(value, dict) else {}
-    before = len(problems)
-    obj(_MODEL, own | _MODEL_OPTIONAL)(value, path, problems)
-    if len(problems) == before and value["num_layers"] * value.get("num_experts", 0) > MAX_ALL_EXPERTS:
-        problems.append(
-            Problem(f"{path}.num_experts", "range", f"times num_layers must be at most {MAX_ALL_EXPERTS:,}")
-        )
-
-
-_MODEL: Mapping[str, Check] = (
-    {
-        "family": string("gpt", "bert", "ict", "t5", "llama"),
-        "num_layers": integer(0, MAX_LAYERS),
-        "layernorm_epsilon": number(0),
-    }
-    | dict.fromkeys(("hidden_size", "ffn_hidden_size", "num_attention_heads"), integer(1, MAX_SIZE))
-    | dict.fromkeys(("max_position_embeddings", "vocab_size", "padded_vocab_size"), integer(1, MAX_SIZE))
-    | {"activation": string("gelu_tanh", "gelu", "relu", "swiglu", "geglu"), "tied_embeddings": boolean()}
-)
-_MODEL_OPTIONAL: dict[str, Check] = (
-    dict.fromkeys(("num_tokentypes", "num_encoder_layers", "num_decoder_layers"), integer(0, MAX_LAYERS))
-    | dict.fromkeys(("num_key_value_heads", "head_dim"), integer(1, MAX_SIZE))
-    | dict.fromkeys(("num_experts", "moe_top_k"), integer(1, MAX_EXPERTS))
-    | dict.fromkeys(("relative_buckets", "relative_max_distance"), integer(1, MAX_SIZE))
-    | {"projection_size": integer(0, MAX_SIZE), "shared_towers": boolean()}
-    | {"normalization": string("layernorm", "rmsnorm"), "position_embedding": string("learned", "rotary", "relative")}
-    | {"rotary_base": number(1), "rotary_scaling": nullable(mapping(_scalar)), "binary_head": boolean()}
-    | {"task_head": string("classification", "multichoice"), "num_classes": integer(1, MAX_SIZE)}
-)
-_SHARD = obj({"file": string(), "key": string(), "index": array(_span), "crc32": _crc32})
-_FRACTION = number(0, 1)
-FIELDS: Mapping[str, Check] = {
-    **ENVELOPE,
-    "manifest_crc32": _crc32,
-    "run_id": string(),
-    "step": integer(),
-    "consumed_train_samples": integer(),
-    "model": _model,
-    "topology": obj(
-        dict.fromkeys(("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"), integer(1, MAX_RANKS))
-        | dict.fromkeys(("virtual_stages_per_worker", "world_size"), integer(1, MAX_RANKS))
-        | {"schedule": string(), "partition": array(array(string()), 1)},
-        {"expert_parallel_size": integer(1, MAX_RANKS)},
-    ),
-    "dynamic": obj(
-        {
-            "frozen_items": array(string()),
-            "pruning": nullable(obj({"sparsity": _FRACTION, "sparsity_by_item": mapping(_FRACTION)})),
-            "sparse_thresholds": mapping(number()),
-        }
-    ),
-    "tensors": mapping(
-        obj(
-            {
-                "dtype": string("F32", "BF16", "F16", "F64", "I64", "I32", "BOOL", "U8"),
-                "shape": array(integer()),
-                "role": string("parameter", "buffer", "mask", "optimizer"),
-                "split_dim": nullable(integer()),
-                "shards": array(_SHARD, 1),
-            }
-        )
-    ),
-    "ties": mapping(string()),
-    "optimizer": nullable(
-        obj(
-            {
-                "type": string("adamw", "none"),
-                "steps": mapping(integer()),
-                "groups": array(obj({"name": string(), "weight_decay": number(0), "parameters": array(string())})),
-            }
-        )
-    ),
-    "data": nullable(obj({"seed": integer(), "split": string(), "sequence_length": integer(1), "prefix": string()})),
-    "rng": obj({"scheme": string(), "seed": integer()}),
-    "files": mapping(obj({"bytes": integer(), "crc32": _crc32})),
-}
-_DOCUMENT = mapping(anything())
-OPTIONAL: Mapping[str, Check] = {
-    "source": obj({"format": string("huggingface"), "config": _DOCUMENT, "generation_config": nullable(_DOCUMENT)})
-}
 
 
 _PLAIN = ("attention", "mlp")
@@ -275,8 +162,15 @@ def manifest_problems(value: Any) -> list[Problem]:
     """Every fault of a manifest, the seal apart."""
     problems = envelope_problems(value, FORMAT, VERSION)
     if not problems:
-        obj(FIELDS, OPTIONAL)(value, "", problems)
-    return problems or list(across_problems(value))
+        DOCUMENT(value, "", problems)
+    return problems or _expert_problems(value["model"]) or list(across_problems(value))
+
+
+def _expert_problems(model: Mapping[str, Any]) -> list[Problem]:
+    """A model whose number of experts over all layers is above the bound."""
+    if model["num_layers"] * model.get("num_experts", 0) <= MAX_ALL_EXPERTS:
+        return []
+    return [Problem("model.num_experts", "range", f"times num_layers must be at most {MAX_ALL_EXPERTS:,}")]
 
 
 def seal(manifest: Mapping[str, Any]) -> bytes:

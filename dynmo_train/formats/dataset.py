@@ -4,52 +4,20 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from .._common.document import (
-    ENVELOPE,
     DocumentError,
     Problem,
-    anything,
-    array,
     envelope_problems,
-    integer,
-    mapping,
-    nullable,
-    obj,
     read_json,
-    short_repr,
-    string,
 )
+from .dataset_fields import DOCUMENT
 
 FORMAT = "dynmo.dataset"
 VERSION = 1
-_DIGEST = re.compile(r"[0-9a-f]{64}")
-
-
-def _is_sha256(value: Any, path: str, problems: list[Problem]) -> None:
-    if not isinstance(value, str) or not _DIGEST.fullmatch(value):
-        problems.append(Problem(path, "sha256", f"must be 64 lower-case hexadecimal digits, is {short_repr(value)}"))
-
-
-_PIECE = obj({"bytes": integer(1), "sha256": _is_sha256})
-_FILE = obj({"name": string(), "bytes": integer(), "sha256": _is_sha256})
-_TOKENIZER = obj({"type": string(), "vocab_size": integer(), "vocab_sha256": _is_sha256, "files": array(_FILE)})
-_STEP = obj({"step": string(), "settings": mapping(anything())})
-_DOCUMENT = obj(
-    {
-        **ENVELOPE,
-        "tokenizer": nullable(_TOKENIZER),
-        "eod_id": nullable(integer()),
-        "inputs": array(obj({"path": string(), "pieces": array(_PIECE)})),
-        "recipe": obj({"sha256": _is_sha256, "steps": array(_STEP, 1)}),
-        "bin": obj({"pieces": array(_PIECE)}),
-        "idx": _PIECE,
-    }
-)
 
 
 def read_sidecar(prefix: str) -> dict[str, Any] | None:
@@ -64,7 +32,7 @@ def read_sidecar(prefix: str) -> dict[str, Any] | None:
     document = read_json(path)
     problems = envelope_problems(document, FORMAT, VERSION)
     if not problems:
-        _DOCUMENT(document, "", problems)
+        DOCUMENT(document, "", problems)
     if not problems:
         problems = _size_problems(document, prefix)
     if problems:

@@ -14,26 +14,17 @@ from typing import Any
 
 from .. import __version__
 from .._common.document import (
-    ENVELOPE,
-    MAX_MICROBATCHES,
-    MAX_RANKS,
     DocumentError,
     Problem,
-    array,
-    boolean,
     encode_json,
     envelope,
     envelope_problems,
-    integer,
-    nullable,
-    number,
-    obj,
     own_document,
     read_json,
     short_repr,
-    string,
     write_whole,
 )
+from .plan_fields import DOCUMENT
 
 FORMAT = "dynmo.plan"
 VERSION = 1
@@ -67,55 +58,6 @@ class Plan:
     def workers(self) -> tuple[int, ...]:
         """The workers that hold stages, in the order of their first stage."""
         return tuple(dict.fromkeys(self.stage_workers))
-
-
-_PREDICTED = obj(
-    {
-        "bottleneck_ns": integer(),
-        "step_ns": integer(),
-        "bubble_fraction": number(0, 1),
-        "gain_fraction": nullable(number()),
-        "busy_ns": array(integer()),
-        "peak_memory_bytes": array(integer()),
-    }
-)
-_OPTIMALITY = obj(
-    {"lower_bound_ns": integer(), "optimal": boolean(), "blocking_items": array(string())},
-    {"objective": string("bottleneck", "simulated")},
-)
-_CONSTRAINTS = obj(
-    {
-        "microbatches": integer(1, MAX_MICROBATCHES),
-        "min_layers": integer(),
-        "memory_bytes": array(nullable(integer(1))),
-        "pins": array(obj({"item": string(), "stage": integer()})),
-        "tied_together": boolean(),
-    }
-)
-_MOVE = obj({"item": string(), "from_worker": integer(), "to_worker": integer(), "bytes": integer()})
-_DOCUMENT = obj(
-    {
-        **ENVELOPE,
-        "plan_id": integer(),
-        "run_id": string(),
-        "base_plan_id": nullable(integer()),
-        "read_to_step": integer(),
-        "action": string("move", "keep"),
-        "apply_at_step": nullable(integer()),
-        "balancer": string("initial", "exact", "time", "parameters", "uniform", "deepspeed", "diffusion", "manual"),
-        "schedule": string("gpipe", "1f1b", "interleaved-1f1b", "zero-bubble", "zb-v", "custom"),
-        "virtual_stages_per_worker": integer(1, MAX_RANKS),
-        "stages": array(obj({"stage": integer(), "worker": integer(), "items": array(string())}), 1),
-        "released_workers": array(integer()),
-        "predicted": nullable(_PREDICTED),
-        "optimality": nullable(_OPTIMALITY),
-        "migration": obj(
-            {"moves": array(_MOVE), "bytes": integer(), "max_link_bytes": integer(), "pause_ns": nullable(integer())}
-        ),
-        "reason": string(),
-    },
-    {"granularity": string("layer", "sublayer"), "constraints": _CONSTRAINTS, "operations": array(string())},
-)
 
 
 def _placed(schedule: str, workers: Sequence[int], stages: int) -> tuple[int, ...]:
@@ -205,7 +147,7 @@ def parse_plan(document: Any, source: str) -> Plan:
     """The plan in a JSON document; raises ``DocumentError`` with every problem."""
     problems = envelope_problems(document, FORMAT, VERSION)
     if not problems:
-        _DOCUMENT(document, "", problems)
+        DOCUMENT(document, "", problems)
     if problems:
         raise DocumentError(source, problems)
     stages = document["stages"]

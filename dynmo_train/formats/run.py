@@ -7,41 +7,21 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from .._common.checks import integer, obj
 from .._common.document import (
-    ENVELOPE,
     MAX_CONFIG_BYTES,
     DocumentError,
     Problem,
-    anything,
-    array,
     encode_json,
     envelope_problems,
-    integer,
-    mapping,
-    obj,
     own_document,
     read_json,
-    string,
     write_whole,
 )
+from .run_fields import DOCUMENT
 
 FORMAT = "dynmo.run"
 VERSION = 1
-_SOURCE = string("default", "derived", "file", "flag", "command")
-_DOCUMENT = obj(
-    {
-        **ENVELOPE,
-        "run_id": string(),
-        "segment": integer(),
-        "world_size": integer(1),
-        "hosts": array(string(), 1),
-        "command_line": array(string()),
-        "versions": mapping(string()),
-        "engine": mapping(anything()),
-        "config": mapping(mapping(anything())),
-        "config_sources": mapping(mapping(_SOURCE)),
-    }
-)
 _GROW = obj({"workers": integer(1)})
 
 
@@ -62,7 +42,7 @@ def parse_run(document: Any, source: str) -> dict[str, Any]:
     """The content of a ``run.json``; raises ``DocumentError`` with every problem."""
     problems = envelope_problems(document, FORMAT, VERSION)
     if not problems:
-        _DOCUMENT(document, "", problems)
+        DOCUMENT(document, "", problems)
     if not problems:
         names, origins = (
             {(concern, name) for concern, values in document[part].items() for name in values}

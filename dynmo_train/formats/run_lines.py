@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from .._common.document import Check, Problem, WriterError, append_line, integer, string
+from .._common.checks import Check, integer, string
+from .._common.document import Problem, WriterError, append_line
 
 _METRICS: Mapping[str, Check] = {"step": integer()}
 _EVENT: Mapping[str, Check] = {"time_utc": string(), "step": integer(), "kind": string(), "message": string()}

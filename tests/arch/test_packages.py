@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +13,6 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("dynmo_tools", "dynmo_train", "dynmo_balance", "dynmo_ckpt")
-SHARED = ("_common/__init__.py", "_common/console.py", "_common/errors.py", "_common/document.py")
 
 
 def imported_modules(path: Path) -> set[str]:
@@ -36,23 +36,31 @@ def test_no_package_imports_another(package):
     assert crossing == {}
 
 
-@pytest.mark.parametrize("name", SHARED)
-def test_shared_files_are_byte_identical(name):
-    assert len({(ROOT / package / name).read_bytes() for package in PACKAGES}) == 1
+def test_generated_files_are_up_to_date():
+    command = [sys.executable, str(ROOT / "bin" / "generate.py"), "--check"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (done.stdout, done.returncode) == ("", 0)
 
 
-@pytest.mark.parametrize(
-    "pair",
-    [
-        ("dynmo_ckpt/io/crc32.py", "dynmo_train/checkpoint/crc32.py"),
-        ("dynmo_tools/_common/portable.py", "dynmo_ckpt/_common/portable.py"),
-        ("dynmo_tools/_common/portable.py", "dynmo_train/_common/portable.py"),
-        ("dynmo_balance/formats/profile_lines.py", "dynmo_train/formats/profile_lines.py"),
-    ],
-)
-def test_what_two_packages_need_is_byte_identical(pair):
-    first, second = pair
-    assert (ROOT / first).read_bytes() == (ROOT / second).read_bytes()
+def test_generator_names_a_file_that_was_edited(tmp_path):
+    """On a copy: an edited copy and an edited schema are both out of date."""
+    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    for name in filter(
+        re.compile(r"bin/(generate\.py|shared/)|dynmo_\w+/(_common|formats)/").match, listed.split("\0")
+    ):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / name, tmp_path / name)
+    errors = tmp_path / "dynmo_ckpt/_common/errors.py"
+    errors.write_text(errors.read_text(encoding="utf-8") + "EXIT_OTHER = 9\n", encoding="utf-8")
+    schema = tmp_path / "dynmo_train/formats/run.schema.json"
+    schema.write_text(schema.read_text(encoding="utf-8").replace('"minimum": 1', '"minimum": 2'), encoding="utf-8")
+    command = [sys.executable, str(tmp_path / "bin/generate.py"), "--check"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.stdout.splitlines() == [
+        "out of date: dynmo_ckpt/_common/errors.py",
+        "out of date: dynmo_train/formats/run_fields.py",
+    ]
+    assert done.returncode == 1
 
 
 @pytest.mark.parametrize("package", PACKAGES)

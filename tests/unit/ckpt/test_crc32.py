@@ -3,7 +3,7 @@ import zlib
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dynmo_ckpt.io.crc32 import combine
+from dynmo_ckpt._common.crc32 import combine
 
 
 @given(st.binary(max_size=300), st.binary(max_size=300))

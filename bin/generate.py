@@ -1,0 +1,265 @@
+#!/usr/bin/env python3
+"""Make the files that several packages have in common, so that no package imports another one.
+
+    bin/shared/**.py    ──> PACKAGE/**.py                      copies
+    NAME.schema.json    ──> PACKAGE/formats/NAME_fields.py     checks of the structure, from the owner's JSON Schema
+
+Rules across fields (a reference, an order, a sum) stay in the hand-written readers, ``PACKAGE/formats/NAME.py``.
+
+    bin/generate.py            # writes what is out of date, and prints its path
+    bin/generate.py --check    # writes nothing; exit code 1 where a file is out of date
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+ALL = ("dynmo_tools", "dynmo_train", "dynmo_balance", "dynmo_ckpt")
+SHARED: Mapping[str, Sequence[str]] = {
+    "_common/__init__.py": ALL,
+    "_common/checks.py": ALL,
+    "_common/console.py": ALL,
+    "_common/document.py": ALL,
+    "_common/errors.py": ALL,
+    "_common/portable.py": ("dynmo_tools", "dynmo_train", "dynmo_ckpt"),
+    "_common/crc32.py": ("dynmo_train", "dynmo_ckpt"),
+    "formats/profile_lines.py": ("dynmo_balance", "dynmo_train"),
+}
+ENVELOPE = ("format", "version", "written_by", "created_utc")
+LINE = 120
+
+
+@dataclass(frozen=True, kw_only=True)
+class Format:
+    """A format: the schema that its owner keeps, and the packages that read or write it."""
+
+    schema: str
+    module: str
+    readers: Sequence[str]
+
+
+FORMATS = (
+    Format(
+        schema="dynmo_balance/formats/plan.schema.json",
+        module="formats/plan_fields.py",
+        readers=("dynmo_balance", "dynmo_train"),
+    ),
+    Format(
+        schema="dynmo_train/formats/profile.schema.json",
+        module="formats/profile_fields.py",
+        readers=("dynmo_balance", "dynmo_train"),
+    ),
+    Format(schema="dynmo_train/formats/run.schema.json", module="formats/run_fields.py", readers=("dynmo_train",)),
+    Format(
+        schema="dynmo_ckpt/formats/checkpoint.schema.json",
+        module="formats/checkpoint_fields.py",
+        readers=("dynmo_ckpt", "dynmo_train"),
+    ),
+    Format(
+        schema="dynmo_tools/formats/dataset.schema.json",
+        module="formats/dataset_fields.py",
+        readers=("dynmo_tools", "dynmo_train"),
+    ),
+)
+
+
+class Translation:
+    """Python source of the checks that one JSON Schema describes.
+
+    Each entry of ``$defs`` is a name: an ``enum`` becomes the tuple ``NAME``, an object the check ``NAME``; anything
+    else is written where it is used. The document itself is ``DOCUMENT``, unless the schema is of lines by ``record``.
+    """
+
+    def __init__(self, schema: Mapping[str, Any]) -> None:
+        self.schema = schema
+        self.definitions: Mapping[str, Any] = schema.get("$defs", {})
+        self.used: set[str] = set()
+
+    def source(self) -> str:
+        """All constants, in an order in which each is defined before it is used."""
+        lines = []
+        for name in self._ordered():
+            definition = self.definitions[name]
+            if "enum" in definition:
+                lines.append(f"{name.upper()} = {tuple(definition['enum'])!r}")
+            else:
+                lines.append(f"{name.upper()} = {self._check(definition)}")
+        if "properties" in self.schema and "allOf" not in self.schema:
+            lines.append(f"DOCUMENT = {self._check(self.schema)}")
+        return "\n".join(lines) + "\n"
+
+    def imports(self) -> list[str]:
+        """The names of ``checks`` that the source uses, once :meth:`source` has run."""
+        return sorted(self.used, key=lambda name: (not name.isupper(), name))
+
+    def _is_named(self, name: str) -> bool:
+        definition = self.definitions[name]
+        return "enum" in definition or "properties" in definition
+
+    def _ordered(self) -> list[str]:
+        order: list[str] = []
+
+        def visit(name: str) -> None:
+            for other in _references(self.definitions[name]):
+                visit(other)
+            if self._is_named(name) and name not in order:
+                order.append(name)
+
+        for name in self.definitions:
+            visit(name)
+        return order
+
+    def _call(self, name: str, *arguments: str) -> str:
+        self.used.add(name)
+        return f"{name}({', '.join(arguments)})"
+
+    def _check(self, rule: Any) -> str:
+        """The expression of one check."""
+        if rule is True:
+            return self._call("anything")
+        if "$ref" in rule:
+            name = rule["$ref"].removeprefix("#/$defs/")
+            if name == "samples":
+                return self._call("samples")
+            if not self._is_named(name):
+                return self._check(self.definitions[name])
+            return self._call("string", f"*{name.upper()}") if "enum" in self.definitions[name] else name.upper()
+        if "enum" in rule:
+            return self._call("string", *map(repr, rule["enum"]))
+        if "const" in rule:
+            return self._call("string", repr(rule["const"]))
+        if "anyOf" in rule:
+            null, other = sorted(rule["anyOf"], key=lambda each: each.get("type") != "null")
+            if null != {"type": "null"} or len(rule["anyOf"]) != 2:
+                raise ValueError(f"anyOf is for null and one other: {rule}")
+            return self._call("nullable", self._check(other))
+        if isinstance(rule["type"], list) and len(rule["type"]) == 2:
+            kinds = [kind for kind in rule["type"] if kind != "null"]
+            return self._call("nullable", self._check({**rule, "type": kinds[0]}))
+        return self._of_type(rule)
+
+    def _of_type(self, rule: Mapping[str, Any]) -> str:
+        match rule["type"]:
+            case "integer":
+                return self._call("integer", *_bounds(rule, default=0))
+            case "number":
+                return self._call("number", *_bounds(rule, default=None))
+            case "boolean":
+                return self._call("boolean")
+            case "string" if "pattern" in rule:
+                digits = rule["pattern"].removeprefix("^[0-9a-f]{").removesuffix("}$")
+                return self._call("hexadecimal", str(int(digits)))
+            case "string":
+                return self._call("string")
+            case "array":
+                bounds = [str(rule[key]) for key in ("minItems", "maxItems") if key in rule]
+                return self._call("array", self._check(rule["items"]), *bounds)
+            case "object":
+                return self._object(rule)
+            case ["null", "boolean", "number", "string"]:
+                return self._call("scalar")
+        raise ValueError(f"no check for {rule}")
+
+    def _object(self, rule: Mapping[str, Any]) -> str:
+        if "properties" not in rule:
+            return self._call("mapping", self._check(rule.get("additionalProperties", True)))
+        fields = dict(rule["properties"])
+        entries = []
+        if set(ENVELOPE) <= set(fields):
+            self.used.add("ENVELOPE")
+            entries.append("**ENVELOPE")
+            fields = {name: value for name, value in fields.items() if name not in ENVELOPE}
+        required = rule["required"]
+        entries += [f"{name!r}: {self._check(fields[name])}" for name in required if name in fields]
+        optional = [f"{name!r}: {self._check(value)}" for name, value in fields.items() if name not in required]
+        prefixes = {pattern.removeprefix("^"): value for pattern, value in rule["patternProperties"].items()}
+        prefixes.pop("x_")
+        further = [f"{{{', '.join(optional)}}}"] if optional or prefixes else []
+        further += [f"{{{', '.join(f'{p!r}: {self._check(v)}' for p, v in prefixes.items())}}}"] if prefixes else []
+        return self._call("obj", f"{{{', '.join(entries)}}}", *further)
+
+
+def _references(rule: Any) -> Iterator[str]:
+    if isinstance(rule, dict):
+        for key, value in rule.items():
+            if key == "$ref":
+                yield value.removeprefix("#/$defs/")
+            else:
+                yield from _references(value)
+    elif isinstance(rule, list):
+        for value in rule:
+            yield from _references(value)
+
+
+def _bounds(rule: Mapping[str, Any], *, default: float | None) -> list[str]:
+    least, most = rule.get("minimum", default), rule.get("maximum")
+    if most is not None:
+        return [_number(least), _number(most)]
+    return [] if least == default else [_number(least)]
+
+
+def _number(value: float | None) -> str:
+    return f"{value:_}" if isinstance(value, int) and value >= 10_000 else repr(value)
+
+
+def fields_module(each: Format) -> str:
+    """The generated module of one format."""
+    schema = json.loads((ROOT / each.schema).read_text(encoding="utf-8"))
+    translation = Translation(schema)
+    body = translation.source()
+    imports = f"from .._common.checks import {', '.join(translation.imports())}\n"
+    head = (
+        f"# Generated by bin/generate.py from {each.schema}: do not edit.\n"
+        f'"""{schema["title"]}: the structure."""\n\nfrom __future__ import annotations\n\n{imports}\n'
+    )
+    return formatted(head + body)
+
+
+def formatted(source: str) -> str:
+    """The source as the project's formatter writes it."""
+    command = [sys.executable, "-m", "ruff", "format", "--line-length", str(LINE), "--stdin-filename", "x.py", "-"]
+    return subprocess.run(command, input=source, capture_output=True, text=True, check=True).stdout
+
+
+def outputs() -> Iterator[tuple[Path, str]]:
+    """Each generated file and its text."""
+    for name, packages in SHARED.items():
+        text = (ROOT / "bin" / "shared" / name).read_text(encoding="utf-8")
+        for package in packages:
+            yield (
+                ROOT / package / name,
+                f"# Generated by bin/generate.py from bin/shared/{name}: do not edit.\n{text}",
+            )
+    for each in FORMATS:
+        text = fields_module(each)
+        for package in each.readers:
+            yield ROOT / package / each.module, text
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the script; returns its exit code."""
+    parser = argparse.ArgumentParser(description="Make the files that several packages have in common.")
+    parser.add_argument("--check", action="store_true", help="write nothing; exit code 1 where a file is out of date")
+    check = parser.parse_args(arguments).check
+    outdated = 0
+    for path, text in outputs():
+        if path.is_file() and path.read_text(encoding="utf-8") == text:
+            continue
+        outdated += 1
+        print(f"{'out of date' if check else 'written'}: {path.relative_to(ROOT)}")  # noqa: T201 - a script
+        if not check:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text, encoding="utf-8")
+    return int(check and outdated > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,244 @@
+"""What every command says, and how: data on stdout, talk on stderr, one boundary that turns errors into exit codes."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from enum import StrEnum
+from types import FrameType
+from typing import Annotated, Any, NoReturn, Protocol
+
+import typer
+from typer.core import TyperGroup
+
+from .. import __version__
+from .errors import EXIT_FAILURE, EXIT_INTERRUPTED, EXIT_TERMINATED, DynmoError
+
+LOG_EVERY_S = 5.0
+DISTRIBUTION = "dynmo-toolkit"
+_SENTENCE_END = re.compile(r"[.?](?=\s+[A-Z]|\s*$)")
+
+
+class Format(StrEnum):
+    """How a command reports: for a person, or for a program."""
+
+    TEXT = "text"
+    JSON = "json"
+
+
+class Tick(Protocol):
+    """Advances a progress display by ``amount`` units, with a short note on what was just done."""
+
+    def __call__(self, amount: float, note: str = "") -> None:
+        """Count ``amount`` more units as done."""
+
+
+def _encodable(text: str) -> str:
+    """The text with lone surrogates, as file names may have, escaped as in JSON."""
+    return text.encode("utf-8", "backslashreplace").decode()
+
+
+def say(text: str = "") -> None:
+    """Print talk for a person on stderr; plain text, markup is not interpreted."""
+    sys.stderr.write(_encodable(text) + "\n")
+    sys.stderr.flush()
+
+
+def emit(text: str) -> None:
+    """Print data on stdout."""
+    sys.stdout.write(_encodable(text) + "\n")
+    sys.stdout.flush()
+
+
+def emit_json(document: Mapping[str, Any] | Sequence[Any]) -> None:
+    """Print ``document`` as indented JSON on stdout."""
+    emit(json.dumps(document, indent=2, ensure_ascii=False, allow_nan=False))
+
+
+_NUMBER = re.compile(r"[-+~<]?\d[\d,.]*(e[-+]?\d+)?(/\d[\d,.]*)? ?[A-Za-z%]*")
+
+
+def _right_aligned(cells: Sequence[str]) -> bool:
+    """Whether a column holds numbers, with or without a unit, beside empty cells and dashes."""
+    told = [cell for cell in cells if cell not in ("", "-")]
+    return any(cells) and all(_NUMBER.fullmatch(cell) for cell in told)
+
+
+def emit_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """Print a table on stdout: boxed on a terminal, aligned columns in a pipe. Numbers align right, words left."""
+    right = [_right_aligned([row[i] for row in rows]) for i in range(len(columns))]
+    if sys.stdout.isatty():
+        from rich.console import Console
+        from rich.table import Table
+        from rich.text import Text
+
+        table = Table(title=title, title_justify="left")
+        for column, numeric in zip(columns, right, strict=True):
+            table.add_column(column, justify="right" if numeric else "left")
+        for row in rows:
+            table.add_row(*map(Text, row))  # plain text: a cell in brackets is no markup
+        Console(file=sys.stdout).print(table)
+        return
+    widths = [max(len(row[i]) for row in [columns, *rows]) for i in range(len(columns))]
+    emit(title)
+    for row in [columns, *rows]:
+        cells = zip(row, widths, right, strict=True)
+        emit("  " + "  ".join(c.rjust(width) if numeric else c.ljust(width) for c, width, numeric in cells).rstrip())
+
+
+def human_bytes(count: float) -> str:
+    """``count`` bytes with a decimal unit: 1234567 is ``1.2 MB``."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if abs(count) < 1000:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1000
+    return f"{count:.1f} TB"
+
+
+@contextmanager
+def progress(label: str, total: float, unit: str) -> Iterator[Tick]:
+    """Show progress on stderr: a bar on a terminal, a plain line every few seconds elsewhere.
+
+    Args:
+        label: what is being done, in a few words.
+        total: the number of units in all; 0 when it is not known.
+        unit: the name of a unit in the plural, such as ``documents`` or ``MB``.
+    """
+    if sys.stderr.isatty():
+        # Loaded here: it would be an eighth of the time that --help takes
+        from rich.console import Console
+        from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+        columns = (
+            TextColumn("{task.description}"),
+            BarColumn(),
+            TextColumn("{task.completed:,.0f}/{task.total:,.0f} {task.fields[unit]}"),
+            TimeRemainingColumn(),
+            TextColumn("{task.fields[note]}"),
+        )
+        with Progress(*columns, console=Console(file=sys.stderr), transient=True) as bar:
+            task = bar.add_task(label, total=total or None, unit=unit, note="")
+
+            def tick_bar(amount: float, note: str = "") -> None:
+                bar.update(task, advance=amount, note=note)
+
+            yield tick_bar
+        return
+    started = time.monotonic()
+    state = {"done": 0.0, "told": started}
+
+    def tick_line(amount: float, note: str = "") -> None:
+        state["done"] += amount
+        now = time.monotonic()
+        if now - state["told"] < LOG_EVERY_S:
+            return
+        state["told"] = now
+        rate = state["done"] / (now - started)
+        left = f", {(total - state['done']) / rate:.0f} s left" if total and rate else ""
+        of = f"/{total:,.0f}" if total else ""
+        say(f"{label}: {state['done']:,.0f}{of} {unit} ({rate:,.1f} {unit}/s{left}) {note}".rstrip())
+
+    yield tick_line
+
+
+def first_sentence(text: str) -> str:
+    """The first sentence of a help text as one line, without its full stop."""
+    paragraph = " ".join(text.split("\n\n")[0].split())
+    end = _SENTENCE_END.search(paragraph)
+    if end is None:
+        return paragraph
+    return paragraph[: end.start()] + ("?" if end[0] == "?" else "")
+
+
+def command_list(*order: str) -> type[TyperGroup]:
+    """The class of a command's root: lists ``order`` first, each with the whole first sentence of its help.
+
+    The list of typer and click cuts each sentence at the width of the terminal.
+    """
+
+    class CommandList(TyperGroup):
+        def list_commands(self, ctx: Any) -> list[str]:
+            names = super().list_commands(ctx)
+            return [*(name for name in order if name in names), *(name for name in names if name not in order)]
+
+        def format_commands(self, ctx: Any, formatter: Any) -> None:
+            commands = [(name, self.get_command(ctx, name)) for name in self.list_commands(ctx)]
+            rows = [
+                (name, command.short_help or first_sentence(command.help or ""))
+                for name, command in commands
+                if command is not None and not command.hidden
+            ]
+            with formatter.section("Commands"):
+                formatter.write_dl(rows)
+
+    return CommandList
+
+
+def version_text(prog: str) -> str:
+    """Versions of the command and of what it computes with; reads metadata and imports none of them."""
+    from importlib import metadata
+
+    found = []
+    for name in ("numpy", "torch"):
+        try:
+            found.append(f"{name}: {metadata.version(name)}")
+        except metadata.PackageNotFoundError:
+            found.append(f"{name}: not installed")
+    python = ".".join(map(str, sys.version_info[:3]))
+    return " | ".join([f"{prog} {__version__}", f"distribution: {DISTRIBUTION}", f"python: {python}", *found])
+
+
+def _show_version(ctx: typer.Context, wanted: bool) -> None:
+    if wanted:
+        emit(version_text(ctx.find_root().info_name or DISTRIBUTION))
+        raise typer.Exit
+
+
+def add_version(app: typer.Typer) -> None:
+    """Give the root of a command line the option ``--version``."""
+
+    @app.callback()
+    def root(
+        version: Annotated[
+            bool,
+            typer.Option(
+                "--version",
+                callback=_show_version,
+                is_eager=True,
+                help="Show versions of command, Python, numpy, torch.",
+            ),
+        ] = False,
+    ) -> None:
+        pass
+
+
+def _raise_on_sigterm(_signum: int, _frame: FrameType | None) -> NoReturn:
+    raise SystemExit(EXIT_TERMINATED)
+
+
+def run_app(app: typer.Typer, prog: str) -> NoReturn:
+    """Run a command line to its exit: the one place where errors become exit codes and one-line messages.
+
+    Set ``DYNMO_TRACEBACK=1`` to see the traceback of an error that is normally told in one message.
+    """
+    signal.signal(signal.SIGTERM, _raise_on_sigterm)
+    try:
+        app(prog_name=prog)
+    except DynmoError as error:
+        if os.environ.get("DYNMO_TRACEBACK") == "1":
+            raise
+        say(f"{prog}: error: {error}")
+        sys.exit(error.exit_code)
+    except KeyboardInterrupt:
+        say(f"{prog}: interrupted")
+        sys.exit(EXIT_INTERRUPTED)
+    except BrokenPipeError:
+        sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 - lives until the process ends
+        sys.exit(EXIT_FAILURE)
+    sys.exit(0)
