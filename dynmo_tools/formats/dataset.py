@@ -19,7 +19,7 @@ from .._common.document import (
     read_json,
 )
 from .._common.errors import UsageError
-from ..compression import PIECE_BYTES
+from ..io.codecs import PIECE_BYTES
 from .dataset_fields import DOCUMENT
 
 FORMAT = "dynmo.dataset"

@@ -95,10 +95,10 @@ def test_help_loads_no_heavy_module(package, forbidden):
 
 
 UNBOUNDED_PARSERS = {
-    "dynmo_tools/records.py": "rows, by orjson, which bounds the depth itself",
-    "dynmo_tools/splicing.py": "keys of rows, which are strings",
-    "dynmo_tools/names.py": "parts that this program wrote",
-    "dynmo_tools/decontamination.py": "parts that this program wrote",
+    "dynmo_tools/io/jsonl.py": "rows, by orjson, which bounds the depth itself",
+    "dynmo_tools/io/json_edit.py": "keys of rows, which are strings",
+    "dynmo_tools/dedup/doc_ids.py": "parts that this program wrote",
+    "dynmo_tools/decontaminate/steps.py": "parts that this program wrote",
     "dynmo_train/parallel/world.py": "messages between processes of a run",
     "dynmo_train/launch/meeting.py": "messages between processes of a run",
     "dynmo_balance/formats/plan.py": "what was encoded just before",

@@ -184,7 +184,7 @@ def bench_binarize(options: argparse.Namespace, folder: Path) -> None:
 def bench_signatures(options: argparse.Namespace, folder: Path) -> None:
     from datasketch import MinHash
 
-    from dynmo_tools.minhash import permutations, shingle_hashes, sign
+    from dynmo_tools.dedup.minhash import permutations, shingle_hashes, sign
 
     texts = [document["text"] for document in documents_of(Path(options.text))][:400]
     perms = permutations(100, 1234)
@@ -225,8 +225,8 @@ def bench_signatures(options: argparse.Namespace, folder: Path) -> None:
 def bench_clean(options: argparse.Namespace, folder: Path) -> None:
     import ftfy
 
-    from dynmo_tools.cleaning import token_counter
-    from dynmo_tools.language import LanguageJudge
+    from dynmo_tools.filters.clean import token_counter
+    from dynmo_tools.filters.language import LanguageJudge
 
     source = Path(options.text).resolve()
     rows = documents_of(source)
@@ -340,7 +340,7 @@ def true_pairs(texts: list[str], threshold: float) -> list[tuple[int, int, float
     share half of every 16th element: that may miss a pair of short documents, where few elements are sampled. It asks
     no signature and no band, so it favours none of the tools compared.
     """
-    from dynmo_tools.shingles import code_points, hash_windows, jaccard
+    from dynmo_tools.dedup.shingles import code_points, hash_windows, jaccard
 
     found = [np.unique(hash_windows(code_points(text), 5)) for text in texts]
     values, counts = np.unique(np.concatenate(found), return_counts=True)

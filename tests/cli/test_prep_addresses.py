@@ -13,8 +13,9 @@ import time
 
 import pytest
 
-from dynmo_tools import cli, web
-from dynmo_tools.web import AllowedHosts, FetchError, get, is_public, sendable, without_credentials
+from dynmo_tools import cli
+from dynmo_tools.web import http_client
+from dynmo_tools.web.http_client import AllowedHosts, FetchError, get, is_public, sendable, without_credentials
 
 PAGE = b"<html><title>Page</title><body>Text of the page</body></html>"
 
@@ -102,7 +103,7 @@ def test_allowed_hosts_take_networks_addresses_and_names():
     assert allowed.allows("intranet.example", "192.168.0.9")
     assert not allowed.allows("anything", "192.168.0.9")
     assert not allowed.allows("anything", "fe80::1%eth0")
-    with pytest.raises(web.UsageError, match="or a host name"):
+    with pytest.raises(http_client.UsageError, match="or a host name"):
         AllowedHosts.parse(["10.0.0.0/99"])
 
 
@@ -146,8 +147,8 @@ def test_the_connection_is_made_to_the_checked_address(monkeypatch):
     def resolve(host, port, **options):
         return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (next(answers), port))]
 
-    monkeypatch.setattr(web.socket, "getaddrinfo", resolve)
-    monkeypatch.setattr(web.socket, "socket", Socket)
+    monkeypatch.setattr(http_client.socket, "getaddrinfo", resolve)
+    monkeypatch.setattr(http_client.socket, "socket", Socket)
     settings = {"user_agent": "a", "timeout_s": 1.0, "limit": 1, "allowed": AllowedHosts()}
     for scheme, port in (("http", 80), ("https", 443)):
         answers = itertools.chain(["8.8.8.8"], itertools.repeat("127.0.0.1"))

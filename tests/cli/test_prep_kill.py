@@ -24,16 +24,19 @@ KILLS = int(os.environ.get("DYNMO_KILLS", "2"))
 DRIVER = """
 import importlib, json, os, pkgutil, random, signal, sys
 import dynmo_tools
-from dynmo_tools import cli, cleaning, corpus, minhash
-for module in pkgutil.iter_modules(dynmo_tools.__path__):
-    if module.name != "ray_executor":
-        importlib.import_module("dynmo_tools." + module.name)
+from dynmo_tools import cli
+from dynmo_tools.dedup import minhash
+from dynmo_tools.extract import sample_corpus
+from dynmo_tools.filters import clean
+for module in pkgutil.walk_packages(dynmo_tools.__path__, "dynmo_tools."):
+    if module.name not in ("dynmo_tools.__main__", "dynmo_tools.runner.ray"):
+        importlib.import_module(module.name)
 import ftfy, mwparserfromhell, orjson, tokenizers, zstandard
 folder, kills, *arguments = sys.argv[1:]
-library = corpus.stdlib_folder() / "email"  # the whole library takes a profiled run half a minute
-corpus.stdlib_folder = lambda: library
+library = sample_corpus.stdlib_folder() / "email"  # the whole library takes a profiled run half a minute
+sample_corpus.stdlib_folder = lambda: library
 if arguments[0] in ("clean", "fix"):
-    cleaning.language_judge(0)
+    clean.language_judge(0)
 if "dup" in arguments[0]:
     minhash.permutations(100, 1234)
 

@@ -15,10 +15,10 @@ from typer.models import OptionInfo
 
 from dynmo_tools import cli
 from dynmo_tools._common.errors import UsageError
-from dynmo_tools.compression import FOREIGN_ENDINGS, FOREIGN_OUTPUT_ENDINGS
-from dynmo_tools.options import from_mapping, hints
-from dynmo_tools.settings import LANGUAGES, RunSettings
-from dynmo_tools.steps import STEPS
+from dynmo_tools.config.options import from_mapping, hints
+from dynmo_tools.config.settings import LANGUAGES, RunSettings
+from dynmo_tools.io.codecs import FOREIGN_ENDINGS, FOREIGN_OUTPUT_ENDINGS
+from dynmo_tools.runner.registry import STEPS
 
 
 def numbers():

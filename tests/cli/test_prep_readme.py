@@ -7,7 +7,7 @@ from pathlib import Path
 
 from dynmo_tools import cli
 
-README = Path(cli.__file__).parent / "README.md"
+README = Path(cli.__file__).parents[1] / "README.md"
 
 
 def test_every_command_is_in_the_table():

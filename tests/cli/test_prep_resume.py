@@ -13,11 +13,11 @@ import sys
 import pytest
 
 from dynmo_tools import cli
-from dynmo_tools.argv import without_flags
-from dynmo_tools.plan import Job, make_plan, store_plan
-from dynmo_tools.settings import MergeSettings
-from dynmo_tools.slurm import Submission, script
-from dynmo_tools.tasks import Phase, WorkerDiedError
+from dynmo_tools.config.settings import MergeSettings
+from dynmo_tools.runner.slurm import Submission, script
+from dynmo_tools.runner.submit import without_flags
+from dynmo_tools.runner.task import Phase, WorkerDiedError
+from dynmo_tools.runner.task_manifest import Job, make_plan, store_plan
 
 WORDS = ["The", "river", "runs", "past", "old", "mills", "under", "bridges", "of", "stone", "where", "nobody", "waits"]
 
@@ -67,9 +67,9 @@ KILLED = """
 import importlib, json, os, pkgutil, random, signal, sys
 import dynmo_tools
 from dynmo_tools import cli
-for module in pkgutil.iter_modules(dynmo_tools.__path__):
-    if module.name != "ray_executor":
-        importlib.import_module("dynmo_tools." + module.name)
+for module in pkgutil.walk_packages(dynmo_tools.__path__, "dynmo_tools."):
+    if module.name not in ("dynmo_tools.__main__", "dynmo_tools.runner.ray"):
+        importlib.import_module(module.name)
 import ftfy, tokenizers, zstandard
 real = os.replace
 
@@ -129,15 +129,16 @@ def test_a_run_killed_again_and_again_ends_with_the_same_bytes(prep, tmp_path):
 
 INTERRUPTED = """
 import os, signal
-from dynmo_tools import cli, executors
+from dynmo_tools import cli
+from dynmo_tools.runner import local
 
-real = executors.Crew.run
+real = local.Crew.run
 def run(*arguments):
     for number, answer in enumerate(real(*arguments), 1):
         yield answer
         if number == 2:
             os.killpg(0, signal.SIGINT)  # as a terminal does: to this process and its workers
-executors.Crew.run = run
+local.Crew.run = run
 if __name__ == "__main__":
     cli.main()
 """
@@ -168,7 +169,7 @@ def test_ctrl_c_leaves_nothing_half_written_and_the_run_goes_on(tmp_path, prep):
 
 
 def test_a_dead_worker_ends_the_run_and_names_its_task(tmp_path, monkeypatch):
-    from dynmo_tools.executors import Crew
+    from dynmo_tools.runner.local import Crew
 
     job = Job(
         step="merge",
@@ -182,13 +183,13 @@ def test_a_dead_worker_ends_the_run_and_names_its_task(tmp_path, monkeypatch):
     # A spawned process imports what it runs: from a module of its own, wherever pytest was started.
     (tmp_path / "dying.py").write_text("import os\ndef die(connection, *_):\n    connection.recv()\n    os._exit(7)\n")
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr("dynmo_tools.executors._serve", importlib.import_module("dying").die)
+    monkeypatch.setattr("dynmo_tools.runner.local._serve", importlib.import_module("dying").die)
     with Crew(job, 2) as crew, pytest.raises(WorkerDiedError, match=r"task odd-0000\d died \(exit code 7\)"):
         list(crew.run(phase, range(3), lambda documents, size: None))
 
 
 def test_workers_live_from_one_phase_to_the_next(tmp_path, monkeypatch):
-    from dynmo_tools.executors import Crew
+    from dynmo_tools.runner.local import Crew
 
     job = Job(step="merge", inputs=(), output=tmp_path / "o", work=tmp_path, settings=MergeSettings())
     (tmp_path / "telling.py").write_text(
@@ -198,7 +199,7 @@ def test_workers_live_from_one_phase_to_the_next(tmp_path, monkeypatch):
         "        connection.send(('done', task[1], (os.getpid(), task[0].name)))\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr("dynmo_tools.executors._serve", importlib.import_module("telling").tell)
+    monkeypatch.setattr("dynmo_tools.runner.local._serve", importlib.import_module("telling").tell)
     answers = []
     with Crew(job, 2) as crew:
         for name in ("one", "two"):
@@ -467,13 +468,13 @@ def test_parquet_is_read(prep, tmp_path):
 def test_a_full_disk_is_told_and_leaves_no_output(prep, tmp_path, monkeypatch):
     import errno
 
-    from dynmo_tools import tasks
+    from dynmo_tools.runner import task
 
     def full(descriptor):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     source = documents(tmp_path / "in.jsonl", 20)
-    monkeypatch.setattr(tasks.os, "fsync", full)
+    monkeypatch.setattr(task.os, "fsync", full)
     code, _, err = prep("shuffle", source, "-o", tmp_path / "out.jsonl")
     monkeypatch.undo()
     assert code == 1

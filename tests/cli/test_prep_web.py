@@ -15,8 +15,8 @@ from types import SimpleNamespace
 import pytest
 
 from dynmo_tools import cli
-from dynmo_tools.frontier import Frontier, Request
-from dynmo_tools.htmltext import readable
+from dynmo_tools.extract.html import readable
+from dynmo_tools.web.fetch_queue import Frontier, Request
 
 LOOPBACK = ("--allow-host", "127.0.0.0/8")
 PAGE = (
@@ -199,7 +199,8 @@ def test_a_server_without_robots_allows_all_and_a_broken_one_nothing(prep, site,
 
 PEAK = """
 import pathlib, sys
-from dynmo_tools import cli, console
+from dynmo_tools import cli
+from dynmo_tools._common import console
 console.say("loads what a line of progress needs, which only the longer run may print")
 try:
     cli.main()
@@ -229,7 +230,7 @@ def test_a_long_list_of_urls_takes_no_more_memory_than_a_short_one(site, tmp_pat
 
 def test_the_next_url_is_of_a_host_that_may_be_asked(monkeypatch):
     clock = [100.0]
-    monkeypatch.setattr("dynmo_tools.frontier.time", SimpleNamespace(monotonic=lambda: clock[0]))
+    monkeypatch.setattr("dynmo_tools.web.fetch_queue.time", SimpleNamespace(monotonic=lambda: clock[0]))
     urls = ["http://a/1", "http://a/2", "http://b/1", "not a url", "http://a/3"]
     frontier = Frontier(itertools.starmap(Request, enumerate(urls)), window=4, hosts=2)
     request, host = frontier.take()

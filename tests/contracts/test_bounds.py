@@ -18,8 +18,11 @@ from dynmo_ckpt import huggingface, native
 from dynmo_ckpt._common.errors import DynmoError as CkptError
 from dynmo_ckpt.io.files import open_file
 from dynmo_ckpt.io.safetensors import read_index
-from dynmo_tools import groups, options, pipeline, plan, tokenizers
 from dynmo_tools._common.errors import DynmoError as PrepError
+from dynmo_tools.config import options
+from dynmo_tools.io import jsonl
+from dynmo_tools.runner import recipe, task_manifest
+from dynmo_tools.tokenization import tokenizers
 from dynmo_train import compare, emulation, monitor
 from dynmo_train._common.errors import DynmoError as TrainError
 from dynmo_train.checkpoint import reader as train_reader
@@ -69,7 +72,7 @@ READERS = {
     "device": lambda path: devices.load_device(str(path)),
     "chrome trace": lambda path: imported_trace(path),
     "safetensors": lambda path: read_index(path),
-    "groups": lambda path: list(groups.read_objects(path)),
+    "groups": lambda path: list(jsonl.read_objects(path)),
     "vocabulary of dynmo-prep": lambda path: tokenizers._vocabulary(path),
 }
 FOLDERS = {
@@ -77,14 +80,14 @@ FOLDERS = {
     "manifest of dynmo-train": ("manifest.json", train_reader._load_manifest),
     "Hugging Face config": ("config.json", huggingface.read_config),
     "weight index": ("model.safetensors.index.json", huggingface.read_tensors),
-    "task manifest": ("plan.json", plan.load_plan),
+    "task manifest": ("plan.json", task_manifest.load_plan),
     "RACE": ("1.txt", pairs.read_race),
 }
 TOML_READERS = {
     "configuration": read_config_file,
     "device": lambda path: devices.load_device(str(path)),
     "recipe of dynmo-plan": lambda path: recipes.load_recipe(str(path)),
-    "recipe of dynmo-prep": lambda path: pipeline.parse_recipe(*pipeline.recipe_text(str(path))),
+    "recipe of dynmo-prep": lambda path: recipe.parse_recipe(*recipe.recipe_text(str(path))),
 }
 
 

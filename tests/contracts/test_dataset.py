@@ -12,9 +12,9 @@ import pytest
 
 import dynmo_tools.formats.dataset as tools
 import dynmo_train.formats.dataset as train
-from dynmo_tools import tokenizers as tools_tokenizers
 from dynmo_tools._common.errors import UsageError as ToolsUsageError
-from dynmo_tools.settings import TokenizerType
+from dynmo_tools.config.settings import TokenizerType
+from dynmo_tools.tokenization import tokenizers as tools_tokenizers
 from dynmo_train._common.errors import UsageError as TrainUsageError
 from dynmo_train.data.tokenizer import TokenizerFiles, open_tokenizer
 

@@ -159,26 +159,26 @@ def test_a_refused_connection_is_told_as_such(needs_ray, tmp_path):
 
 
 def test_token_hint_names_the_variable_only_where_it_is_unset(monkeypatch):
-    from dynmo_tools import ray_executor
+    from dynmo_tools.runner import ray as ray_runner
 
     monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
-    monkeypatch.setattr(ray_executor, "_probe", lambda _address: None)
+    monkeypatch.setattr(ray_runner, "_probe", lambda _address: None)
 
     def refuse(**_options):
         raise RuntimeError("Failed to connect to Ray cluster at 10.0.0.1:6379\nmore")
 
     for mode, hint in (("", True), ("token", False)):
         monkeypatch.setenv("RAY_AUTH_MODE", mode)
-        with pytest.raises(ray_executor.DynmoError, match="Failed to connect to Ray cluster") as error:
-            ray_executor._connect(SimpleNamespace(init=refuse), 1)
+        with pytest.raises(ray_runner.DynmoError, match="Failed to connect to Ray cluster") as error:
+            ray_runner._connect(SimpleNamespace(init=refuse), 1)
         assert ("set RAY_AUTH_MODE=token" in str(error.value)) is hint
 
 
 def test_a_node_without_the_folder_is_told_to_share_it(tmp_path):
-    from dynmo_tools import ray_executor
+    from dynmo_tools.runner import ray as ray_runner
 
     with (
-        pytest.raises(ray_executor.UsageError, match="all nodes must share it"),
-        ray_executor._working_in(tmp_path / "none"),
+        pytest.raises(ray_runner.UsageError, match="all nodes must share it"),
+        ray_runner._working_in(tmp_path / "none"),
     ):
         pass

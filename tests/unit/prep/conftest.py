@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from dynmo_tools.jobs import Execution, run_job
-from dynmo_tools.plan import Job, Limits
-from dynmo_tools.training import train_phases
+from dynmo_tools.runner.job import Execution, run_job
+from dynmo_tools.runner.task_manifest import Job, Limits
+from dynmo_tools.tokenization.train_tokenizer import train_phases
 
 VARIED = [
     "It's 2024, and they'll see:  12,345.67 things.\n\n\n  Indented. ",

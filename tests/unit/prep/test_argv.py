@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from dynmo_tools.argv import from_classic, spread_lists
+from dynmo_tools.cli.classic_args import from_classic, spread_lists
 
 
 @pytest.mark.parametrize(

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 from dynmo_tools._common.errors import UsageError
-from dynmo_tools.binarize import SequenceWriter, pack
-from dynmo_tools.sentences import split_sentences
-from dynmo_tools.tokenizers import Encoded, from_lists
+from dynmo_tools.tokenization.binarize import SequenceWriter, pack
+from dynmo_tools.tokenization.sentences import split_sentences
+from dynmo_tools.tokenization.tokenizers import Encoded, from_lists
 
 
 def packed(documents, eod, *, keep_empty=False):

@@ -9,18 +9,18 @@ import numpy as np
 import pytest
 import tokenizers as library
 
-from dynmo_tools import bpe
+from dynmo_tools.tokenization import bpe_trainer
 
 
-def ours(folder, words, alphabet, *, vocab_size, least, prefix="", held=bpe.HELD_PAIRS):
+def ours(folder, words, alphabet, *, vocab_size, least, prefix="", held=bpe_trainer.HELD_PAIRS):
     """Tokens, pairs and the merger that found them."""
     tokens = list(alphabet)
     ids = {token: number for number, token in enumerate(tokens)}
     symbols = [ids[(prefix if at else "") + letter] for word in words for at, letter in enumerate(word)]
-    with bpe.Words(folder, len(words), len(symbols)) as held_words:
+    with bpe_trainer.Words(folder, len(words), len(symbols)) as held_words:
         lengths = np.array([len(word) for word in words], dtype=np.int64)
         held_words.add(np.array(symbols, dtype=np.int32), lengths, np.array(list(words.values())))
-        merger = bpe.PairMerger(held_words, tokens, prefix=prefix, held=held)
+        merger = bpe_trainer.PairMerger(held_words, tokens, prefix=prefix, held=held)
         pairs = merger.merges(vocab_size, least)
     return tokens, [(tokens[left], tokens[right]) for left, right in pairs], merger
 
@@ -53,7 +53,7 @@ def drawn(seed):
     return words, alphabet, {"vocab_size": rng.randint(len(alphabet), 200), "least": rng.choice([0, 1, 2, 3])}
 
 
-@pytest.mark.parametrize("held", [bpe.HELD_PAIRS, 16, 2])
+@pytest.mark.parametrize("held", [bpe_trainer.HELD_PAIRS, 16, 2])
 def test_merges_are_the_library_s_however_few_pairs_are_held(tmp_path, held):
     for seed in range(60):
         words, alphabet, options = drawn(seed)
@@ -63,7 +63,7 @@ def test_merges_are_the_library_s_however_few_pairs_are_held(tmp_path, held):
 
 
 def test_long_lists_of_places_are_gone_through_in_pieces(tmp_path, monkeypatch):
-    monkeypatch.setattr(bpe, "CHUNK", 7)
+    monkeypatch.setattr(bpe_trainer, "CHUNK", 7)
     for seed in range(40):
         words, alphabet, options = drawn(seed)
         tokens, pairs, _ = ours(tmp_path, words, alphabet, **options)

@@ -7,10 +7,10 @@ import ftfy
 import pytest
 import tokenizers
 
-from dynmo_tools.cleaning import is_short, judge, plain_punctuation, repair, token_counter
-from dynmo_tools.language import LanguageJudge
-from dynmo_tools.settings import CleanSettings
-from dynmo_tools.tokenizers import built_in_gpt2
+from dynmo_tools.config.settings import CleanSettings
+from dynmo_tools.filters.clean import is_short, judge, plain_punctuation, repair, token_counter
+from dynmo_tools.filters.language import LanguageJudge
+from dynmo_tools.tokenization.tokenizers import built_in_gpt2
 
 ENGLISH = "The quick brown fox jumps over the lazy dog, and then it sleeps in the shade of an old tree. " * 12
 GERMAN = "Der schnelle braune Fuchs springt über den faulen Hund und schläft dann im Schatten des Baumes. " * 12

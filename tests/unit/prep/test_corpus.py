@@ -5,7 +5,7 @@ import json
 import pytest
 
 from dynmo_tools._common.errors import UsageError
-from dynmo_tools.corpus import comments, docstrings, sample, sections, topics, write_sample
+from dynmo_tools.extract.sample_corpus import comments, docstrings, sample, sections, topics, write_sample
 
 MODULE = '''"""The module.
 

@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 
 from dynmo_tools._common.errors import UsageError
-from dynmo_tools.datasets import convert_dataset, expand_prefixes, merge_datasets
+from dynmo_tools.config.settings import IndexForm
 from dynmo_tools.formats.indexed import Index, IndexedReader, bin_path, encode_index, idx_path, read_index
 from dynmo_tools.formats.numbers import counting, in_memory
-from dynmo_tools.settings import IndexForm
+from dynmo_tools.tokenization.indexed_ops import convert_dataset, expand_prefixes, merge_datasets
 
 
 def make(prefix, documents, dtype=np.uint16, form="mmap"):
@@ -62,7 +62,7 @@ def test_merging_beyond_two_gib_keeps_pointers_right(tmp_path):
         idx_path(tmp_path / name).write_bytes(b"".join(encode_index(index)))
         with open(bin_path(tmp_path / name), "wb") as handle:
             handle.truncate(2 << 30)
-    from dynmo_tools.datasets import merged_index
+    from dynmo_tools.tokenization.indexed_ops import merged_index
 
     indices = [read_index(tmp_path / name) for name in ("a", "b", "c")]
     merged = merged_index(indices, [tmp_path / "a"] * 3, widen=False)

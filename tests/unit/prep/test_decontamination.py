@@ -6,8 +6,9 @@ import re
 import pytest
 
 from dynmo_tools._common.errors import UsageError
-from dynmo_tools.decontamination import clean_pieces, hits, parse_task, split_around, texts_under
-from dynmo_tools.ngrams import Finder, Sizes, ngrams_of, word_starts, words_of
+from dynmo_tools.config.settings import parse_task
+from dynmo_tools.decontaminate.ngrams import Finder, Sizes, ngrams_of, word_starts, words_of
+from dynmo_tools.decontaminate.steps import clean_pieces, hits, split_around, texts_under
 
 VOCABULARY = ["the", "a", "É", "b", "c", "d", "e"]
 

@@ -10,11 +10,11 @@ import pytest
 from datasketch import MinHash
 
 from dynmo_tools._common.errors import UsageError
-from dynmo_tools.candidates import StoredBuckets, buckets, connect, cut_groups, groups_between
-from dynmo_tools.matching import Compared, ShingleCache, match_group, stars
-from dynmo_tools.minhash import band_keys, candidate_probability, permutations, shingle_hashes, sign
-from dynmo_tools.shingles import jaccard
-from dynmo_tools.unionfind import NamedSets, UnionFind
+from dynmo_tools.dedup.lsh import StoredBuckets, buckets, connect, cut_groups, groups_between
+from dynmo_tools.dedup.minhash import band_keys, candidate_probability, permutations, shingle_hashes, sign
+from dynmo_tools.dedup.shingles import jaccard
+from dynmo_tools.dedup.union_find import NamedSets, UnionFind
+from dynmo_tools.dedup.verify import Compared, ShingleCache, match_group, stars
 
 WORDS = [f"{a}{b}" for a in ("ba", "ke", "li", "mo", "nu", "sa") for b in ("rt", "n", "ss", "x", "ck")]
 
@@ -162,7 +162,7 @@ def test_buckets_are_the_documents_that_share_a_key_by_key(tmp_path, held):
 
 
 def test_groups_are_what_buckets_connect(tmp_path, monkeypatch):
-    monkeypatch.setattr("dynmo_tools.candidates.BLOCK_BUCKETS", 3)
+    monkeypatch.setattr("dynmo_tools.dedup.lsh.BLOCK_BUCKETS", 3)
     signatures = np.random.default_rng(4).integers(0, 250, size=(80, 4), dtype=np.uint32)
     stored = stored_buckets(tmp_path, signatures, 4)
     every = [tuple(bucket) for band in stored for bucket in in_lists(band.blocks())]
@@ -258,7 +258,7 @@ def test_large_buckets_find_what_pair_by_pair_finds_when_similarity_is_transitiv
 
 
 def test_a_pair_is_compared_once_and_known_pairs_are_bounded(monkeypatch):
-    monkeypatch.setattr("dynmo_tools.matching.COMPARED_PAIRS", 10)
+    monkeypatch.setattr("dynmo_tools.dedup.verify.COMPARED_PAIRS", 10)
     asked = []
     compared = Compared(lambda a, b: asked.append((a, b)) or a / b)
     assert [compared(1, 2), compared(1, 2), compared(2, 1)] == [0.5, 0.5, 2.0]
@@ -271,7 +271,7 @@ def test_a_pair_is_compared_once_and_known_pairs_are_bounded(monkeypatch):
 
 def test_permutations_are_datasketch_s_without_loading_all_of_it():
     program = (
-        "import sys; from dynmo_tools.minhash import permutations; made = permutations(8, 7);"
+        "import sys; from dynmo_tools.dedup.minhash import permutations; made = permutations(8, 7);"
         "left = [name for name in sys.modules if name.startswith(('datasketch', 'scipy'))];"
         "from datasketch import MinHash, MinHashLSH;"
         "theirs = MinHash(num_perm=8, seed=7, scheme='affine32').permutations;"

@@ -8,10 +8,10 @@ import random
 
 import pytest
 
-from dynmo_tools import tokenizers
 from dynmo_tools._common.errors import UsageError
-from dynmo_tools.settings import Engine, TokenizerType
-from dynmo_tools.tokenizers import (
+from dynmo_tools.config.settings import Engine, TokenizerType
+from dynmo_tools.tokenization import tokenizers
+from dynmo_tools.tokenization.tokenizers import (
     PROBES,
     FastSentencePieceTokenizer,
     HuggingFaceTokenizer,
@@ -21,7 +21,7 @@ from dynmo_tools.tokenizers import (
     piece_kinds,
     same_ids,
 )
-from dynmo_tools.trainable import _characters_of_bytes
+from dynmo_tools.tokenization.trainable import _characters_of_bytes
 
 ATOMS = ["a", "b ", "  ", "\n", "é", "<s>", "</s>", "<unk>", "<mask>", "[INST]", "hello world", "12", "<", "s>", "日本"]
 ATOMS += [

@@ -11,9 +11,9 @@ import pytest
 from dynmo_tools import cli
 from dynmo_tools._common.document import MAX_DEPTH
 from dynmo_tools._common.errors import UsageError
-from dynmo_tools.compression import open_read
 from dynmo_tools.formats.indexed import read_index
-from dynmo_tools.records import BadLineError, parse_line
+from dynmo_tools.io.codecs import open_read
+from dynmo_tools.io.jsonl import BadLineError, parse_line
 
 ROW = json.dumps({"text": "words"}) + "\n"
 

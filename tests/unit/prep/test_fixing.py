@@ -2,9 +2,9 @@ from __future__ import annotations
 
 import pytest
 
-from dynmo_tools.cleaning import language_judge
-from dynmo_tools.fixing import drop_reason, fixed
-from dynmo_tools.settings import FixTask
+from dynmo_tools.config.settings import FixTask
+from dynmo_tools.filters.clean import language_judge
+from dynmo_tools.filters.fix import drop_reason, fixed
 
 ENGLISH = "This is an English sentence about nothing in particular. " * 4
 GERMAN = "Das ist ein deutscher Satz über nichts Besonderes und so weiter. " * 4

@@ -7,10 +7,11 @@ import random
 
 import pytest
 
-from dynmo_tools import digests
 from dynmo_tools._common.errors import UsageError
-from dynmo_tools.digests import DigestBuckets, DigestSet
-from dynmo_tools.groups import read_objects, read_removals, write_groups
+from dynmo_tools.dedup.groups import read_removals, write_groups
+from dynmo_tools.io import digests
+from dynmo_tools.io.digests import DigestBuckets, DigestSet
+from dynmo_tools.io.jsonl import read_objects
 
 
 def plain_groups(pairs, threshold):
@@ -41,9 +42,9 @@ def plain_groups(pairs, threshold):
 
 @pytest.mark.parametrize("ending", ["", ".gz", ".zst"])
 def test_groups_are_those_of_a_plain_search(tmp_path, monkeypatch, ending):
-    monkeypatch.setattr("dynmo_tools.groups.GROUPS_AT_ONCE", 3)
-    monkeypatch.setattr("dynmo_tools.groups.HELD_NUMBERS", 4)
-    monkeypatch.setattr("dynmo_tools.groups.READ_BYTES", 48)
+    monkeypatch.setattr("dynmo_tools.dedup.groups.GROUPS_AT_ONCE", 3)
+    monkeypatch.setattr("dynmo_tools.dedup.groups.HELD_NUMBERS", 4)
+    monkeypatch.setattr("dynmo_tools.dedup.groups.READ_BYTES", 48)
     rng = random.Random(2)
     names = [*(f"u{at}" for at in range(150)), 'a "quoted" name', "größer", "", "half \ud800"]
     pairs = [

@@ -27,7 +27,7 @@ def prep(tmp_path, monkeypatch, capsys):
     (tmp_path / "groups.jsonl").write_text('{"0": ["u0", "u1"]}\n')
     (tmp_path / "urls.txt").write_text("https://a.org/page\n")
     monkeypatch.setattr(
-        "dynmo_tools.corpus.stdlib_folder", lambda: Path(email.__file__).parent
+        "dynmo_tools.extract.sample_corpus.stdlib_folder", lambda: Path(email.__file__).parent
     )  # the whole takes seconds
 
     def run(*arguments):

@@ -10,8 +10,8 @@ import pytest
 import zstandard
 
 from dynmo_tools._common.errors import DynmoError
-from dynmo_tools.compression import TruncatedError, wrap_write
-from dynmo_tools.records import (
+from dynmo_tools.io.codecs import TruncatedError, wrap_write
+from dynmo_tools.io.jsonl import (
     BadLineError,
     Line,
     Slice,

@@ -9,10 +9,7 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from dynmo_tools.jobs import Execution, run_job
-from dynmo_tools.plan import Job
-from dynmo_tools.records import Row, exact_integer, parse_line, path_of, text_of
-from dynmo_tools.settings import (
+from dynmo_tools.config.settings import (
     AddIdSettings,
     CleanSettings,
     DecontaminateSettings,
@@ -24,8 +21,11 @@ from dynmo_tools.settings import (
     ShuffleSettings,
     SplitSentencesSettings,
 )
-from dynmo_tools.splicing import append_entry, replace_value
-from dynmo_tools.steps import STEPS
+from dynmo_tools.io.json_edit import append_entry, replace_value
+from dynmo_tools.io.jsonl import Row, exact_integer, parse_line, path_of, text_of
+from dynmo_tools.runner.job import Execution, run_job
+from dynmo_tools.runner.registry import STEPS
+from dynmo_tools.runner.task_manifest import Job
 
 SPACES = st.sampled_from(["", " ", "\t", " \r "])
 NUMBERS = st.sampled_from(
@@ -119,19 +119,19 @@ def folder(tmp_path_factory):
 
 
 def stripped_spaces(text):
-    from dynmo_tools.fixing import fixed
+    from dynmo_tools.filters.fix import fixed
 
     return fixed(text, [FixTask.GENERAL, FixTask.STORIES])
 
 
 def sentence_lines(text):
-    from dynmo_tools.sentences import split_sentences
+    from dynmo_tools.tokenization.sentences import split_sentences
 
     return "\n".join(" ".join(sentence.split()) for sentence in split_sentences(text))
 
 
 def repaired(text):
-    from dynmo_tools.cleaning import plain_punctuation, repair
+    from dynmo_tools.filters.clean import plain_punctuation, repair
 
     return plain_punctuation(repair(text))
 

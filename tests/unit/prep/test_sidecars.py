@@ -8,13 +8,13 @@ import json
 import pytest
 
 from dynmo_tools._common.errors import UsageError
-from dynmo_tools.datasets import convert_dataset, merge_datasets
+from dynmo_tools.config.settings import BinarizeSettings, FixSettings, FixTask, IndexForm, TokenizerType
 from dynmo_tools.formats.dataset import read_sidecar, sidecar_path
 from dynmo_tools.formats.indexed import bin_path, describe, idx_path, verify
-from dynmo_tools.jobs import Execution, run_job
-from dynmo_tools.plan import Job, Limits
-from dynmo_tools.settings import BinarizeSettings, FixSettings, FixTask, IndexForm, TokenizerType
-from dynmo_tools.steps import STEPS, default_work
+from dynmo_tools.runner.job import Execution, run_job
+from dynmo_tools.runner.registry import STEPS, default_work
+from dynmo_tools.runner.task_manifest import Job, Limits
+from dynmo_tools.tokenization.indexed_ops import convert_dataset, merge_datasets
 
 
 def run(step, source, output, settings, task_bytes=1 << 26):

@@ -7,12 +7,20 @@ import random
 import numpy as np
 import pytest
 
-from dynmo_tools import copying
 from dynmo_tools._common.errors import DynmoError
-from dynmo_tools.copying import copy_into
-from dynmo_tools.names import NamedPart, NameTable, digest_of_name, index_names, name_line, pair_lines, repeated_digests
-from dynmo_tools.spilling import SortedPairs, read_pairs
-from dynmo_tools.unionfind import UnionFind
+from dynmo_tools.dedup.doc_ids import (
+    NamedPart,
+    NameTable,
+    digest_of_name,
+    index_names,
+    name_line,
+    pair_lines,
+    repeated_digests,
+)
+from dynmo_tools.dedup.sorted_pairs import SortedPairs, read_pairs
+from dynmo_tools.dedup.union_find import UnionFind
+from dynmo_tools.io import concat_files
+from dynmo_tools.io.concat_files import copy_into
 
 
 @pytest.mark.parametrize("held", [3, 1000])
@@ -42,7 +50,7 @@ def test_sorted_pairs_as_arrays_are_read_by_their_main_document(tmp_path):
 
 
 def test_names_are_own_or_places(tmp_path, monkeypatch):
-    monkeypatch.setattr("dynmo_tools.names.HELD_LINES", 2)
+    monkeypatch.setattr("dynmo_tools.dedup.doc_ids.HELD_LINES", 2)
     names = ["a", None, "b", "a", "c", "é", None, "b", "a"]
     parts = []
     for number, part in enumerate((names[:4], [], names[4:])):
@@ -59,7 +67,7 @@ def test_names_are_own_or_places(tmp_path, monkeypatch):
 
 
 def test_later_ones_are_those_of_the_groups(monkeypatch, groups_of):
-    monkeypatch.setattr("dynmo_tools.unionfind.BLOCK", 7)
+    monkeypatch.setattr("dynmo_tools.dedup.union_find.BLOCK", 7)
     rng = random.Random(1)
     sets = UnionFind(60)
     for _ in range(40):
@@ -74,7 +82,7 @@ def test_later_ones_are_those_of_the_groups(monkeypatch, groups_of):
 @pytest.mark.parametrize("direct", [True, False])
 @pytest.mark.parametrize("sizes", [(4096, 4096), (5_000_000, 1, 0, 777), (1 << 20, 3 << 20), (0, 0), (123,)])
 def test_a_copy_is_its_parts(tmp_path, monkeypatch, direct, sizes):
-    monkeypatch.setattr(copying, "DIRECT_FROM_BYTES", 0 if direct else 1 << 40)
+    monkeypatch.setattr(concat_files, "DIRECT_FROM_BYTES", 0 if direct else 1 << 40)
     rng = random.Random(5)
     parts = [tmp_path / f"part{number}" for number in range(len(sizes))]
     for part, size in zip(parts, sizes, strict=True):
@@ -88,12 +96,12 @@ def test_a_copy_is_its_parts(tmp_path, monkeypatch, direct, sizes):
 
 
 def test_a_file_system_without_direct_writes_is_copied_to(tmp_path, monkeypatch):
-    monkeypatch.setattr(copying, "DIRECT_FROM_BYTES", 0)
+    monkeypatch.setattr(concat_files, "DIRECT_FROM_BYTES", 0)
 
     def refuse(*_):
         raise OSError(22, "Invalid argument")
 
-    monkeypatch.setattr(copying, "_write_aligned", refuse)
+    monkeypatch.setattr(concat_files, "_write_aligned", refuse)
     (tmp_path / "part").write_bytes(b"x" * 10_000)
     with open(tmp_path / "all", "wb") as target:
         copy_into(target, [tmp_path / "part"])
@@ -101,20 +109,20 @@ def test_a_file_system_without_direct_writes_is_copied_to(tmp_path, monkeypatch)
 
 
 def test_a_full_disk_ends_a_copy(tmp_path, monkeypatch):
-    monkeypatch.setattr(copying, "DIRECT_FROM_BYTES", 0)
+    monkeypatch.setattr(concat_files, "DIRECT_FROM_BYTES", 0)
 
     def full(*_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(copying.os, "posix_fallocate", full)
+    monkeypatch.setattr(concat_files.os, "posix_fallocate", full)
     (tmp_path / "part").write_bytes(b"x" * 10_000)
     with open(tmp_path / "all", "wb") as target, pytest.raises(OSError, match="No space"):
         copy_into(target, [tmp_path / "part"])
 
 
 def test_a_part_that_changes_meanwhile_is_told(tmp_path, monkeypatch):
-    monkeypatch.setattr(copying, "DIRECT_FROM_BYTES", 0)
-    monkeypatch.setattr(copying.os, "preadv", lambda *_: 0)
+    monkeypatch.setattr(concat_files, "DIRECT_FROM_BYTES", 0)
+    monkeypatch.setattr(concat_files.os, "preadv", lambda *_: 0)
     (tmp_path / "part").write_bytes(b"x" * 10_000)
     with open(tmp_path / "all", "wb") as target, pytest.raises(DynmoError, match="became shorter"):
         copy_into(target, [tmp_path / "part"])

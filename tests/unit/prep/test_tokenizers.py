@@ -7,8 +7,8 @@ import pytest
 import tokenizers as library
 
 from dynmo_tools._common.errors import UsageError
-from dynmo_tools.settings import Engine, Model, TokenizerType, TrainTokenizerSettings
-from dynmo_tools.tokenizers import (
+from dynmo_tools.config.settings import Engine, Model, TokenizerType, TrainTokenizerSettings
+from dynmo_tools.tokenization.tokenizers import (
     GigatokenTokenizer,
     HuggingFaceTokenizer,
     TokenizerFiles,

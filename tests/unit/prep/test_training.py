@@ -9,10 +9,10 @@ from collections import Counter
 import pytest
 import tokenizers as library
 
-from dynmo_tools import trainable
 from dynmo_tools._common.errors import UsageError
-from dynmo_tools.options import build
-from dynmo_tools.settings import Model, TrainTokenizerSettings
+from dynmo_tools.config.options import build
+from dynmo_tools.config.settings import Model, TrainTokenizerSettings
+from dynmo_tools.tokenization import trainable
 
 BERT = [pytest.param(Model.WORDPIECE, id="cased"), pytest.param(Model.WORDPIECE_LOWER, id="lower")]
 

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from dynmo_tools._common.errors import UsageError
-from dynmo_tools.urls import SeenOnce, built_in_list, domain_label, filter_urls, judge, write_urls
+from dynmo_tools.web.url_filter import SeenOnce, built_in_list, domain_label, filter_urls, judge, write_urls
 
 DOMAINS, ENDINGS = built_in_list("blocked_domains"), tuple(sorted(built_in_list("blocked_endings")))
 

@@ -5,10 +5,10 @@ from xml.etree import ElementTree
 
 import pytest
 
-from dynmo_tools import dumps
-from dynmo_tools.dumps import Page, read_base, read_pages
-from dynmo_tools.plan import Source, cut
-from dynmo_tools.records import Slice
+from dynmo_tools.io import mediawiki_dump
+from dynmo_tools.io.jsonl import Slice
+from dynmo_tools.io.mediawiki_dump import Page, read_base, read_pages
+from dynmo_tools.runner.task_manifest import Source, cut
 
 DUMP = """<mediawiki xmlns="http://www.mediawiki.org/xml/export-0.10/">
 <siteinfo><base>https://en.wikipedia.org/wiki/Main_Page</base></siteinfo>
@@ -48,7 +48,7 @@ def test_what_is_no_dump_is_an_error(tmp_path):
 
 @pytest.mark.parametrize("piece_bytes", [7, 64, 1 << 20])
 def test_any_cutting_of_a_plain_dump_gives_each_page_once(tmp_path, monkeypatch, piece_bytes):
-    monkeypatch.setattr(dumps, "PIECE_BYTES", piece_bytes)
+    monkeypatch.setattr(mediawiki_dump, "PIECE_BYTES", piece_bytes)
     path = dump(tmp_path)
     whole = list(read_pages(Slice(path=path)))
     for task_bytes in range(1, len(DUMP), 13):
@@ -58,7 +58,7 @@ def test_any_cutting_of_a_plain_dump_gives_each_page_once(tmp_path, monkeypatch,
 
 @pytest.mark.parametrize("piece_bytes", [7, 1 << 20])
 def test_streams_of_a_bzip2_dump_are_read_apart_wherever_they_cut_pages(tmp_path, monkeypatch, piece_bytes):
-    monkeypatch.setattr(dumps, "PIECE_BYTES", piece_bytes)
+    monkeypatch.setattr(mediawiki_dump, "PIECE_BYTES", piece_bytes)
     path = tmp_path / "dump.xml.bz2"
     payload = DUMP.encode()
     for each in (9, 31, 150, 1000):

@@ -8,11 +8,11 @@ import time
 
 import pytest
 
-from dynmo_tools import wikitext
-from dynmo_tools.brokenmarkup import without_extensions, without_leftovers
-from dynmo_tools.dumps import read_pages
-from dynmo_tools.records import Slice
-from dynmo_tools.wikitext import text_of, tidy
+from dynmo_tools.extract import wikitext
+from dynmo_tools.extract.broken_markup import without_extensions, without_leftovers
+from dynmo_tools.extract.wikitext import text_of, tidy
+from dynmo_tools.io.jsonl import Slice
+from dynmo_tools.io.mediawiki_dump import read_pages
 
 PIECES = [
     *("{{", "}}", "{{{", "}}}", "[[", "]]", "[", "]", "|", "=", "==", "''", "'''", "\n", "* ", "# ", "; a : b", ": "),

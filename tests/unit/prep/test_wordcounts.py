@@ -7,7 +7,7 @@ from collections import Counter
 
 import pytest
 
-from dynmo_tools.wordcounts import BLOCK_WORDS, ShareWriter, WordBlock, choose, read_blocks, sum_blocks
+from dynmo_tools.tokenization.word_counts import BLOCK_WORDS, ShareWriter, WordBlock, choose, read_blocks, sum_blocks
 
 HELD = 50
 
@@ -68,7 +68,7 @@ def test_a_piece_may_have_several_words(tmp_path):
 
 
 def test_much_text_of_few_words_is_written_out_as_well(tmp_path, monkeypatch):
-    monkeypatch.setattr("dynmo_tools.wordcounts.HELD_BYTES", 100)
+    monkeypatch.setattr("dynmo_tools.tokenization.word_counts.HELD_BYTES", 100)
     with open(tmp_path / "words", "wb") as target:
         writer = ShareWriter(target, 1, lambda word: (word,))
         for _ in range(10):

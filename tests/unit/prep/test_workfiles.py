@@ -10,10 +10,10 @@ import pytest
 from dynmo_tools import cli
 from dynmo_tools._common.document import DocumentError, WriterError
 from dynmo_tools._common.errors import UsageError
-from dynmo_tools.fingerprints import load_part
+from dynmo_tools.config.settings import FindDuplicatesSettings
+from dynmo_tools.dedup.fingerprints import load_part
 from dynmo_tools.formats.workfiles import FINGERPRINTS, PIPELINE, PLAN, SUMMARY, TASK
-from dynmo_tools.plan import load_plan
-from dynmo_tools.settings import FindDuplicatesSettings
+from dynmo_tools.runner.task_manifest import load_plan
 
 HEADER = {"scheme": "affine32", "num_seeds": 100, "seed": 1, "shingle_characters": 5, "documents": 3}
 TASKS = {

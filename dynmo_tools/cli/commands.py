@@ -1,0 +1,536 @@
+"""The command line of ``dynmo-prep``."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from .._common.console import Format, add_version, command_list, emit, emit_json, human_bytes, progress, run_app, say
+from .._common.document import MAX_JOBS
+from .._common.errors import DynmoError, UsageError
+from ..config.options import build, command, number, parameters
+from ..config.settings import MAX_BYTES, MAX_PAGE_BYTES, MAX_SEED, IndexForm, RunSettings, TokenDtype, Utf8
+from ..runner.registry import NOT_FOUND, STEPS, Step, default_work
+from .classic_args import from_classic, spread_lists
+
+if TYPE_CHECKING:
+    from ..runner.job import Summary
+
+EXIT_SOME_REJECTED = 3
+MAX_SECONDS = 86_400
+
+ORDER_OF_WORK = (
+    "sample-corpus",
+    "blacklist-urls",
+    "fetch-urls",
+    "extract-wiki",
+    "merge",
+    "add-id",
+    "clean",
+    "fix",
+    "dedup",
+    "find-duplicates",
+    "group-duplicates",
+    "remove-duplicates",
+    "decontaminate",
+    "shuffle",
+    "split-sentences",
+    "train-tokenizer",
+    "binarize",
+    "merge-indexed",
+    "convert-indexed",
+    "inspect",
+    "verify",
+    "pipeline",
+    "status",
+)
+
+app = typer.Typer(
+    cls=command_list(*ORDER_OF_WORK),
+    no_args_is_help=True,
+    rich_markup_mode=None,  # plain help never cuts the name of an option, and needs no rich
+    help="From raw text to a clean, deduplicated, tokenized and binarized data set.",
+)
+add_version(app)
+
+FormatOption = Annotated[Format, typer.Option("--format", help="Report as text for a person or as JSON on stdout.")]
+OverwriteOption = Annotated[bool, typer.Option("--overwrite", help="Replace an existing output.")]
+WorkOption = Annotated[
+    Path | None,
+    typer.Option("--work-dir", help="Folder for the plan, unfinished parts and rejects [default: OUTPUT.work]"),
+]
+
+
+def _keyword(name: str, annotation: Any, default: Any = inspect.Parameter.empty) -> inspect.Parameter:
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, annotation=annotation, default=default)
+
+
+def _step_parameters(step: Step) -> list[inspect.Parameter]:
+    inputs = typer.Argument(help=step.input_help)
+    more = typer.Option("--input", "--input-files", help="An input file or pattern, as INPUTS are. Repeat.")
+    output = typer.Option("--output", "-o", *step.output_names, help=step.output_help)
+    return [
+        _keyword("inputs", Annotated[list[str] | None, inputs], None),
+        _keyword("input_", Annotated[list[str] | None, more], None),
+        _keyword("output", Annotated[Path, output]),
+        *parameters(step.settings),
+        *parameters(RunSettings),
+        _keyword("work_dir", WorkOption, None),
+        _keyword("format_", FormatOption, Format.TEXT),
+    ]
+
+
+def _step_body(step: Step) -> Callable[..., None]:
+    def body(**values: Any) -> None:
+        from ..io.paths import expand_inputs
+        from ..runner.job import run_job
+        from ..runner.submit import step_elsewhere
+        from ..runner.task_manifest import Job
+
+        run = build(RunSettings, values)
+        patterns = [*(values["inputs"] or []), *(values["input_"] or [])]
+        if not patterns:
+            raise UsageError(f"{step.name}: name at least one input file or pattern")
+        output: Path = values["output"]
+        job = Job(
+            step=step.name,
+            inputs=expand_inputs(patterns),
+            output=output,
+            work=values["work_dir"] or default_work(output),
+            settings=build(step.settings, values),
+            limits=_limits(run),
+        )
+        with _told_faults():
+            done = step_elsewhere(job, step, run, _execution(run), sys.argv[1:])
+            if done is not None:
+                (say if run.task_index is not None else emit)(done)
+                return
+            summary = run_job(job, step.phases_of(), _execution(run))
+        if values["format_"] is Format.JSON:
+            emit_json(summary.as_json())
+        else:
+            emit(_summary_line(summary))
+        if summary.tally.num_rejected:
+            say(f"{step.name}: the rejected lines are in {job.work / 'rejects'}")
+        if summary.facts.get(NOT_FOUND):
+            say(
+                f"{step.name}: documents that {job.settings.groups} names and no input has: "
+                f"{summary.facts[NOT_FOUND]:,}; give all inputs of find-duplicates, and the same --id-key"
+            )
+        if summary.tally.num_rejected or summary.facts.get(NOT_FOUND):
+            raise typer.Exit(EXIT_SOME_REJECTED)
+
+    return body
+
+
+def _reasons(counts: Mapping[str, int]) -> str:
+    return ", ".join(f"{count:,} {reason}" for reason, count in sorted(counts.items()))
+
+
+def _summary_line(summary: Summary) -> str:
+    """One line: documents and bytes in, kept, dropped and rejected by reason, seconds and MB/s."""
+    tally = summary.tally
+    parts = [f"{tally.documents_in:,} documents in ({human_bytes(tally.bytes_in)})", f"{tally.documents_kept:,} kept"]
+    if tally.changed:
+        parts.append(f"{tally.changed:,} changed")
+    if tally.dropped:
+        parts.append(f"{sum(tally.dropped.values()):,} dropped ({_reasons(tally.dropped)})")
+    if tally.rejected:
+        parts.append(f"{tally.num_rejected:,} rejected ({_reasons(tally.rejected)})")
+    if tally.blank_lines:
+        parts.append(f"{tally.blank_lines:,} blank lines")
+    parts += [f"{name.replace('_', ' ')} {_value_text(value)}" for name, value in summary.facts.items()]
+    rate = human_bytes(tally.bytes_in / summary.seconds) if summary.seconds else "0 B"
+    done = "done before" if summary.reused else f"{summary.seconds:.1f} s, {rate}/s"
+    return f"{summary.step}: {'; '.join(parts)}; {done}"
+
+
+def _value_text(value: object) -> str:
+    if isinstance(value, int):
+        return f"{value:,}"
+    if isinstance(value, dict):
+        return ", ".join(f"{key} {element}" for key, element in value.items())
+    return str(value)
+
+
+@contextlib.contextmanager
+def _told_faults() -> Iterator[None]:
+    """Tell a fault of the disk in one line."""
+    try:
+        yield
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        raise DynmoError(f"{error.filename or 'disk'}: {error.strerror or error}") from error
+
+
+def _limits(run: RunSettings) -> Any:
+    from ..runner.task_manifest import Limits
+
+    return Limits(task_bytes=run.task_bytes, max_line_bytes=run.max_line_bytes, repair_utf8=run.utf8 is Utf8.REPLACE)
+
+
+def _execution(run: RunSettings, *, redo_changed: bool = False) -> Any:
+    from ..runner.job import Execution
+
+    return Execution(
+        workers=run.workers,
+        executor=run.executor,
+        overwrite=run.overwrite,
+        max_rejects=run.max_rejects,
+        redo_changed=redo_changed,
+        log_interval=run.log_interval,
+    )
+
+
+for _step in STEPS.values():
+    _help = inspect.cleandoc(_step.settings.__doc__ or "")
+    app.command(_step.name)(command(_step.name, _help, _step_parameters(_step), _step_body(_step)))
+
+
+@app.command("sample-corpus")
+def sample_corpus(
+    output: Annotated[
+        Path, typer.Option("--output", "-o", help="The JSON lines to write (also .gz, .xz, .bz2, .zst).")
+    ],
+    max_bytes: Annotated[
+        int, number(help="Stop before this many bytes of text; 0 takes all there is.", minimum=0, maximum=MAX_BYTES)
+    ] = 0,
+    seed: Annotated[int, number(help="Seed of the documents' order.", minimum=0, maximum=MAX_SEED)] = 0,
+    overwrite: OverwriteOption = False,
+    format_: FormatOption = Format.TEXT,
+) -> None:
+    """Write real text that every machine has: the documentation of the installed Python."""
+    from ..extract.sample_corpus import stdlib_folder, write_sample
+
+    report = write_sample(stdlib_folder(), output, max_bytes=max_bytes, seed=seed, overwrite=overwrite)
+    if format_ is Format.JSON:
+        emit_json(report)
+    else:
+        emit(
+            f"sample-corpus: {report['documents']:,} documents, {human_bytes(report['bytes'])}, "
+            f"from {report['source']}: {output}; {report['seconds']:.1f} s"
+        )
+
+
+def _pipeline_body(
+    *,
+    recipe: str,
+    set_: list[str] | None,
+    work_dir: Path,
+    input_: list[str] | None,
+    step: str | None,
+    format_: Format,
+    **values: Any,
+) -> None:
+    from ..runner.recipe import inputs_of, parse_recipe, recipe_text, run_pipeline
+    from ..runner.submit import pipeline_elsewhere
+
+    run = build(RunSettings, values)
+    text, source = recipe_text(recipe)
+    tell = say if format_ is Format.JSON else emit
+    recipe_ = parse_recipe(text, source, set_ or [])
+    execution = _execution(run, redo_changed=True)
+    inputs = inputs_of(recipe_, input_ or [], work_dir)
+    with _told_faults():
+        done = pipeline_elsewhere(
+            recipe_, inputs, work_dir, _limits(run), step=step, run=run, execution=execution, argv=sys.argv[1:]
+        )
+        if done is not None:
+            (say if step is not None else emit)(done)
+            return
+        document = run_pipeline(
+            recipe_, inputs, work_dir, _limits(run), execution, lambda summary: tell(_summary_line(summary))
+        )
+    if format_ is Format.JSON:
+        emit_json(document)
+    else:
+        tokens = f"{document['tokens']:,} tokens" if document["tokens"] is not None else "no data set"
+        emit(
+            f"pipeline: {document['documents_in']:,} documents in, {document['documents_kept']:,} kept, "
+            f"{tokens}; {document['seconds']:.1f} s; {work_dir / 'pipeline-summary.json'}"
+        )
+    if document["documents_rejected"] or any(step_["facts"].get(NOT_FOUND) for step_ in document["steps"]):
+        raise typer.Exit(EXIT_SOME_REJECTED)
+
+
+app.command("pipeline")(
+    command(
+        "pipeline",
+        "Run a recipe: a chain of steps, each taken up where an earlier run stopped.",
+        [
+            _keyword("recipe", Annotated[str, typer.Argument(help="A recipe file (.toml), or quickstart.")]),
+            _keyword(
+                "set_",
+                Annotated[list[str] | None, typer.Option("--set", help="Change a value: step.key=value. Repeat.")],
+                None,
+            ),
+            _keyword("work_dir", Annotated[Path, typer.Option(help="Folder for everything that is written.")], Path()),
+            _keyword(
+                "input_",
+                Annotated[list[str] | None, typer.Option("--input", help="Inputs in place of the recipe's. Repeat.")],
+                None,
+            ),
+            _keyword("step", Annotated[str | None, typer.Option(help="Run this step only, or a part of it.")], None),
+            *parameters(RunSettings),
+            _keyword("format_", FormatOption, Format.TEXT),
+        ],
+        _pipeline_body,
+    )
+)
+
+
+@app.command("status")
+def status(
+    folder: Annotated[Path, typer.Argument(help="A work folder, or a folder with some, as --work-dir of a pipeline.")],
+    format_: FormatOption = Format.TEXT,
+) -> None:
+    """Tell how far the runs in a folder are."""
+    from ..runner.status import status_of
+
+    found = status_of(folder)
+    if format_ is Format.JSON:
+        emit_json(found)
+        return
+    for run in found:
+        phases = ", ".join(f"{phase['name']} {phase['done']}/{phase['tasks']}" for phase in run["phases"])
+        emit(
+            f"{run['step']}: {'done' if run['complete'] else phases}; {run['documents_in']:,} documents in, "
+            f"{run['rejected']:,} rejected; {run['output']}"
+        )
+
+
+@app.command("inspect")
+def inspect_dataset(
+    prefix: Annotated[Path, typer.Argument(help="PREFIX of PREFIX.bin and PREFIX.idx.")],
+    format_: FormatOption = Format.TEXT,
+) -> None:
+    """Tell what an indexed data set holds."""
+    from ..formats.indexed import describe
+
+    view = describe(prefix)
+    if format_ is Format.JSON:
+        emit_json(view)
+        return
+    for name, value in view.items():
+        if value is None:
+            continue
+        emit(f"{name.replace('_', ' ')}: {value:,}" if type(value) is int else f"{name.replace('_', ' ')}: {value}")
+
+
+@app.command("verify")
+def verify_dataset(
+    prefix: Annotated[Path, typer.Argument(help="PREFIX of PREFIX.bin and PREFIX.idx.")],
+    tokenizer: Annotated[
+        Path | None, typer.Option(help="A tokenizer.json: every token must be one of its ids.")
+    ] = None,
+) -> None:
+    """Check an indexed data set and its sidecar's checksums; exit 2 with all problems where one is found."""
+    from ..formats.indexed import verify
+    from ..tokenization.tokenizers import TokenizerFiles, load_tokenizer
+
+    files = TokenizerFiles(model=tokenizer)
+    view = verify(prefix, None if tokenizer is None else load_tokenizer(files).vocabulary())
+    checksums = "checksums agree" if view["has_sidecar"] else "no sidecar, so no checksums were compared"
+    counts = f"{view['documents']:,} documents, {view['sequences']:,} sequences, {view['tokens']:,} tokens"
+    emit(f"{prefix}: sound: {counts}; {checksums}")
+
+
+@app.command("group-duplicates")
+def group_duplicates(
+    pairs: Annotated[Path, typer.Argument(help="The pairs that find-duplicates wrote.")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="The groups to write, survivors first.")],
+    threshold: Annotated[
+        float, number(help="Jaccard index from which a pair connects (0 to 1).", minimum=0, maximum=1)
+    ] = 0.9,
+    overwrite: OverwriteOption = False,
+    format_: FormatOption = Format.TEXT,
+) -> None:
+    """Connect pairs of near-duplicates to groups."""
+    from ..dedup.groups import write_groups
+    from ..io.paths import check_new_outputs
+
+    check_new_outputs([pairs], [output], overwrite=overwrite)
+    groups = write_groups(pairs, output, threshold)
+    report = {
+        "groups": groups.groups,
+        "largest_group": groups.largest,
+        "documents": groups.documents,
+        "output": str(output),
+    }
+    if format_ is Format.JSON:
+        emit_json(report)
+    else:
+        emit(
+            f"group-duplicates: {report['groups']:,} groups of {report['documents']:,} documents, "
+            f"the largest of {report['largest_group']:,}; {output}"
+        )
+
+
+@app.command("blacklist-urls")
+def blacklist_urls(
+    output: Annotated[Path, typer.Option("--output", "-o", help="The URLs that are kept, one a line.")],
+    inputs: Annotated[
+        list[str] | None, typer.Argument(help="Files of URLs, one a line, patterns, or folders of .txt files.")
+    ] = None,
+    domains: Annotated[
+        Path | None, typer.Option(help="Registered domains to leave out, one a line [default: Megatron's list]")
+    ] = None,
+    endings: Annotated[
+        Path | None, typer.Option(help="Endings to leave out, one a line [default: Megatron's list]")
+    ] = None,
+    save_dropped: Annotated[Path | None, typer.Option(help="Write dropped URLs here, behind their reasons.")] = None,
+    overwrite: OverwriteOption = False,
+    format_: FormatOption = Format.TEXT,
+) -> None:
+    """Leave out URLs of blocked domains, files, malformed and repeated ones."""
+    from ..io.paths import check_new_outputs, expand_inputs
+    from ..web.url_filter import built_in_list, expand_folder, read_list, write_urls
+
+    if not inputs:
+        raise UsageError("blacklist-urls: name at least one file, pattern or folder")
+    paths = expand_inputs(expand_folder(inputs))
+    tables = [save_dropped] if save_dropped else []
+    check_new_outputs(paths, [output, *tables], overwrite=overwrite, tables=tables)
+    with progress("blacklist-urls", sum(path.stat().st_size for path in paths), "bytes") as tick:
+        counts = write_urls(
+            paths,
+            output,
+            domains=read_list(domains) if domains else built_in_list("blocked_domains"),
+            endings=read_list(endings) if endings else built_in_list("blocked_endings"),
+            tick=tick,
+            dropped=save_dropped,
+        )
+    if format_ is Format.JSON:
+        emit_json({"urls_in": counts.urls_in, "kept": counts.kept, "dropped": counts.dropped, "output": str(output)})
+        return
+    dropped = ", ".join(f"{count:,} {reason}" for reason, count in counts.dropped.items())
+    emit(f"blacklist-urls: {counts.urls_in:,} URLs in; {counts.kept:,} kept; dropped: {dropped}; {output}")
+
+
+@app.command("fetch-urls")
+def fetch_urls(
+    inputs: Annotated[list[str], typer.Argument(help="Files of URLs, one a line, patterns, or folders of .txt files.")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="The pages: JSON lines of url, title, text.")],
+    connections: Annotated[
+        int, number(help="Requests side by side, to different hosts.", minimum=1, maximum=MAX_JOBS)
+    ] = 8,
+    delay_s: Annotated[
+        float, number(help="Seconds between two requests to one host.", minimum=0, maximum=MAX_SECONDS)
+    ] = 1.0,
+    timeout_s: Annotated[
+        float, number(help="Seconds that a server may be silent.", minimum=0.001, maximum=MAX_SECONDS)
+    ] = 20.0,
+    max_bytes: Annotated[int, number(help="Leave out answers of more bytes.", minimum=1, maximum=MAX_PAGE_BYTES)] = 8
+    << 20,
+    robots: Annotated[bool, typer.Option(help="Obey robots.txt.")] = True,
+    allow_host: Annotated[
+        list[str] | None,
+        typer.Option(help="Address, network (CIDR) or host name that may be internal, such as 10.0.0.0/8. Repeat."),
+    ] = None,
+    user_agent: Annotated[str, typer.Option(help="What servers are told: name a page or address of yours.")] = "",
+    overwrite: Annotated[
+        bool,
+        typer.Option(
+            help="Replace an existing output, and start from scratch where the journal is of other URLs or rules."
+        ),
+    ] = False,
+    format_: FormatOption = Format.TEXT,
+) -> None:
+    """Download the text of pages: politely, within bounds, going on where a run stopped."""
+    from ..io.paths import check_new_outputs, expand_inputs
+    from ..web.fetch import FetchRules, UrlList, digest_rules, discard_other, fetch_all, write_pages
+    from ..web.http_client import AllowedHosts
+    from ..web.url_filter import expand_folder
+
+    if not (user_agent.isprintable() and user_agent.isascii()):
+        raise UsageError(f"--user-agent {user_agent!r}: must be printable ASCII")
+    allowed = AllowedHosts.parse(allow_host or [])
+    paths = expand_inputs(expand_folder(inputs))
+    rules = FetchRules(
+        connections=connections, delay_s=delay_s, timeout_s=timeout_s, max_bytes=max_bytes, robots=robots,
+        allowed=allowed, **({"user_agent": user_agent} if user_agent else {}),
+    )  # fmt: skip
+    journal = default_work(output) / "journal.jsonl"
+    check_new_outputs(paths, [output], overwrite=overwrite or journal.exists())
+    journal.parent.mkdir(parents=True, exist_ok=True)
+    with _told_faults(), UrlList(paths, journal.parent) as urls:
+        digest = digest_rules(urls, rules)
+        if overwrite:
+            discard_other(journal, digest)
+        with progress("fetch-urls", urls.count, "URLs") as tick:
+            fetch_all(urls, rules, journal, tick, digest=digest)
+            failures = write_pages(urls, journal, output, digest=digest, overwrite=overwrite)
+    report = {
+        "urls_in": urls.count,
+        "pages": urls.count - sum(failures.values()),
+        "failed": failures,
+        "output": str(output),
+    }
+    if format_ is Format.JSON:
+        emit_json(report)
+    else:
+        failed = ", ".join(f"{count:,} {reason}" for reason, count in failures.items()) or "none"
+        emit(f"fetch-urls: {report['urls_in']:,} URLs; {report['pages']:,} pages; failed: {failed}; {output}")
+
+
+PrefixesArgument = Annotated[
+    list[str] | None, typer.Argument(help="PREFIX of PREFIX.bin and PREFIX.idx, a pattern, or a folder of data sets.")
+]
+
+
+@app.command("merge-indexed")
+def merge_indexed(
+    output: Annotated[Path, typer.Option("--output", "-o", "--output-prefix", help="PREFIX of the new data set.")],
+    prefixes: PrefixesArgument = None,
+    input_: Annotated[
+        list[str] | None, typer.Option("--input", help="A prefix, pattern or folder, as PREFIXES are. Repeat.")
+    ] = None,
+    widen: Annotated[bool, typer.Option(help="Write tokens of different types in the wider one.")] = False,
+    overwrite: OverwriteOption = False,
+) -> None:
+    """Put indexed data sets one behind the other, without reading their tokens."""
+    from ..tokenization.indexed_ops import expand_prefixes, merge_datasets
+
+    found = expand_prefixes([*(prefixes or []), *(input_ or [])])
+    if not found:
+        raise UsageError("merge-indexed: name at least one data set")
+    index = merge_datasets(found, output, widen=widen, overwrite=overwrite)
+    emit(
+        f"merge-indexed: {len(found):,} data sets; {index.num_documents:,} documents, "
+        f"{len(index.lengths):,} sequences, {index.num_tokens:,} tokens; {output}"
+    )
+
+
+@app.command("convert-indexed")
+def convert_indexed(
+    prefix: Annotated[Path, typer.Argument(help="PREFIX of PREFIX.bin and PREFIX.idx.")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="PREFIX of the new data set.")],
+    to: Annotated[IndexForm, typer.Option("--to", "--dataset-impl", help="Form of the new index.")] = IndexForm.MMAP,
+    dtype: Annotated[
+        TokenDtype | None, typer.Option(help="Type of the new tokens [default: as they are; int32 for cached and lazy]")
+    ] = None,
+    overwrite: OverwriteOption = False,
+) -> None:
+    """Write an indexed data set in another form, or with tokens of another type."""
+    import numpy as np
+
+    from ..tokenization.indexed_ops import convert_dataset
+
+    index = convert_dataset(prefix, output, to, None if dtype is None else np.dtype(dtype.value), overwrite=overwrite)
+    emit(
+        f"convert-indexed: {index.num_documents:,} documents, {index.num_tokens:,} {index.dtype.name} tokens, "
+        f"{to.value}; {output}"
+    )
+
+
+def main() -> None:
+    """Run the command line."""
+    sys.argv[1:] = spread_lists(from_classic(sys.argv[1:]))
+    run_app(app, "dynmo-prep")

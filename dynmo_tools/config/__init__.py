@@ -1,0 +1,1 @@
+"""Settings of the steps, each declared once: flag, recipe key and help follow from it."""

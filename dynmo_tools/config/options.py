@@ -1,0 +1,276 @@
+"""Settings declared once: a field with a sentence and a unit becomes a flag, a TOML key and a line of help."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import inspect
+import math
+import types
+import typing
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+from .._common.document import MAX_INTEGER, parse_toml
+from .._common.errors import UsageError
+
+
+def setting(
+    default: Any = dataclasses.MISSING,
+    *,
+    help: str,
+    names: Sequence[str] = (),
+    file: bool = False,
+    data: bool = True,
+    output: bool = False,
+    folder: bool = False,
+    minimum: float | None = None,
+    maximum: float | None = None,
+) -> Any:
+    """A field of a settings dataclass.
+
+    Args:
+        default: the value without the flag; left out, the flag is required.
+        help: one sentence, with the unit.
+        names: further names of the flag, such as those of the classic tools.
+        file: the value names a file whose content shapes the result, so that its size and date belong to the plan.
+        data: the value shapes the result; a run is not resumed under another value of it.
+        output: the value names a file or folder that is written.
+        folder: that output is a folder.
+        minimum: smallest value of a number.
+        maximum: largest value of a number; an integer without one fits in 63 bits.
+    """
+    metadata = {
+        "help": help,
+        "names": tuple(names),
+        "file": file,
+        "data": data,
+        "output": output,
+        "folder": folder,
+        "minimum": minimum,
+        "maximum": maximum,
+    }
+    if isinstance(default, list | dict):
+        raise TypeError("a default must be immutable")
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+def flag_name(field_name: str) -> str:
+    """``min_tokens`` is ``--min-tokens``."""
+    return "--" + field_name.replace("_", "-")
+
+
+def hints(kind: type) -> dict[str, Any]:
+    """The resolved types of a settings dataclass."""
+    return typing.get_type_hints(kind)
+
+
+def _is_tuple(hint: Any) -> bool:
+    return typing.get_origin(hint) is tuple
+
+
+def _without_none(hint: Any) -> Any:
+    if isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union:
+        return next(member for member in typing.get_args(hint) if member is not type(None))
+    return hint
+
+
+def _fault(value: float, minimum: float | None, maximum: float | None) -> str:
+    """Which rule a number breaks; empty where it breaks none."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return "a finite number"
+    if minimum is not None and value < minimum:
+        return f"at least {minimum:,}"
+    most = MAX_INTEGER if maximum is None and isinstance(value, int) else maximum
+    return f"at most {most:,}" if most is not None and value > most else ""
+
+
+def number(*names: str, help: str, minimum: float | None = None, maximum: float | None = None) -> Any:
+    """A typer option of a number within bounds, which the help states; NaN and infinity are refused."""
+    import typer
+
+    def check(context: Any, parameter: Any, value: Any) -> Any:
+        if value is not None and (rule := _fault(value, minimum, maximum)):
+            raise typer.BadParameter(f"{value} must be {rule}.", ctx=context, param=parameter)
+        return value
+
+    return typer.Option(*names, help=help, min=minimum, max=maximum, callback=check)
+
+
+def check_numbers(settings: Any, where: str = "") -> None:
+    """Refuse numbers out of their bounds, all in one message.
+
+    Args:
+        settings: an object of a settings dataclass.
+        where: the table of a recipe that they come from; empty for flags.
+
+    Raises:
+        UsageError: with each setting, its value and its rule.
+    """
+    faults = []
+    for field in dataclasses.fields(settings):
+        value = getattr(settings, field.name)
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            rule = _fault(value, field.metadata["minimum"], field.metadata["maximum"])
+            name = f"{where}.{field.name.replace('_', '-')}" if where else flag_name(field.name)
+            faults += [f"{name} {value}: must be {rule}"] if rule else []
+    if faults:
+        raise UsageError("; ".join(faults))
+
+
+def parameters(kind: type) -> list[inspect.Parameter]:
+    """The settings of ``kind`` as typer parameters, one flag each."""
+    import typer  # not above: workers know settings, and parse no flags
+
+    found = []
+    resolved = hints(kind)
+    for field in dataclasses.fields(kind):
+        hint = resolved[field.name]
+        default = ... if field.default is dataclasses.MISSING else field.default
+        if _is_tuple(hint):
+            hint = list[typing.get_args(hint)[0]]  # type: ignore[misc]
+            default = list(default) if default is not ... else ...
+        names = [flag_name(field.name), *field.metadata["names"]]
+        if _without_none(hint) is bool:
+            names[0] += f"/--no-{field.name.replace('_', '-')}"
+        if _without_none(hint) in (int, float):
+            option = number(
+                *names,
+                help=field.metadata["help"],
+                minimum=field.metadata["minimum"],
+                maximum=field.metadata["maximum"],
+            )
+        else:
+            option = typer.Option(*names, help=field.metadata["help"])
+        found.append(
+            inspect.Parameter(
+                field.name,
+                inspect.Parameter.KEYWORD_ONLY,
+                annotation=Annotated[hint, option],
+                default=inspect.Parameter.empty if default is ... else default,
+            )
+        )
+    return found
+
+
+def command(
+    name: str, help: str, params: Sequence[inspect.Parameter], body: Callable[..., None]
+) -> Callable[..., None]:
+    """A function with these parameters for ``typer.Typer.command``; it hands all values to ``body``."""
+
+    def run(**values: Any) -> None:
+        body(**values)
+
+    run.__name__ = name.replace("-", "_")
+    run.__doc__ = help
+    run.__signature__ = inspect.Signature(list(params))  # type: ignore[attr-defined]
+    run.__annotations__ = {param.name: param.annotation for param in params}
+    return run
+
+
+def build(kind: type, values: Mapping[str, Any]) -> Any:
+    """A settings object from parsed flags: lists become tuples."""
+    known = {field.name for field in dataclasses.fields(kind)}
+    settings = kind(**{k: tuple(v) if isinstance(v, list) else v for k, v in values.items() if k in known})
+    check_numbers(settings)
+    return settings
+
+
+def _coerce(value: Any, hint: Any, where: str) -> Any:
+    if value is None and _without_none(hint) is not hint:
+        return None
+    hint = _without_none(hint)
+    if _is_tuple(hint):
+        inner = typing.get_args(hint)[0]
+        return tuple(_coerce(element, inner, where) for element in (value if isinstance(value, list) else [value]))
+    if hint is float and isinstance(value, int) and not isinstance(value, bool):
+        try:
+            return float(value)
+        except OverflowError as error:
+            raise UsageError(f"{where} is {value}; it must be below 2^1024") from error
+    if hint is Path and isinstance(value, str):
+        return Path(value)
+    if isinstance(hint, type) and issubclass(hint, enum.Enum):
+        choices = [member.value for member in hint]
+        if value not in choices:
+            raise UsageError(f"{where} is {value!r}; it must be one of {', '.join(map(str, choices))}")
+        return hint(value)
+    if type(value) is not hint:
+        raise UsageError(f"{where} is {value!r}; it must be of type {hint.__name__}")
+    return value
+
+
+def from_mapping(kind: type, values: Mapping[str, Any], where: str) -> Any:
+    """A settings object from a TOML table whose keys are the flags without dashes; unknown keys are refused."""
+    by_key = {field.name.replace("_", "-"): field for field in dataclasses.fields(kind)}
+    resolved = hints(kind)
+    chosen: dict[str, Any] = {}
+    for key, value in values.items():
+        field = by_key.get(key.replace("_", "-"))
+        if field is None:
+            raise UsageError(f"{where}: unknown key {key!r}; known are {', '.join(sorted(by_key))}")
+        chosen[field.name] = _coerce(value, resolved[field.name], f"{where}.{key}")
+    missing = [
+        key for key, field in by_key.items() if field.default is dataclasses.MISSING and field.name not in chosen
+    ]
+    if missing:
+        raise UsageError(f"{where}: needs {', '.join(missing)}")
+    settings = kind(**chosen)
+    check_numbers(settings, where)
+    return settings
+
+
+def parse_assignment(text: str) -> tuple[str, str, Any]:
+    """``step.key=value`` as (step, key, value); the value is read as TOML, or as text where it is none."""
+    left, equals, right = text.partition("=")
+    step, dot, key = left.strip().rpartition(".")
+    if not equals or not dot or not step or not key:
+        raise UsageError(f"--set {text!r} must have the form step.key=value")
+    try:
+        value = parse_toml(f"value = {right}")["value"]
+    except ValueError:
+        value = right.strip()
+    return step, key, value
+
+
+def jsonable(settings: Any, *, data_only: bool = False) -> dict[str, Any]:
+    """The settings as JSON values, for plans and summaries."""
+    result: dict[str, Any] = {}
+    for field in dataclasses.fields(settings):
+        if data_only and not field.metadata["data"]:
+            continue
+        value = getattr(settings, field.name)
+        if isinstance(value, tuple):
+            value = [str(v) if isinstance(v, Path) else v for v in value]
+        elif isinstance(value, Path):
+            value = str(value)
+        elif isinstance(value, enum.Enum):
+            value = value.value
+        result[field.name] = value
+    return result
+
+
+def files_of(settings: Any) -> list[Path]:
+    """The files that the settings name and that shape the result."""
+    more = getattr(settings, "named_files", None)  # those that are named within other values
+    return [*_named(settings, "file"), *(more() if more is not None else [])]
+
+
+def outputs_of(settings: Any) -> list[Path]:
+    """The files and folders that the settings name and that are written."""
+    return _named(settings, "output")
+
+
+def output_folders_of(settings: Any) -> list[Path]:
+    """The outputs that are folders."""
+    return _named(settings, "folder")
+
+
+def _named(settings: Any, kind: str) -> list[Path]:
+    found: list[Path] = []
+    for field in dataclasses.fields(settings):
+        value = getattr(settings, field.name)
+        if field.metadata[kind] and value is not None:
+            found.extend(value if isinstance(value, tuple) else [value])
+    return found

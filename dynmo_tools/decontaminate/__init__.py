@@ -1,0 +1,1 @@
+"""Removes n-grams of downstream tasks from documents."""

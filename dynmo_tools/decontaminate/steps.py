@@ -1,0 +1,241 @@
+"""Decontaminate: cut out of the documents what downstream tasks ask. The rules are those of ``filter_ngrams``.
+
+Two passes over the data. The first counts in how many documents each n-gram of the tasks occurs; those that are too
+common say nothing and are dropped from the dictionary. The second cuts each document around the n-grams that are left.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from .._common.document import MAX_TABLE_BYTES, parse_any_json
+from .._common.errors import UsageError
+from ..config.settings import DecontaminateSettings, parse_task
+from ..formats.workfiles import undated_header
+from ..io.atomic_write import whole_file
+from ..io.codecs import open_read
+from ..io.json_edit import replace_value
+from ..io.jsonl import MAX_KEYS, Row, encode_text, exact_integer, path_of, read_objects
+from ..runner.parts import records_kind, with_value
+from ..runner.task import Phase, Task, marker_of
+from ..runner.task_manifest import Plan
+from .ngrams import Finder, Sizes, ngrams_of, word_starts, words_of
+
+SENTENCE_ENDS = ".!?"
+FORMAT, VERSION = "dynmo.ngrams", 1
+TEXT_KEYS = ("text", "input_text", "question")
+
+
+def texts_under(value: Any, keys: tuple[str, ...]) -> Iterator[str]:
+    """Every text under one of ``keys``, at any depth; lists and objects with a text of their own are looked into."""
+    if isinstance(value, list):
+        for element in value:
+            yield from texts_under(element, keys)
+    elif isinstance(value, dict):
+        for key, element in value.items():
+            yield from _texts(element) if key in keys else texts_under(element, keys)
+
+
+def _texts(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, list):
+        for element in value:
+            yield from _texts(element)
+    elif isinstance(value, dict):
+        for key in TEXT_KEYS:
+            if key in value:
+                yield from _texts(value[key])
+
+
+def read_task(path: Path, keys: tuple[str, ...]) -> Iterator[str]:
+    """The texts of a task's file: one JSON document, or JSON lines.
+
+    Raises:
+        UsageError: it is neither, or none of the keys is in it.
+    """
+    try:
+        with open_read(path) as handle:
+            payload = handle.read()
+    except OSError as error:
+        raise UsageError(f"{path}: cannot be read: {error}") from error
+    try:
+        documents = [parse_any_json(payload, MAX_TABLE_BYTES)]
+    except ValueError:
+        try:
+            documents = [parse_any_json(line) for line in payload.split(b"\n") if line.strip()]
+        except ValueError as error:
+            raise UsageError(f"{path}: is neither a JSON document nor JSON lines: {error}") from error
+    found = list(texts_under(documents, keys))
+    if not found:
+        there = ", ".join(next((list(one)[:MAX_KEYS] for one in documents if isinstance(one, dict)), [])) or "none"
+        raise UsageError(
+            f"{path}: has no text under {' or '.join(keys)}; its keys are {there}: name one by --task NAME=FILE:KEY"
+        )
+    yield from found
+
+
+def split_around(text: str, start: int, length: int, margin: int) -> tuple[str, str]:
+    """What is left of ``text`` on both sides of an n-gram: up to and behind the ends of sentences ``margin`` away.
+
+    Args:
+        text: the whole text.
+        start: where the n-gram begins, in characters.
+        length: of the n-gram, its words joined by single spaces, in characters.
+        margin: characters to cut on each side at least.
+    """
+    at = start - margin
+    while at > 0 and text[at] not in SENTENCE_ENDS:
+        at -= 1
+    left = text[: at + 1] if at > 0 else ""
+    at = start + length + margin
+    while at < len(text) and text[at] not in SENTENCE_ENDS:
+        at += 1
+    return left, text[at + 1 :]
+
+
+def clean_pieces(text: str, finder: Finder, margin: int, min_characters: int) -> list[str]:
+    """The parts of ``text`` that hold no n-gram, each longer than ``min_characters`` unless it is the whole."""
+    waiting = text
+    pieces: list[str] = []
+    while waiting:
+        hit = finder.first(words_of(waiting))
+        if hit is None:
+            return [*pieces, waiting]
+        left, right = split_around(waiting, word_starts(waiting)[hit.word], len(hit.ngram), margin)
+        if len(left) > min_characters:
+            pieces.append(left)
+        waiting = right if len(right) > min_characters else ""
+    return pieces if pieces or text else [""]
+
+
+def hits(text: str, finder: Finder) -> set[str]:
+    """The n-grams in ``text``, looking on behind each one found."""
+    found = set()
+    waiting = text
+    while waiting:
+        hit = finder.first(words_of(waiting))
+        if hit is None:
+            break
+        found.add(hit.ngram)
+        waiting = waiting[word_starts(waiting)[hit.word] + len(hit.ngram) + 1 :]
+    return found
+
+
+def decontaminate_phases(plan: Plan) -> list[Phase]:
+    """The phases of ``decontaminate``."""
+    count = len(plan.tasks)
+    return [
+        Phase(name="dictionary", run="decontaminate.steps:make_dictionary", tasks=1),
+        Phase(name="count", run="decontaminate.steps:count_hits", tasks=count, reads=True),
+        Phase(name="threshold", run="decontaminate.steps:drop_common", tasks=1),
+        Phase(name="split", run="decontaminate.steps:split_slice", tasks=count),
+        Phase(name="join", run="runner.parts:join_records", tasks=1),
+    ]
+
+
+def make_dictionary(task: Task) -> None:
+    """Task function: the n-grams of all tasks, or those that were saved."""
+    settings: DecontaminateSettings = task.job.settings
+    if settings.load_dictionary is not None:
+        header, *entries = read_objects(settings.load_dictionary)
+        if header.get("format") != FORMAT or header.get("version", 0) > VERSION:
+            raise UsageError(f"{settings.load_dictionary}: is no dictionary that --save-dictionary wrote")
+        ngrams = [entry["ngram"] for entry in entries]
+    elif settings.task:
+        sizes = Sizes(least=settings.min_ngram_size, most=settings.max_ngram_size)
+        chosen = [parse_task(text) for text in settings.task]
+        texts = (text for _, path, keys in chosen for text in read_task(path, keys))
+        ngrams = list(dict.fromkeys(ngram for text in texts for ngram in ngrams_of(text, sizes)))
+    else:
+        raise UsageError("decontaminate: name what to look for: --task NAME=FILE, or --load-dictionary FILE")
+    task.create(task.part("all-ngrams.json")).write(json.dumps(ngrams, ensure_ascii=False).encode())
+    task.facts["ngrams"] = len(ngrams)
+
+
+@functools.lru_cache(maxsize=1)
+def _made_finder(encoded: bytes, most: int) -> Finder:
+    return Finder(json.loads(encoded), most)
+
+
+def _finder(task: Task, kind: str) -> Finder:
+    """The dictionary of a part, made once a process: both passes use the same one where no n-gram is common."""
+    return _made_finder(task.part(kind, 0).read_bytes(), task.job.settings.max_ngram_size)
+
+
+def count_hits(task: Task) -> None:
+    """Task function: in how many documents of one slice each n-gram occurs; a saved dictionary is not counted again."""
+    settings: DecontaminateSettings = task.job.settings
+    counting = settings.load_dictionary is None
+    finder = _finder(task, "all-ngrams.json") if counting else None
+    counts: Counter[str] = Counter()
+    documents = 0
+    for _, text in task.documents(settings.json_key):
+        documents += 1
+        if finder is not None:
+            counts.update(hits(text, finder))
+    task.create(task.part("counts.json")).write(json.dumps(counts, ensure_ascii=False).encode())
+    task.result["documents"] = documents
+
+
+def drop_common(task: Task) -> None:
+    """Task function: the dictionary without the n-grams that ``key_threshold`` documents and more have."""
+    settings: DecontaminateSettings = task.job.settings
+    total: Counter[str] = Counter()
+    for index in range(len(task.plan.tasks)):
+        total.update(json.loads(task.part("counts.json", index).read_bytes()))
+    encoded = task.part("all-ngrams.json", 0).read_bytes()
+    num_common = 0
+    if max(total.values(), default=0) >= settings.key_threshold:
+        ngrams = json.loads(encoded)
+        rare = [ngram for ngram in ngrams if total[ngram] < settings.key_threshold]
+        num_common = len(ngrams) - len(rare)
+        encoded = json.dumps(rare, ensure_ascii=False).encode()
+    # else the bytes as they are: decoded again they would stand beside the dictionary that the first pass holds
+    task.create(task.part("rare-ngrams.json")).write(encoded)
+    if settings.save_dictionary is not None:
+        with whole_file(settings.save_dictionary) as target:
+            header = {**undated_header(FORMAT, VERSION), "tasks": list(settings.task)}
+            for entry in (header, *({"ngram": ngram, "count": total[ngram]} for ngram in json.loads(encoded))):
+                target.write(json.dumps(entry, ensure_ascii=False).encode() + b"\n")
+    task.facts["common_ngrams"] = num_common
+
+
+def split_slice(task: Task) -> None:
+    """Task function: the documents of one slice, cut around the n-grams, each piece with its ``split_id``."""
+    settings: DecontaminateSettings = task.job.settings
+    finder = _finder(task, "rare-ngrams.json")
+    names = "-".join(settings.name or [parse_task(text)[0] for text in settings.task]) or "dictionary"
+    number = sum(marker_of(task, "count", index)["result"]["documents"] for index in range(task.index))
+    writer = task.create(task.part(records_kind(task)))
+    num_pieces = 0
+    for row, text in task.documents(settings.json_key):
+        number += 1
+        pieces = clean_pieces(text, finder, settings.remove_char_each_side, settings.filter_text_char_len)
+        if len(pieces) > settings.splits_count:
+            task.tally.drop("pieces")
+            continue
+        if not pieces:
+            task.tally.drop("contaminated")
+        elif pieces != [text]:
+            task.tally.changed += 1
+        path, before = path_of(row.value, settings.json_key), _earlier_name(row)
+        for part, piece in enumerate(pieces):
+            cut = row.raw if piece == text else replace_value(row.raw, path, encode_text(piece))
+            name = encode_text(f"{before}{names}-{number:010d}-{part:04d}")
+            task.keep(writer, with_value(row._replace(raw=cut), "split_id", name), documents=int(part == 0))
+        num_pieces += len(pieces)
+    task.facts["pieces"] = num_pieces
+
+
+def _earlier_name(row: Row) -> str:
+    """The ``split_id`` of an earlier run, followed by a dash; empty where there is none."""
+    if "split_id" not in row.value:
+        return ""
+    exact = exact_integer(row, "split_id")
+    return f"{row.value['split_id'] if exact is None else exact}-"

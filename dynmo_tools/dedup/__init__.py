@@ -1,0 +1,1 @@
+"""Near-duplicates: MinHash signatures, LSH bands, verified pairs, groups, removal."""

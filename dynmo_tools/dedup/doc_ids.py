@@ -1,0 +1,144 @@
+"""The names of signed documents by number: on disk, but for which of them several documents have."""
+
+from __future__ import annotations
+
+import bisect
+import contextlib
+import functools
+import hashlib
+import itertools
+import json
+import mmap
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+import numpy as np
+
+from .._common.document import ESCAPED
+from .shingles import U64
+
+LINE = np.dtype([("begin", "<i8"), ("digest", "<u8")])
+HELD_LINES = 1 << 16
+KEPT_NAMES = 1 << 16
+
+
+def name_line(name: str | None, place: str) -> bytes:
+    """The line of one document in a file of names."""
+    return json.dumps([name, place]).encode() + b"\n"
+
+
+def digest_of_name(name: str | None) -> int:
+    """64 bits of a name; 0 where there is none."""
+    if name is None:
+        return 0
+    encoded = name.encode("utf-8", "surrogatepass")
+    return int.from_bytes(hashlib.blake2b(encoded, digest_size=8).digest(), "little") or 1
+
+
+class LineIndex:
+    """Notes where each line of a file of names begins, and the digest of its name.
+
+    Args:
+        target: takes 16 bytes a line, ``LINE``.
+    """
+
+    def __init__(self, target: IO[bytes]) -> None:
+        self._target = target
+        self._waiting: list[tuple[int, int]] = []
+        self._at = 0
+
+    def add(self, name: str | None, size: int) -> None:
+        """Note the next line, of ``size`` bytes."""
+        self._waiting.append((self._at, digest_of_name(name)))
+        self._at += size
+        if len(self._waiting) == HELD_LINES:
+            self.flush()
+
+    def flush(self) -> None:
+        """Write what waits."""
+        self._target.write(np.array(self._waiting, dtype=LINE).tobytes())
+        self._waiting.clear()
+
+
+def index_names(path: Path, target: IO[bytes]) -> None:
+    """Write the ``LINE`` rows of a file of names."""
+    index = LineIndex(target)
+    with open(path, "rb") as lines:
+        for line in lines:
+            index.add(json.loads(line)[0], len(line))
+    index.flush()
+
+
+def repeated_digests(paths: Sequence[Path]) -> U64:
+    """The digests that several documents have, ascending; 16 bytes of memory a document while it looks."""
+    count = sum(path.stat().st_size for path in paths) // LINE.itemsize
+    digests: U64 = np.zeros(count, dtype=np.uint64)
+    at = 0
+    for path in paths:
+        rows = np.fromfile(path, dtype=LINE)
+        digests[at : at + len(rows)] = rows["digest"]
+        at += len(rows)
+    digests.sort()
+    repeated: U64 = np.unique(digests[1:][digests[1:] == digests[:-1]])
+    return repeated[np.searchsorted(repeated, np.uint64(1)) :]
+
+
+@dataclass(frozen=True, kw_only=True)
+class NamedPart:
+    """The names of some documents: a file of ``[name or null, place]``, one a line, and its ``LINE`` rows."""
+
+    names: Path
+    lines: Path
+
+
+class NameTable(contextlib.AbstractContextManager["NameTable"]):
+    """The names of documents by their number.
+
+    A document whose name others have too is named by its place, and so is one whose name shares a 64-bit digest.
+
+    Args:
+        parts: one behind the other.
+        repeated: what ``repeated_digests`` gives of all of them.
+    """
+
+    def __init__(self, parts: Sequence[NamedPart], repeated: U64) -> None:
+        counts = [part.lines.stat().st_size // LINE.itemsize for part in parts]
+        self._first = [0, *itertools.accumulate(counts)]
+        self._names = [_map(part.names) for part in parts]
+        self._lines = [_map(part.lines) for part in parts]
+        self._repeated = repeated
+        self.name = functools.lru_cache(KEPT_NAMES)(self._name)
+
+    def __exit__(self, *_: object) -> None:
+        """Let go of the files."""
+        for mapped in (*self._names, *self._lines):
+            if isinstance(mapped, mmap.mmap):
+                mapped.close()
+
+    def _name(self, index: int) -> str:
+        """The name of a document, which no other has."""
+        part = bisect.bisect_right(self._first, index) - 1
+        at = (index - self._first[part]) * LINE.itemsize
+        row = self._lines[part][at : at + LINE.itemsize]
+        begin, digest = int.from_bytes(row[:8], "little"), int.from_bytes(row[8:], "little")
+        names = self._names[part]
+        name, place = json.loads(names[begin : names.find(b"\n", begin) + 1 or len(names)])
+        found = np.searchsorted(self._repeated, np.uint64(digest))
+        own = found == len(self._repeated) or self._repeated[found] != digest
+        return str(name if name is not None and own else place)
+
+
+def _map(path: Path) -> mmap.mmap | bytes:
+    with open(path, "rb") as handle:
+        return mmap.mmap(handle.fileno(), 0, access=mmap.ACCESS_READ) if handle.seek(0, os.SEEK_END) else b""
+
+
+def pair_lines(pairs: Iterator[tuple[int, int, float]], names: NameTable) -> Iterator[tuple[bytes, int]]:
+    """``{main: [{other: J}, ...]}`` of ascending pairs, one line each main document, and how many pairs are in it."""
+    for main, others in itertools.groupby(pairs, key=lambda pair: pair[0]):
+        listed = [{names.name(other): round(index, 6)} for _, other, index in others]
+        line = json.dumps({names.name(main): listed}, ensure_ascii=False)
+        yield line.encode("utf-8", ESCAPED) + b"\n", len(listed)

@@ -1,0 +1,132 @@
+"""Signed documents on disk: signatures, texts and names as raw arrays, for one run or kept for later ones.
+
+A folder of kept fingerprints has ``header.json`` beside the same four files that a slice has. Nothing of it is pickled.
+"""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+import mmap
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from .._common.document import DocumentError, short_repr
+from .._common.errors import UsageError
+from ..config.settings import MatchSettings
+from ..formats.numbers import but_first, whole_file
+from ..formats.workfiles import FINGERPRINTS
+from ..io.concat_files import copy_into
+from .minhash import SCHEME, band_keys
+from .shingles import U32, U64
+
+SIGNATURES, TEXTS, OFFSETS, NAMES = "signatures.u32", "texts.bin", "offsets.i64", "names.jsonl"
+BLOCK_DOCUMENTS = 1 << 16
+
+
+@dataclass(frozen=True, kw_only=True)
+class SignedPart:
+    """Where the files of some signed documents lie, and how many documents they are."""
+
+    folder: Path
+    stem: str
+    count: int
+
+    def path(self, kind: str) -> Path:
+        """The path of one of the four files."""
+        return self.folder / f"{self.stem}{kind}"
+
+
+def rules_of(settings: MatchSettings) -> dict[str, Any]:
+    """What two sets of fingerprints must have in common to be compared."""
+    return {
+        "scheme": SCHEME,
+        "num_seeds": settings.num_seeds,
+        "seed": settings.seed,
+        "shingle_characters": settings.shingle_characters,
+    }
+
+
+def load_part(folder: Path, settings: MatchSettings) -> SignedPart:
+    """A folder of kept fingerprints.
+
+    Raises:
+        UsageError: it is none, or was made by other rules; both values are shown.
+    """
+    try:
+        header = FINGERPRINTS.read(folder / "header.json")
+    except DocumentError as error:
+        raise UsageError(f"{error}; name a folder that --save-fingerprints wrote") from error
+    for name, wanted in rules_of(settings).items():
+        if header.get(name) != wanted:
+            raise UsageError(f"{folder}: was made with {name} {short_repr(header.get(name))}, this run has {wanted!r}")
+    part = SignedPart(folder=folder, stem="", count=header["documents"])
+    found = part.path(SIGNATURES).stat().st_size
+    if found != part.count * settings.num_seeds * 4:
+        raise UsageError(
+            f"{folder}: {SIGNATURES} has {found} bytes, not those of {part.count} documents: save it again"
+        )
+    return part
+
+
+def save_parts(parts: Sequence[SignedPart], folder: Path, settings: MatchSettings) -> None:
+    """Keep the documents of all parts as one folder; the header is written last."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "header.json").unlink(missing_ok=True)
+    for kind in (SIGNATURES, TEXTS, NAMES):
+        with open(folder / kind, "wb") as target:
+            copy_into(target, [part.path(kind) for part in parts])
+    with open(folder / OFFSETS, "wb") as target:
+        target.write(np.zeros(1, dtype=np.int64).tobytes())
+        before = 0
+        for part in parts:
+            for block in but_first(whole_file(part.path(OFFSETS), "<i8")).blocks():
+                target.write((block + before).tobytes())
+            before += part.path(TEXTS).stat().st_size
+    FINGERPRINTS.write(folder / "header.json", {**rules_of(settings), "documents": sum(part.count for part in parts)})
+
+
+def _map(path: Path) -> mmap.mmap | bytes:
+    with open(path, "rb") as handle:
+        filled = handle.seek(0, 2) > 0
+        return mmap.mmap(handle.fileno(), 0, access=mmap.ACCESS_READ) if filled else b""
+
+
+class SignedDocuments:
+    """The signatures, texts and names of all parts, one behind the other, read from disk as they are asked for."""
+
+    def __init__(self, parts: Sequence[SignedPart], num_seeds: int) -> None:
+        self.first = [0, *itertools.accumulate(part.count for part in parts)]
+        self._signatures: list[U32] = [
+            np.asarray(np.memmap(part.path(SIGNATURES), dtype=np.uint32, mode="r", shape=(part.count, num_seeds)))
+            if part.count
+            else np.zeros((0, num_seeds), dtype=np.uint32)
+            for part in parts
+        ]
+        self._offsets: list[npt.NDArray[np.int64]] = [
+            np.asarray(np.memmap(part.path(OFFSETS), dtype=np.int64, mode="r")) for part in parts
+        ]
+        self._texts = [_map(part.path(TEXTS)) for part in parts]
+
+    @property
+    def count(self) -> int:
+        """The number of documents."""
+        return self.first[-1]
+
+    def text(self, index: int) -> str:
+        """The text of a document."""
+        part = bisect.bisect_right(self.first, index) - 1
+        at = index - self.first[part]
+        begin, end = self._offsets[part][at : at + 2].tolist()
+        return self._texts[part][begin:end].decode()
+
+    def key_blocks(self, band: int, num_bands: int) -> Iterator[U64]:
+        """The keys of all documents in one band, a block at a time."""
+        for signatures in self._signatures:
+            for begin in range(0, len(signatures), BLOCK_DOCUMENTS):
+                yield band_keys(signatures[begin : begin + BLOCK_DOCUMENTS], band, num_bands)

@@ -1,0 +1,317 @@
+"""Near-duplicates: sign every document, match the signatures; then list the pairs, or leave the later ones out."""
+
+from __future__ import annotations
+
+import heapq
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from ..config.settings import MatchSettings, RemoveDuplicatesSettings
+from ..io.atomic_write import whole_file
+from ..io.jsonl import Row, exact_integer
+from ..runner.parts import join_parts, join_records, records_ending, records_kind
+from ..runner.registry import NOT_FOUND
+from ..runner.task import Phase, Task, marker_of
+from ..runner.task_manifest import Plan
+from .doc_ids import LineIndex, NamedPart, NameTable, index_names, name_line, pair_lines, repeated_digests
+from .fingerprints import NAMES, OFFSETS, SIGNATURES, TEXTS, SignedDocuments, SignedPart, load_part, save_parts
+from .lsh import MEMBERS, SIZES, StoredBuckets, buckets, connect, cut_groups, groups_between
+from .minhash import BLOCK_SHINGLES, permutations, sign
+from .sorted_pairs import PAIR, SortedPairs, read_pairs
+from .union_find import UnionFind, number_type
+from .verify import ShingleCache, match_group
+
+LINES, REPEATED = "lines.rows", "repeated.u64"
+FOUND = "found.i64"
+GROUPS, VERIFIED, REMOVED = "groups.int", "verified.pairs", "removed.u8"
+BAND_TASKS, MAX_BAND_TASKS = 2, 10
+VERIFY_TASKS, MAX_VERIFY_TASKS = 4, 512
+DOCUMENT_CHARACTERS = 64  # what the objects of a waiting document weigh beside its characters
+
+
+def _match_phases(plan: Plan) -> list[Phase]:
+    """Sign the documents, bring those together that share a band, compare them: verified pairs on disk."""
+    count = len(plan.tasks)
+    return [
+        Phase(name="sign", run="dedup.steps:sign_slice", tasks=count, reads=True),
+        Phase(name="bands", run="dedup.steps:share_bands", tasks=_num_band_tasks(plan)),
+        Phase(name="connect", run="dedup.steps:connect_buckets", tasks=1),
+        Phase(name="verify", run="dedup.steps:verify_groups", tasks=_num_verify_tasks(plan)),
+    ]
+
+
+def _num_band_tasks(plan: Plan) -> int:
+    return min(BAND_TASKS * len(plan.tasks), MAX_BAND_TASKS)
+
+
+def _num_verify_tasks(plan: Plan) -> int:
+    return min(VERIFY_TASKS * len(plan.tasks), MAX_VERIFY_TASKS)
+
+
+def find_phases(plan: Plan) -> list[Phase]:
+    """The phases of ``find-duplicates``."""
+    return [
+        *_match_phases(plan),
+        Phase(name="names", run="dedup.steps:find_shared_names", tasks=1),
+        Phase(name="list", run="dedup.steps:list_pairs", tasks=len(plan.tasks)),
+        Phase(name="join", run="dedup.steps:join_pairs", tasks=1),
+    ]
+
+
+def dedup_phases(plan: Plan) -> list[Phase]:
+    """The phases of ``dedup``."""
+    return [
+        *_match_phases(plan),
+        Phase(name="mark", run="dedup.steps:mark_later_ones", tasks=1),
+        Phase(name="remove", run="dedup.steps:remove_marked", tasks=len(plan.tasks)),
+        Phase(name="join", run="runner.parts:join_records", tasks=1),
+    ]
+
+
+def remove_phases(plan: Plan) -> list[Phase]:
+    """The phases of ``remove-duplicates``."""
+    return [
+        Phase(name="map", run="dedup.steps:remove_named", tasks=len(plan.tasks), reads=True),
+        Phase(name="join", run="dedup.steps:join_remaining", tasks=1),
+    ]
+
+
+def name_of(row: Row, keys: Sequence[str]) -> str | None:
+    """A document's name: the first of ``keys`` that it has, a string or an integer of any size, as text."""
+    for key in keys:
+        found = row.value.get(key)
+        name = found if isinstance(found, str) else exact_integer(row, key)
+        if name is not None:
+            return str(name)
+    return None
+
+
+def place_of(path: Path, row: Row) -> str:
+    """Where a document stands: ``FILE@OFFSET`` in bytes of its decompressed text, or ``FILE@ROW`` in parquet."""
+    return f"{path}@{row.line if path.suffix == '.parquet' else row.offset}"
+
+
+def sign_slice(task: Task) -> None:
+    """Task function: the signatures, texts, text offsets and names of one slice."""
+    settings: MatchSettings = task.job.settings
+    perms = permutations(settings.num_seeds, settings.seed)
+    kinds = (SIGNATURES, TEXTS, OFFSETS, NAMES, LINES)
+    signatures, texts, offsets, names, lines = (task.create(task.part(kind)) for kind in kinds)
+    index = LineIndex(lines)
+    offsets.write(np.zeros(1, dtype=np.int64).tobytes())
+    waiting: list[str] = []
+    ends: list[int] = []
+    size = end = documents = 0
+
+    def flush() -> None:
+        signatures.write(sign(waiting, settings.shingle_characters, perms).tobytes())
+        offsets.write(np.asarray(ends, dtype=np.int64).tobytes())
+        waiting.clear()
+        ends.clear()
+
+    for row, text in task.documents(settings.json_key):
+        encoded = text.encode()
+        texts.write(encoded)
+        name = name_of(row, settings.id_key)
+        index.add(name, names.write(name_line(name, place_of(task.slice.path, row))))
+        end += len(encoded)
+        documents += 1
+        ends.append(end)
+        waiting.append(text)
+        size += len(text) + DOCUMENT_CHARACTERS
+        if size >= 4 * BLOCK_SHINGLES:
+            flush()
+            size = 0
+    if waiting:
+        flush()
+    index.flush()
+    task.result["documents"] = documents
+    if task.job.step == "find-duplicates":  # dedup counts what it writes
+        task.tally.documents_kept += documents
+
+
+def _parts(task: Task) -> tuple[list[SignedPart], int]:
+    """Loaded fingerprints, then this run's slices; and the number of loaded documents."""
+    settings: MatchSettings = task.job.settings
+    loaded = [load_part(folder, settings) for folder in settings.load_fingerprints]
+    folder = task.job.work / "parts"
+    own = [
+        SignedPart(folder=folder, stem=f"{index:05d}-", count=_count(task, index))
+        for index in range(len(task.plan.tasks))
+    ]
+    return [*loaded, *own], sum(part.count for part in loaded)
+
+
+def _count(task: Task, index: int) -> int:
+    count: int = marker_of(task, "sign", index)["result"]["documents"]
+    return count
+
+
+def _documents(task: Task) -> SignedDocuments:
+    return SignedDocuments(_parts(task)[0], task.job.settings.num_seeds)
+
+
+def share_bands(task: Task) -> None:
+    """Task function: the buckets of some bands, one behind the other."""
+    settings: MatchSettings = task.job.settings
+    documents = _documents(task)
+    members, sizes = (task.create(task.part(kind)) for kind in (MEMBERS, SIZES))
+    first, last = (settings.num_bands * at // task.phase.tasks for at in (task.index, task.index + 1))
+    for band in range(first, last):
+        keys = documents.key_blocks(band, settings.num_bands)
+        for block, counts in buckets(keys, documents.count, task.job.work / "parts"):
+            members.write(block.tobytes())
+            sizes.write(counts.tobytes())
+
+
+def _stored_buckets(task: Task) -> list[StoredBuckets]:
+    tasks = range(_num_band_tasks(task.plan))
+    return [StoredBuckets(members=task.part(MEMBERS, index), sizes=task.part(SIZES, index)) for index in tasks]
+
+
+def connect_buckets(task: Task) -> None:
+    """Task function: of each document the group that its buckets connect it to, and how the groups are shared out."""
+    stored = _stored_buckets(task)
+    sets = connect(stored, sum(part.count for part in _parts(task)[0]))
+    task.create(task.part(GROUPS)).write(sets.parents.tobytes())
+    task.result["cuts"] = cut_groups(stored, sets.parents, _num_verify_tasks(task.plan))
+
+
+def verify_groups(task: Task) -> None:
+    """Task function: the pairs of some groups that are truly alike, by document."""
+    settings: MatchSettings = task.job.settings
+    documents = _documents(task)
+    cache = ShingleCache(documents.text, settings.shingle_characters)
+    first, last = marker_of(task, "connect", 0)["result"]["cuts"][task.index : task.index + 2]
+    roots = np.fromfile(task.part(GROUPS, 0), dtype=number_type(documents.count))
+    with SortedPairs(task.job.work / "parts") as found:
+        for group in groups_between(_stored_buckets(task), roots, first, last):
+            for pair in match_group(
+                group,
+                lambda one, other: cache.jaccard(one, other, settings.jaccard.value),
+                threshold=settings.threshold,
+                rounds=settings.heuristic_iter,
+                all_pairs=task.job.step == "find-duplicates",
+            ):
+                found.add(pair.main, pair.other, pair.jaccard)
+        writer = task.create(task.part(VERIFIED))
+        for block in found.blocks():
+            writer.write(block.tobytes())
+
+
+def mark_later_ones(task: Task) -> None:
+    """Task function: which documents of this run are later duplicates, one byte each."""
+    settings: MatchSettings = task.job.settings
+    parts, before = _parts(task)
+    sets = UnionFind(sum(part.count for part in parts))
+    for index in range(_num_verify_tasks(task.plan)):
+        pairs = np.fromfile(task.part(VERIFIED, index), dtype=PAIR)
+        sets.join_all(pairs["main"], pairs["other"])
+    removed, groups, largest = sets.later_ones()
+    task.create(task.part(REMOVED)).write(removed[before:].tobytes())
+    if settings.save_fingerprints is not None:
+        save_parts(parts, settings.save_fingerprints, settings)
+    task.facts.update(groups=groups, largest_group=largest)
+    if before:
+        task.facts["earlier_documents"] = before
+
+
+def remove_marked(task: Task) -> None:
+    """Task function: one slice without its later duplicates."""
+    settings: MatchSettings = task.job.settings
+    begin = sum(_count(task, index) for index in range(task.index))
+    count = _count(task, task.index)
+    removed = np.fromfile(task.part(REMOVED, 0), dtype=np.uint8, offset=begin, count=count)
+    writer = task.create(task.part(records_kind(task)))
+    for drop, (row, _) in zip(removed, task.documents(settings.json_key), strict=True):
+        if drop:
+            task.tally.drop("duplicate")
+        else:
+            task.keep(writer, row.raw)
+
+
+def _named_parts(task: Task) -> list[NamedPart]:
+    """The names of loaded fingerprints, whose lines are noted behind those of the slices; then those of the slices."""
+    parts, _ = _parts(task)
+    slices = len(task.plan.tasks)
+    numbers = [*range(slices, len(parts)), *range(slices)]
+    return [
+        NamedPart(names=part.path(NAMES), lines=task.part(LINES, number))
+        for part, number in zip(parts, numbers, strict=True)
+    ]
+
+
+def find_shared_names(task: Task) -> None:
+    """Task function: which names several documents have."""
+    settings: MatchSettings = task.job.settings
+    parts = _named_parts(task)
+    loaded = len(parts) - len(task.plan.tasks)
+    for part in parts[:loaded]:
+        with whole_file(part.lines) as target:
+            index_names(part.names, target)
+    repeated = repeated_digests([part.lines for part in parts])
+    task.create(task.part(REPEATED)).write(repeated.tobytes())
+    task.facts["repeated_names"] = len(repeated)
+    if settings.save_fingerprints is not None:
+        save_parts(_parts(task)[0], settings.save_fingerprints, settings)
+
+
+def list_pairs(task: Task) -> None:
+    """Task function: ``{main: [{other: J}, ...]}`` for each document, of a share of all, with later near-duplicates."""
+    count = sum(part.count for part in _parts(task)[0])
+    first, last = (count * at // task.phase.tasks for at in (task.index, task.index + 1))
+    verified = (task.part(VERIFIED, index) for index in range(_num_verify_tasks(task.plan)))
+    found = heapq.merge(*(read_pairs(path, first, last) for path in verified))
+    writer = task.create(task.part(_pairs_kind(task)))
+    task.facts["pairs"] = 0
+    with NameTable(_named_parts(task), np.fromfile(task.part(REPEATED, 0), dtype=np.uint64)) as names:
+        for line, pairs in pair_lines(found, names):
+            writer.write(line)
+            task.facts["pairs"] += pairs
+
+
+def _pairs_kind(task: Task) -> str:
+    return "pairs" + records_ending(task.job.output)
+
+
+def join_pairs(task: Task) -> None:
+    """Task function: the pairs of all shares, one behind the other."""
+    join_parts(task, _pairs_kind(task), task.job.output)
+
+
+def remove_named(task: Task) -> None:
+    """Task function: one slice without the documents that a group names behind its first one."""
+    from .groups import read_removals
+
+    settings: RemoveDuplicatesSettings = task.job.settings
+    removals = read_removals(settings.groups)
+    writer = task.create(task.part(records_kind(task)))
+    real_file = os.path.realpath(task.slice.path)
+    found: set[int] = set()
+    unnamed = 0
+    for row in task.rows():
+        name = name_of(row, settings.id_key)
+        unnamed += name is None
+        number = removals.find(name, place_of(task.slice.path, row), real_file)
+        if number is None:
+            task.keep(writer, row.raw)
+        else:
+            found.add(number)
+            task.tally.drop("duplicate")
+    task.create(task.part(FOUND)).write(np.fromiter(found, dtype=np.int64, count=len(found)).tobytes())
+    task.facts["without_name"] = unnamed
+
+
+def join_remaining(task: Task) -> None:
+    """Task function: the output, and how many names of the groups no input has."""
+    from .groups import read_removals
+
+    settings: RemoveDuplicatesSettings = task.job.settings
+    join_records(task)
+    found = [np.fromfile(task.part(FOUND, index), dtype=np.int64) for index in range(len(task.plan.tasks))]
+    names = np.unique(np.concatenate(found)).tolist()
+    if missing := read_removals(settings.groups).num_missing(names):
+        task.facts[NOT_FOUND] = missing

@@ -1,0 +1,1 @@
+"""Text from MediaWiki markup, HTML and the documentation of the installed Python."""

@@ -1,0 +1,59 @@
+"""Extract the text of a MediaWiki dump: one document an article, as WikiExtractor's ``--json`` writes them."""
+
+from __future__ import annotations
+
+from xml.etree import ElementTree
+
+from .._common.errors import DynmoError
+from ..config.settings import ExtractWikiSettings
+from ..io.jsonl import encode_row
+from ..io.mediawiki_dump import Page, read_base, read_pages
+from ..runner.parts import map_phases, records_kind
+from ..runner.task import Phase, Task
+from ..runner.task_manifest import Plan
+from .wikitext import text_of
+
+
+def extract_phases(plan: Plan) -> list[Phase]:
+    """The phases of ``extract-wiki``."""
+    return map_phases(plan, "extract.wikipedia:extract")
+
+
+def extract(task: Task) -> None:
+    """Task function: the articles that begin in one piece of a dump.
+
+    Raises:
+        DynmoError: the dump is cut off, damaged or no XML.
+    """
+    settings: ExtractWikiSettings = task.job.settings
+    writer = task.create(task.part(records_kind(task)))
+    path = task.slice.path
+    try:
+        base = settings.url_base or read_base(path)
+        for found in read_pages(task.slice):
+            task.count(found.markup)
+            reason = _skip(found, settings)
+            text = "" if reason else text_of(found.markup, keep_lists=settings.lists)
+            if reason or not text:
+                task.tally.drop(reason or "empty")
+                continue
+            row = {
+                "id": found.number,
+                "revid": found.revision,
+                "url": f"{base}?curid={found.number}",
+                "title": found.title,
+                "text": text,
+            }
+            task.keep(writer, encode_row(row))
+    except (ElementTree.ParseError, EOFError) as error:
+        raise DynmoError(f"{path}: is cut off or no MediaWiki XML: {error}; fetch the dump again") from error
+    except OSError as error:
+        if error.errno is not None:  # of the disk, not of the compression
+            raise
+        raise DynmoError(f"{path}: is damaged: {error}; fetch the dump again") from error
+
+
+def _skip(page: Page, settings: ExtractWikiSettings) -> str | None:
+    if page.redirect:
+        return "redirect"
+    return None if page.namespace in settings.namespaces else "namespace"

@@ -1,0 +1,226 @@
+"""Plain text out of MediaWiki markup.
+
+The markup is read by the tokenizer of mwparserfromhell. Its tree of nodes is not built: that takes ten times as long as
+the tokens, and most of the nodes are left out anyway. Templates, tables, references, files and categories are; of a few
+templates that hold running text, the text stays. Sections without text lose their title, as WikiExtractor does it.
+"""
+
+from __future__ import annotations
+
+import functools
+import html
+import itertools
+import re
+from collections.abc import Callable
+from html.entities import name2codepoint
+from importlib import import_module
+from typing import Any
+
+from .._common.errors import MissingExtraError
+from .broken_markup import without_extensions, without_leftovers
+
+LIST_MARK, TITLE_MARK, LESS_MARK = "\x00", "\x01", "\x02"
+DROPPED_TAGS = frozenset(
+    {"ref", "references", "table", "gallery", "math", "timeline", "syntaxhighlight", "source", "score", "imagemap"}
+    | {"style", "hiero", "chem", "graph", "mapframe", "templatestyles", "noinclude", "includeonly"}
+)
+LAST_VALUE_TEMPLATES = frozenset(
+    {"lang", "transl", "transliteration", "nowrap", "nobr", "small", "big", "visible anchor"}
+)
+SPACE_TEMPLATES = frozenset({"nbsp", "spaces", "snd", "spnd", "ndash", "mdash", "dash"})
+TWO_VALUE_TEMPLATES = frozenset({"convert", "cvt"})
+NAMESPACE_LINK = re.compile(r"^:?[a-z][\w -]*:\S", re.IGNORECASE)
+BEHAVIOUR_SWITCH = re.compile(r"__[A-Z]+__")
+EMPTY_BRACKETS = re.compile(r"\s?\((?:\s|[,;:/])*\)|\s?\[\s*\]")
+OPENING_RUBBISH = re.compile(r"\((?:\s*[,;])+\s*")
+SPACED_COMMA = re.compile(r" +([,.;:!?)])")
+SPACES = re.compile(r"[ \t\xa0]+")
+# Kinds of tokens: what begins a node and what ends it; what parts a node that is open stands between them.
+PAIRS = (
+    ("TemplateOpen", "TemplateClose"),
+    ("ArgumentOpen", "ArgumentClose"),
+    ("WikilinkOpen", "WikilinkClose"),
+    ("ExternalLinkOpen", "ExternalLinkClose"),
+    ("HTMLEntityStart", "HTMLEntityEnd"),
+    ("HeadingStart", "HeadingEnd"),
+    ("CommentStart", "CommentEnd"),
+    ("TagOpenOpen", "TagCloseClose"),
+    ("TagOpenOpen", "TagCloseSelfclose"),
+)
+PARTING = ("TemplateParamSeparator", "TemplateParamEquals", "WikilinkSeparator", "ExternalLinkSeparator")
+PARTING_TAGS = ("TagAttrStart", "TagCloseOpen", "TagOpenClose")
+BEGIN, END, PART = range(3)
+CONTEXT, SKIP_STYLES = 0, False
+
+
+class _Language:
+    """What mwparserfromhell has: its tokenizer, its kinds of tokens, and how it writes tokens as markup again."""
+
+    def __init__(self) -> None:
+        try:
+            parser: Any = import_module("mwparserfromhell.parser")
+        except ImportError as error:
+            raise MissingExtraError("mwparserfromhell", "prep") from error
+        tokens: Any = import_module("mwparserfromhell.parser.tokens")
+        if parser.use_c:
+            tokenizer = parser.CTokenizer()
+        else:
+            tokenizer = import_module("mwparserfromhell.parser.tokenizer").Tokenizer()
+        self.tokenize: Callable[[str, int, bool], list[Any]] = tokenizer.tokenize
+        self.tokens = tokens
+        self.text = tokens.Text
+        self.roles: dict[type, int] = {}
+        for begin, end in PAIRS:
+            self.roles[getattr(tokens, begin)] = BEGIN
+            self.roles[getattr(tokens, end)] = END
+        self.roles |= {getattr(tokens, name): PART for name in PARTING + PARTING_TAGS}
+        self._builder: Any = parser.Builder
+
+    def markup(self, tokens: list[Any]) -> str:
+        """The markup that gave these tokens."""
+        if all(type(token) is self.text for token in tokens):
+            return "".join([token["text"] for token in tokens])
+        return str(self._builder().build(tokens))
+
+
+_language = functools.cache(_Language)
+
+
+class _Page:
+    """A page's tokens: where each node ends, and where it is parted.
+
+    Args:
+        markup: of the page.
+    """
+
+    def __init__(self, markup: str) -> None:
+        self._language = language = _language()
+        self._tokens = tokens = language.tokenize(markup, CONTEXT, SKIP_STYLES)
+        self._ends: dict[int, int] = {}
+        self._parts: dict[int, list[int]] = {}
+        roles, ends, parts = language.roles, self._ends, self._parts
+        opened: list[int] = []
+        for at, token in enumerate(tokens):
+            role = roles.get(type(token))
+            if role is None:
+                continue
+            if role == BEGIN:
+                opened.append(at)
+            elif role == END:
+                ends[opened.pop()] = at
+            else:
+                parts.setdefault(opened[-1], []).append(at)
+        kinds = language.tokens
+        self._readers: dict[type, Callable[[int, int], str]] = {
+            kinds.TemplateOpen: self._template,
+            kinds.WikilinkOpen: self._link,
+            kinds.ExternalLinkOpen: self._external_link,
+            kinds.HTMLEntityStart: self._entity,
+            kinds.HeadingStart: self._heading,
+            kinds.TagOpenOpen: self._tag,
+        }
+
+    def plain(self, begin: int = 0, end: int | None = None) -> str:
+        """The running text of some tokens, list items and titles behind their marks."""
+        tokens, text, readers = self._tokens, self._language.text, self._readers
+        stop = len(tokens) if end is None else end
+        found: list[str] = []
+        at = begin
+        while at < stop:
+            token = tokens[at]
+            kind = type(token)
+            if kind is text:
+                found.append(token["text"])
+                at += 1
+                continue
+            close = self._ends[at]
+            if (read := readers.get(kind)) is not None:
+                found.append(read(at, close))
+            at = close + 1
+        return "".join(found)
+
+    def _markup(self, begin: int, end: int) -> str:
+        return self._language.markup(self._tokens[begin:end])
+
+    def _of_kind(self, opened: int, *kinds: type) -> list[int]:
+        return [at for at in self._parts.get(opened, ()) if type(self._tokens[at]) in kinds]
+
+    def _template(self, opened: int, close: int) -> str:
+        kinds = self._language.tokens
+        separators = self._of_kind(opened, kinds.TemplateParamSeparator)
+        name = self._markup(opened + 1, separators[0] if separators else close).strip().lower()
+        if name in SPACE_TEMPLATES:
+            return " "
+        if name not in LAST_VALUE_TEMPLATES and name not in TWO_VALUE_TEMPLATES:
+            return ""
+        named = self._of_kind(opened, kinds.TemplateParamEquals)
+        values = [
+            (begin + 1, end)
+            for begin, end in itertools.pairwise([*separators, close])
+            if not any(begin < at < end for at in named)
+        ]
+        if name in LAST_VALUE_TEMPLATES:
+            return self.plain(*values[-1]) if values else ""
+        return " ".join(self.plain(*value) for value in values[:2]) if len(values) > 1 else ""
+
+    def _link(self, opened: int, close: int) -> str:
+        parts = self._parts.get(opened)
+        title = self._markup(opened + 1, parts[0] if parts else close)
+        if NAMESPACE_LINK.match(title) and not title.startswith(":"):
+            return ""
+        return self.plain(parts[0] + 1, close) if parts else title.removeprefix(":")
+
+    def _external_link(self, opened: int, close: int) -> str:
+        parts = self._parts.get(opened)
+        return self.plain(parts[0] + 1, close) if parts else ""
+
+    def _entity(self, opened: int, close: int) -> str:
+        value = self._tokens[close - 1]["text"]
+        if close == opened + 2:
+            character = chr(name2codepoint[value])
+        else:
+            character = chr(int(value, 16 if close == opened + 4 else 10))
+        return LESS_MARK if character == "<" else character  # an escaped sign does not begin a tag
+
+    def _heading(self, opened: int, close: int) -> str:
+        return f"\n{TITLE_MARK}{self.plain(opened + 1, close).strip()}\n"
+
+    def _tag(self, opened: int, close: int) -> str:
+        kinds = self._language.tokens
+        parts = self._parts.get(opened, ())
+        name = self._markup(opened + 1, parts[0] if parts else close).strip().lower()
+        if name in DROPPED_TAGS:
+            return ""
+        if name in ("li", "dt", "dd") and self._tokens[opened].wiki_markup:
+            return LIST_MARK
+        if name == "br":
+            return "\n"
+        contents = self._of_kind(opened, kinds.TagCloseOpen, kinds.TagOpenClose)
+        return self.plain(contents[0] + 1, contents[-1]) if len(contents) > 1 else ""
+
+
+def tidy(text: str, *, keep_lists: bool) -> str:
+    """Lines of text without what dropped markup left behind; titles only before text, each ended by a full stop."""
+    text = BEHAVIOUR_SWITCH.sub("", html.unescape(text.replace(LESS_MARK, "<")))
+    kept: list[str] = []
+    title: str | None = None
+    for line in text.split("\n"):
+        if line.startswith(TITLE_MARK):
+            title = line[1:].strip()
+            continue
+        listed = LIST_MARK in line
+        line = SPACES.sub(" ", line.replace(LIST_MARK, "")).strip()
+        line = OPENING_RUBBISH.sub("(", EMPTY_BRACKETS.sub("", line))
+        line = SPACED_COMMA.sub(r"\1", line).strip()
+        if not line or (listed and not keep_lists):
+            continue
+        if title:
+            kept.append(title if title[-1:] in "!?." else f"{title}.")
+        title = None
+        kept.append(f"- {line}" if listed else line)
+    return "\n".join(kept)
+
+
+def text_of(markup: str, *, keep_lists: bool = False) -> str:
+    """The plain text of a page's markup."""
+    return tidy(without_leftovers(_Page(without_extensions(markup)).plain()), keep_lists=keep_lists)

@@ -1,0 +1,1 @@
+"""Steps that clean, fix, merge, number and shuffle documents."""

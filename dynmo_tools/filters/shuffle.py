@@ -1,0 +1,101 @@
+"""Shuffle a data set of any size in two passes: scatter the documents over buckets, then order each bucket.
+
+Every document goes to a bucket drawn for it, and each bucket is put in a random order; together that is a uniformly
+random order of the whole. The draws depend on the seed, the task and the bucket, not on the number of workers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from ..config.settings import ShuffleSettings
+from ..io.codecs import is_compressed
+from ..io.concat_files import copy_into
+from ..runner.parts import records_ending
+from ..runner.task import Phase, Task, marker_of
+from ..runner.task_manifest import Plan
+
+BUCKET_BYTES = 32 << 20
+MAX_BUCKETS = 1024
+HELD_BYTES = 64 << 20
+COMPRESSION_RATIO = 4
+DRAWN_AT_ONCE = 4096
+SCATTER_STREAM, ORDER_STREAM = 0, 1
+
+
+def num_buckets(plan: Plan) -> int:
+    """How many buckets keep one bucket near 32 MiB."""
+    size = sum(s.size_bytes * (COMPRESSION_RATIO if is_compressed(s.path) else 1) for s in plan.sources)
+    return min(max(1, -(-size // BUCKET_BYTES)), MAX_BUCKETS)
+
+
+def shuffle_phases(plan: Plan) -> list[Phase]:
+    """The phases of ``shuffle``."""
+    return [
+        Phase(name="scatter", run="filters.shuffle:scatter", tasks=len(plan.tasks), reads=True),
+        Phase(name="order", run="filters.shuffle:order", tasks=num_buckets(plan)),
+        Phase(name="join", run="filters.shuffle:join", tasks=1),
+    ]
+
+
+def _draws(generator: np.random.Generator, count: int) -> Iterator[int]:
+    """Random numbers below ``count``, without an end."""
+    while True:
+        yield from generator.integers(count, size=DRAWN_AT_ONCE).tolist()
+
+
+def scatter(task: Task) -> None:
+    """Task function: one slice, written as runs of documents of the same bucket."""
+    settings: ShuffleSettings = task.job.settings
+    count = num_buckets(task.plan)
+    draws = _draws(np.random.default_rng([settings.seed, SCATTER_STREAM, task.index]), count)
+    writer = task.create(task.part("scattered.jsonl"))
+    runs: list[list[int]] = [[] for _ in range(count)]  # of each bucket: begin, bytes, begin, bytes, ...
+    held: list[list[bytes]] = [[] for _ in range(count)]
+    held_bytes = position = 0
+
+    def flush(position: int) -> int:
+        for bucket, lines in enumerate(held):
+            if lines:
+                payload = b"".join(lines)
+                writer.write(payload)
+                runs[bucket] += [position, len(payload)]
+                position += len(payload)
+                lines.clear()
+        return position
+
+    for row in task.rows():
+        line = row.raw + b"\n"
+        held[next(draws)].append(line)
+        held_bytes += len(line)
+        task.tally.documents_kept += 1
+        task.tally.bytes_out += len(line)
+        if held_bytes >= HELD_BYTES:
+            position, held_bytes = flush(position), 0
+    flush(position)
+    task.result["runs"] = runs
+
+
+def order(task: Task) -> None:
+    """Task function: the documents of one bucket from all slices, in random order."""
+    settings: ShuffleSettings = task.job.settings
+    lines: list[bytes] = []
+    for index in range(len(task.plan.tasks)):
+        runs = marker_of(task, "scatter", index)["result"]["runs"][task.index]
+        with open(task.part("scattered.jsonl", index), "rb") as handle:
+            for begin, size in zip(runs[::2], runs[1::2], strict=True):
+                handle.seek(begin)
+                # not splitlines(): it also splits at the carriage returns within a row
+                lines += [line + b"\n" for line in handle.read(size).split(b"\n")[:-1]]
+    permutation = np.random.default_rng([settings.seed, ORDER_STREAM, task.index]).permutation(len(lines))
+    writer = task.create(task.part("ordered" + records_ending(task.job.output)))
+    for at in permutation:
+        writer.write(lines[at])
+
+
+def join(task: Task) -> None:
+    """Task function: the buckets one behind the other."""
+    parts = [task.part("ordered" + records_ending(task.job.output), i) for i in range(num_buckets(task.plan))]
+    copy_into(task.create(task.job.output, plain=True), parts)

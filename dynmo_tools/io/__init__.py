@@ -1,0 +1,1 @@
+"""Files: JSON lines, compression, MediaWiki dumps, atomic writes, concatenation, path checks."""

@@ -1,0 +1,76 @@
+"""A file of any size that takes its name only when it is complete."""
+
+from __future__ import annotations
+
+import contextlib
+import glob
+import io
+import os
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import IO
+
+from .._common.errors import UsageError
+
+PIECE_BYTES = 1 << 20
+
+
+def sweep_temporaries(path: Path) -> None:
+    """Remove what killed runs left of ``path`` under temporary names, which end with the number of their process."""
+    for left in path.parent.glob(f".{glob.escape(path.name)}.tmp-*"):
+        with contextlib.suppress(ValueError, PermissionError):  # a foreign name, another user's process
+            try:
+                os.kill(int(left.name.rpartition("-")[2]), 0)
+            except ProcessLookupError:
+                left.unlink(missing_ok=True)
+
+
+def refuse_existing(paths: Iterable[Path]) -> None:
+    """``UsageError`` where one of the outputs exists."""
+    for path in paths:
+        if path.exists() or path.is_symlink():
+            raise UsageError(f"{path}: exists already; --overwrite replaces it, or choose another output")
+
+
+def _is_same(new: Path, old: Path) -> bool:
+    """Whether ``old`` is a file of the bytes of ``new``."""
+    if not old.is_file() or old.stat().st_size != new.stat().st_size:
+        return False
+    with open(new, "rb") as one, open(old, "rb") as other:
+        while piece := one.read(PIECE_BYTES):
+            if piece != other.read(PIECE_BYTES):
+                return False
+    return True
+
+
+@contextlib.contextmanager
+def whole_file(path: Path | None, *, replace: bool = True) -> Iterator[IO[bytes]]:
+    """Open ``path`` under a temporary name; in place and flushed to disk when the block ends well, gone when it fails.
+
+    A file of the same bytes stays as it is, with its date: a later step that read it need not run again.
+
+    Args:
+        path: of the file; None writes nowhere.
+        replace: a file of other bytes may be replaced.
+
+    Raises:
+        UsageError: such a file exists and must not be replaced; at the end of the block.
+    """
+    if path is None:
+        with open(os.devnull, "wb") as nowhere:
+            yield nowhere
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    sweep_temporaries(path)
+    temporary = path.with_name(f".{path.name}.tmp-{os.getpid()}")
+    try:
+        with open(temporary, "wb", buffering=io.DEFAULT_BUFFER_SIZE * 64) as handle:
+            yield handle
+            handle.flush()
+            os.fsync(handle.fileno())
+        if not _is_same(temporary, path):
+            if not replace:
+                refuse_existing([path])
+            os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)

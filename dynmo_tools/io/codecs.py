@@ -1,0 +1,152 @@
+"""Byte streams by the ending of a file's name: plain, .gz, .xz, .bz2 and .zst, read and written in pieces.
+
+What is written is the same bytes on every machine and at any time (no names or dates in headers), and two compressed
+streams one after the other are again a stream, so parts are joined by copying.
+"""
+
+from __future__ import annotations
+
+import bz2
+import gzip
+import io
+import lzma
+from pathlib import Path
+from typing import IO, Any, cast
+
+from .._common.document import check_regular
+from .._common.errors import DynmoError, MissingExtraError, UsageError
+
+ENDINGS = (".gz", ".xz", ".bz2", ".zst")
+PARQUET = ".parquet"
+_FOREIGN = (
+    ".7z .arrow .avro .br .bz .bzip2 .db .docx .epub .feather .gzip .h5 .hdf5 .ipc .lance .lz4 .lzma .lzo .mds "
+    ".msgpack .npy .npz .orc .pdf .pickle .pkl .pt .rar .safetensors .snappy .sqlite .sz .tar .tbz2 .tfrecord .tgz "
+    ".txz .tzst .warc .xlsx .z .zip .zstd"
+)
+FOREIGN_ENDINGS = frozenset(_FOREIGN.split())
+"""Endings of formats that no step reads or writes."""
+TSV = ".tsv"
+FOREIGN_OUTPUT_ENDINGS = FOREIGN_ENDINGS | {PARQUET, ".csv", TSV, ".xml", ".html"}
+PIECE_BYTES = 1 << 20
+ZSTD_LEVEL = 3
+GZIP_LEVEL = 6
+
+
+class TruncatedError(DynmoError):
+    """A compressed input ends in the middle of its stream."""
+
+
+def is_compressed(path: Path) -> bool:
+    """Whether the name says that the bytes are compressed."""
+    return path.suffix in ENDINGS
+
+
+def check_ending(path: Path, *, is_output: bool, is_table: bool = False) -> None:
+    """Refuse a file whose name promises another format than the one that is read or written; a table may be ``.tsv``.
+
+    Raises:
+        UsageError: the ending is one of another format, alone or before that of a compression, or has upper-case
+            letters.
+    """
+    ending = path.suffix
+    inner = path.with_suffix("").suffix if ending.lower() in ENDINGS else ""
+    known = (*ENDINGS, PARQUET)
+    if ending not in known and ending.lower() in known:
+        raise UsageError(f"{path}: the ending {ending} is not recognized; rename it to {ending.lower()}")
+    foreign = FOREIGN_OUTPUT_ENDINGS if is_output else FOREIGN_ENDINGS
+    for found in (ending, inner):
+        if found.lower() not in foreign or (is_table and found.lower() == TSV):
+            continue
+        if is_output:
+            raise UsageError(
+                f"{path}: files of the format {found} are not written; "
+                f"end the name in .jsonl (or .json, .txt), alone or with {', '.join(ENDINGS)}"
+            )
+        raise UsageError(
+            f"{path}: files of the format {found} are not read; convert it to plain text or one of {', '.join(ENDINGS)}"
+        )
+
+
+def _zstandard() -> Any:
+    try:
+        import zstandard
+    except ImportError as error:
+        raise MissingExtraError("zstandard", "prep") from error
+    return zstandard
+
+
+class _ZstdReader(io.RawIOBase):
+    """Reads zstandard frames one after the other; an unfinished last frame raises ``EOFError``."""
+
+    def __init__(self, handle: IO[bytes]) -> None:
+        self._handle = handle
+        self._module = _zstandard()
+        self._decoder: Any = None
+        self._ready = b""
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        while not self._ready:
+            if not self._advance():
+                return 0
+        count = min(len(buffer), len(self._ready))
+        buffer[:count] = self._ready[:count]
+        self._ready = self._ready[count:]
+        return count
+
+    def _advance(self) -> bool:
+        pending = self._decoder.unused_data if self._decoder is not None and self._decoder.eof else b""
+        if self._decoder is None or self._decoder.eof:
+            pending = pending or self._handle.read(PIECE_BYTES)
+            if not pending:
+                return False
+            self._decoder = self._module.ZstdDecompressor(max_window_size=1 << 31).decompressobj()
+        else:
+            pending = self._handle.read(PIECE_BYTES)
+            if not pending:
+                raise EOFError("the last zstandard frame is not complete")
+        self._ready = self._decoder.decompress(pending)
+        return True
+
+    def close(self) -> None:
+        self._handle.close()
+        super().close()
+
+
+def _open_gzip(path: Path) -> IO[bytes]:
+    try:
+        from isal import igzip
+    except ImportError:
+        return cast("IO[bytes]", gzip.open(path, "rb"))
+    opened: IO[bytes] = igzip.open(path, "rb")  # type: ignore[no-untyped-call,unused-ignore]
+    return opened
+
+
+def open_read(path: Path) -> IO[bytes]:
+    """Open ``path`` for reading its decompressed bytes; raises ``UnreadableError`` where it is no regular file."""
+    check_regular(path)
+    if path.suffix == ".gz":
+        return _open_gzip(path)
+    if path.suffix == ".xz":
+        return cast("IO[bytes]", lzma.open(path, "rb"))
+    if path.suffix == ".bz2":
+        return cast("IO[bytes]", bz2.open(path, "rb"))
+    if path.suffix == ".zst":
+        return io.BufferedReader(_ZstdReader(open(path, "rb")), PIECE_BYTES)
+    return open(path, "rb")
+
+
+def wrap_write(handle: IO[bytes], ending: str) -> IO[bytes]:
+    """A writer that compresses into ``handle`` by ``ending``; closing it finishes the stream, ``handle`` stays open."""
+    if ending == ".gz":
+        return cast("IO[bytes]", gzip.GzipFile("", "wb", GZIP_LEVEL, handle, mtime=0))
+    if ending == ".xz":
+        return cast("IO[bytes]", lzma.LZMAFile(handle, "wb", preset=1))
+    if ending == ".bz2":
+        return cast("IO[bytes]", bz2.BZ2File(handle, "wb"))
+    if ending == ".zst":
+        writer = _zstandard().ZstdCompressor(level=ZSTD_LEVEL).stream_writer(handle, closefd=False)
+        return cast("IO[bytes]", writer)
+    return handle

@@ -1,0 +1,119 @@
+"""Files put one behind the other, as fast as the disk takes them.
+
+A copy through the page cache touches twice the memory of what it copies: where pages are dear (a virtual machine whose
+host took them back), that costs more than the disk. Large copies therefore write past the cache (``O_DIRECT``), from a
+few threads and buffers, which leaves nothing to flush; where a file system has no such writes, the kernel copies.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import itertools
+import mmap
+import os
+import shutil
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import IO
+
+from .._common.errors import DynmoError
+from .._common.portable import allocate, read_into
+
+DIRECT_FROM_BYTES = 64 << 20
+CHUNK_BYTES = 1 << 20
+THREADS = 4
+ALIGNMENT = 4096
+COPY_BYTES = 1 << 25
+BUFFER_BYTES = 1 << 20
+
+
+def copy_into(target: IO[bytes], parts: Sequence[Path]) -> None:
+    """Append the bytes of ``parts`` to ``target``, a file open for writing at its end.
+
+    Raises:
+        DynmoError: a part became shorter meanwhile.
+    """
+    target.flush()
+    begin = target.tell()
+    with contextlib.ExitStack() as stack:
+        sources = [stack.enter_context(open(part, "rb", buffering=0)) for part in parts]
+        ends = list(itertools.accumulate((os.fstat(source.fileno()).st_size for source in sources), initial=begin))
+        if ends[-1] - begin < DIRECT_FROM_BYTES or begin % ALIGNMENT or not _copy_direct(target, sources, ends):
+            _copy_by_kernel(target, sources)
+    target.seek(0, os.SEEK_END)
+    if target.tell() != ends[-1]:
+        raise DynmoError(f"{target.name}: a part changed while it was copied; run the same command again")
+
+
+def _copy_by_kernel(target: IO[bytes], sources: Sequence[IO[bytes]]) -> None:
+    for source in sources:
+        try:
+            while os.copy_file_range(source.fileno(), target.fileno(), COPY_BYTES):
+                pass
+        except (OSError, AttributeError):  # not on this system, or not between these file systems
+            shutil.copyfileobj(source, target, BUFFER_BYTES)
+            target.flush()
+
+
+def _copy_direct(target: IO[bytes], sources: Sequence[IO[bytes]], ends: Sequence[int]) -> bool:
+    """Copy past the page cache; False, with ``target`` as it was, where its file system has no such writes."""
+    direct: int = getattr(os, "O_DIRECT", 0)
+    if not direct:
+        return False
+    descriptor, begin, end = target.fileno(), ends[0], ends[-1]
+    flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
+    try:
+        fcntl.fcntl(descriptor, fcntl.F_SETFL, flags | direct)
+        _reserve(descriptor, begin, end - begin)
+        with ThreadPoolExecutor(THREADS) as pool:
+            for done in [pool.submit(_copy_chunks, descriptor, sources, ends, first) for first in range(THREADS)]:
+                done.result()
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
+            raise
+        os.ftruncate(descriptor, begin)
+        return False
+    finally:
+        fcntl.fcntl(descriptor, fcntl.F_SETFL, flags)
+    os.ftruncate(descriptor, end)  # the last block was written whole
+    return True
+
+
+def _reserve(descriptor: int, begin: int, size: int) -> None:
+    """Take the room at once, so that a full disk is told before the copy and the file lies in few pieces."""
+    try:
+        allocate(descriptor, begin, size)
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            raise
+
+
+def _copy_chunks(descriptor: int, sources: Sequence[IO[bytes]], ends: Sequence[int], first: int) -> None:
+    """Copy every ``THREADS``-th chunk of the output, beginning with number ``first``."""
+    with mmap.mmap(-1, CHUNK_BYTES) as memory, memoryview(memory) as view:
+        for begin in range(ends[0] + first * CHUNK_BYTES, ends[-1], THREADS * CHUNK_BYTES):
+            size = min(CHUNK_BYTES, ends[-1] - begin)
+            filled = 0
+            for source, offset, count in _pieces(ends, begin, size):
+                filled += read_into(sources[source].fileno(), view[filled : filled + count], offset)
+            if filled < size:
+                raise DynmoError(f"{sources[0].name}: became shorter while it was copied; run the same command again")
+            _write_aligned(descriptor, view, begin, -(-size // ALIGNMENT) * ALIGNMENT)
+
+
+def _pieces(ends: Sequence[int], begin: int, size: int) -> Iterator[tuple[int, int, int]]:
+    """Which bytes make the ``size`` bytes at ``begin``: (source, offset in it, bytes) in order."""
+    for source, (low, high) in enumerate(itertools.pairwise(ends)):
+        at = max(begin, low)
+        count = min(begin + size, high) - at
+        if count > 0:
+            yield source, at - low, count
+
+
+def _write_aligned(descriptor: int, view: memoryview, offset: int, size: int) -> None:
+    written = 0
+    while written < size:
+        written += os.pwrite(descriptor, view[written:size], offset + written)

@@ -1,0 +1,370 @@
+"""Lines of JSON, one document each: read in pieces from slices of files, every bad line told apart by its reason."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Any, NamedTuple
+
+from .._common.document import MAX_DEPTH, MAX_TABLE_BYTES, open_regular, parse_any_json
+from .._common.errors import DynmoError, MissingExtraError, UsageError
+from .codecs import PIECE_BYTES, TruncatedError, is_compressed, open_read
+
+BOM = b"\xef\xbb\xbf"
+EXCERPT_CHARACTERS = 200
+MAX_KEYS = 20
+PARQUET_BATCH_ROWS = 1024
+MAX_DIGITS = 4000  # of an integer; Python refuses more than 4300
+
+
+@dataclass(frozen=True, kw_only=True)
+class Slice:
+    """A piece of an input file: the lines that start within ``[begin, end)`` bytes; ``end`` None is to the end."""
+
+    path: Path
+    begin: int = 0
+    end: int | None = None
+
+
+class Line(NamedTuple):
+    """One line of an input: its number within the slice (from 1), its offset in the decompressed file, its bytes.
+
+    ``raw`` is None for a line above the limit, of which only ``head`` was kept. ``size`` counts all its bytes in the
+    file, the newline included.
+    """
+
+    number: int
+    offset: int
+    raw: bytes | None
+    head: bytes = b""
+    size: int = 0
+
+
+class Row(NamedTuple):
+    """One document: the line that it came from and its JSON object.
+
+    ``value`` is for reading text only: its numbers may be rounded and of a repeated key it has the last value.
+    A step that changes a row edits ``raw`` (``splicing``). ``size`` is that of the line in the input; 0 where the input
+    has no lines.
+    """
+
+    line: int
+    offset: int
+    raw: bytes
+    value: dict[str, Any]
+    size: int = 0
+
+
+class BadLineError(Exception):
+    """A line that is no document; ``reason`` is one word of the table in the README."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(reason)
+        self.reason = reason
+
+
+@dataclass
+class Tally:
+    """What happened to the documents of a task or of a whole run."""
+
+    documents_in: int = 0
+    bytes_in: int = 0
+    documents_kept: int = 0
+    bytes_out: int = 0
+    blank_lines: int = 0
+    lines: int = 0
+    changed: int = 0
+    dropped: dict[str, int] = field(default_factory=dict)
+    rejected: dict[str, int] = field(default_factory=dict)
+
+    def drop(self, reason: str) -> None:
+        """Count one good document that the step leaves out."""
+        self.dropped[reason] = self.dropped.get(reason, 0) + 1
+
+    def reject(self, reason: str) -> None:
+        """Count one line that is no usable document."""
+        self.rejected[reason] = self.rejected.get(reason, 0) + 1
+
+    @property
+    def num_rejected(self) -> int:
+        """All rejected lines."""
+        return sum(self.rejected.values())
+
+    def add(self, other: Tally) -> None:
+        """Add the counts of ``other``."""
+        for name in ("documents_in", "bytes_in", "documents_kept", "bytes_out", "blank_lines", "lines", "changed"):
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+        for mine, theirs in ((self.dropped, other.dropped), (self.rejected, other.rejected)):
+            for reason, count in theirs.items():
+                mine[reason] = mine.get(reason, 0) + count
+
+    def as_json(self) -> dict[str, Any]:
+        """The counts as a JSON object, reasons in alphabetical order."""
+        return {
+            "documents_in": self.documents_in,
+            "bytes_in": self.bytes_in,
+            "documents_kept": self.documents_kept,
+            "bytes_out": self.bytes_out,
+            "blank_lines": self.blank_lines,
+            "lines": self.lines,
+            "changed": self.changed,
+            "dropped": dict(sorted(self.dropped.items())),
+            "rejected": dict(sorted(self.rejected.items())),
+        }
+
+
+def _orjson() -> Any:
+    try:
+        import orjson
+    except ImportError as error:
+        raise MissingExtraError("orjson", "prep") from error
+    return orjson
+
+
+def split_lines(handle: IO[bytes], offset: int, limit_bytes: int) -> Iterator[Line]:
+    """Cut a stream at newlines, holding at most one line of ``limit_bytes`` and one piece in memory.
+
+    Args:
+        handle: the stream, standing at the start of a line.
+        offset: the offset of that place in the file.
+        limit_bytes: a longer line is passed over, and yielded without its bytes.
+    """
+    number, held, skipped, head = 0, b"", 0, b""
+    while piece := handle.read(PIECE_BYTES):
+        lines = piece.split(b"\n")
+        last = lines.pop()
+        for part in lines:
+            raw = held + part if held else part
+            number += 1
+            size = skipped + len(raw) + 1
+            if skipped or len(raw) > limit_bytes:
+                yield Line(number, offset, None, head or raw[:EXCERPT_CHARACTERS], size)
+            else:
+                yield Line(number, offset, raw, b"", size)
+            offset += size
+            held, skipped, head = b"", 0, b""
+        held += last
+        if skipped or len(held) > limit_bytes:
+            head = head or held[:EXCERPT_CHARACTERS]
+            skipped, held = skipped + len(held), b""
+    if held or skipped:
+        yield Line(number + 1, offset, None if skipped else held, head, skipped + len(held))
+
+
+def read_lines(part: Slice, limit_bytes: int) -> Iterator[Line]:
+    """The lines of a slice.
+
+    Raises:
+        TruncatedError: a compressed file ends before its stream does.
+        DynmoError: the bytes are not of the compression that the name says, or cannot be read.
+    """
+    done = part.begin
+    try:
+        with open_read(part.path) as handle:
+            if part.begin:
+                handle.seek(part.begin)
+            for line in split_lines(handle, part.begin, limit_bytes):
+                if part.end is not None and line.offset >= part.end:
+                    return
+                done = line.offset
+                if line.offset == 0 and line.raw is not None and line.raw.startswith(BOM):
+                    line = line._replace(raw=line.raw[len(BOM) :])
+                yield line
+    except EOFError as error:
+        raise TruncatedError(
+            f"{part.path}: the compressed stream ends too early, behind byte {done} of its text ({error}); "
+            "fetch the file again, nothing of it was kept"
+        ) from error
+    except OSError as error:
+        raise DynmoError(f"{part.path}: cannot read behind byte {done}: {error}") from error
+    except Exception as error:
+        if is_compressed(part.path) and type(error).__name__ in ("ZstdError", "LZMAError", "error", "IsalError"):
+            raise DynmoError(f"{part.path}: is damaged behind byte {done} of its text: {error}") from error
+        raise
+
+
+def read_objects(path: Path) -> Iterator[dict[str, Any]]:
+    """The objects of a file of JSON lines that this program wrote.
+
+    Raises:
+        UsageError: with the line that is none.
+    """
+    try:
+        open_regular(path).close()  # a FIFO would block
+        with open_read(path) as handle:
+            for number, line in enumerate(handle, 1):
+                value = parse_any_json(line, MAX_TABLE_BYTES)
+                if not isinstance(value, dict):
+                    raise UsageError(f"{path}: line {number} is no JSON object")
+                yield value
+    except OSError as error:
+        raise UsageError(f"{path}: cannot be read: {error}") from error
+    except ValueError as error:
+        raise UsageError(f"{path}: is no file of JSON lines: {error}") from error
+
+
+def repair_utf8(raw: bytes) -> bytes:
+    """The line with U+FFFD in place of bytes that are no UTF-8."""
+    try:
+        raw.decode()
+    except UnicodeDecodeError:
+        return raw.decode("utf-8", "replace").encode()
+    return raw
+
+
+def _whole_number(digits: str) -> int | float:
+    """The integer; a float where Python refuses that many digits, which are no reason to reject a row."""
+    return int(digits) if len(digits) <= MAX_DIGITS else float(digits)
+
+
+def _is_too_deep(value: Any) -> bool:
+    """Whether objects and arrays are nested deeper than in any document; the fast parser takes 1,024 levels."""
+    level = [value]
+    for _ in range(MAX_DEPTH + 1):
+        level = [each for each in level if isinstance(each, dict | list)]
+        if not level:
+            return False
+        level = [part for each in level for part in (each.values() if isinstance(each, dict) else each)]
+    return True
+
+
+def parse_line(raw: bytes) -> dict[str, Any]:
+    """The JSON object of a line; ``BadLineError`` with ``utf8`` or ``json`` where there is none.
+
+    NaN, infinities and lone surrogates, which the fast parser refuses, pass as Python's own parser takes them.
+    """
+    orjson = _orjson()
+    try:
+        value = orjson.loads(raw)
+        if raw.count(b"[") + raw.count(b"{") > MAX_DEPTH and _is_too_deep(value):
+            raise BadLineError("json")
+    except orjson.JSONDecodeError:
+        try:
+            text = raw.decode()
+        except UnicodeDecodeError as error:
+            raise BadLineError("utf8") from error
+        try:
+            value = parse_any_json(text, MAX_TABLE_BYTES, parse_int=_whole_number)
+        except ValueError as error:
+            raise BadLineError("json") from error
+    if not isinstance(value, dict):
+        raise BadLineError("json")
+    return value
+
+
+def plain_line(raw: bytes) -> dict[str, Any]:
+    """A line of plain text as the document ``{"text": ...}``; ``BadLineError`` with ``utf8`` where it is none."""
+    try:
+        return {"text": raw.decode().strip()}
+    except UnicodeDecodeError as error:
+        raise BadLineError("utf8") from error
+
+
+def has_surrogates(text: str) -> bool:
+    """Whether ``text`` holds lone surrogates, which UTF-8 cannot carry."""
+    if text.isascii():
+        return False
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return True
+    return False
+
+
+def holds_surrogates(value: Any) -> bool:
+    """Whether any text in a JSON value, key or not, holds lone surrogates."""
+    if isinstance(value, dict):
+        return any(has_surrogates(key) or holds_surrogates(element) for key, element in value.items())
+    if isinstance(value, list):
+        return any(map(holds_surrogates, value))
+    return isinstance(value, str) and has_surrogates(value)
+
+
+def text_of(value: dict[str, Any], key: str, *, allow_surrogates: bool = False) -> str:
+    """The text under ``key`` (dots go into nested objects).
+
+    Raises:
+        BadLineError: with ``key``, ``type`` or ``surrogate``.
+    """
+    found: Any = value
+    for step in path_of(value, key):
+        if not isinstance(found, dict) or step not in found:
+            raise BadLineError("key")
+        found = found[step]
+    if not isinstance(found, str):
+        raise BadLineError("type")
+    if not allow_surrogates and has_surrogates(found):
+        raise BadLineError("surrogate")
+    return found
+
+
+def path_of(value: dict[str, Any], key: str) -> tuple[str, ...]:
+    """The keys that lead to what ``text_of`` reads: ``key`` itself where it is there, else its parts between dots."""
+    return (key,) if key in value else tuple(key.split("."))
+
+
+def exact_integer(row: Row, key: str) -> int | None:
+    """The integer under ``key``, of any size: the fast parser rounds those of 64 bits and more to floats."""
+    found = row.value.get(key)
+    if isinstance(found, float):
+        found = json.loads(row.raw, parse_int=_whole_number).get(key)
+    return found if type(found) is int else None
+
+
+def encode_text(text: str) -> bytes:
+    """The JSON string of a text."""
+    orjson = _orjson()
+    try:
+        encoded: bytes = orjson.dumps(text)
+    except (orjson.JSONEncodeError, TypeError):  # lone surrogates, which UTF-8 cannot carry
+        return json.dumps(text).encode()
+    return encoded
+
+
+def encode_row(value: dict[str, Any]) -> bytes:
+    """The bytes of a new document, without the newline."""
+    orjson = _orjson()
+    try:
+        encoded: bytes = orjson.dumps(value)
+    except (orjson.JSONEncodeError, TypeError):
+        return json.dumps(value, ensure_ascii=True, separators=(",", ":")).encode()
+    if b"null" in encoded and not _same_nulls(value):
+        return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode()
+    return encoded
+
+
+def _same_nulls(value: Any) -> bool:
+    """Whether no float of ``value`` is NaN or infinite, which the fast encoder would silently write as null."""
+    if isinstance(value, dict):
+        return all(_same_nulls(element) for element in value.values())
+    if isinstance(value, list):
+        return all(_same_nulls(element) for element in value)
+    return not isinstance(value, float) or value - value == 0
+
+
+def excerpt(raw: bytes) -> str:
+    """The first characters of a line, for the rejects file."""
+    return raw[: 4 * EXCERPT_CHARACTERS].decode("utf-8", "replace")[:EXCERPT_CHARACTERS]
+
+
+def read_parquet(part: Slice) -> Iterator[Row]:
+    """The rows of a parquet file as documents; the line is the row's number, the offset 0.
+
+    Raises:
+        DynmoError: the file is cut off, damaged or no parquet.
+    """
+    try:
+        import pyarrow.parquet
+    except ImportError as error:
+        raise MissingExtraError("pyarrow", "parquet") from error
+    number = 0
+    try:
+        with pyarrow.parquet.ParquetFile(part.path) as table:
+            for batch in table.iter_batches(batch_size=PARQUET_BATCH_ROWS):
+                for value in batch.to_pylist():
+                    number += 1
+                    yield Row(number, 0, json.dumps(value, ensure_ascii=False, default=str).encode(), value)
+    except (pyarrow.ArrowException, OSError) as error:
+        raise DynmoError(f"{part.path}: is damaged or no parquet file, behind row {number}: {error}") from error

@@ -1,0 +1,1 @@
+"""Runs steps: task manifest, tasks with markers, worker pools, Ray, Slurm, recipes, resume."""

@@ -1,0 +1,438 @@
+"""Runs a job: plan, phases, resume, accounting. Decides nothing about documents."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import glob
+import json
+import os
+import shutil
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from .._common.console import say
+from .._common.document import ESCAPED, MAX_TABLE_BYTES, DocumentError, parse_any_json
+from .._common.errors import DynmoError, UsageError
+from ..config.options import files_of, output_folders_of
+from ..config.settings import ExecutorName
+from ..formats.workfiles import SUMMARY, TASK
+from ..io.atomic_write import refuse_existing, whole_file
+from ..io.jsonl import Tally
+from ..io.paths import check_output, check_writable
+from .local import Crew, run_inline
+from .progress import meter
+from .task import KEYS_FOUND, Phase, Report, finished, marker_path
+from .task_manifest import Job, Plan, Source, check_tasks, load_plan, make_plan, store_plan, written_files
+
+FAILED = "failed.txt"
+EXIT_SOME_REJECTED = 3
+EXIT_TOO_MANY_REJECTED = 4
+
+
+class TooManyRejectedError(DynmoError):
+    """More lines than ``--max-rejects`` were no usable documents."""
+
+    exit_code = EXIT_TOO_MANY_REJECTED
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """The tasks ``index``, ``index + count``, ... of one phase, by default of the first that is not complete."""
+
+    index: int
+    count: int
+    phase: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Execution:
+    """How a job is run; nothing here changes the bytes of its output."""
+
+    workers: int = 1
+    executor: ExecutorName = ExecutorName.LOCAL
+    part: Part | None = None
+    overwrite: bool = False
+    redo_changed: bool = False
+    max_rejects: float = 0.01
+    log_interval: int = 1000
+
+
+@dataclass(frozen=True, kw_only=True)
+class Summary:
+    """What a finished job did."""
+
+    step: str
+    inputs: tuple[Path, ...]
+    output: Path
+    tally: Tally
+    seconds: float
+    facts: dict[str, Any] = field(default_factory=dict)
+    reused: bool = False
+
+    def as_json(self) -> dict[str, Any]:
+        """The summary as a document."""
+        rate = self.tally.bytes_in / 1e6 / self.seconds if self.seconds else 0.0
+        return {
+            "step": self.step,
+            "inputs": [str(path) for path in self.inputs],
+            "output": str(self.output),
+            **self.tally.as_json(),
+            "seconds": round(self.seconds, 3),
+            "megabytes_per_second": round(rate, 3),
+            "facts": self.facts,
+        }
+
+
+PART_FOLDERS = ("parts", "done")
+
+
+@contextlib.contextmanager
+def locked(work: Path, *, shared: bool = False) -> Iterator[Callable[[int], object]]:
+    """Hold the work folder alone; ``UsageError`` where another run holds it.
+
+    With ``shared``, wait for it and share it with other parts of the same run. The function given converts the lock to
+    ``fcntl.LOCK_EX`` or ``LOCK_SH``, and waits where it must; between the two locks others may hold the folder.
+    """
+    descriptor = os.open(work / "lock", os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_SH if shared else fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise UsageError(f"{work}: another run works here; wait for it, or choose another --work-dir") from error
+        yield lambda operation: fcntl.flock(descriptor, operation)
+    finally:
+        os.close(descriptor)
+
+
+def open_work(job: Job, execution: Execution) -> Plan:
+    """The plan to follow: the stored one where it is of this job, else a new one.
+
+    Raises:
+        UsageError: an output exists that this run did not write, or the folder belongs to an unfinished run with other
+            settings or inputs; and nothing allows to replace it.
+    """
+    plan = make_plan(job)
+    if (job.work / "plan.json").exists() and not execution.overwrite:
+        stored = load_plan(job.work)
+        if stored.digest == plan.digest:
+            _refuse_changed_outputs(job)
+            return stored
+        if not execution.redo_changed:
+            _refuse_other_run(job)
+        say(f"{job.step}: settings or inputs changed since the last run: starts from scratch")
+    elif not execution.overwrite:
+        refuse_existing(written_files(job))
+    _remove_run(job)
+    store_plan(job, plan)
+    return plan
+
+
+def _remove_run(job: Job) -> None:
+    """Remove what a run left in the work folder, apart from its plan."""
+    for name in ("parts", "done", "rejects"):
+        shutil.rmtree(job.work / name, ignore_errors=True)
+    for name in ("summary.json", FAILED):
+        (job.work / name).unlink(missing_ok=True)
+    job.output.parent.mkdir(parents=True, exist_ok=True)
+
+
+def discard_run(job: Job) -> None:
+    """Discard the run of a job whose input need not exist yet; with ``redo_changed`` its outputs may be replaced.
+
+    Its plan is replaced by one of no job. Without a plan, an existing output would be refused.
+    """
+    job.work.mkdir(parents=True, exist_ok=True)
+    with locked(job.work):
+        _remove_run(job)
+        store_plan(job, Plan(digest="discarded", sources=(), tasks=()))
+
+
+def _refuse_other_run(job: Job) -> None:
+    """Refuse to discard a run with other settings or inputs: an output of it, or work that a signal interrupted.
+
+    A run that failed is discarded, so that it does not block its own correction.
+    """
+    refuse_existing(written_files(job))
+    if not (job.work / "summary.json").exists() and not (job.work / FAILED).exists():
+        raise UsageError(
+            f"{job.work}: has an interrupted run of this step with other settings or inputs; "
+            "use --overwrite to discard it, or another --work-dir"
+        )
+
+
+def _refuse_changed_outputs(job: Job) -> None:
+    """Refuse to write an output again that was changed after this run wrote it."""
+    written = set(map(str, written_files(job)))
+    for path in (job.work / "done").glob("*.json"):
+        try:
+            outputs = TASK.read(path)["outputs"]
+        except DocumentError:  # damaged: the task runs again
+            continue
+        for name, size in outputs.items():
+            if name in written and os.path.exists(name) and os.path.getsize(name) != size:
+                raise UsageError(
+                    f"{name}: was changed since this run wrote it; --overwrite replaces it, or choose another output"
+                )
+
+
+@contextlib.contextmanager
+def _marked_failure(job: Job) -> Iterator[None]:
+    """Note in the work folder that a run failed; a signal is not a failure."""
+    failed = job.work / FAILED
+    try:
+        yield
+    except Exception as error:
+        with contextlib.suppress(OSError):  # the disk may be full, and the error is what counts
+            failed.write_text(f"{error}\n", encoding="utf-8", errors="replace")
+        raise
+
+
+def enter_work(job: Job) -> None:
+    """Make the work folder; before that, refuse outputs that cannot be written or would replace what is read.
+
+    Raises:
+        UsageError: see ``paths.check_output`` and ``paths.check_writable``; or an input or a file of the settings is
+            not there.
+    """
+    sources = [Source.of(path) for path in (*job.inputs, *files_of(job.settings))]
+    check_tasks(sources[: len(job.inputs)], job.limits.task_bytes)
+    outputs = written_files(job)
+    check_output([*job.inputs, *files_of(job.settings)], outputs)
+    check_writable(outputs, output_folders_of(job.settings))
+    job.work.mkdir(parents=True, exist_ok=True)
+
+
+def sweep(job: Job) -> None:
+    """Remove what killed runs left under temporary names."""
+    own = ((folder, "") for folder in (job.work, job.work / "parts", job.work / "done", job.work / "rejects"))
+    for folder, name in (*own, (job.output.parent, job.output.name)):
+        for path in folder.glob(f".{glob.escape(name)}*.tmp-*"):
+            path.unlink(missing_ok=True)
+
+
+def run_job(job: Job, phases_of: Callable[[Plan], Sequence[Phase]], execution: Execution) -> Summary:
+    """Run a job to its end, or finish a run of it that was stopped.
+
+    Args:
+        job: what to do.
+        phases_of: makes its phases, in order, from the plan.
+        execution: how to run them.
+    """
+    enter_work(job)
+    with locked(job.work):
+        plan = open_work(job, execution)
+        chosen = phases_of(plan)
+        (job.work / "parts").mkdir(exist_ok=True)
+        (job.work / "done").mkdir(exist_ok=True)
+        sweep(job)
+        began = time.monotonic()
+        try:
+            with _marked_failure(job):
+                markers, ran = _run_phases(job, plan, chosen, execution)
+            (job.work / FAILED).unlink(missing_ok=True)  # not in run_part: another part may have failed
+        except (KeyboardInterrupt, SystemExit):
+            sweep(job)  # a worker that was ended between making a file and noting it leaves it behind
+            say(f"{job.step}: stopped; finished tasks are kept: run the same command again to resume")
+            raise
+        finished_before = not ran and (job.work / "summary.json").exists()
+        summary = _summarize(job, plan, markers, time.monotonic() - began, reused=finished_before)
+        if finished_before:
+            return _stored_seconds(job, summary)
+        _finish(job, plan, chosen, summary)
+        return summary
+
+
+def _run_phases(
+    job: Job, plan: Plan, phases: Sequence[Phase], execution: Execution
+) -> tuple[dict[str, list[dict[str, Any]]], int]:
+    known = _known_markers(job, plan, phases)
+    total = plan.input_bytes
+    ran = 0
+    with (
+        meter(job.step, total, log_interval=execution.log_interval) as gauge,
+        Crew(job, execution.workers) as crew,
+    ):
+        for phase in phases:
+            done = known[phase.name]
+            pending = [index for index in range(phase.tasks) if index not in done]
+            gauge.resume(phase, len(done))
+            for index, marker in _execute(crew, phase, pending, execution, gauge.report if phase.reads else _ignore):
+                done[index] = marker
+                ran += 1
+                if phase.reads:
+                    _check_rejects(job, done.values(), execution.max_rejects, partial=True)
+            if phase.reads:
+                _check_rejects(job, done.values(), execution.max_rejects, partial=False)
+    return {phase.name: [known[phase.name][i] for i in range(phase.tasks)] for phase in phases}, ran
+
+
+def prepare(job: Job, phases_of: Callable[[Plan], Sequence[Phase]], execution: Execution) -> Sequence[Phase]:
+    """Freeze the plan of a job that others will run; its phases."""
+    enter_work(job)
+    with locked(job.work):
+        return phases_of(open_work(job, execution))
+
+
+def _plan_of_other_parts(job: Job) -> Plan | None:
+    """The plan that an earlier part of the same job has stored; None where this part is the first."""
+    if not all((job.work / name).exists() for name in ("plan.json", *PART_FOLDERS)):
+        return None
+    stored = load_plan(job.work)
+    if stored.digest != make_plan(job).digest:
+        return None
+    _refuse_changed_outputs(job)
+    return stored
+
+
+def run_part(job: Job, phases_of: Callable[[Plan], Sequence[Phase]], execution: Execution, part: Part) -> str:
+    """Run one part of one phase beside other parts; a line that tells what was done.
+
+    Raises:
+        UsageError: the part or its phase does not exist, or the phases before are not complete.
+    """
+    if not 0 <= part.index < part.count:
+        raise UsageError(f"--task-index is {part.index}; it must be between 0 and --task-count - 1 = {part.count - 1}")
+    enter_work(job)
+    with locked(job.work, shared=True) as convert:
+        plan = _plan_of_other_parts(job)
+        if plan is None:
+            convert(fcntl.LOCK_EX)
+            plan = open_work(job, execution)
+            for name in PART_FOLDERS:
+                (job.work / name).mkdir(exist_ok=True)
+            convert(fcntl.LOCK_SH)
+        phases = phases_of(plan)
+        known = _known_markers(job, plan, phases)
+        waiting = [phase for phase in phases if len(known[phase.name]) < phase.tasks]
+        chosen = next((p for p in phases if p.name == part.phase), None) if part.phase else next(iter(waiting), None)
+        if part.phase and chosen is None:
+            raise UsageError(f"--phase {part.phase}: {job.step} has the phases {', '.join(p.name for p in phases)}")
+        if chosen is None:
+            return f"{job.step}: everything is done"
+        if chosen in waiting and chosen is not waiting[0]:
+            raise UsageError(f"phase {chosen.name} needs {waiting[0].name}, of which tasks are left to do")
+        mine = [i for i in range(part.index, chosen.tasks, part.count) if i not in known[chosen.name]]
+        with (
+            _marked_failure(job),
+            meter(job.step, plan.input_bytes, log_interval=execution.log_interval) as gauge,
+            Crew(job, execution.workers) as crew,
+        ):
+            done = sum(1 for _ in _execute(crew, chosen, mine, execution, gauge.report if chosen.reads else _ignore))
+        left = chosen.tasks - len(known[chosen.name]) - done
+        return (
+            f"{job.step}: {chosen.name}: part {part.index} of {part.count} did {done} tasks; {left} are left to others"
+        )
+
+
+def _ignore(_documents: int, _size: int) -> None:
+    return
+
+
+def _execute(
+    crew: Crew, phase: Phase, pending: list[int], execution: Execution, report: Report
+) -> Iterator[tuple[int, dict[str, Any]]]:
+    if execution.executor is ExecutorName.RAY and pending:
+        from .ray import run_ray
+
+        return run_ray(crew.job, phase, pending, execution.workers, report)
+    if min(execution.workers, len(pending)) <= 1:
+        return run_inline(crew.job, phase, pending, report)
+    return crew.run(phase, pending, report)
+
+
+def _known_markers(job: Job, plan: Plan, phases: Sequence[Phase]) -> dict[str, dict[int, dict[str, Any]]]:
+    known: dict[str, dict[int, dict[str, Any]]] = {}
+    used_up = False
+    for phase in reversed(phases):
+        found = {
+            index: marker
+            for index in range(phase.tasks)
+            if (marker := finished(job, phase, index, plan.digest, outputs_used_up=used_up)) is not None
+        }
+        known[phase.name] = found
+        used_up = used_up or (len(found) == phase.tasks and phase is phases[-1])
+    return known
+
+
+def _check_rejects(job: Job, markers: Collection[Mapping[str, Any]], limit: float, *, partial: bool) -> None:
+    documents = sum(marker["tally"]["documents_in"] for marker in markers)
+    rejected = sum(sum(marker["tally"]["rejected"].values()) for marker in markers)
+    if rejected <= limit * documents or (partial and documents < 10_000):
+        return
+    raise TooManyRejectedError(
+        f"{job.step}: {rejected:,} of {documents:,} lines are invalid documents, "
+        f"more than --max-rejects {limit:g} allows{_missing_key(job, markers)}; "
+        f"see {job.work / 'parts'}/*-rejects.jsonl"
+    )
+
+
+def _missing_key(job: Job, markers: Collection[Mapping[str, Any]]) -> str:
+    """How many documents have no text under the key of the settings, and which keys one of them has."""
+    found = next((keys for marker in markers if (keys := marker["result"].get(KEYS_FOUND)) is not None), None)
+    if found is None:
+        return ""
+    wanted = getattr(job.settings, "json_keys", None) or (job.settings.json_key,)
+    count = sum(marker["tally"]["rejected"].get("key", 0) for marker in markers)
+    return f"; {count:,} have no --json-key {' or '.join(wanted)}: the first of them has the keys {', '.join(found)}"
+
+
+def _summarize(
+    job: Job, plan: Plan, markers: dict[str, list[dict[str, Any]]], seconds: float, *, reused: bool
+) -> Summary:
+    tally = Tally()
+    facts: dict[str, Any] = {}
+    for phase_markers in markers.values():
+        for marker in phase_markers:
+            tally.add(Tally(**marker["tally"]))
+            for name, fact in marker["facts"].items():
+                facts[name] = facts[name] + fact if name in facts and isinstance(fact, int) else fact
+    return Summary(
+        step=job.step, inputs=job.inputs, output=job.output, tally=tally, seconds=seconds, facts=facts, reused=reused
+    )
+
+
+def _stored_seconds(job: Job, summary: Summary) -> Summary:
+    try:
+        stored = SUMMARY.read(job.work / "summary.json")
+    except DocumentError:
+        return summary
+    return Summary(**{**vars(summary), "seconds": stored["seconds"]})
+
+
+def _finish(job: Job, plan: Plan, phases: Sequence[Phase], summary: Summary) -> None:
+    sweep(job)  # a task that Ray restarted left files of its first attempt
+    _gather_rejects(job, plan, phases)
+    SUMMARY.write(job.work / "summary.json", summary.as_json())
+    _remove_parts(job.work / "parts")
+
+
+def _remove_parts(folder: Path) -> None:
+    """Remove the parts, several at a time: giving back the memory and the blocks of large files takes a while."""
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(lambda path: path.unlink(missing_ok=True), list(folder.glob("*"))))
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def _gather_rejects(job: Job, plan: Plan, phases: Sequence[Phase]) -> None:
+    """Move rejected records to ``rejects/``, their line numbers counted from the start of the file."""
+    before: dict[Path, int] = {}
+    reading = next((phase for phase in phases if phase.reads), None)
+    if reading is None:
+        return
+    for index in range(reading.tasks):
+        path = plan.tasks[index].path
+        source = job.work / "parts" / f"{index:05d}-rejects.jsonl"
+        shift = before.get(path, 0)
+        if source.exists():
+            with open(source, "rb") as lines, whole_file(job.work / "rejects" / f"part-{index:05d}.jsonl") as target:
+                for line in lines:
+                    row = parse_any_json(line, MAX_TABLE_BYTES)
+                    row["line"] += shift
+                    target.write(json.dumps(row, ensure_ascii=False).encode("utf-8", ESCAPED) + b"\n")
+        marker = TASK.read(marker_path(job.work, reading.name, index))
+        before[path] = shift + marker["tally"]["lines"]

@@ -1,0 +1,89 @@
+"""The last phase of most steps: parts become one output by copying, in the order of the tasks."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from ..io.codecs import is_compressed
+from ..io.concat_files import copy_into
+from ..io.json_edit import append_entry, replace_value
+from ..io.jsonl import Row, encode_text, has_surrogates, path_of
+from .task import Phase, Task
+from .task_manifest import Plan
+
+
+def join_parts(task: Task, kind: str, output: Path) -> None:
+    """Make ``output`` of the slices' parts of this kind; a single part is moved instead of copied."""
+    parts = [task.part(kind, index) for index in range(len(task.plan.tasks))]
+    if len(parts) == 1 and os.stat(parts[0]).st_dev == os.stat(output.parent).st_dev:
+        task.adopt(parts[0], output)
+        return
+    copy_into(task.create(output, plain=True), parts)
+
+
+def records_ending(output: Path) -> str:
+    """The ending of the parts that ``output`` is joined of: that of its compression."""
+    return ".jsonl" + (output.suffix if is_compressed(output) else "")
+
+
+def records_kind(task: Task) -> str:
+    """The name of a slice's part of the records."""
+    return "records" + records_ending(task.job.output)
+
+
+def dropped_kind(output: Path) -> str:
+    """The name of a slice's part of the dropped documents."""
+    return "dropped" + records_ending(output)
+
+
+def join_records(task: Task) -> None:
+    """Task function: the output of a step that maps documents to documents, and what it dropped where that is kept."""
+    join_parts(task, records_kind(task), task.job.output)
+    dropped: Path | None = getattr(task.job.settings, "save_dropped", None)
+    if dropped is not None:
+        join_parts(task, dropped_kind(dropped), dropped)
+
+
+class MapWriter:
+    """Where a step that maps documents to documents puts each one of its slice."""
+
+    def __init__(self, task: Task) -> None:
+        self._task = task
+        self._kept = task.create(task.part(records_kind(task)))
+        dropped: Path | None = getattr(task.job.settings, "save_dropped", None)
+        self._dropped = None if dropped is None else task.create(task.part(dropped_kind(dropped)))
+
+    def drop(self, row: Row, reason: str) -> None:
+        """Leave a document out."""
+        self._task.tally.drop(reason)
+        if self._dropped is not None:
+            self._dropped.write(row.raw + b"\n")
+
+    def keep(self, row: Row, key: str, before: str, after: str) -> None:
+        """Write a document; where its text changed, only the bytes of the text change.
+
+        A text with lone surrogates is rejected, because UTF-8 has no bytes for them.
+        """
+        if has_surrogates(after):
+            self._task.reject(row.line, row.offset, "surrogate", row.raw)
+        elif before == after:
+            self._task.keep(self._kept, row.raw)
+        else:
+            self._task.tally.changed += 1
+            self._task.keep(self._kept, replace_value(row.raw, path_of(row.value, key), encode_text(after)))
+
+
+def with_value(row: Row, key: str, encoded: bytes) -> bytes:
+    """The bytes of a row with another value under a key of the row, which is appended where the row has none."""
+    if key in row.value:
+        return replace_value(row.raw, (key,), encoded)
+    return append_entry(row.raw, key, encoded)
+
+
+def map_phases(plan: Plan, run: str) -> list[Phase]:
+    """The phases of a step whose function ``run`` (``folder.module:function``) writes each slice's documents."""
+    return [
+        Phase(name="map", run=run, tasks=len(plan.tasks), reads=True),
+        Phase(name="join", run="runner.parts:join_records", tasks=1),
+    ]

@@ -1,0 +1,102 @@
+"""How far a run is: a bar on a terminal; elsewhere the log lines that Megatron's own tools print."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Protocol
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+from .._common.console import say
+from .task import Phase
+
+LINE_EVERY_S = 0.5
+
+
+class Meter(Protocol):
+    """Takes reports of documents read, and shows them."""
+
+    def report(self, documents: int, size: int) -> None:
+        """Count ``documents`` more documents and ``size`` more bytes."""
+
+    def resume(self, phase: Phase, done: int) -> None:
+        """A phase begins of which ``done`` tasks were finished by an earlier run."""
+
+
+class _Lines:
+    """``Processed 3000 documents (1234.5 docs/s, 6.7 MB/s).``, at multiples of the interval, at most twice a second."""
+
+    def __init__(self, label: str, total_bytes: int, interval: int) -> None:
+        self._label, self._total, self._interval = label, total_bytes, max(interval, 1)
+        self._documents = self._bytes = 0
+        self._began = self._told = time.monotonic()
+        self._told_documents = 0
+
+    def resume(self, phase: Phase, done: int) -> None:
+        if done and done < phase.tasks:
+            say(f"{self._label}: resumed: {done} of {phase.tasks} tasks of {phase.name} are done")
+        if phase.reads:
+            self._total -= self._total * done // phase.tasks
+
+    def report(self, documents: int, size: int) -> None:
+        self._documents += documents
+        self._bytes += size
+        now = time.monotonic()
+        shown = self._documents - self._documents % self._interval
+        if now - self._told >= LINE_EVERY_S and shown > self._told_documents:
+            self._told = now
+            rate = self._bytes / (now - self._began)
+            self._tell(shown, f" {max(self._total - self._bytes, 0) / rate:.0f} s left" if rate and self._total else "")
+
+    def finish(self) -> None:
+        """The last line: all documents that were read."""
+        if self._documents > self._told_documents:
+            self._tell(self._documents)
+
+    def _tell(self, shown: int, left: str = "") -> None:
+        self._told_documents = shown
+        elapsed = max(time.monotonic() - self._began, 1e-9)
+        rates = f"{self._documents / elapsed:.1f} docs/s, {self._bytes / elapsed / 1e6:.2f} MB/s"
+        say(f"Processed {shown} documents ({rates}).{left}")
+
+
+class _Bar:
+    def __init__(self, bar: Progress, label: str, total_bytes: int) -> None:
+        self._bar = bar
+        self._task = bar.add_task(label, total=total_bytes or None, note="")
+        self._documents = self._bytes = 0
+        self._began = time.monotonic()
+
+    def resume(self, phase: Phase, done: int) -> None:
+        note = f"{phase.name}: {done}/{phase.tasks} done before" if done else phase.name
+        self._bar.update(self._task, note=note)
+
+    def report(self, documents: int, size: int) -> None:
+        self._documents += documents
+        self._bytes += size
+        elapsed = max(time.monotonic() - self._began, 1e-9)
+        note = f"{self._documents / elapsed:,.0f} docs/s, {self._bytes / 1e6 / elapsed:.1f} MB/s"
+        self._bar.update(self._task, advance=size, note=note)
+
+
+@contextmanager
+def meter(label: str, total_bytes: int, *, log_interval: int = 1000) -> Iterator[Meter]:
+    """Show how far a run over ``total_bytes`` bytes of input is."""
+    if sys.stderr.isatty():
+        columns = (
+            TextColumn("{task.description}"),
+            BarColumn(),
+            TextColumn("{task.percentage:>3.0f}%"),
+            TimeRemainingColumn(),
+            TextColumn("{task.fields[note]}"),
+        )
+        with Progress(*columns, console=Console(file=sys.stderr), transient=True) as bar:
+            yield _Bar(bar, label, total_bytes)
+    else:
+        lines = _Lines(label, total_bytes, log_interval)
+        yield lines
+        lines.finish()

@@ -1,0 +1,125 @@
+"""Tasks on a Ray cluster: one remote call for each task, on the same plan and markers as everywhere.
+
+Ray restarts a task whose worker or node is lost: a task writes under temporary names and renames at its end, so it may
+run again. An error of the task itself is returned as a value and ends the run. Workers of a cluster start in a folder
+of Ray's own; each task therefore changes to the folder that the command runs in, which all nodes must share.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from .._common.errors import DynmoError, MissingExtraError, UsageError
+from .task import Phase, Report, TaskFailedError, WorkerDiedError, run_task
+from .task_manifest import Job
+
+PROBE_S = 10.0
+MAX_RETRIES = 3
+"""Restarts of one task after the loss of its worker."""
+
+
+def _answer(folder: Path, job: Job, phase: Phase, index: int) -> tuple[str, Any, int]:
+    """Run a task where Ray placed it, in ``folder``; errors return as values."""
+    try:
+        with _working_in(folder):
+            return "done", run_task(job, phase, index, lambda _documents, _size: None), 0
+    except DynmoError as error:
+        return "error", str(error), error.exit_code
+
+
+@contextlib.contextmanager
+def _working_in(folder: Path) -> Iterator[None]:
+    """Change to a folder; a Ray worker runs one task at a time."""
+    before = os.getcwd()
+    try:
+        os.chdir(folder)
+    except OSError as error:
+        raise UsageError(
+            f"{folder}: a node of the Ray cluster cannot enter this folder ({error.strerror}); "
+            "all nodes must share it, with inputs, output and work folder"
+        ) from error
+    try:
+        yield
+    finally:
+        os.chdir(before)
+
+
+def _connect(ray: Any, workers: int) -> None:
+    """Connect to the cluster of ``RAY_ADDRESS``, or start one on this machine.
+
+    Raises:
+        DynmoError: no cluster answers at the address, or it refuses this version of Ray or Python.
+    """
+    address = os.environ.get("RAY_ADDRESS")
+    here = {} if address else {"num_cpus": workers, "include_dashboard": False}
+    try:
+        if address:
+            _probe(address)
+        ray.init(log_to_driver=False, **here)
+    except (OSError, RuntimeError, ValueError, TimeoutError) as error:
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        if not address:
+            raise DynmoError(f"Ray does not start on this machine: {reason}") from error
+        raise DynmoError(
+            f"RAY_ADDRESS {address}: cannot connect to a Ray cluster: {reason}; "
+            "start one with 'ray start --head', or unset RAY_ADDRESS to use this machine" + _token_hint()
+        ) from error
+
+
+def _token_hint() -> str:
+    """What a refusal for lack of a token needs: Ray sends none to an explicit address unless its mode is set."""
+    if os.environ.get("RAY_AUTH_MODE"):
+        return ""
+    return "; for a cluster with token authentication set RAY_AUTH_MODE=token"
+
+
+def _probe(address: str) -> None:
+    """Connect to ``HOST:PORT`` once and leave: Ray itself tries for minutes where nothing listens."""
+    host, colon, port = address.rpartition("://")[2].rpartition(":")
+    if colon and port.isdecimal():
+        socket.create_connection((host.strip("[]"), int(port)), timeout=PROBE_S).close()
+
+
+def run_ray(
+    job: Job, phase: Phase, indices: Sequence[int], workers: int, report: Report
+) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Run the tasks on the cluster of ``RAY_ADDRESS``, or on one of this machine with ``workers`` processes.
+
+    At most two tasks for each worker are submitted at a time; ``report`` is called with each finished one.
+
+    Raises:
+        TaskFailedError: a task failed.
+        WorkerDiedError: the worker of a task was lost ``MAX_RETRIES`` times more.
+    """
+    try:
+        import ray
+    except ImportError as error:
+        raise MissingExtraError("ray", "ray") from error
+    if not ray.is_initialized():
+        _connect(ray, workers)
+    remote = ray.remote(num_cpus=1, max_retries=MAX_RETRIES)(_answer)
+    folder = Path.cwd()
+    limit = 2 * max(workers, int(ray.cluster_resources().get("CPU", 1)))
+    waiting = list(reversed(indices))
+    running: dict[Any, int] = {}
+    while waiting or running:
+        while waiting and len(running) < limit:
+            index = waiting.pop()
+            running[remote.remote(folder, job, phase, index)] = index
+        ready, _ = ray.wait(list(running))
+        index = running.pop(ready[0])
+        try:
+            kind, value, exit_code = ray.get(ready[0])
+        except ray.exceptions.RayTaskError as error:
+            raise TaskFailedError(f"task {phase.name}-{index:05d} failed on the Ray cluster:\n{error}", 1) from error
+        except ray.exceptions.RayError as error:
+            raise WorkerDiedError.of(phase, index, type(error).__name__) from error
+        if kind == "error":
+            raise TaskFailedError(value, exit_code)
+        report(value["tally"]["documents_in"], value["tally"]["bytes_in"])
+        yield index, value

@@ -1,0 +1,230 @@
+"""A chain of steps from a recipe: each step's output is the next one's input, and finished steps are not run again."""
+
+from __future__ import annotations
+
+import glob
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from .._common.document import MAX_CONFIG_BYTES, parse_toml, read_text
+from .._common.errors import UsageError
+from ..config.options import files_of, from_mapping, parse_assignment
+from ..formats.workfiles import PIPELINE
+from ..io.atomic_write import sweep_temporaries
+from ..io.paths import expand_inputs
+from .job import Execution, Summary, run_job
+from .registry import STEPS, Makes, Step, default_work
+from .task_manifest import Job, Limits, Source
+
+SUMMARY_NAME = "pipeline-summary.json"
+RECORDS_ENDING = ".jsonl.zst"
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecipeStep:
+    """One step of a recipe: its own name in the recipe, the step that it runs, and its settings as written."""
+
+    name: str
+    step: Step
+    values: Mapping[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """A chain of steps as a recipe file states it."""
+
+    source: str
+    inputs: tuple[str, ...]
+    prefix: str
+    steps: tuple[RecipeStep, ...]
+
+
+def recipe_text(name: str) -> tuple[str, str]:
+    """The text of a recipe and where it came from: a file, or the name of one that comes with the program.
+
+    Raises:
+        UsageError: there is neither.
+    """
+    path = Path(name)
+    if path.suffix == ".toml" or path.exists():
+        return read_text(path, MAX_CONFIG_BYTES), str(path)
+    folder = resources.files("dynmo_tools") / "recipes"
+    known = sorted(entry.name.removesuffix(".toml") for entry in folder.iterdir() if entry.name.endswith(".toml"))
+    if name not in known:
+        raise UsageError(f"{name}: is neither a recipe file (.toml) nor one of the recipes {', '.join(known)}")
+    return (folder / f"{name}.toml").read_text(encoding="utf-8"), name
+
+
+def parse_recipe(text: str, source: str, assignments: Sequence[str] = ()) -> Recipe:
+    """Read a recipe, changed by ``step.key=value`` assignments.
+
+    Raises:
+        UsageError: with the place and the rule that is broken.
+    """
+    try:
+        document = parse_toml(text)
+    except ValueError as error:
+        raise UsageError(f"{source}: is no TOML: {error}") from error
+    unknown = sorted(set(document) - {"pipeline", "step"})
+    if unknown:
+        raise UsageError(f"{source}: unknown {', '.join(unknown)}; a recipe has [pipeline] and [[step]] tables")
+    header = document.get("pipeline", {})
+    if strange := sorted(set(header) - {"input", "prefix"}):
+        raise UsageError(f"{source}: [pipeline] has unknown keys {', '.join(strange)}; known are input, prefix")
+    tables: dict[str, dict[str, Any]] = {}
+    runs: dict[str, str] = {}
+    for number, table in enumerate(document.get("step", []), 1):
+        run = table.pop("run", None)
+        if run not in STEPS:
+            raise UsageError(f"{source}: step {number} runs {run!r}; known steps are {', '.join(STEPS)}")
+        name = table.pop("name", run)
+        if name in tables:
+            raise UsageError(f"{source}: two steps are named {name!r}; give one of them another name")
+        tables[name], runs[name] = table, run
+    if not tables:
+        raise UsageError(f"{source}: has no [[step]]")
+    for text_ in assignments:
+        name, key, value = parse_assignment(text_)
+        if name not in tables:
+            raise UsageError(f"--set {text_}: the recipe has no step {name!r}, only {', '.join(tables)}")
+        tables[name].pop(key.replace("-", "_"), None)
+        tables[name][key.replace("_", "-")] = value
+    inputs = header.get("input", [])
+    return Recipe(
+        source=source,
+        inputs=tuple([inputs] if isinstance(inputs, str) else inputs),
+        prefix=header.get("prefix", "data"),
+        steps=tuple(RecipeStep(name=n, step=STEPS[runs[n]], values=v) for n, v in tables.items()),
+    )
+
+
+def _output(recipe: Recipe, number: int, chosen: RecipeStep, folder: Path) -> Path:
+    if chosen.step.makes is Makes.TOKENIZER:
+        return folder / "tokenizer.json"
+    if chosen.step.makes is Makes.DATASET:
+        return folder / recipe.prefix
+    if chosen.step.makes is Makes.PAIRS:
+        return folder / f"{number:02d}-{chosen.name}.jsonl"
+    return folder / f"{number:02d}-{chosen.name}{RECORDS_ENDING}"
+
+
+def jobs_of(recipe: Recipe, inputs: Sequence[Path], folder: Path, limits: Limits) -> list[tuple[RecipeStep, Job]]:
+    """The jobs of a recipe, wired: records go from step to step, a trained tokenizer to the steps behind it.
+
+    Raises:
+        UsageError: a setting that its step does not know or that is missing; a file that no step makes is not there.
+    """
+    jobs: list[tuple[RecipeStep, Job]] = []
+    records, tokenizer = tuple(inputs), None
+    for number, chosen in enumerate(recipe.steps, 1):
+        values = dict(chosen.values)
+        if tokenizer is not None and chosen.step.makes is Makes.DATASET:
+            values.setdefault("tokenizer", str(tokenizer))
+        settings = from_mapping(chosen.step.settings, values, f"{recipe.source}: step {chosen.name}")
+        output = _output(recipe, number, chosen, folder)
+        job = Job(
+            step=chosen.step.name,
+            inputs=records,
+            output=output,
+            work=default_work(output),
+            settings=settings,
+            limits=limits,
+        )
+        for path in files_of(settings):
+            if path not in [earlier.output for _, earlier in jobs]:
+                Source.of(path)
+        jobs.append((chosen, job))
+        if chosen.step.makes is Makes.RECORDS:
+            records = (output,)
+        elif chosen.step.makes is Makes.TOKENIZER:
+            tokenizer = output
+    return jobs
+
+
+def inputs_of(recipe: Recipe, patterns: Sequence[str], folder: Path) -> tuple[Path, ...]:
+    """The files of ``patterns``, or of the recipe's own: of the current directory, else of ``folder``.
+
+    Raises:
+        UsageError: there are none, or both places have other files of a name.
+    """
+    found: list[str | Path] = list(patterns) or [_find_input(name, folder) for name in recipe.inputs]
+    if not found:
+        raise UsageError(f"{recipe.source}: names no input; give it with --input")
+    return expand_inputs(found)
+
+
+def _find_input(name: str, folder: Path) -> str | Path:
+    """A recipe's input, in the current directory or else below the folder of its outputs."""
+    escaped = Path(glob.escape(str(folder)), name)
+    at = folder / name if (folder / name).exists() else escaped
+    here, below = ({Path(one).resolve() for one in _matches(str(pattern))} for pattern in (name, at))
+    if here and below and here != below:
+        raise UsageError(
+            f"{name}: is in the current directory and in {folder}; choose by --input {name} or --input {at}"
+        )
+    return at if below else name
+
+
+def _matches(pattern: str) -> list[str]:
+    """The files of a pattern, or the one of exactly that name."""
+    return [pattern] if os.path.exists(pattern) else glob.glob(pattern, recursive=True)
+
+
+def run_pipeline(
+    recipe: Recipe,
+    inputs: Sequence[Path],
+    folder: Path,
+    limits: Limits,
+    execution: Execution,
+    tell: Callable[[Summary], None],
+) -> dict[str, Any]:
+    """Run all steps and write ``pipeline-summary.json``, which is returned.
+
+    Args:
+        recipe: what to do.
+        inputs: the files that the first step reads.
+        folder: where everything is written.
+        limits: of the reading.
+        execution: how to run.
+        tell: called with each finished step.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    jobs = jobs_of(recipe, inputs, folder, limits)
+    summaries = []
+    for chosen, job in jobs:
+        summary = run_job(job, chosen.step.phases_of(), execution)
+        tell(summary)
+        summaries.append((chosen.name, summary))
+    document = {
+        "recipe": recipe.source,
+        **_totals(summaries, jobs),
+        "steps": [{"name": name, **summary.as_json(), "reused": summary.reused} for name, summary in summaries],
+    }
+    sweep_temporaries(folder / SUMMARY_NAME)
+    return PIPELINE.write(folder / SUMMARY_NAME, document)
+
+
+def _totals(summaries: Sequence[tuple[str, Summary]], jobs: Sequence[tuple[RecipeStep, Job]]) -> dict[str, Any]:
+    last = next(
+        (
+            s
+            for (_, s), (c, _) in reversed(list(zip(summaries, jobs, strict=True)))
+            if c.step.makes is not Makes.TOKENIZER
+        ),
+        summaries[-1][1],
+    )
+    tokenizer = next((job.output for chosen, job in reversed(jobs) if chosen.step.makes is Makes.TOKENIZER), None)
+    return {
+        "documents_in": summaries[0][1].tally.documents_in,
+        "bytes_in": summaries[0][1].tally.bytes_in,
+        "documents_kept": last.tally.documents_kept,
+        "documents_rejected": sum(summary.tally.num_rejected for _, summary in summaries),
+        "tokens": last.facts.get("tokens"),
+        "data_prefix": last.facts.get("data_prefix"),
+        "tokenizer": None if tokenizer is None else str(tokenizer),
+        "seconds": round(sum(summary.seconds for _, summary in summaries), 3),
+    }

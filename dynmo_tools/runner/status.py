@@ -1,0 +1,52 @@
+"""How far runs are: read from their plans and markers, without touching them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from .._common.errors import UsageError
+from ..formats.workfiles import PLAN, TASK
+from .registry import STEPS
+from .task import marker_path
+from .task_manifest import load_plan
+
+
+def status_of(folder: Path) -> list[dict[str, Any]]:
+    """The state of a run, or of all runs right below a folder, in the order in which they began.
+
+    Raises:
+        UsageError: there is none.
+    """
+    if (folder / "plan.json").exists():
+        return [_one(folder)]
+    works = [path.parent for path in folder.glob("*.work/plan.json")]
+    if not works:
+        raise UsageError(
+            f"{folder}: holds no run of dynmo-prep; name a work folder (OUTPUT.work) or a folder with some"
+        )
+    return [_one(work) for work in sorted(works, key=lambda work: (work / "plan.json").stat().st_mtime_ns)]
+
+
+def _one(work: Path) -> dict[str, Any]:
+    plan, document = load_plan(work), PLAN.read(work / "plan.json")
+    phases = STEPS[document["step"]].phases_of()(plan)
+    documents = rejected = 0
+    states = []
+    for phase in phases:
+        markers = [path for index in range(phase.tasks) if (path := marker_path(work, phase.name, index)).exists()]
+        states.append({"name": phase.name, "tasks": phase.tasks, "done": len(markers)})
+        for path in markers:
+            tally = TASK.read(path)["tally"]
+            documents += tally["documents_in"]
+            rejected += sum(tally["rejected"].values())
+    return {
+        "step": document["step"],
+        "output": document["output"],
+        "work": str(work),
+        "complete": (work / "summary.json").exists(),
+        "phases": states,
+        "documents_in": documents,
+        "rejected": rejected,
+        "input_bytes": plan.input_bytes,
+    }

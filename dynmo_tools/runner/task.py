@@ -1,0 +1,369 @@
+"""One task of a run: reads its slice, writes under temporary names, and becomes true with its marker.
+
+A task's outputs are flushed to disk and renamed before ``done/PHASE-NNNNN.json`` is written, so a marker whose outputs
+have the sizes that it states is a finished task; anything else is run again from its start.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import json
+import os
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Any, Self
+
+from .._common.document import ESCAPED, DocumentError
+from .._common.errors import DynmoError
+from ..formats.workfiles import TASK
+from ..io.codecs import is_compressed, wrap_write
+from ..io.jsonl import (
+    EXCERPT_CHARACTERS,
+    MAX_KEYS,
+    BadLineError,
+    Row,
+    Slice,
+    Tally,
+    excerpt,
+    holds_surrogates,
+    parse_line,
+    read_lines,
+    read_parquet,
+    repair_utf8,
+    text_of,
+)
+from .task_manifest import Job, Plan, load_plan
+
+REPORT_EVERY_DOCUMENTS = 256
+REPORT_EVERY_S = 0.2
+KEYS_FOUND = "keys_found"
+"""Entry of a task's result: the keys of its first document without the key of the settings."""
+
+Report = Callable[[int, int], None]
+"""Tells how many more documents and bytes of text were read."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Phase:
+    """One kind of task of a job; a job's phases run one after the other, the tasks of one phase side by side.
+
+    Attributes:
+        name: a word for file names and messages.
+        run: the task's function as ``folder.module:function``, called with a ``Task``.
+        tasks: how many there are.
+        reads: the tasks are the plan's slices, and their documents count as the job's input.
+    """
+
+    name: str
+    run: str
+    tasks: int
+    reads: bool = False
+
+
+class WorkerDiedError(DynmoError):
+    """A worker process ended without an answer."""
+
+    @classmethod
+    def of(cls, phase: Phase, index: int | None, how: str) -> WorkerDiedError:
+        """The error that names the task."""
+        return cls(
+            f"the worker of task {phase.name}-{index or 0:05d} died ({how}); finished tasks are kept: "
+            "run the same command again, with fewer workers if memory was short"
+        )
+
+
+class TaskFailedError(DynmoError):
+    """An error of a task in another process, told again here with its exit code."""
+
+    def __init__(self, message: str, exit_code: int) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code
+
+
+def marker_path(work: Path, phase: str, index: int) -> Path:
+    """Where the marker of a finished task lies."""
+    return work / "done" / f"{phase}-{index:05d}.json"
+
+
+@dataclass(kw_only=True)
+class Task:
+    """What the function of a task works with.
+
+    Attributes:
+        job: what is being done.
+        plan: the frozen cutting of its inputs.
+        phase: the task's phase.
+        index: its number within the phase.
+        report: takes the documents and bytes that were read since the last report.
+        tally: counts documents.
+        result: what later phases need to know of this task.
+        facts: what the summary tells of this task.
+    """
+
+    job: Job
+    plan: Plan
+    phase: Phase
+    index: int
+    report: Report
+    tally: Tally = field(default_factory=Tally)
+    result: dict[str, Any] = field(default_factory=dict)
+    facts: dict[str, Any] = field(default_factory=dict)
+    _outputs: list[_Output] = field(default_factory=list)
+    _rejects: IO[bytes] | None = None
+    _source: Path | None = None
+    _lines_before: int = 0
+
+    @property
+    def slice(self) -> Slice:
+        """The slice of the input that this task reads."""
+        return self.plan.tasks[self.index]
+
+    def part(self, kind: str, index: int | None = None) -> Path:
+        """The path of an intermediate file: ``kind`` names it with its ending, as in ``clean.jsonl``."""
+        return self.job.work / "parts" / f"{self.index if index is None else index:05d}-{kind}"
+
+    def create(self, path: Path, *, plain: bool = False) -> IO[bytes]:
+        """Open an output that takes its name when the task succeeds; compressed by its ending unless ``plain``."""
+        output = _Output(path, plain=plain)
+        self._outputs.append(output)
+        return output.writer
+
+    def adopt(self, path: Path, target: Path) -> None:
+        """Make the finished part ``path`` the output ``target`` by a rename, at the end of the task."""
+        self._outputs.append(_Output(target, existing=path))
+
+    def reject(self, line: int, offset: int, reason: str, raw: bytes) -> None:
+        """Put a line aside as no usable document; in a phase that only reads again, it was put aside before.
+
+        ``line`` is counted in the slice that was opened last; it is told as counted in what the task read of the file.
+        """
+        if not self.phase.reads:
+            return
+        file, line = str(self._source), line + self._lines_before
+        self.tally.reject(reason)
+        if self._rejects is None:
+            self._rejects = self.create(self.part("rejects.jsonl"))
+        row = {"file": file, "line": line, "offset": offset, "reason": reason, "excerpt": excerpt(raw)}
+        self._rejects.write(json.dumps(row, ensure_ascii=False).encode("utf-8", ESCAPED) + b"\n")
+
+    def reject_row(self, row: Row, reason: str) -> None:
+        """Put a document aside that has no usable text; of the first without the key, note the keys that it has."""
+        if reason == "key":
+            self.result.setdefault(KEYS_FOUND, [key[:EXCERPT_CHARACTERS] for key in list(row.value)[:MAX_KEYS]])
+        self.reject(row.line, row.offset, reason, row.raw)
+
+    def rows(self, part: Slice | None = None) -> Iterator[Row]:
+        """The documents of a slice, this task's own by default, whatever their keys; what is none goes to the rejects.
+
+        A document with a lone surrogate anywhere is none: who takes texts by their key asks ``documents``.
+        """
+        for row in self.objects(part):
+            if b"\\u" in row.raw and holds_surrogates(row.value):
+                self.reject(row.line, row.offset, "surrogate", row.raw)
+            else:
+                yield row
+
+    def objects(
+        self, part: Slice | None = None, *, parse: Callable[[bytes], dict[str, Any]] = parse_line
+    ) -> Iterator[Row]:
+        """The JSON objects of a slice, as ``rows``, but with lone surrogates let through; ``parse`` reads a line."""
+        part = part or self.slice
+        if part.path != self._source:
+            self._source, self._lines_before = part.path, 0
+        if part.path.suffix == ".parquet":
+            yield from self._told(read_parquet(part))
+            return
+        yield from self._told(self._parsed(part, parse))
+
+    def _parsed(self, part: Slice, parse: Callable[[bytes], dict[str, Any]]) -> Iterator[Row]:
+        limits = self.job.limits
+        seen = 0
+        for number, offset, raw, head, size in read_lines(part, limits.max_line_bytes):
+            self._count(lines=number - seen)
+            seen = number
+            if raw is None:
+                self._count(documents=1, size=size)
+                self.report(1, size)
+                self.reject(number, offset, "long", head)
+            elif not raw.strip():
+                self._count(blank_lines=1, size=size)
+                self.report(0, size)
+            else:
+                if limits.repair_utf8:
+                    raw = repair_utf8(raw)
+                try:
+                    yield Row(number, offset, raw, parse(raw), size)
+                except BadLineError as error:
+                    self._count(documents=1, size=size)
+                    self.report(1, size)
+                    self.reject(number, offset, error.reason, raw)
+        self._lines_before += seen
+
+    def count(self, text: str) -> None:
+        """Count and report one document that is no line of JSON."""
+        size = len(text.encode("utf-8", "surrogatepass"))
+        self._count(documents=1, size=size)
+        self.report(1, size)
+
+    def _count(self, *, documents: int = 0, size: int = 0, lines: int = 0, blank_lines: int = 0) -> None:
+        if self.phase.reads:
+            self.tally.documents_in += documents
+            self.tally.bytes_in += size
+            self.tally.lines += lines
+            self.tally.blank_lines += blank_lines
+
+    def _told(self, rows: Iterator[Row]) -> Iterator[Row]:
+        documents = size = 0
+        clock = time.monotonic()
+        for row in rows:
+            documents += 1
+            size += row.size or len(row.raw) + 1
+            yield row
+            if documents % REPORT_EVERY_DOCUMENTS == 0 or time.monotonic() - clock > REPORT_EVERY_S:
+                self._count(documents=documents, size=size)
+                self.report(documents, size)
+                documents, size, clock = 0, 0, time.monotonic()
+        self._count(documents=documents, size=size)
+        self.report(documents, size)
+
+    def documents(
+        self, key: str, part: Slice | None = None, *, allow_surrogates: bool = False
+    ) -> Iterator[tuple[Row, str]]:
+        """The documents of a slice with the text under ``key``; those without one go to the rejects."""
+        for row in self.objects(part):
+            try:
+                text = text_of(row.value, key, allow_surrogates=allow_surrogates)
+            except BadLineError as error:
+                self.reject_row(row, error.reason)
+                continue
+            yield row, text
+
+    def keep(self, writer: IO[bytes], raw: bytes, *, documents: int = 1) -> None:
+        """Write one line and count it as kept; 0 ``documents`` for a further piece of the same document."""
+        writer.write(raw)
+        writer.write(b"\n")
+        self.tally.documents_kept += documents
+        self.tally.bytes_out += len(raw) + 1
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for output in self._outputs:
+            output.finish(keep=kind is None)
+
+    def outputs(self) -> dict[str, int]:
+        """Path and size of each output that is in place."""
+        return {str(output.path): os.path.getsize(output.path) for output in self._outputs}
+
+
+class _Output:
+    """A file under a temporary name until its task succeeds."""
+
+    def __init__(self, path: Path, *, plain: bool = False, existing: Path | None = None) -> None:
+        self.path = path
+        self._existing = existing
+        if existing is not None:
+            return
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._temporary = path.with_name(f".{path.name}.tmp-{os.getpid()}")
+        self._handle = open(self._temporary, "wb", buffering=1 << 20)  # noqa: SIM115 - closed by finish()
+        self.writer: IO[bytes] = self._handle
+        if not plain and is_compressed(path):
+            self.writer = wrap_write(self._handle, path.suffix)
+
+    def finish(self, *, keep: bool) -> None:
+        if self._existing is not None:
+            if keep:
+                os.replace(self._existing, self.path)
+            return
+        try:
+            if self.writer is not self._handle:
+                self.writer.close()
+            if keep:
+                self._handle.flush()
+                os.fsync(self._handle.fileno())
+        finally:
+            with contextlib.suppress(OSError):
+                self._handle.close()
+            if not keep:
+                self._temporary.unlink(missing_ok=True)
+        if keep:
+            os.replace(self._temporary, self.path)
+
+
+def sync_folder(path: Path) -> None:
+    """Make the names in a folder lasting."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def resolve(name: str) -> Callable[[Task], None]:
+    """The function that ``folder.module:function`` names, within this package."""
+    module, _, function = name.partition(":")
+    found: Callable[[Task], None] = getattr(importlib.import_module(f"dynmo_tools.{module}"), function)
+    return found
+
+
+def run_task(job: Job, phase: Phase, index: int, report: Report) -> dict[str, Any]:
+    """Run one task to its marker, which is returned."""
+    started = time.monotonic()
+    task = Task(job=job, plan=load_plan(job.work), phase=phase, index=index, report=report)
+    try:
+        with task:
+            resolve(phase.run)(task)
+    except OSError as error:
+        where = f" {error.filename}" if error.filename else ""
+        raise DynmoError(
+            f"task {phase.name}-{index:05d}:{where} {error.strerror or error}; "
+            "its partial output was removed: make room or mend the fault and run the same command again"
+        ) from error
+    outputs = task.outputs()
+    for folder in {Path(name).parent for name in outputs}:
+        sync_folder(folder)
+    fields = {
+        "task": f"{phase.name}-{index:05d}",
+        "digest": task.plan.digest,
+        "outputs": outputs,
+        "tally": task.tally.as_json(),
+        "result": task.result,
+        "facts": task.facts,
+        "seconds": round(time.monotonic() - started, 6),
+    }
+    TASK.write(marker_path(job.work, phase.name, index), fields)
+    return fields
+
+
+def finished(job: Job, phase: Phase, index: int, digest: str, *, outputs_used_up: bool) -> dict[str, Any] | None:
+    """The marker of a task that need not run again, or None.
+
+    ``outputs_used_up`` says that a later phase is complete, which removes the parts that it was made of.
+    """
+    try:
+        marker = TASK.read(marker_path(job.work, phase.name, index))
+    except DocumentError:
+        return None
+    if marker["digest"] != digest:
+        return None
+    if not outputs_used_up:
+        for name, size in marker["outputs"].items():
+            try:
+                if os.path.getsize(name) != size:
+                    return None
+            except OSError:
+                return None
+    return marker
+
+
+def marker_of(task: Task, phase: str, index: int) -> dict[str, Any]:
+    """The marker of a finished task of an earlier phase of the same job."""
+    return TASK.read(marker_path(task.job.work, phase, index))

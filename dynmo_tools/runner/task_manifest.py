@@ -1,0 +1,200 @@
+"""The plan of a run: inputs cut once into tasks, frozen in ``plan.json``, and never cut again by a resumed run."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from .. import __version__
+from .._common.document import check_regular
+from .._common.errors import UsageError
+from ..config.options import files_of, jsonable, outputs_of
+from ..config.settings import MAX_TASKS
+from ..formats.workfiles import PLAN
+from ..io.codecs import PARQUET, PIECE_BYTES, is_compressed
+from ..io.jsonl import Slice
+from ..io.mediawiki_dump import cut_points, is_dump
+
+DEFAULT_TASK_BYTES = 64 << 20
+DEFAULT_LINE_BYTES = 64 << 20
+END_SHARE, END_PIECES, MIN_PIECE_BYTES = 8, 16, 1 << 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """What shapes the cutting and reading of inputs, and so belongs to the plan."""
+
+    task_bytes: int = DEFAULT_TASK_BYTES
+    max_line_bytes: int = DEFAULT_LINE_BYTES
+    repair_utf8: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Source:
+    """An input file as it was when the plan was made."""
+
+    path: Path
+    size_bytes: int
+    mtime_ns: int
+
+    @classmethod
+    def of(cls, path: Path) -> Source:
+        """The file as it is now; ``UsageError`` where there is none, or a FIFO or device."""
+        try:
+            status = os.stat(path)
+        except OSError as error:
+            raise UsageError(f"{path}: cannot be read: {error.strerror}") from error
+        check_regular(path)
+        return cls(path=path, size_bytes=status.st_size, mtime_ns=status.st_mtime_ns)
+
+    def as_json(self) -> dict[str, Any]:
+        """The file's place in the plan."""
+        return {"path": str(self.path), "size_bytes": self.size_bytes, "mtime_ns": self.mtime_ns}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """One run of one step: what goes in, what comes out, by which settings."""
+
+    step: str
+    inputs: tuple[Path, ...]
+    output: Path
+    work: Path
+    settings: Any
+    limits: Limits = Limits()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """The frozen work of a job."""
+
+    digest: str
+    sources: tuple[Source, ...]
+    tasks: tuple[Slice, ...]
+
+    @property
+    def input_bytes(self) -> int:
+        """Bytes of all inputs as they lie on disk."""
+        return sum(source.size_bytes for source in self.sources)
+
+
+def written_files(job: Job) -> list[Path]:
+    """The files and folders that a job writes, apart from its work folder."""
+    made = getattr(job.settings, "made_files", None)  # of a step whose output is a prefix
+    own = [job.output] if made is None else made(job.output)
+    return [*own, *outputs_of(job.settings)]
+
+
+def _next_line_start(path: Path, offset: int) -> int:
+    """The first offset at or behind ``offset`` that starts a line, or the file's size."""
+    with open(path, "rb") as handle:
+        handle.seek(offset - 1)
+        at = offset - 1
+        while piece := handle.read(PIECE_BYTES):
+            found = piece.find(b"\n")
+            if found >= 0:
+                return at + found + 1
+            at += len(piece)
+    return at
+
+
+def task_size(left: int, task_bytes: int, *, last: bool) -> int:
+    """How many bytes the next task of a file takes, of ``left`` that are left.
+
+    Towards the end of the last file tasks become smaller, so that workers end at about the same time (guided
+    self-scheduling, Polychronopoulos and Kuck 1987): an eighth of what is left, a sixteenth of ``task_bytes`` at least.
+    """
+    least = task_bytes // END_PIECES
+    return max(min(task_bytes, left // END_SHARE), least) if last and least >= MIN_PIECE_BYTES else task_bytes
+
+
+def cut(source: Source, task_bytes: int, *, last: bool = False) -> list[Slice]:
+    """Cut a plain file near every ``task_bytes`` at the start of a line, a dump of a wiki where it may be cut.
+
+    Any other file stays whole. Of the ``last`` file, see ``task_size``.
+    """
+    size = source.size_bytes
+
+    def step(at: int) -> int:
+        return task_size(size - at, task_bytes, last=last)
+
+    bounds = [0]
+    if is_dump(source.path):
+        bounds += cut_points(source.path, size, step)
+    elif is_compressed(source.path) or source.path.suffix == PARQUET:
+        return [Slice(path=source.path)]
+    else:
+        while (at := bounds[-1] + step(bounds[-1])) < size:
+            bounds.append(_next_line_start(source.path, at))
+    if len(bounds) == 1:
+        return [Slice(path=source.path)]
+    if bounds[-1] < size:
+        bounds.append(size)
+    return [Slice(path=source.path, begin=a, end=b) for a, b in itertools.pairwise(bounds)]
+
+
+def digest_of(job: Job, sources: Sequence[Source]) -> str:
+    """What a resumed run must have in common with the run that it resumes."""
+    files = [Source.of(path).as_json() for path in files_of(job.settings)]
+    content = {
+        "step": job.step,
+        "settings": jsonable(job.settings, data_only=True),
+        "limits": vars(job.limits),
+        "sources": [source.as_json() for source in sources],
+        "files": files,
+        "output": str(job.output),
+        "program": __version__,
+    }
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def check_tasks(sources: Iterable[Source], task_bytes: int) -> None:
+    """Refuse more tasks than a work folder should have files: each leaves some."""
+    total = sum(source.size_bytes for source in sources)
+    if total // task_bytes > MAX_TASKS:
+        raise UsageError(
+            f"--task-bytes {task_bytes}: cuts {total:,} bytes of inputs into more than {MAX_TASKS:,} tasks; "
+            f"give at least {total // MAX_TASKS + 1}"
+        )
+
+
+def make_plan(job: Job) -> Plan:
+    """Look at the inputs as they are now and cut them into tasks."""
+    sources = tuple(Source.of(path) for path in job.inputs)
+    tasks = tuple(
+        part
+        for number, source in enumerate(sources, 1)
+        for part in cut(source, job.limits.task_bytes, last=number == len(sources))
+    )
+    return Plan(digest=digest_of(job, sources), sources=sources, tasks=tasks)
+
+
+def store_plan(job: Job, plan: Plan) -> None:
+    """Write ``plan.json`` into the work folder."""
+    fields = {
+        "step": job.step,
+        "digest": plan.digest,
+        "output": str(job.output),
+        "settings": jsonable(job.settings),
+        "limits": vars(job.limits),
+        "sources": [source.as_json() for source in plan.sources],
+        "tasks": [{"path": str(part.path), "begin": part.begin, "end": part.end} for part in plan.tasks],
+    }
+    PLAN.write(job.work / "plan.json", fields)
+
+
+def load_plan(work: Path) -> Plan:
+    """Read ``plan.json`` of a work folder; raises ``DocumentError`` where it breaks its format."""
+    document = PLAN.read(work / "plan.json")
+    sources = (
+        Source(path=Path(item["path"]), size_bytes=item["size_bytes"], mtime_ns=item["mtime_ns"])
+        for item in document["sources"]
+    )
+    tasks = (Slice(path=Path(item["path"]), begin=item["begin"], end=item["end"]) for item in document["tasks"])
+    return Plan(digest=document["digest"], sources=tuple(sources), tasks=tuple(tasks))

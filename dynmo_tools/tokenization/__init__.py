@@ -1,0 +1,1 @@
+"""Tokenizers: training, binarization to indexed data sets, operations on these."""

@@ -1,0 +1,249 @@
+"""Binarize: documents to tokens, tokens to indexed data sets that Megatron reads.
+
+Each slice is tokenized into raw tokens and sequence lengths; the parts are then joined by copying, and the index is
+computed from the lengths. The index takes its name last: a data set without ``.idx`` is not there.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from collections.abc import Sequence
+from typing import IO, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from .._common.errors import UsageError
+from ..config.settings import BinarizeSettings, IndexForm
+from ..formats.dataset import Piece, copy_pieces, digest_file, digest_vocabulary, encode_sidecar, sidecar_path
+from ..formats.indexed import Index, best_dtype, bin_path, encode_index, idx_path
+from ..formats.numbers import Numbers, bounds, chained, whole_file
+from ..io.concat_files import copy_into
+from ..io.jsonl import BadLineError, parse_line, plain_line, text_of
+from ..runner.task import Phase, Task, marker_of
+from ..runner.task_manifest import Plan
+from .provenance import new_sidecar, steps_of, tokenizer_files
+from .sentences import split_sentences
+from .tokenizers import Encoded, Tokenizer, TokenizerFiles, load_tokenizer
+
+BATCH_CHARACTERS = 1 << 20
+
+
+def binarize_phases(plan: Plan) -> list[Phase]:
+    """The phases of ``binarize``."""
+    return [
+        Phase(name="tokenize", run="tokenization.binarize:tokenize_slice", tasks=len(plan.tasks), reads=True),
+        Phase(name="join", run="tokenization.binarize:join", tasks=1),
+    ]
+
+
+@functools.lru_cache(maxsize=2)
+def _tokenizer(files: TokenizerFiles) -> Tokenizer:
+    return load_tokenizer(files)
+
+
+def tokenizer_of(settings: BinarizeSettings) -> Tokenizer:
+    """The tokenizer that the settings name."""
+    return _tokenizer(
+        TokenizerFiles(
+            kind=settings.tokenizer_type,
+            model=settings.tokenizer,
+            vocab=settings.vocab_file,
+            merges=settings.merge_file,
+            engine=settings.engine,
+        )
+    )
+
+
+def eod_of(tokenizer: Tokenizer, settings: BinarizeSettings) -> int | None:
+    """The id to end documents with, or None; ``UsageError`` where one is wanted and the tokenizer has none."""
+    if not settings.append_eod:
+        return None
+    found = tokenizer.token_id(settings.eod_token)
+    if found is None:
+        wanted = "end-of-document token" if settings.eod_token is None else f"token {settings.eod_token!r}"
+        raise UsageError(f"the tokenizer has no {wanted}; name one of its tokens by --eod-token")
+    return found
+
+
+def token_dtype(num_ids: int, form: IndexForm) -> np.dtype[Any]:
+    """The type of a token: by the vocabulary in ``mmap``, always int32 in ``cached`` and ``lazy``."""
+    return best_dtype(num_ids) if form is IndexForm.MMAP else np.dtype(np.int32)
+
+
+def with_eod(encoded: Encoded, ends: npt.NDArray[np.bool_], eod: int) -> Encoded:
+    """The batch with ``eod`` behind every sequence that ``ends`` ``[sequences]`` marks."""
+    lengths = encoded.lengths + ends
+    ids = np.full(int(lengths.sum()), eod, dtype=np.int64)
+    keep = np.ones(len(ids), dtype=np.bool_)
+    keep[np.cumsum(lengths)[ends] - 1] = False
+    ids[keep] = encoded.ids
+    return Encoded(ids=ids, lengths=lengths)
+
+
+def pack(encoded: Encoded, counts: npt.NDArray[np.int64], eod: int | None, *, keep_empty: bool) -> tuple[Encoded, Any]:
+    """Leave out empty sequences and documents, and end documents.
+
+    Args:
+        encoded: the sequences of some documents.
+        counts: the number of sequences of each document, ``[documents]``.
+        eod: the id to end documents with.
+        keep_empty: keep a document of no tokens.
+
+    Returns:
+        The sequences that are left, and the number of them in each document that is left.
+    """
+    owner = np.repeat(np.arange(len(counts)), counts)
+    filled = encoded.lengths > 0
+    kept = Encoded(ids=encoded.ids, lengths=encoded.lengths[filled])
+    owner = owner[filled]
+    left = np.bincount(owner, minlength=len(counts))
+    if eod is not None and len(owner):
+        last = np.ones(len(owner), dtype=np.bool_)
+        last[:-1] = owner[1:] != owner[:-1]
+        kept = with_eod(kept, last, eod)
+    return kept, left if keep_empty else left[left > 0]
+
+
+class SequenceWriter:
+    """Appends batches of sequences to three files: tokens, sequence lengths, sequences of each document."""
+
+    def __init__(self, task: Task, key: int, dtype: np.dtype[Any]) -> None:
+        self._files: list[IO[bytes]] = [task.create(task.part(name)) for name in part_names(key)]
+        self._dtype = dtype
+        self._digest = hashlib.sha256()
+        self.num_documents = self.num_sequences = self.num_tokens = 0
+
+    def write(self, encoded: Encoded, counts: npt.NDArray[Any]) -> None:
+        """Append sequences and the number of them in each document.
+
+        Raises:
+            UsageError: an id that the type of a token cannot hold.
+        """
+        largest = int(encoded.ids.max(initial=0))
+        if largest > np.iinfo(self._dtype).max:
+            raise UsageError(f"the tokenizer gave the id {largest}, which {self._dtype.name} cannot hold")
+        payload = encoded.ids.astype(self._dtype.newbyteorder("<")).tobytes()
+        self._digest.update(payload)
+        self._files[0].write(payload)
+        self._files[1].write(encoded.lengths.astype("<i4").tobytes())
+        self._files[2].write(counts.astype("<i4").tobytes())
+        self.num_documents += len(counts)
+        self.num_sequences += len(encoded.lengths)
+        self.num_tokens += len(encoded.ids)
+
+    def piece(self) -> Piece:
+        """Bytes and digest of the tokens that were written."""
+        return {"bytes": self.num_tokens * self._dtype.itemsize, "sha256": self._digest.hexdigest()}
+
+
+def part_names(key: int) -> tuple[str, str, str]:
+    """The names of a slice's parts for the data set of this key."""
+    return f"tokens-{key}.bin", f"lengths-{key}.i32", f"documents-{key}.i32"
+
+
+def tokenize_slice(task: Task) -> None:
+    """Task function: the tokens, lengths and document boundaries of one slice, for each key."""
+    settings: BinarizeSettings = task.job.settings
+    tokenizer = tokenizer_of(settings)
+    eod = eod_of(tokenizer, settings)
+    dtype = token_dtype(tokenizer.num_ids, settings.dataset_impl)
+    writers = [SequenceWriter(task, key, dtype) for key in range(len(settings.json_keys))]
+    waiting: list[list[str]] = [[] for _ in writers]
+    size = num_documents = 0
+
+    def flush() -> None:
+        for texts, writer in zip(waiting, writers, strict=True):
+            sequences, counts = _cut(texts, settings)
+            encoded = tokenizer.encode_batch(sequences)
+            writer.write(*pack(encoded, counts, eod, keep_empty=settings.keep_empty))
+            texts.clear()
+
+    for row in task.objects(parse=plain_line if settings.plain_text else parse_line):
+        try:
+            found = [text_of(row.value, key) for key in settings.json_keys]
+        except BadLineError as error:
+            task.reject_row(row, error.reason)
+            continue
+        num_documents += 1
+        for texts, text in zip(waiting, found, strict=True):
+            texts.append(text if settings.keep_empty or not text.isspace() else "")
+            size += len(text)
+        if size >= BATCH_CHARACTERS:
+            flush()
+            size = 0
+    flush()
+    first = writers[0]
+    task.tally.documents_kept += first.num_documents
+    task.tally.bytes_out += sum(writer.num_tokens for writer in writers) * dtype.itemsize
+    if num_documents > first.num_documents:
+        task.tally.dropped["empty"] = num_documents - first.num_documents
+    task.result.update(
+        num_ids=tokenizer.num_ids,
+        eod_id=eod,
+        tokens=[writer.piece() for writer in writers],
+        input=digest_file(task.slice.path, task.slice.begin, task.slice.end),
+    )
+    if task.index == 0:
+        task.result["vocab_sha256"] = digest_vocabulary(tokenizer.vocabulary())
+
+
+def _cut(texts: Sequence[str], settings: BinarizeSettings) -> tuple[list[str], npt.NDArray[np.int64]]:
+    if not settings.split_sentences:
+        return list(texts), np.ones(len(texts), dtype=np.int64)
+    cut = [split_sentences(text, keep_newlines=settings.keep_newlines) for text in texts]
+    counts = np.fromiter(map(len, cut), dtype=np.int64, count=len(cut))
+    return [sentence for sentences in cut for sentence in sentences], counts
+
+
+def join(task: Task) -> None:
+    """Task function: the data sets of all slices, one for each key, each with its sidecar."""
+    settings: BinarizeSettings = task.job.settings
+    slices = range(len(task.plan.tasks))
+    results = [marker_of(task, "tokenize", index)["result"] for index in slices]
+    num_ids = max((result["num_ids"] for result in results), default=0)
+    dtype = token_dtype(num_ids, settings.dataset_impl)
+    for number, key in enumerate(settings.json_keys):
+        prefix = settings.data_prefix(task.job.output, key)
+        tokens, lengths, documents = part_names(number)
+        copy_into(task.create(bin_path(prefix), plain=True), [task.part(tokens, i) for i in slices])
+        index = Index(
+            form="mmap" if settings.dataset_impl is IndexForm.MMAP else "tnt",
+            dtype=dtype,
+            lengths=_numbers(task, lengths),
+            documents=bounds(_numbers(task, documents)),
+        )
+        sidecar = task.create(sidecar_path(prefix), plain=True)
+        written = copy_pieces(encode_index(index), task.create(idx_path(prefix)))
+        sidecar.write(encode_sidecar(_sidecar(task, results, number, written)))
+        if number == 0:
+            task.facts.update(
+                tokens=index.num_tokens, sequences=len(index.lengths), data_prefix=str(prefix), num_ids=num_ids
+            )
+
+
+def _sidecar(task: Task, results: Sequence[dict[str, Any]], key: int, idx: Piece) -> dict[str, Any]:
+    settings: BinarizeSettings = task.job.settings
+    first = results[0]
+    inputs: dict[str, list[Piece]] = {}
+    for part, result in zip(task.plan.tasks, results, strict=True):
+        inputs.setdefault(str(part.path), []).extend([result["input"]] if result["input"]["bytes"] else [])
+    return new_sidecar(
+        tokenizer={
+            "type": settings.tokenizer_type.value,
+            "vocab_size": first["num_ids"],
+            "vocab_sha256": first["vocab_sha256"],
+            "files": tokenizer_files(settings),
+        },
+        eod_id=first["eod_id"],
+        inputs=[{"path": path, "pieces": pieces} for path, pieces in inputs.items()],
+        steps=steps_of(task.job),
+        bin_pieces=[result["tokens"][key] for result in results],
+        idx=idx,
+    )
+
+
+def _numbers(task: Task, kind: str) -> Numbers:
+    """The numbers of this kind of all slices, which stay on disk."""
+    return chained([whole_file(task.part(kind, index), "<i4") for index in range(len(task.plan.tasks))])

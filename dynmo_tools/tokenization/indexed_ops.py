@@ -1,0 +1,210 @@
+"""Whole indexed data sets: merged without touching their tokens, and converted between forms."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+
+from .._common.errors import UsageError
+from ..config.settings import IndexForm
+from ..formats.dataset import copy_pieces, encode_sidecar, read_sidecar, sidecar_path
+from ..formats.indexed import CODES, Index, bin_path, encode_index, idx_path, read_index
+from ..formats.numbers import but_first, chained, in_memory, shifted
+from ..io.atomic_write import sweep_temporaries
+from ..io.concat_files import copy_into
+from ..io.paths import check_new_outputs
+from .provenance import common_tokenizer, earlier_steps, new_sidecar, pieces_of
+
+BLOCK_TOKENS = 1 << 22
+
+
+def expand_prefixes(names: Sequence[str]) -> list[Path]:
+    """Prefixes from prefixes, ``.idx`` or ``.bin`` names, patterns of these, and folders, whose data sets are sorted.
+
+    A data set that is named twice is given twice, as Megatron's merge takes it; one pattern gives each data set once,
+    though it may match both of its files.
+
+    Raises:
+        UsageError: a name that gives no data set.
+    """
+    import glob
+
+    found: list[Path] = []
+    for name in names:
+        if os.path.isdir(name):
+            paths = sorted(map(str, Path(name).glob("*.idx")))
+        elif idx_path(Path(name)).exists():
+            paths = [name]
+        else:
+            found_names = [name] if os.path.exists(name) else glob.glob(name)
+            paths = sorted(path for path in found_names if path.endswith((".idx", ".bin")))
+        if not paths:
+            raise UsageError(
+                f"{name}: names no indexed data set; give a PREFIX of PREFIX.bin and PREFIX.idx, or a folder"
+            )
+        found += dict.fromkeys(Path(path.removesuffix(".idx").removesuffix(".bin")) for path in paths)
+    return found
+
+
+@contextlib.contextmanager
+def _new_dataset(prefix: Path) -> Iterator[tuple[IO[bytes], IO[bytes], IO[bytes]]]:
+    """The ``.bin``, sidecar and ``.idx`` to write: renamed in this order at the end, removed if the block fails.
+
+    An empty sidecar is not kept, nor is an older one.
+    """
+    prefix.parent.mkdir(parents=True, exist_ok=True)
+    targets = (bin_path(prefix), sidecar_path(prefix), idx_path(prefix))
+    for path in targets:
+        sweep_temporaries(path)
+    temporary = [path.with_name(f".{path.name}.tmp-{os.getpid()}") for path in targets]
+    try:
+        with contextlib.ExitStack() as stack:
+            tokens, sidecar, index = (stack.enter_context(open(path, "wb")) for path in temporary)
+            yield tokens, sidecar, index
+            for handle in (tokens, sidecar, index):
+                handle.flush()
+                os.fsync(handle.fileno())
+        for path in targets[1:]:
+            path.unlink(missing_ok=True)  # an old index or sidecar must not lie next to new tokens
+        for source, target in zip(temporary, targets, strict=True):
+            if source is not temporary[1] or source.stat().st_size:
+                os.replace(source, target)
+    finally:
+        for path in temporary:
+            path.unlink(missing_ok=True)
+
+
+def _check_output(inputs: Sequence[Path], output: Path, *, overwrite: bool) -> None:
+    """Refuse an output that is an input or cannot be written, and one that exists unless ``overwrite`` is set."""
+    if output.resolve() in {path.resolve() for path in inputs}:
+        raise UsageError(f"{output}: is both input and output; choose another output")
+    check_new_outputs([], [bin_path(output), idx_path(output)], overwrite=overwrite)
+
+
+def merged_index(indices: Sequence[Index], names: Sequence[Path], *, widen: bool) -> Index:
+    """The index of the data sets one behind the other.
+
+    Raises:
+        UsageError: their forms differ, or their types do and ``widen`` is not given.
+    """
+    forms = {index.form for index in indices}
+    if len(forms) > 1:
+        raise UsageError("the data sets have different forms; bring them to one with convert-indexed first")
+    dtype = indices[0].dtype
+    for index, name in zip(indices, names, strict=True):
+        if index.dtype == dtype:
+            continue
+        if not widen:
+            raise UsageError(
+                f"{name}: has tokens of type {index.dtype.name}, {names[0]} of {dtype.name}; "
+                "--widen writes all in the wider type"
+            )
+        dtype = np.promote_types(dtype, index.dtype)
+        if {dtype, index.dtype} == {np.dtype(np.uint16), np.dtype(np.int32)}:
+            dtype = np.dtype(np.int32)
+    if dtype not in CODES:
+        raise UsageError(f"the format has no type {dtype.name}")
+    if any((index.modes is None) != (indices[0].modes is None) for index in indices):
+        raise UsageError("some of the data sets are multimodal and some are not")
+    before = np.cumsum([0, *(len(index.lengths) for index in indices)])
+    documents = [shifted(but_first(index.documents), int(at)) for index, at in zip(indices, before, strict=False)]
+    modes = [index.modes for index in indices if index.modes is not None]
+    return Index(
+        form=indices[0].form,
+        dtype=dtype,
+        lengths=chained([index.lengths for index in indices]),
+        documents=chained([in_memory([0]), *documents]),
+        modes=chained(modes) if modes else None,
+    )
+
+
+def _cast_tokens(prefix: Path, index: Index, dtype: np.dtype[Any]) -> Iterator[bytes]:
+    """The tokens of a data set in another type, in blocks; ``UsageError`` for an id that it cannot represent."""
+    with open(bin_path(prefix), "rb") as source:
+        while payload := source.read(BLOCK_TOKENS * index.dtype.itemsize):
+            block = np.frombuffer(payload, dtype=index.dtype.newbyteorder("<"))
+            if index.dtype.kind != "f" and len(block):
+                limits = np.iinfo(dtype)
+                if int(block.max()) > limits.max or int(block.min()) < limits.min:
+                    raise UsageError(f"{prefix}: holds the id {block.max()}, which {dtype.name} cannot hold")
+            yield block.astype(dtype.newbyteorder("<")).tobytes()
+
+
+def _write(prefixes: Sequence[Path], indices: Sequence[Index], new: Index, output: Path, step: dict[str, Any]) -> None:
+    """Write the data sets one after another as ``output`` with the index ``new``.
+
+    It gets a sidecar where one of them has one; of the others every byte is read for its checksum.
+    """
+    sidecars = [read_sidecar(prefix) for prefix in prefixes]
+    has_sidecar = any(sidecar is not None for sidecar in sidecars)
+    tokenizer, eod_id = common_tokenizer(prefixes, sidecars)
+    with _new_dataset(output) as (tokens, sidecar, idx):
+        sources = [pieces_of(*pair) for pair in zip(prefixes, sidecars, strict=True)] if has_sidecar else []
+        if all(index.dtype == new.dtype for index in indices):
+            copy_into(tokens, [bin_path(prefix) for prefix in prefixes])
+            pieces = [piece for source in sources for piece in source]
+        else:
+            casts = (_cast_tokens(*pair, new.dtype) for pair in zip(prefixes, indices, strict=True))
+            pieces = [copy_pieces(cast, tokens) for cast in casts]
+        written = copy_pieces(encode_index(new), idx)
+        if has_sidecar:
+            named = zip(prefixes, sources, strict=True)
+            document = new_sidecar(
+                tokenizer=tokenizer,
+                eod_id=eod_id,
+                inputs=[{"path": str(bin_path(prefix)), "pieces": source} for prefix, source in named],
+                steps=[*(earlier_steps(sidecars[0]) if len(prefixes) == 1 else []), step],
+                bin_pieces=pieces,
+                idx=written,
+            )
+            sidecar.write(encode_sidecar(document))
+
+
+def merge_datasets(prefixes: Sequence[Path], output: Path, *, widen: bool = False, overwrite: bool = False) -> Index:
+    """Write the data sets one behind the other; the new index.
+
+    Raises:
+        UsageError: see ``merged_index``; an input is not sound; or two inputs have different vocabularies.
+    """
+    _check_output(prefixes, output, overwrite=overwrite)
+    indices = [read_index(prefix) for prefix in prefixes]
+    merged = merged_index(indices, prefixes, widen=widen)
+    _write(prefixes, indices, merged, output, {"step": "merge-indexed", "settings": {"widen": widen}})
+    return merged
+
+
+def convert_dataset(
+    prefix: Path, output: Path, form: IndexForm, dtype: np.dtype[Any] | None, *, overwrite: bool = False
+) -> Index:
+    """Write a data set in another form or type; the new index.
+
+    Args:
+        prefix: of the data set.
+        output: of the new one.
+        form: of the new index; ``cached`` and ``lazy`` take int32 tokens unless ``dtype`` says otherwise.
+        dtype: of the new tokens; None keeps what the form allows.
+        overwrite: replace an existing output.
+
+    Raises:
+        UsageError: an id that the new type cannot hold; modes, which only ``mmap`` carries.
+    """
+    _check_output([prefix], output, overwrite=overwrite)
+    index = read_index(prefix)
+    if form is not IndexForm.MMAP and index.modes is not None:
+        raise UsageError(f"{prefix}: is multimodal, which only mmap carries")
+    wide = np.dtype(np.int32) if form is not IndexForm.MMAP and index.dtype == np.dtype(np.uint16) else index.dtype
+    converted = Index(
+        form="mmap" if form is IndexForm.MMAP else "tnt",
+        dtype=dtype or wide,
+        lengths=index.lengths,
+        documents=index.documents,
+        modes=index.modes,
+    )
+    settings = {"to": form.value, "dtype": converted.dtype.name}
+    _write([prefix], [index], converted, output, {"step": "convert-indexed", "settings": settings})
+    return converted

@@ -1,0 +1,129 @@
+"""What the sidecars of new data sets state: which inputs, tokenizer and settings they were made of."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from .. import __version__
+from .._common.document import envelope
+from .._common.errors import UsageError
+from ..config.options import files_of, jsonable
+from ..formats.dataset import FORMAT, VERSION, Piece, digest_file, digest_settings, sidecar_path
+from ..formats.indexed import bin_path
+from ..formats.workfiles import PLAN, SUMMARY, TASK
+from ..runner.registry import default_work
+from ..runner.task_manifest import Job, load_plan
+
+MAX_EARLIER_STEPS = 64
+
+
+def new_sidecar(
+    *,
+    tokenizer: Mapping[str, Any] | None,
+    eod_id: int | None,
+    inputs: Sequence[Mapping[str, Any]],
+    steps: list[dict[str, Any]],
+    bin_pieces: Sequence[Piece],
+    idx: Piece,
+) -> dict[str, Any]:
+    """The document of a sidecar, dated now; see ``formats/dataset.md`` for the fields."""
+    return {
+        **envelope(FORMAT, VERSION, f"dynmo-prep {__version__}"),
+        "tokenizer": tokenizer,
+        "eod_id": eod_id,
+        "inputs": list(inputs),
+        "recipe": {"sha256": digest_settings(steps), "steps": steps},
+        "bin": {"pieces": [piece for piece in bin_pieces if piece["bytes"]]},
+        "idx": idx,
+    }
+
+
+def steps_of(job: Job) -> list[dict[str, Any]]:
+    """The steps that made a job's output: those that made its only input, as far as they are known, then its own."""
+    settings = jsonable(job.settings, data_only=True)
+    for field in dataclasses.fields(job.settings):
+        if field.metadata["file"]:
+            settings.pop(field.name, None)  # where a file lies does not shape the data; its content has a digest
+    own = {"step": job.step, "settings": {**settings, "repair_utf8": job.limits.repair_utf8}}
+    return [*(_steps_before(job.inputs[0]) if len(job.inputs) == 1 else []), own]
+
+
+def _steps_before(path: Path) -> list[dict[str, Any]]:
+    """The steps of the runs whose work folders lie next to their outputs, from ``path`` backwards."""
+    steps: list[dict[str, Any]] = []
+    for _ in range(MAX_EARLIER_STEPS):
+        work = default_work(path)
+        try:
+            summary = SUMMARY.read(work / "summary.json")
+            marker = TASK.read(work / "done" / "join-00000.json")
+            stored = PLAN.read(work / "plan.json")
+            plan = load_plan(work)
+            if marker["outputs"].get(str(path)) != path.stat().st_size:
+                break  # the file was replaced since
+        except (OSError, KeyError, TypeError, AttributeError, UsageError):
+            break
+        steps.insert(0, {"step": str(summary["step"]), "settings": dict(stored["settings"])})
+        if len(plan.sources) != 1:
+            break
+        path = plan.sources[0].path
+    return steps
+
+
+def tokenizer_files(settings: Any) -> list[dict[str, Any]]:
+    """Name, bytes and digest of each file that the settings name."""
+    return [{"name": path.name, **digest_file(path)} for path in files_of(settings)]
+
+
+def common_tokenizer(
+    prefixes: Sequence[Path], sidecars: Sequence[Mapping[str, Any] | None]
+) -> tuple[dict[str, Any] | None, int | None]:
+    """The tokenizer and end-of-document id of data sets that are merged; None where they are not known or not equal.
+
+    Raises:
+        UsageError: two of them have different vocabularies.
+    """
+    known = [
+        (prefix, sidecar)
+        for prefix, sidecar in zip(prefixes, sidecars, strict=True)
+        if sidecar is not None and sidecar["tokenizer"] is not None
+    ]
+    for prefix, sidecar in known[1:]:
+        first, mine = known[0][1]["tokenizer"], sidecar["tokenizer"]
+        if mine["vocab_sha256"] != first["vocab_sha256"]:
+            raise UsageError(
+                f"{prefix} has the vocabulary of {describe_tokenizer(mine)}, {known[0][0]} that of "
+                f"{describe_tokenizer(first)}: an id has one meaning in a data set; binarize both with one tokenizer"
+            )
+    if len(known) < len(prefixes):
+        return None, None
+    ends = {sidecar["eod_id"] for _, sidecar in known}
+    return dict(known[0][1]["tokenizer"]), ends.pop() if len(ends) == 1 else None
+
+
+def describe_tokenizer(tokenizer: Mapping[str, Any]) -> str:
+    """A tokenizer in a message: its type, files, size and the first digits of its vocabulary's digest."""
+    files = ", ".join(file["name"] for file in tokenizer["files"]) or "no file"
+    return (
+        f"a {tokenizer['type']} ({files}; {tokenizer['vocab_size']:,} ids; vocabulary {tokenizer['vocab_sha256'][:8]})"
+    )
+
+
+def pieces_of(prefix: Path, sidecar: Mapping[str, Any] | None) -> list[Piece]:
+    """The pieces of ``PREFIX.bin``: those of its sidecar, else one that is read now."""
+    if sidecar is not None:
+        stated, size = sum(piece["bytes"] for piece in sidecar["bin"]["pieces"]), bin_path(prefix).stat().st_size
+        if stated != size:
+            raise UsageError(
+                f"{sidecar_path(prefix)}: is of a .bin of {stated} bytes; {bin_path(prefix)} has {size}: "
+                "remove the sidecar if it is old"
+            )
+        return list(sidecar["bin"]["pieces"])
+    return [piece for piece in [digest_file(bin_path(prefix))] if piece["bytes"]]
+
+
+def earlier_steps(sidecar: Mapping[str, Any] | None) -> list[dict[str, Any]]:
+    """The steps that made a data set, as its sidecar states them."""
+    return [] if sidecar is None else list(sidecar["recipe"]["steps"])

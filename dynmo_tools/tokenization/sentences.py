@@ -1,0 +1,86 @@
+"""Cut English-like text into sentences by rules: no model, no data files.
+
+A sentence ends at ``.``, ``!`` or ``?`` (and closing quotes or brackets) before white space and a likely beginning,
+unless the full stop belongs to an abbreviation, an initial or a number of a list.
+"""
+
+from __future__ import annotations
+
+import re
+
+from ..config.settings import SplitSentencesSettings
+from ..runner.parts import MapWriter, map_phases
+from ..runner.task import Phase, Task
+from ..runner.task_manifest import Plan
+
+END = re.compile(r"[.!?\u3002\uff01\uff1f]+[\"'\u2019\u201d)\]]*\s+")
+LAST_WORD = re.compile(r"([^\s(\[\"'\u2018\u201c]+)$")
+# fmt: off
+ABBREVIATIONS = frozenset((
+    "mr", "mrs", "ms", "dr", "prof", "rev", "gen", "col", "capt", "lt", "sgt", "sen", "rep", "gov", "hon", "st",
+    "jr", "sr", "messrs", "vs", "etc", "al", "cf", "eg", "ie", "e.g", "i.e", "p", "pp", "vol", "no", "fig", "figs",
+    "eq", "ed", "eds", "inc", "ltd", "co", "corp", "dept", "univ", "assn", "bros", "jan", "feb", "mar", "apr",
+    "jun", "jul", "aug", "sep", "sept", "oct", "nov", "dec", "approx", "u.s", "u.k", "u.n", "d.c", "a.m", "p.m",
+    "ph.d", "b.c", "a.d",
+))
+NEVER_LAST = frozenset((
+    "mr", "mrs", "ms", "dr", "prof", "rev", "gen", "col", "capt", "lt", "sgt", "sen", "rep", "gov", "hon", "st",
+    "messrs", "vs", "cf", "e.g", "i.e", "eg", "ie",
+))
+# fmt: on
+
+
+def ends_sentence(before: str, after: str) -> bool:
+    """Whether a run of end marks between ``before`` and ``after`` ends a sentence.
+
+    Args:
+        before: the text up to and with the marks, without white space behind.
+        after: the text behind the white space.
+    """
+    marks = before.rstrip("\"'\u2019\u201d)]")
+    if not marks.endswith(".") or marks.endswith(".."):
+        return not after[:1].islower()
+    word = LAST_WORD.search(marks[:-1])
+    if after[:1].islower():
+        return False
+    if word is None:
+        return True
+    last = word.group(1).lower()
+    if last in NEVER_LAST or (len(last) == 1 and last.isalpha() and last != "i"):
+        return False
+    if last in ABBREVIATIONS:
+        return after[:1].isupper() and last not in {"no", "p", "pp", "fig", "vol", "jan", "feb"}
+    return not (last.isdigit() and len(last) <= 2 and marks[: -len(last) - 1].rstrip(" ")[-1:] in ("", "\n"))
+
+
+def spans(text: str) -> list[tuple[int, int, int]]:
+    """The sentences of ``text`` as (begin, end, end with the white space behind)."""
+    found = []
+    begin = len(text) - len(text.lstrip())
+    for match in END.finditer(text, begin):
+        end = match.start() + len(match.group().rstrip())
+        if match.end() < len(text) and ends_sentence(text[begin:end], text[match.end() : match.end() + 1]):
+            found.append((begin, end, match.end()))
+            begin = match.end()
+    if text[begin:].strip():
+        found.append((begin, len(text.rstrip()), len(text)))
+    return found
+
+
+def split_sentences(text: str, *, keep_newlines: bool = False) -> list[str]:
+    """The sentences of ``text``; with ``keep_newlines`` each keeps the white space behind it."""
+    return [text[begin : (wide if keep_newlines else end)] for begin, end, wide in spans(text)]
+
+
+def split_phases(plan: Plan) -> list[Phase]:
+    """The phases of ``split-sentences``."""
+    return map_phases(plan, "tokenization.sentences:split_slice")
+
+
+def split_slice(task: Task) -> None:
+    """Task function: the documents of one slice, each sentence on a line of its own."""
+    settings: SplitSentencesSettings = task.job.settings
+    writer = MapWriter(task)
+    for row, text in task.documents(settings.json_key):
+        lines = (" ".join(sentence.split()) for sentence in split_sentences(text))
+        writer.keep(row, settings.json_key, text, "\n".join(lines))

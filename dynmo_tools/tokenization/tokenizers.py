@@ -1,0 +1,544 @@
+"""Tokenizers behind one small face: texts in, one flat array of ids and the length of each text out.
+
+Nothing here uses the network. BPE runs on gigatoken where that library reads the tokenizer and gives the ids of the
+``tokenizers`` or ``sentencepiece`` library on a set of probes, and on that library otherwise. Libraries differ in what
+they make of special tokens that are written in a text, such as a literal ``</s>``: where they do, only the texts that
+contain one are encoded by the slower library.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from .._common.document import MAX_TABLE_BYTES, check_regular, parse_any_json, read_text, short_repr
+from .._common.errors import MissingExtraError, UsageError
+from ..config.settings import Engine, TokenizerType
+
+GROWTH_BYTES = 96 << 20
+PROBES = (
+    "It's 2024, and they'll\tsee:  12,345.67 things\n\n\n  indented  ",
+    "Grüße, naïve café — “quotes” … 日本語のテキスト 한국어 עברית العربية",
+    "def f(x):\n    return x**2  # CamelCase snake_case UPPER\r\n",
+    "😀👩‍👩‍👧 e\u0301 \u00a0\u2003\ufeff ½ ² <|endoftext|> <s></s> [CLS]",
+    "",
+    " ",
+)
+BERT_MAX_WORD_CHARACTERS = 200
+SPACE_MARK = "\u2581"
+NORMAL_PIECE = 1
+SPECIAL_KINDS = (2, 3, 4, 5)  # unknown, control, user-defined, unused
+OTHER_IDS = "it gives other ids"
+
+Ids = npt.NDArray[Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Encoded:
+    """A batch of tokenized texts: all ids ``[tokens]``, and the number of ids of each text ``[texts]``."""
+
+    ids: Ids
+    lengths: npt.NDArray[np.int64]
+
+
+class Tokenizer(Protocol):
+    """What binarize and clean need of a tokenizer.
+
+    Attributes:
+        num_ids: one above the largest id that it can give, added tokens included.
+    """
+
+    num_ids: int
+
+    def encode_batch(self, texts: Sequence[str], /) -> Encoded:
+        """The ids of each text."""
+
+    def token_id(self, token: str | None, /) -> int | None:
+        """The id of a token of the vocabulary, or of the tokenizer's own end-of-document token for None."""
+
+    def vocabulary(self) -> Mapping[str, int]:
+        """Every token and its id, added tokens included."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenizerFiles:
+    """What a tokenizer is made of."""
+
+    kind: TokenizerType = TokenizerType.HUGGING_FACE
+    model: Path | None = None
+    vocab: Path | None = None
+    merges: Path | None = None
+    engine: Engine = Engine.AUTO
+
+
+def import_or_extra(name: str, extra: str = "prep") -> Any:
+    """Import an optional module; ``MissingExtraError`` names the extra that brings it."""
+    import importlib
+
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise MissingExtraError(name, extra) from error
+
+
+def from_lists(encoded: Sequence[Sequence[int]]) -> Encoded:
+    """A batch from one list of ids a text."""
+    lengths = np.fromiter(map(len, encoded), dtype=np.int64, count=len(encoded))
+    total = int(lengths.sum())
+    return Encoded(
+        ids=np.fromiter(itertools.chain.from_iterable(encoded), dtype=np.int64, count=total), lengths=lengths
+    )
+
+
+def ids_of(definition: str, source: str) -> dict[str, int]:
+    """Every token of a ``tokenizer.json`` and its id, added tokens included."""
+    try:
+        document = parse_any_json(definition, MAX_TABLE_BYTES)
+        vocabulary = document["model"]["vocab"]
+        added = {token["content"]: token["id"] for token in document.get("added_tokens") or ()}
+    except (ValueError, KeyError, TypeError) as error:
+        raise UsageError(f"{source}: is no tokenizer.json: {error!r}") from error
+    if isinstance(vocabulary, list):  # unigram: [piece, score] pairs in the order of their ids
+        vocabulary = {piece: number for number, (piece, _) in enumerate(vocabulary)}
+    return {**vocabulary, **added}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Definition:
+    """A ``tokenizer.json``: its text, where it came from, its tokens and the one that ends documents by default."""
+
+    text: str
+    source: str
+    ids: dict[str, int]
+    default_eod: str
+
+    @property
+    def num_ids(self) -> int:
+        """One above the largest id."""
+        return max(self.ids.values(), default=-1) + 1
+
+    def token_id(self, token: str | None) -> int | None:
+        """The id of a token, of the default end-of-document token for None."""
+        return self.ids.get(self.default_eod if token is None else token)
+
+    def vocabulary(self) -> Mapping[str, int]:
+        """Every token and its id."""
+        return self.ids
+
+    def added_tokens(self) -> list[str]:
+        """The tokens that are found in a text before it is split."""
+        added = parse_any_json(self.text, MAX_TABLE_BYTES).get("added_tokens") or ()
+        return [str(token["content"]) for token in added]
+
+
+class HuggingFaceTokenizer:
+    """A ``tokenizer.json`` run by the ``tokenizers`` library."""
+
+    def __init__(self, definition: Definition) -> None:
+        library = import_or_extra("tokenizers")
+        try:
+            self._tokenizer = library.Tokenizer.from_str(definition.text)
+        except Exception as error:
+            raise UsageError(f"{definition.source}: is nothing that the tokenizers library reads: {error}") from error
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        self.num_ids = definition.num_ids
+        self.token_id = definition.token_id
+        self.vocabulary = definition.vocabulary
+
+    def encode_batch(self, texts: Sequence[str]) -> Encoded:
+        """The ids of each text, without the special tokens that a model's template would add."""
+        encoded = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
+        return from_lists([one.ids for one in encoded])
+
+
+def resident_bytes() -> int:
+    """The memory of this process that is in RAM, in bytes; 0 where the system does not tell."""
+    try:
+        with open("/proc/self/statm", encoding="ascii") as handle:
+            return int(handle.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except OSError:
+        return 0
+
+
+class GigatokenTokenizer:
+    """A BPE tokenizer run by gigatoken, which keeps every word that it met: it is made anew when it has grown."""
+
+    def __init__(self, definition: Definition) -> None:
+        self._definition = definition
+        self.num_ids = definition.num_ids
+        self.token_id = definition.token_id
+        self.vocabulary = definition.vocabulary
+        self._renew()
+
+    def _renew(self) -> None:
+        self._encode = import_or_extra("gigatoken").Tokenizer.from_json(self._definition.text).encode
+        self._limit = resident_bytes() + GROWTH_BYTES
+
+    def encode_batch(self, texts: Sequence[str]) -> Encoded:
+        """The ids of each text."""
+        arrays = [self._encode(text) for text in texts]
+        if resident_bytes() > self._limit:
+            self._renew()
+        lengths = np.fromiter(map(len, arrays), dtype=np.int64, count=len(arrays))
+        return Encoded(ids=np.concatenate(arrays) if arrays else np.zeros(0, dtype=np.uint32), lengths=lengths)
+
+
+def _agree(first: Tokenizer, second: Tokenizer, texts: Sequence[str]) -> bool:
+    return same_ids(first.encode_batch(texts), second.encode_batch(texts))
+
+
+def same_ids(first: Encoded, second: Encoded) -> bool:
+    """Whether two batches are the same."""
+    return np.array_equal(first.ids, second.ids) and np.array_equal(first.lengths, second.lengths)
+
+
+class RoutedTokenizer:
+    """Encodes texts that contain one of some strings by an exact tokenizer, all others by a fast one.
+
+    Args:
+        fast: gives the same ids for texts without the strings.
+        exact: defines the ids.
+        strings: the strings; U+2581 in them and in texts is a space, as in SentencePiece.
+    """
+
+    def __init__(self, fast: Tokenizer, exact: Tokenizer, strings: Iterable[str]) -> None:
+        self._fast, self._exact = fast, exact
+        self._pattern = special_pattern(strings)
+        self.num_ids = exact.num_ids
+        self.token_id = exact.token_id
+        self.vocabulary = exact.vocabulary
+
+    def encode_batch(self, texts: Sequence[str]) -> Encoded:
+        """The ids of each text."""
+        special = [self._is_special(text) for text in texts]
+        if not any(special):
+            return self._fast.encode_batch(texts)
+        encoded = []
+        for wanted, tokenizer in ((False, self._fast), (True, self._exact)):
+            chosen = [text for text, is_special in zip(texts, special, strict=True) if is_special is wanted]
+            batch = tokenizer.encode_batch(chosen)
+            encoded.append(iter(np.split(batch.ids, np.cumsum(batch.lengths)[:-1]) if chosen else []))
+        arrays = [next(encoded[is_special]) for is_special in special]
+        lengths = np.fromiter(map(len, arrays), dtype=np.int64, count=len(arrays))
+        return Encoded(ids=np.concatenate(arrays).astype(np.int64), lengths=lengths)
+
+    def _is_special(self, text: str) -> bool:
+        # A model may put a space before each text, which begins a string of spaces.
+        return self._pattern.search(" " + text.replace(SPACE_MARK, " ")) is not None
+
+
+def special_pattern(strings: Iterable[str]) -> re.Pattern[str]:
+    """Finds any of some strings, none of which is empty; nothing where there are none."""
+    spelled = {string.replace(SPACE_MARK, " ") for string in strings if string}
+    return re.compile("|".join(map(re.escape, sorted(spelled))) or r"(?!)")
+
+
+def plain_probes(strings: Iterable[str]) -> list[str]:
+    """The probes with a letter in place of some strings."""
+    pattern = special_pattern(strings)
+    probes = [pattern.sub("x", probe) for probe in PROBES]
+    return [probe for probe in probes if pattern.search(" " + probe) is None]
+
+
+def special_probes(strings: Iterable[str]) -> list[str]:
+    """Texts that contain some strings in all kinds of places."""
+    return [text for s in strings for text in (s, f"a{s}b", f"a {s} b", f" {s}{s}", f"{s} \n{s.upper()}A")]
+
+
+def with_engine(definition: Definition, engine: Engine, *, trusted: bool = False) -> Tokenizer:
+    """A tokenizer on the fastest library that gives the ids that ``tokenizers`` gives.
+
+    Args:
+        definition: the tokenizer.
+        engine: which library is wanted.
+        trusted: its rules are known to be the same in both, and are not probed.
+
+    Raises:
+        UsageError: the engine was named and cannot do it.
+    """
+    if engine is Engine.TOKENIZERS:
+        return HuggingFaceTokenizer(definition)
+    try:
+        fast = GigatokenTokenizer(definition)
+        if trusted:
+            return fast
+        exact, strings = HuggingFaceTokenizer(definition), definition.added_tokens()
+        if _agree(fast, exact, plain_probes(strings)):
+            return (
+                fast
+                if _agree(fast, exact, [*PROBES, *special_probes(strings)])
+                else RoutedTokenizer(fast, exact, strings)
+            )
+        fault = OTHER_IDS
+    except Exception as error:  # noqa: BLE001 - whatever gigatoken cannot do, tokenizers does
+        fault = str(error)
+    if engine is Engine.GIGATOKEN:
+        raise UsageError(f"{definition.source}: gigatoken does not run it ({fault}); use --engine tokenizers")
+    return HuggingFaceTokenizer(definition)
+
+
+def _needed(path: Path | None, flag: str, kind: TokenizerType) -> Path:
+    if path is None:
+        raise UsageError(f"--tokenizer-type {kind.value} needs {flag}")
+    check_regular(path)  # the libraries that open it would wait for a FIFO
+    return path
+
+
+def _text(path: Path) -> str:
+    return read_text(path, MAX_TABLE_BYTES)
+
+
+def _vocabulary(path: Path) -> dict[str, int]:
+    try:
+        vocabulary = parse_any_json(_text(path), MAX_TABLE_BYTES)
+    except ValueError as error:
+        raise UsageError(f"{path}: is no JSON: {error}") from error
+    if not isinstance(vocabulary, dict) or not all(type(value) is int for value in vocabulary.values()):
+        raise UsageError(f"{path}: must be an object of tokens and their ids")
+    return vocabulary
+
+
+def gpt2_definition(vocab: Path, merges: Path) -> Definition:
+    """The ``tokenizer.json`` of GPT-2's two files; its end-of-text token is an entry, and never met in text."""
+    ids = _vocabulary(vocab)
+    lines = _merge_lines(_text(merges))
+    for number, line in enumerate(lines):
+        pair = line.split(" ")
+        if len(pair) != 2 or "".join(pair) not in ids:
+            raise UsageError(f"{merges}: merge {number} is {short_repr(line)}, which makes no token of {vocab}")
+    return _gpt2(ids, lines, str(vocab))
+
+
+def built_in_gpt2() -> Definition:
+    """GPT-2's own tokenizer, from the merges that come with the program: its vocabulary follows from them."""
+    from importlib import resources
+
+    name = "gpt2-merges.txt"
+    lines = _merge_lines((resources.files(__package__) / name).read_text(encoding="utf-8"))
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = (chr(256 + at) for at in range(256 - len(printable)))
+    tokens = [*map(chr, printable), *others, *(line.replace(" ", "") for line in lines), "<|endoftext|>"]
+    return _gpt2({token: at for at, token in enumerate(tokens)}, lines, name)
+
+
+def _merge_lines(text: str) -> list[str]:
+    return [line for line in text.split("\n") if line and not line.startswith("#version")]
+
+
+def _gpt2(ids: dict[str, int], merges: list[str], source: str) -> Definition:
+    level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
+    document: dict[str, Any] = {
+        "version": "1.0",
+        "added_tokens": [],
+        "normalizer": None,
+        "pre_tokenizer": level,
+        "post_processor": None,
+        "decoder": level,
+        "model": {"type": "BPE", "vocab": ids, "merges": merges},
+    }
+    return Definition(text=json.dumps(document), source=source, ids=ids, default_eod="<|endoftext|>")
+
+
+def bert_definition(vocab: Path, *, lower: bool) -> Definition:
+    """The ``tokenizer.json`` of a WordPiece vocabulary, one token a line; no token is special in text."""
+    tokens = _text(vocab).rstrip("\n").split("\n")
+    ids = {token.rstrip("\r"): number for number, token in enumerate(tokens)}
+    if "[UNK]" not in ids:
+        raise UsageError(f"{vocab}: has no [UNK], which a WordPiece vocabulary needs")
+    document: dict[str, Any] = {
+        "version": "1.0",
+        "added_tokens": [],
+        "normalizer": {
+            "type": "BertNormalizer",
+            "clean_text": True,
+            "handle_chinese_chars": True,
+            "strip_accents": lower,
+            "lowercase": lower,
+        },
+        "pre_tokenizer": {"type": "BertPreTokenizer"},
+        "post_processor": None,
+        "decoder": {"type": "WordPiece", "prefix": "##", "cleanup": True},
+        "model": {
+            "type": "WordPiece",
+            "unk_token": "[UNK]",
+            "continuing_subword_prefix": "##",
+            "max_input_chars_per_word": BERT_MAX_WORD_CHARACTERS,
+            "vocab": ids,
+        },
+    }
+    return Definition(text=json.dumps(document), source=str(vocab), ids=ids, default_eod="[SEP]")
+
+
+def _fields(message: bytes) -> Iterator[tuple[int, int | bytes]]:
+    """The fields of a protobuf message: number, and value or bytes."""
+
+    def varint(at: int) -> tuple[int, int]:
+        value = shift = 0
+        while True:
+            value |= (message[at] & 0x7F) << shift
+            at, shift = at + 1, shift + 7
+            if message[at - 1] < 0x80:
+                return value, at
+
+    at = 0
+    while at < len(message):
+        key, at = varint(at)
+        if key & 7 == 0:
+            value, at = varint(at)
+            yield key >> 3, value
+            continue
+        size, begin = varint(at) if key & 7 == 2 else ({1: 8, 5: 4}[key & 7], at)
+        at = begin + size
+        yield key >> 3, message[begin:at]
+
+
+def piece_kinds(model: bytes) -> Iterator[tuple[str, int]]:
+    """The pieces of a SentencePiece model and their types; its Python library does not report user-defined pieces."""
+    for number, piece in _fields(model):
+        if number == 1 and isinstance(piece, bytes):
+            fields = dict(_fields(piece))
+            name, kind = fields.get(1, b""), fields.get(3, NORMAL_PIECE)
+            if isinstance(name, bytes) and isinstance(kind, int):
+                yield name.decode("utf-8", "replace"), kind
+
+
+class SentencePieceTokenizer:
+    """A SentencePiece model run by the ``sentencepiece`` library."""
+
+    def __init__(self, model: Path, *, begin: bool) -> None:
+        library = import_or_extra("sentencepiece")
+        if not model.is_file():
+            raise UsageError(f"{model}: no such file")
+        try:
+            self._model = library.SentencePieceProcessor(model_file=str(model))
+        except (RuntimeError, OSError) as error:
+            raise UsageError(f"{model}: is no SentencePiece model: {error}") from error
+        self.num_ids: int = self._model.vocab_size()
+        self.begin_id: int | None = self._model.bos_id() if begin else None
+
+    def encode_batch(self, texts: Sequence[str]) -> Encoded:
+        """The ids of each text, behind the model's begin token where the type has one."""
+        return from_lists(
+            self._model.encode(list(texts), out_type=int, add_bos=self.begin_id is not None, num_threads=1)
+        )
+
+    def special_pieces(self) -> list[str]:
+        """The pieces that are not made by merging: unknown, control, user-defined and unused ones."""
+        return [piece for piece, kind in piece_kinds(self._model.serialized_model_proto()) if kind in SPECIAL_KINDS]
+
+    def token_id(self, token: str | None) -> int | None:
+        """The id of a piece, or of the model's end token for None; None where there is none."""
+        found: int = self._model.eos_id() if token is None else self._model.piece_to_id(token)
+        if found < 0 or (token is not None and self._model.id_to_piece(found) != token):
+            return None
+        return found
+
+    def vocabulary(self) -> Mapping[str, int]:
+        """Every piece and its id."""
+        return {self._model.id_to_piece(number): number for number in range(self.num_ids)}
+
+
+class FastSentencePieceTokenizer:
+    """A SentencePiece BPE model run by gigatoken, checked against ``sentencepiece``."""
+
+    def __init__(self, model: Path, reference: SentencePieceTokenizer) -> None:
+        self._tokenizer = import_or_extra("gigatoken").Tokenizer.from_sentencepiece(model)
+        self._reference = reference
+        self._model = model
+        self.num_ids = reference.num_ids
+        self._limit = resident_bytes() + GROWTH_BYTES
+
+    def encode_batch(self, texts: Sequence[str]) -> Encoded:
+        """The ids of each text."""
+        encoded = self._tokenizer.encode_batch_list(list(texts), parallel=False)
+        if resident_bytes() > self._limit:
+            self._tokenizer = import_or_extra("gigatoken").Tokenizer.from_sentencepiece(self._model)
+            self._limit = resident_bytes() + GROWTH_BYTES
+        begin = self._reference.begin_id
+        return from_lists(encoded if begin is None else [[begin, *ids] for ids in encoded])
+
+    def token_id(self, token: str | None) -> int | None:
+        """The id of a piece, or of the model's end token for None."""
+        return self._reference.token_id(token)
+
+    def vocabulary(self) -> Mapping[str, int]:
+        """Every piece and its id."""
+        return self._reference.vocabulary()
+
+
+def _sentence_piece(files: TokenizerFiles) -> Tokenizer:
+    model = _needed(files.model, "--tokenizer-model", files.kind)
+    exact = SentencePieceTokenizer(model, begin=files.kind is TokenizerType.LLAMA)
+    if files.engine is Engine.TOKENIZERS:
+        return exact
+    try:
+        strings = exact.special_pieces()
+        fast = FastSentencePieceTokenizer(model, exact)
+        if _agree(fast, exact, plain_probes(strings)):
+            return RoutedTokenizer(fast, exact, strings)
+        fault = OTHER_IDS
+    except Exception as error:  # noqa: BLE001 - whatever gigatoken cannot do, sentencepiece does
+        fault = str(error)
+    if files.engine is Engine.GIGATOKEN:
+        raise UsageError(f"{model}: gigatoken does not run it ({fault}); use --engine tokenizers")
+    return exact
+
+
+class WhitespaceTokenizer:
+    """Words between white space, looked up in a JSON vocabulary; ``<unk>`` for others."""
+
+    def __init__(self, vocab: Path) -> None:
+        self._vocabulary = _vocabulary(vocab)
+        unknown = self._vocabulary.get("<unk>")
+        if unknown is None:
+            raise UsageError(f"{vocab}: has no <unk>, which stands for unknown words")
+        self._unknown = unknown
+        self.num_ids = max(self._vocabulary.values()) + 1
+
+    def encode_batch(self, texts: Sequence[str]) -> Encoded:
+        """The ids of each text."""
+        get, unknown = self._vocabulary.get, self._unknown
+        return from_lists([[get(word, unknown) for word in text.split()] for text in texts])
+
+    def token_id(self, token: str | None) -> int | None:
+        """The id of a word, ``<|endoftext|>`` for None."""
+        return self._vocabulary.get("<|endoftext|>" if token is None else token)
+
+    def vocabulary(self) -> Mapping[str, int]:
+        """Every word and its id."""
+        return self._vocabulary
+
+
+def load_tokenizer(files: TokenizerFiles) -> Tokenizer:
+    """The tokenizer that these files make.
+
+    Raises:
+        UsageError: a file is missing, unreadable or of another kind.
+    """
+    kind = files.kind
+    if kind is TokenizerType.HUGGING_FACE:
+        path = _needed(files.model, "--tokenizer", kind)
+        text = _text(path)
+        definition = Definition(text=text, source=str(path), ids=ids_of(text, str(path)), default_eod="<|endoftext|>")
+        return with_engine(definition, files.engine)
+    if kind is TokenizerType.GPT2:
+        vocab, merges = _needed(files.vocab, "--vocab-file", kind), _needed(files.merges, "--merge-file", kind)
+        return with_engine(gpt2_definition(vocab, merges), files.engine, trusted=True)
+    if kind in (TokenizerType.SENTENCE_PIECE, TokenizerType.LLAMA):
+        return _sentence_piece(files)
+    vocab = _needed(files.vocab, "--vocab-file", kind)
+    if files.engine is Engine.GIGATOKEN:
+        raise UsageError(f"--engine gigatoken: it runs BPE only, and {kind.value} is not; leave --engine out")
+    if kind is TokenizerType.WHITESPACE:
+        return WhitespaceTokenizer(vocab)
+    return HuggingFaceTokenizer(bert_definition(vocab, lower=kind is TokenizerType.BERT_LOWER))

@@ -1,0 +1,1 @@
+"""URL filters and a polite fetcher: what to download, in which order, by which rules."""
