@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .._common.portable import read_into
-from ..faults import CorruptError, StorageError
+from ..errors import CorruptError, StorageError
 from .checks import Part, SourceChecks, altered, joined
 from .files import open_file
 from .safetensors import StoredArray

@@ -1,1 +1,1 @@
-"""Name maps as data: one JSON table a foreign format, read in both directions."""
+"""Names and layouts of other formats as data: one JSON table a format, and the code that applies it both ways."""

@@ -207,7 +207,7 @@ def test_the_type_of_the_weights(ckpt, native, tmp_path):
 def test_every_number_is_rounded_as_torch_rounds():
     import torch
 
-    from dynmo_ckpt.panels import cast
+    from dynmo_ckpt.tensors.tiled_copy import cast
 
     words = np.random.default_rng(0).integers(0, 1 << 32, 200_000, dtype=np.uint32)
     words[:6] = [0x7F800000, 0xFF800000, 0x7FC00000, 0x7F7FFFFF, 0x3F808000, 0x3F818000]

@@ -14,10 +14,11 @@ from dynmo_balance import devices, importing, modelconfig, recipes, source
 from dynmo_balance.formats import plan as balance_plan
 from dynmo_balance.formats import profile as balance_profile
 from dynmo_balance.formats import tail
-from dynmo_ckpt import huggingface, native
 from dynmo_ckpt._common.errors import DynmoError as CkptError
+from dynmo_ckpt.huggingface import files
 from dynmo_ckpt.io.files import open_file
 from dynmo_ckpt.io.safetensors import read_index
+from dynmo_ckpt.native import checkpoint
 from dynmo_tools._common.errors import DynmoError as PrepError
 from dynmo_tools.config import options
 from dynmo_tools.io import jsonl
@@ -76,10 +77,10 @@ READERS = {
     "vocabulary of dynmo-prep": lambda path: tokenizers._vocabulary(path),
 }
 FOLDERS = {
-    "manifest of dynmo-ckpt": ("manifest.json", native.load_manifest),
+    "manifest of dynmo-ckpt": ("manifest.json", checkpoint.load_manifest),
     "manifest of dynmo-train": ("manifest.json", train_reader._load_manifest),
-    "Hugging Face config": ("config.json", huggingface.read_config),
-    "weight index": ("model.safetensors.index.json", huggingface.read_tensors),
+    "Hugging Face config": ("config.json", files.read_config),
+    "weight index": ("model.safetensors.index.json", files.read_tensors),
     "task manifest": ("plan.json", task_manifest.load_plan),
     "RACE": ("1.txt", pairs.read_race),
 }

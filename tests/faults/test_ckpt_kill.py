@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 from dynmo_ckpt._common.console import progress
-from dynmo_ckpt.verify import full_findings
+from dynmo_ckpt.operations.verify import full_findings
 from dynmo_train.checkpoint import find_checkpoint, remove_stale_staging
 
 UNIT = Path(__file__).parents[1] / "unit"

@@ -11,13 +11,13 @@ import pytest
 import torch
 
 from dynmo_ckpt._common.errors import DynmoError
-from dynmo_ckpt.carried import carried_config, source_of
 from dynmo_ckpt.cli import main
-from dynmo_ckpt.config_keys import complete_config, irrelevant_keys, key_table
-from dynmo_ckpt.faults import CorruptError, UnsupportedError
-from dynmo_ckpt.hf_models import ARCHITECTURES, hf_config, hf_model
-from dynmo_ckpt.logits import _dtype_argument, fixed_tokens, hf_difference, hf_logits
-from dynmo_ckpt.sources import open_hf
+from dynmo_ckpt.errors import CorruptError, UnsupportedError
+from dynmo_ckpt.huggingface.config_keys import complete_config, irrelevant_keys, key_table
+from dynmo_ckpt.huggingface.models import ARCHITECTURES, hf_config, hf_model
+from dynmo_ckpt.huggingface.source_config import carried_config, source_of
+from dynmo_ckpt.operations.logits import _dtype_argument, fixed_tokens, hf_difference, hf_logits
+from dynmo_ckpt.readers.detect import open_hf
 
 SIZES = {
     "hidden_size": 16,
@@ -267,7 +267,7 @@ def test_dtype_argument_of_a_release_is_the_one_that_it_reads(version, name):
 
 
 def test_a_model_above_the_budget_is_not_compared(run, tmp_path, monkeypatch):
-    import dynmo_ckpt.logits as logits
+    import dynmo_ckpt.operations.logits as logits
 
     monkeypatch.setattr(logits, "BUDGET_PARAMETERS", 100)
     save(tmp_path / "hf", "gpt2")

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from dynmo_ckpt.cli import main
-from dynmo_ckpt.legacy import LegacyOptions
-from dynmo_ckpt.options import SourceKind, TargetKind
-from dynmo_ckpt.reference_model import load_array
-from dynmo_ckpt.sources import open_any
+from dynmo_ckpt.formats.choices import SourceKind, TargetKind
+from dynmo_ckpt.megatron.read import LegacyOptions
+from dynmo_ckpt.operations.reference_model import load_array
+from dynmo_ckpt.readers.detect import open_any
 
 UNIT = Path(__file__).parents[1] / "unit" / "ckpt"
 build = runpy.run_path(str(UNIT / "build.py"))

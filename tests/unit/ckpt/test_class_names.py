@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dynmo_ckpt.carried import carried_config, named_classes, source_of
 from dynmo_ckpt.cli import main
-from dynmo_ckpt.hf_models import hf_config
+from dynmo_ckpt.huggingface.models import hf_config
+from dynmo_ckpt.huggingface.source_config import carried_config, named_classes, source_of
 
 build = runpy.run_path(str(Path(__file__).with_name("build.py")))
 families = runpy.run_path(str(Path(__file__).with_name("families.py")))

@@ -5,8 +5,9 @@ import numpy as np
 import pytest
 
 from dynmo_ckpt._common.console import progress
-from dynmo_ckpt.compare import as_numbers, differences
-from dynmo_ckpt.native import open_native
+from dynmo_ckpt.native.checkpoint import open_native
+from dynmo_ckpt.operations.compare import differences
+from dynmo_ckpt.tensors.equality import as_numbers
 
 build = runpy.run_path(str(Path(__file__).with_name("build.py")))
 ROLES = ("parameter", "mask")
@@ -27,7 +28,7 @@ def test_equal_on_another_topology(tmp_path):
 
 
 def test_counts_and_largest_difference(tmp_path, monkeypatch):
-    monkeypatch.setattr("dynmo_ckpt.panels.PANEL_BYTES", 100)
+    monkeypatch.setattr("dynmo_ckpt.tensors.tiled_copy.PANEL_BYTES", 100)
     p = build["parameters"](build["model"]())
     q = {name: value.copy() for name, value in p.items()}
     q["layers.2.mlp.fc2.weight"][3, 5] += 0.5

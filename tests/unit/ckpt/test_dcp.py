@@ -13,12 +13,12 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from dynmo_ckpt.faults import CorruptError, NoStateError, UnsafePickleError, UnsupportedError
-from dynmo_ckpt.hf_models import hf_config
-from dynmo_ckpt.legacy import LegacyOptions
-from dynmo_ckpt.options import SourceKind
-from dynmo_ckpt.reference_model import load_array
-from dynmo_ckpt.sources import open_any
+from dynmo_ckpt.errors import CorruptError, NoStateError, UnsafePickleError, UnsupportedError
+from dynmo_ckpt.formats.choices import SourceKind
+from dynmo_ckpt.huggingface.models import hf_config
+from dynmo_ckpt.megatron.read import LegacyOptions
+from dynmo_ckpt.operations.reference_model import load_array
+from dynmo_ckpt.readers.detect import open_any
 
 HERE = Path(__file__).parent
 build = runpy.run_path(str(HERE / "build.py"))

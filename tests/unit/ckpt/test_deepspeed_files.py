@@ -15,12 +15,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dynmo_ckpt.deepspeed import open_deepspeed
-from dynmo_ckpt.faults import CorruptError, UnsupportedError
-from dynmo_ckpt.legacy import LegacyOptions
-from dynmo_ckpt.options import SourceKind
-from dynmo_ckpt.reference_model import load_array
-from dynmo_ckpt.sources import open_any
+from dynmo_ckpt.errors import CorruptError, UnsupportedError
+from dynmo_ckpt.formats.choices import SourceKind
+from dynmo_ckpt.megatron.read import LegacyOptions
+from dynmo_ckpt.operations.reference_model import load_array
+from dynmo_ckpt.readers.deepspeed import open_deepspeed
+from dynmo_ckpt.readers.detect import open_any
 
 FIXTURES = Path(__file__).parent / "fixtures" / "deepspeed"
 CASES = sorted(path.stem for path in FIXTURES.glob("*.json"))

@@ -8,13 +8,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dynmo_ckpt import panels
 from dynmo_ckpt._common.console import Format
-from dynmo_ckpt.actions import Settings, write_native
-from dynmo_ckpt.faults import CorruptError, StorageError
+from dynmo_ckpt.errors import CorruptError, StorageError
 from dynmo_ckpt.io.checks import Part, joined
-from dynmo_ckpt.native import open_native
-from dynmo_ckpt.reshard import counted_partition, plan_native
+from dynmo_ckpt.native.checkpoint import open_native
+from dynmo_ckpt.native.reshard import counted_partition, plan_native
+from dynmo_ckpt.operations.write import Settings, write_native
+from dynmo_ckpt.tensors import tiled_copy
 
 build = runpy.run_path(str(Path(__file__).with_name("build.py")))
 HOW = Settings(jobs=2, verify=True, overwrite=False, plan_only=False, format=Format.JSON)
@@ -24,7 +24,7 @@ TARGETS = [1, 2, 4]
 @pytest.fixture
 def source(tmp_path, monkeypatch):
     """A checkpoint of two tensor ranks, each of whose matrices takes several panels."""
-    monkeypatch.setattr(panels, "PANEL_BYTES", 512)
+    monkeypatch.setattr(tiled_copy, "PANEL_BYTES", 512)
     m = build["model"](num_layers=2, hidden_size=16, ffn_hidden_size=64, vocab_size=40, padded_vocab_size=48)
     build["save"](tmp_path / "in", build["parameters"](m), m, tp=2)
     return tmp_path / "in"

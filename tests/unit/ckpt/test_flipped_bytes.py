@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from dynmo_ckpt._common.console import progress
-from dynmo_ckpt.native import latest_faults
-from dynmo_ckpt.verify import full_findings
+from dynmo_ckpt.native.checkpoint import latest_faults
+from dynmo_ckpt.operations.verify import full_findings
 
 build = runpy.run_path(str(Path(__file__).with_name("build.py")))
 

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 import torch
 
-from dynmo_ckpt.faults import CorruptError, UnsupportedError
-from dynmo_ckpt.legacy import LegacyOptions
-from dynmo_ckpt.options import SourceKind
-from dynmo_ckpt.reference_model import load_array
-from dynmo_ckpt.sources import open_any
+from dynmo_ckpt.errors import CorruptError, UnsupportedError
+from dynmo_ckpt.formats.choices import SourceKind
+from dynmo_ckpt.megatron.read import LegacyOptions
+from dynmo_ckpt.operations.reference_model import load_array
+from dynmo_ckpt.readers.detect import open_any
 
 HERE = Path(__file__).parent
 build = runpy.run_path(str(HERE / "build.py"))

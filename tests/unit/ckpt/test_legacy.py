@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 from dynmo_ckpt._common.errors import UsageError
-from dynmo_ckpt.copyplan import OutputTensor, sources
-from dynmo_ckpt.faults import CorruptError, UnsupportedError
+from dynmo_ckpt.errors import CorruptError, UnsupportedError
 from dynmo_ckpt.io.reading import Reader, open_sources
-from dynmo_ckpt.legacy import LegacyOptions, open_legacy
-from dynmo_ckpt.panels import panels
+from dynmo_ckpt.megatron.read import LegacyOptions, open_legacy
+from dynmo_ckpt.tensors.copy_plan import OutputTensor, sources
+from dynmo_ckpt.tensors.tiled_copy import panels
 
 HERE = Path(__file__).parent
 build = runpy.run_path(str(HERE / "build.py"))

@@ -7,13 +7,13 @@ import numpy as np
 import pytest
 
 from dynmo_ckpt._common.errors import UsageError
-from dynmo_ckpt.faults import CorruptError, UnsupportedError
-from dynmo_ckpt.legacy import LegacyOptions, open_legacy
-from dynmo_ckpt.legacy_models import MEGATRON_SCALING, _llama_args
-from dynmo_ckpt.legacy_write import split_stage
-from dynmo_ckpt.options import SourceKind, legacy_counts
-from dynmo_ckpt.reference_model import load_array
-from dynmo_ckpt.sources import open_any
+from dynmo_ckpt.errors import CorruptError, UnsupportedError
+from dynmo_ckpt.formats.choices import SourceKind, legacy_counts
+from dynmo_ckpt.megatron.model_sizes import MEGATRON_SCALING, _llama_args
+from dynmo_ckpt.megatron.read import LegacyOptions, open_legacy
+from dynmo_ckpt.megatron.write import split_stage
+from dynmo_ckpt.operations.reference_model import load_array
+from dynmo_ckpt.readers.detect import open_any
 
 HERE = Path(__file__).parent
 build = runpy.run_path(str(HERE / "build.py"))

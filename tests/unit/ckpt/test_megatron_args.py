@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 
 from dynmo_ckpt.cli import main
-from dynmo_ckpt.config_keys import irrelevant_keys
-from dynmo_ckpt.faults import UnsupportedError
-from dynmo_ckpt.io.pickles import Inert, Name
-from dynmo_ckpt.legacy_models import _llama, legacy_args
-from dynmo_ckpt.megatron_args import argument_table, checked_args, needed_values, read_args
-from dynmo_ckpt.progress import NOT_TOLD, megatron_args
+from dynmo_ckpt.errors import UnsupportedError
+from dynmo_ckpt.huggingface.config_keys import irrelevant_keys
+from dynmo_ckpt.megatron.arguments import argument_table, checked_args, needed_values, read_args
+from dynmo_ckpt.megatron.model_sizes import _llama, legacy_args
+from dynmo_ckpt.megatron.training_progress import NOT_TOLD, megatron_args
+from dynmo_ckpt.torch_save.pickles import Inert, Name
 
 HERE = Path(__file__).parent
 build = runpy.run_path(str(HERE / "build.py"))

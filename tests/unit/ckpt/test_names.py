@@ -3,10 +3,10 @@ from pathlib import Path
 
 import pytest
 
-from dynmo_ckpt.faults import UnsupportedError
+from dynmo_ckpt.errors import UnsupportedError
 from dynmo_ckpt.io.safetensors import StoredArray
-from dynmo_ckpt.names import layout_of, load_map, to_ours, to_theirs
-from dynmo_ckpt.views import whole
+from dynmo_ckpt.maps.name_map import layout_of, load_map, to_ours, to_theirs
+from dynmo_ckpt.tensors.views import whole
 
 build = runpy.run_path(str(Path(__file__).with_name("build.py")))
 TIED = {"head.weight": "embedding.word.weight"}

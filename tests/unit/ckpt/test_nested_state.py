@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from dynmo_ckpt.faults import CorruptError
-from dynmo_ckpt.io.torchfile import open_torch
-from dynmo_ckpt.legacy import flatten
+from dynmo_ckpt.errors import CorruptError
+from dynmo_ckpt.megatron.read import flatten
+from dynmo_ckpt.torch_save.reader import open_torch
 
 
 def opened(tmp_path, tree):

@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from dynmo_ckpt._common.errors import DynmoError
-from dynmo_ckpt.faults import CorruptError, UnsafePickleError
-from dynmo_ckpt.io.pickles import Inert, TensorRef, load_pickle
-from dynmo_ckpt.io.torchfile import open_torch
+from dynmo_ckpt.errors import CorruptError, UnsafePickleError
+from dynmo_ckpt.torch_save.pickles import Inert, TensorRef, load_pickle
+from dynmo_ckpt.torch_save.reader import open_torch
 
 VALUES = [
     None,

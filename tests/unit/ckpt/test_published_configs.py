@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 
 from dynmo_ckpt._common.errors import DynmoError
-from dynmo_ckpt.faults import CorruptError, UnsupportedError
-from dynmo_ckpt.hf_models import hf_model
-from dynmo_ckpt.imported import checked_model
+from dynmo_ckpt.errors import CorruptError, UnsupportedError
+from dynmo_ckpt.huggingface.models import hf_model
+from dynmo_ckpt.readers.assemble import checked_model
 
 LABELS = {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
 GPT2 = {

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 from dynmo_ckpt._common.console import Format
-from dynmo_ckpt.actions import Settings, write_native
-from dynmo_ckpt.faults import UnsupportedError
-from dynmo_ckpt.native import open_native
-from dynmo_ckpt.options import layer_counts
-from dynmo_ckpt.reshard import counted_partition, plan_native
+from dynmo_ckpt.errors import UnsupportedError
+from dynmo_ckpt.formats.choices import layer_counts
+from dynmo_ckpt.native.checkpoint import open_native
+from dynmo_ckpt.native.reshard import counted_partition, plan_native
+from dynmo_ckpt.operations.write import Settings, write_native
 from dynmo_train.checkpoint import open_checkpoint
 
 build = runpy.run_path(str(Path(__file__).with_name("build.py")))

@@ -2,8 +2,8 @@ import pickle
 
 import pytest
 
-from dynmo_ckpt.io.pickles import Name, load_pickle
-from dynmo_ckpt.io.torchwrite import NewObject, dump_pickle
+from dynmo_ckpt.torch_save.pickles import Name, load_pickle
+from dynmo_ckpt.torch_save.writer import NewObject, dump_pickle
 
 NUMBERS = [0, -1, 255, 256, -129, 2**31, -(2**40), 0.1]
 VALUES = [None, True, False, *NUMBERS, "größer", [1, [2]], (1, "a"), {"a": {"b": (1.5,)}}, (), [], {}]

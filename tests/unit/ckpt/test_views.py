@@ -8,13 +8,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dynmo_ckpt._common.console import progress
-from dynmo_ckpt.copyplan import OutputTensor, expected_crc32, output_file
-from dynmo_ckpt.execute import execute
-from dynmo_ckpt.faults import UnsupportedError
+from dynmo_ckpt.errors import UnsupportedError
 from dynmo_ckpt.io.safetensors import read_index
-from dynmo_ckpt.panels import transposed_copy
-from dynmo_ckpt.patterns import expand, parse_axes, stored_shape
-from dynmo_ckpt.views import concatenate, whole
+from dynmo_ckpt.maps.axes import expand, parse_axes, stored_shape
+from dynmo_ckpt.tensors.copy_plan import OutputTensor, expected_crc32, output_file
+from dynmo_ckpt.tensors.execute import execute
+from dynmo_ckpt.tensors.tiled_copy import transposed_copy
+from dynmo_ckpt.tensors.views import concatenate, whole
 
 
 def stored(tmp_path, array, key="x"):
@@ -87,8 +87,8 @@ def test_small_panels_give_the_same_bytes(tmp_path, monkeypatch):
     mask = array > 0
     tensor, kept = stored(tmp_path, array), stored(tmp_path, mask, "m")
     for limit in (4, 64, 100, 1000):
-        monkeypatch.setattr("dynmo_ckpt.panels.PANEL_BYTES", limit)
-        monkeypatch.setattr("dynmo_ckpt.panels.TRANSPOSE_PANEL_BYTES", limit)
+        monkeypatch.setattr("dynmo_ckpt.tensors.tiled_copy.PANEL_BYTES", limit)
+        monkeypatch.setattr("dynmo_ckpt.tensors.tiled_copy.TRANSPOSE_PANEL_BYTES", limit)
         assert np.array_equal(written(tmp_path, tensor), array)
         turned, turned_mask = (
             tensor.unflatten(0, [4, 10]).permute([2, 1, 0]),

@@ -15,8 +15,8 @@ from dynmo_balance.cli import app
 from dynmo_balance.modelconfig import from_config
 from dynmo_balance.schedules import SCHEDULES, order_of
 from dynmo_ckpt.cli import app as ckpt_app
-from dynmo_ckpt.faults import CorruptError
-from dynmo_ckpt.imported import checked_model
+from dynmo_ckpt.errors import CorruptError
+from dynmo_ckpt.readers.assemble import checked_model
 from dynmo_tools.cli import app as prep_app
 from dynmo_train._common.errors import UsageError as TrainError
 from dynmo_train.cli import app as train_app

@@ -1,0 +1,128 @@
+"""Carries the configuration that a model came with to the Hugging Face directory that it is exported to. Pure.
+
+The manifest's ``source`` has the ``config.json`` and ``generation_config.json`` as they were read: token ids, dropouts,
+labels and settings of generation, which our model has no fields for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from .._common.document import encode_json, parse_json
+from .._common.errors import DynmoError
+from ..errors import CorruptError
+from .config_keys import irrelevant_keys, key_table
+from .models import hf_model
+
+# Code that is not copied along, and facts of the files that the weights came from.
+LEFT_BEHIND = ("auto_map", "_name_or_path", "name_or_path", "_commit_hash")
+CLASS_NAMES_KEY = "x_class_names"
+DTYPE_KEYS = ("dtype", "torch_dtype")
+UNSTATED = ("padded_vocab_size", "moe_z_loss_coeff", "moe_capacity_factor")
+# Irrelevant to a logit, and yet of this model: the conversion computes them.
+COMPUTED = (*DTYPE_KEYS, "model_type", "architectures")
+LABEL_KEYS = ("num_labels", "id2label", "label2id")
+
+
+def source_of(config: Mapping[str, Any], generation: Mapping[str, Any] | None) -> dict[str, Any]:
+    """The ``source`` of a manifest, from the two documents of a Hugging Face directory.
+
+    Raises:
+        CorruptError: no manifest can have them: a number is not finite, or they are nested too deeply.
+    """
+    source = {
+        "format": "huggingface",
+        "config": dict(config),
+        "generation_config": None if generation is None else dict(generation),
+    }
+    try:
+        parse_json(encode_json({"manifest": {"source": source}}))
+    except ValueError as error:
+        raise CorruptError(f"config.json or generation_config.json: {error}") from error
+    return source
+
+
+def carried_config(
+    source: Mapping[str, Any] | None, model: Mapping[str, Any], computed: dict[str, Any]
+) -> dict[str, Any]:
+    """The ``config.json`` to write: that of ``source`` where it describes ``model``, else what can be kept of it.
+
+    Args:
+        source: of the manifest; None where the model did not come from a Hugging Face directory.
+        model: of the manifest, as it is now.
+        computed: the configuration made from ``model`` alone; its type of the weights always stands.
+    """
+    if source is None:
+        return computed
+    config = {key: value for key, value in source["config"].items() if key not in LEFT_BEHIND}
+    if _describes(config, model):
+        present = {key: computed["torch_dtype"] for key in DTYPE_KEYS if key in config}
+        return {"architectures": computed["architectures"], **config, **present}
+    table = key_table()
+    kind = table["model_types"].get(str(config.get("model_type")), {"irrelevant": {}, "mapped": {}})
+    kept = {*irrelevant_keys(table["every"]), *irrelevant_keys(kind)} - {*COMPUTED, *kind["mapped"]}
+    if "num_classes" in model:
+        kept -= {*LABEL_KEYS}  # of the source's own head, which the model no longer has
+    return {**computed, **{key: value for key, value in config.items() if key in kept}}
+
+
+def named_classes(config: dict[str, Any], manifest: Mapping[str, Any]) -> dict[str, Any]:
+    """A configuration with the names of a classifier's classes, where the run that trained it has written them.
+
+    They replace those of ``config``, which may be of the model that the run started from.
+    """
+    names = _class_names(manifest)
+    if not names:
+        return config
+    config = {key: value for key, value in config.items() if key not in LABEL_KEYS}
+    labels = {
+        "id2label": {str(at): name for at, name in enumerate(names)},
+        "label2id": dict(zip(names, range(len(names)), strict=True)),
+    }
+    return {**config, **labels}
+
+
+def _class_names(manifest: Mapping[str, Any]) -> list[str]:
+    """The names of the classes of a manifest's model: a different one for each; empty where there are none."""
+    names, model = manifest.get(CLASS_NAMES_KEY), manifest["model"]
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        return []
+    fits = model.get("task_head") == "classification" and len(names) == len(set(names)) == model["num_classes"]
+    return names if fits else []
+
+
+def carried_generation(source: Mapping[str, Any] | None, computed: dict[str, Any]) -> dict[str, Any] | None:
+    """The ``generation_config.json`` to write: that of ``source``, or none where the source had none."""
+    if source is None:
+        return computed
+    generation: dict[str, Any] | None = source["generation_config"]
+    return generation
+
+
+def _describes(config: Mapping[str, Any], model: Mapping[str, Any]) -> bool:
+    """Whether a configuration is that of a model; the vocabulary's padding is no part of it."""
+    try:
+        described = hf_model(config, 1, ignored=("*",))
+    except DynmoError:
+        return False
+    return _stated(described) == _stated(model)
+
+
+def _stated(model: Mapping[str, Any]) -> dict[str, Any]:
+    """A model's fields with the defaults of the format, and without what a configuration does not say."""
+    llama, heads = model["family"] == "llama", model["num_attention_heads"]
+    defaults = {
+        "num_key_value_heads": heads,
+        "head_dim": model["hidden_size"] // heads,
+        "normalization": "rmsnorm" if llama else "layernorm",
+        "position_embedding": "rotary" if llama else "learned",
+        "rotary_base": 10000.0,
+        "rotary_scaling": None,
+        "relative_buckets": 32,
+        "relative_max_distance": 128,
+        "num_tokentypes": 0,
+        "binary_head": False,
+        "moe_routing": "topk",
+    }
+    return {key: value for key, value in {**defaults, **model}.items() if key not in UNSTATED}

@@ -1,0 +1,1 @@
+"""Megatron-LM's checkpoints and their relatives: weights, optimizer state, arguments and progress, read and written."""

@@ -1,0 +1,218 @@
+"""What a legacy Megatron checkpoint's arguments and shapes say of the model, and the arguments that we write. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from .._common.document import short_repr
+from .._common.errors import UsageError
+from ..errors import UnsupportedError
+from ..huggingface.models import RACE_CHOICES
+from ..tensors.views import Tensor
+
+Args = Mapping[str, Any]
+Merged = Mapping[str, Sequence[Tensor]]
+LM = "language_model."
+# Megatron has an argument for the factor alone; the rest of its rotary scaling is fixed.
+MEGATRON_DIVISOR = 128
+MEGATRON_SCALING = {
+    "rope_type": "llama3",
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+TASK_HEADS = {"classification_head.": "classification", "multichoice_head.": "multichoice"}
+
+
+def family_of(merged: Merged) -> str:
+    """The family, from the names of the tensors of all stages."""
+    if any(name.startswith(f"{LM}decoder.") for name in merged):
+        return "t5"
+    if any(name.startswith(("lm_head.", *TASK_HEADS)) for name in merged):
+        return "bert"
+    has_positions = f"{LM}embedding.position_embeddings.weight" in merged
+    return "gpt" if has_positions else "llama"
+
+
+def model_of(
+    path: str,
+    family: str,
+    args: Args,
+    merged: Merged,
+    layers: Mapping[str, int],
+    ranks: int,
+    given: Mapping[str, int | None],
+    remarks: list[str],
+) -> dict[str, Any]:
+    """The model's sizes from its shapes, and what shapes cannot tell from the arguments or the person.
+
+    Args:
+        path: for messages.
+        family: as :func:`family_of` says.
+        args: the arguments that the files hold; may be empty.
+        merged: the tensors of all stages by name, those of all tensor ranks for each.
+        layers: number of layers of ``encoder`` and ``decoder``.
+        ranks: tensor ranks.
+        given: ``vocab_size`` and ``num_attention_heads`` where a person gives them.
+        remarks: where to say what was assumed.
+    """
+
+    def rows(name: str) -> tuple[int, ...]:
+        found = merged.get(f"{LM}{name}.weight")
+        if found is None or len(found[0].shape) != 2:
+            raise UnsupportedError(f"{path}: not a {family}: no matrix {LM}{name}.weight")
+        return found[0].shape
+
+    word = rows("embedding.word_embeddings")
+    padded, hidden = word[0] * ranks, word[1]
+    inner = rows("encoder.layers.0.mlp.dense_h_to_4h")[0] * ranks
+    heads = given["num_attention_heads"] or args.get("num_attention_heads")
+    if not isinstance(heads, int) or heads < 1 or (hidden % heads and "kv_channels" not in args):
+        raise UsageError(
+            f"{path}: the number of heads is {short_repr(heads)}; give --num-attention-heads, a divisor of {hidden}"
+        )
+    epsilon = args.get("layernorm_epsilon", args.get("norm_epsilon", 1e-5))
+    model: dict[str, Any] = {
+        "family": family,
+        "num_layers": layers["encoder"],
+        "hidden_size": hidden,
+        "ffn_hidden_size": inner // 2 if family == "llama" else inner,
+        "num_attention_heads": heads,
+        **_vocabulary(args, given["vocab_size"], padded, remarks),
+        "layernorm_epsilon": float(epsilon) if isinstance(epsilon, int | float) else 1e-5,
+    }
+    if family == "llama":
+        return model | _llama(path, args, rows("encoder.layers.0.self_attention.query_key_value")[0] * ranks, model)
+    is_tanh = bool(args.get("bias_gelu_fusion", True) or args.get("openai_gelu", False))
+    model["max_position_embeddings"] = rows("embedding.position_embeddings")[0]
+    model["activation"] = "gelu_tanh" if is_tanh else "gelu"
+    model["tied_embeddings"] = f"{LM}output_layer.weight" not in merged
+    if family == "bert":
+        types = merged.get(f"{LM}embedding.tokentype_embeddings.weight")
+        model["num_tokentypes"] = types[0].shape[0] if types else 0
+        model["binary_head"] = "binary_head.weight" in merged
+        for prefix, head in TASK_HEADS.items():
+            if f"{prefix}weight" in merged:
+                classes = merged[f"{prefix}weight"][0].shape[0] if head == "classification" else RACE_CHOICES
+                model |= {"task_head": head, "num_classes": classes, "tied_embeddings": False}
+    if family == "t5":
+        model |= {"num_encoder_layers": layers["encoder"], "num_decoder_layers": layers["decoder"]}
+        model |= {"head_dim": hidden // heads, "normalization": "layernorm", "position_embedding": "learned"}
+    return model
+
+
+def _vocabulary(args: Args, given: int | None, padded: int, remarks: list[str]) -> dict[str, int]:
+    vocab = given or args.get("orig_vocab_size") or args.get("vocab_size")
+    if not isinstance(vocab, int):
+        vocab = padded
+        remarks.append(
+            f"the true vocabulary size is not recorded; all {padded} rows are kept, --vocab-size cuts the rest off"
+        )
+    if not 1 <= vocab <= padded:
+        raise UsageError(
+            f"a vocabulary of {vocab} tokens (by --vocab-size, --vocab-file or the checkpoint's arguments) "
+            f"must be within 1 and the padded size {padded}, the rows of its table"
+        )
+    return {"vocab_size": vocab, "padded_vocab_size": padded}
+
+
+def _llama(path: str, args: Args, qkv_rows: int, model: Mapping[str, Any]) -> dict[str, Any]:
+    heads, hidden = model["num_attention_heads"], model["hidden_size"]
+    width = args.get("kv_channels") or hidden // heads
+    groups = (qkv_rows // width - heads) // 2
+    # Megatron-DeepSpeed states the groups under another name, and without a flag.
+    recorded = (
+        args.get("num_query_groups") if args.get("group_query_attention") else args.get("num_key_value_heads", heads)
+    )
+    if groups < 1 or heads % groups or (heads + 2 * groups) * width != qkv_rows or recorded not in (groups, None):
+        raise UnsupportedError(
+            f"{path}: {qkv_rows} rows of query, key and value do not fit {heads} heads of {width} in {recorded} groups"
+        )
+    scaling = None
+    if args.get("use_rope_scaling"):
+        scaling = {**MEGATRON_SCALING, "factor": float(args.get("rope_scaling_factor", 8.0))}
+    positions = args.get("max_position_embeddings") or args.get("seq_length")
+    if not isinstance(positions, int):
+        raise UsageError(f"{path}: the arguments do not tell max_position_embeddings, which rotary positions need")
+    return {
+        "num_key_value_heads": groups,
+        "head_dim": width,
+        "max_position_embeddings": positions,
+        "normalization": "rmsnorm",
+        "activation": "swiglu",
+        "position_embedding": "rotary",
+        "rotary_base": float(args.get("rotary_base") or args.get("rope_theta") or 10000),
+        "rotary_scaling": scaling,
+        "tied_embeddings": not args.get("untie_embeddings_and_output_weights", True),
+    }
+
+
+def megatron_rows(model: Mapping[str, Any], ranks: int) -> int:
+    """Rows of the word table that Megatron expects with ``ranks`` tensor-parallel ranks.
+
+    It pads the vocabulary to a multiple of ``--make-vocab-size-divisible-by`` (128) times the ranks. Where the recorded
+    rows are no multiple of 128, another divisor was chosen; they stay, where the ranks share them evenly.
+    """
+    vocabulary, recorded = int(model["vocab_size"]), int(model["padded_vocab_size"])
+    if recorded % MEGATRON_DIVISOR and recorded % ranks == 0:
+        return recorded
+    multiple = MEGATRON_DIVISOR * ranks
+    return -(-vocabulary // multiple) * multiple
+
+
+def legacy_args(
+    model: Mapping[str, Any], ranks: int, workers: int, version: float, split_rank: int | None
+) -> dict[str, Any]:
+    """The arguments that Megatron's loaders compare or build the model from."""
+    size = "tensor_model_parallel_size" if version >= 3 else "model_parallel_size"
+    heads = model["num_attention_heads"]
+    args = {
+        "num_layers": model["num_layers"],
+        "hidden_size": model["hidden_size"],
+        "ffn_hidden_size": model["ffn_hidden_size"],
+        "num_attention_heads": heads,
+        "kv_channels": model.get("head_dim", model["hidden_size"] // heads),
+        "seq_length": model["max_position_embeddings"],
+        "max_position_embeddings": model["max_position_embeddings"],
+        "padded_vocab_size": megatron_rows(model, ranks),
+        "orig_vocab_size": model["vocab_size"],
+        "layernorm_epsilon": model["layernorm_epsilon"],
+        "bias_gelu_fusion": model["activation"] == "gelu_tanh",
+        "openai_gelu": False,
+        "untie_embeddings_and_output_weights": not model["tied_embeddings"],
+        "add_position_embedding": model["family"] != "llama",
+        size: ranks,
+        "pipeline_model_parallel_size": workers,
+    }
+    if model["family"] == "bert":
+        args |= {"bert_binary_head": model.get("binary_head", False), "num_tokentypes": model.get("num_tokentypes", 0)}
+    if model["family"] == "t5":
+        args |= {"encoder_num_layers": model["num_layers"], "decoder_num_layers": model["num_decoder_layers"]}
+        args |= {f"{side}_seq_length": model["max_position_embeddings"] for side in ("encoder", "decoder")}
+        args["pipeline_model_parallel_split_rank"] = split_rank
+    if model["family"] == "llama":
+        args |= _llama_args(model)
+    return args
+
+
+def _llama_args(model: Mapping[str, Any]) -> dict[str, Any]:
+    heads, scaling = model["num_attention_heads"], model.get("rotary_scaling")
+    groups = model.get("num_key_value_heads", heads)
+    args = {
+        "swiglu": True,
+        "normalization": "RMSNorm",
+        "norm_epsilon": model["layernorm_epsilon"],
+        "add_bias_linear": False,
+        "position_embedding_type": "rope",
+        "use_rotary_position_embeddings": True,
+        "rotary_base": model.get("rotary_base", 10000.0),
+        "group_query_attention": groups != heads,
+        "num_query_groups": groups,
+    }
+    if scaling is not None:
+        lost = {name: scaling.get(name) for name, ours in MEGATRON_SCALING.items() if scaling.get(name) != ours}
+        if lost:
+            raise UnsupportedError(f"rotary scaling with {lost}: a legacy checkpoint can only say {MEGATRON_SCALING}")
+        args |= {"use_rope_scaling": True, "rope_scaling_factor": scaling["factor"]}
+    return args

@@ -1,0 +1,275 @@
+"""The state that Megatron's distributed optimizer keeps in flat buffers, as state of each weight.
+
+The parameters of a chunk lie in a buffer in reverse order, and the replicas hold equal parts of it. Three forms:
+
+* 2022: each replica's own file ``mp_rank_..._DDD/optim.pt``, with the part of every weight that it holds.
+* from May 2023: one ``distrib_optim.pt`` beside the model, the buffer put together, later in buckets.
+* from 2024: the buckets joined, without the padding at their ends; the weights may begin at multiples of 64 elements.
+
+No file says where a weight lies. It is computed as Megatron does, for each way that it had, and what is found must fit:
+the buckets' lengths, and every master rounded must be the weight.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+from ..errors import CorruptError, UnsupportedError
+from ..tensors.views import Tensor, concatenate
+from ..torch_save.pickles import TensorRef
+from ..torch_save.reader import TorchFile, open_torch
+from .read_optimizer import Key, OptimizerState, module_order
+
+WORLD_FILE, REPLICA_FILE = "distrib_optim.pt", "optim.pt"
+SHARED = ("language_model.embedding.word_embeddings.weight", "word_embeddings_for_head.weight")
+KINDS = {"param": "master", "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
+PARAM_ALIGNMENT, BUCKET_ALIGNMENT = 64, 128
+Chunk = Mapping[str, Tensor]
+Args = Mapping[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bucket:
+    """Where the weights of a bucket begin in it, by name, and how many elements it has without padding at its end."""
+
+    begins: Mapping[str, int]
+    num_elements: int
+
+
+def is_distributed(directory: Path) -> bool:
+    """Whether a rank's state is that of the distributed optimizer."""
+    return (directory / WORLD_FILE).is_file() or bool(_replicas(directory))
+
+
+def _replicas(directory: Path) -> list[Path]:
+    """The replicas' files, in order."""
+    return sorted(directory.parent.glob(f"{directory.name}_[0-9][0-9][0-9]/{REPLICA_FILE}"))
+
+
+def read_distributed(file: TorchFile, chunks: Sequence[Chunk], args: Args, step: int) -> OptimizerState:
+    """The state of one model-parallel rank.
+
+    Args:
+        file: the model's file.
+        chunks: its weights by chunk.
+        args: Megatron's arguments; may be empty.
+        step: the iteration, which is the number of updates where nothing tells it.
+
+    Raises:
+        UnsupportedError: buffers that lie in no known way, or of several optimizers.
+        CorruptError: files that do not fit the weights.
+    """
+    directory = file.path.parent
+    if (directory / WORLD_FILE).is_file():
+        world = open_torch(directory / WORLD_FILE)
+        return OptimizerState(tensors=_from_world(world, chunks, args), steps=_steps(file, file.tree, step))
+    return _from_replicas([open_torch(path) for path in _replicas(directory)], chunks, step)
+
+
+def _steps(file: TorchFile, tree: Any, step: int) -> int:
+    held = tree.get("optimizer") if isinstance(tree, dict) else None
+    inner = held.get("optimizer", held) if isinstance(held, dict) else {}
+    groups = inner.get("param_groups") if isinstance(inner, dict) else None
+    recorded = [file.number(g.get("step")) for g in groups if isinstance(g, dict)] if isinstance(groups, list) else []
+    numbers = {int(number) for number in recorded if number is not None}
+    return numbers.pop() if len(numbers) == 1 else step
+
+
+def _from_world(world: TorchFile, chunks: Sequence[Chunk], args: Args) -> dict[str, dict[Key, Tensor]]:
+    tree = world.tree
+    if isinstance(tree, list) and len(tree) == 1:
+        tree = tree[0]
+    buffers = {key: value for key, value in tree.items() if isinstance(key, int)} if isinstance(tree, dict) else {}
+    if sorted(buffers) != list(range(len(chunks))):
+        raise UnsupportedError(
+            f"{world.path}: has {len(buffers)} buffers for {len(chunks)} chunks; experts are not mapped"
+        )
+    from ..tensors.equality import rounds_to
+
+    found: dict[str, dict[Key, Tensor]] = {kind: {} for kind in KINDS.values()}
+    for number, chunk in enumerate(chunks):
+        by_type = buffers[number]
+        if not isinstance(by_type, dict) or len(by_type) != 1:
+            raise UnsupportedError(f"{world.path}: buffer {number}: one type of weights is expected")
+        dtype, held = next(iter(by_type.items()))
+        flats = {kind: _flats(world, held, key) for key, kind in KINDS.items()}
+        lengths = {tuple(flat.shape[0] for flat in each) for each in flats.values()}
+        if len(lengths) != 1:
+            raise CorruptError(f"{world.path}: buffer {number}: weights and moments are not of one length")
+        known = _told_lengths(tree, number, dtype, held)
+        for placed in _candidates(chunk, args, next(iter(lengths)), known):
+            masters = _cut(flats["master"], placed, chunk)
+            if all(rounds_to(masters[name], weight) for name, weight in chunk.items()):
+                break
+        else:
+            raise UnsupportedError(
+                f"{world.path}: buffer {number}: laid out in no known way, or not of these weights; no order of "
+                f"{len(chunk)} weights in {sum(next(iter(lengths)))} elements rounds to them"
+            )
+        for kind, each in flats.items():
+            found[kind] |= {(number, name): tensor for name, tensor in _cut(each, placed, chunk).items()}
+    return found
+
+
+def _flats(world: TorchFile, held: Any, key: str) -> list[Tensor]:
+    value = held.get(key) if isinstance(held, dict) else None
+    refs = value if isinstance(value, list) else [value]
+    tensors = [world.tensor(ref, key) for ref in refs if isinstance(ref, TensorRef) and len(ref.shape) == 1]
+    if len(tensors) != len(refs):
+        raise CorruptError(f"{world.path}: no flat {key}")
+    if any(tensor.dtype != "F32" for tensor in tensors):
+        raise UnsupportedError(f"{world.path}: {key} is not in float32")
+    return tensors
+
+
+def _told_lengths(tree: Mapping[Any, Any], number: int, dtype: Any, held: Any) -> list[int] | int | None:
+    """What the file says of the lengths without padding: of each bucket, of all, or nothing."""
+    lengths_of = tree.get("per_bucket_numel_unpadded")
+    if isinstance(lengths_of, list) and number < len(lengths_of) and isinstance(lengths_of[number], dict):
+        lengths = lengths_of[number].get(dtype)
+        return lengths if isinstance(lengths, list) else None
+    whole = held.get("numel_unpadded") if isinstance(held, dict) else None
+    return whole if isinstance(whole, int) else None
+
+
+def _candidates(
+    chunk: Chunk, args: Args, lengths: Sequence[int], known: list[int] | int | None
+) -> Iterator[list[Bucket]]:
+    """Ways in which the weights may lie that fit the lengths of the buffers."""
+    replicas = _count(args, "data_parallel_size") * _count(args, "context_parallel_size")
+    recorded = args.get("ddp_bucket_size")
+    sizes = [
+        None,
+        max(40_000_000, 1_000_000 * replicas),
+        *([recorded] if isinstance(recorded, int) and recorded > 0 else []),
+    ]
+    for alignment, size, apart, pairs in product((PARAM_ALIGNMENT, 1), sizes, (True, False), (False, True)):
+        buckets = layout(chunk, alignment=alignment, size=size, replicas=replicas, apart=apart, pairs=pairs)
+        needed = [bucket.num_elements for bucket in buckets]
+        if isinstance(known, list):
+            fits = needed == known
+        elif len(lengths) == 1 and len(needed) > 1:
+            fits = sum(needed) == lengths[0]
+        else:
+            fits = len(needed) == len(lengths) and all(n <= held for n, held in zip(needed, lengths, strict=True))
+        if fits:
+            yield buckets
+
+
+def _count(args: Args, name: str) -> int:
+    value = args.get(name)
+    return value if isinstance(value, int) and value > 0 else 1
+
+
+def layout(chunk: Chunk, *, alignment: int, size: int | None, replicas: int, apart: bool, pairs: bool) -> list[Bucket]:
+    """Where Megatron puts the weights of a chunk: the last one first.
+
+    Args:
+        chunk: weights by name.
+        alignment: weights begin at multiples of it.
+        size: a bucket is full when it has so many elements; None: all weights are in one.
+        replicas: that share the buffer.
+        apart: the embedding that the first and the last stage share has a bucket of its own.
+        pairs: a bucket has at least two weights.
+    """
+    buckets: list[Bucket] = []
+    begins: dict[str, int] = {}
+    end = 0
+
+    def close(at: int) -> None:
+        nonlocal begins, end
+        buckets.append(Bucket(begins=begins, num_elements=at))
+        begins, end = {}, 0
+
+    for name in reversed(module_order(chunk)):
+        count = math.prod(chunk[name].shape)
+        alone = apart and name in SHARED
+        begin = -(-end // alignment) * alignment
+        if alone and begins:
+            multiple = math.lcm(replicas, BUCKET_ALIGNMENT) if begin % replicas else 1
+            close(-(-begin // multiple) * multiple)
+            begin = 0
+        begins[name], end = begin, begin + count
+        if alone or (size is not None and end >= size and (len(begins) > 1 or not pairs)):
+            close(end)
+    if begins:
+        close(end)
+    return buckets
+
+
+def _cut(flats: Sequence[Tensor], buckets: Sequence[Bucket], chunk: Chunk) -> dict[str, Tensor]:
+    """The weights' parts of the buffers in their shapes; several buckets may be in one buffer."""
+    found = {}
+    at = 0
+    for number, bucket in enumerate(buckets):
+        flat, base = (flats[number], 0) if len(flats) > 1 else (flats[0], at)
+        for name, begin in bucket.begins.items():
+            shape = chunk[name].shape
+            part = flat.narrow(0, base + begin, base + begin + math.prod(shape))
+            found[name] = part.unflatten(0, shape)
+        at += bucket.num_elements
+    return {name: found[name] for name in chunk}
+
+
+def _from_replicas(files: Sequence[TorchFile], chunks: Sequence[Chunk], step: int) -> OptimizerState:
+    """From each replica's own parts of the weights."""
+    parts: dict[str, dict[Key, list[tuple[int, Tensor]]]] = {kind: {} for kind in KINDS.values()}
+    for replica, file in enumerate(files):
+        tree = file.tree.get("optimizer") if isinstance(file.tree, dict) else None
+        masters = tree.get("shard_fp32_from_float16_groups") if isinstance(tree, dict) else None
+        inner = tree.get("optimizer") if isinstance(tree, dict) else None
+        groups = inner.get("param_groups") if isinstance(inner, dict) else None
+        if not isinstance(masters, list) or not isinstance(groups, list) or not isinstance(inner, dict):
+            raise UnsupportedError(f"{file.path}: holds no part of the distributed optimizer's state")
+        expected = _owned(chunks, replica, len(files))
+        numbers = [group["params"] for group in groups if isinstance(group, dict) and group.get("params")]
+        shards = [group for group in masters if group]
+        if [len(group) for group in shards] != [len(group) for group in expected] or len(numbers) != len(expected):
+            raise CorruptError(f"{file.path}: holds parts of other weights than the replica {replica} has")
+        state = inner.get("state")
+        state = state if isinstance(state, dict) else {}
+        for g, group in enumerate(expected):
+            for i, (key, begin, count) in enumerate(group):
+                entry = state.get(numbers[g][i], {})
+                refs = {"master": shards[g][i], "exp_avg": entry.get("exp_avg"), "exp_avg_sq": entry.get("exp_avg_sq")}
+                for kind, ref in refs.items():
+                    parts[kind].setdefault(key, []).append((begin, _part(file, ref, count, f"{kind} of {key[1]}")))
+    tensors = {}
+    for kind, held in parts.items():
+        tensors[kind] = {
+            key: concatenate([part for _, part in sorted(found, key=lambda pair: pair[0])], 0).unflatten(
+                0, chunks[key[0]][key[1]].shape
+            )
+            for key, found in held.items()
+        }
+    optimizer = files[0].tree["optimizer"]
+    return OptimizerState(tensors=tensors, steps=_steps(files[0], {"optimizer": optimizer}, step))
+
+
+def _part(file: TorchFile, ref: Any, count: int, what: str) -> Tensor:
+    if not isinstance(ref, TensorRef) or ref.shape != (count,) or ref.storage.dtype != "F32":
+        raise CorruptError(f"{file.path}: {what}: {count} elements in float32 are expected")
+    return file.tensor(ref, what)
+
+
+def _owned(chunks: Sequence[Chunk], replica: int, replicas: int) -> list[list[tuple[Key, int, int]]]:
+    """The parts of weights that a replica has, by group: the weight, where in it the part begins, and its length."""
+    groups: list[list[tuple[Key, int, int]]] = [[], []]
+    for number, chunk in enumerate(chunks):
+        total = sum(math.prod(weight.shape) for weight in chunk.values())
+        share = -(-total // replicas)
+        low, high = replica * share, (replica + 1) * share
+        end = total
+        for name in module_order(chunk):
+            count = math.prod(chunk[name].shape)
+            begin, end = end - count, end - count
+            first, last = max(low, begin), min(high, begin + count)
+            if first < last:
+                decays = len(chunk[name].shape) > 1
+                groups[0 if decays else 1].append(((number, name), first - begin, last - first))
+    return [group for group in groups if group]

@@ -1,0 +1,200 @@
+"""Plans a legacy Megatron checkpoint on any topology, in the row order of any checkpoint version. Pure."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from .._common.errors import UsageError
+from ..errors import UnsupportedError
+from ..formats.checkpoint_rules import finest_items
+from ..maps.name_map import Mapped, layout_of, load_map, to_theirs
+from ..native.checkpoint import NativeCheckpoint
+from ..native.reshard import check_divisible, counted_partition
+from ..tensors.copy_plan import OutputTensor
+from ..torch_save.pickles import Name
+from ..torch_save.writer import Constants, NewObject, NewTensor, TorchOutputFile
+from .model_sizes import legacy_args, megatron_rows
+from .rng_state import rng_states
+from .training_progress import adam_group, grad_scaler, megatron_args, progress_of
+from .write_optimizer import mapped_moments, optimizer_tree
+
+OLDER_NAMES = (("language_model.encoder.", "language_model.transformer."), (".self_attention.", ".attention."))
+LAYER_NAME = re.compile(r"language_model\.(encoder|decoder)\.layers\.(\d+)\.")
+HEAD_COPY = "word_embeddings_for_head.weight"
+WORD = "language_model.embedding.word_embeddings.weight"
+
+
+def plan_legacy(
+    checkpoint: NativeCheckpoint,
+    *,
+    counts: Sequence[int],
+    tensor_parallel_size: int,
+    virtual_stages_per_worker: int,
+    version: float,
+    dtype: str | None = None,
+    with_optimizer: bool = False,
+) -> tuple[list[TorchOutputFile], dict[str, bytes]]:
+    """Plan the ranks' files, and the small file that names the iteration.
+
+    Args:
+        checkpoint: the input; pruned weights become zeros in place.
+        counts: layers of each stage, in layer order, a T5's encoder before its decoder.
+        tensor_parallel_size: tensor ranks.
+        virtual_stages_per_worker: chunks of each worker; its files then hold ``model0``, ``model1``, ...
+        version: 0, 1.0, 2.0 or 3.0, the order of the query-key-value rows and the names of the time.
+        dtype: the type of the weights, as in safetensors; None: as they are.
+        with_optimizer: write the optimizer's state as well.
+
+    Raises:
+        UnsupportedError: sizes that do not divide, or a tensor that the map does not take.
+        UsageError: a stage with layers of a T5's encoder and of its decoder.
+    """
+    model, ties = checkpoint.manifest["model"], checkpoint.manifest["ties"]
+    refuse_unmapped(model, version)
+    check_divisible(model, tensor_parallel_size)
+    workers = len(counts) // virtual_stages_per_worker
+    split_rank = split_stage(model, counts)
+    stages = [finest_items(items, dict(model)) for items in counted_partition(counts, model)]
+    layout = layout_of(
+        load_map(f"legacy_{model['family']}", {0.0: "0", 1.0: "1"}.get(version, "2")),
+        model,
+        their_rows=megatron_rows(model, tensor_parallel_size),
+    )
+    stored = {name: checkpoint.tensors[name] for name in checkpoint.weights()}
+    masks = {name.removesuffix(".mask"): checkpoint.tensors[name] for name in checkpoint.names("mask")}
+    iteration = f"iter_{checkpoint.manifest['step']:07d}"
+    progress = progress_of(checkpoint.manifest)
+    args = legacy_args(model, tensor_parallel_size, workers, version, split_rank) | megatron_args(progress)
+    files = []
+    for rank in range(tensor_parallel_size):
+        mapped = to_theirs(layout, stored, ties, masks, rank=rank, ranks=tensor_parallel_size)
+        moments = mapped_moments(checkpoint, layout, rank=rank, ranks=tensor_parallel_size) if with_optimizer else {}
+        for worker in range(workers):
+            tensors: list[OutputTensor] = []
+            constants = Constants()
+            held = [
+                _held(mapped, stages, v * workers + worker, "head.weight" in ties)
+                for v in range(virtual_stages_per_worker)
+            ]
+            chunks = [nested_model(each, version, tensors, dtype) for each in held]
+            models = {"model": chunks[0]} if len(chunks) == 1 else {f"model{v}": c for v, c in enumerate(chunks)}
+            tree = {
+                "args": NewObject(Name("argparse", "Namespace"), args),
+                "checkpoint_version": version,
+                "iteration": checkpoint.manifest["step"],
+                **models,
+                "rng_state": rng_states(progress.seed, tensor_rank=rank, stage=worker, constants=constants),
+            }
+            if progress.scheduler is not None:
+                tree["opt_param_scheduler"] = dict(progress.scheduler)
+            if with_optimizer:
+                optimizer = checkpoint.manifest["optimizer"]
+                scaler = grad_scaler(progress, constants)
+                state = optimizer_tree(
+                    held,
+                    moments,
+                    {HEAD_COPY: WORD},
+                    optimizer,
+                    tensors,
+                    dtype=dtype,
+                    group=partial(adam_group, progress),
+                    halves=scaler is not None,
+                )
+                tree["optimizer"] = state if scaler is None else {**state, "grad_scaler": scaler}
+            folder = f"mp_rank_{rank:02d}" if workers == 1 else f"mp_rank_{rank:02d}_{worker:03d}"
+            name = f"{iteration}/{folder}/model_optim_rng.pt"
+            files.append(TorchOutputFile(name=name, tensors=tuple(tensors), tree=tree, constants=constants.payloads))
+    return files, {"latest_checkpointed_iteration.txt": str(checkpoint.manifest["step"]).encode()}
+
+
+def refuse_unmapped(model: Mapping[str, Any], version: float) -> None:
+    """Raise ``UnsupportedError`` for a model that Megatron's names cannot state."""
+    needed = {"position_embedding": "rotary" if model["family"] == "llama" else "learned"}
+    needed["activation"] = model["activation"]
+    if model["family"] == "llama":
+        needed["activation"] = "swiglu"
+    elif model["activation"] not in ("gelu", "gelu_tanh"):
+        needed["activation"] = "gelu"
+    for field, value in needed.items():
+        if model.get(field, value) != value:
+            raise UnsupportedError(f"legacy Megatron: {field} {model[field]!r} is not mapped, only {value!r} is")
+    if model.get("num_experts"):
+        raise UnsupportedError(
+            f"legacy Megatron has no form for this model's experts: its SwitchMLP gives each token one expert (here "
+            f"{model.get('moe_top_k', 2)}), by a softmax or a sigmoid that the files do not name; use --to hf or native"
+        )
+    if model.get("num_key_value_heads", model["num_attention_heads"]) != model["num_attention_heads"] and version < 2:
+        raise UnsupportedError(f"checkpoint version {version:g} is older than grouped queries; 2.0 and 3.0 hold them")
+    if model["family"] == "bert" and not model["tied_embeddings"] and not model.get("task_head"):
+        raise UnsupportedError("legacy Megatron: a BERT's head is tied to its embedding")
+
+
+def split_stage(model: Mapping[str, Any], counts: Sequence[int]) -> int | None:
+    """The first stage of a T5's decoder, where it has several stages; raises ``UsageError`` where a stage has both."""
+    if model["family"] != "t5" or len(counts) == 1:
+        return None
+    done = 0
+    for stage, count in enumerate(counts):
+        if done == model["num_layers"]:
+            return stage
+        done += count
+        if done > model["num_layers"]:
+            break
+    raise UsageError(
+        f"layers {list(counts)} of the stages: one would hold layers of the encoder, which has {model['num_layers']}, "
+        "and of the decoder; give --partition with a cut between them"
+    )
+
+
+def _held(mapped: Sequence[Mapped], stages: Sequence[Sequence[str]], stage: int, tied: bool) -> dict[str, Mapped]:
+    """The weights of one chunk under their whole names; the last stage has a copy of the embedding for its head."""
+    here = tuple(f"{item}." for item in stages[stage])
+    if "decoder.embedding" in stages[stage] and "encoder.embedding" not in stages[stage]:
+        here = (*here, "encoder.embedding.")
+    held = {each.name: each for each in mapped if each.source_name.startswith(here)}
+    if stage == len(stages) - 1 and tied and WORD not in held:
+        held[HEAD_COPY] = next(each for each in mapped if each.name == WORD)
+    return held
+
+
+def nested_model(
+    held: Mapping[str, Mapped], version: float, tensors: list[OutputTensor], dtype: str | None
+) -> dict[str, Any]:
+    """The ``model`` of one chunk; its tensors are appended to ``tensors``."""
+    first_layer: dict[str, int] = {}
+    state: dict[str, Any] = {"language_model": {}}
+
+    def local(match: re.Match[str]) -> str:
+        begin = first_layer.setdefault(match[1], int(match[2]))
+        return f"language_model.{match[1]}.layers.{int(match[2]) - begin}."
+
+    for whole_name, each in held.items():
+        name = LAYER_NAME.sub(local, whole_name)
+        for new, old in OLDER_NAMES if version < 3 else ():
+            name = name.replace(new, old)
+        _place(state, name, _stored(each, tensors, dtype))
+    return state
+
+
+def _place(state: dict[str, Any], name: str, tensor: NewTensor) -> None:
+    """Put a tensor where Megatron has it: nested dictionaries down to a module's own, whose keys are dotted."""
+    part, _, rest = name.partition(".")
+    inner = state.setdefault(part, {})
+    for nested in ("language_model", "embedding"):
+        if part == nested:
+            part, _, rest = rest.partition(".")
+            inner = inner.setdefault(part, {})
+    inner[rest] = tensor
+
+
+def _stored(mapped: Mapped, tensors: list[OutputTensor], dtype: str | None) -> NewTensor:
+    """A tensor of the tree, with the storage it gets."""
+    number = len(tensors)
+    key = f"model_optim_rng/data/{number}"
+    cast = None if dtype == mapped.content.dtype else dtype
+    output = OutputTensor(key=key, shape=mapped.shape, content=mapped.content, mask=mapped.mask, cast=cast)
+    tensors.append(output)
+    return NewTensor(number, output.dtype, mapped.shape)

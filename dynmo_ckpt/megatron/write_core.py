@@ -1,0 +1,175 @@
+"""Plans a distributed checkpoint as Megatron-core writes it (``torch_dist``), without torch. Pure.
+
+``__0_0.distcp`` holds the tensors, each as ``torch.save`` writes it, ``.metadata`` their places, and ``common.pt`` what
+is no tensor of the model. The layers are stacked along a first dimension, a chunk each. Optimizer state has the form
+that Megatron-core calls ``fully_reshardable``: float32 weights and moments under the names of the weights.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from typing import Any
+
+from .._common.document import encode_json
+from ..errors import UnsupportedError
+from ..maps.name_map import Mapped, layout_of, load_map, to_theirs
+from ..native.checkpoint import NativeCheckpoint
+from ..tensors.copy_plan import OutputTensor, Writable
+from ..torch_save.pickles import Name
+from ..torch_save.writer import (
+    Constants,
+    JoinedTorchFiles,
+    NewCall,
+    NewDict,
+    NewObject,
+    NewTensor,
+    TorchOutputFile,
+    dump_pickle,
+)
+from .core_names import core_name
+from .model_sizes import legacy_args, megatron_rows
+from .training_progress import adam_group, grad_scaler, megatron_args, progress_of
+from .write import refuse_unmapped
+from .write_optimizer import MOMENTS, mapped_moments
+
+DATA_FILE = "__0_0.distcp"
+PACKAGE = "torch.distributed.checkpoint.metadata"
+FULLY = "fully_reshardable"
+LAYER = re.compile(r"decoder\.layers\.(\d+)\.")
+DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+
+
+def plan_core(
+    checkpoint: NativeCheckpoint, *, dtype: str | None = None, with_optimizer: bool = False
+) -> tuple[list[Writable], dict[str, bytes]]:
+    """Plan the files of one iteration and the small files next to them.
+
+    Args:
+        checkpoint: the input; pruned weights become zeros in place.
+        dtype: the type of the weights, as in safetensors; None: as they are.
+        with_optimizer: write the optimizer's state as well.
+
+    Raises:
+        UnsupportedError: a family other than a GPT or a Llama, or a tensor without a map.
+    """
+    model, ties = checkpoint.manifest["model"], checkpoint.manifest["ties"]
+    if model["family"] not in ("gpt", "llama"):
+        raise UnsupportedError(f"Megatron-core: a {model['family']} is not mapped, only a gpt or a llama is")
+    refuse_unmapped(model, 3.0)
+    layout = layout_of(load_map(f"legacy_{model['family']}", "2"), model, their_rows=megatron_rows(model, 1))
+    stored = {name: checkpoint.tensors[name] for name in checkpoint.weights()}
+    masks = {name.removesuffix(".mask"): checkpoint.tensors[name] for name in checkpoint.names("mask")}
+    weights = to_theirs(layout, stored, ties, masks)
+    entries = _entries("", weights, dtype)
+    if with_optimizer:
+        entries |= _entries("optimizer.state.fp32_param.", weights, "F32")
+        moments = mapped_moments(checkpoint, layout, rank=0, ranks=1)
+        for kind in MOMENTS:
+            entries |= _entries(f"optimizer.state.{kind}.", moments[kind].values(), "F32")
+    folder = f"iter_{checkpoint.manifest['step']:07d}"
+    parts = [_part(tensor) for chunks in entries.values() for _, tensor in chunks]
+    data = JoinedTorchFiles(name=f"{folder}/{DATA_FILE}", parts=tuple(parts))
+    about = {"sharded_backend": "torch_dist", "sharded_backend_version": 1, "common_backend": "torch"}
+    small = {
+        "latest_checkpointed_iteration.txt": str(checkpoint.manifest["step"]).encode(),
+        f"{folder}/.metadata": dump_pickle(_metadata(entries, data)),
+        f"{folder}/metadata.json": encode_json({**about, "common_backend_version": 1}),
+    }
+    return [data, _common(f"{folder}/common.pt", checkpoint, with_optimizer=with_optimizer)], small
+
+
+Entries = dict[str, list[tuple[tuple[int, ...], OutputTensor]]]
+
+
+def _entries(prefix: str, tensors: Iterable[Mapped], dtype: str | None) -> Entries:
+    """The chunks of each tensor by Megatron-core's name: where a chunk begins, and what is written."""
+    found: Entries = {}
+    for each in tensors:
+        name = core_name(each.name)
+        match = LAYER.match(name)
+        stacked = LAYER.sub("decoder.layers.", name)
+        begin = (int(match[1]), *(0 for _ in each.shape)) if match else tuple(0 for _ in each.shape)
+        shape = (1, *each.shape) if match else each.shape
+        cast = None if dtype == each.content.dtype else dtype
+        output = OutputTensor(key=f"{prefix}{name}", shape=shape, content=each.content, mask=each.mask, cast=cast)
+        found.setdefault(prefix + stacked, []).append((begin, output))
+    return {name: sorted(chunks, key=lambda chunk: chunk[0]) for name, chunks in found.items()}
+
+
+def _part(tensor: OutputTensor) -> TorchOutputFile:
+    """One chunk as ``torch.save`` writes it."""
+    return TorchOutputFile(name="", tensors=(tensor,), tree=NewTensor(0, tensor.dtype, tensor.shape))
+
+
+def _metadata(entries: Entries, data: JoinedTorchFiles) -> NewObject:
+    """What torch pickles as ``.metadata``."""
+    tensors: dict[str, NewObject] = {}
+    places: list[tuple[NewObject, NewObject]] = []
+    at = iter(zip(data.begins, data.parts, strict=True))
+    for name, chunks in entries.items():
+        described = []
+        for begin, tensor in chunks:
+            offset, part = next(at)
+            described.append(_about("ChunkStorageMetadata", offsets=_size(begin), sizes=_size(tensor.shape)))
+            index = _about("MetadataIndex", fqn=name, offset=_size(begin), index=None)
+            place = {"relative_path": DATA_FILE, "offset": offset, "length": part.num_bytes}
+            places.append((index, NewObject(Name("torch.distributed.checkpoint.filesystem", "_StorageInfo"), place)))
+        ends = [tuple(b + n for b, n in zip(begin, tensor.shape, strict=True)) for begin, tensor in chunks]
+        size = tuple(max(along) for along in zip(*ends, strict=True))
+        properties = _properties(chunks[0][1].dtype)
+        tensors[name] = _about("TensorStorageMetadata", properties=properties, size=_size(size), chunks=described)
+    return _about(
+        "Metadata",
+        state_dict_metadata=tensors,
+        planner_data=None,
+        storage_data=NewDict(tuple(places)),
+        storage_meta=None,
+        version="1.0.0",
+    )
+
+
+def _about(kind: str, **fields: Any) -> NewObject:
+    return NewObject(Name(PACKAGE, kind), fields)
+
+
+def _size(shape: tuple[int, ...]) -> NewCall:
+    return NewCall(Name("torch", "Size"), (shape,))
+
+
+def _properties(dtype: str) -> NewObject:
+    """Torch's description of a dense, contiguous tensor without gradient."""
+    layout = NewCall(Name("torch.serialization", "_get_layout"), ("torch.strided",))
+    contiguous = NewCall(Name(PACKAGE, "_MEM_FORMAT_ENCODING"), (0,))
+    return NewObject(
+        Name(PACKAGE, "TensorProperties"), (Name("torch", DTYPES[dtype]), layout, False, contiguous, False)
+    )
+
+
+def _common(name: str, checkpoint: NativeCheckpoint, *, with_optimizer: bool) -> TorchOutputFile:
+    """``common.pt``: arguments, progress, and the optimizer's groups without its tensors."""
+    model, optimizer = checkpoint.manifest["model"], checkpoint.manifest["optimizer"]
+    progress, constants = progress_of(checkpoint.manifest), Constants()
+    args = legacy_args(model, 1, 1, 3.0, None) | megatron_args(progress)
+    args |= {"use_dist_ckpt": True, "dist_ckpt_format": "torch_dist", "ckpt_format": "torch_dist"}
+    tree: dict[str, Any] = {
+        "args": NewObject(Name("argparse", "Namespace"), args),
+        "checkpoint_version": 3.0,
+        "iteration": checkpoint.manifest["step"],
+    }
+    if progress.scheduler is not None:
+        tree["opt_param_scheduler"] = dict(progress.scheduler)
+    if with_optimizer:
+        updates = set(optimizer["steps"].values())
+        if len(updates) > 1:
+            raise UnsupportedError(
+                f"{checkpoint.directory}: its weights had {sorted(updates)} updates; Megatron-core counts them together"
+            )
+        decay = max((group["weight_decay"] for group in optimizer["groups"]), default=0.0)
+        groups = [
+            {**adam_group(progress, each), "step": max(updates, default=0), "params": []} for each in (decay, 0.0)
+        ]
+        held: dict[str, Any] = {"optimizer": {"param_groups": groups}, "param_state_sharding_type": FULLY}
+        scaler = grad_scaler(progress, constants)
+        tree["optimizer"] = held if scaler is None else {**held, "grad_scaler": scaler}
+    return TorchOutputFile(name=name, tensors=(), tree=tree, constants=constants.payloads)

@@ -1,0 +1,198 @@
+"""Plans a Megatron-DeepSpeed checkpoint: one module for each tensor rank, optimizer state as with ZeRO 1. Pure.
+
+Each tensor rank has ``mp_rank_TT_model_states.pt`` and, with optimizer state, one shard for one replica. The float32
+weights of a group of parameters are one flat buffer, and so is each of Adam's moments: first those with weight decay,
+then those without, each in the order of the module. DeepSpeed loads it with one replica; its own converter
+(``ds_to_universal``) brings it to others.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from .._common.errors import UsageError
+from ..errors import UnsupportedError
+from ..maps.name_map import Mapped, layout_of, load_map, to_theirs
+from ..native.checkpoint import NativeCheckpoint
+from ..native.reshard import check_divisible
+from ..tensors.copy_plan import OutputTensor
+from ..torch_save.pickles import Name
+from ..torch_save.writer import Constants, NewCall, NewObject, NewTensor, TorchOutputFile
+from .model_sizes import legacy_args, megatron_rows
+from .read_optimizer import module_order
+from .rng_state import rng_states
+from .training_progress import Progress, adam_group, megatron_args, progress_of
+from .write import nested_model, refuse_unmapped
+from .write_optimizer import MOMENTS, Moments, mapped_moments
+
+VERSION = "0.9.0"  # of the form of the files; DeepSpeed compares it with the oldest that it loads
+ADDRESS = Name("deepspeed.utils.tensor_fragment", "fragment_address")
+STAGE = Name("deepspeed.runtime.zero.config", "ZeroStageEnum")
+HALF = ("F16", "BF16")
+
+
+def plan_deepspeed(
+    checkpoint: NativeCheckpoint, *, tensor_parallel_size: int, dtype: str | None = None, with_optimizer: bool = False
+) -> tuple[list[TorchOutputFile], dict[str, bytes]]:
+    """Plan the ranks' files, and the small file that names the step; parameters as those of ``plan_legacy``.
+
+    Raises:
+        UnsupportedError: a family other than a GPT or a Llama, sizes that do not divide, or a tensor without a map.
+        UsageError: weights to be written in several types.
+    """
+    model, ties = checkpoint.manifest["model"], checkpoint.manifest["ties"]
+    if model["family"] not in ("gpt", "llama"):
+        raise UnsupportedError(f"Megatron-DeepSpeed: a {model['family']} is not mapped, only a gpt or a llama is")
+    refuse_unmapped(model, 3.0)
+    check_divisible(model, tensor_parallel_size)
+    layout = layout_of(
+        load_map(f"legacy_{model['family']}", "2"), model, their_rows=megatron_rows(model, tensor_parallel_size)
+    )
+    stored = {name: checkpoint.tensors[name] for name in checkpoint.weights()}
+    masks = {name.removesuffix(".mask"): checkpoint.tensors[name] for name in checkpoint.names("mask")}
+    types = {dtype or stored[name].dtype for name in stored}
+    if with_optimizer and len(types) > 1:
+        raise UsageError(f"weights of the types {', '.join(sorted(types))} in one model; give --dtype")
+    tag = f"global_step{checkpoint.manifest['step']}"
+    progress = progress_of(checkpoint.manifest)
+    args = legacy_args(model, tensor_parallel_size, 1, 3.0, None) | megatron_args(progress)
+    files = []
+    for rank in range(tensor_parallel_size):
+        mapped = {m.name: m for m in to_theirs(layout, stored, ties, masks, rank=rank, ranks=tensor_parallel_size)}
+        groups = [[n for n in module_order(mapped) if (len(mapped[n].shape) > 1) is wide] for wide in (True, False)]
+        tree = _model_tree(checkpoint, args, progress, groups if with_optimizer else None, mapped)
+        files.append(_model_file(f"{tag}/mp_rank_{rank:02d}_model_states.pt", tree, mapped, progress, rank, dtype))
+        if with_optimizer:
+            moments = mapped_moments(checkpoint, layout, rank=rank, ranks=tensor_parallel_size)
+            prefix = "bf16_" if types == {"BF16"} else ""
+            name = f"{tag}/{prefix}zero_pp_rank_0_mp_rank_{rank:02d}_optim_states.pt"
+            files.append(_shard(name, checkpoint, progress, groups, mapped, moments))
+    return files, {"latest": tag.encode()}
+
+
+def _model_tree(
+    checkpoint: NativeCheckpoint,
+    args: Mapping[str, Any],
+    progress: Progress,
+    groups: Sequence[Sequence[str]] | None,
+    mapped: Mapping[str, Mapped],
+) -> dict[str, Any]:
+    """The contents of a model's file, except for the module and the random states."""
+    step = checkpoint.manifest["step"]
+    tree: dict[str, Any] = {
+        "buffer_names": [],
+        "optimizer": None,
+        "lr_scheduler": None if progress.scheduler is None else dict(progress.scheduler),
+        "sparse_tensor_module_names": [],
+        "skipped_steps": 0,
+        "global_steps": step,
+        "global_samples": progress.consumed_train_samples,
+        "dp_world_size": 1,
+        "mp_world_size": args["tensor_model_parallel_size"],
+        "ds_config": {},
+        "ds_version": VERSION,
+        "iteration": step,
+        "args": NewObject(Name("argparse", "Namespace"), args),
+        "checkpoint_version": 3.0,
+    }
+    if groups is not None:
+        tree["param_shapes"] = [{n: NewCall(Name("torch", "Size"), (mapped[n].shape,)) for n in g} for g in groups]
+        tree |= {"frozen_param_shapes": None, "shared_params": {}, "frozen_param_fragments": None}
+    return tree
+
+
+def _model_file(
+    name: str, tree: dict[str, Any], mapped: Mapping[str, Mapped], progress: Progress, rank: int, dtype: str | None
+) -> TorchOutputFile:
+    tensors: list[OutputTensor] = []
+    constants = Constants()
+    tree["module"] = nested_model(mapped, 3.0, tensors, dtype)
+    tree["rng_state"] = rng_states(progress.seed, tensor_rank=rank, stage=0, constants=constants)
+    return TorchOutputFile(name=name, tensors=tuple(tensors), tree=tree, constants=constants.payloads)
+
+
+def _shard(
+    name: str,
+    checkpoint: NativeCheckpoint,
+    progress: Progress,
+    groups: Sequence[Sequence[str]],
+    mapped: Mapping[str, Mapped],
+    moments: Moments,
+) -> TorchOutputFile:
+    """The shard of the only replica: flat buffers of each group, as ZeRO 1 has them."""
+    optimizer = checkpoint.manifest["optimizer"]
+    tensors: list[OutputTensor] = []
+    lengths: list[int] = []
+
+    def flat(kind: str, held: Sequence[Mapped]) -> NewTensor:
+        for each in held:
+            cast = None if each.content.dtype == "F32" else "F32"
+            key = f"{kind}/{each.name}"
+            tensors.append(OutputTensor(key=key, shape=each.shape, content=each.content, mask=each.mask, cast=cast))
+        lengths.append(len(held))
+        return NewTensor(len(lengths) - 1, "F32", (sum(math.prod(each.shape) for each in held),))
+
+    decays = (max((group["weight_decay"] for group in optimizer["groups"]), default=0.0), 0.0)
+    state, masters, described = {}, [], []
+    group_of = partial(adam_group, progress)
+    for number, (names, decay) in enumerate(zip(groups, decays, strict=True)):
+        steps = {optimizer["steps"].get(mapped[n].source_name, 0) for n in names}
+        if len(steps) > 1:
+            raise UnsupportedError(
+                f"{checkpoint.directory}: its weights had {sorted(steps)} updates; DeepSpeed counts them together"
+            )
+        done = max(steps, default=0)
+        state[number] = {"step": done} | {kind: flat(kind, [moments[kind][n] for n in names]) for kind in MOMENTS}
+        described.append({**group_of(decay), "step": done, "params": [number]})
+        masters.append(flat("master", [mapped[n] for n in names]))
+    held: dict[str, Any] = {
+        "dynamic_loss_scale": progress.loss_scale is not None,
+        "overflow": False,
+        "clip_grad": 0.0,
+        "base_optimizer_state": {"state": state, "param_groups": described},
+        "single_partition_of_fp32_groups": masters,
+        "zero_stage": NewCall(STAGE, (1,)),
+        "group_paddings": [0] * len(groups),
+        "partition_count": [1] * len(groups),
+        "ds_version": VERSION,
+        "param_slice_mappings": [_addresses(names, mapped) for names in groups],
+    }
+    if progress.loss_scale is not None:
+        held["loss_scaler"] = _loss_scaler(progress.loss_scale)
+    tree = {"optimizer_state_dict": held, "ds_config": {}, "ds_version": VERSION}
+    return TorchOutputFile(name=name, tensors=tuple(tensors), tree=tree, lengths=tuple(lengths))
+
+
+def _loss_scaler(scale: Mapping[str, int | float]) -> NewObject:
+    """DeepSpeed's dynamic loss scale; it counts from the last overflow, and raises the scale after every window."""
+    window = 1000
+    while window <= scale["clean_steps"]:
+        window *= 2
+    fields = {
+        "cur_scale": float(scale["scale"]),
+        "cur_iter": int(scale["clean_steps"]),
+        "last_overflow_iter": -1,
+        "scale_factor": 2.0,
+        "scale_window": window,
+        "min_scale": 1,
+        "delayed_shift": max(1, int(scale["overflows_left"])),
+        "cur_hysteresis": int(scale["overflows_left"]),
+        "consecutive_hysteresis": False,
+        "raise_error_at_min_scale": True,
+        "dynamic": True,
+        "dtype": Name("torch", "float16"),
+    }
+    return NewObject(Name("deepspeed.runtime.fp16.loss_scaler", "DynamicLossScaler"), fields)
+
+
+def _addresses(names: Sequence[str], mapped: Mapping[str, Mapped]) -> dict[str, NewObject]:
+    """Where each weight lies in the flat buffer of its group."""
+    found, at = {}, 0
+    for name in names:
+        count = math.prod(mapped[name].shape)
+        found[name] = NewObject(ADDRESS, {"numel": count, "start": at})
+        at += count
+    return found

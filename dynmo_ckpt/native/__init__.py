@@ -1,0 +1,1 @@
+"""DynMo's own checkpoints: opened by their manifest, and planned for any topology."""

@@ -1,0 +1,1 @@
+"""What a command does with opened checkpoints: info, verify, compare, convert, write."""

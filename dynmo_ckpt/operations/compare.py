@@ -1,0 +1,91 @@
+"""Compares two checkpoints tensor by tensor, whatever their formats and topologies, in bounded memory."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from .._common.console import Tick
+from ..io.reading import Reader, open_sources
+from ..native.checkpoint import NativeCheckpoint, has_vocabulary_rows
+from ..tensors.copy_plan import OutputTensor, sources
+from ..tensors.equality import Numbers, aligned, as_numbers
+from ..tensors.tiled_copy import panels
+
+
+@dataclass(frozen=True, kw_only=True)
+class Difference:
+    """How a tensor differs: ``kind`` is ``only-left``, ``only-right``, ``shape``, ``dtype`` or ``values``."""
+
+    name: str
+    kind: str
+    message: str
+    elements: int = 0
+    max_abs: float = 0.0
+
+
+def differences(
+    left: NativeCheckpoint, right: NativeCheckpoint, roles: tuple[str, ...], atol: float, tick: Tick
+) -> Iterator[Difference]:
+    """Every tensor that differs; values by more than ``atol`` in some element, or a NaN against a number.
+
+    Rows of the vocabulary's padding are not compared. Where one side has no masks, those of the other are applied to
+    its weights, so that a pruned checkpoint equals its dense export.
+    """
+    both_masked = bool(left.names("mask")) == bool(right.names("mask"))
+    wanted = tuple(role for role in roles if role != "mask" or both_masked)
+    names = [dict.fromkeys(side.names(*wanted)) for side in (left, right)]
+    for name in names[0] | names[1]:
+        if name not in names[1]:
+            yield Difference(name=name, kind="only-left", message="is on the left only")
+        elif name not in names[0]:
+            yield Difference(name=name, kind="only-right", message="is on the right only")
+        else:
+            pair = [_without_padding(side, name, not both_masked) for side in (left, right)]
+            yield from _compare(name, pair[0], pair[1], atol)
+            tick(pair[0].content.num_bytes / 1e6, name)
+
+
+def _without_padding(checkpoint: NativeCheckpoint, name: str, masked: bool) -> OutputTensor:
+    model, entry = checkpoint.manifest["model"], checkpoint.manifest["tensors"][name]
+    content, mask = checkpoint.tensors[name], checkpoint.tensors.get(f"{name}.mask") if masked else None
+    shape = tuple(entry["shape"])
+    if has_vocabulary_rows(name):
+        shape = (model["vocab_size"], *shape[1:])
+        content = content.narrow(0, 0, shape[0])
+        mask = None if mask is None else mask.narrow(0, 0, shape[0])
+    return OutputTensor(key=name, shape=shape, content=content, mask=mask)
+
+
+def _compare(name: str, left: OutputTensor, right: OutputTensor, atol: float) -> Iterator[Difference]:
+    if left.shape != right.shape:
+        yield Difference(name=name, kind="shape", message=f"{list(left.shape)} on the left, {list(right.shape)} right")
+        return
+    dtypes = left.content.dtype, right.content.dtype
+    if dtypes[0] != dtypes[1]:
+        yield Difference(name=name, kind="dtype", message=f"{dtypes[0]} on the left, {dtypes[1]} on the right")
+    count, largest = 0, 0.0
+    with open_sources(sources([left, right])) as files:
+        for one, other in aligned(_values(left, Reader(files)), _values(right, Reader(files))):
+            if np.array_equal(one, other):
+                continue
+            with np.errstate(invalid="ignore"):
+                gap = np.abs(one.astype(np.float64) - other.astype(np.float64))
+            same = (one == other) | (np.isnan(one) & np.isnan(other))
+            far = ~same & ~(gap <= atol)
+            count += int(far.sum())
+            if far.any():
+                largest = max(largest, float(np.nan_to_num(gap[far], nan=math.inf).max()))
+    if count:
+        total = math.prod(left.shape)
+        message = f"{count} of {total} elements differ by more than {atol:g}, at most by {largest:g}"
+        yield Difference(name=name, kind="values", message=message, elements=count, max_abs=largest)
+
+
+def _values(tensor: OutputTensor, reader: Reader) -> Iterator[Numbers]:
+    """The panels of a tensor as flat arrays of numbers."""
+    for panel in panels(tensor, reader):
+        yield as_numbers(panel.reshape(-1), tensor.content.dtype)

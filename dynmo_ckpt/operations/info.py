@@ -1,0 +1,112 @@
+"""What a checkpoint is, from its manifest alone. Pure."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING, Any
+
+from .._common.console import human_bytes
+from ..io.safetensors import DTYPE_BYTES
+
+if TYPE_CHECKING:
+    from ..native.checkpoint import NativeCheckpoint
+
+
+def tensor_bytes(entry: Mapping[str, Any]) -> int:
+    """Size of a tensor of the manifest."""
+    return int(math.prod(entry["shape"])) * DTYPE_BYTES[entry["dtype"]]
+
+
+def summarize(directory: str, manifest: Mapping[str, Any]) -> dict[str, Any]:
+    """The facts of a checkpoint: run, model, topology, counts and sizes by role, what is pruned and frozen."""
+    roles: dict[str, dict[str, int]] = {}
+    for entry in manifest["tensors"].values():
+        role = roles.setdefault(entry["role"], {"tensors": 0, "elements": 0, "bytes": 0})
+        role["tensors"] += 1
+        role["elements"] += math.prod(entry["shape"])
+        role["bytes"] += tensor_bytes(entry)
+    dtypes = sorted({e["dtype"] for e in manifest["tensors"].values() if e["role"] == "parameter"})
+    return {
+        "path": directory,
+        "format": f"{manifest['format']} {manifest['version']}",
+        **{key: manifest[key] for key in ("written_by", "created_utc", "run_id", "step", "consumed_train_samples")},
+        "model": manifest["model"],
+        "parameter_dtypes": dtypes,
+        "roles": roles,
+        "topology": manifest["topology"],
+        "dynamic": manifest["dynamic"],
+        "ties": manifest["ties"],
+        "optimizer": None if manifest["optimizer"] is None else manifest["optimizer"]["type"],
+        "files": manifest["files"],
+        "bytes": sum(entry["bytes"] for entry in manifest["files"].values()),
+    }
+
+
+def stored_files(checkpoint: NativeCheckpoint) -> dict[str, dict[str, int]]:
+    """The files of a checkpoint that has no list of them, from where its tensors lie: path -> ``bytes``."""
+    pieces = (piece for tensor in checkpoint.tensors.values() for piece in tensor.pieces)
+    found = sorted({piece.view.array.path for piece in pieces})
+    near = [path for path in found if path.is_relative_to(checkpoint.directory)]
+    return {str(path.relative_to(checkpoint.directory)): {"bytes": path.stat().st_size} for path in near}
+
+
+def summary_rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """The facts as rows for a person."""
+    model, topology, dynamic = summary["model"], summary["topology"], summary["dynamic"]
+    parameters = summary["roles"].get("parameter", {"elements": 0, "tensors": 0})
+    stages = [stage_text(stage) for stage in topology["partition"]]
+    return [
+        ("run", f"{summary['run_id']}, step {summary['step']}, {summary['consumed_train_samples']} samples"),
+        ("written", f"{summary['created_utc']} by {summary['written_by']}"),
+        (
+            "model",
+            f"{model['family']}, {model['num_layers']} layers, hidden {model['hidden_size']}, "
+            f"{model['num_attention_heads']} heads, "
+            f"vocabulary {model['vocab_size']} (padded {model['padded_vocab_size']})",
+        ),
+        (
+            "parameters",
+            f"{parameters['elements']:,} in {parameters['tensors']} tensors, {' '.join(summary['parameter_dtypes'])}",
+        ),
+        (
+            "topology",
+            f"tensor {topology['tensor_parallel_size']} x pipeline {topology['pipeline_parallel_size']} x "
+            f"data {topology['data_parallel_size']}, {topology['schedule']}",
+        ),
+        *((f"stage {index}", text) for index, text in enumerate(stages)),
+        ("frozen", ", ".join(dynamic["frozen_items"]) or "nothing"),
+        ("pruned", _pruned_text(dynamic["pruning"], summary["roles"].get("mask", {}).get("tensors", 0))),
+        ("tied", ", ".join(f"{name} = {target}" for name, target in summary["ties"].items()) or "nothing"),
+        ("optimizer", summary["optimizer"] or "not stored"),
+        ("files", f"{len(summary['files'])}, {human_bytes(summary['bytes'])}"),
+    ]
+
+
+def _pruned_text(pruning: Mapping[str, Any] | None, masks: int) -> str:
+    if pruning is None:
+        return f"no ({masks} masks)" if masks else "no"
+    return f"to {pruning['sparsity']:.4f}, {masks} masks"
+
+
+def stage_text(items: list[str]) -> str:
+    """A stage in a few words: its first and last item and their number."""
+    if len(items) < 3:
+        return ", ".join(items) or "empty"
+    return f"{items[0]} ... {items[-1]} ({len(items)} items)"
+
+
+def tensor_rows(manifest: Mapping[str, Any], pattern: str) -> list[tuple[str, str, str, str, str]]:
+    """Name, role, type, shape and files of the tensors whose name fits a shell pattern."""
+    return [
+        (
+            name,
+            entry["role"],
+            entry["dtype"],
+            "x".join(map(str, entry["shape"])) or "scalar",
+            " ".join(shard["file"] for shard in entry["shards"]),
+        )
+        for name, entry in manifest["tensors"].items()
+        if fnmatchcase(name, pattern)
+    ]

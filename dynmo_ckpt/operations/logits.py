@@ -1,0 +1,262 @@
+"""Compares logits: those of transformers on a Hugging Face directory, and those of our definitions on any checkpoint.
+
+Both sides of a conversion get the same fixed random tokens. A side that is a Hugging Face directory is computed by
+transformers, which shares no code with the maps; any other side by ``reference_model``, in numpy.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import math
+import warnings
+from collections.abc import Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from .._common.errors import MissingExtraError
+from ..errors import CorruptError, UnsupportedError
+from ..formats.choices import SourceKind
+from ..huggingface.files import read_config
+from ..huggingface.models import LAYER_NORMS, hf_config
+from ..native.checkpoint import NativeCheckpoint
+from .reference_model import Array, Ids, model_logits
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+NUM_TOKENS = 64
+BUDGET_PARAMETERS = 200_000_000
+ATOL = 1e-4
+# The tanh approximation differs from the exact GELU by up to 5e-4 an element, in the one layer of a BERT's head.
+HEAD_GELU_ATOL = 2e-2
+KEYS_OF_SOURCE = ("missing_keys", "mismatched_keys")
+KEYS_OF_TARGET = (*KEYS_OF_SOURCE, "unexpected_keys")
+TYPES = {"F16": "float16", "BF16": "bfloat16", "F32": "float32"}
+FAILURES = (ArithmeticError, AttributeError, ImportError, LookupError, OSError, RuntimeError, TypeError, ValueError)
+Logits = tuple[Array, Array | None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LogitsCheck:
+    """The comparison of a conversion's input with its output.
+
+    Attributes:
+        source: the input, opened.
+        source_kind, target_kind: the formats of input and output.
+        dtype: the type that weights are rounded to, as in safetensors; None: as they are.
+        required: False skips a model above the budget and says so; True compares any model.
+    """
+
+    source: NativeCheckpoint
+    source_kind: SourceKind
+    target_kind: SourceKind
+    dtype: str | None
+    required: bool = False
+
+    def skipped_because(self) -> str:
+        """Why the logits are not compared; empty where they are."""
+        reason = undefined_because(self.source.manifest["model"])
+        if reason:
+            return reason
+        kinds = (self.source_kind, self.target_kind)
+        missing = [name for name in ("torch", "transformers") if importlib.util.find_spec(name) is None]
+        if SourceKind.HF in kinds and missing:
+            if self.required:
+                raise MissingExtraError(missing[0], "dev")
+            return f"{missing[0]} is not installed"
+        entries = self.source.manifest["tensors"]
+        count = sum(math.prod(entries[name]["shape"]) for name in self.source.weights())
+        if count > BUDGET_PARAMETERS and not self.required:
+            return f"{count:,} parameters are more than {BUDGET_PARAMETERS:,}; --check-logits compares any model"
+        return ""
+
+    def compare(self, target: Path) -> dict[str, Any]:
+        """Compare the input with the output in ``target``; raises ``UnsupportedError`` where their logits differ."""
+        from ..readers.detect import open_any
+
+        model = self.source.manifest["model"]
+        tokens = fixed_tokens(model)
+        if self.source_kind is SourceKind.HF:
+            with _naming_remedy():
+                before = hf_logits(self.source.directory, model, tokens, self.dtype, is_source=True)
+        else:
+            before = model_logits(self.source, tokens, self.dtype)
+        if self.target_kind is SourceKind.HF:
+            with _naming_remedy():
+                after = hf_logits(target, model, tokens)
+        else:
+            after = model_logits(open_any(target, self.target_kind, None)[0], tokens)
+        found = difference(before, after, str(target))
+        scale = max(1.0, float(np.abs(before[0]).max()))
+        exact_head = model["family"] != "bert" or model["activation"] == "gelu" or model.get("task_head")
+        limit = scale * (ATOL if exact_head else HEAD_GELU_ATOL)
+        if not found["max_abs"] <= limit:
+            raise UnsupportedError(
+                f"the logits of input and output differ by {found['max_abs']:.3g}, at most {limit:.3g} passes; nothing "
+                "was put in place. The output would compute something else; --no-check-logits writes it all the same"
+            )
+        return found
+
+
+def undefined_because(model: Mapping[str, Any]) -> str:
+    """Why ``reference_model`` does not compute a model; empty where it does."""
+    family = model["family"]
+    relative = family == "t5" and model.get("position_embedding") == "relative"
+    needed: Mapping[str, str] = {
+        "llama": {"normalization": "rmsnorm", "position_embedding": "rotary"},
+        "t5": {"normalization": "rmsnorm"} if relative else LAYER_NORMS,
+    }.get(family, LAYER_NORMS)
+    if family == "ict":
+        return "a pair of towers has no logits of tokens"
+    unlike = {field: model[field] for field, value in needed.items() if model.get(field, value) != value}
+    gated = model["activation"] in ("swiglu", "geglu")
+    if gated != (family == "llama") or model["activation"] == "geglu":
+        unlike["activation"] = model["activation"]
+    if model.get("moe_routing", "topk") != "topk" or (model.get("num_experts") and "moe_top_k" not in model):
+        unlike["moe_routing"] = model.get("moe_routing")
+    return f"no definition here of a {family} with {unlike}" if unlike else ""
+
+
+def fixed_tokens(model: Mapping[str, Any], num_tokens: int = NUM_TOKENS) -> Ids:
+    """Two random sequences ``[2, T]`` of a model's vocabulary, the same each time."""
+    count = min(num_tokens, model["max_position_embeddings"])
+    return np.random.default_rng(0).integers(0, model["vocab_size"], (2, count))
+
+
+def hf_difference(checkpoint: NativeCheckpoint, directory: Path, num_tokens: int = NUM_TOKENS) -> dict[str, Any]:
+    """Compare with what transformers computes in float32 from a Hugging Face directory, on fixed random sequences.
+
+    Returns:
+        The largest absolute difference of a logit, the number of tokens, and whether all best tokens are the same.
+
+    Raises:
+        MissingExtraError: transformers is not installed.
+        CorruptError: transformers cannot open it, or finds missing or unexpected weights.
+    """
+    model = checkpoint.manifest["model"]
+    tokens = fixed_tokens(model, num_tokens)
+    return difference(hf_logits(directory, model, tokens), model_logits(checkpoint, tokens), str(directory))
+
+
+def difference(theirs: Logits, ours: Logits, what: str) -> dict[str, Any]:
+    """The largest differences of two results; raises ``CorruptError`` where their shapes differ."""
+    pairs = [(theirs[0], ours[0])]
+    if theirs[1] is not None and ours[1] is not None:
+        pairs.append((theirs[1], ours[1]))
+    if (theirs[1] is None) != (ours[1] is None) or any(one.shape != other.shape for one, other in pairs):
+        raise CorruptError(f"{what}: logits of the shape {theirs[0].shape}, expected {ours[0].shape}")
+    gaps = [float(np.abs(one - other).max()) for one, other in pairs]
+    return {
+        # NaN is no difference that passes, whichever side it stands on.
+        "max_abs": math.nan if any(math.isnan(gap) for gap in gaps) else max(gaps),
+        "tokens": len(theirs[0]),
+        "same_best_tokens": bool((theirs[0].argmax(-1) == ours[0].argmax(-1)).all()),
+    }
+
+
+def hf_logits(
+    directory: Path, model: Mapping[str, Any], tokens: Ids, dtype: str | None = None, *, is_source: bool = False
+) -> Logits:
+    """What transformers computes in float32: as ``reference_model.model_logits``.
+
+    Args:
+        directory: a Hugging Face directory, opened as the architecture that it names where that is a known one.
+        model: the ``model`` of a manifest that it was read as.
+        tokens: ``[2, T]``.
+        dtype: the type that weights are rounded to before, as in safetensors.
+        is_source: the directory is the input of a conversion. It may have tensors that neither transformers nor the
+            map reads, such as the causal masks of a GPT-2, and those that ``--drop`` leaves out.
+
+    Raises:
+        MissingExtraError: torch or transformers is not installed.
+        CorruptError: transformers cannot open it, or finds missing or unexpected weights.
+    """
+    try:
+        import torch
+
+        transformers: Any = importlib.import_module("transformers")
+        strict = importlib.import_module("huggingface_hub.errors")
+    except ImportError as error:
+        raise MissingExtraError("transformers", "dev") from error
+    failures = (*FAILURES, getattr(strict, "StrictDataclassError", ValueError))
+    with _silent(transformers):
+        try:
+            opened = getattr(transformers, _class_name(directory, model))
+            weight_type = {_dtype_argument(transformers.__version__): torch.float32}
+            loaded, found = opened.from_pretrained(directory, output_loading_info=True, **weight_type)
+            _refuse_unlike(directory, found, KEYS_OF_SOURCE if is_source else KEYS_OF_TARGET)
+            if dtype is not None:
+                for tensor in loaded.state_dict().values():
+                    tensor.copy_(tensor.to(getattr(torch, TYPES[dtype])))
+            with torch.no_grad():
+                out = loaded.eval()(**_inputs(model, torch.from_numpy(tokens)), return_dict=True)
+        except failures as error:
+            raise CorruptError(
+                f"{directory}: transformers {transformers.__version__} cannot compute it: {error}"
+            ) from error
+    words: Array = (out.prediction_logits if "prediction_logits" in out else out.logits)[0].numpy()
+    return words, out.seq_relationship_logits[0].numpy() if "seq_relationship_logits" in out else None
+
+
+def _class_name(directory: Path, model: Mapping[str, Any]) -> str:
+    """The class that opens a directory: that of its model type, with the head that the model has."""
+    kind = str(read_config(directory).get("model_type"))
+    own = {"mistral": "MistralForCausalLM", "mixtral": "MixtralForCausalLM"}
+    return own.get(kind) or str(hf_config(model, "float32", None)["architectures"][0])
+
+
+def _inputs(model: Mapping[str, Any], tokens: Any) -> dict[str, Any]:
+    """What a model of transformers is called with for ``[2, T]`` tokens; token types alternate."""
+    import torch
+
+    first, second = tokens[:, None]
+    inputs = {"input_ids": first}
+    if model["family"] == "bert":
+        inputs["token_type_ids"] = torch.arange(first.shape[1])[None] % max(1, model.get("num_tokentypes", 0))
+    if model.get("task_head") == "multichoice":
+        inputs = {"input_ids": tokens[None], "token_type_ids": inputs["token_type_ids"].expand(2, -1)[None]}
+    if model["family"] == "t5":
+        inputs["decoder_input_ids"] = second
+    return inputs
+
+
+def _dtype_argument(version: str) -> str:
+    """The argument of ``from_pretrained`` for the type of the weights: ``dtype`` from transformers 4.56 on."""
+    release = tuple(int(part) for part in version.split(".")[:2] if part.isdecimal())
+    return "dtype" if release >= (4, 56) else "torch_dtype"
+
+
+def _refuse_unlike(directory: Path, found: Mapping[str, Any], kinds: Sequence[str]) -> None:
+    for kind in kinds:
+        if found[kind]:
+            raise CorruptError(f"{directory}: transformers reports {kind}: {sorted(map(str, found[kind]))[:5]}")
+
+
+@contextmanager
+def _naming_remedy() -> Iterator[None]:
+    """Add the option of a conversion to what transformers cannot compute; ``verify`` has no such option."""
+    try:
+        yield
+    except CorruptError as error:
+        raise CorruptError(f"{error}; --no-check-logits converts without comparing") from error
+
+
+@contextmanager
+def _silent(transformers: Any) -> Iterator[None]:
+    """Without transformers' warnings and progress bars: the directory may be read by an older or newer release."""
+    logging = transformers.utils.logging
+    level = logging.get_verbosity()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        logging.set_verbosity_error()
+        logging.disable_progress_bar()
+        try:
+            yield
+        finally:
+            logging.set_verbosity(level)
+            logging.enable_progress_bar()

@@ -1,0 +1,250 @@
+"""What a checkpoint computes, from the definitions, in numpy; one tensor is held at a time.
+
+Shapes: T tokens, S tokens attended to, D model width, V true vocabulary, N heads, G key-value heads, H head dimension,
+F inner width, E experts, C classes or choices. Sources: GPT-2 (Radford et al. 2019), Megatron's BERT and T5 (Shoeybi et
+al. 2019, arXiv:1909.08053), Llama (Touvron et al. 2023, arXiv:2302.13971), Mixtral (Jiang et al. 2024,
+arXiv:2401.04088); ``gelu_tanh`` is the approximation of section 2 of Hendrycks and Gimpel 2016.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..io.reading import Reader, open_sources
+from ..native.checkpoint import NativeCheckpoint
+from ..tensors.copy_plan import OutputTensor, sources
+from ..tensors.equality import as_numbers
+from ..tensors.tiled_copy import panels
+
+Array = NDArray[np.float32]
+Ids = NDArray[np.int64]
+
+
+def load_array(checkpoint: NativeCheckpoint, name: str, dtype: str | None = None) -> Array:
+    """One tensor as float32 in its stored shape, pruned weights zero; a tied name gives what it is tied to.
+
+    ``dtype`` is a type that it is rounded to before, as in safetensors.
+    """
+    name = checkpoint.manifest["ties"].get(name, name)
+    content = checkpoint.tensors[name]
+    shape = tuple(checkpoint.manifest["tensors"][name]["shape"])
+    cast = None if dtype == content.dtype else dtype
+    mask = checkpoint.tensors.get(f"{name}.mask")
+    output = OutputTensor(key=name, shape=shape, content=content, mask=mask, cast=cast)
+    with open_sources(sources([output])) as files:
+        parts = [
+            as_numbers(panel.reshape(-1), cast or content.dtype).astype(np.float32)
+            for panel in panels(output, Reader(files))
+        ]
+    return np.concatenate(parts).reshape(shape)
+
+
+def model_logits(checkpoint: NativeCheckpoint, tokens: Ids, dtype: str | None = None) -> tuple[Array, Array | None]:
+    """Logits ``[T, V]`` of one sequence, and those of a BERT's binary head ``[2]``; of a task's head ``[C]`` alone.
+
+    The C logits are of classes, or of choices, of which there are two: both rows of ``tokens``.
+
+    Args:
+        checkpoint: any family of ours, its attention causal as the family has it.
+        tokens: ``[2, T]``; the second row is what a T5's decoder reads. Token types alternate.
+        dtype: the type that weights are rounded to before, as in safetensors; None: as they are.
+    """
+    return _Model(checkpoint, dtype).logits(tokens)
+
+
+class _Model:
+    def __init__(self, checkpoint: NativeCheckpoint, dtype: str | None) -> None:
+        self.checkpoint = checkpoint
+        self.dtype = dtype
+        self.model: Mapping[str, Any] = checkpoint.manifest["model"]
+        self.family: str = self.model["family"]
+        self.relative = self.model.get("position_embedding") == "relative"
+
+    def load(self, name: str) -> Array:
+        return load_array(self.checkpoint, name, self.dtype)
+
+    def has(self, name: str) -> bool:
+        return name in self.checkpoint.tensors
+
+    def logits(self, tokens: Ids) -> tuple[Array, Array | None]:
+        kind = self.model.get("task_head")
+        if kind:
+            rows = tokens if kind == "multichoice" else tokens[:1]
+            return np.concatenate(
+                [self.linear(f"head.{kind}", self.pooled(self.encoded(row)))[0] for row in rows]
+            ), None
+        vocabulary = self.model["vocab_size"]
+        if self.family == "t5":
+            x_TD = self.embed("encoder.embedding", tokens[0])
+            for i in range(self.model["num_layers"]):
+                x_TD = self.block(f"encoder.layers.{i}", x_TD, causal=False)
+            memory_SD = self.norm("encoder.norm", x_TD)
+            x_TD = self.embed("decoder.embedding", tokens[1])
+            for i in range(self.model["num_decoder_layers"]):
+                x_TD = self.block(f"decoder.layers.{i}", x_TD, causal=True, memory_SD=memory_SD)
+            x_TD = self.norm("head.norm", x_TD)
+        else:
+            x_TD = self.encoded(tokens[0])
+        binary = None
+        if self.model.get("binary_head"):
+            binary = self.linear("head.binary", self.pooled(x_TD))[0]
+        if self.family == "bert":
+            x_TD = self.norm("head.dense_norm", self.activate(self.linear("head.dense", x_TD)))
+        if self.relative:
+            x_TD = x_TD * np.float32(self.model["hidden_size"] ** -0.5)
+        result = x_TD @ self.load("head.weight")[:vocabulary].T
+        if self.has("head.bias"):
+            result = result + self.load("head.bias")[:vocabulary]
+        return result, binary
+
+    def encoded(self, tokens_T: Ids) -> Array:
+        """What the one stack of a family without decoder gives to its head, normalised."""
+        x_TD = self.embed("embedding", tokens_T)
+        for i in range(self.model["num_layers"]):
+            x_TD = self.block(f"layers.{i}", x_TD, causal=self.family != "bert")
+        return self.norm("head.norm", x_TD)
+
+    def pooled(self, x_TD: Array) -> Array:
+        """What a BERT's heads of whole texts read ``[1, D]``: the first token's."""
+        result: Array = np.tanh(self.linear("head.pooler", x_TD[:1]))
+        return result
+
+    def embed(self, name: str, tokens_T: Ids) -> Array:
+        x_TD: Array = self.load(f"{name}.word.weight")[tokens_T]
+        if self.family != "llama" and not self.relative:
+            x_TD = x_TD + self.load(f"{name}.position.weight")[: len(tokens_T)]
+        types = self.model.get("num_tokentypes", 0)
+        if types:
+            x_TD = x_TD + self.load(f"{name}.tokentype.weight")[np.arange(len(tokens_T)) % types]
+        return x_TD
+
+    def block(self, name: str, x_TD: Array, *, causal: bool, memory_SD: Array | None = None) -> Array:
+        x_TD = x_TD + self.attention(f"{name}.attention", x_TD, causal=causal)
+        if memory_SD is not None:
+            x_TD = x_TD + self.cross_attention(f"{name}.cross_attention", x_TD, memory_SD)
+        inner_TD = self.norm(f"{name}.mlp.norm", x_TD)
+        experts = self.has(f"{name}.mlp.router.weight")
+        return x_TD + (self.experts if experts else self.mlp)(f"{name}.mlp", inner_TD)
+
+    def norm(self, name: str, x_TD: Array) -> Array:
+        epsilon = np.float32(self.model["layernorm_epsilon"])
+        if self.family == "llama" or self.relative:
+            scaled: Array = x_TD / np.sqrt((x_TD**2).mean(-1, keepdims=True) + epsilon)
+            return scaled * self.load(f"{name}.weight")
+        centred = x_TD - x_TD.mean(-1, keepdims=True)
+        scale = self.load(f"{name}.weight") / np.sqrt((centred**2).mean(-1, keepdims=True) + epsilon)
+        result: Array = centred * scale + self.load(f"{name}.bias")
+        return result
+
+    def linear(self, name: str, x: Array) -> Array:
+        result: Array = x @ self.load(f"{name}.weight").T
+        return result + self.load(f"{name}.bias") if self.has(f"{name}.bias") else result
+
+    def attention(self, name: str, x_TD: Array, *, causal: bool) -> Array:
+        heads = self.model["num_attention_heads"]
+        groups = self.model.get("num_key_value_heads", heads)
+        shape = (len(x_TD), groups, heads // groups + 2, -1)
+        qkv_TGRH = self.linear(f"{name}.qkv", self.norm(f"{name}.norm", x_TD)).reshape(shape)
+        q_TGQH, k_TGH, v_TGH = qkv_TGRH[:, :, :-2], qkv_TGRH[:, :, -2], qkv_TGRH[:, :, -1]
+        if self.family == "llama":
+            q_TGQH, k_TGH = self.rotated(q_TGQH), self.rotated(k_TGH)
+        repeat = heads // groups
+        q_NTH = q_TGQH.reshape(len(x_TD), heads, -1).transpose(1, 0, 2)
+        k_NTH, v_NTH = (np.repeat(x, repeat, axis=1).transpose(1, 0, 2) for x in (k_TGH, v_TGH))
+        bias_NTS = self.distances(name, len(x_TD), causal=causal) if self.relative else None
+        return self.linear(f"{name}.dense", _attend(q_NTH, k_NTH, v_NTH, causal=causal, bias_NTS=bias_NTS))
+
+    def distances(self, name: str, tokens: int, *, causal: bool) -> Array:
+        """What is added to the scores ``[N, T, T]`` for the distance of two tokens (arXiv:1910.10683, section 2.1)."""
+        table_BN = self.load(f"{name.split('.')[0]}.layers.0.attention.relative.weight")
+        count, far = len(table_BN), self.model.get("relative_max_distance", 128)
+        ahead_TS = np.arange(tokens)[None] - np.arange(tokens)[:, None]
+        offset_TS = np.zeros_like(ahead_TS)
+        if not causal:
+            count //= 2
+            offset_TS = (ahead_TS > 0) * count
+        gap_TS = np.maximum(-ahead_TS, 0) if causal else np.abs(ahead_TS)
+        exact = count // 2
+        ratio = np.log(np.maximum(gap_TS, 1).astype(np.float32) / exact) / math.log(far / exact)
+        wide_TS = np.minimum(exact + (ratio * (count - exact)).astype(np.int64), count - 1)
+        bias_NTS: Array = table_BN[offset_TS + np.where(gap_TS < exact, gap_TS, wide_TS)].transpose(2, 0, 1)
+        return bias_NTS
+
+    def cross_attention(self, name: str, x_TD: Array, memory_SD: Array) -> Array:
+        heads = self.model["num_attention_heads"]
+        q_TNH = self.linear(f"{name}.query", self.norm(f"{name}.norm", x_TD)).reshape(len(x_TD), heads, -1)
+        kv_SN2H = self.linear(f"{name}.key_value", memory_SD).reshape(len(memory_SD), heads, 2, -1)
+        q_NTH, k_NSH, v_NSH = (x.transpose(1, 0, 2) for x in (q_TNH, kv_SN2H[:, :, 0], kv_SN2H[:, :, 1]))
+        nothing = np.zeros(1, np.float32) if self.relative else None
+        return self.linear(f"{name}.dense", _attend(q_NTH, k_NSH, v_NSH, causal=False, bias_NTS=nothing))
+
+    def rotated(self, x: Array) -> Array:
+        """``x`` of ``[T, ..., H]``, each head's halves turned against each other (Su et al. 2021, section 3.4.2)."""
+        width = x.shape[-1]
+        inverse = 1.0 / float(self.model.get("rotary_base", 10000.0)) ** (np.arange(0, width, 2) / width)
+        scaling = self.model.get("rotary_scaling")
+        if scaling is not None:
+            inverse = _scaled(inverse, scaling)
+        angles = np.outer(np.arange(len(x)), inverse).astype(np.float32)
+        angles = np.concatenate([angles, angles], -1).reshape(len(x), *[1] * (x.ndim - 2), width)
+        low, high = x[..., : width // 2], x[..., width // 2 :]
+        result: Array = x * np.cos(angles) + np.concatenate([-high, low], -1) * np.sin(angles)
+        return result
+
+    def mlp(self, name: str, x_TD: Array) -> Array:
+        if self.family == "llama":
+            gate_TF = self.linear(f"{name}.gate", x_TD)
+            inner_TF: Array = gate_TF / (1 + np.exp(-gate_TF)) * self.linear(f"{name}.up", x_TD)
+            return self.linear(f"{name}.fc2", inner_TF)
+        return self.linear(f"{name}.fc2", self.activate(self.linear(f"{name}.fc1", x_TD)))
+
+    def activate(self, x: Array) -> Array:
+        if self.model["activation"] == "relu":
+            return np.maximum(x, np.float32(0))
+        if self.model["activation"] == "gelu_tanh":
+            gate = np.tanh(np.float32(math.sqrt(2 / math.pi)) * (x + np.float32(0.044715) * x**3))
+        else:
+            gate = np.vectorize(math.erf, otypes=[np.float32])(x / np.float32(math.sqrt(2)))
+        result: Array = np.float32(0.5) * x * (1 + gate)
+        return result
+
+    def experts(self, name: str, x_TD: Array) -> Array:
+        """The likeliest experts of each token, weighed by their probabilities made to add up to 1."""
+        scores_TE = self.linear(f"{name}.router", x_TD)
+        weights_TE = np.exp(scores_TE - scores_TE.max(-1, keepdims=True))
+        order_TE = np.argsort(-weights_TE, axis=-1, kind="stable")
+        np.put_along_axis(weights_TE, order_TE[:, self.model["moe_top_k"] :], 0, axis=-1)
+        weights_TE /= weights_TE.sum(-1, keepdims=True)
+        result = np.zeros_like(x_TD)
+        for expert in range(self.model["num_experts"]):
+            rows = np.flatnonzero(weights_TE[:, expert])
+            if rows.size:
+                part = self.mlp(f"{name}.experts.{expert}", x_TD[rows])
+                result[rows] += weights_TE[rows, expert, None] * part
+        return result
+
+
+def _attend(q_NTH: Array, k_NSH: Array, v_NSH: Array, *, causal: bool, bias_NTS: Array | None = None) -> Array:
+    """Attention; with ``bias_NTS`` that is added to the scores, which are then not scaled, as a T5's."""
+    scores_NTS = q_NTH @ k_NSH.transpose(0, 2, 1)
+    scores_NTS = scores_NTS / np.float32(math.sqrt(q_NTH.shape[-1])) if bias_NTS is None else scores_NTS + bias_NTS
+    if causal:
+        scores_NTS = np.where(np.tri(q_NTH.shape[1], dtype=bool), scores_NTS, -np.inf)
+    weights_NTS = np.exp(scores_NTS - scores_NTS.max(-1, keepdims=True))
+    weights_NTS /= weights_NTS.sum(-1, keepdims=True)
+    mixed: Array = (weights_NTS @ v_NSH).transpose(1, 0, 2).reshape(q_NTH.shape[1], -1)
+    return mixed
+
+
+def _scaled(inverse: NDArray[np.float64], scaling: Mapping[str, Any]) -> NDArray[np.float64]:
+    """Llama 3's frequencies: long waves slowed by ``factor``, short ones kept, blended between (arXiv:2407.21783)."""
+    waves = 2 * math.pi / inverse
+    low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
+    share = np.clip((scaling["original_max_position_embeddings"] / waves - low) / (high - low), 0, 1)
+    result: NDArray[np.float64] = (1 - share) * inverse / scaling["factor"] + share * inverse
+    return result

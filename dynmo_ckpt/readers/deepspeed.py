@@ -1,0 +1,278 @@
+"""Reads Megatron-DeepSpeed checkpoints: pipeline layer files, or one module's states for each tensor rank.
+
+The layer files ``layer_LL-model_TT-model_states.pt`` hold one layer each: the embedding first, then the blocks, then
+the final norm and the head. With ZeRO 1 and 2 the 16-bit weights are whole in the model's files, and the shards
+``zero_pp_rank_*`` hold the optimizer's state alone. With ZeRO 3 the weights are in the shards, in float32. Without ZeRO
+the optimizer's state is in the model's file, by position.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from .._common.document import read_word, short_repr
+from .._common.errors import UsageError
+from ..errors import CorruptError, NoStateError, UnsupportedError
+from ..maps.name_map import load_map
+from ..megatron.arguments import read_args
+from ..megatron.read import (
+    HEAD_COPY,
+    KINDS,
+    LAYER_NAME,
+    LegacyCheckpoint,
+    LegacyOptions,
+    RankFacts,
+    assemble,
+    assemble_state,
+    flatten,
+)
+from ..megatron.read_optimizer import read_state
+from ..megatron.training_progress import Progress, read_progress
+from ..tensors.views import Tensor
+from ..torch_save.reader import TorchFile, open_torch
+from .zero import held_state, read_zero, shard_files
+
+# A pipeline without an axis of tensor ranks has no "-model_TT" in the names of its layers.
+LAYER_FILE = re.compile(r"layer_(\d+)(?:-model_(\d+))?-model_states\.pt")
+RANK_FILE = re.compile(r"(?:zero_pp_rank_0_)?mp_rank_(\d+)_model_states\.pt")
+LM = "language_model."
+
+
+def is_deepspeed(path: Path) -> bool:
+    """Whether ``path`` is a directory of DeepSpeed, or one step of it."""
+    return path.is_dir() and ((path / "latest").is_file() or any(path.glob("*mp_rank_*_model_states.pt")))
+
+
+def open_deepspeed(path: Path, step: int | None, options: LegacyOptions) -> LegacyCheckpoint:
+    """Index a Megatron-DeepSpeed checkpoint; of the bytes, only replicas' are read.
+
+    Raises:
+        UnsafePickleError: a file asks for more than plain data.
+        CorruptError: missing files, or files that contradict each other.
+        UnsupportedError: experts, or a layer that is not known.
+    """
+    directory = _step_directory(path, step)
+    ranks = _numbered(directory, RANK_FILE)
+    if not ranks:
+        raise CorruptError(f"{directory}: has no mp_rank_*_model_states.pt")
+    first = open_torch(ranks[min(ranks)])
+    tree = first.tree if isinstance(first.tree, dict) else {}
+    said = read_args(tree, str(first.path))
+    if any(directory.glob("layer_*_expert_*")) or any(directory.glob("expert_*")):
+        raise UnsupportedError(f"{directory}: experts of DeepSpeed are not mapped")
+    number = tree.get("iteration", tree.get("global_steps", 0))
+    version = tree.get("checkpoint_version", 3.0)
+    if not isinstance(number, int) or not isinstance(version, int | float):
+        raise CorruptError(f"{first.path}: iteration {short_repr(number)}, checkpoint_version {short_repr(version)}")
+    layers = _layer_files(directory)
+    progress = _progress(directory, first, said, number, with_optimizer=options.with_optimizer)
+    facts = RankFacts(path=first.path, args=said, version=float(version), step=number, progress=progress)
+    zero3 = not layers and _is_empty(_tensors(first, "module"))
+    stages: list[dict[str, list[Tensor]]] = []
+    if not zero3:
+        stages = _from_layers(directory, _open_layers(layers)) if layers else _from_modules(directory, ranks)
+    if not zero3 and not options.with_optimizer:
+        return assemble(facts, stages, _counts(stages), options)
+    state, steps = _state(directory, layers, ranks)
+    if options.with_optimizer:
+        numbered = {kind: (found, _counts(found)) for kind, found in state.items()}
+        return assemble_state(facts, numbered, steps, options, None if zero3 else (stages, _counts(stages)))
+    found = assemble(facts, state["master"], _counts(state["master"]), options)
+    return replace(found, remarks=[*found.remarks, "the weights are ZeRO 3's float32 masters"])
+
+
+def _progress(
+    directory: Path, first: TorchFile, args: Mapping[str, Any], step: int, *, with_optimizer: bool
+) -> Progress:
+    """What is in the first model's file; with optimizer state also the loss scale, from the first of its shards."""
+    shards = shard_files(directory) if with_optimizer else {}
+    if not shards:
+        return read_progress(first.tree, args, step, first.number)
+    shard = open_torch(shards[min(shards)][min(shards[min(shards)])])
+    return read_progress(first.tree, args, step, shard.number, held_state(shard))
+
+
+def _counts(stages: list[dict[str, list[Tensor]]]) -> dict[str, int]:
+    """Layers of the stacks."""
+    counts = {"encoder": 0, "decoder": 0}
+    for name in {name for stage in stages for name in stage}:
+        match = LAYER_NAME.match(name)
+        if match:
+            counts[match[1]] = max(counts[match[1]], int(match[2]) + 1)
+    return counts
+
+
+def _is_empty(tensors: Mapping[str, Tensor]) -> bool:
+    return not tensors or any(0 in tensor.shape for tensor in tensors.values())
+
+
+def _state(
+    directory: Path, layers: Mapping[int, Mapping[int, Path]], ranks: Mapping[int, Path]
+) -> tuple[dict[str, list[dict[str, list[Tensor]]]], set[int]]:
+    """The optimizer's state by kind, as stages of whole models; and the updates that ranks did."""
+    shards = shard_files(directory)
+    if not shards:
+        return _state_without_zero(directory, layers, ranks)
+    if set(shards) != set(ranks):
+        raise CorruptError(
+            f"{directory}: has the optimizer's shards of the model-parallel ranks {sorted(shards)}, and the models of "
+            f"{sorted(ranks)}"
+        )
+    held = {rank: read_zero(directory, shards[rank], open_torch(ranks[rank])) for rank in sorted(ranks)}
+    steps = {each.steps for each in held.values()}
+    result = {}
+    for kind in KINDS:
+        parts = [held[rank].tensors[kind] for rank in sorted(ranks)]
+        if not layers:
+            result[kind] = _one_stage(directory, [_unwrapped(part) for part in parts])
+            continue
+        width = 1 + max(rank for files in layers.values() for rank in files)
+        workers = [_by_layer(directory, parts[at : at + width], layers) for at in range(0, len(parts), width)]
+        merged = {number: found for worker in workers for number, found in worker.items()}
+        result[kind] = _from_layers(directory, dict(sorted(merged.items())))
+    return result, steps
+
+
+def _state_without_zero(
+    directory: Path, layers: Mapping[int, Mapping[int, Path]], ranks: Mapping[int, Path]
+) -> tuple[dict[str, list[dict[str, list[Tensor]]]], set[int]]:
+    """As :func:`_state`, from the models' files, which hold it where there is no ZeRO."""
+    files = [open_torch(ranks[rank]) for rank in sorted(ranks)]
+    if not all(isinstance(file.tree, dict) and isinstance(file.tree.get("optimizer"), dict) for file in files):
+        raise NoStateError(f"{directory}: has no optimizer state; take the weights alone, with --no-optimizer")
+    if layers:
+        raise UnsupportedError(
+            f"{directory}: the optimizer state of a pipeline without ZeRO has no names and is not mapped; take the "
+            "weights alone, with --no-optimizer"
+        )
+    held = []
+    for file in files:
+        named = {_canonical(name): tensor for name, tensor in _unwrapped(_tensors(file, "module")).items()}
+        held.append(read_state(file, [named]))
+    result = {}
+    for kind in KINDS:
+        parts = [{name: tensor for (_, name), tensor in each.tensors[kind].items()} for each in held]
+        result[kind] = _one_stage(directory, parts)
+    return result, {each.steps for each in held}
+
+
+def _unwrapped(part: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name.removeprefix("module."): tensor for name, tensor in part.items()}
+
+
+def _by_layer(
+    directory: Path, parts: Sequence[Mapping[str, Tensor]], layers: Mapping[int, Mapping[int, Path]]
+) -> dict[int, list[dict[str, Tensor]]]:
+    """The tensors of one worker's tensor ranks by the number of the layer's file.
+
+    The first and the last worker hold the tied embedding, which is at both ends of the pipeline. The end has no file of
+    its own, unless an older DeepSpeed wrote it; its state counts as a layer after the last.
+    """
+    found: dict[int, list[dict[str, Tensor]]] = {}
+    first_block = sorted(layers)[1]
+    is_first = any(name.startswith(f"{first_block}.") for part in parts for name in part)
+    tied = min(layers) if is_first else max(layers) + 1
+    for rank, part in enumerate(parts):
+        for name, tensor in part.items():
+            if name.startswith("tied_modules."):
+                number, inner = tied, name.split(".", 2)[2]
+            else:
+                prefix, _, inner = name.partition(".")
+                if not prefix.isdigit() or int(prefix) not in layers:
+                    raise CorruptError(f"{directory}: the optimizer has {name}, which is in none of the layers' files")
+                number = int(prefix)
+            found.setdefault(number, [{} for _ in parts])[rank][inner] = tensor
+    return found
+
+
+def _step_directory(path: Path, step: int | None) -> Path:
+    if step is None and not (path / "latest").is_file():
+        return path
+    name = f"global_step{step}" if step is not None else read_word(path / "latest")
+    if "/" in name or not (path / name).is_dir():
+        raise UsageError(
+            f"{path / name}: is not there; the steps are {sorted(p.name for p in path.glob('global_step*'))}"
+        )
+    return path / name
+
+
+def _numbered(directory: Path, pattern: re.Pattern[str]) -> dict[int, Path]:
+    return {int(m[1]): child for child in directory.iterdir() if (m := pattern.fullmatch(child.name))}
+
+
+def _layer_files(directory: Path) -> dict[int, dict[int, Path]]:
+    """Files by layer and tensor rank; raises ``CorruptError`` where one is missing."""
+    found: dict[int, dict[int, Path]] = {}
+    for child in directory.iterdir():
+        match = LAYER_FILE.fullmatch(child.name)
+        if match:
+            found.setdefault(int(match[1]), {})[int(match[2] or 0)] = child
+    ranks = {rank for files in found.values() for rank in files}
+    for layer, files in found.items():
+        missing = sorted(set(range(max(ranks) + 1)) - set(files))
+        if missing:
+            raise CorruptError(f"{directory}: layer {layer} lacks the tensor ranks {missing}")
+    return dict(sorted(found.items()))
+
+
+def _open_layers(layers: Mapping[int, Mapping[int, Path]]) -> dict[int, list[dict[str, Tensor]]]:
+    """The tensors of each layer's files, by tensor rank."""
+    return {
+        number: [_tensors(open_torch(files[rank]), None) for rank in sorted(files)] for number, files in layers.items()
+    }
+
+
+def _from_layers(
+    directory: Path, layers: Mapping[int, Sequence[Mapping[str, Tensor]]]
+) -> list[dict[str, list[Tensor]]]:
+    """One stage for each layer, given for all tensor ranks, under the names of a whole model."""
+    stages, blocks, has_words = [], 0, False
+    for number, parts in layers.items():
+        if any(part.keys() != parts[0].keys() for part in parts):
+            raise CorruptError(f"{directory}: the tensor ranks of layer {number} do not hold the same tensors")
+        names = set(parts[0])
+        if "word_embeddings.weight" in names:
+            table = HEAD_COPY if has_words else f"{LM}embedding.word_embeddings.weight"
+            renamed = {name: f"{LM}embedding.{name}" for name in names if not has_words}
+            renamed |= {"word_embeddings.weight": table}
+            has_words = True
+        elif any(".query_key_value." in name for name in names):
+            renamed = {name: f"{LM}encoder.layers.{blocks}.{name}" for name in names}
+            blocks += 1
+        elif names in ({"weight", "bias"}, {"weight"}) and len(parts[0]["weight"].shape) == 1:
+            renamed = {name: f"{LM}encoder.final_layernorm.{name}" for name in names}
+        elif len(names) == 1 and len(next(iter(parts[0].values())).shape) == 2:
+            renamed = dict.fromkeys(names, f"{LM}output_layer.weight")
+        else:
+            raise UnsupportedError(f"{directory}: layer {number} is no layer of a GPT: {', '.join(sorted(names)[:5])}")
+        stages.append({_canonical(renamed[name]): [part[name] for part in parts] for name in renamed})
+    return stages
+
+
+def _from_modules(directory: Path, ranks: Mapping[int, Path]) -> list[dict[str, list[Tensor]]]:
+    if set(ranks) != set(range(len(ranks))):
+        raise CorruptError(f"{directory}: has the tensor ranks {sorted(ranks)}, not 0 and on")
+    return _one_stage(directory, [_unwrapped(_tensors(open_torch(ranks[rank]), "module")) for rank in sorted(ranks)])
+
+
+def _one_stage(directory: Path, parts: Sequence[Mapping[str, Tensor]]) -> list[dict[str, list[Tensor]]]:
+    if any(part.keys() != parts[0].keys() for part in parts):
+        raise CorruptError(f"{directory}: its tensor ranks do not hold the same tensors")
+    return [{_canonical(name): [part[name] for part in parts] for name in parts[0]}]
+
+
+def _tensors(file: TorchFile, key: str | None) -> dict[str, Tensor]:
+    tree: Any = file.tree
+    if key is not None:
+        tree = tree.get(key) if isinstance(tree, dict) else None
+    if not isinstance(tree, dict):
+        raise CorruptError(f"{file.path}: holds no {key or 'dictionary'}")
+    return flatten(file, tree)
+
+
+def _canonical(name: str) -> str:
+    return load_map("legacy_gpt", "2").canonical(name)

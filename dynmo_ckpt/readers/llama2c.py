@@ -1,0 +1,87 @@
+"""Reads the ``NAME.bin`` of llama2.c: seven integers, then float32 matrices one behind the other, layers stacked.
+
+Its rotation turns neighbouring pairs; the rows are put in order by ``maps/llama2c.json``.
+"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+from ..errors import CorruptError
+from ..io.files import open_file
+from ..io.safetensors import StoredArray
+from ..tensors.views import Tensor, whole
+
+HEADER_BYTES = 28
+LIMIT = 1 << 24
+
+
+def is_llama2c(path: Path) -> bool:
+    """Whether a file looks like one of llama2.c."""
+    return path.is_file() and path.suffix == ".bin"
+
+
+def read_llama2c(path: Path, make_vocab_size_divisible_by: int) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """The ``model`` of a manifest, and the matrices by llama2.c's names with the layer's number behind.
+
+    Raises:
+        CorruptError: the header holds impossible sizes, or does not fit the file's size.
+    """
+    with open_file(path) as handle:
+        header = handle.read(HEADER_BYTES)
+    numbers = [int.from_bytes(header[i : i + 4], "little", signed=True) for i in range(0, HEADER_BYTES, 4)]
+    hidden, inner, layers, heads, groups, signed_vocab, positions = numbers
+    vocab = abs(signed_vocab)
+    sizes = (hidden, inner, layers, heads, groups, vocab, positions)
+    if path.name.startswith("pytorch_model"):
+        raise CorruptError(
+            f"{path}: weights of a Hugging Face directory; give the directory, which has config.json too"
+        )
+    if len(header) < HEADER_BYTES or not all(0 < size < LIMIT for size in sizes) or hidden % heads or heads % groups:
+        raise CorruptError(f"{path}: not a file of llama2.c: its header says {numbers}")
+    width = hidden // heads
+    stacks: list[tuple[str, bool, tuple[int, ...]]] = [
+        ("tok_embeddings", False, (vocab, hidden)),
+        ("attention_norm", True, (hidden,)),
+        ("wq", True, (hidden, hidden)),
+        ("wk", True, (groups * width, hidden)),
+        ("wv", True, (groups * width, hidden)),
+        ("wo", True, (hidden, hidden)),
+        ("ffn_norm", True, (hidden,)),
+        ("w1", True, (inner, hidden)),
+        ("w2", True, (hidden, inner)),
+        ("w3", True, (inner, hidden)),
+        ("norm", False, (hidden,)),
+        ("freq_cis", False, (positions, width)),
+        *([("output", False, (vocab, hidden))] if signed_vocab < 0 else []),
+    ]
+    tensors, at = {}, HEADER_BYTES
+    for name, stacked, shape in stacks:
+        for i in range(layers if stacked else 1):
+            key = f"{name}.{i}" if stacked else name
+            tensors[key] = whole(StoredArray(path=path, key=key, dtype="F32", shape=shape, offset=at))
+            at += 4 * math.prod(shape)
+    if at != path.stat().st_size:
+        raise CorruptError(f"{path}: has {path.stat().st_size} bytes, its header asks for {at}")
+    model = {
+        "family": "llama",
+        "num_layers": layers,
+        "hidden_size": hidden,
+        "ffn_hidden_size": inner,
+        "num_attention_heads": heads,
+        "num_key_value_heads": groups,
+        "head_dim": width,
+        "max_position_embeddings": positions,
+        "vocab_size": vocab,
+        "padded_vocab_size": -(-vocab // make_vocab_size_divisible_by) * make_vocab_size_divisible_by,
+        "layernorm_epsilon": 1e-5,
+        "normalization": "rmsnorm",
+        "activation": "swiglu",
+        "position_embedding": "rotary",
+        "rotary_base": 10000.0,
+        "rotary_scaling": None,
+        "tied_embeddings": signed_vocab > 0,
+    }
+    return model, tensors

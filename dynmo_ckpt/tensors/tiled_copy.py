@@ -1,0 +1,172 @@
+"""Produces the content of a planned tensor in row-major order, a panel of bounded size at a time."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from itertools import product
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..io.reading import Reader, Words
+from ..io.safetensors import DTYPE_BYTES, StoredArray
+from .copy_plan import OutputTensor
+from .views import Tensor, View
+
+PANEL_BYTES = 1 << 20
+TRANSPOSE_PANEL_BYTES = 32 << 20
+BLOCK_PANELS = 8
+# Of a transposition in blocks: this many rows of a cache line each (measured for 2 and 4 bytes, on 1536 to 7680 rows)
+_ROWS = 1024
+_LINE_BYTES = 64
+_APART = 1 << 14
+_NUMBERS = {"F64": "f8", "F32": "f4", "F16": "f2"}
+
+
+def panels(tensor: OutputTensor, reader: Reader) -> Iterator[Words]:
+    """The content of ``tensor`` in row-major order, a panel at a time; each panel is valid until the next."""
+    content = tensor.content
+    itemsize = DTYPE_BYTES[content.dtype]
+    shape = content.shape or (1,)
+    limit = PANEL_BYTES // max(1, reader.sharing // 2) if _reads_in_order(content) else TRANSPOSE_PANEL_BYTES
+    for box in _boxes(shape, max(1, limit // itemsize)):
+        extents = [end - begin for begin, end in box]
+        panel = reader.buffer("panel", math.prod(extents), itemsize).reshape(extents)
+        _fill(panel, content, box, reader)
+        if tensor.mask is not None:
+            kept = reader.buffer("mask", math.prod(extents), 1).reshape(extents)
+            _fill(kept, tensor.mask, box, reader)
+            panel[kept == 0] = 0
+        yield panel if tensor.cast is None else cast(panel, content.dtype, tensor.cast)
+
+
+def buffer_bytes(tensor: OutputTensor) -> int:
+    """The most memory that a thread's buffers take for a tensor: panel and block, and what masks and casts add."""
+    limit = PANEL_BYTES if _reads_in_order(tensor.content) else TRANSPOSE_PANEL_BYTES
+    times = 2 + (0 if tensor.mask is None else 1) + (0 if tensor.cast is None else 4)
+    return BLOCK_PANELS * PANEL_BYTES + times * min(limit, tensor.content.num_bytes)
+
+
+def cast(words: Words, source: str, target: str) -> Words:
+    """Raw words of one type of number as those of another, rounded to the nearest, ties to even."""
+    is_brain = source == "BF16"
+    with np.errstate(over="ignore"):
+        numbers = (words.astype(np.uint32) << 16).view(np.float32) if is_brain else words.view(_NUMBERS[source])
+        if target != "BF16":
+            return numbers.astype(_NUMBERS[target]).view(f"u{DTYPE_BYTES[target]}")
+        wide = numbers.astype(np.float32).view(np.uint32)
+        rounded = wide + 0x7FFF + ((wide >> 16) & 1)
+        rounded = np.where(np.isnan(wide.view(np.float32)), wide | 0x400000, rounded)
+        narrow: Words = (rounded >> 16).astype(np.uint16)
+        return narrow
+
+
+def _reads_in_order(content: Tensor) -> bool:
+    """Whether the fastest dimension of the output is the fastest of every source."""
+    return all(
+        next((s for n, s in zip(piece.view.shape[::-1], piece.view.strides[::-1], strict=True) if n > 1), 1) == 1
+        for piece in content.pieces
+    )
+
+
+def _boxes(shape: Sequence[int], limit: int) -> Iterator[list[tuple[int, int]]]:
+    """Cut a row-major array into boxes of at most ``limit`` elements that follow one another in memory."""
+    if 0 in shape:
+        return
+    dim = next((d for d in range(len(shape)) if math.prod(shape[d + 1 :]) <= limit), len(shape) - 1)
+    step = max(1, limit // math.prod(shape[dim + 1 :]))
+    rest = [(0, size) for size in shape[dim + 1 :]]
+    for outer in product(*(range(size) for size in shape[:dim])):
+        for begin in range(0, shape[dim], step):
+            yield [*((i, i + 1) for i in outer), (begin, min(begin + step, shape[dim])), *rest]
+
+
+def _fill(panel: NDArray[np.unsignedinteger], content: Tensor, box: list[tuple[int, int]], reader: Reader) -> None:
+    part = content
+    if content.shape:
+        for dim, (begin, end) in enumerate(box):
+            if (begin, end) != (0, content.shape[dim]):
+                part = part.narrow(dim, begin, end)
+    if not part.is_covered:
+        panel[...] = 0
+    for piece in part.pieces:
+        spans = tuple(slice(b, b + n) for b, n in zip(piece.begin, piece.view.shape, strict=True))
+        _gather(panel[spans] if spans else panel.reshape(()), piece.view, reader)
+
+
+def _gather(target: NDArray[np.unsignedinteger], view: View, reader: Reader) -> None:
+    """Read the elements of ``view`` into ``target``, which has its shape."""
+    itemsize = target.dtype.itemsize
+    span = sum((size - 1) * stride for size, stride in zip(view.shape, view.strides, strict=True)) + 1
+    begin = view.start * itemsize
+    if span == target.size and target.flags.c_contiguous and _is_row_major(view):
+        reader.read(view.array, begin, target)
+        return
+    strides = [stride * itemsize for stride in view.strides]
+    low, high = _whole_rows(view, span)
+    if high - low <= max(2, reader.sharing) * target.size:
+        block = reader.block(view.array, low * itemsize, high - low, itemsize)[view.start - low :]
+        transposed_copy(target, np.lib.stride_tricks.as_strided(block, view.shape, strides, writeable=False))
+        return
+    order = sorted(range(len(view.shape)), key=lambda dim: -view.strides[dim])
+    packed = reader.buffer("scratch", target.size, itemsize).reshape([view.shape[dim] for dim in order])
+    _read_runs(packed, [view.strides[dim] for dim in order], view.array, begin, reader)
+    transposed_copy(target, packed.transpose(np.argsort(order)))
+
+
+def _whole_rows(view: View, span: int) -> tuple[int, int]:
+    """The elements of the array between which a window lies, extended to whole rows where it is cut out of rows.
+
+    So the windows beside it ask for the same elements.
+    """
+    row, low, high = max(view.strides, default=0), view.start, view.start + span
+    if not view.strides or view.strides[0] != row or view.strides[-1] != 1 or view.shape[0] < 2:
+        return low, high
+    total = view.array.num_bytes // DTYPE_BYTES[view.array.dtype]
+    low -= low % row
+    return low, min(total, low + view.shape[0] * row) if high <= low + view.shape[0] * row else high
+
+
+def _is_row_major(view: View) -> bool:
+    expected = 1
+    for size, stride in zip(reversed(view.shape), reversed(view.strides), strict=True):
+        if size > 1 and stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+def _read_runs(packed: Words, strides: list[int], array: StoredArray, begin: int, reader: Reader) -> None:
+    """Read into a packed array whose dimensions go from wide to narrow strides: one read for each contiguous run."""
+    dims, run = packed.ndim, 1
+    while dims and (strides[dims - 1] == run or packed.shape[dims - 1] == 1):
+        dims -= 1
+        run *= packed.shape[dims]
+    rows = packed.reshape(-1, run)
+    itemsize = packed.dtype.itemsize
+    for row, at in enumerate(product(*(range(size) for size in packed.shape[:dims]))):
+        start = begin + sum(i * stride for i, stride in zip(at, strides, strict=False)) * itemsize
+        reader.read(array, start, rows[row])
+
+
+def transposed_copy(target: Words, source: Words) -> None:
+    """``target[...] = source``, in blocks that stay in the cache where their fastest dimensions differ."""
+    if target.ndim < 2 or source.strides[-1] == source.itemsize:
+        target[...] = source
+        return
+    fast = min(range(source.ndim), key=lambda dim: source.strides[dim] if source.shape[dim] > 1 else math.inf)
+    if fast == source.ndim - 1:
+        target[...] = source
+        return
+    rows, columns = np.moveaxis(target, fast, 0), np.moveaxis(source, fast, 0)
+    width = max(1, _LINE_BYTES // source.itemsize) * max(1, _ROWS // max(1, rows.shape[0]))
+    middles: Iterator[tuple[Any, ...]] = iter([(...,)])
+    if rows.shape[0] * rows.shape[-1] >= _APART:
+        middles = product(*(range(size) for size in rows.shape[1:-1]))
+    for middle in middles:
+        for begin in range(0, rows.shape[0], _ROWS):
+            for column in range(0, rows.shape[-1], width):
+                span = (slice(begin, begin + _ROWS), *middle, slice(column, column + width))
+                rows[span] = columns[span]

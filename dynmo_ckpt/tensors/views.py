@@ -1,0 +1,209 @@
+"""Tensors as strided windows on stored bytes: slicing, regrouping and transposing without touching a byte.
+
+A :class:`View` is a window on one stored array, a :class:`Tensor` is put together from views. Every layout that a
+checkpoint can have (tensor-parallel slices, grouped query-key-value rows, transposed weights) is described by these,
+and one executor copies them. Pure: values in, values out. Strides count elements.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from ..errors import UnsupportedError
+from ..io.safetensors import DTYPE_BYTES, StoredArray
+
+
+@dataclass(frozen=True)
+class View:
+    """A strided window on ``array``; its first element lies ``start`` elements into it."""
+
+    array: StoredArray
+    start: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A part of a tensor: where its box begins in each dimension, and the bytes; the extents are the view's shape."""
+
+    begin: tuple[int, ...]
+    view: View
+
+
+def row_major(shape: Sequence[int]) -> tuple[int, ...]:
+    """Strides of a contiguous array: ``(2, 3, 4)`` gives ``(12, 4, 1)``."""
+    return tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """A tensor put together from pieces that do not overlap; where no piece lies it is zero."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    pieces: tuple[Piece, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of the whole tensor."""
+        return math.prod(self.shape) * DTYPE_BYTES[self.dtype]
+
+    @property
+    def is_covered(self) -> bool:
+        """Whether the pieces leave no part zero."""
+        return sum(math.prod(piece.view.shape) for piece in self.pieces) == math.prod(self.shape)
+
+    def unflatten(self, dim: int, sizes: Sequence[int]) -> Tensor:
+        """Replace dimension ``dim`` by dimensions of ``sizes``, the last varying fastest.
+
+        A piece that ends within a group becomes several boxes; so a tensor cut out of flat buffers has its shape again.
+
+        Raises:
+            UnsupportedError: the sizes are not those of the dimension.
+        """
+        if 1 in sizes and len(sizes) > 1 and math.prod(sizes) == self.shape[dim]:
+            wide = [size for size in sizes if size != 1]
+            base = self.unflatten(dim, wide) if len(wide) > 1 else self
+            return base.with_ones(_splice(self.shape, dim, sizes))
+        if math.prod(sizes) != self.shape[dim]:
+            raise UnsupportedError(f"a dimension of {self.shape[dim]} cannot be seen as {' x '.join(map(str, sizes))}")
+        pieces = []
+        for piece in self.pieces:
+            first, extent, stride = piece.begin[dim], piece.view.shape[dim], piece.view.strides[dim]
+            for begin, shape in _boxes(first, first + extent, sizes):
+                at = sum(b * step for b, step in zip(begin, row_major(sizes), strict=True))
+                view = replace(
+                    piece.view,
+                    start=piece.view.start + (at - first) * stride,
+                    shape=_splice(piece.view.shape, dim, shape),
+                    strides=_splice(piece.view.strides, dim, [stride * step for step in row_major(sizes)]),
+                )
+                pieces.append(Piece(_splice(piece.begin, dim, begin), view))
+        return replace(self, shape=_splice(self.shape, dim, sizes), pieces=tuple(pieces))
+
+    def with_ones(self, shape: Sequence[int]) -> Tensor:
+        """The same elements under ``shape``, which differs in dimensions of size 1 alone."""
+        left = iter([dim for dim, size in enumerate(self.shape) if size != 1])
+        sources = [next(left) if size != 1 else None for size in shape]
+
+        def pick(values: Sequence[int], single: int) -> tuple[int, ...]:
+            return tuple(single if at is None else values[at] for at in sources)
+
+        pieces = tuple(
+            Piece(pick(p.begin, 0), replace(p.view, shape=pick(p.view.shape, 1), strides=pick(p.view.strides, 1)))
+            for p in self.pieces
+        )
+        return replace(self, shape=tuple(shape), pieces=pieces)
+
+    def flatten(self, dim: int) -> Tensor:
+        """Make dimensions ``dim`` and ``dim + 1`` one, the second varying fastest.
+
+        A piece whose rows do not follow one another, such as one of two axes in another order, becomes a piece a row.
+        """
+        inner = self.shape[dim + 1]
+        pieces = []
+        for piece in self.pieces:
+            (rows, width), view = piece.view.shape[dim : dim + 2], piece.view
+            step, stride = view.strides[dim : dim + 2]
+            joined = width == inner and step == inner * stride
+            for row in range(1 if joined else rows):
+                begin = (piece.begin[dim] + row) * inner + piece.begin[dim + 1]
+                part = replace(
+                    view,
+                    start=view.start + row * step,
+                    shape=_splice(_splice(view.shape, dim + 1, []), dim, [rows * inner if joined else width]),
+                    strides=_splice(_splice(view.strides, dim + 1, []), dim, [stride]),
+                )
+                pieces.append(Piece(_splice(_splice(piece.begin, dim + 1, []), dim, [begin]), part))
+        shape = _splice(_splice(self.shape, dim + 1, []), dim, [self.shape[dim] * inner])
+        return replace(self, shape=shape, pieces=tuple(pieces))
+
+    def without_first(self) -> Tensor:
+        """The same elements without the first dimension, whose size is 1."""
+        pieces = tuple(
+            Piece(p.begin[1:], replace(p.view, shape=p.view.shape[1:], strides=p.view.strides[1:])) for p in self.pieces
+        )
+        return replace(self, shape=self.shape[1:], pieces=pieces)
+
+    def permute(self, order: Sequence[int]) -> Tensor:
+        """Reorder the dimensions: new dimension ``i`` is the old ``order[i]``."""
+
+        def pick(values: tuple[int, ...]) -> tuple[int, ...]:
+            return tuple(values[dim] for dim in order)
+
+        pieces = tuple(
+            Piece(pick(p.begin), replace(p.view, shape=pick(p.view.shape), strides=pick(p.view.strides)))
+            for p in self.pieces
+        )
+        return replace(self, shape=pick(self.shape), pieces=pieces)
+
+    def narrow(self, dim: int, begin: int, end: int) -> Tensor:
+        """The part ``[begin, end)`` along ``dim``."""
+        pieces = []
+        for piece in self.pieces:
+            low = max(begin, piece.begin[dim])
+            high = min(end, piece.begin[dim] + piece.view.shape[dim])
+            if low < high:
+                view = replace(
+                    piece.view,
+                    start=piece.view.start + (low - piece.begin[dim]) * piece.view.strides[dim],
+                    shape=_splice(piece.view.shape, dim, [high - low]),
+                )
+                pieces.append(Piece(_splice(piece.begin, dim, [low - begin]), view))
+        return replace(self, shape=_splice(self.shape, dim, [end - begin]), pieces=tuple(pieces))
+
+    def padded(self, dim: int, size: int) -> Tensor:
+        """Extended by zeros to ``size`` along ``dim``."""
+        return replace(self, shape=_splice(self.shape, dim, [size]))
+
+
+def _boxes(begin: int, end: int, sizes: Sequence[int]) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """The elements ``[begin, end)`` of a row-major array as boxes: where each begins, and its extents."""
+    if begin >= end:
+        return []
+    if len(sizes) == 1:
+        return [((begin,), (end - begin,))]
+    inner = math.prod(sizes[1:])
+    low, high = -(-begin // inner), end // inner
+    if low > high:
+        rows = [(high, begin - high * inner, end - high * inner)]
+    else:
+        rows = [(low - 1, begin - (low - 1) * inner, inner)] if begin < low * inner else []
+        rows += [(high, 0, end - high * inner)] if high * inner < end else []
+    zeros = (0,) * (len(sizes) - 1)
+    boxes = [((low, *zeros), (high - low, *sizes[1:]))] if low < high else []
+    for row, first, last in rows:
+        boxes += [((row, *at), (1, *shape)) for at, shape in _boxes(first, last, sizes[1:])]
+    return boxes
+
+
+def whole(array: StoredArray) -> Tensor:
+    """The tensor that one stored array is."""
+    view = View(array, 0, array.shape, row_major(array.shape))
+    return Tensor(array.dtype, array.shape, (Piece((0,) * len(array.shape), view),))
+
+
+def concatenate(tensors: Sequence[Tensor], dim: int) -> Tensor:
+    """Tensors of one type, joined along ``dim``.
+
+    Raises:
+        UnsupportedError: the types or the other dimensions differ.
+    """
+    first = tensors[0]
+    pieces: list[Piece] = []
+    at = 0
+    for tensor in tensors:
+        if tensor.dtype != first.dtype or _splice(tensor.shape, dim, []) != _splice(first.shape, dim, []):
+            raise UnsupportedError(
+                f"{tensor.dtype} {list(tensor.shape)} does not join {first.dtype} {list(first.shape)} along {dim}"
+            )
+        pieces.extend(Piece(_splice(piece.begin, dim, [piece.begin[dim] + at]), piece.view) for piece in tensor.pieces)
+        at += tensor.shape[dim]
+    return Tensor(first.dtype, _splice(first.shape, dim, [at]), tuple(pieces))
+
+
+def _splice(values: Sequence[int], dim: int, new: Sequence[int]) -> tuple[int, ...]:
+    return (*values[:dim], *new, *values[dim + 1 :])

@@ -1,0 +1,1 @@
+"""Files of ``torch.save``, read and written without torch; no pickle is executed."""

@@ -1,0 +1,466 @@
+"""Reads pickles as data: a stack machine that knows plain values and torch's tensors, and imports nothing.
+
+A name that a pickle refers to is looked up in the lists below, never in a module. What is on neither list is refused,
+which is the whole of the safety: there is no code path that could run what a file asks for.
+"""
+
+from __future__ import annotations
+
+import io
+import pickletools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, BinaryIO
+
+from ..errors import CorruptError, UnsafePickleError, UnsupportedError
+
+STORAGE_DTYPES = {
+    "DoubleStorage": "F64",
+    "FloatStorage": "F32",
+    "HalfStorage": "F16",
+    "BFloat16Storage": "BF16",
+    "LongStorage": "I64",
+    "IntStorage": "I32",
+    "ShortStorage": "I16",
+    "BoolStorage": "BOOL",
+    "ByteStorage": "U8",
+}
+OPAQUE_PACKAGES = ("megatron", "deepspeed", "apex", "numpy", "enum", "torch", "transformer_engine")
+_PATHS = ("PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath")
+LIMIT_BYTES = 256_000_000
+MAX_GROUPS = 1000
+"""Groups (MARK) that are open at once; torch and its friends open about ten."""
+BYTES_PER_ENTRY = 2
+"""A byte of a pickle can make 60 to 100 bytes of memory: an empty dict on the stack, an entry of the memo. What people
+pickle takes more bytes for each: so the stack and the memo have at most one entry for this many bytes of the file."""
+MAX_ENTRIES = 5_000_000
+"""Of the stack and of the memo each, however large the file is."""
+MAX_TUPLE_DEPTH = 100
+"""Tuples in tuples: Python hashes them by recursion without a check of its own, which ends the process."""
+WORK_PER_BYTE = 8
+"""A few bytes of a pickle can copy or hash a large value again: elements that are copied or hashed are counted, and at
+most this many for each byte are permitted. Plain data copies and hashes each element once."""
+MIN_WORK = 10_000
+
+
+@dataclass(frozen=True)
+class Name:
+    """A global that the pickle refers to; inert."""
+
+    module: str
+    name: str
+
+    def __str__(self) -> str:
+        """``module.name``."""
+        return f"{self.module}.{self.name}"
+
+
+@dataclass(eq=False)
+class Inert:
+    """An object that is not rebuilt: its type, what it was called with, and its attributes."""
+
+    type: Name
+    arguments: tuple[Any, ...] = ()
+    attributes: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class StorageRef:
+    """A storage of a torch file: its key, type and number of elements."""
+
+    key: str
+    dtype: str
+    num_elements: int
+
+
+@dataclass(frozen=True)
+class TensorRef:
+    """A tensor of a torch file: a strided window on a storage, counted in elements."""
+
+    storage: StorageRef
+    start: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+
+
+INERT_NAMES = {Name("argparse", "Namespace"), Name("_codecs", "encode")}
+INERT_NAMES |= {Name(module, name) for module in ("pathlib", "pathlib._local") for name in _PATHS}
+# By it Python 3.11.0 to 3.11.3 refer to members of an enumeration; what stands for one is a class of OPAQUE_PACKAGES
+# and a word, and nothing is looked up.
+MEMBER_OF = tuple(Name(module, "getattr") for module in ("builtins", "__builtin__"))
+INERT_NAMES |= set(MEMBER_OF)
+STOP = b"."
+_TENSOR_BUILDERS = ("_rebuild_tensor_v2", "_rebuild_tensor")
+_PARAMETER_BUILDERS = ("_rebuild_parameter", "_rebuild_parameter_with_state")
+# Tensors with attributes of their own are pickled as (function that builds it, its type, its arguments, attributes).
+_TYPED_BUILDERS = {Name("torch._tensor", "_rebuild_from_type_v2"), Name("torch._tensor", "_rebuild_from_type")}
+_PLAIN = {
+    ("collections", "OrderedDict"): dict,
+    ("builtins", "dict"): dict,
+    ("builtins", "list"): list,
+    ("builtins", "tuple"): tuple,
+    ("builtins", "set"): set,
+    ("builtins", "frozenset"): frozenset,
+    ("__builtin__", "set"): set,
+    ("__builtin__", "frozenset"): frozenset,
+    ("torch", "Size"): tuple,
+}
+
+
+def load_pickle(payload: bytes, source: str) -> Any:
+    """The value in ``payload``.
+
+    Raises:
+        UnsafePickleError: it refers to a name that is on no list; the message has ``source`` and the name.
+        CorruptError: it is not a pickle, or breaks the machine's rules.
+    """
+    if len(payload) > LIMIT_BYTES:
+        raise CorruptError(f"{source}: a pickle of {len(payload)} bytes; at most {LIMIT_BYTES} are read")
+    return load_stream(io.BytesIO(payload), source)[0]
+
+
+def load_stream(handle: BinaryIO, source: str) -> tuple[Any, dict[str, StorageRef]]:
+    """The next value in a file, and the storages that it refers to by key; the file stands behind the value after it.
+
+    Raises:
+        UnsafePickleError, CorruptError: as :func:`load_pickle`.
+    """
+    bounded: Any = handle if isinstance(handle, io.BytesIO) else _Bounded(handle)
+    at = handle.tell()
+    machine = _Machine(source, handle.seek(0, io.SEEK_END) - at)
+    handle.seek(at)
+    done = 0
+    try:
+        while (code := bounded.read(1)) != STOP:
+            found = _BY_CODE.get(code)
+            if found is None:
+                raise CorruptError(f"{source}: {_unknown(code)}")
+            operation, read = found
+            operation(machine, None if read is None else read(bounded))
+            done += 1
+            if not done & 0xFF:  # an operation adds one entry at most, so a look now and then is enough
+                machine.check_bounds()
+        return machine.stack.pop(), machine.storages
+    except (UnsafePickleError, CorruptError):
+        raise
+    except (ValueError, IndexError, KeyError, TypeError, AttributeError, RecursionError, OverflowError) as error:
+        raise CorruptError(f"{source}: not a readable pickle: {error}") from error
+
+
+def _unknown(code: bytes) -> str:
+    known = [each.name for each in pickletools.opcodes if each.code.encode("latin1") == code]
+    if known:
+        return f"the pickle uses {known[0]}, which a checkpoint has no use for"
+    return f"not a readable pickle: no operation has the code {code!r}" if code else "the pickle does not end"
+
+
+class _Bounded:
+    """A file that never reads beyond its end, so that a length that lies does not allocate memory."""
+
+    def __init__(self, handle: BinaryIO) -> None:
+        at = handle.tell()
+        self.end = handle.seek(0, io.SEEK_END)
+        self.handle = handle
+        handle.seek(at)
+
+    def tell(self) -> int:
+        return self.handle.tell()
+
+    def read(self, size: int) -> bytes:
+        return self.handle.read(min(size, self.end - self.handle.tell(), LIMIT_BYTES))
+
+    def readline(self) -> bytes:
+        return self.handle.readline(LIMIT_BYTES)
+
+
+class _Machine:
+    """The stack, the memo, and what operations need of names and storages."""
+
+    def __init__(self, source: str, num_bytes: int) -> None:
+        self.source = source
+        self.max_entries = min(MAX_ENTRIES, 1000 + num_bytes // BYTES_PER_ENTRY)
+        self.num_below = 0
+        self.work_left = MIN_WORK + WORK_PER_BYTE * min(num_bytes, LIMIT_BYTES)
+        # Depth and weight by id; the value itself is held, so that its id is not given to another one.
+        self.nested: dict[int, tuple[Any, int, int]] = {}
+        self.stack: list[Any] = []
+        self.below: list[list[Any]] = []
+        self.memo: dict[int, Any] = {}
+        self.storages: dict[str, StorageRef] = {}
+
+    def push(self, value: Any) -> None:
+        """Put a value on the stack, as it is when the value is there: closing a group brings another stack."""
+        self.stack.append(value)
+
+    def pop(self) -> None:
+        """Drop what stands on top, be it the mark of a group."""
+        if self.stack:
+            self.stack.pop()
+        else:
+            self.to_mark()
+
+    def mark(self) -> None:
+        """Open a group: what stands on the stack waits below until it is closed."""
+        self.below.append(self.stack)
+        self.num_below += len(self.stack)
+        self.stack = []
+
+    def to_mark(self) -> list[Any]:
+        """Close the last group, and take its values."""
+        if not self.below:
+            raise CorruptError(f"{self.source}: the pickle closes a group that it did not open")
+        items, self.stack = self.stack, self.below.pop()
+        self.num_below -= len(self.stack)
+        return items
+
+    def check_bounds(self) -> None:
+        """Refuse a pickle whose stack, memo or open groups grow beyond what its size explains."""
+        for what, count, limit in (
+            ("groups that are open", len(self.below), MAX_GROUPS),
+            ("values on its stack", self.num_below + len(self.stack), self.max_entries),
+            ("entries in its memo", len(self.memo), self.max_entries),
+            ("tuples in tuples", len(self.nested), self.max_entries),
+        ):
+            if count > limit:
+                raise CorruptError(f"{self.source}: the pickle has more than {limit:,} {what}, the limit for its size")
+
+    def charge(self, count: int) -> None:
+        """Count elements that are about to be copied or hashed; refuse more than the pickle's size explains."""
+        self.work_left -= count
+        if self.work_left < 0:
+            raise CorruptError(f"{self.source}: the pickle copies or hashes more values than its size explains")
+
+    def tuple_of(self, items: list[Any]) -> tuple[Any, ...]:
+        """A tuple of ``items``, unless it is nested deeper than ``MAX_TUPLE_DEPTH``."""
+        made = tuple(items)
+        self._measure(made)
+        return made
+
+    def frozenset_of(self, items: list[Any]) -> frozenset[Any]:
+        """As :meth:`tuple_of`, a frozen set."""
+        made = frozenset(self.hashed(items))
+        self._measure(made)
+        return made
+
+    def hashed(self, keys: list[Any]) -> list[Any]:
+        """``keys`` that a dictionary or set takes next, once what hashing them takes is counted."""
+        self.charge(sum(self._size(key)[1] for key in keys if not isinstance(key, str)))
+        return keys
+
+    def _measure(self, made: tuple[Any, ...] | frozenset[Any]) -> None:
+        """Remember the depth and the weight of a tuple or frozen set; both follow from its direct members alone."""
+        self.charge(len(made))
+        sizes = [self._size(member) for member in made]
+        depth = 1 + max((depth for depth, _ in sizes), default=0)
+        weight = 1 + sum(weight for _, weight in sizes)
+        if depth > MAX_TUPLE_DEPTH:
+            raise CorruptError(
+                f"{self.source}: the pickle has tuples nested deeper than {MAX_TUPLE_DEPTH} levels, the limit"
+            )
+        if (depth, weight) != (1, 1 + len(made)):
+            self.nested[id(made)] = made, depth, weight
+
+    def _size(self, value: Any) -> tuple[int, int]:
+        """The levels of tuples in a value, and the elements that hashing it visits, each as often as it is visited."""
+        if isinstance(value, tuple | frozenset):
+            known = self.nested.get(id(value))
+            return (1, 1 + len(value)) if known is None else known[1:]
+        if isinstance(value, TensorRef):
+            return 0, 1 + len(value.shape) + len(value.strides)
+        return 0, 1 + (value.bit_length() >> 6 if isinstance(value, int) else 0)
+
+    def global_name(self, name: Name) -> Name:
+        """A name that may be referred to, unchanged."""
+        package = name.module.partition(".")[0]
+        known = (name.module, name.name) in _PLAIN or package in OPAQUE_PACKAGES
+        if not known and name not in INERT_NAMES:
+            raise UnsafePickleError(f"{self.source}: refers to {name}, which is not plain data; nothing was executed")
+        return name
+
+    def call(self, function: Any, arguments: tuple[Any, ...]) -> Any:
+        """What stands for the result of a call; nothing is called but the plain containers of ``_PLAIN``."""
+        if not isinstance(function, Name):
+            raise CorruptError(f"{self.source}: the pickle calls {type(function).__name__}, which is no name")
+        if function in MEMBER_OF:
+            return self._member(*arguments)
+        if function == Name("_codecs", "encode"):
+            self.charge(len(arguments[0]) if isinstance(arguments[0], str) else 0)
+            return _string(arguments[0]).encode("latin1")
+        if (function.module, function.name) in _PLAIN:
+            return self._container(_PLAIN[function.module, function.name], *arguments)
+        if function.module == "torch._utils" and function.name in _TENSOR_BUILDERS:
+            storage, start, shape, strides = arguments[:4]
+            self.charge(len(shape) + len(strides))
+            return TensorRef(storage, int(start), tuple(map(int, shape)), tuple(map(int, strides)))
+        if function.module == "torch._utils" and function.name in _PARAMETER_BUILDERS:
+            return arguments[0]
+        if function in _TYPED_BUILDERS:
+            self.charge(len(arguments[2]))
+            return self.call(arguments[0], tuple(arguments[2]))
+        return Inert(function, arguments)
+
+    def _container(self, kind: Any, content: Any = ()) -> Any:
+        """A plain container of ``content``."""
+        self.charge(len(content))
+        if kind is tuple:
+            return self.tuple_of(list(content))
+        if kind is frozenset:
+            return self.frozenset_of(list(content))
+        if kind is dict and not isinstance(content, dict):
+            self.hashed([pair[0] for pair in content])
+        elif kind is set:
+            self.hashed(list(content))
+        return kind(content)
+
+    def _member(self, of: Any, member: Any) -> Inert:
+        """What stands for a member of an enumeration."""
+        if (
+            not isinstance(of, Name)
+            or of.module.partition(".")[0] not in OPAQUE_PACKAGES
+            or not isinstance(member, str)
+        ):
+            raise UnsafePickleError(
+                f"{self.source}: refers to {_word(member)} of {_word(of)}, which is no enumeration; "
+                "nothing was executed"
+            )
+        return Inert(of, (member,))
+
+    def persistent(self, identifier: Any) -> StorageRef:
+        """The storage that a persistent identifier of torch names."""
+        kind, storage_type, key, _, count = identifier[:5]
+        name = storage_type.name if isinstance(storage_type, Name) else ""
+        if kind == "storage" and name == "UntypedStorage":
+            known = ", ".join(STORAGE_DTYPES.values())
+            raise UnsupportedError(
+                f"{self.source}: the storage {key} has a type that no model here has, such as float8; known are {known}"
+            )
+        if kind != "storage" or name not in STORAGE_DTYPES:
+            raise CorruptError(f"{self.source}: a storage of the unknown type {_word(storage_type)}")
+        if len(identifier) > 5 and identifier[5] is not None:
+            raise CorruptError(f"{self.source}: the storage {key} is a view of another, as before torch 0.4")
+        key = str(key) if isinstance(key, int) else _string(key)
+        return self.storages.setdefault(key, StorageRef(key, STORAGE_DTYPES[name], int(count)))
+
+
+def _string(value: Any) -> str:
+    """A string; anything else is refused, since the text of nested lists can be far longer than the pickle."""
+    if not isinstance(value, str):
+        raise TypeError(f"a string is expected, not a {type(value).__name__}")
+    return value
+
+
+def _word(value: Any) -> str:
+    """A value in a message: a string or a name as it is, of anything else the type."""
+    return str(value)[:80] if isinstance(value, str | Name) else f"a {type(value).__name__}"
+
+
+def _pairs(items: list[Any]) -> Iterator[tuple[Any, Any]]:
+    return zip(items[::2], items[1::2], strict=True)
+
+
+def _reduce(machine: _Machine, _: Any) -> None:
+    arguments, function = machine.stack.pop(), machine.stack.pop()
+    if not isinstance(arguments, tuple):
+        raise TypeError(f"the arguments of a call must be a tuple, are a {type(arguments).__name__}")
+    machine.stack.append(machine.call(function, arguments))
+
+
+def _build(machine: _Machine, _: Any) -> None:
+    state, target = machine.stack.pop(), machine.stack[-1]
+    if isinstance(target, Inert):
+        machine.charge(len(state) if isinstance(state, dict) else 1)
+        target.attributes.update(state if isinstance(state, dict) else {"state": state})
+
+
+def _global(machine: _Machine, argument: str) -> None:
+    module, _, name = argument.partition(" ")
+    machine.stack.append(machine.global_name(Name(module, name)))
+
+
+def _stack_global(machine: _Machine, _: Any) -> None:
+    name, module = machine.stack.pop(), machine.stack.pop()
+    machine.stack.append(machine.global_name(Name(_string(module), _string(name))))
+
+
+def _set_items(machine: _Machine, items: list[Any]) -> None:
+    target = machine.stack[-1]
+    if isinstance(target, dict):
+        machine.hashed(items[::2])
+        target.update(_pairs(items))
+
+
+def _dictionary(machine: _Machine, items: list[Any]) -> dict[Any, Any]:
+    machine.hashed(items[::2])
+    return dict(_pairs(items))
+
+
+def _append_items(machine: _Machine, items: list[Any]) -> None:
+    target = machine.stack[-1]
+    if isinstance(target, list):
+        target.extend(items)
+    elif isinstance(target, set):
+        target.update(machine.hashed(items))
+
+
+def _pop(machine: _Machine, count: int) -> list[Any]:
+    items = machine.stack[len(machine.stack) - count :]
+    if len(items) < count:
+        raise CorruptError(f"{machine.source}: the pickle takes more from its stack than there is")
+    del machine.stack[len(machine.stack) - count :]
+    return items
+
+
+def _put(machine: _Machine, argument: Any) -> None:
+    machine.memo[len(machine.memo) if argument is None else int(argument)] = machine.stack[-1]
+
+
+def _constant(make: Callable[[], Any]) -> Callable[[_Machine, Any], None]:
+    return lambda machine, _: machine.stack.append(make())
+
+
+_CONSTANTS: dict[str, Callable[[], Any]] = {
+    "NONE": lambda: None,
+    "NEWTRUE": lambda: True,
+    "NEWFALSE": lambda: False,
+    "EMPTY_LIST": list,
+    "EMPTY_TUPLE": tuple,
+    "EMPTY_DICT": dict,
+    "EMPTY_SET": set,
+}
+_VALUES = {"INT", "BININT", "BININT1", "BININT2", "LONG", "LONG1", "LONG4", "FLOAT", "BINFLOAT"}
+_VALUES |= {"UNICODE", "BINUNICODE", "SHORT_BINUNICODE", "BINUNICODE8", "STRING", "BINSTRING", "SHORT_BINSTRING"}
+_VALUES |= {"BINBYTES", "SHORT_BINBYTES", "BINBYTES8", "BYTEARRAY8"}
+_OPERATIONS: dict[str, Callable[[_Machine, Any], None]] = {
+    "MARK": lambda m, _: m.mark(),
+    "POP": lambda m, _: m.pop(),
+    "POP_MARK": lambda m, _: m.to_mark().clear(),
+    "DUP": lambda m, _: m.stack.append(m.stack[-1]),
+    "TUPLE": lambda m, _: m.push(m.tuple_of(m.to_mark())),
+    "TUPLE1": lambda m, _: m.stack.append(m.tuple_of(_pop(m, 1))),
+    "TUPLE2": lambda m, _: m.stack.append(m.tuple_of(_pop(m, 2))),
+    "TUPLE3": lambda m, _: m.stack.append(m.tuple_of(_pop(m, 3))),
+    "LIST": lambda m, _: m.push(m.to_mark()),
+    "DICT": lambda m, _: m.push(_dictionary(m, m.to_mark())),
+    "FROZENSET": lambda m, _: m.push(m.frozenset_of(m.to_mark())),
+    "APPEND": lambda m, _: _append_items(m, _pop(m, 1)),
+    "APPENDS": lambda m, _: _append_items(m, m.to_mark()),
+    "ADDITEMS": lambda m, _: _append_items(m, m.to_mark()),
+    "SETITEM": lambda m, _: _set_items(m, _pop(m, 2)),
+    "SETITEMS": lambda m, _: _set_items(m, m.to_mark()),
+    "GLOBAL": _global,
+    "STACK_GLOBAL": _stack_global,
+    "REDUCE": _reduce,
+    "NEWOBJ": _reduce,
+    "BUILD": _build,
+    "BINPERSID": lambda m, _: m.stack.append(m.persistent(m.stack.pop())),
+    **dict.fromkeys(("PROTO", "FRAME"), lambda _, __: None),
+    **{name: _constant(make) for name, make in _CONSTANTS.items()},
+    **dict.fromkeys(_VALUES, lambda m, argument: m.stack.append(argument)),
+    **dict.fromkeys(("PUT", "BINPUT", "LONG_BINPUT", "MEMOIZE"), _put),
+    **dict.fromkeys(("GET", "BINGET", "LONG_BINGET"), lambda m, argument: m.stack.append(m.memo[int(argument)])),
+}
+_BY_CODE = {
+    known.code.encode("latin1"): (_OPERATIONS[known.name], None if known.arg is None else known.arg.reader)
+    for known in pickletools.opcodes
+    if known.name in _OPERATIONS
+}

@@ -1,0 +1,202 @@
+"""Reads the files of ``torch.save`` without torch: the pickled tree, and where each tensor lies.
+
+Two containers: the zip archive of torch 1.6 and later, and the older stream of pickles with the storages behind them.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import struct
+import zipfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from ..errors import CorruptError
+from ..io.files import open_file
+from ..io.safetensors import DTYPE_BYTES, StoredArray
+from ..tensors.views import Piece, Tensor, View
+from .pickles import LIMIT_BYTES, StorageRef, TensorRef, load_pickle, load_stream
+
+STREAM_MAGIC = 0x1950A86A20F9469CFC6C
+STREAM_PROTOCOL = 1001
+_SCALARS = {"F64": "<d", "F32": "<f", "I64": "<q", "I32": "<i"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class TorchFile:
+    """A torch file: ``tree`` is what was saved, with a :class:`TensorRef` for every tensor; ``storages`` are bytes."""
+
+    path: Path
+    tree: Any
+    storages: Mapping[str, StoredArray]
+
+    def tensor(self, ref: TensorRef, name: str) -> Tensor:
+        """A tensor of the tree as a window on the file's bytes; raises ``CorruptError`` where it leaves its storage."""
+        array = self._typed(ref.storage)
+        if len(ref.shape) != len(ref.strides) or min((*ref.shape, *ref.strides, ref.start), default=0) < 0:
+            raise CorruptError(f"{self.path}: {name}: shape {ref.shape} with strides {ref.strides}")
+        last = ref.start + sum((n - 1) * s for n, s in zip(ref.shape, ref.strides, strict=True))
+        if 0 not in ref.shape and last >= array.shape[0]:
+            raise CorruptError(f"{self.path}: {name}: reaches element {last} of a storage of {array.shape[0]}")
+        view = View(array, ref.start, ref.shape, ref.strides)
+        return Tensor(array.dtype, ref.shape, (Piece((0,) * len(ref.shape), view),))
+
+    def number(self, value: Any) -> int | float | None:
+        """``value`` where it is a number, or the element of a tensor that has one; None for everything else.
+
+        torch keeps Adam's ``step`` as a float32 tensor without dimensions.
+        """
+        if isinstance(value, int | float):
+            return value
+        if not isinstance(value, TensorRef) or math.prod(value.shape) != 1 or value.storage.dtype not in _SCALARS:
+            return None
+        self.tensor(value, "a number")  # checks that it lies within its storage
+        kind = _SCALARS[value.storage.dtype]
+        width = struct.calcsize(kind)
+        with open(self.path, "rb") as handle:
+            handle.seek(self.storages[value.storage.key].offset + value.start * width)
+            found: int | float = struct.unpack(kind, handle.read(width))[0]
+        return found
+
+    def _typed(self, ref: StorageRef) -> StoredArray:
+        stored = self.storages.get(ref.key)
+        size = ref.num_elements * DTYPE_BYTES[ref.dtype]
+        if stored is None or stored.num_bytes < size:
+            found = "nothing" if stored is None else f"{stored.num_bytes} bytes"
+            raise CorruptError(f"{self.path}: the storage {ref.key} needs {size} bytes, found {found}")
+        return StoredArray(
+            path=self.path,
+            key=stored.key,
+            dtype=ref.dtype,
+            shape=(ref.num_elements,),
+            offset=stored.offset,
+            crc32=stored.crc32 if stored.num_bytes == size else None,
+        )
+
+
+class _Window(io.RawIOBase):
+    """A part of a file as a file of its own."""
+
+    def __init__(self, handle: BinaryIO, begin: int, num_bytes: int) -> None:
+        super().__init__()
+        self.handle, self.begin, self.num_bytes, self.at = handle, begin, num_bytes, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self.at
+
+    def seek(self, offset: int, whence: int = 0) -> int:
+        self.at = max(0, offset + (0, self.at, self.num_bytes)[whence])
+        return self.at
+
+    def read(self, size: int = -1) -> bytes:
+        left = max(0, self.num_bytes - self.at)
+        self.handle.seek(self.begin + self.at)
+        found = self.handle.read(left if size < 0 else min(size, left))
+        self.at += len(found)
+        return found
+
+
+def open_torch(path: Path, begin: int = 0, num_bytes: int | None = None) -> TorchFile:
+    """Read the tree of a torch file and index its storages.
+
+    Args:
+        path: the file.
+        begin: where in it what ``torch.save`` wrote begins.
+        num_bytes: how long that is; None: to the end.
+
+    Raises:
+        UnsafePickleError: the file asks for more than plain data.
+        CorruptError: it is missing, broken, or no torch file.
+    """
+    try:
+        with open_file(path) as handle:
+            size = handle.seek(0, io.SEEK_END)
+            if num_bytes is not None and not 0 <= begin <= begin + num_bytes <= size:
+                raise CorruptError(f"{path}: has {size} bytes, {num_bytes} from byte {begin} on are expected")
+            part: Any = handle if num_bytes is None else _Window(handle, begin, num_bytes)
+            part.seek(0)
+            is_zip = part.read(4) == b"PK\3\4"
+            part.seek(0)
+            if num_bytes is not None and not is_zip:
+                raise CorruptError(f"{path}: no file of torch.save at byte {begin}")
+            tree, storages = _read_zip(path, part, begin) if is_zip else _read_stream(path, handle)
+    except FileNotFoundError as error:
+        raise CorruptError(f"{path}: is missing") from error
+    except (zipfile.BadZipFile, NotImplementedError, EOFError, OSError, ValueError, TypeError) as error:
+        raise CorruptError(f"{path}: not a file of torch.save: {error}") from error
+    return TorchFile(path=path, tree=tree, storages=storages)
+
+
+def _read_zip(path: Path, handle: BinaryIO, begin: int) -> tuple[Any, dict[str, StoredArray]]:
+    with zipfile.ZipFile(handle) as archive:
+        entries = {info.filename: info for info in archive.infolist()}
+        pickled = [name for name in entries if name.endswith("/data.pkl") and name.count("/") == 1]
+        if len(pickled) != 1:
+            raise CorruptError(f"{path}: has {len(pickled)} entries data.pkl, one is expected")
+        for name, info in entries.items():
+            if info.compress_type != zipfile.ZIP_STORED or info.flag_bits & 1:
+                raise CorruptError(f"{path}: the entry {name} is compressed or encrypted; torch stores plainly")
+        if entries[pickled[0]].file_size > LIMIT_BYTES:
+            raise CorruptError(f"{path}: data.pkl has {entries[pickled[0]].file_size} bytes")
+        payload = archive.read(pickled[0])
+    prefix = pickled[0].removesuffix("data.pkl") + "data/"
+    storages = {
+        name.removeprefix(prefix): StoredArray(
+            path=path,
+            key=name,
+            dtype="U8",
+            shape=(info.file_size,),
+            offset=begin + _data_offset(path, handle, info),
+            crc32=info.CRC,
+        )
+        for name, info in entries.items()
+        if name.startswith(prefix)
+    }
+    return load_pickle(payload, str(path)), storages
+
+
+def _data_offset(path: Path, handle: BinaryIO, info: zipfile.ZipInfo) -> int:
+    handle.seek(info.header_offset)
+    header = handle.read(30)
+    if len(header) < 30 or header[:4] != b"PK\3\4":
+        raise CorruptError(f"{path}: no header of the entry {info.filename} at byte {info.header_offset}")
+    begin = info.header_offset + 30 + int.from_bytes(header[26:28], "little")
+    begin += int.from_bytes(header[28:30], "little")
+    if begin + info.file_size > handle.seek(0, io.SEEK_END):
+        raise CorruptError(f"{path}: the entry {info.filename} ends beyond the file")
+    return begin
+
+
+def _read_stream(path: Path, handle: BinaryIO) -> tuple[Any, dict[str, StoredArray]]:
+    """The container before torch 1.6: magic, protocol, system, tree, keys; then each storage's count and bytes."""
+    source = str(path)
+    magic, protocol, system = (load_stream(handle, source)[0] for _ in range(3))
+    if magic != STREAM_MAGIC or protocol != STREAM_PROTOCOL or not isinstance(system, dict):
+        raise CorruptError(f"{path}: neither a zip archive nor torch's older container")
+    if system.get("little_endian") is not True:
+        raise CorruptError(f"{path}: written on a big-endian machine")
+    tree, referred = load_stream(handle, source)
+    keys = load_stream(handle, source)[0]
+    at, size = handle.tell(), path.stat().st_size
+    storages = {}
+    for key in keys:
+        ref = referred.get(str(key))
+        if ref is None:
+            raise CorruptError(f"{path}: the storage {key} belongs to no tensor")
+        handle.seek(at)
+        count = int.from_bytes(handle.read(8), "little", signed=True)
+        num_bytes = ref.num_elements * DTYPE_BYTES[ref.dtype]
+        if count != ref.num_elements or at + 8 + num_bytes > size:
+            raise CorruptError(f"{path}: the storage {key} has {count} elements, {ref.num_elements} are expected")
+        storages[ref.key] = StoredArray(path=path, key=ref.key, dtype="U8", shape=(num_bytes,), offset=at + 8)
+        at += 8 + num_bytes
+    return tree, storages
