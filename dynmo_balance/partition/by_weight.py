@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from ..costs import SPEED_UNIT
-from ..problem import Problem
+from ..costs.cost_window import SPEED_UNIT
 from .exact import solve
+from .problem import Problem
 
 
 def _free(problem: Problem) -> Problem:

@@ -7,7 +7,7 @@ Weights are forward plus backward time. The table costs ``stages * units^2``.
 
 from __future__ import annotations
 
-from ..problem import Problem
+from .problem import Problem
 
 
 def boundaries(problem: Problem) -> tuple[int, ...]:

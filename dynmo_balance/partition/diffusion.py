@@ -10,9 +10,9 @@ from __future__ import annotations
 
 from bisect import bisect_right
 
-from ..problem import Problem
 from . import uniform
-from .limits import Limits, make_limits
+from .constraints import Limits, make_limits
+from .problem import Problem
 
 MAX_ROUNDS = 1000
 

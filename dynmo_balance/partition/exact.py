@@ -3,7 +3,7 @@
 A probe asks whether a bottleneck can be met. A greedy probe takes each stage as far as it goes; on success it returns
 the bottleneck that it achieved, on failure the least one that would have changed one of its choices. Bisection over
 these values ends after a handful of probes with equality, not with an epsilon. Where greedy is not exact (stages that
-must not be empty, under unequal memory or speed), the reachable sets of ``reach`` decide.
+must not be empty, under unequal memory or speed), the reachable sets of ``feasible_cuts`` decide.
 
 Source of the probe: Han, Narahari and Choi, "Mapping a chain task to chained processors" (1992); of the tie-break:
 the dynamic programme below, over cut positions.
@@ -17,10 +17,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
-from ..costs import SPEED_UNIT
-from ..problem import InfeasibleError, Problem, check_size
-from .limits import Limits, make_limits
-from .reach import Oversize, reachable, succeeds, walk_back
+from ..costs.cost_window import SPEED_UNIT
+from .constraints import Limits, make_limits
+from .feasible_cuts import Oversize, reachable, succeeds, walk_back
+from .problem import InfeasibleError, Problem, check_size
 
 
 @dataclass(frozen=True, kw_only=True)

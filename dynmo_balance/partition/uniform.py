@@ -7,7 +7,7 @@ Where the layers do not divide by the stages, the later stages get one more: sta
 from __future__ import annotations
 
 from ..formats.profile import Item
-from ..problem import Problem
+from .problem import Problem
 
 
 def layer_starts(items: tuple[Item, ...]) -> list[int]:

@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from .._common.errors import UsageError
-from ..build import build_costs, build_header, build_lines, header_of
-from ..devices import load_device
+from ..costs.devices import load_device
 from ..formats.profile import write_profile
-from ..trajectories import Moment, moments
-from . import Recipe
+from ..inputs.analytic_profile import build_costs, build_header, build_lines, header_of
+from ..inputs.scenarios import Moment, moments
+from .recipe import Recipe
 
 
 def trace_lines(recipe: Recipe, baseline_steps: int, technique_steps: int) -> Iterator[dict[str, Any]]:

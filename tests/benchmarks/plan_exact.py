@@ -17,7 +17,7 @@ from types import ModuleType
 
 from dynmo_balance._common.console import emit
 from dynmo_balance.partition.exact import solve
-from dynmo_balance.problem import Problem
+from dynmo_balance.partition.problem import Problem
 
 UNIT = Path(__file__).parents[1] / "unit" / "plan"
 

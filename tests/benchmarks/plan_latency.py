@@ -13,9 +13,9 @@ from pathlib import Path
 
 from dynmo_balance._common.console import emit
 from dynmo_balance._common.document import append_line, envelope
-from dynmo_balance.decision import WatchOptions
 from dynmo_balance.formats.plan import plan_numbers
-from dynmo_balance.watch import Watcher
+from dynmo_balance.online.decision import WatchOptions
+from dynmo_balance.online.watch import Watcher
 
 
 def header(layers: int, stages: int) -> dict[str, object]:

@@ -32,14 +32,14 @@ from dataclasses import replace
 from itertools import pairwise, zip_longest
 
 from dynmo_balance._common.console import emit, say
-from dynmo_balance.build import BuildOptions, build_costs, build_header, header_of
-from dynmo_balance.devices import PRESETS
+from dynmo_balance.costs.devices import PRESETS
 from dynmo_balance.formats.profile import Header
-from dynmo_balance.modelconfig import from_config
-from dynmo_balance.partition import BALANCERS, bottleneck_ns, solve
-from dynmo_balance.planning import chain_of
-from dynmo_balance.problem import Problem, places_of
-from dynmo_balance.trajectories import Script, moments
+from dynmo_balance.inputs.analytic_profile import BuildOptions, build_costs, build_header, header_of
+from dynmo_balance.inputs.model_config import from_config
+from dynmo_balance.inputs.scenarios import Script, moments
+from dynmo_balance.partition.problem import Problem, places_of
+from dynmo_balance.partition.registry import BALANCERS, bottleneck_ns, solve
+from dynmo_balance.planning.plan_builder import chain_of
 
 FAMILIES = {
     "dense": ("static", 0.0, 0.0),

@@ -26,11 +26,11 @@ import torch.multiprocessing as mp
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
 
 from dynmo_balance._common.console import emit
-from dynmo_balance.calibrate import Sample, calibrate
-from dynmo_balance.costs import ItemCosts
+from dynmo_balance.analysis.calibrate import Sample, calibrate
+from dynmo_balance.costs.cost_window import ItemCosts
 from dynmo_balance.formats.profile import Item
-from dynmo_balance.problem import Chain, Place, Problem
-from dynmo_balance.simulate import predict
+from dynmo_balance.partition.problem import Chain, Place, Problem
+from dynmo_balance.simulation.simulator import predict
 
 SCHEDULES = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B, "interleaved-1f1b": ScheduleInterleaved1F1B}
 WIDTH = 8

@@ -13,7 +13,7 @@ import argparse
 from dataclasses import replace
 
 from dynmo_balance._common.console import emit
-from dynmo_balance.recipes import Recipe, cook, load_recipe, recipe_names
+from dynmo_balance.recipes.recipe import Recipe, cook, load_recipe, recipe_names
 
 
 def row(recipe: Recipe, layers: int, searching: bool) -> str:

@@ -13,7 +13,7 @@ from pathlib import Path
 from types import ModuleType
 
 from dynmo_balance._common.console import emit
-from dynmo_balance.batch import step_times
+from dynmo_balance.simulation.batched import step_times
 
 
 def conftest() -> ModuleType:

@@ -37,11 +37,11 @@ from pathlib import Path
 from train_techniques import run, write_data
 
 from dynmo_balance._common.document import encode_json
-from dynmo_balance.auto import Candidate
+from dynmo_balance.analysis.search import Candidate
 from dynmo_balance.formats.plan import to_document
-from dynmo_balance.planning import present, to_plan
-from dynmo_balance.recipes import altered, load_recipe
-from dynmo_balance.recipes.distance import distance_of
+from dynmo_balance.planning.plan_builder import present, to_plan
+from dynmo_balance.recipes.optimality_gap import distance_of
+from dynmo_balance.recipes.recipe import altered, load_recipe
 from dynmo_balance.recipes.trace import write_trace
 from dynmo_train._common.console import emit
 

@@ -12,10 +12,10 @@ import sys
 import pytest
 from cli_files import CONTRACTS, EVENTS
 
-from dynmo_balance.options import Balancer, Policy, Schedule
-from dynmo_balance.partition import BALANCERS
-from dynmo_balance.policies import POLICIES
-from dynmo_balance.schedules import SCHEDULES
+from dynmo_balance.cli.options import Balancer, Policy, Schedule
+from dynmo_balance.online.policies import POLICIES
+from dynmo_balance.partition.registry import BALANCERS
+from dynmo_balance.schedules.registry import SCHEDULES
 
 
 def test_help_is_instant():

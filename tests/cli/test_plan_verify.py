@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from dynmo_balance._common.errors import UsageError
+from dynmo_balance.analysis.verify.plan import verify
+from dynmo_balance.analysis.verify.setting import load_setting
 from dynmo_balance.formats.plan import parse_plan, read_plan
-from dynmo_balance.verify import verify
-from dynmo_balance.verify_setting import load_setting
 
 FIXTURES = Path(__file__).parents[1] / "contracts" / "fixtures"
 STEPS = "profile/valid/steps.jsonl"

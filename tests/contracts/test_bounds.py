@@ -10,10 +10,12 @@ from pathlib import Path
 import pytest
 
 import dynmo_balance._common.document as document
-from dynmo_balance import devices, importing, modelconfig, recipes, source
+from dynmo_balance.costs import devices
 from dynmo_balance.formats import plan as balance_plan
 from dynmo_balance.formats import profile as balance_profile
-from dynmo_balance.formats import tail
+from dynmo_balance.inputs import import_profile, model_config, profile_source
+from dynmo_balance.online import profile_follower
+from dynmo_balance.recipes import recipe as plan_recipe
 from dynmo_ckpt._common.errors import DynmoError as CkptError
 from dynmo_ckpt.huggingface import files
 from dynmo_ckpt.io.files import open_file
@@ -48,9 +50,9 @@ TOML = b"[balance]\nbalancer = " + b"[" * LEVELS + b"]" * LEVELS + b"\n"
 def imported_trace(path: Path) -> bytes:
     """A trace imported on the items of a profile of the fixtures."""
     profile = Path(__file__).parent / "fixtures/profile/valid/steps.jsonl"
-    loaded = source.load(profile)
+    loaded = profile_source.load(profile)
     header_line = profile.read_bytes().partition(b"\n")[0]
-    return importing.import_lines("chrome-trace", path, header_line, loaded.header, loaded.costs)
+    return import_profile.import_lines("chrome-trace", path, header_line, loaded.header, loaded.costs)
 
 
 READERS = {
@@ -68,8 +70,8 @@ READERS = {
     "harness": lambda path: harness_data.read_rows("piqa", path),
     "plan of dynmo-plan": balance_plan.read_plan,
     "profile": balance_profile.read_profile,
-    "config.json": modelconfig.load_spec,
-    "recipe of dynmo-plan": lambda path: recipes.load_recipe(str(path)),
+    "config.json": model_config.load_spec,
+    "recipe of dynmo-plan": lambda path: recipe.load_recipe(str(path)),
     "device": lambda path: devices.load_device(str(path)),
     "chrome trace": lambda path: imported_trace(path),
     "safetensors": lambda path: read_index(path),
@@ -87,7 +89,7 @@ FOLDERS = {
 TOML_READERS = {
     "configuration": read_config_file,
     "device": lambda path: devices.load_device(str(path)),
-    "recipe of dynmo-plan": lambda path: recipes.load_recipe(str(path)),
+    "recipe of dynmo-plan": lambda path: plan_recipe.load_recipe(str(path)),
     "recipe of dynmo-prep": lambda path: recipe.parse_recipe(*recipe.recipe_text(str(path))),
 }
 
@@ -173,7 +175,7 @@ def test_a_shard_that_is_a_device_is_refused():
 
 def test_a_profile_that_is_a_fifo_is_not_followed(tmp_path):
     os.mkfifo(tmp_path / "profile.jsonl")
-    assert "FIFO" in refused(lambda path: tail.ProfileTail(path).poll(), tmp_path / "profile.jsonl")
+    assert "FIFO" in refused(lambda path: profile_follower.ProfileTail(path).poll(), tmp_path / "profile.jsonl")
 
 
 def test_a_file_above_the_limit_is_refused_unread(tmp_path):

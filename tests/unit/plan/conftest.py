@@ -6,9 +6,9 @@ import random
 
 import pytest
 
-from dynmo_balance.costs import ItemCosts
+from dynmo_balance.costs.cost_window import ItemCosts
 from dynmo_balance.formats.profile import Item
-from dynmo_balance.problem import Chain, Place, Problem
+from dynmo_balance.partition.problem import Chain, Place, Problem
 
 
 def make_item(name: str, size: int = 0, kind: str = "layer", boundary: int = 0) -> Item:

@@ -9,18 +9,18 @@ import sys
 import pytest
 
 from dynmo_balance._common.errors import UsageError
-from dynmo_balance.analytic import costs_of_header
-from dynmo_balance.build import BuildOptions, build_costs, build_header, header_of
-from dynmo_balance.devices import PRESETS, load_device
+from dynmo_balance.costs.analytic import costs_of_header
+from dynmo_balance.costs.devices import PRESETS, load_device
 from dynmo_balance.formats.profile import read_profile
-from dynmo_balance.modelconfig import from_config
-from dynmo_balance.outlook import rates_of
+from dynmo_balance.inputs.analytic_profile import BuildOptions, build_costs, build_header, header_of
+from dynmo_balance.inputs.model_config import from_config
+from dynmo_balance.inputs.scenarios import TECHNIQUES, Script, moments
 from dynmo_balance.partition import uniform
-from dynmo_balance.planning import chain_of
-from dynmo_balance.problem import Problem, places_of
-from dynmo_balance.simulate import Communication, predict
-from dynmo_balance.tail import tail_of
-from dynmo_balance.trajectories import TECHNIQUES, Script, moments
+from dynmo_balance.partition.problem import Problem, places_of
+from dynmo_balance.planning.plan_builder import chain_of
+from dynmo_balance.simulation.simulator import Communication, predict
+from dynmo_balance.simulation.step_tail import tail_of
+from dynmo_balance.simulation.throughput import rates_of
 
 GPT = {"model_type": "gpt2", "n_layer": 4, "n_embd": 64, "n_head": 4, "n_positions": 32, "vocab_size": 100}
 LLAMA = {
@@ -352,7 +352,7 @@ def test_profile_commands(tmp_path):
 
 
 def test_another_unit_is_noticed(tmp_path, capfd):
-    from dynmo_balance.inspect import warnings_of
+    from dynmo_balance.inputs.profile_summary import warnings_of
 
     config = tmp_path / "run.jsonl"
     _, header, _ = built(GPT)

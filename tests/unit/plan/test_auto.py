@@ -8,16 +8,15 @@ from pathlib import Path
 
 import pytest
 
-from dynmo_balance.auto import search, split_in_half
-from dynmo_balance.bounds import bounds_of
+from dynmo_balance.analysis.search import search, split_in_half
 from dynmo_balance.formats.profile import read_profile
-from dynmo_balance.options import ProblemOptions
-from dynmo_balance.partition import balance, bottleneck_ns, solve
-from dynmo_balance.problem import InfeasibleError
-from dynmo_balance.question import make_problem
-from dynmo_balance.schedules import SCHEDULES
-from dynmo_balance.simulate import predict
-from dynmo_balance.source import load
+from dynmo_balance.inputs.problem_from_options import ProblemOptions, make_problem
+from dynmo_balance.inputs.profile_source import load
+from dynmo_balance.partition.problem import InfeasibleError
+from dynmo_balance.partition.registry import balance, bottleneck_ns, solve
+from dynmo_balance.schedules.registry import SCHEDULES
+from dynmo_balance.simulation.bounds import bounds_of
+from dynmo_balance.simulation.simulator import predict
 
 STEPS = Path(__file__).parents[2] / "contracts/fixtures/profile/valid/steps.jsonl"
 

@@ -8,11 +8,12 @@ from itertools import pairwise
 import pytest
 
 from dynmo_balance._common.errors import UsageError
-from dynmo_balance.partition import BALANCERS, balance, bottleneck_ns, deepspeed, diffusion, uniform
+from dynmo_balance.partition import deepspeed, diffusion, uniform
 from dynmo_balance.partition.exact import solve
-from dynmo_balance.problem import Place
-from dynmo_balance.repack import on_fewer, packings
-from dynmo_balance.simulate import predict
+from dynmo_balance.partition.problem import Place
+from dynmo_balance.partition.registry import BALANCERS, balance, bottleneck_ns
+from dynmo_balance.planning.repack import on_fewer, packings
+from dynmo_balance.simulation.simulator import predict
 
 
 def with_ends(chain):
@@ -91,7 +92,7 @@ def test_workers_that_cannot_be_released_stay(chain_factory, problem_factory):
 
 
 def test_variants_by_parameters_see_only_parameters(chain_factory, problem_factory):
-    from dynmo_balance.partition import BALANCERS, RECORDED
+    from dynmo_balance.partition.registry import BALANCERS, RECORDED
 
     # Times are even, parameters are all at the front
     chain = chain_factory([10] * 8, sizes=[100, 100, 1, 1, 1, 1, 1, 1])
@@ -105,7 +106,7 @@ def test_variants_by_parameters_see_only_parameters(chain_factory, problem_facto
 @pytest.mark.parametrize("count", [7, 8, 9, 31])
 @pytest.mark.parametrize("stages", [1, 2, 3, 7])
 def test_the_static_split_is_deepspeeds(chain_factory, problem_factory, count, stages):
-    from dynmo_balance.partition import BALANCERS
+    from dynmo_balance.partition.registry import BALANCERS
 
     # partition_uniform of DeepSpeed: the first parts get one more
     sizes = [count // stages + (part < count % stages) for part in range(stages)]

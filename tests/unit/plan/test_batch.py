@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from dynmo_balance.batch import step_times
 from dynmo_balance.partition.exact import solve
-from dynmo_balance.partition.polish import polish
-from dynmo_balance.schedules import SCHEDULES
-from dynmo_balance.simulate import predict
+from dynmo_balance.planning.local_search import polish
+from dynmo_balance.schedules.registry import SCHEDULES
+from dynmo_balance.simulation.batched import step_times
+from dynmo_balance.simulation.simulator import predict
 
 CASES = [(name, virtual) for name in SCHEDULES for virtual in (1, 2, 3) if name != "zb-v" or virtual == 2]
 

@@ -12,8 +12,8 @@ from typer.testing import CliRunner
 
 from dynmo_balance._common.errors import UsageError
 from dynmo_balance.cli import app
-from dynmo_balance.modelconfig import from_config
-from dynmo_balance.schedules import SCHEDULES, order_of
+from dynmo_balance.inputs.model_config import from_config
+from dynmo_balance.schedules.registry import SCHEDULES, order_of
 from dynmo_ckpt.cli import app as ckpt_app
 from dynmo_ckpt.errors import CorruptError
 from dynmo_ckpt.readers.assemble import checked_model

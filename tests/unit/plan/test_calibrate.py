@@ -12,14 +12,14 @@ import pytest
 
 from dynmo_balance._common.document import complete_lines
 from dynmo_balance._common.errors import UsageError
-from dynmo_balance.calibrate import Sample, calibrate, samples_of
+from dynmo_balance.analysis.calibrate import Sample, calibrate, samples_of
+from dynmo_balance.cli.options import Importable
 from dynmo_balance.formats.plan import read_plan
 from dynmo_balance.formats.profile import parse_profile, read_profile
-from dynmo_balance.history import read_plans
-from dynmo_balance.importing import SOURCES, import_lines
-from dynmo_balance.options import Importable
-from dynmo_balance.simulate import predict
-from dynmo_balance.source import load
+from dynmo_balance.inputs.import_profile import SOURCES, import_lines
+from dynmo_balance.inputs.profile_source import load
+from dynmo_balance.inputs.run_history import read_plans
+from dynmo_balance.simulation.simulator import predict
 
 CONTRACTS = Path(__file__).parents[2] / "contracts" / "fixtures"
 HEADER = CONTRACTS / "profile/valid/header-only.jsonl"

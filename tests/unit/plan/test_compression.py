@@ -9,10 +9,10 @@ import pytest
 from typer.testing import CliRunner
 
 from dynmo_balance.cli import app
-from dynmo_balance.compression import Compression, factor_bytes, packed_microbatches
-from dynmo_balance.devices import load_device
-from dynmo_balance.schedules import order_of
-from dynmo_balance.simulate import Communication, StageCosts, run
+from dynmo_balance.costs.devices import load_device
+from dynmo_balance.schedules.registry import order_of
+from dynmo_balance.simulation.compression_cost import Compression, factor_bytes, packed_microbatches
+from dynmo_balance.simulation.simulator import Communication, StageCosts, run
 
 FIXTURES = Path(__file__).parents[2] / "contracts/fixtures/profile/valid"
 GIVEN = Compression(rows=8192, columns=1920, device=load_device("cpu"), boundary_rank=12)

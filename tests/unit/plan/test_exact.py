@@ -12,10 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dynmo_balance._common.errors import UsageError
-from dynmo_balance.partition import best_of, bottleneck_ns
+from dynmo_balance.partition.constraints import make_limits
 from dynmo_balance.partition.exact import greedy, solve
-from dynmo_balance.partition.limits import make_limits
-from dynmo_balance.problem import InfeasibleError, keep_tied
+from dynmo_balance.partition.problem import InfeasibleError, keep_tied
+from dynmo_balance.partition.registry import best_of, bottleneck_ns
 
 
 def partitions(problem):

@@ -15,14 +15,14 @@ from types import ModuleType, SimpleNamespace
 import pytest
 
 from dynmo_balance._common.errors import UsageError
-from dynmo_balance.drawing import as_svg, as_trace
-from dynmo_balance.export import TARGETS
+from dynmo_balance.cli.options import Target
 from dynmo_balance.formats.plan import read_plan, stages_of
 from dynmo_balance.formats.profile import read_profile
-from dynmo_balance.options import Target
-from dynmo_balance.schedules import SCHEDULES, order_of
-from dynmo_balance.simulate import Communication, StageCosts, predict, run
-from dynmo_balance.tail import TailOptions, tail_of
+from dynmo_balance.output.export import TARGETS
+from dynmo_balance.output.timeline import as_svg, as_trace
+from dynmo_balance.schedules.registry import SCHEDULES, order_of
+from dynmo_balance.simulation.simulator import Communication, StageCosts, predict, run
+from dynmo_balance.simulation.step_tail import TailOptions, tail_of
 
 CONTRACTS = Path(__file__).parents[2] / "contracts" / "fixtures"
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from dynmo_balance._common.errors import UsageError
-from dynmo_balance.build import BuildOptions, build_costs, build_header, header_of
-from dynmo_balance.devices import PRESETS
-from dynmo_balance.modelconfig import from_config
-from dynmo_balance.modelfamilies import FAMILIES, IRRELEVANT, NEUTRAL
+from dynmo_balance.costs.devices import PRESETS
+from dynmo_balance.inputs.analytic_profile import BuildOptions, build_costs, build_header, header_of
+from dynmo_balance.inputs.model_config import from_config
+from dynmo_balance.inputs.model_families import FAMILIES, IRRELEVANT, NEUTRAL
 
 LATENT = {"kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 6, "n_routed_experts": 4}
 TINY = {

@@ -11,16 +11,16 @@ import numpy as np
 import pytest
 
 from dynmo_balance._common.document import append_line
-from dynmo_balance.build import BuildOptions, build_costs, build_header, build_lines, header_of
-from dynmo_balance.decision import WatchOptions
-from dynmo_balance.devices import PRESETS
+from dynmo_balance.analysis.replay import Tape, offline_optimum, run_policy
+from dynmo_balance.costs.devices import PRESETS
 from dynmo_balance.formats.profile import Step, read_profile
-from dynmo_balance.missed import Missed, WorkTrace, foreseen, look, step_times
-from dynmo_balance.modelconfig import from_config
-from dynmo_balance.policies import Evidence, Memory, Settings, regret
-from dynmo_balance.replay import Tape, offline_optimum, run_policy
-from dynmo_balance.simulate import predict
-from dynmo_balance.trajectories import DEFAULT_STRENGTH, Script, moments
+from dynmo_balance.inputs.analytic_profile import BuildOptions, build_costs, build_header, build_lines, header_of
+from dynmo_balance.inputs.model_config import from_config
+from dynmo_balance.inputs.scenarios import DEFAULT_STRENGTH, Script, moments
+from dynmo_balance.online.decision import WatchOptions
+from dynmo_balance.online.policies import Evidence, Memory, Settings, regret
+from dynmo_balance.online.regret import Missed, WorkTrace, foreseen, look, step_times
+from dynmo_balance.simulation.simulator import predict
 
 GPT = {"model_type": "gpt2", "n_layer": 12, "n_embd": 512, "n_head": 8, "n_positions": 512, "vocab_size": 8000}
 HEADER = Path(__file__).parents[2] / "contracts/fixtures/profile/valid/header-only.jsonl"

@@ -11,8 +11,8 @@ import pytest
 
 from dynmo_balance._common.errors import UsageError
 from dynmo_balance.formats.profile import read_profile
-from dynmo_balance.recipes import FOLDER, altered, cook, final_costs, load_recipe, recipe_names
-from dynmo_balance.recipes.distance import distance_of
+from dynmo_balance.recipes.optimality_gap import distance_of
+from dynmo_balance.recipes.recipe import FOLDER, altered, cook, final_costs, load_recipe, recipe_names
 
 # What they give (balancing only, technique and balancing); a change of the cost model that
 # moves them must be seen.

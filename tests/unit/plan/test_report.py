@@ -11,13 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from dynmo_balance.charts import line_chart
 from dynmo_balance.formats.profile import read_profile
-from dynmo_balance.history import history_of
-from dynmo_balance.options import ProblemOptions
-from dynmo_balance.question import make_problem
-from dynmo_balance.report import html
-from dynmo_balance.source import load
+from dynmo_balance.inputs.problem_from_options import ProblemOptions, make_problem
+from dynmo_balance.inputs.profile_source import load
+from dynmo_balance.inputs.run_history import history_of
+from dynmo_balance.output.html_report import html
+from dynmo_balance.output.svg import line_chart
 
 CONTRACTS = Path(__file__).parents[2] / "contracts" / "fixtures"
 VOID = {"meta", "rect", "line"}

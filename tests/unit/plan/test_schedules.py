@@ -6,7 +6,7 @@ import pytest
 
 from dynmo_balance._common.errors import UsageError
 from dynmo_balance.formats.plan import position_of
-from dynmo_balance.schedules import SCHEDULES, Kind, counted_in_flight, in_flight, order_of
+from dynmo_balance.schedules.registry import SCHEDULES, Kind, counted_in_flight, in_flight, order_of
 
 SIZES = [(p, v, m) for p in (1, 2, 3, 4, 8) for v in (1, 2, 3) for m in (p, 2 * p, 4 * p)]
 LOOPED = [name for name in SCHEDULES if name != "zb-v"]

@@ -7,10 +7,10 @@ from itertools import combinations_with_replacement, pairwise
 
 import pytest
 
-from dynmo_balance.partition import balance, bottleneck_ns
-from dynmo_balance.partition.limits import make_limits
-from dynmo_balance.problem import InfeasibleError
-from dynmo_balance.simulate import predict
+from dynmo_balance.partition.constraints import make_limits
+from dynmo_balance.partition.problem import InfeasibleError
+from dynmo_balance.partition.registry import balance, bottleneck_ns
+from dynmo_balance.simulation.simulator import predict
 
 
 def partitions(problem):

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from dynmo_balance._common.errors import UsageError
-from dynmo_balance.schedules import Kind, Operation, order_of
-from dynmo_balance.simulate import StageCosts, memory_curves, predict, run
+from dynmo_balance.schedules.registry import Kind, Operation, order_of
+from dynmo_balance.simulation.simulator import StageCosts, memory_curves, predict, run
 
 F, B, W = 7, 9, 5
 SIZES = [(p, m) for p in (1, 2, 3, 4, 8) for m in (1, 2, 4, 8, 16, 32)]

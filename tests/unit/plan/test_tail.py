@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from dynmo_balance.formats.profile import Header, Step
-from dynmo_balance.formats.tail import ProfileTail
+from dynmo_balance.online.profile_follower import ProfileTail
 
 HEADER = (Path(__file__).parents[2] / "contracts/fixtures/profile/valid/header-only.jsonl").read_text()
 

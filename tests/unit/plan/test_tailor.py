@@ -6,12 +6,12 @@ from dataclasses import replace
 
 import pytest
 
-from dynmo_balance.bounds import bounds_of
 from dynmo_balance.formats.plan import CUSTOM
-from dynmo_balance.schedules import counted_in_flight
-from dynmo_balance.schedules.listed import RULES, list_order
-from dynmo_balance.simulate import predict
-from dynmo_balance.tailor import lengths_of, tailor
+from dynmo_balance.planning.custom_schedule import lengths_of, tailor
+from dynmo_balance.schedules.list_scheduler import RULES, list_order
+from dynmo_balance.schedules.registry import counted_in_flight
+from dynmo_balance.simulation.bounds import bounds_of
+from dynmo_balance.simulation.simulator import predict
 
 
 def random_problem(rng, chain_factory, problem_factory, workers, n, schedule="zb-v", virtual=2, **options):

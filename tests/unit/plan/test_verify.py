@@ -7,11 +7,11 @@ from itertools import combinations_with_replacement, pairwise
 import pytest
 
 from dynmo_balance._common.errors import UsageError
-from dynmo_balance.partition import best_of
-from dynmo_balance.problem import InfeasibleError
-from dynmo_balance.simulate import predict
-from dynmo_balance.verify_bound import Question, bound_of
-from dynmo_balance.verify_step import Pipeline, Seat, measure
+from dynmo_balance.analysis.verify.bottleneck import Question, bound_of
+from dynmo_balance.analysis.verify.step import Pipeline, Seat, measure
+from dynmo_balance.partition.problem import InfeasibleError
+from dynmo_balance.partition.registry import best_of
+from dynmo_balance.simulation.simulator import predict
 
 
 def pipeline_of(problem, boundaries):

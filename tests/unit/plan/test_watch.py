@@ -15,11 +15,11 @@ from pathlib import Path
 
 import pytest
 
-from dynmo_balance import watch as watch_module
 from dynmo_balance._common.document import append_line
-from dynmo_balance.decision import WatchOptions, decide
 from dynmo_balance.formats.plan import plan_numbers, plan_path, read_plan
-from dynmo_balance.watch import Watcher, watch
+from dynmo_balance.online import watch as watch_module
+from dynmo_balance.online.decision import WatchOptions, decide
+from dynmo_balance.online.watch import Watcher, watch
 
 CONTRACTS = Path(__file__).parents[2] / "contracts" / "fixtures"
 LOCKSTEP = WatchOptions(lockstep=True, min_records=1)
@@ -530,8 +530,8 @@ def drive(folder, options, steps, *, restarts=False):
 
 
 def test_plans_of_the_default_policy_on_oscillating_costs_pass_verify(tmp_path):
-    from dynmo_balance.verify import verify
-    from dynmo_balance.verify_setting import load_setting
+    from dynmo_balance.analysis.verify.plan import verify
+    from dynmo_balance.analysis.verify.setting import load_setting
 
     plans = drive(tmp_path, WatchOptions(every=10, window=20, objective="bottleneck"), 300)
     assert len(plans) > 3
@@ -600,8 +600,8 @@ def test_watcher_beats_at_every_line_and_past_decision_of_a_first_poll(run, monk
 
 
 def test_every_number_of_a_written_plan_can_be_verified(run):
-    from dynmo_balance.verify import verify
-    from dynmo_balance.verify_setting import load_setting
+    from dynmo_balance.analysis.verify.plan import verify
+    from dynmo_balance.analysis.verify.setting import load_setting
 
     watcher = Watcher(run, WatchOptions(every=1, window=4))
     drift = [1, 2, 2, 2, 2, 3, 1, 1, 1, 4, 4, 4, 4]

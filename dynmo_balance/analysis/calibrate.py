@@ -1,0 +1,160 @@
+"""What measured steps say about the simulator's constants: overhead of an operation, link latency and bandwidth.
+
+The simulated step is close to linear in each of them, so least squares over the records finds the overhead of an
+operation; latency and bandwidth are found apart only where partitions with different boundaries were measured. The
+search goes over one constant after the other (golden section on the sum of squared relative errors) until
+none improves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from .._common.errors import UsageError
+from ..costs.cost_window import CostWindow, ItemCosts, median
+from ..formats.plan import Plan
+from ..formats.profile import Header, Segment, Step
+from ..partition.problem import Place, Problem, places_of
+from ..planning.plan_builder import chain_of
+from ..simulation.simulator import predict
+
+GOLDEN = 0.6180339887498949
+ROUNDS = 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sample:
+    """The steps that one plan was in force for: its problem with their median costs, and their median step."""
+
+    problem: Problem
+    boundaries: tuple[int, ...]
+    step_ns: int
+    records: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Constants:
+    """What is fitted; ``error`` is the root mean square of the relative errors of the steps."""
+
+    overhead_ns: int
+    latency_ns: int
+    bandwidth_bytes_per_s: int | None
+    error: float
+
+
+def _group_costs(header: Header, steps: Sequence[Step]) -> ItemCosts | None:
+    window = CostWindow(len(header.items), len(steps))
+    for step in steps:
+        window.add(step)
+    return window.costs()
+
+
+def samples_of(segment: Segment, plans: dict[int, Plan], least: int = 3) -> list[Sample]:
+    """A sample for each stretch of steps between changes of plan or costs, with at least so many records."""
+    header = segment.header
+    groups: list[tuple[int, list[Step]]] = []
+    fresh = True
+    for record in segment.records:
+        if isinstance(record, Step):
+            if fresh or groups[-1][0] != record.plan_id:
+                groups.append((record.plan_id, []))
+            groups[-1][1].append(record)
+            fresh = False
+        elif getattr(record, "kind", "") in ("pruned", "frozen"):
+            fresh = True
+    by_id = {place.worker: place for place in places_of(header)}
+    found = []
+    for plan_id, steps in groups:
+        costs = _group_costs(header, steps) if len(steps) >= least and plan_id in plans else None
+        if costs is None:
+            continue
+        plan = plans[plan_id]
+        places: tuple[Place, ...] = tuple(replace(by_id[worker], speed_ppm=1_000_000) for worker in plan.workers)
+        problem = Problem(
+            chain=chain_of(header, costs),
+            places=places,
+            schedule=plan.schedule,
+            microbatches=header.microbatches,
+            virtual_stages=plan.virtual_stages_per_worker,
+            link_bandwidth=header.link.bandwidth_bytes_per_s if header.link else None,
+            link_latency_ns=header.link.latency_ns if header.link else 0,
+        )
+        found.append(
+            Sample(
+                problem=problem,
+                boundaries=plan.boundaries,
+                step_ns=median([step.step_ns for step in steps]),
+                records=len(steps),
+            )
+        )
+    return found
+
+
+def relative_error(samples: Sequence[Sample], overhead_ns: int, latency_ns: int, bandwidth: int | None) -> float:
+    """The root mean square of simulated over measured, minus one."""
+    total = 0.0
+    for sample in samples:
+        problem = replace(sample.problem, link_latency_ns=latency_ns, link_bandwidth=bandwidth)
+        simulated = predict(problem, sample.boundaries, overhead_ns).step_ns
+        total += (simulated / sample.step_ns - 1) ** 2
+    return float((total / len(samples)) ** 0.5)
+
+
+def _minimum(function: Callable[[float], float], low: float, high: float) -> float:
+    """The argument of the least value of a function with one valley, by golden section to a thousandth."""
+    a, b = low, high
+    x, y = b - GOLDEN * (b - a), a + GOLDEN * (b - a)
+    fx, fy = function(x), function(y)
+    while b - a > 1e-3 * max(1.0, high):
+        if fx <= fy:
+            b, y, fy = y, x, fx
+            x = b - GOLDEN * (b - a)
+            fx = function(x)
+        else:
+            a, x, fx = x, y, fy
+            y = a + GOLDEN * (b - a)
+            fy = function(y)
+    return min((low, x, y), key=function)
+
+
+def calibrate(samples: Sequence[Sample], fit_link: bool) -> Constants:
+    """The constants that fit the samples best; the link's only with ``fit_link``.
+
+    Raises:
+        UsageError: nothing was measured, or the link is asked for with fewer than two different partitions.
+    """
+    samples = [sample for sample in samples if sample.step_ns > 0]
+    if not samples:
+        raise UsageError("nothing to calibrate by: no plan with at least three step records and a measured step time")
+    if fit_link and len({sample.boundaries for sample in samples}) < 2:
+        raise UsageError("latency and bandwidth need steps under at least two different partitions; leave out --link")
+    first = samples[0].problem
+    longest = max(sample.step_ns for sample in samples)
+    most = longest / max(1, 2 * first.microbatches)
+    found = Constants(
+        overhead_ns=0, latency_ns=first.link_latency_ns, bandwidth_bytes_per_s=first.link_bandwidth, error=0.0
+    )
+    for _ in range(ROUNDS if fit_link else 1):
+        found = _along(samples, found, lambda c, v: replace(c, overhead_ns=round(v)), 0, most)
+        if fit_link:
+            found = _along(samples, found, lambda c, v: replace(c, latency_ns=round(v)), 0, most)
+            found = _along(samples, found, lambda c, v: replace(c, bandwidth_bytes_per_s=round(10**v)), 6, 13)
+    return found
+
+
+def _along(
+    samples: Sequence[Sample],
+    start: Constants,
+    changed: Callable[[Constants, float], Constants],
+    low: float,
+    high: float,
+) -> Constants:
+    """The constants with one of them at its best value."""
+
+    def error(value: float) -> float:
+        trial = changed(start, value)
+        return relative_error(samples, trial.overhead_ns, trial.latency_ns, trial.bandwidth_bytes_per_s)
+
+    best = _minimum(error, low, high)
+    return replace(changed(start, best), error=error(best))

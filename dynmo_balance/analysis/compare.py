@@ -1,0 +1,66 @@
+"""All balancers on one problem, measured alike."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from ..formats.plan import Plan
+from ..partition.problem import Problem
+from ..partition.registry import BALANCERS, certified
+from ..planning.plan_builder import present, propose
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One balancer's partition; ``gap`` is how far it is above the best one by the objective, as a fraction."""
+
+    balancer: str
+    boundaries: tuple[int, ...]
+    bottleneck_ns: int
+    gap: float
+    step_ns: int
+    bubble_fraction: float
+    peak_memory_bytes: int
+    over_memory: bool
+    bytes_to_move: int
+
+    def document(self) -> dict[str, Any]:
+        """For a program."""
+        return asdict(self)
+
+
+def compare(problem: Problem, base: Plan | None, objective: str = "auto") -> tuple[str, list[Row]]:
+    """What ``exact`` minimizes, and the balancers in the order of their registry; raises what the solver raises.
+
+    Args:
+        problem: what to partition.
+        base: the plan to move from; None where there is none.
+        objective: as for ``propose``; the gaps of all rows are by it.
+    """
+    owner = None if base is None else base.owner
+    exact = propose(problem, "exact", objective=objective, owner=owner)
+    rows = []
+    for name, balancer in BALANCERS.items():
+        solution = certified(problem, balancer(problem), exact.solution)
+        proposal = exact if name == "exact" else present(problem, solution, owner=owner)
+        peaks = proposal.timeline.peak_memory_bytes
+        limits = [place.memory_bytes for place in problem.places]
+        rows.append(
+            Row(
+                balancer=name,
+                boundaries=proposal.solution.boundaries,
+                bottleneck_ns=proposal.solution.bottleneck_ns,
+                gap=0.0,
+                step_ns=proposal.timeline.step_ns,
+                bubble_fraction=proposal.timeline.bubble_fraction,
+                peak_memory_bytes=max(peaks),
+                over_memory=any(cap is not None and peak > cap for peak, cap in zip(peaks, limits, strict=True)),
+                bytes_to_move=proposal.migration.bytes,
+            )
+        )
+    by = exact.solution.objective
+    values = [row.step_ns if by == "simulated" else row.bottleneck_ns for row in rows]
+    allowed = [value for row, value in zip(rows, values, strict=True) if not row.over_memory]
+    best = min(allowed, default=0)
+    return by, [replace(row, gap=value / best - 1 if best else 0.0) for row, value in zip(rows, values, strict=True)]

@@ -1,0 +1,122 @@
+"""In words: what limits a partition, and what would help next."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+
+from .._common.errors import DynmoError
+from ..formats.profile import Header
+from ..partition.problem import Problem
+from ..partition.registry import Solution, best_of
+from ..planning.plan_builder import chain_of
+from ..simulation.simulator import Timeline, predict
+
+
+def _names(names: tuple[str, ...]) -> str:
+    return names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}"
+
+
+def sentences(
+    header: Header, problem: Problem, solution: Solution, timeline: Timeline, best: Timeline | None = None
+) -> list[str]:
+    """What to say of a solution, most important first.
+
+    Args:
+        header: of the profile.
+        problem: what is partitioned.
+        solution: the partition.
+        timeline: its simulation.
+        best: the simulation of the best partition by the objective; None where ``solution`` is that one.
+    """
+    minimized = {"bottleneck": "bottleneck", "simulated": "simulated step"}[solution.objective]
+    return [
+        f"The objective is the least {minimized}.",
+        _bottleneck(problem, solution),
+        _certificate(problem, solution, is_best=best is None),
+        *([] if best is None or solution.objective != "simulated" else [_gap(timeline, best)]),
+        _bubble(problem, solution, timeline),
+        *_remedies(header, problem, solution, timeline),
+    ]
+
+
+def _bottleneck(problem: Problem, solution: Solution) -> str:
+    work = problem.chain.work_ns
+    times = [0] * len(problem.places)
+    held: list[list[str]] = [[] for _ in times]
+    for stage, (begin, end) in enumerate(pairwise(solution.boundaries)):
+        at = problem.positions[stage]
+        times[at] += problem.place(stage).time_ns(sum(work[begin:end]))
+        if end > begin:
+            held[at].append(_names(problem.chain.names[begin:end]))
+    slowest = times.index(max(times))
+    mean = sum(times) / len(times)
+    return (
+        f"Worker {problem.places[slowest].worker} ({' and '.join(held[slowest])}) is the slowest:"
+        f" {times[slowest] / 1e6:.3f} ms a microbatch, {times[slowest] / mean:.2f} x the mean of the workers."
+    )
+
+
+def _certificate(problem: Problem, solution: Solution, *, is_best: bool) -> str:
+    least = f"The least possible bottleneck is {solution.lower_bound_ns / 1e6:.3f} ms"
+    if is_best and solution.objective == "simulated" and solution.bottleneck_ns > solution.lower_bound_ns:
+        return f"{least}; by the objective this plan is better."
+    if not solution.optimal:
+        gap = solution.bottleneck_ns / solution.lower_bound_ns - 1 if solution.lower_bound_ns else 0.0
+        return f"{least} or more; this plan is {gap:.1%} above it."
+    begin, end = solution.blocking
+    run = problem.chain.names[begin:end]
+    if not run:
+        return "No contiguous partition has a lower bottleneck."
+    alone = " It is one item: only cutting it finer, or running it faster, can help." if len(run) == 1 else ""
+    return f"No contiguous partition has a lower bottleneck: one stage would have to hold {_names(run)} in less.{alone}"
+
+
+def _gap(timeline: Timeline, best: Timeline) -> str:
+    """How far the simulated step is above that of the best partition."""
+    if timeline.step_ns <= best.step_ns:
+        return "No partition with a shorter simulated step was found."
+    gap = timeline.step_ns / best.step_ns - 1 if best.step_ns else 0.0
+    least = f"The best partition found has a simulated step of {best.step_ns / 1e6:.2f} ms"
+    return f"{least}; this plan is {gap:.1%} above it."
+
+
+def _bubble(problem: Problem, solution: Solution, timeline: Timeline) -> str:
+    stages, microbatches = len(problem.places), problem.microbatches
+    ideal = (stages - 1) / (microbatches + stages - 1)
+    return (
+        f"Workers idle {timeline.bubble_fraction:.1%} of a step of {timeline.step_ns / 1e6:.2f} ms; with perfectly even"
+        f" stages GPipe and 1F1B idle {ideal:.1%} at {stages} stages and {microbatches} microbatches."
+    )
+
+
+def _remedies(header: Header, problem: Problem, solution: Solution, timeline: Timeline) -> list[str]:
+    """Each remedy is tried and its effect on the simulated step stated; those that do not help are left out."""
+    tried: list[tuple[str, Problem]] = []
+    finer = chain_of(header, problem.chain.costs, "sublayer")
+    named = replace(problem, current=None, order=None, layout=None)
+    if finer.cuts != problem.chain.cuts and problem.order is None:
+        tried.append(("Cutting inside layers (--granularity sublayer)", replace(problem, chain=finer, current=None)))
+    tried.extend(
+        (f"The schedule {schedule}", replace(named, schedule=schedule, virtual_stages=1))
+        for schedule in ("1f1b", "zero-bubble")
+        if schedule != problem.schedule and (schedule != "zero-bubble" or problem.chain.costs.split)
+    )
+    found = []
+    for label, other in tried:
+        time = _step_ns(other)
+        if time is not None and time < 0.99 * timeline.step_ns:
+            found.append(f"{label} would make the step {time / 1e6:.2f} ms ({1 - time / timeline.step_ns:.1%} less).")
+    doubled = replace(named, microbatches=2 * problem.microbatches)
+    time = None if problem.order is not None else _step_ns(doubled)
+    if time is not None and time < 0.99 * 2 * timeline.step_ns:
+        share = 1 - time / (2 * timeline.step_ns)
+        found.append(f"Twice the microbatches would give {1 / (1 - share) - 1:.1%} more throughput.")
+    return found or ["Neither finer cuts, nor another schedule, nor more microbatches would gain 1 %."]
+
+
+def _step_ns(problem: Problem) -> int | None:
+    try:
+        return predict(problem, best_of(problem).boundaries).step_ns
+    except DynmoError:
+        return None

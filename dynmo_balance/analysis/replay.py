@@ -1,0 +1,204 @@
+"""A recorded profile run again under a policy, and the best that hindsight could have done.
+
+Each record is given to the policy as it would have been measured under the partition that the replay has reached: an
+item that is on a slower worker there takes longer. The clock is virtual: a step takes what ``online.regret.step_times``
+computes from its recorded costs under the active partition, a move takes its predicted pause. The offline optimum is
+a dynamic program over blocks of steps and the exact partitions of every block, which pays the same pauses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
+from typing import Any
+
+from .._common.errors import UsageError
+from ..costs.cost_window import CostWindow, speeds_of_items
+from ..formats.plan import Plan
+from ..formats.profile import Event, PlanResult, Record, Segment, Step
+from ..online.decision import WatchOptions, decide
+from ..online.policies import Memory
+from ..online.run_state import RunState
+from ..partition import uniform
+from ..partition.problem import Problem, places_of
+from ..partition.registry import solve
+from ..planning.plan_builder import chain_of, present, to_plan
+
+BLOCK = 25
+MAX_CANDIDATES = 60
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """How a policy would have done: the time of all steps and pauses together, and how often it moved."""
+
+    policy: str
+    total_ns: int
+    pauses_ns: int | None
+    moves: int
+
+
+def rescaled(step: Step, measured_at: Sequence[int], wanted: Sequence[int]) -> Step:
+    """A record whose items were measured at some speeds, in parts per million, as it would be at others."""
+    if tuple(measured_at) == tuple(wanted):
+        return step
+    columns: dict[str, Any] = {}
+    for name in ("forward_ns", "backward_ns", "backward_input_ns", "backward_weight_ns"):
+        samples = getattr(step, name)
+        if samples is not None:
+            rows = zip(samples, measured_at, wanted, strict=True)
+            columns[name] = tuple(None if ns is None else round(ns * old / new) for ns, old, new in rows)
+    return replace(step, **columns)
+
+
+class Tape:
+    """A segment's steps as numbers: the work of each item in each step, gaps carried forward.
+
+    Args:
+        segment: of a profile.
+        base_pause_ns: what a move costs beyond its bytes.
+        owners: plan number -> item -> worker, where the plans of the recorded run are known. Records of other plans
+            count as measured at normal speed.
+    """
+
+    def __init__(
+        self, segment: Segment, base_pause_ns: int, owners: Mapping[int, Mapping[str, int]] | None = None
+    ) -> None:
+        if not segment.steps:
+            raise UsageError("the profile has no step records to replay")
+        self.segment = segment
+        self.base_pause_ns = base_pause_ns
+        header = segment.header
+        speeds_of = {plan: speeds_of_items(header, dict(owner)) for plan, owner in (owners or {}).items()}
+        normal = speeds_of_items(header, {})
+        self.steps = tuple(rescaled(step, speeds_of.get(step.plan_id, normal), normal) for step in segment.steps)
+        window = CostWindow(len(header.items), max(2, len(self.steps)))
+        for step in self.steps:
+            window.add(step)
+        if window.unsampled():
+            raise UsageError(f"{window.unsampled()} items of the profile are never sampled")
+        self.works = window.works(normal)
+        self._prefixes = [[0, *accumulate(work)] for work in self.works]
+        costs = window.costs(normal)
+        if costs is None:
+            raise UsageError("the profile changes between split and whole backward; replay one kind at a time")
+        self.problem = Problem(
+            chain=chain_of(header, costs),
+            places=places_of(header),
+            schedule=header.schedule,
+            microbatches=header.microbatches,
+            link_bandwidth=header.link.bandwidth_bytes_per_s if header.link else None,
+            link_latency_ns=header.link.latency_ns if header.link else 0,
+        )
+
+    def step_ns(self, index: int, boundaries: Sequence[int]) -> int:
+        """The time of the step of this index under these boundaries."""
+        prefix = self._prefixes[index]
+        pairs = enumerate(pairwise(boundaries))
+        times = [self.problem.place(s).time_ns(prefix[b] - prefix[a]) for s, (a, b) in pairs]
+        return sum(times) + (self.problem.microbatches - 1) * max(times)
+
+    def initial(self) -> Plan:
+        """The uniform partition as the plan that the replay starts with."""
+        best = replace(solve(self.problem), boundaries=uniform.boundaries(self.problem))
+        proposal = present(self.problem, best)
+        header = self.segment.header
+        plan = to_plan(
+            proposal,
+            run_id=header.run_id,
+            balancer="initial",
+            base=None,
+            read_to_step=0,
+            base_step_ns=None,
+            reason="the static uniform partition",
+        )
+        return replace(plan, predicted=None, optimality=None)
+
+    def pause_ns(self, before: Sequence[int], after: Sequence[int]) -> int:
+        """The pause of going from one partition to another."""
+        if tuple(before) == tuple(after):
+            return 0
+        workers = [place.worker for place in self.problem.places]
+        names = self.problem.chain.names
+        owner = {name: workers[s] for s, (a, b) in enumerate(pairwise(before)) for name in names[a:b]}
+        shown = present(
+            self.problem,
+            replace(solve(self.problem), boundaries=tuple(after)),
+            owner=owner,
+            base_pause_ns=self.base_pause_ns,
+        )
+        return shown.migration.pause_ns or 0
+
+
+def run_policy(tape: Tape, options: WatchOptions) -> Outcome:
+    """Replay the tape under a policy."""
+    state = RunState(window_size=options.window)
+    state.feed(tape.segment.header)
+    state.base_pause_ns = tape.base_pause_ns
+    base, previous, memory = tape.initial(), None, Memory()
+    total = pauses = moves = 0
+    decided, index = -1, 0
+    normal = speeds_of_items(tape.segment.header, {})
+    for record in tape.segment.records:
+        if isinstance(record, Event):
+            state.feed(record)
+        if not isinstance(record, Step):
+            continue
+        time = tape.step_ns(index, base.boundaries)
+        measured = rescaled(tape.steps[index], normal, speeds_of_items(tape.segment.header, base.owner))
+        index += 1
+        total += time
+        state.feed(replace(measured, plan_id=base.plan_id, step_ns=time))
+        if options.policy == "never" or (decided >= 0 and state.last_step < decided + options.every):
+            continue
+        decided = state.last_step
+        decision = decide(state, base, options, memory, previous)
+        memory = decision.memory
+        if decision.plan is not None and decision.plan.action == "move":
+            pause = decision.plan.migration.pause_ns or 0
+            total, pauses, moves = total + pause, pauses + pause, moves + 1
+            previous, base, memory = base, decision.plan, decision.memory.after_move()
+            state.feed(_taken(base, state.last_step, pause))
+    return Outcome(policy=options.policy, total_ns=total, pauses_ns=pauses, moves=moves)
+
+
+def _taken(plan: Plan, step: int, pause_ns: int) -> Record:
+    moved = plan.migration.max_link_bytes
+    return PlanResult(plan_id=plan.plan_id, step=step, result="taken", pause_ns=pause_ns, bytes=moved, reason="taken")
+
+
+def _candidates(tape: Tape, blocks: Sequence[range]) -> list[tuple[int, ...]]:
+    """The exact partitions of the blocks and of stretches of several, and the uniform one."""
+    found: dict[tuple[int, ...], None] = {uniform.boundaries(tape.problem): None}
+    problem = replace(tape.problem, current=None)
+    for width in (len(blocks), 16, 4, 1):
+        for first in range(0, len(blocks), width):
+            steps = [i for block in blocks[first : first + width] for i in block]
+            mean = [sum(column) // len(steps) for column in zip(*(tape.works[i] for i in steps), strict=True)]
+            found.setdefault(solve(problem, mean).boundaries)
+            if len(found) > MAX_CANDIDATES:
+                return list(found)
+    return list(found)
+
+
+def offline_optimum(tape: Tape) -> Outcome:
+    """The least time over all sequences of candidate partitions, one for each block of steps."""
+    count = len(tape.works)
+    blocks = [range(first, min(first + BLOCK, count)) for first in range(0, count, BLOCK)]
+    candidates = _candidates(tape, blocks)
+    start = uniform.boundaries(tape.problem)
+    pause = [[tape.pause_ns(a, b) for b in candidates] for a in candidates]
+    totals = [tape.pause_ns(start, c) for c in candidates]
+    moves = [int(tuple(c) != tuple(start)) for c in candidates]
+    for number, block in enumerate(blocks):
+        spent = [sum(tape.step_ns(i, c) for i in block) for c in candidates]
+        if number:
+            best = [
+                min((totals[a] + pause[a][b], a) for a in range(len(candidates)))[1] for b in range(len(candidates))
+            ]
+            moves = [moves[a] + (a != b) for b, a in enumerate(best)]
+            totals = [totals[a] + pause[a][b] for b, a in enumerate(best)]
+        totals = [total + more for total, more in zip(totals, spent, strict=True)]
+    at = min(range(len(candidates)), key=lambda c: totals[c])
+    return Outcome(policy="offline optimum", total_ns=totals[at], pauses_ns=None, moves=moves[at])

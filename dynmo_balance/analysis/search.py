@@ -1,0 +1,152 @@
+"""Schedule, virtual stages, granularity and partition searched together for the least simulated step.
+
+Every schedule is tried with one to four stages a worker, at layer and at sub-layer granularity, with the exact (or,
+with several stages a worker, the best found) partition; what does not fit the memory is left out. The best few are then
+polished against the simulation. Orders of operations made for these costs (``planning.custom_schedule``) compete with
+the schedules by name. The answer is measured against ``simulation.bounds``, which hold for any schedule.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from .._common.errors import DynmoError
+from ..costs.cost_window import SPLIT_SCHEDULES, costs_for, split_in_half
+from ..formats.plan import CUSTOM, V_SCHEDULES
+from ..formats.profile import Header
+from ..partition.problem import InfeasibleError, Problem
+from ..partition.registry import Solution, balance
+from ..planning.custom_schedule import tailor
+from ..planning.local_search import polish
+from ..planning.plan_builder import chain_of
+from ..simulation.bounds import Bounds, bounds_of
+from ..simulation.simulator import Timeline, predict
+
+VIRTUAL_STAGES = (1, 2, 3, 4)
+POLISHED = 6
+ROUNDS = 25
+"""How long orders are tailored: some seconds at 8 workers and 32 microbatches."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Candidate:
+    """One way to run the step."""
+
+    granularity: str
+    problem: Problem
+    solution: Solution
+    timeline: Timeline
+
+    @property
+    def label(self) -> str:
+        """In short."""
+        return f"{self.problem.schedule}, {self.problem.virtual_stages} stages a worker, {self.granularity}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Search:
+    """The best candidate, all others from best to worst, and the bounds at the finest granularity searched."""
+
+    best: Candidate
+    others: tuple[Candidate, ...]
+    bounds: Bounds
+    assumed_split: bool
+
+
+def _virtual_stages(schedule: str) -> tuple[int, ...]:
+    if schedule in ("gpipe", "1f1b"):
+        return (1,)
+    if schedule in V_SCHEDULES:
+        return (2,)
+    return VIRTUAL_STAGES if schedule == "zero-bubble" else VIRTUAL_STAGES[1:]
+
+
+def _problems(
+    header: Header, problem: Problem, schedules: tuple[str, ...], granularities: tuple[str, ...]
+) -> list[tuple[str, Problem]]:
+    found: list[tuple[str, Problem]] = []
+    seen: set[tuple[int, ...]] = set()
+    for granularity in granularities:
+        chain = chain_of(header, problem.chain.costs, granularity)
+        if chain.cuts in seen:
+            continue
+        seen.add(chain.cuts)
+        found.extend(
+            (
+                granularity,
+                replace(
+                    problem,
+                    chain=replace(chain, costs=costs_for(schedule, chain.costs)),
+                    schedule=schedule,
+                    virtual_stages=virtual,
+                    current=None,
+                ),
+            )
+            for schedule in schedules
+            if schedule != CUSTOM
+            for virtual in VIRTUAL_STAGES
+            if virtual in _virtual_stages(schedule)
+        )
+    return found
+
+
+def _fits(problem: Problem, timeline: Timeline) -> bool:
+    return all(
+        place.memory_bytes is None or peak <= place.memory_bytes
+        for place, peak in zip(problem.places, timeline.peak_memory_bytes, strict=True)
+    )
+
+
+def search(
+    header: Header, problem: Problem, schedules: tuple[str, ...], granularities: tuple[str, ...], rounds: int = ROUNDS
+) -> Search:
+    """The least simulated step; raises ``InfeasibleError`` where nothing fits.
+
+    Args:
+        header: of the profile.
+        problem: its costs, workers and constraints; schedule and granularity are those below.
+        schedules: by name, and ``custom`` for orders made for these costs.
+        granularities: where to cut; the last is the finest.
+        rounds: how long to tailor orders.
+    """
+    assumed = not problem.chain.costs.split and bool(set(SPLIT_SCHEDULES) & set(schedules))
+    found = []
+    reasons = []
+    for granularity, trial in _problems(header, problem, schedules, granularities):
+        try:
+            solution = balance(trial, "exact")
+            timeline = predict(trial, solution.boundaries)
+        except DynmoError as error:
+            reasons.append(str(error))
+            continue
+        if _fits(trial, timeline):
+            found.append(Candidate(granularity=granularity, problem=trial, solution=solution, timeline=timeline))
+        else:
+            reasons.append(f"{trial.schedule} needs more memory than a worker has")
+    found.sort(key=lambda candidate: candidate.timeline.step_ns)
+    costs = split_in_half(problem.chain.costs) if assumed else problem.chain.costs
+    finest = replace(problem, chain=chain_of(header, costs, granularities[-1]))
+    if CUSTOM in schedules:
+        found += [
+            Candidate(
+                granularity=granularities[-1],
+                problem=one.problem,
+                solution=one.solution,
+                timeline=predict(one.problem, one.solution.boundaries),
+            )
+            for one in tailor(finest, rounds)
+        ]
+    if not found:
+        raise InfeasibleError(f"no schedule has a feasible partition; the first reason: {reasons[0]}")
+    for at, candidate in enumerate(found[:POLISHED]):
+        better = polish(candidate.problem, candidate.solution)
+        timeline = predict(candidate.problem, better.boundaries)
+        if _fits(candidate.problem, timeline):
+            found[at] = replace(candidate, solution=better, timeline=timeline)
+    found.sort(key=lambda candidate: candidate.timeline.step_ns)
+    return Search(
+        best=found[0],
+        others=tuple(found[1:]),
+        bounds=bounds_of(finest),
+        assumed_split=assumed,
+    )

@@ -1,0 +1,1 @@
+"""Independent verification of a plan: every number recomputed without the solvers."""

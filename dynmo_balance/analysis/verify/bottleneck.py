@@ -1,0 +1,257 @@
+"""The least bottleneck of a problem and what forbids a lower one, derived for ``verify`` without the solvers.
+
+The solvers bisect over greedy probes, follow reachable sets as intervals, and keep tables as arrays. Here a bottleneck
+is *decided*: a table over stages and cuts says which cuts the first stages can end at. A bound is right where its
+bottleneck can be met and one nanosecond less cannot. Times and memory only grow with a stage, so the first cut at which
+a stage may begin only grows with its end: two pointers go through a row of the table.
+
+What the bound is depends on the placement, as ``formats/plan.md`` says:
+
+* one stage a worker: the least bottleneck of all partitions that obey the constraints;
+* two stages a worker in a V: the same, with stages that may be empty where pins and minimum layers leave them so;
+* several stages a worker in rotation, or a V that is too large for a table: work over speed, or the heaviest unit;
+* an order of operations of its own: memory is left out, because the order decides how much is in flight.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+
+from ...costs.cost_window import SPEED_UNIT
+from .step import Pipeline, Seat, in_flight
+
+LARGEST_V = 4_000_000
+"""Workers times units squared, up to which the bound of a V is that of all its partitions."""
+NOWHERE = -1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Question:
+    """What a bound is of: units in a row, the worker of each stage, and the constraints.
+
+    Attributes:
+        pipeline: the plan; its partition plays no part.
+        cuts: item positions where a stage may begin or end.
+        min_units: the minimum number of units of each stage.
+        pins: ``(item position, stage)``.
+        vee: whether the stages go down the workers and back up.
+        own_order: whether the plan brings its own order of operations.
+    """
+
+    pipeline: Pipeline
+    cuts: tuple[int, ...]
+    min_units: int
+    pins: tuple[tuple[int, int], ...]
+    vee: bool
+    own_order: bool
+
+    @property
+    def units(self) -> int:
+        """The number of units."""
+        return len(self.cuts) - 1
+
+    @property
+    def stages(self) -> int:
+        """The number of stages."""
+        return len(self.pipeline.spans)
+
+    def sums(self, values: Sequence[int]) -> list[int]:
+        """Sums of per-item values up to each cut."""
+        upto = [0, *accumulate(values)]
+        return [upto[cut] for cut in self.cuts]
+
+    def window(self, cut: int) -> tuple[int, int]:
+        """Where the ``cut``-th boundary (0 is the front) may lie, by minimum layers and pins."""
+        low = min(self.units, cut * self.min_units) if cut < self.stages else self.units
+        high = max(0, self.units - (self.stages - cut) * self.min_units) if cut else 0
+        for item, stage in self.pins:
+            unit = max(at for at in range(self.units) if self.cuts[at] <= item)
+            between = self.min_units * (stage - cut if cut <= stage else cut - stage - 1)
+            low, high = (low, min(high, unit - between)) if cut <= stage else (max(low, unit + 1 + between), high)
+        return low, high
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bound:
+    """The lower bound in ns, and the item positions of the run that forbids less; ``(0, 0)`` where there is none."""
+
+    least_ns: int
+    blocking: tuple[int, int]
+
+
+class _Stages:
+    """Whether a stage holds a run of units within a time."""
+
+    def __init__(self, question: Question, limited: bool) -> None:
+        pipeline = question.pipeline
+        self.work = question.sums(pipeline.costs.total_ns)
+        state = [item.param_bytes + item.gradient_bytes + item.optimizer_bytes for item in pipeline.items]
+        kept = [0] * pipeline.frozen + list(pipeline.costs.activation_bytes[pipeline.frozen :])
+        self.state, self.kept = question.sums(state), question.sums(kept)
+        self.limited = limited
+        self.flight = [
+            max(count for (count,) in in_flight(pipeline.order[pipeline.seat_of[stage]], (stage,)))
+            for stage in range(question.stages)
+        ]
+
+    def holds(self, seat: Seat, flight: int, begin: int, end: int, time_ns: int) -> bool:
+        """Whether the worker does the units ``[begin, end)`` within the time and its memory."""
+        if seat.time_ns(self.work[end] - self.work[begin]) > time_ns:
+            return False
+        if not self.limited or seat.memory_bytes is None:
+            return True
+        need = self.state[end] - self.state[begin] + flight * (self.kept[end] - self.kept[begin])
+        return need <= seat.memory_bytes
+
+
+def bound_of(question: Question, claimed_ns: int) -> Bound:
+    """The bound and its blocking run; ``claimed_ns`` is only where the search begins."""
+    pipeline = question.pipeline
+    virtual = question.stages // len(pipeline.seats)
+    if virtual == 1:
+        stages = _Stages(question, not question.own_order)
+        least = _least(lambda time_ns: _row_by_row(question, stages, time_ns), claimed_ns, _most(question))
+        begin, end = _blocking(question, stages, least)
+        return Bound(least_ns=least, blocking=(question.cuts[begin], question.cuts[end]))
+    least = _share(question)
+    if question.vee and len(pipeline.seats) * question.units**2 <= LARGEST_V:
+        vee = _Vee(question)
+        least = _least(vee.decide, max(least, claimed_ns), _most(question))
+    return Bound(least_ns=least, blocking=(0, 0))
+
+
+def _most(question: Question) -> int:
+    """More than any bottleneck."""
+    total = sum(question.pipeline.costs.total_ns)
+    return 2 * question.stages + 2 * max(seat.time_ns(total) for seat in question.pipeline.seats)
+
+
+def _share(question: Question) -> int:
+    """All work over all speed, or the heaviest unit on the fastest worker."""
+    seats, work = question.pipeline.seats, question.sums(question.pipeline.costs.total_ns)
+    fastest = max(seats, key=lambda seat: seat.speed_ppm)
+    heaviest = max(after - before for before, after in pairwise(work))
+    whole, rest = divmod(work[-1] * SPEED_UNIT, sum(seat.speed_ppm for seat in seats))
+    return max(whole + bool(rest), fastest.time_ns(heaviest))
+
+
+def _least(decide: Callable[[int], bool], claimed_ns: int, most_ns: int) -> int:
+    """The least time that can be met: the claim, where it can be and one nanosecond less cannot; else by halving.
+
+    Where nothing can be met, ``most_ns + 1``.
+    """
+    if 0 <= claimed_ns <= most_ns and decide(claimed_ns):
+        if not decide(claimed_ns - 1):
+            return claimed_ns
+        below, above = -1, claimed_ns - 1
+    else:
+        below, above = min(claimed_ns, -1), most_ns + 1
+    while above - below > 1:
+        middle = (below + above) // 2
+        below, above = (below, middle) if decide(middle) else (middle, above)
+    return above
+
+
+def _row_by_row(question: Question, stages: _Stages, time_ns: int) -> bool:
+    """Whether some partition with one stage a worker is within the time."""
+    reached = [True] + [False] * question.units
+    for stage in range(question.stages):
+        seat, flight = question.pipeline.seat(stage), stages.flight[stage]
+        starts = [0, *accumulate(reached)]
+        low, high = question.window(stage + 1)
+        begin, ends = 0, [False] * (question.units + 1)
+        for end in range(question.units + 1):
+            while begin < end and not stages.holds(seat, flight, begin, end, time_ns):
+                begin += 1
+            last = end - question.min_units
+            ends[end] = low <= end <= high and last >= begin and starts[last + 1] > starts[begin]
+        reached = ends
+    return reached[question.units]
+
+
+def _blocking(question: Question, stages: _Stages, least_ns: int) -> tuple[int, int]:
+    """The shortest run of units that one stage would have to hold below the bound, the first of equals.
+
+    The stages before it reach no further than its begin, those after it begin no earlier than its end.
+    """
+    if least_ns == 0:
+        return 0, 0
+    time_ns, count = least_ns - 1, question.stages
+    reach, back = [0], [question.units]
+    for stage in range(count):
+        at, high = reach[-1], question.window(stage + 1)[1]
+        seat, flight = question.pipeline.seat(stage), stages.flight[stage]
+        while at < question.units and stages.holds(seat, flight, reach[-1], at + 1, time_ns):
+            at += 1
+        reach.append(min(at, high))
+    for stage in reversed(range(count)):
+        at, low = back[-1], question.window(stage)[0]
+        seat, flight = question.pipeline.seat(stage), stages.flight[stage]
+        while at > 0 and stages.holds(seat, flight, at - 1, back[-1], time_ns):
+            at -= 1
+        back.append(max(at, low))
+    back.reverse()
+    runs = [(reach[stage], back[stage + 1]) for stage in range(count) if reach[stage] < back[stage + 1]]
+    return min(runs, key=lambda run: (run[1] - run[0], run[0]), default=(0, 0))
+
+
+class _Vee:
+    """Decides times of a V: worker ``p`` has the ``p``-th stage from the front and the ``p``-th from the back.
+
+    Of all ways to have given the front up to a cut to the workers so far, the one that has given most of the back is
+    best, because what is left for the others is part of what any other way leaves.
+    """
+
+    def __init__(self, question: Question) -> None:
+        self.question = question
+        self.stages = _Stages(question, not question.own_order)
+        count = len(question.pipeline.seats)
+        self.windows = [question.window(cut) for cut in range(question.stages + 1)]
+        self.flights = []
+        for worker in range(count):
+            row = question.pipeline.order[worker]
+            found = in_flight(row, (worker, 2 * count - 1 - worker))
+            larger = [one for one in found if not any(o != one and o[0] >= one[0] and o[1] >= one[1] for o in found)]
+            self.flights.append(larger)
+
+    def decide(self, time_ns: int) -> bool:
+        """Whether a V with stages that may be empty is within the time."""
+        question, units = self.question, self.question.units
+        back = [units] + [NOWHERE] * units
+        for worker in range(len(question.pipeline.seats)):
+            further = [NOWHERE] * (units + 1)
+            low, high = self.windows[worker + 1]
+            for front, until in enumerate(back):
+                if until == NOWHERE:
+                    continue
+                for end in range(max(front, low), min(until, high) + 1):
+                    least = self._back(worker, front, end, until, time_ns)
+                    if least != NOWHERE and (further[end] == NOWHERE or least < further[end]):
+                        further[end] = least
+            back = further
+        return any(cut == front for front, cut in enumerate(back))
+
+    def _back(self, worker: int, begin: int, end: int, until: int, time_ns: int) -> int:
+        """The least cut from which the worker, holding ``[begin, end)``, also holds the units up to ``until``."""
+        stages, count = self.stages, len(self.question.pipeline.seats)
+        seat = self.question.pipeline.seats[worker]
+        left_ns = time_ns - seat.time_ns(stages.work[end] - stages.work[begin])
+        if left_ns < 0:
+            return NOWHERE
+        work = left_ns * seat.speed_ppm // SPEED_UNIT
+        low, high = self.windows[2 * count - 1 - worker]
+        at = max(end, low, bisect_left(stages.work, stages.work[until] - work))
+        if stages.limited and seat.memory_bytes is not None:
+            for front, behind in self.flights[worker]:
+                need = stages.state[end] - stages.state[begin] + front * (stages.kept[end] - stages.kept[begin])
+                room = seat.memory_bytes - need
+                if room < 0:
+                    return NOWHERE
+                while at < until and (
+                    stages.state[until] - stages.state[at] + behind * (stages.kept[until] - stages.kept[at]) > room
+                ):
+                    at += 1
+        return at if at <= min(until, high) else NOWHERE

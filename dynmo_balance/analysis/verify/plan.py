@@ -1,0 +1,363 @@
+"""Checks every number of a plan against the profile, by a second way to each that shares no code with the solvers.
+
+``step`` derives the step, work and memory, ``bottleneck`` the lower bound and what forbids less; here they are
+compared with what the plan says, field by field. What the plan was asked for (its constraints: microbatches, memory
+limits, pins, granularity) is the question, not an answer: it is taken from the plan where it does not contradict the
+profile, and from the command where the command names it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from fractions import Fraction
+from itertools import pairwise
+
+from ..._common.document import Problem as Fault
+from ..._common.errors import DynmoError, UsageError
+from ...costs.cost_window import costs_for, speed_ppm
+from ...formats.plan import RECORDS_KEY, SEGMENT_KEY, Plan, header_problems
+from ...formats.profile import Ask, Header, Item, PlanResult, Step
+from ...planning.migration import BASE_PAUSE_NS
+from ...schedules.registry import Kind, Operation, Order, order_of
+from .bottleneck import Bound, Question, bound_of
+from .setting import Setting
+from .step import Measures, Pipeline, Seat, is_vee, measure, seats_of_stages, spans_of
+
+ROUNDING = Fraction(51, 100_000_000)
+"""Shares are written with six digits."""
+_FILE_NAME = re.compile(r"plan-(\d{6,})\.json")
+
+
+def verify(plan: Plan, setting: Setting, base: Plan | None, file_name: str = "") -> list[Fault]:
+    """Every number of the plan that is not what the profile says; empty for a sound plan.
+
+    Args:
+        plan: the plan.
+        setting: what it is checked against.
+        base: the plan that it starts from; None where it has none, or where it is not at hand.
+        file_name: of the plan, which may have its number.
+    """
+    header = setting.header
+    faults = [fault for fault in header_problems(plan, header) if not _is_made_up(fault, plan, header)]
+    if faults:
+        return faults
+    faults = [*_number_faults(plan, file_name), *_source_faults(plan, setting), *_worker_faults(plan, setting, base)]
+    try:
+        pipeline = _pipeline(plan, setting)
+        measures = measure(pipeline)
+    except UsageError as error:
+        return [*faults, Fault("schedule", "value", str(error))]
+    if measures is None:
+        return [*faults, Fault("operations", "order", "wait for one another, so that the step never ends")]
+    faults += _partition_faults(plan, setting, measures)
+    faults += _predicted_faults(plan, measures, _base_step_ns(plan, setting, base))
+    if plan.optimality is not None:
+        faults += _bound_faults(plan, setting, pipeline, measures)
+    return faults + _migration_faults(plan, setting, base)
+
+
+def _made_up(plan: Plan, header: Header) -> list[int]:
+    """The ids of workers that a plan for more workers than the profile has makes up."""
+    most = max(worker.worker for worker in header.workers)
+    missing = len(plan.workers) + len(plan.released_workers) - len(header.workers)
+    return [most + 1 + at for at in range(max(0, missing))]
+
+
+def _is_made_up(fault: Fault, plan: Plan, header: Header) -> bool:
+    match = re.fullmatch(r"stages\[(\d+)\]\.worker", fault.path)
+    return match is not None and plan.stages[int(match[1])].worker in _made_up(plan, header)
+
+
+def _operations(plan: Plan, microbatches: int) -> Order:
+    """The plan's own operations, or those of its schedule."""
+    if plan.operations is None:
+        return order_of(plan.schedule, len(plan.workers), plan.virtual_stages_per_worker, microbatches)
+    rows = []
+    for line in plan.operations:
+        words = [re.split(r"([FBIW])", word) for word in line.split()]
+        rows.append(tuple(Operation(int(stage), Kind(kind), int(number)) for stage, kind, number in words))
+    found = 1 + max((one.microbatch for row in rows for one in row), default=-1)
+    if found != microbatches:
+        raise UsageError(f"the plan's operations are of {found} microbatches, not of {microbatches}")
+    return tuple(rows)
+
+
+def _pipeline(plan: Plan, setting: Setting, follower: Plan | None = None) -> Pipeline:
+    """A plan with the setting's costs; a base with those that the plan after it (``follower``) was made from."""
+    header = setting.header
+    speeds = {worker.worker: speed_ppm(worker.relative_speed) for worker in header.workers}
+    limits = setting.constraints.memory_bytes if follower is None else (None,) * len(plan.workers)
+    costs = setting.costs if follower is None else costs_for(follower.schedule, setting.costs)
+    return Pipeline(
+        items=header.items,
+        costs=costs_for(plan.schedule, costs),
+        spans=spans_of(plan),
+        seats=tuple(
+            Seat(worker=worker, speed_ppm=speeds.get(worker, 1_000_000), memory_bytes=memory)
+            for worker, memory in zip(plan.workers, limits, strict=True)
+        ),
+        seat_of=seats_of_stages(plan),
+        order=_operations(plan, setting.constraints.microbatches),
+        bandwidth=None if header.link is None else header.link.bandwidth_bytes_per_s,
+        latency_ns=0 if header.link is None else header.link.latency_ns,
+    )
+
+
+def _number_faults(plan: Plan, file_name: str) -> list[Fault]:
+    """The plan's number against its file's name and its base; the step at which it may be applied."""
+    faults = []
+    follows = 0 if plan.base_plan_id is None else plan.base_plan_id + 1
+    published = _FILE_NAME.fullmatch(file_name)
+    if published and int(published[1]) != plan.plan_id:
+        faults.append(Fault("plan_id", "value", f"is {plan.plan_id}, the file's name says {int(published[1])}"))
+    elif not published and SEGMENT_KEY not in (plan.extra or {}) and plan.plan_id != follows:
+        faults.append(Fault("plan_id", "value", f"is {plan.plan_id}, must be {follows}, one above the base"))
+    if plan.plan_id < follows:
+        faults.append(Fault("base_plan_id", "value", f"is {plan.base_plan_id}, must be below plan_id {plan.plan_id}"))
+    if plan.apply_at_step is not None and plan.apply_at_step < plan.read_to_step:
+        message = f"is {plan.apply_at_step}, before step {plan.read_to_step} that the plan was made from"
+        faults.append(Fault("apply_at_step", "value", message))
+    return faults
+
+
+def _source_faults(plan: Plan, setting: Setting) -> list[Fault]:
+    """The step and the number of records that the plan says its costs are from."""
+    faults = []
+    steps = {r.step for r in setting.segments[-1].records if isinstance(r, Step | Ask)}
+    # A run's initial plan is made before its first step, whatever was measured since.
+    is_first = plan.read_to_step == 0 and (not steps or plan.balancer == "initial")
+    known = plan.read_to_step in steps or is_first
+    if not known:
+        message = f"is {plan.read_to_step}, the profile has no record of that step"
+        faults.append(Fault("read_to_step", "value", message))
+    records = (plan.extra or {}).get(RECORDS_KEY)
+    if records is not None and records != setting.costs.records:
+        message = f"is {records}, the profile has {setting.costs.records} up to step {plan.read_to_step}"
+        faults.append(Fault(RECORDS_KEY, "value", message))
+    return faults
+
+
+def _worker_faults(plan: Plan, setting: Setting, base: Plan | None) -> list[Fault]:
+    """Workers that the plan cannot have, or cannot release, and memory that the profile does not know of."""
+    header = setting.header
+    faults: list[Fault] = []
+    held, released = set(plan.workers), set(plan.released_workers)
+    if len(released) < len(plan.released_workers):
+        faults.append(Fault("released_workers", "duplicate", f"repeat a worker: {list(plan.released_workers)}"))
+    order = [*(worker.worker for worker in header.workers), *_made_up(plan, header)]
+    if base is None and plan.base_plan_id is None:
+        expected = set(order[: len(held | released)])
+        if held | released != expected:
+            message = f"with those of the stages are {sorted(held | released)}, must be {sorted(expected)}"
+            faults.append(Fault("released_workers", "value", message))
+    elif base is not None and released and released != set(base.workers) - held:
+        message = f"are {sorted(released)}, the stages leave {sorted(set(base.workers) - held)} without work"
+        faults.append(Fault("released_workers", "value", message))
+    faults += [
+        Fault("released_workers", "value", f"worker {worker.worker} cannot be released")
+        for worker in header.workers
+        if worker.worker in released and not worker.releasable
+    ]
+    known = {worker.worker: worker.memory_bytes for worker in header.workers}
+    if not setting.memory_given:
+        for at, (worker_id, limit) in enumerate(zip(plan.workers, setting.constraints.memory_bytes, strict=True)):
+            has = known.get(worker_id)
+            if has is not None and (limit is None or limit > has):
+                message = f"is {'none' if limit is None else f'{limit:,}'}, the profile's worker has {has:,}"
+                faults.append(
+                    Fault(f"constraints.memory_bytes[{at}]", "memory", f"{message}; confirm it with --memory")
+                )
+    return faults
+
+
+def _cuts(plan: Plan, setting: Setting) -> tuple[int, ...]:
+    """The item positions where a stage may begin or end."""
+    items, tied = setting.header.items, _tied(setting.header.items) if setting.constraints.tied_together else []
+    inside: set[int] = set()
+    for first, second in tied:
+        if not (is_vee(plan) and first == 0 and second == len(items) - 1):
+            inside.update(range(first + 1, second + 1))
+    whole = setting.granularity == "layer"
+    return tuple(
+        at
+        for at in range(len(items) + 1)
+        if at in (0, len(items))
+        or (items[at].cut_before and not (whole and items[at].layer == items[at - 1].layer) and at not in inside)
+    )
+
+
+def _tied(items: Sequence[Item]) -> list[tuple[int, int]]:
+    """The positions of items that share a weight, the earlier first."""
+    names = [item.name for item in items]
+    pairs = ((at, names.index(item.tied_to)) for at, item in enumerate(items) if item.tied_to is not None)
+    return [(min(pair), max(pair)) for pair in pairs]
+
+
+def _partition_faults(plan: Plan, setting: Setting, measures: Measures) -> list[Fault]:
+    """Where the stages break the constraints."""
+    cuts, constraints = _cuts(plan, setting), setting.constraints
+    names = [item.name for item in setting.header.items]
+    faults = []
+    for stage, (begin, end) in enumerate(pairwise(plan.boundaries)):
+        where = f"stages[{stage}]"
+        if begin not in cuts:
+            message = f"begins at {names[begin]}, where {setting.granularity} granularity and ties allow no cut"
+            faults.append(Fault(where, "cut", message))
+        units = sum(begin <= cut < end for cut in cuts)
+        if units < constraints.min_layers:
+            message = f"holds {units} units, must hold at least {constraints.min_layers}"
+            faults.append(Fault(where, "length", message))
+    for at, pin in enumerate(constraints.pins):
+        if pin.item not in plan.stages[pin.stage].items:
+            faults.append(Fault(f"constraints.pins[{at}]", "value", f"{pin.item} is not in stage {pin.stage}"))
+    if constraints.tied_together:
+        owner = plan.owner
+        faults += [
+            Fault("constraints.tied_together", "value", f"{names[first]} and {names[second]} are on different workers")
+            for first, second in _tied(setting.header.items)
+            if owner[names[first]] != owner[names[second]]
+        ]
+    limits = zip(plan.workers, constraints.memory_bytes, measures.peak_memory_bytes, strict=True)
+    return faults + [
+        Fault("stages", "memory", f"worker {worker} needs {peak:,} bytes, has {limit:,}")
+        for worker, limit, peak in limits
+        if limit is not None and peak > limit
+    ]
+
+
+def _base_step_ns(plan: Plan, setting: Setting, base: Plan | None) -> int | None:
+    """The step of the base on the same costs; None where it has another number of workers or cannot be run."""
+    known = {*(worker.worker for worker in setting.header.workers), *plan.workers}
+    if base is None or len(base.workers) != len(plan.workers) or not known >= set(base.workers):
+        return None
+    try:
+        measures = measure(_pipeline(base, setting, plan))
+    except DynmoError:
+        return None
+    return measures.step_ns if measures is not None else None
+
+
+def _differs(said: float | None, found: Fraction | None) -> bool:
+    if said is None or found is None:
+        return said is not None or found is not None
+    return abs(Fraction(said) - found) > ROUNDING
+
+
+def _predicted_faults(plan: Plan, measures: Measures, base_step_ns: int | None) -> list[Fault]:
+    predicted = plan.predicted
+    if predicted is None:
+        return []
+    faults = [
+        Fault(f"predicted.{name}", "value", f"is {said}, recomputed {found}")
+        for name, said, found in (
+            ("bottleneck_ns", predicted.bottleneck_ns, measures.bottleneck_ns),
+            ("step_ns", predicted.step_ns, measures.step_ns),
+            ("busy_ns", predicted.busy_ns, measures.busy_ns),
+            ("peak_memory_bytes", predicted.peak_memory_bytes, measures.peak_memory_bytes),
+        )
+        if said != found
+    ]
+    gain = 1 - Fraction(measures.step_ns, base_step_ns) if base_step_ns else None
+    for name, said, share in (
+        ("bubble_fraction", predicted.bubble_fraction, measures.bubble),
+        ("gain_fraction", predicted.gain_fraction, gain),
+    ):
+        if _differs(said, share):
+            found = "null" if share is None else f"{float(share):.6f}"
+            faults.append(Fault(f"predicted.{name}", "value", f"is {said}, recomputed {found}"))
+    return faults
+
+
+def _bound_faults(plan: Plan, setting: Setting, pipeline: Pipeline, measures: Measures) -> list[Fault]:
+    said, names = plan.optimality, [item.name for item in setting.header.items]
+    if said is None:
+        return []
+    at = {name: position for position, name in enumerate(names)}
+    question = Question(
+        pipeline=pipeline,
+        cuts=_cuts(plan, setting),
+        min_units=setting.constraints.min_layers,
+        pins=tuple((at[pin.item], pin.stage) for pin in setting.constraints.pins),
+        vee=is_vee(plan),
+        own_order=plan.operations is not None,
+    )
+    bound: Bound = bound_of(question, said.lower_bound_ns)
+    faults = []
+    if said.lower_bound_ns != bound.least_ns:
+        message = f"is {said.lower_bound_ns}, recomputed {bound.least_ns}"
+        faults.append(Fault("optimality.lower_bound_ns", "value", message))
+    if said.optimal != (measures.bottleneck_ns == bound.least_ns):
+        message = f"is {str(said.optimal).lower()}, the bottleneck is {measures.bottleneck_ns}, the bound"
+        faults.append(Fault("optimality.optimal", "value", f"{message} {bound.least_ns}"))
+    begin, end = bound.blocking
+    if list(said.blocking_items) != names[begin:end]:
+        run = f"{names[begin]} .. {names[end - 1]}" if end > begin else "none"
+        faults.append(Fault("optimality.blocking_items", "value", f"is not the run that forbids less, {run}"))
+    return faults
+
+
+def _migration_faults(plan: Plan, setting: Setting, base: Plan | None) -> list[Fault]:
+    """The moves from the base, their bytes, the largest link and the pause."""
+    if plan.base_plan_id is not None and base is None:
+        message = f"plan {plan.base_plan_id} is not at hand, so moves and gain cannot be checked; name it with --base"
+        return [Fault("base_plan_id", "reference", message)]
+    faults = []
+    if base is not None and base.plan_id != plan.base_plan_id:
+        faults.append(Fault("base_plan_id", "value", f"is {plan.base_plan_id}, the base given is {base.plan_id}"))
+    before: Mapping[str, int] = base.owner if base is not None else plan.owner
+    if base is not None and plan.action == "keep" and plan.stages != base.stages:
+        faults.append(Fault("stages", "value", "must be those of the base, as the plan keeps the partition"))
+    size = {item.name: item.param_bytes + item.optimizer_bytes for item in setting.header.items}
+    moved = [(item, before[item], to, size[item]) for item, to in plan.owner.items() if before.get(item, to) != to]
+    said = plan.migration
+    if sorted(moved) != sorted((move.item, move.from_worker, move.to_worker, move.bytes) for move in said.moves):
+        message = f"are not the {len(moved)} moves, with their bytes, that lead from the base to the stages"
+        faults.append(Fault("migration.moves", "value", message))
+    links: Counter[tuple[int, int]] = Counter()
+    for _, source, target, count in moved:
+        links[source, target] += count
+    largest = max(links.values(), default=0)
+    pauses: Collection[int | None] = _pauses(plan, setting, largest) if moved else {0, None}  # null: unknown
+    for name, number, found in (
+        ("bytes", said.bytes, {sum(links.values())}),
+        ("max_link_bytes", said.max_link_bytes, {largest}),
+        ("pause_ns", said.pause_ns, pauses),
+    ):
+        if number not in found:
+            words = " or ".join(str(value) for value in sorted(value for value in found if value is not None))
+            faults.append(Fault(f"migration.{name}", "value", f"is {number}, recomputed {words}"))
+    return faults
+
+
+def _pauses(plan: Plan, setting: Setting, largest: int) -> Collection[int]:
+    """What the pause of a move of this size can be, by what the planner knew of pauses at that step."""
+    link = setting.header.link
+    transfer = largest * 10**9 // link.bandwidth_bytes_per_s if link is not None else 0
+    if SEGMENT_KEY not in (plan.extra or {}):
+        return {BASE_PAUSE_NS + transfer}
+    measured: int | None = None
+    found: set[int | None] = set()
+    for segment in setting.segments:
+        own = segment is setting.segments[-1]
+        step = 0
+        if own:
+            found.add(measured)
+        for record in segment.records:
+            step = record.step if isinstance(record, Step | Ask) else step
+            if own and step > plan.read_to_step:
+                break
+            if isinstance(record, PlanResult) and record.result == "taken":
+                measured = _smoothed(measured, record, segment.header)
+            if own and step < plan.read_to_step:
+                found.clear()
+            found.add(measured)
+    return {(BASE_PAUSE_NS if value is None else value) + transfer for value in found}
+
+
+def _smoothed(known: int | None, result: PlanResult, header: Header) -> int:
+    """The pause beyond the transfer of a move that was made, halfway between what was known and what it took."""
+    rate = header.link.bandwidth_bytes_per_s if header.link is not None else None
+    beyond = max(0, result.pause_ns - (result.bytes * 10**9 // rate if rate else 0))
+    return beyond if known is None else round((known + beyond) / 2)

@@ -1,0 +1,233 @@
+"""What a plan's pipeline does in one step, derived for ``verify`` without the simulator and without the solvers.
+
+The simulator (``simulation``) runs the workers against one another on a clock. Here the step is a graph: its nodes are
+the operations, an edge leads from each operation to those that wait for it, and the end of an operation is the longest
+path to it. The nodes are visited in topological order (Kahn 1962). Memory and work are sums over the stages' items.
+
+Only what defines the question is shared with the planner: the profile, the median costs and the orders of operations
+of the schedules.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+
+from ...costs.cost_window import SPEED_UNIT, ItemCosts
+from ...formats.plan import V_SCHEDULES, Plan
+from ...formats.profile import Item
+from ...schedules.registry import Kind, Operation, Order
+
+
+@dataclass(frozen=True, kw_only=True)
+class Seat:
+    """A worker of the plan: its id, its speed in parts per million, its memory (None: no limit)."""
+
+    worker: int
+    speed_ppm: int
+    memory_bytes: int | None
+
+    def time_ns(self, work_ns: int) -> int:
+        """How long the work of a normal worker takes here, rounded up."""
+        whole, rest = divmod(work_ns * SPEED_UNIT, self.speed_ppm)
+        return whole + bool(rest)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pipeline:
+    """A plan with the costs of its items.
+
+    Attributes:
+        spans: of each stage the positions of its first item and of the item after its last.
+        seats: the workers, in the order of their first stages.
+        seat_of: of each stage the index of its worker in ``seats``.
+        order: what each worker does, one operation after the other.
+        bandwidth: bytes per second between workers; None where it is not known.
+        latency_ns: of a transfer.
+    """
+
+    items: tuple[Item, ...]
+    costs: ItemCosts
+    spans: tuple[tuple[int, int], ...]
+    seats: tuple[Seat, ...]
+    seat_of: tuple[int, ...]
+    order: Order
+    bandwidth: int | None = None
+    latency_ns: int = 0
+
+    @property
+    def frozen(self) -> int:
+        """The number of items at the front that have no backward; 0 where no item has one."""
+        trained = [a + b > 0 for a, b in zip(self.costs.backward_input_ns, self.costs.backward_weight_ns, strict=True)]
+        return trained.index(True) if True in trained else 0
+
+    def is_trained(self, stage: int) -> bool:
+        """Whether the stage has a backward."""
+        return self.spans[stage][1] > self.frozen
+
+    def seat(self, stage: int) -> Seat:
+        """The worker of a stage."""
+        return self.seats[self.seat_of[stage]]
+
+    def transfer_ns(self, stage: int) -> int:
+        """How long a tensor takes between the stage and the next, in either direction."""
+        if stage + 1 >= len(self.spans) or self.seat_of[stage] == self.seat_of[stage + 1]:
+            return 0
+        end = self.spans[stage][1]
+        size = self.items[end - 1].boundary_bytes if end else 0
+        return self.latency_ns + (0 if not self.bandwidth else _up(size * 10**9, self.bandwidth))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measures:
+    """A step: its length, per worker the time at work and the most memory held, and the slowest worker's microbatch."""
+
+    step_ns: int
+    busy_ns: tuple[int, ...]
+    peak_memory_bytes: tuple[int, ...]
+    bottleneck_ns: int
+
+    @property
+    def bubble(self) -> Fraction:
+        """The idle share of all workers' time."""
+        whole = self.step_ns * len(self.busy_ns)
+        return Fraction(max(0, whole - sum(self.busy_ns)), whole) if whole else Fraction(0)
+
+
+def _up(value: int, by: int) -> int:
+    whole, rest = divmod(value, by)
+    return whole + bool(rest)
+
+
+def spans_of(plan: Plan) -> tuple[tuple[int, int], ...]:
+    """The item positions of each stage of a plan."""
+    spans, at = [], 0
+    for stage in plan.stages:
+        spans.append((at, at + len(stage.items)))
+        at += len(stage.items)
+    return tuple(spans)
+
+
+def seats_of_stages(plan: Plan) -> tuple[int, ...]:
+    """The index of each stage's worker among the plan's workers."""
+    workers = list(plan.workers)
+    return tuple(workers.index(stage.worker) for stage in plan.stages)
+
+
+def is_vee(plan: Plan) -> bool:
+    """Whether the stages go down the workers and back up."""
+    count = len(plan.workers)
+    if plan.schedule in V_SCHEDULES:
+        return True
+    vee = (*range(count), *range(count - 1, -1, -1))
+    return plan.operations is not None and count > 1 and seats_of_stages(plan) == vee
+
+
+def _length(pipeline: Pipeline, stage: int, kind: Kind) -> int:
+    """How long an operation takes."""
+    first, last = pipeline.spans[stage]
+    seat, costs = pipeline.seat(stage), pipeline.costs
+    if kind is Kind.FORWARD:
+        return seat.time_ns(sum(costs.forward_ns[first:last]))
+    inputs = seat.time_ns(sum(costs.backward_input_ns[first:last]))
+    weights = seat.time_ns(sum(costs.backward_weight_ns[first:last]))
+    return {Kind.BACKWARD: inputs + weights, Kind.BACKWARD_INPUT: inputs, Kind.BACKWARD_WEIGHT: weights}[kind]
+
+
+def _edges(pipeline: Pipeline, rows: Sequence[Sequence[Operation]]) -> list[tuple[Operation, Operation, int]]:
+    """``(first, then, ns)``: an operation, one that waits for it, and how long what it made is under way."""
+    of: dict[tuple[int, int], dict[str, Operation]] = defaultdict(dict)
+    for row in rows:
+        for one in row:
+            part = {Kind.FORWARD: "forward", Kind.BACKWARD_WEIGHT: "weight"}.get(one.kind, "gradient")
+            of[one.stage, one.microbatch][part] = one
+    edges = [(row[at], row[at + 1], 0) for row in rows for at in range(len(row) - 1)]
+    for (stage, microbatch), parts in of.items():
+        behind = of.get((stage + 1, microbatch), {})
+        under_way = pipeline.transfer_ns(stage)
+        pairs = [
+            (parts.get("forward"), behind.get("forward"), under_way),
+            (parts.get("forward"), parts.get("gradient"), 0),
+            (behind.get("gradient"), parts.get("gradient"), under_way),
+            (parts.get("gradient"), parts.get("weight"), 0),
+        ]
+        edges += [(first, then, ns) for first, then, ns in pairs if first is not None and then is not None]
+    return edges
+
+
+def _ends(
+    pipeline: Pipeline, rows: Sequence[Sequence[Operation]], lengths: Mapping[tuple[int, Kind], int]
+) -> dict[Operation, int]:
+    """When each operation ends; operations that wait for one another are left out."""
+    waiting: dict[Operation, int] = {one: 0 for row in rows for one in row}
+    after: dict[Operation, list[tuple[Operation, int]]] = defaultdict(list)
+    for first, then, ns in _edges(pipeline, rows):
+        waiting[then] += 1
+        after[first].append((then, ns))
+    start = dict.fromkeys(waiting, 0)
+    ends: dict[Operation, int] = {}
+    ready = deque(one for one, count in waiting.items() if not count)
+    while ready:
+        one = ready.popleft()
+        ends[one] = start[one] + lengths[one.stage, one.kind]
+        for then, ns in after[one]:
+            start[then] = max(start[then], ends[one] + ns)
+            waiting[then] -= 1
+            if not waiting[then]:
+                ready.append(then)
+    return ends
+
+
+def _peak(pipeline: Pipeline, worker: int, row: Sequence[Operation]) -> int:
+    """The most bytes that a worker holds: its items' state, and activations until their last backward."""
+    state, kept = 0, {}
+    for stage, (first, last) in enumerate(pipeline.spans):
+        if pipeline.seat_of[stage] == worker and any(one.stage == stage for one in row):
+            for item in pipeline.items[first:last]:
+                state += item.param_bytes + item.gradient_bytes + item.optimizer_bytes
+            kept[stage] = sum(pipeline.costs.activation_bytes[max(first, min(last, pipeline.frozen)) : last])
+    alive: dict[int, int] = dict.fromkeys(kept, 0)
+    peak = 0
+    for stage, kind, _ in row:
+        alive[stage] += kind is Kind.FORWARD
+        peak = max(peak, state + sum(alive[one] * kept[one] for one in alive))
+        alive[stage] -= kind in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT)
+    return peak
+
+
+def in_flight(row: Sequence[Operation], stages: Sequence[int]) -> set[tuple[int, ...]]:
+    """The numbers of microbatches in flight on these stages of a worker that occur at the same time."""
+    alive, found = dict.fromkeys(stages, 0), set()
+    for stage, kind, _ in row:
+        if stage not in alive:
+            continue
+        if kind is Kind.FORWARD:
+            alive[stage] += 1
+            found.add(tuple(alive.values()))
+        elif kind is not Kind.BACKWARD_INPUT:
+            alive[stage] -= 1
+    return found
+
+
+def measure(pipeline: Pipeline) -> Measures | None:
+    """The step of a pipeline; None where its operations wait for one another for ever."""
+    rows = [
+        [one for one in row if one.kind is Kind.FORWARD or pipeline.is_trained(one.stage)] for row in pipeline.order
+    ]
+    lengths = {(stage, kind): 0 for row in rows for stage, kind, _ in row}
+    lengths = {(stage, kind): _length(pipeline, stage, kind) for stage, kind in lengths}
+    ends = _ends(pipeline, rows, lengths)
+    if len(ends) < sum(map(len, rows)):
+        return None
+    busy = [sum(lengths[stage, kind] for stage, kind, _ in row) for row in rows]
+    share = [0] * len(pipeline.seats)
+    for stage, (first, last) in enumerate(pipeline.spans):
+        share[pipeline.seat_of[stage]] += pipeline.seat(stage).time_ns(sum(pipeline.costs.total_ns[first:last]))
+    return Measures(
+        step_ns=max(ends.values(), default=0),
+        busy_ns=tuple(busy),
+        peak_memory_bytes=tuple(_peak(pipeline, worker, row) for worker, row in enumerate(pipeline.order)),
+        bottleneck_ns=max(share),
+    )

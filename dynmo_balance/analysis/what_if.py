@@ -1,0 +1,275 @@
+"""What if: predicted steps over a grid of stages, microbatches, schedules and the dynamics of the model."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from itertools import product
+
+from .._common.errors import UsageError
+from ..costs.cost_window import ItemCosts, scaled
+from ..costs.sparsity import PRUNED_KINDS, SparsityModel, pruned_costs
+from ..formats.profile import Header
+from ..inputs.problem_from_options import usual_virtual_stages
+from ..inputs.scenarios import depths_of, frozen_costs, hash_unit
+from ..partition import uniform
+from ..partition.problem import InfeasibleError, Place, Problem, places_of
+from ..partition.registry import balance
+from ..planning.plan_builder import chain_of
+from ..planning.repack import Packing, fewest
+from ..schedules.registry import SCHEDULES
+from ..simulation.simulator import Timeline, predict
+from .sweep_axes import Axis
+
+AXES: Mapping[str, Axis] = {
+    "stages": Axis(integers=True),
+    "microbatches": Axis(integers=True),
+    "schedule": Axis(choices=tuple(SCHEDULES)),
+    "sparsity": Axis(),
+    "freeze": Axis(),
+    "skew": Axis(),
+    "exit": Axis(),
+    "speed": Axis(),
+}
+"""What can be varied."""
+DYNAMIC = ("sparsity", "freeze", "skew", "exit")
+GIVEN = {**dict.fromkeys(DYNAMIC, 0.0), "speed": 1.0}
+"""What happens to a run rather than being chosen, with the value that changes nothing."""
+MAX_CELLS = 20_000
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cell:
+    """Where in the grid.
+
+    Attributes:
+        sparsity: share of the blocks' weights that are zero.
+        freeze: share of the layers frozen, from the front.
+        skew: how much longer than the mean the busiest experts take; each layer's share of it is fixed by its name.
+        exit: the share of tokens left falls as ``exp(-exit * depth)``, depth from 0 to 1.
+        speed: of the last worker, over what the profile has.
+    """
+
+    stages: int
+    microbatches: int
+    schedule: str
+    sparsity: float = 0.0
+    freeze: float = 0.0
+    skew: float = 0.0
+    exit: float = 0.0
+    speed: float = 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """What is predicted for one cell.
+
+    Attributes:
+        step_ns: of the exact partition; None where there is none, and ``reason`` says why.
+        static_step_ns: of the uniform partition, whether or not it fits the memory.
+        samples_per_s: of one data-parallel replica.
+        peak_memory_bytes: of the fullest worker.
+        from_static, from_balanced: the fewest workers that keep the stated share of that throughput.
+        pareto: whether no other cell of the same dynamics is as good in throughput, workers and memory at once.
+    """
+
+    cell: Cell
+    step_ns: int | None = None
+    static_step_ns: int | None = None
+    bottleneck_ns: int | None = None
+    bubble_fraction: float | None = None
+    samples_per_s: float | None = None
+    peak_memory_bytes: int | None = None
+    from_static: Packing | None = None
+    from_balanced: Packing | None = None
+    pareto: bool = False
+    reason: str = ""
+
+
+def cell_costs(header: Header, dense: ItemCosts, cell: Cell, model: SparsityModel) -> ItemCosts:
+    """The costs under the cell's dynamics; ``dense`` are those without any."""
+    if cell.skew < 0 or cell.exit < 0:
+        raise UsageError(f"skew and exit must not be negative, are {cell.skew} and {cell.exit}")
+    depths = depths_of(header)
+    factors = []
+    for item, depth in zip(header.items, depths, strict=True):
+        factor = math.exp(-cell.exit * depth) if item.kind in PRUNED_KINDS else 1.0
+        if item.kind in ("mlp", "layer"):
+            factor *= 1 + cell.skew * hash_unit(item.layer)
+        factors.append(factor)
+    costs = scaled(dense, factors) if cell.skew or cell.exit else dense
+    costs = pruned_costs(header, costs, cell.sparsity, model)
+    return frozen_costs(header, costs, cell.freeze)
+
+
+def _slowed(places: tuple[Place, ...], speed: float) -> tuple[Place, ...]:
+    """The workers with the last at a share of its speed."""
+    last = replace(places[-1], speed_ppm=max(1, round(places[-1].speed_ppm * speed)))
+    return (*places[:-1], last)
+
+
+class Grid:
+    """Answers one cell after the other; equal questions are answered once."""
+
+    def __init__(
+        self,
+        header: Header,
+        dense: ItemCosts,
+        *,
+        model: SparsityModel,
+        schedule: str | None = None,
+        granularity: str | None = None,
+        memory_bytes: int | None = None,
+        min_units: int = 1,
+    ) -> None:
+        self._header = header
+        self._dense = dense
+        self._model = model
+        self.schedule = schedule or header.schedule
+        self._granularity = granularity
+        self._memory_bytes = memory_bytes
+        self._min_units = min_units
+        self._costs = lru_cache(maxsize=None)(self._make_costs)
+        self._balanced = lru_cache(maxsize=None)(self._solve)
+
+    def _make_costs(self, cell: Cell) -> ItemCosts:
+        return cell_costs(self._header, self._dense, cell, self._model)
+
+    def problem(self, cell: Cell) -> Problem:
+        """What is to be cut in this cell."""
+        header = self._header
+        dynamics = replace(cell, stages=1, microbatches=1, schedule="", speed=1.0)
+        return Problem(
+            chain=chain_of(header, self._costs(dynamics), self._granularity),
+            places=_slowed(places_of(header, cell.stages, self._memory_bytes), cell.speed),
+            schedule=cell.schedule,
+            microbatches=cell.microbatches,
+            virtual_stages=usual_virtual_stages(header, cell.schedule),
+            link_bandwidth=header.link.bandwidth_bytes_per_s if header.link else None,
+            link_latency_ns=header.link.latency_ns if header.link else 0,
+            min_units=self._min_units,
+        )
+
+    def _solve(self, cell: Cell) -> tuple[Timeline, int] | str:
+        problem = self.problem(cell)
+        try:
+            solution = balance(problem, "exact")
+        except (InfeasibleError, UsageError) as error:
+            return str(error)
+        return predict(problem, solution.boundaries), solution.bottleneck_ns
+
+    def row(self, cell: Cell, keep: float) -> Row:
+        """What is predicted for the cell; ``keep`` is the share of the throughput that fewer workers must keep."""
+
+        def step_ns(count: int) -> int | None:
+            # A slow worker is the first to be released
+            speed = max(1.0, cell.speed) if count < cell.stages else cell.speed
+            found = self._balanced(replace(cell, stages=count, speed=speed))
+            return None if isinstance(found, str) else found[0].step_ns
+
+        found = self._balanced(cell)
+        if isinstance(found, str):
+            return Row(cell=cell, reason=found)
+        timeline, bottleneck = found
+        problem = self.problem(cell)
+        static = predict(problem, uniform.boundaries(problem)).step_ns
+        samples = cell.microbatches * self._header.micro_batch_size
+        return Row(
+            cell=cell,
+            step_ns=timeline.step_ns,
+            static_step_ns=static,
+            bottleneck_ns=bottleneck,
+            bubble_fraction=timeline.bubble_fraction,
+            samples_per_s=samples * 1e9 / timeline.step_ns if timeline.step_ns else None,
+            peak_memory_bytes=max(timeline.peak_memory_bytes),
+            from_static=fewest(cell.stages, static, keep, step_ns),
+            from_balanced=fewest(cell.stages, timeline.step_ns, keep, step_ns),
+        )
+
+
+def _measures(row: Row) -> tuple[float, int, int]:
+    return -(row.samples_per_s or 0.0), row.cell.stages, row.peak_memory_bytes or 0
+
+
+def _dominated(row: Row, others: Sequence[Row]) -> bool:
+    mine = _measures(row)
+    return any(
+        all(theirs <= own for theirs, own in zip(_measures(other), mine, strict=True)) and _measures(other) != mine
+        for other in others
+    )
+
+
+def with_pareto(found: Sequence[Row]) -> list[Row]:
+    """The rows with their place on the front of throughput, workers and memory, among cells of the same dynamics."""
+    groups: dict[tuple[float, ...], list[Row]] = {}
+    for row in found:
+        if row.step_ns is not None:
+            groups.setdefault(tuple(getattr(row.cell, name) for name in GIVEN), []).append(row)
+    return [
+        row
+        if row.step_ns is None
+        else replace(row, pareto=not _dominated(row, groups[tuple(getattr(row.cell, name) for name in GIVEN)]))
+        for row in found
+    ]
+
+
+def cells_of(grid: Grid, header: Header, axes: Mapping[str, Sequence[float | str]]) -> list[Cell]:
+    """All cells of the grid; axes that are not varied stay as in the profile."""
+    values: dict[str, Sequence[float | str]] = {
+        "stages": [len(header.workers)],
+        "microbatches": [header.microbatches],
+        "schedule": [grid.schedule],
+        **{name: [neutral] for name, neutral in GIVEN.items()},
+        **axes,
+    }
+    found = list(product(*(values[name] for name in AXES)))
+    if len(found) > MAX_CELLS:
+        raise UsageError(f"the grid has {len(found):,} cells; at most {MAX_CELLS:,}")
+    cells = [_cell(dict(zip(AXES, cell, strict=True))) for cell in found]
+    if any(cell.stages < 1 or cell.microbatches < 1 for cell in cells):
+        raise UsageError("stages and microbatches must be at least 1")
+    if wrong := sorted({cell.speed for cell in cells if cell.speed <= 0}):
+        raise UsageError(f"speed must be above 0, is {wrong[0]:g}")
+    return cells
+
+
+def rows(grid: Grid, header: Header, axes: Mapping[str, Sequence[float | str]], keep: float) -> list[Row]:
+    """What is predicted for each cell of the grid."""
+    return with_pareto([grid.row(cell, keep) for cell in cells_of(grid, header, axes)])
+
+
+def _cell(values: Mapping[str, float | str]) -> Cell:
+    return Cell(
+        stages=int(values["stages"]),
+        microbatches=int(values["microbatches"]),
+        schedule=str(values["schedule"]),
+        **{name: float(values[name]) for name in GIVEN},
+    )
+
+
+def headline(found: Sequence[Row]) -> str:
+    """The answer in one sentence, for the most workers and the last values of the other axes."""
+    usable = [row for row in found if row.step_ns is not None and row.from_balanced and row.from_static]
+    if not usable:
+        return "no cell of the grid has a feasible partition"
+    most = max(row.cell.stages for row in usable)
+    row = [row for row in usable if row.cell.stages == most][-1]
+    cell = row.cell
+    dynamics = "".join(
+        f", {name} {getattr(cell, name):g}" for name, neutral in GIVEN.items() if getattr(cell, name) != neutral
+    )
+    return (
+        f"{cell.stages} stages, {cell.microbatches} microbatches, {cell.schedule}{dynamics}:"
+        f" {_give_back(cell.stages, row.from_balanced, 'the balanced')};"
+        f" {_give_back(cell.stages, row.from_static, 'the static uniform')}"
+    )
+
+
+def _give_back(stages: int, packing: Packing | None, reference: str) -> str:
+    if packing is None or packing.workers == stages:
+        return f"no worker can be released against {reference} pipeline"
+    change = packing.kept - 1
+    word = f"gain {change:.1%}" if change > 0 else f"lose {-change:.1%}"
+    return f"release {stages - packing.workers} of {stages} workers and {word} against {reference} pipeline"

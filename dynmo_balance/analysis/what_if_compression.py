@@ -1,0 +1,156 @@
+"""What if gradients were compressed: steps over a grid of ranks and bandwidths, each beside the same step without."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import groupby, product
+from typing import Any
+
+from .._common.errors import UsageError
+from ..formats.profile import Header
+from ..partition.problem import InfeasibleError, Problem
+from ..partition.registry import balance
+from ..simulation.simulator import Communication
+from ..simulation.step_tail import TailOptions, tail_of
+from .compression import CompressionQuestion, answer_of
+from .sweep_axes import Axis
+from .what_if import MAX_CELLS, Cell, Grid, cells_of
+
+LINK, BOUNDARY, REPLICA = "link-gbps", "inter-grad-comp-rank", "grad-comp-rank"
+COMPRESSION_AXES: Mapping[str, Axis] = {
+    LINK: Axis(),
+    BOUNDARY: Axis(integers=True),
+    REPLICA: Axis(integers=True),
+}
+"""What can be varied beside the axes of ``what_if``; rank 0 sends gradients as they are."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompressedRow:
+    """One cell of the grid.
+
+    Attributes:
+        link_gbps: GB/s between workers, and between replicas where those have no rate of their own; None: not limited.
+        boundary_rank, replica_rank: 0 sends as it is.
+        step_ns, step_whole_ns: with the reductions, with and without compression; None where no partition is feasible,
+            and ``reason`` says why.
+        figures: of compression, as ``simulate`` tells them.
+    """
+
+    cell: Cell
+    link_gbps: float | None
+    boundary_rank: int
+    replica_rank: int
+    step_ns: int | None = None
+    step_whole_ns: int | None = None
+    figures: Mapping[str, Any] = field(default_factory=dict)
+    reason: str = ""
+
+    @property
+    def gain(self) -> float | None:
+        """How many times as fast as without."""
+        if self.step_whole_ns is None or not self.step_ns:
+            return None
+        return self.step_whole_ns / self.step_ns
+
+    @property
+    def ranks(self) -> tuple[int, int]:
+        """Between stages and between replicas."""
+        return self.boundary_rank, self.replica_rank
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompressedGrid:
+    """Answers cells with compression.
+
+    Attributes:
+        question: the options that are not varied.
+        rates: of the step's tail.
+        replica_gbps: GB/s between replicas; None: that of the link.
+        clock: the cost of an operation beside its arithmetic, and what a transfer keeps busy.
+    """
+
+    grid: Grid
+    header: Header
+    question: CompressionQuestion
+    rates: TailOptions
+    replica_gbps: float | None
+    clock: tuple[int, Communication]
+
+    def rows(self, axes: Mapping[str, Sequence[float | str]]) -> list[CompressedRow]:
+        """What is predicted for each cell; an axis that is not varied has the option's or the profile's value.
+
+        Raises:
+            UsageError: too many cells, or a rank or rate below 0.
+        """
+        link = self.header.link.bandwidth_bytes_per_s / 1e9 if self.header.link else None
+        links: list[float | None] = [float(value) for value in axes.get(LINK, ())]
+        links = links or [link]
+        boundary = [int(value) for value in axes.get(BOUNDARY, (self.question.boundary_rank or 0,))]
+        replica = [int(value) for value in axes.get(REPLICA, (self.question.replica_rank or 0,))]
+        if any(one is not None and one <= 0 for one in links):
+            raise UsageError("link-gbps must be above 0")
+        if min(*boundary, *replica) < 0:
+            raise UsageError("ranks must not be negative; 0 sends gradients as they are")
+        cells = cells_of(self.grid, self.header, {name: axes[name] for name in axes if name not in COMPRESSION_AXES})
+        found = list(product(cells, links, boundary, replica))
+        if len(found) > MAX_CELLS:
+            raise UsageError(f"the grid has {len(found):,} cells; at most {MAX_CELLS:,}")
+        return [self._row(*one) for one in found]
+
+    def _row(self, cell: Cell, link_gbps: float | None, boundary_rank: int, replica_rank: int) -> CompressedRow:
+        row = CompressedRow(cell=cell, link_gbps=link_gbps, boundary_rank=boundary_rank, replica_rank=replica_rank)
+        problem = self.grid.problem(cell)
+        rates = self.rates
+        if link_gbps is not None:
+            problem = replace(problem, link_bandwidth=max(1, round(link_gbps * 1e9)))
+        between = self.replica_gbps or link_gbps
+        if between is not None:
+            rates = replace(rates, data_parallel_bandwidth=max(1, round(between * 1e9)))
+        question = replace(
+            self.question,
+            boundary_rank=boundary_rank or None,
+            replica_rank=replica_rank or None,
+            way=self.question.way if replica_rank else None,
+        )
+        try:
+            boundaries = balance(problem, "exact").boundaries
+            return self._answered(row, problem, boundaries, rates, question)
+        except (InfeasibleError, UsageError) as error:
+            return replace(row, reason=str(error))
+
+    def _answered(
+        self,
+        row: CompressedRow,
+        problem: Problem,
+        boundaries: Sequence[int],
+        rates: TailOptions,
+        question: CompressionQuestion,
+    ) -> CompressedRow:
+        answer = answer_of(self.header, problem, boundaries, rates, question, *self.clock)
+        step_ns = tail_of(problem, boundaries, answer.timeline, answer.rates).step_ns
+        figures = answer.document.get("compression", {})
+        whole_ns = figures.get("step_whole_ns", step_ns)
+        return replace(row, step_ns=step_ns, step_whole_ns=whole_ns, figures=figures)
+
+
+def headline(found: Sequence[CompressedRow]) -> str:
+    """When it pays, for each pair of ranks: up to which of the links that were asked for."""
+    lines = []
+    usable = [row for row in found if row.gain is not None and (any(row.ranks) or row.figures)]
+    for ranks, group in groupby(sorted(usable, key=lambda row: row.ranks), key=lambda row: row.ranks):
+        rows = list(group)
+        paying = [row for row in rows if (row.gain or 0.0) > 1]
+        best = max(rows, key=lambda row: row.gain or 0.0)
+        name = f"rank {ranks[0] or 'whole'} between stages, {ranks[1] or 'whole'} between replicas"
+        if not paying:
+            lines.append(f"{name}: pays nowhere ({best.gain:.2f} x at best)")
+            continue
+        at = "" if best.link_gbps is None else f" at {best.link_gbps:g} GB/s"
+        fastest = max((row.link_gbps for row in paying if row.link_gbps is not None), default=None)
+        limit = "everywhere" if len(paying) == len(rows) else "in some cells"
+        if fastest is not None and len(paying) < len(rows):
+            limit += f", up to {fastest:g} GB/s"
+        lines.append(f"{name}: pays {limit} ({best.gain:.2f} x{at})")
+    return "\n".join(lines) or "no cell of the grid has a feasible partition"

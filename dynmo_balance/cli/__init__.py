@@ -1,0 +1,71 @@
+"""The command line of ``dynmo-plan``: one file per command, and the list of them.
+
+A command imports what it needs when it runs, so that help is instant.
+"""
+
+from __future__ import annotations
+
+import typer
+
+from .._common.console import add_version, command_list, run_app
+from . import (
+    calibrate,
+    compare,
+    explain,
+    export,
+    partition,
+    profile,
+    recipe,
+    repack,
+    replay,
+    report,
+    simulate,
+    verify,
+    watch,
+    what_if,
+)
+
+ORDER_OF_WORK = (
+    "profile",
+    "partition",
+    "compare",
+    "verify",
+    "explain",
+    "simulate",
+    "what-if",
+    "watch",
+    "report",
+    "replay",
+    "repack",
+    "export",
+    "calibrate",
+    "recipe",
+)
+
+app = typer.Typer(
+    cls=command_list(*ORDER_OF_WORK),
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,  # plain help never cuts the name of an option, and needs no rich
+    help="Plan pipeline partitions: balance, simulate, ask what if, and watch a run.",
+)
+add_version(app)
+app.add_typer(profile.app, name="profile")
+app.command()(partition.partition)
+app.command()(compare.compare)
+app.command()(simulate.simulate)
+app.command("what-if")(what_if.what_if)
+app.command()(calibrate.calibrate)
+app.command()(export.export)
+app.command()(recipe.recipe)
+app.command()(repack.repack)
+app.command()(replay.replay)
+app.command()(report.report)
+app.command()(explain.explain)
+app.command()(verify.verify)
+app.command()(watch.watch)
+
+
+def main() -> None:
+    """The console script."""
+    run_app(app, "dynmo-plan")

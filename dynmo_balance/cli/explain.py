@@ -1,0 +1,65 @@
+"""``dynmo-plan explain``: what limits a plan and what would help."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from .._common.console import Format, emit, emit_json
+from .options import (
+    AtStepOption,
+    FormatOption,
+    Objective,
+    ObjectiveOption,
+    SourceArgument,
+    StagesOption,
+    WindowOption,
+)
+
+
+def explain(
+    source: SourceArgument,
+    plan: Annotated[
+        Path | None, typer.Option(help="The plan to explain. Default: the active plan of a run, else the exact one.")
+    ] = None,
+    stages: StagesOption = None,
+    objective: ObjectiveOption = Objective.AUTO,
+    window: WindowOption = 20,
+    at_step: AtStepOption = None,
+    output_format: FormatOption = Format.TEXT,
+) -> None:
+    """Say in words what limits a plan and what would help next; each remedy is tried in simulation first."""
+    from dataclasses import replace
+
+    from ..analysis.explain import sentences
+    from ..formats.plan import header_problems, read_plan
+    from ..inputs.problem_from_options import ProblemOptions, make_problem, of_plan, with_order
+    from ..inputs.profile_source import load
+    from ..partition.registry import certified
+    from ..planning.plan_builder import propose
+    from ..simulation.simulator import predict
+    from ._documents import refuse
+
+    loaded = load(source, window=window, at_step=at_step)
+    if plan is not None:
+        loaded = replace(loaded, plan=read_plan(plan))
+        if loaded.plan is not None:
+            refuse(str(plan), header_problems(loaded.plan, loaded.header))
+    options = ProblemOptions(stages=stages)
+    problem = make_problem(loaded, options)
+    if loaded.plan is not None and stages is None:
+        problem = with_order(make_problem(loaded, of_plan(options, loaded.plan)), loaded.plan)
+    best = propose(problem, "exact", objective=objective)
+    if loaded.plan is not None and stages is None:
+        solution = certified(problem, loaded.plan.boundaries, best.solution)
+        timeline = predict(problem, solution.boundaries)
+        said = sentences(loaded.header, problem, solution, timeline, best.timeline)
+    else:
+        said = sentences(loaded.header, problem, best.solution, best.timeline)
+    if output_format is Format.JSON:
+        emit_json({"sentences": said})
+        return
+    for sentence in said:
+        emit(sentence)

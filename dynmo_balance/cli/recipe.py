@@ -1,0 +1,126 @@
+"""``dynmo-plan recipe``: what balancing gives for a dynamic technique, under stated assumptions."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from .._common.console import Format, emit, emit_json, emit_table, say
+from .._common.document import MAX_LAYERS, MAX_RANKS, MAX_STEPS
+from .options import FormatOption
+
+if TYPE_CHECKING:
+    from ..recipes.optimality_gap import Distance
+
+
+def recipe(
+    names: Annotated[
+        list[str] | None,
+        typer.Argument(help="Recipes of the package, pruning, freezing, moe and others, or TOML files. Default: all."),
+    ] = None,
+    search: Annotated[
+        bool, typer.Option("--search", help="Search schedule, stages a worker, granularity and order as well.")
+    ] = False,
+    table: Annotated[
+        bool,
+        typer.Option(
+            "--table", help="Distance to perfect: 1F1B at layer granularity and what a search finds, over the bounds."
+        ),
+    ] = False,
+    layers: Annotated[int | None, typer.Option(min=1, max=MAX_LAYERS, help="Blocks, in place of the recipe's.")] = None,
+    workers: Annotated[
+        int | None, typer.Option(min=1, max=MAX_RANKS, help="Workers, in place of the recipe's.")
+    ] = None,
+    trace: Annotated[
+        Path | None,
+        typer.Option(help="Write the one recipe's steps as a profile, for dynmo-train --emulate; must not exist."),
+    ] = None,
+    baseline_steps: Annotated[
+        int, typer.Option(min=0, max=MAX_STEPS, help="Steps of the baseline at the start of the trace.")
+    ] = 2,
+    technique_steps: Annotated[
+        int, typer.Option(min=1, max=MAX_STEPS, help="Steps of the technique in the trace.")
+    ] = 8,
+    output_format: FormatOption = Format.TEXT,
+) -> None:
+    """Speed-ups of the dynamic techniques: of balancing only, and of technique and balancing together.
+
+    Each recipe states its assumptions; the published figures stand beside for comparison, not as a claim.
+    """
+    from .._common.errors import UsageError
+    from ..recipes.optimality_gap import distance_of
+    from ..recipes.recipe import altered, cook, load_recipe, recipe_names
+    from ..recipes.trace import write_trace
+
+    recipes = [altered(load_recipe(name), layers, workers) for name in names or recipe_names()]
+    if trace is not None:
+        if len(recipes) != 1:
+            raise UsageError(f"--trace is of one recipe, {len(recipes)} were named: name one")
+        write_trace(trace, recipes[0], baseline_steps, technique_steps)
+        say(f"wrote {trace}: {baseline_steps} steps of the baseline, {technique_steps} of {recipes[0].technique}")
+        return
+    if table:
+        _emit_distances([distance_of(one) for one in recipes], output_format)
+        return
+    outcomes = [cook(one, searching=search) for one in recipes]
+    if output_format is Format.JSON:
+        emit_json([outcome.document() for outcome in outcomes])
+        return
+    for outcome in outcomes:
+        emit(f"{outcome.recipe.name}:")
+        for sentence in outcome.recipe.assumptions:
+            emit(f"  - {sentence}")
+    columns = ["recipe", "even split ms", "exact ms", "balancing only", "technique and balancing"]
+    rows = [
+        [
+            outcome.recipe.name,
+            f"{outcome.unbalanced_ns / 1e6:.1f}",
+            f"{outcome.balanced_ns / 1e6:.1f}",
+            f"{outcome.balancing_only:.2f} x",
+            f"{outcome.technique_and_balancing:.2f} x",
+            *(
+                [
+                    f"{outcome.baseline_ns / outcome.searched_ns:.2f} x",
+                    f"{outcome.searched_ns / outcome.bound_ns:.3f}",
+                    outcome.searched,
+                ]
+                if outcome.searched_ns and outcome.bound_ns
+                else []
+            ),
+            "-" if outcome.recipe.published is None else f"{outcome.recipe.published:.2f} x",
+        ]
+        for outcome in outcomes
+    ]
+    extra = ["searched", "over the bound", "found"] if search else []
+    emit_table("speed-ups", [*columns, *extra, "published"], rows)
+
+
+def _emit_distances(distances: list[Distance], output_format: Format) -> None:
+    """One line a recipe."""
+    if output_format is Format.JSON:
+        emit_json([one.document() for one in distances])
+        return
+    columns = ["recipe", "layers", "work ms", "bound ms", "1F1B ms", "x bound", "x work"]
+    columns += ["found ms", "x bound", "x work", "found"]
+    rows = [
+        [
+            one.recipe.name,
+            str(one.recipe.spec.layers),
+            f"{one.bounds.work_ns / 1e6:.1f}",
+            f"{one.bounds.step_ns / 1e6:.1f}",
+            *(
+                figure
+                for step in (one.plain_ns, one.found_ns)
+                for figure in (
+                    f"{step / 1e6:.1f}",
+                    f"{step / one.bounds.step_ns:.3f}",
+                    f"{step / one.bounds.work_ns:.3f}",
+                )
+            ),
+            one.found,
+        ]
+        for one in distances
+    ]
+    emit_table("distance to perfect", columns, rows)

@@ -1,0 +1,120 @@
+"""``dynmo-plan repack``: the fewest workers that are enough."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from .._common.console import Format, emit, emit_json, emit_table, human_bytes, say
+from ..formats.plan import encode_plan
+from .options import (
+    AtStepOption,
+    FormatOption,
+    GranularityOption,
+    MemoryOption,
+    MicrobatchesOption,
+    MinLayersOption,
+    ScheduleOption,
+    SourceArgument,
+    StagesOption,
+    WindowOption,
+)
+
+if TYPE_CHECKING:
+    from ..planning.repack import Packings
+
+
+def repack(
+    source: SourceArgument,
+    keep: Annotated[float, typer.Option(min=0.01, max=1.0, help="Share of the throughput to keep.")] = 0.95,
+    reference: Annotated[
+        str, typer.Option(help="balanced: the exact plan on all workers; static: the uniform one.")
+    ] = "balanced",
+    stages: StagesOption = None,
+    microbatches: MicrobatchesOption = None,
+    schedule: ScheduleOption = None,
+    granularity: GranularityOption = None,
+    memory: MemoryOption = None,
+    min_layers: MinLayersOption = 1,
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="Write the plan to this file.")] = None,
+    window: WindowOption = 20,
+    at_step: AtStepOption = None,
+    output_format: FormatOption = Format.TEXT,
+) -> None:
+    """The fewest workers that keep a share of the throughput, which to release, and the plan for those that stay.
+
+    Every number of workers is tried with the exact balancer, so no fewer would do by its bottleneck; a run with several
+    stages a worker keeps as many on each. Exits 4 when no worker can be released.
+    """
+    from .._common.document import write_whole
+    from .._common.errors import UsageError
+    from ..formats.plan import to_document
+    from ..inputs.problem_from_options import ProblemOptions, make_problem
+    from ..inputs.profile_source import load
+    from ..output.tables import show_stages
+    from ..planning.repack import NoChangeError, packings, released_plan
+
+    if reference not in ("balanced", "static"):
+        raise UsageError(f"--reference must be balanced or static, is {reference!r}")
+    loaded = load(source, window=window, at_step=at_step)
+    options = ProblemOptions(
+        stages=stages,
+        microbatches=microbatches,
+        schedule=schedule,
+        virtual_stages=None,
+        granularity=granularity,
+        memory=memory,
+        min_layers=min_layers,
+    )
+    problem = make_problem(loaded, options, loaded.plan)
+    found = packings(problem, keep)
+    chosen = found.balanced if reference == "balanced" else found.static
+    is_text = output_format is not Format.JSON
+    if is_text:
+        _show_sizes(found, keep, len(problem.places))
+    if chosen.workers == len(problem.places):
+        raise NoChangeError(
+            f"all {chosen.workers} workers are needed to keep {keep:.0%} of the throughput of the {reference} pipeline"
+            + ("" if is_text else _refusals(found))
+        )
+    small, plan = released_plan(loaded.header, problem, loaded.plan, chosen, loaded.last_step, reference)
+    if output is not None:
+        write_whole(output, encode_plan(plan, str(output)))
+        say(f"wrote {output}")
+    if not is_text:
+        emit_json(to_document(plan))
+        return
+    emit(f"release workers {', '.join(map(str, plan.released_workers))}")
+    if loaded.plan is not None:
+        emit(f"{len(plan.migration.moves)} items move, {human_bytes(plan.migration.bytes)}")
+    show_stages(small.problem, small.solution.boundaries, small.timeline)
+
+
+def _refusals(found: Packings) -> str:
+    return "".join(f"; {row.workers} workers: {row.refusal}" for row in found.rows if row.refusal is not None)
+
+
+def _show_sizes(found: Packings, keep: float, workers: int) -> None:
+    """The step on each number of workers, and the fewest that are enough."""
+    from ..output.tables import milliseconds
+
+    emit_table(
+        f"step on fewer workers (keep {keep:.0%})",
+        ["workers", "step ms", "of balanced", "of static"],
+        [
+            [
+                str(row.workers),
+                milliseconds(row.step_ns, 2),
+                "-" if row.step_ns is None else f"{found.balanced_step_ns / row.step_ns:.1%}",
+                "-" if row.step_ns is None else f"{found.static_step_ns / row.step_ns:.1%}",
+            ]
+            for row in found.rows
+        ],
+    )
+    for row in found.rows:
+        if row.refusal is not None:
+            emit(f"{row.workers} workers: {row.refusal}")
+    for name, packing in (("balanced", found.balanced), ("static uniform", found.static)):
+        emit(f"{packing.workers} of {workers} workers keep {packing.kept:.1%} of the {name} throughput")

@@ -1,0 +1,35 @@
+"""``dynmo-plan report``: a run as one HTML file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from .._common.console import say
+from .._common.document import MAX_STEPS
+
+
+def report(
+    run: Annotated[Path, typer.Argument(help="The run directory.")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="The HTML file to write.")] = Path("report.html"),
+    window: Annotated[int, typer.Option(min=1, max=MAX_STEPS, help="Steps before and after a move to compare.")] = 8,
+) -> None:
+    """One self-contained HTML file: steps, stage loads, every plan and move, timelines, predicted against measured."""
+    from .._common.document import write_whole
+    from .._common.errors import UsageError
+    from ..inputs.problem_from_options import ProblemOptions, make_problem
+    from ..inputs.profile_source import load
+    from ..inputs.run_history import history_of
+    from ..output.html_report import html
+
+    history = history_of(run, window)
+    try:
+        loaded = load(run, window=window)
+        problem = make_problem(loaded, ProblemOptions())
+    except UsageError as error:
+        say(f"without timelines: {error}")
+        problem = None
+    write_whole(output, html(history, problem).encode())
+    say(f"wrote {output}: {len(history.steps)} steps, {len(history.stories)} plans, {len(history.moves)} moves")

@@ -1,0 +1,1 @@
+"""Costs of items: measured, analytic and pruned; devices and model shapes."""

@@ -1,0 +1,175 @@
+"""Devices for analytic profiles: peak rates, memory, links; presets, or a TOML file with the same fields.
+
+The peaks are the vendors' data-sheet figures for dense matrices (H100 and H200 SXM, A100 SXM 80GB, one direction of
+their links). ``half_flops`` is the size of a matrix product that reaches half of ``max_efficiency``:
+efficiency(x) = max_efficiency * x / (x + half). The efficiencies of products, memory and links were chosen on the
+A100 by the times of a layer and of a step that Korthikanti et al. 2022 (arXiv 2205.05198) publish in tables 4 and 5;
+a test holds what they give within 10 % of all of them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import MISSING, dataclass, fields
+from pathlib import Path
+
+from .._common.document import MAX_CONFIG_BYTES, parse_toml, read_text, short_repr
+from .._common.errors import UsageError
+
+BYTES_PER_NUMBER = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Device:
+    """One accelerator or processor, and the links to its neighbours.
+
+    Attributes:
+        flops_per_s: peak of matrix products, by dtype.
+        link_bandwidth_bytes_per_s, link_latency_ns: to a neighbour in the same node.
+        node_size: devices of a node.
+        network_bandwidth_bytes_per_s, network_latency_ns: of one device to another node; None is as within the node.
+        max_efficiency, memory_efficiency, link_efficiency: the shares of the peaks that are reached at best.
+        half_flops: the product that reaches half of that.
+        operation_ns: launching one operation.
+    """
+
+    name: str
+    kind: str
+    flops_per_s: Mapping[str, float]
+    memory_bandwidth_bytes_per_s: float
+    memory_bytes: int
+    link_bandwidth_bytes_per_s: int
+    link_latency_ns: int
+    node_size: int = 8
+    network_bandwidth_bytes_per_s: int | None = None
+    network_latency_ns: int | None = None
+    max_efficiency: float = 0.79
+    memory_efficiency: float = 0.8
+    link_efficiency: float = 0.65
+    half_flops: float = 8e9
+    operation_ns: int = 5_000
+
+    def product_ns(self, flops: float, dtype: str) -> float:
+        """The time of one matrix product of so many floating-point operations."""
+        if flops <= 0:
+            return 0.0
+        efficiency = self.max_efficiency * flops / (flops + self.half_flops)
+        return 1e9 * flops / (self.flops_per_s[dtype] * efficiency)
+
+    def touch_ns(self, size_bytes: float) -> float:
+        """The time to read or write so many bytes of memory."""
+        return 1e9 * size_bytes / (self.memory_bandwidth_bytes_per_s * self.memory_efficiency)
+
+    def reduce_ns(self, size_bytes: float, ranks: int) -> float:
+        """A ring all-reduce within a node: ``2 (t - 1) / t`` of the bytes over the link, and its latency.
+
+        A reduce-scatter and an all-gather, as sequence parallelism has them, take as long together.
+        """
+        if ranks == 1:
+            return 0.0
+        rate = self.link_bandwidth_bytes_per_s * self.link_efficiency
+        return 2 * (ranks - 1) / ranks * 1e9 * size_bytes / rate + 2 * self.link_latency_ns
+
+    def stage_link(self, devices: int, tensor_parallel: int) -> tuple[int, int]:
+        """Bandwidth and latency between neighbouring stages when the pipeline spans so many devices.
+
+        Within a node each stage sends over one link. Beyond a node the tensor-parallel ranks of a stage send a share
+        each over the network and gather it in their node, as Megatron does; the slowest hop stands for all.
+        """
+        if devices <= self.node_size or self.network_bandwidth_bytes_per_s is None:
+            return round(self.link_bandwidth_bytes_per_s * self.link_efficiency), self.link_latency_ns
+        rate = self.network_bandwidth_bytes_per_s * min(tensor_parallel, self.node_size) * self.link_efficiency
+        latency = self.link_latency_ns if self.network_latency_ns is None else self.network_latency_ns
+        return round(rate), latency
+
+
+def _gpu(name: str, half: float, single: float, memory: float, size: int, link: int, network: int) -> Device:
+    return Device(
+        name=name,
+        kind="cuda",
+        flops_per_s={"bfloat16": half, "float16": half, "float32": single},
+        memory_bandwidth_bytes_per_s=memory,
+        memory_bytes=size,
+        link_bandwidth_bytes_per_s=link,
+        link_latency_ns=10_000,
+        network_bandwidth_bytes_per_s=network,
+        network_latency_ns=20_000,
+    )
+
+
+PRESETS: Mapping[str, Device] = {
+    "h200": _gpu("h200", 989e12, 67e12, 4.8e12, 141 * 10**9, 450 * 10**9, 50 * 10**9),
+    "h100": _gpu("h100", 989e12, 67e12, 3.35e12, 80 * 10**9, 450 * 10**9, 50 * 10**9),
+    "a100": _gpu("a100", 312e12, 19.5e12, 2.0e12, 80 * 10**9, 300 * 10**9, 25 * 10**9),
+    "cpu": Device(
+        name="cpu",
+        kind="cpu",
+        flops_per_s={"bfloat16": 50e9, "float16": 25e9, "float32": 100e9},
+        memory_bandwidth_bytes_per_s=20e9,
+        memory_bytes=16 * 10**9,
+        link_bandwidth_bytes_per_s=10**9,
+        link_latency_ns=100_000,
+        node_size=1_000_000,
+        half_flops=2e6,
+    ),
+}
+
+
+def load_device(name: str) -> Device:
+    """A preset by name, or a device from a TOML file; raises ``UsageError`` where it is neither."""
+    if name in PRESETS:
+        return PRESETS[name]
+    path = Path(name)
+    if not path.is_file():
+        raise UsageError(f"unknown device {name!r}: use one of {', '.join(PRESETS)} or a TOML file")
+    try:
+        content = parse_toml(read_text(path, MAX_CONFIG_BYTES))
+    except ValueError as error:
+        raise UsageError(f"{name}: {error}") from error
+    known = {field.name for field in fields(Device)}
+    if unknown := sorted(content.keys() - known):
+        raise UsageError(f"{name}: unknown fields {', '.join(unknown)}; there are {', '.join(sorted(known))}")
+    missing = sorted(field.name for field in fields(Device) if field.default is MISSING and field.name not in content)
+    problems = [f"{name} is missing" for name in missing if name != "name"]
+    for key, value in content.items():
+        problems += _field_problems(key, value)
+    if problems:
+        raise UsageError(f"{name}: {'; '.join(problems)}")
+    return Device(**{"name": path.stem, **content})
+
+
+def _field_problems(key: str, value: object) -> list[str]:
+    """What is wrong with a field of a device's file."""
+    if key == "name":
+        return [] if isinstance(value, str) else ["name must be a string"]
+    if key == "kind":
+        return [] if value in ("cpu", "cuda") else [f"kind must be cpu or cuda, is {short_repr(value)}"]
+    if key == "flops_per_s":
+        if not isinstance(value, dict) or not value:
+            return ["flops_per_s must be a table of rates by dtype"]
+        unknown = [f"flops_per_s has no dtype {dtype!r}" for dtype in value if dtype not in BYTES_PER_NUMBER]
+        return unknown + [text for dtype, rate in value.items() for text in _rate(f"flops_per_s.{dtype}", rate)]
+    if key.endswith("efficiency"):
+        inside = _rate(key, value)
+        return inside or ([] if isinstance(value, int | float) and value <= 1 else [f"{key} must be at most 1"])
+    if key in _WHOLE:
+        whole = isinstance(value, int) and not isinstance(value, bool) and value >= 0
+        return [] if whole else [f"{key} must be a whole number of at least 0, is {short_repr(value)}"]
+    return _rate(key, value)
+
+
+_WHOLE = (
+    "memory_bytes",
+    "link_bandwidth_bytes_per_s",
+    "link_latency_ns",
+    "node_size",
+    "network_bandwidth_bytes_per_s",
+    "network_latency_ns",
+    "operation_ns",
+)
+
+
+def _rate(key: str, value: object) -> list[str]:
+    good = isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf
+    return [] if good else [f"{key} must be a number above 0, is {short_repr(value)}"]

@@ -1,0 +1,45 @@
+"""What pruning does to an item's cost: the stated model behind ``--vary sparsity``.
+
+Below a threshold the sparse form does not pay and the dense one runs, so the cost is the dense cost. Above it the cost
+is a fixed overhead plus a part proportional to the nonzeros that are left, continuous at the threshold:
+
+    cost(s) / dense = 1                                                     for s <  t
+                    = overhead + (1 - overhead) * (1 - s) / (1 - t)         for s >= t
+
+Worked number: threshold 0.85 and overhead 0.15 give at sparsity 0.9 a cost of 0.15 + 0.85 * 0.10 / 0.15 = 0.717.
+Embedding and head are not pruned. The activations kept do not change.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .._common.errors import UsageError
+from ..formats.profile import Header
+from .cost_window import ItemCosts, scaled
+
+PRUNED_KINDS = ("attention", "cross_attention", "mlp", "layer")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SparsityModel:
+    """The threshold from which sparse products run, and the share of the dense cost that never goes away."""
+
+    threshold: float = 0.85
+    overhead: float = 0.15
+
+    def factor(self, sparsity: float) -> float:
+        """The cost at this sparsity as a share of the dense cost."""
+        if sparsity < self.threshold:
+            return 1.0
+        if self.threshold >= 1.0:
+            return 1.0
+        return self.overhead + (1 - self.overhead) * (1 - sparsity) / (1 - self.threshold)
+
+
+def pruned_costs(header: Header, costs: ItemCosts, sparsity: float, model: SparsityModel) -> ItemCosts:
+    """The costs with every block at this sparsity; ``costs`` are the dense ones."""
+    if not 0 <= sparsity < 1:
+        raise UsageError(f"sparsity must be within [0, 1), is {sparsity}")
+    factor = model.factor(sparsity)
+    return scaled(costs, [factor if item.kind in PRUNED_KINDS else 1.0 for item in header.items])

@@ -1,0 +1,1 @@
+"""Inputs of the commands: profiles, run directories, model configurations, logs and traces."""

@@ -1,0 +1,255 @@
+"""``profile build``: a profile from a model's shape and a device, static or with a scripted trajectory."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from .. import __version__
+from .._common.document import envelope
+from .._common.errors import UsageError
+from ..costs.analytic import Shape, Work, costs_of, work_of_item
+from ..costs.cost_window import ItemCosts
+from ..costs.devices import BYTES_PER_NUMBER, Device
+from ..costs.model_spec import ModelSpec
+from ..formats.profile import Header, Item, parse_profile
+from ..partition import uniform
+from ..partition.problem import Problem, places_of
+from ..planning.plan_builder import chain_of
+from ..simulation.simulator import predict
+from .scenarios import Moment
+
+
+@dataclass(frozen=True, kw_only=True)
+class BuildOptions:
+    """How the model is run; the command's help says what each option means."""
+
+    workers: int = 1
+    microbatches: int = 8
+    micro_batch_size: int = 1
+    sequence: int | None = None
+    schedule: str = "1f1b"
+    virtual_stages: int = 1
+    dtype: str = "bfloat16"
+    tensor_parallel: int = 1
+    sequence_parallel: bool = False
+    data_parallel: int = 1
+    recompute: str = "none"
+    fused_attention: bool = False
+    granularity: str = "layer"
+    gradient_bytes_per_param: int = 4
+    optimizer_bytes_per_param: int | None = None
+
+    @property
+    def state_bytes_per_param(self) -> int:
+        """Adam's two moments in four bytes each, and a copy of the weights where they are kept in half precision."""
+        if self.optimizer_bytes_per_param is not None:
+            return self.optimizer_bytes_per_param
+        return 8 if BYTES_PER_NUMBER[self.dtype] == 4 else 12
+
+
+def _item(name: str, layer: str, kind: str, params: int, boundary: int, options: BuildOptions) -> dict[str, Any]:
+    number = BYTES_PER_NUMBER[options.dtype]
+    return {
+        "name": name,
+        "layer": layer,
+        "kind": kind,
+        "param_count": params,
+        "param_bytes": params * number,
+        "gradient_bytes": params * options.gradient_bytes_per_param,
+        "optimizer_bytes": params * options.state_bytes_per_param,
+        "boundary_bytes": boundary,
+        "cut_before": True,
+        "tied_to": None,
+    }
+
+
+def _tied(spec: ModelSpec, row: dict[str, Any], to: str, options: BuildOptions) -> dict[str, Any]:
+    """The item with the word table of another item: it holds a copy and its gradient, but no optimizer state of it."""
+    table = spec.table_params // options.tensor_parallel
+    number = BYTES_PER_NUMBER[options.dtype]
+    return {
+        **row,
+        "param_count": row["param_count"] + table,
+        "param_bytes": row["param_bytes"] + table * number,
+        "gradient_bytes": row["gradient_bytes"] + table * options.gradient_bytes_per_param,
+        "tied_to": to,
+    }
+
+
+def _number_of(layer: str) -> int:
+    """The number of a block in its stack: 7 of ``encoder.layers.7``."""
+    return int(layer.rpartition(".")[2])
+
+
+def _items(spec: ModelSpec, options: BuildOptions, boundary: int) -> list[dict[str, Any]]:
+    t = options.tensor_parallel
+
+    def item(name: str, layer: str, kind: str, params: int) -> dict[str, Any]:
+        return _item(name, layer, kind, params, boundary, options)
+
+    def block(prefix: str, cross: bool, relative: int) -> list[dict[str, Any]]:
+        attention = spec.attention_params(t)
+        mlp = spec.mlp_params(t, _number_of(prefix))
+        rows = [("attention", attention + relative), ("cross_attention", attention), ("mlp", mlp)]
+        return [
+            item(f"{prefix}.{kind}", prefix, kind, params)
+            for kind, params in rows
+            if cross or kind != "cross_attention"
+        ]
+
+    def stack(prefix: str, count: int, cross: bool) -> list[dict[str, Any]]:
+        relative = spec.relative_params(t)
+        return [row for i in range(count) for row in block(f"{prefix}layers.{i}", cross, 0 if i else relative)]
+
+    embedding, extra = spec.embedding_params(t), spec.head_extra_params(t)
+    if spec.encoder_layers:
+        first = "encoder.embedding"
+        items = [
+            item(first, first, "embedding", embedding),
+            *stack("encoder.", spec.encoder_layers, cross=False),
+            _tied(spec, item("decoder.embedding", "decoder.embedding", "embedding", spec.norm_params), first, options),
+            *stack("decoder.", spec.layers, cross=True),
+        ]
+    else:
+        first = "embedding"
+        items = [item(first, first, "embedding", embedding), *stack("", spec.layers, cross=False)]
+    if spec.tied:
+        return [*items, _tied(spec, item("head", "head", "head", extra), first, options)]
+    return [*items, item("head", "head", "head", extra + spec.table_params // t)]
+
+
+def build_header(spec: ModelSpec, device: Device, options: BuildOptions, run_id: str) -> dict[str, Any]:
+    """The header line of the profile."""
+    if options.tensor_parallel < 1 or spec.heads % options.tensor_parallel:
+        raise UsageError(f"{spec.heads} heads cannot be shared by {options.tensor_parallel} tensor-parallel ranks")
+    sequence = options.sequence or spec.sequence
+    boundary = options.micro_batch_size * sequence * spec.hidden * BYTES_PER_NUMBER[options.dtype]
+    ranks = options.tensor_parallel * options.data_parallel
+    bandwidth, latency = device.stage_link(options.workers * options.tensor_parallel, options.tensor_parallel)
+    return {
+        **envelope("dynmo.profile", 1, f"dynmo-plan {__version__}"),
+        "record": "header",
+        "run_id": run_id,
+        "segment": 0,
+        "model": {
+            "family": spec.family,
+            "num_layers": spec.layers + spec.encoder_layers,
+            "hidden_size": spec.hidden,
+            "sequence_length": sequence,
+            "x_num_attention_heads": spec.heads,
+        },
+        "schedule": options.schedule,
+        "virtual_stages_per_worker": options.virtual_stages,
+        "granularity": options.granularity,
+        "microbatches": options.microbatches,
+        "micro_batch_size": options.micro_batch_size,
+        "tensor_parallel_size": options.tensor_parallel,
+        "data_parallel_size": options.data_parallel,
+        "expert_parallel_size": 1,
+        "link": {"bandwidth_bytes_per_s": bandwidth, "latency_ns": latency},
+        "workers": [
+            {
+                "worker": worker,
+                "ranks": list(range(worker * ranks, (worker + 1) * ranks)),
+                "hosts": [f"node{worker}"],
+                "device": device.kind,
+                "memory_bytes": device.memory_bytes,
+                "relative_speed": 1,
+                "releasable": worker > 0,
+            }
+            for worker in range(options.workers)
+        ],
+        "items": _items(spec, options, boundary),
+    }
+
+
+def build_costs(spec: ModelSpec, header: Header, device: Device, options: BuildOptions) -> ItemCosts:
+    """The static costs of the items; of a mixture of experts each token pays for the experts that it meets."""
+    shape = shape_of(spec, header, options)
+    return costs_of(works_of(spec, header, shape), shape, device)
+
+
+def shape_of(spec: ModelSpec, header: Header, options: BuildOptions) -> Shape:
+    """The microbatch of a header, run as the options say."""
+    return Shape(
+        tokens=header.micro_batch_size * header.model.sequence_length,
+        sequence=header.model.sequence_length,
+        hidden=spec.hidden,
+        dtype=options.dtype,
+        tensor_parallel=options.tensor_parallel,
+        sequence_parallel=options.sequence_parallel,
+        recompute=options.recompute,
+        fused_attention=options.fused_attention,
+    )
+
+
+def works_of(spec: ModelSpec, header: Header, shape: Shape) -> list[Work]:
+    """The work of each item; of a mixture of experts each token meets its own experts only."""
+    t = shape.tensor_parallel
+
+    def weights(item: Item) -> tuple[int, ...]:
+        if item.kind == "mlp":
+            return spec.mlp_matrices(t, _number_of(item.layer))
+        if item.kind in ("attention", "cross_attention"):
+            return spec.attention_matrices(t)
+        transform = (spec.hidden * spec.hidden,) if spec.head_transform else ()
+        return (*transform, spec.table_params // t)
+
+    def work(item: Item) -> Work:
+        if item.kind not in ("attention", "cross_attention", "mlp"):
+            return work_of_item(item, shape, spec.heads, weights(item))
+        number = _number_of(item.layer)
+        return work_of_item(
+            item,
+            shape,
+            spec.heads,
+            weights(item),
+            attention=spec.score_width,
+            keys=spec.keys(number, shape.sequence) if item.kind == "attention" else None,
+            width=spec.mlp_width(number) if item.kind == "mlp" else spec.attention_width,
+        )
+
+    return [work(item) for item in header.items]
+
+
+def step_record(header: Header, costs: ItemCosts, step: int) -> dict[str, Any]:
+    """A step line as the static uniform partition would have measured it."""
+    problem = Problem(
+        chain=chain_of(header, costs),
+        places=places_of(header),
+        schedule=header.schedule,
+        microbatches=header.microbatches,
+        virtual_stages=header.virtual_stages_per_worker,
+        link_bandwidth=header.link.bandwidth_bytes_per_s if header.link else None,
+        link_latency_ns=header.link.latency_ns if header.link else 0,
+    )
+    timeline = predict(problem, uniform.boundaries(problem))
+    return {
+        "record": "step",
+        "step": step,
+        "plan_id": 0,
+        "step_ns": timeline.step_ns,
+        "forward_ns": list(costs.forward_ns),
+        "backward_input_ns": list(costs.backward_input_ns),
+        "backward_weight_ns": list(costs.backward_weight_ns),
+        "activation_bytes": list(costs.activation_bytes),
+        "busy_ns": list(timeline.busy_ns),
+        "peak_memory_bytes": list(timeline.peak_memory_bytes),
+    }
+
+
+def build_lines(header_document: dict[str, Any], header: Header, moments: Iterator[Moment]) -> Iterator[dict[str, Any]]:
+    """The lines of the profile: the header, then each moment's event, if any, and its step."""
+    yield header_document
+    for moment in moments:
+        if moment.event is not None:
+            yield {"record": "event", "step": max(0, moment.step - 1), **moment.event}
+        yield step_record(header, moment.costs, moment.step)
+
+
+def header_of(document: dict[str, Any]) -> Header:
+    """The header record of a header document."""
+    return parse_profile([json.dumps(document).encode()], "the header")[0].header

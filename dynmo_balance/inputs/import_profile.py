@@ -1,0 +1,198 @@
+"""``profile import``: measured times of other programs put onto the items of a profile's header.
+
+* ``chrome-trace``: a trace of ``torch.profiler`` as it is (see ``torch_traces``); or complete events (``ph`` X) whose
+  name is an item's name followed by ``.forward``, ``.backward``, ``.backward_input`` or ``.backward_weight``, of which
+  the mean duration of each item and kind counts.
+* ``deepspeed-log``, ``megatron-log``: the times of workers; see ``timer_logs``.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from .._common.document import MAX_TABLE_BYTES, parse_any_json, read_text
+from .._common.errors import UsageError
+from ..costs.cost_window import ItemCosts
+from ..formats.plan import Plan
+from ..formats.profile import Header
+from ..partition import uniform
+from ..partition.problem import Problem, places_of
+from ..planning.plan_builder import chain_of
+from .timer_logs import SLOWEST, LoggedStep, deepspeed_steps, megatron_steps, spread, worker_times
+from .torch_traces import has_modules, layer_times
+
+KINDS = ("forward", "backward", "backward_input", "backward_weight")
+
+
+def _step(header: Header, step: int, forward: Sequence[int], **backward: Sequence[int]) -> dict[str, Any]:
+    workers = len(header.workers)
+    return {
+        "record": "step",
+        "step": step,
+        "plan_id": 0,
+        "step_ns": 0,
+        "forward_ns": list(forward),
+        **{name: list(values) for name, values in backward.items()},
+        "activation_bytes": [None] * len(header.items),
+        "busy_ns": [None] * workers,
+        "peak_memory_bytes": [None] * workers,
+    }
+
+
+def _events(text: str, source: str) -> list[Mapping[str, Any]]:
+    try:
+        document = parse_any_json(text, MAX_TABLE_BYTES)
+    except ValueError as error:
+        raise UsageError(f"{source}: {error}") from error
+    events = document.get("traceEvents") if isinstance(document, dict) else document
+    if not isinstance(events, list):
+        raise UsageError(f"{source}: holds no list of trace events")
+    return [event for event in events if isinstance(event, dict) and event.get("ph") == "X"]
+
+
+def from_trace(text: str, source: str, header: Header, model: ItemCosts, holder: Sequence[int]) -> list[dict[str, Any]]:
+    """One step record of the mean durations, of named events or of the modules of a trace of ``torch.profiler``."""
+    events = _events(text, source)
+    named = any(str(event.get("name", "")).endswith(".forward") for event in events)
+    if not named and has_modules(events):
+        return [_from_modules(events, source, header, model)]
+    spent: dict[tuple[str, str], list[float]] = {}
+    for event in events:
+        item, _, kind = str(event.get("name", "")).rpartition(".")
+        if kind in KINDS and isinstance(event.get("dur"), int | float):
+            spent.setdefault((item, kind), []).append(float(event["dur"]))
+    missing = [item.name for item in header.items if (item.name, "forward") not in spent]
+    if missing:
+        raise UsageError(
+            f"{source}: no events named {missing[0]}.forward (missing for {len(missing)} items), and no modules of"
+            " torch.profiler; record it with with_stack=True"
+        )
+
+    def column(kind: str) -> list[int]:
+        means = [spent.get((item.name, kind), [0.0]) for item in header.items]
+        return [round(1000 * sum(values) / len(values)) for values in means]
+
+    if any(kind in ("backward_input", "backward_weight") for _, kind in spent):
+        split = {f"{kind}_ns": column(kind) for kind in ("backward_input", "backward_weight")}
+        return [_step(header, 1, column("forward"), **split)]
+    return [_step(header, 1, column("forward"), backward_ns=column("backward"))]
+
+
+def _from_modules(events: Sequence[Mapping[str, Any]], source: str, header: Header, model: ItemCosts) -> dict[str, Any]:
+    """A step record of layers' times, each shared among the items of the layer as the model has them."""
+    kinds = {item.layer: item.kind for item in header.items}
+    layers = [layer for layer, kind in kinds.items() if kind not in ("embedding", "head")]
+    ends = [kind for kind in kinds.values() if kind in ("embedding", "head")]
+    if ends != ["embedding", "head"]:
+        raise UsageError(f"{source}: traces are read for models of one embedding, one stack of layers and one head")
+    found = layer_times(events, len(layers), source)
+    place = {layer: at + 1 for at, layer in enumerate(layers)}
+    holder = [place.get(item.layer, 0 if item.kind == "embedding" else len(layers) + 1) for item in header.items]
+    backward = [b + w for b, w in zip(model.backward_input_ns, model.backward_weight_ns, strict=True)]
+
+    def column(times: Sequence[float], modelled: Sequence[int]) -> list[int]:
+        shares = [max(1, ns) for ns in modelled]
+        return spread({at: 1000 * us for at, us in enumerate(times)}, None, holder, shares)
+
+    return _step(
+        header,
+        1,
+        column(found.forward_us, model.forward_ns),
+        backward_ns=column(found.backward_us, backward),
+    )
+
+
+def _from_log(
+    steps: Sequence[LoggedStep], source: str, header: Header, model: ItemCosts, holder: Sequence[int], per: int
+) -> list[dict[str, Any]]:
+    """A step record for each logged step; ``per`` is the number of microbatches that a logged time is of."""
+    backward = [b + w for b, w in zip(model.backward_input_ns, model.backward_weight_ns, strict=True)]
+    records: list[dict[str, Any]] = []
+    for number, logged in enumerate(steps, start=1):
+        columns = []
+        busy: dict[int, float] = {}
+        for kind, modelled in zip(("forward", "backward"), (model.forward_ns, backward), strict=True):
+            times = logged.times[kind]
+            of_workers = worker_times(times, header, source)
+            for worker, ms in of_workers.items():
+                busy[worker] = busy.get(worker, 0.0) + ms * 1e6 * header.microbatches / per
+            slowest = times[SLOWEST] * 1e6 / per if SLOWEST in times else None
+            columns.append(spread({at: ms * 1e6 / per for at, ms in of_workers.items()}, slowest, holder, modelled))
+        last = records[-1]["step"] if records else 0
+        step = number if logged.step is None or logged.step <= last else logged.step
+        record = _step(header, max(step, last + 1), columns[0], backward_ns=columns[1])
+        record["step_ns"] = round((logged.elapsed_ms or 0.0) * 1e6)
+        record["busy_ns"] = [round(busy[at]) if at in busy else None for at in range(len(header.workers))]
+        records.append(record)
+    return records
+
+
+def from_deepspeed(
+    text: str, source: str, header: Header, model: ItemCosts, holder: Sequence[int]
+) -> list[dict[str, Any]]:
+    """A step record for each logged microbatch."""
+    steps = list(deepspeed_steps(text))
+    if not steps:
+        raise UsageError(
+            f"{source}: no line with fwd_microstep and bwd_microstep; log with wall_clock_breakdown, and check --kind"
+        )
+    return _from_log(steps, source, header, model, holder, 1)
+
+
+def from_megatron(
+    text: str, source: str, header: Header, model: ItemCosts, holder: Sequence[int]
+) -> list[dict[str, Any]]:
+    """A step record for each logged step."""
+    steps = [step for step in megatron_steps(text) if all(step.times.get(kind) for kind in ("forward", "backward"))]
+    if not steps:
+        other = " it has forward-backward alone;" if "forward-backward" in text else ""
+        raise UsageError(
+            f"{source}: no times of forward-compute and backward-compute;{other} log with --timing-log-level 2, and"
+            " check --kind"
+        )
+    return _from_log(steps, source, header, model, holder, header.microbatches)
+
+
+SOURCES: Mapping[str, Callable[[str, str, Header, ItemCosts, Sequence[int]], list[dict[str, Any]]]] = {
+    "chrome-trace": from_trace,
+    "deepspeed-log": from_deepspeed,
+    "megatron-log": from_megatron,
+}
+
+
+def holders(header: Header, model: ItemCosts, plan: Plan | None) -> list[int]:
+    """The position of each item's worker in the header: as in the plan, else Megatron's even split."""
+    ids = [worker.worker for worker in header.workers]
+    if plan is not None:
+        return [ids.index(plan.owner[item.name]) for item in header.items]
+    problem = Problem(
+        chain=chain_of(header, model),
+        places=places_of(header),
+        schedule=header.schedule,
+        microbatches=header.microbatches,
+        virtual_stages=header.virtual_stages_per_worker,
+    )
+    spans = pairwise(uniform.boundaries(problem))
+    return [problem.positions[stage] for stage, (begin, end) in enumerate(spans) for _ in range(begin, end)]
+
+
+def import_lines(
+    kind: str, path: Path, header_line: bytes, header: Header, model: ItemCosts, plan: Plan | None = None
+) -> bytes:
+    """The lines of the new profile: the header as it was, and a step record for each measured step.
+
+    Args:
+        kind: of the file, a name of ``SOURCES``.
+        path: the file.
+        header_line: of the profile that describes the run, as it is in the file.
+        header: the same, parsed.
+        model: shares a worker's time among its items.
+        plan: the partition that the run had; Megatron's even split where it is not given.
+    """
+    text = read_text(path, MAX_TABLE_BYTES)
+    records = SOURCES[kind](text, str(path), header, model, holders(header, model, plan))
+    return b"\n".join([header_line, *(json.dumps(record).encode() for record in records), b""])

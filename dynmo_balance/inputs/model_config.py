@@ -1,0 +1,221 @@
+"""Model shapes from configurations: Hugging Face's ``config.json``, and our ``manifest.json`` and ``run.json``.
+
+A configuration is taken only where each of its keys is known: *read* (the shape depends on it), *irrelevant* (numerics,
+tokens, dropouts, file formats: no cost depends on it), or *neutral* (null, false or empty). Any other key is refused by
+name, and so is a family that is not in the tables; nothing falls back to a plain GPT. A key that is missing takes the
+default of transformers' configuration class, where the table has one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from .._common.document import MAX_LAYERS, MAX_SIZE, MAX_TABLE_BYTES, read_any_json, short_repr
+from .._common.errors import UsageError
+from ..costs.model_spec import ModelSpec
+from .model_families import FAMILIES, IRRELEVANT, NEUTRAL, T5_NAMES, Config, Family
+
+
+def _sizes(config: Config, family: Family, source: str) -> dict[str, int]:
+    """The sizes that every model has, checked."""
+    values: dict[str, Any] = {name: config.get(key) for name, key in family.names.items()}
+    if family.names["ffn"] == "n_inner" and values["ffn"] is None and isinstance(values["hidden"], int):
+        values["ffn"] = 4 * values["hidden"]
+    if family.names is T5_NAMES and values["layers"] is None:
+        values["layers"] = config.get("num_layers")
+    if values["sequence"] is None:
+        values["sequence"] = 1024
+    missing = [f"{name} ({family.names[name]})" for name, value in values.items() if value is None]
+    if missing:
+        raise UsageError(f"{source}: missing {', '.join(missing)}")
+    _check_whole(values, source)
+    return values
+
+
+def _check_whole(values: Mapping[str, Any], source: str) -> None:
+    wrong = [name for name, value in values.items() if type(value) is not int or value < 1]
+    if wrong:
+        raise UsageError(f"{source}: {', '.join(wrong)} must be whole numbers above 0")
+    large = [
+        f"{name} {value}" for name, value in values.items() if value > (MAX_LAYERS if name == "layers" else MAX_SIZE)
+    ]
+    if large:
+        raise UsageError(
+            f"{source}: {', '.join(large)}: must be at most {MAX_LAYERS:,} layers, and {MAX_SIZE:,} otherwise"
+        )
+
+
+def _refuse_unknown(config: Config, family: Family, name: str, source: str) -> None:
+    """Refuse keys that are neither read nor irrelevant, unless they are off."""
+    read = {*family.names.values(), *family.defaults}
+    unknown = [
+        f"{key} {short_repr(value)}"
+        for key, value in config.items()
+        if key not in read
+        and key not in IRRELEVANT
+        and value not in NEUTRAL.get(key, ())
+        and value not in (None, False, "", [], {})
+    ]
+    if unknown:
+        raise UsageError(
+            f"{source}: {', '.join(unknown)}: what this changes in a {name} is not modelled;"
+            " take it out if no cost depends on it"
+        )
+
+
+def from_hugging_face(config: Config, name: str, source: str) -> ModelSpec:
+    """The shape of a Hugging Face configuration.
+
+    Raises:
+        UsageError: the family or a key is not modelled, or a size is missing or no whole number above 0.
+    """
+    family = FAMILIES[name]
+    _refuse_unknown(config, family, name, source)
+    whole = {**family.defaults, **config}
+    sizes = _sizes(whole, family, source)
+    try:
+        more = family.more(whole)
+        fields: dict[str, Any] = {
+            "kv_heads": int(whole.get("num_key_value_heads") or sizes["heads"]),
+            "head_size": int(whole.get("head_dim") or sizes["hidden"] // sizes["heads"]),
+            **family.shape,
+            **more,
+        }
+    except (TypeError, ValueError) as error:
+        raise UsageError(f"{source}: a size of the {name} is no whole number: {error}") from error
+    tied = whole["tie_word_embeddings"]
+    spec = ModelSpec(family=name, tied=True if tied is None else bool(tied), **{**sizes, **fields})
+    _check_spec(spec, source)
+    return spec
+
+
+def _check_spec(spec: ModelSpec, source: str) -> None:
+    if (
+        max(spec.encoder_layers, spec.layers) > MAX_LAYERS
+        or max(spec.experts, spec.head_size, spec.expert_ffn) > MAX_SIZE
+    ):
+        raise UsageError(f"{source}: must be at most {MAX_LAYERS:,} layers, and {MAX_SIZE:,} otherwise")
+    counts = (spec.kv_heads, spec.head_size, spec.experts, spec.experts_per_token, spec.sparse_step)
+    if min(counts) < 1 or spec.experts_per_token > spec.experts or spec.heads % spec.kv_heads:
+        raise UsageError(
+            f"{source}: heads {spec.heads}, key-value heads {spec.kv_heads} of size {spec.head_size} and"
+            f" {spec.experts_per_token} of {spec.experts} experts a token do not go together"
+        )
+
+
+OWN_FAMILIES = ("gpt", "llama", "bert", "t5")
+_OWN_TECHNIQUES = ("mod_capacity", "early_exit_layers", "sparse_attention")
+
+
+def _first(config: Config, *keys: str, default: Any = None) -> Any:
+    return next((config[key] for key in keys if config.get(key) is not None), default)
+
+
+def from_own(config: Config, name: str, source: str) -> ModelSpec:
+    """The shape of a model of ``dynmo-train``, from a manifest or from the options of a run."""
+    used = [key for key in _OWN_TECHNIQUES if config.get(key)]
+    if used:
+        raise UsageError(f"{source}: {', '.join(used)}: not modelled; --technique builds profiles of dynamic models")
+    encoder = _first(config, "num_encoder_layers", "num_layers") if name == "t5" else 0
+    layers = _first(config, "num_decoder_layers", "decoder_num_layers", "num_layers")
+    sizes = {
+        "layers": layers,
+        "hidden": config.get("hidden_size"),
+        "heads": config.get("num_attention_heads"),
+        "vocabulary": _first(config, "padded_vocab_size", "vocab_size"),
+    }
+    missing = [f"{key}" for key, value in sizes.items() if value is None]
+    if missing:
+        raise UsageError(f"{source}: missing {', '.join(missing)}")
+    _check_whole(sizes, source)
+    bare, bert = name == "llama" or config.get("normalization") == "rmsnorm", name == "bert"
+    positions = _first(
+        config, "position_embedding", "position_embedding_type", default="rotary" if name == "llama" else "learned"
+    )
+    rows = _first(config, "max_position_embeddings", "seq_length", default=1024)
+    experts = _first(config, "num_experts", default=1)
+    binary = _first(config, "binary_head", default=bert and not config.get("bert_no_binary_head"))
+    untied = _first(config, "untie_embeddings_and_output_weights", default=name == "llama")
+    biases = not bare and name != "t5"
+    spec = ModelSpec(
+        family=name,
+        layers=layers,
+        hidden=sizes["hidden"],
+        heads=sizes["heads"],
+        kv_heads=_first(config, "num_key_value_heads", "num_query_groups", default=sizes["heads"]),
+        head_size=_first(config, "head_dim", "kv_channels", default=sizes["hidden"] // sizes["heads"]),
+        ffn=_first(config, "ffn_hidden_size", default=4 * sizes["hidden"]),
+        vocabulary=_padded_vocabulary(config, sizes["vocabulary"]),
+        sequence=_first(config, "seq_length", "max_position_embeddings", default=1024),
+        gated=name == "llama" or config.get("activation") in ("swiglu", "geglu"),
+        experts=experts,
+        experts_per_token=min(experts, _first(config, "moe_top_k", "moe_router_topk", default=2)),
+        tied=_first(config, "tied_embeddings", default=not untied),
+        encoder_layers=encoder,
+        positions=rows if positions == "learned" else 0,
+        token_types=_first(config, "num_tokentypes", default=2 if bert and binary else 0),
+        relative_buckets=(
+            _first(config, "relative_buckets", "relative_attention_num_buckets", default=32)
+            if positions == "relative"
+            else 0
+        ),
+        head_transform=bert,
+        pooler=bool(binary) and bert,
+        norm_biases=biases,
+        query_biases=biases,
+        output_biases=biases,
+        mlp_biases=biases,
+        expert_biases=biases,
+    )
+    _check_spec(spec, source)
+    return spec
+
+
+def _padded_vocabulary(config: Config, size: int) -> int:
+    """The rows of the word table: our runs pad them to a multiple."""
+    multiple = _first(config, "make_vocab_size_divisible_by", default=1) * _first(
+        config, "tensor_model_parallel_size", default=1
+    )
+    return int(-(-size // multiple) * multiple)
+
+
+def from_config(config: Config, source: str) -> ModelSpec:
+    """The shape that a configuration describes.
+
+    Raises:
+        UsageError: the family is not modelled, a key that may change costs is not, or a size is missing.
+    """
+    name = config.get("model_type")
+    if isinstance(name, str) and name in FAMILIES:
+        return from_hugging_face(config, name, source)
+    own = config.get("family")
+    if name is None and own in OWN_FAMILIES:
+        return from_own(config, str(own), source)
+    known = f"modelled are model_type {', '.join(FAMILIES)}, and dynmo-train's family {', '.join(OWN_FAMILIES)}"
+    if name is None and own is None:
+        raise UsageError(f"{source}: has neither model_type nor family; {known}")
+    what = f"model_type {short_repr(name)}" if name is not None else f"family {own!r}"
+    raise UsageError(f"{source}: {what} is not modelled; {known}")
+
+
+def load_spec(path: Path) -> ModelSpec:
+    """Read a ``config.json``, our ``manifest.json`` or ``run.json``, or one of these in a directory."""
+    names = ("config.json", "manifest.json", "run.json")
+    file = path
+    if path.is_dir():
+        file = next((path / name for name in names if (path / name).is_file()), path / names[0])
+    document = read_any_json(file, MAX_TABLE_BYTES)
+    if not isinstance(document, dict):
+        raise UsageError(f"{file}: must hold a JSON object")
+    if document.get("format") == "dynmo.run" and isinstance(document.get("config"), dict):
+        return from_config(_flat(document["config"]), str(file))
+    if isinstance(document.get("model"), dict):
+        document = document["model"]
+    return from_config(document, str(file))
+
+
+def _flat(config: Config) -> dict[str, Any]:
+    """The options of a run without their concerns."""
+    return {name: value for part in config.values() if isinstance(part, dict) for name, value in part.items()}

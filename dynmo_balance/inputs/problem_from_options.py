@@ -1,0 +1,175 @@
+"""From a loaded profile and the options of a command to the problem that it is about."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, replace
+
+from .._common.errors import UsageError
+from ..costs.cost_window import costs_for
+from ..formats.plan import CUSTOM, V_SCHEDULES, Plan
+from ..formats.profile import Header
+from ..partition.problem import Place, Problem, keep_tied, places_of
+from ..planning.plan_builder import chain_of, holdings
+from ..schedules.registry import Kind, Operation, Order
+from .profile_source import Source
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProblemOptions:
+    """The options that turn a profile into a problem; None is "as in the profile"."""
+
+    stages: int | None = None
+    microbatches: int | None = None
+    schedule: str | None = None
+    virtual_stages: int | None = None
+    granularity: str | None = None
+    memory: str | None = None
+    min_layers: int = 1
+    pins: tuple[str, ...] = ()
+    tied_together: bool = False
+
+
+_UNITS = {
+    "": 1,
+    "B": 1,
+    "KB": 10**3,
+    "MB": 10**6,
+    "GB": 10**9,
+    "TB": 10**12,
+    "KIB": 2**10,
+    "MIB": 2**20,
+    "GIB": 2**30,
+    "TIB": 2**40,
+}
+
+
+def parse_bytes(text: str) -> int:
+    """A size such as ``8000000``, ``80GB`` or ``79.5 GiB`` in bytes; raises ``UsageError`` for anything else."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
+    if match is None or match[2].upper() not in _UNITS:
+        raise UsageError(
+            f"{text!r} is not a size; write bytes, or a number with one of kB, MB, GB, TB, KiB, MiB, GiB, TiB"
+        )
+    return int(float(match[1]) * _UNITS[match[2].upper()])
+
+
+def _parse_pins(source: Source, pins: tuple[str, ...]) -> tuple[tuple[int, int], ...]:
+    """The pins of items; the name of a layer pins all of its items."""
+    items = source.header.items
+    result = []
+    for pin in pins:
+        name, _, stage = pin.rpartition(":")
+        pinned = [at for at, item in enumerate(items) if name in (item.name, item.layer)]
+        if not pinned or not (stage.isascii() and stage.isdigit()):
+            raise UsageError(
+                f"--pin {pin!r}: must be NAME:STAGE with an item or a layer of the profile, such as {items[-1].name}:1"
+            )
+        result += [(at, int(stage)) for at in pinned]
+    return tuple(dict.fromkeys(result))
+
+
+def _places(source: Source, options: ProblemOptions) -> tuple[Place, ...]:
+    memory = None if options.memory is None else parse_bytes(options.memory)
+    if options.stages is None and source.plan is not None:
+        by_id = {place.worker: place for place in places_of(source.header, None, memory)}
+        return tuple(by_id[worker] for worker in source.plan.workers)
+    return places_of(source.header, options.stages, memory)
+
+
+def usual_virtual_stages(header: Header, schedule: str) -> int:
+    """The stages a worker where nobody names them: as in the profile, or what another schedule needs at least."""
+    if schedule == header.schedule:
+        return header.virtual_stages_per_worker
+    return 2 if schedule in V_SCHEDULES or schedule == "interleaved-1f1b" else 1
+
+
+def of_plan(options: ProblemOptions, plan: Plan) -> ProblemOptions:
+    """The options, with schedule and stages as in the plan where they are not given."""
+    schedule = options.schedule or plan.schedule
+    same = schedule == plan.schedule
+    return replace(
+        options,
+        schedule=schedule,
+        virtual_stages=options.virtual_stages or (plan.virtual_stages_per_worker if same else None),
+    )
+
+
+def order_of_plan(plan: Plan) -> Order | None:
+    """The plan's own order of operations, where it brings one."""
+    if plan.operations is None:
+        return None
+    words = re.compile(r"(\d+)([FBIW])(\d+)")
+    return tuple(
+        tuple(Operation(int(stage), Kind(kind), int(microbatch)) for stage, kind, microbatch in words.findall(line))
+        for line in plan.operations
+    )
+
+
+def with_order(problem: Problem, plan: Plan) -> Problem:
+    """The problem with the plan's own order of operations, where it brings one.
+
+    Raises:
+        UsageError: the order is for another number of microbatches.
+    """
+    order = order_of_plan(plan)
+    if order is None or problem.schedule != CUSTOM:
+        return problem
+    microbatches = 1 + max(operation.microbatch for row in order for operation in row)
+    if microbatches != problem.microbatches:
+        raise UsageError(
+            f"the plan's operations are of {microbatches} microbatches, {problem.microbatches} are asked for;"
+            f" use --microbatches {microbatches} or name a --schedule"
+        )
+    at = {worker: index for index, worker in enumerate(plan.workers)}
+    return replace(problem, order=order, layout=tuple(at[stage.worker] for stage in plan.stages))
+
+
+def as_in_plan(problem: Problem, header: Header, plan: Plan) -> Problem | None:
+    """The problem's costs under a plan's own workers, schedule and stages, to simulate that plan.
+
+    None where that cannot be: workers unknown to the profile, or an order of operations for other microbatches.
+    """
+    by_id = {place.worker: place for place in (*places_of(header), *problem.places)}
+    if not by_id.keys() >= set(plan.workers):
+        return None
+    own = replace(
+        problem,
+        chain=replace(problem.chain, costs=costs_for(plan.schedule, problem.chain.costs)),
+        places=tuple(by_id[worker] for worker in plan.workers),
+        schedule=plan.schedule,
+        virtual_stages=plan.virtual_stages_per_worker,
+        pins=(),
+        current=None,
+        order=None,
+        layout=None,
+    )
+    try:
+        return with_order(own, plan)
+    except UsageError:
+        return None
+
+
+def make_problem(source: Source, options: ProblemOptions, current: Plan | None = None) -> Problem:
+    """The problem that a command is about; ties go to what moves least from ``current``.
+
+    Raises:
+        UsageError: an option does not fit the profile.
+    """
+    header = source.header
+    places = _places(source, options)
+    schedule = options.schedule or header.schedule
+    virtual = options.virtual_stages or usual_virtual_stages(header, schedule)
+    problem = Problem(
+        chain=chain_of(header, costs_for(schedule, source.costs), options.granularity),
+        places=places,
+        schedule=schedule,
+        microbatches=options.microbatches or header.microbatches,
+        virtual_stages=virtual,
+        link_bandwidth=header.link.bandwidth_bytes_per_s if header.link else None,
+        link_latency_ns=header.link.latency_ns if header.link else 0,
+        min_units=options.min_layers,
+        pins=_parse_pins(source, options.pins),
+        current=None if current is None else holdings(current, places, virtual, schedule),
+    )
+    return keep_tied(problem) if options.tied_together else problem

@@ -1,0 +1,163 @@
+"""What the offline commands work on: a profile or a run directory, and the window of it that counts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from .._common.console import say
+from .._common.errors import DynmoError, UsageError
+from ..costs.analytic import costs_of_header
+from ..costs.cost_window import CostWindow, ItemCosts, speeds_of_items
+from ..costs.devices import Device
+from ..formats.plan import Plan, header_problems, plan_numbers, plan_path, read_plan
+from ..formats.profile import Event, Header, Segment, Step, read_profile
+from .profile_summary import step_warnings
+
+CHANGES = ("pruned", "frozen")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Source:
+    """The newest segment of a profile, its costs, and the partition in force where the run's plans are at hand."""
+
+    path: Path
+    header: Header
+    costs: ItemCosts
+    plan: Plan | None
+    last_step: int
+
+
+def profile_path(path: Path) -> Path:
+    """The profile of a run directory, or the file itself."""
+    return path / "profile.jsonl" if path.is_dir() else path
+
+
+def _plan_in_force(path: Path, header: Header, step: Step) -> Plan | None:
+    return _readable_plan(path, header, step.plan_id)
+
+
+def _readable_plan(path: Path, header: Header, plan_id: int) -> Plan | None:
+    """A plan of a run directory; None where it cannot be read or does not fit the header."""
+    folder = path / "plans"
+    if not path.is_dir() or plan_id not in plan_numbers(folder):
+        return None
+    try:
+        plan = read_plan(plan_path(folder, plan_id))
+    except DynmoError:
+        return None
+    return None if header_problems(plan, header) else plan
+
+
+def recorded_owners(path: Path, segment: Segment) -> dict[int, dict[str, int]]:
+    """Plan number -> item -> worker, of the plans under which a segment's steps were measured, where they are known."""
+    plans = {number: _readable_plan(path, segment.header, number) for number in {s.plan_id for s in segment.steps}}
+    return {number: plan.owner for number, plan in plans.items() if plan is not None}
+
+
+def initial_plan(path: Path, header: Header) -> Plan | None:
+    """The newest initial partition of a run directory that fits the header."""
+    for number in reversed(plan_numbers(path / "plans") if path.is_dir() else []):
+        try:
+            plan = read_plan(plan_path(path / "plans", number))
+        except DynmoError:
+            continue
+        if plan.balancer == "initial" and not header_problems(plan, header):
+            return plan
+    return None
+
+
+def _records(segment: Segment, at_step: int | None, before_changes: bool) -> list[Step | Event]:
+    """The steps and cost-changing events that count, up to ``at_step`` or before the first change."""
+    chosen: list[Step | Event] = []
+    for record in segment.records:
+        if isinstance(record, Event) and record.kind in CHANGES:
+            steps = [r.step for r in chosen if isinstance(r, Step)]
+            if steps and (before_changes or steps[-1] == at_step):
+                break
+            chosen.append(record)
+        elif isinstance(record, Step):
+            if at_step is not None and record.step > at_step:
+                break
+            chosen.append(record)
+    return chosen
+
+
+def _numbered(segments: Sequence[Segment], number: int, path: Path) -> Segment:
+    """The segment with this number."""
+    for segment in segments:
+        if segment.header.segment == number:
+            return segment
+    last = segments[-1].header.segment
+    raise UsageError(f"{profile_path(path)}: there is no segment {number}; the last is {last}")
+
+
+def load(
+    path: Path,
+    *,
+    window: int = 20,
+    at_step: int | None = None,
+    segment_number: int | None = None,
+    before_changes: bool = False,
+    device: Device | None = None,
+    dtype: str = "float32",
+    recompute: str = "none",
+    fused_attention: bool = False,
+) -> Source:
+    """Read a profile or run directory.
+
+    Args:
+        path: ``profile.jsonl`` or the directory that holds it.
+        window: the most step records that the costs are the median of.
+        at_step: the last step that counts; the end of the profile where not given.
+        segment_number: the segment that counts; the newest with steps where not given.
+        device: compute the costs for this device by ``costs.analytic``, even where some were measured.
+        dtype, recompute, fused_attention: of the computed costs.
+        before_changes: use what was measured before the first pruning or freezing of the segment.
+
+    Raises:
+        DocumentError: the profile breaks a rule.
+        UsageError: it holds no usable costs.
+    """
+    segments = read_profile(profile_path(path))
+    segment = next((s for s in reversed(segments) if s.steps), segments[-1])
+    if segment_number is not None:
+        segment = _numbered(segments, segment_number, path)
+    header = segment.header
+    costs_window = CostWindow(len(header.items), window)
+    last: Step | None = None
+    for record in _records(segment, at_step, before_changes):
+        if isinstance(record, Event):
+            costs_window.expire()
+        else:
+            costs_window.add(record)
+            last = record
+    if device is not None:
+        if last is not None:
+            say(f"costs computed for {device.name}, dense; the measured ones ({len(segment.steps)} steps) are not used")
+        computed = costs_of_header(header, device, dtype, recompute, fused_attention=fused_attention)
+        plan = initial_plan(path, header) if last is None else _plan_in_force(path, header, last)
+        return Source(path=path, header=header, costs=computed, plan=plan, last_step=0 if last is None else last.step)
+    if last is None:
+        raise UsageError(
+            f"{profile_path(path)}: no step records to take costs from; name a --device to compute them instead"
+        )
+    warn_of_units(path, costs_window.records)
+    plan = _plan_in_force(path, header, last)
+    costs = costs_window.costs(None if plan is None else speeds_of_items(header, plan.owner))
+    if costs is None:
+        raise UsageError(
+            f"{profile_path(path)}: {costs_window.unsampled()} of {len(header.items)} items have no sample"
+            " since the last change of costs; choose an earlier --at-step"
+        )
+    return Source(path=path, header=header, costs=costs, plan=plan, last_step=last.step)
+
+
+def warn_of_units(path: Path, records: Sequence[Step]) -> bool:
+    """Warn on stderr where the times that count look like another unit than nanoseconds; whether they do."""
+    found = [problem for step in records for problem in step_warnings(step, f"step {step.step}")]
+    if found:
+        more = f" ({len(found) - 1:,} more: dynmo-plan profile check)" if len(found) > 1 else ""
+        say(f"warning: {profile_path(path)}: {found[0].path}: {found[0].message}{more}")
+    return bool(found)

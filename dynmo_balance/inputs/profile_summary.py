@@ -1,0 +1,66 @@
+"""Looking at profiles: warnings for implausible numbers, and the heat map of items over time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from .._common.document import Problem
+from .._common.errors import UsageError
+from ..formats.profile import Segment, Step
+
+LEAST_NS, MOST_NS = 100, 100_000_000_000
+SHADES = " .:-=+*#%@"
+
+
+def _item_ns(step: Step, index: int) -> int:
+    columns = (step.forward_ns, step.backward_ns, step.backward_input_ns, step.backward_weight_ns)
+    return sum(column[index] or 0 for column in columns if column is not None)
+
+
+def step_warnings(step: Step, where: str) -> list[Problem]:
+    """What looks wrong in a step record: times in another unit, a worker busier than the step is long."""
+    found = []
+    for name in ("forward_ns", "backward_ns", "backward_input_ns", "backward_weight_ns"):
+        for index, value in enumerate(getattr(step, name) or ()):
+            if value and not LEAST_NS <= value <= MOST_NS:
+                message = f"{value} ns is outside 100 ns to 100 s; is it another unit?"
+                found.append(Problem(f"{where}.{name}[{index}]", "unit", message))
+    busy = [value for value in step.busy_ns if value is not None]
+    if busy and step.step_ns and max(busy) > step.step_ns:
+        found.append(Problem(f"{where}.busy_ns", "value", f"{max(busy)} is more than the step's {step.step_ns}"))
+    return found
+
+
+def warnings_of(segments: Sequence[Segment]) -> list[Problem]:
+    """What obeys the format and still looks wrong: times in another unit, workers busier than the step is long."""
+    found = []
+    for segment in segments:
+        for step in segment.steps:
+            found.extend(step_warnings(step, f"segment {segment.header.segment} step {step.step}"))
+    return found
+
+
+def heat_values(segment: Segment | None, width: int) -> tuple[list[str], list[list[int]]]:
+    """The items' names and, for each, the mean time of each of at most ``width`` stretches of steps, in ns."""
+    if segment is None:
+        raise UsageError("the profile has no step records to show")
+    steps = segment.steps
+    columns = min(width, len(steps))
+    stretches = [steps[c * len(steps) // columns : (c + 1) * len(steps) // columns] for c in range(columns)]
+    names = [item.name for item in segment.header.items]
+    values = [
+        [sum(_item_ns(step, index) for step in stretch) // len(stretch) for stretch in stretches]
+        for index in range(len(names))
+    ]
+    return names, values
+
+
+def heat_map(names: Sequence[str], values: Sequence[Sequence[int]]) -> list[str]:
+    """One line an item; the darkest shade is the dearest item and stretch of all."""
+    most = max((value for row in values for value in row), default=0) or 1
+    wide = max(len(name) for name in names)
+    lines = []
+    for name, row in zip(names, values, strict=True):
+        shades = "".join(SHADES[min(len(SHADES) - 1, value * len(SHADES) // (most + 1))] for value in row)
+        lines.append(f"{name.ljust(wide)} |{shades}| {row[0] / 1e6:.3f} -> {row[-1] / 1e6:.3f} ms")
+    return lines

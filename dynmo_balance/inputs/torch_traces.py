@@ -1,0 +1,206 @@
+"""Times of layers in a trace of ``torch.profiler``, recorded with ``with_stack=True``.
+
+Such a trace has an event for each call of a module, named by class and instance (``nn.Module: Block_3``), the operators
+with their sequence numbers, the steps of the backward with the sequence number of the operator that they belong to,
+and on a GPU the kernels with the call that launched them. The blocks are the instances of the class that has as many
+of them as the model has layers (the class that takes the longest, of several). What runs in the model before the first
+block is the embedding, after the last one the head; what runs outside of the model, such as a loss or an optimizer, is
+not counted forward.
+
+A backward step goes to the block whose operator it belongs to; an accumulation of a gradient follows the step before.
+Without kernels the times of the CPU count, with them those of the kernels.
+"""
+
+from __future__ import annotations
+
+import re
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from .._common.errors import UsageError
+
+Event = Mapping[str, Any]
+_MODULE = re.compile(r"nn\.Module: (.+)_(\d+)")
+_BACKWARD = "autograd::engine::evaluate_function: "
+_KERNELS = ("kernel", "gpu_memcpy", "gpu_memset")
+_LAUNCHES = ("cuda_runtime", "cuda_driver")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerTimes:
+    """Mean times of a pass in microseconds: embedding, each layer in order, head."""
+
+    forward_us: tuple[float, ...]
+    backward_us: tuple[float, ...]
+
+
+class _Spans:
+    """Intervals of one thread that do not overlap, found by an instant."""
+
+    def __init__(self, events: Sequence[Event]) -> None:
+        self.events: list[Event] = []
+        for event in sorted(events, key=lambda one: (one["ts"], -one["dur"])):
+            if not self.events or event["ts"] >= self.events[-1]["ts"] + self.events[-1]["dur"]:
+                self.events.append(event)
+        self._starts = [event["ts"] for event in self.events]
+
+    def before(self, instant: float) -> int:
+        """The last interval that began by then; -1 where none did."""
+        return bisect_right(self._starts, instant) - 1
+
+    def at(self, instant: float) -> int:
+        """The interval around an instant, -1 where there is none."""
+        found = self.before(instant)
+        inside = found >= 0 and instant < self.events[found]["ts"] + self.events[found]["dur"]
+        return found if inside else -1
+
+
+def _number(event: Event, name: str) -> int:
+    """A whole number of an event's arguments; -1 where it is not there."""
+    arguments = event.get("args")
+    value = arguments.get(name) if isinstance(arguments, dict) else None
+    return value if isinstance(value, int) else -1
+
+
+def has_modules(events: Sequence[Event]) -> bool:
+    """Whether a trace has events of modules."""
+    return any(_MODULE.fullmatch(str(event.get("name", ""))) for event in events)
+
+
+def layer_times(events: Sequence[Event], layers: int, source: str) -> LayerTimes:
+    """The times of the layers in a trace.
+
+    Raises:
+        UsageError: no class of modules has as many instances as the model has layers, or there is no backward.
+    """
+    timed = [
+        one
+        for one in events
+        if all(isinstance(one.get(key), int | float) for key in ("ts", "dur"))
+        and isinstance(one.get("tid"), int | str | None)
+    ]
+    reader = _Reader(timed, layers, source)
+    forward, backward = reader.times()
+    if not any(backward):
+        raise UsageError(f"{source}: has no backward steps (autograd::engine::evaluate_function); trace a whole step")
+    return LayerTimes(
+        forward_us=tuple(one / reader.passes for one in forward),
+        backward_us=tuple(one / reader.passes for one in backward),
+    )
+
+
+class _Reader:
+    def __init__(self, events: Sequence[Event], layers: int, source: str) -> None:
+        self._events, self._layers = events, layers
+        by_thread: dict[Any, list[Event]] = defaultdict(list)
+        for event in events:
+            if str(event.get("name", "")).startswith(_BACKWARD):
+                by_thread[event.get("tid")].append(event)
+        self._backward = {thread: _Spans(found) for thread, found in by_thread.items()}
+        self._blocks, self._index = self._find_blocks(source)
+        self._thread = self._blocks.events[0].get("tid")
+        self._roots = self._find_roots()
+        self.passes = sum(index == 0 for index in self._index)
+
+    def _in_backward(self, event: Event) -> int:
+        spans = self._backward.get(event.get("tid"))
+        return -1 if spans is None else spans.at(event["ts"])
+
+    def _modules(self) -> dict[str, dict[int, list[Event]]]:
+        """Of each class and instance its calls in the forward, without those that are recomputed."""
+        found: dict[str, dict[int, list[Event]]] = defaultdict(lambda: defaultdict(list))
+        for event in self._events:
+            match = _MODULE.fullmatch(str(event.get("name", "")))
+            if match and self._in_backward(event) < 0:
+                found[match[1]][int(match[2])].append(event)
+        return found
+
+    def _find_blocks(self, source: str) -> tuple[_Spans, list[int]]:
+        """The calls of the blocks in order, and the number of the block of each."""
+        modules = self._modules()
+        fitting = {
+            name: calls
+            for name, calls in modules.items()
+            if len(calls) == self._layers and len({len(one) for one in calls.values()}) == 1
+        }
+        if not fitting:
+            met = ", ".join(f"{len(calls)} {name}" for name, calls in sorted(modules.items()))
+            raise UsageError(
+                f"{source}: no module is there {self._layers} times, once for each layer; it has {met or 'no modules'};"
+                " give a trace of one process that runs all layers, and the header of that model"
+            )
+        name = max(fitting, key=lambda one: sum(event["dur"] for calls in fitting[one].values() for event in calls))
+        order = sorted(fitting[name], key=lambda instance: min(event["ts"] for event in fitting[name][instance]))
+        number = {id(event): at for at, instance in enumerate(order) for event in fitting[name][instance]}
+        spans = _Spans([event for calls in fitting[name].values() for event in calls])
+        return spans, [number[id(event)] for event in spans.events]
+
+    def _find_roots(self) -> _Spans:
+        """The outermost modules that hold a first block: the model, once for each pass."""
+        starts = sorted(e["ts"] for e, index in zip(self._blocks.events, self._index, strict=True) if index == 0)
+        holding = []
+        for event in self._events:
+            if event.get("tid") == self._thread and _MODULE.fullmatch(str(event.get("name", ""))):
+                at = bisect_right(starts, event["ts"])
+                if at < len(starts) and starts[at] < event["ts"] + event["dur"] and self._in_backward(event) < 0:
+                    holding.append(event)
+        return _Spans(holding)
+
+    def _owner(self, instant: float, *, outside: bool) -> int:
+        """0 for the embedding, then the layers, then the head; -1 outside of the model, unless that is the head's."""
+        at = self._blocks.at(instant)
+        if at >= 0:
+            return self._index[at] + 1
+        if self._roots.at(instant) < 0:
+            return self._layers + 1 if outside else -1
+        last = self._blocks.before(instant)
+        root = self._roots.events[self._roots.at(instant)]
+        if last < 0 or self._blocks.events[last]["ts"] < root["ts"]:
+            return 0
+        return self._index[last] + 2 if self._index[last] + 1 < self._layers else self._layers + 1
+
+    def _owners_of_steps(self) -> dict[Any, list[int]]:
+        """The owner of each step of the backward, by thread."""
+        made: dict[int, int] = {}
+        for event in sorted((e for e in self._events if e.get("cat") == "cpu_op"), key=lambda one: one["ts"]):
+            number = _number(event, "Sequence number")
+            if number >= 0 and event.get("tid") == self._thread and self._in_backward(event) < 0:
+                made[number] = self._owner(event["ts"], outside=True)
+        owners: dict[Any, list[int]] = {}
+        for thread, spans in self._backward.items():
+            last, found = self._layers + 1, []
+            for event in spans.events:
+                last = made.get(_number(event, "Sequence number"), last)
+                found.append(last)
+            owners[thread] = found
+        return owners
+
+    def times(self) -> tuple[list[float], list[float]]:
+        """Forward and backward of embedding, layers and head, over all passes."""
+        forward, backward = [0.0] * (self._layers + 2), [0.0] * (self._layers + 2)
+        owners = self._owners_of_steps()
+        launches = {_number(event, "correlation"): event for event in self._events if event.get("cat") in _LAUNCHES}
+        kernels = [event for event in self._events if event.get("cat") in _KERNELS]
+        for kernel in kernels:
+            launch = launches.get(_number(kernel, "correlation"))
+            if launch is None:
+                continue
+            step = self._in_backward(launch)
+            owner = owners[launch.get("tid")][step] if step >= 0 else self._owner(launch["ts"], outside=False)
+            if owner >= 0:
+                (backward if step >= 0 else forward)[owner] += kernel["dur"]
+        if kernels:
+            return forward, backward
+        for thread, spans in self._backward.items():
+            for event, owner in zip(spans.events, owners[thread], strict=True):
+                backward[owner] += event["dur"]
+        for event, index in zip(self._blocks.events, self._index, strict=True):
+            forward[index + 1] += event["dur"]
+        for root in self._roots.events:
+            inside = [e for e in self._blocks.events if root["ts"] <= e["ts"] < root["ts"] + root["dur"]]
+            forward[0] += inside[0]["ts"] - root["ts"]
+            forward[-1] += root["ts"] + root["dur"] - inside[-1]["ts"] - inside[-1]["dur"]
+        return forward, backward

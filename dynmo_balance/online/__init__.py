@@ -1,0 +1,1 @@
+"""The online planner: follow a profile, decide by a policy, publish plans."""

@@ -1,0 +1,116 @@
+"""Whether the last move kept its promise: the old and the new partition compared on the costs since the move.
+
+A raw comparison of step times before and after a move blames the move for whatever the model did meanwhile. So the
+question is what the steps since would have taken under the *old* partition. The cost model answers it from the item
+times measured since; what the model leaves out (transfers, optimizer, schedule) is taken from the steps before::
+
+    before the move   measured / modelled(old)  = r              what the model leaves out, as a factor
+    since the move    staying  = r x modelled(old, new costs)    against measured
+                      expected = r x modelled(new, new costs)    against measured
+
+Where steps are longer than ``staying``, the move did harm. Only where they are also longer than ``expected`` is that
+harm one that the model does not see, and a reason to roll back; else it is a change of costs, and the policy decides.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from ..costs.cost_window import SPEED_UNIT
+from ..formats.plan import Plan
+from ..formats.profile import Step
+from ..partition.problem import Problem
+from .regret import SpeedsOfPlan, Works, step_times, work_of
+from .run_state import RunState
+
+DISAPPOINTING = 0.5
+"""A move that realises less than this share of its predicted gain doubles the price of the next."""
+LEAST_HARM = 0.02
+"""A move is rolled back only where steps became longer by this share and by more than their noise."""
+WAIT_STEPS = 200
+"""For this many steps after a rollback the partition that was rolled back is not proposed again."""
+FEWEST_RECORDS = 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class Feedback:
+    """What the last move teaches.
+
+    Attributes:
+        penalty: a factor on the price of the next move.
+        roll_back: whether to go back to the partition before the move.
+        refused: boundaries that are not proposed before step ``refused_until``; None where there are none.
+        reason: of a rollback, in one sentence.
+    """
+
+    penalty: float = 1.0
+    roll_back: bool = False
+    refused: tuple[int, ...] | None = None
+    refused_until: int = 0
+    reason: str = ""
+
+
+def feedback_of(
+    state: RunState, base: Plan, previous: Plan | None, problem: Problem, speeds_of: SpeedsOfPlan
+) -> Feedback:
+    """Compare the partition before the last move with the active one, on the costs since the move.
+
+    Nothing is concluded before as many records came after the move as the window holds, nor where the model changed
+    between the two, items are not sampled, or the number of workers changed with the move.
+
+    Args:
+        state: of the run.
+        base: the active plan.
+        previous: the plan that was active before it, where it is known.
+        problem: for the workers' speeds and the microbatches; on the workers of ``base``.
+        speeds_of: speeds of the items' workers under a plan.
+    """
+    if base.balancer == "manual":
+        if previous is None or state.last_step >= base.read_to_step + WAIT_STEPS:
+            return Feedback()
+        return Feedback(penalty=2.0, refused=previous.boundaries, refused_until=base.read_to_step + WAIT_STEPS)
+    predicted = base.predicted.gain_fraction if base.predicted is not None else None
+    before, after = state.before_move, state.first_after
+    enough = len(before) >= 2 and len(after) >= min(FEWEST_RECORDS, state.window_size)
+    if base.action != "move" or predicted is None or previous is None or not enough:
+        return Feedback()
+    if previous.workers != base.workers or len(previous.stages) != len(base.stages):
+        return Feedback()
+    works_before, works_after = _works(before, speeds_of), _works(after, speeds_of)
+    if np.isnan(works_before).any() or np.isnan(works_after).any():
+        return Feedback()
+    beyond_model = _times(before) / step_times(problem, works_before, previous.boundaries)
+    ratio = float(beyond_model.mean())
+    staying = ratio * step_times(problem, works_after, previous.boundaries)
+    expected = ratio * step_times(problem, works_after, base.boundaries)
+    harm, unexplained = _times(after) - staying, _times(after) - expected
+    mean_staying = float(staying.mean())
+    error = math.hypot(_error(harm), _error(beyond_model) * mean_staying / ratio)
+    limit = max(LEAST_HARM * mean_staying, 3 * error)
+    if float(harm.mean()) > limit and float(unexplained.mean()) > limit:
+        mean = float(_times(after).mean())
+        reason = (
+            f"rolling back plan {base.plan_id}: predicted {predicted:+.1%}; steps take {mean / 1e6:.2f} ms and would"
+            f" take {mean_staying / 1e6:.2f} ms under the plan before it"
+        )
+        return Feedback(penalty=2.0, roll_back=True, reason=reason)
+    realized = (3 * error - float(harm.mean())) / mean_staying
+    return Feedback(penalty=2.0 if realized < DISAPPOINTING * predicted else 1.0)
+
+
+def _works(steps: Sequence[Step], speeds_of: SpeedsOfPlan) -> Works:
+    rows = [work_of(step) * np.array(speeds_of(step.plan_id), dtype=np.float64) for step in steps]
+    return np.asarray(np.array(rows) / SPEED_UNIT)
+
+
+def _times(steps: Sequence[Step]) -> Works:
+    return np.array([step.step_ns for step in steps], dtype=np.float64)
+
+
+def _error(values: Works) -> float:
+    """The standard error of the mean."""
+    return float(values.std()) / math.sqrt(len(values))

@@ -1,0 +1,125 @@
+"""The state of a run from its profile: header, active plan, cost window, what is asked and answered.
+
+Feeding the same records always gives the same state, so a planner that was killed rebuilds it by reading again.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+
+from ..costs.cost_window import CostWindow
+from ..formats.profile import Ask, Event, Header, PlanResult, Record, Step
+from .regret import WorkTrace
+
+LEARNING_RATE = 0.5
+
+
+@dataclass(kw_only=True)
+class RunState:
+    """What is known after the records fed so far; everything but the answers is reset by each header.
+
+    Attributes:
+        window_size: how many step records the cost window holds.
+        in_force: the active plan, as last reported by a step or a result; None until then.
+        asked: the step of an ask that nothing after it has settled.
+        answered: the plans that have a result.
+        before_move: the last records before the move to the active plan; empty where the model has changed since.
+        after_move: the last records since the move, and ``first_after`` the first of them.
+        refusals: how many plans in a row were refused or rolled back.
+        base_pause_ns: measured pause of moves beyond their transfer time, smoothed; None until there was one.
+        next_event_step: when the costs are next expected to change; None where nobody said.
+    """
+
+    window_size: int
+    header: Header | None = None
+    window: CostWindow = field(default_factory=lambda: CostWindow(0, 1))
+    trace: WorkTrace = field(default_factory=WorkTrace)
+    last_step: int = 0
+    in_force: int | None = None
+    previous: int | None = None
+    asked: int | None = None
+    answered: dict[int, PlanResult] = field(default_factory=dict)
+    refusals: int = 0
+    base_pause_ns: int | None = None
+    before_move: tuple[Step, ...] = ()
+    after_move: deque[Step] = field(default_factory=deque)
+    first_after: list[Step] = field(default_factory=list)
+    expected: dict[str, int | None] = field(default_factory=dict)
+
+    @property
+    def next_event_step(self) -> int | None:
+        """The next step at which the costs are expected to change, after the last step."""
+        due = [step for step in self.expected.values() if step is not None and step > self.last_step]
+        return min(due, default=None)
+
+    def feed(self, record: Record) -> None:
+        """Take in the next record of the profile."""
+        match record:
+            case Header():
+                self._start(record)
+            case Step():
+                self._step(record)
+            case Event():
+                if record.kind in ("pruned", "frozen"):
+                    self.expected[record.kind] = record.next_expected_step
+                    self.window.expire()
+                    self.trace.expire()
+                    self.before_move = ()
+                    self.after_move.clear()
+                    self.first_after.clear()
+            case Ask():
+                self.asked = record.step
+            case PlanResult():
+                self._result(record)
+
+    def _start(self, header: Header) -> None:
+        self.header = header
+        self.window = CostWindow(len(header.items), self.window_size)
+        self.trace.expire()
+        self.last_step, self.in_force, self.previous, self.asked = 0, None, None, None
+        self.before_move, self.after_move, self.first_after = (), deque(maxlen=self.window_size), []
+        self.expected = {}
+        self.refusals = 0
+
+    def _step(self, step: Step) -> None:
+        self.last_step = step.step
+        if self.asked is not None and step.step > self.asked:
+            self.asked = None
+        self._enter(step.plan_id)
+        self.window.add(step)
+        self.trace.add(step)
+        self.after_move.append(step)
+        if len(self.first_after) < self.window_size:
+            self.first_after.append(step)
+
+    def _enter(self, plan_id: int) -> None:
+        if self.in_force != plan_id:
+            if self.in_force is not None:
+                self.window.renew()
+                self.before_move = tuple(self.after_move)
+                self.after_move.clear()
+            self.first_after.clear()
+            self.previous, self.in_force = self.in_force, plan_id
+
+    def _result(self, result: PlanResult) -> None:
+        self.answered[result.plan_id] = result
+        if self.asked is not None and result.step >= self.asked:
+            self.asked = None
+        if result.result in ("refused", "rolled_back"):
+            self.refusals += 1
+        if result.result == "taken":
+            self.refusals = 0
+            self._enter(result.plan_id)
+            self._learn(result)
+        elif result.result == "rolled_back" and result.plan_id == self.in_force and self.previous is not None:
+            self._enter(self.previous)
+
+    def _learn(self, result: PlanResult) -> None:
+        link = self.header.link if self.header is not None else None
+        transfer = result.bytes * 1_000_000_000 // link.bandwidth_bytes_per_s if link is not None else 0
+        measured = max(0, result.pause_ns - transfer)
+        if self.base_pause_ns is None:
+            self.base_pause_ns = measured
+        else:
+            self.base_pause_ns = round((1 - LEARNING_RATE) * self.base_pause_ns + LEARNING_RATE * measured)

@@ -1,0 +1,274 @@
+"""The online planner: follows a run's profile and writes a plan when one pays.
+
+It reads only ``RUN/profile.jsonl`` and ``RUN/plans``, writes only ``RUN/plans``, and keeps nothing else: killed and
+after a restart it resumes from what is there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+from .._common.console import say
+from .._common.errors import DynmoError
+from ..formats.plan import SEGMENT_KEY, Plan, header_problems, plan_numbers, plan_path, publish, read_plan
+from ..formats.profile import Header, Step
+from ..inputs.profile_source import warn_of_units
+from .decision import WatchOptions, decide
+from .policies import Memory
+from .profile_follower import ProfileTail
+from .run_state import RunState
+
+MAX_DOUBLINGS = 10
+"""After each refused plan the planner waits twice as long, up to a thousandfold."""
+
+MAX_REPLAYED_RECORDS = 10_000
+"""The newest records of a poll for which a policy's past decisions are repeated; a record takes about 1.5 ms.
+
+Scores keep 0.98 of themselves at each decision, so little is left of older ones. Only a start, or a planner that was
+stopped for long, reads more at once. Older records count as costs, without a decision.
+"""
+
+
+class Watcher:
+    """The thin shell around ``decide``: polls, keeps time, writes.
+
+    Args:
+        run: run directory.
+        beat: called before each line that is read and each record that is processed. A start may read a long profile
+            and repeat many decisions; a supervisor must not take that for a planner that hangs.
+    """
+
+    def __init__(self, run: Path, options: WatchOptions, *, beat: Callable[[], None] = lambda: None) -> None:
+        self._profile = run / "profile.jsonl"
+        self._plans = run / "plans"
+        self._options, self._beat = options, beat
+        self._tail = ProfileTail(self._profile, beat=beat)
+        self._state = RunState(window_size=options.window)
+        self._base: Plan | None = None
+        self._decided_at = -1
+        self._complaint = ""
+        self._memory = Memory()
+        self._has_warned = False
+        self._published: dict[int, tuple[int | None, object, int]] = {}  # number: base, segment and step of a plan
+
+    def poll(self, *, decides: bool = False) -> bool:
+        """Read what is new and decide if it is time; whether there was anything new.
+
+        Args:
+            decides: decide after the last record also where the next decision is not due yet.
+        """
+        news = self._tail.poll()
+        if news.restarted:
+            say("the profile was replaced or truncated: starting from scratch")
+            self._state = RunState(window_size=self._options.window)
+            self._base, self._decided_at = None, -1
+            self._published.clear()
+        for problem in news.problems:
+            say(f"{self._profile}: skipped {problem}")
+        overdue = False
+        headers = sum(isinstance(record, Header) for record in news.records)
+        for left, record in zip(range(len(news.records) - 1, -1, -1), news.records, strict=True):
+            self._beat()
+            if isinstance(record, Header):
+                headers -= 1
+                self._base, self._decided_at, self._memory, self._has_warned = None, -1, Memory(), False
+            elif isinstance(record, Step) and not self._has_warned:
+                self._has_warned = warn_of_units(self._profile, [record])
+            in_force = self._state.in_force
+            self._state.feed(record)
+            if self._state.in_force != in_force:
+                self._memory = self._memory.after_move()
+                overdue = False
+            is_replayed = 0 < left <= MAX_REPLAYED_RECORDS
+            if is_replayed and not headers and self._remembers and self._due():  # a header voids what is remembered
+                overdue = self._decide(publishing=False)
+        if (news.records or self._waiting_for_base()) and (self._due() or (decides and self._state.header is not None)):
+            self._decide()
+        elif overdue and not self._options.lockstep:
+            self._decide_overdue()
+        return bool(news.records or news.problems)
+
+    def _decide_overdue(self) -> None:
+        """Publish what was due within the records of a poll, by the newest costs.
+
+        Time and memory stay those of the decision that was due: they depend on the records alone, not on where polls
+        ended, so that they are the same after a restart.
+        """
+        decided_at, memory = self._decided_at, self._memory
+        self._decide()
+        self._decided_at, self._memory = decided_at, memory
+
+    def _waiting_for_base(self) -> bool:
+        return self._state.asked is not None and self._base is None
+
+    def _due(self) -> bool:
+        state = self._state
+        if state.header is None:
+            return False
+        if state.asked is not None:
+            return True
+        pause = self._options.every << min(state.refusals, MAX_DOUBLINGS)
+        if self._options.lockstep or (self._decided_at >= 0 and state.last_step < self._decided_at + pause):
+            return False
+        return len(state.window) >= self._options.min_records
+
+    @property
+    def _remembers(self) -> bool:
+        """Whether the policy adds up over decisions, so that those of the past are made again after a restart."""
+        return self._options.policy in ("regret", "threshold")
+
+    def _decide(self, publishing: bool = True) -> bool:
+        """Decide now; whether that asks for a plan which was not published and is not among the plans either."""
+        base = self._find_base()
+        now = max(self._state.last_step, self._state.asked or 0)
+        # The past is decided again after a restart, while the plans of this decision and of later ones are there.
+        if base is None or self._unanswered(base, now if publishing else now - 1):
+            return False
+        decision = decide(self._state, base, self._options, self._memory, self._previous())
+        self._decided_at, self._memory = self._state.last_step, decision.memory
+        if not publishing:
+            return decision.plan is not None and not self._was_published(base)
+        written = ""
+        if decision.plan is not None:
+            segment = self._state.header.segment if self._state.header is not None else 0
+            plan = publish(self._plans, _stamped(decision.plan, segment))
+            written = f"; wrote plan {plan.plan_id}"
+        say(decision.line + written)
+        return False
+
+    def _find_base(self) -> Plan | None:
+        """The active plan: as the profile reports it, or else the newest initial partition."""
+        state = self._state
+        if self._base is not None and (state.in_force is None or self._base.plan_id == state.in_force):
+            return self._base
+        numbers = plan_numbers(self._plans) if state.in_force is None else [state.in_force]
+        for number in reversed(numbers):
+            try:
+                plan = read_plan(plan_path(self._plans, number))
+            except DynmoError as error:
+                self._complain(f"plan {number} cannot be used: {error}")
+                continue
+            if state.in_force is None and plan.balancer != "initial":
+                continue
+            problems = header_problems(plan, state.header) if state.header is not None else []
+            if problems:
+                self._complain(f"plan {number} does not fit the profile: {problems[0]}")
+                continue
+            self._base = plan
+            return plan
+        self._complain(f"no active plan in {self._plans} yet")
+        return None
+
+    def _previous(self) -> Plan | None:
+        """The plan that was active before this one, where it can be read."""
+        number = self._state.previous
+        if number is None:
+            return None
+        try:
+            return read_plan(plan_path(self._plans, number))
+        except DynmoError:
+            return None
+
+    def _unanswered(self, base: Plan, last_step: int) -> bool:
+        """Whether a plan of this segment, based on the active plan, made up to a step, still waits for its result."""
+        state = self._state
+        for number, read_to_step in self._plans_after(base):
+            if number in state.answered:
+                break
+            if read_to_step <= last_step and (state.asked is None or read_to_step >= state.asked):
+                return True
+        return False
+
+    def _was_published(self, base: Plan) -> bool:
+        """Whether a plan of this segment, based on the active plan, was made at this step or later."""
+        return any(read_to_step >= self._state.last_step for _, read_to_step in self._plans_after(base))
+
+    def _plans_after(self, base: Plan) -> Iterator[tuple[int, int]]:
+        """Number and step of the plans of this segment that are based on the active plan, the newest first."""
+        segment = self._state.header.segment if self._state.header is not None else 0
+        for number in reversed(plan_numbers(self._plans)):
+            if number <= base.plan_id:
+                break
+            if number not in self._published:
+                try:
+                    plan = read_plan(plan_path(self._plans, number))
+                except DynmoError:
+                    continue  # not ours; the trainer refuses it
+                self._published[number] = (plan.base_plan_id, (plan.extra or {}).get(SEGMENT_KEY), plan.read_to_step)
+            base_plan_id, of_segment, read_to_step = self._published[number]
+            if base_plan_id == base.plan_id and of_segment == segment:
+                yield number, read_to_step
+
+    def _complain(self, text: str) -> None:
+        if text != self._complaint:
+            say(text)
+            self._complaint = text
+
+
+def _stamped(plan: Plan, segment: int) -> Plan:
+    return replace(plan, extra={**(plan.extra or {}), SEGMENT_KEY: segment})
+
+
+class Heartbeat:
+    """Lines on a descriptor by which a supervisor distinguishes a planner that hangs from an idle one.
+
+    The loop that decides writes them, not a thread of its own: a loop that hangs must fall silent. A pipe that nobody
+    empties must not block the planner, so the descriptor is non-blocking and a full pipe loses lines.
+    """
+
+    def __init__(self, descriptor: int, every_s: float) -> None:
+        os.set_blocking(descriptor, False)
+        self._descriptor, self._every_s, self._due = descriptor, every_s, 0.0
+
+    def beat(self) -> None:
+        """Write a line if one is due."""
+        now = time.monotonic()
+        if now < self._due:
+            return
+        self._due = now + self._every_s
+        with contextlib.suppress(OSError):
+            os.write(self._descriptor, b"alive\n")
+
+
+def watch(
+    run: Path,
+    options: WatchOptions,
+    *,
+    once: bool,
+    poll_s: float,
+    parent_pid: int | None,
+    heartbeat: Heartbeat | None = None,
+) -> None:
+    """Watch a run until it is killed, its parent is gone, or - with ``once`` - what is there has been read."""
+    watcher = Watcher(run, options, beat=heartbeat.beat) if heartbeat is not None else Watcher(run, options)
+    say(f"watching {run} with balancer {options.balancer}, policy {options.policy}")
+    is_child = os.getppid() == parent_pid
+    while True:
+        news = watcher.poll(decides=once)
+        if heartbeat is not None:
+            heartbeat.beat()
+        if once:
+            return
+        if parent_pid is not None and not _alive(parent_pid, is_child):
+            say(f"process {parent_pid} is gone: ending")
+            return
+        if not news:
+            time.sleep(poll_s)
+
+
+def _alive(pid: int, is_child: bool) -> bool:
+    """Whether the process exists; a parent that ended shows as another parent even while nobody has reaped it."""
+    if is_child:
+        return os.getppid() == pid
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True

@@ -1,0 +1,1 @@
+"""Output: tables, HTML report, SVG, Chrome traces, export to other frameworks."""

@@ -1,0 +1,251 @@
+"""A plan in the format of other frameworks, or a refusal where the framework would run another pipeline.
+
+Each export says all that the framework needs to place the same layers on the same workers in the same order of
+operations. What it cannot say is refused: another placement of stages, another schedule, empty stages that it does not
+build, cuts inside layers. The rules are those of the frameworks' code:
+
+* ``megatron``: ``--pipeline-model-parallel-layout``: stages between bars, ``E`` embedding, ``t`` a layer, ``L`` loss
+  and head. Stage ``s`` is on rank ``s mod P``, always; the order is 1F1B, interleaved with several stages a rank.
+  The embedding is built on the first stage and the head on the last, whatever the layout says.
+* ``torchtitan``: ``[parallelism]``: the schedule by torch's name, which decides between rotation and a V, and
+  ``module_fqns_per_model_part``. The output projection is ``lm_head`` since 2026-04-27 and ``output`` up to 0.2.2.
+* ``deepspeed``: a subclass that sets the ``parts`` of a ``PipelineModule``, as there is no option for them. Parts are
+  positions in a list of specifications that may have more at its ends than embedding and head (Megatron-DeepSpeed's
+  has a cast, a norm and another cast), so they are counted from the blocks that ``type:REGEX`` finds.
+* ``torch-csv``: the schedule table that torch's pipeline runtime loads, a row of operations for each rank.
+* ``vllm``: ``VLLM_PP_LAYER_PARTITION``, layers of each stage; no stage is empty, embedding first and head last.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+
+from .._common.errors import UsageError
+from ..formats.plan import CUSTOM, V_SCHEDULES, Plan, position_of
+from ..formats.profile import Header, Item
+from ..schedules.registry import order_of
+
+ENDS = ("embedding", "head")
+TORCH_NAMES: Mapping[tuple[str, bool], str] = {
+    ("gpipe", False): "GPipe",
+    ("1f1b", False): "1F1B",
+    ("1f1b", True): "Interleaved1F1B",
+    ("interleaved-1f1b", True): "Interleaved1F1B",
+    ("zero-bubble", False): "InterleavedZeroBubble",
+    ("zero-bubble", True): "InterleavedZeroBubble",
+    ("zb-v", True): "ZBVZeroBubble",
+}
+"""Torch's schedule of the same order of operations, by our name and whether there are several stages a worker."""
+_DEEPSPEED = '''\
+from deepspeed.pipe import PipelineModule
+
+
+class PlannedPipelineModule(PipelineModule):
+    """Stages as planned; with Megatron-DeepSpeed derive it from GPTModelPipe.
+
+    partition_method must be type:REGEX, which finds the {count} blocks among the layer specifications.
+    """
+
+    cuts = {cuts}  # of {stages} stages, over embedding, {count} blocks and head
+
+    def _partition_layers(self, method="type:transformer"):
+        if not method.startswith("type:"):
+            raise ValueError(f"partition_method must be type:REGEX, is {{method}}")
+        blocks = self._find_layer_type(method.split(":", 1)[1])
+        first = blocks[0]
+        if blocks != list(range(first, first + {count})) or self.num_stages != {stages}:
+            raise ValueError(f"planned for {count} blocks in a row on {stages} stages, not for {{blocks}}")
+        end = len(self._layer_specs)
+        self.parts = [0 if cut == 0 else end if cut == {whole} else first + cut - 1 for cut in self.cuts]
+        stage = self._topo.get_coord(self.global_rank).pipe
+        self._set_bounds(start=self.parts[stage], stop=self.parts[stage + 1])'''
+
+
+def stage_items(plan: Plan, header: Header) -> list[list[Item]]:
+    """The items of each stage."""
+    by_name = {item.name: item for item in header.items}
+    return [[by_name[name] for name in stage.items] for stage in plan.stages]
+
+
+def whole_layers(plan: Plan, header: Header) -> list[list[str]]:
+    """The layers of each stage, in order; raises ``UsageError`` where a stage begins inside a layer."""
+    result = []
+    seen: set[str] = set()
+    for stage, items in enumerate(stage_items(plan, header)):
+        layers = list(dict.fromkeys(item.layer for item in items))
+        split = [layer for layer in layers if layer in seen]
+        if split:
+            raise UsageError(
+                f"stage {stage} begins inside {split[0]}, which this framework cannot do; plan with --granularity layer"
+            )
+        seen.update(layers)
+        result.append(layers)
+    return result
+
+
+def _kinds(header: Header) -> dict[str, str]:
+    return {item.layer: item.kind for item in header.items}
+
+
+def layer_counts(plan: Plan, header: Header) -> list[int]:
+    """How many layers, embedding and head not counted, each stage has."""
+    kinds = _kinds(header)
+    return [sum(kinds[layer] not in ENDS for layer in layers) for layers in whole_layers(plan, header)]
+
+
+def _one_stack(header: Header, framework: str) -> None:
+    """Refuse models that are not an embedding, layers and a head, in this order."""
+    kinds = [_kinds(header)[layer] for layer in dict.fromkeys(item.layer for item in header.items)]
+    inside = kinds[1:-1]
+    if len(kinds) < 2 or (kinds[0], kinds[-1]) != ENDS or set(inside) & set(ENDS):
+        raise UsageError(f"{framework} takes plans of models with one embedding, one stack of layers and one head")
+
+
+def _runs(plan: Plan, framework: str, schedules: Sequence[str]) -> None:
+    """Refuse plans for a schedule that the framework does not run, or for more stages a worker."""
+    if plan.schedule not in schedules:
+        raise UsageError(f"{framework} does not run {plan.schedule}; plan with --schedule {' or '.join(schedules)}")
+
+
+def _ends_first_and_last(plan: Plan, header: Header, framework: str) -> None:
+    kinds, layers = _kinds(header), whole_layers(plan, header)
+    first, last = [kinds[layer] for layer in layers[0]], [kinds[layer] for layer in layers[-1]]
+    if "embedding" not in first or "head" not in last:
+        raise UsageError(
+            f"{framework} builds the embedding on the first stage and the head on the last, which the plan leaves"
+            " empty; plan with --min-layers 1"
+        )
+
+
+def _no_empty_stage(plan: Plan, framework: str, counts: Sequence[int] | None = None) -> None:
+    sizes = [len(stage.items) for stage in plan.stages] if counts is None else counts
+    if 0 in sizes:
+        # Embedding or head alone is a unit, so that one unit a stage does not give each stage a layer.
+        what, least = ("is empty", 1) if counts is None else ("has no layer", 2)
+        raise UsageError(f"stage {sizes.index(0)} {what}, which {framework} cannot run; plan with --min-layers {least}")
+
+
+def megatron(plan: Plan, header: Header, microbatches: int, version: str | None) -> str:
+    """The layout string, and the flags that belong to it."""
+    _runs(plan, "Megatron", ("1f1b", "interleaved-1f1b"))
+    _one_stack(header, "the layout of Megatron")
+    workers, virtual = len(plan.workers), plan.virtual_stages_per_worker
+    if plan.schedule == "interleaved-1f1b" and virtual == 1:
+        raise UsageError(
+            "Megatron interleaves several stages a worker; plan with --virtual-stages 2 or --schedule 1f1b"
+        )
+    if virtual > 1 and microbatches % workers:
+        raise UsageError(
+            f"Megatron interleaves {workers} microbatches at a time, {microbatches} are no multiple of that;"
+            f" plan with a multiple of {workers}"
+        )
+    counts = layer_counts(plan, header)
+    _ends_first_and_last(plan, header, "Megatron")
+    kinds = _kinds(header)
+    parts = []
+    for layers, count in zip(whole_layers(plan, header), counts, strict=True):
+        words = []
+        if any(kinds[layer] == "embedding" for layer in layers):
+            words.append("E")
+        if count:
+            words.append(f"t*{count}")
+        if any(kinds[layer] == "head" for layer in layers):
+            words.append("L")
+        parts.append(",".join(words))
+    return f"--pipeline-model-parallel-size {workers} --pipeline-model-parallel-layout '{'|'.join(parts)}'"
+
+
+def _head_of_torchtitan(version: str | None) -> str:
+    """The name of the output projection: ``output`` up to release 0.2.2, then ``lm_head``."""
+    if version in (None, "main"):
+        return "lm_head"
+    match = re.fullmatch(r"v?(\d+)\.(\d+)(?:\.(\d+))?", version or "")
+    if match is None:
+        raise UsageError(f"--target-version {version!r}: must be a release of torchtitan such as 0.2.2, or main")
+    release = tuple(int(part or 0) for part in match.groups())
+    if release < (0, 2, 0):
+        raise UsageError(f"torchtitan {version} has no module_fqns_per_model_part; use 0.2.0 or later")
+    if release > (0, 2, 2):
+        raise UsageError(f"torchtitan {version} is not known here; use main, or a release from 0.2.0 to 0.2.2")
+    return "output"
+
+
+def torchtitan(plan: Plan, header: Header, microbatches: int, version: str | None) -> str:
+    """The section ``parallelism``, as JSON: schedule, workers, and the module names of each stage."""
+    _one_stack(header, "torchtitan")
+    head = _head_of_torchtitan(version)
+    names = {"embedding": ["tok_embeddings"], "head": ["norm", head]}
+    kinds = _kinds(header)
+    layers_of = whole_layers(plan, header)
+    _no_empty_stage(plan, "torchtitan")
+    several = plan.virtual_stages_per_worker > 1
+    section: dict[str, object] = {"pipeline_parallel_degree": len(plan.workers)}
+    if plan.schedule == CUSTOM:
+        section |= {"pipeline_parallel_schedule": _like(plan), "pipeline_parallel_schedule_csv": "schedule.csv"}
+    elif (plan.schedule, several) not in TORCH_NAMES:
+        raise UsageError(
+            f"torch has no schedule like {plan.schedule} with {plan.virtual_stages_per_worker} stages each"
+        )
+    else:
+        section["pipeline_parallel_schedule"] = TORCH_NAMES[plan.schedule, several]
+    section["module_fqns_per_model_part"] = [
+        [name for layer in layers for name in names.get(kinds[layer], [layer])] for layers in layers_of
+    ]
+    return json.dumps(section, indent=1)
+
+
+def _like(plan: Plan) -> str:
+    """A schedule of torch that puts stages where a plan with its own operations has them."""
+    workers = plan.workers
+    placed = [stage.worker for stage in plan.stages]
+    for schedule in ("interleaved-1f1b", *V_SCHEDULES):
+        turn = [workers[position_of(schedule, stage, len(workers))] for stage in range(len(placed))]
+        if placed == turn and (schedule not in V_SCHEDULES or plan.virtual_stages_per_worker == 2):
+            return TORCH_NAMES[schedule, True]
+    raise UsageError("torchtitan puts stages in rotation or in a V; this plan does neither")
+
+
+def deepspeed(plan: Plan, header: Header, microbatches: int, version: str | None) -> str:
+    """A subclass that sets the parts over a list of layer specifications."""
+    if plan.virtual_stages_per_worker > 1:
+        raise UsageError("DeepSpeed has one stage on each worker; plan with --virtual-stages 1")
+    _runs(plan, "DeepSpeed", ("1f1b",))
+    _one_stack(header, "DeepSpeed")
+    cuts = [0]
+    for layers in whole_layers(plan, header):
+        cuts.append(cuts[-1] + len(layers))
+    _no_empty_stage(plan, "DeepSpeed")
+    return _DEEPSPEED.format(cuts=cuts, count=cuts[-1] - 2, stages=len(plan.stages), whole=cuts[-1])
+
+
+def torch_csv(plan: Plan, header: Header, microbatches: int, version: str | None) -> str:
+    """A row for each rank; load with ``_load_csv(..., format="compute_only")``."""
+    if plan.operations is not None:
+        found = 1 + max(int(number) for line in plan.operations for number in re.findall(r"[FBIW](\d+)", line))
+        if found != microbatches:
+            raise UsageError(f"the plan's operations are of {found} microbatches, not of {microbatches}")
+        return "\n".join(",".join(line.split()) for line in plan.operations)
+    order = order_of(plan.schedule, len(plan.workers), plan.virtual_stages_per_worker, microbatches)
+    return "\n".join(",".join(map(str, operations)) for operations in order)
+
+
+def vllm(plan: Plan, header: Header, microbatches: int, version: str | None) -> str:
+    """The environment variable."""
+    if plan.virtual_stages_per_worker > 1:
+        raise UsageError("vLLM has one stage on each worker; plan with --virtual-stages 1")
+    _one_stack(header, "vLLM")
+    counts = layer_counts(plan, header)
+    _ends_first_and_last(plan, header, "vLLM")
+    _no_empty_stage(plan, "vLLM", counts)
+    return f"VLLM_PP_LAYER_PARTITION={','.join(map(str, counts))}"
+
+
+TARGETS: Mapping[str, Callable[[Plan, Header, int, str | None], str]] = {
+    "megatron": megatron,
+    "torchtitan": torchtitan,
+    "deepspeed": deepspeed,
+    "torch-csv": torch_csv,
+    "vllm": vllm,
+}

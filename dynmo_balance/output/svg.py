@@ -1,0 +1,135 @@
+"""SVG charts, hand-written: lines over the steps of a run, and the cells of a what-if grid."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from html import escape
+
+from .._common.errors import UsageError
+from ..analysis.what_if import Row
+
+PALETTE = ("#4e79a7", "#f28e2b", "#59a14f", "#e15759", "#76b7b2", "#edc948", "#b07aa1", "#9c755f")
+WIDTH, HEIGHT, LEFT, BOTTOM = 900, 240, 70, 30
+MAX_POINTS = 600
+
+
+def _thin(count: int) -> list[int]:
+    if count <= MAX_POINTS:
+        return list(range(count))
+    return [at * (count - 1) // (MAX_POINTS - 1) for at in range(MAX_POINTS)]
+
+
+def line_chart(
+    title: str,
+    xs: Sequence[int],
+    series: Sequence[tuple[str, Sequence[float]]],
+    unit: str,
+    marks: Sequence[tuple[int, str]] = (),
+) -> str:
+    """The series over ``xs``; ``marks`` are vertical lines with a sentence each."""
+    first, last = xs[0], max(xs[-1], xs[0] + 1)
+    most = max((value for _, values in series for value in values), default=0.0) or 1.0
+
+    def x_at(x: float) -> float:
+        return LEFT + (x - first) * WIDTH / (last - first)
+
+    def y_at(y: float) -> float:
+        return 20 + HEIGHT * (1 - y / most)
+
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {LEFT + WIDTH + 10} {HEIGHT + 60}" role="img"'
+        f' aria-label="{escape(title, quote=True)}" font-family="sans-serif" font-size="12">'
+    ]
+    for share in (0, 0.5, 1):
+        y = y_at(share * most)
+        parts.append(f'<line x1="{LEFT}" x2="{LEFT + WIDTH}" y1="{y:.1f}" y2="{y:.1f}" stroke="#dddddd"/>')
+        parts.append(f'<text x="{LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{share * most:.3g} {unit}</text>')
+    for x, words in marks:
+        parts.append(
+            f'<line class="mark" x1="{x_at(x):.1f}" x2="{x_at(x):.1f}" y1="20" y2="{20 + HEIGHT}" stroke="#888888"'
+            f' stroke-dasharray="4 3"><title>{escape(words)}</title></line>'
+        )
+    for at, (name, values) in enumerate(series):
+        colour = PALETTE[at % len(PALETTE)]
+        points = " ".join(f"{x_at(xs[i]):.1f},{y_at(values[i]):.1f}" for i in _thin(len(xs)))
+        parts.append(
+            f'<polyline points="{points}" fill="none" stroke="{colour}" stroke-width="1.5">'
+            f"<title>{escape(name)}</title></polyline>"
+        )
+        parts.append(f'<text x="{LEFT + 110 * at}" y="{HEIGHT + 54}" fill="{colour}">{escape(name)}</text>')
+    parts.append(f'<text x="{LEFT}" y="{HEIGHT + 36}">step {first}</text>')
+    parts.append(f'<text x="{LEFT + WIDTH}" y="{HEIGHT + 36}" text-anchor="end">step {xs[-1]}</text>')
+    return "\n".join([*parts, "</svg>"])
+
+
+GRID_WIDTH, GRID_HEIGHT, GRID_LEFT, GRID_TOP = 760, 320, 80, 40
+LEGEND = 180
+MAX_SERIES = 40
+
+
+def _label(row: Row, axes: Sequence[str]) -> str:
+    return ", ".join(f"{axis} {getattr(row.cell, axis)}" for axis in axes) or "step"
+
+
+def grid_chart(rows: Sequence[Row], axes: Sequence[str], answer: str) -> str:
+    """The cells that have a partition; those on the front of throughput, workers and memory are ringed.
+
+    Args:
+        rows: the cells.
+        axes: the axes that were varied; the first goes to the right.
+        answer: a sentence for the heading.
+
+    Raises:
+        UsageError: no cell has a partition, or there are more lines than a picture can show.
+    """
+    usable = [row for row in rows if row.step_ns is not None]
+    if not usable:
+        raise UsageError("no cell of the grid has a feasible partition, so there is nothing to draw")
+    series: dict[str, list[Row]] = {}
+    for row in usable:
+        series.setdefault(_label(row, axes[1:]), []).append(row)
+    if len(series) > MAX_SERIES:
+        raise UsageError(f"{len(series)} lines are more than a picture can show ({MAX_SERIES}); vary less")
+    ticks = list(dict.fromkeys(getattr(row.cell, axes[0]) for row in usable))
+    most = max(row.step_ns or 0 for row in usable)
+
+    def spot(row: Row) -> tuple[float, float]:
+        at = ticks.index(getattr(row.cell, axes[0])) / max(1, len(ticks) - 1)
+        return GRID_LEFT + at * GRID_WIDTH, GRID_TOP + GRID_HEIGHT * (1 - (row.step_ns or 0) / most)
+
+    width = GRID_LEFT + GRID_WIDTH + LEGEND + 20
+    height = max(GRID_HEIGHT + GRID_TOP + 50, GRID_TOP + 18 * len(series) + 20)
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" role="img"'
+        f' aria-label="{escape(answer, quote=True)}" font-family="sans-serif" font-size="12">',
+        f'<text x="0" y="16">{escape(answer)}</text>',
+    ]
+    for share in (0, 0.25, 0.5, 0.75, 1):
+        y = GRID_TOP + GRID_HEIGHT * (1 - share)
+        parts.append(
+            f'<line x1="{GRID_LEFT}" x2="{GRID_LEFT + GRID_WIDTH}" y1="{y:.1f}" y2="{y:.1f}" stroke="#dddddd"/>'
+        )
+        parts.append(f'<text x="{GRID_LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{share * most / 1e6:.3g} ms</text>')
+    for at, tick in enumerate(ticks):
+        x = GRID_LEFT + at / max(1, len(ticks) - 1) * GRID_WIDTH
+        parts.append(
+            f'<text x="{x:.1f}" y="{GRID_TOP + GRID_HEIGHT + 18}" text-anchor="middle">{escape(str(tick))}</text>'
+        )
+    parts.append(
+        f'<text x="{GRID_LEFT}" y="{GRID_TOP + GRID_HEIGHT + 38}">'
+        f"{escape(axes[0])}; rings: no other cell beats it</text>"
+    )
+    for at, (name, members) in enumerate(series.items()):
+        colour = PALETTE[at % len(PALETTE)]
+        points = " ".join(f"{x:.1f},{y:.1f}" for x, y in map(spot, members))
+        parts.append(f'<polyline points="{points}" fill="none" stroke="{colour}" stroke-width="1.5"/>')
+        for row in members:
+            x, y = spot(row)
+            ring = ' stroke="#222222" stroke-width="2"' if row.pareto else ""
+            words = f"{_label(row, axes)}: {(row.step_ns or 0) / 1e6:.2f} ms, {row.samples_per_s or 0:,.1f} samples/s"
+            parts.append(
+                f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4" fill="{colour}"{ring}><title>{escape(words)}</title></circle>'
+            )
+        x = GRID_LEFT + GRID_WIDTH + 20
+        parts.append(f'<text x="{x}" y="{GRID_TOP + 12 + 18 * at}" fill="{colour}">{escape(name)}</text>')
+    return "\n".join([*parts, "</svg>"])

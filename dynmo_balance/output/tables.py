@@ -1,0 +1,201 @@
+"""How results look: tables for a person, documents for a program."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from itertools import pairwise
+from typing import Any
+
+from .._common.console import emit, emit_table, human_bytes, say
+from ..analysis.search import Search
+from ..analysis.what_if import GIVEN, Cell, Row
+from ..analysis.what_if_compression import CompressedRow
+from ..partition.problem import Problem
+from ..partition.registry import Solution
+from ..planning.plan_builder import Proposal
+from ..simulation.bounds import bounds_of
+from ..simulation.simulator import Timeline
+
+OBJECTIVES = {"bottleneck": "bottleneck", "simulated": "simulated step"}
+"""What a solution minimized, in words."""
+
+
+def milliseconds(ns: int | float | None, digits: int = 3) -> str:
+    """Nanoseconds as milliseconds; a dash for None."""
+    return "-" if ns is None else f"{ns / 1e6:,.{digits}f}"
+
+
+def span_name(names: Sequence[str]) -> str:
+    """A run of items in short."""
+    if not names:
+        return "(empty)"
+    return names[0] if len(names) == 1 else f"{names[0]} .. {names[-1]} ({len(names)})"
+
+
+def show_stages(problem: Problem, boundaries: Sequence[int], timeline: Timeline) -> None:
+    """One line a stage: items, time of a microbatch, and its worker's load and memory."""
+    work = problem.chain.work_ns
+    rows = []
+    for stage, (begin, end) in enumerate(pairwise(boundaries)):
+        place = problem.place(stage)
+        at = problem.positions[stage]
+        cap = "-" if place.memory_bytes is None else human_bytes(place.memory_bytes)
+        rows.append(
+            [
+                str(stage),
+                str(place.worker),
+                span_name(problem.chain.names[begin:end]),
+                milliseconds(place.time_ns(sum(work[begin:end]))),
+                f"{timeline.busy_ns[at] / timeline.step_ns:.1%}" if timeline.step_ns else "-",
+                human_bytes(timeline.peak_memory_bytes[at]),
+                cap,
+            ]
+        )
+    columns = ["stage", "worker", "items", "ms/microbatch", "busy", "memory", "limit"]
+    emit_table(f"{problem.schedule}, {problem.microbatches} microbatches", columns, rows)
+
+
+def certificate(problem: Problem, solution: Solution, timeline: Timeline, *, is_minimized: bool = True) -> list[str]:
+    """How good the answer is by its objective, and how far the bottleneck is from its bound.
+
+    Args:
+        problem: what was partitioned.
+        solution: the partition.
+        timeline: its simulation.
+        is_minimized: whether the balancer minimizes the objective; the answers of others are only measured by it.
+    """
+    begin, end = solution.blocking
+    run = f"; {span_name(problem.chain.names[begin:end])} forbids less" if end > begin else ""
+    name = OBJECTIVES[solution.objective]
+    by = f"objective: least {name}" if is_minimized else f"measured by: {name}"
+    bottleneck = f"bottleneck {milliseconds(solution.bottleneck_ns)} ms"
+    bound = f"lower bound {milliseconds(solution.lower_bound_ns)} ms"
+    if solution.objective == "bottleneck":
+        proof = "optimal: yes" if solution.optimal else "optimal: not proven"
+        return [f"{by} | {bottleneck}, {bound}, {proof}{run}"]
+    least = bounds_of(problem).step_ns
+    return [
+        f"{by} | step {milliseconds(timeline.step_ns, 2)} ms, lower bound {milliseconds(least, 2)} ms,"
+        f" optimal: {'yes' if timeline.step_ns <= least else 'not proven'}",
+        f"{bottleneck}; the least possible is {milliseconds(solution.lower_bound_ns)} ms{run}",
+    ]
+
+
+def show_proposal(proposal: Proposal, static_step_ns: int, *, is_minimized: bool = True) -> None:
+    """A partition with its certificate and predictions."""
+    problem, solution, timeline = proposal.problem, proposal.solution, proposal.timeline
+    show_stages(problem, solution.boundaries, timeline)
+    for line in certificate(problem, solution, timeline, is_minimized=is_minimized):
+        emit(line)
+    emit(
+        f"predicted step {milliseconds(timeline.step_ns, 2)} ms, bubble {timeline.bubble_fraction:.1%}; uniform"
+        f" {milliseconds(static_step_ns, 2)} ms: {static_step_ns / max(1, timeline.step_ns):.2f} x"
+    )
+    if proposal.migration.moves:
+        moved = proposal.migration
+        emit(
+            f"{len(moved.moves)} items move, {human_bytes(moved.bytes)}, at most {human_bytes(moved.max_link_bytes)}"
+            f" on a link, pause about {milliseconds(moved.pause_ns, 0)} ms"
+        )
+
+
+def say_search(found: Search, shown: int = 8) -> None:
+    """The best of a search on stderr, and how far it is from what nothing can beat."""
+    bounds = found.bounds
+    for candidate in (found.best, *found.others[: shown - 1]):
+        say(
+            f"{candidate.label}: step {milliseconds(candidate.timeline.step_ns, 2)} ms,"
+            f" {candidate.timeline.step_ns / bounds.step_ns:.3f} x the bound"
+        )
+    say(
+        f"bound {milliseconds(bounds.step_ns, 2)} ms: work over workers {milliseconds(bounds.work_ns, 2)}, heaviest"
+        f" unit {milliseconds(bounds.unit_ns, 2)}, path {milliseconds(bounds.path_ns, 2)}"
+    )
+    if found.assumed_split:
+        say("the profile does not split the backward: half of it is taken for the weight gradient")
+
+
+def _places(cells: Sequence[Cell]) -> tuple[list[str], list[list[str]]]:
+    """The columns that say which cell it is, and those of each cell; what is nowhere varied is left out."""
+    varied = [name for name, neutral in GIVEN.items() if any(getattr(cell, name) != neutral for cell in cells)]
+    schedules = len({cell.schedule for cell in cells}) > 1
+    columns = ["stages", "microbatches", *(["schedule"] if schedules else []), *varied]
+    places = []
+    for cell in cells:
+        place = [str(cell.stages), str(cell.microbatches), *([cell.schedule] if schedules else [])]
+        places.append([*place, *(f"{getattr(cell, name):.2f}" for name in varied)])
+    return columns, places
+
+
+def show_rows(rows: Sequence[Row], keep: float) -> None:
+    """The what-if table; columns of dynamics that are nowhere varied are left out."""
+    columns, places = _places([row.cell for row in rows])
+    columns += ["step ms", "uniform ms", "bubble", "samples/s", "memory", "front"]
+    columns += ["release (balanced)", "release (uniform)"]
+    cells = [[*place, *_numbers(row)] for place, row in zip(places, rows, strict=True)]
+    emit_table(f"what if (release: workers to release while keeping {keep:.0%} of the throughput)", columns, cells)
+
+
+def show_compressed(rows: Sequence[CompressedRow]) -> None:
+    """The what-if table with compression: steps without and with it, bytes, and the time of making and undoing."""
+    columns, places = _places([row.cell for row in rows])
+    columns += ["GB/s", "rank", "replica rank", "step ms", "compressed ms", "gain", "gradient", "factors"]
+    columns += ["make ms", "undo ms", "between replicas", "as factors", "way"]
+    cells = [[*place, *_compressed(row)] for place, row in zip(places, rows, strict=True)]
+    emit_table("what if gradients were compressed (rank -: sent as they are)", columns, cells)
+
+
+def _compressed(row: CompressedRow) -> list[str]:
+    given = ["-" if row.link_gbps is None else f"{row.link_gbps:g}", *(str(rank or "-") for rank in row.ranks)]
+    if row.step_ns is None or row.gain is None:
+        return [*given, "infeasible", *["-"] * 9]
+    told = row.figures
+    sizes = [human_bytes(told[key]) if key in told else "-" for key in ("boundary_whole_bytes", "boundary_bytes")]
+    times = [milliseconds(told.get(key), 2) if key in told else "-" for key in ("compress_ns", "decompress_ns")]
+    sums = [human_bytes(sum(told[k])) if k in told else "-" for k in ("replica_whole_bytes", "replica_bytes")]
+    steps = [milliseconds(row.step_whole_ns, 2), milliseconds(row.step_ns, 2), f"{row.gain:.2f}"]
+    return [*given, *steps, *sizes, *times, *sums, str(told.get("selective_grad_comp_way", "-"))]
+
+
+def compressed_document(row: CompressedRow) -> dict[str, Any]:
+    """A what-if cell with compression for a program."""
+    document = asdict(row)
+    return {**document.pop("cell"), **document.pop("figures"), **document, "gain": row.gain}
+
+
+def _numbers(row: Row) -> list[str]:
+    if row.step_ns is None or row.bubble_fraction is None or row.peak_memory_bytes is None:
+        return ["infeasible", *["-"] * 7]
+    return [
+        milliseconds(row.step_ns, 2),
+        milliseconds(row.static_step_ns, 2),
+        f"{row.bubble_fraction:.1%}",
+        "-" if row.samples_per_s is None else f"{row.samples_per_s:,.1f}",
+        human_bytes(row.peak_memory_bytes),
+        "*" if row.pareto else "",
+        "-" if row.from_balanced is None else str(row.cell.stages - row.from_balanced.workers),
+        "-" if row.from_static is None else str(row.cell.stages - row.from_static.workers),
+    ]
+
+
+def row_document(row: Row) -> dict[str, Any]:
+    """A what-if cell for a program."""
+    document = asdict(row)
+    document = {**document.pop("cell"), **document}
+    for name in ("from_static", "from_balanced"):
+        packing = document.pop(name)
+        document[f"release_{name}"] = None if packing is None else row.cell.stages - packing["workers"]
+        document[f"kept_{name}"] = None if packing is None else packing["kept"]
+    return document
+
+
+def timeline_document(timeline: Timeline) -> dict[str, Any]:
+    """A simulated step for a program; spans as ``[stage, kind, microbatch, start_ns, end_ns]``."""
+    return {
+        "step_ns": timeline.step_ns,
+        "bubble_fraction": timeline.bubble_fraction,
+        "busy_ns": list(timeline.busy_ns),
+        "peak_memory_bytes": list(timeline.peak_memory_bytes),
+        "spans": [[[s, k.value, m, a, b] for s, k, m, a, b in row] for row in timeline.spans],
+    }

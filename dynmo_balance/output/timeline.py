@@ -1,0 +1,113 @@
+"""A simulated step as text, as SVG, and as a trace for Perfetto and chrome://tracing."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from html import escape
+from typing import Any
+
+from ..schedules.registry import Kind
+from ..simulation.simulator import Timeline
+
+LETTERS = {Kind.FORWARD: "F", Kind.BACKWARD: "B", Kind.BACKWARD_INPUT: "b", Kind.BACKWARD_WEIGHT: "w"}
+
+
+def as_text(timeline: Timeline, width: int = 100) -> list[str]:
+    """One string a worker; F forward, B backward, b and w its halves, a dot is idle.
+
+    A character stands for what takes most of its slice.
+    """
+    whole = max(1, timeline.step_ns)
+    lines = []
+    for row in timeline.spans:
+        shares: list[dict[str, int]] = [{} for _ in range(width)]
+        for span in row:
+            first = span.start_ns * width // whole
+            last = min(width - 1, max(first, -(-span.end_ns * width // whole) - 1))
+            for slot in range(first, last + 1):
+                begin, end = slot * whole // width, (slot + 1) * whole // width
+                inside = min(end, span.end_ns) - max(begin, span.start_ns)
+                letter = LETTERS[span.kind]
+                shares[slot][letter] = shares[slot].get(letter, 0) + max(0, inside)
+        lines.append("".join(_letter(share, whole // width) for share in shares))
+    return lines
+
+
+def _letter(share: dict[str, int], slice_ns: int) -> str:
+    busy = sum(share.values())
+    if not share or 2 * busy < slice_ns:
+        return "."
+    return max(share, key=lambda letter: share[letter])
+
+
+COLOURS = {
+    Kind.FORWARD: "#4e79a7",
+    Kind.BACKWARD: "#f28e2b",
+    Kind.BACKWARD_INPUT: "#f28e2b",
+    Kind.BACKWARD_WEIGHT: "#59a14f",
+}
+NAMES = {
+    Kind.FORWARD: "forward",
+    Kind.BACKWARD: "backward",
+    Kind.BACKWARD_INPUT: "input gradient",
+    Kind.BACKWARD_WEIGHT: "weight gradient",
+}
+ROW, LEFT, TOP = 26, 90, 30
+
+
+def as_svg(timeline: Timeline, workers: Sequence[int], title: str, width: int = 1000) -> str:
+    """One row a worker, one box an operation; each box names itself where the pointer rests."""
+    whole = max(1, timeline.step_ns)
+    height = TOP + ROW * len(timeline.spans) + 24
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {LEFT + width + 10} {height}" role="img"'
+        f' aria-label="{escape(title, quote=True)}" font-family="sans-serif" font-size="12">',
+        f'<text x="0" y="16">{escape(title)}: {timeline.step_ns / 1e6:.2f} ms,'
+        f" bubble {timeline.bubble_fraction:.1%}</text>",
+    ]
+    for row, spans in enumerate(timeline.spans):
+        y = TOP + ROW * row
+        parts.append(f'<text x="0" y="{y + 15}">worker {workers[row]}</text>')
+        parts.append(f'<rect x="{LEFT}" y="{y}" width="{width}" height="{ROW - 6}" fill="#eeeeee"/>')
+        for span in spans:
+            x = LEFT + span.start_ns * width / whole
+            wide = max(0.3, (span.end_ns - span.start_ns) * width / whole)
+            shade = 1.0 if span.microbatch % 2 == 0 else 0.75
+            label = (
+                f"stage {span.stage} {NAMES[span.kind]} of microbatch {span.microbatch}:"
+                f" {span.start_ns / 1e6:.3f} to {span.end_ns / 1e6:.3f} ms"
+            )
+            parts.append(
+                f'<rect x="{x:.2f}" y="{y}" width="{wide:.2f}" height="{ROW - 6}" fill="{COLOURS[span.kind]}"'
+                f' fill-opacity="{shade}"><title>{escape(label)}</title></rect>'
+            )
+    y = TOP + ROW * len(timeline.spans) + 14
+    for at, (kind, colour) in enumerate(COLOURS.items()):
+        if kind is Kind.BACKWARD_INPUT:
+            continue
+        parts.append(f'<rect x="{LEFT + 140 * at}" y="{y - 10}" width="10" height="10" fill="{colour}"/>')
+        parts.append(f'<text x="{LEFT + 140 * at + 14}" y="{y}">{NAMES[kind]}</text>')
+    return "\n".join([*parts, "</svg>"])
+
+
+def as_trace(timeline: Timeline, workers: Sequence[int]) -> dict[str, Any]:
+    """Complete events of the Trace Event Format; times in microseconds."""
+    events: list[dict[str, Any]] = [
+        {"name": "thread_name", "ph": "M", "pid": 0, "tid": worker, "args": {"name": f"worker {worker}"}}
+        for worker in workers
+    ]
+    for worker, spans in zip(workers, timeline.spans, strict=True):
+        events.extend(
+            {
+                "name": f"{NAMES[span.kind]} {span.microbatch}",
+                "cat": NAMES[span.kind],
+                "ph": "X",
+                "pid": 0,
+                "tid": worker,
+                "ts": span.start_ns / 1000,
+                "dur": (span.end_ns - span.start_ns) / 1000,
+                "args": {"stage": span.stage, "microbatch": span.microbatch},
+            }
+            for span in spans
+        )
+    return {"traceEvents": events, "displayTimeUnit": "ms"}

@@ -1,0 +1,171 @@
+"""How far a stage may reach: loads, speeds, memory and pins of a partitioning problem, in units and integers."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+
+from .._common.errors import UsageError
+from .problem import InfeasibleError, Place, Problem
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """A problem made ready for the solvers.
+
+    ``heaviest`` is the work of the heaviest unit.
+    ``free`` is true where nothing but the least number of units limits single cuts: there are no pins.
+    ``load``, ``static`` and ``activation`` are prefix sums at the permitted cuts; the last two are empty where no
+    worker has a memory limit.
+
+    A partition is a list of cut indices ``0 = c[0] <= c[1] <= ... <= c[stages] = units``. ``lowest[p] <= c[p] <=
+    highest[p]`` holds what pins and minimum layers ask of single cuts.
+    """
+
+    load: Sequence[int]
+    static: Sequence[int]
+    activation: Sequence[int]
+    places: tuple[Place, ...]
+    in_flight: tuple[int, ...]
+    min_units: int
+    lowest: tuple[int, ...]
+    highest: tuple[int, ...]
+    heaviest: int
+    free: bool
+
+    @cached_property
+    def equal_speeds(self) -> bool:
+        """Whether all workers are alike in speed."""
+        return all(place.speed_ppm == self.places[0].speed_ppm for place in self.places)
+
+    @cached_property
+    def usual_width(self) -> int:
+        """How many cuts ahead the end of a stage is looked for first."""
+        return 2 * self.units // self.stages + 8
+
+    @property
+    def units(self) -> int:
+        """How many units there are."""
+        return len(self.load) - 1
+
+    @property
+    def stages(self) -> int:
+        """How many stages there are."""
+        return len(self.places)
+
+    def time_ns(self, stage: int, begin: int, end: int) -> int:
+        """How long the stage works on these units in a microbatch."""
+        return self.places[stage].time_ns(self.load[end] - self.load[begin])
+
+    def memory_bytes(self, stage: int, begin: int, end: int) -> int:
+        """Static memory and the activations of the microbatches in flight."""
+        held = self.activation[end] - self.activation[begin]
+        return self.static[end] - self.static[begin] + self.in_flight[stage] * held
+
+    def fits(self, stage: int, begin: int, end: int) -> bool:
+        """Whether the worker's memory holds these units."""
+        cap = self.places[stage].memory_bytes
+        return cap is None or self.memory_bytes(stage, begin, end) <= cap
+
+    def furthest(self, stage: int, begin: int, work_ns: int) -> int:
+        """The last cut at which the stage may end if it begins at ``begin`` and does at most ``work_ns``."""
+        end = bisect_right(self.load, self.load[begin] + work_ns, begin) - 1
+        if not self.static or self.fits(stage, begin, end):
+            return end
+        below, above = begin, end  # fits at below, not at above
+        while above - below > 1:
+            middle = (below + above) // 2
+            if self.fits(stage, begin, middle):
+                below = middle
+            else:
+                above = middle
+        return below
+
+    def earliest(self, stage: int, end: int, work_ns: int) -> int:
+        """The first cut at which the stage may begin if it ends at ``end`` and does at most ``work_ns``."""
+        begin = bisect_left(self.load, self.load[end] - work_ns, 0, end)
+        if not self.static or self.fits(stage, begin, end):
+            return begin
+        below, above = begin, end  # fits at above, not at below
+        while above - below > 1:
+            middle = (below + above) // 2
+            if self.fits(stage, middle, end):
+                above = middle
+            else:
+                below = middle
+        return above
+
+
+def make_limits(problem: Problem, weights: Sequence[int] | None = None) -> Limits:
+    """The limits of a problem; ``weights`` per item stand in for the work where a balancer goes by something else."""
+    chain = problem.chain
+    stages, units = problem.num_stages, len(chain.cuts) - 1
+    lowest = [min(units, p * problem.min_units) for p in range(stages + 1)]
+    highest = [max(0, units - (stages - p) * problem.min_units) for p in range(stages + 1)]
+    lowest[stages], highest[0] = units, 0
+    for item, stage in problem.pins:
+        if not 0 <= stage < stages:
+            raise UsageError(
+                f"item {chain.names[item]!r} is pinned to stage {stage}; there are stages 0 to {stages - 1}"
+            )
+        unit = bisect_right(chain.cuts, item) - 1
+        for p in range(stage + 1):
+            highest[p] = min(highest[p], unit)
+        for p in range(stage + 1, stages + 1):
+            lowest[p] = max(lowest[p], unit + 1)
+    if problem.pins:
+        for p in range(1, stages + 1):  # each stage between two pins needs its units as well
+            lowest[p] = max(lowest[p], lowest[p - 1] + problem.min_units)
+            highest[stages - p] = min(highest[stages - p], highest[stages - p + 1] - problem.min_units)
+        _check_pins(problem, lowest, highest)
+    limited = any(place.memory_bytes is not None for place in problem.places)
+    weights = chain.work_ns if weights is None else weights
+    load = chain.at_cuts(weights)
+    whole = len(load) == len(weights) + 1
+    return Limits(
+        load=load,
+        heaviest=max(weights) if whole else max(b - a for a, b in pairwise(load)),
+        static=chain.at_cuts(chain.static_bytes) if limited else (),
+        activation=chain.at_cuts(chain.kept_bytes) if limited else (),
+        places=tuple(problem.place(stage) for stage in range(stages)),
+        in_flight=problem.in_flight,
+        min_units=problem.min_units,
+        lowest=tuple(lowest),
+        highest=tuple(highest),
+        free=not problem.pins,
+    )
+
+
+def _check_pins(problem: Problem, lowest: Sequence[int], highest: Sequence[int]) -> None:
+    """Refuse pins that no partition obeys, whatever the costs.
+
+    Raises:
+        InfeasibleError: pins contradict one another, or leave a stage too few units; names the pins.
+    """
+    names, cuts = problem.chain.names, problem.chain.cuts
+    pins = sorted((bisect_right(cuts, item) - 1, stage, names[item]) for item, stage in problem.pins)
+    for (unit, stage, name), (later_unit, later_stage, later_name) in pairwise(pins):
+        if unit == later_unit and stage != later_stage:
+            together = "one item" if name == later_name else "items that no stage boundary may separate"
+            raise InfeasibleError(
+                f"--pin {name}:{stage} and --pin {later_name}:{later_stage} contradict each other:"
+                f" they name {together}; remove one of the two"
+            )
+        if stage > later_stage:
+            raise InfeasibleError(
+                f"--pin {name}:{stage} and --pin {later_name}:{later_stage} contradict each other: {later_name} comes"
+                f" after {name}, so its stage must not be lower; remove one of the two"
+            )
+    # Pins that agree in order may still leave too few units between them.
+    cut = next((p for p in range(1, len(lowest)) if lowest[p] > highest[p]), None)
+    if cut is not None:
+        pinned = ", ".join(f"--pin {name}:{stage}" for _, stage, name in pins)
+        held = f"the first {cut} stages together" if cut > 1 else "stage 0"
+        raise InfeasibleError(
+            f"{pinned}: {held} must hold at least {lowest[cut]} unit{'' if lowest[cut] == 1 else 's'},"
+            f" but at most {highest[cut]} so that each other stage has {problem.min_units};"
+            " change the pins or use --min-layers 0"
+        )

@@ -1,0 +1,129 @@
+"""Which cuts can be reached: the set of positions where stage ``p`` can end, kept as a few intervals.
+
+With stages that may be empty, greedy furthest reach answers this. As soon as every stage must hold something, it does
+not: a later stage may be unable to hold one particular unit, so an earlier stage must stop short of it.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterator, Sequence
+from functools import cached_property
+from itertools import pairwise
+
+from .constraints import Limits
+
+Interval = tuple[int, int]
+
+
+def reachable(limits: Limits, bottleneck: int, oversize: Oversize) -> tuple[list[list[Interval]], int | None]:
+    """For each position ``p`` the cuts at which ``p`` stages can end within the bottleneck, as closed intervals.
+
+    Also the least larger bottleneck at which any of these sets could differ; None where no larger one changes them.
+    """
+    sets: list[list[Interval]] = [[(0, 0)]]
+    following: int | None = None
+    for stage in range(limits.stages):
+        work = limits.places[stage].work_ns(bottleneck)
+        high = limits.highest[stage + 1]
+        found: list[Interval] = []
+        for first, last in _feasible_starts(limits, oversize, sets[-1], stage, work):
+            start = max(first + limits.min_units, limits.lowest[stage + 1])
+            end = min(limits.furthest(stage, last, work), high)
+            if end < high:
+                following = _least(following, limits.time_ns(stage, last, end + 1), bottleneck)
+            if start > end:
+                continue
+            if found and start <= found[-1][1] + 1:
+                found[-1] = (found[-1][0], max(found[-1][1], end))
+            else:
+                found.append((start, end))
+        heavier = oversize.next_load(work)
+        if heavier is not None:
+            following = _least(following, limits.places[stage].time_ns(heavier), bottleneck)
+        sets.append(found)
+        if not found:
+            break
+    return sets, following
+
+
+def _least(known: int | None, value: int, above: int) -> int | None:
+    return value if value > above and (known is None or value < known) else known
+
+
+class Oversize:
+    """Which units are too heavy for a stage to hold even alone; they are sorted once, at the first question."""
+
+    def __init__(self, limits: Limits) -> None:
+        self._limits = limits
+
+    @cached_property
+    def _loads(self) -> list[tuple[int, int]]:
+        return sorted((b - a, unit) for unit, (a, b) in enumerate(pairwise(self._limits.load)))
+
+    @cached_property
+    def _static(self) -> int:
+        return max((b - a for a, b in pairwise(self._limits.static)), default=0)
+
+    @cached_property
+    def _activation(self) -> int:
+        return max((b - a for a, b in pairwise(self._limits.activation)), default=0)
+
+    def next_load(self, work: int) -> int | None:
+        """The lightest unit that is heavier than the work."""
+        at = bisect_right(self._loads, (work, self._limits.units))
+        return self._loads[at][0] if at < len(self._loads) else None
+
+    def units(self, stage: int, work: int) -> list[int]:
+        """The units that the stage cannot hold, in order."""
+        limits = self._limits
+        found = {unit for _, unit in self._loads[bisect_right(self._loads, (work, limits.units)) :]}
+        cap = limits.places[stage].memory_bytes
+        if cap is not None and self._static + limits.in_flight[stage] * self._activation > cap:
+            found.update(unit for unit in range(limits.units) if not limits.fits(stage, unit, unit + 1))
+        return sorted(found)
+
+
+def _feasible_starts(
+    limits: Limits, oversize: Oversize, starts: list[Interval], stage: int, work: int
+) -> Iterator[Interval]:
+    """The starts from which the stage can hold its least number of units, in runs without gaps.
+
+    From a run ``[x, y]`` of them the ends that can be reached are all of ``[x + least, furthest(y)]``.
+    """
+    if limits.min_units == 0:
+        yield from starts
+        return
+    bad = oversize.units(stage, work)
+    for first, last in starts:
+        last = min(last, limits.units - limits.min_units)
+        if limits.min_units > 1:
+            blocked: Sequence[int] = [
+                begin
+                for begin in range(first, last + 1)
+                if limits.furthest(stage, begin, work) < begin + limits.min_units
+            ]
+        else:
+            blocked = bad[bisect_left(bad, first) : bisect_right(bad, last)]
+        for hole in blocked:
+            if first < hole:
+                yield first, hole - 1
+            first = hole + 1
+        if first <= last:
+            yield first, last
+
+
+def succeeds(limits: Limits, sets: list[list[Interval]]) -> bool:
+    """Whether all stages together reach the end."""
+    return len(sets) == limits.stages + 1 and any(a <= limits.units <= b for a, b in sets[-1])
+
+
+def walk_back(limits: Limits, sets: list[list[Interval]], bottleneck: int) -> tuple[int, ...]:
+    """One partition within the bottleneck, each stage beginning as late as it can."""
+    cuts = [limits.units]
+    for stage in range(limits.stages - 1, -1, -1):
+        end = cuts[-1]
+        first = limits.earliest(stage, end, limits.places[stage].work_ns(bottleneck))
+        last = end - limits.min_units
+        cuts.append(next(min(b, last) for a, b in reversed(sets[stage]) if a <= last and min(b, last) >= first))
+    return tuple(reversed(cuts))

@@ -1,0 +1,338 @@
+"""Several stages on a worker: balance the sums of the workers, not the stages.
+
+With ``v`` stages a worker the loads are sums of ``v`` runs of the chain, so the chain's exact solver does not apply.
+
+* In a V (worker ``p`` holds the ``p``-th run from the front and the ``p``-th from the back) a table over the front cut
+  gives the least bottleneck: of all ways to have given out the front up to a cut, the one that has given out most of
+  the back is best. With stages that must hold something it is a bound, met or not.
+* Looped, it starts from the exact partition into ``P v`` stages and shifts runs of neighbouring cuts as long as the
+  slowest worker, or then the sum of squares, falls: a heuristic. Its certificate is against work over workers and the
+  heaviest unit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
+
+import numpy as np
+import numpy.typing as npt
+
+from ..costs.cost_window import SPEED_UNIT
+from ..formats.plan import V_SCHEDULES
+from .constraints import Limits, make_limits
+from .exact import Solution, least_bottleneck, start_of, why_infeasible
+from .problem import InfeasibleError, Problem, check_size
+
+Array = npt.NDArray[np.int64]
+MAX_ROUNDS = 300
+SHAKES = 150
+POOL = 600
+SHIFTS = (-1, 1, -1, 1, -1, 1, -2, 2, -3, 3)
+TABLE_LIMIT = 4_000_000
+"""The exact table of a V is made up to so many cells; it has ``workers x units^2``."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Loads:
+    """The limits of a problem with several stages a worker, as arrays.
+
+    Attributes:
+        positions: of each stage, the index of its worker.
+        held: of each worker the numbers of microbatches in flight, per lap, that it can hold at the same time.
+        handicaps: what each worker has less than others for work, in ns a microbatch.
+    """
+
+    limits: Limits
+    positions: tuple[int, ...]
+    held: tuple[tuple[tuple[int, ...], ...], ...]
+    handicaps: tuple[int, ...] = ()
+
+    @property
+    def workers(self) -> int:
+        """How many there are."""
+        return len(self.held)
+
+    def times(self, cuts: Array) -> Array:
+        """The time in ns of each worker in a microbatch: ``[candidates, workers]`` of ``[candidates, stages + 1]``."""
+        load = np.array(self.limits.load, dtype=np.int64)
+        work = np.diff(load[cuts], axis=1)
+        speeds = np.array([place.speed_ppm for place in self.limits.places], dtype=np.int64)
+        if not (speeds == SPEED_UNIT).all():
+            work = -(-work * SPEED_UNIT // speeds)
+        return self._summed(work) + np.array(self.handicaps or [0] * self.workers, dtype=np.int64)
+
+    def excess(self, cuts: Array) -> Array:
+        """The bytes by which the workers' memory is exceeded, summed: ``[candidates]``."""
+        over = np.zeros(len(cuts), dtype=np.int64)
+        if not self.limits.static:
+            return over
+        static = self._summed(np.diff(np.array(self.limits.static, dtype=np.int64)[cuts], axis=1))
+        kept = np.diff(np.array(self.limits.activation, dtype=np.int64)[cuts], axis=1)
+        for worker, counts in enumerate(self.held):
+            cap = self.limits.places[worker].memory_bytes
+            if cap is not None:
+                stages = [stage for stage, at in enumerate(self.positions) if at == worker]
+                most = np.max(kept[:, stages] @ np.array(counts, dtype=np.int64).T, axis=1)
+                over += np.maximum(0, static[:, worker] + most - cap)
+        return over
+
+    def _summed(self, of_stages: Array) -> Array:
+        result = np.zeros((len(of_stages), self.workers), dtype=np.int64)
+        for stage, worker in enumerate(self.positions):
+            result[:, worker] += of_stages[:, stage]
+        return result
+
+
+def make_loads(problem: Problem) -> Loads:
+    """The loads of a problem; also with one stage a worker."""
+    return Loads(
+        limits=make_limits(problem),
+        positions=problem.positions,
+        held=problem.held_together,
+    )
+
+
+def neighbours(limits: Limits, cuts: Sequence[int], *, runs: bool = True, reach: int = 3) -> Array:
+    """All permitted partitions with a cut shifted by up to ``reach``, or (``runs``) a run of neighbouring cuts by one.
+
+    ``[candidates, stages + 1]``; memory is not looked at.
+    """
+    inner = len(cuts) - 2
+    rows = []
+    for first in range(1, inner + 1):
+        for last in range(first, (inner if runs else first) + 1):
+            shifts = range(1, reach + 1) if first == last else (1,)
+            rows += [(first, last, sign * shift) for shift in shifts for sign in (-1, 1)]
+    found = np.repeat(np.array([cuts], dtype=np.int64), len(rows), axis=0)
+    for at, (first, last, shift) in enumerate(rows):
+        found[at, first : last + 1] += shift
+    return found[permitted(limits, found)]
+
+
+def permitted(limits: Limits, cuts: Array) -> npt.NDArray[np.bool_]:
+    """Which of the partitions obey pins and the least number of units."""
+    low, high = np.array(limits.lowest), np.array(limits.highest)
+    inside = ((cuts >= low) & (cuts <= high)).all(axis=1)
+    return np.asarray(inside & (np.diff(cuts, axis=1) >= limits.min_units).all(axis=1))
+
+
+def descend(loads: Loads, cuts: Sequence[int]) -> tuple[int, ...]:
+    """Cuts that no such shift makes better: least excess of memory, then slowest worker, then sum of squares."""
+
+    def best_of(candidates: Array) -> tuple[tuple[int, int, float], int]:
+        excess, times = loads.excess(candidates), loads.times(candidates)
+        slowest, squares = times.max(axis=1), (times.astype(np.float64) ** 2).sum(axis=1)
+        at = int(np.lexsort((squares, slowest, excess))[0])
+        return (int(excess[at]), int(slowest[at]), float(squares[at])), at
+
+    now = np.array([cuts], dtype=np.int64)
+    worth, _ = best_of(now)
+    for _ in range(MAX_ROUNDS):
+        others = neighbours(loads.limits, [int(cut) for cut in now[0]])
+        if not len(others):
+            break
+        found, at = best_of(others)
+        if found >= worth:
+            break
+        worth, now = found, others[at : at + 1]
+    return tuple(int(cut) for cut in now[0])
+
+
+def near(random: np.random.Generator, limits: Limits, cuts: Sequence[int]) -> Array:
+    """Permitted partitions near these, drawn at random: up to three runs of neighbouring cuts shifted."""
+    stages = len(cuts) - 1
+    found = np.repeat(np.array([cuts], dtype=np.int64), POOL, axis=0)
+    index = np.arange(stages + 1)[None, :]
+    for _ in range(3):
+        one, other = random.integers(1, max(2, stages), (2, POOL))
+        other = np.where(random.random(POOL) < 0.6, one, other)
+        inside: npt.NDArray[np.bool_] = index >= np.minimum(one, other)[:, None]
+        inside &= index <= np.maximum(one, other)[:, None]
+        found += (inside & (random.random(POOL) < 0.6)[:, None]) * random.choice(SHIFTS, POOL)[:, None]
+    return np.unique(found[permitted(limits, found)], axis=0)
+
+
+def _shaken(loads: Loads, cuts: tuple[int, ...], bound: int) -> tuple[int, ...]:
+    """Cuts with a faster slowest worker, by random shifts of which a few that make it slower are taken on the way."""
+    random = np.random.default_rng(0)
+
+    def worth(candidates: Array) -> Array:
+        return np.asarray(loads.times(candidates).max(axis=1) + (loads.excess(candidates) > 0) * (1 << 60))
+
+    now = best = np.array(cuts, dtype=np.int64)
+    value = least = int(worth(now[None, :])[0])
+    for number in range(SHAKES):
+        if least <= bound:
+            break
+        pool = near(random, loads.limits, [int(cut) for cut in now])
+        if not len(pool):
+            break
+        values = worth(pool)
+        at = int(values.argmin())
+        if values[at] <= value * (1 + 0.1 * (1 - number / SHAKES) * random.random()):
+            now, value = pool[at], int(values[at])
+        if value < least:
+            best, least = now, value
+        elif number % 15 == 14:
+            now, value = best, least
+    return tuple(int(cut) for cut in best)
+
+
+def solve_several(problem: Problem) -> Solution:
+    """A partition for several stages a worker, with the bound that holds for it.
+
+    Raises:
+        UsageError: more stages than units.
+        InfeasibleError: none was found; in a V, and where a stage cannot be had at all, there is none.
+    """
+    check_size(problem)
+    loads = make_loads(problem)
+    limits = loads.limits
+    bound = start_of(replace(limits, places=problem.places))
+    starts = [least_bottleneck(replace(limits, static=(), activation=()))[1]]
+    if problem.schedule in V_SCHEDULES and limits.units**2 * loads.workers <= TABLE_LIMIT:
+        bound, cuts = least_in_v(loads, bound)
+        starts.append(cuts)
+    elif limits.static:
+        with suppress(InfeasibleError):  # what no stage holds alone may still be shifted to where it fits
+            starts.append(least_bottleneck(limits)[1])
+    found = [descend(loads, cuts) for cuts in starts]
+    cuts = min(found, key=lambda c: (int(loads.excess(np.array([c]))[0]), int(loads.times(np.array([c])).max())))
+    if over := int(loads.excess(np.array([cuts]))[0]):
+        raise InfeasibleError(
+            f"no partition with {problem.virtual_stages} stages a worker was found within the memory limits; the best"
+            f" is {over:,} bytes over; give more memory, more workers, fewer microbatches or one stage a worker"
+        )
+    cuts = _shaken(loads, cuts, bound)
+    if problem.current is not None:
+        cuts = _nearer(problem, loads, cuts)
+    bottleneck = int(loads.times(np.array([cuts])).max())
+    positions = problem.chain.cuts
+    return Solution(
+        boundaries=tuple(positions[cut] for cut in cuts),
+        bottleneck_ns=bottleneck,
+        lower_bound_ns=bound,
+        optimal=bound == bottleneck,
+        blocking=(0, 0),
+    )
+
+
+def _nearer(problem: Problem, loads: Loads, cuts: tuple[int, ...]) -> tuple[int, ...]:
+    """Cuts no slower than these that move less from the partition in force, by the same shifts."""
+    positions, sizes = problem.chain.cuts, problem.chain.move_bytes
+    owner = [-1] * len(sizes)
+    for stage, (begin, end) in enumerate(problem.current or ()):
+        owner[begin:end] = [problem.positions[stage]] * (end - begin)
+    stays = np.zeros((loads.workers, len(positions)), dtype=np.int64)
+    for worker in range(loads.workers):
+        kept = [0, *accumulate(size + 1 if at == worker else 0 for size, at in zip(sizes, owner, strict=True))]
+        stays[worker] = [kept[position] for position in positions]
+    of_stage = np.array(loads.positions)
+
+    def kept_bytes(candidates: Array) -> Array:
+        return np.asarray((stays[of_stage, candidates[:, 1:]] - stays[of_stage, candidates[:, :-1]]).sum(axis=1))
+
+    now = np.array([cuts], dtype=np.int64)
+    limit, best = loads.times(now).max(), kept_bytes(now)[0]
+    for _ in range(MAX_ROUNDS):
+        others = neighbours(loads.limits, [int(cut) for cut in now[0]])
+        if len(others):
+            others = others[(loads.times(others).max(axis=1) <= limit) & (loads.excess(others) == 0)]
+        if not len(others) or kept_bytes(others).max() <= best:
+            break
+        at = int(kept_bytes(others).argmax())
+        now, best = others[at : at + 1], kept_bytes(others)[at]
+    return tuple(int(cut) for cut in now[0])
+
+
+def least_in_v(loads: Loads, low: int) -> tuple[int, tuple[int, ...]]:
+    """The least bottleneck of a V where stages may be empty, and cuts that meet it or the least found above it.
+
+    Raises:
+        InfeasibleError: memory or pins forbid every partition.
+    """
+    limits = loads.limits
+    ceiling = max(place.time_ns(limits.load[-1]) for place in limits.places) + 1
+
+    def least(from_ns: int, min_units: int) -> tuple[int, tuple[int, ...]] | None:
+        below, above = from_ns - 1, ceiling
+        found = _in_v(loads, above, min_units)
+        if found is None:
+            return None
+        trial = from_ns  # often already the answer
+        while above - below > 1:
+            cuts = _in_v(loads, trial, min_units)
+            if cuts is None:
+                below = trial
+            else:
+                found, above = cuts, min(trial, int(loads.times(np.array([cuts])).max()))
+            trial = (below + above) // 2
+        return above, found
+
+    best = least(low, 0)
+    if best is None:
+        raise InfeasibleError(why_infeasible(limits))
+    if limits.min_units == 0 or all(b - a >= limits.min_units for a, b in pairwise(best[1])):
+        return best
+    full = least(best[0], limits.min_units)
+    return (best[0], full[1]) if full is not None else best
+
+
+def _in_v(loads: Loads, bottleneck: int, min_units: int) -> tuple[int, ...] | None:
+    """Cuts of a V within the bottleneck and the memory, or None.
+
+    ``back[l]`` is the least cut down to which the workers so far can take the back if they take the front up to ``l``.
+    """
+    limits, workers = loads.limits, loads.workers
+    nowhere = limits.units + 1
+    front = np.arange(limits.units + 1)
+    back = np.where(front == 0, limits.units, nowhere)
+    backs, came_from = [back], []
+    for worker in range(workers):
+        first = np.flatnonzero(back < nowhere)[:, None]
+        if not len(first):
+            return None
+        down = _furthest_back(loads, worker, bottleneck, min_units, first, back[first])
+        best = down.argmin(axis=0)
+        came_from.append(first[best, 0])
+        back = down[best, front]
+        backs.append(back)
+    middle = np.flatnonzero(back == front)
+    if not len(middle):
+        return None
+    left, right = [int(middle[0])], []
+    for worker in range(workers - 1, -1, -1):
+        left.append(int(came_from[worker][left[-1]]))
+        right.append(int(backs[worker][left[-1]]))
+    return (*reversed(left), *right)
+
+
+def _furthest_back(loads: Loads, worker: int, bottleneck: int, min_units: int, first: Array, until: Array) -> Array:
+    """For each front ``[first, l)`` that the worker may take, the least cut from which it can take the back as well.
+
+    ``first`` and ``until`` are what is given out already, as columns; the result has a row for each and a column for
+    each ``l``, with ``units + 1`` where there is no way.
+    """
+    limits, load = loads.limits, np.array(loads.limits.load, dtype=np.int64)
+    front = np.arange(limits.units + 1)[None, :]
+    other = 2 * loads.workers - 1 - worker
+    place = limits.places[worker]
+    spent = -(-(load[front] - load[first]) * SPEED_UNIT // place.speed_ppm)
+    handicap = loads.handicaps[worker] if loads.handicaps else 0
+    rest = (bottleneck - handicap - spent) * place.speed_ppm // SPEED_UNIT
+    allowed = (front >= first + min_units) & (rest >= 0)
+    allowed &= (front >= limits.lowest[worker + 1]) & (front <= limits.highest[worker + 1])
+    down = np.maximum(np.searchsorted(load, load[until] - np.maximum(rest, 0)), front)
+    down = np.maximum(down, limits.lowest[other])
+    if limits.static and place.memory_bytes is not None:
+        static, kept = (np.array(values, dtype=np.int64) for values in (limits.static, limits.activation))
+        for before, after in loads.held[worker]:
+            ahead, behind = static + before * kept, static + after * kept
+            free = place.memory_bytes - (ahead[front] - ahead[first])
+            allowed &= free >= 0
+            down = np.maximum(down, np.searchsorted(behind, behind[until] - np.maximum(free, 0)))
+    allowed &= (down <= until - min_units) & (down <= limits.highest[other])
+    return np.where(allowed, down, limits.units + 1)

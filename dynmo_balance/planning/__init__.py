@@ -1,0 +1,1 @@
+"""Plans: partition, prediction, certificate and migration."""

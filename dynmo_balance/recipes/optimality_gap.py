@@ -1,0 +1,73 @@
+"""How far a recipe's step is from perfect: 1F1B at layer granularity, and the best that a search finds, over bounds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from ..analysis.search import Candidate, search
+from ..formats.plan import CUSTOM
+from ..partition.registry import solve
+from ..schedules.registry import SCHEDULES
+from ..simulation.bounds import Bounds
+from ..simulation.simulator import predict
+from .recipe import Recipe, final_costs, problem_of
+
+
+@dataclass(frozen=True, kw_only=True)
+class Distance:
+    """Steps in ns at the end of a recipe's trajectory.
+
+    Attributes:
+        bounds: what no schedule and no partition can beat; ``work_ns`` is all work over all workers.
+        plain: 1F1B, exact partition, whole layers.
+        best: the best schedule, stages a worker, granularity and order of operations that was found.
+    """
+
+    recipe: Recipe
+    bounds: Bounds
+    plain: Candidate
+    best: Candidate
+
+    @property
+    def plain_ns(self) -> int:
+        """The step of ``plain``."""
+        return self.plain.timeline.step_ns
+
+    @property
+    def found_ns(self) -> int:
+        """The step of ``best``."""
+        return self.best.timeline.step_ns
+
+    @property
+    def found(self) -> str:
+        """What ``best`` is."""
+        return self.best.label
+
+    def document(self) -> dict[str, Any]:
+        """For a program."""
+        return {
+            "recipe": self.recipe.name,
+            "layers": self.recipe.spec.layers,
+            "workers": self.recipe.run.workers,
+            "work_ns": self.bounds.work_ns,
+            "bound_ns": self.bounds.step_ns,
+            "plain_ns": self.plain_ns,
+            "found_ns": self.found_ns,
+            "found": self.found,
+        }
+
+
+def distance_of(recipe: Recipe) -> Distance:
+    """The distance of a recipe; a search takes some seconds at 8 workers."""
+    header, _, last = final_costs(recipe)
+    plain = problem_of(header, last, "layer")
+    found = search(header, plain, (*SCHEDULES, CUSTOM), ("layer", "sublayer"))
+    solution = solve(plain)
+    timeline = predict(plain, solution.boundaries)
+    return Distance(
+        recipe=recipe,
+        bounds=found.bounds,
+        plain=Candidate(granularity="layer", problem=plain, solution=solution, timeline=timeline),
+        best=found.best,
+    )

@@ -1,0 +1,216 @@
+"""Recipes: one TOML file a dynamic technique, with its assumptions, and what balancing gives under them.
+
+* balancing only: the technique on Megatron's even split against the technique on the exact partition;
+* technique and balancing: the baseline on the even split against the technique on the exact partition;
+* searched: the same with schedule, stages a worker, granularity and order of operations searched as well.
+
+A recipe has ``technique``, ``assumptions`` (sentences) and may have ``published`` (a speed-up to stand beside the
+others), ``device`` and ``steps``; ``[model]`` is a model's configuration as ``profile build`` takes it, ``[run]`` the
+fields of ``BuildOptions``, ``[script]`` those of ``Script``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+from .._common.document import MAX_CONFIG_BYTES, parse_toml, read_text
+from .._common.errors import UsageError
+from ..analysis.search import search
+from ..costs.cost_window import ItemCosts
+from ..costs.devices import load_device
+from ..costs.model_spec import ModelSpec
+from ..costs.sparsity import SparsityModel
+from ..formats.profile import Header
+from ..inputs.analytic_profile import BuildOptions, build_costs, build_header, header_of
+from ..inputs.model_config import from_config
+from ..inputs.scenarios import DEFAULT_STRENGTH, TECHNIQUES, Script, moments
+from ..partition import uniform
+from ..partition.problem import Problem, places_of
+from ..partition.registry import solve
+from ..planning.plan_builder import chain_of
+from ..schedules.registry import SCHEDULES
+from ..simulation.simulator import predict
+
+FOLDER = Path(__file__).parent
+_KEYS = {"technique", "published", "assumptions", "device", "steps", "model", "run", "script"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """A technique with all that its figures depend on."""
+
+    name: str
+    technique: str
+    published: float | None
+    assumptions: tuple[str, ...]
+    device: str
+    spec: ModelSpec
+    run: BuildOptions
+    script: Script
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """Steps in ns, and the speed-ups made of them."""
+
+    recipe: Recipe
+    baseline_ns: int
+    unbalanced_ns: int
+    balanced_ns: int
+    searched_ns: int | None = None
+    searched: str = ""
+    bound_ns: int | None = None
+
+    @property
+    def balancing_only(self) -> float:
+        """The technique, even split against exact."""
+        return self.unbalanced_ns / self.balanced_ns
+
+    @property
+    def technique_and_balancing(self) -> float:
+        """The baseline on the even split against the technique on the exact partition."""
+        return self.baseline_ns / self.balanced_ns
+
+    def document(self) -> dict[str, Any]:
+        """For a program."""
+        searched = None if self.searched_ns is None else self.baseline_ns / self.searched_ns
+        return {
+            "recipe": self.recipe.name,
+            "technique": self.recipe.technique,
+            "assumptions": list(self.recipe.assumptions),
+            "baseline_ns": self.baseline_ns,
+            "unbalanced_ns": self.unbalanced_ns,
+            "balanced_ns": self.balanced_ns,
+            "balancing_only": self.balancing_only,
+            "technique_and_balancing": self.technique_and_balancing,
+            "searched_ns": self.searched_ns,
+            "searched": self.searched or None,
+            "searched_bound_ns": self.bound_ns,
+            "technique_and_search": searched,
+            "published": self.recipe.published,
+        }
+
+
+def recipe_names() -> list[str]:
+    """The recipes that come with the package."""
+    return sorted(path.stem for path in FOLDER.glob("*.toml"))
+
+
+def _filled(kind: type, content: Any, source: str, part: str) -> Any:
+    """A dataclass from a table; raises ``UsageError`` with every key that does not fit."""
+    if not isinstance(content, dict):
+        raise UsageError(f"{source}: [{part}] must be a table")
+    known = {field.name: field for field in fields(kind)}
+    problems = [f"{part}.{key} is unknown" for key in content if key not in known]
+    for key, value in content.items():
+        default = known[key].default if key in known else None
+        if isinstance(default, bool) != isinstance(value, bool) and isinstance(default, bool | int | float):
+            problems.append(f"{part}.{key} is {value!r}, of another type than {default!r}")
+        elif isinstance(default, int | float) and not isinstance(value, int | float):
+            problems.append(f"{part}.{key} must be a number, is {value!r}")
+    if problems:
+        raise UsageError(f"{source}: {'; '.join(problems)}")
+    return kind(**content)
+
+
+def load_recipe(name: str) -> Recipe:
+    """A recipe of the package by its name, or one from a TOML file."""
+    path = FOLDER / f"{name}.toml" if name in recipe_names() else Path(name)
+    if not path.is_file():
+        raise UsageError(f"unknown recipe {name!r}: use one of {', '.join(recipe_names())} or a TOML file")
+    try:
+        content = parse_toml(read_text(path, MAX_CONFIG_BYTES))
+    except ValueError as error:
+        raise UsageError(f"{path}: {error}") from error
+    if unknown := sorted(content.keys() - _KEYS):
+        raise UsageError(f"{path}: unknown keys {', '.join(unknown)}; there are {', '.join(sorted(_KEYS))}")
+    technique = content.get("technique")
+    if technique not in TECHNIQUES:
+        raise UsageError(f"{path}: technique must be one of {', '.join(TECHNIQUES)}, is {technique!r}")
+    return Recipe(
+        name=path.stem,
+        technique=technique,
+        published=content.get("published"),
+        assumptions=tuple(map(str, content.get("assumptions", ()))),
+        device=str(content.get("device", "h100")),
+        spec=from_config(_table(content, "model", path), str(path)),
+        run=_filled(BuildOptions, content.get("run", {}), str(path), "run"),
+        script=_script(content, technique, path),
+    )
+
+
+def _table(content: Mapping[str, Any], name: str, path: Path) -> Mapping[str, Any]:
+    table = content.get(name)
+    if not isinstance(table, dict):
+        raise UsageError(f"{path}: [{name}] is missing")
+    return table
+
+
+def _script(content: Mapping[str, Any], technique: str, path: Path) -> Script:
+    steps = content.get("steps", 400)
+    if not isinstance(steps, int) or steps < 1:
+        raise UsageError(f"{path}: steps must be a whole number above 0, is {steps!r}")
+    stated = dict(content.get("script", {}))
+    model = _filled(SparsityModel, stated.pop("sparsity", {}), str(path), "script.sparsity")
+    values = {"steps": steps, "strength": DEFAULT_STRENGTH[technique], "seed": 1, **stated}
+    script: Script = replace(_filled(Script, values, str(path), "script"), sparsity=model)
+    if not 0 <= script.strength < 1:
+        raise UsageError(f"{path}: script.strength must be within [0, 1), is {script.strength}")
+    return script
+
+
+def problem_of(header: Header, costs: ItemCosts, granularity: str) -> Problem:
+    """The chain, the workers and the schedule of a recipe, at some costs."""
+    return Problem(
+        chain=chain_of(header, costs, granularity),
+        places=places_of(header),
+        schedule=header.schedule,
+        microbatches=header.microbatches,
+        virtual_stages=header.virtual_stages_per_worker,
+        link_bandwidth=header.link.bandwidth_bytes_per_s if header.link else None,
+        link_latency_ns=header.link.latency_ns if header.link else 0,
+    )
+
+
+def altered(recipe: Recipe, layers: int | None, workers: int | None) -> Recipe:
+    """The recipe with another number of blocks or workers; None leaves what it has."""
+    spec, run = recipe.spec, recipe.run
+    return replace(
+        recipe,
+        spec=replace(spec, layers=spec.layers if layers is None else layers),
+        run=replace(run, workers=run.workers if workers is None else workers),
+    )
+
+
+def final_costs(recipe: Recipe) -> tuple[Header, ItemCosts, ItemCosts]:
+    """The header of a recipe's profile, its dense costs, and those at the end of its trajectory."""
+    device = load_device(recipe.device)
+    header = header_of(build_header(recipe.spec, device, recipe.run, recipe.name))
+    dense = last = build_costs(recipe.spec, header, device, recipe.run)
+    for moment in moments(recipe.technique, header, dense, recipe.script):
+        last = moment.costs
+    return header, dense, last
+
+
+def cook(recipe: Recipe, *, searching: bool = False) -> Outcome:
+    """The steps of a recipe, at the end of its trajectory."""
+    header, dense, last = final_costs(recipe)
+    before, after = (problem_of(header, costs, recipe.run.granularity) for costs in (dense, last))
+    outcome = Outcome(
+        recipe=recipe,
+        baseline_ns=predict(before, uniform.boundaries(before)).step_ns,
+        unbalanced_ns=predict(after, uniform.boundaries(after)).step_ns,
+        balanced_ns=predict(after, solve(after).boundaries).step_ns,
+    )
+    if not searching:
+        return outcome
+    found = search(header, after, tuple(SCHEDULES), ("layer", "sublayer"))
+    return replace(
+        outcome,
+        searched_ns=found.best.timeline.step_ns,
+        searched=found.best.label,
+        bound_ns=found.bounds.step_ns,
+    )

@@ -1,0 +1,1 @@
+"""Simulation of a training step: discrete events, batched, bounds, throughput."""

@@ -1,0 +1,245 @@
+"""Many partitions simulated at once: the order of operations is compiled into levels, each a few array operations.
+
+It gives the same step times as ``simulator.run`` with overlapped transfers, to the nanosecond. An operation waits for
+the one before it on its worker and for one tensor from another stage, so its level is one more than the larger of
+theirs. What an operation ends at is needed for a few levels only, so the ends lie in a ring that stays in the cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import pairwise
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from ..costs.cost_window import SPEED_UNIT
+from ..partition.problem import Problem
+from ..schedules.registry import Kind, Order, order_of
+
+KINDS = (Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
+Array = npt.NDArray[np.int64]
+Index = Array | slice
+
+
+class Level(NamedTuple):
+    """Operations that do not wait for each other; ``own``, ``before`` and ``needs`` are places in the ring.
+
+    Attributes:
+        own: of the operations themselves, side by side.
+        before, needs: of the one before each on its worker, of the one whose tensor it needs; 0 is the beginning.
+        pattern: the number of what is done in ``Compiled.patterns``.
+        last: whether a worker's last operation is among them.
+    """
+
+    own: slice
+    before: Index
+    needs: Index
+    pattern: int
+    last: bool
+
+
+class Pattern(NamedTuple):
+    """What is done in a level: kind and stage of each operation, and the stage whose ``send_ns`` its tensor takes.
+
+    ``kinds`` are indices of ``KINDS``; ``links`` is the number of stages where nothing is sent.
+    """
+
+    kinds: Array
+    stages: Array
+    links: Array
+
+
+@dataclass(frozen=True, kw_only=True)
+class Compiled:
+    """The levels of a schedule, their distinct patterns, and the ring's size; its place 0 is the beginning."""
+
+    levels: tuple[Level, ...]
+    patterns: tuple[Pattern, ...]
+    ring: int
+
+
+class _Row(NamedTuple):
+    own: int
+    before: int
+    needs: int
+    link: int
+    kind: int
+    stage: int
+
+
+def _rows(order: Order) -> list[list[_Row]]:
+    """The operations of each level, numbered from 1 in the order of the workers."""
+    workers = len(order)
+    stages = 1 + max(op.stage for operations in order for op in operations)
+    worker_of = {op.stage: worker for worker, operations in enumerate(order) for op in operations}
+    number = {op: at for at, op in enumerate((op for operations in order for op in operations), start=1)}
+    split = any(op.kind is Kind.BACKWARD_INPUT for operations in order for op in operations)
+    back = Kind.BACKWARD_INPUT if split else Kind.BACKWARD
+    level: dict[int, int] = {0: -1}
+    rows: list[list[_Row]] = []
+    done = [0] * workers
+    waiting = list(range(workers))
+    while waiting:
+        worker = waiting.pop()
+        while done[worker] < len(order[worker]):
+            op = order[worker][done[worker]]
+            needs, link = 0, stages
+            if op.kind is Kind.FORWARD and op.stage:
+                needs, link = number[op._replace(stage=op.stage - 1)], op.stage - 1
+            elif op.kind is back and op.stage < stages - 1:
+                needs, link = number.get(op._replace(stage=op.stage + 1), 0), op.stage
+            if needs not in level:
+                break
+            before = number[order[worker][done[worker] - 1]] if done[worker] else 0
+            own = number[op]
+            level[own] = 1 + max(level[before], level[needs])
+            while len(rows) <= level[own]:
+                rows.append([])
+            rows[level[own]].append(_Row(own, before, needs, link, KINDS.index(op.kind), op.stage))
+            done[worker] += 1
+            beside = worker_of.get(op.stage + (1 if op.kind is Kind.FORWARD else -1), worker)
+            if beside != worker:
+                waiting.append(beside)
+    return [sorted(row) for row in rows]
+
+
+def _last_uses(rows: list[list[_Row]], count: int) -> list[int]:
+    """For each operation the last level that looks at its end; its own where none does."""
+    last = [0] * (count + 1)
+    for at, row in enumerate(rows):
+        for own in row:
+            last[own.own] = last[own.before] = last[own.needs] = at
+    return last
+
+
+def _index(places: list[int]) -> Index:
+    """A slice where the places lie side by side: that is a view, no copy."""
+    first = places[0]
+    if places == list(range(first, first + len(places))):
+        return slice(first, first + len(places))
+    return np.array(places, dtype=np.int64)
+
+
+@lru_cache(maxsize=32)
+def compiled(schedule: str, workers: int, virtual_stages: int, microbatches: int) -> Compiled:
+    """The levels of a schedule by name."""
+    return compile_order(order_of(schedule, workers, virtual_stages, microbatches))
+
+
+@lru_cache(maxsize=8)
+def compile_order(order: Order) -> Compiled:
+    """The levels of an order of operations."""
+    rows = _rows(order)
+    count = sum(map(len, rows))
+    last_use = _last_uses(rows, count)
+    kept = max(last_use[o.own] - at for at, row in enumerate(rows) for o in row)
+    final = set(range(1, count + 1)).difference(o.before for row in rows for o in row)
+    widest = max(map(len, rows))
+    ring = 1 + (kept + 2) * widest
+    place = [0] * (count + 1)
+    free = 1
+    patterns: dict[bytes, tuple[int, Pattern]] = {}
+    levels = []
+    for row in rows:
+        if free + len(row) > ring:
+            free = 1
+        columns = np.array([(o.kind, o.stage, o.link) for o in row], dtype=np.int64).T.copy()
+        number, _ = patterns.setdefault(columns.tobytes(), (len(patterns), Pattern(*columns)))
+        before, needs = _index([place[o.before] for o in row]), _index([place[o.needs] for o in row])
+        for at, o in enumerate(row, start=free):
+            place[o.own] = at
+        last = any(o.own in final for o in row)
+        levels.append(Level(slice(free, free + len(row)), before, needs, number, last))
+        free += len(row)
+    return Compiled(levels=tuple(levels), patterns=tuple(pattern for _, pattern in patterns.values()), ring=ring)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Costs:
+    """The costs of the stages of many partitions, each array ``[stages, candidates]`` as in ``StageCosts``."""
+
+    forward_ns: Array
+    backward_input_ns: Array
+    backward_weight_ns: Array
+    has_backward: npt.NDArray[np.bool_]
+    send_ns: Array
+    static_bytes: Array
+    activation_bytes: Array
+
+
+def costs_of(problem: Problem, candidates: Sequence[Sequence[int]] | Array) -> Costs:
+    """The costs of each candidate's stages."""
+    chain = problem.chain
+    cuts = np.array(candidates, dtype=np.int64).T
+    begin, end = cuts[:-1], cuts[1:]
+    speeds = np.array([problem.place(stage).speed_ppm for stage in range(problem.num_stages)], dtype=np.int64)
+
+    def sums(values: Sequence[int]) -> Array:
+        prefix = np.concatenate([[0], np.cumsum(np.array(values, dtype=np.int64))])
+        return np.asarray(prefix[end] - prefix[begin])
+
+    def times(values: Sequence[int]) -> Array:
+        work = sums(values)
+        if (speeds == SPEED_UNIT).all():
+            return work
+        return -(-work * SPEED_UNIT // speeds[:, None])
+
+    sends = [problem.transfer_ns(item.boundary_bytes) for item in chain.items]
+    ids = [problem.place(stage).worker for stage in range(problem.num_stages)]
+    apart = np.array([*(a != b for a, b in pairwise(ids)), False])[:, None]
+    sent = np.array([problem.transfer_ns(0), *sends], dtype=np.int64)[end]
+    return Costs(
+        forward_ns=times(chain.costs.forward_ns),
+        backward_input_ns=times(chain.costs.backward_input_ns),
+        backward_weight_ns=times(chain.costs.backward_weight_ns),
+        has_backward=end > chain.frozen_items,
+        send_ns=np.where(apart, sent, 0),
+        static_bytes=sums(chain.static_bytes),
+        activation_bytes=sums(chain.kept_bytes),
+    )
+
+
+def step_times(problem: Problem, candidates: Sequence[Sequence[int]] | Array, overhead_ns: int = 0) -> list[int]:
+    """The simulated step of each candidate's boundaries, in ns."""
+    found = steps_of(problem, costs_of(problem, candidates), overhead_ns)
+    return [int(value) for value in found]
+
+
+def steps_of(problem: Problem, costs: Costs, overhead_ns: int = 0) -> Array:
+    """The simulated step of each candidate, from the costs of its stages."""
+    if problem.order is not None:
+        return run_compiled(compile_order(problem.order), costs, overhead_ns)
+    plan = compiled(problem.schedule, len(problem.places), problem.virtual_stages, problem.microbatches)
+    return run_compiled(plan, costs, overhead_ns)
+
+
+def run_compiled(plan: Compiled, costs: Costs, overhead_ns: int = 0) -> Array:
+    """The step of each candidate under a compiled order of operations."""
+    count = costs.forward_ns.shape[1]
+    first, second = costs.backward_input_ns, costs.backward_weight_ns
+    durations = np.stack([costs.forward_ns, first + second, first, second]) + overhead_ns
+    trained = costs.has_backward
+    send = np.concatenate([costs.send_ns, np.zeros((1, count), dtype=np.int64)])
+    sends, all_run = bool(send.any()), bool(trained.all())
+    lengths = [durations[pattern.kinds, pattern.stages] for pattern in plan.patterns]
+    lags = [send[pattern.links] if sends else None for pattern in plan.patterns]
+    runs = [None if all_run else (pattern.kinds == 0)[:, None] | trained[pattern.stages] for pattern in plan.patterns]
+    ends = np.zeros((plan.ring, count), dtype=np.int64)
+    step = np.zeros(count, dtype=np.int64)
+    for own, before, needs, pattern, last in plan.levels:
+        started, after, lag, run = ends[before], ends[own], lags[pattern], runs[pattern]
+        if lag is None:
+            np.maximum(started, ends[needs], out=after)
+        else:
+            np.add(ends[needs], lag, out=after)
+            np.maximum(started, after, out=after)
+        after += lengths[pattern]
+        if run is not None:
+            np.copyto(after, started, where=~run)
+        if last:
+            np.maximum(step, after.max(axis=0), out=step)
+    return step

@@ -1,0 +1,160 @@
+"""What compressed communication does to a step: bytes on the links, and the time of making and undoing factors.
+
+A gradient ``[N, D]`` between stages becomes factors of ``(N + D) rank`` float32 numbers; the gradients of an item's
+matrices, each ``D`` wide, ``(parameters / D + matrices D) rank`` numbers. One product of rank r over a matrix takes as
+long as its ``2 N D r`` operations, or as reading the matrix, whichever is longer. Compression is two products, and one
+more where what is lost is kept; decompression is one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+from .._common.errors import UsageError
+from ..costs.devices import Device
+from ..formats.profile import Header, Item
+from ..partition.problem import Problem
+from ..schedules.registry import Kind, Order
+from .simulator import Communication, StageCosts, Timeline, run, stage_costs
+
+FACTOR_BYTES = 4
+MATRICES = {"attention": 2, "cross_attention": 3, "mlp": 2, "layer": 4}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Compression:
+    """How a run compresses; the default does not.
+
+    Attributes:
+        rows, columns: of a microbatch: samples x tokens, and the model's width.
+        device: whose rates the factors are made at.
+        boundary_rank: of gradients between stages; None sends them whole.
+        epilogue_only: compress those behind a worker's last forward only.
+        feedback: whether what is lost is kept.
+        replica_rank: of gradients between replicas; None adds them whole.
+        replica_workers: how many workers, from the first, compress these; None is all.
+        fuse_ties: add tied weights over replicas and copies in one exchange.
+    """
+
+    rows: int
+    columns: int
+    device: Device
+    boundary_rank: int | None = None
+    epilogue_only: bool = False
+    feedback: bool = False
+    replica_rank: int | None = None
+    replica_workers: int | None = None
+    fuse_ties: bool = False
+
+    def product_ns(self, rows: int, columns: int, rank: int, *, moves: int = 1) -> float:
+        """One product of rank ``rank`` that goes ``moves`` times over a float32 matrix."""
+        products = self.device.product_ns(2 * rows * columns * rank, "float32")
+        return max(products, self.device.touch_ns(moves * rows * columns * FACTOR_BYTES))
+
+    def compress_ns(self, rows: int, columns: int, rank: int) -> int:
+        """Time to make the factors of a matrix."""
+        kept = self.product_ns(rows, columns, rank, moves=2) if self.feedback else 0.0
+        return round(2 * self.product_ns(rows, columns, rank) + kept)
+
+    def decompress_ns(self, rows: int, columns: int, rank: int) -> int:
+        """Time to put a matrix together from its factors."""
+        return round(self.product_ns(rows, columns, rank))
+
+    def packs(self, worker: int) -> bool:
+        """Whether the worker at this position compresses between its replicas."""
+        return self.replica_rank is not None and (self.replica_workers is None or worker < self.replica_workers)
+
+    def replica_bytes(self, item: Item, without: int = 0) -> int:
+        """Bytes that an item's replicas add as factors; ``without`` parameters of it are added elsewhere."""
+        parameters = max(0, item.param_count - without)
+        matrices = MATRICES.get(item.kind, 1)
+        rank = min(self.replica_rank or 0, self.columns)
+        return min(item.gradient_bytes, (parameters // self.columns + matrices * self.columns) * rank * FACTOR_BYTES)
+
+    def replica_ns(self, item: Item, without: int = 0) -> int:
+        """Time of making and undoing an item's factors."""
+        rows, rank = max(0, item.param_count - without) // self.columns, min(self.replica_rank or 0, self.columns)
+        made = self.compress_ns(rows, self.columns, rank)
+        return made + self.decompress_ns(rows, self.columns, rank)
+
+
+def compression_of(header: Header, device: Device) -> Compression:
+    """None yet, of a profile's sizes."""
+    rows = header.micro_batch_size * header.model.sequence_length
+    return Compression(rows=rows, columns=header.model.hidden_size, device=device)
+
+
+def factor_bytes(compression: Compression) -> int:
+    """Bytes of the factors of one gradient between stages; 0 where it is sent whole."""
+    rows, columns = compression.rows, compression.columns
+    return (rows + columns) * min(compression.boundary_rank or 0, rows, columns) * FACTOR_BYTES
+
+
+def packed_microbatches(problem: Problem, order: Order, *, epilogue_only: bool) -> list[frozenset[int]]:
+    """Of each stage, the microbatches whose gradient it sends back as factors.
+
+    In the epilogue are those that the receiving worker runs behind its last forward.
+    """
+    every = frozenset(range(problem.microbatches))
+    behind: dict[int, set[int]] = {}
+    for operations in order:
+        last = max((at for at, one in enumerate(operations) if one.kind is Kind.FORWARD), default=-1)
+        for at, one in enumerate(operations):
+            if at > last and one.kind in (Kind.BACKWARD, Kind.BACKWARD_INPUT):
+                behind.setdefault(one.stage, set()).add(one.microbatch)
+    result: list[frozenset[int]] = [frozenset()]
+    for stage in range(1, problem.num_stages):
+        apart = problem.place(stage).worker != problem.place(stage - 1).worker
+        chosen = frozenset(behind.get(stage - 1, ())) if epilogue_only else every
+        result.append(chosen if apart else frozenset())
+    return result
+
+
+def packed_costs(
+    problem: Problem, boundaries: Sequence[int], costs: Sequence[StageCosts], compression: Compression
+) -> tuple[StageCosts, ...]:
+    """The costs of the stages where gradients between them are compressed.
+
+    Raises:
+        UsageError: the factors are no smaller than the gradient.
+    """
+    rank = compression.boundary_rank
+    if rank is None:
+        return tuple(costs)
+    rows, columns = compression.rows, compression.columns
+    rank = min(rank, rows, columns)
+    size = factor_bytes(compression)
+    packed = packed_microbatches(problem, problem.operations, epilogue_only=compression.epilogue_only)
+    result = [costs[0]]
+    for stage, (begin, _) in enumerate(pairwise(boundaries)):
+        if not stage:
+            continue
+        whole = problem.chain.items[max(0, begin - 1)].boundary_bytes
+        if packed[stage] and size >= whole:
+            raise UsageError(
+                f"factors of rank {rank} take {size:,} bytes, the gradient between stages {whole:,}; take a lower rank"
+            )
+        result.append(
+            replace(
+                costs[stage],
+                packed=packed[stage],
+                packed_send_ns=problem.transfer_ns(size),
+                compress_ns=compression.compress_ns(rows, columns, rank),
+                decompress_ns=compression.decompress_ns(rows, columns, rank),
+            )
+        )
+    return tuple(result)
+
+
+def predict_compressed(
+    problem: Problem,
+    boundaries: Sequence[int],
+    compression: Compression,
+    overhead_ns: int = 0,
+    communication: Communication = Communication.OVERLAPPED,
+) -> Timeline:
+    """Simulate one step of a partition whose gradients are compressed."""
+    costs = packed_costs(problem, boundaries, stage_costs(problem, boundaries), compression)
+    return run(problem.operations, costs, overhead_ns, communication)

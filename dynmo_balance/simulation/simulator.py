@@ -1,0 +1,297 @@
+"""Discrete-event simulation of one training step: uneven stages, communication, split backward, a frozen front.
+
+Each worker does its operations in the order of the schedule; an operation starts when the worker is free and what it
+needs has arrived:
+
+* ``F(s, m)`` needs ``F(s-1, m)``; ``B(s, m)`` needs ``F(s, m)`` and ``B(s+1, m)``; ``W(s, m)`` needs ``I(s, m)``;
+* between two workers a tensor takes latency plus bytes over bandwidth. ``overlapped``: both workers go on meanwhile;
+  ``serial``: so they do, but a link carries one tensor at a time in each direction; ``blocking``: the sender waits
+  until it is sent, and the receiver does nothing else while it comes in;
+* stages wholly in the frozen front have no backward and are sent no gradient.
+
+All times are integer nanoseconds, so that closed forms hold exactly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from itertools import pairwise
+from typing import NamedTuple
+
+from .._common.errors import UsageError
+from ..partition.problem import Problem
+from ..schedules.registry import Kind, Operation, Order
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageCosts:
+    """What a stage costs in one microbatch on its worker.
+
+    Attributes:
+        forward_ns, backward_input_ns, backward_weight_ns: a whole backward takes the sum of the last two.
+        has_backward: false for a stage wholly in the frozen front.
+        send_ns: how long its output, or the gradient of it, takes to the next stage's worker; 0 on the same worker.
+        static_bytes: parameters, gradients, optimizer state.
+        activation_bytes: kept from forward to backward.
+        packed: microbatches whose gradient this stage sends back as low-rank factors.
+        packed_send_ns: how long these take to the worker of the stage before.
+        compress_ns, decompress_ns: what making them adds to this stage's backward, and undoing them to the one before.
+    """
+
+    forward_ns: int
+    backward_input_ns: int
+    backward_weight_ns: int
+    has_backward: bool = True
+    send_ns: int = 0
+    static_bytes: int = 0
+    activation_bytes: int = 0
+    packed: frozenset[int] = frozenset()
+    packed_send_ns: int = 0
+    compress_ns: int = 0
+    decompress_ns: int = 0
+
+
+class Span(NamedTuple):
+    """One operation on the clock, in ns from the start of the step."""
+
+    stage: int
+    kind: Kind
+    microbatch: int
+    start_ns: int
+    end_ns: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Timeline:
+    """One simulated step; everything per worker in the order of the stages.
+
+    ``bubble_fraction`` is the share of the workers' time that is idle: ``1 - sum(busy) / (workers x step)``.
+    """
+
+    step_ns: int
+    busy_ns: tuple[int, ...]
+    peak_memory_bytes: tuple[int, ...]
+    spans: tuple[tuple[Span, ...], ...]
+
+    @property
+    def bubble_fraction(self) -> float:
+        """The idle share of all workers' time; 0 for an empty step."""
+        whole = self.step_ns * len(self.busy_ns)
+        return 1 - sum(self.busy_ns) / whole if whole else 0.0
+
+
+def stage_costs(problem: Problem, boundaries: Sequence[int]) -> tuple[StageCosts, ...]:
+    """The costs of the stages of a partition, on their workers' speeds."""
+    chain = problem.chain
+    costs, frozen = chain.costs, chain.frozen_items
+    result = []
+    boundary_bytes = 0
+    for stage, (begin, end) in enumerate(pairwise(boundaries)):
+        place = problem.place(stage)
+        if end > begin:
+            boundary_bytes = chain.items[end - 1].boundary_bytes
+        next_stage = stage + 1
+        apart = next_stage < problem.num_stages and problem.place(next_stage).worker != place.worker
+        result.append(
+            StageCosts(
+                forward_ns=place.time_ns(sum(costs.forward_ns[begin:end])),
+                backward_input_ns=place.time_ns(sum(costs.backward_input_ns[begin:end])),
+                backward_weight_ns=place.time_ns(sum(costs.backward_weight_ns[begin:end])),
+                has_backward=end > frozen,
+                send_ns=problem.transfer_ns(boundary_bytes) if apart else 0,
+                static_bytes=sum(chain.static_bytes[begin:end]),
+                activation_bytes=sum(chain.kept_bytes[begin:end]),
+            )
+        )
+    return tuple(result)
+
+
+class Communication(StrEnum):
+    """What a transfer keeps busy: nothing, its link, or both workers."""
+
+    OVERLAPPED = "overlapped"
+    SERIAL = "serial"
+    BLOCKING = "blocking"
+
+
+class _Arrivals:
+    """When the outputs of operations are there for those that need them; negative while they are not known."""
+
+    def __init__(
+        self,
+        stages: Sequence[StageCosts],
+        microbatches: int,
+        worker_of: Mapping[int, int],
+        communication: Communication,
+    ) -> None:
+        self._stages = stages
+        self._serial = communication is Communication.SERIAL
+        self.wait = communication is Communication.BLOCKING
+        self._forward = [[-1] * microbatches for _ in range(len(stages) + 1)]
+        self._gradient = [[-1] * microbatches for _ in range(len(stages) + 1)]
+        self._own = [[-1] * microbatches for _ in stages]
+        self._input_done = [[-1] * microbatches for _ in stages]
+        self._worker_of = worker_of
+        self._link_free: dict[tuple[int, int], int] = {}
+        self._forward[0] = [0] * microbatches
+
+    def ready(self, stage: int, kind: Kind, microbatch: int) -> int:
+        """When the operation has what it needs."""
+        if kind is Kind.FORWARD:
+            return self._forward[stage][microbatch]
+        if kind is Kind.BACKWARD_WEIGHT:
+            return self._input_done[stage][microbatch]
+        if stage == len(self._stages) - 1:
+            return self._own[stage][microbatch]
+        gradient, own = self._gradient[stage][microbatch], self._own[stage][microbatch]
+        return -1 if gradient < 0 or own < 0 else max(gradient, own)
+
+    def gradient_ns(self, stage: int, microbatch: int) -> int:
+        """How long the gradient of a microbatch takes from ``stage`` to the one before."""
+        sender = self._stages[stage]
+        return sender.packed_send_ns if microbatch in sender.packed else self._stages[stage - 1].send_ns
+
+    def receive_ns(self, stage: int, kind: Kind, microbatch: int) -> int:
+        """How long the worker is kept busy by what comes in for the operation."""
+        if not self.wait or kind is Kind.BACKWARD_WEIGHT:
+            return 0
+        if kind is Kind.FORWARD:
+            return self._stages[stage - 1].send_ns if stage else 0
+        return self.gradient_ns(stage + 1, microbatch) if stage + 1 < len(self._stages) else 0
+
+    def finish(self, stage: int, kind: Kind, microbatch: int, end: int) -> int:
+        """Note that the operation ended, send what it made, and return when its worker is free again."""
+        if kind is Kind.BACKWARD_WEIGHT:
+            return end
+        if kind is Kind.FORWARD:
+            self._own[stage][microbatch] = end
+            if stage == len(self._stages) - 1:
+                return end
+            self._forward[stage + 1][microbatch], free = self._send(stage, 1, self._stages[stage].send_ns, end)
+            return free
+        self._input_done[stage][microbatch] = end
+        if stage == 0 or not self._stages[stage - 1].has_backward:
+            return end
+        self._gradient[stage - 1][microbatch], free = self._send(stage, -1, self.gradient_ns(stage, microbatch), end)
+        return free
+
+    def _send(self, stage: int, direction: int, send_ns: int, end: int) -> tuple[int, int]:
+        """When the tensor is there (blocking: when it is offered), and when the sender is free."""
+        if self.wait:
+            return end, end + send_ns
+        if not self._serial or not send_ns:
+            return end + send_ns, end
+        link = self._worker_of[stage], self._worker_of[stage + direction]
+        arrival = max(end, self._link_free.get(link, 0)) + send_ns
+        self._link_free[link] = arrival
+        return arrival, end
+
+
+def run(
+    order: Order,
+    stages: Sequence[StageCosts],
+    overhead_ns: int = 0,
+    communication: Communication = Communication.OVERLAPPED,
+) -> Timeline:
+    """Simulate one step.
+
+    Args:
+        order: the operations of each worker.
+        stages: the costs of each stage.
+        overhead_ns: added to every operation.
+        communication: what transfers keep busy.
+
+    Raises:
+        UsageError: the order waits for itself.
+    """
+    microbatches = 1 + max((op.microbatch for operations in order for op in operations), default=0)
+    worker_of = {op.stage: worker for worker, operations in enumerate(order) for op in operations}
+    arrivals = _Arrivals(stages, microbatches, worker_of, communication)
+    done = [0] * len(order)
+    clock = [0] * len(order)
+    spans: list[list[Span]] = [[] for _ in order]
+    waiting = list(range(len(order)))
+    while waiting:
+        worker = waiting.pop()
+        operations = order[worker]
+        while done[worker] < len(operations):
+            stage, kind, microbatch = operations[done[worker]]
+            cost = stages[stage]
+            if kind is not Kind.FORWARD and not cost.has_backward:
+                done[worker] += 1
+                continue
+            ready = arrivals.ready(stage, kind, microbatch)
+            if ready < 0:
+                break
+            start = max(clock[worker], ready) + arrivals.receive_ns(stage, kind, microbatch)
+            end = start + overhead_ns + _duration(cost, kind) + _packing_ns(stages, stage, kind, microbatch)
+            clock[worker] = arrivals.finish(stage, kind, microbatch, end)
+            done[worker] += 1
+            spans[worker].append(Span(stage, kind, microbatch, start, end))
+            other = worker_of.get(stage + 1 if kind is Kind.FORWARD else stage - 1, worker)
+            if other != worker:
+                waiting.append(other)
+    stuck = [worker for worker, operations in enumerate(order) if done[worker] < len(operations)]
+    if stuck:
+        operation = order[stuck[0]][done[stuck[0]]]
+        raise UsageError(f"the order of operations waits for itself: worker {stuck[0]} never gets to {operation}")
+    return Timeline(
+        step_ns=max((row[-1].end_ns for row in spans if row), default=0),
+        busy_ns=tuple(sum(span.end_ns - span.start_ns for span in row) for row in spans),
+        peak_memory_bytes=tuple(max((held for _, held in curve), default=0) for curve in memory_curves(order, stages)),
+        spans=tuple(tuple(row) for row in spans),
+    )
+
+
+def _duration(cost: StageCosts, kind: Kind) -> int:
+    if kind is Kind.FORWARD:
+        return cost.forward_ns
+    if kind is Kind.BACKWARD_INPUT:
+        return cost.backward_input_ns
+    if kind is Kind.BACKWARD_WEIGHT:
+        return cost.backward_weight_ns
+    return cost.backward_input_ns + cost.backward_weight_ns
+
+
+def _packing_ns(stages: Sequence[StageCosts], stage: int, kind: Kind, microbatch: int) -> int:
+    """What compression adds to a backward: undoing the factors that came, making those that leave."""
+    if kind is Kind.FORWARD or kind is Kind.BACKWARD_WEIGHT:
+        return 0
+    added = stages[stage].compress_ns if microbatch in stages[stage].packed else 0
+    if stage + 1 < len(stages) and microbatch in stages[stage + 1].packed:
+        added += stages[stage + 1].decompress_ns
+    return added
+
+
+def memory_curves(order: Order, stages: Sequence[StageCosts]) -> tuple[tuple[tuple[Operation, int], ...], ...]:
+    """For each worker the memory held during each of its operations, from the order of operations alone.
+
+    Static memory plus the activations between their forward and their last backward; a stage without a backward keeps
+    none.
+    """
+    result = []
+    for operations in order:
+        held = sum(stages[stage].static_bytes for stage in {op.stage for op in operations})
+        curve = []
+        for operation in operations:
+            stage, kind, _ = operation
+            kept = stages[stage].activation_bytes if stages[stage].has_backward else 0
+            if kind is Kind.FORWARD:
+                held += kept
+            curve.append((operation, held))
+            if kind in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT):
+                held -= kept
+        result.append(tuple(curve))
+    return tuple(result)
+
+
+def predict(
+    problem: Problem,
+    boundaries: Sequence[int],
+    overhead_ns: int = 0,
+    communication: Communication = Communication.OVERLAPPED,
+) -> Timeline:
+    """Simulate one step of a partition under the problem's schedule."""
+    return run(problem.operations, stage_costs(problem, boundaries), overhead_ns, communication)

@@ -1,0 +1,125 @@
+"""What follows the last operation of a step: gradients are reduced, a tied weight is reduced, the optimizer runs.
+
+* Data parallel: a ring all-reduce of a worker's gradients, ``2 (D - 1) / D`` of their bytes over the bandwidth
+  (Patarasuk and Yuan 2009), after its last operation.
+* Tied weights: the two workers that hold a tied weight reduce its gradient between them, after both have theirs.
+* A norm of all gradients (clipping) is a barrier: no optimizer starts before all gradients are reduced.
+* With compression a worker's replicas add factors in place of matrices, and make and undo them on the worker; tied
+  weights that are fused take ``2 (n - 1) / n`` of the table, n holders on all replicas, once all of them are there.
+* The optimizer touches parameters, gradients and state once: bytes over the memory bandwidth.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from ..formats.profile import Item
+from ..partition.problem import Problem
+from .compression_cost import Compression
+from .simulator import Timeline
+
+
+@dataclass(frozen=True, kw_only=True)
+class TailOptions:
+    """Rates in bytes per second; None leaves a part out. ``compression`` is None where nothing is compressed."""
+
+    data_parallel: int = 1
+    data_parallel_bandwidth: int | None = None
+    memory_bandwidth: int | None = None
+    barrier: bool = True
+    compression: Compression | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tail:
+    """When each worker is through with each part, in ns from the start of the step, and the whole step."""
+
+    reduced_ns: tuple[int, ...]
+    tied_ns: tuple[int, ...]
+    step_ns: int
+
+
+def tail_of(problem: Problem, boundaries: Sequence[int], timeline: Timeline, options: TailOptions) -> Tail:
+    """The end of the step."""
+    count = len(problem.places)
+    items = problem.chain.items
+    gradient, touched = [0] * count, [0] * count
+    worker_of: dict[str, int] = {}
+    for stage, (begin, end) in enumerate(pairwise(boundaries)):
+        for item in items[begin:end]:
+            worker_of[item.name] = problem.positions[stage]
+            touched[problem.positions[stage]] += item.param_bytes + item.gradient_bytes + item.optimizer_bytes
+    ends = [row[-1].end_ns if row else 0 for row in timeline.spans]
+    replicas, fused = options.data_parallel, _fused_tables(items, options)
+    for item in items:
+        position = worker_of[item.name]
+        size, made_ns = _reduced(item, fused.get(item.name, 0), position, options)
+        gradient[position] += size
+        ends[position] += made_ns
+    if replicas > 1 and options.data_parallel_bandwidth:
+        rate = replicas * options.data_parallel_bandwidth
+        ends = [end + 2 * (replicas - 1) * size * 10**9 // rate for end, size in zip(ends, gradient, strict=True)]
+    reduced = tuple(ends)
+    for item in items:
+        other = worker_of.get(item.tied_to or "")
+        own = worker_of[item.name]
+        if other is None:
+            continue
+        if item.name in fused:
+            copies, holders = (2, 2 * replicas) if other != own else (3, replicas)
+            rate = holders * (options.data_parallel_bandwidth or 0)
+            both = max(ends[own], ends[other])
+            both += copies * (holders - 1) * 4 * fused[item.name] * 10**9 // rate if rate else 0
+            ends[own] = ends[other] = both
+        elif other != own:
+            both = max(ends[own], ends[other]) + problem.transfer_ns(item.gradient_bytes)
+            ends[own] = ends[other] = both
+    tied = tuple(ends)
+    if options.barrier:
+        ends = [max(ends)] * count
+    if options.memory_bandwidth:
+        pairs = zip(ends, touched, strict=True)
+        ends = [end + size * 10**9 // options.memory_bandwidth for end, size in pairs]
+    return Tail(reduced_ns=reduced, tied_ns=tied, step_ns=max(ends))
+
+
+def reduced_bytes(problem: Problem, boundaries: Sequence[int], options: TailOptions) -> tuple[int, ...]:
+    """What the replicas of each worker add, in bytes, without tied tables that are fused."""
+    fused = _fused_tables(problem.chain.items, options)
+    sizes = [0] * len(problem.places)
+    for stage, (begin, end) in enumerate(pairwise(boundaries)):
+        position = problem.positions[stage]
+        for item in problem.chain.items[begin:end]:
+            sizes[position] += _reduced(item, fused.get(item.name, 0), position, options)[0]
+    return tuple(sizes)
+
+
+def _fused_tables(items: Sequence[Item], options: TailOptions) -> dict[str, int]:
+    """Item -> parameters of the tied table that is added over replicas and copies at once; of owners and copies."""
+    if options.compression is None or not options.compression.fuse_ties or options.data_parallel == 1:
+        return {}
+    sizes = {item.name: item.param_count for item in items}
+    tables: dict[str, int] = {}
+    for item in items:
+        if item.tied_to in sizes:
+            table = min(sizes[item.name], sizes[item.tied_to or ""])
+            tables[item.name] = tables[item.tied_to or ""] = table
+    return tables
+
+
+def _reduced(item: Item, elsewhere: int, worker: int, options: TailOptions) -> tuple[int, int]:
+    """Bytes of an item that its replicas add, and the time that compression takes; 0 without replicas.
+
+    Args:
+        elsewhere: parameters of it that are added on their own.
+    """
+    compression = options.compression
+    if options.data_parallel == 1 or not item.param_count:
+        return 0, 0
+    if compression is None or not compression.packs(worker):
+        return item.gradient_bytes * max(0, item.param_count - elsewhere) // item.param_count, 0
+    if elsewhere >= item.param_count:
+        return 0, 0
+    return compression.replica_bytes(item, elsewhere), compression.replica_ns(item, elsewhere)

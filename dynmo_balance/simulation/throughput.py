@@ -1,0 +1,129 @@
+"""What a simulated step means for a run: the whole step with its tail, throughput, share of the peak, memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+from ..costs.analytic import Shape, header_works, step_flops
+from ..costs.devices import Device
+from ..formats.profile import Header
+from ..partition.problem import Problem
+from .simulator import Timeline
+from .step_tail import TailOptions, tail_of
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outlook:
+    """Figures of one step; throughput is that of all data-parallel replicas together.
+
+    Attributes:
+        step_ns: with the reduction of gradients and the optimizer.
+        flops_per_s_per_worker: useful operations of one device of a worker; recomputation does not count.
+        flops_fraction: of the device's peak; None without a device, or where the times were measured in a dtype that
+            is not told.
+        over_memory: worker, peak and limit in bytes, of each worker that has not memory enough.
+    """
+
+    step_ns: int
+    samples_per_s: float
+    tokens_per_s: float
+    flops_per_s_per_worker: float
+    flops_fraction: float | None
+    over_memory: tuple[tuple[int, int, int], ...]
+
+
+def rates_of(
+    header: Header, device: Device | None, data_parallel_gbps: float | None, optimizer_gbps: float | None
+) -> TailOptions:
+    """The rates of the step's tail: as given, else the device's, else as measured (replicas), else not counted.
+
+    Replicas reduce over the network where the pipeline and its tensor-parallel ranks fill a node. The optimizer reads
+    and writes what it touches, so it gets half of the memory's bandwidth.
+    """
+    reduce, touch = data_parallel_gbps, optimizer_gbps
+    if device is not None:
+        ranks = header.tensor_parallel_size
+        bandwidth, _ = device.stage_link(len(header.workers) * ranks * header.data_parallel_size, 1)
+        reduce = bandwidth / 1e9 if reduce is None else reduce
+        half = device.memory_bandwidth_bytes_per_s * device.memory_efficiency / 2
+        touch = half / 1e9 if touch is None else touch
+    if reduce is None and header.replica_bandwidth is not None:
+        reduce = header.replica_bandwidth / 1e9
+    return TailOptions(
+        data_parallel=header.data_parallel_size,
+        data_parallel_bandwidth=None if reduce is None else round(reduce * 1e9),
+        memory_bandwidth=None if touch is None else round(touch * 1e9),
+    )
+
+
+def outlook_of(
+    header: Header,
+    problem: Problem,
+    boundaries: Sequence[int],
+    timeline: Timeline,
+    rates: TailOptions,
+    device: Device | None,
+    dtype: str,
+) -> Outlook:
+    """The figures of a simulated step of the problem."""
+    step_ns = tail_of(problem, boundaries, timeline, rates).step_ns
+    samples = problem.microbatches * header.micro_batch_size * header.data_parallel_size
+    per_s = samples * 1e9 / step_ns if step_ns else 0.0
+    sequence = header.model.sequence_length
+    shape = Shape(
+        tokens=header.micro_batch_size * sequence,
+        sequence=sequence,
+        hidden=header.model.hidden_size,
+        dtype=dtype,
+        tensor_parallel=header.tensor_parallel_size,
+    )
+    flops = step_flops(header, header_works(header, shape), shape) * problem.microbatches / header.microbatches
+    devices = len(problem.places) * header.tensor_parallel_size
+    told = device is not None and problem.chain.costs.records == 0
+    rate = flops * 1e9 / step_ns / devices if step_ns else 0.0
+    peaks = zip(problem.places, timeline.peak_memory_bytes, strict=True)
+    return Outlook(
+        step_ns=step_ns,
+        samples_per_s=per_s,
+        tokens_per_s=per_s * sequence,
+        flops_per_s_per_worker=rate,
+        flops_fraction=rate / device.flops_per_s[dtype] if told and device is not None else None,
+        over_memory=tuple(
+            (place.worker, peak, place.memory_bytes)
+            for place, peak in peaks
+            if place.memory_bytes is not None and peak > place.memory_bytes
+        ),
+    )
+
+
+def document_of(problem: Problem, boundaries: Sequence[int], found: Outlook) -> dict[str, Any]:
+    """For a program: the figures, and what each stage holds and costs in a microbatch."""
+    chain, costs = problem.chain, problem.chain.costs
+    stages = []
+    for stage, (begin, end) in enumerate(pairwise(boundaries)):
+        place = problem.place(stage)
+        backward = sum(costs.backward_input_ns[begin:end]) + sum(costs.backward_weight_ns[begin:end])
+        stages.append(
+            {
+                "stage": stage,
+                "worker": place.worker,
+                "items": list(chain.names[begin:end]),
+                "forward_ns": place.time_ns(sum(costs.forward_ns[begin:end])),
+                "backward_ns": place.time_ns(backward),
+                "static_bytes": sum(chain.static_bytes[begin:end]),
+                "activation_bytes": sum(costs.activation_bytes[begin:end]),
+            }
+        )
+    return {
+        "step_with_tail_ns": found.step_ns,
+        "samples_per_s": found.samples_per_s,
+        "tokens_per_s": found.tokens_per_s,
+        "flops_per_s_per_worker": found.flops_per_s_per_worker,
+        "flops_fraction": found.flops_fraction,
+        "memory_limit_bytes": [place.memory_bytes for place in problem.places],
+        "over_memory": bool(found.over_memory),
+        "stages": stages,
+    }
