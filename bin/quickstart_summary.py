@@ -25,10 +25,10 @@ def logits_difference(run: Path, hf: Path) -> float:
     from transformers import GPT2LMHeadModel
     from transformers.utils.logging import disable_progress_bar
 
-    from dynmo_train.checkpoint import find_checkpoint, open_checkpoint
     from dynmo_train.data.tokenizer import load_tokenizer
-    from dynmo_train.families import family_of_manifest
-    from dynmo_train.models.items import parameters_of
+    from dynmo_train.formats.checkpoint import find_checkpoint, open_checkpoint
+    from dynmo_train.models.layer_list import parameters_of
+    from dynmo_train.models.registry import family_of_manifest
 
     disable_progress_bar()
     checkpoint = open_checkpoint(find_checkpoint(run))

@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 
 from .cli import main
-from .garbage import collect_rarely
 from .launch.worker import end, watch_launcher
+from .trainer.garbage_collection import collect_rarely
 
 
 def run() -> None:

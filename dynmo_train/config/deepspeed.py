@@ -9,7 +9,7 @@ from typing import Any
 
 from .._common.document import DocumentError, Problem, read_any_json
 from .._common.errors import UsageError
-from ..reasons import reason
+from ..formats.os_errors import reason
 
 _PLAIN = {
     "train_batch_size": "global_batch_size",

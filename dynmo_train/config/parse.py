@@ -9,7 +9,7 @@ from itertools import pairwise
 from typing import Any
 
 from .._common.errors import UsageError
-from ..pacing import BatchSizes
+from .batch_schedule import BatchSizes
 
 MAX_RAMP_SIZES, MAX_RAMP_STEPS = 65_536, 10_000_000
 

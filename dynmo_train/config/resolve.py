@@ -14,8 +14,8 @@ from typing import Any, get_type_hints
 from .._common.console import say
 from .._common.document import MAX_CONFIG_BYTES, DocumentError, Problem, parse_toml
 from .._common.errors import UsageError
-from ..inputs import read_input
-from ..reasons import reason
+from ..formats.input_text import read_input
+from ..formats.os_errors import reason
 from .deepspeed import read_deepspeed
 from .options import Facts, OptionSpec, Source, concern_specs
 from .schema import Config

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from .._common.document import MAX_EXPERTS, MAX_JOBS, MAX_LAYERS, MAX_MICROBATCHES, MAX_RANKS, MAX_SAMPLES
-from ..pacing import BatchSizes, Curriculum
+from .batch_schedule import BatchSizes, Curriculum
 from .compression import CompressionConfig
 from .data import DataConfig
 from .emulation import EmulationConfig

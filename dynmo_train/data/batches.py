@@ -9,14 +9,14 @@ from typing import Any
 
 from .._common.errors import UsageError
 from ..config import Config
+from ..config.batch_schedule import BatchSizes, Curriculum
 from ..config.data import Blend
 from ..formats.indexed import FORMS, MAGIC, IndexedDataset, open_indexed
-from ..pacing import BatchSizes, Curriculum
-from ..pipeline.schedule import Batch
+from .batch import Batch
 from .blend import BlendedDataset, Dataset, samples_needed
-from .gpt import PARTS, Part
-from .kinds import BuildPart, PartWanted, Tensors, part_builder, tensors_of
+from .gpt_dataset import PARTS, Part
 from .provenance import check_vocabulary
+from .registry import BuildPart, PartWanted, Tensors, part_builder, tensors_of
 
 WHOLE = (1.0, 0.0, 0.0)
 

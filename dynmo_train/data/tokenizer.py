@@ -11,7 +11,7 @@ from typing import Any
 from .._common.document import MAX_TABLE_BYTES, DocumentError, read_any_json
 from .._common.errors import MissingExtraError, UsageError
 from ..config.data import default_tokenizer_type
-from ..reasons import reason
+from ..formats.os_errors import reason
 
 # Names under which tokenizers of the field know the token that ends a document.
 END_OF_DOCUMENT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eod>", "[SEP]")

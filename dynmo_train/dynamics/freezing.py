@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ..models.items import SUBLAYERS, ItemSpec, parameters_of
-from ..optim.items import HeldItems
-from ..parallel.world import World
+from ..models.layer_list import SUBLAYERS, ItemSpec, parameters_of
+from ..optim.item_store import HeldItems
+from ..parallel.process_groups import World
 from .technique import Event
 
 

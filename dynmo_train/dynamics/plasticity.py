@@ -17,10 +17,10 @@ from torch import nn
 from torch.func import functional_call
 from torch.utils.hooks import RemovableHandle
 
-from ..models.items import ItemSpec, masks_of, output_of, parameters_of
-from ..optim.items import REFERENCE, HeldItems
+from ..models.layer_list import ItemSpec, masks_of, output_of, parameters_of
+from ..optim.item_store import REFERENCE, HeldItems
+from ..parallel.process_groups import World, sum_over_pipeline, sum_over_replicas
 from ..parallel.seeding import seeded
-from ..parallel.world import World, sum_over_pipeline, sum_over_replicas
 from .freezing import LayerFreezing, layers_of
 from .technique import Event
 

@@ -12,10 +12,10 @@ from typing import NamedTuple
 
 import torch
 
-from ..models.items import masks_of
+from ..models.layer_list import masks_of
 from ..models.linear import PrunableLinear
-from ..optim.items import HeldItems
-from ..parallel.world import World, sum_over, sum_over_model
+from ..optim.item_store import HeldItems
+from ..parallel.process_groups import World, sum_over, sum_over_model
 from .pruning_units import PruningRule, Units, single_weights, units_of
 from .technique import Event
 

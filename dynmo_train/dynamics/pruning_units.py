@@ -15,7 +15,7 @@ from torch import nn
 
 from ..models.blocks import FeedForward, SelfAttention
 from ..models.linear import PrunableLinear
-from ..models.sparse_forms import BLOCK_SIZE
+from ..models.sparse_formats import BLOCK_SIZE
 
 Mode = Literal["unstructured", "2:4", "block", "structured"]
 Scope = Literal["global", "layer"]

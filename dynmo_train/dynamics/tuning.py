@@ -11,9 +11,9 @@ import torch
 
 from .._common.document import DocumentError, read_any_json
 from .._common.errors import UsageError
+from ..formats.os_errors import reason
 from ..models.linear import PrunableLinear
-from ..models.sparse_forms import BLOCK, BLOCK_SIZE, CSR, SEMI_STRUCTURED, SparseTable
-from ..reasons import reason
+from ..models.sparse_formats import BLOCK, BLOCK_SIZE, CSR, SEMI_STRUCTURED, SparseTable
 
 SPARSITIES = (0.5, 0.6, 0.7, 0.75, 0.8, 0.85, 0.9, 0.95, 0.98)
 NEVER = 2.0

@@ -63,3 +63,17 @@ def read_grow_request(path: Path) -> int:
     if problems:
         raise DocumentError(str(path), problems)
     return int(document["workers"])
+
+
+def take_grow_request(path: Path) -> int | None:
+    """The number of workers that somebody asks for in ``requests/grow.json``, which is then put aside as taken.
+
+    Raises:
+        DocumentError: the request is not ``{"workers": N}``.
+    """
+    request = path / "requests" / "grow.json"
+    if not request.exists():
+        return None
+    workers = read_grow_request(request)
+    request.replace(request.with_suffix(".taken.json"))
+    return workers

@@ -17,8 +17,8 @@ from pathlib import Path
 from .._common.console import say
 from .._common.document import MAX_JOBS
 from .._common.errors import EXIT_RELAUNCH, EXIT_TERMINATED, UsageError
-from ..inputs import read_input
-from .outcome import shell_code
+from ..formats.input_text import read_input
+from .exit_status import shell_code
 
 _LINE = re.compile(r"(?P<host>[^\s#=]+)\s+slots=(?P<slots>\d{1,9})\s*(#.*)?")
 # What a run on other hosts should see as it is seen here.

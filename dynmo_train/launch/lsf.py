@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from .script import array, exports, one_word, shell_words
+from .job_script import array, exports, one_word, shell_words
 
 _RUN = """
 export MASTER_ADDR="${MASTER_ADDR:-${hosts[0]}}"

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from .._common.document import MAX_JOBS, MAX_RANKS
 from .._common.errors import DynmoError, UsageError
-from .script import array, exports, one_word, shell_words
+from .job_script import array, exports, one_word, shell_words
 
 # One step for each node rather than one for all: a step that ends gives its node back, the others go on.
 _BODY = """

@@ -18,6 +18,8 @@ GRACE_VARIABLE = "DYNMO_GRACE_S"
 # Seconds to save in where the whole launch was told to end, and the file that is there once it was.
 SAVE_VARIABLE = "DYNMO_SAVE_S"
 TOLD_FILE_VARIABLE = "DYNMO_TOLD_FILE"
+# The file in which rank 0 records the run directory; the launcher restarts workers from what is there.
+LAUNCH_FILE_VARIABLE = "DYNMO_LAUNCH_FILE"
 _ENDING_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _POLL_S = 0.5
 

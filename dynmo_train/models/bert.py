@@ -15,8 +15,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from .blocks import Head
-from .chain import Builders, CommonShape, Family, chain_items
-from .items import ItemSpec, Reported
+from .family import Builders, CommonShape, Family, chain_items
+from .layer_list import ItemSpec, Reported
 from .linear import PrunableLinear
 
 

@@ -15,9 +15,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from .bert import Bert, BertShape
-from .chain import chain_items
-from .initial import initialise
-from .items import ItemSpec, Reported
+from .family import chain_items, initialise
+from .layer_list import ItemSpec, Reported
 from .linear import PrunableLinear
 
 TaskKind = Literal["classification", "multichoice"]

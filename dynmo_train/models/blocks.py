@@ -16,11 +16,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from ..parallel.tensor import TensorRegion, token_losses
+from ..parallel.tensor_parallel import TensorRegion, token_losses
 from .cross_entropy import mean_linear_cross_entropy
+from .embedding_grad import PendingRows, look_up
 from .hashed_attention import HashedAttention
 from .linear import PrunableLinear
-from .lookup import PendingRows, look_up
 from .positions import RelativeBias, Rotary
 
 KeysValues = tuple[torch.Tensor, torch.Tensor]

@@ -17,9 +17,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from .compact import Chosen, choose
-from .items import ItemSpec, Reported, output_of
+from .layer_list import ItemSpec, Reported, output_of
 from .mixture_of_depths import RoutedBlock
+from .token_select import Chosen, choose
 
 LEFT = "left"
 Measure = Literal["softmax", "saturation"]

@@ -10,9 +10,9 @@ from typing import TypeVar
 import torch
 from torch import nn
 
-from .chain import HEAD, WORD, CommonShape, Family, chain_items
-from .experts import MoeShape
-from .items import ItemSpec
+from .family import HEAD, WORD, CommonShape, Family, chain_items
+from .layer_list import ItemSpec
+from .moe import MoeShape
 
 
 @dataclass(frozen=True, kw_only=True)

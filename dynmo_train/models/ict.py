@@ -19,11 +19,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from ..parallel.replicas import ReplicaGather
+from ..parallel.collectives import ReplicaGather
 from .bert import EncoderFamily, EncoderShape
 from .blocks import Embedding
-from .chain import Builders
-from .items import LOSS, ItemSpec, Reported, parameters_of
+from .family import Builders
+from .layer_list import LOSS, ItemSpec, Reported, parameters_of
 from .linear import PrunableLinear
 
 QUERY, CONTEXT, EMBEDDED = "query", "context", "query_embedding"

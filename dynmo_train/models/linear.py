@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.autograd.function import once_differentiable
 
-from .sparse_forms import BLOCK, BLOCK_SIZE, CSR, DENSE, SEMI_STRUCTURED, SparseTable, kept_lines
+from .sparse_formats import BLOCK, BLOCK_SIZE, CSR, DENSE, SEMI_STRUCTURED, SparseTable, kept_lines
 
 StreamEnd = Callable[[torch.Tensor], torch.Tensor]
 

@@ -18,8 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from .compact import Chosen, choose, choose_top
-from .items import Reported, output_of
+from .layer_list import Reported, output_of
+from .token_select import Chosen, choose, choose_top
 
 FIGURES = (("depth_share", 1), ("depth_agreement", 1))
 

@@ -15,17 +15,17 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from ..parallel.experts import ExpertExchange
-from ..parallel.replicas import ReplicaGather
-from ..parallel.tensor import TensorRegion
+from ..parallel.collectives import ReplicaGather
+from ..parallel.expert_parallel import ExpertExchange
+from ..parallel.tensor_parallel import TensorRegion
 from .bert import BertHead
 from .blocks import Head, SelfAttention
 from .early_exit import LiveTokens
-from .experts import Experts, MoeMlp
 from .ict import RetrievalHead
-from .items import Reported
+from .layer_list import Reported
 from .linear import PrunableLinear
 from .mixture_of_depths import RoutedBlock
+from .moe import Experts, MoeMlp
 
 SplitDim = Callable[[str], int | None]
 

@@ -15,8 +15,8 @@ import torch
 from torch import nn
 
 from .blocks import CrossAttention, SelfAttention
-from .chain import Builders, CommonShape, Family
-from .items import LOSS, ItemSpec
+from .family import Builders, CommonShape, Family
+from .layer_list import LOSS, ItemSpec
 from .positions import RelativeBias
 
 WORD, POSITION = "encoder.embedding.word.weight", "encoder.embedding.position.weight"

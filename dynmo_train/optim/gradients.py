@@ -12,11 +12,11 @@ from collections.abc import Collection, Mapping, Sequence
 import torch
 import torch.distributed as dist
 
-from ..models.items import masks_of
+from ..models.layer_list import masks_of
 from ..models.sharding import needs_whole_stream
-from ..parallel.world import World, sum_over, sum_over_pipeline
-from ..parallel.zero import row_parts
-from .items import HeldItems
+from ..parallel.fsdp import row_parts
+from ..parallel.process_groups import World, sum_over, sum_over_pipeline
+from .item_store import HeldItems
 
 
 def item_of(parameter_name: str, item_names: Sequence[str]) -> str:

@@ -3,17 +3,23 @@
 Parameters, gradients and moments are float32 whatever the arithmetic is done in, so that a checkpoint, a move and an
 update know nothing of it. An item runs on copies of its parameters, cast once a step; its gradients come back through
 the cast and accumulate in float32 over the microbatches.
+
+CPUs have no float16 arithmetic: torch's own float16 products take 20 to 100 times as long as float32 ones (measured on
+an AMD EPYC). ``float_products`` casts the factors, multiplies in float32 and casts the result back: one rounding each.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 from torch.func import functional_call
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map
 
 from .._common.document import short_repr
 from .._common.errors import UsageError
@@ -162,3 +168,56 @@ def unscale(gradients: Sequence[torch.Tensor], scale: float) -> None:
     if scale != 1.0:
         for gradient in gradients:
             gradient.mul_(1.0 / scale)
+
+
+_ATEN = torch.ops.aten
+_SAME_TYPE = frozenset(
+    {
+        _ATEN.mm.default,
+        _ATEN.addmm.default,
+        _ATEN.bmm.default,
+        _ATEN.baddbmm.default,
+        _ATEN._scaled_dot_product_flash_attention_for_cpu_backward.default,
+    }
+)
+_INTO = {_ATEN.mm.out: _ATEN.mm.default, _ATEN.addmm.out: _ATEN.addmm.default}
+_ATTENTION = _ATEN._scaled_dot_product_flash_attention_for_cpu.default
+
+
+def _wide(value: Any) -> Any:
+    return value.float() if isinstance(value, torch.Tensor) and value.dtype == torch.float16 else value
+
+
+def _narrow(value: Any) -> Any:
+    return value.half() if isinstance(value, torch.Tensor) else value
+
+
+class _FloatProducts(TorchDispatchMode):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        known = func in _SAME_TYPE or func in _INTO or func is _ATTENTION
+        if not known or args[0].dtype != torch.float16 or not all(type(each) in _PLAIN for each in args[:2]):
+            return func(*args, **kwargs)
+        wide, into = tree_map(_wide, args), kwargs.get("out")
+        if into is not None:
+            rest = {name: value for name, value in kwargs.items() if name != "out"}
+            return into.copy_(_INTO[func](*wide, **rest))
+        result = func(*wide, **tree_map(_wide, kwargs))
+        if func is _ATTENTION:
+            output, logsumexp = result
+            return output.half(), logsumexp
+        return tree_map(_narrow, result)
+
+
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+
+
+def float_products(device: torch.device, dtype: torch.dtype, *, compiled: bool = False) -> AbstractContextManager[Any]:
+    """Within it float16 products on a CPU go by float32; for other types and devices nothing changes.
+
+    Args:
+        compiled: whether items are compiled, which chooses their products itself.
+    """
+    if device.type == "cpu" and dtype == torch.float16 and not compiled:
+        return _FloatProducts()  # type: ignore[no-untyped-call]
+    return nullcontext()

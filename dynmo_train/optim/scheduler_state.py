@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from .schedule import LearningRate, WeightDecay
+from .lr_schedule import LearningRate, WeightDecay
 
 FIELD = "x_scheduler"
 

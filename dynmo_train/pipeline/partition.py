@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ..models.items import SUBLAYERS, ItemSpec
+from ..models.layer_list import SUBLAYERS, ItemSpec
 
 
 @dataclass(frozen=True, kw_only=True)

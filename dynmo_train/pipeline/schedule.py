@@ -22,15 +22,16 @@ from torch.distributed.pipelining.schedules import (
 from torch.distributed.pipelining.stage import _PipelineStageBase
 
 from .._common.errors import UsageError
-from ..compression.boundaries import BoundaryCodec
-from ..compression.epilogue import behind_last_forward, one_f_one_b_epilogue, packed_microbatches
-from ..models.items import BoundaryShape, ItemSpec, live_before, train_before
-from ..optim.half_products import float_products
-from ..parallel.world import World
-from .front_cache import FrontCache, sample_keys
+from ..data.batch import Batch
+from ..models.layer_list import BoundaryShape, ItemSpec, live_before, train_before
+from ..optim.compression.boundary import BoundaryCodec
+from ..optim.precision import float_products
+from ..parallel.process_groups import World
+from .epilogue import behind_last_forward, one_f_one_b_epilogue, packed_microbatches
+from .frozen_cache import FrontCache, sample_keys
 from .partition import Partition, frozen_prefix
-from .probe import Probe
-from .stage import SAMPLES, ItemStage, StageModule, loss_of_microbatch
+from .pipeline_stage import SAMPLES, ItemStage, StageModule, loss_of_microbatch
+from .profiler import Probe
 
 SINGLE = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
 LOOPED = {
@@ -78,33 +79,6 @@ class PipelineShape:
         if (batch.microbatches or self.microbatches) == self.microbatches and boundary is self.boundary:
             return self
         return replace(self, microbatches=batch.microbatches or self.microbatches, boundary=boundary)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Batch:
-    """The samples of one step, as every process reads them.
-
-    Attributes:
-        inputs: tensors by the names that the items give, each ``[microbatches * B, ...]``.
-        first_microbatch: the global index of the first microbatch: consumed samples before it over the microbatch size.
-        step: of the run; seeds the random numbers.
-        microbatches: of this batch; None is as many as the run has throughout.
-        tokens: of a sample, where the run's samples grow; None is as many as the run has throughout.
-    """
-
-    inputs: Mapping[str, torch.Tensor]
-    first_microbatch: int
-    step: int
-    microbatches: int | None = None
-    tokens: int | None = None
-
-    def of_replica(self, replica: int, replicas: int, microbatches: int) -> Batch:
-        """The samples of one of ``replicas``: a contiguous block of the step's, ``microbatches`` of them."""
-        return replace(
-            self,
-            inputs={name: tensor.chunk(replicas)[replica] for name, tensor in self.inputs.items()},
-            first_microbatch=self.first_microbatch + replica * microbatches,
-        )
 
 
 class Pipeline:

@@ -6,15 +6,16 @@ from typing import Any
 
 import torch
 
-from dynmo_train.engine import Engine, EngineSettings
+from dynmo_train.data.batch import Batch
 from dynmo_train.models.gpt import Gpt, GptShape
-from dynmo_train.models.items import BoundaryShape
-from dynmo_train.models.sparse_forms import SparseTable
+from dynmo_train.models.layer_list import BoundaryShape
+from dynmo_train.models.sparse_formats import SparseTable
 from dynmo_train.optim.adamw import AdamWSettings
-from dynmo_train.optim.schedule import LearningRate
-from dynmo_train.parallel.world import World
+from dynmo_train.optim.lr_schedule import LearningRate
+from dynmo_train.parallel.process_groups import World
 from dynmo_train.pipeline.partition import Partition, uniform_partition
-from dynmo_train.pipeline.schedule import Batch, PipelineShape
+from dynmo_train.pipeline.schedule import PipelineShape
+from dynmo_train.trainer.engine import Engine, EngineSettings
 
 
 def gpt_of(*, layers: int, width: int, heads: int, tokens: int, vocabulary: int) -> Gpt:

@@ -29,11 +29,11 @@ from torch import nn
 from train_compression_runs import prepare
 
 from dynmo_train._common.console import emit
-from dynmo_train.compression.boundaries import BoundaryCodec
-from dynmo_train.compression.lowrank import FactorShape, first_factor, orthonormalise
-from dynmo_train.compression.settings import CompressionSettings
 from dynmo_train.models.gpt import Gpt, GptShape
-from dynmo_train.pipeline.clock import clock_for
+from dynmo_train.optim.compression.boundary import BoundaryCodec
+from dynmo_train.optim.compression.lowrank import FactorShape, first_factor, orthonormalise
+from dynmo_train.optim.compression.settings import CompressionSettings
+from dynmo_train.parallel.device_clock import clock_for
 
 CPU = torch.device("cpu")
 WARMUP = 0.05

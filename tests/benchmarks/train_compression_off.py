@@ -26,9 +26,9 @@ from plain_stage import PlainEngine
 from workers import run_workers
 
 from dynmo_train._common.console import emit
-from dynmo_train.engine import Engine
 from dynmo_train.parallel.dims import ParallelDims
-from dynmo_train.parallel.world import World, lay_out
+from dynmo_train.parallel.process_groups import World, lay_out
+from dynmo_train.trainer.engine import Engine
 
 SETTLING_PAIRS = 4
 NORMAL_95 = 1.96

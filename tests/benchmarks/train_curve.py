@@ -78,8 +78,8 @@ def ours(family, ids: torch.Tensor, sizes: Sizes, steps: int) -> tuple[dict[str,
     """The initial weights by name, and what trains a step and gives its loss."""
     from plain_engine import engine_batch, engine_of
 
-    from dynmo_train.optim.schedule import LearningRate
-    from dynmo_train.parallel.world import join_world
+    from dynmo_train.optim.lr_schedule import LearningRate
+    from dynmo_train.parallel.process_groups import join_world
 
     rate = LearningRate(peak=PEAK, floor=FLOOR, style="cosine", warmup_steps=WARMUP, decay_steps=steps)
     boundary = (SAMPLES, sizes.tokens, sizes.width)

@@ -29,10 +29,10 @@ from torch import nn
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import Schedule1F1B
 
-from dynmo_train.engine import Engine
-from dynmo_train.parallel.world import World, join_world, leave_world
+from dynmo_train.data.batch import Batch
+from dynmo_train.parallel.process_groups import World, join_world, leave_world
 from dynmo_train.pipeline.partition import Partition
-from dynmo_train.pipeline.schedule import Batch
+from dynmo_train.trainer.engine import Engine
 
 Sizes = dict[str, int]
 SMALL: Sizes = {"layers": 4, "width": 128, "heads": 4, "tokens": 128, "vocabulary": 512, "micro_batch": 2}

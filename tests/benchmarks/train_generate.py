@@ -48,10 +48,10 @@ def ours(model: torch.nn.Module, folder: Path, new: int):
     from dynmo_ckpt.cli import app
     from dynmo_train.config.evaluation import PlaceConfig
     from dynmo_train.config.fields import values_of
-    from dynmo_train.parallel.world import join_world
-    from dynmo_train.tasks.generation import Asked, Ending, Generation
-    from dynmo_train.tasks.placed import forward_engine, open_source
-    from dynmo_train.tasks.sampling import Sampling
+    from dynmo_train.evaluation.forward_engine import forward_engine, open_source
+    from dynmo_train.evaluation.generation import Asked, Ending, Generation
+    from dynmo_train.evaluation.sampling import Sampling
+    from dynmo_train.parallel.process_groups import join_world
 
     model.save_pretrained(folder / "hf")
     done = CliRunner().invoke(app, ["convert", str(folder / "hf"), str(folder / "native"), "--to", "native"])

@@ -1,7 +1,8 @@
 """One device: a GPT's training in bfloat16 beside the device's own ceiling and nanoGPT's model, compiled.
 
 The ceiling is the fastest of a few large matrix products, measured in the same run. Model operations are those of
-``dynmo_train.flops``, of every program alike. Goals on an NVIDIA H200: 60 % of the ceiling, 1.05 x nanoGPT's model.
+``dynmo_train.models.flops``, of every program alike. Goals on an NVIDIA H200: 60 % of the ceiling, 1.05 x nanoGPT's
+model.
 
     python tests/benchmarks/train_gpu.py --nanogpt DIRECTORY [--shape 1.3B] [--compile] [--repeats 3]
     python tests/benchmarks/train_gpu.py --shape tiny --device cpu --repeats 1
@@ -116,10 +117,10 @@ def ours(shape: Shape, device: torch.device, *, compiled: bool) -> tuple[Callabl
     """A step of the engine, and its model operations."""
     from plain_engine import engine_batch
 
-    from dynmo_train.building import first_partition, flops_counter, settings_of
-    from dynmo_train.engine import Engine
-    from dynmo_train.families import family_of
-    from dynmo_train.parallel.world import join_world
+    from dynmo_train.models.registry import family_of
+    from dynmo_train.parallel.process_groups import join_world
+    from dynmo_train.trainer.engine import Engine
+    from dynmo_train.trainer.settings_from_config import first_partition, flops_counter, settings_of
 
     config = config_of_shape(shape, device.type, compiled=compiled)
     family = family_of(config)

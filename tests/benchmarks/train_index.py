@@ -41,7 +41,7 @@ def write_data(prefix: Path, documents: int) -> int:
 
 
 def ours(prefix: str, samples: int, order: str, cache: Path) -> None:
-    from dynmo_train.data.gpt import build_gpt_dataset
+    from dynmo_train.data.gpt_dataset import build_gpt_dataset
     from dynmo_train.formats.indexed import open_indexed
 
     data = build_gpt_dataset(

@@ -15,7 +15,7 @@ import torch
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import _orthogonalize
 
 from dynmo_train._common.console import emit
-from dynmo_train.compression.lowrank import FactorShape, factorise, first_factor, reconstruct
+from dynmo_train.optim.compression.lowrank import FactorShape, factorise, first_factor, reconstruct
 
 # Width of the models of Optimus-CC's figure 14
 WIDTHS = {"2.5B": 1920, "8.3B": 3072, "175B": 12288}

@@ -122,11 +122,11 @@ def _train(config: Any, world: Any) -> None:
     """Some steps from fresh weights."""
     import torch
 
-    from dynmo_train.building import first_partition, settings_of
-    from dynmo_train.data.kinds import shapes_of
-    from dynmo_train.engine import Engine
-    from dynmo_train.families import family_of
-    from dynmo_train.pipeline.schedule import Batch
+    from dynmo_train.data.batch import Batch
+    from dynmo_train.data.registry import shapes_of
+    from dynmo_train.models.registry import family_of
+    from dynmo_train.trainer.engine import Engine
+    from dynmo_train.trainer.settings_from_config import first_partition, settings_of
 
     family = family_of(config)
     engine = Engine(family, settings_of(config), first_partition(config, family, None), world)
@@ -144,7 +144,7 @@ def measure(case: str) -> None:
     import torch
 
     from dynmo_train.parallel.dims import ParallelDims
-    from dynmo_train.parallel.world import join_world, leave_world
+    from dynmo_train.parallel.process_groups import join_world, leave_world
 
     torch.set_num_threads(1)
     config = config_of_case(case)
@@ -201,7 +201,7 @@ def main() -> None:
     if asked.run:
         measure(asked.run)
         return
-    from dynmo_train.dryrun import dry_run
+    from dynmo_train.trainer.dryrun.report import dry_run
 
     sys.stdout.write("| case | worker | measured MiB | --dry-run MiB | dry run / measured |\n|---|---|---|---|---|\n")
     for case in asked.case:

@@ -29,10 +29,10 @@ from whole_runs import write_data
 from workers import run_workers
 
 from dynmo_train.config import Facts, resolve
-from dynmo_train.loop import _Run
 from dynmo_train.parallel.dims import ParallelDims
-from dynmo_train.parallel.world import join_world, leave_world
-from dynmo_train.starting import begin
+from dynmo_train.parallel.process_groups import join_world, leave_world
+from dynmo_train.trainer.loop import _Run
+from dynmo_train.trainer.setup import begin
 
 PLAIN_START = 4
 """The first steps build stages."""

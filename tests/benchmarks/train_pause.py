@@ -21,8 +21,8 @@ import torch
 import torch.distributed as dist
 from train_engine_overhead import Sizes, batch_of, engine_of, processes, say
 
-from dynmo_train.launch.agent import KEEP_MEMORY
-from dynmo_train.parallel.world import World, gather_documents
+from dynmo_train.launch.node_agent import KEEP_MEMORY
+from dynmo_train.parallel.process_groups import World, gather_documents
 from dynmo_train.pipeline.partition import Partition
 
 Row = tuple[int, float, float]

@@ -21,11 +21,11 @@ from plain_engine import constant, engine_batch, gpt_of
 from plain_engine import engine_of as plain_engine_of
 from random_batches import random_rows
 
-from dynmo_train.checkpointing import Checkpointing, Saved
-from dynmo_train.engine import Engine
-from dynmo_train.parallel.world import join_world, leave_world
-from dynmo_train.pipeline.schedule import Batch
-from dynmo_train.saving import SavedRun
+from dynmo_train.data.batch import Batch
+from dynmo_train.parallel.process_groups import join_world, leave_world
+from dynmo_train.trainer.checkpoint.async_checkpoint import Checkpointing, Saved
+from dynmo_train.trainer.checkpoint.engine_checkpoint import SavedRun
+from dynmo_train.trainer.engine import Engine
 
 TOKENS, MICRO_BATCH, VOCABULARY = 128, 2, 8064
 

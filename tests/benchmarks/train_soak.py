@@ -23,11 +23,11 @@ from typing import Any
 import torch.distributed as dist
 from train_engine_overhead import processes, say
 
-from dynmo_train.models.dynamic import DynamicSettings, SparseAttentionSettings
 from dynmo_train.models.early_exit import ExitSettings
-from dynmo_train.models.experts import MoeShape
 from dynmo_train.models.mixture_of_depths import DepthSettings
-from dynmo_train.parallel.world import World
+from dynmo_train.models.moe import MoeShape
+from dynmo_train.models.technique_blocks import DynamicSettings, SparseAttentionSettings
+from dynmo_train.parallel.process_groups import World
 from dynmo_train.pipeline.partition import Partition
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "distributed"))

@@ -58,7 +58,7 @@ def batch(shape: Shape, step: int) -> tuple[torch.Tensor, torch.Tensor]:
 def ours(shape: Shape) -> Callable[[int], float]:
     from plain_engine import constant, engine_batch, engine_of, gpt_of
 
-    from dynmo_train.parallel.world import join_world
+    from dynmo_train.parallel.process_groups import join_world
 
     sizes = {"layers": shape.layers, "width": shape.width, "heads": shape.heads}
     engine = engine_of(

@@ -136,7 +136,7 @@ def test_a_merge_of_a_merge_has_the_same_tensor_bytes(ckpt, checkpoint, tmp_path
 
 
 def test_the_trainer_opens_a_merge(ckpt, checkpoint, tmp_path):
-    from dynmo_train.checkpoint import find_checkpoint, open_checkpoint
+    from dynmo_train.formats.checkpoint import find_checkpoint, open_checkpoint
 
     run_dir, m, tensors = checkpoint
     ckpt("merge", run_dir, tmp_path / "out")

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 import typer
 
+from dynmo_train.cli.explain_flags.published_scripts import find
+from dynmo_train.cli.explain_flags.script_commands import read_script
 from dynmo_train.config.compat import FLAGS, own_name
-from dynmo_train.config.published import find
-from dynmo_train.config.recipes import read_recipe
-from dynmo_train.config.scripts import read_script
+from dynmo_train.config.presets import read_recipe
 from dynmo_train.config.task_command import TASK_FLAGS
 
 ROOT = Path(__file__).parents[2]

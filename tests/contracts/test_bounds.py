@@ -26,19 +26,22 @@ from dynmo_tools.config import options
 from dynmo_tools.io import jsonl
 from dynmo_tools.runner import recipe, task_manifest
 from dynmo_tools.tokenization import tokenizers
-from dynmo_train import compare, emulation, monitor
 from dynmo_train._common.errors import DynmoError as TrainError
-from dynmo_train.checkpoint import reader as train_reader
-from dynmo_train.checkpoint.shards import decode_header
 from dynmo_train.config.deepspeed import read_deepspeed
 from dynmo_train.config.resolve import read_config_file
-from dynmo_train.data import pairs
+from dynmo_train.data import finetune_dataset as pairs
 from dynmo_train.data import tokenizer as train_tokenizer
 from dynmo_train.dynamics.tuning import read_sparse_table
+from dynmo_train.evaluation import lambada
+from dynmo_train.evaluation import lm_eval_data as harness_data
 from dynmo_train.formats import plan as train_plan
 from dynmo_train.formats import profile as train_profile
 from dynmo_train.formats import run as train_run
-from dynmo_train.tasks import harness_data, lambada
+from dynmo_train.formats.checkpoint import reader as train_reader
+from dynmo_train.formats.checkpoint.shards import decode_header
+from dynmo_train.pipeline import emulation_trace as emulation
+from dynmo_train.trainer.monitoring import compare_runs as compare
+from dynmo_train.trainer.monitoring import monitor
 
 LEVELS = 2000
 PlanError = document.UsageError
@@ -71,7 +74,7 @@ READERS = {
     "plan of dynmo-plan": balance_plan.read_plan,
     "profile": balance_profile.read_profile,
     "config.json": model_config.load_spec,
-    "recipe of dynmo-plan": lambda path: recipe.load_recipe(str(path)),
+    "recipe of dynmo-plan": lambda path: plan_recipe.load_recipe(str(path)),
     "device": lambda path: devices.load_device(str(path)),
     "chrome trace": lambda path: imported_trace(path),
     "safetensors": lambda path: read_index(path),

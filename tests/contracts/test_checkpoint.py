@@ -7,7 +7,7 @@ import jsonschema
 import pytest
 
 import dynmo_ckpt.formats.checkpoint as owner
-import dynmo_train.formats.checkpoint as reader
+import dynmo_train.formats.checkpoint.document as reader
 from dynmo_ckpt._common.errors import DynmoError as OwnerError
 from dynmo_train._common.errors import DynmoError as ReaderError
 

@@ -12,7 +12,7 @@ import pytest
 from dynmo_train._common.errors import UsageError
 from dynmo_train.config import config_of
 from dynmo_train.formats.run import read_run
-from dynmo_train.rundir import begin_run
+from dynmo_train.trainer.run_directory import begin_run
 
 SCHEMA = json.loads((Path(__file__).parents[2] / "dynmo_train/formats/run.schema.json").read_text())
 VALIDATOR = jsonschema.Draft202012Validator(SCHEMA)

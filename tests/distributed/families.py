@@ -8,10 +8,10 @@ from dataclasses import dataclass
 import torch
 
 from dynmo_train.models.bert import Bert, BertShape
-from dynmo_train.models.experts import MoeShape
 from dynmo_train.models.ict import CONTEXT, EMBEDDED, QUERY, Ict, IctShape
-from dynmo_train.models.items import HIDDEN, LOSS, ModelFamily
+from dynmo_train.models.layer_list import HIDDEN, LOSS, ModelFamily
 from dynmo_train.models.llama import Llama, LlamaShape
+from dynmo_train.models.moe import MoeShape
 from dynmo_train.models.t5 import DECODER, ENCODER, T5, T5Shape
 
 VOCABULARY, WIDTH, TOKENS, ANSWERS = 50, 32, 16, 10

@@ -9,9 +9,9 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.pipelining import PipelineStage
 
-from dynmo_train.engine import Engine
 from dynmo_train.pipeline import schedule
-from dynmo_train.pipeline.stage import ItemStage
+from dynmo_train.pipeline.pipeline_stage import ItemStage
+from dynmo_train.trainer.engine import Engine
 
 
 class PlainStage(ItemStage):

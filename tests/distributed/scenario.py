@@ -9,23 +9,24 @@ from typing import Any
 import torch
 from families import SAMPLES
 
-from dynmo_train.compression.settings import NO_COMPRESSION, CompressionSettings
+from dynmo_train.data.batch import Batch
 from dynmo_train.dynamics.plasticity import PlasticityRule
 from dynmo_train.dynamics.pruning import CubicSchedule
 from dynmo_train.dynamics.pruning_units import PruningRule
-from dynmo_train.engine import Engine, EngineSettings
-from dynmo_train.models.dynamic import DynamicFamily, DynamicSettings
 from dynmo_train.models.early_exit import LEFT
-from dynmo_train.models.experts import MoeShape
 from dynmo_train.models.gpt import Gpt, GptShape
-from dynmo_train.models.items import HIDDEN, LOSS, BoundaryShape, ModelFamily
-from dynmo_train.models.sparse_forms import SparseTable
+from dynmo_train.models.layer_list import HIDDEN, LOSS, BoundaryShape, ModelFamily
+from dynmo_train.models.moe import MoeShape
+from dynmo_train.models.sparse_formats import SparseTable
+from dynmo_train.models.technique_blocks import DynamicFamily, DynamicSettings
 from dynmo_train.optim.adamw import AdamWSettings
+from dynmo_train.optim.compression.settings import NO_COMPRESSION, CompressionSettings
+from dynmo_train.optim.lr_schedule import LearningRate
 from dynmo_train.optim.precision import FLOAT32, LossScaling, Precision
-from dynmo_train.optim.schedule import LearningRate
-from dynmo_train.parallel.world import World
+from dynmo_train.parallel.process_groups import World
 from dynmo_train.pipeline.partition import Partition, uniform_partition
-from dynmo_train.pipeline.schedule import Batch, PipelineShape
+from dynmo_train.pipeline.schedule import PipelineShape
+from dynmo_train.trainer.engine import Engine, EngineSettings
 
 SHAPE = GptShape(
     num_layers=4,

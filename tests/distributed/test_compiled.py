@@ -16,11 +16,11 @@ from torch import nn
 from workers import run_workers
 
 from dynmo_train._common.errors import UsageError
-from dynmo_train.engine import Engine
 from dynmo_train.models.blocks import Head, Mlp
 from dynmo_train.models.compiled import check_compiler, compile_item, is_compiled
-from dynmo_train.optim.items import ItemState
+from dynmo_train.optim.item_store import ItemState
 from dynmo_train.pipeline.partition import Partition
+from dynmo_train.trainer.engine import Engine
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(900)]
 

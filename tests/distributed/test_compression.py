@@ -12,10 +12,10 @@ from scenario import MICRO_BATCH, MICROBATCHES, SHAPE, TOKENS, Scenario, batch_o
 from test_placement import cut, vee
 from workers import run_workers
 
-from dynmo_train.compression.settings import NO_COMPRESSION, CompressionSettings
-from dynmo_train.engine import Engine
+from dynmo_train.optim.compression.settings import NO_COMPRESSION, CompressionSettings
 from dynmo_train.parallel.dims import ParallelDims
-from dynmo_train.parallel.world import World, gather_documents, lay_out
+from dynmo_train.parallel.process_groups import World, gather_documents, lay_out
+from dynmo_train.trainer.engine import Engine
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(900)]
 

@@ -18,12 +18,12 @@ from test_placement import cut, vee
 from whole_runs import figures, lines, tensors, train, write_data
 from workers import run_workers
 
-from dynmo_train.compression.lowrank import FactorShape, first_factor, orthonormalise
-from dynmo_train.compression.settings import NO_COMPRESSION, CompressionSettings
-from dynmo_train.engine import Engine
-from dynmo_train.optim.items import memory_name
+from dynmo_train.optim.compression.lowrank import FactorShape, first_factor, orthonormalise
+from dynmo_train.optim.compression.settings import NO_COMPRESSION, CompressionSettings
+from dynmo_train.optim.item_store import memory_name
 from dynmo_train.parallel.dims import ParallelDims
-from dynmo_train.parallel.world import World, gather_over, lay_out
+from dynmo_train.parallel.process_groups import World, gather_over, lay_out
+from dynmo_train.trainer.engine import Engine
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(900)]
 

@@ -12,7 +12,7 @@ from hand_planner import BY_HAND, HandPlanner
 from whole_runs import arguments, command, events, figures, lines, run_command, tensors, train, write_data
 from workers import run_workers
 
-from dynmo_train.programs import program_path
+from dynmo_train.launch.find_command import program_path
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(900)]
 

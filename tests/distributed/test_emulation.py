@@ -10,12 +10,12 @@ from scenario import MICROBATCHES, Scenario, engine_of
 from workers import run_workers
 
 from dynmo_train._common.errors import UsageError
-from dynmo_train.emulation import read_trace
-from dynmo_train.engine import Engine
-from dynmo_train.pipeline import clock
-from dynmo_train.pipeline import paced as paced_module
-from dynmo_train.pipeline.paced import PacedProbe
+from dynmo_train.parallel import device_clock as clock
+from dynmo_train.pipeline import emulated_profiler as paced_module
+from dynmo_train.pipeline.emulated_profiler import PacedProbe
+from dynmo_train.pipeline.emulation_trace import read_trace
 from dynmo_train.pipeline.partition import uniform_partition
+from dynmo_train.trainer.engine import Engine
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(900)]
 

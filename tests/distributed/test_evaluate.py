@@ -36,8 +36,8 @@ def folder(tmp_path_factory):
 def figures(folder, pipeline, tensor):
     from dynmo_train.config.evaluation import LambadaConfig, PlaceConfig, WikitextConfig
     from dynmo_train.config.fields import values_of
-    from dynmo_train.tasks.placed import joined
-    from dynmo_train.tasks.zeroshot import evaluate_lambada, evaluate_wikitext
+    from dynmo_train.evaluation.forward_engine import joined
+    from dynmo_train.evaluation.zeroshot import evaluate_lambada, evaluate_wikitext
 
     given = {
         "load": str(folder / "native"),

@@ -11,7 +11,7 @@ from families import SAMPLES
 from scenario import Scenario, merged, play
 from workers import run_workers
 
-from dynmo_train.models.items import live_before
+from dynmo_train.models.layer_list import live_before
 from dynmo_train.pipeline.partition import Partition, uniform_partition
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(900)]

@@ -203,7 +203,7 @@ def test_bad_input_is_told(folder, task, extra, words):
 
 def test_options_of_a_pretraining_are_refused():
     from dynmo_train._common.errors import UsageError
-    from dynmo_train.commands.finetune import _refuse
+    from dynmo_train.cli.finetune import _refuse
     from dynmo_train.config.resolve import config_of
 
     shape = {"num_layers": 2, "hidden_size": 8, "num_attention_heads": 2, "seq_length": 8, "vocab_size": 9}

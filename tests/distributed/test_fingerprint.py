@@ -12,10 +12,10 @@ import pytest
 from whole_runs import arguments, run_command, write_data
 from workers import run_workers
 
-from dynmo_train import fingerprint
 from dynmo_train._common.errors import UsageError
 from dynmo_train.config import config_of
-from dynmo_train.fingerprint import config_facts, installed, require_same
+from dynmo_train.trainer import fingerprint
+from dynmo_train.trainer.fingerprint import config_facts, installed, require_same
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(900)]
 

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 from whole_runs import figures, run_command, write_data
 
 from dynmo_train.data.batches import Samples
-from dynmo_train.parallel.world import leave_world
+from dynmo_train.parallel.process_groups import leave_world
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(900)]
 

@@ -33,9 +33,9 @@ def folder(tmp_path_factory):
 def write(folder, pipeline, tensor, batch, temperature, recompute):
     from dynmo_train.config.evaluation import GenerateConfig, PlaceConfig
     from dynmo_train.config.fields import values_of
-    from dynmo_train.tasks.generate import Wanted, Writer
-    from dynmo_train.tasks.placed import joined
-    from dynmo_train.tasks.sampling import Sampling
+    from dynmo_train.evaluation.forward_engine import joined
+    from dynmo_train.evaluation.generate import Wanted, Writer
+    from dynmo_train.evaluation.sampling import Sampling
 
     given = {
         "load": str(folder / "native"),

@@ -10,9 +10,9 @@ from whole_runs import tensors
 from workers import run_workers
 
 from dynmo_train.models.sharding import join_replicas
+from dynmo_train.parallel.collectives import gather_of
 from dynmo_train.parallel.dims import ParallelDims
-from dynmo_train.parallel.replicas import gather_of
-from dynmo_train.parallel.world import lay_out
+from dynmo_train.parallel.process_groups import lay_out
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(900)]
 ROWS = 6

@@ -9,7 +9,7 @@ import pytest
 from whole_runs import arguments, figures, lines, run_command, train, write_data
 from workers import run_workers
 
-from dynmo_train.traininglog import TrainingLog
+from dynmo_train.trainer.monitoring.training_log import TrainingLog
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(900)]
 

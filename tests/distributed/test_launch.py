@@ -17,7 +17,7 @@ pytestmark = pytest.mark.distributed
 LAUNCH = """
 import sys
 from pathlib import Path
-from dynmo_train.launch.local import LocalLaunch, launch_local
+from dynmo_train.launch.launcher import LocalLaunch, launch_local
 nproc, log_dir, grace_s, save_s, restarts, program = sys.argv[1:7]
 launch = LocalLaunch(nproc=int(nproc), arguments=("first",), log_dir=Path(log_dir), grace_s=float(grace_s),
                      save_s=float(save_s), command=(sys.executable, "-c", program))
@@ -128,7 +128,7 @@ def test_a_signal_to_the_launcher_ends_all(tmp_path, number, code):
 SAVES = """
 import os, signal, sys, time
 from pathlib import Path
-from dynmo_train.interrupts import Interrupts
+from dynmo_train.trainer.signals import Interrupts
 from dynmo_train.launch.worker import watch_launcher
 rank = os.environ["RANK"]
 watch_launcher(os.environ)

@@ -18,8 +18,8 @@ NODE = """
 import sys
 from pathlib import Path
 from dynmo_train.launch import meeting
-from dynmo_train.launch.local import LocalLaunch, launch_local
-from dynmo_train.launch.meeting import Nodes
+from dynmo_train.launch.launcher import LocalLaunch, launch_local
+from dynmo_train.launch.rendezvous import Nodes
 # On a loaded machine one node may start a minute after the other. In each test the nodes that are expected come.
 meeting.FIRST_CALL_S = meeting.LAST_CALL_S = 300.0
 rank, least, most, port, log_dir, restarts, silence_s, program = sys.argv[1:9]

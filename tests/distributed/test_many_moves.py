@@ -11,7 +11,7 @@ from scenario import Scenario, batch_of, engine_of, fingerprint, merged
 from test_placement import NAMES, cut
 from workers import run_workers
 
-from dynmo_train.parallel.world import World
+from dynmo_train.parallel.process_groups import World
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(900)]
 

@@ -8,10 +8,10 @@ from scenario import Scenario, batch_of, engine_of, fingerprint, merged, play
 from test_placement import NAMES, cut
 from workers import run_workers
 
-import dynmo_train.rebalance.transfer as transfer
-from dynmo_train.parallel.world import World
+import dynmo_train.pipeline.migration as transfer
+from dynmo_train.parallel.process_groups import World
+from dynmo_train.pipeline.migration import MoveError
 from dynmo_train.pipeline.partition import frozen_prefix, moves_between
-from dynmo_train.rebalance.transfer import MoveError
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(900)]
 

@@ -12,10 +12,10 @@ from test_placement import cut, reference
 from torch.distributed.pipelining import PipelineStage
 from workers import run_workers
 
-import dynmo_train.engine as engine_module
 import dynmo_train.models.linear as linear_module
-import dynmo_train.pipeline.stage as stage_module
-from dynmo_train.parallel.world import World
+import dynmo_train.pipeline.pipeline_stage as stage_module
+import dynmo_train.trainer.engine as engine_module
+from dynmo_train.parallel.process_groups import World
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(900)]
 
@@ -65,7 +65,7 @@ def untied_gradients(world: World, scenario: Scenario):
 
 def norm_by_worker(world: World, scenario: Scenario):
     """The norm is summed in float32 over each worker's gradients first, and over workers after."""
-    from dynmo_train.parallel.world import sum_over_pipeline
+    from dynmo_train.parallel.process_groups import sum_over_pipeline
 
     def naive(held, item_names, ties, world):
         gradients = [p.grad.flatten() for _, name, p in held.parameters() if p.grad is not None and name not in ties]

@@ -17,8 +17,8 @@ from test_placement import cut, vee
 from whole_runs import figures, lines, tensors, train, write_data
 from workers import run_workers
 
+from dynmo_train.launch.find_command import program_path
 from dynmo_train.parallel.dims import ParallelDims
-from dynmo_train.programs import program_path
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(900)]
 

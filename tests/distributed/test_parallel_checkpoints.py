@@ -30,12 +30,12 @@ from test_placement import cut
 from whole_runs import figures, lines, train, write_data
 from workers import run_workers
 
-from dynmo_train.checkpoint import open_checkpoint
-from dynmo_train.checkpointing import Checkpointing
+from dynmo_train.formats.checkpoint import open_checkpoint
 from dynmo_train.parallel.dims import ParallelDims
-from dynmo_train.parallel.world import World, lay_out
+from dynmo_train.parallel.process_groups import World, lay_out
 from dynmo_train.pipeline.partition import Partition
-from dynmo_train.saving import SavedRun, save, state_reader
+from dynmo_train.trainer.checkpoint.async_checkpoint import Checkpointing
+from dynmo_train.trainer.checkpoint.engine_checkpoint import SavedRun, save, state_reader
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(900)]
 

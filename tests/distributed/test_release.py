@@ -11,12 +11,12 @@ from scenario import Scenario, batch_of, digest
 from test_placement import NAMES, cut
 from workers import run_workers
 
-from dynmo_train.models.experts import MoeShape
+from dynmo_train.models.moe import MoeShape
 from dynmo_train.parallel.dims import ParallelDims
-from dynmo_train.parallel.leaving import without_workers
-from dynmo_train.parallel.world import World, gather_documents, lay_out
+from dynmo_train.parallel.process_groups import World, gather_documents, lay_out
+from dynmo_train.parallel.shrink import without_workers
+from dynmo_train.pipeline.migration import MoveError
 from dynmo_train.pipeline.partition import Partition
-from dynmo_train.rebalance.transfer import MoveError
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(900)]
 

@@ -13,11 +13,11 @@ from torch.utils.flop_counter import FlopCounterMode
 from workers import run_workers
 
 from dynmo_train.dynamics.pruning_units import PruningRule
-from dynmo_train.models.dynamic import DynamicFamily, DynamicSettings, SparseAttentionSettings
 from dynmo_train.models.early_exit import ExitSettings
 from dynmo_train.models.hashed_attention import hash_directions
-from dynmo_train.models.items import Reported, output_of
+from dynmo_train.models.layer_list import Reported, output_of
 from dynmo_train.models.mixture_of_depths import DepthSettings
+from dynmo_train.models.technique_blocks import DynamicFamily, DynamicSettings, SparseAttentionSettings
 from dynmo_train.pipeline.partition import Partition
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(900)]

@@ -12,10 +12,10 @@ from workers import run_workers
 
 from dynmo_train.dynamics.plasticity import PlasticityRule
 from dynmo_train.dynamics.pruning_units import PruningRule
-from dynmo_train.models.dynamic import DynamicSettings, SparseAttentionSettings
 from dynmo_train.models.early_exit import ExitSettings
-from dynmo_train.models.experts import MoeShape
 from dynmo_train.models.mixture_of_depths import DepthSettings
+from dynmo_train.models.moe import MoeShape
+from dynmo_train.models.technique_blocks import DynamicSettings, SparseAttentionSettings
 from dynmo_train.pipeline.partition import Partition
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(900)]

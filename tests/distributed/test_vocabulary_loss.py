@@ -7,8 +7,8 @@ import torch
 from workers import run_workers
 
 from dynmo_train.parallel.dims import ParallelDims
-from dynmo_train.parallel.tensor import region_of, token_losses
-from dynmo_train.parallel.world import lay_out
+from dynmo_train.parallel.process_groups import lay_out
+from dynmo_train.parallel.tensor_parallel import region_of, token_losses
 
 pytestmark = pytest.mark.distributed
 WIDTH, TOKENS, ROWS, REAL = 8, 24, 40, 37

@@ -10,15 +10,15 @@ import torch
 from scenario import digest
 from workers import run_workers
 
-from dynmo_train.building import first_partition, settings_of
-from dynmo_train.checkpoint import open_checkpoint
 from dynmo_train.config import Facts, config_of
-from dynmo_train.engine import Engine
-from dynmo_train.families import family_of
+from dynmo_train.data.batch import Batch
+from dynmo_train.formats.checkpoint import open_checkpoint
+from dynmo_train.models.registry import family_of
 from dynmo_train.parallel.dims import ParallelDims
-from dynmo_train.parallel.world import World, lay_out
-from dynmo_train.pipeline.schedule import Batch
-from dynmo_train.saving import SavedRun, check_same_model, save, state_reader
+from dynmo_train.parallel.process_groups import World, lay_out
+from dynmo_train.trainer.checkpoint.engine_checkpoint import SavedRun, check_same_model, save, state_reader
+from dynmo_train.trainer.engine import Engine
+from dynmo_train.trainer.settings_from_config import first_partition, settings_of
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(300)]
 

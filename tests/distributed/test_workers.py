@@ -18,8 +18,8 @@ import torch.distributed as dist
 import workers
 from workers import run_workers
 
-from dynmo_train import engine
-from dynmo_train.pipeline import stage
+from dynmo_train.pipeline import pipeline_stage as stage
+from dynmo_train.trainer import engine
 
 pytestmark = pytest.mark.distributed
 SIZE = 2

@@ -137,7 +137,7 @@ def _restored_process() -> Iterator[None]:
 
 
 def _play(job: bytes, rank: int, size: int, port: int, joins: bool) -> Any:
-    from dynmo_train.parallel.world import join_world, leave_world
+    from dynmo_train.parallel.process_groups import join_world, leave_world
 
     warnings.simplefilter("ignore")
     os.environ.update(

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from dynmo_train._common.errors import UsageError
 from dynmo_train.cli import app
-from dynmo_train.tasks.harness_data import TASKS, find_data, parse_tasks, read_rows, write_task
+from dynmo_train.evaluation.lm_eval_data import TASKS, find_data, parse_tasks, read_rows, write_task
 
 build = runpy.run_path(str(Path(__file__).parents[1] / "unit" / "ckpt" / "build.py"))
 QUESTION = {"question": "What sat?", "options": ["a cat", "a log", "a mat", "a dog"], "answer": "A"}

@@ -19,7 +19,7 @@ import pytest
 
 from dynmo_ckpt._common.console import progress
 from dynmo_ckpt.operations.verify import full_findings
-from dynmo_train.checkpoint import find_checkpoint, remove_stale_staging
+from dynmo_train.formats.checkpoint import find_checkpoint, remove_stale_staging
 
 UNIT = Path(__file__).parents[1] / "unit"
 KILLS = int(os.environ.get("DYNMO_TEST_KILLS", "6"))
@@ -67,7 +67,7 @@ SAVES = (
     DRIVER
     + """
 import runpy
-from dynmo_train.checkpoint import prune
+from dynmo_train.formats.checkpoint import prune
 build = runpy.run_path(sys.argv[1])
 folder, first, number, at = Path(sys.argv[2]), *map(int, sys.argv[3:])
 

@@ -17,9 +17,9 @@ FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 def full_in_steps(words: list[str], first: int, last: int) -> tuple[int, str]:
     """The command, on a disk that takes neither shards nor lines from step ``first`` to ``last``."""
-    from dynmo_train import saving
-    from dynmo_train.engine import Engine
     from dynmo_train.formats import profile, run_lines
+    from dynmo_train.trainer.checkpoint import engine_checkpoint as saving
+    from dynmo_train.trainer.engine import Engine
 
     now = {"step": 0}
     train_step = Engine.train_step
@@ -46,7 +46,7 @@ def full_in_steps(words: list[str], first: int, last: int) -> tuple[int, str]:
 
 def only_shards(words: list[str], failing: int) -> tuple[int, str]:
     """The command, whose second process cannot write its shard of step ``failing``."""
-    from dynmo_train import saving
+    from dynmo_train.trainer.checkpoint import engine_checkpoint as saving
 
     write = saving.write_shard
 

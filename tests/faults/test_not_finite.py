@@ -11,7 +11,7 @@ from scenario import Scenario, batch_of, engine_of
 from whole_runs import arguments, lines, run_command, write_data
 from workers import run_workers
 
-from dynmo_train.parallel.world import World
+from dynmo_train.parallel.process_groups import World
 
 pytestmark = pytest.mark.distributed
 

@@ -10,9 +10,9 @@ import torch
 from scenario import Scenario, digest, engine_of
 from workers import run_workers
 
+from dynmo_train.parallel.device_clock import clock_for
+from dynmo_train.parallel.process_groups import join_world, leave_world
 from dynmo_train.parallel.seeding import default_generator, seeded
-from dynmo_train.parallel.world import join_world, leave_world
-from dynmo_train.pipeline.clock import clock_for
 from dynmo_train.pipeline.partition import Partition
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(900)]

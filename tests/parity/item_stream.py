@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from dynmo_train.models.items import ModelFamily, output_of, parameters_of
+from dynmo_train.models.layer_list import ModelFamily, output_of, parameters_of
 
 TOLERANCE = {"rtol": 0, "atol": 1e-4}
 

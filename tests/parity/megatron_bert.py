@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 from transformers import MegatronBertConfig
 
-from dynmo_train.models.chain import CommonShape
+from dynmo_train.models.family import CommonShape
 
 
 def config_of(shape: CommonShape, num_layers: int) -> MegatronBertConfig:

@@ -11,7 +11,7 @@ from megatron_bert import both, config_of, encoder
 from transformers import MegatronBertForPreTraining
 
 from dynmo_train.models.bert import Bert, BertShape
-from dynmo_train.models.items import Reported
+from dynmo_train.models.layer_list import Reported
 
 SHAPE = BertShape(
     num_layers=3,

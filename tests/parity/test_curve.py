@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from dynmo_train.parallel.world import leave_world
+from dynmo_train.parallel.process_groups import leave_world
 
 SCRIPT = Path(__file__).parents[1] / "benchmarks" / "train_curve.py"
 

@@ -13,9 +13,9 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from typer.testing import CliRunner
 
-from dynmo_train import loading
 from dynmo_train._common.errors import DynmoError
 from dynmo_train.cli import app
+from dynmo_train.trainer.checkpoint import load_checkpoint as loading
 
 build = runpy.run_path(str(Path(__file__).parents[1] / "unit" / "ckpt" / "build.py"))
 PROMPTS = ("the cat sat", "größer than", "the dog and the log on the mat")

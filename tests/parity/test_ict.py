@@ -16,8 +16,8 @@ from torch import nn
 from transformers import MegatronBertModel
 
 from dynmo_train._common.errors import UsageError
-from dynmo_train.data.blocks import BlockDataset, block_tensors, check_titles
-from dynmo_train.data.sentences import RunSettings, build_runs
+from dynmo_train.data.ict_dataset import BlockDataset, block_tensors, check_titles
+from dynmo_train.data.sentence_spans import RunSettings, build_runs
 from dynmo_train.data.vocabulary import make_vocabulary
 from dynmo_train.formats.indexed import IndexedDataset, open_indexed
 from dynmo_train.models.ict import Ict, IctShape

@@ -11,9 +11,9 @@ from item_stream import TOLERANCE, assert_same_gradients, build_all, copy_into, 
 from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
-from dynmo_train.models.decoding import Cache, Decoder
-from dynmo_train.models.experts import MoeShape, route
+from dynmo_train.models.kv_cache import Cache, Decoder
 from dynmo_train.models.llama import Llama, LlamaShape
+from dynmo_train.models.moe import MoeShape, route
 
 SCALING = {
     "rope_type": "llama3",

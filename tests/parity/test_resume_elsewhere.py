@@ -18,10 +18,10 @@ import torch
 from typer.testing import CliRunner
 
 from dynmo_ckpt.cli import app as ckpt
-from dynmo_train.checkpoint import find_checkpoint, open_checkpoint
 from dynmo_train.cli import app as train
-from dynmo_train.parallel.world import join_world, leave_world
-from dynmo_train.saving import state_reader
+from dynmo_train.formats.checkpoint import find_checkpoint, open_checkpoint
+from dynmo_train.parallel.process_groups import join_world, leave_world
+from dynmo_train.trainer.checkpoint.engine_checkpoint import state_reader
 
 TESTS = Path(__file__).parents[1]
 FIXTURES = TESTS / "unit" / "ckpt" / "fixtures" / "deepspeed"

@@ -13,8 +13,8 @@ from typer.testing import CliRunner
 
 from dynmo_train._common.errors import DynmoError
 from dynmo_train.cli import app
-from dynmo_train.tasks.lambada import read_passages, split_passage
-from dynmo_train.tasks.wikitext import count_words, detokenize
+from dynmo_train.evaluation.lambada import read_passages, split_passage
+from dynmo_train.evaluation.wikitext import count_words, detokenize
 
 POSITIONS, OVERLAP = 48, 16
 SHARED = os.environ.get("DYNMO_SHARED_DATA")

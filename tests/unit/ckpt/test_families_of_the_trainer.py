@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from dynmo_train.families import family_of_manifest
+from dynmo_train.models.registry import family_of_manifest
 
 families = runpy.run_path(str(Path(__file__).with_name("families.py")))
 

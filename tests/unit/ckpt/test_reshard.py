@@ -14,7 +14,7 @@ from dynmo_ckpt.formats.choices import layer_counts
 from dynmo_ckpt.native.checkpoint import open_native
 from dynmo_ckpt.native.reshard import counted_partition, plan_native
 from dynmo_ckpt.operations.write import Settings, write_native
-from dynmo_train.checkpoint import open_checkpoint
+from dynmo_train.formats.checkpoint import open_checkpoint
 
 build = runpy.run_path(str(Path(__file__).with_name("build.py")))
 HOW = Settings(jobs=1, verify=True, overwrite=False, plan_only=False, format=Format.JSON)

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from dynmo_train.models.gpt import Gpt, GptShape
-from dynmo_train.models.items import parameters_of
+from dynmo_train.models.layer_list import parameters_of
 from dynmo_train.optim.adamw import MOMENTS, AdamWSettings
-from dynmo_train.optim.items import HeldItems, ItemState
+from dynmo_train.optim.item_store import HeldItems, ItemState
 
 ITEMS = ("embedding", "layers.0.attention", "layers.0.mlp")
 SETTINGS = AdamWSettings(beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1)

@@ -7,9 +7,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from dynmo_train.compression.boundaries import BoundaryCodec
-from dynmo_train.compression.settings import CompressionSettings
-from dynmo_train.pipeline.clock import clock_for
+from dynmo_train.optim.compression.boundary import BoundaryCodec
+from dynmo_train.optim.compression.settings import CompressionSettings
+from dynmo_train.parallel.device_clock import clock_for
 
 MICROBATCHES, ROWS, COLUMNS = 24, 16, 12
 CPU = torch.device("cpu")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from dynmo_train.models.compact import choose, choose_top
+from dynmo_train.models.token_select import choose, choose_top
 
 X = torch.arange(24.0).view(2, 4, 3)
 

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from dynmo_train.models.cross_entropy import linear_cross_entropy, mean_linear_cross_entropy
-from dynmo_train.parallel.tensor import TensorRegion, token_losses
+from dynmo_train.parallel.tensor_parallel import TensorRegion, token_losses
 
 N, D, V, R = 37, 16, 50, 64
 

@@ -10,12 +10,12 @@ import torch
 import torch.nn.functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
-from dynmo_train.models.decoding import Cache, Decoder
-from dynmo_train.models.dynamic import DynamicFamily, DynamicSettings
 from dynmo_train.models.early_exit import LEFT, ExitSettings
 from dynmo_train.models.gpt import Gpt, GptShape
-from dynmo_train.models.items import output_of
+from dynmo_train.models.kv_cache import Cache, Decoder
+from dynmo_train.models.layer_list import output_of
 from dynmo_train.models.mixture_of_depths import DepthSettings
+from dynmo_train.models.technique_blocks import DynamicFamily, DynamicSettings
 
 CPU = torch.device("cpu")
 SHAPE = GptShape(

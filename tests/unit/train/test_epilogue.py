@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dynmo_train.compression.epilogue import behind_last_forward, one_f_one_b_epilogue, packed_microbatches
+from dynmo_train.pipeline.epilogue import behind_last_forward, one_f_one_b_epilogue, packed_microbatches
 from dynmo_train.pipeline.partition import Partition
 
 

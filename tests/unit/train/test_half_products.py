@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
-from dynmo_train.optim.half_products import float_products
+from dynmo_train.optim.precision import float_products
 
 CPU = torch.device("cpu")
 

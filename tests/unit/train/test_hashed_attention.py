@@ -7,9 +7,9 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention.flex_attention import flex_attention
 
-from dynmo_train.models.dynamic import DynamicFamily, DynamicSettings, SparseAttentionSettings
 from dynmo_train.models.gpt import Gpt, GptShape
 from dynmo_train.models.hashed_attention import HashedAttention, hash_directions, hash_mask
+from dynmo_train.models.technique_blocks import DynamicFamily, DynamicSettings, SparseAttentionSettings
 
 SPARSE = HashedAttention(buckets=4, block=4, seed=3, name="layers.0.attention")
 

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from dynmo_train.models.linear import PrunableLinear, csr_pattern
-from dynmo_train.models.sparse_forms import BLOCK, BUILT_IN, CSR, DENSE, SEMI_STRUCTURED, SparseTable
+from dynmo_train.models.sparse_formats import BLOCK, BUILT_IN, CSR, DENSE, SEMI_STRUCTURED, SparseTable
 
 CPU = torch.device("cpu")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from dynmo_train.compression.lowrank import (
+from dynmo_train.optim.compression.lowrank import (
     FactorShape,
     factorise,
     first_factor,

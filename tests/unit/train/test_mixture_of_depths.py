@@ -9,10 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
-from dynmo_train.models.decoding import Cache, Decoder
-from dynmo_train.models.dynamic import DynamicFamily, DynamicSettings
 from dynmo_train.models.gpt import Gpt, GptShape
+from dynmo_train.models.kv_cache import Cache, Decoder
 from dynmo_train.models.mixture_of_depths import DepthSettings
+from dynmo_train.models.technique_blocks import DynamicFamily, DynamicSettings
 
 CPU = torch.device("cpu")
 SHAPE = GptShape(

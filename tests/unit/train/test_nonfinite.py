@@ -6,9 +6,9 @@ import math
 
 import pytest
 
-from dynmo_train.engine import StepResult
-from dynmo_train.nonfinite import PLACES_LIMIT, FiniteCheck, batch_detail, end_message
 from dynmo_train.optim.precision import LossScaler, LossScaling
+from dynmo_train.trainer.engine import StepResult
+from dynmo_train.trainer.finite_check import PLACES_LIMIT, FiniteCheck, batch_detail, end_message
 
 NAN = math.nan
 

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from dynmo_train._common.errors import UsageError
-from dynmo_train.data.pairs import (
+from dynmo_train.data.finetune_dataset import (
     QUESTION_TOKENS,
     build_pairs,
     clean_text,
@@ -18,8 +18,8 @@ from dynmo_train.data.pairs import (
     read_race,
 )
 from dynmo_train.data.tokenizer import TokenizerFiles, open_tokenizer
+from dynmo_train.evaluation.finetune import Epochs
 from dynmo_train.models.bert_tasks import NO_LABEL
-from dynmo_train.tasks.finetune import Epochs
 
 SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from dynmo_train.dynamics.plasticity import Course, PlasticityRule, observe, similarity_distance, slope
-from dynmo_train.pipeline.front_cache import FrontCache, sample_keys
+from dynmo_train.pipeline.frozen_cache import FrontCache, sample_keys
 
 RULE = PlasticityRule(interval=10, window=3, tolerance=0.2, patience=2, most=1)
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from dynmo_train.pipeline.clock import CpuClock
-from dynmo_train.pipeline.probe import Probe
+from dynmo_train.parallel.device_clock import CpuClock
+from dynmo_train.pipeline.profiler import Probe
 
 
 class Witness:

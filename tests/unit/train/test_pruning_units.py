@@ -10,7 +10,7 @@ from dynmo_train.dynamics.pruning_units import PruningRule, units_of
 from dynmo_train.dynamics.tuning import threshold_of
 from dynmo_train.models.blocks import Mlp, SelfAttention
 from dynmo_train.models.linear import PrunableLinear
-from dynmo_train.models.sparse_forms import SparseTable, is_in_blocks, is_semi_structured
+from dynmo_train.models.sparse_formats import SparseTable, is_in_blocks, is_semi_structured
 
 CPU = torch.device("cpu")
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from dynmo_train.models.gpt import Gpt, GptShape
-from dynmo_train.models.items import BoundaryShape
-from dynmo_train.recording import describe_items, link_from
+from dynmo_train.models.layer_list import BoundaryShape
+from dynmo_train.trainer.monitoring.profile_writer import describe_items, link_from
 
 
 @pytest.mark.parametrize(

@@ -11,10 +11,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from dynmo_train.compression import selection
-from dynmo_train.compression.selection import WaySelection, question_of
-from dynmo_train.compression.settings import CompressionSettings
 from dynmo_train.formats.plan import initial_plan, parse_plan
+from dynmo_train.optim.compression.settings import CompressionSettings
+from dynmo_train.trainer.rebalance import compression_choice as selection
+from dynmo_train.trainer.rebalance.compression_choice import WaySelection, question_of
 
 SETTINGS = CompressionSettings(replica_rank=4, replica_warmup_steps=3, choose_workers=True)
 

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from dynmo_train.pipeline.stage import keeping_products
+from dynmo_train.pipeline.pipeline_stage import keeping_products
 
 
 def test_products_are_kept_and_gradients_are_the_same_bits():

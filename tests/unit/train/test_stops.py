@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from dynmo_train.checkpoint import Checkpoint
-from dynmo_train.rundir import RunDirectory
-from dynmo_train.starting import continued_checkpoint, progress_of
-from dynmo_train.startup import stop_line
+from dynmo_train.formats.checkpoint import Checkpoint
+from dynmo_train.trainer.monitoring.training_log import stop_line
+from dynmo_train.trainer.run_directory import RunDirectory
+from dynmo_train.trainer.setup import continued_checkpoint, progress_of
 
 RUN = Path("runs/x")
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from dynmo_train.checkpoint import RunFacts, build_manifest, commit, new_staging, write_shard
-from dynmo_train.checkpoint.manifest import whole_index
-from dynmo_train.checkpoint.writer import dtype_name
+from dynmo_train.formats.checkpoint import RunFacts, build_manifest, commit, new_staging, write_shard
+from dynmo_train.formats.checkpoint.manifest import whole_index
+from dynmo_train.formats.checkpoint.writer import dtype_name
 
 MODEL = {
     "family": "gpt",

@@ -11,11 +11,11 @@ from types import SimpleNamespace
 import pytest
 
 from dynmo_train._common.document import envelope
-from dynmo_train.checkpoint import CheckpointError, damage_of, list_checkpoints
 from dynmo_train.config import config_of
+from dynmo_train.formats.checkpoint import CheckpointError, damage_of, list_checkpoints
 from dynmo_train.formats.run import write_run
-from dynmo_train.loading import checkpoint_to_load, lost_step, sound_checkpoint
-from dynmo_train.starting import _bert
+from dynmo_train.trainer.checkpoint.load_checkpoint import checkpoint_to_load, lost_step, sound_checkpoint
+from dynmo_train.trainer.setup import _bert
 
 trainer = runpy.run_path(str(Path(__file__).with_name("build.py")))
 ALONE = SimpleNamespace(is_first=True, rank=0, size=1, dims=SimpleNamespace(tensor=1))
@@ -23,8 +23,12 @@ ALONE = SimpleNamespace(is_first=True, rank=0, size=1, dims=SimpleNamespace(tens
 
 @pytest.fixture(autouse=True)
 def _one_process(monkeypatch):
-    monkeypatch.setattr("dynmo_train.loading.broadcast_document", lambda _world, value: value)
-    monkeypatch.setattr("dynmo_train.loading.gather_documents", lambda _world, value: [value])
+    monkeypatch.setattr(
+        "dynmo_train.trainer.checkpoint.load_checkpoint.broadcast_document", lambda _world, value: value
+    )
+    monkeypatch.setattr(
+        "dynmo_train.trainer.checkpoint.load_checkpoint.gather_documents", lambda _world, value: [value]
+    )
 
 
 def config(run, **more):

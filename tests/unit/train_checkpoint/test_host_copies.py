@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from dynmo_train.saving import HostCopies
+from dynmo_train.trainer.checkpoint.engine_checkpoint import HostCopies
 
 
 def test_prepared_copy_with_more_rows_is_used_for_the_rows_that_are_stored():

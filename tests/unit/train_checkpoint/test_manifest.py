@@ -1,7 +1,7 @@
 import pytest
 
 from dynmo_train._common.errors import UsageError
-from dynmo_train.checkpoint.manifest import tensor_entries
+from dynmo_train.formats.checkpoint.manifest import tensor_entries
 
 
 def report(name="layers.0.mlp.fc1.weight", **changes):
@@ -52,7 +52,7 @@ def test_cuts_along_two_dimensions_are_refused():
 
 
 def test_a_missing_parameter_is_refused(build):
-    from dynmo_train.checkpoint import build_manifest
+    from dynmo_train.formats.checkpoint import build_manifest
 
     with pytest.raises(UsageError, match=r"1 tensors of the model: layers\.1\.mlp\.fc2\.bias"):
         build_manifest(build.facts(1), [], written_by="test", expected=["layers.1.mlp.fc2.bias", "head.weight"])

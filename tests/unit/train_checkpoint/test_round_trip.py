@@ -7,7 +7,7 @@ from safetensors import safe_open
 
 from dynmo_train._common.document import DocumentError
 from dynmo_train._common.errors import UsageError
-from dynmo_train.checkpoint import (
+from dynmo_train.formats.checkpoint import (
     CheckpointError,
     find_checkpoint,
     new_staging,
@@ -16,7 +16,7 @@ from dynmo_train.checkpoint import (
     remove_stale_staging,
     write_shard,
 )
-from dynmo_train.checkpoint.writer import commit
+from dynmo_train.formats.checkpoint.writer import commit
 
 
 def equal(left, right):

@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from dynmo_train.models.gpt import Gpt, GptShape
-from dynmo_train.models.items import parameters_of
+from dynmo_train.models.layer_list import parameters_of
 from dynmo_train.models.llama import Llama, LlamaShape
-from dynmo_train.models.sparse_forms import SparseTable
+from dynmo_train.models.sparse_formats import SparseTable
 from dynmo_train.optim.adamw import AdamWSettings
 from dynmo_train.optim.apex import find_apex
-from dynmo_train.optim.items import HeldItems
+from dynmo_train.optim.item_store import HeldItems
 
 NVIDIA = {"__init__.py": "", "optimizers/__init__.py": "class FusedAdam:\n    pass\n"}
 OTHERS = {

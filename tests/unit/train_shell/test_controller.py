@@ -15,9 +15,9 @@ import pytest
 from dynmo_train._common.document import Problem, complete_lines, parse_json
 from dynmo_train.formats.plan import initial_plan, read_plan, write_plan
 from dynmo_train.formats.profile import append_record
-from dynmo_train.rebalance import controller as module
-from dynmo_train.rebalance.controller import Controller, ControllerSettings
-from dynmo_train.rebalance.planner import HEARTBEAT_S, PATIENCE_HEARTBEATS, STARTUP_S, PlannerProcess
+from dynmo_train.trainer.rebalance import plan_controller as module
+from dynmo_train.trainer.rebalance.plan_controller import Controller, ControllerSettings
+from dynmo_train.trainer.rebalance.planner_process import HEARTBEAT_S, PATIENCE_HEARTBEATS, STARTUP_S, PlannerProcess
 
 CONTRACTS = Path(__file__).parents[2] / "contracts" / "fixtures"
 

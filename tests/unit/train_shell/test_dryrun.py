@@ -12,13 +12,13 @@ from typer.testing import CliRunner
 from dynmo_train.cli import app
 from dynmo_train.config import Facts, config_of
 from dynmo_train.config.resolve import DRY_RUN_VALUES, dry_run_processes
-from dynmo_train.dryrun import dry_run, header_of
-from dynmo_train.dryrun_memory import memory_of_items, run_of
-from dynmo_train.families import boundary_of, family_of
-from dynmo_train.memory import ItemMemory, item_memory, passing_bytes, single_bytes
-from dynmo_train.models.items import BoundaryShape, ItemSpec
-from dynmo_train.pipeline.clock import CpuClock
-from dynmo_train.pipeline.probe import Probe
+from dynmo_train.models.layer_list import BoundaryShape, ItemSpec
+from dynmo_train.models.registry import boundary_of, family_of
+from dynmo_train.parallel.device_clock import CpuClock
+from dynmo_train.pipeline.profiler import Probe
+from dynmo_train.trainer.dryrun.item_memory import ItemMemory, item_memory, passing_bytes, single_bytes
+from dynmo_train.trainer.dryrun.peak_memory import memory_of_items, run_of
+from dynmo_train.trainer.dryrun.report import dry_run, header_of
 
 SMALL = {
     "num_layers": 2,

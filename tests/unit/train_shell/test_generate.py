@@ -12,18 +12,18 @@ import torch
 
 from dynmo_train._common.document import MAX_DOCUMENT_BYTES
 from dynmo_train._common.errors import UsageError
-from dynmo_train.commands.generate import _prompts, _wanted
+from dynmo_train.cli.generate import _prompts, _wanted
 from dynmo_train.config.evaluation import GenerateConfig
+from dynmo_train.evaluation.generate import Writer
+from dynmo_train.evaluation.generation import Answered, Asked, Ending, Generation
+from dynmo_train.evaluation.lambada import shorten
+from dynmo_train.evaluation.sampling import Sampling, next_token
+from dynmo_train.evaluation.scoring import TokenRun
 from dynmo_train.launch.hostfile import read_hostfile
-from dynmo_train.models.decoding import Cache, Decoder
 from dynmo_train.models.gpt import Gpt, GptShape
+from dynmo_train.models.kv_cache import Cache, Decoder
 from dynmo_train.parallel.dims import ParallelDims
-from dynmo_train.parallel.world import World
-from dynmo_train.tasks.generate import Writer
-from dynmo_train.tasks.generation import Answered, Asked, Ending, Generation
-from dynmo_train.tasks.lambada import shorten
-from dynmo_train.tasks.sampling import Sampling, next_token
-from dynmo_train.tasks.scoring import TokenRun
+from dynmo_train.parallel.process_groups import World
 
 SHAPE = GptShape(
     num_layers=2,

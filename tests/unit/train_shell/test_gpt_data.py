@@ -7,8 +7,8 @@ import pytest
 
 from dynmo_train._common.errors import UsageError
 from dynmo_train.data.blend import BlendedDataset
-from dynmo_train.data.gpt import build_gpt_dataset, split_bounds
-from dynmo_train.data.indices import sequences_of, shuffled
+from dynmo_train.data.gpt_dataset import build_gpt_dataset, split_bounds
+from dynmo_train.data.sample_index import sequences_of, shuffled
 from dynmo_train.formats.indexed import IndexedDataset
 
 ALL = (1.0, 0.0, 0.0)

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from dynmo_train.data.blend import BlendedDataset, blend, samples_needed
-from dynmo_train.data.gpt import build_gpt_dataset
-from dynmo_train.data.indices import Wanted, build_index, megatron_index, stable_index
+from dynmo_train.data.gpt_dataset import build_gpt_dataset
+from dynmo_train.data.sample_index import Wanted, build_index, megatron_index, stable_index
 from dynmo_train.formats.indexed import IndexedDataset, open_indexed
 
 # (first document, samples, tokens of a sample, digest of order and documents), of megatron-core 0.16.1's GPTDataset
@@ -66,7 +66,7 @@ def test_the_order_is_megatrons(tmp_path, low, samples, length, digest):
 
 @pytest.mark.parametrize("order", ["stable", "megatron"])
 def test_a_cached_index_is_the_built_one_and_is_mapped(tmp_path, monkeypatch, order):
-    monkeypatch.setattr("dynmo_train.data.array_cache.SMALL_BYTES", 0)
+    monkeypatch.setattr("dynmo_train.data.index_cache.SMALL_BYTES", 0)
     source, cache = documents(tmp_path), tmp_path / "deep" / "cache"
     asked = wanted(order=order)
     built = build_index(source, asked, None)
@@ -87,7 +87,7 @@ def test_a_cached_index_is_the_built_one_and_is_mapped(tmp_path, monkeypatch, or
     "change", [{"seed": 1}, {"samples": 901}, {"seq_length": 15}, {"high": 59}, {"order": "megatron"}]
 )
 def test_another_question_has_another_place_in_the_cache(tmp_path, monkeypatch, change):
-    monkeypatch.setattr("dynmo_train.data.array_cache.SMALL_BYTES", 0)
+    monkeypatch.setattr("dynmo_train.data.index_cache.SMALL_BYTES", 0)
     source = documents(tmp_path)
     build_index(source, wanted(), tmp_path / "cache")
     build_index(source, wanted(**change), tmp_path / "cache")
@@ -95,14 +95,14 @@ def test_another_question_has_another_place_in_the_cache(tmp_path, monkeypatch, 
 
 
 def test_data_that_were_made_anew_are_indexed_anew(tmp_path, monkeypatch):
-    monkeypatch.setattr("dynmo_train.data.array_cache.SMALL_BYTES", 0)
+    monkeypatch.setattr("dynmo_train.data.index_cache.SMALL_BYTES", 0)
     build_index(documents(tmp_path), wanted(), tmp_path / "cache")
     build_index(documents(tmp_path), wanted(), tmp_path / "cache")
     assert len(list((tmp_path / "cache").glob("*.json"))) == 2
 
 
 def test_a_damaged_or_unwritable_cache_is_no_fault(tmp_path, monkeypatch):
-    monkeypatch.setattr("dynmo_train.data.array_cache.SMALL_BYTES", 0)
+    monkeypatch.setattr("dynmo_train.data.index_cache.SMALL_BYTES", 0)
     source = documents(tmp_path)
     built = build_index(source, wanted(), tmp_path / "cache")
     for path in (tmp_path / "cache").glob("*-ends.npy"):

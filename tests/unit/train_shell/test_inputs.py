@@ -11,10 +11,10 @@ import pytest
 
 from dynmo_train._common.document import DocumentError
 from dynmo_train._common.errors import UsageError
-from dynmo_train.commands.generate import _prompts
+from dynmo_train.cli.generate import _prompts
 from dynmo_train.config.evaluation import GenerateConfig
 from dynmo_train.config.resolve import read_config_file
-from dynmo_train.inputs import read_input
+from dynmo_train.formats.input_text import read_input
 from dynmo_train.launch.hostfile import read_hostfile
 
 

@@ -9,10 +9,9 @@ from types import SimpleNamespace
 import pytest
 from typer.testing import CliRunner
 
-from dynmo_train.cli import app
-from dynmo_train.commands import pretrain
-from dynmo_train.commands.common import deaf_until_training
-from dynmo_train.interrupts import Interrupts, Wishes
+from dynmo_train.cli import app, pretrain
+from dynmo_train.cli.common import deaf_until_training
+from dynmo_train.trainer.signals import Interrupts, Wishes
 
 ALONE = SimpleNamespace(size=1)
 

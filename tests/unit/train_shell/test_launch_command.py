@@ -8,9 +8,8 @@ import sys
 import pytest
 from typer.testing import CliRunner
 
-from dynmo_train.cli import app
-from dynmo_train.commands import cluster
-from dynmo_train.commands import launch as module
+from dynmo_train.cli import app, cluster
+from dynmo_train.cli import launch as module
 
 COMMAND = ["pretrain", "gpt", "--num-layers", "2", "--max-restarts", "x", "--dry-run"]
 

@@ -7,10 +7,18 @@ from pathlib import Path
 
 import pytest
 
-from dynmo_train.launch import local
-from dynmo_train.launch.agent import interface_towards, worker_environment
-from dynmo_train.launch.next_start import packing_flags, pipeline_size, place_flags, processes_of
-from dynmo_train.launch.outcome import Failure, causes, end_text, failure_message, last_lines, shell_code, usage_words
+from dynmo_train.launch import launcher as local
+from dynmo_train.launch.exit_status import (
+    Failure,
+    causes,
+    end_text,
+    failure_message,
+    last_lines,
+    shell_code,
+    usage_words,
+)
+from dynmo_train.launch.node_agent import interface_towards, worker_environment
+from dynmo_train.launch.restart import packing_flags, pipeline_size, place_flags, processes_of
 
 
 def failures(*codes):

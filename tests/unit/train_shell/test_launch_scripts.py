@@ -8,6 +8,7 @@ import pytest
 
 from dynmo_train._common.errors import UsageError
 from dynmo_train.launch.hostfile import Host, HostJob, carried, choose, host_command, parse_hostfile
+from dynmo_train.launch.job_script import SIZE_VARIABLES, array, parse_exports, shell_words, task_cpus, with_environment
 from dynmo_train.launch.kubernetes import (
     Claim,
     KubernetesJob,
@@ -25,7 +26,6 @@ from dynmo_train.launch.kubernetes import (
     volume_claim,
 )
 from dynmo_train.launch.lsf import LsfJob, lsf_script
-from dynmo_train.launch.script import SIZE_VARIABLES, array, parse_exports, shell_words, task_cpus, with_environment
 from dynmo_train.launch.slurm import Part, SlurmJob, parse_part, slurm_script
 
 HOSTILE = 'a b\'; touch broken; $(touch broken) `touch broken` "x"'

@@ -10,19 +10,23 @@ from types import SimpleNamespace
 import pytest
 
 from dynmo_train.config import config_of
-from dynmo_train.flops import matrix_parameters, step_flops
+from dynmo_train.models.flops import matrix_parameters, step_flops
 from dynmo_train.models.gpt import Gpt, GptShape
-from dynmo_train.rebalance.controller import TakenPlan
-from dynmo_train.startup import (
+from dynmo_train.trainer.monitoring.tensorboard import EventWriter, crc32c, event, record
+from dynmo_train.trainer.monitoring.training_log import (
+    IterationFigures,
+    TrainingLog,
     argument_lines,
     batch_line,
+    evaluation_line,
+    iteration_line,
     parameter_lines,
+    scalars_of,
     startup_lines,
     target_lines,
     vocabulary_line,
 )
-from dynmo_train.tensorboard import EventWriter, crc32c, event, record
-from dynmo_train.traininglog import IterationFigures, TrainingLog, evaluation_line, iteration_line, scalars_of
+from dynmo_train.trainer.rebalance.plan_controller import TakenPlan
 
 SMALL = {
     "num_layers": 4,

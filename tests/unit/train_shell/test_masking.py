@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 from dynmo_train._common.errors import UsageError
-from dynmo_train.data.masked import MaskedDataset, masked_tensors, truncated, two_segments
+from dynmo_train.data.bert_dataset import MaskedDataset, masked_tensors, truncated, two_segments
 from dynmo_train.data.masking import choose_runs, positions_to_hide, sample_random, words_of
-from dynmo_train.data.sentences import Runs
-from dynmo_train.data.spans import SpanDataset, corrupted, span_tensors
+from dynmo_train.data.sentence_spans import Runs
+from dynmo_train.data.t5_dataset import SpanDataset, corrupted, span_tensors
 from dynmo_train.data.vocabulary import make_vocabulary
 from dynmo_train.formats.indexed import IndexedDataset
 

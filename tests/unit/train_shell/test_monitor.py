@@ -7,7 +7,7 @@ import json
 import pytest
 
 from dynmo_train._common.errors import UsageError
-from dynmo_train.monitor import curve, document_of, text_of, view_of, watch
+from dynmo_train.trainer.monitoring.monitor import curve, document_of, text_of, view_of, watch
 
 
 def write(path, *records):

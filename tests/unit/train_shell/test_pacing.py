@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from dynmo_train._common.errors import UsageError
+from dynmo_train.config.batch_schedule import BatchSizes, Curriculum
 from dynmo_train.config.parse import batch_sizes_of
-from dynmo_train.pacing import BatchSizes, Curriculum
 
 GPT3 = BatchSizes(start=16, increment=16, ramp_samples=5_859_375, final=1536)
 SMALL = BatchSizes(start=2, increment=2, ramp_samples=50, final=8)

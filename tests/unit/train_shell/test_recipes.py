@@ -7,9 +7,9 @@ import torch
 
 from dynmo_train._common.errors import UsageError
 from dynmo_train.config import Facts, check, resolve
-from dynmo_train.config.recipes import read_recipe, recipe_names
-from dynmo_train.families import family_of
-from dynmo_train.models.items import parameters_of
+from dynmo_train.config.presets import read_recipe, recipe_names
+from dynmo_train.models.layer_list import parameters_of
+from dynmo_train.models.registry import family_of
 
 REST = {"micro_batch_size": 1, "train_iters": 5000, "lr": 1e-4, "data_path": "corpus"}
 # Exact counts: of GPT-2 medium and BERT large with their vocabularies padded to 128, of Llama 2 as published.

@@ -11,8 +11,9 @@ import pytest
 from dynmo_train._common.document import DocumentError, append_line
 from dynmo_train._common.errors import UsageError
 from dynmo_train.config import config_document, config_of
-from dynmo_train.formats.run import read_run
-from dynmo_train.rundir import LAUNCH_FILE_VARIABLE, begin_run, choose_path, take_grow_request
+from dynmo_train.formats.run import read_run, take_grow_request
+from dynmo_train.launch.worker import LAUNCH_FILE_VARIABLE
+from dynmo_train.trainer.run_directory import begin_run, choose_path
 
 SMALL = {
     "num_layers": 2,

@@ -9,9 +9,9 @@ import pytest
 from typer.testing import CliRunner
 
 from dynmo_train.cli import app
-from dynmo_train.config.helptext import parse_help
-from dynmo_train.config.published import SOURCES, TABLE, find, markdown
-from dynmo_train.config.scripts import read_script
+from dynmo_train.cli.explain_flags.command_help import parse_help
+from dynmo_train.cli.explain_flags.published_scripts import SOURCES, TABLE, find, markdown
+from dynmo_train.cli.explain_flags.script_commands import read_script
 
 ROOT = Path(__file__).parents[3]
 DISTRIBUTED = """#! /bin/bash
@@ -144,7 +144,7 @@ def test_the_readme_has_the_table_and_nobody_is_named_twice():
     readme = (ROOT / "dynmo_train" / "launch" / "README.md").read_text(encoding="utf-8")
     begin, end = "<!-- scripts: begin -->\n", "<!-- scripts: end -->"
     written = readme[readme.index(begin) + len(begin) : readme.index(end)]
-    assert written == markdown(), "print it again: python -m dynmo_train.config.published"
+    assert written == markdown(), "print it again: python -m dynmo_train.cli.explain_flags.published_scripts"
     names = [row.name for row in TABLE]
     assert len(names) == len(set(names))
     assert {row.source for row in TABLE} == set(SOURCES)

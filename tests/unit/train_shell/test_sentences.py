@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from dynmo_train._common.errors import UsageError
-from dynmo_train.data import sentences
-from dynmo_train.data.sentences import RunSettings, build_runs, hashed_uniform, runs_of_epoch
+from dynmo_train.data import sentence_spans as sentences
+from dynmo_train.data.sentence_spans import RunSettings, build_runs, hashed_uniform, runs_of_epoch
 from dynmo_train.formats.indexed import IndexedDataset
 
 SETTINGS = RunSettings(tokens=40, min_sentences=2, short_probability=0.3, seed=7, part=0)
@@ -99,7 +99,7 @@ def test_places_of_runs_are_their_sentences():
 
 def test_indices_come_out_of_the_cache(tmp_path, monkeypatch):
     source = random_source(100)
-    monkeypatch.setattr("dynmo_train.data.array_cache.SMALL_BYTES", 100)
+    monkeypatch.setattr("dynmo_train.data.index_cache.SMALL_BYTES", 100)
     first = build(source, 500, tmp_path)
     assert len(list(tmp_path.iterdir())) == 4
     monkeypatch.setattr(sentences, "runs_of_epoch", None)

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from dynmo_train.parallel import zero
+from dynmo_train.parallel import fsdp as zero
 from dynmo_train.parallel.collectives import gather_parts, scatter_sum
 
 

@@ -1,0 +1,61 @@
+"""``dynmo-train cache``: lists and removes the models that ``--load`` converted."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from .._common.console import Format, command_list, emit, emit_json, emit_table, human_bytes
+
+CacheDir = Annotated[
+    Path | None, typer.Option("--cache-dir", help="Folder of converted models [default: ~/.cache/dynmo].")
+]
+
+cache = typer.Typer(
+    cls=command_list(),
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    help="List or remove models that --load converted to native.",
+)
+
+
+@cache.command("list")
+def list_cache(
+    cache_dir: CacheDir = None,
+    report: Annotated[Format, typer.Option("--format", help="How to report.")] = Format.TEXT,
+) -> None:
+    """Show each converted model: name, size, date and source."""
+    from ..trainer.checkpoint.converted_models import conversions
+    from ..trainer.checkpoint.load_checkpoint import default_cache
+
+    folder = cache_dir or default_cache()
+    found = conversions(folder)
+    if report is Format.JSON:
+        rows = [
+            {"name": each.path.name, "bytes": each.num_bytes, "source": each.source}
+            | {"modified_utc": f"{each.modified:%Y-%m-%dT%H:%M:%SZ}"}
+            for each in found
+        ]
+        emit_json({"folder": str(folder), "conversions": rows})
+        return
+    cells = [(e.path.name, human_bytes(e.num_bytes), f"{e.modified:%Y-%m-%d %H:%M}", e.source) for e in found]
+    if cells:
+        emit_table(str(folder), ("name", "size", "made (UTC)", "source"), cells)
+    total = human_bytes(sum(each.num_bytes for each in found))
+    emit(f"{folder}: {len(found)} converted models, {total}")
+
+
+@cache.command("clear")
+def clear_cache(
+    names: Annotated[list[str] | None, typer.Argument(metavar="[NAME]...", help="Names to remove; none: all.")] = None,
+    cache_dir: CacheDir = None,
+) -> None:
+    """Remove converted models; other files of the folder stay. The next --load converts again."""
+    from ..trainer.checkpoint.converted_models import remove
+    from ..trainer.checkpoint.load_checkpoint import default_cache
+
+    folder = cache_dir or default_cache()
+    removed = remove(folder, names or [])
+    emit(f"{folder}: removed {len(removed)} converted models, {human_bytes(sum(e.num_bytes for e in removed))}")

@@ -1,0 +1,1 @@
+"""``explain-flags``: what the flags of published scripts mean here."""

@@ -1,0 +1,163 @@
+"""``dynmo-train finetune``: a BERT on a task of classes or choices."""
+
+from __future__ import annotations
+
+import os
+import shlex
+from pathlib import Path
+from typing import Any
+
+import typer
+
+from .._common.console import command_list
+from .._common.document import DocumentError
+from .._common.errors import EXIT_USAGE, UsageError
+from ..config import Facts, read_config_file, resolve_checked
+from ..config.command import MegatronCommand, with_specs
+from ..config.evaluation import FinetuneConfig
+from ..config.fields import specs_of, values_of
+from ..config.resolve import option_specs
+from .common import ConfigFile, deaf_until_training, need_torch, world_size
+
+finetune = typer.Typer(
+    cls=command_list(), no_args_is_help=True, help="Fine-tune a BERT on a task, and measure it after each epoch."
+)
+_NOT_OF_A_TASK = ("data_path", "train_data_path", "valid_data_path", "test_data_path", "train_iters", "train_samples")
+_SPECS = (
+    *specs_of(FinetuneConfig),
+    *(spec for spec in option_specs().values() if spec.name not in (*_NOT_OF_A_TASK, "recipe")),
+)
+
+
+def _finetune(task: str, config_file: Path | None, flags: dict[str, Any]) -> None:
+    """Resolve and check the configuration, and train."""
+    need_torch()
+    written = _read_file(config_file) if config_file is not None else {}
+    flags = {**written, **{name: value for name, value in flags.items() if value is not None}}
+    from ..data.tokenizer import read_vocab_size
+    from ..evaluation.classification import data_paths
+    from ..evaluation.finetune import count_samples, run_finetune
+
+    own = {spec.name for spec in specs_of(FinetuneConfig)}
+    given = {name: value for name, value in flags.items() if name not in own}
+    try:
+        options = _checked_values(flags)
+        samples = count_samples(task, options)
+        epochs = options.epochs if options.epochs is not None else 3
+        shape = _pretrained_shape(options, given)
+        data = data_paths("--train-data", options.train_data) if options.train_data is not None else ["none"]
+        command = {"family": "bert", "data_path": shlex.quote(data[0]), "eval_iters": 0}
+        steps = _steps(samples * epochs, {**shape, **{k: v for k, v in given.items() if v is not None}})
+        if samples and epochs and not steps:
+            raise UsageError(f"--train-data: {samples} samples in {epochs} epochs are less than a batch")
+        file = {"lr": 5e-5, "micro_batch_size": 8, "log_interval": 10, **shape}
+        facts = Facts(world_size=world_size(), tokenizer_vocab_size=read_vocab_size)
+        command |= {"train_iters": max(1, steps)}
+        config = resolve_checked(flags=given, file=file, command=command, facts=facts)
+        _refuse(config)
+    except DocumentError:
+        # Every process of a run has the same command line: the first one tells what is wrong with it.
+        if os.environ.get("RANK", "0") != "0":
+            raise typer.Exit(EXIT_USAGE) from None
+        raise
+    if not steps:
+        options = FinetuneConfig(**{**vars(options), "train_data": None})
+    raise typer.Exit(run_finetune(task, config, options))
+
+
+def _checked_values(flags: dict[str, Any]) -> FinetuneConfig:
+    """The options of fine-tuning, where all given options are of their types and within their bounds.
+
+    The number of steps is computed from other options before these are resolved.
+
+    Raises:
+        DocumentError: missing options of fine-tuning, and bad values of any option; all of them at once.
+    """
+    own = {spec.name for spec in specs_of(FinetuneConfig)}
+    given = [(spec, flags[spec.name]) for spec in _SPECS if spec.name not in own and flags.get(spec.name) is not None]
+    problems = [problem for spec, value in given if (problem := spec.convert(value)[1]) is not None]
+    try:
+        values = values_of(FinetuneConfig, flags)
+    except DocumentError as error:
+        problems = [*error.problems, *problems]
+    if problems:
+        raise DocumentError("the configuration", problems)
+    return values
+
+
+def _read_file(path: Path) -> dict[str, Any]:
+    """The options of a ``--config`` file: those of fine-tuning as flat keys, those of training as in pre-training.
+
+    Raises:
+        UsageError: unknown keys, or options that fine-tuning sets by itself.
+    """
+    own = [spec.name for spec in specs_of(FinetuneConfig)]
+    found = read_config_file(path, own)
+    wrong = [name for name in _NOT_OF_A_TASK if name in found]
+    if wrong:
+        raise UsageError(f"--config {path}: finetune has no {', '.join(wrong)}: its data are train_data and valid_data")
+    return found
+
+
+def _refuse(config: Any) -> None:
+    """Raise ``UsageError`` for options that need the steps of a pre-training."""
+    wrong = {
+        "--balance": config.balance.balance != "off",
+        "--rampup-batch-size": config.training.rampup_batch_size is not None,
+        "--curriculum-shortest": config.training.curriculum_shortest is not None,
+        "--zero-stage": config.parallel.zero_stage == 3,
+    }
+    for flag in (flag for flag, on in wrong.items() if on):
+        raise UsageError(f"finetune has no {flag}: leave it out")
+
+
+def _pretrained_shape(options: FinetuneConfig, given: dict[str, Any]) -> dict[str, Any]:
+    """The model's sizes from the checkpoint to start from, where it is a native one and they are not given."""
+    from ..evaluation.finetune import shape_of
+    from ..formats.checkpoint import CheckpointError, find_checkpoint, open_checkpoint
+    from ..trainer.checkpoint.load_checkpoint import default_cache, foreign_kind, native_copy
+
+    if options.pretrained_checkpoint is None:
+        return {}
+    path = Path(options.pretrained_checkpoint)
+    if foreign_kind(path):
+        path = native_copy(path, Path(given["cache_dir"]) if given.get("cache_dir") else default_cache())
+    try:
+        found = open_checkpoint(find_checkpoint(path, weights_only=True))
+    except CheckpointError as error:
+        raise UsageError(f"--pretrained-checkpoint: {error}") from error
+    model = found.manifest["model"]
+    if model["family"] != "bert":
+        raise UsageError(f"--pretrained-checkpoint {path} holds a {model['family']} model; finetune needs a bert")
+    return shape_of(model)
+
+
+def _steps(samples: int, values: dict[str, Any]) -> int:
+    """Whole batches that so many samples make."""
+    micro = int(values.get("micro_batch_size", 8))
+    model = int(values.get("tensor_model_parallel_size") or 1) * int(
+        values.get("pipeline_model_parallel_size") or max(1, world_size())
+    )
+    replicas = max(1, world_size() // model)
+    batch = values.get("global_batch_size") or micro * replicas * int(values.get("gradient_accumulation_steps") or 1)
+    return samples // int(batch)
+
+
+@finetune.callback()
+def fine_tuning(context: typer.Context) -> None:
+    """Fine-tune a BERT on a task, and measure it after each epoch."""
+    context.with_resource(deaf_until_training())
+
+
+@finetune.command("mnli", cls=MegatronCommand)
+@with_specs(_SPECS)
+def finetune_mnli(config: ConfigFile = None, **flags: Any) -> None:
+    """Fine-tune on pairs of texts: does the second one follow from the first, contradict it, or neither?"""
+    _finetune("mnli", config, flags)
+
+
+@finetune.command("race", cls=MegatronCommand)
+@with_specs(_SPECS)
+def finetune_race(config: ConfigFile = None, **flags: Any) -> None:
+    """Fine-tune on questions about articles: which of four answers is right?"""
+    _finetune("race", config, flags)

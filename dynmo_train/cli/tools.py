@@ -1,0 +1,102 @@
+"""Commands of ``dynmo-train`` about a run or a machine: tune-sparse, compare, monitor."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from .._common.console import Format, emit, emit_json, emit_table
+from .._common.document import MAX_JOBS, MAX_SIZE
+from .common import DeviceName, need_torch
+
+
+def tune_sparse(
+    hidden_size: Annotated[
+        int, typer.Option("--hidden-size", min=1, max=MAX_SIZE, help="Width of the residual stream.")
+    ],
+    ffn_hidden_size: Annotated[
+        int | None,
+        typer.Option(
+            "--ffn-hidden-size", min=1, max=MAX_SIZE, help="Width inside the MLP [default: 4 x --hidden-size]."
+        ),
+    ] = None,
+    rows: Annotated[
+        int,
+        typer.Option("--rows", min=1, max=MAX_SIZE, help="Tokens of a microbatch: --micro-batch-size x --seq-length."),
+    ] = 512,
+    output: Annotated[Path | None, typer.Option("--output", help="File to write the table to.")] = None,
+    num_threads: Annotated[
+        int, typer.Option("--num-threads", min=1, max=MAX_JOBS, help="Threads of arithmetic on CPU.")
+    ] = 1,
+    device: Annotated[
+        DeviceName, typer.Option("--device", help="Where to compute; auto is cuda where present.")
+    ] = DeviceName.AUTO,
+    report: Annotated[Format, typer.Option("--format", help="How to report.")] = Format.TEXT,
+) -> None:
+    """Measure from which sparsity on sparse products pay, for each matrix of a model.
+
+    The file is for --sparse-table of pretrain.
+    """
+    need_torch()
+    import torch
+
+    from ..dynamics.tuning import NEVER, model_shapes, tune, write_sparse_table
+    from ..parallel.process_groups import check_device
+
+    torch.set_num_threads(num_threads)
+    warnings.filterwarnings("ignore", message="Sparse (CSR|BSR) tensor support is in beta state")
+    if device is DeviceName.AUTO:
+        device = DeviceName.CUDA if torch.cuda.is_available() else DeviceName.CPU
+    check_device(device)
+    shapes = model_shapes(hidden_size, ffn_hidden_size or 4 * hidden_size)
+    table = tune(shapes, rows, torch.device(device))
+    if output is not None:
+        write_sparse_table(output, table)
+    if report is Format.JSON:
+        emit_json({"thresholds": table})
+        return
+    cells = [(rule, "never" if value >= NEVER else f"{value:g}") for rule, value in table.items()]
+    emit_table(f"Sparse products, {rows} rows, {device}", ("rule", "pays from sparsity"), cells)
+
+
+def compare(
+    first: Annotated[Path, typer.Argument(help="Run directory that the ratio's upper part comes from.")],
+    second: Annotated[Path, typer.Argument(help="Run directory of the same mathematics, placed otherwise.")],
+    form: Annotated[Format, typer.Option("--format", help="How to report.")] = Format.TEXT,
+) -> None:
+    """Compare two runs step by step: are the losses the same bits, and what did a step cost?
+
+    Ends with exit code 1 where any loss or gradient norm of a common step differs.
+    """
+    from ..trainer.monitoring.compare_runs import compare_runs, comparison_rows
+
+    result = compare_runs(first, second)
+    if form is Format.JSON:
+        emit_json(result.document())
+    else:
+        emit_table(f"{result.steps} common steps", ("", first.name, second.name), comparison_rows(result))
+        emit(f"step time ratio {result.ratio:.2f}; after the last move {result.ratio_settled:.2f}")
+        where = "" if result.identical else f" (first at step {result.first_difference})"
+        emit(f"losses {'identical, bit for bit' if result.identical else 'differ'}{where}")
+    raise typer.Exit(0 if result.identical else 1)
+
+
+def monitor(
+    run: Annotated[Path, typer.Argument(help="Run directory.")],
+    once: Annotated[bool, typer.Option("--once", help="Show the run as it is now, and end.")] = False,
+    every_s: Annotated[float, typer.Option("--every-s", min=0.1, help="Seconds between two looks.")] = 2.0,
+    form: Annotated[Format, typer.Option("--format", help="How to report; json looks once.")] = Format.TEXT,
+) -> None:
+    """Watch a run: loss, tokens per second, load of the stages, bubble, plans. Ends when the run is done."""
+    from ..trainer.monitoring.monitor import document_of, text_of, view_of, watch
+
+    if form is Format.JSON:
+        emit_json(document_of(view_of(run)))
+    elif once or not sys.stdout.isatty():
+        emit(text_of(view_of(run)))
+    else:
+        watch(run, every_s)

@@ -1,0 +1,1 @@
+"""Evaluation, fine-tuning and text generation on a trained checkpoint."""

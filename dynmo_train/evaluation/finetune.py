@@ -1,0 +1,379 @@
+"""Fine-tuning of a BERT on a task: epochs over its data, and the accuracy on its validation sets after each."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from .._common.console import say
+from .._common.document import short_repr
+from .._common.errors import EXIT_OK, EXIT_RELAUNCH, DynmoError, UsageError
+from ..config import Config
+from ..config.evaluation import FinetuneConfig
+from ..data.batch import Batch
+from ..data.finetune_dataset import TASKS, PairData, build_pairs, join_pairs
+from ..data.tokenizer import TokenizerFiles, open_tokenizer
+from ..formats.checkpoint import Checkpoint
+from ..launch.exit_status import EXIT_NOT_FINITE
+from ..models.bert import Bert
+from ..models.bert_tasks import BertTask
+from ..models.layer_list import BoundaryShape, parameters_of
+from ..models.registry import family_of
+from ..optim.item_store import ItemState
+from ..parallel.consensus import agreed
+from ..parallel.dims import ParallelDims
+from ..parallel.process_groups import World, broadcast_document, leave_world
+from ..parallel.seeding import stable_seed
+from ..trainer.checkpoint.async_checkpoint import Checkpointing, Saved
+from ..trainer.checkpoint.engine_checkpoint import RECORDS, SavedRun, check_same_model, state_reader
+from ..trainer.checkpoint.load_checkpoint import checkpoint_to_load
+from ..trainer.engine import Engine
+from ..trainer.fingerprint import checkpoint_facts, config_facts, join_same, option_facts, require_same
+from ..trainer.finite_check import FiniteCheck, end_message
+from ..trainer.garbage_collection import freeze_imports
+from ..trainer.monitoring.profile_writer import Recorder
+from ..trainer.monitoring.training_log import TrainingLog, complete_line, stop_line
+from ..trainer.run_directory import RunDirectory, begin_run
+from ..trainer.settings_from_config import first_partition, flops_counter, parameter_counts, settings_of
+from ..trainer.setup import continued_checkpoint, progress_of
+from ..trainer.signals import Interrupts, Wishes
+from .classification import accuracy, data_paths
+
+# What a checkpoint of another head may say otherwise.
+_OF_THE_HEAD = frozenset({"task_head", "num_classes", "binary_head", "tied_embeddings"})
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Epochs:
+    """The order of the samples: each epoch goes through all of them, in an order of its own, and none is left out."""
+
+    samples: int
+    seed: int
+
+    def at(self, begin: int, end: int) -> list[int]:
+        """The samples from the ``begin``-th on, over all epochs."""
+        return [int(self._order(at // self.samples)[at % self.samples]) for at in range(begin, end)]
+
+    @cached_property
+    def _orders(self) -> dict[int, np.ndarray[Any, np.dtype[np.int64]]]:
+        return {}
+
+    def _order(self, epoch: int) -> np.ndarray[Any, np.dtype[np.int64]]:
+        if epoch not in self._orders:
+            self._orders.clear()
+            random = np.random.default_rng(stable_seed(self.seed, "epoch", epoch))
+            self._orders[epoch] = random.permutation(self.samples)
+        return self._orders[epoch]
+
+
+def count_samples(task: str, options: FinetuneConfig) -> int:
+    """How many samples the training data have; 0 without any."""
+    if options.train_data is None:
+        return 0
+    return sum(len(TASKS[task].read(Path(path))) for path in data_paths("--train-data", options.train_data))
+
+
+def pretrained_state(engine: Engine, checkpoint: Checkpoint, world: World) -> Any:
+    """Reads each item from a checkpoint of the same model; what the new head has of its own gets initial weights.
+
+    Raises:
+        UsageError: the checkpoint is of another model.
+    """
+    stored, wanted = checkpoint.manifest["model"], engine.family.manifest()
+    different = [
+        f"{key} is {short_repr(stored.get(key))} there and {value!r} here"
+        for key, value in wanted.items()
+        if key not in _OF_THE_HEAD | RECORDS and stored.get(key) != value
+    ]
+    if different:
+        raise UsageError(f"--pretrained-checkpoint {checkpoint.directory} holds another model: {'; '.join(different)}")
+    read = state_reader(checkpoint, engine.held, world, moments=False)
+
+    def state(item: str) -> ItemState:
+        names = list(parameters_of(item, engine.held.blueprint(item)))
+        if all(checkpoint.has(name) for name in names):
+            return read(item)
+        fresh = parameters_of(item, engine.family.build(item, torch.device("cpu")))
+        tensors = {
+            name: engine.held.own_part(
+                name, checkpoint.load([name])[name] if checkpoint.has(name) else fresh[name].detach()
+            ).to(world.device)
+            for name in names
+        }
+        return ItemState(tensors=tensors, steps={})
+
+    return state
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Start:
+    engine: Engine
+    directory: RunDirectory
+    step: int
+    source: Mapping[str, Any] | None
+    last_saved: str | None
+
+
+class _Finetuning:
+    """A fine-tuning in progress: the same steps as training, over the task's samples."""
+
+    def __init__(self, name: str, config: Config, options: FinetuneConfig, world: World) -> None:
+        self.name, self.config, self.world = name, config, world
+        self.batch = config.training.global_batch_size
+        files = TokenizerFiles.of(vars(config.data))
+
+        def read() -> tuple[PairData | None, list[PairData]]:
+            if files is None:
+                raise UsageError("give the tokenizer of the model: --tokenizer-model, or --vocab-file")
+            tokenizer, length = open_tokenizer(files), config.model.seq_length
+            if tokenizer.vocab_size > config.model.vocab_size:
+                raise UsageError(
+                    f"the tokenizer has {tokenizer.vocab_size} ids; the model has --vocab-size"
+                    f" {config.model.vocab_size}"
+                )
+            valid = [
+                build_pairs(name, path, tokenizer, length) for path in data_paths("--valid-data", options.valid_data)
+            ]
+            if options.train_data is None:
+                return None, valid
+            paths = data_paths("--train-data", options.train_data)
+            return join_pairs([build_pairs(name, path, tokenizer, length) for path in paths]), valid
+
+        self.train_data, self.valid_data = agreed(world, read)
+        self.files = files
+        self.check = FiniteCheck.of(config.training)
+        start = self._begin(options)
+        self.engine, self.directory, self.step = start.engine, start.directory, start.step
+        self.source, self.last_saved = start.source, start.last_saved
+        self.recorder = Recorder(start.directory, world)
+        self.log = TrainingLog(config, world, flops_counter(config, self.engine.family))
+        self.checkpoints = Checkpointing(
+            self.engine,
+            start.directory.checkpoints,
+            aside=config.run.async_save,
+            on_saved=self._saved,
+            on_failure=self._not_saved,
+        )
+
+    def _begin(self, options: FinetuneConfig) -> _Start:
+        config, world, form = self.config, self.world, TASKS[self.name]
+        base = family_of(config)
+        if not isinstance(base, Bert):
+            raise UsageError("finetune trains a BERT without dynamic layers")
+        family = BertTask(base.shape, form.head)
+        settings = agreed(world, lambda: settings_of(config))
+        boundary = BoundaryShape.hidden(
+            batch=config.training.micro_batch_size * form.rows,
+            tokens=config.model.seq_length,
+            width=config.model.hidden_size,
+            dtype=settings.pipeline.boundary.dtype,
+        )
+        settings = replace(settings, pipeline=replace(settings.pipeline, boundary=boundary))
+        going_on = agreed(world, lambda: checkpoint_to_load(config, world))
+        run = replace(config.run, load=options.pretrained_checkpoint, no_load_optim=True)
+        first = agreed(world, lambda: checkpoint_to_load(replace(config, run=run), world))
+        require_same(world, {**checkpoint_facts(going_on), **checkpoint_facts(first, "--pretrained-checkpoint")})
+        if options.pretrained_checkpoint is not None and first is None:
+            raise UsageError(f"--pretrained-checkpoint {options.pretrained_checkpoint}: there is no checkpoint")
+        engine = Engine(family, settings, first_partition(config, family, None), world)
+        step = agreed(world, lambda: self._weights(engine, going_on, first))
+        begun = agreed(
+            world,
+            lambda: (
+                begin_run(
+                    config,
+                    world_size=world.size,
+                    hosts=[world.host],
+                    engine={"device": world.device.type, "task": self.name, "finetune": vars(options)},
+                )
+                if world.is_first
+                else None
+            ),
+        )
+        place = broadcast_document(world, [str(begun.path), begun.run_id, begun.segment] if begun else None)
+        directory = RunDirectory(path=Path(place[0]), run_id=place[1], segment=place[2])
+        return _Start(
+            engine=engine,
+            directory=directory,
+            step=step,
+            last_saved=continued_checkpoint(going_on, directory, step),
+            source=next((each.manifest.get("source") for each in (going_on, first) if each is not None), None),
+        )
+
+    def _weights(self, engine: Engine, going_on: Checkpoint | None, first: Checkpoint | None) -> int:
+        """Give the engine its weights; the step from which it goes on."""
+        if going_on is not None:
+            check_same_model(going_on, engine.family)
+            step, consumed = int(going_on.manifest["step"]), int(going_on.manifest["consumed_train_samples"])
+            if consumed != step * self.batch:
+                raise UsageError(
+                    f"--global-batch-size {self.batch}: the run consumed {consumed:,} samples in {step:,} steps; epochs"
+                    f" count on equal batches, give --global-batch-size {consumed // max(1, step)}"
+                )
+            moments = not self.config.run.no_load_optim
+            reader = state_reader(going_on, engine.held, self.world, moments=moments)
+            engine.restore(reader, step, **progress_of(going_on))
+            return step
+        if first is not None:
+            engine.restore(pretrained_state(engine, first, self.world), 0)
+        else:
+            engine.build()
+        return 0
+
+    def run(self) -> int:
+        """All steps that are left, with an evaluation after each epoch and a checkpoint at the end; the exit code."""
+        config, data = self.config, self.train_data
+        last = config.training.train_iters if data is not None else 0
+        if last and self.step >= last:
+            if self.world.is_first:
+                say(complete_line(self.directory.path, self.step, f"--epochs make {last:,}; give more --epochs"))
+            return EXIT_OK
+        wishes = Wishes()
+        if data is None:
+            self.measure(0)
+        else:
+            self.log.start(self.engine.partition, self.step + 1, parameter_counts(self.engine))
+            with Interrupts(None) as interrupts:
+                wishes = self._train(data, last, interrupts)
+        self.checkpoints.wait()
+        if self.checkpoints.failure is not None:
+            raise DynmoError(f"{self.checkpoints.failure}; the last checkpoint is {self.last_saved or 'none'}")
+        if self.world.is_first:
+            say(f"run directory: {self.directory.path}")
+            if wishes.code and self.step < last:
+                say(stop_line(self.directory.path, self.step, config.run.load, self.last_saved))
+            if self._is_not_finite(last):
+                say(f"dynmo-train: error: {end_message(self.step, self.check, self.last_saved)}")
+        if self._is_not_finite(last):
+            return EXIT_NOT_FINITE
+        return EXIT_RELAUNCH if wishes.relaunch and self.step < last else wishes.code
+
+    def _is_not_finite(self, last: int) -> bool:
+        """Whether the run has ended with a model that is not finite."""
+        return self.check.is_over or (self.check.is_refused and self.step >= last)
+
+    def _train(self, data: PairData, last: int, interrupts: Interrupts) -> Wishes:
+        """Steps up to ``last``, or until a signal ends the run; what was asked at the last boundary."""
+        order = Epochs(samples=len(data), seed=self.config.training.seed)
+        every = self.config.run.save_interval
+        wishes = Wishes()
+        while self.step < last and not wishes.leave:
+            self._step(data, order)
+            if self.check.is_over:
+                break
+            epoch, before = (steps * self.batch // len(data) for steps in (self.step, self.step - 1))
+            if epoch > before or self.step == last:
+                # The last epoch ends with its last whole batch.
+                self.measure(-(-self.step * self.batch // len(data)) if self.step == last else epoch)
+            wishes = interrupts.at_boundary(self.world)
+            due = every is not None and self.step % every == 0
+            if self.step == last or due or wishes.save or wishes.leave:
+                self._save()
+        return wishes
+
+    def _step(self, data: PairData, order: Epochs) -> None:
+        """One optimizer step and its records."""
+        begin = self.step * self.batch
+        self.step += 1
+        batch = self._batch = Batch(
+            inputs=data.tensors(order.at(begin, self.step * self.batch)),
+            first_microbatch=begin // self.config.training.micro_batch_size,
+            step=self.step,
+        )
+        result = self.engine.train_step(batch, sampled=False, advance=self.batch)
+        if (problem := self.check.after_step(self.step, result)) is not None:
+            # The places of its samples are their numbers in --train-data.
+            numbers = [int(number) for number in order.at(begin, self.step * self.batch)]
+            self.recorder.event(
+                "not_finite", problem, step=self.step, samples=[begin, self.step * self.batch], train_data=numbers
+            )
+            self.log.line(f" {problem}")
+        for event in self.engine.after_step(self.step):
+            self.recorder.technique(event)
+        self.recorder.metrics(
+            step=self.step,
+            consumed_train_samples=self.step * self.batch,
+            **result.losses,
+            grad_norm=result.grad_norm,
+            learning_rate=result.rate,
+            step_ns=result.step_ns,
+        )
+        self.log.step(self.step, self.step * self.batch, self.batch, self.config.model.seq_length, result)
+        self.checkpoints.at_boundary()
+
+    def measure(self, epoch: int) -> None:
+        """The accuracy on the validation sets."""
+        found = accuracy(
+            self.engine, self.valid_data, micro_batch=self.config.training.micro_batch_size, step=self.step
+        )
+        for line in found.lines(epoch):
+            self.log.line(line)
+        self.recorder.metrics(step=self.step, epoch=epoch, validation=found.document())
+
+    def _save(self) -> None:
+        if (problem := self.check.refusal(self.engine, self.step, self._batch)) is not None:
+            self.recorder.event("not_saved", problem, step=self.step)
+            self.log.line(f" {problem}")
+            return
+        run = SavedRun(
+            run_id=self.directory.run_id,
+            step=self.step,
+            consumed_train_samples=self.step * self.batch,
+            source=self.source,
+            data={
+                "seed": self.config.training.seed,
+                "split": "1",
+                "sequence_length": self.config.model.seq_length,
+                "prefix": self.config.data.name,
+            },
+            class_names=TASKS[self.name].class_names,
+            tokenizer=self.files.files if self.files is not None else {},
+            keep=self.config.run.keep_checkpoints,
+            moments=not self.config.run.no_save_optim,
+        )
+        self.checkpoints.save(run)
+
+    def _not_saved(self, step: int, problem: str) -> None:
+        message = f"{problem}; training continues, the next save tries again"
+        self.recorder.event("not_saved", message, step=step)
+        self.log.line(f" {message}")
+
+    def _saved(self, saved: Saved) -> None:
+        self.last_saved = saved.path.name
+        message = f"saved {saved.path.name} in {saved.seconds:.2f} s"
+        self.recorder.event("checkpoint", message, step=saved.step)
+        self.log.line(f" saved checkpoint {saved.path} in {saved.seconds:.2f} s")
+
+
+def run_finetune(name: str, config: Config, options: FinetuneConfig) -> int:
+    """Fine-tune on the task ``name`` in this process and those that the launcher started; the exit code."""
+    freeze_imports()
+    torch.set_num_threads(config.training.num_threads)
+    parallel = config.parallel
+    dims = ParallelDims(
+        pipeline=parallel.pipeline_model_parallel_size,
+        tensor=parallel.tensor_model_parallel_size,
+        data=parallel.data_parallel_size,
+    )
+    world = join_same(config.training.device, dims, lambda: {**config_facts(config), **option_facts(options)})
+    try:
+        run = _Finetuning(name, config, options, world)
+        try:
+            return run.run()
+        finally:
+            run.log.close()
+    finally:
+        leave_world()
+
+
+def shape_of(model: Mapping[str, Any]) -> dict[str, Any]:
+    """The sizes of the model that a manifest's ``model`` states, for those that the command line leaves out."""
+    names = ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "max_position_embeddings")
+    sizes = {name: model[name] for name in (*names, "vocab_size", "layernorm_epsilon")}
+    return {**sizes, "seq_length": model["max_position_embeddings"], "bert_no_binary_head": not model["num_tokentypes"]}

@@ -1,0 +1,133 @@
+"""lm-evaluation-harness on a trained model: exported to a Hugging Face directory, on local data, without a network."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from .._common.console import say
+from .._common.document import read_any_json
+from .._common.errors import DynmoError, MissingExtraError, UsageError
+from ..config.evaluation import HarnessConfig
+from ..launch.find_command import program_path
+from ..parallel.process_groups import check_device
+from ..trainer.checkpoint.load_checkpoint import is_hugging_face
+from .lm_eval_data import find_data, parse_tasks, read_rows, write_task
+
+OFFLINE = {
+    "HF_HUB_OFFLINE": "1",
+    "HF_DATASETS_OFFLINE": "1",
+    "TRANSFORMERS_OFFLINE": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+}
+
+
+class HarnessError(DynmoError):
+    """The harness ended with an error of its own."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class HarnessResult:
+    """What the harness measured: task -> metric -> value."""
+
+    results: Mapping[str, Mapping[str, float]]
+    samples: Mapping[str, int]
+
+    def document(self) -> dict[str, Any]:
+        """For ``--format json``."""
+        return {task: {"items": self.samples[task], **metrics} for task, metrics in self.results.items()}
+
+    def rows(self) -> list[tuple[str, str, str, str]]:
+        """Task, number of items, metric, value."""
+        return [
+            (task, str(self.samples[task]), metric, f"{value:.4f}")
+            for task, metrics in self.results.items()
+            for metric, value in metrics.items()
+        ]
+
+
+def harness_folder() -> Path:
+    """The folder of the installed harness; raises ``MissingExtraError`` where it is not installed."""
+    found = find_spec("lm_eval")
+    if found is None or found.origin is None:
+        raise MissingExtraError("lm_eval", "lm-eval")
+    return Path(found.origin).parent
+
+
+def export(path: Path, folder: Path) -> Path:
+    """The model as a Hugging Face directory: itself, or converted into ``folder`` by ``dynmo-ckpt``.
+
+    Raises:
+        UsageError: ``dynmo-ckpt`` is not installed, or it cannot convert the checkpoint; says what it said.
+    """
+    if is_hugging_face(path):
+        return path
+    program = program_path("dynmo-ckpt")
+    if program is None:
+        raise UsageError(
+            "dynmo-ckpt, which exports the model, is not installed beside dynmo-train nor on PATH; run: pip install"
+            " 'dynmo-toolkit[ckpt]'"
+        )
+    target = folder / "hf"
+    command = [program, "convert", str(path), str(target), "--to", "hf"]
+    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
+    if done.returncode:
+        said = done.stderr.strip().removeprefix("dynmo-ckpt: error: ") or f"exit code {done.returncode}"
+        raise UsageError(f"{path}: dynmo-ckpt cannot export it: {said}")
+    return target
+
+
+def run_harness(task: HarnessConfig) -> HarnessResult:
+    """Measure the model of a checkpoint with lm-evaluation-harness on local data.
+
+    Raises:
+        UsageError: unknown tasks, data that are missing or not of the task's form, a checkpoint that is none.
+        HarnessError: the harness failed; its last words.
+    """
+    check_device(task.device)
+    names, data = parse_tasks(task.tasks), Path(task.task_data)
+    own = harness_folder()
+    rows = {name: read_rows(name, find_data(name, data)) for name in names}
+    with tempfile.TemporaryDirectory(prefix="dynmo-harness-") as work:
+        folder = Path(work)
+        model = export(Path(task.load), folder)
+        local = [write_task(name, rows[name], folder, own / "tasks") for name in names]
+        command = [
+            *(sys.executable, "-m", "lm_eval"),
+            *(("run",) if (own / "_cli").is_dir() else ()),
+            *("--model", "hf", "--model_args", f"pretrained={model},dtype={task.dtype}"),
+            *("--tasks", ",".join(local), "--include_path", str(folder)),
+            *("--device", task.device, "--batch_size", str(task.batch_size)),
+            *("--output_path", str(folder / "out")),
+            *(("--limit", str(task.limit)) if task.limit is not None else ()),
+        ]
+        say(f"lm-evaluation-harness: {', '.join(names)} on {model}")
+        environment = os.environ | OFFLINE | {"HF_HOME": str(folder / "cache")}
+        done = subprocess.run(
+            command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False, env=environment
+        )
+        found = sorted((folder / "out").rglob("results*.json"))
+        if done.returncode or not found:
+            last = "\n  ".join(done.stderr.strip().splitlines()[-8:])
+            raise HarnessError(f"lm-evaluation-harness failed with exit code {done.returncode}:\n  {last}")
+        return _result(read_any_json(found[-1]), names)
+
+
+def _result(document: Mapping[str, Any], names: list[str]) -> HarnessResult:
+    results, samples = {}, {}
+    for name in names:
+        told = document["results"][f"local_{name}"]
+        results[name] = {
+            metric.removesuffix(",none"): float(value)
+            for metric, value in told.items()
+            if isinstance(value, int | float) and "," in metric
+        }
+        samples[name] = int(document["n-samples"][f"local_{name}"]["effective"])
+    return HarnessResult(results=results, samples=samples)

@@ -1,0 +1,206 @@
+"""Reader of the checkpoint manifest (``manifest.json``, format ``dynmo.checkpoint``): fields, across-field rules, seal.
+
+The format's owner is ``dynmo_ckpt``; its specification is ``dynmo_ckpt/formats/checkpoint.md``.
+"""
+
+from __future__ import annotations
+
+import re
+import zlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from ..._common.document import (
+    MAX_ALL_EXPERTS,
+    MAX_TABLE_BYTES,
+    DocumentError,
+    Problem,
+    encode_json,
+    envelope_problems,
+    parse_json,
+    short_repr,
+)
+from ..checkpoint_fields import DOCUMENT
+
+FORMAT = "dynmo.checkpoint"
+VERSION = 1
+OPTIMIZER_SUFFIXES = (".exp_avg", ".exp_avg_sq")
+# Tensors with a row for each id of the vocabulary.
+VOCABULARY_ROWS = re.compile(
+    r"((encoder|decoder|query|context)\.)?embedding\.word\.weight(\.(mask|exp_avg|exp_avg_sq|master))?"
+    r"|head\.(weight|bias)(\.(mask|exp_avg|exp_avg_sq|master))?"
+)
+_SEAL = re.compile(rb'"manifest_crc32"\s*:\s*"([0-9a-f]{8})"')
+
+
+_PLAIN = ("attention", "mlp")
+# Families of two stacks: each stack's name, the field that counts its blocks, and the parts of a block.
+STACKS: Mapping[str, Mapping[str, tuple[str, tuple[str, ...]]]] = {
+    "t5": {
+        "encoder": ("num_encoder_layers", _PLAIN),
+        "decoder": ("num_decoder_layers", ("attention", "cross_attention", "mlp")),
+    },
+    "ict": {"query": ("num_layers", _PLAIN), "context": ("num_layers", _PLAIN)},
+}
+
+
+def _blocks(model: Mapping[str, Any]) -> dict[str, list[str]]:
+    """Each block of the model, and its parts."""
+    if model["family"] not in STACKS:
+        return {f"layers.{i}": [f"layers.{i}.attention", f"layers.{i}.mlp"] for i in range(model["num_layers"])}
+    return {
+        f"{stack}.layers.{i}": [f"{stack}.layers.{i}.{part}" for part in parts]
+        for stack, (count, parts) in STACKS[model["family"]].items()
+        for i in range(model.get(count, 0))
+    }
+
+
+def finest_items(items: list[str], model: Mapping[str, Any]) -> list[str]:
+    """``items`` at the finest granularity: ``layers.3`` becomes its attention and its MLP."""
+    blocks = _blocks(model)
+    return [part for item in items for part in blocks.get(item, [item])]
+
+
+def model_items(model: Mapping[str, Any]) -> list[str]:
+    """All items of a model at the finest granularity, in layer order."""
+    blocks, stacks = list(_blocks(model)), STACKS.get(model["family"])
+    if stacks is None:
+        return finest_items(["embedding", *blocks, "head"], model)
+    first, second = stacks
+    front = [block for block in blocks if block.startswith(f"{first}.")]
+    ends = [f"{first}.{'norm' if model['family'] == 't5' else 'pooler'}", f"{second}.embedding"]
+    return finest_items([f"{first}.embedding", *front, *ends, *blocks[len(front) :], "head"], model)
+
+
+def _tensor_problems(name: str, entry: dict[str, Any], manifest: dict[str, Any]) -> Iterator[Problem]:
+    """Shards cover the tensor once; masks and optimizer state match their parameter."""
+    shape, dim, path = entry["shape"], entry["split_dim"], f"tensors.{name}"
+    role, dtype, tensors = entry["role"], entry["dtype"], manifest["tensors"]
+    indices = sorted(shard["index"] for shard in entry["shards"])
+    covered = 0
+    for index in indices:
+        expected = [[0, size] for size in shape]
+        if dim is not None and dim < len(shape) and dim < len(index):
+            expected[dim] = [covered, max(index[dim][1], covered)]
+            covered = expected[dim][1]
+        if index != expected:
+            yield Problem(path, "cover", f"a shard has the index {index}, where {expected} comes next")
+    if dim is None and len(indices) != 1:
+        yield Problem(path, "cover", f"split_dim is null, yet there are {len(indices)} shards")
+    if dim is not None and (dim >= len(shape) or covered != shape[dim]):
+        yield Problem(path, "cover", f"shards cover {covered} along dimension {dim} of the shape {shape}")
+    for shard in entry["shards"]:
+        if shard["file"] not in manifest["files"]:
+            yield Problem(path, "reference", f"its file {short_repr(shard['file'])} is not in files")
+    suffixes = {"mask": (".mask",), "optimizer": OPTIMIZER_SUFFIXES}.get(role)
+    if suffixes is None:
+        return
+    base = tensors.get(name.rpartition(".")[0])
+    wanted = "BOOL" if role == "mask" else "F32"
+    if not name.endswith(suffixes) or base is None or base["role"] != "parameter":
+        yield Problem(path, "reference", f"of role {role}, must be a parameter's name and {' or '.join(suffixes)}")
+    elif base["shape"] != shape or dtype != wanted:
+        yield Problem(path, "shape", f"must be {wanted} of its parameter's shape {base['shape']}, is {dtype} {shape}")
+
+
+def _safe(path: str) -> bool:
+    return "\\" not in path and all(part not in ("", ".", "..") for part in path.split("/")) and path != "manifest.json"
+
+
+def _model_problems(manifest: dict[str, Any], order: list[str]) -> Iterator[Problem]:
+    model, dynamic = manifest["model"], manifest["dynamic"]
+    if finest_items([item for stage in manifest["topology"]["partition"] for item in stage], model) != order:
+        yield Problem("topology.partition", "order", "must hold each item once, in layer order")
+    for item in finest_items(dynamic["frozen_items"], model):
+        if item not in order:
+            yield Problem("dynamic.frozen_items", "reference", f"{short_repr(item)} is not an item of the model")
+    heads, layers = model["num_attention_heads"], model["num_layers"]
+    for wrong, rule in (
+        ("head_dim" not in model and model["hidden_size"] % heads, "heads must divide hidden_size"),
+        (heads % model.get("num_key_value_heads", heads), "num_key_value_heads must divide num_attention_heads"),
+        (model["padded_vocab_size"] < model["vocab_size"], "padded_vocab_size must be at least vocab_size"),
+        (model.get("moe_top_k", 0) > model.get("num_experts", 0), "moe_top_k must be at most num_experts"),
+        (model.get("num_encoder_layers", layers) != layers, "num_encoder_layers must be num_layers"),
+    ):
+        if wrong:
+            yield Problem("model", "range", rule)
+    for field in ("num_encoder_layers", "num_decoder_layers"):
+        if (model["family"] == "t5") != (field in model):
+            yield Problem(f"model.{field}", "family", "belongs to the family t5, and to it alone")
+    for field in ("projection_size", "shared_towers"):
+        if (model["family"] == "ict") != (field in model):
+            yield Problem(f"model.{field}", "family", "belongs to the family ict, and to it alone")
+
+
+def across_problems(manifest: dict[str, Any]) -> Iterator[Problem]:
+    """Faults that only several fields together show; call it on a document whose fields are right."""
+    tensors, optimizer, order = manifest["tensors"], manifest["optimizer"], model_items(manifest["model"])
+    yield from _model_problems(manifest, order)
+    for name, entry in tensors.items():
+        yield from _tensor_problems(name, entry, manifest)
+        rows = [manifest["model"][field] for field in ("vocab_size", "padded_vocab_size")]
+        if VOCABULARY_ROWS.fullmatch(name) and (not entry["shape"] or entry["shape"][0] not in rows):
+            yield Problem(f"tensors.{name}", "shape", f"must have the rows of the vocabulary, {rows[0]} or {rows[1]}")
+        if not name.startswith(tuple(f"{item}." for item in order)):
+            yield Problem(f"tensors.{name}", "reference", "belongs to no item of the partition")
+        if entry["role"] == "optimizer" and optimizer is None:
+            yield Problem(f"tensors.{name}", "reference", "is optimizer state, yet optimizer is null")
+    for name, target in manifest["ties"].items():
+        if name in tensors or tensors.get(target, {}).get("role") != "parameter":
+            yield Problem(
+                f"ties.{name}", "reference", f"must not be stored, and {short_repr(target)} must be a stored parameter"
+            )
+    named = [*optimizer["steps"], *(n for g in optimizer["groups"] for n in g["parameters"])] if optimizer else []
+    for name in sorted({name for name in named if tensors.get(name, {}).get("role") != "parameter"}):
+        yield Problem("optimizer", "reference", f"{short_repr(name)} is not a stored parameter")
+    for path in manifest["files"]:
+        if not _safe(path):
+            yield Problem(f"files.{path}", "path", "must be a plain relative path that stays in the directory")
+
+
+def manifest_problems(value: Any) -> list[Problem]:
+    """Every fault of a manifest, the seal apart."""
+    problems = envelope_problems(value, FORMAT, VERSION)
+    if not problems:
+        DOCUMENT(value, "", problems)
+    return problems or _expert_problems(value["model"]) or list(across_problems(value))
+
+
+def _expert_problems(model: Mapping[str, Any]) -> list[Problem]:
+    """A model whose number of experts over all layers is above the bound."""
+    if model["num_layers"] * model.get("num_experts", 0) <= MAX_ALL_EXPERTS:
+        return []
+    return [Problem("model.num_experts", "range", f"times num_layers must be at most {MAX_ALL_EXPERTS:,}")]
+
+
+def seal(manifest: Mapping[str, Any]) -> bytes:
+    """The bytes of ``manifest.json``, with ``manifest_crc32`` of these very bytes in place."""
+    blank = encode_json({**manifest, "manifest_crc32": "0" * 8})
+    begin = _single_seal(blank, "manifest")
+    return blank[:begin] + f"{zlib.crc32(blank):08x}".encode() + blank[begin + 8 :]
+
+
+def _single_seal(payload: bytes, source: str) -> int:
+    found = list(_SEAL.finditer(payload))
+    if len(found) != 1:
+        raise DocumentError(source, [Problem("manifest_crc32", "crc32", "must stand there once, as 8 hex digits")])
+    return found[0].start(1)
+
+
+def parse_manifest(payload: bytes, source: str) -> dict[str, Any]:
+    """The manifest in ``payload``; raises ``DocumentError`` with every problem, the seal's among them."""
+    begin = _single_seal(payload, source)
+    stored = payload[begin : begin + 8].decode()
+    found = f"{zlib.crc32(payload[:begin] + b'0' * 8 + payload[begin + 8 :]):08x}"
+    if stored != found:
+        message = f"is {stored}, but the bytes give {found}: the file was altered"
+        raise DocumentError(source, [Problem("manifest_crc32", "crc32", message)])
+    try:
+        value = parse_json(payload, MAX_TABLE_BYTES)
+    except ValueError as error:
+        raise DocumentError(source, [Problem("", "json", str(error))]) from error
+    problems = manifest_problems(value)
+    if problems:
+        raise DocumentError(source, problems)
+    manifest: dict[str, Any] = value
+    return manifest

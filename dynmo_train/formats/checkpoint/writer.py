@@ -1,0 +1,227 @@
+"""Writes a native checkpoint so that it is there whole or not at all.
+
+Every rank writes its files into one staging directory; rank 0 then adds the manifest and renames the directory. A crash
+at any moment leaves the older checkpoints and ``LATEST`` as they were.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+import shutil
+import zlib
+from collections.abc import Mapping, Sequence
+from io import RawIOBase
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..._common.crc32 import combine
+from ..._common.document import DocumentError, read_word, write_whole
+from ..._common.errors import UsageError
+from ..._common.portable import allocate, drop_cached
+from .document import manifest_problems, seal
+from .shards import DTYPE_BYTES, TORCH_NAMES, decode_header, encode_header
+
+if TYPE_CHECKING:
+    import torch
+
+STEP_NAME = re.compile(r"step-(\d{8,})")
+_CHUNK_BYTES = 1 << 23
+_KEPT_CHUNKS = 8
+
+
+def step_name(step: int) -> str:
+    """``step-00001000``."""
+    return f"step-{step:08d}"
+
+
+def new_staging(checkpoints_dir: Path, step: int) -> Path:
+    """Make the directory that all ranks write a new checkpoint into; for rank 0, which tells the others its name."""
+    staging = checkpoints_dir / f".{step_name(step)}.tmp-{secrets.token_hex(4)}"
+    staging.mkdir(parents=True)
+    return staging
+
+
+def remove_stale_staging(checkpoints_dir: Path) -> list[str]:
+    """Remove what an interrupted save or prune left behind; for rank 0 at the start of a run. Returns the names."""
+    stale = sorted(checkpoints_dir.glob(".step-*.tmp-*")) + sorted(checkpoints_dir.glob(".step-*.old-*"))
+    for path in stale:
+        shutil.rmtree(path)
+    return [path.name for path in stale]
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """The name of a type in the container: ``torch.float32`` is ``F32``."""
+    names = {f"torch.{torch_name}": name for name, torch_name in TORCH_NAMES.items()}
+    if str(dtype) not in names:
+        raise UsageError(f"a tensor of type {dtype} cannot be stored; types are {', '.join(names)}")
+    return names[str(dtype)]
+
+
+def write_shard(directory: Path, filename: str, tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
+    """Write ``tensors`` to one safetensors file, flushed to disk; one tensor at a time is copied to the host.
+
+    Returns:
+        The CRC-32 of each tensor's raw little-endian bytes, as 8 hexadecimal digits, under the tensor's key.
+    """
+    types = {key: dtype_name(tensor.dtype) for key, tensor in tensors.items()}
+    order = sorted(tensors, key=lambda key: -DTYPE_BYTES[types[key]])
+    header = encode_header([(key, types[key], tuple(tensors[key].shape)) for key in order])
+    checksums = {}
+    with open(directory / filename, "wb", buffering=0) as handle:
+        allocate(handle.fileno(), 0, len(header) + sum(tensors[key].nbytes for key in order))
+        handle.write(header)
+        for key in order:
+            checksums[key] = f"{_write_tensor(handle, tensors[key]):08x}"
+        os.fsync(handle.fileno())
+    return checksums
+
+
+def _write_tensor(handle: RawIOBase, tensor: torch.Tensor) -> int:
+    import torch
+
+    flat = tensor.detach().to("cpu").contiguous().reshape(-1).view(torch.uint8).numpy()
+    checksum = 0
+    for begin in range(0, flat.size, _CHUNK_BYTES):
+        chunk = flat[begin : begin + _CHUNK_BYTES].data
+        checksum = zlib.crc32(chunk, checksum)
+        while chunk:
+            chunk = chunk[handle.write(chunk) :]
+        _send_on(handle)
+    return checksum
+
+
+def _send_on(handle: RawIOBase) -> None:
+    """Begin the way to the disk of what was just written, and give up the pages that are there already.
+
+    Else the flush at the end waits for all of it, and every page is fresh memory, which is slow to touch.
+    """
+    end = handle.tell()
+    for back in (_CHUNK_BYTES, _KEPT_CHUNKS * _CHUNK_BYTES):
+        begin = max(0, end - back)
+        drop_cached(handle.fileno(), begin, min(_CHUNK_BYTES, end - begin))
+
+
+def commit(checkpoints_dir: Path, step: int, staging: Path, manifest: Mapping[str, Any]) -> Path:
+    """Make a staged checkpoint the run's latest one; for rank 0, after every rank has written its files.
+
+    Fills in ``files`` and the manifest's seal, renames the directory to ``step-NNNNNNNN`` and replaces ``LATEST``. A
+    checkpoint of the same step that is there already is replaced. Returns the new directory.
+
+    Raises:
+        DocumentError: the manifest does not describe the staged files; nothing is put in place.
+    """
+    document = {**manifest, "files": _file_entries(staging, manifest)}
+    problems = manifest_problems({**document, "manifest_crc32": "0" * 8})
+    if problems:
+        raise DocumentError(str(staging / "manifest.json"), problems)
+    write_whole(staging / "manifest.json", seal(document))
+    for directory in [path for path in staging.rglob("*") if path.is_dir()] + [staging]:
+        _sync_directory(directory)
+    target = checkpoints_dir / step_name(step)
+    replaced = checkpoints_dir / f".{target.name}.old-{secrets.token_hex(4)}"
+    if target.exists():
+        target.rename(replaced)
+    try:
+        staging.rename(target)
+    except OSError:
+        if replaced.exists():
+            replaced.rename(target)
+        raise
+    _sync_directory(checkpoints_dir)
+    write_whole(checkpoints_dir / "LATEST", f"{target.name}\n".encode())
+    _sync_directory(checkpoints_dir)
+    if replaced.exists():
+        shutil.rmtree(replaced)
+    return target
+
+
+def _file_entries(staging: Path, manifest: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Size and CRC-32 of every staged file; a shard's is put together from its header's and its tensors'."""
+    checksums: dict[str, dict[str, int]] = {}
+    for entry in manifest["tensors"].values():
+        for shard in entry["shards"]:
+            checksums.setdefault(shard["file"], {})[shard["key"]] = int(shard["crc32"], 16)
+    entries = {}
+    for path in sorted(path for path in staging.rglob("*") if path.is_file()):
+        name = path.relative_to(staging).as_posix()
+        found = _shard_checksum(path, checksums[name]) if name in checksums else zlib.crc32(path.read_bytes())
+        entries[name] = {"bytes": path.stat().st_size, "crc32": f"{found:08x}"}
+    return entries
+
+
+def _shard_checksum(path: Path, checksums: Mapping[str, int]) -> int:
+    size = path.stat().st_size
+    with open(path, "rb") as handle:
+        length = handle.read(8)
+        text = handle.read(int.from_bytes(length, "little"))
+    places = decode_header(length, text, size)
+    if set(places) != set(checksums):
+        unlike = ", ".join(sorted(set(places) ^ set(checksums))[:5])
+        raise UsageError(f"{path}: the file and the manifest do not name the same tensors: {unlike}")
+    total = zlib.crc32(length + text)
+    for key, place in sorted(places.items(), key=lambda item: item[1].begin):
+        total = combine(total, checksums[key], place.end - place.begin)
+    return total
+
+
+def read_latest(folder: Path) -> str:
+    """The name of a step that ``LATEST`` gives; empty where it is missing, unreadable or too long for a name."""
+    try:
+        return read_word(folder / "LATEST")
+    except DocumentError:
+        return ""
+
+
+def prune(checkpoints_dir: Path, keep: int) -> list[str]:
+    """Remove all but the newest ``keep`` checkpoints, at least one; each is renamed before it is removed.
+
+    Those of the active branch count first, from the one that ``LATEST`` names; those of branches that were abandoned
+    by a resume from an earlier step stay only where the active branch has fewer than ``keep``.
+    """
+    steps = [path for path in checkpoints_dir.iterdir() if STEP_NAME.fullmatch(path.name)]
+    active = _active_branch(steps, read_latest(checkpoints_dir))
+    steps.sort(key=lambda path: (path in active, _step_number(path)))
+    doomed = steps[: max(0, len(steps) - max(keep, 1))]
+    for path in doomed:
+        aside = path.with_name(f".{path.name}.old-{secrets.token_hex(4)}")
+        path.rename(aside)
+        shutil.rmtree(aside)
+    return [path.name for path in doomed]
+
+
+def _active_branch(steps: Sequence[Path], named: str) -> set[Path]:
+    """The checkpoints that led to the one that ``LATEST`` names; all where it names none of them.
+
+    A checkpoint that was written after one of a higher step is of a run that was resumed before that step: the higher
+    one is abandoned. The times are those of the manifests, which a rename does not change.
+    """
+    last = next((_step_number(path) for path in steps if path.name == named), None)
+    if last is None:
+        return set(steps)
+    branch: list[Path] = []
+    for path in sorted(steps, key=lambda path: (path.name == named, _written_ns(path), _step_number(path))):
+        while branch and _step_number(branch[-1]) > _step_number(path):
+            branch.pop()
+        branch.append(path)
+    return {path for path in branch if _step_number(path) <= last}
+
+
+def _written_ns(path: Path) -> int:
+    try:
+        return (path / "manifest.json").stat().st_mtime_ns
+    except OSError:
+        return 0
+
+
+def _step_number(path: Path) -> int:
+    return int(path.name.removeprefix("step-"))
+
+
+def _sync_directory(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

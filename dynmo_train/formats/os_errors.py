@@ -1,0 +1,27 @@
+"""Why a file could not be read or written, in words for a person."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from .._common.document import DocumentError
+
+_WORDS: Mapping[type[OSError], str] = {
+    FileNotFoundError: "no such file",
+    IsADirectoryError: "is a folder, not a file",
+    NotADirectoryError: "a part of the path is a file, not a folder",
+    PermissionError: "no permission",
+}
+
+
+def reason(error: Exception) -> str:
+    """``no such file`` in place of ``[Errno 2] No such file or directory: 'x'``: the message names the path itself."""
+    if isinstance(error, DocumentError):
+        if isinstance(error.__cause__, OSError | UnicodeDecodeError):
+            return reason(error.__cause__)
+        return "; ".join(problem.message for problem in error.problems)
+    if isinstance(error, UnicodeDecodeError):
+        return f"is not UTF-8 text (at byte {error.start:,})"
+    if isinstance(error, OSError):
+        return _WORDS.get(type(error)) or error.strerror or str(error)
+    return str(error)

@@ -1,0 +1,250 @@
+"""What the model families share: the common sizes, and a base class that builds items from a few builders.
+
+A family of one stream has the layer list ``embedding``, ``layers.N.attention`` and ``layers.N.mlp``, ``head``.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, Generic, TypeVar
+
+import torch
+from torch import nn
+
+from ..parallel.seeding import stable_seed
+from .blocks import Embedding, Head, Mlp, SelfAttention
+from .layer_list import LOSS, ItemSpec, has_vocabulary_rows
+from .layer_list import split_dim as split_dim_of
+from .moe import MoeMlp, MoeShape
+
+WORD = "embedding.word.weight"
+HEAD = "head.weight"
+Builders = Mapping[str, Callable[[torch.device], nn.Module]]
+# Fields of every shape that a manifest's ``model`` object states under the same names.
+STATED = (
+    "hidden_size",
+    "ffn_hidden_size",
+    "num_attention_heads",
+    "max_position_embeddings",
+    "vocab_size",
+    "padded_vocab_size",
+    "layernorm_epsilon",
+    "activation",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CommonShape:
+    """The sizes that every family has. Widths in elements, dropouts as probabilities."""
+
+    hidden_size: int
+    ffn_hidden_size: int
+    num_attention_heads: int
+    max_position_embeddings: int
+    vocab_size: int
+    padded_vocab_size: int
+    layernorm_epsilon: float = 1e-5
+    activation: str = "gelu"
+    hidden_dropout: float = 0.1
+    attention_dropout: float = 0.1
+    init_method_std: float = 0.02
+    seed: int = 1234
+
+
+Shape = TypeVar("Shape", bound=CommonShape)
+
+
+class Family(ABC, Generic[Shape]):
+    """A family over one shape; satisfies ``items.ModelFamily``.
+
+    A subclass gives ``name``, ``items``, ``num_layers_at``, and whatever of the rest differs from a GPT: ``ties``, the
+    options of its parts, its ``builders`` and the fields that its manifest adds.
+    """
+
+    name: ClassVar[str]
+    bias: ClassVar[bool] = True
+
+    def __init__(self, shape: Shape) -> None:
+        self.shape = shape
+
+    @property
+    @abstractmethod
+    def items(self) -> tuple[ItemSpec, ...]:
+        """The layer list, in order."""
+
+    @property
+    def ties(self) -> Mapping[str, str]:
+        """The head's weight is a copy of the word table."""
+        return {HEAD: WORD}
+
+    @abstractmethod
+    def num_layers_at(self, item: str) -> int:
+        """Blocks of the stack that an item is in: the matrices that end a branch start the smaller, the more it has."""
+
+    def build(self, name: str, device: torch.device) -> nn.Module:
+        """Build one item; its initial weights depend on the seed and the name alone, never on placement."""
+        kind = name.rpartition(".")[2]
+        module = self.builders(name)[kind](device)
+        std = self.shape.init_method_std
+        # Matrices that end a residual branch are scaled by 1/sqrt(2 layers) (GPT-2, section 2.3).
+        ending_std = std if kind == "head" else std / math.sqrt(2 * self.num_layers_at(name))
+        initialise(
+            name,
+            module,
+            seed=self.shape.seed,
+            std=std,
+            ending_std=ending_std,
+            ties=self.ties,
+            vocabulary=self.shape.vocab_size,
+        )
+        return module
+
+    def builders(self, name: str) -> Builders:
+        """By the last word of an item's name, what builds its module; ``name`` is the whole name of the one wanted."""
+        return {
+            "embedding": lambda device: Embedding(**self.embedding_options(device)),
+            "attention": lambda device: SelfAttention(**self.attention_options(device)),
+            "mlp": lambda device: self.mlp(device),
+            "head": lambda device: Head(**self.head_options(device)),
+        }
+
+    def norm(self, device: torch.device) -> nn.Module:
+        """A normalisation of the stream."""
+        return nn.LayerNorm(self.shape.hidden_size, eps=self.shape.layernorm_epsilon, device=device)
+
+    def embedding_options(self, device: torch.device) -> dict[str, Any]:
+        """Of ``blocks.Embedding``."""
+        shape = self.shape
+        return {
+            "vocabulary": shape.padded_vocab_size,
+            "width": shape.hidden_size,
+            "positions": shape.max_position_embeddings,
+            "dropout": shape.hidden_dropout,
+            "device": device,
+        }
+
+    def attention_options(self, device: torch.device) -> dict[str, Any]:
+        """Of ``blocks.SelfAttention``."""
+        shape = self.shape
+        return {
+            "width": shape.hidden_size,
+            "heads": shape.num_attention_heads,
+            "norm": self.norm(device),
+            "bias": self.bias,
+            "dropout": shape.hidden_dropout,
+            "attention_dropout": shape.attention_dropout,
+            "device": device,
+        }
+
+    def mlp(self, device: torch.device, moe: MoeShape | None = None) -> nn.Module:
+        """The MLP of a block, or its experts."""
+        shape = self.shape
+        options: dict[str, Any] = {
+            "width": shape.hidden_size,
+            "inner": shape.ffn_hidden_size,
+            "activation": shape.activation,
+            "norm": self.norm(device),
+            "bias": self.bias,
+            "dropout": shape.hidden_dropout,
+            "device": device,
+        }
+        return Mlp(**options) if moe is None else MoeMlp(moe=moe, **options)
+
+    def head_options(self, device: torch.device) -> dict[str, Any]:
+        """Of ``blocks.Head``."""
+        shape = self.shape
+        return {
+            "width": shape.hidden_size,
+            "rows": shape.padded_vocab_size,
+            "vocabulary": shape.vocab_size,
+            "norm": self.norm(device),
+            "device": device,
+        }
+
+    def split_dim(self, parameter: str) -> int | None:
+        """Heads, MLP width and vocabulary are cut; norms, positions, routers and a branch's last biases are not."""
+        return split_dim_of(parameter)
+
+    def manifest(self) -> dict[str, object]:
+        """The ``model`` object of a checkpoint's manifest."""
+        stated = {field: getattr(self.shape, field) for field in STATED}
+        return {"family": self.name, "tied_embeddings": HEAD in self.ties, **stated, **self.own_manifest()}
+
+    @abstractmethod
+    def own_manifest(self) -> dict[str, object]:
+        """What the manifest says beside ``STATED``: ``num_layers`` at least."""
+
+
+def chain_items(
+    num_layers: int,
+    *,
+    tied: bool,
+    embedding_inputs: tuple[str, ...] = ("ids",),
+    attention_inputs: tuple[str, ...] = (),
+    head_inputs: tuple[str, ...] = ("labels",),
+    mlp_figures: tuple[tuple[str, int], ...] = (),
+    head_figures: tuple[tuple[str, int], ...] = (),
+) -> tuple[ItemSpec, ...]:
+    """The items in order; every item may begin a stage. The keywords say what of the batch each kind is called with."""
+    items = [
+        ItemSpec(
+            name="embedding", layer="embedding", kind="embedding", cut_before=True, reads=(), inputs=embedding_inputs
+        )
+    ]
+    for index in range(num_layers):
+        layer = f"layers.{index}"
+        items.append(
+            ItemSpec(name=f"{layer}.attention", layer=layer, kind="attention", cut_before=True, inputs=attention_inputs)
+        )
+        items.append(ItemSpec(name=f"{layer}.mlp", layer=layer, kind="mlp", cut_before=True, figures=mlp_figures))
+    items.append(
+        ItemSpec(
+            name="head",
+            layer="head",
+            kind="head",
+            cut_before=True,
+            tied_to="embedding" if tied else None,
+            writes=LOSS,
+            inputs=head_inputs,
+            figures=head_figures,
+        )
+    )
+    return tuple(items)
+
+
+ENDS_BRANCH = ("dense.weight", "fc2.weight")
+
+
+def initialise(
+    name: str,
+    module: nn.Module,
+    *,
+    seed: int,
+    std: float,
+    ending_std: float,
+    ties: Mapping[str, str],
+    vocabulary: int,
+) -> None:
+    """Draw the matrices of an item; vectors keep what their layers gave them.
+
+    Args:
+        name: of the item.
+        std: of every matrix but those that end a residual branch, which get ``ending_std``.
+        ties: a copy is drawn as the weight that it copies.
+        vocabulary: true rows of the vocabulary; rows of padding behind them are zero.
+    """
+    if any(parameter.device.type == "meta" for parameter in module.parameters()):
+        return
+    for child, parameter in module.named_parameters():
+        if parameter.dim() < 2:
+            continue
+        full = f"{name}.{child}"
+        generator = torch.Generator().manual_seed(stable_seed(seed, "initial", ties.get(full, full)))
+        drawn = torch.randn(parameter.shape, generator=generator)
+        with torch.no_grad():
+            parameter.copy_(drawn * (ending_std if child.endswith(ENDS_BRANCH) else std))
+            if has_vocabulary_rows(full):
+                parameter[vocabulary:] = 0

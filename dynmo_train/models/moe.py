@@ -1,0 +1,238 @@
+"""A mixture of experts in place of an MLP: a router sends each token to a few of many MLPs (Shazeer et al. 2017).
+
+Shapes in names: B samples, T tokens, N = B*T tokens of a microbatch, M = N*C places, C experts of a token, E experts,
+D model width.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from ..parallel.expert_parallel import ExpertExchange
+from .blocks import FeedForward
+from .layer_list import Reported
+from .moe_routing import balanced_assignment, expert_choice
+
+TOPK, EXPERT_CHOICE, BALANCED = "topk", "expert-choice", "balanced"
+
+
+@dataclass(frozen=True, kw_only=True)
+class MoeShape:
+    """What fixes a mixture of experts.
+
+    Attributes:
+        num_experts: experts of a layer.
+        top_k: experts of a token.
+        aux_loss_coeff: weight of the load-balancing loss (Fedus et al. 2021, arXiv:2101.03961, section 2.2).
+        z_loss_coeff: weight of the router's z-loss (Zoph et al. 2022, arXiv:2202.08906, equation 5).
+        routing: ``topk`` (each token its likeliest experts), ``expert-choice`` (each expert its likeliest tokens) or
+            ``balanced`` (one expert a token, as many tokens an expert); see ``expert_routing``.
+        capacity_factor: an expert takes at most this times its even share of a microbatch, the likeliest first; None
+            drops no token.
+    """
+
+    num_experts: int
+    top_k: int = 2
+    aux_loss_coeff: float = 0.0
+    z_loss_coeff: float = 0.0
+    capacity_factor: float | None = None
+    routing: str = TOPK
+
+    @property
+    def figures(self) -> tuple[tuple[str, int], ...]:
+        """What a layer reports: both losses, unweighted, and the tokens that each expert was chosen for."""
+        return (("load_balancing_loss", 1), ("z_loss", 1), ("expert_tokens", self.num_experts))
+
+    def manifest(self) -> dict[str, object]:
+        """The part of a manifest's ``model`` object."""
+        return {
+            "num_experts": self.num_experts,
+            "moe_top_k": self.top_k,
+            "moe_aux_loss_coeff": self.aux_loss_coeff,
+            "moe_z_loss_coeff": self.z_loss_coeff,
+            "moe_capacity_factor": self.capacity_factor,
+            "moe_routing": self.routing,
+        }
+
+    @classmethod
+    def of_manifest(cls, model: Mapping[str, Any]) -> MoeShape | None:
+        """What a manifest's ``model`` object says; None where it has no experts."""
+        if model.get("num_experts") is None:
+            return None
+        return cls(
+            num_experts=model["num_experts"],
+            top_k=model["moe_top_k"],
+            aux_loss_coeff=model.get("moe_aux_loss_coeff", 0.0),
+            z_loss_coeff=model.get("moe_z_loss_coeff", 0.0),
+            capacity_factor=model.get("moe_capacity_factor"),
+            routing=model.get("moe_routing", TOPK),
+        )
+
+
+class Routing(NamedTuple):
+    """Where the tokens of a microbatch go.
+
+    Attributes:
+        order_M: places sorted by expert; place ``n * C + c`` is token ``n``'s choice ``c``.
+        counts: places of each expert, ``E`` integers.
+        weights_NC: weights of each token's choices; 0 where the expert had no room.
+        load_balancing: ``E sum_e f_e P_e`` with f the fraction of places and P the mean probability: 1 at balance.
+        z: mean squared log-sum-exp of the router's logits.
+        chosen_E: places before any was dropped.
+    """
+
+    order_M: torch.Tensor
+    counts: list[int]
+    weights_NC: torch.Tensor
+    load_balancing: torch.Tensor
+    z: torch.Tensor
+    chosen_E: torch.Tensor
+
+
+def route(logits_NE: torch.Tensor, moe: MoeShape, *, balanced: bool = False) -> Routing:
+    """Choose the likeliest experts of each token; their probabilities, made to add up to 1, weigh their outputs.
+
+    Everything is a function of the microbatch alone; ties go to the lower expert and the earlier token.
+
+    Args:
+        balanced: each token gets one expert, each expert as many tokens; the sigmoid of the logit is the weight (Lewis
+            et al. 2021, arXiv:2103.16716, section 2).
+    """
+    logits_NE = logits_NE.float()
+    experts = logits_NE.shape[1]
+    probabilities_NE = logits_NE.softmax(-1)
+    sorted_NE, ids_NE = probabilities_NE.sort(dim=-1, descending=True, stable=True)
+    weights_NC, expert_NC = sorted_NE[:, : moe.top_k], ids_NE[:, : moe.top_k]
+    weights_NC = weights_NC / weights_NC.sum(-1, keepdim=True)
+    if moe.routing == BALANCED:
+        expert_NC = balanced_assignment(logits_NE)[:, None] if balanced else ids_NE[:, :1]
+        weights_NC = logits_NE.gather(1, expert_NC).sigmoid()
+    expert_M = expert_NC.reshape(-1)
+    chosen_E = torch.bincount(expert_M, minlength=experts)
+    fractions_E = chosen_E.float() / expert_M.numel()
+    load_balancing = experts * (fractions_E * probabilities_NE.mean(0)).sum()
+    z = logits_NE.logsumexp(-1).square().mean()
+    if moe.capacity_factor is not None:
+        capacity = math.ceil(moe.capacity_factor * expert_M.numel() / experts)
+        kept_M = _within_capacity(expert_M, weights_NC.detach().reshape(-1), chosen_E, capacity)
+        weights_NC = weights_NC * kept_M.view_as(weights_NC)
+    order_M = expert_M.argsort(stable=True)
+    return Routing(order_M, chosen_E.tolist(), weights_NC, load_balancing, z, chosen_E)
+
+
+def _within_capacity(
+    expert_M: torch.Tensor, weights_M: torch.Tensor, chosen_E: torch.Tensor, capacity: int
+) -> torch.Tensor:
+    """Which places are among the ``capacity`` heaviest of their expert, as a boolean."""
+    by_weight_M = weights_M.argsort(descending=True, stable=True)
+    order_M = by_weight_M[expert_M[by_weight_M].argsort(stable=True)]
+    begins_E = chosen_E.cumsum(0) - chosen_E
+    rank_M = torch.arange(expert_M.numel(), device=expert_M.device) - begins_E[expert_M[order_M]]
+    kept_M = torch.zeros_like(expert_M, dtype=torch.bool)
+    kept_M[order_M] = rank_M < capacity
+    return kept_M
+
+
+class Experts(nn.ModuleDict):
+    """The MLPs of a layer that this process holds, by number; ``exchange`` finds those that others hold."""
+
+    exchange: ExpertExchange | None = None
+
+    def forward(self, sorted_MD: torch.Tensor, counts: list[int]) -> torch.Tensor:
+        """Apply each expert to its share of the rows: ``counts[e]`` rows for expert ``e``, in order."""
+        if self.exchange is not None:
+            return self.exchange.run(sorted_MD, counts, self._apply_own)
+        return self._apply_own(sorted_MD, counts)
+
+    def _apply_own(self, sorted_MD: torch.Tensor, counts: list[int]) -> torch.Tensor:
+        parts = sorted_MD.split(counts)
+        return torch.cat([expert(part) for expert, part in zip(self.values(), parts, strict=True)])
+
+    def keep(self, exchange: ExpertExchange) -> None:
+        """Hold the process's own experts alone; the others are reached through ``exchange``."""
+        self.exchange = exchange
+        own = exchange.own(len(self))
+        for number in [number for number in self if int(number) not in own]:
+            del self[number]
+
+
+class MoeMlp(nn.Module):
+    """``x + sum of the chosen experts of norm(x), weighted``; reports its losses and the experts' loads."""
+
+    def __init__(
+        self,
+        *,
+        moe: MoeShape,
+        width: int,
+        inner: int,
+        activation: str,
+        norm: nn.Module,
+        device: torch.device,
+        bias: bool = True,
+        dropout: float = 0.0,
+    ) -> None:
+        super().__init__()
+        self.moe, self.norm, self.dropout = moe, norm, dropout
+        self.router = nn.Linear(width, moe.num_experts, bias=False, device=device)
+        self.experts = Experts(
+            {
+                str(number): FeedForward(width=width, inner=inner, activation=activation, bias=bias, device=device)
+                for number in range(moe.num_experts)
+            }
+        )
+
+    def _by_token(self, x_ND: torch.Tensor, routing: Routing) -> torch.Tensor:
+        """The outputs of each token's experts, weighted and added."""
+        choices = routing.weights_NC.shape[1]
+        # One row a place, so that the backward of the sorting has no two rows that add into one.
+        places_MD = x_ND[:, None].expand(-1, choices, -1).reshape(-1, x_ND.shape[-1])
+        sorted_MD = self.experts(places_MD[routing.order_M], routing.counts)
+        back_M = torch.empty_like(routing.order_M)
+        back_M[routing.order_M] = torch.arange(back_M.numel(), device=back_M.device)
+        y_NCD = sorted_MD[back_M].view(-1, choices, x_ND.shape[-1])
+        y_ND: torch.Tensor = (y_NCD * routing.weights_NC[..., None].to(y_NCD.dtype)).sum(1)
+        return y_ND
+
+    def _by_expert(self, x_ND: torch.Tensor, logits_NE: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The same where experts choose their tokens, and how many experts chose each token."""
+        token_EC, weight_EC = expert_choice(logits_NE.float().softmax(-1), self.moe.top_k)
+        token_M = token_EC.reshape(-1)
+        sorted_MD = self.experts(x_ND.index_select(0, token_M), [token_EC.shape[1]] * self.moe.num_experts)
+        weighted_MD = sorted_MD * weight_EC.reshape(-1, 1).to(sorted_MD.dtype)
+        return torch.zeros_like(x_ND).index_add(0, token_M, weighted_MD), torch.bincount(token_M, minlength=len(x_ND))
+
+    def forward(self, x_BTD: torch.Tensor) -> Reported:
+        """Apply the sublayer with its residual."""
+        moe = self.moe
+        x_ND = self.norm(x_BTD).reshape(-1, x_BTD.shape[-1])
+        logits_NE = self.router(x_ND)
+        # Experts that choose, and balanced assignment, look ahead in the text: in training alone.
+        routing = route(logits_NE, moe, balanced=self.training)
+        loads_E = routing.chosen_E
+        if moe.routing == EXPERT_CHOICE and self.training:
+            y_ND, chosen_N = self._by_expert(x_ND, logits_NE)
+            loads_E = torch.full_like(loads_E, int(chosen_N.sum()) // moe.num_experts)
+        else:
+            y_ND = self._by_token(x_ND, routing)
+        y_BTD = y_ND.view_as(x_BTD)
+        losses: dict[str, torch.Tensor] = {}
+        if moe.aux_loss_coeff:
+            losses["load_balancing"] = moe.aux_loss_coeff * routing.load_balancing
+        if moe.z_loss_coeff:
+            losses["z"] = moe.z_loss_coeff * routing.z
+        return Reported(
+            output=x_BTD + F.dropout(y_BTD, self.dropout, self.training),
+            figures={
+                "load_balancing_loss": routing.load_balancing,
+                "z_loss": routing.z,
+                "expert_tokens": loads_E.float(),
+            },
+            losses=losses,
+        )

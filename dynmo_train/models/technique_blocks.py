@@ -1,0 +1,184 @@
+"""A model family with dynamic techniques: any family of one stream, its layer list and its items changed as asked.
+
+Sparse attention goes with every family that has self-attention without biases by distance: T5's, in both stacks, too.
+
+Parameters keep their names: a routed block is the item ``layers.N`` with ``layers.N.{attention,mlp}.*``;
+an exit is a part of ``layers.N.mlp``, or of the routed block ``layers.N``; all its parameters are ties of the head's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..parallel.seeding import stable_seed
+from . import early_exit, mixture_of_depths
+from .blocks import SelfAttention
+from .early_exit import LEFT, Exit, ExitSettings, make_live
+from .hashed_attention import HashedAttention
+from .layer_list import ItemSpec, ModelFamily
+from .mixture_of_depths import DepthSettings, RoutedBlock
+
+
+@dataclass(frozen=True, kw_only=True)
+class SparseAttentionSettings:
+    """Hash-bucketed attention in every block: hash buckets (even), and queries and keys of a block."""
+
+    buckets: int
+    block: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class DynamicSettings:
+    """The techniques that change a model; None where one is off."""
+
+    depths: DepthSettings | None = None
+    exits: ExitSettings | None = None
+    sparse_attention: SparseAttentionSettings | None = None
+
+    @classmethod
+    def of_document(cls, document: Mapping[str, Any]) -> DynamicSettings:
+        """From what ``document`` gave."""
+        exits = document.get("exits")
+        return cls(
+            depths=DepthSettings(**document["depths"]) if document.get("depths") else None,
+            exits=ExitSettings(**{**exits, "layers": tuple(exits["layers"])}) if exits else None,
+            sparse_attention=SparseAttentionSettings(**document["sparse_attention"])
+            if document.get("sparse_attention")
+            else None,
+        )
+
+    def document(self) -> dict[str, Any]:
+        """For a manifest; the techniques that are on."""
+        parts = {name: value for name, value in asdict(self).items() if value is not None}
+        return {
+            name: {k: list(v) if isinstance(v, tuple) else v for k, v in part.items()} for name, part in parts.items()
+        }
+
+
+def block_of(item: ItemSpec) -> int | None:
+    """The number of the block that an item of a one-stream model is a part of, None for the ends."""
+    prefix, _, number = item.layer.rpartition(".")
+    return int(number) if prefix == "layers" else None
+
+
+class DynamicFamily:
+    """``base`` with techniques; satisfies ``items.ModelFamily``.
+
+    Args:
+        base: a family of one stream whose blocks are an attention and an MLP; for sparse attention alone, any.
+        seed: of the run.
+        width: of the model.
+        std: standard deviation of the initial weights of routers.
+    """
+
+    def __init__(self, base: ModelFamily, settings: DynamicSettings, *, seed: int, width: int, std: float) -> None:
+        self.base, self.settings, self.seed, self.width, self.std = base, settings, seed, width, std
+
+    @cached_property
+    def items(self) -> tuple[ItemSpec, ...]:
+        """The layer list: routed blocks are one item; behind an exit every block reads which tokens have left."""
+        listed: list[ItemSpec] = []
+        for item in self.base.items:
+            number = block_of(item)
+            depths = self.settings.depths
+            if number is None or depths is None or not depths.routed(number):
+                listed.append(item)
+            elif item.kind == "attention":
+                listed.append(replace(item, name=item.layer, kind="layer", figures=mixture_of_depths.FIGURES))
+            else:
+                block = listed[-1]
+                listed[-1] = replace(block, figures=(*item.figures, *block.figures))
+        return tuple(self._with_exits(listed))
+
+    def _with_exits(self, listed: list[ItemSpec]) -> list[ItemSpec]:
+        exits = self.settings.exits
+        if exits is None:
+            return listed
+        changed: list[ItemSpec] = []
+        for item in listed:
+            number = block_of(item)
+            if number is not None and number > exits.layers[0]:
+                item = replace(item, reads=(*item.reads, LEFT))
+            if number in exits.layers and item.kind in ("mlp", "layer"):
+                item = replace(
+                    item,
+                    side=(LEFT,),
+                    inputs=(*item.inputs, "labels"),
+                    figures=(*item.figures, *early_exit.FIGURES),
+                    tied_to="head",
+                )
+            changed.append(item)
+        return changed
+
+    @cached_property
+    def ties(self) -> Mapping[str, str]:
+        """Those of the base, and all parameters of the exits."""
+        exits = self.settings.exits
+        ties = dict(self.base.ties)
+        if exits is None:
+            return ties
+        head = self.base.build("head", torch.device("meta"))
+        names = [name for name, _ in head.named_parameters()]
+        base = self.base.ties
+        # In list order: the exits stand before the head.
+        at_exits = {
+            f"{self._exit_item(layer)}.exit.head.{name}": base.get(f"head.{name}", f"head.{name}")
+            for layer in exits.layers
+            for name in names
+        }
+        return {**at_exits, **ties}
+
+    def _exit_item(self, layer: int) -> str:
+        """The item that the exit behind a block is a part of."""
+        depths = self.settings.depths
+        return f"layers.{layer}" if depths is not None and depths.routed(layer) else f"layers.{layer}.mlp"
+
+    def build(self, name: str, device: torch.device) -> nn.Module:
+        """Build one item; its initial weights depend on the seed and the name alone, never on placement."""
+        item = next(each for each in self.items if each.name == name)
+        if item.kind == "layer" and block_of(item) is not None:
+            module: nn.Module = self._routed(name, device)
+        else:
+            module = self.base.build(name, device)
+            self._make_sparse(name, module)
+        exits = self.settings.exits
+        if exits is not None and LEFT in item.side:
+            module.add_module("exit", Exit(self.base.build("head", device), exits))
+        if LEFT in (*item.reads, *item.side):
+            make_live(module, item)
+        return module
+
+    def _make_sparse(self, name: str, module: nn.Module) -> None:
+        sparse = self.settings.sparse_attention
+        if sparse is not None and isinstance(module, SelfAttention):
+            module.sparse = HashedAttention(buckets=sparse.buckets, block=sparse.block, seed=self.seed, name=name)
+
+    def _routed(self, name: str, device: torch.device) -> RoutedBlock:
+        attention, mlp = (self.base.build(f"{name}.{part}", device) for part in ("attention", "mlp"))
+        self._make_sparse(f"{name}.attention", attention)
+        depths = self.settings.depths
+        if depths is None:
+            raise ValueError(f"{name} is no item: no block is routed")
+        block = RoutedBlock(attention, mlp, depths, self.width, device)
+        router = attention.get_parameter("router.weight")
+        if device.type != "meta":
+            seed = stable_seed(self.seed, "initial", f"{name}.attention.router.weight")
+            drawn = torch.randn(router.shape, generator=torch.Generator().manual_seed(seed))
+            with torch.no_grad():
+                router.copy_(drawn * self.std)
+        return block
+
+    def split_dim(self, parameter: str) -> int | None:
+        """As the base says, of an exit's parameter what it says of the head's; routers are not cut."""
+        _, is_exit, of_head = parameter.partition(".exit.")
+        return None if ".router." in parameter else self.base.split_dim(of_head if is_exit else parameter)
+
+    def manifest(self) -> dict[str, object]:
+        """The ``model`` object of a checkpoint's manifest, with the techniques that change the model."""
+        return {**self.base.manifest(), "x_dynamic": self.settings.document()}

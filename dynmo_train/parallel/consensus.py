@@ -1,0 +1,63 @@
+"""Steps of a start that any process may find impossible: all learn of it, rank 0 reports it, and all end at once."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import TypeVar
+
+from .._common.errors import EXIT_USAGE, UsageError
+from ..launch.worker import LAUNCHER_PID_VARIABLE
+from .process_groups import World, broadcast_document, gather_documents
+
+Result = TypeVar("Result")
+
+
+def speaks(*, first: bool) -> bool:
+    """Whether a process reports errors on stderr: rank 0 alone, so that each is printed once.
+
+    Under ``launch`` each process has a log of its own. There all of them report: the launcher shows another log
+    where rank 0 was ended before it could report.
+    """
+    return first or LAUNCHER_PID_VARIABLE in os.environ
+
+
+def agreed(world: World, make: Callable[[], Result]) -> Result:
+    """What ``make`` gives at this process, once no process has raised a ``UsageError`` in it. Every process calls this.
+
+    Raises:
+        UsageError: at those that report, with the messages of all processes, each once.
+        SystemExit: with the same exit code, at the others.
+    """
+    result, problem = _attempt(make)
+    _end_together(world, problem)
+    if result is None:
+        raise UsageError("a process has no result to continue with")
+    return result[0]
+
+
+def first_then_others(world: World, make: Callable[[], Result]) -> Result:
+    """As ``agreed``, but rank 0 goes first: what it leaves in a cache, the others find there."""
+    result: tuple[Result] | None = None
+    problem: str | None = None
+    if world.is_first:
+        result, problem = _attempt(make)
+    if broadcast_document(world, problem is not None):
+        _end_together(world, problem)
+    return agreed(world, make if result is None else lambda: result[0])
+
+
+def _attempt(make: Callable[[], Result]) -> tuple[tuple[Result] | None, str | None]:
+    try:
+        return (make(),), None
+    except UsageError as error:
+        return None, str(error)
+
+
+def _end_together(world: World, problem: str | None) -> None:
+    problems = list(dict.fromkeys(each for each in gather_documents(world, problem) if each is not None))
+    if not problems:
+        return
+    if speaks(first=world.is_first):
+        raise UsageError("\n  ".join(problems))
+    raise SystemExit(EXIT_USAGE)

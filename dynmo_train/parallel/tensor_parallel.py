@@ -1,0 +1,258 @@
+"""Tensor parallelism: what crosses between the ranks that share a matrix product, and the loss over a cut vocabulary.
+
+Each rank holds plain tensors, its slices; the collectives stand at the two ends of a region: *enter*, before a product
+whose outputs are cut, and *leave*, after one whose inputs are (Shoeybi et al. 2019, arXiv:1909.08053, section 3). With
+sequence parallelism the stream between regions is cut along the tokens, and the ends gather and scatter it (Korthikanti
+et al. 2022, arXiv:2205.05198, section 4.2). Why not DTensor: masks, the CSR product, fused AdamW and whole-item moves
+work on plain storage, and its dispatch costs more than a small product does on CPU.
+
+Shapes in names: B samples, T tokens, D width, N = B*T rows, V rows of the vocabulary on this rank.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch.autograd.function import once_differentiable
+
+from .collectives import gather_parts, scatter_sum
+from .process_groups import World
+from .seeding import default_generator, stable_seed
+
+TOKENS_DIM = 1
+
+
+class TensorRegion:
+    """The tensor-parallel ranks of a worker, as modules see them.
+
+    Inside a region (between *enter* and *leave*) random numbers depend on the rank; outside they are the same on all
+    ranks, unless the stream is cut along the tokens.
+
+    Attributes:
+        rank, size: of this process among them.
+        sequence: whether the stream outside of regions is cut along the tokens.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, rank: int, size: int, device: torch.device, *, sequence: bool) -> None:
+        self.group, self.rank, self.size, self.sequence = group, rank, size, sequence
+        self._device = device
+        self._outside = self._inside = -1
+
+    def enter(self, x: torch.Tensor) -> torch.Tensor:
+        """The input of a product whose outputs are cut: the whole stream ``[B, T, ...]``; gradients are added."""
+        self.seed_inside()
+        entered: torch.Tensor = _Enter.apply(x, self)  # type: ignore[no-untyped-call]
+        return entered
+
+    def leave(self, partial: torch.Tensor) -> torch.Tensor:
+        """The ranks' parts of a product whose inputs are cut, added: the stream, or this rank's tokens of it."""
+        left: torch.Tensor = _Leave.apply(partial, self)  # type: ignore[no-untyped-call]
+        self._seed_outside()
+        return left
+
+    def own_tokens(self, x: torch.Tensor) -> torch.Tensor:
+        """This rank's part of ``[..., T, D]`` along the tokens, where the stream is cut."""
+        if not self.sequence:
+            return x
+        part = x.shape[-2] // self.size
+        return x.narrow(-2, self.rank * part, part)
+
+    def of_whole_streams(self) -> TensorRegion:
+        """The same ranks, for a part of the model that works on streams that are not cut along the tokens."""
+        return TensorRegion(self.group, self.rank, self.size, self._device, sequence=False)
+
+    def whole_stream(self, x: torch.Tensor) -> torch.Tensor:
+        """The whole of a stream that is cut along the tokens, for work that all ranks then do alike."""
+        whole: torch.Tensor = _GatherStream.apply(x, self)  # type: ignore[no-untyped-call]
+        return whole
+
+    def cut_stream(self, x: torch.Tensor) -> torch.Tensor:
+        """This rank's tokens of a whole stream that all ranks have alike."""
+        cut: torch.Tensor = _CutStream.apply(x, self)  # type: ignore[no-untyped-call]
+        return cut
+
+    def whole_columns(self, x: torch.Tensor) -> torch.Tensor:
+        """The ranks' columns ``[..., V]`` side by side, for work that all ranks then do alike."""
+        whole: torch.Tensor = _GatherColumns.apply(x, self)  # type: ignore[no-untyped-call]
+        return whole
+
+    def seed_inside(self) -> None:
+        """From here on random numbers depend on the rank, until the region is left."""
+        generator = default_generator(self._device)
+        now = generator.initial_seed()
+        if now != self._inside:
+            self._outside, self._inside = now, stable_seed(now, "inside", self.rank)
+            generator.manual_seed(self._inside)
+
+    def _seed_outside(self) -> None:
+        generator = default_generator(self._device)
+        now = generator.initial_seed()
+        before = self._outside if now == self._inside else now
+        generator.manual_seed(stable_seed(before, "outside", self.rank if self.sequence else 0))
+
+    def total(self, x: torch.Tensor, op: Any = dist.ReduceOp.SUM) -> torch.Tensor:
+        """The ranks' tensors reduced, in place; contiguous."""
+        dist.all_reduce(x, op=op, group=self.group)
+        return x
+
+    def gather_tokens(self, x: torch.Tensor) -> torch.Tensor:
+        """The ranks' parts of a stream ``[B, T / size, ...]`` put together."""
+        own = x.transpose(0, TOKENS_DIM).contiguous()
+        whole = own.new_empty((own.shape[0] * self.size, *own.shape[1:]))
+        gather_parts(whole, own, self.group)
+        return whole.transpose(0, TOKENS_DIM).contiguous()
+
+    def gather_columns(self, x: torch.Tensor) -> torch.Tensor:
+        """The ranks' columns ``[..., V]`` side by side."""
+        columns = x.movedim(-1, 0).contiguous()
+        whole = columns.new_empty((columns.shape[0] * self.size, *columns.shape[1:]))
+        gather_parts(whole, columns, self.group)
+        return whole.movedim(0, -1)
+
+    def scatter_tokens(self, x: torch.Tensor) -> torch.Tensor:
+        """The ranks' streams ``[B, T, ...]`` added, and this rank's tokens of the sum."""
+        whole = x.transpose(0, TOKENS_DIM).contiguous()
+        own = whole.new_empty((whole.shape[0] // self.size, *whole.shape[1:]))
+        scatter_sum(own, whole, self.group)
+        return own.transpose(0, TOKENS_DIM).contiguous()
+
+
+def region_of(world: World, *, sequence: bool) -> TensorRegion | None:
+    """The region of this process; None where no product is shared."""
+    group = world.groups.tensor
+    if group is None:
+        return None
+    return TensorRegion(group, world.shard, world.dims.tensor, world.device, sequence=sequence)
+
+
+class _Enter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, region: TensorRegion) -> torch.Tensor:
+        ctx.region = region
+        return region.gather_tokens(x) if region.sequence else x.view_as(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Any) -> Any:
+        region: TensorRegion = ctx.region
+        if region.sequence:
+            return region.scatter_tokens(grads[0]), None
+        return region.total(grads[0].clone(memory_format=torch.contiguous_format)), None
+
+
+class _Leave(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, partial: torch.Tensor, region: TensorRegion) -> torch.Tensor:
+        ctx.region = region
+        if region.sequence:
+            return region.scatter_tokens(partial)
+        return region.total(partial.clone(memory_format=torch.contiguous_format))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Any) -> Any:
+        region: TensorRegion = ctx.region
+        return (region.gather_tokens(grads[0]) if region.sequence else grads[0]), None
+
+
+class _GatherStream(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, region: TensorRegion) -> torch.Tensor:
+        ctx.region = region
+        return region.gather_tokens(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return ctx.region.own_tokens(grads[0]).contiguous(), None
+
+
+class _CutStream(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, region: TensorRegion) -> torch.Tensor:
+        ctx.region = region
+        return region.own_tokens(x).contiguous()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return ctx.region.gather_tokens(grads[0]), None
+
+
+class _GatherColumns(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, region: TensorRegion) -> torch.Tensor:
+        ctx.region = region
+        return region.gather_columns(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Any) -> Any:
+        region: TensorRegion = ctx.region
+        part = grads[0].shape[-1] // region.size
+        return grads[0].narrow(-1, region.rank * part, part).contiguous(), None
+
+
+class _VocabularyLoss(torch.autograd.Function):
+    """``-log softmax(logits)[label]`` of each row, the logits cut over the ranks along the vocabulary."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, logits_NV: torch.Tensor, labels_N: torch.Tensor, first: int, region: TensorRegion
+    ) -> torch.Tensor:
+        rows, columns = logits_NV.shape
+        largest_N = logits_NV.amax(dim=1) if columns else logits_NV.new_full((rows,), torch.finfo(logits_NV.dtype).min)
+        region.total(largest_N, dist.ReduceOp.MAX)
+        softmax_NV = (logits_NV - largest_N[:, None]).exp_()
+        local_N = labels_N - first
+        here_N = (local_N >= 0) & (local_N < columns)
+        local_N = local_N.masked_fill(~here_N, 0)
+        sums_2N = logits_NV.new_zeros((2, rows))
+        sums_2N[0] = softmax_NV.sum(dim=1)
+        if columns:
+            picked_N = logits_NV.gather(1, local_N[:, None])[:, 0] - largest_N
+            sums_2N[1] = picked_N.masked_fill(~here_N, 0.0)
+        region.total(sums_2N)
+        softmax_NV.div_(sums_2N[0][:, None])
+        ctx.save_for_backward(softmax_NV, local_N, here_N)
+        return sums_2N[0].log() - sums_2N[1]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Any) -> Any:
+        softmax_NV, local_N, here_N = ctx.saved_tensors
+        grad_NV = softmax_NV * grads[0][:, None]
+        if grad_NV.shape[1]:
+            minus_N1 = (-grads[0]).masked_fill(~here_N, 0.0)[:, None]
+            grad_NV.scatter_add_(1, local_N[:, None], minus_N1)
+        return grad_NV, None, None, None
+
+
+def token_losses(
+    x_BTD: torch.Tensor,
+    weight_VD: torch.Tensor,
+    bias_V: torch.Tensor | None,
+    labels_BT: torch.Tensor,
+    vocabulary: int,
+    region: TensorRegion,
+) -> torch.Tensor:
+    """The cross-entropy of each token, ``[B * T]`` in float32, without the logits of the whole vocabulary anywhere.
+
+    Args:
+        x_BTD: the features, cut along the tokens where the stream is.
+        weight_VD, bias_V: this rank's rows; those beyond ``vocabulary`` only pad and never enter.
+        labels_BT: of all tokens.
+        vocabulary: real rows over all ranks.
+    """
+    first = region.rank * weight_VD.shape[0]
+    real = min(max(vocabulary - first, 0), weight_VD.shape[0])
+    x_BTD = region.enter(x_BTD)
+    logits_BTV = F.linear(x_BTD, weight_VD[:real], None if bias_V is None else bias_V[:real])
+    flat = logits_BTV.flatten(0, -2).float()
+    losses: torch.Tensor = _VocabularyLoss.apply(  # type: ignore[no-untyped-call]
+        flat, labels_BT.reshape(-1), first, region
+    )
+    return losses

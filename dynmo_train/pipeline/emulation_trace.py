@@ -1,0 +1,147 @@
+"""The trace of an emulated run: what each item costs from which step on, read from a profile.
+
+Only what an emulation needs is read: the items' names, their times and the events of technique. Workers, links, bytes
+and measured steps are of the run that the trace came from.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from .._common.checks import Check, array, integer, nullable
+from .._common.document import DocumentError, Problem, envelope_problems, read_records
+from .._common.errors import UsageError
+from ..dynamics.technique import Event
+from ..formats.profile_lines import FORMAT, VERSION
+
+TIMES = ("forward_ns", "backward_ns", "backward_input_ns", "backward_weight_ns")
+TOLD = ("pruned", "frozen")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ItemTimes:
+    """How long an item takes in a microbatch, in ns."""
+
+    forward_ns: int
+    backward_input_ns: int
+    backward_weight_ns: int
+
+
+NOTHING = ItemTimes(forward_ns=0, backward_input_ns=0, backward_weight_ns=0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trace:
+    """Times by step, and what is told after which step.
+
+    Attributes:
+        steps: from which each entry of ``times`` counts, ascending.
+        times: item name -> its times.
+        events: step -> what happened after it.
+    """
+
+    steps: tuple[int, ...]
+    times: tuple[Mapping[str, ItemTimes], ...]
+    events: Mapping[int, tuple[Event, ...]]
+
+    def at(self, step: int) -> Mapping[str, ItemTimes]:
+        """The times that count in a step: of the latest entry up to it, or of the first."""
+        return self.times[max(0, bisect.bisect_right(self.steps, step) - 1)]
+
+
+def read_trace(path: Path, names: Sequence[str], scale: float = 1.0) -> Trace:
+    """The trace in a profile, of its last segment.
+
+    Args:
+        names: of the model's items, which must be the trace's, in any order.
+        scale: factor of all times.
+
+    Raises:
+        DocumentError: the file is no such profile, or one of other items.
+    """
+    records = list(read_records(path))
+    headers = [at for at, record in enumerate(records) if _kind(record) == "header"]
+    if not headers:
+        raise DocumentError(str(path), [Problem("", "format", "has no header line of a profile")])
+    header, lines = records[headers[-1]], records[headers[-1] + 1 :]
+    problems = envelope_problems(header, FORMAT, VERSION)
+    found = [item.get("name") for item in header.get("items", []) if isinstance(item, dict)]
+    if not problems and set(found) != set(names):
+        missing, more = [n for n in names if n not in found], [n for n in found if n not in set(names)]
+        told = "; ".join(
+            f"{word} {', '.join(map(str, some))}" for word, some in (("lacks", missing), ("has", more)) if some
+        )
+        problems.append(Problem("items", "items", f"are not those of the model: the trace {told}"))
+    steps = [record for record in lines if _kind(record) == "step"]
+    if not problems and not steps:
+        problems.append(Problem("", "length", "has no step line"))
+    for at, record in enumerate(steps):
+        problems += [] if problems else _step_problems(record, f"step line {at + 1}", len(found))
+    if problems:
+        raise DocumentError(str(path), problems)
+    known: dict[str, list[int]] = {name: [0] * len(found) for name in TIMES[:1] + TIMES[2:]}
+    return Trace(
+        steps=tuple(record["step"] for record in steps),
+        times=tuple(_times(record, [str(name) for name in found], known, scale) for record in steps),
+        events=_events(record for record in lines if _kind(record) == "event"),
+    )
+
+
+def _kind(record: Any) -> Any:
+    return record.get("record") if isinstance(record, dict) else None
+
+
+def _step_problems(record: Mapping[str, Any], path: str, length: int) -> list[Problem]:
+    problems: list[Problem] = []
+    integer(1)(record.get("step"), f"{path}, step", problems)
+    times: Check = array(nullable(integer(0)), length)
+    given = [name for name in TIMES if name in record]
+    for name in given:
+        times(record[name], f"{path}, {name}", problems)
+    if given not in ([*TIMES[:2]], [TIMES[0], *TIMES[2:]]):
+        words = "must have forward_ns, and backward_ns or backward_input_ns and backward_weight_ns"
+        problems.append(Problem(path, "missing", words))
+    return problems
+
+
+def _times(
+    record: Mapping[str, Any], names: Sequence[str], known: dict[str, list[int]], scale: float
+) -> dict[str, ItemTimes]:
+    """The times of a step; what it has not sampled is as before. ``known`` is brought up to date."""
+    whole = record.get("backward_ns")
+    for at in range(len(names)):
+        if whole is not None and whole[at] is not None:
+            known["backward_weight_ns"][at] = whole[at] // 2
+            known["backward_input_ns"][at] = whole[at] - whole[at] // 2
+        for field, values in known.items():
+            given = record.get(field)
+            if given is not None and given[at] is not None:
+                values[at] = given[at]
+    return {
+        name: ItemTimes(**{field: round(values[at] * scale) for field, values in known.items()})
+        for at, name in enumerate(names)
+    }
+
+
+def _events(records: Any) -> dict[int, tuple[Event, ...]]:
+    events: dict[int, tuple[Event, ...]] = {}
+    for record in records:
+        if record.get("kind") not in TOLD:
+            continue
+        step, following, detail = record.get("step"), record.get("next_expected_step"), record.get("detail")
+        if not isinstance(step, int) or not isinstance(detail, dict) or not isinstance(following, int | None):
+            raise UsageError(f"the trace has an event without step, detail or next_expected_step: {record}")
+        told = ", ".join(f"{name} {value}" for name, value in detail.items())
+        event = Event(
+            kind=record["kind"],
+            step=step,
+            message=f"emulated: {record['kind']} {told}".rstrip(),
+            detail=detail,
+            next_expected_step=following,
+        )
+        events[step] = (*events.get(step, ()), event)
+    return events

@@ -1,0 +1,1 @@
+"""Resources that a configuration would use, computed without running it."""

@@ -1,0 +1,1 @@
+"""Logs, profiles and comparisons of runs."""

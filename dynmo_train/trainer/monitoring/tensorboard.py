@@ -1,0 +1,120 @@
+"""Scalars for TensorBoard: event files written without its package.
+
+A file is records of the TFRecord form, little-endian: length as u64, its masked CRC-32C, the bytes, their masked
+CRC-32C. The bytes are an ``Event`` message of protocol buffers: 1 wall time (double), 2 step (varint), 3 file version
+(string), 5 summary, which holds in 1 a value with 1 tag (string) and 2 number (float).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import struct
+import time
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+
+from ..._common.console import say
+from ..._common.errors import UsageError
+from ...formats.os_errors import reason
+
+_MASK = 0xA282EAD8
+
+
+@cache
+def _table() -> tuple[int, ...]:
+    """CRC-32C (Castagnoli) of single bytes, bit-reversed polynomial 0x82F63B78."""
+    entries = []
+    for value in range(256):
+        for _ in range(8):
+            value = value >> 1 ^ (0x82F63B78 if value & 1 else 0)
+        entries.append(value)
+    return tuple(entries)
+
+
+def crc32c(payload: bytes) -> int:
+    """CRC-32C of some bytes: that of ``b"123456789"`` is 0xE3069283."""
+    table, value = _table(), 0xFFFFFFFF
+    for byte in payload:
+        value = table[(value ^ byte) & 0xFF] ^ (value >> 8)
+    return value ^ 0xFFFFFFFF
+
+
+def _masked(payload: bytes) -> bytes:
+    value = crc32c(payload)
+    return struct.pack("<I", ((value >> 15 | value << 17) + _MASK) & 0xFFFFFFFF)
+
+
+def record(payload: bytes) -> bytes:
+    """One record around ``payload``."""
+    length = struct.pack("<Q", len(payload))
+    return length + _masked(length) + payload + _masked(payload)
+
+
+def _varint(value: int) -> bytes:
+    made = b""
+    while value >= 0x80:
+        made += bytes([value & 0x7F | 0x80])
+        value >>= 7
+    return made + bytes([value])
+
+
+def _inner(key: int, payload: bytes) -> bytes:
+    return bytes([key << 3 | 2]) + _varint(len(payload)) + payload
+
+
+def event(wall_time: float, step: int, scalars: Mapping[str, float]) -> bytes:
+    """An ``Event`` with these scalars."""
+    values = b"".join(
+        _inner(1, _inner(1, tag.encode()) + b"\x15" + struct.pack("<f", number)) for tag, number in scalars.items()
+    )
+    return b"\x09" + struct.pack("<d", wall_time) + b"\x10" + _varint(step) + _inner(5, values)
+
+
+class EventWriter:
+    """Appends scalars to a new event file in ``folder``; each call is one write.
+
+    Where the disk is full an event is left out, and none is cut off: readers stop at a record that is not whole.
+
+    Raises:
+        UsageError: the folder or the file cannot be made.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        now = time.time()
+        name = f"events.out.tfevents.{int(now)}.{socket.gethostname()}.{os.getpid()}"
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            self._file = open(folder / name, "ab", buffering=0)  # noqa: SIM115 - open as long as the run
+            self._end, self._is_full = 0, False
+            self._append(record(b"\x09" + struct.pack("<d", now) + _inner(3, b"brain.Event:2")))
+        except OSError as error:
+            raise UsageError(f"cannot write to --tensorboard-dir {folder}: {reason(error)}") from error
+
+    def _append(self, payload: bytes) -> None:
+        """Write a record whole, or none of it."""
+        try:
+            rest = memoryview(payload)
+            while rest:
+                rest = rest[self._file.write(rest) or 0 :]
+        except OSError:
+            with contextlib.suppress(OSError):
+                self._file.truncate(self._end)
+            raise
+        self._end += len(payload)
+
+    def scalars(self, step: int, scalars: Mapping[str, float]) -> None:
+        """Write one event; where that fails, warn once and leave it out."""
+        try:
+            self._append(record(event(time.time(), step, scalars)))
+            self._is_full = False
+        except OSError as error:
+            if not self._is_full:
+                say(f"warning: {self._file.name}: cannot be written ({reason(error)}); its scalars are left out")
+            self._is_full = True
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()

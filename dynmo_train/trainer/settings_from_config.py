@@ -1,0 +1,318 @@
+"""From a resolved configuration to what the engine is made of: model, settings, first partition. Values only."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .._common.document import DocumentError, Problem
+from ..config import Config
+from ..config.validate import validate
+from ..dynamics.plasticity import PlasticityRule
+from ..dynamics.pruning import CubicSchedule
+from ..dynamics.pruning_units import PruningRule
+from ..dynamics.tuning import read_sparse_table
+from ..formats.plan import Plan, read_plan
+from ..formats.plan_check import validate_plan
+from ..models.flops import step_flops
+from ..models.layer_list import ItemSpec, ModelFamily
+from ..models.registry import boundary_of
+from ..models.sparse_formats import BUILT_IN, CSR, SparseTable
+from ..optim.adamw import AdamWSettings
+from ..optim.compression.settings import CompressionSettings
+from ..optim.lr_schedule import LearningRate, WeightDecay
+from ..optim.precision import LossScaling, Precision
+from ..parallel.dims import ParallelDims
+from ..parallel.process_groups import gather_documents
+from ..pipeline.partition import Partition, uniform_partition
+from ..pipeline.schedule import CUSTOM, PipelineShape
+from .engine import Engine, EngineSettings
+
+
+def precision_of(config: Config) -> Precision:
+    """The types of a run's arithmetic."""
+    given = config.precision
+    if given.bf16:
+        return Precision(compute=torch.bfloat16)
+    if not given.fp16:
+        return Precision()
+    constant = given.loss_scale
+    scaling = LossScaling(
+        initial=given.initial_loss_scale if constant is None else constant,
+        minimum=given.min_loss_scale,
+        window=given.loss_scale_window if constant is None else 0,
+        hysteresis=given.hysteresis,
+    )
+    return Precision(compute=torch.float16, scaling=scaling)
+
+
+def sparse_table(config: Config, stored: Mapping[str, float] | None) -> SparseTable:
+    """The thresholds of sparse products: those that were asked for, else those of the checkpoint, else the built-in.
+
+    Raises:
+        UsageError: ``--sparse-table`` cannot be read.
+    """
+    pruning = config.pruning
+    structured = pruning.pruning_mode == "structured"
+    if pruning.sparse_table is not None:
+        return SparseTable(thresholds=read_sparse_table(Path(pruning.sparse_table)), structured=structured)
+    if stored is not None and config.sources["sparse_threshold"] == "default":
+        return SparseTable(thresholds=stored, structured=structured)
+    return SparseTable(thresholds={**BUILT_IN, CSR: pruning.sparse_threshold}, structured=structured)
+
+
+def plasticity_rule(config: Config) -> PlasticityRule | None:
+    """How the front is frozen by plasticity; None where it is not. The last block is never frozen."""
+    freezing = config.freezing
+    if not freezing.freeze_adaptive:
+        return None
+    return PlasticityRule(
+        interval=freezing.freeze_interval,
+        window=freezing.freeze_window,
+        tolerance=freezing.freeze_tolerance,
+        patience=freezing.freeze_patience,
+        most=config.model.num_layers - 1,
+    )
+
+
+def compression_of(config: Config) -> CompressionSettings:
+    """What a run compresses."""
+    given = config.compression
+    way = given.selective_grad_comp_way if given.selective_grad_comp else None
+    return CompressionSettings(
+        boundary_rank=given.inter_grad_comp_rank if given.inter_grad_comp else None,
+        epilogue_only=given.inter_grad_comp_epilogue_only,
+        feedback=given.use_error_feedback,
+        feedback_within_step=not given.error_feedback_across_steps,
+        replica_rank=given.grad_comp_rank if given.grad_comp else None,
+        replica_warmup_steps=int(given.grad_comp_warm_up * config.training.train_iters),
+        replica_workers=int(way) if way is not None and way.isdecimal() else None,
+        choose_workers=way == "auto",
+        fuse_ties=given.emb_comm_opt,
+        check_error=given.check_orth_error_acti,
+        check_speed=given.check_comp_speed,
+        check_ratio=given.check_comp_ratio,
+    )
+
+
+def learning_rate(config: Config) -> LearningRate:
+    """The learning rate over the samples of a run."""
+    given = config.optimizer
+    return LearningRate(
+        peak=given.lr,
+        floor=given.min_lr,
+        style=given.lr_decay_style,
+        warmup_steps=config.warmup_samples,
+        decay_steps=config.decay_samples,
+        initial=given.lr_warmup_init,
+        wsd_style=given.lr_wsd_decay_style,
+        wsd_steps=config.wsd_decay_samples or 1,
+    )
+
+
+def weight_decay(config: Config) -> WeightDecay:
+    """The weight decay over the samples of a run."""
+    given = config.optimizer
+    start, end = given.start_weight_decay, given.end_weight_decay
+    return WeightDecay(
+        start=given.weight_decay if start is None else start,
+        end=given.weight_decay if end is None else end,
+        style=given.weight_decay_incr_style,
+        steps=config.weight_decay_samples,
+    )
+
+
+def settings_of(config: Config, stored: Mapping[str, float] | None = None) -> EngineSettings:
+    """What fixes the mathematics of a run; ``stored`` are the sparse thresholds of the checkpoint that it goes on."""
+    boundary, parallel = boundary_of(config), config.parallel
+    parts = parallel.tensor_model_parallel_size if parallel.sequence_parallel else 1
+    training, optimizer, pruning = config.training, config.optimizer, config.pruning
+    precision = precision_of(config)
+    cache = config.freezing.freeze_cache_activations
+    return EngineSettings(
+        pipeline=PipelineShape(
+            schedule=config.parallel.schedule,
+            microbatches=config.microbatches,
+            boundary=replace(boundary.cut_along_tokens(parts), dtype=precision.compute),
+            seed=training.seed,
+            recompute=training.recompute_granularity != "none",
+            selective=training.recompute_granularity == "selective",
+            front_cache_bytes=None if cache is None else cache << 20,
+            operations=_operations(config),
+            token_parts=parts,
+            compiled=training.torch_compile_backend if training.torch_compile else None,
+        ),
+        adamw=AdamWSettings(
+            beta1=optimizer.adam_beta1,
+            beta2=optimizer.adam_beta2,
+            eps=optimizer.adam_eps,
+            weight_decay=optimizer.weight_decay,
+        ),
+        rate=learning_rate(config),
+        weight_decay=weight_decay(config),
+        clip=optimizer.clip_grad,
+        freeze_steps=config.freezing.freeze_steps,
+        freeze_tied=config.freezing.freeze_tied,
+        adaptive_freezing=plasticity_rule(config),
+        pruning=CubicSchedule(
+            start=pruning.pruning_start_iter,
+            end=pruning.pruning_end_iter,
+            every=pruning.pruning_freq,
+            initial=pruning.initial_sparsity,
+            final=pruning.final_sparsity,
+        )
+        if pruning.sparsify
+        else None,
+        sparse=sparse_table(config, stored),
+        pruning_rule=PruningRule(mode=pruning.pruning_mode, scope=pruning.pruning_scope),
+        zero_stage=parallel.zero_stage,
+        sequence_parallel=parallel.sequence_parallel,
+        overlap_reduction=parallel.DDP_impl == "torch",
+        precision=precision,
+        compression=compression_of(config),
+    )
+
+
+def _operations(config: Config) -> tuple[str, ...] | None:
+    """The operations of the plan that a run with the schedule ``custom`` follows; None with any other.
+
+    Raises:
+        DocumentError: they are not of as many microbatches as the run's.
+    """
+    if config.parallel.schedule != CUSTOM or config.balance.plan is None:
+        return None
+    operations = read_plan(Path(config.balance.plan)).operations or ()
+    microbatches = {word.rpartition("F")[2] for line in operations for word in line.split() if "F" in word}
+    if operations and len(microbatches) != config.microbatches:
+        words = f"are of {len(microbatches)} microbatches; this run has {config.microbatches}: plan with as many"
+        raise DocumentError(config.balance.plan, [Problem("operations", "length", words)])
+    return operations
+
+
+def schedule_in_profile(schedule: str, partition: Partition) -> str:
+    """The schedule that a profile names: of ``custom`` the one that places stages as it does."""
+    if schedule != CUSTOM:
+        return schedule
+    down_and_up = replace(partition, placed=None, vee=True)
+    stages = range(len(partition.stages))
+    if partition.virtual_stages == 2 and partition.placed == tuple(map(down_and_up.worker_of_stage, stages)):
+        return "zb-v"
+    return "zero-bubble"
+
+
+def allowed_cuts(items: Sequence[ItemSpec], granularity: str) -> set[str]:
+    """Names of the items before which a stage may begin: where a layer begins, or wherever the model lets it."""
+    before = [None, *(item.layer for item in items)]
+    return {
+        item.name
+        for item, previous in zip(items, before, strict=False)
+        if item.cut_before and (granularity == "sublayer" or item.layer != previous)
+    }
+
+
+def plan_problems(
+    plan: Plan,
+    config: Config,
+    family: ModelFamily,
+    *,
+    run_id: str,
+    in_force: int,
+    stages: Sequence[Sequence[str]],
+    workers: Sequence[int],
+) -> list[Problem]:
+    """Why a plan cannot be taken by this run now; empty where it can.
+
+    Args:
+        in_force, stages: the number and the stages of the active plan.
+        workers: ids of those that are left, by pipeline position. All but the first may be released.
+    """
+    return validate_plan(
+        plan,
+        run_id=run_id,
+        item_names=[item.name for item in family.items],
+        cut_allowed=allowed_cuts(family.items, config.balance.granularity),
+        workers=workers,
+        releasable=workers[1:],
+        plan_in_force=in_force,
+        stage_items_in_force=stages,
+        schedule=config.parallel.schedule,
+        virtual_stages_per_worker=config.parallel.virtual_stages_per_worker,
+    )
+
+
+def growth_problems(config: Config, dims: ParallelDims, workers: int) -> list[Problem]:
+    """Why the run cannot continue with ``workers`` workers of as many processes each; empty where it can."""
+    size = replace(dims, pipeline=workers).size
+    return validate(replace(config, parallel=replace(config.parallel, pipeline_model_parallel_size=workers)), size)
+
+
+def first_partition(config: Config, family: ModelFamily, checkpoint_topology: Mapping[str, Any] | None) -> Partition:
+    """The partition that a run starts with: ``--plan``, else the checkpoint's where it fits, else Megatron's uniform.
+
+    Raises:
+        DocumentError: the plan is not one for this model on this many workers.
+    """
+    workers = config.parallel.pipeline_model_parallel_size
+    virtual, vee = config.parallel.virtual_stages_per_worker, config.parallel.schedule == "zb-v"
+    if config.balance.plan is not None:
+        plan = read_plan(Path(config.balance.plan))
+        # A first plan may come from another run, and has nothing in force to be based on.
+        problems = plan_problems(
+            plan, config, family, run_id=plan.run_id, in_force=0, stages=plan.stages, workers=range(workers)
+        )
+        problems += [Problem("released_workers", "release", "a run starts with all its workers")] * bool(
+            plan.released_workers
+        )
+        problems = [problem for problem in problems if problem.kind != "stale"]
+        if problems:
+            raise DocumentError(config.balance.plan, problems)
+        placed = plan.stage_workers if plan.schedule == CUSTOM else None
+        return Partition(stages=plan.stages, workers=workers, vee=vee, placed=placed)
+    if checkpoint_topology is not None and (saved := _fitting(config, family, checkpoint_topology)) is not None:
+        return saved
+    return uniform_partition(family.items, workers, virtual, vee=vee)
+
+
+def _fitting(config: Config, family: ModelFamily, topology: Mapping[str, Any]) -> Partition | None:
+    stages = tuple(tuple(stage) for stage in topology["partition"])
+    workers = config.parallel.pipeline_model_parallel_size
+    if len(stages) != workers * config.parallel.virtual_stages_per_worker or not (stages[0] and stages[-1]):
+        return None
+    if [name for stage in stages for name in stage] != [item.name for item in family.items]:
+        return None
+    begins = {stage[0] for stage in stages if stage}
+    if not begins <= allowed_cuts(family.items, config.balance.granularity):
+        return None
+    return Partition(stages=stages, workers=workers, vee=config.parallel.schedule == "zb-v")
+
+
+def flops_counter(config: Config, family: ModelFamily) -> Callable[[int, int], int]:
+    """Floating-point operations of a step with the given number of samples and tokens per sample."""
+    model = config.model
+
+    @cache
+    def count(samples: int, tokens: int) -> int:
+        return step_flops(
+            family,
+            width=model.hidden_size,
+            samples=samples,
+            tokens=tokens,
+            experts=model.num_experts or 1,
+            active=model.moe_router_topk if model.num_experts else 1,
+        )
+
+    return count
+
+
+def parameter_counts(engine: Engine) -> dict[tuple[int, int], int]:
+    """Parameters by (tensor, pipeline) rank, a tied weight counted wherever it is held; every process calls this."""
+    world = engine.world
+    held = sum(parameter.numel() for _, _, parameter in engine.held.parameters())
+    told = gather_documents(world, held)
+    places = ((rank, world.dims.coordinates(rank)) for rank in range(world.size))
+    return {(at.tensor, at.pipeline): told[rank] for rank, at in places if at.data == 0}
