@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 
 from dynmo_ckpt._common.errors import UsageError
+from dynmo_ckpt.cli.options import legacy_counts
 from dynmo_ckpt.errors import CorruptError, UnsupportedError
-from dynmo_ckpt.formats.choices import SourceKind, legacy_counts
+from dynmo_ckpt.formats.choices import SourceKind
 from dynmo_ckpt.megatron.model_sizes import MEGATRON_SCALING, _llama_args
 from dynmo_ckpt.megatron.read import LegacyOptions, open_legacy
 from dynmo_ckpt.megatron.write import split_stage

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from dynmo_ckpt._common.console import Format
+from dynmo_ckpt.cli.options import layer_counts
 from dynmo_ckpt.errors import UnsupportedError
-from dynmo_ckpt.formats.choices import layer_counts
 from dynmo_ckpt.native.checkpoint import open_native
 from dynmo_ckpt.native.reshard import counted_partition, plan_native
 from dynmo_ckpt.operations.write import Settings, write_native
