@@ -1,6 +1,6 @@
 """The training engine of one worker: its items, its part of the pipeline, and what one optimizer step does.
 
-It knows nothing of files, logs or planners; ``loop.py`` drives it.
+It knows nothing of files, logs or planners; ``trainer/loop.py`` drives it.
 """
 
 from __future__ import annotations

@@ -29,18 +29,18 @@ from dynmo_tools.tokenization import tokenizers
 from dynmo_train._common.errors import DynmoError as TrainError
 from dynmo_train.config.deepspeed import read_deepspeed
 from dynmo_train.config.resolve import read_config_file
-from dynmo_train.data import finetune_dataset as pairs
+from dynmo_train.data import finetune_dataset
 from dynmo_train.data import tokenizer as train_tokenizer
 from dynmo_train.dynamics.tuning import read_sparse_table
 from dynmo_train.evaluation import lambada
-from dynmo_train.evaluation import lm_eval_data as harness_data
+from dynmo_train.evaluation import lm_eval_data
 from dynmo_train.formats import plan as train_plan
 from dynmo_train.formats import profile as train_profile
 from dynmo_train.formats import run as train_run
 from dynmo_train.formats.checkpoint import reader as train_reader
 from dynmo_train.formats.checkpoint.shards import decode_header
-from dynmo_train.pipeline import emulation_trace as emulation
-from dynmo_train.trainer.monitoring import compare_runs as compare
+from dynmo_train.pipeline import emulation_trace
+from dynmo_train.trainer.monitoring import compare_runs
 from dynmo_train.trainer.monitoring import monitor
 
 LEVELS = 2000
@@ -64,13 +64,13 @@ READERS = {
     "grow.json": train_run.read_grow_request,
     "DeepSpeed": read_deepspeed,
     "sparse table": read_sparse_table,
-    "trace": lambda path: emulation.read_trace(path, ["embedding"]),
+    "trace": lambda path: emulation_trace.read_trace(path, ["embedding"]),
     "segment": train_profile.next_segment,
-    "metrics": lambda path: compare._lines(path),
+    "metrics": lambda path: compare_runs._lines(path),
     "monitored lines": lambda path: monitor._lines(path),
     "vocabulary of dynmo-train": lambda path: train_tokenizer._words(path),
     "lambada": lambda path: lambada.read_passages(path),
-    "harness": lambda path: harness_data.read_rows("piqa", path),
+    "harness": lambda path: lm_eval_data.read_rows("piqa", path),
     "plan of dynmo-plan": balance_plan.read_plan,
     "profile": balance_profile.read_profile,
     "config.json": model_config.load_spec,
@@ -87,7 +87,7 @@ FOLDERS = {
     "Hugging Face config": ("config.json", files.read_config),
     "weight index": ("model.safetensors.index.json", files.read_tensors),
     "task manifest": ("plan.json", task_manifest.load_plan),
-    "RACE": ("1.txt", pairs.read_race),
+    "RACE": ("1.txt", finetune_dataset.read_race),
 }
 TOML_READERS = {
     "configuration": read_config_file,

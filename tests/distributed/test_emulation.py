@@ -10,7 +10,7 @@ from scenario import MICROBATCHES, Scenario, engine_of
 from workers import run_workers
 
 from dynmo_train._common.errors import UsageError
-from dynmo_train.parallel import device_clock as clock
+from dynmo_train.parallel import device_clock
 from dynmo_train.pipeline import emulated_profiler as paced_module
 from dynmo_train.pipeline.emulated_profiler import PacedProbe
 from dynmo_train.pipeline.emulation_trace import read_trace
@@ -52,7 +52,7 @@ class VirtualTime:
 def paced_in_virtual_time(world, scenario, path):
     """As ``paced``; the probe measures and sleeps by a virtual clock."""
     paced_module.time = VirtualTime()
-    clock.CpuClock.__init__ = lambda self, _threads: setattr(self, "_now", paced_module.time.perf_counter_ns)
+    device_clock.CpuClock.__init__ = lambda self, _threads: setattr(self, "_now", paced_module.time.perf_counter_ns)
     return paced(world, scenario, path)
 
 

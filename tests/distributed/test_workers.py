@@ -18,7 +18,7 @@ import torch.distributed as dist
 import workers
 from workers import run_workers
 
-from dynmo_train.pipeline import pipeline_stage as stage
+from dynmo_train.pipeline import pipeline_stage
 from dynmo_train.trainer import engine
 
 pytestmark = pytest.mark.distributed
@@ -47,7 +47,7 @@ def state(world):
         torch.are_deterministic_algorithms_enabled(),
         engine.gradient_norm is None,
         engine.Engine.train_step is None,
-        stage.ItemStage.backward_one_chunk is stage.ItemStage.forward_one_chunk,
+        pipeline_stage.ItemStage.backward_one_chunk is pipeline_stage.ItemStage.forward_one_chunk,
     )
 
 
@@ -65,7 +65,7 @@ def disorder(world):
     torch.use_deterministic_algorithms(True)
     engine.gradient_norm = None
     engine.Engine.train_step = None
-    stage.ItemStage.backward_one_chunk = stage.ItemStage.forward_one_chunk
+    pipeline_stage.ItemStage.backward_one_chunk = pipeline_stage.ItemStage.forward_one_chunk
     return os.getpid()
 
 

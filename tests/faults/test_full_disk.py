@@ -18,7 +18,7 @@ FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 def full_in_steps(words: list[str], first: int, last: int) -> tuple[int, str]:
     """The command, on a disk that takes neither shards nor lines from step ``first`` to ``last``."""
     from dynmo_train.formats import profile, run_lines
-    from dynmo_train.trainer.checkpoint import engine_checkpoint as saving
+    from dynmo_train.trainer.checkpoint import engine_checkpoint
     from dynmo_train.trainer.engine import Engine
 
     now = {"step": 0}
@@ -37,8 +37,8 @@ def full_in_steps(words: list[str], first: int, last: int) -> tuple[int, str]:
         return or_refuse
 
     Engine.train_step = counted
-    saving.write_shard = refusing(saving.write_shard)
-    saving.new_staging = refusing(saving.new_staging) if os.environ["RANK"] == "0" else saving.new_staging
+    engine_checkpoint.write_shard = refusing(engine_checkpoint.write_shard)
+    engine_checkpoint.new_staging = refusing(engine_checkpoint.new_staging) if os.environ["RANK"] == "0" else engine_checkpoint.new_staging
     for module in (run_lines, profile):
         module.append_line = refusing(module.append_line)
     return run_command(words)
@@ -46,9 +46,9 @@ def full_in_steps(words: list[str], first: int, last: int) -> tuple[int, str]:
 
 def only_shards(words: list[str], failing: int) -> tuple[int, str]:
     """The command, whose second process cannot write its shard of step ``failing``."""
-    from dynmo_train.trainer.checkpoint import engine_checkpoint as saving
+    from dynmo_train.trainer.checkpoint import engine_checkpoint
 
-    write = saving.write_shard
+    write = engine_checkpoint.write_shard
 
     def or_refuse(directory, *rest):
         if f"step-{failing:08d}" in directory.name and os.environ["RANK"] == "1":
@@ -56,7 +56,7 @@ def only_shards(words: list[str], failing: int) -> tuple[int, str]:
             raise FULL
         return write(directory, *rest)
 
-    saving.write_shard = or_refuse
+    engine_checkpoint.write_shard = or_refuse
     return run_command(words)
 
 

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from dynmo_train._common.errors import DynmoError
 from dynmo_train.cli import app
-from dynmo_train.trainer.checkpoint import load_checkpoint as loading
+from dynmo_train.trainer.checkpoint import load_checkpoint
 
 build = runpy.run_path(str(Path(__file__).parents[1] / "unit" / "ckpt" / "build.py"))
 PROMPTS = ("the cat sat", "größer than", "the dog and the log on the mat")
@@ -111,26 +111,26 @@ def test_text_from_a_hugging_face_directory(exported, expected, tmp_path):
 
 
 def test_a_damaged_conversion_is_made_again(exported, tmp_path):
-    kept = loading.native_copy(exported[0] / "hf", tmp_path)
+    kept = load_checkpoint.native_copy(exported[0] / "hf", tmp_path)
     shard = next(kept.rglob("*.safetensors"))
     whole = shard.read_bytes()
     shard.write_bytes(whole[:-1])
-    assert loading.native_copy(exported[0] / "hf", tmp_path) == kept
+    assert load_checkpoint.native_copy(exported[0] / "hf", tmp_path) == kept
     assert shard.read_bytes() == whole
 
 
 def test_what_another_dynmo_ckpt_converted_is_not_taken(exported, tmp_path, monkeypatch):
     """An older release may have mapped a key otherwise: its conversions stay in the folder, unused."""
-    digest = loading.converter_digest(loading.program_path("dynmo-ckpt"))
+    digest = load_checkpoint.converter_digest(load_checkpoint.program_path("dynmo-ckpt"))
     assert re.fullmatch(r"[0-9a-f]{16}", digest)
-    kept = loading.native_copy(exported[0] / "hf", tmp_path)
-    assert loading.native_copy(exported[0] / "hf", tmp_path) == kept
-    monkeypatch.setattr(loading, "converter_digest", lambda program: "0" * 16)
-    assert loading.native_copy(exported[0] / "hf", tmp_path) != kept
+    kept = load_checkpoint.native_copy(exported[0] / "hf", tmp_path)
+    assert load_checkpoint.native_copy(exported[0] / "hf", tmp_path) == kept
+    monkeypatch.setattr(load_checkpoint, "converter_digest", lambda program: "0" * 16)
+    assert load_checkpoint.native_copy(exported[0] / "hf", tmp_path) != kept
 
 
 def test_without_dynmo_ckpt_a_hugging_face_directory_is_refused(exported, tmp_path, monkeypatch):
-    monkeypatch.setattr(loading, "program_path", lambda name: None)
+    monkeypatch.setattr(load_checkpoint, "program_path", lambda name: None)
     done = generate("--load", exported[0] / "hf", "--cache-dir", tmp_path)
     assert isinstance(done.exception, DynmoError)
     assert done.exception.exit_code == 2

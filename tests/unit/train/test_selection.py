@@ -13,7 +13,7 @@ import pytest
 
 from dynmo_train.formats.plan import initial_plan, parse_plan
 from dynmo_train.optim.compression.settings import CompressionSettings
-from dynmo_train.trainer.rebalance import compression_choice as selection
+from dynmo_train.trainer.rebalance import compression_choice
 from dynmo_train.trainer.rebalance.compression_choice import WaySelection, question_of
 
 SETTINGS = CompressionSettings(replica_rank=4, replica_warmup_steps=3, choose_workers=True)
@@ -36,8 +36,8 @@ def answering(tmp_path, monkeypatch, code):
     program = tmp_path / "plan"
     program.write_text(f"#!{sys.executable}\n{code}\n")
     program.chmod(0o755)
-    monkeypatch.setattr(selection, "program_path", lambda _: str(program))
-    monkeypatch.setattr(selection, "broadcast_document", lambda _, document: document)
+    monkeypatch.setattr(compression_choice, "program_path", lambda _: str(program))
+    monkeypatch.setattr(compression_choice, "broadcast_document", lambda _, document: document)
     engine, events = Engine(), []
     log_event = lambda event, message, **figures: events.append((event, message, figures))  # noqa: E731
     return WaySelection(engine, tmp_path, first_costs=2, due=True, device="cpu", log_event=log_event), engine, events
@@ -85,12 +85,12 @@ def test_a_plan_that_says_it_is_not_asked_about(tmp_path, monkeypatch):
     [("import sys; sys.exit('no costs yet')", "no costs yet"), ("import time; time.sleep(60)", "late")],
 )
 def test_without_an_answer_all_compress(tmp_path, monkeypatch, code, said):
-    monkeypatch.setattr(selection, "ANSWER_S", 0.5 if said == "late" else 60)
+    monkeypatch.setattr(compression_choice, "ANSWER_S", 0.5 if said == "late" else 60)
     asked, engine, events = answering(tmp_path, monkeypatch, code)
     assert until_chosen(asked, 3) == 4
     assert engine.chosen == [4]
     assert said in events[0][1]
-    monkeypatch.setattr(selection, "program_path", lambda _: None)
+    monkeypatch.setattr(compression_choice, "program_path", lambda _: None)
     assert asked.boundary(9, moved=True) == 4
 
 

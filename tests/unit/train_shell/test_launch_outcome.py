@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from dynmo_train.launch import launcher as local
+from dynmo_train.launch import launcher
 from dynmo_train.launch.exit_status import (
     Failure,
     causes,
@@ -145,6 +145,6 @@ def test_a_launcher_says_once_what_rank_0_could_not(tmp_path, capsys, logs, code
         paths[-1].parent.mkdir()
         paths[-1].write_text(text.replace("E:", "dynmo-train: error:"))
     ended = [Failure(rank=rank, code=code, log=str(paths[rank])) for rank, code in codes.items()]
-    local._tell(ended, shown_first=True)
+    launcher._tell(ended, shown_first=True)
     expected = told.replace("E:", "dynmo-train: error:")
     assert capsys.readouterr().err == expected.replace("LOG", str(paths[1]))

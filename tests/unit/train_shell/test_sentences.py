@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from dynmo_train._common.errors import UsageError
-from dynmo_train.data import sentence_spans as sentences
+from dynmo_train.data import sentence_spans
 from dynmo_train.data.sentence_spans import RunSettings, build_runs, hashed_uniform, runs_of_epoch
 from dynmo_train.formats.indexed import IndexedDataset
 
@@ -35,13 +35,13 @@ def plain_walk(source, settings, epoch):
     found = []
     for first, last in zip(source.documents, source.documents[1:], strict=False):
         sizes = source.lengths[first:last]
-        if last - first < settings.min_sentences or (last - first > 1 and sizes.max() > sentences.LONG_SENTENCE_TOKENS):
+        if last - first < settings.min_sentences or (last - first > 1 and sizes.max() > sentence_spans.LONG_SENTENCE_TOKENS):
             continue
         begin, target = int(first), None
         length = count = 0
         for sentence in range(first, last):
             if target is None:
-                [target] = sentences._targets(np.array([begin]), settings, epoch)
+                [target] = sentence_spans._targets(np.array([begin]), settings, epoch)
             length, count = length + int(source.lengths[sentence]), count + 1
             left = last - sentence - 1
             if (length >= target and left > 1 and count >= settings.min_sentences) or left == 0:
@@ -102,7 +102,7 @@ def test_indices_come_out_of_the_cache(tmp_path, monkeypatch):
     monkeypatch.setattr("dynmo_train.data.index_cache.SMALL_BYTES", 100)
     first = build(source, 500, tmp_path)
     assert len(list(tmp_path.iterdir())) == 4
-    monkeypatch.setattr(sentences, "runs_of_epoch", None)
+    monkeypatch.setattr(sentence_spans, "runs_of_epoch", None)
     again = build(source, 500, tmp_path)
     assert isinstance(again.begins, np.memmap)
     np.testing.assert_array_equal(first.begins, again.begins)

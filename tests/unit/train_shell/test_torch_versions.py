@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from dynmo_train.parallel import fsdp as zero
+from dynmo_train.parallel import fsdp
 from dynmo_train.parallel.collectives import gather_parts, scatter_sum
 
 
@@ -19,8 +19,8 @@ from dynmo_train.parallel.collectives import gather_parts, scatter_sum
     ],
 )
 def test_groups_of_sharded_parameters(monkeypatch, state, groups):
-    monkeypatch.setattr(zero, "fully_shard", SimpleNamespace(state=lambda _: SimpleNamespace(**state)))
-    assert zero._groups(None) == groups
+    monkeypatch.setattr(fsdp, "fully_shard", SimpleNamespace(state=lambda _: SimpleNamespace(**state)))
+    assert fsdp._groups(None) == groups
 
 
 def test_collectives_go_by_the_names_that_torch_has():
