@@ -38,7 +38,9 @@ def full_in_steps(words: list[str], first: int, last: int) -> tuple[int, str]:
 
     Engine.train_step = counted
     engine_checkpoint.write_shard = refusing(engine_checkpoint.write_shard)
-    engine_checkpoint.new_staging = refusing(engine_checkpoint.new_staging) if os.environ["RANK"] == "0" else engine_checkpoint.new_staging
+    engine_checkpoint.new_staging = (
+        refusing(engine_checkpoint.new_staging) if os.environ["RANK"] == "0" else engine_checkpoint.new_staging
+    )
     for module in (run_lines, profile):
         module.append_line = refusing(module.append_line)
     return run_command(words)

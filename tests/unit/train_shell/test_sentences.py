@@ -35,7 +35,9 @@ def plain_walk(source, settings, epoch):
     found = []
     for first, last in zip(source.documents, source.documents[1:], strict=False):
         sizes = source.lengths[first:last]
-        if last - first < settings.min_sentences or (last - first > 1 and sizes.max() > sentence_spans.LONG_SENTENCE_TOKENS):
+        if last - first < settings.min_sentences or (
+            last - first > 1 and sizes.max() > sentence_spans.LONG_SENTENCE_TOKENS
+        ):
             continue
         begin, target = int(first), None
         length = count = 0
