@@ -32,16 +32,14 @@ from dynmo_train.config.resolve import read_config_file
 from dynmo_train.data import finetune_dataset
 from dynmo_train.data import tokenizer as train_tokenizer
 from dynmo_train.dynamics.tuning import read_sparse_table
-from dynmo_train.evaluation import lambada
-from dynmo_train.evaluation import lm_eval_data
+from dynmo_train.evaluation import lambada, lm_eval_data
 from dynmo_train.formats import plan as train_plan
 from dynmo_train.formats import profile as train_profile
 from dynmo_train.formats import run as train_run
 from dynmo_train.formats.checkpoint import reader as train_reader
 from dynmo_train.formats.checkpoint.shards import decode_header
 from dynmo_train.pipeline import emulation_trace
-from dynmo_train.trainer.monitoring import compare_runs
-from dynmo_train.trainer.monitoring import monitor
+from dynmo_train.trainer.monitoring import compare_runs, monitor
 
 LEVELS = 2000
 PlanError = document.UsageError
