@@ -17,11 +17,11 @@ pytestmark = pytest.mark.distributed
 NODE = """
 import sys
 from pathlib import Path
-from dynmo_train.launch import meeting
+from dynmo_train.launch import rendezvous
 from dynmo_train.launch.launcher import LocalLaunch, launch_local
 from dynmo_train.launch.rendezvous import Nodes
 # On a loaded machine one node may start a minute after the other. In each test the nodes that are expected come.
-meeting.FIRST_CALL_S = meeting.LAST_CALL_S = 300.0
+rendezvous.FIRST_CALL_S = rendezvous.LAST_CALL_S = 300.0
 rank, least, most, port, log_dir, restarts, silence_s, program = sys.argv[1:9]
 nodes = Nodes(rank=int(rank), least=int(least), most=int(most), port=int(port), join_timeout_s=300,
               node_timeout_s=float(silence_s))

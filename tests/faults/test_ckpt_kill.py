@@ -84,7 +84,8 @@ print(json.dumps(counted(work, number, at)))
 MERGES = (
     DRIVER
     + """
-from dynmo_ckpt import cli, convert  # noqa
+from dynmo_ckpt import cli
+from dynmo_ckpt.operations import convert  # noqa
 source, target, number, at = sys.argv[1], sys.argv[2], *map(int, sys.argv[3:])
 sys.argv = ["dynmo-ckpt", "merge", source, target, "--overwrite"]
 print(json.dumps(counted(lambda: cli.main(), number, at)))
