@@ -1,4 +1,7 @@
-"""The command line of ``dynmo-train``: its subcommands, put together."""
+"""The command line of ``dynmo-train``: all subcommands in the order of work.
+
+Names that end in ``_app`` keep the modules importable under their own names: ``from dynmo_train.cli import launch``.
+"""
 
 from __future__ import annotations
 
@@ -8,14 +11,15 @@ from .._common.console import add_version, command_list, run_app
 from ..config.task_command import TaskCommand
 from . import cluster as _cluster  # noqa: F401 - adds its commands to launch
 from . import cluster_batch as _cluster_batch  # noqa: F401 - and so does this
-from .cache import cache
-from .evaluate import evaluate
+from .cache import cache as cache_app
+from .evaluate import evaluate as evaluate_app
 from .explain_flags.command import explain_flags
-from .finetune import finetune
+from .finetune import finetune as finetune_app
 from .generate import generate_text
-from .launch import launch
-from .pretrain import pretrain
-from .tasks import EvaluateGroup, tasks
+from .launch import launch as launch_app
+from .pretrain import pretrain as pretrain_app
+from .tasks import EvaluateGroup
+from .tasks import tasks as tasks_command
 from .tools import compare, monitor, tune_sparse
 
 ORDER_OF_WORK = (
@@ -39,13 +43,13 @@ app = typer.Typer(
     help="Train models whose layers change cost while they train, with the pipeline kept in balance.",
 )
 add_version(app)
-app.add_typer(pretrain, name="pretrain")
-app.add_typer(launch, name="launch")
-app.add_typer(evaluate, name="evaluate", cls=EvaluateGroup)
-app.add_typer(finetune, name="finetune")
-app.command("tasks", context_settings={"ignore_unknown_options": True, "allow_extra_args": True})(tasks)
+app.add_typer(pretrain_app, name="pretrain")
+app.add_typer(launch_app, name="launch")
+app.add_typer(evaluate_app, name="evaluate", cls=EvaluateGroup)
+app.add_typer(finetune_app, name="finetune")
+app.command("tasks", context_settings={"ignore_unknown_options": True, "allow_extra_args": True})(tasks_command)
 app.command("generate", cls=TaskCommand)(generate_text)
-app.add_typer(cache, name="cache")
+app.add_typer(cache_app, name="cache")
 app.command("tune-sparse")(tune_sparse)
 app.command("explain-flags")(explain_flags)
 app.command("compare")(compare)

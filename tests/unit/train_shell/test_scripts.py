@@ -153,10 +153,11 @@ def test_the_readme_has_the_table_and_nobody_is_named_twice():
 
 def test_every_script_of_ours_is_in_the_table_or_says_that_it_is_our_own(tmp_path):
     ours = {row.ours.removeprefix("bin/") for row in TABLE if row.ours.startswith("bin/")}
-    own = {"environment.sh", "quickstart", "quickstart_summary.py", "test"}
+    own = {"environment.sh", "generate.py", "quickstart", "quickstart_summary.py", "test"}
     own |= {"getdata.sh", "openwebtext.sh", "wikipedia.sh", "ASPLOS23/zero_shot.sh"}
     own |= {"lib/fetch.sh", "lib/optimus.sh", "lib/train.sh"}
     files = {str(path.relative_to(ROOT / "bin")) for path in (ROOT / "bin").rglob("*") if path.is_file()}
+    files = {name for name in files if not name.startswith("shared/") and "__pycache__" not in name}
     assert files == ours | own
 
 
