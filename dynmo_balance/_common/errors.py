@@ -15,7 +15,7 @@ EXIT_TERMINATED = 143
 
 
 class DynmoError(Exception):
-    """A fault that is told to the person in one message, without a traceback.
+    """An error that is reported in one message, without a traceback.
 
     The message states the values, the rule that they break and the remedy.
     """

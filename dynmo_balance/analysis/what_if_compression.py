@@ -23,7 +23,7 @@ COMPRESSION_AXES: Mapping[str, Axis] = {
     BOUNDARY: Axis(integers=True),
     REPLICA: Axis(integers=True),
 }
-"""What can be varied beside the axes of ``what_if``; rank 0 sends gradients as they are."""
+"""Axes in addition to those of ``what_if``; rank 0 means uncompressed gradients."""
 
 
 @dataclass(frozen=True, kw_only=True)

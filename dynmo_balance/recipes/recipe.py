@@ -4,7 +4,7 @@
 * technique and balancing: the baseline on the even split against the technique on the exact partition;
 * searched: the same with schedule, stages a worker, granularity and order of operations searched as well.
 
-A recipe has ``technique``, ``assumptions`` (sentences) and may have ``published`` (a speed-up to stand beside the
+A recipe has ``technique``, ``assumptions`` (sentences) and may have ``published`` (a speed-up, shown next to the
 others), ``device`` and ``steps``; ``[model]`` is a model's configuration as ``profile build`` takes it, ``[run]`` the
 fields of ``BuildOptions``, ``[script]`` those of ``Script``.
 """

@@ -37,5 +37,5 @@ def _power(num_bytes: int) -> int:
 
 
 def combine(first: int, second: int, second_bytes: int) -> int:
-    """The CRC-32 of two strings put together, from theirs and the length of the second."""
+    """The CRC-32 of two concatenated strings, from those of each and the length of the second."""
     return _multiply(_power(second_bytes), first) ^ second

@@ -86,8 +86,8 @@ def checked_args(path: str, family: str, args: Args, ignored: Sequence[str] = ()
     needs = needed_values(family)
     for name, ours in needs.items():
         if plain(found.get(name, ours[0])) not in ours:
-            told = plain(found[name])
-            value = (told if isinstance(told, str) else short_repr(told))[:80]
+            stored = plain(found[name])
+            value = (stored if isinstance(stored, str) else short_repr(stored))[:80]
             raise UnsupportedError(
                 f"{path}: trained with {name} = {value}; our model computes {name} = {ours[0]} only; "
                 f"--ignore-config {name} leaves it out"

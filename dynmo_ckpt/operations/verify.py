@@ -206,7 +206,7 @@ def verify_checkpoint(
         kind = detect(path)
     except CorruptError as unknown:
         try:
-            return _verify_native(path, step, level)  # one of ours without a manifest is told of fault by fault
+            return _verify_native(path, step, level)  # also without a manifest: its report lists every fault
         except CorruptError:
             raise unknown from None
     if kind is SourceKind.NATIVE:

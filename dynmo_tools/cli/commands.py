@@ -234,7 +234,7 @@ def _pipeline_body(
 
     run = build(RunSettings, values)
     text, source = recipe_text(recipe)
-    tell = say if format_ is Format.JSON else emit
+    report = say if format_ is Format.JSON else emit
     recipe_ = parse_recipe(text, source, set_ or [])
     execution = _execution(run, redo_changed=True)
     inputs = inputs_of(recipe_, input_ or [], work_dir)
@@ -246,7 +246,7 @@ def _pipeline_body(
             (say if step is not None else emit)(done)
             return
         document = run_pipeline(
-            recipe_, inputs, work_dir, _limits(run), execution, lambda summary: tell(_summary_line(summary))
+            recipe_, inputs, work_dir, _limits(run), execution, lambda summary: report(_summary_line(summary))
         )
     if format_ is Format.JSON:
         emit_json(document)

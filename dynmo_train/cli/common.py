@@ -63,6 +63,6 @@ def world_size() -> int:
     return int(text)
 
 
-def first_tells() -> bool:
-    """Whether this is the process that speaks for all of the run."""
+def is_rank0() -> bool:
+    """Whether this is the process that reports for the whole run."""
     return os.environ.get("RANK", "0") == "0"

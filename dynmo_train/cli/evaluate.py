@@ -11,7 +11,7 @@ from ..config.command import with_specs
 from ..config.evaluation import ClassifyConfig, HarnessConfig, LambadaConfig, PlaceConfig, WikitextConfig
 from ..config.fields import specs_of, values_of
 from ..config.task_command import TaskCommand, told_model
-from .common import first_tells, need_torch, world_size
+from .common import is_rank0, need_torch, world_size
 
 evaluate = typer.Typer(no_args_is_help=True, help="Measure how good a trained model is.")
 
@@ -26,7 +26,7 @@ class _Figure(Protocol):
 
 def _tell(found: _Figure, line: str, report: Format) -> None:
     """Report once, whatever the number of processes."""
-    if not first_tells():
+    if not is_rank0():
         return
     if report is Format.JSON:
         emit_json(found.document())
@@ -97,7 +97,7 @@ def lm_eval(report: Report = Format.TEXT, **flags: Any) -> None:
     task = values_of(HarnessConfig, flags)
     from ..evaluation.lm_eval import run_harness
 
-    if not first_tells():
+    if not is_rank0():
         return
     found = run_harness(task)
     if report is Format.JSON:

@@ -20,7 +20,7 @@ from ..config.rules.task_effect import generate_warnings
 from ..config.task_command import told_model
 from ..formats.input_text import read_input
 from ..formats.os_errors import reason
-from .common import first_tells, need_torch, world_size
+from .common import is_rank0, need_torch, world_size
 
 if TYPE_CHECKING:
     from ..evaluation.generate import Completion, Wanted
@@ -52,7 +52,7 @@ def generate_text(
     else:
         texts = _prompts(prompt, asked)
     wanted = _wanted(asked, from_nothing=texts is not None and texts == [""] * len(texts))
-    for line in generate_warnings(asked, wanted.sampling.temperature) if first_tells() else ():
+    for line in generate_warnings(asked, wanted.sampling.temperature) if is_rank0() else ():
         say(f"warning: {line}")
     from ..evaluation.forward_engine import joined
     from ..evaluation.generate import Writer
@@ -63,7 +63,7 @@ def generate_text(
             _talk(writer.write)
             return
         completions = writer.write(texts)
-    if first_tells():
+    if is_rank0():
         _report(completions, asked.genfile or asked.sample_output_file, report)
 
 

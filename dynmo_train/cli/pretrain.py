@@ -11,7 +11,7 @@ from .._common.console import Format, command_list
 from .._common.errors import EXIT_USAGE, UsageError
 from ..config import Facts, dry_run_processes, dry_run_values, read_config_file, resolve_checked, with_deepspeed
 from ..config.command import MegatronCommand, with_options
-from .common import ConfigFile, deaf_until_training, first_tells, need_torch, world_size
+from .common import ConfigFile, deaf_until_training, is_rank0, need_torch, world_size
 
 pretrain = typer.Typer(
     cls=command_list(), no_args_is_help=True, help="Train a model from its first step, or resume a run."
@@ -28,7 +28,7 @@ def _pretrain(family: str, config: Path | None, recipe: str | None, flags: dict[
     need_torch()
     from ..config.presets import read_recipe
     from ..data.tokenizer import read_vocab_size
-    from ..parallel.consensus import speaks
+    from ..parallel.consensus import is_reporting_rank
 
     try:
         values = read_recipe(recipe, family) if recipe else {}
@@ -45,7 +45,7 @@ def _pretrain(family: str, config: Path | None, recipe: str | None, flags: dict[
         )
     except UsageError:
         # Every process of a run has the same command line.
-        if not speaks(first=first_tells()):
+        if not is_reporting_rank(first=is_rank0()):
             raise typer.Exit(EXIT_USAGE) from None
         raise
     if dry:

@@ -174,8 +174,8 @@ class ModelConfig:
     )
 
 
-def _speaks_of_replicas(values: Mapping[str, Any], facts: Facts) -> bool:
-    """Whether the options are those of a script that would have replicas where it says nothing of a pipeline."""
+def _implies_replicas(values: Mapping[str, Any], facts: Facts) -> bool:
+    """Whether the options are those of a script that has replicas unless it sets a pipeline size."""
     return bool(values["zero_stage"] or facts.given & {"tensor_model_parallel_size", "DDP_impl"})
 
 
@@ -193,7 +193,7 @@ class ParallelConfig:
         maximum=MAX_RANKS,
         derive=(
             "world size; as Megatron's 1 where --tensor-model-parallel-size, --zero-stage or --DDP-impl is given",
-            lambda v, facts: 1 if _speaks_of_replicas(v, facts) else max(1, facts.world_size),
+            lambda v, facts: 1 if _implies_replicas(v, facts) else max(1, facts.world_size),
         ),
     )
     data_parallel_size: int = option(

@@ -16,8 +16,8 @@ class Batch:
         inputs: tensors by the names that the items give, each ``[microbatches * B, ...]``.
         first_microbatch: the global index of the first microbatch: consumed samples before it over the microbatch size.
         step: of the run; seeds the random numbers.
-        microbatches: of this batch; None is as many as the run has throughout.
-        tokens: of a sample, where the run's samples grow; None is as many as the run has throughout.
+        microbatches: the number in this batch; None where all steps of the run have the same number.
+        tokens: the length of a sample, where the run's samples grow; None where all have the same length.
     """
 
     inputs: Mapping[str, torch.Tensor]

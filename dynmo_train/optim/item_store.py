@@ -191,19 +191,19 @@ class HeldItems:
         return rows if self.shards is None else self.shards.whole(rows, num_rows, apart=self.is_apart(tensor_name))
 
     def stores(self, tensor_name: str) -> bool:
-        """Whether this process speaks for a whole tensor: of those that hold the same of a replica, the first one does.
+        """Whether this process stores a whole tensor: the first of those that hold the same part of a replica does.
 
         Replicas that share experts are as one here.
         """
         if self.exchange is not None and self.exchange.rank and not is_of_expert(tensor_name):
             return False
-        return self._speaks_in_region(tensor_name)
+        return self._is_first_in_region(tensor_name)
 
     def counts(self, tensor_name: str) -> bool:
-        """Whether this process speaks for what it holds of a tensor; with ``shards`` that are its rows."""
-        return self.stores(tensor_name) if self.shards is None else self._speaks_in_region(tensor_name)
+        """Whether sums over processes count this one's part of a tensor; with ``shards`` that is its rows."""
+        return self.stores(tensor_name) if self.shards is None else self._is_first_in_region(tensor_name)
 
-    def _speaks_in_region(self, tensor_name: str) -> bool:
+    def _is_first_in_region(self, tensor_name: str) -> bool:
         return self.region is None or self.region.rank == 0 or self.split_dim(tensor_name) is not None
 
     def hold(self, name: str, module: nn.Module) -> None:

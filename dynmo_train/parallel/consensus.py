@@ -13,7 +13,7 @@ from .process_groups import World, broadcast_document, gather_documents
 Result = TypeVar("Result")
 
 
-def speaks(*, first: bool) -> bool:
+def is_reporting_rank(*, first: bool) -> bool:
     """Whether a process reports errors on stderr: rank 0 alone, so that each is printed once.
 
     Under ``launch`` each process has a log of its own. There all of them report: the launcher shows another log
@@ -58,6 +58,6 @@ def _end_together(world: World, problem: str | None) -> None:
     problems = list(dict.fromkeys(each for each in gather_documents(world, problem) if each is not None))
     if not problems:
         return
-    if speaks(first=world.is_first):
+    if is_reporting_rank(first=world.is_first):
         raise UsageError("\n  ".join(problems))
     raise SystemExit(EXIT_USAGE)

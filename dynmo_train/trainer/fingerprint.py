@@ -32,7 +32,7 @@ from ..config.resolve import concern_types
 from ..formats.checkpoint import Checkpoint
 from ..formats.dataset import read_sidecar
 from ..formats.indexed import prefix_of
-from ..parallel.consensus import speaks
+from ..parallel.consensus import is_reporting_rank
 from ..parallel.dims import ParallelDims
 from ..parallel.process_groups import World, gather_documents, join_world, lay_out, leave_world
 from .run_directory import versions
@@ -66,7 +66,7 @@ def require_same(world: World, facts: Facts) -> None:
             say(f"warning: {warning}")
         return
     gathered = gather_documents(world, [world.host, dict(facts)])
-    if speaks(first=world.is_first):
+    if is_reporting_rank(first=world.is_first):
         raise UsageError(differences([(str(host), found) for host, found in gathered]))
     raise SystemExit(EXIT_USAGE)
 

@@ -16,7 +16,7 @@ from ..config import Config
 from ..data.gpt_dataset import Part, TokenError
 from ..data.tokenizer import TokenizerFiles
 from ..launch.exit_status import EXIT_NOT_FINITE
-from ..parallel.consensus import speaks
+from ..parallel.consensus import is_reporting_rank
 from ..parallel.dims import ParallelDims
 from ..parallel.process_groups import leave_world
 from .checkpoint.async_checkpoint import Checkpointing, Saved
@@ -56,7 +56,7 @@ def run_pretrain(config: Config) -> int:
         finally:
             run.close()
     except TokenError:
-        if speaks(first=world.is_first):
+        if is_reporting_rank(first=world.is_first):
             raise
         return EXIT_USAGE
     finally:

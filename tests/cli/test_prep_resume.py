@@ -192,14 +192,14 @@ def test_workers_live_from_one_phase_to_the_next(tmp_path, monkeypatch):
     from dynmo_tools.runner.local import Crew
 
     job = Job(step="merge", inputs=(), output=tmp_path / "o", work=tmp_path, settings=MergeSettings())
-    (tmp_path / "telling.py").write_text(
+    (tmp_path / "reporting_worker.py").write_text(
         "import os\n"
-        "def tell(connection, *_):\n"
+        "def serve(connection, *_):\n"
         "    while (task := connection.recv()) is not None:\n"
         "        connection.send(('done', task[1], (os.getpid(), task[0].name)))\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr("dynmo_tools.runner.local._serve", importlib.import_module("telling").tell)
+    monkeypatch.setattr("dynmo_tools.runner.local._serve", importlib.import_module("reporting_worker").serve)
     answers = []
     with Crew(job, 2) as crew:
         for name in ("one", "two"):

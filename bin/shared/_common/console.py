@@ -1,4 +1,4 @@
-"""What every command says, and how: data on stdout, talk on stderr, one boundary that turns errors into exit codes."""
+"""Output of all commands: data on stdout, messages on stderr, one boundary that turns errors into exit codes."""
 
 from __future__ import annotations
 
@@ -65,9 +65,9 @@ _NUMBER = re.compile(r"[-+~<]?\d[\d,.]*(e[-+]?\d+)?(/\d[\d,.]*)? ?[A-Za-z%]*")
 
 
 def _right_aligned(cells: Sequence[str]) -> bool:
-    """Whether a column holds numbers, with or without a unit, beside empty cells and dashes."""
-    told = [cell for cell in cells if cell not in ("", "-")]
-    return any(cells) and all(_NUMBER.fullmatch(cell) for cell in told)
+    """Whether a column holds numbers, with or without a unit; empty cells and dashes may stand between."""
+    values = [cell for cell in cells if cell not in ("", "-")]
+    return any(cells) and all(_NUMBER.fullmatch(cell) for cell in values)
 
 
 def emit_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
@@ -131,14 +131,14 @@ def progress(label: str, total: float, unit: str) -> Iterator[Tick]:
             yield tick_bar
         return
     started = time.monotonic()
-    state = {"done": 0.0, "told": started}
+    state = {"done": 0.0, "reported": started}
 
     def tick_line(amount: float, note: str = "") -> None:
         state["done"] += amount
         now = time.monotonic()
-        if now - state["told"] < LOG_EVERY_S:
+        if now - state["reported"] < LOG_EVERY_S:
             return
-        state["told"] = now
+        state["reported"] = now
         rate = state["done"] / (now - started)
         left = f", {(total - state['done']) / rate:.0f} s left" if total and rate else ""
         of = f"/{total:,.0f}" if total else ""
@@ -225,7 +225,7 @@ def _raise_on_sigterm(_signum: int, _frame: FrameType | None) -> NoReturn:
 def run_app(app: typer.Typer, prog: str) -> NoReturn:
     """Run a command line to its exit: the one place where errors become exit codes and one-line messages.
 
-    Set ``DYNMO_TRACEBACK=1`` to see the traceback of an error that is normally told in one message.
+    Set ``DYNMO_TRACEBACK=1`` to see the traceback of an error that is normally one message.
     """
     signal.signal(signal.SIGTERM, _raise_on_sigterm)
     try:

@@ -116,18 +116,18 @@ MEANS = (
 Figures = Mapping[str, Any]
 
 
-def merged_figures(told: Sequence[Figures]) -> dict[str, Any]:
+def merged_figures(gathered: Sequence[Figures]) -> dict[str, Any]:
     """The processes' figures as one.
 
     Bytes and times are sums, means are means over those who measured, memories are of the process with the most.
 
     Args:
-        told: one object a process: ``boundaries`` and ``replicas``, name -> figure -> value, and ``memory_bytes``.
+        gathered: one object a process: ``boundaries`` and ``replicas``, name -> figure -> value, and ``memory_bytes``.
     """
-    result: dict[str, Any] = {"memory_bytes": max((one["memory_bytes"] for one in told), default=0)}
+    result: dict[str, Any] = {"memory_bytes": max((one["memory_bytes"] for one in gathered), default=0)}
     for group in ("boundaries", "replicas"):
         by_name: dict[str, dict[str, list[float]]] = {}
-        for one in told:
+        for one in gathered:
             for name, figures in one[group].items():
                 for figure, value in figures.items():
                     by_name.setdefault(name, {}).setdefault(figure, []).append(value)

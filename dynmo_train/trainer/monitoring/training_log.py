@@ -133,7 +133,7 @@ class TrainingLog:
     """
 
     def __init__(self, config: Config, world: World, flops: Callable[[int, int], int]) -> None:
-        self.config, self._speaks = config, world.is_first
+        self.config, self._is_rank0 = config, world.is_first
         self._flops, self.devices = flops, world.size
         folder = config.run.tensorboard_dir
         self._board = EventWriter(Path(folder)) if folder is not None and world.is_first else None
@@ -145,7 +145,7 @@ class TrainingLog:
 
     def line(self, text: str) -> None:
         """One line."""
-        if self._speaks:
+        if self._is_rank0:
             emit(text)
 
     def start(self, partition: Partition, first: int, parameters: Mapping[tuple[int, int], int]) -> None:

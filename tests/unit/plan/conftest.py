@@ -3,12 +3,28 @@
 from __future__ import annotations
 
 import random
+import shutil
+import sys
+from pathlib import Path
 
 import pytest
 
 from dynmo_balance.costs.cost_window import ItemCosts
 from dynmo_balance.formats.profile import Item
 from dynmo_balance.partition.problem import Chain, Place, Problem
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from watched_run import CONTRACTS
+
+
+@pytest.fixture
+def run(tmp_path):
+    """A run with a header and the initial partition: items 0 to 4 on worker 0, 5 to 9 on worker 1."""
+    (tmp_path / "plans").mkdir()
+    shutil.copy(CONTRACTS / "plan/valid/initial.json", tmp_path / "plans/plan-000000.json")
+    shutil.copy(CONTRACTS / "profile/valid/header-only.jsonl", tmp_path / "profile.jsonl")
+    return tmp_path
 
 
 def make_item(name: str, size: int = 0, kind: str = "layer", boundary: int = 0) -> Item:
