@@ -97,8 +97,8 @@ def kth_magnitude_bits(
 
 
 class OwnUnits(NamedTuple):
-    """Units of an item that this process holds; ``counted`` where it counts them (several processes may hold the same)."""
     """Units of an item on this process; ``counted`` where it counts them (replicas may have the same ones)."""
+
     item: str
     names: Mapping[PrunableLinear, str]
     units: Units
