@@ -34,9 +34,3 @@ class MissingExtraError(UsageError):
 
     def __init__(self, module: str, extra: str) -> None:
         super().__init__(f"the module {module!r} is not installed; run: pip install 'dynmo-toolkit[{extra}]'")
-
-
-class RelaunchError(DynmoError):
-    """The process asks its launcher to start it again; exit code 75."""
-
-    exit_code = EXIT_RELAUNCH

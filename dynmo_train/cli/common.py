@@ -37,7 +37,7 @@ def need_torch() -> None:
 
 
 @contextlib.contextmanager
-def deaf_until_training() -> Iterator[None]:
+def ignore_signals_until_training() -> Iterator[None]:
     """SIGUSR1 and SIGUSR2 do nothing here, where they would end the process; the training loop takes them over.
 
     They ask a run to save: one that still starts, or is about to end, has nothing more to do for it.

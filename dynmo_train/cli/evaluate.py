@@ -8,9 +8,9 @@ import typer
 
 from .._common.console import Format, emit, emit_json, emit_table
 from ..config.command import with_specs
-from ..config.evaluation import ClassifyConfig, HarnessConfig, LambadaConfig, PlaceConfig, WikitextConfig
+from ..config.evaluation import ClassifyConfig, HarnessConfig, InferenceConfig, LambadaConfig, WikitextConfig
 from ..config.fields import specs_of, values_of
-from ..config.task_command import TaskCommand, told_model
+from ..config.task_command import TaskCommand, model_flags
 from .common import is_rank0, need_torch, world_size
 
 evaluate = typer.Typer(no_args_is_help=True, help="Measure how good a trained model is.")
@@ -34,14 +34,14 @@ def _tell(found: _Figure, line: str, report: Format) -> None:
         emit(line)
 
 
-def _place(flags: dict[str, Any]) -> PlaceConfig:
+def _place(flags: dict[str, Any]) -> InferenceConfig:
     """Where the model is and how it is to run, as the command line says."""
     need_torch()
-    return values_of(PlaceConfig, flags)
+    return values_of(InferenceConfig, flags)
 
 
 @evaluate.command("wikitext", cls=TaskCommand)
-@with_specs(specs_of(PlaceConfig, WikitextConfig))
+@with_specs(specs_of(InferenceConfig, WikitextConfig))
 def wikitext(ctx: typer.Context, report: Report = Format.TEXT, **flags: Any) -> None:
     """Word-level perplexity of WikiText-103, or of another text with words between spaces."""
     place, task = _place(flags), values_of(WikitextConfig, flags)
@@ -49,12 +49,12 @@ def wikitext(ctx: typer.Context, report: Report = Format.TEXT, **flags: Any) -> 
     from ..evaluation.zeroshot import evaluate_wikitext
 
     with joined(place, task, world_size()) as world:
-        found = evaluate_wikitext(place, task, world, told_model(ctx))
+        found = evaluate_wikitext(place, task, world, model_flags(ctx))
     _tell(found, found.line(), report)
 
 
 @evaluate.command("lambada", cls=TaskCommand)
-@with_specs(specs_of(PlaceConfig, LambadaConfig))
+@with_specs(specs_of(InferenceConfig, LambadaConfig))
 def lambada(ctx: typer.Context, report: Report = Format.TEXT, **flags: Any) -> None:
     """The share of LAMBADA's passages whose last word the model says."""
     place, task = _place(flags), values_of(LambadaConfig, flags)
@@ -62,7 +62,7 @@ def lambada(ctx: typer.Context, report: Report = Format.TEXT, **flags: Any) -> N
     from ..evaluation.zeroshot import evaluate_lambada
 
     with joined(place, task, world_size()) as world:
-        found = evaluate_lambada(place, task, world, told_model(ctx))
+        found = evaluate_lambada(place, task, world, model_flags(ctx))
     _tell(found, found.line("LAMBADA"), report)
 
 
@@ -72,19 +72,19 @@ def _classify(name: str, ctx: typer.Context, report: Format, flags: dict[str, An
     from ..evaluation.forward_engine import joined
 
     with joined(place, task, world_size()) as world:
-        found = evaluate_task(name, place, task, world, told_model(ctx))
+        found = evaluate_task(name, place, task, world, model_flags(ctx))
     _tell(found, "\n".join(found.lines(0)), report)
 
 
 @evaluate.command("mnli", cls=TaskCommand)
-@with_specs(specs_of(PlaceConfig, ClassifyConfig))
+@with_specs(specs_of(InferenceConfig, ClassifyConfig))
 def mnli(ctx: typer.Context, report: Report = Format.TEXT, **flags: Any) -> None:
     """The accuracy on pairs of texts of a model that `finetune mnli` made."""
     _classify("mnli", ctx, report, flags)
 
 
 @evaluate.command("race", cls=TaskCommand)
-@with_specs(specs_of(PlaceConfig, ClassifyConfig))
+@with_specs(specs_of(InferenceConfig, ClassifyConfig))
 def race(ctx: typer.Context, report: Report = Format.TEXT, **flags: Any) -> None:
     """The accuracy on questions with four answers of a model that `finetune race` made."""
     _classify("race", ctx, report, flags)

@@ -17,7 +17,7 @@ from ..config.command import MegatronCommand, with_specs
 from ..config.evaluation import FinetuneConfig
 from ..config.fields import specs_of, values_of
 from ..config.resolve import option_specs
-from .common import ConfigFile, deaf_until_training, need_torch, world_size
+from .common import ConfigFile, ignore_signals_until_training, need_torch, world_size
 
 finetune = typer.Typer(
     cls=command_list(), no_args_is_help=True, help="Fine-tune a BERT on a task, and measure it after each epoch."
@@ -146,7 +146,7 @@ def _steps(samples: int, values: dict[str, Any]) -> int:
 @finetune.callback()
 def fine_tuning(context: typer.Context) -> None:
     """Fine-tune a BERT on a task, and measure it after each epoch."""
-    context.with_resource(deaf_until_training())
+    context.with_resource(ignore_signals_until_training())
 
 
 @finetune.command("mnli", cls=MegatronCommand)

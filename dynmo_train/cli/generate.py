@@ -14,10 +14,10 @@ from .._common.console import Format, emit, emit_json, say
 from .._common.document import MAX_DOCUMENT_BYTES
 from .._common.errors import UsageError
 from ..config.command import with_specs
-from ..config.evaluation import GenerateConfig, PlaceConfig
+from ..config.evaluation import GenerateConfig, InferenceConfig
 from ..config.fields import specs_of, values_of
 from ..config.rules.task_effect import generate_warnings
-from ..config.task_command import told_model
+from ..config.task_command import model_flags
 from ..formats.input_text import read_input
 from ..formats.os_errors import reason
 from .common import is_rank0, need_torch, world_size
@@ -29,7 +29,7 @@ MAX_NEW_TOKENS = 64
 STDIN = ("-", "/dev/stdin")
 
 
-@with_specs(specs_of(PlaceConfig, GenerateConfig))
+@with_specs(specs_of(InferenceConfig, GenerateConfig))
 def generate_text(
     ctx: typer.Context,
     prompt: Annotated[
@@ -40,7 +40,7 @@ def generate_text(
 ) -> None:
     """Continue prompts with the model of a checkpoint, or write texts from nothing."""
     need_torch()
-    place, asked = values_of(PlaceConfig, flags), values_of(GenerateConfig, flags)
+    place, asked = values_of(InferenceConfig, flags), values_of(GenerateConfig, flags)
     if asked.interactive:
         if prompt or asked.prompts or asked.sample_input_file or asked.num_samples:
             raise UsageError(
@@ -58,7 +58,7 @@ def generate_text(
     from ..evaluation.generate import Writer
 
     with joined(place, asked, world_size()) as world:
-        writer = Writer(place, wanted, world, told_model(ctx))
+        writer = Writer(place, wanted, world, model_flags(ctx))
         if texts is None:
             _talk(writer.write)
             return

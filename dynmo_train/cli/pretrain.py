@@ -11,7 +11,7 @@ from .._common.console import Format, command_list
 from .._common.errors import EXIT_USAGE, UsageError
 from ..config import Facts, dry_run_processes, dry_run_values, read_config_file, resolve_checked, with_deepspeed
 from ..config.command import MegatronCommand, with_options
-from .common import ConfigFile, deaf_until_training, is_rank0, need_torch, world_size
+from .common import ConfigFile, ignore_signals_until_training, is_rank0, need_torch, world_size
 
 pretrain = typer.Typer(
     cls=command_list(), no_args_is_help=True, help="Train a model from its first step, or resume a run."
@@ -61,7 +61,7 @@ def _pretrain(family: str, config: Path | None, recipe: str | None, flags: dict[
 @pretrain.callback()
 def training(context: typer.Context) -> None:
     """Train a model from the start, or resume from a checkpoint."""
-    context.with_resource(deaf_until_training())
+    context.with_resource(ignore_signals_until_training())
 
 
 @pretrain.command("gpt", cls=MegatronCommand)

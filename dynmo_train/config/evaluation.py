@@ -15,7 +15,7 @@ Device = Literal["auto", "cpu", "cuda"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class PlaceConfig:
+class InferenceConfig:
     """A trained model and the processes that it runs on; names are Megatron's wherever it has them."""
 
     load: str = option(

@@ -107,13 +107,13 @@ class TaskCommand(TyperCommand):
         return super().parse_args(ctx, own)
 
 
-def told_model(ctx: typer.Context) -> Mapping[str, Any]:
+def model_flags(ctx: typer.Context) -> Mapping[str, Any]:
     """What a command line says of the model's shape."""
     told: Mapping[str, Any] = ctx.meta.get(MODEL_KEY, {})
     return told
 
 
-def check_told(told: Mapping[str, Any], model: Mapping[str, Any], directory: object) -> None:
+def check_model_flags(told: Mapping[str, Any], model: Mapping[str, Any], directory: object) -> None:
     """Raise ``DocumentError`` where a command line says another shape than the checkpoint's manifest."""
     problems = []
     for name, value in told.items():

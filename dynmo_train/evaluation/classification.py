@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from .._common.errors import UsageError
-from ..config.evaluation import ClassifyConfig, PlaceConfig
-from ..config.task_command import check_told
+from ..config.evaluation import ClassifyConfig, InferenceConfig
+from ..config.task_command import check_model_flags
 from ..data.batch import Batch
 from ..data.finetune_dataset import TASKS, PairData, build_pairs
 from ..models.bert_tasks import HITS, task_of_manifest
@@ -82,7 +82,7 @@ def accuracy(engine: Engine, sets: Sequence[PairData], *, micro_batch: int, step
     return TaskAccuracy(counts=tuple(counts))
 
 
-def task_source(task: str, place: PlaceConfig, world: World) -> Source:
+def task_source(task: str, place: InferenceConfig, world: World) -> Source:
     """The checkpoint of ``--load``; raises ``UsageError`` where it was not fine-tuned for ``task``."""
     source = open_source(Path(place.load), place, world)
     if task_of_manifest(source.model) != TASKS[task].head:
@@ -94,7 +94,7 @@ def task_source(task: str, place: PlaceConfig, world: World) -> Source:
 
 
 def evaluate_task(
-    name: str, place: PlaceConfig, task: ClassifyConfig, world: World, told: Mapping[str, Any]
+    name: str, place: InferenceConfig, task: ClassifyConfig, world: World, told: Mapping[str, Any]
 ) -> TaskAccuracy:
     """The accuracy of a fine-tuned model; every process calls this and gets the same.
 
@@ -102,7 +102,7 @@ def evaluate_task(
         UsageError: the data, the tokenizer or the checkpoint cannot be used.
     """
     source = task_source(name, place, world)
-    agreed(world, lambda: check_told(told, source.model, source.checkpoint.directory))
+    agreed(world, lambda: check_model_flags(told, source.model, source.checkpoint.directory))
 
     def prepare() -> tuple[list[PairData], int]:
         length = window_length(source, task.seq_length)

@@ -12,7 +12,7 @@ import torch
 
 from .._common.console import say
 from .._common.errors import UsageError
-from ..config.evaluation import PlaceConfig
+from ..config.evaluation import InferenceConfig
 from ..data.tokenizer import Tokenizer, TokenizerFiles, load_tokenizer
 from ..data.tokenizer import open_tokenizer as open_files
 from ..formats.checkpoint import Checkpoint, list_checkpoints, open_checkpoint
@@ -27,7 +27,7 @@ from ..parallel.consensus import agreed
 from ..parallel.dims import ParallelDims
 from ..parallel.process_groups import World, broadcast_document, leave_world
 from ..pipeline.partition import Partition, uniform_partition
-from ..pipeline.schedule import PipelineShape
+from ..pipeline.schedule import PipelineConfig
 from ..trainer.checkpoint.engine_checkpoint import state_reader
 from ..trainer.checkpoint.load_checkpoint import default_cache, foreign_kind, native_copy, sound_checkpoint
 from ..trainer.engine import Engine, EngineSettings
@@ -50,7 +50,7 @@ class Source:
         return dict(self.checkpoint.manifest["model"])
 
 
-def dims_of(place: PlaceConfig, processes: int) -> ParallelDims:
+def dims_of(place: InferenceConfig, processes: int) -> ParallelDims:
     """How the processes of a command are laid out: those that are left over are replicas.
 
     Raises:
@@ -67,7 +67,7 @@ def dims_of(place: PlaceConfig, processes: int) -> ParallelDims:
 
 
 @contextmanager
-def joined(place: PlaceConfig, task: object, processes: int) -> Iterator[World]:
+def joined(place: InferenceConfig, task: object, processes: int) -> Iterator[World]:
     """The processes of this command, laid out as asked, with the same options and data; they part at the end."""
     if place.num_threads is not None:
         torch.set_num_threads(place.num_threads)
@@ -78,7 +78,7 @@ def joined(place: PlaceConfig, task: object, processes: int) -> Iterator[World]:
         leave_world()
 
 
-def open_source(path: Path, place: PlaceConfig, world: World) -> Source:
+def open_source(path: Path, place: InferenceConfig, world: World) -> Source:
     """The checkpoint that ``path`` means, the same at every process: rank 0 looks, and converts where it must.
 
     Raises:
@@ -113,7 +113,7 @@ def _source(directory: Path, tensor_ranks: int) -> Source:
     return Source(checkpoint=checkpoint, family=family)
 
 
-def tokenizer_of(source: Source, place: PlaceConfig) -> Tokenizer:
+def tokenizer_of(source: Source, place: InferenceConfig) -> Tokenizer:
     """The tokenizer that was asked for, else the one in the checkpoint; it must fit the vocabulary."""
     return open_tokenizer(source.checkpoint, TokenizerFiles.of(vars(place)))
 
@@ -154,14 +154,14 @@ def check_layout(model: dict[str, Any], partition: Partition, dims: ParallelDims
         raise UsageError(f"--pipeline-model-parallel-size {dims.pipeline}: the model has {items} items to share out")
 
 
-def compute_type(place: PlaceConfig) -> torch.dtype:
+def compute_type(place: InferenceConfig) -> torch.dtype:
     """The type of the arithmetic."""
     return torch.bfloat16 if place.bf16 else torch.float16 if place.fp16 else torch.float32
 
 
 def forward_engine(
     source: Source,
-    place: PlaceConfig,
+    place: InferenceConfig,
     world: World,
     *,
     tokens: int,
@@ -189,7 +189,7 @@ def forward_engine(
     thresholds = manifest["dynamic"]["sparse_thresholds"]
     settings = EngineSettings(
         # Any number of microbatches goes through GPipe.
-        pipeline=PipelineShape(schedule="gpipe", microbatches=1, boundary=boundary, seed=0, recompute=False),
+        pipeline=PipelineConfig(schedule="gpipe", microbatches=1, boundary=boundary, seed=0, recompute=False),
         adamw=AdamWSettings(beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.0),
         rate=_UNUSED_RATE,
         clip=0.0,

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from .._common.errors import UsageError
-from ..config.evaluation import PlaceConfig
-from ..config.task_command import check_told
+from ..config.evaluation import InferenceConfig
+from ..config.task_command import check_model_flags
 from ..data.tokenizer import Tokenizer
 from ..models.registry import CAUSAL
 from ..parallel.consensus import agreed
@@ -76,7 +76,7 @@ class Wanted:
 class Writer:
     """A model that continues texts; made once, asked as often as one likes. Every process makes and asks it."""
 
-    def __init__(self, place: PlaceConfig, wanted: Wanted, world: World, told: Mapping[str, Any]) -> None:
+    def __init__(self, place: InferenceConfig, wanted: Wanted, world: World, told: Mapping[str, Any]) -> None:
         agreed(world, wanted.sampling.check)
         source = open_source(Path(place.load), place, world)
         self.world, self.wanted = world, wanted
@@ -88,7 +88,7 @@ class Writer:
                     f"{source.checkpoint.directory} holds a {family} model, which does not continue text; models of"
                     f" the families {', '.join(CAUSAL)} do"
                 )
-            check_told(told, source.model, source.checkpoint.directory)
+            check_model_flags(told, source.model, source.checkpoint.directory)
             tokenizer = tokenizer_of(source, place)
             return tokenizer, Ending(eod=tokenizer.eod, stop=wanted.stop or "", decode=tokenizer.decode)
 

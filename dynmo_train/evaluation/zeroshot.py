@@ -11,8 +11,8 @@ import numpy as np
 
 from .._common.console import say
 from .._common.errors import UsageError
-from ..config.evaluation import LambadaConfig, PlaceConfig, WikitextConfig
-from ..config.task_command import check_told
+from ..config.evaluation import InferenceConfig, LambadaConfig, WikitextConfig
+from ..config.task_command import check_model_flags
 from ..formats.os_errors import reason
 from ..models.registry import CAUSAL
 from ..models.token_scores import ScoringFamily
@@ -27,14 +27,14 @@ from .wikitext import Perplexity, count_words, detokenize, mean_loss, read_text,
 USUAL_STEP = 32
 
 
-def causal_source(place: PlaceConfig, world: World, told: Mapping[str, Any]) -> Source:
+def causal_source(place: InferenceConfig, world: World, told: Mapping[str, Any]) -> Source:
     """The checkpoint of ``--load``; raises ``UsageError`` where its model does not say the next token.
 
     Args:
         told: what the command line says of the model, which must be so.
     """
     source = open_source(Path(place.load), place, world)
-    agreed(world, lambda: check_told(told, source.model, source.checkpoint.directory))
+    agreed(world, lambda: check_model_flags(told, source.model, source.checkpoint.directory))
     if source.model["family"] not in CAUSAL:
         raise UsageError(
             f"{source.checkpoint.directory} holds a {source.model['family']} model, which does not say the next token;"
@@ -51,12 +51,14 @@ def window_length(source: Source, asked: int | None) -> int:
     return asked or positions
 
 
-def _score(source: Source, place: PlaceConfig, world: World, runs: list[TokenRun], longest: int) -> Scores:
+def _score(source: Source, place: InferenceConfig, world: World, runs: list[TokenRun], longest: int) -> Scores:
     engine = forward_engine(source, place, world, tokens=longest, wrap=ScoringFamily)
     return score(engine, runs, longest=longest, micro_batch=place.micro_batch_size)
 
 
-def evaluate_wikitext(place: PlaceConfig, task: WikitextConfig, world: World, told: Mapping[str, Any]) -> Perplexity:
+def evaluate_wikitext(
+    place: InferenceConfig, task: WikitextConfig, world: World, told: Mapping[str, Any]
+) -> Perplexity:
     """Word-level perplexity of a text; every process calls this and gets the same.
 
     Raises:
@@ -82,7 +84,7 @@ def evaluate_wikitext(place: PlaceConfig, task: WikitextConfig, world: World, to
     return Perplexity(words=words, tokens=num_tokens, loss=mean_loss(losses, num_tokens))
 
 
-def evaluate_lambada(place: PlaceConfig, task: LambadaConfig, world: World, told: Mapping[str, Any]) -> Accuracy:
+def evaluate_lambada(place: InferenceConfig, task: LambadaConfig, world: World, told: Mapping[str, Any]) -> Accuracy:
     """The share of passages whose last word, or last token, the model says; every process gets the same.
 
     Raises:

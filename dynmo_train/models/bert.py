@@ -15,13 +15,13 @@ import torch.nn.functional as F
 from torch import nn
 
 from .blocks import Head
-from .family import Builders, CommonShape, Family, chain_items
+from .family import Builders, Family, ModelDims, chain_items
 from .layer_list import ItemSpec, Reported
 from .linear import PrunableLinear
 
 
 @dataclass(frozen=True, kw_only=True)
-class EncoderShape(CommonShape):
+class EncoderShape(ModelDims):
     """A shape of blocks of one depth, ``num_layers``, with ``num_tokentypes`` types of tokens (0: no table)."""
 
     num_layers: int

@@ -37,7 +37,7 @@ STATED = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class CommonShape:
+class ModelDims:
     """The sizes that every family has. Widths in elements, dropouts as probabilities."""
 
     hidden_size: int
@@ -54,7 +54,7 @@ class CommonShape:
     seed: int = 1234
 
 
-Shape = TypeVar("Shape", bound=CommonShape)
+Shape = TypeVar("Shape", bound=ModelDims)
 
 
 class Family(ABC, Generic[Shape]):

@@ -10,13 +10,13 @@ from typing import TypeVar
 import torch
 from torch import nn
 
-from .family import HEAD, WORD, CommonShape, Family, chain_items
+from .family import HEAD, WORD, Family, ModelDims, chain_items
 from .layer_list import ItemSpec
 from .moe import MoeShape
 
 
 @dataclass(frozen=True, kw_only=True)
-class GptShape(CommonShape):
+class GptShape(ModelDims):
     """Everything that fixes a GPT's arithmetic."""
 
     num_layers: int

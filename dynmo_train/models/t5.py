@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from .blocks import CrossAttention, SelfAttention
-from .family import Builders, CommonShape, Family
+from .family import Builders, Family, ModelDims
 from .layer_list import LOSS, ItemSpec
 from .positions import RelativeBias
 
@@ -24,7 +24,7 @@ ENCODER, DECODER = "encoder", "decoder"
 
 
 @dataclass(frozen=True, kw_only=True)
-class T5Shape(CommonShape):
+class T5Shape(ModelDims):
     """Everything that fixes a T5's arithmetic."""
 
     num_encoder_layers: int

@@ -43,7 +43,7 @@ CUSTOM = "custom"
 
 
 @dataclass(frozen=True, kw_only=True)
-class PipelineShape:
+class PipelineConfig:
     """What a pipeline is built for; the microbatches and the tokens of a sample follow those of the batch.
 
     Attributes:
@@ -71,7 +71,7 @@ class PipelineShape:
     token_parts: int = 1
     compiled: str | None = None
 
-    def for_batch(self, batch: Batch) -> PipelineShape:
+    def for_batch(self, batch: Batch) -> PipelineConfig:
         """The shape that a batch needs: itself where nothing differs."""
         boundary = self.boundary
         if batch.tokens is not None and batch.tokens // self.token_parts != boundary.tokens:
@@ -94,7 +94,7 @@ class Pipeline:
 
     def __init__(
         self,
-        shape: PipelineShape,
+        shape: PipelineConfig,
         partition: Partition,
         world: World,
         specs: Sequence[ItemSpec],
@@ -230,7 +230,7 @@ class Pipeline:
 
 
 def _schedule(
-    shape: PipelineShape, stages: list[ItemStage], microbatches_of_all: int, scale: Callable[[], float]
+    shape: PipelineConfig, stages: list[ItemStage], microbatches_of_all: int, scale: Callable[[], float]
 ) -> PipelineScheduleSingle | PipelineScheduleMulti:
     loss = loss_of_microbatch(microbatches_of_all, scale)
     if shape.schedule in SINGLE:
@@ -247,7 +247,7 @@ def _schedule(
 
 
 def _custom(
-    shape: PipelineShape, stages: list[ItemStage], operations: Sequence[str], loss: Callable[..., torch.Tensor]
+    shape: PipelineConfig, stages: list[ItemStage], operations: Sequence[str], loss: Callable[..., torch.Tensor]
 ) -> PipelineScheduleMulti:
     """The runtime of torch for any table of operations; it puts sends and receives between them."""
     schedule = _PipelineScheduleRuntime([*stages], shape.microbatches, loss_fn=loss, scale_grads=False)

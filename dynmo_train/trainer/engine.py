@@ -57,7 +57,7 @@ from ..pipeline.costs import costs_of_workers
 from ..pipeline.migration import Fault, MoveReport, move_items
 from ..pipeline.partition import Partition
 from ..pipeline.profiler import Probe
-from ..pipeline.schedule import Pipeline, PipelineShape
+from ..pipeline.schedule import Pipeline, PipelineConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,7 +82,7 @@ class EngineSettings:
         compression: of gradients on their way to other processes.
     """
 
-    pipeline: PipelineShape
+    pipeline: PipelineConfig
     adamw: AdamWSettings
     rate: LearningRate
     clip: float

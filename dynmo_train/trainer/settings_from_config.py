@@ -30,7 +30,7 @@ from ..optim.precision import LossScaling, Precision
 from ..parallel.dims import ParallelDims
 from ..parallel.process_groups import gather_documents
 from ..pipeline.partition import Partition, uniform_partition
-from ..pipeline.schedule import CUSTOM, PipelineShape
+from ..pipeline.schedule import CUSTOM, PipelineConfig
 from .engine import Engine, EngineSettings
 
 
@@ -135,7 +135,7 @@ def settings_of(config: Config, stored: Mapping[str, float] | None = None) -> En
     precision = precision_of(config)
     cache = config.freezing.freeze_cache_activations
     return EngineSettings(
-        pipeline=PipelineShape(
+        pipeline=PipelineConfig(
             schedule=config.parallel.schedule,
             microbatches=config.microbatches,
             boundary=replace(boundary.cut_along_tokens(parts), dtype=precision.compute),

@@ -14,7 +14,7 @@ from dynmo_train.optim.adamw import AdamWSettings
 from dynmo_train.optim.lr_schedule import LearningRate
 from dynmo_train.parallel.process_groups import World
 from dynmo_train.pipeline.partition import Partition, uniform_partition
-from dynmo_train.pipeline.schedule import PipelineShape
+from dynmo_train.pipeline.schedule import PipelineConfig
 from dynmo_train.trainer.engine import Engine, EngineSettings
 
 
@@ -60,7 +60,7 @@ def engine_of(
     """
     samples, tokens, width = boundary
     settings = EngineSettings(
-        pipeline=PipelineShape(
+        pipeline=PipelineConfig(
             schedule="1f1b",
             microbatches=microbatches,
             boundary=BoundaryShape.hidden(batch=samples, tokens=tokens, width=width),

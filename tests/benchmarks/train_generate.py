@@ -46,7 +46,7 @@ def reference(name: str) -> torch.nn.Module:
 def ours(model: torch.nn.Module, folder: Path, new: int):
     """What continues prompts with the same weights, through the native checkpoint."""
     from dynmo_ckpt.cli import app
-    from dynmo_train.config.evaluation import PlaceConfig
+    from dynmo_train.config.evaluation import InferenceConfig
     from dynmo_train.config.fields import values_of
     from dynmo_train.evaluation.forward_engine import forward_engine, open_source
     from dynmo_train.evaluation.generation import Asked, Ending, Generation
@@ -57,7 +57,7 @@ def ours(model: torch.nn.Module, folder: Path, new: int):
     done = CliRunner().invoke(app, ["convert", str(folder / "hf"), str(folder / "native"), "--to", "native"])
     if done.exit_code:
         raise RuntimeError(done.output)
-    place = values_of(PlaceConfig, {"load": str(folder / "native"), "device": "cpu"})
+    place = values_of(InferenceConfig, {"load": str(folder / "native"), "device": "cpu"})
     world = join_world("cpu")
     source = open_source(folder / "native", place, world)
     engine = forward_engine(source, place, world, tokens=1, wrap=lambda family: family)

@@ -25,7 +25,7 @@ from dynmo_train.optim.lr_schedule import LearningRate
 from dynmo_train.optim.precision import FLOAT32, LossScaling, Precision
 from dynmo_train.parallel.process_groups import World
 from dynmo_train.pipeline.partition import Partition, uniform_partition
-from dynmo_train.pipeline.schedule import PipelineShape
+from dynmo_train.pipeline.schedule import PipelineConfig
 from dynmo_train.trainer.engine import Engine, EngineSettings
 
 SHAPE = GptShape(
@@ -112,7 +112,7 @@ class Scenario:
         if self.dynamic is not None and self.dynamic.exits is not None:
             boundary = replace(boundary, shapes={**boundary.shapes, LEFT: (MICRO_BATCH, TOKENS)})
         return EngineSettings(
-            pipeline=PipelineShape(
+            pipeline=PipelineConfig(
                 schedule=self.schedule,
                 microbatches=MICROBATCHES,
                 boundary=boundary,

@@ -34,7 +34,7 @@ def folder(tmp_path_factory):
 
 
 def figures(folder, pipeline, tensor):
-    from dynmo_train.config.evaluation import LambadaConfig, PlaceConfig, WikitextConfig
+    from dynmo_train.config.evaluation import InferenceConfig, LambadaConfig, WikitextConfig
     from dynmo_train.config.fields import values_of
     from dynmo_train.evaluation.forward_engine import joined
     from dynmo_train.evaluation.zeroshot import evaluate_lambada, evaluate_wikitext
@@ -46,7 +46,7 @@ def figures(folder, pipeline, tensor):
         "pipeline_model_parallel_size": pipeline,
         "tensor_model_parallel_size": tensor,
     }
-    place = values_of(PlaceConfig, given)
+    place = values_of(InferenceConfig, given)
     with joined(
         place, values_of(WikitextConfig, {"valid_data": str(folder / "text")}), int(os.environ["WORLD_SIZE"])
     ) as world:

@@ -31,7 +31,7 @@ def folder(tmp_path_factory):
 
 
 def write(folder, pipeline, tensor, batch, temperature, recompute):
-    from dynmo_train.config.evaluation import GenerateConfig, PlaceConfig
+    from dynmo_train.config.evaluation import GenerateConfig, InferenceConfig
     from dynmo_train.config.fields import values_of
     from dynmo_train.evaluation.forward_engine import joined
     from dynmo_train.evaluation.generate import Wanted, Writer
@@ -43,7 +43,7 @@ def write(folder, pipeline, tensor, batch, temperature, recompute):
         "pipeline_model_parallel_size": pipeline,
         "tensor_model_parallel_size": tensor,
     }
-    place = values_of(PlaceConfig, given)
+    place = values_of(InferenceConfig, given)
     wanted = Wanted(
         max_new_tokens=9,
         sampling=Sampling(temperature=temperature),

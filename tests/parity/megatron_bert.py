@@ -7,10 +7,10 @@ from collections.abc import Mapping
 import torch
 from transformers import MegatronBertConfig
 
-from dynmo_train.models.family import CommonShape
+from dynmo_train.models.family import ModelDims
 
 
-def config_of(shape: CommonShape, num_layers: int) -> MegatronBertConfig:
+def config_of(shape: ModelDims, num_layers: int) -> MegatronBertConfig:
     return MegatronBertConfig(
         vocab_size=shape.vocab_size,
         hidden_size=shape.hidden_size,
@@ -30,7 +30,7 @@ def both(values: Mapping[str, torch.Tensor], pairs: Mapping[str, str]) -> dict[s
 
 
 def encoder(
-    values: Mapping[str, torch.Tensor], shape: CommonShape, num_layers: int, *, tower: str = "", norm: str
+    values: Mapping[str, torch.Tensor], shape: ModelDims, num_layers: int, *, tower: str = "", norm: str
 ) -> dict[str, torch.Tensor]:
     """Embeddings and blocks of a BERT under ``{tower}bert.``; ``norm`` is our name of the last normalisation."""
     bert = f"{tower}bert"

@@ -45,7 +45,7 @@ class ItemMemory:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Expected:
+class DataAssumptions:
     """What is taken for granted of values that there are none of.
 
     Attributes:
@@ -57,13 +57,13 @@ class Expected:
     places: tuple[int, ...] = ()
 
 
-NOTHING = Expected()
+NOTHING = DataAssumptions()
 
 
 class _Live(TorchDispatchMode):
     """Counts the storages that operations make, as long as they live."""
 
-    def __init__(self, expected: Expected) -> None:
+    def __init__(self, expected: DataAssumptions) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.now = self.highest = 0
         self._known: set[int] = set()
@@ -110,7 +110,7 @@ def item_memory(
     boundary: BoundaryShape,
     inputs: Mapping[str, torch.Tensor],
     run: Run,
-    expected: Expected = NOTHING,
+    expected: DataAssumptions = NOTHING,
 ) -> ItemMemory | None:
     """What one item holds; None where that depends on the values of tensors, and ``expected`` does not tell them.
 
@@ -133,7 +133,7 @@ def _on_fake_tensors(
     boundary: BoundaryShape,
     inputs: Mapping[str, torch.Tensor],
     run: Run,
-    expected: Expected,
+    expected: DataAssumptions,
 ) -> ItemMemory:
     live = _Live(expected)
     used: dict[str, torch.Tensor] = {}

@@ -27,7 +27,7 @@ from ...models.sharding import cut_item
 from ...parallel.tensor_parallel import TOKENS_DIM, TensorRegion
 from ...pipeline.pipeline_stage import keeping_products
 from ..monitoring.profile_writer import FLOAT_BYTES, MOMENTS_BYTES
-from .item_memory import NOTHING, Expected, ItemMemory, Run, item_memory, passing_bytes, single_bytes
+from .item_memory import NOTHING, DataAssumptions, ItemMemory, Run, item_memory, passing_bytes, single_bytes
 
 
 def run_of(granularity: str) -> Run:
@@ -61,10 +61,10 @@ def memory_of_items(config: Config, family: ModelFamily, boundary: BoundaryShape
     return {name: memory for name, memory in found.items() if memory is not None}
 
 
-def _expected(config: Config, module: nn.Module) -> Expected | None:
+def _expected(config: Config, module: nn.Module) -> DataAssumptions | None:
     """What an item's memory goes by where it depends on data: an even load of experts; None where nothing is known."""
     if isinstance(module, BertHead):
-        return Expected(counted=config.data.mask_prob)
+        return DataAssumptions(counted=config.data.mask_prob)
     if not isinstance(module, MoeMlp):
         return NOTHING
     moe = module.moe
@@ -72,7 +72,7 @@ def _expected(config: Config, module: nn.Module) -> Expected | None:
         return None
     places = config.training.micro_batch_size * config.model.seq_length * moe.top_k
     least, more = divmod(places, moe.num_experts)
-    return Expected(places=tuple(least + (expert < more) for expert in range(moe.num_experts)))
+    return DataAssumptions(places=tuple(least + (expert < more) for expert in range(moe.num_experts)))
 
 
 def _region(config: Config) -> TensorRegion | None:

@@ -140,7 +140,7 @@ def measure_link(world: World, here: int, there: int, payload_bytes: int = 1 << 
     return link_from(payload_bytes, latency, large)
 
 
-def set_free(gone: Sequence[WorkerInfo], left: Sequence[WorkerInfo]) -> tuple[list[str], list[str]]:
+def freed_hosts(gone: Sequence[WorkerInfo], left: Sequence[WorkerInfo]) -> tuple[list[str], list[str]]:
     """The hosts of workers that left, and those of them on which no worker is left."""
     hosts = list(dict.fromkeys(host for worker in gone for host in worker.hosts))
     needed = {host for worker in left for host in worker.hosts}
@@ -217,7 +217,7 @@ class Recorder:
         """Workers have left after ``step``: a new segment of those that stay; a sentence for a person."""
         gone = [each for each in self._workers if each.worker in workers]
         self._workers = tuple(each for each in self._workers if each.worker not in workers)
-        hosts, free = set_free(gone, self._workers)
+        hosts, free = freed_hosts(gone, self._workers)
         ranks = [rank for each in gone for rank in each.ranks]
         message = released_message(gone, self._workers, free)
         self.profile_line(self._begin(self._workers))

@@ -10,7 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from dynmo_train.cli import app, pretrain
-from dynmo_train.cli.common import deaf_until_training
+from dynmo_train.cli.common import ignore_signals_until_training
 from dynmo_train.trainer.signals import Interrupts, Wishes
 
 ALONE = SimpleNamespace(size=1)
@@ -60,7 +60,7 @@ def test_ctrl_c_is_ignored_where_the_shell_said_so():
 
 def test_a_run_that_starts_or_ends_is_not_ended_by_what_asks_it_to_save():
     before = signal.getsignal(signal.SIGUSR1), signal.getsignal(signal.SIGUSR2)
-    with deaf_until_training():
+    with ignore_signals_until_training():
         os.kill(os.getpid(), signal.SIGUSR1)
         os.kill(os.getpid(), signal.SIGUSR2)
         with Interrupts(None) as interrupts:
