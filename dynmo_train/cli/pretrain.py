@@ -49,9 +49,9 @@ def _pretrain(family: str, config: Path | None, recipe: str | None, flags: dict[
             raise typer.Exit(EXIT_USAGE) from None
         raise
     if dry:
-        from ..trainer.dryrun.report import show_dry_run
+        from ..trainer.dryrun.report import print_dry_run
 
-        show_dry_run(resolved, resolved.run.dry_run_device, Format(resolved.run.dry_run_format))
+        print_dry_run(resolved, resolved.run.dry_run_device, Format(resolved.run.dry_run_format))
         return
     from ..trainer.loop import run_pretrain
 

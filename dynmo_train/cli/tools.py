@@ -92,11 +92,11 @@ def monitor(
     form: Annotated[Format, typer.Option("--format", help="How to report; json looks once.")] = Format.TEXT,
 ) -> None:
     """Watch a run: loss, tokens per second, load of the stages, bubble, plans. Ends when the run is done."""
-    from ..trainer.monitoring.monitor import document_of, text_of, view_of, watch
+    from ..trainer.monitoring.monitor import document_of, format_status, read_run_status, watch
 
     if form is Format.JSON:
-        emit_json(document_of(view_of(run)))
+        emit_json(document_of(read_run_status(run)))
     elif once or not sys.stdout.isatty():
-        emit(text_of(view_of(run)))
+        emit(format_status(read_run_status(run)))
     else:
         watch(run, every_s)

@@ -30,8 +30,8 @@ from ..parallel.consensus import agreed
 from ..parallel.dims import ParallelDims
 from ..parallel.process_groups import World, broadcast_document, leave_world
 from ..parallel.seeding import stable_seed
-from ..trainer.checkpoint.async_checkpoint import Checkpointing, Saved
-from ..trainer.checkpoint.engine_checkpoint import RECORDS, SavedRun, check_same_model, state_reader
+from ..trainer.checkpoint.async_checkpoint import Checkpointer, Saved
+from ..trainer.checkpoint.engine_checkpoint import RECORDS, CheckpointMetadata, check_same_model, state_reader
 from ..trainer.checkpoint.load_checkpoint import checkpoint_to_load
 from ..trainer.engine import Engine
 from ..trainer.fingerprint import checkpoint_facts, config_facts, join_same, option_facts, require_same
@@ -39,10 +39,10 @@ from ..trainer.finite_check import FiniteCheck, end_message
 from ..trainer.garbage_collection import freeze_imports
 from ..trainer.monitoring.profile_writer import Recorder
 from ..trainer.monitoring.training_log import TrainingLog, complete_line, stop_line
-from ..trainer.run_directory import RunDirectory, begin_run
+from ..trainer.run_directory import RunDirectory, open_run_directory
 from ..trainer.settings_from_config import first_partition, flops_counter, parameter_counts, settings_of
 from ..trainer.setup import continued_checkpoint, progress_of
-from ..trainer.signals import Interrupts, Wishes
+from ..trainer.signals import BoundarySignals, DistributedSignalHandler
 from .classification import accuracy, data_paths
 
 # What a checkpoint of another head may say otherwise.
@@ -93,15 +93,15 @@ def pretrained_state(engine: Engine, checkpoint: Checkpoint, world: World) -> An
     ]
     if different:
         raise UsageError(f"--pretrained-checkpoint {checkpoint.directory} holds another model: {'; '.join(different)}")
-    read = state_reader(checkpoint, engine.held, world, moments=False)
+    read = state_reader(checkpoint, engine.item_store, world, moments=False)
 
     def state(item: str) -> ItemState:
-        names = list(parameters_of(item, engine.held.blueprint(item)))
+        names = list(parameters_of(item, engine.item_store.blueprint(item)))
         if all(checkpoint.has(name) for name in names):
             return read(item)
         fresh = parameters_of(item, engine.family.build(item, torch.device("cpu")))
         tensors = {
-            name: engine.held.own_part(
+            name: engine.item_store.own_part(
                 name, checkpoint.load([name])[name] if checkpoint.has(name) else fresh[name].detach()
             ).to(world.device)
             for name in names
@@ -153,7 +153,7 @@ class _Finetuning:
         self.source, self.last_saved = start.source, start.last_saved
         self.recorder = Recorder(start.directory, world)
         self.log = TrainingLog(config, world, flops_counter(config, self.engine.family))
-        self.checkpoints = Checkpointing(
+        self.checkpoints = Checkpointer(
             self.engine,
             start.directory.checkpoints,
             aside=config.run.async_save,
@@ -186,7 +186,7 @@ class _Finetuning:
         begun = agreed(
             world,
             lambda: (
-                begin_run(
+                open_run_directory(
                     config,
                     world_size=world.size,
                     hosts=[world.host],
@@ -217,7 +217,7 @@ class _Finetuning:
                     f" count on equal batches, give --global-batch-size {consumed // max(1, step)}"
                 )
             moments = not self.config.run.no_load_optim
-            reader = state_reader(going_on, engine.held, self.world, moments=moments)
+            reader = state_reader(going_on, engine.item_store, self.world, moments=moments)
             engine.restore(reader, step, **progress_of(going_on))
             return step
         if first is not None:
@@ -234,36 +234,36 @@ class _Finetuning:
             if self.world.is_first:
                 say(complete_line(self.directory.path, self.step, f"--epochs make {last:,}; give more --epochs"))
             return EXIT_OK
-        wishes = Wishes()
+        signals = BoundarySignals()
         if data is None:
             self.measure(0)
         else:
             self.log.start(self.engine.partition, self.step + 1, parameter_counts(self.engine))
-            with Interrupts(None) as interrupts:
-                wishes = self._train(data, last, interrupts)
+            with DistributedSignalHandler(None) as signal_handler:
+                signals = self._train(data, last, signal_handler)
         self.checkpoints.wait()
         if self.checkpoints.failure is not None:
             raise DynmoError(f"{self.checkpoints.failure}; the last checkpoint is {self.last_saved or 'none'}")
         if self.world.is_first:
             say(f"run directory: {self.directory.path}")
-            if wishes.code and self.step < last:
+            if signals.code and self.step < last:
                 say(stop_line(self.directory.path, self.step, config.run.load, self.last_saved))
             if self._is_not_finite(last):
                 say(f"dynmo-train: error: {end_message(self.step, self.check, self.last_saved)}")
         if self._is_not_finite(last):
             return EXIT_NOT_FINITE
-        return EXIT_RELAUNCH if wishes.relaunch and self.step < last else wishes.code
+        return EXIT_RELAUNCH if signals.relaunch and self.step < last else signals.code
 
     def _is_not_finite(self, last: int) -> bool:
         """Whether the run has ended with a model that is not finite."""
         return self.check.is_over or (self.check.is_refused and self.step >= last)
 
-    def _train(self, data: PairData, last: int, interrupts: Interrupts) -> Wishes:
+    def _train(self, data: PairData, last: int, signal_handler: DistributedSignalHandler) -> BoundarySignals:
         """Steps up to ``last``, or until a signal ends the run; what was asked at the last boundary."""
         order = Epochs(samples=len(data), seed=self.config.training.seed)
         every = self.config.run.save_interval
-        wishes = Wishes()
-        while self.step < last and not wishes.leave:
+        signals = BoundarySignals()
+        while self.step < last and not signals.leave:
             self._step(data, order)
             if self.check.is_over:
                 break
@@ -271,11 +271,11 @@ class _Finetuning:
             if epoch > before or self.step == last:
                 # The last epoch ends with its last whole batch.
                 self.measure(-(-self.step * self.batch // len(data)) if self.step == last else epoch)
-            wishes = interrupts.at_boundary(self.world)
+            signals = signal_handler.at_boundary(self.world)
             due = every is not None and self.step % every == 0
-            if self.step == last or due or wishes.save or wishes.leave:
+            if self.step == last or due or signals.save or signals.leave:
                 self._save()
-        return wishes
+        return signals
 
     def _step(self, data: PairData, order: Epochs) -> None:
         """One optimizer step and its records."""
@@ -321,7 +321,7 @@ class _Finetuning:
             self.recorder.event("not_saved", problem, step=self.step)
             self.log.line(f" {problem}")
             return
-        run = SavedRun(
+        run = CheckpointMetadata(
             run_id=self.directory.run_id,
             step=self.step,
             consumed_train_samples=self.step * self.batch,

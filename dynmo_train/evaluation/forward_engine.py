@@ -200,6 +200,6 @@ def forward_engine(
         precision=Precision(compute=compute_type(place)),
     )
     engine = Engine(family, settings, partition, world)
-    reader = state_reader(source.checkpoint, engine.held, world, moments=False)
+    reader = state_reader(source.checkpoint, engine.item_store, world, moments=False)
     agreed(world, lambda: engine.restore(reader, 0))
     return engine

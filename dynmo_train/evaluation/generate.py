@@ -95,7 +95,7 @@ class Writer:
         self.tokenizer, ending = agreed(world, prepare)
         self.positions = int(source.model["max_position_embeddings"])
         engine = forward_engine(source, place, world, tokens=1, wrap=lambda base: base)
-        for module in engine.held.modules.values():
+        for module in engine.item_store.modules.values():
             module.to(engine.settings.precision.compute)
         self._generation = Generation(
             engine,

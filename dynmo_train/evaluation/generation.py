@@ -114,7 +114,7 @@ class Generation:
         items = engine.family.items
         names = set(engine.local_names)
         held = [item for item in items if item.name in names]
-        self.decoder = Decoder(engine.family, engine.held.modules, max_tokens, held)
+        self.decoder = Decoder(engine.family, engine.item_store.modules, max_tokens, held)
         if self.world.device.type == "cpu":
             for module in self.decoder.modules.values():
                 store_by_columns(module)

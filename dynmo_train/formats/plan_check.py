@@ -68,8 +68,8 @@ def validate_plan(
     item_names: Sequence[str],
     cut_allowed: Collection[str],
     workers: Sequence[int],
-    plan_in_force: int,
-    stage_items_in_force: Stages,
+    active_plan_id: int,
+    active_stages: Stages,
     schedule: str,
     virtual_stages_per_worker: int,
     releasable: Collection[int] = (),
@@ -83,8 +83,8 @@ def validate_plan(
         item_names: the layer list at the finest granularity.
         cut_allowed: items before which a stage may begin in this run.
         workers: ids of the living workers, in pipeline order.
-        plan_in_force: number of the plan that the stages are from; a plan on another base is ``stale``.
-        stage_items_in_force: the items of each stage now.
+        active_plan_id: number of the plan that the stages are from; a plan on another base is ``stale``.
+        active_stages: the items of each stage now.
         schedule: of this run; it does not change within a segment.
         virtual_stages_per_worker: of this run.
         releasable: workers that a plan may release.
@@ -93,8 +93,8 @@ def validate_plan(
     problems = []
     if plan.run_id != run_id:
         problems.append(Problem("run_id", "run", f"is {plan.run_id!r}; this run is {run_id!r}"))
-    if plan.base_plan_id != plan_in_force:
-        words = f"is {plan.base_plan_id}; the active plan is {plan_in_force}"
+    if plan.base_plan_id != active_plan_id:
+        words = f"is {plan.base_plan_id}; the active plan is {active_plan_id}"
         problems.append(Problem("base_plan_id", "stale", words))
     if plan.schedule != schedule:
         problems.append(Problem("schedule", "schedule", f"is {plan.schedule}; this run has {schedule}"))
@@ -103,6 +103,6 @@ def validate_plan(
         problems.append(Problem("virtual_stages_per_worker", "schedule", words))
     problems += _items(plan, item_names, cut_allowed) + _places(plan, workers, releasable)
     problems += _memory(plan, memory_bytes or {})
-    if plan.action == "keep" and [list(stage) for stage in plan.stages] != [list(s) for s in stage_items_in_force]:
+    if plan.action == "keep" and [list(stage) for stage in plan.stages] != [list(s) for s in active_stages]:
         problems.append(Problem("stages", "keep", "keep must repeat the stages in force"))
     return problems

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import time
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,7 +30,6 @@ from .partition import Move, Partition, moves_between
 
 # Tensors of at least this size travel from and into their own memory; smaller ones are joined.
 LARGE_BYTES = 1 << 16
-Fault = Callable[[str, torch.Tensor], None]
 Entry = Mapping[str, Any]
 Arriving = dict[str, list[tuple[list[Entry], torch.Tensor]]]
 
@@ -82,13 +81,8 @@ def _announcement_problem(announcement: dict[str, Any], held: HeldItems) -> str 
     return None
 
 
-def move_items(
-    held: HeldItems, before: Partition, after: Partition, world: World, fault: Fault | None = None
-) -> MoveReport:
+def move_items(held: HeldItems, before: Partition, after: Partition, world: World) -> MoveReport:
     """Move whole items so that the workers hold those of ``after``. Called by every worker; all commit, or none does.
-
-    Args:
-        fault: for tests: may alter a received piece (item name, bytes) before it is verified.
 
     Raises:
         MoveError: on every worker, where anything was not as announced; the old partition stays in place.
@@ -105,7 +99,7 @@ def move_items(
     announced = {one["item"]: one for offers in everyone for one in offers}
     _check_announcements(moves, everyone, announced, held, world)
     arriving = _reserve(moves, announced, world)
-    sent, received = _exchange(moves, leaving, announced, arriving, world, fault)
+    sent, received = _exchange(moves, leaving, announced, arriving, world)
     crcs = gather_documents(world, {"crc32": sent})
     expected = {
         item: crc for worker in range(world.dims.pipeline) for item, crc in crcs[world.peer(worker)]["crc32"].items()
@@ -167,7 +161,6 @@ def _exchange(
     announced: Mapping[str, Mapping[str, Any]],
     arriving: Arriving,
     world: World,
-    fault: Fault | None,
 ) -> tuple[dict[str, int], dict[str, int]]:
     """Send and receive at once; the CRC-32 of each item that was sent, and of each that was received."""
     group = world.groups.pipeline
@@ -197,8 +190,6 @@ def _exchange(
     for item, block, number in incoming:
         if each:
             works[number].wait()
-        if fault is not None:
-            fault(item, block)
         received[item] = crc_after(block, received[item])
     arrived = {number for _, _, number in incoming}  # gloo would wait for another one
     _wait([work for number, work in enumerate(works) if number not in arrived] if each else [])

@@ -54,7 +54,7 @@ from ..parallel.process_groups import (
 )
 from ..parallel.tensor_parallel import region_of
 from ..pipeline.costs import costs_of_workers
-from ..pipeline.migration import Fault, MoveReport, move_items
+from ..pipeline.migration import MoveReport, move_items
 from ..pipeline.partition import Partition
 from ..pipeline.profiler import Probe
 from ..pipeline.schedule import Pipeline, PipelineConfig
@@ -162,9 +162,9 @@ class Engine:
 
     ``is_warm`` says whether a step has run since the stages were last built: the first one is no measure of costs.
     ``probe`` measures the items, and may make them take stated times; by default it measures alone.
-    ``shape`` is what the pipeline is built for; it follows the batches. ``advanced`` is how far the learning rate's
-    schedule has come, in samples; steps without an update do not count. ``replica_workers`` is how many workers were
-    chosen to compress between their replicas; None before that, or where nothing is chosen.
+    ``shape`` is what the pipeline is built for; it follows the batches. ``advanced_samples`` is the position of the
+    learning-rate schedule, in samples; steps without an update do not count. ``replica_workers`` is how many workers
+    were chosen to compress between their replicas; None before that, or where nothing is chosen.
     """
 
     def __init__(
@@ -181,7 +181,7 @@ class Engine:
         shards = None
         if settings.zero_stage and world.dims.data > 1:
             shards = Shards(world, reshard=settings.zero_stage == 3, compute=settings.precision.compute)
-        self.held = HeldItems(
+        self.item_store = HeldItems(
             family,
             settings.adamw,
             world.device,
@@ -195,14 +195,14 @@ class Engine:
             settings.pipeline.compiled,
         )
         self.scaler = LossScaler(settings.precision.scaling)
-        self.advanced = 0
+        self.advanced_samples = 0
         self.replica_workers: int | None = None
         self.probe = probe or Probe(clock_for(world.device))
         self.freezing = self._freezing()
         self.pruning = None
         if settings.pruning is not None:
             self.pruning = GradualPruning(
-                settings.pruning, self.held, lambda: self.freezing.frozen, world, settings.pruning_rule
+                settings.pruning, self.item_store, lambda: self.freezing.frozen, world, settings.pruning_rule
             )
         self._item_names = tuple(item.name for item in family.items)
         self.shape = settings.pipeline
@@ -210,18 +210,18 @@ class Engine:
         self._fused: frozenset[str] = frozenset()
         if settings.compression.replica_rank is not None and world.dims.data > 1:
             seed = settings.pipeline.seed
-            self._replica_codec = ReplicaCodec(settings.compression, self.held, world, seed, self.probe.clock)
+            self._replica_codec = ReplicaCodec(settings.compression, self.item_store, world, seed, self.probe.clock)
         if settings.compression.fuse_ties:
-            self._fused = fused_parameters(self.held, family.ties, world)
+            self._fused = fused_parameters(self.item_store, family.ties, world)
         self._reducer = GradientReducer(
-            self.held,
+            self.item_store,
             world,
             overlap=settings.overlap_reduction,
             compressor=self._replica_codec,
             elsewhere=self._fused,
         )
         if settings.compression.boundary_rank is not None:
-            self._codec = BoundaryCodec(settings.compression, self.held, settings.pipeline.seed, self.probe.clock)
+            self._codec = BoundaryCodec(settings.compression, self.item_store, settings.pipeline.seed, self.probe.clock)
         self._pipeline: Pipeline | None = None
         self.is_warm = False
 
@@ -229,14 +229,14 @@ class Engine:
         family, settings = self.family, self.settings
         rule = settings.adaptive_freezing
         if rule is not None:
-            return AdaptiveFreezing(rule, family.items, self.held, family.ties, settings.freeze_tied, self.world)
-        return LayerFreezing(settings.freeze_steps, family.items, self.held, family.ties, settings.freeze_tied)
+            return AdaptiveFreezing(rule, family.items, self.item_store, family.ties, settings.freeze_tied, self.world)
+        return LayerFreezing(settings.freeze_steps, family.items, self.item_store, family.ties, settings.freeze_tied)
 
     @property
     def weight_decay(self) -> float:
         """The weight decay of matrices in the next update."""
         schedule = self.settings.weight_decay
-        return self.settings.adamw.weight_decay if schedule is None else schedule.at(self.advanced)
+        return self.settings.adamw.weight_decay if schedule is None else schedule.at(self.advanced_samples)
 
     @property
     def local_names(self) -> tuple[str, ...]:
@@ -247,7 +247,7 @@ class Engine:
     def build(self) -> None:
         """Start with fresh weights."""
         for name in self.local_names:
-            self.held.build(name)
+            self.item_store.build(name)
 
     def restore(
         self,
@@ -267,10 +267,10 @@ class Engine:
             freezing: the state of adaptive freezing.
             replica_workers: how many workers were chosen to compress between their replicas.
         """
-        self.advanced = advanced_samples
+        self.advanced_samples = advanced_samples
         self.scaler.adopt(loss_scale)
         for name in self.local_names:
-            self.held.adopt(name, read(name))
+            self.item_store.adopt(name, read(name))
         self.freezing.adopt(freezing)
         self.freezing.resume(step)
         if replica_workers is not None:
@@ -304,7 +304,7 @@ class Engine:
                 self.partition,
                 self.world,
                 self.family.items,
-                self.held.modules,
+                self.item_store.modules,
                 self.freezing.frozen,
                 self.probe,
                 self._reducer.item_is_final if self._reducer.overlaps else None,
@@ -332,13 +332,13 @@ class Engine:
         total = self._mean_loss(loss)
         updated = math.isfinite(norm) and math.isfinite(total)
         is_scale_search = not updated and math.isfinite(total) and self.scaler.can_fall
-        rate = self.settings.rate.at(self.advanced)
+        rate = self.settings.rate.at(self.advanced_samples)
         if updated:
-            clip_gradients(self.held, norm, self.settings.clip)
-            self.held.update(rate, self.weight_decay)
-            self.advanced += advance
+            clip_gradients(self.item_store, norm, self.settings.clip)
+            self.item_store.update(rate, self.weight_decay)
+            self.advanced_samples += advance
         else:
-            self.held.drop_gradients()
+            self.item_store.drop_gradients()
             for codec in (self._codec, self._replica_codec):
                 if codec is not None:
                     codec.forget_broken()
@@ -353,7 +353,7 @@ class Engine:
             loss=total,
             grad_norm=norm,
             rate=rate,
-            next_rate=self.settings.rate.at(self.advanced),
+            next_rate=self.settings.rate.at(self.advanced_samples),
             loss_scale=self.scaler.scale,
             updated=updated,
             is_scale_search=is_scale_search,
@@ -374,7 +374,7 @@ class Engine:
         told = {
             "boundaries": {name: one.document(self.probe.clock) for name, one in boundaries.items()},
             "replicas": {name: one.document(self.probe.clock) for name, one in replicas.items()},
-            "memory_bytes": self.held.memory_bytes,
+            "memory_bytes": self.item_store.memory_bytes,
         }
         return merged_figures(gather_documents(self.world, told))
 
@@ -384,20 +384,20 @@ class Engine:
     def _prepare_gradients(self) -> float:
         ties = self.family.ties
         self._reducer.finish()
-        add_token_gradients(self.held)
+        add_token_gradients(self.item_store)
         owners = self.partition.owners()
         if self._fused:
-            add_fused_gradients(self.held, ties, owners, self.world, self._fused)
-        add_tied_gradients(self.held, ties, owners, self.world, self._fused)
+            add_fused_gradients(self.item_store, ties, owners, self.world, self._fused)
+        add_tied_gradients(self.item_store, ties, owners, self.world, self._fused)
         stopped = self.freezing.without_updates()
         if stopped:
-            for _, name, parameter in self.held.parameters():
+            for _, name, parameter in self.item_store.parameters():
                 if name in stopped:
                     parameter.grad = None
-        zero_pruned_gradients(self.held)
-        gradients = [p.grad for _, _, p in self.held.parameters() if p.grad is not None]
+        zero_pruned_gradients(self.item_store)
+        gradients = [p.grad for _, _, p in self.item_store.parameters() if p.grad is not None]
         unscale(gradients, self.scaler.scale)
-        return gradient_norm(self.held, self._item_names, ties, self.world)
+        return gradient_norm(self.item_store, self._item_names, ties, self.world)
 
     def _mean_loss(self, loss: torch.Tensor) -> float:
         """The step's loss at every process, from the parts that one worker of each replica knows."""
@@ -445,7 +445,7 @@ class Engine:
             parts = {name: values[0] for name, values in self._figures().get(head, {}).items() if len(values) == 1}
             for name, value in ({"loss": loss} | parts).items():
                 told.setdefault(name, []).append(value)
-        self.held.release()
+        self.item_store.release()
         return {name: sum(values) / len(values) for name, values in told.items()}
 
     @torch.no_grad()
@@ -471,13 +471,15 @@ class Engine:
             own = torch.stack([torch.cat(told[name]).to("cpu", torch.float64) for name in names])
         sum_over_pipeline(self.world, own)
         whole = torch.cat(gather_over(self.world.groups.data, own), dim=1)
-        self.held.release()
+        self.item_store.release()
         return dict(zip(names, whole, strict=True))
 
     def has_finite_state(self) -> bool:
         """Whether all parameters and moments are finite, at all processes; every process calls this."""
-        moments = [each for item, _, p in self.held.parameters() for each in self.held.moments(item, p).values()]
-        largest = [_largest([p.detach() for _, _, p in self.held.parameters()]), _largest(moments)]
+        moments = [
+            each for item, _, p in self.item_store.parameters() for each in self.item_store.moments(item, p).values()
+        ]
+        largest = [_largest([p.detach() for _, _, p in self.item_store.parameters()]), _largest(moments)]
         return all_agree(self.world, all(math.isfinite(value) for value in largest))
 
     def has_finite_loss(self, batch: Batch) -> bool:
@@ -488,7 +490,7 @@ class Engine:
         between two normalizations a value is a product of up to five weights, and its square is taken.
         """
         limit = torch.finfo(self.settings.precision.compute).max ** (1 / 12)
-        if all_agree(self.world, _largest([p.detach() for _, _, p in self.held.parameters()]) <= limit):
+        if all_agree(self.world, _largest([p.detach() for _, _, p in self.item_store.parameters()]) <= limit):
             return True
         return math.isfinite(self.evaluate([batch]))
 
@@ -503,14 +505,14 @@ class Engine:
             self._pipeline = None
         return events
 
-    def repartition(self, after: Partition, fault: Fault | None = None) -> MoveReport:
-        """Move items so that ``after`` is in force; raises ``MoveError`` with the old partition still in place."""
-        report = move_items(self.held, self.partition, after, self.world, fault)
+    def repartition(self, after: Partition) -> MoveReport:
+        """Move items so that ``after`` is active; raises ``MoveError`` with the old partition still in place."""
+        report = move_items(self.item_store, self.partition, after, self.world)
         self.partition = after
         self._pipeline = None
         return report
 
-    def enter(self, world: World) -> None:
+    def set_world(self, world: World) -> None:
         """Go on among the processes of ``world``, on whose workers alone the partition has stages."""
         self.world = world
         self.partition = replace(self.partition, places=())

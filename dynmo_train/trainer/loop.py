@@ -19,20 +19,20 @@ from ..launch.exit_status import EXIT_NOT_FINITE
 from ..parallel.consensus import is_reporting_rank
 from ..parallel.dims import ParallelDims
 from ..parallel.process_groups import leave_world
-from .checkpoint.async_checkpoint import Checkpointing, Saved
-from .checkpoint.engine_checkpoint import SavedRun
+from .checkpoint.async_checkpoint import Checkpointer, Saved
+from .checkpoint.engine_checkpoint import CheckpointMetadata
 from .engine import StepResult
 from .fingerprint import config_facts, join_same
 from .finite_check import FiniteCheck, batch_detail, end_message
 from .garbage_collection import freeze_imports
 from .monitoring.training_log import TrainingLog, complete_line, stop_line
-from .rebalance.compression_choice import WaySelection
-from .rebalance.plan_controller import Controller, ControllerSettings, TakenPlan
+from .rebalance.compression_choice import CompressionChoice
+from .rebalance.plan_controller import AppliedPlan, PlanController, PlanControllerSettings
 from .rebalance.planner_process import PlannerProcess
-from .rebalance.resize_requests import GrowRequests
-from .settings_from_config import flops_counter, growth_problems, parameter_counts, plan_problems
-from .setup import Beginning, begin, continued_checkpoint
-from .signals import Interrupts, Wishes
+from .rebalance.resize_requests import ResizeRequests
+from .settings_from_config import flops_counter, parameter_counts, plan_problems, resize_problems
+from .setup import InitialState, continued_checkpoint, setup_run
+from .signals import BoundarySignals, DistributedSignalHandler
 
 
 def run_pretrain(config: Config) -> int:
@@ -50,7 +50,7 @@ def run_pretrain(config: Config) -> int:
     )
     world = join_same(config.training.device, dims, lambda: config_facts(config))
     try:
-        run = _Run(begin(config, world))
+        run = _Run(setup_run(config, world))
         try:
             return run.evaluate() if config.training.skip_train else run.train()
         finally:
@@ -66,7 +66,7 @@ def run_pretrain(config: Config) -> int:
 class _Run:
     """A run in progress."""
 
-    def __init__(self, start: Beginning) -> None:
+    def __init__(self, start: InitialState) -> None:
         self.config = config = start.config
         self.engine, self.samples = start.engine, start.samples
         self.directory, self.recorder = start.directory, start.recorder
@@ -82,35 +82,35 @@ class _Run:
         self._planner = planner
         self._controller = None
         if online:
-            self._controller = Controller(
+            self._controller = PlanController(
                 engine,
-                ControllerSettings(
+                PlanControllerSettings(
                     interval=balance.rebalance_interval,
                     lockstep=balance.balance_lockstep,
                     timeout_s=balance.planner_timeout_s,
                 ),
                 plans=directory.plans,
                 append=recorder.profile_line,
-                problems_of=lambda plan, in_force, stages: plan_problems(
+                problems_of=lambda plan, active_plan_id, stages: plan_problems(
                     plan,
                     config,
                     engine.family,
                     run_id=directory.run_id,
-                    in_force=in_force,
-                    stages=stages,
+                    active_plan_id=active_plan_id,
+                    active_stages=stages,
                     workers=engine.world.worker_ids,
                 ),
-                in_force=start.first_plan,
+                active_plan_id=start.first_plan,
                 log_event=recorder.event,
                 settle=lambda: self._checkpoints.wait(),
                 planner=planner,
             )
         self._first_plan = start.first_plan
-        self._grow = GrowRequests(
-            directory.requests, lambda workers: growth_problems(config, engine.world.dims, workers), recorder.event
+        self._grow = ResizeRequests(
+            directory.requests, lambda workers: resize_problems(config, engine.world.dims, workers), recorder.event
         )
         self._log = TrainingLog(config, engine.world, flops_counter(config, engine.family))
-        self._checkpoints = Checkpointing(
+        self._checkpoints = Checkpointer(
             engine, directory.checkpoints, aside=config.run.async_save, on_saved=self._saved, on_failure=self._not_saved
         )
         self._check = FiniteCheck.of(config.training)
@@ -134,9 +134,9 @@ class _Run:
         self._warn_without_test()
         self._start_planner()
         minutes = training.exit_duration_in_mins
-        wishes, last = Wishes(), False
-        with Interrupts(minutes * 60 if minutes is not None else None) as interrupts:
-            while self.step < training.train_iters and not wishes.leave:
+        signals, last = BoundarySignals(), False
+        with DistributedSignalHandler(minutes * 60 if minutes is not None else None) as signal_handler:
+            while self.step < training.train_iters and not signals.leave:
                 self._train_step()
                 if self._check.is_over:
                     return self._end_not_finite()
@@ -150,16 +150,16 @@ class _Run:
                     self._moved(taken)
                 self._select(taken)
                 self._checkpoints.at_boundary()
-                wishes = interrupts.at_boundary(self.engine.world, relaunch=not last and self._is_to_grow())
+                signals = signal_handler.at_boundary(self.engine.world, relaunch=not last and self._is_to_grow())
                 if self._is_due(training.exit_interval):
-                    wishes = replace(wishes, leave=True)
-                if last or wishes.leave or wishes.save or self._is_due(self.config.run.save_interval):
+                    signals = replace(signals, leave=True)
+                if last or signals.leave or signals.save or self._is_due(self.config.run.save_interval):
                     self._save()
-                if wishes.leave and not last:
+                if signals.leave and not last:
                     self._log.line(f" exiting program at iteration {self.step}")
             if last:
                 self._test()
-        return self._end(wishes)
+        return self._end(signals)
 
     def _complete(self) -> int:
         """All steps were done before this start."""
@@ -170,7 +170,7 @@ class _Run:
             say(complete_line(self.directory.path, self.step, rule))
         return EXIT_OK
 
-    def _end(self, wishes: Wishes) -> int:
+    def _end(self, signals: BoundarySignals) -> int:
         """Wait for the last checkpoint, print where the run is and how to resume it; the exit code."""
         self._checkpoints.wait()
         if self._checkpoints.failure is not None:
@@ -181,12 +181,12 @@ class _Run:
         is_left = self.step < self.config.training.train_iters
         if self.engine.world.is_first:
             say(f"run directory: {self.directory.path}")
-            if wishes.code and is_left:
+            if signals.code and is_left:
                 say(stop_line(self.directory.path, self.step, self.config.run.load, self._last_saved))
         # A run that ends by itself; one that a signal ended has that signal's code.
-        if self._check.is_refused and not (is_left and (wishes.code or wishes.relaunch)):
+        if self._check.is_refused and not (is_left and (signals.code or signals.relaunch)):
             return self._end_not_finite()
-        return EXIT_RELAUNCH if wishes.relaunch and is_left else wishes.code
+        return EXIT_RELAUNCH if signals.relaunch and is_left else signals.code
 
     def _end_not_finite(self) -> int:
         """End a run whose model is not finite; the exit code."""
@@ -227,7 +227,7 @@ class _Run:
             self._log.line(f" {event.message} after iteration {event.step}")
 
     def _record(self, result: StepResult, size: int, length: int) -> None:
-        plan_id = self._controller.in_force if self._controller is not None else self._first_plan
+        plan_id = self._controller.active_plan_id if self._controller is not None else self._first_plan
         if result.costs is not None:
             self.recorder.costs(self.step, plan_id, result.step_ns, result.costs, result.counts)
         self.recorder.metrics(
@@ -247,7 +247,7 @@ class _Run:
         )
         self._log.step(self.step, self.consumed, size, length, result)
 
-    def _select(self, taken: TakenPlan | None) -> None:
+    def _select(self, taken: AppliedPlan | None) -> None:
         """Where ``dynmo-plan`` chooses who compresses between replicas."""
         if self._selection is None:
             return
@@ -256,7 +256,7 @@ class _Run:
         if chosen is not None:
             self._log.line(f" {chosen} workers compress between replicas after iteration {self.step}")
 
-    def _moved(self, taken: TakenPlan) -> None:
+    def _moved(self, taken: AppliedPlan) -> None:
         self._log.moved(taken, self.step)
         if taken.released:
             self._log.line(f" {self.recorder.released(self.step, taken.released)} after iteration {self.step}")
@@ -292,7 +292,7 @@ class _Run:
             self.recorder.event("not_saved", problem, step=self.step)
             self._log.line(f" {problem}")
             return
-        run = SavedRun(
+        run = CheckpointMetadata(
             run_id=self.directory.run_id,
             step=self.step,
             consumed_train_samples=self.consumed,
@@ -330,14 +330,14 @@ class _Run:
             self._planner.stop()
 
 
-def _selection(config: Config, start: Beginning) -> WaySelection | None:
+def _selection(config: Config, start: InitialState) -> CompressionChoice | None:
     """Asks ``dynmo-plan`` who compresses between replicas; costs are first measured in the second step or later."""
     engine, every = start.engine, config.balance.profile_interval
     if not engine.chooses_replica_workers:
         return None
     device = engine.world.device
     measured = start.step + 2
-    return WaySelection(
+    return CompressionChoice(
         engine,
         start.directory.path,
         first_costs=measured + -measured % every,

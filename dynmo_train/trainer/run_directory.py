@@ -102,7 +102,9 @@ def _goes_on(path: Path, load: str | None) -> bool:
     return load is not None and Path(load).resolve().is_relative_to(path.resolve())
 
 
-def begin_run(config: Config, *, world_size: int, hosts: Sequence[str], engine: Mapping[str, Any]) -> RunDirectory:
+def open_run_directory(
+    config: Config, *, world_size: int, hosts: Sequence[str], engine: Mapping[str, Any]
+) -> RunDirectory:
     """Make the run directory, or resume in the one that ``--load`` names; for rank 0 alone.
 
     Args:

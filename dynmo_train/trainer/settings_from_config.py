@@ -221,14 +221,14 @@ def plan_problems(
     family: ModelFamily,
     *,
     run_id: str,
-    in_force: int,
-    stages: Sequence[Sequence[str]],
+    active_plan_id: int,
+    active_stages: Sequence[Sequence[str]],
     workers: Sequence[int],
 ) -> list[Problem]:
     """Why a plan cannot be taken by this run now; empty where it can.
 
     Args:
-        in_force, stages: the number and the stages of the active plan.
+        active_plan_id, active_stages: number of the active plan, and item names of each of its stages.
         workers: ids of those that are left, by pipeline position. All but the first may be released.
     """
     return validate_plan(
@@ -238,14 +238,14 @@ def plan_problems(
         cut_allowed=allowed_cuts(family.items, config.balance.granularity),
         workers=workers,
         releasable=workers[1:],
-        plan_in_force=in_force,
-        stage_items_in_force=stages,
+        active_plan_id=active_plan_id,
+        active_stages=active_stages,
         schedule=config.parallel.schedule,
         virtual_stages_per_worker=config.parallel.virtual_stages_per_worker,
     )
 
 
-def growth_problems(config: Config, dims: ParallelDims, workers: int) -> list[Problem]:
+def resize_problems(config: Config, dims: ParallelDims, workers: int) -> list[Problem]:
     """Why the run cannot continue with ``workers`` workers of as many processes each; empty where it can."""
     size = replace(dims, pipeline=workers).size
     return validate(replace(config, parallel=replace(config.parallel, pipeline_model_parallel_size=workers)), size)
@@ -261,9 +261,15 @@ def first_partition(config: Config, family: ModelFamily, checkpoint_topology: Ma
     virtual, vee = config.parallel.virtual_stages_per_worker, config.parallel.schedule == "zb-v"
     if config.balance.plan is not None:
         plan = read_plan(Path(config.balance.plan))
-        # A first plan may come from another run, and has nothing in force to be based on.
+        # An initial plan may come from another run: it is based on no active plan.
         problems = plan_problems(
-            plan, config, family, run_id=plan.run_id, in_force=0, stages=plan.stages, workers=range(workers)
+            plan,
+            config,
+            family,
+            run_id=plan.run_id,
+            active_plan_id=0,
+            active_stages=plan.stages,
+            workers=range(workers),
         )
         problems += [Problem("released_workers", "release", "a run starts with all its workers")] * bool(
             plan.released_workers
@@ -312,7 +318,7 @@ def flops_counter(config: Config, family: ModelFamily) -> Callable[[int, int], i
 def parameter_counts(engine: Engine) -> dict[tuple[int, int], int]:
     """Parameters by (tensor, pipeline) rank, a tied weight counted wherever it is held; every process calls this."""
     world = engine.world
-    held = sum(parameter.numel() for _, _, parameter in engine.held.parameters())
+    held = sum(parameter.numel() for _, _, parameter in engine.item_store.parameters())
     told = gather_documents(world, held)
     places = ((rank, world.dims.coordinates(rank)) for rank in range(world.size))
     return {(at.tensor, at.pipeline): told[rank] for rank, at in places if at.data == 0}

@@ -33,12 +33,12 @@ from .checkpoint.load_checkpoint import check_bert, checkpoint_to_load, tower_re
 from .engine import Engine, EngineSettings
 from .fingerprint import checkpoint_facts, require_same
 from .monitoring.profile_writer import Recorder, describe_items, describe_workers, measure_links
-from .run_directory import RunDirectory, begin_run
+from .run_directory import RunDirectory, open_run_directory
 from .settings_from_config import first_partition, schedule_in_profile, settings_of
 
 
 @dataclass(frozen=True, kw_only=True)
-class Beginning:
+class InitialState:
     """What a run starts with.
 
     Attributes:
@@ -61,7 +61,7 @@ class Beginning:
     first_plan: int
 
 
-def begin(config: Config, world: World) -> Beginning:
+def setup_run(config: Config, world: World) -> InitialState:
     """Open data and checkpoint, build the engine, make the run directory, write the header and the first plan."""
     if config.training.torch_compile:
         agreed(world, lambda: check_compiler(world.device.type, config.training.torch_compile_backend, os.environ))
@@ -103,7 +103,9 @@ def begin(config: Config, world: World) -> Beginning:
     hosts = list(dict.fromkeys(host for worker in workers for host in worker.hosts))
     begun = agreed(
         world,
-        lambda: begin_run(config, world_size=world.size, hosts=hosts, engine=facts) if world.is_first else None,
+        lambda: (
+            open_run_directory(config, world_size=world.size, hosts=hosts, engine=facts) if world.is_first else None
+        ),
     )
     told = broadcast_document(world, [str(begun.path), begun.run_id, begun.segment] if begun else None)
     directory = RunDirectory(path=Path(told[0]), run_id=told[1], segment=told[2])
@@ -128,12 +130,12 @@ def begin(config: Config, world: World) -> Beginning:
         ),
         measure_links(world),
         workers,
-        describe_items(family, settings.pipeline.boundary, engine.held.blueprint),
+        describe_items(family, settings.pipeline.boundary, engine.item_store.blueprint),
     )
     for fault in checkpoint.passed_over if checkpoint is not None else ():
         recorder.event("checkpoint_damaged", f"passed over a damaged checkpoint: {fault}", step=step)
     first_plan = _write_first_plan(config, engine, directory, step)
-    return Beginning(
+    return InitialState(
         config=config,
         engine=engine,
         samples=samples,
@@ -197,7 +199,7 @@ def _bert(config: Config, world: World) -> Checkpoint | None:
     found = checkpoint_to_load(config, world, flag="--bert-load", place=place, weights_only=True)
     if found is None:
         raise CheckpointError(
-            f"--bert-load {place} holds no checkpoint of a BERT; leave it out to begin with fresh towers"
+            f"--bert-load {place} holds no checkpoint of a BERT; leave it out to initialize both towers at random"
         )
     return found
 
@@ -217,15 +219,15 @@ def _engine(
     engine = Engine(family, settings, first_partition(config, family, topology), world, _probe(config, world, family))
     if checkpoint is None and bert is not None:
         check_bert(bert, family)
-        engine.restore(tower_reader(bert, family, engine.held, world.device), 0)
+        engine.restore(tower_reader(bert, family, engine.item_store, world.device), 0)
         return engine
     if checkpoint is None:
         engine.build()
         return engine
     if _begins(config, checkpoint):
-        engine.restore(state_reader(checkpoint, engine.held, world, moments=False), 0)
+        engine.restore(state_reader(checkpoint, engine.item_store, world, moments=False), 0)
         return engine
-    reader = state_reader(checkpoint, engine.held, world, moments=not config.run.no_load_optim)
+    reader = state_reader(checkpoint, engine.item_store, world, moments=not config.run.no_load_optim)
     if world.is_first:
         for line in scheduler_differences(settings.rate, checkpoint.manifest):
             say(f"warning: {line}")

@@ -20,7 +20,7 @@ from ..parallel.process_groups import World
 
 
 @dataclass(frozen=True, kw_only=True)
-class Wishes:
+class BoundarySignals:
     """What to do at a boundary: save, leave the run, and why it is left.
 
     ``code`` is the exit code of a run that a signal ended, 0 where none did; ``relaunch`` says that the run is to be
@@ -33,7 +33,7 @@ class Wishes:
     relaunch: bool = False
 
 
-class Interrupts:
+class DistributedSignalHandler:
     """Collects wishes between two boundaries.
 
     SIGTERM and SIGINT (Ctrl-C) save and leave, a second one leaves at once; SIGUSR1 saves and continues, SIGUSR2 saves
@@ -54,7 +54,7 @@ class Interrupts:
         self._asked = {"save": False, "end": False, "interrupt": False, "relaunch": False}
         self._handlers: dict[int, Any] = {}
 
-    def __enter__(self) -> Interrupts:
+    def __enter__(self) -> DistributedSignalHandler:
         handlers = {
             signal.SIGTERM: self._on_end,
             signal.SIGINT: self._on_interrupt,
@@ -92,7 +92,7 @@ class Interrupts:
                 os.write(2, b"interrupted: finishing the step and saving; Ctrl-C again ends at once, without saving\n")
         self._asked["interrupt"] = True
 
-    def at_boundary(self, world: World, *, relaunch: bool = False) -> Wishes:
+    def at_boundary(self, world: World, *, relaunch: bool = False) -> BoundarySignals:
         """What all processes do now: what any of them was asked. Every process calls this after every step.
 
         Args:
@@ -108,4 +108,4 @@ class Interrupts:
             dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=world.groups.everyone)
         save, end, interrupt, over, again = (bool(flag) for flag in flags.tolist())
         code = EXIT_TERMINATED if end else EXIT_INTERRUPTED if interrupt else EXIT_OK
-        return Wishes(save=save, leave=bool(code) or over or again, code=code, relaunch=again and not code)
+        return BoundarySignals(save=save, leave=bool(code) or over or again, code=code, relaunch=again and not code)

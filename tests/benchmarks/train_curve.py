@@ -84,7 +84,7 @@ def ours(family, ids: torch.Tensor, sizes: Sizes, steps: int) -> tuple[dict[str,
     rate = LearningRate(peak=PEAK, floor=FLOOR, style="cosine", warmup_steps=WARMUP, decay_steps=steps)
     boundary = (SAMPLES, sizes.tokens, sizes.width)
     engine = engine_of(family, join_world("cpu"), microbatches=MICROBATCHES, boundary=boundary, rate=rate)
-    weights = {name: parameter.detach().clone() for _, name, parameter in engine.held.parameters()}
+    weights = {name: parameter.detach().clone() for _, name, parameter in engine.item_store.parameters()}
 
     def train(step: int) -> float:
         return engine.train_step(engine_batch(batch(ids, sizes, step), step, MICROBATCHES), sampled=False).loss

@@ -80,7 +80,7 @@ def bare_schedule(engine: Engine, world: World, sizes: Sizes, microbatches: int)
     shape = (sizes["micro_batch"], sizes["tokens"], sizes["width"])
     stream = torch.empty(shape, device="meta").requires_grad_(not first)
     stage = PipelineStage(
-        PlainStage([engine.held.modules[name] for name in engine.local_names], last=last),
+        PlainStage([engine.item_store.modules[name] for name in engine.local_names], last=last),
         world.rank,
         world.size,
         world.device,
@@ -103,7 +103,7 @@ def bare_schedule(engine: Engine, world: World, sizes: Sizes, microbatches: int)
 
 def drop_gradients(engine: Engine) -> None:
     """As an optimizer step leaves them."""
-    for _, _, parameter in engine.held.parameters():
+    for _, _, parameter in engine.item_store.parameters():
         parameter.grad = None
 
 

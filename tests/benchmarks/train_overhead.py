@@ -32,7 +32,7 @@ from dynmo_train.config import Facts, resolve
 from dynmo_train.parallel.dims import ParallelDims
 from dynmo_train.parallel.process_groups import join_world, leave_world
 from dynmo_train.trainer.loop import _Run
-from dynmo_train.trainer.setup import begin
+from dynmo_train.trainer.setup import setup_run
 
 PLAIN_START = 4
 """The first steps build stages."""
@@ -53,7 +53,7 @@ def timed_steps(values: dict[str, Any], steps: int) -> tuple[list[tuple[float, f
     """
     config = resolve(flags=values, file={}, command={"family": "gpt"}, facts=Facts(world_size=2))
     world = join_world("cpu", dims=ParallelDims(pipeline=2))
-    run = _Run(config, begin(config, world))
+    run = _Run(setup_run(config, world))
     if run._planner is not None:
         run._planner.start()
     times: list[tuple[float, float]] = []

@@ -36,7 +36,7 @@ def pauses(world: World, sizes: Sizes, moved: int, rounds: int) -> list[Row]:
     for step in (1, 2):
         engine.train_step(batch_of(step, sizes, 2), sampled=False)
     for name in names:
-        engine.held.blueprint(name)  # as a run does for the profile's header
+        engine.item_store.blueprint(name)  # as a run does for the profile's header
     rows: list[Row] = []
     for number in range(2 * rounds):
         cut = middle - 2 * moved if number % 2 == 0 else middle

@@ -23,8 +23,8 @@ from random_batches import random_rows
 
 from dynmo_train.data.batch import Batch
 from dynmo_train.parallel.process_groups import join_world, leave_world
-from dynmo_train.trainer.checkpoint.async_checkpoint import Checkpointing, Saved
-from dynmo_train.trainer.checkpoint.engine_checkpoint import SavedRun
+from dynmo_train.trainer.checkpoint.async_checkpoint import Checkpointer, Saved
+from dynmo_train.trainer.checkpoint.engine_checkpoint import CheckpointMetadata
 from dynmo_train.trainer.engine import Engine
 
 TOKENS, MICRO_BATCH, VOCABULARY = 128, 2, 8064
@@ -62,7 +62,7 @@ def main() -> None:
     torch.set_num_threads(1)
     engine = engine_of(arguments.layers, arguments.width)
     engine.train_step(batch_of(1), sampled=False)
-    tensors = [t for item in engine.local_names for t in engine.held.export(item).tensors.values()]
+    tensors = [t for item in engine.local_names for t in engine.item_store.export(item).tensors.values()]
     size = sum(tensor.nbytes for tensor in tensors)
     folder = Path(tempfile.mkdtemp())
     out = sys.stdout.write
@@ -73,7 +73,7 @@ def main() -> None:
         copies = [tensor.clone() for tensor in tensors]
         for aside in (False, True):
             saved: list[Saved] = []
-            saver = Checkpointing(
+            saver = Checkpointer(
                 engine, folder / "checkpoints", aside=aside, on_saved=saved.append, on_failure=lambda *_: None
             )
             for repeat in range(arguments.repeats):
@@ -83,7 +83,7 @@ def main() -> None:
                 for copy, tensor in zip(copies, tensors, strict=True):
                     copy.copy_(tensor)
                 copied = time.perf_counter() - begun
-                run = SavedRun(
+                run = CheckpointMetadata(
                     run_id="b",
                     step=repeat + 1,
                     consumed_train_samples=0,

@@ -12,7 +12,7 @@ import pytest
 from dynmo_train._common.errors import UsageError
 from dynmo_train.config import config_of
 from dynmo_train.formats.run import read_run
-from dynmo_train.trainer.run_directory import begin_run
+from dynmo_train.trainer.run_directory import open_run_directory
 
 SCHEMA = json.loads((Path(__file__).parents[2] / "dynmo_train/formats/run.schema.json").read_text())
 VALIDATOR = jsonschema.Draft202012Validator(SCHEMA)
@@ -31,7 +31,7 @@ OPTIONS = {
 
 @pytest.fixture
 def written(tmp_path):
-    run = begin_run(config_of(**OPTIONS, run_dir=str(tmp_path / "r")), world_size=2, hosts=["a"], engine={})
+    run = open_run_directory(config_of(**OPTIONS, run_dir=str(tmp_path / "r")), world_size=2, hosts=["a"], engine={})
     return run.run_json
 
 

@@ -53,11 +53,11 @@ def _play(world: World, layout: Layout) -> dict[str, Any]:
     engine = engine_on(world, layout)
     moves = dict(scenario.moves)
     if layout.settings.get("zero_stage"):
-        held = sum(parameter.numel() for _, _, parameter in engine.held.parameters())
+        held = sum(parameter.numel() for _, _, parameter in engine.item_store.parameters())
         part = sum(
-            p.numel() / world.dims.data * (world.dims.expert if engine.held.is_apart(full) else 1)
+            p.numel() / world.dims.data * (world.dims.expert if engine.item_store.is_apart(full) else 1)
             for item in engine.local_names
-            for full, p in parameters_of(item, engine.held.blueprint(item)).items()
+            for full, p in parameters_of(item, engine.item_store.blueprint(item)).items()
         )
         assert held == pytest.approx(part, rel=0.1), "each replica holds its part of the rows"
     losses, norms = [], []
@@ -76,7 +76,7 @@ def _play(world: World, layout: Layout) -> dict[str, Any]:
             tensor[:rows] if world.dims.tensor == 1 and has_vocabulary_rows(parameter_of(name)) else tensor
         )
         for item in engine.local_names
-        for name, tensor in engine.held.export_whole(item).tensors.items()
+        for name, tensor in engine.item_store.export_whole(item).tensors.items()
     }
     weights: dict[str, str] = {}
     for told in gather_documents(world, own):

@@ -169,7 +169,9 @@ def digest(tensor: torch.Tensor) -> str:
 def fingerprint(engine: Engine) -> dict[str, str]:
     """Tensor name -> digest, over parameters, masks and moments of the items held here."""
     return {
-        name: digest(tensor) for item in engine.local_names for name, tensor in engine.held.export(item).tensors.items()
+        name: digest(tensor)
+        for item in engine.local_names
+        for name, tensor in engine.item_store.export(item).tensors.items()
     }
 
 
@@ -216,8 +218,8 @@ def calls_of_front(world: World, scenario: Scenario) -> tuple[list[float], list[
     calls: list[int] = []
     losses: list[float] = []
     now = [0]
-    if "layers.0.attention" in engine.held.modules:
-        engine.held.modules["layers.0.attention"].register_forward_hook(lambda *_: calls.append(now[0]))
+    if "layers.0.attention" in engine.item_store.modules:
+        engine.item_store.modules["layers.0.attention"].register_forward_hook(lambda *_: calls.append(now[0]))
     for step in range(1, scenario.steps + 1):
         now[0] = step
         losses.append(engine.train_step(scenario.batch(step), sampled=False).loss)

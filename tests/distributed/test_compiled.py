@@ -32,7 +32,7 @@ MOVED = Partition(stages=(NAMES[:3], NAMES[3:]), workers=2)
 def play(world, scenario, resume_at=None):
     """Losses, norms, a held-out loss and weights; ``resume_at`` goes on in an engine made anew after that step."""
     engine, figures = engine_of(scenario, world), []
-    compiled = [name for name, module in engine.held.modules.items() if "forward" in vars(module)]
+    compiled = [name for name, module in engine.item_store.modules.items() if "forward" in vars(module)]
     assert compiled == ([name for name in engine.local_names if name != "head"] if scenario.compiled else [])
     for step in range(1, scenario.steps + 1):
         result = engine.train_step(scenario.batch(step), sampled=step == 3)
@@ -47,13 +47,13 @@ def play(world, scenario, resume_at=None):
 
 
 def again(engine, scenario, step):
-    states = {name: engine.held.export(name) for name in engine.local_names}
+    states = {name: engine.item_store.export(name) for name in engine.local_names}
     kept = {
         name: ItemState(tensors={key: t.clone() for key, t in state.tensors.items()}, steps=state.steps)
         for name, state in states.items()
     }
     fresh = Engine(engine.family, scenario.settings(), engine.partition, engine.world)
-    fresh.restore(kept.__getitem__, step, advanced_samples=engine.advanced)
+    fresh.restore(kept.__getitem__, step, advanced_samples=engine.advanced_samples)
     return fresh
 
 

@@ -71,7 +71,9 @@ def _play(world: World, layout: Layout, compression: CompressionSettings) -> dic
             remembered.append(_memories(engine))
     held_out = engine.evaluate([batch_of(9999, scenario.model)])
     state = {
-        name: digest(kept) for item in engine.local_names for name, kept in engine.held.export(item).tensors.items()
+        name: digest(kept)
+        for item in engine.local_names
+        for name, kept in engine.item_store.export(item).tensors.items()
     }
     everyone = gather_documents(world, [state, remembered])
     return {
@@ -84,7 +86,7 @@ def _play(world: World, layout: Layout, compression: CompressionSettings) -> dic
 
 
 def _memories(engine: Engine) -> dict[str, str]:
-    return {name: digest(kept) for held in engine.held.memories.values() for name, kept in held.items()}
+    return {name: digest(kept) for held in engine.item_store.memories.values() for name, kept in held.items()}
 
 
 KINDS = {

@@ -69,8 +69,8 @@ def packed_by_hand(world: World, feedback: bool) -> list[float]:
     compression = replace(SGD, feedback=feedback)
     engine = engine_on(world, Layout(dims=world.dims, scenario=BASE, settings={"compression": compression}))
     item, name = "layers.1.mlp", "layers.1.mlp.fc1.weight"
-    parameter = engine.held.own_parameters(item)[name]
-    bias = engine.held.own_parameters(item)["layers.1.mlp.fc1.bias"]
+    parameter = engine.item_store.own_parameters(item)[name]
+    bias = engine.item_store.own_parameters(item)["layers.1.mlp.fc1.bias"]
     shape = FactorShape.of(parameter.shape, 4)
     factor = first_factor(shape, world.device, 11, "replicas", name)
     owed = [torch.zeros_like(parameter) for _ in range(2)]
@@ -90,7 +90,7 @@ def packed_by_hand(world: World, feedback: bool) -> list[float]:
         differences.append(float((parameter.grad - whole).abs().max() / whole.abs().max()))
         differences.append(float((bias.grad - 3.0).abs().max()))
         if feedback:
-            kept = engine.held.memories[item][memory_name(item, "parameter", "fc1.weight", "error")][0]
+            kept = engine.item_store.memories[item][memory_name(item, "parameter", "fc1.weight", "error")][0]
             differences.append(float((kept - owed[world.rank]).abs().max()))
         parameter.grad = bias.grad = None
     return differences

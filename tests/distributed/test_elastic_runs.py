@@ -8,7 +8,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from hand_planner import BY_HAND, HandPlanner
+from scripted_planner import SCRIPTED_PLANNER_OPTIONS, ScriptedPlanner
 from whole_runs import arguments, command, events, figures, lines, run_command, tensors, train, write_data
 from workers import run_workers
 
@@ -101,12 +101,12 @@ def test_launched_released_and_grown_again(static):
     folder, data, expected, weights = static
     run = folder / "launched"
     process = subprocess.Popen(
-        command(data, run, 2, *BY_HAND),
+        command(data, run, 2, *SCRIPTED_PLANNER_OPTIONS),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
     )
-    planner = HandPlanner(run)
+    planner = ScriptedPlanner(run)
     planner.wait_for_ask(3, process)
     planner.answer([planner.items()], released=[1])
     planner.wait_for_ask(6, process)

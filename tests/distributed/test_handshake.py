@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hand_planner import BY_HAND, HandPlanner, wait_for
+from scripted_planner import SCRIPTED_PLANNER_OPTIONS, ScriptedPlanner, wait_for
 from whole_runs import command, events, figures, lines, tensors, train, write_data
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(900)]
@@ -112,8 +112,8 @@ def test_plans_from_outside(static):
     """Garbage is refused with a line, a good plan is taken, an older good one superseded, a stale one refused."""
     folder, data, expected, weights = static
     run = folder / "outside"
-    process = start(data, run, *BY_HAND)
-    planner = HandPlanner(run)
+    process = start(data, run, *SCRIPTED_PLANNER_OPTIONS)
+    planner = ScriptedPlanner(run)
     planner.wait_for_ask(3, process)
     initial, items = planner.active(), planner.items()
 

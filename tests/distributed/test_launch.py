@@ -128,11 +128,11 @@ def test_a_signal_to_the_launcher_ends_all(tmp_path, number, code):
 SAVES = """
 import os, signal, sys, time
 from pathlib import Path
-from dynmo_train.trainer.signals import Interrupts
+from dynmo_train.trainer.signals import DistributedSignalHandler
 from dynmo_train.launch.worker import watch_launcher
 rank = os.environ["RANK"]
 watch_launcher(os.environ)
-with Interrupts(None) as asked:
+with DistributedSignalHandler(None) as asked:
     Path(f"part-{rank}").write_text(str(os.getpid()))
     os.replace(f"part-{rank}", f"pid-{rank}")
     while not asked._asked["end"]:

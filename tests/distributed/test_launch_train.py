@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hand_planner import BY_HAND, HandPlanner
+from scripted_planner import SCRIPTED_PLANNER_OPTIONS, ScriptedPlanner
 
 pytestmark = pytest.mark.distributed
 
@@ -70,13 +70,13 @@ def test_a_killed_worker_changes_nothing(place):
     assert whole.returncode == 0, whole.stderr
     launch = ("launch", "local", "--nproc", 2, "--max-restarts", 1, "--grace-s", 1, "--log-dir", "logs", "--")
     process = subprocess.Popen(
-        [*command(*launch, run_dir="broken", save_interval=20, rebalance_interval=50), *BY_HAND],
+        [*command(*launch, run_dir="broken", save_interval=20, rebalance_interval=50), *SCRIPTED_PLANNER_OPTIONS],
         cwd=place,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
     )
-    planner = HandPlanner(place / "broken")
+    planner = ScriptedPlanner(place / "broken")
     planner.wait_for_ask(50, process)
     os.kill(worker(process.pid, 1), signal.SIGKILL)
     planner.keep_until_end(process)

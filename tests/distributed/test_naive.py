@@ -116,7 +116,9 @@ def gradients_of_split_backward(world: World, scenario: Scenario, naive: bool):
 
     def look() -> float:
         frozen = set(engine.freezing.frozen)
-        missing.extend(name for item, name, p in engine.held.parameters() if item not in frozen and p.grad is None)
+        missing.extend(
+            name for item, name, p in engine.item_store.parameters() if item not in frozen and p.grad is None
+        )
         return 1.0
 
     engine._prepare_gradients = look

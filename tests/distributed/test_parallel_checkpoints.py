@@ -34,14 +34,14 @@ from dynmo_train.formats.checkpoint import open_checkpoint
 from dynmo_train.parallel.dims import ParallelDims
 from dynmo_train.parallel.process_groups import World, lay_out
 from dynmo_train.pipeline.partition import Partition
-from dynmo_train.trainer.checkpoint.async_checkpoint import Checkpointing
-from dynmo_train.trainer.checkpoint.engine_checkpoint import SavedRun, save, state_reader
+from dynmo_train.trainer.checkpoint.async_checkpoint import Checkpointer
+from dynmo_train.trainer.checkpoint.engine_checkpoint import CheckpointMetadata, save, state_reader
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(900)]
 
 
-def facts(step: int) -> SavedRun:
-    return SavedRun(
+def facts(step: int) -> CheckpointMetadata:
+    return CheckpointMetadata(
         run_id="chain",
         step=step,
         consumed_train_samples=step * MICROBATCHES * MICRO_BATCH,
@@ -79,7 +79,7 @@ def chain(world: World, layouts: list[Layout], folder: str) -> list[float]:
         engine = engine_on(there, layout, build=last is None)
         if last is not None:
             checkpoint = open_checkpoint(last)
-            read = state_reader(checkpoint, engine.held, there)
+            read = state_reader(checkpoint, engine.item_store, there)
             engine.restore(read, number - 1, **checkpoint.manifest["x_progress"])
             again = save(engine, Path(folder) / f"again-{number}", facts(number - 1))
             if world.is_first:
@@ -147,7 +147,7 @@ def resume_and_move(world: World, settings: dict, folder: str, moves: dict[int, 
         engine.after_step(step)
     checkpoint = open_checkpoint(save(engine, Path(folder), facts(2)))
     engine = engine_on(there, layout, build=False)
-    engine.restore(state_reader(checkpoint, engine.held, there), 2, **checkpoint.manifest["x_progress"])
+    engine.restore(state_reader(checkpoint, engine.item_store, there), 2, **checkpoint.manifest["x_progress"])
     losses, moved = [], 0
     for step in (3, 4, 5):
         if step in moves:
@@ -173,7 +173,7 @@ def prepare_and_save(world: World, layout: Layout, folder: str) -> tuple[int, in
     there = lay_out(world, layout.dims, 60)
     engine = engine_on(there, layout)
     engine.train_step(batch_of(1, layout.scenario.model), sampled=False)
-    saving = Checkpointing(engine, Path(folder), aside=True, on_saved=lambda _: None, on_failure=lambda *_: None)
+    saving = Checkpointer(engine, Path(folder), aside=True, on_saved=lambda _: None, on_failure=lambda *_: None)
     saving.at_boundary()
     saving._preparing.join()
     prepared = {name: copy.data_ptr() for name, copy in saving._copies._held.items()}

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from hand_planner import BY_HAND, HandPlanner, wait_for
+from scripted_planner import SCRIPTED_PLANNER_OPTIONS, ScriptedPlanner, wait_for
 from whole_runs import arguments, events, figures, lines, train, write_data
 
 yaml = pytest.importorskip("yaml")
@@ -116,7 +116,7 @@ def test_a_released_replica_is_complete_and_a_drained_one_is_done_without(cluste
     data, run = write_data(tmp_path / "data"), tmp_path / "run"
     train(data, tmp_path / "static", 1)
     long = {"train_iters": "120", "lr_decay_iters": "24", "eval_interval": "1000", "save_interval": "1000"}
-    options = (*BY_HAND, "--save", str(run), "--load", str(run))
+    options = (*SCRIPTED_PLANNER_OPTIONS, "--save", str(run), "--load", str(run))
     launch = ["launch", "kubernetes", "--image", "dynmo:1", "--nodes", "1:3", "--job-name", JOB, "--dry-run", "--"]
     manifest = subprocess.run(
         [sys.executable, "-m", "dynmo_train", *launch, *arguments(data, run, *options, **long)],
@@ -130,7 +130,7 @@ def test_a_released_replica_is_complete_and_a_drained_one_is_done_without(cluste
     (tmp_path / "hosts").write_text("127.0.0.1 localhost\n" + "".join(f"127.0.0.1 {pod.name}\n" for pod in pods))
     first, second, third = (start(cluster, tmp_path, pod) for pod in pods)
 
-    planner = HandPlanner(run)
+    planner = ScriptedPlanner(run)
     planner.wait_for_ask(3, first, second, third)
     items = planner.items()
     planner.answer([items[:5], items[5:]], released=[2])

@@ -15,7 +15,7 @@ BETAS = dict(zip(MOMENTS, (0.9, 0.99), strict=True))
 
 def pruned_moments(engine):
     """Moments of the pruned weights, by tensor."""
-    tensors = {name: t for item in engine.local_names for name, t in engine.held.export(item).tensors.items()}
+    tensors = {name: t for item in engine.local_names for name, t in engine.item_store.export(item).tensors.items()}
     masks = {name.removesuffix(".mask"): t.bool() for name, t in tensors.items() if name.endswith(".mask")}
     return {
         f"{weight}.{moment}": tensors[f"{weight}.{moment}"][~mask].tolist()

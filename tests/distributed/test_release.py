@@ -58,11 +58,11 @@ def play(world: World, layout: Layout, releases: list[Release]) -> dict[str, Any
         left = without_workers(engine.world, release.leaving, 60)
         if left is None:
             return None
-        engine.enter(left)
+        engine.set_world(left)
     own = {
         f"{name}@{engine.world.shard}.{engine.world.replica % layout.dims.expert}": digest(tensor)
         for item in engine.local_names
-        for name, tensor in engine.held.export_whole(item).tensors.items()
+        for name, tensor in engine.item_store.export_whole(item).tensors.items()
     }
     weights: dict[str, str] = {}
     for told in gather_documents(engine.world, own):

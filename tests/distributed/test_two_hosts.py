@@ -9,7 +9,7 @@ import subprocess
 import sys
 
 import pytest
-from hand_planner import BY_HAND, HandPlanner
+from scripted_planner import SCRIPTED_PLANNER_OPTIONS, ScriptedPlanner
 from whole_runs import arguments, events, figures, lines, tensors, train, write_data
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(900)]
@@ -79,9 +79,9 @@ def undisturbed(tmp_path_factory):
 def test_layers_move_between_hosts_and_the_loss_of_one_changes_no_bit(hosts, undisturbed):
     folder, data = undisturbed
     run = folder / "two"
-    words = arguments(data, run, *BY_HAND, "--save", str(run), "--load", str(run), **LONG)
+    words = arguments(data, run, *SCRIPTED_PLANNER_OPTIONS, "--save", str(run), "--load", str(run), **LONG)
     first, second = (start(name, rank, folder, words) for rank, name in enumerate(hosts))
-    planner = HandPlanner(run)
+    planner = ScriptedPlanner(run)
     for step, cut in ((3, 2), (6, 7)):
         planner.wait_for_ask(step, first, second)
         planner.answer([planner.items()[:cut], planner.items()[cut:]])

@@ -16,7 +16,7 @@ from dynmo_train.formats.checkpoint import open_checkpoint
 from dynmo_train.models.registry import family_of
 from dynmo_train.parallel.dims import ParallelDims
 from dynmo_train.parallel.process_groups import World, lay_out
-from dynmo_train.trainer.checkpoint.engine_checkpoint import SavedRun, check_same_model, save, state_reader
+from dynmo_train.trainer.checkpoint.engine_checkpoint import CheckpointMetadata, check_same_model, save, state_reader
 from dynmo_train.trainer.engine import Engine
 from dynmo_train.trainer.settings_from_config import first_partition, settings_of
 
@@ -59,7 +59,7 @@ def step(engine: Engine, number: int) -> float:
 
 
 def stored(engine: Engine, folder: Path, number: int) -> Path:
-    run = SavedRun(run_id="x", step=number, consumed_train_samples=0, data=None, tokenizer={}, keep=None)
+    run = CheckpointMetadata(run_id="x", step=number, consumed_train_samples=0, data=None, tokenizer={}, keep=None)
     return save(engine, folder, run)
 
 
@@ -79,7 +79,7 @@ def every_pair(world: World, folder: str) -> dict[tuple[int, int], float]:
         for after in PADDED:
             engine, checkpoint = engine_at(world, after), open_checkpoint(path)
             check_same_model(checkpoint, engine.family)
-            engine.restore(state_reader(checkpoint, engine.held, engine.world), 1)
+            engine.restore(state_reader(checkpoint, engine.item_store, engine.world), 1)
             again = stored(engine, Path(folder) / f"{before}-{after}", 1)
             if world.is_first:
                 assert digests(again) == digests(path), f"from {before} to {after}"

@@ -75,7 +75,7 @@ def test_an_update_that_breaks_the_model_leaves_the_last_good_checkpoint_the_new
 def train_with_large_weights(world: World, scenario: Scenario, checks: bool) -> list[float]:
     """Losses of three steps; a save between them may ask for the loss of the last batch."""
     engine = engine_of(scenario, world)
-    for _, name, parameter in engine.held.parameters():
+    for _, name, parameter in engine.item_store.parameters():
         if name == "embedding.position.weight":
             parameter.data[3] = 2000.0
     losses = []
@@ -103,8 +103,8 @@ def break_moment(world: World) -> tuple[bool, bool]:
     engine.train_step(batch_of(1), sampled=False)
     before = engine.has_finite_state()
     if world.rank == 1:
-        item, _, parameter = next(iter(engine.held.parameters()))
-        engine.held.moments(item, parameter)["exp_avg_sq"].view(-1)[0] = math.inf
+        item, _, parameter = next(iter(engine.item_store.parameters()))
+        engine.item_store.moments(item, parameter)["exp_avg_sq"].view(-1)[0] = math.inf
     return before, engine.has_finite_state()
 
 

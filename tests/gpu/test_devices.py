@@ -34,7 +34,7 @@ def play(scenario, device):
             engine.after_step(step)
             if step in dict(scenario.moves):
                 engine.repartition(dict(scenario.moves)[step])
-        held = {name: engine.held.export(name).tensors for name in engine.local_names}
+        held = {name: engine.item_store.export(name).tensors for name in engine.local_names}
         return losses, {name: digest(t.cpu()) for tensors in held.values() for name, t in tensors.items()}
     finally:
         leave_world()

@@ -144,7 +144,7 @@ def test_a_run_of_deepspeed_continues_with_its_losses(engines, tmp_path, name):
     engine = engines["engine_of"](
         engines["Gpt"](model), world, microbatches=4, boundary=(1, 8, 4), rate=engines["constant"](0.01), build=False
     )
-    engine.restore(state_reader(checkpoint, engine.held, world), 3)
+    engine.restore(state_reader(checkpoint, engine.item_store, world), 3)
     losses = []
     for step in (3, 4):
         ids = torch.from_numpy(np.random.default_rng(step).integers(0, 24, (4, 9)))

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from ..._common.errors import DynmoError
 from ..engine import Engine
-from .engine_checkpoint import HostCopies, PendingSave, SavedRun, sizes_of_copies
+from .engine_checkpoint import CheckpointMetadata, HostBuffers, PendingSave, sizes_of_copies
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,7 +23,7 @@ class Saved:
     stalled_s: float
 
 
-class Checkpointing:
+class Checkpointer:
     """Saves the engine's state; every process calls the same methods at the same boundaries.
 
     Args:
@@ -48,12 +48,12 @@ class Checkpointing:
         self._on_failure = on_failure
         self.failure: str | None = None
         self._engine, self._checkpoints, self._aside, self._on_saved = engine, checkpoints, aside, on_saved
-        self._copies = HostCopies() if aside else None
+        self._copies = HostBuffers() if aside else None
         self._preparing: threading.Thread | None = None
         self._pending: PendingSave | None = None
         self._begun, self._stalled_s = 0.0, 0.0
 
-    def save(self, run: SavedRun) -> None:
+    def save(self, run: CheckpointMetadata) -> None:
         """Begin a checkpoint of the state now; without ``aside`` it is in place when this returns."""
         self.wait()
         self._begun = time.perf_counter()

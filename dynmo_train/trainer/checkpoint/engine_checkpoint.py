@@ -38,7 +38,7 @@ from ..engine import Engine
 
 
 @dataclass(frozen=True, kw_only=True)
-class SavedRun:
+class CheckpointMetadata:
     """The facts of a run that a checkpoint states beside the engine's own.
 
     Attributes:
@@ -72,7 +72,7 @@ class _File:
     entries: Sequence[Mapping[str, Any]]
 
 
-class HostCopies:
+class HostBuffers:
     """Copies of tensors in host memory that is used again: the first touch of fresh memory takes longer than a copy."""
 
     def __init__(self) -> None:
@@ -115,7 +115,7 @@ class PendingSave:
     """
 
     def __init__(
-        self, engine: Engine, checkpoints_dir: Path, run: SavedRun, *, copies: HostCopies | None = None
+        self, engine: Engine, checkpoints_dir: Path, run: CheckpointMetadata, *, copies: HostBuffers | None = None
     ) -> None:
         self.run, self._world, self._checkpoints = run, engine.world, checkpoints_dir
         world = engine.world
@@ -128,7 +128,7 @@ class PendingSave:
                 self._problem = f"rank {world.rank}: {error}"
         named = broadcast_document(world, named)
         self._staging = None if named is None else Path(named)
-        states = {item: engine.held.export_whole(item) for item in engine.local_names}
+        states = {item: engine.item_store.export_whole(item) for item in engine.local_names}
         # Replicas hold the same, but for experts that they share: the first ones write.
         mine = world.replica < world.dims.expert
         self._files = _files_of(engine, states, moments=run.moments, copies=copies) if mine else []
@@ -229,7 +229,7 @@ class PendingSave:
         return None
 
 
-def save(engine: Engine, checkpoints_dir: Path, run: SavedRun) -> Path:
+def save(engine: Engine, checkpoints_dir: Path, run: CheckpointMetadata) -> Path:
     """Write a checkpoint of the state after ``run.step``; every worker calls this, and gets its directory.
 
     Raises:
@@ -248,8 +248,8 @@ def sizes_of_copies(engine: Engine) -> dict[str, tuple[torch.Size, torch.dtype]]
     writes = engine.world.replica < engine.world.dims.expert
     sizes = {}
     for item in engine.local_names:
-        whole = parameters_of(item, engine.held.blueprint(item))
-        for name, tensor in engine.held.export(item).tensors.items():
+        whole = parameters_of(item, engine.item_store.blueprint(item))
+        for name, tensor in engine.item_store.export(item).tensors.items():
             if is_memory(item, name):
                 sizes[name] = tensor.shape, tensor.dtype
             elif writes and _is_stored(engine, name):
@@ -260,14 +260,14 @@ def sizes_of_copies(engine: Engine) -> dict[str, tuple[torch.Size, torch.dtype]]
 
 def _is_stored(engine: Engine, name: str) -> bool:
     """Whether a process that writes stores a tensor of an item it holds; a tied weight is stored by its owner alone."""
-    return engine.held.stores(name) and parameter_of(name) not in engine.family.ties
+    return engine.item_store.stores(name) and parameter_of(name) not in engine.family.ties
 
 
 def _files_of(
-    engine: Engine, states: Mapping[str, ItemState], *, moments: bool, copies: HostCopies | None
+    engine: Engine, states: Mapping[str, ItemState], *, moments: bool, copies: HostBuffers | None
 ) -> list[_File]:
     """The shard files that this process writes."""
-    held = engine.held
+    held = engine.item_store
     files = []
     for kind, roles in (("model", {"parameter", "mask", "buffer"}), ("optimizer", {"optimizer"})):
         tensors = {
@@ -301,7 +301,7 @@ def _files_of(
     return files
 
 
-def _memories_of(world: World, states: Mapping[str, ItemState], *, copies: HostCopies | None) -> list[_File]:
+def _memories_of(world: World, states: Mapping[str, ItemState], *, copies: HostBuffers | None) -> list[_File]:
     """The file of what compression remembers: each process of a pipeline position has its own part of every tensor."""
     tensors = {
         name: tensor.detach() if copies is None else copies.of(name, tensor)
@@ -331,14 +331,18 @@ def _facts_of_part(engine: Engine, states: Mapping[str, ItemState]) -> dict[str,
     tied = engine.family.ties
     pruned: dict[str, list[int]] = {}
     for item in engine.local_names:
-        for name, layer in masks_of(item, engine.held.modules[item]).items():
-            if layer.mask is not None and engine.held.stores(name):
+        for name, layer in masks_of(item, engine.item_store.modules[item]).items():
+            if layer.mask is not None and engine.item_store.stores(name):
                 counts = pruned.setdefault(item, [0, 0])
                 counts[0] += layer.mask.numel() - int(layer.mask.sum())
                 counts[1] += layer.mask.numel()
     if engine.world.shard != 0:
         return {"steps": {}, "decay": [], "no_decay": [], "pruned": pruned}
-    named = [(name, p) for _, name, p in engine.held.parameters() if name not in tied and engine.held.stores(name)]
+    named = [
+        (name, p)
+        for _, name, p in engine.item_store.parameters()
+        if name not in tied and engine.item_store.stores(name)
+    ]
     parameters = [(name, p.dim() >= 2) for name, p in named]
     steps = {name: step for state in states.values() for name, step in state.steps.items()}
     return {
@@ -349,7 +353,7 @@ def _facts_of_part(engine: Engine, states: Mapping[str, ItemState]) -> dict[str,
     }
 
 
-def _document(engine: Engine, run: SavedRun, facts: Sequence[Mapping[str, Any]]) -> RunFacts:
+def _document(engine: Engine, run: CheckpointMetadata, facts: Sequence[Mapping[str, Any]]) -> RunFacts:
     """What the manifest says of the run as it is now."""
     settings = engine.settings
     partition, dims = engine.partition, engine.world.dims
@@ -399,9 +403,9 @@ def _document(engine: Engine, run: SavedRun, facts: Sequence[Mapping[str, Any]])
             "x_consumed_valid_samples": run.consumed_valid_samples,
             **({"x_class_names": list(run.class_names)} if run.class_names else {}),
             "x_adam": {"beta1": settings.adamw.beta1, "beta2": settings.adamw.beta2, "eps": settings.adamw.eps},
-            SCHEDULER: scheduler_state(settings.rate, settings.weight_decay or constant_decay, engine.advanced),
+            SCHEDULER: scheduler_state(settings.rate, settings.weight_decay or constant_decay, engine.advanced_samples),
             "x_progress": {
-                "advanced_samples": engine.advanced,
+                "advanced_samples": engine.advanced_samples,
                 "loss_scale": engine.scaler.state(),
                 "freezing": engine.freezing.state(),
                 **({} if engine.replica_workers is None else {"replica_workers": engine.replica_workers}),

@@ -164,7 +164,7 @@ def _on_fake_tensors(
     return ItemMemory(kept=kept, forward=forward, backward=live.highest)
 
 
-def passing_bytes(items: Sequence[ItemMemory]) -> int:
+def transient_bytes(items: Sequence[ItemMemory]) -> int:
     """What a stage holds at its highest above what all of its items keep, while one of them runs."""
     kept = sum(item.kept for item in items)
     before = highest = 0

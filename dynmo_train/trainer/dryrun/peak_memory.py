@@ -27,7 +27,7 @@ from ...models.sharding import cut_item
 from ...parallel.tensor_parallel import TOKENS_DIM, TensorRegion
 from ...pipeline.pipeline_stage import keeping_products
 from ..monitoring.profile_writer import FLOAT_BYTES, MOMENTS_BYTES
-from .item_memory import NOTHING, DataAssumptions, ItemMemory, Run, item_memory, passing_bytes, single_bytes
+from .item_memory import NOTHING, DataAssumptions, ItemMemory, Run, item_memory, single_bytes, transient_bytes
 
 
 def run_of(granularity: str) -> Run:
@@ -204,7 +204,7 @@ def worker_peaks(
         if microbatches == 1 and len(told["stages"]) == 1 and len(known) == len(items):
             peak = model + single_bytes(known, [FLOAT_BYTES * params[name] - left.get(name, 0) for name in items])
         else:
-            peak = model + gradients - sum(left.values()) + (simulated - static) + passing_bytes(known)
+            peak = model + gradients - sum(left.values()) + (simulated - static) + transient_bytes(known)
             peak += _buffers(family, boundary, stages, len(told["stages"]), microbatches)
         peak = max(peak, model + gradients)
         if data > 1 and not config.parallel.zero_stage:

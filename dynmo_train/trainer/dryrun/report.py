@@ -32,7 +32,7 @@ from .peak_memory import memory_of_items, worker_peaks
 
 
 @dataclass(frozen=True, kw_only=True)
-class DryRun:
+class DryRunReport:
     """The figures. Memory is the peak of each pipeline worker's devices, without what the process itself takes.
 
     Attributes:
@@ -136,7 +136,7 @@ def _simulate(header: dict[str, Any], config: Config, device: str) -> dict[str, 
     return document
 
 
-def dry_run(config: Config, device: str) -> DryRun:
+def dry_run(config: Config, device: str) -> DryRunReport:
     """The figures of a run on a device: ``h200``, ``h100``, ``a100``, ``cpu`` or a TOML file of ``dynmo-plan``."""
     family, parallel = family_of(config), config.parallel
     boundary = settings_of(config).pipeline.boundary
@@ -152,7 +152,7 @@ def dry_run(config: Config, device: str) -> DryRun:
     for stage in told.get("stages", []):
         count = sum(held[name] for name in stage["items"])
         by_worker[stage["worker"]] = by_worker.get(stage["worker"], 0) + count
-    return DryRun(
+    return DryRunReport(
         parameters=whole,
         parameters_per_worker=max(by_worker.values(), default=sum(held.values())),
         flops_per_step=flops_counter(config, family)(config.training.global_batch_size, config.model.seq_length),
@@ -166,7 +166,7 @@ def dry_run(config: Config, device: str) -> DryRun:
     )
 
 
-def show_dry_run(config: Config, device: str, form: Format) -> None:
+def print_dry_run(config: Config, device: str, form: Format) -> None:
     """Print the figures."""
     figures = dry_run(config, device)
     if form is Format.JSON:

@@ -17,7 +17,7 @@ _TICKS = "▁▂▃▄▅▆▇█"
 
 
 @dataclass(frozen=True, kw_only=True)
-class PlanSeen:
+class PlanStatus:
     """One plan of the run: its number, what came of it, after which step, and the planner's reason."""
 
     plan_id: int
@@ -50,7 +50,7 @@ class View:
     bubble: float | None
     peak_memory_bytes: list[int]
     losses: list[float]
-    plans: list[PlanSeen]
+    plans: list[PlanStatus]
     events: list[str]
 
     @property
@@ -70,7 +70,7 @@ def _mean(values: Sequence[float]) -> float | None:
     return sum(values) / len(values) if values else None
 
 
-def _plans(run: Path, results: Sequence[Mapping[str, Any]]) -> list[PlanSeen]:
+def _plans(run: Path, results: Sequence[Mapping[str, Any]]) -> list[PlanStatus]:
     by_id = {each["plan_id"]: each for each in results}
     seen = []
     for path in sorted((run / "plans").glob("plan-*.json")):
@@ -79,11 +79,11 @@ def _plans(run: Path, results: Sequence[Mapping[str, Any]]) -> list[PlanSeen]:
         told = by_id.get(number)
         result = "initial" if plan["balancer"] == "initial" else str(told["result"]) if told else "waiting"
         step = int(told["step"]) if told else plan.get("read_to_step")
-        seen.append(PlanSeen(plan_id=number, result=result, step=step, reason=str(plan.get("reason") or "")))
+        seen.append(PlanStatus(plan_id=number, result=result, step=step, reason=str(plan.get("reason") or "")))
     return seen
 
 
-def view_of(run: Path) -> View:
+def read_run_status(run: Path) -> View:
     """The state of the run in ``run``.
 
     Raises:
@@ -143,7 +143,7 @@ def _number(value: float | None, form: str) -> str:
     return "-" if value is None else format(value, form)
 
 
-def text_of(view: View) -> str:
+def format_status(view: View) -> str:
     """The view as plain text, one fact a line."""
     of = f" of {view.train_iters}" if view.train_iters is not None else ""
     lines = [
@@ -171,9 +171,9 @@ def watch(run: Path, every_s: float) -> None:
     from rich.live import Live
     from rich.text import Text
 
-    view = view_of(run)
-    with Live(Text(text_of(view)), console=Console(), auto_refresh=False) as live:
+    view = read_run_status(run)
+    with Live(Text(format_status(view)), console=Console(), auto_refresh=False) as live:
         while not view.is_done:
             time.sleep(every_s)
-            view = view_of(run)
-            live.update(Text(text_of(view)), refresh=True)
+            view = read_run_status(run)
+            live.update(Text(format_status(view)), refresh=True)

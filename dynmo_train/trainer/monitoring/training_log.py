@@ -16,14 +16,14 @@ from ...optim.compression.stats import report_lines
 from ...parallel.process_groups import World
 from ...pipeline.partition import Partition
 from ..engine import StepResult
-from ..rebalance.plan_controller import TakenPlan
+from ..rebalance.plan_controller import AppliedPlan
 from .tensorboard import EventWriter
 
 AFTER_MOVE_STEPS = 5
 
 
 @dataclass(frozen=True, kw_only=True)
-class IterationFigures:
+class IterationStats:
     """What the iteration line says; ``elapsed_ms`` and ``lm_loss`` are means of the steps since the last line.
 
     ``lm_loss`` is None where none of them updated the weights, ``grad_norm`` where the last did not; ``tflops`` is None
@@ -46,7 +46,7 @@ class IterationFigures:
     others: Mapping[str, float] = field(default_factory=dict)
 
 
-def iteration_line(figures: IterationFigures) -> str:
+def iteration_line(figures: IterationStats) -> str:
     """Megatron's ``training_log`` line."""
     parts = [
         f"iteration {figures.iteration:8d}/{figures.train_iters:8d}",
@@ -69,7 +69,7 @@ def iteration_line(figures: IterationFigures) -> str:
     return " " + " | ".join(parts) + " |"
 
 
-def scalars_of(figures: IterationFigures) -> dict[str, float]:
+def scalars_of(figures: IterationStats) -> dict[str, float]:
     """The same for TensorBoard, under Megatron's names."""
     given = {
         "learning-rate": figures.learning_rate,
@@ -141,7 +141,7 @@ class TrainingLog:
         self._window: list[StepResult] = []
         self._window_flops = 0
         self._recent: deque[int] = deque(maxlen=10)
-        self._move: tuple[TakenPlan, float] | None = None
+        self._move: tuple[AppliedPlan, float] | None = None
 
     def line(self, text: str) -> None:
         """One line."""
@@ -177,7 +177,7 @@ class TrainingLog:
         window_s = sum(each.step_ns for each in self._window) / 1e9
         names = updates[0].losses if updates else {}
         means = {name: sum(each.losses[name] for each in updates) / len(updates) for name in names}
-        figures = IterationFigures(
+        figures = IterationStats(
             iteration=step,
             train_iters=self.config.training.train_iters,
             consumed_samples=consumed,
@@ -227,7 +227,7 @@ class TrainingLog:
         if self._board is not None:
             self._board.close()
 
-    def moved(self, taken: TakenPlan, step: int) -> None:
+    def moved(self, taken: AppliedPlan, step: int) -> None:
         """After a move; the step time before it is the mean of the last steps."""
         before = list(self._recent)[-AFTER_MOVE_STEPS:]
         self._recent.clear()

@@ -40,7 +40,7 @@ def question_of(settings: CompressionSettings, device: str) -> list[str]:
     return [*words, "--compression-device", "cpu" if device == "cpu" else known]
 
 
-class WaySelection:
+class CompressionChoice:
     """Asks for, and puts into force, the number of workers that compress. Every process has one.
 
     Args:

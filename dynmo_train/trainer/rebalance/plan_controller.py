@@ -16,7 +16,7 @@ from ...formats.plan import Plan, plan_ids, plan_path, read_plan
 from ...formats.profile import ask_record, plan_result_record
 from ...parallel.process_groups import broadcast_document
 from ...parallel.shrink import without_workers
-from ...pipeline.migration import Fault, MoveError
+from ...pipeline.migration import MoveError
 from ...pipeline.partition import Partition
 from ..engine import Engine
 from .planner_process import PlannerProcess
@@ -25,7 +25,7 @@ POLL_S = 0.002
 
 
 @dataclass(frozen=True, kw_only=True)
-class TakenPlan:
+class AppliedPlan:
     """A plan that came into force at a boundary.
 
     Attributes:
@@ -45,7 +45,7 @@ class TakenPlan:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ControllerSettings:
+class PlanControllerSettings:
     """How worker 0 deals with the planner.
 
     Attributes:
@@ -59,41 +59,39 @@ class ControllerSettings:
     timeout_s: float
 
 
-class Controller:
+class PlanController:
     """Looks for plans at boundaries and makes them active.
 
     Args:
         append: appends a record to the profile.
         problems_of: why a plan cannot be taken by the run, given the number of the active plan; empty where it can.
-        in_force: number of the plan that the run starts with; plans up to it are not looked at.
+        active_plan_id: number of the plan that the run starts with; plans up to it are not looked at.
         log_event: writes a line in ``events.jsonl``.
         settle: ends what all processes have begun together, before some of them leave.
         planner: the planner's process, where this trainer started it.
-        fault: for tests: alters what a move received.
     """
 
     def __init__(
         self,
         engine: Engine,
-        settings: ControllerSettings,
+        settings: PlanControllerSettings,
         *,
         plans: Path,
         append: Callable[[Mapping[str, Any]], None],
         problems_of: Callable[[Plan, int, Sequence[Sequence[str]]], list[Problem]],
-        in_force: int,
+        active_plan_id: int,
         log_event: Callable[..., None],
         settle: Callable[[], None],
         planner: PlannerProcess | None = None,
-        fault: Fault | None = None,
     ) -> None:
         self.engine, self.settings = engine, settings
         self.plans, self._append, self._problems_of, self._log_event = plans, append, problems_of, log_event
         self._settle = settle
-        self.in_force = self._seen = in_force
+        self.active_plan_id = self._seen = active_plan_id
         self._answered: set[int] = set()
-        self._planner, self._fault = planner, fault
+        self._planner = planner
 
-    def boundary(self, step: int) -> TakenPlan | None:
+    def boundary(self, step: int) -> AppliedPlan | None:
         """Act at the boundary after ``step``; every worker calls this after every step."""
         if step % self.settings.interval:
             return None
@@ -107,25 +105,27 @@ class Controller:
         if leaving:
             self._settle()
         try:
-            report = self.engine.repartition(self._after(chosen["stages"], leaving), self._fault)
+            report = self.engine.repartition(self._after(chosen["stages"], leaving))
         except MoveError as error:
             self._result(chosen["plan_id"], step, "rolled_back", time.perf_counter_ns() - started, 0, str(error))
             return None
-        self.in_force = chosen["plan_id"]
+        self.active_plan_id = chosen["plan_id"]
         moves = [(m.item, ids[m.source], ids[m.target], report.bytes_by_item[m.item]) for m in report.moves]
-        taken = TakenPlan(
-            plan_id=self.in_force, moves=moves, pause_ns=0, released=tuple(chosen["released"]), way=chosen["way"]
+        taken = AppliedPlan(
+            plan_id=self.active_plan_id, moves=moves, pause_ns=0, released=tuple(chosen["released"]), way=chosen["way"]
         )
         if leaving:
             staying = without_workers(world, leaving)
             if staying is None:
                 return replace(taken, left=True)
-            self.engine.enter(staying)
+            self.engine.set_world(staying)
         self.engine.pipeline()
         pause = time.perf_counter_ns() - started
         moved = [{"item": item, "from": source, "to": to, "bytes": size} for item, source, to, size in moves]
         more: dict[str, Any] = {"released_workers": chosen["released"]} if leaving else {}
-        self._result(self.in_force, step, "taken", pause, report.total_bytes, chosen["reason"], moves=moved, **more)
+        self._result(
+            self.active_plan_id, step, "taken", pause, report.total_bytes, chosen["reason"], moves=moved, **more
+        )
         return replace(taken, pause_ns=pause)
 
     def _after(self, stages: Sequence[Sequence[str]], leaving: Sequence[int]) -> Partition:
@@ -157,7 +157,7 @@ class Controller:
             if chosen is not None:
                 self._result(plan_id, step, "superseded", 0, 0, f"plan {chosen.plan_id} is newer")
                 continue
-            problems = self._problems_of(plan, self.in_force, self.engine.partition.stages)
+            problems = self._problems_of(plan, self.active_plan_id, self.engine.partition.stages)
             if problems:
                 self._result(plan_id, step, "refused", 0, 0, "; ".join(map(str, problems)))
                 self._answered.add(plan_id)

@@ -16,7 +16,7 @@ from ...formats.run import read_grow_request
 SETTLED_S = 1.0
 
 
-class GrowRequests:
+class ResizeRequests:
     """Looks after ``requests/grow.json`` of a run.
 
     Args:

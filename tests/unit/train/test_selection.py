@@ -14,7 +14,7 @@ import pytest
 from dynmo_train.formats.plan import initial_plan, parse_plan
 from dynmo_train.optim.compression.settings import CompressionSettings
 from dynmo_train.trainer.rebalance import compression_choice
-from dynmo_train.trainer.rebalance.compression_choice import WaySelection, question_of
+from dynmo_train.trainer.rebalance.compression_choice import CompressionChoice, question_of
 
 SETTINGS = CompressionSettings(replica_rank=4, replica_warmup_steps=3, choose_workers=True)
 
@@ -40,7 +40,11 @@ def answering(tmp_path, monkeypatch, code):
     monkeypatch.setattr(compression_choice, "broadcast_document", lambda _, document: document)
     engine, events = Engine(), []
     log_event = lambda event, message, **figures: events.append((event, message, figures))  # noqa: E731
-    return WaySelection(engine, tmp_path, first_costs=2, due=True, device="cpu", log_event=log_event), engine, events
+    return (
+        CompressionChoice(engine, tmp_path, first_costs=2, due=True, device="cpu", log_event=log_event),
+        engine,
+        events,
+    )
 
 
 def until_chosen(asked, step):

@@ -16,7 +16,7 @@ from dynmo_train._common.document import Problem, complete_lines, parse_json
 from dynmo_train.formats.plan import initial_plan, read_plan, write_plan
 from dynmo_train.formats.profile import append_record
 from dynmo_train.trainer.rebalance import plan_controller as module
-from dynmo_train.trainer.rebalance.plan_controller import Controller, ControllerSettings
+from dynmo_train.trainer.rebalance.plan_controller import PlanController, PlanControllerSettings
 from dynmo_train.trainer.rebalance.planner_process import HEARTBEAT_S, PATIENCE_HEARTBEATS, STARTUP_S, PlannerProcess
 
 CONTRACTS = Path(__file__).parents[2] / "contracts" / "fixtures"
@@ -44,13 +44,13 @@ def put(run, number, **changes):
 def controller_of(run, problems_of=lambda *_: []):
     partition = SimpleNamespace(stages=(("a",), ("b",)))
     engine = SimpleNamespace(world=SimpleNamespace(is_first=True, worker_ids=(0, 1)), partition=partition)
-    return Controller(
+    return PlanController(
         engine,
-        ControllerSettings(interval=1, lockstep=False, timeout_s=1.0),
+        PlanControllerSettings(interval=1, lockstep=False, timeout_s=1.0),
         plans=run / "plans",
         append=lambda record: append_record(run / "profile.jsonl", record),
         problems_of=problems_of,
-        in_force=0,
+        active_plan_id=0,
         log_event=lambda *_, **__: None,
         settle=lambda: None,
     )

@@ -16,7 +16,7 @@ from dynmo_train.models.layer_list import BoundaryShape, ItemSpec
 from dynmo_train.models.registry import boundary_of, family_of
 from dynmo_train.parallel.device_clock import CpuClock
 from dynmo_train.pipeline.profiler import Probe
-from dynmo_train.trainer.dryrun.item_memory import ItemMemory, item_memory, passing_bytes, single_bytes
+from dynmo_train.trainer.dryrun.item_memory import ItemMemory, item_memory, single_bytes, transient_bytes
 from dynmo_train.trainer.dryrun.peak_memory import memory_of_items, run_of
 from dynmo_train.trainer.dryrun.report import dry_run, header_of
 
@@ -61,7 +61,7 @@ def test_what_passes_while_an_item_runs():
         ItemMemory(kept=3, forward=9, backward=20),
         ItemMemory(kept=1, forward=2, backward=3),
     ]
-    assert passing_bytes(items) == 4 + 20 - 8
+    assert transient_bytes(items) == 4 + 20 - 8
     assert single_bytes(items, [10, 10, 10]) == 4 + 20 + 10
     assert single_bytes(items, [100, 10, 10]) == 120
 

@@ -11,23 +11,23 @@ from typer.testing import CliRunner
 
 from dynmo_train.cli import app, pretrain
 from dynmo_train.cli.common import ignore_signals_until_training
-from dynmo_train.trainer.signals import Interrupts, Wishes
+from dynmo_train.trainer.signals import BoundarySignals, DistributedSignalHandler
 
 ALONE = SimpleNamespace(size=1)
 
 
 def test_signals_are_answered_at_the_boundary_and_handlers_put_back():
     before = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGUSR1)
-    with Interrupts(None) as interrupts:
-        assert interrupts.at_boundary(ALONE) == Wishes()
+    with DistributedSignalHandler(None) as signal_handler:
+        assert signal_handler.at_boundary(ALONE) == BoundarySignals()
         os.kill(os.getpid(), signal.SIGUSR1)
-        assert interrupts.at_boundary(ALONE) == Wishes(save=True)
-        assert interrupts.at_boundary(ALONE) == Wishes()
-        assert interrupts.at_boundary(ALONE, relaunch=True) == Wishes(leave=True, relaunch=True)
+        assert signal_handler.at_boundary(ALONE) == BoundarySignals(save=True)
+        assert signal_handler.at_boundary(ALONE) == BoundarySignals()
+        assert signal_handler.at_boundary(ALONE, relaunch=True) == BoundarySignals(leave=True, relaunch=True)
         os.kill(os.getpid(), signal.SIGUSR2)
-        assert interrupts.at_boundary(ALONE) == Wishes(leave=True, relaunch=True)
+        assert signal_handler.at_boundary(ALONE) == BoundarySignals(leave=True, relaunch=True)
         os.kill(os.getpid(), signal.SIGTERM)
-        assert interrupts.at_boundary(ALONE) == Wishes(leave=True, code=143)
+        assert signal_handler.at_boundary(ALONE) == BoundarySignals(leave=True, code=143)
         with pytest.raises(SystemExit) as stop:
             os.kill(os.getpid(), signal.SIGTERM)
         assert stop.value.code == 143
@@ -36,9 +36,9 @@ def test_signals_are_answered_at_the_boundary_and_handlers_put_back():
 
 def test_ctrl_c_leaves_at_the_boundary_and_a_second_one_at_once(capfd):
     before = signal.getsignal(signal.SIGINT)
-    with Interrupts(None, launched=False) as interrupts:
+    with DistributedSignalHandler(None, launched=False) as signal_handler:
         os.kill(os.getpid(), signal.SIGINT)
-        assert interrupts.at_boundary(ALONE) == Wishes(leave=True, code=130)
+        assert signal_handler.at_boundary(ALONE) == BoundarySignals(leave=True, code=130)
         with pytest.raises(SystemExit) as stop:
             os.kill(os.getpid(), signal.SIGINT)
         assert stop.value.code == 130
@@ -51,9 +51,9 @@ def test_ctrl_c_leaves_at_the_boundary_and_a_second_one_at_once(capfd):
 def test_ctrl_c_is_ignored_where_the_shell_said_so():
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
-        with Interrupts(None) as interrupts:
+        with DistributedSignalHandler(None) as signal_handler:
             os.kill(os.getpid(), signal.SIGINT)
-            assert interrupts.at_boundary(ALONE) == Wishes()
+            assert signal_handler.at_boundary(ALONE) == BoundarySignals()
     finally:
         signal.signal(signal.SIGINT, before)
 
@@ -63,10 +63,10 @@ def test_a_run_that_starts_or_ends_is_not_ended_by_what_asks_it_to_save():
     with ignore_signals_until_training():
         os.kill(os.getpid(), signal.SIGUSR1)
         os.kill(os.getpid(), signal.SIGUSR2)
-        with Interrupts(None) as interrupts:
-            assert interrupts.at_boundary(ALONE) == Wishes()
+        with DistributedSignalHandler(None) as signal_handler:
+            assert signal_handler.at_boundary(ALONE) == BoundarySignals()
             os.kill(os.getpid(), signal.SIGUSR1)
-            assert interrupts.at_boundary(ALONE) == Wishes(save=True)
+            assert signal_handler.at_boundary(ALONE) == BoundarySignals(save=True)
         os.kill(os.getpid(), signal.SIGUSR1)
     assert (signal.getsignal(signal.SIGUSR1), signal.getsignal(signal.SIGUSR2)) == before
 
@@ -81,10 +81,10 @@ def test_pretrain_is_such_a_run(monkeypatch):
 def test_a_launchers_worker_is_told_twice_and_saves_nonetheless():
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
-        with Interrupts(None, launched=True) as interrupts:
+        with DistributedSignalHandler(None, launched=True) as signal_handler:
             for _ in range(2):
                 os.kill(os.getpid(), signal.SIGTERM)
-            assert interrupts.at_boundary(ALONE) == Wishes(leave=True, code=143)
+            assert signal_handler.at_boundary(ALONE) == BoundarySignals(leave=True, code=143)
         os.kill(os.getpid(), signal.SIGTERM)  # while the last checkpoint is being written
     finally:
         for number, handler in before.items():  # a launcher's worker ignores both from then on
@@ -93,5 +93,5 @@ def test_a_launchers_worker_is_told_twice_and_saves_nonetheless():
 
 def test_the_time_is_up_after_its_seconds():
     clock = iter([0.0, 59.0, 60.0, 61.0])
-    interrupts = Interrupts(60.0, now=lambda: next(clock))
-    assert [interrupts.at_boundary(ALONE).leave for _ in range(3)] == [False, False, True]
+    signal_handler = DistributedSignalHandler(60.0, now=lambda: next(clock))
+    assert [signal_handler.at_boundary(ALONE).leave for _ in range(3)] == [False, False, True]

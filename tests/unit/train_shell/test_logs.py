@@ -14,7 +14,7 @@ from dynmo_train.models.flops import matrix_parameters, step_flops
 from dynmo_train.models.gpt import Gpt, GptShape
 from dynmo_train.trainer.monitoring.tensorboard import EventWriter, crc32c, event, record
 from dynmo_train.trainer.monitoring.training_log import (
-    IterationFigures,
+    IterationStats,
     TrainingLog,
     argument_lines,
     batch_line,
@@ -26,7 +26,7 @@ from dynmo_train.trainer.monitoring.training_log import (
     target_lines,
     vocabulary_line,
 )
-from dynmo_train.trainer.rebalance.plan_controller import TakenPlan
+from dynmo_train.trainer.rebalance.plan_controller import AppliedPlan
 
 SMALL = {
     "num_layers": 4,
@@ -56,7 +56,7 @@ FIGURES = {
 
 
 def test_the_iteration_line_is_that_of_megatrons_log():
-    assert iteration_line(IterationFigures(**FIGURES)) == (
+    assert iteration_line(IterationStats(**FIGURES)) == (
         " iteration       25/73242187 | consumed samples:           50 | elapsed time per iteration (ms): 87.0"
         " | learning rate: 1.638E-08 | global batch size:     2 | lm loss: 1.086954E+01 | loss scale: 4294967296.0"
         " | grad norm: 0.000 | number of skipped iterations:   0 | number of nan iterations:   0 |"
@@ -75,7 +75,7 @@ def test_a_skipped_iteration_has_neither_loss_nor_norm():
         "grad_norm": None,
         "skipped": 1,
     }
-    assert iteration_line(IterationFigures(**figures)) == (
+    assert iteration_line(IterationStats(**figures)) == (
         " iteration        1/  508626 | consumed samples:          288 | elapsed time per iteration (ms): 255940.5"
         " | learning rate: 0.000E+00 | global batch size:   288 | loss scale: 4294967296.0"
         " | number of skipped iterations:   1 | number of nan iterations:   0 |"
@@ -106,7 +106,7 @@ def after_moves(capsys, move_after):
     for step in range(1, 15):
         log.step(step, 0, 2, 32, result(10 if step <= move_after[0] else 5))
         if step in move_after:
-            log.moved(TakenPlan(plan_id=step, moves=[("layers.1", 0, 1, 2048)], pause_ns=1_500_000), step)
+            log.moved(AppliedPlan(plan_id=step, moves=[("layers.1", 0, 1, 2048)], pause_ns=1_500_000), step)
     return capsys.readouterr().out.splitlines()
 
 
@@ -128,7 +128,7 @@ def test_move_soon_followed_by_another_gets_no_step_times(capsys):
 
 
 def test_throughput_stands_behind_the_time():
-    line = iteration_line(IterationFigures(**FIGURES | {"tflops": 138.04}))
+    line = iteration_line(IterationStats(**FIGURES | {"tflops": 138.04}))
     assert "(ms): 87.0 | throughput per GPU (TFLOP/s/GPU): 138.0 | learning rate" in line
 
 
@@ -231,7 +231,7 @@ def test_full_disk_leaves_events_out_and_cuts_none_off(tmp_path, monkeypatch, ca
 
 def test_event_files_hold_the_scalars(tmp_path):
     writer = EventWriter(tmp_path / "board")
-    writer.scalars(300, scalars_of(IterationFigures(**FIGURES)))
+    writer.scalars(300, scalars_of(IterationStats(**FIGURES)))
     writer.scalars(301, {"lm loss": 2.5})
     writer.close()
     [path] = (tmp_path / "board").iterdir()
@@ -261,7 +261,7 @@ def test_tensorboards_own_reader_reads_them(tmp_path):
     name = "tensorboard.backend.event_processing.event_accumulator"
     accumulator = pytest.importorskip(name, reason="tensorboard is not installed").EventAccumulator
     writer = EventWriter(tmp_path)
-    writer.scalars(300, scalars_of(IterationFigures(**FIGURES)))
+    writer.scalars(300, scalars_of(IterationStats(**FIGURES)))
     writer.scalars(301, {"lm loss": 2.5})
     writer.close()
     read = accumulator(str(tmp_path)).Reload()

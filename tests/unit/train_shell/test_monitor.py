@@ -7,7 +7,7 @@ import json
 import pytest
 
 from dynmo_train._common.errors import UsageError
-from dynmo_train.trainer.monitoring.monitor import curve, document_of, text_of, view_of, watch
+from dynmo_train.trainer.monitoring.monitor import curve, document_of, format_status, read_run_status, watch
 
 
 def write(path, *records):
@@ -34,7 +34,7 @@ def run_at(folder, steps):
 
 
 def test_a_run_in_progress(tmp_path):
-    view = view_of(run_at(tmp_path / "run", 3))
+    view = read_run_status(run_at(tmp_path / "run", 3))
     assert (view.step, view.train_iters, view.is_done) == (3, 4, False)
     assert view.loss == pytest.approx(2.0)
     assert view.tokens_per_s == pytest.approx(500)
@@ -46,7 +46,7 @@ def test_a_run_in_progress(tmp_path):
         (1, "taken", 2),
         (2, "waiting", 2),
     ]
-    text = text_of(view)
+    text = format_status(view)
     for part in (
         "step 3 of 4",
         "loss 2.0000",
@@ -67,14 +67,14 @@ def test_watching_ends_with_the_run(tmp_path, capsys):
 
 def test_a_run_that_has_only_begun(tmp_path):
     (tmp_path / "run.json").write_text("{}")
-    view = view_of(tmp_path)
+    view = read_run_status(tmp_path)
     assert (view.step, view.loss, view.loads, view.bubble, view.plans) == (0, None, [], None, [])
-    assert "loss -" in text_of(view)
+    assert "loss -" in format_status(view)
 
 
 def test_another_directory_is_refused(tmp_path):
     with pytest.raises(UsageError, match="is not the directory of a run"):
-        view_of(tmp_path)
+        read_run_status(tmp_path)
 
 
 def test_a_curve_goes_from_the_lowest_to_the_highest():

@@ -50,8 +50,8 @@ def faults(document, **changes):
         "item_names": NAMES,
         "cut_allowed": CUTS,
         "workers": [0, 1],
-        "plan_in_force": 0,
-        "stage_items_in_force": STAGES,
+        "active_plan_id": 0,
+        "active_stages": STAGES,
         "schedule": "1f1b",
         "virtual_stages_per_worker": 1,
     }

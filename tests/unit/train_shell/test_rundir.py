@@ -1,4 +1,4 @@
-"""Beginning a run, going on with one, and its logs."""
+"""InitialState a run, going on with one, and its logs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from dynmo_train._common.errors import UsageError
 from dynmo_train.config import config_document, config_of
 from dynmo_train.formats.run import read_run, take_grow_request
 from dynmo_train.launch.worker import LAUNCH_FILE_VARIABLE
-from dynmo_train.trainer.run_directory import begin_run, choose_path
+from dynmo_train.trainer.run_directory import choose_path, open_run_directory
 
 SMALL = {
     "num_layers": 2,
@@ -30,7 +30,7 @@ NOON = datetime(2026, 1, 31, 12, tzinfo=UTC)
 
 
 def begin(**changes):
-    return begin_run(config_of(**SMALL | changes), world_size=2, hosts=["a"], engine={"device": "cpu"})
+    return open_run_directory(config_of(**SMALL | changes), world_size=2, hosts=["a"], engine={"device": "cpu"})
 
 
 def test_a_new_run_has_its_directories_and_configuration(tmp_path):

@@ -17,7 +17,10 @@ from typing import Any
 
 from whole_runs import lines
 
-BY_HAND = ("--balance", "online", "--planner", "external", "--balance-lockstep", "--planner-timeout-s", "600")
+SCRIPTED_PLANNER_OPTIONS = (
+    *("--balance", "online", "--planner", "external"),
+    *("--balance-lockstep", "--planner-timeout-s", "600"),
+)
 
 
 def wait_for(condition: Callable[[], Any], what: str, *processes: subprocess.Popen[str], seconds: float = 600.0) -> Any:
@@ -31,7 +34,7 @@ def wait_for(condition: Callable[[], Any], what: str, *processes: subprocess.Pop
     return found
 
 
-class HandPlanner:
+class ScriptedPlanner:
     """Answers the questions of a run in lockstep.
 
     Args:
