@@ -165,7 +165,9 @@ def run_policy(tape: Tape, options: WatchOptions) -> Outcome:
 
 def _taken(plan: Plan, step: int, pause_ns: int) -> Record:
     moved = plan.migration.max_link_bytes
-    return PlanResult(plan_id=plan.plan_id, step=step, result="taken", pause_ns=pause_ns, bytes=moved, reason="taken")
+    return PlanResult(
+        plan_id=plan.plan_id, step=step, result="applied", pause_ns=pause_ns, bytes=moved, reason="replay"
+    )
 
 
 def _candidates(tape: Tape, blocks: Sequence[range]) -> list[tuple[int, ...]]:

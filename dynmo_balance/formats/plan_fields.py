@@ -14,7 +14,7 @@ DOCUMENT = obj(
         "read_to_step": integer(),
         "action": string("move", "keep"),
         "apply_at_step": nullable(integer()),
-        "balancer": string("initial", "exact", "time", "parameters", "uniform", "deepspeed", "diffusion", "manual"),
+        "balancer": string(),
         "schedule": string("gpipe", "1f1b", "interleaved-1f1b", "zero-bubble", "zb-v", "custom"),
         "virtual_stages_per_worker": integer(1, 1_048_576),
         "stages": array(obj({"stage": integer(), "worker": integer(), "items": array(string())}), 1),

@@ -13,10 +13,10 @@ from typing import Any
 
 from .._common.document import DocumentError, Problem, own_document, parse_json, read_lines, short_repr, write_whole
 from .profile_lines import line_problems
-from .profile_records import Ask, Event, Header, Item, Link, Model, PlanResult, Record, Samples, Step, Worker
+from .profile_records import Event, Header, Item, Link, Model, PlanRequest, PlanResult, Record, Samples, Step, Worker
 
 __all__ = [
-    "Ask",
+    "PlanRequest",
     "Event",
     "Header",
     "Item",
@@ -59,8 +59,8 @@ def _build(value: Mapping[str, Any]) -> Record:
             return Step(**_known(Step, value))
         case "event":
             return Event(**_known(Event, value))
-        case "ask":
-            return Ask(**_known(Ask, value))
+        case "plan_request":
+            return PlanRequest(**_known(PlanRequest, value))
         case _:
             return PlanResult(**_known(PlanResult, value))
 

@@ -19,8 +19,7 @@ from .._common.checks import (
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved-1f1b", "zero-bubble", "zb-v")
 ITEM_KINDS = ("embedding", "attention", "cross_attention", "mlp", "head", "layer")
-EVENT_KINDS = ("pruned", "frozen", "evaluated", "checkpoint")
-RESULTS = ("taken", "kept", "refused", "superseded", "rolled_back")
+RESULTS = ("applied", "unchanged", "refused", "superseded", "rolled_back")
 HEADER = obj(
     {
         **ENVELOPE,
@@ -89,12 +88,12 @@ EVENT = obj(
     {
         "record": anything(),
         "step": integer(),
-        "kind": string(*EVENT_KINDS),
+        "kind": string(),
         "detail": mapping(anything()),
         "next_expected_step": nullable(integer()),
     }
 )
-ASK = obj({"record": anything(), "step": integer()})
+PLAN_REQUEST = obj({"record": anything(), "step": integer()})
 PLAN_RESULT = obj(
     {
         "record": anything(),

@@ -117,7 +117,7 @@ class Event:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Ask:
+class PlanRequest:
     """The trainer waits at the boundary after this step."""
 
     step: int
@@ -135,4 +135,4 @@ class PlanResult:
     reason: str
 
 
-Record = Header | Step | Event | Ask | PlanResult
+Record = Header | Step | Event | PlanRequest | PlanResult

@@ -48,7 +48,7 @@ class History:
     @property
     def moves(self) -> tuple[PlanStory, ...]:
         """The plans that were taken."""
-        return tuple(s for s in self.stories if s.result is not None and s.result.result == "taken")
+        return tuple(s for s in self.stories if s.result is not None and s.result.result == "applied")
 
 
 def read_plans(folder: Path, header: Header) -> dict[int, Plan]:
@@ -71,7 +71,7 @@ def _mean(steps: Sequence[Step]) -> int | None:
 def _story(plan: Plan, segment: Segment, window: int) -> PlanStory:
     results = [r for r in segment.records if isinstance(r, PlanResult) and r.plan_id == plan.plan_id]
     result = results[-1] if results else None
-    if result is None or result.result != "taken":
+    if result is None or result.result != "applied":
         return PlanStory(plan=plan, result=result, before_ns=None, after_ns=None)
     before = [step for step in segment.steps if step.step <= result.step and step.plan_id == plan.base_plan_id]
     after = [step for step in segment.steps if step.step > result.step and step.plan_id == plan.plan_id]

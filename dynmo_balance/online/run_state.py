@@ -9,7 +9,7 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from ..costs.cost_window import CostWindow
-from ..formats.profile import Ask, Event, Header, PlanResult, Record, Step
+from ..formats.profile import Event, Header, PlanRequest, PlanResult, Record, Step
 from .regret import WorkTrace
 
 LEARNING_RATE = 0.5
@@ -68,7 +68,7 @@ class RunState:
                     self.before_move = ()
                     self.after_move.clear()
                     self.first_after.clear()
-            case Ask():
+            case PlanRequest():
                 self.asked = record.step
             case PlanResult():
                 self._result(record)
@@ -108,7 +108,7 @@ class RunState:
             self.asked = None
         if result.result in ("refused", "rolled_back"):
             self.refusals += 1
-        if result.result == "taken":
+        if result.result == "applied":
             self.refusals = 0
             self._enter(result.plan_id)
             self._learn(result)

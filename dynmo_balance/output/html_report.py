@@ -19,6 +19,10 @@ STYLE = (
 )
 
 
+UNMARKED_EVENTS = ("evaluated", "checkpoint")
+"""Event kinds that change neither the model nor its costs; all others, known or not, are marked in the charts."""
+
+
 def _ms(ns: int | None) -> str:
     return "-" if ns is None else f"{ns / 1e6:.2f}"
 
@@ -79,7 +83,7 @@ def _charts(history: History) -> list[str]:
         for story in history.moves
         if story.result is not None
     ]
-    marks += [(event.step, event.kind) for event in history.events if event.kind in ("pruned", "frozen")]
+    marks += [(event.step, event.kind) for event in history.events if event.kind not in UNMARKED_EVENTS]
     parts = [
         "<h2>Steps</h2>",
         line_chart("step time", xs, [("measured", [step.step_ns / 1e6 for step in history.steps])], "ms", marks),

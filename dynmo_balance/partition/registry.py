@@ -14,7 +14,7 @@ from . import by_weight, deepspeed, diffusion, uniform
 from .exact import Solution, solve
 from .problem import Problem
 
-__all__ = ["BALANCERS", "RECORDED", "Solution", "balance", "best_of", "bottleneck_ns", "certified", "solve"]
+__all__ = ["BALANCERS", "Solution", "balance", "best_of", "bottleneck_ns", "certified", "solve"]
 
 BALANCERS: Mapping[str, Callable[[Problem], tuple[int, ...]]] = {
     "exact": lambda problem: best_of(problem).boundaries,
@@ -27,12 +27,6 @@ BALANCERS: Mapping[str, Callable[[Problem], tuple[int, ...]]] = {
     "diffusion": diffusion.boundaries,
     "diffusion_param": lambda problem: diffusion.boundaries(by_weight.with_parameters(problem)),
 }
-RECORDED: Mapping[str, str] = {
-    "deepspeed_param": "deepspeed",
-    "deepspeed_static": "uniform",
-    "diffusion_param": "diffusion",
-}
-"""The name that a plan document records for variants of a balancer."""
 
 
 def bottleneck_ns(problem: Problem, boundaries: tuple[int, ...]) -> int:

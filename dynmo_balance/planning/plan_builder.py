@@ -10,7 +10,7 @@ from ..costs.cost_window import ItemCosts
 from ..formats.plan import RECORDS_KEY, Constraints, Migration, Optimality, Pin, Plan, Predicted, Stage, position_of
 from ..formats.profile import Header
 from ..partition.problem import Chain, Place, Problem, permitted_cuts
-from ..partition.registry import RECORDED, Solution, balance
+from ..partition.registry import Solution, balance
 from ..simulation.simulator import Timeline, predict
 from .local_search import polish
 from .migration import BASE_PAUSE_NS, migration
@@ -130,7 +130,7 @@ def to_plan(
         read_to_step=read_to_step,
         action=action,
         apply_at_step=None,
-        balancer=RECORDED.get(balancer, balancer),
+        balancer=balancer,
         schedule=problem.schedule,
         virtual_stages_per_worker=problem.virtual_stages,
         stages=proposal.stages,
@@ -179,7 +179,7 @@ def keep_plan(base: Plan, *, run_id: str, read_to_step: int, balancer: str, reas
         read_to_step=read_to_step,
         action="keep",
         apply_at_step=None,
-        balancer=RECORDED.get(balancer, balancer),
+        balancer=balancer,
         released_workers=(),
         predicted=None,
         optimality=None,

@@ -17,8 +17,7 @@ from .profile_lines import FORMAT, VERSION, line_problems
 
 WRITTEN_BY = f"dynmo-train {__version__}"
 
-EventKind = Literal["pruned", "frozen", "evaluated", "checkpoint"]
-PlanOutcome = Literal["taken", "kept", "refused", "superseded", "rolled_back"]
+PlanOutcome = Literal["applied", "unchanged", "refused", "superseded", "rolled_back"]
 Samples = Sequence[int | None]
 
 
@@ -151,9 +150,7 @@ def step_record(
     return record | {name: list(values) for name, values in lists.items() if values is not None}
 
 
-def event_record(
-    *, step: int, kind: EventKind, detail: Mapping[str, Any], next_expected_step: int | None
-) -> dict[str, Any]:
+def event_record(*, step: int, kind: str, detail: Mapping[str, Any], next_expected_step: int | None) -> dict[str, Any]:
     """Something that changed costs after ``step``, and when the next of its kind is due."""
     return {
         "record": "event",
@@ -164,9 +161,9 @@ def event_record(
     }
 
 
-def ask_record(step: int) -> dict[str, Any]:
+def plan_request_record(step: int) -> dict[str, Any]:
     """The trainer waits at the boundary after ``step`` for a plan that has read up to it."""
-    return {"record": "ask", "step": step}
+    return {"record": "plan_request", "step": step}
 
 
 def plan_result_record(

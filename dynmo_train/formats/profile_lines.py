@@ -8,11 +8,17 @@ from typing import Any
 
 from .._common.checks import Check, obj
 from .._common.document import Problem, envelope_problems, short_repr
-from .profile_fields import ASK, EVENT, HEADER, PLAN_RESULT, STEP
+from .profile_fields import EVENT, HEADER, PLAN_REQUEST, PLAN_RESULT, STEP
 
 FORMAT = "dynmo.profile"
 VERSION = 1
-_LINES: Mapping[str, Check] = {"header": HEADER, "step": STEP, "event": EVENT, "ask": ASK, "plan_result": PLAN_RESULT}
+_LINES: Mapping[str, Check] = {
+    "header": HEADER,
+    "step": STEP,
+    "event": EVENT,
+    "plan_request": PLAN_REQUEST,
+    "plan_result": PLAN_RESULT,
+}
 _WHOLE, _SPLIT = ("backward_ns",), ("backward_input_ns", "backward_weight_ns")
 
 
@@ -26,7 +32,7 @@ def line_problems(value: Any) -> list[Problem]:
     if kind == "header" and (refusal := envelope_problems(value, FORMAT, VERSION)):
         return refusal
     if not isinstance(kind, str) or kind not in _LINES:
-        return [Problem("record", "choice", f"must be header, step, event, ask or plan_result; is {short_repr(kind)}")]
+        return [Problem("record", "choice", f"must be one of {', '.join(_LINES)}; is {short_repr(kind)}")]
     _LINES[kind](value, "", problems)
     return problems + (_backward_problems(value) if kind == "step" else [])
 

@@ -19,7 +19,8 @@ from ..dynamics.technique import Event
 from ..formats.profile_lines import FORMAT, VERSION
 
 TIMES = ("forward_ns", "backward_ns", "backward_input_ns", "backward_weight_ns")
-TOLD = ("pruned", "frozen")
+NO_TECHNIQUE = ("evaluated", "checkpoint")
+"""Kinds of events that no technique emits; the emulated run emits its own."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,16 +131,22 @@ def _times(
 def _events(records: Any) -> dict[int, tuple[Event, ...]]:
     events: dict[int, tuple[Event, ...]] = {}
     for record in records:
-        if record.get("kind") not in TOLD:
+        kind = record.get("kind")
+        if kind in NO_TECHNIQUE:
             continue
         step, following, detail = record.get("step"), record.get("next_expected_step"), record.get("detail")
-        if not isinstance(step, int) or not isinstance(detail, dict) or not isinstance(following, int | None):
-            raise UsageError(f"the trace has an event without step, detail or next_expected_step: {record}")
+        if (
+            not isinstance(kind, str)
+            or not isinstance(step, int)
+            or not isinstance(detail, dict)
+            or not isinstance(following, int | None)
+        ):
+            raise UsageError(f"the trace has an event without kind, step, detail or next_expected_step: {record}")
         told = ", ".join(f"{name} {value}" for name, value in detail.items())
         event = Event(
-            kind=record["kind"],
+            kind=kind,
             step=step,
-            message=f"emulated: {record['kind']} {told}".rstrip(),
+            message=f"emulated: {kind} {told}".rstrip(),
             detail=detail,
             next_expected_step=following,
         )

@@ -88,7 +88,7 @@ def one(recipe: str, layers: int, workers: int, dense_s: float) -> str:
         ]
         lines = train(folder, layers, workers, options, BASELINE + BEFORE + AFTER)
         events = [json.loads(line) for line in (folder / "run" / "events.jsonl").read_text().splitlines()]
-    taken = [event for event in events if event.get("kind") == "plan_taken"]
+    taken = [event for event in events if event.get("kind") == "plan_applied"]
     dense = seconds(lines, 1, BASELINE)
     even = seconds(lines, BASELINE + 1, BASELINE + BEFORE)
     after = seconds(lines, BASELINE + BEFORE + 1, BASELINE + BEFORE + AFTER)

@@ -66,7 +66,7 @@ def step(number):
 @pytest.mark.parametrize(
     ("record", "path"),
     [
-        (event_record(step=1, kind="invented", detail={}, next_expected_step=None), "kind"),
+        (event_record(step=1, kind="", detail={}, next_expected_step=None), "kind"),
         (step(1) | {"forward_ns": [-1] * len(NAMES)}, "forward_ns"),
         ({"record": "invented"}, "record"),
         (
@@ -102,10 +102,10 @@ def test_an_invalid_plan_of_the_trainer_is_not_written(tmp_path):
     train_plan.write_plan(tmp_path, plan_document())
 
 
-def test_a_plan_by_an_unknown_balancer_is_not_published(tmp_path):
+def test_publish_plan_with_unknown_schedule_writes_nothing(tmp_path):
     plan = balance_plan.parse_plan(json.loads(json.dumps(plan_document())), "plan")
-    with pytest.raises(BalanceWriterError, match="balancer"):
-        balance_plan.publish(tmp_path, replace(plan, balancer="invented"))
+    with pytest.raises(BalanceWriterError, match="schedule"):
+        balance_plan.publish(tmp_path, replace(plan, schedule="invented"))
     assert list(tmp_path.iterdir()) == []
 
 

@@ -55,7 +55,7 @@ class ScriptedPlanner:
         for record in self._records():
             if record["record"] == "header":
                 segment, waiting = record["segment"], None
-            elif record["record"] == "ask":
+            elif record["record"] == "plan_request":
                 waiting = (segment, record["step"])
             elif record["record"] == "plan_result":
                 waiting = None
@@ -74,7 +74,7 @@ class ScriptedPlanner:
         """The active plan: the last one that was taken, else the one that the segment began with."""
         plan_id = 0
         for record in self._records():
-            if record["record"] == "plan_result" and record["result"] == "taken":
+            if record["record"] == "plan_result" and record["result"] == "applied":
                 plan_id = record["plan_id"]
         plans: dict[int, dict] = {}
         for path in (self.run / "plans").glob("plan-*.json"):

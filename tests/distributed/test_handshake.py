@@ -67,12 +67,12 @@ def test_lockstep_answers_every_ask_and_moves_change_nothing(static):
     assert figures(run) == expected
     assert tensors(run, 24) == weights
     records = lines(run / "profile.jsonl")
-    asks = [record["step"] for record in records if record["record"] == "ask"]
+    requests = [record["step"] for record in records if record["record"] == "plan_request"]
     answers = [record for record in records if record["record"] == "plan_result"]
-    assert asks == [3, 6, 9, 12, 15, 18, 21]
-    assert [record["step"] for record in answers] == asks
-    assert {record["result"] for record in answers} <= {"taken", "kept"}
-    taken = [record for record in answers if record["result"] == "taken"]
+    assert requests == [3, 6, 9, 12, 15, 18, 21]
+    assert [record["step"] for record in answers] == requests
+    assert {record["result"] for record in answers} <= {"applied", "unchanged"}
+    taken = [record for record in answers if record["result"] == "applied"]
     assert taken
     assert all(record["bytes"] > 0 and record["pause_ns"] > 0 for record in taken)
     assert not planners(run), "the planner outlived the run"
@@ -144,7 +144,7 @@ def test_plans_from_outside(static):
     assert [results[number]["result"] for number in range(1, 6)] == [
         "refused",
         "superseded",
-        "taken",
+        "applied",
         "refused",
         "refused",
     ]

@@ -95,7 +95,7 @@ def test_layers_move_between_hosts_and_the_loss_of_one_changes_no_bit(hosts, und
     _, other = second.communicate(timeout=600)
     assert second.returncode == 75, other
     assert "node 0 at 10.213.0.1" in other
-    assert [event["bytes"] > 10_000 for event in events(run, "plan_taken")] == [True, True]
+    assert [event["bytes"] > 10_000 for event in events(run, "plan_applied")] == [True, True]
     assert "nothing to move" in events(run, "planner")[-1]["message"]
     assert over_the_wire > 100_000
     assert len([record for record in lines(run / "profile.jsonl") if record["record"] == "header"]) == 2

@@ -33,4 +33,4 @@ def test_emulation_example_of_the_readme_runs_on_the_data_that_it_makes(tmp_path
     steps = [json.loads(line)["step"] for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert steps == list(range(1, 11))
     kinds = [json.loads(line)["kind"] for line in (tmp_path / "run" / "events.jsonl").read_text().splitlines()]
-    assert "plan_taken" in kinds
+    assert "plan_applied" in kinds

@@ -99,11 +99,11 @@ def test_the_run_directory_is_as_designed(quickstart):
     for name in ("run.json", "metrics.jsonl", "profile.jsonl", "events.jsonl", "plans/plan-000000.json", "requests"):
         assert (run / name).exists(), name
     kinds = [json.loads(line)["kind"] for line in (run / "events.jsonl").read_text().splitlines()]
-    assert {"pruned", "frozen", "plan_taken", "checkpoint"} <= set(kinds)
-    moved = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines() if "plan_taken" in line]
+    assert {"pruned", "frozen", "plan_applied", "checkpoint"} <= set(kinds)
+    moved = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines() if "plan_applied" in line]
     assert all(event["bytes"] > 0 and event["pause_ns"] > 0 and event["moves"] for event in moved)
     static = [json.loads(line)["kind"] for line in (work / "static" / "events.jsonl").read_text().splitlines()]
-    assert "plan_taken" not in static
+    assert "plan_applied" not in static
 
 
 @pytest.mark.distributed

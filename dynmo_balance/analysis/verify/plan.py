@@ -18,7 +18,7 @@ from ..._common.document import Problem as Fault
 from ..._common.errors import DynmoError, UsageError
 from ...costs.cost_window import costs_for, speed_ppm
 from ...formats.plan import RECORDS_KEY, SEGMENT_KEY, Plan, header_problems
-from ...formats.profile import Ask, Header, Item, PlanResult, Step
+from ...formats.profile import Header, Item, PlanRequest, PlanResult, Step
 from ...planning.migration import BASE_PAUSE_NS
 from ...schedules.registry import Kind, Operation, Order, order_of
 from .bottleneck import Bound, Question, bound_of
@@ -125,7 +125,7 @@ def _number_faults(plan: Plan, file_name: str) -> list[Fault]:
 def _source_faults(plan: Plan, setting: Setting) -> list[Fault]:
     """The step and the number of records that the plan says its costs are from."""
     faults = []
-    steps = {r.step for r in setting.segments[-1].records if isinstance(r, Step | Ask)}
+    steps = {r.step for r in setting.segments[-1].records if isinstance(r, Step | PlanRequest)}
     # A run's initial plan is made before its first step, whatever was measured since.
     is_first = plan.read_to_step == 0 and (not steps or plan.balancer == "initial")
     known = plan.read_to_step in steps or is_first
@@ -345,10 +345,10 @@ def _pauses(plan: Plan, setting: Setting, largest: int) -> Collection[int]:
         if own:
             found.add(measured)
         for record in segment.records:
-            step = record.step if isinstance(record, Step | Ask) else step
+            step = record.step if isinstance(record, Step | PlanRequest) else step
             if own and step > plan.read_to_step:
                 break
-            if isinstance(record, PlanResult) and record.result == "taken":
+            if isinstance(record, PlanResult) and record.result == "applied":
                 measured = _smoothed(measured, record, segment.header)
             if own and step < plan.read_to_step:
                 found.clear()

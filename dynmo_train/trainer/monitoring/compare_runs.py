@@ -59,7 +59,7 @@ def _moves(run: Path) -> tuple[int, int, int]:
     """Items moved, bytes moved and the step of the last move of a run; zeros where there was none."""
     if not (run / "events.jsonl").exists():
         return 0, 0, 0
-    taken = [event for event in _lines(run / "events.jsonl") if event["kind"] == "plan_taken"]
+    taken = [event for event in _lines(run / "events.jsonl") if event["kind"] == "plan_applied"]
     return (
         sum(len(event["moves"]) for event in taken),
         sum(event["bytes"] for event in taken),

@@ -269,7 +269,7 @@ class Recorder:
         if self._writes:
             record = event_record(
                 step=event.step,
-                kind=event.kind,  # type: ignore[arg-type] # techniques name kinds of the format
+                kind=event.kind,
                 detail=event.detail,
                 next_expected_step=event.next_expected_step,
             )

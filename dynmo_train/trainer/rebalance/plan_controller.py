@@ -13,7 +13,7 @@ from typing import Any
 
 from ..._common.document import DocumentError, Problem
 from ...formats.plan import Plan, plan_ids, plan_path, read_plan
-from ...formats.profile import ask_record, plan_result_record
+from ...formats.profile import plan_request_record, plan_result_record
 from ...parallel.process_groups import broadcast_document
 from ...parallel.shrink import without_workers
 from ...pipeline.migration import MoveError
@@ -124,7 +124,7 @@ class PlanController:
         moved = [{"item": item, "from": source, "to": to, "bytes": size} for item, source, to, size in moves]
         more: dict[str, Any] = {"released_workers": chosen["released"]} if leaving else {}
         self._result(
-            self.active_plan_id, step, "taken", pause, report.total_bytes, chosen["reason"], moves=moved, **more
+            self.active_plan_id, step, "applied", pause, report.total_bytes, chosen["reason"], moves=moved, **more
         )
         return replace(taken, pause_ns=pause)
 
@@ -143,7 +143,7 @@ class PlanController:
         """On worker 0: the highest valid plan that wants to move; the others are answered on the way."""
         self._look_after_planner(step)
         if self.settings.lockstep:
-            self._append(ask_record(step))
+            self._append(plan_request_record(step))
             self._wait(step)
         chosen: Plan | None = None
         # Listed once: a plan that is written from here on is not in the list, and belongs to the next decision.
@@ -168,7 +168,7 @@ class PlanController:
         if chosen is None:
             return None
         if chosen.action == "keep":
-            self._result(chosen.plan_id, step, "kept", 0, 0, chosen.reason)
+            self._result(chosen.plan_id, step, "unchanged", 0, 0, chosen.reason)
             return None
         return {
             "plan_id": chosen.plan_id,

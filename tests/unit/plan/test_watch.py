@@ -90,7 +90,7 @@ def test_a_rolled_back_plan_leaves_the_old_one_in_force(run):
     watcher = Watcher(run, WatchOptions(every=1))
     append(run, *(step(n, back=2) for n in range(1, 4)))
     watcher.poll()
-    append(run, result(1, 3, "taken"), result(1, 3, "rolled_back"))
+    append(run, result(1, 3, "applied"), result(1, 3, "rolled_back"))
     watcher.poll()
     assert watcher._state.in_force == 0
 
@@ -139,7 +139,7 @@ def test_a_restarted_planner_goes_on_where_it_was(run):
         Watcher(pieces, LOCKSTEP).poll()
         plan = newest(whole)
         for copy in (whole, pieces):
-            append(copy, result(plan.plan_id, number, "taken" if plan.action == "move" else "kept"))
+            append(copy, result(plan.plan_id, number, "applied" if plan.action == "move" else "unchanged"))
         taken = plan.plan_id if plan.action == "move" else taken
     documents = [[json.loads(path.read_text()) for path in sorted((c / "plans").iterdir())] for c in (whole, pieces)]
     for document in documents[0] + documents[1]:

@@ -33,14 +33,14 @@ def append(run, *records):
 
 
 def ask(number):
-    return {"record": "ask", "step": number}
+    return {"record": "plan_request", "step": number}
 
 
 def event(number, kind="pruned", following=None):
     return {"record": "event", "step": number, "kind": kind, "detail": {}, "next_expected_step": following}
 
 
-def result(plan, number, what="taken", pause=10**6):
+def result(plan, number, what="applied", pause=10**6):
     return {
         "record": "plan_result",
         "plan_id": plan,

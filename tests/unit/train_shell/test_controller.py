@@ -74,9 +74,9 @@ def test_plan_written_during_a_decision_is_taken_at_the_next(run, monkeypatch):
     monkeypatch.setattr(module, "read_plan", read_while_another_comes)
     controller = controller_of(run)
     controller.boundary(1)
-    assert results(run) == [(1, 1, "kept")]
+    assert results(run) == [(1, 1, "unchanged")]
     controller.boundary(2)
-    assert results(run) == [(1, 1, "kept"), (2, 2, "kept")]
+    assert results(run) == [(1, 1, "unchanged"), (2, 2, "unchanged")]
 
 
 def test_broken_plan_beside_a_later_one_is_refused_once(run):
@@ -85,7 +85,7 @@ def test_broken_plan_beside_a_later_one_is_refused_once(run):
     controller = controller_of(run)
     for step in (1, 2, 3):
         controller.boundary(step)
-    assert results(run) == [(2, 1, "refused"), (1, 3, "kept")]
+    assert results(run) == [(2, 1, "refused"), (1, 3, "unchanged")]
 
 
 def test_refused_plan_above_a_later_one_is_refused_once(run):
@@ -94,7 +94,7 @@ def test_refused_plan_above_a_later_one_is_refused_once(run):
     controller = controller_of(run, lambda plan, *_: [Problem("", "stale", "the plan is stale")] * (plan.plan_id == 2))
     for step in (1, 2, 3):
         controller.boundary(step)
-    assert results(run) == [(2, 1, "refused"), (1, 3, "kept")]
+    assert results(run) == [(2, 1, "refused"), (1, 3, "unchanged")]
 
 
 class Clock:

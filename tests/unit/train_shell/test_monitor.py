@@ -24,7 +24,7 @@ def run_at(folder, steps):
     write(folder / "metrics.jsonl", *metrics, {"step": steps, "validation_loss": 3.5})
     header = {"record": "header", "segment": 0}
     costs = {"record": "step", "step_ns": 100, "busy_ns": [90, 50], "peak_memory_bytes": [10**9, 2 * 10**9]}
-    result = {"record": "plan_result", "plan_id": 1, "step": 2, "result": "taken", "reason": "r"}
+    result = {"record": "plan_result", "plan_id": 1, "step": 2, "result": "applied", "reason": "r"}
     write(folder / "profile.jsonl", {"record": "step", "busy_ns": [1], "step_ns": 1}, header, costs, costs, result)
     for number, balancer in ((0, "initial"), (1, "exact"), (2, "exact")):
         plan = {"plan_id": number, "balancer": balancer, "read_to_step": number, "reason": f"reason {number}"}
@@ -43,7 +43,7 @@ def test_a_run_in_progress(tmp_path):
     assert view.skipped == 1
     assert [(plan.plan_id, plan.result, plan.step) for plan in view.plans] == [
         (0, "initial", 0),
-        (1, "taken", 2),
+        (1, "applied", 2),
         (2, "waiting", 2),
     ]
     text = format_status(view)
@@ -53,7 +53,7 @@ def test_a_run_in_progress(tmp_path):
         "validation 3.5000",
         "500 tokens/s",
         "bubble 30.0%",
-        "plan 1 taken at step 2: reason 1",
+        "plan 1 applied at step 2: reason 1",
     ):
         assert part in text
     assert "saved step-00000003" in text

@@ -56,9 +56,9 @@ RECORDS = {
     "split step": profile.step_record(**STEP, backward_input_ns=[7, 0], backward_weight_ns=[1, None]),
     "event": profile.event_record(step=4, kind="pruned", detail={"sparsity": 0.5}, next_expected_step=8),
     "last event": profile.event_record(step=4, kind="frozen", detail={}, next_expected_step=None),
-    "ask": profile.ask_record(10),
+    "plan_request": profile.plan_request_record(10),
     "plan_result": profile.plan_result_record(
-        plan_id=1, step=10, result="taken", pause_ns=5, num_bytes=6, reason="it pays"
+        plan_id=1, step=10, result="applied", pause_ns=5, num_bytes=6, reason="it pays"
     ),
 }
 

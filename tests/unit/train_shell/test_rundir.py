@@ -94,10 +94,10 @@ def test_logs_are_lines(tmp_path):
         {"step": 1, "loss": 2.5},
         {"step": 2, "loss": None},
     ]
-    append_line(run.events, run.event_record("plan_taken", "plan 1 moved 2 items", step=10, pause_ns=5))
+    append_line(run.events, run.event_record("plan_applied", "plan 1 moved 2 items", step=10, pause_ns=5))
     event = json.loads(run.events.read_text())
     assert event.pop("time_utc").endswith("Z")
-    assert event == {"step": 10, "kind": "plan_taken", "message": "plan 1 moved 2 items", "pause_ns": 5}
+    assert event == {"step": 10, "kind": "plan_applied", "message": "plan 1 moved 2 items", "pause_ns": 5}
 
 
 def test_the_launcher_hears_of_the_place(tmp_path, monkeypatch):
