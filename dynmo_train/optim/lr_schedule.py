@@ -3,7 +3,8 @@
 Megatron counts progress in samples, also where the options count iterations: it multiplies those with the global batch
 size. Its scheduler starts at 0 and advances after an update, so the first update of a run uses the values at 0: with a
 warm-up the learning rate ``--lr-warmup-init``. The expressions keep Megatron's order of operations, so that the values
-are the same floats; ``tests/unit/train/test_schedules.py`` compares them with a table that Megatron's class has made.
+are the same floats; ``tests/unit/dynmo_train/optim/test_lr_schedule.py`` compares them with a table that Megatron's
+class produced.
 """
 
 from __future__ import annotations

@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import runpy
 import shutil
 import statistics
 import subprocess
@@ -20,7 +19,10 @@ from pathlib import Path
 
 import numpy as np
 
-build = runpy.run_path(str(Path(__file__).parents[1] / "unit" / "ckpt" / "build.py"))
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from tests.unit.dynmo_ckpt import native_checkpoints
+
 CKPT = [sys.executable, "-c", "from dynmo_ckpt.cli import main; main()"]
 
 
@@ -30,11 +32,11 @@ def make(directory, gigabytes):
     hidden = 256
     while 2 * (12 * layers * hidden**2 + vocab * hidden) < gigabytes * 1e9:
         hidden += 256
-    m = build["model"](
+    m = native_checkpoints.model(
         num_layers=layers, hidden_size=hidden, ffn_hidden_size=4 * hidden, num_attention_heads=hidden // 64
     )
     m |= {"max_position_embeddings": 1024, "vocab_size": 50257, "padded_vocab_size": vocab}
-    shapes = {name: value.shape for name, value in build["parameters"](m | {"num_layers": 1}).items()}
+    shapes = {name: value.shape for name, value in native_checkpoints.parameters(m | {"num_layers": 1}).items()}
     rng = np.random.default_rng(0)
     tensors = {}
     for i in range(layers):
@@ -42,7 +44,7 @@ def make(directory, gigabytes):
             if i == 0 or name.startswith("layers.0."):
                 words = rng.integers(0, 30000, shape, dtype=np.uint16)
                 tensors[name.replace("layers.0.", f"layers.{i}.")] = words.view(np.float16)
-    build["save"](directory, tensors, m, tp=2)
+    native_checkpoints.save(directory, tensors, m, tp=2)
     return hidden
 
 

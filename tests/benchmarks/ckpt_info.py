@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import runpy
 import statistics
 import subprocess
 import sys
@@ -16,24 +15,26 @@ import tempfile
 import time
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from tests.unit.dynmo_ckpt import legacy_gpt, native_checkpoints
+
 INFO = [sys.executable, "-c", "import sys; from dynmo_ckpt.cli import main; main()", "info"]
 LOADED = "import sys\nfrom dynmo_ckpt.cli import app\nfrom typer.testing import CliRunner\n"
 LOADED += "assert CliRunner().invoke(app, ['info', sys.argv[1]]).exit_code == 0\n"
 LOADED += "sys.stdout.write(str([name for name in ('torch', 'numpy') if name in sys.modules]))"
-UNIT = Path(__file__).parents[1] / "unit" / "ckpt"
 
 
 def make(path):
     """A checkpoint of 32 files."""
-    build, legacy = (runpy.run_path(str(UNIT / f"{name}.py")) for name in ("build", "legacy_build"))
     sizes = {"num_layers": 24, "hidden_size": 64, "num_attention_heads": 8, "ffn_hidden_size": 64}
-    model = build["model"](**sizes, vocab_size=60, padded_vocab_size=64)
+    model = native_checkpoints.model(**sizes, vocab_size=60, padded_vocab_size=64)
 
     def plain(document):
         del document["args"].model_type
         return document
 
-    legacy["save"](path, build["parameters"](model), model, tp=8, stages=[6] * 4, rename=plain)
+    legacy_gpt.save(path, native_checkpoints.parameters(model), model, tp=8, stages=[6] * 4, rename=plain)
 
 
 def timed(path, environment):

@@ -13,13 +13,16 @@ from __future__ import annotations
 import argparse
 import json
 import resource
-import runpy
 import shutil
 import statistics
 import subprocess
 import sys
 import time
 from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from tests.benchmarks.ckpt_copy import make
 
 CKPT = [sys.executable, "-c", "from dynmo_ckpt.cli import main; main()"]
 START = """
@@ -41,6 +44,10 @@ SINGLE, SHARDED = "convert_megatron_gpt2_checkpoint", "checkpoint_reshaping_and_
 COMPARE = """
 import sys, torch
 from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from tests.benchmarks.ckpt_copy import make
 from safetensors import safe_open
 theirs = {}
 for path in Path(sys.argv[1]).glob("pytorch_model*.bin"):
@@ -69,7 +76,6 @@ def timed(command):
 
 def prepare(directory, gigabytes):
     """The same model as one file, and as those of two stages and two tensor ranks; and a configuration for peers."""
-    make = runpy.run_path(str(Path(__file__).with_name("ckpt_copy.py")))["make"]
     hidden = make(directory / "in", gigabytes)
     for name, ranks in (("one", 1), ("four", 2)):
         told = [directory / "in", directory / name, "--to", "legacy", "--tp", ranks, "--pp", ranks]

@@ -6,24 +6,17 @@ python tests/benchmarks/plan_simulate.py [--stages 64] [--microbatches 512] [--c
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import random
+import sys
 import time
 from pathlib import Path
-from types import ModuleType
 
 from dynmo_balance._common.console import emit
 from dynmo_balance.simulation.batched import step_times
 
+sys.path.insert(0, str(Path(__file__).parents[2]))
 
-def conftest() -> ModuleType:
-    path = Path(__file__).parents[1] / "unit" / "plan" / "conftest.py"
-    spec = importlib.util.spec_from_file_location("conftest", path)
-    if spec is None or spec.loader is None:
-        raise FileNotFoundError(path)
-    found = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(found)
-    return found
+from tests.unit.dynmo_balance.problems import make_chain, make_problem
 
 
 def main() -> None:
@@ -34,9 +27,8 @@ def main() -> None:
     options = parser.parse_args()
     rng = random.Random(1)
     items = 4 * options.stages
-    make = conftest()
-    chain = make.make_chain([rng.randint(10**6, 10**7) for _ in range(items)], backward=[10**7] * items)
-    problem = make.make_problem(chain, options.stages, microbatches=options.microbatches)
+    chain = make_chain([rng.randint(10**6, 10**7) for _ in range(items)], backward=[10**7] * items)
+    problem = make_problem(chain, options.stages, microbatches=options.microbatches)
     inner = [sorted(rng.sample(range(1, items), options.stages - 1)) for _ in range(options.candidates)]
     candidates = [[0, *cuts, items] for cuts in inner]
     step_times(problem, candidates[:1])  # compiles the schedule

@@ -18,17 +18,16 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "distributed"))
-
-import scenario
-from layouts import Layout, engine_on
-from plain_stage import PlainEngine
-from workers import run_workers
+sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from dynmo_train._common.console import emit
 from dynmo_train.parallel.dims import ParallelDims
 from dynmo_train.parallel.process_groups import World, lay_out
 from dynmo_train.trainer.engine import Engine
+from tests.distributed import scenario
+from tests.distributed.layouts import Layout, engine_on
+from tests.distributed.plain_stage import PlainEngine
+from tests.distributed.workers import run_workers
 
 SETTLING_PAIRS = 4
 NORMAL_95 = 1.96

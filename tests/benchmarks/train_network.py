@@ -24,11 +24,10 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "distributed"))
-
-from whole_runs import write_data
+sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from dynmo_train._common.console import emit
+from tests.distributed.whole_runs import write_data
 
 PREFIX = "dynmo-net"
 SWITCH = f"{PREFIX}-switch"

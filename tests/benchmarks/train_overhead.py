@@ -24,15 +24,14 @@ from typing import Any
 
 from train_engine_overhead import say
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "distributed"))
-from whole_runs import write_data
-from workers import run_workers
-
+sys.path.insert(0, str(Path(__file__).parents[2]))
 from dynmo_train.config import Facts, resolve
 from dynmo_train.parallel.dims import ParallelDims
 from dynmo_train.parallel.process_groups import join_world, leave_world
 from dynmo_train.trainer.loop import _Run
 from dynmo_train.trainer.setup import setup_run
+from tests.distributed.whole_runs import write_data
+from tests.distributed.workers import run_workers
 
 PLAIN_START = 4
 """The first steps build stages."""

@@ -30,10 +30,10 @@ from dynmo_train.models.technique_blocks import DynamicSettings, SparseAttention
 from dynmo_train.parallel.process_groups import World
 from dynmo_train.pipeline.partition import Partition
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "distributed"))
+sys.path.insert(0, str(Path(__file__).parents[2]))
 import itertools
 
-from scenario import Scenario, batch_of, engine_of
+from tests.distributed.scenario import Scenario, batch_of, engine_of
 
 
 def scenario(steps: int) -> Scenario:

@@ -6,7 +6,8 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-CONTRACTS = Path(__file__).parents[1] / "contracts" / "fixtures"
+from tests.paths import CONTRACTS
+
 EVENTS = CONTRACTS / "profile/valid/events.jsonl"
 
 

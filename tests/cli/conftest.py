@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import json
-import runpy
 import shutil
 import sys
-from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent))
-
-from cli_files import CONTRACTS, EVENTS
-
-UNIT = Path(__file__).parents[1] / "unit" / "ckpt"
+from tests.cli.cli_files import EVENTS
+from tests.paths import CONTRACTS
+from tests.unit.dynmo_ckpt import legacy_gpt, native_checkpoints
 
 
 @pytest.fixture
@@ -77,20 +73,18 @@ def ckpt(monkeypatch, capsys):
 @pytest.fixture
 def native(tmp_path):
     """A native checkpoint on two stages and two tensor ranks; its directory, model and parameters."""
-    build = runpy.run_path(str(UNIT / "build.py"))
-    m = build["model"]()
-    p = build["parameters"](m)
+    m = native_checkpoints.model()
+    p = native_checkpoints.parameters(m)
     # Rows of padding are zero in what is written, as in no checkpoint of ours.
     p["embedding.word.weight"][m["vocab_size"] :] = 0
-    build["save"](tmp_path / "native", p | build["optimizer_state"](p), m, tp=2)
+    native_checkpoints.save(tmp_path / "native", p | native_checkpoints.optimizer_state(p), m, tp=2)
     return tmp_path / "native", m, p
 
 
 @pytest.fixture
 def legacy_save(monkeypatch):
     """The writer of legacy checkpoints, with a module under Megatron's name for the enumeration that it pickles."""
-    legacy = runpy.run_path(str(UNIT / "legacy_build.py"))
     for name in ("megatron", "megatron.core", "megatron.core.enums"):
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
-    sys.modules["megatron.core.enums"].ModelType = legacy["ModelType"]
-    return legacy["save"]
+    sys.modules["megatron.core.enums"].ModelType = legacy_gpt.ModelType
+    return legacy_gpt.save

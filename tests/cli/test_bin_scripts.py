@@ -24,6 +24,7 @@ import typer
 from dynmo_train.cli import app
 from dynmo_train.config import Facts, config_of, option_specs, validate
 from dynmo_train.config.compat import translate
+from tests.paths import SHARED_DATA
 
 BIN = Path(__file__).parents[2] / "bin"
 RECORD = '#!/bin/bash\nprintf "%s\\0" "${0##*/}" "$@" >> "$PLACE/calls"\nprintf "\\1\\0" >> "$PLACE/calls"\n'
@@ -350,7 +351,7 @@ def test_vocabularies_must_have_the_published_sums(place, server, monkeypatch):
     script("download_vocab.sh", "v", "bert-large-cased", VOCAB_URL=url)
     assert (place / "v" / "bert-large-cased-vocab.txt").exists()
     assert "NAME is gpt2" in script("download_vocab.sh", "v", "t5", code=2, VOCAB_URL=url)
-    shared = Path(os.environ.get("DYNMO_SHARED_DATA", BIN.parent / ".." / "shared" / "data")) / "tok"
+    shared = SHARED_DATA / "tok"
     if (shared / "gpt2-vocab.json").exists():
         script("download_vocab.sh", "w", VOCAB_URL=f"file://{shared.resolve()}")
         assert (place / "w" / "gpt2-merges.txt").exists()

@@ -1,10 +1,8 @@
 """The commands of dynmo-ckpt from the outside: outputs, exit codes, what is left on disk."""
 
 import json
-import runpy
 import subprocess
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,18 +10,18 @@ from safetensors.numpy import load_file
 from typer.testing import CliRunner
 
 from dynmo_ckpt.cli import app
-
-build = runpy.run_path(str(Path(__file__).parents[1] / "unit" / "ckpt" / "build.py"))
+from tests.unit.dynmo_ckpt import native_checkpoints
+from tests.unit.dynmo_train.formats.checkpoint import small_run
 
 
 @pytest.fixture
 def checkpoint(tmp_path):
     """A run of two stages and two tensor ranks with masks and optimizer state; its directory, model and tensors."""
-    m = build["model"]()
-    p = build["parameters"](m)
-    tensors = p | build["masks"](p) | build["optimizer_state"](p)
+    m = native_checkpoints.model()
+    p = native_checkpoints.parameters(m)
+    tensors = p | native_checkpoints.masks(p) | native_checkpoints.optimizer_state(p)
     files = {"tokenizer/tokenizer.json": b'{"model": {"vocab": {"a": 0}}}'}
-    build["save"](tmp_path / "run" / "checkpoints" / "step-00000008", tensors, m, tp=2, files=files)
+    native_checkpoints.save(tmp_path / "run" / "checkpoints" / "step-00000008", tensors, m, tp=2, files=files)
     (tmp_path / "run" / "checkpoints" / "LATEST").write_text("step-00000008\n")
     return tmp_path / "run", m, tensors
 
@@ -45,7 +43,7 @@ def same(left, right):
 
 def cut(m, tensors):
     """What is written of tensors with rows of padding, as older versions stored them."""
-    return build["true_rows"](m["vocab_size"], tensors)
+    return native_checkpoints.true_rows(m["vocab_size"], tensors)
 
 
 def test_info(ckpt, checkpoint):
@@ -53,7 +51,7 @@ def test_info(ckpt, checkpoint):
     document = json.loads(ckpt("info", run_dir, "--format", "json", "--tensors", "layers.0.mlp.fc?.weight").stdout)
     assert document["step"] == 8
     assert document["model"] == m
-    parameters = [value for name, value in tensors.items() if build["role_of"](name) == "parameter"]
+    parameters = [value for name, value in tensors.items() if native_checkpoints.role_of(name) == "parameter"]
     assert document["roles"]["parameter"]["elements"] == sum(value.size for value in parameters)
     assert document["bytes"] == sum(
         p.stat().st_size for p in step_of(run_dir).rglob("*.*") if p.name != "manifest.json"
@@ -121,7 +119,7 @@ def test_merge(ckpt, checkpoint, tmp_path):
 def test_merge_without_optimizer(ckpt, checkpoint, tmp_path):
     run_dir, m, tensors = checkpoint
     ckpt("merge", run_dir, tmp_path / "out", "--no-optimizer", "--jobs", 1, "--no-verify")
-    weights = {name: value for name, value in tensors.items() if build["role_of"](name) != "optimizer"}
+    weights = {name: value for name, value in tensors.items() if native_checkpoints.role_of(name) != "optimizer"}
     assert same(stored(tmp_path / "out"), cut(m, weights))
     assert json.loads((tmp_path / "out" / "manifest.json").read_text())["optimizer"] is None
     assert "ok" in ckpt("verify", tmp_path / "out").stdout
@@ -146,12 +144,11 @@ def test_the_trainer_opens_a_merge(ckpt, checkpoint, tmp_path):
 
 
 def test_what_the_trainer_writes_is_verified_and_converted(ckpt, tmp_path):
-    trainer = runpy.run_path(str(Path(__file__).parents[1] / "unit" / "train_checkpoint" / "build.py"))
     (tmp_path / "run" / "checkpoints").mkdir(parents=True)
-    trainer["save"](tmp_path / "run" / "checkpoints", 3)
+    small_run.save(tmp_path / "run" / "checkpoints", 3)
     assert "ok" in ckpt("verify", tmp_path / "run", "--level", "full").stdout
     ckpt("merge", tmp_path / "run", tmp_path / "merged")
-    expected = {name: value.numpy() for name, (_, value) in trainer["state"](3).items()}
+    expected = {name: value.numpy() for name, (_, value) in small_run.state(3).items()}
     assert same(stored(tmp_path / "merged"), cut({"vocab_size": 10}, expected))
     ckpt("convert", tmp_path / "run", tmp_path / "hf", "--to", "hf")
 
@@ -239,9 +236,9 @@ def test_usage_errors(ckpt, checkpoint, tmp_path):
 
 
 def test_a_tensor_that_no_rule_takes_is_refused(ckpt, tmp_path):
-    m = build["model"]()
-    tensors = build["parameters"](m) | {"layers.0.mlp.gate.weight": np.zeros(2, np.float32)}
-    build["save"](tmp_path / "in", tensors, m)
+    m = native_checkpoints.model()
+    tensors = native_checkpoints.parameters(m) | {"layers.0.mlp.gate.weight": np.zeros(2, np.float32)}
+    native_checkpoints.save(tmp_path / "in", tensors, m)
     done = ckpt("convert", tmp_path / "in", tmp_path / "out", "--to", "hf", code=5)
     assert "layers.0.mlp.gate.weight" in done.stderr
     assert not (tmp_path / "out").exists()

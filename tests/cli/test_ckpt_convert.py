@@ -1,18 +1,16 @@
 """dynmo-ckpt between formats, split, reshard and diff, from the outside."""
 
 import json
-import runpy
 import subprocess
 import sys
 import zipfile
-from pathlib import Path
 
 import numpy as np
 import pytest
-from cli_files import torch_tree
 from safetensors.numpy import load_file
 
-build = runpy.run_path(str(Path(__file__).parents[1] / "unit" / "ckpt" / "build.py"))
+from tests.cli.cli_files import torch_tree
+from tests.unit.dynmo_ckpt import native_checkpoints
 
 
 def test_to_hf_and_back(ckpt, native, tmp_path):
@@ -22,7 +20,7 @@ def test_to_hf_and_back(ckpt, native, tmp_path):
     manifest = json.loads((tmp_path / "back" / "manifest.json").read_text())
     assert manifest["model"] == m
     back = load_file(tmp_path / "back" / "model-p000-t00.safetensors")
-    expected = build["true_rows"](m["vocab_size"], p)
+    expected = native_checkpoints.true_rows(m["vocab_size"], p)
     assert back.keys() == expected.keys()
     assert all(np.array_equal(back[name], value) for name, value in expected.items())
     ckpt("convert", tmp_path / "back", tmp_path / "hf2", "--to", "hf", "--max-shard-size", "10KB")
@@ -111,7 +109,7 @@ def test_diff_and_verify_against_tell_what_differs(ckpt, native, tmp_path):
     directory, m, p = native
     q = {name: value.copy() for name, value in p.items()}
     q["layers.1.attention.qkv.bias"][4] += 0.25
-    build["save"](tmp_path / "other", q, m)
+    native_checkpoints.save(tmp_path / "other", q, m)
     text = ckpt("diff", directory, tmp_path / "other", code=1).stdout
     assert "layers.1.attention.qkv.bias: 1 of 48 elements differ by more than 0, at most by 0.25" in text
     assert "1 tensors differ" in text
@@ -174,8 +172,8 @@ def test_verify_of_other_formats(ckpt, native, legacy_save, tmp_path):
 def test_a_plan_tells_the_memory_of_what_it_does(ckpt, native, tmp_path):
     """Copies need small buffers whatever the model's size; what turns matrices around needs some matrices' worth."""
     sizes = {"num_layers": 1, "hidden_size": 512, "num_attention_heads": 4, "ffn_hidden_size": 2048}
-    m = build["model"](**sizes)
-    build["save"](tmp_path / "wide", build["parameters"](m), m, tp=2)
+    m = native_checkpoints.model(**sizes)
+    native_checkpoints.save(tmp_path / "wide", native_checkpoints.parameters(m), m, tp=2)
 
     def memory(*args):
         return json.loads(ckpt(*args, "--plan", "--format", "json").stdout)["memory_bytes_at_most"]
@@ -219,15 +217,15 @@ def test_every_number_is_rounded_as_torch_rounds():
 
 
 def test_what_compression_remembers_goes_along_or_stays_behind(ckpt, tmp_path, monkeypatch):
-    own = build["role_of"]
+    own = native_checkpoints.role_of
     monkeypatch.setitem(
-        build["save"].__globals__, "role_of", lambda name: "buffer" if ".memory." in name else own(name)
+        native_checkpoints.save.__globals__, "role_of", lambda name: "buffer" if ".memory." in name else own(name)
     )
-    m = build["model"]()
-    p = build["parameters"](m)
+    m = native_checkpoints.model()
+    p = native_checkpoints.parameters(m)
     memories = {"layers.1.mlp.memory.hidden.error": np.ones((2, 5, 16), np.float32)}
-    build["save"](tmp_path / "in", p | memories, m, tp=2)
-    build["save"](tmp_path / "plain", p, m, tp=2)
+    native_checkpoints.save(tmp_path / "in", p | memories, m, tp=2)
+    native_checkpoints.save(tmp_path / "plain", p, m, tp=2)
     ckpt("reshard", tmp_path / "in", tmp_path / "r", "--tp", 4, "--pp", 3)
     assert "no tensor differs" in ckpt("diff", tmp_path / "in", tmp_path / "r").stdout
     assert "2x5x16" in ckpt("info", tmp_path / "r", "--tensors", "*memory*").stdout

@@ -17,9 +17,7 @@ all of the embedding and the last norm, which is not right; all other tensors of
 
 import argparse
 import json
-import runpy
 import sys
-from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -28,12 +26,8 @@ from safetensors.numpy import load_file, save_file
 from typer.testing import CliRunner
 
 from dynmo_ckpt.cli import app
+from tests.unit.dynmo_ckpt import families, golden, legacy_families, legacy_gpt, native_checkpoints
 
-UNIT = Path(__file__).parents[1] / "unit" / "ckpt"
-build, golden, gpt, families, legacy = (
-    runpy.run_path(str(UNIT / f"{name}.py"))
-    for name in ("build", "golden", "legacy_build", "families", "legacy_families")
-)
 CONFIG = {
     "model_type": "gpt2",
     "architectures": ["GPT2LMHeadModel"],
@@ -60,34 +54,34 @@ def convert(*arguments):
 
 
 def exact(parameters):
-    return golden["values"]({name: value.shape for name, value in parameters.items()})
+    return golden.values({name: value.shape for name, value in parameters.items()})
 
 
 @pytest.fixture
 def megatron(monkeypatch):
     for name in ("megatron", "megatron.core", "megatron.core.enums"):
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
-    sys.modules["megatron.core.enums"].ModelType = gpt["ModelType"]
+    sys.modules["megatron.core.enums"].ModelType = legacy_gpt.ModelType
 
 
 @pytest.mark.parametrize("tp", [1, 2])
 @pytest.mark.parametrize("version", [0, 1.0, 2.0, 3.0])
 def test_gpt2(tmp_path, megatron, version, tp):
-    m = build["model"]()
-    gpt["save"](tmp_path / "in", exact(build["parameters"](m)), m, version=version, tp=tp)
+    m = native_checkpoints.model()
+    legacy_gpt.save(tmp_path / "in", exact(native_checkpoints.parameters(m)), m, version=version, tp=tp)
     convert(tmp_path / "in", tmp_path / "out", "--to", "hf")
-    assert golden["digest"](load_file(tmp_path / "out" / "model.safetensors")) == GPT2
+    assert golden.digest(load_file(tmp_path / "out" / "model.safetensors")) == GPT2
 
 
 @pytest.mark.parametrize("version", [0, 1.0, 2.0, 3.0])
 def test_bert(tmp_path, version):
-    m = families["bert"]()
-    p = exact(families["parameters"](m))
-    legacy["save"](tmp_path / "in", p, m, stages=[(range(3), range(0))], version=version)
+    m = families.bert()
+    p = exact(families.parameters(m))
+    legacy_families.save(tmp_path / "in", p, m, stages=[(range(3), range(0))], version=version)
     convert(tmp_path / "in", tmp_path / "out", "--to", "hf")
     tensors = load_file(tmp_path / "out" / "model.safetensors")
     kept = {name: value for name, value in tensors.items() if not name.startswith("cls.predictions.decoder.")}
-    assert golden["digest"](kept) == BERT
+    assert golden.digest(kept) == BERT
 
 
 def gpt2_shapes(h, f):
@@ -135,15 +129,15 @@ def megatrons_tensors(directory):
 @pytest.mark.parametrize(("tp", "pp"), MEGATRON)
 def test_gpt2_to_megatron(tmp_path, tp, pp):
     (tmp_path / "in").mkdir()
-    save_file(golden["values"](gpt2_shapes(16, 40)), tmp_path / "in" / "model.safetensors")
+    save_file(golden.values(gpt2_shapes(16, 40)), tmp_path / "in" / "model.safetensors")
     (tmp_path / "in" / "config.json").write_text(json.dumps(CONFIG))
     convert(tmp_path / "in", tmp_path / "out", *to_megatron(tp, pp))
-    assert golden["digest"](megatrons_tensors(tmp_path / "out")) == MEGATRON[tp, pp]
+    assert golden.digest(megatrons_tensors(tmp_path / "out")) == MEGATRON[tp, pp]
 
 
 @pytest.mark.parametrize("tp", [2, 4])
 def test_megatrons_merge(tmp_path, megatron, tp):
-    m = build["model"]()
-    gpt["save"](tmp_path / "in", exact(build["parameters"](m)), m, version=3.0, tp=tp)
+    m = native_checkpoints.model()
+    legacy_gpt.save(tmp_path / "in", exact(native_checkpoints.parameters(m)), m, version=3.0, tp=tp)
     convert(tmp_path / "in", tmp_path / "out", *to_megatron(1, 1), "--dtype", "fp16")
-    assert golden["digest"](megatrons_tensors(tmp_path / "out")) == MERGED
+    assert golden.digest(megatrons_tensors(tmp_path / "out")) == MERGED

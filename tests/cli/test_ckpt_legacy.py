@@ -2,16 +2,14 @@
 
 import itertools
 import json
-import runpy
 import zipfile
-from pathlib import Path
 
 import numpy as np
 import pytest
-from cli_files import torch_tree
 from safetensors.numpy import load_file
 
-build = runpy.run_path(str(Path(__file__).parents[1] / "unit" / "ckpt" / "build.py"))
+from tests.cli.cli_files import torch_tree
+from tests.unit.dynmo_ckpt import families, legacy_families, native_checkpoints
 
 
 def test_legacy_versions_give_the_bytes_of_the_native_export(ckpt, native, legacy_save, tmp_path):
@@ -34,7 +32,9 @@ def test_legacy_to_native(ckpt, native, legacy_save, tmp_path):
     ckpt("convert", tmp_path / "legacy", tmp_path / "out", "--to", "native")
     assert "ok" in ckpt("verify", tmp_path / "out", "--against", directory).stdout
     back = load_file(tmp_path / "out" / "model-p000-t00.safetensors")
-    assert all(np.array_equal(back[name], value) for name, value in build["true_rows"](m["vocab_size"], p).items())
+    assert all(
+        np.array_equal(back[name], value) for name, value in native_checkpoints.true_rows(m["vocab_size"], p).items()
+    )
     assert json.loads((tmp_path / "out" / "manifest.json").read_text())["step"] == 300
 
 
@@ -161,11 +161,11 @@ def test_hf_native_legacy_hf_is_byte_identical(ckpt, native, tmp_path):
     "sizes", [(), ("--tp", 2, "--pp", 3), ("--tp", 2, "--pp", 2, "--vpp", 2, "--partition", "1,0,1,1")]
 )
 def test_optimizer_state_to_legacy_and_back(ckpt, tmp_path, dtype, sizes):
-    m = build["model"]()
-    p = build["parameters"](m)
+    m = native_checkpoints.model()
+    p = native_checkpoints.parameters(m)
     if dtype == "bf16":
         p = {name: (value.view(np.uint32) & 0xFFFF0000).view(np.float32) for name, value in p.items()}
-    build["save"](tmp_path / "native", p | build["optimizer_state"](p), m)
+    native_checkpoints.save(tmp_path / "native", p | native_checkpoints.optimizer_state(p), m)
     ckpt("convert", tmp_path / "native", tmp_path / "l", "--to", "legacy", "--with-optimizer", "--dtype", dtype, *sizes)
     file = min((tmp_path / "l" / "iter_0000008").iterdir()) / "model_optim_rng.pt"
     held = torch_tree(file)["optimizer"]
@@ -177,17 +177,17 @@ def test_optimizer_state_to_legacy_and_back(ckpt, tmp_path, dtype, sizes):
 
 
 def test_optimizer_state_that_is_not_there_cannot_be_written(ckpt, tmp_path):
-    m = build["model"]()
-    build["save"](tmp_path / "native", build["parameters"](m), m)
+    m = native_checkpoints.model()
+    native_checkpoints.save(tmp_path / "native", native_checkpoints.parameters(m), m)
     error = ckpt("convert", tmp_path / "native", tmp_path / "l", "--to", "legacy", "--with-optimizer", code=5).stderr
     assert "has no optimizer state" in error
     ckpt("convert", tmp_path / "native", tmp_path / "hf", "--to", "hf", "--with-optimizer", code=2)
 
 
 def test_pruned_weights_are_zero_in_a_legacy_checkpoint(ckpt, tmp_path):
-    m = build["model"]()
-    p = build["parameters"](m)
-    build["save"](tmp_path / "in", p | build["masks"](p), m)
+    m = native_checkpoints.model()
+    p = native_checkpoints.parameters(m)
+    native_checkpoints.save(tmp_path / "in", p | native_checkpoints.masks(p), m)
     ckpt("convert", tmp_path / "in", tmp_path / "out", "--to", "legacy", "--tp", 4, "--checkpoint-version", 0)
     assert "no tensor differs" in ckpt("diff", tmp_path / "out", tmp_path / "in").stdout
 
@@ -262,19 +262,16 @@ LINES = {
 
 @pytest.mark.parametrize(("family", "folders"), [("bert", 2), ("gpt", 1)])
 def test_the_command_lines_of_the_seeds(ckpt, legacy_save, tmp_path, monkeypatch, family, folders):
-    unit = Path(__file__).parents[1] / "unit" / "ckpt"
-    families = runpy.run_path(str(unit / "families.py"))
-    writer = runpy.run_path(str(unit / "legacy_families.py"))
-    m = build["model"]() if family == "gpt" else families["bert"]()
+    m = native_checkpoints.model() if family == "gpt" else families.bert()
     vocab = [f"t{i}" for i in range(m["vocab_size"])]
     (tmp_path / "gpt2-vocab.json").write_text(json.dumps({word: i for i, word in enumerate(vocab)}))
     (tmp_path / "bert-vocab.txt").write_text("\n".join(vocab))
     (tmp_path / "gpt2-merges.txt").write_text("#version: 0.2\n")
     monkeypatch.chdir(tmp_path)
     if family == "gpt":
-        legacy_save(tmp_path / "in", build["parameters"](m), m, tp=2, stages=[1, 1, 1])
+        legacy_save(tmp_path / "in", native_checkpoints.parameters(m), m, tp=2, stages=[1, 1, 1])
     else:
-        writer["save"](tmp_path / "in", families["parameters"](m), m, tp=2, stages=[(range(3), range(0))])
+        legacy_families.save(tmp_path / "in", families.parameters(m), m, tp=2, stages=[(range(3), range(0))])
     ckpt(*LINES[family].split())
     written = [path.parent for path in (tmp_path / "in" / "merged").rglob("model_optim_rng.pt")]
     assert len(written) == folders
@@ -330,9 +327,8 @@ def test_copies_that_differ_and_tensors_to_leave_out(ckpt, native, legacy_save, 
 
 
 def test_experts_have_no_form_in_legacy_files(ckpt, tmp_path):
-    families = runpy.run_path(str(Path(__file__).parents[1] / "unit" / "ckpt" / "families.py"))
-    m = families["llama"](num_experts=4, moe_top_k=2)
-    build["save"](tmp_path / "in", families["parameters"](m), m)
+    m = families.llama(num_experts=4, moe_top_k=2)
+    native_checkpoints.save(tmp_path / "in", families.parameters(m), m)
     error = ckpt("convert", tmp_path / "in", tmp_path / "out", "--to", "legacy", code=5).stderr
     assert "its SwitchMLP gives each token one expert (here 2)" in error
     assert not (tmp_path / "out").exists()
@@ -340,11 +336,13 @@ def test_experts_have_no_form_in_legacy_files(ckpt, tmp_path):
 
 def test_gpt2s_vocabulary_goes_to_every_tensor_parallel_size(ckpt, legacy_save, tmp_path):
     """50,257 rows are shared by 1, 2 and 4 ranks without a divisor; legacy files get the rows that Megatron expects."""
-    m = build["model"](num_layers=1, hidden_size=8, ffn_hidden_size=12, vocab_size=50257, padded_vocab_size=50304)
-    p = build["parameters"](m)
+    m = native_checkpoints.model(
+        num_layers=1, hidden_size=8, ffn_hidden_size=12, vocab_size=50257, padded_vocab_size=50304
+    )
+    p = native_checkpoints.parameters(m)
     p["embedding.word.weight"][50257:] = 0
-    build["save"](tmp_path / "old", p, m)
-    true = build["true_rows"](m["vocab_size"], p)
+    native_checkpoints.save(tmp_path / "old", p, m)
+    true = native_checkpoints.true_rows(m["vocab_size"], p)
     for before, after in itertools.product((1, 2, 4), (1, 2, 4)):
         one, two = tmp_path / f"{before}", tmp_path / f"{before}-{after}"
         if not one.exists():

@@ -10,12 +10,13 @@ import subprocess
 import sys
 
 import pytest
-from cli_files import CONTRACTS, EVENTS
 
 from dynmo_balance.cli.options import Balancer, Policy, Schedule
 from dynmo_balance.online.policies import POLICIES
 from dynmo_balance.partition.registry import BALANCERS
 from dynmo_balance.schedules.registry import SCHEDULES
+from tests.cli.cli_files import EVENTS
+from tests.paths import CONTRACTS
 
 
 def test_help_is_instant():

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import random
 from copy import deepcopy
-from pathlib import Path
 
 import pytest
 
@@ -13,8 +12,8 @@ from dynmo_balance._common.errors import UsageError
 from dynmo_balance.analysis.verify.plan import verify
 from dynmo_balance.analysis.verify.setting import load_setting
 from dynmo_balance.formats.plan import parse_plan, read_plan
+from tests.paths import CONTRACTS
 
-FIXTURES = Path(__file__).parents[1] / "contracts" / "fixtures"
 STEPS = "profile/valid/steps.jsonl"
 LAYERS = 6
 MEMORY = 10_000_000
@@ -256,7 +255,7 @@ def test_verify_accepts_released_workers(plan, tmp_path):
 
 
 def test_verify_accepts_the_initial_plan_of_a_run(plan):
-    code, out, err = plan("verify", FIXTURES / "plan/valid/initial.json", "--profile", FIXTURES / STEPS)
+    code, out, err = plan("verify", CONTRACTS / "plan/valid/initial.json", "--profile", CONTRACTS / STEPS)
     assert (code, err) == (0, "")
     assert "every number holds" in out
 
@@ -270,12 +269,12 @@ def test_verify_accepts_the_initial_plan_of_a_run(plan):
     ],
 )
 def test_verify_refuses_false_numbers_of_an_initial_plan(plan, tmp_path, changes, words):
-    document = json.loads((FIXTURES / "plan/valid/initial.json").read_text())
+    document = json.loads((CONTRACTS / "plan/valid/initial.json").read_text())
     document["migration"].update(changes.get("migration", {}))
     document.update({key: value for key, value in changes.items() if key != "migration"})
     path = tmp_path / "initial.json"
     path.write_text(json.dumps(document))
-    code, _, err = plan("verify", path, "--profile", FIXTURES / STEPS)
+    code, _, err = plan("verify", path, "--profile", CONTRACTS / STEPS)
     assert code == 1
     assert words in err
 

@@ -6,7 +6,8 @@ import json
 from xml.etree import ElementTree
 
 import pytest
-from cli_files import EVENTS
+
+from tests.cli.cli_files import EVENTS
 
 
 def test_what_if_table(plan):

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import json
-import runpy
-from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
 from dynmo_train._common.errors import DynmoError
 from dynmo_train.cli import app
+from tests.unit.dynmo_ckpt import native_checkpoints
 
-build = runpy.run_path(str(Path(__file__).parents[1] / "unit" / "ckpt" / "build.py"))
 WORDS = [f"w{number}" for number in range(40)]
 SHAPE = "--num-layers 3 --hidden-size 16 --num-attention-heads 4 --seq-length 12 --max-position-embeddings 12"
 GPT = f"{SHAPE} --ffn-hidden-size 40 --vocab-file vocab.json --merge-file merges.txt"
@@ -36,8 +34,8 @@ def made(tmp_path_factory):
     )
     tokenizer.train_from_iterator(["the cat sat on the mat , and the dog sat on the log ."] * 4, trainer)
     tokenizer.model.save(str(folder))
-    m = build["model"](vocab_size=280, padded_vocab_size=384)
-    build["save"](folder / "gpt", build["parameters"](m, seed=4), m)
+    m = native_checkpoints.model(vocab_size=280, padded_vocab_size=384)
+    native_checkpoints.save(folder / "gpt", native_checkpoints.parameters(m, seed=4), m)
     (folder / "wiki.txt").write_text("the cat sat on the mat , and the dog sat on the log .\n" * 4)
     (folder / "lambada.jsonl").write_text('{"text": "the cat sat on the mat"}\n{"text": "the dog"}\n')
     (folder / "prompts.txt").write_text("the cat\nstop\nthe dog sat\n")

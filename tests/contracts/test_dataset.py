@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from pathlib import Path
 
@@ -17,6 +16,7 @@ from dynmo_tools.config.settings import TokenizerType
 from dynmo_tools.tokenization import tokenizers as tools_tokenizers
 from dynmo_train._common.errors import UsageError as TrainUsageError
 from dynmo_train.data.tokenizer import TokenizerFiles, open_tokenizer
+from tests.paths import SHARED_DATA
 
 HERE = Path(__file__).parent
 FIXTURES = HERE / "fixtures" / "dataset"
@@ -83,7 +83,7 @@ def test_no_sidecar_is_none(read, place, _refusal, tmp_path):
     ],
 )
 def test_both_packages_digest_real_vocabularies_alike(kind, files, tmp_path):
-    root = Path(os.environ.get("DYNMO_SHARED_DATA", HERE.parents[1] / ".." / "shared" / "data"))
+    root = SHARED_DATA
     (tmp_path / "words.json").write_text(json.dumps({"<unk>": 0, "größe": 1, "\ud83d": 2}))
     places = {
         name: tmp_path / file if kind == "WhitespaceVocab" else root / "tok" / file for name, file in files.items()

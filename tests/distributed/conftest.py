@@ -1,14 +1,10 @@
-"""Distributed tests import their helpers as modules of this folder, and leave no process behind."""
+"""Distributed tests leave no process behind."""
 
 from __future__ import annotations
 
 import subprocess
-import sys
-from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
 
 
 @pytest.fixture(autouse=True)

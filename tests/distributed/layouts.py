@@ -6,7 +6,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
-from scenario import MICROBATCHES, Scenario, batch_of, digest
 
 from dynmo_train.models.layer_list import has_vocabulary_rows, parameters_of, vocabulary_rows
 from dynmo_train.optim.item_store import parameter_of
@@ -14,6 +13,7 @@ from dynmo_train.parallel.dims import ParallelDims
 from dynmo_train.parallel.process_groups import World, gather_documents, lay_out
 from dynmo_train.pipeline.partition import uniform_partition
 from dynmo_train.trainer.engine import Engine
+from tests.distributed.scenario import MICROBATCHES, Scenario, batch_of, digest
 
 
 @dataclass(frozen=True, kw_only=True)

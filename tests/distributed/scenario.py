@@ -7,7 +7,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from families import SAMPLES
 
 from dynmo_train.data.batch import Batch
 from dynmo_train.dynamics.plasticity import PlasticityRule
@@ -27,6 +26,7 @@ from dynmo_train.parallel.process_groups import World
 from dynmo_train.pipeline.partition import Partition, uniform_partition
 from dynmo_train.pipeline.schedule import PipelineConfig
 from dynmo_train.trainer.engine import Engine, EngineSettings
+from tests.distributed.families import SAMPLES
 
 SHAPE = GptShape(
     num_layers=4,

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from whole_runs import lines
+from tests.distributed.whole_runs import lines
 
 SCRIPTED_PLANNER_OPTIONS = (
     *("--balance", "online", "--planner", "external"),

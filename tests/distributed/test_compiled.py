@@ -11,9 +11,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from scenario import Scenario, engine_of, fingerprint
 from torch import nn
-from workers import run_workers
 
 from dynmo_train._common.errors import UsageError
 from dynmo_train.models.blocks import Head, Mlp
@@ -21,6 +19,8 @@ from dynmo_train.models.compiled import check_compiler, compile_item, is_compile
 from dynmo_train.optim.item_store import ItemState
 from dynmo_train.pipeline.partition import Partition
 from dynmo_train.trainer.engine import Engine
+from tests.distributed.scenario import Scenario, engine_of, fingerprint
+from tests.distributed.workers import run_workers
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(900)]
 

@@ -7,15 +7,15 @@ from functools import cache
 from typing import Any
 
 import pytest
-from layouts import Layout, engine_on
-from scenario import MICRO_BATCH, MICROBATCHES, SHAPE, TOKENS, Scenario, batch_of, digest
-from test_placement import cut, vee
-from workers import run_workers
 
 from dynmo_train.optim.compression.settings import NO_COMPRESSION, CompressionSettings
 from dynmo_train.parallel.dims import ParallelDims
 from dynmo_train.parallel.process_groups import World, gather_documents, lay_out
 from dynmo_train.trainer.engine import Engine
+from tests.distributed.layouts import Layout, engine_on
+from tests.distributed.scenario import MICRO_BATCH, MICROBATCHES, SHAPE, TOKENS, Scenario, batch_of, digest
+from tests.distributed.test_placement import cut, vee
+from tests.distributed.workers import run_workers
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(900)]
 

@@ -10,13 +10,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from layouts import Layout, engine_on
-from plain_stage import PlainEngine
-from scenario import MICRO_BATCH, SHAPE, TOKENS, Scenario, batch_of
-from test_compression import play
-from test_placement import cut, vee
-from whole_runs import figures, lines, tensors, train, write_data
-from workers import run_workers
 
 from dynmo_train.optim.compression.lowrank import FactorShape, first_factor, orthonormalise
 from dynmo_train.optim.compression.settings import NO_COMPRESSION, CompressionSettings
@@ -24,6 +17,13 @@ from dynmo_train.optim.item_store import memory_name
 from dynmo_train.parallel.dims import ParallelDims
 from dynmo_train.parallel.process_groups import World, gather_over, lay_out
 from dynmo_train.trainer.engine import Engine
+from tests.distributed.layouts import Layout, engine_on
+from tests.distributed.plain_stage import PlainEngine
+from tests.distributed.scenario import MICRO_BATCH, SHAPE, TOKENS, Scenario, batch_of
+from tests.distributed.test_compression import play
+from tests.distributed.test_placement import cut, vee
+from tests.distributed.whole_runs import figures, lines, tensors, train, write_data
+from tests.distributed.workers import run_workers
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(900)]
 

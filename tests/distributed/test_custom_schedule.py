@@ -9,12 +9,12 @@ import sys
 from dataclasses import replace
 
 import pytest
-from scenario import MICROBATCHES, Scenario, merged, play
-from test_placement import cut, reference
-from whole_runs import arguments, figures, run_command, tensors, train, write_data
-from workers import run_workers
 
 from dynmo_train.pipeline.partition import Partition
+from tests.distributed.scenario import MICROBATCHES, Scenario, merged, play
+from tests.distributed.test_placement import cut, reference
+from tests.distributed.whole_runs import arguments, figures, run_command, tensors, train, write_data
+from tests.distributed.workers import run_workers
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(900)]
 

@@ -8,11 +8,21 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from scripted_planner import SCRIPTED_PLANNER_OPTIONS, ScriptedPlanner
-from whole_runs import arguments, command, events, figures, lines, run_command, tensors, train, write_data
-from workers import run_workers
 
 from dynmo_train.launch.find_command import program_path
+from tests.distributed.scripted_planner import SCRIPTED_PLANNER_OPTIONS, ScriptedPlanner
+from tests.distributed.whole_runs import (
+    arguments,
+    command,
+    events,
+    figures,
+    lines,
+    run_command,
+    tensors,
+    train,
+    write_data,
+)
+from tests.distributed.workers import run_workers
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(900)]
 

@@ -6,8 +6,6 @@ import json
 from dataclasses import replace
 
 import pytest
-from scenario import MICROBATCHES, Scenario, engine_of
-from workers import run_workers
 
 from dynmo_train._common.errors import UsageError
 from dynmo_train.parallel import device_clock
@@ -16,6 +14,8 @@ from dynmo_train.pipeline.emulated_profiler import PacedProbe
 from dynmo_train.pipeline.emulation_trace import read_trace
 from dynmo_train.pipeline.partition import uniform_partition
 from dynmo_train.trainer.engine import Engine
+from tests.distributed.scenario import MICROBATCHES, Scenario, engine_of
+from tests.distributed.workers import run_workers
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(900)]
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 import os
-import runpy
 from pathlib import Path
 
 import pytest
-from workers import run_workers
+
+from tests.distributed.workers import run_workers
+from tests.unit.dynmo_ckpt import native_checkpoints
 
 pytestmark = pytest.mark.distributed
-build = runpy.run_path(str(Path(__file__).parents[1] / "unit" / "ckpt" / "build.py"))
 WORDS = [f"w{number}" for number in range(29)]
 
 
@@ -23,9 +23,9 @@ def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("evaluate")
     tokenizer = Tokenizer(models.WordLevel({word: number for number, word in enumerate(WORDS)}, unk_token="w0"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    m = build["model"](num_layers=4, padded_vocab_size=36)
+    m = native_checkpoints.model(num_layers=4, padded_vocab_size=36)
     files = {"tokenizer/tokenizer.json": tokenizer.to_str().encode()}
-    build["save"](folder / "native", build["parameters"](m, seed=4), m, tp=2, files=files)
+    native_checkpoints.save(folder / "native", native_checkpoints.parameters(m, seed=4), m, tp=2, files=files)
     text = [WORDS[number * number % 29] for number in range(70)]
     (folder / "text").write_text(" ".join(text))
     passages = [{"text": " ".join(text[at : at + 3 + at % 9])} for at in range(11)]

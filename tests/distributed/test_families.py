@@ -7,12 +7,12 @@ from dataclasses import replace
 from functools import cache
 
 import pytest
-from families import SAMPLES
-from scenario import Scenario, merged, play
-from workers import run_workers
 
 from dynmo_train.models.layer_list import live_before
 from dynmo_train.pipeline.partition import Partition, uniform_partition
+from tests.distributed.families import SAMPLES
+from tests.distributed.scenario import Scenario, merged, play
+from tests.distributed.workers import run_workers
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(900)]
 

@@ -7,9 +7,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from sentences import write_sentences
-from whole_runs import figures, lines, run_command, tensors, write_data
-from workers import run_workers
+
+from tests.distributed.sentences import write_sentences
+from tests.distributed.whole_runs import figures, lines, run_command, tensors, write_data
+from tests.distributed.workers import run_workers
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(900)]
 

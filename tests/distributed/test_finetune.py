@@ -7,8 +7,9 @@ import random
 import shutil
 
 import pytest
-from whole_runs import run_command
-from workers import run_workers
+
+from tests.distributed.whole_runs import run_command
+from tests.distributed.workers import run_workers
 
 pytestmark = pytest.mark.distributed
 WORDS = [f"w{number}" for number in range(24)]

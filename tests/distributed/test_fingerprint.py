@@ -9,13 +9,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from whole_runs import arguments, run_command, write_data
-from workers import run_workers
 
 from dynmo_train._common.errors import UsageError
 from dynmo_train.config import config_of
 from dynmo_train.trainer import fingerprint
 from dynmo_train.trainer.fingerprint import config_facts, installed, require_same
+from tests.distributed.whole_runs import arguments, run_command, write_data
+from tests.distributed.workers import run_workers
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(900)]
 

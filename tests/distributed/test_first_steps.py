@@ -6,12 +6,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers as tf
-from sentences import write_sentences
 from typer.testing import CliRunner
-from whole_runs import figures, run_command, write_data
 
 from dynmo_train.data.batches import Samples
 from dynmo_train.parallel.process_groups import leave_world
+from tests.distributed.sentences import write_sentences
+from tests.distributed.whole_runs import figures, run_command, write_data
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(900)]
 

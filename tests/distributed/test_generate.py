@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import os
-import runpy
-from pathlib import Path
 
 import pytest
-from ports import free_port
-from workers import run_workers
+
+from tests.distributed.ports import free_port
+from tests.distributed.workers import run_workers
+from tests.unit.dynmo_ckpt import native_checkpoints
 
 pytestmark = pytest.mark.distributed
-build = runpy.run_path(str(Path(__file__).parents[1] / "unit" / "ckpt" / "build.py"))
 WORDS = [f"w{number}" for number in range(29)]
 PROMPTS = ["w1 w2 w3", "w7", "w9 w8", "w3 w1 w4 w1 w5", "w20 w21"]
 
@@ -24,9 +23,9 @@ def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("generate")
     tokenizer = Tokenizer(models.WordLevel({word: number for number, word in enumerate(WORDS)}, unk_token="w0"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    m = build["model"](num_layers=4, padded_vocab_size=36, max_position_embeddings=24)
+    m = native_checkpoints.model(num_layers=4, padded_vocab_size=36, max_position_embeddings=24)
     files = {"tokenizer/tokenizer.json": tokenizer.to_str().encode()}
-    build["save"](folder / "native", build["parameters"](m, seed=4), m, files=files)
+    native_checkpoints.save(folder / "native", native_checkpoints.parameters(m, seed=4), m, files=files)
     return folder
 
 

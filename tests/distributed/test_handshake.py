@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from scripted_planner import SCRIPTED_PLANNER_OPTIONS, ScriptedPlanner, wait_for
-from whole_runs import command, events, figures, lines, tensors, train, write_data
+
+from tests.distributed.scripted_planner import SCRIPTED_PLANNER_OPTIONS, ScriptedPlanner, wait_for
+from tests.distributed.whole_runs import command, events, figures, lines, tensors, train, write_data
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(900)]
 

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import pytest
 import torch
-from families import SAMPLES
-from test_family_runs import train, write_sentences
-from whole_runs import tensors
-from workers import run_workers
 
 from dynmo_train.models.sharding import join_replicas
 from dynmo_train.parallel.collectives import gather_of
 from dynmo_train.parallel.dims import ParallelDims
 from dynmo_train.parallel.process_groups import lay_out
+from tests.distributed.families import SAMPLES
+from tests.distributed.test_family_runs import train, write_sentences
+from tests.distributed.whole_runs import tensors
+from tests.distributed.workers import run_workers
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(900)]
 ROWS = 6

@@ -6,10 +6,10 @@ import os
 import signal
 
 import pytest
-from whole_runs import arguments, figures, lines, run_command, train, write_data
-from workers import run_workers
 
 from dynmo_train.trainer.monitoring.training_log import TrainingLog
+from tests.distributed.whole_runs import arguments, figures, lines, run_command, train, write_data
+from tests.distributed.workers import run_workers
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(900)]
 

@@ -10,7 +10,8 @@ import sys
 import time
 
 import pytest
-from ports import free_port
+
+from tests.distributed.ports import free_port
 
 pytestmark = pytest.mark.distributed
 

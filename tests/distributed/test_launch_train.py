@@ -12,7 +12,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from scripted_planner import SCRIPTED_PLANNER_OPTIONS, ScriptedPlanner
+
+from tests.distributed.scripted_planner import SCRIPTED_PLANNER_OPTIONS, ScriptedPlanner
 
 pytestmark = pytest.mark.distributed
 

@@ -7,8 +7,9 @@ import shutil
 
 import pytest
 from typer.testing import CliRunner
-from whole_runs import arguments, figures, lines, run_command, train, write_data
-from workers import run_workers
+
+from tests.distributed.whole_runs import arguments, figures, lines, run_command, train, write_data
+from tests.distributed.workers import run_workers
 
 pytestmark = pytest.mark.distributed
 

@@ -7,11 +7,11 @@ import random
 from dataclasses import replace
 
 import pytest
-from scenario import Scenario, batch_of, engine_of, fingerprint, merged
-from test_placement import NAMES, cut
-from workers import run_workers
 
 from dynmo_train.parallel.process_groups import World
+from tests.distributed.scenario import Scenario, batch_of, engine_of, fingerprint, merged
+from tests.distributed.test_placement import NAMES, cut
+from tests.distributed.workers import run_workers
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(900)]
 

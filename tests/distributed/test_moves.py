@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
-from scenario import Scenario, batch_of, engine_of, fingerprint, merged, play
-from test_placement import NAMES, cut
-from workers import run_workers
 
 import dynmo_train.pipeline.migration as transfer
 from dynmo_train.parallel.process_groups import World
 from dynmo_train.pipeline.migration import MoveError
 from dynmo_train.pipeline.partition import frozen_prefix, moves_between
+from tests.distributed.scenario import Scenario, batch_of, engine_of, fingerprint, merged, play
+from tests.distributed.test_placement import NAMES, cut
+from tests.distributed.workers import run_workers
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(900)]
 

@@ -7,15 +7,15 @@ from dataclasses import replace
 
 import pytest
 import torch
-from scenario import Scenario, engine_of, merged, play
-from test_placement import cut, reference
 from torch.distributed.pipelining import PipelineStage
-from workers import run_workers
 
 import dynmo_train.models.linear as linear_module
 import dynmo_train.pipeline.pipeline_stage as stage_module
 import dynmo_train.trainer.engine as engine_module
 from dynmo_train.parallel.process_groups import World
+from tests.distributed.scenario import Scenario, engine_of, merged, play
+from tests.distributed.test_placement import cut, reference
+from tests.distributed.workers import run_workers
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(900)]
 
@@ -122,7 +122,7 @@ def gradients_of_split_backward(world: World, scenario: Scenario, naive: bool):
         return 1.0
 
     engine._prepare_gradients = look
-    from scenario import batch_of
+    from tests.distributed.scenario import batch_of
 
     try:
         engine.train_step(batch_of(1), sampled=False)

@@ -11,14 +11,14 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from layouts import Layout, play_layouts
-from scenario import Scenario
-from test_placement import cut, vee
-from whole_runs import figures, lines, tensors, train, write_data
-from workers import run_workers
 
 from dynmo_train.launch.find_command import program_path
 from dynmo_train.parallel.dims import ParallelDims
+from tests.distributed.layouts import Layout, play_layouts
+from tests.distributed.scenario import Scenario
+from tests.distributed.test_placement import cut, vee
+from tests.distributed.whole_runs import figures, lines, tensors, train, write_data
+from tests.distributed.workers import run_workers
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(900)]
 

@@ -6,9 +6,16 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from layouts import Layout, engine_on
-from scenario import MICRO_BATCH, MICROBATCHES, batch_of, digest
-from test_parallel import (
+
+from dynmo_train.formats.checkpoint import open_checkpoint
+from dynmo_train.parallel.dims import ParallelDims
+from dynmo_train.parallel.process_groups import World, lay_out
+from dynmo_train.pipeline.partition import Partition
+from dynmo_train.trainer.checkpoint.async_checkpoint import Checkpointer
+from dynmo_train.trainer.checkpoint.engine_checkpoint import CheckpointMetadata, save, state_reader
+from tests.distributed.layouts import Layout, engine_on
+from tests.distributed.scenario import MICRO_BATCH, MICROBATCHES, batch_of, digest
+from tests.distributed.test_parallel import (
     CUT,
     D2,
     DE,
@@ -26,16 +33,9 @@ from test_parallel import (
     played,
     verify,
 )
-from test_placement import cut
-from whole_runs import figures, lines, train, write_data
-from workers import run_workers
-
-from dynmo_train.formats.checkpoint import open_checkpoint
-from dynmo_train.parallel.dims import ParallelDims
-from dynmo_train.parallel.process_groups import World, lay_out
-from dynmo_train.pipeline.partition import Partition
-from dynmo_train.trainer.checkpoint.async_checkpoint import Checkpointer
-from dynmo_train.trainer.checkpoint.engine_checkpoint import CheckpointMetadata, save, state_reader
+from tests.distributed.test_placement import cut
+from tests.distributed.whole_runs import figures, lines, train, write_data
+from tests.distributed.workers import run_workers
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(900)]
 

@@ -8,15 +8,33 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from layouts import Layout
-from scenario import Scenario
-from test_parallel import CUT, D2, DE, E2, FAMILIES, OVERLAP, PD, PE, PLAIN, PT, T2, TD, TE, ZERO, ZERO_3, close, played
-from test_placement import cut, vee
 
 from dynmo_train.models.early_exit import ExitSettings
 from dynmo_train.models.mixture_of_depths import DepthSettings
 from dynmo_train.models.technique_blocks import DynamicSettings, SparseAttentionSettings
 from dynmo_train.parallel.dims import ParallelDims
+from tests.distributed.layouts import Layout
+from tests.distributed.scenario import Scenario
+from tests.distributed.test_parallel import (
+    CUT,
+    D2,
+    DE,
+    E2,
+    FAMILIES,
+    OVERLAP,
+    PD,
+    PE,
+    PLAIN,
+    PT,
+    T2,
+    TD,
+    TE,
+    ZERO,
+    ZERO_3,
+    close,
+    played,
+)
+from tests.distributed.test_placement import cut, vee
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(900)]
 

@@ -7,10 +7,10 @@ from dataclasses import replace
 from functools import cache
 
 import pytest
-from scenario import Scenario, merged, play
-from workers import run_workers
 
 from dynmo_train.pipeline.partition import Partition, uniform_partition
+from tests.distributed.scenario import Scenario, merged, play
+from tests.distributed.workers import run_workers
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(900)]
 

@@ -15,8 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from scripted_planner import SCRIPTED_PLANNER_OPTIONS, ScriptedPlanner, wait_for
-from whole_runs import arguments, events, figures, lines, train, write_data
+
+from tests.distributed.scripted_planner import SCRIPTED_PLANNER_OPTIONS, ScriptedPlanner, wait_for
+from tests.distributed.whole_runs import arguments, events, figures, lines, train, write_data
 
 yaml = pytest.importorskip("yaml")
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(900)]

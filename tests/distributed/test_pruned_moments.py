@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from scenario import Scenario, batch_of, engine_of
-from workers import run_workers
 
 from dynmo_train.optim.adamw import MOMENTS
+from tests.distributed.scenario import Scenario, batch_of, engine_of
+from tests.distributed.workers import run_workers
 
 pytestmark = pytest.mark.distributed
 BETAS = dict(zip(MOMENTS, (0.9, 0.99), strict=True))

@@ -6,10 +6,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
-from layouts import Layout, engine_on
-from scenario import Scenario, batch_of, digest
-from test_placement import NAMES, cut
-from workers import run_workers
 
 from dynmo_train.models.moe import MoeShape
 from dynmo_train.parallel.dims import ParallelDims
@@ -17,6 +13,10 @@ from dynmo_train.parallel.process_groups import World, gather_documents, lay_out
 from dynmo_train.parallel.shrink import without_workers
 from dynmo_train.pipeline.migration import MoveError
 from dynmo_train.pipeline.partition import Partition
+from tests.distributed.layouts import Layout, engine_on
+from tests.distributed.scenario import Scenario, batch_of, digest
+from tests.distributed.test_placement import NAMES, cut
+from tests.distributed.workers import run_workers
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(900)]
 

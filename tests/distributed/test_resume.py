@@ -5,8 +5,18 @@ from __future__ import annotations
 import json
 
 import pytest
-from whole_runs import arguments, figures, interrupted_command, lines, run_command, tensors, train, write_data
-from workers import run_workers
+
+from tests.distributed.whole_runs import (
+    arguments,
+    figures,
+    interrupted_command,
+    lines,
+    run_command,
+    tensors,
+    train,
+    write_data,
+)
+from tests.distributed.workers import run_workers
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(900)]
 

@@ -12,8 +12,9 @@ import time
 from pathlib import Path
 
 import pytest
-from ports import free_port
-from whole_runs import arguments, figures, lines, tensors, train, write_data
+
+from tests.distributed.ports import free_port
+from tests.distributed.whole_runs import arguments, figures, lines, tensors, train, write_data
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(900)]
 

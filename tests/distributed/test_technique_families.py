@@ -7,10 +7,7 @@ from functools import cache
 
 import pytest
 import torch
-from families import SAMPLES
-from scenario import Scenario, merged, play
 from torch.utils.flop_counter import FlopCounterMode
-from workers import run_workers
 
 from dynmo_train.dynamics.pruning_units import PruningRule
 from dynmo_train.models.early_exit import ExitSettings
@@ -19,6 +16,9 @@ from dynmo_train.models.layer_list import Reported, output_of
 from dynmo_train.models.mixture_of_depths import DepthSettings
 from dynmo_train.models.technique_blocks import DynamicFamily, DynamicSettings, SparseAttentionSettings
 from dynmo_train.pipeline.partition import Partition
+from tests.distributed.families import SAMPLES
+from tests.distributed.scenario import Scenario, merged, play
+from tests.distributed.workers import run_workers
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(900)]
 

@@ -7,8 +7,6 @@ from dataclasses import replace
 from functools import cache
 
 import pytest
-from scenario import Scenario, calls_of_front, merged, play
-from workers import run_workers
 
 from dynmo_train.dynamics.plasticity import PlasticityRule
 from dynmo_train.dynamics.pruning_units import PruningRule
@@ -17,6 +15,8 @@ from dynmo_train.models.mixture_of_depths import DepthSettings
 from dynmo_train.models.moe import MoeShape
 from dynmo_train.models.technique_blocks import DynamicSettings, SparseAttentionSettings
 from dynmo_train.pipeline.partition import Partition
+from tests.distributed.scenario import Scenario, calls_of_front, merged, play
+from tests.distributed.workers import run_workers
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(900)]
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from whole_runs import OPTIONS, arguments, figures, lines, run_command, tensors, train, write_data
-from workers import run_workers
 
 from dynmo_balance.cli import main as plan_main
 from dynmo_ckpt.cli import main as ckpt_main
+from tests.distributed.whole_runs import OPTIONS, arguments, figures, lines, run_command, tensors, train, write_data
+from tests.distributed.workers import run_workers
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(900)]
 

@@ -9,8 +9,9 @@ import subprocess
 import sys
 
 import pytest
-from scripted_planner import SCRIPTED_PLANNER_OPTIONS, ScriptedPlanner
-from whole_runs import arguments, events, figures, lines, tensors, train, write_data
+
+from tests.distributed.scripted_planner import SCRIPTED_PLANNER_OPTIONS, ScriptedPlanner
+from tests.distributed.whole_runs import arguments, events, figures, lines, tensors, train, write_data
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(900)]
 

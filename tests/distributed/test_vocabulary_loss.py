@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from workers import run_workers
 
 from dynmo_train.parallel.dims import ParallelDims
 from dynmo_train.parallel.process_groups import lay_out
 from dynmo_train.parallel.tensor_parallel import region_of, token_losses
+from tests.distributed.workers import run_workers
 
 pytestmark = pytest.mark.distributed
 WIDTH, TOKENS, ROWS, REAL = 8, 24, 40, 37

@@ -7,8 +7,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from scenario import digest
-from workers import run_workers
 
 from dynmo_train.config import Facts, config_of
 from dynmo_train.data.batch import Batch
@@ -19,6 +17,8 @@ from dynmo_train.parallel.process_groups import World, lay_out
 from dynmo_train.trainer.checkpoint.engine_checkpoint import CheckpointMetadata, check_same_model, save, state_reader
 from dynmo_train.trainer.engine import Engine
 from dynmo_train.trainer.settings_from_config import first_partition, settings_of
+from tests.distributed.scenario import digest
+from tests.distributed.workers import run_workers
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(300)]
 

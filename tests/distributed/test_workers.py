@@ -15,11 +15,11 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-import workers
-from workers import run_workers
 
 from dynmo_train.pipeline import pipeline_stage
 from dynmo_train.trainer import engine
+from tests.distributed import workers
+from tests.distributed.workers import run_workers
 
 pytestmark = pytest.mark.distributed
 SIZE = 2

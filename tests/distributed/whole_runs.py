@@ -14,7 +14,8 @@ import time
 from pathlib import Path
 
 import numpy as np
-from workers import run_workers
+
+from tests.distributed.workers import run_workers
 
 OPTIONS = {
     "num-layers": "4",

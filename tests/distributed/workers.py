@@ -33,9 +33,8 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-from ports import free_port
-
 import dynmo_train
+from tests.distributed.ports import free_port
 
 TIMEOUT_S = 600
 # What the others have once one has failed: they may wait for it in a collective until the world's own timeout.

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import importlib.util
 import json
-import runpy
 from pathlib import Path
 
 import pytest
@@ -14,8 +13,8 @@ from typer.testing import CliRunner
 from dynmo_train._common.errors import UsageError
 from dynmo_train.cli import app
 from dynmo_train.evaluation.lm_eval_data import TASKS, find_data, parse_tasks, read_rows, write_task
+from tests.unit.dynmo_ckpt import native_checkpoints
 
-build = runpy.run_path(str(Path(__file__).parents[1] / "unit" / "ckpt" / "build.py"))
 QUESTION = {"question": "What sat?", "options": ["a cat", "a log", "a mat", "a dog"], "answer": "A"}
 ROWS = {
     "lambada": {"text": "the cat sat on the mat"},
@@ -100,8 +99,8 @@ def model_of(folder):
     folder.mkdir()
     tokenizer.model.save(str(folder))
     files = {f"tokenizer/{name}": (folder / name).read_bytes() for name in ("vocab.json", "merges.txt")}
-    m = build["model"](vocab_size=280, padded_vocab_size=384, max_position_embeddings=96)
-    build["save"](folder / "native", build["parameters"](m, seed=4), m, files=files)
+    m = native_checkpoints.model(vocab_size=280, padded_vocab_size=384, max_position_embeddings=96)
+    native_checkpoints.save(folder / "native", native_checkpoints.parameters(m, seed=4), m, files=files)
     return folder / "native"
 
 

@@ -6,7 +6,6 @@ import importlib.metadata
 import json
 import os
 import re
-import runpy
 import shutil
 import subprocess
 import sys
@@ -16,6 +15,8 @@ from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
+
+from tests.unit.dynmo_ckpt import native_checkpoints
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("dynmo_tools", "dynmo_train", "dynmo_balance", "dynmo_ckpt")
@@ -128,9 +129,8 @@ def test_the_planner_works(programs, tmp_path):
 
 def test_checkpoints_are_inspected_verified_and_exported(programs, tmp_path):
     """What dynmo-ckpt does with native and Hugging Face checkpoints needs nothing but the base."""
-    build = runpy.run_path(str(ROOT / "tests" / "unit" / "ckpt" / "build.py"))
-    model = build["model"]()
-    build["save"](tmp_path / "in", build["parameters"](model), model)
+    model = native_checkpoints.model()
+    native_checkpoints.save(tmp_path / "in", native_checkpoints.parameters(model), model)
     ckpt = (programs / "dynmo-ckpt",)
     assert str(model["num_layers"]) in run(*ckpt, "info", "in", cwd=tmp_path).stdout
     assert "ok" in run(*ckpt, "verify", "in", cwd=tmp_path).stdout

@@ -18,7 +18,8 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from ports import free_port
+
+from tests.distributed.ports import free_port
 
 pytestmark = pytest.mark.timeout(600)
 

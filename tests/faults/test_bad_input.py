@@ -9,8 +9,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from whole_runs import arguments, command, figures, run_command, write_data
-from workers import run_workers
+
+from tests.distributed.whole_runs import arguments, command, figures, run_command, write_data
+from tests.distributed.workers import run_workers
 
 pytestmark = pytest.mark.distributed
 

@@ -9,19 +9,18 @@ from __future__ import annotations
 import json
 import os
 import random
-import runpy
 import signal
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
 from dynmo_ckpt._common.console import progress
 from dynmo_ckpt.operations.verify import full_findings
 from dynmo_train.formats.checkpoint import find_checkpoint, remove_stale_staging
+from tests.paths import ROOT
+from tests.unit.dynmo_ckpt import native_checkpoints
 
-UNIT = Path(__file__).parents[1] / "unit"
 KILLS = int(os.environ.get("DYNMO_TEST_KILLS", "6"))
 
 # Forked, so that what is imported once serves every run; nothing here has started a thread before.
@@ -66,14 +65,13 @@ def counted(work, number, at):
 SAVES = (
     DRIVER
     + """
-import runpy
 from dynmo_train.formats.checkpoint import prune
-build = runpy.run_path(sys.argv[1])
-folder, first, number, at = Path(sys.argv[2]), *map(int, sys.argv[3:])
+from tests.unit.dynmo_train.formats.checkpoint import small_run
+folder, first, number, at = Path(sys.argv[1]), *map(int, sys.argv[2:])
 
 def work():
     for step in range(first, first + 3):
-        build["save"](folder, step)
+        small_run.save(folder, step)
         prune(folder, 2)
     return 0
 
@@ -95,7 +93,12 @@ print(json.dumps(counted(lambda: cli.main(), number, at)))
 
 def run(program, *arguments):
     done = subprocess.run(
-        [sys.executable, "-c", program, *map(str, arguments)], capture_output=True, text=True, timeout=600, check=False
+        [sys.executable, "-c", program, *map(str, arguments)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
@@ -107,15 +110,14 @@ def is_whole(directory):
 
 
 def test_the_latest_save_can_always_be_loaded(tmp_path):
-    build = UNIT / "train_checkpoint" / "build.py"
-    code, calls = run(SAVES, build, tmp_path / "whole", 1, signal.SIGKILL, 0)
+    code, calls = run(SAVES, tmp_path / "whole", 1, signal.SIGKILL, 0)
     assert code == 0
     rng = random.Random(0)
     folder, step = tmp_path / "killed", 1
     for _ in range(max(2, KILLS // 3)):
         # Behind the first of three saves: there is always one to find.
         at = rng.randrange(calls // 3 + 10, calls - 5)
-        assert run(SAVES, build, folder, step, signal.SIGKILL, at)[0] == -signal.SIGKILL
+        assert run(SAVES, folder, step, signal.SIGKILL, at)[0] == -signal.SIGKILL
         found = find_checkpoint(folder)
         assert is_whole(found)
         named = folder / (folder / "LATEST").read_text().strip()
@@ -127,10 +129,9 @@ def test_the_latest_save_can_always_be_loaded(tmp_path):
 
 @pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
 def test_a_merge_is_there_whole_or_not_at_all(tmp_path, sent):
-    build = runpy.run_path(str(UNIT / "ckpt" / "build.py"))
-    m = build["model"](hidden_size=128, ffn_hidden_size=512, vocab_size=4000, padded_vocab_size=4096)
-    p = build["parameters"](m)
-    build["save"](tmp_path / "in", p | build["optimizer_state"](p), m, tp=2)
+    m = native_checkpoints.model(hidden_size=128, ffn_hidden_size=512, vocab_size=4000, padded_vocab_size=4096)
+    p = native_checkpoints.parameters(m)
+    native_checkpoints.save(tmp_path / "in", p | native_checkpoints.optimizer_state(p), m, tp=2)
     rng = random.Random(int(sent))
     target = tmp_path / "out"
     code, calls = run(MERGES, tmp_path / "in", target, sent, 0)

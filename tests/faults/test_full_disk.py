@@ -7,8 +7,9 @@ import json
 import os
 
 import pytest
-from whole_runs import arguments, lines, run_command, write_data
-from workers import run_workers
+
+from tests.distributed.whole_runs import arguments, lines, run_command, write_data
+from tests.distributed.workers import run_workers
 
 pytestmark = pytest.mark.distributed
 

@@ -7,11 +7,11 @@ import math
 
 import numpy as np
 import pytest
-from scenario import Scenario, batch_of, engine_of
-from whole_runs import arguments, lines, run_command, write_data
-from workers import run_workers
 
 from dynmo_train.parallel.process_groups import World
+from tests.distributed.scenario import Scenario, batch_of, engine_of
+from tests.distributed.whole_runs import arguments, lines, run_command, write_data
+from tests.distributed.workers import run_workers
 
 pytestmark = pytest.mark.distributed
 

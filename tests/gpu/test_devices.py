@@ -7,13 +7,13 @@ from dataclasses import replace
 
 import pytest
 import torch
-from scenario import Scenario, digest, engine_of
-from workers import run_workers
 
 from dynmo_train.parallel.device_clock import clock_for
 from dynmo_train.parallel.process_groups import join_world, leave_world
 from dynmo_train.parallel.seeding import default_generator, seeded
 from dynmo_train.pipeline.partition import Partition
+from tests.distributed.scenario import Scenario, digest, engine_of
+from tests.distributed.workers import run_workers
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(900)]
 one_device = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device is here")

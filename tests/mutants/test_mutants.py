@@ -5,13 +5,9 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent))
-from mutate import RESULTS, problems_of, read_table, run_mutant
+from tests.mutants.mutate import RESULTS, problems_of, read_table, run_mutant
 
 MUTANTS = read_table()
 QUICK = [mutant for mutant in MUTANTS if mutant.quick]

@@ -6,12 +6,12 @@ from dataclasses import replace
 
 import pytest
 import torch
-from item_stream import TOLERANCE, assert_same_gradients, build_all, copy_into, gradients, parameters, run
-from megatron_bert import both, config_of, encoder
 from transformers import MegatronBertForPreTraining
 
 from dynmo_train.models.bert import Bert, BertShape
 from dynmo_train.models.layer_list import Reported
+from tests.parity.item_stream import TOLERANCE, assert_same_gradients, build_all, copy_into, gradients, parameters, run
+from tests.parity.megatron_bert import both, config_of, encoder
 
 SHAPE = BertShape(
     num_layers=3,

@@ -1,9 +1,7 @@
 """Llama, Mixtral, BERT and T5 between our format, transformers' and legacy Megatron's: bytes and logits."""
 
 import json
-import runpy
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -12,11 +10,8 @@ import torch
 from safetensors.numpy import load_file
 
 from dynmo_ckpt.cli import main
+from tests.unit.dynmo_ckpt import families, legacy_families, native_checkpoints
 
-UNIT = Path(__file__).parents[1] / "unit" / "ckpt"
-build = runpy.run_path(str(UNIT / "build.py"))
-families = runpy.run_path(str(UNIT / "families.py"))
-legacy = runpy.run_path(str(UNIT / "legacy_families.py"))
 ATOL = {
     "llama": 1e-4,
     "unscaled llama": 1e-4,
@@ -155,12 +150,12 @@ def test_finetuned_heads(run, tmp_path, name, labels):
 
 
 def native(directory, m, masked=False):
-    p = families["parameters"](m)
-    masks = build["masks"](p) if masked else {}
+    p = families.parameters(m)
+    masks = native_checkpoints.masks(p) if masked else {}
     items = {"t5": ["encoder.embedding", "encoder.layers.0", "encoder.layers.1", "encoder.norm", "decoder.embedding"]}
     stages = items.get(m["family"], ["embedding", *(f"layers.{i}" for i in range(m["num_layers"]))])
     stages = [*stages, *(f"decoder.layers.{i}" for i in range(m.get("num_decoder_layers", 0))), "head"]
-    build["save"](directory, p | masks, m, partition=[stages], ties=families["ties"](m))
+    native_checkpoints.save(directory, p | masks, m, partition=[stages], ties=families.ties(m))
     return p
 
 
@@ -180,7 +175,7 @@ def zero_padding(tensors, vocabulary):
 
 @pytest.mark.parametrize("family", ["llama", "bert", "t5"])
 def test_legacy_files_are_what_megatron_would_have_written(run, tmp_path, family):
-    m = families[family]()
+    m = getattr(families, family)()
     p = zero_padding(native(tmp_path / "in", m), m["vocab_size"])
     nothing = range(0)
     stages = [(range(1), nothing), (range(1, 3), nothing)]
@@ -204,7 +199,7 @@ def test_legacy_files_are_what_megatron_would_have_written(run, tmp_path, family
         for stage in range(len(stages)):
             path = tmp_path / "out" / "iter_0000008" / f"mp_rank_{rank:02d}_{stage:03d}" / "model_optim_rng.pt"
             ours = flat(torch.load(path, weights_only=False)["model"])
-            expected = flat(legacy["chunk"](p, m, stages, stage, rank, 2, 3.0))
+            expected = flat(legacy_families.chunk(p, m, stages, stage, rank, 2, 3.0))
             expected = {name.replace("_norm.", "_layernorm."): value for name, value in expected.items()}
             assert ours.keys() == expected.keys()
             assert [name for name in ours if not np.array_equal(ours[name].numpy(), expected[name])] == []
@@ -212,7 +207,7 @@ def test_legacy_files_are_what_megatron_would_have_written(run, tmp_path, family
 
 @pytest.mark.parametrize(("family", "kind"), [("llama", "llama"), ("bert", "bert"), ("t5", "t5")])
 def test_pruned_weights_are_zero_on_either_side(run, tmp_path, family, kind):
-    m = families[family](tied_embeddings=True)
+    m = getattr(families, family)(tied_embeddings=True)
     native(tmp_path / "in", m, masked=True)
     run("convert", tmp_path / "in", tmp_path / "hf", "--to", "hf")
     logits(run, tmp_path / "in", tmp_path / "hf", kind)
@@ -243,7 +238,7 @@ def test_llamas_that_ours_is_not_are_refused(run, tmp_path, changes, message):
 
 
 def test_a_model_that_no_architecture_is_cannot_be_exported(run, tmp_path):
-    m = families["bert"](position_embedding="relative")
+    m = families.bert(position_embedding="relative")
     native(tmp_path / "in", m)
     assert (
         "position_embedding = learned only"

@@ -1,8 +1,6 @@
 """Every format that can be read, converted in one step to every format that can be written: the same tensors."""
 
-import runpy
 import sys
-from pathlib import Path
 from types import ModuleType
 
 import numpy as np
@@ -14,13 +12,10 @@ from dynmo_ckpt.formats.choices import SourceKind, TargetKind
 from dynmo_ckpt.megatron.read import LegacyOptions
 from dynmo_ckpt.operations.reference_model import load_array
 from dynmo_ckpt.readers.detect import open_any
+from tests.unit.dynmo_ckpt import families, legacy_gpt, native_checkpoints
+from tests.unit.dynmo_ckpt.megatron import test_distributed
+from tests.unit.dynmo_ckpt.readers import test_torch_dcp
 
-UNIT = Path(__file__).parents[1] / "unit" / "ckpt"
-build = runpy.run_path(str(UNIT / "build.py"))
-families = runpy.run_path(str(UNIT / "families.py"))
-legacy = runpy.run_path(str(UNIT / "legacy_build.py"))
-distributed = runpy.run_path(str(UNIT / "test_dcp.py"))
-foreign = runpy.run_path(str(UNIT / "test_foreign.py"))
 SOURCES = ("native", "hf", "hf bin", "legacy", "deepspeed", "core", "dcp of transformers", "torchtitan", "llama2c")
 
 
@@ -41,8 +36,8 @@ def meta_names(m, p):
         to, at = f"layers.{i}", f"layers.{i}"
         qkv = p[f"{at}.attention.qkv.weight"].reshape(groups, heads // groups + 2, width, -1)
         query, key, value = (part.reshape(-1, m["hidden_size"]) for part in (qkv[:, :-2], qkv[:, -2], qkv[:, -1]))
-        state[f"{to}.attention.wq.weight"] = foreign["interleaved"](query, heads)
-        state[f"{to}.attention.wk.weight"] = foreign["interleaved"](key, groups)
+        state[f"{to}.attention.wq.weight"] = test_distributed.interleaved(query, heads)
+        state[f"{to}.attention.wk.weight"] = test_distributed.interleaved(key, groups)
         state[f"{to}.attention.wv.weight"] = value
         state[f"{to}.attention.wo.weight"] = p[f"{at}.attention.dense.weight"]
         state[f"{to}.attention_norm.weight"] = p[f"{at}.attention.norm.weight"]
@@ -56,10 +51,10 @@ def meta_names(m, p):
 def inputs(tmp_path_factory):
     """One Llama (DeepSpeed: one GPT) in every format that is read; each with options of ``convert``."""
     root = tmp_path_factory.mktemp("inputs")
-    m = families["llama"](rotary_scaling=None, layernorm_epsilon=1e-5, rotary_base=10000.0, tied_embeddings=False)
-    p = families["parameters"](m)
+    m = families.llama(rotary_scaling=None, layernorm_epsilon=1e-5, rotary_base=10000.0, tied_embeddings=False)
+    p = families.parameters(m)
     stages = [["embedding", *(f"layers.{i}" for i in range(m["num_layers"])), "head"]]
-    build["save"](root / "native", p, m, partition=stages, ties=families["ties"](m))
+    native_checkpoints.save(root / "native", p, m, partition=stages, ties=families.ties(m))
     call("convert", root / "native", root / "hf", "--to", "hf")
     call("convert", root / "native", root / "legacy", "--to", "legacy")
     config = root / "hf" / "config.json"
@@ -69,19 +64,19 @@ def inputs(tmp_path_factory):
     (root / "hf bin").mkdir()
     (root / "hf bin" / "config.json").write_bytes(config.read_bytes())
     torch.save(weights, root / "hf bin" / "pytorch_model.bin")
-    save = distributed["save"]
+    save = test_torch_dcp.save
     save(root / "dcp of transformers", {name: value.numpy() for name, value in weights.items()})
     save(root / "torchtitan", meta_names(m, p))
-    common = {"args": distributed["arguments"](m, **distributed["of_llama"](m)), "iteration": 2}
-    save(root / "core", distributed["core"](m, p), common)
+    common = {"args": test_torch_dcp.arguments(m, **test_torch_dcp.of_llama(m)), "iteration": 2}
+    save(root / "core", test_torch_dcp.core(m, p), common)
     (root / "llama2c").mkdir()
-    foreign["save_llama2c"](root / "llama2c" / "model.bin", m, p)
-    gpt = build["model"]()
+    test_distributed.save_llama2c(root / "llama2c" / "model.bin", m, p)
+    gpt = native_checkpoints.model()
     with pytest.MonkeyPatch.context() as patch:
         for name in ("megatron", "megatron.core", "megatron.core.enums"):
             patch.setitem(sys.modules, name, ModuleType(name))
-        sys.modules["megatron.core.enums"].ModelType = legacy["ModelType"]
-        foreign["save_deepspeed"](root / "deepspeed", gpt, build["parameters"](gpt), 2)
+        sys.modules["megatron.core.enums"].ModelType = legacy_gpt.ModelType
+        test_distributed.save_deepspeed(root / "deepspeed", gpt, native_checkpoints.parameters(gpt), 2)
     return root
 
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import runpy
-from pathlib import Path
 
 import pytest
 import torch
@@ -16,8 +14,8 @@ from typer.testing import CliRunner
 from dynmo_train._common.errors import DynmoError
 from dynmo_train.cli import app
 from dynmo_train.trainer.checkpoint import load_checkpoint
+from tests.unit.dynmo_ckpt import native_checkpoints
 
-build = runpy.run_path(str(Path(__file__).parents[1] / "unit" / "ckpt" / "build.py"))
 PROMPTS = ("the cat sat", "größer than", "the dog and the log on the mat")
 NEW_TOKENS = 24
 
@@ -44,8 +42,8 @@ def exported(tmp_path_factory):
     folder = tmp_path_factory.mktemp("models")
     tokenizer = train_tokenizer()
     size = tokenizer.get_vocab_size()
-    m = build["model"](vocab_size=size, padded_vocab_size=size + 4, max_position_embeddings=64)
-    p = build["parameters"](m, seed=2)
+    m = native_checkpoints.model(vocab_size=size, padded_vocab_size=size + 4, max_position_embeddings=64)
+    p = native_checkpoints.parameters(m, seed=2)
     # Weights of a size with which greedy text wanders, instead of repeating a token, and is nowhere close to another.
     for name, value in p.items():
         if name.endswith(("qkv.weight", "dense.weight", "fc2.weight")):
@@ -53,7 +51,7 @@ def exported(tmp_path_factory):
     p["embedding.word.weight"] *= 4
     p["embedding.position.weight"] *= 6
     files = {"tokenizer/tokenizer.json": tokenizer.to_str().encode()}
-    build["save"](folder / "native", p, m, partition=build["even_stages"](m, 2), files=files)
+    native_checkpoints.save(folder / "native", p, m, partition=native_checkpoints.even_stages(m, 2), files=files)
     done = CliRunner().invoke(ckpt, ["convert", str(folder / "native"), str(folder / "hf"), "--to", "hf"])
     assert done.exit_code == 0, done.output
     return folder, tokenizer

@@ -1,8 +1,6 @@
 """A native checkpoint and its Hugging Face export compute the same logits."""
 
 import json
-import runpy
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,7 +8,7 @@ import torch
 from torch.nn import functional as F
 from typer.testing import CliRunner
 
-build = runpy.run_path(str(Path(__file__).parents[1] / "unit" / "ckpt" / "build.py"))
+from tests.unit.dynmo_ckpt import native_checkpoints
 
 
 def layer_norm(x, p, name, eps):
@@ -75,28 +73,28 @@ def difference(directory, p, m):
 @pytest.mark.parametrize("activation", ["gelu_tanh", "gelu"])
 @pytest.mark.parametrize(("stages", "tp"), [(1, 1), (2, 2), (4, 4)])
 def test_logits_are_those_of_transformers(tmp_path, tied, activation, stages, tp):
-    m = build["model"](tied_embeddings=tied, activation=activation)
-    p = build["parameters"](m)
-    tensors = p | build["optimizer_state"](p)
-    build["save"](tmp_path / "in", tensors, m, partition=build["even_stages"](m, stages), tp=tp)
+    m = native_checkpoints.model(tied_embeddings=tied, activation=activation)
+    p = native_checkpoints.parameters(m)
+    tensors = p | native_checkpoints.optimizer_state(p)
+    native_checkpoints.save(tmp_path / "in", tensors, m, partition=native_checkpoints.even_stages(m, stages), tp=tp)
     export(tmp_path / "in", tmp_path / "out")
     assert difference(tmp_path / "out", p, m) < 5e-6
 
 
 def test_pruned_weights_are_zero_in_the_export(tmp_path):
-    m = build["model"]()
-    p = build["parameters"](m)
-    masks = build["masks"](p)
-    build["save"](tmp_path / "in", p | masks, m, tp=2)
+    m = native_checkpoints.model()
+    p = native_checkpoints.parameters(m)
+    masks = native_checkpoints.masks(p)
+    native_checkpoints.save(tmp_path / "in", p | masks, m, tp=2)
     export(tmp_path / "in", tmp_path / "out")
     pruned = {name: np.where(masks[f"{name}.mask"], v, 0) if f"{name}.mask" in masks else v for name, v in p.items()}
     assert difference(tmp_path / "out", pruned, m) < 5e-6
 
 
 def test_an_export_in_several_files_opens(tmp_path):
-    m = build["model"]()
-    p = build["parameters"](m)
-    build["save"](tmp_path / "in", p, m)
+    m = native_checkpoints.model()
+    p = native_checkpoints.parameters(m)
+    native_checkpoints.save(tmp_path / "in", p, m)
     export(tmp_path / "in", tmp_path / "out", "--max-shard-size", "8kb")
     assert len(list((tmp_path / "out").glob("model-*.safetensors"))) > 2
     assert difference(tmp_path / "out", p, m) < 5e-6
@@ -115,10 +113,10 @@ def test_the_tokenizer_travels_along(tmp_path):
     )
     tokenizer.train_from_iterator(["the cat sat on the mat and the dog sat on the log"] * 3, trainer)
     size = tokenizer.get_vocab_size()
-    m = build["model"](vocab_size=size, padded_vocab_size=size + 3)
-    p = build["parameters"](m)
+    m = native_checkpoints.model(vocab_size=size, padded_vocab_size=size + 3)
+    p = native_checkpoints.parameters(m)
     files = {"tokenizer/tokenizer.json": tokenizer.to_str().encode()}
-    build["save"](tmp_path / "in", p, m, files=files)
+    native_checkpoints.save(tmp_path / "in", p, m, files=files)
     export(tmp_path / "in", tmp_path / "out")
     loaded = AutoTokenizer.from_pretrained(tmp_path / "out")
     text = "the dog sat, größer"
@@ -134,8 +132,8 @@ def test_names_and_shapes_are_those_of_transformers(tmp_path):
     from safetensors.numpy import load_file
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    m = build["model"]()
-    build["save"](tmp_path / "in", build["parameters"](m), m)
+    m = native_checkpoints.model()
+    native_checkpoints.save(tmp_path / "in", native_checkpoints.parameters(m), m)
     export(tmp_path / "in", tmp_path / "out")
     config = GPT2Config(n_embd=16, n_head=4, n_layer=3, n_inner=40, n_positions=12, vocab_size=29)
     expected = {name: tuple(value.shape) for name, value in GPT2LMHeadModel(config).named_parameters()}
@@ -147,9 +145,9 @@ def test_names_and_shapes_are_those_of_transformers(tmp_path):
 def test_verify_compares_logits_itself(tmp_path, changes):
     from dynmo_ckpt.cli import app
 
-    m = build["model"](**changes)
-    p = build["parameters"](m)
-    build["save"](tmp_path / "in", p | build["masks"](p), m, tp=2)
+    m = native_checkpoints.model(**changes)
+    p = native_checkpoints.parameters(m)
+    native_checkpoints.save(tmp_path / "in", p | native_checkpoints.masks(p), m, tp=2)
     export(tmp_path / "in", tmp_path / "out")
     command = ["verify", str(tmp_path / "in"), "--hf-logits", str(tmp_path / "out"), "--format", "json"]
     done = CliRunner().invoke(app, command)
@@ -158,7 +156,7 @@ def test_verify_compares_logits_itself(tmp_path, changes):
     assert logits["max_abs"] < 5e-6
     assert logits["same_best_tokens"]
     p["layers.0.attention.qkv.bias"][0] += 1
-    build["save"](tmp_path / "other", p | build["masks"](p), m)
+    native_checkpoints.save(tmp_path / "other", p | native_checkpoints.masks(p), m)
     command[1] = str(tmp_path / "other")
     done = CliRunner().invoke(app, command)
     assert done.exit_code == 1

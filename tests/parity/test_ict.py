@@ -10,8 +10,6 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from item_stream import TOLERANCE, assert_same_gradients, build_all, copy_into, gradients, parameters, run
-from megatron_bert import both, config_of, encoder
 from torch import nn
 from transformers import MegatronBertModel
 
@@ -21,6 +19,8 @@ from dynmo_train.data.sentence_spans import RunSettings, build_runs
 from dynmo_train.data.vocabulary import make_vocabulary
 from dynmo_train.formats.indexed import IndexedDataset, open_indexed
 from dynmo_train.models.ict import Ict, IctShape
+from tests.parity.item_stream import TOLERANCE, assert_same_gradients, build_all, copy_into, gradients, parameters, run
+from tests.parity.megatron_bert import both, config_of, encoder
 
 SHAPE = IctShape(
     num_layers=2,

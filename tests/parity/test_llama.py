@@ -7,13 +7,13 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
-from item_stream import TOLERANCE, assert_same_gradients, build_all, copy_into, gradients, parameters, run
 from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
 from dynmo_train.models.kv_cache import Cache, Decoder
 from dynmo_train.models.llama import Llama, LlamaShape
 from dynmo_train.models.moe import MoeShape, route
+from tests.parity.item_stream import TOLERANCE, assert_same_gradients, build_all, copy_into, gradients, parameters, run
 
 SCALING = {
     "rope_type": "llama3",

@@ -1,13 +1,12 @@
 """A run goes through each foreign format and back, and continues with the losses that it would have had.
 
 Ours: three steps, out to the format, in again, three more: every loss, norm, rate and loss scale is the same to the
-last bit. DeepSpeed's: its checkpoints of ``tests/unit/ckpt/fixtures`` continue with the losses that it had itself.
+last bit. DeepSpeed: its checkpoints in ``tests/unit/dynmo_ckpt/readers/fixtures`` continue with its own losses.
 """
 
 from __future__ import annotations
 
 import json
-import runpy
 import struct
 import tarfile
 from pathlib import Path
@@ -22,9 +21,10 @@ from dynmo_train.cli import app as train
 from dynmo_train.formats.checkpoint import find_checkpoint, open_checkpoint
 from dynmo_train.parallel.process_groups import join_world, leave_world
 from dynmo_train.trainer.checkpoint.engine_checkpoint import state_reader
+from tests.benchmarks import plain_engine
 
 TESTS = Path(__file__).parents[1]
-FIXTURES = TESTS / "unit" / "ckpt" / "fixtures" / "deepspeed"
+FIXTURES = TESTS / "unit" / "dynmo_ckpt" / "readers" / "fixtures" / "deepspeed"
 SIZES = ("--num-layers", "2", "--hidden-size", "16", "--num-attention-heads", "2", "--seq-length", "16")
 SIZES += ("--vocab-size", "40", "--make-vocab-size-divisible-by", "8")
 STEPS = ("--micro-batch-size", "2", "--global-batch-size", "4", "--eval-iters", "0", "--device", "cpu", "--seed", "77")
@@ -112,7 +112,7 @@ def test_another_schedule_is_said_on_resume(original, tmp_path):
 
 @pytest.fixture(scope="module")
 def engines():
-    yield runpy.run_path(str(TESTS / "benchmarks" / "plain_engine.py")) | {"world": join_world("cpu")}
+    yield vars(plain_engine) | {"world": join_world("cpu")}
     leave_world()
 
 

@@ -7,10 +7,10 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
-from item_stream import TOLERANCE, assert_same_gradients, build_all, copy_into, gradients, parameters, run
 from transformers import BlenderbotConfig, BlenderbotForConditionalGeneration, T5Config, T5ForConditionalGeneration
 
 from dynmo_train.models.t5 import T5, T5Shape
+from tests.parity.item_stream import TOLERANCE, assert_same_gradients, build_all, copy_into, gradients, parameters, run
 
 LEARNED = T5Shape(
     num_encoder_layers=2,

@@ -1,0 +1,73 @@
+"""The Dockerfile, read: what it stands on, what it copies, what it installs. No image is built."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+import tomllib
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+def instructions():
+    """Pairs of instruction and words; continued lines joined, comments left out."""
+    lines = [line for line in (ROOT / "Dockerfile").read_text().splitlines() if not line.lstrip().startswith("#")]
+    joined = "\n".join(lines).replace("\\\n", " ")
+    return [tuple(line.split(maxsplit=1)) for line in joined.splitlines() if line.strip()]
+
+
+def of(kind):
+    return [rest for name, rest in instructions() if name == kind]
+
+
+def project():
+    return tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+
+
+def test_the_base_is_pinned_to_a_torch_that_is_supported():
+    (default,) = of("ARG")
+    assert of("FROM") == ["${BASE}"]
+    match = re.fullmatch(r"BASE=pytorch/pytorch:(\d+)\.(\d+)\.\d+-cuda\d+\.\d+-cudnn\d+-devel", default)
+    assert match, default
+    (least,) = [line for line in project()["optional-dependencies"]["train"] if line.startswith("torch")]
+    assert least == "torch>=2.11,<2.14"
+    assert (int(match[1]), int(match[2])) >= (2, 11)
+
+
+def test_what_is_copied_is_there_and_not_ignored():
+    kept = {line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")}
+    sources = [word for line in of("COPY") for word in line.split()[:-1]]
+    assert {source for source in sources if not (ROOT / source).exists()} == set()
+    assert {source.rstrip("/") for source in sources} == kept
+    packages = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]["find"]["include"]
+    assert {name.rstrip("*") for name in packages} <= kept
+
+
+def test_all_is_installed_under_the_constraints_with_the_torch_of_the_base(tmp_path):
+    (install,) = [line for line in of("RUN") if "pip install" in line]
+    words = shlex.split(install)
+    assert words[words.index("--constraint") + 1] == "/tmp/constraints.txt"
+    assert ".[all]" in words
+    script = install.split("&&")[0].replace("/tmp/", f"{tmp_path}/")
+    subprocess.run(["bash", "-ec", script], cwd=ROOT, check=True)
+    left = (tmp_path / "constraints.txt").read_text()
+    assert "torch" not in re.sub(r"(?m)^#.*$", "", left)
+
+
+def test_the_command_is_one_of_ours_and_the_scripts_take_the_environment_as_it_is():
+    (command,) = of("CMD")
+    assert command == '["dynmo-train", "--help"]'
+    assert "dynmo-train" in project()["scripts"]
+    assert any("DYNMO_SETUP=no" in line and "/opt/dynmo/bin" in line for line in of("ENV"))
+    names = {name for name, _ in instructions()}
+    assert names == {"ARG", "FROM", "ENV", "RUN", "WORKDIR", "COPY", "CMD"}
+
+
+@pytest.mark.parametrize("line", of("RUN"))
+def test_every_step_is_a_shell_line_that_stops_at_a_failure(line):
+    subprocess.run(["bash", "-n", "-c", line], check=True)
+    assert ";" not in re.sub(r"'[^']*'", "", line)

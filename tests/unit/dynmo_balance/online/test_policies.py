@@ -1,0 +1,204 @@
+"""Policies and replay: what pays is done, noise is not chased, hindsight is never beaten by much."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+
+import numpy as np
+import pytest
+
+from dynmo_balance._common.document import append_line
+from dynmo_balance.analysis.replay import Tape, offline_optimum, run_policy
+from dynmo_balance.costs.devices import PRESETS
+from dynmo_balance.formats.profile import Step, read_profile
+from dynmo_balance.inputs.analytic_profile import BuildOptions, build_costs, build_header, build_lines, header_of
+from dynmo_balance.inputs.model_config import from_config
+from dynmo_balance.inputs.scenarios import DEFAULT_STRENGTH, Script, moments
+from dynmo_balance.online.decision import WatchOptions
+from dynmo_balance.online.policies import Evidence, Memory, Settings, regret
+from dynmo_balance.online.regret import Missed, WorkTrace, foreseen, look, step_times
+from dynmo_balance.simulation.simulator import predict
+from tests.paths import CONTRACTS
+
+GPT = {"model_type": "gpt2", "n_layer": 12, "n_embd": 512, "n_head": 8, "n_positions": 512, "vocab_size": 8000}
+HEADER = CONTRACTS / "profile/valid/header-only.jsonl"
+MS = 1_000_000
+
+
+def evidence(step, gain=2, pause=100, **changes):
+    numbers = {
+        "step": step,
+        "current_step_ns": 100 * MS,
+        "proposed_step_ns": (100 - gain) * MS,
+        "pause_ns": pause * MS,
+        "horizon_steps": 200,
+        "moves": 3,
+    }
+    return Evidence(**{**numbers, **changes})
+
+
+def test_regret_moves_when_what_was_missed_outweighs_the_pause():
+    assert not regret(
+        evidence(30, missed_ns=49 * MS, missed_steps=30, horizon_steps=100), Settings(margin=0.5), Memory()
+    )[0].move
+    verdict, _ = regret(
+        evidence(30, missed_ns=51 * MS, missed_steps=30, horizon_steps=100), Settings(margin=0.5), Memory()
+    )
+    assert verdict.move
+    assert not regret(evidence(30, missed_ns=51 * MS, moves=0), Settings(margin=0.5), Memory())[0].move
+
+
+def test_a_known_horizon_decides_at_once():
+    near = evidence(0, missed_ns=2 * MS, missed_steps=1, horizon_steps=90, next_event_known=True)
+    far = evidence(0, missed_ns=2 * MS, missed_steps=1, horizon_steps=110, next_event_known=True)
+    assert not regret(near, Settings(), Memory())[0].move
+    assert regret(far, Settings(), Memory())[0].move
+
+
+def followed(problem, works, current, every=10):
+    """What a policy that stays has missed after all records."""
+    trace, missed, named = WorkTrace(), Missed(), current
+    for at, work in enumerate(works, start=1):
+        trace.add(
+            Step(
+                step=at,
+                plan_id=0,
+                step_ns=1,
+                forward_ns=tuple(work),
+                backward_ns=(0,) * len(work),
+                activation_bytes=(),
+                busy_ns=(),
+                peak_memory_bytes=(),
+            )
+        )
+        if at % every == 0:
+            seen = trace.works(lambda plan: [1_000_000] * len(works[0]))
+            missed, named = look(missed, problem, current, trace, seen, 10**6)
+    return missed, named
+
+
+def test_noise_is_not_missed(rng, chain_factory, problem_factory):
+    works = [[rng.randint(9000, 11000) for _ in range(24)] for _ in range(300)]
+    even = (0, 6, 12, 18, 24)
+    missed, _ = followed(problem_factory(chain_factory([100] * 24), 4), works, even)
+    assert missed.certain_ns <= 0
+
+
+def test_a_real_gain_is_missed_and_a_trend_foreseen(rng, chain_factory, problem_factory):
+    problem = problem_factory(chain_factory([100] * 24), 4)
+    works = [[rng.randint(19000, 21000) if i < 6 else rng.randint(9000, 11000) for i in range(24)] for _ in range(60)]
+    missed, named = followed(problem, works, (0, 6, 12, 18, 24))
+    assert missed.certain_ns > 40 * 1000
+    assert named[1] < 6
+    rising = np.array([[1000.0 + 10 * at if item == 0 else 1000.0 for item in range(3)] for at in range(40)])
+    assert foreseen(rising, 20) == [1000 + 10 * 59, 1000, 1000]
+    assert foreseen(rising, 0)[0] < 1200
+
+
+def test_gaps_are_filled_with_what_was_known():
+    trace = WorkTrace()
+    for work in ((5, None), (None, 7)):
+        trace.add(
+            Step(
+                step=1,
+                plan_id=0,
+                step_ns=1,
+                forward_ns=work,
+                backward_ns=(1, 1),
+                activation_bytes=(),
+                busy_ns=(),
+                peak_memory_bytes=(),
+            )
+        )
+    assert trace.works(lambda plan: [1_000_000, 500_000]).tolist() == [[6, 0], [6, 4]]
+
+
+def test_the_step_bound_is_near_the_simulation(rng, chain_factory, problem_factory):
+    for _ in range(50):
+        work = [rng.randint(50, 150) * 1000 for _ in range(16)]
+        chain = chain_factory(work, backward=[2 * w for w in work])
+        problem = problem_factory(chain, 4, microbatches=16)
+        exact = predict(problem, (0, 4, 8, 12, 16)).step_ns
+        bound = step_times(problem, np.array([chain.work_ns], dtype=float), (0, 4, 8, 12, 16))[0]
+        assert 1.0 <= bound / exact < 1.05
+
+
+@pytest.fixture(scope="module")
+def tape_of(tmp_path_factory):
+    def make(technique, steps=300, granularity="layer"):
+        spec, device = from_config(GPT, "config.json"), PRESETS["h100"]
+        options = BuildOptions(workers=4, microbatches=16, micro_batch_size=8, granularity=granularity)
+        document = build_header(spec, device, options, technique)
+        header = header_of(document)
+        script = Script(steps=steps, strength=DEFAULT_STRENGTH[technique], noise=0.03, seed=1)
+        path = tmp_path_factory.mktemp("tape") / "profile.jsonl"
+        dense = build_costs(spec, header, device, options)
+        for line in build_lines(document, header, moments(technique, header, dense, script)):
+            append_line(path, line)
+        return Tape(read_profile(path)[-1], 20 * MS)
+
+    return make
+
+
+@pytest.mark.parametrize("technique", ["pruning", "freezing", "early-exit"])
+def test_regret_is_near_hindsight_and_better_than_staying(tape_of, technique):
+    tape = tape_of(technique)
+    best = offline_optimum(tape).total_ns
+    options = WatchOptions(policy="regret", every=10, window=20, objective="bottleneck")
+    regretting = run_policy(tape, options)
+    staying = run_policy(tape, WatchOptions(policy="never", every=10, window=20))
+    assert best * 0.999 <= regretting.total_ns <= best * 1.06
+    assert regretting.total_ns < staying.total_ns
+    assert run_policy(tape, options) == regretting
+
+
+def test_noise_is_not_chased(tape_of):
+    tape = tape_of("static", steps=600, granularity="sublayer")
+    outcome = run_policy(tape, WatchOptions(policy="regret", every=10, window=20, objective="bottleneck"))
+    restless = run_policy(tape, WatchOptions(policy="always", every=10, window=20, objective="bottleneck"))
+    assert outcome.moves <= 2
+    assert restless.moves > 5 * outcome.moves
+
+
+def oscillating(path, period, *, steps=600, items=16, speeds=(1.0,) * 4):
+    """A profile whose load swings between both ends of the model; measured on the uniform partition."""
+    rng = random.Random(1)
+    header = json.loads(HEADER.read_text().splitlines()[0])
+    sizes = {"param_count": 10**7, "param_bytes": 4 * 10**7, "gradient_bytes": 0, "optimizer_bytes": 8 * 10**7}
+    one = {**header["items"][1], **sizes, "cut_before": True, "tied_to": None}
+    header["items"] = [{**one, "name": f"layers.{i}.x", "layer": f"layers.{i}"} for i in range(items)]
+    worker = header["workers"][0]
+    header["workers"] = [{**worker, "worker": p, "ranks": [p], "relative_speed": s} for p, s in enumerate(speeds)]
+    header["microbatches"] = 16
+    append_line(path, header)
+    for number in range(1, steps + 1):
+        swing = 0.6 * math.sin(2 * math.pi * number / period)
+        works = [2e6 * (1 + swing * math.cos(math.pi * i / (items - 1))) * rng.gauss(1, 0.02) for i in range(items)]
+        forward = [int(work / speeds[i * len(speeds) // items]) for i, work in enumerate(works)]
+        record = {"record": "step", "step": number, "plan_id": 0, "step_ns": 1, "forward_ns": forward}
+        record |= {"backward_ns": [2 * ns for ns in forward], "activation_bytes": [0] * items}
+        append_line(path, {**record, "busy_ns": [1] * len(speeds), "peak_memory_bytes": [1] * len(speeds)})
+    return read_profile(path)[-1]
+
+
+@pytest.mark.parametrize(("period", "of_staying", "of_optimum"), [(100, 1.05, 1.15), (400, 0.95, 1.06)])
+def test_default_policy_on_oscillating_costs_is_near_the_best(tmp_path, period, of_staying, of_optimum):
+    tape = Tape(oscillating(tmp_path / "profile.jsonl", period), 300 * MS)
+    outcome, staying = (
+        run_policy(tape, WatchOptions(policy=policy, every=10, window=20, objective="bottleneck"))
+        for policy in (WatchOptions().policy, "never")
+    )
+    assert outcome.total_ns <= of_staying * staying.total_ns
+    assert outcome.total_ns <= of_optimum * offline_optimum(tape).total_ns
+
+
+@pytest.mark.parametrize("policy", ["threshold", "regret"])
+def test_replay_with_a_slow_worker_moves_once_or_twice(tmp_path, policy):
+    segment = oscillating(tmp_path / "profile.jsonl", 10**9, steps=200, speeds=(1.0, 1.0, 0.5, 1.0))
+    uniform = {0: {f"layers.{i}.x": i // 4 for i in range(16)}}
+    tape = Tape(segment, 300 * MS, uniform)
+    outcome = run_policy(tape, WatchOptions(policy=policy, every=10, window=20, objective="bottleneck"))
+    assert outcome.moves <= 2
+    assert outcome.total_ns <= 1.1 * offline_optimum(tape).total_ns

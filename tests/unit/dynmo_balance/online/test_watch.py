@@ -1,0 +1,322 @@
+"""The online planner, decision by decision, against a run directory that the test writes."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+
+import pytest
+
+from dynmo_balance.formats.plan import plan_numbers, plan_path, read_plan
+from dynmo_balance.online.decision import WatchOptions
+from dynmo_balance.online.watch import Watcher, watch
+from tests.paths import CONTRACTS
+from tests.unit.dynmo_balance.online.watched_run import append, ask, event, newest, result, step
+
+LOCKSTEP = WatchOptions(lockstep=True, min_records=1)
+
+
+def test_an_unbalanced_run_gets_a_plan(run):
+    append(run, *(step(n, back=2) for n in range(1, 4)))
+    Watcher(run, WatchOptions()).poll()
+    plan = newest(run)
+    assert (plan.plan_id, plan.base_plan_id, plan.read_to_step, plan.action) == (1, 0, 3, "move")
+    assert plan.run_id == "gpt-small"
+    assert len(plan.stages[0].items) > 5
+    assert plan.optimality.optimal
+    assert plan.predicted.gain_fraction > 0.1
+    assert {move.to_worker for move in plan.migration.moves} == {0}
+
+
+def test_a_balanced_run_gets_none(run):
+    append(run, *(step(n, front=1.6) for n in range(1, 4)))
+    lines = (run / "profile.jsonl").read_text().replace(".0", "")
+    (run / "profile.jsonl").write_text(lines)
+    Watcher(run, WatchOptions()).poll()
+    assert plan_numbers(run / "plans") == [0]
+
+
+def test_nothing_is_decided_on_few_records(run, capfd):
+    watcher = Watcher(run, WatchOptions(min_records=3))
+    append(run, step(1, back=2), step(2, back=2))
+    watcher.poll()
+    assert plan_numbers(run / "plans") == [0]
+    append(run, step(3, back=2))
+    watcher.poll()
+    assert plan_numbers(run / "plans") == [0, 1]
+    assert "step 3: move from plan 0" in capfd.readouterr().err
+
+
+def test_an_event_voids_the_costs_before_it(run):
+    watcher = Watcher(run, WatchOptions())
+    append(run, step(1, back=2), step(2, back=2), event(2), step(3), step(4))
+    watcher.poll()
+    assert plan_numbers(run / "plans") == [0]
+    append(run, step(5, front=3))
+    watcher.poll()
+    assert watcher._state.window.costs().forward_ns[0] == 200_000
+
+
+def test_no_second_plan_while_one_has_no_result(run):
+    watcher = Watcher(run, WatchOptions(every=1))
+    append(run, *(step(n, back=2) for n in range(1, 4)))
+    watcher.poll()
+    for number in range(4, 9):
+        append(run, step(number, back=2))
+        watcher.poll()
+    assert plan_numbers(run / "plans") == [0, 1]
+    append(run, result(1, 8, "refused"))
+    for number in range(9, 16):
+        append(run, step(number, back=2))
+        watcher.poll()
+    assert plan_numbers(run / "plans") == [0, 1, 2]
+
+
+def test_after_a_move_the_next_plan_is_based_on_it(run):
+    watcher = Watcher(run, WatchOptions(every=1))
+    append(run, *(step(n, back=2) for n in range(1, 4)))
+    watcher.poll()
+    append(run, result(1, 3), *(step(n, plan=1, front=4) for n in range(4, 8)))
+    watcher.poll()
+    plan = newest(run)
+    assert (plan.plan_id, plan.base_plan_id) == (2, 1)
+    assert len(plan.stages[0].items) < 5
+
+
+def test_a_rolled_back_plan_leaves_the_old_one_in_force(run):
+    watcher = Watcher(run, WatchOptions(every=1))
+    append(run, *(step(n, back=2) for n in range(1, 4)))
+    watcher.poll()
+    append(run, result(1, 3, "applied"), result(1, 3, "rolled_back"))
+    watcher.poll()
+    assert watcher._state.in_force == 0
+
+
+def test_every_ask_is_answered(run):
+    watcher = Watcher(run, LOCKSTEP)
+    append(run, step(1), step(2, back=2))
+    watcher.poll()
+    assert plan_numbers(run / "plans") == [0]  # nothing was asked
+    append(run, ask(2))
+    watcher.poll()
+    assert (newest(run).action, newest(run).read_to_step) == ("move", 2)
+    append(run, result(1, 2), step(3, plan=1, back=2), ask(3))
+    watcher.poll()
+    plan = newest(run)
+    assert (plan.plan_id, plan.action, plan.base_plan_id, plan.read_to_step) == (2, "keep", 1, 3)
+    assert plan.stages == read_plan(plan_path(run / "plans", 1)).stages
+    assert plan.migration.moves == ()
+
+
+def test_an_ask_before_any_step_is_answered(run):
+    append(run, ask(0))
+    Watcher(run, LOCKSTEP).poll()
+    assert newest(run).action == "keep"
+
+
+def test_an_ask_is_answered_once_across_restarts(run):
+    append(run, step(1, back=2), ask(1))
+    Watcher(run, LOCKSTEP).poll()
+    Watcher(run, LOCKSTEP).poll()
+    assert plan_numbers(run / "plans") == [0, 1]
+
+
+def test_a_restarted_planner_goes_on_where_it_was(run):
+    whole, pieces = run / "whole", run / "pieces"
+    for copy in (whole, pieces):
+        shutil.copytree(run / "plans", copy / "plans")
+        shutil.copy(run / "profile.jsonl", copy / "profile.jsonl")
+    watcher = Watcher(whole, LOCKSTEP)
+    taken = 0
+    for number in range(1, 30):
+        drift = 1 + number % 7
+        for copy in (whole, pieces):
+            append(copy, step(number, plan=taken, back=drift), ask(number))
+        watcher.poll()
+        Watcher(pieces, LOCKSTEP).poll()
+        plan = newest(whole)
+        for copy in (whole, pieces):
+            append(copy, result(plan.plan_id, number, "applied" if plan.action == "move" else "unchanged"))
+        taken = plan.plan_id if plan.action == "move" else taken
+    documents = [[json.loads(path.read_text()) for path in sorted((c / "plans").iterdir())] for c in (whole, pieces)]
+    for document in documents[0] + documents[1]:
+        del document["created_utc"]
+    assert documents[0] == documents[1]
+    assert any(document["action"] == "move" for document in documents[0][1:])
+
+
+def test_a_new_segment_starts_from_its_own_initial_plan(run):
+    append(run, *(step(n, back=2) for n in range(1, 4)))
+    Watcher(run, WatchOptions()).poll()
+    initial = json.loads((CONTRACTS / "plan/valid/initial.json").read_text())
+    names = [name for stage in initial["stages"] for name in stage["items"]]
+    initial["plan_id"] = 2
+    initial["stages"][0]["items"], initial["stages"][1]["items"] = names[:3], names[3:]
+    plan_path(run / "plans", 2).write_text(json.dumps(initial))
+    header = json.loads((run / "profile.jsonl").read_text().splitlines()[0])
+    append(run, {**header, "segment": 1}, *(step(n, plan=2) for n in range(4, 8)))
+    Watcher(run, WatchOptions()).poll()
+    assert newest(run).base_plan_id == 2
+    assert newest(run).extra == {"x_segment": 1, "x_cost_records": 4}
+
+
+def test_plans_on_top_of_foreign_garbage(run):
+    (run / "plans/plan-000007.json").write_text("garbage")
+    append(run, *(step(n, back=2) for n in range(1, 4)))
+    Watcher(run, WatchOptions()).poll()
+    assert newest(run).plan_id == 8
+    assert newest(run).base_plan_id == 0
+
+
+def test_a_broken_line_is_skipped_and_told(run, capfd):
+    append(run, step(1, back=2), step(2, back=2))
+    with open(run / "profile.jsonl", "a") as handle:
+        handle.write('{"record": "step", \n')
+    append(run, step(3, back=2))
+    Watcher(run, WatchOptions()).poll()
+    assert plan_numbers(run / "plans") == [0, 1]
+    assert "skipped line 4" in capfd.readouterr().err
+
+
+def test_an_incomplete_line_waits_for_its_end(run):
+    watcher = Watcher(run, WatchOptions(min_records=1))
+    line = json.dumps(step(1, back=2)) + "\n"
+    with open(run / "profile.jsonl", "a") as handle:
+        handle.write(line[:50])
+    assert not watcher.poll() or plan_numbers(run / "plans") == [0]
+    with open(run / "profile.jsonl", "a") as handle:
+        handle.write(line[50:])
+    watcher.poll()
+    assert plan_numbers(run / "plans") == [0, 1]
+
+
+def test_a_replaced_profile_starts_anew(run, capfd):
+    watcher = Watcher(run, WatchOptions(min_records=3))
+    append(run, step(1, back=2), step(2, back=2))
+    watcher.poll()
+    shutil.copy(CONTRACTS / "profile/valid/header-only.jsonl", run / "new")
+    os.replace(run / "new", run / "profile.jsonl")
+    append(run, step(1, back=2))
+    watcher.poll()
+    assert "starting from scratch" in capfd.readouterr().err
+    assert plan_numbers(run / "plans") == [0]
+
+
+def test_missing_samples_are_carried_forward(run):
+    full = step(1, back=2)
+    sparse = step(2, forward_ns=[None] * 10, backward_ns=[None] * 10)
+    append(run, full, sparse, {**sparse, "step": 3})
+    Watcher(run, WatchOptions()).poll()
+    assert newest(run).action == "move"
+
+
+def test_items_never_sampled_make_no_plan(run, capfd):
+    missing = [None, *step(1)["forward_ns"][1:]]
+    append(run, *(step(n, forward_ns=missing, back=2) for n in range(1, 4)))
+    Watcher(run, WatchOptions()).poll()
+    assert "1 items are not sampled yet" in capfd.readouterr().err
+    assert plan_numbers(run / "plans") == [0]
+
+
+def test_a_gain_that_does_not_outweigh_the_pause_is_left(run, capfd):
+    append(run, step(4, back=2), event(4, following=6), step(5, back=2))
+    Watcher(run, WatchOptions(min_records=1)).poll()
+    assert "1 steps would save 47 ms, less than the pause" in capfd.readouterr().err
+    assert plan_numbers(run / "plans") == [0]
+
+
+@pytest.mark.parametrize("policy", ["never", "always"])
+def test_the_simple_policies(run, policy):
+    append(run, *(step(n, back=2) for n in range(1, 4)))
+    Watcher(run, WatchOptions(policy=policy)).poll()
+    assert plan_numbers(run / "plans") == ([0] if policy == "never" else [0, 1])
+
+
+def test_slow_workers_are_measured_at_their_speed(run):
+    header = json.loads((run / "profile.jsonl").read_text())
+    header["workers"][1]["relative_speed"] = 0.5
+    (run / "profile.jsonl").write_text(json.dumps(header) + "\n")
+    # Worker 1 is half as fast, so what it measured is twice the normal cost: the items are even.
+    append(run, *(step(n, back=2) for n in range(1, 4)))
+    Watcher(run, WatchOptions(objective="bottleneck")).poll()
+    plan = newest(run)
+    # 18.6 ms of work at normal speed in all, on one worker and a half
+    assert plan.optimality.lower_bound_ns == plan.predicted.bottleneck_ns == 14_400_000
+    assert [len(stage.items) for stage in plan.stages] == [7, 3]
+
+
+def start(run, *options):
+    program = "from dynmo_balance.cli import main; main()"
+    return subprocess.Popen(
+        [sys.executable, "-c", program, "watch", str(run), *options], stderr=subprocess.PIPE, text=True
+    )
+
+
+def wait_for(condition, timeout_s=600.0):
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "timed out"
+        time.sleep(0.01)
+
+
+def test_the_process_follows_a_growing_run_and_ends_on_sigterm(run):
+    process = start(run, "--lockstep", "--min-records", "1")
+    try:
+        append(run, step(1, back=2), ask(1))
+        wait_for(lambda: plan_numbers(run / "plans") == [0, 1])
+        append(run, result(1, 1), step(2, plan=1, back=2), ask(2))
+        wait_for(lambda: plan_numbers(run / "plans") == [0, 1, 2])
+    finally:
+        process.terminate()
+        _, err = process.communicate(timeout=600)
+    assert process.returncode == 143
+    assert "wrote plan 1" in err
+
+
+def test_the_process_ends_with_its_parent(run):
+    sleeper = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(3600)"])
+    process = start(run, "--parent-pid", str(sleeper.pid))
+    wait_for(lambda: process.poll() is None)
+    sleeper.kill()
+    sleeper.wait()
+    assert process.wait(timeout=600) == 0
+    process.stderr.close()
+
+
+def test_once_reads_and_ends(run):
+    append(run, *(step(n, back=2) for n in range(1, 4)))
+    watch(run, WatchOptions(), once=True, poll_s=1, parent_pid=None)
+    assert plan_numbers(run / "plans") == [0, 1]
+
+
+def test_packing_releases_what_is_not_needed(run):
+    header = json.loads((run / "profile.jsonl").read_text())
+    header["workers"].append({**header["workers"][1], "worker": 2, "ranks": [2]})
+    (run / "profile.jsonl").write_text(json.dumps(header) + "\n")
+    initial = json.loads((run / "plans/plan-000000.json").read_text())
+    names = [name for stage in initial["stages"] for name in stage["items"]]
+    spans = [(0, 3), (3, 7), (7, 10)]
+    initial["stages"] = [{"stage": s, "worker": s, "items": names[a:b]} for s, (a, b) in enumerate(spans)]
+    (run / "plans/plan-000000.json").write_text(json.dumps(initial))
+    append(run, *(step(n, busy_ns=[1] * 3, peak_memory_bytes=[1] * 3) for n in range(1, 4)))
+    Watcher(run, WatchOptions(pack_keep=0.99)).poll()
+    assert newest(run).released_workers == ()
+    append(run, *(step(n, busy_ns=[1] * 3, peak_memory_bytes=[1] * 3) for n in range(4, 10)))
+    Watcher(run, WatchOptions(pack_to=2)).poll()
+    plan = newest(run)
+    assert plan.released_workers == (2,)
+    assert [stage.worker for stage in plan.stages] == [0, 1]
+    assert {move.from_worker for move in plan.migration.moves} >= {2}
+    append(
+        run,
+        result(plan.plan_id, 9),
+        *(step(n, plan=plan.plan_id, busy_ns=[1] * 3, peak_memory_bytes=[1] * 3) for n in (10, 11, 12)),
+    )
+    watcher = Watcher(run, WatchOptions(pack_to=2))
+    watcher.poll()
+    assert newest(run).released_workers in ((), (2,))
+    assert [stage.worker for stage in newest(run).stages] == [0, 1]

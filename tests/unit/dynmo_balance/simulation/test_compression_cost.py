@@ -1,0 +1,244 @@
+"""Compression in the simulator: closed forms of its times and bytes, the epilogue, the tail, and whether it pays."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from dynmo_balance.cli import app
+from dynmo_balance.costs.devices import load_device
+from dynmo_balance.schedules.registry import order_of
+from dynmo_balance.simulation.compression_cost import Compression, factor_bytes, packed_microbatches
+from dynmo_balance.simulation.simulator import Communication, StageCosts, run
+from tests.paths import CONTRACTS
+
+FIXTURES = CONTRACTS / "profile/valid"
+GIVEN = Compression(rows=8192, columns=1920, device=load_device("cpu"), boundary_rank=12)
+F, B, SEND = 7, 9, 100
+EVERY = frozenset(range(8))
+
+
+def stages(count, packed, send=10, make=3, undo=2):
+    plain = StageCosts(forward_ns=F, backward_input_ns=B, backward_weight_ns=0, send_ns=SEND)
+    small = StageCosts(
+        forward_ns=F,
+        backward_input_ns=B,
+        backward_weight_ns=0,
+        send_ns=SEND,
+        packed=packed,
+        packed_send_ns=send,
+        compress_ns=make,
+        decompress_ns=undo,
+    )
+    return [plain, *[small] * (count - 1)]
+
+
+def test_bytes_and_times_of_factors():
+    assert factor_bytes(GIVEN) == 485_376
+    # At a low rank reading the matrix takes longer than its operations, at a high one not
+    touch = GIVEN.device.touch_ns(8192 * 1920 * 4)
+    assert GIVEN.compress_ns(8192, 1920, 4) == round(2 * touch)
+    assert GIVEN.decompress_ns(8192, 1920, 128) == round(GIVEN.device.product_ns(2 * 8192 * 1920 * 128, "float32"))
+    assert GIVEN.decompress_ns(8192, 1920, 128) > touch
+
+
+@pytest.mark.parametrize("communication", Communication)
+def test_one_microbatch_through_three_stages(communication):
+    """Three forwards and backwards, two whole transfers forth and two packed ones back, made twice, undone twice."""
+    timeline = run(order_of("gpipe", 3, 1, 1), stages(3, EVERY), communication=communication)
+    assert timeline.step_ns == 3 * (F + B) + 2 * SEND + 2 * (10 + 3 + 2)
+
+
+def test_only_packed_microbatches_are_cheaper():
+    order = order_of("1f1b", 2, 1, 8)
+    kinds = (frozenset(), frozenset({7}), frozenset({6, 7}), EVERY)
+    whole, last, epilogue, every = (run(order, stages(2, packed)).step_ns for packed in kinds)
+    assert every <= epilogue < last < whole
+
+
+def test_split_backwards_carry_the_packing_with_their_input_part():
+    order = order_of("zero-bubble", 2, 1, 4)
+    plain = StageCosts(forward_ns=F, backward_input_ns=B, backward_weight_ns=5, send_ns=SEND)
+    assert run(order, [plain, plain]).step_ns > 0
+    busy = run(order, stages(2, frozenset({0}))).busy_ns
+    assert busy == (4 * (F + B) + 2, 4 * (F + B) + 3)
+
+
+class _Pipeline:
+    """As much of a problem as the choice of microbatches asks for."""
+
+    def __init__(self, workers, microbatches):
+        self.microbatches, self.num_stages, self._workers = microbatches, len(workers), workers
+
+    def place(self, stage):
+        return type("Place", (), {"worker": self._workers[stage]})
+
+
+def test_the_epilogue_is_behind_the_receivers_last_forward():
+    order = order_of("1f1b", 4, 1, 8)
+    found = packed_microbatches(_Pipeline([0, 1, 2, 3], 8), order, epilogue_only=True)
+    assert [sorted(one) for one in found] == [[], [4, 5, 6, 7], [5, 6, 7], [6, 7]]
+    assert packed_microbatches(_Pipeline([0, 1, 1, 0], 8), order, epilogue_only=False) == [set(), EVERY, set(), EVERY]
+
+
+def profile(tmp_path, **changes):
+    """Two layers 256 wide on two workers over 10 MB/s, two replicas, head tied to the embedding."""
+    item = {
+        "layer": "",
+        "param_count": 256 * 1000,
+        "param_bytes": 1_024_000,
+        "gradient_bytes": 1_024_000,
+        "optimizer_bytes": 2_048_000,
+        "boundary_bytes": 4 * 128 * 256 * 4,
+        "cut_before": True,
+        "tied_to": None,
+    }
+    named = [("embedding", "embedding"), ("layers.0.mlp", "mlp"), ("layers.1.mlp", "mlp"), ("head", "head")]
+    items = [{**item, "name": name, "layer": name, "kind": kind} for name, kind in named]
+    items[-1]["tied_to"] = "embedding"
+    header = json.loads((FIXTURES / "header-only.jsonl").read_text().splitlines()[0])
+    worker = {**header["workers"][0], "memory_bytes": 10**9}
+    header |= {
+        "model": {"family": "gpt", "num_layers": 2, "hidden_size": 256, "sequence_length": 128},
+        "schedule": "1f1b",
+        "virtual_stages_per_worker": 1,
+        "microbatches": 4,
+        "micro_batch_size": 4,
+        "data_parallel_size": 2,
+        "tensor_parallel_size": 1,
+        "granularity": "layer",
+        "link": {"bandwidth_bytes_per_s": 10**7, "latency_ns": 0},
+        "workers": [{**worker, "worker": at, "ranks": [2 * at, 2 * at + 1], "hosts": ["a", "b"]} for at in (0, 1)],
+        "items": items,
+        **changes,
+    }
+    times = [1_000_000] * 4
+    step = {"record": "step", "step": 1, "plan_id": 0, "step_ns": 10**9, "forward_ns": times, "backward_ns": times}
+    step |= {"activation_bytes": [0] * 4, "busy_ns": [10**7] * 2, "peak_memory_bytes": [10**8] * 2}
+    path = tmp_path / "profile.jsonl"
+    path.write_text(json.dumps(header) + "\n" + json.dumps(step) + "\n")
+    return str(path)
+
+
+def simulate(*words):
+    return CliRunner().invoke(app, ["simulate", *words])
+
+
+def figures(*words):
+    done = simulate(*words, "--format", "json")
+    assert done.exit_code == 0, done.output
+    return json.loads(done.stdout)
+
+
+RATES = ("--transfers", "serial", "--data-parallel-gbps", "0.01")
+FLAGS = ("--inter-grad-comp-rank", "4", "--grad-comp-rank", "4", "--emb-comm-opt")
+
+
+def test_a_slow_link_pays_and_a_fast_one_does_not(tmp_path):
+    path = profile(tmp_path)
+    plain, packed = figures(path, *RATES), figures(path, *RATES, *FLAGS)
+    assert "compression" not in plain
+    told = packed["compression"]
+    assert told["step_whole_ns"] == plain["step_with_tail_ns"] > packed["step_with_tail_ns"]
+    assert told["gain"] == pytest.approx(plain["step_with_tail_ns"] / packed["step_with_tail_ns"] - 1)
+    assert (told["boundary_bytes"], told["boundary_whole_bytes"]) == ((512 + 256) * 4 * 4, 512 * 256 * 4)
+    assert told["packed_microbatches"] == [0, 4]
+    assert told["replica_whole_bytes"] == [2_048_000] * 2
+    # An MLP of 1000 rows: two matrices 256 wide; the tables are fused
+    assert told["replica_bytes"] == [(1000 + 2 * 256) * 4 * 4] * 2
+    assert "compression pays" in simulate(path, *RATES, *FLAGS).output
+    fast = simulate(path, "--link-gbps", "100", "--data-parallel-gbps", "100", *FLAGS[:4])
+    assert "compression does not pay" in fast.output
+
+
+def test_the_fused_table_takes_one_exchange_of_all_holders(tmp_path):
+    path = profile(tmp_path)
+    apart, fused = (figures(path, *RATES, *words)["step_with_tail_ns"] for words in ((), ("--emb-comm-opt",)))
+    table = 1_024_000 * 100  # ns at 10 MB/s
+    # Apart: the table over two replicas, then between two workers. Fused: 2 (4 - 1) / 4 of it
+    assert apart - fused == 2 * table - 3 * table // 2
+
+
+def test_auto_is_the_least_of_all_ways(tmp_path):
+    path = profile(tmp_path)
+    told = figures(path, *RATES, *FLAGS[2:], "--selective-grad-comp-way", "auto")["compression"]
+    steps = {int(way): ns for way, ns in told["ways_ns"].items()}
+    assert set(steps) == {0, 1, 2}
+    assert steps[told["selective_grad_comp_way"]] == min(steps.values())
+    one = figures(path, *RATES, *FLAGS[2:], "--selective-grad-comp-way", "1")
+    assert one["step_with_tail_ns"] == steps[1]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--selective-grad-comp-way", "1"), "needs --grad-comp-rank"),
+        (("--grad-comp-rank", "4", "--selective-grad-comp-way", "3"), "write auto, or a number from 1 to 2"),
+        (("--grad-comp-rank", "4", "--selective-grad-comp-way", "x"), "write auto, or a number from 1 to 2"),
+        (("--inter-grad-comp-rank", "200"), "take a lower rank"),
+        (("--inter-grad-comp-rank", "4", "--compression-device", "abacus"), "unknown device 'abacus'"),
+    ],
+)
+def test_what_cannot_be_is_one_clear_error(tmp_path, words, said):
+    done = simulate(profile(tmp_path), *words)
+    assert isinstance(done.exception, Exception)
+    assert said in str(done.exception) + done.output
+
+
+def what_if(path, *words):
+    return CliRunner().invoke(app, ["what-if", path, *words])
+
+
+def grid(path, *words):
+    done = what_if(path, *words, "--format", "json")
+    assert done.exit_code == 0, done.output
+    return json.loads(done.stdout)
+
+
+def test_what_if_says_for_which_links_and_ranks_it_pays(tmp_path):
+    path = profile(tmp_path)
+    axes = ("--vary", "link-gbps=0.01,100", "--vary", "inter-grad-comp-rank=0,4", "--vary", "grad_comp_rank=0,4")
+    told = grid(path, *axes)
+    rows = {(row["link_gbps"], row["boundary_rank"], row["replica_rank"]): row for row in told["rows"]}
+    assert len(rows) == 8
+    assert {row["gain"] for (_, *ranks), row in rows.items() if ranks == [0, 0]} == {1.0}
+    assert rows[0.01, 4, 4]["gain"] > max(rows[0.01, 4, 0]["gain"], rows[0.01, 0, 4]["gain"], 1)
+    assert rows[100, 4, 4]["gain"] < 1
+    one = figures(path, *RATES[2:], *FLAGS[:4])
+    same = rows[0.01, 4, 4]
+    assert same["step_ns"] == one["step_with_tail_ns"]
+    assert {key: same[key] for key in one["compression"] if key != "gain"} == {
+        key: value for key, value in one["compression"].items() if key != "gain"
+    }
+    assert "rank 4 between stages, 4 between replicas: pays in some cells, up to 0.01 GB/s" in told["answer"]
+
+
+def test_what_if_of_compression_goes_with_the_other_axes_and_flags(tmp_path):
+    path = profile(tmp_path)
+    more = ("--grad-comp-rank", "4", "--selective-grad-comp-way", "auto", "--emb-comm-opt", "--use-error-feedback")
+    told = grid(path, "--vary", "microbatches=2,8", "--vary", "inter-grad-comp-rank=2:4:2", *more)
+    assert [(row["microbatches"], row["boundary_rank"]) for row in told["rows"]] == [(2, 2), (2, 4), (8, 2), (8, 4)]
+    assert all(set(row["ways_ns"]) == {"0", "1", "2"} for row in told["rows"])
+    # The link of the profile is that of the replicas as well, unless they have a rate of their own
+    own = grid(path, "--grad-comp-rank", "4", "--data-parallel-gbps", "100")["rows"][0]
+    assert own["gain"] < grid(path, "--grad-comp-rank", "4")["rows"][0]["gain"]
+    text = what_if(path, "--vary", "inter-grad-comp-rank=4,200").output
+    assert "infeasible" in text
+    assert "pays everywhere" in text
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--vary", "link-gbps=0"), "link-gbps must be above 0"),
+        (("--vary", "grad-comp-rank=-1"), "ranks must not be negative"),
+        (("--vary", "grad-comp-rank=1.5"), "must hold whole numbers"),
+        (("--grad-comp-rank", "4", "--front"), "of the grid without compression"),
+        (("--vary", "rank=1"), "write NAME=VALUES with NAME one of"),
+    ],
+)
+def test_what_if_refuses_in_one_line(tmp_path, words, said):
+    done = what_if(profile(tmp_path), *words)
+    assert said in str(done.exception) + done.output

@@ -1,0 +1,89 @@
+"""The names of a classifier's classes stay in the manifest through every command that writes one."""
+
+import json
+import sys
+
+import numpy as np
+import pytest
+
+from dynmo_ckpt.cli import main
+from dynmo_ckpt.huggingface.models import hf_config
+from dynmo_ckpt.huggingface.source_config import carried_config, named_classes, source_of
+from tests.unit.dynmo_ckpt import families, native_checkpoints
+
+NAMES = ["contradiction", "entailment", "neutral"]
+SOURCE = {
+    "format": "huggingface",
+    "config": {"model_type": "megatron-bert", "eos_token_id": 5},
+    "generation_config": None,
+}
+
+
+def classifier(count):
+    return families.bert(binary_head=False, tied_embeddings=False, task_head="classification", num_classes=count)
+
+
+@pytest.mark.parametrize("hidden", [16, 32])
+def test_named_classes_with_labels_of_the_imported_model_replace_them(hidden):
+    """Where the source's configuration describes the model (16), and where only its irrelevant keys are kept (32)."""
+    model = classifier(3)
+    theirs = {f"LABEL_{at}": at for at in range(3)}
+    labels = {"id2label": {str(at): name for name, at in theirs.items()}, "label2id": theirs}
+    config = {**hf_config(model, "float32", None), **labels, "hidden_size": hidden}
+    carried = carried_config(source_of(config, None), model, hf_config(model, "float32", None))
+    found = named_classes(carried, {"model": model, "x_class_names": NAMES})
+    assert found["id2label"] == {str(at): name for at, name in enumerate(NAMES)}
+    assert found["label2id"] == {name: at for at, name in enumerate(NAMES)}
+    assert "num_labels" not in found
+
+
+@pytest.mark.parametrize("names", [NAMES[:2], [*NAMES, "other"], ["a", "a", "b"], [1, 2, 3], "abc", 3, None])
+def test_named_classes_with_names_that_do_not_fit_leave_the_config(names):
+    model = classifier(3)
+    config = hf_config(model, "float32", None)
+    assert named_classes(config, {"model": model, "x_class_names": names}) == config
+
+
+def test_carried_config_of_another_head_has_none_of_its_labels():
+    model = classifier(3)
+    config = {**hf_config(classifier(2), "float32", None), "id2label": {"0": "no", "1": "yes"}}
+    config |= {"label2id": {"no": 0, "yes": 1}, "eos_token_id": 7}
+    found = carried_config(source_of(config, None), model, hf_config(model, "float32", None))
+    assert (found["num_labels"], found["eos_token_id"]) == (3, 7)
+    assert not {"id2label", "label2id"} & set(found)
+
+
+@pytest.fixture
+def run(monkeypatch, capsys):
+    def call(*args):
+        monkeypatch.setattr(sys, "argv", ["dynmo-ckpt", *map(str, args)])
+        with pytest.raises(SystemExit) as stop:
+            main()
+        done = capsys.readouterr()
+        assert not stop.value.code, done.out + done.err
+
+    return call
+
+
+def test_class_names_and_source_stay_in_the_manifest(run, tmp_path):
+    """Also after several commands, and they reach the configuration that is exported in the end."""
+    m = families.bert(binary_head=False, tied_embeddings=False, task_head="classification", num_classes=3)
+    held = families.parameters(m | {"binary_head": True})
+    held = {name: value for name, value in held.items() if name not in ("head.weight", "head.bias")}
+    held = {name: value for name, value in held.items() if not name.startswith(("head.dense", "head.binary"))}
+    held |= {"head.classification.weight": np.ones((3, m["hidden_size"]), np.float32)}
+    held |= {"head.classification.bias": np.zeros(3, np.float32)}
+    stages = native_checkpoints.even_stages(m, 2)
+    native_checkpoints.save(tmp_path / "in", held, m, partition=stages, x_class_names=NAMES, source=SOURCE)
+    run("merge", tmp_path / "in", tmp_path / "merged")
+    run("reshard", tmp_path / "merged", tmp_path / "resharded", "--tp", "2", "--pp", "2")
+    run("split", tmp_path / "resharded", tmp_path / "split", "--pp", "3")
+    run("convert", tmp_path / "split", tmp_path / "converted", "--to", "native")
+    for name in ("merged", "resharded", "split", "converted"):
+        manifest = json.loads((tmp_path / name / "manifest.json").read_text())
+        assert manifest["x_class_names"] == NAMES, name
+        assert manifest["source"]["config"]["eos_token_id"] == 5, name
+    run("convert", tmp_path / "converted", tmp_path / "hf", "--to", "hf", "--no-check-logits")
+    config = json.loads((tmp_path / "hf" / "config.json").read_text())
+    assert list(config["id2label"].values()) == NAMES
+    assert config["eos_token_id"] == 5

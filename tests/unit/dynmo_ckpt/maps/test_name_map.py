@@ -1,0 +1,67 @@
+from pathlib import Path
+
+import pytest
+
+from dynmo_ckpt.errors import UnsupportedError
+from dynmo_ckpt.io.safetensors import StoredArray
+from dynmo_ckpt.maps.name_map import layout_of, load_map, to_ours, to_theirs
+from dynmo_ckpt.tensors.views import whole
+from tests.unit.dynmo_ckpt import native_checkpoints
+
+TIED = {"head.weight": "embedding.word.weight"}
+
+
+def tensors(shapes):
+    return {
+        name: whole(StoredArray(path=Path("x"), key=name, dtype="F32", shape=tuple(shape), offset=0))
+        for name, shape in shapes.items()
+    }
+
+
+def ours(m):
+    stored = native_checkpoints.true_rows(m["vocab_size"], native_checkpoints.parameters(m))
+    return tensors({name: value.shape for name, value in stored.items()})
+
+
+def layout(m):
+    return layout_of(load_map("gpt2"), m)
+
+
+def back(m, foreign):
+    return to_ours(layout(m), {name: [tensor] for name, tensor in foreign.items()}, TIED)[0]
+
+
+def theirs(m):
+    return tensors({item.name: item.shape for item in to_theirs(layout(m), ours(m), TIED)})
+
+
+def test_every_tensor_is_named_once_on_either_side():
+    m = native_checkpoints.model()
+    mapped = to_theirs(layout(m), ours(m), TIED)
+    assert len({item.name for item in mapped}) == len(mapped) == 12 * m["num_layers"] + 4
+    assert {item.name: item.shape for item in back(m, theirs(m))} == {
+        name: tensor.shape for name, tensor in ours(m).items()
+    }
+
+
+def test_names_without_the_prefix_and_ignored_buffers_are_read():
+    m = native_checkpoints.model()
+    bare = {name.removeprefix("transformer."): tensor for name, tensor in theirs(m).items()}
+    bare |= tensors({"h.0.attn.bias": (1, 1, 12, 12), "h.2.attn.masked_bias": (), "lm_head.weight": (29, 16)})
+    assert len(back(m, bare)) == len(ours(m))
+
+
+def test_a_tensor_that_no_rule_takes_is_refused():
+    m = native_checkpoints.model()
+    with pytest.raises(UnsupportedError, match=r"no rule of the map takes 1 tensors: layers\.0\.mlp\.gate"):
+        to_theirs(layout(m), ours(m) | tensors({"layers.0.mlp.gate": (1,)}), TIED)
+    with pytest.raises(UnsupportedError, match=r"takes 1 tensors: transformer\.h\.3\.ln_1\.bias"):
+        back(m, theirs(m) | tensors({"h.3.ln_1.bias": (1,)}))
+
+
+def test_a_missing_tensor_is_refused():
+    m = native_checkpoints.model()
+    incomplete = ours(m)
+    del incomplete["head.norm.bias"]
+    with pytest.raises(UnsupportedError, match=r"the input lacks 1 tensors: head\.norm\.bias"):
+        to_theirs(layout(m), incomplete, TIED)

@@ -1,0 +1,157 @@
+"""Every Megatron argument of a checkpoint is mapped, known to change no logit, or refused by name."""
+
+import sys
+import types
+
+import pytest
+
+from dynmo_ckpt.cli import main
+from dynmo_ckpt.errors import UnsupportedError
+from dynmo_ckpt.huggingface.config_keys import irrelevant_keys
+from dynmo_ckpt.megatron.arguments import argument_table, checked_args, needed_values, read_args
+from dynmo_ckpt.megatron.model_sizes import _llama, legacy_args
+from dynmo_ckpt.megatron.training_progress import NOT_TOLD, megatron_args
+from dynmo_ckpt.torch_save.pickles import Inert, Name
+from tests.unit.dynmo_ckpt import legacy_gpt, native_checkpoints
+
+TABLE = argument_table()
+NEEDS = [(family, name) for family in ("gpt", "llama") for name in needed_values(family)]
+LLAMA = {"swiglu": True, "normalization": "RMSNorm", "position_embedding_type": "rope"}
+
+
+def args_of(family):
+    return dict(LLAMA) if family == "llama" else {}
+
+
+def test_an_argument_is_in_one_list_of_the_table_only():
+    lists = [*TABLE["irrelevant"].values(), TABLE["mapped"], list(TABLE["needs"]), list(TABLE["families"]["llama"])]
+    names = [name for each in lists for name in each]
+    assert len(names) == len(set(names)) > 1400
+    assert not set(TABLE["families"]["others"]) & (set(TABLE["mapped"]) | set(irrelevant_keys(TABLE)))
+
+
+@pytest.mark.parametrize(("family", "name"), NEEDS)
+def test_a_value_that_our_model_does_not_compute_is_refused(family, name):
+    values = needed_values(family)[name]
+    for value in (v for v in values if v is not None):
+        assert checked_args("IN", family, args_of(family) | {name: value}) is not None
+    # A type of rotary positions turns the flag on, whatever it was.
+    base = {k: v for k, v in args_of(family).items() if k != "position_embedding_type"}
+    other = True if values == [False, None] else "another"
+    with pytest.raises(UnsupportedError, match=f"trained with {name} = {other}; .* --ignore-config {name}"):
+        checked_args("IN", family, base | {name: other})
+    assert name not in checked_args("IN", family, base | {name: other}, [name])
+
+
+@pytest.mark.parametrize(
+    ("family", "args", "message"),
+    [
+        ("gpt", {"use_rotary_position_embeddings": True}, "use_rotary_position_embeddings = True"),
+        ("gpt", {"position_embedding_type": "alibi"}, "position_embedding_type = alibi"),
+        ("gpt", {"position_embedding_type": ("alibi", 3)}, r"PositionEmbeddingType\(3\)"),
+        ("gpt", {"num_experts": [4]}, r"num_experts = \[4\]"),
+        ("llama", {"position_embedding_type": "yarn"}, "position_embedding_type = yarn"),
+        ("llama", {"position_embedding_type": "learned_absolute", "use_rotary_position_embeddings": False}, "= False"),
+        ("llama", {"rotary_seq_len_interpolation_factor": 4}, "rotary_seq_len_interpolation_factor = 4"),
+        ("llama", {"window_size": (128, 0)}, "window_size"),
+        ("bert", {"squared_relu": True}, "squared_relu = True"),
+    ],
+)
+def test_arguments_that_change_the_computation_are_refused(family, args, message):
+    """The second is a member of an enumeration, as BigScience's Megatron-DeepSpeed stores it."""
+    if isinstance(args.get("position_embedding_type"), tuple):
+        enum = Name("megatron.enums", "PositionEmbeddingType")
+        args = {"position_embedding_type": Inert(type=enum, arguments=(3,))}
+    with pytest.raises(UnsupportedError, match=message):
+        checked_args("IN", family, args_of(family) | args)
+
+
+@pytest.mark.parametrize(("family", "value"), [("llama", "rmsnorm"), ("gpt", "layernorm"), ("t5", "layernorm")])
+def test_checked_args_with_a_lower_case_normalization_accepts_it(family, value):
+    """As Megatron-DeepSpeed stores it."""
+    assert checked_args("IN", family, args_of(family) | {"normalization": value})["normalization"] == value
+
+
+@pytest.mark.parametrize(("family", "value"), [("llama", "layernorm"), ("gpt", "rmsnorm"), ("bert", "LAYERNORM")])
+def test_checked_args_with_another_normalization_refuses_it(family, value):
+    with pytest.raises(UnsupportedError, match=f"normalization = {value}"):
+        checked_args("IN", family, args_of(family) | {"normalization": value})
+
+
+def test_values_of_other_programs_that_change_nothing_pass():
+    """DeepSpeed's number of experts without experts, and values that only another family reads."""
+    enum = Inert(type=Name("megatron.enums", "PositionEmbeddingType"), arguments=(2,))
+    checked_args("IN", "gpt", {"num_experts": [1], "position_embedding_type": enum, "rotary_percent": 0.5})
+    found = checked_args("IN", "llama", {**LLAMA, "window_size": (-1, -1), "use_rotary_position_embeddings": False})
+    assert found["use_rotary_position_embeddings"] is True
+
+
+def test_args_that_are_no_namespace_are_refused():
+    assert read_args({"model": {}}, "IN") == {}
+    assert read_args({"args": Inert(type=Name("argparse", "Namespace"), attributes={"lr": 1})}, "IN") == {"lr": 1}
+    with pytest.raises(UnsupportedError, match="its args are a dict"):
+        read_args({"args": {"qk_layernorm": True}}, "IN")
+    with pytest.raises(UnsupportedError, match="its args are a dict; an argparse"):
+        read_args({"args": {}}, "IN")
+
+
+@pytest.mark.parametrize("family", ["gpt", "bert", "t5", "llama"])
+@pytest.mark.parametrize("version", [2.0, 3.0])
+def test_arguments_of_our_own_exports_are_in_the_table(family, version):
+    sizes = {"num_layers": 2, "hidden_size": 8, "ffn_hidden_size": 16, "num_attention_heads": 2}
+    sizes |= {"max_position_embeddings": 16, "padded_vocab_size": 32, "vocab_size": 30, "layernorm_epsilon": 1e-5}
+    activation = "swiglu" if family == "llama" else "gelu_tanh"
+    made = {**sizes, "family": family, "activation": activation, "tied_embeddings": True, "num_decoder_layers": 2}
+    args = legacy_args(made, 1, 1, version, None) | megatron_args(NOT_TOLD)
+    args |= {"use_dist_ckpt": True, "dist_ckpt_format": "torch_dist", "ckpt_format": "torch_dist"}
+    assert args.keys() <= checked_args("IN", family, args).keys()
+
+
+@pytest.fixture
+def run(monkeypatch, capsys):
+    def call(*args, code=0):
+        monkeypatch.setattr(sys, "argv", ["dynmo-ckpt", *map(str, args)])
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as stop:
+            main()
+        done = capsys.readouterr()
+        assert (stop.value.code or 0) == code, done.out + done.err
+        return done.out + done.err
+
+    return call
+
+
+def test_an_unknown_argument_is_refused_and_can_be_ignored(run, tmp_path, monkeypatch):
+    for name in ("megatron", "megatron.core", "megatron.core.enums"):
+        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+    sys.modules["megatron.core.enums"].ModelType = legacy_gpt.ModelType
+    m = native_checkpoints.model()
+    legacy_gpt.save(tmp_path / "in", native_checkpoints.parameters(m), m, twisted_gelu=True)
+    said = run("convert", tmp_path / "in", tmp_path / "out", "--to", "native", code=5)
+    assert "no rule takes the argument twisted_gelu" in said
+    assert "--ignore-config NAME" in said
+    assert not (tmp_path / "out").exists()
+    ignore = ("--ignore-config", "twisted_*")
+    run("convert", tmp_path / "in", tmp_path / "out", "--to", "native", *ignore)
+    for command in (["info"], ["verify"], ["diff", tmp_path / "out"], ["merge", tmp_path / "merged"]):
+        name, *more = command
+        assert "twisted_gelu" in run(name, tmp_path / "in", *more, code=5)
+        run(name, tmp_path / "in", *more, *ignore)
+    run("reshard", tmp_path / "in", tmp_path / "two", "--tp", "2", *ignore)
+    run("split", tmp_path / "in", tmp_path / "split", "--tp", "2", *ignore)
+    run("verify", tmp_path / "split", "--against", tmp_path / "in", *ignore)
+
+
+def test_megatron_deepspeed_states_rotary_base_and_groups_by_names_of_its_own():
+    model = {"num_attention_heads": 4, "hidden_size": 16}
+    args = {**LLAMA, "rope_theta": 500000, "num_key_value_heads": 2, "max_position_embeddings": 8}
+    found = _llama("IN", checked_args("IN", "llama", args), (4 + 2 * 2) * 4, model)
+    assert (found["rotary_base"], found["num_key_value_heads"]) == (500000.0, 2)
+
+
+@pytest.mark.parametrize("value", ["r" * 10_000_000, ["r" * 10_000_000] * 9])
+def test_large_argument_is_shortened_in_the_message(value):
+    for args in ({"normalization": value}, {"n" * 10_000_000: 1}):
+        with pytest.raises(UnsupportedError) as error:
+            checked_args("IN", "gpt", args)
+        assert len(str(error.value)) < 1000

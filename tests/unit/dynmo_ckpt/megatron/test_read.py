@@ -1,0 +1,210 @@
+"""Legacy Megatron GPT checkpoints of every version and topology read as what they were made from."""
+
+import sys
+import types
+
+import numpy as np
+import pytest
+
+from dynmo_ckpt._common.errors import UsageError
+from dynmo_ckpt.errors import CorruptError, UnsupportedError
+from dynmo_ckpt.io.reading import Reader, open_sources
+from dynmo_ckpt.megatron.read import LegacyOptions, open_legacy
+from dynmo_ckpt.tensors.copy_plan import OutputTensor, sources
+from dynmo_ckpt.tensors.tiled_copy import panels
+from tests.unit.dynmo_ckpt import legacy_gpt, native_checkpoints
+
+
+@pytest.fixture(autouse=True)
+def megatron_for_writing(monkeypatch):
+    """A module under Megatron's name while files are written, as pickle asks for; reading must do without."""
+    for name in ("megatron", "megatron.core", "megatron.core.enums"):
+        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+    sys.modules["megatron.core.enums"].ModelType = legacy_gpt.ModelType
+
+
+def numbers(tensor):
+    output = OutputTensor(key="x", shape=tensor.shape, content=tensor.content)
+    with open_sources(sources([output])) as files:
+        parts = [panel.reshape(-1).copy() for panel in panels(output, Reader(files))]
+    return np.concatenate(parts).view(np.float32).reshape(tensor.shape)
+
+
+def read(path, **options):
+    return open_legacy(path, None, LegacyOptions(**options))
+
+
+def check(found, m, p):
+    assert dict(found.model) == m
+    p = native_checkpoints.true_rows(found.model["vocab_size"], p)
+    assert {item.name for item in found.tensors} == set(p)
+    assert all(np.array_equal(numbers(item), p[item.name]) for item in found.tensors)
+
+
+@pytest.mark.parametrize("version", [0, 1.0, 2.0, 3.0])
+@pytest.mark.parametrize("tp", [1, 2, 4])
+def test_versions_and_tensor_ranks(tmp_path, version, tp):
+    m = native_checkpoints.model()
+    p = native_checkpoints.parameters(m)
+    legacy_gpt.save(tmp_path, p, m, tp=tp, version=version)
+    found = read(tmp_path)
+    check(found, m, p)
+    assert found.step == 300
+    assert found.remarks == []
+
+
+@pytest.mark.parametrize(
+    ("layers", "stages", "virtual"),
+    [(3, [1, 2], 1), (3, [0, 3], 1), (4, [1, 1, 1, 1], 2), (6, [1, 2, 0, 3], 1), (6, [1, 2, 1, 2], 2)],
+)
+def test_stages_even_uneven_and_virtual(tmp_path, layers, stages, virtual):
+    m = native_checkpoints.model(num_layers=layers)
+    p = native_checkpoints.parameters(m)
+    legacy_gpt.save(tmp_path, p, m, tp=2, stages=stages, virtual=virtual)
+    check(read(tmp_path / "iter_0000300"), m, p)
+
+
+def test_untied_head_and_exact_gelu(tmp_path):
+    m = native_checkpoints.model(tied_embeddings=False, activation="gelu")
+    p = native_checkpoints.parameters(m)
+    legacy_gpt.save(tmp_path, p, m, tp=2, stages=[2, 1])
+    found = read(tmp_path)
+    check(found, m, p)
+    assert found.ties == {}
+
+
+def renamed(document):
+    def walk(value, key=""):
+        if not isinstance(value, dict):
+            return value
+        pairs = [("input_layernorm", "input_norm"), ("post_attention_layernorm", "post_attention_norm")]
+        pairs += [("final_layernorm", "final_norm"), ("self_attention", "attention")]
+        pairs += [("dense_h_to_4h", "to_4h"), ("dense_4h_to_h", "to_h")]
+        result = {}
+        for name, inner in value.items():
+            for old, new in pairs:
+                name = name.replace(old, new) if isinstance(name, str) else name
+            result[name] = walk(inner)
+        return result
+
+    return walk(document)
+
+
+def test_names_of_other_releases_and_forks(tmp_path):
+    m = native_checkpoints.model()
+    p = native_checkpoints.parameters(m)
+    legacy_gpt.save(tmp_path, p, m, tp=2, rename=renamed)
+    check(read(tmp_path), m, p)
+
+
+def test_without_arguments_the_person_tells(tmp_path):
+    m = native_checkpoints.model()
+    p = native_checkpoints.parameters(m)
+    legacy_gpt.save(tmp_path, p, m, args=False)
+    with pytest.raises(UsageError, match="give --num-attention-heads"):
+        read(tmp_path)
+    check(read(tmp_path, num_attention_heads=4, vocab_size=29), m, p)
+    found = read(tmp_path, num_attention_heads=4)
+    assert found.model["vocab_size"] == 32
+    assert "--vocab-size" in found.remarks[0]
+    with pytest.raises(UsageError, match="within 1 and the padded size 32"):
+        read(tmp_path, num_attention_heads=4, vocab_size=33)
+
+
+def test_files_of_torch_before_1_6(tmp_path):
+    m = native_checkpoints.model()
+    p = native_checkpoints.parameters(m)
+    legacy_gpt.save(tmp_path, p, m, version=0, tp=2, stages=[1, 2], is_zip=False)
+    check(read(tmp_path), m, p)
+
+
+def altered(path, change):
+    import torch
+
+    document = torch.load(path, weights_only=False)
+    change(document)
+    torch.save(document, path)
+
+
+def test_replicas_that_differ_are_refused(tmp_path):
+    m = native_checkpoints.model()
+    iteration = legacy_gpt.save(tmp_path, native_checkpoints.parameters(m), m, tp=2, stages=[2, 1])
+
+    def change(document):
+        document["model"]["language_model"]["encoder"]["layers.0.input_layernorm.bias"][3] += 1
+
+    altered(iteration / "mp_rank_01_000" / "model_optim_rng.pt", change)
+    with pytest.raises(CorruptError, match=r"layers\.0\.input_layernorm\.bias of tensor ranks 0 and 1 differ"):
+        read(tmp_path)
+
+
+def test_a_head_that_is_not_the_embedding_is_refused(tmp_path):
+    m = native_checkpoints.model()
+    iteration = legacy_gpt.save(tmp_path, native_checkpoints.parameters(m), m, stages=[2, 1])
+
+    def change(document):
+        document["model"]["word_embeddings_for_head"]["weight"][0, 0] += 1
+
+    altered(iteration / "mp_rank_00_001" / "model_optim_rng.pt", change)
+    with pytest.raises(CorruptError, match="word_embeddings_for_head"):
+        read(tmp_path)
+
+
+@pytest.mark.parametrize("field", ["swiglu", "apply_layernorm_1p", "group_query_attention"])
+def test_variants_that_are_not_mapped_are_refused(tmp_path, field):
+    m = native_checkpoints.model()
+    legacy_gpt.save(tmp_path, native_checkpoints.parameters(m), m, **{field: True})
+    with pytest.raises(UnsupportedError, match=field):
+        read(tmp_path)
+
+
+def test_missing_ranks_are_listed(tmp_path):
+    import shutil
+
+    m = native_checkpoints.model()
+    iteration = legacy_gpt.save(tmp_path, native_checkpoints.parameters(m), m, tp=2, stages=[2, 1])
+    shutil.rmtree(iteration / "mp_rank_01_001")
+    with pytest.raises(CorruptError, match=r"1 of 4 ranks are missing: \['mp_rank_01_001'\]"):
+        read(tmp_path)
+
+
+def test_a_tensor_that_no_rule_takes_is_refused(tmp_path):
+    import torch
+
+    m = native_checkpoints.model()
+    iteration = legacy_gpt.save(tmp_path, native_checkpoints.parameters(m), m)
+
+    def change(document):
+        document["model"]["extra"] = {"bias": torch.zeros(32)}
+
+    altered(iteration / "mp_rank_00" / "model_optim_rng.pt", change)
+    with pytest.raises(UnsupportedError, match=r"no rule of the map takes 1 tensors: extra\.bias"):
+        read(tmp_path)
+
+
+@pytest.mark.parametrize("text", ["", "x", "-1"])
+def test_a_tracker_that_says_nothing_is_refused(tmp_path, text):
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text(text)
+    with pytest.raises(CorruptError, match="a number or 'release' is expected"):
+        read(tmp_path)
+
+
+def shared_lists(levels):
+    """Lists that share lists: small in a pickle, 2 ** levels elements where they are printed whole."""
+    value = ["x"]
+    for _ in range(levels):
+        value = [value, value]
+    return value
+
+
+@pytest.mark.parametrize("key", ["checkpoint_version", "iteration"])
+@pytest.mark.parametrize(
+    "value", ["9" * 10_000_000, list(range(1_000_000)), shared_lists(20)], ids=["text", "list", "dag"]
+)
+def test_large_value_in_a_checkpoint_is_shortened_in_the_message(tmp_path, key, value):
+    m = native_checkpoints.model()
+    iteration = legacy_gpt.save(tmp_path, native_checkpoints.parameters(m), m)
+    altered(next(iteration.glob("mp_rank_*/model*.pt")), lambda document: document.update({key: value}))
+    with pytest.raises(CorruptError, match=r"checkpoint_version .* iteration ") as error:
+        read(tmp_path)
+    assert len(str(error.value)) < 1000

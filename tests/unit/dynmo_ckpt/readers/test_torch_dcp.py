@@ -1,0 +1,309 @@
+"""torch's distributed checkpoints, written by torch itself under the names of Megatron-core, transformers and Meta."""
+
+import argparse
+import json
+import os
+import pickle
+import warnings
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+from dynmo_ckpt.errors import CorruptError, NoStateError, UnsafePickleError, UnsupportedError
+from dynmo_ckpt.formats.choices import SourceKind
+from dynmo_ckpt.huggingface.models import hf_config
+from dynmo_ckpt.megatron.read import LegacyOptions
+from dynmo_ckpt.operations.reference_model import load_array
+from dynmo_ckpt.readers.detect import open_any
+from tests.unit.dynmo_ckpt import families, native_checkpoints
+
+AUTO = SourceKind.AUTO
+BOTH = ("weight", "bias")
+CORE = {
+    "attention.norm": "self_attention.linear_qkv.layer_norm_",
+    "attention.qkv": "self_attention.linear_qkv.",
+    "attention.dense": "self_attention.linear_proj.",
+    "mlp.norm": "mlp.linear_fc1.layer_norm_",
+    "mlp.fc1": "mlp.linear_fc1.",
+    "mlp.fc2": "mlp.linear_fc2.",
+}
+
+
+def same(found, p):
+    p = native_checkpoints.true_rows(found.manifest["model"]["vocab_size"], p)
+    return all(np.array_equal(load_array(found, name), value) for name, value in p.items())
+
+
+def save(directory, state, common=None):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch says that it saves in a single process
+        dcp.save({name: torch.from_numpy(np.array(value)) for name, value in state.items()}, checkpoint_id=directory)
+    if common is not None:
+        torch.save(common, directory / "common.pt")
+
+
+def core(m, p, *, stacked=True):
+    """The names and shapes of Megatron-core's GPT, as its ``sharded_state_dict`` gives them."""
+    p = dict(p)
+    state = {"embedding.word_embeddings.weight": p["embedding.word.weight"]}
+    if "embedding.position.weight" in p:
+        state["embedding.position_embeddings.weight"] = p["embedding.position.weight"]
+    for i in range(m["num_layers"]):
+        if "layers.0.mlp.gate.weight" in p:
+            both = [p[f"layers.{i}.mlp.{part}.weight"] for part in ("gate", "up")]
+            p[f"layers.{i}.mlp.fc1.weight"] = np.concatenate(both)
+    for ours, theirs in CORE.items():
+        for kind in BOTH:
+            if f"layers.0.{ours}.{kind}" in p:
+                layers = [p[f"layers.{i}.{ours}.{kind}"] for i in range(m["num_layers"])]
+                one = {f"decoder.layers.{i}.{theirs}{kind}": layer for i, layer in enumerate(layers)}
+                state |= {f"decoder.layers.{theirs}{kind}": np.stack(layers)} if stacked else one
+    state |= {f"decoder.final_layernorm.{k}": p[f"head.norm.{k}"] for k in BOTH if f"head.norm.{k}" in p}
+    if "head.weight" in p:
+        state["output_layer.weight"] = p["head.weight"]
+    return state
+
+
+def arguments(m, **more):
+    return argparse.Namespace(
+        num_attention_heads=m["num_attention_heads"],
+        orig_vocab_size=m["vocab_size"],
+        norm_epsilon=m["layernorm_epsilon"],
+        max_position_embeddings=m["max_position_embeddings"],
+        params_dtype=torch.bfloat16,
+        bias_gelu_fusion=m["activation"] == "gelu_tanh",
+        weight_decay=0.1,
+        **more,
+    )
+
+
+def of_llama(m):
+    return {
+        "swiglu": True,
+        "normalization": "RMSNorm",
+        "position_embedding_type": "rope",
+        "group_query_attention": True,
+        "num_query_groups": m["num_key_value_heads"],
+        "kv_channels": m["head_dim"],
+        "rotary_base": m["rotary_base"],
+    }
+
+
+@pytest.mark.parametrize("stacked", [True, False])
+@pytest.mark.parametrize("tied", [True, False])
+def test_megatron_core_gpt(tmp_path, stacked, tied):
+    m = native_checkpoints.model(tied_embeddings=tied)
+    p = native_checkpoints.parameters(m)
+    run = tmp_path / "run"
+    common = {"args": arguments(m), "iteration": 40, "checkpoint_version": 3.0}
+    save(run / "iter_0000040", core(m, p, stacked=stacked), common)
+    (run / "latest_checkpointed_iteration.txt").write_text("40")
+    for path in (run, run / "iter_0000040"):
+        found, _ = open_any(path, AUTO, None)
+        assert dict(found.manifest["model"]) == m
+        assert found.manifest["step"] == 40
+        assert same(found, p)
+
+
+def test_megatron_core_llama(tmp_path):
+    m = families.llama()
+    p = families.parameters(m)
+    save(tmp_path / "c", core(m, p), {"args": arguments(m, **of_llama(m)), "iteration": 2})
+    found, _ = open_any(tmp_path / "c", AUTO, None)
+    assert {k: found.manifest["model"][k] for k in m} == m
+    assert same(found, p)
+
+
+def with_moments(state):
+    moments = {f"optimizer.state.exp_avg.{name}": 2 * value for name, value in state.items()}
+    moments |= {f"optimizer.state.exp_avg_sq.{name}": value**2 for name, value in state.items()}
+    masters = {f"optimizer.state.fp32_param.{name}": value for name, value in state.items()}
+    return {name: value.astype(np.float16) for name, value in state.items()} | moments | masters
+
+
+def test_megatron_cores_optimizer_state(tmp_path):
+    m = native_checkpoints.model()
+    p = native_checkpoints.parameters(m)
+    optimizer = {"optimizer": {"param_groups": [{"step": 7, "params": []}], "state": {"common_step": 7}}}
+    common = {"args": arguments(m), "iteration": 7, "optimizer": optimizer}
+    save(tmp_path / "c", with_moments(core(m, p)), common)
+    found, _ = open_any(tmp_path / "c", AUTO, None, legacy=LegacyOptions(with_optimizer=True))
+    assert same(found, p)
+    p = native_checkpoints.true_rows(m["vocab_size"], p)
+    assert all(np.array_equal(load_array(found, f"{name}.exp_avg"), 2 * value) for name, value in p.items())
+    assert all(np.array_equal(load_array(found, f"{name}.exp_avg_sq"), value**2) for name, value in p.items())
+    assert set(found.manifest["optimizer"]["steps"].values()) == {7}
+    weights, _ = open_any(tmp_path / "c", AUTO, None)
+    assert weights.names("optimizer") == []
+    assert {weights.tensors[name].dtype for name in p} == {"F16"}
+
+
+def test_flat_buckets_of_the_optimizer_are_refused(tmp_path):
+    m = native_checkpoints.model()
+    state = core(m, native_checkpoints.parameters(m)) | {
+        "optimizer.distributed.dp_group_idx_0.exp_avg": np.zeros(9, np.float32)
+    }
+    save(tmp_path / "c", state, {"args": arguments(m), "iteration": 7})
+    with pytest.raises(UnsupportedError, match="dp_reshardable"):
+        open_any(tmp_path / "c", AUTO, None, legacy=LegacyOptions(with_optimizer=True))
+
+
+def test_names_of_transformers_and_of_meta(tmp_path):
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    m = families.llama()
+    config = hf_config(m, "float32", None)
+    torch.manual_seed(0)
+    theirs = LlamaForCausalLM(LlamaConfig.from_dict(config))
+    state = {name: value.numpy() for name, value in theirs.state_dict().items()}
+    for place, prefix in (("plain", ""), ("wrapped", "model."), ("compiled", "state.model._orig_mod.")):
+        save(tmp_path / place, {prefix + name: value for name, value in state.items()})
+    config_path = tmp_path / "config"
+    config_path.mkdir()
+    (config_path / "config.json").write_text(json.dumps(config))
+    options = LegacyOptions(config=config_path)
+    found = [open_any(tmp_path / place, AUTO, None, legacy=options)[0] for place in ("plain", "wrapped", "compiled")]
+    words = {name: load_array(found[0], name) for name in found[0].names("parameter")}
+    vocabulary = m["vocab_size"]
+    assert np.array_equal(words["embedding.word.weight"][:vocabulary], state["model.embed_tokens.weight"])
+    assert all(same(each, words) for each in found)
+    heads, width = m["num_attention_heads"], m["head_dim"]
+
+    def pairs(value, count):
+        return value.reshape(count, 2, width // 2, -1).swapaxes(1, 2).reshape(value.shape)
+
+    meta = {"tok_embeddings.weight": state["model.embed_tokens.weight"], "norm.weight": state["model.norm.weight"]}
+    meta["output.weight"] = state["lm_head.weight"]
+    for i in range(m["num_layers"]):
+        at, to = f"model.layers.{i}", f"layers.{i}"
+        meta[f"{to}.attention.wq.weight"] = pairs(state[f"{at}.self_attn.q_proj.weight"], heads)
+        meta[f"{to}.attention.wk.weight"] = pairs(state[f"{at}.self_attn.k_proj.weight"], m["num_key_value_heads"])
+        meta[f"{to}.attention.wv.weight"] = state[f"{at}.self_attn.v_proj.weight"]
+        meta[f"{to}.attention.wo.weight"] = state[f"{at}.self_attn.o_proj.weight"]
+        meta[f"{to}.attention_norm.weight"] = state[f"{at}.input_layernorm.weight"]
+        meta[f"{to}.ffn_norm.weight"] = state[f"{at}.post_attention_layernorm.weight"]
+        for one, other in (("w1", "gate"), ("w3", "up"), ("w2", "down")):
+            meta[f"{to}.feed_forward.{one}.weight"] = state[f"{at}.mlp.{other}_proj.weight"]
+    save(tmp_path / "meta", meta)
+    assert same(open_any(tmp_path / "meta", AUTO, None, legacy=options)[0], words)
+    with pytest.raises(Exception, match="give --config"):
+        open_any(tmp_path / "meta", AUTO, None)
+
+
+def test_open_any_of_weights_alone_takes_them_where_state_is_optional(tmp_path):
+    m = families.llama()
+    config = hf_config(m, "float32", None)
+    state = {"tok_embeddings.weight": np.zeros((m["vocab_size"], m["hidden_size"]), np.float32)}
+    save(tmp_path / "meta", state)
+    save(tmp_path / "trained", state | {"optimizer.state.w.exp_avg": np.zeros(1, np.float32)})
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    wanted = LegacyOptions(config=tmp_path, with_optimizer=True)
+    with pytest.raises(NoStateError, match="has no optimizer state"):
+        open_any(tmp_path / "meta", AUTO, None, legacy=wanted)
+    with pytest.raises(UnsupportedError, match="known under Megatron-core's names only") as refused:
+        open_any(tmp_path / "trained", AUTO, None, legacy=wanted)
+    assert not isinstance(refused.value, NoStateError)
+
+
+def rewrite(directory, change):
+    """The metadata, unpickled by torch's own classes, changed and pickled again."""
+    path = directory / ".metadata"
+    metadata = pickle.loads(path.read_bytes())  # noqa: S301 - our own, written by this test
+    change(metadata)
+    path.write_bytes(pickle.dumps(metadata))
+
+
+def halves(directory, names):
+    """Make one tensor of two chunks out of ``NAME.0`` and ``NAME.1``, as two ranks would have written it."""
+
+    def join(metadata):
+        entries, places = metadata.state_dict_metadata, metadata.storage_data
+        for name in names:
+            upper, lower = entries.pop(f"{name}.0"), entries.pop(f"{name}.1")
+            rows = upper.size[0]
+            lower.chunks[0].offsets = torch.Size([rows, *[0] * (len(upper.size) - 1)])
+            upper.chunks.append(lower.chunks[0])
+            upper.size = torch.Size([rows + lower.size[0], *upper.size[1:]])
+            entries[name] = upper
+            for part, chunk in enumerate(upper.chunks):
+                index = next(key for key in places if key.fqn == f"{name}.{part}")
+                places[type(index)(name, chunk.offsets)] = places.pop(index)
+
+    rewrite(directory, join)
+
+
+def test_chunks_of_several_ranks(tmp_path):
+    m = native_checkpoints.model()
+    p = native_checkpoints.parameters(m)
+    state = core(m, p, stacked=False)
+    cut = {}
+    for name, value in state.items():
+        cut[f"{name}.0"], cut[f"{name}.1"] = value[:3], value[3:]
+    save(tmp_path / "c", cut, {"args": arguments(m), "iteration": 1})
+    halves(tmp_path / "c", list(state))
+    assert same(open_any(tmp_path / "c", AUTO, None)[0], p)
+
+
+def saved(tmp_path):
+    m = native_checkpoints.model()
+    save(tmp_path / "c", core(m, native_checkpoints.parameters(m)), {"args": arguments(m), "iteration": 1})
+    return tmp_path / "c"
+
+
+def first(table):
+    return next(iter(table.values()))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda d: setattr(first(d.storage_data), "relative_path", "../x"), "no file of the directory"),
+        (lambda d: setattr(first(d.storage_data), "offset", 10**12), "are expected"),
+        (lambda d: setattr(first(d.storage_data), "length", 40), "not a file of torch.save"),
+        (lambda d: d.storage_data.popitem(), "no file is told"),
+        (lambda d: first(d.state_dict_metadata).chunks.clear(), "do not cover"),
+        (lambda d: first(d.state_dict_metadata).chunks.append(first(d.state_dict_metadata).chunks[0]), "do not cover"),
+        (lambda d: setattr(first(d.state_dict_metadata), "size", torch.Size([1, 1])), "reaches beyond"),
+        (lambda d: setattr(d, "storage_data", 3), "is no metadata"),
+    ],
+)
+def test_metadata_that_does_not_fit_is_refused(tmp_path, change, message):
+    directory = saved(tmp_path)
+    rewrite(directory, change)
+    with pytest.raises(CorruptError, match=message):
+        open_any(directory, AUTO, None)
+
+
+def test_compressed_tensors_are_refused(tmp_path):
+    directory = saved(tmp_path)
+    rewrite(directory, lambda d: setattr(first(d.storage_data), "transform_descriptors", ["zstd"]))
+    with pytest.raises(UnsupportedError, match="zstd"):
+        open_any(directory, AUTO, None)
+
+
+class Call:
+    """Pickles as a call."""
+
+    def __init__(self, path):
+        self.path = str(path)
+
+    def __reduce__(self):
+        return os.mkdir, (self.path,)
+
+
+def test_nothing_of_the_metadata_is_executed(tmp_path):
+    directory = saved(tmp_path)
+    rewrite(directory, lambda d: setattr(d, "planner_data", Call(tmp_path / "made")))
+    with pytest.raises(UnsafePickleError, match="mkdir"):
+        open_any(directory, AUTO, None)
+    assert not (tmp_path / "made").exists()
+
+
+def test_a_truncated_file_is_refused(tmp_path):
+    directory = saved(tmp_path)
+    file = max(directory.glob("*.distcp"))
+    file.write_bytes(file.read_bytes()[:-100])
+    with pytest.raises(CorruptError):
+        open_any(directory, AUTO, None)

@@ -1,0 +1,197 @@
+"""Scripts of Megatron-LM, DeepSpeed and Optimus-CC: what they start, and what each flag means here."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from dynmo_train.cli import app
+from dynmo_train.cli.explain_flags.command_help import parse_help
+from dynmo_train.cli.explain_flags.published_scripts import SOURCES, TABLE, find, markdown
+from dynmo_train.cli.explain_flags.script_commands import read_script
+from tests.paths import ROOT
+
+DISTRIBUTED = """#! /bin/bash
+# Runs the "345M" parameter model
+GPUS_PER_NODE=2
+NNODES=1
+WORLD_SIZE=$(($GPUS_PER_NODE*$NNODES))
+DATA_PATH=/data/text_sentence
+DISTRIBUTED_ARGS="--nproc_per_node $GPUS_PER_NODE --nnodes $NNODES"
+GPT_ARGS="--num-layers 24 \\
+          --hidden-size ${HIDDEN:-1024} \\
+          --fp16"
+python -m torch.distributed.launch $DISTRIBUTED_ARGS \\
+       ../pretrain_gpt2.py \\
+       --model-parallel-size 1 \\
+       $GPT_ARGS \\
+       --data-path $DATA_PATH \\
+       --distributed-backend nccl \\
+       --num-layers-per-virtual-pipeline-stage 2 \\
+       --no-such-flag 3
+set +x
+"""
+DEEPSPEED = """
+mp_size=4
+PA=true
+CPU=false
+options=" \\
+   --model-parallel-size ${mp_size} \\
+   --num-layers 24 "
+if [ "${PA}" = "true" ]; then
+options="${options} \\
+   --partition-activations"
+fi
+if [ "${CPU}" = "true" ]; then
+options="${options} --checkpoint-in-cpu"
+else
+options="${options} --profile-backward"
+fi
+run_cmd="deepspeed --hostfile hostfile -i a:4,5@b:4,5 ../pretrain_gpt2.py $@ ${options}"
+echo ${run_cmd}
+eval ${run_cmd}
+"""
+
+
+def told(tmp_path, text, *words, code=0):
+    script = tmp_path / "script.sh"
+    script.write_text(text)
+    result = CliRunner().invoke(app, ["explain-flags", str(script), *words])
+    assert result.exit_code == code, result.output
+    return result.output
+
+
+def test_variables_and_continued_lines_are_followed():
+    (command,) = read_script(DISTRIBUTED)
+    assert command.ours == "dynmo-train pretrain gpt"
+    assert command.launcher == "dynmo-train launch node"
+    assert command.arguments[:6] == ("--model-parallel-size", "1", "--num-layers", "24", "--hidden-size", "1024")
+    assert "/data/text_sentence" in command.arguments
+
+
+def test_branches_are_followed_and_echo_starts_nothing():
+    (command,) = read_script(DEEPSPEED)
+    assert command.launcher == "dynmo-train launch hostfile"
+    assert command.arguments == (
+        *("--model-parallel-size", "4", "--num-layers", "24", "--partition-activations", "--profile-backward"),
+    )
+
+
+def test_flag_by_flag(tmp_path):
+    (found,) = json.loads(told(tmp_path, DISTRIBUTED, "--format", "json", code=3))
+    kinds = {one["flag"]: (one["kind"], one["meaning"]) for one in found["flags"]}
+    assert kinds["--model-parallel-size"] == ("becomes", "--tensor-model-parallel-size 1")
+    assert kinds["--num-layers"][0] == "same"
+    assert kinds["--distributed-backend"][0] == "nothing"
+    assert kinds["--num-layers-per-virtual-pipeline-stage"][0] == "same"
+    assert kinds["--no-such-flag"][0] == "unknown"
+    text = told(tmp_path, DISTRIBUTED, code=3)
+    assert "../pretrain_gpt2.py: dynmo-train pretrain gpt, started by dynmo-train launch node" in text
+    told(tmp_path, DEEPSPEED)
+
+
+@pytest.mark.parametrize(
+    ("line", "ours"),
+    [
+        ("python tasks/main.py --task WIKITEXT103 --valid-data x --load y", "dynmo-train evaluate wikitext"),
+        ("python tasks/main.py --task RACE --epochs 3", "dynmo-train finetune race"),
+        ("python main.py --model gpt2 --tasks lambada,piqa", "dynmo-train evaluate lm-eval"),
+        ("python tools/preprocess_data.py --input x", "dynmo-prep binarize"),
+        ("WORLD_SIZE=8 python tools/ckpt_convert.py --model-type GPT", "dynmo-ckpt ckpt_convert"),
+        ("shuf a.json -o b.json", "dynmo-prep shuffle"),
+        ("bash examples/pretrain_gpt.sh", "bin/pretrain_gpt.sh"),
+        ("sbatch 2.distributed-training.sbatch", "bin/2.distributed-training.sbatch"),
+        ("bash ASPLOS23/fig10/GPT2-8.3B-CB-Breakdown.sh", "bin/ASPLOS23/fig10.sh"),
+    ],
+)
+def test_programs_have_a_command_here(line, ours):
+    (command,) = read_script(line)
+    assert command.ours == ours
+
+
+def test_every_command_that_a_program_becomes_exists():
+    import importlib
+
+    packages = {"dynmo-train": "dynmo_train", "dynmo-prep": "dynmo_tools", "dynmo-ckpt": "dynmo_ckpt"}
+    import typer
+
+    for ours in sorted({row.ours for row in TABLE}):
+        program, *names = ours.split()
+        if program not in packages:
+            assert (ROOT / ours).is_file(), ours
+            continue
+        command = typer.main.get_command(importlib.import_module(f"{packages[program]}.cli").app)
+        for name in names:
+            assert name in command.commands, ours
+            command = command.commands[name]
+
+
+def test_a_script_without_any_is_told(tmp_path):
+    assert "starts none of the programs" in str(
+        CliRunner().invoke(app, ["explain-flags", str(_empty(tmp_path))]).exception
+    )
+
+
+def _empty(tmp_path):
+    (tmp_path / "x.sh").write_text("ls\n")
+    return tmp_path / "x.sh"
+
+
+def test_the_readme_has_the_table_and_nobody_is_named_twice():
+    readme = (ROOT / "dynmo_train" / "launch" / "README.md").read_text(encoding="utf-8")
+    begin, end = "<!-- scripts: begin -->\n", "<!-- scripts: end -->"
+    written = readme[readme.index(begin) + len(begin) : readme.index(end)]
+    assert written == markdown(), "print it again: python -m dynmo_train.cli.explain_flags.published_scripts"
+    names = [row.name for row in TABLE]
+    assert len(names) == len(set(names))
+    assert {row.source for row in TABLE} == set(SOURCES)
+    assert find("megatron/arguments.py") is None
+
+
+def test_every_script_of_ours_is_in_the_table_or_says_that_it_is_our_own(tmp_path):
+    ours = {row.ours.removeprefix("bin/") for row in TABLE if row.ours.startswith("bin/")}
+    own = {"environment.sh", "generate.py", "quickstart", "quickstart_summary.py", "test"}
+    own |= {"getdata.sh", "openwebtext.sh", "wikipedia.sh", "ASPLOS23/zero_shot.sh"}
+    own |= {"lib/fetch.sh", "lib/optimus.sh", "lib/train.sh"}
+    files = {str(path.relative_to(ROOT / "bin")) for path in (ROOT / "bin").rglob("*") if path.is_file()}
+    files = {name for name in files if not name.startswith("shared/") and "__pycache__" not in name}
+    assert files == ours | own
+
+
+def test_the_table_is_printed(tmp_path):
+    result = CliRunner().invoke(app, ["explain-flags", "--table", "--format", "json"])
+    rows = json.loads(result.output)
+    assert {
+        "source": "AWS test case",
+        "name": "pytorchjob.yaml-template",
+        "ours": "bin/pytorchjob.yaml-template",
+    } in rows
+    assert "bin/download_ckpt.sh" in CliRunner().invoke(app, ["explain-flags", "--table"]).output
+
+
+def test_flags_of_other_packages_are_explained_by_their_own_help(tmp_path):
+    line = "python tools/preprocess_data.py --input a.json --vocab v.txt --json_key body --split-sentences --no-such 1"
+    (found,) = json.loads(told(tmp_path, line, "--format", "json", code=3))
+    kinds = {one["flag"]: (one["kind"], one["values"], one["meaning"]) for one in found["flags"]}
+    assert kinds["--vocab"][:2] == ("same", ["v.txt"])
+    assert "vocabulary of the GPT2" in kinds["--vocab"][2]
+    assert kinds["--json_key"][2].startswith("--json-key: Key of the text")
+    assert kinds["--no-such"][0] == "unknown"
+
+
+def test_help_is_read_with_its_continued_lines():
+    text = "Options:\n  -o, --output <path>  The\n                       file.\n  --long-name, --other <int range>\n"
+    text += "                                  Of the input.  [x>=1]\n\nMore:\n  none\n"
+    assert parse_help(text) == {
+        **dict.fromkeys(("-o", "--output"), "The file."),
+        **dict.fromkeys(("--long-name", "--other"), "Of the input.  [x>=1]"),
+    }
+
+
+def test_a_published_script_is_named_by_the_one_that_stands_in_for_it(tmp_path):
+    script = tmp_path / "pretrain_gpt.sh"
+    script.write_text("python pretrain_gpt.py --num-layers 2\n")
+    assert f"{script}: here bin/pretrain_gpt.sh" in CliRunner().invoke(app, ["explain-flags", str(script)]).output
+    assert "needs a SCRIPT" in str(CliRunner().invoke(app, ["explain-flags"]).exception)

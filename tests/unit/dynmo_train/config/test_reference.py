@@ -1,0 +1,44 @@
+"""The package's README says what the code declares."""
+
+from __future__ import annotations
+
+import tomllib
+
+import typer
+
+from dynmo_train.cli import app
+from dynmo_train.config import check, resolve
+from dynmo_train.config.options import Facts
+from dynmo_train.config.reference import options_markdown
+from dynmo_train.config.resolve import parse_config_file
+from tests.paths import ROOT
+
+README = (ROOT / "dynmo_train" / "README.md").read_text(encoding="utf-8")
+
+
+def test_the_option_tables_are_the_declared_options():
+    begin, end = "<!-- options: begin -->\n", "<!-- options: end -->"
+    written = README[README.index(begin) + len(begin) : README.index(end)]
+    assert written == options_markdown(), "print them again: python -m dynmo_train.config.reference"
+
+
+def test_the_example_configuration_is_complete():
+    text = README.split("```toml\n")[1].split("```")[0]
+    assert tomllib.loads(text)
+    config = resolve(flags={}, file=parse_config_file(text, "README"), facts=Facts(tokenizer_vocab_size=lambda _: 500))
+    check(config, 1)
+
+
+def test_every_command_is_in_the_table():
+    root = typer.main.get_command(app)
+    names = [
+        f"{name} {inner}" if inner else name
+        for name, command in root.commands.items()
+        for inner in getattr(command, "commands", {"": None})
+    ]
+    single = ["launch local", "launch node", "launch slurm", "launch kubernetes", "launch hostfile", "launch lsf"]
+    single += ["generate", "compare", "monitor", "tune-sparse", "explain-flags", "cache list", "cache clear"]
+    single += [f"evaluate {name}" for name in ("wikitext", "lambada", "mnli", "race", "lm-eval")]
+    single += ["finetune mnli", "finetune race", "tasks"]
+    assert sorted(names) == sorted([*(f"pretrain {name}" for name in ("gpt", "llama", "bert", "ict", "t5")), *single])
+    assert [name for name in names if f"\n| `{name}` |" not in README] == []

@@ -1,0 +1,170 @@
+"""Trainer's side of the handshake in one process: no plan is lost, and a planner that hangs is replaced."""
+
+from __future__ import annotations
+
+import os
+import select
+import shutil
+import signal
+import time
+from types import SimpleNamespace
+
+import pytest
+
+from dynmo_train._common.document import Problem, complete_lines, parse_json
+from dynmo_train.formats.plan import initial_plan, read_plan, write_plan
+from dynmo_train.formats.profile import append_record
+from dynmo_train.trainer.rebalance import plan_controller as module
+from dynmo_train.trainer.rebalance.plan_controller import PlanController, PlanControllerSettings
+from dynmo_train.trainer.rebalance.planner_process import HEARTBEAT_S, PATIENCE_HEARTBEATS, STARTUP_S, PlannerProcess
+from tests.paths import CONTRACTS
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch):
+    (tmp_path / "plans").mkdir()
+    monkeypatch.setattr(module, "broadcast_document", lambda _world, document: document)
+    return tmp_path
+
+
+def put(run, number, **changes):
+    document = initial_plan(
+        run_id="r",
+        stages=[["a"], ["b"]],
+        workers=[0, 1],
+        schedule="1f1b",
+        virtual_stages_per_worker=1,
+        plan_id=number,
+    )
+    write_plan(run / "plans", {**document, "base_plan_id": 0, "action": "keep", "balancer": "manual", **changes})
+
+
+def controller_of(run, problems_of=lambda *_: []):
+    partition = SimpleNamespace(stages=(("a",), ("b",)))
+    engine = SimpleNamespace(world=SimpleNamespace(is_first=True, worker_ids=(0, 1)), partition=partition)
+    return PlanController(
+        engine,
+        PlanControllerSettings(interval=1, lockstep=False, timeout_s=1.0),
+        plans=run / "plans",
+        append=lambda record: append_record(run / "profile.jsonl", record),
+        problems_of=problems_of,
+        active_plan_id=0,
+        log_event=lambda *_, **__: None,
+        settle=lambda: None,
+    )
+
+
+def results(run):
+    if not (run / "profile.jsonl").exists():
+        return []
+    records = [parse_json(line) for line in complete_lines((run / "profile.jsonl").read_bytes())]
+    return [(record["plan_id"], record["step"], record["result"]) for record in records]
+
+
+def test_plan_written_during_a_decision_is_taken_at_the_next(run, monkeypatch):
+    put(run, 1)
+
+    def read_while_another_comes(path):
+        if not (run / "plans" / "plan-000002.json").exists():
+            put(run, 2)
+        return read_plan(path)
+
+    monkeypatch.setattr(module, "read_plan", read_while_another_comes)
+    controller = controller_of(run)
+    controller.boundary(1)
+    assert results(run) == [(1, 1, "unchanged")]
+    controller.boundary(2)
+    assert results(run) == [(1, 1, "unchanged"), (2, 2, "unchanged")]
+
+
+def test_broken_plan_beside_a_later_one_is_refused_once(run):
+    put(run, 1, apply_at_step=3)
+    (run / "plans" / "plan-000002.json").write_text("{")
+    controller = controller_of(run)
+    for step in (1, 2, 3):
+        controller.boundary(step)
+    assert results(run) == [(2, 1, "refused"), (1, 3, "unchanged")]
+
+
+def test_refused_plan_above_a_later_one_is_refused_once(run):
+    put(run, 1, apply_at_step=3)
+    put(run, 2)
+    controller = controller_of(run, lambda plan, *_: [Problem("", "stale", "the plan is stale")] * (plan.plan_id == 2))
+    for step in (1, 2, 3):
+        controller.boundary(step)
+    assert results(run) == [(2, 1, "refused"), (1, 3, "unchanged")]
+
+
+class Clock:
+    def __init__(self):
+        self.now = 0.0
+
+    def __call__(self):
+        return self.now
+
+
+def wait_for_heartbeat(planner):
+    """The planner announces itself; the limit only ends a broken test."""
+    end = time.monotonic() + 120
+    while not planner.has_beaten:
+        assert planner.check() is None
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+@pytest.fixture
+def planner(run, request):
+    shutil.copy(CONTRACTS / "profile/valid/header-only.jsonl", run / "profile.jsonl")
+    clock = Clock()
+    planner = PlannerProcess(run, ["--poll-ms", "5"], timeout_s=getattr(request, "param", 30.0), now=clock)
+    assert planner.start() is None
+    yield planner, clock
+    planner.stop()
+
+
+def test_stopped_planner_is_killed_and_started_again(planner):
+    process, clock = planner
+    wait_for_heartbeat(process)
+    before = process.pid
+    os.kill(before, signal.SIGSTOP)
+    process.check()  # what it wrote before it was stopped
+    clock.now += 29
+    assert process.check() is None
+    clock.now += 2
+    assert process.check() == "the planner gave no heartbeat for 31 s and was killed; started again (2 restarts left)"
+    assert process.pid not in (None, before)
+    with pytest.raises(ProcessLookupError):
+        os.kill(before, 0)
+    wait_for_heartbeat(process)
+
+
+def test_planner_is_not_suspected_after_a_long_step_or_at_start(planner):
+    process, clock = planner
+    clock.now += 30 + STARTUP_S
+    assert process.check() is None
+    wait_for_heartbeat(process)
+    assert select.select([process.heartbeats], [], [], 60)[0]  # one more lies in the pipe
+    clock.now += 3600
+    assert process.check() is None
+
+
+@pytest.mark.parametrize("planner", [0.5], indirect=True)
+def test_planner_with_a_timeout_below_its_heartbeats_is_not_killed(planner):
+    process, clock = planner
+    wait_for_heartbeat(process)
+    os.kill(process.pid, signal.SIGSTOP)
+    process.check()  # what it wrote before it was stopped
+    clock.now += PATIENCE_HEARTBEATS * HEARTBEAT_S
+    assert process.check() is None
+    clock.now += 1
+    assert "gave no heartbeat for 11 s and was killed" in process.check()
+
+
+def test_stop_ends_a_stopped_planner(planner):
+    process, _ = planner
+    wait_for_heartbeat(process)
+    pid = process.pid
+    os.kill(pid, signal.SIGSTOP)
+    process.stop()
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
