@@ -15,7 +15,7 @@ from .._common.errors import UsageError
 from ..costs.cost_window import CostWindow, ItemCosts, median
 from ..formats.plan import Plan
 from ..formats.profile import Header, Segment, Step
-from ..partition.problem import Place, Problem, places_of
+from ..partition.problem import PartitionProblem, WorkerSlot, worker_slots
 from ..planning.plan_builder import chain_of
 from ..simulation.simulator import predict
 
@@ -27,7 +27,7 @@ ROUNDS = 4
 class Sample:
     """The steps that one plan was in force for: its problem with their median costs, and their median step."""
 
-    problem: Problem
+    problem: PartitionProblem
     boundaries: tuple[int, ...]
     step_ns: int
     records: int
@@ -63,17 +63,17 @@ def samples_of(segment: Segment, plans: dict[int, Plan], least: int = 3) -> list
             fresh = False
         elif getattr(record, "kind", "") in ("pruned", "frozen"):
             fresh = True
-    by_id = {place.worker: place for place in places_of(header)}
+    by_id = {slot.worker: slot for slot in worker_slots(header)}
     found = []
     for plan_id, steps in groups:
         costs = _group_costs(header, steps) if len(steps) >= least and plan_id in plans else None
         if costs is None:
             continue
         plan = plans[plan_id]
-        places: tuple[Place, ...] = tuple(replace(by_id[worker], speed_ppm=1_000_000) for worker in plan.workers)
-        problem = Problem(
+        slots: tuple[WorkerSlot, ...] = tuple(replace(by_id[worker], speed_ppm=1_000_000) for worker in plan.workers)
+        problem = PartitionProblem(
             chain=chain_of(header, costs),
-            places=places,
+            slots=slots,
             schedule=plan.schedule,
             microbatches=header.microbatches,
             virtual_stages=plan.virtual_stages_per_worker,
@@ -136,14 +136,14 @@ def calibrate(samples: Sequence[Sample], fit_link: bool) -> Constants:
         overhead_ns=0, latency_ns=first.link_latency_ns, bandwidth_bytes_per_s=first.link_bandwidth, error=0.0
     )
     for _ in range(ROUNDS if fit_link else 1):
-        found = _along(samples, found, lambda c, v: replace(c, overhead_ns=round(v)), 0, most)
+        found = _fit_constant(samples, found, lambda c, v: replace(c, overhead_ns=round(v)), 0, most)
         if fit_link:
-            found = _along(samples, found, lambda c, v: replace(c, latency_ns=round(v)), 0, most)
-            found = _along(samples, found, lambda c, v: replace(c, bandwidth_bytes_per_s=round(10**v)), 6, 13)
+            found = _fit_constant(samples, found, lambda c, v: replace(c, latency_ns=round(v)), 0, most)
+            found = _fit_constant(samples, found, lambda c, v: replace(c, bandwidth_bytes_per_s=round(10**v)), 6, 13)
     return found
 
 
-def _along(
+def _fit_constant(
     samples: Sequence[Sample],
     start: Constants,
     changed: Callable[[Constants, float], Constants],

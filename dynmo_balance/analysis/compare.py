@@ -6,9 +6,9 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from ..formats.plan import Plan
-from ..partition.problem import Problem
-from ..partition.registry import BALANCERS, certified
-from ..planning.plan_builder import present, propose
+from ..partition.problem import PartitionProblem
+from ..partition.registry import BALANCERS, certify
+from ..planning.plan_builder import make_proposal, propose
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,7 +30,7 @@ class Row:
         return asdict(self)
 
 
-def compare(problem: Problem, base: Plan | None, objective: str = "auto") -> tuple[str, list[Row]]:
+def compare(problem: PartitionProblem, base: Plan | None, objective: str = "auto") -> tuple[str, list[Row]]:
     """What ``exact`` minimizes, and the balancers in the order of their registry; raises what the solver raises.
 
     Args:
@@ -42,10 +42,10 @@ def compare(problem: Problem, base: Plan | None, objective: str = "auto") -> tup
     exact = propose(problem, "exact", objective=objective, owner=owner)
     rows = []
     for name, balancer in BALANCERS.items():
-        solution = certified(problem, balancer(problem), exact.solution)
-        proposal = exact if name == "exact" else present(problem, solution, owner=owner)
+        solution = certify(problem, balancer(problem), exact.solution)
+        proposal = exact if name == "exact" else make_proposal(problem, solution, owner=owner)
         peaks = proposal.timeline.peak_memory_bytes
-        limits = [place.memory_bytes for place in problem.places]
+        limits = [slot.memory_bytes for slot in problem.slots]
         rows.append(
             Row(
                 balancer=name,

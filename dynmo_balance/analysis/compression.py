@@ -9,8 +9,14 @@ from typing import Any
 from .._common.errors import UsageError
 from ..costs.devices import Device
 from ..formats.profile import Header
-from ..partition.problem import Problem
-from ..simulation.compression_cost import Compression, compression_of, factor_bytes, packed_costs, predict_compressed
+from ..partition.problem import PartitionProblem
+from ..simulation.compression_cost import (
+    Compression,
+    compressed_costs,
+    factor_bytes,
+    no_compression,
+    predict_compressed,
+)
 from ..simulation.simulator import Communication, Timeline, predict, stage_costs
 from ..simulation.step_tail import TailOptions, reduced_bytes, tail_of
 
@@ -18,7 +24,7 @@ AUTO = "auto"
 
 
 @dataclass(frozen=True, kw_only=True)
-class CompressionQuestion:
+class CompressionOptions:
     """The options of a command; ``way`` is a number of workers, ``auto``, or None for all."""
 
     boundary_rank: int | None
@@ -30,13 +36,13 @@ class CompressionQuestion:
     device: Device
 
     @property
-    def asks(self) -> bool:
+    def is_enabled(self) -> bool:
         """Whether anything is compressed or fused."""
         return self.boundary_rank is not None or self.replica_rank is not None or self.fuse_ties
 
 
 @dataclass(frozen=True, kw_only=True)
-class Answer:
+class CompressionResult:
     """The step, the rates with which its tail goes on, and what is to be told about compression."""
 
     timeline: Timeline
@@ -45,7 +51,7 @@ class Answer:
     document: dict[str, Any] = field(default_factory=dict)
 
 
-def _ways(question: CompressionQuestion, workers: int) -> list[int | None]:
+def _worker_counts(question: CompressionOptions, workers: int) -> list[int | None]:
     """The numbers of workers to try."""
     if question.way is None:
         return [None]
@@ -58,27 +64,27 @@ def _ways(question: CompressionQuestion, workers: int) -> list[int | None]:
     return [int(question.way)]
 
 
-def answer_of(
+def simulate_compressed(
     header: Header,
-    problem: Problem,
+    problem: PartitionProblem,
     boundaries: Sequence[int],
     rates: TailOptions,
-    question: CompressionQuestion,
+    question: CompressionOptions,
     overhead_ns: int,
     communication: Communication,
-) -> Answer:
+) -> CompressionResult:
     """Simulate the step as the question has it; of several ways the one with the least step, the fewest workers first.
 
     Raises:
         UsageError: a rank whose factors are no smaller, or a way that the pipeline does not have.
     """
     whole = predict(problem, boundaries, overhead_ns, communication)
-    if not question.asks:
+    if not question.is_enabled:
         if question.way is not None:
-            _ways(question, len(problem.places))
-        return Answer(timeline=whole, rates=rates)
+            _worker_counts(question, len(problem.slots))
+        return CompressionResult(timeline=whole, rates=rates)
     given = replace(
-        compression_of(header, question.device),
+        no_compression(header, question.device),
         boundary_rank=question.boundary_rank,
         epilogue_only=question.epilogue_only,
         feedback=question.feedback,
@@ -87,7 +93,7 @@ def answer_of(
     )
     timeline = predict_compressed(problem, boundaries, given, overhead_ns, communication)
     tried = []
-    for way in _ways(question, len(problem.places)):
+    for way in _worker_counts(question, len(problem.slots)):
         tail = replace(rates, compression=replace(given, replica_workers=way))
         tried.append((tail_of(problem, boundaries, timeline, tail).step_ns, way, tail))
     step_ns, way, tail = min(tried, key=lambda one: (one[0], one[1] or 0))
@@ -97,43 +103,46 @@ def answer_of(
     if question.way == AUTO:
         document["selective_grad_comp_way"] = way
         document["ways_ns"] = {str(each): ns for ns, each, _ in tried}
-    return Answer(timeline=timeline, rates=tail, lines=_lines(document, step_ns), document={"compression": document})
+    return CompressionResult(
+        timeline=timeline, rates=tail, lines=_lines(document, step_ns), document={"compression": document}
+    )
 
 
 def _document(
-    problem: Problem, boundaries: Sequence[int], given: Compression, rates: TailOptions, tail: TailOptions
+    problem: PartitionProblem, boundaries: Sequence[int], given: Compression, rates: TailOptions, tail: TailOptions
 ) -> dict[str, Any]:
     """Bytes of a step on each worker, and the time of making and undoing factors."""
-    costs = packed_costs(problem, boundaries, stage_costs(problem, boundaries), given)
-    told: dict[str, Any] = {}
+    costs = compressed_costs(problem, boundaries, stage_costs(problem, boundaries), given)
+    figures: dict[str, Any] = {}
     if given.boundary_rank is not None:
-        told["boundary_bytes"] = factor_bytes(given)
-        told["boundary_whole_bytes"] = max(item.boundary_bytes for item in problem.chain.items)
-        told["packed_microbatches"] = [len(cost.packed) for cost in costs]
-        told["compress_ns"] = max(cost.compress_ns for cost in costs)
-        told["decompress_ns"] = max(cost.decompress_ns for cost in costs)
+        figures["boundary_bytes"] = factor_bytes(given)
+        figures["boundary_whole_bytes"] = max(item.boundary_bytes for item in problem.chain.items)
+        figures["packed_microbatches"] = [len(cost.compressed) for cost in costs]
+        figures["compress_ns"] = max(cost.compress_ns for cost in costs)
+        figures["decompress_ns"] = max(cost.decompress_ns for cost in costs)
     if rates.data_parallel > 1:
-        told["replica_bytes"] = list(reduced_bytes(problem, boundaries, tail))
-        told["replica_whole_bytes"] = list(reduced_bytes(problem, boundaries, rates))
-    return told
+        figures["replica_bytes"] = list(reduced_bytes(problem, boundaries, tail))
+        figures["replica_whole_bytes"] = list(reduced_bytes(problem, boundaries, rates))
+    return figures
 
 
-def _lines(told: dict[str, Any], step_ns: int) -> tuple[str, ...]:
+def _lines(figures: dict[str, Any], step_ns: int) -> tuple[str, ...]:
     lines = []
-    if "boundary_bytes" in told:
+    if "boundary_bytes" in figures:
+        counts = ", ".join(map(str, figures["packed_microbatches"]))
         lines.append(
-            f"between stages {told['boundary_whole_bytes']:,} -> {told['boundary_bytes']:,} bytes a gradient,"
-            f" {told['compress_ns'] / 1e6:.2f} ms to make, {told['decompress_ns'] / 1e6:.2f} ms to undo; microbatches"
-            f" by stage: {', '.join(str(each) for each in told['packed_microbatches'])}"
+            f"gradient between stages: {figures['boundary_whole_bytes']:,} -> {figures['boundary_bytes']:,} bytes"
+            f" | compress: {figures['compress_ns'] / 1e6:.2f} ms | decompress: {figures['decompress_ns'] / 1e6:.2f} ms"
+            f" | compressed microbatches by stage: {counts}"
         )
-    if "replica_bytes" in told:
-        pairs = zip(told["replica_whole_bytes"], told["replica_bytes"], strict=True)
+    if "replica_bytes" in figures:
+        pairs = zip(figures["replica_whole_bytes"], figures["replica_bytes"], strict=True)
         lines.append("between replicas, by worker: " + ", ".join(f"{one:,} -> {two:,} bytes" for one, two in pairs))
-    if "selective_grad_comp_way" in told:
-        lines.append(f"fastest with {told['selective_grad_comp_way']} workers that compress between replicas")
-    word = "pays" if told["gain"] > 0 else "does not pay"
+    if "selective_grad_comp_way" in figures:
+        lines.append(f"fastest with {figures['selective_grad_comp_way']} workers that compress between replicas")
+    word = "pays" if figures["gain"] > 0 else "does not pay"
     lines.append(
-        f"compression {word}: {told['step_whole_ns'] / 1e6:.2f} ms without, {step_ns / 1e6:.2f} ms with it"
-        f" ({1 + told['gain']:.2f} x)"
+        f"compression {word}: {figures['step_whole_ns'] / 1e6:.2f} ms without, {step_ns / 1e6:.2f} ms with it"
+        f" ({1 + figures['gain']:.2f} x)"
     )
     return tuple(lines)

@@ -7,8 +7,8 @@ from itertools import pairwise
 
 from .._common.errors import DynmoError
 from ..formats.profile import Header
-from ..partition.problem import Problem
-from ..partition.registry import Solution, best_of
+from ..partition.problem import PartitionProblem
+from ..partition.registry import Solution, solve_best
 from ..planning.plan_builder import chain_of
 from ..simulation.simulator import Timeline, predict
 
@@ -17,8 +17,8 @@ def _names(names: tuple[str, ...]) -> str:
     return names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}"
 
 
-def sentences(
-    header: Header, problem: Problem, solution: Solution, timeline: Timeline, best: Timeline | None = None
+def explain_plan(
+    header: Header, problem: PartitionProblem, solution: Solution, timeline: Timeline, best: Timeline | None = None
 ) -> list[str]:
     """What to say of a solution, most important first.
 
@@ -40,24 +40,24 @@ def sentences(
     ]
 
 
-def _bottleneck(problem: Problem, solution: Solution) -> str:
+def _bottleneck(problem: PartitionProblem, solution: Solution) -> str:
     work = problem.chain.work_ns
-    times = [0] * len(problem.places)
+    times = [0] * len(problem.slots)
     held: list[list[str]] = [[] for _ in times]
     for stage, (begin, end) in enumerate(pairwise(solution.boundaries)):
         at = problem.positions[stage]
-        times[at] += problem.place(stage).time_ns(sum(work[begin:end]))
+        times[at] += problem.slot(stage).time_ns(sum(work[begin:end]))
         if end > begin:
             held[at].append(_names(problem.chain.names[begin:end]))
     slowest = times.index(max(times))
     mean = sum(times) / len(times)
     return (
-        f"Worker {problem.places[slowest].worker} ({' and '.join(held[slowest])}) is the slowest:"
+        f"Worker {problem.slots[slowest].worker} ({' and '.join(held[slowest])}) is the slowest:"
         f" {times[slowest] / 1e6:.3f} ms a microbatch, {times[slowest] / mean:.2f} x the mean of the workers."
     )
 
 
-def _certificate(problem: Problem, solution: Solution, *, is_best: bool) -> str:
+def _certificate(problem: PartitionProblem, solution: Solution, *, is_best: bool) -> str:
     least = f"The least possible bottleneck is {solution.lower_bound_ns / 1e6:.3f} ms"
     if is_best and solution.objective == "simulated" and solution.bottleneck_ns > solution.lower_bound_ns:
         return f"{least}; by the objective this plan is better."
@@ -81,8 +81,8 @@ def _gap(timeline: Timeline, best: Timeline) -> str:
     return f"{least}; this plan is {gap:.1%} above it."
 
 
-def _bubble(problem: Problem, solution: Solution, timeline: Timeline) -> str:
-    stages, microbatches = len(problem.places), problem.microbatches
+def _bubble(problem: PartitionProblem, solution: Solution, timeline: Timeline) -> str:
+    stages, microbatches = len(problem.slots), problem.microbatches
     ideal = (stages - 1) / (microbatches + stages - 1)
     return (
         f"Workers idle {timeline.bubble_fraction:.1%} of a step of {timeline.step_ns / 1e6:.2f} ms; with perfectly even"
@@ -90,9 +90,9 @@ def _bubble(problem: Problem, solution: Solution, timeline: Timeline) -> str:
     )
 
 
-def _remedies(header: Header, problem: Problem, solution: Solution, timeline: Timeline) -> list[str]:
+def _remedies(header: Header, problem: PartitionProblem, solution: Solution, timeline: Timeline) -> list[str]:
     """Each remedy is tried and its effect on the simulated step stated; those that do not help are left out."""
-    tried: list[tuple[str, Problem]] = []
+    tried: list[tuple[str, PartitionProblem]] = []
     finer = chain_of(header, problem.chain.costs, "sublayer")
     named = replace(problem, current=None, order=None, layout=None)
     if finer.cuts != problem.chain.cuts and problem.order is None:
@@ -115,8 +115,8 @@ def _remedies(header: Header, problem: Problem, solution: Solution, timeline: Ti
     return found or ["Neither finer cuts, nor another schedule, nor more microbatches would gain 1 %."]
 
 
-def _step_ns(problem: Problem) -> int | None:
+def _step_ns(problem: PartitionProblem) -> int | None:
     try:
-        return predict(problem, best_of(problem).boundaries).step_ns
+        return predict(problem, solve_best(problem).boundaries).step_ns
     except DynmoError:
         return None

@@ -18,12 +18,12 @@ from ..costs.cost_window import CostWindow, speeds_of_items
 from ..formats.plan import Plan
 from ..formats.profile import Event, PlanResult, Record, Segment, Step
 from ..online.decision import WatchOptions, decide
-from ..online.policies import Memory
+from ..online.policies import PolicyState
 from ..online.run_state import RunState
 from ..partition import uniform
-from ..partition.problem import Problem, places_of
+from ..partition.problem import PartitionProblem, worker_slots
 from ..partition.registry import solve
-from ..planning.plan_builder import chain_of, present, to_plan
+from ..planning.plan_builder import chain_of, make_proposal, to_plan
 
 BLOCK = 25
 MAX_CANDIDATES = 60
@@ -39,20 +39,20 @@ class Outcome:
     moves: int
 
 
-def rescaled(step: Step, measured_at: Sequence[int], wanted: Sequence[int]) -> Step:
+def rescaled(step: Step, measured_at: Sequence[int], target: Sequence[int]) -> Step:
     """A record whose items were measured at some speeds, in parts per million, as it would be at others."""
-    if tuple(measured_at) == tuple(wanted):
+    if tuple(measured_at) == tuple(target):
         return step
     columns: dict[str, Any] = {}
     for name in ("forward_ns", "backward_ns", "backward_input_ns", "backward_weight_ns"):
         samples = getattr(step, name)
         if samples is not None:
-            rows = zip(samples, measured_at, wanted, strict=True)
+            rows = zip(samples, measured_at, target, strict=True)
             columns[name] = tuple(None if ns is None else round(ns * old / new) for ns, old, new in rows)
     return replace(step, **columns)
 
 
-class Tape:
+class RecordedRun:
     """A segment's steps as numbers: the work of each item in each step, gaps carried forward.
 
     Args:
@@ -83,9 +83,9 @@ class Tape:
         costs = window.costs(normal)
         if costs is None:
             raise UsageError("the profile changes between split and whole backward; replay one kind at a time")
-        self.problem = Problem(
+        self.problem = PartitionProblem(
             chain=chain_of(header, costs),
-            places=places_of(header),
+            slots=worker_slots(header),
             schedule=header.schedule,
             microbatches=header.microbatches,
             link_bandwidth=header.link.bandwidth_bytes_per_s if header.link else None,
@@ -96,13 +96,13 @@ class Tape:
         """The time of the step of this index under these boundaries."""
         prefix = self._prefixes[index]
         pairs = enumerate(pairwise(boundaries))
-        times = [self.problem.place(s).time_ns(prefix[b] - prefix[a]) for s, (a, b) in pairs]
+        times = [self.problem.slot(s).time_ns(prefix[b] - prefix[a]) for s, (a, b) in pairs]
         return sum(times) + (self.problem.microbatches - 1) * max(times)
 
     def initial(self) -> Plan:
         """The uniform partition as the plan that the replay starts with."""
         best = replace(solve(self.problem), boundaries=uniform.boundaries(self.problem))
-        proposal = present(self.problem, best)
+        proposal = make_proposal(self.problem, best)
         header = self.segment.header
         plan = to_plan(
             proposal,
@@ -119,10 +119,10 @@ class Tape:
         """The pause of going from one partition to another."""
         if tuple(before) == tuple(after):
             return 0
-        workers = [place.worker for place in self.problem.places]
+        workers = [slot.worker for slot in self.problem.slots]
         names = self.problem.chain.names
         owner = {name: workers[s] for s, (a, b) in enumerate(pairwise(before)) for name in names[a:b]}
-        shown = present(
+        shown = make_proposal(
             self.problem,
             replace(solve(self.problem), boundaries=tuple(after)),
             owner=owner,
@@ -131,34 +131,34 @@ class Tape:
         return shown.migration.pause_ns or 0
 
 
-def run_policy(tape: Tape, options: WatchOptions) -> Outcome:
+def run_policy(recorded: RecordedRun, options: WatchOptions) -> Outcome:
     """Replay the tape under a policy."""
     state = RunState(window_size=options.window)
-    state.feed(tape.segment.header)
-    state.base_pause_ns = tape.base_pause_ns
-    base, previous, memory = tape.initial(), None, Memory()
+    state.feed(recorded.segment.header)
+    state.base_pause_ns = recorded.base_pause_ns
+    base, previous, policy_state = recorded.initial(), None, PolicyState()
     total = pauses = moves = 0
     decided, index = -1, 0
-    normal = speeds_of_items(tape.segment.header, {})
-    for record in tape.segment.records:
+    normal = speeds_of_items(recorded.segment.header, {})
+    for record in recorded.segment.records:
         if isinstance(record, Event):
             state.feed(record)
         if not isinstance(record, Step):
             continue
-        time = tape.step_ns(index, base.boundaries)
-        measured = rescaled(tape.steps[index], normal, speeds_of_items(tape.segment.header, base.owner))
+        time = recorded.step_ns(index, base.boundaries)
+        measured = rescaled(recorded.steps[index], normal, speeds_of_items(recorded.segment.header, base.owner))
         index += 1
         total += time
         state.feed(replace(measured, plan_id=base.plan_id, step_ns=time))
         if options.policy == "never" or (decided >= 0 and state.last_step < decided + options.every):
             continue
         decided = state.last_step
-        decision = decide(state, base, options, memory, previous)
-        memory = decision.memory
+        decision = decide(state, base, options, policy_state, previous)
+        policy_state = decision.policy_state
         if decision.plan is not None and decision.plan.action == "move":
             pause = decision.plan.migration.pause_ns or 0
             total, pauses, moves = total + pause, pauses + pause, moves + 1
-            previous, base, memory = base, decision.plan, decision.memory.after_move()
+            previous, base, policy_state = base, decision.plan, decision.policy_state.after_move()
             state.feed(_taken(base, state.last_step, pause))
     return Outcome(policy=options.policy, total_ns=total, pauses_ns=pauses, moves=moves)
 
@@ -170,31 +170,31 @@ def _taken(plan: Plan, step: int, pause_ns: int) -> Record:
     )
 
 
-def _candidates(tape: Tape, blocks: Sequence[range]) -> list[tuple[int, ...]]:
+def _candidates(recorded: RecordedRun, blocks: Sequence[range]) -> list[tuple[int, ...]]:
     """The exact partitions of the blocks and of stretches of several, and the uniform one."""
-    found: dict[tuple[int, ...], None] = {uniform.boundaries(tape.problem): None}
-    problem = replace(tape.problem, current=None)
+    found: dict[tuple[int, ...], None] = {uniform.boundaries(recorded.problem): None}
+    problem = replace(recorded.problem, current=None)
     for width in (len(blocks), 16, 4, 1):
         for first in range(0, len(blocks), width):
             steps = [i for block in blocks[first : first + width] for i in block]
-            mean = [sum(column) // len(steps) for column in zip(*(tape.works[i] for i in steps), strict=True)]
+            mean = [sum(column) // len(steps) for column in zip(*(recorded.works[i] for i in steps), strict=True)]
             found.setdefault(solve(problem, mean).boundaries)
             if len(found) > MAX_CANDIDATES:
                 return list(found)
     return list(found)
 
 
-def offline_optimum(tape: Tape) -> Outcome:
+def offline_optimum(recorded: RecordedRun) -> Outcome:
     """The least time over all sequences of candidate partitions, one for each block of steps."""
-    count = len(tape.works)
+    count = len(recorded.works)
     blocks = [range(first, min(first + BLOCK, count)) for first in range(0, count, BLOCK)]
-    candidates = _candidates(tape, blocks)
-    start = uniform.boundaries(tape.problem)
-    pause = [[tape.pause_ns(a, b) for b in candidates] for a in candidates]
-    totals = [tape.pause_ns(start, c) for c in candidates]
+    candidates = _candidates(recorded, blocks)
+    start = uniform.boundaries(recorded.problem)
+    pause = [[recorded.pause_ns(a, b) for b in candidates] for a in candidates]
+    totals = [recorded.pause_ns(start, c) for c in candidates]
     moves = [int(tuple(c) != tuple(start)) for c in candidates]
     for number, block in enumerate(blocks):
-        spent = [sum(tape.step_ns(i, c) for i in block) for c in candidates]
+        spent = [sum(recorded.step_ns(i, c) for i in block) for c in candidates]
         if number:
             best = [
                 min((totals[a] + pause[a][b], a) for a in range(len(candidates)))[1] for b in range(len(candidates))

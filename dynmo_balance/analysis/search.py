@@ -14,10 +14,10 @@ from .._common.errors import DynmoError
 from ..costs.cost_window import SPLIT_SCHEDULES, costs_for, split_in_half
 from ..formats.plan import CUSTOM, V_SCHEDULES
 from ..formats.profile import Header
-from ..partition.problem import InfeasibleError, Problem
+from ..partition.problem import InfeasibleError, PartitionProblem
 from ..partition.registry import Solution, balance
-from ..planning.custom_schedule import tailor
-from ..planning.local_search import polish
+from ..planning.custom_schedule import search_custom_schedules
+from ..planning.local_search import minimize_step
 from ..planning.plan_builder import chain_of
 from ..simulation.bounds import Bounds, bounds_of
 from ..simulation.simulator import Timeline, predict
@@ -33,7 +33,7 @@ class Candidate:
     """One way to run the step."""
 
     granularity: str
-    problem: Problem
+    problem: PartitionProblem
     solution: Solution
     timeline: Timeline
 
@@ -62,9 +62,9 @@ def _virtual_stages(schedule: str) -> tuple[int, ...]:
 
 
 def _problems(
-    header: Header, problem: Problem, schedules: tuple[str, ...], granularities: tuple[str, ...]
-) -> list[tuple[str, Problem]]:
-    found: list[tuple[str, Problem]] = []
+    header: Header, problem: PartitionProblem, schedules: tuple[str, ...], granularities: tuple[str, ...]
+) -> list[tuple[str, PartitionProblem]]:
+    found: list[tuple[str, PartitionProblem]] = []
     seen: set[tuple[int, ...]] = set()
     for granularity in granularities:
         chain = chain_of(header, problem.chain.costs, granularity)
@@ -90,15 +90,19 @@ def _problems(
     return found
 
 
-def _fits(problem: Problem, timeline: Timeline) -> bool:
+def _fits(problem: PartitionProblem, timeline: Timeline) -> bool:
     return all(
-        place.memory_bytes is None or peak <= place.memory_bytes
-        for place, peak in zip(problem.places, timeline.peak_memory_bytes, strict=True)
+        slot.memory_bytes is None or peak <= slot.memory_bytes
+        for slot, peak in zip(problem.slots, timeline.peak_memory_bytes, strict=True)
     )
 
 
 def search(
-    header: Header, problem: Problem, schedules: tuple[str, ...], granularities: tuple[str, ...], rounds: int = ROUNDS
+    header: Header,
+    problem: PartitionProblem,
+    schedules: tuple[str, ...],
+    granularities: tuple[str, ...],
+    rounds: int = ROUNDS,
 ) -> Search:
     """The least simulated step; raises ``InfeasibleError`` where nothing fits.
 
@@ -134,12 +138,12 @@ def search(
                 solution=one.solution,
                 timeline=predict(one.problem, one.solution.boundaries),
             )
-            for one in tailor(finest, rounds)
+            for one in search_custom_schedules(finest, rounds)
         ]
     if not found:
         raise InfeasibleError(f"no schedule has a feasible partition; the first reason: {reasons[0]}")
     for at, candidate in enumerate(found[:POLISHED]):
-        better = polish(candidate.problem, candidate.solution)
+        better = minimize_step(candidate.problem, candidate.solution)
         timeline = predict(candidate.problem, better.boundaries)
         if _fits(candidate.problem, timeline):
             found[at] = replace(candidate, solution=better, timeline=timeline)

@@ -12,13 +12,13 @@ from .._common.errors import UsageError
 from ..costs.cost_window import ItemCosts, scaled
 from ..costs.sparsity import PRUNED_KINDS, SparsityModel, pruned_costs
 from ..formats.profile import Header
-from ..inputs.problem_from_options import usual_virtual_stages
+from ..inputs.problem_from_options import default_virtual_stages
 from ..inputs.scenarios import depths_of, frozen_costs, hash_unit
 from ..partition import uniform
-from ..partition.problem import InfeasibleError, Place, Problem, places_of
+from ..partition.problem import InfeasibleError, PartitionProblem, WorkerSlot, worker_slots
 from ..partition.registry import balance
 from ..planning.plan_builder import chain_of
-from ..planning.repack import Packing, fewest
+from ..planning.repack import Packing, fewest_workers
 from ..schedules.registry import SCHEDULES
 from ..simulation.simulator import Timeline, predict
 from .sweep_axes import Axis
@@ -35,7 +35,7 @@ AXES: Mapping[str, Axis] = {
 }
 """What can be varied."""
 DYNAMIC = ("sparsity", "freeze", "skew", "exit")
-GIVEN = {**dict.fromkeys(DYNAMIC, 0.0), "speed": 1.0}
+NEUTRAL_DYNAMICS = {**dict.fromkeys(DYNAMIC, 0.0), "speed": 1.0}
 """What happens to a run rather than being chosen, with the value that changes nothing."""
 MAX_CELLS = 20_000
 
@@ -104,10 +104,10 @@ def cell_costs(header: Header, dense: ItemCosts, cell: Cell, model: SparsityMode
     return frozen_costs(header, costs, cell.freeze)
 
 
-def _slowed(places: tuple[Place, ...], speed: float) -> tuple[Place, ...]:
+def _slowed(slots: tuple[WorkerSlot, ...], speed: float) -> tuple[WorkerSlot, ...]:
     """The workers with the last at a share of its speed."""
-    last = replace(places[-1], speed_ppm=max(1, round(places[-1].speed_ppm * speed)))
-    return (*places[:-1], last)
+    last = replace(slots[-1], speed_ppm=max(1, round(slots[-1].speed_ppm * speed)))
+    return (*slots[:-1], last)
 
 
 class Grid:
@@ -137,16 +137,16 @@ class Grid:
     def _make_costs(self, cell: Cell) -> ItemCosts:
         return cell_costs(self._header, self._dense, cell, self._model)
 
-    def problem(self, cell: Cell) -> Problem:
+    def problem(self, cell: Cell) -> PartitionProblem:
         """What is to be cut in this cell."""
         header = self._header
         dynamics = replace(cell, stages=1, microbatches=1, schedule="", speed=1.0)
-        return Problem(
+        return PartitionProblem(
             chain=chain_of(header, self._costs(dynamics), self._granularity),
-            places=_slowed(places_of(header, cell.stages, self._memory_bytes), cell.speed),
+            slots=_slowed(worker_slots(header, cell.stages, self._memory_bytes), cell.speed),
             schedule=cell.schedule,
             microbatches=cell.microbatches,
-            virtual_stages=usual_virtual_stages(header, cell.schedule),
+            virtual_stages=default_virtual_stages(header, cell.schedule),
             link_bandwidth=header.link.bandwidth_bytes_per_s if header.link else None,
             link_latency_ns=header.link.latency_ns if header.link else 0,
             min_units=self._min_units,
@@ -184,8 +184,8 @@ class Grid:
             bubble_fraction=timeline.bubble_fraction,
             samples_per_s=samples * 1e9 / timeline.step_ns if timeline.step_ns else None,
             peak_memory_bytes=max(timeline.peak_memory_bytes),
-            from_static=fewest(cell.stages, static, keep, step_ns),
-            from_balanced=fewest(cell.stages, timeline.step_ns, keep, step_ns),
+            from_static=fewest_workers(cell.stages, static, keep, step_ns),
+            from_balanced=fewest_workers(cell.stages, timeline.step_ns, keep, step_ns),
         )
 
 
@@ -206,11 +206,13 @@ def with_pareto(found: Sequence[Row]) -> list[Row]:
     groups: dict[tuple[float, ...], list[Row]] = {}
     for row in found:
         if row.step_ns is not None:
-            groups.setdefault(tuple(getattr(row.cell, name) for name in GIVEN), []).append(row)
+            groups.setdefault(tuple(getattr(row.cell, name) for name in NEUTRAL_DYNAMICS), []).append(row)
     return [
         row
         if row.step_ns is None
-        else replace(row, pareto=not _dominated(row, groups[tuple(getattr(row.cell, name) for name in GIVEN)]))
+        else replace(
+            row, pareto=not _dominated(row, groups[tuple(getattr(row.cell, name) for name in NEUTRAL_DYNAMICS)])
+        )
         for row in found
     ]
 
@@ -221,7 +223,7 @@ def cells_of(grid: Grid, header: Header, axes: Mapping[str, Sequence[float | str
         "stages": [len(header.workers)],
         "microbatches": [header.microbatches],
         "schedule": [grid.schedule],
-        **{name: [neutral] for name, neutral in GIVEN.items()},
+        **{name: [neutral] for name, neutral in NEUTRAL_DYNAMICS.items()},
         **axes,
     }
     found = list(product(*(values[name] for name in AXES)))
@@ -245,7 +247,7 @@ def _cell(values: Mapping[str, float | str]) -> Cell:
         stages=int(values["stages"]),
         microbatches=int(values["microbatches"]),
         schedule=str(values["schedule"]),
-        **{name: float(values[name]) for name in GIVEN},
+        **{name: float(values[name]) for name in NEUTRAL_DYNAMICS},
     )
 
 
@@ -258,16 +260,18 @@ def headline(found: Sequence[Row]) -> str:
     row = [row for row in usable if row.cell.stages == most][-1]
     cell = row.cell
     dynamics = "".join(
-        f", {name} {getattr(cell, name):g}" for name, neutral in GIVEN.items() if getattr(cell, name) != neutral
+        f", {name} {getattr(cell, name):g}"
+        for name, neutral in NEUTRAL_DYNAMICS.items()
+        if getattr(cell, name) != neutral
     )
     return (
         f"{cell.stages} stages, {cell.microbatches} microbatches, {cell.schedule}{dynamics}:"
-        f" {_give_back(cell.stages, row.from_balanced, 'the balanced')};"
-        f" {_give_back(cell.stages, row.from_static, 'the static uniform')}"
+        f" {_release_text(cell.stages, row.from_balanced, 'the balanced')};"
+        f" {_release_text(cell.stages, row.from_static, 'the static uniform')}"
     )
 
 
-def _give_back(stages: int, packing: Packing | None, reference: str) -> str:
+def _release_text(stages: int, packing: Packing | None, reference: str) -> str:
     if packing is None or packing.workers == stages:
         return f"no worker can be released against {reference} pipeline"
     change = packing.kept - 1

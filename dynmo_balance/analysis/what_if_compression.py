@@ -9,11 +9,11 @@ from typing import Any
 
 from .._common.errors import UsageError
 from ..formats.profile import Header
-from ..partition.problem import InfeasibleError, Problem
+from ..partition.problem import InfeasibleError, PartitionProblem
 from ..partition.registry import balance
 from ..simulation.simulator import Communication
 from ..simulation.step_tail import TailOptions, tail_of
-from .compression import CompressionQuestion, answer_of
+from .compression import CompressionOptions, simulate_compressed
 from .sweep_axes import Axis
 from .what_if import MAX_CELLS, Cell, Grid, cells_of
 
@@ -73,7 +73,7 @@ class CompressedGrid:
 
     grid: Grid
     header: Header
-    question: CompressionQuestion
+    question: CompressionOptions
     rates: TailOptions
     replica_gbps: float | None
     clock: tuple[int, Communication]
@@ -123,12 +123,12 @@ class CompressedGrid:
     def _answered(
         self,
         row: CompressedRow,
-        problem: Problem,
+        problem: PartitionProblem,
         boundaries: Sequence[int],
         rates: TailOptions,
-        question: CompressionQuestion,
+        question: CompressionOptions,
     ) -> CompressedRow:
-        answer = answer_of(self.header, problem, boundaries, rates, question, *self.clock)
+        answer = simulate_compressed(self.header, problem, boundaries, rates, question, *self.clock)
         step_ns = tail_of(problem, boundaries, answer.timeline, answer.rates).step_ns
         figures = answer.document.get("compression", {})
         whole_ns = figures.get("step_whole_ns", step_ns)

@@ -33,11 +33,11 @@ def explain(
     """Say in words what limits a plan and what would help next; each remedy is tried in simulation first."""
     from dataclasses import replace
 
-    from ..analysis.explain import sentences
+    from ..analysis.explain import explain_plan
     from ..formats.plan import header_problems, read_plan
-    from ..inputs.problem_from_options import ProblemOptions, make_problem, of_plan, with_order
+    from ..inputs.problem_from_options import ProblemOptions, make_problem, options_of_plan, with_plan_order
     from ..inputs.profile_source import load
-    from ..partition.registry import certified
+    from ..partition.registry import certify
     from ..planning.plan_builder import propose
     from ..simulation.simulator import predict
     from ._documents import refuse
@@ -50,16 +50,16 @@ def explain(
     options = ProblemOptions(stages=stages)
     problem = make_problem(loaded, options)
     if loaded.plan is not None and stages is None:
-        problem = with_order(make_problem(loaded, of_plan(options, loaded.plan)), loaded.plan)
+        problem = with_plan_order(make_problem(loaded, options_of_plan(options, loaded.plan)), loaded.plan)
     best = propose(problem, "exact", objective=objective)
     if loaded.plan is not None and stages is None:
-        solution = certified(problem, loaded.plan.boundaries, best.solution)
+        solution = certify(problem, loaded.plan.boundaries, best.solution)
         timeline = predict(problem, solution.boundaries)
-        said = sentences(loaded.header, problem, solution, timeline, best.timeline)
+        sentences = explain_plan(loaded.header, problem, solution, timeline, best.timeline)
     else:
-        said = sentences(loaded.header, problem, best.solution, best.timeline)
+        sentences = explain_plan(loaded.header, problem, best.solution, best.timeline)
     if output_format is Format.JSON:
-        emit_json({"sentences": said})
+        emit_json({"sentences": sentences})
         return
-    for sentence in said:
+    for sentence in sentences:
         emit(sentence)

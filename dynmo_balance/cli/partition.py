@@ -37,7 +37,7 @@ SEARCHED = (ScheduleOrAuto.AUTO, ScheduleOrAuto.CUSTOM)
 if TYPE_CHECKING:
     from ..formats.plan import Plan
     from ..inputs.profile_source import Source
-    from ..partition.problem import Problem
+    from ..partition.problem import PartitionProblem
     from ..planning.plan_builder import Proposal
 
 
@@ -83,7 +83,7 @@ def partition(
     from ..formats.plan import header_problems, read_plan, to_document
     from ..inputs.problem_from_options import ProblemOptions, make_problem
     from ..inputs.profile_source import load
-    from ..output.tables import show_proposal
+    from ..output.tables import print_proposal
     from ..partition import uniform
     from ..simulation.simulator import predict
     from ._documents import refuse
@@ -120,12 +120,12 @@ def partition(
     else:
         static_step_ns = predict(proposal.problem, uniform.boundaries(proposal.problem)).step_ns
         searched = schedule in SEARCHED or granularity is GranularityOrAuto.AUTO
-        show_proposal(proposal, static_step_ns, is_minimized=searched or balancer is Balancer.EXACT)
+        print_proposal(proposal, static_step_ns, is_minimized=searched or balancer is Balancer.EXACT)
 
 
 def _proposal(
     loaded: Source,
-    problem: Problem,
+    problem: PartitionProblem,
     base: Plan | None,
     schedule: ScheduleOrAuto | None,
     granularity: GranularityOrAuto | None,
@@ -137,8 +137,8 @@ def _proposal(
 
     from ..analysis.search import search
     from ..formats.plan import CUSTOM
-    from ..output.tables import say_search
-    from ..planning.plan_builder import present, propose
+    from ..output.tables import log_search
+    from ..planning.plan_builder import make_proposal, propose
     from ..schedules.registry import SCHEDULES
 
     owner = None if base is None else base.owner
@@ -150,21 +150,21 @@ def _proposal(
     searched = granularity is GranularityOrAuto.AUTO
     granularities = ("layer", "sublayer") if searched else (granularity or loaded.header.granularity,)
     found = search(loaded.header, problem, schedules, granularities)
-    say_search(found)
+    log_search(found)
     solution = dataclasses.replace(found.best.solution, objective="simulated")
-    return present(found.best.problem, solution, owner=owner)
+    return make_proposal(found.best.problem, solution, owner=owner)
 
 
 def _plan(loaded: Source, proposal: Proposal, base: Plan | None, balancer: Balancer) -> Plan:
     """The plan document, with its gain where the base runs on as many workers."""
-    from ..inputs.problem_from_options import as_in_plan
+    from ..inputs.problem_from_options import problem_under_plan
     from ..planning.plan_builder import to_plan
     from ..simulation.simulator import predict
 
     base_step_ns = None
-    if base is not None and len(base.workers) == len(proposal.problem.places):
-        in_force = as_in_plan(proposal.problem, loaded.header, base)
-        base_step_ns = None if in_force is None else predict(in_force, base.boundaries).step_ns
+    if base is not None and len(base.workers) == len(proposal.problem.slots):
+        active = problem_under_plan(proposal.problem, loaded.header, base)
+        base_step_ns = None if active is None else predict(active, base.boundaries).step_ns
     return to_plan(
         proposal,
         run_id=loaded.header.run_id,

@@ -70,7 +70,7 @@ def build(
     from ..formats.profile import write_profile
     from ..inputs.analytic_profile import BuildOptions, build_costs, build_header, build_lines, header_of
     from ..inputs.model_config import load_spec
-    from ..inputs.scenarios import DEFAULT_STRENGTH, Script, moments
+    from ..inputs.scenarios import DEFAULT_STRENGTH, Script, scenario_steps
 
     if output.exists():
         raise UsageError(f"{output} exists; profiles are only appended to, so choose another name")
@@ -101,7 +101,7 @@ def build(
     )
     lines = []
     with progress("building", steps, "steps") as tick:
-        for line in build_lines(document, header, moments(technique.value, header, dense, script)):
+        for line in build_lines(document, header, scenario_steps(technique.value, header, dense, script)):
             lines.append(json.dumps(line, allow_nan=False) + "\n")
             if line["record"] == "step":
                 tick(1)

@@ -12,7 +12,7 @@ from .._common.document import MAX_LAYERS, MAX_RANKS, MAX_STEPS
 from .options import FormatOption
 
 if TYPE_CHECKING:
-    from ..recipes.optimality_gap import Distance
+    from ..recipes.optimality_gap import OptimalityGap
 
 
 def recipe(
@@ -50,11 +50,11 @@ def recipe(
     Each recipe states its assumptions; the published figures stand beside for comparison, not as a claim.
     """
     from .._common.errors import UsageError
-    from ..recipes.optimality_gap import distance_of
-    from ..recipes.recipe import altered, cook, load_recipe, recipe_names
+    from ..recipes.optimality_gap import measure_gap
+    from ..recipes.recipe import load_recipe, recipe_names, run_recipe, with_size
     from ..recipes.trace import write_trace
 
-    recipes = [altered(load_recipe(name), layers, workers) for name in names or recipe_names()]
+    recipes = [with_size(load_recipe(name), layers, workers) for name in names or recipe_names()]
     if trace is not None:
         if len(recipes) != 1:
             raise UsageError(f"--trace is of one recipe, {len(recipes)} were named: name one")
@@ -62,9 +62,9 @@ def recipe(
         say(f"wrote {trace}: {baseline_steps} steps of the baseline, {technique_steps} of {recipes[0].technique}")
         return
     if table:
-        _emit_distances([distance_of(one) for one in recipes], output_format)
+        _emit_distances([measure_gap(one) for one in recipes], output_format)
         return
-    outcomes = [cook(one, searching=search) for one in recipes]
+    outcomes = [run_recipe(one, searching=search) for one in recipes]
     if output_format is Format.JSON:
         emit_json([outcome.document() for outcome in outcomes])
         return
@@ -97,7 +97,7 @@ def recipe(
     emit_table("speed-ups", [*columns, *extra, "published"], rows)
 
 
-def _emit_distances(distances: list[Distance], output_format: Format) -> None:
+def _emit_distances(distances: list[OptimalityGap], output_format: Format) -> None:
     """One line a recipe."""
     if output_format is Format.JSON:
         emit_json([one.document() for one in distances])

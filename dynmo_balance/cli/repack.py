@@ -23,7 +23,7 @@ from .options import (
 )
 
 if TYPE_CHECKING:
-    from ..planning.repack import Packings
+    from ..planning.repack import RepackTable
 
 
 def repack(
@@ -53,8 +53,8 @@ def repack(
     from ..formats.plan import to_document
     from ..inputs.problem_from_options import ProblemOptions, make_problem
     from ..inputs.profile_source import load
-    from ..output.tables import show_stages
-    from ..planning.repack import NoChangeError, packings, released_plan
+    from ..output.tables import print_stages
+    from ..planning.repack import NoChangeError, make_release_plan, repack_table
 
     if reference not in ("balanced", "static"):
         raise UsageError(f"--reference must be balanced or static, is {reference!r}")
@@ -69,17 +69,17 @@ def repack(
         min_layers=min_layers,
     )
     problem = make_problem(loaded, options, loaded.plan)
-    found = packings(problem, keep)
+    found = repack_table(problem, keep)
     chosen = found.balanced if reference == "balanced" else found.static
     is_text = output_format is not Format.JSON
     if is_text:
-        _show_sizes(found, keep, len(problem.places))
-    if chosen.workers == len(problem.places):
+        _show_sizes(found, keep, len(problem.slots))
+    if chosen.workers == len(problem.slots):
         raise NoChangeError(
             f"all {chosen.workers} workers are needed to keep {keep:.0%} of the throughput of the {reference} pipeline"
             + ("" if is_text else _refusals(found))
         )
-    small, plan = released_plan(loaded.header, problem, loaded.plan, chosen, loaded.last_step, reference)
+    small, plan = make_release_plan(loaded.header, problem, loaded.plan, chosen, loaded.last_step, reference)
     if output is not None:
         write_whole(output, encode_plan(plan, str(output)))
         say(f"wrote {output}")
@@ -89,14 +89,14 @@ def repack(
     emit(f"release workers {', '.join(map(str, plan.released_workers))}")
     if loaded.plan is not None:
         emit(f"{len(plan.migration.moves)} items move, {human_bytes(plan.migration.bytes)}")
-    show_stages(small.problem, small.solution.boundaries, small.timeline)
+    print_stages(small.problem, small.solution.boundaries, small.timeline)
 
 
-def _refusals(found: Packings) -> str:
+def _refusals(found: RepackTable) -> str:
     return "".join(f"; {row.workers} workers: {row.refusal}" for row in found.rows if row.refusal is not None)
 
 
-def _show_sizes(found: Packings, keep: float, workers: int) -> None:
+def _show_sizes(found: RepackTable, keep: float, workers: int) -> None:
     """The step on each number of workers, and the fewest that are enough."""
     from ..output.tables import milliseconds
 

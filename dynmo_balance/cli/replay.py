@@ -24,7 +24,7 @@ def replay(
     The newest segment with steps is replayed from the static uniform partition, on a virtual clock.
     """
     from .._common.errors import UsageError
-    from ..analysis.replay import Tape, offline_optimum, run_policy
+    from ..analysis.replay import RecordedRun, offline_optimum, run_policy
     from ..formats.profile import read_profile
     from ..inputs.profile_source import profile_path, recorded_owners, warn_of_units
     from ..online.decision import WatchOptions
@@ -33,10 +33,10 @@ def replay(
     if segment is None:
         raise UsageError(f"{source}: no step records to replay")
     warn_of_units(source, segment.steps)
-    tape = Tape(segment, round(pause_ms * 1e6), recorded_owners(source, segment))
-    best = offline_optimum(tape)
+    recorded = RecordedRun(segment, round(pause_ms * 1e6), recorded_owners(source, segment))
+    best = offline_optimum(recorded)
     outcomes = [
-        run_policy(tape, WatchOptions(policy=chosen.value, every=every, window=window, objective="bottleneck"))
+        run_policy(recorded, WatchOptions(policy=chosen.value, every=every, window=window, objective="bottleneck"))
         for chosen in policy or list(Policy)
     ]
     if output_format is Format.JSON:
@@ -54,7 +54,7 @@ def replay(
         )
         return
     emit_table(
-        f"{len(tape.works)} steps, pause {pause_ms:g} ms beyond the bytes",
+        f"{len(recorded.works)} steps, pause {pause_ms:g} ms beyond the bytes",
         ["policy", "time s", "time / offline", "moves", "in pauses"],
         [
             [

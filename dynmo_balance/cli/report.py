@@ -21,10 +21,10 @@ def report(
     from .._common.errors import UsageError
     from ..inputs.problem_from_options import ProblemOptions, make_problem
     from ..inputs.profile_source import load
-    from ..inputs.run_history import history_of
+    from ..inputs.run_history import read_history
     from ..output.html_report import html
 
-    history = history_of(run, window)
+    history = read_history(run, window)
     try:
         loaded = load(run, window=window)
         problem = make_problem(loaded, ProblemOptions())
@@ -32,4 +32,4 @@ def report(
         say(f"without timelines: {error}")
         problem = None
     write_whole(output, html(history, problem).encode())
-    say(f"wrote {output}: {len(history.steps)} steps, {len(history.stories)} plans, {len(history.moves)} moves")
+    say(f"wrote {output}: {len(history.steps)} steps, {len(history.plan_histories)} plans, {len(history.moves)} moves")

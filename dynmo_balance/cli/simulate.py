@@ -39,10 +39,10 @@ from .options import (
 )
 
 if TYPE_CHECKING:
-    from ..analysis.compression import Answer
-    from ..partition.problem import Problem
+    from ..analysis.compression import CompressionResult
+    from ..partition.problem import PartitionProblem
     from ..simulation.simulator import Timeline
-    from ..simulation.throughput import Outlook
+    from ..simulation.throughput import StepForecast
 
 
 def simulate(
@@ -103,14 +103,14 @@ def simulate(
     """
     from dataclasses import replace
 
-    from ..analysis.compression import CompressionQuestion, answer_of
+    from ..analysis.compression import CompressionOptions, simulate_compressed
     from ..costs.devices import load_device
     from ..formats.plan import header_problems, read_plan
-    from ..inputs.problem_from_options import ProblemOptions, make_problem, of_plan, with_order
+    from ..inputs.problem_from_options import ProblemOptions, make_problem, options_of_plan, with_plan_order
     from ..inputs.profile_source import load
     from ..partition.registry import balance
     from ..simulation.simulator import Communication
-    from ..simulation.throughput import outlook_of, rates_of
+    from ..simulation.throughput import forecast_step, rates_of
     from ._documents import refuse
 
     hardware = None if device is None else load_device(device)
@@ -136,7 +136,7 @@ def simulate(
         memory=memory,
     )
     if loaded.plan is not None and stages is None:
-        problem = with_order(make_problem(loaded, of_plan(options, loaded.plan)), loaded.plan)
+        problem = with_plan_order(make_problem(loaded, options_of_plan(options, loaded.plan)), loaded.plan)
     else:
         problem = make_problem(loaded, options)
     if link_gbps is not None:
@@ -145,10 +145,10 @@ def simulate(
         boundaries = loaded.plan.boundaries
     else:
         # The limit is reported, not enforced: what does not fit must be seen here rather than refused
-        free = tuple(replace(place, memory_bytes=None) for place in problem.places)
-        boundaries = balance(replace(problem, places=free), balancer).boundaries
+        free = tuple(replace(slot, memory_bytes=None) for slot in problem.slots)
+        boundaries = balance(replace(problem, slots=free), balancer).boundaries
     rates = rates_of(loaded.header, hardware, data_parallel_gbps, optimizer_gbps)
-    question = CompressionQuestion(
+    question = CompressionOptions(
         boundary_rank=inter_grad_comp_rank,
         epilogue_only=inter_grad_comp_epilogue_only,
         feedback=use_error_feedback,
@@ -158,30 +158,30 @@ def simulate(
         device=load_device(compression_device) if compression_device else hardware or load_device("cpu"),
     )
     clock = (round(overhead_us * 1000), Communication(transfers))
-    answer = answer_of(loaded.header, problem, boundaries, rates, question, *clock)
+    answer = simulate_compressed(loaded.header, problem, boundaries, rates, question, *clock)
     timeline = answer.timeline
-    _pictures(problem, timeline, svg, trace)
-    found = outlook_of(loaded.header, problem, boundaries, timeline, answer.rates, hardware, dtype)
-    _tell(problem, boundaries, timeline, found, width, output_format, answer)
+    _write_pictures(problem, timeline, svg, trace)
+    found = forecast_step(loaded.header, problem, boundaries, timeline, answer.rates, hardware, dtype)
+    _report(problem, boundaries, timeline, found, width, output_format, answer)
 
 
-def _tell(
-    problem: Problem,
+def _report(
+    problem: PartitionProblem,
     boundaries: tuple[int, ...],
     timeline: Timeline,
-    found: Outlook,
+    found: StepForecast,
     width: int,
     output_format: Format,
-    answer: Answer,
+    answer: CompressionResult,
 ) -> None:
-    from ..output.tables import milliseconds, show_stages, timeline_document
+    from ..output.tables import milliseconds, print_stages, timeline_document
     from ..output.timeline import as_text
     from ..simulation.throughput import document_of
 
     if output_format is Format.JSON:
         emit_json({**timeline_document(timeline), **document_of(problem, boundaries, found), **answer.document})
         return
-    show_stages(problem, boundaries, timeline)
+    print_stages(problem, boundaries, timeline)
     emit(
         f"step {milliseconds(timeline.step_ns, 2)} ms, bubble {timeline.bubble_fraction:.1%}; with reductions and the"
         f" optimizer {milliseconds(found.step_ns, 2)} ms"
@@ -193,15 +193,15 @@ def _tell(
     for worker, peak, limit in found.over_memory:
         emit(f"worker {worker} needs {human_bytes(peak)}, has {human_bytes(limit)}")
     for at, line in enumerate(as_text(timeline, width)):
-        emit(f"{problem.places[at].worker:>4} |{line}|")
+        emit(f"{problem.slots[at].worker:>4} |{line}|")
 
 
-def _pictures(problem: Problem, timeline: Timeline, svg: Path | None, trace: Path | None) -> None:
+def _write_pictures(problem: PartitionProblem, timeline: Timeline, svg: Path | None, trace: Path | None) -> None:
     """Write the files that were asked for."""
     from .._common.document import encode_json, write_whole
     from ..output.timeline import as_svg, as_trace
 
-    workers = [place.worker for place in problem.places]
+    workers = [slot.worker for slot in problem.slots]
     if svg is not None:
         title = f"{problem.schedule}, {problem.microbatches} microbatches"
         write_whole(svg, as_svg(timeline, workers, title).encode())

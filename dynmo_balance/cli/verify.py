@@ -64,10 +64,10 @@ def verify(
     if faults:
         raise FaultsError(str(plan), faults)
     if output_format is Format.TEXT:
-        emit(f"{plan}: every number holds, with {_in_words(setting, read)}")
+        emit(f"{plan}: every number holds, with {_describe(setting, read)}")
 
 
-def _in_words(setting: Setting, plan: Plan) -> str:
+def _describe(setting: Setting, plan: Plan) -> str:
     """What the partition had to obey."""
     constraints = setting.constraints
     count, least = constraints.microbatches, constraints.min_layers

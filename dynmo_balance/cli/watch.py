@@ -80,7 +80,7 @@ def watch(
     """
     from ..inputs.problem_from_options import parse_bytes
     from ..online.decision import WatchOptions
-    from ..online.policies import Settings
+    from ..online.policies import PolicySettings
     from ..online.watch import Heartbeat
     from ..online.watch import watch as follow
 
@@ -89,7 +89,7 @@ def watch(
         policy=policy.value,
         granularity=None if granularity is None else granularity.value,
         objective=objective.value,
-        settings=Settings(min_gain=min_gain, margin=margin),
+        settings=PolicySettings(min_gain=min_gain, margin=margin),
         window=window,
         min_records=min_records,
         every=every,
@@ -98,7 +98,7 @@ def watch(
         memory_bytes=None if memory is None else parse_bytes(memory),
         lockstep=lockstep,
         pack_to=pack_to,
-        pack_keep=min_throughput_fraction,
+        min_throughput_fraction=min_throughput_fraction,
     )
     default_ms = 4.0 if lockstep else 50.0
     follow(

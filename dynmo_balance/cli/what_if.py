@@ -29,7 +29,7 @@ from .options import (
 )
 
 if TYPE_CHECKING:
-    from ..analysis.compression import CompressionQuestion
+    from ..analysis.compression import CompressionOptions
     from ..analysis.what_if import Grid
     from ..inputs.profile_source import Source
     from ..simulation.simulator import Communication
@@ -97,7 +97,7 @@ def what_if(
     """
     from .._common.document import write_whole
     from .._common.errors import UsageError
-    from ..analysis.compression import CompressionQuestion
+    from ..analysis.compression import CompressionOptions
     from ..analysis.sweep_axes import parse_vary
     from ..analysis.what_if import AXES, DYNAMIC, Grid, headline, rows
     from ..analysis.what_if_compression import COMPRESSION_AXES
@@ -106,10 +106,10 @@ def what_if(
     from ..inputs.problem_from_options import parse_bytes
     from ..inputs.profile_source import load
     from ..output.svg import grid_chart
-    from ..output.tables import row_document, show_rows
+    from ..output.tables import print_rows, row_document
     from ..simulation.simulator import Communication
 
-    question = CompressionQuestion(
+    question = CompressionOptions(
         boundary_rank=inter_grad_comp_rank,
         epilogue_only=inter_grad_comp_epilogue_only,
         feedback=use_error_feedback,
@@ -119,7 +119,7 @@ def what_if(
         device=load_device(compression_device or "cpu"),
     )
     given = [parse_vary(entry, {**AXES, **COMPRESSION_AXES}) for entry in vary or ()]
-    compresses = question.asks or bool({name for name, _ in given} & COMPRESSION_AXES.keys())
+    compresses = question.is_enabled or bool({name for name, _ in given} & COMPRESSION_AXES.keys())
     if compresses and (front or svg is not None):
         raise UsageError("--front and --svg are of the grid without compression; leave them out")
     axes = dict(given or ([] if compresses else [parse_vary("stages=1:8", AXES)]))
@@ -148,7 +148,7 @@ def what_if(
     if output_format is Format.JSON:
         emit_json({"answer": answer, "keep": keep, "rows": [row_document(row) for row in found]})
         return
-    show_rows(found, keep)
+    print_rows(found, keep)
     emit(answer)
 
 
@@ -156,17 +156,17 @@ def _compressed(
     grid: Grid,
     loaded: Source,
     axes: Mapping[str, Sequence[float | str]],
-    question: CompressionQuestion,
+    question: CompressionOptions,
     replica_gbps: float | None,
     clock: tuple[int, Communication],
     output_format: Format,
 ) -> None:
     """Tell the grid with compression."""
     from ..analysis.what_if_compression import CompressedGrid, headline
-    from ..output.tables import compressed_document, show_compressed
+    from ..output.tables import compressed_document, print_compressed
     from ..simulation.throughput import rates_of
 
-    asked = CompressedGrid(
+    compressed_grid = CompressedGrid(
         grid=grid,
         header=loaded.header,
         question=question,
@@ -174,10 +174,10 @@ def _compressed(
         replica_gbps=replica_gbps,
         clock=clock,
     )
-    found = asked.rows(axes)
+    found = compressed_grid.rows(axes)
     answer = headline(found)
     if output_format is Format.JSON:
         emit_json({"answer": answer, "rows": [compressed_document(row) for row in found]})
         return
-    show_compressed(found)
+    print_compressed(found)
     emit(answer)

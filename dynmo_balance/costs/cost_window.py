@@ -97,8 +97,8 @@ class CostWindow:
             return tuple(carried if value is None else value for value, carried in zip(columns[0], known, strict=True))
         result = []
         for index, carried in enumerate(known):
-            present = [value for column in columns if (value := column[index]) is not None]
-            result.append(median(present) if present else carried)
+            known_values = [value for column in columns if (value := column[index]) is not None]
+            result.append(median(known_values) if known_values else carried)
         return tuple(result)
 
     def unsampled(self) -> int:

@@ -189,20 +189,20 @@ def _build(value: Mapping[str, Any]) -> Plan:
 
 def _across(plan: Plan) -> list[Problem]:
     problems = []
-    seen: set[str] = set()
+    placed: set[str] = set()
     for index, stage in enumerate(plan.stages):
         if stage.stage != index:
             problems.append(Problem(f"stages[{index}].stage", "order", f"must be {index}, is {stage.stage}"))
         for item in stage.items:
-            if item in seen:
+            if item in placed:
                 problems.append(
                     Problem(f"stages[{index}].items", "duplicate", f"{short_repr(item)} stands in two places")
                 )
-            seen.add(item)
+            placed.add(item)
         if stage.worker in plan.released_workers:
             message = f"worker {stage.worker} is released but holds stage {index}"
             problems.append(Problem(f"stages[{index}].worker", "reference", message))
-    problems += _place_problems(plan) if plan.schedule != CUSTOM else _custom_place_problems(plan)
+    problems += _placement_problems(plan) if plan.schedule != CUSTOM else _custom_placement_problems(plan)
     problems += _operation_problems(plan)
     problems += _constraint_problems(plan)
     if plan.action == "keep" and plan.migration.moves:
@@ -229,7 +229,7 @@ def _constraint_problems(plan: Plan) -> list[Problem]:
     return problems
 
 
-def _place_problems(plan: Plan) -> list[Problem]:
+def _placement_problems(plan: Plan) -> list[Problem]:
     """Stages that are not on the workers that the schedule puts them on."""
     problems = []
     virtual = plan.virtual_stages_per_worker
@@ -251,7 +251,7 @@ def _place_problems(plan: Plan) -> list[Problem]:
     return problems
 
 
-def _custom_place_problems(plan: Plan) -> list[Problem]:
+def _custom_placement_problems(plan: Plan) -> list[Problem]:
     """A custom schedule puts stages where it likes, as many on each worker."""
     count = Counter(stage.worker for stage in plan.stages)
     virtual = plan.virtual_stages_per_worker

@@ -16,10 +16,10 @@ from ..costs.devices import BYTES_PER_NUMBER, Device
 from ..costs.model_spec import ModelSpec
 from ..formats.profile import Header, Item, parse_profile
 from ..partition import uniform
-from ..partition.problem import Problem, places_of
+from ..partition.problem import PartitionProblem, worker_slots
 from ..planning.plan_builder import chain_of
 from ..simulation.simulator import predict
-from .scenarios import Moment
+from .scenarios import ScenarioStep
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -217,9 +217,9 @@ def works_of(spec: ModelSpec, header: Header, shape: Shape) -> list[Work]:
 
 def step_record(header: Header, costs: ItemCosts, step: int) -> dict[str, Any]:
     """A step line as the static uniform partition would have measured it."""
-    problem = Problem(
+    problem = PartitionProblem(
         chain=chain_of(header, costs),
-        places=places_of(header),
+        slots=worker_slots(header),
         schedule=header.schedule,
         microbatches=header.microbatches,
         virtual_stages=header.virtual_stages_per_worker,
@@ -241,13 +241,15 @@ def step_record(header: Header, costs: ItemCosts, step: int) -> dict[str, Any]:
     }
 
 
-def build_lines(header_document: dict[str, Any], header: Header, moments: Iterator[Moment]) -> Iterator[dict[str, Any]]:
-    """The lines of the profile: the header, then each moment's event, if any, and its step."""
+def build_lines(
+    header_document: dict[str, Any], header: Header, steps: Iterator[ScenarioStep]
+) -> Iterator[dict[str, Any]]:
+    """The lines of the profile: the header, then each scenario_step's event, if any, and its step."""
     yield header_document
-    for moment in moments:
-        if moment.event is not None:
-            yield {"record": "event", "step": max(0, moment.step - 1), **moment.event}
-        yield step_record(header, moment.costs, moment.step)
+    for scenario_step in steps:
+        if scenario_step.event is not None:
+            yield {"record": "event", "step": max(0, scenario_step.step - 1), **scenario_step.event}
+        yield step_record(header, scenario_step.costs, scenario_step.step)
 
 
 def header_of(document: dict[str, Any]) -> Header:

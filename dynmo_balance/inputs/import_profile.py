@@ -20,7 +20,7 @@ from ..costs.cost_window import ItemCosts
 from ..formats.plan import Plan
 from ..formats.profile import Header
 from ..partition import uniform
-from ..partition.problem import Problem, places_of
+from ..partition.problem import PartitionProblem, worker_slots
 from ..planning.plan_builder import chain_of
 from .timer_logs import SLOWEST, LoggedStep, deepspeed_steps, megatron_steps, spread, worker_times
 from .torch_traces import has_modules, layer_times
@@ -90,8 +90,8 @@ def _from_modules(events: Sequence[Mapping[str, Any]], source: str, header: Head
     if ends != ["embedding", "head"]:
         raise UsageError(f"{source}: traces are read for models of one embedding, one stack of layers and one head")
     found = layer_times(events, len(layers), source)
-    place = {layer: at + 1 for at, layer in enumerate(layers)}
-    holder = [place.get(item.layer, 0 if item.kind == "embedding" else len(layers) + 1) for item in header.items]
+    slot = {layer: at + 1 for at, layer in enumerate(layers)}
+    holder = [slot.get(item.layer, 0 if item.kind == "embedding" else len(layers) + 1) for item in header.items]
     backward = [b + w for b, w in zip(model.backward_input_ns, model.backward_weight_ns, strict=True)]
 
     def column(times: Sequence[float], modelled: Sequence[int]) -> list[int]:
@@ -164,14 +164,14 @@ SOURCES: Mapping[str, Callable[[str, str, Header, ItemCosts, Sequence[int]], lis
 }
 
 
-def holders(header: Header, model: ItemCosts, plan: Plan | None) -> list[int]:
+def item_workers(header: Header, model: ItemCosts, plan: Plan | None) -> list[int]:
     """The position of each item's worker in the header: as in the plan, else Megatron's even split."""
     ids = [worker.worker for worker in header.workers]
     if plan is not None:
         return [ids.index(plan.owner[item.name]) for item in header.items]
-    problem = Problem(
+    problem = PartitionProblem(
         chain=chain_of(header, model),
-        places=places_of(header),
+        slots=worker_slots(header),
         schedule=header.schedule,
         microbatches=header.microbatches,
         virtual_stages=header.virtual_stages_per_worker,
@@ -194,5 +194,5 @@ def import_lines(
         plan: the partition that the run had; Megatron's even split where it is not given.
     """
     text = read_text(path, MAX_TABLE_BYTES)
-    records = SOURCES[kind](text, str(path), header, model, holders(header, model, plan))
+    records = SOURCES[kind](text, str(path), header, model, item_workers(header, model, plan))
     return b"\n".join([header_line, *(json.dumps(record).encode() for record in records), b""])

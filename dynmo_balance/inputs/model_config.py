@@ -105,59 +105,59 @@ def _check_spec(spec: ModelSpec, source: str) -> None:
         )
 
 
-OWN_FAMILIES = ("gpt", "llama", "bert", "t5")
+NATIVE_FAMILIES = ("gpt", "llama", "bert", "t5")
 _OWN_TECHNIQUES = ("mod_capacity", "early_exit_layers", "sparse_attention")
 
 
-def _first(config: Config, *keys: str, default: Any = None) -> Any:
+def _first_value(config: Config, *keys: str, default: Any = None) -> Any:
     return next((config[key] for key in keys if config.get(key) is not None), default)
 
 
-def from_own(config: Config, name: str, source: str) -> ModelSpec:
+def from_dynmo_train(config: Config, name: str, source: str) -> ModelSpec:
     """The shape of a model of ``dynmo-train``, from a manifest or from the options of a run."""
     used = [key for key in _OWN_TECHNIQUES if config.get(key)]
     if used:
         raise UsageError(f"{source}: {', '.join(used)}: not modelled; --technique builds profiles of dynamic models")
-    encoder = _first(config, "num_encoder_layers", "num_layers") if name == "t5" else 0
-    layers = _first(config, "num_decoder_layers", "decoder_num_layers", "num_layers")
+    encoder = _first_value(config, "num_encoder_layers", "num_layers") if name == "t5" else 0
+    layers = _first_value(config, "num_decoder_layers", "decoder_num_layers", "num_layers")
     sizes = {
         "layers": layers,
         "hidden": config.get("hidden_size"),
         "heads": config.get("num_attention_heads"),
-        "vocabulary": _first(config, "padded_vocab_size", "vocab_size"),
+        "vocabulary": _first_value(config, "padded_vocab_size", "vocab_size"),
     }
     missing = [f"{key}" for key, value in sizes.items() if value is None]
     if missing:
         raise UsageError(f"{source}: missing {', '.join(missing)}")
     _check_whole(sizes, source)
     bare, bert = name == "llama" or config.get("normalization") == "rmsnorm", name == "bert"
-    positions = _first(
+    positions = _first_value(
         config, "position_embedding", "position_embedding_type", default="rotary" if name == "llama" else "learned"
     )
-    rows = _first(config, "max_position_embeddings", "seq_length", default=1024)
-    experts = _first(config, "num_experts", default=1)
-    binary = _first(config, "binary_head", default=bert and not config.get("bert_no_binary_head"))
-    untied = _first(config, "untie_embeddings_and_output_weights", default=name == "llama")
+    rows = _first_value(config, "max_position_embeddings", "seq_length", default=1024)
+    experts = _first_value(config, "num_experts", default=1)
+    binary = _first_value(config, "binary_head", default=bert and not config.get("bert_no_binary_head"))
+    untied = _first_value(config, "untie_embeddings_and_output_weights", default=name == "llama")
     biases = not bare and name != "t5"
     spec = ModelSpec(
         family=name,
         layers=layers,
         hidden=sizes["hidden"],
         heads=sizes["heads"],
-        kv_heads=_first(config, "num_key_value_heads", "num_query_groups", default=sizes["heads"]),
-        head_size=_first(config, "head_dim", "kv_channels", default=sizes["hidden"] // sizes["heads"]),
-        ffn=_first(config, "ffn_hidden_size", default=4 * sizes["hidden"]),
+        kv_heads=_first_value(config, "num_key_value_heads", "num_query_groups", default=sizes["heads"]),
+        head_size=_first_value(config, "head_dim", "kv_channels", default=sizes["hidden"] // sizes["heads"]),
+        ffn=_first_value(config, "ffn_hidden_size", default=4 * sizes["hidden"]),
         vocabulary=_padded_vocabulary(config, sizes["vocabulary"]),
-        sequence=_first(config, "seq_length", "max_position_embeddings", default=1024),
+        sequence=_first_value(config, "seq_length", "max_position_embeddings", default=1024),
         gated=name == "llama" or config.get("activation") in ("swiglu", "geglu"),
         experts=experts,
-        experts_per_token=min(experts, _first(config, "moe_top_k", "moe_router_topk", default=2)),
-        tied=_first(config, "tied_embeddings", default=not untied),
+        experts_per_token=min(experts, _first_value(config, "moe_top_k", "moe_router_topk", default=2)),
+        tied=_first_value(config, "tied_embeddings", default=not untied),
         encoder_layers=encoder,
         positions=rows if positions == "learned" else 0,
-        token_types=_first(config, "num_tokentypes", default=2 if bert and binary else 0),
+        token_types=_first_value(config, "num_tokentypes", default=2 if bert and binary else 0),
         relative_buckets=(
-            _first(config, "relative_buckets", "relative_attention_num_buckets", default=32)
+            _first_value(config, "relative_buckets", "relative_attention_num_buckets", default=32)
             if positions == "relative"
             else 0
         ),
@@ -175,7 +175,7 @@ def from_own(config: Config, name: str, source: str) -> ModelSpec:
 
 def _padded_vocabulary(config: Config, size: int) -> int:
     """The rows of the word table: our runs pad them to a multiple."""
-    multiple = _first(config, "make_vocab_size_divisible_by", default=1) * _first(
+    multiple = _first_value(config, "make_vocab_size_divisible_by", default=1) * _first_value(
         config, "tensor_model_parallel_size", default=1
     )
     return int(-(-size // multiple) * multiple)
@@ -191,9 +191,9 @@ def from_config(config: Config, source: str) -> ModelSpec:
     if isinstance(name, str) and name in FAMILIES:
         return from_hugging_face(config, name, source)
     own = config.get("family")
-    if name is None and own in OWN_FAMILIES:
-        return from_own(config, str(own), source)
-    known = f"modelled are model_type {', '.join(FAMILIES)}, and dynmo-train's family {', '.join(OWN_FAMILIES)}"
+    if name is None and own in NATIVE_FAMILIES:
+        return from_dynmo_train(config, str(own), source)
+    known = f"modelled are model_type {', '.join(FAMILIES)}, and dynmo-train's family {', '.join(NATIVE_FAMILIES)}"
     if name is None and own is None:
         raise UsageError(f"{source}: has neither model_type nor family; {known}")
     what = f"model_type {short_repr(name)}" if name is not None else f"family {own!r}"

@@ -9,8 +9,8 @@ from .._common.errors import UsageError
 from ..costs.cost_window import costs_for
 from ..formats.plan import CUSTOM, V_SCHEDULES, Plan
 from ..formats.profile import Header
-from ..partition.problem import Place, Problem, keep_tied, places_of
-from ..planning.plan_builder import chain_of, holdings
+from ..partition.problem import PartitionProblem, WorkerSlot, with_ties_together, worker_slots
+from ..planning.plan_builder import chain_of, current_spans
 from ..schedules.registry import Kind, Operation, Order
 from .profile_source import Source
 
@@ -69,22 +69,22 @@ def _parse_pins(source: Source, pins: tuple[str, ...]) -> tuple[tuple[int, int],
     return tuple(dict.fromkeys(result))
 
 
-def _places(source: Source, options: ProblemOptions) -> tuple[Place, ...]:
+def _places(source: Source, options: ProblemOptions) -> tuple[WorkerSlot, ...]:
     memory = None if options.memory is None else parse_bytes(options.memory)
     if options.stages is None and source.plan is not None:
-        by_id = {place.worker: place for place in places_of(source.header, None, memory)}
+        by_id = {slot.worker: slot for slot in worker_slots(source.header, None, memory)}
         return tuple(by_id[worker] for worker in source.plan.workers)
-    return places_of(source.header, options.stages, memory)
+    return worker_slots(source.header, options.stages, memory)
 
 
-def usual_virtual_stages(header: Header, schedule: str) -> int:
+def default_virtual_stages(header: Header, schedule: str) -> int:
     """The stages a worker where nobody names them: as in the profile, or what another schedule needs at least."""
     if schedule == header.schedule:
         return header.virtual_stages_per_worker
     return 2 if schedule in V_SCHEDULES or schedule == "interleaved-1f1b" else 1
 
 
-def of_plan(options: ProblemOptions, plan: Plan) -> ProblemOptions:
+def options_of_plan(options: ProblemOptions, plan: Plan) -> ProblemOptions:
     """The options, with schedule and stages as in the plan where they are not given."""
     schedule = options.schedule or plan.schedule
     same = schedule == plan.schedule
@@ -106,7 +106,7 @@ def order_of_plan(plan: Plan) -> Order | None:
     )
 
 
-def with_order(problem: Problem, plan: Plan) -> Problem:
+def with_plan_order(problem: PartitionProblem, plan: Plan) -> PartitionProblem:
     """The problem with the plan's own order of operations, where it brings one.
 
     Raises:
@@ -125,18 +125,18 @@ def with_order(problem: Problem, plan: Plan) -> Problem:
     return replace(problem, order=order, layout=tuple(at[stage.worker] for stage in plan.stages))
 
 
-def as_in_plan(problem: Problem, header: Header, plan: Plan) -> Problem | None:
+def problem_under_plan(problem: PartitionProblem, header: Header, plan: Plan) -> PartitionProblem | None:
     """The problem's costs under a plan's own workers, schedule and stages, to simulate that plan.
 
     None where that cannot be: workers unknown to the profile, or an order of operations for other microbatches.
     """
-    by_id = {place.worker: place for place in (*places_of(header), *problem.places)}
+    by_id = {slot.worker: slot for slot in (*worker_slots(header), *problem.slots)}
     if not by_id.keys() >= set(plan.workers):
         return None
     own = replace(
         problem,
         chain=replace(problem.chain, costs=costs_for(plan.schedule, problem.chain.costs)),
-        places=tuple(by_id[worker] for worker in plan.workers),
+        slots=tuple(by_id[worker] for worker in plan.workers),
         schedule=plan.schedule,
         virtual_stages=plan.virtual_stages_per_worker,
         pins=(),
@@ -145,24 +145,24 @@ def as_in_plan(problem: Problem, header: Header, plan: Plan) -> Problem | None:
         layout=None,
     )
     try:
-        return with_order(own, plan)
+        return with_plan_order(own, plan)
     except UsageError:
         return None
 
 
-def make_problem(source: Source, options: ProblemOptions, current: Plan | None = None) -> Problem:
+def make_problem(source: Source, options: ProblemOptions, current: Plan | None = None) -> PartitionProblem:
     """The problem that a command is about; ties go to what moves least from ``current``.
 
     Raises:
         UsageError: an option does not fit the profile.
     """
     header = source.header
-    places = _places(source, options)
+    slots = _places(source, options)
     schedule = options.schedule or header.schedule
-    virtual = options.virtual_stages or usual_virtual_stages(header, schedule)
-    problem = Problem(
+    virtual = options.virtual_stages or default_virtual_stages(header, schedule)
+    problem = PartitionProblem(
         chain=chain_of(header, costs_for(schedule, source.costs), options.granularity),
-        places=places,
+        slots=slots,
         schedule=schedule,
         microbatches=options.microbatches or header.microbatches,
         virtual_stages=virtual,
@@ -170,6 +170,6 @@ def make_problem(source: Source, options: ProblemOptions, current: Plan | None =
         link_latency_ns=header.link.latency_ns if header.link else 0,
         min_units=options.min_layers,
         pins=_parse_pins(source, options.pins),
-        current=None if current is None else holdings(current, places, virtual, schedule),
+        current=None if current is None else current_spans(current, slots, virtual, schedule),
     )
-    return keep_tied(problem) if options.tied_together else problem
+    return with_ties_together(problem) if options.tied_together else problem

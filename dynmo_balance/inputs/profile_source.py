@@ -15,7 +15,7 @@ from ..formats.plan import Plan, header_problems, plan_numbers, plan_path, read_
 from ..formats.profile import Event, Header, Segment, Step, read_profile
 from .profile_summary import step_warnings
 
-CHANGES = ("pruned", "frozen")
+COST_EVENTS = ("pruned", "frozen")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +34,7 @@ def profile_path(path: Path) -> Path:
     return path / "profile.jsonl" if path.is_dir() else path
 
 
-def _plan_in_force(path: Path, header: Header, step: Step) -> Plan | None:
+def _active_plan(path: Path, header: Header, step: Step) -> Plan | None:
     return _readable_plan(path, header, step.plan_id)
 
 
@@ -72,7 +72,7 @@ def _records(segment: Segment, at_step: int | None, before_changes: bool) -> lis
     """The steps and cost-changing events that count, up to ``at_step`` or before the first change."""
     chosen: list[Step | Event] = []
     for record in segment.records:
-        if isinstance(record, Event) and record.kind in CHANGES:
+        if isinstance(record, Event) and record.kind in COST_EVENTS:
             steps = [r.step for r in chosen if isinstance(r, Step)]
             if steps and (before_changes or steps[-1] == at_step):
                 break
@@ -137,14 +137,14 @@ def load(
         if last is not None:
             say(f"costs computed for {device.name}, dense; the measured ones ({len(segment.steps)} steps) are not used")
         computed = costs_of_header(header, device, dtype, recompute, fused_attention=fused_attention)
-        plan = initial_plan(path, header) if last is None else _plan_in_force(path, header, last)
+        plan = initial_plan(path, header) if last is None else _active_plan(path, header, last)
         return Source(path=path, header=header, costs=computed, plan=plan, last_step=0 if last is None else last.step)
     if last is None:
         raise UsageError(
             f"{profile_path(path)}: no step records to take costs from; name a --device to compute them instead"
         )
     warn_of_units(path, costs_window.records)
-    plan = _plan_in_force(path, header, last)
+    plan = _active_plan(path, header, last)
     costs = costs_window.costs(None if plan is None else speeds_of_items(header, plan.owner))
     if costs is None:
         raise UsageError(

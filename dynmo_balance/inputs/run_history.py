@@ -15,7 +15,7 @@ from .profile_source import profile_path
 
 
 @dataclass(frozen=True, kw_only=True)
-class PlanStory:
+class PlanHistory:
     """A plan, its result, and the steps before and after its boundary: means in ns, None where there were none."""
 
     plan: Plan
@@ -24,7 +24,7 @@ class PlanStory:
     after_ns: int | None
 
     @property
-    def realised(self) -> float | None:
+    def realized(self) -> float | None:
         """The share of the step time that the move gained, as measured."""
         if self.before_ns is None or self.after_ns is None or not self.before_ns:
             return None
@@ -32,7 +32,7 @@ class PlanStory:
 
 
 @dataclass(frozen=True, kw_only=True)
-class History:
+class RunHistory:
     """The newest segment with steps, and the run's plans.
 
     ``loads`` has for each step and stage the time of a microbatch in ns; empty where the active plan is not known.
@@ -41,14 +41,14 @@ class History:
     header: Header
     steps: tuple[Step, ...]
     events: tuple[Event, ...]
-    stories: tuple[PlanStory, ...]
+    plan_histories: tuple[PlanHistory, ...]
     loads: tuple[tuple[int, ...], ...]
     plans: Mapping[int, Plan]
 
     @property
-    def moves(self) -> tuple[PlanStory, ...]:
+    def moves(self) -> tuple[PlanHistory, ...]:
         """The plans that were taken."""
-        return tuple(s for s in self.stories if s.result is not None and s.result.result == "applied")
+        return tuple(s for s in self.plan_histories if s.result is not None and s.result.result == "applied")
 
 
 def read_plans(folder: Path, header: Header) -> dict[int, Plan]:
@@ -68,14 +68,14 @@ def _mean(steps: Sequence[Step]) -> int | None:
     return sum(step.step_ns for step in steps) // len(steps) if steps else None
 
 
-def _story(plan: Plan, segment: Segment, window: int) -> PlanStory:
+def _plan_history(plan: Plan, segment: Segment, window: int) -> PlanHistory:
     results = [r for r in segment.records if isinstance(r, PlanResult) and r.plan_id == plan.plan_id]
     result = results[-1] if results else None
     if result is None or result.result != "applied":
-        return PlanStory(plan=plan, result=result, before_ns=None, after_ns=None)
+        return PlanHistory(plan=plan, result=result, before_ns=None, after_ns=None)
     before = [step for step in segment.steps if step.step <= result.step and step.plan_id == plan.base_plan_id]
     after = [step for step in segment.steps if step.step > result.step and step.plan_id == plan.plan_id]
-    return PlanStory(plan=plan, result=result, before_ns=_mean(before[-window:]), after_ns=_mean(after[:window]))
+    return PlanHistory(plan=plan, result=result, before_ns=_mean(before[-window:]), after_ns=_mean(after[:window]))
 
 
 def _loads(segment: Segment, plans: Mapping[int, Plan]) -> tuple[tuple[int, ...], ...]:
@@ -91,17 +91,17 @@ def _loads(segment: Segment, plans: Mapping[int, Plan]) -> tuple[tuple[int, ...]
     return tuple(loads)
 
 
-def history_of(run: Path, window: int = 8) -> History:
+def read_history(run: Path, window: int = 8) -> RunHistory:
     """Read a run directory; raises ``UsageError`` where it has no steps."""
     segment = next((s for s in reversed(read_profile(profile_path(run))) if s.steps), None)
     if segment is None:
         raise UsageError(f"{run}: no step records to report on")
     plans = read_plans(run / "plans", segment.header) if run.is_dir() else {}
-    return History(
+    return RunHistory(
         header=segment.header,
         steps=segment.steps,
         events=tuple(r for r in segment.records if isinstance(r, Event)),
-        stories=tuple(_story(plan, segment, window) for number, plan in plans.items() if number > 0),
+        plan_histories=tuple(_plan_history(plan, segment, window) for number, plan in plans.items() if number > 0),
         loads=_loads(segment, plans),
         plans=plans,
     )

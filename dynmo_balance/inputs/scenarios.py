@@ -29,7 +29,7 @@ from ..partition.uniform import layer_starts
 
 
 @dataclass(frozen=True, kw_only=True)
-class Moment:
+class ScenarioStep:
     """The costs at a step, and the event that stands before it, if any."""
 
     step: int
@@ -184,7 +184,7 @@ def _freezing(header: Header, dense: ItemCosts, script: Script) -> Iterator[tupl
         yield costs, event
 
 
-def moments(technique: str, header: Header, dense: ItemCosts, script: Script) -> Iterator[Moment]:
+def scenario_steps(technique: str, header: Header, dense: ItemCosts, script: Script) -> Iterator[ScenarioStep]:
     """The costs of every step of a technique."""
     rng = random.Random(script.seed)
     if technique == "freezing":
@@ -194,7 +194,7 @@ def moments(technique: str, header: Header, dense: ItemCosts, script: Script) ->
         changing = ((scaled(dense, factor), event) for factor, event in factors)
     for step, (costs, event) in enumerate(changing, start=1):
         noisy = replace(_noisy(costs, script, rng), from_step=step, to_step=step, records=1)
-        yield Moment(step=step, costs=noisy, event=event)
+        yield ScenarioStep(step=step, costs=noisy, event=event)
 
 
 def frozen_front(header: Header, share: float) -> int:

@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
-from .regret import Missed
-from .window_selection import Views
+from .regret import RegretState
+from .window_selection import WindowSelection
 
 FEWEST = 8
 """No gain decides before it was seen in so many steps."""
@@ -24,7 +24,7 @@ class Evidence:
     Attributes:
         step: of the decision.
         current_step_ns, proposed_step_ns: simulated with the same costs.
-        missed_ns: what staying has cost in ``missed_steps`` steps, out of sample and less its standard error.
+        regret_ns: what staying has cost in ``regret_steps`` steps, out of sample and less its standard error.
         pause_ns: what the migration is expected to cost, with the penalty for earlier disappointments.
         horizon_steps: for how many steps the proposal is expected to hold.
         next_event_known: whether that is because the profile said when the costs change next.
@@ -34,8 +34,8 @@ class Evidence:
     step: int
     current_step_ns: int
     proposed_step_ns: int
-    missed_ns: float = 0.0
-    missed_steps: int = 0
+    regret_ns: float = 0.0
+    regret_steps: int = 0
     pause_ns: int
     horizon_steps: int
     next_event_known: bool = False
@@ -53,7 +53,7 @@ class Evidence:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings:
+class PolicySettings:
     """The thresholds of the policies."""
 
     min_gain: float = 0.02
@@ -61,31 +61,31 @@ class Settings:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Memory:
+class PolicyState:
     """What a policy carries from one decision to the next.
 
     Attributes:
-        missed: what staying has missed.
-        views: the short and the long view of the past.
-        refused: boundaries that were rolled back, and the step before which they are not proposed again.
+        regret_state: what staying has missed.
+        window_selection: the short and the long view of the past.
+        blocked: boundaries that were rolled back, and the step before which they are not proposed again.
     """
 
-    missed: Missed = field(default_factory=Missed)
-    views: Views = field(default_factory=Views)
-    refused: tuple[tuple[tuple[int, ...], int], ...] = ()
+    regret_state: RegretState = field(default_factory=RegretState)
+    window_selection: WindowSelection = field(default_factory=WindowSelection)
+    blocked: tuple[tuple[tuple[int, ...], int], ...] = ()
 
-    def after_move(self) -> Memory:
+    def after_move(self) -> PolicyState:
         """The same at the beginning of another partition."""
-        return replace(self, missed=self.missed.after_move())
+        return replace(self, regret_state=self.regret_state.after_move())
 
-    def refusing(self, boundaries: tuple[int, ...], until: int) -> Memory:
+    def block(self, boundaries: tuple[int, ...], until: int) -> PolicyState:
         """The same with boundaries that are not proposed before step ``until``."""
-        others = tuple(entry for entry in self.refused if entry[0] != boundaries)
-        return replace(self, refused=(*others, (boundaries, until)))
+        others = tuple(entry for entry in self.blocked if entry[0] != boundaries)
+        return replace(self, blocked=(*others, (boundaries, until)))
 
-    def refused_until(self, boundaries: tuple[int, ...]) -> int:
+    def blocked_until(self, boundaries: tuple[int, ...]) -> int:
         """The step from which on these boundaries may be proposed; 0 where they were not rolled back."""
-        return dict(self.refused).get(boundaries, 0)
+        return dict(self.blocked).get(boundaries, 0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,32 +103,32 @@ def _gain_text(evidence: Evidence) -> str:
     )
 
 
-def never(evidence: Evidence, settings: Settings, memory: Memory) -> tuple[Verdict, Memory]:
+def never(evidence: Evidence, settings: PolicySettings, state: PolicyState) -> tuple[Verdict, PolicyState]:
     """Keep what is in force."""
-    return Verdict(move=False, reason=f"policy never: {_gain_text(evidence)}"), memory
+    return Verdict(move=False, reason=f"policy never: {_gain_text(evidence)}"), state
 
 
-def always(evidence: Evidence, settings: Settings, memory: Memory) -> tuple[Verdict, Memory]:
+def always(evidence: Evidence, settings: PolicySettings, state: PolicyState) -> tuple[Verdict, PolicyState]:
     """Take the balancer's answer whenever it differs."""
-    return Verdict(move=evidence.moves > 0, reason=f"policy always: {_gain_text(evidence)}"), memory
+    return Verdict(move=evidence.moves > 0, reason=f"policy always: {_gain_text(evidence)}"), state
 
 
-def threshold(evidence: Evidence, settings: Settings, memory: Memory) -> tuple[Verdict, Memory]:
+def threshold(evidence: Evidence, settings: PolicySettings, state: PolicyState) -> tuple[Verdict, PolicyState]:
     """Move when the gain is large enough and, over the horizon, outweighs the pause."""
     text = _gain_text(evidence)
     if evidence.moves == 0:
-        return Verdict(move=False, reason=f"the partition in force is the balancer's answer: {text}"), memory
+        return Verdict(move=False, reason=f"the partition in force is the balancer's answer: {text}"), state
     if evidence.gain_fraction < settings.min_gain:
-        return Verdict(move=False, reason=f"gain below {settings.min_gain:.1%}: {text}"), memory
+        return Verdict(move=False, reason=f"gain below {settings.min_gain:.1%}: {text}"), state
     saved = evidence.gain_ns * evidence.horizon_steps
     if saved <= evidence.pause_ns:
         reason = f"{evidence.horizon_steps} steps would save {saved / 1e6:.0f} ms, less than the pause: {text}"
-        return Verdict(move=False, reason=reason), memory
+        return Verdict(move=False, reason=reason), state
     steps = -(-evidence.pause_ns // evidence.gain_ns) if evidence.gain_ns > 0 else 0
-    return Verdict(move=True, reason=f"pays within {steps} steps: {text}"), memory
+    return Verdict(move=True, reason=f"pays within {steps} steps: {text}"), state
 
 
-def regret(evidence: Evidence, settings: Settings, memory: Memory) -> tuple[Verdict, Memory]:
+def regret(evidence: Evidence, settings: PolicySettings, state: PolicyState) -> tuple[Verdict, PolicyState]:
     """Move when what staying has certainly missed outweighs the pause.
 
     What was missed starts again at 0 when the plan is taken, not here: a plan may be refused.
@@ -138,25 +138,25 @@ def regret(evidence: Evidence, settings: Settings, memory: Memory) -> tuple[Verd
     """
     text = _gain_text(evidence)
     if evidence.moves == 0:
-        return Verdict(move=False, reason=f"the partition in force is the one foreseen as best: {text}"), memory
-    missed, needed = evidence.missed_ns, settings.margin * evidence.pause_ns
-    until_event = missed / max(1, evidence.missed_steps) * evidence.horizon_steps
+        return Verdict(move=False, reason=f"the partition in force is the one foreseen as best: {text}"), state
+    regret_ns, needed = evidence.regret_ns, settings.margin * evidence.pause_ns
+    until_event = regret_ns / max(1, evidence.regret_steps) * evidence.horizon_steps
     if evidence.next_event_known and until_event > 2 * evidence.pause_ns:
         reason = f"pays twice before the next event in {evidence.horizon_steps} steps: {text}"
-        return Verdict(move=True, reason=reason), memory
+        return Verdict(move=True, reason=reason), state
     if (
-        evidence.missed_steps >= FEWEST
-        and missed / evidence.missed_steps * evidence.horizon_steps > 3 * evidence.pause_ns
+        evidence.regret_steps >= FEWEST
+        and regret_ns / evidence.regret_steps * evidence.horizon_steps > 3 * evidence.pause_ns
     ):
         reason = f"pays three times within {evidence.horizon_steps} steps: {text}"
-        return Verdict(move=True, reason=reason), memory
-    regret = f"regret {max(0.0, missed) / 1e6:.0f} ms of {evidence.missed_steps} steps"
-    if missed <= needed:
-        return Verdict(move=False, reason=f"{regret}, of {needed / 1e6:.0f} ms that a move asks for: {text}"), memory
-    return Verdict(move=True, reason=f"{regret} outweighs {needed / 1e6:.0f} ms: {text}"), memory
+        return Verdict(move=True, reason=reason), state
+    regret = f"regret {max(0.0, regret_ns) / 1e6:.0f} ms of {evidence.regret_steps} steps"
+    if regret_ns <= needed:
+        return Verdict(move=False, reason=f"{regret}, of {needed / 1e6:.0f} ms that a move asks for: {text}"), state
+    return Verdict(move=True, reason=f"{regret} outweighs {needed / 1e6:.0f} ms: {text}"), state
 
 
-POLICIES: Mapping[str, Callable[[Evidence, Settings, Memory], tuple[Verdict, Memory]]] = {
+POLICIES: Mapping[str, Callable[[Evidence, PolicySettings, PolicyState], tuple[Verdict, PolicyState]]] = {
     "never": never,
     "always": always,
     "threshold": threshold,

@@ -20,7 +20,7 @@ MARK_BYTES = 64
 
 
 @dataclass(frozen=True, kw_only=True)
-class News:
+class TailUpdate:
     """What a poll found.
 
     Attributes:
@@ -35,13 +35,13 @@ class News:
 
 
 @dataclass
-class _Gathered:
+class _UpdateBuilder:
     restarted: bool = False
     records: list[Record] = field(default_factory=list)
     problems: list[Problem] = field(default_factory=list)
 
 
-class _Open:
+class _OpenFile:
     """A file that is held open, so that it can be read to its end after it was renamed, and how far it is read."""
 
     def __init__(self, path: Path) -> None:
@@ -54,14 +54,14 @@ class _Open:
             raise
         weakref.finalize(self, os.close, self.fd)
         self.offset = 0
-        self.seen: tuple[int, int] | None = None
+        self.last_status: tuple[int, int] | None = None
         self._mark = b""
         self._identity = _identity(os.fstat(self.fd))
 
-    def is_that(self, status: os.stat_result) -> bool:
+    def same_file(self, status: os.stat_result) -> bool:
         return _identity(status) == self._identity
 
-    def was_cut(self) -> bool:
+    def is_truncated(self) -> bool:
         """Whether what was read is no longer there."""
         return os.pread(self.fd, len(self._mark), self.offset - len(self._mark)) != self._mark
 
@@ -87,7 +87,7 @@ def _identity(status: os.stat_result) -> tuple[int, int]:
     return status.st_dev, status.st_ino
 
 
-class ProfileTail:
+class ProfileFollower:
     """Reads a profile bit by bit. A poll without news costs one ``stat()``.
 
     Args:
@@ -98,66 +98,66 @@ class ProfileTail:
     def __init__(self, path: Path, *, beat: Callable[[], None] = lambda: None) -> None:
         self._path, self._beat = path, beat
         self._parser = LineParser()
-        self._file: _Open | None = None
-        self._undecided = False
+        self._file: _OpenFile | None = None
+        self._is_undecided = False
         self._repeated: bytes | None = None
 
-    def poll(self) -> News:
+    def poll(self) -> TailUpdate:
         """What was appended since the last poll; nothing while the file does not exist."""
         try:
             status = os.stat(self._path)
-            file = self._file = self._file or _Open(self._path)
+            file = self._file = self._file or _OpenFile(self._path)
         except FileNotFoundError:
             if self._file is None:
-                return News()
+                return TailUpdate()
             file = self._file
             status = os.fstat(file.fd)  # renamed; its writer may go on with it until it begins the next
-        rotated = not file.is_that(status) and status.st_size > 0
+        rotated = not file.same_file(status) and status.st_size > 0
         if not rotated:
-            status = status if file.is_that(status) else os.fstat(file.fd)
-            if file.seen == (status.st_size, status.st_mtime_ns):
-                return News()
-            file.seen = status.st_size, status.st_mtime_ns
-        news = _Gathered()
-        rest = self._read(file, news)
+            status = status if file.same_file(status) else os.fstat(file.fd)
+            if file.last_status == (status.st_size, status.st_mtime_ns):
+                return TailUpdate()
+            file.last_status = status.st_size, status.st_mtime_ns
+        update = _UpdateBuilder()
+        rest = self._read(file, update)
         if rotated:
             if rest.strip():
                 place = f"line {self._parser.lines + 1}"
-                news.problems.append(Problem(place, "json", "the file was rotated away before the line was complete"))
+                update.problems.append(Problem(place, "json", "the file was rotated away before the line was complete"))
             try:
-                self._file = _Open(self._path)
+                self._file = _OpenFile(self._path)
             except FileNotFoundError:  # rotated once more just now; the next poll finds what follows
-                return News(records=tuple(news.records), problems=tuple(news.problems))
+                return TailUpdate(records=tuple(update.records), problems=tuple(update.problems))
             self._begin()
-            self._read(self._file, news)
-        return News(restarted=news.restarted, records=tuple(news.records), problems=tuple(news.problems))
+            self._read(self._file, update)
+        return TailUpdate(restarted=update.restarted, records=tuple(update.records), problems=tuple(update.problems))
 
-    def _read(self, file: _Open, news: _Gathered) -> bytes:
-        if file.was_cut():
+    def _read(self, file: _OpenFile, update: _UpdateBuilder) -> bytes:
+        if file.is_truncated():
             file.rewind()
             self._begin()
         lines, rest = file.read()
         for line in lines:
             self._beat()
             if line.strip():
-                if self._undecided:
-                    self._place(line, news)
+                if self._is_undecided:
+                    self._place(line, update)
                 else:
-                    self._parse(line, news)
+                    self._parse(line, update)
         return rest
 
     def _begin(self) -> None:
         """A file begins; whether it goes on with the one before is seen from its first lines."""
         self._parser.lines, self._repeated = 0, None
-        self._undecided = self._parser.header is not None
+        self._is_undecided = self._parser.header is not None
 
-    def _parse(self, line: bytes, news: _Gathered) -> None:
+    def _parse(self, line: bytes, update: _UpdateBuilder) -> None:
         record, found = self._parser.parse(line)
-        news.problems.extend(found)
+        update.problems.extend(found)
         if record is not None:
-            news.records.append(record)
+            update.records.append(record)
 
-    def _place(self, line: bytes, news: _Gathered) -> None:
+    def _place(self, line: bytes, update: _UpdateBuilder) -> None:
         """Take a line of a file that may go on with the one before, or tell another run."""
         before = self._parser.header
         probe = LineParser()
@@ -167,27 +167,27 @@ class ProfileTail:
             probe.header = None  # a header that does not follow on the one before is one all the same
             record, _ = probe.parse(line)
         if record is None or before is None:
-            self._parse(line, news)
+            self._parse(line, update)
         elif not isinstance(record, Header):
-            self._undecided = False
+            self._is_undecided = False
             last = self._parser.last_step
             again = record.step < last or (isinstance(record, Step) and record.step == last)
             if again and self._repeated is not None:
-                self._restart(news)
-                self._parse(self._repeated, news)
-            self._parse(line, news)
+                self._restart(update)
+                self._parse(self._repeated, update)
+            self._parse(line, update)
         elif record == before:
             self._parser.lines += 1
             self._repeated = line
         else:
-            self._undecided = False
+            self._is_undecided = False
             if record.run_id == before.run_id and record.segment > before.segment:
                 self._parser = LineParser()  # segments between may have come and gone with a file that was never seen
             else:
-                self._restart(news)
-            self._parse(line, news)
+                self._restart(update)
+            self._parse(line, update)
 
-    def _restart(self, news: _Gathered) -> None:
+    def _restart(self, update: _UpdateBuilder) -> None:
         self._parser = LineParser()
-        news.restarted = True
-        news.records.clear()
+        update.restarted = True
+        update.records.clear()

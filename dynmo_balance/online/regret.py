@@ -20,22 +20,22 @@ import numpy.typing as npt
 from ..costs.cost_window import SPEED_UNIT
 from ..formats.profile import Step
 from ..partition.exact import solve
-from ..partition.problem import Problem
+from ..partition.problem import PartitionProblem
 from ..partition.registry import BALANCERS
 
 Works = npt.NDArray[np.float64]
-VIEWS = ((40, 0.0), (160, 0.0), (80, 0.5), (160, 1.0))
+FORECASTS = ((40, 0.0), (160, 0.0), (80, 0.5), (160, 1.0))
 """Records that a view looks at, and how far it draws out their trend, in times of the horizon."""
-LONGEST = max(records for records, _ in VIEWS)
-KEPT_RECORDS = 4 * LONGEST
+MAX_FORECAST_RECORDS = max(records for records, _ in FORECASTS)
+TRACE_RECORDS = 4 * MAX_FORECAST_RECORDS
 """Records that are kept: several periods of costs that oscillate, so that their mean is that of no single phase."""
-FARTHEST = 400
+MAX_HORIZON_STEPS = 400
 """Steps; no trend is drawn out, and no partition tried, for longer."""
-LEAST_CHANGE = 1e-4
+DRIFT_PER_STEP = 1e-4
 """The share of a step that a partition is taken to lose with each step of drift: it makes pauses into horizons."""
-MEMORY = 0.98
+SCORE_DECAY = 0.98
 """What is left of a view's earlier scores at each decision."""
-CERTAIN = 4.0
+SLOPE_CONFIDENCE = 4.0
 """A slope counts as far as its square is above so many times its variance."""
 
 
@@ -57,7 +57,7 @@ SpeedsOfPlan = Callable[[int], Sequence[int]]
 class WorkTrace:
     """The work of each item in the last records, in ns, gaps filled with what was known before."""
 
-    def __init__(self, size: int = KEPT_RECORDS) -> None:
+    def __init__(self, size: int = TRACE_RECORDS) -> None:
         self._rows: deque[tuple[int, Works]] = deque(maxlen=size)
         self.records = 0
         self.generation = 0
@@ -90,42 +90,42 @@ class WorkTrace:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Missed:
+class RegretState:
     """What a decision leaves for the next.
 
     Attributes:
         generation, records: of the trace, at the last decision.
-        named: for each view the partitions that it named, newest last.
+        candidates: for each view the partitions that it named, newest last.
         scores: for each view the mean step that its partitions took, with ``weight`` decisions in it.
-        missed_ns, variance: what staying has missed since the last move, and how uncertain that is, in ns and ns^2.
+        regret_ns, variance: what staying has missed since the last move, and how uncertain that is, in ns and ns^2.
         steps: over how many steps.
     """
 
     generation: int = -1
     records: int = 0
-    named: tuple[tuple[tuple[int, ...], ...], ...] = ()
+    candidates: tuple[tuple[tuple[int, ...], ...], ...] = ()
     scores: tuple[float, ...] = ()
     weight: float = 0.0
-    missed_ns: float = 0.0
+    regret_ns: float = 0.0
     variance: float = 0.0
     steps: int = 0
 
     @property
-    def certain_ns(self) -> float:
+    def confident_ns(self) -> float:
         """What has been missed, less one standard error."""
-        return self.missed_ns - math.sqrt(self.variance)
+        return self.regret_ns - math.sqrt(self.variance)
 
-    def after_move(self) -> Missed:
+    def after_move(self) -> RegretState:
         """The same at the beginning of another partition."""
-        return replace(self, missed_ns=0.0, variance=0.0, steps=0)
+        return replace(self, regret_ns=0.0, variance=0.0, steps=0)
 
 
-def step_times(problem: Problem, works: Works, boundaries: Sequence[int]) -> Works:
+def step_times(problem: PartitionProblem, works: Works, boundaries: Sequence[int]) -> Works:
     """The step of each record under a partition: all stages once, the slowest ``M - 1`` times more, in ns."""
     prefix = np.concatenate([np.zeros((len(works), 1)), np.cumsum(works, axis=1)], axis=1)
     stages = np.diff(prefix[:, list(boundaries)], axis=1)
-    speeds = np.array([problem.place(stage).speed_ppm for stage in range(problem.num_stages)]) / SPEED_UNIT
-    workers = np.zeros((len(works), len(problem.places)))
+    speeds = np.array([problem.slot(stage).speed_ppm for stage in range(problem.num_stages)]) / SPEED_UNIT
+    workers = np.zeros((len(works), len(problem.slots)))
     for stage, at in enumerate(problem.positions):
         workers[:, at] += stages[:, stage] / speeds[stage]
     return np.asarray(workers.sum(axis=1) + (problem.microbatches - 1) * workers.max(axis=1))
@@ -135,10 +135,10 @@ def horizon_steps(pause_ns: float, step_ns: float) -> float:
     """Half of how long a move takes to pay where costs drift: the dearer moves, the longer a partition must hold."""
     if step_ns <= 0:
         return 1.0
-    return min(float(FARTHEST), 0.5 * math.sqrt(2 * pause_ns / (step_ns * LEAST_CHANGE)))
+    return min(float(MAX_HORIZON_STEPS), 0.5 * math.sqrt(2 * pause_ns / (step_ns * DRIFT_PER_STEP)))
 
 
-def foreseen(works: Works, ahead_steps: float) -> list[int]:
+def forecast_work(works: Works, ahead_steps: float) -> list[int]:
     """The work of each item so many steps from now: the mean, and the trend as far as it is certain."""
     mean = works.mean(axis=0)
     count = len(works)
@@ -148,20 +148,20 @@ def foreseen(works: Works, ahead_steps: float) -> list[int]:
         slope = (at[:, None] * (works - mean)).sum(axis=0) / spread
         noise = ((works - mean - at[:, None] * slope) ** 2).sum(axis=0) / (count - 2)
         certainty = slope**2 * spread / np.maximum(noise, 1.0)
-        slope = slope * np.maximum(0.0, 1 - CERTAIN / np.maximum(certainty, 1e-9))
+        slope = slope * np.maximum(0.0, 1 - SLOPE_CONFIDENCE / np.maximum(certainty, 1e-9))
         mean = np.maximum(0.05 * mean, mean + slope * ((count - 1) / 2 + ahead_steps))
     return [round(float(value)) for value in mean]
 
 
-def look(
-    before: Missed,
-    problem: Problem,
+def update_regret(
+    before: RegretState,
+    problem: PartitionProblem,
     current: Sequence[int],
     trace: WorkTrace,
     works: Works,
     pause_ns: float,
     balancer: str = "exact",
-) -> tuple[Missed, tuple[int, ...]]:
+) -> tuple[RegretState, tuple[int, ...]]:
     """What has been missed up to now, and the partition to go to if it is enough.
 
     Args:
@@ -174,49 +174,55 @@ def look(
         balancer: another than ``exact`` has one view only, its own answer.
     """
     exact = balancer == "exact" and problem.virtual_stages == 1
-    views = VIEWS if exact else VIEWS[:1]
-    if before.generation != trace.generation or len(before.named) != len(views):
+    forecasts = FORECASTS if exact else FORECASTS[:1]
+    if before.generation != trace.generation or len(before.candidates) != len(forecasts):
         empty: tuple[tuple[int, ...], ...] = ()
-        before = Missed(generation=trace.generation, named=(empty,) * len(views), scores=(0.0,) * len(views))
+        before = RegretState(
+            generation=trace.generation,
+            candidates=(empty,) * len(forecasts),
+            scores=(0.0,) * len(forecasts),
+        )
     fresh = works[-min(len(works), max(1, trace.records - before.records)) :]
     staying = step_times(problem, fresh, current)
     horizon = max(float(len(fresh)), horizon_steps(pause_ns, float(staying.mean())))
     lag = max(1, int(horizon / len(fresh)))
     after = _scored(before, problem, fresh, lag)
-    best = min(range(len(views)), key=lambda view: after.scores[view])
+    best = min(range(len(forecasts)), key=lambda view: after.scores[view])
     if exact:
-        named = [solve(problem, foreseen(works[-size:], ahead * horizon)).boundaries for size, ahead in views]
+        candidates = [
+            solve(problem, forecast_work(works[-size:], ahead * horizon)).boundaries for size, ahead in forecasts
+        ]
     else:
-        named = [BALANCERS[balancer](problem)]
-    kept = FARTHEST
+        candidates = [BALANCERS[balancer](problem)]
+    kept = MAX_HORIZON_STEPS
     after = replace(
         after,
         records=trace.records,
-        named=tuple((*old, new)[-kept:] for old, new in zip(after.named, named, strict=True)),
+        candidates=tuple((*old, new)[-kept:] for old, new in zip(after.candidates, candidates, strict=True)),
     )
-    if before.named[best]:
-        history = before.named[best]
+    if before.candidates[best]:
+        history = before.candidates[best]
         gain = staying - step_times(problem, fresh, history[max(0, len(history) - lag)])
-        missed = after.missed_ns + float(gain.sum())
+        total_ns = after.regret_ns + float(gain.sum())
         variance = after.variance + len(gain) * float(gain.var())
-        lost = missed < 0
+        lost = total_ns < 0
         after = replace(
             after,
-            missed_ns=0.0 if lost else missed,
+            regret_ns=0.0 if lost else total_ns,
             variance=0.0 if lost else variance,
             steps=0 if lost else after.steps + len(gain),
         )
-    return after, named[best]
+    return after, candidates[best]
 
 
-def _scored(before: Missed, problem: Problem, fresh: Works, lag: int) -> Missed:
+def _scored(before: RegretState, problem: PartitionProblem, fresh: Works, lag: int) -> RegretState:
     """The scores with how the partitions named one, half a lag and a lag ago have done on the new records."""
-    if not before.named[0]:
+    if not before.candidates[0]:
         return before
-    count = len(before.named[0])
+    count = len(before.candidates[0])
     ago = sorted({min(count, max(1, one)) for one in (1, lag // 2, lag)})
     scores = []
-    for history, score in zip(before.named, before.scores, strict=True):
+    for history, score in zip(before.candidates, before.scores, strict=True):
         mean = sum(float(step_times(problem, fresh, history[-one]).mean()) for one in ago) / len(ago)
-        scores.append(MEMORY * score + mean)
-    return replace(before, scores=tuple(scores), weight=MEMORY * before.weight + 1)
+        scores.append(SCORE_DECAY * score + mean)
+    return replace(before, scores=tuple(scores), weight=SCORE_DECAY * before.weight + 1)

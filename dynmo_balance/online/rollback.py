@@ -23,17 +23,17 @@ import numpy as np
 from ..costs.cost_window import SPEED_UNIT
 from ..formats.plan import Plan
 from ..formats.profile import Step
-from ..partition.problem import Problem
+from ..partition.problem import PartitionProblem
 from .regret import SpeedsOfPlan, Works, step_times, work_of
 from .run_state import RunState
 
-DISAPPOINTING = 0.5
+MIN_REALIZED_SHARE = 0.5
 """A move that realises less than this share of its predicted gain doubles the price of the next."""
-LEAST_HARM = 0.02
+MIN_HARM = 0.02
 """A move is rolled back only where steps became longer by this share and by more than their noise."""
 WAIT_STEPS = 200
 """For this many steps after a rollback the partition that was rolled back is not proposed again."""
-FEWEST_RECORDS = 8
+MIN_RECORDS = 8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,19 +43,19 @@ class Feedback:
     Attributes:
         penalty: a factor on the price of the next move.
         roll_back: whether to go back to the partition before the move.
-        refused: boundaries that are not proposed before step ``refused_until``; None where there are none.
+        blocked: boundaries that are not proposed before step ``blocked_until``; None where there are none.
         reason: of a rollback, in one sentence.
     """
 
     penalty: float = 1.0
     roll_back: bool = False
-    refused: tuple[int, ...] | None = None
-    refused_until: int = 0
+    blocked: tuple[int, ...] | None = None
+    blocked_until: int = 0
     reason: str = ""
 
 
-def feedback_of(
-    state: RunState, base: Plan, previous: Plan | None, problem: Problem, speeds_of: SpeedsOfPlan
+def evaluate_last_move(
+    state: RunState, base: Plan, previous: Plan | None, problem: PartitionProblem, speeds_of: SpeedsOfPlan
 ) -> Feedback:
     """Compare the partition before the last move with the active one, on the costs since the move.
 
@@ -72,10 +72,10 @@ def feedback_of(
     if base.balancer == "manual":
         if previous is None or state.last_step >= base.read_to_step + WAIT_STEPS:
             return Feedback()
-        return Feedback(penalty=2.0, refused=previous.boundaries, refused_until=base.read_to_step + WAIT_STEPS)
+        return Feedback(penalty=2.0, blocked=previous.boundaries, blocked_until=base.read_to_step + WAIT_STEPS)
     predicted = base.predicted.gain_fraction if base.predicted is not None else None
     before, after = state.before_move, state.first_after
-    enough = len(before) >= 2 and len(after) >= min(FEWEST_RECORDS, state.window_size)
+    enough = len(before) >= 2 and len(after) >= min(MIN_RECORDS, state.window_size)
     if base.action != "move" or predicted is None or previous is None or not enough:
         return Feedback()
     if previous.workers != base.workers or len(previous.stages) != len(base.stages):
@@ -90,7 +90,7 @@ def feedback_of(
     harm, unexplained = _times(after) - staying, _times(after) - expected
     mean_staying = float(staying.mean())
     error = math.hypot(_error(harm), _error(beyond_model) * mean_staying / ratio)
-    limit = max(LEAST_HARM * mean_staying, 3 * error)
+    limit = max(MIN_HARM * mean_staying, 3 * error)
     if float(harm.mean()) > limit and float(unexplained.mean()) > limit:
         mean = float(_times(after).mean())
         reason = (
@@ -99,7 +99,7 @@ def feedback_of(
         )
         return Feedback(penalty=2.0, roll_back=True, reason=reason)
     realized = (3 * error - float(harm.mean())) / mean_staying
-    return Feedback(penalty=2.0 if realized < DISAPPOINTING * predicted else 1.0)
+    return Feedback(penalty=2.0 if realized < MIN_REALIZED_SHARE * predicted else 1.0)
 
 
 def _works(steps: Sequence[Step], speeds_of: SpeedsOfPlan) -> Works:

@@ -21,9 +21,9 @@ class RunState:
 
     Attributes:
         window_size: how many step records the cost window holds.
-        in_force: the active plan, as last reported by a step or a result; None until then.
-        asked: the step of an ask that nothing after it has settled.
-        answered: the plans that have a result.
+        active_plan_id: the active plan, as last reported by a step or a result; None until then.
+        requested_step: the step of an ask that nothing after it has settled.
+        results: the plans that have a result.
         before_move: the last records before the move to the active plan; empty where the model has changed since.
         after_move: the last records since the move, and ``first_after`` the first of them.
         refusals: how many plans in a row were refused or rolled back.
@@ -36,10 +36,10 @@ class RunState:
     window: CostWindow = field(default_factory=lambda: CostWindow(0, 1))
     trace: WorkTrace = field(default_factory=WorkTrace)
     last_step: int = 0
-    in_force: int | None = None
+    active_plan_id: int | None = None
     previous: int | None = None
-    asked: int | None = None
-    answered: dict[int, PlanResult] = field(default_factory=dict)
+    requested_step: int | None = None
+    results: dict[int, PlanResult] = field(default_factory=dict)
     refusals: int = 0
     base_pause_ns: int | None = None
     before_move: tuple[Step, ...] = ()
@@ -69,7 +69,7 @@ class RunState:
                     self.after_move.clear()
                     self.first_after.clear()
             case PlanRequest():
-                self.asked = record.step
+                self.requested_step = record.step
             case PlanResult():
                 self._result(record)
 
@@ -77,15 +77,15 @@ class RunState:
         self.header = header
         self.window = CostWindow(len(header.items), self.window_size)
         self.trace.expire()
-        self.last_step, self.in_force, self.previous, self.asked = 0, None, None, None
+        self.last_step, self.active_plan_id, self.previous, self.requested_step = 0, None, None, None
         self.before_move, self.after_move, self.first_after = (), deque(maxlen=self.window_size), []
         self.expected = {}
         self.refusals = 0
 
     def _step(self, step: Step) -> None:
         self.last_step = step.step
-        if self.asked is not None and step.step > self.asked:
-            self.asked = None
+        if self.requested_step is not None and step.step > self.requested_step:
+            self.requested_step = None
         self._enter(step.plan_id)
         self.window.add(step)
         self.trace.add(step)
@@ -94,25 +94,25 @@ class RunState:
             self.first_after.append(step)
 
     def _enter(self, plan_id: int) -> None:
-        if self.in_force != plan_id:
-            if self.in_force is not None:
+        if self.active_plan_id != plan_id:
+            if self.active_plan_id is not None:
                 self.window.renew()
                 self.before_move = tuple(self.after_move)
                 self.after_move.clear()
             self.first_after.clear()
-            self.previous, self.in_force = self.in_force, plan_id
+            self.previous, self.active_plan_id = self.active_plan_id, plan_id
 
     def _result(self, result: PlanResult) -> None:
-        self.answered[result.plan_id] = result
-        if self.asked is not None and result.step >= self.asked:
-            self.asked = None
+        self.results[result.plan_id] = result
+        if self.requested_step is not None and result.step >= self.requested_step:
+            self.requested_step = None
         if result.result in ("refused", "rolled_back"):
             self.refusals += 1
         if result.result == "applied":
             self.refusals = 0
             self._enter(result.plan_id)
             self._learn(result)
-        elif result.result == "rolled_back" and result.plan_id == self.in_force and self.previous is not None:
+        elif result.result == "rolled_back" and result.plan_id == self.active_plan_id and self.previous is not None:
             self._enter(self.previous)
 
     def _learn(self, result: PlanResult) -> None:

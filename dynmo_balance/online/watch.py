@@ -19,8 +19,8 @@ from ..formats.plan import SEGMENT_KEY, Plan, header_problems, plan_numbers, pla
 from ..formats.profile import Header, Step
 from ..inputs.profile_source import warn_of_units
 from .decision import WatchOptions, decide
-from .policies import Memory
-from .profile_follower import ProfileTail
+from .policies import PolicyState
+from .profile_follower import ProfileFollower
 from .run_state import RunState
 
 MAX_DOUBLINGS = 10
@@ -47,12 +47,12 @@ class Watcher:
         self._profile = run / "profile.jsonl"
         self._plans = run / "plans"
         self._options, self._beat = options, beat
-        self._tail = ProfileTail(self._profile, beat=beat)
+        self._tail = ProfileFollower(self._profile, beat=beat)
         self._state = RunState(window_size=options.window)
         self._base: Plan | None = None
         self._decided_at = -1
-        self._complaint = ""
-        self._memory = Memory()
+        self._last_warning = ""
+        self._memory = PolicyState()
         self._has_warned = False
         self._published: dict[int, tuple[int | None, object, int]] = {}  # number: base, segment and step of a plan
 
@@ -76,16 +76,16 @@ class Watcher:
             self._beat()
             if isinstance(record, Header):
                 headers -= 1
-                self._base, self._decided_at, self._memory, self._has_warned = None, -1, Memory(), False
+                self._base, self._decided_at, self._memory, self._has_warned = None, -1, PolicyState(), False
             elif isinstance(record, Step) and not self._has_warned:
                 self._has_warned = warn_of_units(self._profile, [record])
-            in_force = self._state.in_force
+            active_plan_id = self._state.active_plan_id
             self._state.feed(record)
-            if self._state.in_force != in_force:
+            if self._state.active_plan_id != active_plan_id:
                 self._memory = self._memory.after_move()
                 overdue = False
             is_replayed = 0 < left <= MAX_REPLAYED_RECORDS
-            if is_replayed and not headers and self._remembers and self._due():  # a header voids what is remembered
+            if is_replayed and not headers and self._is_stateful and self._due():  # a header voids what is remembered
                 overdue = self._decide(publishing=False)
         if (news.records or self._waiting_for_base()) and (self._due() or (decides and self._state.header is not None)):
             self._decide()
@@ -104,13 +104,13 @@ class Watcher:
         self._decided_at, self._memory = decided_at, memory
 
     def _waiting_for_base(self) -> bool:
-        return self._state.asked is not None and self._base is None
+        return self._state.requested_step is not None and self._base is None
 
     def _due(self) -> bool:
         state = self._state
         if state.header is None:
             return False
-        if state.asked is not None:
+        if state.requested_step is not None:
             return True
         pause = self._options.every << min(state.refusals, MAX_DOUBLINGS)
         if self._options.lockstep or (self._decided_at >= 0 and state.last_step < self._decided_at + pause):
@@ -118,25 +118,25 @@ class Watcher:
         return len(state.window) >= self._options.min_records
 
     @property
-    def _remembers(self) -> bool:
+    def _is_stateful(self) -> bool:
         """Whether the policy adds up over decisions, so that those of the past are made again after a restart."""
         return self._options.policy in ("regret", "threshold")
 
     def _decide(self, publishing: bool = True) -> bool:
         """Decide now; whether that asks for a plan which was not published and is not among the plans either."""
         base = self._find_base()
-        now = max(self._state.last_step, self._state.asked or 0)
+        now = max(self._state.last_step, self._state.requested_step or 0)
         # The past is decided again after a restart, while the plans of this decision and of later ones are there.
-        if base is None or self._unanswered(base, now if publishing else now - 1):
+        if base is None or self._has_pending_plan(base, now if publishing else now - 1):
             return False
         decision = decide(self._state, base, self._options, self._memory, self._previous())
-        self._decided_at, self._memory = self._state.last_step, decision.memory
+        self._decided_at, self._memory = self._state.last_step, decision.policy_state
         if not publishing:
             return decision.plan is not None and not self._was_published(base)
         written = ""
         if decision.plan is not None:
             segment = self._state.header.segment if self._state.header is not None else 0
-            plan = publish(self._plans, _stamped(decision.plan, segment))
+            plan = publish(self._plans, _with_segment(decision.plan, segment))
             written = f"; wrote plan {plan.plan_id}"
         say(decision.line + written)
         return False
@@ -144,24 +144,24 @@ class Watcher:
     def _find_base(self) -> Plan | None:
         """The active plan: as the profile reports it, or else the newest initial partition."""
         state = self._state
-        if self._base is not None and (state.in_force is None or self._base.plan_id == state.in_force):
+        if self._base is not None and (state.active_plan_id is None or self._base.plan_id == state.active_plan_id):
             return self._base
-        numbers = plan_numbers(self._plans) if state.in_force is None else [state.in_force]
+        numbers = plan_numbers(self._plans) if state.active_plan_id is None else [state.active_plan_id]
         for number in reversed(numbers):
             try:
                 plan = read_plan(plan_path(self._plans, number))
             except DynmoError as error:
-                self._complain(f"plan {number} cannot be used: {error}")
+                self._warn_once(f"plan {number} cannot be used: {error}")
                 continue
-            if state.in_force is None and plan.balancer != "initial":
+            if state.active_plan_id is None and plan.balancer != "initial":
                 continue
             problems = header_problems(plan, state.header) if state.header is not None else []
             if problems:
-                self._complain(f"plan {number} does not fit the profile: {problems[0]}")
+                self._warn_once(f"plan {number} does not fit the profile: {problems[0]}")
                 continue
             self._base = plan
             return plan
-        self._complain(f"no active plan in {self._plans} yet")
+        self._warn_once(f"no active plan in {self._plans} yet")
         return None
 
     def _previous(self) -> Plan | None:
@@ -174,13 +174,13 @@ class Watcher:
         except DynmoError:
             return None
 
-    def _unanswered(self, base: Plan, last_step: int) -> bool:
+    def _has_pending_plan(self, base: Plan, last_step: int) -> bool:
         """Whether a plan of this segment, based on the active plan, made up to a step, still waits for its result."""
         state = self._state
         for number, read_to_step in self._plans_after(base):
-            if number in state.answered:
+            if number in state.results:
                 break
-            if read_to_step <= last_step and (state.asked is None or read_to_step >= state.asked):
+            if read_to_step <= last_step and (state.requested_step is None or read_to_step >= state.requested_step):
                 return True
         return False
 
@@ -204,13 +204,13 @@ class Watcher:
             if base_plan_id == base.plan_id and of_segment == segment:
                 yield number, read_to_step
 
-    def _complain(self, text: str) -> None:
-        if text != self._complaint:
+    def _warn_once(self, text: str) -> None:
+        if text != self._last_warning:
             say(text)
-            self._complaint = text
+            self._last_warning = text
 
 
-def _stamped(plan: Plan, segment: int) -> Plan:
+def _with_segment(plan: Plan, segment: int) -> Plan:
     return replace(plan, extra={**(plan.extra or {}), SEGMENT_KEY: segment})
 
 
@@ -254,14 +254,14 @@ def watch(
             heartbeat.beat()
         if once:
             return
-        if parent_pid is not None and not _alive(parent_pid, is_child):
+        if parent_pid is not None and not _is_alive(parent_pid, is_child):
             say(f"process {parent_pid} is gone: ending")
             return
         if not news:
             time.sleep(poll_s)
 
 
-def _alive(pid: int, is_child: bool) -> bool:
+def _is_alive(pid: int, is_child: bool) -> bool:
     """Whether the process exists; a parent that ended shows as another parent even while nobody has reaped it."""
     if is_child:
         return os.getppid() == pid

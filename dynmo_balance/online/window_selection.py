@@ -16,21 +16,21 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from ..partition.problem import Problem
+from ..partition.problem import PartitionProblem
 from .regret import Works, WorkTrace, step_times
 
 DECAY = 0.98
 """The share of the earlier scores that is left at each decision."""
 FEWEST = 3
 """Decisions that must be measured before the long view can be followed."""
-TO_LONG, TO_SHORT = 0.99, 0.97
+LONG_THRESHOLD, SHORT_THRESHOLD = 0.99, 0.97
 """A view is left for one whose score is below this share of its own: within a phase either is ahead by turns."""
 
 Boundaries = tuple[int, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
-class View:
+class WindowScore:
     """One view of the past.
 
     Attributes:
@@ -43,12 +43,14 @@ class View:
     due_ns: float = 0.0
     score: float = 0.0
 
-    def measured(self, problem: Problem, fresh: Works) -> View:
+    def measured(self, problem: PartitionProblem, fresh: Works) -> WindowScore:
         """The view with its partition measured on new records, ``[records, items]``."""
         mean = float(step_times(problem, fresh, self.follows).mean())
         return replace(self, score=DECAY * self.score + mean + self.due_ns / len(fresh), due_ns=0.0)
 
-    def decided(self, problem: Problem, past: Works, proposed: Boundaries, *, min_gain: float, pause_ns: float) -> View:
+    def decided(
+        self, problem: PartitionProblem, past: Works, proposed: Boundaries, *, min_gain: float, pause_ns: float
+    ) -> WindowScore:
         """The view after it has weighed a partition by its own past."""
         if not self.follows:
             return replace(self, follows=proposed)
@@ -57,26 +59,26 @@ class View:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Views:
+class WindowSelection:
     """What a decision leaves for the next.
 
     Attributes:
         generation, records: of the trace, up to which the views are measured.
         short, long: the views.
         decisions: that have been measured.
-        prefers_long: whether the long view is followed.
+        uses_long: whether the long view is followed.
     """
 
     generation: int = 0
     records: int = 0
-    short: View = View()
-    long: View = View()
+    short: WindowScore = WindowScore()
+    long: WindowScore = WindowScore()
     decisions: int = 0
-    prefers_long: bool = False
+    uses_long: bool = False
 
     def after(
         self,
-        problem: Problem,
+        problem: PartitionProblem,
         trace: WorkTrace,
         works: Works,
         proposed: Sequence[Boundaries],
@@ -84,7 +86,7 @@ class Views:
         window: int,
         min_gain: float,
         pause_ns: float,
-    ) -> Views:
+    ) -> WindowSelection:
         """The views after a decision.
 
         Args:
@@ -97,7 +99,7 @@ class Views:
             pause_ns: what a change costs.
         """
         if self.generation != trace.generation:
-            fresh_start = Views(generation=trace.generation)
+            fresh_start = WindowSelection(generation=trace.generation)
             return fresh_start.after(
                 problem, trace, works, proposed, window=window, min_gain=min_gain, pause_ns=pause_ns
             )
@@ -111,8 +113,8 @@ class Views:
             view.decided(problem, past, boundaries, min_gain=min_gain, pause_ns=pause_ns)
             for view, past, boundaries in zip((short, long), pasts, proposed, strict=True)
         )
-        limit = TO_SHORT if self.prefers_long else TO_LONG
-        followed, other = (long, short) if self.prefers_long else (short, long)
+        limit = SHORT_THRESHOLD if self.uses_long else LONG_THRESHOLD
+        followed, other = (long, short) if self.uses_long else (short, long)
         is_left = decisions >= FEWEST and other.score < limit * followed.score
         return replace(
             self,
@@ -120,5 +122,5 @@ class Views:
             short=short,
             long=long,
             decisions=decisions,
-            prefers_long=self.prefers_long != is_left,
+            uses_long=self.uses_long != is_left,
         )

@@ -25,7 +25,7 @@ from collections.abc import Callable, Mapping, Sequence
 from .._common.errors import UsageError
 from ..formats.plan import CUSTOM, V_SCHEDULES, Plan, position_of
 from ..formats.profile import Header, Item
-from ..schedules.registry import order_of
+from ..schedules.registry import build_order
 
 ENDS = ("embedding", "head")
 TORCH_NAMES: Mapping[tuple[str, bool], str] = {
@@ -227,7 +227,7 @@ def torch_csv(plan: Plan, header: Header, microbatches: int, version: str | None
         if found != microbatches:
             raise UsageError(f"the plan's operations are of {found} microbatches, not of {microbatches}")
         return "\n".join(",".join(line.split()) for line in plan.operations)
-    order = order_of(plan.schedule, len(plan.workers), plan.virtual_stages_per_worker, microbatches)
+    order = build_order(plan.schedule, len(plan.workers), plan.virtual_stages_per_worker, microbatches)
     return "\n".join(",".join(map(str, operations)) for operations in order)
 
 

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from html import escape
 
 from ..formats.plan import Plan
-from ..inputs.run_history import History, PlanStory
-from ..partition.problem import Problem
+from ..inputs.run_history import PlanHistory, RunHistory
+from ..partition.problem import PartitionProblem
 from ..simulation.simulator import predict
 from .svg import line_chart
 from .timeline import as_svg
@@ -40,8 +40,8 @@ def _table(columns: Sequence[str], rows: Sequence[Sequence[str]], words: int | N
     return f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(body)}</tbody></table>"
 
 
-def _story_row(story: PlanStory) -> list[str]:
-    plan, result = story.plan, story.result
+def _plan_row(plan_history: PlanHistory) -> list[str]:
+    plan, result = plan_history.plan, plan_history.result
     return [
         str(plan.plan_id),
         plan.action,
@@ -51,7 +51,7 @@ def _story_row(story: PlanStory) -> list[str]:
         f"{plan.migration.bytes / 1e6:.1f}",
         "-" if result is None else _ms(result.pause_ns),
         _share(plan.predicted.gain_fraction if plan.predicted is not None else None),
-        _share(story.realised),
+        _share(plan_history.realized),
         plan.reason,
     ]
 
@@ -59,29 +59,29 @@ def _story_row(story: PlanStory) -> list[str]:
 _PLAN_COLUMNS = ("plan", "action", "result", "read to", "items", "MB", "pause ms", "predicted", "measured", "reason")
 
 
-def _summary(history: History) -> str:
+def _summary(history: RunHistory) -> str:
     steps = history.steps
     quarter = max(1, len(steps) // 10)
     first = sum(step.step_ns for step in steps[:quarter]) // quarter
     last = sum(step.step_ns for step in steps[-quarter:]) // quarter
-    pauses = sum(story.result.pause_ns for story in history.moves if story.result is not None)
+    pauses = sum(plan_history.result.pause_ns for plan_history in history.moves if plan_history.result is not None)
     rows = [
         ["run", history.header.run_id],
         ["model", f"{history.header.model.family}, {history.header.model.num_layers} layers"],
         ["steps", f"{steps[0].step} to {steps[-1].step}"],
-        ["plans, of these taken", f"{len(history.stories)}, {len(history.moves)}"],
+        ["plans, of these taken", f"{len(history.plan_histories)}, {len(history.moves)}"],
         ["step at first, at last", f"{_ms(first)} ms, {_ms(last)} ms"],
         ["pauses of moves, together", f"{_ms(pauses)} ms"],
     ]
     return _table(["", ""], rows)
 
 
-def _charts(history: History) -> list[str]:
+def _charts(history: RunHistory) -> list[str]:
     xs = [step.step for step in history.steps]
     marks = [
-        (story.result.step, f"plan {story.plan.plan_id}: {story.plan.reason}")
-        for story in history.moves
-        if story.result is not None
+        (plan_history.result.step, f"plan {plan_history.plan.plan_id}: {plan_history.plan.reason}")
+        for plan_history in history.moves
+        if plan_history.result is not None
     ]
     marks += [(event.step, event.kind) for event in history.events if event.kind not in UNMARKED_EVENTS]
     parts = [
@@ -95,8 +95,8 @@ def _charts(history: History) -> list[str]:
     return parts
 
 
-def _timelines(problem: Problem, first: Plan, last: Plan) -> list[str]:
-    workers = [place.worker for place in problem.places]
+def _timelines(problem: PartitionProblem, first: Plan, last: Plan) -> list[str]:
+    workers = [slot.worker for slot in problem.slots]
     parts = ["<h2>A step before and after, simulated with the newest costs</h2>"]
     for name, plan in (("the initial partition", first), (f"plan {last.plan_id}", last)):
         if len(plan.stages) == problem.num_stages:
@@ -104,7 +104,7 @@ def _timelines(problem: Problem, first: Plan, last: Plan) -> list[str]:
     return parts
 
 
-def html(history: History, problem: Problem | None) -> str:
+def html(history: RunHistory, problem: PartitionProblem | None) -> str:
     """The whole page; ``problem`` holds the newest costs, for the timelines."""
     parts = [
         "<!doctype html>",
@@ -114,7 +114,7 @@ def html(history: History, problem: Problem | None) -> str:
         _summary(history),
         *_charts(history),
         "<h2>Plans</h2>",
-        _table(_PLAN_COLUMNS, [_story_row(story) for story in history.stories], words=9),
+        _table(_PLAN_COLUMNS, [_plan_row(plan_history) for plan_history in history.plan_histories], words=9),
     ]
     initial = [plan for plan in history.plans.values() if plan.balancer == "initial"]
     newest = history.plans.get(history.steps[-1].plan_id)

@@ -9,9 +9,9 @@ from typing import Any
 
 from .._common.console import emit, emit_table, human_bytes, say
 from ..analysis.search import Search
-from ..analysis.what_if import GIVEN, Cell, Row
+from ..analysis.what_if import NEUTRAL_DYNAMICS, Cell, Row
 from ..analysis.what_if_compression import CompressedRow
-from ..partition.problem import Problem
+from ..partition.problem import PartitionProblem
 from ..partition.registry import Solution
 from ..planning.plan_builder import Proposal
 from ..simulation.bounds import bounds_of
@@ -33,20 +33,20 @@ def span_name(names: Sequence[str]) -> str:
     return names[0] if len(names) == 1 else f"{names[0]} .. {names[-1]} ({len(names)})"
 
 
-def show_stages(problem: Problem, boundaries: Sequence[int], timeline: Timeline) -> None:
+def print_stages(problem: PartitionProblem, boundaries: Sequence[int], timeline: Timeline) -> None:
     """One line a stage: items, time of a microbatch, and its worker's load and memory."""
     work = problem.chain.work_ns
     rows = []
     for stage, (begin, end) in enumerate(pairwise(boundaries)):
-        place = problem.place(stage)
+        slot = problem.slot(stage)
         at = problem.positions[stage]
-        cap = "-" if place.memory_bytes is None else human_bytes(place.memory_bytes)
+        cap = "-" if slot.memory_bytes is None else human_bytes(slot.memory_bytes)
         rows.append(
             [
                 str(stage),
-                str(place.worker),
+                str(slot.worker),
                 span_name(problem.chain.names[begin:end]),
-                milliseconds(place.time_ns(sum(work[begin:end]))),
+                milliseconds(slot.time_ns(sum(work[begin:end]))),
                 f"{timeline.busy_ns[at] / timeline.step_ns:.1%}" if timeline.step_ns else "-",
                 human_bytes(timeline.peak_memory_bytes[at]),
                 cap,
@@ -56,7 +56,9 @@ def show_stages(problem: Problem, boundaries: Sequence[int], timeline: Timeline)
     emit_table(f"{problem.schedule}, {problem.microbatches} microbatches", columns, rows)
 
 
-def certificate(problem: Problem, solution: Solution, timeline: Timeline, *, is_minimized: bool = True) -> list[str]:
+def certificate(
+    problem: PartitionProblem, solution: Solution, timeline: Timeline, *, is_minimized: bool = True
+) -> list[str]:
     """How good the answer is by its objective, and how far the bottleneck is from its bound.
 
     Args:
@@ -82,10 +84,10 @@ def certificate(problem: Problem, solution: Solution, timeline: Timeline, *, is_
     ]
 
 
-def show_proposal(proposal: Proposal, static_step_ns: int, *, is_minimized: bool = True) -> None:
+def print_proposal(proposal: Proposal, static_step_ns: int, *, is_minimized: bool = True) -> None:
     """A partition with its certificate and predictions."""
     problem, solution, timeline = proposal.problem, proposal.solution, proposal.timeline
-    show_stages(problem, solution.boundaries, timeline)
+    print_stages(problem, solution.boundaries, timeline)
     for line in certificate(problem, solution, timeline, is_minimized=is_minimized):
         emit(line)
     emit(
@@ -100,7 +102,7 @@ def show_proposal(proposal: Proposal, static_step_ns: int, *, is_minimized: bool
         )
 
 
-def say_search(found: Search, shown: int = 8) -> None:
+def log_search(found: Search, shown: int = 8) -> None:
     """The best of a search on stderr, and how far it is from what nothing can beat."""
     bounds = found.bounds
     for candidate in (found.best, *found.others[: shown - 1]):
@@ -118,31 +120,33 @@ def say_search(found: Search, shown: int = 8) -> None:
 
 def _places(cells: Sequence[Cell]) -> tuple[list[str], list[list[str]]]:
     """The columns that say which cell it is, and those of each cell; what is nowhere varied is left out."""
-    varied = [name for name, neutral in GIVEN.items() if any(getattr(cell, name) != neutral for cell in cells)]
+    varied = [
+        name for name, neutral in NEUTRAL_DYNAMICS.items() if any(getattr(cell, name) != neutral for cell in cells)
+    ]
     schedules = len({cell.schedule for cell in cells}) > 1
     columns = ["stages", "microbatches", *(["schedule"] if schedules else []), *varied]
-    places = []
+    slots = []
     for cell in cells:
-        place = [str(cell.stages), str(cell.microbatches), *([cell.schedule] if schedules else [])]
-        places.append([*place, *(f"{getattr(cell, name):.2f}" for name in varied)])
-    return columns, places
+        slot = [str(cell.stages), str(cell.microbatches), *([cell.schedule] if schedules else [])]
+        slots.append([*slot, *(f"{getattr(cell, name):.2f}" for name in varied)])
+    return columns, slots
 
 
-def show_rows(rows: Sequence[Row], keep: float) -> None:
+def print_rows(rows: Sequence[Row], keep: float) -> None:
     """The what-if table; columns of dynamics that are nowhere varied are left out."""
-    columns, places = _places([row.cell for row in rows])
+    columns, slots = _places([row.cell for row in rows])
     columns += ["step ms", "uniform ms", "bubble", "samples/s", "memory", "front"]
     columns += ["release (balanced)", "release (uniform)"]
-    cells = [[*place, *_numbers(row)] for place, row in zip(places, rows, strict=True)]
+    cells = [[*slot, *_numbers(row)] for slot, row in zip(slots, rows, strict=True)]
     emit_table(f"what if (release: workers to release while keeping {keep:.0%} of the throughput)", columns, cells)
 
 
-def show_compressed(rows: Sequence[CompressedRow]) -> None:
+def print_compressed(rows: Sequence[CompressedRow]) -> None:
     """The what-if table with compression: steps without and with it, bytes, and the time of making and undoing."""
-    columns, places = _places([row.cell for row in rows])
+    columns, slots = _places([row.cell for row in rows])
     columns += ["GB/s", "rank", "replica rank", "step ms", "compressed ms", "gain", "gradient", "factors"]
     columns += ["make ms", "undo ms", "between replicas", "as factors", "way"]
-    cells = [[*place, *_compressed(row)] for place, row in zip(places, rows, strict=True)]
+    cells = [[*slot, *_compressed(row)] for slot, row in zip(slots, rows, strict=True)]
     emit_table("what if gradients were compressed (rank -: sent as they are)", columns, cells)
 
 
@@ -150,12 +154,12 @@ def _compressed(row: CompressedRow) -> list[str]:
     given = ["-" if row.link_gbps is None else f"{row.link_gbps:g}", *(str(rank or "-") for rank in row.ranks)]
     if row.step_ns is None or row.gain is None:
         return [*given, "infeasible", *["-"] * 9]
-    told = row.figures
-    sizes = [human_bytes(told[key]) if key in told else "-" for key in ("boundary_whole_bytes", "boundary_bytes")]
-    times = [milliseconds(told.get(key), 2) if key in told else "-" for key in ("compress_ns", "decompress_ns")]
-    sums = [human_bytes(sum(told[k])) if k in told else "-" for k in ("replica_whole_bytes", "replica_bytes")]
+    figures = row.figures
+    sizes = [human_bytes(figures[key]) if key in figures else "-" for key in ("boundary_whole_bytes", "boundary_bytes")]
+    times = [milliseconds(figures.get(key), 2) if key in figures else "-" for key in ("compress_ns", "decompress_ns")]
+    sums = [human_bytes(sum(figures[k])) if k in figures else "-" for k in ("replica_whole_bytes", "replica_bytes")]
     steps = [milliseconds(row.step_whole_ns, 2), milliseconds(row.step_ns, 2), f"{row.gain:.2f}"]
-    return [*given, *steps, *sizes, *times, *sums, str(told.get("selective_grad_comp_way", "-"))]
+    return [*given, *steps, *sizes, *times, *sums, str(figures.get("selective_grad_comp_way", "-"))]
 
 
 def compressed_document(row: CompressedRow) -> dict[str, Any]:

@@ -11,29 +11,29 @@ from dataclasses import replace
 
 from ..costs.cost_window import SPEED_UNIT
 from .exact import solve
-from .problem import Problem
+from .problem import PartitionProblem
 
 
-def _free(problem: Problem) -> Problem:
-    places = tuple(replace(place, speed_ppm=SPEED_UNIT, memory_bytes=None) for place in problem.places)
-    return replace(problem, places=places)
+def _free(problem: PartitionProblem) -> PartitionProblem:
+    slots = tuple(replace(slot, speed_ppm=SPEED_UNIT, memory_bytes=None) for slot in problem.slots)
+    return replace(problem, slots=slots)
 
 
-def _boundaries(problem: Problem, weights: Sequence[int] | None) -> tuple[int, ...]:
+def _boundaries(problem: PartitionProblem, weights: Sequence[int] | None) -> tuple[int, ...]:
     return solve(_free(problem), weights).boundaries
 
 
-def by_time(problem: Problem) -> tuple[int, ...]:
+def balance_time(problem: PartitionProblem) -> tuple[int, ...]:
     """The boundaries that balance forward plus backward time."""
     return _boundaries(problem, None)
 
 
-def by_parameters(problem: Problem) -> tuple[int, ...]:
+def balance_parameters(problem: PartitionProblem) -> tuple[int, ...]:
     """The boundaries that balance parameter counts."""
     return _boundaries(problem, [item.param_count for item in problem.chain.items])
 
 
-def with_parameters(problem: Problem) -> Problem:
+def with_parameter_costs(problem: PartitionProblem) -> PartitionProblem:
     """The problem as a balancer sees it that takes parameter counts for time, and workers for equal."""
     counts = tuple(item.param_count for item in problem.chain.items)
     none = (0,) * len(counts)

@@ -9,14 +9,14 @@ from functools import cached_property
 from itertools import pairwise
 
 from .._common.errors import UsageError
-from .problem import InfeasibleError, Place, Problem
+from .problem import InfeasibleError, PartitionProblem, WorkerSlot
 
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
     """A problem made ready for the solvers.
 
-    ``heaviest`` is the work of the heaviest unit.
+    ``heaviest_unit_ns`` is the work of the heaviest unit.
     ``free`` is true where nothing but the least number of units limits single cuts: there are no pins.
     ``load``, ``static`` and ``activation`` are prefix sums at the permitted cuts; the last two are empty where no
     worker has a memory limit.
@@ -28,21 +28,21 @@ class Limits:
     load: Sequence[int]
     static: Sequence[int]
     activation: Sequence[int]
-    places: tuple[Place, ...]
+    slots: tuple[WorkerSlot, ...]
     in_flight: tuple[int, ...]
     min_units: int
     lowest: tuple[int, ...]
     highest: tuple[int, ...]
-    heaviest: int
+    heaviest_unit_ns: int
     free: bool
 
     @cached_property
     def equal_speeds(self) -> bool:
         """Whether all workers are alike in speed."""
-        return all(place.speed_ppm == self.places[0].speed_ppm for place in self.places)
+        return all(slot.speed_ppm == self.slots[0].speed_ppm for slot in self.slots)
 
     @cached_property
-    def usual_width(self) -> int:
+    def search_width(self) -> int:
         """How many cuts ahead the end of a stage is looked for first."""
         return 2 * self.units // self.stages + 8
 
@@ -54,23 +54,23 @@ class Limits:
     @property
     def stages(self) -> int:
         """How many stages there are."""
-        return len(self.places)
+        return len(self.slots)
 
     def time_ns(self, stage: int, begin: int, end: int) -> int:
         """How long the stage works on these units in a microbatch."""
-        return self.places[stage].time_ns(self.load[end] - self.load[begin])
+        return self.slots[stage].time_ns(self.load[end] - self.load[begin])
 
     def memory_bytes(self, stage: int, begin: int, end: int) -> int:
         """Static memory and the activations of the microbatches in flight."""
-        held = self.activation[end] - self.activation[begin]
-        return self.static[end] - self.static[begin] + self.in_flight[stage] * held
+        activation_bytes = self.activation[end] - self.activation[begin]
+        return self.static[end] - self.static[begin] + self.in_flight[stage] * activation_bytes
 
     def fits(self, stage: int, begin: int, end: int) -> bool:
         """Whether the worker's memory holds these units."""
-        cap = self.places[stage].memory_bytes
+        cap = self.slots[stage].memory_bytes
         return cap is None or self.memory_bytes(stage, begin, end) <= cap
 
-    def furthest(self, stage: int, begin: int, work_ns: int) -> int:
+    def latest_end(self, stage: int, begin: int, work_ns: int) -> int:
         """The last cut at which the stage may end if it begins at ``begin`` and does at most ``work_ns``."""
         end = bisect_right(self.load, self.load[begin] + work_ns, begin) - 1
         if not self.static or self.fits(stage, begin, end):
@@ -84,7 +84,7 @@ class Limits:
                 above = middle
         return below
 
-    def earliest(self, stage: int, end: int, work_ns: int) -> int:
+    def earliest_begin(self, stage: int, end: int, work_ns: int) -> int:
         """The first cut at which the stage may begin if it ends at ``end`` and does at most ``work_ns``."""
         begin = bisect_left(self.load, self.load[end] - work_ns, 0, end)
         if not self.static or self.fits(stage, begin, end):
@@ -99,7 +99,7 @@ class Limits:
         return above
 
 
-def make_limits(problem: Problem, weights: Sequence[int] | None = None) -> Limits:
+def make_limits(problem: PartitionProblem, weights: Sequence[int] | None = None) -> Limits:
     """The limits of a problem; ``weights`` per item stand in for the work where a balancer goes by something else."""
     chain = problem.chain
     stages, units = problem.num_stages, len(chain.cuts) - 1
@@ -121,16 +121,16 @@ def make_limits(problem: Problem, weights: Sequence[int] | None = None) -> Limit
             lowest[p] = max(lowest[p], lowest[p - 1] + problem.min_units)
             highest[stages - p] = min(highest[stages - p], highest[stages - p + 1] - problem.min_units)
         _check_pins(problem, lowest, highest)
-    limited = any(place.memory_bytes is not None for place in problem.places)
+    limited = any(slot.memory_bytes is not None for slot in problem.slots)
     weights = chain.work_ns if weights is None else weights
-    load = chain.at_cuts(weights)
+    load = chain.prefix_at_cuts(weights)
     whole = len(load) == len(weights) + 1
     return Limits(
         load=load,
-        heaviest=max(weights) if whole else max(b - a for a, b in pairwise(load)),
-        static=chain.at_cuts(chain.static_bytes) if limited else (),
-        activation=chain.at_cuts(chain.kept_bytes) if limited else (),
-        places=tuple(problem.place(stage) for stage in range(stages)),
+        heaviest_unit_ns=max(weights) if whole else max(b - a for a, b in pairwise(load)),
+        static=chain.prefix_at_cuts(chain.static_bytes) if limited else (),
+        activation=chain.prefix_at_cuts(chain.stored_bytes) if limited else (),
+        slots=tuple(problem.slot(stage) for stage in range(stages)),
         in_flight=problem.in_flight,
         min_units=problem.min_units,
         lowest=tuple(lowest),
@@ -139,7 +139,7 @@ def make_limits(problem: Problem, weights: Sequence[int] | None = None) -> Limit
     )
 
 
-def _check_pins(problem: Problem, lowest: Sequence[int], highest: Sequence[int]) -> None:
+def _check_pins(problem: PartitionProblem, lowest: Sequence[int], highest: Sequence[int]) -> None:
     """Refuse pins that no partition obeys, whatever the costs.
 
     Raises:
@@ -163,9 +163,9 @@ def _check_pins(problem: Problem, lowest: Sequence[int], highest: Sequence[int])
     cut = next((p for p in range(1, len(lowest)) if lowest[p] > highest[p]), None)
     if cut is not None:
         pinned = ", ".join(f"--pin {name}:{stage}" for _, stage, name in pins)
-        held = f"the first {cut} stages together" if cut > 1 else "stage 0"
+        activation_bytes = f"the first {cut} stages together" if cut > 1 else "stage 0"
         raise InfeasibleError(
-            f"{pinned}: {held} must hold at least {lowest[cut]} unit{'' if lowest[cut] == 1 else 's'},"
+            f"{pinned}: {activation_bytes} must hold at least {lowest[cut]} unit{'' if lowest[cut] == 1 else 's'},"
             f" but at most {highest[cut]} so that each other stage has {problem.min_units};"
             " change the pins or use --min-layers 0"
         )

@@ -7,13 +7,13 @@ Weights are forward plus backward time. The table costs ``stages * units^2``.
 
 from __future__ import annotations
 
-from .problem import Problem
+from .problem import PartitionProblem
 
 
-def boundaries(problem: Problem) -> tuple[int, ...]:
+def boundaries(problem: PartitionProblem) -> tuple[int, ...]:
     """The boundaries; parts may not be empty as long as there are units enough."""
     cuts = problem.chain.cuts
-    load = problem.chain.at_cuts(problem.chain.work_ns)
+    load = problem.chain.prefix_at_cuts(problem.chain.work_ns)
     units, parts = len(cuts) - 1, problem.num_stages
     least = 1 if units >= parts else 0
     # best[i] is (difference, heaviest, lightest, cuts) of the first i units in the parts so far

@@ -12,7 +12,7 @@ from bisect import bisect_right
 
 from . import uniform
 from .constraints import Limits, make_limits
-from .problem import Problem
+from .problem import PartitionProblem
 
 MAX_ROUNDS = 1000
 
@@ -20,15 +20,15 @@ MAX_ROUNDS = 1000
 def _split(limits: Limits, left: int, begin: int, end: int) -> int:
     """Where two neighbours split ``[begin, end)`` so that the slower of them is as fast as can be."""
     load = limits.load
-    speed = limits.places[left].speed_ppm
-    share = (load[end] - load[begin]) * speed // (speed + limits.places[left + 1].speed_ppm)
-    near = bisect_right(load, load[begin] + share, begin, end + 1)
+    speed = limits.slots[left].speed_ppm
+    share = (load[end] - load[begin]) * speed // (speed + limits.slots[left + 1].speed_ppm)
+    target = bisect_right(load, load[begin] + share, begin, end + 1)
     least = limits.min_units if end - begin >= 2 * limits.min_units else 0
-    choices = [min(max(at, begin + least), end - least) for at in (near - 1, near)]
+    choices = [min(max(at, begin + least), end - least) for at in (target - 1, target)]
     return min(choices, key=lambda at: max(limits.time_ns(left, begin, at), limits.time_ns(left + 1, at, end)))
 
 
-def rounds(problem: Problem) -> tuple[tuple[int, ...], int]:
+def rounds(problem: PartitionProblem) -> tuple[tuple[int, ...], int]:
     """The boundaries at the equilibrium, and how many rounds it took to get there."""
     limits = make_limits(problem)
     cuts = list(_start(problem))
@@ -46,19 +46,19 @@ def rounds(problem: Problem) -> tuple[tuple[int, ...], int]:
     return tuple(problem.chain.cuts[cut] for cut in cuts), MAX_ROUNDS
 
 
-def _start(problem: Problem) -> tuple[int, ...]:
+def _start(problem: PartitionProblem) -> tuple[int, ...]:
     positions = problem.chain.cuts
     if problem.current is not None:
         begins = [begin for begin, _ in problem.current]
         if begins == sorted(begins) and begins[0] == 0:
-            wanted = (*begins, positions[-1])
+            boundaries_now = (*begins, positions[-1])
         else:
-            wanted = uniform.boundaries(problem)
+            boundaries_now = uniform.boundaries(problem)
     else:
-        wanted = uniform.boundaries(problem)
-    return tuple(max(0, bisect_right(positions, position) - 1) for position in wanted)
+        boundaries_now = uniform.boundaries(problem)
+    return tuple(max(0, bisect_right(positions, position) - 1) for position in boundaries_now)
 
 
-def boundaries(problem: Problem) -> tuple[int, ...]:
+def boundaries(problem: PartitionProblem) -> tuple[int, ...]:
     """The boundaries at the equilibrium."""
     return rounds(problem)[0]

@@ -19,8 +19,8 @@ from itertools import pairwise
 
 from ..costs.cost_window import SPEED_UNIT
 from .constraints import Limits, make_limits
-from .feasible_cuts import Oversize, reachable, succeeds, walk_back
-from .problem import InfeasibleError, Problem, check_size
+from .feasible_cuts import OversizedUnits, partition_from_sets, reachable_cuts, reaches_end
+from .problem import InfeasibleError, PartitionProblem, check_size
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +52,7 @@ class _Probe:
     """Success: the bottleneck achieved. Failure: the next that could succeed, None if no bottleneck ever can."""
 
 
-def bottleneck_of(limits: Limits, cuts: Sequence[int]) -> int:
+def partition_bottleneck_ns(limits: Limits, cuts: Sequence[int]) -> int:
     """The time of the slowest stage of a partition."""
     return max(limits.time_ns(stage, a, b) for stage, (a, b) in enumerate(pairwise(cuts)))
 
@@ -62,7 +62,7 @@ def greedy(limits: Limits, bottleneck: int) -> _Probe:
     cuts, following = [0], None
     for stage in range(limits.stages):
         begin, high = cuts[-1], limits.highest[stage + 1]
-        end = min(limits.furthest(stage, begin, limits.places[stage].work_ns(bottleneck)), high)
+        end = min(limits.latest_end(stage, begin, limits.slots[stage].work_ns(bottleneck)), high)
         if end < high:
             longer = limits.time_ns(stage, begin, end + 1)
             if longer > bottleneck and (following is None or longer < following):
@@ -72,48 +72,48 @@ def greedy(limits: Limits, bottleneck: int) -> _Probe:
         cuts.append(end)
     if cuts[-1] < limits.units:
         return _Probe(cuts=None, value=following)
-    return _Probe(cuts=tuple(cuts), value=bottleneck_of(limits, cuts))
+    return _Probe(cuts=tuple(cuts), value=partition_bottleneck_ns(limits, cuts))
 
 
-def only_work_counts(limits: Limits) -> bool:
+def is_work_only(limits: Limits) -> bool:
     """Whether only the work limits a stage: then a greedy probe that keeps a unit for each later stage is exact."""
     return limits.min_units <= 1 and limits.equal_speeds and not limits.static and limits.free
 
 
-def start_of(limits: Limits) -> int:
+def simple_lower_bound(limits: Limits) -> int:
     """A bottleneck that no partition can be below: all work over all speed, and the heaviest unit on the fastest."""
-    speed = sum(place.speed_ppm for place in limits.places)
-    fastest = max(limits.places, key=lambda place: place.speed_ppm)
-    return max(-(-limits.load[-1] * SPEED_UNIT // speed), fastest.time_ns(limits.heaviest))
+    speed = sum(slot.speed_ppm for slot in limits.slots)
+    fastest = max(limits.slots, key=lambda slot: slot.speed_ppm)
+    return max(-(-limits.load[-1] * SPEED_UNIT // speed), fastest.time_ns(limits.heaviest_unit_ns))
 
 
-def _ceiling(limits: Limits) -> int:
+def _upper_bound(limits: Limits) -> int:
     """A bottleneck that some partition meets if any does; tight where only the work counts."""
-    if only_work_counts(limits):
-        return limits.places[0].time_ns(-(-limits.load[-1] // limits.stages) + limits.heaviest)
-    return max(place.time_ns(limits.load[-1]) for place in limits.places)
+    if is_work_only(limits):
+        return limits.slots[0].time_ns(-(-limits.load[-1] // limits.stages) + limits.heaviest_unit_ns)
+    return max(slot.time_ns(limits.load[-1]) for slot in limits.slots)
 
 
-def _probe(limits: Limits, bottleneck: int, plain: bool, oversize: Oversize) -> _Probe:
+def _probe(limits: Limits, bottleneck: int, plain: bool, oversize: OversizedUnits) -> _Probe:
     if plain:
-        return _plain_greedy(limits, bottleneck)
+        return _work_only_greedy(limits, bottleneck)
     probe = greedy(limits, bottleneck)
     if probe.cuts is None or all(b - a >= limits.min_units for a, b in pairwise(probe.cuts)):
         return probe
-    sets, following = reachable(limits, bottleneck, oversize)
-    if not succeeds(limits, sets):
+    sets, following = reachable_cuts(limits, bottleneck, oversize)
+    if not reaches_end(limits, sets):
         # With more than one unit a stage, what blocks a start is not followed up: try the next nanosecond.
         return _Probe(cuts=None, value=following if limits.min_units < 2 else bottleneck + 1)
-    cuts = walk_back(limits, sets, bottleneck)
-    return _Probe(cuts=cuts, value=bottleneck_of(limits, cuts))
+    cuts = partition_from_sets(limits, sets, bottleneck)
+    return _Probe(cuts=cuts, value=partition_bottleneck_ns(limits, cuts))
 
 
-def _plain_greedy(limits: Limits, bottleneck: int) -> _Probe:
+def _work_only_greedy(limits: Limits, bottleneck: int) -> _Probe:
     """``greedy`` without memory and at equal speeds, which is most of all cases, without a call in its loop."""
-    load, place = limits.load, limits.places[0]
+    load, slot = limits.load, limits.slots[0]
     highest, least = limits.highest, limits.min_units
-    work = place.work_ns(bottleneck)
-    units, whole, width = limits.units, load[-1], limits.usual_width
+    work = slot.work_ns(bottleneck)
+    units, whole, width = limits.units, load[-1], limits.search_width
     begin, cuts, following, done = 0, [0], whole + 1, load[0]
     left = limits.stages
     for high in highest[1:]:
@@ -138,16 +138,16 @@ def _plain_greedy(limits: Limits, bottleneck: int) -> _Probe:
             end = -1
             break
     if end < units:
-        return _Probe(cuts=None, value=None if following > load[-1] else place.time_ns(following))
-    return _Probe(cuts=tuple(cuts), value=place.time_ns(max(load[b] - load[a] for a, b in pairwise(cuts))))
+        return _Probe(cuts=None, value=None if following > load[-1] else slot.time_ns(following))
+    return _Probe(cuts=tuple(cuts), value=slot.time_ns(max(load[b] - load[a] for a, b in pairwise(cuts))))
 
 
-def least_bottleneck(limits: Limits) -> tuple[int, tuple[int, ...]]:
+def minimize_bottleneck(limits: Limits) -> tuple[int, tuple[int, ...]]:
     """The least bottleneck and a partition that has it; raises ``InfeasibleError`` where there is none."""
-    plain = only_work_counts(limits)
-    oversize = Oversize(limits)
-    ceiling = _ceiling(limits)
-    low, high = start_of(limits), ceiling
+    plain = is_work_only(limits)
+    oversize = OversizedUnits(limits)
+    ceiling = _upper_bound(limits)
+    low, high = simple_lower_bound(limits), ceiling
     best: tuple[int, ...] | None = None
     trial = low  # often already the answer
     while True:
@@ -155,7 +155,7 @@ def least_bottleneck(limits: Limits) -> tuple[int, tuple[int, ...]]:
         if probe.cuts is not None and probe.value is not None:
             best, high = probe.cuts, probe.value
         elif probe.value is None or probe.value > ceiling:
-            raise InfeasibleError(why_infeasible(limits))
+            raise InfeasibleError(infeasibility_reason(limits))
         else:
             low = probe.value
         if best is not None and low >= high:
@@ -163,18 +163,18 @@ def least_bottleneck(limits: Limits) -> tuple[int, tuple[int, ...]]:
         trial = (low + high) // 2
 
 
-def why_infeasible(limits: Limits) -> str:
+def infeasibility_reason(limits: Limits) -> str:
     """Which limit cannot be met, in words."""
     for unit in range(limits.units):
         if not any(limits.fits(stage, unit, unit + 1) for stage in range(limits.stages)):
             need = min(limits.memory_bytes(stage, unit, unit + 1) for stage in range(limits.stages))
-            most = max(place.memory_bytes or 0 for place in limits.places)
+            most = max(slot.memory_bytes or 0 for slot in limits.slots)
             return (
                 f"unit {unit} needs {need:,} bytes with its activations in flight, the largest worker has {most:,};"
                 " give more memory, fewer microbatches in flight or --granularity sublayer"
             )
     total = limits.static[-1] - limits.static[0]
-    caps = [place.memory_bytes for place in limits.places if place.memory_bytes is not None]
+    caps = [slot.memory_bytes for slot in limits.slots if slot.memory_bytes is not None]
     return (
         f"no contiguous partition on {limits.stages} stages keeps within the memory limits: the model's state alone is"
         f" {total:,} bytes, the workers have {sum(caps):,}; use more workers, more memory"
@@ -182,7 +182,7 @@ def why_infeasible(limits: Limits) -> str:
     )
 
 
-def blocking_run(limits: Limits, bottleneck: int) -> tuple[int, int]:
+def find_blocking_run(limits: Limits, bottleneck: int) -> tuple[int, int]:
     """The shortest run of units that one stage would have to hold, and cannot, below the bottleneck.
 
     Below it the stages before can end at ``left[p]`` at best and those after can begin at ``right[p + 1]`` at best,
@@ -190,26 +190,26 @@ def blocking_run(limits: Limits, bottleneck: int) -> tuple[int, int]:
     """
     if bottleneck == 0:
         return 0, 0
-    if only_work_counts(limits):
-        left, right = _plain_ends(limits, bottleneck)
+    if is_work_only(limits):
+        left, right = _work_only_ends(limits, bottleneck)
         runs = [(a, b) for a, b in zip(left, right[1:], strict=False) if a < b]
         return min(runs, key=lambda run: (run[1] - run[0], run[0]), default=(0, 0))
     left, right = [0], [limits.units]
     for stage in range(limits.stages):
-        work = limits.places[stage].work_ns(bottleneck - 1)
-        left.append(min(limits.furthest(stage, left[-1], work), limits.highest[stage + 1]))
+        work = limits.slots[stage].work_ns(bottleneck - 1)
+        left.append(min(limits.latest_end(stage, left[-1], work), limits.highest[stage + 1]))
     for stage in range(limits.stages - 1, -1, -1):
-        work = limits.places[stage].work_ns(bottleneck - 1)
-        right.append(max(limits.earliest(stage, right[-1], work), limits.lowest[stage]))
+        work = limits.slots[stage].work_ns(bottleneck - 1)
+        right.append(max(limits.earliest_begin(stage, right[-1], work), limits.lowest[stage]))
     right.reverse()
     runs = [(left[p], right[p + 1]) for p in range(limits.stages) if left[p] < right[p + 1]]
     return min(runs, key=lambda run: (run[1] - run[0], run[0]), default=(0, 0))
 
 
-def _plain_ends(limits: Limits, bottleneck: int) -> tuple[list[int], list[int]]:
+def _work_only_ends(limits: Limits, bottleneck: int) -> tuple[list[int], list[int]]:
     """Where the stages before can end at best below the bottleneck, and where those after can begin, without calls."""
-    load, units, width = limits.load, limits.units, limits.usual_width
-    work = limits.places[0].work_ns(bottleneck - 1)
+    load, units, width = limits.load, limits.units, limits.search_width
+    work = limits.slots[0].work_ns(bottleneck - 1)
     left, at = [0], 0
     for high in limits.highest[1:]:
         near = at + width
@@ -230,7 +230,7 @@ def _plain_ends(limits: Limits, bottleneck: int) -> tuple[list[int], list[int]]:
     return left, right
 
 
-def least_migration(
+def minimize_moved_bytes(
     limits: Limits, bottleneck: int, kept: Sequence[int], current: Sequence[tuple[int, int]]
 ) -> tuple[int, ...]:
     """Of all partitions within the bottleneck, the one that keeps most bytes in place.
@@ -252,7 +252,7 @@ def least_migration(
         x, y = current[stage]
         ends = range(max(floors[stage + 1], limits.lowest[stage + 1]), limits.highest[stage + 1] + 1)
         values = [score - kept[x if begin < x else min(begin, y)] for begin, score in enumerate(best, start=offset)]
-        chosen = _window_maxima(limits, stage, limits.places[stage].work_ns(bottleneck), values, offset, ends, nothing)
+        chosen = _window_maxima(limits, stage, limits.slots[stage].work_ns(bottleneck), values, offset, ends, nothing)
         best = [
             nothing if at < 0 else values[at - offset] + kept[x if end < x else min(end, y)]
             for end, at in zip(ends, chosen, strict=False)
@@ -302,11 +302,11 @@ def _floors(limits: Limits, bottleneck: int) -> list[int]:
     """For each position the least cut from which the stages after it can, greedily, still finish."""
     floors = [limits.units]
     for stage in range(limits.stages - 1, 0, -1):
-        floors.append(limits.earliest(stage, floors[-1], limits.places[stage].work_ns(bottleneck)))
+        floors.append(limits.earliest_begin(stage, floors[-1], limits.slots[stage].work_ns(bottleneck)))
     return [0, *reversed(floors)]
 
 
-def solve(problem: Problem, weights: Sequence[int] | None = None) -> Solution:
+def solve(problem: PartitionProblem, weights: Sequence[int] | None = None) -> Solution:
     """The partition with the least bottleneck; of equal ones, that which moves least from ``problem.current``.
 
     Args:
@@ -319,13 +319,13 @@ def solve(problem: Problem, weights: Sequence[int] | None = None) -> Solution:
     """
     check_size(problem)
     limits = make_limits(problem, weights)
-    bottleneck, cuts = least_bottleneck(limits)
+    bottleneck, cuts = minimize_bottleneck(limits)
     positions = problem.chain.cuts
     if problem.current is not None:
-        cuts = least_migration(limits, bottleneck, *_holdings(problem))
-    begin, end = blocking_run(limits, bottleneck)
+        cuts = minimize_moved_bytes(limits, bottleneck, *_current_cuts(problem))
+    begin, end = find_blocking_run(limits, bottleneck)
     # With several stages a worker's load is their sum: the chain's bound is not that of the workers.
-    bound = bottleneck if problem.virtual_stages == 1 else start_of(replace(limits, places=problem.places))
+    bound = bottleneck if problem.virtual_stages == 1 else simple_lower_bound(replace(limits, slots=problem.slots))
     return Solution(
         boundaries=tuple(positions[cut] for cut in cuts),
         bottleneck_ns=bottleneck,
@@ -335,7 +335,7 @@ def solve(problem: Problem, weights: Sequence[int] | None = None) -> Solution:
     )
 
 
-def _holdings(problem: Problem) -> tuple[list[int], list[tuple[int, int]]]:
+def _current_cuts(problem: PartitionProblem) -> tuple[list[int], list[tuple[int, int]]]:
     """The bytes of moves at the cuts, and what each stage's worker holds now in cut indices.
 
     A byte is added for every item, so that items without parameters stay where they are as well.
@@ -345,4 +345,4 @@ def _holdings(problem: Problem) -> tuple[list[int], list[tuple[int, int]]]:
     for begin, end in problem.current or ():
         x = min(bisect_left(chain.cuts, begin), len(chain.cuts) - 1)
         held.append((x, max(x, bisect_right(chain.cuts, end) - 1)))
-    return chain.at_cuts([size + 1 for size in chain.move_bytes]), held
+    return chain.prefix_at_cuts([size + 1 for size in chain.move_bytes]), held

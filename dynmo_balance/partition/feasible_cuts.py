@@ -16,7 +16,9 @@ from .constraints import Limits
 Interval = tuple[int, int]
 
 
-def reachable(limits: Limits, bottleneck: int, oversize: Oversize) -> tuple[list[list[Interval]], int | None]:
+def reachable_cuts(
+    limits: Limits, bottleneck: int, oversize: OversizedUnits
+) -> tuple[list[list[Interval]], int | None]:
     """For each position ``p`` the cuts at which ``p`` stages can end within the bottleneck, as closed intervals.
 
     Also the least larger bottleneck at which any of these sets could differ; None where no larger one changes them.
@@ -24,12 +26,12 @@ def reachable(limits: Limits, bottleneck: int, oversize: Oversize) -> tuple[list
     sets: list[list[Interval]] = [[(0, 0)]]
     following: int | None = None
     for stage in range(limits.stages):
-        work = limits.places[stage].work_ns(bottleneck)
+        work = limits.slots[stage].work_ns(bottleneck)
         high = limits.highest[stage + 1]
         found: list[Interval] = []
         for first, last in _feasible_starts(limits, oversize, sets[-1], stage, work):
             start = max(first + limits.min_units, limits.lowest[stage + 1])
-            end = min(limits.furthest(stage, last, work), high)
+            end = min(limits.latest_end(stage, last, work), high)
             if end < high:
                 following = _least(following, limits.time_ns(stage, last, end + 1), bottleneck)
             if start > end:
@@ -40,7 +42,7 @@ def reachable(limits: Limits, bottleneck: int, oversize: Oversize) -> tuple[list
                 found.append((start, end))
         heavier = oversize.next_load(work)
         if heavier is not None:
-            following = _least(following, limits.places[stage].time_ns(heavier), bottleneck)
+            following = _least(following, limits.slots[stage].time_ns(heavier), bottleneck)
         sets.append(found)
         if not found:
             break
@@ -51,7 +53,7 @@ def _least(known: int | None, value: int, above: int) -> int | None:
     return value if value > above and (known is None or value < known) else known
 
 
-class Oversize:
+class OversizedUnits:
     """Which units are too heavy for a stage to hold even alone; they are sorted once, at the first question."""
 
     def __init__(self, limits: Limits) -> None:
@@ -78,18 +80,18 @@ class Oversize:
         """The units that the stage cannot hold, in order."""
         limits = self._limits
         found = {unit for _, unit in self._loads[bisect_right(self._loads, (work, limits.units)) :]}
-        cap = limits.places[stage].memory_bytes
+        cap = limits.slots[stage].memory_bytes
         if cap is not None and self._static + limits.in_flight[stage] * self._activation > cap:
             found.update(unit for unit in range(limits.units) if not limits.fits(stage, unit, unit + 1))
         return sorted(found)
 
 
 def _feasible_starts(
-    limits: Limits, oversize: Oversize, starts: list[Interval], stage: int, work: int
+    limits: Limits, oversize: OversizedUnits, starts: list[Interval], stage: int, work: int
 ) -> Iterator[Interval]:
     """The starts from which the stage can hold its least number of units, in runs without gaps.
 
-    From a run ``[x, y]`` of them the ends that can be reached are all of ``[x + least, furthest(y)]``.
+    From a run ``[x, y]`` of them the ends that can be reached are all of ``[x + least, latest_end(y)]``.
     """
     if limits.min_units == 0:
         yield from starts
@@ -101,7 +103,7 @@ def _feasible_starts(
             blocked: Sequence[int] = [
                 begin
                 for begin in range(first, last + 1)
-                if limits.furthest(stage, begin, work) < begin + limits.min_units
+                if limits.latest_end(stage, begin, work) < begin + limits.min_units
             ]
         else:
             blocked = bad[bisect_left(bad, first) : bisect_right(bad, last)]
@@ -113,17 +115,17 @@ def _feasible_starts(
             yield first, last
 
 
-def succeeds(limits: Limits, sets: list[list[Interval]]) -> bool:
+def reaches_end(limits: Limits, sets: list[list[Interval]]) -> bool:
     """Whether all stages together reach the end."""
     return len(sets) == limits.stages + 1 and any(a <= limits.units <= b for a, b in sets[-1])
 
 
-def walk_back(limits: Limits, sets: list[list[Interval]], bottleneck: int) -> tuple[int, ...]:
+def partition_from_sets(limits: Limits, sets: list[list[Interval]], bottleneck: int) -> tuple[int, ...]:
     """One partition within the bottleneck, each stage beginning as late as it can."""
     cuts = [limits.units]
     for stage in range(limits.stages - 1, -1, -1):
         end = cuts[-1]
-        first = limits.earliest(stage, end, limits.places[stage].work_ns(bottleneck))
+        first = limits.earliest_begin(stage, end, limits.slots[stage].work_ns(bottleneck))
         last = end - limits.min_units
         cuts.append(next(min(b, last) for a, b in reversed(sets[stage]) if a <= last and min(b, last) >= first))
     return tuple(reversed(cuts))

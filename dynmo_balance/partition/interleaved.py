@@ -23,56 +23,56 @@ import numpy.typing as npt
 from ..costs.cost_window import SPEED_UNIT
 from ..formats.plan import V_SCHEDULES
 from .constraints import Limits, make_limits
-from .exact import Solution, least_bottleneck, start_of, why_infeasible
-from .problem import InfeasibleError, Problem, check_size
+from .exact import Solution, infeasibility_reason, minimize_bottleneck, simple_lower_bound
+from .problem import InfeasibleError, PartitionProblem, check_size
 
 Array = npt.NDArray[np.int64]
 MAX_ROUNDS = 300
-SHAKES = 150
-POOL = 600
+NUM_PERTURBATIONS = 150
+NUM_NEIGHBORS = 600
 SHIFTS = (-1, 1, -1, 1, -1, 1, -2, 2, -3, 3)
-TABLE_LIMIT = 4_000_000
+MAX_TABLE_CELLS = 4_000_000
 """The exact table of a V is made up to so many cells; it has ``workers x units^2``."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Loads:
+class WorkerLoads:
     """The limits of a problem with several stages a worker, as arrays.
 
     Attributes:
         positions: of each stage, the index of its worker.
-        held: of each worker the numbers of microbatches in flight, per lap, that it can hold at the same time.
-        handicaps: what each worker has less than others for work, in ns a microbatch.
+        in_flight_sets: per worker, the combinations of microbatches in flight on its stages; one number per stage.
+        extra_ns: what each worker has less than others for work, in ns a microbatch.
     """
 
     limits: Limits
     positions: tuple[int, ...]
-    held: tuple[tuple[tuple[int, ...], ...], ...]
-    handicaps: tuple[int, ...] = ()
+    in_flight_sets: tuple[tuple[tuple[int, ...], ...], ...]
+    extra_ns: tuple[int, ...] = ()
 
     @property
     def workers(self) -> int:
         """How many there are."""
-        return len(self.held)
+        return len(self.in_flight_sets)
 
     def times(self, cuts: Array) -> Array:
         """The time in ns of each worker in a microbatch: ``[candidates, workers]`` of ``[candidates, stages + 1]``."""
         load = np.array(self.limits.load, dtype=np.int64)
         work = np.diff(load[cuts], axis=1)
-        speeds = np.array([place.speed_ppm for place in self.limits.places], dtype=np.int64)
+        speeds = np.array([slot.speed_ppm for slot in self.limits.slots], dtype=np.int64)
         if not (speeds == SPEED_UNIT).all():
             work = -(-work * SPEED_UNIT // speeds)
-        return self._summed(work) + np.array(self.handicaps or [0] * self.workers, dtype=np.int64)
+        return self._summed(work) + np.array(self.extra_ns or [0] * self.workers, dtype=np.int64)
 
-    def excess(self, cuts: Array) -> Array:
+    def excess_bytes(self, cuts: Array) -> Array:
         """The bytes by which the workers' memory is exceeded, summed: ``[candidates]``."""
         over = np.zeros(len(cuts), dtype=np.int64)
         if not self.limits.static:
             return over
         static = self._summed(np.diff(np.array(self.limits.static, dtype=np.int64)[cuts], axis=1))
         kept = np.diff(np.array(self.limits.activation, dtype=np.int64)[cuts], axis=1)
-        for worker, counts in enumerate(self.held):
-            cap = self.limits.places[worker].memory_bytes
+        for worker, counts in enumerate(self.in_flight_sets):
+            cap = self.limits.slots[worker].memory_bytes
             if cap is not None:
                 stages = [stage for stage, at in enumerate(self.positions) if at == worker]
                 most = np.max(kept[:, stages] @ np.array(counts, dtype=np.int64).T, axis=1)
@@ -86,16 +86,16 @@ class Loads:
         return result
 
 
-def make_loads(problem: Problem) -> Loads:
+def make_worker_loads(problem: PartitionProblem) -> WorkerLoads:
     """The loads of a problem; also with one stage a worker."""
-    return Loads(
+    return WorkerLoads(
         limits=make_limits(problem),
         positions=problem.positions,
-        held=problem.held_together,
+        in_flight_sets=problem.in_flight_sets,
     )
 
 
-def neighbours(limits: Limits, cuts: Sequence[int], *, runs: bool = True, reach: int = 3) -> Array:
+def neighbors(limits: Limits, cuts: Sequence[int], *, runs: bool = True, reach: int = 3) -> Array:
     """All permitted partitions with a cut shifted by up to ``reach``, or (``runs``) a run of neighbouring cuts by one.
 
     ``[candidates, stages + 1]``; memory is not looked at.
@@ -109,70 +109,72 @@ def neighbours(limits: Limits, cuts: Sequence[int], *, runs: bool = True, reach:
     found = np.repeat(np.array([cuts], dtype=np.int64), len(rows), axis=0)
     for at, (first, last, shift) in enumerate(rows):
         found[at, first : last + 1] += shift
-    return found[permitted(limits, found)]
+    return found[is_permitted(limits, found)]
 
 
-def permitted(limits: Limits, cuts: Array) -> npt.NDArray[np.bool_]:
+def is_permitted(limits: Limits, cuts: Array) -> npt.NDArray[np.bool_]:
     """Which of the partitions obey pins and the least number of units."""
     low, high = np.array(limits.lowest), np.array(limits.highest)
     inside = ((cuts >= low) & (cuts <= high)).all(axis=1)
     return np.asarray(inside & (np.diff(cuts, axis=1) >= limits.min_units).all(axis=1))
 
 
-def descend(loads: Loads, cuts: Sequence[int]) -> tuple[int, ...]:
+def minimize_worker_loads(loads: WorkerLoads, cuts: Sequence[int]) -> tuple[int, ...]:
     """Cuts that no such shift makes better: least excess of memory, then slowest worker, then sum of squares."""
 
-    def best_of(candidates: Array) -> tuple[tuple[int, int, float], int]:
-        excess, times = loads.excess(candidates), loads.times(candidates)
+    def solve_best(candidates: Array) -> tuple[tuple[int, int, float], int]:
+        excess_bytes, times = loads.excess_bytes(candidates), loads.times(candidates)
         slowest, squares = times.max(axis=1), (times.astype(np.float64) ** 2).sum(axis=1)
-        at = int(np.lexsort((squares, slowest, excess))[0])
-        return (int(excess[at]), int(slowest[at]), float(squares[at])), at
+        at = int(np.lexsort((squares, slowest, excess_bytes))[0])
+        return (int(excess_bytes[at]), int(slowest[at]), float(squares[at])), at
 
     now = np.array([cuts], dtype=np.int64)
-    worth, _ = best_of(now)
+    worth, _ = solve_best(now)
     for _ in range(MAX_ROUNDS):
-        others = neighbours(loads.limits, [int(cut) for cut in now[0]])
+        others = neighbors(loads.limits, [int(cut) for cut in now[0]])
         if not len(others):
             break
-        found, at = best_of(others)
+        found, at = solve_best(others)
         if found >= worth:
             break
         worth, now = found, others[at : at + 1]
     return tuple(int(cut) for cut in now[0])
 
 
-def near(random: np.random.Generator, limits: Limits, cuts: Sequence[int]) -> Array:
+def random_neighbors(random: np.random.Generator, limits: Limits, cuts: Sequence[int]) -> Array:
     """Permitted partitions near these, drawn at random: up to three runs of neighbouring cuts shifted."""
     stages = len(cuts) - 1
-    found = np.repeat(np.array([cuts], dtype=np.int64), POOL, axis=0)
+    found = np.repeat(np.array([cuts], dtype=np.int64), NUM_NEIGHBORS, axis=0)
     index = np.arange(stages + 1)[None, :]
     for _ in range(3):
-        one, other = random.integers(1, max(2, stages), (2, POOL))
-        other = np.where(random.random(POOL) < 0.6, one, other)
+        one, other = random.integers(1, max(2, stages), (2, NUM_NEIGHBORS))
+        other = np.where(random.random(NUM_NEIGHBORS) < 0.6, one, other)
         inside: npt.NDArray[np.bool_] = index >= np.minimum(one, other)[:, None]
         inside &= index <= np.maximum(one, other)[:, None]
-        found += (inside & (random.random(POOL) < 0.6)[:, None]) * random.choice(SHIFTS, POOL)[:, None]
-    return np.unique(found[permitted(limits, found)], axis=0)
+        found += (inside & (random.random(NUM_NEIGHBORS) < 0.6)[:, None]) * random.choice(SHIFTS, NUM_NEIGHBORS)[
+            :, None
+        ]
+    return np.unique(found[is_permitted(limits, found)], axis=0)
 
 
-def _shaken(loads: Loads, cuts: tuple[int, ...], bound: int) -> tuple[int, ...]:
+def _perturb(loads: WorkerLoads, cuts: tuple[int, ...], bound: int) -> tuple[int, ...]:
     """Cuts with a faster slowest worker, by random shifts of which a few that make it slower are taken on the way."""
     random = np.random.default_rng(0)
 
     def worth(candidates: Array) -> Array:
-        return np.asarray(loads.times(candidates).max(axis=1) + (loads.excess(candidates) > 0) * (1 << 60))
+        return np.asarray(loads.times(candidates).max(axis=1) + (loads.excess_bytes(candidates) > 0) * (1 << 60))
 
     now = best = np.array(cuts, dtype=np.int64)
     value = least = int(worth(now[None, :])[0])
-    for number in range(SHAKES):
+    for number in range(NUM_PERTURBATIONS):
         if least <= bound:
             break
-        pool = near(random, loads.limits, [int(cut) for cut in now])
+        pool = random_neighbors(random, loads.limits, [int(cut) for cut in now])
         if not len(pool):
             break
         values = worth(pool)
         at = int(values.argmin())
-        if values[at] <= value * (1 + 0.1 * (1 - number / SHAKES) * random.random()):
+        if values[at] <= value * (1 + 0.1 * (1 - number / NUM_PERTURBATIONS) * random.random()):
             now, value = pool[at], int(values[at])
         if value < least:
             best, least = now, value
@@ -181,7 +183,7 @@ def _shaken(loads: Loads, cuts: tuple[int, ...], bound: int) -> tuple[int, ...]:
     return tuple(int(cut) for cut in best)
 
 
-def solve_several(problem: Problem) -> Solution:
+def solve_interleaved(problem: PartitionProblem) -> Solution:
     """A partition for several stages a worker, with the bound that holds for it.
 
     Raises:
@@ -189,26 +191,26 @@ def solve_several(problem: Problem) -> Solution:
         InfeasibleError: none was found; in a V, and where a stage cannot be had at all, there is none.
     """
     check_size(problem)
-    loads = make_loads(problem)
+    loads = make_worker_loads(problem)
     limits = loads.limits
-    bound = start_of(replace(limits, places=problem.places))
-    starts = [least_bottleneck(replace(limits, static=(), activation=()))[1]]
-    if problem.schedule in V_SCHEDULES and limits.units**2 * loads.workers <= TABLE_LIMIT:
-        bound, cuts = least_in_v(loads, bound)
+    bound = simple_lower_bound(replace(limits, slots=problem.slots))
+    starts = [minimize_bottleneck(replace(limits, static=(), activation=()))[1]]
+    if problem.schedule in V_SCHEDULES and limits.units**2 * loads.workers <= MAX_TABLE_CELLS:
+        bound, cuts = minimize_v_bottleneck(loads, bound)
         starts.append(cuts)
     elif limits.static:
         with suppress(InfeasibleError):  # what no stage holds alone may still be shifted to where it fits
-            starts.append(least_bottleneck(limits)[1])
-    found = [descend(loads, cuts) for cuts in starts]
-    cuts = min(found, key=lambda c: (int(loads.excess(np.array([c]))[0]), int(loads.times(np.array([c])).max())))
-    if over := int(loads.excess(np.array([cuts]))[0]):
+            starts.append(minimize_bottleneck(limits)[1])
+    found = [minimize_worker_loads(loads, cuts) for cuts in starts]
+    cuts = min(found, key=lambda c: (int(loads.excess_bytes(np.array([c]))[0]), int(loads.times(np.array([c])).max())))
+    if over := int(loads.excess_bytes(np.array([cuts]))[0]):
         raise InfeasibleError(
             f"no partition with {problem.virtual_stages} stages a worker was found within the memory limits; the best"
             f" is {over:,} bytes over; give more memory, more workers, fewer microbatches or one stage a worker"
         )
-    cuts = _shaken(loads, cuts, bound)
+    cuts = _perturb(loads, cuts, bound)
     if problem.current is not None:
-        cuts = _nearer(problem, loads, cuts)
+        cuts = _minimize_migration(problem, loads, cuts)
     bottleneck = int(loads.times(np.array([cuts])).max())
     positions = problem.chain.cuts
     return Solution(
@@ -220,7 +222,7 @@ def solve_several(problem: Problem) -> Solution:
     )
 
 
-def _nearer(problem: Problem, loads: Loads, cuts: tuple[int, ...]) -> tuple[int, ...]:
+def _minimize_migration(problem: PartitionProblem, loads: WorkerLoads, cuts: tuple[int, ...]) -> tuple[int, ...]:
     """Cuts no slower than these that move less from the partition in force, by the same shifts."""
     positions, sizes = problem.chain.cuts, problem.chain.move_bytes
     owner = [-1] * len(sizes)
@@ -232,39 +234,39 @@ def _nearer(problem: Problem, loads: Loads, cuts: tuple[int, ...]) -> tuple[int,
         stays[worker] = [kept[position] for position in positions]
     of_stage = np.array(loads.positions)
 
-    def kept_bytes(candidates: Array) -> Array:
+    def stored_bytes(candidates: Array) -> Array:
         return np.asarray((stays[of_stage, candidates[:, 1:]] - stays[of_stage, candidates[:, :-1]]).sum(axis=1))
 
     now = np.array([cuts], dtype=np.int64)
-    limit, best = loads.times(now).max(), kept_bytes(now)[0]
+    limit, best = loads.times(now).max(), stored_bytes(now)[0]
     for _ in range(MAX_ROUNDS):
-        others = neighbours(loads.limits, [int(cut) for cut in now[0]])
+        others = neighbors(loads.limits, [int(cut) for cut in now[0]])
         if len(others):
-            others = others[(loads.times(others).max(axis=1) <= limit) & (loads.excess(others) == 0)]
-        if not len(others) or kept_bytes(others).max() <= best:
+            others = others[(loads.times(others).max(axis=1) <= limit) & (loads.excess_bytes(others) == 0)]
+        if not len(others) or stored_bytes(others).max() <= best:
             break
-        at = int(kept_bytes(others).argmax())
-        now, best = others[at : at + 1], kept_bytes(others)[at]
+        at = int(stored_bytes(others).argmax())
+        now, best = others[at : at + 1], stored_bytes(others)[at]
     return tuple(int(cut) for cut in now[0])
 
 
-def least_in_v(loads: Loads, low: int) -> tuple[int, tuple[int, ...]]:
+def minimize_v_bottleneck(loads: WorkerLoads, low: int) -> tuple[int, tuple[int, ...]]:
     """The least bottleneck of a V where stages may be empty, and cuts that meet it or the least found above it.
 
     Raises:
         InfeasibleError: memory or pins forbid every partition.
     """
     limits = loads.limits
-    ceiling = max(place.time_ns(limits.load[-1]) for place in limits.places) + 1
+    ceiling = max(slot.time_ns(limits.load[-1]) for slot in limits.slots) + 1
 
     def least(from_ns: int, min_units: int) -> tuple[int, tuple[int, ...]] | None:
         below, above = from_ns - 1, ceiling
-        found = _in_v(loads, above, min_units)
+        found = _v_partition(loads, above, min_units)
         if found is None:
             return None
         trial = from_ns  # often already the answer
         while above - below > 1:
-            cuts = _in_v(loads, trial, min_units)
+            cuts = _v_partition(loads, trial, min_units)
             if cuts is None:
                 below = trial
             else:
@@ -274,14 +276,14 @@ def least_in_v(loads: Loads, low: int) -> tuple[int, tuple[int, ...]]:
 
     best = least(low, 0)
     if best is None:
-        raise InfeasibleError(why_infeasible(limits))
+        raise InfeasibleError(infeasibility_reason(limits))
     if limits.min_units == 0 or all(b - a >= limits.min_units for a, b in pairwise(best[1])):
         return best
     full = least(best[0], limits.min_units)
     return (best[0], full[1]) if full is not None else best
 
 
-def _in_v(loads: Loads, bottleneck: int, min_units: int) -> tuple[int, ...] | None:
+def _v_partition(loads: WorkerLoads, bottleneck: int, min_units: int) -> tuple[int, ...] | None:
     """Cuts of a V within the bottleneck and the memory, or None.
 
     ``back[l]`` is the least cut down to which the workers so far can take the back if they take the front up to ``l``.
@@ -295,7 +297,7 @@ def _in_v(loads: Loads, bottleneck: int, min_units: int) -> tuple[int, ...] | No
         first = np.flatnonzero(back < nowhere)[:, None]
         if not len(first):
             return None
-        down = _furthest_back(loads, worker, bottleneck, min_units, first, back[first])
+        down = _earliest_back_cuts(loads, worker, bottleneck, min_units, first, back[first])
         best = down.argmin(axis=0)
         came_from.append(first[best, 0])
         back = down[best, front]
@@ -310,7 +312,9 @@ def _in_v(loads: Loads, bottleneck: int, min_units: int) -> tuple[int, ...] | No
     return (*reversed(left), *right)
 
 
-def _furthest_back(loads: Loads, worker: int, bottleneck: int, min_units: int, first: Array, until: Array) -> Array:
+def _earliest_back_cuts(
+    loads: WorkerLoads, worker: int, bottleneck: int, min_units: int, first: Array, until: Array
+) -> Array:
     """For each front ``[first, l)`` that the worker may take, the least cut from which it can take the back as well.
 
     ``first`` and ``until`` are what is given out already, as columns; the result has a row for each and a column for
@@ -319,19 +323,19 @@ def _furthest_back(loads: Loads, worker: int, bottleneck: int, min_units: int, f
     limits, load = loads.limits, np.array(loads.limits.load, dtype=np.int64)
     front = np.arange(limits.units + 1)[None, :]
     other = 2 * loads.workers - 1 - worker
-    place = limits.places[worker]
-    spent = -(-(load[front] - load[first]) * SPEED_UNIT // place.speed_ppm)
-    handicap = loads.handicaps[worker] if loads.handicaps else 0
-    rest = (bottleneck - handicap - spent) * place.speed_ppm // SPEED_UNIT
+    slot = limits.slots[worker]
+    spent = -(-(load[front] - load[first]) * SPEED_UNIT // slot.speed_ppm)
+    handicap = loads.extra_ns[worker] if loads.extra_ns else 0
+    rest = (bottleneck - handicap - spent) * slot.speed_ppm // SPEED_UNIT
     allowed = (front >= first + min_units) & (rest >= 0)
     allowed &= (front >= limits.lowest[worker + 1]) & (front <= limits.highest[worker + 1])
     down = np.maximum(np.searchsorted(load, load[until] - np.maximum(rest, 0)), front)
     down = np.maximum(down, limits.lowest[other])
-    if limits.static and place.memory_bytes is not None:
+    if limits.static and slot.memory_bytes is not None:
         static, kept = (np.array(values, dtype=np.int64) for values in (limits.static, limits.activation))
-        for before, after in loads.held[worker]:
+        for before, after in loads.in_flight_sets[worker]:
             ahead, behind = static + before * kept, static + after * kept
-            free = place.memory_bytes - (ahead[front] - ahead[first])
+            free = slot.memory_bytes - (ahead[front] - ahead[first])
             allowed &= free >= 0
             down = np.maximum(down, np.searchsorted(behind, behind[until] - np.maximum(free, 0)))
     allowed &= (down <= until - min_units) & (down <= limits.highest[other])

@@ -11,7 +11,15 @@ from .._common.errors import DynmoError, UsageError
 from ..costs.cost_window import SPEED_UNIT, ItemCosts, speed_ppm
 from ..formats.plan import V_SCHEDULES, position_of
 from ..formats.profile import Header, Item
-from ..schedules.registry import HeldTogether, Order, counted_in_flight, held_in, held_together, in_flight, order_of
+from ..schedules.registry import (
+    InFlightSets,
+    Order,
+    build_order,
+    count_in_flight,
+    in_flight,
+    in_flight_sets,
+    in_flight_sets_of,
+)
 
 EXIT_INFEASIBLE = 3
 
@@ -23,7 +31,7 @@ class InfeasibleError(DynmoError):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Place:
+class WorkerSlot:
     """A worker as the planner sees it."""
 
     worker: int
@@ -67,7 +75,7 @@ class Chain:
         return self.costs.total_ns
 
     @cached_property
-    def kept_bytes(self) -> tuple[int, ...]:
+    def stored_bytes(self) -> tuple[int, ...]:
         """Activations that each item keeps for its backward, which the frozen front does not have."""
         frozen = self.frozen_items
         return (0,) * frozen + self.costs.activation_bytes[frozen:]
@@ -93,7 +101,7 @@ class Chain:
             count += 1
         return count if count < len(self.items) else 0
 
-    def at_cuts(self, values: Sequence[int]) -> list[int]:
+    def prefix_at_cuts(self, values: Sequence[int]) -> list[int]:
         """Prefix sums of ``values`` at the positions of ``cuts``."""
         prefix = list(accumulate(values, initial=0))
         if len(self.cuts) == len(prefix):
@@ -118,7 +126,7 @@ def tied_pairs(items: Sequence[Item]) -> tuple[tuple[int, int], ...]:
     return tuple((min(pair), max(pair)) for pair in pairs)
 
 
-def keep_tied(problem: Problem) -> Problem:
+def with_ties_together(problem: PartitionProblem) -> PartitionProblem:
     """The problem with tied items on one worker: in one stage, or in a V in the first and the last.
 
     Raises:
@@ -142,20 +150,20 @@ def keep_tied(problem: Problem) -> Problem:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Problem:
+class PartitionProblem:
     """A chain, the workers in the order of their stages, and what a partition must obey.
 
     Attributes:
         min_units: how many units each stage holds at least; 0 lets stages be empty.
         pins: the stage that an item must be in, by the item's index.
-        tied_together: whether items that share a weight are kept on one worker; ``keep_tied`` sets it.
+        tied_together: whether items that share a weight are kept on one worker; ``with_ties_together`` sets it.
         current: the item ranges that each stage's worker holds now (``(begin, end)`` per stage), for least migration.
         order, layout: with the schedule ``custom`` the operations of each worker, and of each stage the index of its
-            worker in ``places``.
+            worker in ``slots``.
     """
 
     chain: Chain
-    places: tuple[Place, ...]
+    slots: tuple[WorkerSlot, ...]
     schedule: str
     microbatches: int
     virtual_stages: int = 1
@@ -171,39 +179,39 @@ class Problem:
     @property
     def num_stages(self) -> int:
         """Stages on all workers together."""
-        return len(self.places) * self.virtual_stages
+        return len(self.slots) * self.virtual_stages
 
     @cached_property
     def positions(self) -> tuple[int, ...]:
-        """Of each stage, the index of its worker in ``places``: in rotation, in a V, or as laid out."""
+        """Of each stage, the index of its worker in ``slots``: in rotation, in a V, or as laid out."""
         if self.layout is not None:
             return self.layout
-        return tuple(position_of(self.schedule, stage, len(self.places)) for stage in range(self.num_stages))
+        return tuple(position_of(self.schedule, stage, len(self.slots)) for stage in range(self.num_stages))
 
     @property
     def operations(self) -> Order:
         """What each worker does, one operation after the other."""
         if self.order is not None:
             return self.order
-        return order_of(self.schedule, len(self.places), self.virtual_stages, self.microbatches)
+        return build_order(self.schedule, len(self.slots), self.virtual_stages, self.microbatches)
 
     @property
     def in_flight(self) -> tuple[int, ...]:
         """The most microbatches whose activations each stage holds at once."""
         if self.order is not None:
-            return counted_in_flight(self.order)
-        return in_flight(self.schedule, len(self.places), self.virtual_stages, self.microbatches)
+            return count_in_flight(self.order)
+        return in_flight(self.schedule, len(self.slots), self.virtual_stages, self.microbatches)
 
     @property
-    def held_together(self) -> HeldTogether:
+    def in_flight_sets(self) -> InFlightSets:
         """Of each worker, the microbatches in flight on its stages at the same time; see ``schedules.registry``."""
         if self.order is not None:
-            return held_in(self.order)
-        return held_together(self.schedule, len(self.places), self.virtual_stages, self.microbatches)
+            return in_flight_sets_of(self.order)
+        return in_flight_sets(self.schedule, len(self.slots), self.virtual_stages, self.microbatches)
 
-    def place(self, stage: int) -> Place:
+    def slot(self, stage: int) -> WorkerSlot:
         """The worker of a stage."""
-        return self.places[self.positions[stage]]
+        return self.slots[self.positions[stage]]
 
     def transfer_ns(self, size_bytes: int) -> int:
         """How long a tensor takes between two workers, rounded up."""
@@ -212,7 +220,7 @@ class Problem:
         return self.link_latency_ns - (-size_bytes * 1_000_000_000 // self.link_bandwidth)
 
 
-def check_size(problem: Problem) -> None:
+def check_size(problem: PartitionProblem) -> None:
     """Refuse more stages than units, unless stages may be empty."""
     units = len(problem.chain.cuts) - 1
     if problem.num_stages * problem.min_units > units:
@@ -223,10 +231,10 @@ def check_size(problem: Problem) -> None:
         )
 
 
-def places_of(header: Header, count: int | None = None, memory_bytes: int | None = None) -> tuple[Place, ...]:
+def worker_slots(header: Header, count: int | None = None, memory_bytes: int | None = None) -> tuple[WorkerSlot, ...]:
     """The first ``count`` workers of a profile; where there are fewer, further ones like the first are made up."""
-    places = [
-        Place(
+    slots = [
+        WorkerSlot(
             worker=worker.worker,
             speed_ppm=speed_ppm(worker.relative_speed),
             memory_bytes=memory_bytes if memory_bytes is not None else worker.memory_bytes,
@@ -234,9 +242,9 @@ def places_of(header: Header, count: int | None = None, memory_bytes: int | None
         )
         for worker in header.workers
     ]
-    wanted = len(places) if count is None else count
-    number = max(place.worker for place in places)
-    while len(places) < wanted:
+    wanted = len(slots) if count is None else count
+    number = max(slot.worker for slot in slots)
+    while len(slots) < wanted:
         number += 1
-        places.append(Place(worker=number, memory_bytes=places[0].memory_bytes))
-    return tuple(places[:wanted])
+        slots.append(WorkerSlot(worker=number, memory_bytes=slots[0].memory_bytes))
+    return tuple(slots[:wanted])

@@ -1,6 +1,6 @@
 """The balancers: one file each, from a problem to boundaries, and this registry.
 
-To add one, write a function from ``Problem`` to boundaries in its own file and name it in ``BALANCERS``.
+To add one, write a function from ``PartitionProblem`` to boundaries in its own file and name it in ``BALANCERS``.
 """
 
 from __future__ import annotations
@@ -12,42 +12,42 @@ from itertools import pairwise
 from .._common.errors import UsageError
 from . import by_weight, deepspeed, diffusion, uniform
 from .exact import Solution, solve
-from .problem import Problem
+from .problem import PartitionProblem
 
-__all__ = ["BALANCERS", "Solution", "balance", "best_of", "bottleneck_ns", "certified", "solve"]
+__all__ = ["BALANCERS", "Solution", "balance", "solve_best", "bottleneck_ns", "certify", "solve"]
 
-BALANCERS: Mapping[str, Callable[[Problem], tuple[int, ...]]] = {
-    "exact": lambda problem: best_of(problem).boundaries,
-    "time": by_weight.by_time,
-    "parameters": by_weight.by_parameters,
+BALANCERS: Mapping[str, Callable[[PartitionProblem], tuple[int, ...]]] = {
+    "exact": lambda problem: solve_best(problem).boundaries,
+    "time": by_weight.balance_time,
+    "parameters": by_weight.balance_parameters,
     "uniform": uniform.boundaries,
     "deepspeed": deepspeed.boundaries,
-    "deepspeed_param": lambda problem: deepspeed.boundaries(by_weight.with_parameters(problem)),
-    "deepspeed_static": uniform.units_evenly,
+    "deepspeed_param": lambda problem: deepspeed.boundaries(by_weight.with_parameter_costs(problem)),
+    "deepspeed_static": uniform.split_units_evenly,
     "diffusion": diffusion.boundaries,
-    "diffusion_param": lambda problem: diffusion.boundaries(by_weight.with_parameters(problem)),
+    "diffusion_param": lambda problem: diffusion.boundaries(by_weight.with_parameter_costs(problem)),
 }
 
 
-def bottleneck_ns(problem: Problem, boundaries: tuple[int, ...]) -> int:
+def bottleneck_ns(problem: PartitionProblem, boundaries: tuple[int, ...]) -> int:
     """The time of the slowest worker in a microbatch, over all its stages."""
     work = problem.chain.work_ns
-    times = [0] * len(problem.places)
+    times = [0] * len(problem.slots)
     for stage, (begin, end) in enumerate(pairwise(boundaries)):
-        times[problem.positions[stage]] += problem.place(stage).time_ns(sum(work[begin:end]))
+        times[problem.positions[stage]] += problem.slot(stage).time_ns(sum(work[begin:end]))
     return max(times)
 
 
-def best_of(problem: Problem) -> Solution:
+def solve_best(problem: PartitionProblem) -> Solution:
     """What ``exact`` answers: proven with one stage a worker and in a V, else the best found with its bound."""
     if problem.virtual_stages == 1:
         return solve(problem)
-    from .interleaved import solve_several  # arrays are loaded only where they are needed
+    from .interleaved import solve_interleaved  # arrays are loaded only where they are needed
 
-    return solve_several(problem)
+    return solve_interleaved(problem)
 
 
-def balance(problem: Problem, balancer: str) -> Solution:
+def balance(problem: PartitionProblem, balancer: str) -> Solution:
     """The partition of a balancer, with the certificate of the exact solver.
 
     Raises:
@@ -56,13 +56,13 @@ def balance(problem: Problem, balancer: str) -> Solution:
     """
     if balancer not in BALANCERS:
         raise UsageError(f"unknown balancer {balancer!r}; there are {', '.join(BALANCERS)}")
-    best = best_of(problem)
+    best = solve_best(problem)
     if balancer == "exact":
         return best
-    return certified(problem, BALANCERS[balancer](problem), best)
+    return certify(problem, BALANCERS[balancer](problem), best)
 
 
-def certified(problem: Problem, boundaries: tuple[int, ...], best: Solution) -> Solution:
+def certify(problem: PartitionProblem, boundaries: tuple[int, ...], best: Solution) -> Solution:
     """Any partition of the problem, measured against the best one."""
     bottleneck = bottleneck_ns(problem, boundaries)
     met = bottleneck == best.lower_bound_ns

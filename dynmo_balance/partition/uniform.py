@@ -7,7 +7,7 @@ Where the layers do not divide by the stages, the later stages get one more: sta
 from __future__ import annotations
 
 from ..formats.profile import Item
-from .problem import Problem
+from .problem import PartitionProblem
 
 
 def layer_starts(items: tuple[Item, ...]) -> list[int]:
@@ -19,7 +19,7 @@ def layer_starts(items: tuple[Item, ...]) -> list[int]:
     ]
 
 
-def boundaries(problem: Problem) -> tuple[int, ...]:
+def boundaries(problem: PartitionProblem) -> tuple[int, ...]:
     """The first item of each stage, then the number of items; no constraint is looked at."""
     items, stages = problem.chain.items, problem.num_stages
     starts = layer_starts(items) or list(range(len(items)))
@@ -30,7 +30,7 @@ def boundaries(problem: Problem) -> tuple[int, ...]:
     return (0, *inner, len(items))
 
 
-def units_evenly(problem: Problem) -> tuple[int, ...]:
+def split_units_evenly(problem: PartitionProblem) -> tuple[int, ...]:
     """DeepSpeed's static split: all units evenly, embedding and head counted as any other; the first get one more."""
     cuts = problem.chain.cuts
     each, more = divmod(len(cuts) - 1, problem.num_stages)

@@ -14,124 +14,126 @@ import numpy as np
 
 from .._common.errors import DynmoError
 from ..formats.plan import CUSTOM
-from ..partition.interleaved import Loads, make_loads, near
-from ..partition.problem import Problem
+from ..partition.interleaved import WorkerLoads, make_worker_loads, random_neighbors
+from ..partition.problem import PartitionProblem
 from ..partition.registry import Solution, balance
-from ..schedules.list_scheduler import RULES, Lengths, list_order
+from ..schedules.list_scheduler import RULES, OperationTimes, list_order
 from ..schedules.registry import Order
 from ..simulation.batched import compile_order, costs_of, run_compiled
 from ..simulation.simulator import stage_costs
-from .local_search import with_cuts
+from .local_search import with_new_cuts
 
 PLACEMENTS = (("1f1b", 1), ("interleaved-1f1b", 2), ("zb-v", 2), ("interleaved-1f1b", 3))
 """Where stages go, as a schedule by name does it, and how many a worker has."""
-TRIED = 6
-WORSE = 0.02
-LARGEST = 8_000
+NUM_TRIALS = 6
+ACCEPTED_LOSS = 0.02
+MAX_OPERATIONS = 8_000
 """A step of more operations than this is not tailored: a round would take seconds."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Tailored:
+class ScheduledPartition:
     """A problem with its own order, the cuts that it was made for, and the step in ns.
 
     ``start`` is the partition that the search began with, with the bound that holds for its placement.
     """
 
     start: Solution
-    problem: Problem
+    problem: PartitionProblem
     cuts: tuple[int, ...]
     step_ns: int
 
     @property
     def solution(self) -> Solution:
         """The partition with what its certificate says."""
-        return with_cuts(self.problem, self.start, self.cuts)
+        return with_new_cuts(self.problem, self.start, self.cuts)
 
 
-def lengths_of(problem: Problem, boundaries: Sequence[int]) -> Lengths:
+def operation_times(problem: PartitionProblem, boundaries: Sequence[int]) -> OperationTimes:
     """What a list schedule needs to know of a partition."""
     costs = stage_costs(problem, boundaries)
-    return Lengths(
+    return OperationTimes(
         forward=[cost.forward_ns for cost in costs],
-        first=[cost.backward_input_ns for cost in costs],
-        second=[cost.backward_weight_ns for cost in costs],
+        backward_input=[cost.backward_input_ns for cost in costs],
+        backward_weight=[cost.backward_weight_ns for cost in costs],
         send=[cost.send_ns for cost in costs],
         trained=[cost.has_backward for cost in costs],
         positions=problem.positions,
     )
 
 
-class _Tailor:
+class _PlacementSearch:
     """The search over one placement."""
 
-    def __init__(self, problem: Problem, start: Solution) -> None:
+    def __init__(self, problem: PartitionProblem, start: Solution) -> None:
         layout, self.start = problem.positions, start
         self.problem = replace(problem, schedule=CUSTOM, layout=layout, current=None)
         self.positions = np.array(problem.chain.cuts, dtype=np.int64)
-        self.loads: Loads = make_loads(problem)
+        self.loads: WorkerLoads = make_worker_loads(problem)
         self.random = np.random.default_rng(0)
         most = problem.microbatches
-        workers = len(problem.places)
+        workers = len(problem.slots)
         self.caps = sorted({min(most, cap) for cap in (most, 2 * workers, workers, (workers + 1) // 2)}, reverse=True)
         self.rules: tuple[str, ...] = tuple(RULES)
-        self.limited = any(place.memory_bytes is not None for place in problem.places)
+        self.limited = any(slot.memory_bytes is not None for slot in problem.slots)
 
-    def order(self, cuts: Sequence[int]) -> Tailored | None:
+    def order(self, cuts: Sequence[int]) -> ScheduledPartition | None:
         """The best list schedule for these cuts within the memory."""
         boundaries = [self.problem.chain.cuts[cut] for cut in cuts]
-        lengths = lengths_of(self.problem, boundaries)
+        lengths = operation_times(self.problem, boundaries)
         for cap in self.caps:
             made = [list_order(lengths, self.problem.microbatches, cap, rule) for rule in self.rules]
             fitting = [(step, at) for at, (order, step) in enumerate(made) if self._fits(order, cuts)]
             if fitting:
                 step, at = min(fitting)
                 problem = replace(self.problem, order=made[at][0])
-                return Tailored(start=self.start, problem=problem, cuts=tuple(int(cut) for cut in cuts), step_ns=step)
+                return ScheduledPartition(
+                    start=self.start, problem=problem, cuts=tuple(int(cut) for cut in cuts), step_ns=step
+                )
         return None
 
     def _fits(self, order: Order, cuts: Sequence[int]) -> bool:
         if not self.limited:
             return True
-        loads = make_loads(replace(self.problem, order=order))
-        return int(loads.excess(np.array([cuts], dtype=np.int64))[0]) == 0
+        loads = make_worker_loads(replace(self.problem, order=order))
+        return int(loads.excess_bytes(np.array([cuts], dtype=np.int64))[0]) == 0
 
-    def focus(self, cuts: Sequence[int]) -> None:
+    def select_rules(self, cuts: Sequence[int]) -> None:
         """Keep the two rules that do best here."""
-        lengths = lengths_of(self.problem, [self.problem.chain.cuts[cut] for cut in cuts])
+        lengths = operation_times(self.problem, [self.problem.chain.cuts[cut] for cut in cuts])
         microbatches = self.problem.microbatches
         steps = {rule: list_order(lengths, microbatches, self.caps[0], rule)[1] for rule in RULES}
         self.rules = tuple(sorted(steps, key=lambda rule: steps[rule])[:2])
 
-    def round(self, now: Tailored) -> Tailored:
+    def step(self, now: ScheduledPartition) -> ScheduledPartition:
         """The best of the partitions near the present one, with its order or a new one; it may be worse than that."""
-        pool = near(self.random, self.loads.limits, now.cuts)
+        pool = random_neighbors(self.random, self.loads.limits, now.cuts)
         order = now.problem.order
         if not len(pool) or order is None:
             return now
         steps = run_compiled(compile_order(order), costs_of(self.problem, self.positions[pool]))
         found = []
-        loads = make_loads(now.problem)
+        loads = make_worker_loads(now.problem)
         ranked = np.argsort(steps, kind="stable")
-        drawn = self.random.integers(TRIED // 2, max(TRIED, len(ranked) // 10), TRIED // 2)
-        for at in (*ranked[: TRIED // 2], *(ranked[min(d, len(ranked) - 1)] for d in drawn)):
+        drawn = self.random.integers(NUM_TRIALS // 2, max(NUM_TRIALS, len(ranked) // 10), NUM_TRIALS // 2)
+        for at in (*ranked[: NUM_TRIALS // 2], *(ranked[min(d, len(ranked) - 1)] for d in drawn)):
             same = pool[at : at + 1]
             if tuple(pool[at]) == now.cuts:
                 continue
-            if steps[at] < now.step_ns and not loads.excess(same)[0]:
+            if steps[at] < now.step_ns and not loads.excess_bytes(same)[0]:
                 found.append(replace(now, cuts=tuple(int(cut) for cut in pool[at]), step_ns=int(steps[at])))
             other = self.order(pool[at])
             if other is not None:
                 found.append(other)
         return min(found, key=lambda one: one.step_ns, default=now)
 
-    def follow(self, first: Tailored, rounds: int) -> Tailored:
+    def run(self, first: ScheduledPartition, rounds: int) -> ScheduledPartition:
         """Round after round; a little worse is accepted, ever less of it, and the best is returned to now and then."""
         best = now = first
         for number in range(rounds):
             left = 1 - number / rounds
-            other = self.round(now)
-            if other.step_ns <= now.step_ns * (1 + WORSE * left * self.random.random()):
+            other = self.step(now)
+            if other.step_ns <= now.step_ns * (1 + ACCEPTED_LOSS * left * self.random.random()):
                 now = other
             if now.step_ns < best.step_ns:
                 best = now
@@ -140,44 +142,44 @@ class _Tailor:
         return best
 
 
-def _with_bound_of_any_order(problem: Problem, solution: Solution) -> Solution:
+def _with_bound_of_any_order(problem: PartitionProblem, solution: Solution) -> Solution:
     """The solution with a bound that holds for any order of operations.
 
     How many microbatches are in flight is the order's choice, so memory limits prove nothing here.
     """
-    if all(place.memory_bytes is None for place in problem.places):
+    if all(slot.memory_bytes is None for slot in problem.slots):
         return solution
-    places = tuple(replace(place, memory_bytes=None) for place in problem.places)
-    free = balance(replace(problem, places=places), "exact")
+    slots = tuple(replace(slot, memory_bytes=None) for slot in problem.slots)
+    free = balance(replace(problem, slots=slots), "exact")
     return replace(solution, lower_bound_ns=free.lower_bound_ns, blocking=free.blocking)
 
 
-def tailor(problem: Problem, rounds: int) -> list[Tailored]:
+def search_custom_schedules(problem: PartitionProblem, rounds: int) -> list[ScheduledPartition]:
     """The best that was found, best first: one for each placement that was worth following.
 
     Args:
         problem: its schedule and stages a worker are not looked at; its backward must be split.
         rounds: how long to search; the placements that begin best get them all.
     """
-    begun: list[tuple[Tailored, _Tailor]] = []
+    begun: list[tuple[ScheduledPartition, _PlacementSearch]] = []
     for schedule, virtual in PLACEMENTS:
-        if 3 * len(problem.places) * virtual * problem.microbatches > LARGEST:
+        if 3 * len(problem.slots) * virtual * problem.microbatches > MAX_OPERATIONS:
             continue
-        if virtual > 1 and len(problem.places) == 1:
+        if virtual > 1 and len(problem.slots) == 1:
             continue  # nothing to overlap with
         placed = replace(problem, schedule=schedule, virtual_stages=virtual, order=None, layout=None, current=None)
         try:
             start = _with_bound_of_any_order(placed, balance(placed, "exact"))
         except DynmoError:
             continue
-        search = _Tailor(placed, start)
+        search = _PlacementSearch(placed, start)
         cuts = [int(cut) for cut in np.searchsorted(search.positions, np.array(start.boundaries))]
         first = search.order(cuts)
         if first is not None:
-            search.focus(cuts)
+            search.select_rules(cuts)
             begun.append((first, search))
     begun.sort(key=lambda one: one[0].step_ns)
     found = []
     for first, search in begun[:2]:
-        found.append(search.follow(first, rounds))
+        found.append(search.run(first, rounds))
     return sorted([*found, *(first for first, _ in begun[2:])], key=lambda one: one.step_ns)

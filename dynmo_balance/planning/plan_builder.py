@@ -9,10 +9,10 @@ from itertools import pairwise
 from ..costs.cost_window import ItemCosts
 from ..formats.plan import RECORDS_KEY, Constraints, Migration, Optimality, Pin, Plan, Predicted, Stage, position_of
 from ..formats.profile import Header
-from ..partition.problem import Chain, Place, Problem, permitted_cuts
+from ..partition.problem import Chain, PartitionProblem, WorkerSlot, permitted_cuts
 from ..partition.registry import Solution, balance
 from ..simulation.simulator import Timeline, predict
-from .local_search import polish
+from .local_search import minimize_step
 from .migration import BASE_PAUSE_NS, migration
 
 
@@ -20,7 +20,7 @@ from .migration import BASE_PAUSE_NS, migration
 class Proposal:
     """A balancer's answer, simulated, and how to get there from the partition in force."""
 
-    problem: Problem
+    problem: PartitionProblem
     solution: Solution
     timeline: Timeline
     stages: tuple[Stage, ...]
@@ -34,8 +34,8 @@ def chain_of(header: Header, costs: ItemCosts, granularity: str | None = None) -
     return Chain(items=header.items, costs=costs, cuts=cuts, granularity=granularity)
 
 
-def holdings(
-    plan: Plan, places: Sequence[Place], virtual_stages: int, schedule: str
+def current_spans(
+    plan: Plan, slots: Sequence[WorkerSlot], virtual_stages: int, schedule: str
 ) -> tuple[tuple[int, int], ...] | None:
     """The item range that each stage's worker holds in a plan; None where the numbers of stages a worker differ."""
     if plan.virtual_stages_per_worker != virtual_stages:
@@ -45,24 +45,24 @@ def holdings(
     for stage, span in zip(plan.stages, pairwise(plan.boundaries), strict=True):
         held[stage.worker, stage.stage // workers] = span
     return tuple(
-        held.get((places[position_of(schedule, stage, len(places))].worker, stage // len(places)), (0, 0))
-        for stage in range(len(places) * virtual_stages)
+        held.get((slots[position_of(schedule, stage, len(slots))].worker, stage // len(slots)), (0, 0))
+        for stage in range(len(slots) * virtual_stages)
     )
 
 
-def wants_polish(problem: Problem, objective: str) -> bool:
+def minimizes_step(problem: PartitionProblem, objective: str) -> bool:
     """Whether to go on from the least bottleneck to the least simulated step time.
 
     From eight microbatches a worker on, the two differ by less than 0.1 % on average (see the README); the first is
     proven, the second is not.
     """
     if objective == "auto":
-        return problem.microbatches < 8 * len(problem.places) or problem.schedule == "gpipe"
+        return problem.microbatches < 8 * len(problem.slots) or problem.schedule == "gpipe"
     return objective == "simulated"
 
 
 def propose(
-    problem: Problem,
+    problem: PartitionProblem,
     balancer: str,
     *,
     objective: str = "auto",
@@ -80,21 +80,25 @@ def propose(
         base_pause_ns: what a move costs beyond its bytes, where it has been measured.
     """
     solution = balance(problem, balancer)
-    is_simulated = wants_polish(problem, objective)
+    is_simulated = minimizes_step(problem, objective)
     if balancer != "exact":
         solution = replace(solution, objective="simulated" if is_simulated else "bottleneck")
     elif is_simulated:
-        solution = polish(problem, solution)
-    return present(problem, solution, owner=owner, base_pause_ns=base_pause_ns)
+        solution = minimize_step(problem, solution)
+    return make_proposal(problem, solution, owner=owner, base_pause_ns=base_pause_ns)
 
 
-def present(
-    problem: Problem, solution: Solution, *, owner: Mapping[str, int] | None = None, base_pause_ns: int | None = None
+def make_proposal(
+    problem: PartitionProblem,
+    solution: Solution,
+    *,
+    owner: Mapping[str, int] | None = None,
+    base_pause_ns: int | None = None,
 ) -> Proposal:
     """A solution with its simulation, stages and migration."""
     names = problem.chain.names
     stages = tuple(
-        Stage(stage=stage, worker=problem.place(stage).worker, items=names[begin:end])
+        Stage(stage=stage, worker=problem.slot(stage).worker, items=names[begin:end])
         for stage, (begin, end) in enumerate(pairwise(solution.boundaries))
     )
     pause = BASE_PAUSE_NS if base_pause_ns is None else base_pause_ns
@@ -158,12 +162,12 @@ def to_plan(
     )
 
 
-def constraints_of(problem: Problem) -> Constraints:
+def constraints_of(problem: PartitionProblem) -> Constraints:
     """What the partition had to obey, as the plan records it."""
     return Constraints(
         microbatches=problem.microbatches,
         min_layers=problem.min_units,
-        memory_bytes=tuple(place.memory_bytes for place in problem.places),
+        memory_bytes=tuple(slot.memory_bytes for slot in problem.slots),
         pins=tuple(Pin(item=problem.chain.names[item], stage=stage) for item, stage in problem.pins),
         tied_together=problem.tied_together,
     )

@@ -9,10 +9,10 @@ from .._common.errors import DynmoError, UsageError
 from ..formats.plan import Plan
 from ..formats.profile import Header
 from ..partition import uniform
-from ..partition.problem import InfeasibleError, Problem
-from ..partition.registry import best_of
+from ..partition.problem import InfeasibleError, PartitionProblem
+from ..partition.registry import solve_best
 from ..simulation.simulator import predict
-from .plan_builder import Proposal, holdings, present, to_plan
+from .plan_builder import Proposal, current_spans, make_proposal, to_plan
 
 EXIT_NO_CHANGE = 4
 
@@ -32,7 +32,7 @@ class Packing:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Size:
+class RepackRow:
     """The step on a number of workers; None where no partition is feasible, and then why."""
 
     workers: int
@@ -41,17 +41,17 @@ class Size:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Packings:
+class RepackTable:
     """The steps on every number of workers, and the answers against both references."""
 
-    rows: tuple[Size, ...]
+    rows: tuple[RepackRow, ...]
     balanced_step_ns: int
     static_step_ns: int
     balanced: Packing
     static: Packing
 
 
-def fewest(workers: int, reference_step_ns: int, keep: float, step_ns: Callable[[int], int | None]) -> Packing:
+def fewest_workers(workers: int, reference_step_ns: int, keep: float, step_ns: Callable[[int], int | None]) -> Packing:
     """The fewest workers whose step takes at most ``reference / keep``.
 
     Args:
@@ -68,53 +68,53 @@ def fewest(workers: int, reference_step_ns: int, keep: float, step_ns: Callable[
     return Packing(workers=workers, kept=reference_step_ns / time if time else 0.0)
 
 
-def _staying(problem: Problem, count: int) -> tuple[int, ...]:
+def _remaining(problem: PartitionProblem, count: int) -> tuple[int, ...]:
     """Which workers stay: those that cannot be released, then the fastest; in the order of the stages."""
-    ranked = sorted(range(len(problem.places)), key=lambda at: _rank(problem, at))
+    ranked = sorted(range(len(problem.slots)), key=lambda at: _rank(problem, at))
     return tuple(sorted(ranked[:count]))
 
 
-def _rank(problem: Problem, at: int) -> tuple[bool, int, int]:
-    place = problem.places[at]
-    return place.releasable, -place.speed_ppm, at
+def _rank(problem: PartitionProblem, at: int) -> tuple[bool, int, int]:
+    slot = problem.slots[at]
+    return slot.releasable, -slot.speed_ppm, at
 
 
-def on_fewer(problem: Problem, count: int) -> Problem:
+def with_workers(problem: PartitionProblem, count: int) -> PartitionProblem:
     """The same problem on the ``count`` workers that stay; raises ``UsageError`` if more than that must stay."""
-    held = [place for place in problem.places if not place.releasable]
+    held = [slot for slot in problem.slots if not slot.releasable]
     if count < len(held):
         raise UsageError(f"{len(held)} workers cannot be released, so {count} are too few")
-    places = tuple(problem.places[at] for at in _staying(problem, count))
-    return replace(problem, places=places, current=None)
+    slots = tuple(problem.slots[at] for at in _remaining(problem, count))
+    return replace(problem, slots=slots, current=None)
 
 
-def packings(problem: Problem, keep: float) -> Packings:
+def repack_table(problem: PartitionProblem, keep: float) -> RepackTable:
     """The fewest workers, against the balanced and against the static uniform pipeline on all of them."""
-    total = len(problem.places)
+    total = len(problem.slots)
 
-    def size(count: int) -> Size:
+    def size(count: int) -> RepackRow:
         try:
-            smaller = on_fewer(problem, count)
-            return Size(workers=count, step_ns=predict(smaller, best_of(smaller).boundaries).step_ns)
+            smaller = with_workers(problem, count)
+            return RepackRow(workers=count, step_ns=predict(smaller, solve_best(smaller).boundaries).step_ns)
         except (InfeasibleError, UsageError) as error:
-            return Size(workers=count, step_ns=None, refusal=str(error))
+            return RepackRow(workers=count, step_ns=None, refusal=str(error))
 
     rows = tuple(size(count) for count in range(1, total + 1))
     times = {row.workers: row.step_ns for row in rows}
-    balanced = predict(problem, best_of(problem).boundaries).step_ns
+    balanced = predict(problem, solve_best(problem).boundaries).step_ns
     static = predict(problem, uniform.boundaries(problem)).step_ns
-    return Packings(
+    return RepackTable(
         rows=rows,
         balanced_step_ns=balanced,
         static_step_ns=static,
-        balanced=fewest(total, balanced, keep, times.__getitem__),
-        static=fewest(total, static, keep, times.__getitem__),
+        balanced=fewest_workers(total, balanced, keep, times.__getitem__),
+        static=fewest_workers(total, static, keep, times.__getitem__),
     )
 
 
-def released_plan(
+def make_release_plan(
     header: Header,
-    problem: Problem,
+    problem: PartitionProblem,
     base: Plan | None,
     packing: Packing,
     read_to_step: int,
@@ -122,14 +122,14 @@ def released_plan(
     base_pause_ns: int | None = None,
 ) -> tuple[Proposal, Plan]:
     """The plan that puts all items on the workers that stay, and releases the others."""
-    smaller = on_fewer(problem, packing.workers)
+    smaller = with_workers(problem, packing.workers)
     if base is not None:
-        smaller = replace(smaller, current=holdings(base, smaller.places, smaller.virtual_stages, smaller.schedule))
-    proposal = present(
-        smaller, best_of(smaller), owner=None if base is None else base.owner, base_pause_ns=base_pause_ns
+        smaller = replace(smaller, current=current_spans(base, smaller.slots, smaller.virtual_stages, smaller.schedule))
+    proposal = make_proposal(
+        smaller, solve_best(smaller), owner=None if base is None else base.owner, base_pause_ns=base_pause_ns
     )
-    staying = {place.worker for place in smaller.places}
-    released = [place.worker for place in problem.places if place.worker not in staying]
+    staying = {slot.worker for slot in smaller.slots}
+    released = [slot.worker for slot in problem.slots if slot.worker not in staying]
     plan = to_plan(
         proposal,
         run_id=header.run_id,

@@ -15,7 +15,7 @@ from .recipe import Recipe, final_costs, problem_of
 
 
 @dataclass(frozen=True, kw_only=True)
-class Distance:
+class OptimalityGap:
     """Steps in ns at the end of a recipe's trajectory.
 
     Attributes:
@@ -58,14 +58,14 @@ class Distance:
         }
 
 
-def distance_of(recipe: Recipe) -> Distance:
+def measure_gap(recipe: Recipe) -> OptimalityGap:
     """The distance of a recipe; a search takes some seconds at 8 workers."""
     header, _, last = final_costs(recipe)
     plain = problem_of(header, last, "layer")
     found = search(header, plain, (*SCHEDULES, CUSTOM), ("layer", "sublayer"))
     solution = solve(plain)
     timeline = predict(plain, solution.boundaries)
-    return Distance(
+    return OptimalityGap(
         recipe=recipe,
         bounds=found.bounds,
         plain=Candidate(granularity="layer", problem=plain, solution=solution, timeline=timeline),

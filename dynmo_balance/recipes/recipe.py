@@ -26,9 +26,9 @@ from ..costs.sparsity import SparsityModel
 from ..formats.profile import Header
 from ..inputs.analytic_profile import BuildOptions, build_costs, build_header, header_of
 from ..inputs.model_config import from_config
-from ..inputs.scenarios import DEFAULT_STRENGTH, TECHNIQUES, Script, moments
+from ..inputs.scenarios import DEFAULT_STRENGTH, TECHNIQUES, Script, scenario_steps
 from ..partition import uniform
-from ..partition.problem import Problem, places_of
+from ..partition.problem import PartitionProblem, worker_slots
 from ..partition.registry import solve
 from ..planning.plan_builder import chain_of
 from ..schedules.registry import SCHEDULES
@@ -99,7 +99,7 @@ def recipe_names() -> list[str]:
     return sorted(path.stem for path in FOLDER.glob("*.toml"))
 
 
-def _filled(kind: type, content: Any, source: str, part: str) -> Any:
+def _from_table(kind: type, content: Any, source: str, part: str) -> Any:
     """A dataclass from a table; raises ``UsageError`` with every key that does not fit."""
     if not isinstance(content, dict):
         raise UsageError(f"{source}: [{part}] must be a table")
@@ -137,7 +137,7 @@ def load_recipe(name: str) -> Recipe:
         assumptions=tuple(map(str, content.get("assumptions", ()))),
         device=str(content.get("device", "h100")),
         spec=from_config(_table(content, "model", path), str(path)),
-        run=_filled(BuildOptions, content.get("run", {}), str(path), "run"),
+        run=_from_table(BuildOptions, content.get("run", {}), str(path), "run"),
         script=_script(content, technique, path),
     )
 
@@ -154,19 +154,19 @@ def _script(content: Mapping[str, Any], technique: str, path: Path) -> Script:
     if not isinstance(steps, int) or steps < 1:
         raise UsageError(f"{path}: steps must be a whole number above 0, is {steps!r}")
     stated = dict(content.get("script", {}))
-    model = _filled(SparsityModel, stated.pop("sparsity", {}), str(path), "script.sparsity")
+    model = _from_table(SparsityModel, stated.pop("sparsity", {}), str(path), "script.sparsity")
     values = {"steps": steps, "strength": DEFAULT_STRENGTH[technique], "seed": 1, **stated}
-    script: Script = replace(_filled(Script, values, str(path), "script"), sparsity=model)
+    script: Script = replace(_from_table(Script, values, str(path), "script"), sparsity=model)
     if not 0 <= script.strength < 1:
         raise UsageError(f"{path}: script.strength must be within [0, 1), is {script.strength}")
     return script
 
 
-def problem_of(header: Header, costs: ItemCosts, granularity: str) -> Problem:
+def problem_of(header: Header, costs: ItemCosts, granularity: str) -> PartitionProblem:
     """The chain, the workers and the schedule of a recipe, at some costs."""
-    return Problem(
+    return PartitionProblem(
         chain=chain_of(header, costs, granularity),
-        places=places_of(header),
+        slots=worker_slots(header),
         schedule=header.schedule,
         microbatches=header.microbatches,
         virtual_stages=header.virtual_stages_per_worker,
@@ -175,7 +175,7 @@ def problem_of(header: Header, costs: ItemCosts, granularity: str) -> Problem:
     )
 
 
-def altered(recipe: Recipe, layers: int | None, workers: int | None) -> Recipe:
+def with_size(recipe: Recipe, layers: int | None, workers: int | None) -> Recipe:
     """The recipe with another number of blocks or workers; None leaves what it has."""
     spec, run = recipe.spec, recipe.run
     return replace(
@@ -190,12 +190,12 @@ def final_costs(recipe: Recipe) -> tuple[Header, ItemCosts, ItemCosts]:
     device = load_device(recipe.device)
     header = header_of(build_header(recipe.spec, device, recipe.run, recipe.name))
     dense = last = build_costs(recipe.spec, header, device, recipe.run)
-    for moment in moments(recipe.technique, header, dense, recipe.script):
-        last = moment.costs
+    for scenario_step in scenario_steps(recipe.technique, header, dense, recipe.script):
+        last = scenario_step.costs
     return header, dense, last
 
 
-def cook(recipe: Recipe, *, searching: bool = False) -> Outcome:
+def run_recipe(recipe: Recipe, *, searching: bool = False) -> Outcome:
     """The steps of a recipe, at the end of its trajectory."""
     header, dense, last = final_costs(recipe)
     before, after = (problem_of(header, costs, recipe.run.granularity) for costs in (dense, last))

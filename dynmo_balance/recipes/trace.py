@@ -17,7 +17,7 @@ from .._common.errors import UsageError
 from ..costs.devices import load_device
 from ..formats.profile import write_profile
 from ..inputs.analytic_profile import build_costs, build_header, build_lines, header_of
-from ..inputs.scenarios import Moment, moments
+from ..inputs.scenarios import ScenarioStep, scenario_steps
 from .recipe import Recipe
 
 
@@ -27,16 +27,16 @@ def trace_lines(recipe: Recipe, baseline_steps: int, technique_steps: int) -> It
     document = build_header(recipe.spec, device, recipe.run, recipe.name)
     header = header_of(document)
     dense = build_costs(recipe.spec, header, device, recipe.run)
-    last: deque[Moment] = deque(maxlen=technique_steps)
+    last: deque[ScenarioStep] = deque(maxlen=technique_steps)
     event: Mapping[str, Any] | None = None
-    for moment in moments(recipe.technique, header, dense, recipe.script):
-        last.append(moment)
-        event = moment.event or event
+    for scenario_step in scenario_steps(recipe.technique, header, dense, recipe.script):
+        last.append(scenario_step)
+        event = scenario_step.event or event
     if len(last) < technique_steps:
         raise UsageError(
             f"{recipe.name} has {len(last)} steps of its technique, {technique_steps} were asked for: raise steps"
         )
-    before = [Moment(step=step, costs=dense) for step in range(1, baseline_steps + 1)]
+    before = [ScenarioStep(step=step, costs=dense) for step in range(1, baseline_steps + 1)]
     after = [replace(one, step=step, event=None) for step, one in enumerate(last, start=baseline_steps + 1)]
     if event is not None:
         after[0] = replace(after[0], event={**event, "next_expected_step": None})

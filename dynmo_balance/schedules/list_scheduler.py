@@ -21,19 +21,19 @@ Urgency = Callable[[int, int, int], tuple[float, ...]]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Lengths:
+class OperationTimes:
     """What a list schedule is made for; times in ns, one element a stage.
 
     Attributes:
-        forward, first, second: of the forward, the input gradient and the weight gradient.
+        forward, backward_input, backward_weight: of the forward, the input gradient and the weight gradient.
         send: how long an output takes to the next stage.
         trained: false for a stage without backward.
         positions: the worker of each stage.
     """
 
     forward: Sequence[int]
-    first: Sequence[int]
-    second: Sequence[int]
+    backward_input: Sequence[int]
+    backward_weight: Sequence[int]
     send: Sequence[int]
     trained: Sequence[bool]
     positions: Sequence[int]
@@ -44,25 +44,29 @@ class Lengths:
         return 1 + max(self.positions)
 
 
-def _backward_first(lengths: Lengths) -> Urgency:
+def _backward_first(lengths: OperationTimes) -> Urgency:
     """Input gradients before forwards, older microbatches first, forwards of later stages first."""
     return lambda kind, stage, m: ((1, -stage, m), (0, m, 0), (2, m, stage))[kind]
 
 
-def _later_stage_first(lengths: Lengths) -> Urgency:
+def _later_stage_first(lengths: OperationTimes) -> Urgency:
     """Whatever belongs to a later stage first."""
     return lambda kind, stage, m: ((0, -stage, 1, m), (0, -stage, 0, m), (1, m, stage, 0))[kind]
 
 
-def _due(stretch: float, *, weights: bool = False) -> Callable[[Lengths], Urgency]:
+def _due(stretch: float, *, weights: bool = False) -> Callable[[OperationTimes], Urgency]:
     """By when each operation would start if microbatches entered evenly and none waited, stretched."""
 
-    def rule(lengths: Lengths) -> Urgency:
-        period = max(1, sum((*lengths.forward, *lengths.first, *lengths.second))) / lengths.workers / stretch
+    def rule(lengths: OperationTimes) -> Urgency:
+        period = (
+            max(1, sum((*lengths.forward, *lengths.backward_input, *lengths.backward_weight)))
+            / lengths.workers
+            / stretch
+        )
         whole = sum(lengths.forward)
         down = [before / period for before in accumulate(lengths.forward, initial=0)]
-        up = [(whole + after) / period for after in accumulate(reversed(lengths.first), initial=0)]
-        last = (whole + sum(lengths.first)) / period + lengths.workers
+        up = [(whole + after) / period for after in accumulate(reversed(lengths.backward_input), initial=0)]
+        last = (whole + sum(lengths.backward_input)) / period + lengths.workers
         stages = len(lengths.forward)
 
         def urgency(kind: int, stage: int, m: int) -> tuple[float, ...]:
@@ -75,7 +79,7 @@ def _due(stretch: float, *, weights: bool = False) -> Callable[[Lengths], Urgenc
     return rule
 
 
-RULES: Mapping[str, Callable[[Lengths], Urgency]] = {
+RULES: Mapping[str, Callable[[OperationTimes], Urgency]] = {
     "backward first": _backward_first,
     "later stage first": _later_stage_first,
     "due": _due(1.0),
@@ -86,26 +90,26 @@ RULES: Mapping[str, Callable[[Lengths], Urgency]] = {
 }
 
 
-class _Run:
+class _ListSchedule:
     """One list schedule in the making."""
 
-    def __init__(self, lengths: Lengths, microbatches: int, most_in_flight: int, urgency: Urgency) -> None:
+    def __init__(self, lengths: OperationTimes, microbatches: int, most_in_flight: int, urgency: Urgency) -> None:
         self.lengths, self.urgency, self.most = lengths, urgency, most_in_flight
-        self.durations = (lengths.forward, lengths.first, lengths.second)
+        self.durations = (lengths.forward, lengths.backward_input, lengths.backward_weight)
         self.ready: list[list[tuple[tuple[float, ...], int, int, int]]] = [[] for _ in range(lengths.workers)]
         self.busy = [False] * lengths.workers
-        self.held = [0] * len(lengths.forward)
+        self.in_flight = [0] * len(lengths.forward)
         self.order: list[list[Operation]] = [[] for _ in range(lengths.workers)]
         self.events: list[tuple[int, int, bool, int, int, int]] = []
         self.number = 0
         for m in range(microbatches):
-            self.enter(FORWARD, 0, m)
+            self.add_ready(FORWARD, 0, m)
 
-    def enter(self, kind: int, stage: int, m: int) -> None:
+    def add_ready(self, kind: int, stage: int, m: int) -> None:
         entry = (self.urgency(kind, stage, m), kind, stage, m)
         heapq.heappush(self.ready[self.lengths.positions[stage]], entry)
 
-    def later(self, time: int, ends: bool, kind: int, stage: int, m: int) -> None:
+    def add_event(self, time: int, ends: bool, kind: int, stage: int, m: int) -> None:
         self.number += 1
         heapq.heappush(self.events, (time, self.number, ends, kind, stage, m))
 
@@ -114,7 +118,7 @@ class _Run:
         ready, waiting, found = self.ready[worker], [], None
         while ready:
             entry = heapq.heappop(ready)
-            if entry[1] == FORWARD and self.held[entry[2]] >= self.most:
+            if entry[1] == FORWARD and self.in_flight[entry[2]] >= self.most:
                 waiting.append(entry)
                 continue
             found = entry
@@ -124,12 +128,12 @@ class _Run:
         if found is None:
             return
         _, kind, stage, m = found
-        self.held[stage] += kind == FORWARD
+        self.in_flight[stage] += kind == FORWARD
         self.busy[worker] = True
         self.order[worker].append(Operation(stage, KINDS[kind], m))
-        self.later(time + self.durations[kind][stage], True, kind, stage, m)
+        self.add_event(time + self.durations[kind][stage], True, kind, stage, m)
 
-    def ended(self, time: int, kind: int, stage: int, m: int) -> None:
+    def complete(self, time: int, kind: int, stage: int, m: int) -> None:
         """Free the worker and let what waited for the operation enter, at once or when it has arrived."""
         lengths = self.lengths
         self.busy[lengths.positions[stage]] = False
@@ -139,16 +143,16 @@ class _Run:
         elif kind == INPUT and stage > 0 and lengths.trained[stage - 1]:
             following, lag = stage - 1, lengths.send[stage - 1]
         elif kind == FORWARD and lengths.trained[stage]:
-            self.enter(INPUT, stage, m)
+            self.add_ready(INPUT, stage, m)
         if kind == INPUT:
-            self.enter(WEIGHT, stage, m)
+            self.add_ready(WEIGHT, stage, m)
         if kind == WEIGHT or not lengths.trained[stage]:
-            self.held[stage] -= 1
+            self.in_flight[stage] -= 1
         if following != stage:
-            self.later(time + lag, False, kind, following, m)
+            self.add_event(time + lag, False, kind, following, m)
 
 
-def list_order(lengths: Lengths, microbatches: int, most_in_flight: int, rule: str) -> tuple[Order, int]:
+def list_order(lengths: OperationTimes, microbatches: int, most_in_flight: int, rule: str) -> tuple[Order, int]:
     """The order of operations and the time of the step in ns.
 
     The backward of stages that are not trained, which takes no time, stands at the end, so that every stage has the
@@ -164,7 +168,7 @@ def list_order(lengths: Lengths, microbatches: int, most_in_flight: int, rule: s
         UsageError: more operations than a command simulates.
     """
     check_operations(len(lengths.forward), microbatches)
-    run = _Run(lengths, microbatches, most_in_flight, RULES[rule](lengths))
+    run = _ListSchedule(lengths, microbatches, most_in_flight, RULES[rule](lengths))
     run.dispatch(lengths.positions[0], 0)
     time = 0
     while run.events:
@@ -173,9 +177,9 @@ def list_order(lengths: Lengths, microbatches: int, most_in_flight: int, rule: s
         while run.events and run.events[0][0] == time:
             _, _, ends, kind, stage, m = heapq.heappop(run.events)
             if ends:
-                run.ended(time, kind, stage, m)
+                run.complete(time, kind, stage, m)
             else:
-                run.enter(kind, stage, m)
+                run.add_ready(kind, stage, m)
             touched.add(lengths.positions[stage])
         for worker in sorted(touched):
             if not run.busy[worker]:

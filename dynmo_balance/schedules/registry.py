@@ -11,19 +11,19 @@ from .operations import Kind, Operation, Order, check_operations
 
 __all__ = [
     "SCHEDULES",
-    "HeldTogether",
+    "InFlightSets",
     "Kind",
     "Operation",
     "Order",
     "check_operations",
-    "counted_in_flight",
-    "held_in",
-    "held_together",
+    "count_in_flight",
+    "in_flight_sets_of",
+    "in_flight_sets",
     "in_flight",
-    "order_of",
+    "build_order",
 ]
 
-HeldTogether = tuple[tuple[tuple[int, ...], ...], ...]
+InFlightSets = tuple[tuple[tuple[int, ...], ...], ...]
 SCHEDULES: Mapping[str, Callable[[int, int, int], Order]] = {
     "gpipe": gpipe.order,
     "1f1b": one_f_one_b.order,
@@ -34,7 +34,7 @@ SCHEDULES: Mapping[str, Callable[[int, int, int], Order]] = {
 
 
 @lru_cache(maxsize=8)
-def order_of(schedule: str, workers: int, virtual_stages: int, microbatches: int) -> Order:
+def build_order(schedule: str, workers: int, virtual_stages: int, microbatches: int) -> Order:
     """The order of operations of a schedule by name.
 
     Raises:
@@ -64,40 +64,40 @@ def in_flight(schedule: str, workers: int, virtual_stages: int, microbatches: in
         return tuple(min(microbatches, factor * (workers - 1 - p) + 1) for p in range(workers))
     if virtual_stages == 1 and schedule == "zero-bubble":
         return (min(microbatches, workers),) * workers
-    return counted_in_flight(order_of(schedule, workers, virtual_stages, microbatches))
+    return count_in_flight(build_order(schedule, workers, virtual_stages, microbatches))
 
 
 @lru_cache(maxsize=32)
-def held_together(schedule: str, workers: int, virtual_stages: int, microbatches: int) -> HeldTogether:
+def in_flight_sets(schedule: str, workers: int, virtual_stages: int, microbatches: int) -> InFlightSets:
     """Of each worker, the numbers of microbatches in flight on its stages that occur at the same time.
 
     One tuple of numbers, in the order of the stages, for each moment that no other moment exceeds in every stage.
     """
-    return held_in(order_of(schedule, workers, virtual_stages, microbatches))
+    return in_flight_sets_of(build_order(schedule, workers, virtual_stages, microbatches))
 
 
-def held_in(order: Order) -> HeldTogether:
+def in_flight_sets_of(order: Order) -> InFlightSets:
     """The same of an order of operations."""
     result = []
     for operations in order:
         stages = sorted({operation.stage for operation in operations})
         now = dict.fromkeys(stages, 0)
-        moments = set()
+        counts = set()
         for stage, kind, _ in operations:
             if kind is Kind.FORWARD:
                 now[stage] += 1
-                moments.add(tuple(now[at] for at in stages))
+                counts.add(tuple(now[at] for at in stages))
             elif kind is not Kind.BACKWARD_INPUT:
                 now[stage] -= 1
-        result.append(tuple(sorted(one for one in moments if not _exceeded(one, moments))))
+        result.append(tuple(sorted(one for one in counts if not _exceeded(one, counts))))
     return tuple(result)
 
 
-def _exceeded(one: tuple[int, ...], moments: set[tuple[int, ...]]) -> bool:
-    return any(other != one and all(a <= b for a, b in zip(one, other, strict=True)) for other in moments)
+def _exceeded(one: tuple[int, ...], counts: set[tuple[int, ...]]) -> bool:
+    return any(other != one and all(a <= b for a, b in zip(one, other, strict=True)) for other in counts)
 
 
-def counted_in_flight(order: Order) -> tuple[int, ...]:
+def count_in_flight(order: Order) -> tuple[int, ...]:
     """The same by counting: +1 at a forward, -1 at a whole backward or a weight gradient."""
     stages = 1 + max(operation.stage for operations in order for operation in operations)
     now, peak = [0] * stages, [0] * stages

@@ -17,8 +17,8 @@ import numpy as np
 import numpy.typing as npt
 
 from ..costs.cost_window import SPEED_UNIT
-from ..partition.problem import Problem
-from ..schedules.registry import Kind, Order, order_of
+from ..partition.problem import PartitionProblem
+from ..schedules.registry import Kind, Order, build_order
 
 KINDS = (Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
 Array = npt.NDArray[np.int64]
@@ -31,7 +31,7 @@ class Level(NamedTuple):
     Attributes:
         own: of the operations themselves, side by side.
         before, needs: of the one before each on its worker, of the one whose tensor it needs; 0 is the beginning.
-        pattern: the number of what is done in ``Compiled.patterns``.
+        pattern: the number of what is done in ``CompiledOrder.patterns``.
         last: whether a worker's last operation is among them.
     """
 
@@ -54,7 +54,7 @@ class Pattern(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Compiled:
+class CompiledOrder:
     """The levels of a schedule, their distinct patterns, and the ring's size; its place 0 is the beginning."""
 
     levels: tuple[Level, ...]
@@ -116,22 +116,22 @@ def _last_uses(rows: list[list[_Row]], count: int) -> list[int]:
     return last
 
 
-def _index(places: list[int]) -> Index:
+def _index(slots: list[int]) -> Index:
     """A slice where the places lie side by side: that is a view, no copy."""
-    first = places[0]
-    if places == list(range(first, first + len(places))):
-        return slice(first, first + len(places))
-    return np.array(places, dtype=np.int64)
+    first = slots[0]
+    if slots == list(range(first, first + len(slots))):
+        return slice(first, first + len(slots))
+    return np.array(slots, dtype=np.int64)
 
 
 @lru_cache(maxsize=32)
-def compiled(schedule: str, workers: int, virtual_stages: int, microbatches: int) -> Compiled:
+def compile_schedule(schedule: str, workers: int, virtual_stages: int, microbatches: int) -> CompiledOrder:
     """The levels of a schedule by name."""
-    return compile_order(order_of(schedule, workers, virtual_stages, microbatches))
+    return compile_order(build_order(schedule, workers, virtual_stages, microbatches))
 
 
 @lru_cache(maxsize=8)
-def compile_order(order: Order) -> Compiled:
+def compile_order(order: Order) -> CompiledOrder:
     """The levels of an order of operations."""
     rows = _rows(order)
     count = sum(map(len, rows))
@@ -140,7 +140,7 @@ def compile_order(order: Order) -> Compiled:
     final = set(range(1, count + 1)).difference(o.before for row in rows for o in row)
     widest = max(map(len, rows))
     ring = 1 + (kept + 2) * widest
-    place = [0] * (count + 1)
+    slot = [0] * (count + 1)
     free = 1
     patterns: dict[bytes, tuple[int, Pattern]] = {}
     levels = []
@@ -149,13 +149,13 @@ def compile_order(order: Order) -> Compiled:
             free = 1
         columns = np.array([(o.kind, o.stage, o.link) for o in row], dtype=np.int64).T.copy()
         number, _ = patterns.setdefault(columns.tobytes(), (len(patterns), Pattern(*columns)))
-        before, needs = _index([place[o.before] for o in row]), _index([place[o.needs] for o in row])
+        before, needs = _index([slot[o.before] for o in row]), _index([slot[o.needs] for o in row])
         for at, o in enumerate(row, start=free):
-            place[o.own] = at
+            slot[o.own] = at
         last = any(o.own in final for o in row)
         levels.append(Level(slice(free, free + len(row)), before, needs, number, last))
         free += len(row)
-    return Compiled(levels=tuple(levels), patterns=tuple(pattern for _, pattern in patterns.values()), ring=ring)
+    return CompiledOrder(levels=tuple(levels), patterns=tuple(pattern for _, pattern in patterns.values()), ring=ring)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -171,12 +171,12 @@ class Costs:
     activation_bytes: Array
 
 
-def costs_of(problem: Problem, candidates: Sequence[Sequence[int]] | Array) -> Costs:
+def costs_of(problem: PartitionProblem, candidates: Sequence[Sequence[int]] | Array) -> Costs:
     """The costs of each candidate's stages."""
     chain = problem.chain
     cuts = np.array(candidates, dtype=np.int64).T
     begin, end = cuts[:-1], cuts[1:]
-    speeds = np.array([problem.place(stage).speed_ppm for stage in range(problem.num_stages)], dtype=np.int64)
+    speeds = np.array([problem.slot(stage).speed_ppm for stage in range(problem.num_stages)], dtype=np.int64)
 
     def sums(values: Sequence[int]) -> Array:
         prefix = np.concatenate([[0], np.cumsum(np.array(values, dtype=np.int64))])
@@ -189,7 +189,7 @@ def costs_of(problem: Problem, candidates: Sequence[Sequence[int]] | Array) -> C
         return -(-work * SPEED_UNIT // speeds[:, None])
 
     sends = [problem.transfer_ns(item.boundary_bytes) for item in chain.items]
-    ids = [problem.place(stage).worker for stage in range(problem.num_stages)]
+    ids = [problem.slot(stage).worker for stage in range(problem.num_stages)]
     apart = np.array([*(a != b for a, b in pairwise(ids)), False])[:, None]
     sent = np.array([problem.transfer_ns(0), *sends], dtype=np.int64)[end]
     return Costs(
@@ -199,25 +199,27 @@ def costs_of(problem: Problem, candidates: Sequence[Sequence[int]] | Array) -> C
         has_backward=end > chain.frozen_items,
         send_ns=np.where(apart, sent, 0),
         static_bytes=sums(chain.static_bytes),
-        activation_bytes=sums(chain.kept_bytes),
+        activation_bytes=sums(chain.stored_bytes),
     )
 
 
-def step_times(problem: Problem, candidates: Sequence[Sequence[int]] | Array, overhead_ns: int = 0) -> list[int]:
+def step_times(
+    problem: PartitionProblem, candidates: Sequence[Sequence[int]] | Array, overhead_ns: int = 0
+) -> list[int]:
     """The simulated step of each candidate's boundaries, in ns."""
     found = steps_of(problem, costs_of(problem, candidates), overhead_ns)
     return [int(value) for value in found]
 
 
-def steps_of(problem: Problem, costs: Costs, overhead_ns: int = 0) -> Array:
+def steps_of(problem: PartitionProblem, costs: Costs, overhead_ns: int = 0) -> Array:
     """The simulated step of each candidate, from the costs of its stages."""
     if problem.order is not None:
         return run_compiled(compile_order(problem.order), costs, overhead_ns)
-    plan = compiled(problem.schedule, len(problem.places), problem.virtual_stages, problem.microbatches)
+    plan = compile_schedule(problem.schedule, len(problem.slots), problem.virtual_stages, problem.microbatches)
     return run_compiled(plan, costs, overhead_ns)
 
 
-def run_compiled(plan: Compiled, costs: Costs, overhead_ns: int = 0) -> Array:
+def run_compiled(plan: CompiledOrder, costs: Costs, overhead_ns: int = 0) -> Array:
     """The step of each candidate under a compiled order of operations."""
     count = costs.forward_ns.shape[1]
     first, second = costs.backward_input_ns, costs.backward_weight_ns

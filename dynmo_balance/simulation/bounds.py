@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..costs.cost_window import SPEED_UNIT
-from ..partition.problem import Problem
+from ..partition.problem import PartitionProblem
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,20 +29,20 @@ class Bounds:
         return max(self.work_ns, self.unit_ns, self.path_ns)
 
 
-def bounds_of(problem: Problem) -> Bounds:
+def bounds_of(problem: PartitionProblem) -> Bounds:
     """The bounds of a problem, whatever its schedule; communication and memory are left out."""
     chain, microbatches = problem.chain, problem.microbatches
-    fastest = max(place.speed_ppm for place in problem.places)
-    speed = sum(place.speed_ppm for place in problem.places)
+    fastest = max(slot.speed_ppm for slot in problem.slots)
+    speed = sum(slot.speed_ppm for slot in problem.slots)
 
     def at_least(work: int, rate: int) -> int:
         return -(-work * SPEED_UNIT // rate)
 
-    work = chain.at_cuts(chain.work_ns)
-    forward = chain.at_cuts(chain.costs.forward_ns)
+    work = chain.prefix_at_cuts(chain.work_ns)
+    forward = chain.prefix_at_cuts(chain.costs.forward_ns)
     inputs = [0] * chain.frozen_items + list(chain.costs.backward_input_ns[chain.frozen_items :])
-    back = chain.at_cuts(inputs)
-    weights = chain.at_cuts(chain.costs.backward_weight_ns)
+    back = chain.prefix_at_cuts(inputs)
+    weights = chain.prefix_at_cuts(chain.costs.backward_weight_ns)
     units = max(
         forward[at]
         + microbatches * (work[at + 1] - work[at])

@@ -15,7 +15,7 @@ from itertools import pairwise
 from .._common.errors import UsageError
 from ..costs.devices import Device
 from ..formats.profile import Header, Item
-from ..partition.problem import Problem
+from ..partition.problem import PartitionProblem
 from ..schedules.registry import Kind, Order
 from .simulator import Communication, StageCosts, Timeline, run, stage_costs
 
@@ -62,7 +62,7 @@ class Compression:
         """Time to put a matrix together from its factors."""
         return round(self.product_ns(rows, columns, rank))
 
-    def packs(self, worker: int) -> bool:
+    def compresses_replicas(self, worker: int) -> bool:
         """Whether the worker at this position compresses between its replicas."""
         return self.replica_rank is not None and (self.replica_workers is None or worker < self.replica_workers)
 
@@ -80,7 +80,7 @@ class Compression:
         return made + self.decompress_ns(rows, self.columns, rank)
 
 
-def compression_of(header: Header, device: Device) -> Compression:
+def no_compression(header: Header, device: Device) -> Compression:
     """None yet, of a profile's sizes."""
     rows = header.micro_batch_size * header.model.sequence_length
     return Compression(rows=rows, columns=header.model.hidden_size, device=device)
@@ -92,7 +92,7 @@ def factor_bytes(compression: Compression) -> int:
     return (rows + columns) * min(compression.boundary_rank or 0, rows, columns) * FACTOR_BYTES
 
 
-def packed_microbatches(problem: Problem, order: Order, *, epilogue_only: bool) -> list[frozenset[int]]:
+def compressed_microbatches(problem: PartitionProblem, order: Order, *, epilogue_only: bool) -> list[frozenset[int]]:
     """Of each stage, the microbatches whose gradient it sends back as factors.
 
     In the epilogue are those that the receiving worker runs behind its last forward.
@@ -106,14 +106,14 @@ def packed_microbatches(problem: Problem, order: Order, *, epilogue_only: bool) 
                 behind.setdefault(one.stage, set()).add(one.microbatch)
     result: list[frozenset[int]] = [frozenset()]
     for stage in range(1, problem.num_stages):
-        apart = problem.place(stage).worker != problem.place(stage - 1).worker
+        apart = problem.slot(stage).worker != problem.slot(stage - 1).worker
         chosen = frozenset(behind.get(stage - 1, ())) if epilogue_only else every
         result.append(chosen if apart else frozenset())
     return result
 
 
-def packed_costs(
-    problem: Problem, boundaries: Sequence[int], costs: Sequence[StageCosts], compression: Compression
+def compressed_costs(
+    problem: PartitionProblem, boundaries: Sequence[int], costs: Sequence[StageCosts], compression: Compression
 ) -> tuple[StageCosts, ...]:
     """The costs of the stages where gradients between them are compressed.
 
@@ -126,21 +126,21 @@ def packed_costs(
     rows, columns = compression.rows, compression.columns
     rank = min(rank, rows, columns)
     size = factor_bytes(compression)
-    packed = packed_microbatches(problem, problem.operations, epilogue_only=compression.epilogue_only)
+    compressed = compressed_microbatches(problem, problem.operations, epilogue_only=compression.epilogue_only)
     result = [costs[0]]
     for stage, (begin, _) in enumerate(pairwise(boundaries)):
         if not stage:
             continue
         whole = problem.chain.items[max(0, begin - 1)].boundary_bytes
-        if packed[stage] and size >= whole:
+        if compressed[stage] and size >= whole:
             raise UsageError(
                 f"factors of rank {rank} take {size:,} bytes, the gradient between stages {whole:,}; take a lower rank"
             )
         result.append(
             replace(
                 costs[stage],
-                packed=packed[stage],
-                packed_send_ns=problem.transfer_ns(size),
+                compressed=compressed[stage],
+                compressed_send_ns=problem.transfer_ns(size),
                 compress_ns=compression.compress_ns(rows, columns, rank),
                 decompress_ns=compression.decompress_ns(rows, columns, rank),
             )
@@ -149,12 +149,12 @@ def packed_costs(
 
 
 def predict_compressed(
-    problem: Problem,
+    problem: PartitionProblem,
     boundaries: Sequence[int],
     compression: Compression,
     overhead_ns: int = 0,
     communication: Communication = Communication.OVERLAPPED,
 ) -> Timeline:
     """Simulate one step of a partition whose gradients are compressed."""
-    costs = packed_costs(problem, boundaries, stage_costs(problem, boundaries), compression)
+    costs = compressed_costs(problem, boundaries, stage_costs(problem, boundaries), compression)
     return run(problem.operations, costs, overhead_ns, communication)

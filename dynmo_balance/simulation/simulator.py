@@ -21,7 +21,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from .._common.errors import UsageError
-from ..partition.problem import Problem
+from ..partition.problem import PartitionProblem
 from ..schedules.registry import Kind, Operation, Order
 
 
@@ -35,8 +35,8 @@ class StageCosts:
         send_ns: how long its output, or the gradient of it, takes to the next stage's worker; 0 on the same worker.
         static_bytes: parameters, gradients, optimizer state.
         activation_bytes: kept from forward to backward.
-        packed: microbatches whose gradient this stage sends back as low-rank factors.
-        packed_send_ns: how long these take to the worker of the stage before.
+        compressed: microbatches whose gradient this stage sends back as low-rank factors.
+        compressed_send_ns: how long these take to the worker of the stage before.
         compress_ns, decompress_ns: what making them adds to this stage's backward, and undoing them to the one before.
     """
 
@@ -47,8 +47,8 @@ class StageCosts:
     send_ns: int = 0
     static_bytes: int = 0
     activation_bytes: int = 0
-    packed: frozenset[int] = frozenset()
-    packed_send_ns: int = 0
+    compressed: frozenset[int] = frozenset()
+    compressed_send_ns: int = 0
     compress_ns: int = 0
     decompress_ns: int = 0
 
@@ -82,27 +82,27 @@ class Timeline:
         return 1 - sum(self.busy_ns) / whole if whole else 0.0
 
 
-def stage_costs(problem: Problem, boundaries: Sequence[int]) -> tuple[StageCosts, ...]:
+def stage_costs(problem: PartitionProblem, boundaries: Sequence[int]) -> tuple[StageCosts, ...]:
     """The costs of the stages of a partition, on their workers' speeds."""
     chain = problem.chain
     costs, frozen = chain.costs, chain.frozen_items
     result = []
     boundary_bytes = 0
     for stage, (begin, end) in enumerate(pairwise(boundaries)):
-        place = problem.place(stage)
+        slot = problem.slot(stage)
         if end > begin:
             boundary_bytes = chain.items[end - 1].boundary_bytes
         next_stage = stage + 1
-        apart = next_stage < problem.num_stages and problem.place(next_stage).worker != place.worker
+        apart = next_stage < problem.num_stages and problem.slot(next_stage).worker != slot.worker
         result.append(
             StageCosts(
-                forward_ns=place.time_ns(sum(costs.forward_ns[begin:end])),
-                backward_input_ns=place.time_ns(sum(costs.backward_input_ns[begin:end])),
-                backward_weight_ns=place.time_ns(sum(costs.backward_weight_ns[begin:end])),
+                forward_ns=slot.time_ns(sum(costs.forward_ns[begin:end])),
+                backward_input_ns=slot.time_ns(sum(costs.backward_input_ns[begin:end])),
+                backward_weight_ns=slot.time_ns(sum(costs.backward_weight_ns[begin:end])),
                 has_backward=end > frozen,
                 send_ns=problem.transfer_ns(boundary_bytes) if apart else 0,
                 static_bytes=sum(chain.static_bytes[begin:end]),
-                activation_bytes=sum(chain.kept_bytes[begin:end]),
+                activation_bytes=sum(chain.stored_bytes[begin:end]),
             )
         )
     return tuple(result)
@@ -151,7 +151,7 @@ class _Arrivals:
     def gradient_ns(self, stage: int, microbatch: int) -> int:
         """How long the gradient of a microbatch takes from ``stage`` to the one before."""
         sender = self._stages[stage]
-        return sender.packed_send_ns if microbatch in sender.packed else self._stages[stage - 1].send_ns
+        return sender.compressed_send_ns if microbatch in sender.compressed else self._stages[stage - 1].send_ns
 
     def receive_ns(self, stage: int, kind: Kind, microbatch: int) -> int:
         """How long the worker is kept busy by what comes in for the operation."""
@@ -226,7 +226,7 @@ def run(
             if ready < 0:
                 break
             start = max(clock[worker], ready) + arrivals.receive_ns(stage, kind, microbatch)
-            end = start + overhead_ns + _duration(cost, kind) + _packing_ns(stages, stage, kind, microbatch)
+            end = start + overhead_ns + _duration(cost, kind) + _compression_ns(stages, stage, kind, microbatch)
             clock[worker] = arrivals.finish(stage, kind, microbatch, end)
             done[worker] += 1
             spans[worker].append(Span(stage, kind, microbatch, start, end))
@@ -255,12 +255,12 @@ def _duration(cost: StageCosts, kind: Kind) -> int:
     return cost.backward_input_ns + cost.backward_weight_ns
 
 
-def _packing_ns(stages: Sequence[StageCosts], stage: int, kind: Kind, microbatch: int) -> int:
+def _compression_ns(stages: Sequence[StageCosts], stage: int, kind: Kind, microbatch: int) -> int:
     """What compression adds to a backward: undoing the factors that came, making those that leave."""
     if kind is Kind.FORWARD or kind is Kind.BACKWARD_WEIGHT:
         return 0
-    added = stages[stage].compress_ns if microbatch in stages[stage].packed else 0
-    if stage + 1 < len(stages) and microbatch in stages[stage + 1].packed:
+    added = stages[stage].compress_ns if microbatch in stages[stage].compressed else 0
+    if stage + 1 < len(stages) and microbatch in stages[stage + 1].compressed:
         added += stages[stage + 1].decompress_ns
     return added
 
@@ -288,7 +288,7 @@ def memory_curves(order: Order, stages: Sequence[StageCosts]) -> tuple[tuple[tup
 
 
 def predict(
-    problem: Problem,
+    problem: PartitionProblem,
     boundaries: Sequence[int],
     overhead_ns: int = 0,
     communication: Communication = Communication.OVERLAPPED,

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from ..formats.profile import Item
-from ..partition.problem import Problem
+from ..partition.problem import PartitionProblem
 from .compression_cost import Compression
 from .simulator import Timeline
 
@@ -41,9 +41,9 @@ class Tail:
     step_ns: int
 
 
-def tail_of(problem: Problem, boundaries: Sequence[int], timeline: Timeline, options: TailOptions) -> Tail:
+def tail_of(problem: PartitionProblem, boundaries: Sequence[int], timeline: Timeline, options: TailOptions) -> Tail:
     """The end of the step."""
-    count = len(problem.places)
+    count = len(problem.slots)
     items = problem.chain.items
     gradient, touched = [0] * count, [0] * count
     worker_of: dict[str, int] = {}
@@ -68,10 +68,10 @@ def tail_of(problem: Problem, boundaries: Sequence[int], timeline: Timeline, opt
         if other is None:
             continue
         if item.name in fused:
-            copies, holders = (2, 2 * replicas) if other != own else (3, replicas)
-            rate = holders * (options.data_parallel_bandwidth or 0)
+            copies, item_workers = (2, 2 * replicas) if other != own else (3, replicas)
+            rate = item_workers * (options.data_parallel_bandwidth or 0)
             both = max(ends[own], ends[other])
-            both += copies * (holders - 1) * 4 * fused[item.name] * 10**9 // rate if rate else 0
+            both += copies * (item_workers - 1) * 4 * fused[item.name] * 10**9 // rate if rate else 0
             ends[own] = ends[other] = both
         elif other != own:
             both = max(ends[own], ends[other]) + problem.transfer_ns(item.gradient_bytes)
@@ -85,10 +85,10 @@ def tail_of(problem: Problem, boundaries: Sequence[int], timeline: Timeline, opt
     return Tail(reduced_ns=reduced, tied_ns=tied, step_ns=max(ends))
 
 
-def reduced_bytes(problem: Problem, boundaries: Sequence[int], options: TailOptions) -> tuple[int, ...]:
+def reduced_bytes(problem: PartitionProblem, boundaries: Sequence[int], options: TailOptions) -> tuple[int, ...]:
     """What the replicas of each worker add, in bytes, without tied tables that are fused."""
     fused = _fused_tables(problem.chain.items, options)
-    sizes = [0] * len(problem.places)
+    sizes = [0] * len(problem.slots)
     for stage, (begin, end) in enumerate(pairwise(boundaries)):
         position = problem.positions[stage]
         for item in problem.chain.items[begin:end]:
@@ -118,7 +118,7 @@ def _reduced(item: Item, elsewhere: int, worker: int, options: TailOptions) -> t
     compression = options.compression
     if options.data_parallel == 1 or not item.param_count:
         return 0, 0
-    if compression is None or not compression.packs(worker):
+    if compression is None or not compression.compresses_replicas(worker):
         return item.gradient_bytes * max(0, item.param_count - elsewhere) // item.param_count, 0
     if elsewhere >= item.param_count:
         return 0, 0

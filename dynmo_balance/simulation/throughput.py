@@ -10,13 +10,13 @@ from typing import Any
 from ..costs.analytic import Shape, header_works, step_flops
 from ..costs.devices import Device
 from ..formats.profile import Header
-from ..partition.problem import Problem
+from ..partition.problem import PartitionProblem
 from .simulator import Timeline
 from .step_tail import TailOptions, tail_of
 
 
 @dataclass(frozen=True, kw_only=True)
-class Outlook:
+class StepForecast:
     """Figures of one step; throughput is that of all data-parallel replicas together.
 
     Attributes:
@@ -59,15 +59,15 @@ def rates_of(
     )
 
 
-def outlook_of(
+def forecast_step(
     header: Header,
-    problem: Problem,
+    problem: PartitionProblem,
     boundaries: Sequence[int],
     timeline: Timeline,
     rates: TailOptions,
     device: Device | None,
     dtype: str,
-) -> Outlook:
+) -> StepForecast:
     """The figures of a simulated step of the problem."""
     step_ns = tail_of(problem, boundaries, timeline, rates).step_ns
     samples = problem.microbatches * header.micro_batch_size * header.data_parallel_size
@@ -81,38 +81,38 @@ def outlook_of(
         tensor_parallel=header.tensor_parallel_size,
     )
     flops = step_flops(header, header_works(header, shape), shape) * problem.microbatches / header.microbatches
-    devices = len(problem.places) * header.tensor_parallel_size
-    told = device is not None and problem.chain.costs.records == 0
+    devices = len(problem.slots) * header.tensor_parallel_size
+    is_known = device is not None and problem.chain.costs.records == 0
     rate = flops * 1e9 / step_ns / devices if step_ns else 0.0
-    peaks = zip(problem.places, timeline.peak_memory_bytes, strict=True)
-    return Outlook(
+    peaks = zip(problem.slots, timeline.peak_memory_bytes, strict=True)
+    return StepForecast(
         step_ns=step_ns,
         samples_per_s=per_s,
         tokens_per_s=per_s * sequence,
         flops_per_s_per_worker=rate,
-        flops_fraction=rate / device.flops_per_s[dtype] if told and device is not None else None,
+        flops_fraction=rate / device.flops_per_s[dtype] if is_known and device is not None else None,
         over_memory=tuple(
-            (place.worker, peak, place.memory_bytes)
-            for place, peak in peaks
-            if place.memory_bytes is not None and peak > place.memory_bytes
+            (slot.worker, peak, slot.memory_bytes)
+            for slot, peak in peaks
+            if slot.memory_bytes is not None and peak > slot.memory_bytes
         ),
     )
 
 
-def document_of(problem: Problem, boundaries: Sequence[int], found: Outlook) -> dict[str, Any]:
+def document_of(problem: PartitionProblem, boundaries: Sequence[int], found: StepForecast) -> dict[str, Any]:
     """For a program: the figures, and what each stage holds and costs in a microbatch."""
     chain, costs = problem.chain, problem.chain.costs
     stages = []
     for stage, (begin, end) in enumerate(pairwise(boundaries)):
-        place = problem.place(stage)
+        slot = problem.slot(stage)
         backward = sum(costs.backward_input_ns[begin:end]) + sum(costs.backward_weight_ns[begin:end])
         stages.append(
             {
                 "stage": stage,
-                "worker": place.worker,
+                "worker": slot.worker,
                 "items": list(chain.names[begin:end]),
-                "forward_ns": place.time_ns(sum(costs.forward_ns[begin:end])),
-                "backward_ns": place.time_ns(backward),
+                "forward_ns": slot.time_ns(sum(costs.forward_ns[begin:end])),
+                "backward_ns": slot.time_ns(backward),
                 "static_bytes": sum(chain.static_bytes[begin:end]),
                 "activation_bytes": sum(costs.activation_bytes[begin:end]),
             }
@@ -123,7 +123,7 @@ def document_of(problem: Problem, boundaries: Sequence[int], found: Outlook) -> 
         "tokens_per_s": found.tokens_per_s,
         "flops_per_s_per_worker": found.flops_per_s_per_worker,
         "flops_fraction": found.flops_fraction,
-        "memory_limit_bytes": [place.memory_bytes for place in problem.places],
+        "memory_limit_bytes": [slot.memory_bytes for slot in problem.slots],
         "over_memory": bool(found.over_memory),
         "stages": stages,
     }

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from dynmo_balance._common.console import emit
 from dynmo_balance.partition.exact import solve
-from dynmo_balance.partition.problem import Problem
+from dynmo_balance.partition.problem import PartitionProblem
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
@@ -44,7 +44,7 @@ def large(layers: int, stages: int) -> None:
     limited = make_problem(chain, stages, speeds=speeds, memory=memory)
     solution = solve(plain)
     drifted = make_chain([round(w * rng.uniform(0.95, 1.05)) for w in work], sizes=sizes)
-    moving: Problem = replace(make_problem(drifted, stages), current=tuple(pairwise(solution.boundaries)))
+    moving: PartitionProblem = replace(make_problem(drifted, stages), current=tuple(pairwise(solution.boundaries)))
     rows = [("plain", plain), ("memory and speeds", limited), ("least migration", moving)]
     for label, problem in rows:
         emit(f"| {layers} | {stages} | {label} | {best_ms(lambda p=problem: solve(p), 5):.2f} |")

@@ -36,8 +36,8 @@ from dynmo_balance.costs.devices import PRESETS
 from dynmo_balance.formats.profile import Header
 from dynmo_balance.inputs.analytic_profile import BuildOptions, build_costs, build_header, header_of
 from dynmo_balance.inputs.model_config import from_config
-from dynmo_balance.inputs.scenarios import Script, moments
-from dynmo_balance.partition.problem import Problem, places_of
+from dynmo_balance.inputs.scenarios import Script, scenario_steps
+from dynmo_balance.partition.problem import PartitionProblem, worker_slots
 from dynmo_balance.partition.registry import BALANCERS, bottleneck_ns, solve
 from dynmo_balance.planning.plan_builder import chain_of
 
@@ -51,7 +51,7 @@ FAMILIES = {
     "sparse attention": ("sparse-attention", 0.5, 0.95),
 }
 Weights = Sequence[int]
-Cutter = Callable[[Problem, Header], list[int] | int]
+Cutter = Callable[[PartitionProblem, Header], list[int] | int]
 """Unit boundaries, or the bottleneck itself where the parts are not contiguous."""
 
 
@@ -62,15 +62,15 @@ def from_sizes(sizes: Sequence[int]) -> list[int]:
     return ends
 
 
-def units(problem: Problem, values: Sequence[int]) -> list[int]:
-    return [b - a for a, b in pairwise(problem.chain.at_cuts(values))]
+def units(problem: PartitionProblem, values: Sequence[int]) -> list[int]:
+    return [b - a for a, b in pairwise(problem.chain.prefix_at_cuts(values))]
 
 
 def even(count: int, parts: int) -> list[int]:
     return [count // parts + (part < count % parts) for part in range(parts)]
 
 
-def layers_even(problem: Problem, first_less: int, last_less: int) -> list[int]:
+def layers_even(problem: PartitionProblem, first_less: int, last_less: int) -> list[int]:
     """Layers evenly, as if the ends held so many more; embedding goes with the first part, head with the last."""
     count = len(problem.chain.cuts) - 3
     sizes = even(count + first_less + last_less, problem.num_stages)
@@ -79,7 +79,7 @@ def layers_even(problem: Problem, first_less: int, last_less: int) -> list[int]:
     return from_sizes(sizes)
 
 
-def diffused(problem: Problem) -> int:
+def diffused(problem: PartitionProblem) -> int:
     """The bottleneck of the published diffusion, from the even split."""
     work = units(problem, problem.chain.work_ns)
     cuts = layers_even(problem, 0, 0)
@@ -111,7 +111,7 @@ def own_code() -> dict[str, Cutter]:
         except ImportError as error:
             say(f"{name}: left out, {error}")
 
-    def times(problem: Problem) -> list[int]:
+    def times(problem: PartitionProblem) -> list[int]:
         return units(problem, problem.chain.work_ns)
 
     add(
@@ -149,7 +149,7 @@ RULES: dict[str, Cutter] = {
 }
 
 
-def instances(family: str, count: int, seed: int) -> list[tuple[Problem, Header]]:
+def instances(family: str, count: int, seed: int) -> list[tuple[PartitionProblem, Header]]:
     technique, least, most = FAMILIES[family]
     rng = random.Random(f"{family} {seed}")
     found = []
@@ -161,17 +161,17 @@ def instances(family: str, count: int, seed: int) -> list[tuple[Problem, Header]
         header = header_of(build_header(spec, device, options, family))
         dense = build_costs(spec, header, device, options)
         script = Script(steps=40, strength=rng.uniform(least, most), noise=0.02, seed=rng.randrange(10**6))
-        path = list(moments(technique, header, dense, script))
+        path = list(scenario_steps(technique, header, dense, script))
         costs = path[rng.randrange(len(path) * 3 // 4, len(path))].costs
-        problem = Problem(
-            chain=chain_of(header, costs, "layer"), places=places_of(header), schedule="1f1b", microbatches=32
+        problem = PartitionProblem(
+            chain=chain_of(header, costs, "layer"), slots=worker_slots(header), schedule="1f1b", microbatches=32
         )
-        free = tuple(replace(place, memory_bytes=None) for place in problem.places)
-        found.append((replace(problem, places=free), header))
+        free = tuple(replace(slot, memory_bytes=None) for slot in problem.slots)
+        found.append((replace(problem, slots=free), header))
     return found
 
 
-def bottleneck_of(problem: Problem, header: Header, cutter: Cutter) -> int:
+def partition_bottleneck_ns(problem: PartitionProblem, header: Header, cutter: Cutter) -> int:
     cuts = cutter(problem, header)
     if isinstance(cuts, int):
         return cuts
@@ -202,7 +202,7 @@ def main() -> None:
         cells = []
         for name, cutter in peers.items():
             ratios = [
-                bottleneck_of(problem, header, cutter) / least
+                partition_bottleneck_ns(problem, header, cutter) / least
                 for (problem, header), least in zip_longest(problems, best)
             ]
             cells.append(f"{statistics.mean(ratios):.3f} / {max(ratios):.2f}")

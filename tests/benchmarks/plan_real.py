@@ -29,7 +29,7 @@ from dynmo_balance._common.console import emit
 from dynmo_balance.analysis.calibrate import Sample, calibrate
 from dynmo_balance.costs.cost_window import ItemCosts
 from dynmo_balance.formats.profile import Item
-from dynmo_balance.partition.problem import Chain, Place, Problem
+from dynmo_balance.partition.problem import Chain, PartitionProblem, WorkerSlot
 from dynmo_balance.simulation.simulator import predict
 
 SCHEDULES = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B, "interleaved-1f1b": ScheduleInterleaved1F1B}
@@ -165,9 +165,9 @@ def sample(case: Case, answers: list[tuple[list[int], dict[int, tuple[int, int]]
         from_step=1,
         to_step=args.steps,
     )
-    problem = Problem(
+    problem = PartitionProblem(
         chain=Chain(items=items, costs=item_costs, cuts=tuple(range(count + 1))),
-        places=tuple(Place(worker=p) for p in range(args.processes)),
+        slots=tuple(WorkerSlot(worker=p) for p in range(args.processes)),
         schedule=case.schedule,
         microbatches=args.microbatches,
         virtual_stages=2 if case.schedule == "interleaved-1f1b" else 1,

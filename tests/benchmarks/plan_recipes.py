@@ -13,11 +13,11 @@ import argparse
 from dataclasses import replace
 
 from dynmo_balance._common.console import emit
-from dynmo_balance.recipes.recipe import Recipe, cook, load_recipe, recipe_names
+from dynmo_balance.recipes.recipe import Recipe, load_recipe, recipe_names, run_recipe
 
 
 def row(recipe: Recipe, layers: int, searching: bool) -> str:
-    outcome = cook(replace(recipe, spec=replace(recipe.spec, layers=layers)), searching=searching)
+    outcome = run_recipe(replace(recipe, spec=replace(recipe.spec, layers=layers)), searching=searching)
     searched = "- | - | -"
     if outcome.searched_ns and outcome.bound_ns:
         best = outcome.baseline_ns / outcome.searched_ns

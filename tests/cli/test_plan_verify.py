@@ -16,7 +16,7 @@ from tests.paths import CONTRACTS
 
 STEPS = "profile/valid/steps.jsonl"
 LAYERS = 6
-MEMORY = 10_000_000
+SCORE_DECAY = 10_000_000
 QUESTION = ("constraints", "version")
 """What a plan was asked for is not derived; a changed question is caught where an answer does not fit it."""
 
@@ -129,7 +129,7 @@ def made(plan, tmp_path):
     """Makes a plan with the tool itself: the plan's path and the options that ``verify`` needs."""
 
     def make(name):
-        profile = write_run(tmp_path, MEMORY if name == "memory-of-the-profile" else None)
+        profile = write_run(tmp_path, SCORE_DECAY if name == "memory-of-the-profile" else None)
         path = tmp_path / "made.json"
         assert plan("partition", profile, *PLANS[name], "-o", path)[0] == 0
         return path, ("--profile", profile)
@@ -230,7 +230,7 @@ def test_verify_needs_the_base_of_a_plan(plan, made_from_base):
 def test_verify_refuses_memory_beyond_the_profile(plan, made):
     path, options = made("memory-of-the-profile")
     document = json.loads(path.read_text())
-    document["constraints"]["memory_bytes"][1] = 10 * MEMORY
+    document["constraints"]["memory_bytes"][1] = 10 * SCORE_DECAY
     path.write_text(json.dumps(document))
     code, _, err = plan("verify", path, *options)
     assert code == 1

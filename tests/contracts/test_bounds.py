@@ -176,7 +176,7 @@ def test_a_shard_that_is_a_device_is_refused():
 
 def test_a_profile_that_is_a_fifo_is_not_followed(tmp_path):
     os.mkfifo(tmp_path / "profile.jsonl")
-    assert "FIFO" in refused(lambda path: profile_follower.ProfileTail(path).poll(), tmp_path / "profile.jsonl")
+    assert "FIFO" in refused(lambda path: profile_follower.ProfileFollower(path).poll(), tmp_path / "profile.jsonl")
 
 
 def test_a_file_above_the_limit_is_refused_unread(tmp_path):

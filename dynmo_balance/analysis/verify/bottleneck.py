@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
 from ...costs.cost_window import SPEED_UNIT
-from .step import Pipeline, Seat, in_flight
+from .step import Pipeline, PlanWorker, in_flight
 
 LARGEST_V = 4_000_000
 """Workers times units squared, up to which the bound of a V is that of all its partitions."""
@@ -37,7 +37,7 @@ class Question:
         cuts: item positions where a stage may begin or end.
         min_units: the minimum number of units of each stage.
         pins: ``(item position, stage)``.
-        vee: whether the stages go down the workers and back up.
+        is_v: whether the stages go down the workers and back up.
         own_order: whether the plan brings its own order of operations.
     """
 
@@ -45,7 +45,7 @@ class Question:
     cuts: tuple[int, ...]
     min_units: int
     pins: tuple[tuple[int, int], ...]
-    vee: bool
+    is_v: bool
     own_order: bool
 
     @property
@@ -93,48 +93,48 @@ class _Stages:
         self.state, self.kept = question.sums(state), question.sums(kept)
         self.limited = limited
         self.flight = [
-            max(count for (count,) in in_flight(pipeline.order[pipeline.seat_of[stage]], (stage,)))
+            max(count for (count,) in in_flight(pipeline.order[pipeline.worker_of_stage[stage]], (stage,)))
             for stage in range(question.stages)
         ]
 
-    def holds(self, seat: Seat, flight: int, begin: int, end: int, time_ns: int) -> bool:
+    def holds(self, plan_worker: PlanWorker, flight: int, begin: int, end: int, time_ns: int) -> bool:
         """Whether the worker does the units ``[begin, end)`` within the time and its memory."""
-        if seat.time_ns(self.work[end] - self.work[begin]) > time_ns:
+        if plan_worker.time_ns(self.work[end] - self.work[begin]) > time_ns:
             return False
-        if not self.limited or seat.memory_bytes is None:
+        if not self.limited or plan_worker.memory_bytes is None:
             return True
         need = self.state[end] - self.state[begin] + flight * (self.kept[end] - self.kept[begin])
-        return need <= seat.memory_bytes
+        return need <= plan_worker.memory_bytes
 
 
 def bound_of(question: Question, claimed_ns: int) -> Bound:
     """The bound and its blocking run; ``claimed_ns`` is only where the search begins."""
     pipeline = question.pipeline
-    virtual = question.stages // len(pipeline.seats)
+    virtual = question.stages // len(pipeline.plan_workers)
     if virtual == 1:
         stages = _Stages(question, not question.own_order)
         least = _least(lambda time_ns: _row_by_row(question, stages, time_ns), claimed_ns, _most(question))
         begin, end = _blocking(question, stages, least)
         return Bound(least_ns=least, blocking=(question.cuts[begin], question.cuts[end]))
     least = _share(question)
-    if question.vee and len(pipeline.seats) * question.units**2 <= LARGEST_V:
-        vee = _Vee(question)
-        least = _least(vee.decide, max(least, claimed_ns), _most(question))
+    if question.is_v and len(pipeline.plan_workers) * question.units**2 <= LARGEST_V:
+        is_v = _VTable(question)
+        least = _least(is_v.decide, max(least, claimed_ns), _most(question))
     return Bound(least_ns=least, blocking=(0, 0))
 
 
 def _most(question: Question) -> int:
     """More than any bottleneck."""
     total = sum(question.pipeline.costs.total_ns)
-    return 2 * question.stages + 2 * max(seat.time_ns(total) for seat in question.pipeline.seats)
+    return 2 * question.stages + 2 * max(plan_worker.time_ns(total) for plan_worker in question.pipeline.plan_workers)
 
 
 def _share(question: Question) -> int:
     """All work over all speed, or the heaviest unit on the fastest worker."""
-    seats, work = question.pipeline.seats, question.sums(question.pipeline.costs.total_ns)
-    fastest = max(seats, key=lambda seat: seat.speed_ppm)
+    plan_workers, work = question.pipeline.plan_workers, question.sums(question.pipeline.costs.total_ns)
+    fastest = max(plan_workers, key=lambda plan_worker: plan_worker.speed_ppm)
     heaviest = max(after - before for before, after in pairwise(work))
-    whole, rest = divmod(work[-1] * SPEED_UNIT, sum(seat.speed_ppm for seat in seats))
+    whole, rest = divmod(work[-1] * SPEED_UNIT, sum(plan_worker.speed_ppm for plan_worker in plan_workers))
     return max(whole + bool(rest), fastest.time_ns(heaviest))
 
 
@@ -159,12 +159,12 @@ def _row_by_row(question: Question, stages: _Stages, time_ns: int) -> bool:
     """Whether some partition with one stage a worker is within the time."""
     reached = [True] + [False] * question.units
     for stage in range(question.stages):
-        seat, flight = question.pipeline.seat(stage), stages.flight[stage]
+        plan_worker, flight = question.pipeline.plan_worker(stage), stages.flight[stage]
         starts = [0, *accumulate(reached)]
         low, high = question.window(stage + 1)
         begin, ends = 0, [False] * (question.units + 1)
         for end in range(question.units + 1):
-            while begin < end and not stages.holds(seat, flight, begin, end, time_ns):
+            while begin < end and not stages.holds(plan_worker, flight, begin, end, time_ns):
                 begin += 1
             last = end - question.min_units
             ends[end] = low <= end <= high and last >= begin and starts[last + 1] > starts[begin]
@@ -183,14 +183,14 @@ def _blocking(question: Question, stages: _Stages, least_ns: int) -> tuple[int, 
     reach, back = [0], [question.units]
     for stage in range(count):
         at, high = reach[-1], question.window(stage + 1)[1]
-        seat, flight = question.pipeline.seat(stage), stages.flight[stage]
-        while at < question.units and stages.holds(seat, flight, reach[-1], at + 1, time_ns):
+        plan_worker, flight = question.pipeline.plan_worker(stage), stages.flight[stage]
+        while at < question.units and stages.holds(plan_worker, flight, reach[-1], at + 1, time_ns):
             at += 1
         reach.append(min(at, high))
     for stage in reversed(range(count)):
         at, low = back[-1], question.window(stage)[0]
-        seat, flight = question.pipeline.seat(stage), stages.flight[stage]
-        while at > 0 and stages.holds(seat, flight, at - 1, back[-1], time_ns):
+        plan_worker, flight = question.pipeline.plan_worker(stage), stages.flight[stage]
+        while at > 0 and stages.holds(plan_worker, flight, at - 1, back[-1], time_ns):
             at -= 1
         back.append(max(at, low))
     back.reverse()
@@ -198,7 +198,7 @@ def _blocking(question: Question, stages: _Stages, least_ns: int) -> tuple[int, 
     return min(runs, key=lambda run: (run[1] - run[0], run[0]), default=(0, 0))
 
 
-class _Vee:
+class _VTable:
     """Decides times of a V: worker ``p`` has the ``p``-th stage from the front and the ``p``-th from the back.
 
     Of all ways to have given the front up to a cut to the workers so far, the one that has given most of the back is
@@ -208,7 +208,7 @@ class _Vee:
     def __init__(self, question: Question) -> None:
         self.question = question
         self.stages = _Stages(question, not question.own_order)
-        count = len(question.pipeline.seats)
+        count = len(question.pipeline.plan_workers)
         self.windows = [question.window(cut) for cut in range(question.stages + 1)]
         self.flights = []
         for worker in range(count):
@@ -221,7 +221,7 @@ class _Vee:
         """Whether a V with stages that may be empty is within the time."""
         question, units = self.question, self.question.units
         back = [units] + [NOWHERE] * units
-        for worker in range(len(question.pipeline.seats)):
+        for worker in range(len(question.pipeline.plan_workers)):
             further = [NOWHERE] * (units + 1)
             low, high = self.windows[worker + 1]
             for front, until in enumerate(back):
@@ -236,18 +236,18 @@ class _Vee:
 
     def _back(self, worker: int, begin: int, end: int, until: int, time_ns: int) -> int:
         """The least cut from which the worker, holding ``[begin, end)``, also holds the units up to ``until``."""
-        stages, count = self.stages, len(self.question.pipeline.seats)
-        seat = self.question.pipeline.seats[worker]
-        left_ns = time_ns - seat.time_ns(stages.work[end] - stages.work[begin])
+        stages, count = self.stages, len(self.question.pipeline.plan_workers)
+        plan_worker = self.question.pipeline.plan_workers[worker]
+        left_ns = time_ns - plan_worker.time_ns(stages.work[end] - stages.work[begin])
         if left_ns < 0:
             return NOWHERE
-        work = left_ns * seat.speed_ppm // SPEED_UNIT
+        work = left_ns * plan_worker.speed_ppm // SPEED_UNIT
         low, high = self.windows[2 * count - 1 - worker]
         at = max(end, low, bisect_left(stages.work, stages.work[until] - work))
-        if stages.limited and seat.memory_bytes is not None:
+        if stages.limited and plan_worker.memory_bytes is not None:
             for front, behind in self.flights[worker]:
                 need = stages.state[end] - stages.state[begin] + front * (stages.kept[end] - stages.kept[begin])
-                room = seat.memory_bytes - need
+                room = plan_worker.memory_bytes - need
                 if room < 0:
                     return NOWHERE
                 while at < until and (

@@ -20,10 +20,10 @@ from ...costs.cost_window import costs_for, speed_ppm
 from ...formats.plan import RECORDS_KEY, SEGMENT_KEY, Plan, header_problems
 from ...formats.profile import Header, Item, PlanRequest, PlanResult, Step
 from ...planning.migration import BASE_PAUSE_NS
-from ...schedules.registry import Kind, Operation, Order, order_of
+from ...schedules.registry import Kind, Operation, Order, build_order
 from .bottleneck import Bound, Question, bound_of
 from .setting import Setting
-from .step import Measures, Pipeline, Seat, is_vee, measure, seats_of_stages, spans_of
+from .step import Measures, Pipeline, PlanWorker, is_v_placement, measure, spans_of, workers_of_stages
 
 ROUNDING = Fraction(51, 100_000_000)
 """Shares are written with six digits."""
@@ -40,7 +40,7 @@ def verify(plan: Plan, setting: Setting, base: Plan | None, file_name: str = "")
         file_name: of the plan, which may have its number.
     """
     header = setting.header
-    faults = [fault for fault in header_problems(plan, header) if not _is_made_up(fault, plan, header)]
+    faults = [fault for fault in header_problems(plan, header) if not _is_added_worker(fault, plan, header)]
     if faults:
         return faults
     faults = [*_number_faults(plan, file_name), *_source_faults(plan, setting), *_worker_faults(plan, setting, base)]
@@ -58,22 +58,22 @@ def verify(plan: Plan, setting: Setting, base: Plan | None, file_name: str = "")
     return faults + _migration_faults(plan, setting, base)
 
 
-def _made_up(plan: Plan, header: Header) -> list[int]:
+def _added_workers(plan: Plan, header: Header) -> list[int]:
     """The ids of workers that a plan for more workers than the profile has makes up."""
     most = max(worker.worker for worker in header.workers)
     missing = len(plan.workers) + len(plan.released_workers) - len(header.workers)
     return [most + 1 + at for at in range(max(0, missing))]
 
 
-def _is_made_up(fault: Fault, plan: Plan, header: Header) -> bool:
+def _is_added_worker(fault: Fault, plan: Plan, header: Header) -> bool:
     match = re.fullmatch(r"stages\[(\d+)\]\.worker", fault.path)
-    return match is not None and plan.stages[int(match[1])].worker in _made_up(plan, header)
+    return match is not None and plan.stages[int(match[1])].worker in _added_workers(plan, header)
 
 
 def _operations(plan: Plan, microbatches: int) -> Order:
     """The plan's own operations, or those of its schedule."""
     if plan.operations is None:
-        return order_of(plan.schedule, len(plan.workers), plan.virtual_stages_per_worker, microbatches)
+        return build_order(plan.schedule, len(plan.workers), plan.virtual_stages_per_worker, microbatches)
     rows = []
     for line in plan.operations:
         words = [re.split(r"([FBIW])", word) for word in line.split()]
@@ -94,11 +94,11 @@ def _pipeline(plan: Plan, setting: Setting, follower: Plan | None = None) -> Pip
         items=header.items,
         costs=costs_for(plan.schedule, costs),
         spans=spans_of(plan),
-        seats=tuple(
-            Seat(worker=worker, speed_ppm=speeds.get(worker, 1_000_000), memory_bytes=memory)
+        plan_workers=tuple(
+            PlanWorker(worker=worker, speed_ppm=speeds.get(worker, 1_000_000), memory_bytes=memory)
             for worker, memory in zip(plan.workers, limits, strict=True)
         ),
-        seat_of=seats_of_stages(plan),
+        worker_of_stage=workers_of_stages(plan),
         order=_operations(plan, setting.constraints.microbatches),
         bandwidth=None if header.link is None else header.link.bandwidth_bytes_per_s,
         latency_ns=0 if header.link is None else header.link.latency_ns,
@@ -146,7 +146,7 @@ def _worker_faults(plan: Plan, setting: Setting, base: Plan | None) -> list[Faul
     held, released = set(plan.workers), set(plan.released_workers)
     if len(released) < len(plan.released_workers):
         faults.append(Fault("released_workers", "duplicate", f"repeat a worker: {list(plan.released_workers)}"))
-    order = [*(worker.worker for worker in header.workers), *_made_up(plan, header)]
+    order = [*(worker.worker for worker in header.workers), *_added_workers(plan, header)]
     if base is None and plan.base_plan_id is None:
         expected = set(order[: len(held | released)])
         if held | released != expected:
@@ -177,7 +177,7 @@ def _cuts(plan: Plan, setting: Setting) -> tuple[int, ...]:
     items, tied = setting.header.items, _tied(setting.header.items) if setting.constraints.tied_together else []
     inside: set[int] = set()
     for first, second in tied:
-        if not (is_vee(plan) and first == 0 and second == len(items) - 1):
+        if not (is_v_placement(plan) and first == 0 and second == len(items) - 1):
             inside.update(range(first + 1, second + 1))
     whole = setting.granularity == "layer"
     return tuple(
@@ -239,10 +239,10 @@ def _base_step_ns(plan: Plan, setting: Setting, base: Plan | None) -> int | None
     return measures.step_ns if measures is not None else None
 
 
-def _differs(said: float | None, found: Fraction | None) -> bool:
-    if said is None or found is None:
-        return said is not None or found is not None
-    return abs(Fraction(said) - found) > ROUNDING
+def _differs(stated: float | None, found: Fraction | None) -> bool:
+    if stated is None or found is None:
+        return stated is not None or found is not None
+    return abs(Fraction(stated) - found) > ROUNDING
 
 
 def _predicted_faults(plan: Plan, measures: Measures, base_step_ns: int | None) -> list[Fault]:
@@ -250,29 +250,29 @@ def _predicted_faults(plan: Plan, measures: Measures, base_step_ns: int | None) 
     if predicted is None:
         return []
     faults = [
-        Fault(f"predicted.{name}", "value", f"is {said}, recomputed {found}")
-        for name, said, found in (
+        Fault(f"predicted.{name}", "value", f"is {stated}, recomputed {found}")
+        for name, stated, found in (
             ("bottleneck_ns", predicted.bottleneck_ns, measures.bottleneck_ns),
             ("step_ns", predicted.step_ns, measures.step_ns),
             ("busy_ns", predicted.busy_ns, measures.busy_ns),
             ("peak_memory_bytes", predicted.peak_memory_bytes, measures.peak_memory_bytes),
         )
-        if said != found
+        if stated != found
     ]
     gain = 1 - Fraction(measures.step_ns, base_step_ns) if base_step_ns else None
-    for name, said, share in (
+    for name, stated, share in (
         ("bubble_fraction", predicted.bubble_fraction, measures.bubble),
         ("gain_fraction", predicted.gain_fraction, gain),
     ):
-        if _differs(said, share):
+        if _differs(stated, share):
             found = "null" if share is None else f"{float(share):.6f}"
-            faults.append(Fault(f"predicted.{name}", "value", f"is {said}, recomputed {found}"))
+            faults.append(Fault(f"predicted.{name}", "value", f"is {stated}, recomputed {found}"))
     return faults
 
 
 def _bound_faults(plan: Plan, setting: Setting, pipeline: Pipeline, measures: Measures) -> list[Fault]:
-    said, names = plan.optimality, [item.name for item in setting.header.items]
-    if said is None:
+    stated, names = plan.optimality, [item.name for item in setting.header.items]
+    if stated is None:
         return []
     at = {name: position for position, name in enumerate(names)}
     question = Question(
@@ -280,19 +280,19 @@ def _bound_faults(plan: Plan, setting: Setting, pipeline: Pipeline, measures: Me
         cuts=_cuts(plan, setting),
         min_units=setting.constraints.min_layers,
         pins=tuple((at[pin.item], pin.stage) for pin in setting.constraints.pins),
-        vee=is_vee(plan),
+        is_v=is_v_placement(plan),
         own_order=plan.operations is not None,
     )
-    bound: Bound = bound_of(question, said.lower_bound_ns)
+    bound: Bound = bound_of(question, stated.lower_bound_ns)
     faults = []
-    if said.lower_bound_ns != bound.least_ns:
-        message = f"is {said.lower_bound_ns}, recomputed {bound.least_ns}"
+    if stated.lower_bound_ns != bound.least_ns:
+        message = f"is {stated.lower_bound_ns}, recomputed {bound.least_ns}"
         faults.append(Fault("optimality.lower_bound_ns", "value", message))
-    if said.optimal != (measures.bottleneck_ns == bound.least_ns):
-        message = f"is {str(said.optimal).lower()}, the bottleneck is {measures.bottleneck_ns}, the bound"
+    if stated.optimal != (measures.bottleneck_ns == bound.least_ns):
+        message = f"is {str(stated.optimal).lower()}, the bottleneck is {measures.bottleneck_ns}, the bound"
         faults.append(Fault("optimality.optimal", "value", f"{message} {bound.least_ns}"))
     begin, end = bound.blocking
-    if list(said.blocking_items) != names[begin:end]:
+    if list(stated.blocking_items) != names[begin:end]:
         run = f"{names[begin]} .. {names[end - 1]}" if end > begin else "none"
         faults.append(Fault("optimality.blocking_items", "value", f"is not the run that forbids less, {run}"))
     return faults
@@ -311,8 +311,8 @@ def _migration_faults(plan: Plan, setting: Setting, base: Plan | None) -> list[F
         faults.append(Fault("stages", "value", "must be those of the base, as the plan keeps the partition"))
     size = {item.name: item.param_bytes + item.optimizer_bytes for item in setting.header.items}
     moved = [(item, before[item], to, size[item]) for item, to in plan.owner.items() if before.get(item, to) != to]
-    said = plan.migration
-    if sorted(moved) != sorted((move.item, move.from_worker, move.to_worker, move.bytes) for move in said.moves):
+    stated = plan.migration
+    if sorted(moved) != sorted((move.item, move.from_worker, move.to_worker, move.bytes) for move in stated.moves):
         message = f"are not the {len(moved)} moves, with their bytes, that lead from the base to the stages"
         faults.append(Fault("migration.moves", "value", message))
     links: Counter[tuple[int, int]] = Counter()
@@ -321,9 +321,9 @@ def _migration_faults(plan: Plan, setting: Setting, base: Plan | None) -> list[F
     largest = max(links.values(), default=0)
     pauses: Collection[int | None] = _pauses(plan, setting, largest) if moved else {0, None}  # null: unknown
     for name, number, found in (
-        ("bytes", said.bytes, {sum(links.values())}),
-        ("max_link_bytes", said.max_link_bytes, {largest}),
-        ("pause_ns", said.pause_ns, pauses),
+        ("bytes", stated.bytes, {sum(links.values())}),
+        ("max_link_bytes", stated.max_link_bytes, {largest}),
+        ("pause_ns", stated.pause_ns, pauses),
     ):
         if number not in found:
             words = " or ".join(str(value) for value in sorted(value for value in found if value is not None))

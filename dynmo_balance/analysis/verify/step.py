@@ -22,7 +22,7 @@ from ...schedules.registry import Kind, Operation, Order
 
 
 @dataclass(frozen=True, kw_only=True)
-class Seat:
+class PlanWorker:
     """A worker of the plan: its id, its speed in parts per million, its memory (None: no limit)."""
 
     worker: int
@@ -41,8 +41,8 @@ class Pipeline:
 
     Attributes:
         spans: of each stage the positions of its first item and of the item after its last.
-        seats: the workers, in the order of their first stages.
-        seat_of: of each stage the index of its worker in ``seats``.
+        plan_workers: the workers, in the order of their first stages.
+        worker_of_stage: of each stage the index of its worker in ``plan_workers``.
         order: what each worker does, one operation after the other.
         bandwidth: bytes per second between workers; None where it is not known.
         latency_ns: of a transfer.
@@ -51,8 +51,8 @@ class Pipeline:
     items: tuple[Item, ...]
     costs: ItemCosts
     spans: tuple[tuple[int, int], ...]
-    seats: tuple[Seat, ...]
-    seat_of: tuple[int, ...]
+    plan_workers: tuple[PlanWorker, ...]
+    worker_of_stage: tuple[int, ...]
     order: Order
     bandwidth: int | None = None
     latency_ns: int = 0
@@ -67,13 +67,13 @@ class Pipeline:
         """Whether the stage has a backward."""
         return self.spans[stage][1] > self.frozen
 
-    def seat(self, stage: int) -> Seat:
+    def plan_worker(self, stage: int) -> PlanWorker:
         """The worker of a stage."""
-        return self.seats[self.seat_of[stage]]
+        return self.plan_workers[self.worker_of_stage[stage]]
 
     def transfer_ns(self, stage: int) -> int:
         """How long a tensor takes between the stage and the next, in either direction."""
-        if stage + 1 >= len(self.spans) or self.seat_of[stage] == self.seat_of[stage + 1]:
+        if stage + 1 >= len(self.spans) or self.worker_of_stage[stage] == self.worker_of_stage[stage + 1]:
             return 0
         end = self.spans[stage][1]
         size = self.items[end - 1].boundary_bytes if end else 0
@@ -110,29 +110,29 @@ def spans_of(plan: Plan) -> tuple[tuple[int, int], ...]:
     return tuple(spans)
 
 
-def seats_of_stages(plan: Plan) -> tuple[int, ...]:
+def workers_of_stages(plan: Plan) -> tuple[int, ...]:
     """The index of each stage's worker among the plan's workers."""
     workers = list(plan.workers)
     return tuple(workers.index(stage.worker) for stage in plan.stages)
 
 
-def is_vee(plan: Plan) -> bool:
+def is_v_placement(plan: Plan) -> bool:
     """Whether the stages go down the workers and back up."""
     count = len(plan.workers)
     if plan.schedule in V_SCHEDULES:
         return True
-    vee = (*range(count), *range(count - 1, -1, -1))
-    return plan.operations is not None and count > 1 and seats_of_stages(plan) == vee
+    is_v = (*range(count), *range(count - 1, -1, -1))
+    return plan.operations is not None and count > 1 and workers_of_stages(plan) == is_v
 
 
 def _length(pipeline: Pipeline, stage: int, kind: Kind) -> int:
     """How long an operation takes."""
     first, last = pipeline.spans[stage]
-    seat, costs = pipeline.seat(stage), pipeline.costs
+    plan_worker, costs = pipeline.plan_worker(stage), pipeline.costs
     if kind is Kind.FORWARD:
-        return seat.time_ns(sum(costs.forward_ns[first:last]))
-    inputs = seat.time_ns(sum(costs.backward_input_ns[first:last]))
-    weights = seat.time_ns(sum(costs.backward_weight_ns[first:last]))
+        return plan_worker.time_ns(sum(costs.forward_ns[first:last]))
+    inputs = plan_worker.time_ns(sum(costs.backward_input_ns[first:last]))
+    weights = plan_worker.time_ns(sum(costs.backward_weight_ns[first:last]))
     return {Kind.BACKWARD: inputs + weights, Kind.BACKWARD_INPUT: inputs, Kind.BACKWARD_WEIGHT: weights}[kind]
 
 
@@ -184,7 +184,7 @@ def _peak(pipeline: Pipeline, worker: int, row: Sequence[Operation]) -> int:
     """The most bytes that a worker holds: its items' state, and activations until their last backward."""
     state, kept = 0, {}
     for stage, (first, last) in enumerate(pipeline.spans):
-        if pipeline.seat_of[stage] == worker and any(one.stage == stage for one in row):
+        if pipeline.worker_of_stage[stage] == worker and any(one.stage == stage for one in row):
             for item in pipeline.items[first:last]:
                 state += item.param_bytes + item.gradient_bytes + item.optimizer_bytes
             kept[stage] = sum(pipeline.costs.activation_bytes[max(first, min(last, pipeline.frozen)) : last])
@@ -222,9 +222,11 @@ def measure(pipeline: Pipeline) -> Measures | None:
     if len(ends) < sum(map(len, rows)):
         return None
     busy = [sum(lengths[stage, kind] for stage, kind, _ in row) for row in rows]
-    share = [0] * len(pipeline.seats)
+    share = [0] * len(pipeline.plan_workers)
     for stage, (first, last) in enumerate(pipeline.spans):
-        share[pipeline.seat_of[stage]] += pipeline.seat(stage).time_ns(sum(pipeline.costs.total_ns[first:last]))
+        share[pipeline.worker_of_stage[stage]] += pipeline.plan_worker(stage).time_ns(
+            sum(pipeline.costs.total_ns[first:last])
+        )
     return Measures(
         step_ns=max(ends.values(), default=0),
         busy_ns=tuple(busy),

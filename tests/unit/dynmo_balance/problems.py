@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dynmo_balance.costs.cost_window import ItemCosts
 from dynmo_balance.formats.profile import Item
-from dynmo_balance.partition.problem import Chain, Place, Problem
+from dynmo_balance.partition.problem import Chain, WorkerSlot, PartitionProblem
 
 
 def make_item(name: str, size: int = 0, kind: str = "layer", boundary: int = 0) -> Item:
@@ -39,11 +39,11 @@ def make_chain(forward, backward=None, weight=None, activation=None, sizes=None,
     return Chain(items=items, costs=costs, cuts=tuple(cuts) if cuts else tuple(range(n + 1)))
 
 
-def make_problem(chain: Chain, stages: int, schedule: str = "1f1b", microbatches: int = 8, **options) -> Problem:
+def make_problem(chain: Chain, stages: int, schedule: str = "1f1b", microbatches: int = 8, **options) -> PartitionProblem:
     speeds = options.pop("speeds", None) or [1_000_000] * stages
     memory = options.pop("memory", None) or [None] * stages
-    places = tuple(
-        Place(worker=p, speed_ppm=speed, memory_bytes=cap)
+    slots = tuple(
+        WorkerSlot(worker=p, speed_ppm=speed, memory_bytes=cap)
         for p, (speed, cap) in enumerate(zip(speeds, memory, strict=True))
     )
-    return Problem(chain=chain, places=places, schedule=schedule, microbatches=microbatches, **options)
+    return PartitionProblem(chain=chain, slots=slots, schedule=schedule, microbatches=microbatches, **options)

@@ -8,9 +8,9 @@ import pytest
 
 from dynmo_balance._common.errors import UsageError
 from dynmo_balance.analysis.verify.bottleneck import Question, bound_of
-from dynmo_balance.analysis.verify.step import Pipeline, Seat, measure
+from dynmo_balance.analysis.verify.step import Pipeline, PlanWorker, measure
 from dynmo_balance.partition.problem import InfeasibleError
-from dynmo_balance.partition.registry import best_of
+from dynmo_balance.partition.registry import solve_best
 from dynmo_balance.simulation.simulator import predict
 
 
@@ -19,8 +19,10 @@ def pipeline_of(problem, boundaries):
         items=problem.chain.items,
         costs=problem.chain.costs,
         spans=tuple(pairwise(boundaries)),
-        seats=tuple(Seat(worker=p.worker, speed_ppm=p.speed_ppm, memory_bytes=p.memory_bytes) for p in problem.places),
-        seat_of=problem.positions,
+        plan_workers=tuple(
+            PlanWorker(worker=p.worker, speed_ppm=p.speed_ppm, memory_bytes=p.memory_bytes) for p in problem.slots
+        ),
+        worker_of_stage=problem.positions,
         order=problem.operations,
         bandwidth=problem.link_bandwidth,
         latency_ns=problem.link_latency_ns,
@@ -56,7 +58,7 @@ def question_of(problem, boundaries):
         cuts=problem.chain.cuts,
         min_units=problem.min_units,
         pins=problem.pins,
-        vee=problem.schedule == "zb-v",
+        is_v=problem.schedule == "zb-v",
         own_order=False,
     )
 
@@ -70,7 +72,7 @@ def test_measures_and_bounds_equal_the_planners(rng, chain_factory, problem_fact
     for _ in range(25 if virtual > 1 and schedule != "zb-v" else 60):
         problem = random_problem(rng, chain_factory, problem_factory, schedule, virtual)
         try:
-            solution = best_of(problem)
+            solution = solve_best(problem)
         except (InfeasibleError, UsageError):
             continue
         solved += 1
@@ -90,15 +92,15 @@ def test_the_bound_under_memory_limits_equals_brute_force(rng, chain_factory, pr
     checked = 0
     for _ in range(120):
         problem = random_problem(rng, chain_factory, problem_factory, "1f1b", 1)
-        n, stages = len(problem.chain.items), len(problem.places)
+        n, stages = len(problem.chain.items), len(problem.slots)
         best = None
         for inner in combinations_with_replacement(range(n + 1), stages - 1):
             boundaries = (0, *inner, n)
             spans = list(pairwise(boundaries))
             measures = measure(pipeline_of(problem, boundaries))
             fits = all(
-                place.memory_bytes is None or peak <= place.memory_bytes
-                for place, peak in zip(problem.places, measures.peak_memory_bytes, strict=True)
+                slot.memory_bytes is None or peak <= slot.memory_bytes
+                for slot, peak in zip(problem.slots, measures.peak_memory_bytes, strict=True)
             )
             pinned = all(spans[stage][0] <= item < spans[stage][1] for item, stage in problem.pins)
             if fits and pinned and all(b - a >= problem.min_units for a, b in spans):

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from dynmo_balance._common.errors import UsageError
 from dynmo_balance.cli import app
 from dynmo_balance.inputs.model_config import from_config
-from dynmo_balance.schedules.registry import SCHEDULES, order_of
+from dynmo_balance.schedules.registry import SCHEDULES, build_order
 from dynmo_ckpt.cli import app as ckpt_app
 from dynmo_ckpt.errors import CorruptError
 from dynmo_ckpt.readers.assemble import checked_model
@@ -91,12 +91,12 @@ def test_every_bound_of_the_trainer_is_checked():
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_a_simulated_step_has_a_bound(schedule):
     with pytest.raises(UsageError, match="at most 1,048,576 forward passes"):
-        order_of(schedule, 4096, 2, 65536)
+        build_order(schedule, 4096, 2, 65536)
 
 
 def test_zb_v_of_many_workers_is_bounded_for_one_microbatch():
     with pytest.raises(UsageError, match="at most 1,048,576 forward passes"):
-        order_of("zb-v", 100_000, 2, 1)
+        build_order("zb-v", 100_000, 2, 1)
 
 
 @pytest.mark.parametrize(

@@ -14,9 +14,9 @@ from dynmo_balance.costs.devices import PRESETS, load_device
 from dynmo_balance.formats.profile import read_profile
 from dynmo_balance.inputs.analytic_profile import BuildOptions, build_costs, build_header, header_of
 from dynmo_balance.inputs.model_config import from_config
-from dynmo_balance.inputs.scenarios import TECHNIQUES, Script, moments
+from dynmo_balance.inputs.scenarios import TECHNIQUES, Script, scenario_steps
 from dynmo_balance.partition import uniform
-from dynmo_balance.partition.problem import Problem, places_of
+from dynmo_balance.partition.problem import PartitionProblem, worker_slots
 from dynmo_balance.planning.plan_builder import chain_of
 from dynmo_balance.simulation.simulator import Communication, predict
 from dynmo_balance.simulation.step_tail import tail_of
@@ -233,9 +233,9 @@ def test_shares_of_memory_that_techniques_leave(name, sequence, selective, both,
 
 
 def step_s(header, costs, device):
-    problem = Problem(
+    problem = PartitionProblem(
         chain=chain_of(header, costs),
-        places=places_of(header),
+        slots=worker_slots(header),
         schedule=header.schedule,
         microbatches=header.microbatches,
         virtual_stages=header.virtual_stages_per_worker,
@@ -297,9 +297,12 @@ def test_a_dry_run_header_costs_as_the_built_profile():
 def test_trajectories_are_repeatable_and_change_what_they_say(technique):
     _, header, dense = built(GPT)
     script = Script(steps=40, strength=0.8, noise=0.01, seed=3)
-    one, two = list(moments(technique, header, dense, script)), list(moments(technique, header, dense, script))
+    one, two = (
+        list(scenario_steps(technique, header, dense, script)),
+        list(scenario_steps(technique, header, dense, script)),
+    )
     assert [m.costs for m in one] == [m.costs for m in two]
-    quiet = [m.costs.total_ns for m in moments(technique, header, dense, Script(steps=40, strength=0.8))]
+    quiet = [m.costs.total_ns for m in scenario_steps(technique, header, dense, Script(steps=40, strength=0.8))]
     assert (len(set(quiet)) == 1) == (technique == "static")
     kinds = {m.event["kind"] for m in one if m.event}
     assert kinds == {"pruning": {"pruned"}, "freezing": {"frozen"}}.get(technique, set())

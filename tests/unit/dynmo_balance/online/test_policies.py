@@ -10,15 +10,15 @@ import numpy as np
 import pytest
 
 from dynmo_balance._common.document import append_line
-from dynmo_balance.analysis.replay import Tape, offline_optimum, run_policy
+from dynmo_balance.analysis.replay import RecordedRun, offline_optimum, run_policy
 from dynmo_balance.costs.devices import PRESETS
 from dynmo_balance.formats.profile import Step, read_profile
 from dynmo_balance.inputs.analytic_profile import BuildOptions, build_costs, build_header, build_lines, header_of
 from dynmo_balance.inputs.model_config import from_config
-from dynmo_balance.inputs.scenarios import DEFAULT_STRENGTH, Script, moments
+from dynmo_balance.inputs.scenarios import DEFAULT_STRENGTH, Script, scenario_steps
 from dynmo_balance.online.decision import WatchOptions
-from dynmo_balance.online.policies import Evidence, Memory, Settings, regret
-from dynmo_balance.online.regret import Missed, WorkTrace, foreseen, look, step_times
+from dynmo_balance.online.policies import Evidence, PolicySettings, PolicyState, regret
+from dynmo_balance.online.regret import RegretState, WorkTrace, forecast_work, step_times, update_regret
 from dynmo_balance.simulation.simulator import predict
 from tests.paths import CONTRACTS
 
@@ -41,25 +41,25 @@ def evidence(step, gain=2, pause=100, **changes):
 
 def test_regret_moves_when_what_was_missed_outweighs_the_pause():
     assert not regret(
-        evidence(30, missed_ns=49 * MS, missed_steps=30, horizon_steps=100), Settings(margin=0.5), Memory()
+        evidence(30, regret_ns=49 * MS, regret_steps=30, horizon_steps=100), PolicySettings(margin=0.5), PolicyState()
     )[0].move
     verdict, _ = regret(
-        evidence(30, missed_ns=51 * MS, missed_steps=30, horizon_steps=100), Settings(margin=0.5), Memory()
+        evidence(30, regret_ns=51 * MS, regret_steps=30, horizon_steps=100), PolicySettings(margin=0.5), PolicyState()
     )
     assert verdict.move
-    assert not regret(evidence(30, missed_ns=51 * MS, moves=0), Settings(margin=0.5), Memory())[0].move
+    assert not regret(evidence(30, regret_ns=51 * MS, moves=0), PolicySettings(margin=0.5), PolicyState())[0].move
 
 
 def test_a_known_horizon_decides_at_once():
-    near = evidence(0, missed_ns=2 * MS, missed_steps=1, horizon_steps=90, next_event_known=True)
-    far = evidence(0, missed_ns=2 * MS, missed_steps=1, horizon_steps=110, next_event_known=True)
-    assert not regret(near, Settings(), Memory())[0].move
-    assert regret(far, Settings(), Memory())[0].move
+    soon = evidence(0, regret_ns=2 * MS, regret_steps=1, horizon_steps=90, next_event_known=True)
+    far = evidence(0, regret_ns=2 * MS, regret_steps=1, horizon_steps=110, next_event_known=True)
+    assert not regret(soon, PolicySettings(), PolicyState())[0].move
+    assert regret(far, PolicySettings(), PolicyState())[0].move
 
 
 def followed(problem, works, current, every=10):
     """What a policy that stays has missed after all records."""
-    trace, missed, named = WorkTrace(), Missed(), current
+    trace, regret_state, named = WorkTrace(), RegretState(), current
     for at, work in enumerate(works, start=1):
         trace.add(
             Step(
@@ -75,26 +75,26 @@ def followed(problem, works, current, every=10):
         )
         if at % every == 0:
             seen = trace.works(lambda plan: [1_000_000] * len(works[0]))
-            missed, named = look(missed, problem, current, trace, seen, 10**6)
-    return missed, named
+            regret_state, named = update_regret(regret_state, problem, current, trace, seen, 10**6)
+    return regret_state, named
 
 
 def test_noise_is_not_missed(rng, chain_factory, problem_factory):
     works = [[rng.randint(9000, 11000) for _ in range(24)] for _ in range(300)]
     even = (0, 6, 12, 18, 24)
-    missed, _ = followed(problem_factory(chain_factory([100] * 24), 4), works, even)
-    assert missed.certain_ns <= 0
+    regret_state, _ = followed(problem_factory(chain_factory([100] * 24), 4), works, even)
+    assert regret_state.confident_ns <= 0
 
 
 def test_a_real_gain_is_missed_and_a_trend_foreseen(rng, chain_factory, problem_factory):
     problem = problem_factory(chain_factory([100] * 24), 4)
     works = [[rng.randint(19000, 21000) if i < 6 else rng.randint(9000, 11000) for i in range(24)] for _ in range(60)]
-    missed, named = followed(problem, works, (0, 6, 12, 18, 24))
-    assert missed.certain_ns > 40 * 1000
+    regret_state, named = followed(problem, works, (0, 6, 12, 18, 24))
+    assert regret_state.confident_ns > 40 * 1000
     assert named[1] < 6
     rising = np.array([[1000.0 + 10 * at if item == 0 else 1000.0 for item in range(3)] for at in range(40)])
-    assert foreseen(rising, 20) == [1000 + 10 * 59, 1000, 1000]
-    assert foreseen(rising, 0)[0] < 1200
+    assert forecast_work(rising, 20) == [1000 + 10 * 59, 1000, 1000]
+    assert forecast_work(rising, 0)[0] < 1200
 
 
 def test_gaps_are_filled_with_what_was_known():
@@ -135,29 +135,29 @@ def tape_of(tmp_path_factory):
         script = Script(steps=steps, strength=DEFAULT_STRENGTH[technique], noise=0.03, seed=1)
         path = tmp_path_factory.mktemp("tape") / "profile.jsonl"
         dense = build_costs(spec, header, device, options)
-        for line in build_lines(document, header, moments(technique, header, dense, script)):
+        for line in build_lines(document, header, scenario_steps(technique, header, dense, script)):
             append_line(path, line)
-        return Tape(read_profile(path)[-1], 20 * MS)
+        return RecordedRun(read_profile(path)[-1], 20 * MS)
 
     return make
 
 
 @pytest.mark.parametrize("technique", ["pruning", "freezing", "early-exit"])
 def test_regret_is_near_hindsight_and_better_than_staying(tape_of, technique):
-    tape = tape_of(technique)
-    best = offline_optimum(tape).total_ns
+    recorded = tape_of(technique)
+    best = offline_optimum(recorded).total_ns
     options = WatchOptions(policy="regret", every=10, window=20, objective="bottleneck")
-    regretting = run_policy(tape, options)
-    staying = run_policy(tape, WatchOptions(policy="never", every=10, window=20))
+    regretting = run_policy(recorded, options)
+    staying = run_policy(recorded, WatchOptions(policy="never", every=10, window=20))
     assert best * 0.999 <= regretting.total_ns <= best * 1.06
     assert regretting.total_ns < staying.total_ns
-    assert run_policy(tape, options) == regretting
+    assert run_policy(recorded, options) == regretting
 
 
 def test_noise_is_not_chased(tape_of):
-    tape = tape_of("static", steps=600, granularity="sublayer")
-    outcome = run_policy(tape, WatchOptions(policy="regret", every=10, window=20, objective="bottleneck"))
-    restless = run_policy(tape, WatchOptions(policy="always", every=10, window=20, objective="bottleneck"))
+    recorded = tape_of("static", steps=600, granularity="sublayer")
+    outcome = run_policy(recorded, WatchOptions(policy="regret", every=10, window=20, objective="bottleneck"))
+    restless = run_policy(recorded, WatchOptions(policy="always", every=10, window=20, objective="bottleneck"))
     assert outcome.moves <= 2
     assert restless.moves > 5 * outcome.moves
 
@@ -185,20 +185,20 @@ def oscillating(path, period, *, steps=600, items=16, speeds=(1.0,) * 4):
 
 @pytest.mark.parametrize(("period", "of_staying", "of_optimum"), [(100, 1.05, 1.15), (400, 0.95, 1.06)])
 def test_default_policy_on_oscillating_costs_is_near_the_best(tmp_path, period, of_staying, of_optimum):
-    tape = Tape(oscillating(tmp_path / "profile.jsonl", period), 300 * MS)
+    recorded = RecordedRun(oscillating(tmp_path / "profile.jsonl", period), 300 * MS)
     outcome, staying = (
-        run_policy(tape, WatchOptions(policy=policy, every=10, window=20, objective="bottleneck"))
+        run_policy(recorded, WatchOptions(policy=policy, every=10, window=20, objective="bottleneck"))
         for policy in (WatchOptions().policy, "never")
     )
     assert outcome.total_ns <= of_staying * staying.total_ns
-    assert outcome.total_ns <= of_optimum * offline_optimum(tape).total_ns
+    assert outcome.total_ns <= of_optimum * offline_optimum(recorded).total_ns
 
 
 @pytest.mark.parametrize("policy", ["threshold", "regret"])
 def test_replay_with_a_slow_worker_moves_once_or_twice(tmp_path, policy):
     segment = oscillating(tmp_path / "profile.jsonl", 10**9, steps=200, speeds=(1.0, 1.0, 0.5, 1.0))
     uniform = {0: {f"layers.{i}.x": i // 4 for i in range(16)}}
-    tape = Tape(segment, 300 * MS, uniform)
-    outcome = run_policy(tape, WatchOptions(policy=policy, every=10, window=20, objective="bottleneck"))
+    recorded = RecordedRun(segment, 300 * MS, uniform)
+    outcome = run_policy(recorded, WatchOptions(policy=policy, every=10, window=20, objective="bottleneck"))
     assert outcome.moves <= 2
-    assert outcome.total_ns <= 1.1 * offline_optimum(tape).total_ns
+    assert outcome.total_ns <= 1.1 * offline_optimum(recorded).total_ns

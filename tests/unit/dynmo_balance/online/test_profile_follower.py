@@ -9,7 +9,7 @@ import shutil
 import pytest
 
 from dynmo_balance.formats.profile import Header, Step
-from dynmo_balance.online.profile_follower import ProfileTail
+from dynmo_balance.online.profile_follower import ProfileFollower
 from tests.paths import CONTRACTS
 
 HEADER = (CONTRACTS / "profile/valid/header-only.jsonl").read_text()
@@ -39,7 +39,7 @@ def profile(tmp_path):
 @pytest.fixture
 def tail(profile):
     """A follower that has read a header and two steps."""
-    follower = ProfileTail(profile)
+    follower = ProfileFollower(profile)
     assert told(follower.poll()) == ["segment 0", 1, 2]
     return follower
 

@@ -93,7 +93,7 @@ def test_a_rolled_back_plan_leaves_the_old_one_in_force(run):
     watcher.poll()
     append(run, result(1, 3, "applied"), result(1, 3, "rolled_back"))
     watcher.poll()
-    assert watcher._state.in_force == 0
+    assert watcher._state.active_plan_id == 0
 
 
 def test_every_ask_is_answered(run):
@@ -303,7 +303,7 @@ def test_packing_releases_what_is_not_needed(run):
     initial["stages"] = [{"stage": s, "worker": s, "items": names[a:b]} for s, (a, b) in enumerate(spans)]
     (run / "plans/plan-000000.json").write_text(json.dumps(initial))
     append(run, *(step(n, busy_ns=[1] * 3, peak_memory_bytes=[1] * 3) for n in range(1, 4)))
-    Watcher(run, WatchOptions(pack_keep=0.99)).poll()
+    Watcher(run, WatchOptions(min_throughput_fraction=0.99)).poll()
     assert newest(run).released_workers == ()
     append(run, *(step(n, busy_ns=[1] * 3, peak_memory_bytes=[1] * 3) for n in range(4, 10)))
     Watcher(run, WatchOptions(pack_to=2)).poll()

@@ -241,16 +241,16 @@ def test_every_number_of_a_written_plan_can_be_verified(run):
 
     watcher = Watcher(run, WatchOptions(every=1, window=4))
     drift = [1, 2, 2, 2, 2, 3, 1, 1, 1, 4, 4, 4, 4]
-    in_force = 0
+    active = 0
     for number, back in enumerate(drift, start=1):
-        append(run, step(number, plan=in_force, front=1 + number % 2 if number < 10 else 9, back=back))
+        append(run, step(number, plan=active, front=1 + number % 2 if number < 10 else 9, back=back))
         if number == 9:
             append(run, event(9))
         watcher.poll()
         plan = newest(run)
-        if plan.plan_id > in_force:
+        if plan.plan_id > active:
             base = read_plan(plan_path(run / "plans", plan.base_plan_id))
             assert verify(plan, load_setting(plan, run), base) == []
             append(run, result(plan.plan_id, number))
-            in_force = plan.plan_id
-    assert in_force > 1
+            active = plan.plan_id
+    assert active > 1

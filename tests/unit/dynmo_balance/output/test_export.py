@@ -19,7 +19,7 @@ from dynmo_balance.formats.plan import read_plan, stages_of
 from dynmo_balance.formats.profile import read_profile
 from dynmo_balance.output.export import TARGETS
 from dynmo_balance.output.timeline import as_svg, as_trace
-from dynmo_balance.schedules.registry import SCHEDULES, order_of
+from dynmo_balance.schedules.registry import SCHEDULES, build_order
 from dynmo_balance.simulation.simulator import Communication, StageCosts, predict, run
 from dynmo_balance.simulation.step_tail import TailOptions, tail_of
 from tests.paths import CONTRACTS
@@ -126,8 +126,8 @@ def planned_as(header, schedule, boundaries=(0, 3, 5, 7, 10)):
 def test_torchtitan_places_stages_as_the_plan_does(header, schedule):
     plan = planned_as(header, schedule)
     section = json.loads(TARGETS["torchtitan"](plan, header, 8, None))
-    vee = section["pipeline_parallel_schedule"] == "ZBVZeroBubble"
-    ranks = ((0, 3), (1, 2)) if vee else ((0, 2), (1, 3))  # as torchtitan's pipeline_module_split gives them out
+    is_v = section["pipeline_parallel_schedule"] == "ZBVZeroBubble"
+    ranks = ((0, 3), (1, 2)) if is_v else ((0, 2), (1, 3))  # as torchtitan's pipeline_module_split gives them out
     held = [[stage.stage for stage in plan.stages if stage.worker == rank] for rank in (0, 1)]
     assert held == [list(stages) for stages in ranks]
     assert ("pipeline_parallel_schedule_csv" in section) == (schedule == "custom")
@@ -240,7 +240,7 @@ def test_torch_reads_the_schedule_table(plan, header, schedule):
     actions = pytest.importorskip("torch.distributed.pipelining.schedules")._Action
     virtual = 2 if schedule == "zb-v" else 1
     text = TARGETS["torch-csv"](replace(plan, schedule=schedule, virtual_stages_per_worker=virtual), header, 4, None)
-    for row, operations in zip(csv.reader(io.StringIO(text)), order_of(schedule, 2, virtual, 4), strict=True):
+    for row, operations in zip(csv.reader(io.StringIO(text)), build_order(schedule, 2, virtual, 4), strict=True):
         read = [actions.from_str(cell) for cell in row]
         assert [(a.stage_index, a.computation_type.value, a.microbatch_index) for a in read] == [
             (op.stage, op.kind.value, op.microbatch) for op in operations
@@ -258,7 +258,7 @@ def test_torch_loads_the_file_and_adds_the_transfers(plan, header, tmp_path, sch
     runtime.pp_group_size, runtime._num_stages, runtime._n_microbatches = 2, 2 * virtual, 4
     runtime.pipeline_order, runtime._defer_pp_recv, runtime._stages = {}, False, []
     runtime._load_csv(str(file), format="compute_only")
-    orders = order_of(schedule, 2, virtual, 4)
+    orders = build_order(schedule, 2, virtual, 4)
     for rank, operations in enumerate(orders):
         computed = [a for a in runtime.pipeline_order_with_comms[rank] if a.is_compute_op]
         assert [(a.stage_index, a.microbatch_index) for a in computed if a.microbatch_index is not None] == [
@@ -294,7 +294,7 @@ def uneven(*forward, send=100):
 
 
 def test_a_serial_link_carries_one_tensor_at_a_time():
-    order = order_of("gpipe", 2, 1, 4)
+    order = build_order("gpipe", 2, 1, 4)
     free = run(order, uneven(10, 10)).step_ns
     serial = run(order, uneven(10, 10), communication=Communication.SERIAL).step_ns
     # forward: 10, then four transfers of 100 one after the other, the last forward and backwards; then four back
@@ -303,7 +303,7 @@ def test_a_serial_link_carries_one_tensor_at_a_time():
 
 
 def test_blocking_transfers_keep_both_workers_busy():
-    order = order_of("gpipe", 2, 1, 2)
+    order = build_order("gpipe", 2, 1, 2)
     blocking = run(order, uneven(10, 10), communication=Communication.BLOCKING)
     # worker 0 sends from 10 to 110 and from 120 to 220; worker 1 receives meanwhile
     assert [span.start_ns for span in blocking.spans[1][:2]] == [110, 220]

@@ -13,7 +13,7 @@ import pytest
 from dynmo_balance.formats.profile import read_profile
 from dynmo_balance.inputs.problem_from_options import ProblemOptions, make_problem
 from dynmo_balance.inputs.profile_source import load
-from dynmo_balance.inputs.run_history import history_of
+from dynmo_balance.inputs.run_history import read_history
 from dynmo_balance.output.html_report import html
 from dynmo_balance.output.svg import line_chart
 from tests.paths import CONTRACTS
@@ -32,7 +32,7 @@ def run(tmp_path):
 
 @pytest.fixture
 def page(run):
-    return html(history_of(run), make_problem(load(run), ProblemOptions()))
+    return html(read_history(run), make_problem(load(run), ProblemOptions()))
 
 
 class Balance(HTMLParser):
@@ -67,13 +67,13 @@ def test_what_was_measured_is_beside_what_was_predicted(run):
     newest = json.loads(lines[-1])
     newest["step_ns"] = 30_000_000
     (run / "profile.jsonl").write_text("\n".join([*lines[:-1], json.dumps(newest)]) + "\n")
-    story = history_of(run).moves[0]
-    assert (story.before_ns, story.after_ns) == (40_000_000, 30_000_000)
-    assert story.realised == pytest.approx(0.25)
+    plan_history = read_history(run).moves[0]
+    assert (plan_history.before_ns, plan_history.after_ns) == (40_000_000, 30_000_000)
+    assert plan_history.realized == pytest.approx(0.25)
 
 
 def test_loads_follow_the_plan_in_force(run):
-    history = history_of(run)
+    history = read_history(run)
     assert len(history.loads) == len(read_profile(run / "profile.jsonl")[0].steps)
     assert history.loads[-1][0] == history.loads[-2][0] + 1_500_000  # layer 2 moved to stage 0
 
@@ -82,7 +82,7 @@ def test_text_from_documents_is_escaped(run):
     plan = json.loads((run / "plans/plan-000001.json").read_text())
     plan["reason"] = "<script>alert(1)</script>"
     (run / "plans/plan-000001.json").write_text(json.dumps(plan))
-    assert "<script>" not in html(history_of(run), None)
+    assert "<script>" not in html(read_history(run), None)
 
 
 def test_long_runs_are_thinned():

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from dynmo_balance._common.errors import UsageError
 from dynmo_balance.partition.constraints import make_limits
 from dynmo_balance.partition.exact import greedy, solve
-from dynmo_balance.partition.problem import InfeasibleError, keep_tied
-from dynmo_balance.partition.registry import best_of, bottleneck_ns
+from dynmo_balance.partition.problem import InfeasibleError, with_ties_together
+from dynmo_balance.partition.registry import bottleneck_ns, solve_best
 
 
 def partitions(problem):
@@ -30,12 +30,12 @@ def partitions(problem):
 
 def obeys(problem, stage, first, last):
     """Whether a stage may hold the units from ``first`` to before ``last``."""
-    chain, place = problem.chain, problem.place(stage)
+    chain, slot = problem.chain, problem.slot(stage)
     begin, end = chain.cuts[first], chain.cuts[last]
     static = sum(item.param_bytes + item.gradient_bytes + item.optimizer_bytes for item in chain.items[begin:end])
     trained = max(begin, chain.frozen_items)  # a frozen front has no backward and keeps no activations
     held = static + problem.in_flight[stage] * sum(chain.costs.activation_bytes[trained:end])
-    fits = place.memory_bytes is None or held <= place.memory_bytes
+    fits = slot.memory_bytes is None or held <= slot.memory_bytes
     pinned = all(stage == pin if begin <= item < end else stage != pin for item, pin in problem.pins)
     return fits and pinned and last - first >= problem.min_units
 
@@ -44,7 +44,7 @@ def slowest_ns(problem, cuts):
     """The time of the slowest stage of a partition, rounded up to whole nanoseconds."""
     chain = problem.chain
     stages = enumerate(pairwise(chain.cuts[cut] for cut in cuts))
-    times = [Fraction(sum(chain.work_ns[a:b]) * 1_000_000, problem.place(stage).speed_ppm) for stage, (a, b) in stages]
+    times = [Fraction(sum(chain.work_ns[a:b]) * 1_000_000, problem.slot(stage).speed_ppm) for stage, (a, b) in stages]
     return max(math.ceil(time) for time in times)
 
 
@@ -116,7 +116,7 @@ def test_equals_brute_force_on_adversarial_cases(work, stages, min_units, caps, 
     check_against_brute_force(problem_factory(chain, stages, min_units=min_units, memory=caps[:stages]))
 
 
-def kept_bytes(problem, boundaries):
+def stored_bytes(problem, boundaries):
     sizes = [size + 1 for size in problem.chain.move_bytes]
     return sum(
         sum(sizes[max(a, x) : max(max(a, x), min(b, y))])
@@ -135,11 +135,11 @@ def test_ties_go_to_the_least_migration(rng, chain_factory, problem_factory):
         problem = replace(problem, current=current)
         solution = solve(problem)
         best = max(
-            kept_bytes(problem, cuts)
+            stored_bytes(problem, cuts)
             for cuts in partitions(problem)
             if slowest_ns(problem, cuts) == solution.bottleneck_ns
         )
-        assert kept_bytes(problem, solution.boundaries) == best
+        assert stored_bytes(problem, solution.boundaries) == best
 
 
 def test_minimum_layers_need_more_than_greedy(chain_factory, problem_factory):
@@ -207,11 +207,11 @@ def test_tied_items_stay_on_one_worker(rng, chain_factory, problem_factory):
             continue
         if not together:
             with pytest.raises(InfeasibleError):
-                solve(keep_tied(problem))
+                solve(with_ties_together(problem))
             continue
         if problem.min_units > 1:  # a unit is then the tied run as a whole
             continue
-        assert solve(keep_tied(problem)).bottleneck_ns == min(together)
+        assert solve(with_ties_together(problem)).bottleneck_ns == min(together)
         solved += 1
     assert solved > 100
 
@@ -220,11 +220,11 @@ def test_a_v_keeps_tied_ends_together(chain_factory, problem_factory):
     chain = chain_factory([1, 5, 5, 5, 5, 1])
     items = (*chain.items[:5], replace(chain.items[5], tied_to=chain.items[0].name))
     problem = problem_factory(replace(chain, items=items), 2, "zb-v", virtual_stages=2, min_units=0)
-    boundaries = best_of(keep_tied(problem)).boundaries
+    boundaries = solve_best(with_ties_together(problem)).boundaries
     assert boundaries[1] >= 1
     assert boundaries[3] <= 5
     with pytest.raises(InfeasibleError, match="use --schedule zb-v"):
-        keep_tied(replace(problem, schedule="1f1b", virtual_stages=1, min_units=1))
+        with_ties_together(replace(problem, schedule="1f1b", virtual_stages=1, min_units=1))
 
 
 @pytest.mark.parametrize("memory", [None, [10**9] * 3])

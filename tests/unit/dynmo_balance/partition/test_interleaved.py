@@ -23,8 +23,8 @@ def partitions(problem):
             continue
         if not all(limits.lowest[p] <= cut <= limits.highest[p] for p, cut in enumerate(cuts)):
             continue
-        peaks = zip(problem.places, predict(problem, cuts).peak_memory_bytes, strict=True)
-        if all(place.memory_bytes is None or peak <= place.memory_bytes for place, peak in peaks):
+        peaks = zip(problem.slots, predict(problem, cuts).peak_memory_bytes, strict=True)
+        if all(slot.memory_bytes is None or peak <= slot.memory_bytes for slot, peak in peaks):
             yield cuts
 
 

@@ -10,9 +10,9 @@ import pytest
 from dynmo_balance._common.errors import UsageError
 from dynmo_balance.partition import deepspeed, diffusion, uniform
 from dynmo_balance.partition.exact import solve
-from dynmo_balance.partition.problem import Place
+from dynmo_balance.partition.problem import WorkerSlot
 from dynmo_balance.partition.registry import BALANCERS, balance, bottleneck_ns
-from dynmo_balance.planning.repack import on_fewer, packings
+from dynmo_balance.planning.repack import repack_table, with_workers
 from dynmo_balance.simulation.simulator import predict
 
 
@@ -70,10 +70,10 @@ def test_fewest_workers_by_trying_all(rng, chain_factory, problem_factory):
     for _ in range(30):
         chain = with_ends(chain_factory([rng.randint(1, 9) * 100 for _ in range(12)]))
         problem = problem_factory(chain, 6, microbatches=12)
-        found = packings(problem, 0.9)
+        found = repack_table(problem, 0.9)
         times = {}
         for count in range(1, 7):
-            smaller = replace(problem, places=problem.places[:count])
+            smaller = replace(problem, slots=problem.slots[:count])
             times[count] = predict(smaller, solve(smaller).boundaries).step_ns
         for packing, reference in ((found.balanced, found.balanced_step_ns), (found.static, found.static_step_ns)):
             enough = [count for count in times if times[count] * 0.9 <= reference]
@@ -83,12 +83,12 @@ def test_fewest_workers_by_trying_all(rng, chain_factory, problem_factory):
 
 def test_workers_that_cannot_be_released_stay(chain_factory, problem_factory):
     problem = problem_factory(chain_factory([1] * 6), 3)
-    places = (Place(worker=0), Place(worker=1), Place(worker=2, releasable=False))
-    smaller = on_fewer(replace(problem, places=places), 1)
-    assert [place.worker for place in smaller.places] == [2]
-    held = tuple(replace(place, releasable=False) for place in places)
+    slots = (WorkerSlot(worker=0), WorkerSlot(worker=1), WorkerSlot(worker=2, releasable=False))
+    smaller = with_workers(replace(problem, slots=slots), 1)
+    assert [slot.worker for slot in smaller.slots] == [2]
+    held = tuple(replace(slot, releasable=False) for slot in slots)
     with pytest.raises(UsageError, match="3 workers cannot be released"):
-        on_fewer(replace(problem, places=held), 2)
+        with_workers(replace(problem, slots=held), 2)
 
 
 def test_variants_by_parameters_see_only_parameters(chain_factory, problem_factory):

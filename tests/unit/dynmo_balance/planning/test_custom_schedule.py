@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 
 from dynmo_balance.formats.plan import CUSTOM
-from dynmo_balance.planning.custom_schedule import lengths_of, tailor
+from dynmo_balance.planning.custom_schedule import operation_times, search_custom_schedules
 from dynmo_balance.schedules.list_scheduler import RULES, list_order
-from dynmo_balance.schedules.registry import counted_in_flight
+from dynmo_balance.schedules.registry import count_in_flight
 from dynmo_balance.simulation.bounds import bounds_of
 from dynmo_balance.simulation.simulator import predict
 
@@ -31,31 +31,31 @@ def test_a_list_schedule_takes_what_the_simulation_says(rule, frozen, rng, chain
         problem = random_problem(rng, chain_factory, problem_factory, 3, 12, schedule, virtual, frozen=frozen)
         stages = problem.num_stages
         boundaries = (0, *sorted(rng.sample(range(1, 12), stages - 1)), 12)
-        order, step = list_order(lengths_of(problem, boundaries), 6, 4, rule)
+        order, step = list_order(operation_times(problem, boundaries), 6, 4, rule)
         custom = replace(problem, schedule=CUSTOM, order=order, layout=problem.positions)
         assert predict(custom, boundaries).step_ns == step
         words = [str(operation) for row in order for operation in row]
         assert sorted(words) == sorted(f"{s}{kind}{m}" for s in range(stages) for kind in "FIW" for m in range(6))
         first_trained = next(s for s in range(stages) if boundaries[s + 1] > frozen)
-        assert max(counted_in_flight(order)[first_trained:]) <= 4
+        assert max(count_in_flight(order)[first_trained:]) <= 4
 
 
 def test_tailored_steps_are_close_to_the_bound(rng, chain_factory, problem_factory):
     problem = random_problem(rng, chain_factory, problem_factory, 4, 40, microbatches=32)
-    found = tailor(problem, rounds=3)
+    found = search_custom_schedules(problem, rounds=3)
     best = found[0]
     assert predict(best.problem, best.solution.boundaries).step_ns == best.step_ns
     assert [one.step_ns for one in found] == sorted(one.step_ns for one in found)
     assert bounds_of(problem).step_ns <= best.step_ns <= 1.03 * bounds_of(problem).step_ns
-    assert tailor(problem, rounds=3)[0] == best
+    assert search_custom_schedules(problem, rounds=3)[0] == best
 
 
 def test_tailored_orders_keep_to_the_memory(rng, chain_factory, problem_factory):
     problem = random_problem(rng, chain_factory, problem_factory, 2, 10, microbatches=12)
-    free = tailor(problem, rounds=2)[0]
+    free = search_custom_schedules(problem, rounds=2)[0]
     peak = max(predict(free.problem, free.solution.boundaries).peak_memory_bytes)
-    tight = replace(problem, places=tuple(replace(place, memory_bytes=peak // 2) for place in problem.places))
-    found = tailor(tight, rounds=2)
+    tight = replace(problem, slots=tuple(replace(slot, memory_bytes=peak // 2) for slot in problem.slots))
+    found = search_custom_schedules(tight, rounds=2)
     assert found
     for one in found:
         assert max(predict(one.problem, one.solution.boundaries).peak_memory_bytes) <= peak // 2

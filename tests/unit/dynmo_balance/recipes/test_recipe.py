@@ -11,8 +11,8 @@ import pytest
 
 from dynmo_balance._common.errors import UsageError
 from dynmo_balance.formats.profile import read_profile
-from dynmo_balance.recipes.optimality_gap import distance_of
-from dynmo_balance.recipes.recipe import FOLDER, altered, cook, final_costs, load_recipe, recipe_names
+from dynmo_balance.recipes.optimality_gap import measure_gap
+from dynmo_balance.recipes.recipe import FOLDER, final_costs, load_recipe, recipe_names, run_recipe, with_size
 
 # What they give (balancing only, technique and balancing); a change of the cost model that
 # moves them must be seen.
@@ -33,7 +33,7 @@ SEEN = {
 
 @pytest.mark.parametrize("name", SEEN)
 def test_figures(name):
-    outcome = cook(load_recipe(name))
+    outcome = run_recipe(load_recipe(name))
     seen = (outcome.balancing_only, outcome.technique_and_balancing)
     assert seen == pytest.approx(SEEN[name], abs=0.01)
     assert len(outcome.recipe.assumptions) >= 3
@@ -53,7 +53,7 @@ def test_there_is_one_for_each_dynamic_technique():
 
 
 def test_the_two_speed_ups_differ_by_the_baseline_alone():
-    outcome = cook(load_recipe("pruning"))
+    outcome = run_recipe(load_recipe("pruning"))
     ratio = outcome.technique_and_balancing / outcome.balancing_only
     assert ratio == pytest.approx(outcome.baseline_ns / outcome.unbalanced_ns)
 
@@ -61,7 +61,7 @@ def test_the_two_speed_ups_differ_by_the_baseline_alone():
 def test_searching_is_never_worse():
     recipe = load_recipe("freezing")
     small = replace(recipe, spec=replace(recipe.spec, layers=8), run=replace(recipe.run, workers=2, microbatches=4))
-    outcome = cook(small, searching=True)
+    outcome = run_recipe(small, searching=True)
     assert outcome.bound_ns <= outcome.searched_ns <= outcome.balanced_ns
 
 
@@ -128,9 +128,9 @@ def test_a_trace_is_of_one_recipe(tmp_path):
 
 
 def test_distance_to_perfect_is_above_the_bounds_and_below_plain_1f1b():
-    recipe = altered(load_recipe("freezing-7b"), 8, 2)
+    recipe = with_size(load_recipe("freezing-7b"), 8, 2)
     recipe = replace(recipe, run=replace(recipe.run, microbatches=4))
-    distance = distance_of(recipe)
+    distance = measure_gap(recipe)
     assert distance.bounds.work_ns <= distance.bounds.step_ns <= distance.found_ns <= distance.plain_ns
     assert distance.document()["layers"] == 8
 

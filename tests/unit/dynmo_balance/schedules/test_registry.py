@@ -6,7 +6,7 @@ import pytest
 
 from dynmo_balance._common.errors import UsageError
 from dynmo_balance.formats.plan import position_of
-from dynmo_balance.schedules.registry import SCHEDULES, Kind, counted_in_flight, in_flight, order_of
+from dynmo_balance.schedules.registry import SCHEDULES, Kind, build_order, count_in_flight, in_flight
 
 SIZES = [(p, v, m) for p in (1, 2, 3, 4, 8) for v in (1, 2, 3) for m in (p, 2 * p, 4 * p)]
 LOOPED = [name for name in SCHEDULES if name != "zb-v"]
@@ -16,7 +16,7 @@ CASES += [("zb-v", p, 2, m) for p in (1, 2, 3, 4, 8) for m in (1, 2, p, 2 * p - 
 
 @pytest.mark.parametrize(("schedule", "workers", "virtual", "microbatches"), CASES)
 def test_every_operation_once(schedule, workers, virtual, microbatches):
-    order = order_of(schedule, workers, virtual, microbatches)
+    order = build_order(schedule, workers, virtual, microbatches)
     split = schedule in ("zero-bubble", "zb-v")
     kinds = [Kind.FORWARD, *([Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT] if split else [Kind.BACKWARD])]
     for worker, operations in enumerate(order):
@@ -28,23 +28,23 @@ def test_every_operation_once(schedule, workers, virtual, microbatches):
 
 @pytest.mark.parametrize(("schedule", "workers", "virtual", "microbatches"), CASES)
 def test_closed_forms_of_microbatches_in_flight(schedule, workers, virtual, microbatches):
-    counted = counted_in_flight(order_of(schedule, workers, virtual, microbatches))
+    counted = count_in_flight(build_order(schedule, workers, virtual, microbatches))
     assert in_flight(schedule, workers, virtual, microbatches) == counted
 
 
 def test_unknown_schedule():
     with pytest.raises(UsageError, match="unknown schedule"):
-        order_of("2f2b", 2, 1, 4)
+        build_order("2f2b", 2, 1, 4)
 
 
 def test_rounds_must_come_out_even():
     with pytest.raises(UsageError, match="use a multiple of 4"):
-        order_of("interleaved-1f1b", 4, 2, 9)
+        build_order("interleaved-1f1b", 4, 2, 9)
 
 
 def test_a_v_has_two_stages_a_worker():
     with pytest.raises(UsageError, match="2 stages on each worker, not 3"):
-        order_of("zb-v", 4, 3, 8)
+        build_order("zb-v", 4, 3, 8)
 
 
 class Stage:
@@ -67,7 +67,7 @@ def test_equal_to_torch(name, workers, virtual, microbatches):
     kind = {"interleaved-1f1b": "ScheduleInterleaved1F1B", "zero-bubble": "ScheduleInterleavedZeroBubble"}[name]
     stages = [Stage(lap * workers, workers, 0, virtual) for lap in range(virtual)]
     table = getattr(schedules, kind)(stages, microbatches, loss_fn=lambda *_: None).pipeline_order
-    for worker, operations in enumerate(order_of(name, workers, virtual, microbatches)):
+    for worker, operations in enumerate(build_order(name, workers, virtual, microbatches)):
         theirs = [str(action) for action in table[worker] if action is not None]
         assert [str(operation) for operation in operations] == theirs
 
@@ -77,7 +77,7 @@ def test_zb_v_equals_torch(workers, microbatches):
     schedules = pytest.importorskip("torch.distributed.pipelining.schedules")
     stages = [Stage(0, workers, 0, 2), Stage(2 * workers - 1, workers, 0, 2)]
     table = schedules.ScheduleZBVZeroBubble(stages, microbatches, loss_fn=lambda *_: None).pipeline_order
-    for worker, operations in enumerate(order_of("zb-v", workers, 2, microbatches)):
+    for worker, operations in enumerate(build_order("zb-v", workers, 2, microbatches)):
         theirs = [str(action) for action in table[worker] if action is not None]
         assert [str(operation) for operation in operations] == theirs
 
@@ -89,7 +89,7 @@ def test_1f1b_equals_torch_but_for_its_last_rank(workers, microbatches):
     theirs = schedules.Schedule1F1B._get_pipeline_order(
         type("Schedule", (), {"_n_microbatches": microbatches, "_num_stages": workers})()
     )
-    for worker, operations in enumerate(order_of("1f1b", workers, 1, microbatches)[:-1]):
+    for worker, operations in enumerate(build_order("1f1b", workers, 1, microbatches)[:-1]):
         expected = [str(action) for action in theirs[worker] if action and action.microbatch_index is not None]
         assert [str(operation) for operation in operations] == expected
 
@@ -100,6 +100,6 @@ def test_gpipe_equals_torch(workers, microbatches):
     theirs = schedules.ScheduleGPipe._get_pipeline_order(
         type("Schedule", (), {"_n_microbatches": microbatches, "_num_stages": workers})()
     )
-    for worker, operations in enumerate(order_of("gpipe", workers, 1, microbatches)):
+    for worker, operations in enumerate(build_order("gpipe", workers, 1, microbatches)):
         expected = [str(action) for action in theirs[worker] if action and action.microbatch_index is not None]
         assert [str(operation) for operation in operations] == expected

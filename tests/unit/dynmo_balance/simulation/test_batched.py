@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from dynmo_balance.partition.exact import solve
-from dynmo_balance.planning.local_search import polish
+from dynmo_balance.planning.local_search import minimize_step
 from dynmo_balance.schedules.registry import SCHEDULES
 from dynmo_balance.simulation.batched import step_times
 from dynmo_balance.simulation.simulator import predict
@@ -42,7 +42,7 @@ def test_polish_never_makes_the_step_longer(rng, chain_factory, problem_factory)
             times = [[rng.randint(10, 90) for _ in range(24)] for _ in range(2)]
             problem = problem_factory(chain_factory(times[0], backward=times[1]), 6, microbatches=microbatches)
             solution = solve(problem)
-            better = polish(problem, solution)
+            better = minimize_step(problem, solution)
             before, after = (predict(problem, s.boundaries).step_ns for s in (solution, better))
             assert after <= before
             shorter += after < before

@@ -9,8 +9,8 @@ from typer.testing import CliRunner
 
 from dynmo_balance.cli import app
 from dynmo_balance.costs.devices import load_device
-from dynmo_balance.schedules.registry import order_of
-from dynmo_balance.simulation.compression_cost import Compression, factor_bytes, packed_microbatches
+from dynmo_balance.schedules.registry import build_order
+from dynmo_balance.simulation.compression_cost import Compression, compressed_microbatches, factor_bytes
 from dynmo_balance.simulation.simulator import Communication, StageCosts, run
 from tests.paths import CONTRACTS
 
@@ -20,15 +20,15 @@ F, B, SEND = 7, 9, 100
 EVERY = frozenset(range(8))
 
 
-def stages(count, packed, send=10, make=3, undo=2):
+def stages(count, compressed, send=10, make=3, undo=2):
     plain = StageCosts(forward_ns=F, backward_input_ns=B, backward_weight_ns=0, send_ns=SEND)
     small = StageCosts(
         forward_ns=F,
         backward_input_ns=B,
         backward_weight_ns=0,
         send_ns=SEND,
-        packed=packed,
-        packed_send_ns=send,
+        compressed=compressed,
+        compressed_send_ns=send,
         compress_ns=make,
         decompress_ns=undo,
     )
@@ -47,19 +47,19 @@ def test_bytes_and_times_of_factors():
 @pytest.mark.parametrize("communication", Communication)
 def test_one_microbatch_through_three_stages(communication):
     """Three forwards and backwards, two whole transfers forth and two packed ones back, made twice, undone twice."""
-    timeline = run(order_of("gpipe", 3, 1, 1), stages(3, EVERY), communication=communication)
+    timeline = run(build_order("gpipe", 3, 1, 1), stages(3, EVERY), communication=communication)
     assert timeline.step_ns == 3 * (F + B) + 2 * SEND + 2 * (10 + 3 + 2)
 
 
 def test_only_packed_microbatches_are_cheaper():
-    order = order_of("1f1b", 2, 1, 8)
+    order = build_order("1f1b", 2, 1, 8)
     kinds = (frozenset(), frozenset({7}), frozenset({6, 7}), EVERY)
-    whole, last, epilogue, every = (run(order, stages(2, packed)).step_ns for packed in kinds)
+    whole, last, epilogue, every = (run(order, stages(2, compressed)).step_ns for compressed in kinds)
     assert every <= epilogue < last < whole
 
 
 def test_split_backwards_carry_the_packing_with_their_input_part():
-    order = order_of("zero-bubble", 2, 1, 4)
+    order = build_order("zero-bubble", 2, 1, 4)
     plain = StageCosts(forward_ns=F, backward_input_ns=B, backward_weight_ns=5, send_ns=SEND)
     assert run(order, [plain, plain]).step_ns > 0
     busy = run(order, stages(2, frozenset({0}))).busy_ns
@@ -72,15 +72,20 @@ class _Pipeline:
     def __init__(self, workers, microbatches):
         self.microbatches, self.num_stages, self._workers = microbatches, len(workers), workers
 
-    def place(self, stage):
+    def slot(self, stage):
         return type("Place", (), {"worker": self._workers[stage]})
 
 
 def test_the_epilogue_is_behind_the_receivers_last_forward():
-    order = order_of("1f1b", 4, 1, 8)
-    found = packed_microbatches(_Pipeline([0, 1, 2, 3], 8), order, epilogue_only=True)
+    order = build_order("1f1b", 4, 1, 8)
+    found = compressed_microbatches(_Pipeline([0, 1, 2, 3], 8), order, epilogue_only=True)
     assert [sorted(one) for one in found] == [[], [4, 5, 6, 7], [5, 6, 7], [6, 7]]
-    assert packed_microbatches(_Pipeline([0, 1, 1, 0], 8), order, epilogue_only=False) == [set(), EVERY, set(), EVERY]
+    assert compressed_microbatches(_Pipeline([0, 1, 1, 0], 8), order, epilogue_only=False) == [
+        set(),
+        EVERY,
+        set(),
+        EVERY,
+    ]
 
 
 def profile(tmp_path, **changes):
@@ -138,11 +143,11 @@ FLAGS = ("--inter-grad-comp-rank", "4", "--grad-comp-rank", "4", "--emb-comm-opt
 
 def test_a_slow_link_pays_and_a_fast_one_does_not(tmp_path):
     path = profile(tmp_path)
-    plain, packed = figures(path, *RATES), figures(path, *RATES, *FLAGS)
+    plain, compressed = figures(path, *RATES), figures(path, *RATES, *FLAGS)
     assert "compression" not in plain
-    told = packed["compression"]
-    assert told["step_whole_ns"] == plain["step_with_tail_ns"] > packed["step_with_tail_ns"]
-    assert told["gain"] == pytest.approx(plain["step_with_tail_ns"] / packed["step_with_tail_ns"] - 1)
+    told = compressed["compression"]
+    assert told["step_whole_ns"] == plain["step_with_tail_ns"] > compressed["step_with_tail_ns"]
+    assert told["gain"] == pytest.approx(plain["step_with_tail_ns"] / compressed["step_with_tail_ns"] - 1)
     assert (told["boundary_bytes"], told["boundary_whole_bytes"]) == ((512 + 256) * 4 * 4, 512 * 256 * 4)
     assert told["packed_microbatches"] == [0, 4]
     assert told["replica_whole_bytes"] == [2_048_000] * 2

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from dynmo_balance._common.errors import UsageError
-from dynmo_balance.schedules.registry import Kind, Operation, order_of
+from dynmo_balance.schedules.registry import Kind, Operation, build_order
 from dynmo_balance.simulation.simulator import StageCosts, memory_curves, predict, run
 
 F, B, W = 7, 9, 5
@@ -20,7 +20,7 @@ def uniform(stages, forward=F, backward=B, weight=0, send=0):
 @pytest.mark.parametrize(("workers", "microbatches"), SIZES)
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
 def test_even_stages(schedule, workers, microbatches):
-    timeline = run(order_of(schedule, workers, 1, microbatches), uniform(workers))
+    timeline = run(build_order(schedule, workers, 1, microbatches), uniform(workers))
     assert timeline.step_ns == (microbatches + workers - 1) * (F + B)
     assert timeline.bubble_fraction == pytest.approx((workers - 1) / (microbatches + workers - 1))
 
@@ -34,29 +34,29 @@ def test_uneven_gpipe(workers, microbatches, rng):
     forward = [stage.forward_ns for stage in stages]
     backward = [stage.backward_input_ns for stage in stages]
     expected = sum(forward) + sum(backward) + (microbatches - 1) * (max(forward) + max(backward))
-    assert run(order_of("gpipe", workers, 1, microbatches), stages).step_ns == expected
+    assert run(build_order("gpipe", workers, 1, microbatches), stages).step_ns == expected
 
 
 @pytest.mark.parametrize("virtual", [1, 2, 3])
 @pytest.mark.parametrize(("workers", "microbatches"), [(p, m) for p in (2, 4, 8) for m in (p, 2 * p, 4 * p)])
 def test_interleaved(workers, microbatches, virtual):
-    timeline = run(order_of("interleaved-1f1b", workers, virtual, microbatches), uniform(workers * virtual))
+    timeline = run(build_order("interleaved-1f1b", workers, virtual, microbatches), uniform(workers * virtual))
     assert timeline.step_ns == (microbatches * virtual + workers - 1) * (F + B)
 
 
 @pytest.mark.parametrize(("workers", "microbatches"), [(p, m) for p in (1, 2, 4, 8) for m in (p, 2 * p, 32)])
 def test_zero_bubble_with_even_thirds(workers, microbatches):
-    timeline = run(order_of("zero-bubble", workers, 1, microbatches), uniform(workers, 6, 6, 6))
+    timeline = run(build_order("zero-bubble", workers, 1, microbatches), uniform(workers, 6, 6, 6))
     assert timeline.step_ns == microbatches * 18 + (workers - 1) * (6 + 6 - 6)
 
 
 def test_communication_is_waited_for_once_a_stage():
-    timeline = run(order_of("gpipe", 3, 1, 1), uniform(3, send=100))
+    timeline = run(build_order("gpipe", 3, 1, 1), uniform(3, send=100))
     assert timeline.step_ns == 3 * (F + B) + 4 * 100
 
 
 def test_overhead_counts_for_every_operation():
-    assert run(order_of("1f1b", 1, 1, 4), uniform(1), overhead_ns=3).step_ns == 4 * (F + B + 6)
+    assert run(build_order("1f1b", 1, 1, 4), uniform(1), overhead_ns=3).step_ns == 4 * (F + B + 6)
 
 
 def test_frozen_stages_have_no_backward_and_get_no_gradient(chain_factory, problem_factory):
