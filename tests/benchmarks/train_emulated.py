@@ -41,7 +41,7 @@ from dynmo_balance.analysis.search import Candidate
 from dynmo_balance.formats.plan import to_document
 from dynmo_balance.planning.plan_builder import make_proposal, to_plan
 from dynmo_balance.recipes.optimality_gap import measure_gap
-from dynmo_balance.recipes.recipe import with_size, load_recipe
+from dynmo_balance.recipes.recipe import load_recipe, with_size
 from dynmo_balance.recipes.trace import write_trace
 from dynmo_train._common.console import emit
 
@@ -77,9 +77,17 @@ def one(recipe: str, layers: int, workers: int, dense_s: float) -> str:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         trace = folder / "trace.jsonl"
-        requested_step = ["dynmo_balance", "recipe", recipe, "--layers", str(layers), "--workers", str(workers)]
-        run(*requested_step, "--trace", str(trace), "--baseline-steps", str(BASELINE), "--technique-steps", str(BEFORE + AFTER))
-        said = json.loads(run(*requested_step, "--format", "json"))[0]
+        command = ["dynmo_balance", "recipe", recipe, "--layers", str(layers), "--workers", str(workers)]
+        run(
+            *command,
+            "--trace",
+            str(trace),
+            "--baseline-steps",
+            str(BASELINE),
+            "--technique-steps",
+            str(BEFORE + AFTER),
+        )
+        said = json.loads(run(*command, "--format", "json"))[0]
         header, first = map(json.loads, trace.read_text().splitlines()[:2])
         options = [
             *("--emulate", str(trace), "--emulate-scale", str(dense_s * 1e9 / first["step_ns"])),
@@ -149,8 +157,8 @@ def packing(recipe: str, layers: int, workers: int, dense_s: float) -> str:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         trace = folder / "trace.jsonl"
-        requested_step = ["dynmo_balance", "recipe", recipe, "--layers", str(layers), "--workers", str(workers)]
-        run(*requested_step, "--trace", str(trace), "--baseline-steps", "1", "--technique-steps", "12")
+        command = ["dynmo_balance", "recipe", recipe, "--layers", str(layers), "--workers", str(workers)]
+        run(*command, "--trace", str(trace), "--baseline-steps", "1", "--technique-steps", "12")
         header, first = map(json.loads, trace.read_text().splitlines()[:2])
         common = [
             *("--emulate", str(trace), "--emulate-scale", str(dense_s * 1e9 / first["step_ns"])),
@@ -160,13 +168,15 @@ def packing(recipe: str, layers: int, workers: int, dense_s: float) -> str:
         even = train(folder / "even", layers, workers, [*common, "--balance-policy", "never"], 1 + BEFORE)
         options = ["--reference", "static", "--keep", "1", "--format", "json", "--window", str(BEFORE)]
         said = json.loads(run("dynmo_balance", "repack", str(folder / "even" / "run"), *options))
-        fewest_workers = workers_of(said)
-        compressed = train(folder / "packed", layers, workers, [*common, "--pack-to", str(fewest_workers)], 1 + BEFORE + AFTER)
+        fewest = workers_of(said)
+        packed = train(
+            folder / "packed", layers, workers, [*common, "--pack-to", str(fewest)], 1 + BEFORE + AFTER
+        )
         plans = [json.loads(path.read_text()) for path in sorted((folder / "packed" / "run" / "plans").glob("*.json"))]
         plan = next(plan for plan in reversed(plans) if plan["released_workers"])
         left = workers_of(plan)
     static = seconds(even, 2, 1 + BEFORE)
-    after = seconds(compressed, 2 + BEFORE, 1 + BEFORE + AFTER)
+    after = seconds(packed, 2 + BEFORE, 1 + BEFORE + AFTER)
     predicted = plan["predicted"]["step_ns"] / 1e9
     figures = [*(recipe, str(layers), str(workers), str(left), f"{static:.2f}", f"{after:.2f}")]
     return f"| {' | '.join([*figures, f'{static / after:.2f}', f'{predicted:.2f}', f'{predicted / after:.3f}'])} |"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dynmo_balance.costs.cost_window import ItemCosts
 from dynmo_balance.formats.profile import Item
-from dynmo_balance.partition.problem import Chain, WorkerSlot, PartitionProblem
+from dynmo_balance.partition.problem import Chain, PartitionProblem, WorkerSlot
 
 
 def make_item(name: str, size: int = 0, kind: str = "layer", boundary: int = 0) -> Item:
@@ -39,7 +39,9 @@ def make_chain(forward, backward=None, weight=None, activation=None, sizes=None,
     return Chain(items=items, costs=costs, cuts=tuple(cuts) if cuts else tuple(range(n + 1)))
 
 
-def make_problem(chain: Chain, stages: int, schedule: str = "1f1b", microbatches: int = 8, **options) -> PartitionProblem:
+def make_problem(
+    chain: Chain, stages: int, schedule: str = "1f1b", microbatches: int = 8, **options
+) -> PartitionProblem:
     speeds = options.pop("speeds", None) or [1_000_000] * stages
     memory = options.pop("memory", None) or [None] * stages
     slots = tuple(
