@@ -169,9 +169,7 @@ def packing(recipe: str, layers: int, workers: int, dense_s: float) -> str:
         options = ["--reference", "static", "--keep", "1", "--format", "json", "--window", str(BEFORE)]
         said = json.loads(run("dynmo_balance", "repack", str(folder / "even" / "run"), *options))
         fewest = workers_of(said)
-        packed = train(
-            folder / "packed", layers, workers, [*common, "--pack-to", str(fewest)], 1 + BEFORE + AFTER
-        )
+        packed = train(folder / "packed", layers, workers, [*common, "--pack-to", str(fewest)], 1 + BEFORE + AFTER)
         plans = [json.loads(path.read_text()) for path in sorted((folder / "packed" / "run" / "plans").glob("*.json"))]
         plan = next(plan for plan in reversed(plans) if plan["released_workers"])
         left = workers_of(plan)
