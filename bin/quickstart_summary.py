@@ -61,7 +61,7 @@ def main() -> int:
     settled = runs["settled_ms"]
     same = "identical, bit for bit" if runs["identical"] else f"DIFFERENT from step {runs['first_difference']}"
     rows = [
-        ("documents in / kept", f"{data['documents_in']:,} / {data['documents_kept']:,} ({data['tokens']:,} tokens)"),
+        ("documents in / kept", f"{data['documents_in']:,} / {data['documents_out']:,} ({data['tokens']:,} tokens)"),
         ("tokens/s, balanced", f"{runs['tokens_per_s']:,.0f}"),
         ("training loss, first / last", f"{runs['loss_first']:.3f} / {runs['loss_last']:.3f}"),
         ("held-out loss, first / last", f"{runs['validation_first']:.3f} / {runs['validation_last']:.3f}"),

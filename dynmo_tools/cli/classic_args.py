@@ -7,81 +7,81 @@ import itertools
 import os
 from collections.abc import Sequence
 
-LISTS = frozenset({"--json-keys", "--json-key", "--input-files", "--inputs", "--tasks", "--input"})
+LIST_FLAGS = frozenset({"--json-keys", "--json-key", "--input-files", "--inputs", "--tasks", "--input"})
 """Flags that may be followed by several values; each value becomes a flag of its own."""
 
-POSITIONS = {
+POSITIONAL_FILES = {
     "blacklist-urls": ("", "--output"),
     "clean": ("", "--output"),
     "group-duplicates": ("", "--output", "--threshold"),
     "remove-duplicates": ("--groups", "", "--output"),
 }
 """Steps whose classic tool takes its files by their places, and the flag of each place here."""
-_NAMES = {("add-id", "--input-file"): "--input", ("add-id", "--output-file"): "--output"}
+RENAMED_FLAGS = {("add-id", "--input-file"): "--input", ("add-id", "--output-file"): "--output"}
 
 
-def spread_lists(arguments: Sequence[str]) -> list[str]:
+def expand_list_flags(arguments: Sequence[str]) -> list[str]:
     """``--json-keys a b`` as ``--json-keys a --json-keys b``; everything else as it is."""
-    spread: list[str] = []
+    expanded: list[str] = []
     flag: str | None = None
-    fresh = False
+    expects_value = False
     for position, argument in enumerate(arguments):
         if argument == "--":
-            return [*spread, *arguments[position:]]
+            return [*expanded, *arguments[position:]]
         if argument.startswith("-") and argument != "-":
-            flag = argument if argument in LISTS else None
-            fresh = flag is not None
-            spread.append(argument)
-        elif flag is not None and not fresh:
-            spread += [flag, argument]
+            flag = argument if argument in LIST_FLAGS else None
+            expects_value = flag is not None
+            expanded.append(argument)
+        elif flag is not None and not expects_value:
+            expanded += [flag, argument]
         else:
-            spread.append(argument)
-            fresh = False
-    return spread
+            expanded.append(argument)
+            expects_value = False
+    return expanded
 
 
-def from_classic(arguments: Sequence[str]) -> list[str]:
-    """Values that the classic tools take in pairs, and a task's file under its own flag, as flags of ours.
+def from_classic_syntax(arguments: Sequence[str]) -> list[str]:
+    """Translate arguments of Megatron's tools to flags of this command line.
 
-    ``--inputs FILE KEY ...`` of find-duplicates names the files and the keys of their documents' names;
-    ``--dedup-dataset FILE KEY`` of decontaminate the file and the key of the text, ``--lambada-path`` a task's file.
-    Files alone are taken by their places (``POSITIONS``); ``--json_path FOLDER`` of merge are its ``.json`` files.
+    ``find-duplicates --inputs FILE KEY ...`` gives files and the keys of their document ids, ``decontaminate
+    --dedup-dataset FILE KEY`` a file and the key of its text, ``--lambada-path FILE`` a task's file, and ``merge
+    --json_path FOLDER`` the ``.json`` files of a folder. Commands with files only are read by ``POSITIONAL_FILES``.
     """
-    if placed := _by_place(arguments):
-        return placed
+    if positional := _from_positional(arguments):
+        return positional
     step = next((argument for argument in arguments if not argument.startswith("-")), None)
-    made: list[str] = []
-    left = list(arguments)
-    while left:
-        flag = left.pop(0)
-        values = list(itertools.takewhile(lambda value: not value.startswith("-"), left))
+    expanded: list[str] = []
+    remaining = list(arguments)
+    while remaining:
+        flag = remaining.pop(0)
+        values = list(itertools.takewhile(lambda value: not value.startswith("-"), remaining))
         pairs = list(zip(values[::2], values[1::2], strict=False)) if len(values) % 2 == 0 else []
         if (step, flag) == ("find-duplicates", "--inputs") and pairs:
-            made += [word for file, key in pairs for word in ("--input", file, "--id-key", key)]
-        elif (step, flag) in _NAMES and len(values) == 1:
-            made += [_NAMES[step or "", flag], *values]
+            expanded += [word for file, key in pairs for word in ("--input", file, "--id-key", key)]
+        elif (step, flag) in RENAMED_FLAGS and len(values) == 1:
+            expanded += [RENAMED_FLAGS[step or "", flag], *values]
         elif (step, flag) == ("merge", "--json_path") and len(values) == 1:
-            made += ["--input", os.path.join(glob.escape(values[0]), "*.json")]
+            expanded += ["--input", os.path.join(glob.escape(values[0]), "*.json")]
         elif (step, flag) == ("decontaminate", "--dedup-dataset") and len(pairs) == 1:
-            made += ["--input", values[0], "--json-key", values[1]]
+            expanded += ["--input", values[0], "--json-key", values[1]]
         elif (step, flag) == ("decontaminate", "--lambada-path") and len(values) == 1:
-            made += ["--task", f"lambada={values[0]}"]
+            expanded += ["--task", f"lambada={values[0]}"]
         elif (step, flag) == ("decontaminate", "--tasks") and "--lambada-path" in arguments:
-            made += [word for name in values if name != "lambada" for word in ("--task", name)]
+            expanded += [word for name in values if name != "lambada" for word in ("--task", name)]
         else:
-            made.append(flag)
+            expanded.append(flag)
             continue
-        del left[: len(values)]
-    return made
+        del remaining[: len(values)]
+    return expanded
 
 
-def _by_place(arguments: Sequence[str]) -> list[str]:
+def _from_positional(arguments: Sequence[str]) -> list[str]:
     """A step with nothing but files, as the classic tool takes them; none where that may be a forgotten ``-o``.
 
     The output must not be there yet: the last of two inputs would be lost.
     """
     step, files = (arguments[0], arguments[1:]) if arguments else ("", ())
-    places = POSITIONS.get(step, ())
+    places = POSITIONAL_FILES.get(step, ())
     output = places.index("--output") if places else 0
     if not places or not output < len(files) <= len(places) or any(file.startswith("-") for file in files):
         return []

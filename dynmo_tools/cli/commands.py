@@ -16,8 +16,8 @@ from .._common.document import MAX_JOBS
 from .._common.errors import DynmoError, UsageError
 from ..config.options import build, command, number, parameters
 from ..config.settings import MAX_BYTES, MAX_PAGE_BYTES, MAX_SEED, IndexForm, RunSettings, TokenDtype, Utf8
-from ..runner.registry import NOT_FOUND, STEPS, Step, default_work
-from .classic_args import from_classic, spread_lists
+from ..runner.registry import MISSING_NAMES, STEPS, Step, default_work
+from .classic_args import expand_list_flags, from_classic_syntax
 
 if TYPE_CHECKING:
     from ..runner.job import Summary
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 EXIT_SOME_REJECTED = 3
 MAX_SECONDS = 86_400
 
-ORDER_OF_WORK = (
+COMMAND_ORDER = (
     "sample-corpus",
     "blacklist-urls",
     "fetch-urls",
@@ -52,7 +52,7 @@ ORDER_OF_WORK = (
 )
 
 app = typer.Typer(
-    cls=command_list(*ORDER_OF_WORK),
+    cls=command_list(*COMMAND_ORDER),
     no_args_is_help=True,
     rich_markup_mode=None,  # plain help never cuts the name of an option, and needs no rich
     help="From raw text to a clean, deduplicated, tokenized and binarized data set.",
@@ -86,11 +86,11 @@ def _step_parameters(step: Step) -> list[inspect.Parameter]:
     ]
 
 
-def _step_body(step: Step) -> Callable[..., None]:
+def _step_callback(step: Step) -> Callable[..., None]:
     def body(**values: Any) -> None:
         from ..io.paths import expand_inputs
         from ..runner.job import run_job
-        from ..runner.submit import step_elsewhere
+        from ..runner.submit import dispatch_step
         from ..runner.task_manifest import Job
 
         run = build(RunSettings, values)
@@ -106,8 +106,8 @@ def _step_body(step: Step) -> Callable[..., None]:
             settings=build(step.settings, values),
             limits=_limits(run),
         )
-        with _told_faults():
-            done = step_elsewhere(job, step, run, _execution(run), sys.argv[1:])
+        with _report_os_errors():
+            done = dispatch_step(job, step, run, _execution(run), sys.argv[1:])
             if done is not None:
                 (say if run.task_index is not None else emit)(done)
                 return
@@ -118,12 +118,12 @@ def _step_body(step: Step) -> Callable[..., None]:
             emit(_summary_line(summary))
         if summary.tally.num_rejected:
             say(f"{step.name}: the rejected lines are in {job.work / 'rejects'}")
-        if summary.facts.get(NOT_FOUND):
+        if summary.facts.get(MISSING_NAMES):
             say(
                 f"{step.name}: documents that {job.settings.groups} names and no input has: "
-                f"{summary.facts[NOT_FOUND]:,}; give all inputs of find-duplicates, and the same --id-key"
+                f"{summary.facts[MISSING_NAMES]:,}; give all inputs of find-duplicates, and the same --id-key"
             )
-        if summary.tally.num_rejected or summary.facts.get(NOT_FOUND):
+        if summary.tally.num_rejected or summary.facts.get(MISSING_NAMES):
             raise typer.Exit(EXIT_SOME_REJECTED)
 
     return body
@@ -136,7 +136,7 @@ def _reasons(counts: Mapping[str, int]) -> str:
 def _summary_line(summary: Summary) -> str:
     """One line: documents and bytes in, kept, dropped and rejected by reason, seconds and MB/s."""
     tally = summary.tally
-    parts = [f"{tally.documents_in:,} documents in ({human_bytes(tally.bytes_in)})", f"{tally.documents_kept:,} kept"]
+    parts = [f"{tally.documents_in:,} documents in ({human_bytes(tally.bytes_in)})", f"{tally.documents_out:,} kept"]
     if tally.changed:
         parts.append(f"{tally.changed:,} changed")
     if tally.dropped:
@@ -160,7 +160,7 @@ def _value_text(value: object) -> str:
 
 
 @contextlib.contextmanager
-def _told_faults() -> Iterator[None]:
+def _report_os_errors() -> Iterator[None]:
     """Tell a fault of the disk in one line."""
     try:
         yield
@@ -176,7 +176,7 @@ def _limits(run: RunSettings) -> Any:
     return Limits(task_bytes=run.task_bytes, max_line_bytes=run.max_line_bytes, repair_utf8=run.utf8 is Utf8.REPLACE)
 
 
-def _execution(run: RunSettings, *, redo_changed: bool = False) -> Any:
+def _execution(run: RunSettings, *, rerun_changed: bool = False) -> Any:
     from ..runner.job import Execution
 
     return Execution(
@@ -184,14 +184,14 @@ def _execution(run: RunSettings, *, redo_changed: bool = False) -> Any:
         executor=run.executor,
         overwrite=run.overwrite,
         max_rejects=run.max_rejects,
-        redo_changed=redo_changed,
+        rerun_changed=rerun_changed,
         log_interval=run.log_interval,
     )
 
 
 for _step in STEPS.values():
     _help = inspect.cleandoc(_step.settings.__doc__ or "")
-    app.command(_step.name)(command(_step.name, _help, _step_parameters(_step), _step_body(_step)))
+    app.command(_step.name)(command(_step.name, _help, _step_parameters(_step), _step_callback(_step)))
 
 
 @app.command("sample-corpus")
@@ -219,7 +219,7 @@ def sample_corpus(
         )
 
 
-def _pipeline_body(
+def _pipeline_callback(
     *,
     recipe: str,
     set_: list[str] | None,
@@ -230,16 +230,16 @@ def _pipeline_body(
     **values: Any,
 ) -> None:
     from ..runner.recipe import inputs_of, parse_recipe, recipe_text, run_pipeline
-    from ..runner.submit import pipeline_elsewhere
+    from ..runner.submit import dispatch_pipeline
 
     run = build(RunSettings, values)
     text, source = recipe_text(recipe)
     report = say if format_ is Format.JSON else emit
     recipe_ = parse_recipe(text, source, set_ or [])
-    execution = _execution(run, redo_changed=True)
+    execution = _execution(run, rerun_changed=True)
     inputs = inputs_of(recipe_, input_ or [], work_dir)
-    with _told_faults():
-        done = pipeline_elsewhere(
+    with _report_os_errors():
+        done = dispatch_pipeline(
             recipe_, inputs, work_dir, _limits(run), step=step, run=run, execution=execution, argv=sys.argv[1:]
         )
         if done is not None:
@@ -253,10 +253,10 @@ def _pipeline_body(
     else:
         tokens = f"{document['tokens']:,} tokens" if document["tokens"] is not None else "no data set"
         emit(
-            f"pipeline: {document['documents_in']:,} documents in, {document['documents_kept']:,} kept, "
+            f"pipeline: {document['documents_in']:,} documents in, {document['documents_out']:,} kept, "
             f"{tokens}; {document['seconds']:.1f} s; {work_dir / 'pipeline-summary.json'}"
         )
-    if document["documents_rejected"] or any(step_["facts"].get(NOT_FOUND) for step_ in document["steps"]):
+    if document["documents_rejected"] or any(step_["facts"].get(MISSING_NAMES) for step_ in document["steps"]):
         raise typer.Exit(EXIT_SOME_REJECTED)
 
 
@@ -281,7 +281,7 @@ app.command("pipeline")(
             *parameters(RunSettings),
             _keyword("format_", FormatOption, Format.TEXT),
         ],
-        _pipeline_body,
+        _pipeline_callback,
     )
 )
 
@@ -445,7 +445,7 @@ def fetch_urls(
 ) -> None:
     """Download the text of pages: politely, within bounds, going on where a run stopped."""
     from ..io.paths import check_new_outputs, expand_inputs
-    from ..web.fetch import FetchRules, UrlList, digest_rules, discard_other, fetch_all, write_pages
+    from ..web.fetch import FetchRules, UrlList, digest_rules, discard_stale_journal, fetch_all, write_pages
     from ..web.http_client import AllowedHosts
     from ..web.url_filter import expand_folder
 
@@ -460,10 +460,10 @@ def fetch_urls(
     journal = default_work(output) / "journal.jsonl"
     check_new_outputs(paths, [output], overwrite=overwrite or journal.exists())
     journal.parent.mkdir(parents=True, exist_ok=True)
-    with _told_faults(), UrlList(paths, journal.parent) as urls:
+    with _report_os_errors(), UrlList(paths, journal.parent) as urls:
         digest = digest_rules(urls, rules)
         if overwrite:
-            discard_other(journal, digest)
+            discard_stale_journal(journal, digest)
         with progress("fetch-urls", urls.count, "URLs") as tick:
             fetch_all(urls, rules, journal, tick, digest=digest)
             failures = write_pages(urls, journal, output, digest=digest, overwrite=overwrite)
@@ -532,5 +532,5 @@ def convert_indexed(
 
 def main() -> None:
     """Run the command line."""
-    sys.argv[1:] = spread_lists(from_classic(sys.argv[1:]))
+    sys.argv[1:] = expand_list_flags(from_classic_syntax(sys.argv[1:]))
     run_app(app, "dynmo-prep")

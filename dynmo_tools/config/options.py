@@ -76,7 +76,7 @@ def _without_none(hint: Any) -> Any:
     return hint
 
 
-def _fault(value: float, minimum: float | None, maximum: float | None) -> str:
+def _violated_rule(value: float, minimum: float | None, maximum: float | None) -> str:
     """Which rule a number breaks; empty where it breaks none."""
     if isinstance(value, float) and not math.isfinite(value):
         return "a finite number"
@@ -91,7 +91,7 @@ def number(*names: str, help: str, minimum: float | None = None, maximum: float 
     import typer
 
     def check(context: Any, parameter: Any, value: Any) -> Any:
-        if value is not None and (rule := _fault(value, minimum, maximum)):
+        if value is not None and (rule := _violated_rule(value, minimum, maximum)):
             raise typer.BadParameter(f"{value} must be {rule}.", ctx=context, param=parameter)
         return value
 
@@ -108,15 +108,15 @@ def check_numbers(settings: Any, where: str = "") -> None:
     Raises:
         UsageError: with each setting, its value and its rule.
     """
-    faults = []
+    violations = []
     for field in dataclasses.fields(settings):
         value = getattr(settings, field.name)
         if isinstance(value, int | float) and not isinstance(value, bool):
-            rule = _fault(value, field.metadata["minimum"], field.metadata["maximum"])
+            rule = _violated_rule(value, field.metadata["minimum"], field.metadata["maximum"])
             name = f"{where}.{field.name.replace('_', '-')}" if where else flag_name(field.name)
-            faults += [f"{name} {value}: must be {rule}"] if rule else []
-    if faults:
-        raise UsageError("; ".join(faults))
+            violations += [f"{name} {value}: must be {rule}"] if rule else []
+    if violations:
+        raise UsageError("; ".join(violations))
 
 
 def parameters(kind: type) -> list[inspect.Parameter]:

@@ -17,24 +17,24 @@ import numpy.typing as npt
 
 WORD = re.compile(r"\w+")
 MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)
-LEAST_BITS, SPARE_BITS = 12, 6
+MIN_BITS, SPARE_BITS = 12, 6
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sizes:
+class NgramSizes:
     """Lengths of n-grams in words."""
 
-    least: int = 8
-    most: int = 13
+    min_words: int = 8
+    max_words: int = 13
 
 
-def words_of(text: str) -> list[str]:
+def split_words(text: str) -> list[str]:
     """The lower-cased words of ``text``."""
     return WORD.findall(text.lower())
 
 
 def word_starts(text: str) -> list[int]:
-    """Where each word of ``words_of`` begins in ``text``, in characters.
+    """Where each word of ``split_words`` begins in ``text``, in characters.
 
     A few characters become two when lower-cased; their words' places are brought back to the text.
     """
@@ -46,15 +46,15 @@ def word_starts(text: str) -> list[int]:
     return [origin[start] for start in starts]
 
 
-def ngrams_of(text: str, sizes: Sizes) -> Iterator[str]:
+def ngrams_of(text: str, sizes: NgramSizes) -> Iterator[str]:
     """The n-grams that a task's text gives: all of the largest size, or the whole of a text between the sizes."""
-    words = words_of(text)
-    if len(words) < sizes.least:
+    words = split_words(text)
+    if len(words) < sizes.min_words:
         return
-    if len(words) < sizes.most:
+    if len(words) < sizes.max_words:
         yield " ".join(words)
-    for at in range(len(words) - sizes.most + 1):
-        yield " ".join(words[at : at + sizes.most])
+    for at in range(len(words) - sizes.max_words + 1):
+        yield " ".join(words[at : at + sizes.max_words])
 
 
 class Hit(NamedTuple):
@@ -94,16 +94,16 @@ def _as_numbers(
     return np.asarray(stream, dtype=np.uint64), np.asarray(starts, dtype=np.int64), np.asarray(lengths, dtype=np.int64)
 
 
-class Finder:
+class NgramFinder:
     """A dictionary of n-grams, made ready for searching."""
 
-    def __init__(self, ngrams: Iterable[str], most: int) -> None:
+    def __init__(self, ngrams: Iterable[str], max_words: int) -> None:
         listed = list(ngrams)
         self._known = frozenset(listed)
-        self._most = most
+        self._most = max_words
         self._numbers: dict[str, int] = {}
         stream, starts, lengths = _as_numbers(listed, self._numbers)
-        self._shift = np.uint64(64 - max(LEAST_BITS, len(listed).bit_length() + SPARE_BITS))
+        self._shift = np.uint64(64 - max(MIN_BITS, len(listed).bit_length() + SPARE_BITS))
         self._lengths: list[int] = np.unique(lengths).tolist()
         self._maps: dict[int, npt.NDArray[np.bool_]] = {}
         for length in self._lengths:

@@ -17,14 +17,14 @@ from .._common.document import MAX_TABLE_BYTES, parse_any_json
 from .._common.errors import UsageError
 from ..config.settings import DecontaminateSettings, parse_task
 from ..formats.workfiles import undated_header
-from ..io.atomic_write import whole_file
+from ..io.atomic_write import open_atomic
 from ..io.codecs import open_read
 from ..io.json_edit import replace_value
 from ..io.jsonl import MAX_KEYS, Row, encode_text, exact_integer, path_of, read_objects
 from ..runner.parts import records_kind, with_value
-from ..runner.task import Phase, Task, marker_of
-from ..runner.task_manifest import Plan
-from .ngrams import Finder, Sizes, ngrams_of, word_starts, words_of
+from ..runner.task import Phase, Task, read_marker
+from ..runner.task_manifest import TaskManifest
+from .ngrams import NgramFinder, NgramSizes, ngrams_of, split_words, word_starts
 
 SENTENCE_ENDS = ".!?"
 FORMAT, VERSION = "dynmo.ngrams", 1
@@ -99,12 +99,12 @@ def split_around(text: str, start: int, length: int, margin: int) -> tuple[str, 
     return left, text[at + 1 :]
 
 
-def clean_pieces(text: str, finder: Finder, margin: int, min_characters: int) -> list[str]:
+def clean_pieces(text: str, finder: NgramFinder, margin: int, min_characters: int) -> list[str]:
     """The parts of ``text`` that hold no n-gram, each longer than ``min_characters`` unless it is the whole."""
     waiting = text
     pieces: list[str] = []
     while waiting:
-        hit = finder.first(words_of(waiting))
+        hit = finder.first(split_words(waiting))
         if hit is None:
             return [*pieces, waiting]
         left, right = split_around(waiting, word_starts(waiting)[hit.word], len(hit.ngram), margin)
@@ -114,12 +114,12 @@ def clean_pieces(text: str, finder: Finder, margin: int, min_characters: int) ->
     return pieces if pieces or text else [""]
 
 
-def hits(text: str, finder: Finder) -> set[str]:
+def find_all(text: str, finder: NgramFinder) -> set[str]:
     """The n-grams in ``text``, looking on behind each one found."""
     found = set()
     waiting = text
     while waiting:
-        hit = finder.first(words_of(waiting))
+        hit = finder.first(split_words(waiting))
         if hit is None:
             break
         found.add(hit.ngram)
@@ -127,9 +127,9 @@ def hits(text: str, finder: Finder) -> set[str]:
     return found
 
 
-def decontaminate_phases(plan: Plan) -> list[Phase]:
+def decontaminate_phases(manifest: TaskManifest) -> list[Phase]:
     """The phases of ``decontaminate``."""
-    count = len(plan.tasks)
+    count = len(manifest.tasks)
     return [
         Phase(name="dictionary", run="decontaminate.steps:make_dictionary", tasks=1),
         Phase(name="count", run="decontaminate.steps:count_hits", tasks=count, reads=True),
@@ -148,7 +148,7 @@ def make_dictionary(task: Task) -> None:
             raise UsageError(f"{settings.load_dictionary}: is no dictionary that --save-dictionary wrote")
         ngrams = [entry["ngram"] for entry in entries]
     elif settings.task:
-        sizes = Sizes(least=settings.min_ngram_size, most=settings.max_ngram_size)
+        sizes = NgramSizes(min_words=settings.min_ngram_size, max_words=settings.max_ngram_size)
         chosen = [parse_task(text) for text in settings.task]
         texts = (text for _, path, keys in chosen for text in read_task(path, keys))
         ngrams = list(dict.fromkeys(ngram for text in texts for ngram in ngrams_of(text, sizes)))
@@ -159,11 +159,11 @@ def make_dictionary(task: Task) -> None:
 
 
 @functools.lru_cache(maxsize=1)
-def _made_finder(encoded: bytes, most: int) -> Finder:
-    return Finder(json.loads(encoded), most)
+def _made_finder(encoded: bytes, max_words: int) -> NgramFinder:
+    return NgramFinder(json.loads(encoded), max_words)
 
 
-def _finder(task: Task, kind: str) -> Finder:
+def _finder(task: Task, kind: str) -> NgramFinder:
     """The dictionary of a part, made once a process: both passes use the same one where no n-gram is common."""
     return _made_finder(task.part(kind, 0).read_bytes(), task.job.settings.max_ngram_size)
 
@@ -178,7 +178,7 @@ def count_hits(task: Task) -> None:
     for _, text in task.documents(settings.json_key):
         documents += 1
         if finder is not None:
-            counts.update(hits(text, finder))
+            counts.update(find_all(text, finder))
     task.create(task.part("counts.json")).write(json.dumps(counts, ensure_ascii=False).encode())
     task.result["documents"] = documents
 
@@ -187,7 +187,7 @@ def drop_common(task: Task) -> None:
     """Task function: the dictionary without the n-grams that ``key_threshold`` documents and more have."""
     settings: DecontaminateSettings = task.job.settings
     total: Counter[str] = Counter()
-    for index in range(len(task.plan.tasks)):
+    for index in range(len(task.manifest.tasks)):
         total.update(json.loads(task.part("counts.json", index).read_bytes()))
     encoded = task.part("all-ngrams.json", 0).read_bytes()
     num_common = 0
@@ -199,7 +199,7 @@ def drop_common(task: Task) -> None:
     # else the bytes as they are: decoded again they would stand beside the dictionary that the first pass holds
     task.create(task.part("rare-ngrams.json")).write(encoded)
     if settings.save_dictionary is not None:
-        with whole_file(settings.save_dictionary) as target:
+        with open_atomic(settings.save_dictionary) as target:
             header = {**undated_header(FORMAT, VERSION), "tasks": list(settings.task)}
             for entry in (header, *({"ngram": ngram, "count": total[ngram]} for ngram in json.loads(encoded))):
                 target.write(json.dumps(entry, ensure_ascii=False).encode() + b"\n")
@@ -211,7 +211,7 @@ def split_slice(task: Task) -> None:
     settings: DecontaminateSettings = task.job.settings
     finder = _finder(task, "rare-ngrams.json")
     names = "-".join(settings.name or [parse_task(text)[0] for text in settings.task]) or "dictionary"
-    number = sum(marker_of(task, "count", index)["result"]["documents"] for index in range(task.index))
+    number = sum(read_marker(task, "count", index)["result"]["documents"] for index in range(task.index))
     writer = task.create(task.part(records_kind(task)))
     num_pieces = 0
     for row, text in task.documents(settings.json_key):

@@ -21,8 +21,8 @@ from .._common.document import ESCAPED
 from .shingles import U64
 
 LINE = np.dtype([("begin", "<i8"), ("digest", "<u8")])
-HELD_LINES = 1 << 16
-KEPT_NAMES = 1 << 16
+BUFFERED_LINES = 1 << 16
+CACHED_NAMES = 1 << 16
 
 
 def name_line(name: str | None, place: str) -> bytes:
@@ -54,7 +54,7 @@ class LineIndex:
         """Note the next line, of ``size`` bytes."""
         self._waiting.append((self._at, digest_of_name(name)))
         self._at += size
-        if len(self._waiting) == HELD_LINES:
+        if len(self._waiting) == BUFFERED_LINES:
             self.flush()
 
     def flush(self) -> None:
@@ -63,7 +63,7 @@ class LineIndex:
         self._waiting.clear()
 
 
-def index_names(path: Path, target: IO[bytes]) -> None:
+def write_name_index(path: Path, target: IO[bytes]) -> None:
     """Write the ``LINE`` rows of a file of names."""
     index = LineIndex(target)
     with open(path, "rb") as lines:
@@ -87,7 +87,7 @@ def repeated_digests(paths: Sequence[Path]) -> U64:
 
 
 @dataclass(frozen=True, kw_only=True)
-class NamedPart:
+class NamePart:
     """The names of some documents: a file of ``[name or null, place]``, one a line, and its ``LINE`` rows."""
 
     names: Path
@@ -104,13 +104,13 @@ class NameTable(contextlib.AbstractContextManager["NameTable"]):
         repeated: what ``repeated_digests`` gives of all of them.
     """
 
-    def __init__(self, parts: Sequence[NamedPart], repeated: U64) -> None:
+    def __init__(self, parts: Sequence[NamePart], repeated: U64) -> None:
         counts = [part.lines.stat().st_size // LINE.itemsize for part in parts]
         self._first = [0, *itertools.accumulate(counts)]
         self._names = [_map(part.names) for part in parts]
         self._lines = [_map(part.lines) for part in parts]
         self._repeated = repeated
-        self.name = functools.lru_cache(KEPT_NAMES)(self._name)
+        self.name = functools.lru_cache(CACHED_NAMES)(self._name)
 
     def __exit__(self, *_: object) -> None:
         """Let go of the files."""

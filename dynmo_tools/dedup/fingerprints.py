@@ -19,9 +19,9 @@ import numpy.typing as npt
 from .._common.document import DocumentError, short_repr
 from .._common.errors import UsageError
 from ..config.settings import MatchSettings
-from ..formats.numbers import but_first, whole_file
+from ..formats.int_columns import drop_first, map_file
 from ..formats.workfiles import FINGERPRINTS
-from ..io.concat_files import copy_into
+from ..io.concat_files import append_files
 from .minhash import SCHEME, band_keys
 from .shingles import U32, U64
 
@@ -30,7 +30,7 @@ BLOCK_DOCUMENTS = 1 << 16
 
 
 @dataclass(frozen=True, kw_only=True)
-class SignedPart:
+class SignaturePart:
     """Where the files of some signed documents lie, and how many documents they are."""
 
     folder: Path
@@ -52,7 +52,7 @@ def rules_of(settings: MatchSettings) -> dict[str, Any]:
     }
 
 
-def load_part(folder: Path, settings: MatchSettings) -> SignedPart:
+def load_part(folder: Path, settings: MatchSettings) -> SignaturePart:
     """A folder of kept fingerprints.
 
     Raises:
@@ -65,7 +65,7 @@ def load_part(folder: Path, settings: MatchSettings) -> SignedPart:
     for name, wanted in rules_of(settings).items():
         if header.get(name) != wanted:
             raise UsageError(f"{folder}: was made with {name} {short_repr(header.get(name))}, this run has {wanted!r}")
-    part = SignedPart(folder=folder, stem="", count=header["documents"])
+    part = SignaturePart(folder=folder, stem="", count=header["documents"])
     found = part.path(SIGNATURES).stat().st_size
     if found != part.count * settings.num_seeds * 4:
         raise UsageError(
@@ -74,18 +74,18 @@ def load_part(folder: Path, settings: MatchSettings) -> SignedPart:
     return part
 
 
-def save_parts(parts: Sequence[SignedPart], folder: Path, settings: MatchSettings) -> None:
+def save_parts(parts: Sequence[SignaturePart], folder: Path, settings: MatchSettings) -> None:
     """Keep the documents of all parts as one folder; the header is written last."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "header.json").unlink(missing_ok=True)
     for kind in (SIGNATURES, TEXTS, NAMES):
         with open(folder / kind, "wb") as target:
-            copy_into(target, [part.path(kind) for part in parts])
+            append_files(target, [part.path(kind) for part in parts])
     with open(folder / OFFSETS, "wb") as target:
         target.write(np.zeros(1, dtype=np.int64).tobytes())
         before = 0
         for part in parts:
-            for block in but_first(whole_file(part.path(OFFSETS), "<i8")).blocks():
+            for block in drop_first(map_file(part.path(OFFSETS), "<i8")).blocks():
                 target.write((block + before).tobytes())
             before += part.path(TEXTS).stat().st_size
     FINGERPRINTS.write(folder / "header.json", {**rules_of(settings), "documents": sum(part.count for part in parts)})
@@ -97,10 +97,10 @@ def _map(path: Path) -> mmap.mmap | bytes:
         return mmap.mmap(handle.fileno(), 0, access=mmap.ACCESS_READ) if filled else b""
 
 
-class SignedDocuments:
+class SignatureStore:
     """The signatures, texts and names of all parts, one behind the other, read from disk as they are asked for."""
 
-    def __init__(self, parts: Sequence[SignedPart], num_seeds: int) -> None:
+    def __init__(self, parts: Sequence[SignaturePart], num_seeds: int) -> None:
         self.first = [0, *itertools.accumulate(part.count for part in parts)]
         self._signatures: list[U32] = [
             np.asarray(np.memmap(part.path(SIGNATURES), dtype=np.uint32, mode="r", shape=(part.count, num_seeds)))

@@ -19,20 +19,20 @@ import numpy.typing as npt
 
 from .._common.document import ESCAPED, short_repr
 from .._common.errors import UsageError
-from ..io.atomic_write import whole_file
+from ..io.atomic_write import open_atomic
 from ..io.codecs import wrap_write
 from ..io.digests import DigestBuckets, DigestSet
 from ..io.jsonl import read_objects
 from .union_find import UnionFind
 
-HELD_NUMBERS = 1 << 16
+BUFFERED_NUMBERS = 1 << 16
 READ_BYTES = 1 << 20
 GROUPS_AT_ONCE = 1 << 14
 NUM_NAMES = 1 << 62  # numbers of places begin here
 
 
 @dataclass(frozen=True, kw_only=True)
-class Grouped:
+class GroupCounts:
     """What ``write_groups`` wrote: groups, the documents in them, and those of the largest."""
 
     groups: int = 0
@@ -49,7 +49,7 @@ class _Numbers:
 
     def add(self, *numbers: int) -> None:
         self._waiting.extend(numbers)
-        if len(self._waiting) >= HELD_NUMBERS:
+        if len(self._waiting) >= BUFFERED_NUMBERS:
             self.flush()
 
     def flush(self) -> None:
@@ -118,11 +118,11 @@ class Mentions(contextlib.AbstractContextManager["Mentions"]):
         self._begins.flush()
         sets = UnionFind(self._count)
         first_of_name = np.ones(self._count, dtype=np.bool_)
-        for numbers, firsts in self._digests.repeats():
+        for numbers, firsts in self._digests.duplicates():
             first_of_name[numbers] = False
-            sets.join_all(firsts.astype(np.int64), numbers.astype(np.int64))
+            sets.union_pairs(firsts.astype(np.int64), numbers.astype(np.int64))
         for block in self._joined.blocks():
-            sets.join_all(block[0::2], block[1::2])
+            sets.union_pairs(block[0::2], block[1::2])
         sets.flatten()
         parents = sets.parents
         first_of_name &= parents != np.arange(self._count, dtype=parents.dtype)
@@ -152,7 +152,7 @@ def _mention(pairs: Path, threshold: float, mentions: Mentions) -> None:
             mentions.join(first, mentions.add(other))
 
 
-def write_groups(pairs: Path, output: Path, threshold: float) -> Grouped:
+def write_groups(pairs: Path, output: Path, threshold: float) -> GroupCounts:
     """Group a file of pairs into a file of ``{"0": [names]}``, one group a line, its survivor first.
 
     Groups hold the documents that pairs at ``threshold`` and above connect, in the order in which the pairs name them.
@@ -166,7 +166,7 @@ def write_groups(pairs: Path, output: Path, threshold: float) -> Grouped:
         UsageError: a pair that does not look like one.
     """
     number = documents = largest = 0
-    with whole_file(output) as target, Mentions(output.parent) as mentions:
+    with open_atomic(output) as target, Mentions(output.parent) as mentions:
         _mention(pairs, threshold, mentions)
         writer = wrap_write(target, output.suffix)
         for number, members in enumerate(mentions.groups(), 1):
@@ -174,10 +174,10 @@ def write_groups(pairs: Path, output: Path, threshold: float) -> Grouped:
             documents, largest = documents + len(members), max(largest, len(members))
         if writer is not target:
             writer.close()
-    return Grouped(groups=number, documents=documents, largest=largest)
+    return GroupCounts(groups=number, documents=documents, largest=largest)
 
 
-class Removals:
+class RemovalSet:
     """The names behind the first one of each group: documents to remove.
 
     A document without a name is addressed by its place, ``FILE@OFFSET``. Another spelling of the file's path, such as
@@ -192,7 +192,7 @@ class Removals:
 
     def __init__(self, path: Path) -> None:
         self._names = DigestSet(_removals(path))
-        self._places = DigestSet(_real_places(_removals(path)))
+        self._places = DigestSet(_resolved_locations(_removals(path)))
 
     def __len__(self) -> int:
         """The number of names."""
@@ -219,18 +219,18 @@ class Removals:
         return max(len(self) - len(set(found)), 0)
 
 
-def read_removals(path: Path) -> Removals:
+def read_removal_set(path: Path) -> RemovalSet:
     """The names behind the first one of each group, read once a process."""
     status = path.stat()
     return _read_once(path.resolve(), status.st_size, status.st_mtime_ns)
 
 
 @functools.lru_cache(maxsize=1)
-def _read_once(path: Path, _size: int, _mtime_ns: int) -> Removals:
-    return Removals(path)
+def _read_once(path: Path, _size: int, _mtime_ns: int) -> RemovalSet:
+    return RemovalSet(path)
 
 
-def _real_places(names: Iterable[str]) -> Iterator[str]:
+def _resolved_locations(names: Iterable[str]) -> Iterator[str]:
     """The names that are places, with the real paths of their files."""
     real: dict[str, str] = {}
     for name in names:

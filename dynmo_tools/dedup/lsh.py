@@ -19,7 +19,7 @@ import numpy.typing as npt
 from .shingles import U64
 from .union_find import UnionFind
 
-HELD_KEYS = 1 << 20
+MAX_KEYS_IN_MEMORY = 1 << 20
 MAX_SPILLS = 256
 BLOCK_BUCKETS = 1 << 18
 CUT_BINS = 1 << 16
@@ -53,7 +53,9 @@ def repeated(keys: U64, documents: I64) -> tuple[I64, I64]:
     return members, np.diff(bounds)
 
 
-def buckets(blocks: Iterable[U64], count: int, folder: Path, held: int = HELD_KEYS) -> Iterator[tuple[I64, I64]]:
+def buckets(
+    blocks: Iterable[U64], count: int, folder: Path, held: int = MAX_KEYS_IN_MEMORY
+) -> Iterator[tuple[I64, I64]]:
     """The buckets of one band, by key, as ``repeated`` gives them, a share of the keys at a time.
 
     Args:
@@ -90,7 +92,7 @@ def _spill(keys: U64, begin: int, spills: Sequence[IO[bytes]], bits: int) -> Non
         spill.write(rows[first:last].tobytes())
 
 
-def _whole(path: Path) -> I64:
+def _map_numbers(path: Path) -> I64:
     """A file of numbers as an array that is read when it is used."""
     if not path.stat().st_size:
         return np.zeros(0, dtype=np.int64)
@@ -106,7 +108,7 @@ class StoredBuckets:
 
     def blocks(self) -> Iterator[tuple[I64, I64]]:
         """Members and sizes of ``BLOCK_BUCKETS`` buckets at a time."""
-        members, sizes = _whole(self.members), _whole(self.sizes)
+        members, sizes = _map_numbers(self.members), _map_numbers(self.sizes)
         at = 0
         for begin in range(0, len(sizes), BLOCK_BUCKETS):
             block = sizes[begin : begin + BLOCK_BUCKETS]
@@ -121,12 +123,12 @@ def connect(stored: Sequence[StoredBuckets], count: int) -> UnionFind:
     for bucket in stored:
         for members, sizes in bucket.blocks():
             firsts = members[np.cumsum(sizes) - sizes]
-            sets.join_all(np.repeat(firsts, sizes), members)
+            sets.union_pairs(np.repeat(firsts, sizes), members)
     sets.flatten()
     return sets
 
 
-def cut_groups(stored: Sequence[StoredBuckets], roots: npt.NDArray[Any], parts: int) -> list[int]:
+def partition_groups(stored: Sequence[StoredBuckets], roots: npt.NDArray[Any], parts: int) -> list[int]:
     """Bounds ``[parts + 1]`` between the numbers of the groups, with about as many members of buckets in each part.
 
     Args:
@@ -146,14 +148,14 @@ def cut_groups(stored: Sequence[StoredBuckets], roots: npt.NDArray[Any], parts: 
     return [0, *cuts, max(len(roots), cuts[-1] if cuts else 0)]
 
 
-def groups_between(
+def groups_in_range(
     stored: Sequence[StoredBuckets], roots: npt.NDArray[Any], first: int, last: int
 ) -> Iterator[list[list[int]]]:
     """The buckets of each group whose number is in ``first .. last - 1``, group by group, in the order of ``stored``.
 
     Of buckets with the same members, the first is given.
     """
-    found_groups, found_sizes, found_members = (_Growing() for _ in range(3))
+    found_groups, found_sizes, found_members = (_ArrayList() for _ in range(3))
     for bucket in stored:
         for members, sizes in bucket.blocks():
             groups = roots[members[np.cumsum(sizes) - sizes]]
@@ -172,7 +174,7 @@ def groups_between(
         yield [list(bucket) for bucket in distinct]
 
 
-class _Growing:
+class _ArrayList:
     """Arrays that become one."""
 
     def __init__(self) -> None:

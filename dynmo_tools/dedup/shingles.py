@@ -96,7 +96,7 @@ def shingle_set(text: str, length: int) -> frozenset[str]:
     return frozenset(text[at : at + length] for at in range(len(text) - length + 1))
 
 
-def share(common: int, first: int, second: int, divisor: str) -> float:
+def jaccard_index(common: int, first: int, second: int, divisor: str) -> float:
     """The Jaccard index of two sets of these sizes with ``common`` elements in both.
 
     Args:
@@ -125,6 +125,6 @@ def jaccard(first: str, second: str, length: int, divisor: str = "union") -> flo
     alphabet, numbers = np.unique(np.concatenate([code_points(first), code_points(second)]), return_inverse=True)
     if len(alphabet) < 1 << PACKED_BITS and length * PACKED_BITS <= 64:
         mine, theirs = pack(numbers[: len(first)], length), pack(numbers[len(first) :], length)
-        return share(num_common(mine, theirs), len(mine), len(theirs), divisor)
+        return jaccard_index(num_common(mine, theirs), len(mine), len(theirs), divisor)
     a, b = shingle_set(first, length), shingle_set(second, length)
-    return share(len(a & b), len(a), len(b), divisor)
+    return jaccard_index(len(a & b), len(a), len(b), divisor)

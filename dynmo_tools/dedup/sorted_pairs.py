@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 PAIR = np.dtype([("main", "<i8"), ("other", "<i8"), ("jaccard", "<f8")])
-HELD_PAIRS = 1 << 20
+MAX_PAIRS_IN_MEMORY = 1 << 20
 READ_PAIRS = 1 << 12
 
 
@@ -26,7 +26,7 @@ class SortedPairs(contextlib.AbstractContextManager["SortedPairs"]):
         held: pairs in memory at most, 24 bytes each.
     """
 
-    def __init__(self, folder: Path, held: int = HELD_PAIRS) -> None:
+    def __init__(self, folder: Path, held: int = MAX_PAIRS_IN_MEMORY) -> None:
         self._file = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115 - closed by __exit__
         self._rows = np.zeros(held, dtype=PAIR)
         self._filled = 0

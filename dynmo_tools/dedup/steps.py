@@ -10,15 +10,15 @@ from pathlib import Path
 import numpy as np
 
 from ..config.settings import MatchSettings, RemoveDuplicatesSettings
-from ..io.atomic_write import whole_file
+from ..io.atomic_write import open_atomic
 from ..io.jsonl import Row, exact_integer
 from ..runner.parts import join_parts, join_records, records_ending, records_kind
-from ..runner.registry import NOT_FOUND
-from ..runner.task import Phase, Task, marker_of
-from ..runner.task_manifest import Plan
-from .doc_ids import LineIndex, NamedPart, NameTable, index_names, name_line, pair_lines, repeated_digests
-from .fingerprints import NAMES, OFFSETS, SIGNATURES, TEXTS, SignedDocuments, SignedPart, load_part, save_parts
-from .lsh import MEMBERS, SIZES, StoredBuckets, buckets, connect, cut_groups, groups_between
+from ..runner.registry import MISSING_NAMES
+from ..runner.task import Phase, Task, read_marker
+from ..runner.task_manifest import TaskManifest
+from .doc_ids import LineIndex, NamePart, NameTable, name_line, pair_lines, repeated_digests, write_name_index
+from .fingerprints import NAMES, OFFSETS, SIGNATURES, TEXTS, SignaturePart, SignatureStore, load_part, save_parts
+from .lsh import MEMBERS, SIZES, StoredBuckets, buckets, connect, groups_in_range, partition_groups
 from .minhash import BLOCK_SHINGLES, permutations, sign
 from .sorted_pairs import PAIR, SortedPairs, read_pairs
 from .union_find import UnionFind, number_type
@@ -32,49 +32,49 @@ VERIFY_TASKS, MAX_VERIFY_TASKS = 4, 512
 DOCUMENT_CHARACTERS = 64  # what the objects of a waiting document weigh beside its characters
 
 
-def _match_phases(plan: Plan) -> list[Phase]:
+def _match_phases(manifest: TaskManifest) -> list[Phase]:
     """Sign the documents, bring those together that share a band, compare them: verified pairs on disk."""
-    count = len(plan.tasks)
+    count = len(manifest.tasks)
     return [
-        Phase(name="sign", run="dedup.steps:sign_slice", tasks=count, reads=True),
-        Phase(name="bands", run="dedup.steps:share_bands", tasks=_num_band_tasks(plan)),
+        Phase(name="sign", run="dedup.steps:sign_documents", tasks=count, reads=True),
+        Phase(name="bands", run="dedup.steps:bucket_bands", tasks=_num_band_tasks(manifest)),
         Phase(name="connect", run="dedup.steps:connect_buckets", tasks=1),
-        Phase(name="verify", run="dedup.steps:verify_groups", tasks=_num_verify_tasks(plan)),
+        Phase(name="verify", run="dedup.steps:verify_groups", tasks=_num_verify_tasks(manifest)),
     ]
 
 
-def _num_band_tasks(plan: Plan) -> int:
-    return min(BAND_TASKS * len(plan.tasks), MAX_BAND_TASKS)
+def _num_band_tasks(manifest: TaskManifest) -> int:
+    return min(BAND_TASKS * len(manifest.tasks), MAX_BAND_TASKS)
 
 
-def _num_verify_tasks(plan: Plan) -> int:
-    return min(VERIFY_TASKS * len(plan.tasks), MAX_VERIFY_TASKS)
+def _num_verify_tasks(manifest: TaskManifest) -> int:
+    return min(VERIFY_TASKS * len(manifest.tasks), MAX_VERIFY_TASKS)
 
 
-def find_phases(plan: Plan) -> list[Phase]:
+def find_phases(manifest: TaskManifest) -> list[Phase]:
     """The phases of ``find-duplicates``."""
     return [
-        *_match_phases(plan),
-        Phase(name="names", run="dedup.steps:find_shared_names", tasks=1),
-        Phase(name="list", run="dedup.steps:list_pairs", tasks=len(plan.tasks)),
+        *_match_phases(manifest),
+        Phase(name="names", run="dedup.steps:find_repeated_names", tasks=1),
+        Phase(name="list", run="dedup.steps:list_pairs", tasks=len(manifest.tasks)),
         Phase(name="join", run="dedup.steps:join_pairs", tasks=1),
     ]
 
 
-def dedup_phases(plan: Plan) -> list[Phase]:
+def dedup_phases(manifest: TaskManifest) -> list[Phase]:
     """The phases of ``dedup``."""
     return [
-        *_match_phases(plan),
-        Phase(name="mark", run="dedup.steps:mark_later_ones", tasks=1),
-        Phase(name="remove", run="dedup.steps:remove_marked", tasks=len(plan.tasks)),
+        *_match_phases(manifest),
+        Phase(name="mark", run="dedup.steps:mark_duplicate_documents", tasks=1),
+        Phase(name="remove", run="dedup.steps:remove_marked", tasks=len(manifest.tasks)),
         Phase(name="join", run="runner.parts:join_records", tasks=1),
     ]
 
 
-def remove_phases(plan: Plan) -> list[Phase]:
+def remove_phases(manifest: TaskManifest) -> list[Phase]:
     """The phases of ``remove-duplicates``."""
     return [
-        Phase(name="map", run="dedup.steps:remove_named", tasks=len(plan.tasks), reads=True),
+        Phase(name="map", run="dedup.steps:remove_named", tasks=len(manifest.tasks), reads=True),
         Phase(name="join", run="dedup.steps:join_remaining", tasks=1),
     ]
 
@@ -89,12 +89,12 @@ def name_of(row: Row, keys: Sequence[str]) -> str | None:
     return None
 
 
-def place_of(path: Path, row: Row) -> str:
+def location_of(path: Path, row: Row) -> str:
     """Where a document stands: ``FILE@OFFSET`` in bytes of its decompressed text, or ``FILE@ROW`` in parquet."""
     return f"{path}@{row.line if path.suffix == '.parquet' else row.offset}"
 
 
-def sign_slice(task: Task) -> None:
+def sign_documents(task: Task) -> None:
     """Task function: the signatures, texts, text offsets and names of one slice."""
     settings: MatchSettings = task.job.settings
     perms = permutations(settings.num_seeds, settings.seed)
@@ -116,7 +116,7 @@ def sign_slice(task: Task) -> None:
         encoded = text.encode()
         texts.write(encoded)
         name = name_of(row, settings.id_key)
-        index.add(name, names.write(name_line(name, place_of(task.slice.path, row))))
+        index.add(name, names.write(name_line(name, location_of(task.slice.path, row))))
         end += len(encoded)
         documents += 1
         ends.append(end)
@@ -130,31 +130,31 @@ def sign_slice(task: Task) -> None:
     index.flush()
     task.result["documents"] = documents
     if task.job.step == "find-duplicates":  # dedup counts what it writes
-        task.tally.documents_kept += documents
+        task.tally.documents_out += documents
 
 
-def _parts(task: Task) -> tuple[list[SignedPart], int]:
+def _parts(task: Task) -> tuple[list[SignaturePart], int]:
     """Loaded fingerprints, then this run's slices; and the number of loaded documents."""
     settings: MatchSettings = task.job.settings
     loaded = [load_part(folder, settings) for folder in settings.load_fingerprints]
     folder = task.job.work / "parts"
     own = [
-        SignedPart(folder=folder, stem=f"{index:05d}-", count=_count(task, index))
-        for index in range(len(task.plan.tasks))
+        SignaturePart(folder=folder, stem=f"{index:05d}-", count=_count(task, index))
+        for index in range(len(task.manifest.tasks))
     ]
     return [*loaded, *own], sum(part.count for part in loaded)
 
 
 def _count(task: Task, index: int) -> int:
-    count: int = marker_of(task, "sign", index)["result"]["documents"]
+    count: int = read_marker(task, "sign", index)["result"]["documents"]
     return count
 
 
-def _documents(task: Task) -> SignedDocuments:
-    return SignedDocuments(_parts(task)[0], task.job.settings.num_seeds)
+def _documents(task: Task) -> SignatureStore:
+    return SignatureStore(_parts(task)[0], task.job.settings.num_seeds)
 
 
-def share_bands(task: Task) -> None:
+def bucket_bands(task: Task) -> None:
     """Task function: the buckets of some bands, one behind the other."""
     settings: MatchSettings = task.job.settings
     documents = _documents(task)
@@ -168,7 +168,7 @@ def share_bands(task: Task) -> None:
 
 
 def _stored_buckets(task: Task) -> list[StoredBuckets]:
-    tasks = range(_num_band_tasks(task.plan))
+    tasks = range(_num_band_tasks(task.manifest))
     return [StoredBuckets(members=task.part(MEMBERS, index), sizes=task.part(SIZES, index)) for index in tasks]
 
 
@@ -177,7 +177,7 @@ def connect_buckets(task: Task) -> None:
     stored = _stored_buckets(task)
     sets = connect(stored, sum(part.count for part in _parts(task)[0]))
     task.create(task.part(GROUPS)).write(sets.parents.tobytes())
-    task.result["cuts"] = cut_groups(stored, sets.parents, _num_verify_tasks(task.plan))
+    task.result["cuts"] = partition_groups(stored, sets.parents, _num_verify_tasks(task.manifest))
 
 
 def verify_groups(task: Task) -> None:
@@ -185,10 +185,10 @@ def verify_groups(task: Task) -> None:
     settings: MatchSettings = task.job.settings
     documents = _documents(task)
     cache = ShingleCache(documents.text, settings.shingle_characters)
-    first, last = marker_of(task, "connect", 0)["result"]["cuts"][task.index : task.index + 2]
+    first, last = read_marker(task, "connect", 0)["result"]["cuts"][task.index : task.index + 2]
     roots = np.fromfile(task.part(GROUPS, 0), dtype=number_type(documents.count))
     with SortedPairs(task.job.work / "parts") as found:
-        for group in groups_between(_stored_buckets(task), roots, first, last):
+        for group in groups_in_range(_stored_buckets(task), roots, first, last):
             for pair in match_group(
                 group,
                 lambda one, other: cache.jaccard(one, other, settings.jaccard.value),
@@ -202,15 +202,15 @@ def verify_groups(task: Task) -> None:
             writer.write(block.tobytes())
 
 
-def mark_later_ones(task: Task) -> None:
+def mark_duplicate_documents(task: Task) -> None:
     """Task function: which documents of this run are later duplicates, one byte each."""
     settings: MatchSettings = task.job.settings
     parts, before = _parts(task)
     sets = UnionFind(sum(part.count for part in parts))
-    for index in range(_num_verify_tasks(task.plan)):
+    for index in range(_num_verify_tasks(task.manifest)):
         pairs = np.fromfile(task.part(VERIFIED, index), dtype=PAIR)
-        sets.join_all(pairs["main"], pairs["other"])
-    removed, groups, largest = sets.later_ones()
+        sets.union_pairs(pairs["main"], pairs["other"])
+    removed, groups, largest = sets.non_first_members()
     task.create(task.part(REMOVED)).write(removed[before:].tobytes())
     if settings.save_fingerprints is not None:
         save_parts(parts, settings.save_fingerprints, settings)
@@ -233,25 +233,25 @@ def remove_marked(task: Task) -> None:
             task.keep(writer, row.raw)
 
 
-def _named_parts(task: Task) -> list[NamedPart]:
+def _named_parts(task: Task) -> list[NamePart]:
     """The names of loaded fingerprints, whose lines are noted behind those of the slices; then those of the slices."""
     parts, _ = _parts(task)
-    slices = len(task.plan.tasks)
+    slices = len(task.manifest.tasks)
     numbers = [*range(slices, len(parts)), *range(slices)]
     return [
-        NamedPart(names=part.path(NAMES), lines=task.part(LINES, number))
+        NamePart(names=part.path(NAMES), lines=task.part(LINES, number))
         for part, number in zip(parts, numbers, strict=True)
     ]
 
 
-def find_shared_names(task: Task) -> None:
+def find_repeated_names(task: Task) -> None:
     """Task function: which names several documents have."""
     settings: MatchSettings = task.job.settings
     parts = _named_parts(task)
-    loaded = len(parts) - len(task.plan.tasks)
+    loaded = len(parts) - len(task.manifest.tasks)
     for part in parts[:loaded]:
-        with whole_file(part.lines) as target:
-            index_names(part.names, target)
+        with open_atomic(part.lines) as target:
+            write_name_index(part.names, target)
     repeated = repeated_digests([part.lines for part in parts])
     task.create(task.part(REPEATED)).write(repeated.tobytes())
     task.facts["repeated_names"] = len(repeated)
@@ -263,7 +263,7 @@ def list_pairs(task: Task) -> None:
     """Task function: ``{main: [{other: J}, ...]}`` for each document, of a share of all, with later near-duplicates."""
     count = sum(part.count for part in _parts(task)[0])
     first, last = (count * at // task.phase.tasks for at in (task.index, task.index + 1))
-    verified = (task.part(VERIFIED, index) for index in range(_num_verify_tasks(task.plan)))
+    verified = (task.part(VERIFIED, index) for index in range(_num_verify_tasks(task.manifest)))
     found = heapq.merge(*(read_pairs(path, first, last) for path in verified))
     writer = task.create(task.part(_pairs_kind(task)))
     task.facts["pairs"] = 0
@@ -284,10 +284,10 @@ def join_pairs(task: Task) -> None:
 
 def remove_named(task: Task) -> None:
     """Task function: one slice without the documents that a group names behind its first one."""
-    from .groups import read_removals
+    from .groups import read_removal_set
 
     settings: RemoveDuplicatesSettings = task.job.settings
-    removals = read_removals(settings.groups)
+    removals = read_removal_set(settings.groups)
     writer = task.create(task.part(records_kind(task)))
     real_file = os.path.realpath(task.slice.path)
     found: set[int] = set()
@@ -295,7 +295,7 @@ def remove_named(task: Task) -> None:
     for row in task.rows():
         name = name_of(row, settings.id_key)
         unnamed += name is None
-        number = removals.find(name, place_of(task.slice.path, row), real_file)
+        number = removals.find(name, location_of(task.slice.path, row), real_file)
         if number is None:
             task.keep(writer, row.raw)
         else:
@@ -307,11 +307,11 @@ def remove_named(task: Task) -> None:
 
 def join_remaining(task: Task) -> None:
     """Task function: the output, and how many names of the groups no input has."""
-    from .groups import read_removals
+    from .groups import read_removal_set
 
     settings: RemoveDuplicatesSettings = task.job.settings
     join_records(task)
-    found = [np.fromfile(task.part(FOUND, index), dtype=np.int64) for index in range(len(task.plan.tasks))]
+    found = [np.fromfile(task.part(FOUND, index), dtype=np.int64) for index in range(len(task.manifest.tasks))]
     names = np.unique(np.concatenate(found)).tolist()
-    if missing := read_removals(settings.groups).num_missing(names):
-        task.facts[NOT_FOUND] = missing
+    if missing := read_removal_set(settings.groups).num_missing(names):
+        task.facts[MISSING_NAMES] = missing

@@ -39,7 +39,7 @@ class UnionFind:
         if a != b:
             self.parents[max(a, b)] = min(a, b)
 
-    def join_all(self, first: Numbers, second: Numbers) -> None:
+    def union_pairs(self, first: Numbers, second: Numbers) -> None:
         """As ``join`` of each pair of two arrays of the same length."""
         parents = self.parents
         while len(first):
@@ -64,11 +64,11 @@ class UnionFind:
             while (above := parents[block]).tobytes() != block.tobytes():
                 block[:] = above
 
-    def together(self, first: int, second: int) -> bool:
+    def is_connected(self, first: int, second: int) -> bool:
         """Whether both documents are in one set."""
         return self.find(first) == self.find(second)
 
-    def later_ones(self) -> tuple[npt.NDArray[np.uint8], int, int]:
+    def non_first_members(self) -> tuple[npt.NDArray[np.uint8], int, int]:
         """Which documents are behind the first of their set (1, else 0), the number of sets with such, the largest."""
         self.flatten()
         parents = self.parents
@@ -80,7 +80,7 @@ class UnionFind:
         return moved, len(counts), int(counts.max(initial=0)) + bool(len(counts))
 
 
-class NamedSets:
+class SparseUnionFind:
     """Disjoint sets of a few documents out of many, in objects: quicker one by one than arrays, and heavier."""
 
     def __init__(self) -> None:
@@ -102,6 +102,6 @@ class NamedSets:
         if a != b:
             self._parents[max(a, b)] = min(a, b)
 
-    def together(self, first: int, second: int) -> bool:
+    def is_connected(self, first: int, second: int) -> bool:
         """Whether both documents are in one set."""
         return self.find(first) == self.find(second)

@@ -7,8 +7,8 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from .shingles import U64, Alphabet, jaccard, num_common, share
-from .union_find import NamedSets
+from .shingles import U64, Alphabet, jaccard, jaccard_index, num_common
+from .union_find import SparseUnionFind
 
 CACHE_BYTES = 256 << 20
 ALL_PAIRS = 64
@@ -43,7 +43,7 @@ class ShingleCache:
         mine, theirs = self._ids(first), self._ids(second)
         if mine is None or theirs is None:
             return jaccard(self._text_of(first), self._text_of(second), self._length, divisor)
-        return share(num_common(mine, theirs), len(mine), len(theirs), divisor)
+        return jaccard_index(num_common(mine, theirs), len(mine), len(theirs), divisor)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,12 +55,12 @@ class Pair:
     jaccard: float
 
 
-def stars(
+def match_bucket(
     bucket: Sequence[int],
     similarity: Similarity,
     threshold: float,
     rounds: int,
-    together: Callable[[int, int], bool],
+    is_connected: Callable[[int, int], bool],
 ) -> Iterator[Pair]:
     """The similar pairs of a bucket.
 
@@ -72,11 +72,11 @@ def stars(
         similarity: of two documents, 0 to 1.
         threshold: from which a pair is given.
         rounds: how many documents become the first one; -1 is until the bucket is empty.
-        together: whether a pair needs no comparison, because both are known to belong together.
+        is_connected: whether a pair needs no comparison, because both are known to belong together.
     """
     if rounds < 0 and len(bucket) <= ALL_PAIRS:
         for main, other in itertools.combinations(bucket, 2):
-            if not together(main, other) and (index := similarity(main, other)) >= threshold:
+            if not is_connected(main, other) and (index := similarity(main, other)) >= threshold:
                 yield Pair(main=main, other=other, jaccard=index)
         return
     waiting = list(bucket)
@@ -85,7 +85,7 @@ def stars(
         main, *others = waiting
         waiting = []
         for other in others:
-            if together(main, other):
+            if is_connected(main, other):
                 continue
             index = similarity(main, other)
             if index >= threshold:
@@ -94,7 +94,7 @@ def stars(
                 waiting.append(other)
 
 
-class Compared:
+class SimilarityCache:
     """A similarity that remembers the pairs it was asked for; now and then all are forgotten, to bound their number."""
 
     def __init__(self, similarity: Similarity) -> None:
@@ -120,21 +120,21 @@ def match_group(
         buckets: each with its documents in ascending order.
         similarity: the true Jaccard index of two documents, which is asked for once a pair as a rule.
         threshold: of the Jaccard index.
-        rounds: see ``stars``.
+        rounds: see ``match_bucket``.
         all_pairs: give the pairs that other pairs connect already, too.
     """
-    compared = Compared(similarity)
-    sets = NamedSets()
+    compared = SimilarityCache(similarity)
+    sets = SparseUnionFind()
     for bucket in buckets:
         if all_pairs:
-            yield from stars(bucket, compared, threshold, rounds, _never)
+            yield from match_bucket(bucket, compared, threshold, rounds, _never_connected)
             continue
         if len({sets.find(document) for document in bucket}) == 1:
             continue
-        for pair in stars(bucket, compared, threshold, rounds, sets.together):
+        for pair in match_bucket(bucket, compared, threshold, rounds, sets.is_connected):
             sets.join(pair.main, pair.other)
             yield pair
 
 
-def _never(_first: int, _second: int) -> bool:
+def _never_connected(_first: int, _second: int) -> bool:
     return False

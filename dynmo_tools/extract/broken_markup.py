@@ -1,8 +1,8 @@
-"""Wiki markup that a parser does not recognise: removed before it is parsed, or from the text behind it.
+"""Remove wiki markup that the parser does not recognize, before parsing and from the resulting text.
 
-mwparserfromhell leaves a node as it is written where its parts do not close in order, such as a reference with a lone
-``''``. MediaWiki itself takes extension tags out first, from ``<ref`` to the next ``</ref>`` whatever stands between
-them. ``without_extensions`` does the same; ``without_leftovers`` removes what is then left, and keeps the words.
+mwparserfromhell returns a node as literal text if its parts do not close in order, such as a reference with a single
+``''``. MediaWiki removes extension tags first, from ``<ref`` to the next ``</ref>``, whatever is between them.
+``remove_extension_tags`` does the same; ``remove_leftover_markup`` removes the remaining markup and keeps the words.
 """
 
 from __future__ import annotations
@@ -38,20 +38,20 @@ _MAYBE = re.compile(r"''|\[\[|\]\]|\{\{|\}\}|\{\||\|\}|<[/a-zA-Z]|^\s*\|", re.MU
 MAX_NESTING = 32
 
 
-def without_extensions(markup: str) -> str:
+def remove_extension_tags(markup: str) -> str:
     """The markup without comments and extension tags such as ``<ref>``; literal text (``<nowiki>``) stays.
 
     A comment and literal text hide the tags within them. ``REMOVED_MARK`` stands in place of a tag, so that what
     follows it does not begin a line and become a list.
     """
-    kept: list[str] = []
+    pieces: list[str] = []
     unclosed: set[str] = set()  # looked for once each: a page of open tags takes linear time
     at = done = 0
     while (found := _BEGIN.search(markup, at)) is not None:
         at, name = found.end(), (found.group(1) or "").lower()
         if not name:
             end = markup.find("-->", at)
-            kept.append(markup[done : found.start()])
+            pieces.append(markup[done : found.start()])
             at = done = end + 3 if end >= 0 else len(markup)
         elif name not in unclosed:
             close = None if found.group().endswith("/>") else _closing(name).search(markup, at)
@@ -61,9 +61,9 @@ def without_extensions(markup: str) -> str:
                 unclosed.add(name)
                 continue
             if name not in LITERAL:
-                kept += [markup[done : found.start()], REMOVED_MARK]
+                pieces += [markup[done : found.start()], REMOVED_MARK]
                 done = at
-    return "".join([*kept, markup[done:]])
+    return "".join([*pieces, markup[done:]])
 
 
 @functools.cache
@@ -71,28 +71,28 @@ def _closing(name: str) -> re.Pattern[str]:
     return re.compile(rf"</{name}\s*>", re.IGNORECASE)
 
 
-def without_leftovers(text: str) -> str:
+def remove_leftover_markup(text: str) -> str:
     """The text without the markup that is left in it: templates and tables are removed, of all else the words stay."""
     text = text.replace(REMOVED_MARK, "")
     if _MAYBE.search(text) is None:
         return text
     for _ in range(MAX_NESTING):
-        shorter = _LINK.sub(_words_of_link, _TEMPLATE.sub("", text))
+        shorter = _LINK.sub(_link_text, _TEMPLATE.sub("", text))
         if shorter == text:
             break
         text = shorter
-    text = _without_tables(_OPEN_TAG.sub("", _TAG.sub("", text)))
+    text = _remove_tables(_OPEN_TAG.sub("", _TAG.sub("", text)))
     return _QUOTES.sub("", _APOSTROPHE.sub("'", _STRAY.sub("", text)))
 
 
-def _words_of_link(found: re.Match[str]) -> str:
+def _link_text(found: re.Match[str]) -> str:
     title, *parts = found.group(1).split("|")
     if _MEDIA.match(title):
         return ""
     return parts[-1] if parts else title
 
 
-def _without_tables(text: str) -> str:
+def _remove_tables(text: str) -> str:
     """The text without tables, which begin and end at the start of a line.
 
     Of a table without an end the lines that belong to its markup are removed, and its other lines stay.

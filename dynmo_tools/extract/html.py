@@ -5,52 +5,52 @@ from __future__ import annotations
 import re
 from html.parser import HTMLParser
 
-SILENT = frozenset(
+SKIPPED_TAGS = frozenset(
     {"script", "style", "noscript", "template", "svg", "head", "nav", "form", "button", "iframe", "select"}
 )
-BREAKING = frozenset(
+BLOCK_TAGS = frozenset(
     {"p", "div", "br", "li", "ul", "ol", "table", "tr", "h1", "h2", "h3", "h4", "h5", "h6", "section", "article"}
     | {"header", "footer", "main", "aside", "blockquote", "pre", "dl", "dt", "dd", "hr", "figure", "figcaption", "body"}
 )
 SPACES = re.compile(r"\s+")
 
 
-class _Reader(HTMLParser):
+class _TextExtractor(HTMLParser):
     def __init__(self) -> None:
         super().__init__(convert_charrefs=True)
         self.lines: list[list[str]] = [[]]
         self.title: list[str] = []
-        self._silent: list[str] = []
+        self._skipped: list[str] = []
         self._in_title = False
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         if tag == "title":
             self._in_title = True
         if tag == "body":
-            self._silent.clear()  # a head that was never closed
-        if tag in SILENT:
-            self._silent.append(tag)
-        elif tag in BREAKING:
+            self._skipped.clear()  # a head that was never closed
+        if tag in SKIPPED_TAGS:
+            self._skipped.append(tag)
+        elif tag in BLOCK_TAGS:
             self.lines.append([])
 
     def handle_endtag(self, tag: str) -> None:
         if tag == "title":
             self._in_title = False
-        if tag in self._silent:
-            del self._silent[self._silent.index(tag) :]
-        elif tag in BREAKING:
+        if tag in self._skipped:
+            del self._skipped[self._skipped.index(tag) :]
+        elif tag in BLOCK_TAGS:
             self.lines.append([])
 
     def handle_data(self, data: str) -> None:
         if self._in_title:
             self.title.append(data)
-        elif not self._silent:
+        elif not self._skipped:
             self.lines[-1].append(data)
 
 
-def readable(html: str) -> tuple[str, str]:
+def extract_text(html: str) -> tuple[str, str]:
     """The title and the text of a page, a line for each block of it."""
-    reader = _Reader()
+    reader = _TextExtractor()
     reader.feed(html)
     reader.close()
     lines = (SPACES.sub(" ", "".join(line)).strip() for line in reader.lines)

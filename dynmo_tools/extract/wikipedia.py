@@ -10,13 +10,13 @@ from ..io.jsonl import encode_row
 from ..io.mediawiki_dump import Page, read_base, read_pages
 from ..runner.parts import map_phases, records_kind
 from ..runner.task import Phase, Task
-from ..runner.task_manifest import Plan
+from ..runner.task_manifest import TaskManifest
 from .wikitext import text_of
 
 
-def extract_phases(plan: Plan) -> list[Phase]:
+def extract_phases(manifest: TaskManifest) -> list[Phase]:
     """The phases of ``extract-wiki``."""
-    return map_phases(plan, "extract.wikipedia:extract")
+    return map_phases(manifest, "extract.wikipedia:extract")
 
 
 def extract(task: Task) -> None:

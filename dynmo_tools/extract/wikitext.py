@@ -17,7 +17,7 @@ from importlib import import_module
 from typing import Any
 
 from .._common.errors import MissingExtraError
-from .broken_markup import without_extensions, without_leftovers
+from .broken_markup import remove_extension_tags, remove_leftover_markup
 
 LIST_MARK, TITLE_MARK, LESS_MARK = "\x00", "\x01", "\x02"
 DROPPED_TAGS = frozenset(
@@ -32,7 +32,7 @@ TWO_VALUE_TEMPLATES = frozenset({"convert", "cvt"})
 NAMESPACE_LINK = re.compile(r"^:?[a-z][\w -]*:\S", re.IGNORECASE)
 BEHAVIOUR_SWITCH = re.compile(r"__[A-Z]+__")
 EMPTY_BRACKETS = re.compile(r"\s?\((?:\s|[,;:/])*\)|\s?\[\s*\]")
-OPENING_RUBBISH = re.compile(r"\((?:\s*[,;])+\s*")
+LEADING_SEPARATORS = re.compile(r"\((?:\s*[,;])+\s*")
 SPACED_COMMA = re.compile(r" +([,.;:!?)])")
 SPACES = re.compile(r"[ \t\xa0]+")
 # Kinds of tokens: what begins a node and what ends it; what parts a node that is open stands between them.
@@ -47,13 +47,13 @@ PAIRS = (
     ("TagOpenOpen", "TagCloseClose"),
     ("TagOpenOpen", "TagCloseSelfclose"),
 )
-PARTING = ("TemplateParamSeparator", "TemplateParamEquals", "WikilinkSeparator", "ExternalLinkSeparator")
-PARTING_TAGS = ("TagAttrStart", "TagCloseOpen", "TagOpenClose")
-BEGIN, END, PART = range(3)
+SEPARATORS = ("TemplateParamSeparator", "TemplateParamEquals", "WikilinkSeparator", "ExternalLinkSeparator")
+TAG_SEPARATORS = ("TagAttrStart", "TagCloseOpen", "TagOpenClose")
+BEGIN, END, SEPARATOR = range(3)
 CONTEXT, SKIP_STYLES = 0, False
 
 
-class _Language:
+class _MarkupParser:
     """What mwparserfromhell has: its tokenizer, its kinds of tokens, and how it writes tokens as markup again."""
 
     def __init__(self) -> None:
@@ -73,7 +73,7 @@ class _Language:
         for begin, end in PAIRS:
             self.roles[getattr(tokens, begin)] = BEGIN
             self.roles[getattr(tokens, end)] = END
-        self.roles |= {getattr(tokens, name): PART for name in PARTING + PARTING_TAGS}
+        self.roles |= {getattr(tokens, name): SEPARATOR for name in SEPARATORS + TAG_SEPARATORS}
         self._builder: Any = parser.Builder
 
     def markup(self, tokens: list[Any]) -> str:
@@ -83,7 +83,7 @@ class _Language:
         return str(self._builder().build(tokens))
 
 
-_language = functools.cache(_Language)
+_markup_parser = functools.cache(_MarkupParser)
 
 
 class _Page:
@@ -94,7 +94,7 @@ class _Page:
     """
 
     def __init__(self, markup: str) -> None:
-        self._language = language = _language()
+        self._markup_parser = language = _markup_parser()
         self._tokens = tokens = language.tokenize(markup, CONTEXT, SKIP_STYLES)
         self._ends: dict[int, int] = {}
         self._parts: dict[int, list[int]] = {}
@@ -122,7 +122,7 @@ class _Page:
 
     def plain(self, begin: int = 0, end: int | None = None) -> str:
         """The running text of some tokens, list items and titles behind their marks."""
-        tokens, text, readers = self._tokens, self._language.text, self._readers
+        tokens, text, readers = self._tokens, self._markup_parser.text, self._readers
         stop = len(tokens) if end is None else end
         found: list[str] = []
         at = begin
@@ -140,13 +140,13 @@ class _Page:
         return "".join(found)
 
     def _markup(self, begin: int, end: int) -> str:
-        return self._language.markup(self._tokens[begin:end])
+        return self._markup_parser.markup(self._tokens[begin:end])
 
     def _of_kind(self, opened: int, *kinds: type) -> list[int]:
         return [at for at in self._parts.get(opened, ()) if type(self._tokens[at]) in kinds]
 
     def _template(self, opened: int, close: int) -> str:
-        kinds = self._language.tokens
+        kinds = self._markup_parser.tokens
         separators = self._of_kind(opened, kinds.TemplateParamSeparator)
         name = self._markup(opened + 1, separators[0] if separators else close).strip().lower()
         if name in SPACE_TEMPLATES:
@@ -186,7 +186,7 @@ class _Page:
         return f"\n{TITLE_MARK}{self.plain(opened + 1, close).strip()}\n"
 
     def _tag(self, opened: int, close: int) -> str:
-        kinds = self._language.tokens
+        kinds = self._markup_parser.tokens
         parts = self._parts.get(opened, ())
         name = self._markup(opened + 1, parts[0] if parts else close).strip().lower()
         if name in DROPPED_TAGS:
@@ -202,7 +202,7 @@ class _Page:
 def tidy(text: str, *, keep_lists: bool) -> str:
     """Lines of text without what dropped markup left behind; titles only before text, each ended by a full stop."""
     text = BEHAVIOUR_SWITCH.sub("", html.unescape(text.replace(LESS_MARK, "<")))
-    kept: list[str] = []
+    lines: list[str] = []
     title: str | None = None
     for line in text.split("\n"):
         if line.startswith(TITLE_MARK):
@@ -210,17 +210,17 @@ def tidy(text: str, *, keep_lists: bool) -> str:
             continue
         listed = LIST_MARK in line
         line = SPACES.sub(" ", line.replace(LIST_MARK, "")).strip()
-        line = OPENING_RUBBISH.sub("(", EMPTY_BRACKETS.sub("", line))
+        line = LEADING_SEPARATORS.sub("(", EMPTY_BRACKETS.sub("", line))
         line = SPACED_COMMA.sub(r"\1", line).strip()
         if not line or (listed and not keep_lists):
             continue
         if title:
-            kept.append(title if title[-1:] in "!?." else f"{title}.")
+            lines.append(title if title[-1:] in "!?." else f"{title}.")
         title = None
-        kept.append(f"- {line}" if listed else line)
-    return "\n".join(kept)
+        lines.append(f"- {line}" if listed else line)
+    return "\n".join(lines)
 
 
 def text_of(markup: str, *, keep_lists: bool = False) -> str:
     """The plain text of a page's markup."""
-    return tidy(without_leftovers(_Page(without_extensions(markup)).plain()), keep_lists=keep_lists)
+    return tidy(remove_leftover_markup(_Page(remove_extension_tags(markup)).plain()), keep_lists=keep_lists)

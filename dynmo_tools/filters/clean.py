@@ -12,8 +12,8 @@ from .._common.errors import MissingExtraError
 from ..config.settings import CleanSettings, Engine
 from ..runner.parts import MapWriter, map_phases
 from ..runner.task import Phase, Task
-from ..runner.task_manifest import Plan
-from .language import LanguageJudge
+from ..runner.task_manifest import TaskManifest
+from .language import LanguageDetector
 
 if TYPE_CHECKING:
     from ..tokenization.tokenizers import Tokenizer
@@ -22,7 +22,7 @@ CHARACTERS_PER_TOKEN = 8
 FTFY_LINE_CHARACTERS = 1_000_000  # it cuts longer lines
 
 
-PLAIN = str.maketrans(
+ASCII_PUNCTUATION = str.maketrans(
     {
         **dict.fromkeys("\u2018\u2019\u201a\u201b\u2032\u2035\u02bc\u00b4", "'"),
         **dict.fromkeys("\u201c\u201d\u201e\u201f\u2033\u2036\u00ab\u00bb", '"'),
@@ -42,7 +42,7 @@ PLAIN = str.maketrans(
 
 
 @dataclass(frozen=True, kw_only=True)
-class Verdict:
+class CleanResult:
     """What becomes of a document: its repaired text, and why it is dropped, if it is."""
 
     text: str
@@ -92,8 +92,8 @@ def repair(text: str) -> str:
 
 
 def plain_punctuation(text: str) -> str:
-    """``text`` with the signs of ``PLAIN`` in place of their typographic and full-width forms."""
-    return text if text.isascii() else text.translate(PLAIN)
+    """``text`` with the signs of ``ASCII_PUNCTUATION`` in place of their typographic and full-width forms."""
+    return text if text.isascii() else text.translate(ASCII_PUNCTUATION)
 
 
 def is_short(text: str, min_tokens: int, count: Callable[[str], int]) -> bool:
@@ -110,9 +110,9 @@ def is_short(text: str, min_tokens: int, count: Callable[[str], int]) -> bool:
 
 
 @functools.lru_cache(maxsize=4)
-def language_judge(seed: int) -> LanguageJudge:
+def language_detector(seed: int) -> LanguageDetector:
     """The judge for this seed, made once a process."""
-    return LanguageJudge(seed)
+    return LanguageDetector(seed)
 
 
 @functools.lru_cache(maxsize=4)
@@ -130,37 +130,39 @@ def token_counter(tokenizer: Path | None) -> Callable[[str], int]:
     return lambda text: int(load().encode_batch([text]).lengths[0])
 
 
-def judge(text: str, settings: CleanSettings, count: Callable[[str], int], languages: LanguageJudge | None) -> Verdict:
+def clean_text(
+    text: str, settings: CleanSettings, count: Callable[[str], int], detector: LanguageDetector | None
+) -> CleanResult:
     """Decide on one document: the cheap tests first, the kept documents are the same in any order."""
-    fixed = repair(text)
+    repaired = repair(text)
     if settings.punctuation:
-        fixed = plain_punctuation(fixed)
-    if not fixed.strip():
-        return Verdict(text=fixed, drop="empty")
-    if is_short(fixed, settings.min_tokens, count):
-        return Verdict(text=fixed, drop="short")
-    if languages is not None:
-        found = languages.detect(fixed)
+        repaired = plain_punctuation(repaired)
+    if not repaired.strip():
+        return CleanResult(text=repaired, drop="empty")
+    if is_short(repaired, settings.min_tokens, count):
+        return CleanResult(text=repaired, drop="short")
+    if detector is not None:
+        found = detector.detect(repaired)
         if found is None:
-            return Verdict(text=fixed, drop="no-features")
+            return CleanResult(text=repaired, drop="no-features")
         if found != settings.language:
-            return Verdict(text=fixed, drop="language")
-    return Verdict(text=fixed)
+            return CleanResult(text=repaired, drop="language")
+    return CleanResult(text=repaired)
 
 
-def clean_phases(plan: Plan) -> list[Phase]:
+def clean_phases(manifest: TaskManifest) -> list[Phase]:
     """The phases of ``clean``."""
-    return map_phases(plan, "filters.clean:clean")
+    return map_phases(manifest, "filters.clean:clean")
 
 
 def clean(task: Task) -> None:
     """Task function: one slice of documents, cleaned."""
     settings: CleanSettings = task.job.settings
-    languages = language_judge(settings.seed) if settings.language else None
+    detector = language_detector(settings.seed) if settings.language else None
     count = token_counter(settings.tokenizer)
     writer = MapWriter(task)
     for row, text in task.documents(settings.json_key, allow_surrogates=True):
-        verdict = judge(text, settings, count, languages)
+        verdict = clean_text(text, settings, count, detector)
         if verdict.drop is not None:
             writer.drop(row, verdict.drop)
         else:

@@ -12,9 +12,9 @@ from collections.abc import Collection
 from ..config.settings import FixSettings, FixTask
 from ..runner.parts import MapWriter, map_phases
 from ..runner.task import Phase, Task
-from ..runner.task_manifest import Plan
-from .clean import language_judge, repair
-from .language import LanguageJudge
+from ..runner.task_manifest import TaskManifest
+from .clean import language_detector, repair
+from .language import LanguageDetector
 
 SPACES_AND_BROKEN_LINES = re.compile(r"  +|\b\n+ |\b\n+")
 BLANK_LINES = re.compile(r"\n\n+")
@@ -23,18 +23,18 @@ SPACED_SIGNS = (
 )  # fmt: skip
 
 
-def drop_reason(text: str, tasks: Collection[FixTask], languages: LanguageJudge) -> str | None:
+def drop_reason(text: str, tasks: Collection[FixTask], detector: LanguageDetector) -> str | None:
     """Which of the chosen filters leaves ``text`` out, if one does; lengths are in characters."""
     if FixTask.REMOVE_512 in tasks and len(text) < 512:
         return FixTask.REMOVE_512.value
     if FixTask.REMOVE_256_JAVASCRIPT in tasks and len(text) < 256 and "javascript" in text.lower():
         return FixTask.REMOVE_256_JAVASCRIPT.value
-    if FixTask.REMOVE_512_NON_ENGLISH in tasks and len(text) < 512 and languages.detect(text) != "en":
+    if FixTask.REMOVE_512_NON_ENGLISH in tasks and len(text) < 512 and detector.detect(text) != "en":
         return FixTask.REMOVE_512_NON_ENGLISH.value
     return None
 
 
-def fixed(text: str, tasks: Collection[FixTask]) -> str:
+def repaired(text: str, tasks: Collection[FixTask]) -> str:
     """``text`` after the chosen repairs."""
     if FixTask.FTFY in tasks:
         text = repair(text)
@@ -50,19 +50,19 @@ def fixed(text: str, tasks: Collection[FixTask]) -> str:
     return text
 
 
-def fix_phases(plan: Plan) -> list[Phase]:
+def fix_phases(manifest: TaskManifest) -> list[Phase]:
     """The phases of ``fix``."""
-    return map_phases(plan, "filters.fix:fix")
+    return map_phases(manifest, "filters.fix:fix")
 
 
 def fix(task: Task) -> None:
     """Task function: one slice of documents, filtered and repaired."""
     settings: FixSettings = task.job.settings
-    languages = language_judge(settings.seed)
+    detector = language_detector(settings.seed)
     writer = MapWriter(task)
     for row, text in task.documents(settings.json_key, allow_surrogates=True):
-        reason = drop_reason(text, settings.tasks, languages)
+        reason = drop_reason(text, settings.tasks, detector)
         if reason is not None:
             writer.drop(row, reason)
         else:
-            writer.keep(row, settings.json_key, text, fixed(text, settings.tasks))
+            writer.keep(row, settings.json_key, text, repaired(text, settings.tasks))

@@ -65,7 +65,7 @@ class _Words(dict[str, tuple[int, ...]]):
         return self[word]
 
 
-class LanguageJudge:
+class LanguageDetector:
     """langdetect's verdicts, the profiles in alphabetical order and the seed fresh for each text."""
 
     def __init__(self, seed: int) -> None:

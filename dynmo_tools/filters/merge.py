@@ -6,13 +6,13 @@ from .._common.errors import UsageError
 from ..config.settings import AddIdSettings
 from ..io.jsonl import encode_text
 from ..runner.parts import map_phases, records_kind, with_value
-from ..runner.task import Phase, Task, marker_of
-from ..runner.task_manifest import Plan
+from ..runner.task import Phase, Task, read_marker
+from ..runner.task_manifest import TaskManifest
 
 
-def merge_phases(plan: Plan) -> list[Phase]:
+def merge_phases(manifest: TaskManifest) -> list[Phase]:
     """The phases of ``merge``."""
-    return map_phases(plan, "filters.merge:copy_rows")
+    return map_phases(manifest, "filters.merge:copy_rows")
 
 
 def copy_rows(task: Task) -> None:
@@ -22,11 +22,11 @@ def copy_rows(task: Task) -> None:
         task.keep(writer, row.raw)
 
 
-def add_id_phases(plan: Plan) -> list[Phase]:
+def add_id_phases(manifest: TaskManifest) -> list[Phase]:
     """The phases of ``add-id``: count each slice, so that every slice knows its first number."""
     return [
-        Phase(name="count", run="filters.merge:count_rows", tasks=len(plan.tasks), reads=True),
-        Phase(name="number", run="filters.merge:number_rows", tasks=len(plan.tasks)),
+        Phase(name="count", run="filters.merge:count_rows", tasks=len(manifest.tasks), reads=True),
+        Phase(name="number", run="filters.merge:number_rows", tasks=len(manifest.tasks)),
         Phase(name="join", run="runner.parts:join_records", tasks=1),
     ]
 
@@ -52,7 +52,7 @@ def count_rows(task: Task) -> None:
 def number_rows(task: Task) -> None:
     """Task function: the documents of one slice with their numbers, from 1 on over all inputs."""
     settings: AddIdSettings = task.job.settings
-    number = sum(marker_of(task, "count", index)["result"]["documents"] for index in range(task.index))
+    number = sum(read_marker(task, "count", index)["result"]["documents"] for index in range(task.index))
     writer = task.create(task.part(records_kind(task)))
     for row in task.rows():
         number += 1

@@ -12,30 +12,30 @@ import numpy as np
 
 from ..config.settings import ShuffleSettings
 from ..io.codecs import is_compressed
-from ..io.concat_files import copy_into
+from ..io.concat_files import append_files
 from ..runner.parts import records_ending
-from ..runner.task import Phase, Task, marker_of
-from ..runner.task_manifest import Plan
+from ..runner.task import Phase, Task, read_marker
+from ..runner.task_manifest import TaskManifest
 
 BUCKET_BYTES = 32 << 20
 MAX_BUCKETS = 1024
-HELD_BYTES = 64 << 20
+MAX_BYTES_IN_MEMORY = 64 << 20
 COMPRESSION_RATIO = 4
 DRAWN_AT_ONCE = 4096
 SCATTER_STREAM, ORDER_STREAM = 0, 1
 
 
-def num_buckets(plan: Plan) -> int:
+def num_buckets(manifest: TaskManifest) -> int:
     """How many buckets keep one bucket near 32 MiB."""
-    size = sum(s.size_bytes * (COMPRESSION_RATIO if is_compressed(s.path) else 1) for s in plan.sources)
+    size = sum(s.size_bytes * (COMPRESSION_RATIO if is_compressed(s.path) else 1) for s in manifest.sources)
     return min(max(1, -(-size // BUCKET_BYTES)), MAX_BUCKETS)
 
 
-def shuffle_phases(plan: Plan) -> list[Phase]:
+def shuffle_phases(manifest: TaskManifest) -> list[Phase]:
     """The phases of ``shuffle``."""
     return [
-        Phase(name="scatter", run="filters.shuffle:scatter", tasks=len(plan.tasks), reads=True),
-        Phase(name="order", run="filters.shuffle:order", tasks=num_buckets(plan)),
+        Phase(name="scatter", run="filters.shuffle:scatter", tasks=len(manifest.tasks), reads=True),
+        Phase(name="order", run="filters.shuffle:order", tasks=num_buckets(manifest)),
         Phase(name="join", run="filters.shuffle:join", tasks=1),
     ]
 
@@ -49,7 +49,7 @@ def _draws(generator: np.random.Generator, count: int) -> Iterator[int]:
 def scatter(task: Task) -> None:
     """Task function: one slice, written as runs of documents of the same bucket."""
     settings: ShuffleSettings = task.job.settings
-    count = num_buckets(task.plan)
+    count = num_buckets(task.manifest)
     draws = _draws(np.random.default_rng([settings.seed, SCATTER_STREAM, task.index]), count)
     writer = task.create(task.part("scattered.jsonl"))
     runs: list[list[int]] = [[] for _ in range(count)]  # of each bucket: begin, bytes, begin, bytes, ...
@@ -70,9 +70,9 @@ def scatter(task: Task) -> None:
         line = row.raw + b"\n"
         held[next(draws)].append(line)
         held_bytes += len(line)
-        task.tally.documents_kept += 1
+        task.tally.documents_out += 1
         task.tally.bytes_out += len(line)
-        if held_bytes >= HELD_BYTES:
+        if held_bytes >= MAX_BYTES_IN_MEMORY:
             position, held_bytes = flush(position), 0
     flush(position)
     task.result["runs"] = runs
@@ -82,8 +82,8 @@ def order(task: Task) -> None:
     """Task function: the documents of one bucket from all slices, in random order."""
     settings: ShuffleSettings = task.job.settings
     lines: list[bytes] = []
-    for index in range(len(task.plan.tasks)):
-        runs = marker_of(task, "scatter", index)["result"]["runs"][task.index]
+    for index in range(len(task.manifest.tasks)):
+        runs = read_marker(task, "scatter", index)["result"]["runs"][task.index]
         with open(task.part("scattered.jsonl", index), "rb") as handle:
             for begin, size in zip(runs[::2], runs[1::2], strict=True):
                 handle.seek(begin)
@@ -97,5 +97,5 @@ def order(task: Task) -> None:
 
 def join(task: Task) -> None:
     """Task function: the buckets one behind the other."""
-    parts = [task.part("ordered" + records_ending(task.job.output), i) for i in range(num_buckets(task.plan))]
-    copy_into(task.create(task.job.output, plain=True), parts)
+    parts = [task.part("ordered" + records_ending(task.job.output), i) for i in range(num_buckets(task.manifest))]
+    append_files(task.create(task.job.output, plain=True), parts)

@@ -20,7 +20,7 @@ import numpy.typing as npt
 from .._common.document import Problem, check_regular
 from .._common.errors import UsageError
 from .dataset import content_problems, digest_vocabulary, read_sidecar
-from .numbers import Int64s, Numbers, bounds, counting, in_file, running
+from .int_columns import Int64s, IntColumn, arange, bounds, exclusive_cumsum, in_file
 
 MMAP_MAGIC = b"MMIDIDX\0\0"
 TNT_MAGIC = b"TNTIDX\0\0"
@@ -81,9 +81,9 @@ class Index:
 
     form: str
     dtype: np.dtype[Any]
-    lengths: Numbers
-    documents: Numbers
-    modes: Numbers | None = None
+    lengths: IntColumn
+    documents: IntColumn
+    modes: IntColumn | None = None
 
     @property
     def num_documents(self) -> int:
@@ -112,7 +112,7 @@ def encode_mmap(index: Index) -> Iterator[bytes]:
             )
         sequence += len(block)
         yield block.astype("<i4").tobytes()
-    yield from _encode(running(index.lengths, index.dtype.itemsize))
+    yield from _encode(exclusive_cumsum(index.lengths, index.dtype.itemsize))
     yield from _encode(index.documents)
     if index.modes is not None:
         yield from _encode(index.modes, "i1")
@@ -124,11 +124,11 @@ def encode_tnt(index: Index) -> Iterator[bytes]:
     yield TNT_HEADER.pack(
         TNT_MAGIC, VERSION, CODES[index.dtype], index.dtype.itemsize, count, count, len(index.documents)
     )
-    for column in (counting(count + 1), bounds(index.lengths), index.lengths, index.documents):
+    for column in (arange(count + 1), bounds(index.lengths), index.lengths, index.documents):
         yield from _encode(column)
 
 
-def _encode(column: Numbers, kind: str = "<i8") -> Iterator[bytes]:
+def _encode(column: IntColumn, kind: str = "<i8") -> Iterator[bytes]:
     for block in column.blocks():
         yield block.astype(kind).tobytes()
 
@@ -138,16 +138,18 @@ def encode_index(index: Index) -> Iterator[bytes]:
     return encode_mmap(index) if index.form == "mmap" else encode_tnt(index)
 
 
-def _column(handle: IO[bytes], kind: str, count: int, size: int) -> Numbers:
+def _column(handle: IO[bytes], kind: str, count: int, size: int) -> IntColumn:
     """The ``count`` numbers at the handle's place, which moves behind them; ``size`` is that of the file."""
     width, at = np.dtype(kind).itemsize, handle.tell()
     if count * width > size - at:
-        raise _Short(f"the header asks for {count} values of {width} bytes where {max(size - at, 0)} bytes are left")
+        raise _TruncatedIndexError(
+            f"the header asks for {count} values of {width} bytes where {max(size - at, 0)} bytes are left"
+        )
     handle.seek(count * width, os.SEEK_CUR)
     return in_file(Path(handle.name), kind, count, at)
 
 
-class _Short(Exception):
+class _TruncatedIndexError(Exception):
     """The file ends before what its header announces."""
 
 
@@ -177,7 +179,7 @@ def read_index(prefix: Path) -> Index:
                 )
     except OSError as error:
         raise UsageError(f"{error.filename}: cannot be read: {error.strerror}") from error
-    except _Short as error:
+    except _TruncatedIndexError as error:
         raise IndexedError(prefix, [Problem("idx", "truncated", str(error))]) from error
     if index is not None:
         problems = [*problems, *_problems(index, tokens_bytes)]
@@ -189,7 +191,7 @@ def read_index(prefix: Path) -> Index:
 def _header(handle: IO[bytes], layout: struct.Struct) -> tuple[Any, ...]:
     head = handle.read(layout.size)
     if len(head) < layout.size:
-        raise _Short(f"is {len(head)} bytes; the header alone has {layout.size}")
+        raise _TruncatedIndexError(f"is {len(head)} bytes; the header alone has {layout.size}")
     return layout.unpack(head)
 
 
@@ -224,14 +226,14 @@ def _read_mmap(handle: IO[bytes], size: int) -> tuple[Index | None, list[Problem
     if left and modes is None:
         problems.append(Problem("idx", "length", f"has {left} bytes behind its content"))
     index = Index(form="mmap", dtype=dtype, lengths=lengths, documents=documents, modes=modes)
-    wrong = _first_difference(pointers, running(lengths, dtype.itemsize))
+    wrong = _first_difference(pointers, exclusive_cumsum(lengths, dtype.itemsize))
     if wrong is not None:
         at, found, expected = wrong
         problems.append(Problem(f"idx.pointers[{at}]", "order", f"is {found}; the lengths before it give {expected}"))
     return index, problems
 
 
-def _first_difference(found: Numbers, expected: Numbers) -> tuple[int, int, int] | None:
+def _first_difference(found: IntColumn, expected: IntColumn) -> tuple[int, int, int] | None:
     """Where two columns of the same count differ first, and both numbers there; None where they are equal."""
     begin = 0
     theirs = np.zeros(0, dtype=np.int64)
@@ -262,7 +264,7 @@ def _read_tnt(handle: IO[bytes], size: int) -> tuple[Index | None, list[Problem]
         problems.append(Problem("idx", "length", f"has {left} bytes behind its content"))
     index = Index(form="tnt", dtype=np.dtype(DTYPES[code]), lengths=lengths, documents=documents)
     for name, column, expected in (
-        ("dim_offsets", dimensions, counting(count + 1)),
+        ("dim_offsets", dimensions, arange(count + 1)),
         ("data_offsets", offsets, bounds(lengths)),
     ):
         wrong = _first_difference(column, expected)

@@ -83,7 +83,7 @@ _COUNTS = mapping(integer())
 _TALLY = {
     "documents_in": integer(),
     "bytes_in": integer(),
-    "documents_kept": integer(),
+    "documents_out": integer(),
     "bytes_out": integer(),
     "blank_lines": integer(),
     "lines": integer(),
@@ -92,8 +92,8 @@ _TALLY = {
     "rejected": _COUNTS,
 }
 _UNDATED = {name: check for name, check in ENVELOPE.items() if name != "created_utc"}
-PLAN = WorkFormat(
-    name="dynmo.prep-plan",
+MANIFEST = WorkFormat(
+    name="dynmo.prep-manifest",
     version=1,
     rule=obj(
         {
@@ -144,7 +144,7 @@ PIPELINE = WorkFormat(
             "recipe": string(),
             "documents_in": integer(),
             "bytes_in": integer(),
-            "documents_kept": integer(),
+            "documents_out": integer(),
             "documents_rejected": integer(),
             "tokens": nullable(integer()),
             "data_prefix": nullable(string()),

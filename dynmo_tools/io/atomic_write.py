@@ -17,12 +17,12 @@ PIECE_BYTES = 1 << 20
 
 def sweep_temporaries(path: Path) -> None:
     """Remove what killed runs left of ``path`` under temporary names, which end with the number of their process."""
-    for left in path.parent.glob(f".{glob.escape(path.name)}.tmp-*"):
+    for path_ in path.parent.glob(f".{glob.escape(path.name)}.tmp-*"):
         with contextlib.suppress(ValueError, PermissionError):  # a foreign name, another user's process
             try:
-                os.kill(int(left.name.rpartition("-")[2]), 0)
+                os.kill(int(path_.name.rpartition("-")[2]), 0)
             except ProcessLookupError:
-                left.unlink(missing_ok=True)
+                path_.unlink(missing_ok=True)
 
 
 def refuse_existing(paths: Iterable[Path]) -> None:
@@ -44,7 +44,7 @@ def _is_same(new: Path, old: Path) -> bool:
 
 
 @contextlib.contextmanager
-def whole_file(path: Path | None, *, replace: bool = True) -> Iterator[IO[bytes]]:
+def open_atomic(path: Path | None, *, replace: bool = True) -> Iterator[IO[bytes]]:
     """Open ``path`` under a temporary name; in place and flushed to disk when the block ends well, gone when it fails.
 
     A file of the same bytes stays as it is, with its date: a later step that read it need not run again.

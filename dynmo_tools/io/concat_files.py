@@ -30,7 +30,7 @@ COPY_BYTES = 1 << 25
 BUFFER_BYTES = 1 << 20
 
 
-def copy_into(target: IO[bytes], parts: Sequence[Path]) -> None:
+def append_files(target: IO[bytes], parts: Sequence[Path]) -> None:
     """Append the bytes of ``parts`` to ``target``, a file open for writing at its end.
 
     Raises:

@@ -50,7 +50,7 @@ class DigestBuckets(contextlib.AbstractContextManager["DigestBuckets"]):
         digest = digest_of(payload)
         self._buckets[digest[0] % BUCKETS].write(digest + number.to_bytes(8, "little"))
 
-    def repeats(self) -> Iterator[tuple[npt.NDArray[np.uint64], npt.NDArray[np.uint64]]]:
+    def duplicates(self) -> Iterator[tuple[npt.NDArray[np.uint64], npt.NDArray[np.uint64]]]:
         """Bucket by bucket, the numbers of texts that were there before, and for each the least number of its text."""
         import numpy as np
 

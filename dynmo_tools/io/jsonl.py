@@ -71,7 +71,7 @@ class Tally:
 
     documents_in: int = 0
     bytes_in: int = 0
-    documents_kept: int = 0
+    documents_out: int = 0
     bytes_out: int = 0
     blank_lines: int = 0
     lines: int = 0
@@ -94,7 +94,7 @@ class Tally:
 
     def add(self, other: Tally) -> None:
         """Add the counts of ``other``."""
-        for name in ("documents_in", "bytes_in", "documents_kept", "bytes_out", "blank_lines", "lines", "changed"):
+        for name in ("documents_in", "bytes_in", "documents_out", "bytes_out", "blank_lines", "lines", "changed"):
             setattr(self, name, getattr(self, name) + getattr(other, name))
         for mine, theirs in ((self.dropped, other.dropped), (self.rejected, other.rejected)):
             for reason, count in theirs.items():
@@ -105,7 +105,7 @@ class Tally:
         return {
             "documents_in": self.documents_in,
             "bytes_in": self.bytes_in,
-            "documents_kept": self.documents_kept,
+            "documents_out": self.documents_out,
             "bytes_out": self.bytes_out,
             "blank_lines": self.blank_lines,
             "lines": self.lines,
@@ -254,7 +254,7 @@ def parse_line(raw: bytes) -> dict[str, Any]:
     return value
 
 
-def plain_line(raw: bytes) -> dict[str, Any]:
+def parse_plain_line(raw: bytes) -> dict[str, Any]:
     """A line of plain text as the document ``{"text": ...}``; ``BadLineError`` with ``utf8`` where it is none."""
     try:
         return {"text": raw.decode().strip()}
@@ -273,12 +273,12 @@ def has_surrogates(text: str) -> bool:
     return False
 
 
-def holds_surrogates(value: Any) -> bool:
+def contains_surrogates(value: Any) -> bool:
     """Whether any text in a JSON value, key or not, holds lone surrogates."""
     if isinstance(value, dict):
-        return any(has_surrogates(key) or holds_surrogates(element) for key, element in value.items())
+        return any(has_surrogates(key) or contains_surrogates(element) for key, element in value.items())
     if isinstance(value, list):
-        return any(map(holds_surrogates, value))
+        return any(map(contains_surrogates, value))
     return isinstance(value, str) and has_surrogates(value)
 
 

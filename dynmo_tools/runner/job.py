@@ -21,13 +21,22 @@ from .._common.errors import DynmoError, UsageError
 from ..config.options import files_of, output_folders_of
 from ..config.settings import ExecutorName
 from ..formats.workfiles import SUMMARY, TASK
-from ..io.atomic_write import refuse_existing, whole_file
+from ..io.atomic_write import open_atomic, refuse_existing
 from ..io.jsonl import Tally
 from ..io.paths import check_output, check_writable
-from .local import Crew, run_inline
-from .progress import meter
-from .task import KEYS_FOUND, Phase, Report, finished, marker_path
-from .task_manifest import Job, Plan, Source, check_tasks, load_plan, make_plan, store_plan, written_files
+from .local import WorkerPool, run_inline
+from .progress import progress_meter
+from .task import KEYS_FOUND, Phase, Report, marker_path, read_valid_marker
+from .task_manifest import (
+    Job,
+    Source,
+    TaskManifest,
+    check_tasks,
+    load_manifest,
+    make_manifest,
+    store_manifest,
+    written_files,
+)
 
 FAILED = "failed.txt"
 EXIT_SOME_REJECTED = 3
@@ -41,7 +50,7 @@ class TooManyRejectedError(DynmoError):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Part:
+class TaskSubset:
     """The tasks ``index``, ``index + count``, ... of one phase, by default of the first that is not complete."""
 
     index: int
@@ -55,9 +64,9 @@ class Execution:
 
     workers: int = 1
     executor: ExecutorName = ExecutorName.LOCAL
-    part: Part | None = None
+    subset: TaskSubset | None = None
     overwrite: bool = False
-    redo_changed: bool = False
+    rerun_changed: bool = False
     max_rejects: float = 0.01
     log_interval: int = 1000
 
@@ -88,11 +97,11 @@ class Summary:
         }
 
 
-PART_FOLDERS = ("parts", "done")
+SUBSET_FOLDERS = ("parts", "done")
 
 
 @contextlib.contextmanager
-def locked(work: Path, *, shared: bool = False) -> Iterator[Callable[[int], object]]:
+def lock_work_folder(work: Path, *, shared: bool = False) -> Iterator[Callable[[int], object]]:
     """Hold the work folder alone; ``UsageError`` where another run holds it.
 
     With ``shared``, wait for it and share it with other parts of the same run. The function given converts the lock to
@@ -109,27 +118,27 @@ def locked(work: Path, *, shared: bool = False) -> Iterator[Callable[[int], obje
         os.close(descriptor)
 
 
-def open_work(job: Job, execution: Execution) -> Plan:
+def open_manifest(job: Job, execution: Execution) -> TaskManifest:
     """The plan to follow: the stored one where it is of this job, else a new one.
 
     Raises:
         UsageError: an output exists that this run did not write, or the folder belongs to an unfinished run with other
             settings or inputs; and nothing allows to replace it.
     """
-    plan = make_plan(job)
-    if (job.work / "plan.json").exists() and not execution.overwrite:
-        stored = load_plan(job.work)
-        if stored.digest == plan.digest:
+    manifest = make_manifest(job)
+    if (job.work / "manifest.json").exists() and not execution.overwrite:
+        stored = load_manifest(job.work)
+        if stored.digest == manifest.digest:
             _refuse_changed_outputs(job)
             return stored
-        if not execution.redo_changed:
+        if not execution.rerun_changed:
             _refuse_other_run(job)
         say(f"{job.step}: settings or inputs changed since the last run: starts from scratch")
     elif not execution.overwrite:
         refuse_existing(written_files(job))
     _remove_run(job)
-    store_plan(job, plan)
-    return plan
+    store_manifest(job, manifest)
+    return manifest
 
 
 def _remove_run(job: Job) -> None:
@@ -142,14 +151,14 @@ def _remove_run(job: Job) -> None:
 
 
 def discard_run(job: Job) -> None:
-    """Discard the run of a job whose input need not exist yet; with ``redo_changed`` its outputs may be replaced.
+    """Discard the run of a job whose input need not exist yet; with ``rerun_changed`` its outputs may be replaced.
 
     Its plan is replaced by one of no job. Without a plan, an existing output would be refused.
     """
     job.work.mkdir(parents=True, exist_ok=True)
-    with locked(job.work):
+    with lock_work_folder(job.work):
         _remove_run(job)
-        store_plan(job, Plan(digest="discarded", sources=(), tasks=()))
+        store_manifest(job, TaskManifest(digest="discarded", sources=(), tasks=()))
 
 
 def _refuse_other_run(job: Job) -> None:
@@ -192,7 +201,7 @@ def _marked_failure(job: Job) -> Iterator[None]:
         raise
 
 
-def enter_work(job: Job) -> None:
+def create_work_folder(job: Job) -> None:
     """Make the work folder; before that, refuse outputs that cannot be written or would replace what is read.
 
     Raises:
@@ -207,7 +216,7 @@ def enter_work(job: Job) -> None:
     job.work.mkdir(parents=True, exist_ok=True)
 
 
-def sweep(job: Job) -> None:
+def remove_temporary_files(job: Job) -> None:
     """Remove what killed runs left under temporary names."""
     own = ((folder, "") for folder in (job.work, job.work / "parts", job.work / "done", job.work / "rejects"))
     for folder, name in (*own, (job.output.parent, job.output.name)):
@@ -215,7 +224,7 @@ def sweep(job: Job) -> None:
             path.unlink(missing_ok=True)
 
 
-def run_job(job: Job, phases_of: Callable[[Plan], Sequence[Phase]], execution: Execution) -> Summary:
+def run_job(job: Job, phases_of: Callable[[TaskManifest], Sequence[Phase]], execution: Execution) -> Summary:
     """Run a job to its end, or finish a run of it that was stopped.
 
     Args:
@@ -223,45 +232,45 @@ def run_job(job: Job, phases_of: Callable[[Plan], Sequence[Phase]], execution: E
         phases_of: makes its phases, in order, from the plan.
         execution: how to run them.
     """
-    enter_work(job)
-    with locked(job.work):
-        plan = open_work(job, execution)
-        chosen = phases_of(plan)
+    create_work_folder(job)
+    with lock_work_folder(job.work):
+        manifest = open_manifest(job, execution)
+        phases = phases_of(manifest)
         (job.work / "parts").mkdir(exist_ok=True)
         (job.work / "done").mkdir(exist_ok=True)
-        sweep(job)
+        remove_temporary_files(job)
         began = time.monotonic()
         try:
             with _marked_failure(job):
-                markers, ran = _run_phases(job, plan, chosen, execution)
-            (job.work / FAILED).unlink(missing_ok=True)  # not in run_part: another part may have failed
+                markers, ran = _run_phases(job, manifest, phases, execution)
+            (job.work / FAILED).unlink(missing_ok=True)  # not in run_subset: another part may have failed
         except (KeyboardInterrupt, SystemExit):
-            sweep(job)  # a worker that was ended between making a file and noting it leaves it behind
+            remove_temporary_files(job)  # a worker that was ended between making a file and noting it leaves it behind
             say(f"{job.step}: stopped; finished tasks are kept: run the same command again to resume")
             raise
         finished_before = not ran and (job.work / "summary.json").exists()
-        summary = _summarize(job, plan, markers, time.monotonic() - began, reused=finished_before)
+        summary = _summarize(job, manifest, markers, time.monotonic() - began, reused=finished_before)
         if finished_before:
             return _stored_seconds(job, summary)
-        _finish(job, plan, chosen, summary)
+        _finish(job, manifest, phases, summary)
         return summary
 
 
 def _run_phases(
-    job: Job, plan: Plan, phases: Sequence[Phase], execution: Execution
+    job: Job, manifest: TaskManifest, phases: Sequence[Phase], execution: Execution
 ) -> tuple[dict[str, list[dict[str, Any]]], int]:
-    known = _known_markers(job, plan, phases)
-    total = plan.input_bytes
+    known = _known_markers(job, manifest, phases)
+    total = manifest.input_bytes
     ran = 0
     with (
-        meter(job.step, total, log_interval=execution.log_interval) as gauge,
-        Crew(job, execution.workers) as crew,
+        progress_meter(job.step, total, log_interval=execution.log_interval) as meter,
+        WorkerPool(job, execution.workers) as pool,
     ):
         for phase in phases:
             done = known[phase.name]
             pending = [index for index in range(phase.tasks) if index not in done]
-            gauge.resume(phase, len(done))
-            for index, marker in _execute(crew, phase, pending, execution, gauge.report if phase.reads else _ignore):
+            meter.resume(phase, len(done))
+            for index, marker in _execute(pool, phase, pending, execution, meter.report if phase.reads else _ignore):
                 done[index] = marker
                 ran += 1
                 if phase.reads:
@@ -271,62 +280,68 @@ def _run_phases(
     return {phase.name: [known[phase.name][i] for i in range(phase.tasks)] for phase in phases}, ran
 
 
-def prepare(job: Job, phases_of: Callable[[Plan], Sequence[Phase]], execution: Execution) -> Sequence[Phase]:
+def prepare_manifest(
+    job: Job, phases_of: Callable[[TaskManifest], Sequence[Phase]], execution: Execution
+) -> Sequence[Phase]:
     """Freeze the plan of a job that others will run; its phases."""
-    enter_work(job)
-    with locked(job.work):
-        return phases_of(open_work(job, execution))
+    create_work_folder(job)
+    with lock_work_folder(job.work):
+        return phases_of(open_manifest(job, execution))
 
 
-def _plan_of_other_parts(job: Job) -> Plan | None:
+def _manifest_of_other_subsets(job: Job) -> TaskManifest | None:
     """The plan that an earlier part of the same job has stored; None where this part is the first."""
-    if not all((job.work / name).exists() for name in ("plan.json", *PART_FOLDERS)):
+    if not all((job.work / name).exists() for name in ("manifest.json", *SUBSET_FOLDERS)):
         return None
-    stored = load_plan(job.work)
-    if stored.digest != make_plan(job).digest:
+    stored = load_manifest(job.work)
+    if stored.digest != make_manifest(job).digest:
         return None
     _refuse_changed_outputs(job)
     return stored
 
 
-def run_part(job: Job, phases_of: Callable[[Plan], Sequence[Phase]], execution: Execution, part: Part) -> str:
+def run_subset(
+    job: Job, phases_of: Callable[[TaskManifest], Sequence[Phase]], execution: Execution, subset: TaskSubset
+) -> str:
     """Run one part of one phase beside other parts; a line that tells what was done.
 
     Raises:
         UsageError: the part or its phase does not exist, or the phases before are not complete.
     """
-    if not 0 <= part.index < part.count:
-        raise UsageError(f"--task-index is {part.index}; it must be between 0 and --task-count - 1 = {part.count - 1}")
-    enter_work(job)
-    with locked(job.work, shared=True) as convert:
-        plan = _plan_of_other_parts(job)
-        if plan is None:
+    if not 0 <= subset.index < subset.count:
+        raise UsageError(
+            f"--task-index is {subset.index}; it must be between 0 and --task-count - 1 = {subset.count - 1}"
+        )
+    create_work_folder(job)
+    with lock_work_folder(job.work, shared=True) as convert:
+        manifest = _manifest_of_other_subsets(job)
+        if manifest is None:
             convert(fcntl.LOCK_EX)
-            plan = open_work(job, execution)
-            for name in PART_FOLDERS:
+            manifest = open_manifest(job, execution)
+            for name in SUBSET_FOLDERS:
                 (job.work / name).mkdir(exist_ok=True)
             convert(fcntl.LOCK_SH)
-        phases = phases_of(plan)
-        known = _known_markers(job, plan, phases)
-        waiting = [phase for phase in phases if len(known[phase.name]) < phase.tasks]
-        chosen = next((p for p in phases if p.name == part.phase), None) if part.phase else next(iter(waiting), None)
-        if part.phase and chosen is None:
-            raise UsageError(f"--phase {part.phase}: {job.step} has the phases {', '.join(p.name for p in phases)}")
-        if chosen is None:
+        phases = phases_of(manifest)
+        known = _known_markers(job, manifest, phases)
+        incomplete = [phase for phase in phases if len(known[phase.name]) < phase.tasks]
+        phase = (
+            next((p for p in phases if p.name == subset.phase), None) if subset.phase else next(iter(incomplete), None)
+        )
+        if subset.phase and phase is None:
+            raise UsageError(f"--phase {subset.phase}: {job.step} has the phases {', '.join(p.name for p in phases)}")
+        if phase is None:
             return f"{job.step}: everything is done"
-        if chosen in waiting and chosen is not waiting[0]:
-            raise UsageError(f"phase {chosen.name} needs {waiting[0].name}, of which tasks are left to do")
-        mine = [i for i in range(part.index, chosen.tasks, part.count) if i not in known[chosen.name]]
+        if phase in incomplete and phase is not incomplete[0]:
+            raise UsageError(f"phase {phase.name} needs {incomplete[0].name}, of which tasks are left to do")
+        own_tasks = [i for i in range(subset.index, phase.tasks, subset.count) if i not in known[phase.name]]
         with (
             _marked_failure(job),
-            meter(job.step, plan.input_bytes, log_interval=execution.log_interval) as gauge,
-            Crew(job, execution.workers) as crew,
+            progress_meter(job.step, manifest.input_bytes, log_interval=execution.log_interval) as meter,
+            WorkerPool(job, execution.workers) as pool,
         ):
-            done = sum(1 for _ in _execute(crew, chosen, mine, execution, gauge.report if chosen.reads else _ignore))
-        left = chosen.tasks - len(known[chosen.name]) - done
-        return (
-            f"{job.step}: {chosen.name}: part {part.index} of {part.count} did {done} tasks; {left} are left to others"
-        )
+            done = sum(1 for _ in _execute(pool, phase, own_tasks, execution, meter.report if phase.reads else _ignore))
+        left = phase.tasks - len(known[phase.name]) - done
+        return f"{job.step}: {phase.name}: subset {subset.index} of {subset.count}: ran {done} tasks; {left} remain"
 
 
 def _ignore(_documents: int, _size: int) -> None:
@@ -334,28 +349,28 @@ def _ignore(_documents: int, _size: int) -> None:
 
 
 def _execute(
-    crew: Crew, phase: Phase, pending: list[int], execution: Execution, report: Report
+    pool: WorkerPool, phase: Phase, pending: list[int], execution: Execution, report: Report
 ) -> Iterator[tuple[int, dict[str, Any]]]:
     if execution.executor is ExecutorName.RAY and pending:
         from .ray import run_ray
 
-        return run_ray(crew.job, phase, pending, execution.workers, report)
+        return run_ray(pool.job, phase, pending, execution.workers, report)
     if min(execution.workers, len(pending)) <= 1:
-        return run_inline(crew.job, phase, pending, report)
-    return crew.run(phase, pending, report)
+        return run_inline(pool.job, phase, pending, report)
+    return pool.run(phase, pending, report)
 
 
-def _known_markers(job: Job, plan: Plan, phases: Sequence[Phase]) -> dict[str, dict[int, dict[str, Any]]]:
+def _known_markers(job: Job, manifest: TaskManifest, phases: Sequence[Phase]) -> dict[str, dict[int, dict[str, Any]]]:
     known: dict[str, dict[int, dict[str, Any]]] = {}
-    used_up = False
+    removed = False
     for phase in reversed(phases):
         found = {
             index: marker
             for index in range(phase.tasks)
-            if (marker := finished(job, phase, index, plan.digest, outputs_used_up=used_up)) is not None
+            if (marker := read_valid_marker(job, phase, index, manifest.digest, outputs_removed=removed)) is not None
         }
         known[phase.name] = found
-        used_up = used_up or (len(found) == phase.tasks and phase is phases[-1])
+        removed = removed or (len(found) == phase.tasks and phase is phases[-1])
     return known
 
 
@@ -382,7 +397,7 @@ def _missing_key(job: Job, markers: Collection[Mapping[str, Any]]) -> str:
 
 
 def _summarize(
-    job: Job, plan: Plan, markers: dict[str, list[dict[str, Any]]], seconds: float, *, reused: bool
+    job: Job, manifest: TaskManifest, markers: dict[str, list[dict[str, Any]]], seconds: float, *, reused: bool
 ) -> Summary:
     tally = Tally()
     facts: dict[str, Any] = {}
@@ -404,9 +419,9 @@ def _stored_seconds(job: Job, summary: Summary) -> Summary:
     return Summary(**{**vars(summary), "seconds": stored["seconds"]})
 
 
-def _finish(job: Job, plan: Plan, phases: Sequence[Phase], summary: Summary) -> None:
-    sweep(job)  # a task that Ray restarted left files of its first attempt
-    _gather_rejects(job, plan, phases)
+def _finish(job: Job, manifest: TaskManifest, phases: Sequence[Phase], summary: Summary) -> None:
+    remove_temporary_files(job)  # a task that Ray restarted left files of its first attempt
+    _collect_rejects(job, manifest, phases)
     SUMMARY.write(job.work / "summary.json", summary.as_json())
     _remove_parts(job.work / "parts")
 
@@ -418,18 +433,18 @@ def _remove_parts(folder: Path) -> None:
     shutil.rmtree(folder, ignore_errors=True)
 
 
-def _gather_rejects(job: Job, plan: Plan, phases: Sequence[Phase]) -> None:
+def _collect_rejects(job: Job, manifest: TaskManifest, phases: Sequence[Phase]) -> None:
     """Move rejected records to ``rejects/``, their line numbers counted from the start of the file."""
     before: dict[Path, int] = {}
     reading = next((phase for phase in phases if phase.reads), None)
     if reading is None:
         return
     for index in range(reading.tasks):
-        path = plan.tasks[index].path
+        path = manifest.tasks[index].path
         source = job.work / "parts" / f"{index:05d}-rejects.jsonl"
         shift = before.get(path, 0)
         if source.exists():
-            with open(source, "rb") as lines, whole_file(job.work / "rejects" / f"part-{index:05d}.jsonl") as target:
+            with open(source, "rb") as lines, open_atomic(job.work / "rejects" / f"part-{index:05d}.jsonl") as target:
                 for line in lines:
                     row = parse_any_json(line, MAX_TABLE_BYTES)
                     row["line"] += shift

@@ -27,7 +27,7 @@ def run_inline(job: Job, phase: Phase, indices: Sequence[int], report: Report) -
         yield index, run_task(job, phase, index, report)
 
 
-def _serve(connection: Connection, job: Job) -> None:
+def _worker_main(connection: Connection, job: Job) -> None:
     """The life of a worker: take a task, run it, answer; None ends it."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides, and ends its workers with SIGTERM
     signal.signal(signal.SIGTERM, _stop)
@@ -56,7 +56,7 @@ class _Worker:
     index: int | None = None
 
 
-class Crew(contextlib.AbstractContextManager["Crew"]):
+class WorkerPool(contextlib.AbstractContextManager["WorkerPool"]):
     """Spawned processes that run the tasks of a job's phases, and live from one phase to the next.
 
     Spawned, not forked: the parent may run threads (progress bars, tokenizers). They start when there is work for them.
@@ -72,38 +72,38 @@ class Crew(contextlib.AbstractContextManager["Crew"]):
 
     def __exit__(self, *_: object) -> None:
         """End the processes, at once where they are at work."""
-        _dismiss(self._workers)
+        _stop_workers(self._workers)
         self._workers = []
 
     def run(self, phase: Phase, indices: Sequence[int], report: Report) -> Iterator[tuple[int, dict[str, Any]]]:
         """Run the tasks of a phase; a dead worker ends the run, naming its task."""
         queue = list(reversed(indices))
         while len(self._workers) < min(self._size, len(queue)):
-            self._workers.append(_start(self.job))
+            self._workers.append(_start_worker(self.job))
         for worker in self._workers:
-            _next(worker, phase, queue)
+            _send_next_task(worker, phase, queue)
         while any(worker.index is not None for worker in self._workers):
             busy = {worker.connection: worker for worker in self._workers if worker.index is not None}
             for ready in wait(list(busy)):
                 worker = busy[ready]  # type: ignore[index]
-                ended = _hear(worker, phase, report)
+                ended = _receive_message(worker, phase, report)
                 if ended is not None:
                     yield ended
-                    _next(worker, phase, queue)
+                    _send_next_task(worker, phase, queue)
 
 
-def _start(job: Job) -> _Worker:
+def _start_worker(job: Job) -> _Worker:
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
-    process = context.Process(target=_serve, args=(theirs, job), daemon=True)
-    with _bare_main():
+    process = context.Process(target=_worker_main, args=(theirs, job), daemon=True)
+    with _hidden_main_module():
         process.start()
     theirs.close()
     return _Worker(process, ours)
 
 
 @contextlib.contextmanager
-def _bare_main() -> Iterator[None]:
+def _hidden_main_module() -> Iterator[None]:
     """Hide the program's main module: a spawned process would import it, and the whole command line with it."""
     main = sys.modules["__main__"]
     sys.modules["__main__"] = types.ModuleType("__main__")
@@ -113,14 +113,14 @@ def _bare_main() -> Iterator[None]:
         sys.modules["__main__"] = main
 
 
-def _next(worker: _Worker, phase: Phase, queue: list[int]) -> None:
+def _send_next_task(worker: _Worker, phase: Phase, queue: list[int]) -> None:
     worker.index = queue.pop() if queue else None
     if worker.index is not None:
         with contextlib.suppress(ConnectionError):  # a dead worker is noticed when it is heard
             worker.connection.send((phase, worker.index))
 
 
-def _hear(worker: _Worker, phase: Phase, report: Report) -> tuple[int, dict[str, Any]] | None:
+def _receive_message(worker: _Worker, phase: Phase, report: Report) -> tuple[int, dict[str, Any]] | None:
     try:
         message = worker.connection.recv()
     except (EOFError, ConnectionError) as error:
@@ -136,14 +136,14 @@ def _hear(worker: _Worker, phase: Phase, report: Report) -> tuple[int, dict[str,
     raise TaskFailedError(f"task {phase.name}-{worker.index:05d} failed:\n{message[1]}", message[2])
 
 
-def _dismiss(crew: Sequence[_Worker]) -> None:
-    for worker in crew:
+def _stop_workers(pool: Sequence[_Worker]) -> None:
+    for worker in pool:
         if worker.index is not None:
             worker.process.terminate()
         else:
             with contextlib.suppress(ConnectionError):
                 worker.connection.send(None)
-    for worker in crew:
+    for worker in pool:
         worker.process.join(timeout=5)
         if worker.process.is_alive():
             worker.process.kill()

@@ -6,20 +6,20 @@ import os
 from pathlib import Path
 
 from ..io.codecs import is_compressed
-from ..io.concat_files import copy_into
+from ..io.concat_files import append_files
 from ..io.json_edit import append_entry, replace_value
 from ..io.jsonl import Row, encode_text, has_surrogates, path_of
 from .task import Phase, Task
-from .task_manifest import Plan
+from .task_manifest import TaskManifest
 
 
 def join_parts(task: Task, kind: str, output: Path) -> None:
     """Make ``output`` of the slices' parts of this kind; a single part is moved instead of copied."""
-    parts = [task.part(kind, index) for index in range(len(task.plan.tasks))]
+    parts = [task.part(kind, index) for index in range(len(task.manifest.tasks))]
     if len(parts) == 1 and os.stat(parts[0]).st_dev == os.stat(output.parent).st_dev:
-        task.adopt(parts[0], output)
+        task.rename_part(parts[0], output)
         return
-    copy_into(task.create(output, plain=True), parts)
+    append_files(task.create(output, plain=True), parts)
 
 
 def records_ending(output: Path) -> str:
@@ -81,9 +81,9 @@ def with_value(row: Row, key: str, encoded: bytes) -> bytes:
     return append_entry(row.raw, key, encoded)
 
 
-def map_phases(plan: Plan, run: str) -> list[Phase]:
+def map_phases(manifest: TaskManifest, run: str) -> list[Phase]:
     """The phases of a step whose function ``run`` (``folder.module:function``) writes each slice's documents."""
     return [
-        Phase(name="map", run=run, tasks=len(plan.tasks), reads=True),
+        Phase(name="map", run=run, tasks=len(manifest.tasks), reads=True),
         Phase(name="join", run="runner.parts:join_records", tasks=1),
     ]

@@ -27,14 +27,14 @@ class Meter(Protocol):
         """A phase begins of which ``done`` tasks were finished by an earlier run."""
 
 
-class _Lines:
+class _LogMeter:
     """``Processed 3000 documents (1234.5 docs/s, 6.7 MB/s).``, at multiples of the interval, at most twice a second."""
 
     def __init__(self, label: str, total_bytes: int, interval: int) -> None:
         self._label, self._total, self._interval = label, total_bytes, max(interval, 1)
         self._documents = self._bytes = 0
-        self._began = self._told = time.monotonic()
-        self._told_documents = 0
+        self._started = self._last_log_time = time.monotonic()
+        self._last_logged_documents = 0
 
     def resume(self, phase: Phase, done: int) -> None:
         if done and done < phase.tasks:
@@ -47,29 +47,29 @@ class _Lines:
         self._bytes += size
         now = time.monotonic()
         shown = self._documents - self._documents % self._interval
-        if now - self._told >= LINE_EVERY_S and shown > self._told_documents:
-            self._told = now
-            rate = self._bytes / (now - self._began)
-            self._tell(shown, f" {max(self._total - self._bytes, 0) / rate:.0f} s left" if rate and self._total else "")
+        if now - self._last_log_time >= LINE_EVERY_S and shown > self._last_logged_documents:
+            self._last_log_time = now
+            rate = self._bytes / (now - self._started)
+            self._log(shown, f" {max(self._total - self._bytes, 0) / rate:.0f} s left" if rate and self._total else "")
 
     def finish(self) -> None:
         """The last line: all documents that were read."""
-        if self._documents > self._told_documents:
-            self._tell(self._documents)
+        if self._documents > self._last_logged_documents:
+            self._log(self._documents)
 
-    def _tell(self, shown: int, left: str = "") -> None:
-        self._told_documents = shown
-        elapsed = max(time.monotonic() - self._began, 1e-9)
+    def _log(self, shown: int, left: str = "") -> None:
+        self._last_logged_documents = shown
+        elapsed = max(time.monotonic() - self._started, 1e-9)
         rates = f"{self._documents / elapsed:.1f} docs/s, {self._bytes / elapsed / 1e6:.2f} MB/s"
         say(f"Processed {shown} documents ({rates}).{left}")
 
 
-class _Bar:
+class _BarMeter:
     def __init__(self, bar: Progress, label: str, total_bytes: int) -> None:
         self._bar = bar
         self._task = bar.add_task(label, total=total_bytes or None, note="")
         self._documents = self._bytes = 0
-        self._began = time.monotonic()
+        self._started = time.monotonic()
 
     def resume(self, phase: Phase, done: int) -> None:
         note = f"{phase.name}: {done}/{phase.tasks} done before" if done else phase.name
@@ -78,13 +78,13 @@ class _Bar:
     def report(self, documents: int, size: int) -> None:
         self._documents += documents
         self._bytes += size
-        elapsed = max(time.monotonic() - self._began, 1e-9)
+        elapsed = max(time.monotonic() - self._started, 1e-9)
         note = f"{self._documents / elapsed:,.0f} docs/s, {self._bytes / 1e6 / elapsed:.1f} MB/s"
         self._bar.update(self._task, advance=size, note=note)
 
 
 @contextmanager
-def meter(label: str, total_bytes: int, *, log_interval: int = 1000) -> Iterator[Meter]:
+def progress_meter(label: str, total_bytes: int, *, log_interval: int = 1000) -> Iterator[Meter]:
     """Show how far a run over ``total_bytes`` bytes of input is."""
     if sys.stderr.isatty():
         columns = (
@@ -95,8 +95,8 @@ def meter(label: str, total_bytes: int, *, log_interval: int = 1000) -> Iterator
             TextColumn("{task.fields[note]}"),
         )
         with Progress(*columns, console=Console(file=sys.stderr), transient=True) as bar:
-            yield _Bar(bar, label, total_bytes)
+            yield _BarMeter(bar, label, total_bytes)
     else:
-        lines = _Lines(label, total_bytes, log_interval)
+        lines = _LogMeter(label, total_bytes, log_interval)
         yield lines
         lines.finish()

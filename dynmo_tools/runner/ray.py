@@ -23,17 +23,17 @@ MAX_RETRIES = 3
 """Restarts of one task after the loss of its worker."""
 
 
-def _answer(folder: Path, job: Job, phase: Phase, index: int) -> tuple[str, Any, int]:
+def _run_remote(folder: Path, job: Job, phase: Phase, index: int) -> tuple[str, Any, int]:
     """Run a task where Ray placed it, in ``folder``; errors return as values."""
     try:
-        with _working_in(folder):
+        with _working_directory(folder):
             return "done", run_task(job, phase, index, lambda _documents, _size: None), 0
     except DynmoError as error:
         return "error", str(error), error.exit_code
 
 
 @contextlib.contextmanager
-def _working_in(folder: Path) -> Iterator[None]:
+def _working_directory(folder: Path) -> Iterator[None]:
     """Change to a folder; a Ray worker runs one task at a time."""
     before = os.getcwd()
     try:
@@ -102,14 +102,14 @@ def run_ray(
         raise MissingExtraError("ray", "ray") from error
     if not ray.is_initialized():
         _connect(ray, workers)
-    remote = ray.remote(num_cpus=1, max_retries=MAX_RETRIES)(_answer)
+    remote = ray.remote(num_cpus=1, max_retries=MAX_RETRIES)(_run_remote)
     folder = Path.cwd()
     limit = 2 * max(workers, int(ray.cluster_resources().get("CPU", 1)))
-    waiting = list(reversed(indices))
+    pending = list(reversed(indices))
     running: dict[Any, int] = {}
-    while waiting or running:
-        while waiting and len(running) < limit:
-            index = waiting.pop()
+    while pending or running:
+        while pending and len(running) < limit:
+            index = pending.pop()
             running[remote.remote(folder, job, phase, index)] = index
         ready, _ = ray.wait(list(running))
         index = running.pop(ready[0])

@@ -17,7 +17,7 @@ from ..formats.workfiles import PIPELINE
 from ..io.atomic_write import sweep_temporaries
 from ..io.paths import expand_inputs
 from .job import Execution, Summary, run_job
-from .registry import STEPS, Makes, Step, default_work
+from .registry import STEPS, OutputKind, Step, default_work
 from .task_manifest import Job, Limits, Source
 
 SUMMARY_NAME = "pipeline-summary.json"
@@ -103,11 +103,11 @@ def parse_recipe(text: str, source: str, assignments: Sequence[str] = ()) -> Rec
 
 
 def _output(recipe: Recipe, number: int, chosen: RecipeStep, folder: Path) -> Path:
-    if chosen.step.makes is Makes.TOKENIZER:
+    if chosen.step.output_kind is OutputKind.TOKENIZER:
         return folder / "tokenizer.json"
-    if chosen.step.makes is Makes.DATASET:
+    if chosen.step.output_kind is OutputKind.DATASET:
         return folder / recipe.prefix
-    if chosen.step.makes is Makes.PAIRS:
+    if chosen.step.output_kind is OutputKind.PAIRS:
         return folder / f"{number:02d}-{chosen.name}.jsonl"
     return folder / f"{number:02d}-{chosen.name}{RECORDS_ENDING}"
 
@@ -122,7 +122,7 @@ def jobs_of(recipe: Recipe, inputs: Sequence[Path], folder: Path, limits: Limits
     records, tokenizer = tuple(inputs), None
     for number, chosen in enumerate(recipe.steps, 1):
         values = dict(chosen.values)
-        if tokenizer is not None and chosen.step.makes is Makes.DATASET:
+        if tokenizer is not None and chosen.step.output_kind is OutputKind.DATASET:
             values.setdefault("tokenizer", str(tokenizer))
         settings = from_mapping(chosen.step.settings, values, f"{recipe.source}: step {chosen.name}")
         output = _output(recipe, number, chosen, folder)
@@ -138,9 +138,9 @@ def jobs_of(recipe: Recipe, inputs: Sequence[Path], folder: Path, limits: Limits
             if path not in [earlier.output for _, earlier in jobs]:
                 Source.of(path)
         jobs.append((chosen, job))
-        if chosen.step.makes is Makes.RECORDS:
+        if chosen.step.output_kind is OutputKind.RECORDS:
             records = (output,)
-        elif chosen.step.makes is Makes.TOKENIZER:
+        elif chosen.step.output_kind is OutputKind.TOKENIZER:
             tokenizer = output
     return jobs
 
@@ -180,7 +180,7 @@ def run_pipeline(
     folder: Path,
     limits: Limits,
     execution: Execution,
-    tell: Callable[[Summary], None],
+    report: Callable[[Summary], None],
 ) -> dict[str, Any]:
     """Run all steps and write ``pipeline-summary.json``, which is returned.
 
@@ -190,14 +190,14 @@ def run_pipeline(
         folder: where everything is written.
         limits: of the reading.
         execution: how to run.
-        tell: called with each finished step.
+        report: called with each finished step.
     """
     folder.mkdir(parents=True, exist_ok=True)
     jobs = jobs_of(recipe, inputs, folder, limits)
     summaries = []
     for chosen, job in jobs:
         summary = run_job(job, chosen.step.phases_of(), execution)
-        tell(summary)
+        report(summary)
         summaries.append((chosen.name, summary))
     document = {
         "recipe": recipe.source,
@@ -213,15 +213,17 @@ def _totals(summaries: Sequence[tuple[str, Summary]], jobs: Sequence[tuple[Recip
         (
             s
             for (_, s), (c, _) in reversed(list(zip(summaries, jobs, strict=True)))
-            if c.step.makes is not Makes.TOKENIZER
+            if c.step.output_kind is not OutputKind.TOKENIZER
         ),
         summaries[-1][1],
     )
-    tokenizer = next((job.output for chosen, job in reversed(jobs) if chosen.step.makes is Makes.TOKENIZER), None)
+    tokenizer = next(
+        (job.output for chosen, job in reversed(jobs) if chosen.step.output_kind is OutputKind.TOKENIZER), None
+    )
     return {
         "documents_in": summaries[0][1].tally.documents_in,
         "bytes_in": summaries[0][1].tally.bytes_in,
-        "documents_kept": last.tally.documents_kept,
+        "documents_out": last.tally.documents_out,
         "documents_rejected": sum(summary.tally.num_rejected for _, summary in summaries),
         "tokens": last.facts.get("tokens"),
         "data_prefix": last.facts.get("data_prefix"),

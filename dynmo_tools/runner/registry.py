@@ -26,7 +26,7 @@ from ..config.settings import (
 )
 
 
-class Makes(StrEnum):
+class OutputKind(StrEnum):
     """What a step's output is."""
 
     RECORDS = "records"
@@ -43,7 +43,7 @@ class Step:
         name: of the command.
         settings: the dataclass of its settings; its docstring is the command's help.
         phases: ``folder.module:function`` that makes the phases from a plan.
-        makes: what comes out.
+        output_kind: what comes out.
         output_help: what ``--output`` names.
         output_names: further names of ``--output``.
         input_help: what the inputs are.
@@ -52,7 +52,7 @@ class Step:
     name: str
     settings: type
     phases: str
-    makes: Makes = Makes.RECORDS
+    output_kind: OutputKind = OutputKind.RECORDS
     output_help: str = "The output: JSON lines, compressed by the name's ending (.gz, .xz, .bz2, .zst)."
     output_names: tuple[str, ...] = ()
     input_help: str = "Input files or patterns: JSON lines (.jsonl, .json), also .gz, .xz, .bz2, .zst, and .parquet."
@@ -64,7 +64,7 @@ class Step:
         return found
 
 
-NOT_FOUND = "names_not_found"
+MISSING_NAMES = "names_not_found"
 """The fact that names of a file are in no input; the step ends with exit code 3."""
 
 STEPS: Mapping[str, Step] = {
@@ -86,7 +86,7 @@ STEPS: Mapping[str, Step] = {
             name="find-duplicates",
             settings=FindDuplicatesSettings,
             phases="dedup.steps:find_phases",
-            makes=Makes.PAIRS,
+            output_kind=OutputKind.PAIRS,
             output_help="The pairs to write: {name: [{name of a later one: Jaccard index}, ...]}, a line for each.",
         ),
         Step(name="remove-duplicates", settings=RemoveDuplicatesSettings, phases="dedup.steps:remove_phases"),
@@ -98,14 +98,14 @@ STEPS: Mapping[str, Step] = {
             name="train-tokenizer",
             settings=TrainTokenizerSettings,
             phases="tokenization.train_tokenizer:train_phases",
-            makes=Makes.TOKENIZER,
+            output_kind=OutputKind.TOKENIZER,
             output_help="The tokenizer.json to write.",
         ),
         Step(
             name="binarize",
             settings=BinarizeSettings,
             phases="tokenization.binarize:binarize_phases",
-            makes=Makes.DATASET,
+            output_kind=OutputKind.DATASET,
             output_names=("--output-prefix",),
             output_help="PREFIX of the data set: PREFIX_KEY_document.bin and .idx are written.",
         ),

@@ -37,7 +37,7 @@ def check_jobs(jobs: int) -> None:
         raise UsageError(f"--task-count is {jobs}; an array has between 1 and {MAX_ARRAY} jobs")
 
 
-def arrays(command: Sequence[str], phases: Sequence[Phase], jobs: int, prefix: str = "") -> list[Submission]:
+def job_arrays(command: Sequence[str], phases: Sequence[Phase], jobs: int, prefix: str = "") -> list[Submission]:
     """The arrays that do the phases of one step, each phase cut into ``jobs`` parts at most.
 
     Args:
@@ -47,15 +47,15 @@ def arrays(command: Sequence[str], phases: Sequence[Phase], jobs: int, prefix: s
         prefix: what stands before a phase's name in that of its job.
     """
     check_jobs(jobs)
-    made = []
+    submissions = []
     for phase in phases:
         count = min(phase.tasks, jobs)
         part = f"--phase {phase.name} --task-index $SLURM_ARRAY_TASK_ID --task-count {count}"
-        made.append(Submission(name=f"{prefix}{phase.name}", line=f"{shlex.join(command)} {part}", jobs=count))
-    return made
+        submissions.append(Submission(name=f"{prefix}{phase.name}", line=f"{shlex.join(command)} {part}", jobs=count))
+    return submissions
 
 
-def script(submissions: Sequence[Submission], log_folder: Path) -> str:
+def sbatch_script(submissions: Sequence[Submission], log_folder: Path) -> str:
     """The script that submits everything, each job behind the success of the one before.
 
     A job whose predecessor failed is cancelled, else it would stay queued for ever. Where ``sbatch`` refuses a job, the
@@ -64,7 +64,7 @@ def script(submissions: Sequence[Submission], log_folder: Path) -> str:
     here = Path.cwd()
     log_folder = here / log_folder
     logs = shlex.quote(f"{log_folder}/slurm-%A-%a.log")
-    rows = [
+    lines = [
         "#!/bin/bash",
         "# Each job waits for the one before. SBATCH_OPTIONS are given to every sbatch.",
         "set -euo pipefail",
@@ -76,14 +76,14 @@ def script(submissions: Sequence[Submission], log_folder: Path) -> str:
     ]
     for one in submissions:
         array = "" if one.jobs is None else f"--array 0-{one.jobs - 1} "
-        rows.append(
+        lines.append(
             f"job=$(sbatch --parsable ${{SBATCH_OPTIONS:-}} $after --job-name {shlex.quote(one.name)} {array}"
             f"--output {logs} --wrap {shlex.quote(one.line)})"
         )
-        rows.append('jobs+=("${job%%;*}")')
-        rows.append('after="--dependency=afterok:${job%%;*} --kill-on-invalid-dep=yes"')
-    rows.append('echo "$job"')
-    return "\n".join(rows) + "\n"
+        lines.append('jobs+=("${job%%;*}")')
+        lines.append('after="--dependency=afterok:${job%%;*} --kill-on-invalid-dep=yes"')
+    lines.append('echo "$job"')
+    return "\n".join(lines) + "\n"
 
 
 def submit(path: Path) -> str:
@@ -95,7 +95,7 @@ def submit(path: Path) -> str:
     """
     if shutil.which("sbatch") is None:
         raise UsageError("sbatch is not on PATH; use --emit-sbatch FILE here and run the file where Slurm is")
-    done = subprocess.run(["bash", str(path)], capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise DynmoError(f"sbatch refused: {done.stderr.strip() or done.stdout.strip()}")
-    return done.stdout.strip().splitlines()[-1]
+    completed = subprocess.run(["bash", str(path)], capture_output=True, text=True, check=False)
+    if completed.returncode:
+        raise DynmoError(f"sbatch refused: {completed.stderr.strip() or completed.stdout.strip()}")
+    return completed.stdout.strip().splitlines()[-1]

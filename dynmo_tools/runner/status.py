@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Any
 
 from .._common.errors import UsageError
-from ..formats.workfiles import PLAN, TASK
+from ..formats.workfiles import MANIFEST, TASK
 from .registry import STEPS
 from .task import marker_path
-from .task_manifest import load_plan
+from .task_manifest import load_manifest
 
 
 def status_of(folder: Path) -> list[dict[str, Any]]:
@@ -18,19 +18,19 @@ def status_of(folder: Path) -> list[dict[str, Any]]:
     Raises:
         UsageError: there is none.
     """
-    if (folder / "plan.json").exists():
+    if (folder / "manifest.json").exists():
         return [_one(folder)]
-    works = [path.parent for path in folder.glob("*.work/plan.json")]
+    works = [path.parent for path in folder.glob("*.work/manifest.json")]
     if not works:
         raise UsageError(
             f"{folder}: holds no run of dynmo-prep; name a work folder (OUTPUT.work) or a folder with some"
         )
-    return [_one(work) for work in sorted(works, key=lambda work: (work / "plan.json").stat().st_mtime_ns)]
+    return [_one(work) for work in sorted(works, key=lambda work: (work / "manifest.json").stat().st_mtime_ns)]
 
 
 def _one(work: Path) -> dict[str, Any]:
-    plan, document = load_plan(work), PLAN.read(work / "plan.json")
-    phases = STEPS[document["step"]].phases_of()(plan)
+    manifest, document = load_manifest(work), MANIFEST.read(work / "manifest.json")
+    phases = STEPS[document["step"]].phases_of()(manifest)
     documents = rejected = 0
     states = []
     for phase in phases:
@@ -48,5 +48,5 @@ def _one(work: Path) -> dict[str, Any]:
         "phases": states,
         "documents_in": documents,
         "rejected": rejected,
-        "input_bytes": plan.input_bytes,
+        "input_bytes": manifest.input_bytes,
     }

@@ -28,15 +28,15 @@ from ..io.jsonl import (
     Row,
     Slice,
     Tally,
+    contains_surrogates,
     excerpt,
-    holds_surrogates,
     parse_line,
     read_lines,
     read_parquet,
     repair_utf8,
     text_of,
 )
-from .task_manifest import Job, Plan, load_plan
+from .task_manifest import Job, TaskManifest, load_manifest
 
 REPORT_EVERY_DOCUMENTS = 256
 REPORT_EVERY_S = 0.2
@@ -95,7 +95,7 @@ class Task:
 
     Attributes:
         job: what is being done.
-        plan: the frozen cutting of its inputs.
+        manifest: the frozen cutting of its inputs.
         phase: the task's phase.
         index: its number within the phase.
         report: takes the documents and bytes that were read since the last report.
@@ -105,7 +105,7 @@ class Task:
     """
 
     job: Job
-    plan: Plan
+    manifest: TaskManifest
     phase: Phase
     index: int
     report: Report
@@ -120,7 +120,7 @@ class Task:
     @property
     def slice(self) -> Slice:
         """The slice of the input that this task reads."""
-        return self.plan.tasks[self.index]
+        return self.manifest.tasks[self.index]
 
     def part(self, kind: str, index: int | None = None) -> Path:
         """The path of an intermediate file: ``kind`` names it with its ending, as in ``clean.jsonl``."""
@@ -132,7 +132,7 @@ class Task:
         self._outputs.append(output)
         return output.writer
 
-    def adopt(self, path: Path, target: Path) -> None:
+    def rename_part(self, path: Path, target: Path) -> None:
         """Make the finished part ``path`` the output ``target`` by a rename, at the end of the task."""
         self._outputs.append(_Output(target, existing=path))
 
@@ -162,7 +162,7 @@ class Task:
         A document with a lone surrogate anywhere is none: who takes texts by their key asks ``documents``.
         """
         for row in self.objects(part):
-            if b"\\u" in row.raw and holds_surrogates(row.value):
+            if b"\\u" in row.raw and contains_surrogates(row.value):
                 self.reject(row.line, row.offset, "surrogate", row.raw)
             else:
                 yield row
@@ -175,9 +175,9 @@ class Task:
         if part.path != self._source:
             self._source, self._lines_before = part.path, 0
         if part.path.suffix == ".parquet":
-            yield from self._told(read_parquet(part))
+            yield from self._report_progress(read_parquet(part))
             return
-        yield from self._told(self._parsed(part, parse))
+        yield from self._report_progress(self._parsed(part, parse))
 
     def _parsed(self, part: Slice, parse: Callable[[bytes], dict[str, Any]]) -> Iterator[Row]:
         limits = self.job.limits
@@ -216,7 +216,7 @@ class Task:
             self.tally.lines += lines
             self.tally.blank_lines += blank_lines
 
-    def _told(self, rows: Iterator[Row]) -> Iterator[Row]:
+    def _report_progress(self, rows: Iterator[Row]) -> Iterator[Row]:
         documents = size = 0
         clock = time.monotonic()
         for row in rows:
@@ -246,7 +246,7 @@ class Task:
         """Write one line and count it as kept; 0 ``documents`` for a further piece of the same document."""
         writer.write(raw)
         writer.write(b"\n")
-        self.tally.documents_kept += documents
+        self.tally.documents_out += documents
         self.tally.bytes_out += len(raw) + 1
 
     def __enter__(self) -> Self:
@@ -317,7 +317,7 @@ def resolve(name: str) -> Callable[[Task], None]:
 def run_task(job: Job, phase: Phase, index: int, report: Report) -> dict[str, Any]:
     """Run one task to its marker, which is returned."""
     started = time.monotonic()
-    task = Task(job=job, plan=load_plan(job.work), phase=phase, index=index, report=report)
+    task = Task(job=job, manifest=load_manifest(job.work), phase=phase, index=index, report=report)
     try:
         with task:
             resolve(phase.run)(task)
@@ -332,7 +332,7 @@ def run_task(job: Job, phase: Phase, index: int, report: Report) -> dict[str, An
         sync_folder(folder)
     fields = {
         "task": f"{phase.name}-{index:05d}",
-        "digest": task.plan.digest,
+        "digest": task.manifest.digest,
         "outputs": outputs,
         "tally": task.tally.as_json(),
         "result": task.result,
@@ -343,10 +343,12 @@ def run_task(job: Job, phase: Phase, index: int, report: Report) -> dict[str, An
     return fields
 
 
-def finished(job: Job, phase: Phase, index: int, digest: str, *, outputs_used_up: bool) -> dict[str, Any] | None:
+def read_valid_marker(
+    job: Job, phase: Phase, index: int, digest: str, *, outputs_removed: bool
+) -> dict[str, Any] | None:
     """The marker of a task that need not run again, or None.
 
-    ``outputs_used_up`` says that a later phase is complete, which removes the parts that it was made of.
+    ``outputs_removed`` says that a later phase is complete, which removes the parts that it was made of.
     """
     try:
         marker = TASK.read(marker_path(job.work, phase.name, index))
@@ -354,7 +356,7 @@ def finished(job: Job, phase: Phase, index: int, digest: str, *, outputs_used_up
         return None
     if marker["digest"] != digest:
         return None
-    if not outputs_used_up:
+    if not outputs_removed:
         for name, size in marker["outputs"].items():
             try:
                 if os.path.getsize(name) != size:
@@ -364,6 +366,6 @@ def finished(job: Job, phase: Phase, index: int, digest: str, *, outputs_used_up
     return marker
 
 
-def marker_of(task: Task, phase: str, index: int) -> dict[str, Any]:
+def read_marker(task: Task, phase: str, index: int) -> dict[str, Any]:
     """The marker of a finished task of an earlier phase of the same job."""
     return TASK.read(marker_path(task.job.work, phase, index))

@@ -1,4 +1,4 @@
-"""The plan of a run: inputs cut once into tasks, frozen in ``plan.json``, and never cut again by a resumed run."""
+"""The plan of a run: inputs cut once into tasks, frozen in ``manifest.json``, and never cut again by a resumed run."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .._common.document import check_regular
 from .._common.errors import UsageError
 from ..config.options import files_of, jsonable, outputs_of
 from ..config.settings import MAX_TASKS
-from ..formats.workfiles import PLAN
+from ..formats.workfiles import MANIFEST
 from ..io.codecs import PARQUET, PIECE_BYTES, is_compressed
 from ..io.jsonl import Slice
 from ..io.mediawiki_dump import cut_points, is_dump
@@ -71,7 +71,7 @@ class Job:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
+class TaskManifest:
     """The frozen work of a job."""
 
     digest: str
@@ -164,7 +164,7 @@ def check_tasks(sources: Iterable[Source], task_bytes: int) -> None:
         )
 
 
-def make_plan(job: Job) -> Plan:
+def make_manifest(job: Job) -> TaskManifest:
     """Look at the inputs as they are now and cut them into tasks."""
     sources = tuple(Source.of(path) for path in job.inputs)
     tasks = tuple(
@@ -172,29 +172,29 @@ def make_plan(job: Job) -> Plan:
         for number, source in enumerate(sources, 1)
         for part in cut(source, job.limits.task_bytes, last=number == len(sources))
     )
-    return Plan(digest=digest_of(job, sources), sources=sources, tasks=tasks)
+    return TaskManifest(digest=digest_of(job, sources), sources=sources, tasks=tasks)
 
 
-def store_plan(job: Job, plan: Plan) -> None:
-    """Write ``plan.json`` into the work folder."""
+def store_manifest(job: Job, manifest: TaskManifest) -> None:
+    """Write ``manifest.json`` into the work folder."""
     fields = {
         "step": job.step,
-        "digest": plan.digest,
+        "digest": manifest.digest,
         "output": str(job.output),
         "settings": jsonable(job.settings),
         "limits": vars(job.limits),
-        "sources": [source.as_json() for source in plan.sources],
-        "tasks": [{"path": str(part.path), "begin": part.begin, "end": part.end} for part in plan.tasks],
+        "sources": [source.as_json() for source in manifest.sources],
+        "tasks": [{"path": str(part.path), "begin": part.begin, "end": part.end} for part in manifest.tasks],
     }
-    PLAN.write(job.work / "plan.json", fields)
+    MANIFEST.write(job.work / "manifest.json", fields)
 
 
-def load_plan(work: Path) -> Plan:
-    """Read ``plan.json`` of a work folder; raises ``DocumentError`` where it breaks its format."""
-    document = PLAN.read(work / "plan.json")
+def load_manifest(work: Path) -> TaskManifest:
+    """Read ``manifest.json`` of a work folder; raises ``DocumentError`` where it breaks its format."""
+    document = MANIFEST.read(work / "manifest.json")
     sources = (
         Source(path=Path(item["path"]), size_bytes=item["size_bytes"], mtime_ns=item["mtime_ns"])
         for item in document["sources"]
     )
     tasks = (Slice(path=Path(item["path"]), begin=item["begin"], end=item["end"]) for item in document["tasks"])
-    return Plan(digest=document["digest"], sources=tuple(sources), tasks=tuple(tasks))
+    return TaskManifest(digest=document["digest"], sources=tuple(sources), tasks=tuple(tasks))

@@ -18,11 +18,11 @@ from .._common.errors import UsageError
 from ..config.settings import BinarizeSettings, IndexForm
 from ..formats.dataset import Piece, copy_pieces, digest_file, digest_vocabulary, encode_sidecar, sidecar_path
 from ..formats.indexed import Index, best_dtype, bin_path, encode_index, idx_path
-from ..formats.numbers import Numbers, bounds, chained, whole_file
-from ..io.concat_files import copy_into
-from ..io.jsonl import BadLineError, parse_line, plain_line, text_of
-from ..runner.task import Phase, Task, marker_of
-from ..runner.task_manifest import Plan
+from ..formats.int_columns import IntColumn, bounds, concatenate, map_file
+from ..io.concat_files import append_files
+from ..io.jsonl import BadLineError, parse_line, parse_plain_line, text_of
+from ..runner.task import Phase, Task, read_marker
+from ..runner.task_manifest import TaskManifest
 from .provenance import new_sidecar, steps_of, tokenizer_files
 from .sentences import split_sentences
 from .tokenizers import Encoded, Tokenizer, TokenizerFiles, load_tokenizer
@@ -30,10 +30,10 @@ from .tokenizers import Encoded, Tokenizer, TokenizerFiles, load_tokenizer
 BATCH_CHARACTERS = 1 << 20
 
 
-def binarize_phases(plan: Plan) -> list[Phase]:
+def binarize_phases(manifest: TaskManifest) -> list[Phase]:
     """The phases of ``binarize``."""
     return [
-        Phase(name="tokenize", run="tokenization.binarize:tokenize_slice", tasks=len(plan.tasks), reads=True),
+        Phase(name="tokenize", run="tokenization.binarize:tokenize_slice", tasks=len(manifest.tasks), reads=True),
         Phase(name="join", run="tokenization.binarize:join", tasks=1),
     ]
 
@@ -160,7 +160,7 @@ def tokenize_slice(task: Task) -> None:
             writer.write(*pack(encoded, counts, eod, keep_empty=settings.keep_empty))
             texts.clear()
 
-    for row in task.objects(parse=plain_line if settings.plain_text else parse_line):
+    for row in task.objects(parse=parse_plain_line if settings.plain_text else parse_line):
         try:
             found = [text_of(row.value, key) for key in settings.json_keys]
         except BadLineError as error:
@@ -175,7 +175,7 @@ def tokenize_slice(task: Task) -> None:
             size = 0
     flush()
     first = writers[0]
-    task.tally.documents_kept += first.num_documents
+    task.tally.documents_out += first.num_documents
     task.tally.bytes_out += sum(writer.num_tokens for writer in writers) * dtype.itemsize
     if num_documents > first.num_documents:
         task.tally.dropped["empty"] = num_documents - first.num_documents
@@ -200,14 +200,14 @@ def _cut(texts: Sequence[str], settings: BinarizeSettings) -> tuple[list[str], n
 def join(task: Task) -> None:
     """Task function: the data sets of all slices, one for each key, each with its sidecar."""
     settings: BinarizeSettings = task.job.settings
-    slices = range(len(task.plan.tasks))
-    results = [marker_of(task, "tokenize", index)["result"] for index in slices]
+    slices = range(len(task.manifest.tasks))
+    results = [read_marker(task, "tokenize", index)["result"] for index in slices]
     num_ids = max((result["num_ids"] for result in results), default=0)
     dtype = token_dtype(num_ids, settings.dataset_impl)
     for number, key in enumerate(settings.json_keys):
         prefix = settings.data_prefix(task.job.output, key)
         tokens, lengths, documents = part_names(number)
-        copy_into(task.create(bin_path(prefix), plain=True), [task.part(tokens, i) for i in slices])
+        append_files(task.create(bin_path(prefix), plain=True), [task.part(tokens, i) for i in slices])
         index = Index(
             form="mmap" if settings.dataset_impl is IndexForm.MMAP else "tnt",
             dtype=dtype,
@@ -227,7 +227,7 @@ def _sidecar(task: Task, results: Sequence[dict[str, Any]], key: int, idx: Piece
     settings: BinarizeSettings = task.job.settings
     first = results[0]
     inputs: dict[str, list[Piece]] = {}
-    for part, result in zip(task.plan.tasks, results, strict=True):
+    for part, result in zip(task.manifest.tasks, results, strict=True):
         inputs.setdefault(str(part.path), []).extend([result["input"]] if result["input"]["bytes"] else [])
     return new_sidecar(
         tokenizer={
@@ -244,6 +244,6 @@ def _sidecar(task: Task, results: Sequence[dict[str, Any]], key: int, idx: Piece
     )
 
 
-def _numbers(task: Task, kind: str) -> Numbers:
+def _numbers(task: Task, kind: str) -> IntColumn:
     """The numbers of this kind of all slices, which stay on disk."""
-    return chained([whole_file(task.part(kind, index), "<i4") for index in range(len(task.plan.tasks))])
+    return concatenate([map_file(task.part(kind, index), "<i4") for index in range(len(task.manifest.tasks))])

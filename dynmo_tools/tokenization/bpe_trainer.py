@@ -26,8 +26,8 @@ from .._common.portable import allocate
 Ints = npt.NDArray[Any]
 
 CHUNK = 1 << 18
-HELD_PAIRS = 1 << 18
-FEW = 64  # so many are not worth a sort
+MAX_PAIRS_IN_MEMORY = 1 << 18
+MIN_SORTED = 64  # so many are not worth a sort
 
 # A pair is one number of both ids. On the heap lies one number of its count, the greatest least, the pair and the merge
 # that made it: numbers take a third of the memory of tuples.
@@ -63,15 +63,15 @@ class MappedArray:
         self._file.close()
 
 
-class Words(contextlib.AbstractContextManager["Words"]):
+class WordSymbols(contextlib.AbstractContextManager["WordSymbols"]):
     """The symbols of distinct words and how often each word occurs.
 
     Attributes:
         size: places that are in use: one for each symbol, and one without a token before, between and behind the words.
         first: the token that begins at a place, or -1 ``[size]``.
         last: the token that ends at a place; whatever was there before elsewhere ``[size]``.
-        made: the number of the merge that made the token that begins at a place ``[size]``.
-        places: room for lists of places.
+        merge_index: the number of the merge that made the token that begins at a place ``[size]``.
+        positions: room for lists of places.
         starts: where each word begins ``[words]``.
         counts: how often each word occurs ``[words]``.
 
@@ -94,39 +94,39 @@ class Words(contextlib.AbstractContextManager["Words"]):
                 (words, np.int64),
             )
         ]
-        first, last, made, self.places, starts, counts = self._arrays
-        self.first, self.last, self.made = first.data, last.data, made.data
+        first, last, merge_index, self.positions, starts, counts = self._arrays
+        self.first, self.last, self.merge_index = first.data, last.data, merge_index.data
         self.starts, self.counts = starts.data[:words], counts.data[:words]
         self._words, self.size = 0, 1
         self.first[0] = self.last[0] = -1
 
     def add(self, symbols: Ints, lengths: Ints, counts: Ints) -> None:
         """Append words: their ``symbols [symbols]`` together, ``lengths [words]`` in symbols and ``counts [words]``."""
-        many = len(lengths)
-        if not many:
+        num_words = len(lengths)
+        if not num_words:
             return
-        ends = np.cumsum(lengths, dtype=np.int64) + np.arange(many)
-        laid = np.full(int(ends[-1]) + 1, -1, dtype=np.int32)
-        inside = np.ones(len(laid), dtype=np.bool_)
+        ends = np.cumsum(lengths, dtype=np.int64) + np.arange(num_words)
+        row = np.full(int(ends[-1]) + 1, -1, dtype=np.int32)
+        inside = np.ones(len(row), dtype=np.bool_)
         inside[ends] = False
-        laid[inside] = symbols
-        here = slice(self.size, self.size + len(laid))
-        self.first[here] = laid
-        self.last[here] = laid
-        rows = slice(self._words, self._words + many)
+        row[inside] = symbols
+        in_words = slice(self.size, self.size + len(row))
+        self.first[in_words] = row
+        self.last[in_words] = row
+        rows = slice(self._words, self._words + num_words)
         self.starts[rows] = self.size + ends - lengths
         self.counts[rows] = counts
-        self.size += len(laid)
-        self._words += many
+        self.size += len(row)
+        self._words += num_words
 
-    def word_of(self, places: Ints) -> Ints:
+    def word_of(self, positions: Ints) -> Ints:
         """The number of the word at each place."""
-        found: Ints = np.searchsorted(self.starts, places, side="right") - 1
+        found: Ints = np.searchsorted(self.starts, positions, side="right") - 1
         return found
 
     def __exit__(self, *_: object) -> None:
         """Give the disk back."""
-        del self.first, self.last, self.made, self.starts, self.counts
+        del self.first, self.last, self.merge_index, self.starts, self.counts
         for array in self._arrays:
             array.close()
 
@@ -138,28 +138,34 @@ class PairMerger:
         words: all of them; their symbols are ids of ``tokens``.
         tokens: the vocabulary so far, which grows.
         prefix: what stands before a token that continues a word, as WordPiece's ``##``.
-        held: pairs in memory at most, beside those that were merged; about 250 bytes each.
+        max_pairs: pairs in memory at most, beside those that were merged; about 250 bytes each.
     """
 
-    def __init__(self, words: Words, tokens: list[str], *, prefix: str = "", held: int = HELD_PAIRS) -> None:
-        self._words, self._tokens, self._prefix, self._held = words, tokens, prefix, held
+    def __init__(
+        self, words: WordSymbols, tokens: list[str], *, prefix: str = "", max_pairs: int = MAX_PAIRS_IN_MEMORY
+    ) -> None:
+        self._words, self._tokens, self._prefix, self._held = words, tokens, prefix, max_pairs
         self._ids = {token: number for number, token in enumerate(tokens)}
         self._spans = [1] * len(tokens)  # how many symbols of the beginning each token stands for
         self._begins: list[int] = []  # of each token, where its list of places begins
         self._sizes: list[int] = []
-        self._placed = 0
-        self._place_symbols()
+        self._num_positions = 0
+        self._index_symbols()
         self._counts: dict[int, int] = {}  # of pairs
-        self._several: set[int] = set()  # pairs that were made by several merges
+        self._remade_pairs: set[int] = set()  # pairs that were made by several merges
         self._merged: dict[int, None] = {}  # in order
         self._heap: list[int] = []
         self._limit = _NO_LIMIT  # pairs beyond it, by count and ids, are not in the table
-        self._now = 0  # the number of the merge
+        self._merge_number = 0  # the number of the merge
 
-    def merges(self, vocab_size: int, least: int) -> list[tuple[int, int]]:
-        """Merge until there are ``vocab_size`` tokens, or no pair occurs ``least`` times; the pairs, in order."""
-        least = max(least, 1)
-        self._count_pairs(least)
+    def merges(self, vocab_size: int, min_frequency: int) -> list[tuple[int, int]]:
+        """Merge pairs until ``vocab_size`` tokens exist or no pair occurs ``min_frequency`` times.
+
+        Returns:
+            The merged pairs as token ids, in merge order.
+        """
+        min_frequency = max(min_frequency, 1)
+        self._count_pairs(min_frequency)
         while len(self._tokens) < vocab_size:
             if self._heap:
                 item = heapq.heappop(self._heap)
@@ -168,109 +174,113 @@ class PairMerger:
                 key = _key(count, pair)
                 if key != item >> _TIME_BITS:
                     heapq.heappush(self._heap, key << _TIME_BITS | time)
-                elif count >= least and key <= self._limit:
-                    self._merge(pair, time, least)
+                elif count >= min_frequency and key <= self._limit:
+                    self._merge(pair, time, min_frequency)
                     if len(self._counts) - len(self._merged) > self._held:
-                        self._drop_rare(least)
+                        self._prune_rare_pairs(min_frequency)
                 elif self._limit == _NO_LIMIT:
                     break
                 else:
                     heapq.heappush(self._heap, item)
-                    self._count_pairs(least)
+                    self._count_pairs(min_frequency)
             elif self._limit == _NO_LIMIT:
                 break
             else:
-                self._count_pairs(least)
+                self._count_pairs(min_frequency)
         return [(pair >> _ID_BITS, pair & _ID_MASK) for pair in self._merged]
 
-    def _place_symbols(self) -> None:
+    def _index_symbols(self) -> None:
         """Make the list of places of each symbol."""
-        words, many = self._words, len(self._tokens)
+        words, num_words = self._words, len(self._tokens)
         used = words.first[: words.size]
-        sizes = np.zeros(many + 1, dtype=np.int64)
+        sizes = np.zeros(num_words + 1, dtype=np.int64)
         for begin in range(0, words.size, CHUNK):
-            sizes += np.bincount(used[begin : begin + CHUNK] + 1, minlength=many + 1)
+            sizes += np.bincount(used[begin : begin + CHUNK] + 1, minlength=num_words + 1)
         filled = np.cumsum(sizes) - sizes - sizes[0]
         self._begins, self._sizes = filled[1:].tolist(), sizes[1:].tolist()
-        self._placed = int(sizes[1:].sum())
+        self._num_positions = int(sizes[1:].sum())
         for begin in range(0, words.size, CHUNK):
             symbols = used[begin : begin + CHUNK]
             order = np.argsort(symbols, kind="stable")
             order = order[np.count_nonzero(symbols < 0) :]
             found, firsts, many_of = np.unique(symbols[order], return_index=True, return_counts=True)
             at = np.repeat(filled[found + 1] - firsts, many_of) + np.arange(len(order))
-            words.places.data[at] = order + begin
+            words.positions.data[at] = order + begin
             filled[found + 1] += many_of
 
-    def _places_of(self, token: int) -> Iterator[Ints]:
+    def _positions_of(self, token: int) -> Iterator[Ints]:
         """Where a token begins, ascending; places that it has left are taken out of its list on the way."""
         words = self._words
         begin, size = self._begins[token], self._sizes[token]
         kept = begin
         for at in range(begin, begin + size, CHUNK):
-            listed = words.places.data[at : min(at + CHUNK, begin + size)]
+            listed = words.positions.data[at : min(at + CHUNK, begin + size)]
             live = listed[words.first[listed] == token]
-            words.places.data[kept : kept + len(live)] = live
+            words.positions.data[kept : kept + len(live)] = live
             kept += len(live)
             yield live
         self._sizes[token] = kept - begin
 
-    def _places_of_pair(self, left: int, right: int) -> Iterator[Ints]:
+    def _positions_of_pair(self, left: int, right: int) -> Iterator[Ints]:
         """Where a pair of tokens begins, ascending; of three equal tokens, the first two places."""
         words, span = self._words, self._spans[left]
         if self._sizes[left] <= self._sizes[right]:
-            for places in self._places_of(left):
-                yield places[words.first[places + span] == right]
+            for positions in self._positions_of(left):
+                yield positions[words.first[positions + span] == right]
         else:
-            for places in self._places_of(right):
-                yield places[words.last[places - 1] == left] - span
+            for positions in self._positions_of(right):
+                yield positions[words.last[positions - 1] == left] - span
 
-    def _weights(self, places: Ints) -> Ints:
+    def _weights(self, positions: Ints) -> Ints:
         """How often the word at each place occurs."""
-        weights: Ints = self._words.counts[self._words.word_of(places)]
+        weights: Ints = self._words.counts[self._words.word_of(positions)]
         return weights
 
-    def _times(self, places: Ints, left: int) -> Ints:
+    def _times(self, positions: Ints, left: int) -> Ints:
         """The merge that made the pair of ``left`` and what follows it at each place; 0 for the beginning."""
-        times: Ints = np.maximum(self._words.made[places], self._words.made[places + self._spans[left]])
+        times: Ints = np.maximum(
+            self._words.merge_index[positions], self._words.merge_index[positions + self._spans[left]]
+        )
         return times
 
-    def _count_pairs(self, least: int) -> None:
+    def _count_pairs(self, min_frequency: int) -> None:
         """Count the pairs that are not in the table, and take in those that there is room for."""
         words = self._words
         self._limit = _NO_LIMIT
         for left in range(len(self._tokens)):
             counts: dict[int, int] = {}
             times: dict[int, set[int]] = {}
-            for places in self._places_of(left):
-                rights = words.first[places + self._spans[left]]
-                places, rights = places[rights >= 0], rights[rights >= 0]
-                for right, weight in _sums(rights, self._weights(places), len(self._tokens)):
+            for positions in self._positions_of(left):
+                rights = words.first[positions + self._spans[left]]
+                positions, rights = positions[rights >= 0], rights[rights >= 0]
+                for right, weight in _sums(rights, self._weights(positions), len(self._tokens)):
                     counts[right] = counts.get(right, 0) + weight
-                rows = np.unique(rights.astype(np.int64) << _TIME_BITS | self._times(places, left))
+                rows = np.unique(rights.astype(np.int64) << _TIME_BITS | self._times(positions, left))
                 for row in rows.tolist():
                     times.setdefault(row >> _TIME_BITS, set()).add(row & _TIME_MASK)
             for right, count in counts.items():
                 if (pair := left << _ID_BITS | right) not in self._counts:
-                    self._take_in(pair, count, times[right], least)
+                    self._add_pair(pair, count, times[right], min_frequency)
             if len(self._counts) - len(self._merged) > self._held:
-                self._drop_rare(least)
+                self._prune_rare_pairs(min_frequency)
 
-    def _take_in(self, pair: int, count: int, times: Iterable[int], least: int) -> None:
+    def _add_pair(self, pair: int, count: int, times: Iterable[int], min_frequency: int) -> None:
         """Put a pair into the table and on the heap, if it is frequent enough to be there."""
         key = _key(count, pair)
-        if count < least or key > self._limit:
+        if count < min_frequency or key > self._limit:
             return
         self._counts[pair] = count
         for number, time in enumerate(times):
             heapq.heappush(self._heap, key << _TIME_BITS | time)
             if number:
-                self._several.add(pair)
+                self._remade_pairs.add(pair)
 
-    def _drop_rare(self, least: int) -> None:
+    def _prune_rare_pairs(self, min_frequency: int) -> None:
         """Keep the more frequent half of the pairs, and those that were merged, whose counts stay as they are."""
         keys = sorted(
-            _key(count, pair) for pair, count in self._counts.items() if count >= least and pair not in self._merged
+            _key(count, pair)
+            for pair, count in self._counts.items()
+            if count >= min_frequency and pair not in self._merged
         )
         if len(keys) > self._held // 2:
             self._limit = min(self._limit, keys[self._held // 2])
@@ -278,116 +288,124 @@ class PairMerger:
         self._counts = {
             pair: count
             for pair, count in self._counts.items()
-            if pair in self._merged or (count >= least and _key(count, pair) <= self._limit)
+            if pair in self._merged or (count >= min_frequency and _key(count, pair) <= self._limit)
         }
-        self._several.intersection_update(self._counts)
+        self._remade_pairs.intersection_update(self._counts)
         self._heap = [item for item in self._heap if item >> _TIME_BITS & _PAIR_MASK in self._counts]
         heapq.heapify(self._heap)
 
-    def _merge(self, pair: int, time: int, least: int) -> None:
+    def _merge(self, pair: int, time: int, min_frequency: int) -> None:
         """Put one token for a pair, wherever it stands; if several merges made it, in the words of this one only."""
         words = self._words
         left, right = pair >> _ID_BITS, pair & _ID_MASK
         token = self._tokens[left] + self._tokens[right].removeprefix(self._prefix)
-        made = self._ids.setdefault(token, len(self._tokens))
-        if is_new := made == len(self._tokens):
+        merge_index = self._ids.setdefault(token, len(self._tokens))
+        if is_new := merge_index == len(self._tokens):
             self._tokens.append(token)
             self._spans.append(self._spans[left] + self._spans[right])
-            self._begins.append(self._placed)
+            self._begins.append(self._num_positions)
             self._sizes.append(0)
         self._merged.pop(pair, None)
         self._merged[pair] = None
-        self._now += 1
-        here = self._words_of(left, right, time) if pair in self._several else None
-        fewer: dict[int, int] = {}
-        more: dict[int, int] = {}
-        again: list[Ints] = []
-        for places in self._places_of_pair(left, right):
-            if here is not None:
-                places = places[np.isin(words.word_of(places), here)]
+        self._merge_number += 1
+        in_words = self._words_of(left, right, time) if pair in self._remade_pairs else None
+        decreases: dict[int, int] = {}
+        increases: dict[int, int] = {}
+        found_again: list[Ints] = []
+        for positions in self._positions_of_pair(left, right):
+            if in_words is not None:
+                positions = positions[np.isin(words.word_of(positions), in_words)]
             if left == right:
-                places = _every_other(places, self._spans[left])
-            if not len(places):
+                positions = _every_other(positions, self._spans[left])
+            if not len(positions):
                 continue
-            self._replace(places, left, right, made, fewer, more)
+            self._replace(positions, left, right, merge_index, decreases, increases)
             if is_new:
-                words.places.data[self._placed : self._placed + len(places)] = places
-                self._placed += len(places)
-                self._sizes[made] += len(places)
+                words.positions.data[self._num_positions : self._num_positions + len(positions)] = positions
+                self._num_positions += len(positions)
+                self._sizes[merge_index] += len(positions)
             else:
-                again.append(places)
-        if again:
-            self._list_again(made, again)
-        self._change(fewer, more, least, is_new=is_new)
+                found_again.append(positions)
+        if found_again:
+            self._extend_positions(merge_index, found_again)
+        self._apply_changes(decreases, increases, min_frequency, is_new=is_new)
 
     def _words_of(self, left: int, right: int, time: int) -> Ints:
         """The words in which a merge made a pair."""
         found = [
-            self._words.word_of(places[self._times(places, left) == time])
-            for places in self._places_of_pair(left, right)
+            self._words.word_of(positions[self._times(positions, left) == time])
+            for positions in self._positions_of_pair(left, right)
         ]
         return np.unique(np.concatenate(found))
 
     def _replace(
-        self, places: Ints, left: int, right: int, made: int, fewer: dict[int, int], more: dict[int, int]
+        self,
+        positions: Ints,
+        left: int,
+        right: int,
+        merge_index: int,
+        decreases: dict[int, int],
+        increases: dict[int, int],
     ) -> None:
         """Put a token for the pairs that begin at places; tell how often pairs occur less, and more."""
         words, span = self._words, self._spans[left]
-        ends = places + (span + self._spans[right])
-        weights = self._weights(places)
-        before, behind = words.last[places - 1], words.first[ends]
-        words.first[places + span] = -1
-        words.first[places] = made
-        words.last[ends - 1] = made
-        words.made[places] = self._now
+        ends = positions + (span + self._spans[right])
+        weights = self._weights(positions)
+        before, after = words.last[positions - 1], words.first[ends]
+        words.first[positions + span] = -1
+        words.first[positions] = merge_index
+        words.last[ends - 1] = merge_index
+        words.merge_index[positions] = self._merge_number
         # A neighbour that became this token as well is told once, by the one on the left.
-        alone = (before >= 0) & (words.last[places - 1] == before)
-        inner = behind >= 0
-        many = len(self._tokens)
-        for neighbour, weight in _sums(before[alone], weights[alone], many):
+        alone = (before >= 0) & (words.last[positions - 1] == before)
+        inner = after >= 0
+        num_words = len(self._tokens)
+        for neighbour, weight in _sums(before[alone], weights[alone], num_words):
             neighbour <<= _ID_BITS
-            fewer[neighbour | left] = fewer.get(neighbour | left, 0) + weight
-            more[neighbour | made] = more.get(neighbour | made, 0) + weight
-        behind, now_behind, weights = behind[inner], words.first[ends[inner]], weights[inner]
-        for neighbour, weight in _sums(behind, weights, many):
+            decreases[neighbour | left] = decreases.get(neighbour | left, 0) + weight
+            increases[neighbour | merge_index] = increases.get(neighbour | merge_index, 0) + weight
+        after, new_after, weights = after[inner], words.first[ends[inner]], weights[inner]
+        for neighbour, weight in _sums(after, weights, num_words):
             pair = right << _ID_BITS | neighbour
-            fewer[pair] = fewer.get(pair, 0) + weight
-        for neighbour, weight in _sums(now_behind, weights, many):
-            pair = made << _ID_BITS | neighbour
-            more[pair] = more.get(pair, 0) + weight
+            decreases[pair] = decreases.get(pair, 0) + weight
+        for neighbour, weight in _sums(new_after, weights, num_words):
+            pair = merge_index << _ID_BITS | neighbour
+            increases[pair] = increases.get(pair, 0) + weight
 
-    def _list_again(self, token: int, found: list[Ints]) -> None:
+    def _extend_positions(self, token: int, found: list[Ints]) -> None:
         """Add places to the list of a token that was there before, behind all lists."""
-        places = np.sort(np.concatenate([*self._places_of(token), *found]))
-        end = self._placed + len(places)
-        if end > len(self._words.places.data):
-            self._words.places.reserve(end + end // 4)
-        self._words.places.data[self._placed : end] = places
-        self._begins[token], self._sizes[token], self._placed = self._placed, len(places), end
+        positions = np.sort(np.concatenate([*self._positions_of(token), *found]))
+        end = self._num_positions + len(positions)
+        if end > len(self._words.positions.data):
+            self._words.positions.reserve(end + end // 4)
+        self._words.positions.data[self._num_positions : end] = positions
+        self._begins[token], self._sizes[token], self._num_positions = self._num_positions, len(positions), end
 
-    def _change(self, fewer: dict[int, int], more: dict[int, int], least: int, *, is_new: bool) -> None:
+    def _apply_changes(
+        self, decreases: dict[int, int], increases: dict[int, int], min_frequency: int, *, is_new: bool
+    ) -> None:
         """Take over how often pairs occur less and more."""
-        for pair, count in fewer.items():
+        for pair, count in decreases.items():
             if pair in self._counts:
                 self._counts[pair] -= count
-        for pair, count in more.items():
+        for pair, count in increases.items():
             known = self._counts.get(pair)
             if known is not None:
                 self._counts[pair] = count = known + count
                 if count > 0:
-                    heapq.heappush(self._heap, _key(count, pair) << _TIME_BITS | self._now)
-                    self._several.add(pair)
+                    heapq.heappush(self._heap, _key(count, pair) << _TIME_BITS | self._merge_number)
+                    self._remade_pairs.add(pair)
             elif is_new:
-                self._take_in(pair, count - fewer.get(pair, 0), (self._now,), least)
+                self._add_pair(pair, count - decreases.get(pair, 0), (self._merge_number,), min_frequency)
             else:
-                self._take_in(pair, *self._count_pair(pair >> _ID_BITS, pair & _ID_MASK), least)
+                self._add_pair(pair, *self._count_pair(pair >> _ID_BITS, pair & _ID_MASK), min_frequency)
 
     def _count_pair(self, left: int, right: int) -> tuple[int, list[int]]:
         """How often a pair occurs, and the merges that made it."""
         count, times = 0, set()
-        for places in self._places_of_pair(left, right):
-            count += int(self._weights(places).sum())
-            times.update(self._times(places, left).tolist())
+        for positions in self._positions_of_pair(left, right):
+            count += int(self._weights(positions).sum())
+            times.update(self._times(positions, left).tolist())
         return count, sorted(times)
 
 
@@ -396,23 +414,23 @@ def _key(count: int, pair: int) -> int:
     return _TOP - count << _PAIR_BITS | pair
 
 
-def _every_other(places: Ints, span: int) -> Ints:
+def _every_other(positions: Ints, span: int) -> Ints:
     """Of places that follow each other at a distance of ``span``, the first, third, and so on."""
-    if len(places) < 2:
-        return places
-    begins = np.flatnonzero(np.concatenate(([True], places[1:] - places[:-1] != span)))
-    nth = np.arange(len(places)) - np.repeat(begins, np.diff(begins, append=len(places)))
-    odd: Ints = places[nth % 2 == 0]
+    if len(positions) < 2:
+        return positions
+    begins = np.flatnonzero(np.concatenate(([True], positions[1:] - positions[:-1] != span)))
+    nth = np.arange(len(positions)) - np.repeat(begins, np.diff(begins, append=len(positions)))
+    odd: Ints = positions[nth % 2 == 0]
     return odd
 
 
-def _sums(ids: Ints, weights: Ints, many: int) -> Iterator[tuple[int, int]]:
-    """Ids, which are below ``many``, and the sums of their weights; of few ids, some may come several times."""
-    if len(ids) > many // 4:
+def _sums(ids: Ints, weights: Ints, num_words: int) -> Iterator[tuple[int, int]]:
+    """Ids, which are below ``num_words``, and the sums of their weights; of few ids, some may come several times."""
+    if len(ids) > num_words // 4:
         sums = np.bincount(ids, weights=weights)  # floats are exact below 2 ** 53
         ids = np.flatnonzero(sums)
         weights = sums[ids].astype(np.int64)
-    elif len(ids) > FEW:
+    elif len(ids) > MIN_SORTED:
         order = np.argsort(ids, kind="stable")
         ids = ids[order]
         begins = np.flatnonzero(np.concatenate(([True], ids[1:] != ids[:-1])))

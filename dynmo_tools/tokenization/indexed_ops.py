@@ -14,9 +14,9 @@ from .._common.errors import UsageError
 from ..config.settings import IndexForm
 from ..formats.dataset import copy_pieces, encode_sidecar, read_sidecar, sidecar_path
 from ..formats.indexed import CODES, Index, bin_path, encode_index, idx_path, read_index
-from ..formats.numbers import but_first, chained, in_memory, shifted
+from ..formats.int_columns import add_scalar, concatenate, drop_first, in_memory
 from ..io.atomic_write import sweep_temporaries
-from ..io.concat_files import copy_into
+from ..io.concat_files import append_files
 from ..io.paths import check_new_outputs
 from .provenance import common_tokenizer, earlier_steps, new_sidecar, pieces_of
 
@@ -112,14 +112,14 @@ def merged_index(indices: Sequence[Index], names: Sequence[Path], *, widen: bool
     if any((index.modes is None) != (indices[0].modes is None) for index in indices):
         raise UsageError("some of the data sets are multimodal and some are not")
     before = np.cumsum([0, *(len(index.lengths) for index in indices)])
-    documents = [shifted(but_first(index.documents), int(at)) for index, at in zip(indices, before, strict=False)]
+    documents = [add_scalar(drop_first(index.documents), int(at)) for index, at in zip(indices, before, strict=False)]
     modes = [index.modes for index in indices if index.modes is not None]
     return Index(
         form=indices[0].form,
         dtype=dtype,
-        lengths=chained([index.lengths for index in indices]),
-        documents=chained([in_memory([0]), *documents]),
-        modes=chained(modes) if modes else None,
+        lengths=concatenate([index.lengths for index in indices]),
+        documents=concatenate([in_memory([0]), *documents]),
+        modes=concatenate(modes) if modes else None,
     )
 
 
@@ -146,7 +146,7 @@ def _write(prefixes: Sequence[Path], indices: Sequence[Index], new: Index, outpu
     with _new_dataset(output) as (tokens, sidecar, idx):
         sources = [pieces_of(*pair) for pair in zip(prefixes, sidecars, strict=True)] if has_sidecar else []
         if all(index.dtype == new.dtype for index in indices):
-            copy_into(tokens, [bin_path(prefix) for prefix in prefixes])
+            append_files(tokens, [bin_path(prefix) for prefix in prefixes])
             pieces = [piece for source in sources for piece in source]
         else:
             casts = (_cast_tokens(*pair, new.dtype) for pair in zip(prefixes, indices, strict=True))

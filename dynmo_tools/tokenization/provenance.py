@@ -13,9 +13,9 @@ from .._common.errors import UsageError
 from ..config.options import files_of, jsonable
 from ..formats.dataset import FORMAT, VERSION, Piece, digest_file, digest_settings, sidecar_path
 from ..formats.indexed import bin_path
-from ..formats.workfiles import PLAN, SUMMARY, TASK
+from ..formats.workfiles import MANIFEST, SUMMARY, TASK
 from ..runner.registry import default_work
-from ..runner.task_manifest import Job, load_plan
+from ..runner.task_manifest import Job, load_manifest
 
 MAX_EARLIER_STEPS = 64
 
@@ -59,16 +59,16 @@ def _steps_before(path: Path) -> list[dict[str, Any]]:
         try:
             summary = SUMMARY.read(work / "summary.json")
             marker = TASK.read(work / "done" / "join-00000.json")
-            stored = PLAN.read(work / "plan.json")
-            plan = load_plan(work)
+            stored = MANIFEST.read(work / "manifest.json")
+            manifest = load_manifest(work)
             if marker["outputs"].get(str(path)) != path.stat().st_size:
                 break  # the file was replaced since
         except (OSError, KeyError, TypeError, AttributeError, UsageError):
             break
         steps.insert(0, {"step": str(summary["step"]), "settings": dict(stored["settings"])})
-        if len(plan.sources) != 1:
+        if len(manifest.sources) != 1:
             break
-        path = plan.sources[0].path
+        path = manifest.sources[0].path
     return steps
 
 

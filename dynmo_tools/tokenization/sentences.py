@@ -11,7 +11,7 @@ import re
 from ..config.settings import SplitSentencesSettings
 from ..runner.parts import MapWriter, map_phases
 from ..runner.task import Phase, Task
-from ..runner.task_manifest import Plan
+from ..runner.task_manifest import TaskManifest
 
 END = re.compile(r"[.!?\u3002\uff01\uff1f]+[\"'\u2019\u201d)\]]*\s+")
 LAST_WORD = re.compile(r"([^\s(\[\"'\u2018\u201c]+)$")
@@ -72,9 +72,9 @@ def split_sentences(text: str, *, keep_newlines: bool = False) -> list[str]:
     return [text[begin : (wide if keep_newlines else end)] for begin, end, wide in spans(text)]
 
 
-def split_phases(plan: Plan) -> list[Phase]:
+def split_phases(manifest: TaskManifest) -> list[Phase]:
     """The phases of ``split-sentences``."""
-    return map_phases(plan, "tokenization.sentences:split_slice")
+    return map_phases(manifest, "tokenization.sentences:split_slice")
 
 
 def split_slice(task: Task) -> None:

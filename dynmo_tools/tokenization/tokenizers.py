@@ -495,7 +495,7 @@ def _sentence_piece(files: TokenizerFiles) -> Tokenizer:
 
 
 class WhitespaceTokenizer:
-    """Words between white space, looked up in a JSON vocabulary; ``<unk>`` for others."""
+    """WordSymbols between white space, looked up in a JSON vocabulary; ``<unk>`` for others."""
 
     def __init__(self, vocab: Path) -> None:
         self._vocabulary = _vocabulary(vocab)

@@ -9,87 +9,87 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from ..config.settings import TrainTokenizerSettings
-from ..runner.task import Phase, Task, marker_of
-from ..runner.task_manifest import Plan
-from .bpe_trainer import PairMerger, Words
-from .trainable import trainable
-from .word_counts import ShareWriter, WordBlock, choose, read_blocks, sum_blocks
+from ..runner.task import Phase, Task, read_marker
+from ..runner.task_manifest import TaskManifest
+from .bpe_trainer import PairMerger, WordSymbols
+from .trainers import make_trainer
+from .word_counts import WordBlock, WordCountWriter, read_blocks, select_words, sum_blocks
 
-MAX_SHARES = 256
+MAX_SHARDS = 256
 WORDS, SUMS = "words", "sums"
 
 
-def train_phases(plan: Plan) -> list[Phase]:
+def train_phases(manifest: TaskManifest) -> list[Phase]:
     """Count by slices, sum by shares, merge."""
     return [
-        Phase(name="count", run="tokenization.train_tokenizer:count_words", tasks=len(plan.tasks), reads=True),
-        Phase(name="sum", run="tokenization.train_tokenizer:sum_share", tasks=_num_shares(plan)),
+        Phase(name="count", run="tokenization.train_tokenizer:count_words", tasks=len(manifest.tasks), reads=True),
+        Phase(name="sum", run="tokenization.train_tokenizer:sum_shard", tasks=_num_shards(manifest)),
         Phase(name="train", run="tokenization.train_tokenizer:train", tasks=1),
     ]
 
 
-def _num_shares(plan: Plan) -> int:
-    return min(len(plan.tasks), MAX_SHARES)
+def _num_shards(manifest: TaskManifest) -> int:
+    return min(len(manifest.tasks), MAX_SHARDS)
 
 
 def count_words(task: Task) -> None:
     """Task function: how often each word of one slice occurs."""
     settings: TrainTokenizerSettings = task.job.settings
-    kind = trainable(settings)
+    kind = make_trainer(settings)
     split = kind.splitter()
-    counts = ShareWriter(task.create(task.part(WORDS)), _num_shares(task.plan), kind.words_of)
+    counts = WordCountWriter(task.create(task.part(WORDS)), _num_shards(task.manifest), kind.words_of)
     for _, text in task.documents(settings.json_key):
         counts.add(split(text), len(text))
-        task.tally.documents_kept += 1
+        task.tally.documents_out += 1
     counts.flush()
     task.result["bounds"] = counts.bounds
 
 
-def _blocks_of_share(task: Task) -> Iterator[WordBlock]:
-    for index in range(len(task.plan.tasks)):
-        for bounds in marker_of(task, "count", index)["result"]["bounds"]:
+def _blocks_of_shard(task: Task) -> Iterator[WordBlock]:
+    for index in range(len(task.manifest.tasks)):
+        for bounds in read_marker(task, "count", index)["result"]["bounds"]:
             yield from read_blocks(task.part(WORDS, index), bounds[task.index], bounds[task.index + 1])
 
 
-def sum_share(task: Task) -> None:
+def sum_shard(task: Task) -> None:
     """Task function: every word of one share once, and what the alphabet must hold for them."""
-    kind = trainable(task.job.settings)
+    kind = make_trainer(task.job.settings)
     target = task.create(task.part(SUMS))
     begin: set[int] = set()
-    go_on: set[int] = set()
+    continuing: set[int] = set()
     task.facts["distinct_words"] = 0
-    for block in sum_blocks(_blocks_of_share(task), task.job.work / "parts"):
+    for block in sum_blocks(_blocks_of_shard(task), task.job.work / "parts"):
         block.write(target)
         task.facts["distinct_words"] += len(block.lengths)
         found = kind.characters(block)
         begin |= found[0]
-        go_on |= found[1]
-    task.result.update(begin=sorted(begin), go_on=sorted(go_on))
+        continuing |= found[1]
+    task.result.update(begin=sorted(begin), continuing=sorted(continuing))
 
 
 def train(task: Task) -> None:
     """Task function: merges the words' symbols and writes ``tokenizer.json``."""
     settings: TrainTokenizerSettings = task.job.settings
-    kind = trainable(settings)
-    shares = range(_num_shares(task.plan))
-    seen = [marker_of(task, "sum", index)["result"] for index in shares]
-    paths = [task.part(SUMS, index) for index in shares]
-    tokens = kind.alphabet(_together(seen, "begin"), _together(seen, "go_on"))
-    choice = choose(paths, settings.max_word_bytes)
-    with Words(task.job.work / "parts", choice.words, choice.size) as words:
+    kind = make_trainer(settings)
+    shards = range(_num_shards(task.manifest))
+    results = [read_marker(task, "sum", index)["result"] for index in shards]
+    paths = [task.part(SUMS, index) for index in shards]
+    tokens = kind.alphabet(_union(results, "begin"), _union(results, "continuing"))
+    choice = select_words(paths, settings.max_word_bytes)
+    with WordSymbols(task.job.work / "parts", choice.words, choice.size) as words:
         for path in paths:
             for block in read_blocks(path):
-                kept = block.only(choice.kept(block))
-                words.add(*kind.symbols(kept), kept.counts)
+                selected = block.only(choice.selected(block))
+                words.add(*kind.symbols(selected), selected.counts)
         pairs = PairMerger(words, tokens, prefix=kind.prefix).merges(settings.vocab_size, settings.min_frequency)
     vocabulary = {token: number for number, token in enumerate(tokens)}
     trained = kind.file(vocabulary, [(tokens[left], tokens[right]) for left, right in pairs])
     task.create(task.job.output).write(trained.encode())
     task.facts.update(vocab_size=len(tokens), special_tokens={token: vocabulary[token] for token in kind.special})
-    if choice.words_left_out:
-        share = f"{100 * choice.occurrences_left_out / choice.occurrences:.2g} %"
-        task.facts["left_out"] = {"rare words": choice.words_left_out, "of the text's words": share}
+    if choice.num_excluded_words:
+        percentage = f"{100 * choice.excluded_occurrences / choice.occurrences:.2g} %"
+        task.facts["left_out"] = {"rare words": choice.num_excluded_words, "of the text's words": percentage}
 
 
-def _together(seen: Iterable[dict[str, list[int]]], name: str) -> set[int]:
-    return {point for one in seen for point in one[name]}
+def _union(results: Iterable[dict[str, list[int]]], name: str) -> set[int]:
+    return {point for one in results for point in one[name]}

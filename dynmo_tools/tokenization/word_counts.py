@@ -1,7 +1,8 @@
-"""How often every word of a corpus occurs, counted exactly and in bounded memory.
+"""Exact word counts of a corpus in bounded memory.
 
-Words are counted in a table that is written out whenever it is full, in shares by their CRC-32. Then each share is
-summed for itself. A block of words on disk is a header of two numbers, the lengths, the counts, and the words' bytes.
+Words are counted in a table. A full table is written to disk, split into shards by the CRC-32 of each word. The counts
+of each shard are then summed independently of the other shards. On disk, a block of words is a header of two numbers,
+the word lengths, the counts, and the bytes of the words.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ from typing import IO, Any
 import numpy as np
 import numpy.typing as npt
 
-HELD_WORDS = 1 << 18
-HELD_BYTES = 64 << 20
+MAX_WORDS_IN_MEMORY = 1 << 18
+MAX_BYTES_IN_MEMORY = 64 << 20
 BLOCK_WORDS = 1 << 14
 BLOCK_BYTES = 4 << 20
 CRC_BUCKETS = 1 << 16
@@ -59,12 +60,14 @@ class WordBlock:
         header = np.array([len(self.lengths), len(self.text)], dtype=_HEADER)
         return sum(target.write(part.tobytes()) for part in (header, self.lengths, self.counts, self.text))
 
-    def only(self, kept: npt.NDArray[np.bool_]) -> WordBlock:
-        """The words of which ``kept [words]`` says so."""
-        if kept.all():
+    def only(self, selected: npt.NDArray[np.bool_]) -> WordBlock:
+        """The words of which ``selected [words]`` says so."""
+        if selected.all():
             return self
         return WordBlock(
-            lengths=self.lengths[kept], counts=self.counts[kept], text=self.text[np.repeat(kept, self.lengths)]
+            lengths=self.lengths[selected],
+            counts=self.counts[selected],
+            text=self.text[np.repeat(selected, self.lengths)],
         )
 
 
@@ -100,23 +103,28 @@ def _cut(counted: Iterable[tuple[bytes, int]]) -> Iterator[WordBlock]:
         yield WordBlock.of(words, counts)
 
 
-class ShareWriter:
+class WordCountWriter:
     """Counts the words of pieces of text into a file, in blocks by share.
 
     Args:
         target: the file.
-        shares: how many there are.
-        words_of: the words of a piece; it is asked once for all equal pieces of a table.
-        held: pieces in memory at most; the table is written out when it is full, or has seen ``HELD_BYTES`` of text.
+        num_shards: number of shards.
+        words_of: returns the words of a piece; called once for all equal pieces of a table.
+        max_words: maximum number of pieces in memory. The table is also written after ``MAX_BYTES_IN_MEMORY`` of text.
 
     Attributes:
         bounds: of each time that the table was written out, the offsets at which its shares begin, and its end.
     """
 
     def __init__(
-        self, target: IO[bytes], shares: int, words_of: Callable[[Any], Iterable[bytes]], *, held: int = HELD_WORDS
+        self,
+        target: IO[bytes],
+        num_shards: int,
+        words_of: Callable[[Any], Iterable[bytes]],
+        *,
+        max_words: int = MAX_WORDS_IN_MEMORY,
     ) -> None:
-        self._target, self._shares, self._words_of, self._held = target, shares, words_of, held
+        self._target, self._shares, self._words_of, self._held = target, num_shards, words_of, max_words
         self._counted: Counter[Hashable] = Counter()
         self._bytes = self._at = 0
         self.bounds: list[list[int]] = []
@@ -125,33 +133,35 @@ class ShareWriter:
         """Count the pieces of a text of ``size`` bytes."""
         self._counted.update(pieces)
         self._bytes += size
-        if len(self._counted) >= self._held or self._bytes >= HELD_BYTES:
+        if len(self._counted) >= self._held or self._bytes >= MAX_BYTES_IN_MEMORY:
             self.flush()
 
     def flush(self) -> None:
         """Write out what is counted."""
-        shares: list[dict[bytes, int]] = [{} for _ in range(self._shares)]
+        num_shards: list[dict[bytes, int]] = [{} for _ in range(self._shares)]
         while self._counted:
             piece, count = self._counted.popitem()
             for word in self._words_of(piece):
-                share = shares[zlib.crc32(word) % self._shares]
-                share[word] = share.get(word, 0) + count
+                shard = num_shards[zlib.crc32(word) % self._shares]
+                shard[word] = shard.get(word, 0) + count
         self._bytes = 0
         bounds = [self._at]
-        for counted in shares:
+        for counted in num_shards:
             self._at += sum(block.write(self._target) for block in _cut(counted.items()))
             counted.clear()
             bounds.append(self._at)
         self.bounds.append(bounds)
 
 
-def sum_blocks(blocks: Iterable[WordBlock], folder: Path, *, held: int = HELD_WORDS) -> Iterator[WordBlock]:
+def sum_blocks(
+    blocks: Iterable[WordBlock], folder: Path, *, max_words: int = MAX_WORDS_IN_MEMORY
+) -> Iterator[WordBlock]:
     """Every word of the blocks once, with the sum of its counts.
 
     Args:
         blocks: words that may repeat.
         folder: where sorted words lie, in temporary files, when they do not fit.
-        held: words in memory at most, beside those of a block.
+        max_words: words in memory at most, beside those of a block.
     """
     total: dict[bytes, int] = {}
     with contextlib.ExitStack() as files:
@@ -159,7 +169,7 @@ def sum_blocks(blocks: Iterable[WordBlock], folder: Path, *, held: int = HELD_WO
         for block in blocks:
             for word, count in zip(block.words(), block.counts.tolist(), strict=True):
                 total[word] = total.get(word, 0) + count
-            if len(total) >= held:
+            if len(total) >= max_words:
                 run = files.enter_context(tempfile.NamedTemporaryFile(dir=folder))
                 for part in _cut(sorted(total.items())):
                     part.write(run)
@@ -192,7 +202,7 @@ def _summed(ordered: Iterable[tuple[bytes, int]]) -> Iterator[tuple[bytes, int]]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Choice:
+class WordSelection:
     """Which words stay: those above a count, and of that count those whose CRC-32 is in the first buckets.
 
     Attributes:
@@ -201,8 +211,8 @@ class Choice:
         words: how many words stay.
         size: their bytes.
         occurrences: how often all words occur, chosen or not.
-        words_left_out: how many words do not stay.
-        occurrences_left_out: how often those occur.
+        num_excluded_words: how many words do not stay.
+        excluded_occurrences: how often those occur.
     """
 
     count: int
@@ -210,16 +220,16 @@ class Choice:
     words: int
     size: int
     occurrences: int
-    words_left_out: int
-    occurrences_left_out: int
+    num_excluded_words: int
+    excluded_occurrences: int
 
-    def kept(self, block: WordBlock) -> npt.NDArray[np.bool_]:
+    def selected(self, block: WordBlock) -> npt.NDArray[np.bool_]:
         """Of each word of a block, whether it stays ``[words]``."""
-        kept = block.counts > self.count
+        selected = block.counts > self.count
         if self.buckets:
             here, buckets = _buckets(block, self.count)
-            kept[here[buckets < self.buckets]] = True
-        return kept
+            selected[here[buckets < self.buckets]] = True
+        return selected
 
 
 def _buckets(block: WordBlock, count: int) -> tuple[npt.NDArray[np.intp], npt.NDArray[np.int64]]:
@@ -230,7 +240,7 @@ def _buckets(block: WordBlock, count: int) -> tuple[npt.NDArray[np.intp], npt.ND
     return here, crcs * CRC_BUCKETS >> 32
 
 
-def choose(paths: Sequence[Path], max_bytes: int) -> Choice:
+def select_words(paths: Sequence[Path], max_bytes: int) -> WordSelection:
     """The most frequent of the words that files hold, as many as have ``max_bytes`` bytes together.
 
     Of the words of the count at which there is no room for all, a pseudo-random part stays: the choice does not favour
@@ -244,27 +254,27 @@ def choose(paths: Sequence[Path], max_bytes: int) -> Choice:
             words.update(dict(zip(counts.tolist(), np.bincount(places).tolist(), strict=True)))
             of_count = np.bincount(places, weights=block.lengths).astype(np.int64)
             sizes.update(dict(zip(counts.tolist(), of_count.tolist(), strict=True)))
-    last, room = 0, max_bytes
+    last, budget = 0, max_bytes
     for count in sorted(sizes, reverse=True):
-        if sizes[count] > room:
+        if sizes[count] > budget:
             last = count
             break
-        room -= sizes[count]
-    buckets, some, size = _buckets_within(paths, last, room) if last else (0, 0, 0)
-    kept = some + sum(number for count, number in words.items() if count > last)
+        budget -= sizes[count]
+    buckets, some, size = _buckets_within(paths, last, budget) if last else (0, 0, 0)
+    selected = some + sum(number for count, number in words.items() if count > last)
     all_occurrences = sum(count * number for count, number in words.items())
-    return Choice(
+    return WordSelection(
         count=last,
         buckets=buckets,
-        words=kept,
-        size=max_bytes - room + size,
+        words=selected,
+        size=max_bytes - budget + size,
         occurrences=all_occurrences,
-        words_left_out=words.total() - kept,
-        occurrences_left_out=sum(count * number for count, number in words.items() if count <= last) - last * some,
+        num_excluded_words=words.total() - selected,
+        excluded_occurrences=sum(count * number for count, number in words.items() if count <= last) - last * some,
     )
 
 
-def _buckets_within(paths: Sequence[Path], count: int, room: int) -> tuple[int, int, int]:
+def _buckets_within(paths: Sequence[Path], count: int, budget: int) -> tuple[int, int, int]:
     """How many buckets of the words of a count have room; the words and bytes in them."""
     words, sizes = np.zeros(CRC_BUCKETS, dtype=np.int64), np.zeros(CRC_BUCKETS, dtype=np.int64)
     for path in paths:
@@ -272,5 +282,5 @@ def _buckets_within(paths: Sequence[Path], count: int, room: int) -> tuple[int, 
             here, buckets = _buckets(block, count)
             np.add.at(words, buckets, 1)
             np.add.at(sizes, buckets, block.lengths[here])
-    fit = int(np.searchsorted(np.cumsum(sizes), room, side="right"))
+    fit = int(np.searchsorted(np.cumsum(sizes), budget, side="right"))
     return fit, int(words[:fit].sum()), int(sizes[:fit].sum())

@@ -24,20 +24,20 @@ from urllib.parse import urljoin
 from .. import __version__
 from .._common.document import MAX_TABLE_BYTES, append_line, parse_any_json
 from .._common.errors import UsageError
-from ..extract.html import readable
-from ..io.atomic_write import whole_file
+from ..extract.html import extract_text
+from ..io.atomic_write import open_atomic
 from ..io.codecs import wrap_write
 from ..io.jsonl import encode_row
 from .fetch_queue import Frontier, Host, Request
 from .http_client import REDIRECTS, AllowedHosts, FetchError, Response, get, sendable, without_credentials
-from .url_filter import SeenOnce, each_url
+from .url_filter import DropReasonStore, each_url
 
 TEXT_TYPES = ("text/html", "application/xhtml+xml", "text/plain")
 ROBOTS_BYTES = 512 << 10
 UNREACHABLE = ("connection", "timeout", "internal address")
 MAX_REDIRECTS = 10
 MAX_ROBOTS_REDIRECTS = 5  # RFC 9309, 2.3.1.2
-UNANSWERED, FAILED = 0, 1  # else where its page begins in the journal
+PENDING, FAILED = 0, 1  # else where its page begins in the journal
 ENTRY_BYTES = 8
 BLOCK_ENTRIES = 1 << 13
 
@@ -88,7 +88,7 @@ class Fetcher:
         url = sendable(url)
         if self._rules.robots:
             if host.robots is None:
-                self._ask_robots(urljoin(url, "/robots.txt"), host)
+                self._fetch_robots(urljoin(url, "/robots.txt"), host)
             if host.unreachable:
                 raise FetchError(host.unreachable)
             if host.robots is None or not host.robots.can_fetch(self._rules.user_agent, url):
@@ -102,24 +102,24 @@ class Fetcher:
         if kind not in TEXT_TYPES:
             raise FetchError(f"type {kind}")
         text = _decode(response)
-        title, body = ("", text.strip()) if kind == "text/plain" else readable(text)
+        title, body = ("", text.strip()) if kind == "text/plain" else extract_text(text)
         if not body:
             raise FetchError("empty")
         return {"title": title, "text": body}
 
-    def _ask_robots(self, url: str, host: Host) -> None:
+    def _fetch_robots(self, url: str, host: Host) -> None:
         """Read robots.txt by RFC 9309: where there is none, all is allowed; where none can be had, nothing is."""
         host.robots = urllib.robotparser.RobotFileParser()
         lines: list[str] = []
-        asked = host
+        robots_host = host
         try:
             for _ in range(MAX_ROBOTS_REDIRECTS + 1):
-                response = self._get(url, asked, ROBOTS_BYTES)
+                response = self._get(url, robots_host, ROBOTS_BYTES)
                 if response.status not in REDIRECTS:
                     lines = response.payload.decode("utf-8", "replace").splitlines()
                     break
                 url = sendable(response.location)
-                asked = self._frontier.host_of(url)
+                robots_host = self._frontier.host_of(url)
         except FetchError as error:
             reason = str(error)
             if reason == "stopped":
@@ -143,7 +143,7 @@ class Fetcher:
                 allowed=self._rules.allowed,
             )
         finally:
-            self._frontier.rest(host, self._rules.delay_s)
+            self._frontier.delay_next(host, self._rules.delay_s)
 
 
 def _decode(response: Response) -> str:
@@ -168,11 +168,11 @@ class UrlList(contextlib.AbstractContextManager["UrlList"]):
     def __init__(self, paths: Sequence[Path], folder: Path) -> None:
         with contextlib.ExitStack() as opened:
             self._lines = opened.enter_context(tempfile.TemporaryFile(dir=folder))
-            self._seen = opened.enter_context(SeenOnce(folder))
+            self._reasons = opened.enter_context(DropReasonStore(folder))
             for url in each_url(paths):
-                self._seen.add(url, None)
+                self._reasons.add(url, None)
                 self._lines.write(url.encode() + b"\n")
-            self._seen.mark_repeated()
+            self._reasons.mark_duplicates()
             self.count = 0
             content = hashlib.sha256()
             for url in self:
@@ -188,16 +188,16 @@ class UrlList(contextlib.AbstractContextManager["UrlList"]):
     def __iter__(self) -> Iterator[str]:
         """The URLs; one pass at a time."""
         self._lines.seek(0)
-        for line, reason in zip(self._lines, self._seen, strict=True):
+        for line, reason in zip(self._lines, self._reasons, strict=True):
             if reason is None:
                 yield line[:-1].decode()
 
 
-class Answers(contextlib.AbstractContextManager["Answers"]):
-    """What the journal says of each URL: ``UNANSWERED``, ``FAILED``, or the offset of its page; on disk.
+class ResponseStore(contextlib.AbstractContextManager["ResponseStore"]):
+    """What the journal says of each URL: ``PENDING``, ``FAILED``, or the offset of its page; on disk.
 
     Attributes:
-        answered: how many URLs have an answer.
+        num_done: how many URLs have an answer.
         failures: the number of failures by reason.
 
     Raises:
@@ -205,7 +205,7 @@ class Answers(contextlib.AbstractContextManager["Answers"]):
     """
 
     def __init__(self, journal: Path, digest: str, count: int) -> None:
-        self.answered = 0
+        self.num_done = 0
         self.failures: dict[str, int] = {}
         with contextlib.ExitStack() as opened:
             self._file = opened.enter_context(tempfile.TemporaryFile(dir=journal.parent, buffering=0))
@@ -220,7 +220,7 @@ class Answers(contextlib.AbstractContextManager["Answers"]):
             self.failures[reason] = self.failures.get(reason, 0) + 1
             entry = FAILED
         os.pwrite(self._file.fileno(), entry.to_bytes(ENTRY_BYTES, sys.byteorder), row["number"] * ENTRY_BYTES)
-        self.answered += 1
+        self.num_done += 1
 
     def __exit__(self, *_: object) -> None:
         """Give the disk back."""
@@ -262,7 +262,7 @@ def _digest_of(line: bytes) -> str | None:
     return header.get("digest") if isinstance(header, dict) else None
 
 
-def discard_other(journal: Path, digest: str) -> None:
+def discard_stale_journal(journal: Path, digest: str) -> None:
     """Remove a journal that belongs to other URLs or rules."""
     if journal.exists():
         with open(journal, "rb") as source:
@@ -291,14 +291,14 @@ def fetch_all(
                     append_line(journal, {"number": request.number, **row})
                     tick(1, "")
 
-    with Answers(journal, digest, urls.count) as answers, contextlib.ExitStack() as ended:
-        tick(answers.answered, "")
-        left = (
+    with ResponseStore(journal, digest, urls.count) as answers, contextlib.ExitStack() as ended:
+        tick(answers.num_done, "")
+        pending = (
             Request(number, url)
             for number, (url, answer) in enumerate(zip(urls, answers, strict=True))
-            if answer == UNANSWERED
+            if answer == PENDING
         )
-        frontier = Frontier(left)
+        frontier = Frontier(pending)
         pool = ended.enter_context(concurrent.futures.ThreadPoolExecutor(rules.connections))
         try:
             for done in concurrent.futures.as_completed(
@@ -332,9 +332,9 @@ def write_pages(urls: UrlList, journal: Path, output: Path, *, digest: str, over
         UsageError: an output of other bytes exists, and ``overwrite`` does not allow to replace it.
     """
     with (
-        Answers(journal, digest, urls.count) as answers,
+        ResponseStore(journal, digest, urls.count) as answers,
         open(journal, "rb") as source,
-        whole_file(output, replace=overwrite) as handle,
+        open_atomic(output, replace=overwrite) as handle,
     ):
         writer = wrap_write(handle, output.suffix)
         for url, offset in zip(urls, answers, strict=True):

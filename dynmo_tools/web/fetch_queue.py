@@ -77,10 +77,10 @@ class Frontier:
 
     def __init__(self, source: Iterator[Request], *, window: int = WINDOW, hosts: int = HOSTS) -> None:
         self._source = source
-        self._window, self._most_asked = window, hosts
-        self._fresh: dict[str, Host] = {}
-        self._asked: dict[str, Host] = {}
-        self._held = 0
+        self._window, self._max_active_hosts = window, hosts
+        self._new_hosts: dict[str, Host] = {}
+        self._active_hosts: dict[str, Host] = {}
+        self._num_queued = 0
         self._ended = False
         self._changed = threading.Condition()
 
@@ -92,19 +92,19 @@ class Frontier:
         with self._changed:
             while True:
                 self._fill()
-                if self._held == 0 or self._ended:
+                if self._num_queued == 0 or self._ended:
                     return None
                 now = time.monotonic()
-                usable = [host for host in self._asked.values() if host.waiting and not host.busy]
+                usable = [host for host in self._active_hosts.values() if host.waiting and not host.busy]
                 host = min(usable, key=lambda one: one.free_at, default=None)
                 if host is None or host.free_at > now:
-                    host = self._begin_host(now) or host
+                    host = self._activate_host(now) or host
                 if host is not None and host.free_at <= now:
                     host.busy = True
-                    self._held -= 1
+                    self._num_queued -= 1
                     return host.waiting.popleft(), host
                 # of a host without URLs too: its room may be what a new host waits for
-                later = [one.free_at for one in self._asked.values() if one.free_at > now and not one.busy]
+                later = [one.free_at for one in self._active_hosts.values() if one.free_at > now and not one.busy]
                 self._changed.wait(min(later) - now if later else None)
 
     def release(self, host: Host) -> None:
@@ -116,16 +116,16 @@ class Frontier:
     def add(self, request: Request) -> None:
         """Queue a request that is not of the list, before those that wait for the same host."""
         with self._changed:
-            self._find(request.url).waiting.appendleft(request)
-            self._held += 1
+            self._host(request.url).waiting.appendleft(request)
+            self._num_queued += 1
             self._changed.notify_all()
 
     def host_of(self, url: str) -> Host:
         """The host of a URL, for a request between its turns."""
         with self._changed:
             key = host_key(url)
-            host = self._asked[key] = self._find(url)
-            self._fresh.pop(key, None)
+            host = self._active_hosts[key] = self._host(url)
+            self._new_hosts.pop(key, None)
             return host
 
     def reserve(self, host: Host, delay_s: float) -> float:
@@ -136,7 +136,7 @@ class Frontier:
             host.free_at = start + delay_s
             return start - now
 
-    def rest(self, host: Host, delay_s: float) -> None:
+    def delay_next(self, host: Host, delay_s: float) -> None:
         """A request to a host has ended: the next one may start after the delay."""
         with self._changed:
             host.free_at = max(host.free_at, time.monotonic() + delay_s)
@@ -149,23 +149,27 @@ class Frontier:
 
     def _fill(self) -> None:
         """Read on from the list until the window is full."""
-        while self._held < self._window and (found := next(self._source, None)) is not None:
-            self._find(found.url).waiting.append(found)
-            self._held += 1
+        while self._num_queued < self._window and (found := next(self._source, None)) is not None:
+            self._host(found.url).waiting.append(found)
+            self._num_queued += 1
 
-    def _find(self, url: str) -> Host:
+    def _host(self, url: str) -> Host:
         key = host_key(url)
-        return self._asked.get(key) or self._fresh.setdefault(key, Host())
+        return self._active_hosts.get(key) or self._new_hosts.setdefault(key, Host())
 
-    def _begin_host(self, now: float) -> Host | None:
+    def _activate_host(self, now: float) -> Host | None:
         """The first host that was not asked yet, if there is room for it: one without URLs makes room."""
-        if not self._fresh:
+        if not self._new_hosts:
             return None
-        while len(self._asked) >= self._most_asked:
-            idle = (key for key, host in self._asked.items() if not (host.waiting or host.busy) and host.free_at <= now)
+        while len(self._active_hosts) >= self._max_active_hosts:
+            idle = (
+                key
+                for key, host in self._active_hosts.items()
+                if not (host.waiting or host.busy) and host.free_at <= now
+            )
             if (old := next(idle, None)) is None:
                 return None
-            del self._asked[old]
-        key = next(iter(self._fresh))
-        host = self._asked[key] = self._fresh.pop(key)
+            del self._active_hosts[old]
+        key = next(iter(self._new_hosts))
+        host = self._active_hosts[key] = self._new_hosts.pop(key)
         return host

@@ -132,9 +132,9 @@ def sendable(url: str) -> str:
 
 def without_credentials(url: str) -> str:
     """The URL as it is, but without ``user:password@``."""
-    before, slashes, rest = url.partition("//")
-    end = min((at for sign in "/?#" if (at := rest.find(sign)) >= 0), default=len(rest))
-    return before + slashes + rest[:end].rpartition("@")[2] + rest[end:]
+    before, slashes, delay_next = url.partition("//")
+    end = min((at for sign in "/?#" if (at := delay_next.find(sign)) >= 0), default=len(delay_next))
+    return before + slashes + delay_next[:end].rpartition("@")[2] + delay_next[end:]
 
 
 def _connect(host: str, port: int, timeout_s: float, allowed: AllowedHosts) -> socket.socket:

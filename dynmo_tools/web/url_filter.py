@@ -78,7 +78,7 @@ def host_of(url: str) -> str:
         return ""
 
 
-def judge(url: str, domains: frozenset[str], endings: tuple[str, ...]) -> str | None:
+def drop_reason(url: str, domains: frozenset[str], endings: tuple[str, ...]) -> str | None:
     """Why a URL is left out (of ``REASONS``), or None; the first rule that fires counts."""
     if domain_label(host_of(url)) in domains:
         return "domain"
@@ -103,7 +103,7 @@ def expand_folder(names: Sequence[str]) -> list[str]:
     return [f"{glob.escape(name)}/*.txt" if Path(name).is_dir() else name for name in names]
 
 
-class SeenOnce(contextlib.AbstractContextManager["SeenOnce"]):
+class DropReasonStore(contextlib.AbstractContextManager["DropReasonStore"]):
     """What befalls each URL, with the repeated ones found on disk: 25 bytes of it a URL, and of memory 0.3.
 
     Two URLs count as the same where 128 bits of their digests agree.
@@ -130,11 +130,11 @@ class SeenOnce(contextlib.AbstractContextManager["SeenOnce"]):
         self._codes.write(bytes([VERDICTS.index(reason)]))
         self._count += 1
 
-    def mark_repeated(self) -> None:
+    def mark_duplicates(self) -> None:
         """Give every URL that came before the reason ``duplicate``."""
         self._codes.flush()
         duplicate = bytes([VERDICTS.index("duplicate")])
-        for numbers, _ in self._digests.repeats():
+        for numbers, _ in self._digests.duplicates():
             for number in numbers.tolist():
                 os.pwrite(self._codes.fileno(), duplicate, number)
 
@@ -170,10 +170,10 @@ def filter_urls(
         UsageError: a file has another number of URLs when it is read again.
     """
     ends = tuple(sorted(endings))
-    with SeenOnce(folder) as seen:
+    with DropReasonStore(folder) as seen:
         for url in each_url(paths, tick):
-            seen.add(url, judge(url, domains, ends))
-        seen.mark_repeated()
+            seen.add(url, drop_reason(url, domains, ends))
+        seen.mark_duplicates()
         try:
             yield from zip(each_url(paths), seen, strict=True)
         except ValueError as error:
@@ -193,11 +193,14 @@ def write_urls(
     dropped: Path | None = None,
 ) -> UrlCounts:
     """Filter the URLs of ``paths`` into ``output``; the others go to ``dropped`` behind their reasons."""
-    from ..io.atomic_write import whole_file
+    from ..io.atomic_write import open_atomic
 
     counts = UrlCounts()
-    with whole_file(output) as kept_file, whole_file(dropped) as dropped_file:
-        kept, left = wrap_write(kept_file, output.suffix), wrap_write(dropped_file, dropped.suffix if dropped else "")
+    with open_atomic(output) as kept_file, open_atomic(dropped) as dropped_file:
+        kept, pending = (
+            wrap_write(kept_file, output.suffix),
+            wrap_write(dropped_file, dropped.suffix if dropped else ""),
+        )
         for url, reason in filter_urls(paths, domains, endings, tick, output.parent):
             counts.urls_in += 1
             if reason is None:
@@ -205,8 +208,8 @@ def write_urls(
                 kept.write(f"{url}\n".encode())
             else:
                 counts.dropped[reason] += 1
-                left.write(f"{reason}\t{url}\n".encode())
-        for writer, handle in ((kept, kept_file), (left, dropped_file)):
+                pending.write(f"{reason}\t{url}\n".encode())
+        for writer, handle in ((kept, kept_file), (pending, dropped_file)):
             if writer is not handle:
                 writer.close()
     return counts

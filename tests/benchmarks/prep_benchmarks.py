@@ -226,11 +226,11 @@ def bench_clean(options: argparse.Namespace, folder: Path) -> None:
     import ftfy
 
     from dynmo_tools.filters.clean import token_counter
-    from dynmo_tools.filters.language import LanguageJudge
+    from dynmo_tools.filters.language import LanguageDetector
 
     source = Path(options.text).resolve()
     rows = documents_of(source)
-    LanguageJudge(0)
+    LanguageDetector(0)
     count = token_counter(None)
     from langdetect import detector_factory
     from langdetect.lang_detect_exception import LangDetectException
@@ -382,10 +382,10 @@ def bench_dedup(options: argparse.Namespace, folder: Path) -> None:
     say(f"| ({len(rows)} documents, {len(near)} pairs at 0.95 or more, {len(similar)} in pairs at 0.9) | | | | | |")
 
     def judged(name: str, kept: list[str]) -> str:
-        left = {place[one] for one in kept}
-        recall = sum(not (first in left and second in left) for first, second in near) / max(len(near), 1)
-        wrong = len(set(range(len(rows))) - left - similar)
-        return f"{name} removed {len(rows) - len(left)}, {wrong} of them without a pair at 0.9; recall {recall:.4f}"
+        pending = {place[one] for one in kept}
+        recall = sum(not (first in pending and second in pending) for first, second in near) / max(len(near), 1)
+        wrong = len(set(range(len(rows))) - pending - similar)
+        return f"{name} removed {len(rows) - len(pending)}, {wrong} of them without a pair at 0.9; recall {recall:.4f}"
 
     def ours() -> Took:
         shutil.rmtree(folder / "ours.jsonl.work", ignore_errors=True)
@@ -406,12 +406,12 @@ def bench_dedup(options: argparse.Namespace, folder: Path) -> None:
             return run(command, folder, python_path=str(checkout / "src"))
 
         slow = best(text_dedup)
-        left = [
+        pending = [
             PEER_PYTHON,
             "-c",
             "import datasets, sys; sys.stdout.write('\\n'.join(datasets.load_from_disk('text_dedup')['id']))",
         ]
-        kept = subprocess.run(left, cwd=folder, capture_output=True, text=True, check=True).stdout.split()
+        kept = subprocess.run(pending, cwd=folder, capture_output=True, text=True, check=True).stdout.split()
         row("text-dedup, check on, 2 processes", took, slow, judged("it", kept))
     if peer("PEER_DATATROVE") is not None:
         (folder / "datatrove_run.py").write_text(DATATROVE)
@@ -442,12 +442,12 @@ def ids_of(paths: Iterable[Path]) -> list[str]:
 
 def bench_merge(options: argparse.Namespace, folder: Path) -> None:
     from dynmo_tools.formats.indexed import Index, encode_index
-    from dynmo_tools.formats.numbers import counting, in_memory
+    from dynmo_tools.formats.int_columns import arange, in_memory
 
     tokens = int(options.gigabytes * 1e9) >> 14 << 12  # of each half
     for name in ("a", "b"):
         lengths = in_memory(np.full(tokens >> 12, 1 << 12))
-        index = Index(form="mmap", dtype=np.dtype(np.uint16), lengths=lengths, documents=counting(len(lengths) + 1))
+        index = Index(form="mmap", dtype=np.dtype(np.uint16), lengths=lengths, documents=arange(len(lengths) + 1))
         (folder / f"{name}.idx").write_bytes(b"".join(encode_index(index)))
         with open(folder / f"{name}.bin", "wb") as handle:
             noise = np.random.default_rng(0).bytes(8192)

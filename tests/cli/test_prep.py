@@ -87,7 +87,7 @@ def test_the_quickstart_recipe_makes_a_data_set(prep, tmp_path):
     assert clean["dropped"] == {"language": 1, "short": 1}
     assert clean["changed"] == 1
     assert dedup["dropped"] == {"duplicate": 1}
-    assert (summary["documents_in"], summary["documents_kept"]) == (64, 61)
+    assert (summary["documents_in"], summary["documents_out"]) == (64, 61)
     assert [step["name"] for step in summary["steps"]] == ["clean", "dedup", "train-tokenizer", "shuffle", "binarize"]
     reader = IndexedReader(tmp_path / "corpus_text_document")
     assert reader.index.num_documents == 61
@@ -135,7 +135,7 @@ def test_any_number_of_workers_gives_the_same_bytes(prep, tmp_path, workers):
             "pipeline", "quickstart", "--work-dir", folder, *QUICK, "--task-bytes", 20_000, "--workers", count
         )
         assert code == 0
-        assert len(json.loads((folder / "01-clean.jsonl.zst.work" / "plan.json").read_text())["tasks"]) > 3
+        assert len(json.loads((folder / "01-clean.jsonl.zst.work" / "manifest.json").read_text())["tasks"]) > 3
         made.append(digests(folder))
     assert made[0] == made[1]
 

@@ -46,12 +46,12 @@ def fetch(monkeypatch, capsys, tmp_path):
 @contextlib.contextmanager
 def serve(address, redirects=(), robots="", failure=0):
     """A site that redirects some paths: (its URL, what it was asked as (path, time, header fields))."""
-    asked = []
+    robots_host = []
     moved = dict(redirects)
 
     class Site(http.server.BaseHTTPRequestHandler):
         def do_GET(self):
-            asked.append((self.path, time.monotonic(), dict(self.headers)))
+            robots_host.append((self.path, time.monotonic(), dict(self.headers)))
             target = moved.get(self.path)
             payload = robots.encode() if self.path == "/robots.txt" else PAGE
             self.send_response(302 if target else failure if failure and self.path == "/robots.txt" else 200)
@@ -69,7 +69,7 @@ def serve(address, redirects=(), robots="", failure=0):
     thread = threading.Thread(target=server.serve_forever, args=(0.01,))
     thread.start()
     try:
-        yield f"http://{address}:{server.server_port}", asked
+        yield f"http://{address}:{server.server_port}", robots_host
     finally:
         server.shutdown()
         thread.join()
@@ -109,21 +109,24 @@ def test_allowed_hosts_take_networks_addresses_and_names():
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "2130706433", "0x7f.1", "[::ffff:127.0.0.1]", "0"])
 def test_an_internal_host_of_any_spelling_is_refused(fetch, host):
-    with serve("127.0.0.1") as (base, asked):
+    with serve("127.0.0.1") as (base, robots_host):
         report, rows, _ = fetch(f"http://{host}:{base.rpartition(':')[2]}/secret")
-    assert (report["failed"], rows, asked) == ({"internal address": 1}, [], [])
+    assert (report["failed"], rows, robots_host) == ({"internal address": 1}, [], [])
 
 
 def test_a_redirect_to_an_internal_address_is_refused(fetch):
-    with serve("127.0.0.1") as (inner, asked), serve("127.0.0.2", {"/go": f"{inner}/secret"}) as (outer, _):
+    with serve("127.0.0.1") as (inner, robots_host), serve("127.0.0.2", {"/go": f"{inner}/secret"}) as (outer, _):
         report, rows, _ = fetch(f"{outer}/go", f"{outer}/page", allow=["127.0.0.2"])
-    assert (report["failed"], len(rows), asked) == ({"internal address": 1}, 1, [])
+    assert (report["failed"], len(rows), robots_host) == ({"internal address": 1}, 1, [])
 
 
 def test_a_robots_file_that_redirects_inside_is_refused(fetch):
-    with serve("127.0.0.1") as (inner, asked), serve("127.0.0.2", {"/robots.txt": f"{inner}/secret"}) as (outer, _):
+    with (
+        serve("127.0.0.1") as (inner, robots_host),
+        serve("127.0.0.2", {"/robots.txt": f"{inner}/secret"}) as (outer, _),
+    ):
         report, rows, _ = fetch(f"{outer}/page", allow=["127.0.0.2"])
-    assert (report["failed"], rows, asked) == ({"internal address": 1}, [], [])
+    assert (report["failed"], rows, robots_host) == ({"internal address": 1}, [], [])
 
 
 def test_the_connection_is_made_to_the_checked_address(monkeypatch):
@@ -162,34 +165,34 @@ def test_the_connection_is_made_to_the_checked_address(monkeypatch):
 
 def test_a_redirect_obeys_the_robots_file_of_its_target(fetch):
     rules = "User-agent: *\nDisallow: /private"
-    with serve("127.0.0.1", robots=rules) as (target, asked):
+    with serve("127.0.0.1", robots=rules) as (target, robots_host):
         moves = {"/a": f"{target}/private/x", "/b": f"{target}/open", "/c": "/c"}
         with serve("127.0.0.2", moves) as (first, _):
             report, rows, _ = fetch(f"{first}/a", f"{first}/b", f"{first}/c", allow=["127.0.0.0/8"])
     assert report["failed"] == {"redirects": 1, "robots": 1}
     assert [row["url"] for row in rows] == [f"{first}/b"]
-    assert [path for path, _, _ in asked] == ["/robots.txt", "/open"]
+    assert [path for path, _, _ in robots_host] == ["/robots.txt", "/open"]
 
 
 def test_redirects_keep_the_delay_of_the_host_they_lead_to(fetch):
-    with serve("127.0.0.1") as (target, asked):
+    with serve("127.0.0.1") as (target, robots_host):
         moves = {f"/{n}": f"{target}/page{n}" for n in range(4)}
         with serve("127.0.0.2", moves) as (first, _), serve("127.0.0.3", moves) as (second, _):
             urls = [f"{site}/{n}" for n in range(4) for site in (first, second)]
             report, _, _ = fetch(*urls, f"{target}/own", allow=["127.0.0.0/8"], options=["--delay-s", "0.1"])
     assert report["pages"] == 9
-    times = [when for _, when, _ in asked]
+    times = [when for _, when, _ in robots_host]
     assert len(times) == 10
     assert all(later - earlier >= 0.09 for earlier, later in itertools.pairwise(times))
 
 
 def test_credentials_of_a_url_are_neither_sent_nor_written(fetch):
-    with serve("127.0.0.1") as (base, asked):
+    with serve("127.0.0.1") as (base, robots_host):
         url = f"{base}/page?mail=a@b.c".replace("://", "://user:hidden@")
         report, rows, written = fetch(url, allow=["127.0.0.1"])
     assert (report["pages"], rows[0]["url"]) == (1, f"{base}/page?mail=a@b.c")
     assert "hidden" not in written
-    assert all("Authorization" not in headers for _, _, headers in asked)
+    assert all("Authorization" not in headers for _, _, headers in robots_host)
 
 
 @pytest.mark.parametrize(
@@ -217,17 +220,17 @@ def test_a_host_that_refuses_connections_is_not_called_robots(fetch):
 
 
 def test_a_robots_file_that_fails_forbids_and_is_named(fetch):
-    with serve("127.0.0.1", failure=503) as (base, asked):
+    with serve("127.0.0.1", failure=503) as (base, robots_host):
         report, _, _ = fetch(f"{base}/a", f"{base}/b", allow=["127.0.0.1"])
     assert report["failed"] == {"robots 503": 2}
-    assert [path for path, _, _ in asked] == ["/robots.txt"]
+    assert [path for path, _, _ in robots_host] == ["/robots.txt"]
 
 
 def test_a_robots_file_is_read_where_it_redirects_to(fetch):
-    with serve("127.0.0.1", {"/robots.txt": "/rules/robots.txt"}) as (base, asked):
+    with serve("127.0.0.1", {"/robots.txt": "/rules/robots.txt"}) as (base, robots_host):
         report, _, _ = fetch(f"{base}/a", allow=["127.0.0.1"])
     assert report["pages"] == 1
-    assert [path for path, _, _ in asked] == ["/robots.txt", "/rules/robots.txt", "/a"]
+    assert [path for path, _, _ in robots_host] == ["/robots.txt", "/rules/robots.txt", "/a"]
 
 
 @pytest.mark.parametrize(
@@ -241,7 +244,7 @@ def test_a_robots_file_is_read_where_it_redirects_to(fetch):
 )
 def test_a_redirect_of_any_bytes_is_followed(fetch, location, path):
     raw = location.encode().decode("latin-1")  # the server writes Latin-1
-    with serve("127.0.0.1", {"/start": raw}) as (base, asked):
+    with serve("127.0.0.1", {"/start": raw}) as (base, robots_host):
         report, rows, _ = fetch(f"{base}/start", allow=["127.0.0.1"])
     assert (report["pages"], len(rows)) == (1, 1), report
-    assert asked[-1][0] == path
+    assert robots_host[-1][0] == path

@@ -98,7 +98,7 @@ def test_each_bad_line_is_put_aside_with_its_place_and_reason(prep, tmp_path, st
     assert (report["documents_in"], report["blank_lines"], report["lines"]) == (16, 2, 18)
     assert sum(report["rejected"].values()) == len(expected)
     if step != "decontaminate":  # which writes several pieces of a document
-        assert report["documents_kept"] + sum(report["dropped"].values()) == 16 - len(expected)
+        assert report["documents_out"] + sum(report["dropped"].values()) == 16 - len(expected)
     assert report["dropped"].get("empty", 0) == {"clean": 2, "binarize": 2}.get(step, 0)
     if step in KEPT_EMPTY and step != "dedup":
         kept = [json.loads(line) for line in (tmp_path / "out").read_bytes().splitlines()]
@@ -111,7 +111,7 @@ def test_bytes_that_are_no_utf8_are_repaired_when_asked(prep, tmp_path, step):
     code, out, _ = prep(
         step, *STEPS[step], "dirty.jsonl", "-o", "out", "--utf8", "replace", "--format", "json", "--max-rejects", 1
     )
-    assert (code, json.loads(out)["documents_kept"]) == (0, 1)
+    assert (code, json.loads(out)["documents_out"]) == (0, 1)
     if step != "binarize":
         assert json.loads((tmp_path / "out").read_bytes().decode())["text"].startswith("\ufffdThe river")
 

@@ -71,7 +71,7 @@ def test_decontaminate_counts_documents_and_pieces_apart(prep, tmp_path):
         "decontaminate", "in.jsonl", "-o", "out.jsonl", "--task", "squad=task.jsonl", "--format", "json"
     )
     report = json.loads(out)
-    assert (code, report["documents_in"], report["documents_kept"]) == (0, 3, 2)
+    assert (code, report["documents_in"], report["documents_out"]) == (0, 3, 2)
     assert (report["dropped"], report["facts"]["pieces"]) == ({"contaminated": 1}, 3)
     written = (tmp_path / "out.jsonl").read_bytes()
     assert (written.count(b"\n"), report["bytes_out"]) == (3, len(written))

@@ -36,7 +36,7 @@ folder, kills, *arguments = sys.argv[1:]
 library = sample_corpus.stdlib_folder() / "email"  # the whole library takes a profiled run half a minute
 sample_corpus.stdlib_folder = lambda: library
 if arguments[0] in ("clean", "fix"):
-    clean.language_judge(0)
+    clean.language_detector(0)
 if "dup" in arguments[0]:
     minhash.permutations(100, 1234)
 

@@ -14,10 +14,10 @@ import pytest
 
 from dynmo_tools import cli
 from dynmo_tools.config.settings import MergeSettings
-from dynmo_tools.runner.slurm import Submission, script
-from dynmo_tools.runner.submit import without_flags
+from dynmo_tools.runner.slurm import Submission, sbatch_script
+from dynmo_tools.runner.submit import remove_flags
 from dynmo_tools.runner.task import Phase, WorkerDiedError
-from dynmo_tools.runner.task_manifest import Job, make_plan, store_plan
+from dynmo_tools.runner.task_manifest import Job, make_manifest, store_manifest
 
 WORDS = ["The", "river", "runs", "past", "old", "mills", "under", "bridges", "of", "stone", "where", "nobody", "waits"]
 
@@ -132,13 +132,13 @@ import os, signal
 from dynmo_tools import cli
 from dynmo_tools.runner import local
 
-real = local.Crew.run
+real = local.WorkerPool.run
 def run(*arguments):
     for number, answer in enumerate(real(*arguments), 1):
         yield answer
         if number == 2:
             os.killpg(0, signal.SIGINT)  # as a terminal does: to this process and its workers
-local.Crew.run = run
+local.WorkerPool.run = run
 if __name__ == "__main__":
     cli.main()
 """
@@ -169,7 +169,7 @@ def test_ctrl_c_leaves_nothing_half_written_and_the_run_goes_on(tmp_path, prep):
 
 
 def test_a_dead_worker_ends_the_run_and_names_its_task(tmp_path, monkeypatch):
-    from dynmo_tools.runner.local import Crew
+    from dynmo_tools.runner.local import WorkerPool
 
     job = Job(
         step="merge",
@@ -178,18 +178,18 @@ def test_a_dead_worker_ends_the_run_and_names_its_task(tmp_path, monkeypatch):
         work=tmp_path,
         settings=MergeSettings(),
     )
-    store_plan(job, make_plan(job))
+    store_manifest(job, make_manifest(job))
     phase = Phase(name="odd", run="tests_only:die", tasks=3)
     # A spawned process imports what it runs: from a module of its own, wherever pytest was started.
     (tmp_path / "dying.py").write_text("import os\ndef die(connection, *_):\n    connection.recv()\n    os._exit(7)\n")
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr("dynmo_tools.runner.local._serve", importlib.import_module("dying").die)
-    with Crew(job, 2) as crew, pytest.raises(WorkerDiedError, match=r"task odd-0000\d died \(exit code 7\)"):
+    monkeypatch.setattr("dynmo_tools.runner.local._worker_main", importlib.import_module("dying").die)
+    with WorkerPool(job, 2) as crew, pytest.raises(WorkerDiedError, match=r"task odd-0000\d died \(exit code 7\)"):
         list(crew.run(phase, range(3), lambda documents, size: None))
 
 
 def test_workers_live_from_one_phase_to_the_next(tmp_path, monkeypatch):
-    from dynmo_tools.runner.local import Crew
+    from dynmo_tools.runner.local import WorkerPool
 
     job = Job(step="merge", inputs=(), output=tmp_path / "o", work=tmp_path, settings=MergeSettings())
     (tmp_path / "reporting_worker.py").write_text(
@@ -199,9 +199,9 @@ def test_workers_live_from_one_phase_to_the_next(tmp_path, monkeypatch):
         "        connection.send(('done', task[1], (os.getpid(), task[0].name)))\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr("dynmo_tools.runner.local._serve", importlib.import_module("reporting_worker").serve)
+    monkeypatch.setattr("dynmo_tools.runner.local._worker_main", importlib.import_module("reporting_worker").serve)
     answers = []
-    with Crew(job, 2) as crew:
+    with WorkerPool(job, 2) as crew:
         for name in ("one", "two"):
             phase = Phase(name=name, run="tests_only:tell", tasks=4)
             answers += [marker for _, marker in crew.run(phase, range(4), lambda documents, size: None)]
@@ -291,7 +291,7 @@ def test_where_sbatch_refuses_a_job_those_before_it_are_cancelled(tmp_path, monk
     (tmp_path / "scancel").write_text('#!/bin/bash\necho "$@" > cancelled\n')
     for name in ("sbatch", "scancel"):
         (tmp_path / name).chmod(0o755)
-    made = script([Submission(name=name, line="true") for name in ("one", "two")], tmp_path / "logs")
+    made = sbatch_script([Submission(name=name, line="true") for name in ("one", "two")], tmp_path / "logs")
     done = subprocess.run(["bash", "-c", made], capture_output=True, timeout=60, check=False)
     assert (done.returncode, (tmp_path / "cancelled").read_text()) == (1, "41\n")
 
@@ -435,7 +435,7 @@ def test_ray_makes_the_same_bytes(tmp_path):
 
 def test_flags_are_taken_out_with_their_values():
     given = ["clean", "a", "--executor", "slurm", "--seed", "1", "--emit-sbatch=x"]
-    assert without_flags(given, ("--executor", "--emit-sbatch")) == ["clean", "a", "--seed", "1"]
+    assert remove_flags(given, ("--executor", "--emit-sbatch")) == ["clean", "a", "--seed", "1"]
 
 
 @pytest.mark.parametrize("ending", [".gz", ".zst"])

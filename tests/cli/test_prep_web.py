@@ -15,7 +15,7 @@ from types import SimpleNamespace
 import pytest
 
 from dynmo_tools import cli
-from dynmo_tools.extract.html import readable
+from dynmo_tools.extract.html import extract_text
 from dynmo_tools.web.fetch_queue import Frontier, Request
 
 LOOPBACK = ("--allow-host", "127.0.0.0/8")
@@ -51,7 +51,7 @@ class Site(http.server.BaseHTTPRequestHandler):
     robots = "User-agent: *\nDisallow: /private"
 
     def do_GET(self):
-        self.server.asked.append((self.path, time.monotonic(), self.headers["User-Agent"]))
+        self.server.robots_host.append((self.path, time.monotonic(), self.headers["User-Agent"]))
         kind, body, status = "text/html; charset=utf-8", PAGE, 200
         if self.path == "/robots.txt":
             kind, body = "text/plain", self.robots
@@ -82,7 +82,7 @@ class Site(http.server.BaseHTTPRequestHandler):
 @pytest.fixture
 def site():
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Site)
-    server.asked = []
+    server.robots_host = []
     thread = threading.Thread(target=server.serve_forever)
     thread.start()
     yield server, f"http://127.0.0.1:{server.server_port}"
@@ -107,11 +107,11 @@ def test_pages_are_fetched_by_the_rules(prep, site, tmp_path):
     rows = [json.loads(line) for line in (tmp_path / "pages.jsonl").read_text().splitlines()]
     assert [row["url"] for row in rows] == [f"{base}/page1", f"{base}/moved"]
     assert rows[0] == {"url": f"{base}/page1", "title": "A page", "text": "One & two\nthree"}
-    asked = [path for path, _, _ in server.asked]
-    assert asked[0] == "/robots.txt"
-    assert "/private/x" not in asked
-    assert {agent for _, _, agent in server.asked} == {"tester"}
-    own = [when for path, when, _ in server.asked if path != "/page1"]
+    robots_host = [path for path, _, _ in server.robots_host]
+    assert robots_host[0] == "/robots.txt"
+    assert "/private/x" not in robots_host
+    assert {agent for _, _, agent in server.robots_host} == {"tester"}
+    own = [when for path, when, _ in server.robots_host if path != "/page1"]
     assert all(later - earlier >= 0.04 for earlier, later in itertools.pairwise(own))
 
 
@@ -146,9 +146,9 @@ def test_a_stopped_fetch_goes_on_behind_its_journal(prep, site, tmp_path):
     journal = tmp_path / "pages.jsonl.work" / "journal.jsonl"
     lines = journal.read_bytes().splitlines(keepends=True)
     journal.write_bytes(b"".join(lines[:4]) + lines[4][:20])
-    server.asked.clear()
+    server.robots_host.clear()
     assert prep(*target)[0] == 0
-    assert len([path for path, _, _ in server.asked if path != "/robots.txt"]) == 3
+    assert len([path for path, _, _ in server.robots_host if path != "/robots.txt"]) == 3
     assert (tmp_path / "pages.jsonl").read_bytes() == whole
     (tmp_path / "urls.txt").write_text(f"{base}/other\n")
     code, _, err = prep(*target)
@@ -163,15 +163,15 @@ def test_an_edited_output_is_kept_and_overwrite_keeps_the_journal_of_these_urls(
     assert prep(*target)[0] == 0
     whole = output.read_bytes()
     output.write_text("edited")
-    server.asked.clear()
+    server.robots_host.clear()
     code, _, err = prep(*target)
     assert (code, "exists already; --overwrite replaces it" in err, output.read_text()) == (2, True, "edited")
     assert prep(*target, "--overwrite")[0] == 0
-    assert (output.read_bytes(), server.asked) == (whole, [])
+    assert (output.read_bytes(), server.robots_host) == (whole, [])
     urls.write_text(f"{base}/page2\n")
     assert prep(*target)[0] == 2
     assert prep(*target, "--overwrite")[0] == 0
-    assert [path for path, _, _ in server.asked] == ["/robots.txt", "/page2"]
+    assert [path for path, _, _ in server.robots_host] == ["/robots.txt", "/page2"]
 
 
 def test_pages_of_more_than_64_mib_are_kept_in_the_journal(prep, site, tmp_path):
@@ -224,7 +224,7 @@ def test_a_long_list_of_urls_takes_no_more_memory_than_a_short_one(site, tmp_pat
         assert json.loads(ran.stdout)["failed"] == {"robots": count}
         assert (tmp_path / f"{count}.jsonl").read_text().count("\n") == 2
         peaks.append(int(ran.stderr.rpartition("peak ")[2]) / 1024)
-    assert len(server.asked) == 6
+    assert len(server.robots_host) == 6
     assert peaks[1] < peaks[0] + 8, peaks
 
 
@@ -264,7 +264,7 @@ def test_the_window_and_the_hosts_are_bounded():
     while (found := frontier.take()) is not None:
         given.append(found[0].number)
         assert next(read) <= 2 * len(given) + 66  # this count itself reads one a turn
-        assert len(frontier._asked) <= 3
+        assert len(frontier._active_hosts) <= 3
         frontier.release(found[1])
     assert len(given) == 5000
 
@@ -279,7 +279,7 @@ def test_the_window_and_the_hosts_are_bounded():
     ],
 )
 def test_readable_text(html, title, text):
-    assert readable(html) == (title, text)
+    assert extract_text(html) == (title, text)
 
 
 @pytest.mark.parametrize("ending", ["", ".bz2"])
@@ -294,7 +294,7 @@ def test_a_dump_in_several_tasks_is_the_same_bytes_for_any_number_of_workers(pre
         assert prep("extract-wiki", source, "-o", output, "--workers", workers, "--task-bytes", task_bytes)[0] == 0
         outputs.append(output.read_bytes())
     assert outputs[0] == outputs[1] == outputs[2] != b""
-    assert len(json.loads((tmp_path / "2-150.jsonl.work" / "plan.json").read_text())["tasks"]) > 2
+    assert len(json.loads((tmp_path / "2-150.jsonl.work" / "manifest.json").read_text())["tasks"]) > 2
 
 
 def test_a_dump_becomes_documents(prep, tmp_path):

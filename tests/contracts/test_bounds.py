@@ -84,7 +84,7 @@ FOLDERS = {
     "manifest of dynmo-train": ("manifest.json", train_reader._load_manifest),
     "Hugging Face config": ("config.json", files.read_config),
     "weight index": ("model.safetensors.index.json", files.read_tensors),
-    "task manifest": ("plan.json", task_manifest.load_plan),
+    "task manifest": ("manifest.json", task_manifest.load_manifest),
     "RACE": ("1.txt", finetune_dataset.read_race),
 }
 TOML_READERS = {

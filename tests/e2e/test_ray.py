@@ -180,6 +180,6 @@ def test_a_node_without_the_folder_is_told_to_share_it(tmp_path):
 
     with (
         pytest.raises(ray_runner.UsageError, match="all nodes must share it"),
-        ray_runner._working_in(tmp_path / "none"),
+        ray_runner._working_directory(tmp_path / "none"),
     ):
         pass

@@ -2,11 +2,11 @@ from __future__ import annotations
 
 import pytest
 
-from dynmo_tools.cli.classic_args import from_classic, spread_lists
+from dynmo_tools.cli.classic_args import expand_list_flags, from_classic_syntax
 
 
 @pytest.mark.parametrize(
-    ("given", "spread"),
+    ("given", "expanded"),
     [
         (["--json-keys", "a", "b", "--x", "1", "2"], ["--json-keys", "a", "--json-keys", "b", "--x", "1", "2"]),
         (["--input", "a", "-o", "b", "c"], ["--input", "a", "-o", "b", "c"]),
@@ -17,23 +17,23 @@ from dynmo_tools.cli.classic_args import from_classic, spread_lists
         ([], []),
     ],
 )
-def test_lists_behind_one_flag_are_spread(given, spread):
-    assert spread_lists(given) == spread
+def test_lists_behind_one_flag_are_spread(given, expanded):
+    assert expand_list_flags(given) == expanded
 
 
 def test_pairs_of_the_classic_tools_become_flags():
     words = "find-duplicates --num-bands 10 --inputs a url b id --output pairs"
     expected = "find-duplicates --num-bands 10 --input a --id-key url --input b --id-key id --output pairs"
-    assert from_classic(words.split()) == expected.split()
+    assert from_classic_syntax(words.split()) == expected.split()
     words = "decontaminate --tasks lambada piqa --lambada-path l --dedup-dataset in text --output out"
     expected = "decontaminate --task piqa --task lambada=l --input in --json-key text --output out"
-    assert from_classic(words.split()) == expected.split()
+    assert from_classic_syntax(words.split()) == expected.split()
     words = "add-id --input-file in --output-file out --id-prefix web"
-    assert from_classic(words.split()) == ["add-id", "--input", "in", "--output", "out", "--id-prefix", "web"]
+    assert from_classic_syntax(words.split()) == ["add-id", "--input", "in", "--output", "out", "--id-prefix", "web"]
     words = "merge --json_path folder --output_file out"
-    assert from_classic(words.split()) == ["merge", "--input", "folder/*.json", "--output_file", "out"]
+    assert from_classic_syntax(words.split()) == ["merge", "--input", "folder/*.json", "--output_file", "out"]
     for same in ("find-duplicates --input-files a b c -o out", "merge --inputs a b -o out", "decontaminate in -o out"):
-        assert from_classic(same.split()) == same.split()
+        assert from_classic_syntax(same.split()) == same.split()
 
 
 @pytest.mark.parametrize(
@@ -48,9 +48,9 @@ def test_pairs_of_the_classic_tools_become_flags():
 )
 def test_files_alone_are_taken_by_their_places(tmp_path, monkeypatch, given, becomes):
     monkeypatch.chdir(tmp_path)
-    assert from_classic(given.split()) == becomes.split()
+    assert from_classic_syntax(given.split()) == becomes.split()
     (tmp_path / "out").write_text("somebody's\n")  # a second input, perhaps, and -o was forgotten
-    assert from_classic(given.split()) == given.split()
+    assert from_classic_syntax(given.split()) == given.split()
 
 
 @pytest.mark.parametrize(
@@ -58,4 +58,4 @@ def test_files_alone_are_taken_by_their_places(tmp_path, monkeypatch, given, bec
 )
 def test_other_files_are_left_where_they_are(tmp_path, monkeypatch, same):
     monkeypatch.chdir(tmp_path)
-    assert from_classic(same.split()) == same.split()
+    assert from_classic_syntax(same.split()) == same.split()

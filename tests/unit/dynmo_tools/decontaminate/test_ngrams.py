@@ -7,48 +7,51 @@ import pytest
 
 from dynmo_tools._common.errors import UsageError
 from dynmo_tools.config.settings import parse_task
-from dynmo_tools.decontaminate.ngrams import Finder, Sizes, ngrams_of, word_starts, words_of
-from dynmo_tools.decontaminate.steps import clean_pieces, hits, split_around, texts_under
+from dynmo_tools.decontaminate.ngrams import NgramFinder, NgramSizes, ngrams_of, split_words, word_starts
+from dynmo_tools.decontaminate.steps import clean_pieces, find_all, split_around, texts_under
 
 VOCABULARY = ["the", "a", "É", "b", "c", "d", "e"]
 
 
-def slow_first(words, known, most):
+def slow_first(words, known, max_words):
     """The classic tool's loops."""
     lengths = sorted({len(ngram.split()) for ngram in known})
-    free = len(words) - most + 1
+    free = len(words) - max_words + 1
     for i in range(free):
-        for length in [most, *lengths]:
+        for length in [max_words, *lengths]:
             if " ".join(words[i : i + length]) in known:
                 return i, " ".join(words[i : i + length])
-    if len(words) - most > 0:
-        last = words[len(words) - most :]
+    if len(words) - max_words > 0:
+        last = words[len(words) - max_words :]
         for length in lengths:
-            if length == most:
+            if length == max_words:
                 continue
             for i in range(len(last) - length + 1):
                 if " ".join(last[i : i + length]) in known:
-                    return len(words) - most + i, " ".join(last[i : i + length])
+                    return len(words) - max_words + i, " ".join(last[i : i + length])
     return None
 
 
-@pytest.mark.parametrize("sizes", [Sizes(least=2, most=4), Sizes(least=3, most=5), Sizes(least=4, most=4)])
+@pytest.mark.parametrize(
+    "sizes",
+    [NgramSizes(min_words=2, max_words=4), NgramSizes(min_words=3, max_words=5), NgramSizes(min_words=4, max_words=4)],
+)
 def test_the_first_hit_is_the_classic_tool_s(sizes):
     rng = random.Random(4)
     found = 0
     for _ in range(400):
         tasks = [" ".join(rng.choices(VOCABULARY[:3], k=rng.randrange(1, 8))) for _ in range(rng.randrange(1, 6))]
         known = {ngram for text in tasks for ngram in ngrams_of(text, sizes)}
-        finder = Finder(known, sizes.most)
-        words = words_of(" ".join(rng.choices([*VOCABULARY[:3] * 6, "unknown"], k=rng.randrange(30))))
-        expected = slow_first(words, known, sizes.most)
+        finder = NgramFinder(known, sizes.max_words)
+        words = split_words(" ".join(rng.choices([*VOCABULARY[:3] * 6, "unknown"], k=rng.randrange(30))))
+        expected = slow_first(words, known, sizes.max_words)
         assert finder.first(words) == expected
         found += expected is not None
     assert found > 50
 
 
 def test_ngrams_of_a_task():
-    sizes = Sizes(least=2, most=3)
+    sizes = NgramSizes(min_words=2, max_words=3)
     assert list(ngrams_of("One", sizes)) == []
     assert list(ngrams_of("One, two!", sizes)) == ["one two"]
     assert list(ngrams_of("One, two-three four", sizes)) == ["one two three", "two three four"]
@@ -59,7 +62,7 @@ def test_word_starts_are_those_of_the_text_even_where_lower_case_is_longer():
     assert len(text.lower()) > len(text)
     starts = word_starts(text)
     assert word_starts("One  two") == [0, 5]
-    tail = words_of(text).index("cities")
+    tail = split_words(text).index("cities")
     assert text[starts[tail] :] == "cities"
 
 
@@ -71,20 +74,20 @@ def test_what_is_left_ends_and_begins_at_sentences():
     assert split_around(text, start, 7, 1000) == ("", "")
 
 
-def classic_pieces(text, known, most, margin, least):
+def classic_pieces(text, known, max_words, margin, min_words):
     """The rule of the classic tool, written down again in its own order."""
     buffer, free = [text], []
     while buffer:
         text = buffer.pop(0)
         matches = list(re.finditer(r"\w+", text.lower()))
-        hit = slow_first([m.group() for m in matches], known, most)
+        hit = slow_first([m.group() for m in matches], known, max_words)
         if hit is None:
             free.append(text)
             continue
         left, right = split_around(text, matches[hit[0]].start(), len(hit[1]), margin)
-        if len(left) > least:
+        if len(left) > min_words:
             free.append(left)
-        if len(right) > least:
+        if len(right) > min_words:
             buffer.append(right)
     return free
 
@@ -94,9 +97,9 @@ def test_pieces_are_the_classic_tool_s():
     cut = 0
     for _ in range(300):
         tasks = [" ".join(rng.choices(VOCABULARY[:7], k=5)) for _ in range(2)]
-        known = {ngram for text in tasks for ngram in ngrams_of(text, Sizes(least=2, most=3))}
+        known = {ngram for text in tasks for ngram in ngrams_of(text, NgramSizes(min_words=2, max_words=3))}
         text = "".join(rng.choice(VOCABULARY[:7]) + rng.choice([" ", ". ", "  ", "! "]) for _ in range(80))
-        finder = Finder(known, 3)
+        finder = NgramFinder(known, 3)
         pieces = clean_pieces(text, finder, 5, 4)
         assert pieces == classic_pieces(text, known, 3, 5, 4)
         cut += len(pieces) > 1
@@ -104,9 +107,9 @@ def test_pieces_are_the_classic_tool_s():
 
 
 def test_hits_are_counted_once_a_document_and_behind_each_other():
-    finder = Finder({"a b c", "x y z"}, 3)
-    assert hits("a b c, a b c and x y z.", finder) == {"a b c", "x y z"}
-    assert hits("nothing here at all", finder) == set()
+    finder = NgramFinder({"a b c", "x y z"}, 3)
+    assert find_all("a b c, a b c and x y z.", finder) == {"a b c", "x y z"}
+    assert find_all("nothing here at all", finder) == set()
 
 
 def test_questions_are_found_at_any_depth():

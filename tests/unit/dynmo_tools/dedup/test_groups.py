@@ -8,7 +8,7 @@ import random
 import pytest
 
 from dynmo_tools._common.errors import UsageError
-from dynmo_tools.dedup.groups import read_removals, write_groups
+from dynmo_tools.dedup.groups import read_removal_set, write_groups
 from dynmo_tools.io import digests
 from dynmo_tools.io.digests import DigestBuckets, DigestSet
 from dynmo_tools.io.jsonl import read_objects
@@ -43,7 +43,7 @@ def plain_groups(pairs, threshold):
 @pytest.mark.parametrize("ending", ["", ".gz", ".zst"])
 def test_groups_are_those_of_a_plain_search(tmp_path, monkeypatch, ending):
     monkeypatch.setattr("dynmo_tools.dedup.groups.GROUPS_AT_ONCE", 3)
-    monkeypatch.setattr("dynmo_tools.dedup.groups.HELD_NUMBERS", 4)
+    monkeypatch.setattr("dynmo_tools.dedup.groups.BUFFERED_NUMBERS", 4)
     monkeypatch.setattr("dynmo_tools.dedup.groups.READ_BYTES", 48)
     rng = random.Random(2)
     names = [*(f"u{at}" for at in range(150)), 'a "quoted" name', "größer", "", "half \ud800"]
@@ -72,7 +72,7 @@ def test_a_line_that_is_no_pair_is_told_and_leaves_the_old_groups(tmp_path):
 
 def test_names_that_go_are_those_behind_the_first(tmp_path):
     (tmp_path / "groups").write_text('{"0": ["a", "b", "é"]}\n{"1": ["c", "half \\ud800"]}\n', encoding="utf-8")
-    removals = read_removals(tmp_path / "groups")
+    removals = read_removal_set(tmp_path / "groups")
     found = [removals.find(name, "f@1", "/f") for name in ("a", "b", "é", "c", "half \ud800", None, "")]
     assert removals.num_missing(number for number in found[1:3] if number is not None) == 1
     assert [number is not None for number in found] == [*(False, True, True, False, True, False, False)]
@@ -101,7 +101,7 @@ def test_repeats_name_the_first_of_their_kind(tmp_path):
             buckets.add(text, number)
         found = {
             (number, first)
-            for numbers, firsts in buckets.repeats()
+            for numbers, firsts in buckets.duplicates()
             for number, first in zip(numbers.tolist(), firsts.tolist(), strict=True)
         }
     assert found == {(2, 0), (5, 0), (4, 1)}
@@ -111,4 +111,4 @@ def test_lines_of_more_than_64_mib_are_read(tmp_path):
     name = "n" * (65 << 20)
     (tmp_path / "pairs").write_text(json.dumps({"first": [{name: 1.0}]}) + "\n")
     assert write_groups(tmp_path / "pairs", tmp_path / "groups", 0.5).documents == 2
-    assert list(read_removals(tmp_path / "groups")._names._high) != []
+    assert list(read_removal_set(tmp_path / "groups")._names._high) != []

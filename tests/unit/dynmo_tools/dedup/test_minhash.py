@@ -10,11 +10,11 @@ import pytest
 from datasketch import MinHash
 
 from dynmo_tools._common.errors import UsageError
-from dynmo_tools.dedup.lsh import StoredBuckets, buckets, connect, cut_groups, groups_between
+from dynmo_tools.dedup.lsh import StoredBuckets, buckets, connect, groups_in_range, partition_groups
 from dynmo_tools.dedup.minhash import band_keys, candidate_probability, permutations, shingle_hashes, sign
 from dynmo_tools.dedup.shingles import jaccard
-from dynmo_tools.dedup.union_find import NamedSets, UnionFind
-from dynmo_tools.dedup.verify import Compared, ShingleCache, match_group, stars
+from dynmo_tools.dedup.union_find import SparseUnionFind, UnionFind
+from dynmo_tools.dedup.verify import ShingleCache, SimilarityCache, match_bucket, match_group
 
 WORDS = [f"{a}{b}" for a in ("ba", "ke", "li", "mo", "nu", "sa") for b in ("rt", "n", "ss", "x", "ck")]
 
@@ -105,8 +105,8 @@ def matched(folder, made, threshold, parts=1, *, all_pairs=False):
     roots = connect(stored, len(made)).parents
     pairs = [
         pair
-        for first, last in itertools.pairwise(cut_groups(stored, roots, parts))
-        for group in groups_between(stored, roots, first, last)
+        for first, last in itertools.pairwise(partition_groups(stored, roots, parts))
+        for group in groups_in_range(stored, roots, first, last)
         for pair in match_group(
             group, lambda a, b: cache.jaccard(a, b, "union"), threshold=threshold, all_pairs=all_pairs
         )
@@ -172,14 +172,14 @@ def test_groups_are_what_buckets_connect(tmp_path, monkeypatch):
             slow.join(bucket[0], other)
     sets = connect(stored, 80)
     assert sets.parents.tolist() == [slow.find(at) for at in range(80)]
-    whole = list(groups_between(stored, sets.parents, 0, 80))
+    whole = list(groups_in_range(stored, sets.parents, 0, 80))
     assert len(whole) > 5
     assert sorted(bucket for group in whole for bucket in map(tuple, group)) == sorted(set(every))
     for parts in (1, 2, 7, 200):
-        cuts = cut_groups(stored, sets.parents, parts)
+        cuts = partition_groups(stored, sets.parents, parts)
         assert len(cuts) == parts + 1
         assert (cuts[0], cuts[-1]) == (0, 80)
-        assert [g for a, b in itertools.pairwise(cuts) for g in groups_between(stored, sets.parents, a, b)] == whole
+        assert [g for a, b in itertools.pairwise(cuts) for g in groups_in_range(stored, sets.parents, a, b)] == whole
 
 
 def test_the_parts_of_the_groups_do_not_change_the_pairs(tmp_path, groups_of):
@@ -202,9 +202,9 @@ def test_all_pairs_are_those_of_brute_force(tmp_path):
 def test_sets_of_many_pairs_at_once_are_those_of_one_by_one():
     rng = random.Random(6)
     pairs = [(rng.randrange(500), rng.randrange(500)) for _ in range(300)] + [(n + 1, n) for n in range(100, 300)]
-    at_once, one_by_one, named = UnionFind(500), UnionFind(500), NamedSets()
+    at_once, one_by_one, named = UnionFind(500), UnionFind(500), SparseUnionFind()
     for begin in range(0, len(pairs), 99):
-        at_once.join_all(*np.asarray(pairs[begin : begin + 99]).T)
+        at_once.union_pairs(*np.asarray(pairs[begin : begin + 99]).T)
     for first, second in pairs:
         one_by_one.join(first, second)
         named.join(first, second)
@@ -221,7 +221,7 @@ def test_one_round_compares_with_the_first_document_only():
         return float((a, b) in near)
 
     def pairs(rounds):
-        return [(p.main, p.other) for p in stars([0, 1, 2, 3], similarity, 0.5, rounds, lambda a, b: False)]
+        return [(p.main, p.other) for p in match_bucket([0, 1, 2, 3], similarity, 0.5, rounds, lambda a, b: False)]
 
     assert pairs(1) == [(0, 1)]
     assert pairs(2) == [(0, 1), (2, 3)]
@@ -252,7 +252,7 @@ def test_large_buckets_find_what_pair_by_pair_finds_when_similarity_is_transitiv
         return float(kinds[a] == kinds[b])
 
     sets = UnionFind(200)
-    for pair in stars(range(200), same, 0.5, -1, sets.together):
+    for pair in match_bucket(range(200), same, 0.5, -1, sets.is_connected):
         sets.join(pair.main, pair.other)
     assert [len(group) for group in groups_of(sets)] == [29] * 4 + [28] * 3
 
@@ -260,7 +260,7 @@ def test_large_buckets_find_what_pair_by_pair_finds_when_similarity_is_transitiv
 def test_a_pair_is_compared_once_and_known_pairs_are_bounded(monkeypatch):
     monkeypatch.setattr("dynmo_tools.dedup.verify.COMPARED_PAIRS", 10)
     asked = []
-    compared = Compared(lambda a, b: asked.append((a, b)) or a / b)
+    compared = SimilarityCache(lambda a, b: asked.append((a, b)) or a / b)
     assert [compared(1, 2), compared(1, 2), compared(2, 1)] == [0.5, 0.5, 2.0]
     assert asked == [(1, 2), (2, 1)]
     for other in range(1, 30):
@@ -285,5 +285,5 @@ def test_stars_pair_exactly_at_threshold_is_a_duplicate(size):
     def similarity(first, second):
         return 0.5 if (first, second) == (0, 1) else 0.0
 
-    found = list(stars(range(size), similarity, 0.5, -1, lambda first, second: False))
+    found = list(match_bucket(range(size), similarity, 0.5, -1, lambda first, second: False))
     assert [(pair.main, pair.other, pair.jaccard) for pair in found] == [(0, 1, 0.5)]

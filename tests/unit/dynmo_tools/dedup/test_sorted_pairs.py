@@ -9,18 +9,18 @@ import pytest
 
 from dynmo_tools._common.errors import DynmoError
 from dynmo_tools.dedup.doc_ids import (
-    NamedPart,
+    NamePart,
     NameTable,
     digest_of_name,
-    index_names,
     name_line,
     pair_lines,
     repeated_digests,
+    write_name_index,
 )
 from dynmo_tools.dedup.sorted_pairs import SortedPairs, read_pairs
 from dynmo_tools.dedup.union_find import UnionFind
 from dynmo_tools.io import concat_files
-from dynmo_tools.io.concat_files import copy_into
+from dynmo_tools.io.concat_files import append_files
 
 
 @pytest.mark.parametrize("held", [3, 1000])
@@ -50,14 +50,14 @@ def test_sorted_pairs_as_arrays_are_read_by_their_main_document(tmp_path):
 
 
 def test_names_are_own_or_places(tmp_path, monkeypatch):
-    monkeypatch.setattr("dynmo_tools.dedup.doc_ids.HELD_LINES", 2)
+    monkeypatch.setattr("dynmo_tools.dedup.doc_ids.BUFFERED_LINES", 2)
     names = ["a", None, "b", "a", "c", "é", None, "b", "a"]
     parts = []
     for number, part in enumerate((names[:4], [], names[4:])):
-        parts.append(NamedPart(names=tmp_path / f"{number}", lines=tmp_path / f"{number}.lines"))
+        parts.append(NamePart(names=tmp_path / f"{number}", lines=tmp_path / f"{number}.lines"))
         parts[-1].names.write_bytes(b"".join(name_line(name, f"{number}@{at}") for at, name in enumerate(part)))
         with open(parts[-1].lines, "wb") as target:
-            index_names(parts[-1].names, target)
+            write_name_index(parts[-1].names, target)
     repeated = repeated_digests([part.lines for part in parts])
     assert sorted(repeated.tolist()) == sorted(map(digest_of_name, "ab"))
     with NameTable(parts, repeated) as table:
@@ -73,10 +73,10 @@ def test_later_ones_are_those_of_the_groups(monkeypatch, groups_of):
     for _ in range(40):
         sets.join(rng.randrange(60), rng.randrange(60))
     groups = groups_of(sets)
-    removed, count, largest = sets.later_ones()
+    removed, count, largest = sets.non_first_members()
     assert np.flatnonzero(removed).tolist() == sorted(member for group in groups for member in group[1:])
     assert (count, largest) == (len(groups), max(map(len, groups)))
-    assert UnionFind(3).later_ones()[1:] == (0, 0)
+    assert UnionFind(3).non_first_members()[1:] == (0, 0)
 
 
 @pytest.mark.parametrize("direct", [True, False])
@@ -88,9 +88,9 @@ def test_a_copy_is_its_parts(tmp_path, monkeypatch, direct, sizes):
     for part, size in zip(parts, sizes, strict=True):
         part.write_bytes(rng.randbytes(size))
     with open(tmp_path / "all", "wb") as target:
-        copy_into(target, parts)
+        append_files(target, parts)
         target.write(b"and more")
-        copy_into(target, parts[:1])
+        append_files(target, parts[:1])
     whole = b"".join(part.read_bytes() for part in parts)
     assert (tmp_path / "all").read_bytes() == whole + b"and more" + parts[0].read_bytes()
 
@@ -104,7 +104,7 @@ def test_a_file_system_without_direct_writes_is_copied_to(tmp_path, monkeypatch)
     monkeypatch.setattr(concat_files, "_write_aligned", refuse)
     (tmp_path / "part").write_bytes(b"x" * 10_000)
     with open(tmp_path / "all", "wb") as target:
-        copy_into(target, [tmp_path / "part"])
+        append_files(target, [tmp_path / "part"])
     assert (tmp_path / "all").read_bytes() == b"x" * 10_000
 
 
@@ -117,7 +117,7 @@ def test_a_full_disk_ends_a_copy(tmp_path, monkeypatch):
     monkeypatch.setattr(concat_files.os, "posix_fallocate", full)
     (tmp_path / "part").write_bytes(b"x" * 10_000)
     with open(tmp_path / "all", "wb") as target, pytest.raises(OSError, match="No space"):
-        copy_into(target, [tmp_path / "part"])
+        append_files(target, [tmp_path / "part"])
 
 
 def test_a_part_that_changes_meanwhile_is_told(tmp_path, monkeypatch):
@@ -125,4 +125,4 @@ def test_a_part_that_changes_meanwhile_is_told(tmp_path, monkeypatch):
     monkeypatch.setattr(concat_files.os, "preadv", lambda *_: 0)
     (tmp_path / "part").write_bytes(b"x" * 10_000)
     with open(tmp_path / "all", "wb") as target, pytest.raises(DynmoError, match="became shorter"):
-        copy_into(target, [tmp_path / "part"])
+        append_files(target, [tmp_path / "part"])

@@ -9,7 +9,7 @@ import time
 import pytest
 
 from dynmo_tools.extract import wikitext
-from dynmo_tools.extract.broken_markup import without_extensions, without_leftovers
+from dynmo_tools.extract.broken_markup import remove_extension_tags, remove_leftover_markup
 from dynmo_tools.extract.wikitext import text_of, tidy
 from dynmo_tools.io.jsonl import Slice
 from dynmo_tools.io.mediawiki_dump import read_pages
@@ -92,8 +92,8 @@ def walk(code, nodes):
 
 def by_tree(markup):
     library = pytest.importorskip("mwparserfromhell")
-    tree = library.parse(without_extensions(markup), skip_style_tags=False)
-    return tidy(without_leftovers(walk(tree, library.nodes)), keep_lists=True)
+    tree = library.parse(remove_extension_tags(markup), skip_style_tags=False)
+    return tidy(remove_leftover_markup(walk(tree, library.nodes)), keep_lists=True)
 
 
 def test_any_markup_gives_what_the_tree_gives():
@@ -112,9 +112,9 @@ def test_without_the_tokenizer_in_c_the_text_is_the_same(monkeypatch):
     markup = "== T ==\n{{lang|en|x}} [[a|b]]&nbsp;<i>c</i>\n* d {{convert|1|km}}"
     expected = text_of(markup, keep_lists=True)
     monkeypatch.setattr(parser, "use_c", False)
-    made = wikitext._Language()
+    made = wikitext._MarkupParser()
     assert type(made.tokenize.__self__).__name__ == "Tokenizer"
-    monkeypatch.setattr(wikitext, "_language", lambda: made)
+    monkeypatch.setattr(wikitext, "_markup_parser", lambda: made)
     assert text_of(markup, keep_lists=True) == expected == "T.\nx b c\n- d 1 km"
 
 
@@ -191,7 +191,7 @@ def test_broken_markup_is_removed_and_its_words_stay(markup, text):
 def test_removal_of_broken_markup_takes_linear_time(begin, end):
     def seconds(count):
         began = time.process_time()
-        without_leftovers(without_extensions(begin * count + end * count))
+        remove_leftover_markup(remove_extension_tags(begin * count + end * count))
         return time.process_time() - began
 
     few = min(seconds(10_000) for _ in range(3))
@@ -200,4 +200,4 @@ def test_removal_of_broken_markup_takes_linear_time(begin, end):
 
 def test_nested_tables_are_removed_with_their_words():
     lines = ["a", "{|", "b", "{|", "c", "|} d", "e", "|} f", "g", "{|", "! h", "{|", "i", "|} j", "k"]
-    assert without_leftovers("\n".join(lines)) == "a\n f\ng\n j\nk"
+    assert remove_leftover_markup("\n".join(lines)) == "a\n f\ng\n j\nk"

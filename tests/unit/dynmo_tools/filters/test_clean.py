@@ -8,8 +8,8 @@ import pytest
 import tokenizers
 
 from dynmo_tools.config.settings import CleanSettings
-from dynmo_tools.filters.clean import is_short, judge, plain_punctuation, repair, token_counter
-from dynmo_tools.filters.language import LanguageJudge
+from dynmo_tools.filters.clean import clean_text, is_short, plain_punctuation, repair, token_counter
+from dynmo_tools.filters.language import LanguageDetector
 from dynmo_tools.tokenization.tokenizers import built_in_gpt2
 
 ENGLISH = "The quick brown fox jumps over the lazy dog, and then it sleeps in the shade of an old tree. " * 12
@@ -87,7 +87,7 @@ def test_tokens_are_counted_and_not_words(word, tokens):
 
 def test_a_document_of_few_long_words_is_kept_as_by_the_original():
     text = " ".join(["antidisestablishmentarianism"] * 26)  # 26 words, 130 tokens
-    assert judge(text, CleanSettings(language=""), GPT2, None).drop is None
+    assert clean_text(text, CleanSettings(language=""), GPT2, None).drop is None
 
 
 @pytest.mark.parametrize(
@@ -107,10 +107,10 @@ def test_short_documents(text, short):
 
 def test_a_verdict_for_each_reason():
     settings = CleanSettings()
-    languages = LanguageJudge(0)
+    detector = LanguageDetector(0)
 
     def drop(text):
-        return judge(text, settings, GPT2, languages).drop
+        return clean_text(text, settings, GPT2, detector).drop
 
     assert drop(ENGLISH) is None
     assert drop(GERMAN) == "language"
@@ -120,13 +120,13 @@ def test_a_verdict_for_each_reason():
 
 
 def test_repaired_text_is_kept():
-    assert judge("schÃ¶n &amp; gut", CleanSettings(min_tokens=1), GPT2, None).text == "schön & gut"
+    assert clean_text("schÃ¶n &amp; gut", CleanSettings(min_tokens=1), GPT2, None).text == "schön & gut"
 
 
 def test_a_verdict_does_not_depend_on_the_texts_before():
     mixed = "Bonjour hello guten Tag " * 50
-    fresh = LanguageJudge(0).detect(mixed)
-    used = LanguageJudge(0)
+    fresh = LanguageDetector(0).detect(mixed)
+    used = LanguageDetector(0)
     assert {used.detect(text) for text in (ENGLISH, GERMAN, mixed, mixed)} == {"en", "de", fresh}
     assert used.detect(mixed) == fresh
 
@@ -160,7 +160,7 @@ def slow_detector():
 
 
 def test_verdicts_are_langdetect_s_on_odd_texts(varied_texts):
-    slow, fast = slow_detector(), LanguageJudge(0)
+    slow, fast = slow_detector(), LanguageDetector(0)
     odd = [
         *varied_texts,
         ENGLISH,
@@ -181,7 +181,7 @@ def test_verdicts_are_langdetect_s_on_odd_texts(varied_texts):
 def test_verdicts_are_langdetect_s_in_a_hundred_languages(shared_data):
     import zipfile
 
-    slow, fast = slow_detector(), LanguageJudge(0)
+    slow, fast = slow_detector(), LanguageDetector(0)
     with zipfile.ZipFile(shared_data / "lid" / "udhr2.zip") as archive:
         names = sorted(name for name in archive.namelist() if name.endswith(".txt"))
         texts = [archive.read(name).decode("utf-8", "replace")[500:1500] for name in names[::3]]

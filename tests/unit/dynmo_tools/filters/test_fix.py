@@ -3,8 +3,8 @@ from __future__ import annotations
 import pytest
 
 from dynmo_tools.config.settings import FixTask
-from dynmo_tools.filters.clean import language_judge
-from dynmo_tools.filters.fix import drop_reason, fixed
+from dynmo_tools.filters.clean import language_detector
+from dynmo_tools.filters.fix import drop_reason, repaired
 
 ENGLISH = "This is an English sentence about nothing in particular. " * 4
 GERMAN = "Das ist ein deutscher Satz über nichts Besonderes und so weiter. " * 4
@@ -25,7 +25,7 @@ GERMAN = "Das ist ein deutscher Satz über nichts Besonderes und so weiter. " * 
     ],
 )
 def test_filters(text, tasks, reason):
-    assert drop_reason(text, tasks, language_judge(0)) == reason
+    assert drop_reason(text, tasks, language_detector(0)) == reason
 
 
 @pytest.mark.parametrize(
@@ -41,4 +41,4 @@ def test_filters(text, tasks, reason):
     ],
 )
 def test_repairs(text, tasks, after):
-    assert fixed(text, tasks) == after
+    assert repaired(text, tasks) == after

@@ -5,7 +5,7 @@ import pytest
 
 from dynmo_tools._common.errors import UsageError
 from dynmo_tools.formats.indexed import Index, best_dtype, bin_path, encode_index, idx_path, read_index
-from dynmo_tools.formats.numbers import counting, in_memory
+from dynmo_tools.formats.int_columns import arange, in_memory
 
 LENGTHS = in_memory([3, 1, 2])
 DOCUMENTS = in_memory([0, 2, 3])
@@ -49,7 +49,7 @@ def test_cached_and_lazy_index_is_exact():
 def test_pointers_beyond_two_gib_are_right(tmp_path):
     """Four sequences of 2**29 four-byte tokens: the pointers pass 2**32, the tokens are a hole in a sparse file."""
     lengths = np.full(4, 1 << 29, dtype=np.int64)
-    index = Index(form="mmap", dtype=np.dtype(np.int32), lengths=in_memory(lengths), documents=counting(5))
+    index = Index(form="mmap", dtype=np.dtype(np.int32), lengths=in_memory(lengths), documents=arange(5))
     prefix = tmp_path / "large"
     payload = b"".join(encode_index(index))
     idx_path(prefix).write_bytes(payload)
@@ -62,7 +62,7 @@ def test_pointers_beyond_two_gib_are_right(tmp_path):
 
 def test_a_sequence_of_2_to_the_31_tokens_is_refused_by_number():
     lengths = np.asarray([1, 1 << 31], dtype=np.int64)
-    index = Index(form="mmap", dtype=np.dtype(np.uint16), lengths=in_memory(lengths), documents=counting(3))
+    index = Index(form="mmap", dtype=np.dtype(np.uint16), lengths=in_memory(lengths), documents=arange(3))
     with pytest.raises(UsageError, match="sequence 1 has 2147483648 tokens"):
         b"".join(encode_index(index))
 

@@ -3,8 +3,17 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from dynmo_tools.formats import numbers
-from dynmo_tools.formats.numbers import bounds, but_first, chained, counting, in_file, in_memory, running, shifted
+from dynmo_tools.formats import int_columns
+from dynmo_tools.formats.int_columns import (
+    add_scalar,
+    arange,
+    bounds,
+    concatenate,
+    drop_first,
+    exclusive_cumsum,
+    in_file,
+    in_memory,
+)
 
 VALUES = list(range(3, 20))
 
@@ -12,10 +21,10 @@ VALUES = list(range(3, 20))
 @pytest.fixture(autouse=True, params=[1, 4, 17, 64])
 def block(request, monkeypatch):
     """Every size of a block gives the same numbers."""
-    monkeypatch.setattr(numbers, "BLOCK", request.param)
+    monkeypatch.setattr(int_columns, "BLOCK", request.param)
 
 
-@pytest.fixture(params=["memory", "file", "chained"])
+@pytest.fixture(params=["memory", "file", "concatenated"])
 def column(request, tmp_path):
     if request.param == "memory":
         return in_memory(VALUES)
@@ -23,7 +32,7 @@ def column(request, tmp_path):
     whole = in_file(tmp_path / "numbers", "<i4", len(VALUES), offset=4)
     if request.param == "file":
         return whole
-    return chained([in_file(tmp_path / "numbers", "<i4", 5, offset=4), in_memory([]), in_memory(VALUES[5:])])
+    return concatenate([in_file(tmp_path / "numbers", "<i4", 5, offset=4), in_memory([]), in_memory(VALUES[5:])])
 
 
 def test_a_column_is_what_numpy_makes_of_the_array(column):
@@ -31,17 +40,17 @@ def test_a_column_is_what_numpy_makes_of_the_array(column):
     sums = np.cumsum(array)
     assert column.tolist() == column.tolist() == VALUES
     assert (len(column), column.total(), column.extremes()) == (17, sums[-1], (3, 19))
-    assert shifted(column, 5).tolist() == (array + 5).tolist()
-    assert but_first(column).tolist() == VALUES[1:]
-    assert len(but_first(column)) == 16
-    assert running(column, 2).tolist() == (2 * (sums - array)).tolist()
+    assert add_scalar(column, 5).tolist() == (array + 5).tolist()
+    assert drop_first(column).tolist() == VALUES[1:]
+    assert len(drop_first(column)) == 16
+    assert exclusive_cumsum(column, 2).tolist() == (2 * (sums - array)).tolist()
     assert bounds(column).tolist() == [0, *sums.tolist()]
     assert len(bounds(column)) == 18
-    assert all(len(part) <= numbers.BLOCK for part in column.blocks())
+    assert all(len(part) <= int_columns.BLOCK for part in column.blocks())
 
 
 def test_a_column_of_nothing():
     empty = in_memory([])
     assert (empty.tolist(), empty.total(), empty.extremes()) == ([], 0, None)
-    assert (bounds(empty).tolist(), running(empty).tolist(), but_first(empty).tolist()) == ([0], [], [])
-    assert counting(3).tolist() == [0, 1, 2]
+    assert (bounds(empty).tolist(), exclusive_cumsum(empty).tolist(), drop_first(empty).tolist()) == ([0], [], [])
+    assert arange(3).tolist() == [0, 1, 2]

@@ -12,8 +12,8 @@ from dynmo_tools._common.document import DocumentError, WriterError
 from dynmo_tools._common.errors import UsageError
 from dynmo_tools.config.settings import FindDuplicatesSettings
 from dynmo_tools.dedup.fingerprints import load_part
-from dynmo_tools.formats.workfiles import FINGERPRINTS, PIPELINE, PLAN, SUMMARY, TASK
-from dynmo_tools.runner.task_manifest import load_plan
+from dynmo_tools.formats.workfiles import FINGERPRINTS, MANIFEST, PIPELINE, SUMMARY, TASK
+from dynmo_tools.runner.task_manifest import load_manifest
 
 HEADER = {"scheme": "affine32", "num_seeds": 100, "seed": 1, "shingle_characters": 5, "documents": 3}
 TASKS = {
@@ -32,8 +32,8 @@ TASKS = {
     [
         (FINGERPRINTS, HEADER | {"documents": -1}, "documents: must be at least 0"),
         (FINGERPRINTS, HEADER | {"more": 1}, "more: is not a field"),
-        (PLAN, TASKS | {"step": ""}, "step: must not be empty"),
-        (PLAN, TASKS | {"tasks": [{"path": "a", "begin": 0}]}, r"tasks\[0\].end: is missing"),
+        (MANIFEST, TASKS | {"step": ""}, "step: must not be empty"),
+        (MANIFEST, TASKS | {"tasks": [{"path": "a", "begin": 0}]}, r"tasks\[0\].end: is missing"),
         (SUMMARY, {"step": "clean"}, "documents_in: is missing"),
         (TASK, {"task": "clean-00000", "outputs": {"a": -1}}, "outputs.a: must be at least 0"),
         (TASK, {"task": "clean-00000"}, "tally: is missing"),
@@ -51,16 +51,16 @@ def test_a_document_that_breaks_its_format_is_not_written(tmp_path, kind, fields
     [
         "[]",
         "{}",
-        '{"format": "dynmo.prep-plan"}',
-        '{"format": "dynmo.prep-plan", "version": "1"}',
+        '{"format": "dynmo.prep-manifest"}',
+        '{"format": "dynmo.prep-manifest", "version": "1"}',
         "[" * 2000,
         "nonsense",
     ],
 )
 def test_a_task_manifest_that_somebody_changed_is_refused(tmp_path, text):
-    (tmp_path / "plan.json").write_text(text)
+    (tmp_path / "manifest.json").write_text(text)
     with pytest.raises(DocumentError):
-        load_plan(tmp_path)
+        load_manifest(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -80,11 +80,13 @@ def test_a_run_writes_documents_of_these_formats(tmp_path, monkeypatch):
     with pytest.raises(SystemExit) as ended:
         cli.main()
     assert not ended.value.code
-    assert PLAN.read(tmp_path / "out.work" / "plan.json")["step"] == "find-duplicates"
+    assert MANIFEST.read(tmp_path / "out.work" / "manifest.json")["step"] == "find-duplicates"
     assert SUMMARY.read(tmp_path / "out.work" / "summary.json")["documents_in"] == 1
     assert FINGERPRINTS.read(tmp_path / "kept" / "header.json")["documents"] == 1
     markers = [TASK.read(path) for path in (tmp_path / "out.work" / "done").iterdir()]
-    assert {marker["digest"] for marker in markers} == {PLAN.read(tmp_path / "out.work" / "plan.json")["digest"]}
+    assert {marker["digest"] for marker in markers} == {
+        MANIFEST.read(tmp_path / "out.work" / "manifest.json")["digest"]
+    }
 
 
 def test_damaged_marker_of_a_task_runs_the_task_again(tmp_path, monkeypatch):
@@ -106,5 +108,5 @@ def test_damaged_marker_of_a_task_runs_the_task_again(tmp_path, monkeypatch):
 
 
 def test_documents_of_more_than_64_mib_are_written_and_read(tmp_path):
-    made = PLAN.write(tmp_path / "plan.json", {**TASKS, "settings": {"long": "x" * (65 << 20)}})
-    assert PLAN.read(tmp_path / "plan.json") == made
+    made = MANIFEST.write(tmp_path / "manifest.json", {**TASKS, "settings": {"long": "x" * (65 << 20)}})
+    assert MANIFEST.read(tmp_path / "manifest.json") == made

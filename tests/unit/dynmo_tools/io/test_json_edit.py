@@ -119,9 +119,9 @@ def folder(tmp_path_factory):
 
 
 def stripped_spaces(text):
-    from dynmo_tools.filters.fix import fixed
+    from dynmo_tools.filters.fix import repaired
 
-    return fixed(text, [FixTask.GENERAL, FixTask.STORIES])
+    return repaired(text, [FixTask.GENERAL, FixTask.STORIES])
 
 
 def sentence_lines(text):

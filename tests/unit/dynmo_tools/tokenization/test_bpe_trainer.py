@@ -12,26 +12,26 @@ import tokenizers as library
 from dynmo_tools.tokenization import bpe_trainer
 
 
-def ours(folder, words, alphabet, *, vocab_size, least, prefix="", held=bpe_trainer.HELD_PAIRS):
+def ours(folder, words, alphabet, *, vocab_size, min_frequency, prefix="", max_pairs=bpe_trainer.MAX_PAIRS_IN_MEMORY):
     """Tokens, pairs and the merger that found them."""
     tokens = list(alphabet)
     ids = {token: number for number, token in enumerate(tokens)}
     symbols = [ids[(prefix if at else "") + letter] for word in words for at, letter in enumerate(word)]
-    with bpe_trainer.Words(folder, len(words), len(symbols)) as held_words:
+    with bpe_trainer.WordSymbols(folder, len(words), len(symbols)) as held_words:
         lengths = np.array([len(word) for word in words], dtype=np.int64)
         held_words.add(np.array(symbols, dtype=np.int32), lengths, np.array(list(words.values())))
-        merger = bpe_trainer.PairMerger(held_words, tokens, prefix=prefix, held=held)
-        pairs = merger.merges(vocab_size, least)
+        merger = bpe_trainer.PairMerger(held_words, tokens, prefix=prefix, max_pairs=max_pairs)
+        pairs = merger.merges(vocab_size, min_frequency)
     return tokens, [(tokens[left], tokens[right]) for left, right in pairs], merger
 
 
-def theirs(words, alphabet, *, vocab_size, least, prefix=""):
+def theirs(words, alphabet, *, vocab_size, min_frequency, prefix=""):
     """The same of the library's trainer."""
     tokenizer = library.Tokenizer(library.models.BPE())
     tokenizer.pre_tokenizer = library.pre_tokenizers.WhitespaceSplit()
     trainer = library.trainers.BpeTrainer(
         vocab_size=vocab_size,
-        min_frequency=least,
+        min_frequency=min_frequency,
         show_progress=False,
         initial_alphabet=[token for token in alphabet if len(token) == 1],
         continuing_subword_prefix=prefix,
@@ -50,16 +50,16 @@ def drawn(seed):
         "".join(rng.choices(alphabet, k=rng.randint(1, longest))): rng.randint(1, rng.choice([1, 3, 20]))
         for _ in range(rng.randint(1, 60))
     }
-    return words, alphabet, {"vocab_size": rng.randint(len(alphabet), 200), "least": rng.choice([0, 1, 2, 3])}
+    return words, alphabet, {"vocab_size": rng.randint(len(alphabet), 200), "min_frequency": rng.choice([0, 1, 2, 3])}
 
 
-@pytest.mark.parametrize("held", [bpe_trainer.HELD_PAIRS, 16, 2])
-def test_merges_are_the_library_s_however_few_pairs_are_held(tmp_path, held):
+@pytest.mark.parametrize("max_pairs", [bpe_trainer.MAX_PAIRS_IN_MEMORY, 16, 2])
+def test_merges_are_the_library_s_however_few_pairs_are_held(tmp_path, max_pairs):
     for seed in range(60):
         words, alphabet, options = drawn(seed)
-        tokens, pairs, merger = ours(tmp_path, words, alphabet, held=held, **options)
+        tokens, pairs, merger = ours(tmp_path, words, alphabet, max_pairs=max_pairs, **options)
         assert (tokens, pairs) == theirs(words, alphabet, **options), seed
-        assert len(merger._counts) - len(merger._merged) <= held
+        assert len(merger._counts) - len(merger._merged) <= max_pairs
 
 
 def test_long_lists_of_places_are_gone_through_in_pieces(tmp_path, monkeypatch):
@@ -75,11 +75,11 @@ def test_a_prefix_is_kept_where_a_word_goes_on(tmp_path):
     # One word whose letters go on in the order of the alphabet: the library numbers them as it meets them.
     word = "a" + "abcdef" + "".join(rng.choices("abcdef", k=400))
     alphabet = [*"abcdef", *("##" + letter for letter in "abcdef")]
-    options = {"vocab_size": 150, "least": 2, "prefix": "##"}
+    options = {"vocab_size": 150, "min_frequency": 2, "prefix": "##"}
     tokens, pairs, _ = ours(tmp_path, {word: 3}, alphabet, **options)
     assert (tokens, pairs) == theirs({word: 3}, alphabet, **options)
     assert any(left.startswith("##") and len(left + right) > 8 for left, right in pairs)
 
 
 def test_no_words_make_no_merges(tmp_path):
-    assert ours(tmp_path, {}, "ab", vocab_size=10, least=1)[:2] == (["a", "b"], [])
+    assert ours(tmp_path, {}, "ab", vocab_size=10, min_frequency=1)[:2] == (["a", "b"], [])

@@ -21,7 +21,7 @@ from dynmo_tools.tokenization.tokenizers import (
     piece_kinds,
     same_ids,
 )
-from dynmo_tools.tokenization.trainable import _characters_of_bytes
+from dynmo_tools.tokenization.trainers import _characters_of_bytes
 
 ATOMS = ["a", "b ", "  ", "\n", "é", "<s>", "</s>", "<unk>", "<mask>", "[INST]", "hello world", "12", "<", "s>", "日本"]
 ATOMS += [

@@ -9,7 +9,7 @@ import pytest
 from dynmo_tools._common.errors import UsageError
 from dynmo_tools.config.settings import IndexForm
 from dynmo_tools.formats.indexed import Index, IndexedReader, bin_path, encode_index, idx_path, read_index
-from dynmo_tools.formats.numbers import counting, in_memory
+from dynmo_tools.formats.int_columns import arange, in_memory
 from dynmo_tools.tokenization.indexed_ops import convert_dataset, expand_prefixes, merge_datasets
 
 
@@ -58,7 +58,7 @@ def test_types_are_widened_only_when_asked(tmp_path):
 def test_merging_beyond_two_gib_keeps_pointers_right(tmp_path):
     for name in ("a", "b", "c"):
         lengths = np.full(2, 1 << 28, dtype=np.int64)
-        index = Index(form="mmap", dtype=np.dtype(np.int32), lengths=in_memory(lengths), documents=counting(3))
+        index = Index(form="mmap", dtype=np.dtype(np.int32), lengths=in_memory(lengths), documents=arange(3))
         idx_path(tmp_path / name).write_bytes(b"".join(encode_index(index)))
         with open(bin_path(tmp_path / name), "wb") as handle:
             handle.truncate(2 << 30)

@@ -12,7 +12,7 @@ import tokenizers as library
 from dynmo_tools._common.errors import UsageError
 from dynmo_tools.config.options import build
 from dynmo_tools.config.settings import Model, TrainTokenizerSettings
-from dynmo_tools.tokenization import trainable
+from dynmo_tools.tokenization import trainers
 
 BERT = [pytest.param(Model.WORDPIECE, id="cased"), pytest.param(Model.WORDPIECE_LOWER, id="lower")]
 
@@ -62,20 +62,20 @@ def test_a_file_does_not_depend_on_how_the_input_is_cut(train_on, texts, model):
 def test_words_are_the_library_s_without_gigatoken(train_on, texts, monkeypatch):
     settings = TrainTokenizerSettings(vocab_size=500)
     with_it = train_on(texts, settings)
-    real = trainable.import_or_extra
+    real = trainers.import_or_extra
 
     def without(name):
         if name == "gigatoken":
             raise ImportError(name)
         return real(name)
 
-    monkeypatch.setattr(trainable, "import_or_extra", without)
+    monkeypatch.setattr(trainers, "import_or_extra", without)
     assert train_on(texts, settings) == with_it
 
 
 @pytest.mark.parametrize("model", BERT)
 def test_bert_s_words_are_those_of_whole_texts(texts, model):
-    kind = trainable.trainable(TrainTokenizerSettings(model=model))
+    kind = trainers.make_trainer(TrainTokenizerSettings(model=model))
     split = kind.splitter()
     odd = ["a\u0301 \u00a0b\x1cc\td\r\ne\u3000f", "x\u2028y\x85z \ufffd\x00", "中文 字a字", "I\u0307 ΑΣ ΑΣ."]
     for text in [*texts, *odd]:

@@ -1,4 +1,4 @@
-"""Words counted through files, beside a plain Counter."""
+"""WordSymbols counted through files, beside a plain Counter."""
 
 from __future__ import annotations
 
@@ -7,7 +7,14 @@ from collections import Counter
 
 import pytest
 
-from dynmo_tools.tokenization.word_counts import BLOCK_WORDS, ShareWriter, WordBlock, choose, read_blocks, sum_blocks
+from dynmo_tools.tokenization.word_counts import (
+    BLOCK_WORDS,
+    WordBlock,
+    WordCountWriter,
+    read_blocks,
+    select_words,
+    sum_blocks,
+)
 
 HELD = 50
 
@@ -22,19 +29,19 @@ def some_texts(seed=0, texts=200):
     ]
 
 
-def summed(folder, texts, shares, held):
+def summed(folder, texts, num_shards, max_words):
     """A file of sums for each share."""
     with open(folder / "words", "wb") as target:
-        writer = ShareWriter(target, shares, lambda word: (word,), held=held)
+        writer = WordCountWriter(target, num_shards, lambda word: (word,), max_words=max_words)
         for words in texts:
             writer.add(words, sum(map(len, words)))
         writer.flush()
     paths = []
-    for share in range(shares):
-        blocks = (block for at in writer.bounds for block in read_blocks(folder / "words", at[share], at[share + 1]))
-        paths.append(folder / f"sums-{share}")
+    for shard in range(num_shards):
+        blocks = (block for at in writer.bounds for block in read_blocks(folder / "words", at[shard], at[shard + 1]))
+        paths.append(folder / f"sums-{shard}")
         with open(paths[-1], "wb") as target:
-            for block in sum_blocks(blocks, folder, held=held):
+            for block in sum_blocks(blocks, folder, max_words=max_words):
                 block.write(target)
     return paths, writer
 
@@ -48,29 +55,29 @@ def counted(paths):
     ]
 
 
-@pytest.mark.parametrize("held", [HELD, 1 << 20])
-@pytest.mark.parametrize("shares", [1, 5])
-def test_sums_are_exact_whatever_is_held(tmp_path, shares, held):
+@pytest.mark.parametrize("max_words", [HELD, 1 << 20])
+@pytest.mark.parametrize("num_shards", [1, 5])
+def test_sums_are_exact_whatever_is_held(tmp_path, num_shards, max_words):
     texts = some_texts()
-    paths, writer = summed(tmp_path, texts, shares, held)
+    paths, writer = summed(tmp_path, texts, num_shards, max_words)
     found = counted(paths)
     assert len(found) == len(dict(found))
     assert dict(found) == Counter(word for words in texts for word in words)
-    assert (len(writer.bounds) > 10) == (held == HELD)
+    assert (len(writer.bounds) > 10) == (max_words == HELD)
 
 
 def test_a_piece_may_have_several_words(tmp_path):
     with open(tmp_path / "words", "wb") as target:
-        writer = ShareWriter(target, 1, lambda piece: piece.encode().split(b"-"))
+        writer = WordCountWriter(target, 1, lambda piece: piece.encode().split(b"-"))
         writer.add(["a-b", "b", "a-b", "c-c"], 9)
         writer.flush()
     assert dict(counted([tmp_path / "words"])) == {b"a": 2, b"b": 3, b"c": 2}
 
 
 def test_much_text_of_few_words_is_written_out_as_well(tmp_path, monkeypatch):
-    monkeypatch.setattr("dynmo_tools.tokenization.word_counts.HELD_BYTES", 100)
+    monkeypatch.setattr("dynmo_tools.tokenization.word_counts.MAX_BYTES_IN_MEMORY", 100)
     with open(tmp_path / "words", "wb") as target:
-        writer = ShareWriter(target, 1, lambda word: (word,))
+        writer = WordCountWriter(target, 1, lambda word: (word,))
         for _ in range(10):
             writer.add([b"a" * 60], 60)
     assert len(writer.bounds) == 5
@@ -91,34 +98,39 @@ def test_blocks_are_cut_and_read_without_their_texts(tmp_path):
 def test_the_most_frequent_words_are_chosen_and_the_rest_is_told(tmp_path, max_bytes):
     paths, _ = summed(tmp_path, some_texts(), 3, 1 << 20)
     everything = dict(counted(paths))
-    choice = choose(paths, max_bytes)
-    blocks = [block.only(choice.kept(block)) for path in paths for block in read_blocks(path)]
-    kept = [word for block in blocks for word in block.words()]
-    assert (len(kept), sum(map(len, kept))) == (choice.words, choice.size)
+    choice = select_words(paths, max_bytes)
+    blocks = [block.only(choice.selected(block)) for path in paths for block in read_blocks(path)]
+    selected = [word for block in blocks for word in block.words()]
+    assert (len(selected), sum(map(len, selected))) == (choice.words, choice.size)
     assert choice.size <= max_bytes
-    left = {word: count for word, count in everything.items() if word not in set(kept)}
-    assert (choice.words_left_out, choice.occurrences_left_out) == (len(left), sum(left.values()))
+    left = {word: count for word, count in everything.items() if word not in set(selected)}
+    assert (choice.num_excluded_words, choice.excluded_occurrences) == (len(left), sum(left.values()))
     assert choice.occurrences == sum(everything.values())
-    assert max(left.values()) <= min((everything[word] for word in kept if word), default=1000)
+    assert max(left.values()) <= min((everything[word] for word in selected if word), default=1000)
     if max_bytes == 5000:  # within the words that occur once, and nearly full
         assert choice.count == 1
         assert choice.size > 4900
 
 
 def test_the_choice_does_not_depend_on_the_shares(tmp_path):
-    kept = []
-    for shares in (1, 4):
-        paths, _ = summed(tmp_path, some_texts(), shares, HELD)
-        choice = choose(paths, 3000)
-        kept.append(
-            {word for path in paths for block in read_blocks(path) for word in block.only(choice.kept(block)).words()}
+    selected = []
+    for num_shards in (1, 4):
+        paths, _ = summed(tmp_path, some_texts(), num_shards, HELD)
+        choice = select_words(paths, 3000)
+        selected.append(
+            {
+                word
+                for path in paths
+                for block in read_blocks(path)
+                for word in block.only(choice.selected(block)).words()
+            }
         )
-    assert kept[0] == kept[1]
+    assert selected[0] == selected[1]
 
 
 def test_all_words_stay_where_there_is_room(tmp_path):
     paths, _ = summed(tmp_path, some_texts(), 2, HELD)
     everything = dict(counted(paths))
-    choice = choose(paths, sum(map(len, everything)))
-    assert (choice.words, choice.words_left_out, choice.occurrences_left_out) == (len(everything), 0, 0)
-    assert all(choice.kept(block).all() for path in paths for block in read_blocks(path))
+    choice = select_words(paths, sum(map(len, everything)))
+    assert (choice.words, choice.num_excluded_words, choice.excluded_occurrences) == (len(everything), 0, 0)
+    assert all(choice.selected(block).all() for path in paths for block in read_blocks(path))

@@ -3,7 +3,14 @@ from __future__ import annotations
 import pytest
 
 from dynmo_tools._common.errors import UsageError
-from dynmo_tools.web.url_filter import SeenOnce, built_in_list, domain_label, filter_urls, judge, write_urls
+from dynmo_tools.web.url_filter import (
+    DropReasonStore,
+    built_in_list,
+    domain_label,
+    drop_reason,
+    filter_urls,
+    write_urls,
+)
 
 DOMAINS, ENDINGS = built_in_list("blocked_domains"), tuple(sorted(built_in_list("blocked_endings")))
 
@@ -36,7 +43,7 @@ DOMAINS, ENDINGS = built_in_list("blocked_domains"), tuple(sorted(built_in_list(
     ],
 )
 def test_the_first_rule_that_fires_counts(url, reason):
-    assert judge(url, DOMAINS, ENDINGS) == reason
+    assert drop_reason(url, DOMAINS, ENDINGS) == reason
 
 
 @pytest.mark.parametrize(
@@ -69,10 +76,10 @@ def test_urls_keep_their_order_and_each_is_kept_once(tmp_path):
 
 def test_repeated_urls_are_found_across_all_buckets(tmp_path):
     urls = [f"http://site.org/{n * 7919 % 3000}" for n in range(9000)]
-    with SeenOnce(tmp_path) as seen:
+    with DropReasonStore(tmp_path) as seen:
         for number, url in enumerate(urls):
             seen.add(url, "short" if number % 11 == 0 else None)
-        seen.mark_repeated()
+        seen.mark_duplicates()
         found = list(seen)
     known = set()
     for number, (url, reason) in enumerate(zip(urls, found, strict=True)):

@@ -20,7 +20,7 @@ Splitter = Callable[[str], Iterable[Hashable]]
 NO_SYMBOL = -1
 
 
-class Trainable(ABC):
+class TokenizerTrainer(ABC):
     """A kind of tokenizer.
 
     Attributes:
@@ -46,7 +46,7 @@ class Trainable(ABC):
         """The symbols that words begin with, and those that continue them, as far as the alphabet depends on them."""
 
     @abstractmethod
-    def alphabet(self, begin: Iterable[int], go_on: Iterable[int]) -> list[str]:
+    def alphabet(self, begin: Iterable[int], continuing: Iterable[int]) -> list[str]:
         """The first tokens, given the characters of all words; ``symbols`` can be asked from then on.
 
         Tokens are sorted, where the ``tokenizers`` library takes those with a prefix as a hash table gives them.
@@ -68,7 +68,7 @@ class Trainable(ABC):
         return text
 
 
-class ByteLevel(Trainable):
+class ByteLevelTrainer(TokenizerTrainer):
     """Byte-level BPE as GPT-2's: every byte is a symbol."""
 
     def __init__(self, special: Sequence[str]) -> None:
@@ -129,7 +129,7 @@ def _characters_of_bytes() -> list[str]:
     return [chr(byte if byte in printable else next(others)) for byte in range(256)]
 
 
-class WordPiece(Trainable):
+class WordPieceTrainer(TokenizerTrainer):
     """WordPiece as BERT's: every character is a symbol, another one where it continues a word."""
 
     prefix = "##"
@@ -147,7 +147,7 @@ class WordPiece(Trainable):
         return lambda text: text.replace("\n", " ").split(" ")
 
     def words_of(self, piece: str) -> Iterable[bytes]:
-        """Words and single punctuation marks, after BERT's clean-up."""
+        """WordSymbols and single punctuation marks, after BERT's clean-up."""
         if piece.isascii() and piece.isalnum():
             return ((piece.lower() if self._lower else piece).encode(),)
         cleaned = self._normalizer.normalize_str(piece)
@@ -168,14 +168,16 @@ class WordPiece(Trainable):
         points, continues, _ = self._code_points(block)
         return set(np.unique(points[~continues]).tolist()), set(np.unique(points[continues]).tolist())
 
-    def alphabet(self, begin: Iterable[int], go_on: Iterable[int]) -> list[str]:
+    def alphabet(self, begin: Iterable[int], continuing: Iterable[int]) -> list[str]:
         """Special tokens, then every character, then those that continue words."""
-        begin, go_on = set(begin), set(go_on)
-        plain = [chr(point) for point in sorted(begin | go_on)]
-        tokens = list(dict.fromkeys([*self.special, *plain, *(self.prefix + chr(point) for point in sorted(go_on))]))
+        begin, continuing = set(begin), set(continuing)
+        plain = [chr(point) for point in sorted(begin | continuing)]
+        tokens = list(
+            dict.fromkeys([*self.special, *plain, *(self.prefix + chr(point) for point in sorted(continuing))])
+        )
         numbers = {token: number for number, token in enumerate(tokens)}
-        self._ids = np.full((2, max(begin | go_on, default=0) + 1), NO_SYMBOL, dtype=np.int32)
-        for row, (points, prefix) in enumerate(((begin, ""), (go_on, self.prefix))):
+        self._ids = np.full((2, max(begin | continuing, default=0) + 1), NO_SYMBOL, dtype=np.int32)
+        for row, (points, prefix) in enumerate(((begin, ""), (continuing, self.prefix))):
             for point in points:
                 self._ids[row, point] = numbers[prefix + chr(point)]
         return tokens
@@ -195,8 +197,8 @@ class WordPiece(Trainable):
         return tokenizer
 
 
-def trainable(settings: TrainTokenizerSettings) -> Trainable:
+def make_trainer(settings: TrainTokenizerSettings) -> TokenizerTrainer:
     """The kind of tokenizer that settings ask for."""
     if settings.model is Model.BPE:
-        return ByteLevel(settings.special_tokens)
-    return WordPiece(settings.special_tokens, lower=settings.model is Model.WORDPIECE_LOWER)
+        return ByteLevelTrainer(settings.special_tokens)
+    return WordPieceTrainer(settings.special_tokens, lower=settings.model is Model.WORDPIECE_LOWER)

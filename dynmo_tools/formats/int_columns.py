@@ -15,13 +15,13 @@ Int64s = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)
-class Numbers:
+class IntColumn:
     """Integers in a fixed order.
 
     Attributes:
         count: how many there are.
         blocks: gives them from the first on, ``[up to BLOCK]`` at a time; columns that were read from files or made of
-            such by ``running`` have blocks of the same sizes where they have the same count.
+            such by ``exclusive_cumsum`` have blocks of the same sizes where they have the same count.
     """
 
     count: int
@@ -49,13 +49,13 @@ class Numbers:
         return (min(low for low, _ in found), max(high for _, high in found)) if found else None
 
 
-def in_memory(values: npt.ArrayLike) -> Numbers:
+def in_memory(values: npt.ArrayLike) -> IntColumn:
     """The numbers of an array."""
     array = np.asarray(values, dtype=np.int64)
-    return Numbers(len(array), lambda: (array[at : at + BLOCK] for at in range(0, len(array), BLOCK)))
+    return IntColumn(len(array), lambda: (array[at : at + BLOCK] for at in range(0, len(array), BLOCK)))
 
 
-def in_file(path: Path, kind: str, count: int, offset: int = 0) -> Numbers:
+def in_file(path: Path, kind: str, count: int, offset: int = 0) -> IntColumn:
     """``count`` numbers of the type ``kind`` that lie from byte ``offset`` on in a file."""
     size = np.dtype(kind).itemsize
 
@@ -63,25 +63,25 @@ def in_file(path: Path, kind: str, count: int, offset: int = 0) -> Numbers:
         for at in range(0, count, BLOCK):
             yield np.fromfile(path, kind, min(BLOCK, count - at), offset=offset + at * size).astype(np.int64)
 
-    return Numbers(count, blocks)
+    return IntColumn(count, blocks)
 
 
-def whole_file(path: Path, kind: str) -> Numbers:
+def map_file(path: Path, kind: str) -> IntColumn:
     """All numbers of a file of the type ``kind``."""
     return in_file(path, kind, path.stat().st_size // np.dtype(kind).itemsize)
 
 
-def chained(columns: Sequence[Numbers]) -> Numbers:
+def concatenate(columns: Sequence[IntColumn]) -> IntColumn:
     """Columns one behind the other."""
-    return Numbers(sum(map(len, columns)), lambda: (block for column in columns for block in column.blocks()))
+    return IntColumn(sum(map(len, columns)), lambda: (block for column in columns for block in column.blocks()))
 
 
-def shifted(column: Numbers, by: int) -> Numbers:
+def add_scalar(column: IntColumn, by: int) -> IntColumn:
     """Each number and ``by`` together."""
-    return Numbers(column.count, lambda: (block + by for block in column.blocks()))
+    return IntColumn(column.count, lambda: (block + by for block in column.blocks()))
 
 
-def but_first(column: Numbers) -> Numbers:
+def drop_first(column: IntColumn) -> IntColumn:
     """All but the first number."""
 
     def blocks() -> Iterator[Int64s]:
@@ -89,17 +89,17 @@ def but_first(column: Numbers) -> Numbers:
         yield next(source, np.zeros(0, dtype=np.int64))[1:]
         yield from source
 
-    return Numbers(max(column.count - 1, 0), blocks)
+    return IntColumn(max(column.count - 1, 0), blocks)
 
 
-def counting(count: int) -> Numbers:
+def arange(count: int) -> IntColumn:
     """``0, 1, ..., count - 1``."""
-    return Numbers(
+    return IntColumn(
         count, lambda: (np.arange(at, min(at + BLOCK, count), dtype=np.int64) for at in range(0, count, BLOCK))
     )
 
 
-def running(column: Numbers, scale: int = 1) -> Numbers:
+def exclusive_cumsum(column: IntColumn, scale: int = 1) -> IntColumn:
     """The sum of all numbers before each one, times ``scale``."""
 
     def blocks() -> Iterator[Int64s]:
@@ -109,10 +109,10 @@ def running(column: Numbers, scale: int = 1) -> Numbers:
             yield (sums - block + before) * scale
             before += int(sums[-1]) if len(sums) else 0
 
-    return Numbers(column.count, blocks)
+    return IntColumn(column.count, blocks)
 
 
-def bounds(column: Numbers) -> Numbers:
+def bounds(column: IntColumn) -> IntColumn:
     """The sum of all numbers before each one and, last, of all: ``[count + 1]``, beginning with 0."""
 
     def blocks() -> Iterator[Int64s]:
@@ -123,4 +123,4 @@ def bounds(column: Numbers) -> Numbers:
             yield sums
             before = int(sums[-1]) if len(sums) else before
 
-    return Numbers(column.count + 1, blocks)
+    return IntColumn(column.count + 1, blocks)
