@@ -230,7 +230,7 @@ def test_parts_of_each_phase_make_the_same_bytes(prep, tmp_path):
     for phase in ("sign", "bands", "connect", "verify", "mark", "remove", "join"):
         for index in (1, 0):
             code, _, err = prep(*parts, "--task-index", index, "--task-count", 2, "--phase", phase)
-            assert (code, f"dedup: {phase}: part {index} of 2 did" in err) == (0, True)
+            assert (code, f"dedup: {phase}: subset {index} of 2: ran" in err) == (0, True)
     code, out, _ = prep("status", tmp_path, "--format", "json")
     assert [run["complete"] for run in json.loads(out)] == [True, False]
     assert prep(*parts)[0] == 0
