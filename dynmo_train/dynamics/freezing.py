@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..models.layer_list import SUBLAYERS, ItemSpec, parameters_of
-from ..optim.item_store import HeldItems
+from ..optim.item_store import ItemStore
 from ..parallel.process_groups import World
 from .technique import Event
 
@@ -42,11 +42,11 @@ class LayerFreezing:
         self,
         schedule: Sequence[tuple[int, int]],
         items: Sequence[ItemSpec],
-        held: HeldItems,
+        store: ItemStore,
         ties: Mapping[str, str],
         freeze_tied: bool,
     ) -> None:
-        self.schedule, self.items, self.held = tuple(schedule), items, held
+        self.schedule, self.items, self.store = tuple(schedule), items, store
         self._still_training = set() if freeze_tied else {*ties, *ties.values()}
         self._frozen_weights = {*ties, *ties.values()} if freeze_tied else set()
         self.frozen: tuple[str, ...] = ()
@@ -54,14 +54,14 @@ class LayerFreezing:
     def before_step(self, step: int) -> None:
         """Called before each step; a schedule needs nothing of it."""
 
-    def enter(self, world: World) -> None:
+    def set_world(self, world: World) -> None:
         """Go on among the processes of ``world``: some have left; a schedule needs nothing of it."""
 
     def state(self) -> dict[str, Any] | None:
         """What a checkpoint keeps beside the frozen items; None for a schedule."""
         return None
 
-    def adopt(self, state: Mapping[str, Any] | None) -> None:
+    def load_state(self, state: Mapping[str, Any] | None) -> None:
         """Go on from what ``state`` gave, before ``resume``."""
 
     def after_step(self, step: int) -> Event | None:
@@ -83,14 +83,14 @@ class LayerFreezing:
     def resume(self, step: int) -> None:
         """Freeze what is frozen after ``step``, and drop its optimizer state."""
         self.frozen = frozen_items(self.items, self.schedule, step)
-        self.held.forget_moments(self.without_updates())
+        self.store.drop_moments(self.without_updates())
 
     def without_updates(self) -> set[str]:
         """Names of the held parameters that train no more."""
         names = {
             name
             for item in self.frozen
-            if item in self.held.modules
-            for name in parameters_of(item, self.held.modules[item])
+            if item in self.store.modules
+            for name in parameters_of(item, self.store.modules[item])
         }
         return (names - self._still_training) | (self._frozen_weights if self.frozen else set())

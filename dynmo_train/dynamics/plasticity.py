@@ -18,7 +18,7 @@ from torch.func import functional_call
 from torch.utils.hooks import RemovableHandle
 
 from ..models.layer_list import ItemSpec, masks_of, output_of, parameters_of
-from ..optim.item_store import REFERENCE, HeldItems
+from ..optim.item_store import REFERENCE, ItemStore
 from ..parallel.process_groups import World, sum_over_pipeline, sum_over_replicas
 from ..parallel.seeding import seeded
 from .freezing import LayerFreezing, layers_of
@@ -96,19 +96,19 @@ class AdaptiveFreezing(LayerFreezing):
         self,
         rule: PlasticityRule,
         items: Sequence[ItemSpec],
-        held: HeldItems,
+        store: ItemStore,
         ties: Mapping[str, str],
         freeze_tied: bool,
         world: World,
     ) -> None:
-        super().__init__((), items, held, ties, freeze_tied)
+        super().__init__((), items, store, ties, freeze_tied)
         self.rule, self._world = rule, world
         self.course = Course()
         self._layers = layers_of(items)
         self._seen: dict[str, tuple[Any, ...]] = {}
         self._hooks: list[RemovableHandle] = []
 
-    def enter(self, world: World) -> None:
+    def set_world(self, world: World) -> None:
         """Go on among the processes of ``world``."""
         self._world = world
 
@@ -122,7 +122,7 @@ class AdaptiveFreezing(LayerFreezing):
             "calm": course.calm,
         }
 
-    def adopt(self, state: Mapping[str, Any] | None) -> None:
+    def load_state(self, state: Mapping[str, Any] | None) -> None:
         """Go on from ``state``."""
         if state is not None:
             self.course = Course(**{**state, "values": tuple(state["values"])})
@@ -143,8 +143,8 @@ class AdaptiveFreezing(LayerFreezing):
         if step % self.rule.interval:
             return
         for name in self._watched():
-            if name in self.held.modules:
-                self._hooks.append(self.held.modules[name].register_forward_pre_hook(self._looker(name)))
+            if name in self.store.modules:
+                self._hooks.append(self.store.modules[name].register_forward_pre_hook(self._looker(name)))
 
     def _looker(self, name: str) -> Any:
         def look(_module: nn.Module, arguments: tuple[Any, ...]) -> None:
@@ -172,7 +172,7 @@ class AdaptiveFreezing(LayerFreezing):
         if self.course.frozen_layers == before.frozen_layers:
             return None
         for name in watched:
-            self.held.extras.pop(name, None)
+            self.store.extras.pop(name, None)
         return super().after_step(step)
 
     def _plasticity(self, watched: Sequence[str]) -> float:
@@ -185,16 +185,16 @@ class AdaptiveFreezing(LayerFreezing):
         return float(sum(means.tolist()))
 
     def _distance(self, name: str) -> float:
-        module = self.held.modules[name]
-        own = {full: p for full, p in parameters_of(name, module).items() if full not in self.held.family.ties}
-        extras = self.held.extras.setdefault(name, {})
+        module = self.store.modules[name]
+        own = {full: p for full, p in parameters_of(name, module).items() if full not in self.store.family.ties}
+        extras = self.store.extras.setdefault(name, {})
         if not extras:  # the first measurement of a layer takes the copy
             extras.update({f"{full}.{REFERENCE}": parameter.detach().clone() for full, parameter in own.items()})
         reference = {full[len(name) + 1 :]: extras[f"{full}.{REFERENCE}"] for full in own}
         training = module.training
         module.eval()
         try:
-            with torch.no_grad(), seeded(self.held.device, "plasticity", name):
+            with torch.no_grad(), seeded(self.store.device, "plasticity", name):
                 now = output_of(module(*self._seen[name]))
                 _weights_changed(name, module)
                 then = output_of(functional_call(module, reference, self._seen[name]))

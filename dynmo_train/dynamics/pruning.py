@@ -14,7 +14,7 @@ import torch
 
 from ..models.layer_list import masks_of
 from ..models.linear import PrunableLinear
-from ..optim.item_store import HeldItems
+from ..optim.item_store import ItemStore
 from ..parallel.process_groups import World, sum_over, sum_over_model
 from .pruning_units import PruningRule, Units, single_weights, units_of
 from .technique import Event
@@ -111,15 +111,15 @@ class GradualPruning:
     def __init__(
         self,
         schedule: CubicSchedule,
-        held: HeldItems,
+        store: ItemStore,
         frozen: Callable[[], Sequence[str]],
         world: World,
         rule: PruningRule,
     ) -> None:
-        self.schedule, self.held, self._frozen, self._world, self.rule = schedule, held, frozen, world, rule
+        self.schedule, self.store, self._frozen, self._world, self.rule = schedule, store, frozen, world, rule
         self.sparsity = schedule.initial
 
-    def enter(self, world: World) -> None:
+    def set_world(self, world: World) -> None:
         """Go on among the processes of ``world``: some have left."""
         self._world = world
 
@@ -127,21 +127,21 @@ class GradualPruning:
         """The units of this process."""
         left_alone = set(self._frozen())
         found: list[OwnUnits] = []
-        for item, module in self.held.modules.items():
+        for item, module in self.store.modules.items():
             if item in left_alone:
                 continue
             names = {layer: name for name, layer in masks_of(item, module).items()}
-            if self.held.shards is not None:
-                own = self.held.own_parameters(item)
+            if self.store.fsdp is not None:
+                own = self.store.own_parameters(item)
                 of_item = [single_weights(layer, own[name]) for layer, name in names.items()]
             else:
                 of_item = list(units_of(module, self.rule))
-            found += [OwnUnits(item, names, units, self.held.counts(names[units.layers[0]])) for units in of_item]
+            found += [OwnUnits(item, names, units, self.store.counts(names[units.layers[0]])) for units in of_item]
         return found
 
     def _total(self, counts: torch.Tensor) -> torch.Tensor:
         groups = self._world.groups
-        return sum_over(groups.expert if self.held.shards is None else groups.data, sum_over_model(self._world, counts))
+        return sum_over(groups.expert if self.store.fsdp is None else groups.data, sum_over_model(self._world, counts))
 
     def after_step(self, step: int) -> Event | None:
         """Prune to the schedule's sparsity where it is due."""
@@ -161,7 +161,7 @@ class GradualPruning:
                     counts += torch.tensor([mask.numel() - int(mask.sum()), mask.numel()])
                 if target > 0:
                     name = each.names[layer]
-                    self.held.prune(each.item, name, layer, self.held.whole_rows(name, mask, layer.outputs))
+                    self.store.prune(each.item, name, layer, self.store.gather_rows(name, mask, layer.outputs))
         pruned, count = self._total(counts).tolist()
         self.sparsity = pruned / count if count and target > 0 else 0.0
         return Event(

@@ -14,7 +14,7 @@ from ..config.task_command import check_model_flags
 from ..data.batch import Batch
 from ..data.finetune_dataset import TASKS, PairData, build_pairs
 from ..models.bert_tasks import HITS, task_of_manifest
-from ..parallel.consensus import agreed
+from ..parallel.consensus import run_on_all_ranks
 from ..parallel.process_groups import World
 from ..trainer.engine import Engine
 from .forward_engine import Source, forward_engine, open_source, tokenizer_of
@@ -102,7 +102,7 @@ def evaluate_task(
         UsageError: the data, the tokenizer or the checkpoint cannot be used.
     """
     source = task_source(name, place, world)
-    agreed(world, lambda: check_model_flags(told, source.model, source.checkpoint.directory))
+    run_on_all_ranks(world, lambda: check_model_flags(told, source.model, source.checkpoint.directory))
 
     def prepare() -> tuple[list[PairData], int]:
         length = window_length(source, task.seq_length)
@@ -110,7 +110,7 @@ def evaluate_task(
         paths = data_paths("--valid-data", task.valid_data)
         return [build_pairs(name, path, tokenizer, length) for path in paths], length
 
-    sets, length = agreed(world, prepare)
+    sets, length = run_on_all_ranks(world, prepare)
     rows = place.micro_batch_size * TASKS[name].rows
     engine = forward_engine(source, place, world, tokens=length, rows=rows, wrap=lambda family: family)
     return accuracy(engine, sets, micro_batch=place.micro_batch_size, step=0)

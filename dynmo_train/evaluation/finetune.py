@@ -26,9 +26,9 @@ from ..models.bert_tasks import BertTask
 from ..models.layer_list import BoundaryShape, parameters_of
 from ..models.registry import family_of
 from ..optim.item_store import ItemState
-from ..parallel.consensus import agreed
+from ..parallel.consensus import run_on_all_ranks
 from ..parallel.dims import ParallelDims
-from ..parallel.process_groups import World, broadcast_document, leave_world
+from ..parallel.process_groups import World, broadcast_object, destroy_world
 from ..parallel.seeding import stable_seed
 from ..trainer.checkpoint.async_checkpoint import Checkpointer, Saved
 from ..trainer.checkpoint.engine_checkpoint import RECORDS, CheckpointMetadata, check_same_model, state_reader
@@ -101,7 +101,7 @@ def pretrained_state(engine: Engine, checkpoint: Checkpoint, world: World) -> An
             return read(item)
         fresh = parameters_of(item, engine.family.build(item, torch.device("cpu")))
         tensors = {
-            name: engine.item_store.own_part(
+            name: engine.item_store.local_from_checkpoint(
                 name, checkpoint.load([name])[name] if checkpoint.has(name) else fresh[name].detach()
             ).to(world.device)
             for name in names
@@ -145,7 +145,7 @@ class _Finetuning:
             paths = data_paths("--train-data", options.train_data)
             return join_pairs([build_pairs(name, path, tokenizer, length) for path in paths]), valid
 
-        self.train_data, self.valid_data = agreed(world, read)
+        self.train_data, self.valid_data = run_on_all_ranks(world, read)
         self.files = files
         self.check = FiniteCheck.of(config.training)
         start = self._begin(options)
@@ -167,7 +167,7 @@ class _Finetuning:
         if not isinstance(base, Bert):
             raise UsageError("finetune trains a BERT without dynamic layers")
         family = BertTask(base.shape, form.head)
-        settings = agreed(world, lambda: settings_of(config))
+        settings = run_on_all_ranks(world, lambda: settings_of(config))
         boundary = BoundaryShape.hidden(
             batch=config.training.micro_batch_size * form.rows,
             tokens=config.model.seq_length,
@@ -175,15 +175,15 @@ class _Finetuning:
             dtype=settings.pipeline.boundary.dtype,
         )
         settings = replace(settings, pipeline=replace(settings.pipeline, boundary=boundary))
-        going_on = agreed(world, lambda: checkpoint_to_load(config, world))
+        going_on = run_on_all_ranks(world, lambda: checkpoint_to_load(config, world))
         run = replace(config.run, load=options.pretrained_checkpoint, no_load_optim=True)
-        first = agreed(world, lambda: checkpoint_to_load(replace(config, run=run), world))
+        first = run_on_all_ranks(world, lambda: checkpoint_to_load(replace(config, run=run), world))
         require_same(world, {**checkpoint_facts(going_on), **checkpoint_facts(first, "--pretrained-checkpoint")})
         if options.pretrained_checkpoint is not None and first is None:
             raise UsageError(f"--pretrained-checkpoint {options.pretrained_checkpoint}: there is no checkpoint")
         engine = Engine(family, settings, first_partition(config, family, None), world)
-        step = agreed(world, lambda: self._weights(engine, going_on, first))
-        begun = agreed(
+        step = run_on_all_ranks(world, lambda: self._weights(engine, going_on, first))
+        begun = run_on_all_ranks(
             world,
             lambda: (
                 open_run_directory(
@@ -192,11 +192,11 @@ class _Finetuning:
                     hosts=[world.host],
                     engine={"device": world.device.type, "task": self.name, "finetune": vars(options)},
                 )
-                if world.is_first
+                if world.is_rank0
                 else None
             ),
         )
-        place = broadcast_document(world, [str(begun.path), begun.run_id, begun.segment] if begun else None)
+        place = broadcast_object(world, [str(begun.path), begun.run_id, begun.segment] if begun else None)
         directory = RunDirectory(path=Path(place[0]), run_id=place[1], segment=place[2])
         return _Start(
             engine=engine,
@@ -231,7 +231,7 @@ class _Finetuning:
         config, data = self.config, self.train_data
         last = config.training.train_iters if data is not None else 0
         if last and self.step >= last:
-            if self.world.is_first:
+            if self.world.is_rank0:
                 say(complete_line(self.directory.path, self.step, f"--epochs make {last:,}; give more --epochs"))
             return EXIT_OK
         signals = BoundarySignals()
@@ -244,7 +244,7 @@ class _Finetuning:
         self.checkpoints.wait()
         if self.checkpoints.failure is not None:
             raise DynmoError(f"{self.checkpoints.failure}; the last checkpoint is {self.last_saved or 'none'}")
-        if self.world.is_first:
+        if self.world.is_rank0:
             say(f"run directory: {self.directory.path}")
             if signals.code and self.step < last:
                 say(stop_line(self.directory.path, self.step, config.run.load, self.last_saved))
@@ -369,7 +369,7 @@ def run_finetune(name: str, config: Config, options: FinetuneConfig) -> int:
         finally:
             run.log.close()
     finally:
-        leave_world()
+        destroy_world()
 
 
 def shape_of(model: Mapping[str, Any]) -> dict[str, Any]:

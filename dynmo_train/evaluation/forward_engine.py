@@ -23,9 +23,9 @@ from ..models.sparse_formats import BUILT_IN, SparseTable
 from ..optim.adamw import AdamWSettings
 from ..optim.lr_schedule import LearningRate
 from ..optim.precision import Precision
-from ..parallel.consensus import agreed
+from ..parallel.consensus import run_on_all_ranks
 from ..parallel.dims import ParallelDims
-from ..parallel.process_groups import World, broadcast_document, leave_world
+from ..parallel.process_groups import World, broadcast_object, destroy_world
 from ..pipeline.partition import Partition, uniform_partition
 from ..pipeline.schedule import PipelineConfig
 from ..trainer.checkpoint.engine_checkpoint import state_reader
@@ -75,7 +75,7 @@ def joined(place: InferenceConfig, task: object, processes: int) -> Iterator[Wor
     try:
         yield world
     finally:
-        leave_world()
+        destroy_world()
 
 
 def open_source(path: Path, place: InferenceConfig, world: World) -> Source:
@@ -92,11 +92,11 @@ def open_source(path: Path, place: InferenceConfig, world: World) -> Source:
             place_ = native_copy(path, Path(place.cache_dir) if place.cache_dir else default_cache())
         return [str(each) for each in list_checkpoints(place_)]
 
-    found = broadcast_document(world, agreed(world, lambda: look() if world.is_first else []))
-    directory, faults = agreed(world, lambda: sound_checkpoint(world, str(path), found, weights_only=True))
-    if faults and world.is_first:
+    found = broadcast_object(world, run_on_all_ranks(world, lambda: look() if world.is_rank0 else []))
+    directory, faults = run_on_all_ranks(world, lambda: sound_checkpoint(world, str(path), found, weights_only=True))
+    if faults and world.is_rank0:
         say(f"warning: damaged checkpoint: {'; '.join(faults)}; {directory} stands for it")
-    source = agreed(world, lambda: _source(directory, world.dims.tensor))
+    source = run_on_all_ranks(world, lambda: _source(directory, world.dims.tensor))
     require_same(world, checkpoint_facts(source.checkpoint))
     return source
 
@@ -178,7 +178,7 @@ def forward_engine(
     family = wrap(source.family)
     model, manifest = source.model, source.checkpoint.manifest
     partition = uniform_partition(family.items, world.dims.pipeline)
-    agreed(world, lambda: check_layout(model, partition, world.dims))
+    run_on_all_ranks(world, lambda: check_layout(model, partition, world.dims))
     boundary = BoundaryShape.hidden(
         batch=rows or place.micro_batch_size, tokens=tokens, width=model["hidden_size"], dtype=compute_type(place)
     )
@@ -201,5 +201,5 @@ def forward_engine(
     )
     engine = Engine(family, settings, partition, world)
     reader = state_reader(source.checkpoint, engine.item_store, world, moments=False)
-    agreed(world, lambda: engine.restore(reader, 0))
+    run_on_all_ranks(world, lambda: engine.restore(reader, 0))
     return engine

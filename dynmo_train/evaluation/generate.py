@@ -12,8 +12,8 @@ from ..config.evaluation import InferenceConfig
 from ..config.task_command import check_model_flags
 from ..data.tokenizer import Tokenizer
 from ..models.registry import CAUSAL
-from ..parallel.consensus import agreed
-from ..parallel.process_groups import World, gather_documents
+from ..parallel.consensus import run_on_all_ranks
+from ..parallel.process_groups import World, all_gather_objects
 from ..parallel.seeding import stable_seed
 from .forward_engine import forward_engine, open_source, tokenizer_of
 from .generation import Answered, Asked, Ending, Generation, continuation
@@ -77,7 +77,7 @@ class Writer:
     """A model that continues texts; made once, asked as often as one likes. Every process makes and asks it."""
 
     def __init__(self, place: InferenceConfig, wanted: Wanted, world: World, told: Mapping[str, Any]) -> None:
-        agreed(world, wanted.sampling.check)
+        run_on_all_ranks(world, wanted.sampling.check)
         source = open_source(Path(place.load), place, world)
         self.world, self.wanted = world, wanted
         family = source.model["family"]
@@ -92,7 +92,7 @@ class Writer:
             tokenizer = tokenizer_of(source, place)
             return tokenizer, Ending(eod=tokenizer.eod, stop=wanted.stop or "", decode=tokenizer.decode)
 
-        self.tokenizer, ending = agreed(world, prepare)
+        self.tokenizer, ending = run_on_all_ranks(world, prepare)
         self.positions = int(source.model["max_position_embeddings"])
         engine = forward_engine(source, place, world, tokens=1, wrap=lambda base: base)
         for module in engine.item_store.modules.values():
@@ -138,11 +138,11 @@ class Writer:
             UsageError: no prompt can be continued.
         """
         samples = self.wanted.num_samples
-        prepared = agreed(self.world, lambda: self._prepared(prompts))
+        prepared = run_on_all_ranks(self.world, lambda: self._prepared(prompts))
         asked = [one for one in prepared if isinstance(one, Asked)]
-        replica, replicas = self.world.replica, self.world.dims.data
+        replica, replicas = self.world.data_rank, self.world.dims.data
         own = self._generation.run(asked[replica::replicas], self.wanted.batch_size)
-        told = gather_documents(self.world, [[list(each.ids), each.reason] for each in own])
+        told = all_gather_objects(self.world, [[list(each.ids), each.reason] for each in own])
         answers: list[Answered | None] = [None] * len(asked)
         for each in range(replicas):
             rank = self.world.dims.rank_of(pipeline=0, data=each, tensor=0)

@@ -206,7 +206,7 @@ class Generation:
                 x = self._receive(torch.empty(*shape, self._width, device=device, dtype=self._dtype))
         x, left_BT = self.decoder.run(x, left_BT, batch.cache)
         for name in self._leaves:
-            self._send((left_BT if name == LEFT else x).contiguous(), self.world.worker + 1)
+            self._send((left_BT if name == LEFT else x).contiguous(), self.world.pipeline_rank + 1)
         if self._leaves:
             return None
         drawn = next_tokens(x, self.sampling, batch.generators)
@@ -229,7 +229,7 @@ class Generation:
         return drawn
 
     def _receive(self, into: torch.Tensor) -> torch.Tensor:
-        dist.recv(into, src=self._rank(self.world.worker - 1))
+        dist.recv(into, src=self._rank(self.world.pipeline_rank - 1))
         return into
 
     def _send(self, tensor: torch.Tensor, worker: int) -> None:
@@ -239,7 +239,7 @@ class Generation:
 
     def _rank(self, worker: int) -> int:
         """The process at a pipeline position, as torch knows it."""
-        return self.world.started_as(self.world.peer(worker))
+        return self.world.global_rank(self.world.peer(worker))
 
     def _forget_sent(self) -> None:
         for work, _ in self._sent:

@@ -60,13 +60,13 @@ def score(engine: Engine, sequences: Sequence[TokenRun], *, longest: int, micro_
     by_length: dict[int, list[int]] = {}
     for number, each in enumerate(sequences):
         by_length.setdefault(padded_length(each.length, longest), []).append(number)
-    with progress("scoring", len(sequences) if engine.world.is_first else 0, "sequences") as tick:
+    with progress("scoring", len(sequences) if engine.world.is_rank0 else 0, "sequences") as tick:
         for length in sorted(by_length):
             for numbers, batch in _batches(engine, sequences, by_length[length], length, micro_batch):
                 told = engine.score(batch, (LOSSES, HITS))
                 for at, number in enumerate(numbers):
                     losses[number], hits[number] = float(told[LOSSES][at]), int(told[HITS][at])
-                if engine.world.is_first:
+                if engine.world.is_rank0:
                     tick(len(numbers))
     return Scores(losses=losses, hits=hits)
 

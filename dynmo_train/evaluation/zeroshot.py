@@ -16,7 +16,7 @@ from ..config.task_command import check_model_flags
 from ..formats.os_errors import reason
 from ..models.registry import CAUSAL
 from ..models.token_scores import ScoringFamily
-from ..parallel.consensus import agreed
+from ..parallel.consensus import run_on_all_ranks
 from ..parallel.process_groups import World
 from .forward_engine import Source, forward_engine, open_source, tokenizer_of
 from .lambada import Accuracy, passages_as_tokens
@@ -34,7 +34,7 @@ def causal_source(place: InferenceConfig, world: World, told: Mapping[str, Any])
         told: what the command line says of the model, which must be so.
     """
     source = open_source(Path(place.load), place, world)
-    agreed(world, lambda: check_model_flags(told, source.model, source.checkpoint.directory))
+    run_on_all_ranks(world, lambda: check_model_flags(told, source.model, source.checkpoint.directory))
     if source.model["family"] not in CAUSAL:
         raise UsageError(
             f"{source.checkpoint.directory} holds a {source.model['family']} model, which does not say the next token;"
@@ -79,7 +79,7 @@ def evaluate_wikitext(
         ]
         return count_words(text), len(tokens), runs, length
 
-    words, num_tokens, runs, length = agreed(world, prepare)
+    words, num_tokens, runs, length = run_on_all_ranks(world, prepare)
     losses = _score(source, place, world, runs, length).losses
     return Perplexity(words=words, tokens=num_tokens, loss=mean_loss(losses, num_tokens))
 
@@ -92,17 +92,17 @@ def evaluate_lambada(place: InferenceConfig, task: LambadaConfig, world: World, 
     """
     source = causal_source(place, world, told)
     longest = window_length(source, None)
-    runs, shortened = agreed(
+    runs, shortened = run_on_all_ranks(
         world,
         lambda: passages_as_tokens(
             Path(task.valid_data), tokenizer_of(source, place), strict=task.strict_lambada, longest=longest
         ),
     )
-    if shortened and world.is_first:
+    if shortened and world.is_rank0:
         say(f"{shortened} of {len(runs)} passages are longer than {longest} positions: the model reads their ends")
     hits = _score(source, place, world, runs, longest).hits
     right = [hit == len(run.tokens) - run.scored for hit, run in zip(hits, runs, strict=True)]
-    if task.predictions is not None and world.is_first:
+    if task.predictions is not None and world.is_rank0:
         _write_predictions(Path(task.predictions), right)
     return Accuracy(correct=sum(right), items=len(right), shortened=shortened)
 

@@ -16,7 +16,7 @@ from torch import nn
 
 from .blocks import Head
 from .family import Builders, Family, ModelDims, chain_items
-from .layer_list import ItemSpec, Reported
+from .layer_list import ItemOutput, ItemSpec
 from .linear import PrunableLinear
 
 
@@ -77,7 +77,7 @@ class BertHead(Head):
         labels_BT: torch.Tensor,
         counts_BT: torch.Tensor,
         order_B: torch.Tensor | None = None,
-    ) -> Reported:
+    ) -> ItemOutput:
         """The sum of both losses, each also as a figure.
 
         Args:
@@ -93,9 +93,9 @@ class BertHead(Head):
             words = super().forward(x_BTD, labels_BT, counts_BT)
             order_B2 = self.order_logits(self.norm(x_BTD))
         if order_B2 is None or order_B is None:
-            return Reported(output=words, figures={"lm_loss": words})
+            return ItemOutput(output=words, metrics={"lm_loss": words})
         order = F.cross_entropy(order_B2.float(), order_B)
-        return Reported(output=words + order, figures={"lm_loss": words, "sop_loss": order})
+        return ItemOutput(output=words + order, metrics={"lm_loss": words, "sop_loss": order})
 
     @staticmethod
     def _counted(x_BTD: torch.Tensor, labels_BT: torch.Tensor, counts_BT: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -139,7 +139,7 @@ class Bert(EncoderFamily[BertShape]):
             embedding_inputs=("ids", "types") if self.shape.num_tokentypes else ("ids",),
             attention_inputs=("seen",),
             head_inputs=("labels", "counts", "order") if binary else ("labels", "counts"),
-            head_figures=(("lm_loss", 1), ("sop_loss", 1)) if binary else (("lm_loss", 1),),
+            head_metrics=(("lm_loss", 1), ("sop_loss", 1)) if binary else (("lm_loss", 1),),
         )
 
     def builders(self, name: str) -> Builders:

@@ -16,7 +16,7 @@ from torch import nn
 
 from .bert import Bert, BertShape
 from .family import chain_items, initialise
-from .layer_list import ItemSpec, Reported
+from .layer_list import ItemOutput, ItemSpec
 from .linear import PrunableLinear
 
 TaskKind = Literal["classification", "multichoice"]
@@ -60,13 +60,13 @@ class BertTaskHead(nn.Module):
         logits_BC: torch.Tensor = self.classification(pooled_RD)
         return logits_BC
 
-    def forward(self, x_RTD: torch.Tensor, labels_B: torch.Tensor) -> Reported:
+    def forward(self, x_RTD: torch.Tensor, labels_B: torch.Tensor) -> ItemOutput:
         """The mean cross-entropy of the samples whose label is not ``NO_LABEL``, and which of them are right."""
         logits_BC = self.logits(x_RTD).float()
         counted = (labels_B != NO_LABEL).sum().clamp(min=1)
         loss = F.cross_entropy(logits_BC, labels_B, ignore_index=NO_LABEL, reduction="sum") / counted
         hits_B = (logits_BC.argmax(1) == labels_B).float()
-        return Reported(loss, figures={"accuracy": hits_B.sum() / counted, HITS: hits_B})
+        return ItemOutput(loss, metrics={"accuracy": hits_B.sum() / counted, HITS: hits_B})
 
 
 class BertTask:
@@ -84,7 +84,7 @@ class BertTask:
             embedding_inputs=("ids", "types") if self.shape.num_tokentypes else ("ids",),
             attention_inputs=("seen",),
             head_inputs=("labels",),
-            head_figures=(("accuracy", 1),),
+            head_metrics=(("accuracy", 1),),
         )
 
     @property

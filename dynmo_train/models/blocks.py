@@ -363,7 +363,7 @@ class Head(nn.Module):
         """``[B, T, D]`` to ``[B, T, V]`` with V the true vocabulary, at every rank where that is cut."""
         if self.region is not None:
             cut_BTV = F.linear(self.region.enter(self.features(x_BTD)), self.weight, self.bias)
-            return self.region.whole_columns(cut_BTV)[..., : self.vocabulary]
+            return self.region.gather_vocabulary(cut_BTV)[..., : self.vocabulary]
         bias = None if self.bias is None else self.bias[: self.vocabulary]
         return F.linear(self.features(x_BTD), self.weight[: self.vocabulary], bias)
 

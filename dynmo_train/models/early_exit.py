@@ -17,13 +17,13 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from .layer_list import ItemSpec, Reported, output_of
+from .layer_list import ItemOutput, ItemSpec, output_of
 from .mixture_of_depths import RoutedBlock
 from .token_select import Chosen, choose
 
 LEFT = "left"
 Measure = Literal["softmax", "saturation"]
-FIGURES = (("exit_share", 1), ("exit_loss", 1))
+METRICS = (("exit_share", 1), ("exit_loss", 1))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,12 +97,12 @@ class LiveTokens(nn.Module):
     reads_left: bool
     live_inputs: tuple[str, ...]
 
-    def plain(self, x_BTD: torch.Tensor, *given: torch.Tensor) -> torch.Tensor | Reported:
+    def plain(self, x_BTD: torch.Tensor, *given: torch.Tensor) -> torch.Tensor | ItemOutput:
         """The item's own forward, on the tokens that it is given."""
-        result: torch.Tensor | Reported = super().forward(x_BTD, *given)
+        result: torch.Tensor | ItemOutput = super().forward(x_BTD, *given)
         return result
 
-    def forward(self, x_BTD: torch.Tensor, *arguments: torch.Tensor) -> Reported:
+    def forward(self, x_BTD: torch.Tensor, *arguments: torch.Tensor) -> ItemOutput:
         """Apply to the stream, then, with ``reads_left``, 1 where a token has left (``[B, T]``), then the inputs."""
         left_BT = arguments[0] if self.reads_left else None
         given = dict(zip(self.live_inputs, arguments[int(self.reads_left) :], strict=True))
@@ -122,18 +122,18 @@ class LiveTokens(nn.Module):
         result = super().forward(x_BCD, *given.values(), **extra)
         y_BCD = output_of(result)
         output = y_BCD if chosen is None else chosen.put(x_BTD, y_BCD)
-        told = result if isinstance(result, Reported) else Reported(y_BCD)
+        told = result if isinstance(result, ItemOutput) else ItemOutput(y_BCD)
         exit_ = self._modules.get("exit")
         if not isinstance(exit_, Exit):
-            return Reported(output, figures=told.figures, losses=told.losses)
+            return ItemOutput(output, metrics=told.metrics, losses=told.losses)
         if left_BT is None or chosen is None:
             left_BT = x_BTD.new_zeros(x_BTD.shape[:2])
             chosen = choose(left_BT == 0)
         leaves_BC, loss = exit_(x_BCD, y_BCD, labels_BC, chosen.real_BC)
         left_BT = left_BT.scatter_add(1, chosen.index_BC, leaves_BC.to(left_BT.dtype))
-        return Reported(
+        return ItemOutput(
             output,
-            figures={**told.figures, "exit_share": left_BT.float().mean(), "exit_loss": loss.detach()},
+            metrics={**told.metrics, "exit_share": left_BT.float().mean(), "exit_loss": loss.detach()},
             losses={**told.losses, "exit": loss * exit_.settings.weight_of_each},
             side={LEFT: left_BT},
         )

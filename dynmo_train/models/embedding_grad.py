@@ -41,10 +41,10 @@ class PendingRows:
         self._parts.append((ids_N, gradient_ND))
         self._tokens += len(ids_N)
         if self._tokens > self._most:
-            self.settle()
+            self.materialize_grads()
 
     @torch.no_grad()
-    def settle(self) -> None:
+    def materialize_grads(self) -> None:
         """Add what is kept to the table's ``grad``."""
         parts, self._parts, self._tokens = self._parts, [], 0
         for ids_N, gradient_ND in parts:

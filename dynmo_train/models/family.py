@@ -185,8 +185,8 @@ def chain_items(
     embedding_inputs: tuple[str, ...] = ("ids",),
     attention_inputs: tuple[str, ...] = (),
     head_inputs: tuple[str, ...] = ("labels",),
-    mlp_figures: tuple[tuple[str, int], ...] = (),
-    head_figures: tuple[tuple[str, int], ...] = (),
+    mlp_metrics: tuple[tuple[str, int], ...] = (),
+    head_metrics: tuple[tuple[str, int], ...] = (),
 ) -> tuple[ItemSpec, ...]:
     """The items in order; every item may begin a stage. The keywords say what of the batch each kind is called with."""
     items = [
@@ -199,7 +199,7 @@ def chain_items(
         items.append(
             ItemSpec(name=f"{layer}.attention", layer=layer, kind="attention", cut_before=True, inputs=attention_inputs)
         )
-        items.append(ItemSpec(name=f"{layer}.mlp", layer=layer, kind="mlp", cut_before=True, figures=mlp_figures))
+        items.append(ItemSpec(name=f"{layer}.mlp", layer=layer, kind="mlp", cut_before=True, metrics=mlp_metrics))
     items.append(
         ItemSpec(
             name="head",
@@ -209,7 +209,7 @@ def chain_items(
             tied_to="embedding" if tied else None,
             writes=LOSS,
             inputs=head_inputs,
-            figures=head_figures,
+            metrics=head_metrics,
         )
     )
     return tuple(items)

@@ -38,7 +38,7 @@ class Gpt(Family[Shape]):
         """``embedding``, two items a layer, ``head``; every item may begin a stage."""
         shape = self.shape
         moe = shape.moe
-        return chain_items(shape.num_layers, tied=shape.tied_embeddings, mlp_figures=moe.figures if moe else ())
+        return chain_items(shape.num_layers, tied=shape.tied_embeddings, mlp_metrics=moe.metrics if moe else ())
 
     @property
     def ties(self) -> Mapping[str, str]:

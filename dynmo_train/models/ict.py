@@ -23,7 +23,7 @@ from ..parallel.collectives import ReplicaGather
 from .bert import EncoderFamily, EncoderShape
 from .blocks import Embedding
 from .family import Builders
-from .layer_list import LOSS, ItemSpec, Reported, parameters_of
+from .layer_list import LOSS, ItemOutput, ItemSpec, parameters_of
 from .linear import PrunableLinear
 
 QUERY, CONTEXT, EMBEDDED = "query", "context", "query_embedding"
@@ -53,7 +53,7 @@ class IctShape(EncoderShape):
         return self.projection_size or self.hidden_size
 
     @property
-    def figures(self) -> tuple[tuple[str, int], ...]:
+    def metrics(self) -> tuple[tuple[str, int], ...]:
         """What the head reports."""
         return tuple((f"top{k}_acc", 1) for k in self.top_k)
 
@@ -104,13 +104,13 @@ class RetrievalHead(Pooler):
             query_BP, context_BP = self.replicas.gather(query_BP), self.replicas.gather(context_BP)
         return query_BP.float() @ context_BP.float().t() * self.scale
 
-    def forward(self, context_BTD: torch.Tensor, query_BP: torch.Tensor) -> Reported:  # type: ignore[override] # a loss
+    def forward(self, context_BTD: torch.Tensor, query_BP: torch.Tensor) -> ItemOutput:  # type: ignore[override] # a loss
         """The mean cross-entropy over the queries; accuracies in percent as figures."""
         scores_NN = self.scores(context_BTD, query_BP)
         labels = torch.arange(len(scores_NN), device=scores_NN.device)
         better = (scores_NN > scores_NN.diagonal()[:, None]).sum(1)
-        figures = {f"top{k}_acc": 100.0 * (better < k).float().mean() for k in self.top_k}
-        return Reported(output=F.cross_entropy(scores_NN, labels), figures=figures)
+        metrics = {f"top{k}_acc": 100.0 * (better < k).float().mean() for k in self.top_k}
+        return ItemOutput(output=F.cross_entropy(scores_NN, labels), metrics=metrics)
 
 
 class Ict(EncoderFamily[IctShape]):
@@ -171,7 +171,7 @@ class Ict(EncoderFamily[IctShape]):
             tied_to=POOLER if self.shape.shared_towers else None,
             reads=(CONTEXT, EMBEDDED),
             writes=LOSS,
-            figures=self.shape.figures,
+            metrics=self.shape.metrics,
         )
 
     @property

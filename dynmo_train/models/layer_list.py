@@ -27,7 +27,7 @@ class ItemSpec:
     """One item of the layer list, at the finest granularity.
 
     An item's module is called with the values that it reads and then with its inputs, in this order, and returns the
-    value that it writes, or that and figures as ``Reported``.
+    value that it writes, or that and figures as ``ItemOutput``.
 
     Attributes:
         name: for life; parameters extend it (``layers.7.mlp`` owns ``layers.7.mlp.fc1.weight``).
@@ -39,7 +39,7 @@ class ItemSpec:
         writes: name of its value; a later item that writes the same name takes its place.
         inputs: names of the batch's tensors that it needs.
         figures: names and lengths of the figures that it reports for each microbatch.
-        side: names of values without gradient that it writes beside its own, as ``Reported.side``.
+        side: names of values without gradient that it writes beside its own, as ``ItemOutput.side``.
     """
 
     name: str
@@ -50,11 +50,11 @@ class ItemSpec:
     reads: tuple[str, ...] = (HIDDEN,)
     writes: str = HIDDEN
     inputs: tuple[str, ...] = ()
-    figures: tuple[tuple[str, int], ...] = ()
+    metrics: tuple[tuple[str, int], ...] = ()
     side: tuple[str, ...] = ()
 
 
-class Reported(NamedTuple):
+class ItemOutput(NamedTuple):
     """What an item returns that has more to tell than its value.
 
     Attributes:
@@ -66,14 +66,14 @@ class Reported(NamedTuple):
     """
 
     output: torch.Tensor
-    figures: Mapping[str, torch.Tensor] = MappingProxyType({})
+    metrics: Mapping[str, torch.Tensor] = MappingProxyType({})
     losses: Mapping[str, torch.Tensor] = MappingProxyType({})
     side: Mapping[str, torch.Tensor] = MappingProxyType({})
 
 
-def output_of(result: torch.Tensor | Reported) -> torch.Tensor:
+def output_of(result: torch.Tensor | ItemOutput) -> torch.Tensor:
     """An item's value, without the figures."""
-    return result.output if isinstance(result, Reported) else result
+    return result.output if isinstance(result, ItemOutput) else result
 
 
 @dataclass(frozen=True, kw_only=True)

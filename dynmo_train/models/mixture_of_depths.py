@@ -18,10 +18,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from .layer_list import Reported, output_of
+from .layer_list import ItemOutput, output_of
 from .token_select import Chosen, choose, choose_top
 
-FIGURES = (("depth_share", 1), ("depth_agreement", 1))
+METRICS = (("depth_share", 1), ("depth_agreement", 1))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,7 +91,7 @@ class RoutedBlock(nn.Module):
         *,
         positions: torch.Tensor | None = None,
         real: torch.Tensor | None = None,
-    ) -> Reported:
+    ) -> ItemOutput:
         """Apply the block.
 
         Args:
@@ -113,7 +113,7 @@ class RoutedBlock(nn.Module):
         among_BT = torch.zeros_like(keep_BT).scatter(1, chosen.index_BC, chosen.real_BC)
         count = real_BT.sum().clamp(min=1)
         agreed_BT = (among_BT == keep_BT) & real_BT
-        figures = {"depth_share": among_BT.sum() / count, "depth_agreement": agreed_BT.sum() / count}
+        metrics = {"depth_share": among_BT.sum() / count, "depth_agreement": agreed_BT.sum() / count}
         losses: dict[str, torch.Tensor] = {}
         if self.training and torch.is_grad_enabled():
             # The stream is no place for this loss: it trains the router alone.
@@ -121,9 +121,9 @@ class RoutedBlock(nn.Module):
             weight = None if real is None else real_BT.to(told_BT.dtype) * (real_BT.numel() / count)
             aux = F.binary_cross_entropy_with_logits(told_BT, among_BT.to(told_BT.dtype), weight)
             losses = {"router": self.settings.aux_weight * aux}
-        if isinstance(result, Reported):
-            figures, losses = {**result.figures, **figures}, {**result.losses, **losses}
-        return Reported(output, figures=figures, losses=losses)
+        if isinstance(result, ItemOutput):
+            metrics, losses = {**result.metrics, **metrics}, {**result.losses, **losses}
+        return ItemOutput(output, metrics=metrics, losses=losses)
 
     def extend(
         self, x_BTD: torch.Tensor, past: Sequence[Any] | None, positions_BT: torch.Tensor

@@ -15,9 +15,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from ..parallel.expert_parallel import ExpertExchange
+from ..parallel.expert_parallel import TokenDispatcher
 from .blocks import FeedForward
-from .layer_list import Reported
+from .layer_list import ItemOutput
 from .moe_routing import balanced_assignment, expert_choice
 
 TOPK, EXPERT_CHOICE, BALANCED = "topk", "expert-choice", "balanced"
@@ -46,7 +46,7 @@ class MoeShape:
     routing: str = TOPK
 
     @property
-    def figures(self) -> tuple[tuple[str, int], ...]:
+    def metrics(self) -> tuple[tuple[str, int], ...]:
         """What a layer reports: both losses, unweighted, and the tokens that each expert was chosen for."""
         return (("load_balancing_loss", 1), ("z_loss", 1), ("expert_tokens", self.num_experts))
 
@@ -141,24 +141,24 @@ def _within_capacity(
 
 
 class Experts(nn.ModuleDict):
-    """The MLPs of a layer that this process holds, by number; ``exchange`` finds those that others hold."""
+    """The MLPs of a layer that this process holds, by number; ``dispatcher`` finds those that others hold."""
 
-    exchange: ExpertExchange | None = None
+    dispatcher: TokenDispatcher | None = None
 
     def forward(self, sorted_MD: torch.Tensor, counts: list[int]) -> torch.Tensor:
         """Apply each expert to its share of the rows: ``counts[e]`` rows for expert ``e``, in order."""
-        if self.exchange is not None:
-            return self.exchange.run(sorted_MD, counts, self._apply_own)
+        if self.dispatcher is not None:
+            return self.dispatcher.run(sorted_MD, counts, self._apply_own)
         return self._apply_own(sorted_MD, counts)
 
     def _apply_own(self, sorted_MD: torch.Tensor, counts: list[int]) -> torch.Tensor:
         parts = sorted_MD.split(counts)
         return torch.cat([expert(part) for expert, part in zip(self.values(), parts, strict=True)])
 
-    def keep(self, exchange: ExpertExchange) -> None:
-        """Hold the process's own experts alone; the others are reached through ``exchange``."""
-        self.exchange = exchange
-        own = exchange.own(len(self))
+    def keep(self, dispatcher: TokenDispatcher) -> None:
+        """Hold the process's own experts alone; the others are reached through ``dispatcher``."""
+        self.dispatcher = dispatcher
+        own = dispatcher.own(len(self))
         for number in [number for number in self if int(number) not in own]:
             del self[number]
 
@@ -208,7 +208,7 @@ class MoeMlp(nn.Module):
         weighted_MD = sorted_MD * weight_EC.reshape(-1, 1).to(sorted_MD.dtype)
         return torch.zeros_like(x_ND).index_add(0, token_M, weighted_MD), torch.bincount(token_M, minlength=len(x_ND))
 
-    def forward(self, x_BTD: torch.Tensor) -> Reported:
+    def forward(self, x_BTD: torch.Tensor) -> ItemOutput:
         """Apply the sublayer with its residual."""
         moe = self.moe
         x_ND = self.norm(x_BTD).reshape(-1, x_BTD.shape[-1])
@@ -227,9 +227,9 @@ class MoeMlp(nn.Module):
             losses["load_balancing"] = moe.aux_loss_coeff * routing.load_balancing
         if moe.z_loss_coeff:
             losses["z"] = moe.z_loss_coeff * routing.z
-        return Reported(
+        return ItemOutput(
             output=x_BTD + F.dropout(y_BTD, self.dropout, self.training),
-            figures={
+            metrics={
                 "load_balancing_loss": routing.load_balancing,
                 "z_loss": routing.z,
                 "expert_tokens": loads_E.float(),

@@ -16,13 +16,13 @@ import torch.nn.functional as F
 from torch import nn
 
 from ..parallel.collectives import ReplicaGather
-from ..parallel.expert_parallel import ExpertExchange
+from ..parallel.expert_parallel import TokenDispatcher
 from ..parallel.tensor_parallel import TensorRegion
 from .bert import BertHead
 from .blocks import Head, SelfAttention
 from .early_exit import LiveTokens
 from .ict import RetrievalHead
-from .layer_list import Reported
+from .layer_list import ItemOutput
 from .linear import PrunableLinear
 from .mixture_of_depths import RoutedBlock
 from .moe import Experts, MoeMlp
@@ -76,7 +76,7 @@ def cut_item(item: str, module: nn.Module, split_dim: SplitDim, region: TensorRe
     if region.sequence and needs_whole_stream(module):
         module.register_forward_pre_hook(_gather_streams(region))
         module.register_forward_hook(_cut_streams(region))
-        region = region.of_whole_streams()
+        region = region.without_sequence_parallelism()
     for path, child in list(module.named_modules()):
         prefix = f"{item}.{path}" if path else item
         dims = {name: split_dim(f"{prefix}.{name}") for name, _ in child.named_parameters(recurse=False)}
@@ -105,11 +105,11 @@ def needs_whole_stream(module: nn.Module) -> bool:
     )
 
 
-def deal_experts(module: nn.Module, exchange: ExpertExchange | None) -> nn.Module:
+def deal_experts(module: nn.Module, dispatcher: TokenDispatcher | None) -> nn.Module:
     """Leave an item with this process's experts alone, in place; returns it."""
-    if exchange is not None:
+    if dispatcher is not None:
         for experts in experts_of(module):
-            experts.keep(exchange)
+            experts.keep(dispatcher)
     return module
 
 
@@ -154,7 +154,7 @@ def _connect(module: nn.Module, path: str, child: nn.Module, dim: int | None, re
 
 def _map_streams(change: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
     """``change`` of a value or the values that are streams ``[B, T, D]``; others as they are."""
-    if isinstance(value, Reported):
+    if isinstance(value, ItemOutput):
         return value._replace(output=_map_streams(change, value.output))
     if isinstance(value, tuple):
         return tuple(_map_streams(change, each) for each in value)
@@ -162,15 +162,15 @@ def _map_streams(change: Callable[[torch.Tensor], torch.Tensor], value: Any) -> 
 
 
 def _gather_streams(region: TensorRegion) -> Callable[[nn.Module, Any], Any]:
-    return lambda _module, arguments: _map_streams(region.whole_stream, arguments)
+    return lambda _module, arguments: _map_streams(region.gather_sequence, arguments)
 
 
 def _cut_streams(region: TensorRegion) -> Callable[[nn.Module, Any, Any], Any]:
-    return lambda _module, _arguments, output: _map_streams(region.cut_stream, output)
+    return lambda _module, _arguments, output: _map_streams(region.scatter_sequence, output)
 
 
 def _own_tokens(region: TensorRegion) -> Callable[[nn.Module, Any, torch.Tensor], torch.Tensor]:
     def hook(_module: nn.Module, _arguments: Any, output: torch.Tensor) -> torch.Tensor:
-        return region.own_tokens(output)
+        return region.local_tokens(output)
 
     return hook

@@ -90,10 +90,10 @@ class DynamicFamily:
             if number is None or depths is None or not depths.routed(number):
                 listed.append(item)
             elif item.kind == "attention":
-                listed.append(replace(item, name=item.layer, kind="layer", figures=mixture_of_depths.FIGURES))
+                listed.append(replace(item, name=item.layer, kind="layer", metrics=mixture_of_depths.METRICS))
             else:
                 block = listed[-1]
-                listed[-1] = replace(block, figures=(*item.figures, *block.figures))
+                listed[-1] = replace(block, metrics=(*item.metrics, *block.metrics))
         return tuple(self._with_exits(listed))
 
     def _with_exits(self, listed: list[ItemSpec]) -> list[ItemSpec]:
@@ -110,7 +110,7 @@ class DynamicFamily:
                     item,
                     side=(LEFT,),
                     inputs=(*item.inputs, "labels"),
-                    figures=(*item.figures, *early_exit.FIGURES),
+                    metrics=(*item.metrics, *early_exit.METRICS),
                     tied_to="head",
                 )
             changed.append(item)

@@ -15,7 +15,7 @@ from torch import nn
 
 from ..parallel.tensor_parallel import TensorRegion
 from .blocks import Head
-from .layer_list import ItemSpec, ModelFamily, Reported
+from .layer_list import ItemOutput, ItemSpec, ModelFamily
 
 LOSSES, HITS = "losses", "hits"
 # Tokens whose logits stand in memory at once.
@@ -32,7 +32,7 @@ class ScoringHead(Head):
 
     def forward(  # type: ignore[override] # says more than a loss
         self, x_BTD: torch.Tensor, labels_BT: torch.Tensor, counts_BT: torch.Tensor
-    ) -> Reported:
+    ) -> ItemOutput:
         """Figures ``losses`` (nats) and ``hits`` of each sample, ``[B]``, over the tokens whose count is 1.
 
         A token is a hit where its logit is the greatest, of equal ones the first. The output is the sum of all losses.
@@ -51,11 +51,11 @@ class ScoringHead(Head):
                 logits_PV += bias_V
             scored.append(_scores(logits_PV.float(), labels_P, first, self.region))
         samples_N = counted_N // labels_BT.shape[1]
-        figures = {}
+        metrics = {}
         for name, parts in zip((LOSSES, HITS), zip(*scored, strict=True), strict=True):
             sums_B = torch.zeros(len(labels_BT), dtype=torch.float64, device=x_BTD.device)
-            figures[name] = sums_B.index_add(0, samples_N, torch.cat(parts).double())
-        return Reported(figures[LOSSES].sum().float(), figures=figures)
+            metrics[name] = sums_B.index_add(0, samples_N, torch.cat(parts).double())
+        return ItemOutput(metrics[LOSSES].sum().float(), metrics=metrics)
 
 
 def _scores(

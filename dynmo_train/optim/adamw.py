@@ -46,7 +46,7 @@ class ItemOptimizer(Protocol):
     def steps(self, parameter: nn.Parameter) -> int:
         """Updates done; 0 without state."""
 
-    def adopt(self, parameter: nn.Parameter, steps: int, moments: Mapping[str, torch.Tensor]) -> None:
+    def load_state(self, parameter: nn.Parameter, steps: int, moments: Mapping[str, torch.Tensor]) -> None:
         """Go on from this state; takes the tensors as its own."""
 
     def forget(self, parameter: nn.Parameter) -> None:
@@ -84,7 +84,7 @@ class TorchAdamW:
         """See ``ItemOptimizer``."""
         return int(self._optimizer.state.get(parameter, {}).get("step", 0))
 
-    def adopt(self, parameter: nn.Parameter, steps: int, moments: Mapping[str, torch.Tensor]) -> None:
+    def load_state(self, parameter: nn.Parameter, steps: int, moments: Mapping[str, torch.Tensor]) -> None:
         """See ``ItemOptimizer``."""
         count = torch.tensor(float(steps), dtype=torch.float32, device=parameter.device)
         self._optimizer.state[parameter] = {"step": count, **moments}
@@ -140,7 +140,7 @@ class FusedAdamW:
         """See ``ItemOptimizer``."""
         return self._steps.get(parameter, 0)
 
-    def adopt(self, parameter: nn.Parameter, steps: int, moments: Mapping[str, torch.Tensor]) -> None:
+    def load_state(self, parameter: nn.Parameter, steps: int, moments: Mapping[str, torch.Tensor]) -> None:
         """See ``ItemOptimizer``."""
         self._optimizer.state[parameter] = dict(moments)
         self._steps[parameter] = steps

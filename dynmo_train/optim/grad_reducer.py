@@ -16,7 +16,7 @@ from torch import nn
 
 from ..models.sharding import is_of_expert
 from ..parallel.process_groups import World
-from .item_store import HeldItems
+from .item_store import ItemStore
 
 
 class Adding(Protocol):
@@ -68,7 +68,7 @@ class GradientReducer:
 
     def __init__(
         self,
-        held: HeldItems,
+        store: ItemStore,
         world: World,
         *,
         overlap: bool,
@@ -76,7 +76,7 @@ class GradientReducer:
         elsewhere: frozenset[str] = frozenset(),
     ) -> None:
         self._compressor, self._elsewhere = compressor, elsewhere
-        self._held, self._group, self._expert_group = held, world.groups.data, world.groups.expert_data
+        self._store, self._group, self._expert_group = store, world.groups.data, world.groups.expert_data
         self._overlap = overlap
         self._started: dict[str, list[Adding]] = {}
 
@@ -93,10 +93,10 @@ class GradientReducer:
     def finish(self) -> None:
         """Add what is not being added yet, and wait for all; every replica calls this with the same items held."""
         if self._group is None:
-            for item in self._held.modules:
-                self._held.settle(item)
+            for item in self._store.modules:
+                self._store.materialize_grads(item)
             return
-        for item in self._held.modules:
+        for item in self._store.modules:
             self.item_is_final(item)
         for buckets in self._started.values():
             for bucket in buckets:
@@ -107,16 +107,16 @@ class GradientReducer:
         self._started.clear()
 
     def _start(self, item: str) -> list[Adding]:
-        self._held.settle(item)
-        if self._held.shards is not None:
-            self._held.reduce(item)
+        self._store.materialize_grads(item)
+        if self._store.fsdp is not None:
+            self._store.reduce(item)
             return []
-        own = {name: p for name, p in self._held.own_parameters(item).items() if p.grad is not None}
+        own = {name: p for name, p in self._store.own_parameters(item).items() if p.grad is not None}
         own = {name: p for name, p in own.items() if name not in self._elsewhere}
         if self._compressor is not None and own:
             packed, plain = self._compressor.start(item, own)
             return [*([packed] if packed is not None else []), *_add(plain, self._group)]
-        if self._held.exchange is None:
+        if self._store.dispatcher is None:
             return _add(list(own.values()), self._group)
         # Rows of all replicas of an exchange have reached its experts: only other exchanges hold more gradients.
         apart = [p for name, p in own.items() if is_of_expert(name)]

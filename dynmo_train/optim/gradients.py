@@ -16,7 +16,7 @@ from ..models.layer_list import masks_of
 from ..models.sharding import needs_whole_stream
 from ..parallel.fsdp import row_parts
 from ..parallel.process_groups import World, sum_over, sum_over_pipeline
-from .item_store import HeldItems
+from .item_store import ItemStore
 
 
 def item_of(parameter_name: str, item_names: Sequence[str]) -> str:
@@ -33,7 +33,7 @@ def tied_groups(ties: Mapping[str, str]) -> dict[str, list[str]]:
 
 
 def add_tied_gradients(
-    held: HeldItems,
+    store: ItemStore,
     ties: Mapping[str, str],
     owners: Mapping[str, int],
     world: World,
@@ -46,12 +46,12 @@ def add_tied_gradients(
         owners: item -> the worker that holds it.
         done: parameters that are added already.
     """
-    here = {name: parameter for _, name, parameter in held.parameters()}
+    here = {name: parameter for _, name, parameter in store.parameters()}
     for members in tied_groups(ties).values():
         if members[0] in done:
             continue
         places = {name: owners[item_of(name, list(owners))] for name in members}
-        mine = [name for name in members if places[name] == world.worker]
+        mine = [name for name in members if places[name] == world.pipeline_rank]
         if not mine:
             continue
         gradients = {name: here[name].grad for name in mine}
@@ -60,7 +60,7 @@ def add_tied_gradients(
         for name in members:
             total = _sum(total, gradients[name])
         for name in mine:
-            shares = held.is_shared(name)
+            shares = store.is_shared(name)
             here[name].grad = None if total is None or shares else total if name == mine[0] else total.clone()
 
 
@@ -75,7 +75,7 @@ def _swap(
     own: Mapping[str, torch.Tensor | None], like: torch.Tensor, places: Mapping[str, int], world: World
 ) -> dict[str, torch.Tensor | None]:
     """Exchange gradients that may be absent with the other holders: first whether there is one, then itself."""
-    ranks = {name: world.started_as(world.peer(place)) for name, place in places.items() if place != world.worker}
+    ranks = _ranks_of(places, world)
     peers = sorted(set(ranks.values()))
     there = gradients_there({name: gradient is not None for name, gradient in own.items()}, places, world)
     received = {name: torch.empty_like(like) if there[name] else None for name in ranks}
@@ -85,6 +85,12 @@ def _swap(
     return received
 
 
+def _ranks_of(places: Mapping[str, int], world: World) -> dict[str, int]:
+    """Copy of a tied weight -> torch's global rank of the process that has it, for copies on other pipeline ranks."""
+    others = {name: place for name, place in places.items() if place != world.pipeline_rank}
+    return {name: world.global_rank(world.peer(place)) for name, place in others.items()}
+
+
 def gradients_there(own: Mapping[str, bool], places: Mapping[str, int], world: World) -> dict[str, bool]:
     """Which copies of a tied weight have gradients, told among their holders.
 
@@ -92,7 +98,7 @@ def gradients_there(own: Mapping[str, bool], places: Mapping[str, int], world: W
         own: of the copies that are here.
         places: copy -> the worker that holds it.
     """
-    ranks = {name: world.started_as(world.peer(place)) for name, place in places.items() if place != world.worker}
+    ranks = _ranks_of(places, world)
     flags = [torch.tensor([int(there)], dtype=torch.int64, device=world.device) for there in own.values()]
     theirs = {name: torch.zeros(1, dtype=torch.int64, device=world.device) for name in ranks}
     told = [(peer, flag) for peer in sorted(set(ranks.values())) for flag in flags]
@@ -115,18 +121,18 @@ def exchange(
             work.wait()
 
 
-def add_token_gradients(held: HeldItems) -> None:
+def add_token_gradients(store: ItemStore) -> None:
     """Where the stream is cut along the tokens: add up the gradients of what all ranks of a region hold whole.
 
     One bucket an item: placement cannot change the sum.
     """
-    region = held.region
+    region = store.region
     if region is None or not region.sequence:
         return
-    for item, module in held.modules.items():
+    for item, module in store.modules.items():
         if needs_whole_stream(module):
             continue
-        whole = [p for name, p in held.own_parameters(item).items() if held.split_dim(name) is None]
+        whole = [p for name, p in store.own_parameters(item).items() if store.split_dim(name) is None]
         gradients = [p.grad for p in whole if p.grad is not None]
         if gradients:
             flat = region.total(torch.cat([gradient.reshape(-1) for gradient in gradients]))
@@ -134,16 +140,16 @@ def add_token_gradients(held: HeldItems) -> None:
                 gradient.copy_(part.view_as(gradient))
 
 
-def zero_pruned_gradients(held: HeldItems) -> None:
+def zero_pruned_gradients(store: ItemStore) -> None:
     """Zero the gradients of pruned weights, so that neither norm nor moments see them."""
-    for item, module in held.modules.items():
-        own = held.own_parameters(item)
+    for item, module in store.modules.items():
+        own = store.own_parameters(item)
         for name, layer in masks_of(item, module).items():
             if layer.mask is not None and (gradient := own[name].grad) is not None:
-                gradient.mul_(held.own_rows(name, layer.mask))
+                gradient.mul_(store.local_rows(name, layer.mask))
 
 
-def gradient_norm(held: HeldItems, item_names: Sequence[str], ties: Mapping[str, str], world: World) -> float:
+def gradient_norm(store: ItemStore, item_names: Sequence[str], ties: Mapping[str, str], world: World) -> float:
     """The global L2 norm of all gradients, a tied weight counted once; the same bits on any partition.
 
     The rows of each replica are squared apart, whether or not it holds them alone: ZeRO gives plain replicas' bits.
@@ -153,9 +159,9 @@ def gradient_norm(held: HeldItems, item_names: Sequence[str], ties: Mapping[str,
     squares = torch.zeros(len(item_names), 2 * world.dims.data, dtype=torch.float64)
     norms: list[torch.Tensor] = []
     places: list[tuple[int, int]] = []
-    for item, name, parameter in held.parameters():
-        if parameter.grad is not None and name not in ties and held.counts(name):
-            parts = _parts_of_norm(held, name, parameter.grad, world)
+    for item, name, parameter in store.parameters():
+        if parameter.grad is not None and name not in ties and store.counts(name):
+            parts = _parts_of_norm(store, name, parameter.grad, world)
             norms += [torch.linalg.vector_norm(part) for part in parts.values()]
             places += [(place[item], column) for column in parts]
     if norms:
@@ -165,29 +171,29 @@ def gradient_norm(held: HeldItems, item_names: Sequence[str], ties: Mapping[str,
     # Over the ranks of a region first: the order of its sum must not depend on the pipeline's size.
     squares = sum_over_pipeline(world, sum_over(world.groups.tensor, squares))
     # Each of the others has zero where this one has a figure: the order of these sums does not matter.
-    squares = sum_over(world.groups.expert if held.shards is None else world.groups.data, squares)
+    squares = sum_over(world.groups.expert if store.fsdp is None else world.groups.data, squares)
     total = 0.0
     for of_item in squares.tolist():
         total += sum(of_item)
     return math.sqrt(total)
 
 
-def _parts_of_norm(held: HeldItems, name: str, gradient: torch.Tensor, world: World) -> dict[int, torch.Tensor]:
+def _parts_of_norm(store: ItemStore, name: str, gradient: torch.Tensor, world: World) -> dict[int, torch.Tensor]:
     """What this process holds of a gradient, by the columns of the norm."""
-    dims, apart = world.dims, held.is_apart(name)
+    dims, apart = world.dims, store.is_expert_local(name)
     size = dims.data // dims.expert if apart else dims.data
-    first = dims.data + world.replica % dims.expert * size if apart else 0
-    if held.shards is not None:
-        rank, _ = held.shards.place(apart=apart)
+    first = dims.data + world.data_rank % dims.expert * size if apart else 0
+    if store.fsdp is not None:
+        rank, _ = store.fsdp.place(apart=apart)
         return {first + rank: gradient}
     return {first + rank: part for rank, part in enumerate(row_parts(gradient, size))}
 
 
-def clip_gradients(held: HeldItems, norm: float, limit: float) -> None:
+def clip_gradients(store: ItemStore, norm: float, limit: float) -> None:
     """Scale all gradients by ``limit / norm`` where the norm is above the limit (0: never)."""
     if limit <= 0 or norm <= limit:
         return
     scale = limit / (norm + 1e-6)
-    for _, _, parameter in held.parameters():
+    for _, _, parameter in store.parameters():
         if parameter.grad is not None:
             parameter.grad.mul_(scale)

@@ -17,8 +17,8 @@ from ..models.linear import PrunableLinear
 from ..models.sharding import cut_item, cut_tensor, deal_experts, experts_of, is_of_expert, join_replicas
 from ..models.sparse_formats import SparseTable
 from ..parallel.collectives import ReplicaGather
-from ..parallel.expert_parallel import ExpertExchange
-from ..parallel.fsdp import Shards
+from ..parallel.expert_parallel import TokenDispatcher
+from ..parallel.fsdp import FsdpSharding
 from ..parallel.tensor_parallel import TensorRegion
 from .adamw import MOMENTS, AdamWSettings, ItemOptimizer, item_optimizer
 from .apex import fuse_norms
@@ -68,7 +68,7 @@ def is_memory(item: str, tensor_name: str) -> bool:
     return tensor_name.startswith(memory_name(item, "")) and tensor_name.rpartition(".")[2] in MEMORIES
 
 
-class HeldItems:
+class ItemStore:
     """The items of one worker: modules and optimizers, built, exported, imported and dropped one by one.
 
     Args:
@@ -89,15 +89,15 @@ class HeldItems:
         sparse: SparseTable,
         fused_adam: type[Any] | None = None,
         region: TensorRegion | None = None,
-        shards: Shards | None = None,
-        exchange: ExpertExchange | None = None,
+        fsdp: FsdpSharding | None = None,
+        dispatcher: TokenDispatcher | None = None,
         replicas: ReplicaGather | None = None,
         fused_norms: Mapping[type[nn.Module], type[nn.Module]] | None = None,
         compiled: str | None = None,
     ) -> None:
         self.family, self.settings, self.device = family, settings, device
         self.sparse, self.fused_adam, self.region = sparse, fused_adam, region
-        self.shards, self.exchange, self.replicas = shards, exchange, replicas
+        self.fsdp, self.dispatcher, self.replicas = fsdp, dispatcher, replicas
         self._fused_norms, self._compiled = fused_norms or {}, compiled
         self.modules: dict[str, nn.Module] = {}
         # What a technique keeps of an item: item -> full tensor name -> tensor. It goes where the item goes.
@@ -110,7 +110,7 @@ class HeldItems:
 
     def build(self, name: str) -> None:
         """Hold an item with its initial weights and no optimizer state."""
-        self.hold(name, self._assemble(name, self.device))
+        self.register(name, self._assemble(name, self.device))
         self._share()
 
     def is_shared(self, parameter_name: str) -> bool:
@@ -122,7 +122,7 @@ class HeldItems:
 
         Their values are the same bits anyway: both get the same gradient. One update then serves both.
         """
-        if self.shards is not None:
+        if self.fsdp is not None:
             return
         here = {name: (item, parameter) for item, name, parameter in self.parameters()}
         for copy_name, owner_name in self.family.ties.items():
@@ -141,16 +141,16 @@ class HeldItems:
             del self._shared[copy_name]
             if copy_name in self._own[item]:
                 continue
-            holder, copy = next((held, p) for held, name, p in self.parameters() if name == copy_name)
+            holder, copy = next((store, p) for store, name, p in self.parameters() if name == copy_name)
             owner = self._own[owner_item][owner_name]
             if moments := self.moments(owner_item, owner):
-                self._optimizers[holder].adopt(copy, self._steps(owner_item, owner), moments)
+                self._optimizers[holder].load_state(copy, self._steps(owner_item, owner), moments)
 
     def _assemble(self, name: str, device: torch.device) -> nn.Module:
         whole = cut_item(
             name, fuse_norms(self.family.build(name, device), self._fused_norms), self.family.split_dim, self.region
         )
-        return join_replicas(deal_experts(whole, self.exchange), self.replicas)
+        return join_replicas(deal_experts(whole, self.dispatcher), self.replicas)
 
     def blueprint(self, name: str) -> nn.Module:
         """An item as this process would hold it, without memory for its weights."""
@@ -160,13 +160,13 @@ class HeldItems:
         """The dimension along which this process holds a slice of a parameter, mask or moment; None where the whole."""
         return None if self.region is None else self.family.split_dim(parameter_of(tensor_name))
 
-    def own_slice(self, tensor_name: str, whole: torch.Tensor) -> torch.Tensor:
+    def local_slice(self, tensor_name: str, whole: torch.Tensor) -> torch.Tensor:
         """What this process holds of a whole tensor; a view. Masks are cut with the products, never by rows."""
         cut = cut_tensor(whole, self.split_dim(tensor_name), self.region)
-        return cut if role_of(tensor_name) == "mask" else self.own_rows(tensor_name, cut)
+        return cut if role_of(tensor_name) == "mask" else self.local_rows(tensor_name, cut)
 
-    def own_part(self, tensor_name: str, stored: torch.Tensor) -> torch.Tensor:
-        """This process's part of a stored tensor: as :meth:`own_slice`, the rows of a vocabulary padded as here.
+    def local_from_checkpoint(self, tensor_name: str, stored: torch.Tensor) -> torch.Tensor:
+        """This process's part of a stored tensor: as :meth:`local_slice`, the rows of a vocabulary padded as here.
 
         Args:
             stored: the whole tensor of a checkpoint, of the true rows or, in older checkpoints, of padded ones.
@@ -176,45 +176,45 @@ class HeldItems:
             whole = stored.new_zeros(vocabulary_rows(self.family, padded=True), *stored.shape[1:])
             whole[:rows] = stored[:rows]
             stored = whole
-        return self.own_slice(tensor_name, stored)
+        return self.local_slice(tensor_name, stored)
 
-    def is_apart(self, tensor_name: str) -> bool:
+    def is_expert_local(self, tensor_name: str) -> bool:
         """Whether a tensor belongs to an expert that other replicas do not hold."""
-        return self.exchange is not None and is_of_expert(tensor_name)
+        return self.dispatcher is not None and is_of_expert(tensor_name)
 
-    def own_rows(self, tensor_name: str, tensor: torch.Tensor) -> torch.Tensor:
+    def local_rows(self, tensor_name: str, tensor: torch.Tensor) -> torch.Tensor:
         """What this process holds of a tensor that its replica holds; a view."""
-        return tensor if self.shards is None else self.shards.rows(tensor, apart=self.is_apart(tensor_name))
+        return tensor if self.fsdp is None else self.fsdp.rows(tensor, apart=self.is_expert_local(tensor_name))
 
-    def whole_rows(self, tensor_name: str, rows: torch.Tensor, num_rows: int) -> torch.Tensor:
+    def gather_rows(self, tensor_name: str, rows: torch.Tensor, num_rows: int) -> torch.Tensor:
         """What the replica holds of a tensor, from the rows of all that share it; all of them call this."""
-        return rows if self.shards is None else self.shards.whole(rows, num_rows, apart=self.is_apart(tensor_name))
+        return rows if self.fsdp is None else self.fsdp.whole(rows, num_rows, apart=self.is_expert_local(tensor_name))
 
     def stores(self, tensor_name: str) -> bool:
         """Whether this process stores a whole tensor: the first of those that hold the same part of a replica does.
 
         Replicas that share experts are as one here.
         """
-        if self.exchange is not None and self.exchange.rank and not is_of_expert(tensor_name):
+        if self.dispatcher is not None and self.dispatcher.rank and not is_of_expert(tensor_name):
             return False
         return self._is_first_in_region(tensor_name)
 
     def counts(self, tensor_name: str) -> bool:
-        """Whether sums over processes count this one's part of a tensor; with ``shards`` that is its rows."""
-        return self.stores(tensor_name) if self.shards is None else self._is_first_in_region(tensor_name)
+        """Whether sums over processes count this one's part of a tensor; with ``fsdp`` that is its rows."""
+        return self.stores(tensor_name) if self.fsdp is None else self._is_first_in_region(tensor_name)
 
     def _is_first_in_region(self, tensor_name: str) -> bool:
         return self.region is None or self.region.rank == 0 or self.split_dim(tensor_name) is not None
 
-    def hold(self, name: str, module: nn.Module) -> None:
+    def register(self, name: str, module: nn.Module) -> None:
         """Hold ``module`` as the item ``name``."""
         own = dict(module.named_parameters())
         if self._compiled is not None:
             compile_item(module, self._compiled)
-        elif isinstance(module, Embedding) and self.shards is None and self.region is None:
+        elif isinstance(module, Embedding) and self.fsdp is None and self.region is None:
             module.pending = PendingRows(module.word.weight, most_pending(len(module.word.weight)))
-        if self.shards is not None:
-            own = self.shards.wrap(module, [] if self.exchange is None else experts_of(module))
+        if self.fsdp is not None:
+            own = self.fsdp.wrap(module, [] if self.dispatcher is None else experts_of(module))
         self.modules[name] = module
         self._own[name] = {f"{name}.{child}": parameter for child, parameter in own.items()}
         self._optimizers[name] = item_optimizer(list(own.values()), self.settings, self.fused_adam)
@@ -229,7 +229,7 @@ class HeldItems:
     def parameters(self) -> Iterator[tuple[str, str, nn.Parameter]]:
         """Every parameter: (item, global parameter name, parameter), in the order in which the items are held.
 
-        With ``shards`` these are this replica's rows, which the modules' own parameters are made of.
+        With ``fsdp`` these are this replica's rows, which the modules' own parameters are made of.
         """
         for item, own in self._own.items():
             for name, parameter in own.items():
@@ -244,24 +244,24 @@ class HeldItems:
         """Bytes of what compression remembers here."""
         return sum(each.numel() * each.element_size() for kept in self.memories.values() for each in kept.values())
 
-    def settle(self, item: str) -> None:
+    def materialize_grads(self, item: str) -> None:
         """Give the parameters of an item the gradients that it has kept in another form."""
         pending = getattr(self.modules[item], "pending", None)
         if pending is not None:
-            pending.settle()
+            pending.materialize_grads()
 
     def reduce(self, item: str) -> None:
-        """With ``shards``: add the replicas' gradients of an item, and keep this replica's rows of the sum."""
-        if self.shards is not None:
+        """With ``fsdp``: add the replicas' gradients of an item, and keep this replica's rows of the sum."""
+        if self.fsdp is not None:
             begin = len(item) + 1
             own = {name[begin:]: parameter for name, parameter in self._own[item].items()}
-            self.shards.reduce(self.modules[item], own)
+            self.fsdp.reduce(self.modules[item], own)
 
     def release(self) -> None:
-        """With ``shards``: free what a forward without backward has made whole."""
-        if self.shards is not None:
+        """With ``fsdp``: free what a forward without backward has made whole."""
+        if self.fsdp is not None:
             for module in self.modules.values():
-                self.shards.release(module)
+                self.fsdp.release(module)
 
     def update(self, rate: float, weight_decay: float | None = None) -> None:
         """One optimizer step on every parameter that has a gradient; the gradients are dropped.
@@ -278,12 +278,12 @@ class HeldItems:
             for layer in masks_of(item, self.modules[item]).values():
                 layer.weights_changed()
 
-    def drop_gradients(self) -> None:
+    def zero_grad(self) -> None:
         """Leave out an update: the gradients are dropped, nothing else changes."""
         for _, _, parameter in self.parameters():
             parameter.grad = None
 
-    def forget_moments(self, parameter_names: set[str]) -> None:
+    def drop_moments(self, parameter_names: set[str]) -> None:
         """Drop the optimizer state of parameters that will train no more."""
         for item, name, parameter in self.parameters():
             if name in parameter_names:
@@ -324,33 +324,33 @@ class HeldItems:
         return ItemState(tensors=tensors, steps=steps)
 
     def export_whole(self, item: str) -> ItemState:
-        """As :meth:`export`, with all rows; with ``shards`` every replica calls this for the same items.
+        """As :meth:`export`, with all rows; with ``fsdp`` every replica calls this for the same items.
 
         Memories of compression are this process's own all the same.
         """
         state = self.export(item)
-        if self.shards is None:
+        if self.fsdp is None:
             return state
         rows = {name: parameter.shape[0] for name, parameter in parameters_of(item, self.blueprint(item)).items()}
         tensors = {
             name: tensor
             if role_of(name) == "mask" or is_memory(item, name)
-            else self.whole_rows(name, tensor, rows[parameter_of(name)])
+            else self.gather_rows(name, tensor, rows[parameter_of(name)])
             for name, tensor in state.tensors.items()
         }
         return ItemState(tensors=tensors, steps=state.steps)
 
-    def adopt(self, item: str, state: ItemState, *, owned: bool = False) -> None:
+    def load_state(self, item: str, state: ItemState, *, owned: bool = False) -> None:
         """Hold an item with exactly this state; raises ``KeyError`` where a parameter is missing.
 
         Args:
             owned: whether the tensors, on this process's device, are given away: they are not copied then.
         """
         module = self.blueprint(item).to_empty(device=self.device)
-        self.hold(item, module)
+        self.register(item, module)
         with torch.no_grad():
             for name, parameter in self._own[item].items():
-                if owned and self.shards is None:
+                if owned and self.fsdp is None:
                     parameter.data = state.tensors[name]
                 else:
                     parameter.copy_(state.tensors[name])
@@ -369,13 +369,13 @@ class HeldItems:
                 moments = {key: state.tensors[f"{name}.{key}"].to(self.device) for key in MOMENTS}
                 if not owned:
                     moments = {key: moment.clone() for key, moment in moments.items()}
-                optimizer.adopt(parameter, state.steps[name], moments)
+                optimizer.load_state(parameter, state.steps[name], moments)
         self._share()
 
     def prune(self, item: str, name: str, layer: PrunableLinear, mask: torch.Tensor) -> None:
         """Prune the weight ``name`` of a held item to a whole ``mask``: weight and moments become zero elsewhere."""
         own = self._own[item][name]
-        rows = self.own_rows(name, mask)
+        rows = self.local_rows(name, mask)
         with torch.no_grad():
             own.mul_(rows)
         for moment in self.moments(item, own).values():

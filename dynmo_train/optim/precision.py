@@ -5,7 +5,7 @@ update know nothing of it. An item runs on copies of its parameters, cast once a
 the cast and accumulate in float32 over the microbatches.
 
 CPUs have no float16 arithmetic: torch's own float16 products take 20 to 100 times as long as float32 ones (measured on
-an AMD EPYC). ``float_products`` casts the factors, multiplies in float32 and casts the result back: one rounding each.
+an AMD EPYC). ``float32_matmuls`` casts the factors, multiplies in float32 and casts the result back: one rounding each.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Precision:
         return self.compute.itemsize
 
 
-FLOAT32 = Precision()
+FLOAT32_PRECISION = Precision()
 
 
 class LossScaler:
@@ -99,7 +99,7 @@ class LossScaler:
             return None
         return {"scale": self.scale, "clean_steps": self._clean, "overflows_left": self._overflows_left}
 
-    def adopt(self, state: Mapping[str, Any] | None) -> None:
+    def load_state(self, state: Mapping[str, Any] | None) -> None:
         """Go on from ``state``; a constant scale stays as it is set.
 
         Raises:
@@ -130,7 +130,7 @@ class _ThroughCast(torch.autograd.Function):
         return grads[0].to(ctx.dtype), None
 
 
-def through_cast(master: torch.Tensor, copy: torch.Tensor) -> torch.Tensor:
+def cast_forward(master: torch.Tensor, copy: torch.Tensor) -> torch.Tensor:
     """``copy`` in place of ``master``, whose gradient goes to ``master`` in its type."""
     through: torch.Tensor = _ThroughCast.apply(master, copy)  # type: ignore[no-untyped-call]
     return through
@@ -159,7 +159,7 @@ class ComputeCopies:
             copy = self._copies.get(name)
             if copy is None:
                 copy = self._copies[name] = master.detach().to(self.dtype)
-            used[name] = through_cast(master, copy)
+            used[name] = cast_forward(master, copy)
         return functional_call(self.module, used, arguments, keywords)
 
 
@@ -212,7 +212,7 @@ class _FloatProducts(TorchDispatchMode):
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
-def float_products(device: torch.device, dtype: torch.dtype, *, compiled: bool = False) -> AbstractContextManager[Any]:
+def float32_matmuls(device: torch.device, dtype: torch.dtype, *, compiled: bool = False) -> AbstractContextManager[Any]:
     """Within it float16 products on a CPU go by float32; for other types and devices nothing changes.
 
     Args:

@@ -44,10 +44,10 @@ class ReplicaGather:
         return gathered
 
 
-def gather_of(world: World) -> ReplicaGather | None:
+def replica_gather(world: World) -> ReplicaGather | None:
     """That of this process; None where there is one replica."""
     group = world.groups.data
-    return None if group is None else ReplicaGather(group, world.replica, world.dims.data)
+    return None if group is None else ReplicaGather(group, world.data_rank, world.dims.data)
 
 
 class _Gather(torch.autograd.Function):

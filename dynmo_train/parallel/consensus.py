@@ -8,7 +8,7 @@ from typing import TypeVar
 
 from .._common.errors import EXIT_USAGE, UsageError
 from ..launch.worker import LAUNCHER_PID_VARIABLE
-from .process_groups import World, broadcast_document, gather_documents
+from .process_groups import World, all_gather_objects, broadcast_object
 
 Result = TypeVar("Result")
 
@@ -22,7 +22,7 @@ def is_reporting_rank(*, first: bool) -> bool:
     return first or LAUNCHER_PID_VARIABLE in os.environ
 
 
-def agreed(world: World, make: Callable[[], Result]) -> Result:
+def run_on_all_ranks(world: World, make: Callable[[], Result]) -> Result:
     """What ``make`` gives at this process, once no process has raised a ``UsageError`` in it. Every process calls this.
 
     Raises:
@@ -36,15 +36,15 @@ def agreed(world: World, make: Callable[[], Result]) -> Result:
     return result[0]
 
 
-def first_then_others(world: World, make: Callable[[], Result]) -> Result:
-    """As ``agreed``, but rank 0 goes first: what it leaves in a cache, the others find there."""
+def rank0_first(world: World, make: Callable[[], Result]) -> Result:
+    """As ``run_on_all_ranks``, but rank 0 goes first: what it leaves in a cache, the others find there."""
     result: tuple[Result] | None = None
     problem: str | None = None
-    if world.is_first:
+    if world.is_rank0:
         result, problem = _attempt(make)
-    if broadcast_document(world, problem is not None):
+    if broadcast_object(world, problem is not None):
         _end_together(world, problem)
-    return agreed(world, make if result is None else lambda: result[0])
+    return run_on_all_ranks(world, make if result is None else lambda: result[0])
 
 
 def _attempt(make: Callable[[], Result]) -> tuple[tuple[Result] | None, str | None]:
@@ -55,9 +55,9 @@ def _attempt(make: Callable[[], Result]) -> tuple[tuple[Result] | None, str | No
 
 
 def _end_together(world: World, problem: str | None) -> None:
-    problems = list(dict.fromkeys(each for each in gather_documents(world, problem) if each is not None))
+    problems = list(dict.fromkeys(each for each in all_gather_objects(world, problem) if each is not None))
     if not problems:
         return
-    if is_reporting_rank(first=world.is_first):
+    if is_reporting_rank(first=world.is_rank0):
         raise UsageError("\n  ".join(problems))
     raise SystemExit(EXIT_USAGE)

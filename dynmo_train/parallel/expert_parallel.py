@@ -19,7 +19,7 @@ from .process_groups import World
 Apply = Callable[[torch.Tensor, list[int]], torch.Tensor]
 
 
-class ExpertExchange:
+class TokenDispatcher:
     """The processes that share the experts of a layer, as one of them sees it.
 
     Attributes:
@@ -60,12 +60,12 @@ class ExpertExchange:
         return exchanged
 
 
-def exchange_of(world: World) -> ExpertExchange | None:
+def token_dispatcher(world: World) -> TokenDispatcher | None:
     """The exchange of this process; None where each replica holds all experts."""
     group = world.groups.expert
     if group is None:
         return None
-    return ExpertExchange(group, world.replica % world.dims.expert, world.dims.expert)
+    return TokenDispatcher(group, world.data_rank % world.dims.expert, world.dims.expert)
 
 
 class _AllToAll(torch.autograd.Function):

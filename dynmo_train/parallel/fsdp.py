@@ -29,7 +29,7 @@ class _Ring:
         self.mesh = DeviceMesh.from_group(self.group, world.device.type)
 
 
-class Shards:
+class FsdpSharding:
     """How a process shares parameters with the other replicas.
 
     Where replicas share the experts of a layer, an expert's parameters are shared among those that hold the same
@@ -44,11 +44,11 @@ class Shards:
         dims = world.dims
         if world.groups.data is None:
             raise ValueError("one replica has nobody to share parameters with")
-        self._all = _Ring(world.groups.data, world.replica, dims.data, world)
+        self._all = _Ring(world.groups.data, world.data_rank, dims.data, world)
         self._apart = self._all
         if dims.expert > 1:
             of_experts = world.groups.expert_data
-            self._apart = _Ring(of_experts, world.replica // dims.expert, dims.data // dims.expert, world)
+            self._apart = _Ring(of_experts, world.data_rank // dims.expert, dims.data // dims.expert, world)
         self._reshard = reshard
         casts = compute != torch.float32
         self._policy = MixedPrecisionPolicy(
@@ -126,7 +126,7 @@ class Shards:
         return gathered[:num_rows]
 
 
-def keep_gradients(module: nn.Module) -> None:
+def accumulate_sharded_grads(module: nn.Module) -> None:
     """Add the gradients of a backward that was split to those kept in float32, as FSDP2 does behind a whole one."""
     for part in module.modules():
         if isinstance(part, FSDPModule):

@@ -25,14 +25,14 @@ class Groups:
     torch's stages want a group even of one process: ``pipeline`` is None only where no world was joined.
 
     Attributes:
-        everyone: all processes of the run; None is torch's own group of those that were started.
+        world: all processes of the run; None is torch's own group of those that were started.
         pipeline, tensor, data: the ranks that differ from this one along that axis alone.
         model: the ranks that hold one replica together (pipeline and tensor).
         expert: the ranks that share the experts of a layer.
         expert_data: the ranks that hold the same experts as this one.
     """
 
-    everyone: dist.ProcessGroup | None = None
+    world: dist.ProcessGroup | None = None
     pipeline: dist.ProcessGroup | None = None
     tensor: dist.ProcessGroup | None = None
     data: dist.ProcessGroup | None = None
@@ -63,42 +63,42 @@ class World:
     workers: tuple[int, ...] = ()
 
     @property
-    def is_first(self) -> bool:
+    def is_rank0(self) -> bool:
         """Whether this process writes the run directory and starts the planner."""
         return self.rank == 0
 
     @property
-    def place(self) -> Coordinates:
+    def coordinates(self) -> Coordinates:
         """Where this process stands."""
         return self.dims.coordinates(self.rank)
 
     @property
-    def worker(self) -> int:
+    def pipeline_rank(self) -> int:
         """The pipeline position of this process."""
-        return self.place.pipeline
+        return self.coordinates.pipeline
 
     @property
-    def replica(self) -> int:
+    def data_rank(self) -> int:
         """The data-parallel replica that this process belongs to."""
-        return self.place.data
+        return self.coordinates.data
 
     @property
-    def shard(self) -> int:
+    def tensor_rank(self) -> int:
         """The place of this process among those that share each matrix product."""
-        return self.place.tensor
+        return self.coordinates.tensor
 
     @property
     def worker_ids(self) -> tuple[int, ...]:
         """The id of the worker at each pipeline position: its own for life."""
         return self.workers or tuple(range(self.dims.pipeline))
 
-    def started_as(self, rank: int) -> int:
+    def global_rank(self, rank: int) -> int:
         """The rank by which torch knows a process of the run: the one that it was started with."""
         return self.members[rank] if self.members else rank
 
     def peer(self, worker: int) -> int:
         """The rank at pipeline position ``worker`` with this process's replica and shard."""
-        return self.dims.rank_of(pipeline=worker, data=self.replica, tensor=self.shard)
+        return self.dims.rank_of(pipeline=worker, data=self.data_rank, tensor=self.tensor_rank)
 
 
 def check_device(name: str, processes: int = 1) -> None:
@@ -116,7 +116,7 @@ def check_device(name: str, processes: int = 1) -> None:
         )
 
 
-def join_world(device_name: str, timeout_s: float = 600.0, dims: ParallelDims | None = None) -> World:
+def init_world(device_name: str, timeout_s: float = 600.0, dims: ParallelDims | None = None) -> World:
     """Join the processes that a launcher started (its environment says how many), or be the only one.
 
     Args:
@@ -142,10 +142,10 @@ def join_world(device_name: str, timeout_s: float = 600.0, dims: ParallelDims | 
     else:
         dist.init_process_group(backend, rank=rank, world_size=size, timeout=timeout)
     world = World(rank=rank, size=size, device=device, host=socket.gethostname(), dims=ParallelDims(pipeline=size))
-    return lay_out(world, dims or world.dims, timeout_s)
+    return set_parallel_dims(world, dims or world.dims, timeout_s)
 
 
-def lay_out(world: World, dims: ParallelDims, timeout_s: float = 600.0) -> World:
+def set_parallel_dims(world: World, dims: ParallelDims, timeout_s: float = 600.0) -> World:
     """The same processes along other axes, with groups of their own; every process calls this.
 
     Raises:
@@ -159,7 +159,7 @@ def lay_out(world: World, dims: ParallelDims, timeout_s: float = 600.0) -> World
 def _make_groups(dims: ParallelDims, rank: int, timeout: timedelta) -> Groups:
     """The groups of ``rank``. Every process makes its own, axis after axis."""
     own = dims.coordinates(rank)
-    group = group_of({tuple(range(dims.size)): dist.group.WORLD}, timeout)
+    group = group_factory({tuple(range(dims.size)): dist.group.WORLD}, timeout)
     experts = dims.expert_ranks(rank)
     same_experts = dims.ranks(pipeline=own.pipeline, tensor=own.tensor)[own.data % dims.expert :: dims.expert]
     return Groups(
@@ -179,7 +179,7 @@ class MakeGroup(Protocol):
         """The same group for the same ranks."""
 
 
-def group_of(made: dict[tuple[int, ...], dist.ProcessGroup | None], timeout: timedelta) -> MakeGroup:
+def group_factory(made: dict[tuple[int, ...], dist.ProcessGroup | None], timeout: timedelta) -> MakeGroup:
     """Makes groups whose members alone have to call; those in ``made`` are there already."""
 
     def group(ranks: Sequence[int], *, alone: bool = False) -> dist.ProcessGroup | None:
@@ -193,34 +193,34 @@ def group_of(made: dict[tuple[int, ...], dist.ProcessGroup | None], timeout: tim
     return group
 
 
-def leave_world() -> None:
+def destroy_world() -> None:
     """Leave cleanly; harmless where no world was joined."""
     if dist.is_initialized():
         dist.destroy_process_group()
 
 
-def gather_documents(world: World, document: Any) -> list[Any]:
+def all_gather_objects(world: World, document: Any) -> list[Any]:
     """Every process's JSON document, in order of rank, at every process."""
     payload = json.dumps(document).encode()
     length = torch.tensor([len(payload)], dtype=torch.int64)
     lengths = [torch.zeros_like(length) for _ in range(world.size)]
-    dist.all_gather(lengths, length, group=world.groups.everyone)
+    dist.all_gather(lengths, length, group=world.groups.world)
     longest = max(int(each) for each in lengths)
     buffer = torch.zeros(longest, dtype=torch.uint8)
     buffer[: len(payload)] = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
     buffers = [torch.zeros_like(buffer) for _ in range(world.size)]
-    dist.all_gather(buffers, buffer, group=world.groups.everyone)
+    dist.all_gather(buffers, buffer, group=world.groups.world)
     return [json.loads(each[: int(n)].numpy().tobytes()) for each, n in zip(buffers, lengths, strict=True)]
 
 
-def broadcast_document(world: World, document: Any) -> Any:
+def broadcast_object(world: World, document: Any) -> Any:
     """Rank 0's JSON document at every process; what the others pass is ignored."""
-    payload = json.dumps(document).encode() if world.is_first else b""
-    first, everyone = world.started_as(0), world.groups.everyone
+    payload = json.dumps(document).encode() if world.is_rank0 else b""
+    first, everyone = world.global_rank(0), world.groups.world
     length = torch.tensor([len(payload)], dtype=torch.int64)
     dist.broadcast(length, src=first, group=everyone)
     buffer = torch.zeros(int(length), dtype=torch.uint8)
-    if world.is_first:
+    if world.is_rank0:
         buffer.copy_(torch.frombuffer(bytearray(payload), dtype=torch.uint8))
     dist.broadcast(buffer, src=first, group=everyone)
     return json.loads(buffer.numpy().tobytes())
@@ -263,5 +263,5 @@ def sum_over_replicas(world: World, value: torch.Tensor) -> torch.Tensor:
 def all_agree(world: World, ok: bool) -> bool:
     """Whether every process says yes."""
     flag = torch.tensor([1 if ok else 0], dtype=torch.int64)
-    dist.all_reduce(flag, op=dist.ReduceOp.MIN, group=world.groups.everyone)
+    dist.all_reduce(flag, op=dist.ReduceOp.MIN, group=world.groups.world)
     return bool(flag.item())

@@ -12,7 +12,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from .process_groups import Groups, World, group_of
+from .process_groups import Groups, World, group_factory
 
 
 def without_workers(world: World, leaving: Collection[int], timeout_s: float = 600.0) -> World | None:
@@ -26,12 +26,12 @@ def without_workers(world: World, leaving: Collection[int], timeout_s: float = 6
     """
     staying = [position for position in range(world.dims.pipeline) if position not in leaving]
     before = world.groups
-    dist.barrier(group=before.everyone)
-    if world.worker in leaving:
+    dist.barrier(group=before.world)
+    if world.pipeline_rank in leaving:
         return None
     dims = replace(world.dims, pipeline=len(staying))
     old_ranks = [rank for position in staying for rank in world.dims.ranks(pipeline=position)]
-    members = tuple(world.started_as(rank) for rank in old_ranks)
+    members = tuple(world.global_rank(rank) for rank in old_ranks)
     left = replace(
         world,
         rank=old_ranks.index(world.rank),
@@ -40,15 +40,15 @@ def without_workers(world: World, leaving: Collection[int], timeout_s: float = 6
         members=members,
         workers=tuple(world.worker_ids[position] for position in staying),
     )
-    make = group_of({}, timedelta(seconds=timeout_s))
+    make = group_factory({}, timedelta(seconds=timeout_s))
 
     def among(ranks: Collection[int], *, alone: bool = False) -> dist.ProcessGroup | None:
-        return make([left.started_as(rank) for rank in ranks], alone=alone)
+        return make([left.global_rank(rank) for rank in ranks], alone=alone)
 
-    own = left.place
+    own = left.coordinates
     groups = replace(
         before,
-        everyone=among(range(left.size), alone=True),
+        world=among(range(left.size), alone=True),
         pipeline=among(dims.ranks(data=own.data, tensor=own.tensor), alone=True),
         model=among(dims.ranks(data=own.data)),
     )
@@ -58,7 +58,7 @@ def without_workers(world: World, leaving: Collection[int], timeout_s: float = 6
 
 def _forget(before: Groups, now: Groups) -> None:
     """Close the groups that somebody has left; torch's own group of all that were started stays."""
-    kept = {now.tensor, now.data, now.expert, now.expert_data, now.model, now.pipeline, now.everyone, dist.group.WORLD}
-    for group in {before.everyone, before.pipeline, before.model} - kept:
+    kept = {now.tensor, now.data, now.expert, now.expert_data, now.model, now.pipeline, now.world, dist.group.WORLD}
+    for group in {before.world, before.pipeline, before.model} - kept:
         if group is not None:
             dist.destroy_process_group(group)

@@ -53,28 +53,28 @@ class TensorRegion:
         self._seed_outside()
         return left
 
-    def own_tokens(self, x: torch.Tensor) -> torch.Tensor:
+    def local_tokens(self, x: torch.Tensor) -> torch.Tensor:
         """This rank's part of ``[..., T, D]`` along the tokens, where the stream is cut."""
         if not self.sequence:
             return x
         part = x.shape[-2] // self.size
         return x.narrow(-2, self.rank * part, part)
 
-    def of_whole_streams(self) -> TensorRegion:
+    def without_sequence_parallelism(self) -> TensorRegion:
         """The same ranks, for a part of the model that works on streams that are not cut along the tokens."""
         return TensorRegion(self.group, self.rank, self.size, self._device, sequence=False)
 
-    def whole_stream(self, x: torch.Tensor) -> torch.Tensor:
+    def gather_sequence(self, x: torch.Tensor) -> torch.Tensor:
         """The whole of a stream that is cut along the tokens, for work that all ranks then do alike."""
         whole: torch.Tensor = _GatherStream.apply(x, self)  # type: ignore[no-untyped-call]
         return whole
 
-    def cut_stream(self, x: torch.Tensor) -> torch.Tensor:
+    def scatter_sequence(self, x: torch.Tensor) -> torch.Tensor:
         """This rank's tokens of a whole stream that all ranks have alike."""
         cut: torch.Tensor = _CutStream.apply(x, self)  # type: ignore[no-untyped-call]
         return cut
 
-    def whole_columns(self, x: torch.Tensor) -> torch.Tensor:
+    def gather_vocabulary(self, x: torch.Tensor) -> torch.Tensor:
         """The ranks' columns ``[..., V]`` side by side, for work that all ranks then do alike."""
         whole: torch.Tensor = _GatherColumns.apply(x, self)  # type: ignore[no-untyped-call]
         return whole
@@ -120,12 +120,12 @@ class TensorRegion:
         return own.transpose(0, TOKENS_DIM).contiguous()
 
 
-def region_of(world: World, *, sequence: bool) -> TensorRegion | None:
+def tensor_region(world: World, *, sequence: bool) -> TensorRegion | None:
     """The region of this process; None where no product is shared."""
     group = world.groups.tensor
     if group is None:
         return None
-    return TensorRegion(group, world.shard, world.dims.tensor, world.device, sequence=sequence)
+    return TensorRegion(group, world.tensor_rank, world.dims.tensor, world.device, sequence=sequence)
 
 
 class _Enter(torch.autograd.Function):
@@ -167,14 +167,14 @@ class _GatherStream(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Any) -> Any:
-        return ctx.region.own_tokens(grads[0]).contiguous(), None
+        return ctx.region.local_tokens(grads[0]).contiguous(), None
 
 
 class _CutStream(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, region: TensorRegion) -> torch.Tensor:
         ctx.region = region
-        return region.own_tokens(x).contiguous()
+        return region.local_tokens(x).contiguous()
 
     @staticmethod
     @once_differentiable

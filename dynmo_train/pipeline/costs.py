@@ -8,7 +8,7 @@ from typing import Any
 from ..parallel.dims import ParallelDims
 
 
-def costs_of_workers(dims: ParallelDims, costs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+def merge_rank_costs(dims: ParallelDims, costs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """From what each rank measured to one object a worker: the maximum over its ranks, which hold the same items."""
     merged: list[dict[str, Any]] = []
     for worker in range(dims.pipeline):

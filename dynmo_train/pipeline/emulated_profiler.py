@@ -13,15 +13,15 @@ from contextlib import contextmanager
 from ..dynamics.technique import Event
 from ..parallel.device_clock import CpuClock
 from .emulation_trace import NOTHING, ItemTimes, Trace
-from .profiler import Probe
+from .profiler import LayerProfiler
 
 
-class PacedProbe(Probe):
+class EmulatedProfiler(LayerProfiler):
     """Measures by the wall clock, and sleeps inside of what it measures."""
 
     def __init__(self, trace: Trace) -> None:
         super().__init__(CpuClock(0))
-        self.listens = True
+        self.always_marks = True
         self.trace = trace
         self._times: Mapping[str, ItemTimes] = trace.at(1)
         self._inside: tuple[str, ...] = ()

@@ -10,7 +10,7 @@ Order = Sequence[Sequence[tuple[int, str, int]]]
 FORWARD, BACKWARDS = "F", ("B", "I")
 
 
-def behind_last_forward(order: Order) -> dict[int, frozenset[int]]:
+def epilogue_backwards(order: Order) -> dict[int, frozenset[int]]:
     """Stage -> microbatches whose backward its worker begins behind its last forward of the step: the epilogue.
 
     Args:
@@ -33,7 +33,7 @@ def one_f_one_b_epilogue(stages: int, microbatches: int) -> dict[int, frozenset[
     return {stage: frozenset(range(max(0, microbatches - (stages - stage)), microbatches)) for stage in range(stages)}
 
 
-def packed_microbatches(
+def compressed_microbatches(
     partition: Partition, microbatches: int, epilogue: Mapping[int, frozenset[int]] | None
 ) -> dict[int, frozenset[int]]:
     """Stage -> microbatches whose gradient it sends back as factors; for every stage but the first.

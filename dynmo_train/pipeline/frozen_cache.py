@@ -9,7 +9,7 @@ from collections.abc import Mapping
 import torch
 
 
-def sample_keys(inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
+def sample_hashes(inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
     """A key for each sample by all that the model gets of it but the labels, ``[microbatches * B]`` integers."""
     arrays = [tensor.cpu().contiguous().numpy() for name, tensor in sorted(inputs.items()) if name != "labels"]
     keys = [
@@ -19,7 +19,7 @@ def sample_keys(inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
     return torch.tensor(keys, dtype=torch.int64)
 
 
-class FrontCache:
+class FrozenPrefixCache:
     """Outputs of the frozen items of a worker's stages, sample by sample.
 
     Args:

@@ -24,8 +24,8 @@ import torch.distributed as dist
 from .._common.errors import DynmoError
 from ..models.layer_list import masks_of, parameters_of
 from ..optim.adamw import MOMENTS
-from ..optim.item_store import REFERENCE, HeldItems, ItemState, is_memory
-from ..parallel.process_groups import World, all_agree, gather_documents
+from ..optim.item_store import REFERENCE, ItemState, ItemStore, is_memory
+from ..parallel.process_groups import World, all_agree, all_gather_objects
 from .partition import Move, Partition, moves_between
 
 # Tensors of at least this size travel from and into their own memory; smaller ones are joined.
@@ -58,15 +58,15 @@ class MoveReport:
         return sum(self.bytes_by_item.values())
 
 
-def _announcement_problem(announcement: dict[str, Any], held: HeldItems) -> str | None:
+def _announcement_problem(announcement: dict[str, Any], store: ItemStore) -> str | None:
     """What is wrong with the announced tensors of an item, against the item as this worker would build it."""
     item = announcement["item"]
     names = [entry["name"] for entry in announcement["tensors"]]
     if len(set(names)) < len(names):
         return f"{item}: a tensor is announced twice"
-    module = held.blueprint(item)
+    module = store.blueprint(item)
     whole = parameters_of(item, module)
-    wanted = {name: list(held.own_rows(name, parameter.detach()).shape) for name, parameter in whole.items()}
+    wanted = {name: list(store.local_rows(name, parameter.detach()).shape) for name, parameter in whole.items()}
     announced = {entry["name"]: entry["shape"] for entry in announcement["tensors"]}
     for name, shape in wanted.items():
         if announced.get(name) != shape:
@@ -81,7 +81,7 @@ def _announcement_problem(announcement: dict[str, Any], held: HeldItems) -> str 
     return None
 
 
-def move_items(held: HeldItems, before: Partition, after: Partition, world: World) -> MoveReport:
+def move_items(store: ItemStore, before: Partition, after: Partition, world: World) -> MoveReport:
     """Move whole items so that the workers hold those of ``after``. Called by every worker; all commit, or none does.
 
     Raises:
@@ -89,30 +89,30 @@ def move_items(held: HeldItems, before: Partition, after: Partition, world: Worl
     """
     started = time.perf_counter_ns()
     moves = moves_between(before, after)
-    leaving = {move.item: held.export(move.item) for move in moves if move.source == world.worker}
+    leaving = {move.item: store.export(move.item) for move in moves if move.source == world.pipeline_rank}
     offered = [
         {"item": item, "tensors": entries_of(state.tensors), "steps": dict(state.steps)}
         for item, state in leaving.items()
     ]
-    told = gather_documents(world, offered)
+    told = all_gather_objects(world, offered)
     everyone = [told[world.peer(worker)] for worker in range(world.dims.pipeline)]
     announced = {one["item"]: one for offers in everyone for one in offers}
-    _check_announcements(moves, everyone, announced, held, world)
+    _check_announcements(moves, everyone, announced, store, world)
     arriving = _reserve(moves, announced, world)
     sent, received = _exchange(moves, leaving, announced, arriving, world)
-    crcs = gather_documents(world, {"crc32": sent})
+    crcs = all_gather_objects(world, {"crc32": sent})
     expected = {
         item: crc for worker in range(world.dims.pipeline) for item, crc in crcs[world.peer(worker)]["crc32"].items()
     }
-    _check_outcome(held, after, received, expected, world)
+    _check_outcome(store, after, received, expected, world)
 
     for move in moves:
-        if move.source == world.worker:
-            held.drop(move.item)
+        if move.source == world.pipeline_rank:
+            store.drop(move.item)
     for item, blocks in arriving.items():
         tensors = {name: each for piece, block in blocks for name, each in tensors_in(piece, block).items()}
-        held.adopt(item, ItemState(tensors=tensors, steps=announced[item]["steps"]), owned=True)
-    held.reorder(tuple(name for stage in after.stages_of_worker(world.worker) for name in after.stages[stage]))
+        store.load_state(item, ItemState(tensors=tensors, steps=announced[item]["steps"]), owned=True)
+    store.reorder(tuple(name for stage in after.stages_of_worker(world.pipeline_rank) for name in after.stages[stage]))
     sizes = {item: sum(entry["bytes"] for entry in one["tensors"]) for item, one in announced.items()}
     return MoveReport(moves=tuple(moves), bytes_by_item=sizes, duration_ns=time.perf_counter_ns() - started)
 
@@ -121,7 +121,7 @@ def _check_announcements(
     moves: Sequence[Move],
     everyone: Sequence[Sequence[dict[str, Any]]],
     announced: dict[str, dict[str, Any]],
-    held: HeldItems,
+    store: ItemStore,
     world: World,
 ) -> None:
     """Phase one: every moved item is announced once, by the worker that holds it, as the model has it."""
@@ -130,8 +130,8 @@ def _check_announcements(
         sources = [worker for worker, offers in enumerate(everyone) for one in offers if one["item"] == move.item]
         if sources != [move.source]:
             problem = f"{move.item}: announced by workers {sources}, held by {move.source}"
-        elif move.target == world.worker:
-            problem = problem or _announcement_problem(announced[move.item], held)
+        elif move.target == world.pipeline_rank:
+            problem = problem or _announcement_problem(announced[move.item], store)
     _raise_if_any(problem, world, "announcement")
 
 
@@ -140,7 +140,7 @@ def _reserve(moves: Sequence[Move], announced: dict[str, dict[str, Any]], world:
     arriving: Arriving = {}
     problem: str | None = None
     for move in moves:
-        if move.target == world.worker:
+        if move.target == world.pipeline_rank:
             entries = announced[move.item]["tensors"]
             try:
                 arriving[move.item] = [
@@ -149,7 +149,7 @@ def _reserve(moves: Sequence[Move], announced: dict[str, dict[str, Any]], world:
                 ]
             except (RuntimeError, MemoryError) as error:
                 first = str(error).partition("\n")[0]
-                problem = f"worker {world.worker} has no {size_of(entries)} bytes for {move.item}: {first}"
+                problem = f"worker {world.pipeline_rank} has no {size_of(entries)} bytes for {move.item}: {first}"
                 break
     _raise_if_any(problem, world, "reservation")
     return arriving
@@ -168,14 +168,14 @@ def _exchange(
     outgoing: list[tuple[str, torch.Tensor]] = []
     incoming: list[tuple[str, torch.Tensor, int]] = []
     for move in moves:
-        if move.source == world.worker:
-            target = world.started_as(world.peer(move.target))
+        if move.source == world.pipeline_rank:
+            target = world.global_rank(world.peer(move.target))
             for piece in pieces_of(announced[move.item]["tensors"]):
                 block = to_send(piece, leaving[move.item].tensors)
                 outgoing.append((move.item, block))
                 operations.append(dist.P2POp(dist.isend, block, target, group))
-        elif move.target == world.worker:
-            source = world.started_as(world.peer(move.source))
+        elif move.target == world.pipeline_rank:
+            source = world.global_rank(world.peer(move.source))
             for _, block in arriving[move.item]:
                 incoming.append((move.item, block, len(operations)))
                 operations.append(dist.P2POp(dist.irecv, block, source, group))
@@ -202,24 +202,24 @@ def _wait(works: Sequence[dist.Work]) -> None:
 
 
 def _check_outcome(
-    held: HeldItems, after: Partition, received: Mapping[str, int], expected: Mapping[str, int], world: World
+    store: ItemStore, after: Partition, received: Mapping[str, int], expected: Mapping[str, int], world: World
 ) -> None:
     """Phase two: what arrived is what was sent, and gives each worker exactly what the new partition does."""
     problem: str | None = None
     for item, crc in received.items():
         if crc != expected[item]:
             problem = f"{item}: arrived with CRC-32 {crc:08x}, was sent with {expected[item]:08x}"
-    wanted = {name for stage in after.stages_of_worker(world.worker) for name in after.stages[stage]}
-    missing = wanted - set(held.modules) - set(received)
+    wanted = {name for stage in after.stages_of_worker(world.pipeline_rank) for name in after.stages[stage]}
+    missing = wanted - set(store.modules) - set(received)
     if problem is None and missing:
-        problem = f"worker {world.worker} would lack {', '.join(sorted(missing))}"
+        problem = f"worker {world.pipeline_rank} would lack {', '.join(sorted(missing))}"
     _raise_if_any(problem, world, "verification")
 
 
 def _raise_if_any(problem: str | None, world: World, phase: str) -> None:
     if all_agree(world, problem is None):
         return
-    told = [each for each in gather_documents(world, problem) if each]
+    told = [each for each in all_gather_objects(world, problem) if each]
     raise MoveError(f"{phase} of the move failed, the old partition stays: {'; '.join(told)}")
 
 

@@ -18,13 +18,13 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from ..models.aux_loss import with_losses
-from ..models.layer_list import BoundaryShape, ItemSpec, Reported, output_of
+from ..models.layer_list import BoundaryShape, ItemOutput, ItemSpec, output_of
 from ..optim.compression.boundary import BoundaryCodec
 from ..optim.precision import ComputeCopies
-from ..parallel.fsdp import keep_gradients
+from ..parallel.fsdp import accumulate_sharded_grads
 from ..parallel.seeding import seeded
-from .frozen_cache import FrontCache
-from .profiler import Probe
+from .frozen_cache import FrozenPrefixCache
+from .profiler import LayerProfiler
 
 SAMPLES = "samples"
 
@@ -58,11 +58,11 @@ class StageModule(nn.Module):
         seed: int,
         recompute: bool,
         selective: bool = False,
-        probe: Probe,
+        profiler: LayerProfiler,
         device: torch.device,
         dtype: torch.dtype,
         number: int = 0,
-        front: FrontCache | None = None,
+        front: FrozenPrefixCache | None = None,
     ) -> None:
         super().__init__()
         self.number, self.front = number, front if frozen else None
@@ -72,8 +72,8 @@ class StageModule(nn.Module):
         self.inputs = tuple(dict.fromkeys(name for spec in specs for name in spec.inputs))
         self.frozen, self.seed, self.recompute, self.selective = frozen, seed, recompute, selective
         self.step, self.loss_scale = 0, 1.0
-        self.probe, self.device = probe, device
-        self.reported: dict[str, dict[str, list[torch.Tensor]]] = {}
+        self.profiler, self.device = profiler, device
+        self.metrics: dict[str, dict[str, list[torch.Tensor]]] = {}
         # Sharded items (ZeRO) cast by themselves.
         copied = dtype != torch.float32 and not any(isinstance(layer, FSDPModule) for layer in self.layers)
         self._copies = [ComputeCopies(layer, dtype) for layer in self.layers] if copied else []
@@ -85,7 +85,7 @@ class StageModule(nn.Module):
             for layer in self.layers[: self.frozen]:
                 layer.eval()
         self.step, self.loss_scale = step, loss_scale
-        self.reported.clear()
+        self.metrics.clear()
         for copies in self._copies:
             copies.refresh()
 
@@ -112,15 +112,15 @@ class StageModule(nn.Module):
                 values.update(known)
                 continue
             frozen = position < self.frozen
-            with torch.set_grad_enabled(torch.is_grad_enabled() and not frozen), self.probe.forward(spec.name):
+            with torch.set_grad_enabled(torch.is_grad_enabled() and not frozen), self.profiler.forward(spec.name):
                 read = [values[name].detach() if frozen else values[name] for name in spec.reads]
-                read[:1] = [self.probe.mark(each, position) for each in read[:1]]
+                read[:1] = [self.profiler.mark(each, position) for each in read[:1]]
                 result = self._run(spec.name, module, index, *read, *(batch[name] for name in spec.inputs))
             values[spec.writes] = output_of(result)
-            if isinstance(result, Reported):
+            if isinstance(result, ItemOutput):
                 values[spec.writes] = with_losses(result.output, result.losses.values(), self.loss_scale)
                 values.update(result.side)
-                self._keep(spec.name, result.figures)
+                self._record_metrics(spec.name, result.metrics)
         if self.frozen == len(self.specs) and known is None and self.front is not None and keys is not None:
             self._remember(keys, values)
         leaving = tuple(_not_a_view(values[name]) for name in self.leaves)
@@ -136,17 +136,17 @@ class StageModule(nn.Module):
         """Where the bytes of the parameters are, as far as they are whole now."""
         return {p.untyped_storage().data_ptr() for p in self.parameters() if not isinstance(p, DTensor)}
 
-    def _keep(self, item: str, figures: Mapping[str, torch.Tensor]) -> None:
-        kept = self.reported.setdefault(item, {})
-        for name, value in figures.items():
+    def _record_metrics(self, item: str, metrics: Mapping[str, torch.Tensor]) -> None:
+        kept = self.metrics.setdefault(item, {})
+        for name, value in metrics.items():
             kept.setdefault(name, []).append(value.detach())
 
     def _run(
         self, name: str, module: Callable[..., Any], index: int, *arguments: torch.Tensor
-    ) -> torch.Tensor | Reported:
-        def run(*inputs: Any) -> torch.Tensor | Reported:
+    ) -> torch.Tensor | ItemOutput:
+        def run(*inputs: Any) -> torch.Tensor | ItemOutput:
             with seeded(self.device, self.seed, self.step, index, name):
-                output: torch.Tensor | Reported = module(*inputs)
+                output: torch.Tensor | ItemOutput = module(*inputs)
             return output
 
         if not torch.is_grad_enabled():
@@ -154,13 +154,13 @@ class StageModule(nn.Module):
         if self.recompute:
             kept = [sum(each.numel() * each.element_size() for each in arguments)]
             # The item seeds itself at its entry, so torch need not save and restore the generators.
-            more: dict[str, Any] = {"context_fn": partial(keeping_products, kept)} if self.selective else {}
-            recomputed: torch.Tensor | Reported = checkpoint(
+            more: dict[str, Any] = {"context_fn": partial(save_products, kept)} if self.selective else {}
+            recomputed: torch.Tensor | ItemOutput = checkpoint(
                 run, *arguments, use_reentrant=False, preserve_rng_state=False, **more
             )
-            self.probe.activation_is(name, sum(kept))
+            self.profiler.activation_is(name, sum(kept))
             return recomputed
-        with self.probe.saved(name, self._kept_anyway):
+        with self.profiler.saved(name, self._kept_anyway):
             return run(*arguments)
 
 
@@ -182,7 +182,7 @@ def _not_a_view(x: torch.Tensor) -> torch.Tensor:
     return leaving
 
 
-def keeping_products(kept: list[int]) -> Any:
+def save_products(kept: list[int]) -> Any:
     """What a selective checkpoint keeps: the results of matrix products, whose bytes are appended to ``kept``."""
 
     def policy(ctx: Any, operation: Any, *inputs: Any, **_: Any) -> CheckpointPolicy:
@@ -308,7 +308,7 @@ class ItemStage(PipelineStage):
         operations = super().get_bwd_send_ops(bwd_chunk_id)
         passing = self._passing.pop(bwd_chunk_id, [])
         if operations and self._codec is not None and bwd_chunk_id in self._packed_before:
-            with self.module.probe.busy():
+            with self.module.profiler.busy():
                 for place, (value, operation) in enumerate(zip(self._values_back, operations, strict=True)):
                     operation.tensor = (
                         passing[place] if passing else self._encoded(value, operation.tensor, bwd_chunk_id)
@@ -333,7 +333,7 @@ class ItemStage(PipelineStage):
 
     def forward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
         """Forward one microbatch, counted as busy time."""
-        with self.module.probe.busy():
+        with self.module.profiler.busy():
             return super().forward_one_chunk(*args, **kwargs)
 
     def backward_one_chunk(
@@ -346,7 +346,7 @@ class ItemStage(PipelineStage):
         """Backward one microbatch: nothing on a frozen stage, deferred whole to W where no input requires grad."""
         if not self.has_backward:
             return
-        with self.module.probe.busy():
+        with self.module.profiler.busy():
             if not self._trains:
                 self.fwd_cache.pop(bwd_chunk_id)
                 self.bwd_cache[bwd_chunk_id] = self._no_gradients
@@ -357,7 +357,7 @@ class ItemStage(PipelineStage):
                 self.bwd_cache[bwd_chunk_id] = self._no_gradients
             else:
                 whole = full_backward or not self._splits or self._is_shared_now()
-                with self._announcing(last_backward), self.module.probe.backward(self.module.names, whole=whole):
+                with self._announcing(last_backward), self.module.profiler.backward(self.module.names, whole=whole):
                     super().backward_one_chunk(bwd_chunk_id, loss, whole, last_backward)
 
     def _is_shared_now(self) -> bool:
@@ -369,7 +369,7 @@ class ItemStage(PipelineStage):
         if not last_backward or self._final is None:
             yield
             return
-        with self.module.probe.telling(self._announce_from):
+        with self.module.profiler.telling(self._announce_from):
             yield
         self._announce_from(0)
 
@@ -382,10 +382,10 @@ class ItemStage(PipelineStage):
         """The weight gradients that a split backward left over, item by item."""
         if not self.has_backward or not self._trains:
             return
-        with self.module.probe.busy():
+        with self.module.profiler.busy():
             if not self._trains_before:
                 outputs, grads, inputs = self.backward_state.pop(bwd_chunk_id)
-                with self._announcing(last_backward), self.module.probe.backward(self.module.names):
+                with self._announcing(last_backward), self.module.profiler.backward(self.module.names):
                     stage_backward(outputs, grads, inputs)
                 return
             if bwd_chunk_id not in self.backward_state:
@@ -395,7 +395,7 @@ class ItemStage(PipelineStage):
             _, groups, _, _ = self.backward_state.pop(bwd_chunk_id)
             self._weight_gradients(groups)
             for layer in self.module.layers:
-                keep_gradients(layer)
+                accumulate_sharded_grads(layer)
             if last_backward:
                 self._announce_from(0)
 
@@ -407,12 +407,12 @@ class ItemStage(PipelineStage):
         parts = Counter(positions[0] for positions in places)
         for group, positions in zip(groups, places, strict=True):
             position = positions[0]
-            with self.module.probe.weight(self.module.names[position], 1 / parts[position]):
+            with self.module.profiler.weight(self.module.names[position], 1 / parts[position]):
                 parameters = [p for at in positions for p in self.module.layers[at].parameters()]
                 stage_backward_weight(iter(parameters), [group])
 
 
-def loss_of_microbatch(
+def microbatch_loss(
     microbatches: int, scale: Callable[[], float]
 ) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
     """The schedule's loss function: the head's own loss over the number of microbatches; the target is not used.

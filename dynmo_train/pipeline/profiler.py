@@ -22,13 +22,13 @@ from ..parallel.device_clock import Clock
 
 class _Mark(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, probe: Probe, position: int) -> torch.Tensor:
-        ctx.probe, ctx.position = probe, position
+    def forward(ctx: Any, x: torch.Tensor, profiler: LayerProfiler, position: int) -> torch.Tensor:
+        ctx.profiler, ctx.position = profiler, position
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        ctx.probe.gradient_reached(ctx.position)
+        ctx.profiler.gradient_reached(ctx.position)
         return grads[0], None, None
 
 
@@ -40,18 +40,18 @@ class _Totals:
         return sum(clock.elapsed_ns(begin, end) for begin, end in self.pairs.get(name, ())) // microbatches
 
 
-class Probe:
+class LayerProfiler:
     """Collects the costs of one worker's items over a step.
 
     Not thread-safe: the schedule of a worker runs in one thread, and so does its autograd on CPU; on CUDA the device's
     autograd thread only records events while the schedule waits for it.
 
-    ``listens`` says that somebody wants to hear of gradients in steps that are not sampled as well.
+    ``always_marks`` says that somebody wants to hear of gradients in steps that are not sampled as well.
     """
 
     def __init__(self, clock: Clock) -> None:
         self.clock = clock
-        self.sampling, self.listens = False, False
+        self.sampling, self.always_marks = False, False
         self._forward, self._backward, self._weight, self._busy = _Totals(), _Totals(), _Totals(), _Totals()
         self._activation_bytes: dict[str, int] = {}
         self._names: tuple[str, ...] = ()
@@ -73,7 +73,7 @@ class Probe:
 
         Without effect in a step in which nobody asks for these arrivals.
         """
-        if not ((self.sampling or self.listens) and torch.is_grad_enabled() and x.requires_grad):
+        if not ((self.sampling or self.always_marks) and torch.is_grad_enabled() and x.requires_grad):
             return x
         marked: torch.Tensor = _Mark.apply(x, self, position)  # type: ignore[no-untyped-call]
         return marked

@@ -25,13 +25,13 @@ from .._common.errors import UsageError
 from ..data.batch import Batch
 from ..models.layer_list import BoundaryShape, ItemSpec, live_before, train_before
 from ..optim.compression.boundary import BoundaryCodec
-from ..optim.precision import float_products
+from ..optim.precision import float32_matmuls
 from ..parallel.process_groups import World
-from .epilogue import behind_last_forward, one_f_one_b_epilogue, packed_microbatches
-from .frozen_cache import FrontCache, sample_keys
+from .epilogue import compressed_microbatches, epilogue_backwards, one_f_one_b_epilogue
+from .frozen_cache import FrozenPrefixCache, sample_hashes
 from .partition import Partition, frozen_prefix
-from .pipeline_stage import SAMPLES, ItemStage, StageModule, loss_of_microbatch
-from .profiler import Probe
+from .pipeline_stage import SAMPLES, ItemStage, StageModule, microbatch_loss
+from .profiler import LayerProfiler
 
 SINGLE = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
 LOOPED = {
@@ -66,7 +66,7 @@ class PipelineConfig:
     seed: int
     recompute: bool
     selective: bool = False
-    front_cache_bytes: int | None = None
+    frozen_cache_bytes: int | None = None
     operations: tuple[str, ...] | None = None
     token_parts: int = 1
     compiled: str | None = None
@@ -100,7 +100,7 @@ class Pipeline:
         specs: Sequence[ItemSpec],
         items: Mapping[str, nn.Module],
         frozen: Sequence[str],
-        probe: Probe,
+        profiler: LayerProfiler,
         final: Callable[[str], None] | None = None,
         codec: BoundaryCodec | None = None,
     ) -> None:
@@ -108,10 +108,10 @@ class Pipeline:
         prefixes = frozen_prefix(partition.stages, frozen)
         by_name = {spec.name: spec for spec in specs}
         self.modules: list[StageModule] = []
-        self._front = None if shape.front_cache_bytes is None else FrontCache(shape.front_cache_bytes)
-        probe.listens = probe.listens or final is not None
+        self._front = None if shape.frozen_cache_bytes is None else FrozenPrefixCache(shape.frozen_cache_bytes)
+        profiler.always_marks = profiler.always_marks or final is not None
         stages: list[ItemStage] = []
-        for number in partition.stages_of_worker(world.worker):
+        for number in partition.stages_of_worker(world.pipeline_rank):
             names = partition.stages[number]
             begin = sum(len(before) for before in partition.stages[:number])
             end = begin + len(names)
@@ -124,7 +124,7 @@ class Pipeline:
                 seed=shape.seed,
                 recompute=shape.recompute,
                 selective=shape.selective,
-                probe=probe,
+                profiler=profiler,
                 device=world.device,
                 dtype=shape.boundary.dtype,
                 number=number,
@@ -157,7 +157,7 @@ class Pipeline:
     def _pack(self, stages: list[ItemStage], names: list[str], partition: Partition, codec: BoundaryCodec) -> None:
         """Tell each stage which gradients cross its boundaries as factors, and the codec which boundaries it has."""
         epilogue = self._epilogue(len(partition.stages)) if codec.settings.epilogue_only else None
-        packed = packed_microbatches(partition, self.shape.microbatches, epilogue)
+        packed = compressed_microbatches(partition, self.shape.microbatches, epilogue)
         used = set()
         for stage in stages:
             number = stage.stage_index
@@ -179,7 +179,7 @@ class Pipeline:
             [(each.stage_index, each.computation_type.value, each.microbatch_index or 0) for each in row if each]
             for row in self._schedule.pipeline_order.values()
         ]
-        return behind_last_forward(order)
+        return epilogue_backwards(order)
 
     def train_step(self, batch: Batch) -> torch.Tensor:
         """Run forward and backward of one step; gradients accumulate in the parameters.
@@ -204,35 +204,35 @@ class Pipeline:
         keywords: dict[str, Any] = {name: batch.inputs[name].to(device) for name in self._inputs}
         keywords["microbatch"] = torch.arange(first, first + self.shape.microbatches)
         if training and any(module.front is not None for module in self.modules):
-            keywords[SAMPLES] = sample_keys(batch.inputs)
+            keywords[SAMPLES] = sample_hashes(batch.inputs)
         # The head computes the loss from its inputs; torch asks for a target where there is a loss function.
         target = keywords["microbatch"] if self.has_last else None
         losses: list[torch.Tensor] = []
         run = self._schedule.step if training else self._schedule.eval
-        with float_products(device, self.shape.boundary.dtype, compiled=self.shape.compiled is not None):
+        with float32_matmuls(device, self.shape.boundary.dtype, compiled=self.shape.compiled is not None):
             run(target=target, losses=losses, return_outputs=False, **keywords)
         total = torch.zeros((), dtype=torch.float64)
         if self.has_last:
             total = torch.stack([loss.detach() for loss in losses]).to("cpu", torch.float64).sum() / self.loss_scale
         return total
 
-    def told_by(self, item: str) -> dict[str, list[torch.Tensor]]:
+    def metrics_of(self, item: str) -> dict[str, list[torch.Tensor]]:
         """What one item reported in the last step: figure -> a tensor a microbatch; empty where it is elsewhere."""
-        return next((dict(module.reported[item]) for module in self.modules if item in module.reported), {})
+        return next((dict(module.metrics[item]) for module in self.modules if item in module.metrics), {})
 
-    def reported(self) -> dict[str, dict[str, torch.Tensor]]:
+    def metrics(self) -> dict[str, dict[str, torch.Tensor]]:
         """Item -> figure -> its mean over the microbatches of the last step, float64 on CPU, of the items held here."""
         return {
-            item: {name: torch.stack(values).to("cpu", torch.float64).mean(0) for name, values in figures.items()}
+            item: {name: torch.stack(values).to("cpu", torch.float64).mean(0) for name, values in metrics.items()}
             for module in self.modules
-            for item, figures in module.reported.items()
+            for item, metrics in module.metrics.items()
         }
 
 
 def _schedule(
     shape: PipelineConfig, stages: list[ItemStage], microbatches_of_all: int, scale: Callable[[], float]
 ) -> PipelineScheduleSingle | PipelineScheduleMulti:
-    loss = loss_of_microbatch(microbatches_of_all, scale)
+    loss = microbatch_loss(microbatches_of_all, scale)
     if shape.schedule in SINGLE:
         few = shape.microbatches < stages[0].num_stages
         return SINGLE["gpipe" if few else shape.schedule](

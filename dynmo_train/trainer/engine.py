@@ -27,7 +27,7 @@ from ..optim.adamw import AdamWSettings
 from ..optim.compression.boundary import BoundaryCodec
 from ..optim.compression.powersgd import ReplicaCodec
 from ..optim.compression.settings import NO_COMPRESSION, CompressionSettings
-from ..optim.compression.stats import merged_figures
+from ..optim.compression.stats import merge_stats
 from ..optim.compression.tied_embeddings import add_fused_gradients, fused_parameters
 from ..optim.grad_reducer import GradientReducer
 from ..optim.gradients import (
@@ -37,26 +37,26 @@ from ..optim.gradients import (
     gradient_norm,
     zero_pruned_gradients,
 )
-from ..optim.item_store import HeldItems, ItemState
+from ..optim.item_store import ItemState, ItemStore
 from ..optim.lr_schedule import LearningRate, WeightDecay
-from ..optim.precision import FLOAT32, LossScaler, Precision, unscale
-from ..parallel.collectives import gather_of
+from ..optim.precision import FLOAT32_PRECISION, LossScaler, Precision, unscale
+from ..parallel.collectives import replica_gather
 from ..parallel.device_clock import clock_for
-from ..parallel.expert_parallel import exchange_of
-from ..parallel.fsdp import Shards
+from ..parallel.expert_parallel import token_dispatcher
+from ..parallel.fsdp import FsdpSharding
 from ..parallel.process_groups import (
     World,
     all_agree,
-    gather_documents,
+    all_gather_objects,
     gather_over,
     sum_over_pipeline,
     sum_over_replicas,
 )
-from ..parallel.tensor_parallel import region_of
-from ..pipeline.costs import costs_of_workers
+from ..parallel.tensor_parallel import tensor_region
+from ..pipeline.costs import merge_rank_costs
 from ..pipeline.migration import MoveReport, move_items
 from ..pipeline.partition import Partition
-from ..pipeline.profiler import Probe
+from ..pipeline.profiler import LayerProfiler
 from ..pipeline.schedule import Pipeline, PipelineConfig
 
 
@@ -93,7 +93,7 @@ class EngineSettings:
     weight_decay: WeightDecay | None = None
     pruning_rule: PruningRule = SINGLE_WEIGHTS
     adaptive_freezing: PlasticityRule | None = None
-    precision: Precision = FLOAT32
+    precision: Precision = FLOAT32_PRECISION
     fused_adam: type[Any] | None = None
     fused_norms: Mapping[type[nn.Module], type[nn.Module]] = field(default_factory=dict)
     overlap_reduction: bool = False
@@ -132,15 +132,15 @@ class StepResult:
     step_ns: int
     costs: list[dict[str, Any]] | None
     is_scale_search: bool = False
-    figures: Mapping[str, Mapping[str, list[float]]] = field(default_factory=dict)
+    metrics: Mapping[str, Mapping[str, list[float]]] = field(default_factory=dict)
     compression: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def losses(self) -> dict[str, float]:
         """``lm_loss`` first, then whatever scalars the items report, each the mean over its items, in list order."""
         scalars: dict[str, list[float]] = {}
-        for figures in self.figures.values():
-            for name, values in figures.items():
+        for metrics in self.metrics.values():
+            for name, values in metrics.items():
                 if len(values) == 1:
                     scalars.setdefault(name, []).append(values[0])
         means = {name: sum(values) / len(values) for name, values in scalars.items()}
@@ -150,8 +150,8 @@ class StepResult:
     def counts(self) -> dict[str, dict[str, list[float]]]:
         """What the items count, such as tokens by expert: figure -> item -> values, in list order."""
         counts: dict[str, dict[str, list[float]]] = {}
-        for item, figures in self.figures.items():
-            for name, values in figures.items():
+        for item, metrics in self.metrics.items():
+            for name, values in metrics.items():
                 if len(values) > 1:
                     counts.setdefault(name, {})[item] = values
         return counts
@@ -161,7 +161,7 @@ class Engine:
     """Holds this worker's items under a partition, and trains, evaluates, moves and exports them.
 
     ``is_warm`` says whether a step has run since the stages were last built: the first one is no measure of costs.
-    ``probe`` measures the items, and may make them take stated times; by default it measures alone.
+    ``profiler`` measures the items, and may make them take stated times; by default it measures alone.
     ``shape`` is what the pipeline is built for; it follows the batches. ``advanced_samples`` is the position of the
     learning-rate schedule, in samples; steps without an update do not count. ``replica_workers`` is how many workers
     were chosen to compress between their replicas; None before that, or where nothing is chosen.
@@ -173,31 +173,31 @@ class Engine:
         settings: EngineSettings,
         partition: Partition,
         world: World,
-        probe: Probe | None = None,
+        profiler: LayerProfiler | None = None,
     ) -> None:
         self.family, self.settings, self.world = family, settings, world
         self.partition = partition
-        region = region_of(world, sequence=settings.sequence_parallel)
-        shards = None
+        region = tensor_region(world, sequence=settings.sequence_parallel)
+        fsdp = None
         if settings.zero_stage and world.dims.data > 1:
-            shards = Shards(world, reshard=settings.zero_stage == 3, compute=settings.precision.compute)
-        self.item_store = HeldItems(
+            fsdp = FsdpSharding(world, reshard=settings.zero_stage == 3, compute=settings.precision.compute)
+        self.item_store = ItemStore(
             family,
             settings.adamw,
             world.device,
             settings.sparse,
             settings.fused_adam,
             region,
-            shards,
-            exchange_of(world),
-            gather_of(world),
+            fsdp,
+            token_dispatcher(world),
+            replica_gather(world),
             settings.fused_norms,
             settings.pipeline.compiled,
         )
         self.scaler = LossScaler(settings.precision.scaling)
         self.advanced_samples = 0
         self.replica_workers: int | None = None
-        self.probe = probe or Probe(clock_for(world.device))
+        self.profiler = profiler or LayerProfiler(clock_for(world.device))
         self.freezing = self._freezing()
         self.pruning = None
         if settings.pruning is not None:
@@ -210,7 +210,7 @@ class Engine:
         self._fused: frozenset[str] = frozenset()
         if settings.compression.replica_rank is not None and world.dims.data > 1:
             seed = settings.pipeline.seed
-            self._replica_codec = ReplicaCodec(settings.compression, self.item_store, world, seed, self.probe.clock)
+            self._replica_codec = ReplicaCodec(settings.compression, self.item_store, world, seed, self.profiler.clock)
         if settings.compression.fuse_ties:
             self._fused = fused_parameters(self.item_store, family.ties, world)
         self._reducer = GradientReducer(
@@ -221,7 +221,9 @@ class Engine:
             elsewhere=self._fused,
         )
         if settings.compression.boundary_rank is not None:
-            self._codec = BoundaryCodec(settings.compression, self.item_store, settings.pipeline.seed, self.probe.clock)
+            self._codec = BoundaryCodec(
+                settings.compression, self.item_store, settings.pipeline.seed, self.profiler.clock
+            )
         self._pipeline: Pipeline | None = None
         self.is_warm = False
 
@@ -241,7 +243,7 @@ class Engine:
     @property
     def local_names(self) -> tuple[str, ...]:
         """Names of the items that the partition gives this worker, in list order."""
-        stages = self.partition.stages_of_worker(self.world.worker)
+        stages = self.partition.stages_of_worker(self.world.pipeline_rank)
         return tuple(name for stage in stages for name in self.partition.stages[stage])
 
     def build(self) -> None:
@@ -268,10 +270,10 @@ class Engine:
             replica_workers: how many workers were chosen to compress between their replicas.
         """
         self.advanced_samples = advanced_samples
-        self.scaler.adopt(loss_scale)
+        self.scaler.load_state(loss_scale)
         for name in self.local_names:
-            self.item_store.adopt(name, read(name))
-        self.freezing.adopt(freezing)
+            self.item_store.load_state(name, read(name))
+        self.freezing.load_state(freezing)
         self.freezing.resume(step)
         if replica_workers is not None:
             self.choose_replica_workers(replica_workers)
@@ -306,7 +308,7 @@ class Engine:
                 self.family.items,
                 self.item_store.modules,
                 self.freezing.frozen,
-                self.probe,
+                self.profiler,
                 self._reducer.item_is_final if self._reducer.overlaps else None,
                 self._codec,
             )
@@ -320,7 +322,7 @@ class Engine:
             advance: by how much the schedule of the learning rate advances after the update: the samples of the batch.
         """
         started = time.perf_counter_ns()
-        self.probe.begin_step(sampled, batch.step)
+        self.profiler.begin_step(sampled, batch.step)
         self._fit(batch)
         self.freezing.before_step(batch.step)
         pipeline = self.pipeline()
@@ -338,17 +340,17 @@ class Engine:
             self.item_store.update(rate, self.weight_decay)
             self.advanced_samples += advance
         else:
-            self.item_store.drop_gradients()
+            self.item_store.zero_grad()
             for codec in (self._codec, self._replica_codec):
                 if codec is not None:
-                    codec.forget_broken()
+                    codec.drop_nonfinite()
         self.scaler.update(finite=updated)
-        figures = self._figures()
+        metrics = self._metrics()
         step_ns = time.perf_counter_ns() - started
         self.is_warm = True
         costs = None
         if sampled:
-            costs = costs_of_workers(self.world.dims, gather_documents(self.world, self._costs()))
+            costs = merge_rank_costs(self.world.dims, all_gather_objects(self.world, self._costs()))
         return StepResult(
             loss=total,
             grad_norm=norm,
@@ -359,7 +361,7 @@ class Engine:
             is_scale_search=is_scale_search,
             step_ns=step_ns,
             costs=costs,
-            figures=figures,
+            metrics=metrics,
             compression=self._compression(),
         )
 
@@ -369,17 +371,17 @@ class Engine:
             return {}
         if self.world.device.type == "cuda":
             torch.cuda.synchronize(self.world.device)
-        boundaries = self._codec.figures if self._codec is not None else {}
-        replicas = self._replica_codec.figures if self._replica_codec is not None else {}
+        boundaries = self._codec.stats if self._codec is not None else {}
+        replicas = self._replica_codec.stats if self._replica_codec is not None else {}
         told = {
-            "boundaries": {name: one.document(self.probe.clock) for name, one in boundaries.items()},
-            "replicas": {name: one.document(self.probe.clock) for name, one in replicas.items()},
+            "boundaries": {name: one.document(self.profiler.clock) for name, one in boundaries.items()},
+            "replicas": {name: one.document(self.profiler.clock) for name, one in replicas.items()},
             "memory_bytes": self.item_store.memory_bytes,
         }
-        return merged_figures(gather_documents(self.world, told))
+        return merge_stats(all_gather_objects(self.world, told))
 
     def _own_part(self, batch: Batch) -> Batch:
-        return batch.of_replica(self.world.replica, self.world.dims.data, self.shape.microbatches)
+        return batch.of_replica(self.world.data_rank, self.world.dims.data, self.shape.microbatches)
 
     def _prepare_gradients(self) -> float:
         ties = self.family.ties
@@ -403,22 +405,22 @@ class Engine:
         """The step's loss at every process, from the parts that one worker of each replica knows."""
         return float(sum_over_replicas(self.world, sum_over_pipeline(self.world, loss)))
 
-    def _figures(self) -> dict[str, dict[str, list[float]]]:
+    def _metrics(self) -> dict[str, dict[str, list[float]]]:
         """What the items of all workers reported in the last step."""
-        declared = [(item.name, name, length) for item in self.family.items for name, length in item.figures]
+        declared = [(item.name, name, length) for item in self.family.items for name, length in item.metrics]
         if not declared:
             return {}
-        here = self.pipeline().reported()
+        here = self.pipeline().metrics()
         parts = [
             here[item][name].reshape(length) if name in here.get(item, {}) else torch.zeros(length, dtype=torch.float64)
             for item, name, length in declared
         ]
         means = sum_over_replicas(self.world, sum_over_pipeline(self.world, torch.cat(parts))) / self.world.dims.data
         whole = means.split([length for _, _, length in declared])
-        figures: dict[str, dict[str, list[float]]] = {}
+        metrics: dict[str, dict[str, list[float]]] = {}
         for (item, name, _), values in zip(declared, whole, strict=True):
-            figures.setdefault(item, {})[name] = values.tolist()
-        return figures
+            metrics.setdefault(item, {})[name] = values.tolist()
+        return metrics
 
     def _costs(self) -> dict[str, Any]:
         if self.world.device.type == "cuda":
@@ -428,7 +430,7 @@ class Engine:
             peak = peak_memory_bytes()
         names = self.local_names
         microbatches = self.shape.microbatches
-        return {"items": names, "peak_memory_bytes": peak, **self.probe.result(names, microbatches)}
+        return {"items": names, "peak_memory_bytes": peak, **self.profiler.result(names, microbatches)}
 
     def evaluate(self, batches: Iterable[Batch]) -> float:
         """The mean loss over some batches, without gradient or dropout."""
@@ -439,10 +441,10 @@ class Engine:
         told: dict[str, list[float]] = {}
         head = self._item_names[-1]
         for batch in batches:
-            self.probe.begin_step(False, batch.step)
+            self.profiler.begin_step(False, batch.step)
             self._fit(batch)
             loss = self._mean_loss(self.pipeline().evaluate(self._own_part(batch)))
-            parts = {name: values[0] for name, values in self._figures().get(head, {}).items() if len(values) == 1}
+            parts = {name: values[0] for name, values in self._metrics().get(head, {}).items() if len(values) == 1}
             for name, value in ({"loss": loss} | parts).items():
                 told.setdefault(name, []).append(value)
         self.item_store.release()
@@ -459,12 +461,12 @@ class Engine:
         Returns:
             Name -> float64 ``[samples]`` on CPU, in the order of the batch.
         """
-        self.probe.begin_step(False, batch.step)
+        self.profiler.begin_step(False, batch.step)
         self._fit(batch)
         part = self._own_part(batch)
         pipeline = self.pipeline()
         pipeline.evaluate(part)
-        told = pipeline.told_by(self._item_names[-1])
+        told = pipeline.metrics_of(self._item_names[-1])
         samples = len(part.inputs[self.family.items[-1].inputs[0]])
         own = torch.zeros(len(names), samples, dtype=torch.float64)
         if told:
@@ -496,7 +498,7 @@ class Engine:
 
     def after_step(self, step: int) -> Sequence[Event]:
         """Let the dynamic techniques act at the boundary after ``step``; every worker calls this."""
-        events: list[Event] = [*self.probe.events(step)]
+        events: list[Event] = [*self.profiler.events(step)]
         if (pruned := self.pruning.after_step(step) if self.pruning is not None else None) is not None:
             events.append(pruned)
         if (frozen := self.freezing.after_step(step)) is not None:
@@ -517,11 +519,11 @@ class Engine:
         self.world = world
         self.partition = replace(self.partition, places=())
         self._pipeline = None
-        self.freezing.enter(world)
+        self.freezing.set_world(world)
         if self._replica_codec is not None:
-            self._replica_codec.enter(world)
+            self._replica_codec.set_world(world)
         if self.pruning is not None:
-            self.pruning.enter(world)
+            self.pruning.set_world(world)
 
 
 def _largest(tensors: Sequence[torch.Tensor]) -> float:

@@ -34,7 +34,7 @@ from ..formats.dataset import read_sidecar
 from ..formats.indexed import prefix_of
 from ..parallel.consensus import is_reporting_rank
 from ..parallel.dims import ParallelDims
-from ..parallel.process_groups import World, gather_documents, join_world, lay_out, leave_world
+from ..parallel.process_groups import World, all_gather_objects, destroy_world, init_world, set_parallel_dims
 from .run_directory import versions
 
 Facts = Mapping[str, str]
@@ -60,13 +60,13 @@ def require_same(world: World, facts: Facts) -> None:
         SystemExit: with the same exit code, at the others.
     """
     digest = hashlib.sha256(json.dumps(dict(facts), sort_keys=True).encode()).hexdigest()
-    summaries = gather_documents(world, [world.host, digest])
+    summaries = all_gather_objects(world, [world.host, digest])
     if len({found for _, found in summaries}) == 1:
-        if world.is_first and len({host for host, _ in summaries}) > 1 and (warning := sampled_warning(facts)):
+        if world.is_rank0 and len({host for host, _ in summaries}) > 1 and (warning := sampled_warning(facts)):
             say(f"warning: {warning}")
         return
-    gathered = gather_documents(world, [world.host, dict(facts)])
-    if is_reporting_rank(first=world.is_first):
+    gathered = all_gather_objects(world, [world.host, dict(facts)])
+    if is_reporting_rank(first=world.is_rank0):
         raise UsageError(differences([(str(host), found) for host, found in gathered]))
     raise SystemExit(EXIT_USAGE)
 
@@ -84,12 +84,12 @@ def join_same(device: str, dims: ParallelDims, facts: Callable[[], Facts]) -> Wo
     Raises:
         UsageError: the processes differ, or ``dims`` are not those of that number of processes.
     """
-    world = join_world(device)
+    world = init_world(device)
     try:
         require_same(world, {**facts(), "device": world.device.type, **installed()})
-        return lay_out(world, dims)
+        return set_parallel_dims(world, dims)
     except BaseException:
-        leave_world()
+        destroy_world()
         raise
 
 

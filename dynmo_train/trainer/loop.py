@@ -18,7 +18,7 @@ from ..data.tokenizer import TokenizerFiles
 from ..launch.exit_status import EXIT_NOT_FINITE
 from ..parallel.consensus import is_reporting_rank
 from ..parallel.dims import ParallelDims
-from ..parallel.process_groups import leave_world
+from ..parallel.process_groups import destroy_world
 from .checkpoint.async_checkpoint import Checkpointer, Saved
 from .checkpoint.engine_checkpoint import CheckpointMetadata
 from .engine import StepResult
@@ -56,11 +56,11 @@ def run_pretrain(config: Config) -> int:
         finally:
             run.close()
     except TokenError:
-        if is_reporting_rank(first=world.is_first):
+        if is_reporting_rank(first=world.is_rank0):
             raise
         return EXIT_USAGE
     finally:
-        leave_world()
+        destroy_world()
 
 
 class _Run:
@@ -77,7 +77,7 @@ class _Run:
         # On one position there is nothing to move: a run that lost its other workers goes on so, with the same options.
         online = balance.balance == "online" and engine.world.dims.pipeline > 1
         planner = None
-        if online and balance.planner == "internal" and engine.world.is_first:
+        if online and balance.planner == "internal" and engine.world.is_rank0:
             planner = PlannerProcess(directory.path, _planner_arguments(config), timeout_s=balance.planner_timeout_s)
         self._planner = planner
         self._controller = None
@@ -163,7 +163,7 @@ class _Run:
 
     def _complete(self) -> int:
         """All steps were done before this start."""
-        if self.engine.world.is_first:
+        if self.engine.world.is_rank0:
             samples, iters = self.config.training.train_samples, self.config.training.train_iters
             flag, number = ("--train-iters", iters) if samples is None else ("--train-samples", samples)
             rule = f"{flag} is {number:,}; give a larger {flag}"
@@ -179,7 +179,7 @@ class _Run:
             problem = f"{self._checkpoints.failure}; the last checkpoint is {last or 'none'}"
             raise DynmoError(f"{problem}: make room, and {again}")
         is_left = self.step < self.config.training.train_iters
-        if self.engine.world.is_first:
+        if self.engine.world.is_rank0:
             say(f"run directory: {self.directory.path}")
             if signals.code and is_left:
                 say(stop_line(self.directory.path, self.step, self.config.run.load, self._last_saved))
@@ -191,7 +191,7 @@ class _Run:
     def _end_not_finite(self) -> int:
         """End a run whose model is not finite; the exit code."""
         self._checkpoints.wait()
-        if self.engine.world.is_first:
+        if self.engine.world.is_rank0:
             say(f"dynmo-train: error: {end_message(self.step, self._check, self._last_saved)}")
         return EXIT_NOT_FINITE
 
@@ -208,7 +208,7 @@ class _Run:
 
     def _is_to_grow(self) -> bool:
         world = self.engine.world
-        return world.is_first and self._grow.asks(self.step, world.dims.pipeline)
+        return world.is_rank0 and self._grow.asks(self.step, world.dims.pipeline)
 
     def _train_step(self) -> None:
         self.step += 1
@@ -218,7 +218,7 @@ class _Run:
         result = self.engine.train_step(batch, sampled=sampled, advance=size)
         before, self.consumed = self.consumed, self.consumed + size
         self._record(result, size, batch.tokens or self.config.model.seq_length)
-        if (problem := self._check.after_step(self.step, result)) is not None and self.engine.world.is_first:
+        if (problem := self._check.after_step(self.step, result)) is not None and self.engine.world.is_rank0:
             detail = batch_detail(before, size, self.samples.places(before))
             self.recorder.event("not_finite", problem, step=self.step, **detail)
             self._log.line(f" {problem}")
@@ -273,7 +273,7 @@ class _Run:
             self._evaluate_on("test", "test", 0, "the end of training for test data")
 
     def _warn_without_test(self) -> None:
-        if self.samples.no_test is not None and self.engine.world.is_first:
+        if self.samples.no_test is not None and self.engine.world.is_rank0:
             say(f"warning: no evaluation on test data: {self.samples.no_test}")
 
     def _evaluate_on(self, part: Part, name: str, consumed: int, place: str) -> None:

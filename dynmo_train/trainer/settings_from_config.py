@@ -28,7 +28,7 @@ from ..optim.compression.settings import CompressionSettings
 from ..optim.lr_schedule import LearningRate, WeightDecay
 from ..optim.precision import LossScaling, Precision
 from ..parallel.dims import ParallelDims
-from ..parallel.process_groups import gather_documents
+from ..parallel.process_groups import all_gather_objects
 from ..pipeline.partition import Partition, uniform_partition
 from ..pipeline.schedule import CUSTOM, PipelineConfig
 from .engine import Engine, EngineSettings
@@ -142,7 +142,7 @@ def settings_of(config: Config, stored: Mapping[str, float] | None = None) -> En
             seed=training.seed,
             recompute=training.recompute_granularity != "none",
             selective=training.recompute_granularity == "selective",
-            front_cache_bytes=None if cache is None else cache << 20,
+            frozen_cache_bytes=None if cache is None else cache << 20,
             operations=_operations(config),
             token_parts=parts,
             compiled=training.torch_compile_backend if training.torch_compile else None,
@@ -319,6 +319,6 @@ def parameter_counts(engine: Engine) -> dict[tuple[int, int], int]:
     """Parameters by (tensor, pipeline) rank, a tied weight counted wherever it is held; every process calls this."""
     world = engine.world
     held = sum(parameter.numel() for _, _, parameter in engine.item_store.parameters())
-    told = gather_documents(world, held)
+    told = all_gather_objects(world, held)
     places = ((rank, world.dims.coordinates(rank)) for rank in range(world.size))
     return {(at.tensor, at.pipeline): told[rank] for rank, at in places if at.data == 0}

@@ -23,11 +23,11 @@ from ..models.layer_list import ModelFamily
 from ..models.registry import family_of
 from ..optim.apex import find_apex
 from ..optim.scheduler_state import samples_done, scheduler_differences
-from ..parallel.consensus import agreed, first_then_others
-from ..parallel.process_groups import World, broadcast_document
-from ..pipeline.emulated_profiler import PacedProbe
+from ..parallel.consensus import rank0_first, run_on_all_ranks
+from ..parallel.process_groups import World, broadcast_object
+from ..pipeline.emulated_profiler import EmulatedProfiler
 from ..pipeline.emulation_trace import read_trace
-from ..pipeline.profiler import Probe
+from ..pipeline.profiler import LayerProfiler
 from .checkpoint.engine_checkpoint import check_same_model, state_reader
 from .checkpoint.load_checkpoint import check_bert, checkpoint_to_load, tower_reader
 from .engine import Engine, EngineSettings
@@ -64,29 +64,31 @@ class InitialState:
 def setup_run(config: Config, world: World) -> InitialState:
     """Open data and checkpoint, build the engine, make the run directory, write the header and the first plan."""
     if config.training.torch_compile:
-        agreed(world, lambda: check_compiler(world.device.type, config.training.torch_compile_backend, os.environ))
+        run_on_all_ranks(
+            world, lambda: check_compiler(world.device.type, config.training.torch_compile_backend, os.environ)
+        )
     apex = find_apex()
     on_cuda = world.device.type == "cuda"
     fused_adam = apex.fused_adam if on_cuda else None
     fused_norms = apex.fused_norms if on_cuda else {}
-    if world.is_first:
+    if world.is_rank0:
         say(apex.line(used=fused_adam is not None))
         if config.parallel.zero_stage == 1:
             say("--zero-stage 1 behaves as 2: gradients are shared between steps as well")
     family = family_of(config)
     takes_moments = not (config.run.finetune or config.run.no_load_optim)
-    checkpoint = agreed(world, lambda: checkpoint_to_load(config, world, with_optimizer=takes_moments))
+    checkpoint = run_on_all_ranks(world, lambda: checkpoint_to_load(config, world, with_optimizer=takes_moments))
     require_same(world, checkpoint_facts(checkpoint))
-    step, consumed = agreed(world, lambda: _progress(config, checkpoint))
+    step, consumed = run_on_all_ranks(world, lambda: _progress(config, checkpoint))
     config = _with_steps_left(config, step, consumed, world)
-    samples = first_then_others(world, lambda: open_samples(config, step, consumed))
+    samples = rank0_first(world, lambda: open_samples(config, step, consumed))
     stored = checkpoint.manifest["dynamic"]["sparse_thresholds"] if checkpoint is not None else None
-    settings = agreed(
+    settings = run_on_all_ranks(
         world, lambda: replace(settings_of(config, stored or None), fused_adam=fused_adam, fused_norms=fused_norms)
     )
-    bert = agreed(world, lambda: _bert(config, world)) if checkpoint is None else None
+    bert = run_on_all_ranks(world, lambda: _bert(config, world)) if checkpoint is None else None
     require_same(world, checkpoint_facts(bert, "--bert-load"))
-    engine = agreed(world, lambda: _engine(config, world, family, settings, checkpoint, bert))
+    engine = run_on_all_ranks(world, lambda: _engine(config, world, family, settings, checkpoint, bert))
 
     workers, dims = describe_workers(world), world.dims
     facts: dict[str, Any] = {
@@ -101,13 +103,13 @@ def setup_run(config: Config, world: World) -> InitialState:
             f"bit for bit for a fixed sequence of plans{also} only: gradients are compressed with loss"
         )
     hosts = list(dict.fromkeys(host for worker in workers for host in worker.hosts))
-    begun = agreed(
+    begun = run_on_all_ranks(
         world,
         lambda: (
-            open_run_directory(config, world_size=world.size, hosts=hosts, engine=facts) if world.is_first else None
+            open_run_directory(config, world_size=world.size, hosts=hosts, engine=facts) if world.is_rank0 else None
         ),
     )
-    told = broadcast_document(world, [str(begun.path), begun.run_id, begun.segment] if begun else None)
+    told = broadcast_object(world, [str(begun.path), begun.run_id, begun.segment] if begun else None)
     directory = RunDirectory(path=Path(told[0]), run_id=told[1], segment=told[2])
     recorder = Recorder(directory, world)
     recorder.header(
@@ -132,7 +134,7 @@ def setup_run(config: Config, world: World) -> InitialState:
         workers,
         describe_items(family, settings.pipeline.boundary, engine.item_store.blueprint),
     )
-    for fault in checkpoint.passed_over if checkpoint is not None else ():
+    for fault in checkpoint.skipped_checkpoints if checkpoint is not None else ():
         recorder.event("checkpoint_damaged", f"passed over a damaged checkpoint: {fault}", step=step)
     first_plan = _write_first_plan(config, engine, directory, step)
     return InitialState(
@@ -171,7 +173,7 @@ def _with_steps_left(config: Config, step: int, consumed: int, world: World) -> 
     sizes, training = config.batch_sizes, config.training
     if consumed == sizes.consumed_after(step):
         return config
-    if world.is_first:
+    if world.is_rank0:
         say(
             f"the batch size has changed: {consumed:,} samples are consumed after {step:,} steps; training continues"
             f" with {sizes.at(consumed)} samples a step"
@@ -216,7 +218,9 @@ def _engine(
     if checkpoint is not None:
         check_same_model(checkpoint, family, goes_on=not config.run.finetune)
     topology = checkpoint.manifest["topology"] if checkpoint is not None else None
-    engine = Engine(family, settings, first_partition(config, family, topology), world, _probe(config, world, family))
+    engine = Engine(
+        family, settings, first_partition(config, family, topology), world, _emulated_profiler(config, world, family)
+    )
     if checkpoint is None and bert is not None:
         check_bert(bert, family)
         engine.restore(tower_reader(bert, family, engine.item_store, world.device), 0)
@@ -228,7 +232,7 @@ def _engine(
         engine.restore(state_reader(checkpoint, engine.item_store, world, moments=False), 0)
         return engine
     reader = state_reader(checkpoint, engine.item_store, world, moments=not config.run.no_load_optim)
-    if world.is_first:
+    if world.is_rank0:
         for line in scheduler_differences(settings.rate, checkpoint.manifest):
             say(f"warning: {line}")
     engine.restore(reader, checkpoint.manifest["step"], **progress_of(checkpoint))
@@ -260,14 +264,14 @@ def continued_checkpoint(checkpoint: Checkpoint | None, directory: RunDirectory,
     return checkpoint.directory.name if is_own else None
 
 
-def _probe(config: Config, world: World, family: ModelFamily) -> Probe | None:
+def _emulated_profiler(config: Config, world: World, family: ModelFamily) -> LayerProfiler | None:
     """The probe of an emulated run; None where layers take the time of their arithmetic."""
     given = config.emulation
     if given.emulate is None:
         return None
     if world.device.type == "cuda":
         raise UsageError("--emulate sleeps on CPU; on CUDA give --device cpu")
-    return PacedProbe(read_trace(Path(given.emulate), [item.name for item in family.items], given.emulate_scale))
+    return EmulatedProfiler(read_trace(Path(given.emulate), [item.name for item in family.items], given.emulate_scale))
 
 
 def _write_next(plans: Path, document: dict[str, Any]) -> int:
@@ -282,7 +286,7 @@ def _write_next(plans: Path, document: dict[str, Any]) -> int:
 def _write_first_plan(config: Config, engine: Engine, directory: RunDirectory, step: int) -> int:
     """Write the partition in force as the next plan (number 0 in a new run) and give its number to every worker."""
     number: int | None = None
-    if engine.world.is_first:
+    if engine.world.is_rank0:
         remove_stale_staging(directory.checkpoints)
         document = initial_plan(
             run_id=directory.run_id,
@@ -296,4 +300,4 @@ def _write_first_plan(config: Config, engine: Engine, directory: RunDirectory, s
             read_to_step=step,
         )
         number = _write_next(directory.plans, document)
-    return int(broadcast_document(engine.world, number))
+    return int(broadcast_object(engine.world, number))

@@ -105,7 +105,7 @@ class DistributedSignalHandler:
         save_now, asked["save"] = asked["save"], False
         flags = torch.tensor([save_now, asked["end"], asked["interrupt"], late, again], dtype=torch.int64)
         if world.size > 1:
-            dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=world.groups.everyone)
+            dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=world.groups.world)
         save, end, interrupt, over, again = (bool(flag) for flag in flags.tolist())
         code = EXIT_TERMINATED if end else EXIT_INTERRUPTED if interrupt else EXIT_OK
         return BoundarySignals(save=save, leave=bool(code) or over or again, code=code, relaunch=again and not code)

@@ -31,7 +31,7 @@ from train_compression_runs import prepare
 from dynmo_train._common.console import emit
 from dynmo_train.models.gpt import Gpt, GptShape
 from dynmo_train.optim.compression.boundary import BoundaryCodec
-from dynmo_train.optim.compression.lowrank import FactorShape, first_factor, orthonormalise
+from dynmo_train.optim.compression.lowrank import FactorShape, first_factor, orthonormalize
 from dynmo_train.optim.compression.settings import CompressionSettings
 from dynmo_train.parallel.device_clock import clock_for
 
@@ -127,7 +127,7 @@ class Replicas:
         total = torch.stack(matrices).sum(0)
         factor = self._factors.get(name, first_factor(shape, CPU, name))
         left = factor @ total.T
-        orthonormalise(left)
+        orthonormalize(left)
         self._factors[name] = right = left @ total
         whole = left.T @ right
         self._owed[name] = [matrix - whole / len(parts) for matrix in matrices]

@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from dynmo_train._common.console import emit
 from dynmo_train.parallel.dims import ParallelDims
-from dynmo_train.parallel.process_groups import World, lay_out
+from dynmo_train.parallel.process_groups import World, set_parallel_dims
 from dynmo_train.trainer.engine import Engine
 from tests.distributed import scenario
 from tests.distributed.layouts import Layout, engine_on
@@ -37,7 +37,7 @@ def paired(world: World, pairs: int, width: int, swapped: bool) -> list[tuple[fl
     """(clock, processor) seconds of the step with and the step without the code, of each pair."""
     scenario.SHAPE = replace(scenario.SHAPE, hidden_size=width, ffn_hidden_size=4 * width)
     layout = Layout(dims=ParallelDims(pipeline=2), scenario=scenario.Scenario(prune=False, freeze=()))
-    world = lay_out(world, layout.dims, 60)
+    world = set_parallel_dims(world, layout.dims, 60)
     # Which of them is made first decides where its memory lies
     made = {kind: engine_on(world, layout, kind=kind) for kind in ((PlainEngine, Engine)[:: -1 if swapped else 1])}
     engines = [made[Engine], made[PlainEngine]]

@@ -79,11 +79,11 @@ def ours(family, ids: torch.Tensor, sizes: Sizes, steps: int) -> tuple[dict[str,
     from plain_engine import engine_batch, engine_of
 
     from dynmo_train.optim.lr_schedule import LearningRate
-    from dynmo_train.parallel.process_groups import join_world
+    from dynmo_train.parallel.process_groups import init_world
 
     rate = LearningRate(peak=PEAK, floor=FLOOR, style="cosine", warmup_steps=WARMUP, decay_steps=steps)
     boundary = (SAMPLES, sizes.tokens, sizes.width)
-    engine = engine_of(family, join_world("cpu"), microbatches=MICROBATCHES, boundary=boundary, rate=rate)
+    engine = engine_of(family, init_world("cpu"), microbatches=MICROBATCHES, boundary=boundary, rate=rate)
     weights = {name: parameter.detach().clone() for _, name, parameter in engine.item_store.parameters()}
 
     def train(step: int) -> float:

@@ -30,7 +30,7 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import Schedule1F1B
 
 from dynmo_train.data.batch import Batch
-from dynmo_train.parallel.process_groups import World, join_world, leave_world
+from dynmo_train.parallel.process_groups import World, destroy_world, init_world
 from dynmo_train.pipeline.partition import Partition
 from dynmo_train.trainer.engine import Engine
 
@@ -101,7 +101,7 @@ def bare_schedule(engine: Engine, world: World, sizes: Sizes, microbatches: int)
     return step
 
 
-def drop_gradients(engine: Engine) -> None:
+def zero_grad(engine: Engine) -> None:
     """As an optimizer step leaves them."""
     for _, _, parameter in engine.item_store.parameters():
         parameter.grad = None
@@ -119,7 +119,7 @@ def timed(run: Callable[[], Any]) -> float:
 def operation(world: World, sizes: Sizes, microbatches: int, rounds: int) -> tuple[float, float]:
     """Median microseconds of an operation: of the engine, of torch's bare schedule."""
     engine = engine_of(world, sizes, microbatches)
-    engine.probe.begin_step(False, 1)
+    engine.profiler.begin_step(False, 1)
     pipeline = engine.pipeline()
     bare = bare_schedule(engine, world, sizes, microbatches)
     ours: list[float] = []
@@ -128,7 +128,7 @@ def operation(world: World, sizes: Sizes, microbatches: int, rounds: int) -> tup
         batch = batch_of(index + 1, sizes, microbatches)
         for run, times in ((lambda b: pipeline.train_step(b), ours), (bare, theirs)):
             times.append(timed(lambda run=run, batch=batch: run(batch)))  # type: ignore[misc]
-            drop_gradients(engine)
+            zero_grad(engine)
     operations = 2 * microbatches
     return tuple(statistics.median(times[2:]) / operations * 1e6 for times in (ours, theirs))  # type: ignore[return-value]
 
@@ -157,11 +157,11 @@ def _enter(function: Callable[..., Any], rank: int, size: int, port: int, thread
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(size))
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), GLOO_SOCKET_IFNAME="lo")
     torch.set_num_threads(threads)
-    world = join_world("cpu")
+    world = init_world("cpu")
     try:
         pipe.send(function(world, *given))
     finally:
-        leave_world()
+        destroy_world()
 
 
 def processes(function: Callable[..., Any], size: int, threads: int, *given: Any) -> Any:

@@ -51,14 +51,14 @@ def ours(model: torch.nn.Module, folder: Path, new: int):
     from dynmo_train.evaluation.forward_engine import forward_engine, open_source
     from dynmo_train.evaluation.generation import Asked, Ending, Generation
     from dynmo_train.evaluation.sampling import Sampling
-    from dynmo_train.parallel.process_groups import join_world
+    from dynmo_train.parallel.process_groups import init_world
 
     model.save_pretrained(folder / "hf")
     done = CliRunner().invoke(app, ["convert", str(folder / "hf"), str(folder / "native"), "--to", "native"])
     if done.exit_code:
         raise RuntimeError(done.output)
     place = values_of(InferenceConfig, {"load": str(folder / "native"), "device": "cpu"})
-    world = join_world("cpu")
+    world = init_world("cpu")
     source = open_source(folder / "native", place, world)
     engine = forward_engine(source, place, world, tokens=1, wrap=lambda family: family)
     generation = Generation(engine, max_tokens=1024, sampling=Sampling(), ending=Ending(eod=None))

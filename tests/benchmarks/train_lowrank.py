@@ -15,7 +15,7 @@ import torch
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import _orthogonalize
 
 from dynmo_train._common.console import emit
-from dynmo_train.optim.compression.lowrank import FactorShape, factorise, first_factor, reconstruct
+from dynmo_train.optim.compression.lowrank import FactorShape, factorize, first_factor, reconstruct
 
 # Width of the models of Optimus-CC's figure 14
 WIDTHS = {"2.5B": 1920, "8.3B": 3072, "175B": 12288}
@@ -52,7 +52,7 @@ def _contestants(matrix_ND: torch.Tensor, rank: int) -> tuple[Callable[[], None]
         torch.mm(left.T, right, out=out)
 
     def ours() -> None:
-        factorise(matrix_ND, start, left, right)
+        factorize(matrix_ND, start, left, right)
         reconstruct(left, right, out)
 
     def peer() -> None:

@@ -144,7 +144,7 @@ def measure(case: str) -> None:
     import torch
 
     from dynmo_train.parallel.dims import ParallelDims
-    from dynmo_train.parallel.process_groups import join_world, leave_world
+    from dynmo_train.parallel.process_groups import destroy_world, init_world
 
     torch.set_num_threads(1)
     config = config_of_case(case)
@@ -154,16 +154,16 @@ def measure(case: str) -> None:
         tensor=parallel.tensor_model_parallel_size,
         data=parallel.data_parallel_size,
     )
-    world = join_world("cpu", dims=dims)
+    world = init_world("cpu", dims=dims)
     # What the libraries take when they first run is no part of the figure.
     _train(config_of_case(case, num_layers=2, hidden_size=48, vocab_size=128, seq_length=16), world)
     gc.collect()
     before = resident("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")
     _train(config, world)
-    sys.stdout.write(json.dumps({"worker": world.worker, "bytes": resident("VmHWM") - before}) + "\n")
+    sys.stdout.write(json.dumps({"worker": world.pipeline_rank, "bytes": resident("VmHWM") - before}) + "\n")
     sys.stdout.flush()
-    leave_world()
+    destroy_world()
 
 
 def measured(case: str) -> list[int]:

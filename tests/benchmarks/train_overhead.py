@@ -27,7 +27,7 @@ from train_engine_overhead import say
 sys.path.insert(0, str(Path(__file__).parents[2]))
 from dynmo_train.config import Facts, resolve
 from dynmo_train.parallel.dims import ParallelDims
-from dynmo_train.parallel.process_groups import join_world, leave_world
+from dynmo_train.parallel.process_groups import destroy_world, init_world
 from dynmo_train.trainer.loop import _Run
 from dynmo_train.trainer.setup import setup_run
 from tests.distributed.whole_runs import write_data
@@ -51,7 +51,7 @@ def timed_steps(values: dict[str, Any], steps: int) -> tuple[list[tuple[float, f
     The even steps are sampled. The planner's share is of the steps behind the first four.
     """
     config = resolve(flags=values, file={}, command={"family": "gpt"}, facts=Facts(world_size=2))
-    world = join_world("cpu", dims=ParallelDims(pipeline=2))
+    world = init_world("cpu", dims=ParallelDims(pipeline=2))
     run = _Run(setup_run(config, world))
     if run._planner is not None:
         run._planner.start()
@@ -70,7 +70,7 @@ def timed_steps(values: dict[str, Any], steps: int) -> tuple[list[tuple[float, f
         planned = (work_of(planner) - begun_planning) / (time.perf_counter() - begun)
     finally:
         run.close()
-        leave_world()
+        destroy_world()
     return times, planned
 
 

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from train_engine_overhead import Sizes, batch_of, engine_of, processes, say
 
 from dynmo_train.launch.node_agent import KEEP_MEMORY
-from dynmo_train.parallel.process_groups import World, gather_documents
+from dynmo_train.parallel.process_groups import World, all_gather_objects
 from dynmo_train.pipeline.partition import Partition
 
 Row = tuple[int, float, float]
@@ -72,7 +72,7 @@ def together(world: World, act: Callable[[], None]) -> float:
     dist.barrier()
     started = time.perf_counter()
     act()
-    return float(max(gather_documents(world, time.perf_counter() - started)))
+    return float(max(all_gather_objects(world, time.perf_counter() - started)))
 
 
 def main() -> None:

@@ -22,7 +22,7 @@ from plain_engine import engine_of as plain_engine_of
 from random_batches import random_rows
 
 from dynmo_train.data.batch import Batch
-from dynmo_train.parallel.process_groups import join_world, leave_world
+from dynmo_train.parallel.process_groups import destroy_world, init_world
 from dynmo_train.trainer.checkpoint.async_checkpoint import Checkpointer, Saved
 from dynmo_train.trainer.checkpoint.engine_checkpoint import CheckpointMetadata
 from dynmo_train.trainer.engine import Engine
@@ -32,7 +32,7 @@ TOKENS, MICRO_BATCH, VOCABULARY = 128, 2, 8064
 
 def engine_of(layers: int, width: int) -> Engine:
     family = gpt_of(layers=layers, width=width, heads=8, tokens=TOKENS, vocabulary=VOCABULARY)
-    world, boundary = join_world("cpu"), (MICRO_BATCH, TOKENS, width)
+    world, boundary = init_world("cpu"), (MICRO_BATCH, TOKENS, width)
     return plain_engine_of(family, world, microbatches=1, boundary=boundary, rate=constant(1e-4), beta2=0.99)
 
 
@@ -102,7 +102,7 @@ def main() -> None:
                 out(f"| {way} | {copied:.3f} | {stalled:.3f} | {stalled / copied:.2f} ")
                 out(f"| {whole:.2f} | {disk_s:.2f} | {disk_s / whole:.2f} |\n")
     finally:
-        leave_world()
+        destroy_world()
         shutil.rmtree(folder)
 
 

@@ -58,12 +58,12 @@ def batch(shape: Shape, step: int) -> tuple[torch.Tensor, torch.Tensor]:
 def ours(shape: Shape) -> Callable[[int], float]:
     from plain_engine import constant, engine_batch, engine_of, gpt_of
 
-    from dynmo_train.parallel.process_groups import join_world
+    from dynmo_train.parallel.process_groups import init_world
 
     sizes = {"layers": shape.layers, "width": shape.width, "heads": shape.heads}
     engine = engine_of(
         gpt_of(**sizes, tokens=shape.tokens, vocabulary=shape.vocabulary),
-        join_world("cpu"),
+        init_world("cpu"),
         microbatches=shape.microbatches,
         boundary=(shape.samples, shape.tokens, shape.width),
         rate=constant(RATE),

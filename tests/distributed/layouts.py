@@ -10,7 +10,7 @@ import pytest
 from dynmo_train.models.layer_list import has_vocabulary_rows, parameters_of, vocabulary_rows
 from dynmo_train.optim.item_store import parameter_of
 from dynmo_train.parallel.dims import ParallelDims
-from dynmo_train.parallel.process_groups import World, gather_documents, lay_out
+from dynmo_train.parallel.process_groups import World, all_gather_objects, set_parallel_dims
 from dynmo_train.pipeline.partition import uniform_partition
 from dynmo_train.trainer.engine import Engine
 from tests.distributed.scenario import MICROBATCHES, Scenario, batch_of, digest
@@ -45,7 +45,7 @@ def engine_on(world: World, layout: Layout, *, build: bool = True, kind: type[En
 
 def play_layouts(world: World, layouts: list[Layout]) -> list[dict[str, Any]]:
     """Train each scenario; figures as all processes have them, and each tensor's digest by (name, shard)."""
-    return [_play(lay_out(world, layout.dims, 60), layout) for layout in layouts]
+    return [_play(set_parallel_dims(world, layout.dims, 60), layout) for layout in layouts]
 
 
 def _play(world: World, layout: Layout) -> dict[str, Any]:
@@ -55,7 +55,7 @@ def _play(world: World, layout: Layout) -> dict[str, Any]:
     if layout.settings.get("zero_stage"):
         held = sum(parameter.numel() for _, _, parameter in engine.item_store.parameters())
         part = sum(
-            p.numel() / world.dims.data * (world.dims.expert if engine.item_store.is_apart(full) else 1)
+            p.numel() / world.dims.data * (world.dims.expert if engine.item_store.is_expert_local(full) else 1)
             for item in engine.local_names
             for full, p in parameters_of(item, engine.item_store.blueprint(item)).items()
         )
@@ -72,14 +72,14 @@ def _play(world: World, layout: Layout) -> dict[str, Any]:
     rows = vocabulary_rows(engine.family)
     own = {
         # Of an uncut table what a checkpoint stores: the true rows.
-        f"{name}@{world.shard}": digest(
+        f"{name}@{world.tensor_rank}": digest(
             tensor[:rows] if world.dims.tensor == 1 and has_vocabulary_rows(parameter_of(name)) else tensor
         )
         for item in engine.local_names
         for name, tensor in engine.item_store.export_whole(item).tensors.items()
     }
     weights: dict[str, str] = {}
-    for told in gather_documents(world, own):
+    for told in all_gather_objects(world, own):
         for name, value in told.items():
             assert weights.setdefault(name, value) == value, f"replicas differ in {name}"
     return {"losses": losses, "norms": norms, "held_out": held_out, "weights": weights}

@@ -21,7 +21,7 @@ from dynmo_train.models.technique_blocks import DynamicFamily, DynamicSettings
 from dynmo_train.optim.adamw import AdamWSettings
 from dynmo_train.optim.compression.settings import NO_COMPRESSION, CompressionSettings
 from dynmo_train.optim.lr_schedule import LearningRate
-from dynmo_train.optim.precision import FLOAT32, LossScaling, Precision
+from dynmo_train.optim.precision import FLOAT32_PRECISION, LossScaling, Precision
 from dynmo_train.parallel.process_groups import World
 from dynmo_train.pipeline.partition import Partition, uniform_partition
 from dynmo_train.pipeline.schedule import PipelineConfig
@@ -42,7 +42,7 @@ SHAPE = GptShape(
 )
 MICROBATCHES, MICRO_BATCH, TOKENS = 4, 2, 16
 PRECISIONS = {
-    "fp32": FLOAT32,
+    "fp32": FLOAT32_PRECISION,
     "bf16": Precision(compute=torch.bfloat16),
     # It overflows in the first steps, and doubles again later on
     "fp16": Precision(compute=torch.float16, scaling=LossScaling(initial=2.0**24, minimum=1.0, window=6, hysteresis=1)),
@@ -119,7 +119,7 @@ class Scenario:
                 seed=SHAPE.seed,
                 recompute=self.recompute,
                 selective=self.selective,
-                front_cache_bytes=self.cache_bytes,
+                frozen_cache_bytes=self.cache_bytes,
                 operations=self.operations,
                 compiled=self.compiled,
             ),
@@ -184,7 +184,7 @@ def play(world: World, scenario: Scenario) -> dict[str, Any]:
         result = engine.train_step(scenario.batch(step), sampled=step % 5 == 0)
         losses.append(result.loss)
         norms.append(result.grad_norm if result.updated else None)
-        figures.append(result.figures)
+        figures.append(result.metrics)
         scales.append(result.loss_scale)
         engine.after_step(step)
         if step in moves:

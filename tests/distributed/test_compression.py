@@ -10,7 +10,7 @@ import pytest
 
 from dynmo_train.optim.compression.settings import NO_COMPRESSION, CompressionSettings
 from dynmo_train.parallel.dims import ParallelDims
-from dynmo_train.parallel.process_groups import World, gather_documents, lay_out
+from dynmo_train.parallel.process_groups import World, all_gather_objects, set_parallel_dims
 from dynmo_train.trainer.engine import Engine
 from tests.distributed.layouts import Layout, engine_on
 from tests.distributed.scenario import MICRO_BATCH, MICROBATCHES, SHAPE, TOKENS, Scenario, batch_of, digest
@@ -53,7 +53,7 @@ SETTINGS = {"tensor, tokens cut, moving": {"sequence_parallel": True}}
 
 def play(world: World, told: list[tuple[Layout, CompressionSettings]]) -> list[dict[str, Any]]:
     """Train each; losses, what every process holds in the end, its memories, and the bytes of the gradients."""
-    return [_play(lay_out(world, layout.dims, 60), layout, compression) for layout, compression in told]
+    return [_play(set_parallel_dims(world, layout.dims, 60), layout, compression) for layout, compression in told]
 
 
 def _play(world: World, layout: Layout, compression: CompressionSettings) -> dict[str, Any]:
@@ -75,7 +75,7 @@ def _play(world: World, layout: Layout, compression: CompressionSettings) -> dic
         for item in engine.local_names
         for name, kept in engine.item_store.export(item).tensors.items()
     }
-    everyone = gather_documents(world, [state, remembered])
+    everyone = all_gather_objects(world, [state, remembered])
     return {
         "losses": losses,
         "held_out": held_out,

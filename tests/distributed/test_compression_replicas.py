@@ -11,11 +11,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from dynmo_train.optim.compression.lowrank import FactorShape, first_factor, orthonormalise
+from dynmo_train.optim.compression.lowrank import FactorShape, first_factor, orthonormalize
 from dynmo_train.optim.compression.settings import NO_COMPRESSION, CompressionSettings
 from dynmo_train.optim.item_store import memory_name
 from dynmo_train.parallel.dims import ParallelDims
-from dynmo_train.parallel.process_groups import World, gather_over, lay_out
+from dynmo_train.parallel.process_groups import World, gather_over, set_parallel_dims
 from dynmo_train.trainer.engine import Engine
 from tests.distributed.layouts import Layout, engine_on
 from tests.distributed.plain_stage import PlainEngine
@@ -65,7 +65,7 @@ def test_one_exchange_gives_the_bits_of_two_steps(name):
 
 def packed_by_hand(world: World, feedback: bool) -> list[float]:
     """Two steps of one item's gradients through the engine, and by the formulas from all replicas' gradients."""
-    world = lay_out(world, ParallelDims(pipeline=1, data=2), 60)
+    world = set_parallel_dims(world, ParallelDims(pipeline=1, data=2), 60)
     compression = replace(SGD, feedback=feedback)
     engine = engine_on(world, Layout(dims=world.dims, scenario=BASE, settings={"compression": compression}))
     item, name = "layers.1.mlp", "layers.1.mlp.fc1.weight"
@@ -83,7 +83,7 @@ def packed_by_hand(world: World, feedback: bool) -> list[float]:
         engine._reducer.finish()
         matrices = [g + scale * e for g, e in zip(gradients, owed, strict=True)] if feedback else gradients
         left = factor @ sum(matrices).T
-        orthonormalise(left)
+        orthonormalize(left)
         factor = left @ sum(matrices)
         whole = left.T @ factor
         owed = [(matrix - whole / 2) / scale for matrix in matrices]
@@ -178,7 +178,7 @@ def test_what_is_owed_is_paid_where_nothing_is_compressed():
 def chosen(world: World, compression: CompressionSettings, choice: int | None) -> dict[str, Any]:
     """Three steps; behind the first one it is chosen how many workers compress."""
     engine = engine_on(
-        lay_out(world, BOTH, 60), Layout(dims=BOTH, scenario=BASE, settings={"compression": compression})
+        set_parallel_dims(world, BOTH, 60), Layout(dims=BOTH, scenario=BASE, settings={"compression": compression})
     )
     before, results = engine.replica_workers, []
     for step in (1, 2, 3):
@@ -214,7 +214,7 @@ def wire(world: World, compression: CompressionSettings, kind: type[Engine] = En
         return summed(tensor, *arguments, **keywords)
 
     layout = Layout(dims=BOTH, scenario=BASE, settings={"compression": compression})
-    engine = engine_on(lay_out(world, BOTH, 60), layout, kind=kind)
+    engine = engine_on(set_parallel_dims(world, BOTH, 60), layout, kind=kind)
     dist.batch_isend_irecv, dist.all_reduce = batch, add
     try:
         for step in (1, 2):

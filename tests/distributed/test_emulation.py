@@ -10,7 +10,7 @@ import pytest
 from dynmo_train._common.errors import UsageError
 from dynmo_train.parallel import device_clock
 from dynmo_train.pipeline import emulated_profiler as paced_module
-from dynmo_train.pipeline.emulated_profiler import PacedProbe
+from dynmo_train.pipeline.emulated_profiler import EmulatedProfiler
 from dynmo_train.pipeline.emulation_trace import read_trace
 from dynmo_train.pipeline.partition import uniform_partition
 from dynmo_train.trainer.engine import Engine
@@ -60,7 +60,7 @@ def paced(world, scenario, path):
     """Losses, each step's wall time in ms, and the costs of the last step."""
     family, settings = scenario.family(), scenario.settings()
     start = uniform_partition(family.items, world.size, scenario.virtual, vee=scenario.schedule == "zb-v")
-    engine = Engine(family, settings, start, world, PacedProbe(read_trace(path, NAMES)))
+    engine = Engine(family, settings, start, world, EmulatedProfiler(read_trace(path, NAMES)))
     engine.build()
     results = [engine.train_step(scenario.batch(step), sampled=step > 1) for step in range(1, scenario.steps + 1)]
     told = [event.kind for step in range(scenario.steps) for event in engine.after_step(step)]
@@ -119,7 +119,7 @@ def evaluation_ms(world, trace):
         scenario.settings(),
         uniform_partition(scenario.family().items, 1),
         world,
-        PacedProbe(read_trace(trace, NAMES)),
+        EmulatedProfiler(read_trace(trace, NAMES)),
     )
     engine.build()
     begin = time.perf_counter_ns()

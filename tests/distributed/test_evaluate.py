@@ -55,7 +55,7 @@ def figures(folder, pipeline, tensor):
         out = str(folder / f"items-{world.size}-{pipeline}-{tensor}")
         task = values_of(LambadaConfig, {"valid_data": str(folder / "passages"), "predictions": out})
         lambada = evaluate_lambada(place, task, world, {}).document()
-        return wikitext, lambada, Path(out).read_text() if world.is_first else None
+        return wikitext, lambada, Path(out).read_text() if world.is_rank0 else None
 
 
 @pytest.fixture(scope="module")

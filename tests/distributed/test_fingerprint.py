@@ -30,7 +30,7 @@ def different_option(arguments_by_rank: list[list[str]]) -> tuple[int, str]:
 
 def starts(world, first: str, copy: str, other: str) -> dict[str, str]:
     """What ``require_same`` does where rank 1 differs from rank 0 in one thing."""
-    second = not world.is_first
+    second = not world.is_rank0
     values = SIZES | {"data_path": first, "lr": 2e-3}
 
     def start(**changes) -> str:
@@ -108,7 +108,7 @@ def write_sidecar(prefix: Path) -> None:
 
 def compare_data(world, one: str, other: str) -> str:
     """What two processes that read these data sets report."""
-    place = one if world.is_first else other
+    place = one if world.is_rank0 else other
     try:
         require_same(world, config_facts(config_of(**SIZES, data_path=place, lr=2e-3)))
     except UsageError as error:

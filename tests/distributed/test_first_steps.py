@@ -9,7 +9,7 @@ import transformers as tf
 from typer.testing import CliRunner
 
 from dynmo_train.data.batches import Samples
-from dynmo_train.parallel.process_groups import leave_world
+from dynmo_train.parallel.process_groups import destroy_world
 from tests.distributed.sentences import write_sentences
 from tests.distributed.whole_runs import figures, run_command, write_data
 
@@ -104,7 +104,7 @@ def train(data, kind, run, *extra, **options):
     try:
         code, talk = run_command(["pretrain", family, "--run-dir", str(run), *flags, *extra])
     finally:
-        leave_world()
+        destroy_world()
     assert code == 0, talk
     return figures(run)
 

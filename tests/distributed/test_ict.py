@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from dynmo_train.models.sharding import join_replicas
-from dynmo_train.parallel.collectives import gather_of
+from dynmo_train.parallel.collectives import replica_gather
 from dynmo_train.parallel.dims import ParallelDims
-from dynmo_train.parallel.process_groups import lay_out
+from dynmo_train.parallel.process_groups import set_parallel_dims
 from tests.distributed.families import SAMPLES
 from tests.distributed.test_family_runs import train, write_sentences
 from tests.distributed.whole_runs import tensors
@@ -20,19 +20,19 @@ ROWS = 6
 
 def head_on_rows(world):
     """The head on this replica's rows: loss, figures, gradients of its inputs and of its weights over all replicas."""
-    world = lay_out(world, ParallelDims(data=world.size), 60)
+    world = set_parallel_dims(world, ParallelDims(data=world.size), 60)
     family = SAMPLES["ict"].family
-    head = join_replicas(family.build("head", torch.device("cpu")), gather_of(world))
+    head = join_replicas(family.build("head", torch.device("cpu")), replica_gather(world))
     generator = torch.Generator().manual_seed(1)
     inputs = [torch.randn(ROWS, *shape, generator=generator) for shape in ((16, 32), (8,))]
-    own = [each.chunk(world.size)[world.replica].clone().requires_grad_() for each in inputs]
+    own = [each.chunk(world.size)[world.data_rank].clone().requires_grad_() for each in inputs]
     told = head(*own)
     (told.output / world.size).backward()  # the mean over the replicas
     for parameter in head.parameters():
         torch.distributed.all_reduce(parameter.grad)
     return {
         "loss": told.output.item(),
-        "figures": {name: value.item() for name, value in told.figures.items()},
+        "figures": {name: value.item() for name, value in told.metrics.items()},
         "inputs": [each.grad.tolist() for each in own],
         "weights": [parameter.grad.tolist() for parameter in head.parameters()],
     }

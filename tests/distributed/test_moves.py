@@ -38,8 +38,8 @@ def try_move(world: World, fault: str):
         corrupt_received_blocks()
     altered = {"announced twice": lambda offers: offers * 2, "announced by nobody": lambda _: []}.get(fault)
     if altered:
-        proper = transfer.gather_documents
-        transfer.gather_documents = lambda w, told: proper(w, altered(told) if isinstance(told, list) else told)
+        proper = transfer.all_gather_objects
+        transfer.all_gather_objects = lambda w, told: proper(w, altered(told) if isinstance(told, list) else told)
     if fault == "tensor left out" and world.rank == 0:
         proper_entries = transfer.entries_of
         transfer.entries_of = lambda tensors: proper_entries(tensors)[1:]

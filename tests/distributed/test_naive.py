@@ -55,9 +55,9 @@ def untied_gradients(world: World, scenario: Scenario):
     """Each copy of the tied weight keeps its own gradient where the copies live apart."""
     proper = engine_module.add_tied_gradients
 
-    def only_at_home(held, ties, owners, world, done=()):
+    def only_at_home(store, ties, owners, world, done=()):
         if world.size == 1:
-            proper(held, ties, owners, world, done)
+            proper(store, ties, owners, world, done)
 
     engine_module.add_tied_gradients = only_at_home
     return play(world, scenario)
@@ -67,8 +67,8 @@ def norm_by_worker(world: World, scenario: Scenario):
     """The norm is summed in float32 over each worker's gradients first, and over workers after."""
     from dynmo_train.parallel.process_groups import sum_over_pipeline
 
-    def naive(held, item_names, ties, world):
-        gradients = [p.grad.flatten() for _, name, p in held.parameters() if p.grad is not None and name not in ties]
+    def naive(store, item_names, ties, world):
+        gradients = [p.grad.flatten() for _, name, p in store.parameters() if p.grad is not None and name not in ties]
         square = torch.linalg.vector_norm(torch.cat(gradients)).square().reshape(1)
         return float(sum_over_pipeline(world, square).sqrt())
 

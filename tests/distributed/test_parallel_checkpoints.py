@@ -9,7 +9,7 @@ import pytest
 
 from dynmo_train.formats.checkpoint import open_checkpoint
 from dynmo_train.parallel.dims import ParallelDims
-from dynmo_train.parallel.process_groups import World, lay_out
+from dynmo_train.parallel.process_groups import World, set_parallel_dims
 from dynmo_train.pipeline.partition import Partition
 from dynmo_train.trainer.checkpoint.async_checkpoint import Checkpointer
 from dynmo_train.trainer.checkpoint.engine_checkpoint import CheckpointMetadata, save, state_reader
@@ -75,14 +75,14 @@ def chain(world: World, layouts: list[Layout], folder: str) -> list[float]:
     losses = []
     last: Path | None = None
     for number, layout in enumerate(layouts, start=1):
-        there = lay_out(world, layout.dims, 60)
+        there = set_parallel_dims(world, layout.dims, 60)
         engine = engine_on(there, layout, build=last is None)
         if last is not None:
             checkpoint = open_checkpoint(last)
             read = state_reader(checkpoint, engine.item_store, there)
             engine.restore(read, number - 1, **checkpoint.manifest["x_progress"])
             again = save(engine, Path(folder) / f"again-{number}", facts(number - 1))
-            if world.is_first:
+            if world.is_rank0:
                 assert lost(whole_state(last), whole_state(again)) == [], f"on layout {number}"
         result = engine.train_step(batch_of(number, layout.scenario.model), sampled=False)
         losses.append(result.loss)
@@ -140,7 +140,7 @@ STAGES = [{"zero_stage": stage} for stage in (0, 1, 2, 3)]
 def resume_and_move(world: World, settings: dict, folder: str, moves: dict[int, Partition]) -> dict:
     """Resume from a checkpoint of step 2 and train to step 5; moves come before the step by which they are named."""
     layout = Layout(dims=PD, scenario=replace(DROPPING, precision="fp32"), settings=settings)
-    there = lay_out(world, layout.dims, 60)
+    there = set_parallel_dims(world, layout.dims, 60)
     engine = engine_on(there, layout)
     for step in (1, 2):
         engine.train_step(batch_of(step), sampled=False)
@@ -170,7 +170,7 @@ def test_moves_right_after_a_resume_carry_the_moments_of_shards(tmp_path, settin
 
 def prepare_and_save(world: World, layout: Layout, folder: str) -> tuple[int, int, list[str]]:
     """Save aside; how many copies were prepared, how many the save used, and which of them had other memory."""
-    there = lay_out(world, layout.dims, 60)
+    there = set_parallel_dims(world, layout.dims, 60)
     engine = engine_on(there, layout)
     engine.train_step(batch_of(1, layout.scenario.model), sampled=False)
     saving = Checkpointer(engine, Path(folder), aside=True, on_saved=lambda _: None, on_failure=lambda *_: None)

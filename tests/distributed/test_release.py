@@ -9,7 +9,7 @@ import pytest
 
 from dynmo_train.models.moe import MoeShape
 from dynmo_train.parallel.dims import ParallelDims
-from dynmo_train.parallel.process_groups import World, gather_documents, lay_out
+from dynmo_train.parallel.process_groups import World, all_gather_objects, set_parallel_dims
 from dynmo_train.parallel.shrink import without_workers
 from dynmo_train.pipeline.migration import MoveError
 from dynmo_train.pipeline.partition import Partition
@@ -39,7 +39,7 @@ def flip(item: str, block) -> None:
 
 def play(world: World, layout: Layout, releases: list[Release]) -> dict[str, Any] | None:
     """Train; None at processes that left."""
-    world = lay_out(world, layout.dims, 60)
+    world = set_parallel_dims(world, layout.dims, 60)
     engine = engine_on(world, layout)
     due = {release.step: release for release in releases}
     losses, errors = [], []
@@ -60,12 +60,12 @@ def play(world: World, layout: Layout, releases: list[Release]) -> dict[str, Any
             return None
         engine.set_world(left)
     own = {
-        f"{name}@{engine.world.shard}.{engine.world.replica % layout.dims.expert}": digest(tensor)
+        f"{name}@{engine.world.tensor_rank}.{engine.world.data_rank % layout.dims.expert}": digest(tensor)
         for item in engine.local_names
         for name, tensor in engine.item_store.export_whole(item).tensors.items()
     }
     weights: dict[str, str] = {}
-    for told in gather_documents(engine.world, own):
+    for told in all_gather_objects(engine.world, own):
         for name, value in told.items():
             assert weights.setdefault(name, value) == value, f"replicas differ in {name}"
     held_out = engine.evaluate([batch_of(9999)])

@@ -12,7 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from dynmo_train.dynamics.pruning_units import PruningRule
 from dynmo_train.models.early_exit import ExitSettings
 from dynmo_train.models.hashed_attention import hash_directions
-from dynmo_train.models.layer_list import Reported, output_of
+from dynmo_train.models.layer_list import ItemOutput, output_of
 from dynmo_train.models.mixture_of_depths import DepthSettings
 from dynmo_train.models.technique_blocks import DynamicFamily, DynamicSettings, SparseAttentionSettings
 from dynmo_train.pipeline.partition import Partition
@@ -46,7 +46,7 @@ def run(changed: DynamicFamily, inputs, *, layers=None):
         module = changed.build(item.name, CPU)
         result = module(*(values[n] for n in item.reads), *(inputs[n] for n in item.inputs))
         values[item.writes] = output_of(result)
-        if isinstance(result, Reported):
+        if isinstance(result, ItemOutput):
             values.update(result.side)
             told[item.name] = result
     return values, told
@@ -88,7 +88,7 @@ def test_items_behind_an_exit_equal_the_dense_items_with_masks(model):
     seen = seen_of(model, inputs, x.shape[:2])
     dense = output_of(plain_mlp(output_of(plain_attention(x, seen & ~left))))
     torch.testing.assert_close(got, torch.where(left[..., None], x, dense), rtol=1e-4, atol=1e-5)
-    assert float(told["layers.0.mlp"].figures["exit_loss"]) > 0
+    assert float(told["layers.0.mlp"].metrics["exit_loss"]) > 0
 
 
 class SameBucket:

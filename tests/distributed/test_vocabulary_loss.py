@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from dynmo_train.parallel.dims import ParallelDims
-from dynmo_train.parallel.process_groups import lay_out
-from dynmo_train.parallel.tensor_parallel import region_of, token_losses
+from dynmo_train.parallel.process_groups import set_parallel_dims
+from dynmo_train.parallel.tensor_parallel import tensor_region, token_losses
 from tests.distributed.workers import run_workers
 
 pytestmark = pytest.mark.distributed
@@ -23,8 +23,8 @@ def inputs(scale: float) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 
 
 def shared_losses(world, scale):
-    world = lay_out(world, ParallelDims(tensor=world.size), 60)
-    region = region_of(world, sequence=False)
+    world = set_parallel_dims(world, ParallelDims(tensor=world.size), 60)
+    region = tensor_region(world, sequence=False)
     features, weights, labels = inputs(scale)
     features.requires_grad_()
     own = weights.chunk(world.size)[world.rank].clone().requires_grad_()

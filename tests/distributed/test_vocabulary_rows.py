@@ -13,7 +13,7 @@ from dynmo_train.data.batch import Batch
 from dynmo_train.formats.checkpoint import open_checkpoint
 from dynmo_train.models.registry import family_of
 from dynmo_train.parallel.dims import ParallelDims
-from dynmo_train.parallel.process_groups import World, lay_out
+from dynmo_train.parallel.process_groups import World, set_parallel_dims
 from dynmo_train.trainer.checkpoint.engine_checkpoint import CheckpointMetadata, check_same_model, save, state_reader
 from dynmo_train.trainer.engine import Engine
 from dynmo_train.trainer.settings_from_config import first_partition, settings_of
@@ -47,7 +47,7 @@ def engine_at(world: World, tensor: int) -> Engine:
     )
     assert config.padded_vocab_size == PADDED[tensor]
     family = family_of(config)
-    there = lay_out(world, ParallelDims(tensor=tensor, data=world.size // tensor), 60)
+    there = set_parallel_dims(world, ParallelDims(tensor=tensor, data=world.size // tensor), 60)
     return Engine(family, settings_of(config), first_partition(config, family, None), there)
 
 
@@ -81,7 +81,7 @@ def every_pair(world: World, folder: str) -> dict[tuple[int, int], float]:
             check_same_model(checkpoint, engine.family)
             engine.restore(state_reader(checkpoint, engine.item_store, engine.world), 1)
             again = stored(engine, Path(folder) / f"{before}-{after}", 1)
-            if world.is_first:
+            if world.is_rank0:
                 assert digests(again) == digests(path), f"from {before} to {after}"
             losses[before, after] = step(engine, 2)
     return losses

@@ -136,7 +136,7 @@ def _restored_process() -> Iterator[None]:
 
 
 def _play(job: bytes, rank: int, size: int, port: int, joins: bool) -> Any:
-    from dynmo_train.parallel.process_groups import join_world, leave_world
+    from dynmo_train.parallel.process_groups import destroy_world, init_world
 
     warnings.simplefilter("ignore")
     os.environ.update(
@@ -150,9 +150,9 @@ def _play(job: bytes, rank: int, size: int, port: int, joins: bool) -> Any:
     )
     function, arguments = pickle.loads(job)  # noqa: S301 - from the process that started this one
     try:
-        return function(*arguments) if not joins else function(join_world("cpu", timeout_s=300), *arguments)
+        return function(*arguments) if not joins else function(init_world("cpu", timeout_s=300), *arguments)
     finally:
-        leave_world()
+        destroy_world()
 
 
 def _nothing(_world: Any) -> None:

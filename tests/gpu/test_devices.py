@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from dynmo_train.parallel.device_clock import clock_for
-from dynmo_train.parallel.process_groups import join_world, leave_world
+from dynmo_train.parallel.process_groups import destroy_world, init_world
 from dynmo_train.parallel.seeding import default_generator, seeded
 from dynmo_train.pipeline.partition import Partition
 from tests.distributed.scenario import Scenario, digest, engine_of
@@ -26,7 +26,7 @@ NAMES = tuple(item.name for item in PLAIN.family().items)
 def play(scenario, device):
     """Losses and the digests of what this process holds, on the device of its own rank."""
     os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
-    world = join_world(device)
+    world = init_world(device)
     try:
         engine, losses = engine_of(scenario, world), []
         for step in range(1, scenario.steps + 1):
@@ -37,7 +37,7 @@ def play(scenario, device):
         held = {name: engine.item_store.export(name).tensors for name in engine.local_names}
         return losses, {name: digest(t.cpu()) for tensors in held.values() for name, t in tensors.items()}
     finally:
-        leave_world()
+        destroy_world()
 
 
 @one_device

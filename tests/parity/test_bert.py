@@ -9,7 +9,7 @@ import torch
 from transformers import MegatronBertForPreTraining
 
 from dynmo_train.models.bert import Bert, BertShape
-from dynmo_train.models.layer_list import Reported
+from dynmo_train.models.layer_list import ItemOutput
 from tests.parity.item_stream import TOLERANCE, assert_same_gradients, build_all, copy_into, gradients, parameters, run
 from tests.parity.megatron_bert import both, config_of, encoder
 
@@ -91,9 +91,9 @@ def test_without_the_second_head_the_loss_is_the_words():
     inputs = batch()
     values = run(family, modules, inputs)
     told = modules["head"](values["before.hidden"], inputs["labels"], inputs["counts"])
-    assert isinstance(told, Reported)
-    assert set(told.figures) == {"lm_loss"}
-    assert told.output == told.figures["lm_loss"]
+    assert isinstance(told, ItemOutput)
+    assert set(told.metrics) == {"lm_loss"}
+    assert told.output == told.metrics["lm_loss"]
 
 
 def test_a_padded_token_changes_nothing():

@@ -137,7 +137,7 @@ def test_scores_loss_and_gradients(tmp_path, shared):
     values["loss"].backward()
     loss.backward()
     assert_same_gradients(theirs, renamed(gradients(family, modules), shared=shared))
-    told = modules["head"](values["before.context"], values["before.query_embedding"]).figures
+    told = modules["head"](values["before.context"], values["before.query_embedding"]).metrics
     for k in (1, 3):
         found = [n in expected[n].topk(k).indices for n in range(5)]
         assert told[f"top{k}_acc"].item() == pytest.approx(100 * sum(found) / 5)

@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 from dynmo_ckpt.cli import app as ckpt
 from dynmo_train.cli import app as train
 from dynmo_train.formats.checkpoint import find_checkpoint, open_checkpoint
-from dynmo_train.parallel.process_groups import join_world, leave_world
+from dynmo_train.parallel.process_groups import destroy_world, init_world
 from dynmo_train.trainer.checkpoint.engine_checkpoint import state_reader
 from tests.benchmarks import plain_engine
 
@@ -112,8 +112,8 @@ def test_another_schedule_is_said_on_resume(original, tmp_path):
 
 @pytest.fixture(scope="module")
 def engines():
-    yield vars(plain_engine) | {"world": join_world("cpu")}
-    leave_world()
+    yield vars(plain_engine) | {"world": init_world("cpu")}
+    destroy_world()
 
 
 # DeepSpeed computes norms and residual sums in the half type as well, where our engine here computes in float32.

@@ -12,7 +12,7 @@ from .document import FORMAT, VERSION
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunFacts:
+class RunMetadata:
     """What the manifest says about the run; each field is the manifest's field of the same name.
 
     ``source`` is None where the manifest has none; ``extra`` are free fields, whose names start with ``x_``.
@@ -80,7 +80,7 @@ def _natural(name: str) -> list[tuple[int, str]]:
 
 
 def build_manifest(
-    facts: RunFacts,
+    facts: RunMetadata,
     reports: Iterable[Sequence[Mapping[str, Any]]],
     *,
     written_by: str,

@@ -96,7 +96,7 @@ def find_checkpoint(path: Path, *, weights_only: bool = False) -> Path:
     raise CheckpointError("\n  ".join([f"{path}: no complete checkpoint here", *faults]))
 
 
-def damage_of(step_dir: Path, part: int = 0, parts: int = 1, *, weights_only: bool = False) -> str:
+def find_damage(step_dir: Path, part: int = 0, parts: int = 1, *, weights_only: bool = False) -> str:
     """What is damaged in a checkpoint: its manifest, a file's presence or size, or a byte; empty where it is sound.
 
     Args:
@@ -136,12 +136,12 @@ def open_checkpoint(step_dir: Path) -> Checkpoint:
 class Checkpoint:
     """A checkpoint on disk: its manifest, and its tensors by their global names.
 
-    ``passed_over`` says of damaged ones, which this one stands for, what is wrong with them.
+    ``skipped_checkpoints`` says of damaged ones, which this one stands for, what is wrong with them.
     """
 
     directory: Path
     manifest: Mapping[str, Any]
-    passed_over: tuple[str, ...] = ()
+    skipped_checkpoints: tuple[str, ...] = ()
 
     def stored_name(self, name: str) -> str:
         """The name under which ``name`` is stored: that of the tensor it is tied to, for optimizer state as well."""

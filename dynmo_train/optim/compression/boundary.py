@@ -11,10 +11,10 @@ from __future__ import annotations
 import torch
 
 from ...parallel.device_clock import Clock
-from ..item_store import HeldItems, memory_name
-from .lowrank import FactorShape, factorise, first_factor, reconstruct, subtract_product
+from ..item_store import ItemStore, memory_name
+from .lowrank import FactorShape, factorize, first_factor, reconstruct, subtract_product
 from .settings import CompressionSettings
-from .stats import BoundaryFigures
+from .stats import BoundaryStats
 
 ERROR, FACTOR = "error", "factor"
 
@@ -30,34 +30,34 @@ class BoundaryCodec:
         seed: of the run.
     """
 
-    def __init__(self, settings: CompressionSettings, held: HeldItems, seed: int, clock: Clock) -> None:
+    def __init__(self, settings: CompressionSettings, store: ItemStore, seed: int, clock: Clock) -> None:
         if settings.boundary_rank is None:
             raise ValueError("no rank is given for boundaries")
         self.settings, self._rank = settings, settings.boundary_rank
-        self._held, self._seed, self._clock = held, seed, clock
+        self._store, self._seed, self._clock = store, seed, clock
         self._scale = 1.0
-        self.figures: dict[str, BoundaryFigures] = {}
+        self.stats: dict[str, BoundaryStats] = {}
         # Of the microbatch before, where it is measured: what it lost, and its activation
         self._before: dict[tuple[str, str], tuple[torch.Tensor, torch.Tensor]] = {}
 
     def begin(self, scale: float) -> None:
         """Before a step, whose gradients are multiplied by ``scale``."""
         self._scale = scale
-        self.figures = {}
+        self.stats = {}
         self._before = {}
         if self.settings.feedback_within_step:
             self._forget_errors()
 
     def _forget_errors(self) -> None:
         """Begin without what the last step's microbatches have lost."""
-        for item, kept in self._held.memories.items():
+        for item, kept in self._store.memories.items():
             for name in kept:
                 if self._is_ours(item, name) and name.endswith(f".{ERROR}"):
                     kept[name].zero_()
 
     def keep_only(self, items: set[str]) -> None:
         """Forget the boundaries that are not before one of these items."""
-        for item, kept in self._held.memories.items():
+        for item, kept in self._store.memories.items():
             if item not in items:
                 for name in [name for name in kept if self._is_ours(item, name)]:
                     del kept[name]
@@ -66,9 +66,9 @@ class BoundaryCodec:
     def _is_ours(item: str, name: str) -> bool:
         return name.startswith(memory_name(item, "boundary", ""))
 
-    def forget_broken(self) -> None:
+    def drop_nonfinite(self) -> None:
         """Behind a step whose gradients were not all finite: forget what that has spoilt."""
-        for item, kept in self._held.memories.items():
+        for item, kept in self._store.memories.items():
             names = [name for name in kept if self._is_ours(item, name)]
             if not all(bool(kept[name].isfinite().all()) for name in names):
                 for name in names:
@@ -97,18 +97,18 @@ class BoundaryCodec:
         flat = torch.empty(shape.numbers, device=gradient.device)
         left_RN, right_RD = shape.halves(flat)
         matrix_ND = self._owed(item, value, gradient, shape)
-        factorise(matrix_ND, factor, left_RN, right_RD)
+        factorize(matrix_ND, factor, left_RN, right_RD)
         factor.copy_(right_RD)
         if self.settings.feedback:
             subtract_product(matrix_ND, left_RN, right_RD)
-        figures = self.figures.setdefault(item, BoundaryFigures())
+        stats = self.stats.setdefault(item, BoundaryStats())
         if self.settings.checks:
-            figures.sent(gradient, flat, (begin, self._clock.stamp()))
+            stats.sent(gradient, flat, (begin, self._clock.stamp()))
         if self.settings.check_error and activation is not None:
             if not self.settings.feedback:
                 matrix_ND = matrix_ND.clone()
                 subtract_product(matrix_ND, left_RN, right_RD)
-            figures.lost(matrix_ND, activation)
+            stats.lost(matrix_ND, activation)
             self._change(item, value, matrix_ND, activation)
         if self.settings.feedback and self._scale != 1.0:
             matrix_ND.mul_(1.0 / self._scale)
@@ -120,7 +120,7 @@ class BoundaryCodec:
             return
         before = self._before.get((item, value))
         if before is not None:
-            self.figures[item].changed(before[0], activation.detach().float() - before[1])
+            self.stats[item].changed(before[0], activation.detach().float() - before[1])
         self._before[item, value] = (error_ND.clone(), activation.detach().float().clone())
 
     def _owed(self, item: str, value: str, gradient: torch.Tensor, shape: FactorShape) -> torch.Tensor:
@@ -136,11 +136,11 @@ class BoundaryCodec:
 
     def _kept(self, item: str, value: str, what: str, shape: tuple[int, ...]) -> torch.Tensor | None:
         """A memory; None where there is none of this shape."""
-        kept = self._held.memories.get(item, {}).get(memory_name(item, "boundary", value, what))
+        kept = self._store.memories.get(item, {}).get(memory_name(item, "boundary", value, what))
         return None if kept is None or kept.shape[1:] != shape else kept[0]
 
     def _keep(self, item: str, value: str, what: str, memory: torch.Tensor) -> torch.Tensor:
-        self._held.memories.setdefault(item, {})[memory_name(item, "boundary", value, what)] = memory[None]
+        self._store.memories.setdefault(item, {})[memory_name(item, "boundary", value, what)] = memory[None]
         return memory
 
     def decode(self, flat: torch.Tensor, out: torch.Tensor, item: str) -> None:
@@ -149,4 +149,4 @@ class BoundaryCodec:
         shape = FactorShape.of(out.shape, self._rank)
         reconstruct(*shape.halves(flat), out.view(shape.rows, shape.columns))
         if self.settings.checks:
-            self.figures.setdefault(item, BoundaryFigures()).received(out, (begin, self._clock.stamp()))
+            self.stats.setdefault(item, BoundaryStats()).received(out, (begin, self._clock.stamp()))

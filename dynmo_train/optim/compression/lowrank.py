@@ -82,7 +82,7 @@ def first_factor(shape: FactorShape, device: torch.device, *names: int | str) ->
     return torch.randn(shape.rank, shape.columns, generator=generator).to(device)
 
 
-def orthonormalise(rows_RN: torch.Tensor) -> None:
+def orthonormalize(rows_RN: torch.Tensor) -> None:
     """Make the rows of a float32 ``[R, N]`` orthonormal in place; their span stays. Not finite ones are left alone.
 
     By the Cholesky factor of the Gram matrix, both in float64, which is exact enough up to a condition of a million
@@ -101,7 +101,7 @@ def orthonormalise(rows_RN: torch.Tensor) -> None:
         rows_RN.copy_(torch.linalg.qr(rows_RN.T)[0].T)
 
 
-def factorise(matrix_ND: torch.Tensor, start_RD: torch.Tensor, left_RN: torch.Tensor, right_RD: torch.Tensor) -> None:
+def factorize(matrix_ND: torch.Tensor, start_RD: torch.Tensor, left_RN: torch.Tensor, right_RD: torch.Tensor) -> None:
     """One power iteration: ``P = M Q``, its columns made orthonormal, ``Q = M^T P``; written to the two factors.
 
     Args:
@@ -111,7 +111,7 @@ def factorise(matrix_ND: torch.Tensor, start_RD: torch.Tensor, left_RN: torch.Te
         right_RD: the new Q, transposed; may be ``start_RD`` itself.
     """
     torch.mm(start_RD, matrix_ND.T, out=left_RN)
-    orthonormalise(left_RN)
+    orthonormalize(left_RN)
     torch.mm(left_RN, matrix_ND, out=right_RD)
 
 

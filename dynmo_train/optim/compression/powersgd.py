@@ -19,10 +19,10 @@ from torch import nn
 from ...models.layer_list import masks_of
 from ...parallel.device_clock import Clock
 from ...parallel.process_groups import World
-from ..item_store import HeldItems, memory_name
-from .lowrank import FACTOR_BYTES, FactorShape, buckets, first_factor, orthonormalise, reconstruct, subtract_product
+from ..item_store import ItemStore, memory_name
+from .lowrank import FACTOR_BYTES, FactorShape, buckets, first_factor, orthonormalize, reconstruct, subtract_product
 from .settings import CompressionSettings
-from .stats import ReplicaFigures
+from .stats import ReplicaStats
 
 ERROR, FACTOR = "error", "factor"
 
@@ -54,7 +54,7 @@ class PackedItem:
         self._wait()
         with self._owner.timed(self._item, compressing=True):
             for each in self._matrices:
-                orthonormalise(each.left_RN)
+                orthonormalize(each.left_RN)
                 torch.mm(each.left_RN, each.matrix_ND, out=each.right_RD)
         self._work = dist.all_reduce(self._rights, group=self._owner.group, async_op=True)
 
@@ -63,7 +63,7 @@ class PackedItem:
         self._wait()
         with self._owner.timed(self._item, compressing=False):
             for each in self._matrices:
-                self._owner.settle(self._item, each)
+                self._owner.apply_sum(self._item, each)
 
     def _wait(self) -> None:
         if self._work is not None:
@@ -81,28 +81,28 @@ class ReplicaCodec:
         workers: how many workers, from the first one on, compress; None is all.
     """
 
-    def __init__(self, settings: CompressionSettings, held: HeldItems, world: World, seed: int, clock: Clock) -> None:
+    def __init__(self, settings: CompressionSettings, store: ItemStore, world: World, seed: int, clock: Clock) -> None:
         if settings.replica_rank is None or world.groups.data is None:
             raise ValueError("a rank and two replicas are needed")
         self.settings, self.group, self._rank = settings, world.groups.data, settings.replica_rank
-        self._held, self._world, self._seed, self._clock = held, world, seed, clock
+        self._store, self._world, self._seed, self._clock = store, world, seed, clock
         self._step, self._scale = 0, 1.0
         self.workers = 0 if settings.choose_workers else settings.replica_workers
-        self.figures: dict[str, ReplicaFigures] = {}
+        self.stats: dict[str, ReplicaStats] = {}
 
-    def enter(self, world: World) -> None:
+    def set_world(self, world: World) -> None:
         """Go on among the processes of ``world``; those of the replicas are the same."""
         self._world = world
 
     def begin(self, step: int, scale: float) -> None:
         """Before a step, whose gradients are multiplied by ``scale``."""
         self._step, self._scale = step, scale
-        self.figures = {}
+        self.stats = {}
 
     @property
     def packs(self) -> bool:
         """Whether this worker compresses in this step."""
-        chosen = self.workers is None or self._world.worker < self.workers
+        chosen = self.workers is None or self._world.pipeline_rank < self.workers
         return chosen and self._step > self.settings.replica_warmup_steps
 
     def shape_of(self, parameter: torch.Tensor) -> FactorShape | None:
@@ -141,7 +141,7 @@ class ReplicaCodec:
                 )
         if self.settings.checks:
             whole = sum(each.parameter.numel() for each in matrices) * FACTOR_BYTES
-            self.figures.setdefault(item, ReplicaFigures()).sent(whole, sum(s.num_bytes for s in packed.values()))
+            self.stats.setdefault(item, ReplicaStats()).sent(whole, sum(s.num_bytes for s in packed.values()))
         return PackedItem(self, item, matrices, (lefts, rights)), plain
 
     def timed(self, item: str, *, compressing: bool) -> ReplicaTimer:
@@ -153,7 +153,7 @@ class ReplicaCodec:
         """What times are taken with."""
         return self._clock
 
-    def settle(self, item: str, each: _Matrix) -> None:
+    def apply_sum(self, item: str, each: _Matrix) -> None:
         """Give a parameter its sum, and keep what this replica's part of it has lost."""
         gradient = each.parameter.grad
         if gradient is None:
@@ -167,9 +167,9 @@ class ReplicaCodec:
         reconstruct(each.left_RN, each.right_RD, gradient.view(each.shape.rows, each.shape.columns))
         self._memories(item)[self._name(item, each.name, FACTOR)] = each.right_RD.clone()[None]
 
-    def forget_broken(self) -> None:
+    def drop_nonfinite(self) -> None:
         """Behind a step whose gradients were not all finite: forget what that has spoilt."""
-        for item, kept in self._held.memories.items():
+        for item, kept in self._store.memories.items():
             prefix = memory_name(item, "parameter", "")
             broken = [n for n, each in kept.items() if n.startswith(prefix) and not bool(each.isfinite().all())]
             for name in broken:
@@ -179,7 +179,7 @@ class ReplicaCodec:
         return memory_name(item, "parameter", parameter[len(item) + 1 :], what)
 
     def _memories(self, item: str) -> dict[str, torch.Tensor]:
-        return self._held.memories.setdefault(item, {})
+        return self._store.memories.setdefault(item, {})
 
     def _factor(self, item: str, parameter: str, shape: FactorShape, device: torch.device) -> torch.Tensor:
         kept = self._memories(item).get(self._name(item, parameter, FACTOR))
@@ -208,12 +208,12 @@ class ReplicaCodec:
         return error.view(shape.rows, shape.columns)
 
     def _mask(self, item: str, name: str) -> torch.Tensor | None:
-        layer = masks_of(item, self._held.modules[item]).get(name)
+        layer = masks_of(item, self._store.modules[item]).get(name)
         return None if layer is None else layer.mask
 
     def _pay(self, item: str, name: str, parameter: nn.Parameter) -> None:
         """Add what is still owed to a gradient that is not compressed."""
-        kept = self._held.memories.get(item, {})
+        kept = self._store.memories.get(item, {})
         error = kept.pop(self._name(item, name, ERROR), None)
         kept.pop(self._name(item, name, FACTOR), None)
         if error is not None and parameter.grad is not None and error.shape[1:] == parameter.shape:
@@ -232,6 +232,6 @@ class ReplicaTimer:
 
     def __exit__(self, *_: object) -> None:
         if self._owner.settings.checks:
-            figures = self._owner.figures.setdefault(self._item, ReplicaFigures())
+            stats = self._owner.stats.setdefault(self._item, ReplicaStats())
             stamps = (self._begin, self._owner.clock.stamp())
-            (figures.compress if self._compressing else figures.decompress).append(stamps)
+            (stats.compress if self._compressing else stats.decompress).append(stamps)

@@ -19,7 +19,7 @@ def _cosine(one: torch.Tensor, other: torch.Tensor) -> float:
 
 
 @dataclass
-class BoundaryFigures:
+class BoundaryStats:
     """Of one boundary in one step: on the sender's side what was sent, on the receiver's what came."""
 
     sent_bytes: int = 0
@@ -81,7 +81,7 @@ class BoundaryFigures:
 
 
 @dataclass
-class ReplicaFigures:
+class ReplicaStats:
     """Of the gradients of one item between replicas, in one step."""
 
     sent_bytes: int = 0
@@ -116,7 +116,7 @@ MEANS = (
 Figures = Mapping[str, Any]
 
 
-def merged_figures(gathered: Sequence[Figures]) -> dict[str, Any]:
+def merge_stats(gathered: Sequence[Figures]) -> dict[str, Any]:
     """The processes' figures as one.
 
     Bytes and times are sums, means are means over those who measured, memories are of the process with the most.
@@ -128,23 +128,23 @@ def merged_figures(gathered: Sequence[Figures]) -> dict[str, Any]:
     for group in ("boundaries", "replicas"):
         by_name: dict[str, dict[str, list[float]]] = {}
         for one in gathered:
-            for name, figures in one[group].items():
-                for figure, value in figures.items():
+            for name, stats in one[group].items():
+                for figure, value in stats.items():
                     by_name.setdefault(name, {}).setdefault(figure, []).append(value)
         if by_name:
             result[group] = {
                 name: {
                     figure: sum(values) / len(values) if figure in MEANS else sum(values)
-                    for figure, values in figures.items()
+                    for figure, values in stats.items()
                 }
-                for name, figures in by_name.items()
+                for name, stats in by_name.items()
             }
     return result
 
 
-def report_lines(step: int, figures: Figures, *, error: bool, speed: bool, ratio: bool) -> list[str]:
+def report_lines(step: int, stats: Figures, *, error: bool, speed: bool, ratio: bool) -> list[str]:
     """A line for each kind of figure that was asked for."""
-    everything = [*figures.get("boundaries", {}).items(), *figures.get("replicas", {}).items()]
+    everything = [*stats.get("boundaries", {}).items(), *stats.get("replicas", {}).items()]
     lines = []
     if error:
         parts = [
@@ -163,26 +163,26 @@ def report_lines(step: int, figures: Figures, *, error: bool, speed: bool, ratio
             for name, one in everything
             if "sent_bytes" in one
         ]
-        lines.append(_line("compression ratio", step, [*parts, f"memories {figures['memory_bytes']:,} bytes"]))
+        lines.append(_line("compression ratio", step, [*parts, f"memories {stats['memory_bytes']:,} bytes"]))
     return lines
 
 
-def _change(figures: Mapping[str, float]) -> str:
-    if "error_change_cosine" not in figures:
+def _change(stats: Mapping[str, float]) -> str:
+    if "error_change_cosine" not in stats:
         return ""
-    mean, cosine = figures["activation_change_mean"], figures["error_change_cosine"]
+    mean, cosine = stats["activation_change_mean"], stats["error_change_cosine"]
     return f"; to the next microbatch activation change mean {mean:.3E} cosine {cosine:.3E}"
 
 
-def _speed(figures: Mapping[str, float]) -> str:
+def _speed(stats: Mapping[str, float]) -> str:
     parts = []
     for word, time, size in (
         ("compress", "compress_ns", "whole_bytes"),
         ("decompress", "decompress_ns", "decompressed_bytes"),
     ):
-        if time in figures:
-            rate = figures[size] / max(1, figures[time])
-            parts.append(f"{word} {figures[time] / 1e6:.2f} ms ({rate:.2f} GB/s)")
+        if time in stats:
+            rate = stats[size] / max(1, stats[time])
+            parts.append(f"{word} {stats[time] / 1e6:.2f} ms ({rate:.2f} GB/s)")
     return " ".join(parts)
 
 

@@ -16,23 +16,23 @@ import torch
 
 from ...parallel.process_groups import World
 from ..gradients import exchange, gradients_there, item_of, tied_groups
-from ..item_store import HeldItems
+from ..item_store import ItemStore
 
 
-def fused_parameters(held: HeldItems, ties: Mapping[str, str], world: World) -> frozenset[str]:
+def fused_parameters(store: ItemStore, ties: Mapping[str, str], world: World) -> frozenset[str]:
     """The tied parameters that are added so; none where there is one replica.
 
     What tensor-parallel ranks hold whole while the tokens are cut has to be added over them in between.
     """
-    if world.dims.data == 1 or held.shards is not None:
+    if world.dims.data == 1 or store.fsdp is not None:
         return frozenset()
-    cut = held.region is not None and held.region.sequence
+    cut = store.region is not None and store.region.sequence
     groups = tied_groups(ties).values()
-    return frozenset(name for group in groups for name in group if not cut or held.split_dim(name) is not None)
+    return frozenset(name for group in groups for name in group if not cut or store.split_dim(name) is not None)
 
 
 def add_fused_gradients(
-    held: HeldItems, ties: Mapping[str, str], owners: Mapping[str, int], world: World, fused: frozenset[str]
+    store: ItemStore, ties: Mapping[str, str], owners: Mapping[str, int], world: World, fused: frozenset[str]
 ) -> None:
     """Give all copies of the ``fused`` weights, on all replicas, the sum of their gradients.
 
@@ -40,12 +40,12 @@ def add_fused_gradients(
         ties: parameter that is a copy -> parameter that owns the value.
         owners: item -> the worker that holds it.
     """
-    here = {name: parameter for _, name, parameter in held.parameters()}
+    here = {name: parameter for _, name, parameter in store.parameters()}
     for members in tied_groups(ties).values():
         if members[0] not in fused:
             continue
         places = {name: owners[item_of(name, list(owners))] for name in members}
-        mine = [name for name in members if places[name] == world.worker]
+        mine = [name for name in members if places[name] == world.pipeline_rank]
         if not mine:
             continue
         there = gradients_there({name: here[name].grad is not None for name in mine}, places, world)
@@ -53,7 +53,7 @@ def add_fused_gradients(
         like = here[mine[0]]
         total = _summed({n: here[n].grad for n in mine}, giving, places, like, world) if giving else None
         for name in mine:
-            shares = held.is_shared(name)
+            shares = store.is_shared(name)
             here[name].grad = None if total is None or shares else total if name == mine[0] else total.clone()
 
 
@@ -65,7 +65,7 @@ def _summed(
     world: World,
 ) -> torch.Tensor:
     """The sum of the gradients of ``giving`` over all replicas, whole at each of them."""
-    dims, shard = world.dims, world.shard
+    dims, shard = world.dims, world.tensor_rank
     workers = sorted({places[name] for name in places})
     ranks = [dims.rank_of(pipeline=w, data=d, tensor=shard) for w in workers for d in range(dims.data)]
     pieces = dict(zip(ranks, _ends(like.numel(), len(ranks)), strict=True))
@@ -86,13 +86,13 @@ def _summed(
     for rank, (first, last) in pieces.items():
         if rank != world.rank:
             sent += [(rank, flats[name][first:last]) for name in giving if name in flats]
-    exchange(_some(sent, world), _some(received, world), world.groups.everyone)
+    exchange(_some(sent, world), _some(received, world), world.groups.world)
     total = torch.empty(like.numel(), dtype=like.dtype, device=like.device)
     total[begin:end] = _in_order([_in_order([parts[n, d] for d in range(dims.data)]) for n in giving])
     others = [rank for rank in ranks if rank != world.rank]
     spread = [(rank, total[begin:end]) for rank in others]
     gathered = [(rank, total[slice(*pieces[rank])]) for rank in others]
-    exchange(_some(spread, world), _some(gathered, world), world.groups.everyone)
+    exchange(_some(spread, world), _some(gathered, world), world.groups.world)
     return total.view_as(like)
 
 
@@ -102,7 +102,7 @@ def _ends(size: int, count: int) -> list[tuple[int, int]]:
 
 def _some(pairs: Iterable[tuple[int, torch.Tensor]], world: World) -> list[tuple[int, torch.Tensor]]:
     """The same with torch's ranks; nothing is sent for an empty piece."""
-    return [(world.started_as(rank), tensor) for rank, tensor in pairs if tensor.numel()]
+    return [(world.global_rank(rank), tensor) for rank, tensor in pairs if tensor.numel()]
 
 
 def _in_order(parts: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -18,7 +18,7 @@ from ..._common.errors import DynmoError
 from ...formats.checkpoint import (
     Checkpoint,
     CheckpointError,
-    RunFacts,
+    RunMetadata,
     build_manifest,
     commit,
     new_staging,
@@ -29,11 +29,11 @@ from ...formats.checkpoint.writer import dtype_name
 from ...models.layer_list import ModelFamily, has_vocabulary_rows, masks_of, parameters_of, vocabulary_rows
 from ...models.sharding import whole_shape
 from ...optim.adamw import MOMENTS
-from ...optim.item_store import REFERENCE, HeldItems, ItemState, is_memory, parameter_of, role_of
+from ...optim.item_store import REFERENCE, ItemState, ItemStore, is_memory, parameter_of, role_of
 from ...optim.lr_schedule import WeightDecay
 from ...optim.scheduler_state import FIELD as SCHEDULER
 from ...optim.scheduler_state import scheduler_state
-from ...parallel.process_groups import World, all_agree, broadcast_document, gather_documents
+from ...parallel.process_groups import World, all_agree, all_gather_objects, broadcast_object
 from ..engine import Engine
 
 
@@ -121,24 +121,24 @@ class PendingSave:
         world = engine.world
         self._problem: str | None = None
         named = None
-        if world.is_first:
+        if world.is_rank0:
             try:
                 named = str(new_staging(checkpoints_dir, run.step))
             except OSError as error:
                 self._problem = f"rank {world.rank}: {error}"
-        named = broadcast_document(world, named)
+        named = broadcast_object(world, named)
         self._staging = None if named is None else Path(named)
         states = {item: engine.item_store.export_whole(item) for item in engine.local_names}
         # Replicas hold the same, but for experts that they share: the first ones write.
-        mine = world.replica < world.dims.expert
+        mine = world.data_rank < world.dims.expert
         self._files = _files_of(engine, states, moments=run.moments, copies=copies) if mine else []
         if run.moments:
             self._files += _memories_of(world, states, copies=copies)
         if copies is not None:
             copies.keep_only({name for file in self._files for name in file.tensors})
-        gathered = gather_documents(world, _facts_of_part(engine, states) if mine else None)
+        gathered = all_gather_objects(world, _facts_of_part(engine, states) if mine else None)
         facts = [one for one in gathered if one is not None]
-        self._document = _document(engine, run, facts) if world.is_first else None
+        self._document = _document(engine, run, facts) if world.is_rank0 else None
         self._members = [name for one in facts for group in ("decay", "no_decay") for name in one[group]]
         self._report: list[dict[str, Any]] = []
         self._thread: threading.Thread | None = None
@@ -152,7 +152,7 @@ class PendingSave:
             for file in self._files:
                 checksums = write_shard(self._staging, file.name, file.tensors)
                 self._report += [{**entry, "crc32": checksums[entry["key"]]} for entry in file.entries]
-            if self._world.is_first and self.run.tokenizer:
+            if self._world.is_rank0 and self.run.tokenizer:
                 (self._staging / "tokenizer").mkdir()
                 for name, path in self.run.tokenizer.items():
                     shutil.copyfile(path, self._staging / "tokenizer" / name)
@@ -190,15 +190,15 @@ class PendingSave:
             if not gathered:
                 self._gather()
         if not all_agree(self._world, self._problem is None):
-            problem = broadcast_document(self._world, self._problem)
-            if self._world.is_first and self._staging is not None:
+            problem = broadcast_object(self._world, self._problem)
+            if self._world.is_rank0 and self._staging is not None:
                 shutil.rmtree(self._staging, ignore_errors=True)
             raise DynmoError(f"the checkpoint of step {self.run.step} was not written: {problem}")
         return self._checkpoints / f"step-{self.run.step:08d}"
 
     def _gather(self) -> None:
         """Report to the first process what all have written; it commits that, in a thread."""
-        gathered = gather_documents(self._world, {"problem": self._problem, "report": self._report})
+        gathered = all_gather_objects(self._world, {"problem": self._problem, "report": self._report})
         self._is_gathered, self._thread = True, None
         document = self._document
         if document is None:
@@ -214,7 +214,9 @@ class PendingSave:
             self._thread = threading.Thread(target=commit_aside, name="checkpoint")
             self._thread.start()
 
-    def _commit(self, staging: Path, document: RunFacts, reports: Sequence[Sequence[Mapping[str, Any]]]) -> str | None:
+    def _commit(
+        self, staging: Path, document: RunMetadata, reports: Sequence[Sequence[Mapping[str, Any]]]
+    ) -> str | None:
         """Put the checkpoint in place; returns what went wrong, if anything."""
         try:
             written_by = f"dynmo-train {__version__}"
@@ -245,7 +247,7 @@ def sizes_of_copies(engine: Engine) -> dict[str, tuple[torch.Size, torch.dtype]]
 
     With ZeRO these are whole tensors at the replicas that write, and nothing at the others; nothing is gathered here.
     """
-    writes = engine.world.replica < engine.world.dims.expert
+    writes = engine.world.data_rank < engine.world.dims.expert
     sizes = {}
     for item in engine.local_names:
         whole = parameters_of(item, engine.item_store.blueprint(item))
@@ -267,7 +269,7 @@ def _files_of(
     engine: Engine, states: Mapping[str, ItemState], *, moments: bool, copies: HostBuffers | None
 ) -> list[_File]:
     """The shard files that this process writes."""
-    held = engine.item_store
+    store = engine.item_store
     files = []
     for kind, roles in (("model", {"parameter", "mask", "buffer"}), ("optimizer", {"optimizer"})):
         tensors = {
@@ -278,14 +280,14 @@ def _files_of(
         }
         if not tensors or (kind == "optimizer" and not moments):
             continue
-        place = f"p{engine.world.worker:03d}-t{engine.world.shard:02d}"
-        if held.exchange is not None:
-            place += f"-e{held.exchange.rank:02d}"
+        place = f"p{engine.world.pipeline_rank:03d}-t{engine.world.tensor_rank:02d}"
+        if store.dispatcher is not None:
+            place += f"-e{store.dispatcher.rank:02d}"
         file = f"{kind}-{place}.safetensors"
         entries = []
         vocabulary = vocabulary_rows(engine.family)
         for name, tensor in list(tensors.items()):
-            shape, index = whole_shape(tensor.shape, held.split_dim(name), held.region)
+            shape, index = whole_shape(tensor.shape, store.split_dim(name), store.region)
             if has_vocabulary_rows(parameter_of(name)):
                 begin, end = (min(row, vocabulary) for row in index[0])
                 shape[0], index[0] = vocabulary, [begin, end]
@@ -312,7 +314,7 @@ def _memories_of(world: World, states: Mapping[str, ItemState], *, copies: HostB
     if not tensors:
         return []
     at, processes = _process_of(world), world.dims.data * world.dims.tensor
-    file = f"memory-p{world.worker:03d}-d{world.replica:03d}-t{world.shard:02d}.safetensors"
+    file = f"memory-p{world.pipeline_rank:03d}-d{world.data_rank:03d}-t{world.tensor_rank:02d}.safetensors"
     entries = []
     for name, tensor in tensors.items():
         index = [[at, at + 1], *([0, size] for size in tensor.shape[1:])]
@@ -323,7 +325,7 @@ def _memories_of(world: World, states: Mapping[str, ItemState], *, copies: HostB
 
 def _process_of(world: World) -> int:
     """The place of this process among those of its pipeline position."""
-    return world.replica * world.dims.tensor + world.shard
+    return world.data_rank * world.dims.tensor + world.tensor_rank
 
 
 def _facts_of_part(engine: Engine, states: Mapping[str, ItemState]) -> dict[str, Any]:
@@ -336,7 +338,7 @@ def _facts_of_part(engine: Engine, states: Mapping[str, ItemState]) -> dict[str,
                 counts = pruned.setdefault(item, [0, 0])
                 counts[0] += layer.mask.numel() - int(layer.mask.sum())
                 counts[1] += layer.mask.numel()
-    if engine.world.shard != 0:
+    if engine.world.tensor_rank != 0:
         return {"steps": {}, "decay": [], "no_decay": [], "pruned": pruned}
     named = [
         (name, p)
@@ -353,7 +355,7 @@ def _facts_of_part(engine: Engine, states: Mapping[str, ItemState]) -> dict[str,
     }
 
 
-def _document(engine: Engine, run: CheckpointMetadata, facts: Sequence[Mapping[str, Any]]) -> RunFacts:
+def _document(engine: Engine, run: CheckpointMetadata, facts: Sequence[Mapping[str, Any]]) -> RunMetadata:
     """What the manifest says of the run as it is now."""
     settings = engine.settings
     partition, dims = engine.partition, engine.world.dims
@@ -368,7 +370,7 @@ def _document(engine: Engine, run: CheckpointMetadata, facts: Sequence[Mapping[s
     groups = [{"name": name, "weight_decay": rates[name], "parameters": members[name]} for name in members]
     decay = settings.adamw.weight_decay
     constant_decay = WeightDecay(start=decay, end=decay, style="constant", steps=0)
-    return RunFacts(
+    return RunMetadata(
         run_id=run.run_id,
         step=run.step,
         consumed_train_samples=run.consumed_train_samples,
@@ -441,7 +443,7 @@ def check_same_model(checkpoint: Checkpoint, family: ModelFamily, *, goes_on: bo
 
 
 def state_reader(
-    checkpoint: Checkpoint, held: HeldItems, world: World, *, moments: bool = True
+    checkpoint: Checkpoint, store: ItemStore, world: World, *, moments: bool = True
 ) -> Callable[[str], ItemState]:
     """Reads what this process holds of one item, and of nothing else, from a checkpoint of any layout.
 
@@ -459,13 +461,13 @@ def state_reader(
     steps: Mapping[str, int] = (optimizer or {"steps": {}})["steps"]
 
     def read(item: str) -> ItemState:
-        module = held.blueprint(item)
+        module = store.blueprint(item)
         names = list(parameters_of(item, module))
         wanted = [*names, *(f"{name}.mask" for name in masks_of(item, module) if checkpoint.has(f"{name}.mask"))]
         wanted += [f"{name}.{REFERENCE}" for name in names if checkpoint.has(f"{name}.{REFERENCE}")]
         trained = {name: steps[owner] for name in names if (owner := checkpoint.stored_name(name)) in steps}
         wanted += [f"{name}.{key}" for name in trained for key in MOMENTS]
-        tensors = {name: held.own_part(name, checkpoint.load([name])[name]).to(device) for name in wanted}
+        tensors = {name: store.local_from_checkpoint(name, checkpoint.load([name])[name]).to(device) for name in wanted}
         for name in (name for name in remembered if is_memory(item, name)):
             tensors[name] = checkpoint.load([name])[name][own : own + 1].clone().to(device)
         return ItemState(tensors=tensors, steps=trained)

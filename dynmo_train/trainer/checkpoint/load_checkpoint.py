@@ -25,8 +25,8 @@ from ...config import Config
 from ...formats.checkpoint import (
     Checkpoint,
     CheckpointError,
-    damage_of,
     find_checkpoint,
+    find_damage,
     list_checkpoints,
     open_checkpoint,
 )
@@ -36,8 +36,8 @@ from ...launch.find_command import program_path
 from ...models.family import STATED
 from ...models.ict import QUERY, bert_parameter
 from ...models.layer_list import ModelFamily, parameters_of
-from ...optim.item_store import HeldItems, ItemState
-from ...parallel.process_groups import World, broadcast_document, gather_documents
+from ...optim.item_store import ItemState, ItemStore
+from ...parallel.process_groups import World, all_gather_objects, broadcast_object
 from .engine_checkpoint import RECORDS
 
 VOCABULARY_MULTIPLE = 128
@@ -223,8 +223,8 @@ def sound_checkpoint(
     """
     faults: list[str] = []
     for candidate in candidates:
-        gathered = gather_documents(
-            world, damage_of(Path(candidate), world.rank, world.size, weights_only=weights_only)
+        gathered = all_gather_objects(
+            world, find_damage(Path(candidate), world.rank, world.size, weights_only=weights_only)
         )
         found = next((fault for fault in gathered if fault), None)
         if found is None:
@@ -268,23 +268,23 @@ def checkpoint_to_load(
     place = place or config.run.load
     found: list[str] = []
     problem = None
-    if world.is_first and place is not None:
+    if world.is_rank0 and place is not None:
         try:
             found = _find(config, flag, place, with_optimizer)
         except UsageError as error:
             problem = str(error)
-    found, problem = broadcast_document(world, [found, problem])
+    found, problem = broadcast_object(world, [found, problem])
     if problem is not None:
         raise CheckpointError(problem)
     if not found or place is None:
         return None
     weights_only = weights_only or config.run.finetune or config.run.no_load_optim
     directory, faults = sound_checkpoint(world, place, found, weights_only=weights_only)
-    if faults and world.is_first:
+    if faults and world.is_rank0:
         for fault in faults:
             say(f"warning: damaged checkpoint: {fault}")
         say(f"warning: {directory} stands for it; dynmo-ckpt verify --level full lists the damage")
-    return replace(open_checkpoint(directory), passed_over=faults)
+    return replace(open_checkpoint(directory), skipped_checkpoints=faults)
 
 
 # A tower may have other dropout, seed or scores than the BERT; these must be the same.
@@ -308,7 +308,7 @@ def check_bert(checkpoint: Checkpoint, family: ModelFamily) -> None:
 
 
 def tower_reader(
-    checkpoint: Checkpoint, family: ModelFamily, held: HeldItems, device: torch.device
+    checkpoint: Checkpoint, family: ModelFamily, store: ItemStore, device: torch.device
 ) -> Callable[[str], ItemState]:
     """Reads what this process holds of a tower's item from a BERT; the projections of both towers begin alike."""
 
@@ -318,7 +318,7 @@ def tower_reader(
         for name, initial in fresh.items():
             source = bert_parameter(name)
             if source is not None:
-                tensors[name] = held.own_part(name, checkpoint.load([source])[source]).to(device)
+                tensors[name] = store.local_from_checkpoint(name, checkpoint.load([source])[source]).to(device)
                 continue
             if item == "head":
                 first = f"{QUERY}.pooler"
@@ -326,7 +326,7 @@ def tower_reader(
                 whole = twin[first + name.removeprefix(item)].detach()
             else:
                 whole = initial.detach()
-            tensors[name] = held.own_slice(name, whole).to(device)
+            tensors[name] = store.local_slice(name, whole).to(device)
         return ItemState(tensors=tensors, steps={})
 
     return read

@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from ...models.layer_list import BoundaryShape, ItemSpec, output_of
-from ...optim.precision import through_cast
+from ...optim.precision import cast_forward
 
 Run = Callable[..., Any]
 
@@ -147,7 +147,7 @@ def _on_fake_tensors(
         if boundary.dtype != torch.float32:
             copy = torch.empty(parameter.shape, dtype=boundary.dtype, device="cpu")
             others.append(copy)
-            used[name] = through_cast(master, copy)
+            used[name] = cast_forward(master, copy)
     read = [torch.empty(boundary.shapes[n], dtype=boundary.dtype, device="cpu", requires_grad=True) for n in item.reads]
     given = [torch.empty(inputs[name].shape, dtype=inputs[name].dtype, device="cpu") for name in item.inputs]
     live.ignore([*others, *read, *given])

@@ -25,7 +25,7 @@ from ...models.layer_list import BoundaryShape, ModelFamily, live_before
 from ...models.moe import BALANCED, MoeMlp
 from ...models.sharding import cut_item
 from ...parallel.tensor_parallel import TOKENS_DIM, TensorRegion
-from ...pipeline.pipeline_stage import keeping_products
+from ...pipeline.pipeline_stage import save_products
 from ..monitoring.profile_writer import FLOAT_BYTES, MOMENTS_BYTES
 from .item_memory import NOTHING, DataAssumptions, ItemMemory, Run, item_memory, single_bytes, transient_bytes
 
@@ -34,7 +34,7 @@ def run_of(granularity: str) -> Run:
     """Calls an item as a run of this ``--recompute-granularity`` does."""
     if granularity == "none":
         return lambda item, *arguments: item(*arguments)
-    more: dict[str, Any] = {"context_fn": partial(keeping_products, [])} if granularity == "selective" else {}
+    more: dict[str, Any] = {"context_fn": partial(save_products, [])} if granularity == "selective" else {}
     return partial(checkpoint, use_reentrant=False, preserve_rng_state=False, **more)
 
 
@@ -87,7 +87,7 @@ class _AloneRegion(TensorRegion):
     def __init__(self, size: int, *, sequence: bool) -> None:
         self.rank, self.size, self.sequence = 0, size, sequence
 
-    def of_whole_streams(self) -> TensorRegion:
+    def without_sequence_parallelism(self) -> TensorRegion:
         return _AloneRegion(self.size, sequence=False)
 
     def seed_inside(self) -> None:
@@ -103,7 +103,7 @@ class _AloneRegion(TensorRegion):
         return torch.cat([x] * self.size, dim=TOKENS_DIM)
 
     def scatter_tokens(self, x: torch.Tensor) -> torch.Tensor:
-        return self.own_tokens(x).clone()
+        return self.local_tokens(x).clone()
 
     def gather_columns(self, x: torch.Tensor) -> torch.Tensor:
         return torch.cat([x] * self.size, dim=-1)

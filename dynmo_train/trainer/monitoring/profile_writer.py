@@ -28,7 +28,7 @@ from ...formats.profile import (
 )
 from ...formats.run_lines import append_event
 from ...models.layer_list import BoundaryShape, ModelFamily, live_before
-from ...parallel.process_groups import World, gather_documents
+from ...parallel.process_groups import World, all_gather_objects
 from ..run_directory import RunDirectory
 
 FLOAT_BYTES = 4
@@ -74,7 +74,7 @@ def describe_workers(world: World) -> list[WorkerInfo]:
     else:
         local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // local
-    told = gather_documents(world, {"host": world.host, "memory_bytes": memory})
+    told = all_gather_objects(world, {"host": world.host, "memory_bytes": memory})
     workers: list[WorkerInfo] = []
     for worker in range(world.dims.pipeline):
         ranks = world.dims.ranks(pipeline=worker)
@@ -159,7 +159,7 @@ class Recorder:
     """Appends to the run directory; on other workers than 0 every call does nothing."""
 
     def __init__(self, run: RunDirectory, world: World) -> None:
-        self.run, self._writes = run, world.is_first
+        self.run, self._writes = run, world.is_rank0
         self._names: list[str] = []
         self._workers: tuple[WorkerInfo, ...] = ()
         self._begin: Callable[[Sequence[WorkerInfo]], dict[str, Any]] = lambda _: {}

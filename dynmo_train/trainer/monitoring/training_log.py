@@ -133,10 +133,10 @@ class TrainingLog:
     """
 
     def __init__(self, config: Config, world: World, flops: Callable[[int, int], int]) -> None:
-        self.config, self._is_rank0 = config, world.is_first
+        self.config, self._is_rank0 = config, world.is_rank0
         self._flops, self.devices = flops, world.size
         folder = config.run.tensorboard_dir
-        self._board = EventWriter(Path(folder)) if folder is not None and world.is_first else None
+        self._board = EventWriter(Path(folder)) if folder is not None and world.is_rank0 else None
         self._loss_name = "loss" if config.model.family == "ict" else "lm loss"
         self._window: list[StepResult] = []
         self._window_flops = 0

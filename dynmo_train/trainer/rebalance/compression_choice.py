@@ -17,7 +17,7 @@ from typing import IO, Any
 from ..._common.document import parse_any_json
 from ...launch.find_command import program_path
 from ...optim.compression.settings import CompressionSettings
-from ...parallel.process_groups import broadcast_document
+from ...parallel.process_groups import broadcast_object
 from ..engine import Engine
 
 ANSWER_S = 120.0
@@ -80,7 +80,7 @@ class CompressionChoice:
         if not self._due or step < self._from_step:
             return None
         world = self._engine.world
-        told = broadcast_document(world, self._look() if world.is_first else None)
+        told = broadcast_object(world, self._look() if world.is_rank0 else None)
         return None if told is None else self._choose(told["workers"], step, told["reason"])
 
     def _choose(self, workers: int, step: int, reason: str) -> int:

@@ -14,7 +14,7 @@ from typing import Any
 from ..._common.document import DocumentError, Problem
 from ...formats.plan import Plan, plan_ids, plan_path, read_plan
 from ...formats.profile import plan_request_record, plan_result_record
-from ...parallel.process_groups import broadcast_document
+from ...parallel.process_groups import broadcast_object
 from ...parallel.shrink import without_workers
 from ...pipeline.migration import MoveError
 from ...pipeline.partition import Partition
@@ -96,7 +96,7 @@ class PlanController:
         if step % self.settings.interval:
             return None
         world = self.engine.world
-        chosen = broadcast_document(world, self._choose(step) if world.is_first else None)
+        chosen = broadcast_object(world, self._choose(step) if world.is_rank0 else None)
         if chosen is None:
             return None
         started = time.perf_counter_ns()
@@ -217,7 +217,7 @@ class PlanController:
     def _result(
         self, plan_id: int, step: int, result: str, pause_ns: int, num_bytes: int, reason: str, **extra: Any
     ) -> None:
-        if not self.engine.world.is_first:
+        if not self.engine.world.is_rank0:
             return
         record = plan_result_record(
             plan_id=plan_id,

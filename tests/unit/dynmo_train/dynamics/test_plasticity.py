@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from dynmo_train.dynamics.plasticity import Course, PlasticityRule, observe, similarity_distance, slope
-from dynmo_train.pipeline.frozen_cache import FrontCache, sample_keys
+from dynmo_train.pipeline.frozen_cache import FrozenPrefixCache, sample_hashes
 
 RULE = PlasticityRule(interval=10, window=3, tolerance=0.2, patience=2, most=1)
 
@@ -42,7 +42,7 @@ def test_the_distance_is_zero_for_the_same_similarities_alone():
 
 
 def test_the_cache_is_bounded_and_drops_the_oldest():
-    cache = FrontCache(limit_bytes=3 * 4 * 4)
+    cache = FrozenPrefixCache(limit_bytes=3 * 4 * 4)
     rows = torch.arange(16.0).view(4, 4)
     keys = torch.tensor([11, 12, 13, 14])
     cache.put(0, keys, {"hidden": rows})
@@ -54,7 +54,7 @@ def test_the_cache_is_bounded_and_drops_the_oldest():
 
 def test_keys_are_of_all_inputs_but_the_labels():
     ids = torch.tensor([[1, 2], [1, 3], [1, 2]])
-    keys = sample_keys({"ids": ids, "labels": torch.arange(6).view(3, 2)}).tolist()
+    keys = sample_hashes({"ids": ids, "labels": torch.arange(6).view(3, 2)}).tolist()
     assert keys[0] == keys[2] != keys[1]
-    other = sample_keys({"ids": ids, "types": torch.tensor([[0, 0], [0, 0], [0, 1]])}).tolist()
+    other = sample_hashes({"ids": ids, "types": torch.tensor([[0, 0], [0, 0], [0, 1]])}).tolist()
     assert other[0] != other[2]

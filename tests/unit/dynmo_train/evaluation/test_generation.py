@@ -73,7 +73,7 @@ def engine_of(family, modules):
         family=family,
         world=world,
         local_names=tuple(modules),
-        held=SimpleNamespace(modules=modules),
+        item_store=SimpleNamespace(modules=modules),
         settings=SimpleNamespace(precision=precision),
     )
 

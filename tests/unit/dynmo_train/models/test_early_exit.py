@@ -98,7 +98,7 @@ def test_equals_the_dense_model_with_masks_and_so_do_the_gradients(measure, thre
     assert 0 < shares[0] < shares[1] < 1, "some tokens leave at each exit, and some stay"
     torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
     got = [told[f"layers.{n}.mlp"] for n in (0, 1)]
-    assert [float(each.figures["exit_share"]) for each in got] == pytest.approx(shares)
+    assert [float(each.metrics["exit_share"]) for each in got] == pytest.approx(shares)
     weighted = [each.losses["exit"] for each in got]
     torch.testing.assert_close(weighted, [0.15 * loss for loss in losses], rtol=1e-4, atol=1e-5)
 
@@ -247,7 +247,7 @@ def test_an_exit_behind_a_routed_block_is_a_part_of_it():
     modules = built(model)
     ids = torch.randint(0, 20, (3, 16), generator=torch.Generator().manual_seed(1))
     _, told = run(model, modules, ids, ids)
-    shares = [float(told[name].figures["exit_share"]) for name in ("layers.0.mlp", "layers.1")]
+    shares = [float(told[name].metrics["exit_share"]) for name in ("layers.0.mlp", "layers.1")]
     assert 0 < shares[0] < shares[1] < 1
     assert set(told["layers.1"].losses) == {"router", "exit"}
     exits = {f"{i}.{n}" for i, m in modules.items() for n, _ in m.named_parameters() if ".exit." in f"{i}.{n}"}

@@ -73,7 +73,7 @@ def test_equals_the_dense_block_with_masks_and_so_do_the_gradients(training):
     torch.testing.assert_close(x.grad, plain.grad, rtol=1e-4, atol=1e-5)
     for name, parameter in module.named_parameters():
         torch.testing.assert_close(got[name], parameter.grad, rtol=1e-4, atol=1e-4, msg=name)
-    assert float(result.figures["depth_share"]) == pytest.approx(float(keep.float().mean()))
+    assert float(result.metrics["depth_share"]) == pytest.approx(float(keep.float().mean()))
     assert set(result.losses) == ({"router"} if training else set())
 
 

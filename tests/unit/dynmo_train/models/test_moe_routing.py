@@ -87,7 +87,7 @@ def test_equals_all_experts_on_all_tokens_with_masks_and_so_do_the_gradients(rou
         probabilities = logits.softmax(-1)
         chosen = torch.zeros(12, 4).scatter(0, probabilities.topk(6, dim=0).indices, 1.0)
         weights = probabilities * chosen
-    assert result.figures["expert_tokens"].tolist() == chosen.sum(0).tolist()
+    assert result.metrics["expert_tokens"].tolist() == chosen.sum(0).tolist()
     outputs = torch.stack([expert(flat) for expert in made.experts.values()], 1)
     expected = plain + (outputs * weights[..., None]).sum(1).view_as(plain)
     expected.backward(grad)

@@ -8,7 +8,7 @@ import torch
 from dynmo_train.models.gpt import Gpt, GptShape
 from dynmo_train.models.layer_list import parameters_of
 from dynmo_train.optim.adamw import MOMENTS, AdamWSettings
-from dynmo_train.optim.item_store import HeldItems, ItemState
+from dynmo_train.optim.item_store import ItemState, ItemStore
 
 ITEMS = ("embedding", "layers.0.attention", "layers.0.mlp")
 SETTINGS = AdamWSettings(beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1)
@@ -84,43 +84,43 @@ class FusedAdam(torch.optim.Optimizer):
 
 
 def hold(fused_adam):
-    held = HeldItems(FAMILY, SETTINGS, torch.device("cpu"), 0.85, fused_adam)
+    store = ItemStore(FAMILY, SETTINGS, torch.device("cpu"), 0.85, fused_adam)
     for name in ITEMS:
-        held.build(name)
-    return held
+        store.build(name)
+    return store
 
 
-def take_steps(held, steps):
+def take_steps(store, steps):
     """Gradients that depend on step and name only; from the fourth step on every third one leaves vectors out."""
     for step in steps:
-        for _, name, parameter in held.parameters():
+        for _, name, parameter in store.parameters():
             if step > 3 and step % 3 == 0 and parameter.dim() == 1:
                 continue
             generator = torch.Generator().manual_seed(sum(name.encode()) * 100 + step)
             parameter.grad = torch.randn(parameter.shape, generator=generator) * 0.1
-        held.update(rate=1e-2)
-        assert all(parameter.grad is None for _, _, parameter in held.parameters())
+        store.update(rate=1e-2)
+        assert all(parameter.grad is None for _, _, parameter in store.parameters())
 
 
-def moved(held, fused_adam):
+def moved(store, fused_adam):
     """The items in the hands of another worker, which gets copies of what this one exports."""
-    other = HeldItems(FAMILY, SETTINGS, torch.device("cpu"), 0.85, fused_adam)
+    other = ItemStore(FAMILY, SETTINGS, torch.device("cpu"), 0.85, fused_adam)
     for name in ITEMS:
-        state = held.export(name)
+        state = store.export(name)
         tensors = {key: value.clone() for key, value in state.tensors.items()}
-        other.adopt(name, ItemState(tensors=tensors, steps=dict(state.steps)))
+        other.load_state(name, ItemState(tensors=tensors, steps=dict(state.steps)))
     return other
 
 
-def all_states(held):
-    states = [held.export(name) for name in ITEMS]
+def all_states(store):
+    states = [store.export(name) for name in ITEMS]
     return {k: v for state in states for k, v in state.tensors.items()}, {
         k: v for state in states for k, v in state.steps.items()
     }
 
 
-def assert_close(held, reference):
-    tensors, steps = all_states(held)
+def assert_close(store, reference):
+    tensors, steps = all_states(store)
     expected, expected_steps = all_states(reference)
     assert steps == expected_steps
     assert list(tensors) == list(expected)
@@ -134,37 +134,37 @@ def test_ten_steps_with_a_move_are_those_of_torch(before_move, after_move):
     """Also where a checkpoint goes on on a machine with the other optimizer."""
     reference = hold(None)
     take_steps(reference, range(1, 11))
-    held = hold(before_move)
-    take_steps(held, range(1, 6))
-    held = moved(held, after_move)
-    take_steps(held, range(6, 11))
-    assert_close(held, reference)
-    counts = set(all_states(held)[1].values())
+    store = hold(before_move)
+    take_steps(store, range(1, 6))
+    store = moved(store, after_move)
+    take_steps(store, range(6, 11))
+    assert_close(store, reference)
+    counts = set(all_states(store)[1].values())
     assert counts == {8, 10}  # vectors had no gradient in two steps
 
 
 def test_a_move_without_a_step_changes_no_bit():
-    held = hold(FusedAdam)
-    take_steps(held, range(1, 4))
-    tensors, steps = all_states(held)
+    store = hold(FusedAdam)
+    take_steps(store, range(1, 4))
+    tensors, steps = all_states(store)
     assert {f"layers.0.mlp.fc1.weight.{key}" for key in MOMENTS} <= set(tensors)
-    other, other_steps = all_states(moved(held, FusedAdam))
+    other, other_steps = all_states(moved(store, FusedAdam))
     assert steps == other_steps
     assert all(torch.equal(tensors[name], other[name]) for name in tensors)
 
 
 @pytest.mark.parametrize("fused_adam", [FusedAdam, None])
 def test_forgotten_moments_are_gone_and_begin_anew(fused_adam):
-    held = hold(fused_adam)
-    take_steps(held, [1, 2])
+    store = hold(fused_adam)
+    take_steps(store, [1, 2])
     name = "layers.0.mlp.fc1.weight"
-    held.forget_moments({name})
-    state = held.export("layers.0.mlp")
+    store.drop_moments({name})
+    state = store.export("layers.0.mlp")
     assert name not in state.steps
     assert f"{name}.exp_avg" not in state.tensors
     assert state.steps["layers.0.mlp.fc2.weight"] == 2
-    take_steps(held, [3])
-    assert held.export("layers.0.mlp").steps[name] == 1
+    take_steps(store, [3])
+    assert store.export("layers.0.mlp").steps[name] == 1
 
 
 def test_parameters_of_equal_count_and_decay_share_a_kernel():
@@ -175,8 +175,8 @@ def test_parameters_of_equal_count_and_decay_share_a_kernel():
             calls.append(len(group["params"]))
             super()._update(group)
 
-    held = HeldItems(FAMILY, SETTINGS, torch.device("cpu"), 0.85, Counting)
-    held.build("layers.0.mlp")
-    take_steps(held, [1, 2])
-    count = len(list(parameters_of("layers.0.mlp", held.modules["layers.0.mlp"])))
+    store = ItemStore(FAMILY, SETTINGS, torch.device("cpu"), 0.85, Counting)
+    store.build("layers.0.mlp")
+    take_steps(store, [1, 2])
+    count = len(list(parameters_of("layers.0.mlp", store.modules["layers.0.mlp"])))
     assert calls == [2, count - 2] * 2 or calls == [count - 2, 2] * 2

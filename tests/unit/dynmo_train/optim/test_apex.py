@@ -13,7 +13,7 @@ from dynmo_train.models.llama import Llama, LlamaShape
 from dynmo_train.models.sparse_formats import SparseTable
 from dynmo_train.optim.adamw import AdamWSettings
 from dynmo_train.optim.apex import find_apex
-from dynmo_train.optim.item_store import HeldItems
+from dynmo_train.optim.item_store import ItemStore
 
 NVIDIA = {"__init__.py": "", "optimizers/__init__.py": "class FusedAdam:\n    pass\n"}
 OTHERS = {
@@ -115,7 +115,7 @@ def test_its_norms_take_the_place_of_torchs(install, kind):
     assert apex.line(used=True) == "apex: NVIDIA's, its FusedAdam, FusedLayerNorm and FusedRMSNorm are used"
     family, settings = FAMILIES[kind], AdamWSettings(beta1=0.9, beta2=0.99, eps=1e-8, weight_decay=0.0)
     held, plain = (
-        HeldItems(family, settings, torch.device("cpu"), SparseTable(), fused_norms=norms)
+        ItemStore(family, settings, torch.device("cpu"), SparseTable(), fused_norms=norms)
         for norms in (apex.fused_norms, None)
     )
     x = torch.randn(2, 8, 16, generator=torch.Generator().manual_seed(0))
@@ -130,7 +130,7 @@ def test_its_norms_take_the_place_of_torchs(install, kind):
             torchs.norm.weight.mul_(3.0)
         torch.testing.assert_close(fused(x), torchs(x))
         again = held.export(item)
-        held.adopt(item, again)
+        held.load_state(item, again)
         torch.testing.assert_close(held.modules[item](x), torchs(x))
 
 

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
-from dynmo_train.optim.precision import float_products
+from dynmo_train.optim.precision import float32_matmuls
 
 CPU = torch.device("cpu")
 
@@ -36,24 +36,24 @@ def results(context, *, recompute=False):
 
 
 def test_values_and_gradients_are_those_of_float16():
-    own, plain = results(float_products(CPU, torch.float16)), results(nullcontext())
+    own, plain = results(float32_matmuls(CPU, torch.float16)), results(nullcontext())
     assert {each.dtype for each in own} == {torch.float16}
     for one, other in zip(own, plain, strict=True):
         torch.testing.assert_close(one, other, rtol=2e-2, atol=2e-2)
 
 
 def test_recomputing_gives_the_same_bits():
-    own = results(float_products(CPU, torch.float16))
-    again = results(float_products(CPU, torch.float16), recompute=True)
+    own = results(float32_matmuls(CPU, torch.float16))
+    again = results(float32_matmuls(CPU, torch.float16), recompute=True)
     assert all(torch.equal(one, other) for one, other in zip(own, again, strict=True))
 
 
 def test_each_result_is_rounded_once():
     x, weight = torch.randn(5, 300).half(), torch.randn(300, 7).half()
-    with float_products(CPU, torch.float16):
+    with float32_matmuls(CPU, torch.float16):
         assert torch.equal(x @ weight, (x.float() @ weight.float()).half())
     wide = torch.randn(5, 300)
-    with float_products(CPU, torch.float16):
+    with float32_matmuls(CPU, torch.float16):
         assert torch.equal(wide @ weight.float(), wide @ weight.float())
         assert (wide @ weight.float()).dtype == torch.float32
 
@@ -63,4 +63,4 @@ def test_each_result_is_rounded_once():
     [("cuda", torch.float16, False), ("cpu", torch.bfloat16, False), ("cpu", torch.float16, True)],
 )
 def test_others_are_left_alone(device, dtype, compiled):
-    assert isinstance(float_products(torch.device(device), dtype, compiled=compiled), nullcontext)
+    assert isinstance(float32_matmuls(torch.device(device), dtype, compiled=compiled), nullcontext)

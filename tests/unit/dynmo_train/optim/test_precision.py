@@ -44,14 +44,14 @@ def test_going_on_from_a_state_changes_nothing(at):
     expected = scales(whole, outcomes)
     first, second = LossScaler(DYNAMIC), LossScaler(DYNAMIC)
     before = scales(first, outcomes[:at])
-    second.adopt(first.state())
+    second.load_state(first.state())
     assert before + scales(second, outcomes[at:]) == expected
 
 
 @pytest.mark.parametrize("state", [{}, {"scale": "x", "clean_steps": 0, "overflows_left": 1}])
 def test_a_state_of_another_form_is_refused(state):
     with pytest.raises(UsageError, match="loss scale"):
-        LossScaler(DYNAMIC).adopt(state)
+        LossScaler(DYNAMIC).load_state(state)
 
 
 def test_gradients_come_back_in_float32_and_accumulate_there():

@@ -7,7 +7,7 @@ from itertools import product
 import pytest
 
 from dynmo_train.parallel.dims import ParallelDims
-from dynmo_train.pipeline.costs import costs_of_workers
+from dynmo_train.pipeline.costs import merge_rank_costs
 
 SIZES = [ParallelDims(pipeline=p, data=d, tensor=t) for p, d, t in product((1, 2, 3), (1, 2, 4), (1, 2))]
 
@@ -40,6 +40,6 @@ def test_a_worker_costs_what_its_dearest_rank_costs():
         return {"items": ["a", "b"], "busy_ns": busy, "forward_ns": forward, "backward_weight_ns": weight}
 
     costs = [told(5, [1, 9], None), told(7, [3, 2], None), told(1, [4, 4], [1, 2]), told(2, [5, 3], [2, 1])]
-    first, second = costs_of_workers(ParallelDims(pipeline=2, data=2), costs)
+    first, second = merge_rank_costs(ParallelDims(pipeline=2, data=2), costs)
     assert first == told(7, [3, 9], None)
     assert second == told(2, [5, 4], [2, 2])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dynmo_train.pipeline.epilogue import behind_last_forward, one_f_one_b_epilogue, packed_microbatches
+from dynmo_train.pipeline.epilogue import compressed_microbatches, epilogue_backwards, one_f_one_b_epilogue
 from dynmo_train.pipeline.partition import Partition
 
 
@@ -23,24 +23,24 @@ def order_1f1b(stages, microbatches):
 def test_the_closed_form_is_what_the_order_says():
     for stages in (1, 2, 3, 4):
         for microbatches in (stages, stages + 1, 8):
-            found = behind_last_forward(order_1f1b(stages, microbatches))
+            found = epilogue_backwards(order_1f1b(stages, microbatches))
             assert found == one_f_one_b_epilogue(stages, microbatches)
 
 
 def test_split_backwards_count_by_their_input_part():
     order = [[(0, "F", 0), (0, "I", 0), (0, "F", 1), (0, "W", 0), (0, "I", 1), (0, "W", 1)]]
-    assert behind_last_forward(order) == {0: frozenset({1})}
+    assert epilogue_backwards(order) == {0: frozenset({1})}
 
 
 def test_packed_microbatches_follow_the_receiver():
     stages = Partition(stages=(("a",), ("b",), ("c",), ("d",)), workers=4)
-    assert packed_microbatches(stages, 3, None) == {stage: frozenset({0, 1, 2}) for stage in (1, 2, 3)}
-    packed = packed_microbatches(stages, 8, one_f_one_b_epilogue(4, 8))
+    assert compressed_microbatches(stages, 3, None) == {stage: frozenset({0, 1, 2}) for stage in (1, 2, 3)}
+    packed = compressed_microbatches(stages, 8, one_f_one_b_epilogue(4, 8))
     assert packed == {1: frozenset({4, 5, 6, 7}), 2: frozenset({5, 6, 7}), 3: frozenset({6, 7})}
 
 
 def test_stages_of_one_worker_and_empty_stages():
     turn = Partition(stages=(("a",), ("b",), ("c",), ("d",)), workers=2, vee=True)
-    assert {stage for stage, each in packed_microbatches(turn, 2, None).items() if each} == {1, 3}
+    assert {stage for stage, each in compressed_microbatches(turn, 2, None).items() if each} == {1, 3}
     empty = Partition(stages=(("a",), (), ("c",)), workers=3)
-    assert packed_microbatches(empty, 8, one_f_one_b_epilogue(3, 8)) == {1: frozenset({6, 7}), 2: frozenset({6, 7})}
+    assert compressed_microbatches(empty, 8, one_f_one_b_epilogue(3, 8)) == {1: frozenset({6, 7}), 2: frozenset({6, 7})}

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from dynmo_train.pipeline.pipeline_stage import keeping_products
+from dynmo_train.pipeline.pipeline_stage import save_products
 
 
 def test_products_are_kept_and_gradients_are_the_same_bits():
@@ -20,7 +20,7 @@ def test_products_are_kept_and_gradients_are_the_same_bits():
     x.grad = None
     module.zero_grad(set_to_none=True)
     kept = [x.numel() * 4]
-    checkpoint(module, x, use_reentrant=False, context_fn=partial(keeping_products, kept)).square().sum().backward()
+    checkpoint(module, x, use_reentrant=False, context_fn=partial(save_products, kept)).square().sum().backward()
     # The input, and what the two products give: 3 x 32 and 3 x 8 numbers of 4 bytes; computed again, they do not count.
     assert kept == [96, 384, 96]
     for before, after in zip(expected, [x.grad, *(p.grad for p in module.parameters())], strict=True):

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from dynmo_train.parallel.device_clock import CpuClock
-from dynmo_train.pipeline.profiler import Probe
+from dynmo_train.pipeline.profiler import LayerProfiler
 
 
 class Witness:
@@ -30,17 +30,17 @@ class Seen(torch.autograd.Function):
 
 
 def test_a_branch_that_no_loss_uses_does_not_keep_the_graph_of_a_sampled_step():
-    probe = Probe(CpuClock(threads=1))
-    probe.begin_step(True, 1)
+    profiler = LayerProfiler(CpuClock(threads=1))
+    profiler.begin_step(True, 1)
     witness = Witness()
     watched = weakref.ref(witness)
     x = torch.ones(8, requires_grad=True)
-    with probe.saved("layers.0", set):
+    with profiler.saved("layers.0", set):
         hidden = Seen.apply(x, witness) * 2
         unused = hidden.exp()  # saves its own output for a backward that never runs
         loss = (hidden * hidden).sum()
     loss.backward()
-    assert probe.result(("layers.0",), 1)["activation_bytes"][0] > 0
+    assert profiler.result(("layers.0",), 1)["activation_bytes"][0] > 0
     assert torch.equal(x.grad, torch.full((8,), 8.0))
     del hidden, unused, loss, witness
     gc.collect()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from dynmo_train.formats.checkpoint import RunFacts, build_manifest, commit, new_staging, write_shard
+from dynmo_train.formats.checkpoint import RunMetadata, build_manifest, commit, new_staging, write_shard
 from dynmo_train.formats.checkpoint.manifest import whole_index
 from dynmo_train.formats.checkpoint.writer import dtype_name
 
@@ -74,7 +74,7 @@ def facts(step, **changes):
         "data": None,
         "rng": {"scheme": "hash(seed,step,microbatch,item)", "seed": 1},
     }
-    return RunFacts(**(values | changes))
+    return RunMetadata(**(values | changes))
 
 
 def write_rank(staging, filename, tensors):

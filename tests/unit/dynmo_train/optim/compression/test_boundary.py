@@ -33,7 +33,7 @@ def sent(made, gradients, scales=None):
         out = torch.empty_like(gradient)
         made.decode(made.encode("layers.1", "hidden", gradient * scale), out, "layers.1")
         arrived.append(out / scale)
-        kept = made._held.memories["layers.1"]
+        kept = made._store.memories["layers.1"]
         owed.append(next((kept[name][0].clone() for name in kept if name.endswith("error")), torch.zeros_like(out)))
     return torch.stack(arrived), torch.stack(owed)
 
@@ -91,7 +91,7 @@ def test_the_check_tells_how_the_error_lies_to_the_change_of_the_activations():
     made.begin(1.0)
     for activation, gradient in zip(activations, gradients, strict=True):
         made.encode("layers.1", "hidden", gradient, activation)
-    told = made.figures["layers.1"].document(clock_for(CPU))
+    told = made.stats["layers.1"].document(clock_for(CPU))
     changes = activations[1:] - activations[:-1]
     cosines = torch.nn.functional.cosine_similarity(owed[:-1].flatten(1), changes.flatten(1))
     assert told["error_change_cosine"] == pytest.approx(float(cosines.mean()), abs=1e-5)

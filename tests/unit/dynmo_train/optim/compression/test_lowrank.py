@@ -7,9 +7,9 @@ import torch
 
 from dynmo_train.optim.compression.lowrank import (
     FactorShape,
-    factorise,
+    factorize,
     first_factor,
-    orthonormalise,
+    orthonormalize,
     reconstruct,
     subtract_product,
 )
@@ -31,7 +31,7 @@ def approximation(matrix, rank, iterations):
     left, right = shape.halves(torch.empty(shape.numbers))
     factor = first_factor(shape, torch.device("cpu"), "test")
     for _ in range(iterations):
-        factorise(matrix, factor, left, right)
+        factorize(matrix, factor, left, right)
         factor.copy_(right)
     out = torch.empty_like(matrix)
     reconstruct(left, right, out)
@@ -54,7 +54,7 @@ def test_rows_become_orthonormal_and_keep_their_span(condition):
     spread = [condition ** (-at / 7) for at in range(8)]
     rows = with_spectrum(300, 8, spread).T.contiguous()
     before = rows.clone()
-    orthonormalise(rows)
+    orthonormalize(rows)
     # In float32 the least rows are known the less exactly the smaller they are
     assert torch.allclose(rows @ rows.T, torch.eye(8), atol=1e-4 if condition < 1e5 else 2e-2)
     assert torch.allclose(before @ rows.T @ rows, before, atol=1e-5)
@@ -62,7 +62,7 @@ def test_rows_become_orthonormal_and_keep_their_span(condition):
 
 def test_dependent_and_zero_rows_become_orthonormal_too():
     for rows in (torch.zeros(3, 40), random(1, 40).repeat(3, 1)):
-        orthonormalise(rows)
+        orthonormalize(rows)
         assert torch.allclose(rows @ rows.T, torch.eye(3), atol=1e-5)
 
 
@@ -70,7 +70,7 @@ def test_what_is_not_finite_is_left_alone():
     rows = random(3, 40)
     rows[1, 2] = float("inf")
     before = rows.clone()
-    orthonormalise(rows)
+    orthonormalize(rows)
     assert torch.equal(rows, before)
 
 

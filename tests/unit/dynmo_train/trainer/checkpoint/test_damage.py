@@ -10,7 +10,7 @@ import pytest
 
 from dynmo_train._common.document import envelope
 from dynmo_train.config import config_of
-from dynmo_train.formats.checkpoint import CheckpointError, damage_of, list_checkpoints
+from dynmo_train.formats.checkpoint import CheckpointError, find_damage, list_checkpoints
 from dynmo_train.formats.run import write_run
 from dynmo_train.trainer.checkpoint.load_checkpoint import checkpoint_to_load, lost_step, sound_checkpoint
 from dynmo_train.trainer.setup import _bert
@@ -21,11 +21,9 @@ ALONE = SimpleNamespace(is_first=True, rank=0, size=1, dims=SimpleNamespace(tens
 
 @pytest.fixture(autouse=True)
 def _one_process(monkeypatch):
+    monkeypatch.setattr("dynmo_train.trainer.checkpoint.load_checkpoint.broadcast_object", lambda _world, value: value)
     monkeypatch.setattr(
-        "dynmo_train.trainer.checkpoint.load_checkpoint.broadcast_document", lambda _world, value: value
-    )
-    monkeypatch.setattr(
-        "dynmo_train.trainer.checkpoint.load_checkpoint.gather_documents", lambda _world, value: [value]
+        "dynmo_train.trainer.checkpoint.load_checkpoint.all_gather_objects", lambda _world, value: [value]
     )
 
 
@@ -69,7 +67,7 @@ def test_damaged_newest_checkpoint_falls_back_to_the_one_before(run, capsys, dam
     DAMAGE[damage](newest)
     found = checkpoint_to_load(config(run), ALONE)
     assert found.directory.name == "step-00000002"
-    [fault] = found.passed_over
+    [fault] = found.skipped_checkpoints
     assert str(newest) in fault
     err = capsys.readouterr().err
     assert fault in err
@@ -89,7 +87,7 @@ def test_weights_of_a_checkpoint_with_damaged_optimizer_state_are_loaded(run, op
     change(next(newest.glob("optimizer-*")))
     assert checkpoint_to_load(config(run), ALONE).directory.name == "step-00000002"
     found = checkpoint_to_load(config(run, **{option: True}), ALONE)
-    assert (found.directory.name, found.passed_over) == ("step-00000003", ())
+    assert (found.directory.name, found.skipped_checkpoints) == ("step-00000003", ())
     assert sound_checkpoint(ALONE, "x", [str(newest)], weights_only=True) == (newest, ())
     flip(shard(newest))
     assert checkpoint_to_load(config(run, **{option: True}), ALONE).directory.name == "step-00000002"
@@ -100,7 +98,7 @@ def test_bert_load_with_damaged_optimizer_state_reads_the_weights(run, change):
     newest = run / "checkpoints" / "step-00000003"
     change(next(newest.glob("optimizer-*")))
     found = _bert(config("none", bert_load=str(run)), ALONE)
-    assert (found.directory.name, found.passed_over) == ("step-00000003", ())
+    assert (found.directory.name, found.skipped_checkpoints) == ("step-00000003", ())
     flip(shard(newest))
     assert _bert(config("none", bert_load=str(run)), ALONE).directory.name == "step-00000002"
 
@@ -130,7 +128,7 @@ def test_damaged_step_that_is_named_itself_is_refused(run, damage):
 def test_damage_is_found_by_the_process_that_reads_the_file(run):
     step = run / "checkpoints" / "step-00000003"
     flip(shard(step))
-    found = [damage_of(step, part, 3) for part in range(3)]
+    found = [find_damage(step, part, 3) for part in range(3)]
     assert sum(map(bool, found)) == 1
     assert "the bytes were altered" in "".join(found)
 

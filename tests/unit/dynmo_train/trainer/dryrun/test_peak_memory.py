@@ -15,7 +15,7 @@ from dynmo_train.config.resolve import DRY_RUN_VALUES, dry_run_processes
 from dynmo_train.models.layer_list import BoundaryShape, ItemSpec
 from dynmo_train.models.registry import boundary_of, family_of
 from dynmo_train.parallel.device_clock import CpuClock
-from dynmo_train.pipeline.profiler import Probe
+from dynmo_train.pipeline.profiler import LayerProfiler
 from dynmo_train.trainer.dryrun.item_memory import ItemMemory, item_memory, single_bytes, transient_bytes
 from dynmo_train.trainer.dryrun.peak_memory import memory_of_items, run_of
 from dynmo_train.trainer.dryrun.report import dry_run, header_of
@@ -41,16 +41,16 @@ def test_activations_without_memory_are_those_that_the_probe_measures(family_nam
     rows = torch.Size((2, 32))
     values = {"ids": torch.zeros(rows, dtype=torch.int64), "labels": torch.zeros(rows, dtype=torch.int64)}
     expected = memory_of_items(config, family, boundary)
-    probe = Probe(CpuClock(1))
-    probe.begin_step(True, 1)
+    profiler = LayerProfiler(CpuClock(1))
+    profiler.begin_step(True, 1)
     for item in family.items:
         module = family.build(item.name, torch.device("cpu")).train()
         read = [torch.randn(boundary.shapes[name], requires_grad=True) for name in item.reads]
         ignored = {parameter.untyped_storage().data_ptr() for parameter in module.parameters()}
-        with probe.saved(item.name, lambda kept=ignored: kept):
+        with profiler.saved(item.name, lambda kept=ignored: kept):
             module(*read, *(values[name] for name in item.inputs))
     names = tuple(item.name for item in family.items)
-    measured = sum(probe.result(names, 1)["activation_bytes"])
+    measured = sum(profiler.result(names, 1)["activation_bytes"])
     assert sum(memory.kept for memory in expected.values()) == pytest.approx(measured, rel=0.02)
 
 

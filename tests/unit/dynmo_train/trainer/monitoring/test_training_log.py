@@ -102,7 +102,7 @@ def result(milliseconds):
 def after_moves(capsys, move_after):
     """What the log prints of 14 steps; steps take 10 ms up to the first move, 5 ms after it."""
     config = config_of(**SMALL | {"log_interval": 1000})
-    log = TrainingLog(config, SimpleNamespace(is_first=True, size=2), lambda _samples, _tokens: 0)
+    log = TrainingLog(config, SimpleNamespace(is_rank0=True, size=2), lambda _samples, _tokens: 0)
     for step in range(1, 15):
         log.step(step, 0, 2, 32, result(10 if step <= move_after[0] else 5))
         if step in move_after:

@@ -24,7 +24,7 @@ class Engine:
 
     def __init__(self):
         self.settings = SimpleNamespace(compression=SETTINGS)
-        self.world = SimpleNamespace(is_first=True, dims=SimpleNamespace(pipeline=4))
+        self.world = SimpleNamespace(is_rank0=True, dims=SimpleNamespace(pipeline=4))
         self.chosen = []
 
     def choose_replica_workers(self, count):
@@ -37,7 +37,7 @@ def answering(tmp_path, monkeypatch, code):
     program.write_text(f"#!{sys.executable}\n{code}\n")
     program.chmod(0o755)
     monkeypatch.setattr(compression_choice, "program_path", lambda _: str(program))
-    monkeypatch.setattr(compression_choice, "broadcast_document", lambda _, document: document)
+    monkeypatch.setattr(compression_choice, "broadcast_object", lambda _, document: document)
     engine, events = Engine(), []
     log_event = lambda event, message, **figures: events.append((event, message, figures))  # noqa: E731
     return (

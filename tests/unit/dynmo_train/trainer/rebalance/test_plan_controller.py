@@ -23,7 +23,7 @@ from tests.paths import CONTRACTS
 @pytest.fixture
 def run(tmp_path, monkeypatch):
     (tmp_path / "plans").mkdir()
-    monkeypatch.setattr(module, "broadcast_document", lambda _world, document: document)
+    monkeypatch.setattr(module, "broadcast_object", lambda _world, document: document)
     return tmp_path
 
 
@@ -41,7 +41,7 @@ def put(run, number, **changes):
 
 def controller_of(run, problems_of=lambda *_: []):
     partition = SimpleNamespace(stages=(("a",), ("b",)))
-    engine = SimpleNamespace(world=SimpleNamespace(is_first=True, worker_ids=(0, 1)), partition=partition)
+    engine = SimpleNamespace(world=SimpleNamespace(is_rank0=True, worker_ids=(0, 1)), partition=partition)
     return PlanController(
         engine,
         PlanControllerSettings(interval=1, lockstep=False, timeout_s=1.0),
