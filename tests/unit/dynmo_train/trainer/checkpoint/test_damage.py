@@ -16,7 +16,7 @@ from dynmo_train.trainer.checkpoint.load_checkpoint import checkpoint_to_load, l
 from dynmo_train.trainer.setup import _bert
 from tests.unit.dynmo_train.formats.checkpoint import small_run
 
-ALONE = SimpleNamespace(is_first=True, rank=0, size=1, dims=SimpleNamespace(tensor=1))
+ALONE = SimpleNamespace(is_rank0=True, rank=0, size=1, dims=SimpleNamespace(tensor=1))
 
 
 @pytest.fixture(autouse=True)
