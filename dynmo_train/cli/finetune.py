@@ -16,7 +16,7 @@ from ..config import Facts, read_config_file, resolve_checked
 from ..config.command import MegatronCommand, with_specs
 from ..config.evaluation import FinetuneConfig
 from ..config.fields import specs_of, values_of
-from ..config.resolve import option_specs
+from ..config.resolve import built_in_specs
 from .common import ConfigFile, ignore_signals_until_training, need_torch, world_size
 
 finetune = typer.Typer(
@@ -25,7 +25,7 @@ finetune = typer.Typer(
 _NOT_OF_A_TASK = ("data_path", "train_data_path", "valid_data_path", "test_data_path", "train_iters", "train_samples")
 _SPECS = (
     *specs_of(FinetuneConfig),
-    *(spec for spec in option_specs().values() if spec.name not in (*_NOT_OF_A_TASK, "recipe")),
+    *(spec for spec in built_in_specs().values() if spec.name not in (*_NOT_OF_A_TASK, "recipe")),
 )
 
 

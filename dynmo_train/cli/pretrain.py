@@ -10,12 +10,37 @@ import typer
 from .._common.console import Format, command_list
 from .._common.errors import EXIT_USAGE, UsageError
 from ..config import Facts, dry_run_processes, dry_run_values, read_config_file, resolve_checked, with_deepspeed
-from ..config.command import MegatronCommand, with_options
+from ..config.command import INSTALLED_KEY, MegatronCommand, with_options
+from ..config.extensions import installed_families
 from .common import ConfigFile, ignore_signals_until_training, is_rank0, need_torch, world_size
 
-pretrain = typer.Typer(
-    cls=command_list(), no_args_is_help=True, help="Train a model from its first step, or resume a run."
-)
+FAMILY_HELP = {
+    "gpt": "Train a GPT on an indexed data set, in this process or, under `dynmo-train launch`, in several.",
+    "llama": "Train a Llama, or with --num-experts a Mixtral, on an indexed data set, in one process or several.",
+    "bert": "Train a BERT on an indexed data set of sentences (dynmo-prep binarize --split-sentences).",
+    "ict": "Train two towers of BERT's blocks to find the text that a sentence is from, on a data set of sentences.",
+    "t5": "Train a T5 on an indexed data set of sentences (dynmo-prep binarize --split-sentences).",
+}
+
+
+class FamilyList(command_list()):  # type: ignore[misc] # a class made by a function
+    """The built-in families, then those of installed packages; only the family that is trained is loaded."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        """Names of all families."""
+        return [*super().list_commands(ctx), *installed_families()]
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        """The command that trains a family."""
+        if cmd_name in self.commands or cmd_name not in installed_families():
+            return super().get_command(ctx, cmd_name)
+        alone = typer.Typer(add_completion=False, rich_markup_mode=None)
+        package = installed_families()[cmd_name].dist
+        _add_family(alone, cmd_name, f"Train a {cmd_name}, a family of the package {package.name if package else '?'}.")
+        return typer.main.get_command(alone)
+
+
+pretrain = typer.Typer(cls=FamilyList, no_args_is_help=True, help="Train a model from its first step, or resume a run.")
 
 RecipeName = Annotated[
     str | None,
@@ -64,36 +89,15 @@ def training(context: typer.Context) -> None:
     context.with_resource(ignore_signals_until_training())
 
 
-@pretrain.command("gpt", cls=MegatronCommand)
-@with_options
-def pretrain_gpt(config: ConfigFile = None, recipe: RecipeName = None, **flags: Any) -> None:
-    """Train a GPT on an indexed data set, in this process or, under `dynmo-train launch`, in several."""
-    _pretrain("gpt", config, recipe, flags)
+def _add_family(group: typer.Typer, family: str, text: str) -> None:
+    """Add the command that trains ``family``."""
+
+    @with_options
+    def train(context: typer.Context, config: ConfigFile = None, recipe: RecipeName = None, **flags: Any) -> None:
+        _pretrain(family, config, recipe, flags | context.meta[INSTALLED_KEY])
+
+    group.command(family, cls=MegatronCommand, help=text)(train)
 
 
-@pretrain.command("llama", cls=MegatronCommand)
-@with_options
-def pretrain_llama(config: ConfigFile = None, recipe: RecipeName = None, **flags: Any) -> None:
-    """Train a Llama, or with --num-experts a Mixtral, on an indexed data set, in one process or several."""
-    _pretrain("llama", config, recipe, flags)
-
-
-@pretrain.command("bert", cls=MegatronCommand)
-@with_options
-def pretrain_bert(config: ConfigFile = None, recipe: RecipeName = None, **flags: Any) -> None:
-    """Train a BERT on an indexed data set of sentences (dynmo-prep binarize --split-sentences)."""
-    _pretrain("bert", config, recipe, flags)
-
-
-@pretrain.command("ict", cls=MegatronCommand)
-@with_options
-def pretrain_ict(config: ConfigFile = None, recipe: RecipeName = None, **flags: Any) -> None:
-    """Train two towers of BERT's blocks to find the text that a sentence is from, on a data set of sentences."""
-    _pretrain("ict", config, recipe, flags)
-
-
-@pretrain.command("t5", cls=MegatronCommand)
-@with_options
-def pretrain_t5(config: ConfigFile = None, recipe: RecipeName = None, **flags: Any) -> None:
-    """Train a T5 on an indexed data set of sentences (dynmo-prep binarize --split-sentences)."""
-    _pretrain("t5", config, recipe, flags)
+for _family, _text in FAMILY_HELP.items():
+    _add_family(pretrain, _family, _text)

@@ -14,8 +14,12 @@ from typer.core import TyperCommand
 from .._common.console import say
 from .._common.document import DocumentError
 from .compat import translate
+from .extensions import base_family
 from .options import OptionSpec
-from .resolve import option_specs
+from .resolve import built_in_specs, installed_specs
+
+# In ``ctx.meta``: values of the options of installed packages, by name.
+INSTALLED_KEY = "dynmo.installed_options"
 
 
 def _parameter(spec: OptionSpec) -> inspect.Parameter:
@@ -35,8 +39,11 @@ def _parameter(spec: OptionSpec) -> inspect.Parameter:
 
 
 def with_options(function: Callable[..., None]) -> Callable[..., None]:
-    """Give ``function``, which ends in ``**flags``, an explicit parameter for every declared option of training."""
-    return with_specs(option_specs().values())(function)
+    """Give ``function``, which ends in ``**flags``, an explicit parameter for every option of training.
+
+    ``MegatronCommand`` adds those of installed packages when it runs.
+    """
+    return with_specs(built_in_specs().values())(function)
 
 
 def with_specs(specs: Iterable[OptionSpec]) -> Callable[[Callable[..., None]], Callable[..., None]]:
@@ -63,7 +70,26 @@ def with_specs(specs: Iterable[OptionSpec]) -> Callable[[Callable[..., None]], C
 
 
 class MegatronCommand(TyperCommand):
-    """A command that takes the flags of Megatron's scripts as well; its name is the model's family."""
+    """A command that takes the flags of Megatron's scripts as well; its name is the model's family.
+
+    The options of installed packages are added when the command runs, so that other commands need not load them.
+    """
+
+    def make_context(self, info_name: str | None, args: list[str], parent: Any = None, **extra: Any) -> Any:
+        """Add the options of installed packages, and parse the words."""
+
+        def take(**flags: Any) -> None: ...
+
+        alone = typer.Typer(add_completion=False)
+        alone.command()(with_specs(installed_specs().values())(take))
+        known = {parameter.name for parameter in self.params}
+        self.params += [option for option in typer.main.get_command(alone).params if option.name not in known]
+        return super().make_context(info_name, args, parent, **extra)
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run the command; typer passes on only the values of the function's own parameters."""
+        ctx.meta[INSTALLED_KEY] = {name: ctx.params.pop(name) for name in installed_specs() if name in ctx.params}
+        return super().invoke(ctx)
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Parse the words in this package's own terms.
@@ -76,7 +102,7 @@ class MegatronCommand(TyperCommand):
             for option in self.params
             for name in (*option.opts, *option.secondary_opts)
         }
-        made = translate(args, self.name or "", declared | {"--help": 0})
+        made = translate(args, base_family(self.name or ""), declared | {"--help": 0})
         first = os.environ.get("RANK", "0") == "0"
         if made.problems:
             raise DocumentError("the command line", list(made.problems))

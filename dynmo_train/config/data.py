@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from .extensions import base_family
 from .options import option
 from .parse import parse_blend, parse_split
 
@@ -31,7 +32,7 @@ def default_tokenizer_type(values: Mapping[str, Any]) -> str:
     """As Megatron's scripts mean it, which leave out the type of GPT's two files and of BERT's and T5's one."""
     if values["vocab_file"] and values["merge_file"]:
         return "GPT2BPETokenizer"
-    if values["vocab_file"] and values.get("family") in WORD_PIECE_FAMILIES:
+    if values["vocab_file"] and base_family(values.get("family") or "gpt") in WORD_PIECE_FAMILIES:
         return "BertWordPieceLowerCase"
     return "HuggingFaceTokenizer"
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from .._common.console import emit
 from .options import OptionSpec
-from .resolve import concern_types, option_specs
+from .resolve import built_in_concerns, built_in_specs
 
 
 def _row(spec: OptionSpec) -> str:
@@ -18,8 +18,8 @@ def _row(spec: OptionSpec) -> str:
 def options_markdown() -> str:
     """One table per concern: flag, value, default, meaning. The concern's name is the table's name in a file."""
     parts = []
-    for concern, kind in concern_types().items():
-        rows = [_row(spec) for spec in option_specs().values() if spec.concern == concern and spec.is_flag]
+    for concern, kind in built_in_concerns().items():
+        rows = [_row(spec) for spec in built_in_specs().values() if spec.concern == concern and spec.is_flag]
         about = (kind.__doc__ or "").splitlines()[0]
         parts.append(
             "\n".join(

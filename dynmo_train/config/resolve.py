@@ -17,6 +17,7 @@ from .._common.errors import UsageError
 from ..formats.input_text import read_input
 from ..formats.os_errors import reason
 from .deepspeed import read_deepspeed
+from .extensions import base_family, installed_options
 from .options import Facts, OptionSpec, Source, concern_specs
 from .schema import Config
 
@@ -41,7 +42,7 @@ def dry_run_values(family: str, flags: Mapping[str, Any], file: Mapping[str, Any
     said = flags.get("vocab_size") or file.get("vocab_size")
     files = (flags.get(name) or file.get(name) for name in ("tokenizer_model", "vocab_file"))
     told = said or any(name and os.path.exists(name) for name in files)
-    values = {**DRY_RUN_VALUES, **({} if told else {"vocab_size": PUBLISHED_VOCABULARIES[family]})}
+    values = {**DRY_RUN_VALUES, **({} if told else {"vocab_size": PUBLISHED_VOCABULARIES[base_family(family)]})}
     if flags.get("train_samples") or file.get("train_samples"):
         del values["train_iters"]
     return values
@@ -55,16 +56,51 @@ def dry_run_processes(flags: Mapping[str, Any], file: Mapping[str, Any]) -> int:
 
 
 @cache
-def concern_types() -> dict[str, type]:
-    """The dataclass of each concern, in order."""
+def built_in_concerns() -> dict[str, type]:
+    """The dataclass of each concern of this package, in order."""
     hints = get_type_hints(Config)
-    return {entry.name: hints[entry.name] for entry in fields(Config) if entry.name != "sources"}
+    return {entry.name: hints[entry.name] for entry in fields(Config) if entry.name not in ("extensions", "sources")}
+
+
+@cache
+def built_in_specs() -> dict[str, OptionSpec]:
+    """Every option of this package by its name, in order of declaration."""
+    return {spec.name: spec for concern, kind in built_in_concerns().items() for spec in concern_specs(concern, kind)}
+
+
+@cache
+def installed_specs() -> dict[str, OptionSpec]:
+    """The options that installed packages declare.
+
+    Raises:
+        UsageError: one of them has the name of a table or an option that exists.
+    """
+    found: dict[str, OptionSpec] = {}
+    for concern, kind in installed_options().items():
+        if concern in built_in_concerns():
+            raise UsageError(
+                f"the entry point {concern!r} ({kind.__module__}) has the name of the table [{concern}]; rename it, or"
+                " remove its package"
+            )
+        for spec in concern_specs(concern, kind):
+            if spec.name in built_in_specs() or spec.name in found:
+                raise UsageError(
+                    f"the entry point {concern!r} ({kind.__module__}) declares {spec.flag}, which exists; rename the"
+                    " option, or remove its package"
+                )
+            found[spec.name] = spec
+    return found
+
+
+def concern_types() -> dict[str, type]:
+    """The dataclass of each concern, in order: this package's, then those of installed packages."""
+    return built_in_concerns() | dict(installed_options())
 
 
 @cache
 def option_specs() -> dict[str, OptionSpec]:
-    """Every declared option by its name, in order of declaration."""
-    return {spec.name: spec for concern, kind in concern_types().items() for spec in concern_specs(concern, kind)}
+    """Every declared option by its name: this package's in order of declaration, then those of installed packages."""
+    return built_in_specs() | installed_specs()
 
 
 def config_document(config: Config) -> dict[str, Any]:
@@ -72,7 +108,7 @@ def config_document(config: Config) -> dict[str, Any]:
     values: dict[str, Any] = {}
     sources: dict[str, Any] = {}
     for spec in option_specs().values():
-        values.setdefault(spec.concern, {})[spec.name] = getattr(getattr(config, spec.concern), spec.name)
+        values.setdefault(spec.concern, {})[spec.name] = getattr(config.concern(spec.concern), spec.name)
         sources.setdefault(spec.concern, {})[spec.name] = config.sources[spec.name]
     return {"config": values, "config_sources": sources}
 
@@ -223,7 +259,8 @@ def resolve(
         concern: kind(**{spec.name: values[spec.name] for spec in specs.values() if spec.concern == concern})
         for concern, kind in concern_types().items()
     }
-    return Config(**concerns, sources=sources)
+    extensions = {name: concerns.pop(name) for name in installed_options()}
+    return Config(**concerns, extensions=extensions, sources=sources)
 
 
 def _derive(values: dict[str, Any], sources: dict[str, Source], facts: Facts) -> list[Problem]:

@@ -11,13 +11,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from .._common.document import MAX_EXPERTS, MAX_JOBS, MAX_LAYERS, MAX_MICROBATCHES, MAX_RANKS, MAX_SAMPLES
 from .batch_schedule import BatchSizes, Curriculum
 from .compression import CompressionConfig
 from .data import DataConfig
 from .emulation import EmulationConfig
+from .extensions import base_family
 from .ict import IctConfig
 from .optimizer import OptimizerConfig
 from .options import Facts, Source, option
@@ -25,7 +26,6 @@ from .parse import batch_sizes_of, iters_of_samples
 from .precision import PrecisionConfig
 from .techniques import DepthConfig, ExitConfig, FreezingConfig, PruningConfig, SparseAttentionConfig
 
-Family = Literal["gpt", "bert", "ict", "t5", "llama"]
 MoeRouting = Literal["topk", "expert-choice", "balanced"]
 Positions = Literal["learned", "rotary", "relative"]
 Device = Literal["auto", "cpu", "cuda"]
@@ -50,6 +50,7 @@ Balancer = Literal[
     "diffusion_param",
 ]
 BalancePolicy = Literal["never", "always", "threshold", "regret"]
+Options = TypeVar("Options")
 
 
 def blocks_make_stages(values: Mapping[str, Any]) -> int:
@@ -61,14 +62,14 @@ def blocks_make_stages(values: Mapping[str, Any]) -> int:
 
 
 def _is_llama(values: Mapping[str, Any]) -> bool:
-    return bool(values["family"] == "llama")
+    return base_family(values["family"]) == "llama"
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
     """Shape of the model."""
 
-    family: Family = option("Family of the model, which the subcommand names.", default="gpt", flag=False)
+    family: str = option("Family of the model, which the subcommand names.", default="gpt", flag=False)
     num_layers: int = option(
         "Number of transformer blocks; of a T5 those of the encoder.", minimum=1, maximum=MAX_LAYERS
     )
@@ -120,7 +121,7 @@ class ModelConfig:
         minimum=1,
         derive=(
             "--seq-length (of a T5 the longer side)",
-            lambda v, _: max(v["seq_length"], v["decoder_seq_length"] if v["family"] == "t5" else 1),
+            lambda v, _: max(v["seq_length"], v["decoder_seq_length"] if base_family(v["family"]) == "t5" else 1),
         ),
     )
     rotary_base: float = option("Base of the rotary frequencies (llama).", default=10000.0, above=0)
@@ -172,6 +173,11 @@ class ModelConfig:
         "Give the head a weight of its own, apart from the embedding's.",
         derive=("true for llama", lambda v, _: _is_llama(v)),
     )
+
+    @property
+    def base_family(self) -> str:
+        """The built-in family whose samples, defaults and option rules the family has."""
+        return base_family(self.family)
 
 
 def _implies_replicas(values: Mapping[str, Any], facts: Facts) -> bool:
@@ -433,7 +439,9 @@ class RunConfig:
 class Config:
     """A complete training run: every option has its value. Derived defaults are filled in, in this order.
 
-    ``sources`` says of each option, by name, where its value came from; two equal runs may differ in it.
+    Attributes:
+        extensions: options that installed packages declare, by the name of their table.
+        sources: where the value of each option came from; two equal runs may differ in it.
     """
 
     model: ModelConfig
@@ -452,7 +460,16 @@ class Config:
     balance: BalanceConfig
     emulation: EmulationConfig
     run: RunConfig
+    extensions: Mapping[str, Any] = field(default_factory=dict)
     sources: Mapping[str, Source] = field(default_factory=dict, compare=False)
+
+    def concern(self, name: str) -> Any:
+        """The options of one table, built in or of an installed package."""
+        return self.extensions[name] if name in self.extensions else getattr(self, name)
+
+    def options_of(self, kind: type[Options]) -> Options:
+        """The options that an installed package declares by the dataclass ``kind``."""
+        return next(values for values in self.extensions.values() if isinstance(values, kind))
 
     @property
     def microbatches(self) -> int:

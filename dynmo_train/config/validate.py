@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from .._common.document import DocumentError, Problem
+from .extensions import installed_techniques
 from .rules.compiling import COMPILING_RULES
 from .rules.compression import COMPRESSION_RULES
 from .rules.effect import EFFECT_RULES
@@ -28,7 +29,8 @@ RULES: tuple[Rule, ...] = (
 
 def validate(config: Config, world_size: int) -> list[Problem]:
     """Every contradiction between options, for a run of ``world_size`` processes."""
-    return [problem for rule in RULES for problem in rule(config, world_size)]
+    installed = (spec.check for spec in installed_techniques().values() if spec.check is not None)
+    return [problem for rule in (*RULES, *installed) for problem in rule(config, world_size)]
 
 
 def check(config: Config, world_size: int) -> None:

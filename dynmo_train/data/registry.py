@@ -223,7 +223,7 @@ BUILDERS: Mapping[str, Callable[[Config], BuildPart]] = {
 
 def part_builder(config: Config) -> BuildPart:
     """What builds the samples of a part for the family of a run; raises ``UsageError`` where options do not fit."""
-    return BUILDERS[config.model.family](config)
+    return BUILDERS[config.model.base_family](config)
 
 
 def shapes_of(config: Config) -> dict[str, torch.Tensor]:
@@ -234,7 +234,7 @@ def shapes_of(config: Config) -> dict[str, torch.Tensor]:
         "ict": len(BLOCK_COLUMNS) * model.seq_length,
         "t5": 2 * model.seq_length + 3 * model.decoder_seq_length,
     }
-    columns = widths.get(model.family, model.seq_length + 1)
+    columns = widths.get(model.base_family, model.seq_length + 1)
     return tensors_of(config)(np.zeros((config.training.micro_batch_size, columns), dtype=np.int64))
 
 
@@ -245,4 +245,4 @@ def tensors_of(config: Config) -> Tensors:
         "ict": block_tensors,
         "t5": partial(span_tensors, seq_length=config.model.seq_length),
     }
-    return makers.get(config.model.family, causal_tensors)
+    return makers.get(config.model.base_family, causal_tensors)

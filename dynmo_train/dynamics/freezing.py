@@ -1,31 +1,40 @@
-"""Freezing of the front: from given steps on, the embedding's lookup and the first layers run no backward.
+"""Layer freezing: from given steps on, the embedding and the first layers run no backward and receive no update.
 
-The frozen items keep their forward (with dropout). Their optimizer state is dropped: a front never thaws. A weight that
-is tied to the head goes on training through it, unless ``freeze_tied``.
+Frozen items keep their forward, with dropout. Their optimizer state is dropped: a frozen front never trains again. A
+weight that is tied to the head keeps training through the head, unless ``freeze_tied`` is set.
+
+    items      embedding | layers.0 | layers.1 | layers.2 | ... | head
+    step 1000  └─ frozen_items ─┘                 no autograd graph up to here: no backward, no gradient sent
+    step 2000  └────── frozen_items ──────┘
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
+from functools import partial
+from typing import TYPE_CHECKING
 
+from ..config.extensions import TechniqueSpec
 from ..models.layer_list import SUBLAYERS, ItemSpec, parameters_of
-from ..optim.item_store import ItemStore
-from ..parallel.process_groups import World
-from .technique import Event
+from .technique import Event, Technique, TechniqueBuilder, TechniqueContext
+
+if TYPE_CHECKING:
+    from ..config import Config
 
 
 def layers_of(items: Sequence[ItemSpec]) -> list[str]:
-    """Names of the blocks, in list order; a block may be one item."""
+    """Names of the transformer blocks, in list order; a block is one item or several."""
     blocks = (item for item in items if item.kind in SUBLAYERS or (item.kind == "layer" and item.name[-1].isdecimal()))
     return list(dict.fromkeys(item.layer for item in blocks))
 
 
 def frozen_items(items: Sequence[ItemSpec], schedule: Sequence[tuple[int, int]], step: int) -> tuple[str, ...]:
-    """Names of the items that are frozen after ``step``: embedding and first layers, in list order.
+    """Names of the items that are frozen after ``step``: the embedding and the first layers, in list order.
 
     Args:
+        items: the layer list.
         schedule: (step, number of frozen layers from then on), in order of step.
+        step: the last completed optimizer step.
     """
     count = max((layers for at, layers in schedule if at <= step), default=0)
     if count == 0:
@@ -35,39 +44,26 @@ def frozen_items(items: Sequence[ItemSpec], schedule: Sequence[tuple[int, int]],
     return tuple(item.name for item in items[: last + 1])
 
 
-class LayerFreezing:
-    """Keeps the frozen front of the held items as the schedule says."""
+class LayerFreezing(Technique):
+    """Freezes the front of the model as a schedule says.
 
-    def __init__(
-        self,
-        schedule: Sequence[tuple[int, int]],
-        items: Sequence[ItemSpec],
-        store: ItemStore,
-        ties: Mapping[str, str],
-        freeze_tied: bool,
-    ) -> None:
-        self.schedule, self.items, self.store = tuple(schedule), items, store
+    Args:
+        schedule: (step, number of frozen layers from then on), in order of step.
+        freeze_tied: whether weights that the front shares with the head are frozen too.
+        context: what the technique works on.
+    """
+
+    def __init__(self, schedule: Sequence[tuple[int, int]], freeze_tied: bool, context: TechniqueContext) -> None:
+        self.schedule = tuple(schedule)
+        self.items, self.store = context.family.items, context.store
+        ties = context.family.ties
         self._still_training = set() if freeze_tied else {*ties, *ties.values()}
         self._frozen_weights = {*ties, *ties.values()} if freeze_tied else set()
-        self.frozen: tuple[str, ...] = ()
-
-    def before_step(self, step: int) -> None:
-        """Called before each step; a schedule needs nothing of it."""
-
-    def set_world(self, world: World) -> None:
-        """Go on among the processes of ``world``: some have left; a schedule needs nothing of it."""
-
-    def state(self) -> dict[str, Any] | None:
-        """What a checkpoint keeps beside the frozen items; None for a schedule."""
-        return None
-
-    def load_state(self, state: Mapping[str, Any] | None) -> None:
-        """Go on from what ``state`` gave, before ``resume``."""
 
     def after_step(self, step: int) -> Event | None:
-        """Freeze what is due after this step."""
+        """Freeze the layers that are due after this step."""
         due = frozen_items(self.items, self.schedule, step)
-        if due == self.frozen:
+        if due == self.frozen_items:
             return None
         self.resume(step)
         later = [at for at, _ in self.schedule if at > step]
@@ -81,16 +77,37 @@ class LayerFreezing:
         )
 
     def resume(self, step: int) -> None:
-        """Freeze what is frozen after ``step``, and drop its optimizer state."""
-        self.frozen = frozen_items(self.items, self.schedule, step)
-        self.store.drop_moments(self.without_updates())
+        """Freeze the layers that are frozen after ``step``, and drop their optimizer state."""
+        self.frozen_items = frozen_items(self.items, self.schedule, step)
+        self.store.drop_moments(self.frozen_parameters())
 
-    def without_updates(self) -> set[str]:
-        """Names of the held parameters that train no more."""
+    def frozen_parameters(self) -> set[str]:
+        """Names of this process's parameters that receive no update."""
         names = {
             name
-            for item in self.frozen
+            for item in self.frozen_items
             if item in self.store.modules
             for name in parameters_of(item, self.store.modules[item])
         }
-        return (names - self._still_training) | (self._frozen_weights if self.frozen else set())
+        return (names - self._still_training) | (self._frozen_weights if self.frozen_items else set())
+
+
+def _build(config: Config) -> TechniqueBuilder | None:
+    from .plasticity import AdaptiveFreezing, PlasticityRule
+
+    options = config.freezing
+    if options.freeze_adaptive:
+        rule = PlasticityRule(
+            interval=options.freeze_interval,
+            window=options.freeze_window,
+            tolerance=options.freeze_tolerance,
+            patience=options.freeze_patience,
+            max_layers=config.model.num_layers - 1,
+        )
+        return partial(AdaptiveFreezing, rule, options.freeze_tied)
+    if options.freeze_steps:
+        return partial(LayerFreezing, options.freeze_steps, options.freeze_tied)
+    return None
+
+
+TECHNIQUE = TechniqueSpec(build=_build)

@@ -1,27 +1,37 @@
-"""Gradual pruning of the weakest, over the whole model or layer by layer.
+"""Gradual pruning by magnitude, over the whole model or in each layer.
 
-Over the model that is the exact k-th magnitude over all workers, without gathering a weight. Schedule: Zhu and Gupta,
-arXiv 1710.01878, equation 1. Pruned are the matrices of attention and MLP items that train.
+Schedule: Zhu and Gupta, arXiv:1710.01878, equation 1. The matrices of attention and MLP items are pruned, except those
+of frozen items. Global pruning finds the exact k-th smallest magnitude over all workers without gathering a weight:
+
+    each worker       weights ─▶ scores ─▶ histogram of one digit (2,048 or 1,024 counts)
+    all workers       sum of the histograms ─▶ the digit of the k-th smallest score ─▶ next digit (three rounds)
+    each worker       mask = scores above the threshold ─▶ weight and moments become zero elsewhere
+
+Counts are integers, so the threshold is the same bits on every partition.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from functools import partial
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from ..config.extensions import TechniqueSpec
 from ..models.layer_list import masks_of
 from ..models.linear import PrunableLinear
-from ..optim.item_store import ItemStore
 from ..parallel.process_groups import World, sum_over, sum_over_model
 from .pruning_units import PruningRule, Units, single_weights, units_of
-from .technique import Event
+from .technique import Event, Technique, TechniqueBuilder, TechniqueContext
+
+if TYPE_CHECKING:
+    from ..config import Config
 
 KINDS = {"unstructured": ("weights",), "2:4": ("weights",), "block": ("weights",), "structured": ("heads", "columns")}
 
-# A float32 magnitude has 31 bits; ordering floats >= 0 is ordering their bits. Three digits of 11, 10 and 10 bits.
+# Nonnegative float32 values order as their 31 bits do. (shift, number of values) of three digits: 11, 10 and 10 bits.
 DIGITS = ((20, 2048), (10, 1024), (0, 1024))
 
 
@@ -30,9 +40,11 @@ class CubicSchedule:
     """Sparsity over steps: ``final + (initial - final) (1 - (t - start) / (end - start))^3``.
 
     Attributes:
-        start, end: steps of the first and the last pruning.
-        every: steps between prunings; the last one is always at ``end``, with exactly ``final``.
-        initial, final: fractions of pruned weights.
+        start: step of the first pruning.
+        end: step of the last pruning, which reaches exactly ``final``.
+        every: steps between prunings.
+        initial: fraction of pruned weights at ``start``.
+        final: fraction of pruned weights at ``end``.
     """
 
     start: int
@@ -49,17 +61,17 @@ class CubicSchedule:
         """The sparsity to reach at ``step``: 0 to 0.9 over 40 steps is 0.52, 0.79, 0.89, 0.9 at 10, 20, 30, 40."""
         if step >= self.end:
             return self.final
-        left = 1.0 - max(0, step - self.start) / (self.end - self.start)
-        return self.final + (self.initial - self.final) * left**3
+        remaining = 1.0 - max(0, step - self.start) / (self.end - self.start)
+        return self.final + (self.initial - self.final) * remaining**3
 
     def last_until(self, step: int) -> int | None:
-        """The last step up to ``step`` after which weights were pruned, None where there was none."""
+        """The last step up to ``step`` after which weights were pruned; None before the first pruning."""
         if step < self.start:
             return None
         return self.end if step >= self.end else step - (step - self.start) % self.every
 
     def next_after(self, step: int) -> int | None:
-        """The next step at which weights are pruned, None when there is none."""
+        """The next step after which weights are pruned; None after the last pruning."""
         if step >= self.end:
             return None
         if step < self.start:
@@ -70,16 +82,20 @@ class CubicSchedule:
 def kth_magnitude_bits(
     weights: Sequence[torch.Tensor], rank: int, total: Callable[[torch.Tensor], torch.Tensor]
 ) -> int:
-    """The bits of the ``rank``-th smallest magnitude (from 1) over all workers' float32 ``weights``.
+    """The bits of the ``rank``-th smallest magnitude over all workers.
 
-    Selection by digits: histograms of one digit at a time are summed over the workers, 4,096 counts in all, whatever
-    the size of the model. Exact, and independent of which worker holds which weight.
+    Radix selection: the histogram of one digit at a time is summed over the workers, 4,096 counts in all whatever the
+    size of the model. The result is exact and does not depend on which worker holds which weight.
 
     Args:
+        weights: float32 tensors of this worker, of any shape.
+        rank: counts from 1.
         total: sums an int64 tensor over all workers.
+
+    Returns:
+        The 31 bits of the magnitude as an integer.
     """
-    prefix = 0
-    left = rank
+    prefix, remaining = 0, rank
     for shift, size in DIGITS:
         counts = torch.zeros(size, dtype=torch.int64)
         for weight in weights:
@@ -90,45 +106,55 @@ def kth_magnitude_bits(
             digit = (bits >> shift) & (size - 1)
             counts += torch.bincount(digit, minlength=size).cpu()
         running = total(counts).cumsum(0)
-        digit_found = int(torch.searchsorted(running, left))
-        left -= int(running[digit_found - 1]) if digit_found else 0
+        digit_found = int(torch.searchsorted(running, remaining))
+        remaining -= int(running[digit_found - 1]) if digit_found else 0
         prefix |= digit_found << shift
     return prefix
 
 
-class OwnUnits(NamedTuple):
-    """Units of an item on this process; ``counted`` where it counts them (replicas may have the same ones)."""
+class ItemUnits(NamedTuple):
+    """Units of one item on this process.
+
+    Attributes:
+        item: name of the item.
+        names: layer -> global name of its weight.
+        units: what is pruned.
+        is_counted: whether this process counts them; replicas hold the same units.
+    """
 
     item: str
     names: Mapping[PrunableLinear, str]
     units: Units
-    counted: bool
+    is_counted: bool
 
 
-class GradualPruning:
-    """Prunes the held weights after the steps of the schedule; frozen items are left alone."""
+class GradualPruning(Technique):
+    """Prunes after the steps of a schedule; frozen items keep their weights.
 
-    def __init__(
-        self,
-        schedule: CubicSchedule,
-        store: ItemStore,
-        frozen: Callable[[], Sequence[str]],
-        world: World,
-        rule: PruningRule,
-    ) -> None:
-        self.schedule, self.store, self._frozen, self._world, self.rule = schedule, store, frozen, world, rule
+    Args:
+        schedule: when, and to which sparsity.
+        rule: what is pruned.
+        context: what the technique works on.
+
+    Attributes:
+        sparsity: fraction of pruned weights after the last pruning, over the whole model.
+    """
+
+    def __init__(self, schedule: CubicSchedule, rule: PruningRule, context: TechniqueContext) -> None:
+        self.schedule, self.rule = schedule, rule
+        self.store, self._world, self._frozen = context.store, context.world, context.frozen_items
         self.sparsity = schedule.initial
 
     def set_world(self, world: World) -> None:
-        """Go on among the processes of ``world``: some have left."""
+        """Continue on the processes of ``world``."""
         self._world = world
 
-    def _units(self) -> list[OwnUnits]:
+    def _units(self) -> list[ItemUnits]:
         """The units of this process."""
-        left_alone = set(self._frozen())
-        found: list[OwnUnits] = []
+        frozen = set(self._frozen())
+        found: list[ItemUnits] = []
         for item, module in self.store.modules.items():
-            if item in left_alone:
+            if item in frozen:
                 continue
             names = {layer: name for name, layer in masks_of(item, module).items()}
             if self.store.fsdp is not None:
@@ -136,15 +162,15 @@ class GradualPruning:
                 of_item = [single_weights(layer, own[name]) for layer, name in names.items()]
             else:
                 of_item = list(units_of(module, self.rule))
-            found += [OwnUnits(item, names, units, self.store.counts(names[units.layers[0]])) for units in of_item]
+            found += [ItemUnits(item, names, units, self.store.counts(names[units.layers[0]])) for units in of_item]
         return found
 
     def _total(self, counts: torch.Tensor) -> torch.Tensor:
-        groups = self._world.groups
-        return sum_over(groups.expert if self.store.fsdp is None else groups.data, sum_over_model(self._world, counts))
+        group = self._world.groups.expert if self.store.fsdp is None else self._world.groups.data
+        return sum_over(group, sum_over_model(self._world, counts))
 
     def after_step(self, step: int) -> Event | None:
-        """Prune to the schedule's sparsity where it is due."""
+        """Prune to the schedule's sparsity where that is due."""
         if not self.schedule.is_due(step):
             return None
         target = self.schedule.at(step)
@@ -154,10 +180,10 @@ class GradualPruning:
         for each, threshold in zip(units, thresholds, strict=True):
             scores = each.units.scores
             keep = scores.view(torch.int32) > threshold
-            if each.units.last_stays and not bool(keep.any()):
+            if each.units.keeps_strongest and not bool(keep.any()):
                 keep[scores.argmax()] = True
             for layer, mask in each.units.prune(keep):
-                if each.counted:
+                if each.is_counted:
                     counts += torch.tensor([mask.numel() - int(mask.sum()), mask.numel()])
                 if target > 0:
                     name = each.names[layer]
@@ -172,24 +198,41 @@ class GradualPruning:
             next_expected_step=self.schedule.next_after(step),
         )
 
-    def _thresholds(self, units: Sequence[OwnUnits], share: float) -> list[int]:
-        """For each of ``units`` the bits of the highest score that is pruned, -1 where none is."""
+    def _thresholds(self, units: Sequence[ItemUnits], share: float) -> list[int]:
+        """For each of ``units`` the bits of the highest score that is pruned; -1 where none is."""
         if self.rule.scope == "layer":
             ranks = [round(share * each.units.scores.numel()) for each in units]
             return [
                 kth_magnitude_bits([each.units.scores], rank, lambda counts: counts) if rank else -1
                 for each, rank in zip(units, ranks, strict=True)
             ]
-        # Every worker goes through the same kinds: it may hold none of one.
+        # A worker may hold no unit of a kind, and must take part in the sums all the same.
         found: dict[str, int] = {}
         for kind in KINDS[self.rule.mode]:
-            scores = [each.units.scores for each in units if each.counted and each.units.kind == kind]
+            scores = [each.units.scores for each in units if each.is_counted and each.units.kind == kind]
             count = int(self._total(torch.tensor([sum(each.numel() for each in scores)], dtype=torch.int64)))
             rank = round(share * count)
             found[kind] = kth_magnitude_bits(scores, rank, self._total) if rank else -1
         return [found[each.units.kind] for each in units]
 
     def resume(self, step: int) -> None:
-        """Masks come with the items; only the figure for the log is taken up."""
+        """Restore the sparsity; the masks are stored with the items."""
         if (last := self.schedule.last_until(step)) is not None:
             self.sparsity = self.schedule.at(last)
+
+
+def _build(config: Config) -> TechniqueBuilder | None:
+    options = config.pruning
+    if not options.sparsify:
+        return None
+    schedule = CubicSchedule(
+        start=options.pruning_start_iter,
+        end=options.pruning_end_iter,
+        every=options.pruning_freq,
+        initial=options.initial_sparsity,
+        final=options.final_sparsity,
+    )
+    return partial(GradualPruning, schedule, PruningRule(mode=options.pruning_mode, scope=options.pruning_scope))
+
+
+TECHNIQUE = TechniqueSpec(build=_build)

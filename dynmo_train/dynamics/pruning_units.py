@@ -1,7 +1,9 @@
-"""What pruning prunes: single weights, two of four, blocks, or heads and MLP columns, by scores.
+"""Units of pruning: single weights, two of four, blocks, or attention heads and MLP columns, each with a score.
 
-A unit is pruned whole. Its score is a function of its own weights, so the worker that holds them computes it; which
-units are the weakest is decided over all workers.
+A unit is pruned as a whole. Its score is a function of its own weights, so the worker that holds them computes it;
+``pruning.py`` finds the lowest scores over all workers.
+
+Shapes in names: O and I rows and columns of a weight, i.e. output and input features.
 """
 
 from __future__ import annotations
@@ -23,19 +25,19 @@ Scope = Literal["global", "layer"]
 
 @dataclass(frozen=True, kw_only=True)
 class PruningRule:
-    """What is pruned, and what it competes with.
+    """What is pruned, and among which units the lowest scores are sought.
 
     Attributes:
-        mode: ``unstructured`` (single weights), ``2:4`` (the two weakest of four in a row), ``block`` (32 x 32 weights)
-            or ``structured`` (heads, or key-value groups with their heads, and MLP columns).
-        scope: whether the weakest are sought over the whole model (``global``) or in each ``layer`` of weights alone.
+        mode: ``unstructured`` (single weights), ``2:4`` (the two smallest of four in a row), ``block`` (32 x 32
+            weights) or ``structured`` (heads, or key-value groups with their heads, and MLP columns).
+        scope: over the whole model (``global``) or in each weight matrix (``layer``).
     """
 
     mode: Mode = "unstructured"
     scope: Scope = "global"
 
     def share(self, sparsity: float) -> float:
-        """The share of units to prune for a sparsity: a pruned group of four loses half of its weights."""
+        """The fraction of units to prune for a sparsity: a pruned group of four loses half of its weights."""
         return min(1.0, 2 * sparsity) if self.mode == "2:4" else sparsity
 
 
@@ -47,18 +49,18 @@ class Units:
     """The units of one weight, or of the weights of one sublayer.
 
     Attributes:
-        layers: whose weights they are made of.
-        kind: units compete with units of their kind: ``weights``, ``heads`` or ``columns``.
-        scores: float32, at least 0, one a unit.
-        prune: given a boolean for each unit, true = kept, the masks of the layers that they are made of.
-        last_stays: whether the strongest one is never pruned.
+        layers: the layers whose weights the units consist of.
+        kind: ``weights``, ``heads`` or ``columns``; scores are compared within a kind.
+        scores: float32 ``[units]``, at least 0.
+        prune: from a boolean tensor ``[units]``, true where a unit is kept, to the masks of the layers.
+        keeps_strongest: whether the unit of the highest score is never pruned.
     """
 
     layers: tuple[PrunableLinear, ...]
     kind: str
     scores: torch.Tensor
     prune: Callable[[torch.Tensor], list[tuple[PrunableLinear, torch.Tensor]]]
-    last_stays: bool = False
+    keeps_strongest: bool = False
 
 
 def units_of(module: nn.Module, rule: PruningRule) -> Iterator[Units]:
@@ -76,7 +78,7 @@ def units_of(module: nn.Module, rule: PruningRule) -> Iterator[Units]:
 
 
 def single_weights(layer: PrunableLinear, own: torch.Tensor) -> Units:
-    """Every weight of ``own``: the layer's weight, or the rows of it that this process holds."""
+    """Every weight of ``own``, the layer's weight ``[O, I]`` or the rows of it that this process holds."""
     weight = own.detach()
     return Units(
         layers=(layer,),
@@ -91,7 +93,10 @@ def _weights(layer: PrunableLinear) -> Units:
 
 
 def _fours(layer: PrunableLinear) -> Units:
-    """Groups of four in a row; a group's score is what it would lose, its two weakest. A rest of a row is no unit."""
+    """Groups of four in a row, with the sum of the two smallest magnitudes as the score.
+
+    The last ``I % 4`` weights of a row belong to no group and are never pruned.
+    """
     weight = layer.weight.detach()
     outputs, inputs = weight.shape
     whole = inputs - inputs % 4
@@ -139,7 +144,8 @@ def _heads(attention: SelfAttention) -> Units:
         return [(attention.qkv, kept_rows.clone()), (attention.dense, kept_columns.clone())]
 
     scores = _root_mean_square(squares, rows * qkv.shape[1] + columns * dense.shape[0])
-    return Units(layers=(attention.qkv, attention.dense), kind="heads", scores=scores, prune=prune, last_stays=True)
+    layers = (attention.qkv, attention.dense)
+    return Units(layers=layers, kind="heads", scores=scores, prune=prune, keeps_strongest=True)
 
 
 def _columns(mlp: FeedForward) -> Units:
@@ -153,6 +159,5 @@ def _columns(mlp: FeedForward) -> Units:
         return [*masks, (mlp.fc2, keep[None, :].expand_as(last).clone())]
 
     count = sum(layer.weight.shape[1] for layer in first) + last.shape[0]
-    return Units(
-        layers=(*first, mlp.fc2), kind="columns", scores=_root_mean_square(squares, count), prune=prune, last_stays=True
-    )
+    scores = _root_mean_square(squares, count)
+    return Units(layers=(*first, mlp.fc2), kind="columns", scores=scores, prune=prune, keeps_strongest=True)

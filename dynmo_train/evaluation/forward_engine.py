@@ -193,9 +193,6 @@ def forward_engine(
         adamw=AdamWSettings(beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.0),
         rate=_UNUSED_RATE,
         clip=0.0,
-        freeze_steps=(),
-        freeze_tied=False,
-        pruning=None,
         sparse=SparseTable(thresholds=thresholds or BUILT_IN),
         precision=Precision(compute=compute_type(place)),
     )

@@ -6,18 +6,24 @@ Shapes in names: B samples, T tokens, D model width, V vocabulary.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+from ..config.extensions import FamilySpec
 from .blocks import Head
 from .family import Builders, Family, ModelDims, chain_items
 from .layer_list import ItemOutput, ItemSpec
 from .linear import PrunableLinear
+
+if TYPE_CHECKING:
+    from ..config import Config
+    from .bert_tasks import BertTask
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,6 +45,12 @@ class BertShape(EncoderShape):
     """
 
     binary_head: bool = True
+
+    @classmethod
+    def from_config(cls, config: Config, **own: Any) -> Self:
+        """The sizes of a run."""
+        binary = not config.model.bert_no_binary_head
+        return super().from_config(config, binary_head=binary, num_tokentypes=2 if binary else 0, **own)
 
 
 class BertHead(Head):
@@ -154,3 +166,15 @@ class Bert(EncoderFamily[BertShape]):
             "num_tokentypes": shape.num_tokentypes,
             "binary_head": shape.binary_head,
         }
+
+
+def _from_manifest(model: Mapping[str, Any]) -> Bert | BertTask:
+    from .bert_tasks import BertTask, task_of_manifest
+
+    shape, head = BertShape.from_manifest(model), task_of_manifest(model)
+    return Bert(shape) if head is None else BertTask(shape, head)
+
+
+FAMILY = FamilySpec(
+    from_config=lambda config: Bert(BertShape.from_config(config)), from_manifest=_from_manifest, like="bert"
+)

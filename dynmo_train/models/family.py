@@ -8,8 +8,8 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any, ClassVar, Generic, TypeVar
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, Self, TypeVar
 
 import torch
 from torch import nn
@@ -19,6 +19,9 @@ from .blocks import Embedding, Head, Mlp, SelfAttention
 from .layer_list import LOSS, ItemSpec, has_vocabulary_rows
 from .layer_list import split_dim as split_dim_of
 from .moe import MoeMlp, MoeShape
+
+if TYPE_CHECKING:
+    from ..config import Config
 
 WORD = "embedding.word.weight"
 HEAD = "head.weight"
@@ -52,6 +55,23 @@ class ModelDims:
     attention_dropout: float = 0.1
     init_method_std: float = 0.02
     seed: int = 1234
+
+    @classmethod
+    def from_config(cls, config: Config, **own: Any) -> Self:
+        """The sizes of a run: options of the same names as the fields, and ``own``, what a family adds to them."""
+        model, names = config.model, {field.name for field in fields(cls)}
+        shared = {name: getattr(model, name) for name in names - own.keys() if hasattr(model, name)}
+        shared |= {"padded_vocab_size": config.padded_vocab_size, "seed": config.training.seed}
+        return cls(**shared, **own)
+
+    @classmethod
+    def from_manifest(cls, model: Mapping[str, Any]) -> Self:
+        """The sizes that the ``model`` object of a manifest states."""
+        names = {field.name for field in fields(cls)}
+        stated = {name: value for name, value in model.items() if name in names}
+        if "moe" in names:
+            stated["moe"] = MoeShape.of_manifest(model)
+        return cls(**stated)
 
 
 Shape = TypeVar("Shape", bound=ModelDims)

@@ -5,14 +5,18 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TypeVar
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import torch
 from torch import nn
 
+from ..config.extensions import FamilySpec
 from .family import HEAD, WORD, Family, ModelDims, chain_items
 from .layer_list import ItemSpec
 from .moe import MoeShape
+
+if TYPE_CHECKING:
+    from ..config import Config
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,6 +27,12 @@ class GptShape(ModelDims):
     activation: str = "gelu_tanh"
     tied_embeddings: bool = True
     moe: MoeShape | None = None
+
+    @classmethod
+    def from_config(cls, config: Config, **own: Any) -> Self:
+        """The sizes of a run."""
+        tied = not config.model.untie_embeddings_and_output_weights
+        return super().from_config(config, tied_embeddings=tied, moe=MoeShape.from_config(config), **own)
 
 
 Shape = TypeVar("Shape", bound=GptShape)
@@ -57,3 +67,9 @@ class Gpt(Family[Shape]):
         """Blocks and experts."""
         shape = self.shape
         return {"num_layers": shape.num_layers, **(shape.moe.manifest() if shape.moe else {})}
+
+
+FAMILY = FamilySpec(
+    from_config=lambda config: Gpt(GptShape.from_config(config)),
+    from_manifest=lambda model: Gpt(GptShape.from_manifest(model)),
+)

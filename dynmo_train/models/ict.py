@@ -13,18 +13,22 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+from ..config.extensions import FamilySpec
 from ..parallel.collectives import ReplicaGather
 from .bert import EncoderFamily, EncoderShape
 from .blocks import Embedding
 from .family import Builders
-from .layer_list import LOSS, ItemOutput, ItemSpec, parameters_of
+from .layer_list import LOSS, BoundaryShape, ItemOutput, ItemSpec, parameters_of
 from .linear import PrunableLinear
+
+if TYPE_CHECKING:
+    from ..config import Config
 
 QUERY, CONTEXT, EMBEDDED = "query", "context", "query_embedding"
 POOLER, HEAD_ITEM = "query.pooler", "head"
@@ -47,10 +51,17 @@ class IctShape(EncoderShape):
     scaled_scores: bool = False
     top_k: tuple[int, ...] = ()
 
-    @property
-    def embedding_size(self) -> int:
-        """P."""
-        return self.projection_size or self.hidden_size
+    @classmethod
+    def from_config(cls, config: Config, **own: Any) -> Self:
+        """The sizes of a run."""
+        return super().from_config(
+            config,
+            projection_size=config.ict.biencoder_projection_dim,
+            shared_towers=config.ict.biencoder_shared_query_context_model,
+            scaled_scores=config.ict.retriever_score_scaling,
+            top_k=config.ict.top_k,
+            **own,
+        )
 
     @property
     def metrics(self) -> tuple[tuple[str, int], ...]:
@@ -221,3 +232,18 @@ def bert_parameter(name: str) -> str | None:
         own = name.removeprefix(POOLER).removeprefix(HEAD_ITEM)
         return None if own.startswith(".projection.") else HEAD_ITEM + own
     return rest
+
+
+def _boundary(config: Config) -> BoundaryShape:
+    model, batch = config.model, config.training.micro_batch_size
+    stream = (batch, model.seq_length, model.hidden_size)
+    embedded = (batch, config.ict.biencoder_projection_dim or model.hidden_size)
+    return BoundaryShape(shapes={QUERY: stream, EMBEDDED: embedded, CONTEXT: stream, LOSS: ()})
+
+
+FAMILY = FamilySpec(
+    from_config=lambda config: Ict(IctShape.from_config(config)),
+    from_manifest=lambda model: Ict(IctShape.from_manifest(model)),
+    boundary=_boundary,
+    like="ict",
+)

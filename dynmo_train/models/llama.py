@@ -8,13 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import nn
 
+from ..config.extensions import FamilySpec
 from .gpt import Gpt, GptShape
 from .positions import Rotary
+
+if TYPE_CHECKING:
+    from ..config import Config
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,6 +33,26 @@ class LlamaShape(GptShape):
     tied_embeddings: bool = False
     hidden_dropout: float = 0.0
     attention_dropout: float = 0.0
+
+    @classmethod
+    def from_config(cls, config: Config, **own: Any) -> Self:
+        """The sizes of a run."""
+        model = config.model
+        # Llama 3.1's own values; only the factor differs between its sizes.
+        scaling = {
+            "rope_type": "llama3",
+            "factor": model.rope_scaling_factor,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 8192,
+        }
+        return super().from_config(
+            config,
+            num_key_value_heads=model.num_query_groups,
+            head_dim=model.kv_channels,
+            rotary_scaling=scaling if model.use_rope_scaling else None,
+            **own,
+        )
 
 
 class Llama(Gpt[LlamaShape]):
@@ -67,3 +91,9 @@ class Llama(Gpt[LlamaShape]):
             "rotary_base": shape.rotary_base,
             "rotary_scaling": None if shape.rotary_scaling is None else dict(shape.rotary_scaling),
         }
+
+
+FAMILY = FamilySpec(
+    from_config=lambda config: Llama(LlamaShape.from_config(config)),
+    from_manifest=lambda model: Llama(LlamaShape.from_manifest(model)),
+)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -19,6 +19,9 @@ from ..parallel.expert_parallel import TokenDispatcher
 from .blocks import FeedForward
 from .layer_list import ItemOutput
 from .moe_routing import balanced_assignment, expert_choice
+
+if TYPE_CHECKING:
+    from ..config import Config
 
 TOPK, EXPERT_CHOICE, BALANCED = "topk", "expert-choice", "balanced"
 
@@ -60,6 +63,21 @@ class MoeShape:
             "moe_capacity_factor": self.capacity_factor,
             "moe_routing": self.routing,
         }
+
+    @classmethod
+    def from_config(cls, config: Config) -> MoeShape | None:
+        """The experts of a run; None where it has none."""
+        model = config.model
+        if model.num_experts is None:
+            return None
+        return cls(
+            num_experts=model.num_experts,
+            top_k=model.moe_router_topk,
+            aux_loss_coeff=model.moe_aux_loss_coeff,
+            z_loss_coeff=model.moe_z_loss_coeff,
+            capacity_factor=model.moe_expert_capacity_factor,
+            routing=model.moe_routing,
+        )
 
     @classmethod
     def of_manifest(cls, model: Mapping[str, Any]) -> MoeShape | None:

@@ -9,15 +9,19 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 import torch
 from torch import nn
 
+from ..config.extensions import FamilySpec
 from .blocks import CrossAttention, SelfAttention
 from .family import Builders, Family, ModelDims
-from .layer_list import LOSS, ItemSpec
+from .layer_list import LOSS, BoundaryShape, ItemSpec
 from .positions import RelativeBias
+
+if TYPE_CHECKING:
+    from ..config import Config
 
 WORD, POSITION = "encoder.embedding.word.weight", "encoder.embedding.position.weight"
 ENCODER, DECODER = "encoder", "decoder"
@@ -33,6 +37,23 @@ class T5Shape(ModelDims):
     position_embedding: Literal["learned", "relative"] = "learned"
     relative_buckets: int = 32
     relative_max_distance: int = 128
+
+    @classmethod
+    def from_config(cls, config: Config, **own: Any) -> Self:
+        """The sizes of a run."""
+        model = config.model
+        relative = model.position_embedding_type == "relative"
+        return super().from_config(
+            config,
+            num_encoder_layers=model.num_layers,
+            num_decoder_layers=model.decoder_num_layers,
+            head_dim=model.kv_channels,
+            position_embedding="relative" if relative else "learned",
+            relative_buckets=model.relative_attention_num_buckets,
+            relative_max_distance=model.relative_attention_max_distance,
+            activation="relu" if relative else "gelu",
+            **own,
+        )
 
     @property
     def is_relative(self) -> bool:
@@ -193,3 +214,22 @@ class T5(Family[T5Shape]):
             "position_embedding": shape.position_embedding,
             **(relative if shape.is_relative else {}),
         }
+
+
+def _boundary(config: Config) -> BoundaryShape:
+    model, batch = config.model, config.training.micro_batch_size
+    return BoundaryShape(
+        shapes={
+            ENCODER: (batch, model.seq_length, model.hidden_size),
+            DECODER: (batch, model.decoder_seq_length, model.hidden_size),
+            LOSS: (),
+        }
+    )
+
+
+FAMILY = FamilySpec(
+    from_config=lambda config: T5(T5Shape.from_config(config)),
+    from_manifest=lambda model: T5(T5Shape.from_manifest(model)),
+    boundary=_boundary,
+    like="t5",
+)

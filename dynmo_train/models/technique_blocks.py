@@ -11,18 +11,22 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
+from ..config.extensions import TechniqueSpec
 from ..parallel.seeding import stable_seed
 from . import early_exit, mixture_of_depths
 from .blocks import SelfAttention
 from .early_exit import LEFT, Exit, ExitSettings, make_live
 from .hashed_attention import HashedAttention
-from .layer_list import ItemSpec, ModelFamily
+from .layer_list import HIDDEN, BoundaryShape, ItemSpec, ModelFamily
 from .mixture_of_depths import DepthSettings, RoutedBlock
+
+if TYPE_CHECKING:
+    from ..config import Config
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,6 +44,31 @@ class DynamicSettings:
     depths: DepthSettings | None = None
     exits: ExitSettings | None = None
     sparse_attention: SparseAttentionSettings | None = None
+
+    @classmethod
+    def from_config(cls, config: Config) -> DynamicSettings:
+        """The techniques of a run that change its model."""
+        depth, exits, attention = config.depth, config.exits, config.attention
+        return cls(
+            depths=None
+            if depth.mod_capacity is None
+            else DepthSettings(
+                capacity=depth.mod_capacity, every=depth.mod_every, aux_weight=depth.mod_router_loss_weight
+            ),
+            exits=ExitSettings(
+                layers=exits.exit_layers,
+                loss_weight=exits.early_exit_loss_weight,
+                threshold=exits.early_exit_threshold,
+                measure=exits.early_exit_measure,
+            )
+            if exits.exit_layers
+            else None,
+            sparse_attention=SparseAttentionSettings(
+                buckets=attention.sparse_attention_buckets, block=attention.sparse_attention_block
+            )
+            if attention.sparse_attention
+            else None,
+        )
 
     @classmethod
     def of_document(cls, document: Mapping[str, Any]) -> DynamicSettings:
@@ -182,3 +211,29 @@ class DynamicFamily:
     def manifest(self) -> dict[str, object]:
         """The ``model`` object of a checkpoint's manifest, with the techniques that change the model."""
         return {**self.base.manifest(), "x_dynamic": self.settings.document()}
+
+
+def _wrap_family(config: Config, family: ModelFamily) -> ModelFamily:
+    settings, model = DynamicSettings.from_config(config), config.model
+    if settings == DynamicSettings():
+        return family
+    return DynamicFamily(
+        family, settings, seed=config.training.seed, width=model.hidden_size, std=model.init_method_std
+    )
+
+
+def _wrap_stored(model: Mapping[str, Any], family: ModelFamily) -> ModelFamily:
+    if "x_dynamic" not in model:
+        return family
+    # The seed and the spread of initial weights do not matter to a model that is read.
+    settings = DynamicSettings.of_document(model["x_dynamic"])
+    return DynamicFamily(family, settings, seed=0, width=model["hidden_size"], std=0.0)
+
+
+def _wrap_boundary(config: Config, boundary: BoundaryShape) -> BoundaryShape:
+    if not config.exits.exit_layers:
+        return boundary
+    return replace(boundary, shapes={**boundary.shapes, LEFT: boundary.shapes[HIDDEN][:2]})
+
+
+TECHNIQUE = TechniqueSpec(wrap_family=_wrap_family, wrap_stored=_wrap_stored, wrap_boundary=_wrap_boundary)

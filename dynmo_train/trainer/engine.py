@@ -16,11 +16,7 @@ from torch import nn
 
 from .._common.portable import peak_memory_bytes
 from ..data.batch import Batch
-from ..dynamics.freezing import LayerFreezing
-from ..dynamics.plasticity import AdaptiveFreezing, PlasticityRule
-from ..dynamics.pruning import CubicSchedule, GradualPruning
-from ..dynamics.pruning_units import SINGLE_WEIGHTS, PruningRule
-from ..dynamics.technique import Event
+from ..dynamics.technique import Event, TechniqueBuilder, Techniques
 from ..models.layer_list import ModelFamily
 from ..models.sparse_formats import SparseTable
 from ..optim.adamw import AdamWSettings
@@ -67,11 +63,9 @@ class EngineSettings:
     Attributes:
         weight_decay: over the samples of the run; None is constantly that of ``adamw``.
         clip: limit of the global gradient norm; 0 clips never.
-        freeze_steps: (step, layers frozen from then on).
-        adaptive_freezing: freezes by plasticity, in place of ``freeze_steps``.
-        pruning: None where the run does not prune.
+        techniques: what builds the dynamic techniques that are on, by name, in the order in which their hooks are
+            called.
         sparse: in which form products with pruned weights run.
-        pruning_rule: what is pruned; used where ``pruning`` is given.
         precision: types of the arithmetic; the boundary's type is its ``compute``.
         fused_adam: NVIDIA's ``FusedAdam`` where it updates the weights; None where torch's AdamW does.
         fused_norms: NVIDIA's normalisations in the place of torch's.
@@ -86,13 +80,9 @@ class EngineSettings:
     adamw: AdamWSettings
     rate: LearningRate
     clip: float
-    freeze_steps: tuple[tuple[int, int], ...]
-    freeze_tied: bool
-    pruning: CubicSchedule | None
     sparse: SparseTable
+    techniques: Mapping[str, TechniqueBuilder] = field(default_factory=dict)
     weight_decay: WeightDecay | None = None
-    pruning_rule: PruningRule = SINGLE_WEIGHTS
-    adaptive_freezing: PlasticityRule | None = None
     precision: Precision = FLOAT32_PRECISION
     fused_adam: type[Any] | None = None
     fused_norms: Mapping[type[nn.Module], type[nn.Module]] = field(default_factory=dict)
@@ -198,12 +188,7 @@ class Engine:
         self.advanced_samples = 0
         self.replica_workers: int | None = None
         self.profiler = profiler or LayerProfiler(clock_for(world.device))
-        self.freezing = self._freezing()
-        self.pruning = None
-        if settings.pruning is not None:
-            self.pruning = GradualPruning(
-                settings.pruning, self.item_store, lambda: self.freezing.frozen, world, settings.pruning_rule
-            )
+        self.techniques = Techniques(settings.techniques, family=family, store=self.item_store, world=world)
         self._item_names = tuple(item.name for item in family.items)
         self.shape = settings.pipeline
         self._codec, self._replica_codec = None, None
@@ -226,13 +211,6 @@ class Engine:
             )
         self._pipeline: Pipeline | None = None
         self.is_warm = False
-
-    def _freezing(self) -> LayerFreezing:
-        family, settings = self.family, self.settings
-        rule = settings.adaptive_freezing
-        if rule is not None:
-            return AdaptiveFreezing(rule, family.items, self.item_store, family.ties, settings.freeze_tied, self.world)
-        return LayerFreezing(settings.freeze_steps, family.items, self.item_store, family.ties, settings.freeze_tied)
 
     @property
     def weight_decay(self) -> float:
@@ -258,7 +236,7 @@ class Engine:
         *,
         advanced_samples: int = 0,
         loss_scale: Mapping[str, Any] | None = None,
-        freezing: Mapping[str, Any] | None = None,
+        techniques: Mapping[str, Any] | None = None,
         replica_workers: int | None = None,
     ) -> None:
         """Start with the state that ``read`` gives for each item, as it was after ``step``.
@@ -266,19 +244,16 @@ class Engine:
         Args:
             advanced_samples: how far the learning rate's schedule had come, in samples.
             loss_scale: the state of the loss scale.
-            freezing: the state of adaptive freezing.
+            techniques: what ``Techniques.state_dict`` returned.
             replica_workers: how many workers were chosen to compress between their replicas.
         """
         self.advanced_samples = advanced_samples
         self.scaler.load_state(loss_scale)
         for name in self.local_names:
             self.item_store.load_state(name, read(name))
-        self.freezing.load_state(freezing)
-        self.freezing.resume(step)
+        self.techniques.load_state_dict(techniques or {}, step)
         if replica_workers is not None:
             self.choose_replica_workers(replica_workers)
-        if self.pruning is not None:
-            self.pruning.resume(step)
 
     @property
     def chooses_replica_workers(self) -> bool:
@@ -307,7 +282,7 @@ class Engine:
                 self.world,
                 self.family.items,
                 self.item_store.modules,
-                self.freezing.frozen,
+                self.techniques.frozen_items,
                 self.profiler,
                 self._reducer.item_is_final if self._reducer.overlaps else None,
                 self._codec,
@@ -324,13 +299,16 @@ class Engine:
         started = time.perf_counter_ns()
         self.profiler.begin_step(sampled, batch.step)
         self._fit(batch)
-        self.freezing.before_step(batch.step)
+        for technique in self.techniques:
+            technique.before_step(batch.step)
         pipeline = self.pipeline()
         pipeline.loss_scale = self.scaler.scale
         if self._replica_codec is not None:
             self._replica_codec.begin(batch.step, self.scaler.scale)
         loss = pipeline.train_step(self._own_part(batch))
-        norm = self._prepare_gradients()
+        for technique in self.techniques:
+            technique.after_backward(batch.step)
+        norm = self._prepare_gradients(batch.step)
         total = self._mean_loss(loss)
         updated = math.isfinite(norm) and math.isfinite(total)
         is_scale_search = not updated and math.isfinite(total) and self.scaler.can_fall
@@ -383,7 +361,7 @@ class Engine:
     def _own_part(self, batch: Batch) -> Batch:
         return batch.of_replica(self.world.data_rank, self.world.dims.data, self.shape.microbatches)
 
-    def _prepare_gradients(self) -> float:
+    def _prepare_gradients(self, step: int) -> float:
         ties = self.family.ties
         self._reducer.finish()
         add_token_gradients(self.item_store)
@@ -391,7 +369,7 @@ class Engine:
         if self._fused:
             add_fused_gradients(self.item_store, ties, owners, self.world, self._fused)
         add_tied_gradients(self.item_store, ties, owners, self.world, self._fused)
-        stopped = self.freezing.without_updates()
+        stopped = self.techniques.frozen_parameters()
         if stopped:
             for _, name, parameter in self.item_store.parameters():
                 if name in stopped:
@@ -399,6 +377,8 @@ class Engine:
         zero_pruned_gradients(self.item_store)
         gradients = [p.grad for _, _, p in self.item_store.parameters() if p.grad is not None]
         unscale(gradients, self.scaler.scale)
+        for technique in self.techniques:
+            technique.before_optimizer_step(step)
         return gradient_norm(self.item_store, self._item_names, ties, self.world)
 
     def _mean_loss(self, loss: torch.Tensor) -> float:
@@ -498,11 +478,7 @@ class Engine:
 
     def after_step(self, step: int) -> Sequence[Event]:
         """Let the dynamic techniques act at the boundary after ``step``; every worker calls this."""
-        events: list[Event] = [*self.profiler.events(step)]
-        if (pruned := self.pruning.after_step(step) if self.pruning is not None else None) is not None:
-            events.append(pruned)
-        if (frozen := self.freezing.after_step(step)) is not None:
-            events.append(frozen)
+        events = [*self.profiler.events(step), *self.techniques.after_step(step)]
         if any(event.rebuild for event in events):
             self._pipeline = None
         return events
@@ -519,11 +495,10 @@ class Engine:
         self.world = world
         self.partition = replace(self.partition, places=())
         self._pipeline = None
-        self.freezing.set_world(world)
+        for technique in self.techniques:
+            technique.set_world(world)
         if self._replica_codec is not None:
             self._replica_codec.set_world(world)
-        if self.pruning is not None:
-            self.pruning.set_world(world)
 
 
 def _largest(tensors: Sequence[torch.Tensor]) -> float:

@@ -177,7 +177,7 @@ def source_digest() -> str:
 
 def config_facts(config: Config) -> Facts:
     """The options of a training run: values, and the identity of what paths name."""
-    return option_facts(*(getattr(config, concern) for concern in concern_types()))
+    return option_facts(*(config.concern(concern) for concern in concern_types()))
 
 
 def option_facts(*given: object) -> Facts:

@@ -12,10 +12,8 @@ import torch
 
 from .._common.document import DocumentError, Problem
 from ..config import Config
+from ..config.extensions import technique_specs
 from ..config.validate import validate
-from ..dynamics.plasticity import PlasticityRule
-from ..dynamics.pruning import CubicSchedule
-from ..dynamics.pruning_units import PruningRule
 from ..dynamics.tuning import read_sparse_table
 from ..formats.plan import Plan, read_plan
 from ..formats.plan_check import validate_plan
@@ -64,20 +62,6 @@ def sparse_table(config: Config, stored: Mapping[str, float] | None) -> SparseTa
     if stored is not None and config.sources["sparse_threshold"] == "default":
         return SparseTable(thresholds=stored, structured=structured)
     return SparseTable(thresholds={**BUILT_IN, CSR: pruning.sparse_threshold}, structured=structured)
-
-
-def plasticity_rule(config: Config) -> PlasticityRule | None:
-    """How the front is frozen by plasticity; None where it is not. The last block is never frozen."""
-    freezing = config.freezing
-    if not freezing.freeze_adaptive:
-        return None
-    return PlasticityRule(
-        interval=freezing.freeze_interval,
-        window=freezing.freeze_window,
-        tolerance=freezing.freeze_tolerance,
-        patience=freezing.freeze_patience,
-        most=config.model.num_layers - 1,
-    )
 
 
 def compression_of(config: Config) -> CompressionSettings:
@@ -131,7 +115,7 @@ def settings_of(config: Config, stored: Mapping[str, float] | None = None) -> En
     """What fixes the mathematics of a run; ``stored`` are the sparse thresholds of the checkpoint that it goes on."""
     boundary, parallel = boundary_of(config), config.parallel
     parts = parallel.tensor_model_parallel_size if parallel.sequence_parallel else 1
-    training, optimizer, pruning = config.training, config.optimizer, config.pruning
+    training, optimizer = config.training, config.optimizer
     precision = precision_of(config)
     cache = config.freezing.freeze_cache_activations
     return EngineSettings(
@@ -156,20 +140,12 @@ def settings_of(config: Config, stored: Mapping[str, float] | None = None) -> En
         rate=learning_rate(config),
         weight_decay=weight_decay(config),
         clip=optimizer.clip_grad,
-        freeze_steps=config.freezing.freeze_steps,
-        freeze_tied=config.freezing.freeze_tied,
-        adaptive_freezing=plasticity_rule(config),
-        pruning=CubicSchedule(
-            start=pruning.pruning_start_iter,
-            end=pruning.pruning_end_iter,
-            every=pruning.pruning_freq,
-            initial=pruning.initial_sparsity,
-            final=pruning.final_sparsity,
-        )
-        if pruning.sparsify
-        else None,
+        techniques={
+            name: build
+            for name, spec in technique_specs().items()
+            if spec.build is not None and (build := spec.build(config)) is not None
+        },
         sparse=sparse_table(config, stored),
-        pruning_rule=PruningRule(mode=pruning.pruning_mode, scope=pruning.pruning_scope),
         zero_stage=parallel.zero_stage,
         sequence_parallel=parallel.sequence_parallel,
         overlap_reduction=parallel.DDP_impl == "torch",

@@ -70,9 +70,6 @@ def engine_of(
         adamw=AdamWSettings(beta1=0.9, beta2=beta2, eps=1e-8, weight_decay=0.1),
         rate=rate,
         clip=1.0,
-        freeze_steps=(),
-        freeze_tied=False,
-        pruning=None,
         sparse=SparseTable(),
     )
     engine = Engine(family, settings, partition or uniform_partition(family.items, world.size), world)

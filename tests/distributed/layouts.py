@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from dynmo_train.dynamics.pruning import CubicSchedule
 from dynmo_train.models.layer_list import has_vocabulary_rows, parameters_of, vocabulary_rows
 from dynmo_train.optim.item_store import parameter_of
 from dynmo_train.parallel.dims import ParallelDims
@@ -26,14 +27,13 @@ class Layout:
 
 
 def engine_on(world: World, layout: Layout, *, build: bool = True, kind: type[Engine] = Engine) -> Engine:
-    scenario = layout.scenario
+    sparsity = CubicSchedule(start=2, end=6, every=2, initial=0.0, final=0.9)
+    scenario = replace(layout.scenario, sparsity=sparsity)
     family, settings = scenario.family(), scenario.settings()
     boundary = settings.pipeline.boundary
     if layout.settings.get("sequence_parallel"):
         boundary = boundary.cut_along_tokens(world.dims.tensor)
     pipeline = replace(settings.pipeline, microbatches=MICROBATCHES // world.dims.data, boundary=boundary)
-    if settings.pruning is not None:
-        settings = replace(settings, pruning=replace(settings.pruning, start=2, end=6, every=2))
     start = scenario.start or uniform_partition(
         family.items, world.dims.pipeline, scenario.virtual, vee=scenario.schedule == "zb-v"
     )

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
 
 from dynmo_train.data.batch import Batch
-from dynmo_train.dynamics.plasticity import PlasticityRule
-from dynmo_train.dynamics.pruning import CubicSchedule
+from dynmo_train.dynamics.freezing import LayerFreezing
+from dynmo_train.dynamics.plasticity import AdaptiveFreezing, PlasticityRule
+from dynmo_train.dynamics.pruning import CubicSchedule, GradualPruning
 from dynmo_train.dynamics.pruning_units import PruningRule
+from dynmo_train.dynamics.technique import TechniqueBuilder
 from dynmo_train.models.early_exit import LEFT
 from dynmo_train.models.gpt import Gpt, GptShape
 from dynmo_train.models.layer_list import HIDDEN, LOSS, BoundaryShape, ModelFamily
@@ -48,6 +51,8 @@ PRECISIONS = {
     "fp16": Precision(compute=torch.float16, scaling=LossScaling(initial=2.0**24, minimum=1.0, window=6, hysteresis=1)),
 }
 
+SPARSITY = CubicSchedule(start=4, end=12, every=4, initial=0.0, final=0.9)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Scenario:
@@ -71,6 +76,7 @@ class Scenario:
     dynamic: DynamicSettings | None = None
     model: str = "gpt"
     rule: PruningRule = field(default_factory=PruningRule)
+    sparsity: CubicSchedule = SPARSITY
     plasticity: PlasticityRule | None = None
     cache_bytes: int | None = None
     moe: MoeShape | None = None
@@ -102,6 +108,14 @@ class Scenario:
             return plain
         return DynamicFamily(plain, self.dynamic, seed=SHAPE.seed, width=SHAPE.hidden_size, std=0.02)
 
+    def _techniques(self) -> dict[str, TechniqueBuilder]:
+        builders: dict[str, TechniqueBuilder] = {"freezing": partial(LayerFreezing, self.freeze, self.freeze_tied)}
+        if self.plasticity is not None:
+            builders = {"freezing": partial(AdaptiveFreezing, self.plasticity, self.freeze_tied)}
+        if self.prune and self.model != "ict-shared":
+            builders = {"pruning": partial(GradualPruning, self.sparsity, self.rule), **builders}
+        return builders
+
     def settings(self) -> EngineSettings:
         precision = PRECISIONS[self.precision]
         if self.model == "gpt":
@@ -126,14 +140,8 @@ class Scenario:
             adamw=AdamWSettings(beta1=0.9, beta2=0.99, eps=1e-8, weight_decay=0.1),
             rate=LearningRate(peak=3e-3, floor=0.0, style="cosine", warmup_steps=3, decay_steps=20),
             clip=self.clip,
-            freeze_steps=self.freeze,
-            freeze_tied=self.freeze_tied,
-            pruning=CubicSchedule(start=4, end=12, every=4, initial=0.0, final=0.9)
-            if self.prune and self.model != "ict-shared"
-            else None,
+            techniques=self._techniques(),
             sparse=SparseTable(structured=self.rule.mode == "structured"),
-            pruning_rule=self.rule,
-            adaptive_freezing=self.plasticity,
             precision=precision,
             compression=self.compression,
         )

@@ -111,11 +111,11 @@ def gradients_of_split_backward(world: World, scenario: Scenario, naive: bool):
         for name in ("backward_one_chunk", "backward_weight_one_chunk"):
             setattr(stage_module.ItemStage, name, getattr(PipelineStage, name))
     engine = engine_of(scenario, world)
-    engine.freezing.resume(1)
+    engine.techniques.load_state_dict({}, 1)
     missing = []
 
-    def look() -> float:
-        frozen = set(engine.freezing.frozen)
+    def look(_step: int) -> float:
+        frozen = set(engine.techniques.frozen_items)
         missing.extend(
             name for item, name, p in engine.item_store.parameters() if item not in frozen and p.grad is None
         )

@@ -20,7 +20,7 @@ from tests.distributed.workers import run_workers
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(900)]
 
-PLASTICITY = PlasticityRule(interval=1, window=2, tolerance=0.9, patience=1, most=2)
+PLASTICITY = PlasticityRule(interval=1, window=2, tolerance=0.9, patience=1, max_layers=2)
 
 TECHNIQUES = {
     "depths": DynamicSettings(depths=DepthSettings(capacity=0.5, every=2, aux_weight=0.01)),

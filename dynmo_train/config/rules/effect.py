@@ -62,23 +62,23 @@ EFFECTS: tuple[Effect, ...] = (
             "moe_z_loss_coeff",
             "moe_expert_capacity_factor",
         ),
-        when=lambda c: c.model.num_experts is not None or c.model.family not in ("gpt", "llama"),
+        when=lambda c: c.model.num_experts is not None or c.model.base_family not in ("gpt", "llama"),
         without="without --num-experts",
         refuse=True,
     ),
     Effect(
         options=("rope_scaling_factor",),
-        when=lambda c: c.model.use_rope_scaling or c.model.family != "llama",
+        when=lambda c: c.model.use_rope_scaling or c.model.base_family != "llama",
         without="without --use-rope-scaling",
     ),
     Effect(
         options=("relative_attention_num_buckets", "relative_attention_max_distance"),
-        when=lambda c: c.model.position_embedding_type == "relative" or c.model.family != "t5",
+        when=lambda c: c.model.position_embedding_type == "relative" or c.model.base_family != "t5",
         without="without --position-embedding-type relative",
     ),
     Effect(
         options=("mask_prob", "short_seq_prob", "whole_word_masking"),
-        when=lambda c: c.model.family in ("bert", "t5"),
+        when=lambda c: c.model.base_family in ("bert", "t5"),
         without="on models other than bert and t5",
     ),
     Effect(
@@ -221,7 +221,7 @@ EFFECTS: tuple[Effect, ...] = (
 def is_given(config: Config, name: str) -> bool:
     """Whether the command line or a file has another value than the default."""
     spec = option_specs()[name]
-    value = getattr(getattr(config, spec.concern), name)
+    value = getattr(config.concern(spec.concern), name)
     return config.sources.get(name) in ("flag", "file") and value != spec.default
 
 

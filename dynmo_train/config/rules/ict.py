@@ -11,7 +11,7 @@ from .problem import Rule, conflict, later
 
 
 def _towers(config: Config, _world_size: int) -> Iterator[Problem]:
-    if config.model.family != "ict":
+    if config.model.base_family != "ict":
         return
     given, model, training = config.ict, config.model, config.training
     try:

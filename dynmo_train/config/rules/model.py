@@ -78,10 +78,10 @@ def _family(config: Config, _world_size: int) -> Iterator[Problem]:
     """Options that belong to other families than the run's."""
     model = config.model
     for name, families in OF_FAMILIES.items():
-        if model.family not in families and config.sources.get(name) in ("flag", "file"):
+        if model.base_family not in families and config.sources.get(name) in ("flag", "file"):
             flag = "--" + name.replace("_", "-")
             yield conflict(flag, f"belongs to {' and '.join(families)}; this is pretrain {model.family}")
-    positions = POSITIONS_OF[model.family]
+    positions = POSITIONS_OF[model.base_family]
     if model.position_embedding_type not in positions:
         yield conflict(
             "--position-embedding-type",
@@ -92,7 +92,7 @@ def _family(config: Config, _world_size: int) -> Iterator[Problem]:
             "--num-query-groups",
             f"{model.num_query_groups} does not divide --num-attention-heads {model.num_attention_heads}",
         )
-    if model.family == "llama" and model.kv_channels % 2:
+    if model.base_family == "llama" and model.kv_channels % 2:
         yield conflict("--kv-channels", f"{model.kv_channels} is odd; rotary positions turn pairs: give an even width")
     if model.position_embedding_type == "relative":
         exact = model.relative_attention_num_buckets // 4
@@ -111,7 +111,7 @@ def _family(config: Config, _world_size: int) -> Iterator[Problem]:
         if value is not None and value != taken:
             flags = ["--" + each.replace("_", "-") for each in (other, name)]
             yield conflict(flags[0], f"{value} and {flags[1]} {taken} mean the same; give one")
-    if model.family == "t5" and model.decoder_seq_length > model.max_position_embeddings:
+    if model.base_family == "t5" and model.decoder_seq_length > model.max_position_embeddings:
         yield conflict(
             "--decoder-seq-length",
             f"{model.decoder_seq_length} is longer than --max-position-embeddings {model.max_position_embeddings}",
@@ -146,7 +146,7 @@ def _length(config: Config, _world_size: int) -> Iterator[Problem]:
                 flag,
                 f"{length} is not a multiple of --tensor-model-parallel-size {parts}, whose ranks share the tokens",
             )
-    if shortest is not None and config.model.family not in ("gpt", "llama"):
+    if shortest is not None and config.model.base_family not in ("gpt", "llama"):
         yield later(
             "--curriculum-shortest", f"shortens the samples of gpt and llama; the model is {config.model.family}"
         )

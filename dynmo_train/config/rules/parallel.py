@@ -36,7 +36,7 @@ def _experts(config: Config, _world_size: int) -> Iterator[Problem]:
 
 def _cuts_answers(config: Config) -> bool:
     """Whether a decoder's stream is cut along its tokens."""
-    return config.parallel.sequence_parallel and config.model.family == "t5"
+    return config.parallel.sequence_parallel and config.model.base_family == "t5"
 
 
 def _tensor(config: Config, _world_size: int) -> Iterator[Problem]:
@@ -49,7 +49,7 @@ def _tensor(config: Config, _world_size: int) -> Iterator[Problem]:
         ("--num-attention-heads", model.num_attention_heads),
         ("--ffn-hidden-size", model.ffn_hidden_size),
     ]
-    cut += [("--num-query-groups", model.num_query_groups)] if model.family == "llama" else []
+    cut += [("--num-query-groups", model.num_query_groups)] if model.base_family == "llama" else []
     cut += [("--seq-length", model.seq_length)] if parallel.sequence_parallel else []
     cut += [("--decoder-seq-length", model.decoder_seq_length)] if _cuts_answers(config) else []
     for flag, value in cut:
@@ -61,9 +61,9 @@ def _stages(config: Config, _world_size: int) -> Iterator[Problem]:
     parallel, layers = config.parallel, config.model.num_layers
     sublayer = config.balance.granularity == "sublayer"
     items = layers * (2 if sublayer else 1) + 2
-    if config.model.family == "t5":
+    if config.model.base_family == "t5":
         items += config.model.decoder_num_layers * (3 if sublayer else 1) + (2 if sublayer else 1)
-    if config.model.family == "ict":
+    if config.model.base_family == "ict":
         items = 2 * items if sublayer else 2 * items - 1
     if config.num_stages > items:
         parts = "blocks and MLPs apart" if sublayer else "blocks"
@@ -95,7 +95,7 @@ def _virtual(config: Config, _world_size: int) -> Iterator[Problem]:
     flag = "--num-layers-per-virtual-pipeline-stage"
     if blocks is None:
         return
-    if model.family in ("t5", "ict"):
+    if model.base_family in ("t5", "ict"):
         yield conflict(flag, f"{model.family} has two stacks of blocks; use --virtual-stages-per-worker")
         return
     if workers < 2:

@@ -80,9 +80,9 @@ def _changed_model(config: Config, _world_size: int) -> Iterator[Problem]:
         "--mod-capacity": depth.mod_capacity is not None,
         "--early-exit-layers": exits.early_exit_layers is not None,
     }
-    for flag in (flag for flag, on in asked.items() if on and config.model.family not in ONE_STREAM):
+    for flag in (flag for flag, on in asked.items() if on and config.model.base_family not in ONE_STREAM):
         yield later(flag, f"works with {', '.join(ONE_STREAM)}; the model is {config.model.family}")
-    if attention.sparse_attention and config.model.family not in (*ONE_STREAM, "t5"):
+    if attention.sparse_attention and config.model.base_family not in (*ONE_STREAM, "t5"):
         yield later(
             "--sparse-attention", f"works with {', '.join(ONE_STREAM)} and t5; the model is {config.model.family}"
         )

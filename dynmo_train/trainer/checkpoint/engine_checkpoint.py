@@ -15,6 +15,7 @@ import torch
 from ... import __version__
 from ..._common.document import short_repr
 from ..._common.errors import DynmoError
+from ...dynamics.pruning import GradualPruning
 from ...formats.checkpoint import (
     Checkpoint,
     CheckpointError,
@@ -364,7 +365,8 @@ def _document(engine: Engine, run: CheckpointMetadata, facts: Sequence[Mapping[s
         counts = [fact["pruned"][item] for fact in facts if item in fact["pruned"]]
         if counts:
             sparsity[item] = sum(zeros for zeros, _ in counts) / sum(weights for _, weights in counts)
-    pruning = {"sparsity": engine.pruning.sparsity, "sparsity_by_item": sparsity} if engine.pruning else None
+    technique = engine.techniques.find(GradualPruning)
+    pruning = {"sparsity": technique.sparsity, "sparsity_by_item": sparsity} if technique is not None else None
     members = {name: [each for fact in facts for each in fact[name]] for name in ("decay", "no_decay")}
     rates = {"decay": engine.weight_decay, "no_decay": 0.0}
     groups = [{"name": name, "weight_decay": rates[name], "parameters": members[name]} for name in members]
@@ -386,7 +388,7 @@ def _document(engine: Engine, run: CheckpointMetadata, facts: Sequence[Mapping[s
             "partition": partition.lists(),
         },
         dynamic={
-            "frozen_items": list(engine.freezing.frozen),
+            "frozen_items": list(engine.techniques.frozen_items),
             "pruning": pruning,
             "sparse_thresholds": dict(settings.sparse.thresholds),
         },
@@ -409,7 +411,7 @@ def _document(engine: Engine, run: CheckpointMetadata, facts: Sequence[Mapping[s
             "x_progress": {
                 "advanced_samples": engine.advanced_samples,
                 "loss_scale": engine.scaler.state(),
-                "freezing": engine.freezing.state(),
+                "techniques": engine.techniques.state_dict(),
                 **({} if engine.replica_workers is None else {"replica_workers": engine.replica_workers}),
             },
         },

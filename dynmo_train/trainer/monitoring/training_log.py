@@ -137,7 +137,7 @@ class TrainingLog:
         self._flops, self.devices = flops, world.size
         folder = config.run.tensorboard_dir
         self._board = EventWriter(Path(folder)) if folder is not None and world.is_rank0 else None
-        self._loss_name = "loss" if config.model.family == "ict" else "lm loss"
+        self._loss_name = "loss" if config.model.base_family == "ict" else "lm loss"
         self._window: list[StepResult] = []
         self._window_flops = 0
         self._recent: deque[int] = deque(maxlen=10)
@@ -336,7 +336,7 @@ def startup_lines(config: Config, counts: Mapping[tuple[int, int], int]) -> Sequ
         f"> initialized tensor model parallel with size {parallel.tensor_model_parallel_size}",
         f"> initialized pipeline model parallel with size {parallel.pipeline_model_parallel_size}",
         f"> setting random seeds to {training.seed} ...",
-        f"building {MODEL_NAMES[config.model.family]} ...",
+        f"building {MODEL_NAMES[config.model.base_family]} ...",
         *parameter_lines(counts),
         "> building train, validation, and test datasets ...",
         *target_lines(config.batch_sizes.consumed_after(training.train_iters), *held_out_targets(config)),

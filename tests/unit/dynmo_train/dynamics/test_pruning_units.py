@@ -107,7 +107,7 @@ def test_the_narrower_layer_equals_the_masked_one_and_costs_less(make, kind, uni
 
 def test_the_strongest_unit_says_that_it_stays():
     for module in (attention(), mlp()):
-        assert all(units.last_stays for units in units_of(module, PruningRule(mode="structured")))
+        assert all(units.keeps_strongest for units in units_of(module, PruningRule(mode="structured")))
 
 
 def test_a_threshold_is_where_the_sparse_form_is_faster_from_there_on():

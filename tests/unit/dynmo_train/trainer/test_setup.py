@@ -49,9 +49,13 @@ def test_stop_line_names_what_was_saved(last_saved, load, line):
     ],
 )
 def test_progress_of_an_older_checkpoint_counts_in_its_own_batch(advanced, step, consumed, samples):
-    manifest = {"step": step, "consumed_train_samples": consumed, "x_progress": {"advanced": advanced, "freezing": {}}}
+    manifest = {
+        "step": step,
+        "consumed_train_samples": consumed,
+        "x_progress": {"advanced": advanced, "techniques": {}},
+    }
     progress = progress_of(Checkpoint(directory=RUN, manifest=manifest))
-    assert progress == {"advanced_samples": samples, "freezing": {}}
+    assert progress == {"advanced_samples": samples, "techniques": {}}
 
 
 def test_checkpoint_of_another_run_is_not_the_last_of_this_one(tmp_path):
