@@ -45,10 +45,10 @@ def _place(flags: dict[str, Any]) -> InferenceConfig:
 def wikitext(ctx: typer.Context, report: Report = Format.TEXT, **flags: Any) -> None:
     """Word-level perplexity of WikiText-103, or of another text with words between spaces."""
     place, task = _place(flags), values_of(WikitextConfig, flags)
-    from ..evaluation.forward_engine import joined
-    from ..evaluation.zeroshot import evaluate_wikitext
+    from ..evaluation.model_checkpoint import evaluation_world
+    from ..evaluation.wikitext import evaluate_wikitext
 
-    with joined(place, task, world_size()) as world:
+    with evaluation_world(place, task, world_size()) as world:
         found = evaluate_wikitext(place, task, world, model_flags(ctx))
     _tell(found, found.line(), report)
 
@@ -58,10 +58,10 @@ def wikitext(ctx: typer.Context, report: Report = Format.TEXT, **flags: Any) -> 
 def lambada(ctx: typer.Context, report: Report = Format.TEXT, **flags: Any) -> None:
     """The share of LAMBADA's passages whose last word the model says."""
     place, task = _place(flags), values_of(LambadaConfig, flags)
-    from ..evaluation.forward_engine import joined
-    from ..evaluation.zeroshot import evaluate_lambada
+    from ..evaluation.lambada import evaluate_lambada
+    from ..evaluation.model_checkpoint import evaluation_world
 
-    with joined(place, task, world_size()) as world:
+    with evaluation_world(place, task, world_size()) as world:
         found = evaluate_lambada(place, task, world, model_flags(ctx))
     _tell(found, found.line("LAMBADA"), report)
 
@@ -69,9 +69,9 @@ def lambada(ctx: typer.Context, report: Report = Format.TEXT, **flags: Any) -> N
 def _classify(name: str, ctx: typer.Context, report: Format, flags: dict[str, Any]) -> None:
     place, task = _place(flags), values_of(ClassifyConfig, flags)
     from ..evaluation.classification import evaluate_task
-    from ..evaluation.forward_engine import joined
+    from ..evaluation.model_checkpoint import evaluation_world
 
-    with joined(place, task, world_size()) as world:
+    with evaluation_world(place, task, world_size()) as world:
         found = evaluate_task(name, place, task, world, model_flags(ctx))
     _tell(found, "\n".join(found.lines(0)), report)
 

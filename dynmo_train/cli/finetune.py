@@ -35,7 +35,7 @@ def _finetune(task: str, config_file: Path | None, flags: dict[str, Any]) -> Non
     written = _read_file(config_file) if config_file is not None else {}
     flags = {**written, **{name: value for name, value in flags.items() if value is not None}}
     from ..data.tokenizer import read_vocab_size
-    from ..evaluation.classification import data_paths
+    from ..evaluation.classification import split_paths
     from ..evaluation.finetune import count_samples, run_finetune
 
     own = {spec.name for spec in specs_of(FinetuneConfig)}
@@ -45,7 +45,7 @@ def _finetune(task: str, config_file: Path | None, flags: dict[str, Any]) -> Non
         samples = count_samples(task, options)
         epochs = options.epochs if options.epochs is not None else 3
         shape = _pretrained_shape(options, given)
-        data = data_paths("--train-data", options.train_data) if options.train_data is not None else ["none"]
+        data = split_paths("--train-data", options.train_data) if options.train_data is not None else ["none"]
         command = {"family": "bert", "data_path": shlex.quote(data[0]), "eval_iters": 0}
         steps = _steps(samples * epochs, {**shape, **{k: v for k, v in given.items() if v is not None}})
         if samples and epochs and not steps:
@@ -113,7 +113,7 @@ def _refuse(config: Any) -> None:
 
 def _pretrained_shape(options: FinetuneConfig, given: dict[str, Any]) -> dict[str, Any]:
     """The model's sizes from the checkpoint to start from, where it is a native one and they are not given."""
-    from ..evaluation.finetune import shape_of
+    from ..evaluation.finetune import model_options
     from ..formats.checkpoint import CheckpointError, find_checkpoint, open_checkpoint
     from ..trainer.checkpoint.load_checkpoint import default_cache, foreign_kind, native_copy
 
@@ -129,7 +129,7 @@ def _pretrained_shape(options: FinetuneConfig, given: dict[str, Any]) -> dict[st
     model = found.manifest["model"]
     if model["family"] != "bert":
         raise UsageError(f"--pretrained-checkpoint {path} holds a {model['family']} model; finetune needs a bert")
-    return shape_of(model)
+    return model_options(model)
 
 
 def _steps(samples: int, values: dict[str, Any]) -> int:

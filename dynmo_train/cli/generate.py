@@ -23,7 +23,7 @@ from ..formats.os_errors import reason
 from .common import is_rank0, need_torch, world_size
 
 if TYPE_CHECKING:
-    from ..evaluation.generate import Completion, Wanted
+    from ..evaluation.text_generator import Completion, GenerationSettings
 
 MAX_NEW_TOKENS = 64
 STDIN = ("-", "/dev/stdin")
@@ -54,27 +54,27 @@ def generate_text(
     wanted = _wanted(asked, from_nothing=texts is not None and texts == [""] * len(texts))
     for line in generate_warnings(asked, wanted.sampling.temperature) if is_rank0() else ():
         say(f"warning: {line}")
-    from ..evaluation.forward_engine import joined
-    from ..evaluation.generate import Writer
+    from ..evaluation.model_checkpoint import evaluation_world
+    from ..evaluation.text_generator import TextGenerator
 
-    with joined(place, asked, world_size()) as world:
-        writer = Writer(place, wanted, world, model_flags(ctx))
+    with evaluation_world(place, asked, world_size()) as world:
+        generator = TextGenerator(place, wanted, world, model_flags(ctx))
         if texts is None:
-            _talk(writer.write)
+            _talk(generator.generate)
             return
-        completions = writer.write(texts)
+        completions = generator.generate(texts)
     if is_rank0():
         _report(completions, asked.genfile or asked.sample_output_file, report)
 
 
-def _wanted(asked: GenerateConfig, *, from_nothing: bool) -> Wanted:
+def _wanted(asked: GenerateConfig, *, from_nothing: bool) -> GenerationSettings:
     """How to write, from the options.
 
     Raises:
         UsageError: several samples that would all be the same.
     """
-    from ..evaluation.generate import Wanted
     from ..evaluation.sampling import Sampling
+    from ..evaluation.text_generator import GenerationSettings
 
     # Of Megatron's scripts: a top-p of 0 is off; with a top-k of 0 it is greedy, whatever the temperature.
     top_p = asked.top_p or None
@@ -91,7 +91,7 @@ def _wanted(asked: GenerateConfig, *, from_nothing: bool) -> Wanted:
     if (asked.num_samples or 1) > 1 and sampling.temperature == 0.0:
         raise UsageError("--num-samples above 1 gives the same text again without --temperature above 0")
     most = asked.max_new_tokens or (asked.out_seq_length or MAX_NEW_TOKENS)
-    return Wanted(
+    return GenerationSettings(
         max_new_tokens=most,
         out_seq_length=asked.out_seq_length,
         sampling=sampling,

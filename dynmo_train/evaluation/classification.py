@@ -1,4 +1,4 @@
-"""Accuracy of a fine-tuned model on data sets of its task, on any layout of the processes."""
+"""Accuracy of a fine-tuned BERT on the validation sets of its task, with the same result in every parallel layout."""
 
 from __future__ import annotations
 
@@ -16,101 +16,107 @@ from ..data.finetune_dataset import TASKS, PairData, build_pairs
 from ..models.bert_tasks import HITS, task_of_manifest
 from ..parallel.consensus import run_on_all_ranks
 from ..parallel.process_groups import World
-from ..trainer.engine import Engine
-from .forward_engine import Source, forward_engine, open_source, tokenizer_of
-from .scoring import MICROBATCHES_PER_STAGE
-from .zeroshot import window_length
+from .forward_engine import load_forward_engine
+from .model_checkpoint import ModelCheckpoint, model_tokenizer, open_model
+from .scoring import SampleScorer, microbatches_per_replica
 
 
 @dataclass(frozen=True, kw_only=True)
 class TaskAccuracy:
-    """Right answers by data set: (name, right, all)."""
+    """Correct predictions per data set: (name, correct, samples)."""
 
     counts: tuple[tuple[str, int, int], ...]
 
     @property
     def total(self) -> tuple[int, int]:
-        """Right and all, over the data sets."""
-        return sum(right for _, right, _ in self.counts), sum(every for _, _, every in self.counts)
+        """Correct predictions and samples, over all data sets."""
+        return sum(correct for _, correct, _ in self.counts), sum(samples for _, _, samples in self.counts)
 
     def document(self) -> dict[str, Any]:
-        """For ``--format json``."""
-        right, every = self.total
-        sets = [{"name": n, "correct": r, "items": e, "accuracy": r / e} for n, r, e in self.counts]
-        return {"data": sets, "correct": right, "items": every, "accuracy": right / every}
+        """The object that ``--format json`` prints."""
+        correct, samples = self.total
+        sets = [{"name": n, "correct": c, "items": s, "accuracy": c / s} for n, c, s in self.counts]
+        return {"data": sets, "correct": correct, "items": samples, "accuracy": correct / samples}
 
     def lines(self, epoch: int) -> list[str]:
-        """In Megatron's words."""
-        told = [
-            f" > |epoch: {epoch}| metrics for {name}: correct / total = {right} / {every} = {100 * right / every:.4f} %"
-            for name, right, every in self.counts
-        ]
-        right, every = self.total
-        ratio = 100 * right / every
-        return [*told, f" >> |epoch: {epoch}| overall: correct / total = {right} / {every} = {ratio:.4f} %"]
+        """The log lines, in Megatron's format."""
+        rows = [(f" > |epoch: {epoch}| metrics for {name}", correct, samples) for name, correct, samples in self.counts]
+        rows.append((f" >> |epoch: {epoch}| overall", *self.total))
+        return [f"{head}: correct / total = {c} / {n} = {100 * c / n:.4f} %" for head, c, n in rows]
 
 
-def data_paths(flag: str, text: str) -> list[str]:
-    """The words of an option with one or more paths, quoted as in a shell."""
+def split_paths(flag: str, text: str) -> list[str]:
+    """Paths of an option, separated by spaces and quoted as in a shell; raises ``UsageError`` where there are none."""
     try:
-        words = shlex.split(text)
+        paths = shlex.split(text)
     except ValueError as error:
-        raise UsageError(f"{flag} {text!r}: {error}") from error
-    if not words:
-        raise UsageError(f"{flag} names no data")
-    return words
+        raise UsageError(f"{flag} {text!r}: {error}; quote paths as in a shell") from error
+    if not paths:
+        raise UsageError(f"{flag}: must be one or more paths, is empty")
+    return paths
 
 
-def accuracy(engine: Engine, sets: Sequence[PairData], *, micro_batch: int, step: int) -> TaskAccuracy:
-    """The accuracy on each of some data sets; every process calls this."""
+def measure_accuracy(engine: SampleScorer, sets: Sequence[PairData], *, micro_batch: int, step: int) -> TaskAccuracy:
+    """The accuracy on each data set; all ranks call this and get the same result.
+
+    Args:
+        engine: the forward engine, or the training engine during fine-tuning.
+        sets: the data sets.
+        micro_batch: samples per microbatch.
+        step: training step, which seeds the random numbers.
+    """
     dims, counts = engine.world.dims, []
     for data in sets:
-        most = MICROBATCHES_PER_STAGE * dims.pipeline if dims.pipeline > 1 else 1
-        microbatches = min(most, -(-len(data) // (micro_batch * dims.data)))
+        microbatches = microbatches_per_replica(dims, len(data), micro_batch)
         size = microbatches * micro_batch * dims.data
-        right = 0
+        correct = 0
         for begin in range(0, len(data), size):
-            chosen = range(begin, min(begin + size, len(data)))
+            samples = range(begin, min(begin + size, len(data)))
             batch = Batch(
-                inputs=data.tensors(chosen, size),
+                inputs=data.tensors(samples, size),
                 first_microbatch=begin // micro_batch,
                 step=step,
                 microbatches=microbatches,
             )
-            right += int(engine.score(batch, (HITS,))[HITS].sum())
-        counts.append((data.name, right, len(data)))
+            correct += int(engine.score(batch, (HITS,))[HITS].sum())
+        counts.append((data.name, correct, len(data)))
     return TaskAccuracy(counts=tuple(counts))
 
 
-def task_source(task: str, place: InferenceConfig, world: World) -> Source:
-    """The checkpoint of ``--load``; raises ``UsageError`` where it was not fine-tuned for ``task``."""
-    source = open_source(Path(place.load), place, world)
-    if task_of_manifest(source.model) != TASKS[task].head:
-        raise UsageError(
-            f"{source.checkpoint.directory} holds no model that was fine-tuned for {task}; make one with dynmo-train"
-            f" finetune {task} --pretrained-checkpoint {place.load}"
-        )
-    return source
-
-
 def evaluate_task(
-    name: str, place: InferenceConfig, task: ClassifyConfig, world: World, told: Mapping[str, Any]
+    name: str, inference: InferenceConfig, task: ClassifyConfig, world: World, model_flags: Mapping[str, Any]
 ) -> TaskAccuracy:
-    """The accuracy of a fine-tuned model; every process calls this and gets the same.
+    """The accuracy of a fine-tuned model; all ranks call this and get the same result.
+
+    Args:
+        name: ``mnli`` or ``race``.
+        inference: the model and the ranks that run it.
+        task: the validation sets.
+        world: the process groups.
+        model_flags: the model's shape as the command line states it.
 
     Raises:
         UsageError: the data, the tokenizer or the checkpoint cannot be used.
     """
-    source = task_source(name, place, world)
-    run_on_all_ranks(world, lambda: check_model_flags(told, source.model, source.checkpoint.directory))
+    source = open_model(Path(inference.load), inference, world)
+    run_on_all_ranks(world, lambda: _check_task(name, source, inference, model_flags))
 
     def prepare() -> tuple[list[PairData], int]:
-        length = window_length(source, task.seq_length)
-        tokenizer = tokenizer_of(source, place)
-        paths = data_paths("--valid-data", task.valid_data)
+        length = source.window_length(task.seq_length)
+        tokenizer = model_tokenizer(source, inference)
+        paths = split_paths("--valid-data", task.valid_data)
         return [build_pairs(name, path, tokenizer, length) for path in paths], length
 
     sets, length = run_on_all_ranks(world, prepare)
-    rows = place.micro_batch_size * TASKS[name].rows
-    engine = forward_engine(source, place, world, tokens=length, rows=rows, wrap=lambda family: family)
-    return accuracy(engine, sets, micro_batch=place.micro_batch_size, step=0)
+    rows = inference.micro_batch_size * TASKS[name].rows
+    engine = load_forward_engine(source, inference, world, tokens=length, rows=rows)
+    return measure_accuracy(engine, sets, micro_batch=inference.micro_batch_size, step=0)
+
+
+def _check_task(name: str, source: ModelCheckpoint, inference: InferenceConfig, model_flags: Mapping[str, Any]) -> None:
+    if task_of_manifest(source.model) != TASKS[name].head:
+        raise UsageError(
+            f"{source.directory} contains no model fine-tuned for {name}; make one with dynmo-train finetune {name}"
+            f" --pretrained-checkpoint {inference.load}"
+        )
+    check_model_flags(model_flags, source.model, source.directory)

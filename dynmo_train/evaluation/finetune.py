@@ -1,8 +1,14 @@
-"""Fine-tuning of a BERT on a task: epochs over its data, and the accuracy on its validation sets after each."""
+"""Fine-tuning of a BERT on a task: epochs over its training data, and the validation accuracy after each.
+
+    --pretrained-checkpoint --weights; a new head--> Engine --train_step over epochs--> checkpoints, metrics.jsonl
+                                                       +--measure_accuracy after each epoch--> log
+
+The steps are those of training; only the batches, the head and the evaluation are the task's own.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -43,21 +49,26 @@ from ..trainer.run_directory import RunDirectory, open_run_directory
 from ..trainer.settings_from_config import first_partition, flops_counter, parameter_counts, settings_of
 from ..trainer.setup import continued_checkpoint, progress_of
 from ..trainer.signals import BoundarySignals, DistributedSignalHandler
-from .classification import accuracy, data_paths
+from .classification import measure_accuracy, split_paths
 
-# What a checkpoint of another head may say otherwise.
-_OF_THE_HEAD = frozenset({"task_head", "num_classes", "binary_head", "tied_embeddings"})
+# Keys of a manifest's ``model`` that may differ where the head differs.
+_HEAD_KEYS = frozenset({"task_head", "num_classes", "binary_head", "tied_embeddings"})
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Epochs:
-    """The order of the samples: each epoch goes through all of them, in an order of its own, and none is left out."""
+class EpochOrder:
+    """The order of the samples: each epoch is another permutation of all samples.
+
+    Attributes:
+        samples: number of samples in an epoch.
+        seed: seed of the permutations.
+    """
 
     samples: int
     seed: int
 
-    def at(self, begin: int, end: int) -> list[int]:
-        """The samples from the ``begin``-th on, over all epochs."""
+    def sample_indices(self, begin: int, end: int) -> list[int]:
+        """Samples at positions ``[begin, end)`` of the sequence of all epochs."""
         return [int(self._order(at // self.samples)[at % self.samples]) for at in range(begin, end)]
 
     @cached_property
@@ -73,42 +84,49 @@ class Epochs:
 
 
 def count_samples(task: str, options: FinetuneConfig) -> int:
-    """How many samples the training data have; 0 without any."""
+    """The number of training samples; 0 without ``--train-data``."""
     if options.train_data is None:
         return 0
-    return sum(len(TASKS[task].read(Path(path))) for path in data_paths("--train-data", options.train_data))
+    return sum(len(TASKS[task].read(Path(path))) for path in split_paths("--train-data", options.train_data))
 
 
-def pretrained_state(engine: Engine, checkpoint: Checkpoint, world: World) -> Any:
-    """Reads each item from a checkpoint of the same model; what the new head has of its own gets initial weights.
+def pretrained_state_reader(engine: Engine, checkpoint: Checkpoint, world: World) -> Callable[[str], ItemState]:
+    """Return a function that reads one item's weights; weights that only the new head has are initialized.
+
+    Args:
+        engine: the engine to be restored.
+        checkpoint: a checkpoint of the same model, with any head.
+        world: the process groups.
 
     Raises:
-        UsageError: the checkpoint is of another model.
+        UsageError: the checkpoint contains another model.
     """
-    stored, wanted = checkpoint.manifest["model"], engine.family.manifest()
+    stored, expected = checkpoint.manifest["model"], engine.family.manifest()
     different = [
         f"{key} is {short_repr(stored.get(key))} there and {value!r} here"
-        for key, value in wanted.items()
-        if key not in _OF_THE_HEAD | RECORDS and stored.get(key) != value
+        for key, value in expected.items()
+        if key not in _HEAD_KEYS | RECORDS and stored.get(key) != value
     ]
     if different:
-        raise UsageError(f"--pretrained-checkpoint {checkpoint.directory} holds another model: {'; '.join(different)}")
-    read = state_reader(checkpoint, engine.item_store, world, moments=False)
+        raise UsageError(
+            f"--pretrained-checkpoint {checkpoint.directory}: must be of the same model; {'; '.join(different)}"
+        )
+    read_item = state_reader(checkpoint, engine.item_store, world, moments=False)
 
-    def state(item: str) -> ItemState:
+    def read(item: str) -> ItemState:
         names = list(parameters_of(item, engine.item_store.blueprint(item)))
         if all(checkpoint.has(name) for name in names):
-            return read(item)
-        fresh = parameters_of(item, engine.family.build(item, torch.device("cpu")))
+            return read_item(item)
+        initial = parameters_of(item, engine.family.build(item, torch.device("cpu")))
         tensors = {
             name: engine.item_store.local_from_checkpoint(
-                name, checkpoint.load([name])[name] if checkpoint.has(name) else fresh[name].detach()
+                name, checkpoint.load([name])[name] if checkpoint.has(name) else initial[name].detach()
             ).to(world.device)
             for name in names
         }
         return ItemState(tensors=tensors, steps={})
 
-    return state
+    return read
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,8 +138,18 @@ class _Start:
     last_saved: str | None
 
 
-class _Finetuning:
-    """A fine-tuning in progress: the same steps as training, over the task's samples."""
+class FinetuneRun:
+    """A fine-tuning run on this rank.
+
+    Args:
+        name: ``mnli`` or ``race``.
+        config: the options of ``pretrain bert``.
+        options: the task's data and the pretrained checkpoint.
+        world: the process groups.
+
+    Raises:
+        UsageError: the data, the tokenizer, the options or a checkpoint cannot be used.
+    """
 
     def __init__(self, name: str, config: Config, options: FinetuneConfig, world: World) -> None:
         self.name, self.config, self.world = name, config, world
@@ -130,19 +158,19 @@ class _Finetuning:
 
         def read() -> tuple[PairData | None, list[PairData]]:
             if files is None:
-                raise UsageError("give the tokenizer of the model: --tokenizer-model, or --vocab-file")
+                raise UsageError("fine-tuning needs the model's tokenizer; give --tokenizer-model or --vocab-file")
             tokenizer, length = open_tokenizer(files), config.model.seq_length
             if tokenizer.vocab_size > config.model.vocab_size:
                 raise UsageError(
-                    f"the tokenizer has {tokenizer.vocab_size} ids; the model has --vocab-size"
-                    f" {config.model.vocab_size}"
+                    f"--vocab-size {config.model.vocab_size}: must be at least {tokenizer.vocab_size}, the"
+                    " number of ids of the tokenizer; give the model's own tokenizer"
                 )
             valid = [
-                build_pairs(name, path, tokenizer, length) for path in data_paths("--valid-data", options.valid_data)
+                build_pairs(name, path, tokenizer, length) for path in split_paths("--valid-data", options.valid_data)
             ]
             if options.train_data is None:
                 return None, valid
-            paths = data_paths("--train-data", options.train_data)
+            paths = split_paths("--train-data", options.train_data)
             return join_pairs([build_pairs(name, path, tokenizer, length) for path in paths]), valid
 
         self.train_data, self.valid_data = run_on_all_ranks(world, read)
@@ -162,28 +190,28 @@ class _Finetuning:
         )
 
     def _begin(self, options: FinetuneConfig) -> _Start:
-        config, world, form = self.config, self.world, TASKS[self.name]
+        config, world, task = self.config, self.world, TASKS[self.name]
         base = family_of(config)
         if not isinstance(base, Bert):
-            raise UsageError("finetune trains a BERT without dynamic layers")
-        family = BertTask(base.shape, form.head)
+            raise UsageError("finetune: the model must be a BERT without dynamic layers; leave their flags out")
+        family = BertTask(base.shape, task.head)
         settings = run_on_all_ranks(world, lambda: settings_of(config))
         boundary = BoundaryShape.hidden(
-            batch=config.training.micro_batch_size * form.rows,
+            batch=config.training.micro_batch_size * task.rows,
             tokens=config.model.seq_length,
             width=config.model.hidden_size,
             dtype=settings.pipeline.boundary.dtype,
         )
         settings = replace(settings, pipeline=replace(settings.pipeline, boundary=boundary))
-        going_on = run_on_all_ranks(world, lambda: checkpoint_to_load(config, world))
+        resumed = run_on_all_ranks(world, lambda: checkpoint_to_load(config, world))
         run = replace(config.run, load=options.pretrained_checkpoint, no_load_optim=True)
-        first = run_on_all_ranks(world, lambda: checkpoint_to_load(replace(config, run=run), world))
-        require_same(world, {**checkpoint_facts(going_on), **checkpoint_facts(first, "--pretrained-checkpoint")})
-        if options.pretrained_checkpoint is not None and first is None:
-            raise UsageError(f"--pretrained-checkpoint {options.pretrained_checkpoint}: there is no checkpoint")
+        pretrained = run_on_all_ranks(world, lambda: checkpoint_to_load(replace(config, run=run), world))
+        require_same(world, {**checkpoint_facts(resumed), **checkpoint_facts(pretrained, "--pretrained-checkpoint")})
+        if options.pretrained_checkpoint is not None and pretrained is None:
+            raise UsageError(f"--pretrained-checkpoint {options.pretrained_checkpoint}: contains no checkpoint")
         engine = Engine(family, settings, first_partition(config, family, None), world)
-        step = run_on_all_ranks(world, lambda: self._weights(engine, going_on, first))
-        begun = run_on_all_ranks(
+        step = run_on_all_ranks(world, lambda: self._weights(engine, resumed, pretrained))
+        new_run = run_on_all_ranks(
             world,
             lambda: (
                 open_run_directory(
@@ -196,43 +224,43 @@ class _Finetuning:
                 else None
             ),
         )
-        place = broadcast_object(world, [str(begun.path), begun.run_id, begun.segment] if begun else None)
-        directory = RunDirectory(path=Path(place[0]), run_id=place[1], segment=place[2])
+        run_facts = broadcast_object(world, [str(new_run.path), new_run.run_id, new_run.segment] if new_run else None)
+        directory = RunDirectory(path=Path(run_facts[0]), run_id=run_facts[1], segment=run_facts[2])
         return _Start(
             engine=engine,
             directory=directory,
             step=step,
-            last_saved=continued_checkpoint(going_on, directory, step),
-            source=next((each.manifest.get("source") for each in (going_on, first) if each is not None), None),
+            last_saved=continued_checkpoint(resumed, directory, step),
+            source=next((each.manifest.get("source") for each in (resumed, pretrained) if each is not None), None),
         )
 
-    def _weights(self, engine: Engine, going_on: Checkpoint | None, first: Checkpoint | None) -> int:
-        """Give the engine its weights; the step from which it goes on."""
-        if going_on is not None:
-            check_same_model(going_on, engine.family)
-            step, consumed = int(going_on.manifest["step"]), int(going_on.manifest["consumed_train_samples"])
+    def _weights(self, engine: Engine, resumed: Checkpoint | None, pretrained: Checkpoint | None) -> int:
+        """Load the weights into the engine, and return the step to resume after."""
+        if resumed is not None:
+            check_same_model(resumed, engine.family)
+            step, consumed = int(resumed.manifest["step"]), int(resumed.manifest["consumed_train_samples"])
             if consumed != step * self.batch:
                 raise UsageError(
-                    f"--global-batch-size {self.batch}: the run consumed {consumed:,} samples in {step:,} steps; epochs"
-                    f" count on equal batches, give --global-batch-size {consumed // max(1, step)}"
+                    f"--global-batch-size {self.batch}: must stay the same over a run, which consumed {consumed:,}"
+                    f" samples in {step:,} steps; give --global-batch-size {consumed // max(1, step)}"
                 )
             moments = not self.config.run.no_load_optim
-            reader = state_reader(going_on, engine.item_store, self.world, moments=moments)
-            engine.restore(reader, step, **progress_of(going_on))
+            reader = state_reader(resumed, engine.item_store, self.world, moments=moments)
+            engine.restore(reader, step, **progress_of(resumed))
             return step
-        if first is not None:
-            engine.restore(pretrained_state(engine, first, self.world), 0)
+        if pretrained is not None:
+            engine.restore(pretrained_state_reader(engine, pretrained, self.world), 0)
         else:
             engine.build()
         return 0
 
     def run(self) -> int:
-        """All steps that are left, with an evaluation after each epoch and a checkpoint at the end; the exit code."""
+        """Run the remaining steps, evaluate after each epoch, save at the end; returns the exit code."""
         config, data = self.config, self.train_data
         last = config.training.train_iters if data is not None else 0
         if last and self.step >= last:
             if self.world.is_rank0:
-                say(complete_line(self.directory.path, self.step, f"--epochs make {last:,}; give more --epochs"))
+                say(complete_line(self.directory.path, self.step, f"--epochs gives {last:,}; raise --epochs"))
             return EXIT_OK
         signals = BoundarySignals()
         if data is None:
@@ -255,13 +283,13 @@ class _Finetuning:
         return EXIT_RELAUNCH if signals.relaunch and self.step < last else signals.code
 
     def _is_not_finite(self, last: int) -> bool:
-        """Whether the run has ended with a model that is not finite."""
+        """Whether the run ends with weights or a loss that are not finite."""
         return self.check.is_over or (self.check.is_refused and self.step >= last)
 
     def _train(self, data: PairData, last: int, signal_handler: DistributedSignalHandler) -> BoundarySignals:
-        """Steps up to ``last``, or until a signal ends the run; what was asked at the last boundary."""
-        order = Epochs(samples=len(data), seed=self.config.training.seed)
-        every = self.config.run.save_interval
+        """Run steps up to ``last``, or until a signal ends the run; returns the signals of the last boundary."""
+        order = EpochOrder(samples=len(data), seed=self.config.training.seed)
+        interval = self.config.run.save_interval
         signals = BoundarySignals()
         while self.step < last and not signals.leave:
             self._step(data, order)
@@ -269,27 +297,27 @@ class _Finetuning:
                 break
             epoch, before = (steps * self.batch // len(data) for steps in (self.step, self.step - 1))
             if epoch > before or self.step == last:
-                # The last epoch ends with its last whole batch.
+                # The last epoch is incomplete where a batch does not divide it.
                 self.measure(-(-self.step * self.batch // len(data)) if self.step == last else epoch)
             signals = signal_handler.at_boundary(self.world)
-            due = every is not None and self.step % every == 0
+            due = interval is not None and self.step % interval == 0
             if self.step == last or due or signals.save or signals.leave:
                 self._save()
         return signals
 
-    def _step(self, data: PairData, order: Epochs) -> None:
-        """One optimizer step and its records."""
+    def _step(self, data: PairData, order: EpochOrder) -> None:
+        """Run one optimizer step, and record it."""
         begin = self.step * self.batch
         self.step += 1
         batch = self._batch = Batch(
-            inputs=data.tensors(order.at(begin, self.step * self.batch)),
+            inputs=data.tensors(order.sample_indices(begin, self.step * self.batch)),
             first_microbatch=begin // self.config.training.micro_batch_size,
             step=self.step,
         )
         result = self.engine.train_step(batch, sampled=False, advance=self.batch)
         if (problem := self.check.after_step(self.step, result)) is not None:
-            # The places of its samples are their numbers in --train-data.
-            numbers = [int(number) for number in order.at(begin, self.step * self.batch)]
+            # The samples have no place in an indexed data set; their indices into --train-data identify them.
+            numbers = [int(number) for number in order.sample_indices(begin, self.step * self.batch)]
             self.recorder.event(
                 "not_finite", problem, step=self.step, samples=[begin, self.step * self.batch], train_data=numbers
             )
@@ -308,13 +336,13 @@ class _Finetuning:
         self.checkpoints.at_boundary()
 
     def measure(self, epoch: int) -> None:
-        """The accuracy on the validation sets."""
-        found = accuracy(
+        """Log and record the accuracy on the validation sets."""
+        result = measure_accuracy(
             self.engine, self.valid_data, micro_batch=self.config.training.micro_batch_size, step=self.step
         )
-        for line in found.lines(epoch):
+        for line in result.lines(epoch):
             self.log.line(line)
-        self.recorder.metrics(step=self.step, epoch=epoch, validation=found.document())
+        self.recorder.metrics(step=self.step, epoch=epoch, validation=result.document())
 
     def _save(self) -> None:
         if (problem := self.check.refusal(self.engine, self.step, self._batch)) is not None:
@@ -340,7 +368,7 @@ class _Finetuning:
         self.checkpoints.save(run)
 
     def _not_saved(self, step: int, problem: str) -> None:
-        message = f"{problem}; training continues, the next save tries again"
+        message = f"{problem}; training continues, and the next save retries"
         self.recorder.event("not_saved", message, step=step)
         self.log.line(f" {message}")
 
@@ -352,7 +380,17 @@ class _Finetuning:
 
 
 def run_finetune(name: str, config: Config, options: FinetuneConfig) -> int:
-    """Fine-tune on the task ``name`` in this process and those that the launcher started; the exit code."""
+    """Fine-tune on this rank; returns the exit code.
+
+    Args:
+        name: ``mnli`` or ``race``.
+        config: the options of ``pretrain bert``.
+        options: the task's data and the pretrained checkpoint.
+
+    Raises:
+        UsageError: the data, the tokenizer, the options or a checkpoint cannot be used.
+        DynmoError: the last checkpoint could not be written.
+    """
     freeze_imports()
     torch.set_num_threads(config.training.num_threads)
     parallel = config.parallel
@@ -363,7 +401,7 @@ def run_finetune(name: str, config: Config, options: FinetuneConfig) -> int:
     )
     world = join_same(config.training.device, dims, lambda: {**config_facts(config), **option_facts(options)})
     try:
-        run = _Finetuning(name, config, options, world)
+        run = FinetuneRun(name, config, options, world)
         try:
             return run.run()
         finally:
@@ -372,8 +410,8 @@ def run_finetune(name: str, config: Config, options: FinetuneConfig) -> int:
         destroy_world()
 
 
-def shape_of(model: Mapping[str, Any]) -> dict[str, Any]:
-    """The sizes of the model that a manifest's ``model`` states, for those that the command line leaves out."""
+def model_options(model: Mapping[str, Any]) -> dict[str, Any]:
+    """Model options from a manifest's ``model``, for those that the command line leaves out."""
     names = ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "max_position_embeddings")
     sizes = {name: model[name] for name in (*names, "vocab_size", "layernorm_epsilon")}
     return {**sizes, "seq_length": model["max_position_embeddings"], "bert_no_binary_head": not model["num_tokentypes"]}

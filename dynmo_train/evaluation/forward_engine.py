@@ -1,144 +1,218 @@
-"""A trained model on the processes of a command: from a checkpoint to an engine that only runs forward."""
+"""Forward passes of a checkpoint's model over pipeline, tensor and data ranks, without any state of training.
+
+The engine has no optimizer, no gradient buffers and no autograd graph. Each rank loads the layers of its pipeline
+stage straight in the compute dtype, so a bfloat16 evaluation needs 2 bytes a parameter. (The training engine, which
+evaluated before, kept float32 weights and a cast copy: 6 bytes.) Validation during training still runs in the training
+engine, whose weights are the live ones.
+
+    Batch --shard by replica, chunk--> microbatches
+                                           |
+        stage 0: embedding, layers --send--> stage 1: layers --send--> last stage: layers, head
+                                                                           |
+                                       metrics per sample <--gather-- ItemOutput.metrics
+
+Invariants:
+
+* A score is the same bit pattern in every layout without tensor parallelism. Microbatches are formed from the whole
+  batch, and random numbers (hashed attention draws its rotations) are seeded by microbatch index and layer name.
+* Weights are cast once at load time; training casts the same float32 values at each step, so the bits are equal.
+* Tied weights share memory where both ends are on one rank.
+
+Microbatches go through the pipeline one after another (GPipe's forward order). Sends do not block, so a stage computes
+microbatch ``i + 1`` while microbatch ``i`` is on its way.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
+import torch.distributed as dist
+from torch import nn
 
-from .._common.console import say
 from .._common.errors import UsageError
 from ..config.evaluation import InferenceConfig
-from ..data.tokenizer import Tokenizer, TokenizerFiles, load_tokenizer
-from ..data.tokenizer import open_tokenizer as open_files
-from ..formats.checkpoint import Checkpoint, list_checkpoints, open_checkpoint
+from ..data.batch import Batch
+from ..formats.checkpoint import Checkpoint
 from ..models.early_exit import LEFT
-from ..models.layer_list import HIDDEN, BoundaryShape, ModelFamily
-from ..models.registry import family_of_manifest
+from ..models.layer_list import (
+    HIDDEN,
+    BoundaryShape,
+    ItemOutput,
+    ModelFamily,
+    has_vocabulary_rows,
+    live_before,
+    masks_of,
+    output_of,
+    parameters_of,
+    vocabulary_rows,
+)
+from ..models.sharding import cut_item, cut_tensor
 from ..models.sparse_formats import BUILT_IN, SparseTable
-from ..optim.adamw import AdamWSettings
-from ..optim.lr_schedule import LearningRate
-from ..optim.precision import Precision
+from ..optim.precision import float32_matmuls
 from ..parallel.consensus import run_on_all_ranks
 from ..parallel.dims import ParallelDims
-from ..parallel.process_groups import World, broadcast_object, destroy_world
+from ..parallel.process_groups import World, gather_over, sum_over_pipeline
+from ..parallel.seeding import seeded
+from ..parallel.tensor_parallel import TensorRegion, tensor_region
 from ..pipeline.partition import Partition, uniform_partition
-from ..pipeline.schedule import PipelineConfig
-from ..trainer.checkpoint.engine_checkpoint import state_reader
-from ..trainer.checkpoint.load_checkpoint import default_cache, foreign_kind, native_copy, sound_checkpoint
-from ..trainer.engine import Engine, EngineSettings
-from ..trainer.fingerprint import checkpoint_facts, join_same, option_facts, require_same
+from .model_checkpoint import ModelCheckpoint
 
-# Of the optimizer and the random numbers of an engine that never trains.
-_UNUSED_RATE = LearningRate(peak=1.0, floor=0.0, style="constant", warmup_steps=0, decay_steps=1)
+SEED = 0
 
 
-@dataclass(frozen=True, kw_only=True)
-class Source:
-    """A checkpoint, and the model that it holds."""
+class ForwardEngine:
+    """One pipeline stage of a model in evaluation mode, and its links to the neighbouring stages.
 
-    checkpoint: Checkpoint
-    family: ModelFamily
+    Args:
+        family: the whole model.
+        modules: item name -> module of this stage's items, on ``world.device``.
+        partition: one stage per pipeline rank.
+        world: the process groups.
+        boundary: shapes and dtype of the values that cross a stage boundary, for one microbatch.
+
+    Attributes:
+        items: specifications of this stage's items, in list order.
+        entering: names of the values that the previous stage sends; empty on the first stage.
+        leaving: names of the values that the next stage receives; empty on the last stage.
+    """
+
+    def __init__(
+        self,
+        family: ModelFamily,
+        modules: Mapping[str, nn.Module],
+        partition: Partition,
+        world: World,
+        boundary: BoundaryShape,
+    ) -> None:
+        self.family, self.world, self.boundary = family, world, boundary
+        self.modules = {name: module.eval() for name, module in modules.items()}
+        begin = sum(map(len, partition.stages[: world.pipeline_rank]))
+        end = begin + len(partition.stages[world.pipeline_rank])
+        self.items = family.items[begin:end]
+        self.entering = live_before(family.items, begin) if begin else ()
+        self.leaving = live_before(family.items, end) if end < len(family.items) else ()
+        self._sends: list[tuple[dist.Work | None, torch.Tensor]] = []
 
     @property
-    def model(self) -> dict[str, Any]:
-        """The ``model`` object of its manifest."""
-        return dict(self.checkpoint.manifest["model"])
+    def dtype(self) -> torch.dtype:
+        """Dtype of weights and activations."""
+        return self.boundary.dtype
+
+    @torch.no_grad()
+    def score(self, batch: Batch, names: Sequence[str]) -> dict[str, torch.Tensor]:
+        """Per-sample metrics of the head; all ranks call this and get the same values.
+
+        Args:
+            batch: the samples of all replicas; ``microbatches`` is the number per replica.
+            names: metrics of the head that have one value per sample.
+
+        Returns:
+            Metric name -> float64 ``[samples]`` on CPU, in the order of the batch.
+        """
+        microbatches = batch.microbatches or 1
+        local = batch.of_replica(self.world.data_rank, self.world.dims.data, microbatches)
+        head = self.family.items[-1]
+        values = torch.zeros(len(names), len(local.inputs[head.inputs[0]]), dtype=torch.float64)
+        metrics = self._forward(local, microbatches)
+        if not self.leaving:
+            values = torch.stack(
+                [torch.cat([each[name] for each in metrics]).to("cpu", values.dtype) for name in names]
+            )
+        # Only the last stage has values; adding zeros is exact.
+        sum_over_pipeline(self.world, values)
+        return dict(zip(names, torch.cat(gather_over(self.world.groups.data, values), dim=1), strict=True))
+
+    def _forward(self, batch: Batch, microbatches: int) -> list[Mapping[str, torch.Tensor]]:
+        """Run this replica's microbatches through this stage; the last item's metrics of each microbatch."""
+        device = self.world.device
+        boundary = self.boundary if batch.tokens is None else self.boundary.with_tokens(batch.tokens)
+        inputs = {
+            name: batch.inputs[name].to(device).chunk(microbatches)
+            for name in dict.fromkeys(name for item in self.items for name in item.inputs)
+        }
+        metrics: list[Mapping[str, torch.Tensor]] = []
+        with float32_matmuls(device, self.dtype):
+            for index in range(microbatches):
+                values = {name: torch.empty_like(boundary.empty(name), device=device) for name in self.entering}
+                for buffer in values.values():
+                    self.receive(buffer, self.world.pipeline_rank - 1)
+                for item in self.items:
+                    arguments = [values[name] for name in item.reads] + [inputs[name][index] for name in item.inputs]
+                    with seeded(device, SEED, batch.step, batch.first_microbatch + index, item.name):
+                        result = self.modules[item.name](*arguments)
+                    values[item.writes] = output_of(result)
+                    if isinstance(result, ItemOutput):
+                        values.update(result.side)
+                        if not self.leaving and item is self.items[-1]:
+                            metrics.append(result.metrics)
+                for name in self.leaving:
+                    self.send(values[name], self.world.pipeline_rank + 1)
+            self.wait_for_sends()
+        return metrics
+
+    def receive(self, buffer: torch.Tensor, pipeline_rank: int) -> None:
+        """Receive into ``buffer`` from a pipeline rank of this replica; the sender has its shape and dtype."""
+        dist.recv(buffer, src=self._global_rank(pipeline_rank))
+
+    def send(self, tensor: torch.Tensor, pipeline_rank: int) -> None:
+        """Send to a pipeline rank of this replica without blocking."""
+        # The memory of a tensor must stay allocated until it has been sent.
+        self._sends = [(work, sent) for work, sent in self._sends if work is not None and not work.is_completed()]
+        tensor = tensor.contiguous()
+        self._sends.append((dist.isend(tensor, dst=self._global_rank(pipeline_rank)), tensor))
+
+    def wait_for_sends(self) -> None:
+        """Wait for all sends, and free their buffers."""
+        for work, _ in self._sends:
+            if work is not None:
+                work.wait()
+        self._sends.clear()
+
+    def _global_rank(self, pipeline_rank: int) -> int:
+        """Global rank of a pipeline rank with this process's data and tensor rank."""
+        return self.world.global_rank(self.world.peer(pipeline_rank))
 
 
-def dims_of(place: InferenceConfig, processes: int) -> ParallelDims:
-    """How the processes of a command are laid out: those that are left over are replicas.
+def load_forward_engine(
+    source: ModelCheckpoint,
+    inference: InferenceConfig,
+    world: World,
+    *,
+    tokens: int,
+    wrap: Callable[[ModelFamily], ModelFamily] | None = None,
+    rows: int | None = None,
+) -> ForwardEngine:
+    """Build a forward engine with the weights of a checkpoint; all ranks call this.
+
+    Args:
+        source: the checkpoint.
+        inference: ``micro_batch_size``, and the dtype by ``bf16`` and ``fp16``.
+        world: the process groups.
+        tokens: tokens per sample; a batch may override it.
+        wrap: makes the family to run from the checkpoint's, such as one whose head scores.
+        rows: rows per microbatch; by default one per sample.
 
     Raises:
-        UsageError: the sizes do not divide the number of processes.
+        UsageError: the model cannot be partitioned over these ranks.
+        CheckpointError: a tensor is missing or damaged.
     """
-    tensor = place.tensor_model_parallel_size
-    pipeline = place.pipeline_model_parallel_size or max(1, processes // tensor)
-    if processes % (tensor * pipeline):
-        raise UsageError(
-            f"--tensor-model-parallel-size {tensor} x --pipeline-model-parallel-size {pipeline} must divide the number"
-            f" of processes, {processes}; start them by dynmo-train launch local --nproc N"
-        )
-    return ParallelDims(tensor=tensor, pipeline=pipeline, data=processes // (tensor * pipeline))
+    family = source.family if wrap is None else wrap(source.family)
+    partition = uniform_partition(family.items, world.dims.pipeline)
+    run_on_all_ranks(world, lambda: check_layout(source, partition, world.dims))
+    dtype = torch.bfloat16 if inference.bf16 else torch.float16 if inference.fp16 else torch.float32
+    hidden = (rows or inference.micro_batch_size, tokens, source.model["hidden_size"])
+    boundary = BoundaryShape(shapes={HIDDEN: hidden, LEFT: hidden[:2]}, dtype=dtype)
+    thresholds = source.checkpoint.manifest["dynamic"]["sparse_thresholds"]
+    loader = _ItemLoader(source.checkpoint, family, world, dtype, SparseTable(thresholds=thresholds or BUILT_IN))
+    names = partition.stages[world.pipeline_rank]
+    modules = run_on_all_ranks(world, lambda: {name: loader.load(name) for name in names})
+    return ForwardEngine(family, modules, partition, world, boundary)
 
 
-@contextmanager
-def joined(place: InferenceConfig, task: object, processes: int) -> Iterator[World]:
-    """The processes of this command, laid out as asked, with the same options and data; they part at the end."""
-    if place.num_threads is not None:
-        torch.set_num_threads(place.num_threads)
-    world = join_same(place.device, dims_of(place, processes), lambda: option_facts(place, task))
-    try:
-        yield world
-    finally:
-        destroy_world()
-
-
-def open_source(path: Path, place: InferenceConfig, world: World) -> Source:
-    """The checkpoint that ``path`` means, the same at every process: rank 0 looks, and converts where it must.
-
-    Raises:
-        UsageError: there is none, it cannot be converted, or the model is not what the options say.
-    """
-    found = None
-
-    def look() -> list[str]:
-        place_ = path
-        if foreign_kind(path):
-            place_ = native_copy(path, Path(place.cache_dir) if place.cache_dir else default_cache())
-        return [str(each) for each in list_checkpoints(place_)]
-
-    found = broadcast_object(world, run_on_all_ranks(world, lambda: look() if world.is_rank0 else []))
-    directory, faults = run_on_all_ranks(world, lambda: sound_checkpoint(world, str(path), found, weights_only=True))
-    if faults and world.is_rank0:
-        say(f"warning: damaged checkpoint: {'; '.join(faults)}; {directory} stands for it")
-    source = run_on_all_ranks(world, lambda: _source(directory, world.dims.tensor))
-    require_same(world, checkpoint_facts(source.checkpoint))
-    return source
-
-
-def _source(directory: Path, tensor_ranks: int) -> Source:
-    checkpoint = open_checkpoint(directory)
-    model = checkpoint.manifest["model"]
-    # Rows of padding take no part: as few as the tensor-parallel ranks need to share the table evenly.
-    padded = -(-model["vocab_size"] // tensor_ranks) * tensor_ranks
-    try:
-        family = family_of_manifest({**model, "padded_vocab_size": padded})
-    except (TypeError, KeyError) as error:
-        raise UsageError(f"{directory}: the manifest's model cannot be built: {error}") from error
-    return Source(checkpoint=checkpoint, family=family)
-
-
-def tokenizer_of(source: Source, place: InferenceConfig) -> Tokenizer:
-    """The tokenizer that was asked for, else the one in the checkpoint; it must fit the vocabulary."""
-    return open_tokenizer(source.checkpoint, TokenizerFiles.of(vars(place)))
-
-
-def open_tokenizer(checkpoint: Checkpoint, given: TokenizerFiles | None) -> Tokenizer:
-    """The tokenizer of these files, else the one in the checkpoint.
-
-    Raises:
-        UsageError: there is none, or it has more ids than the model.
-    """
-    folder = checkpoint.directory / "tokenizer"
-    if given is None and not folder.is_dir():
-        raise UsageError(
-            f"{checkpoint.directory} holds no tokenizer; give --tokenizer-model FILE, or --vocab-file and --merge-file"
-        )
-    tokenizer = load_tokenizer(folder) if given is None else open_files(given)
-    name = folder if given is None else ", ".join(str(path) for path in given.files.values())
-    vocab_size = checkpoint.manifest["model"]["vocab_size"]
-    if tokenizer.vocab_size > vocab_size:
-        raise UsageError(f"{name} has {tokenizer.vocab_size} ids; the model of {checkpoint.directory} has {vocab_size}")
-    return tokenizer
-
-
-def check_layout(model: dict[str, Any], partition: Partition, dims: ParallelDims) -> None:
-    """Raise ``UsageError`` where a model cannot be cut so."""
+def check_layout(source: ModelCheckpoint, partition: Partition, dims: ParallelDims) -> None:
+    """Raise ``UsageError`` where a model cannot be partitioned over these ranks."""
+    model = source.model
     sizes = {
         "attention heads": model["num_attention_heads"],
         "key-value heads": model.get("num_key_value_heads", model["num_attention_heads"]),
@@ -151,52 +225,53 @@ def check_layout(model: dict[str, Any], partition: Partition, dims: ParallelDims
             )
     items = sum(map(len, partition.stages))
     if not all(partition.stages[at] for at in (0, -1)) or dims.pipeline > items:
-        raise UsageError(f"--pipeline-model-parallel-size {dims.pipeline}: the model has {items} items to share out")
+        raise UsageError(
+            f"--pipeline-model-parallel-size {dims.pipeline}: must be at most {items}, the number of items of the"
+            " model; give a smaller size"
+        )
 
 
-def compute_type(place: InferenceConfig) -> torch.dtype:
-    """The type of the arithmetic."""
-    return torch.bfloat16 if place.bf16 else torch.float16 if place.fp16 else torch.float32
+class _ItemLoader:
+    """Builds items on the meta device and assigns this rank's slices of the stored weights, in the compute dtype."""
 
+    def __init__(
+        self, checkpoint: Checkpoint, family: ModelFamily, world: World, dtype: torch.dtype, sparse: SparseTable
+    ) -> None:
+        self.checkpoint, self.family, self.dtype, self.sparse = checkpoint, family, dtype, sparse
+        self.device = world.device
+        self.region: TensorRegion | None = tensor_region(world, sequence=False)
+        # Stored name and split dimension -> tensor: tied weights of one rank share memory.
+        self._loaded: dict[tuple[str, int | None], torch.Tensor] = {}
 
-def forward_engine(
-    source: Source,
-    place: InferenceConfig,
-    world: World,
-    *,
-    tokens: int,
-    wrap: Callable[[ModelFamily], ModelFamily],
-    rows: int | None = None,
-) -> Engine:
-    """An engine with the weights of a checkpoint, for batches of ``micro_batch_size`` samples a microbatch.
+    def load(self, item: str) -> nn.Module:
+        """Load one item without gradients; raises ``CheckpointError`` for a missing or damaged tensor."""
+        module = cut_item(item, self.family.build(item, torch.device("meta")), self.family.split_dim, self.region)
+        weights = {name[len(item) + 1 :]: self._weight(name) for name in parameters_of(item, module)}
+        module.load_state_dict(weights, assign=True)
+        module.requires_grad_(False)
+        for name, layer in masks_of(item, module).items():
+            if self.checkpoint.has(f"{name}.mask"):
+                mask = self._slice(f"{name}.mask", self.family.split_dim(name), torch.bool)
+                layer.weight.mul_(mask)
+                layer.set_mask(mask, self.sparse)
+        return module
 
-    Args:
-        tokens: of a sample; batches may say another number.
-        wrap: what is made of the checkpoint's family, such as one that scores.
-        rows: of a microbatch; None is one a sample.
-    """
-    family = wrap(source.family)
-    model, manifest = source.model, source.checkpoint.manifest
-    partition = uniform_partition(family.items, world.dims.pipeline)
-    run_on_all_ranks(world, lambda: check_layout(model, partition, world.dims))
-    boundary = BoundaryShape.hidden(
-        batch=rows or place.micro_batch_size, tokens=tokens, width=model["hidden_size"], dtype=compute_type(place)
-    )
-    boundary = BoundaryShape(
-        shapes={**boundary.shapes, LEFT: boundary.shapes[HIDDEN][:2]},
-        dtype=boundary.dtype,
-    )
-    thresholds = manifest["dynamic"]["sparse_thresholds"]
-    settings = EngineSettings(
-        # Any number of microbatches goes through GPipe.
-        pipeline=PipelineConfig(schedule="gpipe", microbatches=1, boundary=boundary, seed=0, recompute=False),
-        adamw=AdamWSettings(beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.0),
-        rate=_UNUSED_RATE,
-        clip=0.0,
-        sparse=SparseTable(thresholds=thresholds or BUILT_IN),
-        precision=Precision(compute=compute_type(place)),
-    )
-    engine = Engine(family, settings, partition, world)
-    reader = state_reader(source.checkpoint, engine.item_store, world, moments=False)
-    run_on_all_ranks(world, lambda: engine.restore(reader, 0))
-    return engine
+    def _weight(self, name: str) -> torch.Tensor:
+        dim = self.family.split_dim(name)
+        key = self.checkpoint.stored_name(name), dim if self.region is not None else None
+        if key not in self._loaded:
+            self._loaded[key] = self._slice(name, dim, self.dtype)
+        return self._loaded[key]
+
+    def _slice(self, name: str, dim: int | None, dtype: torch.dtype) -> torch.Tensor:
+        """This rank's slice of a stored tensor along ``dim``, with memory of its own, on the device."""
+        stored = self.checkpoint.load([name])[name]
+        if has_vocabulary_rows(name):
+            rows, padded = vocabulary_rows(self.family), vocabulary_rows(self.family, padded=True)
+            if not rows == padded == len(stored):
+                whole = stored.new_zeros(padded, *stored.shape[1:])
+                whole[:rows] = stored[:rows]
+                stored = whole
+        part = cut_tensor(stored, dim, self.region)
+        is_view = part.shape != stored.shape
+        return part.to(self.device, dtype, copy=is_view, memory_format=torch.contiguous_format)

@@ -1,4 +1,4 @@
-"""Choosing the next token from logits. Shapes in names: B sequences, V vocabulary."""
+"""Draws the next token from logits. Shapes in names: B sequences, V vocabulary."""
 
 from __future__ import annotations
 
@@ -12,24 +12,39 @@ from .._common.errors import UsageError
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """How the next token is chosen: ``temperature`` 0 takes the likeliest; ``top_k`` 0 and ``top_p`` 1 cut nothing."""
+    """How the next token is drawn.
+
+    Attributes:
+        temperature: divisor of the logits; 0 is greedy decoding.
+        top_k: number of most likely tokens to draw from; 0 is all.
+        top_p: cumulative probability of the nucleus, in (0, 1]; 1 is all tokens.
+    """
 
     temperature: float = 0.0
     top_k: int = 0
     top_p: float = 1.0
 
     def check(self) -> None:
-        """Raise ``UsageError`` where a value is out of its range."""
+        """Raise ``UsageError`` where a value is out of range."""
         if not 0.0 <= self.temperature < float("inf"):
-            raise UsageError(f"--temperature must be a number of at least 0, is {self.temperature}")
+            raise UsageError(f"--temperature {self.temperature}: must be a number of at least 0; 0 is greedy decoding")
         if self.top_k < 0:
-            raise UsageError(f"--top-k must be at least 0, is {self.top_k}")
+            raise UsageError(f"--top-k {self.top_k}: must be at least 0; 0 draws among all tokens")
         if not 0.0 < self.top_p <= 1.0:
-            raise UsageError(f"--top-p must be above 0 and at most 1, is {self.top_p}")
+            raise UsageError(f"--top-p {self.top_p}: must be in (0, 1]; use --temperature 0 for greedy decoding")
 
 
 def next_tokens(logits_BV: torch.Tensor, sampling: Sampling, generators: Sequence[torch.Generator]) -> torch.Tensor:
-    """Choose one id for each sequence, ``[B]`` on CPU; each draws from a generator of its own."""
+    """Draw one token per sequence.
+
+    Args:
+        logits_BV: floating point ``[B, V]``, on any device.
+        sampling: how to draw.
+        generators: one CPU generator per sequence, so that a draw does not depend on the rest of the batch.
+
+    Returns:
+        Token ids, int64 ``[B]`` on CPU.
+    """
     if sampling.temperature == 0.0:
         return logits_BV.argmax(-1).cpu()
     drawn = [next_token(row_V, sampling, each) for row_V, each in zip(logits_BV, generators, strict=True)]
@@ -37,9 +52,14 @@ def next_tokens(logits_BV: torch.Tensor, sampling: Sampling, generators: Sequenc
 
 
 def next_token(logits_V: torch.Tensor, sampling: Sampling, generator: torch.Generator) -> int:
-    """Draw one id. Cuts to the ``top_k`` likeliest first, then to the fewest whose probabilities reach ``top_p``.
+    """Draw one token: the ``top_k`` filter first, then the nucleus of probability ``top_p``.
 
-    The nucleus is that of Holtzman et al. 2020 (arXiv:1904.09751, section 3.1): the token that crosses ``top_p`` stays.
+    The nucleus is that of Holtzman et al. 2020 (arXiv:1904.09751, section 3.1); the token that crosses ``top_p`` is in.
+
+    Args:
+        logits_V: floating point ``[V]``.
+        sampling: how to draw.
+        generator: CPU generator.
     """
     if sampling.temperature == 0.0:
         return int(logits_V.argmax())

@@ -48,9 +48,10 @@ def ours(model: torch.nn.Module, folder: Path, new: int):
     from dynmo_ckpt.cli import app
     from dynmo_train.config.evaluation import InferenceConfig
     from dynmo_train.config.fields import values_of
-    from dynmo_train.evaluation.forward_engine import forward_engine, open_source
-    from dynmo_train.evaluation.generation import Asked, Ending, Generation
+    from dynmo_train.evaluation.forward_engine import load_forward_engine
+    from dynmo_train.evaluation.model_checkpoint import open_model
     from dynmo_train.evaluation.sampling import Sampling
+    from dynmo_train.evaluation.token_generator import GenerationRequest, StopCondition, TokenGenerator
     from dynmo_train.parallel.process_groups import init_world
 
     model.save_pretrained(folder / "hf")
@@ -59,13 +60,13 @@ def ours(model: torch.nn.Module, folder: Path, new: int):
         raise RuntimeError(done.output)
     place = values_of(InferenceConfig, {"load": str(folder / "native"), "device": "cpu"})
     world = init_world("cpu")
-    source = open_source(folder / "native", place, world)
-    engine = forward_engine(source, place, world, tokens=1, wrap=lambda family: family)
-    generation = Generation(engine, max_tokens=1024, sampling=Sampling(), ending=Ending(eod=None))
+    source = open_model(folder / "native", place, world)
+    engine = load_forward_engine(source, place, world, tokens=1)
+    generator = TokenGenerator(engine, max_tokens=1024, sampling=Sampling(), stop_condition=StopCondition(eod=None))
 
     def run(ids: torch.Tensor) -> list[list[int]]:
-        asked = [Asked(ids=tuple(row), most=new, seed=0) for row in ids.tolist()]
-        return [list(answer.ids) for answer in generation.run(asked, len(asked))]
+        requests = [GenerationRequest(ids=tuple(row), max_new_tokens=new, seed=0) for row in ids.tolist()]
+        return [list(each.ids) for each in generator.generate(requests, len(requests))]
 
     return run
 

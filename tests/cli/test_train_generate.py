@@ -141,7 +141,7 @@ def test_json_tells_every_sample(place):
         (("--load", "nowhere", "--prompt", "w1"), "no checkpoint here"),
         (("--load", "run", "--prompt", " ".join(["w1"] * 17)), "17 tokens; the model has 16 positions"),
         (("--load", "run", "--prompt", "w1", "--num-samples", "2"), "--num-samples above 1"),
-        (("--load", "run", "--prompt", "w1", "--top-p", "-1"), "--top-p must be above 0"),
+        (("--load", "run", "--prompt", "w1", "--top-p", "-1"), "--top-p -1.0: must be in (0, 1]"),
         (("--load", "run", "--prompt", "w1", "--prompts", "prompts.txt"), "not both"),
         (("--load", "run", "--prompts", "no.txt"), "cannot read the prompts"),
         (("--load", "run"), "no prompt"),

@@ -108,7 +108,7 @@ def test_lambada_reads_the_end_of_a_passage_that_is_too_long(place, tmp_path):
     line = f"evaluate lambada {GPT} --load gpt --valid-data {tmp_path / 'long.jsonl'} --predictions {out} --format json"
     code, text, err = run(line)
     assert code == 0, err
-    assert "4 of 4 passages are longer than 12 positions: the model reads their ends" in err
+    assert "4 of 4 passages exceed 12 positions; their beginning is truncated" in err
     assert json.loads(text)["shortened"] == 4
     found = [json.loads(each)["correct"] for each in out.read_text().splitlines()]
     assert found == [True, False] * 2
@@ -259,10 +259,10 @@ def test_finetune_race(race):
         ("generate --load gpt --prompt x --vocab-file vocab.json --merge-file no.txt", "no tokenizer at no.txt"),
         (f"generate {GPT} --load gpt --prompt x --interactive", "--interactive asks for the prompts itself"),
         (f"generate {GPT} --load gpt --prompt {'x' * 300} --max-new-tokens 1", "the model has 12 positions"),
-        (f"generate {GPT} --load gpt --prompt thecatsat --out-seq-length 2", "--out-seq-length is 2"),
+        (f"generate {GPT} --load gpt --prompt thecatsat --out-seq-length 2", "must be below --out-seq-length 2"),
         (f"generate {GPT} --load gpt --prompt x --genfile no/such", "--genfile no/such: cannot be written"),
         (f"generate {GPT} --hidden-size 32 --load gpt --prompt x", "--hidden-size: is 32; the model of"),
-        ("evaluate mnli --load gpt --valid-data train.tsv", "holds no model that was fine-tuned for mnli"),
+        ("evaluate mnli --load gpt --valid-data train.tsv", "contains no model fine-tuned for mnli"),
     ],
 )
 def test_bad_input_is_told(place, line, words):

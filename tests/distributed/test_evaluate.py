@@ -36,8 +36,9 @@ def folder(tmp_path_factory):
 def figures(folder, pipeline, tensor):
     from dynmo_train.config.evaluation import InferenceConfig, LambadaConfig, WikitextConfig
     from dynmo_train.config.fields import values_of
-    from dynmo_train.evaluation.forward_engine import joined
-    from dynmo_train.evaluation.zeroshot import evaluate_lambada, evaluate_wikitext
+    from dynmo_train.evaluation.lambada import evaluate_lambada
+    from dynmo_train.evaluation.model_checkpoint import evaluation_world
+    from dynmo_train.evaluation.wikitext import evaluate_wikitext
 
     given = {
         "load": str(folder / "native"),
@@ -47,7 +48,7 @@ def figures(folder, pipeline, tensor):
         "tensor_model_parallel_size": tensor,
     }
     place = values_of(InferenceConfig, given)
-    with joined(
+    with evaluation_world(
         place, values_of(WikitextConfig, {"valid_data": str(folder / "text")}), int(os.environ["WORLD_SIZE"])
     ) as world:
         task = values_of(WikitextConfig, {"valid_data": str(folder / "text"), "overlapping_eval": 4})

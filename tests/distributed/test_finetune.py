@@ -192,7 +192,7 @@ def test_fine_tuning_carries_the_source_of_its_model(folder, alone, tmp_path):
         ("race", ("--valid-data", "vocab.txt"), "must be a directory of RACE"),
         ("mnli", ("--pretrained-checkpoint", "none"), "--pretrained-checkpoint: none: no checkpoint here"),
         ("mnli", ("--vocab-file", "none"), "no tokenizer at none"),
-        ("mnli", ("--vocab-size", "20"), "has 29 ids; the model has"),
+        ("mnli", ("--vocab-size", "20"), "must be at least 29, the number of ids"),
         ("mnli", ("--train-iters", "3"), "No such option"),
     ],
 )

@@ -32,9 +32,9 @@ def folder(tmp_path_factory):
 def write(folder, pipeline, tensor, batch, temperature, recompute):
     from dynmo_train.config.evaluation import GenerateConfig, InferenceConfig
     from dynmo_train.config.fields import values_of
-    from dynmo_train.evaluation.forward_engine import joined
-    from dynmo_train.evaluation.generate import Wanted, Writer
+    from dynmo_train.evaluation.model_checkpoint import evaluation_world
     from dynmo_train.evaluation.sampling import Sampling
+    from dynmo_train.evaluation.text_generator import GenerationSettings, TextGenerator
 
     given = {
         "load": str(folder / "native"),
@@ -43,7 +43,7 @@ def write(folder, pipeline, tensor, batch, temperature, recompute):
         "tensor_model_parallel_size": tensor,
     }
     place = values_of(InferenceConfig, given)
-    wanted = Wanted(
+    settings = GenerationSettings(
         max_new_tokens=9,
         sampling=Sampling(temperature=temperature),
         seed=3,
@@ -52,8 +52,8 @@ def write(folder, pipeline, tensor, batch, temperature, recompute):
         recompute=recompute,
         stop="w11",
     )
-    with joined(place, GenerateConfig(), int(os.environ["WORLD_SIZE"])) as world:
-        return [each.to_document() for each in Writer(place, wanted, world, {}).write(PROMPTS)]
+    with evaluation_world(place, GenerateConfig(), int(os.environ["WORLD_SIZE"])) as world:
+        return [each.to_document() for each in TextGenerator(place, settings, world, {}).generate(PROMPTS)]
 
 
 def both(folder, port, pipeline, tensor, batch):

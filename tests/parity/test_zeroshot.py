@@ -180,7 +180,7 @@ def test_lambada_item_for_item(model):
     [
         ("wikitext", "no.txt", (), "cannot be read: no such file"),
         ("wikitext", "wiki.tokens", ("--seq-length", 999), "has 48 positions"),
-        ("wikitext", "wiki.tokens", ("--overlapping-eval", 64), "windows have 48 tokens"),
+        ("wikitext", "wiki.tokens", ("--overlapping-eval", 64), "must be at most 48, the tokens of a window"),
         ("wikitext", "wiki.tokens", ("--num-layers", 9), "--num-layers: is 9; the model of"),
         ("wikitext", "wiki.tokens", ("--tensor-model-parallel-size", 3), "must divide the number of processes, 1"),
         ("lambada", "wiki.tokens", (), "is not JSON"),
@@ -188,14 +188,14 @@ def test_lambada_item_for_item(model):
         ("lambada", "short.jsonl", (), 'an object with a "text" of two words'),
     ],
 )
-def test_bad_input_is_one_line(model, task, data, arguments, words):
+def test_evaluate_with_bad_input_prints_one_line(model, task, data, arguments, words):
     (model[0] / "short.jsonl").write_text(json.dumps({"text": "one"}))
     code, said = evaluate(model, task, data, *arguments)
     assert code == 2
     assert words in said, said
 
 
-def test_a_vocabulary_that_does_not_fit(model):
+def test_evaluate_with_too_large_a_tokenizer_is_refused(model):
     from tokenizers import Tokenizer, models
 
     Tokenizer(models.WordLevel({f"w{number}": number for number in range(900)}, unk_token="w0")).save(
@@ -207,7 +207,7 @@ def test_a_vocabulary_that_does_not_fit(model):
 
 
 @pytest.mark.skipif(SHARED is None, reason="DYNMO_SHARED_DATA names no folder with the real test sets")
-def test_the_published_counts():
+def test_word_and_token_counts_equal_the_published_ones():
     from dynmo_train.data.tokenizer import TokenizerFiles, open_tokenizer
 
     shared = Path(SHARED or "")

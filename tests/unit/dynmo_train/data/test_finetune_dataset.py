@@ -18,7 +18,7 @@ from dynmo_train.data.finetune_dataset import (
     read_race,
 )
 from dynmo_train.data.tokenizer import TokenizerFiles, open_tokenizer
-from dynmo_train.evaluation.finetune import Epochs
+from dynmo_train.evaluation.finetune import EpochOrder
 from dynmo_train.models.bert_tasks import NO_LABEL
 
 SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
@@ -109,11 +109,11 @@ def test_names_are_those_of_megatron(task, path, name):
 
 
 def test_every_epoch_has_every_sample():
-    order = Epochs(samples=7, seed=3)
-    drawn = order.at(0, 21)
+    order = EpochOrder(samples=7, seed=3)
+    drawn = order.sample_indices(0, 21)
     assert [sorted(drawn[at : at + 7]) for at in (0, 7, 14)] == [list(range(7))] * 3
     assert drawn[:7] != drawn[7:14]
-    assert Epochs(samples=7, seed=3).at(5, 9) == drawn[5:9]
+    assert EpochOrder(samples=7, seed=3).sample_indices(5, 9) == drawn[5:9]
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import os
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -14,16 +13,19 @@ from dynmo_train._common.document import MAX_DOCUMENT_BYTES
 from dynmo_train._common.errors import UsageError
 from dynmo_train.cli.generate import _prompts, _wanted
 from dynmo_train.config.evaluation import GenerateConfig
-from dynmo_train.evaluation.generate import Writer
-from dynmo_train.evaluation.generation import Answered, Asked, Ending, Generation
-from dynmo_train.evaluation.lambada import shorten
+from dynmo_train.evaluation.forward_engine import ForwardEngine
+from dynmo_train.evaluation.lambada import truncate_left
 from dynmo_train.evaluation.sampling import Sampling, next_token
-from dynmo_train.evaluation.scoring import TokenRun
+from dynmo_train.evaluation.scoring import ScoredSequence
+from dynmo_train.evaluation.text_generator import GenerationSettings, build_completion
+from dynmo_train.evaluation.token_generator import GeneratedTokens, GenerationRequest, StopCondition, TokenGenerator
 from dynmo_train.launch.hostfile import read_hostfile
 from dynmo_train.models.gpt import Gpt, GptShape
 from dynmo_train.models.kv_cache import Cache, Decoder
+from dynmo_train.models.layer_list import BoundaryShape
 from dynmo_train.parallel.dims import ParallelDims
 from dynmo_train.parallel.process_groups import World
+from dynmo_train.pipeline.partition import uniform_partition
 
 SHAPE = GptShape(
     num_layers=2,
@@ -66,16 +68,10 @@ def test_reading_in_pieces_equals_reading_at_once(pieces):
 
 
 def engine_of(family, modules):
-    """What a generation asks of an engine, with one process."""
+    """A forward engine of one process, around modules that are already built."""
     world = World(rank=0, size=1, device=torch.device("cpu"), host="here", dims=ParallelDims())
-    precision = SimpleNamespace(compute=torch.float32)
-    return SimpleNamespace(
-        family=family,
-        world=world,
-        local_names=tuple(modules),
-        item_store=SimpleNamespace(modules=modules),
-        settings=SimpleNamespace(precision=precision),
-    )
+    boundary = BoundaryShape.hidden(batch=1, tokens=1, width=SHAPE.hidden_size)
+    return ForwardEngine(family, modules, uniform_partition(family.items, 1), world, boundary)
 
 
 LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789"
@@ -88,15 +84,18 @@ def spell(ids):
 
 def complete(prompts, *, most=6, eod=None, stop="", sampling=None, seeds=None, batch=8, recompute=False):
     family, modules = build()
-    generation = Generation(
+    generator = TokenGenerator(
         engine_of(family, modules),
         max_tokens=SHAPE.max_position_embeddings,
         sampling=sampling or Sampling(),
-        ending=Ending(eod=eod, stop=stop, decode=spell),
+        stop_condition=StopCondition(eod=eod, stop=stop, decode=spell),
         recompute=recompute,
     )
-    asked = [Asked(ids=tuple(ids), most=most, seed=seed) for ids, seed in zip(prompts, seeds or [0] * 99, strict=False)]
-    return [(list(answer.ids), answer.reason) for answer in generation.run(asked, batch)]
+    requests = [
+        GenerationRequest(ids=tuple(ids), max_new_tokens=most, seed=seed)
+        for ids, seed in zip(prompts, seeds or [0] * 99, strict=False)
+    ]
+    return [(list(each.ids), each.finish_reason) for each in generator.generate(requests, batch)]
 
 
 def slow(prompt, most=6):
@@ -188,7 +187,7 @@ def test_wanted_with_a_top_p_of_zero_cuts_no_probability(given, sampling):
 
 @pytest.mark.parametrize("top_p", [-1.0, 1.5])
 def test_wanted_with_a_top_p_out_of_range_is_refused(top_p):
-    with pytest.raises(UsageError, match="--top-p must be above 0"):
+    with pytest.raises(UsageError, match=r"--top-p .*: must be in \(0, 1\]"):
         _wanted(GenerateConfig(top_k=5, top_p=top_p), from_nothing=False)
 
 
@@ -222,21 +221,20 @@ def word_pieces(ids):
 )
 def test_stop_text_is_found_across_tokens_and_cut_within_them(stop, text, tokens):
     new, prompt = [3, 0, 1, 2], (4,)
-    ending = Ending(eod=None, stop=stop, decode=word_pieces)
-    taken = next((n for n in range(1, 5) if ending.of(prompt, new[:n], 9) == "stop"), None)
-    writer = SimpleNamespace(
-        tokenizer=SimpleNamespace(decode=word_pieces), wanted=SimpleNamespace(stop=stop, max_new_tokens=9), positions=99
-    )
-    answer = Answered(ids=tuple(new[:taken]), reason="stop" if taken else "length")
-    done = Writer._completion(writer, "x", Asked(ids=prompt, most=9, seed=0), answer)
+    condition = StopCondition(eod=None, stop=stop, decode=word_pieces)
+    taken = next((n for n in range(1, 5) if condition.finish_reason(prompt, new[:n], 9) == "stop"), None)
+    generated = GeneratedTokens(ids=tuple(new[:taken]), finish_reason="stop" if taken else "length")
+    settings = GenerationSettings(max_new_tokens=9, sampling=Sampling(), seed=0, stop=stop)
+    request = GenerationRequest(ids=prompt, max_new_tokens=9, seed=0)
+    done = build_completion("x", request, generated, word_pieces, settings, 99)
     assert (done.completion, done.completion_tokens) == (text, tokens)
 
 
 def test_long_passage_is_shortened_on_the_left():
-    run = TokenRun(tokens=np.arange(10), scored=8)
-    assert shorten(run, 9) is run
-    short = shorten(run, 4)
-    assert (short.tokens.tolist(), short.scored, short.length) == ([5, 6, 7, 8, 9], 3, 4)
+    run = ScoredSequence(tokens=np.arange(10), first_scored=8)
+    assert truncate_left(run, 9) is run
+    short = truncate_left(run, 4)
+    assert (short.tokens.tolist(), short.first_scored, short.length) == ([5, 6, 7, 8, 9], 3, 4)
 
 
 def test_prompts_of_a_fifo_are_refused(tmp_path):

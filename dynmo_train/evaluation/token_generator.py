@@ -1,0 +1,230 @@
+"""Autoregressive generation for many sequences, in batches that are interleaved over the pipeline stages.
+
+Each replica continues its own requests. A pipeline of P stages has P batches in flight: while one is in the last
+stage, the next one is in the stage before it.
+
+    batch 0:  stage 0 -> stage 1 -> ... -> last stage: sample -+
+    batch 1:             stage 0 -> ...                        |
+                 ^                                             |
+                 +------------ tokens of batch 0 --------------+   (to all stages)
+
+The last stage samples the tokens and sends them to all other stages, so that every rank knows when a sequence ends.
+Shapes in names: B sequences, T tokens, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from ..models.early_exit import LEFT
+from ..models.kv_cache import Cache, Decoder, is_ragged_safe, store_by_columns
+from .forward_engine import ForwardEngine
+from .sampling import Sampling, next_tokens
+
+# Tokens before the new ones that are decoded with them: they decide on spaces and on the bytes of a character.
+_CONTEXT_TOKENS = 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerationRequest:
+    """A sequence to continue: its token ids, the limit of new tokens, and the seed of its draws."""
+
+    ids: tuple[int, ...]
+    max_new_tokens: int
+    seed: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class GeneratedTokens:
+    """New token ids without the end-of-document token; ``finish_reason`` is ``end``, ``stop`` or ``length``."""
+
+    ids: tuple[int, ...]
+    finish_reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class StopCondition:
+    """Ends a sequence at the end-of-document token, or at a text in the decoded new tokens.
+
+    The text cannot be compared as token ids: its tokenization depends on what precedes it, and it may begin and end
+    within tokens.
+
+    Attributes:
+        eod: id of the end-of-document token; None is no such token.
+        stop: the text; empty is no such text.
+        decode: token ids to text; required with ``stop``.
+    """
+
+    eod: int | None
+    stop: str = ""
+    decode: Callable[[Sequence[int]], str] | None = None
+
+    def finish_reason(self, prompt: Sequence[int], new: Sequence[int], max_new_tokens: int) -> str | None:
+        """Why a sequence ends after these new tokens; None where it continues."""
+        if new and new[-1] == self.eod:
+            return "end"
+        if self.stop and self.decode is not None and new:
+            # Checked after each token, so a match ends in the last token. The window covers the text even where every
+            # token is one byte of a character of four bytes.
+            window = _CONTEXT_TOKENS + 4 * len(self.stop)
+            tail = new[-window:]
+            before = new[: len(new) - len(tail)][-_CONTEXT_TOKENS:] or prompt[-_CONTEXT_TOKENS:]
+            if self.stop in decode_continuation(self.decode, before, tail):
+                return "stop"
+        return "length" if len(new) >= max_new_tokens else None
+
+
+def decode_continuation(decode: Callable[[Sequence[int]], str], before: Sequence[int], new: Sequence[int]) -> str:
+    """The text of new tokens, decoded after those before: a space or a character may span the border."""
+    text, start = decode([*before, *new]), decode(before)
+    return text[len(start) :] if text.startswith(start) else decode(new)
+
+
+@dataclass
+class _Batch:
+    """Sequences that are decoded together, padded on the left to one length.
+
+    Attributes:
+        requests: the requests, B.
+        cache: keys and values of the tokens read so far.
+        ids_BT: token ids to read next, int64 on CPU: the prompts, then one token per sequence.
+        generators: one CPU generator per sequence.
+        new: tokens generated so far, per sequence.
+        reasons: why each sequence ended; None while it continues.
+    """
+
+    requests: Sequence[GenerationRequest]
+    cache: Cache
+    ids_BT: torch.Tensor
+    generators: list[torch.Generator]
+    new: list[list[int]] = field(default_factory=list)
+    reasons: list[str | None] = field(default_factory=list)
+
+    @property
+    def is_finished(self) -> bool:
+        return all(reason is not None for reason in self.reasons)
+
+
+class TokenGenerator:
+    """Continues token sequences with the model of a forward engine; all ranks call the same methods.
+
+    Args:
+        engine: the stage of this rank.
+        max_tokens: positions of the model.
+        sampling: how tokens are drawn.
+        stop_condition: what ends a sequence.
+        recompute: read the whole sequence for every token instead of caching keys and values.
+    """
+
+    def __init__(
+        self,
+        engine: ForwardEngine,
+        *,
+        max_tokens: int,
+        sampling: Sampling,
+        stop_condition: StopCondition,
+        recompute: bool = False,
+    ) -> None:
+        self.engine, self.sampling, self.stop_condition, self.recompute = engine, sampling, stop_condition, recompute
+        self.decoder = Decoder(engine.family, engine.modules, max_tokens, engine.items)
+        if engine.world.device.type == "cpu":
+            for module in self.decoder.modules.values():
+                store_by_columns(module)
+        self._width = int(str(engine.family.manifest()["hidden_size"]))
+        self._is_ragged_safe = is_ragged_safe(engine.family)
+
+    @property
+    def _stages(self) -> int:
+        return self.engine.world.dims.pipeline
+
+    def generate(self, requests: Sequence[GenerationRequest], batch_size: int) -> list[GeneratedTokens]:
+        """Continue this replica's requests, in batches of at most ``batch_size`` sequences; results in input order."""
+        results: dict[int, GeneratedTokens] = {}
+        groups = list(self._groups(requests, batch_size))
+        for begin in range(0, len(groups), self._stages):
+            in_flight = groups[begin : begin + self._stages]
+            batches = self._decode_interleaved([[requests[number] for number in group] for group in in_flight])
+            for group, batch in zip(in_flight, batches, strict=True):
+                for number, new, reason in zip(group, batch.new, batch.reasons, strict=True):
+                    ids = new[: len(new) - (reason == "end")]
+                    results[number] = GeneratedTokens(ids=tuple(ids), finish_reason=reason or "length")
+        return [results[number] for number in range(len(requests))]
+
+    def _groups(self, requests: Sequence[GenerationRequest], size: int) -> Iterator[list[int]]:
+        """Indices of the requests of each batch, sorted by length so that little is padded."""
+        order = sorted(range(len(requests)), key=lambda number: len(requests[number].ids))
+        group: list[int] = []
+        for number in order:
+            differs = bool(group) and len(requests[group[0]].ids) != len(requests[number].ids)
+            if len(group) == size or (differs and not self._is_ragged_safe):
+                yield group
+                group = []
+            group.append(number)
+        if group:
+            yield group
+
+    def _decode_interleaved(self, groups: Sequence[Sequence[GenerationRequest]]) -> list[_Batch]:
+        """Decode several batches to their ends, one token of each batch per round."""
+        batches = [_new_batch(group) for group in groups]
+        while not all(batch.is_finished for batch in batches):
+            drawn = {number: self._step(batch) for number, batch in enumerate(batches) if not batch.is_finished}
+            # The earlier stages block here until the last one has sampled.
+            for number, tokens_B in drawn.items():
+                if tokens_B is None:
+                    tokens_B = torch.empty(len(batches[number].requests), dtype=torch.int64)
+                    self.engine.receive(tokens_B, self._stages - 1)
+                self._append(batches[number], tokens_B)
+        self.engine.wait_for_sends()
+        return batches
+
+    def _step(self, batch: _Batch) -> torch.Tensor | None:
+        """Run this stage on the batch's next tokens; the sampled tokens, int64 ``[B]``, on the last stage."""
+        engine = self.engine
+        if self.recompute:
+            batch.cache.tokens = 0
+            batch.cache.kept.clear()
+        x = batch.ids_BT.to(engine.world.device)
+        left_BT = torch.zeros(x.shape, device=x.device, dtype=engine.dtype)
+        hidden_BTD = torch.empty(*x.shape, self._width, device=x.device, dtype=engine.dtype) if engine.entering else x
+        for name in engine.entering:
+            engine.receive(left_BT if name == LEFT else hidden_BTD, engine.world.pipeline_rank - 1)
+        x, left_BT = self.decoder.run(hidden_BTD, left_BT, batch.cache)
+        for name in engine.leaving:
+            engine.send(left_BT if name == LEFT else x, engine.world.pipeline_rank + 1)
+        if engine.leaving:
+            return None
+        drawn_B = next_tokens(x, self.sampling, batch.generators)
+        for pipeline_rank in range(self._stages - 1):
+            engine.send(drawn_B, pipeline_rank)
+        return drawn_B
+
+    def _append(self, batch: _Batch, drawn_B: torch.Tensor) -> None:
+        """Append the sampled tokens to their sequences; they are read next."""
+        for row, token in enumerate(drawn_B.tolist()):
+            if batch.reasons[row] is None:
+                request = batch.requests[row]
+                batch.new[row].append(token)
+                batch.reasons[row] = self.stop_condition.finish_reason(
+                    request.ids, batch.new[row], request.max_new_tokens
+                )
+        batch.ids_BT = torch.cat([batch.ids_BT, drawn_B[:, None]], dim=1) if self.recompute else drawn_B[:, None]
+
+
+def _new_batch(requests: Sequence[GenerationRequest]) -> _Batch:
+    longest = max(len(request.ids) for request in requests)
+    padding_B = torch.tensor([longest - len(request.ids) for request in requests])
+    ids_BT = torch.zeros(len(requests), longest, dtype=torch.int64)
+    for row, request in enumerate(requests):
+        ids_BT[row, int(padding_B[row]) :] = torch.tensor(request.ids)
+    capacity = longest + max(request.max_new_tokens for request in requests)
+    return _Batch(
+        requests=requests,
+        cache=Cache(capacity=capacity, padding=padding_B if bool(padding_B.any()) else None),
+        ids_BT=ids_BT,
+        generators=[torch.Generator().manual_seed(request.seed) for request in requests],
+        new=[[] for _ in requests],
+        reasons=[None if request.max_new_tokens else "length" for request in requests],
+    )
