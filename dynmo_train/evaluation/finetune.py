@@ -36,14 +36,14 @@ from ..parallel.consensus import run_on_all_ranks
 from ..parallel.dims import ParallelDims
 from ..parallel.process_groups import World, broadcast_object, destroy_world
 from ..parallel.seeding import stable_seed
-from ..trainer.checkpoint.async_checkpoint import Checkpointer, Saved
+from ..trainer.checkpoint.async_checkpoint import Checkpointer, SavedCheckpoint
 from ..trainer.checkpoint.engine_checkpoint import RECORDS, CheckpointMetadata, check_same_model, state_reader
 from ..trainer.checkpoint.load_checkpoint import checkpoint_to_load
 from ..trainer.engine import Engine
 from ..trainer.fingerprint import checkpoint_facts, config_facts, join_same, option_facts, require_same
 from ..trainer.finite_check import FiniteCheck, end_message
 from ..trainer.garbage_collection import freeze_imports
-from ..trainer.monitoring.profile_writer import Recorder
+from ..trainer.monitoring.profile_writer import RunLogger
 from ..trainer.monitoring.training_log import TrainingLog, complete_line, stop_line
 from ..trainer.run_directory import RunDirectory, open_run_directory
 from ..trainer.settings_from_config import first_partition, flops_counter, parameter_counts, settings_of
@@ -179,12 +179,12 @@ class FinetuneRun:
         start = self._begin(options)
         self.engine, self.directory, self.step = start.engine, start.directory, start.step
         self.source, self.last_saved = start.source, start.last_saved
-        self.recorder = Recorder(start.directory, world)
+        self.logger = RunLogger(start.directory, world)
         self.log = TrainingLog(config, world, flops_counter(config, self.engine.family))
         self.checkpoints = Checkpointer(
             self.engine,
             start.directory.checkpoints,
-            aside=config.run.async_save,
+            async_save=config.run.async_save,
             on_saved=self._saved,
             on_failure=self._not_saved,
         )
@@ -266,7 +266,7 @@ class FinetuneRun:
         if data is None:
             self.measure(0)
         else:
-            self.log.start(self.engine.partition, self.step + 1, parameter_counts(self.engine))
+            self.log.log_start(self.engine.partition, self.step + 1, parameter_counts(self.engine))
             with DistributedSignalHandler(None) as signal_handler:
                 signals = self._train(data, last, signal_handler)
         self.checkpoints.wait()
@@ -274,13 +274,13 @@ class FinetuneRun:
             raise DynmoError(f"{self.checkpoints.failure}; the last checkpoint is {self.last_saved or 'none'}")
         if self.world.is_rank0:
             say(f"run directory: {self.directory.path}")
-            if signals.code and self.step < last:
+            if signals.exit_code and self.step < last:
                 say(stop_line(self.directory.path, self.step, config.run.load, self.last_saved))
             if self._is_not_finite(last):
                 say(f"dynmo-train: error: {end_message(self.step, self.check, self.last_saved)}")
         if self._is_not_finite(last):
             return EXIT_NOT_FINITE
-        return EXIT_RELAUNCH if signals.relaunch and self.step < last else signals.code
+        return EXIT_RELAUNCH if signals.relaunch and self.step < last else signals.exit_code
 
     def _is_not_finite(self, last: int) -> bool:
         """Whether the run ends with weights or a loss that are not finite."""
@@ -291,7 +291,7 @@ class FinetuneRun:
         order = EpochOrder(samples=len(data), seed=self.config.training.seed)
         interval = self.config.run.save_interval
         signals = BoundarySignals()
-        while self.step < last and not signals.leave:
+        while self.step < last and not signals.exit:
             self._step(data, order)
             if self.check.is_over:
                 break
@@ -301,7 +301,7 @@ class FinetuneRun:
                 self.measure(-(-self.step * self.batch // len(data)) if self.step == last else epoch)
             signals = signal_handler.at_boundary(self.world)
             due = interval is not None and self.step % interval == 0
-            if self.step == last or due or signals.save or signals.leave:
+            if self.step == last or due or signals.save or signals.exit:
                 self._save()
         return signals
 
@@ -318,13 +318,13 @@ class FinetuneRun:
         if (problem := self.check.after_step(self.step, result)) is not None:
             # The samples have no place in an indexed data set; their indices into --train-data identify them.
             numbers = [int(number) for number in order.sample_indices(begin, self.step * self.batch)]
-            self.recorder.event(
+            self.logger.log_event(
                 "not_finite", problem, step=self.step, samples=[begin, self.step * self.batch], train_data=numbers
             )
             self.log.line(f" {problem}")
         for event in self.engine.after_step(self.step):
-            self.recorder.technique(event)
-        self.recorder.metrics(
+            self.logger.log_technique_event(event)
+        self.logger.log_metrics(
             step=self.step,
             consumed_train_samples=self.step * self.batch,
             **result.losses,
@@ -332,7 +332,7 @@ class FinetuneRun:
             learning_rate=result.rate,
             step_ns=result.step_ns,
         )
-        self.log.step(self.step, self.step * self.batch, self.batch, self.config.model.seq_length, result)
+        self.log.log_step(self.step, self.step * self.batch, self.batch, self.config.model.seq_length, result)
         self.checkpoints.at_boundary()
 
     def measure(self, epoch: int) -> None:
@@ -342,11 +342,11 @@ class FinetuneRun:
         )
         for line in result.lines(epoch):
             self.log.line(line)
-        self.recorder.metrics(step=self.step, epoch=epoch, validation=result.document())
+        self.logger.log_metrics(step=self.step, epoch=epoch, validation=result.document())
 
     def _save(self) -> None:
         if (problem := self.check.refusal(self.engine, self.step, self._batch)) is not None:
-            self.recorder.event("not_saved", problem, step=self.step)
+            self.logger.log_event("not_saved", problem, step=self.step)
             self.log.line(f" {problem}")
             return
         run = CheckpointMetadata(
@@ -369,14 +369,14 @@ class FinetuneRun:
 
     def _not_saved(self, step: int, problem: str) -> None:
         message = f"{problem}; training continues, and the next save retries"
-        self.recorder.event("not_saved", message, step=step)
+        self.logger.log_event("not_saved", message, step=step)
         self.log.line(f" {message}")
 
-    def _saved(self, saved: Saved) -> None:
+    def _saved(self, saved: SavedCheckpoint) -> None:
         self.last_saved = saved.path.name
-        message = f"saved {saved.path.name} in {saved.seconds:.2f} s"
-        self.recorder.event("checkpoint", message, step=saved.step)
-        self.log.line(f" saved checkpoint {saved.path} in {saved.seconds:.2f} s")
+        message = f"saved {saved.path.name} in {saved.duration_s:.2f} s"
+        self.logger.log_event("checkpoint", message, step=saved.step)
+        self.log.line(f" saved checkpoint {saved.path} in {saved.duration_s:.2f} s")
 
 
 def run_finetune(name: str, config: Config, options: FinetuneConfig) -> int:

@@ -1,6 +1,34 @@
-"""The training engine of one worker: its items, its part of the pipeline, and what one optimizer step does.
+"""The training engine of one process: the items of its pipeline rank, its pipeline stages, and the optimizer step.
 
-It knows nothing of files, logs or planners; ``trainer/loop.py`` drives it.
+One call of ``train_step`` passes through these objects::
+
+    Batch [samples of the step]          the same on every rank
+      | _local_batch                     the samples of this replica
+      v
+    Pipeline.train_step                  schedule, stages, activations between pipeline ranks
+      |                                  LayerProfiler: times and activation bytes of items in profiled steps
+      v
+    gradients in float32
+      | GradientReducer.finish           sum over replicas, overlapped with the backward where possible
+      | add_token_gradients              rows of word tables that were collected by token
+      | add_tied_gradients               sum over the copies of a tied weight
+      | frozen items and pruned weights  lose their gradients
+      | unscale                          divide by the loss scale
+      v
+    gradient_norm, mean loss             equal on all ranks, bit for bit
+      |-- both finite: clip_gradients -> ItemStore.update (AdamW) -> advance the learning-rate schedule
+      `-- else:        drop the gradients; weights, moments and schedule stay
+      v
+    LossScaler.update, item metrics, costs -> StepResult
+
+Invariants:
+
+* The layer list has one order, and every sum over items follows it. The sums do not depend on the placement, so that
+  the bits of a run do not either.
+* Every rank takes the same branch: norm and loss are reduced before they are compared.
+* ``_pipeline`` is built on demand. Whatever changes stages, batch shape or frozen items sets it to None.
+
+The engine does not access files, logs or planners; ``trainer/loop.py`` drives it.
 """
 
 from __future__ import annotations
@@ -33,7 +61,7 @@ from ..optim.gradients import (
     gradient_norm,
     zero_pruned_gradients,
 )
-from ..optim.item_store import ItemState, ItemStore
+from ..optim.item_store import ItemStore, ItemState
 from ..optim.lr_schedule import LearningRate, WeightDecay
 from ..optim.precision import FLOAT32_PRECISION, LossScaler, Precision, unscale
 from ..parallel.collectives import replica_gather
@@ -58,22 +86,23 @@ from ..pipeline.schedule import Pipeline, PipelineConfig
 
 @dataclass(frozen=True, kw_only=True)
 class EngineSettings:
-    """What fixes the mathematics of a run, beside the model.
+    """Everything apart from the model that determines the numerics of a run.
 
     Attributes:
-        weight_decay: over the samples of the run; None is constantly that of ``adamw``.
-        clip: limit of the global gradient norm; 0 clips never.
-        techniques: what builds the dynamic techniques that are on, by name, in the order in which their hooks are
-            called.
-        sparse: in which form products with pruned weights run.
-        precision: types of the arithmetic; the boundary's type is its ``compute``.
-        fused_adam: NVIDIA's ``FusedAdam`` where it updates the weights; None where torch's AdamW does.
-        fused_norms: NVIDIA's normalisations in the place of torch's.
-        overlap_reduction: whether the replicas' gradients are added while others are still being computed.
-        sequence_parallel: whether the stream between tensor-parallel regions is cut along the tokens; the boundary's
-            shape is then that of a part.
-        zero_stage: 0: every replica holds whole parameters and moments; 1 and 2: its rows between steps; 3: always.
-        compression: of gradients on their way to other processes.
+        pipeline: schedule, number of microbatches, and shapes at stage boundaries.
+        rate: learning-rate schedule over the samples of the run.
+        weight_decay: weight-decay schedule over the samples of the run; None uses the constant of ``adamw``.
+        clip: maximum global gradient norm; 0 disables clipping.
+        techniques: technique name -> builder of the dynamic techniques that are on, in the order of their hooks.
+        sparse: sparsity above which a matrix product runs in each sparse format.
+        precision: dtypes of the arithmetic; activations at stage boundaries have its ``compute`` dtype.
+        fused_adam: the ``FusedAdam`` class of NVIDIA Apex; None uses torch's AdamW.
+        fused_norms: torch normalization class to the NVIDIA Apex class that replaces it.
+        overlap_reduction: whether gradients are reduced over replicas during the backward.
+        sequence_parallel: whether activations between tensor-parallel regions are sharded along the tokens; the
+            boundary's shape is then that of a shard.
+        zero_stage: 0 replicates parameters and moments; 1 and 2 shard them between steps; 3 shards them always.
+        compression: compression of the gradients that are sent to other processes.
     """
 
     pipeline: PipelineConfig
@@ -94,23 +123,22 @@ class EngineSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class StepResult:
-    """What one optimizer step gave, the same on every worker but for ``costs``.
+    """The outcome of one optimizer step, equal on all ranks except for ``step_ns`` and ``costs``.
 
     Attributes:
-        loss: mean over the step's tokens.
-        grad_norm: before clipping.
-        rate: the learning rate of this step's update.
-        next_rate: that of the next update, to which the schedule has advanced; Megatron's log shows this one.
-        loss_scale: the scale that the next step will use.
-        updated: False where the loss or a gradient was not finite; the weights and the schedule then stayed as they
-            were.
-        is_scale_search: whether only scaled gradients overflowed, and the dynamic loss scale can still fall.
-        step_ns: wall time of this worker.
-        figures: what items report (auxiliary losses, routing): item -> figure -> one or more values, means over the
-            microbatches, in list order.
-        costs: one object a worker (``items``, arrays as in the profile, ``busy_ns``, ``peak_memory_bytes``), in order
-            of worker, where the step was sampled.
-        compression: what compression did, as ``compression.report`` has it; empty where nothing is measured.
+        loss: mean over the tokens of the step.
+        grad_norm: global L2 norm before clipping.
+        rate: learning rate of this step's update.
+        next_rate: learning rate of the next update; Megatron's log line shows this one.
+        loss_scale: loss scale of the next step.
+        updated: False where the loss or a gradient was not finite; weights and schedules are then unchanged.
+        step_ns: wall time on this rank, in nanoseconds.
+        costs: one dictionary per pipeline rank, in order (``items``, arrays as in the profile, ``busy_ns``,
+            ``peak_memory_bytes``); None where the step was not profiled.
+        is_scale_search: whether only scaled gradients overflowed and the dynamic loss scale can still be reduced.
+        metrics: item -> metric -> one or more values, means over the microbatches, in list order. These are
+            auxiliary losses and counts such as routed tokens.
+        compression: measurements of the compression; empty where none are requested.
     """
 
     loss: float
@@ -127,7 +155,7 @@ class StepResult:
 
     @property
     def losses(self) -> dict[str, float]:
-        """``lm_loss`` first, then whatever scalars the items report, each the mean over its items, in list order."""
+        """``lm_loss``, followed by the scalar metrics of items, each a mean over the items that report it."""
         scalars: dict[str, list[float]] = {}
         for metrics in self.metrics.values():
             for name, values in metrics.items():
@@ -138,7 +166,7 @@ class StepResult:
 
     @property
     def counts(self) -> dict[str, dict[str, list[float]]]:
-        """What the items count, such as tokens by expert: figure -> item -> values, in list order."""
+        """Vector metrics of items, such as tokens per expert: metric -> item -> values, in list order."""
         counts: dict[str, dict[str, list[float]]] = {}
         for item, metrics in self.metrics.items():
             for name, values in metrics.items():
@@ -148,13 +176,24 @@ class StepResult:
 
 
 class Engine:
-    """Holds this worker's items under a partition, and trains, evaluates, moves and exports them.
+    """Trains, evaluates, moves and restores the items that a partition assigns to this pipeline rank.
 
-    ``is_warm`` says whether a step has run since the stages were last built: the first one is no measure of costs.
-    ``profiler`` measures the items, and may make them take stated times; by default it measures alone.
-    ``shape`` is what the pipeline is built for; it follows the batches. ``advanced_samples`` is the position of the
-    learning-rate schedule, in samples; steps without an update do not count. ``replica_workers`` is how many workers
-    were chosen to compress between their replicas; None before that, or where nothing is chosen.
+    Args:
+        family: the model as a layer list.
+        settings: numerics of the run.
+        partition: initial partition of the layer list.
+        world: process groups of this rank.
+        profiler: measures the costs of items; an emulated run passes one that also delays them. By default items are
+            measured only.
+
+    Attributes:
+        item_store: modules, optimizer state and sharding of the local items.
+        shape: the configuration that the pipeline is built for; it changes with the size of the batch.
+        is_warm: whether a step has run since the pipeline was built. The first step allocates buffers and is not
+            profiled.
+        advanced_samples: position of the learning-rate schedule, in samples; steps without an update do not count.
+        replica_workers: number of pipeline ranks that compress between their replicas, where it is chosen during the
+            run; None before the choice.
     """
 
     def __init__(
@@ -206,26 +245,24 @@ class Engine:
             elsewhere=self._fused,
         )
         if settings.compression.boundary_rank is not None:
-            self._codec = BoundaryCodec(
-                settings.compression, self.item_store, settings.pipeline.seed, self.profiler.clock
-            )
+            self._codec = BoundaryCodec(settings.compression, self.item_store, settings.pipeline.seed, self.profiler.clock)
         self._pipeline: Pipeline | None = None
         self.is_warm = False
 
     @property
     def weight_decay(self) -> float:
-        """The weight decay of matrices in the next update."""
+        """Weight decay of matrices in the next update."""
         schedule = self.settings.weight_decay
         return self.settings.adamw.weight_decay if schedule is None else schedule.at(self.advanced_samples)
 
     @property
     def local_names(self) -> tuple[str, ...]:
-        """Names of the items that the partition gives this worker, in list order."""
+        """Names of the items that the partition assigns to this pipeline rank, in list order."""
         stages = self.partition.stages_of_worker(self.world.pipeline_rank)
         return tuple(name for stage in stages for name in self.partition.stages[stage])
 
     def build(self) -> None:
-        """Start with fresh weights."""
+        """Initialize the local items with random weights."""
         for name in self.local_names:
             self.item_store.build(name)
 
@@ -239,13 +276,15 @@ class Engine:
         techniques: Mapping[str, Any] | None = None,
         replica_workers: int | None = None,
     ) -> None:
-        """Start with the state that ``read`` gives for each item, as it was after ``step``.
+        """Load the state of the local items, and resume schedules and techniques.
 
         Args:
-            advanced_samples: how far the learning rate's schedule had come, in samples.
-            loss_scale: the state of the loss scale.
-            techniques: what ``Techniques.state_dict`` returned.
-            replica_workers: how many workers were chosen to compress between their replicas.
+            read: returns the state of an item by its name.
+            step: number of completed steps.
+            advanced_samples: position of the learning-rate schedule, in samples.
+            loss_scale: state of the loss scaler.
+            techniques: state of ``Techniques.state_dict``.
+            replica_workers: number of pipeline ranks that compress between their replicas.
         """
         self.advanced_samples = advanced_samples
         self.scaler.load_state(loss_scale)
@@ -257,23 +296,23 @@ class Engine:
 
     @property
     def chooses_replica_workers(self) -> bool:
-        """Whether it is to be chosen how many workers compress between their replicas."""
+        """Whether the number of pipeline ranks that compress between replicas is chosen during the run."""
         return self._replica_codec is not None and self.settings.compression.choose_workers
 
     def choose_replica_workers(self, count: int) -> None:
-        """From the next step on the first ``count`` workers compress between their replicas, where that is chosen."""
+        """Let the first ``count`` pipeline ranks compress between replicas; no effect where the number is fixed."""
         if self._replica_codec is not None and self.settings.compression.choose_workers:
             self.replica_workers = self._replica_codec.workers = count
 
-    def _fit(self, batch: Batch) -> None:
-        """Have a pipeline for as many microbatches, and samples as long, as those of ``batch``."""
+    def _set_shape_for(self, batch: Batch) -> None:
+        """Rebuild the pipeline where the number of microbatches or the sample length of ``batch`` differs."""
         needed = self.settings.pipeline.for_batch(batch)
         if needed != self.shape:
             self.shape = needed
             self._pipeline = None
 
     def pipeline(self) -> Pipeline:
-        """The stages and the schedule for the partition in force; built when first asked for after a change."""
+        """Stages and schedule of the active partition; built on the first call after a change."""
         if self._pipeline is None:
             self.is_warm = False
             self._pipeline = Pipeline(
@@ -290,22 +329,26 @@ class Engine:
         return self._pipeline
 
     def train_step(self, batch: Batch, *, sampled: bool, advance: int = 1) -> StepResult:
-        """One optimizer step; ``batch.step`` counts from 1.
+        """Run one optimizer step. Every rank calls this with the same batch.
 
         Args:
-            sampled: whether costs are measured.
-            advance: by how much the schedule of the learning rate advances after the update: the samples of the batch.
+            batch: samples of all replicas; ``batch.step`` starts at 1.
+            sampled: whether the costs of items are measured.
+            advance: number of samples by which the learning-rate schedule advances after an update.
+
+        Returns:
+            The result, equal on all ranks except for ``step_ns`` and ``costs``.
         """
         started = time.perf_counter_ns()
         self.profiler.begin_step(sampled, batch.step)
-        self._fit(batch)
+        self._set_shape_for(batch)
         for technique in self.techniques:
             technique.before_step(batch.step)
         pipeline = self.pipeline()
         pipeline.loss_scale = self.scaler.scale
         if self._replica_codec is not None:
             self._replica_codec.begin(batch.step, self.scaler.scale)
-        loss = pipeline.train_step(self._own_part(batch))
+        loss = pipeline.train_step(self._local_batch(batch))
         for technique in self.techniques:
             technique.after_backward(batch.step)
         norm = self._prepare_gradients(batch.step)
@@ -344,24 +387,28 @@ class Engine:
         )
 
     def _compression(self) -> dict[str, Any]:
-        """What compression did in this step, where somebody asks; every process calls this."""
+        """Measurements of the compression in this step; empty where none are requested. Every rank calls this."""
         if not self.settings.compression.checks:
             return {}
         if self.world.device.type == "cuda":
             torch.cuda.synchronize(self.world.device)
         boundaries = self._codec.stats if self._codec is not None else {}
         replicas = self._replica_codec.stats if self._replica_codec is not None else {}
-        told = {
+        local = {
             "boundaries": {name: one.document(self.profiler.clock) for name, one in boundaries.items()},
             "replicas": {name: one.document(self.profiler.clock) for name, one in replicas.items()},
             "memory_bytes": self.item_store.memory_bytes,
         }
-        return merge_stats(all_gather_objects(self.world, told))
+        return merge_stats(all_gather_objects(self.world, local))
 
-    def _own_part(self, batch: Batch) -> Batch:
+    def _local_batch(self, batch: Batch) -> Batch:
         return batch.of_replica(self.world.data_rank, self.world.dims.data, self.shape.microbatches)
 
     def _prepare_gradients(self, step: int) -> float:
+        """Reduce, mask and unscale the gradients in place; their global norm.
+
+        The order of the additions determines the bits: microbatches, then replicas, then copies of tied weights.
+        """
         ties = self.family.ties
         self._reducer.finish()
         add_token_gradients(self.item_store)
@@ -369,6 +416,7 @@ class Engine:
         if self._fused:
             add_fused_gradients(self.item_store, ties, owners, self.world, self._fused)
         add_tied_gradients(self.item_store, ties, owners, self.world, self._fused)
+        # With ``freeze_tied`` the other copy of a frozen tied weight still adds a gradient.
         stopped = self.techniques.frozen_parameters()
         if stopped:
             for _, name, parameter in self.item_store.parameters():
@@ -382,11 +430,11 @@ class Engine:
         return gradient_norm(self.item_store, self._item_names, ties, self.world)
 
     def _mean_loss(self, loss: torch.Tensor) -> float:
-        """The step's loss at every process, from the parts that one worker of each replica knows."""
+        """The loss of the step on every rank; the last pipeline rank of each replica computed its share."""
         return float(sum_over_replicas(self.world, sum_over_pipeline(self.world, loss)))
 
     def _metrics(self) -> dict[str, dict[str, list[float]]]:
-        """What the items of all workers reported in the last step."""
+        """Metrics that the items of all ranks reported in the last step, means over the replicas."""
         declared = [(item.name, name, length) for item in self.family.items for name, length in item.metrics]
         if not declared:
             return {}
@@ -413,51 +461,51 @@ class Engine:
         return {"items": names, "peak_memory_bytes": peak, **self.profiler.result(names, microbatches)}
 
     def evaluate(self, batches: Iterable[Batch]) -> float:
-        """The mean loss over some batches, without gradient or dropout."""
+        """Mean loss over ``batches``, without gradients or dropout."""
         return self.evaluate_losses(batches)["loss"]
 
     def evaluate_losses(self, batches: Iterable[Batch]) -> dict[str, float]:
-        """The same as ``loss``, and behind it the means of what the head reports of it, such as BERT's two losses."""
-        told: dict[str, list[float]] = {}
+        """Mean over ``batches`` of ``loss``, then of the scalar metrics of the head, such as the two losses of BERT."""
+        losses: dict[str, list[float]] = {}
         head = self._item_names[-1]
         for batch in batches:
             self.profiler.begin_step(False, batch.step)
-            self._fit(batch)
-            loss = self._mean_loss(self.pipeline().evaluate(self._own_part(batch)))
+            self._set_shape_for(batch)
+            loss = self._mean_loss(self.pipeline().evaluate(self._local_batch(batch)))
             parts = {name: values[0] for name, values in self._metrics().get(head, {}).items() if len(values) == 1}
             for name, value in ({"loss": loss} | parts).items():
-                told.setdefault(name, []).append(value)
+                losses.setdefault(name, []).append(value)
         self.item_store.release()
-        return {name: sum(values) / len(values) for name, values in told.items()}
+        return {name: sum(values) / len(values) for name, values in losses.items()}
 
     @torch.no_grad()
     def score(self, batch: Batch, names: Sequence[str]) -> dict[str, torch.Tensor]:
-        """What the last item reports of each sample, without gradient or dropout, the same at every process.
+        """Per-sample metrics of the last item, without gradients or dropout, equal on all ranks.
 
         Args:
-            batch: of all replicas.
-            names: of its figures that have a value for each sample.
+            batch: samples of all replicas.
+            names: metrics of the last item that have one value per sample.
 
         Returns:
-            Name -> float64 ``[samples]`` on CPU, in the order of the batch.
+            Metric -> float64 tensor ``[samples]`` on the CPU, in the order of the batch.
         """
         self.profiler.begin_step(False, batch.step)
-        self._fit(batch)
-        part = self._own_part(batch)
+        self._set_shape_for(batch)
+        part = self._local_batch(batch)
         pipeline = self.pipeline()
         pipeline.evaluate(part)
-        told = pipeline.metrics_of(self._item_names[-1])
+        reported = pipeline.metrics_of(self._item_names[-1])
         samples = len(part.inputs[self.family.items[-1].inputs[0]])
         own = torch.zeros(len(names), samples, dtype=torch.float64)
-        if told:
-            own = torch.stack([torch.cat(told[name]).to("cpu", torch.float64) for name in names])
+        if reported:
+            own = torch.stack([torch.cat(reported[name]).to("cpu", torch.float64) for name in names])
         sum_over_pipeline(self.world, own)
         whole = torch.cat(gather_over(self.world.groups.data, own), dim=1)
         self.item_store.release()
         return dict(zip(names, whole, strict=True))
 
     def has_finite_state(self) -> bool:
-        """Whether all parameters and moments are finite, at all processes; every process calls this."""
+        """Whether the parameters and moments of all ranks are finite. Every rank calls this."""
         moments = [
             each for item, _, p in self.item_store.parameters() for each in self.item_store.moments(item, p).values()
         ]
@@ -465,11 +513,11 @@ class Engine:
         return all_agree(self.world, all(math.isfinite(value) for value in largest))
 
     def has_finite_loss(self, batch: Batch) -> bool:
-        """Whether the loss of ``batch`` is finite with the weights as they are; every process calls this.
+        """Whether the loss of ``batch`` is finite with the current weights. Every rank calls this.
 
-        An update may leave weights that are finite, and so large that the next forward overflows. The forward runs
-        only where a weight is above the twelfth root of the largest number of the arithmetic (fp16: 2.5, else 1,600):
-        between two normalizations a value is a product of up to five weights, and its square is taken.
+        An update can leave weights that are finite but so large that the next forward overflows. The forward is run
+        only where a weight exceeds the twelfth root of the largest number of the compute dtype (fp16: 2.5, else
+        1,600): between two normalizations a value is a product of up to five weights, and its square is taken.
         """
         limit = torch.finfo(self.settings.precision.compute).max ** (1 / 12)
         if all_agree(self.world, _largest([p.detach() for _, _, p in self.item_store.parameters()]) <= limit):
@@ -477,21 +525,29 @@ class Engine:
         return math.isfinite(self.evaluate([batch]))
 
     def after_step(self, step: int) -> Sequence[Event]:
-        """Let the dynamic techniques act at the boundary after ``step``; every worker calls this."""
+        """Run the dynamic techniques at the boundary after ``step``. Every rank calls this.
+
+        Returns:
+            What changed, in order.
+        """
         events = [*self.profiler.events(step), *self.techniques.after_step(step)]
         if any(event.rebuild for event in events):
             self._pipeline = None
         return events
 
     def repartition(self, after: Partition) -> MoveReport:
-        """Move items so that ``after`` is active; raises ``MoveError`` with the old partition still in place."""
+        """Move items between pipeline ranks and activate the partition ``after``. Every rank calls this.
+
+        Raises:
+            MoveError: a transfer failed; the old partition is still active.
+        """
         report = move_items(self.item_store, self.partition, after, self.world)
         self.partition = after
         self._pipeline = None
         return report
 
     def set_world(self, world: World) -> None:
-        """Go on among the processes of ``world``, on whose workers alone the partition has stages."""
+        """Continue on the ranks of ``world`` after others were released; the partition has no stages on those."""
         self.world = world
         self.partition = replace(self.partition, places=())
         self._pipeline = None
@@ -502,6 +558,6 @@ class Engine:
 
 
 def _largest(tensors: Sequence[torch.Tensor]) -> float:
-    """The largest absolute value of some tensors, NaN where one is; synchronizes with the device once."""
+    """Largest absolute value of the tensors, NaN where an element is NaN. Synchronizes with the device once."""
     norms = [torch.linalg.vector_norm(each, math.inf) for each in tensors if each.numel()]
     return float(torch.stack(norms).max()) if norms else 0.0

@@ -1,6 +1,28 @@
-"""The training run: joins the workers, starts or goes on, and drives the engine step by step to its end.
+"""The training loop: joins the ranks, sets up the run, and drives the engine step by step to its end.
 
-What happens between steps (techniques, plans, checkpoints, logs) are objects called at named points.
+One iteration of ``Trainer.train``, on every rank::
+
+    Samples.training -> Engine.train_step -> StepResult
+                              |                 |-> profile.jsonl, metrics.jsonl     RunLogger
+                              |                 |-> iteration line, TensorBoard      TrainingLog
+                              |                 `-> skipped update: report or end    FiniteCheck
+                              v
+                        Engine.after_step       dynamic techniques: pruning, freezing
+                              |
+    -------- step boundary ---+------------------------------------------------------
+                              v
+        every --eval-interval  evaluation on validation data
+        PlanController         wait for a plan, move layers, release ranks
+        CompressionChoice      number of pipeline ranks that compress between replicas
+        Checkpointer           progress of an asynchronous save
+        signals                SIGTERM, SIGUSR1, time limit, resize request: all ranks agree
+        --save-interval        start a checkpoint
+                              |
+                              v
+                        next step, or exit with the code of the signal
+
+Everything that acts at a boundary is called at the same boundary on every rank, since most of it is collective. The
+order matters: a checkpoint is saved after layers have moved, so that it is of the partition that the run resumes with.
 """
 
 from __future__ import annotations
@@ -19,7 +41,7 @@ from ..launch.exit_status import EXIT_NOT_FINITE
 from ..parallel.consensus import is_reporting_rank
 from ..parallel.dims import ParallelDims
 from ..parallel.process_groups import destroy_world
-from .checkpoint.async_checkpoint import Checkpointer, Saved
+from .checkpoint.async_checkpoint import Checkpointer, SavedCheckpoint
 from .checkpoint.engine_checkpoint import CheckpointMetadata
 from .engine import StepResult
 from .fingerprint import config_facts, join_same
@@ -36,10 +58,10 @@ from .signals import BoundarySignals, DistributedSignalHandler
 
 
 def run_pretrain(config: Config) -> int:
-    """Train as ``config`` says, in this process and those that the launcher started beside it; the exit code."""
+    """Train as ``config`` specifies, together with the other processes of the launcher; the exit code."""
     freeze_imports()
     torch.set_num_threads(config.training.num_threads)
-    # Said once by torch for every process; what it may change is covered by the tests of linear layers.
+    # torch prints this once per process. The tests of linear layers cover the sparse products that are used here.
     warnings.filterwarnings("ignore", message="Sparse (CSR|BSR) tensor support is in beta state")
     parallel = config.parallel
     dims = ParallelDims(
@@ -50,11 +72,11 @@ def run_pretrain(config: Config) -> int:
     )
     world = join_same(config.training.device, dims, lambda: config_facts(config))
     try:
-        run = _Run(setup_run(config, world))
+        trainer = Trainer(setup_run(config, world))
         try:
-            return run.evaluate() if config.training.skip_train else run.train()
+            return trainer.evaluate() if config.training.skip_train else trainer.train()
         finally:
-            run.close()
+            trainer.close()
     except TokenError:
         if is_reporting_rank(first=world.is_rank0):
             raise
@@ -63,106 +85,118 @@ def run_pretrain(config: Config) -> int:
         destroy_world()
 
 
-class _Run:
-    """A run in progress."""
+class Trainer:
+    """A run in progress: the engine, and everything that acts at step boundaries."""
 
     def __init__(self, start: InitialState) -> None:
         self.config = config = start.config
         self.engine, self.samples = start.engine, start.samples
-        self.directory, self.recorder = start.directory, start.recorder
-        self.step, self.consumed, self.consumed_valid = start.step, start.consumed, start.consumed_valid
+        self.directory, self.logger = start.directory, start.logger
+        self.step = start.step
+        self.consumed_samples, self.consumed_valid_samples = start.consumed_samples, start.consumed_valid_samples
+        self._initial_plan_id = start.active_plan_id
         self._source = start.checkpoint.manifest.get("source") if start.checkpoint is not None else None
-        engine, directory, recorder = start.engine, start.directory, start.recorder
-        balance = config.balance
-        # On one position there is nothing to move: a run that lost its other workers goes on so, with the same options.
-        online = balance.balance == "online" and engine.world.dims.pipeline > 1
-        planner = None
-        if online and balance.planner == "internal" and engine.world.is_rank0:
-            planner = PlannerProcess(directory.path, _planner_arguments(config), timeout_s=balance.planner_timeout_s)
-        self._planner = planner
-        self._controller = None
-        if online:
-            self._controller = PlanController(
-                engine,
-                PlanControllerSettings(
-                    interval=balance.rebalance_interval,
-                    lockstep=balance.balance_lockstep,
-                    timeout_s=balance.planner_timeout_s,
-                ),
-                plans=directory.plans,
-                append=recorder.profile_line,
-                problems_of=lambda plan, active_plan_id, stages: plan_problems(
-                    plan,
-                    config,
-                    engine.family,
-                    run_id=directory.run_id,
-                    active_plan_id=active_plan_id,
-                    active_stages=stages,
-                    workers=engine.world.worker_ids,
-                ),
-                active_plan_id=start.first_plan,
-                log_event=recorder.event,
-                settle=lambda: self._checkpoints.wait(),
-                planner=planner,
-            )
-        self._first_plan = start.first_plan
-        self._grow = ResizeRequests(
-            directory.requests, lambda workers: resize_problems(config, engine.world.dims, workers), recorder.event
+        self._planner: PlannerProcess | None = None
+        self._controller = self._plan_controller()
+        self._resize_requests = ResizeRequests(
+            self.directory.requests,
+            lambda workers: resize_problems(config, self.engine.world.dims, workers),
+            self.logger.log_event,
         )
-        self._log = TrainingLog(config, engine.world, flops_counter(config, engine.family))
-        self._checkpoints = Checkpointer(
-            engine, directory.checkpoints, aside=config.run.async_save, on_saved=self._saved, on_failure=self._not_saved
+        self._log = TrainingLog(config, self.engine.world, flops_counter(config, self.engine.family))
+        self._checkpointer = Checkpointer(
+            self.engine,
+            self.directory.checkpoints,
+            async_save=config.run.async_save,
+            on_saved=self._log_saved,
+            on_failure=self._log_not_saved,
         )
-        self._check = FiniteCheck.of(config.training)
-        self._last_saved = continued_checkpoint(start.checkpoint, directory, start.step)
-        self._selection = _selection(config, start)
+        self._finite_check = FiniteCheck.of(config.training)
+        self._last_saved = continued_checkpoint(start.checkpoint, self.directory, start.step)
+        self._compression_choice = _compression_choice(config, start)
         self._tokenizer = TokenizerFiles.of(vars(config.data))
+
+    def _plan_controller(self) -> PlanController | None:
+        """The controller of an online run; None with one pipeline rank, where there is nothing to move.
+
+        A run that released all ranks but one is resumed with the same options, so that this is not an error.
+        """
+        config, engine, balance = self.config, self.engine, self.config.balance
+        if balance.balance != "online" or engine.world.dims.pipeline == 1:
+            return None
+        if balance.planner == "internal" and engine.world.is_rank0:
+            arguments = _planner_arguments(config)
+            self._planner = PlannerProcess(self.directory.path, arguments, timeout_s=balance.planner_timeout_s)
+        return PlanController(
+            engine,
+            PlanControllerSettings(
+                interval=balance.rebalance_interval,
+                lockstep=balance.balance_lockstep,
+                timeout_s=balance.planner_timeout_s,
+            ),
+            plans=self.directory.plans,
+            append=self.logger.log_profile_record,
+            problems_of=lambda plan, active_plan_id, stages: plan_problems(
+                plan,
+                config,
+                engine.family,
+                run_id=self.directory.run_id,
+                active_plan_id=active_plan_id,
+                active_stages=stages,
+                workers=engine.world.worker_ids,
+            ),
+            active_plan_id=self._initial_plan_id,
+            log_event=self.logger.log_event,
+            finish_saves=lambda: self._checkpointer.wait(),
+            planner=self._planner,
+        )
 
     def _start_planner(self) -> None:
         if self.config.balance.balance == "online" and self._controller is None:
-            message = "--balance online: one pipeline position, nothing to move"
-            self.recorder.event("planner", message, step=self.step)
+            message = "--balance online has no effect: one pipeline rank, nothing to move"
+            self.logger.log_event("planner", message, step=self.step)
         if self._planner is not None and (problem := self._planner.start()) is not None:
-            self.recorder.event("planner", problem, step=self.step)
+            self.logger.log_event("planner", problem, step=self.step)
 
     def train(self) -> int:
-        """All steps that are left, with an evaluation and a checkpoint at the end; the exit code."""
+        """Run the remaining steps, with an evaluation and a checkpoint at the end; the exit code."""
         training = self.config.training
         if self.step >= training.train_iters:
-            return self._complete()
-        self._log.start(self.engine.partition, self.step + 1, parameter_counts(self.engine))
-        self._warn_without_test()
+            return self._report_complete()
+        self._log.log_start(self.engine.partition, self.step + 1, parameter_counts(self.engine))
+        self._warn_without_test_data()
         self._start_planner()
         minutes = training.exit_duration_in_mins
-        signals, last = BoundarySignals(), False
+        signals, is_last = BoundarySignals(), False
         with DistributedSignalHandler(minutes * 60 if minutes is not None else None) as signal_handler:
-            while self.step < training.train_iters and not signals.leave:
+            while self.step < training.train_iters and not signals.exit:
                 self._train_step()
-                if self._check.is_over:
+                if self._finite_check.is_over:
                     return self._end_not_finite()
-                last = self.step == training.train_iters
-                if training.eval_iters and (last or self.step % training.eval_interval == 0):
-                    self._evaluate()
-                taken = self._controller.boundary(self.step) if self._controller is not None and not last else None
-                if taken is not None and taken.left:
+                is_last = self.step == training.train_iters
+                if training.eval_iters and (is_last or self.step % training.eval_interval == 0):
+                    self._evaluate_validation()
+                plan = self._controller.at_boundary(self.step) if self._controller is not None and not is_last else None
+                if plan is not None and plan.is_released:
                     return EXIT_OK
-                if taken is not None:
-                    self._moved(taken)
-                self._select(taken)
-                self._checkpoints.at_boundary()
-                signals = signal_handler.at_boundary(self.engine.world, relaunch=not last and self._is_to_grow())
+                if plan is not None:
+                    self._log_plan(plan)
+                self._choose_compression(plan)
+                self._checkpointer.at_boundary()
+                relaunch = not is_last and self._is_resize_requested()
+                signals = signal_handler.at_boundary(self.engine.world, relaunch=relaunch)
                 if self._is_due(training.exit_interval):
-                    signals = replace(signals, leave=True)
-                if last or signals.leave or signals.save or self._is_due(self.config.run.save_interval):
+                    signals = replace(signals, exit=True)
+                if is_last or signals.exit or signals.save or self._is_due(self.config.run.save_interval):
                     self._save()
-                if signals.leave and not last:
+                if signals.exit and not is_last:
                     self._log.line(f" exiting program at iteration {self.step}")
-            if last:
-                self._test()
+            if is_last:
+                self._evaluate_test()
         return self._end(signals)
 
-    def _complete(self) -> int:
-        """All steps were done before this start."""
+    def _report_complete(self) -> int:
+        """Report that the checkpoint which this start loaded has all steps."""
         if self.engine.world.is_rank0:
             samples, iters = self.config.training.train_samples, self.config.training.train_iters
             flag, number = ("--train-iters", iters) if samples is None else ("--train-samples", samples)
@@ -171,68 +205,69 @@ class _Run:
         return EXIT_OK
 
     def _end(self, signals: BoundarySignals) -> int:
-        """Wait for the last checkpoint, print where the run is and how to resume it; the exit code."""
-        self._checkpoints.wait()
-        if self._checkpoints.failure is not None:
+        """Wait for the last checkpoint, print the run directory and how to resume; the exit code."""
+        self._checkpointer.wait()
+        if self._checkpointer.failure is not None:
             last, run = self._last_saved, self.directory.path
-            again = f"resume with --load {run}" if last else "start again with another --run-dir"
-            problem = f"{self._checkpoints.failure}; the last checkpoint is {last or 'none'}"
-            raise DynmoError(f"{problem}: make room, and {again}")
-        is_left = self.step < self.config.training.train_iters
+            retry = f"resume with --load {run}" if last else "start again with another --run-dir"
+            problem = f"{self._checkpointer.failure}; the last checkpoint is {last or 'none'}"
+            raise DynmoError(f"{problem}: free disk space, then {retry}")
+        has_steps_left = self.step < self.config.training.train_iters
         if self.engine.world.is_rank0:
             say(f"run directory: {self.directory.path}")
-            if signals.code and is_left:
+            if signals.exit_code and has_steps_left:
                 say(stop_line(self.directory.path, self.step, self.config.run.load, self._last_saved))
-        # A run that ends by itself; one that a signal ended has that signal's code.
-        if self._check.is_refused and not (is_left and (signals.code or signals.relaunch)):
+        # The exit code of a signal has priority over that of a model that is not finite.
+        if self._finite_check.is_refused and not (has_steps_left and (signals.exit_code or signals.relaunch)):
             return self._end_not_finite()
-        return EXIT_RELAUNCH if signals.relaunch and is_left else signals.code
+        return EXIT_RELAUNCH if signals.relaunch and has_steps_left else signals.exit_code
 
     def _end_not_finite(self) -> int:
         """End a run whose model is not finite; the exit code."""
-        self._checkpoints.wait()
+        self._checkpointer.wait()
         if self.engine.world.is_rank0:
-            say(f"dynmo-train: error: {end_message(self.step, self._check, self._last_saved)}")
+            say(f"dynmo-train: error: {end_message(self.step, self._finite_check, self._last_saved)}")
         return EXIT_NOT_FINITE
 
-    def _is_due(self, every: int | None) -> bool:
-        return every is not None and self.step % every == 0
+    def _is_due(self, interval: int | None) -> bool:
+        return interval is not None and self.step % interval == 0
 
     def evaluate(self) -> int:
-        """No step: the held-out data alone; the exit code."""
-        self._log.start(self.engine.partition, self.step + 1, parameter_counts(self.engine))
-        self._warn_without_test()
-        self._evaluate()
-        self._test()
+        """Evaluate on validation and test data without training; the exit code."""
+        self._log.log_start(self.engine.partition, self.step + 1, parameter_counts(self.engine))
+        self._warn_without_test_data()
+        self._evaluate_validation()
+        self._evaluate_test()
         return EXIT_OK
 
-    def _is_to_grow(self) -> bool:
+    def _is_resize_requested(self) -> bool:
         world = self.engine.world
-        return world.is_rank0 and self._grow.asks(self.step, world.dims.pipeline)
+        return world.is_rank0 and self._resize_requests.is_pending(self.step, world.dims.pipeline)
 
     def _train_step(self) -> None:
         self.step += 1
-        batch = self._batch = self.samples.training(self.consumed, self.step)
-        size = self.samples.sizes.at(self.consumed)
-        sampled = self.engine.is_warm and self.step % self.config.balance.profile_interval == 0
-        result = self.engine.train_step(batch, sampled=sampled, advance=size)
-        before, self.consumed = self.consumed, self.consumed + size
-        self._record(result, size, batch.tokens or self.config.model.seq_length)
-        if (problem := self._check.after_step(self.step, result)) is not None and self.engine.world.is_rank0:
+        batch = self._batch = self.samples.training(self.consumed_samples, self.step)
+        size = self.samples.sizes.at(self.consumed_samples)
+        is_sampled = self.engine.is_warm and self.step % self.config.balance.profile_interval == 0
+        result = self.engine.train_step(batch, sampled=is_sampled, advance=size)
+        before, self.consumed_samples = self.consumed_samples, self.consumed_samples + size
+        self._log_step(result, size, batch.tokens or self.config.model.seq_length)
+        problem = self._finite_check.after_step(self.step, result)
+        if problem is not None and self.engine.world.is_rank0:
             detail = batch_detail(before, size, self.samples.places(before))
-            self.recorder.event("not_finite", problem, step=self.step, **detail)
+            self.logger.log_event("not_finite", problem, step=self.step, **detail)
             self._log.line(f" {problem}")
         for event in self.engine.after_step(self.step):
-            self.recorder.technique(event)
+            self.logger.log_technique_event(event)
             self._log.line(f" {event.message} after iteration {event.step}")
 
-    def _record(self, result: StepResult, size: int, length: int) -> None:
-        plan_id = self._controller.active_plan_id if self._controller is not None else self._first_plan
+    def _log_step(self, result: StepResult, size: int, sample_length: int) -> None:
+        plan_id = self._controller.active_plan_id if self._controller is not None else self._initial_plan_id
         if result.costs is not None:
-            self.recorder.costs(self.step, plan_id, result.step_ns, result.costs, result.counts)
-        self.recorder.metrics(
+            self.logger.log_costs(self.step, plan_id, result.step_ns, result.costs, result.counts)
+        self.logger.log_metrics(
             step=self.step,
-            consumed_train_samples=self.consumed,
+            consumed_train_samples=self.consumed_samples,
             **result.losses,
             **result.counts,
             grad_norm=result.grad_norm,
@@ -240,63 +275,62 @@ class _Run:
             loss_scale=result.loss_scale,
             updated=result.updated,
             step_ns=result.step_ns,
-            tokens=size * length,
+            tokens=size * sample_length,
             global_batch_size=size,
             plan_id=plan_id,
             **({"compression": result.compression} if result.compression else {}),
         )
-        self._log.step(self.step, self.consumed, size, length, result)
+        self._log.log_step(self.step, self.consumed_samples, size, sample_length, result)
 
-    def _select(self, taken: AppliedPlan | None) -> None:
-        """Where ``dynmo-plan`` chooses who compresses between replicas."""
-        if self._selection is None:
+    def _choose_compression(self, plan: AppliedPlan | None) -> None:
+        """Let ``dynmo-plan`` choose the number of pipeline ranks that compress between replicas."""
+        if self._compression_choice is None:
             return
-        planned = taken.way if taken is not None else None
-        chosen = self._selection.boundary(self.step, moved=taken is not None, planned=planned)
+        planned = plan.num_compressing_stages if plan is not None else None
+        chosen = self._compression_choice.at_boundary(self.step, has_moved=plan is not None, planned=planned)
         if chosen is not None:
             self._log.line(f" {chosen} workers compress between replicas after iteration {self.step}")
 
-    def _moved(self, taken: AppliedPlan) -> None:
-        self._log.moved(taken, self.step)
-        if taken.released:
-            self._log.line(f" {self.recorder.released(self.step, taken.released)} after iteration {self.step}")
+    def _log_plan(self, plan: AppliedPlan) -> None:
+        self._log.log_move(plan, self.step)
+        if plan.released:
+            self._log.line(f" {self.logger.log_release(self.step, plan.released)} after iteration {self.step}")
             self._log.devices = self.engine.world.size
 
-    def _evaluate(self) -> None:
+    def _evaluate_validation(self) -> None:
         if self.samples.valid is not None:
-            self._evaluate_on("valid", "validation", self.consumed_valid, f"iteration {self.step}")
-            self.consumed_valid += self.config.training.eval_iters * self.samples.sizes.final
+            self._evaluate_on("valid", "validation", self.consumed_valid_samples, f"iteration {self.step}")
+            self.consumed_valid_samples += self.config.training.eval_iters * self.samples.sizes.final
 
-    def _test(self) -> None:
-        """The test data, once the training has ended."""
+    def _evaluate_test(self) -> None:
+        """Evaluate on the test data, which is read once, after the last step."""
         if self.samples.test is not None:
             self._evaluate_on("test", "test", 0, "the end of training for test data")
 
-    def _warn_without_test(self) -> None:
+    def _warn_without_test_data(self) -> None:
         if self.samples.no_test is not None and self.engine.world.is_rank0:
             say(f"warning: no evaluation on test data: {self.samples.no_test}")
 
     def _evaluate_on(self, part: Part, name: str, consumed: int, place: str) -> None:
         size, count = self.samples.sizes.final, self.config.training.eval_iters
         batches = (self.samples.held_out(part, consumed + number * size, self.step) for number in range(count))
-        told = self.engine.evaluate_losses(batches)
-        loss = told.pop("loss")
-        self.recorder.metrics(
-            step=self.step, **{f"{name}_loss": loss}, **{f"{name}_{each}": value for each, value in told.items()}
-        )
-        self._log.evaluated(self.step, {"lm_loss": loss} | told, place, name)
+        losses = self.engine.evaluate_losses(batches)
+        loss = losses.pop("loss")
+        fields = {f"{name}_loss": loss, **{f"{name}_{key}": value for key, value in losses.items()}}
+        self.logger.log_metrics(step=self.step, **fields)
+        self._log.log_evaluation(self.step, {"lm_loss": loss} | losses, place, name)
 
     def _save(self) -> None:
         config = self.config
-        if (problem := self._check.refusal(self.engine, self.step, self._batch)) is not None:
-            self.recorder.event("not_saved", problem, step=self.step)
+        if (problem := self._finite_check.refusal(self.engine, self.step, self._batch)) is not None:
+            self.logger.log_event("not_saved", problem, step=self.step)
             self._log.line(f" {problem}")
             return
-        run = CheckpointMetadata(
+        metadata = CheckpointMetadata(
             run_id=self.directory.run_id,
             step=self.step,
-            consumed_train_samples=self.consumed,
-            consumed_valid_samples=self.consumed_valid,
+            consumed_train_samples=self.consumed_samples,
+            consumed_valid_samples=self.consumed_valid_samples,
             source=self._source,
             data={
                 "seed": config.training.seed,
@@ -308,42 +342,45 @@ class _Run:
             keep=config.run.keep_checkpoints,
             moments=not config.run.no_save_optim,
         )
-        self._checkpoints.save(run)
+        self._checkpointer.save(metadata)
 
-    def _not_saved(self, step: int, problem: str) -> None:
-        message = f"{problem}; training continues, the next save tries again"
-        self.recorder.event("not_saved", message, step=step)
+    def _log_not_saved(self, step: int, problem: str) -> None:
+        message = f"{problem}; training continues, and the next save retries"
+        self.logger.log_event("not_saved", message, step=step)
         self._log.line(f" {message}")
 
-    def _saved(self, saved: Saved) -> None:
-        message = f"saved {saved.path.name} in {saved.seconds:.2f} s, training stood still for {saved.stalled_s:.2f} s"
+    def _log_saved(self, saved: SavedCheckpoint) -> None:
+        message = (
+            f"saved {saved.path.name} in {saved.duration_s:.2f} s, training was paused for {saved.stalled_s:.2f} s"
+        )
         self._last_saved = saved.path.name
-        self.recorder.event("checkpoint", message, step=saved.step, stalled_s=saved.stalled_s)
-        self._log.line(f" saved checkpoint {saved.path} in {saved.seconds:.2f} s")
+        self.logger.log_event("checkpoint", message, step=saved.step, stalled_s=saved.stalled_s)
+        self._log.line(f" saved checkpoint {saved.path} in {saved.duration_s:.2f} s")
 
     def close(self) -> None:
-        """End what runs beside the training."""
+        """Close the logs and end the processes that run in the background."""
         self._log.close()
-        if self._selection is not None:
-            self._selection.close()
+        if self._compression_choice is not None:
+            self._compression_choice.close()
         if self._planner is not None:
             self._planner.stop()
 
 
-def _selection(config: Config, start: InitialState) -> CompressionChoice | None:
-    """Asks ``dynmo-plan`` who compresses between replicas; costs are first measured in the second step or later."""
-    engine, every = start.engine, config.balance.profile_interval
+def _compression_choice(config: Config, start: InitialState) -> CompressionChoice | None:
+    """What asks ``dynmo-plan`` which ranks compress between replicas; None where the number is fixed."""
+    engine, interval = start.engine, config.balance.profile_interval
     if not engine.chooses_replica_workers:
         return None
     device = engine.world.device
-    measured = start.step + 2
+    # The first step after the start is not profiled.
+    first_profiled = start.step + 2
     return CompressionChoice(
         engine,
         start.directory.path,
-        first_costs=measured + -measured % every,
-        due=engine.replica_workers is None,
+        first_costs=first_profiled + -first_profiled % interval,
+        is_due=engine.replica_workers is None,
         device=torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
-        log_event=start.recorder.event,
+        log_event=start.logger.log_event,
     )
 
 

@@ -1,6 +1,26 @@
-"""The start of a run: data, checkpoint, engine, run directory, the profile's header and the first plan.
+"""The setup of a run: data, checkpoint, engine, run directory, the profile's header and the initial plan.
 
-What a process may find impossible here ends all processes at once, with one message.
+What ``setup_run`` opens, in order, on every rank::
+
+    Config, World
+      | checkpoint_to_load ------- --load: the newest sound checkpoint, or None
+      v
+    completed steps, consumed samples
+      | open_samples ------------- rank 0 first: it writes the index caches that the others read
+      v
+    Samples
+      | settings_of, first_partition
+      v
+    Engine <- state_reader ------- weights and moments from the checkpoint, or random weights
+      | open_run_directory ------- rank 0 only: run.json, folders
+      v
+    RunLogger.write_header ------- links between ranks are measured; layers and ranks are described
+      | write the initial plan --- the number of the active plan, broadcast to all ranks
+      v
+    InitialState -> trainer/loop.py
+
+Any of these can fail on a single rank: a missing file, a full device, another version. Each therefore runs under
+``parallel.consensus``: an error on one rank ends all ranks with one message, before the next collective can hang.
 """
 
 from __future__ import annotations
@@ -23,7 +43,7 @@ from ..models.layer_list import ModelFamily
 from ..models.registry import family_of
 from ..optim.apex import find_apex
 from ..optim.scheduler_state import samples_done, scheduler_differences
-from ..parallel.consensus import rank0_first, run_on_all_ranks
+from ..parallel.consensus import run_on_all_ranks, rank0_first
 from ..parallel.process_groups import World, broadcast_object
 from ..pipeline.emulated_profiler import EmulatedProfiler
 from ..pipeline.emulation_trace import read_trace
@@ -32,41 +52,51 @@ from .checkpoint.engine_checkpoint import check_same_model, state_reader
 from .checkpoint.load_checkpoint import check_bert, checkpoint_to_load, tower_reader
 from .engine import Engine, EngineSettings
 from .fingerprint import checkpoint_facts, require_same
-from .monitoring.profile_writer import Recorder, describe_items, describe_workers, measure_links
+from .monitoring.profile_writer import RunLogger, describe_items, describe_workers, measure_links
 from .run_directory import RunDirectory, open_run_directory
 from .settings_from_config import first_partition, schedule_in_profile, settings_of
 
 
 @dataclass(frozen=True, kw_only=True)
 class InitialState:
-    """What a run starts with.
+    """The state of a run before its first step.
 
     Attributes:
-        config: of the run; with ``--train-samples`` its ``train_iters`` count from what is consumed.
-        checkpoint: what it resumes from, or what it took its weights from.
-        step, consumed: steps done and samples consumed.
-        consumed_valid: samples of the validation consumed.
-        first_plan: the number of the active plan.
+        config: configuration of the run; with ``--train-samples`` its ``train_iters`` follows from the samples left.
+        engine: engine with the weights that the run starts from.
+        samples: training, validation and test data.
+        directory: run directory.
+        logger: writer of profile, metrics and events.
+        checkpoint: checkpoint that the run resumes from or took its weights from; None without one.
+        step: number of completed steps.
+        consumed_samples: number of consumed training samples.
+        consumed_valid_samples: number of consumed validation samples.
+        active_plan_id: number of the active plan.
     """
 
     config: Config
     engine: Engine
     samples: Samples
     directory: RunDirectory
-    recorder: Recorder
+    logger: RunLogger
     checkpoint: Checkpoint | None
     step: int
-    consumed: int
-    consumed_valid: int
-    first_plan: int
+    consumed_samples: int
+    consumed_valid_samples: int
+    active_plan_id: int
 
 
 def setup_run(config: Config, world: World) -> InitialState:
-    """Open data and checkpoint, build the engine, make the run directory, write the header and the first plan."""
+    """Open data and checkpoint, build the engine, create the run directory, write the header and the initial plan.
+
+    Every rank calls this.
+
+    Raises:
+        UsageError: on a reporting rank, where an option, the data or the checkpoint cannot be used on any rank.
+        SystemExit: on the other ranks, with the same exit code.
+    """
     if config.training.torch_compile:
-        run_on_all_ranks(
-            world, lambda: check_compiler(world.device.type, config.training.torch_compile_backend, os.environ)
-        )
+        run_on_all_ranks(world, lambda: check_compiler(world.device.type, config.training.torch_compile_backend, os.environ))
     apex = find_apex()
     on_cuda = world.device.type == "cuda"
     fused_adam = apex.fused_adam if on_cuda else None
@@ -74,10 +104,10 @@ def setup_run(config: Config, world: World) -> InitialState:
     if world.is_rank0:
         say(apex.line(used=fused_adam is not None))
         if config.parallel.zero_stage == 1:
-            say("--zero-stage 1 behaves as 2: gradients are shared between steps as well")
+            say("--zero-stage 1 is executed as stage 2: gradients are sharded between steps too")
     family = family_of(config)
-    takes_moments = not (config.run.finetune or config.run.no_load_optim)
-    checkpoint = run_on_all_ranks(world, lambda: checkpoint_to_load(config, world, with_optimizer=takes_moments))
+    loads_moments = not (config.run.finetune or config.run.no_load_optim)
+    checkpoint = run_on_all_ranks(world, lambda: checkpoint_to_load(config, world, with_optimizer=loads_moments))
     require_same(world, checkpoint_facts(checkpoint))
     step, consumed = run_on_all_ranks(world, lambda: _progress(config, checkpoint))
     config = _with_steps_left(config, step, consumed, world)
@@ -91,28 +121,32 @@ def setup_run(config: Config, world: World) -> InitialState:
     engine = run_on_all_ranks(world, lambda: _engine(config, world, family, settings, checkpoint, bert))
 
     workers, dims = describe_workers(world), world.dims
-    facts: dict[str, Any] = {
+    engine_facts: dict[str, Any] = {
         "sparse_thresholds": dict(settings.sparse.thresholds),
         "device": world.device.type,
         "norms": sorted(each.__name__ for each in fused_norms.values()) or "torch",
         "optimizer": "torch AdamW" if fused_adam is None else "apex FusedAdam",
     }
     if settings.compression.is_lossy:
-        also = " and of choices of workers" if settings.compression.choose_workers else ""
-        facts["reproducible"] = (
-            f"bit for bit for a fixed sequence of plans{also} only: gradients are compressed with loss"
+        and_choices = " and choices of workers" if settings.compression.choose_workers else ""
+        engine_facts["reproducible"] = (
+            f"bit for bit only for the same sequence of plans{and_choices}: the gradient compression is lossy"
         )
     hosts = list(dict.fromkeys(host for worker in workers for host in worker.hosts))
-    begun = run_on_all_ranks(
+    opened = run_on_all_ranks(
         world,
         lambda: (
-            open_run_directory(config, world_size=world.size, hosts=hosts, engine=facts) if world.is_rank0 else None
+            open_run_directory(config, world_size=world.size, hosts=hosts, engine=engine_facts)
+            if world.is_rank0
+            else None
         ),
     )
-    told = broadcast_object(world, [str(begun.path), begun.run_id, begun.segment] if begun else None)
-    directory = RunDirectory(path=Path(told[0]), run_id=told[1], segment=told[2])
-    recorder = Recorder(directory, world)
-    recorder.header(
+    path, run_id, segment = broadcast_object(
+        world, [str(opened.path), opened.run_id, opened.segment] if opened else None
+    )
+    directory = RunDirectory(path=Path(path), run_id=run_id, segment=segment)
+    logger = RunLogger(directory, world)
+    logger.write_header(
         directory.run_id,
         ModelInfo(
             family=config.model.family,
@@ -134,41 +168,42 @@ def setup_run(config: Config, world: World) -> InitialState:
         workers,
         describe_items(family, settings.pipeline.boundary, engine.item_store.blueprint),
     )
-    for fault in checkpoint.skipped_checkpoints if checkpoint is not None else ():
-        recorder.event("checkpoint_damaged", f"passed over a damaged checkpoint: {fault}", step=step)
-    first_plan = _write_first_plan(config, engine, directory, step)
+    for problem in checkpoint.skipped_checkpoints if checkpoint is not None else ():
+        logger.log_event("checkpoint_damaged", f"skipped a damaged checkpoint: {problem}", step=step)
+    active_plan_id = _write_initial_plan(config, engine, directory, step)
+    consumed_valid = checkpoint.manifest.get("x_consumed_valid_samples", 0) if checkpoint is not None and step else 0
     return InitialState(
         config=config,
         engine=engine,
         samples=samples,
         directory=directory,
-        recorder=recorder,
+        logger=logger,
         checkpoint=checkpoint,
         step=step,
-        consumed=consumed,
-        consumed_valid=checkpoint.manifest.get("x_consumed_valid_samples", 0) if checkpoint is not None and step else 0,
-        first_plan=first_plan,
+        consumed_samples=consumed,
+        consumed_valid_samples=consumed_valid,
+        active_plan_id=active_plan_id,
     )
 
 
 def _progress(config: Config, checkpoint: Checkpoint | None) -> tuple[int, int]:
-    """Steps done and samples consumed; raises ``CheckpointError`` where the samples are not known."""
-    if checkpoint is None or _begins(config, checkpoint):
+    """Completed steps and consumed samples; raises ``CheckpointError`` where the consumed samples are unknown."""
+    if checkpoint is None or _takes_weights_only(config, checkpoint):
         return 0, 0
     step, consumed = checkpoint.manifest["step"], checkpoint.manifest["consumed_train_samples"]
     if step and not consumed:
         raise CheckpointError(
-            f"the checkpoint consumed 0 samples in {step} steps: the samples to continue with are not known; give"
-            " --finetune to take its weights and start from the first step"
+            f"the checkpoint records 0 consumed samples after {step} steps: the position in the data is unknown; give"
+            " --finetune to load its weights and start at the first step"
         )
     return step, consumed
 
 
 def _with_steps_left(config: Config, step: int, consumed: int, world: World) -> Config:
-    """The configuration of a resumed run, whose batch size may have been another one up to here.
+    """The configuration of a resumed run whose batch size may have changed.
 
-    The samples continue after those that are consumed. Steps are counted from ``--train-iters`` as before; with
-    ``--train-samples`` the last step follows from the samples that are left.
+    The run continues after the last consumed sample. ``--train-iters`` still counts all steps; with
+    ``--train-samples`` the number of the last step is computed from the samples that are left.
     """
     sizes, training = config.batch_sizes, config.training
     if consumed == sizes.consumed_after(step):
@@ -176,7 +211,7 @@ def _with_steps_left(config: Config, step: int, consumed: int, world: World) -> 
     if world.is_rank0:
         say(
             f"the batch size has changed: {consumed:,} samples are consumed after {step:,} steps; training continues"
-            f" with {sizes.at(consumed)} samples a step"
+            f" with {sizes.at(consumed)} samples per step"
         )
     if training.train_samples is None:
         return config
@@ -184,26 +219,26 @@ def _with_steps_left(config: Config, step: int, consumed: int, world: World) -> 
     return replace(config, training=replace(training, train_iters=max(1, train_iters)))
 
 
-def _begins(config: Config, checkpoint: Checkpoint) -> bool:
-    """Whether a run takes the weights alone and begins at the first step.
+def _takes_weights_only(config: Config, checkpoint: Checkpoint) -> bool:
+    """Whether a run loads only the weights of ``checkpoint`` and starts at the first step.
 
-    It does with ``--finetune``, and from another program's weights, whose checkpoint may name a step of its own.
+    True with ``--finetune``, and for weights of another program, whose checkpoint may record a step that is not ours.
     """
     manifest = checkpoint.manifest
     return config.run.finetune or (manifest["optimizer"] is None and not manifest["consumed_train_samples"])
 
 
 def _bert(config: Config, world: World) -> Checkpoint | None:
-    """What ``--bert-load`` names; raises ``CheckpointError`` where there is none, or ``--load`` gives the weights."""
-    place = config.ict.bert_load
-    if place is None:
+    """The checkpoint of ``--bert-load``; None without the option."""
+    path = config.ict.bert_load
+    if path is None:
         return None
-    found = checkpoint_to_load(config, world, flag="--bert-load", place=place, weights_only=True)
-    if found is None:
+    checkpoint = checkpoint_to_load(config, world, flag="--bert-load", place=path, weights_only=True)
+    if checkpoint is None:
         raise CheckpointError(
-            f"--bert-load {place} holds no checkpoint of a BERT; leave it out to initialize both towers at random"
+            f"--bert-load {path}: no BERT checkpoint; omit the option to initialize both towers at random"
         )
-    return found
+    return checkpoint
 
 
 def _engine(
@@ -214,13 +249,11 @@ def _engine(
     checkpoint: Checkpoint | None,
     bert: Checkpoint | None,
 ) -> Engine:
-    """The engine with the weights that the run starts from."""
+    """The engine with the weights that the run starts from: random, of a checkpoint, or of a BERT for both towers."""
     if checkpoint is not None:
-        check_same_model(checkpoint, family, goes_on=not config.run.finetune)
+        check_same_model(checkpoint, family, resumes=not config.run.finetune)
     topology = checkpoint.manifest["topology"] if checkpoint is not None else None
-    engine = Engine(
-        family, settings, first_partition(config, family, topology), world, _emulated_profiler(config, world, family)
-    )
+    engine = Engine(family, settings, first_partition(config, family, topology), world, _emulated_profiler(config, world, family))
     if checkpoint is None and bert is not None:
         check_bert(bert, family)
         engine.restore(tower_reader(bert, family, engine.item_store, world.device), 0)
@@ -228,7 +261,7 @@ def _engine(
     if checkpoint is None:
         engine.build()
         return engine
-    if _begins(config, checkpoint):
+    if _takes_weights_only(config, checkpoint):
         engine.restore(state_reader(checkpoint, engine.item_store, world, moments=False), 0)
         return engine
     reader = state_reader(checkpoint, engine.item_store, world, moments=not config.run.no_load_optim)
@@ -240,11 +273,11 @@ def _engine(
 
 
 def progress_of(checkpoint: Checkpoint) -> dict[str, Any]:
-    """What a checkpoint says of schedules and techniques, as :meth:`Engine.restore` takes it.
+    """Keyword arguments of :meth:`Engine.restore` for the schedules and techniques of a checkpoint.
 
-    Before ``advanced_samples`` the schedule of the learning rate counted, as ``advanced``, steps or samples: samples
-    where it is more than the steps done. The batch of those steps is the checkpoint's; that of this start may differ.
-    An import has neither, but the count of the scheduler that it came with.
+    Older checkpoints have ``advanced`` in place of ``advanced_samples``. It counts samples where it exceeds the
+    completed steps, else steps, which are converted with the batch size of the checkpoint. An imported checkpoint has
+    neither, but may have the state of its original scheduler.
     """
     progress = dict(checkpoint.manifest.get("x_progress", {}))
     old = progress.pop("advanced", None)
@@ -257,7 +290,7 @@ def progress_of(checkpoint: Checkpoint) -> dict[str, Any]:
 
 
 def continued_checkpoint(checkpoint: Checkpoint | None, directory: RunDirectory, step: int) -> str | None:
-    """Name of the run's own checkpoint that it was resumed from; None where it starts from another's, or from none."""
+    """Name of the checkpoint of this run that it resumes from; None for another run's checkpoint, or without one."""
     if checkpoint is None or not step:
         return None
     is_own = checkpoint.directory.resolve().is_relative_to(directory.path.resolve())
@@ -265,17 +298,19 @@ def continued_checkpoint(checkpoint: Checkpoint | None, directory: RunDirectory,
 
 
 def _emulated_profiler(config: Config, world: World, family: ModelFamily) -> LayerProfiler | None:
-    """The probe of an emulated run; None where layers take the time of their arithmetic."""
-    given = config.emulation
-    if given.emulate is None:
+    """The probe of an emulated run, which delays layers to the times of a profile; None without ``--emulate``."""
+    emulation = config.emulation
+    if emulation.emulate is None:
         return None
     if world.device.type == "cuda":
-        raise UsageError("--emulate sleeps on CPU; on CUDA give --device cpu")
-    return EmulatedProfiler(read_trace(Path(given.emulate), [item.name for item in family.items], given.emulate_scale))
+        raise UsageError("--emulate is supported on the CPU only; give --device cpu")
+    return EmulatedProfiler(
+        read_trace(Path(emulation.emulate), [item.name for item in family.items], emulation.emulate_scale)
+    )
 
 
 def _write_next(plans: Path, document: dict[str, Any]) -> int:
-    """Write a plan under the next free number: an external planner may take the one that was free a moment ago."""
+    """Write a plan under the next free number; retries, since an external planner may take a number concurrently."""
     while True:
         number = max(plan_ids(plans), default=-1) + 1
         with contextlib.suppress(FileExistsError):
@@ -283,8 +318,8 @@ def _write_next(plans: Path, document: dict[str, Any]) -> int:
             return number
 
 
-def _write_first_plan(config: Config, engine: Engine, directory: RunDirectory, step: int) -> int:
-    """Write the partition in force as the next plan (number 0 in a new run) and give its number to every worker."""
+def _write_initial_plan(config: Config, engine: Engine, directory: RunDirectory, step: int) -> int:
+    """Write the active partition as the next plan (number 0 in a new run); its number, on every rank."""
     number: int | None = None
     if engine.world.is_rank0:
         remove_stale_staging(directory.checkpoints)

@@ -1,4 +1,11 @@
-"""What a run is asked while it trains: by signals, by the clock. All processes answer at the same step boundary."""
+"""Requests to a running training: signals and a time limit, on which all ranks act at the same step boundary.
+
+A signal arrives at one process, or at each at a different time. The handlers only set flags; ``at_boundary`` reduces
+the flags over all ranks, so that every rank saves or exits after the same step::
+
+    SIGTERM, SIGINT, SIGUSR1, SIGUSR2 -> flags of this rank -+
+    time limit, resize request ------------------------------+-> all_reduce(MAX) -> BoundarySignals
+"""
 
 from __future__ import annotations
 
@@ -21,47 +28,53 @@ from ..parallel.process_groups import World
 
 @dataclass(frozen=True, kw_only=True)
 class BoundarySignals:
-    """What to do at a boundary: save, leave the run, and why it is left.
+    """Actions of all ranks at a step boundary.
 
-    ``code`` is the exit code of a run that a signal ended, 0 where none did; ``relaunch`` says that the run is to be
-    started again.
+    Attributes:
+        save: whether to save a checkpoint.
+        exit: whether to end the run after saving.
+        exit_code: exit code of a run that a signal ends; 0 without a signal.
+        relaunch: whether the launcher restarts the run.
     """
 
     save: bool = False
-    leave: bool = False
-    code: int = EXIT_OK
+    exit: bool = False
+    exit_code: int = EXIT_OK
     relaunch: bool = False
 
 
 class DistributedSignalHandler:
-    """Collects wishes between two boundaries.
+    """Collects signals between two step boundaries.
 
-    SIGTERM and SIGINT (Ctrl-C) save and leave, a second one leaves at once; SIGUSR1 saves and continues, SIGUSR2 saves
-    and leaves to be started again; after ``limit_s`` seconds the run is saved and left. A process that got no signal
-    does as the others.
+    SIGTERM and SIGINT (Ctrl-C) save and exit; a second one exits immediately, without saving. SIGUSR1 saves and
+    continues. SIGUSR2 saves and exits for a restart.
 
-    A launcher's worker (``launched``; by default as the environment says) takes a second SIGTERM or SIGINT for the
-    first: Slurm and terminals signal the launcher and its workers, and the launcher signals them again. It ends those
-    that take too long.
+    A worker of a launcher treats a repeated SIGTERM or SIGINT as the first one. Slurm and terminals signal the
+    launcher and its workers, and the launcher forwards the signal. The launcher kills workers that take too long.
+
+    Args:
+        time_limit_s: seconds after which the run is saved and ended; None for no limit.
+        now: monotonic clock, in seconds.
+        launched: whether this process is a worker of a launcher; None reads it from the environment.
     """
 
     def __init__(
-        self, limit_s: float | None, now: Callable[[], float] = time.monotonic, *, launched: bool | None = None
+        self, time_limit_s: float | None, now: Callable[[], float] = time.monotonic, *, launched: bool | None = None
     ) -> None:
-        self._now, self._limit_s = now, limit_s
+        self._now, self._time_limit_s = now, time_limit_s
         self._launched = is_launched(os.environ) if launched is None else launched
-        self._started = now()
-        self._asked = {"save": False, "end": False, "interrupt": False, "relaunch": False}
+        self._start_s = now()
+        self._received = {"save": False, "terminate": False, "interrupt": False, "relaunch": False}
         self._handlers: dict[int, Any] = {}
 
     def __enter__(self) -> DistributedSignalHandler:
         handlers = {
-            signal.SIGTERM: self._on_end,
+            signal.SIGTERM: self._on_terminate,
             signal.SIGINT: self._on_interrupt,
             signal.SIGUSR1: self._on_save,
             signal.SIGUSR2: self._on_relaunch,
         }
-        if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a shell starts a command that ends in "&"
+        if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell starts background commands ("&") so
             del handlers[signal.SIGINT]
         self._handlers = {number: signal.signal(number, handler) for number, handler in handlers.items()}
         return self
@@ -69,43 +82,54 @@ class DistributedSignalHandler:
     def __exit__(self, *_: object) -> None:
         for number, handler in self._handlers.items():
             signal.signal(number, handler)
-        if self._launched and (self._asked["end"] or self._asked["interrupt"]):
+        if self._launched and (self._received["terminate"] or self._received["interrupt"]):
             for number in (signal.SIGTERM, signal.SIGINT):
-                signal.signal(number, signal.SIG_IGN)  # the last checkpoint may still be on its way
+                signal.signal(number, signal.SIG_IGN)  # the last checkpoint may still be being written
 
     def _on_save(self, _number: int, _frame: FrameType | None) -> None:
-        self._asked["save"] = True
+        self._received["save"] = True
 
     def _on_relaunch(self, _number: int, _frame: FrameType | None) -> None:
-        self._asked["relaunch"] = True
+        self._received["relaunch"] = True
 
-    def _on_end(self, _number: int, _frame: FrameType | None) -> None:
-        if self._asked["end"] and not self._launched:
+    def _on_terminate(self, _number: int, _frame: FrameType | None) -> None:
+        if self._received["terminate"] and not self._launched:
             raise SystemExit(EXIT_TERMINATED)
-        self._asked["end"] = True
+        self._received["terminate"] = True
 
     def _on_interrupt(self, _number: int, _frame: FrameType | None) -> None:
-        if self._asked["interrupt"] and not self._launched:
+        if self._received["interrupt"] and not self._launched:
             raise SystemExit(EXIT_INTERRUPTED)
-        if not self._asked["interrupt"]:
-            with contextlib.suppress(OSError):  # not a stream: the signal may have interrupted a write to it
-                os.write(2, b"interrupted: finishing the step and saving; Ctrl-C again ends at once, without saving\n")
-        self._asked["interrupt"] = True
+        if not self._received["interrupt"]:
+            # os.write and not a stream: the signal may have interrupted a write to that stream.
+            with contextlib.suppress(OSError):
+                os.write(2, b"interrupted: finishing the step and saving; Ctrl-C again exits now, without saving\n")
+        self._received["interrupt"] = True
 
     def at_boundary(self, world: World, *, relaunch: bool = False) -> BoundarySignals:
-        """What all processes do now: what any of them was asked. Every process calls this after every step.
+        """Agree on what any rank was signalled. Every rank calls this after every step.
 
         Args:
-            relaunch: whether this process knows that the run is to be started again.
+            world: process groups.
+            relaunch: whether this rank knows of a reason to restart the run.
+
+        Returns:
+            The actions, equal on all ranks.
         """
-        late = self._limit_s is not None and self._now() - self._started > self._limit_s
-        again = relaunch or self._asked["relaunch"]
-        asked = self._asked
-        # Taken before the collective: a signal that comes while this process waits in it counts at the next boundary.
-        save_now, asked["save"] = asked["save"], False
-        flags = torch.tensor([save_now, asked["end"], asked["interrupt"], late, again], dtype=torch.int64)
+        received = self._received
+        is_over_time = self._time_limit_s is not None and self._now() - self._start_s > self._time_limit_s
+        # Read before the collective: a signal that arrives while this rank waits in it counts at the next boundary.
+        save, received["save"] = received["save"], False
+        relaunch = relaunch or received["relaunch"]
+        local = [save, received["terminate"], received["interrupt"], is_over_time, relaunch]
+        flags = torch.tensor(local, dtype=torch.int64)
         if world.size > 1:
             dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=world.groups.world)
-        save, end, interrupt, over, again = (bool(flag) for flag in flags.tolist())
-        code = EXIT_TERMINATED if end else EXIT_INTERRUPTED if interrupt else EXIT_OK
-        return BoundarySignals(save=save, leave=bool(code) or over or again, code=code, relaunch=again and not code)
+        save, terminate, interrupt, is_over_time, relaunch = (bool(flag) for flag in flags.tolist())
+        exit_code = EXIT_TERMINATED if terminate else EXIT_INTERRUPTED if interrupt else EXIT_OK
+        return BoundarySignals(
+            save=save,
+            exit=bool(exit_code) or is_over_time or relaunch,
+            exit_code=exit_code,
+            relaunch=relaunch and not exit_code,
+        )

@@ -27,8 +27,8 @@ from train_engine_overhead import say
 sys.path.insert(0, str(Path(__file__).parents[2]))
 from dynmo_train.config import Facts, resolve
 from dynmo_train.parallel.dims import ParallelDims
-from dynmo_train.parallel.process_groups import destroy_world, init_world
-from dynmo_train.trainer.loop import _Run
+from dynmo_train.parallel.process_groups import init_world, destroy_world
+from dynmo_train.trainer.loop import Trainer
 from dynmo_train.trainer.setup import setup_run
 from tests.distributed.whole_runs import write_data
 from tests.distributed.workers import run_workers
@@ -52,7 +52,7 @@ def timed_steps(values: dict[str, Any], steps: int) -> tuple[list[tuple[float, f
     """
     config = resolve(flags=values, file={}, command={"family": "gpt"}, facts=Facts(world_size=2))
     world = init_world("cpu", dims=ParallelDims(pipeline=2))
-    run = _Run(setup_run(config, world))
+    run = Trainer(setup_run(config, world))
     if run._planner is not None:
         run._planner.start()
     times: list[tuple[float, float]] = []
@@ -65,7 +65,7 @@ def timed_steps(values: dict[str, Any], steps: int) -> tuple[list[tuple[float, f
             started, working = time.perf_counter(), time.process_time()
             run._train_step()
             if run._controller is not None:
-                run._controller.boundary(run.step)
+                run._controller.at_boundary(run.step)
             times.append((time.perf_counter() - started, time.process_time() - working))
         planned = (work_of(planner) - begun_planning) / (time.perf_counter() - begun)
     finally:

@@ -187,12 +187,12 @@ def play(world: World, scenario: Scenario) -> dict[str, Any]:
     """Train; returns losses, gradient norms, a held-out loss and the fingerprint of what this worker holds."""
     engine = engine_of(scenario, world)
     moves = dict(scenario.moves)
-    losses, norms, figures, scales = [], [], [], []
+    losses, norms, metrics, scales = [], [], [], []
     for step in range(1, scenario.steps + 1):
         result = engine.train_step(scenario.batch(step), sampled=step % 5 == 0)
         losses.append(result.loss)
         norms.append(result.grad_norm if result.updated else None)
-        figures.append(result.metrics)
+        metrics.append(result.metrics)
         scales.append(result.loss_scale)
         engine.after_step(step)
         if step in moves:
@@ -201,7 +201,7 @@ def play(world: World, scenario: Scenario) -> dict[str, Any]:
     return {
         "losses": losses,
         "norms": norms,
-        "figures": figures,
+        "metrics": metrics,
         "scales": scales,
         "held_out": held_out,
         "weights": fingerprint(engine),

@@ -294,5 +294,5 @@ def test_the_planner_chooses_who_compresses_while_the_command_trains(tmp_path):
     train(data, tmp_path / "run", 2, *told, eval_interval=steps, log_interval=steps, **options)
     [chosen] = [line for line in lines(tmp_path / "run/events.jsonl") if line["kind"] == "selective_grad_comp"]
     assert chosen["workers"] in (0, 1)
-    assert "dynmo-plan expects steps of" in chosen["message"]
+    assert "dynmo-plan predicts step times of" in chosen["message"]
     assert 0 < chosen["step"] < int(steps)

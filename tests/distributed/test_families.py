@@ -68,7 +68,7 @@ def test_selective_recomputation_of_split_backwards_is_1f1b(model):
 
 
 def test_every_layer_of_a_mixture_reports():
-    figures = reference("mixtral")["figures"][0]
+    figures = reference("mixtral")["metrics"][0]
     assert list(figures) == [f"layers.{n}.mlp" for n in range(4)]
     assert all(sum(each["expert_tokens"]) == 2 * 16 * 2 for each in figures.values())
     assert all(each["load_balancing_loss"][0] > 0.9 for each in figures.values())

@@ -97,7 +97,7 @@ def test_a_killed_planner_is_started_again_and_changes_nothing(static):
     assert {step: value for step, value in figures(run).items() if step <= 24} == expected
     assert tensors(run, 24) == weights
     told = [event["message"] for event in events(run, "planner")]
-    assert any("started again" in message for message in told)
+    assert any("restarted" in message for message in told)
     assert not planners(run)
 
 

@@ -63,7 +63,7 @@ def test_resume_with_another_batch_size_carries_the_samples(tmp_path):
     long = SHORT | {"train_iters": None, "lr_decay_iters": None, "train_samples": "96"}
     train(data, run, 1, exit_interval="4", **long)
     output = train(data, run, 1, "--load", str(run), global_batch_size="8", **long)
-    assert "64 samples are consumed after 4 steps; training continues with 8 samples a step" in output
+    assert "64 samples are consumed after 4 steps; training continues with 8 samples per step" in output
     steps = [line for line in lines(run / "metrics.jsonl") if "step_ns" in line]
     assert [line["consumed_train_samples"] for line in steps] == [16, 32, 48, 64, 72, 80, 88, 96]
     assert [line["step"] for line in steps] == [1, 2, 3, 4, 5, 6, 7, 8]

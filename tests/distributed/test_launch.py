@@ -132,10 +132,10 @@ from dynmo_train.trainer.signals import DistributedSignalHandler
 from dynmo_train.launch.worker import watch_launcher
 rank = os.environ["RANK"]
 watch_launcher(os.environ)
-with DistributedSignalHandler(None) as asked:
+with DistributedSignalHandler(None) as signal_handler:
     Path(f"part-{rank}").write_text(str(os.getpid()))
     os.replace(f"part-{rank}", f"pid-{rank}")
-    while not asked._asked["end"]:
+    while not signal_handler._received["terminate"]:
         time.sleep(0.05)
     end = time.monotonic() + 1.5  # longer than the grace
     while time.monotonic() < end:

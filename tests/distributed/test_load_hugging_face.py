@@ -82,7 +82,7 @@ def test_finetune_from_a_megatron_checkpoint_starts_at_step_1(before):
 @pytest.mark.parametrize(
     ("spoil", "options", "words"),
     [
-        ("nothing", {"hidden-size": "48"}, "holds another model: hidden_size is 32 there and 48 here"),
+        ("nothing", {"hidden-size": "48"}, "is a checkpoint of another model: hidden_size is 32 there and 48 here"),
         ("config.json", {}, "dynmo-ckpt cannot convert it: model_type 'bert'"),
     ],
 )

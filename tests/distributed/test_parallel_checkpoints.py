@@ -176,10 +176,10 @@ def prepare_and_save(world: World, layout: Layout, folder: str) -> tuple[int, in
     saving = Checkpointer(engine, Path(folder), aside=True, on_saved=lambda _: None, on_failure=lambda *_: None)
     saving.at_boundary()
     saving._preparing.join()
-    prepared = {name: copy.data_ptr() for name, copy in saving._copies._held.items()}
+    prepared = {name: copy.data_ptr() for name, copy in saving.buffers.tensors.items()}
     saving.save(facts(1))
     saving.wait()
-    used = {name: copy.data_ptr() for name, copy in saving._copies._held.items()}
+    used = {name: copy.data_ptr() for name, copy in saving.buffers.tensors.items()}
     return len(prepared), len(used), [name for name in used if used[name] != prepared.get(name)]
 
 

@@ -176,7 +176,7 @@ def test_nothing_to_load_warns_and_starts_fresh(whole, tmp_path):
 
 
 # Another batch size may resume: tests/distributed/test_interrupted.py.
-@pytest.mark.parametrize(("options", "message"), [({"hidden_size": "64"}, "holds another model")])
+@pytest.mark.parametrize(("options", "message"), [({"hidden_size": "64"}, "is a checkpoint of another model")])
 def test_a_checkpoint_that_does_not_fit_is_refused(whole, tmp_path, options, message):
     folder, data, _, _ = whole
     line = arguments(data, tmp_path / "other", load=str(folder / "whole"), **options)

@@ -170,6 +170,6 @@ def test_all_of_them_at_once_give_the_bits_of_one_worker(model):
         assert got[part] == expected[part], part
     if model == "t5":
         return
-    figures = expected["figures"][-1]
+    figures = expected["metrics"][-1]
     assert 0 < figures["layers.0.mlp"]["exit_share"][0] < 1
     assert 0.3 < figures["layers.1"]["depth_share"][0] < 0.8

@@ -110,21 +110,21 @@ def test_the_scenario_exercises_the_technique(technique):
         frozen = [layer for layer in range(4) if f"layers.{layer}.mlp.fc1.weight.exp_avg" not in kept]
         assert frozen == [0, 1], "two layers froze, one after the other, and dropped their moments"
         return
-    figures = told["figures"][-1]
+    figures = told["metrics"][-1]
     if "expert" in technique:
         loads = figures["layers.3.mlp"]["expert_tokens"]
         assert max(loads) == min(loads), "every expert has as much to do"
     if technique == "depths":
         assert figures["layers.1"]["depth_share"] == [0.5]
     if technique == "depths and exits":
-        shares = [step["layers.1"]["exit_share"][0] for step in told["figures"]]
-        before = [step["layers.0.mlp"]["exit_share"][0] for step in told["figures"]]
+        shares = [step["layers.1"]["exit_share"][0] for step in told["metrics"]]
+        before = [step["layers.0.mlp"]["exit_share"][0] for step in told["metrics"]]
         assert all(early <= late < 1 for early, late in zip(before, shares, strict=True))
         assert any(early < late for early, late in zip(before, shares, strict=True))
         assert 0.4 < figures["layers.3"]["depth_share"][0] < 0.7, "half of what is left goes through"
     if technique in ("exits", "saturation"):
         shares = [
-            step[f"layers.{TECHNIQUES[technique].exits.layers[0]}.mlp"]["exit_share"][0] for step in told["figures"]
+            step[f"layers.{TECHNIQUES[technique].exits.layers[0]}.mlp"]["exit_share"][0] for step in told["metrics"]
         ]
         assert all(0 < share < 1 for share in shares), "tokens leave, and tokens stay"
 

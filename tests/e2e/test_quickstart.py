@@ -86,7 +86,7 @@ def test_the_whole_main_job(quickstart):
     assert float(last) < float(first)
     assert re.search(r"documents in / kept\s+[\d,]+ / [\d,]+ \([\d,]+ tokens\)", summary)
     assert re.search(r"layers moved\s+[1-9]\d* parts of layers", summary)
-    assert "plan 1 taken after iteration" in out
+    assert "plan 1 applied after iteration" in out
     assert re.search(r"clean: .* documents in .* kept; .* dropped", out + talk)
     assert re.search(r"dedup: .* documents in .* kept; .* dropped", out + talk)
 

@@ -77,8 +77,8 @@ def test_full_disk_for_a_while_loses_a_save_and_no_line(tmp_path):
     data, run = write_data(tmp_path / "x"), tmp_path / "run"
     [(code, talk)] = run_workers(full_in_steps, 1, options(data, run), 5, 7, joins=False)
     assert code == 0, talk
-    assert "a line cannot be written" in talk
-    assert "lines are written again" in talk
+    assert "cannot write a line" in talk
+    assert "wrote the lines that were waiting" in talk
     assert steps_of(run) == [3, 9, 12]
     assert [record["step"] for record in lines(run / "metrics.jsonl")] == list(range(1, 13))
     profile = lines(run / "profile.jsonl")
@@ -102,5 +102,5 @@ def test_last_save_that_fails_is_a_failure_with_the_remedy(tmp_path):
     data, run = write_data(tmp_path / "x"), tmp_path / "run"
     outcomes = run_workers(only_shards, 2, options(data, run), 12, joins=False)
     assert [code for code, _ in outcomes] == [1, 1]
-    assert "the last checkpoint is step-00000009: make room, and resume with --load" in outcomes[0][1]
+    assert "the last checkpoint is step-00000009: free disk space, then resume with --load" in outcomes[0][1]
     assert steps_of(run) == [3, 6, 9]

@@ -1,4 +1,18 @@
-"""When a run's checkpoints are written: at a step boundary, or beside the training from a copy of the state."""
+"""Saves the checkpoints of a run, synchronously or (``--async-save``) while training continues.
+
+An asynchronous save over the boundaries of the steps::
+
+    boundary of the save    copy tensors to host buffers           training is paused
+                            thread of each rank: write its shards  |
+    each later boundary     all_reduce: have all ranks written?    | training continues
+      yes, first time       gather the reports on rank 0           |
+                            thread of rank 0: commit               |
+      yes, second time      the checkpoint is in place -> SavedCheckpoint
+    next save, or end       wait for all of this
+
+Every rank makes the same calls at the same boundaries, since the calls contain collectives. The threads do not use
+torch.distributed: collectives of two threads could be matched in a different order on each rank.
+"""
 
 from __future__ import annotations
 
@@ -10,30 +24,41 @@ from pathlib import Path
 
 from ..._common.errors import DynmoError
 from ..engine import Engine
-from .engine_checkpoint import CheckpointMetadata, HostBuffers, PendingSave, sizes_of_copies
+from .engine_checkpoint import CheckpointMetadata, HostBuffers, PendingSave, host_buffer_shapes
 
 
 @dataclass(frozen=True, kw_only=True)
-class Saved:
-    """A checkpoint in place: how long it took from its begin, and how long training stood still for it."""
+class SavedCheckpoint:
+    """A checkpoint that is in place.
+
+    Attributes:
+        path: its directory.
+        step: number of completed steps.
+        duration_s: seconds from the start of the save.
+        stalled_s: seconds for which training was paused.
+    """
 
     path: Path
     step: int
-    seconds: float
+    duration_s: float
     stalled_s: float
 
 
 class Checkpointer:
-    """Saves the engine's state; every process calls the same methods at the same boundaries.
+    """Saves the state of the engine. Every rank calls the same methods at the same boundaries.
 
     Args:
-        aside: whether checkpoints are written while training continues, from a copy in host memory that is kept for the
-            next one; that waits for the last.
+        engine: engine of this rank.
+        checkpoints: folder of the checkpoints.
+        async_save: whether a checkpoint is written while training continues, from a copy in host memory. The memory is
+            reused by the next save, which waits for the previous one.
         on_saved: called with each checkpoint that is in place.
-        on_failure: called with the step of each checkpoint that could not be written, and why. Training continues; the
-            next save is the next attempt.
+        on_failure: called with the step and the error of each checkpoint that could not be written. Training
+            continues, and the next save is the next attempt.
 
-    ``failure`` is why the last checkpoint could not be written, None where it could.
+    Attributes:
+        failure: error of the last checkpoint; None where it was written.
+        buffers: host memory of asynchronous saves; None without ``async_save``.
     """
 
     def __init__(
@@ -41,60 +66,63 @@ class Checkpointer:
         engine: Engine,
         checkpoints: Path,
         *,
-        aside: bool,
-        on_saved: Callable[[Saved], None],
+        async_save: bool,
+        on_saved: Callable[[SavedCheckpoint], None],
         on_failure: Callable[[int, str], None],
     ) -> None:
-        self._on_failure = on_failure
+        self._engine, self._checkpoints, self._async_save = engine, checkpoints, async_save
+        self._on_saved, self._on_failure = on_saved, on_failure
         self.failure: str | None = None
-        self._engine, self._checkpoints, self._aside, self._on_saved = engine, checkpoints, aside, on_saved
-        self._copies = HostBuffers() if aside else None
-        self._preparing: threading.Thread | None = None
+        self.buffers = HostBuffers() if async_save else None
+        self._allocation: threading.Thread | None = None
         self._pending: PendingSave | None = None
-        self._begun, self._stalled_s = 0.0, 0.0
+        self._start_s, self._stalled_s = 0.0, 0.0
 
-    def save(self, run: CheckpointMetadata) -> None:
-        """Begin a checkpoint of the state now; without ``aside`` it is in place when this returns."""
+    def save(self, metadata: CheckpointMetadata) -> None:
+        """Start a checkpoint of the current state; without ``async_save`` it is in place on return."""
         self.wait()
-        self._begun = time.perf_counter()
-        if self._preparing is not None:
-            self._preparing.join()
-        self._pending = PendingSave(self._engine, self._checkpoints, run, copies=self._copies)
-        if self._aside:
-            self._pending.write_aside()
-            self._stalled_s = time.perf_counter() - self._begun
+        self._start_s = time.perf_counter()
+        if self._allocation is not None:
+            self._allocation.join()
+        self._pending = PendingSave(self._engine, self._checkpoints, metadata, buffers=self.buffers)
+        if self._async_save:
+            self._pending.write_async()
+            self._stalled_s = time.perf_counter() - self._start_s
         else:
             self._pending.write()
             self.wait()
 
     def at_boundary(self) -> None:
-        """Continue a checkpoint that is under way; every process asks at the same boundary."""
-        if self._copies is not None and self._preparing is None:
-            self._preparing = threading.Thread(
-                target=self._copies.prepare, args=(sizes_of_copies(self._engine),), daemon=True
+        """Advance a save in progress. Every rank calls this at the same boundary."""
+        if self.buffers is not None and self._allocation is None:
+            # In a thread, before the first save: touching fresh memory takes longer than the copy.
+            self._allocation = threading.Thread(
+                target=self.buffers.allocate, args=(host_buffer_shapes(self._engine),), daemon=True
             )
-            self._preparing.start()
+            self._allocation.start()
         if self._pending is None:
             return
-        begun = time.perf_counter()
+        start_s = time.perf_counter()
         is_done = self._pending.advance()
-        self._stalled_s += time.perf_counter() - begun
+        self._stalled_s += time.perf_counter() - start_s
         if is_done:
             self.wait()
 
     def wait(self) -> None:
-        """Put the checkpoint that is being written in place, once it is written."""
+        """Complete the save in progress, if any."""
         if self._pending is None:
             return
-        waited = time.perf_counter()
+        wait_start_s = time.perf_counter()
         pending, self._pending = self._pending, None
         try:
             path = pending.finish()
         except DynmoError as error:
             self.failure = str(error)
-            self._on_failure(pending.run.step, self.failure)
+            self._on_failure(pending.metadata.step, self.failure)
             return
         self.failure = None
-        now = time.perf_counter()
-        stalled = self._stalled_s + now - waited if self._aside else now - self._begun
-        self._on_saved(Saved(path=path, step=pending.run.step, seconds=now - self._begun, stalled_s=stalled))
+        now_s = time.perf_counter()
+        stalled_s = self._stalled_s + now_s - wait_start_s if self._async_save else now_s - self._start_s
+        duration_s = now_s - self._start_s
+        step = pending.metadata.step
+        self._on_saved(SavedCheckpoint(path=path, step=step, duration_s=duration_s, stalled_s=stalled_s))

@@ -1,4 +1,22 @@
-"""A run's checkpoints: what the engine holds, to the native format and back, on any partition."""
+"""Writes the state of the engine to a native checkpoint, and reads it back on any partition.
+
+Writing, on every rank::
+
+    ItemStore.export_whole(item)           with ZeRO the shards are gathered on the replicas that write
+      | _shard_files                       model-*, optimizer-*: the first replica of each shard writes
+      | _compression_memory_files          memory-*: every rank writes its own
+      v
+    PendingSave.write                      shard files with CRC-32 of each tensor, in a staging folder
+      | all_gather_objects                   names, shapes, checksums
+      v
+    rank 0: build_manifest -> commit       the folder is renamed, LATEST is replaced, old checkpoints are pruned
+
+A reader finds either the old or the new checkpoint: until the rename, nothing of the new one is visible.
+
+Reading: ``state_reader`` loads one item at a time. Each tensor is stored under the name of its layer with its global
+shape and the range of each shard. A rank reads the ranges that its own shard overlaps, so that the stored layout does
+not have to match.
+"""
 
 from __future__ import annotations
 
@@ -30,26 +48,29 @@ from ...formats.checkpoint.writer import dtype_name
 from ...models.layer_list import ModelFamily, has_vocabulary_rows, masks_of, parameters_of, vocabulary_rows
 from ...models.sharding import whole_shape
 from ...optim.adamw import MOMENTS
-from ...optim.item_store import REFERENCE, ItemState, ItemStore, is_memory, parameter_of, role_of
+from ...optim.item_store import REFERENCE, ItemStore, ItemState, is_memory, parameter_of, role_of
 from ...optim.lr_schedule import WeightDecay
 from ...optim.scheduler_state import FIELD as SCHEDULER
 from ...optim.scheduler_state import scheduler_state
-from ...parallel.process_groups import World, all_agree, all_gather_objects, broadcast_object
+from ...parallel.process_groups import World, all_agree, broadcast_object, all_gather_objects
 from ..engine import Engine
 
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointMetadata:
-    """The facts of a run that a checkpoint states beside the engine's own.
+    """The contents of a checkpoint that the engine does not know.
 
     Attributes:
-        data: what fixes the order of the samples, as in the manifest.
-        tokenizer: the tokenizer's files to copy along, by their names in the checkpoint.
+        run_id: id of the run.
+        step: number of completed steps.
+        consumed_train_samples: number of consumed training samples.
+        data: what determines the order of the samples, as in the manifest.
+        tokenizer: tokenizer files to copy: name in the checkpoint -> source path.
+        keep: maximum number of checkpoints to keep; None keeps all.
+        consumed_valid_samples: number of consumed validation samples.
+        source: origin of the model, from the manifest of the loaded checkpoint; None without one.
+        class_names: class names of a classifier, in the order of its logits.
         moments: whether the optimizer state is stored.
-        keep: how many checkpoints to keep; None keeps all.
-        consumed_valid_samples: of the evaluations so far.
-        class_names: of a classifier, in the order of its logits.
-        source: what the model came with, as in the manifest of the checkpoint that was loaded; None without one.
     """
 
     run_id: str
@@ -65,8 +86,8 @@ class CheckpointMetadata:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _File:
-    """One shard file of this process: its tensors, and what the manifest says of each, but for the checksum."""
+class _ShardFile:
+    """One shard file of this rank: its tensors and their manifest entries without the checksums."""
 
     name: str
     tensors: Mapping[str, torch.Tensor]
@@ -74,102 +95,123 @@ class _File:
 
 
 class HostBuffers:
-    """Copies of tensors in host memory that is used again: the first touch of fresh memory takes longer than a copy."""
+    """Reusable host memory for copies of tensors, since the first touch of fresh memory takes longer than a copy.
+
+    Attributes:
+        tensors: name -> buffer on the CPU.
+    """
 
     def __init__(self) -> None:
-        self._held: dict[str, torch.Tensor] = {}
+        self.tensors: dict[str, torch.Tensor] = {}
 
-    def of(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        """A copy of a tensor, valid until another is asked for under this name."""
-        held = self._held.get(name)
-        if held is None or not _has_room(held, tensor):
-            held = self._held[name] = torch.empty(tensor.shape, dtype=tensor.dtype)
-        # A word table is prepared with the rows of its padding, and stored without.
-        part = held[: tensor.shape[0]] if held.shape != tensor.shape else held
-        return part.copy_(tensor.detach())
+    def copy(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        """Copy a tensor to the host.
 
-    def prepare(self, sizes: Mapping[str, tuple[torch.Size, torch.dtype]]) -> None:
-        """Touch the memory of copies to come, by name."""
-        for name, (shape, dtype) in sizes.items():
-            self._held.setdefault(name, torch.zeros(shape, dtype=dtype).fill_(0))
+        Args:
+            name: name of the buffer.
+            tensor: any shape, dtype and device.
 
-    def keep_only(self, names: Collection[str]) -> None:
-        """Give up the memory of what is no longer asked for, as after a layer has moved away."""
-        self._held = {name: tensor for name, tensor in self._held.items() if name in names}
+        Returns:
+            A tensor on the CPU with the same shape and dtype, valid until the next copy under this name.
+        """
+        buffer = self.tensors.get(name)
+        if buffer is None or not _fits(buffer, tensor):
+            buffer = self.tensors[name] = torch.empty(tensor.shape, dtype=tensor.dtype)
+        # The buffer of a word table has the rows of the padding, which are not stored.
+        rows = buffer[: tensor.shape[0]] if buffer.shape != tensor.shape else buffer
+        return rows.copy_(tensor.detach())
+
+    def allocate(self, shapes: Mapping[str, tuple[torch.Size, torch.dtype]]) -> None:
+        """Allocate and touch buffers by name."""
+        for name, (shape, dtype) in shapes.items():
+            self.tensors.setdefault(name, torch.zeros(shape, dtype=dtype).fill_(0))
+
+    def free_others(self, names: Collection[str]) -> None:
+        """Free the buffers of all other names, such as those of layers that have moved away."""
+        self.tensors = {name: tensor for name, tensor in self.tensors.items() if name in names}
 
 
-def _has_room(held: torch.Tensor, tensor: torch.Tensor) -> bool:
-    """Whether ``held`` has the type and the shape of ``tensor``, or more rows."""
-    if held.dtype != tensor.dtype or held.dim() != tensor.dim():
+def _fits(buffer: torch.Tensor, tensor: torch.Tensor) -> bool:
+    """Whether ``buffer`` has the dtype of ``tensor``, and its shape or more rows."""
+    if buffer.dtype != tensor.dtype or buffer.dim() != tensor.dim():
         return False
-    return held.shape == tensor.shape or (held.shape[0] > tensor.shape[0] and held.shape[1:] == tensor.shape[1:])
+    is_larger = buffer.dim() > 0 and buffer.shape[0] > tensor.shape[0] and buffer.shape[1:] == tensor.shape[1:]
+    return buffer.shape == tensor.shape or is_larger
 
 
 class PendingSave:
-    """A checkpoint on its way: begun at a step boundary, written (in a thread, if that is wished), then committed.
+    """A save in progress: started at a step boundary, written, possibly in a thread, and then committed.
 
-    Every process makes one at the same boundary, and calls ``advance`` and ``finish`` at the same later ones.
+    Every rank creates one at the same boundary, and calls ``advance`` and ``finish`` at the same later boundaries.
 
     Args:
-        copies: where the state is copied to first, so that training can go on while it is written; None writes the
-            tensors themselves.
+        engine: engine of this rank.
+        checkpoints_dir: folder of the checkpoints.
+        metadata: contents that the engine does not know.
+        buffers: host memory to which the state is copied first, so that training can continue while it is written;
+            None writes the live tensors.
     """
 
     def __init__(
-        self, engine: Engine, checkpoints_dir: Path, run: CheckpointMetadata, *, copies: HostBuffers | None = None
+        self,
+        engine: Engine,
+        checkpoints_dir: Path,
+        metadata: CheckpointMetadata,
+        *,
+        buffers: HostBuffers | None = None,
     ) -> None:
-        self.run, self._world, self._checkpoints = run, engine.world, checkpoints_dir
+        self.metadata, self._world, self._checkpoints = metadata, engine.world, checkpoints_dir
         world = engine.world
         self._problem: str | None = None
-        named = None
+        staging = None
         if world.is_rank0:
             try:
-                named = str(new_staging(checkpoints_dir, run.step))
+                staging = str(new_staging(checkpoints_dir, metadata.step))
             except OSError as error:
                 self._problem = f"rank {world.rank}: {error}"
-        named = broadcast_object(world, named)
-        self._staging = None if named is None else Path(named)
+        staging = broadcast_object(world, staging)
+        self._staging = None if staging is None else Path(staging)
         states = {item: engine.item_store.export_whole(item) for item in engine.local_names}
-        # Replicas hold the same, but for experts that they share: the first ones write.
-        mine = world.data_rank < world.dims.expert
-        self._files = _files_of(engine, states, moments=run.moments, copies=copies) if mine else []
-        if run.moments:
-            self._files += _memories_of(world, states, copies=copies)
-        if copies is not None:
-            copies.keep_only({name for file in self._files for name in file.tensors})
-        gathered = all_gather_objects(world, _facts_of_part(engine, states) if mine else None)
+        # Replicas are equal except for the experts that are sharded over them: the first replicas write.
+        is_writer = world.data_rank < world.dims.expert
+        self._files = _shard_files(engine, states, moments=metadata.moments, buffers=buffers) if is_writer else []
+        if metadata.moments:
+            self._files += _compression_memory_files(world, states, buffers=buffers)
+        if buffers is not None:
+            buffers.free_others({name for file in self._files for name in file.tensors})
+        gathered = all_gather_objects(world, _local_facts(engine, states) if is_writer else None)
         facts = [one for one in gathered if one is not None]
-        self._document = _document(engine, run, facts) if world.is_rank0 else None
+        self._facts = _run_facts(engine, metadata, facts) if world.is_rank0 else None
         self._members = [name for one in facts for group in ("decay", "no_decay") for name in one[group]]
         self._report: list[dict[str, Any]] = []
         self._thread: threading.Thread | None = None
         self._is_gathered = False
 
     def write(self) -> None:
-        """Write this process's part."""
+        """Write the shard files of this rank."""
         if self._staging is None:
             return
         try:
             for file in self._files:
                 checksums = write_shard(self._staging, file.name, file.tensors)
                 self._report += [{**entry, "crc32": checksums[entry["key"]]} for entry in file.entries]
-            if self._world.is_rank0 and self.run.tokenizer:
+            if self._world.is_rank0 and self.metadata.tokenizer:
                 (self._staging / "tokenizer").mkdir()
-                for name, path in self.run.tokenizer.items():
+                for name, path in self.metadata.tokenizer.items():
                     shutil.copyfile(path, self._staging / "tokenizer" / name)
         except (OSError, DynmoError) as error:
             self._problem = f"rank {self._world.rank}: {error}"
         self._files = []
 
-    def write_aside(self) -> None:
-        """Write while training goes on."""
+    def write_async(self) -> None:
+        """Write the shard files in a thread."""
         self._thread = threading.Thread(target=self.write, name="checkpoint")
         self._thread.start()
 
     def advance(self) -> bool:
-        """Go on at a boundary without waiting; whether the checkpoint is in place, or cannot be.
+        """Advance at a boundary without waiting; whether ``finish`` has nothing left to wait for.
 
-        When all processes have written their parts, the first one commits beside the training as well.
+        Once all ranks have written their shards, rank 0 commits the checkpoint in a thread too.
         """
         if not all_agree(self._world, self._thread is None or not self._thread.is_alive()):
             return False
@@ -179,11 +221,11 @@ class PendingSave:
         return False
 
     def finish(self) -> Path:
-        """Wait for what is still being written, and put the checkpoint in place.
+        """Wait until the checkpoint is written and in place; its directory.
 
         Raises:
-            DynmoError: on every worker, where one of them could not write its part; the last checkpoint stays in place,
-                and what was written of this one is removed.
+            DynmoError: on every rank, if a rank could not write its shards. The previous checkpoint stays in place,
+                and the files of this one are removed.
         """
         for gathered in (self._is_gathered, True):
             if self._thread is not None:
@@ -194,82 +236,88 @@ class PendingSave:
             problem = broadcast_object(self._world, self._problem)
             if self._world.is_rank0 and self._staging is not None:
                 shutil.rmtree(self._staging, ignore_errors=True)
-            raise DynmoError(f"the checkpoint of step {self.run.step} was not written: {problem}")
-        return self._checkpoints / f"step-{self.run.step:08d}"
+            raise DynmoError(f"the checkpoint of step {self.metadata.step} was not written: {problem}")
+        return self._checkpoints / f"step-{self.metadata.step:08d}"
 
     def _gather(self) -> None:
-        """Report to the first process what all have written; it commits that, in a thread."""
+        """Gather the reports of all ranks on rank 0, which commits the checkpoint in a thread."""
         gathered = all_gather_objects(self._world, {"problem": self._problem, "report": self._report})
         self._is_gathered, self._thread = True, None
-        document = self._document
-        if document is None:
+        facts = self._facts
+        if facts is None:
             self._problem = None
             return
         self._problem = "; ".join(one["problem"] for one in gathered if one["problem"]) or None
         staging = self._staging
         if self._problem is None and staging is not None:
 
-            def commit_aside() -> None:
-                self._problem = self._commit(staging, document, [one["report"] for one in gathered])
+            def commit_in_thread() -> None:
+                self._problem = self._commit(staging, facts, [one["report"] for one in gathered])
 
-            self._thread = threading.Thread(target=commit_aside, name="checkpoint")
+            self._thread = threading.Thread(target=commit_in_thread, name="checkpoint")
             self._thread.start()
 
-    def _commit(
-        self, staging: Path, document: RunMetadata, reports: Sequence[Sequence[Mapping[str, Any]]]
-    ) -> str | None:
-        """Put the checkpoint in place; returns what went wrong, if anything."""
+    def _commit(self, staging: Path, facts: RunMetadata, reports: Sequence[Sequence[Mapping[str, Any]]]) -> str | None:
+        """Put the checkpoint in place; the error, if any."""
         try:
             written_by = f"dynmo-train {__version__}"
-            manifest = build_manifest(document, reports, written_by=written_by, expected=self._members)
-            commit(self._checkpoints, self.run.step, staging, manifest)
+            manifest = build_manifest(facts, reports, written_by=written_by, expected=self._members)
+            commit(self._checkpoints, self.metadata.step, staging, manifest)
         except (OSError, DynmoError) as error:
             return str(error)
-        if self.run.keep is not None:
-            # The new checkpoint is in place: what cannot be removed now is removed after the next one.
+        if self.metadata.keep is not None:
+            # The new checkpoint is in place: what cannot be removed now is removed after the next save.
             with contextlib.suppress(OSError):
-                prune(self._checkpoints, self.run.keep)
+                prune(self._checkpoints, self.metadata.keep)
         return None
 
 
-def save(engine: Engine, checkpoints_dir: Path, run: CheckpointMetadata) -> Path:
-    """Write a checkpoint of the state after ``run.step``; every worker calls this, and gets its directory.
+def save(engine: Engine, checkpoints_dir: Path, metadata: CheckpointMetadata) -> Path:
+    """Write a checkpoint of the current state. Every rank calls this.
+
+    Args:
+        engine: engine of this rank.
+        checkpoints_dir: folder of the checkpoints.
+        metadata: contents that the engine does not know.
+
+    Returns:
+        The directory of the checkpoint.
 
     Raises:
-        DynmoError: on every worker, where one of them could not write its part; the last checkpoint stays in place.
+        DynmoError: on every rank, if a rank could not write its shards. The previous checkpoint stays in place.
     """
-    pending = PendingSave(engine, checkpoints_dir, run)
+    pending = PendingSave(engine, checkpoints_dir, metadata)
     pending.write()
     return pending.finish()
 
 
-def sizes_of_copies(engine: Engine) -> dict[str, tuple[torch.Size, torch.dtype]]:
-    """Shapes and types of what this process copies for a checkpoint of the present state, by name.
+def host_buffer_shapes(engine: Engine) -> dict[str, tuple[torch.Size, torch.dtype]]:
+    """Shapes and dtypes of the tensors that this rank copies for a checkpoint of the current state, by name.
 
-    With ZeRO these are whole tensors at the replicas that write, and nothing at the others; nothing is gathered here.
+    With ZeRO these are full tensors on the replicas that write, and none on the others. Nothing is gathered here.
     """
-    writes = engine.world.data_rank < engine.world.dims.expert
-    sizes = {}
+    is_writer = engine.world.data_rank < engine.world.dims.expert
+    shapes = {}
     for item in engine.local_names:
         whole = parameters_of(item, engine.item_store.blueprint(item))
         for name, tensor in engine.item_store.export(item).tensors.items():
             if is_memory(item, name):
-                sizes[name] = tensor.shape, tensor.dtype
-            elif writes and _is_stored(engine, name):
+                shapes[name] = tensor.shape, tensor.dtype
+            elif is_writer and _is_stored(engine, name):
                 shape = tensor.shape if role_of(name) == "mask" else whole[parameter_of(name)].shape
-                sizes[name] = shape, tensor.dtype
-    return sizes
+                shapes[name] = shape, tensor.dtype
+    return shapes
 
 
 def _is_stored(engine: Engine, name: str) -> bool:
-    """Whether a process that writes stores a tensor of an item it holds; a tied weight is stored by its owner alone."""
+    """Whether a writing rank stores a tensor of a local item; a tied weight is stored by its owner only."""
     return engine.item_store.stores(name) and parameter_of(name) not in engine.family.ties
 
 
-def _files_of(
-    engine: Engine, states: Mapping[str, ItemState], *, moments: bool, copies: HostBuffers | None
-) -> list[_File]:
-    """The shard files that this process writes."""
+def _shard_files(
+    engine: Engine, states: Mapping[str, ItemState], *, moments: bool, buffers: HostBuffers | None
+) -> list[_ShardFile]:
+    """The shard files that this rank writes."""
     store = engine.item_store
     files = []
     for kind, roles in (("model", {"parameter", "mask", "buffer"}), ("optimizer", {"optimizer"})):
@@ -296,41 +344,43 @@ def _files_of(
                 if begin == end:
                     del tensors[name]
                     continue
-            about = {"name": name, "dtype": dtype_name(tensor.dtype), "shape": shape, "role": role_of(name)}
-            entries.append({**about, "file": file, "key": name, "index": index})
-        if copies is not None:
-            tensors = {name: copies.of(name, tensor) for name, tensor in tensors.items()}
-        files.append(_File(name=file, tensors=tensors, entries=entries))
+            entry = {"name": name, "dtype": dtype_name(tensor.dtype), "shape": shape, "role": role_of(name)}
+            entries.append({**entry, "file": file, "key": name, "index": index})
+        if buffers is not None:
+            tensors = {name: buffers.copy(name, tensor) for name, tensor in tensors.items()}
+        files.append(_ShardFile(name=file, tensors=tensors, entries=entries))
     return files
 
 
-def _memories_of(world: World, states: Mapping[str, ItemState], *, copies: HostBuffers | None) -> list[_File]:
-    """The file of what compression remembers: each process of a pipeline position has its own part of every tensor."""
+def _compression_memory_files(
+    world: World, states: Mapping[str, ItemState], *, buffers: HostBuffers | None
+) -> list[_ShardFile]:
+    """The file of the compression's memories, of which each rank has its own row of every tensor."""
     tensors = {
-        name: tensor.detach() if copies is None else copies.of(name, tensor)
+        name: tensor.detach() if buffers is None else buffers.copy(name, tensor)
         for item, state in states.items()
         for name, tensor in state.tensors.items()
         if is_memory(item, name)
     }
     if not tensors:
         return []
-    at, processes = _process_of(world), world.dims.data * world.dims.tensor
+    at, processes = _rank_in_stage(world), world.dims.data * world.dims.tensor
     file = f"memory-p{world.pipeline_rank:03d}-d{world.data_rank:03d}-t{world.tensor_rank:02d}.safetensors"
     entries = []
     for name, tensor in tensors.items():
         index = [[at, at + 1], *([0, size] for size in tensor.shape[1:])]
-        about = {"name": name, "dtype": dtype_name(tensor.dtype), "shape": [processes, *tensor.shape[1:]]}
-        entries.append({**about, "role": role_of(name), "file": file, "key": name, "index": index})
-    return [_File(name=file, tensors=tensors, entries=entries)]
+        entry = {"name": name, "dtype": dtype_name(tensor.dtype), "shape": [processes, *tensor.shape[1:]]}
+        entries.append({**entry, "role": role_of(name), "file": file, "key": name, "index": index})
+    return [_ShardFile(name=file, tensors=tensors, entries=entries)]
 
 
-def _process_of(world: World) -> int:
-    """The place of this process among those of its pipeline position."""
+def _rank_in_stage(world: World) -> int:
+    """Index of this rank among the data- and tensor-parallel ranks of its pipeline rank."""
     return world.data_rank * world.dims.tensor + world.tensor_rank
 
 
-def _facts_of_part(engine: Engine, states: Mapping[str, ItemState]) -> dict[str, Any]:
-    """What rank 0 cannot see of this process: optimizer steps, which parameters decay, pruned weights of its items."""
+def _local_facts(engine: Engine, states: Mapping[str, ItemState]) -> dict[str, Any]:
+    """What rank 0 needs from this rank: optimizer steps, parameters with weight decay, numbers of pruned weights."""
     tied = engine.family.ties
     pruned: dict[str, list[int]] = {}
     for item in engine.local_names:
@@ -356,8 +406,8 @@ def _facts_of_part(engine: Engine, states: Mapping[str, ItemState]) -> dict[str,
     }
 
 
-def _document(engine: Engine, run: CheckpointMetadata, facts: Sequence[Mapping[str, Any]]) -> RunMetadata:
-    """What the manifest says of the run as it is now."""
+def _run_facts(engine: Engine, metadata: CheckpointMetadata, facts: Sequence[Mapping[str, Any]]) -> RunMetadata:
+    """The manifest without its tensors, from the metadata and the facts of all writing ranks."""
     settings = engine.settings
     partition, dims = engine.partition, engine.world.dims
     sparsity = {}
@@ -373,9 +423,9 @@ def _document(engine: Engine, run: CheckpointMetadata, facts: Sequence[Mapping[s
     decay = settings.adamw.weight_decay
     constant_decay = WeightDecay(start=decay, end=decay, style="constant", steps=0)
     return RunMetadata(
-        run_id=run.run_id,
-        step=run.step,
-        consumed_train_samples=run.consumed_train_samples,
+        run_id=metadata.run_id,
+        step=metadata.step,
+        consumed_train_samples=metadata.consumed_train_samples,
         model=engine.family.manifest(),
         topology={
             "tensor_parallel_size": dims.tensor,
@@ -398,14 +448,14 @@ def _document(engine: Engine, run: CheckpointMetadata, facts: Sequence[Mapping[s
             "steps": {name: step for fact in facts for name, step in fact["steps"].items()},
             "groups": groups,
         }
-        if run.moments
+        if metadata.moments
         else None,
-        data=run.data,
-        source=run.source,
+        data=metadata.data,
+        source=metadata.source,
         rng={"scheme": "hash(seed,step,microbatch,item)", "seed": settings.pipeline.seed},
         extra={
-            "x_consumed_valid_samples": run.consumed_valid_samples,
-            **({"x_class_names": list(run.class_names)} if run.class_names else {}),
+            "x_consumed_valid_samples": metadata.consumed_valid_samples,
+            **({"x_class_names": list(metadata.class_names)} if metadata.class_names else {}),
             "x_adam": {"beta1": settings.adamw.beta1, "beta2": settings.adamw.beta2, "eps": settings.adamw.eps},
             SCHEDULER: scheduler_state(settings.rate, settings.weight_decay or constant_decay, engine.advanced_samples),
             "x_progress": {
@@ -418,60 +468,72 @@ def _document(engine: Engine, run: CheckpointMetadata, facts: Sequence[Mapping[s
     )
 
 
-# A record of how the run padded its vocabulary.
+# Keys that record how the run was set up and may differ: the padding of the vocabulary.
 RECORDS = frozenset({"padded_vocab_size"})
-# How the experts are trained, not what they compute: another run may choose it anew.
-OF_TRAINING = frozenset({"moe_aux_loss_coeff", "moe_z_loss_coeff", "moe_capacity_factor"})
+# Keys that affect the training of experts and not their output: another run may change them.
+TRAINING_KEYS = frozenset({"moe_aux_loss_coeff", "moe_z_loss_coeff", "moe_capacity_factor"})
 
 
-def check_same_model(checkpoint: Checkpoint, family: ModelFamily, *, goes_on: bool = True) -> None:
-    """Raise ``CheckpointError`` where the checkpoint is of another model; names every difference.
+def check_same_model(checkpoint: Checkpoint, family: ModelFamily, *, resumes: bool = True) -> None:
+    """Check that a checkpoint is of the model of this run.
 
     Args:
-        checkpoint: what is to be loaded.
-        family: the model of this run.
-        goes_on: the stored run is gone on with, so that the weights of its experts' losses count too; a run that takes
-            only the weights, or a conversion that brings nothing else, leaves them open.
+        checkpoint: checkpoint to load.
+        family: model of this run.
+        resumes: whether the run resumes training, so that the loss coefficients of experts must match too. They may
+            differ for a run that loads only weights, and for a converted checkpoint without optimizer state.
+
+    Raises:
+        CheckpointError: the models differ; the message lists every difference.
     """
-    stored, wanted = checkpoint.manifest["model"], family.manifest()
-    goes_on = goes_on and checkpoint.manifest.get("optimizer") is not None
+    stored, expected = checkpoint.manifest["model"], family.manifest()
+    resumes = resumes and checkpoint.manifest.get("optimizer") is not None
     differences = [
         f"{key} is {short_repr(stored.get(key))} there and {value!r} here"
-        for key, value in wanted.items()
-        if stored.get(key) != value and key not in RECORDS and (goes_on or key not in OF_TRAINING)
+        for key, value in expected.items()
+        if stored.get(key) != value and key not in RECORDS and (resumes or key not in TRAINING_KEYS)
     ]
     if differences:
-        raise CheckpointError(f"{checkpoint.directory} holds another model: {'; '.join(differences)}")
+        raise CheckpointError(f"{checkpoint.directory} is a checkpoint of another model: {'; '.join(differences)}")
 
 
 def state_reader(
     checkpoint: Checkpoint, store: ItemStore, world: World, *, moments: bool = True
 ) -> Callable[[str], ItemState]:
-    """Reads what this process holds of one item, and of nothing else, from a checkpoint of any layout.
+    """A function that reads the local shard of one item from a checkpoint of any layout.
 
-    Memories of compression belong to a process: they are taken where there are as many replicas and tensor-parallel
-    ranks as there were; else compression begins without.
+    The memories of the compression belong to a rank. They are read if the data- and tensor-parallel sizes are those
+    of the checkpoint; otherwise the compression starts without.
 
     Args:
-        moments: whether the optimizer state is read, and what compression remembers.
+        checkpoint: checkpoint to read.
+        store: item store of this rank.
+        world: process groups of this rank.
+        moments: whether optimizer state and memories of the compression are read.
+
+    Returns:
+        Item name -> state of the item, on the device of this rank.
     """
     device, topology = world.device, checkpoint.manifest["topology"]
-    same = (topology["data_parallel_size"], topology["tensor_parallel_size"]) == (world.dims.data, world.dims.tensor)
-    remembered = checkpoint.names("buffer") if moments and same else []
-    own = _process_of(world)
+    has_same_ranks = (topology["data_parallel_size"], topology["tensor_parallel_size"]) == (
+        world.dims.data,
+        world.dims.tensor,
+    )
+    memories = checkpoint.names("buffer") if moments and has_same_ranks else []
+    rank = _rank_in_stage(world)
     optimizer = checkpoint.manifest["optimizer"] if moments else None
     steps: Mapping[str, int] = (optimizer or {"steps": {}})["steps"]
 
     def read(item: str) -> ItemState:
         module = store.blueprint(item)
         names = list(parameters_of(item, module))
-        wanted = [*names, *(f"{name}.mask" for name in masks_of(item, module) if checkpoint.has(f"{name}.mask"))]
-        wanted += [f"{name}.{REFERENCE}" for name in names if checkpoint.has(f"{name}.{REFERENCE}")]
+        to_load = [*names, *(f"{name}.mask" for name in masks_of(item, module) if checkpoint.has(f"{name}.mask"))]
+        to_load += [f"{name}.{REFERENCE}" for name in names if checkpoint.has(f"{name}.{REFERENCE}")]
         trained = {name: steps[owner] for name in names if (owner := checkpoint.stored_name(name)) in steps}
-        wanted += [f"{name}.{key}" for name in trained for key in MOMENTS]
-        tensors = {name: store.local_from_checkpoint(name, checkpoint.load([name])[name]).to(device) for name in wanted}
-        for name in (name for name in remembered if is_memory(item, name)):
-            tensors[name] = checkpoint.load([name])[name][own : own + 1].clone().to(device)
+        to_load += [f"{name}.{key}" for name in trained for key in MOMENTS]
+        tensors = {name: store.local_from_checkpoint(name, checkpoint.load([name])[name]).to(device) for name in to_load}
+        for name in (name for name in memories if is_memory(item, name)):
+            tensors[name] = checkpoint.load([name])[name][rank : rank + 1].clone().to(device)
         return ItemState(tensors=tensors, steps=trained)
 
     return read

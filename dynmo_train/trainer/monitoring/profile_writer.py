@@ -1,4 +1,22 @@
-"""Writes what a run measures: the profile for the planner, metrics and events for people. On worker 0 alone."""
+"""Writes the profile of a run for the planner, and its metrics and events for people; on rank 0 only.
+
+Data flow of one step and one boundary::
+
+    every rank                       rank 0
+    LayerProfiler: times and bytes of items
+      | all_gather_objects
+      v
+    StepResult.costs  -------------> log_costs             -> profile.jsonl   record "step"
+    StepResult.losses -------------> log_metrics           -> metrics.jsonl
+    technique events  -------------> log_technique_event   -> profile.jsonl   record "event"
+                                                           -> events.jsonl
+    plans, checkpoints, problems --> log_event             -> events.jsonl
+    released ranks ----------------> log_release           -> profile.jsonl   record "header", a new segment
+                                                           -> events.jsonl
+
+``dynmo-plan watch`` reads the profile while it is written, so that a record is always appended as one complete line.
+A full disk does not end the run: lines wait in memory, in order, until they can be written.
+"""
 
 from __future__ import annotations
 
@@ -33,17 +51,22 @@ from ..run_directory import RunDirectory
 
 FLOAT_BYTES = 4
 MOMENTS_BYTES = 8
-# Lines of the run directory that wait for a disk that is full: some MB.
-WAITING_LINES = 10_000
+# Lines that wait in memory for a full disk: a few MB.
+MAX_WAITING_LINES = 10_000
 
 
 def describe_items(family: ModelFamily, boundary: BoundaryShape, build: Callable[[str], nn.Module]) -> list[ItemInfo]:
-    """The items of a profile's header; sizes of training with AdamW, from modules on the meta device.
+    """Items of a profile header, with their sizes in training with AdamW, from modules on the meta device.
+
+    Parameters and gradients are float32. In bf16 and fp16 there is also a copy of the parameters in that dtype.
 
     Args:
-        build: an item as one process holds it, without memory for its weights.
+        family: the model as a layer list.
+        boundary: shapes and dtype at stage boundaries.
+        build: returns an item by its name as one rank has it, on the meta device.
 
-    Parameters and gradients are float32; lower precision holds a copy of the parameters in its own type beside them.
+    Returns:
+        One entry per item, in list order; sizes in bytes.
     """
     parameter_bytes = FLOAT_BYTES + (boundary.dtype.itemsize if boundary.dtype != torch.float32 else 0)
     infos: list[ItemInfo] = []
@@ -68,13 +91,13 @@ def describe_items(family: ModelFamily, boundary: BoundaryShape, build: Callable
 
 
 def describe_workers(world: World) -> list[WorkerInfo]:
-    """The workers of a profile's header, each with all its ranks; every process calls this."""
+    """Pipeline ranks of a profile header, each with all its ranks. Every rank calls this."""
     if world.device.type == "cuda":
         memory = torch.cuda.get_device_properties(world.device).total_memory
     else:
         local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // local
-    told = all_gather_objects(world, {"host": world.host, "memory_bytes": memory})
+    gathered = all_gather_objects(world, {"host": world.host, "memory_bytes": memory})
     workers: list[WorkerInfo] = []
     for worker in range(world.dims.pipeline):
         ranks = world.dims.ranks(pipeline=worker)
@@ -82,10 +105,10 @@ def describe_workers(world: World) -> list[WorkerInfo]:
             WorkerInfo(
                 worker=worker,
                 ranks=ranks,
-                hosts=list(dict.fromkeys(told[rank]["host"] for rank in ranks)),
+                hosts=list(dict.fromkeys(gathered[rank]["host"] for rank in ranks)),
                 device="cuda" if world.device.type == "cuda" else "cpu",
-                memory_bytes=min(told[rank]["memory_bytes"] for rank in ranks),
-                # The first one holds the rendezvous store, the run directory and the planner.
+                memory_bytes=min(gathered[rank]["memory_bytes"] for rank in ranks),
+                # Pipeline rank 0 hosts the rendezvous store, the run directory and the planner.
                 releasable=worker > 0,
             )
         )
@@ -93,19 +116,27 @@ def describe_workers(world: World) -> list[WorkerInfo]:
 
 
 def link_from(payload_bytes: int, latency_ns: float, payload_ns: float) -> LinkInfo:
-    """A link from the one-way times of a byte and of a payload.
+    """Latency and bandwidth of a link from the one-way times of one byte and of a payload.
 
-    Where the latency was disturbed so much that it takes most of the payload's time, half of that time is taken as the
-    transfer: the bandwidth is then at most twice what was seen, never without bound.
+    A disturbed latency measurement can take most of the payload's time. At least half of that time counts as transfer,
+    so that the bandwidth is at most twice the measured one.
+
+    Args:
+        payload_bytes: size of the payload.
+        latency_ns: one-way time of one byte, in nanoseconds.
+        payload_ns: one-way time of the payload, in nanoseconds.
     """
     transfer_ns = max(payload_ns - latency_ns, payload_ns / 2, 1.0)
     return LinkInfo(bandwidth_bytes_per_s=max(1, int(payload_bytes / transfer_ns * 1e9)), latency_ns=int(latency_ns))
 
 
 def measure_links(world: World) -> tuple[LinkInfo | None, LinkInfo | None]:
-    """The links between workers 0 and 1, and between the first two replicas of worker 0; None where there are none.
+    """Measure a link between pipeline ranks and a link between replicas. Every rank calls this.
 
-    Every process calls this.
+    They are those of pipeline ranks 0 and 1, and of the first two replicas of pipeline rank 0.
+
+    Returns:
+        Pipeline link and replica link; None for one that does not exist.
     """
     first = world.dims.rank_of(pipeline=0, data=0, tensor=0)
     worker = world.dims.rank_of(pipeline=1, data=0, tensor=0) if world.dims.pipeline > 1 else None
@@ -117,7 +148,15 @@ def measure_links(world: World) -> tuple[LinkInfo | None, LinkInfo | None]:
 
 
 def measure_link(world: World, here: int, there: int, payload_bytes: int = 1 << 22, repeats: int = 5) -> LinkInfo:
-    """Latency and bandwidth between two ranks, by ping-pong. Every process calls this."""
+    """Measure latency and bandwidth between two ranks by ping-pong. Every rank calls this.
+
+    Args:
+        world: process groups.
+        here: global rank of one end.
+        there: global rank of the other end.
+        payload_bytes: size of the payload for the bandwidth.
+        repeats: number of measured round trips per size, after one warm-up.
+    """
     fastest: list[float] = []
     for size in (1, payload_bytes):
         block = torch.zeros(size, dtype=torch.uint8, device=world.device)
@@ -134,41 +173,47 @@ def measure_link(world: World, here: int, there: int, payload_bytes: int = 1 << 
             if world.device.type == "cuda":
                 torch.cuda.synchronize(world.device)
             times.append((time.perf_counter_ns() - begin) / 2)
-        # Whatever else runs on a machine only ever adds to a time: the least is the link's.
+        # Other load can only add to a time: the minimum is closest to the link.
         fastest.append(min(times[1:]))
     latency, large = fastest
     return link_from(payload_bytes, latency, large)
 
 
-def freed_hosts(gone: Sequence[WorkerInfo], left: Sequence[WorkerInfo]) -> tuple[list[str], list[str]]:
-    """The hosts of workers that left, and those of them on which no worker is left."""
-    hosts = list(dict.fromkeys(host for worker in gone for host in worker.hosts))
-    needed = {host for worker in left for host in worker.hosts}
-    return hosts, [host for host in hosts if host not in needed]
+def freed_hosts(released: Sequence[WorkerInfo], remaining: Sequence[WorkerInfo]) -> tuple[list[str], list[str]]:
+    """Hosts of released pipeline ranks, and those of them on which no pipeline rank remains."""
+    hosts = list(dict.fromkeys(host for worker in released for host in worker.hosts))
+    in_use = {host for worker in remaining for host in worker.hosts}
+    return hosts, [host for host in hosts if host not in in_use]
 
 
-def released_message(gone: Sequence[WorkerInfo], left: Sequence[WorkerInfo], free: Sequence[str]) -> str:
-    """Who left, who stays, and which hosts are free now."""
-    ranks = ", ".join(str(rank) for worker in gone for rank in worker.ranks)
-    workers = ", ".join(str(worker.worker) for worker in gone)
+def release_message(released: Sequence[WorkerInfo], remaining: Sequence[WorkerInfo], free: Sequence[str]) -> str:
+    """A sentence on released and remaining workers, and on the hosts that are free now."""
+    ranks = ", ".join(str(rank) for worker in released for rank in worker.ranks)
+    workers = ", ".join(str(worker.worker) for worker in released)
     hosts = f"; free hosts: {', '.join(free)}" if free else ""
-    return f"released workers {workers} (ranks {ranks}); {len(left)} of {len(gone) + len(left)} workers stay{hosts}"
+    total = len(released) + len(remaining)
+    return f"released workers {workers} (ranks {ranks}); {len(remaining)} of {total} workers remain{hosts}"
 
 
-class Recorder:
-    """Appends to the run directory; on other workers than 0 every call does nothing."""
+class RunLogger:
+    """Appends to the files of a run directory; on other ranks than 0 the methods have no effect.
+
+    Args:
+        run: run directory.
+        world: process groups of this rank.
+    """
 
     def __init__(self, run: RunDirectory, world: World) -> None:
         self.run, self._writes = run, world.is_rank0
         self._names: list[str] = []
         self._workers: tuple[WorkerInfo, ...] = ()
-        self._begin: Callable[[Sequence[WorkerInfo]], dict[str, Any]] = lambda _: {}
-        self._waiting: deque[Callable[[], None]] = deque(maxlen=WAITING_LINES)
+        self._header: Callable[[Sequence[WorkerInfo]], dict[str, Any]] = lambda _: {}
+        self._waiting: deque[Callable[[], None]] = deque(maxlen=MAX_WAITING_LINES)
 
     def _write(self, append: Callable[[], None]) -> None:
-        """Append a line; where the disk refuses, keep it and try again with the next one, in the same order.
+        """Append a line; if the disk refuses, retry it before the next one, so that the order is preserved.
 
-        A full disk is no reason to end a healthy run. Kept are the last ``WAITING_LINES`` lines.
+        At most ``MAX_WAITING_LINES`` lines wait; beyond that the oldest are dropped.
         """
         had_waiting = bool(self._waiting)
         self._waiting.append(append)
@@ -177,18 +222,18 @@ class Recorder:
                 self._waiting[0]()
             except OSError as error:
                 if not had_waiting:
-                    say(f"warning: {self.run.path}: a line cannot be written ({error}); lines wait until it can")
+                    say(f"warning: {self.run.path}: cannot write a line ({error}); lines wait in memory")
                 return
             self._waiting.popleft()
         if had_waiting:
-            say(f"{self.run.path}: lines are written again")
+            say(f"{self.run.path}: wrote the lines that were waiting")
 
-    def profile_line(self, record: Mapping[str, Any]) -> None:
+    def log_profile_record(self, record: Mapping[str, Any]) -> None:
         """Append a record to the profile."""
         if self._writes:
             self._write(lambda: append_record(self.run.profile, record))
 
-    def header(
+    def write_header(
         self,
         run_id: str,
         model: ModelInfo,
@@ -197,34 +242,49 @@ class Recorder:
         workers: Sequence[WorkerInfo],
         items: Sequence[ItemInfo],
     ) -> None:
-        """Begin a segment of the profile; ``links`` are those between workers and between replicas."""
+        """Start a segment of the profile.
+
+        Args:
+            run_id: id of the run.
+            model: description of the model.
+            layout: schedule and parallel sizes.
+            links: link between pipeline ranks, and link between replicas.
+            workers: pipeline ranks, in order.
+            items: items of the layer list, in order.
+        """
         link, replica_link = links
         self._names = [item.name for item in items]
         self._workers = tuple(workers)
-        self._begin = lambda left: header_record(
+        self._header = lambda remaining: header_record(
             run_id=run_id,
             segment=next_segment(self.run.profile),
             model=model,
             layout=layout,
-            link=link if len(left) > 1 else None,
+            link=link if len(remaining) > 1 else None,
             replica_link=replica_link,
-            workers=left,
+            workers=remaining,
             items=items,
         )
-        self.profile_line(self._begin(self._workers))
+        self.log_profile_record(self._header(self._workers))
 
-    def released(self, step: int, workers: Collection[int]) -> str:
-        """Workers have left after ``step``: a new segment of those that stay; a sentence for a person."""
-        gone = [each for each in self._workers if each.worker in workers]
+    def log_release(self, step: int, workers: Collection[int]) -> str:
+        """Start a segment without the ``workers`` that were released after ``step``.
+
+        Returns:
+            A sentence for the training log.
+        """
+        released = [each for each in self._workers if each.worker in workers]
         self._workers = tuple(each for each in self._workers if each.worker not in workers)
-        hosts, free = freed_hosts(gone, self._workers)
-        ranks = [rank for each in gone for rank in each.ranks]
-        message = released_message(gone, self._workers, free)
-        self.profile_line(self._begin(self._workers))
-        self.event("released", message, step=step, workers=sorted(workers), ranks=ranks, hosts=hosts, free_hosts=free)
+        hosts, free = freed_hosts(released, self._workers)
+        ranks = [rank for each in released for rank in each.ranks]
+        message = release_message(released, self._workers, free)
+        self.log_profile_record(self._header(self._workers))
+        self.log_event(
+            "released", message, step=step, workers=sorted(workers), ranks=ranks, hosts=hosts, free_hosts=free
+        )
         return message
 
-    def costs(
+    def log_costs(
         self,
         step: int,
         plan_id: int,
@@ -232,7 +292,15 @@ class Recorder:
         costs: Sequence[dict[str, Any]],
         counts: Mapping[str, Mapping[str, Sequence[float]]] | None = None,
     ) -> None:
-        """A ``step`` line from what each worker measured; ``counts`` are what items count, such as tokens by expert."""
+        """Append a ``step`` record to the profile.
+
+        Args:
+            step: number of the step.
+            plan_id: number of the active plan.
+            step_ns: wall time of the step, in nanoseconds.
+            costs: measurements of each pipeline rank, in order.
+            counts: vector metrics of items, such as tokens per expert: metric -> item -> values.
+        """
         if not self._writes:
             return
 
@@ -262,10 +330,10 @@ class Recorder:
             peak_memory_bytes=[one["peak_memory_bytes"] for one in costs],
             **backward,
         )
-        self.profile_line(record | ({"x_counts": counts} if counts else {}))
+        self.log_profile_record(record | ({"x_counts": counts} if counts else {}))
 
-    def technique(self, event: Event) -> None:
-        """Something changed what layers cost."""
+    def log_technique_event(self, event: Event) -> None:
+        """Append an event of a dynamic technique, which changes the costs of layers, to profile and events."""
         if self._writes:
             record = event_record(
                 step=event.step,
@@ -273,16 +341,16 @@ class Recorder:
                 detail=event.detail,
                 next_expected_step=event.next_expected_step,
             )
-            self.profile_line(record)
-            self.event(event.kind, event.message, step=event.step, **event.detail)
+            self.log_profile_record(record)
+            self.log_event(event.kind, event.message, step=event.step, **event.detail)
 
-    def event(self, kind: str, message: str, *, step: int, **detail: Any) -> None:
-        """A line in ``events.jsonl``; ``message`` is a sentence for a person."""
+    def log_event(self, kind: str, message: str, *, step: int, **detail: Any) -> None:
+        """Append a line to ``events.jsonl``; ``message`` is a sentence for a person."""
         if self._writes:
             record = self.run.event_record(kind, message, step=step, **detail)
             self._write(lambda: append_event(self.run.events, record))
 
-    def metrics(self, **fields: Any) -> None:
-        """A line in ``metrics.jsonl``."""
+    def log_metrics(self, **fields: Any) -> None:
+        """Append a line to ``metrics.jsonl``."""
         if self._writes:
             self._write(lambda: self.run.log_metrics(fields))

@@ -1,4 +1,7 @@
-"""The training log that worker 0 prints: pure lines (the iteration line is Megatron's) and when they come."""
+"""The training log on stdout of rank 0, and the scalars of TensorBoard.
+
+The first part formats lines, in Megatron's format where it has one. ``TrainingLog`` decides when a line is printed.
+"""
 
 from __future__ import annotations
 
@@ -24,10 +27,23 @@ AFTER_MOVE_STEPS = 5
 
 @dataclass(frozen=True, kw_only=True)
 class IterationStats:
-    """What the iteration line says; ``elapsed_ms`` and ``lm_loss`` are means of the steps since the last line.
+    """The values of an iteration line.
 
-    ``lm_loss`` is None where none of them updated the weights, ``grad_norm`` where the last did not; ``tflops`` is None
-    where nobody asked. ``others`` are further losses by name, printed behind ``lm_loss``.
+    Attributes:
+        iteration: number of completed steps.
+        train_iters: number of steps of the run.
+        consumed_samples: number of consumed training samples.
+        elapsed_ms: mean step time since the last line, in milliseconds.
+        learning_rate: learning rate of the next update.
+        global_batch_size: samples per step.
+        lm_loss: mean loss of the updates since the last line; None without any.
+        loss_scale: loss scale of the next step.
+        grad_norm: gradient norm of the last step; None where it did not update the weights.
+        skipped: number of steps without an update since the last line.
+        nan: number of steps with a loss that was not finite since the last line.
+        tflops: throughput per device in TFLOP/s; None without ``--log-throughput``.
+        loss_name: printed name of the loss.
+        others: further losses by name, printed after ``lm_loss``.
     """
 
     iteration: int
@@ -46,77 +62,75 @@ class IterationStats:
     others: Mapping[str, float] = field(default_factory=dict)
 
 
-def iteration_line(figures: IterationStats) -> str:
+def iteration_line(stats: IterationStats) -> str:
     """Megatron's ``training_log`` line."""
     parts = [
-        f"iteration {figures.iteration:8d}/{figures.train_iters:8d}",
-        f"consumed samples: {figures.consumed_samples:12d}",
-        f"elapsed time per iteration (ms): {figures.elapsed_ms:.1f}",
+        f"iteration {stats.iteration:8d}/{stats.train_iters:8d}",
+        f"consumed samples: {stats.consumed_samples:12d}",
+        f"elapsed time per iteration (ms): {stats.elapsed_ms:.1f}",
     ]
-    if figures.tflops is not None:
-        parts.append(f"throughput per GPU (TFLOP/s/GPU): {figures.tflops:.1f}")
-    parts += [f"learning rate: {figures.learning_rate:.3E}", f"global batch size: {figures.global_batch_size:5d}"]
-    if figures.lm_loss is not None:
-        parts.append(f"{figures.loss_name}: {figures.lm_loss:.6E}")
-    parts += [f"{printed(name)}: {value:.6E}" for name, value in figures.others.items()]
-    parts.append(f"loss scale: {figures.loss_scale:.1f}")
-    if figures.grad_norm is not None:
-        parts.append(f"grad norm: {figures.grad_norm:.3f}")
+    if stats.tflops is not None:
+        parts.append(f"throughput per GPU (TFLOP/s/GPU): {stats.tflops:.1f}")
+    parts += [f"learning rate: {stats.learning_rate:.3E}", f"global batch size: {stats.global_batch_size:5d}"]
+    if stats.lm_loss is not None:
+        parts.append(f"{stats.loss_name}: {stats.lm_loss:.6E}")
+    parts += [f"{printed_name(name)}: {value:.6E}" for name, value in stats.others.items()]
+    parts.append(f"loss scale: {stats.loss_scale:.1f}")
+    if stats.grad_norm is not None:
+        parts.append(f"grad norm: {stats.grad_norm:.3f}")
     parts += [
-        f"number of skipped iterations: {figures.skipped:3d}",
-        f"number of nan iterations: {figures.nan:3d}",
+        f"number of skipped iterations: {stats.skipped:3d}",
+        f"number of nan iterations: {stats.nan:3d}",
     ]
     return " " + " | ".join(parts) + " |"
 
 
-def scalars_of(figures: IterationStats) -> dict[str, float]:
-    """The same for TensorBoard, under Megatron's names."""
-    given = {
-        "learning-rate": figures.learning_rate,
-        "batch-size": figures.global_batch_size,
-        figures.loss_name: figures.lm_loss,
-        "loss-scale": figures.loss_scale,
-        "grad-norm": figures.grad_norm,
-        "iteration-time": figures.elapsed_ms / 1e3,
-        "throughput": figures.tflops,
-        **{printed(name): value for name, value in figures.others.items()},
+def tensorboard_scalars(stats: IterationStats) -> dict[str, float]:
+    """The values of an iteration line for TensorBoard, under Megatron's tags."""
+    scalars = {
+        "learning-rate": stats.learning_rate,
+        "batch-size": stats.global_batch_size,
+        stats.loss_name: stats.lm_loss,
+        "loss-scale": stats.loss_scale,
+        "grad-norm": stats.grad_norm,
+        "iteration-time": stats.elapsed_ms / 1e3,
+        "throughput": stats.tflops,
+        **{printed_name(name): value for name, value in stats.others.items()},
     }
-    return {name: float(value) for name, value in given.items() if value is not None}
+    return {name: float(value) for name, value in scalars.items() if value is not None}
 
 
-def printed(name: str, loss: str = "lm loss") -> str:
-    """A loss's name as Megatron prints it; ``loss`` is what it calls the loss of the family."""
+def printed_name(name: str, loss: str = "lm loss") -> str:
+    """A loss's name as Megatron prints it; ``loss`` is its name for the loss of the model family."""
     return loss if name == "lm_loss" else name if name.endswith("_acc") else name.replace("_", " ")
 
 
 def perplexity(loss: float) -> float:
-    """As Megatron's, which goes to e^20."""
+    """Perplexity of a loss, limited to e^20 as in Megatron."""
     return math.exp(min(20.0, loss))
 
 
 def evaluation_line(place: str, losses: Mapping[str, float], loss: str = "lm loss") -> str:
-    """Megatron's line of an evaluation at ``place``, such as ``iteration 100``."""
+    """Megatron's line for an evaluation at ``place``, such as ``iteration 100``."""
     parts = [f" validation loss at {place}"]
     for name, value in losses.items():
-        parts.append(f"{printed(name, loss)} value: {value:.6E}")
+        parts.append(f"{printed_name(name, loss)} value: {value:.6E}")
         if not name.endswith("_acc"):
-            parts.append(f"{printed(name, loss)} PPL: {perplexity(value):.6E}")
+            parts.append(f"{printed_name(name, loss)} PPL: {perplexity(value):.6E}")
     return " | ".join(parts) + " | "
 
 
 def move_lines(plan_id: int, step: int, moves: list[tuple[str, int, int, int]], pause_ns: int) -> list[str]:
-    """A committed move: a line in all, and one for each item (name, source, target, bytes)."""
+    """Lines for a migration: a summary, and one line per item (name, source, target, bytes)."""
     total = sum(size for _, _, _, size in moves)
-    lines = [
-        f" plan {plan_id} taken after iteration {step}: {len(moves)} items, {total:,} bytes moved"
-        f" in {pause_ns / 1e6:.1f} ms"
-    ]
+    items = f"{len(moves)} item{'' if len(moves) == 1 else 's'} ({total:,} bytes)"
+    lines = [f" plan {plan_id} applied after iteration {step}: moved {items} in {pause_ns / 1e6:.1f} ms"]
     lines += [f"   {item}: worker {source} -> {target}, {size:,} bytes" for item, source, target, size in moves]
     return lines
 
 
 def after_move_line(plan_id: int, before_ms: float, after_ms: float, steps: int) -> str:
-    """What a move did to the step time."""
+    """The step time before and after a migration."""
     return (
         f" plan {plan_id}: step time {before_ms:.1f} ms -> {after_ms:.1f} ms"
         f" (ratio {before_ms / after_ms:.2f}, means of {steps} steps)"
@@ -124,19 +138,22 @@ def after_move_line(plan_id: int, before_ms: float, after_ms: float, steps: int)
 
 
 class TrainingLog:
-    """The lines that worker 0 prints, the step times that it needs for them, and the scalars of TensorBoard.
-
-    ``devices`` is the number of processes that the work is shared by.
+    """Prints the training log on rank 0, and writes the scalars of TensorBoard.
 
     Args:
-        flops: of a step with so many samples of so many tokens.
+        config: configuration of the run.
+        world: process groups of this rank.
+        flops: model FLOPs of a step, from the number of samples and the tokens per sample.
+
+    Attributes:
+        devices: number of devices, for the throughput per device.
     """
 
     def __init__(self, config: Config, world: World, flops: Callable[[int, int], int]) -> None:
         self.config, self._is_rank0 = config, world.is_rank0
         self._flops, self.devices = flops, world.size
-        folder = config.run.tensorboard_dir
-        self._board = EventWriter(Path(folder)) if folder is not None and world.is_rank0 else None
+        tensorboard_dir = config.run.tensorboard_dir
+        self._board = EventWriter(Path(tensorboard_dir)) if tensorboard_dir is not None and world.is_rank0 else None
         self._loss_name = "loss" if config.model.base_family == "ict" else "lm loss"
         self._window: list[StepResult] = []
         self._window_flops = 0
@@ -144,40 +161,50 @@ class TrainingLog:
         self._move: tuple[AppliedPlan, float] | None = None
 
     def line(self, text: str) -> None:
-        """One line."""
+        """Print a line."""
         if self._is_rank0:
             emit(text)
 
-    def start(self, partition: Partition, first: int, parameters: Mapping[tuple[int, int], int]) -> None:
-        """What is about to run, from iteration ``first`` on; ``parameters`` are counts by (tensor, pipeline) rank."""
+    def log_start(self, partition: Partition, first: int, parameters: Mapping[tuple[int, int], int]) -> None:
+        """Print the options, the sizes of the model and the stages.
+
+        Args:
+            partition: active partition.
+            first: number of the first step.
+            parameters: number of parameters by (tensor, pipeline) rank.
+        """
         for text in startup_lines(self.config, parameters):
             self.line(text)
-        sizes = " | ".join(f"{stage[0]} .. {stage[-1]}" if stage else "(empty)" for stage in partition.stages)
-        self.line(f" {len(partition.stages)} stages on {partition.workers} workers: {sizes}")
+        stages = " | ".join(f"{stage[0]} .. {stage[-1]}" if stage else "(empty)" for stage in partition.stages)
+        self.line(f" {len(partition.stages)} stages on {partition.workers} workers: {stages}")
         last, data = self.config.training.train_iters, self.config.data.name
         self.line(f" training from iteration {first} to {last} on {data}")
 
-    def step(self, step: int, consumed: int, global_batch_size: int, length: int, result: StepResult) -> None:
-        """After a step: a line every ``--log-interval``, and what the last move did once a few steps are measured.
+    def log_step(self, step: int, consumed: int, global_batch_size: int, length: int, result: StepResult) -> None:
+        """Log a step: a line every ``--log-interval``, and the effect of the last migration once it is measured.
 
         Args:
-            length: tokens of a sample.
+            step: number of completed steps.
+            consumed: number of consumed training samples.
+            global_batch_size: samples of the step.
+            length: tokens per sample.
+            result: result of the step.
         """
         self._window.append(result)
         self._window_flops += self._flops(global_batch_size, length) if self.config.training.log_throughput else 0
         self._recent.append(result.step_ns)
         if self._move is not None and len(self._recent) >= AFTER_MOVE_STEPS + 1:
-            taken, before = self._move
+            plan, before_ms = self._move
             after = list(self._recent)[-AFTER_MOVE_STEPS:]
             self._move = None
-            self.line(after_move_line(taken.plan_id, before, sum(after) / len(after) / 1e6, AFTER_MOVE_STEPS))
+            self.line(after_move_line(plan.plan_id, before_ms, sum(after) / len(after) / 1e6, AFTER_MOVE_STEPS))
         if step % self.config.training.log_interval:
             return
         updates = [each for each in self._window if each.updated]
         window_s = sum(each.step_ns for each in self._window) / 1e9
         names = updates[0].losses if updates else {}
         means = {name: sum(each.losses[name] for each in updates) / len(updates) for name in names}
-        figures = IterationStats(
+        stats = IterationStats(
             iteration=step,
             train_iters=self.config.training.train_iters,
             consumed_samples=consumed,
@@ -195,22 +222,22 @@ class TrainingLog:
         )
         self._window.clear()
         self._window_flops = 0
-        self.line(iteration_line(figures))
-        given = self.config.compression
+        self.line(iteration_line(stats))
+        compression = self.config.compression
         if result.compression:
             for text in report_lines(
                 step,
                 result.compression,
-                error=given.check_orth_error_acti,
-                speed=given.check_comp_speed,
-                ratio=given.check_comp_ratio,
+                error=compression.check_orth_error_acti,
+                speed=compression.check_comp_speed,
+                ratio=compression.check_comp_ratio,
             ):
                 self.line(text)
         if self._board is not None:
-            self._board.scalars(step, scalars_of(figures))
+            self._board.scalars(step, tensorboard_scalars(stats))
 
-    def evaluated(self, step: int, losses: Mapping[str, float], place: str, part: str = "validation") -> None:
-        """After an evaluation at ``place``, on the ``validation`` or the ``test`` data."""
+    def log_evaluation(self, step: int, losses: Mapping[str, float], place: str, part: str = "validation") -> None:
+        """Log an evaluation at ``place`` on the ``validation`` or the ``test`` data."""
         text = evaluation_line(place, losses, self._loss_name)
         dashes = "-" * (len(text) + 1)
         for line in (dashes, text, dashes):
@@ -218,26 +245,26 @@ class TrainingLog:
         if self._board is None:
             return
         for name, value in losses.items():
-            shown = printed(name, self._loss_name)
-            ppl = {} if name.endswith("_acc") else {f"{shown} {part} ppl": perplexity(value)}
-            self._board.scalars(step, {f"{shown} {part}": value} | ppl)
+            tag = printed_name(name, self._loss_name)
+            ppl = {} if name.endswith("_acc") else {f"{tag} {part} ppl": perplexity(value)}
+            self._board.scalars(step, {f"{tag} {part}": value} | ppl)
 
     def close(self) -> None:
-        """Close what is open."""
+        """Close the TensorBoard file."""
         if self._board is not None:
             self._board.close()
 
-    def moved(self, taken: AppliedPlan, step: int) -> None:
-        """After a move; the step time before it is the mean of the last steps."""
+    def log_move(self, plan: AppliedPlan, step: int) -> None:
+        """Log a migration after ``step``; the step time before it is the mean of the last steps."""
         before = list(self._recent)[-AFTER_MOVE_STEPS:]
         self._recent.clear()
-        self._move = (taken, sum(before) / len(before) / 1e6)
-        for text in move_lines(taken.plan_id, step, taken.moves, taken.pause_ns):
+        self._move = (plan, sum(before) / len(before) / 1e6)
+        for text in move_lines(plan.plan_id, step, plan.moves, plan.pause_ns):
             self.line(text)
 
 
 _DOTS = 48
-# What Megatron calls them; it trains a Llama as a GPT.
+# Megatron's names; a Llama is its GPT with other options.
 MODEL_NAMES = {
     "gpt": "GPT model",
     "llama": "GPT model",
@@ -261,7 +288,7 @@ def argument_lines(config: Config) -> list[str]:
 
 
 def batch_line(config: Config) -> str:
-    """How many microbatches a step has, or how its batch grows."""
+    """The number of microbatches per step, or the ramp-up of the batch size."""
     sizes = config.batch_sizes
     if not sizes.increment:
         return f"setting number of micro-batches to constant {config.microbatches}"
@@ -272,7 +299,7 @@ def batch_line(config: Config) -> str:
 
 
 def vocabulary_line(config: Config) -> str:
-    """The size of the vocabulary, and of what it is padded to."""
+    """The size of the vocabulary and its padded size."""
     size, padded = config.model.vocab_size, config.padded_vocab_size
     return f" > padded vocab (size: {size}) with {padded - size} dummy tokens (new size: {padded})"
 
@@ -286,7 +313,7 @@ def parameter_lines(counts: Mapping[tuple[int, int], int]) -> list[str]:
 
 
 def target_lines(train: int, valid: int, test: int) -> list[str]:
-    """How many samples of each part a run asks for."""
+    """The number of samples that the run reads from each part of the data."""
     return [
         " > datasets target sizes (minimum size):",
         f"    train:      {train}",
@@ -296,34 +323,34 @@ def target_lines(train: int, valid: int, test: int) -> list[str]:
 
 
 def complete_line(run: Path, step: int, rule: str) -> str:
-    """A run that is loaded with all its steps done; ``rule`` says what sets their number and how to have more."""
+    """A message for a loaded run that has no steps left; ``rule`` names the option that sets their number."""
     return f"the run in {run} is complete: {step:,} steps are done, {rule} to continue it"
 
 
 def stop_line(run: Path, step: int, load: str | None, last_saved: str | None) -> str:
-    """What a run that was ended before its last step has saved, and how to resume it.
+    """A message for a run that ended before its last step: what it saved, and how to resume it.
 
     Args:
         run: run directory.
-        step: last step.
+        step: number of completed steps.
         load: ``--load`` of this start.
-        last_saved: name of the run's last checkpoint. One of an earlier step: that of ``step`` was refused, as the
-            model is not finite.
+        last_saved: name of the last checkpoint; None without one. If it is of an earlier step, that of ``step`` was
+            not saved because the model is not finite.
     """
     is_saved = last_saved == f"step-{step:08d}"
-    again = "run the same command again"
+    command = "run the same command again"
     if load != str(run):
-        again = f"run the same command with --load {run if is_saved else run / 'checkpoints' / (last_saved or '')}"
+        command = f"run the same command with --load {run if is_saved else run / 'checkpoints' / (last_saved or '')}"
     if is_saved:
-        return f"stopped after iteration {step:,}, saved; to resume, {again}"
+        return f"stopped after iteration {step:,}, saved; to resume, {command}"
     stopped = f"stopped after iteration {step:,}, not saved (not finite)"
     if last_saved is None:
         return f"{stopped}; no checkpoint was saved"
-    return f"{stopped}; the last checkpoint is {last_saved}; to resume from it, {again}"
+    return f"{stopped}; the last checkpoint is {last_saved}; to resume from it, {command}"
 
 
 def startup_lines(config: Config, counts: Mapping[tuple[int, int], int]) -> Sequence[str]:
-    """All of them, in order."""
+    """The lines before training starts, in Megatron's order."""
     precision = "bfloat16" if config.precision.bf16 else "float16" if config.precision.fp16 else "float32"
     parallel, training = config.parallel, config.training
     return [

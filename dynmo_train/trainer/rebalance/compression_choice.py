@@ -1,8 +1,9 @@
-"""``--selective-grad-comp-way auto``: how many workers compress between their replicas, as ``dynmo-plan`` finds it.
+"""``--selective-grad-comp-way auto``: ``dynmo-plan`` chooses how many pipeline ranks compress between replicas.
 
-It knows the measured costs and links. It is asked once the warm-up is over and costs have been measured, and again when
-layers have moved; training goes on meanwhile. A plan can say it as well (``x_selective_grad_comp_way``), and then
-nobody is asked. Where no answer comes, all workers compress.
+``dynmo-plan simulate`` predicts the step time for each number, from the measured costs and links in the profile. It
+runs in the background once the warm-up of the compression is over and costs are measured, and again after layers have
+moved; training continues meanwhile. A plan can set the number itself (``x_selective_grad_comp_way``), and then nothing
+is simulated. If the simulation fails, all pipeline ranks compress.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
@@ -20,118 +22,134 @@ from ...optim.compression.settings import CompressionSettings
 from ...parallel.process_groups import broadcast_object
 from ..engine import Engine
 
-ANSWER_S = 120.0
+SIMULATION_TIMEOUT_S = 120.0
 PRESETS = ("h200", "h100", "a100")
 
 
-def question_of(settings: CompressionSettings, device: str) -> list[str]:
-    """The words behind ``dynmo-plan simulate RUN``.
+def simulate_arguments(settings: CompressionSettings, device: str) -> list[str]:
+    """The arguments of ``dynmo-plan simulate RUN``, after the run directory.
 
     Args:
+        settings: compression of the run.
         device: ``cpu``, or the name of the accelerator.
     """
-    words = ["--grad-comp-rank", str(settings.replica_rank), "--selective-grad-comp-way", "auto", "--format", "json"]
+    arguments = ["--grad-comp-rank", str(settings.replica_rank), "--selective-grad-comp-way", "auto"]
+    arguments += ["--format", "json"]
     if settings.boundary_rank is not None:
-        words += ["--inter-grad-comp-rank", str(settings.boundary_rank)]
-        words += ["--inter-grad-comp-epilogue-only"] if settings.epilogue_only else []
-    words += ["--use-error-feedback"] if settings.feedback else []
-    words += ["--emb-comm-opt"] if settings.fuse_ties else []
-    known = next((name for name in PRESETS if name in device.lower()), "a100")
-    return [*words, "--compression-device", "cpu" if device == "cpu" else known]
+        arguments += ["--inter-grad-comp-rank", str(settings.boundary_rank)]
+        arguments += ["--inter-grad-comp-epilogue-only"] if settings.epilogue_only else []
+    arguments += ["--use-error-feedback"] if settings.feedback else []
+    arguments += ["--emb-comm-opt"] if settings.fuse_ties else []
+    preset = next((name for name in PRESETS if name in device.lower()), "a100")
+    return [*arguments, "--compression-device", "cpu" if device == "cpu" else preset]
+
+
+@dataclass
+class _Simulation:
+    """A running ``dynmo-plan simulate``, its temporary output files, and the time after which it is given up."""
+
+    process: subprocess.Popen[str]
+    stdout: IO[str]
+    stderr: IO[str]
+    deadline_s: float
+
+    def close(self) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+            self.process.wait()
+        self.stdout.close()
+        self.stderr.close()
 
 
 class CompressionChoice:
-    """Asks for, and puts into force, the number of workers that compress. Every process has one.
+    """Sets the number of pipeline ranks that compress between replicas. Every rank has one.
 
     Args:
-        engine: with ``choose_workers``.
-        run: the run directory.
-        first_costs: the first step whose costs are in the profile.
-        due: whether nothing was chosen before.
-        device: where factors are made.
-        log_event: writes a line in ``events.jsonl``.
+        engine: engine whose settings have ``choose_workers``.
+        run: run directory.
+        first_costs: first step whose costs are in the profile.
+        is_due: whether no number was chosen before.
+        device: device that computes the low-rank factors: ``cpu``, or the name of the accelerator.
+        log_event: appends a line to ``events.jsonl``.
     """
 
     def __init__(
-        self, engine: Engine, run: Path, *, first_costs: int, due: bool, device: str, log_event: Callable[..., None]
+        self, engine: Engine, run: Path, *, first_costs: int, is_due: bool, device: str, log_event: Callable[..., None]
     ) -> None:
         self._engine, self._run, self._log_event, self._device = engine, run, log_event, device
         self._from_step = max(first_costs, engine.settings.compression.replica_warmup_steps)
-        self._due = due
-        self._asked: subprocess.Popen[str] | None = None
-        self._said: tuple[IO[str], IO[str]] | None = None
-        self._deadline = 0.0
+        self._is_due = is_due
+        self._simulation: _Simulation | None = None
 
-    def boundary(self, step: int, *, moved: bool = False, planned: int | None = None) -> int | None:
-        """Act at the boundary after ``step``; every process calls this after every step.
+    def at_boundary(self, step: int, *, has_moved: bool = False, planned: int | None = None) -> int | None:
+        """Act at the boundary after ``step``. Every rank calls this after every step.
 
         Args:
-            moved: whether a plan came into force here.
-            planned: the number that it says.
+            step: number of completed steps.
+            has_moved: whether a plan became active at this boundary.
+            planned: number of compressing pipeline ranks that this plan sets.
 
         Returns:
-            The number, where it was chosen here.
+            The number of compressing pipeline ranks, if it was chosen at this boundary.
         """
-        if moved:
+        if has_moved:
             self.close()
-            self._due = True
+            self._is_due = True
         if planned is not None:
-            return self._choose(planned, step, "the plan says so")
-        if not self._due or step < self._from_step:
+            return self._choose(planned, step, "set by the plan")
+        if not self._is_due or step < self._from_step:
             return None
         world = self._engine.world
-        told = broadcast_object(world, self._look() if world.is_rank0 else None)
-        return None if told is None else self._choose(told["workers"], step, told["reason"])
+        answer = broadcast_object(world, self._poll() if world.is_rank0 else None)
+        return None if answer is None else self._choose(answer["workers"], step, answer["reason"])
 
     def _choose(self, workers: int, step: int, reason: str) -> int:
-        self._due = False
+        self._is_due = False
         self._engine.choose_replica_workers(workers)
         message = f"{workers} workers compress between their replicas: {reason}"
         self._log_event("selective_grad_comp", message, step=step, workers=workers)
         return workers
 
-    def _look(self) -> dict[str, Any] | None:
-        """On rank 0: the answer, once it is there; asks where nobody was asked yet."""
-        if self._asked is None or self._said is None:
-            return self._ask()
-        code = self._asked.poll()
-        if code is None and time.monotonic() < self._deadline:
+    def _poll(self) -> dict[str, Any] | None:
+        """On rank 0: start the simulation, or return its result once it has ended."""
+        simulation = self._simulation
+        if simulation is None:
+            return self._start()
+        code = simulation.process.poll()
+        if code is None and time.monotonic() < simulation.deadline_s:
             return None
-        out, err = self._said
-        for each in (out, err):
-            each.seek(0)
-        text, problem = out.read(), err.read().strip()
+        for stream in (simulation.stdout, simulation.stderr):
+            stream.seek(0)
+        text, problem = simulation.stdout.read(), simulation.stderr.read().strip()
         self.close()
         if code != 0:
-            return self._all(f"dynmo-plan gave no answer ({'late' if code is None else problem or f'code {code}'})")
+            cause = f"no result within {SIMULATION_TIMEOUT_S:g} s" if code is None else problem or f"exit code {code}"
+            return self._all_workers(f"dynmo-plan simulate failed ({cause})")
         found = parse_any_json(text)["compression"]
-        times = ", ".join(f"{way}: {ns / 1e6:.2f} ms" for way, ns in found["ways_ns"].items())
-        return {"workers": found["selective_grad_comp_way"], "reason": f"dynmo-plan expects steps of {times}"}
+        times = ", ".join(f"{workers}: {ns / 1e6:.2f} ms" for workers, ns in found["ways_ns"].items())
+        return {"workers": found["selective_grad_comp_way"], "reason": f"dynmo-plan predicts step times of {times}"}
 
-    def _ask(self) -> dict[str, Any] | None:
+    def _start(self) -> dict[str, Any] | None:
         command = program_path("dynmo-plan")
         if command is None:
-            return self._all("dynmo-plan is not installed beside dynmo-train")
-        self._said = (tempfile.TemporaryFile("w+"), tempfile.TemporaryFile("w+"))  # noqa: SIM115 - closed in close()
-        words = question_of(self._engine.settings.compression, self._device)
-        self._asked = subprocess.Popen(
-            [command, "simulate", str(self._run), *words],
+            return self._all_workers("dynmo-plan is not installed next to dynmo-train")
+        stdout, stderr = tempfile.TemporaryFile("w+"), tempfile.TemporaryFile("w+")  # noqa: SIM115 - closed in close()
+        process = subprocess.Popen(
+            [command, "simulate", str(self._run), *simulate_arguments(self._engine.settings.compression, self._device)],
             stdin=subprocess.DEVNULL,
-            stdout=self._said[0],
-            stderr=self._said[1],
+            stdout=stdout,
+            stderr=stderr,
             text=True,
         )
-        self._deadline = time.monotonic() + ANSWER_S
+        deadline_s = time.monotonic() + SIMULATION_TIMEOUT_S
+        self._simulation = _Simulation(process=process, stdout=stdout, stderr=stderr, deadline_s=deadline_s)
         return None
 
-    def _all(self, reason: str) -> dict[str, Any]:
+    def _all_workers(self, reason: str) -> dict[str, Any]:
         return {"workers": self._engine.world.dims.pipeline, "reason": reason}
 
     def close(self) -> None:
-        """Ask no further."""
-        if self._asked is not None and self._asked.poll() is None:
-            self._asked.kill()
-            self._asked.wait()
-        for each in self._said or ():
-            each.close()
-        self._asked = self._said = None
+        """End a simulation that is running."""
+        if self._simulation is not None:
+            self._simulation.close()
+        self._simulation = None

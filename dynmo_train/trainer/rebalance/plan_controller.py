@@ -1,6 +1,28 @@
-"""The trainer's side of the handshake with the planner: at boundaries, find a plan, check it, agree, move, tell.
+"""The trainer's side of the handshake with the planner.
 
-Worker 0 alone reads plans and writes results; what it decided is broadcast, and all workers move, or none does.
+At every ``--rebalance-interval`` steps, on all ranks::
+
+    rank 0                                                   all ranks
+    [lockstep: write a plan_request, wait for the answer]
+    list plans/plan-*.json newer than the active plan
+    read and check each, newest first
+      |-- invalid:          result "refused"
+      |-- older than chosen: result "superseded"
+      |-- action "keep":    result "unchanged"
+      `-- action "move" ------------ broadcast ------------> Engine.repartition
+                                                               |-- MoveError: result "rolled_back"
+                                                               v
+                                                             active plan = this plan
+                                                             released ranks leave the world
+                                                             Engine.pipeline: stages are rebuilt
+    result "applied", with moves, bytes, pause <-------------- v
+                                                             AppliedPlan -> trainer/loop.py
+
+Invariants:
+
+* Rank 0 alone reads plans and writes results; all ranks act on its broadcast, and either all of them move or none.
+* Each plan that rank 0 lists gets exactly one result in the profile. The planner relies on it.
+* A plan names pipeline ranks by their ids at the start of the run. Positions change when ranks are released.
 """
 
 from __future__ import annotations
@@ -26,32 +48,34 @@ POLL_S = 0.002
 
 @dataclass(frozen=True, kw_only=True)
 class AppliedPlan:
-    """A plan that came into force at a boundary.
+    """A plan that became active at a boundary.
 
     Attributes:
-        moves: (item, source, target, bytes) of each item that changed worker; workers by their ids.
-        pause_ns: how long training stood still for it.
-        released: ids of the workers that left with it.
-        left: whether this process is of one of them, and has no more to do.
-        way: how many workers are to compress between their replicas, where the plan says it.
+        plan_id: number of the plan.
+        moves: (item, source, target, bytes) of each moved item; source and target are ids of pipeline ranks.
+        pause_ns: time for which training was paused, in nanoseconds.
+        released: ids of the released pipeline ranks.
+        is_released: whether this rank is released and has to exit.
+        num_compressing_stages: number of pipeline ranks that compress between their replicas; None where the plan
+            does not set it.
     """
 
     plan_id: int
     moves: list[tuple[str, int, int, int]]
     pause_ns: int
     released: tuple[int, ...] = ()
-    left: bool = False
-    way: int | None = None
+    is_released: bool = False
+    num_compressing_stages: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlanControllerSettings:
-    """How worker 0 deals with the planner.
+    """When rank 0 reads plans, and whether it waits for them.
 
     Attributes:
-        interval: steps between boundaries at which plans are looked for.
-        lockstep: whether to ask at each boundary and wait for the answer.
-        timeout_s: how long to wait for an answer.
+        interval: number of steps between boundaries at which plans are read.
+        lockstep: whether to request a plan at each such boundary and wait for it.
+        timeout_s: maximum time to wait for a plan, in seconds.
     """
 
     interval: int
@@ -60,15 +84,18 @@ class PlanControllerSettings:
 
 
 class PlanController:
-    """Looks for plans at boundaries and makes them active.
+    """Reads plans at boundaries and applies them. Every rank has one.
 
     Args:
+        engine: engine of this rank.
+        settings: when plans are read.
+        plans: folder of the plans.
         append: appends a record to the profile.
-        problems_of: why a plan cannot be taken by the run, given the number of the active plan; empty where it can.
-        active_plan_id: number of the plan that the run starts with; plans up to it are not looked at.
-        log_event: writes a line in ``events.jsonl``.
-        settle: ends what all processes have begun together, before some of them leave.
-        planner: the planner's process, where this trainer started it.
+        problems_of: problems of a plan, given the number and the stages of the active plan; empty for a valid plan.
+        active_plan_id: number of the plan that the run starts with; plans up to this number are ignored.
+        log_event: appends a line to ``events.jsonl``.
+        finish_saves: completes collective work in progress, before some ranks are released.
+        planner: process of the planner, where this trainer started it.
     """
 
     def __init__(
@@ -81,18 +108,22 @@ class PlanController:
         problems_of: Callable[[Plan, int, Sequence[Sequence[str]]], list[Problem]],
         active_plan_id: int,
         log_event: Callable[..., None],
-        settle: Callable[[], None],
+        finish_saves: Callable[[], None],
         planner: PlannerProcess | None = None,
     ) -> None:
         self.engine, self.settings = engine, settings
         self.plans, self._append, self._problems_of, self._log_event = plans, append, problems_of, log_event
-        self._settle = settle
-        self.active_plan_id = self._seen = active_plan_id
-        self._answered: set[int] = set()
-        self._planner = planner
+        self._finish_saves, self._planner = finish_saves, planner
+        self.active_plan_id = self._newest_id = active_plan_id
+        # Refused plans newer than a plan that waits for its ``apply_at_step``.
+        self._refused: set[int] = set()
 
-    def boundary(self, step: int) -> AppliedPlan | None:
-        """Act at the boundary after ``step``; every worker calls this after every step."""
+    def at_boundary(self, step: int) -> AppliedPlan | None:
+        """Apply the newest valid plan at the boundary after ``step``. Every rank calls this after every step.
+
+        Returns:
+            The plan that became active; None where the partition is unchanged.
+        """
         if step % self.settings.interval:
             return None
         world = self.engine.world
@@ -101,70 +132,73 @@ class PlanController:
             return None
         started = time.perf_counter_ns()
         ids = world.worker_ids
-        leaving = [position for position, worker in enumerate(ids) if worker in chosen["released"]]
-        if leaving:
-            self._settle()
+        released = [position for position, worker in enumerate(ids) if worker in chosen["released"]]
+        if released:
+            self._finish_saves()
         try:
-            report = self.engine.repartition(self._after(chosen["stages"], leaving))
+            report = self.engine.repartition(self._partition_of(chosen["stages"], released))
         except MoveError as error:
             self._result(chosen["plan_id"], step, "rolled_back", time.perf_counter_ns() - started, 0, str(error))
             return None
         self.active_plan_id = chosen["plan_id"]
         moves = [(m.item, ids[m.source], ids[m.target], report.bytes_by_item[m.item]) for m in report.moves]
-        taken = AppliedPlan(
-            plan_id=self.active_plan_id, moves=moves, pause_ns=0, released=tuple(chosen["released"]), way=chosen["way"]
+        applied = AppliedPlan(
+            plan_id=self.active_plan_id,
+            moves=moves,
+            pause_ns=0,
+            released=tuple(chosen["released"]),
+            num_compressing_stages=chosen["num_compressing_stages"],
         )
-        if leaving:
-            staying = without_workers(world, leaving)
-            if staying is None:
-                return replace(taken, left=True)
-            self.engine.set_world(staying)
+        if released:
+            remaining = without_workers(world, released)
+            if remaining is None:
+                return replace(applied, is_released=True)
+            self.engine.set_world(remaining)
+        # Built here, so that the pause includes it and the next step does not.
         self.engine.pipeline()
-        pause = time.perf_counter_ns() - started
-        moved = [{"item": item, "from": source, "to": to, "bytes": size} for item, source, to, size in moves]
-        more: dict[str, Any] = {"released_workers": chosen["released"]} if leaving else {}
-        self._result(
-            self.active_plan_id, step, "applied", pause, report.total_bytes, chosen["reason"], moves=moved, **more
-        )
-        return replace(taken, pause_ns=pause)
+        pause_ns = time.perf_counter_ns() - started
+        detail: dict[str, Any] = {"released_workers": chosen["released"]} if released else {}
+        detail["moves"] = [{"item": item, "from": source, "to": to, "bytes": size} for item, source, to, size in moves]
+        self._result(self.active_plan_id, step, "applied", pause_ns, report.total_bytes, chosen["reason"], **detail)
+        return replace(applied, pause_ns=pause_ns)
 
-    def _after(self, stages: Sequence[Sequence[str]], leaving: Sequence[int]) -> Partition:
-        """The partition of a plan, at the pipeline positions of now."""
+    def _partition_of(self, stages: Sequence[Sequence[str]], released: Sequence[int]) -> Partition:
+        """The partition of a plan over the current pipeline ranks, without those at the positions ``released``."""
         before = self.engine.partition
-        staying = tuple(position for position in range(before.workers) if position not in leaving)
+        remaining = tuple(position for position in range(before.workers) if position not in released)
         return replace(
             before,
             stages=tuple(tuple(stage) for stage in stages),
-            workers=len(staying),
-            places=staying if leaving else (),
+            workers=len(remaining),
+            places=remaining if released else (),
         )
 
     def _choose(self, step: int) -> dict[str, Any] | None:
-        """On worker 0: the highest valid plan that wants to move; the others are answered on the way."""
-        self._look_after_planner(step)
+        """On rank 0: the newest valid plan if it moves layers; the other plans get their results."""
+        self._supervise_planner(step)
         if self.settings.lockstep:
             self._append(plan_request_record(step))
             self._wait(step)
         chosen: Plan | None = None
-        # Listed once: a plan that is written from here on is not in the list, and belongs to the next decision.
-        listed = [plan_id for plan_id in plan_ids(self.plans) if plan_id > self._seen]
-        for plan_id in sorted(set(listed) - self._answered, reverse=True):
+        # Listed once: a plan that is written after this line is left to the next boundary.
+        listed = [plan_id for plan_id in plan_ids(self.plans) if plan_id > self._newest_id]
+        for plan_id in sorted(set(listed) - self._refused, reverse=True):
             plan = self._read(plan_id, step)
             if plan is None:
                 continue
             if chosen is None and plan.apply_at_step is not None and plan.apply_at_step > step:
-                return None  # the newest plan is for a later boundary: it is looked at again there
+                return None  # for a later boundary, at which it is read again
             if chosen is not None:
                 self._result(plan_id, step, "superseded", 0, 0, f"plan {chosen.plan_id} is newer")
                 continue
             problems = self._problems_of(plan, self.active_plan_id, self.engine.partition.stages)
             if problems:
                 self._result(plan_id, step, "refused", 0, 0, "; ".join(map(str, problems)))
-                self._answered.add(plan_id)
+                self._refused.add(plan_id)
             else:
                 chosen = plan
-        self._seen = max([self._seen, *listed])
-        self._answered.clear()
+        self._newest_id = max([self._newest_id, *listed])
+        self._refused.clear()
         if chosen is None:
             return None
         if chosen.action == "keep":
@@ -174,7 +208,7 @@ class PlanController:
             "plan_id": chosen.plan_id,
             "stages": chosen.stages,
             "released": sorted(chosen.released_workers),
-            "way": chosen.selective_grad_comp_way,
+            "num_compressing_stages": chosen.selective_grad_comp_way,
             "reason": chosen.reason,
         }
 
@@ -183,36 +217,36 @@ class PlanController:
             return read_plan(plan_path(self.plans, plan_id))
         except DocumentError as error:
             self._result(plan_id, step, "refused", 0, 0, str(error))
-            self._answered.add(plan_id)
+            self._refused.add(plan_id)
             return None
 
     def _wait(self, step: int) -> None:
-        """Until a new plan has read up to ``step``, the time is out, or the planner is gone for good."""
+        """Wait for a plan that is based on the profile up to ``step``, or for the timeout."""
         deadline = time.monotonic() + self.settings.timeout_s
         while time.monotonic() < deadline:
             for plan_id in plan_ids(self.plans):
-                if plan_id > self._seen and self._answers(plan_id, step):
+                if plan_id > self._newest_id and self._is_answer(plan_id, step):
                     return
             if self._planner is not None and self._planner.pid is None:
                 return
             time.sleep(POLL_S)
-            if self._look_after_planner(step):
-                deadline = time.monotonic() + self.settings.timeout_s  # the new one reads the same ask
-        words = f"no answer from the planner within {self.settings.timeout_s:g} s; training continues"
-        self._log_event("planner_late", words, step=step)
+            if self._supervise_planner(step):
+                deadline = time.monotonic() + self.settings.timeout_s  # a restarted planner reads the same request
+        message = f"no plan within {self.settings.timeout_s:g} s (--planner-timeout-s); training continues"
+        self._log_event("planner_late", message, step=step)
 
-    def _answers(self, plan_id: int, step: int) -> bool:
+    def _is_answer(self, plan_id: int, step: int) -> bool:
         try:
             return read_plan(plan_path(self.plans, plan_id)).read_to_step >= step
         except DocumentError:
             return False
 
-    def _look_after_planner(self, step: int) -> bool:
-        """Report what happened to the planner; whether anything did."""
-        happened = self._planner.check() if self._planner is not None else None
-        if happened:
-            self._log_event("planner", happened, step=step)
-        return happened is not None
+    def _supervise_planner(self, step: int) -> bool:
+        """Log what happened to the planner process, such as a restart; whether anything did."""
+        message = self._planner.check() if self._planner is not None else None
+        if message:
+            self._log_event("planner", message, step=step)
+        return message is not None
 
     def _result(
         self, plan_id: int, step: int, result: str, pause_ns: int, num_bytes: int, reason: str, **extra: Any
@@ -228,5 +262,5 @@ class PlanController:
             reason=reason,
         )
         self._append(record)
-        figures = {"plan_id": plan_id, "pause_ns": pause_ns, "bytes": num_bytes, **extra}
-        self._log_event(f"plan_{result}", f"plan {plan_id} {result.replace('_', ' ')}: {reason}", step=step, **figures)
+        detail = {"plan_id": plan_id, "pause_ns": pause_ns, "bytes": num_bytes, **extra}
+        self._log_event(f"plan_{result}", f"plan {plan_id} {result.replace('_', ' ')}: {reason}", step=step, **detail)

@@ -1,8 +1,8 @@
-"""The planner's process: started next to the trainer, supervised, restarted a few times, and never waited for.
+"""The planner process: started by rank 0, supervised, and restarted a few times; training never waits for it to exit.
 
-It can fail in two ways. It ends: ``poll`` shows it. It hangs (a stopped process, a deadlock, a solver without end):
-then it is alive and silent, as a planner without anything to decide is. So it writes a line to its standard output
-every second, from the loop that decides, and the trainer empties that pipe whenever it looks for plans.
+It can fail in two ways. An exit is visible to ``poll``. A hang (a stopped process, a deadlock, a solver that does not
+terminate) looks like a planner that has nothing to decide. The planner therefore writes a line per second, a heartbeat,
+to its standard output from the loop that decides, and the trainer drains this pipe whenever it reads plans.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ from ...launch.find_command import program_path
 
 RESTARTS = 3
 HEARTBEAT_S = 1.0
-# An interpreter and its imports on a busy machine: before the first heartbeat a planner has this much longer.
+# Extra time for the first heartbeat: the interpreter and its imports are slow on a busy machine.
 STARTUP_S = 60.0
-# A busy machine delays heartbeats: no timeout below this many of them kills a planner.
-PATIENCE_HEARTBEATS = 10
+# A busy machine delays heartbeats: a timeout is at least this number of them.
+MIN_TIMEOUT_HEARTBEATS = 10
 _CHUNK_BYTES = 65536
 
 
 class PlannerProcess:
-    """``dynmo-plan watch RUN`` as a child. Plans are files; its messages go to ``planner.log``.
+    """``dynmo-plan watch RUN`` as a child process. Plans are files; messages go to ``planner.log``.
 
     Args:
-        run_dir: the run.
-        arguments: of ``dynmo-plan watch``, after the run directory.
-        timeout_s: without a heartbeat for this long it is replaced; 10 heartbeats at least.
-        restarts: how often it is started again after it ended or hung.
-        now: the clock, in seconds.
+        run_dir: run directory.
+        arguments: arguments of ``dynmo-plan watch``, after the run directory.
+        timeout_s: seconds without a heartbeat after which the process is replaced; at least 10 heartbeats.
+        restarts: maximum number of restarts after exits and hangs.
+        now: monotonic clock, in seconds.
     """
 
     def __init__(
@@ -54,10 +54,10 @@ class PlannerProcess:
         self.has_beaten = False
 
     def start(self) -> str | None:
-        """Start it; returns what went wrong, if anything."""
+        """Start the process; a message if it cannot be started."""
         command = program_path("dynmo-plan")
         if command is None:
-            return "dynmo-plan is not installed beside dynmo-train: no plans will come"
+            return "dynmo-plan is not installed next to dynmo-train: the partition stays as it is"
         self._log = self._log or open(self.run_dir / "planner.log", "ab")  # noqa: SIM115 - the child writes it
         supervised = ["--parent-pid", str(os.getpid()), "--heartbeat-s", str(HEARTBEAT_S)]
         self._process = subprocess.Popen(
@@ -65,45 +65,45 @@ class PlannerProcess:
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=self._log,
-            process_group=0,  # Ctrl-C in a terminal is for the trainer, which saves first
+            process_group=0,  # Ctrl-C in a terminal must not end the planner before the trainer has saved
         )
         if self._process.stdout is not None:
             os.set_blocking(self._process.stdout.fileno(), False)
         self._silent_since, self.has_beaten = self._now(), False
-        # The planner is off the critical path: it yields the processor to the trainer wherever they share one.
+        # The planner is off the critical path: it yields a shared core to the trainer.
         os.setpriority(os.PRIO_PROCESS, self._process.pid, 5)
         return None
 
     @property
     def pid(self) -> int | None:
-        """The child's process id while it is known to live."""
+        """Process id, None before the start and after the end."""
         return self._process.pid if self._process is not None else None
 
     @property
     def heartbeats(self) -> IO[bytes] | None:
-        """The pipe of the heartbeats."""
+        """Pipe from which heartbeats are read."""
         return self._process.stdout if self._process is not None else None
 
     def check(self) -> str | None:
-        """Restart it where it ended or hangs and restarts are left; returns what happened, if anything."""
+        """Restart the process if it exited or hangs and restarts are left; a message if so."""
         if self._process is None:
             return None
         self._read_heartbeats(self._process)
         code = self._process.poll()
         if code is not None:
-            problem = f"the planner ended with code {code}"
-        elif (silent_s := self._now() - self._silent_since) > self._patience_s:
-            problem = f"the planner gave no heartbeat for {silent_s:.0f} s and was killed"
+            problem = f"the planner exited with code {code}"
+        elif (silent_s := self._now() - self._silent_since) > self._timeout_now_s:
+            problem = f"the planner sent no heartbeat for {silent_s:.0f} s and was killed"
         else:
             return None
         self._end(self._process, kill=True)
         if self.restarts_left == 0:
             return f"{problem}; training continues with the active partition"
         self.restarts_left -= 1
-        return self.start() or f"{problem}; started again ({self.restarts_left} restarts left)"
+        return self.start() or f"{problem}; restarted ({self.restarts_left} restarts left)"
 
     def stop(self) -> None:
-        """End it."""
+        """Terminate the process and close its log."""
         if self._process is not None:
             self._end(self._process, kill=False)
         if self._log is not None:
@@ -111,12 +111,12 @@ class PlannerProcess:
             self._log = None
 
     @property
-    def _patience_s(self) -> float:
-        patience_s = max(self._timeout_s, PATIENCE_HEARTBEATS * HEARTBEAT_S)
-        return patience_s if self.has_beaten else patience_s + STARTUP_S
+    def _timeout_now_s(self) -> float:
+        timeout_s = max(self._timeout_s, MIN_TIMEOUT_HEARTBEATS * HEARTBEAT_S)
+        return timeout_s if self.has_beaten else timeout_s + STARTUP_S
 
     def _read_heartbeats(self, process: subprocess.Popen[bytes]) -> None:
-        """Empty the pipe; lines of any age count as of now, so that a trainer in a long step suspects nobody."""
+        """Drain the pipe. Heartbeats count from now: they may have waited in the pipe during a long step."""
         if process.stdout is None:
             return
         while True:

@@ -1,6 +1,7 @@
-"""Growing again: a person or a scheduler asks for another number of workers, and the run ends to be started with it.
+"""Requests for another number of workers: the run exits, and the launcher restarts it with that number.
 
-Rank 0 alone looks. What it finds good reaches the other processes with the wishes of the step boundary.
+A person or a scheduler writes ``requests/grow.json`` into the run directory. Rank 0 reads it; a valid request reaches
+the other ranks as ``relaunch`` of the boundary signals.
 """
 
 from __future__ import annotations
@@ -12,17 +13,17 @@ from pathlib import Path
 from ..._common.document import DocumentError, Problem
 from ...formats.run import read_grow_request
 
-# A file that somebody is still writing is not yet a bad one.
-SETTLED_S = 1.0
+# A file that changed more recently may still be being written, and is not yet invalid.
+UNCHANGED_S = 1.0
 
 
 class ResizeRequests:
-    """Looks after ``requests/grow.json`` of a run.
+    """Reads ``requests/grow.json`` of a run.
 
     Args:
-        requests: the folder.
-        problems_of: why the run cannot continue with that number of workers; empty where it can.
-        log_event: writes a line in ``events.jsonl``.
+        requests: folder of the requests.
+        problems_of: problems of continuing with a number of workers; empty where it is possible.
+        log_event: appends a line to ``events.jsonl``.
     """
 
     def __init__(
@@ -30,36 +31,41 @@ class ResizeRequests:
     ) -> None:
         self._request, self._problems_of, self._log_event = requests / "grow.json", problems_of, log_event
 
-    def asks(self, step: int, workers: int) -> bool:
-        """Whether another number of workers than now is asked for; an invalid request is logged and put aside."""
+    def is_pending(self, step: int, workers: int) -> bool:
+        """Whether a number of workers other than ``workers`` is requested; an invalid request is logged and renamed.
+
+        Args:
+            step: number of completed steps, for the log.
+            workers: current number of workers.
+        """
         if not self._request.exists():
             return False
         try:
-            wanted = read_grow_request(self._request)
-            problems = self._problems_of(wanted) if wanted != workers else ()
+            requested = read_grow_request(self._request)
+            problems = self._problems_of(requested) if requested != workers else ()
         except DocumentError as error:
-            if not self._has_settled():
+            if not self._is_written():
                 return False
-            wanted, problems = 0, error.problems
+            requested, problems = 0, error.problems
         if problems:
-            self._put_aside("refused")
-            words = "; ".join(map(str, problems))
-            self._log_event(
-                "grow_refused", f"requests/grow.json cannot be done, training continues: {words}", step=step
-            )
+            self._rename("refused")
+            reasons = "; ".join(map(str, problems))
+            message = f"requests/grow.json is refused, training continues: {reasons}"
+            self._log_event("grow_refused", message, step=step)
             return False
-        if wanted == workers:
-            self._put_aside("taken")
-            self._log_event("grow", f"{wanted} workers were asked for, and are there", step=step, workers=wanted)
+        if requested == workers:
+            self._rename("taken")
+            self._log_event("grow", f"the run has the {requested} requested workers", step=step, workers=requested)
             return False
-        self._log_event("grow", f"to be started again with {wanted} workers, has {workers}", step=step, workers=wanted)
+        message = f"restart with {requested} workers requested, the run has {workers}"
+        self._log_event("grow", message, step=step, workers=requested)
         return True
 
-    def _has_settled(self) -> bool:
+    def _is_written(self) -> bool:
         try:
-            return time.time() - self._request.stat().st_mtime > SETTLED_S
+            return time.time() - self._request.stat().st_mtime > UNCHANGED_S
         except OSError:
             return False
 
-    def _put_aside(self, word: str) -> None:
-        self._request.replace(self._request.with_name(f"grow.{word}.json"))
+    def _rename(self, outcome: str) -> None:
+        self._request.replace(self._request.with_name(f"grow.{outcome}.json"))

@@ -23,11 +23,11 @@ def test_signals_are_answered_at_the_boundary_and_handlers_put_back():
         os.kill(os.getpid(), signal.SIGUSR1)
         assert signal_handler.at_boundary(ALONE) == BoundarySignals(save=True)
         assert signal_handler.at_boundary(ALONE) == BoundarySignals()
-        assert signal_handler.at_boundary(ALONE, relaunch=True) == BoundarySignals(leave=True, relaunch=True)
+        assert signal_handler.at_boundary(ALONE, relaunch=True) == BoundarySignals(exit=True, relaunch=True)
         os.kill(os.getpid(), signal.SIGUSR2)
-        assert signal_handler.at_boundary(ALONE) == BoundarySignals(leave=True, relaunch=True)
+        assert signal_handler.at_boundary(ALONE) == BoundarySignals(exit=True, relaunch=True)
         os.kill(os.getpid(), signal.SIGTERM)
-        assert signal_handler.at_boundary(ALONE) == BoundarySignals(leave=True, code=143)
+        assert signal_handler.at_boundary(ALONE) == BoundarySignals(exit=True, exit_code=143)
         with pytest.raises(SystemExit) as stop:
             os.kill(os.getpid(), signal.SIGTERM)
         assert stop.value.code == 143
@@ -38,13 +38,13 @@ def test_ctrl_c_leaves_at_the_boundary_and_a_second_one_at_once(capfd):
     before = signal.getsignal(signal.SIGINT)
     with DistributedSignalHandler(None, launched=False) as signal_handler:
         os.kill(os.getpid(), signal.SIGINT)
-        assert signal_handler.at_boundary(ALONE) == BoundarySignals(leave=True, code=130)
+        assert signal_handler.at_boundary(ALONE) == BoundarySignals(exit=True, exit_code=130)
         with pytest.raises(SystemExit) as stop:
             os.kill(os.getpid(), signal.SIGINT)
         assert stop.value.code == 130
     assert signal.getsignal(signal.SIGINT) == before
     assert capfd.readouterr().err == (
-        "interrupted: finishing the step and saving; Ctrl-C again ends at once, without saving\n"
+        "interrupted: finishing the step and saving; Ctrl-C again exits now, without saving\n"
     )
 
 
@@ -84,7 +84,7 @@ def test_a_launchers_worker_is_told_twice_and_saves_nonetheless():
         with DistributedSignalHandler(None, launched=True) as signal_handler:
             for _ in range(2):
                 os.kill(os.getpid(), signal.SIGTERM)
-            assert signal_handler.at_boundary(ALONE) == BoundarySignals(leave=True, code=143)
+            assert signal_handler.at_boundary(ALONE) == BoundarySignals(exit=True, exit_code=143)
         os.kill(os.getpid(), signal.SIGTERM)  # while the last checkpoint is being written
     finally:
         for number, handler in before.items():  # a launcher's worker ignores both from then on
@@ -94,4 +94,4 @@ def test_a_launchers_worker_is_told_twice_and_saves_nonetheless():
 def test_the_time_is_up_after_its_seconds():
     clock = iter([0.0, 59.0, 60.0, 61.0])
     signal_handler = DistributedSignalHandler(60.0, now=lambda: next(clock))
-    assert [signal_handler.at_boundary(ALONE).leave for _ in range(3)] == [False, False, True]
+    assert [signal_handler.at_boundary(ALONE).exit for _ in range(3)] == [False, False, True]

@@ -21,9 +21,9 @@ from dynmo_train.trainer.monitoring.training_log import (
     evaluation_line,
     iteration_line,
     parameter_lines,
-    scalars_of,
     startup_lines,
     target_lines,
+    tensorboard_scalars,
     vocabulary_line,
 )
 from dynmo_train.trainer.rebalance.plan_controller import AppliedPlan
@@ -104,15 +104,15 @@ def after_moves(capsys, move_after):
     config = config_of(**SMALL | {"log_interval": 1000})
     log = TrainingLog(config, SimpleNamespace(is_rank0=True, size=2), lambda _samples, _tokens: 0)
     for step in range(1, 15):
-        log.step(step, 0, 2, 32, result(10 if step <= move_after[0] else 5))
+        log.log_step(step, 0, 2, 32, result(10 if step <= move_after[0] else 5))
         if step in move_after:
-            log.moved(AppliedPlan(plan_id=step, moves=[("layers.1", 0, 1, 2048)], pause_ns=1_500_000), step)
+            log.log_move(AppliedPlan(plan_id=step, moves=[("layers.1", 0, 1, 2048)], pause_ns=1_500_000), step)
     return capsys.readouterr().out.splitlines()
 
 
 def test_step_times_before_and_after_a_move_are_means_of_five_steps(capsys):
     assert after_moves(capsys, [6]) == [
-        " plan 6 taken after iteration 6: 1 items, 2,048 bytes moved in 1.5 ms",
+        " plan 6 applied after iteration 6: moved 1 item (2,048 bytes) in 1.5 ms",
         "   layers.1: worker 0 -> 1, 2,048 bytes",
         " plan 6: step time 10.0 ms -> 5.0 ms (ratio 2.00, means of 5 steps)",
     ]
@@ -121,8 +121,8 @@ def test_step_times_before_and_after_a_move_are_means_of_five_steps(capsys):
 def test_move_soon_followed_by_another_gets_no_step_times(capsys):
     lines = [line for line in after_moves(capsys, [4, 8]) if "layers" not in line]
     assert lines == [
-        " plan 4 taken after iteration 4: 1 items, 2,048 bytes moved in 1.5 ms",
-        " plan 8 taken after iteration 8: 1 items, 2,048 bytes moved in 1.5 ms",
+        " plan 4 applied after iteration 4: moved 1 item (2,048 bytes) in 1.5 ms",
+        " plan 8 applied after iteration 8: moved 1 item (2,048 bytes) in 1.5 ms",
         " plan 8: step time 5.0 ms -> 5.0 ms (ratio 1.00, means of 5 steps)",
     ]
 
@@ -231,7 +231,7 @@ def test_full_disk_leaves_events_out_and_cuts_none_off(tmp_path, monkeypatch, ca
 
 def test_event_files_hold_the_scalars(tmp_path):
     writer = EventWriter(tmp_path / "board")
-    writer.scalars(300, scalars_of(IterationStats(**FIGURES)))
+    writer.scalars(300, tensorboard_scalars(IterationStats(**FIGURES)))
     writer.scalars(301, {"lm loss": 2.5})
     writer.close()
     [path] = (tmp_path / "board").iterdir()
@@ -261,7 +261,7 @@ def test_tensorboards_own_reader_reads_them(tmp_path):
     name = "tensorboard.backend.event_processing.event_accumulator"
     accumulator = pytest.importorskip(name, reason="tensorboard is not installed").EventAccumulator
     writer = EventWriter(tmp_path)
-    writer.scalars(300, scalars_of(IterationStats(**FIGURES)))
+    writer.scalars(300, tensorboard_scalars(IterationStats(**FIGURES)))
     writer.scalars(301, {"lm loss": 2.5})
     writer.close()
     read = accumulator(str(tmp_path)).Reload()

@@ -1,4 +1,4 @@
-"""The trainer's question to ``dynmo-plan``: who compresses between replicas; its answer, its silence, its errors."""
+"""How ``dynmo-plan simulate`` chooses the compressing ranks: when it runs, its answer, its timeout, its errors."""
 
 from __future__ import annotations
 
@@ -14,13 +14,14 @@ import pytest
 from dynmo_train.formats.plan import initial_plan, parse_plan
 from dynmo_train.optim.compression.settings import CompressionSettings
 from dynmo_train.trainer.rebalance import compression_choice
-from dynmo_train.trainer.rebalance.compression_choice import CompressionChoice, question_of
+from dynmo_train.trainer.rebalance.compression_choice import CompressionChoice, simulate_arguments
 
 SETTINGS = CompressionSettings(replica_rank=4, replica_warmup_steps=3, choose_workers=True)
+RESULT = {"compression": {"selective_grad_comp_way": 2, "ways_ns": {"1": 3_000_000, "2": 2_500_000}}}
 
 
 class Engine:
-    """As much of an engine as the choice needs."""
+    """The part of an engine that the choice uses."""
 
     def __init__(self):
         self.settings = SimpleNamespace(compression=SETTINGS)
@@ -31,86 +32,86 @@ class Engine:
         self.chosen.append(count)
 
 
-def answering(tmp_path, monkeypatch, code):
-    """A choice whose ``dynmo-plan`` is a program that runs ``code``."""
+def choice_with_program(tmp_path, monkeypatch, code):
+    """A choice whose ``dynmo-plan`` is a Python program; the engine, the events, and the number of its starts."""
     program = tmp_path / "plan"
     program.write_text(f"#!{sys.executable}\n{code}\n")
     program.chmod(0o755)
-    monkeypatch.setattr(compression_choice, "program_path", lambda _: str(program))
+    starts = []
+    monkeypatch.setattr(compression_choice, "program_path", lambda name: starts.append(name) or str(program))
     monkeypatch.setattr(compression_choice, "broadcast_object", lambda _, document: document)
     engine, events = Engine(), []
-    log_event = lambda event, message, **figures: events.append((event, message, figures))  # noqa: E731
-    return (
-        CompressionChoice(engine, tmp_path, first_costs=2, due=True, device="cpu", log_event=log_event),
+    choice = CompressionChoice(
         engine,
-        events,
+        tmp_path,
+        first_costs=2,
+        is_due=True,
+        device="cpu",
+        log_event=lambda kind, message, **detail: events.append((kind, message, detail)),
     )
+    return choice, engine, events, starts
 
 
-def until_chosen(asked, step):
+def wait_for_choice(choice, step):
     deadline = time.monotonic() + 120
     while time.monotonic() < deadline:
-        if (found := asked.boundary(step)) is not None:
-            return found
+        if (number := choice.at_boundary(step)) is not None:
+            return number
         time.sleep(0.01)
     raise TimeoutError
 
 
-ANSWER = {"compression": {"selective_grad_comp_way": 2, "ways_ns": {"1": 3_000_000, "2": 2_500_000}}}
+def test_choice_is_simulated_after_warm_up_and_after_each_move(tmp_path, monkeypatch):
+    printed = f"print({json.dumps(json.dumps(RESULT))})"
+    choice, engine, events, starts = choice_with_program(tmp_path, monkeypatch, printed)
+    assert choice.at_boundary(2) is None
+    assert not starts
+    assert choice.at_boundary(3) is None, "training does not wait"
+    assert wait_for_choice(choice, 4) == 2
+    [(kind, message, detail)] = events
+    assert (kind, detail) == ("selective_grad_comp", {"step": 4, "workers": 2})
+    assert "1: 3.00 ms, 2: 2.50 ms" in message
+    assert choice.at_boundary(5) is None
+    assert choice.at_boundary(6, has_moved=True) is None
+    assert wait_for_choice(choice, 7) == 2
+    assert (engine.chosen, len(starts)) == ([2, 2], 2)
 
 
-def test_asks_behind_the_warm_up_and_again_after_a_move(tmp_path, monkeypatch):
-    asked, engine, events = answering(tmp_path, monkeypatch, f"print({json.dumps(json.dumps(ANSWER))})")
-    assert asked.boundary(2) is None
-    assert asked._asked is None
-    assert asked.boundary(3) is None, "training does not wait"
-    assert until_chosen(asked, 4) == 2
-    assert events == [
-        ("selective_grad_comp", events[0][1], {"step": 4, "workers": 2}),
-    ]
-    assert "1: 3.00 ms, 2: 2.50 ms" in events[0][1]
-    assert asked.boundary(5) is None
-    assert asked.boundary(6, moved=True) is None
-    assert until_chosen(asked, 7) == 2
-    assert engine.chosen == [2, 2]
-
-
-def test_a_plan_that_says_it_is_not_asked_about(tmp_path, monkeypatch):
-    asked, engine, _ = answering(tmp_path, monkeypatch, "import time; time.sleep(60)")
-    asked.boundary(3)
-    assert asked.boundary(4, moved=True, planned=1) == 1
-    assert asked.boundary(5) is None
-    assert asked._asked is None
-    assert engine.chosen == [1]
+def test_choice_of_a_plan_ends_the_simulation(tmp_path, monkeypatch):
+    choice, engine, _, starts = choice_with_program(tmp_path, monkeypatch, "import time; time.sleep(60)")
+    choice.at_boundary(3)
+    assert choice.at_boundary(4, has_moved=True, planned=1) == 1
+    assert choice.at_boundary(5) is None
+    assert (engine.chosen, len(starts)) == ([1], 1)
 
 
 @pytest.mark.parametrize(
-    ("code", "said"),
-    [("import sys; sys.exit('no costs yet')", "no costs yet"), ("import time; time.sleep(60)", "late")],
+    ("code", "timeout_s", "reason"),
+    [("import sys; sys.exit('no costs')", 60, "(no costs)"), ("import time; time.sleep(60)", 0.5, "no result within")],
 )
-def test_without_an_answer_all_compress(tmp_path, monkeypatch, code, said):
-    monkeypatch.setattr(compression_choice, "ANSWER_S", 0.5 if said == "late" else 60)
-    asked, engine, events = answering(tmp_path, monkeypatch, code)
-    assert until_chosen(asked, 3) == 4
+def test_failed_simulation_lets_all_ranks_compress(tmp_path, monkeypatch, code, timeout_s, reason):
+    monkeypatch.setattr(compression_choice, "SIMULATION_TIMEOUT_S", timeout_s)
+    choice, engine, events, _ = choice_with_program(tmp_path, monkeypatch, code)
+    assert wait_for_choice(choice, 3) == 4
     assert engine.chosen == [4]
-    assert said in events[0][1]
+    assert reason in events[0][1]
     monkeypatch.setattr(compression_choice, "program_path", lambda _: None)
-    assert asked.boundary(9, moved=True) == 4
+    assert choice.at_boundary(9, has_moved=True) == 4
 
 
-def test_the_planner_understands_the_question(tmp_path):
-    """The words go to the real program; what is missing in the empty run is the only thing that it says."""
-    everything = replace(SETTINGS, boundary_rank=3, epilogue_only=True, feedback=True, fuse_ties=True)
-    command = [sys.executable, "-m", "dynmo_balance", "simulate", str(tmp_path), *question_of(everything, "cpu")]
+def test_simulate_arguments_are_options_of_the_planner(tmp_path):
+    """The real program parses the arguments and only misses the profile of the empty run."""
+    settings = replace(SETTINGS, boundary_rank=3, epilogue_only=True, feedback=True, fuse_ties=True)
+    command = [sys.executable, "-m", "dynmo_balance", "simulate", str(tmp_path), *simulate_arguments(settings, "cpu")]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert "profile.jsonl" in done.stderr
     assert "No such option" not in done.stderr
-    assert question_of(SETTINGS, "NVIDIA H100 80GB")[-1] == "h100"
+    assert simulate_arguments(SETTINGS, "NVIDIA H100 80GB")[-1] == "h100"
 
 
-@pytest.mark.parametrize(("value", "way"), [(2, 2), (0, 0), (-1, None), (True, None), ("2", None), (None, None)])
-def test_a_plan_may_say_it(value, way):
+@pytest.mark.parametrize(("value", "number"), [(2, 2), (0, 0), (-1, None), (True, None), ("2", None), (None, None)])
+def test_plan_extension_sets_the_number_of_compressing_ranks(value, number):
     plan = initial_plan(run_id="r", stages=[["a"]], workers=[0], schedule="1f1b", virtual_stages_per_worker=1) | {
         "x_selective_grad_comp_way": value
     }
-    assert parse_plan(plan, "here").selective_grad_comp_way == way
+    assert parse_plan(plan, "here").selective_grad_comp_way == number

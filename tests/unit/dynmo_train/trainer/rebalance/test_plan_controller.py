@@ -1,4 +1,4 @@
-"""Trainer's side of the handshake in one process: no plan is lost, and a planner that hangs is replaced."""
+"""The trainer's side of the handshake in one process: each plan has one result, a planner that hangs is restarted."""
 
 from __future__ import annotations
 
@@ -16,7 +16,12 @@ from dynmo_train.formats.plan import initial_plan, read_plan, write_plan
 from dynmo_train.formats.profile import append_record
 from dynmo_train.trainer.rebalance import plan_controller as module
 from dynmo_train.trainer.rebalance.plan_controller import PlanController, PlanControllerSettings
-from dynmo_train.trainer.rebalance.planner_process import HEARTBEAT_S, PATIENCE_HEARTBEATS, STARTUP_S, PlannerProcess
+from dynmo_train.trainer.rebalance.planner_process import (
+    HEARTBEAT_S,
+    MIN_TIMEOUT_HEARTBEATS,
+    STARTUP_S,
+    PlannerProcess,
+)
 from tests.paths import CONTRACTS
 
 
@@ -27,7 +32,7 @@ def run(tmp_path, monkeypatch):
     return tmp_path
 
 
-def put(run, number, **changes):
+def put_plan(run, number, **changes):
     document = initial_plan(
         run_id="r",
         stages=[["a"], ["b"]],
@@ -50,7 +55,7 @@ def controller_of(run, problems_of=lambda *_: []):
         problems_of=problems_of,
         active_plan_id=0,
         log_event=lambda *_, **__: None,
-        settle=lambda: None,
+        finish_saves=lambda: None,
     )
 
 
@@ -61,37 +66,37 @@ def results(run):
     return [(record["plan_id"], record["step"], record["result"]) for record in records]
 
 
-def test_plan_written_during_a_decision_is_taken_at_the_next(run, monkeypatch):
-    put(run, 1)
+def test_plan_written_during_a_decision_is_read_at_the_next_boundary(run, monkeypatch):
+    put_plan(run, 1)
 
-    def read_while_another_comes(path):
+    def read_while_another_is_written(path):
         if not (run / "plans" / "plan-000002.json").exists():
-            put(run, 2)
+            put_plan(run, 2)
         return read_plan(path)
 
-    monkeypatch.setattr(module, "read_plan", read_while_another_comes)
+    monkeypatch.setattr(module, "read_plan", read_while_another_is_written)
     controller = controller_of(run)
-    controller.boundary(1)
+    controller.at_boundary(1)
     assert results(run) == [(1, 1, "unchanged")]
-    controller.boundary(2)
+    controller.at_boundary(2)
     assert results(run) == [(1, 1, "unchanged"), (2, 2, "unchanged")]
 
 
-def test_broken_plan_beside_a_later_one_is_refused_once(run):
-    put(run, 1, apply_at_step=3)
+def test_unreadable_plan_newer_than_a_waiting_one_is_refused_once(run):
+    put_plan(run, 1, apply_at_step=3)
     (run / "plans" / "plan-000002.json").write_text("{")
     controller = controller_of(run)
     for step in (1, 2, 3):
-        controller.boundary(step)
+        controller.at_boundary(step)
     assert results(run) == [(2, 1, "refused"), (1, 3, "unchanged")]
 
 
-def test_refused_plan_above_a_later_one_is_refused_once(run):
-    put(run, 1, apply_at_step=3)
-    put(run, 2)
+def test_invalid_plan_newer_than_a_waiting_one_is_refused_once(run):
+    put_plan(run, 1, apply_at_step=3)
+    put_plan(run, 2)
     controller = controller_of(run, lambda plan, *_: [Problem("", "stale", "the plan is stale")] * (plan.plan_id == 2))
     for step in (1, 2, 3):
-        controller.boundary(step)
+        controller.at_boundary(step)
     assert results(run) == [(2, 1, "refused"), (1, 3, "unchanged")]
 
 
@@ -104,7 +109,7 @@ class Clock:
 
 
 def wait_for_heartbeat(planner):
-    """The planner announces itself; the limit only ends a broken test."""
+    """Wait for the first heartbeat; the timeout ends a broken test."""
     end = time.monotonic() + 120
     while not planner.has_beaten:
         assert planner.check() is None
@@ -122,45 +127,45 @@ def planner(run, request):
     planner.stop()
 
 
-def test_stopped_planner_is_killed_and_started_again(planner):
+def test_stopped_planner_is_killed_and_restarted(planner):
     process, clock = planner
     wait_for_heartbeat(process)
     before = process.pid
     os.kill(before, signal.SIGSTOP)
-    process.check()  # what it wrote before it was stopped
+    process.check()  # reads the heartbeats from before the stop
     clock.now += 29
     assert process.check() is None
     clock.now += 2
-    assert process.check() == "the planner gave no heartbeat for 31 s and was killed; started again (2 restarts left)"
+    assert process.check() == "the planner sent no heartbeat for 31 s and was killed; restarted (2 restarts left)"
     assert process.pid not in (None, before)
     with pytest.raises(ProcessLookupError):
         os.kill(before, 0)
     wait_for_heartbeat(process)
 
 
-def test_planner_is_not_suspected_after_a_long_step_or_at_start(planner):
+def test_planner_survives_its_start_and_a_long_step(planner):
     process, clock = planner
     clock.now += 30 + STARTUP_S
     assert process.check() is None
     wait_for_heartbeat(process)
-    assert select.select([process.heartbeats], [], [], 60)[0]  # one more lies in the pipe
+    assert select.select([process.heartbeats], [], [], 60)[0]  # another heartbeat waits in the pipe
     clock.now += 3600
     assert process.check() is None
 
 
 @pytest.mark.parametrize("planner", [0.5], indirect=True)
-def test_planner_with_a_timeout_below_its_heartbeats_is_not_killed(planner):
+def test_planner_timeout_is_at_least_ten_heartbeats(planner):
     process, clock = planner
     wait_for_heartbeat(process)
     os.kill(process.pid, signal.SIGSTOP)
-    process.check()  # what it wrote before it was stopped
-    clock.now += PATIENCE_HEARTBEATS * HEARTBEAT_S
+    process.check()  # reads the heartbeats from before the stop
+    clock.now += MIN_TIMEOUT_HEARTBEATS * HEARTBEAT_S
     assert process.check() is None
     clock.now += 1
-    assert "gave no heartbeat for 11 s and was killed" in process.check()
+    assert "sent no heartbeat for 11 s and was killed" in process.check()
 
 
-def test_stop_ends_a_stopped_planner(planner):
+def test_stop_terminates_a_stopped_planner(planner):
     process, _ = planner
     wait_for_heartbeat(process)
     pid = process.pid
