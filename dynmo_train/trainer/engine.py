@@ -61,7 +61,7 @@ from ..optim.gradients import (
     gradient_norm,
     zero_pruned_gradients,
 )
-from ..optim.item_store import ItemStore, ItemState
+from ..optim.item_store import ItemState, ItemStore
 from ..optim.lr_schedule import LearningRate, WeightDecay
 from ..optim.precision import FLOAT32_PRECISION, LossScaler, Precision, unscale
 from ..parallel.collectives import replica_gather
@@ -245,7 +245,9 @@ class Engine:
             elsewhere=self._fused,
         )
         if settings.compression.boundary_rank is not None:
-            self._codec = BoundaryCodec(settings.compression, self.item_store, settings.pipeline.seed, self.profiler.clock)
+            self._codec = BoundaryCodec(
+                settings.compression, self.item_store, settings.pipeline.seed, self.profiler.clock
+            )
         self._pipeline: Pipeline | None = None
         self.is_warm = False
 

@@ -43,7 +43,7 @@ from ..models.layer_list import ModelFamily
 from ..models.registry import family_of
 from ..optim.apex import find_apex
 from ..optim.scheduler_state import samples_done, scheduler_differences
-from ..parallel.consensus import run_on_all_ranks, rank0_first
+from ..parallel.consensus import rank0_first, run_on_all_ranks
 from ..parallel.process_groups import World, broadcast_object
 from ..pipeline.emulated_profiler import EmulatedProfiler
 from ..pipeline.emulation_trace import read_trace
@@ -96,7 +96,9 @@ def setup_run(config: Config, world: World) -> InitialState:
         SystemExit: on the other ranks, with the same exit code.
     """
     if config.training.torch_compile:
-        run_on_all_ranks(world, lambda: check_compiler(world.device.type, config.training.torch_compile_backend, os.environ))
+        run_on_all_ranks(
+            world, lambda: check_compiler(world.device.type, config.training.torch_compile_backend, os.environ)
+        )
     apex = find_apex()
     on_cuda = world.device.type == "cuda"
     fused_adam = apex.fused_adam if on_cuda else None
@@ -253,7 +255,9 @@ def _engine(
     if checkpoint is not None:
         check_same_model(checkpoint, family, resumes=not config.run.finetune)
     topology = checkpoint.manifest["topology"] if checkpoint is not None else None
-    engine = Engine(family, settings, first_partition(config, family, topology), world, _emulated_profiler(config, world, family))
+    engine = Engine(
+        family, settings, first_partition(config, family, topology), world, _emulated_profiler(config, world, family)
+    )
     if checkpoint is None and bert is not None:
         check_bert(bert, family)
         engine.restore(tower_reader(bert, family, engine.item_store, world.device), 0)

@@ -27,7 +27,7 @@ from train_engine_overhead import say
 sys.path.insert(0, str(Path(__file__).parents[2]))
 from dynmo_train.config import Facts, resolve
 from dynmo_train.parallel.dims import ParallelDims
-from dynmo_train.parallel.process_groups import init_world, destroy_world
+from dynmo_train.parallel.process_groups import destroy_world, init_world
 from dynmo_train.trainer.loop import Trainer
 from dynmo_train.trainer.setup import setup_run
 from tests.distributed.whole_runs import write_data

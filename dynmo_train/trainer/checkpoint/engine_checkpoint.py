@@ -48,11 +48,11 @@ from ...formats.checkpoint.writer import dtype_name
 from ...models.layer_list import ModelFamily, has_vocabulary_rows, masks_of, parameters_of, vocabulary_rows
 from ...models.sharding import whole_shape
 from ...optim.adamw import MOMENTS
-from ...optim.item_store import REFERENCE, ItemStore, ItemState, is_memory, parameter_of, role_of
+from ...optim.item_store import REFERENCE, ItemState, ItemStore, is_memory, parameter_of, role_of
 from ...optim.lr_schedule import WeightDecay
 from ...optim.scheduler_state import FIELD as SCHEDULER
 from ...optim.scheduler_state import scheduler_state
-from ...parallel.process_groups import World, all_agree, broadcast_object, all_gather_objects
+from ...parallel.process_groups import World, all_agree, all_gather_objects, broadcast_object
 from ..engine import Engine
 
 
@@ -531,7 +531,9 @@ def state_reader(
         to_load += [f"{name}.{REFERENCE}" for name in names if checkpoint.has(f"{name}.{REFERENCE}")]
         trained = {name: steps[owner] for name in names if (owner := checkpoint.stored_name(name)) in steps}
         to_load += [f"{name}.{key}" for name in trained for key in MOMENTS]
-        tensors = {name: store.local_from_checkpoint(name, checkpoint.load([name])[name]).to(device) for name in to_load}
+        tensors = {
+            name: store.local_from_checkpoint(name, checkpoint.load([name])[name]).to(device) for name in to_load
+        }
         for name in (name for name in memories if is_memory(item, name)):
             tensors[name] = checkpoint.load([name])[name][rank : rank + 1].clone().to(device)
         return ItemState(tensors=tensors, steps=trained)
