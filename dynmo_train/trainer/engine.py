@@ -3,17 +3,20 @@
 One call of ``train_step`` passes through these objects::
 
     Batch [samples of the step]          the same on every rank
+      | Technique.before_step            hooks of the dynamic techniques, here and below
       | _local_batch                     the samples of this replica
       v
     Pipeline.train_step                  schedule, stages, activations between pipeline ranks
       |                                  LayerProfiler: times and activation bytes of items in profiled steps
       v
     gradients in float32
+      | Technique.after_backward
       | GradientReducer.finish           sum over replicas, overlapped with the backward where possible
       | add_token_gradients              rows of word tables that were collected by token
       | add_tied_gradients               sum over the copies of a tied weight
       | frozen items and pruned weights  lose their gradients
       | unscale                          divide by the loss scale
+      | Technique.before_optimizer_step
       v
     gradient_norm, mean loss             equal on all ranks, bit for bit
       |-- both finite: clip_gradients -> ItemStore.update (AdamW) -> advance the learning-rate schedule

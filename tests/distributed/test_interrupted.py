@@ -18,18 +18,18 @@ SHORT = {"train_iters": "3", "lr_decay_iters": "24", "eval_interval": "24"}
 
 def interrupted_command(words: list[str], step: int) -> tuple[int, str]:
     """A run whose last process gets SIGINT when it logs ``step``."""
-    log = TrainingLog.step
+    log = TrainingLog.log_step
 
     def logged(self, number, *rest):
         log(self, number, *rest)
         if number == step and os.environ["RANK"] == str(int(os.environ["WORLD_SIZE"]) - 1):
             os.kill(os.getpid(), signal.SIGINT)
 
-    TrainingLog.step = logged
+    TrainingLog.log_step = logged
     try:
         return run_command(words)
     finally:
-        TrainingLog.step = log
+        TrainingLog.log_step = log
 
 
 def test_ctrl_c_saves_and_the_told_command_resumes(tmp_path):
