@@ -85,7 +85,7 @@ def test_full_disk_for_a_while_loses_a_save_and_no_line(tmp_path):
     assert [record["step"] for record in profile if record["record"] == "step"] == list(range(2, 13))
     [failed] = [event for event in lines(run / "events.jsonl") if event["kind"] == "not_saved"]
     assert failed["step"] == 6
-    assert "No space left on device; training continues, the next save tries again" in failed["message"]
+    assert "No space left on device; training continues, and the next save retries" in failed["message"]
 
 
 @pytest.mark.parametrize("extra", [(), ("--async-save",)])
