@@ -16,7 +16,7 @@ from .._common.document import MAX_JOBS
 from .._common.errors import DynmoError, UsageError
 from ..config.options import build, command, number, parameters
 from ..config.settings import MAX_BYTES, MAX_PAGE_BYTES, MAX_SEED, IndexForm, RunSettings, TokenDtype, Utf8
-from ..runner.registry import MISSING_NAMES, STEPS, Step, default_work
+from ..runner.registry import MISSING_NAMES, Step, default_work, name_conflicts, steps
 from .classic_args import expand_list_flags, from_classic_syntax
 
 if TYPE_CHECKING:
@@ -105,6 +105,7 @@ def _step_callback(step: Step) -> Callable[..., None]:
             work=values["work_dir"] or default_work(output),
             settings=build(step.settings, values),
             limits=_limits(run),
+            package=step.package,
         )
         with _report_os_errors():
             done = dispatch_step(job, step, run, _execution(run), sys.argv[1:])
@@ -189,9 +190,19 @@ def _execution(run: RunSettings, *, rerun_changed: bool = False) -> Any:
     )
 
 
-for _step in STEPS.values():
-    _help = inspect.cleandoc(_step.settings.__doc__ or "")
-    app.command(_step.name)(command(_step.name, _help, _step_parameters(_step), _step_callback(_step)))
+def _add_step(step: Step) -> None:
+    """Make the command of a step; that of a filter that cannot be loaded takes any arguments and reports the error."""
+    if step.error:
+        allow_any = {"allow_extra_args": True, "ignore_unknown_options": True}
+        app.command(step.name, help=f"Unavailable: {step.error}", context_settings=allow_any)(step.check)
+    else:
+        text = inspect.cleandoc(step.settings.__doc__ or "")
+        app.command(step.name)(command(step.name, text, _step_parameters(step), _step_callback(step)))
+
+
+for _step in steps().values():
+    if _step.name not in COMMAND_ORDER or not _step.package:
+        _add_step(_step)
 
 
 @app.command("sample-corpus")
@@ -532,5 +543,7 @@ def convert_indexed(
 
 def main() -> None:
     """Run the command line."""
+    for message in name_conflicts(COMMAND_ORDER):
+        say(f"dynmo-prep: warning: {message}")
     sys.argv[1:] = expand_list_flags(from_classic_syntax(sys.argv[1:]))
     run_app(app, "dynmo-prep")

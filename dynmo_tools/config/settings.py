@@ -18,12 +18,6 @@ MAX_TASKS = 1 << 20
 MAX_BYTES = 1 << 40
 MAX_PAGE_BYTES = 1 << 27
 """Of a fetched page: its row in the journal, where a byte may take 6, stays within ``MAX_TABLE_BYTES``."""
-_LANGUAGES = (
-    "af ar bg bn ca cs cy da de el en es et fa fi fr gu he hi hr hu id it ja kn ko lt lv mk ml mr ne nl no pa pl pt ro "
-    "ru sk sl so sq sv sw ta te th tl tr uk ur vi zh-cn zh-tw"
-)
-LANGUAGES = tuple(_LANGUAGES.split())
-"""The languages that langdetect knows."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,67 +63,6 @@ class IndexForm(StrEnum):
     MMAP = "mmap"
     CACHED = "cached"
     LAZY = "lazy"
-
-
-@dataclass(frozen=True, kw_only=True)
-class CleanSettings:
-    """Repair the text, drop other languages and short documents."""
-
-    json_key: str = setting("text", help="Key of the text in each document; dots go into nested objects.")
-    language: str = setting(
-        "en", help="Keep documents that langdetect judges to be of this language (ISO 639-1 code); '' keeps all."
-    )
-    min_tokens: int = setting(
-        128,
-        help="Drop documents of fewer tokens; texts of 8 characters a token and more pass uncounted.",
-        minimum=0,
-        maximum=MAX_SIZE,
-    )
-    tokenizer: Path | None = setting(
-        None,
-        file=True,
-        help="A tokenizer.json that counts tokens [default: GPT-2's own]",
-    )
-    punctuation: bool = setting(
-        False, help="Replace typographic quotes, dashes, dots and full-width signs by the plain ones of ASCII."
-    )
-    seed: int = setting(0, help="Seed of langdetect's random sampling.", minimum=0, maximum=MAX_SEED)
-    save_dropped: Path | None = setting(None, output=True, help="Write the documents that are dropped to this file.")
-
-    def __post_init__(self) -> None:
-        """Refuse a language that langdetect does not know: every document would be dropped."""
-        if self.language and self.language not in LANGUAGES:
-            raise UsageError(f"--language {self.language!r}: must be '' or one of {', '.join(LANGUAGES)}")
-
-
-class FixTask(StrEnum):
-    """The repairs and filters of ``fix``, in the order in which they run."""
-
-    REMOVE_512 = "remove_512"
-    REMOVE_256_JAVASCRIPT = "remove_256_javascript"
-    REMOVE_512_NON_ENGLISH = "remove_512_non_english"
-    FTFY = "ftfy_fix_text"
-    GENERAL = "general_cleaning"
-    GUTENBERG = "gutenberg"
-    REALNEWS = "realnews"
-    STORIES = "stories"
-
-
-@dataclass(frozen=True, kw_only=True)
-class FixSettings:
-    """Run the chosen filters and repairs, all of them, in a fixed order."""
-
-    json_key: str = setting("text", help="Key of the text in each document; dots go into nested objects.")
-    tasks: tuple[FixTask, ...] = setting(
-        help="What to run; repeat for several. Filters: remove_512 (below 512 characters), remove_256_javascript "
-        "(shorter than 256 and about javascript), remove_512_non_english (shorter than 512 and not English). Repairs: "
-        "ftfy_fix_text, general_cleaning (runs of spaces; lines joined behind a word), gutenberg (runs of newlines "
-        "become one blank line), realnews (each newline becomes a blank line), stories (spaces before signs)."
-    )
-    seed: int = setting(0, help="Seed of langdetect's random sampling.", minimum=0, maximum=MAX_SEED)
-    save_dropped: Path | None = setting(
-        None, output=True, names=("--filtered",), help="Write the documents that are dropped to this file."
-    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -347,9 +280,9 @@ class ShuffleSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class SplitSentencesSettings:
-    """Put each sentence of a document on a line of its own."""
+    """Write each sentence of a document on its own line."""
 
-    json_key: str = setting("text", help="Key of the text in each document; dots go into nested objects.")
+    json_key: str = setting("text", help="Key of the text in each document; dots address nested objects.")
 
 
 class TokenDtype(StrEnum):

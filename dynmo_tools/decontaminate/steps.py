@@ -228,7 +228,7 @@ def split_slice(task: Task) -> None:
         for part, piece in enumerate(pieces):
             cut = row.raw if piece == text else replace_value(row.raw, path, encode_text(piece))
             name = encode_text(f"{before}{names}-{number:010d}-{part:04d}")
-            task.keep(writer, with_value(row._replace(raw=cut), "split_id", name), documents=int(part == 0))
+            task.write_row(writer, with_value(row._replace(raw=cut), "split_id", name), documents=int(part == 0))
         num_pieces += len(pieces)
     task.facts["pieces"] = num_pieces
 

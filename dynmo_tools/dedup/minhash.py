@@ -1,15 +1,19 @@
-"""MinHash signatures of many documents at once, the same bits as datasketch's ``affine32`` scheme.
+"""MinHash signatures of many documents at once, bit-identical to the ``affine32`` scheme of datasketch.
 
-datasketch owns the permutations, the scheme and the seed; numpy applies them to blocks of shingles of many documents.
+    texts ─> joined_hashes ─> shingle hashes ─> premix ─> h * a + b (mod 2^32) ─> minimum per document ─> signature
+                                                            one pair (a, b) per permutation
+
+datasketch defines the permutations, the scheme and the seed. numpy applies each permutation to the shingles of a whole
+block of documents, instead of all permutations to one document.
+
+Documents of Jaccard index J share at least one of ``num_bands`` bands of r values with probability
+1 - (1 - J^r)^num_bands (Leskovec, Rajaraman, Ullman, Mining of Massive Datasets, 3.4): 0.986 for J = 0.9 and 10 bands
+of 10 values.
 """
 
 from __future__ import annotations
 
 import functools
-import importlib
-import importlib.util
-import sys
-import types
 from collections.abc import Sequence
 
 import numpy as np
@@ -25,34 +29,30 @@ EMPTY = np.uint32(0xFFFFFFFF)
 Permutations = tuple[U32, U32]
 
 
-def _minhash() -> types.ModuleType:
-    """The module ``datasketch.minhash``, without what else the package loads.
-
-    The package's own start loads its indices and scipy with them: a third of a second in every worker. So the module is
-    loaded below an empty package, which is taken away again: whoever imports datasketch afterwards gets all of it.
-    """
-    if "datasketch" in sys.modules:
-        return importlib.import_module("datasketch.minhash")
-    found = importlib.util.find_spec("datasketch")
-    if found is None:
-        raise MissingExtraError("datasketch", "prep")
-    sys.modules["datasketch"] = importlib.util.module_from_spec(found)
-    try:
-        return importlib.import_module("datasketch.minhash")
-    finally:
-        for name in [name for name in sys.modules if name.partition(".")[0] == "datasketch"]:
-            del sys.modules[name]
-
-
 @functools.lru_cache(maxsize=4)
 def permutations(num_seeds: int, seed: int) -> Permutations:
-    """The multipliers and addends, ``[num_seeds]`` each, that datasketch draws for this seed."""
-    a, b = _minhash().MinHash(num_perm=num_seeds, seed=seed, scheme=SCHEME).permutations
+    """The multipliers and addends that datasketch draws for a seed.
+
+    Args:
+        num_seeds: number of permutations.
+        seed: seed of the generator.
+
+    Returns:
+        Two uint32 arrays ``[num_seeds]``.
+
+    Raises:
+        MissingExtraError: datasketch is not installed.
+    """
+    try:
+        from datasketch import MinHash  # 0.4 s with scipy: once per worker, and only in workers that hash
+    except ImportError as error:
+        raise MissingExtraError("datasketch", "prep") from error
+    a, b = MinHash(num_perm=num_seeds, seed=seed, scheme=SCHEME).permutations
     return np.ascontiguousarray(a, dtype=np.uint32), np.ascontiguousarray(b, dtype=np.uint32)
 
 
 def premix(hashes: U32) -> U32:
-    """MurmurHash3's 32-bit finish, which the scheme applies to each hash before it permutes."""
+    """The 32-bit finalizer of MurmurHash3; the scheme applies it to each hash before the permutations."""
     mixed = hashes ^ (hashes >> np.uint32(16))
     mixed *= np.uint32(0x85EBCA6B)
     mixed ^= mixed >> np.uint32(13)
@@ -61,16 +61,17 @@ def premix(hashes: U32) -> U32:
     return mixed
 
 
-def shingle_hashes(text: str, length: int) -> U32:
-    """The 32-bit hashes of a text's shingles; of the whole text where it is shorter than one, none if it is empty."""
-    return joined_hashes([text], length)[0]
-
-
 def joined_hashes(texts: Sequence[str], length: int) -> tuple[U32, npt.NDArray[np.int64]]:
-    """The hashes of the shingles of all texts, one text behind the other, and how many each has ``[texts]``.
+    """Hash the character shingles of all texts. A text shorter than one shingle has one hash, an empty one has none.
 
-    The texts are hashed as one, and the windows that reach from one into the next are left out: a text of a few words
-    costs no more than its characters.
+    The texts are hashed as one string, and windows across two texts are removed: short texts then have no overhead.
+
+    Args:
+        texts: the texts.
+        length: characters per shingle.
+
+    Returns:
+        uint32 hashes of all texts, concatenated, and the number of hashes of each text ``[texts]``, int64.
     """
     sizes = np.fromiter(map(len, texts), dtype=np.int64, count=len(texts))
     points = code_points("".join(texts))
@@ -93,12 +94,15 @@ def joined_hashes(texts: Sequence[str], length: int) -> tuple[U32, npt.NDArray[n
 
 
 def sign_hashes(hashes: U32, counts: npt.NDArray[np.int64], perms: Permutations) -> U32:
-    """The signatures ``[documents, num_seeds]`` of documents given by their shingles' hashes.
+    """Compute MinHash signatures from shingle hashes.
 
     Args:
-        hashes: of all documents, one behind the other.
-        counts: how many of them each document has, ``[documents]``.
-        perms: what ``permutations`` gives.
+        hashes: uint32 shingle hashes of all documents, concatenated.
+        counts: number of hashes of each document ``[documents]``, int64.
+        perms: result of ``permutations``.
+
+    Returns:
+        Signatures ``[documents, num_seeds]``, uint32; a document without shingles has ``EMPTY`` in every column.
     """
     a, b = perms
     signatures = np.full((len(counts), len(a)), EMPTY, dtype=np.uint32)
@@ -116,7 +120,7 @@ def sign_hashes(hashes: U32, counts: npt.NDArray[np.int64], perms: Permutations)
 
 
 def sign(texts: Sequence[str], length: int, perms: Permutations) -> U32:
-    """The signatures ``[documents, num_seeds]`` of texts, in blocks that stay in the processor's cache."""
+    """Compute the signatures ``[documents, num_seeds]``, uint32, of texts, in blocks that fit into the CPU cache."""
     blocks: list[U32] = []
     waiting: list[str] = []
     size = 0
@@ -131,14 +135,22 @@ def sign(texts: Sequence[str], length: int, perms: Permutations) -> U32:
 
 
 def band_keys(signatures: U32, band: int, num_bands: int) -> U64:
-    """A 64-bit key ``[documents]`` of each document's values in one band; equal values have equal keys.
+    """Hash the values of each document in one band to a 64-bit key; equal values have equal keys.
+
+    Args:
+        signatures: ``[documents, num_seeds]``, uint32.
+        band: index of the band.
+        num_bands: number of bands.
+
+    Returns:
+        Keys ``[documents]``, uint64.
 
     Raises:
-        UsageError: the permutations do not divide into bands.
+        UsageError: ``num_bands`` does not divide ``num_seeds``.
     """
     num_seeds = signatures.shape[1]
     if num_bands < 1 or num_seeds % num_bands:
-        raise UsageError(f"{num_seeds} permutations do not divide into {num_bands} bands; choose a divisor")
+        raise UsageError(f"{num_seeds} permutations cannot be divided into {num_bands} bands; choose a divisor of it")
     rows = num_seeds // num_bands
     keys: U64 = np.zeros(len(signatures), dtype=np.uint64)
     for column in range(band * rows, (band + 1) * rows):
@@ -146,16 +158,3 @@ def band_keys(signatures: U32, band: int, num_bands: int) -> U64:
         keys ^= keys >> np.uint64(29)
         keys += signatures[:, column]
     return keys
-
-
-def agreement(signatures: U32, first: int, second: int) -> float:
-    """The share of equal values of two signatures: an estimate of the Jaccard index."""
-    return float(np.mean(signatures[first] == signatures[second]))
-
-
-def candidate_probability(jaccard: npt.ArrayLike, num_bands: int, rows: int) -> npt.NDArray[np.float64]:
-    """The chance that documents of this Jaccard index share a band: ``1 - (1 - J**rows)**num_bands``.
-
-    Worked: J = 0.9 with 10 bands of 10 gives 0.986 (Leskovec, Rajaraman, Ullman, Mining of Massive Datasets, 3.4).
-    """
-    return 1.0 - (1.0 - np.asarray(jaccard, dtype=np.float64) ** rows) ** num_bands

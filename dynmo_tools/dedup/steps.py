@@ -230,7 +230,7 @@ def remove_marked(task: Task) -> None:
         if drop:
             task.tally.drop("duplicate")
         else:
-            task.keep(writer, row.raw)
+            task.write_row(writer, row.raw)
 
 
 def _named_parts(task: Task) -> list[NamePart]:
@@ -297,7 +297,7 @@ def remove_named(task: Task) -> None:
         unnamed += name is None
         number = removals.find(name, location_of(task.slice.path, row), real_file)
         if number is None:
-            task.keep(writer, row.raw)
+            task.write_row(writer, row.raw)
         else:
             found.add(number)
             task.tally.drop("duplicate")

@@ -44,7 +44,7 @@ def extract(task: Task) -> None:
                 "title": found.title,
                 "text": text,
             }
-            task.keep(writer, encode_row(row))
+            task.write_row(writer, encode_row(row))
     except (ElementTree.ParseError, EOFError) as error:
         raise DynmoError(f"{path}: is cut off or no MediaWiki XML: {error}; fetch the dump again") from error
     except OSError as error:

@@ -1,26 +1,31 @@
-"""Clean: repaired text, of one language, long enough. The rules are those of Megatron's ``cleanup_dataset``."""
+"""Clean: repair text, keep one language, drop short documents, by the rules of Megatron's ``cleanup_dataset``."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from .._common.errors import MissingExtraError
-from ..config.settings import CleanSettings, Engine
-from ..runner.parts import MapWriter, map_phases
-from ..runner.task import Phase, Task
-from ..runner.task_manifest import TaskManifest
-from .language import LanguageDetector
+from .._common.document import MAX_SIZE
+from .._common.errors import MissingExtraError, UsageError
+from ..config.options import setting
+from ..config.settings import MAX_SEED, Engine
+from .base import DocumentFilter, FilterResult, FilterSettings
 
 if TYPE_CHECKING:
     from ..tokenization.tokenizers import Tokenizer
+    from .language import LanguageDetector
 
+_LANGUAGES = (
+    "af ar bg bn ca cs cy da de el en es et fa fi fr gu he hi hr hu id it ja kn ko lt lv mk ml mr ne nl no pa pl pt ro "
+    "ru sk sl so sq sv sw ta te th tl tr uk ur vi zh-cn zh-tw"
+)
+LANGUAGES = tuple(_LANGUAGES.split())
+"""Languages of langdetect."""
 CHARACTERS_PER_TOKEN = 8
-FTFY_LINE_CHARACTERS = 1_000_000  # it cuts longer lines
-
+FTFY_LINE_CHARACTERS = 1_000_000  # ftfy splits longer lines
 
 ASCII_PUNCTUATION = str.maketrans(
     {
@@ -42,11 +47,24 @@ ASCII_PUNCTUATION = str.maketrans(
 
 
 @dataclass(frozen=True, kw_only=True)
-class CleanResult:
-    """What becomes of a document: its repaired text, and why it is dropped, if it is."""
+class CleanSettings(FilterSettings):
+    """Repair text, drop documents of other languages and short documents."""
 
-    text: str
-    drop: str | None = None
+    language: str = setting("en", help="Language to keep, by langdetect (ISO 639-1 code); '' keeps all.")
+    min_tokens: int = setting(
+        128,
+        help="Minimum number of tokens; texts of 8 characters per token are not counted.",
+        minimum=0,
+        maximum=MAX_SIZE,
+    )
+    tokenizer: Path | None = setting(None, file=True, help="tokenizer.json that counts tokens [default: GPT-2's]")
+    punctuation: bool = setting(False, help="Replace typographic and full-width punctuation by ASCII.")
+    seed: int = setting(0, help="Seed of langdetect's random sampling.", minimum=0, maximum=MAX_SEED)
+
+    def __post_init__(self) -> None:
+        """Refuse a language that langdetect does not know: every document would be dropped."""
+        if self.language and self.language not in LANGUAGES:
+            raise UsageError(f"--language {self.language!r}: must be '' or one of {', '.join(LANGUAGES)}")
 
 
 def is_plain(text: str) -> bool:
@@ -111,13 +129,19 @@ def is_short(text: str, min_tokens: int, count: Callable[[str], int]) -> bool:
 
 @functools.lru_cache(maxsize=4)
 def language_detector(seed: int) -> LanguageDetector:
-    """The judge for this seed, made once a process."""
+    """The detector for a seed; loaded once per process."""
+    from .language import LanguageDetector
+
     return LanguageDetector(seed)
 
 
 @functools.lru_cache(maxsize=4)
 def token_counter(tokenizer: Path | None) -> Callable[[str], int]:
-    """The function that counts the tokens of a text: of a ``tokenizer.json``, or GPT-2's; loaded when first called."""
+    """A function that counts the tokens of a text; the tokenizer is loaded by its first call.
+
+    Args:
+        tokenizer: a ``tokenizer.json``; None is the built-in tokenizer of GPT-2.
+    """
 
     @functools.lru_cache(maxsize=1)
     def load() -> Tokenizer:
@@ -132,38 +156,35 @@ def token_counter(tokenizer: Path | None) -> Callable[[str], int]:
 
 def clean_text(
     text: str, settings: CleanSettings, count: Callable[[str], int], detector: LanguageDetector | None
-) -> CleanResult:
-    """Decide on one document: the cheap tests first, the kept documents are the same in any order."""
-    repaired = repair(text)
+) -> FilterResult:
+    """Repair one text and decide whether it is dropped. The cheap tests run first; their order changes no decision."""
+    text = repair(text)
     if settings.punctuation:
-        repaired = plain_punctuation(repaired)
-    if not repaired.strip():
-        return CleanResult(text=repaired, drop="empty")
-    if is_short(repaired, settings.min_tokens, count):
-        return CleanResult(text=repaired, drop="short")
+        text = plain_punctuation(text)
+    if not text.strip():
+        return FilterResult(text=text, drop_reason="empty")
+    if is_short(text, settings.min_tokens, count):
+        return FilterResult(text=text, drop_reason="short")
     if detector is not None:
-        found = detector.detect(repaired)
-        if found is None:
-            return CleanResult(text=repaired, drop="no-features")
-        if found != settings.language:
-            return CleanResult(text=repaired, drop="language")
-    return CleanResult(text=repaired)
+        language = detector.detect(text)
+        if language is None:
+            return FilterResult(text=text, drop_reason="no-features")
+        if language != settings.language:
+            return FilterResult(text=text, drop_reason="language")
+    return FilterResult(text=text)
 
 
-def clean_phases(manifest: TaskManifest) -> list[Phase]:
-    """The phases of ``clean``."""
-    return map_phases(manifest, "filters.clean:clean")
+class CleanFilter(DocumentFilter):
+    """The step ``clean``."""
 
+    settings_type = CleanSettings
+    repairs_surrogates = True
 
-def clean(task: Task) -> None:
-    """Task function: one slice of documents, cleaned."""
-    settings: CleanSettings = task.job.settings
-    detector = language_detector(settings.seed) if settings.language else None
-    count = token_counter(settings.tokenizer)
-    writer = MapWriter(task)
-    for row, text in task.documents(settings.json_key, allow_surrogates=True):
-        verdict = clean_text(text, settings, count, detector)
-        if verdict.drop is not None:
-            writer.drop(row, verdict.drop)
-        else:
-            writer.keep(row, settings.json_key, text, verdict.text)
+    def __init__(self, settings: CleanSettings) -> None:
+        super().__init__(settings)
+        self._detector = language_detector(settings.seed) if settings.language else None
+        self._count = token_counter(settings.tokenizer)
+
+    def apply(self, text: str, document: Mapping[str, Any]) -> FilterResult:
+        """Clean one text."""
+        return clean_text(text, self.settings, self._count, self._detector)

@@ -1,20 +1,25 @@
-"""Fix: the clean-up variants for data sets that need other care than ``clean`` gives.
+"""Fix: alternative filters and repairs for particular corpora.
 
-The filters and repairs are those of Megatron's ``cleanup_fix_dataset`` and the variants in its comments. All that were
-chosen run, the filters first: there the first repair that was chosen kept the others from running.
+The filters and repairs are those of Megatron's ``cleanup_fix_dataset`` and of the variants in its comments. All chosen
+ones run, filters first. In Megatron the first chosen repair disables the others.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from ..config.settings import FixSettings, FixTask
-from ..runner.parts import MapWriter, map_phases
-from ..runner.task import Phase, Task
-from ..runner.task_manifest import TaskManifest
+from ..config.options import setting
+from ..config.settings import MAX_SEED
+from .base import DocumentFilter, FilterResult, FilterSettings
 from .clean import language_detector, repair
-from .language import LanguageDetector
+
+if TYPE_CHECKING:
+    from .language import LanguageDetector
 
 SPACES_AND_BROKEN_LINES = re.compile(r"  +|\b\n+ |\b\n+")
 BLANK_LINES = re.compile(r"\n\n+")
@@ -23,8 +28,37 @@ SPACED_SIGNS = (
 )  # fmt: skip
 
 
+class FixTask(StrEnum):
+    """Filters and repairs of ``fix``, in execution order."""
+
+    REMOVE_512 = "remove_512"
+    REMOVE_256_JAVASCRIPT = "remove_256_javascript"
+    REMOVE_512_NON_ENGLISH = "remove_512_non_english"
+    FTFY = "ftfy_fix_text"
+    GENERAL = "general_cleaning"
+    GUTENBERG = "gutenberg"
+    REALNEWS = "realnews"
+    STORIES = "stories"
+
+
+@dataclass(frozen=True, kw_only=True)
+class FixSettings(FilterSettings):
+    """Run all chosen filters and repairs in a fixed order."""
+
+    tasks: tuple[FixTask, ...] = setting(
+        help="Tasks to run; repeat for several. Filters: remove_512 (below 512 characters), remove_256_javascript "
+        "(below 256 characters and about javascript), remove_512_non_english (below 512 characters and not English). "
+        "Repairs: ftfy_fix_text, general_cleaning (runs of spaces, line breaks after a word), gutenberg (runs of "
+        "newlines become one blank line), realnews (each newline becomes a blank line), stories (spaces before signs)."
+    )
+    seed: int = setting(0, help="Seed of langdetect's random sampling.", minimum=0, maximum=MAX_SEED)
+    save_dropped: Path | None = setting(
+        None, output=True, names=("--filtered",), help="File for the dropped documents."
+    )
+
+
 def drop_reason(text: str, tasks: Collection[FixTask], detector: LanguageDetector) -> str | None:
-    """Which of the chosen filters leaves ``text`` out, if one does; lengths are in characters."""
+    """The chosen filter that drops ``text``, or None; lengths are in characters."""
     if FixTask.REMOVE_512 in tasks and len(text) < 512:
         return FixTask.REMOVE_512.value
     if FixTask.REMOVE_256_JAVASCRIPT in tasks and len(text) < 256 and "javascript" in text.lower():
@@ -50,19 +84,14 @@ def repaired(text: str, tasks: Collection[FixTask]) -> str:
     return text
 
 
-def fix_phases(manifest: TaskManifest) -> list[Phase]:
-    """The phases of ``fix``."""
-    return map_phases(manifest, "filters.fix:fix")
+class FixFilter(DocumentFilter):
+    """The step ``fix``."""
 
+    settings_type = FixSettings
+    repairs_surrogates = True
+    output_names = ("--output-path",)
 
-def fix(task: Task) -> None:
-    """Task function: one slice of documents, filtered and repaired."""
-    settings: FixSettings = task.job.settings
-    detector = language_detector(settings.seed)
-    writer = MapWriter(task)
-    for row, text in task.documents(settings.json_key, allow_surrogates=True):
-        reason = drop_reason(text, settings.tasks, detector)
-        if reason is not None:
-            writer.drop(row, reason)
-        else:
-            writer.keep(row, settings.json_key, text, repaired(text, settings.tasks))
+    def apply(self, text: str, document: Mapping[str, Any]) -> FilterResult:
+        """Filter and repair one text."""
+        reason = drop_reason(text, self.settings.tasks, language_detector(self.settings.seed))
+        return FilterResult(text=text if reason else repaired(text, self.settings.tasks), drop_reason=reason)

@@ -19,7 +19,7 @@ def copy_rows(task: Task) -> None:
     """Task function: the documents of one slice as they are, each ended by a newline."""
     writer = task.create(task.part(records_kind(task)))
     for row in task.rows():
-        task.keep(writer, row.raw)
+        task.write_row(writer, row.raw)
 
 
 def add_id_phases(manifest: TaskManifest) -> list[Phase]:
@@ -57,4 +57,4 @@ def number_rows(task: Task) -> None:
     for row in task.rows():
         number += 1
         name = encode_text(f"{settings.id_prefix}-{number:010d}")
-        task.keep(writer, with_value(row, settings.id_key, name))
+        task.write_row(writer, with_value(row, settings.id_key, name))

@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from .._common.errors import DynmoError
 from ..io.codecs import is_compressed
 from ..io.concat_files import append_files
 from ..io.json_edit import append_entry, replace_value
 from ..io.jsonl import Row, encode_text, has_surrogates, path_of
+from .registry import find_step
 from .task import Phase, Task
 from .task_manifest import TaskManifest
 
@@ -46,32 +48,32 @@ def join_records(task: Task) -> None:
 
 
 class MapWriter:
-    """Where a step that maps documents to documents puts each one of its slice."""
+    """Writes the documents of a slice: kept ones to the output, dropped ones to ``--save-dropped``."""
 
     def __init__(self, task: Task) -> None:
         self._task = task
-        self._kept = task.create(task.part(records_kind(task)))
+        self._writer = task.create(task.part(records_kind(task)))
         dropped: Path | None = getattr(task.job.settings, "save_dropped", None)
         self._dropped = None if dropped is None else task.create(task.part(dropped_kind(dropped)))
 
     def drop(self, row: Row, reason: str) -> None:
-        """Leave a document out."""
+        """Drop a document."""
         self._task.tally.drop(reason)
         if self._dropped is not None:
             self._dropped.write(row.raw + b"\n")
 
-    def keep(self, row: Row, key: str, before: str, after: str) -> None:
-        """Write a document; where its text changed, only the bytes of the text change.
+    def write(self, row: Row, key: str, before: str, after: str) -> None:
+        """Write a document; if its text changed, only the bytes of the text are replaced.
 
-        A text with lone surrogates is rejected, because UTF-8 has no bytes for them.
+        A text with lone surrogates is rejected: UTF-8 cannot encode them.
         """
         if has_surrogates(after):
             self._task.reject(row.line, row.offset, "surrogate", row.raw)
         elif before == after:
-            self._task.keep(self._kept, row.raw)
+            self._task.write_row(self._writer, row.raw)
         else:
             self._task.tally.changed += 1
-            self._task.keep(self._kept, replace_value(row.raw, path_of(row.value, key), encode_text(after)))
+            self._task.write_row(self._writer, replace_value(row.raw, path_of(row.value, key), encode_text(after)))
 
 
 def with_value(row: Row, key: str, encoded: bytes) -> bytes:
@@ -87,3 +89,32 @@ def map_phases(manifest: TaskManifest, run: str) -> list[Phase]:
         Phase(name="map", run=run, tasks=len(manifest.tasks), reads=True),
         Phase(name="join", run="runner.parts:join_records", tasks=1),
     ]
+
+
+def filter_phases(manifest: TaskManifest) -> list[Phase]:
+    """The phases of every filter."""
+    return map_phases(manifest, "runner.parts:run_filter")
+
+
+def run_filter(task: Task) -> None:
+    """Task function: one slice of documents through the filter of the job's step.
+
+    Raises:
+        DynmoError: the filter raised an exception; the message has its step, package and document.
+    """
+    step, settings = find_step(task.job.step), task.job.settings
+    document_filter = step.load_filter()(settings)
+    writer = MapWriter(task)
+    for row, text in task.documents(settings.json_key, allow_surrogates=document_filter.repairs_surrogates):
+        try:
+            result = document_filter.apply(text, row.value)
+            after, reason = result.text, result.drop_reason
+        except DynmoError:
+            raise
+        except Exception as error:
+            place = f"{task.slice.path}, line {row.line} of the slice, byte {row.offset}"
+            raise DynmoError(f"{place}: the {step.description} raised {type(error).__name__}: {error}") from error
+        if reason is not None:
+            writer.drop(row, reason)
+        else:
+            writer.write(row, settings.json_key, text, after)

@@ -17,7 +17,7 @@ from ..formats.workfiles import PIPELINE
 from ..io.atomic_write import sweep_temporaries
 from ..io.paths import expand_inputs
 from .job import Execution, Summary, run_job
-from .registry import STEPS, OutputKind, Step, default_work
+from .registry import OutputKind, Step, default_work, steps
 from .task_manifest import Job, Limits, Source
 
 SUMMARY_NAME = "pipeline-summary.json"
@@ -79,8 +79,8 @@ def parse_recipe(text: str, source: str, assignments: Sequence[str] = ()) -> Rec
     runs: dict[str, str] = {}
     for number, table in enumerate(document.get("step", []), 1):
         run = table.pop("run", None)
-        if run not in STEPS:
-            raise UsageError(f"{source}: step {number} runs {run!r}; known steps are {', '.join(STEPS)}")
+        if run not in steps():
+            raise UsageError(f"{source}: step {number} runs {run!r}; known steps are {', '.join(steps())}")
         name = table.pop("name", run)
         if name in tables:
             raise UsageError(f"{source}: two steps are named {name!r}; give one of them another name")
@@ -98,7 +98,7 @@ def parse_recipe(text: str, source: str, assignments: Sequence[str] = ()) -> Rec
         source=source,
         inputs=tuple([inputs] if isinstance(inputs, str) else inputs),
         prefix=header.get("prefix", "data"),
-        steps=tuple(RecipeStep(name=n, step=STEPS[runs[n]], values=v) for n, v in tables.items()),
+        steps=tuple(RecipeStep(name=n, step=steps()[runs[n]].check(), values=v) for n, v in tables.items()),
     )
 
 
@@ -133,6 +133,7 @@ def jobs_of(recipe: Recipe, inputs: Sequence[Path], folder: Path, limits: Limits
             work=default_work(output),
             settings=settings,
             limits=limits,
+            package=chosen.step.package,
         )
         for path in files_of(settings):
             if path not in [earlier.output for _, earlier in jobs]:

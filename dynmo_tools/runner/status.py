@@ -7,7 +7,7 @@ from typing import Any
 
 from .._common.errors import UsageError
 from ..formats.workfiles import MANIFEST, TASK
-from .registry import STEPS
+from .registry import find_step
 from .task import marker_path
 from .task_manifest import load_manifest
 
@@ -30,7 +30,7 @@ def status_of(folder: Path) -> list[dict[str, Any]]:
 
 def _one(work: Path) -> dict[str, Any]:
     manifest, document = load_manifest(work), MANIFEST.read(work / "manifest.json")
-    phases = STEPS[document["step"]].phases_of()(manifest)
+    phases = find_step(document["step"]).phases_of()(manifest)
     documents = rejected = 0
     states = []
     for phase in phases:

@@ -242,8 +242,8 @@ class Task:
                 continue
             yield row, text
 
-    def keep(self, writer: IO[bytes], raw: bytes, *, documents: int = 1) -> None:
-        """Write one line and count it as kept; 0 ``documents`` for a further piece of the same document."""
+    def write_row(self, writer: IO[bytes], raw: bytes, *, documents: int = 1) -> None:
+        """Write one line and count it as output; 0 ``documents`` for a further piece of the same document."""
         writer.write(raw)
         writer.write(b"\n")
         self.tally.documents_out += documents

@@ -68,6 +68,7 @@ class Job:
     work: Path
     settings: Any
     limits: Limits = Limits()
+    package: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,6 +151,7 @@ def digest_of(job: Job, sources: Sequence[Source]) -> str:
         "files": files,
         "output": str(job.output),
         "program": __version__,
+        "package": job.package,
     }
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 

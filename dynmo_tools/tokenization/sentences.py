@@ -83,4 +83,4 @@ def split_slice(task: Task) -> None:
     writer = MapWriter(task)
     for row, text in task.documents(settings.json_key):
         lines = (" ".join(sentence.split()) for sentence in split_sentences(text))
-        writer.keep(row, settings.json_key, text, "\n".join(lines))
+        writer.write(row, settings.json_key, text, "\n".join(lines))

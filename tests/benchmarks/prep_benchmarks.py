@@ -184,7 +184,7 @@ def bench_binarize(options: argparse.Namespace, folder: Path) -> None:
 def bench_signatures(options: argparse.Namespace, folder: Path) -> None:
     from datasketch import MinHash
 
-    from dynmo_tools.dedup.minhash import permutations, shingle_hashes, sign
+    from dynmo_tools.dedup.minhash import joined_hashes, permutations, sign
 
     texts = [document["text"] for document in documents_of(Path(options.text))][:400]
     perms = permutations(100, 1234)
@@ -193,7 +193,7 @@ def bench_signatures(options: argparse.Namespace, folder: Path) -> None:
     def batch() -> None:
         for text, signature in zip(texts, made, strict=True):
             sketch = MinHash(num_perm=100, seed=1234, scheme="affine32", hashfunc=int)
-            sketch.update_batch(shingle_hashes(text, 5).tolist())
+            sketch.update_batch(joined_hashes([text], 5)[0].tolist())
             if not np.array_equal(sketch.hashvalues, signature):
                 raise SystemExit("a signature differs")
 

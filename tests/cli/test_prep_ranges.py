@@ -16,9 +16,10 @@ from typer.models import OptionInfo
 from dynmo_tools import cli
 from dynmo_tools._common.errors import UsageError
 from dynmo_tools.config.options import from_mapping, hints
-from dynmo_tools.config.settings import LANGUAGES, RunSettings
+from dynmo_tools.config.settings import RunSettings
+from dynmo_tools.filters.clean import LANGUAGES
 from dynmo_tools.io.codecs import FOREIGN_ENDINGS, FOREIGN_OUTPUT_ENDINGS
-from dynmo_tools.runner.registry import STEPS
+from dynmo_tools.runner.registry import steps
 
 
 def numbers():
@@ -81,7 +82,7 @@ def test_numbers_out_of_range_are_refused_before_work(name, capsys, monkeypatch,
 
 
 @pytest.mark.parametrize(
-    "kind", [*dict.fromkeys(step.settings for step in STEPS.values()), RunSettings], ids=lambda k: k.__name__
+    "kind", [*dict.fromkeys(step.settings for step in steps().values()), RunSettings], ids=lambda k: k.__name__
 )
 def test_a_recipe_refuses_numbers_out_of_range(kind):
     required = {"id-prefix": "a", "tasks": ["remove_512"], "groups": "g"}
@@ -98,7 +99,7 @@ def test_a_recipe_refuses_numbers_out_of_range(kind):
 
 def test_all_numbers_out_of_range_are_reported_at_once():
     with pytest.raises(UsageError) as refusal:
-        from_mapping(STEPS["dedup"].settings, {"threshold": 90, "seed": -1}, "r: step dedup")
+        from_mapping(steps()["dedup"].settings, {"threshold": 90, "seed": -1}, "r: step dedup")
     assert str(refusal.value) == (
         "r: step dedup.threshold 90.0: must be at most 1; r: step dedup.seed -1: must be at least 0"
     )

@@ -7,8 +7,7 @@ import ftfy
 import pytest
 import tokenizers
 
-from dynmo_tools.config.settings import CleanSettings
-from dynmo_tools.filters.clean import clean_text, is_short, plain_punctuation, repair, token_counter
+from dynmo_tools.filters.clean import CleanSettings, clean_text, is_short, plain_punctuation, repair, token_counter
 from dynmo_tools.filters.language import LanguageDetector
 from dynmo_tools.tokenization.tokenizers import built_in_gpt2
 
@@ -87,7 +86,7 @@ def test_tokens_are_counted_and_not_words(word, tokens):
 
 def test_a_document_of_few_long_words_is_kept_as_by_the_original():
     text = " ".join(["antidisestablishmentarianism"] * 26)  # 26 words, 130 tokens
-    assert clean_text(text, CleanSettings(language=""), GPT2, None).drop is None
+    assert clean_text(text, CleanSettings(language=""), GPT2, None).drop_reason is None
 
 
 @pytest.mark.parametrize(
@@ -110,7 +109,7 @@ def test_a_verdict_for_each_reason():
     detector = LanguageDetector(0)
 
     def drop(text):
-        return clean_text(text, settings, GPT2, detector).drop
+        return clean_text(text, settings, GPT2, detector).drop_reason
 
     assert drop(ENGLISH) is None
     assert drop(GERMAN) == "language"

@@ -2,9 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from dynmo_tools.config.settings import FixTask
 from dynmo_tools.filters.clean import language_detector
-from dynmo_tools.filters.fix import drop_reason, repaired
+from dynmo_tools.filters.fix import FixTask, drop_reason, repaired
 
 ENGLISH = "This is an English sentence about nothing in particular. " * 4
 GERMAN = "Das ist ein deutscher Satz über nichts Besonderes und so weiter. " * 4

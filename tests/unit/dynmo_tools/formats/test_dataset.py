@@ -8,11 +8,12 @@ import json
 import pytest
 
 from dynmo_tools._common.errors import UsageError
-from dynmo_tools.config.settings import BinarizeSettings, FixSettings, FixTask, IndexForm, TokenizerType
+from dynmo_tools.config.settings import BinarizeSettings, IndexForm, TokenizerType
+from dynmo_tools.filters.fix import FixSettings, FixTask
 from dynmo_tools.formats.dataset import read_sidecar, sidecar_path
 from dynmo_tools.formats.indexed import bin_path, describe, idx_path, verify
 from dynmo_tools.runner.job import Execution, run_job
-from dynmo_tools.runner.registry import STEPS, default_work
+from dynmo_tools.runner.registry import default_work, steps
 from dynmo_tools.runner.task_manifest import Job, Limits
 from dynmo_tools.tokenization.indexed_ops import convert_dataset, merge_datasets
 
@@ -26,7 +27,7 @@ def run(step, source, output, settings, task_bytes=1 << 26):
         settings=settings,
         limits=Limits(task_bytes=task_bytes),
     )
-    return run_job(job, STEPS[step].phases_of(), Execution())
+    return run_job(job, steps()[step].phases_of(), Execution())
 
 
 @pytest.fixture

@@ -11,20 +11,19 @@ from hypothesis import strategies as st
 
 from dynmo_tools.config.settings import (
     AddIdSettings,
-    CleanSettings,
     DecontaminateSettings,
     DedupSettings,
-    FixSettings,
-    FixTask,
     MergeSettings,
     RemoveDuplicatesSettings,
     ShuffleSettings,
     SplitSentencesSettings,
 )
+from dynmo_tools.filters.clean import CleanSettings
+from dynmo_tools.filters.fix import FixSettings, FixTask
 from dynmo_tools.io.json_edit import append_entry, replace_value
 from dynmo_tools.io.jsonl import Row, exact_integer, parse_line, path_of, text_of
 from dynmo_tools.runner.job import Execution, run_job
-from dynmo_tools.runner.registry import STEPS
+from dynmo_tools.runner.registry import steps
 from dynmo_tools.runner.task_manifest import Job
 
 SPACES = st.sampled_from(["", " ", "\t", " \r "])
@@ -106,7 +105,7 @@ def run(step, options, lines, folder):
     job = Job(
         step=step, inputs=(folder / "in.jsonl",), output=folder / "out.jsonl", work=folder / "work", settings=options
     )
-    run_job(job, STEPS[step].phases_of(), Execution(overwrite=True))
+    run_job(job, steps()[step].phases_of(), Execution(overwrite=True))
     return (folder / "out.jsonl").read_bytes().split(b"\n")[:-1]
 
 
