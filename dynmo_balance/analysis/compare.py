@@ -6,8 +6,9 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from ..formats.plan import Plan
+from ..partition.balance import certify
 from ..partition.problem import PartitionProblem
-from ..partition.registry import BALANCERS, certify
+from ..partition.registry import balancer_names, run_balancer
 from ..planning.plan_builder import make_proposal, propose
 
 
@@ -41,8 +42,8 @@ def compare(problem: PartitionProblem, base: Plan | None, objective: str = "auto
     owner = None if base is None else base.owner
     exact = propose(problem, "exact", objective=objective, owner=owner)
     rows = []
-    for name, balancer in BALANCERS.items():
-        solution = certify(problem, balancer(problem), exact.solution)
+    for name in balancer_names():
+        solution = certify(problem, run_balancer(problem, name), exact.solution)
         proposal = exact if name == "exact" else make_proposal(problem, solution, owner=owner)
         peaks = proposal.timeline.peak_memory_bytes
         limits = [slot.memory_bytes for slot in problem.slots]

@@ -7,8 +7,9 @@ from itertools import pairwise
 
 from .._common.errors import DynmoError
 from ..formats.profile import Header
+from ..partition.balance import solve_best
+from ..partition.exact import Solution
 from ..partition.problem import PartitionProblem
-from ..partition.registry import Solution, solve_best
 from ..planning.plan_builder import chain_of
 from ..simulation.simulator import Timeline, predict
 

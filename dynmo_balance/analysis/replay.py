@@ -21,8 +21,8 @@ from ..online.decision import WatchOptions, decide
 from ..online.policies import PolicyState
 from ..online.run_state import RunState
 from ..partition import uniform
+from ..partition.exact import solve
 from ..partition.problem import PartitionProblem, worker_slots
-from ..partition.registry import solve
 from ..planning.plan_builder import chain_of, make_proposal, to_plan
 
 BLOCK = 25

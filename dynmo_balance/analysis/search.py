@@ -14,8 +14,9 @@ from .._common.errors import DynmoError
 from ..costs.cost_window import SPLIT_SCHEDULES, costs_for, split_in_half
 from ..formats.plan import CUSTOM, V_SCHEDULES
 from ..formats.profile import Header
+from ..partition.balance import balance
+from ..partition.exact import Solution
 from ..partition.problem import InfeasibleError, PartitionProblem
-from ..partition.registry import Solution, balance
 from ..planning.custom_schedule import search_custom_schedules
 from ..planning.local_search import minimize_step
 from ..planning.plan_builder import chain_of

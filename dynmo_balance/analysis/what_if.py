@@ -15,8 +15,8 @@ from ..formats.profile import Header
 from ..inputs.problem_from_options import default_virtual_stages
 from ..inputs.scenarios import depths_of, frozen_costs, hash_unit
 from ..partition import uniform
+from ..partition.balance import balance
 from ..partition.problem import InfeasibleError, PartitionProblem, WorkerSlot, worker_slots
-from ..partition.registry import balance
 from ..planning.plan_builder import chain_of
 from ..planning.repack import Packing, fewest_workers
 from ..schedules.registry import SCHEDULES

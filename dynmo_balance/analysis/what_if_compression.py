@@ -9,8 +9,8 @@ from typing import Any
 
 from .._common.errors import UsageError
 from ..formats.profile import Header
+from ..partition.balance import balance
 from ..partition.problem import InfeasibleError, PartitionProblem
-from ..partition.registry import balance
 from ..simulation.simulator import Communication
 from ..simulation.step_tail import TailOptions, tail_of
 from .compression import CompressionOptions, simulate_compressed

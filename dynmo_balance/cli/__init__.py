@@ -47,7 +47,7 @@ app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,  # plain help never cuts the name of an option, and needs no rich
-    help="Plan pipeline partitions: balance, simulate, ask what if, and watch a run.",
+    help="Plan pipeline partitions: balance, simulate, sweep, and follow a run.",
 )
 add_version(app)
 app.add_typer(profile.app, name="profile")

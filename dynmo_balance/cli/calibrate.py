@@ -12,15 +12,15 @@ from .options import FormatOption
 
 
 def calibrate(
-    run: Annotated[Path, typer.Argument(help="A run directory with its profile and plans.")],
+    run: Annotated[Path, typer.Argument(help="Run directory with its profile and plans.")],
     link: Annotated[
-        bool, typer.Option("--link", help="Fit latency and bandwidth as well; needs steps under two partitions.")
+        bool, typer.Option("--link", help="Also fit latency and bandwidth; needs steps under two partitions.")
     ] = False,
     output_format: FormatOption = Format.TEXT,
 ) -> None:
-    """Fit the overhead of an operation, and the link's latency and bandwidth, to measured steps.
+    """Fit the overhead per operation, and the link's latency and bandwidth, to measured steps.
 
-    Give the overhead to simulate as --overhead-us.
+    Pass the overhead to simulate as --overhead-us.
     """
     from .._common.errors import UsageError
     from ..analysis.calibrate import calibrate as fit
@@ -31,7 +31,7 @@ def calibrate(
 
     segment = next((s for s in reversed(read_profile(profile_path(run))) if s.steps), None)
     if segment is None:
-        raise UsageError(f"{run}: no step records to calibrate by")
+        raise UsageError(f"{run}: has no step records to calibrate with; record at least one step")
     warn_of_units(run, segment.steps)
     samples = samples_of(segment, read_plans(run / "plans", segment.header))
     found = fit(samples, link)
@@ -48,7 +48,7 @@ def calibrate(
             }
         )
         return
-    emit(f"overhead {found.overhead_ns / 1000:.1f} us an operation")
+    emit(f"overhead: {found.overhead_ns / 1000:.1f} us per operation")
     bandwidth = "unlimited" if found.bandwidth_bytes_per_s is None else f"{found.bandwidth_bytes_per_s / 1e9:.3f} GB/s"
-    emit(f"link: latency {found.latency_ns / 1000:.1f} us, bandwidth {bandwidth}")
-    emit(f"{len(samples)} stretches of steps: error {before:.1%} before, {found.error:.1%} after")
+    emit(f"link latency: {found.latency_ns / 1000:.1f} us | bandwidth: {bandwidth}")
+    emit(f"error: {before:.1%} before, {found.error:.1%} after, over {len(samples)} ranges of steps")

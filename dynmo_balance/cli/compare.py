@@ -4,52 +4,38 @@ from __future__ import annotations
 
 from .._common.console import Format, emit_json, emit_table, human_bytes
 from .options import (
-    AtStepOption,
+    CostOptions,
     FormatOption,
     GranularityOption,
-    MemoryOption,
-    MicrobatchesOption,
-    MinLayersOption,
+    LimitOptions,
     Objective,
     ObjectiveOption,
+    PipelineOptions,
     ScheduleOption,
     SourceArgument,
-    StagesOption,
-    VirtualOption,
-    WindowOption,
+    grouped,
 )
 
 
+@grouped
 def compare(
+    *,
     source: SourceArgument,
-    stages: StagesOption = None,
-    microbatches: MicrobatchesOption = None,
+    pipeline: PipelineOptions,
     schedule: ScheduleOption = None,
-    virtual_stages: VirtualOption = None,
     granularity: GranularityOption = None,
-    memory: MemoryOption = None,
-    min_layers: MinLayersOption = 1,
+    limits: LimitOptions,
     objective: ObjectiveOption = Objective.AUTO,
-    window: WindowOption = 20,
-    at_step: AtStepOption = None,
+    costs: CostOptions,
     output_format: FormatOption = Format.TEXT,
 ) -> None:
-    """All balancers side by side: bottleneck, step time, gap by the objective, bubble, memory and bytes to move."""
+    """Compare all balancers: bottleneck, step time, gap to the best, bubble, peak memory and bytes to move."""
     from ..analysis.compare import compare as compare_all
     from ..inputs.problem_from_options import ProblemOptions, make_problem
-    from ..inputs.profile_source import load
     from ..output.tables import OBJECTIVES, milliseconds
 
-    loaded = load(source, window=window, at_step=at_step)
-    options = ProblemOptions(
-        stages=stages,
-        microbatches=microbatches,
-        schedule=schedule,
-        virtual_stages=virtual_stages,
-        granularity=granularity,
-        memory=memory,
-        min_layers=min_layers,
-    )
+    loaded = costs.load(source)
+    options = ProblemOptions(**vars(pipeline), **vars(limits), schedule=schedule, granularity=granularity)
     minimized, rows = compare_all(make_problem(loaded, options, loaded.plan), loaded.plan, objective)
     if output_format is Format.JSON:
         emit_json([row.document() for row in rows])

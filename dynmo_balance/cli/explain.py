@@ -8,45 +8,34 @@ from typing import Annotated
 import typer
 
 from .._common.console import Format, emit, emit_json
-from .options import (
-    AtStepOption,
-    FormatOption,
-    Objective,
-    ObjectiveOption,
-    SourceArgument,
-    StagesOption,
-    WindowOption,
-)
+from .options import CostOptions, FormatOption, Objective, ObjectiveOption, SourceArgument, StagesOption, grouped
 
 
+@grouped
 def explain(
+    *,
     source: SourceArgument,
     plan: Annotated[
-        Path | None, typer.Option(help="The plan to explain. Default: the active plan of a run, else the exact one.")
+        Path | None, typer.Option(help="Plan to explain. Default: the active plan of a run, else the exact one.")
     ] = None,
     stages: StagesOption = None,
     objective: ObjectiveOption = Objective.AUTO,
-    window: WindowOption = 20,
-    at_step: AtStepOption = None,
+    costs: CostOptions,
     output_format: FormatOption = Format.TEXT,
 ) -> None:
-    """Say in words what limits a plan and what would help next; each remedy is tried in simulation first."""
+    """Explain what limits a plan and what would help next; each remedy is simulated first."""
     from dataclasses import replace
 
     from ..analysis.explain import explain_plan
-    from ..formats.plan import header_problems, read_plan
+    from ..formats.plan import read_fitting_plan
     from ..inputs.problem_from_options import ProblemOptions, make_problem, options_of_plan, with_plan_order
-    from ..inputs.profile_source import load
-    from ..partition.registry import certify
+    from ..partition.balance import certify
     from ..planning.plan_builder import propose
     from ..simulation.simulator import predict
-    from ._documents import refuse
 
-    loaded = load(source, window=window, at_step=at_step)
+    loaded = costs.load(source)
     if plan is not None:
-        loaded = replace(loaded, plan=read_plan(plan))
-        if loaded.plan is not None:
-            refuse(str(plan), header_problems(loaded.plan, loaded.header))
+        loaded = replace(loaded, plan=read_fitting_plan(plan, loaded.header))
     options = ProblemOptions(stages=stages)
     problem = make_problem(loaded, options)
     if loaded.plan is not None and stages is None:

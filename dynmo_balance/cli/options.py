@@ -1,33 +1,65 @@
-"""The options that several commands share, each declared once with its unit."""
+"""Options that several commands share: each is declared once, with its unit, and related ones form a dataclass.
+
+A command takes such a dataclass as a parameter; :func:`grouped` shows its fields to typer as single options::
+
+    @grouped
+    def compare(source: SourceArgument, pipeline: PipelineOptions, costs: CostOptions) -> None: ...
+
+    dynmo-plan compare SOURCE --stages ... --microbatches ... --virtual-stages ... --window ... --at-step ...
+"""
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass, fields, is_dataclass
 from enum import StrEnum
+from functools import wraps
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 
 from .._common.console import Format
 from .._common.document import MAX_INTEGER, MAX_LAYERS, MAX_MICROBATCHES, MAX_RANKS, MAX_SIZE, MAX_STEPS
 
+if TYPE_CHECKING:
+    from ..analysis.compression import CompressionOptions
+    from ..costs.devices import Device
+    from ..inputs.profile_source import Source
 
-class Balancer(StrEnum):
-    """The balancers; ``partition.registry.BALANCERS`` has one function for each, which a test checks."""
 
-    EXACT = "exact"
-    TIME = "time"
-    PARAMETERS = "parameters"
-    UNIFORM = "uniform"
-    DEEPSPEED = "deepspeed"
-    DEEPSPEED_PARAM = "deepspeed_param"
-    DEEPSPEED_STATIC = "deepspeed_static"
-    DIFFUSION = "diffusion"
-    DIFFUSION_PARAM = "diffusion_param"
+def grouped(command: Callable[..., None]) -> Callable[..., None]:
+    """The command with the fields of its option dataclasses as parameters of their own, in their place."""
+    hints = get_type_hints(command, include_extras=True)
+    groups: dict[str, type] = {}
+    parameters: list[inspect.Parameter] = []
+    for name, parameter in inspect.signature(command).parameters.items():
+        kind = hints[name]
+        if is_dataclass(kind) and isinstance(kind, type):
+            groups[name] = kind
+            types = get_type_hints(kind, include_extras=True)
+            single = [(field.name, field.default, types[field.name]) for field in fields(kind)]
+        else:
+            single = [(name, parameter.default, kind)]
+        parameters += [
+            inspect.Parameter(each, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+            for each, default, annotation in single
+        ]
+
+    @wraps(command)
+    def flat(**values: Any) -> None:
+        for name, kind in groups.items():
+            values[name] = kind(**{field.name: values.pop(field.name) for field in fields(kind)})
+        command(**values)
+
+    flat.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]  # typer reads the signature
+    flat.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    return flat
 
 
 class Schedule(StrEnum):
-    """The schedules."""
+    """Pipeline schedules by name."""
 
     GPIPE = "gpipe"
     ONE_F_ONE_B = "1f1b"
@@ -36,15 +68,8 @@ class Schedule(StrEnum):
     ZB_V = "zb-v"
 
 
-class Granularity(StrEnum):
-    """Where a plan may cut."""
-
-    LAYER = "layer"
-    SUBLAYER = "sublayer"
-
-
-class ScheduleOrAuto(StrEnum):
-    """The schedules, an order of operations made for the costs at hand, or a search over them all."""
+class ScheduleOrSearch(StrEnum):
+    """Pipeline schedules by name, ``custom`` for an order of operations made for the costs, ``auto`` for a search."""
 
     GPIPE = "gpipe"
     ONE_F_ONE_B = "1f1b"
@@ -55,8 +80,15 @@ class ScheduleOrAuto(StrEnum):
     AUTO = "auto"
 
 
-class GranularityOrAuto(StrEnum):
-    """Where a plan may cut, or a search over both."""
+class Granularity(StrEnum):
+    """Where a plan may cut."""
+
+    LAYER = "layer"
+    SUBLAYER = "sublayer"
+
+
+class GranularityOrSearch(StrEnum):
+    """Where a plan may cut, or ``auto`` to search both."""
 
     LAYER = "layer"
     SUBLAYER = "sublayer"
@@ -64,7 +96,7 @@ class GranularityOrAuto(StrEnum):
 
 
 class Objective(StrEnum):
-    """What the exact balancer minimises."""
+    """What the exact balancer minimizes."""
 
     AUTO = "auto"
     BOTTLENECK = "bottleneck"
@@ -72,7 +104,7 @@ class Objective(StrEnum):
 
 
 class Policy(StrEnum):
-    """When to move."""
+    """Rule by which the online planner decides to move."""
 
     NEVER = "never"
     ALWAYS = "always"
@@ -89,7 +121,7 @@ class Recompute(StrEnum):
 
 
 class Dtype(StrEnum):
-    """Numbers that products are computed in."""
+    """Data type of matrix products."""
 
     FLOAT32 = "float32"
     BFLOAT16 = "bfloat16"
@@ -97,7 +129,7 @@ class Dtype(StrEnum):
 
 
 class Technique(StrEnum):
-    """Scripted trajectories."""
+    """Dynamic techniques with a scripted trajectory."""
 
     STATIC = "static"
     PRUNING = "pruning"
@@ -119,7 +151,7 @@ class Target(StrEnum):
 
 
 class Importable(StrEnum):
-    """What ``profile import`` reads."""
+    """File formats that ``profile import`` reads."""
 
     CHROME_TRACE = "chrome-trace"
     DEEPSPEED_LOG = "deepspeed-log"
@@ -127,47 +159,42 @@ class Importable(StrEnum):
 
 
 class Transfers(StrEnum):
-    """What a transfer keeps busy."""
+    """What a transfer between workers blocks."""
 
     OVERLAPPED = "overlapped"
     SERIAL = "serial"
     BLOCKING = "blocking"
 
 
-SourceArgument = Annotated[Path, typer.Argument(help="A profile.jsonl, or the run directory that holds one.")]
-FormatOption = Annotated[Format, typer.Option("--format", help="Report for a person or for a program.")]
-StagesOption = Annotated[
-    int | None,
-    typer.Option(
-        "--stages", min=1, max=MAX_RANKS, help="Pipeline workers. Default: as in the active plan or the profile."
-    ),
-]
-MicrobatchesOption = Annotated[
-    int | None,
-    typer.Option(
-        "--microbatches", min=1, max=MAX_MICROBATCHES, help="Microbatches a step. Default: as in the profile."
-    ),
-]
+def _known_balancer(name: str) -> str:
+    from ..partition.registry import balancer_names
+
+    if name not in balancer_names():
+        raise typer.BadParameter(f"{name!r}: choose one of {', '.join(balancer_names())}")
+    return name
+
+
+SourceArgument = Annotated[Path, typer.Argument(help="A profile.jsonl, or a run directory that contains one.")]
+FormatOption = Annotated[Format, typer.Option("--format", help="Output as text or JSON.")]
 ScheduleOption = Annotated[Schedule | None, typer.Option("--schedule", help="Default: as in the profile.")]
-VirtualOption = Annotated[
-    int | None,
-    typer.Option("--virtual-stages", min=1, max=MAX_RANKS, help="Stages on each worker. Default: as in the profile."),
-]
 BalancerOption = Annotated[
-    Balancer,
+    str,
     typer.Option(
         "--balancer",
-        help="exact: provably least bottleneck under all constraints; time and parameters: the same solver on measured"
-        " time or parameter counts, without memory and speeds; uniform: Megatron's static split; deepspeed: what"
-        " DeepSpeed would do; diffusion: neighbours even out in turn, to a local equilibrium.",
+        metavar="NAME",
+        callback=_known_balancer,
+        help="exact: least bottleneck under all constraints, proven; time, parameters: the same solver on measured time"
+        " or parameter counts, without memory limits and speeds; uniform: Megatron's static split; deepspeed,"
+        " deepspeed_param, deepspeed_static: DeepSpeed's splits by time, by parameters, and even; diffusion,"
+        " diffusion_param: neighbors rebalance in pairs; or a balancer that another package registers.",
     ),
 ]
 ObjectiveOption = Annotated[
     Objective,
     typer.Option(
         "--objective",
-        help="bottleneck: proven; simulated: go on to the least simulated step time; auto: simulated below 8"
-        " microbatches a worker and for gpipe.",
+        help="What exact minimizes. bottleneck: proven; simulated: the simulated step, by local search; auto:"
+        " simulated below 8 microbatches per worker and for gpipe.",
     ),
 ]
 GranularityOption = Annotated[
@@ -175,80 +202,138 @@ GranularityOption = Annotated[
 ]
 MemoryOption = Annotated[
     str | None,
-    typer.Option("--memory", help="Memory of every worker, in bytes or as 80GB or 80GiB. Default: as in the profile."),
+    typer.Option("--memory", help="Memory per worker, in bytes or as 80GB or 80GiB. Default: as in the profile."),
 ]
-MinLayersOption = Annotated[
-    int,
+StagesOption = Annotated[
+    int | None,
     typer.Option(
-        "--min-layers", min=0, max=MAX_LAYERS, help="Units (layers, or parts of layers) on each stage at least."
+        "--stages", min=1, max=MAX_RANKS, help="Pipeline workers. Default: as in the active plan or the profile."
     ),
 ]
-PinOption = Annotated[
-    list[str] | None, typer.Option("--pin", help="NAME:STAGE, keep an item or a whole layer on a stage; repeatable.")
-]
-TiedOption = Annotated[
-    bool,
-    typer.Option(
-        "--tied-together", help="Keep items that share a weight on one worker; with zb-v the ends of the model are."
-    ),
-]
-DeviceOption = Annotated[
-    str | None,
-    typer.Option(
-        "--device",
-        help="Compute the costs for h200, h100, a100, cpu or a TOML file; replaces measured ones.",
-    ),
-]
-DtypeOption = Annotated[Dtype, typer.Option("--dtype", help="Of computed costs.")]
-RecomputeOption = Annotated[
-    Recompute, typer.Option("--recompute", help="Activation recomputation that computed costs assume.")
-]
+DtypeOption = Annotated[Dtype, typer.Option("--dtype", help="Data type of computed costs.")]
 FusedOption = Annotated[
     bool,
     typer.Option(
-        "--fused-attention/--unfused-attention", help="Whether attention scores go to memory, where costs are computed."
-    ),
-]
-BoundaryRankOption = Annotated[
-    int | None,
-    typer.Option(
-        "--inter-grad-comp-rank", min=1, max=MAX_SIZE, help="Gradients between stages go as factors of this rank."
-    ),
-]
-EpilogueOption = Annotated[
-    bool, typer.Option("--inter-grad-comp-epilogue-only", help="Only those behind a worker's last forward of a step.")
-]
-FeedbackOption = Annotated[
-    bool, typer.Option("--use-error-feedback", help="What compression loses is kept, which takes one more product.")
-]
-ReplicaRankOption = Annotated[
-    int | None,
-    typer.Option(
-        "--grad-comp-rank", min=1, max=MAX_SIZE, help="Gradients between replicas are added as factors of this rank."
-    ),
-]
-WayOption = Annotated[
-    str | None,
-    typer.Option(
-        "--selective-grad-comp-way", help="How many workers compress between replicas, or auto: as many as is fastest."
-    ),
-]
-FusedTiesOption = Annotated[
-    bool, typer.Option("--emb-comm-opt", help="Tied weights are added over replicas and copies in one exchange.")
-]
-FactorDeviceOption = Annotated[
-    str | None,
-    typer.Option(
-        "--compression-device",
-        help="Whose rates factors are made at: a preset or a TOML file. Default: --device, or cpu.",
+        "--fused-attention/--unfused-attention", help="Whether computed costs keep attention scores out of memory."
     ),
 ]
 WindowOption = Annotated[
-    int, typer.Option("--window", min=1, max=MAX_STEPS, help="Step records that the costs are the median of.")
+    int, typer.Option("--window", min=1, max=MAX_STEPS, help="Number of step records; costs are their median.")
 ]
-AtStepOption = Annotated[
-    int | None,
-    typer.Option(
-        "--at-step", min=1, max=MAX_INTEGER, help="Take the costs as they were at this step. Default: the last."
-    ),
-]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PipelineOptions:
+    """The size of the pipeline; None is as in the profile."""
+
+    stages: StagesOption = None
+    microbatches: Annotated[
+        int | None, typer.Option(min=1, max=MAX_MICROBATCHES, help="Microbatches per step. Default: as in the profile.")
+    ] = None
+    virtual_stages: Annotated[
+        int | None, typer.Option(min=1, max=MAX_RANKS, help="Stages per worker. Default: as in the profile.")
+    ] = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class LimitOptions:
+    """Constraints that every stage or worker must satisfy."""
+
+    memory: MemoryOption = None
+    min_layers: Annotated[
+        int, typer.Option(min=0, max=MAX_LAYERS, help="Minimum number of units (layers or parts of layers) per stage.")
+    ] = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class CostOptions:
+    """The step records that the costs come from."""
+
+    window: WindowOption = 20
+    at_step: Annotated[
+        int | None, typer.Option(min=1, max=MAX_INTEGER, help="Use the costs at this step. Default: the last.")
+    ] = None
+
+    def load(self, source: Path, **options: Any) -> Source:
+        """Read the profile; ``options`` are those of ``profile_source.load``."""
+        from ..inputs.profile_source import load
+
+        return load(source, window=self.window, at_step=self.at_step, **options)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeviceOptions:
+    """The device to compute costs for, in place of measured ones."""
+
+    device: Annotated[
+        str | None,
+        typer.Option(help="Compute the costs for h200, h100, a100, cpu or a TOML file instead of measured ones."),
+    ] = None
+    dtype: DtypeOption = Dtype.FLOAT32
+
+    def load(self) -> Device | None:
+        """The device; None where costs are measured."""
+        from ..costs.devices import load_device
+
+        return None if self.device is None else load_device(self.device)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClockOptions:
+    """What an operation and a transfer take beyond the arithmetic."""
+
+    overhead_us: Annotated[float, typer.Option(min=0, help="Microseconds added to every operation.")] = 0.0
+    transfers: Annotated[
+        Transfers,
+        typer.Option(
+            help="overlapped: workers continue; serial: workers continue, one tensor at a time per link; blocking:"
+            " sender and receiver wait."
+        ),
+    ] = Transfers.OVERLAPPED
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompressionFlags:
+    """Low-rank gradient compression, by the flags of ``dynmo-train``."""
+
+    inter_grad_comp_rank: Annotated[
+        int | None, typer.Option(min=1, max=MAX_SIZE, help="Rank of compressed gradients between stages.")
+    ] = None
+    inter_grad_comp_epilogue_only: Annotated[
+        bool,
+        typer.Option(
+            "--inter-grad-comp-epilogue-only", help="Compress only after a worker's last forward pass of a step."
+        ),
+    ] = False
+    use_error_feedback: Annotated[
+        bool, typer.Option("--use-error-feedback", help="Keep the compression error; takes one more product.")
+    ] = False
+    grad_comp_rank: Annotated[
+        int | None, typer.Option(min=1, max=MAX_SIZE, help="Rank of compressed gradients between replicas.")
+    ] = None
+    selective_grad_comp_way: Annotated[
+        str | None, typer.Option(help="Number of workers that compress between replicas; auto: the fastest number.")
+    ] = None
+    emb_comm_opt: Annotated[
+        bool,
+        typer.Option("--emb-comm-opt", help="Reduce tied weights over replicas and copies in one all-reduce."),
+    ] = False
+    compression_device: Annotated[
+        str | None,
+        typer.Option(help="Device that compresses: a preset or a TOML file. Default: --device, or cpu."),
+    ] = None
+
+    def resolve(self, hardware: Device | None = None) -> CompressionOptions:
+        """The options with their device: the named one, else ``hardware``, else the CPU."""
+        from ..analysis.compression import CompressionOptions
+        from ..costs.devices import load_device
+
+        return CompressionOptions(
+            boundary_rank=self.inter_grad_comp_rank,
+            epilogue_only=self.inter_grad_comp_epilogue_only,
+            feedback=self.use_error_feedback,
+            replica_rank=self.grad_comp_rank,
+            way=self.selective_grad_comp_way,
+            fuse_ties=self.emb_comm_opt,
+            device=load_device(self.compression_device) if self.compression_device else hardware or load_device("cpu"),
+        )

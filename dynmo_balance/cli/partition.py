@@ -10,29 +10,19 @@ import typer
 from .._common.console import Format, emit_json, say
 from ..formats.plan import encode_plan
 from .options import (
-    AtStepOption,
-    Balancer,
     BalancerOption,
-    DeviceOption,
-    Dtype,
-    DtypeOption,
+    CostOptions,
+    DeviceOptions,
     FormatOption,
-    GranularityOrAuto,
-    MemoryOption,
-    MicrobatchesOption,
-    MinLayersOption,
+    GranularityOrSearch,
+    LimitOptions,
     Objective,
     ObjectiveOption,
-    PinOption,
-    ScheduleOrAuto,
+    PipelineOptions,
+    ScheduleOrSearch,
     SourceArgument,
-    StagesOption,
-    TiedOption,
-    VirtualOption,
-    WindowOption,
+    grouped,
 )
-
-SEARCHED = (ScheduleOrAuto.AUTO, ScheduleOrAuto.CUSTOM)
 
 if TYPE_CHECKING:
     from ..formats.plan import Plan
@@ -40,72 +30,64 @@ if TYPE_CHECKING:
     from ..partition.problem import PartitionProblem
     from ..planning.plan_builder import Proposal
 
+SEARCHED = (ScheduleOrSearch.AUTO, ScheduleOrSearch.CUSTOM)
 
+
+@grouped
 def partition(
+    *,
     source: SourceArgument,
-    stages: StagesOption = None,
-    microbatches: MicrobatchesOption = None,
+    pipeline: PipelineOptions,
     schedule: Annotated[
-        ScheduleOrAuto | None,
+        ScheduleOrSearch | None,
         typer.Option(
-            help="auto: search schedules and virtual stages too, and orders of operations made for these costs (custom"
-            " searches these alone). Default: as in the profile."
+            help="auto: search schedules, virtual stages and custom orders of operations; custom: search custom orders"
+            " only. Default: as in the profile."
         ),
     ] = None,
-    virtual_stages: VirtualOption = None,
-    balancer: BalancerOption = Balancer.EXACT,
+    balancer: BalancerOption = "exact",
     objective: ObjectiveOption = Objective.AUTO,
     granularity: Annotated[
-        GranularityOrAuto | None,
+        GranularityOrSearch | None,
         typer.Option(help="Where to cut; auto: search both. Default: as in the profile."),
     ] = None,
-    memory: MemoryOption = None,
-    min_layers: MinLayersOption = 1,
-    pin: PinOption = None,
-    tied_together: TiedOption = False,
+    limits: LimitOptions,
+    pin: Annotated[
+        list[str] | None, typer.Option(help="NAME:STAGE: keep an item or a layer on a stage. Repeatable.")
+    ] = None,
+    tied_together: Annotated[
+        bool,
+        typer.Option(
+            "--tied-together", help="Keep items that share a weight on one worker, such as the ends with zb-v."
+        ),
+    ] = False,
     current: Annotated[
         Path | None,
-        typer.Option(help="A plan to move least from. Default: the active plan of a run directory."),
+        typer.Option(help="Plan to migrate from with the fewest bytes. Default: the active plan of a run directory."),
     ] = None,
-    output: Annotated[Path | None, typer.Option("--output", "-o", help="Write the plan to this file.")] = None,
-    device: DeviceOption = None,
-    dtype: DtypeOption = Dtype.FLOAT32,
-    window: WindowOption = 20,
-    at_step: AtStepOption = None,
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="File to write the plan to.")] = None,
+    device: DeviceOptions,
+    costs: CostOptions,
     output_format: FormatOption = Format.TEXT,
 ) -> None:
-    """Make one plan, with its certificate, its predictions and what would have to move.
+    """Make one plan with its certificate, predictions and migration.
 
-    Exits 3 when no partition obeys the constraints, and says which limit cannot be met.
+    Exits with code 3 when no partition satisfies the constraints, and names the constraint that cannot be met.
     """
     from .._common.document import write_whole
-    from ..costs.devices import load_device
-    from ..formats.plan import header_problems, read_plan, to_document
+    from ..formats.plan import read_fitting_plan, to_document
     from ..inputs.problem_from_options import ProblemOptions, make_problem
-    from ..inputs.profile_source import load
     from ..output.tables import print_proposal
     from ..partition import uniform
     from ..simulation.simulator import predict
-    from ._documents import refuse
 
-    loaded = load(
-        source,
-        window=window,
-        at_step=at_step,
-        device=None if device is None else load_device(device),
-        dtype=dtype,
-    )
-    base = read_plan(current) if current is not None else loaded.plan
-    if base is not None:
-        refuse(str(current), header_problems(base, loaded.header))
+    loaded = costs.load(source, device=device.load(), dtype=device.dtype)
+    base = loaded.plan if current is None else read_fitting_plan(current, loaded.header)
     options = ProblemOptions(
-        stages=stages,
-        microbatches=microbatches,
+        **vars(pipeline),
+        **vars(limits),
         schedule=None if schedule in SEARCHED else schedule,
-        virtual_stages=virtual_stages,
-        granularity=None if granularity is GranularityOrAuto.AUTO else granularity,
-        memory=memory,
-        min_layers=min_layers,
+        granularity=None if granularity is GranularityOrSearch.AUTO else granularity,
         pins=tuple(pin or ()),
         tied_together=tied_together,
     )
@@ -119,17 +101,17 @@ def partition(
         emit_json(to_document(plan))
     else:
         static_step_ns = predict(proposal.problem, uniform.boundaries(proposal.problem)).step_ns
-        searched = schedule in SEARCHED or granularity is GranularityOrAuto.AUTO
-        print_proposal(proposal, static_step_ns, is_minimized=searched or balancer is Balancer.EXACT)
+        is_searched = schedule in SEARCHED or granularity is GranularityOrSearch.AUTO
+        print_proposal(proposal, static_step_ns, is_minimized=is_searched or balancer == "exact")
 
 
 def _proposal(
     loaded: Source,
     problem: PartitionProblem,
     base: Plan | None,
-    schedule: ScheduleOrAuto | None,
-    granularity: GranularityOrAuto | None,
-    balancer: Balancer,
+    schedule: ScheduleOrSearch | None,
+    granularity: GranularityOrSearch | None,
+    balancer: str,
     objective: Objective,
 ) -> Proposal:
     """The balancer's proposal, or the best of a search."""
@@ -142,12 +124,12 @@ def _proposal(
     from ..schedules.registry import SCHEDULES
 
     owner = None if base is None else base.owner
-    if schedule not in SEARCHED and granularity is not GranularityOrAuto.AUTO:
+    if schedule not in SEARCHED and granularity is not GranularityOrSearch.AUTO:
         return propose(problem, balancer, objective=objective, owner=owner)
-    schedules: tuple[str, ...] = (CUSTOM,) if schedule is ScheduleOrAuto.CUSTOM else (problem.schedule,)
-    if schedule is ScheduleOrAuto.AUTO:
+    schedules: tuple[str, ...] = (CUSTOM,) if schedule is ScheduleOrSearch.CUSTOM else (problem.schedule,)
+    if schedule is ScheduleOrSearch.AUTO:
         schedules = (*SCHEDULES, CUSTOM)
-    searched = granularity is GranularityOrAuto.AUTO
+    searched = granularity is GranularityOrSearch.AUTO
     granularities = ("layer", "sublayer") if searched else (granularity or loaded.header.granularity,)
     found = search(loaded.header, problem, schedules, granularities)
     log_search(found)
@@ -155,8 +137,8 @@ def _proposal(
     return make_proposal(found.best.problem, solution, owner=owner)
 
 
-def _plan(loaded: Source, proposal: Proposal, base: Plan | None, balancer: Balancer) -> Plan:
-    """The plan document, with its gain where the base runs on as many workers."""
+def _plan(loaded: Source, proposal: Proposal, base: Plan | None, balancer: str) -> Plan:
+    """The plan document; it has a gain where the base has the same number of workers."""
     from ..inputs.problem_from_options import problem_under_plan
     from ..planning.plan_builder import to_plan
     from ..simulation.simulator import predict
@@ -168,9 +150,9 @@ def _plan(loaded: Source, proposal: Proposal, base: Plan | None, balancer: Balan
     return to_plan(
         proposal,
         run_id=loaded.header.run_id,
-        balancer=balancer.value,
+        balancer=balancer,
         base=base,
         read_to_step=loaded.last_step,
         base_step_ns=base_step_ns,
-        reason=f"made by dynmo-plan partition with balancer {balancer.value} from step {loaded.last_step}",
+        reason=f"dynmo-plan partition, balancer {balancer}, costs up to step {loaded.last_step}",
     )

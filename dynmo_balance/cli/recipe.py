@@ -1,4 +1,4 @@
-"""``dynmo-plan recipe``: what balancing gives for a dynamic technique, under stated assumptions."""
+"""``dynmo-plan recipe``: the predicted speed-up of balancing for a dynamic technique, under stated assumptions."""
 
 from __future__ import annotations
 
@@ -18,36 +18,37 @@ if TYPE_CHECKING:
 def recipe(
     names: Annotated[
         list[str] | None,
-        typer.Argument(help="Recipes of the package, pruning, freezing, moe and others, or TOML files. Default: all."),
+        typer.Argument(help="Built-in recipes (pruning, freezing, moe, ...) or TOML files. Default: all."),
     ] = None,
     search: Annotated[
-        bool, typer.Option("--search", help="Search schedule, stages a worker, granularity and order as well.")
+        bool,
+        typer.Option("--search", help="Also search schedule, stages per worker, granularity and order of operations."),
     ] = False,
     table: Annotated[
         bool,
         typer.Option(
-            "--table", help="Distance to perfect: 1F1B at layer granularity and what a search finds, over the bounds."
+            "--table", help="Print the gap to the lower bound, of 1F1B at layer granularity and of the best schedule."
         ),
     ] = False,
-    layers: Annotated[int | None, typer.Option(min=1, max=MAX_LAYERS, help="Blocks, in place of the recipe's.")] = None,
+    layers: Annotated[
+        int | None, typer.Option(min=1, max=MAX_LAYERS, help="Number of layers. Default: the recipe's.")
+    ] = None,
     workers: Annotated[
-        int | None, typer.Option(min=1, max=MAX_RANKS, help="Workers, in place of the recipe's.")
+        int | None, typer.Option(min=1, max=MAX_RANKS, help="Pipeline workers. Default: the recipe's.")
     ] = None,
     trace: Annotated[
         Path | None,
-        typer.Option(help="Write the one recipe's steps as a profile, for dynmo-train --emulate; must not exist."),
+        typer.Option(help="File to write one recipe to as a profile, for dynmo-train --emulate; must not exist."),
     ] = None,
     baseline_steps: Annotated[
-        int, typer.Option(min=0, max=MAX_STEPS, help="Steps of the baseline at the start of the trace.")
+        int, typer.Option(min=0, max=MAX_STEPS, help="Baseline steps at the start of the trace.")
     ] = 2,
-    technique_steps: Annotated[
-        int, typer.Option(min=1, max=MAX_STEPS, help="Steps of the technique in the trace.")
-    ] = 8,
+    technique_steps: Annotated[int, typer.Option(min=1, max=MAX_STEPS, help="Technique steps in the trace.")] = 8,
     output_format: FormatOption = Format.TEXT,
 ) -> None:
-    """Speed-ups of the dynamic techniques: of balancing only, and of technique and balancing together.
+    """Predict the speed-up of balancing for the dynamic techniques, alone and together with the technique.
 
-    Each recipe states its assumptions; the published figures stand beside for comparison, not as a claim.
+    Each recipe states its assumptions. The published figures are shown for comparison.
     """
     from .._common.errors import UsageError
     from ..recipes.optimality_gap import measure_gap
@@ -57,12 +58,12 @@ def recipe(
     recipes = [with_size(load_recipe(name), layers, workers) for name in names or recipe_names()]
     if trace is not None:
         if len(recipes) != 1:
-            raise UsageError(f"--trace is of one recipe, {len(recipes)} were named: name one")
+            raise UsageError(f"--trace: needs exactly one recipe, got {len(recipes)}; name one")
         write_trace(trace, recipes[0], baseline_steps, technique_steps)
         say(f"wrote {trace}: {baseline_steps} steps of the baseline, {technique_steps} of {recipes[0].technique}")
         return
     if table:
-        _emit_distances([measure_gap(one) for one in recipes], output_format)
+        _print_gaps([measure_gap(one) for one in recipes], output_format)
         return
     outcomes = [run_recipe(one, searching=search) for one in recipes]
     if output_format is Format.JSON:
@@ -97,10 +98,10 @@ def recipe(
     emit_table("speed-ups", [*columns, *extra, "published"], rows)
 
 
-def _emit_distances(distances: list[OptimalityGap], output_format: Format) -> None:
-    """One line a recipe."""
+def _print_gaps(gaps: list[OptimalityGap], output_format: Format) -> None:
+    """Print one row per recipe."""
     if output_format is Format.JSON:
-        emit_json([one.document() for one in distances])
+        emit_json([one.document() for one in gaps])
         return
     columns = ["recipe", "layers", "work ms", "bound ms", "1F1B ms", "x bound", "x work"]
     columns += ["found ms", "x bound", "x work", "found"]
@@ -121,6 +122,6 @@ def _emit_distances(distances: list[OptimalityGap], output_format: Format) -> No
             ),
             one.found,
         ]
-        for one in distances
+        for one in gaps
     ]
-    emit_table("distance to perfect", columns, rows)
+    emit_table("gap to the lower bound", columns, rows)

@@ -1,4 +1,4 @@
-"""``dynmo-plan repack``: the fewest workers that are enough."""
+"""``dynmo-plan repack``: the fewest workers that keep a share of the throughput."""
 
 from __future__ import annotations
 
@@ -10,64 +10,51 @@ import typer
 from .._common.console import Format, emit, emit_json, emit_table, human_bytes, say
 from ..formats.plan import encode_plan
 from .options import (
-    AtStepOption,
+    CostOptions,
     FormatOption,
     GranularityOption,
-    MemoryOption,
-    MicrobatchesOption,
-    MinLayersOption,
+    LimitOptions,
+    PipelineOptions,
     ScheduleOption,
     SourceArgument,
-    StagesOption,
-    WindowOption,
+    grouped,
 )
 
 if TYPE_CHECKING:
     from ..planning.repack import RepackTable
 
 
+@grouped
 def repack(
+    *,
     source: SourceArgument,
     keep: Annotated[float, typer.Option(min=0.01, max=1.0, help="Share of the throughput to keep.")] = 0.95,
     reference: Annotated[
-        str, typer.Option(help="balanced: the exact plan on all workers; static: the uniform one.")
+        str, typer.Option(help="Throughput to compare with. balanced: the exact plan; static: the uniform split.")
     ] = "balanced",
-    stages: StagesOption = None,
-    microbatches: MicrobatchesOption = None,
+    pipeline: PipelineOptions,
     schedule: ScheduleOption = None,
     granularity: GranularityOption = None,
-    memory: MemoryOption = None,
-    min_layers: MinLayersOption = 1,
-    output: Annotated[Path | None, typer.Option("--output", "-o", help="Write the plan to this file.")] = None,
-    window: WindowOption = 20,
-    at_step: AtStepOption = None,
+    limits: LimitOptions,
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="File to write the plan to.")] = None,
+    costs: CostOptions,
     output_format: FormatOption = Format.TEXT,
 ) -> None:
-    """The fewest workers that keep a share of the throughput, which to release, and the plan for those that stay.
+    """Find the fewest workers that keep a share of the throughput, and plan for those that remain.
 
-    Every number of workers is tried with the exact balancer, so no fewer would do by its bottleneck; a run with several
-    stages a worker keeps as many on each. Exits 4 when no worker can be released.
+    Every number of workers is tried with the exact balancer. Exits with code 4 when no worker can be released.
     """
     from .._common.document import write_whole
     from .._common.errors import UsageError
     from ..formats.plan import to_document
     from ..inputs.problem_from_options import ProblemOptions, make_problem
-    from ..inputs.profile_source import load
     from ..output.tables import print_stages
     from ..planning.repack import NoChangeError, make_release_plan, repack_table
 
     if reference not in ("balanced", "static"):
-        raise UsageError(f"--reference must be balanced or static, is {reference!r}")
-    loaded = load(source, window=window, at_step=at_step)
-    options = ProblemOptions(
-        stages=stages,
-        microbatches=microbatches,
-        schedule=schedule,
-        virtual_stages=None,
-        granularity=granularity,
-        memory=memory,
-        min_layers=min_layers,
-    )
+        raise UsageError(f"--reference {reference!r}: must be balanced or static")
+    loaded = costs.load(source)
+    options = ProblemOptions(**vars(pipeline), **vars(limits), schedule=schedule, granularity=granularity)
     problem = make_problem(loaded, options, loaded.plan)
     found = repack_table(problem, keep)
     chosen = found.balanced if reference == "balanced" else found.static
@@ -97,7 +84,7 @@ def _refusals(found: RepackTable) -> str:
 
 
 def _show_sizes(found: RepackTable, keep: float, workers: int) -> None:
-    """The step on each number of workers, and the fewest that are enough."""
+    """Print the step on each number of workers, and the fewest that are enough."""
     from ..output.tables import milliseconds
 
     emit_table(

@@ -1,4 +1,4 @@
-"""``dynmo-plan replay``: policies against the offline optimum."""
+"""``dynmo-plan replay``: policies compared with the offline optimum."""
 
 from __future__ import annotations
 
@@ -13,15 +13,19 @@ from .options import FormatOption, Policy, SourceArgument
 
 def replay(
     source: SourceArgument,
-    policy: Annotated[list[Policy] | None, typer.Option(help="A policy to replay; all where not given.")] = None,
-    pause_ms: Annotated[float, typer.Option(min=0, help="Milliseconds that a move costs beyond its bytes.")] = 300.0,
+    policy: Annotated[list[Policy] | None, typer.Option(help="Policy to replay, repeatable. Default: all.")] = None,
+    pause_ms: Annotated[
+        float, typer.Option(min=0, help="Milliseconds per migration, in addition to its transfer time.")
+    ] = 300.0,
     every: Annotated[int, typer.Option(min=1, max=MAX_STEPS, help="Steps between decisions.")] = 10,
-    window: Annotated[int, typer.Option(min=2, max=MAX_STEPS, help="Step records that the costs are taken from.")] = 20,
+    window: Annotated[
+        int, typer.Option(min=2, max=MAX_STEPS, help="Number of step records; costs are their median.")
+    ] = 20,
     output_format: FormatOption = Format.TEXT,
 ) -> None:
-    """Run a recorded profile again under each policy, and compare with the best that hindsight could have done.
+    """Replay a recorded profile under each policy and compare with the offline optimum.
 
-    The newest segment with steps is replayed from the static uniform partition, on a virtual clock.
+    The newest segment with steps is replayed on a virtual clock, starting from the static uniform partition.
     """
     from .._common.errors import UsageError
     from ..analysis.replay import RecordedRun, offline_optimum, run_policy
@@ -31,7 +35,7 @@ def replay(
 
     segment = next((s for s in reversed(read_profile(profile_path(source))) if s.steps), None)
     if segment is None:
-        raise UsageError(f"{source}: no step records to replay")
+        raise UsageError(f"{source}: has no step records to replay; record at least one step")
     warn_of_units(source, segment.steps)
     recorded = RecordedRun(segment, round(pause_ms * 1e6), recorded_owners(source, segment))
     best = offline_optimum(recorded)
@@ -54,7 +58,7 @@ def replay(
         )
         return
     emit_table(
-        f"{len(recorded.works)} steps, pause {pause_ms:g} ms beyond the bytes",
+        f"{len(recorded.works)} steps, pause {pause_ms:g} ms plus transfer",
         ["policy", "time s", "time / offline", "moves", "in pauses"],
         [
             [

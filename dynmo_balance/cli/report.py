@@ -12,11 +12,11 @@ from .._common.document import MAX_STEPS
 
 
 def report(
-    run: Annotated[Path, typer.Argument(help="The run directory.")],
-    output: Annotated[Path, typer.Option("--output", "-o", help="The HTML file to write.")] = Path("report.html"),
+    run: Annotated[Path, typer.Argument(help="Run directory.")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="HTML file to write.")] = Path("report.html"),
     window: Annotated[int, typer.Option(min=1, max=MAX_STEPS, help="Steps before and after a move to compare.")] = 8,
 ) -> None:
-    """One self-contained HTML file: steps, stage loads, every plan and move, timelines, predicted against measured."""
+    """Write one self-contained HTML file: steps, stage loads, plans, migrations, timelines and gains."""
     from .._common.document import write_whole
     from .._common.errors import UsageError
     from ..inputs.problem_from_options import ProblemOptions, make_problem

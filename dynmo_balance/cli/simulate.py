@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -10,32 +11,20 @@ import typer
 from .._common.console import Format, emit, emit_json, human_bytes
 from .._common.document import MAX_WIDTH
 from .options import (
-    AtStepOption,
-    Balancer,
     BalancerOption,
-    BoundaryRankOption,
-    DeviceOption,
-    Dtype,
-    DtypeOption,
-    EpilogueOption,
-    FactorDeviceOption,
-    FeedbackOption,
+    ClockOptions,
+    CompressionFlags,
+    CostOptions,
+    DeviceOptions,
     FormatOption,
     FusedOption,
-    FusedTiesOption,
     GranularityOption,
-    MemoryOption,
-    MicrobatchesOption,
+    LimitOptions,
+    PipelineOptions,
     Recompute,
-    RecomputeOption,
-    ReplicaRankOption,
     ScheduleOption,
     SourceArgument,
-    StagesOption,
-    Transfers,
-    VirtualOption,
-    WayOption,
-    WindowOption,
+    grouped,
 )
 
 if TYPE_CHECKING:
@@ -45,165 +34,141 @@ if TYPE_CHECKING:
     from ..simulation.throughput import StepForecast
 
 
-def simulate(
-    source: SourceArgument,
-    plan: Annotated[
-        Path | None, typer.Option(help="The plan to simulate. Default: the active plan of a run, else a balancer's.")
-    ] = None,
-    stages: StagesOption = None,
-    microbatches: MicrobatchesOption = None,
-    schedule: ScheduleOption = None,
-    virtual_stages: VirtualOption = None,
-    granularity: GranularityOption = None,
-    balancer: BalancerOption = Balancer.EXACT,
-    overhead_us: Annotated[float, typer.Option(min=0, help="Microseconds added to every operation.")] = 0.0,
-    transfers: Annotated[
-        Transfers,
-        typer.Option(help="overlapped: workers go on; serial: so they do, one tensor a link; blocking: both wait."),
-    ] = Transfers.OVERLAPPED,
+@dataclass(frozen=True, kw_only=True)
+class RateOptions:
+    """Bandwidths in GB/s."""
+
     link_gbps: Annotated[
         float | None, typer.Option(min=1e-6, help="GB/s between workers. Default: as in the profile.")
-    ] = None,
+    ] = None
     data_parallel_gbps: Annotated[
         float | None,
-        typer.Option(
-            min=0.001,
-            help="GB/s of the gradient all-reduce between replicas. Default: the --device's, else as measured.",
-        ),
-    ] = None,
+        typer.Option(min=0.001, help="GB/s of the gradient all-reduce. Default: the --device's, else as measured."),
+    ] = None
     optimizer_gbps: Annotated[
         float | None,
-        typer.Option(min=0.001, help="GB/s at which the optimizer touches memory. Default: half the --device's."),
+        typer.Option(min=0.001, help="GB/s of the optimizer's memory accesses. Default: half the --device's."),
+    ] = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class PictureOptions:
+    """Files and width of the timeline."""
+
+    svg: Annotated[Path | None, typer.Option(help="File to write the timeline to as SVG.")] = None
+    trace: Annotated[Path | None, typer.Option(help="File to write a Chrome trace to, for Perfetto.")] = None
+    width: Annotated[int, typer.Option(min=20, max=MAX_WIDTH, help="Characters of the timeline.")] = 100
+
+
+@grouped
+def simulate(
+    *,
+    source: SourceArgument,
+    plan: Annotated[
+        Path | None, typer.Option(help="Plan to simulate. Default: the active plan of a run, else a balancer's.")
     ] = None,
-    inter_grad_comp_rank: BoundaryRankOption = None,
-    inter_grad_comp_epilogue_only: EpilogueOption = False,
-    use_error_feedback: FeedbackOption = False,
-    grad_comp_rank: ReplicaRankOption = None,
-    selective_grad_comp_way: WayOption = None,
-    emb_comm_opt: FusedTiesOption = False,
-    compression_device: FactorDeviceOption = None,
-    svg: Annotated[Path | None, typer.Option(help="Write the timeline as a picture to this file.")] = None,
-    trace: Annotated[
-        Path | None, typer.Option(help="Write a Chrome trace, which Perfetto opens, to this file.")
-    ] = None,
-    width: Annotated[int, typer.Option(min=20, max=MAX_WIDTH, help="Characters of the timeline.")] = 100,
-    memory: MemoryOption = None,
-    device: DeviceOption = None,
-    dtype: DtypeOption = Dtype.FLOAT32,
-    recompute: RecomputeOption = Recompute.NONE,
+    pipeline: PipelineOptions,
+    schedule: ScheduleOption = None,
+    granularity: GranularityOption = None,
+    limits: LimitOptions,
+    balancer: BalancerOption = "exact",
+    clock: ClockOptions,
+    rates: RateOptions,
+    compression: CompressionFlags,
+    device: DeviceOptions,
+    recompute: Annotated[Recompute, typer.Option(help="Activation recomputation of computed costs.")] = Recompute.NONE,
     fused_attention: FusedOption = True,
-    window: WindowOption = 20,
-    at_step: AtStepOption = None,
+    costs: CostOptions,
+    pictures: PictureOptions,
     output_format: FormatOption = Format.TEXT,
 ) -> None:
     """Simulate one step: time, bubble, memory, and the timeline as text (F forward, B backward, . idle).
 
-    With --device the costs are computed for that device, so a profile with only a header is enough. Memory beyond the
-    limit is reported, not refused. With gradient compression (dynmo-train's flags) the step without it is shown too.
+    With --device the costs are computed for that device, so a profile with only a header is enough. Memory above the
+    limit is reported, not refused. With gradient compression the step without it is shown too.
     """
     from dataclasses import replace
 
-    from ..analysis.compression import CompressionOptions, simulate_compressed
-    from ..costs.devices import load_device
-    from ..formats.plan import header_problems, read_plan
+    from ..analysis.compression import simulate_compressed
+    from ..formats.plan import read_fitting_plan
     from ..inputs.problem_from_options import ProblemOptions, make_problem, options_of_plan, with_plan_order
-    from ..inputs.profile_source import load
-    from ..partition.registry import balance
+    from ..partition.balance import balance
     from ..simulation.simulator import Communication
     from ..simulation.throughput import forecast_step, rates_of
-    from ._documents import refuse
 
-    hardware = None if device is None else load_device(device)
-    loaded = load(
-        source,
-        window=window,
-        at_step=at_step,
-        device=hardware,
-        dtype=dtype,
-        recompute=recompute.value,
-        fused_attention=fused_attention,
+    hardware = device.load()
+    loaded = costs.load(
+        source, device=hardware, dtype=device.dtype, recompute=recompute.value, fused_attention=fused_attention
     )
     if plan is not None:
-        loaded = replace(loaded, plan=read_plan(plan))
-        if loaded.plan is not None:
-            refuse(str(plan), header_problems(loaded.plan, loaded.header))
-    options = ProblemOptions(
-        stages=stages,
-        microbatches=microbatches,
-        schedule=schedule,
-        virtual_stages=virtual_stages,
-        granularity=granularity,
-        memory=memory,
-    )
-    if loaded.plan is not None and stages is None:
+        loaded = replace(loaded, plan=read_fitting_plan(plan, loaded.header))
+    options = ProblemOptions(**vars(pipeline), **vars(limits), schedule=schedule, granularity=granularity)
+    if loaded.plan is not None and pipeline.stages is None:
         problem = with_plan_order(make_problem(loaded, options_of_plan(options, loaded.plan)), loaded.plan)
     else:
         problem = make_problem(loaded, options)
-    if link_gbps is not None:
-        problem = replace(problem, link_bandwidth=round(link_gbps * 1e9))
+    if rates.link_gbps is not None:
+        problem = replace(problem, link_bandwidth=round(rates.link_gbps * 1e9))
     if loaded.plan is not None and len(loaded.plan.stages) == problem.num_stages:
         boundaries = loaded.plan.boundaries
     else:
-        # The limit is reported, not enforced: what does not fit must be seen here rather than refused
-        free = tuple(replace(slot, memory_bytes=None) for slot in problem.slots)
-        boundaries = balance(replace(problem, slots=free), balancer).boundaries
-    rates = rates_of(loaded.header, hardware, data_parallel_gbps, optimizer_gbps)
-    question = CompressionOptions(
-        boundary_rank=inter_grad_comp_rank,
-        epilogue_only=inter_grad_comp_epilogue_only,
-        feedback=use_error_feedback,
-        replica_rank=grad_comp_rank,
-        way=selective_grad_comp_way,
-        fuse_ties=emb_comm_opt,
-        device=load_device(compression_device) if compression_device else hardware or load_device("cpu"),
+        # The limit is reported, not enforced: a partition that does not fit is shown rather than refused.
+        unlimited = tuple(replace(slot, memory_bytes=None) for slot in problem.slots)
+        boundaries = balance(replace(problem, slots=unlimited), balancer).boundaries
+    tail = rates_of(loaded.header, hardware, rates.data_parallel_gbps, rates.optimizer_gbps)
+    result = simulate_compressed(
+        loaded.header,
+        problem,
+        boundaries,
+        tail,
+        compression.resolve(hardware),
+        round(clock.overhead_us * 1000),
+        Communication(clock.transfers),
     )
-    clock = (round(overhead_us * 1000), Communication(transfers))
-    answer = simulate_compressed(loaded.header, problem, boundaries, rates, question, *clock)
-    timeline = answer.timeline
-    _write_pictures(problem, timeline, svg, trace)
-    found = forecast_step(loaded.header, problem, boundaries, timeline, answer.rates, hardware, dtype)
-    _report(problem, boundaries, timeline, found, width, output_format, answer)
+    _write_pictures(problem, result.timeline, pictures)
+    forecast = forecast_step(loaded.header, problem, boundaries, result.timeline, result.rates, hardware, device.dtype)
+    _report(problem, boundaries, forecast, pictures.width, output_format, result)
 
 
 def _report(
     problem: PartitionProblem,
     boundaries: tuple[int, ...],
-    timeline: Timeline,
-    found: StepForecast,
+    forecast: StepForecast,
     width: int,
     output_format: Format,
-    answer: CompressionResult,
+    result: CompressionResult,
 ) -> None:
     from ..output.tables import milliseconds, print_stages, timeline_document
     from ..output.timeline import as_text
     from ..simulation.throughput import document_of
 
+    timeline = result.timeline
     if output_format is Format.JSON:
-        emit_json({**timeline_document(timeline), **document_of(problem, boundaries, found), **answer.document})
+        emit_json({**timeline_document(timeline), **document_of(problem, boundaries, forecast), **result.document})
         return
     print_stages(problem, boundaries, timeline)
     emit(
         f"step {milliseconds(timeline.step_ns, 2)} ms, bubble {timeline.bubble_fraction:.1%}; with reductions and the"
-        f" optimizer {milliseconds(found.step_ns, 2)} ms"
+        f" optimizer {milliseconds(forecast.step_ns, 2)} ms"
     )
-    of_peak = "" if found.flops_fraction is None else f", {found.flops_fraction:.1%} of the device's peak"
-    emit(f"{found.samples_per_s:,.1f} samples/s, {found.tokens_per_s:,.0f} tokens/s{of_peak}")
-    for line in answer.lines:
+    of_peak = "" if forecast.flops_fraction is None else f", {forecast.flops_fraction:.1%} of the device's peak"
+    emit(f"{forecast.samples_per_s:,.1f} samples/s, {forecast.tokens_per_s:,.0f} tokens/s{of_peak}")
+    for line in result.lines:
         emit(line)
-    for worker, peak, limit in found.over_memory:
+    for worker, peak, limit in forecast.over_memory:
         emit(f"worker {worker} needs {human_bytes(peak)}, has {human_bytes(limit)}")
     for at, line in enumerate(as_text(timeline, width)):
         emit(f"{problem.slots[at].worker:>4} |{line}|")
 
 
-def _write_pictures(problem: PartitionProblem, timeline: Timeline, svg: Path | None, trace: Path | None) -> None:
-    """Write the files that were asked for."""
+def _write_pictures(problem: PartitionProblem, timeline: Timeline, pictures: PictureOptions) -> None:
+    """Write the SVG and the trace, where a file is named."""
     from .._common.document import encode_json, write_whole
     from ..output.timeline import as_svg, as_trace
 
     workers = [slot.worker for slot in problem.slots]
-    if svg is not None:
+    if pictures.svg is not None:
         title = f"{problem.schedule}, {problem.microbatches} microbatches"
-        write_whole(svg, as_svg(timeline, workers, title).encode())
-    if trace is not None:
-        write_whole(trace, encode_json(as_trace(timeline, workers)))
+        write_whole(pictures.svg, as_svg(timeline, workers, title).encode())
+    if pictures.trace is not None:
+        write_whole(pictures.trace, encode_json(as_trace(timeline, workers)))

@@ -8,19 +8,30 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from .._common.console import Format, emit, emit_json, human_bytes
-from .._common.document import MAX_LAYERS, MAX_MICROBATCHES, MAX_STEPS
-from .options import DeviceOption, Dtype, DtypeOption, FormatOption, GranularityOption, MemoryOption
+from .._common.document import MAX_LAYERS, MAX_MICROBATCHES, MAX_STEPS, Problem
+from .._common.errors import DynmoError
+from .options import DeviceOptions, FormatOption, GranularityOption, MemoryOption, grouped
 
 if TYPE_CHECKING:
     from ..analysis.verify.setting import Setting
     from ..formats.plan import Plan
 
 
+class FaultsError(DynmoError):
+    """Numbers of a plan that differ from the recomputed ones; exit code 1."""
+
+    def __init__(self, source: str, faults: list[Problem]) -> None:
+        noun = "number is" if len(faults) == 1 else "numbers are"
+        super().__init__("\n  ".join([f"{source}: {len(faults)} {noun} wrong", *map(str, faults)]))
+
+
+@grouped
 def verify(
-    plan: Annotated[Path, typer.Argument(help="The plan to check.")],
-    profile: Annotated[Path, typer.Option(help="The profile.jsonl or run directory that it was made from.")],
+    *,
+    plan: Annotated[Path, typer.Argument(help="Plan to check.")],
+    profile: Annotated[Path, typer.Option(help="The profile.jsonl or run directory that the plan was made from.")],
     base: Annotated[
-        Path | None, typer.Option(help="The plan that it moves from, to check the migration. Default: found in a run.")
+        Path | None, typer.Option(help="Base plan, to check the migration. Default: found in a run directory.")
     ] = None,
     granularity: GranularityOption = None,
     microbatches: Annotated[
@@ -30,31 +41,26 @@ def verify(
     memory: MemoryOption = None,
     window: Annotated[
         int | None,
-        typer.Option(min=1, max=MAX_STEPS, help="Step records of the costs. Default: as the plan says, else 20."),
+        typer.Option(min=1, max=MAX_STEPS, help="Number of step records. Default: as in the plan, else 20."),
     ] = None,
-    device: DeviceOption = None,
-    dtype: DtypeOption = Dtype.FLOAT32,
+    device: DeviceOptions,
     output_format: FormatOption = Format.TEXT,
 ) -> None:
-    """Recompute every number of a plan from the profile, without the solvers. Exits 1 when one does not hold."""
+    """Recompute every number of a plan from the profile, without the solvers. Exits with code 1 if one is wrong."""
     from ..analysis.verify.plan import verify as find_faults
     from ..analysis.verify.setting import Overrides, load_setting
-    from ..costs.devices import load_device
     from ..formats.plan import plan_path, read_plan
     from ..inputs.problem_from_options import parse_bytes
-    from ._faults import FaultsError
 
     read = read_plan(plan)
-    named = Overrides(
+    overrides = Overrides(
         granularity=granularity,
         microbatches=microbatches,
         min_layers=min_layers,
         memory_bytes=None if memory is None else parse_bytes(memory),
         window=window,
     )
-    setting = load_setting(
-        read, profile, named, device=None if device is None else load_device(device), dtype=dtype.value
-    )
+    setting = load_setting(read, profile, overrides, device=device.load(), dtype=device.dtype.value)
     if base is None and profile.is_dir() and read.base_plan_id is not None:
         candidate = plan_path(profile / "plans", read.base_plan_id)
         base = candidate if candidate.is_file() else None
@@ -64,20 +70,20 @@ def verify(
     if faults:
         raise FaultsError(str(plan), faults)
     if output_format is Format.TEXT:
-        emit(f"{plan}: every number holds, with {_describe(setting, read)}")
+        emit(f"{plan}: every number is correct | {_describe(setting, read)}")
 
 
 def _describe(setting: Setting, plan: Plan) -> str:
-    """What the partition had to obey."""
+    """The constraints of the partition."""
     constraints = setting.constraints
     count, least = constraints.microbatches, constraints.min_layers
-    words = [f"{setting.granularity} granularity", f"{count} microbatch{'' if count == 1 else 'es'}"]
-    words.append(f"at least {least} unit{'' if least == 1 else 's'} a stage")
+    parts = [f"{setting.granularity} granularity", f"{count} microbatch{'' if count == 1 else 'es'}"]
+    parts.append(f"at least {least} unit{'' if least == 1 else 's'} per stage")
     limits = [limit for limit in constraints.memory_bytes if limit is not None]
     if limits:
         span = sorted({human_bytes(min(limits)), human_bytes(max(limits))})
-        words.append(f"{' to '.join(span)} of memory on {len(limits)} of {len(plan.workers)} workers")
-    words += [f"{pin.item} in stage {pin.stage}" for pin in constraints.pins]
+        parts.append(f"{' to '.join(span)} of memory on {len(limits)} of {len(plan.workers)} workers")
+    parts += [f"{pin.item} in stage {pin.stage}" for pin in constraints.pins]
     if constraints.tied_together:
-        words.append("tied items on one worker")
-    return ", ".join(words)
+        parts.append("tied items on one worker")
+    return ", ".join(parts)

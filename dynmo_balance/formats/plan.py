@@ -354,6 +354,18 @@ def header_problems(plan: Plan, header: Header) -> list[Problem]:
     return problems
 
 
+def read_fitting_plan(path: Path, header: Header) -> Plan:
+    """Read a plan and check it against a profile's header.
+
+    Raises:
+        DocumentError: the plan cannot be read, violates a rule, or does not fit the header.
+    """
+    plan = read_plan(path)
+    if problems := header_problems(plan, header):
+        raise DocumentError(str(path), problems)
+    return plan
+
+
 def plan_numbers(folder: Path) -> list[int]:
     """The numbers of the plans that are present, ascending, whatever is in the files."""
     if not folder.is_dir():

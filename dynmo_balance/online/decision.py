@@ -8,8 +8,9 @@ from .._common.errors import DynmoError
 from ..costs.cost_window import costs_for, speeds_of_items
 from ..formats.plan import Plan
 from ..formats.profile import Header
+from ..partition.balance import certify, solve_best
+from ..partition.exact import solve
 from ..partition.problem import PartitionProblem, WorkerSlot, worker_slots
-from ..partition.registry import certify, solve, solve_best
 from ..planning.migration import BASE_PAUSE_NS
 from ..planning.plan_builder import Proposal, chain_of, current_spans, keep_plan, make_proposal, propose, to_plan
 from ..planning.repack import Packing, make_release_plan, repack_table

@@ -21,7 +21,7 @@ from ..costs.cost_window import SPEED_UNIT
 from ..formats.profile import Step
 from ..partition.exact import solve
 from ..partition.problem import PartitionProblem
-from ..partition.registry import BALANCERS
+from ..partition.registry import run_balancer
 
 Works = npt.NDArray[np.float64]
 FORECASTS = ((40, 0.0), (160, 0.0), (80, 0.5), (160, 1.0))
@@ -193,7 +193,7 @@ def update_regret(
             solve(problem, forecast_work(works[-size:], ahead * horizon)).boundaries for size, ahead in forecasts
         ]
     else:
-        candidates = [BALANCERS[balancer](problem)]
+        candidates = [run_balancer(problem, balancer)]
     kept = MAX_HORIZON_STEPS
     after = replace(
         after,

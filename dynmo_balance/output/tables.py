@@ -11,8 +11,8 @@ from .._common.console import emit, emit_table, human_bytes, say
 from ..analysis.search import Search
 from ..analysis.what_if import NEUTRAL_DYNAMICS, Cell, Row
 from ..analysis.what_if_compression import CompressedRow
+from ..partition.exact import Solution
 from ..partition.problem import PartitionProblem
-from ..partition.registry import Solution
 from ..planning.plan_builder import Proposal
 from ..simulation.bounds import bounds_of
 from ..simulation.simulator import Timeline

@@ -1,7 +1,7 @@
-"""Balance by something else than the constrained work: by measured time alone, or by the number of parameters.
+"""Balance measured time, or the number of parameters, and nothing else.
 
-Both use the exact solver on their own weights and look neither at memory nor at worker speeds; that is what sets them
-apart from ``exact``, and what makes them comparable with the balancers of other frameworks.
+Both balancers use the exact solver on their own weights, and ignore memory limits and worker speeds. That is the
+difference from ``exact``, and it makes them comparable with the balancers of other frameworks.
 """
 
 from __future__ import annotations
@@ -14,13 +14,14 @@ from .exact import solve
 from .problem import PartitionProblem
 
 
-def _free(problem: PartitionProblem) -> PartitionProblem:
+def _unconstrained(problem: PartitionProblem) -> PartitionProblem:
+    """The problem on workers of equal speed without memory limits."""
     slots = tuple(replace(slot, speed_ppm=SPEED_UNIT, memory_bytes=None) for slot in problem.slots)
     return replace(problem, slots=slots)
 
 
 def _boundaries(problem: PartitionProblem, weights: Sequence[int] | None) -> tuple[int, ...]:
-    return solve(_free(problem), weights).boundaries
+    return solve(_unconstrained(problem), weights).boundaries
 
 
 def balance_time(problem: PartitionProblem) -> tuple[int, ...]:
@@ -34,8 +35,8 @@ def balance_parameters(problem: PartitionProblem) -> tuple[int, ...]:
 
 
 def with_parameter_costs(problem: PartitionProblem) -> PartitionProblem:
-    """The problem as a balancer sees it that takes parameter counts for time, and workers for equal."""
+    """The problem with parameter counts in place of times, on workers of equal speed without memory limits."""
     counts = tuple(item.param_count for item in problem.chain.items)
-    none = (0,) * len(counts)
-    costs = replace(problem.chain.costs, forward_ns=counts, backward_input_ns=none, backward_weight_ns=none)
-    return replace(_free(problem), chain=replace(problem.chain, costs=costs))
+    zeros = (0,) * len(counts)
+    costs = replace(problem.chain.costs, forward_ns=counts, backward_input_ns=zeros, backward_weight_ns=zeros)
+    return replace(_unconstrained(problem), chain=replace(problem.chain, costs=costs))

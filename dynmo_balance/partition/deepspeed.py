@@ -1,27 +1,28 @@
-"""What DeepSpeed's ``partition_balanced`` does: least difference between the heaviest and the lightest part.
+"""DeepSpeed's ``partition_balanced``: minimize the difference between the heaviest and the lightest part.
 
-It fills a table over parts and items with the best (heaviest minus lightest) of the prefix, which has no optimal
-substructure, so the answer is best neither by that measure nor by the bottleneck; it is here to be compared with.
-Weights are forward plus backward time. The table costs ``stages * units^2``.
+The table over parts and units stores the best difference of each prefix. This measure has no optimal substructure, so
+the result minimizes neither the difference nor the bottleneck; the balancer exists for comparison. Weights are forward
+plus backward time. The table takes ``stages * units^2`` operations.
 """
 
 from __future__ import annotations
 
+from .by_weight import with_parameter_costs
 from .problem import PartitionProblem
+
+_Prefix = tuple[int, int, int, tuple[int, ...]]
+"""Of the first units in some parts: difference, heaviest part, lightest part (all in ns), and the cuts."""
 
 
 def boundaries(problem: PartitionProblem) -> tuple[int, ...]:
-    """The boundaries; parts may not be empty as long as there are units enough."""
+    """The boundaries; no part is empty as long as there are enough units."""
     cuts = problem.chain.cuts
     load = problem.chain.prefix_at_cuts(problem.chain.work_ns)
     units, parts = len(cuts) - 1, problem.num_stages
     least = 1 if units >= parts else 0
-    # best[i] is (difference, heaviest, lightest, cuts) of the first i units in the parts so far
-    best: list[tuple[int, int, int, tuple[int, ...]] | None] = [
-        (0, load[i], load[i], (0, i)) if i >= least else None for i in range(units + 1)
-    ]
+    best: list[_Prefix | None] = [(0, load[i], load[i], (0, i)) if i >= least else None for i in range(units + 1)]
     for part in range(2, parts + 1):
-        following: list[tuple[int, int, int, tuple[int, ...]] | None] = [None] * (units + 1)
+        following: list[_Prefix | None] = [None] * (units + 1)
         for end in range(part * least, units + 1):
             for begin in range((part - 1) * least, end - least + 1):
                 before = best[begin]
@@ -35,3 +36,8 @@ def boundaries(problem: PartitionProblem) -> tuple[int, ...]:
         best = following
     found = best[units]
     return tuple(cuts[cut] for cut in found[3]) if found is not None else (0, *([len(problem.chain.items)] * parts))
+
+
+def boundaries_by_parameters(problem: PartitionProblem) -> tuple[int, ...]:
+    """The same with parameter counts as weights."""
+    return boundaries(with_parameter_costs(problem))

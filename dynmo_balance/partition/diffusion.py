@@ -1,9 +1,10 @@
-"""Decentralised diffusion: in turn, neighbouring stages split what they hold together as evenly as they can.
+"""Decentralized diffusion: neighboring stages repeatedly split their common units as evenly as possible.
 
-Stages ``(0, 1), (2, 3), ...`` and then ``(1, 2), (3, 4), ...`` go on until a round changes nothing. Items stay in
-order. Each pair needs to know only itself, but the end is a local equilibrium: neighbours may differ by one unit, and
-the differences add up along the pipeline, so the optimum is not always reached (for indivisible loads no such rule is
-bounded, Gilbert et al. 2021, arXiv 2105.13194). It starts from the partition in force, or from the uniform one.
+A round rebalances the stages ``(0, 1), (2, 3), ...`` and then ``(1, 2), (3, 4), ...``; the last round changes
+nothing. Items stay in order. Each pair needs only its own loads, but the result is a local equilibrium: neighbors may
+differ by one unit, and these differences add up along the pipeline. So the optimum is not always reached; for
+indivisible loads no such rule has a bound (Gilbert et al. 2021, arXiv 2105.13194). The search starts from the active
+partition, or from the uniform one.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 from bisect import bisect_right
 
 from . import uniform
+from .by_weight import with_parameter_costs
 from .constraints import Limits, make_limits
 from .problem import PartitionProblem
 
@@ -18,7 +20,7 @@ MAX_ROUNDS = 1000
 
 
 def _split(limits: Limits, left: int, begin: int, end: int) -> int:
-    """Where two neighbours split ``[begin, end)`` so that the slower of them is as fast as can be."""
+    """The cut of ``[begin, end)`` between two neighbors that minimizes the time of the slower one."""
     load = limits.load
     speed = limits.slots[left].speed_ppm
     share = (load[end] - load[begin]) * speed // (speed + limits.slots[left + 1].speed_ppm)
@@ -28,10 +30,10 @@ def _split(limits: Limits, left: int, begin: int, end: int) -> int:
     return min(choices, key=lambda at: max(limits.time_ns(left, begin, at), limits.time_ns(left + 1, at, end)))
 
 
-def rounds(problem: PartitionProblem) -> tuple[tuple[int, ...], int]:
-    """The boundaries at the equilibrium, and how many rounds it took to get there."""
+def diffuse(problem: PartitionProblem) -> tuple[tuple[int, ...], int]:
+    """The boundaries at the equilibrium, and the number of rounds that led to it."""
     limits = make_limits(problem)
-    cuts = list(_start(problem))
+    cuts = _initial_cuts(problem)
     for number in range(MAX_ROUNDS):
         before = list(cuts)
         for parity in (0, 1):
@@ -46,19 +48,22 @@ def rounds(problem: PartitionProblem) -> tuple[tuple[int, ...], int]:
     return tuple(problem.chain.cuts[cut] for cut in cuts), MAX_ROUNDS
 
 
-def _start(problem: PartitionProblem) -> tuple[int, ...]:
+def _initial_cuts(problem: PartitionProblem) -> list[int]:
+    """Cut indices of the active partition, or of the uniform one where the active one is not contiguous."""
     positions = problem.chain.cuts
-    if problem.current is not None:
-        begins = [begin for begin, _ in problem.current]
-        if begins == sorted(begins) and begins[0] == 0:
-            boundaries_now = (*begins, positions[-1])
-        else:
-            boundaries_now = uniform.boundaries(problem)
+    begins = [begin for begin, _ in problem.current or ()]
+    if begins and begins == sorted(begins) and begins[0] == 0:
+        start = (*begins, positions[-1])
     else:
-        boundaries_now = uniform.boundaries(problem)
-    return tuple(max(0, bisect_right(positions, position) - 1) for position in boundaries_now)
+        start = uniform.boundaries(problem)
+    return [max(0, bisect_right(positions, position) - 1) for position in start]
 
 
 def boundaries(problem: PartitionProblem) -> tuple[int, ...]:
     """The boundaries at the equilibrium."""
-    return rounds(problem)[0]
+    return diffuse(problem)[0]
+
+
+def boundaries_by_parameters(problem: PartitionProblem) -> tuple[int, ...]:
+    """The same with parameter counts in place of times."""
+    return boundaries(with_parameter_costs(problem))

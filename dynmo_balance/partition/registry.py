@@ -1,69 +1,125 @@
-"""The balancers: one file each, from a problem to boundaries, and this registry.
+"""The balancers by name: built-in ones, and those that other packages register.
 
-To add one, write a function from ``PartitionProblem`` to boundaries in its own file and name it in ``BALANCERS``.
+A balancer is a function from a ``PartitionProblem`` to boundaries: the position of the first item of each stage,
+followed by the number of items. ``(0, 4, 8)`` are two stages of four items. To add one, write the function in its own
+file and add one line to ``_BUILT_IN``. Another package registers its own by an entry point::
+
+    [project.entry-points."dynmo_balance.balancers"]
+    my-balancer = "my_package.my_module:boundaries"
+
+Nothing is imported before it is used, so this module is cheap to import.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
-from itertools import pairwise
+from functools import cache
+from importlib.metadata import EntryPoint, entry_points
+from typing import TYPE_CHECKING
 
+from .._common.document import short_repr
 from .._common.errors import UsageError
-from . import by_weight, deepspeed, diffusion, uniform
-from .exact import Solution, solve
-from .problem import PartitionProblem
 
-__all__ = ["BALANCERS", "Solution", "balance", "solve_best", "bottleneck_ns", "certify", "solve"]
+if TYPE_CHECKING:
+    from .problem import PartitionProblem
 
-BALANCERS: Mapping[str, Callable[[PartitionProblem], tuple[int, ...]]] = {
-    "exact": lambda problem: solve_best(problem).boundaries,
-    "time": by_weight.balance_time,
-    "parameters": by_weight.balance_parameters,
-    "uniform": uniform.boundaries,
-    "deepspeed": deepspeed.boundaries,
-    "deepspeed_param": lambda problem: deepspeed.boundaries(by_weight.with_parameter_costs(problem)),
-    "deepspeed_static": uniform.split_units_evenly,
-    "diffusion": diffusion.boundaries,
-    "diffusion_param": lambda problem: diffusion.boundaries(by_weight.with_parameter_costs(problem)),
+    Balancer = Callable[[PartitionProblem], tuple[int, ...]]
+
+GROUP = "dynmo_balance.balancers"
+_BUILT_IN: Mapping[str, str] = {
+    "exact": "balance:exact_boundaries",
+    "time": "by_weight:balance_time",
+    "parameters": "by_weight:balance_parameters",
+    "uniform": "uniform:boundaries",
+    "deepspeed": "deepspeed:boundaries",
+    "deepspeed_param": "deepspeed:boundaries_by_parameters",
+    "deepspeed_static": "uniform:split_units_evenly",
+    "diffusion": "diffusion:boundaries",
+    "diffusion_param": "diffusion:boundaries_by_parameters",
 }
 
 
-def bottleneck_ns(problem: PartitionProblem, boundaries: tuple[int, ...]) -> int:
-    """The time of the slowest worker in a microbatch, over all its stages."""
-    work = problem.chain.work_ns
-    times = [0] * len(problem.slots)
-    for stage, (begin, end) in enumerate(pairwise(boundaries)):
-        times[problem.positions[stage]] += problem.slot(stage).time_ns(sum(work[begin:end]))
-    return max(times)
-
-
-def solve_best(problem: PartitionProblem) -> Solution:
-    """What ``exact`` answers: proven with one stage a worker and in a V, else the best found with its bound."""
-    if problem.virtual_stages == 1:
-        return solve(problem)
-    from .interleaved import solve_interleaved  # arrays are loaded only where they are needed
-
-    return solve_interleaved(problem)
-
-
-def balance(problem: PartitionProblem, balancer: str) -> Solution:
-    """The partition of a balancer, with the certificate of the exact solver.
+@cache
+def _entries() -> Mapping[str, EntryPoint]:
+    """Every balancer by name, the built-in ones first.
 
     Raises:
-        UsageError: there is no such balancer, or more stages than units.
-        InfeasibleError: no partition at all obeys the constraints.
+        UsageError: a package registers a name that is built in, or that another package registers.
     """
-    if balancer not in BALANCERS:
-        raise UsageError(f"unknown balancer {balancer!r}; there are {', '.join(BALANCERS)}")
-    best = solve_best(problem)
-    if balancer == "exact":
-        return best
-    return certify(problem, BALANCERS[balancer](problem), best)
+    entries = {name: EntryPoint(name, f"{__package__}.{value}", GROUP) for name, value in _BUILT_IN.items()}
+    for entry in sorted(entry_points(group=GROUP), key=lambda one: one.name):
+        known = entries.get(entry.name)
+        if known is not None and known.value != entry.value:
+            owner = "built in" if entry.name in _BUILT_IN else f"registered by {_package(known)}"
+            raise UsageError(
+                f"{_package(entry)} registers the balancer {entry.name!r}, which is {owner}; rename its entry point in"
+                f" the group {GROUP}, or uninstall the package"
+            )
+        entries[entry.name] = entry
+    return entries
 
 
-def certify(problem: PartitionProblem, boundaries: tuple[int, ...], best: Solution) -> Solution:
-    """Any partition of the problem, measured against the best one."""
-    bottleneck = bottleneck_ns(problem, boundaries)
-    met = bottleneck == best.lower_bound_ns
-    return replace(best, boundaries=boundaries, bottleneck_ns=bottleneck, optimal=met)
+def _package(entry: EntryPoint) -> str:
+    """The package of an entry point, for messages."""
+    return f"the package {entry.dist.name!r}" if entry.dist is not None else f"the module {entry.module!r}"
+
+
+def balancer_names() -> tuple[str, ...]:
+    """The names of all balancers, the built-in ones first."""
+    return tuple(_entries())
+
+
+def load_balancer(name: str) -> Balancer:
+    """Import the balancer of this name.
+
+    Raises:
+        UsageError: no balancer has this name, or its package cannot be imported; the message names the package.
+    """
+    entry = _entries().get(name)
+    if entry is None:
+        raise UsageError(f"unknown balancer {name!r}; choose one of {', '.join(balancer_names())}")
+    try:
+        balancer: Balancer = entry.load()
+    except Exception as error:
+        raise UsageError(
+            f"the balancer {name!r} of {_package(entry)} cannot be loaded from {entry.value!r}:"
+            f" {type(error).__name__}: {error}; fix or uninstall the package"
+        ) from error
+    if not callable(balancer):
+        raise UsageError(f"the balancer {name!r} of {_package(entry)} must be a function, is {short_repr(balancer)}")
+    return balancer
+
+
+def run_balancer(problem: PartitionProblem, name: str) -> tuple[int, ...]:
+    """The boundaries that a balancer gives for a problem.
+
+    Args:
+        problem: the chain, the workers and the constraints.
+        name: of the balancer.
+
+    Returns:
+        ``num_stages + 1`` item positions, from 0 to the number of items, in ascending order.
+
+    Raises:
+        UsageError: there is no such balancer, or it does not return such positions; the message names its package.
+    """
+    balancer = load_balancer(name)
+    if name in _BUILT_IN:
+        return balancer(problem)
+    package = _package(_entries()[name])
+    try:
+        found = tuple(int(position) for position in balancer(problem))
+    except UsageError:
+        raise
+    except Exception as error:
+        raise UsageError(
+            f"the balancer {name!r} of {package} failed: {type(error).__name__}: {error};"
+            " set DYNMO_TRACEBACK=1 for the traceback"
+        ) from error
+    items = len(problem.chain.items)
+    if (len(found), found[:1], found[-1:]) != (problem.num_stages + 1, (0,), (items,)) or list(found) != sorted(found):
+        raise UsageError(
+            f"the balancer {name!r} of {package} returned {short_repr(found)}:"
+            f" must be {problem.num_stages + 1} positions in ascending order, from 0 to {items}"
+        )
+    return found

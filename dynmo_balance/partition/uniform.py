@@ -1,8 +1,4 @@
-"""Megatron's static split: the layers evenly over the stages, the embedding with the first, the head with the last.
-
-Where the layers do not divide by the stages, the later stages get one more: stage ``p`` holds layers
-``floor(p L / P)`` to ``floor((p + 1) L / P)``.
-"""
+"""Static splits: Megatron's even split of the layers, and DeepSpeed's even split of all units."""
 
 from __future__ import annotations
 
@@ -11,7 +7,7 @@ from .problem import PartitionProblem
 
 
 def layer_starts(items: tuple[Item, ...]) -> list[int]:
-    """The positions where blocks begin: the first item of every layer that is neither embedding nor head."""
+    """The positions of the first item of every layer that is neither embedding nor head."""
     return [
         index
         for index, item in enumerate(items)
@@ -20,7 +16,11 @@ def layer_starts(items: tuple[Item, ...]) -> list[int]:
 
 
 def boundaries(problem: PartitionProblem) -> tuple[int, ...]:
-    """The first item of each stage, then the number of items; no constraint is looked at."""
+    """Megatron's split: the layers evenly, the embedding on the first stage, the head on the last.
+
+    Of ``L`` layers on ``P`` stages, stage ``p`` gets layers ``floor(p L / P)`` to ``floor((p + 1) L / P)``, so the
+    later stages get one more where ``P`` does not divide ``L``. Constraints are ignored.
+    """
     items, stages = problem.chain.items, problem.num_stages
     starts = layer_starts(items) or list(range(len(items)))
     inner = []
@@ -31,7 +31,7 @@ def boundaries(problem: PartitionProblem) -> tuple[int, ...]:
 
 
 def split_units_evenly(problem: PartitionProblem) -> tuple[int, ...]:
-    """DeepSpeed's static split: all units evenly, embedding and head counted as any other; the first get one more."""
+    """DeepSpeed's static split: all units evenly, embedding and head included; the first stages get one more."""
     cuts = problem.chain.cuts
     each, more = divmod(len(cuts) - 1, problem.num_stages)
     return tuple(cuts[stage * each + min(stage, more)] for stage in range(problem.num_stages + 1))

@@ -14,9 +14,10 @@ import numpy as np
 
 from .._common.errors import DynmoError
 from ..formats.plan import CUSTOM
+from ..partition.balance import balance
+from ..partition.exact import Solution
 from ..partition.interleaved import WorkerLoads, make_worker_loads, random_neighbors
 from ..partition.problem import PartitionProblem
-from ..partition.registry import Solution, balance
 from ..schedules.list_scheduler import RULES, OperationTimes, list_order
 from ..schedules.registry import Order
 from ..simulation.batched import compile_order, costs_of, run_compiled

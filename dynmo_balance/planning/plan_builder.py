@@ -9,8 +9,9 @@ from itertools import pairwise
 from ..costs.cost_window import ItemCosts
 from ..formats.plan import RECORDS_KEY, Constraints, Migration, Optimality, Pin, Plan, Predicted, Stage, position_of
 from ..formats.profile import Header
+from ..partition.balance import balance
+from ..partition.exact import Solution
 from ..partition.problem import Chain, PartitionProblem, WorkerSlot, permitted_cuts
-from ..partition.registry import Solution, balance
 from ..simulation.simulator import Timeline, predict
 from .local_search import minimize_step
 from .migration import BASE_PAUSE_NS, migration

@@ -9,8 +9,8 @@ from .._common.errors import DynmoError, UsageError
 from ..formats.plan import Plan
 from ..formats.profile import Header
 from ..partition import uniform
+from ..partition.balance import solve_best
 from ..partition.problem import InfeasibleError, PartitionProblem
-from ..partition.registry import solve_best
 from ..simulation.simulator import predict
 from .plan_builder import Proposal, current_spans, make_proposal, to_plan
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from ..analysis.search import Candidate, search
 from ..formats.plan import CUSTOM
-from ..partition.registry import solve
+from ..partition.exact import solve
 from ..schedules.registry import SCHEDULES
 from ..simulation.bounds import Bounds
 from ..simulation.simulator import predict

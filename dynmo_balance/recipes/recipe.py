@@ -28,8 +28,8 @@ from ..inputs.analytic_profile import BuildOptions, build_costs, build_header, h
 from ..inputs.model_config import from_config
 from ..inputs.scenarios import DEFAULT_STRENGTH, TECHNIQUES, Script, scenario_steps
 from ..partition import uniform
+from ..partition.exact import solve
 from ..partition.problem import PartitionProblem, worker_slots
-from ..partition.registry import solve
 from ..planning.plan_builder import chain_of
 from ..schedules.registry import SCHEDULES
 from ..simulation.simulator import predict

@@ -37,8 +37,10 @@ from dynmo_balance.formats.profile import Header
 from dynmo_balance.inputs.analytic_profile import BuildOptions, build_costs, build_header, header_of
 from dynmo_balance.inputs.model_config import from_config
 from dynmo_balance.inputs.scenarios import Script, scenario_steps
+from dynmo_balance.partition.balance import bottleneck_ns
+from dynmo_balance.partition.exact import solve
 from dynmo_balance.partition.problem import PartitionProblem, worker_slots
-from dynmo_balance.partition.registry import BALANCERS, bottleneck_ns, solve
+from dynmo_balance.partition.registry import run_balancer
 from dynmo_balance.planning.plan_builder import chain_of
 
 FAMILIES = {
@@ -182,7 +184,7 @@ def ours() -> dict[str, Cutter]:
     """The other balancers of this package."""
 
     def cutter(name: str) -> Cutter:
-        return lambda p, _: [p.chain.cuts.index(position) for position in BALANCERS[name](p)]
+        return lambda p, _: [p.chain.cuts.index(position) for position in run_balancer(p, name)]
 
     return {f"our {name}": cutter(name) for name in ("parameters", "diffusion")}
 

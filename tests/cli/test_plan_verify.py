@@ -198,7 +198,7 @@ def is_accepted(document, name, profile, base):
 def check_every_forgery(plan, path, options):
     code, out, err = plan("verify", path, *options)
     assert (code, err) == (0, ""), err
-    assert "every number holds" in out
+    assert "every number is correct" in out
     profile, base = options[1], read_plan(options[3]) if len(options) > 2 else None
     document = json.loads(path.read_text())
     assert is_accepted(document, path.name, profile, base)
@@ -242,7 +242,7 @@ def test_verify_names_what_the_plan_obeys(plan, made):
     code, out, _ = plan("verify", path, *options)
     assert code == 0
     assert out == (
-        f"{path}: every number holds, with layer granularity, 6 microbatches, at least 1 unit a stage,"
+        f"{path}: every number is correct | layer granularity, 6 microbatches, at least 1 unit per stage,"
         " 10.0 MB of memory on 3 of 3 workers\n"
     )
 
@@ -257,7 +257,7 @@ def test_verify_accepts_released_workers(plan, tmp_path):
 def test_verify_accepts_the_initial_plan_of_a_run(plan):
     code, out, err = plan("verify", CONTRACTS / "plan/valid/initial.json", "--profile", CONTRACTS / STEPS)
     assert (code, err) == (0, "")
-    assert "every number holds" in out
+    assert "every number is correct" in out
 
 
 @pytest.mark.parametrize(

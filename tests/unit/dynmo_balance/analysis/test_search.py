@@ -11,8 +11,9 @@ from dynmo_balance.analysis.search import search, split_in_half
 from dynmo_balance.formats.profile import read_profile
 from dynmo_balance.inputs.problem_from_options import ProblemOptions, make_problem
 from dynmo_balance.inputs.profile_source import load
+from dynmo_balance.partition.balance import balance, bottleneck_ns
+from dynmo_balance.partition.exact import solve
 from dynmo_balance.partition.problem import InfeasibleError
-from dynmo_balance.partition.registry import balance, bottleneck_ns, solve
 from dynmo_balance.schedules.registry import SCHEDULES
 from dynmo_balance.simulation.bounds import bounds_of
 from dynmo_balance.simulation.simulator import predict

@@ -9,8 +9,8 @@ import pytest
 from dynmo_balance._common.errors import UsageError
 from dynmo_balance.analysis.verify.bottleneck import Question, bound_of
 from dynmo_balance.analysis.verify.step import Pipeline, PlanWorker, measure
+from dynmo_balance.partition.balance import solve_best
 from dynmo_balance.partition.problem import InfeasibleError
-from dynmo_balance.partition.registry import solve_best
 from dynmo_balance.simulation.simulator import predict
 
 

@@ -12,10 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dynmo_balance._common.errors import UsageError
+from dynmo_balance.partition.balance import bottleneck_ns, solve_best
 from dynmo_balance.partition.constraints import make_limits
 from dynmo_balance.partition.exact import greedy, solve
 from dynmo_balance.partition.problem import InfeasibleError, with_ties_together
-from dynmo_balance.partition.registry import bottleneck_ns, solve_best
 
 
 def partitions(problem):

@@ -7,9 +7,9 @@ from itertools import combinations_with_replacement, pairwise
 
 import pytest
 
+from dynmo_balance.partition.balance import balance, bottleneck_ns
 from dynmo_balance.partition.constraints import make_limits
 from dynmo_balance.partition.problem import InfeasibleError
-from dynmo_balance.partition.registry import balance, bottleneck_ns
 from dynmo_balance.simulation.simulator import predict
 
 

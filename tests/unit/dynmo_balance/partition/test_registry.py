@@ -9,9 +9,10 @@ import pytest
 
 from dynmo_balance._common.errors import UsageError
 from dynmo_balance.partition import deepspeed, diffusion, uniform
+from dynmo_balance.partition.balance import balance, bottleneck_ns
 from dynmo_balance.partition.exact import solve
 from dynmo_balance.partition.problem import WorkerSlot
-from dynmo_balance.partition.registry import BALANCERS, balance, bottleneck_ns
+from dynmo_balance.partition.registry import balancer_names, run_balancer
 from dynmo_balance.planning.repack import repack_table, with_workers
 from dynmo_balance.simulation.simulator import predict
 
@@ -40,7 +41,7 @@ def test_no_balancer_beats_exact_and_all_keep_the_order(rng, chain_factory, prob
         chain = with_ends(chain_factory([rng.randint(1, 50) for _ in range(n)], sizes=[rng.randint(1, 9)] * n))
         problem = problem_factory(chain, stages)
         best = solve(problem).bottleneck_ns
-        for name in BALANCERS:
+        for name in balancer_names():
             solution = balance(problem, name)
             assert solution.boundaries[0] == 0
             assert solution.boundaries[-1] == n
@@ -52,7 +53,7 @@ def test_no_balancer_beats_exact_and_all_keep_the_order(rng, chain_factory, prob
 def test_diffusion_ends_where_no_pair_can_improve(rng, chain_factory, problem_factory):
     for _ in range(100):
         problem = problem_factory(chain_factory([rng.randint(1, 50) for _ in range(20)]), 5)
-        boundaries, rounds = diffusion.rounds(problem)
+        boundaries, rounds = diffusion.diffuse(problem)
         work = problem.chain.work_ns
         assert rounds < 50
         for left in range(4):
@@ -92,22 +93,18 @@ def test_workers_that_cannot_be_released_stay(chain_factory, problem_factory):
 
 
 def test_variants_by_parameters_see_only_parameters(chain_factory, problem_factory):
-    from dynmo_balance.partition.registry import BALANCERS
-
     # Times are even, parameters are all at the front
     chain = chain_factory([10] * 8, sizes=[100, 100, 1, 1, 1, 1, 1, 1])
     problem = problem_factory(chain, 2)
-    assert BALANCERS["deepspeed"](problem) == (0, 4, 8)
-    assert BALANCERS["deepspeed_param"](problem) == (0, 1, 8)
-    assert BALANCERS["diffusion_param"](problem) == (0, 1, 8)
+    assert run_balancer(problem, "deepspeed") == (0, 4, 8)
+    assert run_balancer(problem, "deepspeed_param") == (0, 1, 8)
+    assert run_balancer(problem, "diffusion_param") == (0, 1, 8)
 
 
 @pytest.mark.parametrize("count", [7, 8, 9, 31])
 @pytest.mark.parametrize("stages", [1, 2, 3, 7])
 def test_the_static_split_is_deepspeeds(chain_factory, problem_factory, count, stages):
-    from dynmo_balance.partition.registry import BALANCERS
-
     # partition_uniform of DeepSpeed: the first parts get one more
     sizes = [count // stages + (part < count % stages) for part in range(stages)]
     expected = tuple(sum(sizes[:part]) for part in range(stages + 1))
-    assert BALANCERS["deepspeed_static"](problem_factory(chain_factory([1] * count), stages)) == expected
+    assert run_balancer(problem_factory(chain_factory([1] * count), stages), "deepspeed_static") == expected
