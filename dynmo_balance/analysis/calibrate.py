@@ -14,7 +14,8 @@ from dataclasses import dataclass, replace
 from .._common.errors import UsageError
 from ..costs.cost_window import CostWindow, ItemCosts, median
 from ..formats.plan import Plan
-from ..formats.profile import Header, Segment, Step
+from ..formats.profile import Event, Header, Segment, Step
+from ..formats.profile_records import COST_NEUTRAL_EVENTS
 from ..partition.problem import PartitionProblem, WorkerSlot, worker_slots
 from ..planning.plan_builder import chain_of
 from ..simulation.simulator import predict
@@ -61,7 +62,7 @@ def samples_of(segment: Segment, plans: dict[int, Plan], least: int = 3) -> list
                 groups.append((record.plan_id, []))
             groups[-1][1].append(record)
             fresh = False
-        elif getattr(record, "kind", "") in ("pruned", "frozen"):
+        elif isinstance(record, Event) and record.kind not in COST_NEUTRAL_EVENTS:
             fresh = True
     by_id = {slot.worker: slot for slot in worker_slots(header)}
     found = []

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 Samples = tuple[int | None, ...]
+# Kinds of events after which layers cost what they did before. Any other kind, a foreign one too, changes costs.
+COST_NEUTRAL_EVENTS = ("evaluated", "checkpoint")
 
 
 @dataclass(frozen=True, kw_only=True)

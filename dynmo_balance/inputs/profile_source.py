@@ -13,9 +13,8 @@ from ..costs.cost_window import CostWindow, ItemCosts, speeds_of_items
 from ..costs.devices import Device
 from ..formats.plan import Plan, header_problems, plan_numbers, plan_path, read_plan
 from ..formats.profile import Event, Header, Segment, Step, read_profile
+from ..formats.profile_records import COST_NEUTRAL_EVENTS
 from .profile_summary import step_warnings
-
-COST_EVENTS = ("pruned", "frozen")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,7 +71,7 @@ def _records(segment: Segment, at_step: int | None, before_changes: bool) -> lis
     """The steps and cost-changing events that count, up to ``at_step`` or before the first change."""
     chosen: list[Step | Event] = []
     for record in segment.records:
-        if isinstance(record, Event) and record.kind in COST_EVENTS:
+        if isinstance(record, Event) and record.kind not in COST_NEUTRAL_EVENTS:
             steps = [r.step for r in chosen if isinstance(r, Step)]
             if steps and (before_changes or steps[-1] == at_step):
                 break

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 from ..costs.cost_window import CostWindow
 from ..formats.profile import Event, Header, PlanRequest, PlanResult, Record, Step
+from ..formats.profile_records import COST_NEUTRAL_EVENTS
 from .regret import WorkTrace
 
 LEARNING_RATE = 0.5
@@ -61,7 +62,7 @@ class RunState:
             case Step():
                 self._step(record)
             case Event():
-                if record.kind in ("pruned", "frozen"):
+                if record.kind not in COST_NEUTRAL_EVENTS:
                     self.expected[record.kind] = record.next_expected_step
                     self.window.expire()
                     self.trace.expire()

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from html import escape
 
 from ..formats.plan import Plan
+from ..formats.profile_records import COST_NEUTRAL_EVENTS
 from ..inputs.run_history import PlanHistory, RunHistory
 from ..partition.problem import PartitionProblem
 from ..simulation.simulator import predict
@@ -17,10 +18,6 @@ STYLE = (
     "td,th{padding:.25em .7em;border-bottom:1px solid #ddd;text-align:right}td:first-child,th:first-child,"
     "td.words{text-align:left}svg{width:100%;height:auto}"
 )
-
-
-UNMARKED_EVENTS = ("evaluated", "checkpoint")
-"""Event kinds that change neither the model nor its costs; all others, known or not, are marked in the charts."""
 
 
 def _ms(ns: int | None) -> str:
@@ -83,7 +80,7 @@ def _charts(history: RunHistory) -> list[str]:
         for plan_history in history.moves
         if plan_history.result is not None
     ]
-    marks += [(event.step, event.kind) for event in history.events if event.kind not in UNMARKED_EVENTS]
+    marks += [(event.step, event.kind) for event in history.events if event.kind not in COST_NEUTRAL_EVENTS]
     parts = [
         "<h2>Steps</h2>",
         line_chart("step time", xs, [("measured", [step.step_ns / 1e6 for step in history.steps])], "ms", marks),

@@ -48,7 +48,9 @@ class Architecture:
 def architecture_of_model(model: Config) -> tuple[str, Architecture]:
     """The ``model_type`` that a model of ours becomes; raises ``UnsupportedError`` where there is none."""
     family = model["family"]
-    name = {"gpt": "gpt2", "bert": "megatron-bert", "t5": "blenderbot", "llama": "llama"}[family]
+    name = {"gpt": "gpt2", "bert": "megatron-bert", "t5": "blenderbot", "llama": "llama"}.get(family)
+    if name is None:
+        raise UnsupportedError(f"no architecture of transformers is known for the model family {family!r}")
     if family == "llama":
         return ("mixtral" if model.get("num_experts") else "llama"), LLAMA
     if model.get("num_experts"):

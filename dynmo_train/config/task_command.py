@@ -18,7 +18,7 @@ from .._common.document import DocumentError, Problem
 from .._common.errors import UsageError
 from .compat import FLAGS, Known, translate
 from .options import OptionSpec
-from .resolve import option_specs
+from .resolve import built_in_specs
 
 MODEL_KEY = "dynmo.model"
 # Options of the model's shape that a manifest states under another name; the others have their own.
@@ -91,7 +91,7 @@ class TaskCommand(TyperCommand):
             for option in self.params
             for name in (*option.opts, *option.secondary_opts)
         } | {"--help": 0}
-        specs = option_specs()
+        specs = built_in_specs()
         training = {spec.flag: 0 if spec.kind is bool else 1 for spec in specs.values()}
         training |= {spec.negative: 0 for spec in specs.values() if spec.negative}
         made = translate(args, "gpt", training | declared, TASK_FLAGS)
@@ -119,7 +119,7 @@ def check_model_flags(told: Mapping[str, Any], model: Mapping[str, Any], directo
     for name, value in told.items():
         stored = model.get(MANIFEST_NAMES.get(name, name), value)
         if stored != value:
-            flag = option_specs()[name].flag
+            flag = built_in_specs()[name].flag
             problems.append(Problem(flag, "model", f"is {value}; the model of {directory} has {stored}: leave it out"))
     if problems:
         raise DocumentError("the command line", problems)

@@ -51,9 +51,10 @@ def test_nothing_is_decided_on_few_records(run, capfd):
     assert "step 3: move from plan 0" in capfd.readouterr().err
 
 
-def test_an_event_voids_the_costs_before_it(run):
+@pytest.mark.parametrize("kind", ["pruned", "frozen", "a kind of another package"])
+def test_watcher_after_a_cost_event_discards_the_costs_before_it(run, kind):
     watcher = Watcher(run, WatchOptions())
-    append(run, step(1, back=2), step(2, back=2), event(2), step(3), step(4))
+    append(run, step(1, back=2), step(2, back=2), event(2, kind), step(3), step(4))
     watcher.poll()
     assert plan_numbers(run / "plans") == [0]
     append(run, step(5, front=3))
