@@ -1,14 +1,17 @@
-"""The kinds of error of ``dynmo-ckpt`` beyond wrong usage, each with its exit code (tabled in the README)."""
+"""Errors of ``dynmo-ckpt`` with their exit codes (table in the README), and how messages show names from files."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
+from ._common.document import SHORT_CHARACTERS
 from ._common.errors import DynmoError
 
 EXIT_DIFFERENCE = 1
 
 
 class UnsafePickleError(DynmoError):
-    """A pickle asks for something other than plain data; it was not executed."""
+    """A pickle refers to something other than plain data; it was not executed."""
 
     exit_code = 3
 
@@ -20,16 +23,30 @@ class CorruptError(DynmoError):
 
 
 class UnsupportedError(DynmoError):
-    """A layout, family or tensor that cannot be mapped without losing something."""
+    """A layout, model family or tensor that cannot be mapped without loss."""
 
     exit_code = 5
 
 
-class NoStateError(UnsupportedError):
-    """Optimizer state was asked for, and the input holds none."""
+class NoOptimizerStateError(UnsupportedError):
+    """The optimizer state was requested, and the input has none."""
 
 
 class StorageError(DynmoError):
-    """The system refused to read or write: no space, no permission, a fault of the device."""
+    """The system refused to read or write: no space, no permission, a device error."""
 
     exit_code = 6
+
+
+def short_name(name: object) -> str:
+    """A name from a file, for a message: printable, and at most ``SHORT_CHARACTERS`` characters."""
+    text = str(name)[: SHORT_CHARACTERS + 1]
+    if not text.isprintable():
+        text = repr(text)[1:-1]
+    return text if len(text) <= SHORT_CHARACTERS else text[: SHORT_CHARACTERS - 3] + "..."
+
+
+def short_names(names: Iterable[object], limit: int = 5) -> str:
+    """The first ``limit`` names in order of appearance, shortened, with ``...`` where there are more."""
+    listed = list(names)
+    return ", ".join([*map(short_name, listed[:limit]), *(["..."] if len(listed) > limit else [])])

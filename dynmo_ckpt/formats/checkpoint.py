@@ -23,7 +23,7 @@ from .._common.document import (
     parse_json,
 )
 from .checkpoint_fields import DOCUMENT, MODEL
-from .checkpoint_rules import across_problems
+from .checkpoint_rules import cross_field_problems
 
 FORMAT = "dynmo.checkpoint"
 VERSION = 1
@@ -52,7 +52,7 @@ def manifest_problems(value: Any) -> list[Problem]:
     problems = envelope_problems(value, FORMAT, VERSION)
     if not problems:
         DOCUMENT(value, "", problems)
-    return problems or expert_problems(value["model"], "model") or across_problems(value)
+    return problems or expert_problems(value["model"], "model") or cross_field_problems(value)
 
 
 def seal(manifest: Mapping[str, Any]) -> bytes:

@@ -52,7 +52,7 @@ def finest_items(items: Iterable[str], model: Document) -> list[str]:
     return [name for item in items for name in ([f"{item}.{part}" for part in blocks.get(item, ())] or [item])]
 
 
-def across_problems(manifest: Document) -> list[Problem]:
+def cross_field_problems(manifest: Document) -> list[Problem]:
     """Every broken rule of a manifest whose fields are right one by one."""
     return [
         *_sizes(manifest),

@@ -12,8 +12,8 @@ from ..errors import CorruptError, UnsupportedError
 from ..io.files import read_file
 from ..io.safetensors import read_index
 from ..maps.name_map import Mapped
-from ..tensors.copy_plan import OutputFile, OutputTensor, output_file, shard_by_size
-from ..tensors.views import Tensor, whole
+from ..tensors.copy_plan import OutputTensor, SafetensorsFile, safetensors_file, shard_by_size
+from ..tensors.views import Tensor, as_tensor
 from ..torch_save.pickles import TensorRef
 from ..torch_save.reader import open_torch
 
@@ -78,7 +78,7 @@ def read_tensors(directory: Path) -> dict[str, Tensor]:
 
 
 def _safetensors(path: Path) -> dict[str, Tensor]:
-    return {key: whole(array) for key, array in read_index(path).arrays.items()}
+    return {key: as_tensor(array) for key, array in read_index(path).arrays.items()}
 
 
 def _torch_tensors(path: Path) -> dict[str, Tensor]:
@@ -110,7 +110,7 @@ def _indexed(index_path: Path, read: Callable[[Path], dict[str, Tensor]]) -> dic
     return tensors
 
 
-def plan_files(mapped: Sequence[Mapped], shard_bytes: int, dtype: str) -> list[OutputFile]:
+def plan_files(mapped: Sequence[Mapped], shard_bytes: int, dtype: str) -> list[SafetensorsFile]:
     """The weight files: one ``model.safetensors``, or numbered ones of at most ``shard_bytes`` each.
 
     Args:
@@ -128,10 +128,10 @@ def plan_files(mapped: Sequence[Mapped], shard_bytes: int, dtype: str) -> list[O
     names = [f"model-{i + 1:05d}-of-{len(groups):05d}.safetensors" for i in range(len(groups))]
     if len(groups) == 1:
         names = ["model.safetensors"]
-    return [output_file(name, group, {"format": "pt"}) for name, group in zip(names, groups, strict=True)]
+    return [safetensors_file(name, group, {"format": "pt"}) for name, group in zip(names, groups, strict=True)]
 
 
-def weight_index(files: Sequence[OutputFile]) -> bytes | None:
+def weight_index(files: Sequence[SafetensorsFile]) -> bytes | None:
     """``model.safetensors.index.json`` of several files; None for one."""
     if len(files) == 1:
         return None

@@ -16,10 +16,10 @@ from .config_keys import irrelevant_keys, key_table
 from .models import hf_model
 
 # Code that is not copied along, and facts of the files that the weights came from.
-LEFT_BEHIND = ("auto_map", "_name_or_path", "name_or_path", "_commit_hash")
+DROPPED_KEYS = ("auto_map", "_name_or_path", "name_or_path", "_commit_hash")
 CLASS_NAMES_KEY = "x_class_names"
 DTYPE_KEYS = ("dtype", "torch_dtype")
-UNSTATED = ("padded_vocab_size", "moe_z_loss_coeff", "moe_capacity_factor")
+NOT_IN_CONFIG = ("padded_vocab_size", "moe_z_loss_coeff", "moe_capacity_factor")
 # Irrelevant to a logit, and yet of this model: the conversion computes them.
 COMPUTED = (*DTYPE_KEYS, "model_type", "architectures")
 LABEL_KEYS = ("num_labels", "id2label", "label2id")
@@ -43,7 +43,7 @@ def source_of(config: Mapping[str, Any], generation: Mapping[str, Any] | None) -
     return source
 
 
-def carried_config(
+def export_config(
     source: Mapping[str, Any] | None, model: Mapping[str, Any], computed: dict[str, Any]
 ) -> dict[str, Any]:
     """The ``config.json`` to write: that of ``source`` where it describes ``model``, else what can be kept of it.
@@ -55,7 +55,7 @@ def carried_config(
     """
     if source is None:
         return computed
-    config = {key: value for key, value in source["config"].items() if key not in LEFT_BEHIND}
+    config = {key: value for key, value in source["config"].items() if key not in DROPPED_KEYS}
     if _describes(config, model):
         present = {key: computed["torch_dtype"] for key in DTYPE_KEYS if key in config}
         return {"architectures": computed["architectures"], **config, **present}
@@ -67,7 +67,7 @@ def carried_config(
     return {**computed, **{key: value for key, value in config.items() if key in kept}}
 
 
-def named_classes(config: dict[str, Any], manifest: Mapping[str, Any]) -> dict[str, Any]:
+def with_class_names(config: dict[str, Any], manifest: Mapping[str, Any]) -> dict[str, Any]:
     """A configuration with the names of a classifier's classes, where the run that trained it has written them.
 
     They replace those of ``config``, which may be of the model that the run started from.
@@ -92,7 +92,7 @@ def _class_names(manifest: Mapping[str, Any]) -> list[str]:
     return names if fits else []
 
 
-def carried_generation(source: Mapping[str, Any] | None, computed: dict[str, Any]) -> dict[str, Any] | None:
+def export_generation_config(source: Mapping[str, Any] | None, computed: dict[str, Any]) -> dict[str, Any] | None:
     """The ``generation_config.json`` to write: that of ``source``, or none where the source had none."""
     if source is None:
         return computed
@@ -106,10 +106,10 @@ def _describes(config: Mapping[str, Any], model: Mapping[str, Any]) -> bool:
         described = hf_model(config, 1, ignored=("*",))
     except DynmoError:
         return False
-    return _stated(described) == _stated(model)
+    return _with_defaults(described) == _with_defaults(model)
 
 
-def _stated(model: Mapping[str, Any]) -> dict[str, Any]:
+def _with_defaults(model: Mapping[str, Any]) -> dict[str, Any]:
     """A model's fields with the defaults of the format, and without what a configuration does not say."""
     llama, heads = model["family"] == "llama", model["num_attention_heads"]
     defaults = {
@@ -125,4 +125,4 @@ def _stated(model: Mapping[str, Any]) -> dict[str, Any]:
         "binary_head": False,
         "moe_routing": "topk",
     }
-    return {key: value for key, value in {**defaults, **model}.items() if key not in UNSTATED}
+    return {key: value for key, value in {**defaults, **model}.items() if key not in NOT_IN_CONFIG}

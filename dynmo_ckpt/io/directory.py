@@ -57,15 +57,15 @@ def new_directory(target: Path) -> Iterator[Path]:
         raise StorageError(f"{target}: {error.strerror or error}; nothing was put in place") from error
     finally:
         try:
-            _tidy_up(target, staging, aside)
+            _clean_up(target, staging, aside)
         finally:
             # Again, for the signal that came just before signals had to wait; there is nothing left to do otherwise.
-            _tidy_up(target, staging, aside)
+            _clean_up(target, staging, aside)
 
 
-def _tidy_up(target: Path, staging: Path, aside: Path) -> None:
+def _clean_up(target: Path, staging: Path, aside: Path) -> None:
     """Put an older target back where no new one is in its place, and remove the rest."""
-    with _undisturbed():
+    with _defer_signals():
         if aside.exists() and not target.exists():
             aside.rename(target)
         for leftover in (staging, aside):
@@ -76,7 +76,7 @@ def _tidy_up(target: Path, staging: Path, aside: Path) -> None:
 
 
 @contextmanager
-def _undisturbed() -> Iterator[None]:
+def _defer_signals() -> Iterator[None]:
     """Signals that end this process wait until the block is over: tidying up half-way would leave a folder behind.
 
     Python runs its handlers in the main thread whichever thread the system gave a signal to, so blocking signals in

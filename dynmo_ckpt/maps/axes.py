@@ -1,6 +1,6 @@
-"""Layouts as named axes: ``(n t d) h`` is a matrix whose rows are heads, then query/key/value, then head dimension.
+"""Layouts as named axes, as in einops: ``(n t d) h`` is a matrix whose rows are heads x query/key/value x head dim.
 
-One pattern for each side of a map says all that a conversion does, and says it for both directions. Pure.
+A pattern for each side of a map describes a conversion in both directions. Pure.
 """
 
 from __future__ import annotations
@@ -8,14 +8,14 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
-from ..errors import UnsupportedError
+from ..errors import UnsupportedError, short_name
 from ..tensors.views import Tensor
 
 Axes = tuple[tuple[str, ...], ...]
 
 
 def parse_axes(pattern: str) -> Axes:
-    """``(n t d) h`` gives ``(("n", "t", "d"), ("h",))``: for each stored dimension, the axes that it is made of."""
+    """The axes of each stored dimension: ``(n t d) h`` gives ``(("n", "t", "d"), ("h",))``."""
     axes: list[tuple[str, ...]] = []
     group: list[str] | None = None
     for token in pattern.replace("(", " ( ").replace(")", " ) ").split():
@@ -32,35 +32,37 @@ def parse_axes(pattern: str) -> Axes:
 
 
 def stored_shape(axes: Axes, sizes: Mapping[str, int]) -> tuple[int, ...]:
-    """The shape of an array with these axes."""
+    """The stored shape of an array with these axes."""
     return tuple(math.prod(sizes[axis] for axis in group) for group in axes)
 
 
 def expand(tensor: Tensor, axes: Axes, sizes: Mapping[str, int], name: str, *, finer: bool = False) -> Tensor:
-    """``tensor`` with one dimension an axis; it may have that form already.
+    """``tensor`` with one dimension per axis.
 
     Args:
-        tensor: the content.
-        axes: for each stored dimension, the axes that it is made of.
+        tensor: of the stored shape, or already expanded.
+        axes: the axes of each stored dimension.
         sizes: of the axes.
         name: of the tensor, for messages.
-        finer: ``tensor`` may be the result of another map, with more dimensions than these axes.
+        finer: ``tensor`` may come from another map, with more dimensions than these axes.
 
     Raises:
-        UnsupportedError: its shape is not what the axes and sizes say.
+        UnsupportedError: the shape does not fit the axes and sizes.
     """
     expected = stored_shape(axes, sizes)
     flat = tuple(sizes[axis] for group in axes for axis in group)
     if tensor.shape == flat:
         return tensor
     if tensor.shape != expected and [n for n in tensor.shape if n != 1] == [n for n in flat if n != 1]:
-        return tensor.with_ones(flat)
+        return tensor.with_unit_dims(flat)
     if finer and len(tensor.shape) > len(expected):
         merged = _merged(tensor, [size for size in flat if size != 1])
         if merged is not None:
-            return merged.with_ones(flat)
+            return merged.with_unit_dims(flat)
     if tensor.shape != expected:
-        raise UnsupportedError(f"{name}: the shape is {list(tensor.shape)}, the model's sizes ask for {list(expected)}")
+        raise UnsupportedError(
+            f"{short_name(name)}: has the shape {list(tensor.shape)}; the model requires {list(expected)}"
+        )
     for dim in reversed(range(len(axes))):
         if len(axes[dim]) > 1:
             tensor = tensor.unflatten(dim, [sizes[axis] for axis in axes[dim]])
@@ -68,8 +70,8 @@ def expand(tensor: Tensor, axes: Axes, sizes: Mapping[str, int], name: str, *, f
 
 
 def _merged(tensor: Tensor, shape: Sequence[int]) -> Tensor | None:
-    """``tensor`` with neighbouring dimensions joined until it has ``shape``; None where that cannot be."""
-    result = tensor.with_ones(tuple(size for size in tensor.shape if size != 1))
+    """``tensor`` with adjacent dimensions flattened until it has ``shape``; None where that is impossible."""
+    result = tensor.with_unit_dims(tuple(size for size in tensor.shape if size != 1))
     for dim, size in enumerate(shape):
         while dim + 1 < len(result.shape) and result.shape[dim] < size:
             result = result.flatten(dim)

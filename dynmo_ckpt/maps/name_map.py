@@ -1,7 +1,13 @@
-"""Reads the name maps of ``maps/`` and applies them: every tensor is mapped, or the conversion is refused. Pure.
+"""Reads the name maps of ``maps/*.json`` and applies them in both directions. Pure.
 
-A row of a table links a tensor of ours, or a part of one along an axis, with one of theirs, or a part of one; so rows
-of query, key and value that others keep apart, and gate and up that others keep together, are data like any name.
+A row of a table, a ``Link``, connects a native tensor with a foreign one, or a part of a tensor along an axis::
+
+    {"native": "layers.{i}.attention.qkv.weight", "native_axes": "(g t d) h", "native_part": ["t", "q"],
+     "foreign": "layers.{i}.self_attn.q_proj.weight", "foreign_axes": "(g t d) h"}
+
+reads: along axis ``t`` (heads of a group) the first ``q`` entries of ``qkv`` are the rows of ``q_proj``. So split or
+fused query-key-value and gate-up matrices are data, as names are. Every tensor is mapped, or the conversion is refused:
+a tensor that was left out silently would give a model that computes something else.
 """
 
 from __future__ import annotations
@@ -14,7 +20,7 @@ from itertools import groupby
 from typing import Any
 
 from .._common.document import parse_json
-from ..errors import UnsupportedError
+from ..errors import UnsupportedError, short_name, short_names
 from ..tensors.views import Tensor, concatenate
 from .axes import Axes, expand, parse_axes, stored_shape
 
@@ -24,35 +30,47 @@ Sizes = Mapping[str, int]
 
 @dataclass(frozen=True, kw_only=True)
 class Link:
-    """One row: names and layouts on both sides.
+    """One row of a table: names and layouts on both sides.
 
     Attributes:
-        ours, theirs: the names, ``{i}`` for a layer's number, ``{j}`` for an expert's.
-        our_axes, their_axes: the layouts.
-        our_part, their_part: an axis and the name of a size: the link covers the next so many entries of that side's
-            tensor along the axis, in the order of the rows.
-        split: the axis that tensor parallelism cuts; empty where every rank holds all.
+        native: DynMo's name, with ``{i}`` for the layer number and ``{j}`` for the expert number.
+        foreign: the other name.
+        native_axes: the layout of the native tensor.
+        foreign_axes: the layout of the foreign tensor.
+        native_part: an axis and the name of a size: the link covers that number of entries of the native tensor along
+            the axis, after those of the preceding links.
+        foreign_part: the same for the foreign tensor.
+        split: the axis that tensor parallelism splits; empty where every rank has the complete tensor.
         when: a feature that the model must have.
-        shared: theirs is written even where ours is a tie, for they keep a copy.
-        our_begin, their_begin: where the part begins along its axis; filled in for a model.
+        shared: the foreign tensor is written even where the native one is tied, because the format stores a copy.
+        native_begin: begin of the native part along its axis; computed for a model.
+        foreign_begin: begin of the foreign part along its axis; computed for a model.
     """
 
-    ours: str
-    theirs: str
-    our_axes: Axes
-    their_axes: Axes
-    our_part: Part | None = None
-    their_part: Part | None = None
+    native: str
+    foreign: str
+    native_axes: Axes
+    foreign_axes: Axes
+    native_part: Part | None = None
+    foreign_part: Part | None = None
     split: str = ""
     when: str = ""
     shared: bool = False
-    our_begin: int = 0
-    their_begin: int = 0
+    native_begin: int = 0
+    foreign_begin: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
 class NameMap:
-    """A table of ``maps/``."""
+    """A table of ``maps/``.
+
+    Attributes:
+        links: the rows.
+        prefix: optional prefix of the foreign names.
+        ignored: foreign names that may be present and have nothing to convert.
+        copies: pairs of a foreign tensor and the one of which it is a copy.
+        aliases: pairs of a substring in names of other releases and its replacement.
+    """
 
     links: tuple[Link, ...]
     prefix: str
@@ -61,13 +79,13 @@ class NameMap:
     aliases: tuple[tuple[str, str], ...] = ()
 
     def canonical(self, name: str) -> str:
-        """A foreign name of another release as the table writes it."""
+        """The name in this table of a foreign tensor that another release names differently."""
         for old, new in self.aliases:
             name = name.replace(old, new)
         return name
 
     def for_model(self, model: Mapping[str, Any]) -> list[Link]:
-        """The links of a model, in layer order."""
+        """The links of a model in layer order, with layer and expert numbers filled in."""
         known = features(model)
         rows = [link for link in self.links if not link.when or link.when in known]
         result: list[Link] = []
@@ -78,32 +96,32 @@ class NameMap:
                 continue
             layers = model.get("num_decoder_layers", 0) if stack == "decoder" else model["num_layers"]
             for i in range(layers):
-                for experts, inner in groupby(members, lambda link: "{j}" in link.ours):
+                for experts, inner in groupby(members, lambda link: "{j}" in link.native):
                     listed = list(inner)
                     count = model.get("num_experts", 0) if experts else 1
                     result += [_numbered(link, i, j) for j in range(count) for link in listed]
         return result
 
     def ignored_names(self, num_layers: int) -> set[str]:
-        """Foreign names that may be there and hold nothing to convert."""
+        """Foreign names that may be present and have nothing to convert."""
         return {name.replace("{i}", str(i)) for name in self.ignored for i in range(max(1, num_layers))}
 
 
 def _stack(link: Link) -> str:
-    if "{i}" not in link.ours:
+    if "{i}" not in link.native:
         return ""
-    return "decoder" if link.ours.startswith("decoder.") else "encoder"
+    return "decoder" if link.native.startswith("decoder.") else "encoder"
 
 
 def _numbered(link: Link, i: int, j: int) -> Link:
-    def put(name: str) -> str:
+    def fill(name: str) -> str:
         return name.replace("{i}", str(i)).replace("{j}", str(j))
 
-    return replace(link, ours=put(link.ours), theirs=put(link.theirs))
+    return replace(link, native=fill(link.native), foreign=fill(link.foreign))
 
 
 def features(model: Mapping[str, Any]) -> set[str]:
-    """Words that rows of a table may ask for with ``when``."""
+    """Features of a model, which rows of a table may require with ``when``."""
     positions = model.get("position_embedding", "rotary" if model["family"] == "llama" else "learned")
     found = {positions, "experts" if model.get("num_experts") else "dense"}
     found |= {"tokentypes"} if model.get("num_tokentypes") else set()
@@ -112,7 +130,7 @@ def features(model: Mapping[str, Any]) -> set[str]:
 
 
 def model_ties(model: Mapping[str, Any]) -> dict[str, str]:
-    """The ties of a model of ours, from its sizes."""
+    """The tied tensors of a native model: name that is not stored -> name that is."""
     if model["family"] != "t5":
         if model.get("task_head"):
             return {}
@@ -131,22 +149,27 @@ def model_ties(model: Mapping[str, Any]) -> dict[str, str]:
 
 
 def load_map(name: str, variant: str = "") -> NameMap:
-    """The table ``maps/NAME.json``; ``variant`` chooses among layouts that the table names by a word."""
+    """The table ``maps/NAME.json``.
+
+    Args:
+        name: of the table.
+        variant: selects one of the layouts that the table defines under ``variants``; empty: none.
+    """
     document = parse_json(resources.files(__package__).joinpath(f"{name}.json").read_bytes())
     prefix = document["prefix"]
-    words = document["variants"][variant] if variant else {}
+    layouts = document["variants"][variant] if variant else {}
 
     def part(row: Mapping[str, Any], side: str) -> Part | None:
         return (row[side][0], row[side][1]) if side in row else None
 
     links = tuple(
         Link(
-            ours=row["ours"],
-            theirs=(prefix if row.get("prefixed", True) else "") + row["theirs"],
-            our_axes=parse_axes(row["our_axes"]),
-            their_axes=parse_axes(words.get(row["their_axes"], row["their_axes"])),
-            our_part=part(row, "our_part"),
-            their_part=part(row, "their_part"),
+            native=row["native"],
+            foreign=(prefix if row.get("prefixed", True) else "") + row["foreign"],
+            native_axes=parse_axes(row["native_axes"]),
+            foreign_axes=parse_axes(layouts.get(row["foreign_axes"], row["foreign_axes"])),
+            native_part=part(row, "native_part"),
+            foreign_part=part(row, "foreign_part"),
             split=row.get("split", ""),
             when=row.get("when", ""),
             shared=row.get("shared", False),
@@ -163,9 +186,13 @@ def load_map(name: str, variant: str = "") -> NameMap:
 
 
 def axis_sizes(model: Mapping[str, Any], vocab_size: int) -> dict[str, int]:
-    """Sizes of the maps' axes and parts; ``v`` is ``vocab_size``: the true one, or the padded one of the other side.
+    """Sizes of the axes and parts of the tables.
 
-    A group is a key-value head: it has ``q`` query heads, one key and one value, ``t`` rows of heads in all.
+    A group is a key-value head: it has ``q`` query heads, one key head and one value head, ``t`` heads in total.
+
+    Args:
+        model: the ``model`` of a manifest.
+        vocab_size: number of rows of the vocabulary, the true or a padded one.
     """
     heads = model["num_attention_heads"]
     groups = model.get("num_key_value_heads", heads)
@@ -195,7 +222,7 @@ def axis_sizes(model: Mapping[str, Any], vocab_size: int) -> dict[str, int]:
 
 @dataclass(frozen=True, kw_only=True)
 class Mapped:
-    """A tensor under its new name: content with one dimension an axis, and the shape it is stored under."""
+    """A tensor under its new name: ``content`` has one dimension per axis, ``shape`` is the stored shape."""
 
     name: str
     source_name: str
@@ -206,9 +233,9 @@ class Mapped:
 
 @dataclass(frozen=True, kw_only=True)
 class EqualPair:
-    """Two foreign tensors that must be equal; ``ours`` is the tied name, empty where both are copies on their side."""
+    """Two foreign tensors that must be equal; ``native`` is the tied name, empty for foreign copies."""
 
-    ours: str
+    native: str
     what: str
     one: Tensor
     other: Tensor
@@ -216,40 +243,49 @@ class EqualPair:
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """What both directions of a conversion share: the links of the model, and the axes' sizes on either side."""
+    """The links of a model, and the sizes of the axes on both sides."""
 
     name_map: NameMap
     links: tuple[Link, ...]
     ignored: frozenset[str]
-    our_sizes: Sizes
-    their_sizes: Sizes
+    native_sizes: Sizes
+    foreign_sizes: Sizes
 
 
-def layout_of(name_map: NameMap, model: Mapping[str, Any], *, their_rows: int | None = None) -> Layout:
-    """The layout for a model; ``their_rows`` of the vocabulary, padding included, are on the other side."""
+def layout_of(name_map: NameMap, model: Mapping[str, Any], *, foreign_vocab_size: int | None = None) -> Layout:
+    """The layout of a model.
+
+    Args:
+        name_map: the table.
+        model: the ``model`` of a manifest.
+        foreign_vocab_size: number of rows of the foreign vocabulary, with padding; None: the true number.
+    """
     sizes = axis_sizes(model, model["vocab_size"])
-    theirs = sizes if their_rows is None else axis_sizes(model, their_rows)
+    foreign = sizes if foreign_vocab_size is None else axis_sizes(model, foreign_vocab_size)
     return Layout(
         name_map=name_map,
-        links=tuple(_placed(name_map.for_model(model), sizes)),
+        links=tuple(_with_begins(name_map.for_model(model), sizes)),
         ignored=frozenset(name_map.ignored_names(max(model["num_layers"], model.get("num_decoder_layers", 0)))),
-        our_sizes=sizes,
-        their_sizes=theirs,
+        native_sizes=sizes,
+        foreign_sizes=foreign,
     )
 
 
-def _placed(links: Iterable[Link], sizes: Sizes) -> Iterator[Link]:
-    """The links with the places of their parts: each behind the one before it on the same tensor."""
+def _with_begins(links: Iterable[Link], sizes: Sizes) -> Iterator[Link]:
+    """The links with the begins of their parts: each begins where the preceding link on the same tensor ends."""
     filled: dict[tuple[str, str], int] = {}
     for link in links:
         begins = []
-        for side, name, part in (("ours", link.ours, link.our_part), ("theirs", link.theirs, link.their_part)):
+        for side, name, part in (
+            ("native", link.native, link.native_part),
+            ("foreign", link.foreign, link.foreign_part),
+        ):
             begins.append(filled.get((side, name), 0))
             filled[side, name] = begins[-1] + (sizes[part[1]] if part else 0)
-        yield replace(link, our_begin=begins[0], their_begin=begins[1])
+        yield replace(link, native_begin=begins[0], foreign_begin=begins[1])
 
 
-def to_theirs(
+def to_foreign(
     layout: Layout,
     tensors: Mapping[str, Tensor],
     ties: Mapping[str, str],
@@ -258,122 +294,145 @@ def to_theirs(
     rank: int = 0,
     ranks: int = 1,
 ) -> list[Mapped]:
-    """Map our tensors to the foreign names and layouts of one tensor rank.
+    """Map native tensors to foreign names and layouts, for one tensor-parallel rank.
 
-    The vocabulary is padded as theirs is; a tied name is left out unless they keep a copy.
+    Args:
+        layout: of the model.
+        tensors: the native tensors by name.
+        ties: name that is not stored -> name that is. A tied tensor is left out unless the format stores a copy.
+        masks: pruning masks by name of the weight.
+        rank: the tensor-parallel rank.
+        ranks: the tensor-parallel size.
 
     Raises:
-        UnsupportedError: a tensor that no link maps, a link whose tensor is missing, or a shape that does not fit.
+        UnsupportedError: a tensor without a link, a link without its tensor, or a shape that does not fit the model.
     """
-    links = [link for link in layout.links if link.ours not in ties or link.shared]
-    refuse_unmatched({link.ours for link in links if link.ours not in ties}, set(tensors))
+    links = [link for link in layout.links if link.native not in ties or link.shared]
+    check_names_match({link.native for link in links if link.native not in ties}, set(tensors))
     result = []
-    for name, group in _by(links, "theirs"):
-        sources = [ties.get(link.ours, link.ours) for link in group]
-        out = partial(_outwards, layout, rank=rank, ranks=ranks)
-        content = _joined([out(link, tensors[n]) for link, n in zip(group, sources, strict=True)], group[0], "theirs")
+    for name, group in _by(links, "foreign"):
+        sources = [ties.get(link.native, link.native) for link in group]
+        out = partial(_link_to_foreign, layout, rank=rank, ranks=ranks)
+        content = _concatenated(
+            [out(link, tensors[n]) for link, n in zip(group, sources, strict=True)], group[0], "foreign"
+        )
         found = [masks.get(n) for n in sources] if masks else [None]
         mask = None
         if any(each is not None for each in found):
             present = [(link, each) for link, each in zip(group, found, strict=True) if each is not None]
             if len(present) != len(group):
-                raise UnsupportedError(f"{name}: is made of {', '.join(sources)}, of which only some have a mask")
-            mask = _joined([out(link, each) for link, each in present], group[0], "theirs")
-        local = _local(_whole(layout.their_sizes, group[0].their_part, group[0].our_part), group[0], ranks)
-        shape = stored_shape(group[0].their_axes, local)
+                raise UnsupportedError(
+                    f"{name}: is fused from {short_names(sources)}; either all or none of them must have a mask"
+                )
+            mask = _concatenated([out(link, each) for link, each in present], group[0], "foreign")
+        local = _local(
+            _tensor_sizes(layout.foreign_sizes, group[0].foreign_part, group[0].native_part), group[0], ranks
+        )
+        shape = stored_shape(group[0].foreign_axes, local)
         result.append(Mapped(name=name, source_name=sources[0], content=content, shape=shape, mask=mask))
     return result
 
 
-def _outwards(layout: Layout, link: Link, tensor: Tensor, *, rank: int, ranks: int) -> Tensor:
-    """What a link covers of our tensor, on one tensor rank, in their layout."""
-    axes = _flat(link.our_axes)
-    sizes = _whole(layout.our_sizes, link.our_part, link.their_part)
-    part = expand(tensor, link.our_axes, sizes, link.ours, finer=True)
-    if link.our_part:
-        size = layout.our_sizes[link.our_part[1]]
-        part = part.narrow(axes.index(link.our_part[0]), link.our_begin, link.our_begin + size)
-    theirs = _flat(link.their_axes)
-    part = _with_rows(_moved(part, axes, theirs, link.theirs), theirs, layout.our_sizes, layout.their_sizes)
+def _link_to_foreign(layout: Layout, link: Link, tensor: Tensor, *, rank: int, ranks: int) -> Tensor:
+    """The part of a native tensor that a link covers, for one tensor-parallel rank, in the foreign layout."""
+    axes = _flat(link.native_axes)
+    sizes = _tensor_sizes(layout.native_sizes, link.native_part, link.foreign_part)
+    part = expand(tensor, link.native_axes, sizes, link.native, finer=True)
+    if link.native_part:
+        size = layout.native_sizes[link.native_part[1]]
+        part = part.narrow(axes.index(link.native_part[0]), link.native_begin, link.native_begin + size)
+    foreign = _flat(link.foreign_axes)
+    part = _with_rows(_permuted(part, axes, foreign, link.foreign), foreign, layout.native_sizes, layout.foreign_sizes)
     if link.split and ranks > 1:
-        step = layout.their_sizes[link.split] // ranks
-        part = part.narrow(theirs.index(link.split), rank * step, (rank + 1) * step)
+        step = layout.foreign_sizes[link.split] // ranks
+        part = part.narrow(foreign.index(link.split), rank * step, (rank + 1) * step)
     return part
 
 
-def to_ours(
+def to_native(
     layout: Layout, tensors: Mapping[str, Sequence[Tensor]], ties: Mapping[str, str]
 ) -> tuple[list[Mapped], list[EqualPair]]:
-    """Map foreign tensors, each given for all tensor ranks, to our names and layouts, without the vocabulary's padding.
+    """Map foreign tensors to native names and layouts, without the padding of the vocabulary.
+
+    Args:
+        layout: of the model.
+        tensors: for each foreign name the tensors of all tensor-parallel ranks.
+        ties: native name that is not stored -> name that is.
 
     Returns:
-        Our tensors, and pairs of foreign ones that must be equal: copies of tied tensors.
+        The native tensors, and pairs of foreign tensors that must be equal because the model ties them.
 
     Raises:
-        UnsupportedError: as :func:`to_theirs`.
+        UnsupportedError: as :func:`to_foreign`.
     """
     name_map, links = layout.name_map, layout.links
-    optional = {link.theirs for link in links} | {copy for copy, _ in name_map.copies} | layout.ignored
+    optional = {link.foreign for link in links} | {copy for copy, _ in name_map.copies} | layout.ignored
     named = {name if name in optional else name_map.prefix + name: value for name, value in tensors.items()}
-    stored = [link for link in links if link.ours not in ties]
-    wanted = {link.theirs for link in stored}
-    refuse_unmatched(wanted, set(named) - (optional - wanted))
+    stored = [link for link in links if link.native not in ties]
+    expected = {link.foreign for link in stored}
+    check_names_match(expected, set(named) - (optional - expected))
     result = []
-    for name, group in _by(stored, "ours"):
-        parts = [_inwards(layout, link, named[link.theirs]) for link in group]
-        shape = stored_shape(group[0].our_axes, _whole(layout.our_sizes, group[0].our_part, group[0].their_part))
-        content = _joined(parts, group[0], "ours")
-        result.append(Mapped(name=name, source_name=group[0].theirs, content=content, shape=shape))
+    for name, group in _by(stored, "native"):
+        parts = [_link_to_native(layout, link, named[link.foreign]) for link in group]
+        shape = stored_shape(
+            group[0].native_axes, _tensor_sizes(layout.native_sizes, group[0].native_part, group[0].foreign_part)
+        )
+        content = _concatenated(parts, group[0], "native")
+        result.append(Mapped(name=name, source_name=group[0].foreign, content=content, shape=shape))
     return result, _equal_pairs(layout, named, ties)
 
 
-def _inwards(layout: Layout, link: Link, ranks: Sequence[Tensor]) -> Tensor:
-    """What a link covers of their tensor, all tensor ranks put together, in our layout."""
-    axes, ours = _flat(link.their_axes), _flat(link.our_axes)
-    sizes = _local(_whole(layout.their_sizes, link.their_part, link.our_part), link, len(ranks))
+def _link_to_native(layout: Layout, link: Link, ranks: Sequence[Tensor]) -> Tensor:
+    """The part of a foreign tensor that a link covers, all tensor-parallel ranks concatenated, in the native layout."""
+    axes, native = _flat(link.foreign_axes), _flat(link.native_axes)
+    sizes = _local(_tensor_sizes(layout.foreign_sizes, link.foreign_part, link.native_part), link, len(ranks))
     parts = []
     for tensor in ranks if link.split else ranks[:1]:
-        part = expand(tensor, link.their_axes, sizes, link.theirs)
-        if link.their_part:
-            size = layout.their_sizes[link.their_part[1]]
-            part = part.narrow(axes.index(link.their_part[0]), link.their_begin, link.their_begin + size)
-        parts.append(_moved(part, axes, ours, link.ours))
-    joined = parts[0] if len(parts) == 1 else concatenate(parts, ours.index(link.split))
-    return _with_rows(joined, ours, layout.their_sizes, layout.our_sizes)
+        part = expand(tensor, link.foreign_axes, sizes, link.foreign)
+        if link.foreign_part:
+            size = layout.foreign_sizes[link.foreign_part[1]]
+            part = part.narrow(axes.index(link.foreign_part[0]), link.foreign_begin, link.foreign_begin + size)
+        parts.append(_permuted(part, axes, native, link.native))
+    joined = parts[0] if len(parts) == 1 else concatenate(parts, native.index(link.split))
+    return _with_rows(joined, native, layout.foreign_sizes, layout.native_sizes)
 
 
 def _equal_pairs(layout: Layout, named: Mapping[str, Sequence[Tensor]], ties: Mapping[str, str]) -> list[EqualPair]:
-    names = {link.ours: link.theirs for link in layout.links}
+    names = {link.native: link.foreign for link in layout.links}
     copies = [
-        *((ours, names[ours], names[target]) for ours, target in ties.items() if ours in names and target in names),
+        *(
+            (native, names[native], names[target])
+            for native, target in ties.items()
+            if native in names and target in names
+        ),
         *(("", copy, original) for copy, original in layout.name_map.copies),
     ]
     return [
-        EqualPair(ours=ours, what=f"{copy} and {original}", one=one, other=other)
-        for ours, copy, original in copies
+        EqualPair(native=native, what=f"{short_name(copy)} and {short_name(original)}", one=one, other=other)
+        for native, copy, original in copies
         if copy in named and original in named
         for one, other in zip(named[copy], named[original], strict=True)
     ]
 
 
-def _whole(sizes: Sizes, mine: Part | None, other: Part | None) -> dict[str, int]:
-    """Sizes of the axes of a side's whole tensor: where only the other side is in parts, that axis is a part here."""
-    return {**sizes, other[0]: sizes[other[1]]} if other is not None and mine is None else dict(sizes)
+def _tensor_sizes(sizes: Sizes, part: Part | None, other: Part | None) -> dict[str, int]:
+    """Sizes of the axes of a complete tensor: an axis with parts on the other side alone has the part's size."""
+    return {**sizes, other[0]: sizes[other[1]]} if other is not None and part is None else dict(sizes)
 
 
 def _local(sizes: Sizes, link: Link, ranks: int) -> dict[str, int]:
     return {**sizes, link.split: sizes[link.split] // ranks} if link.split else dict(sizes)
 
 
-def _moved(tensor: Tensor, source: list[str], target: list[str], name: str) -> Tensor:
-    """``tensor`` with its axes in the target's order."""
+def _permuted(tensor: Tensor, source: list[str], target: list[str], name: str) -> Tensor:
+    """``tensor`` with its axes in the order of ``target``."""
     if sorted(source) != sorted(target):
-        raise UnsupportedError(f"{name}: the axes {source} and {target} are not the same")
+        raise UnsupportedError(f"{name}: the axes {source} and {target} differ")
     return tensor.permute([source.index(axis) for axis in target])
 
 
 def _with_rows(tensor: Tensor, axes: list[str], source_sizes: Sizes, target_sizes: Sizes) -> Tensor:
-    """``tensor`` with the rows of the vocabulary that the target has: rows of padding cut off, or added as zeros."""
+    """``tensor`` with the number of vocabulary rows of the target: padding rows removed, or added as zeros."""
     old, new = source_sizes["v"], target_sizes["v"]
     if "v" not in axes or old == new:
         return tensor
@@ -381,12 +440,14 @@ def _with_rows(tensor: Tensor, axes: list[str], source_sizes: Sizes, target_size
     return tensor.narrow(dim, 0, new) if new < old else tensor.padded(dim, new)
 
 
-def _joined(parts: list[Tensor], link: Link, side: str) -> Tensor:
+def _concatenated(parts: list[Tensor], link: Link, side: str) -> Tensor:
     if len(parts) == 1:
         return parts[0]
-    part, axes = (link.our_part, link.our_axes) if side == "ours" else (link.their_part, link.their_axes)
+    part, axes = (link.native_part, link.native_axes) if side == "native" else (link.foreign_part, link.foreign_axes)
     if part is None:
-        raise UnsupportedError(f"{getattr(link, side)}: two rows of the map, and no axis to join them")
+        raise UnsupportedError(
+            f"{getattr(link, side)}: the map has two rows and no axis along which to concatenate them"
+        )
     return concatenate(parts, _flat(axes).index(part[0]))
 
 
@@ -401,9 +462,8 @@ def _by(links: Iterable[Link], side: str) -> list[tuple[str, list[Link]]]:
     return list(groups.items())
 
 
-def refuse_unmatched(wanted: set[str], found: set[str]) -> None:
-    """Raise ``UnsupportedError`` where names are left over or missing."""
-    for names, what in ((found - wanted, "no rule of the map takes"), (wanted - found, "the input lacks")):
+def check_names_match(expected: set[str], found: set[str]) -> None:
+    """Raise ``UnsupportedError`` where names are unknown or missing."""
+    for names, what in ((found - expected, "the map has no rule for"), (expected - found, "the input lacks")):
         if names:
-            shown = ", ".join(sorted(names)[:5])
-            raise UnsupportedError(f"{what} {len(names)} tensors: {shown}{', ...' if len(names) > 5 else ''}")
+            raise UnsupportedError(f"{what} {len(names)} tensors: {short_names(sorted(names))}")

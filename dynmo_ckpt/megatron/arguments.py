@@ -23,7 +23,7 @@ from .. import maps
 from .._common.document import parse_json, short_repr
 from ..errors import UnsupportedError
 from ..huggingface.config_keys import irrelevant_keys, matches
-from ..torch_save.pickles import Inert, Name
+from ..torch_save.pickles import Name, OpaquePickle
 
 Args = Mapping[str, Any]
 POSITION_TYPE = "position_embedding_type"
@@ -52,7 +52,7 @@ def read_args(tree: Any, path: str) -> Args:
     held = tree.get("args") if isinstance(tree, Mapping) else None
     if held is None:
         return {}
-    if isinstance(held, Inert) and held.type == Name("argparse", "Namespace"):
+    if isinstance(held, OpaquePickle) and held.type == Name("argparse", "Namespace"):
         return held.attributes
     if isinstance(held, Mapping) and held and held.keys() <= NEOX_ARGS:
         raise UnsupportedError(
@@ -61,11 +61,11 @@ def read_args(tree: Any, path: str) -> Args:
             "model of Llama's architecture with GPT-NeoX's tools/ckpts/convert_neox_to_hf.py --architecture llama, "
             "and give the directory that it writes; other GPT-NeoX models are not supported"
         )
-    kind = str(held.type if isinstance(held, Inert) else type(held).__name__)[:80]
+    kind = str(held.type if isinstance(held, OpaquePickle) else type(held).__name__)[:80]
     raise UnsupportedError(f"{path}: its args are a {kind}; an argparse.Namespace is known")
 
 
-def checked_args(path: str, family: str, args: Args, ignored: Sequence[str] = ()) -> dict[str, Any]:
+def check_args(path: str, family: str, args: Args, ignored: Sequence[str] = ()) -> dict[str, Any]:
     """The arguments, without those that are left out, once each of them is accounted for.
 
     Args:
@@ -121,6 +121,6 @@ def plain(value: Any) -> Any:
     """A value as the table has it: lists for tuples, ``Type(1)`` for a member of an enumeration."""
     if isinstance(value, tuple):
         return list(value)
-    if isinstance(value, Inert):
+    if isinstance(value, OpaquePickle):
         return f"{value.type.name}({', '.join(map(str, value.arguments))})"
     return value

@@ -84,5 +84,5 @@ def unstacked(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
             )
         for i in range(tensor.shape[0]):
             layer = tensor.narrow(0, i, i + 1)
-            result[STACKED.sub(f"decoder.layers.{i}.", name)] = layer.without_first()
+            result[STACKED.sub(f"decoder.layers.{i}.", name)] = layer.squeeze_first()
     return result

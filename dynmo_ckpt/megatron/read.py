@@ -1,7 +1,22 @@
-"""Reads legacy Megatron checkpoints (``iter_NNNNNNN/mp_rank_XX[_YYY]/model_optim_rng.pt``, versions 0 to 3.0).
+"""Reads legacy Megatron checkpoints (``iter_NNNNNNN/mp_rank_TT[_PPP]/model_optim_rng.pt``, versions 0 to 3.0).
 
-GPT, BERT, T5 and Llama. What differs by version is the order of the rows of the query-key-value matrix; it and the
-names are data, in ``maps/legacy_*.json``. Layers are counted stage by stage, so that uneven stages come out right.
+GPT, BERT, T5 and Llama::
+
+    find_iteration     the directory of one iteration
+    _read_ranks        one _Rank per file: tensors by canonical name, for each virtual chunk     [tp][pp]
+    _numbered_stages   chunks in layer order, layers numbered globally                           stages
+    assemble           merges stages, checks arguments, derives the model's sizes,
+                       maps names and row order (maps/legacy_*.json), compares replicas          MegatronCheckpoint
+    assemble_state     the same for the float32 masters and Adam's moments, instead of the weights
+
+The readers of DeepSpeed and of Megatron-core's distributed checkpoints produce the same stages and end in ``assemble``
+too. Invariants:
+
+* Layers are counted stage by stage, so that uneven stages get the right global numbers.
+* What several tensor-parallel ranks or stages store must be equal, byte for byte; otherwise the checkpoint is refused.
+* Optimizer state names its parameters by position alone. Therefore each float32 master, rounded to the type of the
+  weight, must be equal to the weight: any other order is detected.
+* The order of the rows of the query-key-value matrix depends on the version; it is data, in the table.
 """
 
 from __future__ import annotations
@@ -15,51 +30,50 @@ from typing import Any
 
 from .._common.document import read_word, short_repr
 from .._common.errors import UsageError
-from ..errors import CorruptError, UnsupportedError
-from ..maps.name_map import Layout, Mapped, NameMap, layout_of, load_map, model_ties, to_ours
+from ..errors import CorruptError, UnsupportedError, short_name, short_names
+from ..formats.choices import ReadOptions
+from ..maps.name_map import Layout, Mapped, NameMap, layout_of, load_map, model_ties, to_native
 from ..tensors.views import Tensor
 from ..torch_save.pickles import TensorRef
 from ..torch_save.reader import TorchFile, open_torch
-from .arguments import checked_args, read_args
+from .arguments import check_args, read_args
 from .core_names import is_core, legacy_names
 from .model_sizes import Args, family_of, model_of
 from .read_distributed_optimizer import is_distributed, read_distributed
 from .read_optimizer import OptimizerState, read_state
-from .sparse import densified
-from .training_progress import NOT_TOLD, Progress, read_progress
+from .training_progress import UNKNOWN_PROGRESS, Progress, read_progress
 
 RANK_NAME = re.compile(r"mp_rank_(\d+)(?:_(\d+))?")
 LAYER_NAME = re.compile(r"language_model\.(encoder|decoder)\.layers\.(\d+)\.")
-KINDS = ("master", "exp_avg", "exp_avg_sq")
+STATE_KINDS = ("master", "exp_avg", "exp_avg_sq")
+MEGATRON_WEIGHT_DECAY = 0.01  # Megatron's default
 MODEL_FILES = ("model_optim_rng.pt", "model_rng.pt")
 MAX_DICT_DEPTH = 100
 MAX_DICT_ENTRIES = 1_000_000
-"""Of nested dictionaries together; a rank of a model with 100,000 layers has about as many tensors."""
+"""Limit of all nested dictionaries of a file; one rank of a model with 100,000 layers has about a million tensors."""
 HEAD_COPY = "word_embeddings_for_head.weight"
 OUTPUT_LAYER = "language_model.output_layer.weight"
 WORD_TABLE = "language_model.embedding.word_embeddings.weight"
+ROW_OFFSETS = ".row_offsets"
 
 
 @dataclass(frozen=True, kw_only=True)
-class LegacyOptions:
-    """What a person adds where the files do not tell it; ``look_only``: copies are not compared, no bytes are read."""
+class MegatronCheckpoint:
+    """A checkpoint of one of Megatron's formats under DynMo's names.
 
-    vocab_size: int | None = None
-    num_attention_heads: int | None = None
-    sparse: bool = False
-    first_replica: bool = False
-    untie: bool = False
-    drop: tuple[str, ...] = ()
-    ignore_config: tuple[str, ...] = ()
-    with_optimizer: bool = False
-    optimizer_if_present: bool = False
-    config: Path | None = None
-    look_only: bool = False
-
-
-@dataclass(frozen=True, kw_only=True)
-class LegacyCheckpoint:
-    """A legacy checkpoint under our names: the model's sizes, tensors, ties, step, and remarks for a person."""
+    Attributes:
+        model: the ``model`` of a manifest.
+        tensors: the parameters.
+        ties: for each name that is not stored, the name that is.
+        step: the iteration.
+        remarks: remarks for the user.
+        masks: pruning masks by name of the weight.
+        scratch: keeps alive the directory with unpacked tensors.
+        optimizer: Adam's moments, named ``PARAMETER.exp_avg`` and ``PARAMETER.exp_avg_sq``.
+        optimizer_steps: number of optimizer steps done.
+        weight_decay: of the parameters with at least two dimensions.
+        progress: of the training run.
+    """
 
     model: Mapping[str, Any]
     tensors: list[Mapped]
@@ -71,12 +85,12 @@ class LegacyCheckpoint:
     optimizer: tuple[Mapped, ...] = ()
     optimizer_steps: int = 0
     weight_decay: float = 0.0
-    progress: Progress = NOT_TOLD
+    progress: Progress = UNKNOWN_PROGRESS
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Rank:
-    """One rank's file: its tensors by canonical name for each virtual chunk."""
+    """The file of one rank; ``chunks`` has the tensors of each virtual chunk by canonical name."""
 
     path: Path
     chunks: Sequence[Mapping[str, Tensor]]
@@ -84,18 +98,27 @@ class _Rank:
     version: float
     step: int
     state: OptimizerState | None = None
-    progress: Progress = NOT_TOLD
+    progress: Progress = UNKNOWN_PROGRESS
 
 
 def is_legacy(path: Path) -> bool:
-    """Whether ``path`` is a legacy Megatron directory or one iteration of it."""
+    """Whether ``path`` is a legacy Megatron directory or one of its iterations."""
     return path.is_dir() and (
         (path / "latest_checkpointed_iteration.txt").is_file() or any(path.glob("mp_rank_*/model_*.pt"))
     )
 
 
 def find_iteration(path: Path, step: int | None) -> Path:
-    """The directory with the ranks' directories; raises ``CorruptError`` or ``UsageError`` where there is none."""
+    """The directory of one iteration, which has the ranks' directories.
+
+    Args:
+        path: a run directory, or one iteration.
+        step: the iteration; None: the one that ``latest_checkpointed_iteration.txt`` names.
+
+    Raises:
+        CorruptError: neither ranks nor a valid ``latest_checkpointed_iteration.txt``.
+        UsageError: the iteration is missing.
+    """
     if any(path.glob("mp_rank_*")):
         return path
     tracker = path / "latest_checkpointed_iteration.txt"
@@ -104,35 +127,34 @@ def find_iteration(path: Path, step: int | None) -> Path:
             raise CorruptError(f"{path}: has neither mp_rank_* nor latest_checkpointed_iteration.txt")
         text = read_word(tracker)
         if text != "release" and not text.isdecimal():
-            raise CorruptError(f"{tracker}: says {text!r}; a number or 'release' is expected")
+            raise CorruptError(f"{tracker}: {text!r} must be a number or 'release'")
         name = text if text == "release" else f"iter_{int(text):07d}"
     else:
         name = f"iter_{step:07d}"
     if not (path / name).is_dir():
-        raise UsageError(
-            f"{path / name}: is not there; the iterations are {sorted(p.name for p in path.glob('iter_*'))}"
-        )
+        raise UsageError(f"{path / name}: is missing; choose --step from {sorted(p.name for p in path.glob('iter_*'))}")
     return path / name
 
 
-def open_legacy(path: Path, step: int | None, options: LegacyOptions) -> LegacyCheckpoint:
-    """Index a legacy GPT checkpoint of any tensor- and pipeline-parallel size; of the bytes, only replicas' are read.
+def open_legacy(path: Path, options: ReadOptions) -> MegatronCheckpoint:
+    """Index a legacy checkpoint of any topology; the bytes of replicas alone are read, to compare them.
 
     Raises:
-        UnsafePickleError: a file asks for more than plain data.
+        UnsafePickleError: a file refers to more than plain data.
         CorruptError: missing ranks, ranks that contradict each other, broken files.
-        UnsupportedError: another family, or a variant that our model does not compute.
+        UnsupportedError: another family, or a variant that DynMo's model does not compute.
+        UsageError: the iteration is missing, or the model needs an option.
     """
-    directory = find_iteration(path, step)
+    directory = find_iteration(path, options.step)
     grid = _read_ranks(directory, options.with_optimizer)
     first = grid[0][0]
     facts = RankFacts(path=first.path, args=first.args, version=first.version, step=first.step, progress=first.progress)
     if not options.with_optimizer:
         return assemble(facts, *_numbered_stages(grid), options)
     state = {}
-    for kind in KINDS:
-        moved = [[replace(rank, chunks=_state_chunks(rank, kind)) for rank in row] for row in grid]
-        state[kind] = _numbered_stages(moved)
+    for kind in STATE_KINDS:
+        ranks = [[replace(rank, chunks=_state_chunks(rank, kind)) for rank in row] for row in grid]
+        state[kind] = _numbered_stages(ranks)
     steps = {rank.state.steps for row in grid for rank in row if rank.state is not None}
     return assemble_state(facts, state, steps, options, _numbered_stages(grid))
 
@@ -141,67 +163,83 @@ def assemble_state(
     facts: RankFacts,
     state: Mapping[str, tuple[list[dict[str, list[Tensor]]], Mapping[str, int]]],
     steps: set[int],
-    options: LegacyOptions,
+    options: ReadOptions,
     weights: tuple[list[dict[str, list[Tensor]]], Mapping[str, int]] | None = None,
-) -> LegacyCheckpoint:
-    """As :func:`assemble`, from the optimizer's state: stages and layers by kind (``master`` and the moments).
+) -> MegatronCheckpoint:
+    """As :func:`assemble`, from the optimizer state: the parameters are the float32 masters.
 
-    Where ``weights`` are given, the masters are compared with them: state knows its weights by position, and what is
-    rounded to other weights was misplaced.
+    Args:
+        facts: what the files record apart from tensors.
+        state: for each kind (``master`` and the moments) the stages and numbers of layers, as for :func:`assemble`.
+        steps: the numbers of optimizer steps that the ranks record.
+        options: how to read.
+        weights: the stored weights, with which the masters are compared: optimizer state is stored by position, so a
+            master that does not round to its weight belongs to another parameter.
 
     Raises:
-        CorruptError: ranks that did other numbers of updates, or masters that are not those of the weights.
-        UsageError: options that change what tensors there are.
+        CorruptError: ranks with different numbers of steps, or masters that do not round to the weights.
+        UsageError: options that change the set of tensors.
     """
     if options.drop or options.untie or options.sparse:
-        raise UsageError("--with-optimizer takes a checkpoint as it is, without --drop, --untie and --sparse")
+        raise UsageError("--with-optimizer: cannot be combined with --drop, --untie or --sparse")
     if len(steps) != 1:
-        raise CorruptError(f"{facts.path}: its ranks did {sorted(steps)} updates, where all must have done as many")
-    kinds = {kind: assemble(facts, *state[kind], options) for kind in KINDS}
+        raise CorruptError(
+            f"{facts.path}: its ranks did {sorted(steps)} optimizer steps; all must have the same number"
+        )
+    kinds = {kind: assemble(facts, *state[kind], options) for kind in STATE_KINDS}
     if weights is not None:
         from ..tensors.equality import rounds_to
 
         for master, weight in zip(kinds["master"].tensors, assemble(facts, *weights, options).tensors, strict=True):
             if not rounds_to(master.content, weight.content):
-                raise CorruptError(f"{facts.path}: {master.name}: its float32 master does not round to the weight")
+                raise CorruptError(f"{facts.path}: {master.name}: the float32 master does not round to the weight")
     moments = tuple(
         replace(item, name=f"{item.name}.{kind}") for kind in ("exp_avg", "exp_avg_sq") for item in kinds[kind].tensors
     )
-    told = facts.args.get("weight_decay", 0.01)
-    decay = float(told) if isinstance(told, int | float) else 0.01
-    remarks = [*kinds["master"].remarks, "the weights are the optimizer's float32 masters"]
-    found = next(iter(steps))
-    return replace(kinds["master"], optimizer=moments, optimizer_steps=found, remarks=remarks, weight_decay=decay)
+    recorded = facts.args.get("weight_decay")
+    return replace(
+        kinds["master"],
+        optimizer=moments,
+        optimizer_steps=next(iter(steps)),
+        remarks=[*kinds["master"].remarks, "the weights are the float32 masters of the optimizer"],
+        weight_decay=float(recorded) if isinstance(recorded, int | float) else MEGATRON_WEIGHT_DECAY,
+    )
 
 
 def _state_chunks(rank: _Rank, kind: str) -> list[Mapping[str, Tensor]]:
-    """The optimizer's tensors of one kind, in the place of the weights."""
+    """The optimizer's tensors of one kind, in place of the weights."""
     if rank.state is None:
-        raise CorruptError(f"{rank.path}: holds no optimizer state")
+        raise CorruptError(f"{rank.path}: has no optimizer state")
     return [{name: rank.state.tensors[kind][chunk, name] for name in each} for chunk, each in enumerate(rank.chunks)]
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankFacts:
-    """What the files say beside the tensors: one of them for messages, Megatron's arguments, version and iteration."""
+    """What the files record apart from tensors; ``path`` is one of the files, for messages."""
 
     path: Path
     args: Mapping[str, Any]
     version: float
     step: int
-    progress: Progress = NOT_TOLD
+    progress: Progress = UNKNOWN_PROGRESS
 
 
 def assemble(
-    facts: RankFacts, stages: list[dict[str, list[Tensor]]], layers: Mapping[str, int], options: LegacyOptions
-) -> LegacyCheckpoint:
-    """Put stages together under our names.
+    facts: RankFacts, stages: list[dict[str, list[Tensor]]], layers: Mapping[str, int], options: ReadOptions
+) -> MegatronCheckpoint:
+    """Merge stages under DynMo's names.
 
     Args:
-        facts: what the files say beside the tensors.
-        stages: in layer order, tensors of all tensor ranks by canonical name, layers numbered globally.
+        facts: what the files record apart from tensors.
+        stages: in layer order; for each canonical name, with global layer numbers, the tensors of all tensor-parallel
+            ranks.
         layers: number of layers of ``encoder`` and ``decoder``.
-        options: what a person adds.
+        options: how to read.
+
+    Raises:
+        CorruptError: replicas that differ.
+        UnsupportedError: an argument or tensor without a rule.
+        UsageError: the model needs an option.
     """
     merged: dict[str, list[Tensor]] = {}
     copies: list[tuple[str, Tensor, Tensor]] = []
@@ -215,47 +253,54 @@ def assemble(
                 continue
             original = merged.get(WORD_TABLE if name == HEAD_COPY else name)
             if original is not None:
-                copies += [(f"{name} of two stages, tensor rank {r}", *two) for r, two in _pairs(original, ranks)]
+                copies += [
+                    (f"{short_name(name)} of two stages, tensor-parallel rank {r}", *two)
+                    for r, two in _pairs(original, ranks)
+                ]
             elif name == HEAD_COPY:
-                raise CorruptError(f"{facts.path}: has {HEAD_COPY}, and no embedding in an earlier stage")
+                raise CorruptError(f"{facts.path}: has {HEAD_COPY}, but no earlier stage has the embedding")
             else:
                 merged[name] = ranks
     num_ranks = max((len(ranks) for ranks in merged.values()), default=1)
-    dense = densified(str(facts.path), merged)
-    merged = dense.tensors
+    dense = None
+    if any(name.endswith(ROW_OFFSETS) for name in merged):
+        from .sparse import densify  # imports numpy, which listing tensor names does not need
+
+        dense = densify(str(facts.path), merged)
+        merged = dense.tensors
     family = family_of(merged)
-    args = checked_args(str(facts.path), family, facts.args, options.ignore_config)
-    remarks = [*dense.remarks, *(f"{name}: left out, as --drop asks" for name in dropped)]
+    args = check_args(str(facts.path), family, facts.args, options.ignore_config)
+    remarks = [*(dense.remarks if dense else ()), *(f"{short_name(name)}: left out by --drop" for name in dropped)]
     given = {"vocab_size": options.vocab_size, "num_attention_heads": options.num_attention_heads}
     model = model_of(str(facts.path), family, args, merged, layers, num_ranks, given, remarks)
     if family == "llama":
-        model["tied_embeddings"] = "language_model.output_layer.weight" not in merged
+        model["tied_embeddings"] = OUTPUT_LAYER not in merged
     ties = model_ties(model)
     variant = {0.0: "0", 1.0: "1"}.get(facts.version, "2")
-    layout = layout_of(load_map(f"legacy_{family}", variant), model, their_rows=model["padded_vocab_size"])
-    tensors, equal = to_ours(layout, merged, ties)
-    if not options.look_only:
+    layout = layout_of(load_map(f"legacy_{family}", variant), model, foreign_vocab_size=model["padded_vocab_size"])
+    tensors, equal = to_native(layout, merged, ties)
+    if not options.headers_only:
         copies += [(pair.what, pair.one, pair.other) for pair in equal]
         remarks += _compare_replicas(layout, merged, copies, options)
-    return LegacyCheckpoint(
+    return MegatronCheckpoint(
         model=model,
         tensors=tensors,
         ties=ties,
         step=facts.step,
         remarks=remarks,
-        masks=_masks(layout, dense.masks) if options.sparse else {},
-        scratch=dense.scratch,
+        masks=_masks(layout, dense.masks) if dense and options.sparse else {},
+        scratch=dense.scratch if dense else None,
         progress=facts.progress,
     )
 
 
 def _masks(layout: Layout, masks: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Masks of sparse weights under our names of the weights; their layout is that of the weight."""
-    links = {link.theirs: link for link in layout.links}
-    unlike = [name for name in masks if links[name].our_axes != links[name].their_axes]
+    """Masks of sparse weights by DynMo's name of the weight."""
+    links = {link.foreign: link for link in layout.links}
+    unlike = [name for name in masks if links[name].native_axes != links[name].foreign_axes]
     if unlike:
-        raise UnsupportedError(f"masks of weights whose rows are in another order: {', '.join(unlike[:5])}")
-    return {links[name].ours: mask for name, mask in masks.items()}
+        raise UnsupportedError(f"masks of weights whose rows are reordered are not supported: {short_names(unlike)}")
+    return {links[name].native: mask for name, mask in masks.items()}
 
 
 def _pairs(left: Sequence[Tensor], right: Sequence[Tensor]) -> Iterator[tuple[int, tuple[Tensor, Tensor]]]:
@@ -263,7 +308,7 @@ def _pairs(left: Sequence[Tensor], right: Sequence[Tensor]) -> Iterator[tuple[in
 
 
 def _read_ranks(directory: Path, with_optimizer: bool) -> list[list[_Rank]]:
-    """All ranks' files, by tensor rank and then by stage."""
+    """The files of all ranks: ``[tensor-parallel rank][pipeline stage]``."""
     found: dict[tuple[int, int], Path] = {}
     for child in directory.iterdir():
         match = RANK_NAME.fullmatch(child.name)
@@ -274,12 +319,16 @@ def _read_ranks(directory: Path, with_optimizer: bool) -> list[list[_Rank]]:
     tensor_ranks, stages = (1 + max(key[i] for key in found) for i in (0, 1))
     missing = [f"mp_rank_{t:02d}_{p:03d}" for t in range(tensor_ranks) for p in range(stages) if (t, p) not in found]
     if missing:
-        raise CorruptError(f"{directory}: {len(missing)} of {tensor_ranks * stages} ranks are missing: {missing}")
+        raise CorruptError(
+            f"{directory}: {len(missing)} of {tensor_ranks * stages} ranks are missing: {short_names(missing)}"
+        )
     name_map = load_map("legacy_gpt", "2")
     grid = [[_read_rank(found[t, p], name_map, with_optimizer) for p in range(stages)] for t in range(tensor_ranks)]
     for rank in (rank for row in grid for rank in row):
         if (rank.version, len(rank.chunks), rank.step) != (grid[0][0].version, len(grid[0][0].chunks), grid[0][0].step):
-            raise CorruptError(f"{rank.path}: version, chunks or iteration are not those of {grid[0][0].path}")
+            raise CorruptError(
+                f"{rank.path}: version, number of chunks and iteration must be those of {grid[0][0].path}"
+            )
     return grid
 
 
@@ -288,10 +337,10 @@ def _read_rank(directory: Path, name_map: NameMap, with_optimizer: bool) -> _Ran
     file = open_torch(directory / names[0])
     tree = file.tree
     if not isinstance(tree, dict):
-        raise CorruptError(f"{file.path}: holds no dictionary")
+        raise CorruptError(f"{file.path}: has no dictionary")
     keys = ["model"] if "model" in tree else sorted((k for k in tree if re.fullmatch(r"model\d+", str(k))), key=_number)
     if not keys:
-        raise CorruptError(f"{file.path}: holds no model; it has {short_repr(sorted(map(str, tree)))}")
+        raise CorruptError(f"{file.path}: has no key 'model'; it has {short_repr(sorted(map(str, tree)))}")
     chunks = []
     for key in keys:
         flat = flatten(file, tree[key])
@@ -300,7 +349,9 @@ def _read_rank(directory: Path, name_map: NameMap, with_optimizer: bool) -> _Ran
     known = read_args(tree, str(file.path))
     version, step = tree.get("checkpoint_version", 0), tree.get("iteration", tree.get("total_iters", 0))
     if not isinstance(version, int | float) or not isinstance(step, int):
-        raise CorruptError(f"{file.path}: checkpoint_version {short_repr(version)}, iteration {short_repr(step)}")
+        raise CorruptError(
+            f"{file.path}: checkpoint_version {short_repr(version)} and iteration {short_repr(step)} must be numbers"
+        )
     state = _read_state(file, chunks, known, step) if with_optimizer else None
     progress = read_progress(tree, known, step, file.number)
     return _Rank(
@@ -309,7 +360,7 @@ def _read_rank(directory: Path, name_map: NameMap, with_optimizer: bool) -> _Ran
 
 
 def _read_state(file: TorchFile, chunks: Sequence[Mapping[str, Tensor]], args: Args, step: int) -> OptimizerState:
-    """The optimizer's state of a rank, in its own file or in those of the distributed optimizer."""
+    """The optimizer state of a rank, from its own file or from those of the distributed optimizer."""
     if is_distributed(file.path.parent):
         return read_distributed(file, chunks, args, step)
     return read_state(file, chunks)
@@ -320,27 +371,27 @@ def _number(key: str) -> int:
 
 
 def flatten(file: TorchFile, value: Any) -> dict[str, Tensor]:
-    """Tensors of nested dictionaries by dotted name; extra states, which hold no weights, are left out.
+    """Tensors of nested dictionaries by dotted name; ``_extra_state`` entries, which have no weights, are left out.
 
     Raises:
-        CorruptError: dictionaries nested deeper than ``MAX_DICT_DEPTH``, or more than ``MAX_DICT_ENTRIES`` entries; a
-            pickle of a few bytes has both, where a dictionary contains itself or one dictionary many times.
+        CorruptError: dictionaries nested deeper than ``MAX_DICT_DEPTH``, or more than ``MAX_DICT_ENTRIES`` entries. A
+            pickle of a few bytes reaches both limits, by a dictionary that contains itself or one dictionary twice.
     """
     found: dict[str, Tensor] = {}
-    left, num_entries = [(0, "", value)], 0
-    while left:  # the last one first, so that the order is that of the dictionaries: optimizer state goes by position
-        depth, prefix, inner = left.pop()
+    pending, num_entries = [(0, "", value)], 0
+    while pending:  # a stack, so that tensors keep the order of the dictionaries: optimizer state is by position
+        depth, prefix, inner = pending.pop()
         if isinstance(inner, TensorRef):
             found[prefix] = file.tensor(inner, prefix)
         elif isinstance(inner, dict):
             num_entries += len(inner)
             if depth > MAX_DICT_DEPTH or num_entries > MAX_DICT_ENTRIES:
                 raise CorruptError(
-                    f"{file.path}: dictionaries nested deeper than {MAX_DICT_DEPTH} levels or with more than "
-                    f"{MAX_DICT_ENTRIES:,} entries, the limits"
+                    f"{file.path}: nested dictionaries must have at most {MAX_DICT_DEPTH} levels and "
+                    f"{MAX_DICT_ENTRIES:,} entries"
                 )
             named = [(_key_name(file, key), each) for key, each in inner.items() if isinstance(each, TensorRef | dict)]
-            left += reversed(
+            pending += reversed(
                 [
                     (depth + 1, f"{prefix}.{name}" if prefix else name, each)
                     for name, each in named
@@ -357,9 +408,9 @@ def _key_name(file: TorchFile, key: Any) -> str:
 
 
 def _numbered_stages(grid: list[list[_Rank]]) -> tuple[list[dict[str, list[Tensor]]], dict[str, int]]:
-    """For each chunk of each stage, in layer order: tensors of all tensor ranks by name, layers numbered globally.
+    """The chunks of all stages in layer order, with global layer numbers, and the number of layers of each stack.
 
-    Also the number of layers of ``encoder`` and ``decoder``.
+    Virtual stages: chunk 0 of all stages comes before chunk 1 of any.
     """
     chunks, stages = len(grid[0][0].chunks), len(grid[0])
     result = []
@@ -368,13 +419,16 @@ def _numbered_stages(grid: list[list[_Rank]]) -> tuple[list[dict[str, list[Tenso
         for stage in range(stages):
             ranks = [row[stage].chunks[chunk] for row in grid]
             if any(rank.keys() != ranks[0].keys() for rank in ranks):
-                raise CorruptError(f"{grid[0][stage].path}: its tensor ranks do not hold the same tensors")
+                raise CorruptError(f"{grid[0][stage].path}: its tensor-parallel ranks have different tensor names")
             begins = dict(counts)
             for stack in counts:
                 found = [match for name in ranks[0] if (match := LAYER_NAME.match(name)) and match[1] == stack]
                 numbers = {int(match[2]) for match in found}
                 if numbers != set(range(len(numbers))):
-                    raise CorruptError(f"{grid[0][stage].path}: its layers are {sorted(numbers)}, not 0 and on")
+                    raise CorruptError(
+                        f"{grid[0][stage].path}: its layers are {short_repr(sorted(numbers))}; they must be numbered "
+                        "from 0"
+                    )
                 counts[stack] += len(numbers)
 
             def numbered(match: re.Match[str], begins: Mapping[str, int] = begins) -> str:
@@ -385,21 +439,21 @@ def _numbered_stages(grid: list[list[_Rank]]) -> tuple[list[dict[str, list[Tenso
 
 
 def _compare_replicas(
-    layout: Layout, merged: Mapping[str, list[Tensor]], copies: list[tuple[str, Tensor, Tensor]], options: LegacyOptions
+    layout: Layout, merged: Mapping[str, list[Tensor]], copies: list[tuple[str, Tensor, Tensor]], options: ReadOptions
 ) -> Iterator[str]:
-    """What several ranks hold alike must be equal: replicated tensors, and copies of the embedding."""
-    from ..tensors.equality import same_bytes  # loads numpy, which a look at the names has no need of
+    """Compare replicated tensors and copies of the embedding; yields a remark for each difference that is permitted."""
+    from ..tensors.equality import equal_bytes  # imports numpy, which listing tensor names does not need
 
-    for name in {link.theirs: None for link in layout.links if not link.split and link.theirs in merged}:
+    for name in {link.foreign: None for link in layout.links if not link.split and link.foreign in merged}:
         for rank, part in enumerate(merged[name][1:], 1):
-            copies.append((f"{name} of tensor ranks 0 and {rank}", merged[name][0], part))
+            copies.append((f"{name} of tensor-parallel ranks 0 and {rank}", merged[name][0], part))
     for what, one, other in copies:
-        if not same_bytes(one, other):
+        if not equal_bytes(one, other):
             if options.first_replica:
-                yield f"{what} differ; the first is taken"
+                yield f"{what} differ; the first one is used"
                 continue
             path = other.pieces[0].view.array.path
             raise CorruptError(
-                f"{path}: {what} differ, where they must be equal; "
-                "the checkpoint contradicts itself, and --replicas first takes the first of them"
+                f"{path}: {what} differ; replicas must be equal. The checkpoint contradicts itself; "
+                "--replicas first uses the first replica"
             )

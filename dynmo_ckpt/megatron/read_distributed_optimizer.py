@@ -101,7 +101,7 @@ def _from_world(world: TorchFile, chunks: Sequence[Chunk], args: Args) -> dict[s
         lengths = {tuple(flat.shape[0] for flat in each) for each in flats.values()}
         if len(lengths) != 1:
             raise CorruptError(f"{world.path}: buffer {number}: weights and moments are not of one length")
-        known = _told_lengths(tree, number, dtype, held)
+        known = _recorded_lengths(tree, number, dtype, held)
         for placed in _candidates(chunk, args, next(iter(lengths)), known):
             masters = _cut(flats["master"], placed, chunk)
             if all(rounds_to(masters[name], weight) for name, weight in chunk.items()):
@@ -127,7 +127,7 @@ def _flats(world: TorchFile, held: Any, key: str) -> list[Tensor]:
     return tensors
 
 
-def _told_lengths(tree: Mapping[Any, Any], number: int, dtype: Any, held: Any) -> list[int] | int | None:
+def _recorded_lengths(tree: Mapping[Any, Any], number: int, dtype: Any, held: Any) -> list[int] | int | None:
     """What the file says of the lengths without padding: of each bucket, of all, or nothing."""
     lengths_of = tree.get("per_bucket_numel_unpadded")
     if isinstance(lengths_of, list) and number < len(lengths_of) and isinstance(lengths_of[number], dict):

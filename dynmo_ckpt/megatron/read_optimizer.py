@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from .._common.document import short_repr
-from ..errors import CorruptError, NoStateError, UnsupportedError
+from ..errors import CorruptError, NoOptimizerStateError, UnsupportedError
 from ..tensors.views import Tensor
 from ..torch_save.pickles import TensorRef
 from ..torch_save.reader import TorchFile
@@ -36,13 +36,13 @@ def read_state(file: TorchFile, chunks: Sequence[Mapping[str, Tensor]]) -> Optim
     """The state in a rank's file.
 
     Raises:
-        NoStateError: there is none.
+        NoOptimizerStateError: there is none.
         UnsupportedError: state that is not Adam's, or lies in the flat buffers of the distributed optimizer.
         CorruptError: state that does not fit the weights.
     """
     held = file.tree.get("optimizer")
     if not isinstance(held, dict):
-        raise NoStateError(f"{file.path}: has weights but no optimizer state")
+        raise NoOptimizerStateError(f"{file.path}: has weights but no optimizer state")
     inner = held.get("optimizer", held.get("optimizer_state_dict", held))  # the second is DeepSpeed's
     state, groups = (inner.get("state"), inner.get("param_groups")) if isinstance(inner, dict) else (None, None)
     if not isinstance(state, dict) or not isinstance(groups, list) or not all(isinstance(g, dict) for g in groups):

@@ -1,7 +1,7 @@
-"""Weights that DynMo's pruning stores as sparse rows (``values``, ``row_offsets``, ``column_indices``), made dense.
+"""Weights that DynMo's original pruning stores as sparse rows (``values``, ``row_offsets``, ``column_indices``).
 
-A dense copy is written to a scratch directory a panel of rows at a time, with the zeros in place, and its mask beside
-it; from there on both are tensors like any other. The directory goes when the checkpoint that holds it does.
+Each is written as a dense weight with zeros and as its mask to a scratch directory, a panel of rows at a time. The
+directory is removed when the checkpoint that refers to it is released.
 """
 
 from __future__ import annotations
@@ -10,18 +10,28 @@ import math
 import shutil
 import tempfile
 import weakref
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from ..errors import CorruptError, UnsupportedError
-from ..tensors.views import Tensor
+import numpy as np
+from numpy.typing import NDArray
+
+from ..errors import CorruptError, UnsupportedError, short_name
+from ..io.reading import Reader, open_sources
+from ..io.safetensors import DTYPE_BYTES, StoredArray
+from ..tensors.copy_plan import OutputTensor, sources
+from ..tensors.tiled_copy import panels
+from ..tensors.views import Tensor, as_tensor
 
 OFFSETS, COLUMNS, VALUES, ROWS = ".row_offsets", ".column_indices", ".values", ".row_indices"
+PANEL_ELEMENTS = 1 << 20
+_INTEGERS = {"I64": "i8", "I32": "i4", "I16": "i2"}
 
 
-class Scratch:
-    """A directory that is removed when nothing refers to this any more, or when the program ends."""
+class ScratchDirectory:
+    """A directory that is removed when the last reference to this object is dropped, or when the program ends."""
 
     def __init__(self, path: str) -> None:
         self.path = Path(path)
@@ -29,55 +39,125 @@ class Scratch:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Dense:
-    """Tensors of all tensor ranks with nothing sparse left, masks by the name of the weight, and what holds them."""
+class DenseTensors:
+    """Dense tensors of all tensor-parallel ranks, masks by weight, remarks, and the directory that stores them."""
 
     tensors: dict[str, list[Tensor]]
-    masks: dict[str, Tensor] = field(default_factory=dict)
-    remarks: tuple[str, ...] = ()
-    scratch: object = None
+    masks: dict[str, Tensor]
+    remarks: tuple[str, ...]
+    scratch: ScratchDirectory
 
 
-def densified(path: str, merged: Mapping[str, list[Tensor]]) -> Dense:
+def densify(path: str, merged: Mapping[str, list[Tensor]]) -> DenseTensors:
     """Replace sparse weights by dense ones.
 
+    Args:
+        path: the file, for messages.
+        merged: for each canonical name the tensors of all tensor-parallel ranks.
+
     Raises:
-        UnsupportedError: a sparse weight cut by tensor parallelism, or one whose width is not known.
-        CorruptError: offsets or columns that are none.
+        UnsupportedError: a sparse weight that tensor parallelism splits, or one of unknown width.
+        CorruptError: invalid offsets or columns.
     """
     found = [name.removesuffix(OFFSETS) for name in merged if name.endswith(OFFSETS)]
-    if not found:
-        return Dense(tensors=dict(merged))
-    from ..tensors.sparse_rows import integers, write_dense  # loads numpy, which most checkpoints' names do not need
-
-    scratch = Scratch(tempfile.mkdtemp(prefix="dynmo-ckpt-"))
+    scratch = ScratchDirectory(tempfile.mkdtemp(prefix="dynmo-ckpt-"))
     tensors = {name: ranks for name, ranks in merged.items() if not name.endswith((OFFSETS, COLUMNS, VALUES, ROWS))}
-    masks, kept, total = {}, 0, 0
+    masks, num_kept, total = {}, 0, 0
     for number, base in enumerate(found):
+        source = f"{path}: {short_name(base)}"
         if len(merged[base + OFFSETS]) > 1:
-            raise UnsupportedError(f"{path}: {base}: sparse rows on several tensor ranks are not mapped")
+            raise UnsupportedError(f"{source}: sparse rows on several tensor-parallel ranks are not supported")
         parts = [merged.get(base + part, [None])[0] for part in (VALUES, OFFSETS, COLUMNS)]
         values, offsets, columns = parts
         if values is None or offsets is None or columns is None:
-            raise CorruptError(f"{path}: {base}: has {OFFSETS}, but not {VALUES} and {COLUMNS}")
-        width = _width(path, base, merged)
+            raise CorruptError(f"{source}: has {OFFSETS}; {VALUES} and {COLUMNS} are missing")
+        width = _width(source, base, merged)
         where = scratch.path / f"{number}"
-        weight, mask = write_dense(f"{path}: {base}", values, integers(offsets), integers(columns), width, where)
+        weight, mask = write_dense(source, values, integers(offsets), integers(columns), width, where)
         tensors[base + ".weight"], masks[base + ".weight"] = [weight], mask
-        kept, total = kept + values.shape[0], total + math.prod(weight.shape)
-    remark = f"{len(found)} weights of sparse rows made dense: {1 - kept / max(1, total):.4f} of them is zero"
-    return Dense(tensors=tensors, masks=masks, remarks=(remark,), scratch=scratch)
+        num_kept, total = num_kept + values.shape[0], total + math.prod(weight.shape)
+    remark = f"converted {len(found)} sparse weights to dense ones: sparsity {1 - num_kept / max(1, total):.4f}"
+    return DenseTensors(tensors=tensors, masks=masks, remarks=(remark,), scratch=scratch)
 
 
-def _width(path: str, base: str, merged: Mapping[str, list[Tensor]]) -> int:
-    """Columns of a weight: the hidden size, or that of the MLP's inner layer for its second product."""
+def _width(source: str, base: str, merged: Mapping[str, list[Tensor]]) -> int:
+    """Number of columns of a weight: the hidden size, or the FFN size for the second matrix of an MLP."""
     if not base.endswith(".dense_4h_to_h"):
         words = merged.get("language_model.embedding.word_embeddings.weight")
         if words is None:
-            raise UnsupportedError(f"{path}: {base}: no embedding tells the width of its sparse rows")
+            raise UnsupportedError(f"{source}: the width of its sparse rows is unknown: no stage has the embedding")
         return words[0].shape[1]
     first = base.removesuffix("4h_to_h") + "h_to_4h"
     offsets, weight = merged.get(first + OFFSETS), merged.get(first + ".weight")
     if offsets is None and weight is None:
-        raise UnsupportedError(f"{path}: {base}: no {first} tells the width of its sparse rows")
+        raise UnsupportedError(f"{source}: the width of its sparse rows is unknown: {short_name(first)} is missing")
     return offsets[0].shape[0] - 1 if offsets is not None else (weight or [])[0].shape[0]
+
+
+def integers(tensor: Tensor) -> NDArray[Any]:
+    """A tensor of offsets or columns as an array; raises ``CorruptError`` where its type is not an integer type."""
+    output = OutputTensor(key="", shape=tensor.shape, content=tensor)
+    if tensor.dtype not in _INTEGERS:
+        raise CorruptError(f"indices have the type {tensor.dtype}; must be one of {', '.join(_INTEGERS)}")
+    with open_sources(sources([output])) as files:
+        parts = [panel.reshape(-1).view(_INTEGERS[tensor.dtype]).copy() for panel in panels(output, Reader(files))]
+    flat: NDArray[Any] = np.concatenate(parts) if parts else np.empty(0, np.int32)
+    return flat
+
+
+def write_dense(
+    what: str, values: Tensor, offsets: NDArray[Any], columns: NDArray[Any], width: int, where: Path
+) -> tuple[Tensor, Tensor]:
+    """Write the dense weight and its mask, a panel of rows at a time.
+
+    Args:
+        what: file and name of the weight, for messages.
+        values: the elements that are not pruned, ``[nnz]``.
+        offsets: the begin of each row in ``values``, ``[rows + 1]``.
+        columns: the column of each element, ``[nnz]``.
+        width: number of columns of the weight.
+        where: the path of both files, without their suffixes ``.weight`` and ``.mask``.
+
+    Returns:
+        The weight ``[rows, width]`` and its mask ``[rows, width]``, true where an element is not pruned.
+
+    Raises:
+        CorruptError: invalid offsets or columns.
+    """
+    rows, count = len(offsets) - 1, values.shape[0]
+    bounds: NDArray[np.int64] = offsets.astype(np.int64)
+    steps = bounds[1:] - bounds[:-1]
+    if rows < 1 or offsets[0] != 0 or (steps < 0).any() or offsets[-1] != count or len(columns) != count:
+        raise CorruptError(f"{what}: {len(offsets)} row offsets do not fit {count} values and {len(columns)} columns")
+    if count and not (int(columns.min()) >= 0 and int(columns.max()) < width):
+        raise CorruptError(f"{what}: a column index is {columns.max()}; the matrix has {width} columns")
+    itemsize = DTYPE_BYTES[values.dtype]
+    stored = _values(values)
+    with open(f"{where}.weight", "wb") as weight, open(f"{where}.mask", "wb") as mask:
+        buffered: NDArray[Any] = np.empty(0, f"u{itemsize}")
+        for begin in range(0, rows, max(1, PANEL_ELEMENTS // width)):
+            end = min(rows, begin + max(1, PANEL_ELEMENTS // width))
+            low, high = int(offsets[begin]), int(offsets[end])
+            while len(buffered) < high - low:
+                buffered = np.concatenate([buffered, next(stored)])
+            at = np.repeat(np.arange(end - begin), steps[begin:end]), columns[low:high]
+            shape = (end - begin, width)
+            panel, mask_panel = np.zeros(shape, buffered.dtype), np.zeros(shape, np.uint8)
+            panel[at], mask_panel[at] = buffered[: high - low], 1
+            if int(mask_panel.sum()) != high - low:
+                raise CorruptError(f"{what}: a row has a column index twice")
+            buffered = buffered[high - low :]
+            weight.write(panel.tobytes())
+            mask.write(mask_panel.tobytes())
+    arrays = [
+        StoredArray(path=Path(f"{where}.{kind}"), key=what, dtype=dtype, shape=(rows, width), offset=0)
+        for kind, dtype in (("weight", values.dtype), ("mask", "BOOL"))
+    ]
+    return as_tensor(arrays[0]), as_tensor(arrays[1])
+
+
+def _values(tensor: Tensor) -> Iterator[NDArray[Any]]:
+    output = OutputTensor(key="", shape=tensor.shape, content=tensor)
+    with open_sources(sources([output])) as files:
+        for panel in panels(output, Reader(files)):
+            yield panel.reshape(-1).copy()

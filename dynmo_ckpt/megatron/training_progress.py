@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ..torch_save.pickles import Inert
+from ..torch_save.pickles import OpaquePickle
 from ..torch_save.writer import Constants
 
 Number = Callable[[Any], int | float | None]
@@ -44,7 +44,7 @@ class Progress:
     loss_scale: Mapping[str, int | float] | None = None
 
 
-NOT_TOLD = Progress()
+UNKNOWN_PROGRESS = Progress()
 
 
 def read_progress(
@@ -110,7 +110,7 @@ def _loss_scale(held: Mapping[Any, Any], number: Number) -> dict[str, int | floa
 def _counted_by_iterations(held: Mapping[Any, Any], number: Number) -> dict[str, int | float | None]:
     """The loss scale of apex's and DeepSpeed's scaler, which count from the last overflow."""
     scaler = held.get("loss_scaler")
-    fields = scaler.attributes if isinstance(scaler, Inert) else held
+    fields = scaler.attributes if isinstance(scaler, OpaquePickle) else held
     names = ("cur_scale", "cur_iter", "last_overflow_iter", "scale_window")
     scale, done, last, window = (number(fields.get(name)) for name in names)
     if done is None or last is None or not window:

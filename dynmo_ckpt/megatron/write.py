@@ -10,12 +10,12 @@ from typing import Any
 from .._common.errors import UsageError
 from ..errors import UnsupportedError
 from ..formats.checkpoint_rules import finest_items
-from ..maps.name_map import Mapped, layout_of, load_map, to_theirs
+from ..maps.name_map import Mapped, layout_of, load_map, to_foreign
 from ..native.checkpoint import NativeCheckpoint
-from ..native.reshard import check_divisible, counted_partition
+from ..native.reshard import check_divisible, partition_from_counts
 from ..tensors.copy_plan import OutputTensor
 from ..torch_save.pickles import Name
-from ..torch_save.writer import Constants, NewObject, NewTensor, TorchOutputFile
+from ..torch_save.writer import Constants, NewObject, NewTensor, TorchSaveFile
 from .model_sizes import legacy_args, megatron_rows
 from .rng_state import rng_states
 from .training_progress import adam_group, grad_scaler, megatron_args, progress_of
@@ -36,7 +36,7 @@ def plan_legacy(
     version: float,
     dtype: str | None = None,
     with_optimizer: bool = False,
-) -> tuple[list[TorchOutputFile], dict[str, bytes]]:
+) -> tuple[list[TorchSaveFile], dict[str, bytes]]:
     """Plan the ranks' files, and the small file that names the iteration.
 
     Args:
@@ -53,24 +53,24 @@ def plan_legacy(
         UsageError: a stage with layers of a T5's encoder and of its decoder.
     """
     model, ties = checkpoint.manifest["model"], checkpoint.manifest["ties"]
-    refuse_unmapped(model, version)
+    check_supported(model, version)
     check_divisible(model, tensor_parallel_size)
     workers = len(counts) // virtual_stages_per_worker
     split_rank = split_stage(model, counts)
-    stages = [finest_items(items, dict(model)) for items in counted_partition(counts, model)]
+    stages = [finest_items(items, dict(model)) for items in partition_from_counts(counts, model)]
     layout = layout_of(
         load_map(f"legacy_{model['family']}", {0.0: "0", 1.0: "1"}.get(version, "2")),
         model,
-        their_rows=megatron_rows(model, tensor_parallel_size),
+        foreign_vocab_size=megatron_rows(model, tensor_parallel_size),
     )
-    stored = {name: checkpoint.tensors[name] for name in checkpoint.weights()}
-    masks = {name.removesuffix(".mask"): checkpoint.tensors[name] for name in checkpoint.names("mask")}
+    stored = checkpoint.weights()
+    masks = checkpoint.masks()
     iteration = f"iter_{checkpoint.manifest['step']:07d}"
     progress = progress_of(checkpoint.manifest)
     args = legacy_args(model, tensor_parallel_size, workers, version, split_rank) | megatron_args(progress)
     files = []
     for rank in range(tensor_parallel_size):
-        mapped = to_theirs(layout, stored, ties, masks, rank=rank, ranks=tensor_parallel_size)
+        mapped = to_foreign(layout, stored, ties, masks, rank=rank, ranks=tensor_parallel_size)
         moments = mapped_moments(checkpoint, layout, rank=rank, ranks=tensor_parallel_size) if with_optimizer else {}
         for worker in range(workers):
             tensors: list[OutputTensor] = []
@@ -106,11 +106,11 @@ def plan_legacy(
                 tree["optimizer"] = state if scaler is None else {**state, "grad_scaler": scaler}
             folder = f"mp_rank_{rank:02d}" if workers == 1 else f"mp_rank_{rank:02d}_{worker:03d}"
             name = f"{iteration}/{folder}/model_optim_rng.pt"
-            files.append(TorchOutputFile(name=name, tensors=tuple(tensors), tree=tree, constants=constants.payloads))
+            files.append(TorchSaveFile(name=name, tensors=tuple(tensors), tree=tree, constants=constants.payloads))
     return files, {"latest_checkpointed_iteration.txt": str(checkpoint.manifest["step"]).encode()}
 
 
-def refuse_unmapped(model: Mapping[str, Any], version: float) -> None:
+def check_supported(model: Mapping[str, Any], version: float) -> None:
     """Raise ``UnsupportedError`` for a model that Megatron's names cannot state."""
     needed = {"position_embedding": "rotary" if model["family"] == "llama" else "learned"}
     needed["activation"] = model["activation"]

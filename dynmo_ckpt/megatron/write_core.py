@@ -13,24 +13,24 @@ from typing import Any
 
 from .._common.document import encode_json
 from ..errors import UnsupportedError
-from ..maps.name_map import Mapped, layout_of, load_map, to_theirs
+from ..maps.name_map import Mapped, layout_of, load_map, to_foreign
 from ..native.checkpoint import NativeCheckpoint
 from ..tensors.copy_plan import OutputTensor, Writable
 from ..torch_save.pickles import Name
 from ..torch_save.writer import (
+    ConcatenatedTorchFiles,
     Constants,
-    JoinedTorchFiles,
     NewCall,
     NewDict,
     NewObject,
     NewTensor,
-    TorchOutputFile,
+    TorchSaveFile,
     dump_pickle,
 )
 from .core_names import core_name
 from .model_sizes import legacy_args, megatron_rows
 from .training_progress import adam_group, grad_scaler, megatron_args, progress_of
-from .write import refuse_unmapped
+from .write import check_supported
 from .write_optimizer import MOMENTS, mapped_moments
 
 DATA_FILE = "__0_0.distcp"
@@ -56,11 +56,11 @@ def plan_core(
     model, ties = checkpoint.manifest["model"], checkpoint.manifest["ties"]
     if model["family"] not in ("gpt", "llama"):
         raise UnsupportedError(f"Megatron-core: a {model['family']} is not mapped, only a gpt or a llama is")
-    refuse_unmapped(model, 3.0)
-    layout = layout_of(load_map(f"legacy_{model['family']}", "2"), model, their_rows=megatron_rows(model, 1))
-    stored = {name: checkpoint.tensors[name] for name in checkpoint.weights()}
-    masks = {name.removesuffix(".mask"): checkpoint.tensors[name] for name in checkpoint.names("mask")}
-    weights = to_theirs(layout, stored, ties, masks)
+    check_supported(model, 3.0)
+    layout = layout_of(load_map(f"legacy_{model['family']}", "2"), model, foreign_vocab_size=megatron_rows(model, 1))
+    stored = checkpoint.weights()
+    masks = checkpoint.masks()
+    weights = to_foreign(layout, stored, ties, masks)
     entries = _entries("", weights, dtype)
     if with_optimizer:
         entries |= _entries("optimizer.state.fp32_param.", weights, "F32")
@@ -69,7 +69,7 @@ def plan_core(
             entries |= _entries(f"optimizer.state.{kind}.", moments[kind].values(), "F32")
     folder = f"iter_{checkpoint.manifest['step']:07d}"
     parts = [_part(tensor) for chunks in entries.values() for _, tensor in chunks]
-    data = JoinedTorchFiles(name=f"{folder}/{DATA_FILE}", parts=tuple(parts))
+    data = ConcatenatedTorchFiles(name=f"{folder}/{DATA_FILE}", parts=tuple(parts))
     about = {"sharded_backend": "torch_dist", "sharded_backend_version": 1, "common_backend": "torch"}
     small = {
         "latest_checkpointed_iteration.txt": str(checkpoint.manifest["step"]).encode(),
@@ -97,12 +97,12 @@ def _entries(prefix: str, tensors: Iterable[Mapped], dtype: str | None) -> Entri
     return {name: sorted(chunks, key=lambda chunk: chunk[0]) for name, chunks in found.items()}
 
 
-def _part(tensor: OutputTensor) -> TorchOutputFile:
+def _part(tensor: OutputTensor) -> TorchSaveFile:
     """One chunk as ``torch.save`` writes it."""
-    return TorchOutputFile(name="", tensors=(tensor,), tree=NewTensor(0, tensor.dtype, tensor.shape))
+    return TorchSaveFile(name="", tensors=(tensor,), tree=NewTensor(0, tensor.dtype, tensor.shape))
 
 
-def _metadata(entries: Entries, data: JoinedTorchFiles) -> NewObject:
+def _metadata(entries: Entries, data: ConcatenatedTorchFiles) -> NewObject:
     """What torch pickles as ``.metadata``."""
     tensors: dict[str, NewObject] = {}
     places: list[tuple[NewObject, NewObject]] = []
@@ -146,7 +146,7 @@ def _properties(dtype: str) -> NewObject:
     )
 
 
-def _common(name: str, checkpoint: NativeCheckpoint, *, with_optimizer: bool) -> TorchOutputFile:
+def _common(name: str, checkpoint: NativeCheckpoint, *, with_optimizer: bool) -> TorchSaveFile:
     """``common.pt``: arguments, progress, and the optimizer's groups without its tensors."""
     model, optimizer = checkpoint.manifest["model"], checkpoint.manifest["optimizer"]
     progress, constants = progress_of(checkpoint.manifest), Constants()
@@ -172,4 +172,4 @@ def _common(name: str, checkpoint: NativeCheckpoint, *, with_optimizer: bool) ->
         held: dict[str, Any] = {"optimizer": {"param_groups": groups}, "param_state_sharding_type": FULLY}
         scaler = grad_scaler(progress, constants)
         tree["optimizer"] = held if scaler is None else {**held, "grad_scaler": scaler}
-    return TorchOutputFile(name=name, tensors=(), tree=tree, constants=constants.payloads)
+    return TorchSaveFile(name=name, tensors=(), tree=tree, constants=constants.payloads)

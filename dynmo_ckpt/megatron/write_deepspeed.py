@@ -15,17 +15,17 @@ from typing import Any
 
 from .._common.errors import UsageError
 from ..errors import UnsupportedError
-from ..maps.name_map import Mapped, layout_of, load_map, to_theirs
+from ..maps.name_map import Mapped, layout_of, load_map, to_foreign
 from ..native.checkpoint import NativeCheckpoint
 from ..native.reshard import check_divisible
 from ..tensors.copy_plan import OutputTensor
 from ..torch_save.pickles import Name
-from ..torch_save.writer import Constants, NewCall, NewObject, NewTensor, TorchOutputFile
+from ..torch_save.writer import Constants, NewCall, NewObject, NewTensor, TorchSaveFile
 from .model_sizes import legacy_args, megatron_rows
 from .read_optimizer import module_order
 from .rng_state import rng_states
 from .training_progress import Progress, adam_group, megatron_args, progress_of
-from .write import nested_model, refuse_unmapped
+from .write import check_supported, nested_model
 from .write_optimizer import MOMENTS, Moments, mapped_moments
 
 VERSION = "0.9.0"  # of the form of the files; DeepSpeed compares it with the oldest that it loads
@@ -36,7 +36,7 @@ HALF = ("F16", "BF16")
 
 def plan_deepspeed(
     checkpoint: NativeCheckpoint, *, tensor_parallel_size: int, dtype: str | None = None, with_optimizer: bool = False
-) -> tuple[list[TorchOutputFile], dict[str, bytes]]:
+) -> tuple[list[TorchSaveFile], dict[str, bytes]]:
     """Plan the ranks' files, and the small file that names the step; parameters as those of ``plan_legacy``.
 
     Raises:
@@ -46,13 +46,13 @@ def plan_deepspeed(
     model, ties = checkpoint.manifest["model"], checkpoint.manifest["ties"]
     if model["family"] not in ("gpt", "llama"):
         raise UnsupportedError(f"Megatron-DeepSpeed: a {model['family']} is not mapped, only a gpt or a llama is")
-    refuse_unmapped(model, 3.0)
+    check_supported(model, 3.0)
     check_divisible(model, tensor_parallel_size)
     layout = layout_of(
-        load_map(f"legacy_{model['family']}", "2"), model, their_rows=megatron_rows(model, tensor_parallel_size)
+        load_map(f"legacy_{model['family']}", "2"), model, foreign_vocab_size=megatron_rows(model, tensor_parallel_size)
     )
-    stored = {name: checkpoint.tensors[name] for name in checkpoint.weights()}
-    masks = {name.removesuffix(".mask"): checkpoint.tensors[name] for name in checkpoint.names("mask")}
+    stored = checkpoint.weights()
+    masks = checkpoint.masks()
     types = {dtype or stored[name].dtype for name in stored}
     if with_optimizer and len(types) > 1:
         raise UsageError(f"weights of the types {', '.join(sorted(types))} in one model; give --dtype")
@@ -61,7 +61,7 @@ def plan_deepspeed(
     args = legacy_args(model, tensor_parallel_size, 1, 3.0, None) | megatron_args(progress)
     files = []
     for rank in range(tensor_parallel_size):
-        mapped = {m.name: m for m in to_theirs(layout, stored, ties, masks, rank=rank, ranks=tensor_parallel_size)}
+        mapped = {m.name: m for m in to_foreign(layout, stored, ties, masks, rank=rank, ranks=tensor_parallel_size)}
         groups = [[n for n in module_order(mapped) if (len(mapped[n].shape) > 1) is wide] for wide in (True, False)]
         tree = _model_tree(checkpoint, args, progress, groups if with_optimizer else None, mapped)
         files.append(_model_file(f"{tag}/mp_rank_{rank:02d}_model_states.pt", tree, mapped, progress, rank, dtype))
@@ -106,12 +106,12 @@ def _model_tree(
 
 def _model_file(
     name: str, tree: dict[str, Any], mapped: Mapping[str, Mapped], progress: Progress, rank: int, dtype: str | None
-) -> TorchOutputFile:
+) -> TorchSaveFile:
     tensors: list[OutputTensor] = []
     constants = Constants()
     tree["module"] = nested_model(mapped, 3.0, tensors, dtype)
     tree["rng_state"] = rng_states(progress.seed, tensor_rank=rank, stage=0, constants=constants)
-    return TorchOutputFile(name=name, tensors=tuple(tensors), tree=tree, constants=constants.payloads)
+    return TorchSaveFile(name=name, tensors=tuple(tensors), tree=tree, constants=constants.payloads)
 
 
 def _shard(
@@ -121,7 +121,7 @@ def _shard(
     groups: Sequence[Sequence[str]],
     mapped: Mapping[str, Mapped],
     moments: Moments,
-) -> TorchOutputFile:
+) -> TorchSaveFile:
     """The shard of the only replica: flat buffers of each group, as ZeRO 1 has them."""
     optimizer = checkpoint.manifest["optimizer"]
     tensors: list[OutputTensor] = []
@@ -163,7 +163,7 @@ def _shard(
     if progress.loss_scale is not None:
         held["loss_scaler"] = _loss_scaler(progress.loss_scale)
     tree = {"optimizer_state_dict": held, "ds_config": {}, "ds_version": VERSION}
-    return TorchOutputFile(name=name, tensors=tuple(tensors), tree=tree, lengths=tuple(lengths))
+    return TorchSaveFile(name=name, tensors=tuple(tensors), tree=tree, lengths=tuple(lengths))
 
 
 def _loss_scaler(scale: Mapping[str, int | float]) -> NewObject:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ..errors import UnsupportedError
-from ..maps.name_map import Layout, Mapped, to_theirs
+from ..maps.name_map import Layout, Mapped, to_foreign
 from ..native.checkpoint import NativeCheckpoint
 from ..tensors.copy_plan import OutputTensor
 from ..torch_save.writer import NewTensor
@@ -34,7 +34,7 @@ def mapped_moments(checkpoint: NativeCheckpoint, layout: Layout, *, rank: int, r
         if missing:
             raise UnsupportedError(f"{checkpoint.directory}: {len(missing)} weights have no {kind}: {missing[:5]}")
         found = {name: tensor for name, tensor in stored.items() if tensor is not None}
-        mapped = to_theirs(layout, found, checkpoint.manifest["ties"], rank=rank, ranks=ranks)
+        mapped = to_foreign(layout, found, checkpoint.manifest["ties"], rank=rank, ranks=ranks)
         result[kind] = {each.name: each for each in mapped}
     return result
 

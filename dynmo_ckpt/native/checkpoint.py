@@ -1,4 +1,4 @@
-"""Finds and opens native checkpoints: the manifest, and every tensor as pieces of its shards."""
+"""Finds and opens native checkpoints: the manifest, and each tensor assembled from its shards."""
 
 from __future__ import annotations
 
@@ -10,21 +10,25 @@ from typing import Any
 
 from .._common.document import MAX_TABLE_BYTES, MAX_WORD_BYTES, DocumentError, read_bytes, short_repr
 from .._common.errors import UsageError
-from ..errors import CorruptError
+from ..errors import CorruptError, short_name
 from ..formats.checkpoint import parse_manifest
 from ..formats.checkpoint_rules import VOCABULARY_ROWS
 from ..io.files import read_file
 from ..io.safetensors import StoredArray, read_index
-from ..tensors.views import Piece, Tensor, whole
+from ..tensors.views import Piece, Tensor, as_tensor
 
 STEP_NAME = re.compile(r"step-(\d{8,})")
 
 
 @dataclass(frozen=True, kw_only=True)
 class NativeCheckpoint:
-    """A checkpoint directory: its manifest, and its stored tensors by global name, in the manifest's order.
+    """A checkpoint in the common form of all formats.
 
-    ``scratch`` keeps alive what tensors were unpacked to.
+    Attributes:
+        directory: the input.
+        manifest: as in ``manifest.json``; shards and files are empty where the input has another format.
+        tensors: the stored tensors by global name, in the order of the manifest.
+        scratch: keeps alive the directory with unpacked tensors.
     """
 
     directory: Path
@@ -33,16 +37,21 @@ class NativeCheckpoint:
     scratch: object = None
 
     def names(self, *roles: str) -> list[str]:
-        """Stored names of these roles."""
+        """Names of the stored tensors with one of ``roles``."""
         return [name for name, entry in self.manifest["tensors"].items() if entry["role"] in roles]
 
-    def weights(self) -> list[str]:
-        """Stored names of what the model computes with; not what compression remembers between steps."""
-        return [name for name in self.names("parameter", "buffer") if ".memory." not in name]
+    def weights(self) -> dict[str, Tensor]:
+        """Stored parameters and buffers of the model; not the buffers of gradient compression (``.memory.``)."""
+        names = self.names("parameter", "buffer")
+        return {name: self.tensors[name] for name in names if ".memory." not in name}
+
+    def masks(self) -> dict[str, Tensor]:
+        """Pruning masks by the name of the weight."""
+        return {name.removesuffix(".mask"): self.tensors[name] for name in self.names("mask")}
 
 
 def load_manifest(directory: Path) -> dict[str, Any]:
-    """The manifest of one checkpoint directory; raises ``CorruptError`` with every problem."""
+    """The manifest of one checkpoint directory; raises ``CorruptError`` with every problem of it."""
     path = directory / "manifest.json"
     try:
         return parse_manifest(read_file(path, MAX_TABLE_BYTES), str(path))
@@ -50,8 +59,8 @@ def load_manifest(directory: Path) -> dict[str, Any]:
         raise CorruptError(str(error)) from error
 
 
-def incomplete_because(directory: Path) -> str:
-    """Why a directory is not a complete checkpoint: no good manifest, or a file's size differs; empty when it is."""
+def incomplete_reason(directory: Path) -> str:
+    """Why a checkpoint is incomplete: an invalid manifest, or a file with another size; empty where it is complete."""
     try:
         manifest = load_manifest(directory)
     except CorruptError as error:
@@ -61,69 +70,81 @@ def incomplete_because(directory: Path) -> str:
         if not path.is_file():
             return f"{path}: is missing"
         if path.stat().st_size != entry["bytes"]:
-            return f"{path}: has {path.stat().st_size} bytes, the manifest says {entry['bytes']}"
+            return f"{path}: has {path.stat().st_size} bytes; the manifest records {entry['bytes']}"
     return ""
 
 
 def is_native(path: Path) -> bool:
-    """Whether ``path`` looks like a run directory, its checkpoints or one native checkpoint."""
+    """Whether ``path`` is a run directory, its ``checkpoints``, or one native checkpoint."""
     if (path / "manifest.json").is_file():
         return True
     return path.is_dir() and any(STEP_NAME.fullmatch(child.name) for child in checkpoints_dir(path).iterdir())
 
 
 def checkpoints_dir(path: Path) -> Path:
-    """The directory of the steps, for a run directory or that directory itself."""
+    """The directory with the steps, given that directory or the run directory."""
     return path / "checkpoints" if (path / "checkpoints").is_dir() else path
 
 
 def find_checkpoint(path: Path, step: int | None = None) -> tuple[Path, list[str]]:
-    """The checkpoint directory that ``path`` means, and remarks on what was passed over on the way.
+    """The checkpoint directory of a run, and remarks on incomplete checkpoints that were skipped.
 
-    ``path`` is a run directory, its ``checkpoints``, or one checkpoint's directory. Without ``step``, ``LATEST`` is
-    followed; where that names no complete checkpoint, the newest complete one is taken.
+    Args:
+        path: a run directory, its ``checkpoints``, or one checkpoint.
+        step: the step; None: the one that ``LATEST`` names, or, where that is not complete, the newest complete one.
 
     Raises:
-        CorruptError: there is none, or none that is complete.
-        UsageError: ``step`` is not there.
+        CorruptError: no checkpoint, or no complete one.
+        UsageError: ``step`` is missing.
     """
     if (path / "manifest.json").exists():
         if step is not None and path.name != f"step-{step:08d}":
-            raise UsageError(f"{path}: is one checkpoint; --step chooses among those of a run directory")
+            raise UsageError(f"{path}: has one checkpoint; --step selects a step of a run directory")
         return path, []
     folder = checkpoints_dir(path)
-    names = [child.name for child in folder.iterdir() if STEP_NAME.fullmatch(child.name)] if folder.is_dir() else []
-    names.sort(key=lambda name: -int(name.removeprefix("step-")))
+    names = step_names(folder)
     if step is not None:
         if f"step-{step:08d}" not in names:
-            raise UsageError(f"{folder}: has no step {step}; it has {', '.join(names) or 'none'}")
+            raise UsageError(f"{folder}: has no step {step}; choose from {', '.join(names) or 'none'}")
         return folder / f"step-{step:08d}", []
     if not names:
-        raise CorruptError(f"{path}: no checkpoint here; give a run directory, its checkpoints, or a step's directory")
-    remarks = latest_faults(folder)
-    named = read_latest(folder)
-    for name in ([named] if named in names else []) + [name for name in names if name != named]:
-        fault = incomplete_because(folder / name)
-        if not fault:
+        raise CorruptError(
+            f"{path}: no checkpoint here; give a run directory, its checkpoints, or the directory of a step"
+        )
+    remarks = latest_problems(folder)
+    latest = read_latest(folder)
+    for name in ([latest] if latest in names else []) + [name for name in names if name != latest]:
+        reason = incomplete_reason(folder / name)
+        if not reason:
             return folder / name, remarks
-        remarks.append(f"passed over: {fault}")
+        remarks.append(f"skipped: {reason}")
     raise CorruptError("\n  ".join([f"{folder}: no complete checkpoint", *remarks]))
 
 
+def step_names(folder: Path) -> list[str]:
+    """Names of the step directories, newest first.
+
+    ``step-00000010`` and ``step-000000010`` are the same step; then the name with fewer digits comes first, which is
+    the one that writers use. So the order does not depend on the order in which the file system lists the directory.
+    """
+    names = [child.name for child in folder.iterdir() if STEP_NAME.fullmatch(child.name)] if folder.is_dir() else []
+    return sorted(names, key=lambda name: (-int(name.removeprefix("step-")), len(name)))
+
+
 def read_latest(folder: Path) -> str:
-    """What ``LATEST`` says; empty where there is none."""
+    """The contents of ``LATEST``; empty where there is no such file."""
     path = folder / "LATEST"
     return read_bytes(path, MAX_WORD_BYTES).decode(errors="replace").removesuffix("\n") if path.is_file() else ""
 
 
-def latest_faults(folder: Path) -> list[str]:
-    """What is wrong with ``LATEST``: missing, not a step's name, or naming one that is not there."""
-    named = read_latest(folder)
-    if STEP_NAME.fullmatch(named) and (folder / named).is_dir():
+def latest_problems(folder: Path) -> list[str]:
+    """What is wrong with ``LATEST``: missing, not the name of a step, or the name of a missing one."""
+    latest = read_latest(folder)
+    if STEP_NAME.fullmatch(latest) and (folder / latest).is_dir():
         return []
     return [
         f"{folder / 'LATEST'}: "
-        f"{'is missing or empty' if not named else f'names {short_repr(named)}, which is not there'}"
+        f"{'is missing or empty' if not latest else f'names {short_repr(latest)}, which does not exist'}"
     ]
 
 
@@ -131,7 +152,7 @@ def open_native(directory: Path) -> NativeCheckpoint:
     """Open one checkpoint directory and index its shards; no tensor's bytes are read.
 
     Raises:
-        CorruptError: the manifest or a shard is missing or broken, or they contradict each other.
+        CorruptError: the manifest or a shard is missing or invalid, or they contradict each other.
     """
     manifest = load_manifest(directory)
     files = {shard["file"] for entry in manifest["tensors"].values() for shard in entry["shards"]}
@@ -141,12 +162,12 @@ def open_native(directory: Path) -> NativeCheckpoint:
 
 
 def has_vocabulary_rows(name: str) -> bool:
-    """Whether a tensor has a row for each id of the vocabulary: word tables, the head and its bias, and their state."""
+    """Whether a tensor has a row for each token id: word embeddings, the head and its bias, their masks and state."""
     return VOCABULARY_ROWS.fullmatch(name) is not None
 
 
 def _with_true_rows(checkpoint: NativeCheckpoint) -> NativeCheckpoint:
-    """The checkpoint without rows of padding, which older versions of the trainer stored; shards stay as they are."""
+    """The checkpoint without padding rows of the vocabulary, which older trainers stored; the shards are unchanged."""
     manifest, tensors = checkpoint.manifest, dict(checkpoint.tensors)
     rows, entries = manifest["model"]["vocab_size"], dict(manifest["tensors"])
     for name, entry in manifest["tensors"].items():
@@ -166,16 +187,16 @@ def _assemble(
         if array is None or (array.dtype, array.shape) != (entry["dtype"], shape):
             found = "nothing" if array is None else f"{array.dtype} {list(array.shape)}"
             raise CorruptError(
-                f"{directory / shard['file']}: {shard['key']}: found {found}, "
-                f"the manifest says {entry['dtype']} {list(shape)} for a part of {name}"
+                f"{directory / shard['file']}: {short_name(shard['key'])}: found {found}; the manifest records "
+                f"{entry['dtype']} {list(shape)} for this part of {short_name(name)}"
             )
-        view = whole(replace(array, crc32=int(shard["crc32"], 16))).pieces[0].view
+        view = as_tensor(replace(array, crc32=int(shard["crc32"], 16))).pieces[0].view
         pieces.append(Piece(tuple(begin for begin, _ in shard["index"]), view))
     return Tensor(entry["dtype"], tuple(entry["shape"]), tuple(pieces))
 
 
 def unclaimed_keys(checkpoint: NativeCheckpoint) -> Iterable[str]:
-    """Arrays in the checkpoint's shards that the manifest names nowhere, as ``FILE: KEY``."""
+    """Arrays in the shards that the manifest does not name, as ``FILE: KEY``."""
     claimed: dict[str, set[str]] = {}
     for entry in checkpoint.manifest["tensors"].values():
         for shard in entry["shards"]:
@@ -183,4 +204,4 @@ def unclaimed_keys(checkpoint: NativeCheckpoint) -> Iterable[str]:
     for name, keys in sorted(claimed.items()):
         for key in read_index(checkpoint.directory / name).arrays:
             if key not in keys:
-                yield f"{checkpoint.directory / name}: {key}"
+                yield f"{checkpoint.directory / name}: {short_name(key)}"

@@ -1,4 +1,8 @@
-"""Plans a native checkpoint on other workers: merge, split and reshard are one function. Pure."""
+"""Plans a native checkpoint on another topology: merge, split and reshard are the same function. Pure.
+
+Tensors keep their global names; a topology only decides in which file a tensor lies and along which dimension it is
+split over tensor-parallel ranks.
+"""
 
 from __future__ import annotations
 
@@ -10,13 +14,14 @@ from typing import Any
 
 from .. import __version__
 from .._common.document import envelope
+from .._common.errors import UsageError
 from ..errors import UnsupportedError
 from ..formats.checkpoint import BLANK_SEAL, FORMAT, VERSION
 from ..formats.checkpoint_rules import block_items, finest_items, model_blocks, model_items
-from ..tensors.copy_plan import OutputFile, OutputTensor, output_file
-from ..tensors.execute import Written
+from ..tensors.copy_plan import OutputTensor, SafetensorsFile, WrittenFile, safetensors_file
 from ..tensors.views import Tensor
 
+# The dimension of a parameter that tensor parallelism splits, by the end of its name.
 SPLIT_DIMS = {
     "attention.qkv.weight": 0,
     "attention.qkv.bias": 0,
@@ -39,21 +44,22 @@ SPLIT_DIMS = {
 
 @dataclass(frozen=True, kw_only=True)
 class NativePlan:
-    """Files to write, and the manifest that describes them, its checksums and ``files`` still to come."""
+    """Files to write, and their manifest, in which checksums and ``files`` are filled in after writing."""
 
-    files: tuple[OutputFile, ...]
+    files: tuple[SafetensorsFile, ...]
     manifest: Mapping[str, Any]
 
 
-def whole_partition(manifest: Mapping[str, Any]) -> list[list[str]]:
-    """The items of all stages on one stage."""
+def single_stage_partition(manifest: Mapping[str, Any]) -> list[list[str]]:
+    """The items of all stages on a single stage."""
     return [[item for stage in manifest["topology"]["partition"] for item in stage]]
 
 
-def counted_partition(layers_per_stage: Sequence[int], model: Mapping[str, Any]) -> list[list[str]]:
-    """A partition with these numbers of whole blocks a stage; what is no block stands with the block after it.
+def partition_from_counts(layers_per_stage: Sequence[int], model: Mapping[str, Any]) -> list[list[str]]:
+    """A partition with these numbers of blocks on each stage.
 
-    What comes first is in the first stage and the head in the last.
+    The first items go to the first stage, the head to the last one, a T5's encoder norm to the stage of the last
+    encoder block, and any other item to the stage of the block after it.
     """
     blocks = list(model_blocks(dict(model)))
     stages: list[list[str]] = [[] for _ in layers_per_stage]
@@ -74,6 +80,32 @@ def counted_partition(layers_per_stage: Sequence[int], model: Mapping[str, Any])
     return stages
 
 
+def num_blocks(model: Mapping[str, Any]) -> int:
+    """Number of blocks that a partition counts; those of a T5's encoder come before those of its decoder."""
+    return int(model["num_layers"] + model.get("num_decoder_layers", 0))
+
+
+def layer_counts(num_layers: int, num_stages: int, text: str | None) -> list[int]:
+    """Number of layers of each stage.
+
+    Args:
+        num_layers: of the model.
+        num_stages: of the topology.
+        text: the value of ``--partition``, such as ``7,5,8,4``; None splits evenly, the first stages being larger.
+
+    Raises:
+        UsageError: ``text`` is not one number for each stage, or the numbers do not add up to ``num_layers``.
+    """
+    if text is None:
+        return [num_layers // num_stages + (stage < num_layers % num_stages) for stage in range(num_stages)]
+    numbers = [number.strip() for number in text.split(",")]
+    if not all(number.isdecimal() for number in numbers) or len(numbers) != num_stages:
+        raise UsageError(f"--partition {text!r}: must be {num_stages} numbers of layers, separated by commas")
+    if sum(map(int, numbers)) != num_layers:
+        raise UsageError(f"--partition {text!r}: must add up to the model's {num_layers} layers")
+    return [int(number) for number in numbers]
+
+
 def plan_native(
     manifest: Mapping[str, Any],
     tensors: Mapping[str, Tensor],
@@ -88,27 +120,27 @@ def plan_native(
     """Plan the files of ``tensors`` on a partition and tensor-parallel size.
 
     Args:
-        manifest: what describes ``tensors``; the run's facts are taken over from it.
+        manifest: of the input.
         tensors: the stored tensors by global name.
         partition: the items of each stage, in layer order.
-        tensor_parallel_size: tensor ranks; weights are cut along the dimension that tensor parallelism cuts.
-        data_parallel_size: replicas; a record only, each tensor is stored once.
-        virtual_stages_per_worker: stages that each worker holds; stage ``i`` goes to worker ``i % workers``.
-        with_optimizer: take the optimizer's state along.
-        dtype: the type of parameters, as in safetensors; None: as they are.
+        tensor_parallel_size: number of tensor-parallel ranks.
+        data_parallel_size: number of replicas; it is recorded only, each tensor is stored once.
+        virtual_stages_per_worker: number of stages of each pipeline rank; stage ``i`` goes to rank ``i % workers``.
+        with_optimizer: include the optimizer state.
+        dtype: type of the parameters, as in safetensors; None keeps the type of the input.
 
     Raises:
-        UnsupportedError: the heads or the inner size cannot be cut into that many ranks.
+        UnsupportedError: the heads or the FFN size cannot be split over the tensor-parallel ranks.
     """
     check_divisible(manifest["model"], tensor_parallel_size)
     model = manifest["model"]
     workers = len(partition) // virtual_stages_per_worker
     stage_of = {p: s for s, items in enumerate(partition) for p in finest_items(items, model)}
     owner = {item: stage_of[item] % workers for item in model_items(model)}
-    kept = {n: e for n, e in manifest["tensors"].items() if with_optimizer or e["role"] != "optimizer"}
+    entries_to_write = {n: e for n, e in manifest["tensors"].items() if with_optimizer or e["role"] != "optimizer"}
     contents: dict[str, list[OutputTensor]] = {}
     entries: dict[str, Any] = {}
-    for name, entry in kept.items():
+    for name, entry in entries_to_write.items():
         worker = owner[next(item for item in owner if name.startswith(f"{item}."))]
         kind = "optimizer" if entry["role"] == "optimizer" else "model"
         dim = _split_dim(name, entry["role"]) if tensor_parallel_size > 1 else None
@@ -146,15 +178,15 @@ def plan_native(
         "tensors": entries,
         "optimizer": manifest["optimizer"] if with_optimizer else None,
     }
-    return NativePlan(files=tuple(output_file(f, contents[f]) for f in sorted(contents)), manifest=document)
+    return NativePlan(files=tuple(safetensors_file(f, contents[f]) for f in sorted(contents)), manifest=document)
 
 
 def check_divisible(model: Mapping[str, Any], ranks: int) -> None:
-    """Raise ``UnsupportedError`` where a size cannot be cut into ``ranks`` tensor ranks."""
+    """Raise ``UnsupportedError`` where ``ranks`` tensor-parallel ranks do not divide a size of the model."""
     for field in ("num_attention_heads", "num_key_value_heads", "ffn_hidden_size"):
         if model.get(field, 0) % ranks:
             raise UnsupportedError(
-                f"{field} {model[field]} cannot be cut into {ranks} tensor ranks; choose a divisor of it"
+                f"{field} {model[field]} cannot be split over {ranks} tensor-parallel ranks; choose a divisor"
             )
 
 
@@ -164,10 +196,10 @@ def _split_dim(name: str, role: str) -> int | None:
 
 
 def _cut(tensor: Tensor, shape: Sequence[int], dim: int | None, ranks: int) -> list[tuple[list[int], Tensor]]:
-    """Cut a tensor, stored under ``shape``, along ``dim``: for each rank the span of ``shape``, and the part.
+    """Split a tensor of the stored ``shape`` along ``dim``; for each rank its span along ``dim``, and its part.
 
-    Its content may have one dimension an axis. Rows of a vocabulary need not be shared evenly: the last ranks may have
-    fewer, or none.
+    ``tensor`` may have more dimensions than ``shape``, one for each axis of a map. The rows of a vocabulary may be
+    uneven: the last ranks may have fewer rows, or none.
     """
     if dim is None:
         return [([0, 0], tensor)]
@@ -176,16 +208,18 @@ def _cut(tensor: Tensor, shape: Sequence[int], dim: int | None, ranks: int) -> l
         at += 1
     size, each = tensor.shape[at], shape[dim] // tensor.shape[at]
     if size % ranks and each > 1:
-        raise UnsupportedError(f"groups of {size} rows cannot be cut into {ranks} tensor ranks")
+        raise UnsupportedError(
+            f"{size} groups of rows cannot be split over {ranks} tensor-parallel ranks; choose a divisor"
+        )
     step = -(-size // ranks)
     ends = [min(size, rank * step) for rank in range(ranks + 1)]
     return [([begin * each, end * each], tensor.narrow(at, begin, end)) for begin, end in pairwise(ends)]
 
 
-def finished_manifest(
-    plan: NativePlan, written: Mapping[str, Written], extra: Mapping[str, tuple[int, int]]
+def complete_manifest(
+    plan: NativePlan, written: Mapping[str, WrittenFile], extra: Mapping[str, tuple[int, int]]
 ) -> dict[str, Any]:
-    """The plan's manifest with the checksums of what was written; ``extra`` is size and CRC-32 of other files."""
+    """The manifest of a plan with the checksums of the written files; ``extra``: size in bytes and CRC-32 of others."""
     tensors = {
         name: {
             **entry,

@@ -1,4 +1,4 @@
-"""Compares two checkpoints tensor by tensor, whatever their formats and topologies, in bounded memory."""
+"""Compares two checkpoints of any formats and topologies, tensor by tensor, in bounded memory."""
 
 from __future__ import annotations
 
@@ -18,7 +18,15 @@ from ..tensors.tiled_copy import panels
 
 @dataclass(frozen=True, kw_only=True)
 class Difference:
-    """How a tensor differs: ``kind`` is ``only-left``, ``only-right``, ``shape``, ``dtype`` or ``values``."""
+    """A tensor that differs.
+
+    Attributes:
+        name: of the tensor.
+        kind: ``only-left``, ``only-right``, ``shape``, ``dtype`` or ``values``.
+        message: one sentence.
+        elements: number of elements that differ.
+        max_abs: largest absolute difference of an element.
+    """
 
     name: str
     kind: str
@@ -30,14 +38,21 @@ class Difference:
 def differences(
     left: NativeCheckpoint, right: NativeCheckpoint, roles: tuple[str, ...], atol: float, tick: Tick
 ) -> Iterator[Difference]:
-    """Every tensor that differs; values by more than ``atol`` in some element, or a NaN against a number.
+    """Yield every tensor that differs.
 
-    Rows of the vocabulary's padding are not compared. Where one side has no masks, those of the other are applied to
-    its weights, so that a pruned checkpoint equals its dense export.
+    Padding rows of the vocabulary are not compared. Where only one side has masks, they are applied to its weights, so
+    that a pruned checkpoint equals its dense export.
+
+    Args:
+        left: one checkpoint.
+        right: the other checkpoint.
+        roles: the roles of the tensors to compare, as in a manifest.
+        atol: largest absolute difference of an element that counts as equal; a NaN differs from any number.
+        tick: advances a progress display, in MB.
     """
     both_masked = bool(left.names("mask")) == bool(right.names("mask"))
-    wanted = tuple(role for role in roles if role != "mask" or both_masked)
-    names = [dict.fromkeys(side.names(*wanted)) for side in (left, right)]
+    compared = tuple(role for role in roles if role != "mask" or both_masked)
+    names = [dict.fromkeys(side.names(*compared)) for side in (left, right)]
     for name in names[0] | names[1]:
         if name not in names[1]:
             yield Difference(name=name, kind="only-left", message="is on the left only")
@@ -62,7 +77,9 @@ def _without_padding(checkpoint: NativeCheckpoint, name: str, masked: bool) -> O
 
 def _compare(name: str, left: OutputTensor, right: OutputTensor, atol: float) -> Iterator[Difference]:
     if left.shape != right.shape:
-        yield Difference(name=name, kind="shape", message=f"{list(left.shape)} on the left, {list(right.shape)} right")
+        yield Difference(
+            name=name, kind="shape", message=f"{list(left.shape)} on the left, {list(right.shape)} on the right"
+        )
         return
     dtypes = left.content.dtype, right.content.dtype
     if dtypes[0] != dtypes[1]:
@@ -81,7 +98,7 @@ def _compare(name: str, left: OutputTensor, right: OutputTensor, atol: float) ->
                 largest = max(largest, float(np.nan_to_num(gap[far], nan=math.inf).max()))
     if count:
         total = math.prod(left.shape)
-        message = f"{count} of {total} elements differ by more than {atol:g}, at most by {largest:g}"
+        message = f"{count:,} of {total:,} elements differ by more than {atol:g}, by at most {largest:g}"
         yield Difference(name=name, kind="values", message=message, elements=count, max_abs=largest)
 
 

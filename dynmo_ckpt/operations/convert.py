@@ -1,148 +1,145 @@
-"""Plans conversions between the native format and others. Decides; ``operations.write`` writes."""
+"""Converts a checkpoint to another format or topology: opens the input, plans the output, writes it.
+
+::
+
+    converters.registry.open_checkpoint     any format -> NativeCheckpoint: manifest + lazily read tensors
+                  |
+                  v
+    CheckpointFormat.write                  NativeCheckpoint + WriteOptions -> ExportPlan (pure)
+                  |
+                  v
+    operations.write.write_export           stage, copy, read back, compare logits, rename into place
+
+The two formats never see each other: each converts to or from the native form. Options are checked before the input
+is opened, so that a wrong option costs no time, and the logits are compared before the output appears under its name.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
-from .._common.document import encode_json
-from ..errors import UnsupportedError
-from ..huggingface.files import DTYPE_NAMES, plan_files, tokenizer_files, weight_index
-from ..huggingface.models import architecture_of_model, hf_config
-from ..huggingface.source_config import carried_config, carried_generation, named_classes
-from ..maps.name_map import layout_of, load_map, to_theirs
-from ..megatron.write import plan_legacy
-from ..megatron.write_core import plan_core
-from ..megatron.write_deepspeed import plan_deepspeed
+from .._common.console import say
+from .._common.errors import UsageError
+from ..converters.native import plan_native_export
+from ..converters.registry import CheckpointFormat, detect, get_format, open_checkpoint
+from ..formats.choices import AUTO, ReadOptions, WriteOptions
 from ..native.checkpoint import NativeCheckpoint
-from ..tensors.copy_plan import Writable
+from ..native.reshard import layer_counts, num_blocks, partition_from_counts, single_stage_partition
+from .logits import LogitsCheck
+from .write import WriteSettings, write_export
 
 
-@dataclass(frozen=True, kw_only=True)
-class ExportPlan:
-    """A foreign directory to write: weights, small files by name, and what was decided on the way."""
-
-    files: tuple[Writable, ...]
-    small_files: Mapping[str, bytes]
-    decisions: Mapping[str, Any]
-
-
-def plan_hf_export(
-    checkpoint: NativeCheckpoint, *, tokenizer: Path | None, shard_bytes: int, dtype: str | None = None
-) -> ExportPlan:
-    """Plan ``convert --to hf`` of a native checkpoint as the architecture of transformers that computes it.
+def convert(
+    source: Path,
+    target: Path,
+    *,
+    source_format: str,
+    target_format: str,
+    read: ReadOptions,
+    write: WriteOptions,
+    with_optimizer: bool | None,
+    check_logits: bool | None,
+    settings: WriteSettings,
+) -> None:
+    """Write ``source`` in another format.
 
     Args:
-        checkpoint: the input; its masks become zeros in the weights, its optimizer state stays behind.
-        tokenizer: a directory with the tokenizer's files; None: that of the checkpoint, where it has one.
-        shard_bytes: the largest weight file.
-        dtype: the type of the weights, as in safetensors; None: as they are.
+        source: the input.
+        target: the new directory.
+        source_format: the format of the input; ``auto`` detects it.
+        target_format: the format of the output.
+        read: how to open the input; ``optimizer_if_present`` and ``with_optimizer`` exclude each other.
+        write: topology, weight type and tokenizer of the output.
+        with_optimizer: include the optimizer state; None: where both formats are native.
+        check_logits: compare the logits of input and output; None: unless both formats are native, and within a budget.
+        settings: how to write.
 
     Raises:
-        UnsupportedError: a tensor that the map does not take, or weights of several types.
+        UsageError: options that the formats do not have.
+        DynmoError: the errors of reading, planning and writing, by exit code.
     """
-    manifest = checkpoint.manifest
-    model, ties = manifest["model"], manifest["ties"]
-    if model["tied_embeddings"] != ("head.weight" in ties):
-        raise UnsupportedError("model.tied_embeddings and ties do not say the same about head.weight")
-    name, architecture = architecture_of_model(model)
-    layout = layout_of(load_map(architecture.map), model)
-    stored = {name: checkpoint.tensors[name] for name in checkpoint.weights()}
-    masks = {name.removesuffix(".mask"): checkpoint.tensors[name] for name in checkpoint.names("mask")}
-    mapped = to_theirs(layout, stored, ties, masks)
-    dtypes = sorted({item.content.dtype for item in mapped})
-    if dtype is None and len(dtypes) != 1:
-        raise UnsupportedError(f"weights of the types {', '.join(dtypes)} in one model; give --dtype")
-    inside = checkpoint.directory / "tokenizer"
-    source = tokenizer or (inside if inside.is_dir() else checkpoint.directory)
-    copied, end = tokenizer_files(source, model["vocab_size"], model["max_position_embeddings"])
-    files = tuple(plan_files(mapped, shard_bytes, dtype or dtypes[0]))
-    carried = manifest.get("source")
-    computed = hf_config(model, DTYPE_NAMES[dtype or dtypes[0]], end)
-    config = named_classes(carried_config(carried, model, computed), manifest)
-    generation = {"bos_token_id": end, "eos_token_id": end, "pad_token_id": end}
-    if model["family"] == "t5":
-        generation["decoder_start_token_id"] = end
-    settings = carried_generation(carried, {key: id_ for key, id_ in generation.items() if id_ is not None})
-    small = {"config.json": encode_json(config), **copied}
-    if settings is not None:
-        small["generation_config.json"] = encode_json(settings)
-    index = weight_index(files)
-    if index is not None:
-        small["model.safetensors.index.json"] = index
-    decisions = {
-        "architecture": config["architectures"][0],
-        "map": architecture.map,
-        "activation_function": config.get("activation_function", config.get("hidden_act")),
-        "tied_left_out": sorted(ties),
-        "masks_applied": len(masks),
-        **_remarks(model, name),
-        "eos_token_id": config.get("eos_token_id"),
-        "left_behind": len(checkpoint.names("optimizer")),
-    }
-    return ExportPlan(files=files, small_files=small, decisions=decisions)
+    output = get_format(target_format)
+    if read.optimizer_if_present and with_optimizer is not None:
+        raise UsageError("--with-optimizer-if-present: cannot be combined with --with-optimizer or --no-optimizer")
+    _check_options(output, write, with_optimizer=bool(with_optimizer))
+    if write.tokenizer is not None and not write.tokenizer.is_dir():
+        raise UsageError(f"--tokenizer {write.tokenizer}: not a directory")
+    name = detect(source).name if source_format == AUTO else source_format
+    optional = read.optimizer_if_present and output.stores_optimizer
+    read = replace(read, with_optimizer=bool(with_optimizer), optimizer_if_present=optional)
+    checkpoint = open_and_report(source, name, read)
+    if optional:
+        with_optimizer = checkpoint.manifest["optimizer"] is not None
+    if with_optimizer is None:
+        with_optimizer = output.name == "native"
+    if check_logits is not False and (check_logits or not name == output.name == "native"):
+        check = LogitsCheck(
+            source=checkpoint,
+            source_format=name,
+            target_format=output.name,
+            dtype=write.dtype,
+            required=check_logits is True,
+        )
+        settings = replace(settings, logits=check)
+    if output.write is None:  # refused by _check_options; narrows the type
+        raise UsageError(f"--to {output.name}: can only be read")
+    write_export(
+        checkpoint.directory, target, output.write(checkpoint, replace(write, with_optimizer=with_optimizer)), settings
+    )
 
 
-def _remarks(model: Mapping[str, Any], name: str) -> dict[str, str]:
-    """What the other side does not compute as we do."""
-    if name == "megatron-bert" and model["activation"] != "gelu":
-        return {"differs": "transformers uses the MLP's activation in the head as well, where ours is the exact GELU"}
-    return {}
-
-
-def plan_legacy_export(
-    checkpoint: NativeCheckpoint,
+def reshard(
+    source: Path,
+    target: Path,
     *,
-    counts: list[int],
-    tensor_parallel_size: int,
-    virtual_stages_per_worker: int,
-    version: float,
-    dtype: str | None = None,
-    with_optimizer: bool = False,
-) -> ExportPlan:
-    """Plan ``convert --to legacy``: a Megatron directory on the topology asked for; parameters as ``plan_legacy``."""
-    files, small = plan_legacy(
-        checkpoint,
-        counts=counts,
-        tensor_parallel_size=tensor_parallel_size,
-        virtual_stages_per_worker=virtual_stages_per_worker,
-        version=version,
-        dtype=dtype,
-        with_optimizer=with_optimizer,
-    )
-    decisions = {
-        "checkpoint_version": version,
-        "layers_per_stage": list(counts),
-        "tensor_parallel_size": tensor_parallel_size,
-        **_state_decisions(checkpoint, with_optimizer),
-    }
-    return ExportPlan(files=tuple(files), small_files=small, decisions=decisions)
+    read: ReadOptions,
+    write: WriteOptions,
+    dp: int,
+    settings: WriteSettings,
+) -> None:
+    """Write a checkpoint of any format as a native one on another topology, in one pass.
+
+    Args:
+        source: the input.
+        target: the new directory.
+        read: how to open the input.
+        write: topology of the output, and whether to include the optimizer state.
+        dp: number of data-parallel replicas; it is recorded only.
+        settings: how to write.
+    """
+    checkpoint = open_and_report(source, AUTO, read)
+    model = checkpoint.manifest["model"]
+    counts = layer_counts(num_blocks(model), write.pp * write.vpp, write.partition)
+    plan = plan_native_export(checkpoint, write, partition_from_counts(counts, model), dp)
+    write_export(checkpoint.directory, target, plan, settings)
 
 
-def plan_deepspeed_export(
-    checkpoint: NativeCheckpoint, *, tensor_parallel_size: int, dtype: str | None = None, with_optimizer: bool = False
-) -> ExportPlan:
-    """Plan ``convert --to deepspeed``; parameters as ``plan_deepspeed``."""
-    files, small = plan_deepspeed(
-        checkpoint, tensor_parallel_size=tensor_parallel_size, dtype=dtype, with_optimizer=with_optimizer
-    )
-    decisions = _state_decisions(checkpoint, with_optimizer) | {"tensor_parallel_size": tensor_parallel_size}
-    return ExportPlan(files=tuple(files), small_files=small, decisions=decisions)
+def merge(source: Path, target: Path, *, read: ReadOptions, with_optimizer: bool, settings: WriteSettings) -> None:
+    """Write a checkpoint of any format as a native one on a single rank; its items keep their granularity."""
+    checkpoint = open_and_report(source, AUTO, read)
+    options = WriteOptions(with_optimizer=with_optimizer)
+    plan = plan_native_export(checkpoint, options, single_stage_partition(checkpoint.manifest))
+    write_export(checkpoint.directory, target, plan, settings)
 
 
-def plan_core_export(
-    checkpoint: NativeCheckpoint, *, dtype: str | None = None, with_optimizer: bool = False
-) -> ExportPlan:
-    """Plan ``convert --to dcp``, Megatron-core's distributed checkpoint; parameters as ``plan_core``."""
-    files, small = plan_core(checkpoint, dtype=dtype, with_optimizer=with_optimizer)
-    return ExportPlan(files=tuple(files), small_files=small, decisions=_state_decisions(checkpoint, with_optimizer))
+def open_and_report(source: Path, name: str, options: ReadOptions) -> NativeCheckpoint:
+    """Open a checkpoint and print the remarks of its reader."""
+    checkpoint, remarks = open_checkpoint(source, name, options)
+    for remark in remarks:
+        say(remark)
+    return checkpoint
 
 
-def _state_decisions(checkpoint: NativeCheckpoint, with_optimizer: bool) -> dict[str, Any]:
-    return {
-        "masks_applied": len(checkpoint.names("mask")),
-        "with_optimizer": with_optimizer,
-        "left_behind": 0 if with_optimizer else len(checkpoint.names("optimizer")),
-    }
+def _check_options(output: CheckpointFormat, write: WriteOptions, *, with_optimizer: bool) -> None:
+    """Raise ``UsageError`` for a topology, or for optimizer state, that the output format does not have."""
+    if output.write is None:
+        raise UsageError(f"--to {output.name}: checkpoints of this format can only be read")
+    defaults = WriteOptions()
+    fields = ("tp", "pp", "vpp", "partition")
+    unused = [f for f in fields if f not in output.topology and getattr(write, f) != getattr(defaults, f)]
+    if unused:
+        allowed = " and ".join(f"--{field}" for field in output.topology) or "no topology option"
+        raise UsageError(f"--{unused[0]}: does not apply to --to {output.name}, which takes {allowed}")
+    if with_optimizer and not output.stores_optimizer:
+        raise UsageError(f"--with-optimizer: {output.name} checkpoints do not store optimizer state")

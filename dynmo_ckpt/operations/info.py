@@ -1,4 +1,4 @@
-"""What a checkpoint is, from its manifest alone. Pure."""
+"""Summarizes a checkpoint from its manifest. Pure."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
 
 from .._common.console import human_bytes
+from ..errors import short_name
 from ..io.safetensors import DTYPE_BYTES
 
 if TYPE_CHECKING:
@@ -15,12 +16,12 @@ if TYPE_CHECKING:
 
 
 def tensor_bytes(entry: Mapping[str, Any]) -> int:
-    """Size of a tensor of the manifest."""
+    """Size in bytes of a tensor, from its entry in the manifest."""
     return int(math.prod(entry["shape"])) * DTYPE_BYTES[entry["dtype"]]
 
 
 def summarize(directory: str, manifest: Mapping[str, Any]) -> dict[str, Any]:
-    """The facts of a checkpoint: run, model, topology, counts and sizes by role, what is pruned and frozen."""
+    """Run, model, topology, counts and sizes by role, pruning and frozen items of a checkpoint."""
     roles: dict[str, dict[str, int]] = {}
     for entry in manifest["tensors"].values():
         role = roles.setdefault(entry["role"], {"tensors": 0, "elements": 0, "bytes": 0})
@@ -45,15 +46,15 @@ def summarize(directory: str, manifest: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def stored_files(checkpoint: NativeCheckpoint) -> dict[str, dict[str, int]]:
-    """The files of a checkpoint that has no list of them, from where its tensors lie: path -> ``bytes``."""
+    """The files with the tensors of a checkpoint whose manifest does not list them: path -> ``bytes``."""
     pieces = (piece for tensor in checkpoint.tensors.values() for piece in tensor.pieces)
     found = sorted({piece.view.array.path for piece in pieces})
-    near = [path for path in found if path.is_relative_to(checkpoint.directory)]
-    return {str(path.relative_to(checkpoint.directory)): {"bytes": path.stat().st_size} for path in near}
+    inside = [path for path in found if path.is_relative_to(checkpoint.directory)]
+    return {str(path.relative_to(checkpoint.directory)): {"bytes": path.stat().st_size} for path in inside}
 
 
 def summary_rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """The facts as rows for a person."""
+    """The summary as rows of a table."""
     model, topology, dynamic = summary["model"], summary["topology"], summary["dynamic"]
     parameters = summary["roles"].get("parameter", {"elements": 0, "tensors": 0})
     stages = [stage_text(stage) for stage in topology["partition"]]
@@ -91,17 +92,17 @@ def _pruned_text(pruning: Mapping[str, Any] | None, masks: int) -> str:
 
 
 def stage_text(items: list[str]) -> str:
-    """A stage in a few words: its first and last item and their number."""
+    """A stage in brief: its first and last item, and their number."""
     if len(items) < 3:
         return ", ".join(items) or "empty"
     return f"{items[0]} ... {items[-1]} ({len(items)} items)"
 
 
 def tensor_rows(manifest: Mapping[str, Any], pattern: str) -> list[tuple[str, str, str, str, str]]:
-    """Name, role, type, shape and files of the tensors whose name fits a shell pattern."""
+    """Name, role, type, shape and files of the tensors whose name matches a shell pattern."""
     return [
         (
-            name,
+            short_name(name),
             entry["role"],
             entry["dtype"],
             "x".join(map(str, entry["shape"])) or "scalar",

@@ -1,7 +1,7 @@
-"""Compares logits: those of transformers on a Hugging Face directory, and those of our definitions on any checkpoint.
+"""Compares the logits of two checkpoints on fixed random tokens.
 
-Both sides of a conversion get the same fixed random tokens. A side that is a Hugging Face directory is computed by
-transformers, which shares no code with the maps; any other side by ``reference_model``, in numpy.
+A Hugging Face directory is computed by transformers, which shares no code with the name maps; a checkpoint of any other
+format by ``reference_model``, in numpy.
 """
 
 from __future__ import annotations
@@ -19,8 +19,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from .._common.errors import MissingExtraError
-from ..errors import CorruptError, UnsupportedError
-from ..formats.choices import SourceKind
+from ..errors import CorruptError, UnsupportedError, short_names
 from ..huggingface.files import read_config
 from ..huggingface.models import LAYER_NORMS, hf_config
 from ..native.checkpoint import NativeCheckpoint
@@ -29,10 +28,11 @@ from .reference_model import Array, Ids, model_logits
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+HF = "hf"
 NUM_TOKENS = 64
 BUDGET_PARAMETERS = 200_000_000
 ATOL = 1e-4
-# The tanh approximation differs from the exact GELU by up to 5e-4 an element, in the one layer of a BERT's head.
+# The tanh approximation of GELU differs from the exact one by up to 5e-4 per element, in the one layer of BERT's head.
 HEAD_GELU_ATOL = 2e-2
 KEYS_OF_SOURCE = ("missing_keys", "mismatched_keys")
 KEYS_OF_TARGET = (*KEYS_OF_SOURCE, "unexpected_keys")
@@ -46,26 +46,30 @@ class LogitsCheck:
     """The comparison of a conversion's input with its output.
 
     Attributes:
-        source: the input, opened.
-        source_kind, target_kind: the formats of input and output.
-        dtype: the type that weights are rounded to, as in safetensors; None: as they are.
-        required: False skips a model above the budget and says so; True compares any model.
+        source: the opened input.
+        source_format: the format of the input.
+        target_format: the format of the output.
+        dtype: the type to which the weights are rounded, as in safetensors; None: not rounded.
+        required: compare a model of any size; False skips a model above the budget and logs that.
     """
 
     source: NativeCheckpoint
-    source_kind: SourceKind
-    target_kind: SourceKind
+    source_format: str
+    target_format: str
     dtype: str | None
     required: bool = False
 
-    def skipped_because(self) -> str:
-        """Why the logits are not compared; empty where they are."""
-        reason = undefined_because(self.source.manifest["model"])
+    def skip_reason(self) -> str:
+        """Why the logits are not compared; empty where they are.
+
+        Raises:
+            MissingExtraError: the comparison is required and needs a package that is not installed.
+        """
+        reason = unsupported_reason(self.source.manifest["model"])
         if reason:
             return reason
-        kinds = (self.source_kind, self.target_kind)
         missing = [name for name in ("torch", "transformers") if importlib.util.find_spec(name) is None]
-        if SourceKind.HF in kinds and missing:
+        if HF in (self.source_format, self.target_format) and missing:
             if self.required:
                 raise MissingExtraError(missing[0], "dev")
             return f"{missing[0]} is not installed"
@@ -77,34 +81,35 @@ class LogitsCheck:
 
     def compare(self, target: Path) -> dict[str, Any]:
         """Compare the input with the output in ``target``; raises ``UnsupportedError`` where their logits differ."""
-        from ..readers.detect import open_any
+        from ..converters.registry import open_checkpoint
 
         model = self.source.manifest["model"]
         tokens = fixed_tokens(model)
-        if self.source_kind is SourceKind.HF:
-            with _naming_remedy():
+        if self.source_format == HF:
+            with _suggest_option():
                 before = hf_logits(self.source.directory, model, tokens, self.dtype, is_source=True)
         else:
             before = model_logits(self.source, tokens, self.dtype)
-        if self.target_kind is SourceKind.HF:
-            with _naming_remedy():
+        if self.target_format == HF:
+            with _suggest_option():
                 after = hf_logits(target, model, tokens)
         else:
-            after = model_logits(open_any(target, self.target_kind, None)[0], tokens)
+            after = model_logits(open_checkpoint(target, self.target_format)[0], tokens)
         found = difference(before, after, str(target))
         scale = max(1.0, float(np.abs(before[0]).max()))
         exact_head = model["family"] != "bert" or model["activation"] == "gelu" or model.get("task_head")
         limit = scale * (ATOL if exact_head else HEAD_GELU_ATOL)
         if not found["max_abs"] <= limit:
             raise UnsupportedError(
-                f"the logits of input and output differ by {found['max_abs']:.3g}, at most {limit:.3g} passes; nothing "
-                "was put in place. The output would compute something else; --no-check-logits writes it all the same"
+                f"the logits of input and output differ by {found['max_abs']:.3g}; the limit is {limit:.3g}. The "
+                "output "
+                "would compute something else, and was removed; --no-check-logits writes it anyway"
             )
         return found
 
 
-def undefined_because(model: Mapping[str, Any]) -> str:
-    """Why ``reference_model`` does not compute a model; empty where it does."""
+def unsupported_reason(model: Mapping[str, Any]) -> str:
+    """Why ``reference_model`` does not implement a model; empty where it does."""
     family = model["family"]
     relative = family == "t5" and model.get("position_embedding") == "relative"
     needed: Mapping[str, str] = {
@@ -112,69 +117,83 @@ def undefined_because(model: Mapping[str, Any]) -> str:
         "t5": {"normalization": "rmsnorm"} if relative else LAYER_NORMS,
     }.get(family, LAYER_NORMS)
     if family == "ict":
-        return "a pair of towers has no logits of tokens"
+        return "the two towers of an ict have no token logits"
     unlike = {field: model[field] for field, value in needed.items() if model.get(field, value) != value}
     gated = model["activation"] in ("swiglu", "geglu")
     if gated != (family == "llama") or model["activation"] == "geglu":
         unlike["activation"] = model["activation"]
     if model.get("moe_routing", "topk") != "topk" or (model.get("num_experts") and "moe_top_k" not in model):
         unlike["moe_routing"] = model.get("moe_routing")
-    return f"no definition here of a {family} with {unlike}" if unlike else ""
+    return f"the reference model of a {family} does not implement {unlike}" if unlike else ""
 
 
 def fixed_tokens(model: Mapping[str, Any], num_tokens: int = NUM_TOKENS) -> Ids:
-    """Two random sequences ``[2, T]`` of a model's vocabulary, the same each time."""
+    """Two random sequences of token ids, ``[2, T]`` int64, the same in every call."""
     count = min(num_tokens, model["max_position_embeddings"])
     return np.random.default_rng(0).integers(0, model["vocab_size"], (2, count))
 
 
 def hf_difference(checkpoint: NativeCheckpoint, directory: Path, num_tokens: int = NUM_TOKENS) -> dict[str, Any]:
-    """Compare with what transformers computes in float32 from a Hugging Face directory, on fixed random sequences.
+    """Compare a checkpoint with what transformers computes in float32 from a Hugging Face directory.
+
+    Args:
+        checkpoint: any format.
+        directory: the Hugging Face directory.
+        num_tokens: length of each of the two random sequences.
 
     Returns:
-        The largest absolute difference of a logit, the number of tokens, and whether all best tokens are the same.
+        The largest absolute difference of a logit, the number of tokens, and whether all argmax tokens are equal.
 
     Raises:
         MissingExtraError: transformers is not installed.
-        CorruptError: transformers cannot open it, or finds missing or unexpected weights.
+        CorruptError: transformers cannot open the directory, or reports missing or unexpected weights.
     """
     model = checkpoint.manifest["model"]
     tokens = fixed_tokens(model, num_tokens)
     return difference(hf_logits(directory, model, tokens), model_logits(checkpoint, tokens), str(directory))
 
 
-def difference(theirs: Logits, ours: Logits, what: str) -> dict[str, Any]:
-    """The largest differences of two results; raises ``CorruptError`` where their shapes differ."""
-    pairs = [(theirs[0], ours[0])]
-    if theirs[1] is not None and ours[1] is not None:
-        pairs.append((theirs[1], ours[1]))
-    if (theirs[1] is None) != (ours[1] is None) or any(one.shape != other.shape for one, other in pairs):
-        raise CorruptError(f"{what}: logits of the shape {theirs[0].shape}, expected {ours[0].shape}")
+def difference(found: Logits, expected: Logits, what: str) -> dict[str, Any]:
+    """The differences of two results.
+
+    Args:
+        found: token logits ``[T, V]``, and logits of BERT's binary head ``[2]`` or None.
+        expected: the same of the other checkpoint.
+        what: the checkpoint, for messages.
+
+    Raises:
+        CorruptError: the shapes differ.
+    """
+    pairs = [(found[0], expected[0])]
+    if found[1] is not None and expected[1] is not None:
+        pairs.append((found[1], expected[1]))
+    if (found[1] is None) != (expected[1] is None) or any(one.shape != other.shape for one, other in pairs):
+        raise CorruptError(f"{what}: the logits have the shape {found[0].shape}, expected {expected[0].shape}")
     gaps = [float(np.abs(one - other).max()) for one, other in pairs]
     return {
-        # NaN is no difference that passes, whichever side it stands on.
+        # max() may drop a NaN; a NaN in either result must fail the comparison.
         "max_abs": math.nan if any(math.isnan(gap) for gap in gaps) else max(gaps),
-        "tokens": len(theirs[0]),
-        "same_best_tokens": bool((theirs[0].argmax(-1) == ours[0].argmax(-1)).all()),
+        "tokens": len(found[0]),
+        "same_best_tokens": bool((found[0].argmax(-1) == expected[0].argmax(-1)).all()),
     }
 
 
 def hf_logits(
     directory: Path, model: Mapping[str, Any], tokens: Ids, dtype: str | None = None, *, is_source: bool = False
 ) -> Logits:
-    """What transformers computes in float32: as ``reference_model.model_logits``.
+    """Logits of transformers in float32; shapes as those of ``reference_model.model_logits``.
 
     Args:
-        directory: a Hugging Face directory, opened as the architecture that it names where that is a known one.
-        model: the ``model`` of a manifest that it was read as.
-        tokens: ``[2, T]``.
-        dtype: the type that weights are rounded to before, as in safetensors.
+        directory: a Hugging Face directory.
+        model: the ``model`` of its manifest.
+        tokens: token ids, ``[2, T]`` int64.
+        dtype: the type to which the weights are rounded first, as in safetensors.
         is_source: the directory is the input of a conversion. It may have tensors that neither transformers nor the
-            map reads, such as the causal masks of a GPT-2, and those that ``--drop`` leaves out.
+            map reads, such as the causal masks of GPT-2, and those that ``--drop`` leaves out.
 
     Raises:
         MissingExtraError: torch or transformers is not installed.
-        CorruptError: transformers cannot open it, or finds missing or unexpected weights.
+        CorruptError: transformers cannot open it, or reports missing or unexpected weights.
     """
     try:
         import torch
@@ -204,14 +223,14 @@ def hf_logits(
 
 
 def _class_name(directory: Path, model: Mapping[str, Any]) -> str:
-    """The class that opens a directory: that of its model type, with the head that the model has."""
+    """The class of transformers for a directory: of its model type, with the head of the model."""
     kind = str(read_config(directory).get("model_type"))
     own = {"mistral": "MistralForCausalLM", "mixtral": "MixtralForCausalLM"}
     return own.get(kind) or str(hf_config(model, "float32", None)["architectures"][0])
 
 
 def _inputs(model: Mapping[str, Any], tokens: Any) -> dict[str, Any]:
-    """What a model of transformers is called with for ``[2, T]`` tokens; token types alternate."""
+    """The arguments of a model of transformers for token ids ``[2, T]``; token types alternate."""
     import torch
 
     first, second = tokens[:, None]
@@ -226,7 +245,7 @@ def _inputs(model: Mapping[str, Any], tokens: Any) -> dict[str, Any]:
 
 
 def _dtype_argument(version: str) -> str:
-    """The argument of ``from_pretrained`` for the type of the weights: ``dtype`` from transformers 4.56 on."""
+    """The argument of ``from_pretrained`` for the weight type: ``dtype`` since transformers 4.56."""
     release = tuple(int(part) for part in version.split(".")[:2] if part.isdecimal())
     return "dtype" if release >= (4, 56) else "torch_dtype"
 
@@ -234,12 +253,14 @@ def _dtype_argument(version: str) -> str:
 def _refuse_unlike(directory: Path, found: Mapping[str, Any], kinds: Sequence[str]) -> None:
     for kind in kinds:
         if found[kind]:
-            raise CorruptError(f"{directory}: transformers reports {kind}: {sorted(map(str, found[kind]))[:5]}")
+            raise CorruptError(
+                f"{directory}: transformers reports {kind}: {short_names(sorted(map(str, found[kind])))}"
+            )
 
 
 @contextmanager
-def _naming_remedy() -> Iterator[None]:
-    """Add the option of a conversion to what transformers cannot compute; ``verify`` has no such option."""
+def _suggest_option() -> Iterator[None]:
+    """Add the remedy of ``convert`` to an error of transformers; ``verify`` has no such option."""
     try:
         yield
     except CorruptError as error:
@@ -248,7 +269,7 @@ def _naming_remedy() -> Iterator[None]:
 
 @contextmanager
 def _silent(transformers: Any) -> Iterator[None]:
-    """Without transformers' warnings and progress bars: the directory may be read by an older or newer release."""
+    """Silence transformers' warnings and progress bars: another release may have written the directory."""
     logging = transformers.utils.logging
     level = logging.get_verbosity()
     with warnings.catch_warnings():

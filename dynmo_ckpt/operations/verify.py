@@ -1,7 +1,7 @@
-"""Verification of a checkpoint of any format; findings are sentences, none means that the checkpoint is intact.
+"""Verifies a checkpoint of any format; each finding is a sentence, and an intact checkpoint has none.
 
-A native checkpoint is verified against its manifest, other formats against what their containers record. The same
-checks run on files that were just written, before they are moved into place.
+A native checkpoint is verified against its manifest, other formats against the checksums of their containers. The same
+checks run on new files before they are renamed into place.
 """
 
 from __future__ import annotations
@@ -16,25 +16,22 @@ from typing import Any
 
 from .._common.console import Tick, progress
 from .._common.crc32 import combine
-from ..errors import CorruptError
-from ..formats.choices import Level, SourceKind
+from ..converters.registry import detect, open_checkpoint
+from ..errors import CorruptError, short_name, short_names
+from ..formats.choices import Level, ReadOptions
 from ..io.safetensors import Index, StoredArray, read_index
-from ..megatron.read import LegacyOptions
 from ..native.checkpoint import (
     STEP_NAME,
     NativeCheckpoint,
     checkpoints_dir,
     find_checkpoint,
-    latest_faults,
+    latest_problems,
     open_native,
     read_latest,
     unclaimed_keys,
 )
-from ..readers.detect import detect, open_any
-from ..tensors.copy_plan import Writable
-from ..tensors.execute import Written
+from ..tensors.copy_plan import Writable, WrittenFile
 from ..torch_save.reader import open_torch
-from ..torch_save.writer import JoinedTorchFiles
 
 _CHUNK_BYTES = 1 << 20
 _JOBS = min(2, os.cpu_count() or 1)
@@ -42,26 +39,26 @@ _JOBS = min(2, os.cpu_count() or 1)
 
 @dataclass(frozen=True, kw_only=True)
 class FileSums:
-    """Checksums of a safetensors file, read once from end to end."""
+    """CRC-32 of a safetensors file and of each of its arrays by key, computed in one pass."""
 
     crc32: int
     arrays: Mapping[str, int]
 
 
 def directory_to_verify(path: Path, step: int | None) -> Path:
-    """The directory that ``path`` means even if it is not complete, for that is what is to be found."""
+    """The checkpoint directory of ``path``, even if it is incomplete: that is a finding, not an error."""
     if STEP_NAME.fullmatch(path.name) and path.is_dir():
         return path
     if step is None and not (path / "manifest.json").exists() and path.is_dir():
         folder = checkpoints_dir(path)
-        named = read_latest(folder)
-        if STEP_NAME.fullmatch(named) and (folder / named).is_dir():
-            return folder / named
+        latest = read_latest(folder)
+        if STEP_NAME.fullmatch(latest) and (folder / latest).is_dir():
+            return folder / latest
     return find_checkpoint(path, step)[0]
 
 
 def header_findings(directory: Path) -> Iterator[str]:
-    """The manifest, the presence and size of every file, the headers of the shards, and nothing beyond them."""
+    """Findings in the manifest, the presence and sizes of files, and the headers of the shards."""
     try:
         checkpoint = open_native(directory)
     except CorruptError as error:
@@ -69,7 +66,7 @@ def header_findings(directory: Path) -> Iterator[str]:
         return
     yield from _file_findings(checkpoint)
     for key in unclaimed_keys(checkpoint):
-        yield f"{key}: the manifest names it nowhere"
+        yield f"{key}: the manifest does not name it"
 
 
 def _file_findings(checkpoint: NativeCheckpoint) -> Iterator[str]:
@@ -79,7 +76,7 @@ def _file_findings(checkpoint: NativeCheckpoint) -> Iterator[str]:
         if not path.is_file():
             yield f"{path}: is missing"
         elif path.stat().st_size != entry["bytes"]:
-            yield f"{path}: has {path.stat().st_size} bytes, the manifest says {entry['bytes']}"
+            yield f"{path}: has {path.stat().st_size} bytes; the manifest records {entry['bytes']}"
     for path in sorted(directory.rglob("*")):
         name = path.relative_to(directory).as_posix()
         if not path.is_dir() and name not in files and name != "manifest.json":
@@ -87,7 +84,7 @@ def _file_findings(checkpoint: NativeCheckpoint) -> Iterator[str]:
 
 
 def full_findings(directory: Path, tick: Tick) -> Iterator[str]:
-    """All of :func:`header_findings`, then every byte: the checksum of each file and of each shard of a tensor."""
+    """All of :func:`header_findings`, then the checksum of each file and of each shard of a tensor."""
     found = list(header_findings(directory))
     yield from found
     if found:
@@ -101,12 +98,14 @@ def full_findings(directory: Path, tick: Tick) -> Iterator[str]:
             sums = stream_sums(path, index)
             for key, (tensor, crc32) in shards[name].items():
                 if f"{sums.arrays[key]:08x}" != crc32:
-                    yield f"{path}: {tensor}: CRC-32 is {sums.arrays[key]:08x}, the manifest says {crc32}"
+                    yield (
+                        f"{path}: {short_name(tensor)}: CRC-32 is {sums.arrays[key]:08x}; the manifest records {crc32}"
+                    )
             crc = sums.crc32
         else:
             crc = stream_crc32(path)
         if f"{crc:08x}" != entry["crc32"]:
-            yield f"{path}: CRC-32 of the file is {crc:08x}, the manifest says {entry['crc32']}"
+            yield f"{path}: CRC-32 of the file is {crc:08x}; the manifest records {entry['crc32']}"
         tick(entry["bytes"] / 1e6, name)
 
 
@@ -119,23 +118,23 @@ def _shards_by_file(manifest: Mapping[str, Any]) -> dict[str, dict[str, tuple[st
 
 
 def stream_crc32(path: Path, begin: int = 0, num_bytes: int | None = None) -> int:
-    """CRC-32 of a part of a file, or of all of it."""
+    """CRC-32 of ``num_bytes`` of a file from byte ``begin`` on; None: to its end."""
     buffer = bytearray(_CHUNK_BYTES)
-    left = path.stat().st_size - begin if num_bytes is None else num_bytes
+    remaining = path.stat().st_size - begin if num_bytes is None else num_bytes
     checksum = 0
     with open(path, "rb", buffering=0) as handle:
         handle.seek(begin)
-        while left:
-            got = handle.readinto(memoryview(buffer)[: min(left, _CHUNK_BYTES)])
+        while remaining:
+            got = handle.readinto(memoryview(buffer)[: min(remaining, _CHUNK_BYTES)])
             if not got:
-                raise CorruptError(f"{path}: ends {left} bytes early")
+                raise CorruptError(f"{path}: ends {remaining} bytes early")
             checksum = zlib.crc32(memoryview(buffer)[:got], checksum)
-            left -= got
+            remaining -= got
     return checksum
 
 
 def stream_sums(path: Path, index: Index) -> FileSums:
-    """Checksums of every array of a safetensors file and of the file, in one pass."""
+    """CRC-32 of a safetensors file and of each of its arrays, in one pass."""
     arrays = array_sums(path, index.arrays.values())
     total = zlib.crc32(index.header)
     for key, array in index.arrays.items():
@@ -144,91 +143,88 @@ def stream_sums(path: Path, index: Index) -> FileSums:
 
 
 def array_sums(path: Path, arrays: Iterable[StoredArray]) -> dict[str, int]:
-    """Checksums of the arrays of a file by key; a few threads share them, for reading and summing go side by side."""
+    """CRC-32 of the arrays of a file by key. Threads overlap reading with zlib, which releases the GIL."""
     listed = list(arrays)
     with ThreadPoolExecutor(max_workers=_JOBS) as pool:
         sums = pool.map(lambda array: stream_crc32(path, array.offset, array.num_bytes), listed)
         return {array.key: crc32 for array, crc32 in zip(listed, sums, strict=True)}
 
 
-def written_findings(directory: Path, files: Sequence[Writable], written: Mapping[str, Written]) -> Iterator[str]:
-    """Look at what was just written through the index of each file, as any reader would.
+def written_findings(directory: Path, files: Sequence[Writable], written: Mapping[str, WrittenFile]) -> Iterator[str]:
+    """Findings in files that were just written.
 
-    The tensors' bytes were read back while they were written; here every tensor must lie where they were, and every
-    other byte must be the one that was meant.
+    The bytes of tensors were read back while they were written. Here each tensor must have the planned offset in the
+    index that a reader sees, and all other bytes must be as planned.
     """
     for file in files:
-        path, meant = directory / file.name, written[file.name]
-        found = {key: (array.offset, array.num_bytes) for key, array in _indexed(path, file)}
-        planned = file.index
+        path, sums = directory / file.name, written[file.name]
+        found, planned = file.read_index(path), file.index
         if found != planned:
             unlike = sorted(key for key in {*found, *planned} if found.get(key) != planned.get(key))
-            yield f"{path}: its index says other places than were written: {', '.join(unlike[:5])}"
+            yield f"{path}: its index has other offsets than planned: {short_names(unlike)}"
         with open(path, "rb") as handle:
-            for offset, payload in file.other_bytes([meant.tensors[tensor.key] for tensor in file.tensors]):
+            for offset, payload in file.other_bytes([sums.tensors[tensor.key] for tensor in file.tensors]):
                 handle.seek(offset)
                 if handle.read(len(payload)) != payload:
-                    yield f"{path}: {len(payload)} bytes at {offset} were read back otherwise than written"
+                    yield f"{path}: {len(payload)} bytes at {offset} read back differently"
         if path.stat().st_size != file.num_bytes:
-            yield f"{path}: has {path.stat().st_size} bytes, {file.num_bytes} were meant"
-
-
-def _indexed(path: Path, file: Writable) -> Iterator[tuple[str, StoredArray]]:
-    """The stored arrays of a file by the keys of ``file.index``."""
-    if isinstance(file, JoinedTorchFiles):
-        for begin, part in zip(file.begins, file.parts, strict=True):
-            for array in open_torch(path, begin, part.num_bytes).storages.values():
-                yield f"{begin}:{array.key}", array
-        return
-    arrays = open_torch(path).storages if path.suffix == ".pt" else read_index(path).arrays
-    yield from ((array.key, array) for array in arrays.values())
+            yield f"{path}: has {path.stat().st_size} bytes; expected {file.num_bytes}"
 
 
 def small_findings(directory: Path, payloads: Mapping[str, bytes]) -> Iterator[str]:
-    """Read small files back."""
+    """Findings in small files that were just written."""
     for name, payload in payloads.items():
         if (directory / name).read_bytes() != payload:
-            yield f"{directory / name}: read back otherwise than written"
+            yield f"{directory / name}: reads back differently"
 
 
 def verify_checkpoint(
     path: Path, step: int | None, level: Level, ignored: tuple[str, ...] = ()
 ) -> tuple[Path, list[str], list[str]]:
-    """What was looked at, what is wrong with it, and remarks for a person.
+    """Verify a checkpoint.
 
-    Settings of the model that fit a shell pattern of ``ignored`` are left out without a check.
+    Args:
+        path: the input.
+        step: the step of a run directory; None: the latest one.
+        level: how much to check.
+        ignored: shell patterns of configuration keys that are not checked.
+
+    Returns:
+        The verified directory, the findings, and remarks for the user.
 
     Raises:
-        CorruptError: there is no checkpoint at all.
-        UnsafePickleError, UnsupportedError, UsageError: as where it is opened.
+        CorruptError: no checkpoint at all.
+        UnsafePickleError: a pickle refers to more than plain data.
+        UnsupportedError: a model or tensor that cannot be mapped.
+        UsageError: the step is missing.
     """
     try:
-        kind = detect(path)
+        name = detect(path).name
     except CorruptError as unknown:
         try:
-            return _verify_native(path, step, level)  # also without a manifest: its report lists every fault
+            return _verify_native(path, step, level)  # a checkpoint without a manifest: reports every finding
         except CorruptError:
             raise unknown from None
-    if kind is SourceKind.NATIVE:
+    if name == "native":
         return _verify_native(path, step, level)
-    options = LegacyOptions(look_only=level is Level.HEADER, ignore_config=ignored)
+    options = ReadOptions(step=step, headers_only=level is Level.HEADER, ignore_config=ignored)
     try:
-        checkpoint, remarks = open_any(path, kind, step, legacy=options)
+        checkpoint, remarks = open_checkpoint(path, name, options)
         arrays = _stored_arrays(checkpoint) if level is Level.FULL else []
         with progress("verify", sum(array.num_bytes for array in arrays) / 1e6, "MB") as tick:
             findings = list(_array_findings(arrays, tick))
     except CorruptError as error:
         return path, [str(error)], []
-    bare = sum(array.crc32 is None for array in arrays)
-    if bare:
-        remarks = [*remarks, f"{bare} of {len(arrays)} arrays have no checksum to compare; they were read to their end"]
+    unchecked = sum(array.crc32 is None for array in arrays)
+    if unchecked:
+        remarks = [*remarks, f"{unchecked} of {len(arrays)} arrays have no recorded checksum; they were only read"]
     return path, findings, remarks
 
 
 def _verify_native(path: Path, step: int | None, level: Level) -> tuple[Path, list[str], list[str]]:
     directory = directory_to_verify(path, step)
-    findings = [] if directory == path or step is not None else latest_faults(checkpoints_dir(path))
-    if level is not Level.FULL:  # nothing is stored twice in one of ours
+    findings = [] if directory == path or step is not None else latest_problems(checkpoints_dir(path))
+    if level is not Level.FULL:  # a native checkpoint has no replicas
         return directory, [*findings, *header_findings(directory)], []
     sizes = [file.stat().st_size for file in directory.rglob("*") if file.is_file()]
     with progress("verify", sum(sizes) / 1e6, "MB") as tick:
@@ -236,7 +232,7 @@ def _verify_native(path: Path, step: int | None, level: Level) -> tuple[Path, li
 
 
 def _stored_arrays(checkpoint: NativeCheckpoint) -> list[StoredArray]:
-    """Every stored array of the files that hold a checkpoint's tensors; of torch's, optimizer state as well."""
+    """Every stored array of the files with the tensors of a checkpoint; of torch's files also the optimizer state."""
     pieces = (piece for tensor in checkpoint.tensors.values() for piece in tensor.pieces)
     arrays = dict.fromkeys(piece.view.array for piece in pieces)
     folders = dict.fromkeys(array.path.parent for array in arrays if array.path.suffix == ".pt")
@@ -249,5 +245,5 @@ def _array_findings(arrays: list[StoredArray], tick: Tick) -> Iterator[str]:
     for array in arrays:
         found = stream_crc32(array.path, array.offset, array.num_bytes)
         if array.crc32 is not None and found != array.crc32:
-            yield f"{array.path}: {array.key}: CRC-32 is {found:08x}, the file says {array.crc32:08x}"
+            yield f"{array.path}: {short_name(array.key)}: CRC-32 is {found:08x}; the file records {array.crc32:08x}"
         tick(array.num_bytes / 1e6, array.key)

@@ -16,14 +16,14 @@ from .views import Tensor
 Numbers = NDArray[Any]
 
 
-def set_elements(mask: Tensor) -> int:
+def count_true(mask: Tensor) -> int:
     """How many elements of a mask are true."""
     output = OutputTensor(key="", shape=mask.shape, content=mask)
     with open_sources(sources([output])) as files:
         return sum(int(panel.sum()) for panel in panels(output, Reader(files)))
 
 
-def same_bytes(left: Tensor, right: Tensor) -> bool:
+def equal_bytes(left: Tensor, right: Tensor) -> bool:
     """Whether two tensors hold the same bytes in row-major order."""
     return left.dtype == right.dtype and rounds_to(left, right)
 

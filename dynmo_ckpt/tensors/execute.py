@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -27,21 +27,20 @@ from ..io.checks import Part, SourceChecks, altered
 from ..io.reading import Reader, Words, open_sources
 from ..io.safetensors import StoredArray
 from ..io.writeback import Writeback
-from .copy_plan import OutputTensor, Writable, checked_sources, expected_crc32, run_of, sources
+from .copy_plan import (
+    OutputTensor,
+    Writable,
+    WrittenFile,
+    contiguous_source,
+    expected_crc32,
+    sources,
+    sources_to_check,
+)
 from .tiled_copy import panels
 
-KEPT_BYTES = 256 << 20
+CACHED_OUTPUT_BYTES = 256 << 20
 READ_BACK_BYTES = 1 << 18
-OTHERWISE = "read back otherwise than written; nothing was put in place"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Written:
-    """What was written to a file: its size and checksum, and each tensor's checksum."""
-
-    num_bytes: int
-    crc32: int
-    tensors: Mapping[str, int]
+READ_BACK_MISMATCH = "read back otherwise than written; nothing was put in place"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,7 +78,7 @@ class _Worker:
 
 def execute(
     directory: Path, files: Sequence[Writable], *, jobs: int, tick: Tick, verify: bool = True
-) -> dict[str, Written]:
+) -> dict[str, WrittenFile]:
     """Write ``files`` into ``directory``, flushed to disk.
 
     Args:
@@ -101,7 +100,7 @@ def execute(
             outputs = [stack.enter_context(open(directory / file.name, "w+b")).fileno() for file in files]
             pool = stack.enter_context(ThreadPoolExecutor(max_workers=jobs))
             queue = [job for file, output in zip(files, outputs, strict=True) for job in _jobs(file, output, directory)]
-            release = sum(file.num_bytes for file in files) > KEPT_BYTES
+            release = sum(file.num_bytes for file in files) > CACHED_OUTPUT_BYTES
             checks = SourceChecks(array for job in queue for array in job.checked)
             workers: SimpleQueue[_Worker] = SimpleQueue()
             for _ in range(jobs):
@@ -146,8 +145,8 @@ def _job(tensor: OutputTensor, descriptor: int, offset: int, path: Path) -> _Job
         offset=offset,
         path=path,
         expected=expected,
-        run=run_of(tensor) if expected is None else None,
-        checked=checked_sources(tensor) if expected is None else (),
+        run=contiguous_source(tensor) if expected is None else None,
+        checked=sources_to_check(tensor) if expected is None else (),
     )
 
 
@@ -162,7 +161,7 @@ def _groups(queue: Sequence[_Job]) -> list[list[int]]:
     return list(groups.values())
 
 
-def _finish(file: Writable, descriptor: int, checksums: Sequence[int]) -> Written:
+def _finish(file: Writable, descriptor: int, checksums: Sequence[int]) -> WrittenFile:
     """Write what stands around the tensors, flush, and put the file's checksum together."""
     parts = []
     for offset, payload in file.other_bytes(checksums):
@@ -175,7 +174,7 @@ def _finish(file: Writable, descriptor: int, checksums: Sequence[int]) -> Writte
     for _, size, checksum in sorted(parts):
         total = combine(total, checksum, size)
     named = {tensor.key: checksum for tensor, checksum in zip(file.tensors, checksums, strict=True)}
-    return Written(num_bytes=file.num_bytes, crc32=total, tensors=named)
+    return WrittenFile(num_bytes=file.num_bytes, crc32=total, tensors=named)
 
 
 class _Writing:
@@ -186,7 +185,7 @@ class _Writing:
         self.panels = panels(job.tensor, worker.reader)
         self.at, self.meant, self.found = job.offset, 0, 0
         # Where the checksum is known beforehand or compared with the source's, that of the bytes read back suffices.
-        self.takes_meant = not worker.verify or (job.expected is None and job.run is None)
+        self.computes_checksum = not worker.verify or (job.expected is None and job.run is None)
 
     def step(self) -> bool:
         """Write the next panel; whether there was one."""
@@ -196,7 +195,7 @@ class _Writing:
         if panel is None:
             return False
         payload = panel.reshape(-1).view(np.uint8).data
-        if self.takes_meant:
+        if self.computes_checksum:
             self.meant = zlib.crc32(payload, self.meant)
         _write_all(self.job.descriptor, payload, self.at)
         if self.worker.verify:
@@ -214,9 +213,9 @@ class _Writing:
         reader.finish(job.checked)
         if job.expected is not None and got != job.expected:
             _refuse_source(job.tensor, job.expected, reader)
-        wanted = self.meant if self.takes_meant else got if job.expected is None else job.expected
+        wanted = self.meant if self.computes_checksum else got if job.expected is None else job.expected
         if got != wanted:
-            raise StorageError(f"{job.path}: {job.tensor.key}: {OTHERWISE}")
+            raise StorageError(f"{job.path}: {job.tensor.key}: {READ_BACK_MISMATCH}")
         return wanted
 
 

@@ -67,7 +67,7 @@ class Tensor:
         if 1 in sizes and len(sizes) > 1 and math.prod(sizes) == self.shape[dim]:
             wide = [size for size in sizes if size != 1]
             base = self.unflatten(dim, wide) if len(wide) > 1 else self
-            return base.with_ones(_splice(self.shape, dim, sizes))
+            return base.with_unit_dims(_splice(self.shape, dim, sizes))
         if math.prod(sizes) != self.shape[dim]:
             raise UnsupportedError(f"a dimension of {self.shape[dim]} cannot be seen as {' x '.join(map(str, sizes))}")
         pieces = []
@@ -84,7 +84,7 @@ class Tensor:
                 pieces.append(Piece(_splice(piece.begin, dim, begin), view))
         return replace(self, shape=_splice(self.shape, dim, sizes), pieces=tuple(pieces))
 
-    def with_ones(self, shape: Sequence[int]) -> Tensor:
+    def with_unit_dims(self, shape: Sequence[int]) -> Tensor:
         """The same elements under ``shape``, which differs in dimensions of size 1 alone."""
         left = iter([dim for dim, size in enumerate(self.shape) if size != 1])
         sources = [next(left) if size != 1 else None for size in shape]
@@ -121,7 +121,7 @@ class Tensor:
         shape = _splice(_splice(self.shape, dim + 1, []), dim, [self.shape[dim] * inner])
         return replace(self, shape=shape, pieces=tuple(pieces))
 
-    def without_first(self) -> Tensor:
+    def squeeze_first(self) -> Tensor:
         """The same elements without the first dimension, whose size is 1."""
         pieces = tuple(
             Piece(p.begin[1:], replace(p.view, shape=p.view.shape[1:], strides=p.view.strides[1:])) for p in self.pieces
@@ -180,7 +180,7 @@ def _boxes(begin: int, end: int, sizes: Sequence[int]) -> list[tuple[tuple[int, 
     return boxes
 
 
-def whole(array: StoredArray) -> Tensor:
+def as_tensor(array: StoredArray) -> Tensor:
     """The tensor that one stored array is."""
     view = View(array, 0, array.shape, row_major(array.shape))
     return Tensor(array.dtype, array.shape, (Piece((0,) * len(array.shape), view),))

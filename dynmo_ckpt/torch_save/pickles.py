@@ -27,7 +27,7 @@ STORAGE_DTYPES = {
 }
 OPAQUE_PACKAGES = ("megatron", "deepspeed", "apex", "numpy", "enum", "torch", "transformer_engine")
 _PATHS = ("PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath")
-LIMIT_BYTES = 256_000_000
+MAX_PICKLE_BYTES = 256_000_000
 MAX_GROUPS = 1000
 """Groups (MARK) that are open at once; torch and its friends open about ten."""
 BYTES_PER_ENTRY = 2
@@ -56,7 +56,7 @@ class Name:
 
 
 @dataclass(eq=False)
-class Inert:
+class OpaquePickle:
     """An object that is not rebuilt: its type, what it was called with, and its attributes."""
 
     type: Name
@@ -83,12 +83,12 @@ class TensorRef:
     strides: tuple[int, ...]
 
 
-INERT_NAMES = {Name("argparse", "Namespace"), Name("_codecs", "encode")}
-INERT_NAMES |= {Name(module, name) for module in ("pathlib", "pathlib._local") for name in _PATHS}
+OPAQUE_NAMES = {Name("argparse", "Namespace"), Name("_codecs", "encode")}
+OPAQUE_NAMES |= {Name(module, name) for module in ("pathlib", "pathlib._local") for name in _PATHS}
 # By it Python 3.11.0 to 3.11.3 refer to members of an enumeration; what stands for one is a class of OPAQUE_PACKAGES
 # and a word, and nothing is looked up.
 MEMBER_OF = tuple(Name(module, "getattr") for module in ("builtins", "__builtin__"))
-INERT_NAMES |= set(MEMBER_OF)
+OPAQUE_NAMES |= set(MEMBER_OF)
 STOP = b"."
 _TENSOR_BUILDERS = ("_rebuild_tensor_v2", "_rebuild_tensor")
 _PARAMETER_BUILDERS = ("_rebuild_parameter", "_rebuild_parameter_with_state")
@@ -114,8 +114,8 @@ def load_pickle(payload: bytes, source: str) -> Any:
         UnsafePickleError: it refers to a name that is on no list; the message has ``source`` and the name.
         CorruptError: it is not a pickle, or breaks the machine's rules.
     """
-    if len(payload) > LIMIT_BYTES:
-        raise CorruptError(f"{source}: a pickle of {len(payload)} bytes; at most {LIMIT_BYTES} are read")
+    if len(payload) > MAX_PICKLE_BYTES:
+        raise CorruptError(f"{source}: a pickle of {len(payload)} bytes; at most {MAX_PICKLE_BYTES} are read")
     return load_stream(io.BytesIO(payload), source)[0]
 
 
@@ -167,10 +167,10 @@ class _Bounded:
         return self.handle.tell()
 
     def read(self, size: int) -> bytes:
-        return self.handle.read(min(size, self.end - self.handle.tell(), LIMIT_BYTES))
+        return self.handle.read(min(size, self.end - self.handle.tell(), MAX_PICKLE_BYTES))
 
     def readline(self) -> bytes:
-        return self.handle.readline(LIMIT_BYTES)
+        return self.handle.readline(MAX_PICKLE_BYTES)
 
 
 class _Machine:
@@ -180,7 +180,7 @@ class _Machine:
         self.source = source
         self.max_entries = min(MAX_ENTRIES, 1000 + num_bytes // BYTES_PER_ENTRY)
         self.num_below = 0
-        self.work_left = MIN_WORK + WORK_PER_BYTE * min(num_bytes, LIMIT_BYTES)
+        self.work_left = MIN_WORK + WORK_PER_BYTE * min(num_bytes, MAX_PICKLE_BYTES)
         # Depth and weight by id; the value itself is held, so that its id is not given to another one.
         self.nested: dict[int, tuple[Any, int, int]] = {}
         self.stack: list[Any] = []
@@ -273,7 +273,7 @@ class _Machine:
         """A name that may be referred to, unchanged."""
         package = name.module.partition(".")[0]
         known = (name.module, name.name) in _PLAIN or package in OPAQUE_PACKAGES
-        if not known and name not in INERT_NAMES:
+        if not known and name not in OPAQUE_NAMES:
             raise UnsafePickleError(f"{self.source}: refers to {name}, which is not plain data; nothing was executed")
         return name
 
@@ -297,7 +297,7 @@ class _Machine:
         if function in _TYPED_BUILDERS:
             self.charge(len(arguments[2]))
             return self.call(arguments[0], tuple(arguments[2]))
-        return Inert(function, arguments)
+        return OpaquePickle(function, arguments)
 
     def _container(self, kind: Any, content: Any = ()) -> Any:
         """A plain container of ``content``."""
@@ -312,7 +312,7 @@ class _Machine:
             self.hashed(list(content))
         return kind(content)
 
-    def _member(self, of: Any, member: Any) -> Inert:
+    def _member(self, of: Any, member: Any) -> OpaquePickle:
         """What stands for a member of an enumeration."""
         if (
             not isinstance(of, Name)
@@ -323,7 +323,7 @@ class _Machine:
                 f"{self.source}: refers to {_word(member)} of {_word(of)}, which is no enumeration; "
                 "nothing was executed"
             )
-        return Inert(of, (member,))
+        return OpaquePickle(of, (member,))
 
     def persistent(self, identifier: Any) -> StorageRef:
         """The storage that a persistent identifier of torch names."""
@@ -367,7 +367,7 @@ def _reduce(machine: _Machine, _: Any) -> None:
 
 def _build(machine: _Machine, _: Any) -> None:
     state, target = machine.stack.pop(), machine.stack[-1]
-    if isinstance(target, Inert):
+    if isinstance(target, OpaquePickle):
         machine.charge(len(state) if isinstance(state, dict) else 1)
         target.attributes.update(state if isinstance(state, dict) else {"state": state})
 

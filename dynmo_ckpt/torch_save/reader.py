@@ -18,7 +18,7 @@ from ..errors import CorruptError
 from ..io.files import open_file
 from ..io.safetensors import DTYPE_BYTES, StoredArray
 from ..tensors.views import Piece, Tensor, View
-from .pickles import LIMIT_BYTES, StorageRef, TensorRef, load_pickle, load_stream
+from .pickles import MAX_PICKLE_BYTES, StorageRef, TensorRef, load_pickle, load_stream
 
 STREAM_MAGIC = 0x1950A86A20F9469CFC6C
 STREAM_PROTOCOL = 1001
@@ -145,7 +145,7 @@ def _read_zip(path: Path, handle: BinaryIO, begin: int) -> tuple[Any, dict[str, 
         for name, info in entries.items():
             if info.compress_type != zipfile.ZIP_STORED or info.flag_bits & 1:
                 raise CorruptError(f"{path}: the entry {name} is compressed or encrypted; torch stores plainly")
-        if entries[pickled[0]].file_size > LIMIT_BYTES:
+        if entries[pickled[0]].file_size > MAX_PICKLE_BYTES:
             raise CorruptError(f"{path}: data.pkl has {entries[pickled[0]].file_size} bytes")
         payload = archive.read(pickled[0])
     prefix = pickled[0].removesuffix("data.pkl") + "data/"

@@ -12,12 +12,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate
+from pathlib import Path
 from typing import Any
 
 from .._common.crc32 import combine
 from ..errors import UnsupportedError
 from ..tensors.copy_plan import OutputTensor
 from .pickles import STORAGE_DTYPES, Name
+from .reader import open_torch
 
 STORAGE_NAMES = {dtype: name for name, dtype in STORAGE_DTYPES.items()}
 ALIGN_BYTES = 64
@@ -149,7 +151,7 @@ class _Entry:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TorchOutputFile:
+class TorchSaveFile:
     """A file to be opened by ``torch.load``: ``tree`` refers to storages by their position, or by name to constants.
 
     Attributes:
@@ -214,8 +216,12 @@ class TorchOutputFile:
         at, payload = self.other_bytes([0] * len(self.tensors))[-1]
         return at + len(payload)
 
+    def read_index(self, path: Path) -> dict[str, tuple[int, int]]:
+        """See ``Writable``."""
+        return {array.key: (array.offset, array.num_bytes) for array in open_torch(path).storages.values()}
+
     def other_bytes(self, checksums: Sequence[int]) -> list[tuple[int, bytes]]:
-        """Everything but the tensors' bytes, by offset, given the tensors' checksums."""
+        """See ``Writable``."""
         sums = iter(checksums)
         joined = [_joined([(next(sums), tensor.num_bytes) for tensor in held]) for held in self._storages]
         left = iter(joined)
@@ -240,14 +246,14 @@ class TorchOutputFile:
 
 
 @dataclass(frozen=True, kw_only=True)
-class JoinedTorchFiles:
+class ConcatenatedTorchFiles:
     """Files of ``torch.save`` one behind the other, as torch's distributed checkpoints have them.
 
     ``begins`` and ``num_bytes`` of each part are where its metadata says that a tensor lies.
     """
 
     name: str
-    parts: tuple[TorchOutputFile, ...]
+    parts: tuple[TorchSaveFile, ...]
 
     @cached_property
     def begins(self) -> list[int]:
@@ -276,6 +282,14 @@ class JoinedTorchFiles:
             f"{begin}:{key}": (begin + at, size)
             for begin, part in zip(self.begins, self.parts, strict=True)
             for key, (at, size) in part.index.items()
+        }
+
+    def read_index(self, path: Path) -> dict[str, tuple[int, int]]:
+        """See ``Writable``."""
+        return {
+            f"{begin}:{array.key}": (array.offset, array.num_bytes)
+            for begin, part in zip(self.begins, self.parts, strict=True)
+            for array in open_torch(path, begin, part.num_bytes).storages.values()
         }
 
     def other_bytes(self, checksums: Sequence[int]) -> list[tuple[int, bytes]]:

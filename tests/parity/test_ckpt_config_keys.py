@@ -15,9 +15,9 @@ from dynmo_ckpt.cli import main
 from dynmo_ckpt.errors import CorruptError, UnsupportedError
 from dynmo_ckpt.huggingface.config_keys import complete_config, irrelevant_keys, key_table
 from dynmo_ckpt.huggingface.models import ARCHITECTURES, hf_config, hf_model
-from dynmo_ckpt.huggingface.source_config import carried_config, source_of
+from dynmo_ckpt.huggingface.source_config import export_config, source_of
 from dynmo_ckpt.operations.logits import _dtype_argument, fixed_tokens, hf_difference, hf_logits
-from dynmo_ckpt.readers.detect import open_hf
+from dynmo_ckpt.converters.registry import open_hf
 
 SIZES = {
     "hidden_size": 16,
@@ -311,14 +311,14 @@ def test_another_model_keeps_the_ids_that_still_hold():
     model = hf_model(config, 8)
     changed = {**model, "num_layers": 1}
     source = source_of(config, {"temperature": 0.6})
-    made = carried_config(source, changed, hf_config(changed, "float32", 7))
+    made = export_config(source, changed, hf_config(changed, "float32", 7))
     assert (made["eos_token_id"], made["attention_dropout"], made["model_type"]) == ([2, 4], 0.3, "llama")
     assert made["num_hidden_layers"] == 1
-    assert carried_config(source, model, hf_config(model, "float32", 7))["model_type"] == "mistral"
+    assert export_config(source, model, hf_config(model, "float32", 7))["model_type"] == "mistral"
     # A trainer states neither what has its default nor the same padding.
     stated = {key: value for key, value in model.items() if key not in ("normalization", "rotary_base")}
     stated["padded_vocab_size"] = 128
-    assert carried_config(source, stated, hf_config(stated, "float32", 7))["model_type"] == "mistral"
+    assert export_config(source, stated, hf_config(stated, "float32", 7))["model_type"] == "mistral"
 
 
 def test_a_document_that_no_manifest_can_have_is_refused():

@@ -9,12 +9,12 @@ import torch
 
 from dynmo_ckpt.cli import main
 from dynmo_ckpt.formats.choices import SourceKind, TargetKind
-from dynmo_ckpt.megatron.read import LegacyOptions
+from dynmo_ckpt.formats.choices import ReadOptions
 from dynmo_ckpt.operations.reference_model import load_array
-from dynmo_ckpt.readers.detect import open_any
+from dynmo_ckpt.converters.registry import open_checkpoint
 from tests.unit.dynmo_ckpt import families, legacy_gpt, native_checkpoints
 from tests.unit.dynmo_ckpt.megatron import test_distributed
-from tests.unit.dynmo_ckpt.readers import test_torch_dcp
+from tests.unit.dynmo_ckpt.converters import test_torch_dcp
 
 SOURCES = ("native", "hf", "hf bin", "legacy", "deepspeed", "core", "dcp of transformers", "torchtitan", "llama2c")
 
@@ -93,8 +93,8 @@ def test_one_step_gives_the_tensors_of_the_input(inputs, tmp_path, source, targe
     config = inputs / "hf" if source in ("dcp of transformers", "torchtitan") else None
     more = () if config is None else ("--config", config)
     call("convert", path, tmp_path / "out", "--to", target, *more)
-    before, _ = open_any(path, SourceKind.AUTO, None, legacy=LegacyOptions(config=config))
-    after, _ = open_any(tmp_path / "out", SourceKind(target), None)
+    before, _ = open_checkpoint(path, options=ReadOptions(config=config))
+    after, _ = open_checkpoint(tmp_path / "out", target)
     vocabulary = before.manifest["model"]["vocab_size"]
     assert before.weights()
     assert set(before.weights()) == set(after.weights())
@@ -121,4 +121,4 @@ def test_convert_of_weights_alone_takes_them_where_state_is_optional(inputs, tmp
     more = ("--config", inputs / "hf") if source in ("dcp of transformers", "torchtitan") else ()
     for target in ("native", "hf"):
         call("convert", path, tmp_path / target, "--to", target, "--with-optimizer-if-present", *more)
-        assert open_any(tmp_path / target, SourceKind(target), None)[0].manifest["optimizer"] is None
+        assert open_checkpoint(tmp_path / target, target)[0].manifest["optimizer"] is None

@@ -8,7 +8,7 @@ import pytest
 
 from dynmo_ckpt.cli import main
 from dynmo_ckpt.huggingface.models import hf_config
-from dynmo_ckpt.huggingface.source_config import carried_config, named_classes, source_of
+from dynmo_ckpt.huggingface.source_config import export_config, with_class_names, source_of
 from tests.unit.dynmo_ckpt import families, native_checkpoints
 
 NAMES = ["contradiction", "entailment", "neutral"]
@@ -30,8 +30,8 @@ def test_named_classes_with_labels_of_the_imported_model_replace_them(hidden):
     theirs = {f"LABEL_{at}": at for at in range(3)}
     labels = {"id2label": {str(at): name for name, at in theirs.items()}, "label2id": theirs}
     config = {**hf_config(model, "float32", None), **labels, "hidden_size": hidden}
-    carried = carried_config(source_of(config, None), model, hf_config(model, "float32", None))
-    found = named_classes(carried, {"model": model, "x_class_names": NAMES})
+    carried = export_config(source_of(config, None), model, hf_config(model, "float32", None))
+    found = with_class_names(carried, {"model": model, "x_class_names": NAMES})
     assert found["id2label"] == {str(at): name for at, name in enumerate(NAMES)}
     assert found["label2id"] == {name: at for at, name in enumerate(NAMES)}
     assert "num_labels" not in found
@@ -41,14 +41,14 @@ def test_named_classes_with_labels_of_the_imported_model_replace_them(hidden):
 def test_named_classes_with_names_that_do_not_fit_leave_the_config(names):
     model = classifier(3)
     config = hf_config(model, "float32", None)
-    assert named_classes(config, {"model": model, "x_class_names": names}) == config
+    assert with_class_names(config, {"model": model, "x_class_names": names}) == config
 
 
 def test_carried_config_of_another_head_has_none_of_its_labels():
     model = classifier(3)
     config = {**hf_config(classifier(2), "float32", None), "id2label": {"0": "no", "1": "yes"}}
     config |= {"label2id": {"no": 0, "yes": 1}, "eos_token_id": 7}
-    found = carried_config(source_of(config, None), model, hf_config(model, "float32", None))
+    found = export_config(source_of(config, None), model, hf_config(model, "float32", None))
     assert (found["num_labels"], found["eos_token_id"]) == (3, 7)
     assert not {"id2label", "label2id"} & set(found)
 

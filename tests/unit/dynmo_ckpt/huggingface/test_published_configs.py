@@ -7,7 +7,7 @@ import pytest
 from dynmo_ckpt._common.errors import DynmoError
 from dynmo_ckpt.errors import CorruptError, UnsupportedError
 from dynmo_ckpt.huggingface.models import hf_model
-from dynmo_ckpt.readers.assemble import checked_model
+from dynmo_ckpt.converters.assemble import model_from_config
 
 LABELS = {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
 GPT2 = {
@@ -248,5 +248,5 @@ def test_hf_model_with_an_invalid_rope_type_refuses_it(kind, field):
 )
 def test_checked_model_with_too_many_experts_refuses_it(count, message):
     with pytest.raises(CorruptError, match=message):
-        checked_model(MIXTRAL | {"num_local_experts": count}, Path("config.json"), 1)
-    assert checked_model(MIXTRAL | {"num_local_experts": 4096}, Path("config.json"), 1)["num_experts"] == 4096
+        model_from_config(MIXTRAL | {"num_local_experts": count}, Path("config.json"), 1)
+    assert model_from_config(MIXTRAL | {"num_local_experts": 4096}, Path("config.json"), 1)["num_experts"] == 4096

@@ -47,7 +47,7 @@ def test_a_signal_in_the_midst_waits(tmp_path, monkeypatch):
 
 
 def test_a_signal_just_before_does_no_harm(tmp_path, monkeypatch):
-    tidy_up, calls = directory._tidy_up, []
+    tidy_up, calls = directory._clean_up, []
 
     def first_ended(*paths):
         calls.append(paths)
@@ -55,7 +55,7 @@ def test_a_signal_just_before_does_no_harm(tmp_path, monkeypatch):
             raise SystemExit(143)
         tidy_up(*paths)
 
-    monkeypatch.setattr(directory, "_tidy_up", first_ended)
+    monkeypatch.setattr(directory, "_clean_up", first_ended)
     with pytest.raises(SystemExit):
         spoilt(tmp_path / "out")
     assert len(calls) == 2

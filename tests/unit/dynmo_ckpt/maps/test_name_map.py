@@ -4,8 +4,8 @@ import pytest
 
 from dynmo_ckpt.errors import UnsupportedError
 from dynmo_ckpt.io.safetensors import StoredArray
-from dynmo_ckpt.maps.name_map import layout_of, load_map, to_ours, to_theirs
-from dynmo_ckpt.tensors.views import whole
+from dynmo_ckpt.maps.name_map import layout_of, load_map, to_native, to_foreign
+from dynmo_ckpt.tensors.views import as_tensor
 from tests.unit.dynmo_ckpt import native_checkpoints
 
 TIED = {"head.weight": "embedding.word.weight"}
@@ -13,7 +13,7 @@ TIED = {"head.weight": "embedding.word.weight"}
 
 def tensors(shapes):
     return {
-        name: whole(StoredArray(path=Path("x"), key=name, dtype="F32", shape=tuple(shape), offset=0))
+        name: as_tensor(StoredArray(path=Path("x"), key=name, dtype="F32", shape=tuple(shape), offset=0))
         for name, shape in shapes.items()
     }
 
@@ -28,16 +28,16 @@ def layout(m):
 
 
 def back(m, foreign):
-    return to_ours(layout(m), {name: [tensor] for name, tensor in foreign.items()}, TIED)[0]
+    return to_native(layout(m), {name: [tensor] for name, tensor in foreign.items()}, TIED)[0]
 
 
 def theirs(m):
-    return tensors({item.name: item.shape for item in to_theirs(layout(m), ours(m), TIED)})
+    return tensors({item.name: item.shape for item in to_foreign(layout(m), ours(m), TIED)})
 
 
 def test_every_tensor_is_named_once_on_either_side():
     m = native_checkpoints.model()
-    mapped = to_theirs(layout(m), ours(m), TIED)
+    mapped = to_foreign(layout(m), ours(m), TIED)
     assert len({item.name for item in mapped}) == len(mapped) == 12 * m["num_layers"] + 4
     assert {item.name: item.shape for item in back(m, theirs(m))} == {
         name: tensor.shape for name, tensor in ours(m).items()
@@ -54,7 +54,7 @@ def test_names_without_the_prefix_and_ignored_buffers_are_read():
 def test_a_tensor_that_no_rule_takes_is_refused():
     m = native_checkpoints.model()
     with pytest.raises(UnsupportedError, match=r"no rule of the map takes 1 tensors: layers\.0\.mlp\.gate"):
-        to_theirs(layout(m), ours(m) | tensors({"layers.0.mlp.gate": (1,)}), TIED)
+        to_foreign(layout(m), ours(m) | tensors({"layers.0.mlp.gate": (1,)}), TIED)
     with pytest.raises(UnsupportedError, match=r"takes 1 tensors: transformer\.h\.3\.ln_1\.bias"):
         back(m, theirs(m) | tensors({"h.3.ln_1.bias": (1,)}))
 
@@ -64,4 +64,4 @@ def test_a_missing_tensor_is_refused():
     incomplete = ours(m)
     del incomplete["head.norm.bias"]
     with pytest.raises(UnsupportedError, match=r"the input lacks 1 tensors: head\.norm\.bias"):
-        to_theirs(layout(m), incomplete, TIED)
+        to_foreign(layout(m), incomplete, TIED)

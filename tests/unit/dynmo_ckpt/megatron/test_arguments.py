@@ -8,10 +8,10 @@ import pytest
 from dynmo_ckpt.cli import main
 from dynmo_ckpt.errors import UnsupportedError
 from dynmo_ckpt.huggingface.config_keys import irrelevant_keys
-from dynmo_ckpt.megatron.arguments import argument_table, checked_args, needed_values, read_args
+from dynmo_ckpt.megatron.arguments import argument_table, check_args, needed_values, read_args
 from dynmo_ckpt.megatron.model_sizes import _llama, legacy_args
-from dynmo_ckpt.megatron.training_progress import NOT_TOLD, megatron_args
-from dynmo_ckpt.torch_save.pickles import Inert, Name
+from dynmo_ckpt.megatron.training_progress import UNKNOWN_PROGRESS, megatron_args
+from dynmo_ckpt.torch_save.pickles import OpaquePickle, Name
 from tests.unit.dynmo_ckpt import legacy_gpt, native_checkpoints
 
 TABLE = argument_table()
@@ -34,13 +34,13 @@ def test_an_argument_is_in_one_list_of_the_table_only():
 def test_a_value_that_our_model_does_not_compute_is_refused(family, name):
     values = needed_values(family)[name]
     for value in (v for v in values if v is not None):
-        assert checked_args("IN", family, args_of(family) | {name: value}) is not None
+        assert check_args("IN", family, args_of(family) | {name: value}) is not None
     # A type of rotary positions turns the flag on, whatever it was.
     base = {k: v for k, v in args_of(family).items() if k != "position_embedding_type"}
     other = True if values == [False, None] else "another"
     with pytest.raises(UnsupportedError, match=f"trained with {name} = {other}; .* --ignore-config {name}"):
-        checked_args("IN", family, base | {name: other})
-    assert name not in checked_args("IN", family, base | {name: other}, [name])
+        check_args("IN", family, base | {name: other})
+    assert name not in check_args("IN", family, base | {name: other}, [name])
 
 
 @pytest.mark.parametrize(
@@ -61,34 +61,34 @@ def test_arguments_that_change_the_computation_are_refused(family, args, message
     """The second is a member of an enumeration, as BigScience's Megatron-DeepSpeed stores it."""
     if isinstance(args.get("position_embedding_type"), tuple):
         enum = Name("megatron.enums", "PositionEmbeddingType")
-        args = {"position_embedding_type": Inert(type=enum, arguments=(3,))}
+        args = {"position_embedding_type": OpaquePickle(type=enum, arguments=(3,))}
     with pytest.raises(UnsupportedError, match=message):
-        checked_args("IN", family, args_of(family) | args)
+        check_args("IN", family, args_of(family) | args)
 
 
 @pytest.mark.parametrize(("family", "value"), [("llama", "rmsnorm"), ("gpt", "layernorm"), ("t5", "layernorm")])
 def test_checked_args_with_a_lower_case_normalization_accepts_it(family, value):
     """As Megatron-DeepSpeed stores it."""
-    assert checked_args("IN", family, args_of(family) | {"normalization": value})["normalization"] == value
+    assert check_args("IN", family, args_of(family) | {"normalization": value})["normalization"] == value
 
 
 @pytest.mark.parametrize(("family", "value"), [("llama", "layernorm"), ("gpt", "rmsnorm"), ("bert", "LAYERNORM")])
 def test_checked_args_with_another_normalization_refuses_it(family, value):
     with pytest.raises(UnsupportedError, match=f"normalization = {value}"):
-        checked_args("IN", family, args_of(family) | {"normalization": value})
+        check_args("IN", family, args_of(family) | {"normalization": value})
 
 
 def test_values_of_other_programs_that_change_nothing_pass():
     """DeepSpeed's number of experts without experts, and values that only another family reads."""
-    enum = Inert(type=Name("megatron.enums", "PositionEmbeddingType"), arguments=(2,))
-    checked_args("IN", "gpt", {"num_experts": [1], "position_embedding_type": enum, "rotary_percent": 0.5})
-    found = checked_args("IN", "llama", {**LLAMA, "window_size": (-1, -1), "use_rotary_position_embeddings": False})
+    enum = OpaquePickle(type=Name("megatron.enums", "PositionEmbeddingType"), arguments=(2,))
+    check_args("IN", "gpt", {"num_experts": [1], "position_embedding_type": enum, "rotary_percent": 0.5})
+    found = check_args("IN", "llama", {**LLAMA, "window_size": (-1, -1), "use_rotary_position_embeddings": False})
     assert found["use_rotary_position_embeddings"] is True
 
 
 def test_args_that_are_no_namespace_are_refused():
     assert read_args({"model": {}}, "IN") == {}
-    assert read_args({"args": Inert(type=Name("argparse", "Namespace"), attributes={"lr": 1})}, "IN") == {"lr": 1}
+    assert read_args({"args": OpaquePickle(type=Name("argparse", "Namespace"), attributes={"lr": 1})}, "IN") == {"lr": 1}
     with pytest.raises(UnsupportedError, match="its args are a dict"):
         read_args({"args": {"qk_layernorm": True}}, "IN")
     with pytest.raises(UnsupportedError, match="its args are a dict; an argparse"):
@@ -102,9 +102,9 @@ def test_arguments_of_our_own_exports_are_in_the_table(family, version):
     sizes |= {"max_position_embeddings": 16, "padded_vocab_size": 32, "vocab_size": 30, "layernorm_epsilon": 1e-5}
     activation = "swiglu" if family == "llama" else "gelu_tanh"
     made = {**sizes, "family": family, "activation": activation, "tied_embeddings": True, "num_decoder_layers": 2}
-    args = legacy_args(made, 1, 1, version, None) | megatron_args(NOT_TOLD)
+    args = legacy_args(made, 1, 1, version, None) | megatron_args(UNKNOWN_PROGRESS)
     args |= {"use_dist_ckpt": True, "dist_ckpt_format": "torch_dist", "ckpt_format": "torch_dist"}
-    assert args.keys() <= checked_args("IN", family, args).keys()
+    assert args.keys() <= check_args("IN", family, args).keys()
 
 
 @pytest.fixture
@@ -145,7 +145,7 @@ def test_an_unknown_argument_is_refused_and_can_be_ignored(run, tmp_path, monkey
 def test_megatron_deepspeed_states_rotary_base_and_groups_by_names_of_its_own():
     model = {"num_attention_heads": 4, "hidden_size": 16}
     args = {**LLAMA, "rope_theta": 500000, "num_key_value_heads": 2, "max_position_embeddings": 8}
-    found = _llama("IN", checked_args("IN", "llama", args), (4 + 2 * 2) * 4, model)
+    found = _llama("IN", check_args("IN", "llama", args), (4 + 2 * 2) * 4, model)
     assert (found["rotary_base"], found["num_key_value_heads"]) == (500000.0, 2)
 
 
@@ -153,5 +153,5 @@ def test_megatron_deepspeed_states_rotary_base_and_groups_by_names_of_its_own():
 def test_large_argument_is_shortened_in_the_message(value):
     for args in ({"normalization": value}, {"n" * 10_000_000: 1}):
         with pytest.raises(UnsupportedError) as error:
-            checked_args("IN", "gpt", args)
+            check_args("IN", "gpt", args)
         assert len(str(error.value)) < 1000

@@ -8,13 +8,10 @@ import pytest
 import torch
 
 from dynmo_ckpt.errors import CorruptError, UnsupportedError
-from dynmo_ckpt.formats.choices import SourceKind
-from dynmo_ckpt.megatron.read import LegacyOptions
+from dynmo_ckpt.formats.choices import ReadOptions
 from dynmo_ckpt.operations.reference_model import load_array
-from dynmo_ckpt.readers.detect import open_any
+from dynmo_ckpt.converters.registry import open_checkpoint
 from tests.unit.dynmo_ckpt import families, legacy_gpt, native_checkpoints
-
-AUTO = SourceKind.AUTO
 
 
 def same(found, p):
@@ -61,7 +58,7 @@ def save_sparse(tmp_path, change=lambda document: document):
 
 def test_sparse_rows_become_dense_with_the_zeros_in_place(tmp_path):
     m, p = save_sparse(tmp_path)
-    found, remarks = open_any(tmp_path, AUTO, None)
+    found, remarks = open_checkpoint(tmp_path)
     assert dict(found.manifest["model"]) == m
     assert same(found, p)
     assert found.names("mask") == []
@@ -70,7 +67,7 @@ def test_sparse_rows_become_dense_with_the_zeros_in_place(tmp_path):
 
 def test_masks_of_sparse_rows_are_kept_on_request(tmp_path):
     m, p = save_sparse(tmp_path)
-    found, _ = open_any(tmp_path, AUTO, None, legacy=LegacyOptions(sparse=True))
+    found, _ = open_checkpoint(tmp_path, options=ReadOptions(sparse=True))
     assert len(found.names("mask")) == 2 * m["num_layers"]
     weights = [name.removesuffix(".mask") for name in found.names("mask")]
     assert all(np.array_equal(load_array(found, f"{name}.mask"), p[name] != 0) for name in weights)
@@ -100,7 +97,7 @@ def alter(suffix, change):
 def test_sparse_rows_that_contradict_themselves_are_refused(tmp_path, suffix, change, message):
     save_sparse(tmp_path, alter(suffix, change))
     with pytest.raises(CorruptError, match=message):
-        open_any(tmp_path, AUTO, None)
+        open_checkpoint(tmp_path)
 
 
 def save_deepspeed(directory, m, p, tp, *, pipelined=True):
@@ -140,7 +137,7 @@ def test_deepspeed(tmp_path, tp, pipelined):
     m = native_checkpoints.model(num_layers=11)
     p = native_checkpoints.parameters(m)
     save_deepspeed(tmp_path / "in", m, p, tp, pipelined=pipelined)
-    found, _ = open_any(tmp_path / "in", AUTO, None)
+    found, _ = open_checkpoint(tmp_path / "in")
     assert dict(found.manifest["model"]) == m
     assert found.manifest["step"] == 300
     assert set(found.tensors) == set(p)
@@ -152,11 +149,11 @@ def test_deepspeed_files_that_are_missing_or_unknown_are_refused(tmp_path):
     step = save_deepspeed(tmp_path, m, native_checkpoints.parameters(m), 2)
     (step / "layer_04-model_01-model_states.pt").unlink()
     with pytest.raises(CorruptError, match=r"layer 4 lacks the tensor ranks \[1\]"):
-        open_any(tmp_path, AUTO, None)
+        open_checkpoint(tmp_path)
     for rank in range(2):
         torch.save({"gate.weight": torch.zeros(3, 3, 3)}, step / f"layer_04-model_{rank:02d}-model_states.pt")
     with pytest.raises(UnsupportedError, match="layer 4 is no layer of a GPT"):
-        open_any(tmp_path, AUTO, None)
+        open_checkpoint(tmp_path)
 
 
 def interleaved(value, heads):
@@ -193,7 +190,7 @@ def test_llama2c(tmp_path, tied):
     m = families.llama(tied_embeddings=tied, vocab_size=32)
     p = families.parameters(m)
     save_llama2c(tmp_path / "model.bin", m, p)
-    found, _ = open_any(tmp_path / "model.bin", AUTO, None, make_vocab_size_divisible_by=32)
+    found, _ = open_checkpoint(tmp_path / "model.bin", options=ReadOptions(make_vocab_size_divisible_by=32))
     assert dict(found.manifest["model"]) == m
     assert same(found, p)
 
@@ -202,7 +199,7 @@ def test_llama2c(tmp_path, tied):
 def test_a_file_that_is_not_llama2cs_is_refused(tmp_path, payload):
     (tmp_path / "model.bin").write_bytes(payload)
     with pytest.raises(CorruptError, match="header"):
-        open_any(tmp_path / "model.bin", AUTO, None)
+        open_checkpoint(tmp_path / "model.bin")
 
 
 def moments(state):
@@ -239,7 +236,7 @@ def test_masters_and_moments_of_a_legacy_checkpoint(tmp_path):
     m = native_checkpoints.model()
     p = native_checkpoints.parameters(m)
     save_with_optimizer(tmp_path, m, p)
-    found, _ = open_any(tmp_path, AUTO, None, legacy=LegacyOptions(with_optimizer=True))
+    found, _ = open_checkpoint(tmp_path, options=ReadOptions(with_optimizer=True))
     assert same(found, p)
     assert len(found.names("optimizer")) == 2 * len(p)
     p = native_checkpoints.true_rows(m["vocab_size"], p)
@@ -283,4 +280,4 @@ def test_optimizer_state_that_does_not_fit_is_refused(tmp_path, change, error, m
     m = native_checkpoints.model()
     save_with_optimizer(tmp_path, m, native_checkpoints.parameters(m), change)
     with pytest.raises(error, match=message):
-        open_any(tmp_path, AUTO, None, legacy=LegacyOptions(with_optimizer=True))
+        open_checkpoint(tmp_path, options=ReadOptions(with_optimizer=True))

@@ -11,14 +11,13 @@ import pytest
 import torch
 
 from dynmo_ckpt.errors import CorruptError, UnsupportedError
-from dynmo_ckpt.formats.choices import SourceKind
-from dynmo_ckpt.megatron.read import LegacyOptions
+from dynmo_ckpt.formats.choices import ReadOptions
 from dynmo_ckpt.operations.reference_model import load_array
-from dynmo_ckpt.readers.deepspeed import is_deepspeed
-from dynmo_ckpt.readers.detect import open_any
+from dynmo_ckpt.converters.deepspeed import is_deepspeed
+from dynmo_ckpt.converters.registry import open_checkpoint
 from tests.unit.dynmo_ckpt import legacy_gpt, native_checkpoints
 
-WITH = LegacyOptions(with_optimizer=True)
+WITH = ReadOptions(with_optimizer=True)
 KEYS = ("param", "exp_avg", "exp_avg_sq")
 
 
@@ -123,7 +122,7 @@ def is_state_of(found, p):
 def test_files_of_the_distributed_optimizer(tmp_path, form, where):
     m = native_checkpoints.model()
     p = save_distributed(tmp_path, m, native_checkpoints.parameters(m), form, **where)
-    is_state_of(open_any(tmp_path, SourceKind.AUTO, None, legacy=WITH)[0], p)
+    is_state_of(open_checkpoint(tmp_path, options=WITH)[0], p)
 
 
 def shifted(tree):
@@ -157,7 +156,7 @@ def test_buffers_that_do_not_fit_are_refused(tmp_path, change, error, message):
     m = native_checkpoints.model()
     save_distributed(tmp_path, m, native_checkpoints.parameters(m), "2023", change=change)
     with pytest.raises(error, match=message):
-        open_any(tmp_path, SourceKind.AUTO, None, legacy=WITH)
+        open_checkpoint(tmp_path, options=WITH)
 
 
 def save_replicas(path, m, p, replicas):
@@ -200,7 +199,7 @@ def save_replicas(path, m, p, replicas):
 def test_files_of_each_replica(tmp_path, replicas):
     m = native_checkpoints.model()
     p = save_replicas(tmp_path, m, native_checkpoints.parameters(m), replicas)
-    is_state_of(open_any(tmp_path, SourceKind.AUTO, None, legacy=WITH)[0], p)
+    is_state_of(open_checkpoint(tmp_path, options=WITH)[0], p)
 
 
 def test_a_replica_that_is_missing_is_refused(tmp_path):
@@ -209,7 +208,7 @@ def test_a_replica_that_is_missing_is_refused(tmp_path):
     last = tmp_path / "iter_0000300" / "mp_rank_00_002"
     (last / "optim.pt").unlink()
     with pytest.raises(CorruptError, match="parts of other weights"):
-        open_any(tmp_path, SourceKind.AUTO, None, legacy=WITH)
+        open_checkpoint(tmp_path, options=WITH)
 
 
 class Address:
@@ -312,8 +311,8 @@ def test_zero(tmp_path, tp, stage, told):
     m = native_checkpoints.model()
     p = save_modules(tmp_path, m, native_checkpoints.parameters(m), tp, stage=stage, told=told, bf16=stage == 1)
     assert is_deepspeed(tmp_path)
-    is_state_of(open_any(tmp_path, SourceKind.AUTO, None, legacy=WITH)[0], p)
-    weights, remarks = open_any(tmp_path, SourceKind.AUTO, None)
+    is_state_of(open_checkpoint(tmp_path, options=WITH)[0], p)
+    weights, remarks = open_checkpoint(tmp_path)
     stored = native_checkpoints.true_rows(m["vocab_size"], p)
     assert all(np.array_equal(load_array(weights, name), value) for name, value in stored.items())
     assert any("ZeRO 3" in remark for remark in remarks) is (stage == 3)
@@ -351,7 +350,7 @@ def test_zero_1_of_a_pipeline(tmp_path, tp):
             shapes = save_shards(step, own, at, stage=1, replicas=2, told=True, bf16=True)
             head = head_of(m, module=None, param_shapes=shapes)
             torch.save(head, step / f"mp_rank_{at:02d}_model_states.pt")
-    found, _ = open_any(tmp_path, SourceKind.AUTO, None, legacy=WITH)
+    found, _ = open_checkpoint(tmp_path, options=WITH)
     is_state_of(found, {name: value.astype(np.float32) for name, value in half.items()})
 
 
@@ -384,7 +383,7 @@ def test_shards_that_do_not_fit_are_refused(tmp_path, stage, file, change, messa
     path = tmp_path / "global_step300" / file
     edit(path, change) if change else path.unlink()
     with pytest.raises(CorruptError, match=message):
-        open_any(tmp_path, SourceKind.AUTO, None, legacy=WITH)
+        open_checkpoint(tmp_path, options=WITH)
 
 
 NORM = "language_model.encoder.final_layernorm.bias"

@@ -9,7 +9,8 @@ import pytest
 from dynmo_ckpt._common.errors import UsageError
 from dynmo_ckpt.errors import CorruptError, UnsupportedError
 from dynmo_ckpt.io.reading import Reader, open_sources
-from dynmo_ckpt.megatron.read import LegacyOptions, open_legacy
+from dynmo_ckpt.formats.choices import ReadOptions
+from dynmo_ckpt.megatron.read import open_legacy
 from dynmo_ckpt.tensors.copy_plan import OutputTensor, sources
 from dynmo_ckpt.tensors.tiled_copy import panels
 from tests.unit.dynmo_ckpt import legacy_gpt, native_checkpoints
@@ -31,7 +32,7 @@ def numbers(tensor):
 
 
 def read(path, **options):
-    return open_legacy(path, None, LegacyOptions(**options))
+    return open_legacy(path, ReadOptions(**options))
 
 
 def check(found, m, p):

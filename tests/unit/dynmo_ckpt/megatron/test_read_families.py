@@ -6,12 +6,12 @@ import pytest
 from dynmo_ckpt._common.errors import UsageError
 from dynmo_ckpt.cli.options import legacy_counts
 from dynmo_ckpt.errors import CorruptError, UnsupportedError
-from dynmo_ckpt.formats.choices import SourceKind
 from dynmo_ckpt.megatron.model_sizes import MEGATRON_SCALING, _llama_args
-from dynmo_ckpt.megatron.read import LegacyOptions, open_legacy
+from dynmo_ckpt.formats.choices import ReadOptions
+from dynmo_ckpt.megatron.read import open_legacy
 from dynmo_ckpt.megatron.write import split_stage
 from dynmo_ckpt.operations.reference_model import load_array
-from dynmo_ckpt.readers.detect import open_any
+from dynmo_ckpt.converters.registry import open_checkpoint
 from tests.unit.dynmo_ckpt import families, legacy_families, native_checkpoints
 
 NOTHING = range(0)
@@ -27,7 +27,7 @@ CASES = {
 
 
 def check(path, m, p):
-    found, _ = open_any(path, SourceKind.LEGACY, None)
+    found, _ = open_checkpoint(path, "legacy")
     said = dict(found.manifest["model"])
     assert said == m
     p = native_checkpoints.true_rows(m["vocab_size"], p)
@@ -75,7 +75,7 @@ def test_a_decoders_embedding_that_is_not_the_encoders_is_refused(tmp_path):
     path = tmp_path / "iter_0000007" / "mp_rank_00_001" / "model_optim_rng.pt"
     change(path, lambda d: d["model"]["language_model"]["embedding"]["position_embeddings"]["weight"].add_(1))
     with pytest.raises(CorruptError, match=r"position_embeddings.weight of two stages, tensor rank 0 differ"):
-        open_legacy(tmp_path, None, LegacyOptions())
+        open_legacy(tmp_path, ReadOptions())
 
 
 @pytest.mark.parametrize(
@@ -94,7 +94,7 @@ def test_variants_that_our_models_do_not_compute_are_refused(tmp_path, family, f
     path = tmp_path / "iter_0000007" / "mp_rank_00" / "model_optim_rng.pt"
     change(path, lambda d: setattr(d["args"], field, value))
     with pytest.raises(UnsupportedError, match=field):
-        open_legacy(tmp_path, None, LegacyOptions())
+        open_legacy(tmp_path, ReadOptions())
 
 
 def test_groups_that_do_not_fit_are_refused(tmp_path):
@@ -103,7 +103,7 @@ def test_groups_that_do_not_fit_are_refused(tmp_path):
     path = tmp_path / "iter_0000007" / "mp_rank_00" / "model_optim_rng.pt"
     change(path, lambda d: setattr(d["args"], "num_query_groups", 4))
     with pytest.raises(UnsupportedError, match="do not fit 4 heads of 4 in 4 groups"):
-        open_legacy(tmp_path, None, LegacyOptions())
+        open_legacy(tmp_path, ReadOptions())
 
 
 def test_the_stages_of_a_t5_are_cut_between_encoder_and_decoder():

@@ -11,7 +11,7 @@ from dynmo_ckpt._common.console import Format
 from dynmo_ckpt.cli.options import layer_counts
 from dynmo_ckpt.errors import UnsupportedError
 from dynmo_ckpt.native.checkpoint import open_native
-from dynmo_ckpt.native.reshard import counted_partition, plan_native
+from dynmo_ckpt.native.reshard import partition_from_counts, plan_native
 from dynmo_ckpt.operations.write import Settings, write_native
 from dynmo_train.formats.checkpoint import open_checkpoint
 from tests.unit.dynmo_ckpt import native_checkpoints
@@ -32,7 +32,7 @@ def random_topology(rng, m):
     cuts = np.sort(rng.integers(0, m["num_layers"] + 1, workers * virtual - 1))
     counts = np.diff([0, *cuts, m["num_layers"]]).tolist()
     return {
-        "partition": counted_partition(counts, m),
+        "partition": partition_from_counts(counts, m),
         "tensor_parallel_size": int(rng.choice([1, 2, 4])),
         "virtual_stages_per_worker": virtual,
     }
@@ -54,7 +54,7 @@ def test_random_topologies_there_and_back(memory_path, seed, capsys):
     p = native_checkpoints.parameters(m)
     tensors = p | native_checkpoints.masks(p) | (native_checkpoints.optimizer_state(p) if seed == 0 else {})
     native_checkpoints.save(memory_path / "in", tensors, m, tp=2)
-    start = write(memory_path / "in", memory_path / "0", partition=counted_partition([2], m))
+    start = write(memory_path / "in", memory_path / "0", partition=partition_from_counts([2], m))
     for i in range(25):
         topology = random_topology(rng, m)
         manifest = write(memory_path / str(i), memory_path / str(i + 1), **topology)
@@ -63,7 +63,7 @@ def test_random_topologies_there_and_back(memory_path, seed, capsys):
     # The input is one of an older version, with rows of padding; no output has them.
     tensors = native_checkpoints.true_rows(m["vocab_size"], tensors)
     assert all(np.array_equal(loaded[name].numpy(), value) for name, value in tensors.items())
-    end = write(memory_path / "25", memory_path / "end", partition=counted_partition([2], m))
+    end = write(memory_path / "25", memory_path / "end", partition=partition_from_counts([2], m))
     shards = {name: entry for name, entry in start["files"].items() if name.endswith(".safetensors")}
     assert shards == {name: entry for name, entry in end["files"].items() if name.endswith(".safetensors")}
     capsys.readouterr()
@@ -72,7 +72,7 @@ def test_random_topologies_there_and_back(memory_path, seed, capsys):
 def test_layers_go_where_the_partition_says(tmp_path, capsys):
     m = native_checkpoints.model()
     native_checkpoints.save(tmp_path / "in", native_checkpoints.parameters(m), m)
-    partition = counted_partition([1, 0, 1, 1], m)
+    partition = partition_from_counts([1, 0, 1, 1], m)
     manifest = write(
         tmp_path / "in", tmp_path / "out", partition=partition, virtual_stages_per_worker=2, tensor_parallel_size=2
     )
@@ -94,7 +94,7 @@ def test_counts():
     assert layer_counts(7, 3, None) == [3, 2, 2]
     assert layer_counts(1, 3, None) == [1, 0, 0]
     assert layer_counts(3, 3, "0, 2,1") == [0, 2, 1]
-    assert counted_partition([2, 1], m) == [["embedding", "layers.0", "layers.1"], ["layers.2", "head"]]
+    assert partition_from_counts([2, 1], m) == [["embedding", "layers.0", "layers.1"], ["layers.2", "head"]]
 
 
 @pytest.mark.parametrize(("ranks", "field"), [(3, "num_attention_heads 4"), (8, "num_attention_heads 4")])
@@ -102,5 +102,5 @@ def test_ranks_that_do_not_divide_are_refused(tmp_path, ranks, field):
     m = native_checkpoints.model()
     native_checkpoints.save(tmp_path / "in", native_checkpoints.parameters(m), m)
     with pytest.raises(UnsupportedError, match=field):
-        write(tmp_path / "in", tmp_path / "out", partition=counted_partition([3], m), tensor_parallel_size=ranks)
+        write(tmp_path / "in", tmp_path / "out", partition=partition_from_counts([3], m), tensor_parallel_size=ranks)
     assert not (tmp_path / "out").exists()

@@ -8,7 +8,7 @@ from itertools import product
 import pytest
 
 from dynmo_ckpt._common.console import progress
-from dynmo_ckpt.native.checkpoint import latest_faults
+from dynmo_ckpt.native.checkpoint import latest_problems
 from dynmo_ckpt.operations.verify import full_findings
 from tests.unit.dynmo_ckpt import native_checkpoints
 
@@ -59,10 +59,10 @@ def test_every_altered_bit_of_the_marker_is_found(directory, tmp_path):
     shutil.copytree(directory, folder / directory.name)
     told = f"{directory.name}\n".encode()
     (folder / "LATEST").write_bytes(told)
-    assert latest_faults(folder) == []
+    assert latest_problems(folder) == []
     for at, bit in product(range(len(told)), range(8)):
         (folder / "LATEST").write_bytes(told[:at] + bytes([told[at] ^ 1 << bit]) + told[at + 1 :])
-        assert latest_faults(folder), (at, bit)
+        assert latest_problems(folder), (at, bit)
 
 
 def test_a_longer_and_a_shorter_file_are_found(directory):

@@ -10,7 +10,7 @@ from dynmo_ckpt._common.console import Format
 from dynmo_ckpt.errors import CorruptError, StorageError
 from dynmo_ckpt.io.checks import Part, joined
 from dynmo_ckpt.native.checkpoint import open_native
-from dynmo_ckpt.native.reshard import counted_partition, plan_native
+from dynmo_ckpt.native.reshard import partition_from_counts, plan_native
 from dynmo_ckpt.operations.write import Settings, write_native
 from dynmo_ckpt.tensors import tiled_copy
 from tests.unit.dynmo_ckpt import native_checkpoints
@@ -33,7 +33,7 @@ def reshard(source, target, tp):
     plan = plan_native(
         checkpoint.manifest,
         checkpoint.tensors,
-        partition=counted_partition([1, 1], checkpoint.manifest["model"]),
+        partition=partition_from_counts([1, 1], checkpoint.manifest["model"]),
         tensor_parallel_size=tp,
     )
     write_native(source, target, plan, {}, {}, HOW)

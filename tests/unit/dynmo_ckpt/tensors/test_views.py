@@ -11,10 +11,10 @@ from dynmo_ckpt._common.console import progress
 from dynmo_ckpt.errors import UnsupportedError
 from dynmo_ckpt.io.safetensors import read_index
 from dynmo_ckpt.maps.axes import expand, parse_axes, stored_shape
-from dynmo_ckpt.tensors.copy_plan import OutputTensor, expected_crc32, output_file
+from dynmo_ckpt.tensors.copy_plan import OutputTensor, expected_crc32, safetensors_file
 from dynmo_ckpt.tensors.execute import execute
 from dynmo_ckpt.tensors.tiled_copy import transposed_copy
-from dynmo_ckpt.tensors.views import concatenate, whole
+from dynmo_ckpt.tensors.views import concatenate, as_tensor
 
 
 def stored(tmp_path, array, key="x"):
@@ -22,14 +22,14 @@ def stored(tmp_path, array, key="x"):
 
     path = tmp_path / f"{key}.safetensors"
     save_file({key: np.asarray(array, order="C")}, path)
-    return whole(read_index(path).arrays[key])
+    return as_tensor(read_index(path).arrays[key])
 
 
 def written(tmp_path, tensor, shape=None, mask=None):
     from safetensors.numpy import load_file
 
     output = OutputTensor(key="y", shape=tensor.shape if shape is None else shape, content=tensor, mask=mask)
-    plan = output_file("out.safetensors", [output])
+    plan = safetensors_file("out.safetensors", [output])
     with progress("test", 0, "MB") as tick:
         execute(tmp_path, [plan], jobs=1, tick=tick)
     return load_file(tmp_path / "out.safetensors")["y"]
@@ -182,5 +182,5 @@ def test_dimensions_of_one_come_and_go(tmp_path):
     grown = halves.unflatten(0, [1, 6, 1])
     assert grown.shape == (1, 6, 1, 4)
     assert np.array_equal(written(tmp_path, grown, (6, 4)), array)
-    assert grown.with_ones((6, 1, 4)).narrow(0, 1, 4).shape == (3, 1, 4)
-    assert np.array_equal(written(tmp_path, grown.with_ones((6, 4)).narrow(0, 1, 4)), array[1:4])
+    assert grown.with_unit_dims((6, 1, 4)).narrow(0, 1, 4).shape == (3, 1, 4)
+    assert np.array_equal(written(tmp_path, grown.with_unit_dims((6, 4)).narrow(0, 1, 4)), array[1:4])

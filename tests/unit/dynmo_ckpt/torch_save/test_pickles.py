@@ -14,7 +14,7 @@ import torch
 
 from dynmo_ckpt._common.errors import DynmoError
 from dynmo_ckpt.errors import CorruptError, UnsafePickleError
-from dynmo_ckpt.torch_save.pickles import Inert, TensorRef, load_pickle
+from dynmo_ckpt.torch_save.pickles import OpaquePickle, TensorRef, load_pickle
 from dynmo_ckpt.torch_save.reader import open_torch
 
 VALUES = [
@@ -49,7 +49,7 @@ def test_shared_and_recursive_values():
 
 def test_a_namespace_stays_inert():
     found = load_pickle(pickle.dumps(argparse.Namespace(a=1, dtype=torch.float16)), "x")
-    assert isinstance(found, Inert)
+    assert isinstance(found, OpaquePickle)
     assert found.attributes["a"] == 1
 
 
@@ -96,7 +96,7 @@ class Member:
 @pytest.mark.parametrize("protocol", [2, 4])
 def test_a_member_of_an_enumeration_stays_inert(protocol):
     found = load_pickle(pickle.dumps(Member(torch.nn.Module, "encoder_or_decoder"), protocol), "x")
-    assert isinstance(found, Inert)
+    assert isinstance(found, OpaquePickle)
     assert (str(found.type), found.arguments) == ("torch.nn.modules.module.Module", ("encoder_or_decoder",))
 
 
@@ -109,7 +109,7 @@ def test_a_member_of_anything_else_is_refused(asked):
 def test_a_call_of_an_allowed_package_stays_inert():
     payload = b"cnumpy\nload\n(S'x'\ntR."
     found = load_pickle(payload, "x")
-    assert isinstance(found, Inert)
+    assert isinstance(found, OpaquePickle)
     assert str(found.type) == "numpy.load"
 
 

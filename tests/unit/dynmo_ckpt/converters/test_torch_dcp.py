@@ -11,15 +11,13 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from dynmo_ckpt.errors import CorruptError, NoStateError, UnsafePickleError, UnsupportedError
-from dynmo_ckpt.formats.choices import SourceKind
+from dynmo_ckpt.errors import CorruptError, NoOptimizerStateError, UnsafePickleError, UnsupportedError
 from dynmo_ckpt.huggingface.models import hf_config
-from dynmo_ckpt.megatron.read import LegacyOptions
+from dynmo_ckpt.formats.choices import ReadOptions
 from dynmo_ckpt.operations.reference_model import load_array
-from dynmo_ckpt.readers.detect import open_any
+from dynmo_ckpt.converters.registry import open_checkpoint
 from tests.unit.dynmo_ckpt import families, native_checkpoints
 
-AUTO = SourceKind.AUTO
 BOTH = ("weight", "bias")
 CORE = {
     "attention.norm": "self_attention.linear_qkv.layer_norm_",
@@ -101,7 +99,7 @@ def test_megatron_core_gpt(tmp_path, stacked, tied):
     save(run / "iter_0000040", core(m, p, stacked=stacked), common)
     (run / "latest_checkpointed_iteration.txt").write_text("40")
     for path in (run, run / "iter_0000040"):
-        found, _ = open_any(path, AUTO, None)
+        found, _ = open_checkpoint(path)
         assert dict(found.manifest["model"]) == m
         assert found.manifest["step"] == 40
         assert same(found, p)
@@ -111,7 +109,7 @@ def test_megatron_core_llama(tmp_path):
     m = families.llama()
     p = families.parameters(m)
     save(tmp_path / "c", core(m, p), {"args": arguments(m, **of_llama(m)), "iteration": 2})
-    found, _ = open_any(tmp_path / "c", AUTO, None)
+    found, _ = open_checkpoint(tmp_path / "c")
     assert {k: found.manifest["model"][k] for k in m} == m
     assert same(found, p)
 
@@ -129,13 +127,13 @@ def test_megatron_cores_optimizer_state(tmp_path):
     optimizer = {"optimizer": {"param_groups": [{"step": 7, "params": []}], "state": {"common_step": 7}}}
     common = {"args": arguments(m), "iteration": 7, "optimizer": optimizer}
     save(tmp_path / "c", with_moments(core(m, p)), common)
-    found, _ = open_any(tmp_path / "c", AUTO, None, legacy=LegacyOptions(with_optimizer=True))
+    found, _ = open_checkpoint(tmp_path / "c", options=ReadOptions(with_optimizer=True))
     assert same(found, p)
     p = native_checkpoints.true_rows(m["vocab_size"], p)
     assert all(np.array_equal(load_array(found, f"{name}.exp_avg"), 2 * value) for name, value in p.items())
     assert all(np.array_equal(load_array(found, f"{name}.exp_avg_sq"), value**2) for name, value in p.items())
     assert set(found.manifest["optimizer"]["steps"].values()) == {7}
-    weights, _ = open_any(tmp_path / "c", AUTO, None)
+    weights, _ = open_checkpoint(tmp_path / "c")
     assert weights.names("optimizer") == []
     assert {weights.tensors[name].dtype for name in p} == {"F16"}
 
@@ -147,7 +145,7 @@ def test_flat_buckets_of_the_optimizer_are_refused(tmp_path):
     }
     save(tmp_path / "c", state, {"args": arguments(m), "iteration": 7})
     with pytest.raises(UnsupportedError, match="dp_reshardable"):
-        open_any(tmp_path / "c", AUTO, None, legacy=LegacyOptions(with_optimizer=True))
+        open_checkpoint(tmp_path / "c", options=ReadOptions(with_optimizer=True))
 
 
 def test_names_of_transformers_and_of_meta(tmp_path):
@@ -163,8 +161,8 @@ def test_names_of_transformers_and_of_meta(tmp_path):
     config_path = tmp_path / "config"
     config_path.mkdir()
     (config_path / "config.json").write_text(json.dumps(config))
-    options = LegacyOptions(config=config_path)
-    found = [open_any(tmp_path / place, AUTO, None, legacy=options)[0] for place in ("plain", "wrapped", "compiled")]
+    options = ReadOptions(config=config_path)
+    found = [open_checkpoint(tmp_path / place, options=options)[0] for place in ("plain", "wrapped", "compiled")]
     words = {name: load_array(found[0], name) for name in found[0].names("parameter")}
     vocabulary = m["vocab_size"]
     assert np.array_equal(words["embedding.word.weight"][:vocabulary], state["model.embed_tokens.weight"])
@@ -187,9 +185,9 @@ def test_names_of_transformers_and_of_meta(tmp_path):
         for one, other in (("w1", "gate"), ("w3", "up"), ("w2", "down")):
             meta[f"{to}.feed_forward.{one}.weight"] = state[f"{at}.mlp.{other}_proj.weight"]
     save(tmp_path / "meta", meta)
-    assert same(open_any(tmp_path / "meta", AUTO, None, legacy=options)[0], words)
+    assert same(open_checkpoint(tmp_path / "meta", options=options)[0], words)
     with pytest.raises(Exception, match="give --config"):
-        open_any(tmp_path / "meta", AUTO, None)
+        open_checkpoint(tmp_path / "meta")
 
 
 def test_open_any_of_weights_alone_takes_them_where_state_is_optional(tmp_path):
@@ -199,12 +197,12 @@ def test_open_any_of_weights_alone_takes_them_where_state_is_optional(tmp_path):
     save(tmp_path / "meta", state)
     save(tmp_path / "trained", state | {"optimizer.state.w.exp_avg": np.zeros(1, np.float32)})
     (tmp_path / "config.json").write_text(json.dumps(config))
-    wanted = LegacyOptions(config=tmp_path, with_optimizer=True)
-    with pytest.raises(NoStateError, match="has no optimizer state"):
-        open_any(tmp_path / "meta", AUTO, None, legacy=wanted)
+    wanted = ReadOptions(config=tmp_path, with_optimizer=True)
+    with pytest.raises(NoOptimizerStateError, match="has no optimizer state"):
+        open_checkpoint(tmp_path / "meta", options=wanted)
     with pytest.raises(UnsupportedError, match="known under Megatron-core's names only") as refused:
-        open_any(tmp_path / "trained", AUTO, None, legacy=wanted)
-    assert not isinstance(refused.value, NoStateError)
+        open_checkpoint(tmp_path / "trained", options=wanted)
+    assert not isinstance(refused.value, NoOptimizerStateError)
 
 
 def rewrite(directory, change):
@@ -243,7 +241,7 @@ def test_chunks_of_several_ranks(tmp_path):
         cut[f"{name}.0"], cut[f"{name}.1"] = value[:3], value[3:]
     save(tmp_path / "c", cut, {"args": arguments(m), "iteration": 1})
     halves(tmp_path / "c", list(state))
-    assert same(open_any(tmp_path / "c", AUTO, None)[0], p)
+    assert same(open_checkpoint(tmp_path / "c")[0], p)
 
 
 def saved(tmp_path):
@@ -273,14 +271,14 @@ def test_metadata_that_does_not_fit_is_refused(tmp_path, change, message):
     directory = saved(tmp_path)
     rewrite(directory, change)
     with pytest.raises(CorruptError, match=message):
-        open_any(directory, AUTO, None)
+        open_checkpoint(directory)
 
 
 def test_compressed_tensors_are_refused(tmp_path):
     directory = saved(tmp_path)
     rewrite(directory, lambda d: setattr(first(d.storage_data), "transform_descriptors", ["zstd"]))
     with pytest.raises(UnsupportedError, match="zstd"):
-        open_any(directory, AUTO, None)
+        open_checkpoint(directory)
 
 
 class Call:
@@ -297,7 +295,7 @@ def test_nothing_of_the_metadata_is_executed(tmp_path):
     directory = saved(tmp_path)
     rewrite(directory, lambda d: setattr(d, "planner_data", Call(tmp_path / "made")))
     with pytest.raises(UnsafePickleError, match="mkdir"):
-        open_any(directory, AUTO, None)
+        open_checkpoint(directory)
     assert not (tmp_path / "made").exists()
 
 
@@ -306,4 +304,4 @@ def test_a_truncated_file_is_refused(tmp_path):
     file = max(directory.glob("*.distcp"))
     file.write_bytes(file.read_bytes()[:-100])
     with pytest.raises(CorruptError):
-        open_any(directory, AUTO, None)
+        open_checkpoint(directory)

@@ -1,9 +1,15 @@
-"""Reads Megatron-DeepSpeed checkpoints: pipeline layer files, or one module's states for each tensor rank.
+"""Reads Megatron-DeepSpeed checkpoints: pipeline layer files, or one module's states for each tensor-parallel rank.
 
-The layer files ``layer_LL-model_TT-model_states.pt`` hold one layer each: the embedding first, then the blocks, then
-the final norm and the head. With ZeRO 1 and 2 the 16-bit weights are whole in the model's files, and the shards
-``zero_pp_rank_*`` hold the optimizer's state alone. With ZeRO 3 the weights are in the shards, in float32. Without ZeRO
-the optimizer's state is in the model's file, by position.
+============  ==========================================  =================================================
+ZeRO          weights                                     optimizer state
+============  ==========================================  =================================================
+none          16-bit, in the model's files                in the model's files, by position
+1 and 2       16-bit, in the model's files                ``zero_pp_rank_*`` shards
+3             float32, in the ``zero_pp_rank_*`` shards   the same shards
+============  ==========================================  =================================================
+
+A layer file ``layer_LL-model_TT-model_states.pt`` has one layer: the embedding first, then the blocks, then the final
+norm and the head.
 """
 
 from __future__ import annotations
@@ -16,15 +22,15 @@ from typing import Any
 
 from .._common.document import read_word, short_repr
 from .._common.errors import UsageError
-from ..errors import CorruptError, NoStateError, UnsupportedError
+from ..errors import CorruptError, NoOptimizerStateError, UnsupportedError, short_name, short_names
+from ..formats.choices import ReadOptions, WriteOptions
 from ..maps.name_map import load_map
 from ..megatron.arguments import read_args
 from ..megatron.read import (
     HEAD_COPY,
-    KINDS,
     LAYER_NAME,
-    LegacyCheckpoint,
-    LegacyOptions,
+    STATE_KINDS,
+    MegatronCheckpoint,
     RankFacts,
     assemble,
     assemble_state,
@@ -32,45 +38,51 @@ from ..megatron.read import (
 )
 from ..megatron.read_optimizer import read_state
 from ..megatron.training_progress import Progress, read_progress
+from ..megatron.write_deepspeed import plan_deepspeed
+from ..native.checkpoint import NativeCheckpoint
+from ..tensors.copy_plan import ExportPlan
 from ..tensors.views import Tensor
 from ..torch_save.reader import TorchFile, open_torch
-from .zero import held_state, read_zero, shard_files
+from .assemble import from_megatron, state_decisions
+from .registry import CheckpointFormat
+from .zero import read_zero, shard_files, shard_state
 
-# A pipeline without an axis of tensor ranks has no "-model_TT" in the names of its layers.
+# A pipeline without tensor parallelism has no "-model_TT" in the names of its layer files.
 LAYER_FILE = re.compile(r"layer_(\d+)(?:-model_(\d+))?-model_states\.pt")
 RANK_FILE = re.compile(r"(?:zero_pp_rank_0_)?mp_rank_(\d+)_model_states\.pt")
 LM = "language_model."
 
 
 def is_deepspeed(path: Path) -> bool:
-    """Whether ``path`` is a directory of DeepSpeed, or one step of it."""
+    """Whether ``path`` is a directory of DeepSpeed checkpoints, or one of its steps."""
     return path.is_dir() and ((path / "latest").is_file() or any(path.glob("*mp_rank_*_model_states.pt")))
 
 
-def open_deepspeed(path: Path, step: int | None, options: LegacyOptions) -> LegacyCheckpoint:
-    """Index a Megatron-DeepSpeed checkpoint; of the bytes, only replicas' are read.
+def open_deepspeed(path: Path, options: ReadOptions) -> MegatronCheckpoint:
+    """Index a Megatron-DeepSpeed checkpoint; the bytes of replicas alone are read, to compare them.
 
     Raises:
-        UnsafePickleError: a file asks for more than plain data.
+        UnsafePickleError: a file refers to more than plain data.
         CorruptError: missing files, or files that contradict each other.
-        UnsupportedError: experts, or a layer that is not known.
+        UnsupportedError: experts, or an unknown layer.
+        UsageError: the step is missing, or the model needs an option.
     """
-    directory = _step_directory(path, step)
+    directory = _step_directory(path, options.step)
     ranks = _numbered(directory, RANK_FILE)
     if not ranks:
         raise CorruptError(f"{directory}: has no mp_rank_*_model_states.pt")
     first = open_torch(ranks[min(ranks)])
     tree = first.tree if isinstance(first.tree, dict) else {}
-    said = read_args(tree, str(first.path))
+    args = read_args(tree, str(first.path))
     if any(directory.glob("layer_*_expert_*")) or any(directory.glob("expert_*")):
-        raise UnsupportedError(f"{directory}: experts of DeepSpeed are not mapped")
+        raise UnsupportedError(f"{directory}: experts (MoE) of DeepSpeed are not supported")
     number = tree.get("iteration", tree.get("global_steps", 0))
     version = tree.get("checkpoint_version", 3.0)
     if not isinstance(number, int) or not isinstance(version, int | float):
         raise CorruptError(f"{first.path}: iteration {short_repr(number)}, checkpoint_version {short_repr(version)}")
     layers = _layer_files(directory)
-    progress = _progress(directory, first, said, number, with_optimizer=options.with_optimizer)
-    facts = RankFacts(path=first.path, args=said, version=float(version), step=number, progress=progress)
+    progress = _progress(directory, first, args, number, with_optimizer=options.with_optimizer)
+    facts = RankFacts(path=first.path, args=args, version=float(version), step=number, progress=progress)
     zero3 = not layers and _is_empty(_tensors(first, "module"))
     stages: list[dict[str, list[Tensor]]] = []
     if not zero3:
@@ -82,22 +94,22 @@ def open_deepspeed(path: Path, step: int | None, options: LegacyOptions) -> Lega
         numbered = {kind: (found, _counts(found)) for kind, found in state.items()}
         return assemble_state(facts, numbered, steps, options, None if zero3 else (stages, _counts(stages)))
     found = assemble(facts, state["master"], _counts(state["master"]), options)
-    return replace(found, remarks=[*found.remarks, "the weights are ZeRO 3's float32 masters"])
+    return replace(found, remarks=[*found.remarks, "the weights are the float32 masters of ZeRO 3"])
 
 
 def _progress(
     directory: Path, first: TorchFile, args: Mapping[str, Any], step: int, *, with_optimizer: bool
 ) -> Progress:
-    """What is in the first model's file; with optimizer state also the loss scale, from the first of its shards."""
+    """The progress in the first model file; with optimizer state also the loss scale, from the first shard."""
     shards = shard_files(directory) if with_optimizer else {}
     if not shards:
         return read_progress(first.tree, args, step, first.number)
     shard = open_torch(shards[min(shards)][min(shards[min(shards)])])
-    return read_progress(first.tree, args, step, shard.number, held_state(shard))
+    return read_progress(first.tree, args, step, shard.number, shard_state(shard))
 
 
 def _counts(stages: list[dict[str, list[Tensor]]]) -> dict[str, int]:
-    """Layers of the stacks."""
+    """Number of layers of ``encoder`` and ``decoder``."""
     counts = {"encoder": 0, "decoder": 0}
     for name in {name for stage in stages for name in stage}:
         match = LAYER_NAME.match(name)
@@ -113,22 +125,22 @@ def _is_empty(tensors: Mapping[str, Tensor]) -> bool:
 def _state(
     directory: Path, layers: Mapping[int, Mapping[int, Path]], ranks: Mapping[int, Path]
 ) -> tuple[dict[str, list[dict[str, list[Tensor]]]], set[int]]:
-    """The optimizer's state by kind, as stages of whole models; and the updates that ranks did."""
+    """The optimizer state by kind, as the stages of a model; and the numbers of optimizer steps of the ranks."""
     shards = shard_files(directory)
     if not shards:
         return _state_without_zero(directory, layers, ranks)
     if set(shards) != set(ranks):
         raise CorruptError(
-            f"{directory}: has the optimizer's shards of the model-parallel ranks {sorted(shards)}, and the models of "
-            f"{sorted(ranks)}"
+            f"{directory}: has optimizer shards of the model-parallel ranks {sorted(shards)}; the model files are of "
+            f"the ranks {sorted(ranks)}"
         )
-    held = {rank: read_zero(directory, shards[rank], open_torch(ranks[rank])) for rank in sorted(ranks)}
-    steps = {each.steps for each in held.values()}
+    states = {rank: read_zero(directory, shards[rank], open_torch(ranks[rank])) for rank in sorted(ranks)}
+    steps = {each.steps for each in states.values()}
     result = {}
-    for kind in KINDS:
-        parts = [held[rank].tensors[kind] for rank in sorted(ranks)]
+    for kind in STATE_KINDS:
+        parts = [states[rank].tensors[kind] for rank in sorted(ranks)]
         if not layers:
-            result[kind] = _one_stage(directory, [_unwrapped(part) for part in parts])
+            result[kind] = _single_stage(directory, [_unwrapped(part) for part in parts])
             continue
         width = 1 + max(rank for files in layers.values() for rank in files)
         workers = [_by_layer(directory, parts[at : at + width], layers) for at in range(0, len(parts), width)]
@@ -140,24 +152,26 @@ def _state(
 def _state_without_zero(
     directory: Path, layers: Mapping[int, Mapping[int, Path]], ranks: Mapping[int, Path]
 ) -> tuple[dict[str, list[dict[str, list[Tensor]]]], set[int]]:
-    """As :func:`_state`, from the models' files, which hold it where there is no ZeRO."""
+    """As :func:`_state`, from the model files, which have the optimizer state where there is no ZeRO."""
     files = [open_torch(ranks[rank]) for rank in sorted(ranks)]
     if not all(isinstance(file.tree, dict) and isinstance(file.tree.get("optimizer"), dict) for file in files):
-        raise NoStateError(f"{directory}: has no optimizer state; take the weights alone, with --no-optimizer")
+        raise NoOptimizerStateError(
+            f"{directory}: has no optimizer state; convert the weights alone with --no-optimizer"
+        )
     if layers:
         raise UnsupportedError(
-            f"{directory}: the optimizer state of a pipeline without ZeRO has no names and is not mapped; take the "
-            "weights alone, with --no-optimizer"
+            f"{directory}: the optimizer state of a pipeline without ZeRO has no parameter names and cannot be mapped; "
+            "convert the weights alone with --no-optimizer"
         )
-    held = []
+    states = []
     for file in files:
         named = {_canonical(name): tensor for name, tensor in _unwrapped(_tensors(file, "module")).items()}
-        held.append(read_state(file, [named]))
+        states.append(read_state(file, [named]))
     result = {}
-    for kind in KINDS:
-        parts = [{name: tensor for (_, name), tensor in each.tensors[kind].items()} for each in held]
-        result[kind] = _one_stage(directory, parts)
-    return result, {each.steps for each in held}
+    for kind in STATE_KINDS:
+        parts = [{name: tensor for (_, name), tensor in each.tensors[kind].items()} for each in states]
+        result[kind] = _single_stage(directory, parts)
+    return result, {each.steps for each in states}
 
 
 def _unwrapped(part: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -167,10 +181,10 @@ def _unwrapped(part: Mapping[str, Tensor]) -> dict[str, Tensor]:
 def _by_layer(
     directory: Path, parts: Sequence[Mapping[str, Tensor]], layers: Mapping[int, Mapping[int, Path]]
 ) -> dict[int, list[dict[str, Tensor]]]:
-    """The tensors of one worker's tensor ranks by the number of the layer's file.
+    """The tensors of one pipeline rank, for each of its tensor-parallel ranks, by the number of the layer file.
 
-    The first and the last worker hold the tied embedding, which is at both ends of the pipeline. The end has no file of
-    its own, unless an older DeepSpeed wrote it; its state counts as a layer after the last.
+    The tied embedding is on the first and on the last pipeline rank. The last one has a file for it only where an older
+    DeepSpeed wrote it; its state counts as a layer after the last.
     """
     found: dict[int, list[dict[str, Tensor]]] = {}
     first_block = sorted(layers)[1]
@@ -183,7 +197,7 @@ def _by_layer(
             else:
                 prefix, _, inner = name.partition(".")
                 if not prefix.isdigit() or int(prefix) not in layers:
-                    raise CorruptError(f"{directory}: the optimizer has {name}, which is in none of the layers' files")
+                    raise CorruptError(f"{directory}: the optimizer has {short_name(name)}, which no layer file has")
                 number = int(prefix)
             found.setdefault(number, [{} for _ in parts])[rank][inner] = tensor
     return found
@@ -195,7 +209,7 @@ def _step_directory(path: Path, step: int | None) -> Path:
     name = f"global_step{step}" if step is not None else read_word(path / "latest")
     if "/" in name or not (path / name).is_dir():
         raise UsageError(
-            f"{path / name}: is not there; the steps are {sorted(p.name for p in path.glob('global_step*'))}"
+            f"{path / name}: is missing; choose --step from {sorted(p.name for p in path.glob('global_step*'))}"
         )
     return path / name
 
@@ -205,7 +219,7 @@ def _numbered(directory: Path, pattern: re.Pattern[str]) -> dict[int, Path]:
 
 
 def _layer_files(directory: Path) -> dict[int, dict[int, Path]]:
-    """Files by layer and tensor rank; raises ``CorruptError`` where one is missing."""
+    """Files by layer and tensor-parallel rank; raises ``CorruptError`` where one is missing."""
     found: dict[int, dict[int, Path]] = {}
     for child in directory.iterdir():
         match = LAYER_FILE.fullmatch(child.name)
@@ -215,12 +229,12 @@ def _layer_files(directory: Path) -> dict[int, dict[int, Path]]:
     for layer, files in found.items():
         missing = sorted(set(range(max(ranks) + 1)) - set(files))
         if missing:
-            raise CorruptError(f"{directory}: layer {layer} lacks the tensor ranks {missing}")
+            raise CorruptError(f"{directory}: layer {layer} has no files of the tensor-parallel ranks {missing}")
     return dict(sorted(found.items()))
 
 
 def _open_layers(layers: Mapping[int, Mapping[int, Path]]) -> dict[int, list[dict[str, Tensor]]]:
-    """The tensors of each layer's files, by tensor rank."""
+    """The tensors of each layer, for each tensor-parallel rank."""
     return {
         number: [_tensors(open_torch(files[rank]), None) for rank in sorted(files)] for number, files in layers.items()
     }
@@ -229,11 +243,11 @@ def _open_layers(layers: Mapping[int, Mapping[int, Path]]) -> dict[int, list[dic
 def _from_layers(
     directory: Path, layers: Mapping[int, Sequence[Mapping[str, Tensor]]]
 ) -> list[dict[str, list[Tensor]]]:
-    """One stage for each layer, given for all tensor ranks, under the names of a whole model."""
+    """One stage for each layer, with the tensors of all tensor-parallel ranks under the names of a complete model."""
     stages, blocks, has_words = [], 0, False
     for number, parts in layers.items():
         if any(part.keys() != parts[0].keys() for part in parts):
-            raise CorruptError(f"{directory}: the tensor ranks of layer {number} do not hold the same tensors")
+            raise CorruptError(f"{directory}: layer {number}: the tensor-parallel ranks have different tensor names")
         names = set(parts[0])
         if "word_embeddings.weight" in names:
             table = HEAD_COPY if has_words else f"{LM}embedding.word_embeddings.weight"
@@ -248,20 +262,22 @@ def _from_layers(
         elif len(names) == 1 and len(next(iter(parts[0].values())).shape) == 2:
             renamed = dict.fromkeys(names, f"{LM}output_layer.weight")
         else:
-            raise UnsupportedError(f"{directory}: layer {number} is no layer of a GPT: {', '.join(sorted(names)[:5])}")
+            raise UnsupportedError(f"{directory}: layer {number} is not a layer of a GPT: {short_names(sorted(names))}")
         stages.append({_canonical(renamed[name]): [part[name] for part in parts] for name in renamed})
     return stages
 
 
 def _from_modules(directory: Path, ranks: Mapping[int, Path]) -> list[dict[str, list[Tensor]]]:
     if set(ranks) != set(range(len(ranks))):
-        raise CorruptError(f"{directory}: has the tensor ranks {sorted(ranks)}, not 0 and on")
-    return _one_stage(directory, [_unwrapped(_tensors(open_torch(ranks[rank]), "module")) for rank in sorted(ranks)])
+        raise CorruptError(
+            f"{directory}: has the tensor-parallel ranks {sorted(ranks)}; they must be 0 to {len(ranks) - 1}"
+        )
+    return _single_stage(directory, [_unwrapped(_tensors(open_torch(ranks[rank]), "module")) for rank in sorted(ranks)])
 
 
-def _one_stage(directory: Path, parts: Sequence[Mapping[str, Tensor]]) -> list[dict[str, list[Tensor]]]:
+def _single_stage(directory: Path, parts: Sequence[Mapping[str, Tensor]]) -> list[dict[str, list[Tensor]]]:
     if any(part.keys() != parts[0].keys() for part in parts):
-        raise CorruptError(f"{directory}: its tensor ranks do not hold the same tensors")
+        raise CorruptError(f"{directory}: its tensor-parallel ranks have different tensor names")
     return [{_canonical(name): [part[name] for part in parts] for name in parts[0]}]
 
 
@@ -270,9 +286,41 @@ def _tensors(file: TorchFile, key: str | None) -> dict[str, Tensor]:
     if key is not None:
         tree = tree.get(key) if isinstance(tree, dict) else None
     if not isinstance(tree, dict):
-        raise CorruptError(f"{file.path}: holds no {key or 'dictionary'}")
+        raise CorruptError(f"{file.path}: has no {key or 'dictionary'}")
     return flatten(file, tree)
 
 
 def _canonical(name: str) -> str:
     return load_map("legacy_gpt", "2").canonical(name)
+
+
+def _read(path: Path, options: ReadOptions) -> tuple[NativeCheckpoint, list[str]]:
+    return from_megatron(open_deepspeed(path, options), path)
+
+
+def write_deepspeed(checkpoint: NativeCheckpoint, options: WriteOptions) -> ExportPlan:
+    """Plan a Megatron-DeepSpeed checkpoint with one pipeline stage.
+
+    Raises:
+        UnsupportedError: a family other than GPT and Llama, sizes that the ranks do not divide, or a tensor without a
+            map.
+        UsageError: weights of several types.
+    """
+    files, small = plan_deepspeed(
+        checkpoint, tensor_parallel_size=options.tp, dtype=options.dtype, with_optimizer=options.with_optimizer
+    )
+    decisions = state_decisions(checkpoint, options) | {"tensor_parallel_size": options.tp}
+    return ExportPlan(files=tuple(files), small_files=small, decisions=decisions)
+
+
+DEEPSPEED = CheckpointFormat(
+    name="deepspeed",
+    description="Megatron-DeepSpeed, ZeRO 0 to 3 (GPT, Llama)",
+    marker="latest, global_stepN",
+    detect=is_deepspeed,
+    read=_read,
+    write=write_deepspeed,
+    topology=("tp",),
+    stores_optimizer=True,
+    has_steps=True,
+)

@@ -1,6 +1,6 @@
-"""Reads the ``NAME.bin`` of llama2.c: seven integers, then float32 matrices one behind the other, layers stacked.
+"""Reads ``NAME.bin`` of llama2.c: seven int32 sizes, then concatenated float32 matrices, layers stacked.
 
-Its rotation turns neighbouring pairs; the rows are put in order by ``maps/llama2c.json``.
+Its rotary embedding pairs neighboring elements of a head; ``maps/llama2c.json`` reorders the rows.
 """
 
 from __future__ import annotations
@@ -10,12 +10,16 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import CorruptError
+from ..formats.choices import ReadOptions
 from ..io.files import open_file
 from ..io.safetensors import StoredArray
-from ..tensors.views import Tensor, whole
+from ..native.checkpoint import NativeCheckpoint
+from ..tensors.views import Tensor, as_tensor
+from .assemble import from_map
+from .registry import CheckpointFormat
 
 HEADER_BYTES = 28
-LIMIT = 1 << 24
+MAX_SIZE = 1 << 24
 
 
 def is_llama2c(path: Path) -> bool:
@@ -24,10 +28,14 @@ def is_llama2c(path: Path) -> bool:
 
 
 def read_llama2c(path: Path, make_vocab_size_divisible_by: int) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """The ``model`` of a manifest, and the matrices by llama2.c's names with the layer's number behind.
+    """The ``model`` of a manifest, and the matrices by llama2.c's names, with the layer number as suffix.
+
+    Args:
+        path: the file.
+        make_vocab_size_divisible_by: the recorded padded vocabulary size is a multiple of this number of rows.
 
     Raises:
-        CorruptError: the header holds impossible sizes, or does not fit the file's size.
+        CorruptError: the header has impossible sizes, or does not fit the file's size.
     """
     with open_file(path) as handle:
         header = handle.read(HEADER_BYTES)
@@ -37,10 +45,10 @@ def read_llama2c(path: Path, make_vocab_size_divisible_by: int) -> tuple[dict[st
     sizes = (hidden, inner, layers, heads, groups, vocab, positions)
     if path.name.startswith("pytorch_model"):
         raise CorruptError(
-            f"{path}: weights of a Hugging Face directory; give the directory, which has config.json too"
+            f"{path}: a weight file of a Hugging Face directory; give the directory, which has config.json too"
         )
-    if len(header) < HEADER_BYTES or not all(0 < size < LIMIT for size in sizes) or hidden % heads or heads % groups:
-        raise CorruptError(f"{path}: not a file of llama2.c: its header says {numbers}")
+    if len(header) < HEADER_BYTES or not all(0 < size < MAX_SIZE for size in sizes) or hidden % heads or heads % groups:
+        raise CorruptError(f"{path}: not a file of llama2.c: its header has the sizes {numbers}")
     width = hidden // heads
     stacks: list[tuple[str, bool, tuple[int, ...]]] = [
         ("tok_embeddings", False, (vocab, hidden)),
@@ -61,10 +69,10 @@ def read_llama2c(path: Path, make_vocab_size_divisible_by: int) -> tuple[dict[st
     for name, stacked, shape in stacks:
         for i in range(layers if stacked else 1):
             key = f"{name}.{i}" if stacked else name
-            tensors[key] = whole(StoredArray(path=path, key=key, dtype="F32", shape=shape, offset=at))
+            tensors[key] = as_tensor(StoredArray(path=path, key=key, dtype="F32", shape=shape, offset=at))
             at += 4 * math.prod(shape)
     if at != path.stat().st_size:
-        raise CorruptError(f"{path}: has {path.stat().st_size} bytes, its header asks for {at}")
+        raise CorruptError(f"{path}: has {path.stat().st_size} bytes; its header requires {at}")
     model = {
         "family": "llama",
         "num_layers": layers,
@@ -85,3 +93,13 @@ def read_llama2c(path: Path, make_vocab_size_divisible_by: int) -> tuple[dict[st
         "tied_embeddings": signed_vocab > 0,
     }
     return model, tensors
+
+
+def _read(path: Path, options: ReadOptions) -> tuple[NativeCheckpoint, list[str]]:
+    model, tensors = read_llama2c(path, options.make_vocab_size_divisible_by)
+    return from_map(path.parent, model, "llama2c", tensors, options.drop, run_id=path.stem)
+
+
+LLAMA2C = CheckpointFormat(
+    name="llama2c", description="file of llama2.c (Llama)", marker="NAME.bin", detect=is_llama2c, read=_read
+)

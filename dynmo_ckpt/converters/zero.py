@@ -1,8 +1,15 @@
-"""The optimizer's shards of DeepSpeed's ZeRO (``[bf16_]zero_pp_rank_D_mp_rank_M_optim_states.pt``) as whole tensors.
+"""Merges the optimizer shards of DeepSpeed's ZeRO (``[bf16_]zero_pp_rank_D_mp_rank_M_optim_states.pt``).
 
-ZeRO 1 and 2: each group's weights lie one behind the other in a flat buffer, of which each replica has a part; newer
-files tell where (``param_slice_mappings``). ZeRO 3: each replica has an equal part of every weight, padded, the parts
-one behind the other over all its groups. Names and shapes are in the model's file (``param_shapes``).
+ZeRO 1 and 2: the parameters of a group are concatenated into a flat buffer, and each data-parallel rank has an equal
+part of the buffer. Newer files record the slices (``param_slice_mappings``)::
+
+    group buffer   [ a a a a | b b b c | c c c c | c c pad ]     rank 0 | rank 1 | rank 2 | rank 3
+
+ZeRO 3: each rank has an equal, padded part of every parameter, and concatenates these parts over all groups::
+
+    rank 0  [ a a | b | c c c ]      rank 1  [ a a | b | c c pad ]
+
+Names and shapes are in the model file (``param_shapes``).
 """
 
 from __future__ import annotations
@@ -15,21 +22,21 @@ from pathlib import Path
 from typing import Any
 
 from .._common.document import short_repr
-from ..errors import CorruptError, UnsupportedError
+from ..errors import CorruptError, UnsupportedError, short_name
 from ..tensors.views import Tensor, concatenate
-from ..torch_save.pickles import Inert, TensorRef
+from ..torch_save.pickles import OpaquePickle, TensorRef
 from ..torch_save.reader import TorchFile, open_torch
 
 SHARD = re.compile(r"(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
 KINDS = ("master", "exp_avg", "exp_avg_sq")
-# DeepSpeed pickles the stage as a member of its ZeroStageEnum: by value, or by name under Python 3.11.0 to 3.11.3.
+# DeepSpeed pickles a member of its ZeroStageEnum: by value, or by name under Python 3.11.0 to 3.11.3.
 STAGES = {"disabled": 0, "optimizer_states": 1, "gradients": 2, "weights": 3}
 Shapes = Sequence[Mapping[str, tuple[int, ...]]]
 
 
 @dataclass(frozen=True, kw_only=True)
 class ZeroState:
-    """The state of one model-parallel rank: tensors by kind and by the module's name, and updates done."""
+    """The state of one model-parallel rank: tensors by kind and parameter name, and the number of optimizer steps."""
 
     tensors: Mapping[str, Mapping[str, Tensor]]
     steps: int
@@ -37,7 +44,15 @@ class ZeroState:
 
 @dataclass(frozen=True, kw_only=True)
 class _Shard:
-    """One replica's file: flat buffers by kind, offsets of names in each (if recorded), ZeRO stage, updates."""
+    """The file of one data-parallel rank.
+
+    Attributes:
+        file: the file.
+        flats: flat buffers by kind, one for each group.
+        slices: for each group the begin and length of each parameter, in elements, where they are recorded.
+        stage: the ZeRO stage.
+        steps: number of optimizer steps.
+    """
 
     file: TorchFile
     flats: Mapping[str, Sequence[Tensor]]
@@ -47,7 +62,7 @@ class _Shard:
 
 
 def shard_files(directory: Path) -> dict[int, dict[int, Path]]:
-    """The shards by model-parallel rank and replica."""
+    """The shards by model-parallel rank and data-parallel rank."""
     found: dict[int, dict[int, Path]] = {}
     for child in directory.iterdir():
         match = SHARD.fullmatch(child.name)
@@ -57,38 +72,40 @@ def shard_files(directory: Path) -> dict[int, dict[int, Path]]:
 
 
 def read_zero(directory: Path, shards: Mapping[int, Path], model: TorchFile) -> ZeroState:
-    """Put the state of one model-parallel rank together; no tensor's bytes are read.
+    """Merge the state of one model-parallel rank; no tensor's bytes are read.
 
     Args:
-        directory: for messages.
-        shards: its files by replica.
-        model: the model's file, which has the shapes.
+        directory: the checkpoint, for messages.
+        shards: the files by data-parallel rank.
+        model: the model file, which has the shapes.
 
     Raises:
         CorruptError: shards are missing, or do not fit the shapes.
-        UnsupportedError: state that is not Adam's.
+        UnsupportedError: the state of an optimizer other than Adam.
     """
     if sorted(shards) != list(range(len(shards))):
-        raise CorruptError(f"{directory}: has the optimizer's shards of the replicas {sorted(shards)}, not 0 and on")
+        raise CorruptError(
+            f"{directory}: has optimizer shards of the replicas {sorted(shards)}; they must be 0 to {len(shards) - 1}"
+        )
     shapes = _shapes(model)
     parts = [_read_shard(shards[replica], model) for replica in sorted(shards)]
     first = parts[0]
     recorded = _replicas(first.file)
     if recorded is not None and recorded != len(parts):
-        raise CorruptError(f"{directory}: has {len(parts)} of the optimizer's {recorded} shards")
+        raise CorruptError(f"{directory}: has {len(parts)} of {recorded} optimizer shards")
     if any((p.stage, p.steps) != (first.stage, first.steps) for p in parts):
-        raise CorruptError(f"{directory}: its optimizer's shards are of several stages of ZeRO or several steps")
-    together = _third_stage if first.stage == 3 else _by_slices if first.slices else _one_behind_the_other
-    tensors = {kind: together(directory, [part.flats[kind] for part in parts], shapes, parts) for kind in KINDS}
+        raise CorruptError(f"{directory}: its optimizer shards have different ZeRO stages or numbers of steps")
+    merge = _merge_stage_3 if first.stage == 3 else _merge_mapped_slices if first.slices else _merge_flat_groups
+    tensors = {kind: merge(directory, [part.flats[kind] for part in parts], shapes, parts) for kind in KINDS}
     return ZeroState(tensors=tensors, steps=first.steps)
 
 
 def _shapes(model: TorchFile) -> list[dict[str, tuple[int, ...]]]:
-    held = model.tree.get("param_shapes") if isinstance(model.tree, dict) else None
-    groups = [held] if isinstance(held, dict) else held
+    recorded = model.tree.get("param_shapes") if isinstance(model.tree, dict) else None
+    groups = [recorded] if isinstance(recorded, dict) else recorded
     if not isinstance(groups, list) or not groups or not all(isinstance(group, dict) for group in groups):
         raise UnsupportedError(
-            f"{model.path}: does not tell the weights' shapes (param_shapes), as DeepSpeed before 0.5"
+            f"{model.path}: has no param_shapes, the shapes of the weights; DeepSpeed records them since 0.5"
         )
     for group in groups:
         for name, shape in group.items():
@@ -97,82 +114,82 @@ def _shapes(model: TorchFile) -> list[dict[str, tuple[int, ...]]]:
     return [dict(group) for group in groups]
 
 
-def held_state(file: TorchFile) -> dict[str, Any]:
-    """The contents of a shard; raises ``CorruptError`` where they are not the state of an optimizer."""
-    held = file.tree.get("optimizer_state_dict") if isinstance(file.tree, dict) else None
-    if not isinstance(held, dict):
-        raise CorruptError(f"{file.path}: holds no optimizer_state_dict")
-    return held
+def shard_state(file: TorchFile) -> dict[str, Any]:
+    """The optimizer state of a shard; raises ``CorruptError`` where the shard has none."""
+    state = file.tree.get("optimizer_state_dict") if isinstance(file.tree, dict) else None
+    if not isinstance(state, dict):
+        raise CorruptError(f"{file.path}: has no optimizer_state_dict")
+    return state
 
 
 def _replicas(file: TorchFile) -> int | None:
-    count = held_state(file).get("partition_count")
+    count = shard_state(file).get("partition_count")
     count = max(count, default=None) if isinstance(count, list) else count
     return count if isinstance(count, int) else None
 
 
 def _read_shard(path: Path, model: TorchFile) -> _Shard:
     file = open_torch(path)
-    held = held_state(file)
-    stage = _stage(held)
-    refs = held.get("fp32_flat_groups" if stage == 3 else "single_partition_of_fp32_groups")
+    state = shard_state(file)
+    stage = _stage(state)
+    refs = state.get("fp32_flat_groups" if stage == 3 else "single_partition_of_fp32_groups")
     if not isinstance(refs, list) or stage not in (1, 2, 3):
-        raise UnsupportedError(f"{path}: holds no flat groups of float32 weights (ZeRO {short_repr(stage)})")
-    base = held.get("optimizer_state_dict" if stage == 3 else "base_optimizer_state")
+        raise UnsupportedError(f"{path}: has no flat groups of float32 weights; its ZeRO stage is {short_repr(stage)}")
+    base = state.get("optimizer_state_dict" if stage == 3 else "base_optimizer_state")
     found = _entries(path, base, len(refs))
     groups = base.get("param_groups", []) if isinstance(base, dict) else []
     flats = {"master": [_flat(file, ref, "weights") for ref in refs]}
     for kind in KINDS[1:]:
         flats[kind] = _without_padding(
-            path, kind, [_flat(file, entry.get(kind), kind) for entry in found], flats["master"], held
+            path, kind, [_flat(file, entry.get(kind), kind) for entry in found], flats["master"], state
         )
-    slices = [_slices(path, group) for group in held.get("param_slice_mappings") or []]
-    elastic = {"step": held.get("base_optimizer_state_step")}
+    slices = [_slices(path, group) for group in state.get("param_slice_mappings") or []]
+    elastic = {"step": state.get("base_optimizer_state_step")}
     return _Shard(
         file=file, flats=flats, slices=slices, stage=stage, steps=_steps(file, [*found, *groups, elastic], model)
     )
 
 
-def _stage(held: Mapping[str, Any]) -> Any:
-    """The stage of ZeRO; BF16_Optimizer, which is of stage 1, does not store it."""
-    value = held.get("zero_stage", 1)
-    if isinstance(value, Inert) and len(value.arguments) == 1:
+def _stage(state: Mapping[str, Any]) -> Any:
+    """The ZeRO stage; BF16_Optimizer, which has stage 1, does not store it."""
+    value = state.get("zero_stage", 1)
+    if isinstance(value, OpaquePickle) and len(value.arguments) == 1:
         value = value.arguments[0]
     return STAGES.get(value, value) if isinstance(value, str) else value
 
 
 def _entries(path: Path, base: Any, count: int) -> list[Mapping[str, Any]]:
-    """Adam's state of each flat group; a list in elastic checkpoints."""
+    """Adam's state of each flat group; elastic checkpoints store a list."""
     entries = base.get("state") if isinstance(base, dict) else base
     numbered = dict(enumerate(entries)) if isinstance(entries, list) else entries
     found = [numbered.get(number) if isinstance(numbered, dict) else None for number in range(count)]
     known: list[Mapping[str, Any]] = [entry for entry in found if isinstance(entry, dict)]
     if len(known) != count:
-        raise UnsupportedError(f"{path}: its optimizer state is not Adam's for each group")
+        raise UnsupportedError(f"{path}: has no Adam state for each group; other optimizers are not supported")
     return known
 
 
 def _without_padding(
-    path: Path, kind: str, moments: Sequence[Tensor], masters: Sequence[Tensor], held: Mapping[str, Any]
+    path: Path, kind: str, moments: Sequence[Tensor], masters: Sequence[Tensor], state: Mapping[str, Any]
 ) -> list[Tensor]:
-    """Moments as long as the masters: DeepSpeed cuts the padding at the end of a group off the masters alone."""
-    recorded = held.get("group_paddings")
+    """Moments of the length of the masters: DeepSpeed removes the padding of a group from the masters alone."""
+    recorded = state.get("group_paddings")
     paddings = recorded if isinstance(recorded, list) and len(recorded) == len(masters) else [0] * len(masters)
     result = []
     for moment, master, padding in zip(moments, masters, paddings, strict=True):
         length = master.shape[0]
         if moment.shape[0] not in (length, length + (padding if isinstance(padding, int) else 0)):
-            raise CorruptError(f"{path}: {kind} and the weights are not of one length")
+            raise CorruptError(f"{path}: {kind} and the float32 weights have different lengths")
         result.append(moment.narrow(0, 0, length))
     return result
 
 
 def _flat(file: TorchFile, ref: Any, what: str) -> Tensor:
     if not isinstance(ref, TensorRef) or len(ref.shape) != 1:
-        raise CorruptError(f"{file.path}: {what}: no flat buffer")
+        raise CorruptError(f"{file.path}: {what}: not a flat buffer")
     tensor = file.tensor(ref, what)
     if tensor.dtype != "F32":
-        raise UnsupportedError(f"{file.path}: {what}: in {tensor.dtype}, float32 is expected")
+        raise UnsupportedError(f"{file.path}: {what}: has the type {tensor.dtype}, expected F32")
     return tensor
 
 
@@ -181,7 +198,7 @@ def _steps(file: TorchFile, entries: Sequence[Any], model: TorchFile) -> int:
     numbers = {int(number) for number in recorded if number is not None}
     if len(numbers) > 1:
         raise CorruptError(
-            f"{file.path}: its optimizer says {short_repr(sorted(numbers))} updates, one number is expected"
+            f"{file.path}: its parameter groups did {short_repr(sorted(numbers))} steps; all must have the same number"
         )
     if numbers:
         return numbers.pop()
@@ -190,14 +207,15 @@ def _steps(file: TorchFile, entries: Sequence[Any], model: TorchFile) -> int:
 
 
 def _slices(path: Path, group: Any) -> dict[str, tuple[int, int]]:
-    """Where each weight's part begins in the replica's buffer, and how long it is."""
+    """Begin and length of the part of each parameter in the buffer of this rank, in elements."""
     found = {}
     for name, place in (group if isinstance(group, dict) else {}).items():
-        held = place.attributes if isinstance(place, Inert) else {}
-        begin, count = held.get("start"), held.get("numel")
+        fields = place.attributes if isinstance(place, OpaquePickle) else {}
+        begin, count = fields.get("start"), fields.get("numel")
         if not isinstance(begin, int) or not isinstance(count, int) or begin < 0 or count < 0:
             raise CorruptError(
-                f"{path}: param_slice_mappings: {name}: lies at {short_repr(begin)}, {short_repr(count)} elements long"
+                f"{path}: param_slice_mappings: {short_name(name)}: start {short_repr(begin)} and numel "
+                f"{short_repr(count)} must be non-negative integers"
             )
         found[str(name)] = (begin, count)
     return found
@@ -205,16 +223,18 @@ def _slices(path: Path, group: Any) -> dict[str, tuple[int, int]]:
 
 def _cut(directory: Path, flat: Tensor, begin: int, count: int, what: str) -> Tensor:
     if begin + count > flat.shape[0]:
-        raise CorruptError(f"{directory}: {what}: reaches element {begin + count} of a buffer of {flat.shape[0]}")
+        raise CorruptError(
+            f"{directory}: {short_name(what)}: ends at element {begin + count} of a buffer of {flat.shape[0]}"
+        )
     return flat.narrow(0, begin, begin + count)
 
 
-def _one_behind_the_other(
+def _merge_flat_groups(
     directory: Path, flats: Sequence[Sequence[Tensor]], shapes: Shapes, shards: Sequence[_Shard]
 ) -> dict[str, Tensor]:
-    """ZeRO 1 and 2: of each group, the replicas' parts make the buffer; what is left at its end is padding."""
+    """ZeRO 1 and 2: the parts of all ranks make the buffer of a group; the rest at its end is padding."""
     if len(flats[0]) != len(shapes) or any(len(each) != len(shapes) for each in flats):
-        raise CorruptError(f"{directory}: {len(flats[0])} flat groups for {len(shapes)} groups of weights")
+        raise CorruptError(f"{directory}: has {len(flats[0])} flat groups for {len(shapes)} parameter groups")
     found = {}
     for g, group in enumerate(shapes):
         flat, at = concatenate([each[g] for each in flats], 0), 0
@@ -222,16 +242,18 @@ def _one_behind_the_other(
             count = math.prod(shape)
             found[name] = _cut(directory, flat, at, count, name).unflatten(0, shape)
             at += count
-        step = 2 * len(shards)
+        step = 2 * len(shards)  # DeepSpeed aligns the buffer to two elements for each rank (NCCL's start alignment)
         if -(-at // step) != -(-flat.shape[0] // step):
-            raise CorruptError(f"{directory}: group {g}: {at} elements of weights in a buffer of {flat.shape[0]}")
+            raise CorruptError(
+                f"{directory}: group {g}: has {at} elements of parameters in a buffer of {flat.shape[0]}"
+            )
     return found
 
 
-def _by_slices(
+def _merge_mapped_slices(
     directory: Path, flats: Sequence[Sequence[Tensor]], shapes: Shapes, shards: Sequence[_Shard]
 ) -> dict[str, Tensor]:
-    """ZeRO 1 and 2, where every replica tells which parts of which weights it has."""
+    """ZeRO 1 and 2 with recorded slices."""
     found = {}
     for g, group in enumerate(shapes):
         for name, shape in group.items():
@@ -241,15 +263,17 @@ def _by_slices(
                     begin, count = shard.slices[g][name]
                     parts.append(_cut(directory, each[g], begin, count, name))
             if sum(part.shape[0] for part in parts) != math.prod(shape):
-                raise CorruptError(f"{directory}: {name}: the shards do not hold all of {list(shape)}")
+                raise CorruptError(
+                    f"{directory}: {short_name(name)}: the shards do not have all elements of {list(shape)}"
+                )
             found[name] = concatenate(parts, 0).unflatten(0, shape)
     return found
 
 
-def _third_stage(
+def _merge_stage_3(
     directory: Path, flats: Sequence[Sequence[Tensor]], shapes: Shapes, shards: Sequence[_Shard]
 ) -> dict[str, Tensor]:
-    """ZeRO 3: every replica's groups one behind the other hold its part of each weight."""
+    """ZeRO 3: the concatenated groups of a rank have its part of each parameter."""
     buffers = [concatenate(list(each), 0) for each in flats]
     found, at = {}, 0
     for name, shape in ((name, shape) for group in shapes for name, shape in group.items()):
@@ -259,5 +283,7 @@ def _third_stage(
         found[name] = concatenate(parts, 0).narrow(0, 0, count).unflatten(0, shape)
         at += share
     if any(flat.shape[0] != at for flat in buffers):
-        raise CorruptError(f"{directory}: {at} elements of weights for each shard, it holds {buffers[0].shape[0]}")
+        raise CorruptError(
+            f"{directory}: each shard must have {at} elements of parameters; it has {buffers[0].shape[0]}"
+        )
     return found

@@ -16,17 +16,16 @@ import numpy as np
 import pytest
 
 from dynmo_ckpt.errors import CorruptError, UnsupportedError
-from dynmo_ckpt.formats.choices import SourceKind
-from dynmo_ckpt.megatron.read import LegacyOptions
+from dynmo_ckpt.formats.choices import ReadOptions
 from dynmo_ckpt.operations.reference_model import load_array
-from dynmo_ckpt.readers.deepspeed import open_deepspeed
-from dynmo_ckpt.readers.detect import open_any
+from dynmo_ckpt.converters.deepspeed import open_deepspeed
+from dynmo_ckpt.converters.registry import open_checkpoint
 
 FIXTURES = Path(__file__).parent / "fixtures" / "deepspeed"
 CASES = sorted(path.stem for path in FIXTURES.glob("*.json"))
 WITHOUT_NAMES = "zero0-fp32-pipeline"
 KINDS = {"exp_avg": ".exp_avg", "exp_avg_sq": ".exp_avg_sq", "master": ""}
-WITH = LegacyOptions(with_optimizer=True)
+WITH = ReadOptions(with_optimizer=True)
 
 
 @pytest.fixture
@@ -64,7 +63,7 @@ def test_weights_and_state_are_those_of_deepspeed(unpacked, name):
     # DeepSpeed's digests are of all rows of its table; the true ones alone are kept unless the vocabulary is said to be
     # as large.
     padded = open_deepspeed(directory, None, WITH).model["padded_vocab_size"]
-    checkpoint, _ = open_any(directory, SourceKind.AUTO, None, legacy=replace(WITH, vocab_size=padded))
+    checkpoint, _ = open_checkpoint(directory, options=replace(WITH, vocab_size=padded))
     names = theirs(directory)
     found = {
         names[name]: {kind: digest(load_array(checkpoint, name + suffix)) for kind, suffix in KINDS.items()}
@@ -80,7 +79,7 @@ def test_weights_and_state_are_those_of_deepspeed(unpacked, name):
 @pytest.mark.parametrize("name", CASES)
 def test_the_weights_alone_are_read(unpacked, name):
     directory, about = unpacked(name)
-    checkpoint, _ = open_any(directory, SourceKind.AUTO, None)
+    checkpoint, _ = open_checkpoint(directory)
     assert checkpoint.manifest["optimizer"] is None
     halves = {"fp32": "F32", "fp16": "F16", "bf16": "BF16"}
     expected = "F32" if about["case"]["stage"] == 3 else halves[about["case"]["precision"]]
@@ -91,21 +90,21 @@ def test_weights_alone_with_a_truncated_shard_are_read(unpacked):
     directory, _ = unpacked("zero1-fp16")
     shard = min(directory.glob("*/*zero_pp_rank_0_mp_rank_00_optim_states.pt"))
     shard.write_bytes(shard.read_bytes()[:100])
-    assert open_any(directory, SourceKind.AUTO, None)[0].weights()
+    assert open_checkpoint(directory)[0].weights()
     with pytest.raises(CorruptError, match="optim_states"):
-        open_any(directory, SourceKind.AUTO, None, legacy=WITH)
+        open_checkpoint(directory, options=WITH)
 
 
 def test_state_of_a_pipeline_without_zero_is_refused(unpacked):
     directory, _ = unpacked(WITHOUT_NAMES)
     with pytest.raises(UnsupportedError, match="--no-optimizer"):
-        open_any(directory, SourceKind.AUTO, None, legacy=WITH)
+        open_checkpoint(directory, options=WITH)
 
 
 @pytest.mark.parametrize("name", ["zero1-fp16", "zero0-fp16", "zero3-fp32"])
 def test_the_progress_of_deepspeed_is_carried(unpacked, name):
     directory, about = unpacked(name)
-    manifest = open_any(directory, SourceKind.AUTO, None, legacy=WITH)[0].manifest
+    manifest = open_checkpoint(directory, options=WITH)[0].manifest
     assert (manifest["step"], manifest["consumed_train_samples"], manifest["rng"]["seed"]) == (3, 12, 1234)
     assert (manifest["x_scheduler"]["num_steps"], manifest["x_scheduler"]["lr_decay_style"]) == (12, "constant")
     assert manifest["x_adam"] == {"beta1": 0.9, "beta2": 0.95, "eps": 1e-8}
@@ -126,4 +125,4 @@ def test_a_shard_of_an_unknown_stage_is_refused(unpacked):
         for entry, payload in entries.items():
             archive.writestr(entry, payload)
     with pytest.raises(UnsupportedError, match="ZeRO 9"):
-        open_any(directory, SourceKind.AUTO, None, legacy=WITH)
+        open_checkpoint(directory, options=WITH)

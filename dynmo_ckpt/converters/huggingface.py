@@ -1,0 +1,105 @@
+"""Hugging Face directories: ``config.json``, safetensors or ``pytorch_model.bin``, and the tokenizer's files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from .._common.document import encode_json
+from ..errors import UnsupportedError
+from ..formats.choices import ReadOptions, WriteOptions
+from ..huggingface.files import (
+    DTYPE_NAMES,
+    plan_files,
+    read_config,
+    read_generation_config,
+    read_tensors,
+    tokenizer_files,
+    weight_index,
+)
+from ..huggingface.models import ARCHITECTURES, architecture_of_model, hf_config
+from ..huggingface.source_config import export_config, export_generation_config, source_of, with_class_names
+from ..maps.name_map import layout_of, load_map, to_foreign
+from ..native.checkpoint import NativeCheckpoint
+from ..tensors.copy_plan import ExportPlan
+from .assemble import from_map, model_from_config
+from .registry import CheckpointFormat
+
+
+def read_hf(directory: Path, options: ReadOptions) -> tuple[NativeCheckpoint, list[str]]:
+    """Open a Hugging Face directory as a checkpoint at step 0 without optimizer state.
+
+    Raises:
+        CorruptError: a file is missing or broken, the configuration has impossible sizes, or tied tensors differ.
+        UnsupportedError: another architecture, or tensors that the map does not have.
+    """
+    config = read_config(directory)
+    model = model_from_config(config, directory / "config.json", options)
+    return from_map(
+        directory,
+        model,
+        ARCHITECTURES[config["model_type"]].map,
+        read_tensors(directory),
+        options.drop,
+        run_id=directory.resolve().name,
+        source=source_of(config, read_generation_config(directory)),
+    )
+
+
+def plan_hf(checkpoint: NativeCheckpoint, options: WriteOptions) -> ExportPlan:
+    """Plan a Hugging Face directory of the architecture of transformers that computes the model.
+
+    Masks become zeros in the weights; the optimizer state is left out.
+
+    Raises:
+        UnsupportedError: no architecture computes the model, a tensor has no map, or weights have several types.
+    """
+    manifest = checkpoint.manifest
+    model, ties = manifest["model"], manifest["ties"]
+    if model["tied_embeddings"] != ("head.weight" in ties):
+        raise UnsupportedError("manifest.json: model.tied_embeddings and ties disagree about head.weight")
+    name, architecture = architecture_of_model(model)
+    layout = layout_of(load_map(architecture.map), model)
+    masks = checkpoint.masks()
+    mapped = to_foreign(layout, checkpoint.weights(), ties, masks)
+    dtypes = sorted({item.content.dtype for item in mapped})
+    if options.dtype is None and len(dtypes) != 1:
+        raise UnsupportedError(f"weights have the types {', '.join(dtypes)}; choose one with --dtype")
+    dtype = options.dtype or dtypes[0]
+    inside = checkpoint.directory / "tokenizer"
+    tokenizer = options.tokenizer or (inside if inside.is_dir() else checkpoint.directory)
+    copied, end = tokenizer_files(tokenizer, model["vocab_size"], model["max_position_embeddings"])
+    files = tuple(plan_files(mapped, options.max_shard_bytes, dtype))
+    source = manifest.get("source")
+    config = with_class_names(export_config(source, model, hf_config(model, DTYPE_NAMES[dtype], end)), manifest)
+    generation = {"bos_token_id": end, "eos_token_id": end, "pad_token_id": end}
+    if model["family"] == "t5":
+        generation["decoder_start_token_id"] = end
+    settings = export_generation_config(source, {key: id_ for key, id_ in generation.items() if id_ is not None})
+    small = {"config.json": encode_json(config), **copied}
+    if settings is not None:
+        small["generation_config.json"] = encode_json(settings)
+    index = weight_index(files)
+    if index is not None:
+        small["model.safetensors.index.json"] = index
+    decisions = {
+        "architecture": config["architectures"][0],
+        "map": architecture.map,
+        "activation_function": config.get("activation_function", config.get("hidden_act")),
+        "tied_left_out": sorted(ties),
+        "masks_applied": len(masks),
+        "eos_token_id": config.get("eos_token_id"),
+        "optimizer_tensors_left_out": len(checkpoint.names("optimizer")),
+    }
+    if name == "megatron-bert" and model["activation"] != "gelu":
+        decisions["differs"] = "transformers applies the MLP's activation in the head too; DynMo applies the exact GELU"
+    return ExportPlan(files=files, small_files=small, decisions=decisions)
+
+
+HUGGING_FACE = CheckpointFormat(
+    name="hf",
+    description="Hugging Face directory (GPT-2, MegatronBert, Blenderbot, T5, Llama, Mixtral)",
+    marker="config.json",
+    detect=lambda path: (path / "config.json").is_file(),
+    read=read_hf,
+    write=plan_hf,
+)

@@ -1,0 +1,71 @@
+"""Legacy Megatron checkpoints: ``iter_NNNNNNN/mp_rank_TT[_PPP]/model_optim_rng.pt``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from .._common.errors import UsageError
+from ..formats.choices import ReadOptions, WriteOptions
+from ..megatron.read import is_legacy, open_legacy
+from ..megatron.write import plan_legacy
+from ..native.checkpoint import NativeCheckpoint
+from ..native.reshard import layer_counts, num_blocks
+from ..tensors.copy_plan import ExportPlan
+from .assemble import from_megatron, state_decisions
+from .registry import CheckpointFormat
+
+
+def _read(path: Path, options: ReadOptions) -> tuple[NativeCheckpoint, list[str]]:
+    return from_megatron(open_legacy(path, options), path)
+
+
+def write_legacy(checkpoint: NativeCheckpoint, options: WriteOptions) -> ExportPlan:
+    """Plan a legacy Megatron directory on the topology of ``options``.
+
+    Raises:
+        UnsupportedError: sizes that the ranks do not divide, or a tensor without a map.
+        UsageError: an unknown checkpoint version, or a partition that does not fit the model.
+    """
+    if options.checkpoint_version not in (0, 1, 2, 3):
+        raise UsageError(f"--checkpoint-version {options.checkpoint_version:g}: must be 0, 1.0, 2.0 or 3.0")
+    counts = stage_layer_counts(checkpoint.manifest["model"], options.pp * options.vpp, options.partition)
+    files, small = plan_legacy(
+        checkpoint,
+        counts=counts,
+        tensor_parallel_size=options.tp,
+        virtual_stages_per_worker=options.vpp,
+        version=float(options.checkpoint_version),
+        dtype=options.dtype,
+        with_optimizer=options.with_optimizer,
+    )
+    decisions = {
+        "checkpoint_version": float(options.checkpoint_version),
+        "layers_per_stage": counts,
+        "tensor_parallel_size": options.tp,
+        **state_decisions(checkpoint, options),
+    }
+    return ExportPlan(files=tuple(files), small_files=small, decisions=decisions)
+
+
+def stage_layer_counts(model: Mapping[str, Any], num_stages: int, partition: str | None) -> list[int]:
+    """Number of layers of each stage; by default a T5 is cut between encoder and decoder, as Megatron requires."""
+    if partition is not None or model["family"] != "t5" or num_stages == 1:
+        return layer_counts(num_blocks(model), num_stages, partition)
+    encoder = min(max(1, round(num_stages * model["num_layers"] / max(1, num_blocks(model)))), num_stages - 1)
+    sides = ((model["num_layers"], encoder), (model["num_decoder_layers"], num_stages - encoder))
+    return [count for layers, stages in sides for count in layer_counts(layers, stages, None)]
+
+
+LEGACY_MEGATRON = CheckpointFormat(
+    name="legacy",
+    description="legacy Megatron-LM, versions 0 to 3.0 (GPT, BERT, T5, Llama)",
+    marker="latest_checkpointed_iteration.txt, mp_rank_*",
+    detect=is_legacy,
+    read=_read,
+    write=write_legacy,
+    topology=("tp", "pp", "vpp", "partition"),
+    stores_optimizer=True,
+    has_steps=True,
+)

@@ -1,0 +1,116 @@
+"""DynMo's own checkpoints: opened, and planned on another topology."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from .._common.document import MAX_TABLE_BYTES
+from .._common.errors import UsageError
+from ..formats.checkpoint import seal
+from ..formats.choices import ReadOptions, WriteOptions
+from ..huggingface.files import tokenizer_names
+from ..io.files import read_file
+from ..native.checkpoint import NativeCheckpoint, find_checkpoint, is_native, open_native
+from ..native.reshard import complete_manifest, layer_counts, num_blocks, partition_from_counts, plan_native
+from ..tensors.copy_plan import ExportPlan, WrittenFile
+from .registry import CheckpointFormat
+
+
+def read_native(path: Path, options: ReadOptions) -> tuple[NativeCheckpoint, list[str]]:
+    """Open a run directory, its ``checkpoints`` or one step.
+
+    Raises:
+        CorruptError: no checkpoint there is complete, or its files contradict each other.
+        UsageError: the step is missing, or options that only other formats have.
+    """
+    if options.sparse or options.untie or options.first_replica or options.drop:
+        raise UsageError(
+            "--sparse, --untie, --replicas and --drop apply to inputs of other formats, not to native ones"
+        )
+    directory, remarks = find_checkpoint(path, options.step)
+    return open_native(directory), remarks
+
+
+def write_native(checkpoint: NativeCheckpoint, options: WriteOptions) -> ExportPlan:
+    """Plan a native checkpoint; on one stage (``pp`` and ``vpp`` 1) it keeps the partition of the input.
+
+    Raises:
+        UnsupportedError: sizes that the tensor-parallel ranks do not divide.
+        UsageError: a partition that does not fit the model.
+    """
+    model = checkpoint.manifest["model"]
+    counts = layer_counts(num_blocks(model), options.pp * options.vpp, options.partition)
+    partition = checkpoint.manifest["topology"]["partition"]
+    if len(counts) > 1:
+        partition = partition_from_counts(counts, model)
+    return plan_native_export(checkpoint, options, partition)
+
+
+def plan_native_export(
+    checkpoint: NativeCheckpoint, options: WriteOptions, partition: Sequence[Sequence[str]], dp: int = 1
+) -> ExportPlan:
+    """Plan a native checkpoint on a partition.
+
+    Args:
+        checkpoint: the input.
+        options: tensor-parallel size, virtual stages, weight type, optimizer state and tokenizer of the output.
+        partition: the item names of each stage, in layer order.
+        dp: number of data-parallel replicas, which the manifest records.
+
+    Raises:
+        UnsupportedError: sizes that the tensor-parallel ranks do not divide.
+    """
+    plan = plan_native(
+        checkpoint.manifest,
+        checkpoint.tensors,
+        partition=partition,
+        tensor_parallel_size=options.tp,
+        data_parallel_size=dp,
+        virtual_stages_per_worker=options.vpp,
+        with_optimizer=options.with_optimizer,
+        dtype=options.dtype,
+    )
+
+    def manifest_file(written: Mapping[str, WrittenFile], small: Mapping[str, bytes]) -> dict[str, bytes]:
+        sums = {name: (len(payload), zlib.crc32(payload)) for name, payload in small.items()}
+        return {"manifest.json": seal(complete_manifest(plan, written, sums))}
+
+    before, after = checkpoint.manifest["topology"], plan.manifest["topology"]
+    decisions = {
+        "workers_before": before["pipeline_parallel_size"] * before["tensor_parallel_size"],
+        "workers_after": after["pipeline_parallel_size"] * after["tensor_parallel_size"],
+        "with_optimizer": plan.manifest["optimizer"] is not None,
+        "masks": len(checkpoint.names("mask")),
+    }
+    small = _small_files(checkpoint, options.tokenizer)
+    return ExportPlan(files=plan.files, small_files=small, decisions=decisions, finish=manifest_file)
+
+
+def _small_files(checkpoint: NativeCheckpoint, tokenizer: Path | None) -> dict[str, bytes]:
+    """Files that are copied unchanged, by path: other files of a native checkpoint, and the tokenizer.
+
+    An older ``conversion.json`` is left out. ``tokenizer`` is a directory whose tokenizer replaces that of the input.
+    """
+    directory, listed = checkpoint.directory, checkpoint.manifest["files"]
+    shards = {shard["file"] for entry in checkpoint.manifest["tensors"].values() for shard in entry["shards"]}
+    copied = {name: directory / name for name in sorted(set(listed) - shards - {"conversion.json"})}
+    if tokenizer is not None or not listed:
+        copied = {name: path for name, path in copied.items() if not name.startswith("tokenizer/")}
+        names = tokenizer_names(tokenizer or directory)
+        copied |= {f"tokenizer/{name}": (tokenizer or directory) / name for name in names}
+    return {name: read_file(path, MAX_TABLE_BYTES) for name, path in copied.items()}
+
+
+NATIVE = CheckpointFormat(
+    name="native",
+    description="DynMo, any family and topology, with masks and optimizer state",
+    marker="manifest.json, step-NNNNNNNN",
+    detect=is_native,
+    read=read_native,
+    write=write_native,
+    topology=("tp", "pp", "vpp", "partition"),
+    stores_optimizer=True,
+    has_steps=True,
+)

@@ -1,0 +1,411 @@
+"""Torch's distributed checkpoints (DCP: ``.metadata`` and ``*.distcp``), read without executing the pickle.
+
+::
+
+    .metadata  --open_dcp-->  tensors by full name  --plain_names-->  core, titan or hf
+
+    core   Megatron-core: common.pt has its arguments            --> megatron.read.assemble
+    titan  Meta's Llama (torchtitan), with a config.json         --> assemble.from_map
+    hf     transformers, with a config.json                      --> assemble.from_map
+
+``.metadata`` pickles a ``Metadata`` object: for each tensor its size and chunks, and for each chunk a file, an offset
+and a length. There the file has what ``torch.save`` wrote for the chunk.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from .._common.document import read_word, short_repr
+from .._common.errors import UsageError
+from ..errors import CorruptError, NoOptimizerStateError, UnsupportedError, short_name, short_names
+from ..formats.choices import ReadOptions, WriteOptions
+from ..huggingface.files import read_config, read_generation_config
+from ..huggingface.models import ARCHITECTURES
+from ..huggingface.source_config import source_of
+from ..io.files import read_file
+from ..io.safetensors import DTYPE_BYTES
+from ..megatron.arguments import read_args
+from ..megatron.core_names import EXTRA_STATE, legacy_names
+from ..megatron.read import LAYER_NAME, STATE_KINDS, MegatronCheckpoint, RankFacts, assemble, assemble_state
+from ..megatron.training_progress import read_progress
+from ..megatron.write_core import plan_core
+from ..native.checkpoint import NativeCheckpoint
+from ..tensors.copy_plan import ExportPlan
+from ..tensors.views import Piece, Tensor
+from ..torch_save.pickles import MAX_PICKLE_BYTES, Name, OpaquePickle, TensorRef, load_pickle
+from ..torch_save.reader import TorchFile, open_torch
+from .assemble import from_map, from_megatron, model_from_config, state_decisions
+from .registry import CheckpointFormat
+
+METADATA, COMMON = ".metadata", "common.pt"
+TRACKER = "latest_checkpointed_iteration.txt"
+DTYPES = {
+    "float64": "F64",
+    "float32": "F32",
+    "float16": "F16",
+    "bfloat16": "BF16",
+    "int64": "I64",
+    "int32": "I32",
+    "int16": "I16",
+    "bool": "BOOL",
+    "uint8": "U8",
+}
+# Prefixes of the float32 weights, by release of Megatron-core.
+MASTERS = ("optimizer.state.fp32_param.", "optimizer.state.param.")
+MOMENTS = {kind: f"optimizer.state.{kind}." for kind in STATE_KINDS[1:]}
+TITAN = (
+    (re.compile(r"tok_embeddings\.weight"), "tok_embeddings"),
+    (re.compile(r"layers\.(\d+)\.attention\.(w[qkvo])\.weight"), r"\2.\1"),
+    (re.compile(r"layers\.(\d+)\.feed_forward\.(w[123])\.weight"), r"\2.\1"),
+    (re.compile(r"layers\.(\d+)\.(attention_norm|ffn_norm)\.weight"), r"\2.\1"),
+    (re.compile(r"norm\.weight"), "norm"),
+    (re.compile(r"output\.weight"), "output"),
+    (re.compile(r"freqs_cis|freq_cis|rope\.cache"), "freq_cis"),
+)
+ANCHORS = {
+    "embedding.word_embeddings.weight": "core",
+    "tok_embeddings.weight": "titan",
+    "model.embed_tokens.weight": "hf",
+    "embed_tokens.weight": "hf",
+    "transformer.wte.weight": "hf",
+    "wte.weight": "hf",
+}
+OPTIMIZER_NAME = re.compile(r"(.*\.)?optim(izer)?\.")
+WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DistributedCheckpoint:
+    """The contents of a directory.
+
+    Attributes:
+        directory: the directory with ``.metadata``.
+        tensors: by full name.
+        common: the contents of Megatron-core's ``common.pt``; empty where there is none.
+        other: names of entries that are not tensors.
+        common_file: the file of ``common``.
+    """
+
+    directory: Path
+    tensors: Mapping[str, Tensor]
+    common: Mapping[str, Any]
+    other: tuple[str, ...]
+    common_file: TorchFile | None = None
+
+    def number(self, value: Any) -> int | float | None:
+        """A number in ``common``, stored as a number or as a tensor of one element; None for anything else."""
+        if self.common_file is not None:
+            return self.common_file.number(value)
+        return value if isinstance(value, int | float) else None
+
+
+def is_dcp(path: Path) -> bool:
+    """Whether ``path`` is a distributed checkpoint, or a Megatron-core run whose latest iteration is one."""
+    return (path / METADATA).is_file() or any((path / name / METADATA).is_file() for name in _iterations(path))
+
+
+def _iterations(path: Path) -> list[str]:
+    tracker = path / TRACKER
+    if not tracker.is_file():
+        return []
+    text = read_word(tracker)
+    return ["release"] if text == "release" else [f"iter_{int(text):07d}"] if text.isdecimal() else []
+
+
+def open_dcp(path: Path, step: int | None) -> DistributedCheckpoint:
+    """Index a distributed checkpoint; no tensor's bytes are read.
+
+    Raises:
+        UnsafePickleError: the metadata refers to more than plain data.
+        CorruptError: files are missing or contradict the metadata.
+        UnsupportedError: transformed (for example compressed) bytes, or a tensor that is not dense.
+        UsageError: the step is missing.
+    """
+    directory = _directory(path, step)
+    source = str(directory / METADATA)
+    try:
+        tree = load_pickle(read_file(directory / METADATA, MAX_PICKLE_BYTES), source)
+    except OSError as error:
+        raise CorruptError(f"{source}: cannot be read: {error.strerror}") from error
+    entries, places = _fields(tree, source)
+    locations = {(index.get("fqn"), _offset(index)): info for index, info in places}
+    tensors, other = {}, []
+    for name, entry in entries.items():
+        kind = entry.type.name if isinstance(entry, OpaquePickle) else ""
+        if kind != "TensorStorageMetadata":
+            other.append(name)
+        elif EXTRA_STATE not in name:
+            tensors[name] = _tensor(directory, name, entry.attributes, locations)
+    file = open_torch(directory / COMMON) if (directory / COMMON).is_file() else None
+    common = file.tree if file is not None and isinstance(file.tree, dict) else {}
+    return DistributedCheckpoint(
+        directory=directory, tensors=tensors, common=common, other=tuple(other), common_file=file
+    )
+
+
+def _directory(path: Path, step: int | None) -> Path:
+    if (path / METADATA).is_file():
+        if step is not None:
+            raise UsageError(f"{path}: has one checkpoint; --step selects an iteration of a run directory")
+        return path
+    name = _iterations(path)[0] if step is None else f"iter_{step:07d}"
+    if not (path / name / METADATA).is_file():
+        raise UsageError(f"{path / name}: is missing, or has no {METADATA}; choose another --step")
+    return path / name
+
+
+def _fields(tree: Any, source: str) -> tuple[dict[str, Any], list[tuple[dict[str, Any], dict[str, Any]]]]:
+    """The entries by name, and for each chunk its index and its place in the files."""
+    metadata = tree.attributes if isinstance(tree, OpaquePickle) else {}
+    entries, places = metadata.get("state_dict_metadata"), metadata.get("storage_data")
+    if not isinstance(entries, dict) or not isinstance(places, dict):
+        raise CorruptError(f"{source}: not the metadata of a distributed checkpoint")
+    pairs = [
+        (k.attributes, v.attributes)
+        for k, v in places.items()
+        if isinstance(k, OpaquePickle) and isinstance(v, OpaquePickle)
+    ]
+    if len(pairs) != len(places) or not all(isinstance(name, str) for name in entries):
+        raise CorruptError(f"{source}: storage_data has entries that are not places of chunks")
+    return entries, pairs
+
+
+def _offset(index: Mapping[str, Any]) -> tuple[int, ...] | None:
+    offset = index.get("offset")
+    return tuple(offset) if isinstance(offset, tuple | list) else None
+
+
+def _tensor(
+    directory: Path, name: str, entry: Mapping[str, Any], locations: Mapping[tuple[Any, Any], Mapping[str, Any]]
+) -> Tensor:
+    """One tensor, assembled from its chunks."""
+    source = f"{directory / METADATA}: {short_name(name)}"
+    shape, chunks = _sizes(entry.get("size")), entry.get("chunks")
+    dtype = _dtype(entry.get("properties"))
+    if shape is None or not isinstance(chunks, list) or dtype not in DTYPE_BYTES:
+        raise UnsupportedError(f"{source}: not a dense tensor of a supported type")
+    pieces: list[Piece] = []
+    for chunk in chunks:
+        fields = chunk.attributes if isinstance(chunk, OpaquePickle) else {}
+        begin, extents = _sizes(fields.get("offsets")), _sizes(fields.get("sizes"))
+        if begin is None or extents is None or not len(begin) == len(extents) == len(shape):
+            raise CorruptError(f"{source}: a chunk has no valid offsets and sizes")
+        if any(b + n > size for b, n, size in zip(begin, extents, shape, strict=True)):
+            raise CorruptError(f"{source}: a chunk exceeds the shape {list(shape)}")
+        info = locations.get((name, begin), locations.get((name, None)))
+        if info is None:
+            raise CorruptError(f"{source}: no file is recorded for the chunk at {list(begin)}")
+        part = _stored(directory, name, info)
+        if part.shape != extents or part.dtype != dtype:
+            raise CorruptError(
+                f"{source}: the file has {part.dtype} {list(part.shape)}, expected {dtype} {list(extents)}"
+            )
+        pieces += [Piece(begin, piece.view) for piece in part.pieces]
+    tensor = Tensor(dtype, shape, tuple(pieces))
+    if not tensor.is_covered or _overlap(pieces):
+        raise CorruptError(f"{source}: its chunks must cover the tensor exactly once")
+    return tensor
+
+
+def _overlap(pieces: list[Piece]) -> bool:
+    """Whether two chunks overlap. Chunks are few, so every pair that overlaps in the first dimension is compared."""
+    spans = [
+        [(b, b + n) for b, n in zip(piece.begin, piece.view.shape, strict=True)] for piece in pieces if piece.view.shape
+    ]
+    ordered = sorted(spans)
+    for at, one in enumerate(ordered):
+        for other in ordered[at + 1 :]:
+            if other[0][0] >= one[0][1]:
+                break
+            if all(a < d and c < b for (a, b), (c, d) in zip(one, other, strict=True)):
+                return True
+    return False
+
+
+def _sizes(value: Any) -> tuple[int, ...] | None:
+    if isinstance(value, tuple | list) and all(isinstance(n, int) and n >= 0 for n in value):
+        return tuple(value)
+    return None
+
+
+def _dtype(properties: Any) -> str:
+    """The type: torch pickles ``TensorProperties`` as a tuple whose first element is the dtype."""
+    fields = properties.attributes if isinstance(properties, OpaquePickle) else {}
+    state = fields.get("state", (fields.get("dtype"),))
+    name = state[0] if isinstance(state, tuple) and state else None
+    return DTYPES.get(name.name, "") if isinstance(name, Name) and name.module == "torch" else ""
+
+
+def _stored(directory: Path, name: str, info: Mapping[str, Any]) -> Tensor:
+    """The tensor that ``torch.save`` wrote at a place of a file."""
+    source = f"{directory / METADATA}: {short_name(name)}"
+    path, begin, length = info.get("relative_path"), info.get("offset"), info.get("length")
+    if not isinstance(path, str) or "/" in path or path in ("", ".", "..") or path.startswith("."):
+        raise CorruptError(
+            f"{source}: is stored in {short_repr(path)}; it must be a plain file name in the same directory"
+        )
+    if info.get("transform_descriptors"):
+        raise UnsupportedError(
+            f"{source}: was transformed by {short_repr(info['transform_descriptors'])}; only plain bytes are supported"
+        )
+    if not isinstance(begin, int) or not isinstance(length, int):
+        raise CorruptError(f"{source}: offset {short_repr(begin)} and length {short_repr(length)} must be integers")
+    file = open_torch(directory / path, begin, length)
+    if not isinstance(file.tree, TensorRef):
+        raise CorruptError(f"{file.path}: {short_name(name)}: a {type(file.tree).__name__} in place of a tensor")
+    return file.tensor(file.tree, name)
+
+
+def plain_names(tensors: Mapping[str, Tensor]) -> tuple[str, dict[str, Tensor]]:
+    """The naming scheme of a state dict (``core``, ``titan``, ``hf``), and its weights without prefixes of wrappers.
+
+    Optimizer tensors are left out. Meta's names become those of llama2.c, which has the same matrices.
+
+    Raises:
+        UnsupportedError: no word embedding has a known name.
+    """
+    named = {name: tensor for name, tensor in tensors.items() if not OPTIMIZER_NAME.match(name)}
+    for wrapper in WRAPPERS:
+        named = {name.replace(wrapper, ""): tensor for name, tensor in named.items()}
+    found = [(name, anchor) for anchor in ANCHORS for name in named if name == anchor or name.endswith(f".{anchor}")]
+    if not found:
+        raise UnsupportedError(
+            f"state dict of an unknown model: it must have one of {', '.join(ANCHORS)}; it has "
+            f"{short_names(sorted(named))}"
+        )
+    table, anchor = min(found, key=lambda pair: len(pair[0]) - len(pair[1]))
+    outer = table.removesuffix(anchor)
+    inner = {name.removeprefix(outer): tensor for name, tensor in named.items()}
+    if ANCHORS[anchor] != "titan":
+        return ANCHORS[anchor], inner
+
+    def renamed(name: str) -> str:
+        return next((match.expand(new) for rule, new in TITAN if (match := rule.fullmatch(name))), name)
+
+    return "titan", {renamed(name): tensor for name, tensor in inner.items()}
+
+
+def read_dcp(path: Path, options: ReadOptions) -> tuple[NativeCheckpoint, list[str]]:
+    """Open a distributed checkpoint of Megatron-core, transformers or torchtitan.
+
+    Raises:
+        UsageError: a state dict with transformers' or Meta's names, and no ``config.json``; or the step is missing.
+        CorruptError: files are missing or contradict the metadata.
+        UnsupportedError: transformed bytes, an unknown model, or tensors that the map does not have.
+        UnsafePickleError: a pickle refers to more than plain data.
+    """
+    found = open_dcp(path, options.step)
+    kind, tensors = plain_names(found.tensors)
+    if kind == "core":
+        return from_megatron(_core(found, tensors, options), path)
+    if options.with_optimizer:
+        if not any(map(OPTIMIZER_NAME.match, (*found.tensors, *found.other))):
+            raise NoOptimizerStateError(
+                f"{found.directory}: has no optimizer state; convert the weights alone with --no-optimizer"
+            )
+        raise UnsupportedError(
+            f"{found.directory}: optimizer state is read from Megatron-core's checkpoints only; convert the weights "
+            "alone with --no-optimizer"
+        )
+    config = _config(found.directory, options)
+    name = "llama2c" if kind == "titan" else _map_of(config, found.directory)
+    model = model_from_config(config, found.directory / "config.json", options)
+    if kind == "titan" and (model["family"] != "llama" or model.get("num_experts")):
+        raise UnsupportedError(f"{found.directory}: has a Llama's tensor names; config.json describes another model")
+    source = source_of(config, read_generation_config(options.config or found.directory))
+    return from_map(found.directory, model, name, tensors, options.drop, run_id=path.resolve().name, source=source)
+
+
+def _config(directory: Path, options: ReadOptions) -> Mapping[str, Any]:
+    if options.config is not None:
+        return read_config(options.config)
+    if not (directory / "config.json").is_file():
+        raise UsageError(
+            f"{directory}: a state dict does not record the numbers of heads and positions; give --config, a directory "
+            "with the model's config.json of transformers"
+        )
+    return read_config(directory)
+
+
+def _map_of(config: Mapping[str, Any], directory: Path) -> str:
+    known = ARCHITECTURES.get(str(config.get("model_type")))
+    if known is None:
+        raise UnsupportedError(
+            f"{directory}: model_type {short_repr(config.get('model_type'))} is unknown; choose from "
+            f"{', '.join(ARCHITECTURES)}"
+        )
+    return known.map
+
+
+def _core(found: DistributedCheckpoint, tensors: Mapping[str, Tensor], options: ReadOptions) -> MegatronCheckpoint:
+    """Megatron-core's tensors are not split: they make one stage on one tensor-parallel rank."""
+    args = read_args(found.common, str(found.directory))
+    number = found.common.get("iteration", 0)
+    step = number if isinstance(number, int) else 0
+    progress = read_progress(found.common, args, step, found.number)
+    facts = RankFacts(path=found.directory, args=args, version=3.0, step=step, progress=progress)
+    if not options.with_optimizer:
+        return assemble(facts, *_stage(tensors), options)
+    if not any(name.startswith("optimizer.") for name in (*found.tensors, *found.other)):
+        raise NoOptimizerStateError(
+            f"{found.directory}: has no optimizer state; convert the weights alone with --no-optimizer"
+        )
+    state = {}
+    for kind in STATE_KINDS:
+        prefixes = MASTERS if kind == "master" else (MOMENTS[kind],)
+        part = {n.removeprefix(p): t for p in prefixes for n, t in found.tensors.items() if n.startswith(p)}
+        if kind == "master" and not part and any(name.startswith(MOMENTS["exp_avg"]) for name in found.tensors):
+            part = dict(tensors)
+        if not part or any(tensor.dtype != "F32" for tensor in part.values()):
+            raise UnsupportedError(
+                f"{found.directory}: has no float32 {kind} of each weight; Megatron-core must write the optimizer "
+                "state "
+                "as fully_reshardable, not as the flat buckets of dp_reshardable"
+            )
+        state[kind] = _stage(part)
+    return assemble_state(facts, state, _steps(found), options)
+
+
+def _stage(tensors: Mapping[str, Tensor]) -> tuple[list[dict[str, list[Tensor]]], dict[str, int]]:
+    named = legacy_names(tensors)
+    numbers = [int(match[2]) for name in named if (match := LAYER_NAME.match(name))]
+    return [{name: [tensor] for name, tensor in named.items()}], {"encoder": max(numbers, default=-1) + 1, "decoder": 0}
+
+
+def _steps(found: DistributedCheckpoint) -> set[int]:
+    """Numbers of optimizer steps that are recorded: Megatron-core has one, next to the parameter groups."""
+    optimizer: Any = found.common.get("optimizer")
+    inner = optimizer.get("optimizer", optimizer) if isinstance(optimizer, dict) else {}
+    state = inner.get("state", {}) if isinstance(inner, dict) else {}
+    recorded = [state.get("common_step")] if isinstance(state, dict) else []
+    groups = inner.get("param_groups", []) if isinstance(inner, dict) else []
+    recorded += [group.get("step") for group in groups if isinstance(group, dict)]
+    steps = {int(number) for number in map(found.number, recorded) if number is not None}
+    return steps or {found.common["iteration"]} if isinstance(found.common.get("iteration"), int) else steps
+
+
+def write_core(checkpoint: NativeCheckpoint, options: WriteOptions) -> ExportPlan:
+    """Plan a distributed checkpoint as Megatron-core writes it.
+
+    Raises:
+        UnsupportedError: a family other than GPT and Llama, or a tensor without a map.
+    """
+    files, small = plan_core(checkpoint, dtype=options.dtype, with_optimizer=options.with_optimizer)
+    return ExportPlan(files=tuple(files), small_files=small, decisions=state_decisions(checkpoint, options))
+
+
+TORCH_DCP = CheckpointFormat(
+    name="dcp",
+    description="torch.distributed.checkpoint: Megatron-core, torchtitan, transformers; written as Megatron-core does",
+    marker=".metadata",
+    detect=is_dcp,
+    read=read_dcp,
+    write=write_core,
+    stores_optimizer=True,
+    has_steps=True,
+)
