@@ -42,7 +42,7 @@ def info(
 
     A checkpoint of another format is shown under DynMo's names.
     """
-    from ..converters.registry import detect
+    from ..converters.registry import detect, open_and_report
     from ..native.checkpoint import find_checkpoint, load_manifest
     from ..operations.info import stored_files, summarize, summary_rows, tensor_rows
 
@@ -53,8 +53,6 @@ def info(
         for remark in remarks:
             say(remark)
     else:
-        from ..operations.convert import open_and_report
-
         read = ReadOptions(step=step, headers_only=True, ignore_config=tuple(ignore_config or ()))
         checkpoint = open_and_report(path, found.name, read)
         directory, manifest = path, {**checkpoint.manifest, "files": stored_files(checkpoint)}
@@ -152,7 +150,7 @@ def verify(
 def _logits(
     directory: Path, hf_directory: Path, step: int | None, ignore_config: options.IgnoreConfig
 ) -> dict[str, Any]:
-    from ..operations.convert import open_and_report
+    from ..converters.registry import open_and_report
     from ..operations.logits import hf_difference
 
     read = ReadOptions(step=step, ignore_config=tuple(ignore_config or ()))
@@ -196,8 +194,8 @@ def _differences(
     step: int | None = None,
     ignore_config: options.IgnoreConfig = None,
 ) -> list[dict[str, Any]]:
+    from ..converters.registry import open_and_report
     from ..operations.compare import differences
-    from ..operations.convert import open_and_report
 
     ignored = tuple(ignore_config or ())
     sides = [

@@ -16,7 +16,7 @@ import typer
 from .._common.console import Format, say
 from .._common.document import MAX_JOBS, MAX_RANKS, MAX_SIZE, MAX_TABLE_BYTES, DocumentError, parse_any_json, read_text
 from .._common.errors import UsageError
-from ..formats.choices import WriteOptions
+from ..formats.choices import ReadOptions, WriteOptions
 from . import options
 
 Size = Annotated[int | None, typer.Option(min=1, max=MAX_SIZE, help="Must be equal to that of the checkpoint.")]
@@ -91,7 +91,7 @@ def merge_partitions(
     """Merge the partitions of a legacy Megatron checkpoint, with the arguments of Megatron's tools."""
     del tokenizer_type, experiment_name, activations_checkpoint_method, data_impl, ddp_impl
     from ..converters.legacy_megatron import write_legacy
-    from ..operations.convert import open_and_report
+    from ..converters.registry import open_and_report
     from ..operations.write import WriteSettings, write_export
 
     path, out = source or load, target or save

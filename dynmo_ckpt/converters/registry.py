@@ -24,6 +24,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from .._common.console import say
 from .._common.document import short_repr
 from .._common.errors import UsageError
 from ..errors import CorruptError, NoOptimizerStateError
@@ -143,6 +144,14 @@ def open_checkpoint(
     except NoOptimizerStateError as error:
         checkpoint, remarks = found.read(path, replace(options, with_optimizer=False))
         return checkpoint, [*remarks, str(error)]
+
+
+def open_and_report(source: Path, name: str, options: ReadOptions) -> NativeCheckpoint:
+    """As :func:`open_checkpoint`; prints the remarks."""
+    checkpoint, remarks = open_checkpoint(source, name, options)
+    for remark in remarks:
+        say(remark)
+    return checkpoint
 
 
 def external_formats() -> tuple[list[tuple[str, CheckpointFormat]], list[str]]:

@@ -120,7 +120,7 @@ class Reader:
         place = f"{array.path}: {array.key}"
         if again == array.crc32:
             raise StorageError(
-                f"what was written from {place}: read back otherwise than written; nothing was put in place"
+                f"what was written from {place}: the written bytes read back differently; the output was removed"
             )
         raise CorruptError(altered(place, again, array.crc32 or 0))
 

@@ -19,12 +19,10 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from .._common.console import say
 from .._common.errors import UsageError
 from ..converters.native import plan_native_export
-from ..converters.registry import CheckpointFormat, detect, get_format, open_checkpoint
+from ..converters.registry import CheckpointFormat, detect, get_format, open_and_report
 from ..formats.choices import AUTO, ReadOptions, WriteOptions
-from ..native.checkpoint import NativeCheckpoint
 from ..native.reshard import layer_counts, num_blocks, partition_from_counts, single_stage_partition
 from .logits import LogitsCheck
 from .write import WriteSettings, write_export
@@ -121,14 +119,6 @@ def merge(source: Path, target: Path, *, read: ReadOptions, with_optimizer: bool
     options = WriteOptions(with_optimizer=with_optimizer)
     plan = plan_native_export(checkpoint, options, single_stage_partition(checkpoint.manifest))
     write_export(checkpoint.directory, target, plan, settings)
-
-
-def open_and_report(source: Path, name: str, options: ReadOptions) -> NativeCheckpoint:
-    """Open a checkpoint and print the remarks of its reader."""
-    checkpoint, remarks = open_checkpoint(source, name, options)
-    for remark in remarks:
-        say(remark)
-    return checkpoint
 
 
 def _check_options(output: CheckpointFormat, write: WriteOptions, *, with_optimizer: bool) -> None:

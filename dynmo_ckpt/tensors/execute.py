@@ -40,7 +40,7 @@ from .tiled_copy import panels
 
 CACHED_OUTPUT_BYTES = 256 << 20
 READ_BACK_BYTES = 1 << 18
-READ_BACK_MISMATCH = "read back otherwise than written; nothing was put in place"
+READ_BACK_MISMATCH = "the written bytes read back differently; the output was removed"
 
 
 @dataclass(frozen=True, kw_only=True)

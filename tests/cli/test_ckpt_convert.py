@@ -45,7 +45,7 @@ def test_hf_to_hf(ckpt, native, tmp_path):
         ({"activation_function": "swish"}, 5, "'swish'"),
         ({"n_head": 0}, 4, "n_head must be an integer"),
         ({"n_layer": 4}, 5, "the input lacks 12 tensors"),
-        ({"n_embd": 32}, 5, "the shape is"),
+        ({"n_embd": 32}, 5, "has the shape"),
         ({"vocab_size": "many"}, 4, "vocab_size must be an integer"),
         ({"n_inner": -1}, 4, "impossible sizes"),
     ],
@@ -93,7 +93,7 @@ def test_megatrons_names_of_the_sizes(ckpt, native, tmp_path):
 @pytest.mark.parametrize(
     ("options", "code", "message"),
     [
-        (["--tp", 3], 5, "num_attention_heads 4 cannot be cut into 3"),
+        (["--tp", 3], 5, "num_attention_heads 4 cannot be split over 3"),
         (["--pp", 2, "--partition", "1,1"], 2, "must add up to the model's 3 layers"),
         (["--pp", 2, "--partition", "3"], 2, "must be 2 numbers"),
         (["--pp", 2, "--partition", "4,-1"], 2, "must be 2 numbers"),
@@ -111,7 +111,7 @@ def test_diff_and_verify_against_tell_what_differs(ckpt, native, tmp_path):
     q["layers.1.attention.qkv.bias"][4] += 0.25
     native_checkpoints.save(tmp_path / "other", q, m)
     text = ckpt("diff", directory, tmp_path / "other", code=1).stdout
-    assert "layers.1.attention.qkv.bias: 1 of 48 elements differ by more than 0, at most by 0.25" in text
+    assert "layers.1.attention.qkv.bias: 1 of 48 elements differ by more than 0, by at most 0.25" in text
     assert "1 tensors differ" in text
     assert "qkv.bias" in ckpt("verify", directory, "--against", tmp_path / "other", code=1).stdout
     assert "no tensor differs" in ckpt("diff", directory, tmp_path / "other", "--atol", 0.3).stdout
@@ -147,7 +147,7 @@ def test_verify_of_other_formats(ckpt, native, legacy_save, tmp_path):
     assert json.loads(done.stdout)["ok"] is True
     done = ckpt("verify", tmp_path / "hf", "--hf-logits", tmp_path / "hf", "--format", "json")
     assert json.loads(done.stdout)["logits"]["max_abs"] <= 5e-6
-    assert "40 of 40 arrays have no checksum to compare" in done.stderr
+    assert "40 of 40 arrays have no recorded checksum" in done.stderr
     # An altered byte of a matrix is found by the zip file's checksum, and by nothing else.
     path = tmp_path / "megatron" / "iter_0000300" / "mp_rank_01_001" / "model_optim_rng.pt"
     with zipfile.ZipFile(path) as archive:
@@ -165,7 +165,7 @@ def test_verify_of_other_formats(ckpt, native, legacy_save, tmp_path):
     (tmp_path / "other" / at[1] / at[0] / path.name).replace(tmp_path / "megatron" / at[1] / at[0] / path.name)
     assert "ok" in ckpt("verify", tmp_path / "megatron", "--level", "header").stdout
     found = ckpt("verify", tmp_path / "megatron", "--level", "replicas", code=1).stdout
-    assert "of tensor ranks 0 and 1 differ, where they must be equal" in found
+    assert "of tensor-parallel ranks 0 and 1 differ; replicas must be equal" in found
     assert "known are native ones" in ckpt("verify", tmp_path / "nothing", code=4).stderr
 
 

@@ -196,8 +196,8 @@ def test_pruned_weights_are_zero_in_a_legacy_checkpoint(ckpt, tmp_path):
     ("options", "code", "message"),
     [
         (["--to", "legacy", "--checkpoint-version", 4], 2, "--checkpoint-version"),
-        (["--to", "legacy", "--tp", 3], 5, "cannot be cut into 3"),
-        (["--to", "hf", "--tp", 2], 2, "hf has one topology"),
+        (["--to", "legacy", "--tp", 3], 5, "cannot be split over 3"),
+        (["--to", "hf", "--tp", 2], 2, "does not apply to --to hf"),
         (["--to", "legacy", "--pp", 2, "--partition", "4"], 2, "must be 2 numbers"),
     ],
 )
@@ -281,8 +281,8 @@ def test_the_command_lines_of_the_seeds(ckpt, legacy_save, tmp_path, monkeypatch
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--model-type", "BERT"], "holds a gpt"),
-        (["--model-type", "GPT", "--num-layers", 24], "a model with 3"),
+        (["--model-type", "BERT"], "is a gpt"),
+        (["--model-type", "GPT", "--num-layers", 24], "has 3"),
         (["--model-type", "GPT", "--seq-length", 512], "has 12 positions"),
         (["--model-type", "GPT", "--tensor-model-parallel-size", 4], "has 2"),
         (["--model-type", "GPT", "--vocab-file", "missing.json"], "missing.json"),
@@ -316,14 +316,14 @@ def test_copies_that_differ_and_tensors_to_leave_out(ckpt, native, legacy_save, 
     assert "--replicas first" in ckpt(*run_drop, code=4).stderr
     said = ckpt(*run_drop, "--replicas", "first").stderr
     assert "extra.weight: left out" in said
-    assert "final_layernorm.bias of tensor ranks 0 and 1 differ; the first is taken" in said
+    assert "final_layernorm.bias of tensor-parallel ranks 0 and 1 differ; the first one is used" in said
     assert "no tensor differs" in ckpt("diff", tmp_path / "o", directory).stdout
     ckpt("convert", tmp_path / "l", tmp_path / "u", *to, "--drop", "extra.*", "--replicas", "first", "--untie")
     head = load_file(tmp_path / "u" / "model-p000-t00.safetensors")["head.weight"]
     half, rows = m["padded_vocab_size"] // 2, m["vocab_size"]
     assert np.array_equal(head[:half], p["embedding.word.weight"][:half])
     assert np.array_equal(head[half:], p["embedding.word.weight"][half:rows] + 1)
-    assert "not a native" in ckpt("convert", directory, tmp_path / "x", *to, "--drop", "a", code=2).stderr
+    assert "not to native ones" in ckpt("convert", directory, tmp_path / "x", *to, "--drop", "a", code=2).stderr
 
 
 def test_experts_have_no_form_in_legacy_files(ckpt, tmp_path):

@@ -12,13 +12,15 @@ import torch
 
 from dynmo_ckpt._common.errors import DynmoError
 from dynmo_ckpt.cli import main
+from dynmo_ckpt.converters.registry import open_checkpoint
 from dynmo_ckpt.errors import CorruptError, UnsupportedError
+from dynmo_ckpt.formats.choices import ReadOptions
 from dynmo_ckpt.huggingface.config_keys import complete_config, irrelevant_keys, key_table
 from dynmo_ckpt.huggingface.models import ARCHITECTURES, hf_config, hf_model
 from dynmo_ckpt.huggingface.source_config import export_config, source_of
 from dynmo_ckpt.operations.logits import _dtype_argument, fixed_tokens, hf_difference, hf_logits
-from dynmo_ckpt.converters.registry import open_hf
 
+EIGHT = ReadOptions(make_vocab_size_divisible_by=8)
 SIZES = {
     "hidden_size": 16,
     "intermediate_size": 24,
@@ -72,7 +74,7 @@ def edit(directory, **changes):
 def outcome(directory):
     """``refused``, ``equal`` or ``wrong``, by transformers' logits; ``invalid`` where transformers refuses as well."""
     try:
-        checkpoint, _ = open_hf(directory, 8)
+        checkpoint, _ = open_checkpoint(directory, "hf", EIGHT)
     except DynmoError:
         return "refused"
     try:
@@ -165,7 +167,7 @@ def test_a_setting_that_ours_does_not_compute_is_refused(tmp_path, kind, changes
     save(tmp_path / "hf", kind)
     edit(tmp_path / "hf", **changes)
     with pytest.raises((CorruptError, UnsupportedError), match=message):
-        open_hf(tmp_path / "hf", 8)
+        open_checkpoint(tmp_path / "hf", "hf", EIGHT)
 
 
 def test_absent_keys_have_the_values_of_transformers():
@@ -181,7 +183,7 @@ def test_untied_tables_of_a_blenderbot_are_not_dropped(tmp_path):
     """transformers computes with four tables there, of which ours would keep one."""
     save(tmp_path / "hf", "blenderbot", tie_word_embeddings=False)
     with pytest.raises(CorruptError, match=r"embed_tokens.weight and model.shared.weight differ"):
-        open_hf(tmp_path / "hf", 8)
+        open_checkpoint(tmp_path / "hf", "hf", EIGHT)
 
 
 @pytest.fixture

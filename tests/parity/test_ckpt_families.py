@@ -226,7 +226,7 @@ def test_pruned_weights_are_zero_on_either_side(run, tmp_path, family, kind):
         ({"sliding_window": 8}, "sliding_window = 8"),
         ({"num_hidden_layers": 1}, "no rule of the map takes 9 tensors"),
         ({"num_hidden_layers": 3}, "the input lacks 9 tensors"),
-        ({"intermediate_size": 24}, r"the shape is [48, 32], the model's sizes ask for [24, 32]"),
+        ({"intermediate_size": 24}, r"has the shape [48, 32]; the model requires [24, 32]"),
     ],
 )
 def test_llamas_that_ours_is_not_are_refused(run, tmp_path, changes, message):

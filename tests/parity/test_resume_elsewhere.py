@@ -1,7 +1,7 @@
 """A run goes through each foreign format and back, and continues with the losses that it would have had.
 
 Ours: three steps, out to the format, in again, three more: every loss, norm, rate and loss scale is the same to the
-last bit. DeepSpeed: its checkpoints in ``tests/unit/dynmo_ckpt/readers/fixtures`` continue with its own losses.
+last bit. DeepSpeed: its checkpoints in ``tests/unit/dynmo_ckpt/converters/fixtures`` continue with its own losses.
 """
 
 from __future__ import annotations

@@ -15,8 +15,9 @@ from dynmo_balance.cli import app
 from dynmo_balance.inputs.model_config import from_config
 from dynmo_balance.schedules.registry import SCHEDULES, build_order
 from dynmo_ckpt.cli import app as ckpt_app
-from dynmo_ckpt.errors import CorruptError
 from dynmo_ckpt.converters.assemble import model_from_config
+from dynmo_ckpt.errors import CorruptError
+from dynmo_ckpt.formats.choices import ReadOptions
 from dynmo_tools.cli import app as prep_app
 from dynmo_train._common.errors import UsageError as TrainError
 from dynmo_train.cli import app as train_app
@@ -133,7 +134,7 @@ def test_sizes_of_a_configuration_are_bounded(tmp_path, name):
     with pytest.raises(UsageError, match="must be at most 100,000 layers"):
         from_config(config, "config.json")
     with pytest.raises(CorruptError, match="must be at most"):
-        model_from_config(config, tmp_path / "config.json", 128)
+        model_from_config(config, tmp_path / "config.json", ReadOptions())
 
 
 def test_info_of_a_model_without_end_returns(tmp_path):

@@ -15,11 +15,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from dynmo_ckpt.converters.deepspeed import open_deepspeed
+from dynmo_ckpt.converters.registry import open_checkpoint
 from dynmo_ckpt.errors import CorruptError, UnsupportedError
 from dynmo_ckpt.formats.choices import ReadOptions
 from dynmo_ckpt.operations.reference_model import load_array
-from dynmo_ckpt.converters.deepspeed import open_deepspeed
-from dynmo_ckpt.converters.registry import open_checkpoint
 
 FIXTURES = Path(__file__).parent / "fixtures" / "deepspeed"
 CASES = sorted(path.stem for path in FIXTURES.glob("*.json"))
@@ -46,7 +46,7 @@ def digest(array):
 
 def theirs(directory):
     """DeepSpeed's name of each weight by ours; the rows of version 3.0 are in our order."""
-    found = open_deepspeed(directory, None, WITH)
+    found = open_deepspeed(directory, WITH)
     return {item.name: item.source_name for item in found.tensors}
 
 
@@ -62,7 +62,7 @@ def test_weights_and_state_are_those_of_deepspeed(unpacked, name):
     directory, about = unpacked(name)
     # DeepSpeed's digests are of all rows of its table; the true ones alone are kept unless the vocabulary is said to be
     # as large.
-    padded = open_deepspeed(directory, None, WITH).model["padded_vocab_size"]
+    padded = open_deepspeed(directory, WITH).model["padded_vocab_size"]
     checkpoint, _ = open_checkpoint(directory, options=replace(WITH, vocab_size=padded))
     names = theirs(directory)
     found = {
@@ -124,5 +124,5 @@ def test_a_shard_of_an_unknown_stage_is_refused(unpacked):
     with zipfile.ZipFile(shard, "w") as archive:
         for entry, payload in entries.items():
             archive.writestr(entry, payload)
-    with pytest.raises(UnsupportedError, match="ZeRO 9"):
+    with pytest.raises(UnsupportedError, match="ZeRO stage is 9"):
         open_checkpoint(directory, options=WITH)

@@ -11,11 +11,11 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from dynmo_ckpt.errors import CorruptError, NoOptimizerStateError, UnsafePickleError, UnsupportedError
-from dynmo_ckpt.huggingface.models import hf_config
-from dynmo_ckpt.formats.choices import ReadOptions
-from dynmo_ckpt.operations.reference_model import load_array
 from dynmo_ckpt.converters.registry import open_checkpoint
+from dynmo_ckpt.errors import CorruptError, NoOptimizerStateError, UnsafePickleError, UnsupportedError
+from dynmo_ckpt.formats.choices import ReadOptions
+from dynmo_ckpt.huggingface.models import hf_config
+from dynmo_ckpt.operations.reference_model import load_array
 from tests.unit.dynmo_ckpt import families, native_checkpoints
 
 BOTH = ("weight", "bias")
@@ -197,11 +197,11 @@ def test_open_any_of_weights_alone_takes_them_where_state_is_optional(tmp_path):
     save(tmp_path / "meta", state)
     save(tmp_path / "trained", state | {"optimizer.state.w.exp_avg": np.zeros(1, np.float32)})
     (tmp_path / "config.json").write_text(json.dumps(config))
-    wanted = ReadOptions(config=tmp_path, with_optimizer=True)
+    options = ReadOptions(config=tmp_path, with_optimizer=True)
     with pytest.raises(NoOptimizerStateError, match="has no optimizer state"):
-        open_checkpoint(tmp_path / "meta", options=wanted)
-    with pytest.raises(UnsupportedError, match="known under Megatron-core's names only") as refused:
-        open_checkpoint(tmp_path / "trained", options=wanted)
+        open_checkpoint(tmp_path / "meta", options=options)
+    with pytest.raises(UnsupportedError, match="read from Megatron-core's checkpoints only") as refused:
+        open_checkpoint(tmp_path / "trained", options=options)
     assert not isinstance(refused.value, NoOptimizerStateError)
 
 
@@ -257,14 +257,17 @@ def first(table):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda d: setattr(first(d.storage_data), "relative_path", "../x"), "no file of the directory"),
-        (lambda d: setattr(first(d.storage_data), "offset", 10**12), "are expected"),
+        (lambda d: setattr(first(d.storage_data), "relative_path", "../x"), "must be a plain file name"),
+        (lambda d: setattr(first(d.storage_data), "offset", 10**12), "expected"),
         (lambda d: setattr(first(d.storage_data), "length", 40), "not a file of torch.save"),
-        (lambda d: d.storage_data.popitem(), "no file is told"),
-        (lambda d: first(d.state_dict_metadata).chunks.clear(), "do not cover"),
-        (lambda d: first(d.state_dict_metadata).chunks.append(first(d.state_dict_metadata).chunks[0]), "do not cover"),
-        (lambda d: setattr(first(d.state_dict_metadata), "size", torch.Size([1, 1])), "reaches beyond"),
-        (lambda d: setattr(d, "storage_data", 3), "is no metadata"),
+        (lambda d: d.storage_data.popitem(), "no file is recorded"),
+        (lambda d: first(d.state_dict_metadata).chunks.clear(), "exactly once"),
+        (
+            lambda d: first(d.state_dict_metadata).chunks.append(first(d.state_dict_metadata).chunks[0]),
+            "must cover the tensor exactly once",
+        ),
+        (lambda d: setattr(first(d.state_dict_metadata), "size", torch.Size([1, 1])), "exceeds the shape"),
+        (lambda d: setattr(d, "storage_data", 3), "not the metadata of a distributed"),
     ],
 )
 def test_metadata_that_does_not_fit_is_refused(tmp_path, change, message):

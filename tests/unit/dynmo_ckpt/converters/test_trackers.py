@@ -9,11 +9,11 @@ import pytest
 
 from dynmo_ckpt._common.document import WriterError
 from dynmo_ckpt._common.errors import UsageError
+from dynmo_ckpt.converters.deepspeed import _step_directory
+from dynmo_ckpt.converters.torch_dcp import is_dcp
 from dynmo_ckpt.megatron.read import find_iteration
 from dynmo_ckpt.native.checkpoint import read_latest
 from dynmo_ckpt.operations.write import _record
-from dynmo_ckpt.converters.deepspeed import _step_directory
-from dynmo_ckpt.converters.torch_dcp import is_dcp
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import pytest
 
 from dynmo_ckpt.cli import main
 from dynmo_ckpt.huggingface.models import hf_config
-from dynmo_ckpt.huggingface.source_config import export_config, with_class_names, source_of
+from dynmo_ckpt.huggingface.source_config import export_config, source_of, with_class_names
 from tests.unit.dynmo_ckpt import families, native_checkpoints
 
 NAMES = ["contradiction", "entailment", "neutral"]

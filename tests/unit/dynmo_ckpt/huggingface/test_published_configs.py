@@ -5,9 +5,10 @@ from pathlib import Path
 import pytest
 
 from dynmo_ckpt._common.errors import DynmoError
-from dynmo_ckpt.errors import CorruptError, UnsupportedError
-from dynmo_ckpt.huggingface.models import hf_model
 from dynmo_ckpt.converters.assemble import model_from_config
+from dynmo_ckpt.errors import CorruptError, UnsupportedError
+from dynmo_ckpt.formats.choices import ReadOptions
+from dynmo_ckpt.huggingface.models import hf_model
 
 LABELS = {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
 GPT2 = {
@@ -248,5 +249,8 @@ def test_hf_model_with_an_invalid_rope_type_refuses_it(kind, field):
 )
 def test_checked_model_with_too_many_experts_refuses_it(count, message):
     with pytest.raises(CorruptError, match=message):
-        model_from_config(MIXTRAL | {"num_local_experts": count}, Path("config.json"), 1)
-    assert model_from_config(MIXTRAL | {"num_local_experts": 4096}, Path("config.json"), 1)["num_experts"] == 4096
+        model_from_config(MIXTRAL | {"num_local_experts": count}, Path("config.json"), ReadOptions())
+    assert (
+        model_from_config(MIXTRAL | {"num_local_experts": 4096}, Path("config.json"), ReadOptions())["num_experts"]
+        == 4096
+    )

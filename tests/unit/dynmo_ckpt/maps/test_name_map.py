@@ -4,7 +4,7 @@ import pytest
 
 from dynmo_ckpt.errors import UnsupportedError
 from dynmo_ckpt.io.safetensors import StoredArray
-from dynmo_ckpt.maps.name_map import layout_of, load_map, to_native, to_foreign
+from dynmo_ckpt.maps.name_map import layout_of, load_map, to_foreign, to_native
 from dynmo_ckpt.tensors.views import as_tensor
 from tests.unit.dynmo_ckpt import native_checkpoints
 
@@ -53,9 +53,9 @@ def test_names_without_the_prefix_and_ignored_buffers_are_read():
 
 def test_a_tensor_that_no_rule_takes_is_refused():
     m = native_checkpoints.model()
-    with pytest.raises(UnsupportedError, match=r"no rule of the map takes 1 tensors: layers\.0\.mlp\.gate"):
+    with pytest.raises(UnsupportedError, match=r"the map has no rule for 1 tensors: layers\.0\.mlp\.gate"):
         to_foreign(layout(m), ours(m) | tensors({"layers.0.mlp.gate": (1,)}), TIED)
-    with pytest.raises(UnsupportedError, match=r"takes 1 tensors: transformer\.h\.3\.ln_1\.bias"):
+    with pytest.raises(UnsupportedError, match=r"no rule for 1 tensors: transformer\.h\.3\.ln_1\.bias"):
         back(m, theirs(m) | tensors({"h.3.ln_1.bias": (1,)}))
 
 

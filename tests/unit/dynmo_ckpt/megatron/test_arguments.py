@@ -11,7 +11,7 @@ from dynmo_ckpt.huggingface.config_keys import irrelevant_keys
 from dynmo_ckpt.megatron.arguments import argument_table, check_args, needed_values, read_args
 from dynmo_ckpt.megatron.model_sizes import _llama, legacy_args
 from dynmo_ckpt.megatron.training_progress import UNKNOWN_PROGRESS, megatron_args
-from dynmo_ckpt.torch_save.pickles import OpaquePickle, Name
+from dynmo_ckpt.torch_save.pickles import Name, OpaquePickle
 from tests.unit.dynmo_ckpt import legacy_gpt, native_checkpoints
 
 TABLE = argument_table()
@@ -88,7 +88,9 @@ def test_values_of_other_programs_that_change_nothing_pass():
 
 def test_args_that_are_no_namespace_are_refused():
     assert read_args({"model": {}}, "IN") == {}
-    assert read_args({"args": OpaquePickle(type=Name("argparse", "Namespace"), attributes={"lr": 1})}, "IN") == {"lr": 1}
+    assert read_args({"args": OpaquePickle(type=Name("argparse", "Namespace"), attributes={"lr": 1})}, "IN") == {
+        "lr": 1
+    }
     with pytest.raises(UnsupportedError, match="its args are a dict"):
         read_args({"args": {"qk_layernorm": True}}, "IN")
     with pytest.raises(UnsupportedError, match="its args are a dict; an argparse"):

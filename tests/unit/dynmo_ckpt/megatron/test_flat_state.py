@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 import torch
 
+from dynmo_ckpt.converters.deepspeed import is_deepspeed
+from dynmo_ckpt.converters.registry import open_checkpoint
 from dynmo_ckpt.errors import CorruptError, UnsupportedError
 from dynmo_ckpt.formats.choices import ReadOptions
 from dynmo_ckpt.operations.reference_model import load_array
-from dynmo_ckpt.converters.deepspeed import is_deepspeed
-from dynmo_ckpt.converters.registry import open_checkpoint
 from tests.unit.dynmo_ckpt import legacy_gpt, native_checkpoints
 
 WITH = ReadOptions(with_optimizer=True)
@@ -83,7 +83,6 @@ def world(form, weights, size, chunk):
 
 def save_distributed(path, m, p, form, *, change=lambda found: found, **where):
     """A checkpoint of half-precision weights whose state the distributed optimizer wrote."""
-    legacy_gpt.ModelType.__module__ = legacy_gpt.__name__
     states = []
 
     def rename(document):
@@ -161,7 +160,6 @@ def test_buffers_that_do_not_fit_are_refused(tmp_path, change, error, message):
 
 def save_replicas(path, m, p, replicas):
     """2022: each replica's own file, with its range of the buffer in parts of weights, by group."""
-    legacy_gpt.ModelType.__module__ = legacy_gpt.__name__
     half = {name: value.astype(np.float16) for name, value in p.items()}
 
     def rename(document):
@@ -363,11 +361,16 @@ def edit(path, change):
 @pytest.mark.parametrize(
     ("stage", "file", "change", "message"),
     [
-        (2, "zero_pp_rank_1_mp_rank_00_optim_states.pt", None, "not 0 and on"),
-        (2, "zero_pp_rank_2_mp_rank_00_optim_states.pt", None, "has 2 of the optimizer's 3 shards"),
-        (3, "zero_pp_rank_0_mp_rank_00_model_states.pt", lambda d: d["param_shapes"][0].popitem(), "for each shard"),
-        (2, "mp_rank_00_model_states.pt", lambda d: d["param_shapes"].pop(), "flat groups for 1 groups"),
-        (2, "mp_rank_00_model_states.pt", lambda d: d["param_shapes"][0].update(x=(9, 9)), "reaches element"),
+        (2, "zero_pp_rank_1_mp_rank_00_optim_states.pt", None, "must be 0 to 1"),
+        (2, "zero_pp_rank_2_mp_rank_00_optim_states.pt", None, "has 2 of 3 optimizer shards"),
+        (
+            3,
+            "zero_pp_rank_0_mp_rank_00_model_states.pt",
+            lambda d: d["param_shapes"][0].popitem(),
+            "each shard must",
+        ),
+        (2, "mp_rank_00_model_states.pt", lambda d: d["param_shapes"].pop(), "flat groups for 1 parameter groups"),
+        (2, "mp_rank_00_model_states.pt", lambda d: d["param_shapes"][0].update(x=(9, 9)), "ends at element"),
         (
             2,
             "mp_rank_00_model_states.pt",

@@ -8,8 +8,8 @@ import pytest
 
 from dynmo_ckpt._common.errors import UsageError
 from dynmo_ckpt.errors import CorruptError, UnsupportedError
-from dynmo_ckpt.io.reading import Reader, open_sources
 from dynmo_ckpt.formats.choices import ReadOptions
+from dynmo_ckpt.io.reading import Reader, open_sources
 from dynmo_ckpt.megatron.read import open_legacy
 from dynmo_ckpt.tensors.copy_plan import OutputTensor, sources
 from dynmo_ckpt.tensors.tiled_copy import panels
@@ -135,7 +135,7 @@ def test_replicas_that_differ_are_refused(tmp_path):
         document["model"]["language_model"]["encoder"]["layers.0.input_layernorm.bias"][3] += 1
 
     altered(iteration / "mp_rank_01_000" / "model_optim_rng.pt", change)
-    with pytest.raises(CorruptError, match=r"layers\.0\.input_layernorm\.bias of tensor ranks 0 and 1 differ"):
+    with pytest.raises(CorruptError, match=r"layers\.0\.input_layernorm\.bias of tensor-parallel ranks 0 and 1 differ"):
         read(tmp_path)
 
 
@@ -165,7 +165,7 @@ def test_missing_ranks_are_listed(tmp_path):
     m = native_checkpoints.model()
     iteration = legacy_gpt.save(tmp_path, native_checkpoints.parameters(m), m, tp=2, stages=[2, 1])
     shutil.rmtree(iteration / "mp_rank_01_001")
-    with pytest.raises(CorruptError, match=r"1 of 4 ranks are missing: \['mp_rank_01_001'\]"):
+    with pytest.raises(CorruptError, match=r"1 of 4 ranks are missing: mp_rank_01_001"):
         read(tmp_path)
 
 
@@ -179,14 +179,14 @@ def test_a_tensor_that_no_rule_takes_is_refused(tmp_path):
         document["model"]["extra"] = {"bias": torch.zeros(32)}
 
     altered(iteration / "mp_rank_00" / "model_optim_rng.pt", change)
-    with pytest.raises(UnsupportedError, match=r"no rule of the map takes 1 tensors: extra\.bias"):
+    with pytest.raises(UnsupportedError, match=r"the map has no rule for 1 tensors: extra\.bias"):
         read(tmp_path)
 
 
 @pytest.mark.parametrize("text", ["", "x", "-1"])
 def test_a_tracker_that_says_nothing_is_refused(tmp_path, text):
     (tmp_path / "latest_checkpointed_iteration.txt").write_text(text)
-    with pytest.raises(CorruptError, match="a number or 'release' is expected"):
+    with pytest.raises(CorruptError, match="must be a number or 'release'"):
         read(tmp_path)
 
 

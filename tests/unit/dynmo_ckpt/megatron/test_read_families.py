@@ -4,14 +4,14 @@ import numpy as np
 import pytest
 
 from dynmo_ckpt._common.errors import UsageError
-from dynmo_ckpt.cli.options import legacy_counts
+from dynmo_ckpt.converters.legacy_megatron import stage_layer_counts
+from dynmo_ckpt.converters.registry import open_checkpoint
 from dynmo_ckpt.errors import CorruptError, UnsupportedError
-from dynmo_ckpt.megatron.model_sizes import MEGATRON_SCALING, _llama_args
 from dynmo_ckpt.formats.choices import ReadOptions
+from dynmo_ckpt.megatron.model_sizes import MEGATRON_SCALING, _llama_args
 from dynmo_ckpt.megatron.read import open_legacy
 from dynmo_ckpt.megatron.write import split_stage
 from dynmo_ckpt.operations.reference_model import load_array
-from dynmo_ckpt.converters.registry import open_checkpoint
 from tests.unit.dynmo_ckpt import families, legacy_families, native_checkpoints
 
 NOTHING = range(0)
@@ -74,7 +74,7 @@ def test_a_decoders_embedding_that_is_not_the_encoders_is_refused(tmp_path):
     legacy_families.save(tmp_path, families.parameters(m), m, stages=CASES["t5"][1])
     path = tmp_path / "iter_0000007" / "mp_rank_00_001" / "model_optim_rng.pt"
     change(path, lambda d: d["model"]["language_model"]["embedding"]["position_embeddings"]["weight"].add_(1))
-    with pytest.raises(CorruptError, match=r"position_embeddings.weight of two stages, tensor rank 0 differ"):
+    with pytest.raises(CorruptError, match=r"position_embeddings.weight of two stages, tensor-parallel rank 0 differ"):
         open_legacy(tmp_path, ReadOptions())
 
 
@@ -108,8 +108,8 @@ def test_groups_that_do_not_fit_are_refused(tmp_path):
 
 def test_the_stages_of_a_t5_are_cut_between_encoder_and_decoder():
     m = families.t5()
-    assert legacy_counts(m, 2, None) == [2, 3]
-    assert legacy_counts(m, 4, None) == [1, 1, 2, 1]
+    assert stage_layer_counts(m, 2, None) == [2, 3]
+    assert stage_layer_counts(m, 4, None) == [1, 1, 2, 1]
     assert split_stage(m, [1, 1, 2, 1]) == 2
     with pytest.raises(UsageError, match="a cut between them"):
         split_stage(m, [1, 2, 2])

@@ -8,21 +8,21 @@ import numpy as np
 import pytest
 
 from dynmo_ckpt._common.console import Format
-from dynmo_ckpt.cli.options import layer_counts
+from dynmo_ckpt.converters.native import plan_native_export
 from dynmo_ckpt.errors import UnsupportedError
+from dynmo_ckpt.formats.choices import WriteOptions
 from dynmo_ckpt.native.checkpoint import open_native
-from dynmo_ckpt.native.reshard import partition_from_counts, plan_native
-from dynmo_ckpt.operations.write import Settings, write_native
+from dynmo_ckpt.native.reshard import layer_counts, partition_from_counts
+from dynmo_ckpt.operations.write import WriteSettings, write_export
 from dynmo_train.formats.checkpoint import open_checkpoint
 from tests.unit.dynmo_ckpt import native_checkpoints
 
-HOW = Settings(jobs=1, verify=True, overwrite=False, plan_only=False, format=Format.JSON)
+SETTINGS = WriteSettings(jobs=1, verify=True, overwrite=False, plan_only=False, format=Format.JSON)
 
 
-def write(source, target, **topology):
-    checkpoint = open_native(source)
-    plan = plan_native(checkpoint.manifest, checkpoint.tensors, **topology)
-    write_native(source, target, plan, {}, {}, HOW)
+def write(source, target, partition, **topology):
+    options = WriteOptions(with_optimizer=True, **topology)
+    write_export(source, target, plan_native_export(open_native(source), options, partition), SETTINGS)
     return open_native(target).manifest
 
 
@@ -33,8 +33,8 @@ def random_topology(rng, m):
     counts = np.diff([0, *cuts, m["num_layers"]]).tolist()
     return {
         "partition": partition_from_counts(counts, m),
-        "tensor_parallel_size": int(rng.choice([1, 2, 4])),
-        "virtual_stages_per_worker": virtual,
+        "tp": int(rng.choice([1, 2, 4])),
+        "vpp": virtual,
     }
 
 
@@ -73,9 +73,7 @@ def test_layers_go_where_the_partition_says(tmp_path, capsys):
     m = native_checkpoints.model()
     native_checkpoints.save(tmp_path / "in", native_checkpoints.parameters(m), m)
     partition = partition_from_counts([1, 0, 1, 1], m)
-    manifest = write(
-        tmp_path / "in", tmp_path / "out", partition=partition, virtual_stages_per_worker=2, tensor_parallel_size=2
-    )
+    manifest = write(tmp_path / "in", tmp_path / "out", partition=partition, vpp=2, tp=2)
     capsys.readouterr()
 
     def files(name):
@@ -102,5 +100,5 @@ def test_ranks_that_do_not_divide_are_refused(tmp_path, ranks, field):
     m = native_checkpoints.model()
     native_checkpoints.save(tmp_path / "in", native_checkpoints.parameters(m), m)
     with pytest.raises(UnsupportedError, match=field):
-        write(tmp_path / "in", tmp_path / "out", partition=partition_from_counts([3], m), tensor_parallel_size=ranks)
+        write(tmp_path / "in", tmp_path / "out", partition=partition_from_counts([3], m), tp=ranks)
     assert not (tmp_path / "out").exists()

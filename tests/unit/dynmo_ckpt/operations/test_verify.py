@@ -80,4 +80,4 @@ def test_a_tensor_that_the_manifest_does_not_name_is_found(directory, tmp_path):
     document = json.loads((target / "manifest.json").read_bytes())
     del document["tensors"]["head.norm.bias.exp_avg"]
     (target / "manifest.json").write_bytes(native_checkpoints.sealed(document))
-    assert any("head.norm.bias.exp_avg: the manifest names it nowhere" in finding for finding in findings(target))
+    assert any("head.norm.bias.exp_avg: the manifest does not name it" in finding for finding in findings(target))

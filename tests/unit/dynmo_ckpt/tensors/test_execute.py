@@ -7,15 +7,17 @@ import numpy as np
 import pytest
 
 from dynmo_ckpt._common.console import Format
+from dynmo_ckpt.converters.native import plan_native_export
 from dynmo_ckpt.errors import CorruptError, StorageError
+from dynmo_ckpt.formats.choices import WriteOptions
 from dynmo_ckpt.io.checks import Part, joined
 from dynmo_ckpt.native.checkpoint import open_native
-from dynmo_ckpt.native.reshard import partition_from_counts, plan_native
-from dynmo_ckpt.operations.write import Settings, write_native
+from dynmo_ckpt.native.reshard import partition_from_counts
+from dynmo_ckpt.operations.write import WriteSettings, write_export
 from dynmo_ckpt.tensors import tiled_copy
 from tests.unit.dynmo_ckpt import native_checkpoints
 
-HOW = Settings(jobs=2, verify=True, overwrite=False, plan_only=False, format=Format.JSON)
+SETTINGS = WriteSettings(jobs=2, verify=True, overwrite=False, plan_only=False, format=Format.JSON)
 TARGETS = [1, 2, 4]
 
 
@@ -30,13 +32,8 @@ def source(tmp_path, monkeypatch):
 
 def reshard(source, target, tp):
     checkpoint = open_native(source)
-    plan = plan_native(
-        checkpoint.manifest,
-        checkpoint.tensors,
-        partition=partition_from_counts([1, 1], checkpoint.manifest["model"]),
-        tensor_parallel_size=tp,
-    )
-    write_native(source, target, plan, {}, {}, HOW)
+    partition = partition_from_counts([1, 1], checkpoint.manifest["model"])
+    write_export(source, target, plan_native_export(checkpoint, WriteOptions(tp=tp), partition), SETTINGS)
 
 
 @pytest.mark.parametrize("tp", TARGETS)
@@ -92,7 +89,7 @@ def test_every_write_that_goes_wrong_is_found(source, tmp_path, monkeypatch, tp)
     assert total > 40
     for number in range(1, total, max(1, total // 16)):
         calls[0], wrong[0] = 0, number
-        with pytest.raises(StorageError, match="read back otherwise than written"):
+        with pytest.raises(StorageError, match="read back differently"):
             reshard(source, tmp_path / "out", tp)
     assert not (tmp_path / "out").exists()
 

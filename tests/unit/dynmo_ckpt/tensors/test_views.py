@@ -14,7 +14,7 @@ from dynmo_ckpt.maps.axes import expand, parse_axes, stored_shape
 from dynmo_ckpt.tensors.copy_plan import OutputTensor, expected_crc32, safetensors_file
 from dynmo_ckpt.tensors.execute import execute
 from dynmo_ckpt.tensors.tiled_copy import transposed_copy
-from dynmo_ckpt.tensors.views import concatenate, as_tensor
+from dynmo_ckpt.tensors.views import as_tensor, concatenate
 
 
 def stored(tmp_path, array, key="x"):
@@ -145,7 +145,7 @@ def test_patterns_say_both_directions(tmp_path):
 
 def test_a_shape_that_the_sizes_do_not_give_is_refused(tmp_path):
     axes = parse_axes("v h")
-    with pytest.raises(UnsupportedError, match=r"word: the shape is \[3, 2\], the model's sizes ask for \[3, 4\]"):
+    with pytest.raises(UnsupportedError, match=r"word: has the shape \[3, 2\]; the model requires \[3, 4\]"):
         expand(stored(tmp_path, np.zeros((3, 2), np.float32)), axes, {"v": 3, "h": 4}, "word")
 
 
