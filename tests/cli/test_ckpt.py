@@ -227,8 +227,7 @@ def test_usage_errors(ckpt, checkpoint, tmp_path):
     run_dir, _, _ = checkpoint
     assert "has no step 9" in ckpt("info", run_dir, "--step", 9, code=2).stderr
     assert (
-        "not a size"
-        in ckpt("convert", run_dir, tmp_path / "o", "--to", "hf", "--max-shard-size", "x", code=2).stderr
+        "not a size" in ckpt("convert", run_dir, tmp_path / "o", "--to", "hf", "--max-shard-size", "x", code=2).stderr
     )
     assert (
         "not a directory" in ckpt("convert", run_dir, tmp_path / "o", "--to", "hf", "--tokenizer", "no", code=2).stderr

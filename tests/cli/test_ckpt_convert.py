@@ -166,7 +166,7 @@ def test_verify_of_other_formats(ckpt, native, legacy_save, tmp_path):
     assert "ok" in ckpt("verify", tmp_path / "megatron", "--level", "header").stdout
     found = ckpt("verify", tmp_path / "megatron", "--level", "replicas", code=1).stdout
     assert "of tensor-parallel ranks 0 and 1 differ; replicas must be equal" in found
-    assert "known are native ones" in ckpt("verify", tmp_path / "nothing", code=4).stderr
+    assert "known formats are native" in ckpt("verify", tmp_path / "nothing", code=4).stderr
 
 
 def test_a_plan_tells_the_memory_of_what_it_does(ckpt, native, tmp_path):
